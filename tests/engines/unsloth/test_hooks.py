@@ -13,6 +13,8 @@ from tests.engines.unsloth.hosts import PROMPTS, attached, model, move, reward, 
 from torch import Tensor
 
 import klamp.trl
+from benchmarks.measure import isolated
+from benchmarks.step_runs import Setting, write_setting
 from benchmarks.unsloth_cpu import with_switches
 from klamp.config import KLConfig
 from klamp.core.objective import Objective, grpo_loss
@@ -194,14 +196,6 @@ def test_a_given_reference_is_used_and_stays_frozen(tmp_path: Path) -> None:
     assert host.state.log_history[0]["kl/k3"] > 0.05
 
 
-@pytest.mark.gate
-def test_the_kl_before_the_first_update_is_0(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    host = attached(tmp_path, KLConfig(beta=BETA), per_device_train_batch_size=8)
-    host.train()
-    assert host.state.log_history[0]["kl/k3"] < 1e-9
-    assert not [w for w in recwarn if "before the first update" in str(w.message)]
-
-
 def test_a_kl_that_is_not_finite_stops_the_run_before_the_step(tmp_path: Path) -> None:
     broken = model(seed=7)
     with torch.no_grad():
@@ -239,13 +233,15 @@ def test_an_evaluation_has_metrics_of_its_own_and_no_say_in_beta(tmp_path: Path)
 
 
 @pytest.mark.gate
-def test_the_controller_follows_and_is_saved(tmp_path: Path) -> None:
+def test_the_controller_follows_from_a_kl_of_0_and_is_saved(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
     kl = KLConfig(beta=BETA, target_kl=1e-6)
     options: dict[str, Any] = {"learning_rate": 1e-2, "save_strategy": "steps", "save_steps": 4, "max_steps": 6}
     host = attached(tmp_path, kl, **options)
     host.train()
     betas = [entry["beta"] for entry in host.state.log_history if "beta" in entry]
     assert betas[0] == BETA and betas[4] != BETA
+    assert host.state.log_history[0]["kl/k3"] < 1e-9
+    assert not [w for w in recwarn if "before the first update" in str(w.message)]
     again = attached(tmp_path, kl, **options)
     again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     resumed = [entry["beta"] for entry in again.state.log_history if "beta" in entry]
@@ -314,3 +310,10 @@ def test_left_out_tokens_under_weights_of_whole_completions(tmp_path: Path, monk
 
 def test_the_average_that_unsloth_has_is_taken(tmp_path: Path) -> None:
     attached(tmp_path, KLConfig(beta=0.1, kl_normalizer="token_mean"), loss_type="bnpo")
+
+
+def test_the_benchmark_of_a_step_takes_those_that_are_asked_for(tmp_path: Path) -> None:
+    folder, prompts = write_setting(tmp_path, "tiny", 8)
+    setting = Setting(trainer="unsloth", model=folder, prompts=prompts, completion=8, steps=2, warmup=1)
+    found = isolated("benchmarks.step_runs:one", {"setting": setting.to_dict()}, threads=1)
+    assert len(found["seconds"]) == 1 and found["tokens"] == 2 * 8 * 8

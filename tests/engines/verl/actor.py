@@ -66,7 +66,7 @@ class Step:
 def actor_loss(
     step: Step,
     *,
-    loss_mode: str = "klamp",
+    loss_mode: str = "vanilla",
     tokens: int | None = None,
     rows: int | None = None,
     nested: bool = False,

@@ -19,7 +19,6 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever is registered in the test is gone after it."""
     for module, name in HOOKED:
         monkeypatch.setattr(module, name, getattr(module, name))
-    monkeypatch.setattr(algorithms, "POLICY_LOSS_REGISTRY", dict(algorithms.POLICY_LOSS_REGISTRY))
     of_steps = [optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks]
     before = [dict(hooks) for hooks in of_steps]
     yield

@@ -13,6 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
+
 HERE = Path(__file__).parent / "on_a_cpu"
 LIMIT = 600
 """Seconds after which a run and all that it started are killed: verl's driver waits for ever for a dead worker."""
@@ -120,7 +122,7 @@ class Running:
             patience: seconds that those have to vanish that were killed.
         """
         until = time.monotonic() + patience
-        while (found := descendants(os.getpid(), without=self.others)) and time.monotonic() < until:
+        while (found := descendants(without=self.others)) and time.monotonic() < until:
             time.sleep(0.1)
         return found
 
@@ -133,7 +135,7 @@ def started(words: Sequence[str], place: Path) -> Iterator[Running]:
         words: behind `klamp`.
         place: a folder for what it needs besides that of the run.
     """
-    output, others = place / "output.txt", set(descendants(os.getpid()))
+    output, others = place / "output.txt", set(descendants())
     path = [str(HERE), str(distributions(place)), *filter(None, [os.environ.get("PYTHONPATH")])]
     adopt_orphans(True)
     with output.open("w") as file:
@@ -204,26 +206,18 @@ def adopt_orphans(wanted: bool) -> None:
     ctypes.CDLL(None).prctl(ADOPT_ORPHANS, int(wanted), 0, 0, 0)
 
 
-def descendants(parent: int, *, without: set[int] | None = None) -> dict[int, str]:
-    """The processes that a process has started, and those that these have started: id -> name; zombies are over.
+def descendants(*, without: set[int] | None = None) -> dict[int, str]:
+    """The processes that this one has started, and those that these have started: id -> name; zombies are over.
 
     Args:
-        parent: the process.
         without: processes that are left out, with all that they have started.
     """
-    children: dict[int, list[int]] = {}
-    names: dict[int, str] = {}
-    for each in Path("/proc").iterdir():
-        with suppress(OSError, ValueError):
-            before, _, after = (each / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")
-            state, above, *_ = after.split()
-            children.setdefault(int(above), []).append(int(each.name))
-            if state not in "ZX":
-                names[int(each.name)] = before.partition("(")[2]
     found: dict[int, str] = {}
-    waiting = [parent]
+    waiting = [psutil.Process()]
     while waiting:
-        below = [pid for pid in children.get(waiting.pop(), []) if pid not in (without or set())]
-        waiting += below
-        found |= {pid: names[pid] for pid in below if pid in names}
+        each = waiting.pop()
+        with suppress(psutil.NoSuchProcess):
+            waiting += [child for child in each.children() if child.pid not in (without or set())]
+            if each.pid != os.getpid() and each.status() != psutil.STATUS_ZOMBIE:
+                found[each.pid] = each.name()
     return found

@@ -123,29 +123,9 @@ def test_verls_own_names_mean_what_they_meant() -> None:
 
 
 @pytest.mark.usefixtures("registered")
-def test_every_mode_of_verl_is_there_and_unchanged() -> None:
-    step, modes = Step.random(dtype=torch.float32), dict(algorithms.POLICY_LOSS_REGISTRY)
-    own = [mode for mode in modes if not mode.startswith("klamp")]
-    assert {"vanilla", "gspo"} < set(own)
-    assert set(modes) == {*own, "klamp", *(f"klamp:{mode}" for mode in own)}
-    for mode in own:
-        try:
-            expected, _ = actor_loss(step, loss_mode=mode)
-        except Exception as error:  # what a mode asks for besides, it asks for under klamp's name too
-            with pytest.raises(type(error)):
-                actor_loss(step, loss_mode=f"klamp:{mode}")
-            continue
-        found, _ = actor_loss(step, loss_mode=f"klamp:{mode}")
-        assert torch.equal(found, expected) and torch.equal(gradient(found, step), gradient(expected, step)), mode
-    vanilla, klamps = (actor_loss(step, loss_mode=mode, clip_ratio_c=3.0)[0] for mode in ("vanilla", "klamp"))
-    assert torch.equal(vanilla, klamps)
-
-
-@pytest.mark.usefixtures("registered")
 def test_a_second_call_changes_nothing() -> None:
     def hooked() -> list[object]:
-        functions = [losses.kl_penalty, algorithms.kl_penalty, algorithms.get_kl_controller]
-        return [*functions, *algorithms.POLICY_LOSS_REGISTRY.items()]
+        return [losses.kl_penalty, losses.ppo_loss, algorithms.kl_penalty, algorithms.get_kl_controller]
 
     before = hooked()
     register()
@@ -180,21 +160,22 @@ def test_an_enumeration_of_its_own(name: str, follows: str) -> None:
 
 
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("name", ["klamp:kl_horizon=sequence", "klamp:kl_off_policy=token"])
-def test_what_needs_the_mask_needs_klamps_policy_loss(name: str) -> None:
+def test_outside_of_the_actors_loss_it_raises() -> None:
     step = Step.random()
-    with pytest.raises(ConfigError, match="loss_mode=klamp"):
-        actor_loss(step, loss_mode="vanilla", use_kl_loss=True, kl_loss_type=name)
-    actor_loss(step, loss_mode="klamp")  # without a KL: its note stays behind
-    with pytest.raises(ConfigError, match="loss_mode=klamp"):
-        actor_loss(step, loss_mode="vanilla", use_kl_loss=True, kl_loss_type=name)
+    actor_loss(step, use_kl_loss=True, kl_loss_type="klamp")
+    with pytest.raises(ConfigError, match="outside of verl's actor loss"):
+        losses.kl_penalty(step.policy, step.ref, "klamp:kl_horizon=sequence")
 
 
 @pytest.mark.usefixtures("registered")
-def test_without_klamps_policy_loss_a_token_horizon_is_the_same() -> None:
-    step, options = Step.random(), {"use_kl_loss": True, "kl_loss_type": "klamp", "kl_loss_coef": 0.3}
-    ours, vanilla = (actor_loss(step, loss_mode=mode, **options)[0] for mode in ("klamp", "vanilla"))
-    assert torch.equal(ours, vanilla) and torch.equal(gradient(ours, step), gradient(vanilla, step))
+def test_whatever_the_policy_loss_the_kl_is_the_same() -> None:
+    step, options = Step.random(), {"use_kl_loss": True, "kl_loss_type": "klamp:kl_horizon=sequence"}
+
+    def of_kl(mode: str) -> torch.Tensor:
+        with_kl = gradient(actor_loss(step, loss_mode=mode, kl_loss_coef=0.3, **options)[0], step)
+        return with_kl - gradient(actor_loss(step, loss_mode=mode)[0], step)
+
+    torch.testing.assert_close(of_kl("gspo"), of_kl("vanilla"), rtol=0, atol=1e-12)
 
 
 def rewarded(step: Step, control: object, kind: str) -> tuple[torch.Tensor, dict[str, float]]:
@@ -260,7 +241,7 @@ def test_a_verl_with_its_hooks_elsewhere_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(losses, "kl_penalty", lambda logprob, ref_logprob, kl_penalty: None)
     with pytest.raises(UnsupportedVersion, match="klamp.verl needs verl"):
         register()
-    assert "klamp" not in algorithms.POLICY_LOSS_REGISTRY
+    assert not hasattr(losses.ppo_loss, "__wrapped__")
 
 
 def test_in_every_process_of_a_ray_cluster(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,8 +250,9 @@ def test_in_every_process_of_a_ray_cluster(tmp_path, monkeypatch: pytest.MonkeyP
 
     def known() -> tuple[bool, bool]:
         import verl.trainer.ppo.core_algos as there
+        from verl.workers.engine_workers import ppo_loss
 
-        return "klamp" in there.POLICY_LOSS_REGISTRY, there.kl_penalty.__module__ == "klamp.hosts.verl.hooks"
+        return hasattr(ppo_loss, "__wrapped__"), there.kl_penalty.__module__ == "klamp.hosts.verl.hooks"
 
     variables = {"VERL_USE_EXTERNAL_MODULES": "klamp.verl.registered"}
     monkeypatch.setenv("HOME", str(tmp_path))  # where Ray writes the token of its cluster

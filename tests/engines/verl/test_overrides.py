@@ -99,22 +99,6 @@ def test_without_a_kl_no_reference_is_loaded() -> None:
     assert not found.terms and found.reference.startswith("none")
 
 
-def test_effective_reads_what_verl_will_do() -> None:
-    """As it comes, verl has no KL at all; its own types are named for what they are."""
-    assert not effective(composed([])).terms
-    (own,) = effective(composed(["actor_rollout_ref.actor.use_kl_loss=True"])).terms
-    assert (own.term, own.value, own.beta) == ("verl's own", "k3", 0.001)
-    assert own.gradient.startswith("KL(ref||policy)") and "-2.61" in own.gradient
-    found = effective(composed(overrides(KLConfig(beta=0.02, kl_horizon="sequence"))))
-    (ours,) = found.terms
-    assert (ours.term, ours.beta) == ("klamp's", 0.02) and not found.notes
-    assert ours.value.startswith("k3") and "KL(policy||ref)" in ours.gradient and "sequence" in ours.gradient
-    assert "mean over the tokens of the mini-batch" in str(found)
-    reward = ["algorithm.use_kl_in_reward=True", "algorithm.adv_estimator=grpo", "algorithm.kl_ctrl.type=adaptive"]
-    notes = effective(composed([*reward, "algorithm.kl_ctrl.horizon=100"])).notes
-    assert [text.split()[0] for text in notes] == ["norm_adv_by_std_in_grpo", "the", "verl's"]
-
-
 def read(text: str) -> Any:
     return OverridesParser.create().parse_override(f"key={text}").value()
 

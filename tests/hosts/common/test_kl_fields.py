@@ -85,7 +85,7 @@ def test_another_name_of_beta_sets_beta(alias: str) -> None:
     assert arguments(beta=0.25, **{alias: 0.25}).beta == 0.25
     with pytest.raises(ConfigError, match="beta is given twice") as caught:
         arguments(beta=0.3, **{alias: 0.25})
-    assert f"{alias}=0.25" in str(caught.value.got) and "beta=0.3" in str(caught.value.got)
+    assert caught.value.got == "0.25 and 0.3" and alias in caught.value.why
 
 
 @pytest.mark.parametrize("beta", [-0.1, float("nan"), float("inf")])

@@ -15,7 +15,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TopKLogitsWarper, TopPLo
 from klamp import check_sync
 from klamp.diagnostics import sync
 from klamp.errors import ConfigError, DataError, ShapeError
-from klamp.hosts.common.sampler_weights import _truncated, check_packing, pack_nothing, packing
+from klamp.hosts.common.sampler_weights import check_packing, pack_nothing, packing
 
 PROMPTS = [[1, 2, 3, 4], [5, 6]]
 COMPLETIONS = [[7, 8, 9, 3, 2], [4, 4, 1]]
@@ -153,13 +153,6 @@ def test_a_truncated_distribution_is_named(kept: Any, given: dict[str, Any]) -> 
     seen = found("sampler", made, wrong, **given)
     assert seen.nearest == sync.TRUNCATED
     assert seen.gaps[sync.TRUNCATED] < 1e-6
-
-
-def test_a_nucleus_of_one_cuts_nothing() -> None:
-    """However little is left in the tail: in float32 the sum before it is 1 already."""
-    logits = torch.tensor([[0.0, -20.0, -40.0]])
-    assert torch.equal(_truncated(logits, 0, 1.0), logits)
-    assert _truncated(logits, 0, 0.99).isneginf().tolist() == [[False, True, True]]
 
 
 def test_a_missing_adapter_is_named() -> None:

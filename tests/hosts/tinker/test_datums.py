@@ -1,12 +1,16 @@
-"""build_datum and strip_for_builtin: everything stands where the token that it speaks of stands."""
+"""Datums, built and read as padded tensors: everything stands where its token stands, or is refused with its datum."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.hosts.tinker.fakes import FakeDatum, fake_batch
 
-from klamp.errors import DataError, ShapeError
+from klamp.errors import DataError, EmptyMaskError, KlampError, NonFiniteError, ShapeError, TensorError
+from klamp.hosts.tinker.datums import number_row, read_rows, token_ids
 from klamp.tinker import build_datum, strip_for_builtin
 
 tinker = pytest.importorskip("tinker")
@@ -107,3 +111,129 @@ def test_refusals(changes, error, message):
     given = {"prompt": PROMPT, "response": RESPONSE, "advantages": 1.0, "logprobs": LOGPROBS, "ref_logprobs": REF}
     with pytest.raises(error, match=message):
         build_datum(**given | changes)
+
+
+def datum(**changes: Any) -> FakeDatum:
+    """A datum of three positions, of which the first speaks of the prompt."""
+    rows = {
+        "target_tokens": torch.tensor([7, 8, 9]),
+        "advantages": torch.tensor([0.0, 2.0, 2.0]),
+        "logprobs": torch.tensor([0.0, -0.5, -0.25]),
+        "ref_logprobs": torch.tensor([0.0, -1.5, -0.75]),
+        "mask": torch.tensor([0.0, 1.0, 1.0]),
+    }
+    return FakeDatum({name: row for name, row in (rows | changes).items() if row is not None})
+
+
+def test_rows_are_padded_on_the_right_and_count_nothing_there() -> None:
+    data, policies = fake_batch(sizes=((2, 1), (3, 4)))
+    rows = read_rows(data)
+    assert rows.lengths == (2, 6) and rows.mask.shape == (2, 6)
+    assert rows.mask.tolist() == [[False, True, *[False] * 4], [False, False, *[True] * 4]]
+    assert rows.ref_logprobs is not None and rows.kl_mask is None
+    for column in (rows.advantages, rows.logprobs, rows.ref_logprobs, rows.policy(policies)):
+        assert column[0, 2:].tolist() == [0.0] * 4
+    assert rows.totals == (2.0, 5.0, 5.0)
+
+
+def test_without_a_mask_every_position_counts_that_says_something() -> None:
+    says_little = {"advantages": torch.tensor([0.0, 0.0, 2.0]), "logprobs": torch.zeros(3), "ref_logprobs": None}
+    given = read_rows([datum(mask=None, **says_little)])
+    assert given.mask.tolist() == [[False, False, True]]
+    assert read_rows([datum(mask=None)], reference=True).mask.tolist() == [[False, True, True]]
+
+
+def test_a_reference_is_read_where_all_have_one_and_exclusions_where_one_has() -> None:
+    bare = datum(ref_logprobs=None)
+    assert read_rows([datum(), bare]).ref_logprobs is None
+    with pytest.raises(DataError, match="datum 1 has no 'ref_logprobs'"):
+        read_rows([datum(), bare], reference=True)
+    with pytest.raises(DataError, match="datum 0 has no 'kl_mask'"):
+        read_rows([datum(), datum(kl_mask=torch.ones(3))])
+    rows = read_rows([datum(kl_mask=torch.tensor([0.0, 1.0, 0.0]))], exclusions=True)
+    assert rows.totals == (1.0, 2.0, 1.0)
+
+
+@pytest.mark.parametrize("data", [None, [], {}, {"loss_fn_inputs": {}}, "text", 5, datum()], ids=str)
+def test_what_is_no_list_of_datums_is_refused(data: Any) -> None:
+    with pytest.raises(DataError, match="there are no datums|datum 0 has no loss_fn_inputs") as caught:
+        read_rows(data)
+    assert caught.value.got and caught.value.why and caught.value.fix
+
+
+@pytest.mark.parametrize("wrong", [{"loss_fn_inputs": {}}, [1, 2], None, FakeDatum([])], ids=str)  # pyright: ignore
+def test_what_is_no_datum_is_refused_with_its_place(wrong: Any) -> None:
+    with pytest.raises(DataError, match="^datum 1 has no loss_fn_inputs") as caught:
+        read_rows([datum(), wrong])
+    assert caught.value.got and caught.value.why and caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "words"),
+    [
+        *(
+            ({name: None}, DataError, f"datum 0 has no '{name}'")
+            for name in ("target_tokens", "advantages", "logprobs")
+        ),
+        *(
+            ({name: torch.ones(2)}, ShapeError, f"datum 0: {name} does not have the length")
+            for name in ("advantages", "logprobs", "ref_logprobs", "mask")
+        ),
+        ({"target_tokens": torch.zeros(1, 3)}, ShapeError, "datum 0: target_tokens does not have the length"),
+        ({"logprobs": [0.0, None, -1.0]}, DataError, "datum 0: logprobs is no row of numbers"),
+        ({"logprobs": {}}, DataError, "datum 0: logprobs is no row of numbers"),
+        ({"logprobs": torch.tensor([0.0, float("nan"), -1.0])}, NonFiniteError, "datum 0: logprobs holds"),
+        ({"ref_logprobs": torch.tensor([0.0, 0.5, -1.0])}, DataError, "datum 0: ref_logprobs holds"),
+        ({"advantages": torch.tensor([0.0, float("inf"), 1.0])}, NonFiniteError, "datum 0: an advantage is"),
+        ({"mask": torch.zeros(3)}, EmptyMaskError, "no datum has a token to train on"),
+    ],
+)
+def test_a_row_that_cannot_be_read_is_refused_with_its_datum(
+    changes: dict[str, Any], error: type[KlampError], words: str
+) -> None:
+    with pytest.raises(error, match=f"^{words}") as caught:
+        read_rows([datum(**changes)])
+    assert caught.value.got and caught.value.why and caught.value.fix
+
+
+@pytest.mark.parametrize(
+    ("logprobs", "error", "words"),
+    [
+        ([], ShapeError, "logprobs_list does not hold one row"),
+        (None, ShapeError, "logprobs_list does not hold one row"),
+        ({0: torch.zeros(3)}, ShapeError, "logprobs_list does not hold one row"),
+        ([[-1.0, -1.0, -1.0]], TensorError, r"logprobs_list\[0\] must be a torch.Tensor"),
+        ([{"logprobs": [-1.0]}], TensorError, r"logprobs_list\[0\] must be a torch.Tensor"),
+        ([torch.tensor([7, 8, 9])], TensorError, r"logprobs_list\[0\] must hold floating-point numbers"),
+        ([torch.zeros(4)], ShapeError, "datum 0: the policy's log-probabilities do not have the length"),
+        ([torch.tensor([0.0, float("nan"), 0.0])], NonFiniteError, "datum 0: the policy's row"),
+        ([torch.ones(3)], DataError, "datum 0: the policy's row"),
+    ],
+)
+def test_the_policys_rows_are_checked_by_name(logprobs: Any, error: type[KlampError], words: str) -> None:
+    with pytest.raises(error, match=f"^{words}") as caught:
+        read_rows([datum()]).policy(logprobs)
+    assert caught.value.got and caught.value.why and caught.value.fix
+
+
+def test_numbers_keep_their_precision_and_lose_their_gradient() -> None:
+    assert number_row("x", np.array([1.0])).dtype == torch.float64
+    assert number_row("x", [True, False]).dtype == torch.bool
+    assert not number_row("x", torch.ones(1, requires_grad=True)).requires_grad
+
+
+@pytest.mark.parametrize(
+    "tokens",
+    [[5, 6], (5, 6), range(5, 7), np.array([5, 6]), torch.tensor([5, 6]), [np.int64(5), torch.tensor(6)]],
+    ids=str,
+)
+def test_token_ids_come_in_many_forms(tokens: Any) -> None:
+    found = token_ids("prompt", tokens)
+    assert found == [5, 6] and {type(token) for token in found} == {int}
+
+
+@pytest.mark.parametrize("tokens", [[5, 1.5], [5, 1.0], [True], [None], "56", [[5]], 5, None, np.array([5.0])], ids=str)
+def test_a_token_is_never_rounded(tokens: Any) -> None:
+    with pytest.raises(DataError, match="^prompt must hold token ids") as caught:
+        token_ids("prompt", tokens)
+    assert caught.value.got and caught.value.why and caught.value.fix

@@ -252,12 +252,6 @@ def test_over_http_with_one_of_many_requests_in_trouble(reference, standin, faul
     assert compute(reference) == close(of_the_model(PROMPTS, RESPONSES))
 
 
-def test_over_http_none_inside_a_response(reference, standin):
-    standin.inject(Fault(kind="none", route="asample", scoring=True))
-    with pytest.raises(NonFiniteError, match="sequence 0: the reference has no log-probability"):
-        compute(reference, concurrency=1)
-
-
 def test_over_http_a_service_that_does_not_answer(reference, standin):
     standin.inject(Fault(kind="slow", route="asample", seconds=60, times=None))
     with pytest.raises(ModelError, match="did not answer in time"):

@@ -124,10 +124,7 @@ def test_verls_own_names_in_words(name: str, value: str, gradient: str) -> None:
         ({"norm_adv_by_std_in_grpo": False}, "0.0457 reward per nat of a whole completion"),
         ({"adv_estimator": "rloo"}, "0.04 reward per nat of a whole completion"),
         ({"adv_estimator": "gae"}, "unknown: adv_estimator=gae"),
-        ({"policy_loss": {"loss_mode": "klamp"}, "adv_estimator": "rloo"}, "0.04 reward per nat"),
-        ({"policy_loss": {"loss_mode": "klamp:vanilla"}, "adv_estimator": "rloo"}, "0.04 reward per nat"),
         ({"policy_loss": {"loss_mode": "gspo"}}, "unknown: loss_mode=gspo"),
-        ({"policy_loss": {"loss_mode": "klamp:gspo"}}, "unknown: loss_mode=gspo"),
         ({"kl_loss_type": "kl"}, "none: its gradient is that of no KL"),
         ({"use_kl_loss": False, "use_kl_in_reward": True}, "0.001 reward per nat of a whole completion"),
         ({"use_kl_loss": False, "use_kl_in_reward": True, "kl_penalty": "abs"}, "none: its gradient is that of no KL"),
@@ -149,9 +146,6 @@ def test_what_may_surprise() -> None:
         return " ".join(effective(config(**changes)).notes)
 
     assert notes() == ""
-    assert "loss_mode must be klamp" in notes(kl_loss_type="klamp:kl_horizon=sequence")
-    ready = config(kl_loss_type="klamp:kl_horizon=sequence", policy_loss={"loss_mode": "klamp:gspo"})
-    assert effective(ready).notes == ()
     assert "counts twice" in notes(use_kl_in_reward=True)
     assert "beta cancels" in notes(use_kl_in_reward=True, use_kl_loss=False)
     assert "beta cancels" not in notes(use_kl_in_reward=True, norm_adv_by_std_in_grpo=False)

@@ -127,7 +127,6 @@ def test_in_the_loss() -> None:
         "algorithm.use_kl_in_reward=False",
         f"{ACTOR}.kl_loss_coef=0.04",
         f"{ACTOR}.kl_loss_type='klamp:kl_gradient=forward,kl_max_log_ratio=5.0'",
-        f"{ACTOR}.policy_loss.loss_mode=klamp",
         IMPORTED,
     ]
 

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from klamp._field_texts import field_texts
 from klamp.config import KLConfig
-from klamp.config.kl import ALIASES
+from klamp.config.kl import ALIASES, resolve_aliases
 from klamp.config.rules import check_beta
-from klamp.errors import ConfigError, KLWarning, Refusal
+from klamp.errors import KLWarning, Refusal
 
 
 def _field(name: str, kind: Any, text: str) -> tuple[str, Any, Any]:
@@ -56,14 +56,7 @@ def settle_fields(args: Any) -> None:
     given = {name: getattr(args, name) for name in ALIASES if getattr(args, name, None) is not None}
     if args.beta:
         given["beta"] = args.beta
-    if len(set(given.values())) > 1:
-        raise ConfigError(
-            "beta is given twice, with different values",
-            got=", ".join(f"{name}={value}" for name, value in given.items()),
-            why=f"{', '.join(ALIASES)} are other names of beta",
-            fix="keep one",
-        )
-    args.beta = next(iter(given.values()), args.beta)
+    args.beta = resolve_aliases(given, {"beta"}).get("beta", args.beta)
     if isinstance(args.beta, (int, float)):
         check_beta(args.beta)
     for name in ALIASES:

@@ -68,11 +68,18 @@ def check_sync(
         DataError: a side reports no number.
         ConfigError: a temperature that is not above 0.
     """
+    import transformers
+
     check_number("temperature", temperature, POSITIVE)
     sides = {"sampler": sampler_logprobs, "trainer": trainer_logprobs}
     reported = {side: _flat(completions, values, side) for side, values in sides.items() if values is not None}
+    cuts = transformers.LogitsProcessorList()
+    if top_k > 0:
+        cuts.append(transformers.TopKLogitsWarper(top_k))
+    if top_p < 1:
+        cuts.append(transformers.TopPLogitsWarper(top_p))
     parts = [
-        readings(model, prompt, completion, temperature=temperature, top_k=top_k, top_p=top_p, start=start)
+        _readings(model, prompt, completion, temperature=temperature, cuts=cuts, start=start)
         for prompt, completion in zip(prompts, completions, strict=True)
         if len(completion)
     ]
@@ -81,15 +88,8 @@ def check_sync(
 
 
 @torch.no_grad()
-def readings(
-    model: Any,
-    prompt: Sequence[int],
-    completion: Sequence[int],
-    *,
-    temperature: float = 1.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    start: Any = None,
+def _readings(
+    model: Any, prompt: Sequence[int], completion: Sequence[int], *, temperature: float, cuts: Any, start: Any
 ) -> dict[str, Tensor]:
     """The log-probabilities [T] of one completion in every reading that applies; see `check_sync`."""
     was_training = model.training
@@ -99,8 +99,8 @@ def readings(
         found = {WEIGHTS: logits / temperature}
         if temperature != 1:
             found[RAW] = logits
-        if top_k > 0 or top_p < 1:
-            found[TRUNCATED] = _truncated(logits / temperature, top_k, top_p)
+        if cuts:
+            found[TRUNCATED] = cuts(None, logits / temperature)
         found[HIDDEN] = _forward(model, prompt, completion, hidden_prompt=True)[0] / temperature
         if hasattr(model, "disable_adapter"):
             with model.disable_adapter():
@@ -144,19 +144,6 @@ def _forward(
 def _chosen(logits: Tensor, completion: Sequence[int]) -> Tensor:
     ids = torch.tensor(list(completion), device=logits.device)
     return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0].cpu()
-
-
-def _truncated(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """The logits with -inf at what a sampler cuts off: all but the k largest; all past the first tokens that hold p."""
-    if top_k > 0:
-        least = logits.topk(min(top_k, logits.shape[-1])).values[..., -1:]
-        logits = logits.masked_fill(logits < least, -math.inf)
-    if top_p < 1:
-        ordered, places = logits.sort(-1, descending=True)
-        probabilities = ordered.softmax(-1)
-        beyond = probabilities.cumsum(-1) - probabilities >= top_p
-        logits = logits.masked_fill(beyond.scatter(-1, places, beyond), -math.inf)
-    return logits
 
 
 def _flat(completions: Sequence[Sequence[int]], values: Sequence[Sequence[Any]], side: str) -> Tensor:

@@ -143,8 +143,7 @@ class KLMixin(Host):
         session = self._klamp
         session.losses += 1
         beta = self._refresh_beta()
-        learns = fast_scoring.learning_rows(self, inputs, beta)
-        with session.listening() as seen, session.learning(learns):
+        with session.listening(fast_scoring.learning_rows(self, inputs, beta)) as seen:
             if session.control is None or not session.control.kl.needs_reference:
                 loss = super()._compute_loss(model, inputs)
             else:

@@ -86,22 +86,18 @@ class Session:
         )
 
     @contextmanager
-    def listening(self) -> Iterator[list[Scoring]]:
-        """A context that collects the calls of TRL's scoring method."""
-        outer, self.seen = self.seen, []
-        try:
-            yield self.seen
-        finally:
-            self.seen = outer
+    def listening(self, learns: Tensor | None = None) -> Iterator[list[Scoring]]:
+        """A context that collects the calls of TRL's scoring method.
 
-    @contextmanager
-    def learning(self, rows: Tensor | None) -> Iterator[None]:
-        """A context in which only these completions have a gradient, [B]; None: any may."""
-        self.learns = rows
+        Args:
+            learns: which completions have a gradient in it, [B]; None: any may.
+        """
+        outer, seen = (self.seen, self.learns), list[Scoring]()
+        self.seen, self.learns = seen, learns
         try:
-            yield
+            yield seen
         finally:
-            self.learns = None
+            self.seen, self.learns = outer
 
 
 def only_scoring(seen: list[Scoring]) -> Scoring:

@@ -1,4 +1,4 @@
-"""klamp's KL in verl: in its policy losses, in its `kl_penalty`, and in its controller of a KL in the reward.
+"""klamp's KL in verl: in its loss, in its `kl_penalty`, and in its controller of a KL in the reward.
 
 fields_in_verl       a KL as a name in verl's configuration and as overrides of it; what has no place there, and why
 batch_columns        what the loss in verl's workers needs of a whole batch

@@ -13,7 +13,7 @@ from klamp.core.term import Placement
 from klamp.errors import ConfigError
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.common.versions import told_version
-from klamp.hosts.verl.fields_in_verl import controlled, is_ours, loss_kl, needs_driver, needs_policy_loss, reward_kl
+from klamp.hosts.verl.fields_in_verl import controlled, is_ours, loss_kl, needs_driver, reward_kl
 
 BASELINES: Mapping[str, Baseline] = {"grpo": "mean", "rloo": "leave_one_out"}
 """verl's advantages whose baseline is known here; GRPO's holds the completion's own reward."""
@@ -30,7 +30,7 @@ def price(config: Any, beta: float, placement: Placement) -> Price | str:
         placement: where the KL enters.
     """
     estimator, size = config["algorithm"]["adv_estimator"], int(config["actor_rollout_ref"]["rollout"]["n"])
-    mode = _loss_mode(config["actor_rollout_ref"]["actor"])
+    mode = (config["actor_rollout_ref"]["actor"].get("policy_loss") or {}).get("loss_mode", "vanilla")
     if estimator not in BASELINES:
         return f"adv_estimator={estimator} is not one of {', '.join(BASELINES)}"
     if size < 2:
@@ -39,12 +39,6 @@ def price(config: Any, beta: float, placement: Placement) -> Price | str:
         return f"loss_mode={mode} may average over tokens otherwise than the KL"
     scale: Scale = "std" if divides_by_std(config["algorithm"]) else "none"
     return price_of(beta, placement=placement, baseline=BASELINES[estimator], scale=scale, group_size=size)
-
-
-def _loss_mode(actor: Any) -> str:
-    """The policy loss that verl computes, also where klamp's name stands before it."""
-    mode = str((actor.get("policy_loss") or {}).get("loss_mode", "vanilla"))
-    return (mode.partition(":")[2] or "vanilla") if is_ours(mode) else mode
 
 
 def divides_by_std(algorithm: Any) -> bool:
@@ -217,13 +211,6 @@ def _notes(config: Any, in_loss: bool, in_reward: bool) -> tuple[str, ...]:
         (
             in_loss and not driven and is_ours(name) and needs_driver(loss_kl(name)),
             "this KL needs ++trainer.checkpoint_callback_class=klamp.verl.Driver, without which it raises",
-        ),
-        (
-            in_loss
-            and is_ours(name)
-            and not is_ours(actor["policy_loss"]["loss_mode"])
-            and needs_policy_loss(loss_kl(name).build_term()),
-            "loss_mode must be klamp, or klamp:MODE: it has to name klamp's policy loss",
         ),
     ]
     return that_apply(rows)

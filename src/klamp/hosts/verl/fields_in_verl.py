@@ -13,7 +13,6 @@ from dataclasses import fields
 from typing import Any
 
 from klamp.config import KLConfig
-from klamp.core.term import KLTerm
 from klamp.errors import ConfigError, Refusal, refuse, unknown_name
 from klamp.hosts.common.kl_fields import host_refusals
 
@@ -72,11 +71,6 @@ def reward_kl(name: str) -> KLConfig:
         ConfigError: the name cannot be read, or what it asks for is refused.
     """
     return KLConfig(**{**IN_REWARD, **_read(name, TERM_FIELDS)})
-
-
-def needs_policy_loss(term: KLTerm) -> bool:
-    """Whether a KL in the loss needs what verl tells the policy loss only: the mask, the old log-probabilities."""
-    return term.horizon == "sequence" or term.off_policy != "none" or term.clip_method != "none"
 
 
 def needs_driver(kl: KLConfig) -> bool:
@@ -199,7 +193,6 @@ def overrides(kl: KLConfig) -> list[str]:
     if in_loss:
         name = name_of(kl, LOSS_FIELDS)
         found += [f"{ACTOR}.kl_loss_coef={kl.beta!r}", f"{ACTOR}.kl_loss_type={written(name)}"]
-        found += [f"{ACTOR}.policy_loss.loss_mode=klamp"]
     if in_reward:
         name = name_of(kl, [field for field in TERM_FIELDS if field not in IN_REWARD])
         found += [f"algorithm.kl_penalty={written(name)}"]

@@ -1,8 +1,7 @@
-"""The three places in which verl looks up a KL by its name, and klamp's functions for klamp's names there.
+"""The places in which verl looks up a KL by its name, and klamp's functions for klamp's names there.
 
-The actor's loss comes first and is given the columns of klamp's driver; in it the policy loss comes next, with the mask
-and the old log-probabilities; `kl_penalty`, which is given none of these, comes last, with the same tensor of
-log-probabilities. So the former leave notes for the latter.
+verl gives `kl_penalty` log-probabilities alone. What else a KL needs, the mask, the old log-probabilities and the
+columns of klamp's driver, is in the batch of the actor's loss around it, which is kept at hand while that is computed.
 """
 # pyright: reportMissingImports=false
 
@@ -12,9 +11,8 @@ import copy
 import functools
 import importlib
 import inspect
-import weakref
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,37 +25,26 @@ from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE
 from klamp.hosts.common.control import KLControl, check_kl
 from klamp.hosts.common.versions import check_version, out_of_range
 from klamp.hosts.verl.batch_columns import BETA, PER_ROW, PER_TOKEN, RATE
-from klamp.hosts.verl.fields_in_verl import controlled, is_ours, loss_kl, needs_driver, needs_policy_loss, reward_kl
+from klamp.hosts.verl.fields_in_verl import controlled, is_ours, loss_kl, needs_driver, reward_kl
 
 LOSSES, ALGORITHMS = "verl.workers.utils.losses", "verl.trainer.ppo.core_algos"
 ARGUMENTS = ("logprob", "ref_logprob", "kl_penalty")
 """The arguments of verl's `kl_penalty`."""
+MASK, OLD = "response_mask", "old_log_probs"
+IN_LOSS = (MASK, OLD, *PER_ROW, *PER_TOKEN)
+"""What the KL in the loss may need of the actor's batch."""
 Penalty: TypeAlias = Callable[[Tensor, Tensor, str], Tensor]
 
 
-class _Note(NamedTuple):
-    """The mask and old log-probabilities that the policy loss was called with."""
-
-    logprobs: weakref.ref[Tensor]
-    mask: Tensor
-    old: Tensor
-
-
-class _Notes:
-    """Remembers the note of the last policy loss, the columns of the last actor loss, the factor of the next rate."""
+class _Actor:
+    """The batch of the actor's loss that is being computed, padded; the factor of the next rate."""
 
     def __init__(self) -> None:
-        self.last: _Note | None = None
-        self.columns: Mapping[str, Tensor] = {}
+        self.batch: Mapping[str, Tensor] = {}
         self.rate, self.rates = 1.0, list[float]()
 
-    def take(self, logprobs: Tensor) -> _Note | None:
-        """The note that belongs to these log-probabilities, if there is one; it is given once."""
-        note, self.last = self.last, None
-        return note if note is not None and note.logprobs() is logprobs else None
 
-
-_notes = _Notes()
+_actor = _Actor()
 
 
 def register() -> None:
@@ -66,23 +53,21 @@ def register() -> None:
     From then on verl's configuration takes `klamp` or `klamp:FIELD=VALUE,...` as
 
     - `actor.kl_loss_type`: the KL in the loss, per token in nats, value and gradient as `kl_penalty`'s of klamp;
-    - `actor.policy_loss.loss_mode`: `klamp` is verl's `vanilla` and `klamp:MODE` its MODE, unchanged, and lets that KL
-      have a sequence horizon and off-policy weights, for which it needs the mask and the old log-probabilities;
     - `algorithm.kl_penalty`: k1, for a KL in the reward;
     - `algorithm.kl_ctrl.type`: a controller of the KL in the reward, from `kl_coef` towards `target_kl`.
 
-    Every other name means what it meant. To be called in every process: `klamp.verl.registered` does so on import. A
-    second call changes nothing.
+    Every other name means what it meant. To be called in every process, before verl's workers are imported:
+    `klamp.verl.registered` does so on import. A second call changes nothing.
 
     Raises:
         UnsupportedVersion: verl is missing, outside the declared range, or has its hooks elsewhere.
 
-    Source: verl's documentation of `register_policy_loss` and `VERL_USE_EXTERNAL_MODULES`
+    Source: verl's documentation of `VERL_USE_EXTERNAL_MODULES`
     """
     installed = check_version("verl")
     algorithms: Any = importlib.import_module(ALGORITHMS)
     losses: Any = importlib.import_module(LOSSES)
-    if "klamp" in algorithms.POLICY_LOSS_REGISTRY:
+    if losses.kl_penalty.__module__ == __name__:
         return
     found = tuple(inspect.signature(algorithms.kl_penalty).parameters)
     if found != ARGUMENTS or losses.kl_penalty is not algorithms.kl_penalty:
@@ -91,23 +76,28 @@ def register() -> None:
     losses.kl_penalty = _by_name(losses.kl_penalty, penalty_in_loss)
     algorithms.kl_penalty = _by_name(algorithms.kl_penalty, penalty_in_reward)
     algorithms.get_kl_controller = _controller_by_name(algorithms.get_kl_controller)
-    losses.ppo_loss = _with_columns(losses.ppo_loss)
+    losses.ppo_loss = _with_batch(losses.ppo_loss)
     register_optimizer_step_pre_hook(_lower_rate)
     register_optimizer_step_post_hook(_restore_rate)
-    modes = dict(algorithms.POLICY_LOSS_REGISTRY)
-    for name, mode in {"klamp": modes["vanilla"], **{f"klamp:{mode}": loss for mode, loss in modes.items()}}.items():
-        algorithms.register_policy_loss(name)(_leaving_a_note(mode))
 
 
 def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
     """klamp's per-token penalty in nats, without coefficient; verl masks, averages and weighs it. [B, T]
 
     Raises:
-        ConfigError: a name that cannot be read, or one that needs the mask where no policy loss of klamp's ran.
+        ConfigError: a name that cannot be read, or one that needs klamp's driver, which is not there; another loss than
+            the actor's.
     """
-    kl, note, columns = loss_kl(name), _notes.take(logprob), _notes.columns
+    kl, known = loss_kl(name), _actor.batch
     term = kl.build_term()
-    if needs_driver(kl) and BETA not in columns:
+    if not known:
+        raise ConfigError(
+            "klamp's KL was asked for outside of verl's actor loss",
+            got=f"kl_loss_type={name!r}",
+            why="which tokens are trained on, and how likely they were when they were sampled, is known in there only",
+            fix="set VERL_USE_EXTERNAL_MODULES=klamp.verl.registered: then klamp is there before verl's workers are",
+        )
+    if needs_driver(kl) and BETA not in known:
         raise ConfigError(
             "this KL needs klamp's part in verl's trainer",
             got=f"kl_loss_type={name!r}, and a batch without {BETA}",
@@ -117,27 +107,18 @@ def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
         )
     if term.placement != "loss":
         return torch.zeros_like(logprob)
-    if note is None and (needs_policy_loss(term) or columns):
-        raise ConfigError(
-            "this KL needs klamp's policy loss",
-            got=f"kl_loss_type={name!r}",
-            why="for a sequence horizon, off-policy weights or a clip it has to know which tokens are trained on, and "
-            "how likely they were when they were sampled, which verl tells the policy loss only",
-            fix="set actor_rollout_ref.actor.policy_loss.loss_mode=klamp (verl's vanilla), or klamp:MODE for another",
-        )
-    old = None if note is None else note.old
     batch = Batch(
         policy_logprobs=logprob,
-        mask=torch.ones_like(logprob, dtype=torch.bool) if note is None else note.mask.bool(),
+        mask=known[MASK],
         advantages=torch.zeros_like(logprob),
-        old_logprobs=old,
+        old_logprobs=known[OLD],
         ref_logprobs=ref_logprob,
-        sampler_logprobs=old,
-        kl_mask=columns.get(KL_MASK),
-        gate_kl=columns.get(GATE_KL),
-        reference_length=columns.get(REFERENCE_LENGTH),
+        sampler_logprobs=known[OLD],
+        kl_mask=known.get(KL_MASK),
+        gate_kl=known.get(GATE_KL),
+        reference_length=known.get(REFERENCE_LENGTH),
     )
-    return gated_penalty(batch, term, columns.get(KL_SCALE))
+    return gated_penalty(batch, term, known.get(KL_SCALE))
 
 
 def penalty_in_reward(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
@@ -152,7 +133,7 @@ def penalty_in_reward(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor
             "klamp's KL in the reward was asked for a gradient",
             got=f"the name {name!r}",
             why="a part of verl that klamp does not know uses it in a loss, where it would do nothing",
-            fix="use klamp's names in actor.kl_loss_type, actor.policy_loss and algorithm only",
+            fix="use klamp's names in actor.kl_loss_type and algorithm only",
         )
     everywhere = torch.ones_like(logprob, dtype=torch.bool)
     return masked_log_ratio(logprob, ref_logprob, everywhere, max_log_ratio=bound)
@@ -206,21 +187,22 @@ def _controller_by_name(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return get_kl_controller
 
 
-def _with_columns(original: Callable[..., Any]) -> Callable[..., Any]:
-    """verl's actor loss, which takes the coefficient of the batch where it has one, and keeps its columns at hand."""
+def _with_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+    """verl's actor loss, which keeps its batch at hand for klamp's KL, and takes the coefficient that is in there."""
 
     @functools.wraps(original)
     def ppo_loss(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
-        found = [name for name in (*PER_ROW, *PER_TOKEN) if name in set(data.keys())]
-        if BETA not in found:
+        if not (config.use_kl_loss and is_ours(config.kl_loss_type)):
             return original(config, model_output, data, dp_group)
-        padded = data.select(*found, "response_mask").to_padded_tensor()
-        _notes.columns = {name: padded[name].bool() if name in PER_TOKEN else padded[name] for name in found}
-        _notes.rate = float(padded[RATE][0])
+        padded = data.select(*IN_LOSS, strict=False).to_padded_tensor()
+        _actor.batch = {name: each.bool() if name in (MASK, *PER_TOKEN) else each for name, each in padded.items()}
+        if BETA in _actor.batch:
+            _actor.rate = float(padded[RATE][0])
+            config = _with_coefficient(config, float(padded[BETA][0]))
         try:
-            return original(_with_coefficient(config, float(padded[BETA][0])), model_output, data, dp_group)
+            return original(config, model_output, data, dp_group)
         finally:
-            _notes.columns = {}
+            _actor.batch = {}
 
     return ppo_loss
 
@@ -234,25 +216,15 @@ def _with_coefficient(config: Any, beta: float) -> Any:
 
 def _lower_rate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """kl_lr_guard: the step that follows an actor loss is taken at a part of its rate."""
-    _notes.rates = [group["lr"] for group in optimizer.param_groups]
-    if _notes.rate < 1:
+    _actor.rates = [group["lr"] for group in optimizer.param_groups]
+    if _actor.rate < 1:
         for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * _notes.rate
+            group["lr"] = group["lr"] * _actor.rate
 
 
 def _restore_rate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Put the rate back before verl's schedule looks at it."""
-    if _notes.rate < 1:
-        for group, rate in zip(optimizer.param_groups, _notes.rates, strict=True):
+    if _actor.rate < 1:
+        for group, rate in zip(optimizer.param_groups, _actor.rates, strict=True):
             group["lr"] = rate
-    _notes.rate = 1.0
-
-
-def _leaving_a_note(original: Callable[..., Any]) -> Callable[..., Any]:
-    def policy_loss(old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **more: Any):
-        _notes.last = _Note(weakref.ref(log_prob), response_mask, old_log_prob)
-        return original(
-            old_log_prob=old_log_prob, log_prob=log_prob, advantages=advantages, response_mask=response_mask, **more
-        )
-
-    return policy_loss
+    _actor.rate = 1.0

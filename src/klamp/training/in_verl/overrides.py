@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from klamp.config import KLConfig, LossConfig
+from klamp.config import LossConfig
 from klamp.config.loss import LOSS_TYPES
 from klamp.core.types import Reduction
 from klamp.hosts.verl.fields_in_verl import ACTOR, overrides, written
@@ -250,7 +250,7 @@ def _trainer(config: TrainConfig, layout: Layout) -> dict[str, Any]:
 
 
 def _loss(config: TrainConfig) -> list[str]:
-    loss, kl = config.loss, config.kl
+    loss = config.loss
     reduction = LOSS_TYPES[loss.loss_type].reduction
     fixed = {f"{ACTOR}.loss_scale_factor": config.rollout.max_completion_length} if reduction == "fixed_length" else {}
     values = {
@@ -260,7 +260,7 @@ def _loss(config: TrainConfig) -> list[str]:
         f"{ACTOR}.clip_ratio_low": loss.epsilon,
         f"{ACTOR}.clip_ratio_high": loss.clip_high,
         f"{ACTOR}.clip_ratio_c": NO_DUAL_CLIP,
-        **({f"{ACTOR}.policy_loss.loss_mode": _mode(kl)} if loss.surrogate == "cispo" else {}),
+        **({f"{ACTOR}.policy_loss.loss_mode": "cispo"} if loss.surrogate == "cispo" else {}),
     }
     return [f"{key}={written(value)}" for key, value in values.items()]
 
@@ -269,11 +269,6 @@ def _advantages(loss: LossConfig) -> dict[str, Any]:
     if loss.advantage_baseline == "leave_one_out":
         return {"algorithm.adv_estimator": "rloo"}
     return {"algorithm.adv_estimator": "grpo", "algorithm.norm_adv_by_std_in_grpo": loss.scale == "std"}
-
-
-def _mode(kl: KLConfig) -> str:
-    """verl's cispo, under klamp's name where a KL in the loss may need to know the mask."""
-    return "klamp:cispo" if kl.needs_reference and kl.kl_placement == "loss" else "cispo"
 
 
 def _once(words: Iterable[str]) -> list[str]:
