@@ -139,10 +139,19 @@ def summary(reach: Reach) -> tuple[int, int, str]:
     return reach.low, reach.high, reach.failure
 
 
+def from_its_coefficient(policy: Tensor, ref: Tensor) -> Tensor:
+    return kl_penalty(policy, ref, torch.ones_like(policy, dtype=torch.bool), value="k2", gradient="reverse")
+
+
+def clamped_k2(policy: Tensor, ref: Tensor) -> Tensor:
+    return (policy - ref).clamp(-2, 2).square() / 2
+
+
+@pytest.mark.parametrize("function", [k2, from_its_coefficient, clamped_k2])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_k2_is_right_everywhere(dtype: torch.dtype) -> None:
-    assert summary(measure_reach(k2, dtype)) == (-30, 30, "")
-    assert measure_reach(k2, dtype).everywhere
+def test_k2_is_right_everywhere_and_a_clamp_is_no_matter_of_precision(function, dtype: torch.dtype) -> None:
+    assert summary(measure_reach(function, dtype)) == (-30, 30, "")
+    assert measure_reach(function, dtype).everywhere
 
 
 def test_float16_overflows_where_exp_does() -> None:
@@ -156,18 +165,6 @@ def test_a_weighted_k3_loses_its_gradient_to_cancellation() -> None:
     assert (low, high, failure) == (-17, 30, "off")
     assert math.exp(17) * torch.finfo(torch.float32).eps > 0.1 * 17
     assert measure_reach(weighted_k3, torch.bfloat16).low == -5
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_a_gradient_from_its_coefficient_keeps_it(dtype: torch.dtype) -> None:
-    def penalty(policy: Tensor, ref: Tensor) -> Tensor:
-        return kl_penalty(policy, ref, torch.ones_like(policy, dtype=torch.bool), value="k2", gradient="reverse")
-
-    assert measure_reach(penalty, dtype).everywhere
-
-
-def test_a_clamp_is_no_matter_of_precision() -> None:
-    assert measure_reach(lambda p, ref: (p - ref).clamp(-2, 2).square() / 2, torch.float32).everywhere
 
 
 def test_nan_zero_and_exceptions_are_told_apart() -> None:

@@ -138,13 +138,6 @@ def test_reductions_change_the_gradient_and_expected_denominators_are_those_of_a
     assert by_mean.kl.follows.name == "none of these"
 
 
-def test_the_group_mean_keeps_its_share_of_the_kl_in_the_reward() -> None:
-    kl = KLConfig(kl_estimator="k1", kl_placement="reward", kl_horizon="sequence")
-    world = scene(6, length=1, group_size=3)
-    found = examine_config(kl, LossConfig(advantage_baseline="mean"), scene=world)
-    assert (found.kl.follows.name, found.kl.follows.factor) == ("reverse", pytest.approx(2 / 3))
-
-
 def test_a_clip_closes_the_gate_and_counts_it() -> None:
     world = scene(0, length=2)
     choices = {"kl_clip_method": "hard", "use_per_token_kl_threshold": False, "kl_estimator": "exact"}
