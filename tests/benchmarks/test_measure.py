@@ -1,4 +1,4 @@
-"""Processes, memory and medians of the measurements."""
+"""Processes and memory of the measurements."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from benchmarks.measure import Peak, isolated, machine, pooled, rounds, spread
+from benchmarks.measure import Peak, isolated, machine, pooled, rounds
 
 pytestmark = pytest.mark.slow
 
@@ -75,10 +75,6 @@ def test_pooling_keeps_every_second_and_the_highest_memory() -> None:
         "load": 0.5,
     }
     assert one["seconds"] == [1.0, 3.0]
-
-
-def test_the_spread_is_median_and_range() -> None:
-    assert spread([3.0, 1.0, 10.0]) == "3.00 (1.00 to 10.00)"
 
 
 def test_the_machine_is_named_with_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from benchmarks import step_runs
-from benchmarks.measure import isolated
 from benchmarks.step_model import END, HELD, PAD, TOKENIZER, make_tokenizer, mean_word
 from benchmarks.step_runs import Seen, Setting, one, write_setting
 from benchmarks.turns import in_turn
@@ -61,16 +60,6 @@ def test_the_tokenizer_reads_what_it_writes() -> None:
 
 def test_the_reward_is_the_mean_number_in_thousands() -> None:
     assert mean_word(["w100 w300", "w100w301", ""]) == [0.2, 0.2005, 0.0]
-
-
-@pytest.mark.parametrize("trainer", ["klamp", "trl"])
-def test_both_trainers_take_the_steps_that_are_asked_for(trainer: str, written: tuple[str, str]) -> None:
-    setting = Setting(trainer=trainer, model=written[0], prompts=written[1], group=4, completion=6, steps=3, warmup=1)
-    seen = isolated("benchmarks.step_runs:one", {"setting": setting.to_dict()}, threads=1)
-    assert seen["tokens"] == 2 * 4 * 6
-    assert len(seen["seconds"]) == len(seen["cpu_seconds"]) == 2
-    assert min(seen["seconds"]) > 0
-    assert seen["extra_mib"] > 0
 
 
 def test_runs_in_turn_take_their_steps_one_after_the_other(written: tuple[str, str]) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.docs.pages import DOCS, ROOT
+from tests.docs.pages import DOCS
 
 from klamp.cli import main
 
@@ -73,11 +73,6 @@ def test_the_update_at_a_tinker_service_begins_at_a_kl_of_0() -> None:
         logprobs = asyncio.run(names["compute_reference_logprobs"](base, prompts, responses))
         done = asyncio.run(names["update"](client, base, prompts, responses, [1.0, -1.0], logprobs))
     assert done.metrics["kl/k3"] == pytest.approx(0.0, abs=1e-5)
-
-
-def test_the_programs_exist() -> None:
-    programs = re.findall(r"^python (\S+)", "\n".join(PAGES.values()), re.M)
-    assert programs and all((ROOT / program).is_file() for program in programs)
 
 
 def test_the_verdict_on_k3_is_printed_as_shown() -> None:

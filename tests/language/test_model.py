@@ -18,7 +18,7 @@ from klamp.training.evaluation import probabilities
 
 RUN = "train --config examples/describe.yaml --report_to none --eval_size 1 --num_generations 4 --prompts_per_step 2"
 RUN += " --max_completion_length 12 --eval_every 0 --log_completions_every 1 --warmup_steps 0"
-RUN += " --reward tests.language.rewards:brief"
+RUN += " --reward tests.language.conftest:brief"
 
 
 def steps(folder: Path) -> list[dict[str, float]]:

@@ -126,7 +126,7 @@ def test_a_penalty_that_is_computed_again_in_the_backward_pass_is_the_same() -> 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_values_and_gradients_are_those_without_torch_compile(backend: str) -> None:
-    words = [sys.executable, "-m", "tests.reliability.compiled", backend]
+    words = [sys.executable, "-m", "tests.reliability.objectives", backend]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr[-2000:]
     found = json.loads(done.stdout.splitlines()[-1])
