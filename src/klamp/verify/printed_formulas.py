@@ -1,7 +1,7 @@
 """Formulas that are passed around as a KL, as they are printed, and explained in words by what was measured of them.
 
 >>> explain_form("k1-as-loss").verdict
-'k1 as a loss: the value is right, the expected gradient is zero, so it regularises nothing.'
+'k1 as a loss: the value is right; the expected gradient is zero, so it regularises nothing.'
 """
 
 from __future__ import annotations
