@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 
 import pytest
-from tests.ablation.outcomes import BEFORE, failed, outcome
+from tests.ablation.outcomes import BEFORE, outcome
 
 from klamp.ablation.outcome import (
     BY_NAME,
@@ -93,7 +93,7 @@ def test_a_number_that_is_not_finite_is_none(bad: float) -> None:
 
 
 def test_a_failed_run_has_no_numbers_and_a_run_may_lack_some() -> None:
-    assert all(column.value(failed()) is None for column in COLUMNS)
+    assert all(column.value(outcome(state="failed")) is None for column in COLUMNS)
     run = outcome(numbers={"length": 4.0})
     assert BY_NAME["length"].value(run) == 4.0
     assert BY_NAME["kl/reverse"].value(run) is None

@@ -35,15 +35,6 @@ def test_a_cell_is_the_mean_over_seeds_and_its_bootstrap_interval() -> None:
     assert row.cells["rl/gain"].mean == pytest.approx(0.91 - 0.62)
 
 
-def test_retained_skills_are_all_but_the_one_that_was_trained() -> None:
-    table = summarise([outcome()])
-    cells = table.rows[0].cells
-    assert table.rl_skills == ("addition",)
-    assert table.retained == ("subtraction", "reversal")
-    assert cells["retained/after"].mean == pytest.approx((0.93 + 0.95) / 2)
-    assert cells["retained/loss"].mean == pytest.approx((0.04 + 0.04) / 2), "positive where something was forgotten"
-
-
 def test_seeds_are_in_order_and_arms_as_they_come() -> None:
     runs = [outcome("b", 1, after={"addition": 0.2}), outcome("a", 0), outcome("b", 0, after={"addition": 0.1})]
     table = summarise(runs)
@@ -78,12 +69,6 @@ def test_a_failed_run_is_counted_shown_and_left_out_of_the_means() -> None:
     assert "| beta=0.01 | 1, 1 failed | 0.9 |" in page
     assert "| beta=1 | 0, 1 failed | - | - | - | - |" in page
     assert "- beta=1, seed 0: RewardError: the judge \\| is out to lunch\n" in page
-
-
-def test_numbers_of_a_failed_run_do_not_count_even_where_there_are_some() -> None:
-    table = summarise([outcome(seed=0), outcome(seed=1, state="failed", after={"addition": 0.0})])
-    assert table.rows[0].cells["rl/after"].values == (0.9,)
-    assert table.rows[0].failures == ("seed 1: no reason was given",)
 
 
 def test_a_value_that_is_not_finite_is_left_out_and_the_cell_says_so() -> None:

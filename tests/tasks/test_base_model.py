@@ -56,7 +56,7 @@ def test_the_second_load_trains_nothing_and_gives_identical_bits(cache: Path) ->
     assert tokenizer_again.padding_side == "left"
     assert not model.training
     assert [p.name for p in cache.iterdir()] == [base_model_folder(TINY).name]
-    assert list(base_model_folder(TINY).glob("*.safetensors"))
+    assert BaseModelConfig(**json.loads((base_model_folder(TINY) / "base_model.json").read_text())) == TINY
 
 
 def test_same_seed_same_weights_another_seed_others() -> None:
@@ -67,14 +67,6 @@ def test_same_seed_same_weights_another_seed_others() -> None:
     assert torch.equal(torch.rand(3), expected), "the caller's random state is left alone"
     assert bits(train_base_model(TINY)) == first
     assert bits(train_base_model(replace(TINY, seed=1))) != first
-
-
-@pytest.mark.slow
-def test_training_learns(cache: Path) -> None:
-    losses: list[float] = []
-    config = replace(TINY, steps=150, batch_size=32, learning_rate=1e-2)
-    train_base_model(config, progress=lambda what, step, steps, loss: losses.append(loss))
-    assert sum(losses[-10:]) < 0.8 * sum(losses[:10]), "0.51 to 0.55 with ten seeds"
 
 
 @pytest.mark.parametrize(
@@ -94,12 +86,6 @@ def test_a_new_recipe_or_other_training_rows_do_not_reuse_old_models(monkeypatch
     assert len({*found, base_model_folder(TINY)}) == 3
 
 
-def test_loading_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:
-    load_base_model(TINY)
-    load_base_model(TINY)
-    assert capfd.readouterr() == ("", "")
-
-
 @pytest.mark.parametrize("damage", ["cut", "missing", "garbage"])
 def test_a_damaged_cache_says_which_folder_to_delete(damage: str) -> None:
     load_base_model(TINY)
@@ -113,12 +99,6 @@ def test_a_damaged_cache_says_which_folder_to_delete(damage: str) -> None:
         (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match=f"(?s)cannot be read.*{folder.name}.*delete this folder"):
         load_base_model(TINY)
-
-
-def test_the_folder_says_what_is_in_it() -> None:
-    load_base_model(TINY)
-    stored = json.loads((base_model_folder(TINY) / "base_model.json").read_text())
-    assert BaseModelConfig(**stored) == TINY
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,9 @@ def perform(run: Run, folder: Path, report: Tell) -> Outcome:
     own.mkdir(parents=True, exist_ok=True)
     told = _Told(run, report)
     try:
-        summary = _trained(run, own, told)
+        if (summary := finished(own, run.config.run.max_steps)) is None:
+            settings = replace(run.config.run, output_dir=str(own), resume=(own / CONFIG).exists())
+            summary = vars(train_run(replace(run.config, run=settings), [told]))
         gc.collect()  # the optimizer and the graph are in cycles; the second model needs their room
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -87,14 +89,6 @@ def outcome_of(
         after=summary["after"],
         numbers=numbers,
     )
-
-
-def _trained(run: Run, own: Path, told: _Told) -> Mapping[str, Any]:
-    """The summary of the training; where the training was done before, it is read and not repeated."""
-    if (summary := finished(own, run.config.run.max_steps)) is not None:
-        return summary
-    settings = replace(run.config.run, output_dir=str(own), resume=(own / CONFIG).exists())
-    return vars(train_run(replace(run.config, run=settings), [told]))
 
 
 def finished(own: Path, steps: int) -> Mapping[str, Any] | None:

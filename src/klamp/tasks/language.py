@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from typing import TYPE_CHECKING
@@ -81,11 +81,6 @@ def score_label(example: Example, completion: str) -> float:
     return float(completion.strip().rstrip(".").lower() == example.answer)
 
 
-def _rows(name: str, question: Callable[[str], str]) -> Iterator[tuple[str, str]]:
-    """(prompt, answer) of a word list."""
-    return ((question(first), rest[0] if rest else "") for first, *rest in words(name))
-
-
 _SKILLS: Mapping[str, tuple[str, Callable[[str], str]]] = {
     "describe": ("things.txt", lambda thing: f"Describe {thing} in one sentence."),
     "sentiment": (
@@ -136,7 +131,7 @@ def _score(task: str) -> Callable[[Example, str], float]:
 def _examples(skill: str, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Sequence[Example]:
     """All examples of a skill, in an order of the task's seed."""
     name, question = _SKILLS[skill]
-    rows = list(_rows(name, question))
+    rows = [(question(first), rest[0] if rest else "") for first, *rest in words(name)]
     random.Random(f"{config.task_seed}/{skill}").shuffle(rows)
     return [
         Example(

@@ -1,4 +1,4 @@
-"""Reward functions: the named ones, how a user's own function is called, and what it may do to the process it is in.
+"""Reward functions: the named ones, how a user's own function is called, and for how long.
 
     exact_match            1 where the completion equals the answer, white space around both left out
     math_verify            1 where the math-verify package finds the two to be the same mathematics
@@ -18,20 +18,16 @@ chat messages, the completion is one too, as in TRL.
 from __future__ import annotations
 
 import inspect
-import os
 import re
 import runpy
 import sys
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-
-import torch
 
 from klamp.errors import ConfigError, DataError, RewardError, missing_library, unknown_name
 from klamp.tasks.base import Example, RewardFunction, Task, checked, where
@@ -209,39 +205,18 @@ def _import_function(module: str, function: str) -> Callable[..., Any]:
     return target
 
 
-def guarded(score: Score, *, seconds: float | None) -> Score:
-    """A reward that hands the process back as it was, and in time.
+def in_time(score: Score, *, seconds: float | None) -> Score:
+    """A reward in a thread, which is left to itself once its time is up: code that hangs cannot be stopped.
 
     Args:
         score: the reward.
-        seconds: the longest that it may take for one completion; None: as long as it likes.
+        seconds: the longest that it may take for one completion; None: as long as it likes, and no thread.
 
     Returns:
-        A function of the same signature. The working directory and the switch of gradients are put back after it. It
-        raises RewardError where the reward took too long.
+        A function of the same signature. It raises RewardError where the reward took too long.
     """
-    timed = score if seconds is None else _in_time(score, seconds)
-
-    def guard(example: Example, completion: str) -> float:
-        folder, gradients = _folder(), torch.is_grad_enabled()
-        try:
-            return timed(example, completion)
-        finally:
-            torch.set_grad_enabled(gradients)
-            if folder is not None:
-                os.chdir(folder)
-
-    return guard
-
-
-def _folder() -> Path | None:
-    with suppress(OSError):  # deleted meanwhile
-        return Path.cwd()
-    return None
-
-
-def _in_time(score: Score, seconds: float) -> Score:
-    """The reward in a thread that is left to itself once its time is up: code that hangs cannot be stopped."""
+    if seconds is None:
+        return score
 
     def call(example: Example, completion: str) -> float:
         found: list[float] = []
