@@ -79,11 +79,6 @@ def test_a_damaged_configuration_ends_no_run_that_is_done(tmp_path: Path, text: 
     assert words.resume_command(TrainConfig(), tmp_path, max_steps=9).endswith(f"--output_dir {tmp_path} --resume")
 
 
-def test_the_resume_command_of_several_processes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert "torchrun --nproc_per_node 2 -m klamp.cli train " in words.resume_command(TrainConfig(), tmp_path)
-
-
 def test_the_resume_command_splits_the_weights_as_the_run_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The launcher's words are not known to the processes that it starts; its variables are."""
     told = {"WORLD_SIZE": "2", "ACCELERATE_USE_DEEPSPEED": "true", "ACCELERATE_DEEPSPEED_ZERO_STAGE": "3"}
@@ -120,16 +115,6 @@ def plan(*flags: str) -> str:
     return plan_text(parse_train(flags).config)
 
 
-def test_it_starts_nothing(empty_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    def never(*args: object) -> None:
-        raise AssertionError("the trainer was started")
-
-    monkeypatch.setattr("klamp.training.backends.train_run", never)
-    assert main(["train", "--dry-run", "--max_steps", "7"]) == 0
-    assert list(empty_folder.iterdir()) == []
-    assert "steps       7, each 32 prompts x 8 completions = 256" in capsys.readouterr().out
-
-
 def test_the_configuration_is_yaml_and_the_run_it_describes() -> None:
     argv = ["--preset", "dapo", "--beta", "0.1", "--target_kl", "0.2", "--report_to", "--kl_exclude_tokens", "1", "2"]
     printed = plan(*argv).partition("as a YAML file takes it")[2].partition("\n\n")[2]
@@ -143,16 +128,17 @@ def test_only_what_differs_from_the_defaults_is_printed() -> None:
     assert "every field has its default" in plan() and "optim:" not in plan()
 
 
-def test_the_inputs_are_opened_and_no_weights(monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_the_inputs_are_opened_and_nothing_is_started(empty_folder, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     def never(*args: object, **others: object) -> None:
-        raise AssertionError("weights were loaded")
+        raise AssertionError("weights were loaded, or the trainer was started")
 
-    monkeypatch.setattr("klamp.training.models.load_base_model", never)
-    assert main(["train", "--dry-run", "--train_size", "7", "--eval_size", "2"]) == 0
-    assert "task        arithmetic; 7 to train on, 6 held out; longest prompt (tokens): 9" in capsys.readouterr().out
-
-
-def test_a_reward_that_cannot_be_used_is_said(capsys) -> None:
+    for name in ("models.load_base_model", "backends.train_run"):
+        monkeypatch.setattr(f"klamp.training.{name}", never)
+    assert main(["train", "--dry-run", "--train_size", "7", "--eval_size", "2", "--max_steps", "7"]) == 0
+    out = capsys.readouterr().out
+    assert "task        arithmetic; 7 to train on, 6 held out; longest prompt (tokens): 9" in out
+    assert "steps       7, each 32 prompts x 8 completions = 256" in out
+    assert list(empty_folder.iterdir()) == []
     assert main(["train", "--dry-run", "--reward", "no_such_module:score"]) == 2
     assert "the module of a reward function cannot be imported" in capsys.readouterr().err
 
@@ -162,9 +148,6 @@ def test_the_price_controller_and_reference_are_said() -> None:
     assert "price       0.01 reward per nat of a whole completion" in text
     assert "controller  hold controller from 0.01, towards 0.05" in text
     assert "reference   a frozen copy of the starting policy" in text
-
-
-def test_without_kl_there_is_no_controller_and_no_reference() -> None:
     text = plan("--beta", "0")
     assert "beta        0: trains without KL" in text
     assert "reference   none" in text

@@ -13,9 +13,7 @@ from klamp.ablation.executor import Update
 from klamp.ablation.plan import Plan, grid, runs
 from klamp.cli.arguments import parse_train
 from klamp.cli.display import COLUMNS, LEGEND, ROWS, Board, Display, Drawn, Loading, columns_for, heading, skill_rows
-from klamp.config import KLConfig
 from klamp.diagnostics.metrics import METRICS
-from klamp.training.config import TrainConfig
 
 
 def console(*, terminal: bool, width: int = 110, height: int = 42) -> Console:
@@ -163,15 +161,6 @@ def test_the_picture_is_never_larger_than_the_terminal(width: int, height: int) 
     assert lines[-1].split()[:2] == ["30", "0.847"]
 
 
-def test_loading_is_a_bar_on_a_terminal() -> None:
-    display = Display(console(terminal=True))
-    display.on_loading("teaching the built-in base model", 350, 700, 0.5)
-    (line,) = drawn(display)
-    display.close()
-    assert line.startswith("teaching the built-in base model, once  ━")
-    assert line.endswith("350/700, loss 0.500")
-
-
 def test_a_reader_that_leaves_ends_nothing() -> None:
     display = play(steps=1, on=Console(file=Gone()))
     assert display.step == 1
@@ -189,10 +178,18 @@ def test_every_column_shows_a_metric_and_its_values_fit() -> None:
         assert len(column.cell(extreme | {"kl/over_budget": 1.0, "policy/ratio_clipped": 1.0})) <= column.width + 1
 
 
-def test_the_share_over_budget_is_there_when_the_kl_is_clipped() -> None:
-    clipped = TrainConfig(kl=KLConfig(kl_clip_method="hard"))
-    assert "over" in [column.title for column in columns_for(clipped)]
-    assert "over" not in [column.title for column in columns_for(TrainConfig())]
+@pytest.mark.parametrize(
+    ("flags", "missing"),
+    [
+        ([], {"over"}),
+        (["--kl_clip_method", "hard"], set()),
+        (["--backend", "verl"], {"over", "KL k1", "exact"}),
+        (["--backend", "tinker", "--model", "x", "--lora_r", "4"], {"over", "exact", "entropy"}),
+    ],
+)
+def test_columns_are_those_that_the_run_logs(flags: list[str], missing: set[str]) -> None:
+    shown = {column.title for column in columns_for(parse_train(flags).config)}
+    assert shown == {column.title for column in COLUMNS} - missing
 
 
 def test_the_trained_skill_comes_first_and_a_missing_score_is_a_dash() -> None:
@@ -245,12 +242,8 @@ def test_lines_for_logs(clock) -> None:
     numbers = "step 8/8, reward 0.750, KL 0.0321, length 4.5"
     assert lines[0] == f"[1/4 ended, 0:00 elapsed] beta=0, seed 0: done before, {numbers}"
     mine = [line for line in lines if "beta=0.1, seed 0:" in line]
-    assert [line.partition("seed 0: ")[2].split(",")[1] for line in mine[1:5]] == [
-        " step 2/8",
-        " step 4/8",
-        " step 6/8",
-        " step 8/8",
-    ], "four lines between its beginning and its end"
+    steps = [line.partition("seed 0: ")[2].split(",")[1] for line in mine[1:5]]
+    assert steps == [f" step {step}/8" for step in (2, 4, 6, 8)], "four lines between its beginning and its end"
     assert "KL 0.0200, length 5.0" in mine[1] and "elapsed, 0:44 left" in mine[1]
     assert "done, step 8/8, reward 0.750, KL 0.0321" in mine[-1]
     assert "  alarm in beta=0.1, seed 0: kl-spike: the KL jumps" in lines

@@ -11,7 +11,6 @@ import pytest
 
 from klamp.ablation.plan import OWNED
 from klamp.cli import main, options
-from klamp.cli.arguments import read_file
 from klamp.cli.flags import by_any_name, fields_of, read_argv, read_options, train_fields
 from klamp.cli.help import COMMANDS
 from klamp.cli.options import TrainOptions
@@ -301,15 +300,7 @@ def test_each_is_answered_with_klamps_field_and_what_that_is(name: str) -> None:
     assert caught.value.why == DIFFERENCES.get(name, f"{field}: {train_fields()[field].text}")
 
 
-@pytest.mark.parametrize("argv", [["train"], ["ablate"], ["explain", "grpo"]])
+@pytest.mark.parametrize("argv", [["ablate"], ["explain", "grpo"]])
 def test_in_every_command_that_takes_the_configuration(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*argv, "--kl_loss_coef", "0.1"]) == 2
     assert "fix: did you mean --beta?" in capsys.readouterr().err
-
-
-def test_in_a_file(tmp_path: Path) -> None:
-    file = tmp_path / "run.yaml"
-    file.write_text("lr: 0.1\n", encoding="utf-8")
-    with pytest.raises(ConfigError) as caught:
-        read_file(file)
-    assert (caught.value.got, caught.value.fix) == ("lr", "did you mean learning_rate?")

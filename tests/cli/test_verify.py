@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-import subprocess
-import sys
-from pathlib import Path
 from typing import get_args
 
 import pytest
@@ -53,23 +50,12 @@ def test_a_broken_sign_fails_with_exit_code_one(monkeypatch: pytest.MonkeyPatch)
     assert "values: tokens of the policy: E[k3] - KL(policy||ref): expected 0, got " in text
 
 
-def test_a_real_process_exits_with_one(tmp_path: Path) -> None:
-    code = (
-        "import dataclasses, sys, klamp.core.estimators as e\n"
-        "e.ESTIMATORS['k3'] = dataclasses.replace(e.ESTIMATORS['k3'], value=lambda delta: delta.exp() - 1 - delta)\n"
-        "from klamp.cli import main\nsys.exit(main(['verify', 'direction', '--samples', '1000']))"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=tmp_path)
-    assert done.returncode == 1, done.stderr
-    assert "FAIL" in done.stdout
-
-
 def test_a_question_is_answered_in_numbers_and_words() -> None:
-    code, text = shown("direction", "--samples", "20000", "--seed", "3")
+    code, text = shown("direction", "--samples", "20000")
     assert code == 0
     assert "As a loss it is not what its value says" in " ".join(text.split())
     assert " +- " in text
-    again = shown("direction", "--samples", "20000", "--seed", "3")[1]
+    again = shown("direction", "--samples", "20000")[1]
     assert text.rsplit(",", 1)[0] == again.rsplit(",", 1)[0]
 
 
@@ -87,7 +73,7 @@ def test_an_answer_that_does_not_hold_is_not_said(monkeypatch: pytest.MonkeyPatc
         (["--sampels", "3"], UnknownNameError, "--samples"),
         (["direction", "--samples", "many"], ConfigError, "a whole number"),
         (["direction", "--samples", "1"], ConfigError, "--samples takes 1000 or more"),
-        (["direction", "--seed"], ConfigError, "no value"),
+        (["direction", "--samples"], ConfigError, "no value"),
     ],
 )
 def test_wrong_arguments(argv: list[str], error: type[Exception], said: str) -> None:

@@ -84,8 +84,6 @@ class VerifyOptions:
     that they claim?"""
     samples: int = field(default=100_000, metadata={"least": 1000})
     """Draws per sampled number of a question."""
-    seed: int = field(default=0, metadata={"least": 0})
-    """Seed of the draws."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -25,7 +25,7 @@ def run(argv: Sequence[str]) -> int:
     options = read_options(VerifyOptions, argv, command="klamp verify")
     started = time.perf_counter()
     if options.question is not None:
-        checks = show_answer(QUESTIONS[options.question](samples=options.samples, seed=options.seed))
+        checks = show_answer(QUESTIONS[options.question](samples=options.samples))
     else:
         checks = show_proofs()
     return conclude(checks, time.perf_counter() - started)
