@@ -8,6 +8,21 @@ from types import SimpleNamespace
 import pytest
 from tests.waiting import SECONDS
 
+__all__ = [
+    "client",
+    "connection",
+    "context",
+    "reference",
+    "run_of",
+    "service",
+    "shared_standin",
+    "shared_tiny",
+    "standin",
+    "tiny",
+    "trainer",
+]
+"""The fixtures."""
+
 FLAGS = ["--backend", "tinker", "--model", "klamp/tiny", "--lora_r", "4", "--prompts_per_step", "2", "--report_to"]
 FLAGS += ["--num_generations", "3", "--eval_size", "1", "--max_completion_length", "6", "--warmup_steps", "0"]
 """Of a short `klamp train` at the stand-in."""

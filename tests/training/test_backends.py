@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from klamp.errors import ConfigError
-from klamp.training.backends import OF_VERL, check_backend, run_of
+from klamp.training.backends import OF_VERL, check_backend
 from klamp.training.config import TrainConfig
 
 MODEL = {"model": "some/model"}
@@ -75,7 +75,7 @@ NOT_ALONE = [
     ("trl", {"reference": "remote", "reference_url": "http://there:8000"}, "cannot be honoured by TRL"),
     ("trl", {"reference_device": "cpu"}, "cannot be honoured by TRL"),
     ("trl", {"reference_share": 0.5}, "cannot be honoured by TRL"),
-    *(("local", {field: value}, "set backend to trl") for field, value in {"sampler": "vllm"}.items()),
+    ("local", {"sampler": "vllm"}, "set backend to trl"),
     *((backend, {"sampler_url": "http://there:8000"}, "set backend to trl") for backend in ("local", "tinker")),
     *((backend, {"reference": "adapter_off"}, "needs an adapter") for backend in ("local", "trl")),
     ("local", {"reference": "ema", "ref_model": "another"}, "does not use ref_model"),
@@ -109,14 +109,9 @@ def test_what_a_backend_cannot_do_is_refused_with_the_way_out(backend, given, wh
     with pytest.raises(ConfigError) as caught:
         check_backend(config)
     assert why in str(caught.value) and caught.value.why and caught.value.fix
-
-
-@pytest.mark.parametrize(("backend", "given", "why"), CASES, ids=str)
-def test_the_error_names_the_backend_and_klamps_own_loop_can_do_it(backend, given, why):
-    with pytest.raises(ConfigError, match=f"backend='{backend}' cannot do this") as caught:
-        check_backend(config_of(backend, given))
-    assert caught.value.got
-    check_backend(config_of("local", given))
+    if (backend, given, why) in CASES:
+        assert caught.value.what == f"backend='{backend}' cannot do this" and caught.value.got
+        check_backend(config_of("local", given))
 
 
 @pytest.mark.parametrize(("backend", "given"), ALLOWED, ids=str)
@@ -148,16 +143,3 @@ def test_a_checkpoint_of_this_machine_is_no_model_of_a_service(tmp_path):
     (tmp_path / "policy").mkdir()
     with pytest.raises(ConfigError, match="backend='tinker' cannot do this(?s:.*)a checkpoint on this machine"):
         check_backend(config_of("tinker", {"model": str(tmp_path)}))
-
-
-@pytest.mark.parametrize(
-    ("backend", "name"),
-    [
-        ("local", "Trainer"),
-        ("trl", "TRLRun"),
-        ("verl", "VerlRun"),
-        ("tinker", "TinkerTrainer"),
-    ],
-)
-def test_each_has_its_own(backend, name) -> None:
-    assert run_of(backend).__name__ == name

@@ -172,9 +172,9 @@ def test_a_step_that_is_written_a_second_time_stays_until_the_new_one_is_there(t
     assert [file.read_text() for file in tmp_path.rglob("weights")] == ["new"]
 
 
-@pytest.fixture
-def killed_while_deleting(run, monkeypatch):
-    """A folder whose run was killed half way through the deletion of its oldest checkpoint, after the next one."""
+def test_half_of_an_old_checkpoint_is_none_and_goes_at_the_next(run, monkeypatch):
+    """The run was killed half way through the deletion of its oldest checkpoint, after the next one."""
+    kept = ["step-000003", "step-000004", "step-000005"]
 
     def killed(path, *args, **options):
         if (path / "optimizer.pt").exists():
@@ -185,18 +185,9 @@ def killed_while_deleting(run, monkeypatch):
         patch.setattr(checkpoint.shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
             checkpoint.write(run.folder, 5, lambda part: None, state={}, keep=3)
-    return run.folder
-
-
-def test_half_of_an_old_checkpoint_is_none(killed_while_deleting):
-    found = [each.name for each in checkpoint.checkpoints(killed_while_deleting)]
-    assert found == ["step-000003", "step-000004", "step-000005"]
-
-
-def test_what_is_left_of_an_old_one_goes_at_the_next(killed_while_deleting):
-    checkpoint.tidy(killed_while_deleting, keep=3)
-    found = sorted(each.name for each in (killed_while_deleting / "checkpoints").iterdir())
-    assert found == ["step-000003", "step-000004", "step-000005"]
+    assert [each.name for each in checkpoint.checkpoints(run.folder)] == kept
+    checkpoint.tidy(run.folder, keep=3)
+    assert sorted(each.name for each in (run.folder / "checkpoints").iterdir()) == kept
 
 
 def test_a_resume_deletes_what_its_run_did_not_come_to(run):

@@ -74,6 +74,7 @@ def test_a_section_is_a_configuration_not_a_dict():
         TrainConfig(rollout={"num_generations": 4})
 
 
+NAN = float("nan")
 SECTIONS = (ModelConfig, RolloutConfig, OptimConfig, RunConfig)
 
 
@@ -84,11 +85,16 @@ SECTIONS = (ModelConfig, RolloutConfig, OptimConfig, RunConfig)
         (RolloutConfig, {"prompts_per_step": 0}, "prompts_per_step"),
         (RolloutConfig, {"max_completion_length": 0}, "max_completion_length"),
         (RolloutConfig, {"temperature": 0.0}, "temperature"),
-        (RolloutConfig, {"temperature": float("nan")}, "temperature"),
+        (RolloutConfig, {"temperature": NAN}, "temperature"),
         (RolloutConfig, {"temperature": 1e-300}, "temperature"),
         (RolloutConfig, {"top_p": 0.0}, "top_p"),
         (RolloutConfig, {"top_p": 1.1}, "top_p"),
         (OptimConfig, {"learning_rate": 0.0}, "learning_rate"),
+        *(
+            (OptimConfig, {"adam_beta1": x}, r"(?s)adam_beta1 must be a number in \[0, 1\).*default")
+            for x in (2.0, NAN)
+        ),
+        (OptimConfig, {"adam_beta2": 1.0}, r"adam_beta2 must be a number in \[0, 1\)"),
         (OptimConfig, {"max_grad_norm": -1.0}, "max_grad_norm"),
         (OptimConfig, {"num_iterations": 0}, "num_iterations"),
         (OptimConfig, {"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
@@ -97,6 +103,10 @@ SECTIONS = (ModelConfig, RolloutConfig, OptimConfig, RunConfig)
         (ModelConfig, {"lora_r": -1}, "lora_r"),
         (RunConfig, {"max_steps": -1}, "max_steps"),
         (RunConfig, {"keep_checkpoints": 0}, "keep_checkpoints"),
+        *((RunConfig, {"seed": seed}, "seed") for seed in (-1, 2**32, 10**400)),
+        (RunConfig, {"max_steps": 10**400}, "max_steps"),
+        *((RunConfig, {f"{what}_timeout": 1e10}, f"{what}_timeout") for what in ("process", "service", "stall")),
+        (RunConfig, {"service_timeout": 0.0}, "service_timeout must be a number > 0"),
     ],
 )
 def test_values_that_cannot_work_are_refused_by_name(section, values, named):
@@ -105,17 +115,9 @@ def test_values_that_cannot_work_are_refused_by_name(section, values, named):
     assert caught.value.fix, "and the way out is given"
 
 
-@pytest.mark.parametrize(("name", "value"), [("adam_beta1", 2.0), ("adam_beta2", 1.0), ("adam_beta1", float("nan"))])
-def test_a_decay_of_adam_lies_between_0_and_1(name, value):
-    with pytest.raises(ConfigError, match=rf"(?s){name} must be a number in \[0, 1\).*the default"):
-        OptimConfig(**{name: value})
-
-
 def test_an_alarm_that_does_not_exist_is_refused():
     with pytest.raises(UnknownNameError, match="did you mean 'kl-spike'"):
         RunConfig(stop_on=("kl-spik",))
-    with pytest.raises(ConfigError, match="service_timeout must be a number > 0"):
-        RunConfig(service_timeout=0.0)
 
 
 @pytest.mark.parametrize("section", SECTIONS)
@@ -134,16 +136,3 @@ def test_every_choice_of_a_literal_is_accepted(section):
         if typing.get_origin(hint) is typing.Literal:
             for choice in typing.get_args(hint):
                 assert getattr(section(**{name: choice}), name) == choice
-
-
-@pytest.mark.parametrize(
-    "values",
-    [
-        *({"seed": -1}, {"seed": 2**70}, {"seed": 10**400}, {"max_steps": 10**400}),
-        *({"process_timeout": 1e300}, {"service_timeout": 1e10}, {"stall_timeout": 1e10}),
-    ],
-)
-def test_a_number_that_nothing_can_be_done_with_is_refused(values):
-    with pytest.raises(ConfigError, match=next(iter(values))):
-        RunConfig(**values)
-    assert RunConfig(seed=2**32 - 1).seed == 2**32 - 1

@@ -24,7 +24,7 @@ from klamp.tasks import Example, arithmetic_tokenizer
 from klamp.training import evaluation
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
-from klamp.training.evaluation import answers_as_completions, check_completions, evaluate, probabilities
+from klamp.training.evaluation import check_completions, evaluate, probabilities
 from klamp.training.folders import COMPLETIONS, lines_of
 
 
@@ -127,14 +127,6 @@ def test_a_certain_answer_has_probability_one() -> None:
         EXAMPLES, arithmetic_tokenizer(), torch.device("cpu"), lambda given: torch.where(given.mask, 0.0, torch.nan)
     )
     assert found == [1.0, 1.0, 1.0], "what stands in the padding does not count"
-
-
-def test_answers_are_tokens_without_an_end() -> None:
-    tokenizer = arithmetic_tokenizer()
-    given = answers_as_completions(EXAMPLES, tokenizer, torch.device("cpu"))
-    assert given.mask.sum(-1).tolist() == [3, 4, 1] and given.ids.shape == (3, 4)
-    assert given.texts(tokenizer) == ["132", "dcba", "b"]
-    assert given.prompt_mask.sum(-1).tolist() == [6, 9, 1]
 
 
 KEPT: dict[str, Any] = {"save_every": 1, "log_completions_every": 1, "log_completions": 8, "keep_checkpoints": 9}

@@ -102,11 +102,6 @@ def test_a_folder_that_nobody_may_make_is_refused_before_it_is_made(tmp_path, mo
         monkeypatch.setattr(os, "access", lambda path, how: path != tmp_path)
 
 
-def test_an_empty_or_missing_folder_is_fine(tmp_path):
-    check_folder(tmp_path, resume=False)
-    check_folder(tmp_path / "missing", resume=False)
-
-
 @pytest.mark.parametrize("resume", [False, True])
 def test_what_a_run_leaves_that_was_killed_while_it_was_loading_is_in_nobodys_way(tmp_path, resume):
     for name in (".lock", ".config.yaml.part", "log.txt"):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import logging
 import threading
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -35,7 +34,7 @@ from klamp.scoring.completions import select
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.config import RolloutConfig
 from klamp.training.loop import compute_kl_divergence, compute_loss, grpo_microbatch_step, log_train, train
-from klamp.training.optimizer import make_optimizer
+from klamp.training.optimizer import adamw
 from klamp.training.rollouts import collect
 from klamp.training.trainer import Trainer
 from klamp.training.updates import update
@@ -268,7 +267,7 @@ def test_what_a_reader_takes_apart_is_what_runs(context_of, beta):
         context.tokenizer,
         [example.prompt for example in taken],
         lambda prompt, completion: rewards.digits(completion),
-        make_optimizer(replace(context, policy=model))[0],
+        adamw(model, context.config),
         ref_model=ref,
         kl_coef=beta,
         steps=3,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import huggingface_hub
@@ -16,7 +17,6 @@ from klamp.errors import KlampError, ModelError
 from klamp.scoring.model_parts import takes
 from klamp.tasks import BaseModelConfig
 from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training import models
 from klamp.training.config import ModelConfig
 from klamp.training.models import (
     BUILTIN,
@@ -92,33 +92,30 @@ def test_a_tokenizer_is_ready_for_left_padding(tmp_path):
     assert loaded.pad_token_id == loaded.eos_token_id == tokenizer.eos_token_id
 
 
-def without(folder: str, target: Path, pattern: str) -> str:
-    """A copy of a model folder without some files."""
+def changed(folder: Path, target: Path, pattern: str, change: Callable[[Path], object]) -> str:
+    """A copy of a model folder with some files changed."""
     shutil.copytree(folder, target)
     for file in target.glob(pattern):
-        file.unlink()
+        change(file)
     return str(target)
 
 
-@pytest.mark.parametrize("pattern", ["*.safetensors", "config.json"])
-def test_a_folder_without_a_model_is_refused(llama, tmp_path, pattern):
-    folder = without(llama, tmp_path / "model", pattern)
+def halve(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+@pytest.mark.parametrize(
+    ("pattern", "change"), [("*.safetensors", Path.unlink), ("config.json", Path.unlink), ("*.safetensors", halve)]
+)
+def test_a_folder_without_a_model_is_refused(llama, tmp_path, pattern, change):
+    folder = changed(llama, tmp_path / "model", pattern, change)
     with pytest.raises(ModelError, match="causal language model") as caught:
         load_model(folder)
     assert says_all(caught.value) and caught.value.got == folder
 
 
-def test_damaged_weights_are_refused(llama, tmp_path):
-    folder = Path(shutil.copytree(llama, tmp_path / "model"))
-    weights = (folder / "model.safetensors").read_bytes()
-    (folder / "model.safetensors").write_bytes(weights[: len(weights) // 2])
-    with pytest.raises(ModelError) as caught:
-        load_model(str(folder))
-    assert says_all(caught.value)
-
-
 def test_a_folder_without_a_tokenizer_is_refused(llama, tmp_path):
-    folder = without(llama, tmp_path / "model", "tokenizer*")
+    folder = changed(llama, tmp_path / "model", "tokenizer*", Path.unlink)
     load_model(folder)
     with pytest.raises(ModelError, match="tokenizer") as caught:
         load_tokenizer(folder)
@@ -132,13 +129,6 @@ def test_a_tokenizer_without_an_end_token_is_refused(tmp_path):
     with pytest.raises(ModelError, match="no end token") as caught:
         load_tokenizer(str(tmp_path))
     assert says_all(caught.value)
-
-
-def test_a_file_is_no_model_folder(tmp_path):
-    file = tmp_path / "model.bin"
-    file.write_bytes(b"")
-    with pytest.raises(ModelError, match="is no folder"):
-        load_model(str(file))
 
 
 def test_a_name_that_is_nowhere_is_refused(monkeypatch):
@@ -219,6 +209,7 @@ def test_a_checkpoint_of_klamps_is_a_model(llama: Path, tmp_path: Path) -> None:
     step = tmp_path / "run" / "checkpoints" / "step-000002"
     shutil.copytree(llama, step / "policy")
     assert weights_folder(str(step)) == weights_folder(str(step / "policy")) == str(step / "policy")
+    assert (weights_folder(str(llama)), weights_folder("owner/name")) == (str(llama), "owner/name"), "as they are"
     assert load_model(str(step)).config.model_type == "llama"
     assert load_tokenizer(str(step)).eos_token_id is not None
     assert describe_folder(str(step))[0] == describe_folder(str(llama))[0]
@@ -239,11 +230,6 @@ def test_an_adapter_is_no_model(tmp_path: Path, inside: str) -> None:
     with pytest.raises(ModelError, match="LoRA adapter") as caught:
         load_model(str(tmp_path))
     assert "--resume" in caught.value.fix and "merge_and_unload" in caught.value.fix
-
-
-def test_other_names_stay_as_they_are(llama: Path) -> None:
-    assert weights_folder(str(llama)) == str(llama)
-    assert weights_folder("owner/name") == "owner/name"
 
 
 def test_a_hub_that_does_not_answer_is_said_at_once(offline: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -284,6 +270,6 @@ def test_a_path_is_not_asked_of_the_hub(name: str, offline: list[str]) -> None:
     assert "no folder" in caught.value.why and not offline
 
 
-def test_a_hub_that_answers_is_left_to_the_loader(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(models, "unreachable", lambda: "")
-    assert loadable("owner/name", "a model") == "owner/name"
+def test_a_file_is_no_model_folder() -> None:
+    with pytest.raises(ModelError, match="is no folder"):
+        load_model(__file__)

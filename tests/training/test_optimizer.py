@@ -6,28 +6,22 @@ import math
 
 import pytest
 import torch
-from tests.training.conftest import StopAfter, steps_of, tiny_llama
+from tests.training.conftest import StopAfter, tiny_llama
 from torch.optim import AdamW
 
 from klamp.errors import ConfigError, KLWarning, TrainingStopped
 from klamp.training import checkpoint
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
-from klamp.training.optimizer import MASTERS, MasterAdamW, make_optimizer
+from klamp.training.optimizer import MASTERS, MasterAdamW, adamw, schedule_of
 
 FULL = {"dtype": "bfloat16", "lr_scheduler_type": "constant", "warmup_steps": 0}
-
-
-def weights_of(folder) -> dict[str, torch.Tensor]:
-    from safetensors.torch import load_file
-
-    return load_file(checkpoint.newest(folder) / "policy" / "model.safetensors")
 
 
 def test_only_what_is_trained_is_optimised(context_of):
     for changes in ({}, {"lora_r": 2}):
         context = context_of(weight_decay=0.1, adam_beta1=0.8, adam_beta2=0.95, **changes)
-        optimizer, _ = make_optimizer(context)
+        optimizer = adamw(context.policy, context.config)
         (group,) = optimizer.param_groups
         trained = [p for p in context.policy.parameters() if p.requires_grad]
         assert {id(p) for p in group["params"]} == {id(p) for p in trained}
@@ -45,7 +39,8 @@ def factor(name: str, step: int, warmup: int, total: int) -> float:
 @pytest.mark.parametrize("name", ["constant", "linear", "cosine"])
 def test_learning_rates_follow_the_schedule(context_of, name):
     context = context_of(lr_scheduler_type=name, warmup_steps=3, max_steps=11, learning_rate=0.02)
-    optimizer, schedule = make_optimizer(context)
+    optimizer = adamw(context.policy, context.config)
+    schedule = schedule_of(optimizer, context.config)
     seen = []
     for _ in range(11):
         seen.append(optimizer.param_groups[0]["lr"])
@@ -88,23 +83,10 @@ def test_small_steps_add_up_to_those_of_float32():
 
 
 def test_without_copies_by_name(context_of):
-    assert type(make_optimizer(context_of(**FULL, master_weights="none"))[0]) is AdamW
-    assert type(make_optimizer(context_of())[0]) is AdamW
-    assert type(make_optimizer(context_of(**FULL))[0]) is MasterAdamW
-
-
-@pytest.mark.parametrize("changes", [{}, {"reference": "ema", "beta": 0.05, "num_iterations": 2}])
-def test_an_interrupted_run_on_copies_resumes_with_the_same_numbers(config_of, tmp_path, changes):
-    given = {**FULL, "learning_rate": 1e-4, **changes}
-    train_run(config_of(output_dir=str(tmp_path / "whole"), **given))
-    with pytest.raises(TrainingStopped):
-        train_run(config_of(output_dir=str(tmp_path / "parts"), **given), [StopAfter(3)])
-    train_run(config_of(output_dir=str(tmp_path / "parts"), resume=True, **given))
-    assert len(steps_of(tmp_path / "whole")) == 4
-    assert steps_of(tmp_path / "whole") == steps_of(tmp_path / "parts")
-    whole, parts = (torch.load(checkpoint.newest(tmp_path / name) / "optimizer.pt") for name in ("whole", "parts"))
-    for a, b in zip(whole[MASTERS], parts[MASTERS], strict=True):
-        assert torch.equal(a, b)
+    cases = ({**FULL, "master_weights": "none"}, AdamW), ({}, AdamW), (FULL, MasterAdamW)
+    for changes, kind in cases:
+        context = context_of(**changes)
+        assert type(adamw(context.policy, context.config)) is kind
 
 
 def stepped(model):
@@ -132,7 +114,7 @@ def test_an_adapter_on_16_bits_is_float32_also_after_a_resume(context_of, config
         train_run(config_of(**config), [StopAfter(2)])
     for context in (context_of(**config), context_of(resume=True, **config)):
         assert {p.dtype for p in context.policy.parameters() if p.requires_grad} == {torch.float32}
-        assert type(make_optimizer(context)[0]) is AdamW
+        assert type(adamw(context.policy, context.config)) is AdamW
 
 
 def test_float16_is_for_adapters_only():

@@ -83,6 +83,8 @@ CASES = {
         "kl_clip_threshold": 1e-7,
         "gradient_accumulation_steps": 2,
     },
+    "copies of 16 bits": {"dtype": "bfloat16", "learning_rate": 1e-4},
+    "copies of 16 bits, ema": {"dtype": "bfloat16", "learning_rate": 1e-4, "reference": "ema", "num_iterations": 2},
     "bounded": {"kl_max_log_ratio": 0.01, "reference_dtype": "bfloat16"},
 }
 
@@ -239,40 +241,13 @@ def test_a_reward_that_fails_leaves_the_last_good_step(whole_and, tmp_path, rewa
     assert_same_run(whole, tmp_path / "parts")
 
 
-@pytest.mark.parametrize(("iterations", "kept"), [(1, 3), (2, 2)])
-def test_a_loss_that_turns_nan_leaves_the_last_whole_step(whole_and, tmp_path, monkeypatch, iterations, kept):
-    """In a first update nothing has moved yet; in a second one the step is half done, and an older one is named."""
-    whole, parts = whole_and(num_iterations=iterations)
-    usual, seen = updates.grpo_loss, {"calls": 0}
-
-    def spoiled(*args, **kwargs):
-        seen["calls"] += 1
-        output = usual(*args, **kwargs)
-        return output._replace(loss=output.loss * float("nan")) if seen["calls"] == 4 * iterations else output
-
-    monkeypatch.setattr(updates, "grpo_loss", spoiled)
-    with pytest.raises(NonFiniteError) as caught:
-        train_run(parts())
-    assert f"the state after step {kept} is saved in" in caught.value.__notes__[0]
-    assert checkpoint.newest(tmp_path / "parts").name == f"step-{kept:06d}"
-    monkeypatch.undo()
-    train_run(parts(resume=True))
-    assert_same_run(whole, tmp_path / "parts")
-
-
-def in_update(monkeypatch, number, name, spoil):
-    """Spoils what `updates.NAME` is given or returns in one update of the run."""
-    usual, seen = getattr(updates, name), {"calls": 0}
-
-    def call(*args, **kwargs):
-        seen["calls"] += 1
-        return spoil(usual, *args, **kwargs) if seen["calls"] == number else usual(*args, **kwargs)
-
-    monkeypatch.setattr(updates, name, call)
+def with_a_nan_loss(usual, *args, **kwargs):
+    output = usual(*args, **kwargs)
+    return output._replace(loss=output.loss * float("nan"))
 
 
 def with_a_far_token(usual, batch, *args, **kwargs):
-    """The loss of a batch with one token of the policy's 95 nats lower."""
+    """The loss of a batch with one token of the policy's 95 nats lower: it is finite, and so is its gradient."""
     nats = torch.zeros_like(batch.policy_logprobs)
     nats[0, 0] = 95.0
     return usual(replace(batch, policy_logprobs=batch.policy_logprobs - nats, old_logprobs=None), *args, **kwargs)
@@ -284,16 +259,30 @@ def with_an_exact_nan(usual, *args, **kwargs):
     return found
 
 
-@pytest.mark.parametrize(("name", "spoil"), [("grpo_loss", with_a_far_token), ("joined", with_an_exact_nan)])
+NO_LOSS, NO_KL = "the loss or its gradient is not finite", "KL of this step is not finite"
+SPOILED = {
+    "loss": ("grpo_loss", with_a_nan_loss, {}, NO_LOSS),
+    "k3": ("grpo_loss", with_a_far_token, K1 | {"exact_kl_completions": 1}, NO_KL),
+    "exact KL": ("joined", with_an_exact_nan, K1, NO_KL),
+}
+"""What is spoiled in `updates`, how, in which run, and what is said; the controller could not go by such a KL."""
+
+
+@pytest.mark.parametrize("spoiled", SPOILED)
 @pytest.mark.parametrize(("iterations", "kept"), [(1, 3), (2, 2)])
-def test_a_kl_that_is_not_finite_leaves_the_last_whole_step(
-    whole_and, tmp_path, monkeypatch, name, spoil, iterations, kept
-):
-    """The loss is finite, and so is its gradient; the controller could not go by the KL, and no step is taken."""
-    measured = {"exact_kl_completions": 1} if name == "grpo_loss" else {}
-    whole, parts = whole_and(num_iterations=iterations, kl_estimator="k1", **measured)
-    in_update(monkeypatch, 4 * iterations, name, spoil)
-    with pytest.raises(NonFiniteError, match="KL of this step is not finite") as caught:
+def test_what_is_not_finite_leaves_the_last_whole_step(whole_and, tmp_path, monkeypatch, spoiled, iterations, kept):
+    """In a first update nothing has moved yet; in a second one the step is half done, and an older one is named."""
+    name, spoil, changes, words = SPOILED[spoiled]
+    whole, parts = whole_and(num_iterations=iterations, **changes)
+    usual, seen = getattr(updates, name), {"calls": 0}
+
+    def call(*args, **kwargs):
+        seen["calls"] += 1
+        spoils = seen["calls"] == 4 * iterations
+        return spoil(usual, *args, **kwargs) if spoils else usual(*args, **kwargs)
+
+    monkeypatch.setattr(updates, name, call)
+    with pytest.raises(NonFiniteError, match=words) as caught:
         train_run(parts())
     assert f"the state after step {kept} is saved in" in caught.value.__notes__[0]
     assert checkpoint.newest(tmp_path / "parts").name == f"step-{kept:06d}"

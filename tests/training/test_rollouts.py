@@ -93,15 +93,14 @@ def test_truncated_completions_can_be_left_out(context_of):
     assert torch.equal(everything.mask, everything.completions.mask)
 
 
-@pytest.mark.parametrize(("asked", "measured"), [(None, 4), (1, 1), (3, 3), (99, 4)])
-def test_the_exact_kl_is_measured_on_the_first_completions_of_each_group(context_of, asked, measured):
-    rollout = rollout_of(context_of(exact_kl_completions=asked))
+@pytest.mark.parametrize(
+    ("asked", "estimator", "measured"),
+    [(None, "k3", 4), (1, "k3", 1), (3, "k3", 3), (99, "k3", 4), (1, "exact", 4)],
+)
+def test_the_exact_kl_is_measured_on_the_first_completions_of_each_group(context_of, asked, estimator, measured):
+    rollout = rollout_of(context_of(exact_kl_completions=asked, kl_estimator=estimator))
     assert rollout.exact_rows.tolist() == ([True] * measured + [False] * (4 - measured)) * 3
     assert len(rollout.ref_predictions.values) == 3 * measured
-
-
-def test_an_exact_loss_has_its_exact_kl_everywhere(context_of):
-    assert rollout_of(context_of(kl_estimator="exact", exact_kl_completions=1)).exact_rows.all()
 
 
 @pytest.mark.parametrize(
@@ -207,26 +206,21 @@ def test_it_is_the_mean_length_of_the_reference_not_of_the_policy(context_of, ch
     )
 
 
-def test_it_is_measured_once(context_of):
-    context = context_of(**CLIP)
-    context.control.reference_length = 3.25
-    measure_reference_length(context)
-    assert context.control.reference_length == 3.25
-
-
 @pytest.mark.parametrize(
-    ("changes", "expected"),
+    ("changes", "known"),
     [
         ({}, None),
         ({**CLIP, "use_per_token_kl_threshold": False}, None),
         ({**CLIP, "kl_reference_length": 7}, 7),
         ({**CLIP, "beta": 0.0}, None),
+        (CLIP, 3.25),
     ],
 )
-def test_it_is_measured_only_where_a_budget_needs_it(context_of, changes, expected):
+def test_it_is_measured_once_and_only_where_a_budget_needs_it(context_of, changes, known):
     context = context_of(**changes)
+    context.control.reference_length = known
     measure_reference_length(context)
-    assert context.control.reference_length == expected
+    assert context.control.reference_length == known
 
 
 def test_it_is_not_measured_where_every_row_brings_its_own(context_of, tmp_path):

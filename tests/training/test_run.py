@@ -1,16 +1,19 @@
-"""What every loop of a run shares: when something is due, how an interrupt ends it, whom it tells."""
+"""What every loop of a run shares: when something is due, how an interrupt ends it, what a launcher may ask of it."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+from pathlib import Path
 
 import pytest
 from tests.training.conftest import steps_of
+from torch.distributed import DistNetworkError
 
+from klamp.errors import ConfigError, RewardError, TrainerFailed
 from klamp.training.backends import train_run
-from klamp.training.observers import Observer
+from klamp.training.processes import check_alone, check_one_machine, explained, timeout_of
 from klamp.training.run import Training, deferred_interrupts
 
 
@@ -21,31 +24,6 @@ def test_what_is_due_is_due_at_the_end_too(context_of, every, steps):
         if run.is_due(every):
             due.append(run.step)
     assert due == steps
-
-
-def test_an_interrupted_run_says_how_to_go_on(context_of, tmp_path):
-    run = Training(context_of(max_steps=4), [])
-    run.step = 3
-    stopped = run.stopped(2, tmp_path / "run" / "checkpoints" / "step-000002")
-    assert "stopped after step 3 of 4" in str(stopped) and "the state after step 2 is saved" in str(stopped)
-    assert f"--output_dir {tmp_path / 'run'} --resume" in str(stopped)
-    assert "no step was saved yet" in str(run.stopped(0, None))
-
-
-def test_observers_and_alarms_are_told(context_of):
-    class Heard(Observer):
-        steps = ()
-
-        def on_step(self, step, metrics):
-            self.steps += (step,)
-
-    heard = Heard()
-    run = Training(context_of(), [heard])
-    run.tell(lambda o: o.on_step(1, {"kl/k3": 0.5}))
-    assert heard.steps == (1,)
-    assert run.alarms in run.observers
-    run.evaluate()
-    assert len(run.prompts(0)) == 3
 
 
 def test_weights_that_a_later_update_cut_are_counted(config_of, tmp_path):
@@ -91,3 +69,67 @@ def test_a_hangup_ends_a_run_as_sigterm_does_unless_it_is_ignored():
             assert signal.getsignal(signal.SIGHUP) is handler
         finally:
             signal.signal(signal.SIGHUP, before)
+
+
+@pytest.fixture
+def unlaunched(monkeypatch):
+    for name in ("ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.parametrize(
+    ("asked", "got"),
+    [
+        ({"ACCELERATE_USE_FSDP": "true"}, "FSDP"),
+        ({"ACCELERATE_USE_DEEPSPEED": "true"}, "DeepSpeed"),
+        ({"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2"}, "4 processes, 2 of them on this machine"),
+    ],
+)
+@pytest.mark.usefixtures("unlaunched")
+def test_more_than_one_machine_has_is_refused_with_who_does_it(config_of, monkeypatch, asked, got):
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    config = config_of()
+    with pytest.raises(ConfigError, match="klamp's own loop is for one machine") as caught:
+        train_run(config)
+    assert caught.value.got == got and "--backend trl" in caught.value.fix and "--backend verl" in caught.value.fix
+    assert not Path(config.run.output_dir).exists()
+
+
+@pytest.mark.parametrize("asked", [{}, {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, {"ACCELERATE_USE_FSDP": "false"}])
+@pytest.mark.usefixtures("unlaunched")
+def test_processes_on_one_machine_are_not(monkeypatch, asked):
+    for name, value in asked.items():
+        monkeypatch.setenv(name, value)
+    check_one_machine()
+
+
+@pytest.mark.usefixtures("unlaunched")
+def test_several_processes_are_refused_where_one_is_enough(config_of, monkeypatch):
+    check_alone(config_of(), why="")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(ConfigError, match="runs in one process") as caught:
+        check_alone(config_of(), why="the work is done elsewhere")
+    assert caught.value.why == "the work is done elsewhere" and "torchrun" in caught.value.fix
+
+
+BROKEN = "[/pytorch/third_party/gloo/gloo/transport/tcp/pair.cc:547] Connection closed by peer\nand more"
+
+
+@pytest.mark.parametrize("error", [RuntimeError(BROKEN), DistNetworkError("Broken pipe")])
+def test_a_wait_in_vain_says_why_and_what_to_do(config_of, error):
+    config = config_of(process_timeout=60.0)
+    with pytest.raises(TrainerFailed, match="lost each other") as caught, explained(config):
+        raise error
+    assert caught.value.got == str(error).partition("\n")[0] and caught.value.__cause__ is error
+    assert "process_timeout=60 s" in caught.value.why and "--resume" in caught.value.fix
+
+
+def test_other_errors_stay_what_they_are(config_of):
+    for error in (RuntimeError("out of memory"), RewardError("gloo and so on"), ValueError("gloo")):
+        with pytest.raises(type(error), match=str(error)), explained(config_of()):
+            raise error
+
+
+def test_torch_waits_as_long_as_the_run_says(config_of):
+    assert timeout_of(config_of(process_timeout=90.5)).total_seconds() == 90.5

@@ -124,28 +124,6 @@ def test_the_mask_ends_with_the_first_end_token(model):
         assert (ids[kept:] == pad).all() and (logprobs[kept:] == 0).all() and (logprobs[:kept] < 0).all()
 
 
-def test_texts_leave_out_special_tokens_and_padding():
-    tokenizer = arithmetic_tokenizer()
-    a, b, end, pad = (*tokenizer.convert_tokens_to_ids(["a", "b"]), tokenizer.eos_token_id, tokenizer.pad_token_id)
-    ids = torch.tensor([[a, b, end, pad], [b, b, a, a]])
-    one = torch.ones(2, 1)
-    completions = Completions(
-        prompt_ids=one, prompt_mask=one, ids=ids, mask=ids != pad, sampler_logprobs=one, ended=one[:, 0] > 0
-    )
-    assert completions.texts(tokenizer) == ["ab", "bbaa"]
-
-
-def test_greedy_decoding_is_that_of_transformers(model):
-    tokenizer = arithmetic_tokenizer()
-    ours = tokens_of(sample(model, greedy=True, temperature=3.0, top_k=5))
-    stop = end_tokens(model, tokenizer)
-    settings = GenerationConfig(do_sample=False, max_new_tokens=LENGTH, eos_token_id=stop, pad_token_id=0)
-    for prompt, tokens in zip(PROMPTS, ours, strict=True):
-        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-        theirs = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
-        assert theirs[0, ids.shape[1] :].tolist() == tokens
-
-
 # the model's own generation settings ---------------------------------------------------------------------------------
 
 
@@ -214,21 +192,6 @@ def drawn(scores: torch.Tensor, uniforms: torch.Tensor, **rollout: float) -> tup
     only = sampler(torch.zeros(len(uniforms), 3, dtype=torch.long), rows)
     assert (only.isfinite().sum(-1) == 1).all()
     return only.argmax(-1), sampler.logprobs[0][:, 0]
-
-
-def test_a_token_is_the_inverse_of_the_cumulative_distribution():
-    never = -torch.inf
-    scores = torch.tensor([[never, 0.3, -2.0, never, never, 1.1, -30.0, 0.0, never]])
-    probs = scores.double().softmax(-1)[0].tolist()
-    grid = torch.cat([torch.linspace(0, 1, 997, dtype=torch.float64)[:-1], torch.tensor([1e-300, 1 - 2**-53])])
-    tokens, logprobs = drawn(scores, grid)
-    checked = 0
-    for u, token, logprob in zip(grid.tolist(), tokens.tolist(), logprobs.tolist(), strict=True):
-        below = sum(probs[:token])
-        assert below - 1e-6 <= u <= below + probs[token] + 1e-6
-        assert logprob == pytest.approx(float(scores[0].double().log_softmax(-1)[token]), abs=1e-6)
-        checked += below + 1e-6 < u < below + probs[token] - 1e-6
-    assert checked > 980, "nearly every number lies well inside its token's interval"
 
 
 def test_evenly_spread_numbers_draw_every_token_in_proportion():

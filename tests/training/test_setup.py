@@ -180,10 +180,8 @@ def cached_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def rows(folder: Path, *, prompts: list[str], answer: str = "5") -> str:
-    file = folder / "rows.jsonl"
-    file.write_text("".join(json.dumps({"prompt": p, "answer": answer}) + "\n" for p in prompts), encoding="utf-8")
-    return str(file)
+def rows(folder: Path, *, prompts: list[str]) -> str:
+    return file_of(folder, *({"prompt": prompt, "answer": "5"} for prompt in prompts))
 
 
 def opened(**flat: object) -> Inputs | str:

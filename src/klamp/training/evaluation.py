@@ -23,7 +23,7 @@ from klamp.scoring.scorer import score
 from klamp.tasks.base import Example
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
-from klamp.training.folders import COMPLETIONS, POLICY, checkpoint_folders, lines_of, number_of
+from klamp.training.folders import COMPLETIONS, checkpoint_folders, lines_of, number_of, policy_in
 from klamp.training.models import load_model, load_tokenizer, with_adapter
 from klamp.training.rollouts import completed
 from klamp.training.sampling import encode_prompts
@@ -156,7 +156,8 @@ def check_completions(config: TrainConfig, folder: Path) -> Iterator[tuple[int, 
         ModelError: weights cannot be loaded.
     """
     kept = _by_step(folder / COMPLETIONS)
-    weights = {1: None, **{_steps_before(saved, config) + 1: saved for saved in checkpoint_folders(folder)}}
+    counted = config.optim.num_iterations if config.run.backend == "trl" else 1  # TRL counts updates
+    weights = {1: None, **{number_of(saved) // counted + 1: saved for saved in checkpoint_folders(folder)}}
     steps = sorted(weights.keys() & kept.keys())
     if not steps:
         raise DataError(
@@ -188,8 +189,7 @@ def check_completions(config: TrainConfig, folder: Path) -> Iterator[tuple[int, 
 
 def _policy(config: TrainConfig, checkpoint: Path) -> Any:
     """The policy of a checkpoint."""
-    model, inside = config.model, checkpoint / POLICY
-    saved = inside if inside.is_dir() else checkpoint
+    model, saved = config.model, policy_in(checkpoint)
     if model.lora_r:
         return with_adapter(load_model(model.model, model.dtype), model, saved).eval()
     return load_model(str(saved), model.dtype)
@@ -204,9 +204,3 @@ def _by_step(file: Path) -> dict[int, list[dict[str, Any]]]:
         if len(rows) < ROWS:
             rows.append(row)
     return kept
-
-
-def _steps_before(checkpoint: Path, config: TrainConfig) -> int:
-    """The steps that were done when a checkpoint was written; TRL counts updates."""
-    updates = config.optim.num_iterations if checkpoint.name.startswith("checkpoint-") else 1
-    return number_of(checkpoint) // updates

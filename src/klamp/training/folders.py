@@ -192,7 +192,7 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     Raises:
         RunFolderError: the folder holds a run (or anything else) and resume is off; or resume is on and it holds none.
     """
-    held = folder.is_dir() and any(not _is_begun(each) for each in folder.iterdir())
+    held = folder.is_dir() and not all(_is_begun(each) for each in folder.iterdir())
     if os.path.lexists(folder) and not folder.is_dir():
         raise RunFolderError(
             f"the output folder is {'a file' if folder.exists() else 'a link that leads nowhere'}",
@@ -294,7 +294,9 @@ def held(folder: Path, *, by: str) -> Iterator[None]:
         descriptors.append(descriptor)
         with suppress(OSError):  # a full disk: the run that cannot be written says so
             os.ftruncate(descriptor, 0)
-            os.write(descriptor, json.dumps(_holder(by)).encode())
+            since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
+            holder = {"command": by, "process": process, "host": socket.gethostname(), "since": since}
+            os.write(descriptor, json.dumps(holder).encode())
 
     lock = FileLock(path, on_acquired=sign)
     try:
@@ -318,11 +320,6 @@ def held(folder: Path, *, by: str) -> Iterator[None]:
 def lock_descriptors() -> list[int]:
     """The file descriptors of the locks that this process holds: a child that inherits them holds the folders too."""
     return list(_held)
-
-
-def _holder(by: str) -> dict[str, Any]:
-    since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-    return {"command": by, "process": os.getpid(), "host": socket.gethostname(), "since": since}
 
 
 def _refused(path: Path) -> RunFolderError:

@@ -34,7 +34,7 @@ WAIT = 5.0
 """Seconds that the hub has to answer; its own libraries try for most of a minute."""
 
 
-def load_model(spec: str, dtype: str = "float32", *, progress: Progress | None = None) -> PreTrainedModel:
+def load_model(spec: str, dtype: str = "float32") -> PreTrainedModel:
     """Load a causal language model with every dropout off, in evaluation mode.
 
     Dropout is off for good: with it, the policy would differ from the reference before the first step.
@@ -42,13 +42,12 @@ def load_model(spec: str, dtype: str = "float32", *, progress: Progress | None =
     Args:
         spec: `builtin`, a name of `NAMED_MODELS`, a local folder (also of a checkpoint of klamp's), or a hub id.
         dtype: data type of the weights.
-        progress: told how far the built-in model is, where it has to be taught first.
 
     Raises:
         ModelError: the folder or id holds no causal LM.
     """
     if spec == BUILTIN:
-        model, _ = load_base_model(BaseModelConfig(), progress=progress)
+        model, _ = load_base_model(BaseModelConfig())
         model = model.to(getattr(torch, dtype))
     else:
         spec = _folder_of(spec)
@@ -63,7 +62,7 @@ def make_ready(spec: str, *, progress: Progress | None = None) -> None:
 
     Args:
         spec: see `load_model`.
-        progress: see `load_model`.
+        progress: told how far it is: the built-in one is taught, a named one converted.
 
     Raises:
         ModelError: it cannot be made.
@@ -198,11 +197,8 @@ def loadable(spec: str, what: str) -> str:
             why="there is no folder of that name, and an id of the hub reads OWNER/NAME",
             fix="check the path; a relative one starts at the working directory",
         )
-    silent = unreachable()
-    return _cached(spec, what, silent) if silent else spec
-
-
-def _cached(spec: str, what: str, silent: str) -> str:
+    if not (silent := unreachable()):
+        return spec
     from huggingface_hub import snapshot_download
 
     try:

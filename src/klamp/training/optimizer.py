@@ -18,7 +18,6 @@ from transformers import get_scheduler
 
 from klamp.core.masking import upcast
 from klamp.training.config import TrainConfig
-from klamp.training.context import Context
 
 MASTERS = "masters"
 """The key of the masters in the optimizer's saved state."""
@@ -69,12 +68,6 @@ class MasterAdamW(AdamW):
         ):
             master.copy_(saved)
             weight.copy_(master)
-
-
-def make_optimizer(context: Context) -> tuple[AdamW, LambdaLR]:
-    """AdamW on the weights that are trained (or on float32 copies of them), and its schedule in steps."""
-    optimizer = adamw(context.policy, context.config)
-    return optimizer, schedule_of(optimizer, context.config)
 
 
 def adamw(policy: nn.Module, config: TrainConfig) -> AdamW:

@@ -150,7 +150,10 @@ def rate(
     """
     texts = completions.texts(context.tokenizer)
     rewards = rewards_of(context, chosen, texts)
-    mask, kl_mask = _masks(context, completions)
+    mask = completions.mask
+    if context.config.rollout.mask_truncated_completions:
+        mask = mask & completions.ended[:, None]
+    kl_mask = kl_tokens(completions.ids, mask, context.config.kl, context.excluded, context.tokenizer)
     rollout = Rollout(
         examples=chosen,
         texts=texts,
@@ -184,13 +187,6 @@ def rewards_of(context: Context, examples: Sequence[Example], texts: Sequence[st
     return torch.tensor(rewards, dtype=torch.float32, device=context.device)
 
 
-def _masks(context: Context, completions: Completions) -> tuple[Tensor, Tensor]:
-    mask = completions.mask
-    if context.config.rollout.mask_truncated_completions:
-        mask = mask & completions.ended[:, None]
-    return mask, kl_tokens(completions.ids, mask, context.config.kl, context.excluded, context.tokenizer)
-
-
 def totals_of(context: Context, mask: Tensor, kl_mask: Tensor) -> Totals:
     """The counts of a whole step, over all processes.
 
@@ -209,18 +205,13 @@ def _reference_length(context: Context, examples: Sequence[Example]) -> Tensor |
     return None if None in lengths else torch.tensor(lengths, dtype=torch.float32, device=context.device)
 
 
-def _exact_rows(context: Context, rows: int) -> Tensor:
-    """Which completions have their exact KL measured: the first ones of each group, however the step is divided."""
-    size = context.config.rollout.num_generations
-    return torch.arange(rows, device=context.device) % size < context.exact_completions
-
-
 def _with_reference(context: Context, rollout: Rollout) -> Rollout:
     if context.reference is None:
         return rollout
     everyone = torch.ones_like(rollout.mask[:, 0])
     scored = everyone if rollout.kl_weight is None else rollout.kl_weight > 0
-    rows = _exact_rows(context, len(rollout.texts)) & scored
+    places = torch.arange(len(rollout.texts), device=context.device) % context.config.rollout.num_generations
+    rows = (places < context.exact_completions) & scored  # the first of each group, however the step is divided
     logprobs, predictions = _scored(context, rollout, context.reference, scored, rows)
     if context.original is not None:
         original, _ = _scored(context, rollout, context.original, scored, None)

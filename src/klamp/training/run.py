@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, Self
+from typing import Self
 
 import torch
 from accelerate import Accelerator
@@ -27,7 +27,7 @@ from klamp.training.observers import AlarmObserver, Observer, RunInfo, RunSummar
 from klamp.training.processes import explained
 from klamp.training.references import FrozenReference
 from klamp.training.rollouts import Rollout
-from klamp.training.runlog import begin_trackers
+from klamp.training.runlog import RunLog, begin_trackers
 from klamp.training.sampling import examples_of_step
 from klamp.training.setup import make_accelerator, opened_folder
 from klamp.training.updates import UpdateOutput, completion_row
@@ -68,21 +68,6 @@ def deferred_interrupts() -> Iterator[Interrupt]:
             signal.signal(number, handler)
 
 
-class Opened(NamedTuple):
-    """What a run is built from."""
-
-    config: TrainConfig
-    """The configuration in force."""
-    accelerator: Accelerator
-    """Its processes and trackers."""
-    folder: Path
-    """Its folder, locked."""
-    observers: Sequence[Observer]
-    """Whom it tells, besides its folder and trackers."""
-    last: ExitStack
-    """Takes what is to be closed after everything else."""
-
-
 class Training:
     """A run under way: how far it is, what it measured last, and whom it tells.
 
@@ -117,7 +102,7 @@ class Training:
         with explained(config), opened_folder(config) as folder, ExitStack() as last:
             accelerator = make_accelerator(config, folder)
             try:
-                run = cls.build(Opened(config, accelerator, folder, observers, last))
+                run = cls.build(config, accelerator, folder, [RunLog(accelerator), *observers], last)
                 if config.run.resume:
                     run.resume()
                 run.tell(lambda o: o.on_start(run.info()))
@@ -149,7 +134,17 @@ class Training:
                 if folder is not None:
                     error.add_note(f"  the state after step {step} is saved in {folder}")
                 raise
-        return self._summary(time.perf_counter() - started, self.after)
+        summary = RunSummary(
+            output_dir=self.context.output_dir,
+            steps=self.step,
+            seconds=time.perf_counter() - started,
+            rl_skill=self.context.task.rl_skill,
+            before=self.before,
+            after=self.after,
+            final_metrics=self.metrics,
+        )
+        self.tell(lambda o: o.on_end(summary))
+        return summary
 
     # the parts of a backend -------------------------------------------------------------------------------------------
 
@@ -158,8 +153,17 @@ class Training:
         """Refuse a run that cannot be started here, before any work: what the backend needs is missing."""
 
     @classmethod
-    def build(cls, opened: Opened) -> Self:
+    def build(
+        cls, config: TrainConfig, accelerator: Accelerator, folder: Path, observers: Sequence[Observer], last: ExitStack
+    ) -> Self:
         """Load all that the run needs, and check that it fits together.
+
+        Args:
+            config: in force.
+            accelerator: its processes and trackers.
+            folder: of the run, locked.
+            observers: whom it tells; first of all its folder and trackers.
+            last: takes what is to be closed after everything else.
 
         Raises:
             KlampError: whatever does not fit, before any work.
@@ -311,19 +315,6 @@ class Training:
             if folder
             else "start it again in another folder, or in this one from its first step, with --resume",
         )
-
-    def _summary(self, seconds: float, after: dict[str, float]) -> RunSummary:
-        summary = RunSummary(
-            output_dir=self.context.output_dir,
-            steps=self.step,
-            seconds=seconds,
-            rl_skill=self.context.task.rl_skill,
-            before=self.before,
-            after=after,
-            final_metrics=self.metrics,
-        )
-        self.tell(lambda o: o.on_end(summary))
-        return summary
 
     def info(self) -> RunInfo:
         """What is known before the first step."""

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
+from accelerate import Accelerator
 from torch import Tensor
 
 from klamp.core.objective import Objective
@@ -20,11 +21,10 @@ from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.folders import number_of
 from klamp.training.observers import Observer
-from klamp.training.optimizer import make_optimizer
+from klamp.training.optimizer import adamw, schedule_of
 from klamp.training.processes import check_one_machine
 from klamp.training.rollouts import Rollout, collect, measure_reference_length
-from klamp.training.run import Interrupt, Opened, Training
-from klamp.training.runlog import RunLog
+from klamp.training.run import Interrupt, Training
 from klamp.training.setup import build
 from klamp.training.updates import UpdateOutput, control_metrics, measured, speed, update, with_old_logprobs
 
@@ -35,9 +35,11 @@ class Trainer(Training):
     def __init__(self, context: Context, observers: Sequence[Observer]) -> None:
         super().__init__(context, observers)
         context.wrapped = context.accelerator.prepare_model(context.wrapped)
-        self.optimizer, self.schedule = make_optimizer(context)
+        self.optimizer = adamw(context.policy, context.config)
+        self.schedule = schedule_of(self.optimizer, context.config)
         self.whole = True
-        self.optimizer.register_step_pre_hook(self._between_steps)
+        """Whether the weights belong to a step that could be resumed: not from its first update to its end."""
+        self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "whole", False))  # until the end of the step
         self.control = context.control
         self.saved: tuple[int, Path | None] = (0, None)
 
@@ -47,9 +49,11 @@ class Trainer(Training):
         check_one_machine()
 
     @classmethod
-    def build(cls, opened: Opened) -> Self:
+    def build(
+        cls, config: TrainConfig, accelerator: Accelerator, folder: Path, observers: Sequence[Observer], last: ExitStack
+    ) -> Self:
         """Load policy, reference and task into this process."""
-        return cls(build(*opened[:4]), [RunLog(opened.accelerator), *opened.observers])
+        return cls(build(config, accelerator, folder, observers), observers)
 
     def cautions(self) -> Iterable[str]:
         """What the user should know before the first step: about a chat's tokens, and about how the model is scored."""
@@ -65,10 +69,6 @@ class Trainer(Training):
     def measure_length(self) -> None:
         """Measure and set the run's reference length, where a clip needs one that nobody gives."""
         measure_reference_length(self.context)
-
-    def _between_steps(self, *_: object) -> None:
-        """From the first update of a step to its end, the weights belong to no step that could be resumed."""
-        self.whole = False
 
     def resume(self) -> None:
         """Continue from the newest checkpoint of the run's folder; from the first step where there is none yet.
@@ -109,13 +109,17 @@ class Trainer(Training):
 
         A step that this run has saved before is not written again.
         """
-        if self.saved[0] == self.step:
-            return self.saved[1]
+        if self.saved[0] != self.step:
+            folder = self.write() if self.context.accelerator.is_main_process else None
+            self.saved = (self.step, folder)
+            if folder is not None:
+                self.tell(lambda o: o.on_checkpoint(self.step, folder))
+        return self.saved[1]
+
+    def write(self) -> Path:
+        """Write weights, moments and the state of the last step into the run's folder; the checkpoint."""
         context = self.context
-        if not context.accelerator.is_main_process:
-            self.saved = (self.step, None)
-            return None
-        folder = checkpoint.save(
+        return checkpoint.save(
             context.output_dir,
             self.step,
             policy=context.policy,
@@ -125,9 +129,6 @@ class Trainer(Training):
             state=self._state(),
             keep=context.config.run.keep_checkpoints,
         )
-        self.saved = (self.step, folder)
-        self.tell(lambda o: o.on_checkpoint(self.step, folder))
-        return folder
 
     def _state(self) -> dict[str, Any]:
         return {
@@ -142,14 +143,16 @@ class Trainer(Training):
         objective = replace(self.context.objective, beta=beta)
         rollout = self.collect(beta)
         outputs: list[UpdateOutput] = []
-        rate = self._guarded_rate()
+        rate = float(self.schedule.get_last_lr()[0]) * self.control.next_rate_factor()  # lowered above the guard
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         for _ in range(self.context.config.optim.num_iterations):
             outputs.append(self.update(rollout, objective))
             if outputs[-1].stopped:
                 break
             rollout = with_old_logprobs(rollout, outputs[0])
         self.schedule.step()
-        metrics = measured(self.context, rollout, outputs) | {"train/learning_rate": float(rate)}
+        metrics = measured(self.context, rollout, outputs) | {"train/learning_rate": rate}
         metrics |= control_metrics(self.context, beta, metrics)
         kl = held_kl(metrics, exact_everywhere=self.context.exact_everywhere)
         if kl is not None:
@@ -170,13 +173,6 @@ class Trainer(Training):
     def update(self, rollout: Rollout, objective: Objective) -> UpdateOutput:
         """One optimizer step on them."""
         return update(self.context, self.optimizer, rollout, objective)
-
-    def _guarded_rate(self) -> float:
-        """The learning rate of this step, lowered while the last step's KL was above the guard."""
-        rate = float(self.schedule.get_last_lr()[0]) * self.control.next_rate_factor()
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        return rate
 
     def _groups_of_rewards(self, rollout: Rollout) -> Tensor | None:
         """The rewards of all processes, a group in each row, while the controller has a use for them. [n, G]"""

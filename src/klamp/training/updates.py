@@ -32,11 +32,11 @@ class UpdateOutput:
 
     policy_logprobs: Tensor
     """[B, T] log-probabilities of the policy before the update."""
-    entropy: Tensor | None
+    entropy: Tensor | None = None
     """[B, T] entropy of the policy; None where a service keeps the logits."""
-    exact: Tensor | None
-    """[B, T] exact KL(policy||ref) in nats."""
-    exact_forward: Tensor | None
+    exact: Tensor | None = None
+    """[B, T] exact KL(policy||ref) in nats; None where another program keeps it."""
+    exact_forward: Tensor | None = None
     """[B, T] exact KL(ref||policy) in nats."""
     losses: dict[str, float]
     """train/loss, train/policy_loss, train/kl_penalty of the whole step, and the gate's metrics."""
@@ -44,7 +44,7 @@ class UpdateOutput:
     """Norm of the gradient before clipping; None where a service does not say."""
     kl_old: float
     """k3 of KL(old||policy) in nats per token; 0 in a rollout's first update."""
-    stopped: bool
+    stopped: bool = False
     """Whether the optimizer step was left out because that exceeds kl_early_stop."""
 
 
@@ -267,11 +267,11 @@ def gather_record(context: Context, rollout: Rollout, output: UpdateOutput) -> S
     """Collect the tokens of the step from all processes; every process gets all of them."""
     length = context.config.rollout.max_completion_length
 
-    def whole(x: Tensor | None) -> Tensor | None:
-        return None if x is None else context.gather(pad_tokens(x, length) if x.ndim == 2 else x)
-
     def certain(x: Tensor) -> Tensor:
         return context.gather(pad_tokens(x, length) if x.ndim == 2 else x)
+
+    def whole(x: Tensor | None) -> Tensor | None:
+        return None if x is None else certain(x)
 
     return StepRecord(
         mask=certain(rollout.mask),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -29,10 +28,6 @@ QUICK: dict[str, Any] = {
 
 
 @pytest.fixture
-def quick(llama: str, tmp_path: Path) -> Callable[..., TrainConfig]:
+def quick(config_of: Callable[..., TrainConfig]) -> Callable[..., TrainConfig]:
     """The configuration of such a run in tmp_path/run, with some values changed."""
-
-    def make(**changes: Any) -> TrainConfig:
-        return TrainConfig.from_flat({"model": llama, "output_dir": str(tmp_path / "run"), **QUICK, **changes})
-
-    return make
+    return lambda **changes: config_of(**{**QUICK, **changes})

@@ -17,24 +17,16 @@ from klamp.training.in_trl.arguments import part_size, trl_arguments
 
 FOLDER = Path("runs/one")
 
-# A value of each field that is translated, other than its default, with the fields that it needs.
-TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
-    "loss_type": ("grpo", {}),
-    "surrogate": ("cispo", {"loss_type": "dapo", "epsilon": 1.0}),
+SHARED: dict[str, tuple[Any, dict[str, Any]]] = {
     "epsilon": (0.1, {}),
     "epsilon_high": (0.28, {}),
-    "scale_rewards": ("std", {}),
     "prompts_per_step": (4, {}),
     "num_generations": (4, {}),
     "max_completion_length": (5, {}),
     "temperature": (0.7, {}),
     "top_p": (0.9, {}),
     "top_k": (3, {}),
-    "mask_truncated_completions": (True, {}),
-    "sampler": ("vllm", {}),
-    "sampler_url": ("http://there:8000", {}),
     "learning_rate": (1e-3, {}),
-    "lr_scheduler_type": ("linear", {}),
     "warmup_steps": (3, {}),
     "weight_decay": (0.1, {}),
     "adam_beta1": (0.8, {}),
@@ -44,6 +36,17 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "gradient_accumulation_steps": (4, {}),
     "gradient_checkpointing": (True, {}),
     "seed": (1, {}),
+}
+"""Another value of each field that is translated, with the fields that it needs; verl takes these too."""
+TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
+    **SHARED,
+    "loss_type": ("grpo", {}),
+    "surrogate": ("cispo", {"loss_type": "dapo", "epsilon": 1.0}),
+    "scale_rewards": ("std", {}),
+    "mask_truncated_completions": (True, {}),
+    "sampler": ("vllm", {}),
+    "sampler_url": ("http://there:8000", {}),
+    "lr_scheduler_type": ("linear", {}),
 }
 
 AROUND = (

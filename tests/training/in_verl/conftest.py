@@ -9,18 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.training.conftest import TINY
 
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl import overrides, run
 
 STAND_IN = Path(__file__).with_name("stand_in.py")
-
-QUICK: dict[str, Any] = {
-    **{name: value for name, value in TINY.items() if name != "cpu"},
-    "backend": "verl",
-    "max_prompt_length": 20,
-}
 
 
 def missing(name: str) -> str:
@@ -29,13 +22,9 @@ def missing(name: str) -> str:
 
 
 @pytest.fixture
-def quick(llama: str, tmp_path: Path) -> Callable[..., TrainConfig]:
+def quick(config_of: Callable[..., TrainConfig]) -> Callable[..., TrainConfig]:
     """The configuration of such a run in tmp_path/run, with some values changed."""
-
-    def make(**changes: Any) -> TrainConfig:
-        return TrainConfig.from_flat({"model": llama, "output_dir": str(tmp_path / "run"), **QUICK, **changes})
-
-    return make
+    return lambda **changes: config_of(**{"backend": "verl", "max_prompt_length": 20, "cpu": False, **changes})
 
 
 @pytest.fixture

@@ -5,12 +5,12 @@ That verl knows these arguments, and what they do there, is tested in tests/engi
 
 from __future__ import annotations
 
-import dataclasses
 import inspect
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.training.in_trl.test_arguments import SHARED, names_of
 
 from klamp.config import KLConfig
 from klamp.hosts.verl.fields_in_verl import CONTROLLER_FIELDS, LOSS_FIELDS, overrides
@@ -25,6 +25,7 @@ IN_THE_REWARD = {"kl_placement": "reward", **K1, "target_kl": 0.1}
 
 # A value of each field that is translated, other than its default, with the fields that it needs.
 TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
+    **SHARED,
     "beta": (0.3, {}),
     "kl_monitor": (True, {"beta": 0.0}),
     "kl_estimator": ("k2", {}),
@@ -60,8 +61,6 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "kl_lr_guard": (0.1, {}),
     "loss_type": ("dapo", {"advantage_baseline": "mean"}),
     "surrogate": ("cispo", {}),
-    "epsilon": (0.1, {}),
-    "epsilon_high": (0.28, {}),
     "scale_rewards": ("std", {"advantage_baseline": "mean"}),
     "advantage_baseline": ("mean", {}),
     "model": ("there/another", {}),
@@ -70,25 +69,9 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "lora_r": (4, {}),
     "lora_alpha": (8, {"lora_r": 4}),
     "lora_target_modules": (("q_proj",), {"lora_r": 4}),
-    "gradient_checkpointing": (True, {}),
-    "prompts_per_step": (4, {}),
-    "num_generations": (4, {}),
-    "max_completion_length": (5, {}),
     "max_prompt_length": (100, {}),
-    "temperature": (0.7, {}),
-    "top_p": (0.9, {}),
-    "top_k": (3, {}),
-    "learning_rate": (1e-3, {}),
     "lr_scheduler_type": ("constant", {}),
-    "warmup_steps": (3, {}),
-    "weight_decay": (0.1, {}),
-    "adam_beta1": (0.8, {}),
-    "adam_beta2": (0.95, {}),
-    "max_grad_norm": (0.5, {}),
-    "num_iterations": (2, {}),
-    "gradient_accumulation_steps": (4, {}),
     "max_steps": (7, {}),
-    "seed": (1, {}),
     "eval_every": (3, {}),
     "save_every": (3, {}),
     "keep_checkpoints": (3, {}),
@@ -121,10 +104,6 @@ def told(**changes: Any) -> list[str]:
 
 def values(words: list[str]) -> dict[str, str]:
     return dict(word.lstrip("+").split("=", 1) for word in words)
-
-
-def names_of(cls: type) -> set[str]:
-    return {field.name for field in dataclasses.fields(cls)}
 
 
 def test_every_field_is_in_one_of_the_lists():

@@ -17,7 +17,7 @@ from tests.training.in_verl.conftest import missing
 from tests.training.test_trainer import Recorder
 from tests.waiting import is_running, wait_until
 
-from klamp.errors import ConfigError, DataError, MissingLibrary, RunFolderError, TrainerFailed, TrainingStopped
+from klamp.errors import ConfigError, MissingLibrary, RunFolderError, TrainerFailed, TrainingStopped
 from klamp.records import read_record
 from klamp.training.backends import train_run
 from klamp.training.folders import lines_of
@@ -171,10 +171,3 @@ def test_a_launcher_with_several_processes_is_refused(quick, stand_in, monkeypat
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ConfigError, match="runs in one process"):
         train_run(quick())
-
-
-def test_bad_input_is_refused_before_any_work(quick, stand_in, tmp_path):
-    stand_in()
-    with pytest.raises(DataError, match="longer than max_prompt_length"):
-        train_run(quick(max_prompt_length=1))
-    assert not (tmp_path / "run").exists()

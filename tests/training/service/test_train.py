@@ -16,7 +16,6 @@ from klamp.errors import KlampError, ModelError, RunFolderError
 from klamp.training import checkpoint
 from klamp.training.backends import train_run
 from klamp.training.observers import Observer
-from klamp.training.service import calls
 from klamp.training.service.run import LAST_WAIT, TinkerTrainer
 
 pytestmark = pytest.mark.slow
@@ -137,7 +136,7 @@ def trainers(monkeypatch):
 
 def test_a_step_has_one_snapshot_one_saved_state_and_the_rate_of_the_schedule(tiny, run_of, trainers, monkeypatch):
     asked, paths, rates = [], [], []
-    usual = calls.update
+    usual = TinkerTrainer._step
 
     class Asks(Observer):
         def on_step(self, step, metrics):
@@ -147,11 +146,11 @@ def test_a_step_has_one_snapshot_one_saved_state_and_the_rate_of_the_schedule(ti
             paths.append({checkpoint.load_state(trainer.save())["tinker_path"][-12:] for _ in range(2)})
             asked.append(tiny.requests - before)
 
-    def noted(*given, rate, **options):
-        rates.append(rate)
-        return usual(*given, rate=rate, **options)
+    def noted(trainer):
+        rates.append(trainer.optimizer.param_groups[0]["lr"])
+        return usual(trainer)
 
-    monkeypatch.setattr(calls, "update", noted)
+    monkeypatch.setattr(TinkerTrainer, "_step", noted)
     changes = {"max_steps": 3, "prompts_per_step": 2, "learning_rate": 0.01, "warmup_steps": 2}
     train_run(run_of(**SHORT | changes), [Asks()])
     assert [found["save_weights_for_sampler"] for found in asked] == [1, 1, 1], "the update moved the weights"

@@ -17,8 +17,8 @@ from klamp.training import updates
 from klamp.training.config import TrainConfig
 from klamp.training.rollouts import rate
 from klamp.training.service import calls
-from klamp.training.service.calls import update
 from klamp.training.service.connection import Connection
+from klamp.training.service.run import TinkerTrainer
 from klamp.training.setup import build, make_accelerator
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,10 @@ class Both:
         sampler = calls.TinkerReference(self.connection, snapshot, "the sampler")
         self.completions = calls.collect(self.here, sampler, examples, step=0)
         self._move(2)
-        self.there = replace(self.here, reference=calls.TinkerReference(self.connection, base, "the base model"))
+        weightless = {"policy": torch.nn.ParameterList([torch.zeros(1)]), "scorer": None}
+        reference = calls.TinkerReference(self.connection, base, "the base model")
+        self.there = replace(self.here, **weightless, reference=reference)
+        self.trainer = TinkerTrainer(self.there, [], self.connection, self.client)
         self.examples = [example for example in examples for _ in range(4)]
 
     def _move(self, seed):
@@ -74,6 +77,12 @@ class Both:
             for i, (name, tensor) in enumerate(self.weights.items()):
                 tensor.add_(0.03 * torch.randn(tensor.shape, generator=torch.Generator().manual_seed(100 * seed + i)))
                 own[name].copy_(tensor)
+
+    def update(self, rollout, *, rate=0.0, before_step=lambda: None):
+        """An update at the service."""
+        self.trainer.optimizer.param_groups[0]["lr"] = rate
+        self.trainer.optimizer.register_step_pre_hook(lambda *_: before_step())
+        return self.trainer.update(rollout, self.there.objective)
 
     def rated(self, context):
         beta, sampled = context.config.kl.beta, self.completions.sampler_logprobs
@@ -93,7 +102,7 @@ def test_the_update_is_that_of_the_local_trainer(tiny, tmp_path, name):
         seen.update({name: tensor.grad.clone() for name, tensor in both.weights.items()})
 
     remote = both.rated(both.there)
-    found = update(both.connection, both.client, both.there, remote, both.there.objective, rate=0.0, before_step=note)
+    found = both.update(remote, before_step=note)
     mask = remote.mask
     torch.testing.assert_close(found.policy_logprobs[mask], expected.policy_logprobs[mask], rtol=1e-5, atol=1e-5)
     shared = expected.losses.keys() - {"policy/skipped"}
@@ -120,7 +129,7 @@ def test_the_step_is_adamw_with_the_settings_of_the_run(tiny, tmp_path):
             before[name].grad = tensor.grad.clone()
 
     rollout = both.rated(both.there)
-    found = update(both.connection, both.client, both.there, rollout, both.there.objective, rate=0.01, before_step=note)
+    found = both.update(rollout, rate=0.01, before_step=note)
     norm = torch.nn.utils.clip_grad_norm_(before.values(), 0.01)
     assert found.grad_norm == pytest.approx(float(norm), rel=1e-5)
     assert norm > 0.01
@@ -134,17 +143,16 @@ def test_nan_stops_before_the_step_and_leaves_the_client_usable(tiny, tmp_path):
     kept = {name: tensor.detach().clone() for name, tensor in both.weights.items()}
     stepped = []
     rollout = both.rated(both.there)
-    objective = both.there.objective
     options = {"rate": 0.01, "before_step": lambda: stepped.append(1)}
     tiny.inject(Fault(kind="nan", route="forward_backward"))
     with pytest.raises(NonFiniteError):
-        update(both.connection, both.client, both.there, rollout, objective, **options)
+        both.update(rollout, **options)
     assert not stepped
     assert all(tensor.equal(kept[name]) for name, tensor in both.weights.items())
     assert all(not tensor.grad.any() for tensor in both.weights.values())
     path = both.connection.ask("save", lambda: both.client.save_state(f"after-{id(both)}")).path
     assert path.startswith("tinker://")
-    assert update(both.connection, both.client, both.there, rollout, objective, **options).grad_norm > 0
+    assert both.update(rollout, **options).grad_norm > 0
 
 
 def test_an_infinite_kl_stops_before_the_step_although_the_loss_is_finite(tiny, tmp_path, monkeypatch):
@@ -153,7 +161,7 @@ def test_an_infinite_kl_stops_before_the_step_although_the_loss_is_finite(tiny, 
     monkeypatch.setattr(calls.PartLoss, "_response_part", lambda *args: scored(*args) - 95.0)
     options = {"rate": 0.01, "before_step": lambda: stepped.append(1)}
     with pytest.raises(NonFiniteError, match="KL of this step is not finite"):
-        update(both.connection, both.client, both.there, rollout, both.there.objective, **options)
+        both.update(rollout, **options)
     assert not stepped
 
 
@@ -164,7 +172,7 @@ def test_a_completion_without_a_token_is_left_out(tiny, tmp_path):
     both.completions = replace(both.completions, mask=mask, ended=both.completions.ended.clone())
     rollout = both.rated(both.there)
     before = tiny.tokens["forward"]
-    update(both.connection, both.client, both.there, rollout, both.there.objective, rate=0.0, before_step=lambda: None)
+    both.update(rollout)
     prompts, responses = calls.token_lists(both.completions)
     sent = sum(len(p) + len(r) - 1 for p, r in zip(prompts, responses, strict=True) if r)
     assert tiny.tokens["forward"] == before + sent

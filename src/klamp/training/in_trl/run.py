@@ -12,7 +12,8 @@ import os
 import time
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
@@ -49,8 +50,7 @@ from klamp.training.in_trl.trainer import (  # noqa: E402
 from klamp.training.models import adapter_config, adapter_errors, former_names  # noqa: E402
 from klamp.training.observers import Observer, RunInfo  # noqa: E402
 from klamp.training.processes import FSDP, asked_for  # noqa: E402
-from klamp.training.run import Interrupt, Opened, Training  # noqa: E402
-from klamp.training.runlog import RunLog  # noqa: E402
+from klamp.training.run import Interrupt, Training  # noqa: E402
 from klamp.training.setup import load_context, load_reference, on_cpu  # noqa: E402
 from klamp.training.updates import UpdateOutput, control_metrics, measured, not_finite, speed  # noqa: E402
 
@@ -85,15 +85,16 @@ class TRLRun(Training):
         check_devices(config)
 
     @classmethod
-    def build(cls, opened: Opened) -> Self:
+    def build(
+        cls, config: TrainConfig, accelerator: Accelerator, folder: Path, observers: Sequence[Observer], last: ExitStack
+    ) -> Self:
         """Read the newest checkpoint once to its last byte; load model and task, and make TRL's trainer."""
-        config, accelerator, folder, observers, _ = opened
         part_size(config, accelerator.num_processes)
         check_split(config, accelerator)
         if config.run.resume:
             checkpoint.whole_newest(folder, begin=checkpoint.OF_TRL)
         context = load_context(config, accelerator, folder, observers)
-        return cls(context, [RunLog(accelerator), *observers], trainer_of(context))
+        return cls(context, observers, trainer_of(context))
 
     def resume(self) -> None:
         """Continue from TRL's newest checkpoint in the run's folder; from the first step where there is none yet."""
@@ -178,8 +179,7 @@ class TRLRun(Training):
 
     def info(self) -> RunInfo:
         """What is known of the run before its first step."""
-        found = super().info()
-        return RunInfo(**{**vars(found), "reference": self.trainer._klamp.reference or "none"})
+        return replace(super().info(), reference=self.trainer._klamp.reference or "none")
 
 
 class AfterStep(TrainerCallback):

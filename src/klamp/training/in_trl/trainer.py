@@ -306,12 +306,9 @@ def update_of(
     return UpdateOutput(
         policy_logprobs=policy,
         entropy=entropy,
-        exact=None,
-        exact_forward=None,
         losses=parts | {"train/loss": loss},
         grad_norm=grad_norm,
         kl_old=kl_from_old(context, rollout, policy),
-        stopped=False,
     )
 
 

@@ -35,8 +35,7 @@ from klamp.training.in_verl.process import Child
 from klamp.training.models import describe_folder, ends_with, load_tokenizer, make_ready
 from klamp.training.observers import Observer, RunInfo, progress_of
 from klamp.training.processes import check_alone
-from klamp.training.run import Interrupt, Opened, Training
-from klamp.training.runlog import RunLog
+from klamp.training.run import Interrupt, Training
 from klamp.training.setup import load_prompts, make_accelerator, opened_folder
 
 FULL = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing")
@@ -78,12 +77,13 @@ class VerlRun(Training):
         check_alone(config, why="verl starts its processes itself, on the GPUs that gpus and machines ask for")
 
     @classmethod
-    def build(cls, opened: Opened) -> Self:
+    def build(
+        cls, config: TrainConfig, accelerator: Accelerator, folder: Path, observers: Sequence[Observer], last: ExitStack
+    ) -> Self:
         """Load tokenizer and task, and write what verl reads."""
-        config, accelerator, folder, observers, _ = opened
         context = context_of(config, accelerator, folder, observers)
         write_data(config, context.task, context.tokenizer, Layout(folder))
-        return cls(context, [RunLog(accelerator), *observers])
+        return cls(context, observers)
 
     def cautions(self) -> Iterator[str]:
         """What the user should know before the first step."""
@@ -233,7 +233,7 @@ def prepare(config: TrainConfig) -> Path:
         KlampError: bad input.
     """
     with opened_folder(config) as folder, ExitStack() as last:
-        VerlRun.build(Opened(config, make_accelerator(config, folder), folder, (), last))
+        VerlRun.build(config, make_accelerator(config, folder), folder, (), last)
         return folder
 
 

@@ -1,12 +1,9 @@
-"""What a step asks of a service: completions, log-probabilities, and an update of the weights, as padded tensors.
-
-An update is klamp's loss on the log-probabilities that the service sends, then AdamW there.
-"""
+"""What a step asks of a service: completions, log-probabilities, and klamp's loss of them, as padded tensors."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -25,18 +22,7 @@ from klamp.training.references import Reference
 from klamp.training.rollouts import Rollout
 from klamp.training.sampling import encode_prompts
 from klamp.training.service.connection import Connection
-from klamp.training.updates import (
-    UpdateOutput,
-    added_parts,
-    batch_of,
-    check_held,
-    kl_from_old,
-    named_losses,
-    not_finite,
-)
-
-EPS = 1e-8
-"""AdamW's epsilon, that of klamp's own trainer; the SDK's default is 1e-12."""
+from klamp.training.updates import batch_of, not_finite
 
 
 class TinkerReference(Reference):
@@ -164,7 +150,7 @@ class PartLoss:
     """The loss of some completions, in the form that `forward_backward_custom` calls on a thread of its own.
 
     An error in here would leave the client of newer SDKs unusable, and the state could not be saved any more: it is
-    kept for `raise_error`, and the gradient is zero.
+    kept for who asked, and the gradient is zero.
     """
 
     def __init__(self, context: Context, rollout: Rollout, part: slice, objective: Objective) -> None:
@@ -213,71 +199,3 @@ class PartLoss:
         for i, row in zip(self.rows, logprobs_list, strict=True):
             found[i] = pad_tokens(row[None, len(self.prompts[i]) - 1 :], length)[0]
         return torch.stack(found)
-
-
-def update(
-    connection: Connection,
-    client: Any,
-    context: Context,
-    rollout: Rollout,
-    objective: Objective,
-    *,
-    rate: float,
-    before_step: Callable[[], None],
-) -> UpdateOutput:
-    """Do one optimizer step with a rollout, in `gradient_accumulation_steps` calls whose gradients add up.
-
-    Args:
-        connection: the session.
-        client: the training client.
-        context: the run.
-        rollout: rated completions.
-        objective: the loss, with the beta in force.
-        rate: learning rate.
-        before_step: called when the gradients are there and the weights are about to move.
-
-    Raises:
-        NonFiniteError: the loss, the KL or the log-probabilities are NaN or infinite; the weights are as before.
-        ModelError: the service fails.
-    """
-    seen: list[Tensor] = []
-    sums: dict[str, float] = {}
-    for part in context.parts(len(rollout.texts)):
-        loss = PartLoss(context, rollout, part, objective)
-        if loss.rows:
-            data = loss.datums(connection.tinker)
-            connection.ask("compute gradients", lambda d=data, f=loss: client.forward_backward_custom(d, f))
-        if loss.error is not None:
-            raise loss.error
-        seen.append(loss.logprobs)
-        for name, value in added_parts(loss.metrics, rollout, part).items():
-            sums[name] = sums.get(name, 0.0) + float(value)
-    policy = torch.cat(seen)
-    check_held(context, sums)
-    before_step()
-    return UpdateOutput(
-        policy_logprobs=policy,
-        entropy=None,
-        exact=None,
-        exact_forward=None,
-        losses=named_losses(sums),
-        grad_norm=_step(connection, client, context, rate),
-        kl_old=kl_from_old(context, rollout, policy),
-        stopped=False,
-    )
-
-
-def _step(connection: Connection, client: Any, context: Context, rate: float) -> float | None:
-    """Do one AdamW step at the service; returns the norm of the gradient, if the service tells it."""
-    optim = context.config.optim
-    params = connection.tinker.AdamParams(
-        learning_rate=rate,
-        beta1=optim.adam_beta1,
-        beta2=optim.adam_beta2,
-        eps=EPS,
-        weight_decay=optim.weight_decay,
-        grad_clip_norm=optim.max_grad_norm,
-    )
-    answer = connection.ask("take an optimizer step", lambda: client.optim_step(params))
-    norms = [value for name, value in (answer.metrics or {}).items() if "grad_norm" in name]
-    return norms[0] if norms else None

@@ -10,11 +10,13 @@ hosted one) with TINKER_API_KEY.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
 
-from torch import Tensor, nn, zeros
+from accelerate import Accelerator
+from torch import Tensor, cat, nn, zeros
 from transformers import PreTrainedTokenizerBase
 
 from klamp.core.objective import Objective
@@ -28,28 +30,20 @@ from klamp.training.evaluation import Evaluation, evaluated, probabilities
 from klamp.training.models import load_tokenizer, ready_tokenizer
 from klamp.training.observers import Observer, RunInfo
 from klamp.training.processes import check_alone
-from klamp.training.rollouts import LENGTH_PROMPTS, Rollout, kl_weights, needs_reference_length, rate
-from klamp.training.run import Opened
-from klamp.training.runlog import RunLog
+from klamp.training.rollouts import LENGTH_PROMPTS, Rollout, needs_reference_length, rate
 from klamp.training.service import calls
-from klamp.training.service.calls import TinkerReference
+from klamp.training.service.calls import PartLoss, TinkerReference
 from klamp.training.service.connection import Connection, check_key
 from klamp.training.setup import load_prompts
 from klamp.training.trainer import Trainer
-from klamp.training.updates import UpdateOutput
+from klamp.training.updates import UpdateOutput, added_parts, check_held, kl_from_old, named_losses
 
 LAST_WAIT = 60.0
 """Longest wait in seconds for the state to be saved after an error: the service may be the reason for it."""
+EPS = 1e-8
+"""AdamW's epsilon, that of klamp's own trainer; the SDK's default is 1e-12."""
 DEFAULT_RANK = 32
 """Rank of the adapter where lora_r is 0: the service trains adapters only."""
-
-
-class RemoteWeights(nn.Module):
-    """A stand-in for a policy whose weights are elsewhere; its one number carries the learning-rate schedule."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.number = nn.Parameter(zeros(1))
 
 
 class TinkerTrainer(Trainer):
@@ -70,9 +64,10 @@ class TinkerTrainer(Trainer):
         check_alone(config, why="the work is done at the service")
 
     @classmethod
-    def build(cls, opened: Opened) -> Self:
+    def build(
+        cls, config: TrainConfig, accelerator: Accelerator, folder: Path, observers: Sequence[Observer], last: ExitStack
+    ) -> Self:
         """Open a session, which is closed after everything else, and have the service load the weights."""
-        config, accelerator, folder, observers, last = opened
         connection = Connection(config.run.service_timeout)
         last.callback(connection.close)
         client = _training_client(connection, config, folder)
@@ -81,14 +76,14 @@ class TinkerTrainer(Trainer):
             config=config,
             output_dir=folder,
             accelerator=accelerator,
-            policy=RemoteWeights(),
+            policy=nn.ParameterList([zeros(1)]),  # no weights: a number whose optimizer carries the schedule
             reference=_reference(connection, config),
             tokenizer=tokenizer,
             task=load_prompts(config, tokenizer, longest=None),
             stop=[],
             vocabulary=len(tokenizer),
         )
-        return cls(context, [RunLog(accelerator), *observers], connection, client)
+        return cls(context, observers, connection, client)
 
     def cautions(self) -> tuple[str, ...]:
         """None: which tokens end a completion, the service alone knows."""
@@ -112,46 +107,66 @@ class TinkerTrainer(Trainer):
         completions = calls.collect(self.context, self.sampler(), examples, self.step)
         size = self.context.config.rollout.num_generations
         chosen = [example for example in examples for _ in range(size)]
-        return rate(
-            self.context,
-            chosen,
-            completions,
-            beta=beta,
-            old_logprobs=completions.sampler_logprobs,
-            kl_weight=kl_weights(self.context, len(chosen), step=self.step),
-        )
+        return rate(self.context, chosen, completions, beta=beta, old_logprobs=completions.sampler_logprobs)
 
     def update(self, rollout: Rollout, objective: Objective) -> UpdateOutput:
-        """Do one optimizer step with a rollout."""
-        learning_rate = float(self.optimizer.param_groups[0]["lr"])
-        self._snapshot = None
-        return calls.update(
-            self.connection,
-            self.client,
-            self.context,
-            rollout,
-            objective,
-            rate=learning_rate,
-            before_step=self.optimizer.step,  # moves nothing here; notes that the weights are between two steps
+        """Do one optimizer step with a rollout, in `gradient_accumulation_steps` calls whose gradients add up.
+
+        Raises:
+            NonFiniteError: the loss, the KL or the log-probabilities are NaN or infinite; the weights are as before.
+            ModelError: the service fails.
+        """
+        context, client = self.context, self.client
+        seen: list[Tensor] = []
+        sums: dict[str, float] = {}
+        for part in context.parts(len(rollout.texts)):
+            loss = PartLoss(context, rollout, part, objective)
+            if loss.rows:
+                data = loss.datums(self.connection.tinker)
+                self.connection.ask("compute gradients", lambda d=data, f=loss: client.forward_backward_custom(d, f))
+            if loss.error is not None:
+                raise loss.error
+            seen.append(loss.logprobs)
+            for name, value in added_parts(loss.metrics, rollout, part).items():
+                sums[name] = sums.get(name, 0.0) + float(value)
+        policy = cat(seen)
+        check_held(context, sums)
+        return UpdateOutput(
+            policy_logprobs=policy,
+            losses=named_losses(sums),
+            grad_norm=self._step(),
+            kl_old=kl_from_old(context, rollout, policy),
         )
+
+    def _step(self) -> float | None:
+        """Do one AdamW step at the service; the norm of the gradient, if the service tells it."""
+        self._snapshot = None
+        self.optimizer.step()  # moves nothing here; notes that the weights are between two steps
+        optim = self.context.config.optim
+        params = self.connection.tinker.AdamParams(
+            learning_rate=float(self.optimizer.param_groups[0]["lr"]),
+            beta1=optim.adam_beta1,
+            beta2=optim.adam_beta2,
+            eps=EPS,
+            weight_decay=optim.weight_decay,
+            grad_clip_norm=optim.max_grad_norm,
+        )
+        answer = self.connection.ask("take an optimizer step", lambda: self.client.optim_step(params))
+        norms = [value for name, value in (answer.metrics or {}).items() if "grad_norm" in name]
+        return norms[0] if norms else None
 
     def examine(self) -> Evaluation:
         """Every skill's score now, and some answers."""
         return evaluate(self.context, self.sampler())
 
-    def save(self) -> Path | None:
+    def write(self) -> Path:
         """Save weights and optimizer at the service, and the run's state with their path in the folder."""
-        if self.saved[0] == self.step:
-            return self.saved[1]
         if self._saved is None or self._saved[0] != self.step:
             name = f"{self.context.output_dir.name}-step-{self.step:06d}"
             self._saved = (self.step, self.connection.ask("save the state", lambda: self.client.save_state(name)).path)
         state = self._state() | {"tinker_path": self._saved[1]}
         keep = self.context.config.run.keep_checkpoints
-        folder = checkpoint.write(self.context.output_dir, self.step, _nothing, state=state, keep=keep)
-        self.saved = (self.step, folder)
-        self.tell(lambda o: o.on_checkpoint(self.step, folder))
-        return folder
+        return checkpoint.write(self.context.output_dir, self.step, lambda part: None, state=state, keep=keep)
 
     def kept(self) -> tuple[int, Path | None]:
         """The step to continue from and its checkpoint; if the service fails now too, the newest one in the folder."""
@@ -171,10 +186,6 @@ class TinkerTrainer(Trainer):
     def info(self) -> RunInfo:
         """What is known of the run before its first step; the service does not say how many weights there are."""
         return replace(super().info(), parameters=0, trainable_parameters=0, device=f"Tinker, {self.connection.where}")
-
-
-def _nothing(folder: Path) -> None:
-    """Does nothing, where klamp's own trainer would write weights into the folder."""
 
 
 def evaluate(context: Context, policy: TinkerReference) -> Evaluation:
