@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 from tests.training.conftest import StopAfter, tiny_llama
+from tests.training.test_resume import weights_of
 from torch.optim import AdamW
 
 from klamp.errors import ConfigError, KLWarning, TrainingStopped

@@ -6,7 +6,6 @@ import json
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -27,6 +26,7 @@ from klamp.training.config import TrainConfig
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).resolve().parents[2]
 COMMON = {**TINY, "prompts_per_step": 4, "eval_size": 5, "beta": 0.05, "warmup_steps": 0}
 HARD = {
     "gradient_accumulation_steps": 3,
@@ -209,6 +209,13 @@ def test_a_killed_run_resumes_with_the_same_numbers(config_of, tmp_path, number,
 # launched ------------------------------------------------------------------------------------------------------------
 
 
+def launched(command: list[str], **more: str) -> subprocess.Popen[str]:
+    """A launcher, in a session of its own."""
+    around = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}", "GLOO_SOCKET_IFNAME": "lo", **more}
+    pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    return subprocess.Popen(command, env=os.environ | around, start_new_session=True, **pipes)
+
+
 def test_the_launcher_and_the_command_give_the_same_numbers(llama, tmp_path):
     """`accelerate launch ... klamp train` on two processes, against one."""
     values = {**COMMON, "model": llama, "max_steps": 2}
@@ -218,10 +225,7 @@ def test_the_launcher_and_the_command_give_the_same_numbers(llama, tmp_path):
     launch += ["--num_machines", "1", "--mixed_precision", "no", "--dynamo_backend", "no"]
     launch += ["--main_process_port", str(children.free_ports(1)[0])]
     command = [*launch, "-m", "klamp.cli", "train", "--config", str(config), "--output_dir", str(tmp_path / "two")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-    if "lo" in {name for _, name in socket.if_nameindex()}:
-        environment["GLOO_SOCKET_IFNAME"] = "lo"
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as two:
+    with launched(command) as two:
         train_run(TrainConfig.from_flat({**values, "output_dir": str(tmp_path / "one")}))
         said, _ = two.communicate(timeout=children.SECONDS)
     assert two.returncode == 0, said
@@ -229,9 +233,6 @@ def test_the_launcher_and_the_command_give_the_same_numbers(llama, tmp_path):
     assert len(steps_of(tmp_path / "two")) == 2
 
 
-pytestmark = pytest.mark.slow
-
-ROOT = Path(__file__).resolve().parents[2]
 BASE: dict[str, Any] = {**TINY, "prompts_per_step": 2, "max_steps": 6, "eval_every": 0, "save_every": 1, "eval_size": 1}
 BASE |= {"reward": "tests.training.rewards:faulty", "report_to": "none"}
 IN_STEP_3 = 3 + 2 * 4 + 2
@@ -240,20 +241,12 @@ IN_STEP_3 = 3 + 2 * 4 + 2
 LOST = "the processes of the run lost each other"
 
 
-def launched(llama: str, folder: Path, fault: str, **changes: Any) -> subprocess.Popen[str]:
+def faulty(llama: str, folder: Path, fault: str, **changes: Any) -> subprocess.Popen[str]:
     """Two processes of `klamp train` under torchrun."""
     values = {**BASE, "model": llama, "output_dir": str(folder), **changes}
     flags = [f"--{name}={value}" for name, value in values.items() if name != "cpu"]
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "klamp.cli"]
-    around = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}", "FAULT": fault, "GLOO_SOCKET_IFNAME": "lo"}
-    return subprocess.Popen(
-        [*launch, "train", *flags, "--cpu"],
-        env=os.environ | around,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
+    return launched([*launch, "train", *flags, "--cpu"], FAULT=fault)
 
 
 def said_by(launcher: subprocess.Popen[str]) -> str:
@@ -273,7 +266,7 @@ def newest(folder: Path) -> Path:
 
 
 def test_one_that_dies_ends_the_others_with_the_newest_checkpoint_named(llama, tmp_path):
-    said = said_by(launched(llama, tmp_path / "run", f"exit:1:{IN_STEP_3}"))
+    said = said_by(faulty(llama, tmp_path / "run", f"exit:1:{IN_STEP_3}"))
     assert seconds_since(tmp_path / "run") < 60, "whatever process_timeout is"
     assert LOST in said and str(newest(tmp_path / "run")) in said
     assert re.search(r"rank\s*: 1 ", said), "torchrun says which one it was"
@@ -281,7 +274,7 @@ def test_one_that_dies_ends_the_others_with_the_newest_checkpoint_named(llama, t
 
 
 def test_under_trl_one_that_hangs_ends_the_others_after_the_time_limit(llama, tmp_path):
-    said = said_by(launched(llama, tmp_path / "run", f"hang:1:{IN_STEP_3}", backend="trl", process_timeout=10))
+    said = said_by(faulty(llama, tmp_path / "run", f"hang:1:{IN_STEP_3}", backend="trl", process_timeout=10))
     assert LOST in said and "process_timeout=10 s" in said
     assert str(newest(tmp_path / "run")) in said
     assert said.count("Traceback") <= 1, "torchrun's own"

@@ -192,7 +192,9 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     Raises:
         RunFolderError: the folder holds a run (or anything else) and resume is off; or resume is on and it holds none.
     """
-    held = folder.is_dir() and not all(_is_begun(each) for each in folder.iterdir())
+    held = folder.is_dir() and not all(
+        each.name in BEGUN or (each.name == CHECKPOINTS and not any(each.iterdir())) for each in folder.iterdir()
+    )
     if os.path.lexists(folder) and not folder.is_dir():
         raise RunFolderError(
             f"the output folder is {'a file' if folder.exists() else 'a link that leads nowhere'}",
@@ -215,11 +217,6 @@ def check_folder(folder: Path, *, resume: bool) -> None:
             why=f"it has no {CONFIG}",
             fix="check --output_dir, or leave --resume out",
         )
-
-
-def _is_begun(path: Path) -> bool:
-    """Whether a file or folder may lie in that of a run which was killed while it was loading."""
-    return path.name in BEGUN or (path.name == CHECKPOINTS and not any(path.iterdir()))
 
 
 def lost(folder: Path, error: Exception) -> RunFolderError:

@@ -15,7 +15,6 @@ from klamp.diagnostics.history import (
     Completion,
     Row,
     RunSettings,
-    Verifier,
     every,
     flags_of,
     list_of,
@@ -143,10 +142,11 @@ class AlarmObserver(Observer):
         settings = settings_of(info.config, rl_skill=self.rl_skill)
         self.watch = AlarmWatch(settings, told=names_in(info.output_dir / ALARMS_FILE), stop_on=self.stop_on)
         lines = lines_until(info.output_dir / METRICS_FILE, info.start_step) if info.start_step else []
+        kept = lines_until(info.output_dir / COMPLETIONS, info.start_step) if info.start_step else []
         self.watch.keep(
             rows=[Row(step=row["step"], metrics=_numbers(row)) for row in lines if not scores_of(row)],
             evaluations=[Row(step=row["step"], metrics=scores) for row in lines if (scores := scores_of(row))],
-            completions=_completions_until(info.output_dir / COMPLETIONS, info.start_step),
+            completions=each_readable(kept, lambda row: completion_of(row["step"], row)),
         )
 
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
@@ -184,12 +184,6 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: x for name, x in row.items() if name != "step" and isinstance(x, int | float)}
 
 
-def _completions_until(file: Path, step: int) -> list[Completion]:
-    """The completions that were written down up to a step, without the lines that are damaged."""
-    rows = lines_until(file, step) if step else ()
-    return each_readable(rows, lambda row: completion_of(row["step"], row))
-
-
 def names_in(file: Path) -> set[str]:
     """The names of the alarms in an alarms.jsonl; none where the file does not exist."""
     return {row["name"] for row in lines_of(file) if isinstance(row.get("name"), str)}
@@ -202,13 +196,14 @@ def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> RunSetti
         config: of the run.
         rl_skill: the skill that is trained.
     """
-    kl, others = config.kl, config.loss.advantage_baseline == "leave_one_out"
+    kl, reward, others = config.kl, config.task.reward, config.loss.advantage_baseline == "leave_one_out"
+    rules = reward.partition(":")[0] in RULES or (has_own_prompts(config.task.task) and not reward)
     return RunSettings(
         beta=kl.beta,
         target_kl=kl.target_kl,
         # The recipe has the group's mean as its baseline; klamp's default shares its average over tokens alone.
         loss_type=", ".join((config.loss.loss_type, *(["leave_one_out"] if others else []))),
-        verifier=_verifier(config),
+        verifier="rules" if rules else None,
         scale_rewards=config.loss.scale,
         other_reference=config.model.ref_model is not None,
         moving_reference=kl.reference in ("ema", "periodic"),
@@ -218,12 +213,6 @@ def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> RunSetti
         eval_size=config.task.eval_size,
         k3_over_updates=config.run.backend == "verl" and config.optim.num_iterations > 1,
     )
-
-
-def _verifier(config: TrainConfig) -> Verifier | None:
-    reward, task = config.task.reward, config.task.task
-    rules = reward.partition(":")[0] in RULES or (has_own_prompts(task) and not reward)
-    return "rules" if rules else None
 
 
 def completion_of(step: int, row: Mapping[str, Any]) -> Completion:

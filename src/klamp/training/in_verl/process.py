@@ -146,11 +146,6 @@ def _signal(pids: Collection[int], number: signal.Signals) -> None:
             continue
 
 
-def _others() -> list[int]:
-    """The processes of this one's session, without itself."""
-    return [pid for pid in members(os.getsid(0)) if pid != os.getpid()]
-
-
 def main() -> None:
     """Run the command; end as it ends."""
     signal.signal(signal.SIGTERM, lambda *_: None)  # asked with all others of the session, it ends after its program
@@ -158,7 +153,7 @@ def main() -> None:
     program = subprocess.Popen(told["words"], stdin=subprocess.DEVNULL)
     while program.poll() is None:
         if select.select([sys.stdin], [], [], POLL)[0]:  # nothing more is written there: klamp is gone
-            end(_others, told["grace"])
+            end(lambda: [pid for pid in members(os.getsid(0)) if pid != os.getpid()], told["grace"])
     code = program.returncode
     sys.exit(code if code >= 0 else 128 - code)  # of a signal, as shells have it
 
