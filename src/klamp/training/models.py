@@ -62,7 +62,7 @@ def make_ready(spec: str, *, progress: Progress | None = None) -> None:
 
     Args:
         spec: see `load_model`.
-        progress: told how far it is: the built-in one is taught, a named one converted.
+        progress: told how far the built-in model is, where it has to be taught first.
 
     Raises:
         ModelError: it cannot be made.
