@@ -103,12 +103,6 @@ def test_failed_runs_are_not_done(tmp_path) -> None:
     assert [is_done(tmp_path, run) for run in runs(PLAN_A)] == [True, False, False, False]
 
 
-def test_a_reference_that_does_not_fit_is_refused_with_its_arm() -> None:
-    plan = Plan(arms=grid({"reference": ["frozen", "adapter_off"]}))
-    with pytest.raises(ConfigError, match=r"the arm 'reference=adapter_off': reference='adapter_off' needs an adapter"):
-        runs(plan)
-
-
 @pytest.mark.parametrize(
     ("change", "error"),
     [

@@ -15,13 +15,12 @@ from klamp.ablation.plan import (
     crossed,
     folder_name,
     grid,
-    named,
     read_plan,
     run_folder,
     runs,
     shown,
 )
-from klamp.errors import ConfigError, ModelError, UnknownNameError
+from klamp.errors import ConfigError, UnknownNameError
 from klamp.training.config import TrainConfig
 
 
@@ -144,13 +143,3 @@ def test_plans_survive_their_files(tmp_path) -> None:
     plan = Plan(name="n", base={"report_to": (), "max_steps": 3, "ref_model": None}, arms=arms, seeds=(0, 5))
     open_folder(plan, tmp_path)
     assert read_plan(tmp_path) == plan
-
-
-def test_an_error_keeps_its_class_and_parts() -> None:
-    error = named(ModelError("no", got=3, why="w", fix="f"), "the arm 'a'")
-    assert type(error) is ModelError and (error.what, error.got, error.why, error.fix) == (
-        "the arm 'a': no",
-        3,
-        "w",
-        "f",
-    )

@@ -46,18 +46,15 @@ def test_the_numbers_of_a_course() -> None:
     assert course.steps == list(range(1, 31))
 
 
-def test_a_reward_that_never_gets_there_has_no_growth() -> None:
-    numbers = course_of("a", rows_of([0.9] * 40, [5.0] * 40), []).numbers
-    assert numbers == pytest.approx({"length/end": 5.0, "reward/end": 0.9})
-
-
-def test_a_reward_that_falls_again_was_saturated_all_the_same() -> None:
-    assert course_of("a", rows_of([1.0] * 12 + [0.2] * 10, [5.0] * 22), []).numbers["saturated"] == 10.0
-
-
-def test_a_course_shorter_than_the_window() -> None:
-    numbers = course_of("a", rows_of([1.0] * 4, [5.0] * 4), []).numbers
-    assert "saturated" not in numbers and numbers["length/end"] == 5.0
+@pytest.mark.parametrize(
+    ("rewards", "saturated"),
+    [([0.9] * 40, None), ([1.0] * 12 + [0.2] * 10, 10.0), ([1.0] * 4, None)],
+    ids=["never gets there", "falls again", "shorter than the window"],
+)
+def test_where_a_reward_saturates(rewards: list[float], saturated: float | None) -> None:
+    numbers = course_of("a", rows_of(rewards, [5.0] * len(rewards)), []).numbers
+    assert numbers.get("saturated") == saturated and numbers["length/end"] == 5.0
+    assert saturated or "length/growth" not in numbers
 
 
 def test_the_table_has_a_row_per_arm_with_its_interval() -> None:

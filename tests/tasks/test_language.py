@@ -10,7 +10,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.hosts.trl.hosts import tokenizer as bpe_tokenizer
 
-from klamp.errors import ConfigError
 from klamp.tasks import Example, TaskConfig, load_task
 from klamp.tasks.base import LANGUAGE_TASKS, is_held_out
 from klamp.tasks.language import (
@@ -127,8 +126,3 @@ def test_prompts_pass_through_the_chat_template(chat: Any) -> None:
         assert plain.train[0].prompt == plain.train[0].fields["prompt"]
     finally:
         chat.chat_template = None
-
-
-def test_options_of_files_are_refused(chat: Any) -> None:
-    with pytest.raises(ConfigError, match="eval_split has no meaning for the task describe"):
-        load_task(TaskConfig(task="describe", eval_split="rows.jsonl"), chat)

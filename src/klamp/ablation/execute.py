@@ -20,10 +20,6 @@ from klamp.errors import KlampError, RunFolderError
 from klamp.tasks.cache import Progress
 from klamp.training.folders import LOCK, RUNS, free_folder, held, write_whole
 
-HEADER = (
-    "# The plan of this ablation; `klamp ablate --plan` reads it. The same command again continues what is not done.\n"
-)
-
 
 def find_folder(plan: Plan, root: Path = Path("runs")) -> Path:
     """The folder of this plan below `root`: the one that holds it already, or a part of it; else the next free one.
@@ -95,8 +91,10 @@ def open_folder(plan: Plan, folder: Path) -> None:
     """
     check_folder(plan, folder)
     (folder / RUNS).mkdir(parents=True, exist_ok=True)
-    text = HEADER + yaml.safe_dump(plain_plan(plan), sort_keys=False, allow_unicode=True)
-    write_whole(folder / PLAN, text)
+    head = (
+        "# The plan of this ablation; `klamp ablate --plan` reads it. The same command goes on with what is not done.\n"
+    )
+    write_whole(folder / PLAN, head + yaml.safe_dump(plain_plan(plan), sort_keys=False, allow_unicode=True))
 
 
 def load_shared(waiting: Sequence[Run], progress: Progress | None = None) -> None:

@@ -231,7 +231,7 @@ def cached_base_model(config: BaseModelConfig, *, progress: Progress | None = No
 def train_base_model(config: BaseModelConfig, *, progress: Progress | None = None) -> LlamaForCausalLM:
     """Train a new base model on all skills, with a loss on completions only; nothing is cached.
 
-    The caller's random state is left as it was.
+    The caller's random state is left as it was. Padding is on the right, so no attention mask is needed.
 
     Args:
         config: the model and how it is taught.
@@ -247,7 +247,8 @@ def train_base_model(config: BaseModelConfig, *, progress: Progress | None = Non
         rows = training_tensors(config.rows(config.steps * config.batch_size))
         batches = zip(*(each.split(config.batch_size) for each in rows), strict=True)
         for step, (tokens, labels) in enumerate(batches, start=1):
-            loss = _completion_loss(model, tokens, labels)
+            hidden, kept = model.model(input_ids=tokens, use_cache=False).last_hidden_state, labels != IGNORED
+            loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[kept]), labels[kept])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -288,12 +289,3 @@ def _rate(step: int, steps: int) -> float:
         return (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)
     return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
-
-
-def _completion_loss(model: LlamaForCausalLM, tokens: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """The mean cross-entropy of completion tokens. Padding is on the right, so no attention mask is needed."""
-    import torch
-
-    hidden = model.model(input_ids=tokens, use_cache=False).last_hidden_state
-    kept = labels != IGNORED
-    return torch.nn.functional.cross_entropy(model.lm_head(hidden[kept]), labels[kept])
