@@ -91,9 +91,7 @@ def open_folder(plan: Plan, folder: Path) -> None:
     """
     check_folder(plan, folder)
     (folder / RUNS).mkdir(parents=True, exist_ok=True)
-    head = (
-        "# The plan of this ablation; `klamp ablate --plan` reads it. The same command goes on with what is not done.\n"
-    )
+    head = "# The plan of this ablation, for `klamp ablate --plan`. The same command goes on with what is not done.\n"
     write_whole(folder / PLAN, head + yaml.safe_dump(plain_plan(plan), sort_keys=False, allow_unicode=True))
 
 
