@@ -64,9 +64,6 @@ def test_a_file_and_flags_on_top_of_it(tmp_path: Path) -> None:
     assert "0.781 KiB of reference" in text, "4 bytes for each of 200 tokens"
     assert "per nat of a whole completion" in text and "beta 0.1 x 1.14" in text
     assert "DeepSeekMath" in text
-
-
-def test_flags_on_top_of_a_preset() -> None:
     assert "gradient of KL(policy||ref), token by token" in shown("grpo", "--kl_gradient", "reverse")
 
 
@@ -85,6 +82,7 @@ def test_the_expected_length(argv: list[str], length: int) -> None:
 
 
 def test_the_vocabulary_counts_in_the_memory_of_logits() -> None:
+    assert ExplainOptions().vocab == Setting().vocab, "that of an explanation without flags"
     assert "logits of both models: 1 MiB each" in shown("--kl_estimator", "exact", "--vocab", "1024", "--length", "256")
 
 
@@ -115,10 +113,6 @@ def test_what_cannot_be_explained(argv: list[str], error: type[Exception], said:
 def test_a_preset_that_is_no_penalty_is_refused_by_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--preset", "ratio-weighted", "--dry-run"]) == 2
     assert "klamp explain ratio-weighted" in capsys.readouterr().err
-
-
-def test_the_vocabulary_is_that_of_an_explanation_without_flags() -> None:
-    assert ExplainOptions().vocab == Setting().vocab
 
 
 def test_what_is_enumerated_stays_small_whatever_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
