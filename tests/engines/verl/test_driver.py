@@ -24,8 +24,7 @@ from klamp.core.term import Gate, sequence_gate_kl
 from klamp.core.types import Batch
 from klamp.errors import ConfigError
 from klamp.hosts.common.control import KLControl
-from klamp.hosts.verl.batch_columns import BETA, RATE, StepSettings, columns
-from klamp.hosts.verl.driver import Driver
+from klamp.hosts.verl.driver import BETA, RATE, Driver, StepSettings, columns
 from klamp.hosts.verl.fields_in_verl import IN_REWARD, LOSS_FIELDS, name_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")

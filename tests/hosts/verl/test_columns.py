@@ -13,7 +13,7 @@ from klamp.config.loss import Price
 from klamp.errors import ConfigError, NonFiniteError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH
 from klamp.hosts.common.control import KLControl
-from klamp.hosts.verl.batch_columns import BETA, RATE, StepSettings, by_prompt, columns, for_all_rows
+from klamp.hosts.verl.driver import BETA, RATE, StepSettings, by_prompt, columns, for_all_rows
 from klamp.hosts.verl.fields_in_verl import IN_REWARD
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")

@@ -39,7 +39,7 @@ class DoctorCallback(TrainerCallback):
     """
 
     def __init__(self, stop_on: Sequence[str] = (), *, other_reference: bool = False) -> None:
-        self.watch = AlarmWatch(RunSettings(), stop_on=_names(stop_on))
+        self.watch = AlarmWatch(RunSettings(), stop_on=(stop_on,) if isinstance(stop_on, str) else tuple(stop_on))
         self.other_reference = other_reference
         self.findings: list[Finding] = []
 
@@ -74,7 +74,8 @@ class DoctorCallback(TrainerCallback):
             if state.is_world_process_zero:
                 _write(Path(str(args.output_dir)) / ALARMS_FILE, finding)
                 if finding.alarm.level == "alarm":
-                    warnings.warn(_told(finding), KLWarning, stacklevel=2)
+                    told = f"{finding.in_a_line}. {finding.alarm.means} Next step: {finding.alarm.next_step}"
+                    warnings.warn(told, KLWarning, stacklevel=2)
         if self.stopped_by is not None and not control.should_training_stop:
             control.should_training_stop = control.should_save = True
             if state.is_world_process_zero:
@@ -90,10 +91,6 @@ class DoctorCallback(TrainerCallback):
             found = [*found, *self.watch.step(step, metrics)]
         self.findings += found
         return found
-
-
-def _names(stop_on: Sequence[str]) -> tuple[str, ...]:
-    return (stop_on,) if isinstance(stop_on, str) else tuple(stop_on)
 
 
 def settings_of_arguments(args: Any, *, other_reference: bool = False) -> RunSettings:
@@ -120,10 +117,6 @@ def settings_of_arguments(args: Any, *, other_reference: bool = False) -> RunSet
         moving_reference=moving or kl.reference in ("ema", "periodic"),
         kl_in_reward=kl.kl_placement != "loss",
     )
-
-
-def _told(finding: Finding) -> str:
-    return f"{finding.in_a_line}. {finding.alarm.means} Next step: {finding.alarm.next_step}"
 
 
 def _write(file: Path, finding: Finding) -> None:

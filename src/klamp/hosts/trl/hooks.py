@@ -103,10 +103,11 @@ class KLMixin(Host):
             return output
         exact.keep_reference(self, output, seen[-1].hidden)  # TRL scores the reference last
         old = self._old_scoring(output, seen)
+        whole = exact.exact_kl_of(self, output, old.hidden) if old is not None and session.exact_everywhere else None
         generation = Generation(
             inputs=output,
             old_logprobs=None if old is None else old.logprobs,
-            exact_kl=None if old is None else measure.exact_for_gate(self, output, old.hidden),
+            exact_kl=None if whole is None else whole[0],
             rows=inputs,
             lengths=torch.tensor(session.lengths, device=output["completion_ids"].device),
             group_size=measure.group_size(self),

@@ -38,12 +38,6 @@ def group_size(trainer: Any) -> int:
     return trainer.num_generations if trainer.model.training else evaluating
 
 
-def exact_for_gate(trainer: Any, inputs: Any, hidden: Tensor | None) -> Tensor | None:
-    """The exact KL before the first update, if every completion has it; else None. [B, T]"""
-    found = exact_kl_of(trainer, inputs, hidden) if trainer._klamp.exact_everywhere else None
-    return None if found is None else found[0]
-
-
 def after_loss(trainer: Any, inputs: Any, scored: Scoring, beta: float) -> None:
     """Add a micro-batch to the measurements; at the end of an optimizer step log, check, and adjust beta.
 
@@ -60,7 +54,8 @@ def after_loss(trainer: Any, inputs: Any, scored: Scoring, beta: float) -> None:
     if mode == "train" and not trainer.accelerator.sync_gradients:
         return
     found = window.emit(trainer.accelerator)
-    found |= _beta_metrics(trainer, beta)
+    price = price_in(trainer, beta, "loss" if session.kl is None else session.kl.kl_placement)
+    found |= (beta_metrics if session.control is None else session.control.metrics)(price, session.spread)
     kl = held_kl(found, exact_everywhere=session.exact_everywhere)
     if mode == "train" and kl is not None:
         _check_step_zero(trainer, found["kl/k3"])
@@ -87,13 +82,6 @@ def price_in(trainer: Any, beta: float, placement: Placement) -> Price:
         scale="none" if reward_scale(trainer.args) == "none" else "std",
         group_size=max(group_size(trainer), 2),
     )
-
-
-def _beta_metrics(trainer: Any, beta: float) -> dict[str, float]:
-    session = trainer._klamp
-    price = price_in(trainer, beta, "loss" if session.kl is None else session.kl.kl_placement)
-    of_beta = beta_metrics if session.control is None else session.control.metrics
-    return of_beta(price, session.spread)
 
 
 def after_rewards(trainer: Any, completion_ids: list[Any], rewards: Tensor) -> None:

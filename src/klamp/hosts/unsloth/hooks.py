@@ -42,21 +42,6 @@ LOSS_TYPES: Mapping[str, Reduction | None] = {**TRL_LOSS_TYPES, "bnpo": "token_m
 """How Unsloth's loss types make tokens a number: as TRL's, but bnpo by the tokens of the whole batch."""
 
 
-def check_batch(kl: KLConfig | None, output: Mapping[str, Any]) -> None:
-    """Refuse what can only be seen in a generation batch.
-
-    Raises:
-        ConfigError: with the reason.
-    """
-    if kl is not None and kl.excludes and output.get("unsloth_sample_weight") is not None:
-        raise ConfigError(
-            "tokens cannot be left out of the KL under Unsloth's weights of whole completions",
-            why="klamp divides the KL by the tokens that carry it, in the units of Unsloth's average; these weights "
-            "are none",
-            fix="unset UNSLOTH_GRPO_LOSS_AGGREGATION and UNSLOTH_GRPO_ZERO_VARIANCE_EXCLUDE, or the kl_exclude_ fields",
-        )
-
-
 SCORED = ("old_per_token_logps", "ref_per_token_logps")
 """The tensors that Unsloth hands from generation to the loss in columns of its own."""
 
@@ -70,7 +55,15 @@ class ByPosition(Host):
         output = super()._generate_and_score_completions(inputs)
         if output.get("ref_per_token_logps") is None:
             return output
-        check_batch(self._klamp.kl, output)
+        kl = self._klamp.kl
+        if kl is not None and kl.excludes and output.get("unsloth_sample_weight") is not None:
+            raise ConfigError(
+                "tokens cannot be left out of the KL under Unsloth's weights of whole completions",
+                why="klamp divides the KL by the tokens that carry it, in the units of Unsloth's average; these "
+                "weights are none",
+                fix="unset UNSLOTH_GRPO_LOSS_AGGREGATION and UNSLOTH_GRPO_ZERO_VARIANCE_EXCLUDE, or the kl_exclude_ "
+                "fields",
+            )
         kept = {name: output[name] for name in SCORED if output.get(name) is not None}
         columns = _columns(self, output, output["ref_per_token_logps"])
         moved = {name: columns.take(values) for name, values in kept.items()}

@@ -24,7 +24,7 @@ from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, gated_penalty
 from klamp.hosts.common.control import KLControl, check_kl
 from klamp.hosts.common.versions import check_version, out_of_range
-from klamp.hosts.verl.batch_columns import BETA, PER_ROW, PER_TOKEN, RATE
+from klamp.hosts.verl.driver import BETA, PER_ROW, PER_TOKEN, RATE
 from klamp.hosts.verl.fields_in_verl import controlled, is_ours, loss_kl, needs_driver, reward_kl
 
 LOSSES, ALGORITHMS = "verl.workers.utils.losses", "verl.trainer.ppo.core_algos"
