@@ -115,12 +115,12 @@ def _program() -> list[str]:
     return [tool("klamp")]
 
 
-def plan_text(config: TrainConfig, inputs: Inputs | None = None) -> str:
+def plan_text(config: TrainConfig, inputs: Inputs | str = "") -> str:
     """The plan of a run as text: the settings in words, then the fields that differ from the defaults.
 
     Args:
         config: what would run.
-        inputs: what was found when its inputs were opened; None: they were not.
+        inputs: what was found when its inputs were opened, or why they could not be; empty: nobody tried.
 
     Raises:
         RunFolderError: the run's folder holds another run, or there is none to continue.
@@ -141,16 +141,16 @@ def plan_text(config: TrainConfig, inputs: Inputs | None = None) -> str:
     return "\n\n".join(parts)
 
 
-def _in_words(config: TrainConfig, inputs: Inputs | None) -> list[tuple[str, str]]:
+def _in_words(config: TrainConfig, inputs: Inputs | str) -> list[tuple[str, str]]:
     rollout, optim, run = config.rollout, config.optim, config.run
     per_step = rollout.prompts_per_step * rollout.num_generations
     evaluated = f"every {run.eval_every} steps, " if run.eval_every else ""
     saved = f"every {run.save_every} steps and " if run.save_every else ""
-    opened = (
-        f"; {inputs.training} to train on, {inputs.held_out} held out; longest prompt (tokens): {inputs.longest}"
-        if inputs
-        else ""
-    )
+    if isinstance(inputs, str):
+        opened = inputs and f"; not opened: {inputs}"
+    else:
+        found = f"{inputs.training} to train on, {inputs.held_out} held out"
+        opened = f"; {found}; longest prompt (tokens): {inputs.longest}"
     return [
         ("task", f"{describe_task(config)}{opened}"),
         ("model", describe_model(config)),
