@@ -117,12 +117,9 @@ def cause(history: History) -> str:
     return found.causes[0] if found.causes else ""
 
 
-def test_what_came_with_the_updates_is_a_sync_that_is_missing() -> None:
+def test_what_came_with_the_updates_is_a_missing_sync_and_what_was_there_from_the_start_is_arithmetic() -> None:
     text = cause(history_of(sampler__k3=[0.001, 0.02, 0.4]))
     assert text.startswith("it came with the updates (sampler/k3 was 0.001 before the first one)")
-
-
-def test_a_small_difference_from_the_start_is_arithmetic() -> None:
     text = cause(history_of(sampler__k3=[0.02, 0.02]))
     assert "no sync is missing: other data types or kernels" in text
 
@@ -137,14 +134,11 @@ def test_first_tokens_further_apart_than_later_ones_are_a_prompt_that_was_not_se
     )
 
 
-def test_a_large_difference_everywhere_is_another_temperature_or_input() -> None:
+def test_a_large_difference_everywhere_is_another_temperature_and_without_a_first_step_there_is_no_cause() -> None:
     history = history_of(sampler__k3=[2.0])
     history.add_completions([completion(policy=(-2.0,) * 6, sampler=(-1.0,) * 6, tokens="abcdef", ref=None)])
     assert "scores with another temperature, another prompt" in cause(history)
     assert "scores with another temperature" in cause(history_of(sampler__k3=[2.0])), "without completions too"
-
-
-def test_a_record_without_its_first_step_names_no_cause() -> None:
     history = history_of(sampler__k3=[0.5, 0.5])
     del history.rows[0]
     assert cause(history) == ""

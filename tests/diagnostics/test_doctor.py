@@ -16,7 +16,7 @@ def run_of_trouble():
     return history
 
 
-def test_findings_come_in_order_with_when_they_rose() -> None:
+def test_findings_come_in_order_with_when_they_rose_and_notes_fail_only_where_they_are_named() -> None:
     diagnosis = examine(run_of_trouble())
     assert [(f.alarm.name, f.first_step, f.last_step, f.steps) for f in diagnosis.findings] == [
         ("huge-values", 4, 6, 2),
@@ -26,13 +26,12 @@ def test_findings_come_in_order_with_when_they_rose() -> None:
     spike = diagnosis.findings[1]
     assert "0.5" in spike.evidence.text and "0.02" in spike.evidence.text
     assert [token.position for token in spike.evidence.tokens] == [2]
-
-
-def test_notes_fail_only_where_they_are_named() -> None:
-    diagnosis = examine(run_of_trouble())
     assert diagnosis.failed() == ["huge-values", "kl-spike"]
     assert diagnosis.failed(["kl-high"]) == ["kl-high"]
     assert diagnosis.failed(["retention"]) == []
+    finding = spike.plain()
+    assert finding["name"] == "kl-spike" and finding["first_step"] == 8 and finding["level"] == "alarm"
+    assert finding["tokens"][0]["token"] == "<eos>"
 
 
 def test_what_the_record_lacks_is_said() -> None:
@@ -44,12 +43,6 @@ def test_what_the_record_lacks_is_said() -> None:
     assert "kl-spike" not in unchecked and "step-zero-kl" not in unchecked
     history.evaluations = [Row(step=step, metrics={"a": 1.0}) for step in (0, 2)]
     assert "retention" not in examine(history).unchecked
-
-
-def test_a_finding_as_plain_values() -> None:
-    finding = examine(run_of_trouble()).findings[1].plain()
-    assert finding["name"] == "kl-spike" and finding["first_step"] == 8 and finding["level"] == "alarm"
-    assert finding["tokens"][0]["token"] == "<eos>"
 
 
 # --- while a run happens ---------------------------------------------------------------------------------------------

@@ -51,15 +51,12 @@ def test_log_ratios_are_of_trained_tokens_that_have_both() -> None:
     assert completion(ref=None).log_ratios() == []
 
 
-def test_a_replay_shows_the_run_as_it_grew() -> None:
+def test_a_replay_shows_the_run_as_it_grew_with_the_completions_that_rules_look_at() -> None:
     history = history_of(reward=[0.1, 0.2, 0.3])
     history.evaluations = [Row(step=step, metrics={"a": 1.0}) for step in (0, 2, 3)]
     history.add_completions([completion(2), completion(2), completion(3)])
     seen = [(len(view.rows), len(view.evaluations), view.step, len(view.completions)) for view in history.replay()]
     assert seen == [(0, 1, 0, 0), (1, 1, 1, 0), (2, 1, 2, 1), (2, 2, 2, 1), (3, 2, 3, 2), (3, 3, 3, 2)]
-
-
-def test_a_replay_keeps_the_completions_that_rules_look_at() -> None:
     history = history_of(reward=[0.1] * 9)
     history.add_completions(map(completion, range(1, 10)))
     *_, last = history.replay()

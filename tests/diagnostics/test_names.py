@@ -138,26 +138,16 @@ def test_evaluations_are_scores() -> None:
     assert evaluations({"eval/subtraction": 0.5, "reward": 1.0}, every=True) == {"subtraction": 0.5}
 
 
-def test_steps() -> None:
-    assert step_of({"train/global_step": 7, "_step": 3}) == 7
-    assert step_of({"_step": 3}) == 3
-    assert step_of({"loss": 3}) is None
-
-
-def test_rules_by_their_names() -> None:
+def test_steps_rules_by_their_names_and_settings() -> None:
+    steps = ({"train/global_step": 7, "_step": 3}, {"_step": 3}, {"loss": 3})
+    assert [step_of(row) for row in steps] == [7, 3, None]
     rule, other = "rewards/accuracy_reward/mean", {"rewards/reward-model-7b/mean"}
     assert verifier_of({rule, "train/rewards/think_format_reward/mean", "rewards/helpful/std"}) == "rules"
-    assert verifier_of({rule, *other}) is None
-    assert verifier_of({"reward"}) is None
-
-
-@pytest.mark.parametrize(
-    ("given", "scale"), [("group", "std"), (True, "std"), (False, "none"), ("none", "none"), (None, None)]
-)
-def test_settings(given: object, scale: str | None) -> None:
-    settings = settings_of({"beta": 0, "loss_type": "dr_grpo", "scale_rewards": given}, {"rewards/math/mean"})
-    assert (settings.beta, settings.loss_type, settings.scale_rewards) == (0.0, "dr_grpo", scale)
-    assert settings.verifier == "rules"
+    assert verifier_of({rule, *other}) is verifier_of({"reward"}) is None
+    for given, scale in (("group", "std"), (True, "std"), (False, "none"), ("none", "none"), (None, None)):
+        settings = settings_of({"beta": 0, "loss_type": "dr_grpo", "scale_rewards": given}, {"rewards/math/mean"})
+        assert (settings.beta, settings.loss_type, settings.scale_rewards) == (0.0, "dr_grpo", scale)
+        assert settings.verifier == "rules"
 
 
 def test_a_kl_over_all_updates_of_a_step_is_known_as_one() -> None:

@@ -194,7 +194,7 @@ def test_what_was_not_measured_is_left_out_and_nothing_is_nan(changes, absent, k
 # --- of completions as a record has them -----------------------------------------------------------------------------
 
 
-def test_metrics_are_over_trained_tokens() -> None:
+def test_metrics_are_over_trained_tokens_and_what_is_not_there_is_no_metric() -> None:
     rows = [
         completion(ref=(-1.5, -2.0, -0.5), sampler=(-1.1, -2.0, -0.5), reward=1.0, ended=True),
         completion(ref=(-1.0, -1.0, -9.0), trained=(True, True, False), reward=0.0, ended=False),
@@ -206,13 +206,10 @@ def test_metrics_are_over_trained_tokens() -> None:
     assert found["sampler/k1"] == pytest.approx(-0.1 / 3)
     assert found["sampler/k3"] == pytest.approx((math.expm1(0.1) - 0.1) / 3)
     assert (found["reward"], found["length/truncated"], found["length/mean"]) == (0.5, 0.5, 3)
-
-
-def test_what_is_not_there_is_not_a_metric() -> None:
     assert completion_metrics([completion(ref=None)]) == {"length/mean": 3, "length/repeated": 0}
 
 
-def test_groups_and_repetition() -> None:
+def test_groups_repetition_and_the_prompts_of_a_step() -> None:
     said = completion(tokens=tuple("ababab"), policy=(-1.0,) * 6, ref=None, reward=1.0, group="p")
     rows = [
         said,
@@ -227,8 +224,6 @@ def test_groups_and_repetition() -> None:
     assert "reward_std" not in completion_metrics(rows[:3]), "a group is not whole"
     assert completion_metrics([replace(said, tokens=("?",) * 6)])["length/repeated"] == 0, "tokens without a name"
 
-
-def test_the_row_of_a_step_counts_its_prompts() -> None:
     twice = [completion(2, reward=0.25, group="a"), completion(2, reward=0.25, group="a")]
     row = row_of(2, [*twice, completion(2, reward=0.25, group="b")])
     assert (row.step, row.metrics["reward"], row.prompts) == (2, 0.25, 2)

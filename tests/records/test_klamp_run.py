@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tests.records.test_records import lines
 
 from klamp.errors import DataError
 from klamp.records import read_record
@@ -26,10 +27,6 @@ def folder(tmp_path: Path) -> Path:
     row = {"step": 2, "tokens": ["4"], "policy_logprobs": [-1.0], "ref_logprobs": [-1.5], "prompt": "2+2="}
     lines(tmp_path / "completions.jsonl", row, row | {"ended": True, "trained": [False], "reward": 1.0})
     return tmp_path
-
-
-def lines(file: Path, *rows: dict) -> None:
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def test_everything_is_read(folder: Path) -> None:
@@ -112,20 +109,13 @@ def test_a_run_that_ended(tmp_path: Path) -> None:
     assert {name for name in config if config[name] != found.defaults[name]} == {"beta"}, "lists and tuples are equal"
 
 
-def test_a_run_that_did_not(tmp_path: Path) -> None:
+def test_a_run_that_did_not_one_with_a_damaged_summary_and_other_records(tmp_path: Path) -> None:
+    assert read_details(tmp_path) == read_details(tmp_path / "trainer_state.json") == Details()
     found = read_details(klamp_run(tmp_path / "run"))
     assert found.defaults["beta"] == 0.01 and found.versions == found.before == found.after == {}
-
-
-def test_a_damaged_summary(tmp_path: Path) -> None:
-    folder = klamp_run(tmp_path / "run")
-    (folder / "summary.json").write_text("{")
+    (tmp_path / "run" / "summary.json").write_text("{")
     with pytest.raises(DataError, match="not JSON"):
-        read_details(folder)
-
-
-def test_of_other_records_nothing_is_known(tmp_path: Path) -> None:
-    assert read_details(tmp_path) == read_details(tmp_path / "trainer_state.json") == Details()
+        read_details(tmp_path / "run")
 
 
 def test_a_sweep(tmp_path: Path) -> None:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import math
 import os
 from pathlib import Path
 
 import pytest
+from tests.records.test_records import lines
 from tests.training.conftest import stored, tiny_gpt2
 from torch.utils.tensorboard import SummaryWriter
 
@@ -18,13 +18,7 @@ from klamp.records import read_record
 from klamp.records.logs import BLOCK, FILE_HEADER, FRAME, MAGIC, frames, read_metrics, read_wandb
 
 
-def lines(folder: Path, *rows: object) -> Path:
-    file = folder / "metrics.jsonl"
-    file.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    return file
-
-
-def test_a_line_is_a_step_under_klamps_names(tmp_path: Path) -> None:
+def test_a_line_is_a_step_under_klamps_names_and_without_a_step_it_is_counted(tmp_path: Path) -> None:
     history = read_metrics(lines(tmp_path, {"step": 3, "kl": 0.1, "reward": 1, "unknown": 7}, {"step": 5, "kl": 0.2}))
     assert [(row.step, dict(row.metrics)) for row in history.rows] == [
         (3, {"kl/k3": 0.1, "reward": 1.0}),
@@ -32,8 +26,6 @@ def test_a_line_is_a_step_under_klamps_names(tmp_path: Path) -> None:
     ]
     assert history.source == "JSONL metrics"
 
-
-def test_lines_without_a_step_are_counted(tmp_path: Path) -> None:
     history = read_metrics(lines(tmp_path, {"kl": 0.1}, {"nothing": 1}, {"kl": 0.2}))
     assert [row.step for row in history.rows] == [1, 3], "a line without a known metric counts too"
 
@@ -93,12 +85,9 @@ def test_a_null_of_verls_is_a_number_that_json_could_not_hold(tmp_path: Path) ->
     history = read_metrics(lines(tmp_path, *logged_by_verl([0.0, None])))
     assert math.isnan(history.rows[-1].metrics["kl/k3"])
     assert "huge-values" in [finding.alarm.name for finding in examine(history).findings]
-
-
-def test_a_log_of_verls_with_a_validation_only_is_one(tmp_path: Path) -> None:
     history = read_metrics(lines(tmp_path, logged_by_verl([0.0])[0]))
     assert not history.rows
-    assert [row.step for row in history.evaluations] == [0]
+    assert [row.step for row in history.evaluations] == [0], "a validation alone is a log of verl's too"
 
 
 def test_a_line_of_verls_becomes_one_row() -> None:
@@ -182,15 +171,8 @@ def test_the_state_of_a_real_run(trl_run: Path) -> None:
     history = read_record(trl_run)
     assert history.source == "TRL trainer state"
     assert [row.step for row in history.rows] == [1, 2, 3, 4, 5, 6]
-    assert {
-        "kl/k3",
-        "reward",
-        "reward_std",
-        "length/mean",
-        "length/truncated",
-        "train/grad_norm",
-        "policy/entropy",
-    } <= (history.names)
+    logged = {"kl/k3", "reward", "reward_std", "length/mean", "length/truncated", "train/grad_norm", "policy/entropy"}
+    assert logged <= history.names
     assert history.settings.verifier == "rules", "by the name of the reward function"
     totals = [row.metrics["length/total"] for row in history.rows]
     lengths = [row.metrics["length/mean"] for row in history.rows]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.records.test_records import lines as written
 from tests.training.conftest import disturb, tiny_llama
 from torch import Tensor, nn
 
@@ -81,9 +81,7 @@ def prime_rl(rows: dict[str, Any], i: int, **changes: Any) -> dict[str, Any]:
 
 
 def diagnose(folder: Path, lines: list[dict[str, Any]], name: str = "token_exports/step_0/rank_0.jsonl") -> Diagnosis:
-    file = folder / name
-    file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    written(folder / name, *lines)
     return examine(read_record(folder))
 
 
@@ -270,7 +268,7 @@ def test_numbers_are_held_as_bare_numbers(tmp_path: Path) -> None:
     numbers = [-0.5 - i / 1000 for i in range(count)]
     row = {f"{name}_logprobs": numbers for name in ("policy", "ref", "sampler")}
     row |= {"trained": [1] * count, "tokens": [f"word{i % 5}" for i in range(count)]}
-    file.write_text("".join(json.dumps(row | {"step": step}) + "\n" for step in (1, 2)))
+    written(file, *(row | {"step": step} for step in (1, 2)))
     held = [each for step in read_record(file).completions.values() for each in step]
     for each in held:
         for values in (each.policy, each.ref, each.sampler):
@@ -280,11 +278,10 @@ def test_numbers_are_held_as_bare_numbers(tmp_path: Path) -> None:
 
 
 def test_a_log_may_go_back_to_an_earlier_step(tmp_path: Path, capsys: Any) -> None:
-    file = tmp_path / "log.jsonl"
     lines = [{"step": step, "policy_logprobs": [-1.0], "ref_logprobs": [-1.0], "reward": 0.5} for step in (1, 3, 2, 3)]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    file = written(tmp_path / "log.jsonl", *lines)
     assert main(["doctor", str(file)]) == 0
     assert "3 logged steps up to step 3" in capsys.readouterr().out
-    file.write_text("".join(json.dumps(line) + "\n" for line in [*lines[:2], {"step": 4}]))
+    written(file, *lines[:2], {"step": 4})
     assert main(["doctor", str(file)]) == 2, "what is damaged is found wherever it is"
     assert "line 3 is no completion" in capsys.readouterr().err

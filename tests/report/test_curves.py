@@ -36,7 +36,7 @@ def test_a_metric_keeps_its_colour_whatever_else_is_logged() -> None:
     assert alone.series[0].slot == both.series[1].slot == 2
 
 
-def test_skills_are_kept_apart_and_the_trained_one_is_named() -> None:
+def test_skills_are_kept_apart_the_trained_one_is_named_and_scores_above_1_stay_as_they_are() -> None:
     scores = [(0, {"addition": 0.5, "reversal": 1.0}), (2, {"addition": 0.9, "reversal": 0.8})]
     run = run_of(scores=scores, settings=RunSettings(rl_skill="addition"))
     (chart,) = charts([run], numbered([run]))
@@ -44,21 +44,16 @@ def test_skills_are_kept_apart_and_the_trained_one_is_named() -> None:
     assert chart.series[1].points == {0: 100.0, 2: 80.0} and chart.include == (0.0, 100.0)
     assert [(mark.step, mark.number, mark.name) for mark in chart.marks] == [(2, 1, "retention")]
 
-
-def test_scores_above_1_stay_as_they_are() -> None:
     (chart,) = charts([run_of(scores=[(0, {"a": 0.5}), (2, {"a": 12.5})])], {})
     assert (chart.unit, chart.include, chart.series[0].points) == ("score", (0.0,), {0: 0.5, 2: 12.5})
 
 
-def test_alarms_are_marked_where_their_metrics_are() -> None:
+def test_alarms_and_no_notes_are_marked_where_their_metrics_are() -> None:
     run = run_of(k3=[0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7], reward=[0.5] * 7, length=[4] * 7)
     marks = {chart.name: [mark.name for mark in chart.marks] for chart in charts([run], numbered([run]))}
     assert marks == {"chart-kl": ["kl-spike"], "chart-reward": [], "chart-length": []}
-
-
-def test_notes_are_not_marked() -> None:
     run = run_of(k3=[0.0] + [0.25] * 9)
-    assert [finding.alarm.level for finding in run.diagnosis.findings] == ["note"]
+    assert [finding.alarm.level for finding in run.diagnosis.findings] == ["note"], "which is not marked"
     assert [chart.marks for chart in charts([run], numbered([run]))] == [[]]
 
 
@@ -123,7 +118,8 @@ def test_in_the_band_beta_does_rest(kl: float, rests: bool) -> None:
     assert (controller.update(kl) == 1.0) is rests is (band.low <= kl <= (band.high or 0))
 
 
-def test_a_guard() -> None:
+def test_a_guard_and_the_alarm_of_the_sampler_which_needs_no_configuration() -> None:
+    assert lines("sampler") == [(0.01, None)]
     run = run_of(details={"config": {"kl_lr_guard": 0.3}}, k3=[0.1])
     assert levels_of(run, "kl") == [Line(label="learning-rate guard 0.3", low=0.3)]
 
@@ -138,11 +134,7 @@ def test_a_budget() -> None:
     assert lines("kl-completion", kl_clip_threshold=0.5, kl_clip_method="none") == []
 
 
-def test_the_alarm_of_the_sampler_is_a_line_without_any_configuration() -> None:
-    assert lines("sampler") == [(0.01, None)]
-
-
-def test_means_by_position() -> None:
+def test_means_by_position_which_count_from_the_first_token_that_was_written() -> None:
     rows = [
         completion(policy=(-1.0, -2.0, -0.5), ref=(-1.5, -1.0, -0.5)),
         completion(policy=(-1.0, -2.0), ref=(-1.1, -2.5), tokens=("4", "2")),
@@ -151,8 +143,6 @@ def test_means_by_position() -> None:
     assert {place: k1 for place, (_, k1) in found.items()} == pytest.approx({1: 0.3, 2: -0.25, 3: 0.0})
     assert found[1][0] == pytest.approx((math.expm1(-0.5) + 0.5 + math.expm1(-0.1) + 0.1) / 2)
 
-
-def test_positions_count_from_the_first_token_that_was_written() -> None:
     row = completion(policy=(-9.0, -2.0, -0.5), ref=(-1.0, -2.5, -0.5), sampled=(False, True, True))
     assert {place: k1 for place, (_, k1) in by_position([row]).items()} == {1: 0.5, 2: 0.0}
 
@@ -163,19 +153,13 @@ def test_long_completions_are_joined_in_stretches() -> None:
     found = by_position([row])
     assert len(found) <= BINS and list(found)[:2] == [1.0, 17.0]
     assert found[1.0][1] == pytest.approx(7.5 / n)
-
-
-def test_k3_is_bounded() -> None:
     assert k3(0.0) == 0 and k3(0.5) == pytest.approx(math.exp(-0.5) - 1 + 0.5)
     assert math.isfinite(k3(-1e6))
 
 
-def test_stages() -> None:
+def test_charts_of_one_run_show_its_stages() -> None:
     assert thirds([]) == [] and thirds([1, 5]) == [[1, 5]]
     assert thirds([1, 2, 3, 4, 5, 6, 7]) == [[1, 2], [3, 4], [5, 6, 7]]
-
-
-def test_charts_of_one_run_show_its_stages() -> None:
     rows = [completion(step=step, ref=(-1.0 - step, -2.0, -0.5)) for step in (10, 20, 30)]
     k3s, k1s = position_charts([run_of(completions=rows)])
     assert [series.label for series in k1s.series] == ["early steps (10)", "middle steps (20)", "late steps (30)"]

@@ -40,16 +40,8 @@ def document(*runs: ReportRun) -> Node:
 
 def test_its_sections_in_their_order() -> None:
     made = document(whole_run())
-    assert [section.attributes["id"] for section in made.one("main").all("section")] == [
-        "overview",
-        "alarms",
-        "curves",
-        "answers",
-        "positions",
-        "tokens",
-        "configuration",
-        "versions",
-    ]
+    sections = ["overview", "alarms", "curves", "answers", "positions", "tokens", "configuration", "versions"]
+    assert [section.attributes["id"] for section in made.one("main").all("section")] == sections
     assert made.one("h1").text == "a" and made.one("head").one("title").text == "a · klamp report"
     assert made.one(of="source").text == "runs/a · klamp run, 7 logged steps up to step 7"
     assert len(made.all("figure")) == 6

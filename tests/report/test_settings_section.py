@@ -45,12 +45,10 @@ def test_a_trainer_whose_defaults_are_not_known() -> None:
     assert "open" in details.attributes, "there is nothing shorter to show"
     assert details.one("table").rows()[-2:] == [["beta", "0.04"], ["loss_type", "<grpo>"]]
 
-
-def test_without_any() -> None:
     assert "does not hold the configuration" in settings_section([run_of()])
-    assert "does not hold versions" in versions_section([run_of()])
 
 
 def test_versions() -> None:
+    assert "does not hold versions" in versions_section([run_of()])
     made = parse(versions_section([run("a"), run("b")]))
     assert made.one("table").rows() == [["package", "a", "b"], ["klamp", "0.1.0", "0.1.0"], ["torch", "a", "b"]]

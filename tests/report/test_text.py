@@ -42,14 +42,11 @@ def test_children_and_attributes_are_escaped() -> None:
     assert node.text == HOSTILE + "x < y" and [child.name for child in node.walk()] == ["b"]
 
 
-def test_attributes() -> None:
+def test_attributes_are_written_by_their_kind_and_markup_passes_where_text_does_not() -> None:
     made = element("input", class_="a", data_step=3, hidden=True, disabled=False, title=None, aria_label="")
     assert made == '<input class="a" data-step="3" hidden aria-label="">'
     assert element("br") == "<br>"
     assert element("i") == "<i></i>"
-
-
-def test_markup_passes_and_text_does_not() -> None:
     assert escape(Html("<b>")) == "<b>"
     assert escape("<b>") == "&lt;b&gt;"
     assert join(["<", Html("<br>")], " & ") == "&lt; &amp; <br>"
@@ -90,31 +87,12 @@ def test_data_cannot_end_its_element() -> None:
         json_block([float("nan")], name="data")
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0, "0"),
-        (1, "1"),
-        (1.0, "1"),
-        (0.1234, "0.123"),
-        (0.12, "0.12"),
-        (0.0001234, "0.000123"),
-        (0.00001234, "1.23e−5"),
-        (-0.5, "−0.5"),
-        (123.456, "123"),
-        (123456.0, "123456"),
-        (1e6, "1e6"),
-        (163500000.0, "1.64e8"),
-        (0.9996, "1"),
-        (-3e-13, "−3e−13"),
-        (math.nan, "NaN"),
-        (math.inf, "∞"),
-        (-math.inf, "−∞"),
-        (None, "–"),
-    ],
-)
-def test_short(value: float | None, text: str) -> None:
-    assert short(value) == text
+def test_short() -> None:
+    plain = (0, 1, 1.0, 0.12, 0.1234, 0.9996, -0.5, 123.456, 123456.0)
+    assert [short(value) for value in plain] == ["0", "1", "1", "0.12", "0.123", "1", "−0.5", "123", "123456"]
+    powers = (0.0001234, 0.00001234, 1e6, 163500000.0, -3e-13)
+    assert [short(value) for value in powers] == ["0.000123", "1.23e−5", "1e6", "1.64e8", "−3e−13"]
+    assert [short(value) for value in (math.nan, math.inf, -math.inf, None)] == ["NaN", "∞", "−∞", "–"]
 
 
 def test_digits_signs_counts_and_decimals() -> None:
@@ -128,39 +106,16 @@ def test_digits_signs_counts_and_decimals() -> None:
     assert (shorten("abc", 3), shorten("abcde", 3)) == ("abc", "abc… (2 more characters)")
 
 
-@pytest.mark.parametrize(
-    ("logprob", "text"),
-    [
-        (0.0, "100 %"),
-        (math.log(0.5), "50.0 %"),
-        (math.log(0.0123), "1.2 %"),
-        (math.log(0.00012), "0.012 %"),
-        (math.log(1e-9), "1e−7 %"),
-        (math.log(0.99991), "99.991 %"),
-        (-2000.0, "0 %"),
-        (0.1, "100 %"),
-        (math.nan, "–"),
-        (None, "–"),
-    ],
-)
-def test_probability(logprob: float | None, text: str) -> None:
-    assert probability(logprob) == text
+def test_probability() -> None:
+    logprobs = [math.log(share) for share in (1.0, 0.5, 0.0123, 0.00012, 1e-9, 0.99991)]
+    shares = ["100 %", "50.0 %", "1.2 %", "0.012 %", "1e−7 %", "99.991 %"]
+    assert [probability(each) for each in logprobs] == shares
+    assert [probability(each) for each in (-2000.0, 0.1, math.nan, None)] == ["0 %", "100 %", "–", "–"]
 
 
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (None, "none"),
-        (True, "true"),
-        (1e-4, "0.0001"),
-        ((0.1, 2), "0.1, 2"),
-        ([], "(empty)"),
-        ("", "(empty)"),
-        (3, "3"),
-    ],
-)
-def test_setting(value: object, text: str) -> None:
-    assert setting(value) == text
+def test_setting() -> None:
+    values = (None, True, 1e-4, (0.1, 2), [], "", 3)
+    assert [setting(value) for value in values] == ["none", "true", "0.0001", "0.1, 2", "(empty)", "(empty)", "3"]
 
 
 TABLE = {  # made with transformers' own bytes_to_unicode, of GPT-2
@@ -187,21 +142,10 @@ def test_what_is_no_byte_and_other_vocabularies_are_left_alone() -> None:
     assert (read("Ã¼"), read("▁the"), read("aĠ")) == ("Ã¼", " the", "aĠ")
 
 
-@pytest.mark.parametrize(
-    ("text", "seen"),
-    [
-        ("a", "a"),
-        (" the", " the"),
-        ("", "∅"),
-        ("   ", "␣␣␣"),
-        ("\n", "↵\n"),
-        ("\t\r", "⇥␍"),
-        ("\u202e", "⟨U+202E⟩"),
-        ("x" * 100, "x" * 80 + "…(+20)"),
-    ],
-)
-def test_shown(text: str, seen: str) -> None:
-    assert shown(text) == seen
+def test_shown() -> None:
+    assert [shown(text) for text in ("a", " the", "", "   ")] == ["a", " the", "∅", "␣␣␣"]
+    assert [shown(text) for text in ("\n", "\t\r", "\u202e")] == ["↵\n", "⇥␍", "⟨U+202E⟩"]
+    assert shown("x" * 100) == "x" * 80 + "…(+20)"
 
 
 def test_the_table_is_that_of_transformers() -> None:

@@ -110,13 +110,11 @@ def test_several_runs_are_told_apart() -> None:
     assert made.one("table", of="worst").rows()[0][-2:] == ["run", "where"]
 
 
-def test_without_completions_it_says_what_is_missing() -> None:
+def test_without_completions_or_without_a_log_ratio_it_says_what_is_missing() -> None:
     made = section(run_of(k3=[0.1]))
     assert made.one("p").text.startswith("No completions with token log-probabilities were written.")
     assert not made.all("form")
 
-
-def test_a_policy_at_its_reference_has_no_worst_token() -> None:
     made = section(run_of(completions=[completion()]))
     assert "No log-ratio is different from 0." in made.text and len(made.all("article")) == 1
 
