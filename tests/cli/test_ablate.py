@@ -82,9 +82,7 @@ def test_from_start_to_table(use, capsys) -> None:
     assert main(["ablate", *FLAGS]) == 0
     out = capsys.readouterr().out
     order = ["2 arms x 2 seeds in runs/ablation-beta-001; nowhere", "beta=0, seed 0: under way", "Skills", "Distance"]
-    positions = [
-        out.index(part) for part in [*order, "The RL skill is addition", "table.md, table.json, table.csv, sweep.png"]
-    ]
+    positions = [out.index(part) for part in [*order, "The RL skill is addition", "table.md, table.json, sweep.png"]]
     assert positions == sorted(positions) and "\x1b" not in out
     row = next(line for line in out.splitlines() if line.strip().startswith("beta=0.05  2"))
     assert "0.805" in row
@@ -234,11 +232,11 @@ def test_the_real_executors(monkeypatch) -> None:
 def test_a_result_names_its_files_once_and_compares_arms(tmp_path: Path, capsys) -> None:
     seeds = {"free": (0.80, 0.84, 0.86), "held": (0.701, 0.741, 0.760)}
     runs = [outcome(arm, i, after={"addition": x}) for arm, xs in seeds.items() for i, x in enumerate(xs)]
-    files = tuple(tmp_path / name for name in ("table.md", "table.csv", "sweep.png", "sweep.pdf"))
+    files = tuple(tmp_path / name for name in ("table.md", "table.json", "sweep.png", "sweep.pdf"))
     result = Result(folder=tmp_path, outcomes=tuple(runs), table=summarise(runs), files=files)
     show_result(result, "klamp ablate")
     text = capsys.readouterr().out
-    assert "table.md, table.csv, sweep.png, sweep.pdf\n" in text
+    assert "table.md, table.json, sweep.png, sweep.pdf\n" in text
     assert "Against free, seed by seed\n" in text
     assert "held  RL skill" in text
 

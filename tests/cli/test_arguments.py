@@ -154,7 +154,7 @@ def test_an_unknown_key_names_the_nearest_and_the_file(write, text: str, got: st
     assert str(path) in caught.value.what
 
 
-@pytest.mark.parametrize("key", ["config", "dry_run", "prepare"])
+@pytest.mark.parametrize("key", ["config", "dry_run"])
 def test_options_of_the_command_line_are_no_keys(write, key: str) -> None:
     with pytest.raises(UnknownNameError) as caught:
         read_file(write(f"{key}: true"))

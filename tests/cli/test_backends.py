@@ -89,20 +89,12 @@ def test_a_dry_run_says_where_the_weights_are(tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_dry_run_prints_the_command_of_verl_and_prepare_writes_what_it_reads(words, tmp_path, capsys):
+def test_a_dry_run_prints_the_command_of_verl(words, tmp_path):
     mine = ["--backend", "verl", "--verl_args", "trainer.logger=[console]", "+a.b='two words'"]
     config = parse_train([*words, *mine]).config
-    text = plan_text(config)
-    told = command(config, tmp_path / "run", "python")
-    assert shlex.split(text.partition("run verl\n")[2]) == told
+    told = plan_text(config).partition("once the run has written its data\n")[2]
+    assert shlex.split(told) == command(config, tmp_path / "run", "python")
     assert not (tmp_path / "run").exists(), "nothing is written"
-    assert main(["train", *words, *mine, "--prepare"]) == 0
-    folder = tmp_path / "run" / "verl"
-    assert capsys.readouterr().out.strip() == f"written: {folder}"
-    read = [word for word in told if word.startswith("data.") and "files" in word]
-    assert len(read) == 2 and all((folder / word.rpartition("/")[2]).exists() for word in read)
-    assert main(["train", "--prepare"]) == 2
-    assert "--prepare has nothing to write" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("default_base_model", "tinker")

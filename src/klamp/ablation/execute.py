@@ -15,7 +15,7 @@ from klamp.ablation.executor import Executor, Tell, Update
 from klamp.ablation.outcome import Outcome, is_done, read_outcome
 from klamp.ablation.pictures import write_pictures
 from klamp.ablation.plan import PLAN, Plan, Run, folder_name, named, plain_plan, read_plan, run_folder, runs
-from klamp.ablation.table import Table, csv_text, markdown, plain, summarise
+from klamp.ablation.table import Table, markdown, plain, summarise
 from klamp.errors import KlampError, RunFolderError
 from klamp.tasks.cache import Progress
 from klamp.training.folders import LOCK, RUNS, free_folder, held, write_whole
@@ -195,7 +195,6 @@ def write_results(every: Sequence[Run], folder: Path) -> Result:
     texts = {
         "table.md": markdown(table),
         "table.json": json.dumps(plain(table), indent=2),
-        "table.csv": csv_text(table),
     }
     for name, text in texts.items():
         (folder / name).write_text(text, encoding="utf-8")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import csv
-import io
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from statistics import fmean
@@ -248,20 +246,3 @@ def plain(table: Table) -> dict[str, Any]:
         "columns": [{n: v for n, v in vars(each).items() if n != "read"} for each in table.columns],
     }
     return {**found, "confidence": CONFIDENCE, "control": table.control, "notes": notes(table)}
-
-
-def csv_text(table: Table) -> str:
-    """The table as CSV: a row per arm, number and seed, nothing rounded.
-
-    Args:
-        table: the table.
-    """
-    written = io.StringIO()
-    rows = csv.writer(written, lineterminator="\n")
-    rows.writerow(("arm", "number", "title", "unit", "seed", "value"))
-    for row in table.rows:
-        for column in table.columns:
-            cell = row.cells.get(column.name)
-            for seed, value in zip(cell.seeds, cell.values, strict=True) if cell else ():
-                rows.writerow((row.arm, column.name, column.title, column.unit, seed, repr(value)))
-    return written.getvalue()

@@ -136,7 +136,7 @@ def plan_text(config: TrainConfig, inputs: Inputs | str = "") -> str:
     if config.run.backend == "verl":
         from klamp.training.in_verl.overrides import command
 
-        parts.append("write what verl reads: the same with --prepare\n\nrun verl")
+        parts.append("what runs verl, once the run has written its data")
         parts.append(f"  {shlex.join(command(config, run_folder(config), 'python'))}")
     return "\n\n".join(parts)
 

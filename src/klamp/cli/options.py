@@ -20,7 +20,7 @@ Named = Literal["smollm2"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class TrainOptions:
     """Where a configuration comes from, and whether anything is started."""
 
     config: str | None = None
@@ -32,15 +32,7 @@ class RunOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions(RunOptions):
-    """What else is done with the configuration of one run."""
-
-    prepare: bool = False
-    """Write what the command of --dry_run reads, and start nothing (backend verl)."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class AblateOptions(RunOptions):
+class AblateOptions(TrainOptions):
     """What an ablation compares, how often, where, and with how many processes."""
 
     seeds: tuple[int, ...] = (3,)

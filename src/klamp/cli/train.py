@@ -14,7 +14,7 @@ from klamp.cli.display import Display, skill_rows
 from klamp.cli.text import MISSING, duration, fixed, is_main_process, show_table
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
-from klamp.errors import ConfigError, TrainingStopped
+from klamp.errors import TrainingStopped
 from klamp.training.backends import Runner, check_backend, run_of, train_run
 from klamp.training.config import Backend, TrainConfig
 from klamp.training.folders import checkpoint_folders
@@ -40,30 +40,9 @@ def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner |
         text = plan_text(request.config, open_inputs(request.config))
         if is_main_process():
             print(text)
-    elif request.options.prepare:
-        _prepare(request)
     else:
         _train(request, console or Console(highlight=False), runner)
     return 0
-
-
-def _prepare(request: TrainRequest) -> None:
-    """Write the data of a run that is started by hand.
-
-    Raises:
-        ConfigError: a backend that is not started so.
-    """
-    backend = request.config.run.backend
-    if backend != "verl":
-        raise ConfigError(
-            "--prepare has nothing to write",
-            got=f"backend={backend!r}",
-            why="verl is the one backend that reads its data from files of klamp's",
-            fix="leave --prepare out, or set --backend verl",
-        )
-    from klamp.training.in_verl.run import prepare
-
-    print(f"written: {prepare(request.config)}/verl")
 
 
 def _train(request: TrainRequest, console: Console, runner: Runner | None) -> None:

@@ -101,6 +101,10 @@ def _format_regex(pattern: str) -> RewardFunction:
             why=str(error),
             fix="write it in the syntax of Python's re module",
         ) from error
+    if not pattern:
+        raise ConfigError(
+            "format_regex has no pattern", why="an empty one is found anywhere", fix="format_regex:PATTERN"
+        )
     return lambda _, completion: expression.search(completion) is not None
 
 
@@ -127,8 +131,22 @@ def adapt(function: Callable[..., Any], *, name: str) -> RewardFunction:
     Args:
         function: takes one completion, or TRL's lists.
         name: how error messages name it.
+
+    Raises:
+        ConfigError: the function takes nothing, or does not say what it takes, as one in C.
     """
-    trl_style = "completions" in inspect.signature(function).parameters
+    try:
+        taken = inspect.signature(function).parameters
+    except ValueError:
+        taken = {}
+    if not taken:
+        raise ConfigError(
+            f"the reward function {name} takes no argument that is known",
+            got=name,
+            why="it has to be given the completion",
+            fix="define it as function(completion, **fields)",
+        )
+    trl_style = "completions" in taken
     return _trl_style(function, name) if trl_style else _one_completion(function, name)
 
 
@@ -136,7 +154,7 @@ def _one_completion(function: Callable[..., Any], name: str) -> RewardFunction:
     parameters = inspect.signature(function).parameters
     # `def f(prompt, completion)` is clear enough: a parameter of that name wins over the first place
     by_name = "completion" in parameters and parameters["completion"].kind is not inspect.Parameter.POSITIONAL_ONLY
-    taken = "completion" if by_name else next(iter(parameters), "")
+    taken = "completion" if by_name else next(iter(parameters))
 
     def score(example: Example, completion: str) -> Any:
         given = _accepted(function, {k: v for k, v in example.fields.items() if k != taken}, taken, name, example)
@@ -190,7 +208,7 @@ def _import_function(module: str, function: str) -> Callable[..., Any]:
         sys.path.append(str(Path.cwd()))
     try:
         loaded = SimpleNamespace(**runpy.run_path(module)) if module.endswith(".py") else import_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ConfigError(
             "the module of a reward function cannot be imported",
             got=module,

@@ -17,7 +17,7 @@ from klamp.config.choices import SMALL_VOCABULARY
 from klamp.core.objective import Objective
 from klamp.core.types import Direction
 from klamp.hosts.common.control import KLControl
-from klamp.hosts.common.exclusions import excluded_ids
+from klamp.hosts.common.rollout import excluded_ids
 from klamp.scoring.scorer import Scorer
 from klamp.tasks.base import Task
 from klamp.training.config import TrainConfig

@@ -16,7 +16,7 @@ from klamp.core.term import Gate, sequence_gate_kl
 from klamp.core.types import Batch, Direction
 from klamp.diagnostics.statistics import pad_tokens
 from klamp.errors import ConfigError, RewardError
-from klamp.hosts.common.exclusions import kl_tokens
+from klamp.hosts.common.rollout import kl_tokens
 from klamp.scoring.completions import Completions, select
 from klamp.scoring.model_parts import Predictions
 from klamp.scoring.scorer import Ask, ExactKL, Scores, joined

@@ -20,7 +20,7 @@ from klamp.config import KLConfig
 from klamp.core.objective import Objective, grpo_loss
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, NonFiniteError, UnsupportedVersion
-from klamp.hosts.common.exclusions import excluded_ids, kl_tokens
+from klamp.hosts.common.rollout import excluded_ids, kl_tokens
 from klamp.hosts.unsloth.hooks import K3_STOPS
 
 BETA = 0.4

@@ -9,7 +9,7 @@ import torch
 
 from klamp.config import KLConfig
 from klamp.errors import ConfigError
-from klamp.hosts.common.exclusions import excluded_ids, kl_tokens
+from klamp.hosts.common.rollout import excluded_ids, kl_tokens
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 
 TOKENIZER = arithmetic_tokenizer()

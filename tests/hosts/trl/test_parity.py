@@ -27,7 +27,7 @@ from klamp.core.objective import Objective, grpo_loss
 from klamp.core.penalty import advantages_with_kl
 from klamp.core.term import Gate, sequence_gate_kl
 from klamp.core.types import Batch
-from klamp.hosts.common.exclusions import excluded_ids, kl_tokens
+from klamp.hosts.common.rollout import excluded_ids, kl_tokens
 
 BETA = 0.4
 REDUCTIONS = {"grpo": "sequence_mean", "dr_grpo": "fixed_length", "dapo": "token_mean", "luspo": "sequence_sum"}

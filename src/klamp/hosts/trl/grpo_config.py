@@ -11,8 +11,8 @@ import trl
 from klamp.config import TRL_LOSS_TYPES, KLConfig
 from klamp.core.types import Reduction
 from klamp.errors import ConfigError, Refusal, check_name, refuse
-from klamp.hosts.common.exclusions import excluded_ids
 from klamp.hosts.common.kl_fields import KLFields, host_refusals, kl_config, settle_fields, warn_without_kl
+from klamp.hosts.common.rollout import excluded_ids
 
 
 @dataclass

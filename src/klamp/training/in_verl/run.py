@@ -36,7 +36,7 @@ from klamp.training.models import describe_folder, ends_with, load_tokenizer, ma
 from klamp.training.observers import Observer, RunInfo, progress_of
 from klamp.training.processes import check_alone
 from klamp.training.run import Interrupt, Training
-from klamp.training.setup import load_prompts, make_accelerator, opened_folder
+from klamp.training.setup import load_prompts
 
 FULL = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing")
 """How a line of verl's output says that the disk is full."""
@@ -224,17 +224,6 @@ class VerlRun(Training):
             device="a Ray cluster of this machine" if address is None else f"a Ray cluster at {address}",
             processes=run.gpus * run.machines,
         )
-
-
-def prepare(config: TrainConfig) -> Path:
-    """Write what verl's command reads, for a run that is started by hand; the folder.
-
-    Raises:
-        KlampError: bad input.
-    """
-    with opened_folder(config) as folder, ExitStack() as last:
-        VerlRun.build(config, make_accelerator(config, folder), folder, (), last)
-        return folder
 
 
 def check_verl() -> None:
