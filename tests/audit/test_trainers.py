@@ -48,9 +48,12 @@ def enumerated(loss: Callable[..., Tensor], follows: str, *, off_policy: str = "
     assert_follows(gradient, off_policy, policy, ref)
 
 
-@pytest.mark.parametrize(
+CORRECTED = pytest.mark.parametrize(
     ("corrected", "follows", "off_policy"), [(True, "reverse", "reverse"), (False, "forward", "none of them")]
 )
+
+
+@CORRECTED
 def test_an_enumeration_of_its_own_of_liger(corrected: bool, follows: str, off_policy: str) -> None:
     def loss(*given: Tensor) -> Tensor:
         return liger.kl_loss(*given, use_bias_correction_kl=corrected)
@@ -59,9 +62,7 @@ def test_an_enumeration_of_its_own_of_liger(corrected: bool, follows: str, off_p
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("corrected", "follows", "off_policy"), [(True, "reverse", "reverse"), (False, "forward", "none of them")]
-)
+@CORRECTED
 def test_an_enumeration_of_its_own_of_trl(trainer: Any, corrected: bool, follows: str, off_policy: str) -> None:
     def loss(*given: Tensor) -> Tensor:
         return trl.kl_loss(trainer, *given, use_bias_correction_kl=corrected)
@@ -142,6 +143,19 @@ def test_log_probabilities_of_liger_are_float32_whatever_the_model(monkeypatch: 
     assert seen == [(torch.float32, torch.float32)]
 
 
+def given(ids: list[list[int]], mask: list[list[int]], advantages: list[float], ref: Tensor) -> dict[str, Tensor]:
+    """What TRL's loss takes: these completions, each of a prompt of the token 3."""
+    return {
+        "prompt_ids": torch.full((len(ids), 1), 3),
+        "prompt_mask": torch.ones(len(ids), 1, dtype=torch.long),
+        "completion_ids": torch.tensor(ids),
+        "completion_mask": torch.tensor(mask),
+        "advantages": torch.tensor(advantages),
+        "ref_per_token_logps": ref,
+        "num_items_in_batch": torch.tensor(mask).sum(),
+    }
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("corrected", "sign_of"), [(True, "reverse"), (False, "forward")])
 def test_the_whole_forward_of_a_model_in_trl(trainer: Any, corrected: bool, sign_of: str) -> None:
@@ -155,15 +169,7 @@ def test_the_whole_forward_of_a_model_in_trl(trainer: Any, corrected: bool, sign
     logp = model(input_ids=prompt).logits[0, -1].float().log_softmax(-1)
     total = torch.zeros(())
     for token in range(vocab):
-        inputs = {
-            "prompt_ids": prompt,
-            "prompt_mask": torch.ones_like(prompt),
-            "completion_ids": torch.tensor([[token]]),
-            "completion_mask": torch.ones(1, 1, dtype=torch.long),
-            "advantages": torch.zeros(1),
-            "ref_per_token_logps": ref[token].view(1, 1),
-            "num_items_in_batch": torch.tensor(1),
-        }
+        inputs = given([[token]], [[1]], [0.0], ref[token].view(1, 1))
         losses = []
         for trainer.beta in (1.0, 0.0):
             losses.append(trainer._compute_loss(model, inputs))
@@ -180,15 +186,7 @@ def test_the_whole_forward_of_a_model_in_trl(trainer: Any, corrected: bool, sign
 @pytest.mark.slow
 def test_the_kl_of_trl_is_linear_in_beta(trainer: Any) -> None:
     """What allows the audit to take the KL as the loss at beta 1 less the loss at beta 0."""
-    inputs = {
-        "prompt_ids": torch.tensor([[3], [3]]),
-        "prompt_mask": torch.ones(2, 1, dtype=torch.long),
-        "completion_ids": torch.tensor([[1, 2], [3, 0]]),
-        "completion_mask": torch.tensor([[1, 1], [1, 0]]),
-        "advantages": torch.tensor([0.7, -1.3]),
-        "ref_per_token_logps": torch.full((2, 2), -1.0),
-        "num_items_in_batch": torch.tensor(3),
-    }
+    inputs = given([[1, 2], [3, 0]], [[1, 1], [1, 0]], [0.7, -1.3], torch.full((2, 2), -1.0))
     losses = []
     for trainer.beta in (0.0, 0.5, 2.0):
         losses.append(trainer._compute_loss(trainer.model, inputs).item())

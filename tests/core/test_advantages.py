@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.test_clipping import double
 
 from klamp.core.advantages import group_advantages, saturated_share
 from klamp.errors import NonFiniteError, ShapeError
@@ -15,10 +16,6 @@ from klamp.verify.worlds import random_chain
 
 SETTINGS = [(s, b) for s in ("std", "none") for b in ("mean", "leave_one_out")]
 group_size = st.integers(2, 6)
-
-
-def double(*values):
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def test_the_mean_baseline_by_hand():

@@ -20,8 +20,13 @@ def double(*values):
     return torch.tensor(values, dtype=torch.float64)
 
 
-def test_hard_clipping_is_relu_of_the_excess():
+def test_hard_clipping_is_relu_of_the_excess_and_its_gate_is_shut_up_to_the_threshold():
     assert clip_kl(double(0.2, 0.5, 0.9, 3.0), 0.5, method="hard").tolist() == pytest.approx([0, 0, 0.4, 2.5])
+    assert clip_gate(double(0.0, 0.499, 0.5, 0.501, 9.0), 0.5, method="hard").tolist() == [0, 0, 0, 1, 1]
+    assert clip_gate(double(-0.1, 0.0, 0.2), 0.0, method="hard").tolist() == [1, 1, 1], "a clip at zero is no clip"
+    each = double(3.0, 3.0), double(1.0, 5.0)
+    assert clip_kl(*each, method="hard").tolist() == [2.0, 0.0], "one threshold per sequence"
+    assert clip_gate(*each, method="hard").tolist() == [1.0, 0.0]
 
 
 def test_soft_clipping_with_a_temperature_is_a_scaled_softplus():
@@ -33,10 +38,6 @@ def test_method_none_returns_the_kl_as_it_is():
     kl = double(-0.3, 0.0, 7.0)
     assert torch.equal(clip_kl(kl, 0.5, method="none"), kl)
     assert (clip_gate(kl, 0.5, method="none") == 1).all()
-
-
-def test_the_hard_gate_is_shut_below_and_at_the_threshold_and_open_above():
-    assert clip_gate(double(0.0, 0.499, 0.5, 0.501, 9.0), 0.5, method="hard").tolist() == [0, 0, 0, 1, 1]
 
 
 @pytest.mark.parametrize("temperature", [0.01, 1.0])
@@ -66,10 +67,6 @@ def test_soft_lies_above_hard_by_at_most_temperature_log_two(kl, threshold, temp
     assert soft >= 0
 
 
-def test_a_hard_clip_at_zero_is_no_clip():
-    assert clip_gate(double(-0.1, 0.0, 0.2), 0.0, method="hard").tolist() == [1, 1, 1]
-
-
 def test_huge_kls_do_not_overflow_the_softplus():
     kl = torch.tensor([1e5, 1e30], requires_grad=True)
     clipped = clip_kl(kl, 0.5, method="soft", temperature=0.01)
@@ -83,12 +80,6 @@ def test_half_precision_kls_are_clipped_in_float32(dtype):
     clipped = clip_kl(torch.tensor([2.0], dtype=dtype), 0.1, method="soft")
     assert clipped.dtype == torch.float32
     assert clipped.item() == pytest.approx(math.log1p(math.exp(1.9)), rel=1e-6)
-
-
-def test_one_threshold_per_sequence_clips_each_by_its_own():
-    kl, threshold = double(3.0, 3.0), double(1.0, 5.0)
-    assert clip_kl(kl, threshold, method="hard").tolist() == [2.0, 0.0]
-    assert clip_gate(kl, threshold, method="hard").tolist() == [1.0, 0.0]
 
 
 # --- budgets --------------------------------------------------------------------------------------------------

@@ -53,9 +53,6 @@ def test_the_derivative_of_each_estimator_is_its_own_slope(estimator):
     assert by_table.tolist() == pytest.approx(policy.grad.tolist(), abs=1e-14)
 
 
-# --- bias and variance, by enumeration --------------------------------------------------------------------
-
-
 # --- sign, precision, dtype -------------------------------------------------------------------------------
 
 

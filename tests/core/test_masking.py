@@ -109,13 +109,9 @@ def test_fixed_length_without_a_length_is_refused(length):
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
-def test_an_unknown_reduction_is_refused_by_name():
+def test_an_unknown_reduction_is_refused_by_name_and_so_is_a_mask_that_would_broadcast():
     with pytest.raises(UnknownNameError, match="tokenmean"):
         reduce_tokens(VALUES, MASK, "tokenmean")
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_a_mask_that_would_broadcast_is_refused():
     with pytest.raises(KlampError):
         reduce_tokens(VALUES, MASK[:1], "token_mean")
 

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.core.test_estimators import double
 from tests.core.test_objective import loss_and_slope, random_batch
 
 from klamp.core.estimators import ESTIMATORS
@@ -38,10 +39,6 @@ TERMS = [
     KLTerm(clip_method="hard", clip_threshold=0.3, clip_unit="sequence"),
     KLTerm(clip_method="soft", clip_threshold=0.3, clip_unit="sequence", clip_temperature=0.1),
 ]
-
-
-def double(values):
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def batch_for(term, seed=0):

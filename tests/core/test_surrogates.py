@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.core.test_estimators import double
 
 from klamp.core.surrogates import cispo, ppo_clip, ratio_clipped, score_function
 from klamp.errors import ConfigError
@@ -11,10 +12,6 @@ from klamp.verify.oracle import expected_gradient
 from klamp.verify.worlds import enumerate_outcomes, random_chain
 
 SURROGATES = {"ppo_clip": ppo_clip, "cispo": cispo, "score_function": score_function}
-
-
-def double(values):
-    return torch.tensor(values, dtype=torch.float64)
 
 
 def ratios(*values):

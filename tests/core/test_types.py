@@ -82,10 +82,6 @@ def with_value(value, row, column):
     return changed
 
 
-def test_a_sound_batch_passes():
-    assert check_batch(batch()) is None
-
-
 @pytest.mark.parametrize(("value", "error"), IMPOSSIBLE)
 @pytest.mark.parametrize("name", ["policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs"])
 def test_an_impossible_logprob_is_refused_where_the_mask_is_true_and_named(name, value, error):
@@ -104,13 +100,9 @@ def test_a_logprob_just_above_zero_from_half_precision_rounding_passes():
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
-def test_a_mask_of_numbers_is_refused():
+def test_a_mask_of_numbers_and_an_empty_one_that_is_no_part_of_a_batch_are_refused():
     with pytest.raises(TensorError, match="boolean"):
         check_mask(MASK.long())
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_an_empty_mask_is_refused_unless_it_is_a_part_of_a_batch():
     empty = torch.zeros(2, 3, dtype=torch.bool)
     with pytest.raises(EmptyMaskError):
         check_mask(empty)

@@ -38,13 +38,10 @@ def test_a_finding_says_what_was_seen_and_what_to_do() -> None:
     assert made.one(of="since").text == "alarm: kl-spike, step 7"
 
 
-def test_tokens_to_blame_are_linked() -> None:
+def test_tokens_to_blame_are_linked_or_named_where_they_are_not_on_the_page() -> None:
     made = section(spiked())
     assert made.one("table").rows()[1] == ["2", "13.5 %", "5.0 %", "100 %", "1", "step 7, completion 1, position 2"]
     assert made.one("a").attributes["href"] == "#c0-1"
-
-
-def test_tokens_that_are_not_on_the_page_are_named_without_a_link() -> None:
     run = spiked()
     made = parse(alarm_section([run], anchors(ranked([run]), [])))
     assert not made.all("a") and "step 7, completion 1, position 2" in made.text

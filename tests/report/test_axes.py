@@ -15,18 +15,12 @@ def test_a_linear_axis() -> None:
     assert ticks(scale, most=4) == [-1, 0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(
-    ("low", "high", "expected"),
-    [
-        (0, 1, [0, 0.2, 0.4, 0.6, 0.8, 1]),
-        (0, 0.37, [0, 0.1, 0.2, 0.3]),
-        (3.2, 3.9, [3.2, 3.4, 3.6, 3.8]),
-        (1, 120, [25, 50, 75, 100]),
-    ],
-)
-def test_ticks_are_round(low: float, high: float, expected: list[float]) -> None:
-    assert ticks(Axis(low=low, high=high)) == expected
+def test_ticks_are_round() -> None:
+    assert ticks(Axis(low=0, high=1)) == [0, 0.2, 0.4, 0.6, 0.8, 1]
     assert ticks(Axis(low=0, high=1.03)) == [0, 0.25, 0.5, 0.75, 1]
+    assert ticks(Axis(low=0, high=0.37)) == [0, 0.1, 0.2, 0.3]
+    assert ticks(Axis(low=3.2, high=3.9)) == [3.2, 3.4, 3.6, 3.8]
+    assert ticks(Axis(low=1, high=120)) == [25, 50, 75, 100]
 
 
 def test_everything_is_on_the_axis() -> None:

@@ -180,15 +180,12 @@ def test_a_spike_is_said_to_be_on_another_scale() -> None:
     assert "100000" in [text.text for text in node.one("g", of="axes").all("text")]
 
 
-def test_long_runs_are_thinned_and_say_so() -> None:
+def test_long_runs_are_thinned_and_say_so_and_one_step_is_enough() -> None:
     points = {step: math.sin(step / 50) for step in range(1, 5001)}
     node = parse(render_chart(chart(Series(label="a", points=points)), most=100))
     rows = node.one("table").rows()
     assert 80 <= len(rows) <= 210
     assert f"; {len(rows) - 1} of 5000 logged steps, the extremes among them" in node.one("caption").text
-
-
-def test_one_step_is_enough() -> None:
     node = rendered(Series(label="a", points={7: 0.5}))
     dot = node.one("svg", of="chart").one("path", of="dot")
     assert (dot.attributes["d"] or "").startswith(f"M{(LEFT + RIGHT) / 2 - 3:.1f}")
@@ -209,13 +206,10 @@ def test_a_mean_stands_before_its_runs() -> None:
     assert spread(found, found[3]) == {}
 
 
-def test_a_mean_is_of_all_its_runs_or_none() -> None:
+def test_a_mean_is_of_all_its_runs_or_none_and_runs_without_a_group_stay_alone() -> None:
     long, short = series("a", "g", {1: 1.0, 2: 1.0, 3: 1.0}), series("b", "g", {1: 3.0, 2: math.nan})
     assert mean([long, short]) == {1: 2.0}, "it does not jump where one run ends"
     apart = [series("a", "g", {1: 1.0}), series("b", "g", {2: 1.0})]
     assert columns_of(apart) == [CurveColumn(series=each) for each in apart]
-
-
-def test_the_largest_numbers_have_a_mean_and_runs_without_a_group_stay_alone() -> None:
     assert mean([series("a", "g", {1: 1e308}), series("b", "g", {1: 1.7e308})]) == {1: 1e100}
     assert [column.of for column in columns_of([series("a", "", {1: 1.0}), series("b", "", {1: 1.0})])] == [None, None]

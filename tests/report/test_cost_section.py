@@ -74,7 +74,4 @@ def test_every_line_has_its_share() -> None:
     assert words.rows()[1][:2] == ["4", "100.0 %"] and words.rows()[1][4] == "6"
     assert prompts.rows()[0][4] == "completions"
     assert [row[0] for row in prompts.rows()[1:]] == ["0+2=", "1+2="]
-
-
-def test_nothing_is_said_where_nothing_was_spent() -> None:
-    assert section(completion()).text == ""
+    assert section(completion()).text == "", "nothing was spent"

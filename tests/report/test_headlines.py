@@ -122,14 +122,11 @@ def test_curves_levels_slots_and_skills() -> None:
     assert skills_of([trained, run_of(details={"after": {"z": 1.0}})]) == ["z", "a", "b"], "the trained one first"
 
 
-def test_scores_are_points_where_they_lie_between_0_and_1() -> None:
+def test_scores_are_points_where_they_lie_between_0_and_1_in_every_evaluation() -> None:
     points = ScoreFormat.fitting({"a": 0.5}, {"a": 1.0})
     assert (points.write(0.9375), points.change(0.5, 0.9375), points.change(0.9, 0.5)) == ("93.8", "+43.8", "−40.0")
     raw = ScoreFormat.of([run_of(details={"before": {"a": 0.5}, "after": {"a": 1.5}})])
     assert (raw.write(1.5), raw.change(0.5, 1.5), raw.write(None), raw.change(None, 1.0)) == ("1.5", "+1", "–", "–")
-
-
-def test_scores_outside_the_range_of_one_evaluation_change_the_unit_of_all() -> None:
     assert ScoreFormat.of([run_of(scores=[(0, {"a": 0.5})])]).points
     plain = ScoreFormat.of([run_of(scores=[(0, {"a": 0.5})]), run_of(scores=[(5, {"b": -1.0})])])
     formats = (ScoreFormat(points=True), plain)

@@ -70,11 +70,14 @@ def test_a_cache_without_gradient_serves_values_only(monkeypatch):
     assert probe(tiny_llama()) == Traits(head=True, sharing="values")
 
 
-def test_a_cache_that_is_made_in_evaluation_only_serves_values_only(monkeypatch):
+@pytest.mark.parametrize("raises", [False, True])
+def test_a_cache_that_is_made_in_evaluation_only_serves_values_only(monkeypatch, raises):
     """As Cohere2 has it in older transformers; a model is tried out before a trainer puts it into training mode."""
     usual = LlamaModel.forward
 
     def forward(self, *args, use_cache=None, **kwargs):
+        if use_cache and self.training and raises:
+            raise ValueError("no cache while training")
         return usual(self, *args, use_cache=use_cache and not self.training, **kwargs)
 
     monkeypatch.setattr(LlamaModel, "forward", forward)
@@ -82,20 +85,6 @@ def test_a_cache_that_is_made_in_evaluation_only_serves_values_only(monkeypatch)
         model = tiny_llama().train(training)
         assert probe(model).sharing == "values"
         assert model.training == training
-
-
-def test_a_model_that_makes_no_cache_in_training_mode_and_raises_is_used_the_plain_way(monkeypatch):
-    usual = LlamaModel.forward
-
-    def forward(self, *args, use_cache=None, **kwargs):
-        if use_cache and self.training:
-            raise ValueError("no cache while training")
-        return usual(self, *args, use_cache=use_cache, **kwargs)
-
-    monkeypatch.setattr(LlamaModel, "forward", forward)
-    model = tiny_llama().eval()
-    assert probe(model).sharing == "values"
-    assert not model.training
 
 
 def keeps_no_gradient(monkeypatch):

@@ -118,15 +118,11 @@ def test_rows_without_long_neighbours_lose_the_padding_of_all_of_them() -> None:
     assert found.ended.tolist() == [True, True]
 
 
-def test_rows_may_be_a_slice_a_mask_or_in_another_order() -> None:
+def test_rows_may_be_a_slice_a_mask_or_in_another_order_and_without_a_token_one_column_stays() -> None:
     every = three()
     assert torch.equal(select(every, slice(0, 2)).ids, every.ids[:2])
     assert select(every, torch.tensor([2, 1, 1])).ids[:, 0].tolist() == [8, 4, 4]
     assert select(every, every.ended).ids.shape == (2, 2)
-
-
-def test_a_completion_without_a_token_keeps_one_column() -> None:
-    every = three()
     nothing = Completions(**{**vars(every), "mask": torch.zeros(3, 4, dtype=torch.bool)})
     assert select(nothing, slice(None)).ids.shape == (3, 1)
 

@@ -98,11 +98,8 @@ def test_it_fails_when_the_samples_do_not_agree(monkeypatch: pytest.MonkeyPatch)
     assert "far: the samples agree" in failed(20_000)
 
 
-def test_it_fails_when_klamps_gradient_turns_its_sign(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_fails_when_klamps_gradient_turns_its_sign_or_forgets_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gradients.COEFFICIENTS, ("token", "reverse"), lambda value, log_w, delta: -delta)
     assert "tokens of the policy, klamp's default" in failed()
-
-
-def test_it_fails_when_klamp_forgets_the_weight(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gradients.COEFFICIENTS, ("token", "reverse"), lambda value, log_w, delta: delta)
     assert failed() == ["tokens of the older policy, klamp, weighted"]

@@ -98,29 +98,17 @@ def test_costs_name_what_is_loaded_run_and_kept() -> None:
     assert "no weights of its own" in line(explain(reference="adapter_off"), "cost")
 
 
-def test_limits_name_clip_bound_weight_and_exclusions() -> None:
+def test_limits_name_clip_bound_weight_and_exclusions_control_its_schedule_and_the_reference_that_moves() -> None:
     assert line(explain(), "limits") == "none: no clip, and nothing is cut off"
-    found = line(
-        explain(
-            kl_clip_method="hard",
-            kl_clip_threshold=0.1,
-            kl_reference_length=50,
-            kl_max_log_ratio=10.0,
-            kl_off_policy="token",
-            kl_max_weight=2.0,
-            kl_exclude_tokens=(1,),
-        ),
-        "limits",
-    )
+    clip = {"kl_clip_method": "hard", "kl_clip_threshold": 0.1, "kl_reference_length": 50}
+    bounds = {"kl_max_log_ratio": 10.0, "kl_off_policy": "token", "kl_max_weight": 2.0, "kl_exclude_tokens": (1,)}
+    found = line(explain(**clip, **bounds), "limits")
     assert "hard clip at 0.1 nats x 50 tokens = 5 nats per completion; gate open" in found
     assert "0 % at 0.5" in found
     assert "100 % at 2" in found
     assert "+-10 nats, straight-through" in found
     assert "cut at 2" in found
     assert "kl_exclude_*" in found
-
-
-def test_control_schedule_and_moving_references() -> None:
     found = explain(kl_schedule="cosine", kl_warmup_steps=10, reference="ema")
     assert line(found, "control") == "beta fixed at 0.01; schedule cosine, 10 steps of warm-up"
     assert "does not bound the distance from the start" in line(found, "reference")
@@ -195,7 +183,7 @@ def test_every_choice_has_an_equation() -> None:
     assert lines(kl_gradient="none")[-1] == "gradient of penalty_t = 0"
 
 
-def test_weights_horizons_and_placements_show() -> None:
+def test_weights_horizons_placements_reductions_and_clips_show() -> None:
     token = lines(kl_off_policy="token")
     assert token[1] == "penalty_t = w_t (exp(-delta_t) - 1 + delta_t), w_t = policy_t/sampler_t"
     assert token[2] == "gradient of penalty_t = (w_t delta_t) grad log policy_t"
@@ -208,9 +196,6 @@ def test_weights_horizons_and_placements_show() -> None:
     ]
     assert "sum over j >= t of delta_j" in lines(kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")[0]
     assert "beta * delta_t," in lines(kl_estimator="k1", kl_placement="advantage")[0]
-
-
-def test_reductions_and_clips_show() -> None:
     assert "mean over completions of the sum over tokens" in lines(kl_normalizer="sequence_sum")[0]
     assert lines(kl_clip_method="hard")[-1].endswith("1 where the completion's KL is above the budget, 0 below")
     clipped = {"kl_estimator": "k1", "kl_clip_method": "hard", "kl_horizon": "sequence"}

@@ -96,21 +96,15 @@ def test_with_tokens_of_an_older_policy_k1_knows_of_that_policy_only() -> None:
         assert "off-policy" not in dict(explained(knows_the_reference).lines)
 
 
-def test_the_numbers_of_the_value() -> None:
+def test_the_numbers_of_the_value_how_much_it_is_where_it_breaks_and_what_to_take_instead() -> None:
     assert line("minus-k1", "value").startswith("-0.8851 nats per token where KL(policy||ref) is +0.8851")
     assert "right and unbiased" in line("k3-as-loss", "value")
     assert (
         "",
         "tokens of the reference instead: +0.8851, which is KL(policy||ref): the formula belongs to the other sampler",
     ) in explained("ratio-weighted").lines
-
-
-def test_how_much_of_the_whole_gradient() -> None:
     assert line("k1-as-loss", "sequence") == "nothing of the gradient of KL(policy||ref) over whole completions"
     assert "% of its length (measured at up to 3 tokens)" in line("exact-kl", "sequence")
-
-
-def test_where_it_breaks_and_what_to_take_instead() -> None:
     assert "float16" in line("k3-as-loss", "at 30 nats")
     assert line("k3-as-loss", "in klamp") == "kl_estimator='k3', kl_gradient='own'"
     assert line("minus-k1", "in klamp").startswith("no such term")

@@ -55,16 +55,13 @@ CHAIN = random_chain(0)
 KNOWN = [truths(CHAIN)]
 
 
-def test_equal_numbers() -> None:
+def test_equal_numbers_and_statements() -> None:
     assert is_equal("x", 1.0, 1.0).measured == "1 (exactly)"
     assert is_equal("x", torch.tensor(1.0 + 1e-10, dtype=torch.float64), 1.0).passed
     assert not is_equal("x", 1.0 + 1e-8, 1.0).passed
     assert is_equal("x", 0.3, 0.30000001, tolerance=1e-6).passed
     assert not is_equal("x", float("nan"), 1.0).passed
     assert is_equal("x", 2.0, 1.0).measured == "2 (error 1e+00)"
-
-
-def test_statements() -> None:
     assert is_true("x", torch.tensor(True), "seen").passed
     assert not is_true("x", False, "seen").passed
     assert is_true("x", True, "seen", expected="refused").expected == "refused"
@@ -205,34 +202,17 @@ def test_an_own_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     assert failures(prove_gradients) == ["k2 as a loss (its own gradient)"]
 
 
-WHICHEVER = "whichever the value; tokens of"
+POLICY = "whichever the value; tokens of the policy"
+WEIGHTED = "whichever the value; tokens of another sampler, weighted"
 
 
 @pytest.mark.parametrize(
     ("horizon", "gradient", "broken", "proof", "claim"),
     [
-        (
-            "token",
-            "reverse",
-            lambda v, w, d: -w.exp() * d,
-            prove_gradients,
-            f"gradient reverse, {WHICHEVER} the policy",
-        ),
+        ("token", "reverse", lambda v, w, d: -w.exp() * d, prove_gradients, f"gradient reverse, {POLICY}"),
         # the weight forgotten
-        (
-            "token",
-            "reverse",
-            lambda v, w, d: d,
-            prove_gradients,
-            f"gradient reverse, {WHICHEVER} another sampler, weighted",
-        ),
-        (
-            "token",
-            "forward",
-            lambda v, w, d: w.exp() * torch.expm1(-d),
-            prove_gradients,
-            f"gradient forward, {WHICHEVER} the policy",
-        ),
+        ("token", "reverse", lambda v, w, d: d, prove_gradients, f"gradient reverse, {WEIGHTED}"),
+        ("token", "forward", lambda v, w, d: w.exp() * torch.expm1(-d), prove_gradients, f"gradient forward, {POLICY}"),
         ("token", "forward", lambda v, w, d: d.sign(), prove_numerics, "float32, +-30 nats, gradient forward"),
         # what sees its own token only
         ("sequence", "reverse", lambda v, w, d: w.exp() * d, prove_sequences, "horizon sequence, value k3"),
