@@ -89,13 +89,10 @@ def test_near_the_reference_a_clamp_is_not_reached() -> None:
     assert abs(finding.near_bias) < 1e-12 < abs(finding.judgement.value.relative_bias)
 
 
-def test_the_near_worlds_are_near() -> None:
+def test_the_near_worlds_are_near_and_the_bias_there_is_relative_to_the_reverse_kl() -> None:
     for seed in range(3):
         outcomes = enumerate_outcomes(random_chain(seed, vocab=5, length=1, eos=None, spread=NEAR_SPREAD))
         assert (outcomes.policy_logprobs - outcomes.ref_logprobs).abs().max() < 1.0
-
-
-def test_near_bias_is_relative_to_the_reverse_kl() -> None:
     bias, followed = near_reference(lambda p, ref: 1.25 * k3(p, ref))
     assert bias == pytest.approx(0.25)
     assert followed.factor == pytest.approx(1.25)
@@ -218,15 +215,12 @@ def test_weights_of_a_normaliser_without_words_are_listed() -> None:
     assert name_reduction(loss, ONE) == "weights of the tokens: 1, 1, 2, 3"
 
 
-def test_padding_that_counts_is_told() -> None:
-    def loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+def test_padding_that_counts_is_told_and_what_the_host_raises_is_quoted() -> None:
+    def padded(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor) -> Tensor:
         return masked_k2(policy, ref, torch.ones_like(mask)).sum()
 
-    assert name_reduction(loss, ONE) == "sum over the tokens of the batch, padding included"
-
-
-def test_what_the_host_raises_is_quoted() -> None:
     def loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor) -> Tensor:
         raise ValueError("Unknown loss type: luspo\nmore")
 
+    assert name_reduction(padded, ONE) == "sum over the tokens of the batch, padding included"
     assert name_reduction(loss, ONE) == "raises ValueError: Unknown loss type: luspo"

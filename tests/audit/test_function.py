@@ -45,13 +45,10 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def test_a_function_is_audited_as_a_loss_and_in_the_reward(module: str) -> None:
+def test_a_function_is_audited_as_a_loss_and_in_the_reward_and_so_is_a_method_of_a_class(module: str) -> None:
     subject = load_subject(f"{module}:k1")
     assert subject.title == f"{module}:k1"
     assert [(term.name, term.use) for term in subject.terms] == [("as a loss", "loss"), ("in the reward", "reward")]
-
-
-def test_a_method_of_a_class(module: str) -> None:
     policy, ref = torch.tensor([3.0]), torch.tensor([1.0])
     assert load_function(f"{module}:Losses.k2")(policy, ref).tolist() == [2.0]
 

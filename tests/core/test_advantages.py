@@ -18,12 +18,9 @@ SETTINGS = [(s, b) for s in ("std", "none") for b in ("mean", "leave_one_out")]
 group_size = st.integers(2, 6)
 
 
-def test_the_mean_baseline_by_hand():
+def test_the_baselines_by_hand_the_mean_and_the_mean_of_the_others():
     advantages = group_advantages(double(1, 0, 0, 1, 4, 6), 2, scale="none")
     assert advantages.tolist() == [0.5, -0.5, -0.5, 0.5, -1.0, 1.0]
-
-
-def test_leave_one_out_subtracts_the_mean_of_the_others():
     advantages = group_advantages(double(1, 0, 5, 2), 4, scale="none", baseline="leave_one_out")
     others = [(0 + 5 + 2) / 3, (1 + 5 + 2) / 3, (1 + 0 + 2) / 3, (1 + 0 + 5) / 3]
     assert advantages.tolist() == pytest.approx([1 - others[0], 0 - others[1], 5 - others[2], 2 - others[3]])

@@ -132,13 +132,10 @@ def test_tensors_on_two_devices_are_refused_by_name() -> None:
         check_values_exist("policy", ON_META)
 
 
-def test_data_carries_no_gradient() -> None:
+def test_data_carries_no_gradient_and_a_dict_is_told_which_configuration_to_become() -> None:
     check_data(rewards=torch.zeros(2), nothing=None)
     with pytest.raises(TensorError, match=r"rewards must not carry a gradient(?s:.*)fix: pass rewards.detach\(\)"):
         check_data(rewards=torch.zeros(2, requires_grad=True))
-
-
-def test_a_dict_in_the_place_of_a_configuration_is_told_what_to_become() -> None:
     check_instance("error", KlampError("x"), Exception)
     with pytest.raises(ConfigError, match=r"kl must be a KlampError(?s:.*)fix: KlampError\(\*\*kl\)"):
         check_instance("kl", {"beta": 1}, KlampError)

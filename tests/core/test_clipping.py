@@ -29,12 +29,9 @@ def test_hard_clipping_is_relu_of_the_excess_and_its_gate_is_shut_up_to_the_thre
     assert clip_gate(*each, method="hard").tolist() == [1.0, 0.0]
 
 
-def test_soft_clipping_with_a_temperature_is_a_scaled_softplus():
+def test_soft_clipping_with_a_temperature_is_a_scaled_softplus_and_method_none_is_no_clip():
     clipped = clip_kl(double(0.7), 0.5, method="soft", temperature=0.05).item()
     assert clipped == pytest.approx(0.05 * math.log1p(math.exp(0.2 / 0.05)), abs=1e-14)
-
-
-def test_method_none_returns_the_kl_as_it_is():
     kl = double(-0.3, 0.0, 7.0)
     assert torch.equal(clip_kl(kl, 0.5, method="none"), kl)
     assert (clip_gate(kl, 0.5, method="none") == 1).all()

@@ -55,14 +55,11 @@ def test_only_hold_is_told_where_to_land(name):
     assert vars(controller) == before
 
 
-def test_step_stands_still_on_the_edges_of_its_band():
+def test_step_stands_still_on_the_edges_of_its_band_and_ppos_rule_halves_and_doubles_beyond_them():
     controller = StepController(0.1, target=2.0)
     assert run(controller, 3.0, 1.0) == [0.1, 0.1]
     assert run(controller, math.nextafter(3.0, 4.0)) == exactly(0.15)
     assert run(controller, math.nextafter(1.0, 0.0)) == exactly(0.1125)
-
-
-def test_ppos_rule_halves_below_target_over_1_5_and_doubles_above_1_5_target():
     ppo = StepController(1.0, target=0.03, up=2.0, down=0.5, high=1.5, low=1 / 1.5)
     assert run(ppo, 0.0451, 0.0449, 0.0201, 0.0199, 0.0) == exactly(2.0, 2.0, 2.0, 1.0, 0.5)
 

@@ -178,11 +178,8 @@ def test_without_a_reference_every_part_says_so():
 # --- in the reward or the advantage ---------------------------------------------------------------------------
 
 
-def test_the_reward_loses_beta_times_the_kl():
+def test_the_reward_loses_beta_times_the_kl_the_advantage_the_log_ratio_of_its_token_or_of_all_that_follow():
     assert kl_in_reward(double([1.0, 0.0]), double([2.0, -0.5]), beta=0.1).tolist() == pytest.approx([0.8, 0.05])
-
-
-def test_the_advantage_loses_beta_times_the_log_ratio_of_its_token_or_of_all_that_follow():
     policy, ref = double([[-1.0, -2.0, -3.0, 9.0]]), double([[-2.0, -1.5, -5.0, 1.0]])
     mask = torch.tensor([[True, True, True, False]])
     token = kl_in_advantage(double([1.0]), policy, ref, mask, beta=0.1, horizon="token")

@@ -71,9 +71,6 @@ def test_cispo_is_minus_the_bounded_ratio_times_the_advantage_times_log_policy_a
         loss, slope = loss_and_slope(cispo, policy, old, double([advantage]), clip_low=0.2, clip_high=0.3)
         assert torch.allclose(slope, -weights * advantage, rtol=1e-12, atol=0)
         assert torch.allclose(loss, -weights * advantage * policy.detach(), rtol=1e-12, atol=0)
-
-
-def test_cispo_by_default_bounds_the_weight_above_and_not_below():
     policy, old = ratios(0.01, 1.0, 1.27, 1.5)
     _, slope = loss_and_slope(cispo, policy, old, double([1.0]))
     assert slope[0].tolist() == pytest.approx([-0.01, -1.0, -1.27, -1.28])

@@ -90,12 +90,9 @@ def test_an_impossible_logprob_is_refused_where_the_mask_is_true_and_named(name,
     check_batch(batch(**{name: with_value(value, 0, 2)}))
 
 
-def test_nan_beside_a_positive_logprob_is_what_is_named():
+def test_nan_beside_a_positive_logprob_is_what_is_named_and_one_just_above_zero_by_rounding_passes():
     with pytest.raises(NonFiniteError, match=r"1 of 6 tokens, the first at \(1, 0\) with value nan"):
         check_logprobs("policy_logprobs", torch.where(MASK, with_value(float("nan"), 1, 0).abs(), LOGPROBS), MASK)
-
-
-def test_a_logprob_just_above_zero_from_half_precision_rounding_passes():
     check_logprobs("policy_logprobs", torch.full((2, 3), 0.004), MASK)
 
 

@@ -134,14 +134,11 @@ def test_a_run_that_shows_nothing_names_nothing(cause: causes.Cause) -> None:
     assert cause(calm) is None
 
 
-def test_without_a_beta_there_is_no_kl_to_be_weak() -> None:
+def test_without_a_beta_there_is_no_kl_to_be_weak_and_groups_without_a_spread_are_left_out() -> None:
     assert causes.likely_causes(history_of(k3=[0.1], beta=[0.0]), causes.weak_kl)[0].startswith(
         "no KL holds the policy"
     )
     assert causes.weak_kl(History()) is not None
-
-
-def test_groups_without_a_spread_are_left_out_of_it() -> None:
     history = history_of(reward_std=[0.2, 0.0, 0.3], groups__saturated=[0.5, 1.0, 0.0])
     assert causes.spread_within_groups(history, 3) == pytest.approx((0.4 + 0.3) / 2)
     assert causes.spread_within_groups(history_of(reward=[1.0]), 3) is None

@@ -60,12 +60,9 @@ def test_completions_of_a_few_prompts_make_no_spike_below_a_nat() -> None:
         assert (look("kl-spike", history) is not None) == rises
 
 
-def test_growth_by_a_half_each_step_is_no_spike() -> None:
+def test_growth_by_a_half_each_step_is_no_spike_and_a_reward_that_is_no_longer_logged_no_drop() -> None:
     history = history_of(k3=[0.001 * 1.5**i for i in range(20)])
     assert not [view for view in history.replay() if look("kl-spike", view)]
-
-
-def test_a_reward_that_is_no_longer_logged_is_no_drop() -> None:
     history = history_of(exact=[*[0.0] * 13, 1.0], reward=[0.0] * 4)
     assert look("kl-spike", history) is not None and look("spike-with-reward-drop", history) is None
 

@@ -74,12 +74,9 @@ def test_known_names(theirs: str, ours: str | None) -> None:
     assert known(theirs) == ours
 
 
-def test_a_row_is_translated_number_by_number() -> None:
+def test_a_row_is_translated_number_by_number_and_klamps_own_name_wins_in_whatever_order() -> None:
     row = {"kl": 0.25, "train/kl": 9.0, "reward": None, "completions/mean_length": 7, "flag": True, "note": "x"}
     assert translate(row) == {"kl/k3": 0.25, "length/mean": 7.0}
-
-
-def test_klamps_own_name_wins_over_anothers_in_whatever_order() -> None:
     for row in ({"kl_penalty": 9.0, "kl/k1": 0.5}, {"kl/k1": 0.5, "kl_penalty": 9.0}):
         assert translate(row) == {"kl/k1": 0.5}, "the loop's kl_penalty is beta times that"
 

@@ -8,14 +8,11 @@ import torch
 from klamp.diagnostics.sync import COARSE, OF_SAMPLER, OF_TRAINER, SAME, START, WEIGHTS, Reported, compare
 
 
-def test_the_gap_is_the_mean_size_of_the_differences_of_finite_numbers() -> None:
+def test_the_gap_is_the_mean_size_of_the_differences_of_finite_numbers_and_without_any_it_explains_nothing() -> None:
     reported = torch.tensor([-1.0, -2.0, float("nan"), -3.0])
     readings = {WEIGHTS: torch.tensor([-1.5, -2.0, -9.0, -2.0]), START: torch.tensor([float("nan"), -2.0, -2.0, -3.0])}
     side = compare({"sampler": reported}, readings).sides[0]
     assert side.gaps == {WEIGHTS: pytest.approx(0.5), START: 0.0}
-
-
-def test_a_reading_without_any_number_explains_nothing() -> None:
     lost = torch.full((2,), float("nan"))
     side = compare({"sampler": torch.tensor([-1.0, -1.0])}, {WEIGHTS: torch.tensor([-5.0, -5.0]), START: lost}).sides[0]
     assert side.gaps[START] == float("inf")

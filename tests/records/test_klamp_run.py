@@ -126,15 +126,12 @@ def test_a_sweep(tmp_path: Path) -> None:
     assert runs_in(tmp_path) == ([second, first], [failed])
 
 
-def test_the_runs_of_a_sweep_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+def test_the_runs_of_a_sweep_come_in_the_order_of_their_numbers_and_what_is_none_has_none(tmp_path: Path) -> None:
+    run = klamp_run(tmp_path / "run")
+    assert runs_in(run) == runs_in(run / "metrics.jsonl") == ([], [])
+    (tmp_path / "runs" / "Nov21_10-00-00_host").mkdir(parents=True)
+    assert runs_in(tmp_path) == ([], []), "TRL keeps its event files in a folder of that name"
     names = ["beta-0_seed-0", "beta-0_seed-10", "beta-0.01_seed-2", "beta-0.1_seed-0", "beta-10_seed-0", "none_seed-0"]
     for name in reversed(names):
         klamp_run(tmp_path / "runs" / name)
     assert [folder.name for folder in runs_in(tmp_path)[0]] == names
-
-
-def test_what_is_no_sweep(tmp_path: Path) -> None:
-    (tmp_path / "runs" / "Nov21_10-00-00_host").mkdir(parents=True)
-    assert runs_in(tmp_path) == ([], []), "TRL keeps its event files in a folder of that name"
-    run = klamp_run(tmp_path / "run")
-    assert runs_in(run) == runs_in(run / "metrics.jsonl") == ([], [])

@@ -83,12 +83,9 @@ def test_what_cannot_be_read(tmp_path: Path, name: str, text: str | bytes | None
     assert caught.value.why and caught.value.fix
 
 
-def test_an_empty_folder(tmp_path: Path) -> None:
+def test_the_only_jsonl_of_a_folder_is_its_record(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no record of a run"):
         read_record(tmp_path)
-
-
-def test_the_only_jsonl_of_a_folder_is_its_record(tmp_path: Path) -> None:
     verls = lines(tmp_path / "verl" / "gsm8k.jsonl", {"step": 0, "data": {"val-core/x/acc/mean@1": 1.0}},
                   {"step": 1, "data": {"actor/kl_loss": 0.0}})  # fmt: skip
     for path in (verls, verls.parent):
@@ -143,11 +140,6 @@ def written(folder: Path, text: str | bytes) -> Path:
     return file
 
 
-def test_lines_are_read_without_the_empty_ones(tmp_path: Path) -> None:
-    assert list(json_lines(written(tmp_path, '{"a": 1}\n\n  \n{"a": 2}\n'))) == [{"a": 1}, {"a": 2}]
-    assert list(json_lines(written(tmp_path, ""))) == []
-
-
 @pytest.mark.parametrize(
     ("text", "rows"),
     [(b'{"a": 1}\n{"a": "\xc3', [{"a": 1}]), ('{"a": "one\u2028line"}\n', [{"a": "one\u2028line"}])],
@@ -157,7 +149,9 @@ def test_a_line_ends_where_json_lines_end(tmp_path: Path, text: str | bytes, row
     assert list(json_lines(written(tmp_path, text))) == rows
 
 
-def test_lines_are_read_as_they_are_asked_for(tmp_path: Path) -> None:
+def test_lines_are_read_as_they_are_asked_for_without_the_empty_ones(tmp_path: Path) -> None:
+    assert list(json_lines(written(tmp_path, '{"a": 1}\n\n  \n{"a": 2}\n'))) == [{"a": 1}, {"a": 2}]
+    assert list(json_lines(written(tmp_path, ""))) == []
     found = json_lines(written(tmp_path, '{"a": 1}\n{"a": \n{"a": 3}\n'))
     assert next(found) == {"a": 1}
     with pytest.raises(DataError, match="line 2"):

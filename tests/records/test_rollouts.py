@@ -196,14 +196,11 @@ def found_in(folder: Path, lines: list[dict[str, Any]]) -> str:
     return next((f.evidence.text for f in diagnosis.findings if f.alarm.name == "mask-on-prompt"), "")
 
 
-def test_verl_rows_whose_mask_covers_a_tools_answer(tmp_path: Path, rows: dict[str, Any]) -> None:
+def test_verl_rows_whose_mask_covers_a_tools_answer_or_the_padding(tmp_path: Path, rows: dict[str, Any]) -> None:
     assert found_in(tmp_path / "sound", [with_tool(rows, i) for i in range(ROWS)]) == ""
     everything = [1] * LENGTH + [0] * 3
     text = found_in(tmp_path / "covered", [with_tool(rows, i, response_mask=everything) for i in range(ROWS)])
     assert text.startswith(f"in {ROWS} of {ROWS} sequences; ") and "from position 4" in text
-
-
-def test_verl_rows_whose_mask_covers_the_padding(tmp_path: Path, rows: dict[str, Any]) -> None:
     covered = [verl(rows, i, step=7, response_mask=[1] * (LENGTH + 3)) for i in range(ROWS)]
     assert f"3 tokens of sequence 0 alone, from position {LENGTH}" in found_in(tmp_path, covered)
 

@@ -9,13 +9,10 @@ import pytest
 from klamp.report.axes import Axis, fit, means, thin, ticks
 
 
-def test_a_linear_axis() -> None:
+def test_a_linear_axis_and_round_ticks() -> None:
     scale = Axis(low=-1, high=3)
     assert [scale(value) for value in (-1, 0, 1, 3)] == [0, 0.25, 0.5, 1]
     assert ticks(scale, most=4) == [-1, 0, 1, 2, 3]
-
-
-def test_ticks_are_round() -> None:
     assert ticks(Axis(low=0, high=1)) == [0, 0.2, 0.4, 0.6, 0.8, 1]
     assert ticks(Axis(low=0, high=1.03)) == [0, 0.25, 0.5, 0.75, 1]
     assert ticks(Axis(low=0, high=0.37)) == [0, 0.1, 0.2, 0.3]
@@ -48,14 +45,11 @@ def test_a_spike_bends_the_axis() -> None:
     assert all(math.log10(tick) == pytest.approx(round(math.log10(tick))) for tick in ticks(scale)[1:])
 
 
-def test_no_axis_bends_for_many_zeros_or_below_a_level_that_is_shown() -> None:
+def test_no_axis_bends_for_many_zeros_or_below_a_level_that_is_shown_and_extremes_do_not_overflow() -> None:
     assert fit([0.1, 0.1, 0.05, *[1e-13] * 6], include=(0.0,)).knee is None
     quiet = [1e-9] * 6
     assert fit([*quiet, 1e-5], include=(0.01,)).knee is None
     assert fit([*quiet, 1.0], include=(0.01,)).knee is not None
-
-
-def test_extremes_do_not_overflow() -> None:
     scale = fit([1e300, 1.0, 2.0, 1.0, 1.0, 2.0, -1.0, 1.0, -1e300])
     assert 0 <= scale(1e90) <= 1 and ticks(scale)
 

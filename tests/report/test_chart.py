@@ -156,7 +156,7 @@ def test_who_cannot_see_it_is_told() -> None:
     assert svg.one("title").text == "Title"
 
 
-def test_targets_bands_and_alarms_are_drawn() -> None:
+def test_targets_bands_and_alarms_are_drawn_and_a_spike_is_said_to_be_on_another_scale() -> None:
     node = rendered(
         Series(label="k3", points=dict.fromkeys(STEPS, 0.1)),
         lines=[Line(label="band", low=0.05, high=0.15), Line(label="target", low=0.3)],
@@ -172,9 +172,6 @@ def test_targets_bands_and_alarms_are_drawn() -> None:
     mark = svg.one("g", of="mark")
     assert mark.one("line").attributes["x1"] == f"{RIGHT:.1f}" and mark.one("text").text == "1"
     assert [item.text for item in node.one("ul", of="legend").all("li")] == ["k30.1", "band", "target"]
-
-
-def test_a_spike_is_said_to_be_on_another_scale() -> None:
     node = rendered(Series(label="k3", points={step: 1e5 if step == 9 else 0.02 for step in STEPS}))
     assert node.one("figcaption").one(of="unit").text == "nats, log scale"
     assert "100000" in [text.text for text in node.one("g", of="axes").all("text")]

@@ -24,13 +24,10 @@ def test_every_curve_is_a_metric() -> None:
     assert len({plan.name for plan in PLANS}) == len(PLANS)
 
 
-def test_one_run_has_all_metrics_of_a_plan_in_one_chart() -> None:
+def test_one_run_has_all_metrics_of_a_plan_in_one_chart_each_in_its_colour_whatever_else_is_logged() -> None:
     run = run_of(k1=[0.1, 0.2], k3=[0.1, 0.3], reward=[0.5, 0.6], beta=[0.1, 0.1])
     found = {chart.name: [series.label for series in chart.series] for chart in charts([run], numbered([run]))}
     assert found == {"chart-reward": ["reward"], "chart-kl": ["k3", "k1"], "chart-beta": ["beta"]}
-
-
-def test_a_metric_keeps_its_colour_whatever_else_is_logged() -> None:
     (alone,) = charts([run_of(k1=[0.0])], {})
     (both,) = charts([run_of(k1=[0.0], exact=[0.0])], {})
     assert alone.series[0].slot == both.series[1].slot == 2

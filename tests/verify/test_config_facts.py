@@ -52,19 +52,13 @@ def test_divided_by_the_own_length_k1_is_not_null() -> None:
     assert measure(kl_estimator="k1", kl_gradient="own").in_loss.follows.name == "zero"
 
 
-def test_the_off_policy_weight_keeps_the_direction() -> None:
+def test_the_off_policy_weight_the_reward_beta_clip_and_controller_keep_the_direction() -> None:
     assert measure().off_policy.follows.name == "none of these"
     assert measure(kl_off_policy="token").off_policy.follows == ("reverse", pytest.approx(1.0))
-
-
-def test_a_kl_in_the_reward_is_measured_through_the_surrogate() -> None:
     facts = measure(LossConfig(scale_rewards="none"), kl_estimator="k1", kl_placement="reward", kl_horizon="sequence")
     assert facts.sequence.follows == ("reverse", pytest.approx(1.0))
     assert math.isnan(facts.value)
     assert facts.probes == ()
-
-
-def test_beta_clip_and_controller_do_not_change_the_direction() -> None:
     plain = measure()
     other = measure(beta=0.5, kl_clip_method="hard", target_kl=0.05, beta_max=0.9, kl_clip_threshold=0.01)
     assert other.sequence == plain.sequence

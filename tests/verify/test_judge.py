@@ -67,12 +67,9 @@ def test_numbers_of_value_and_gradient() -> None:
     assert judge(k2).gradient.size == pytest.approx(1.0)
 
 
-def test_a_function_that_computes_in_float32_is_still_recognised() -> None:
+def test_a_function_that_computes_in_float32_is_still_recognised_and_klamps_own_has_no_fault() -> None:
     found = judge(lambda p, r: k3(p.float(), r.float()))
     assert (found.value.estimates, found.gradient.follows.name) == ("KL(policy||ref)", "forward")
-
-
-def test_klamps_own_penalty_has_no_fault() -> None:
     assert judge(klamps).faults == []
     assert judge(k1, use="reward").faults == []
 

@@ -219,16 +219,10 @@ def test_a_multiple_is_named_with_its_factor(name: str, factor: float) -> None:
     assert found.factor == pytest.approx(factor, abs=1e-14)
 
 
-def test_a_factor_that_differs_between_worlds_is_no_multiple() -> None:
+def test_a_multiple_has_one_factor_in_all_worlds_zero_is_measured_and_the_tolerance_decides_what_is_the_same() -> None:
     assert name_gradient(scaled("reverse", 1.0, 1.01), KNOWN).name == NOTHING_KNOWN
-
-
-def test_zero_is_measured_against_the_reverse_gradient() -> None:
     assert name_gradient(scaled("reverse", 1e-9, 1e-9), KNOWN) == Followed("zero", 0.0)
     assert name_gradient(scaled("reverse", 1e-5, 1e-5), KNOWN).name == "reverse"
-
-
-def test_the_tolerance_decides_what_is_the_same() -> None:
     near = [known["forward"] + 1e-6 * known["reverse"] for known in KNOWN]
     assert name_gradient(near, KNOWN).name == NOTHING_KNOWN
     assert name_gradient(near, KNOWN, tolerance=1e-5).name == "forward"
