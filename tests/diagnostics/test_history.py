@@ -10,7 +10,7 @@ from tests.diagnostics.histories import completion, history_of
 from klamp.diagnostics.history import Row, RunSettings
 
 
-def test_the_last_values_of_a_metric_skip_steps_without_it() -> None:
+def test_the_last_values_of_a_metric_skip_steps_without_it_and_the_kl_is_the_least_noisy_one() -> None:
     history = history_of(reward=[1, 2, 3, 4, 5])
     history.rows[3] = Row(step=4, metrics={})
     assert history.last("reward", 3) == [2, 3, 5]
@@ -18,9 +18,6 @@ def test_the_last_values_of_a_metric_skip_steps_without_it() -> None:
     assert history.last("reward", 99) == [1, 2, 3, 5]
     assert history.last("nothing", 3) == []
     assert history.first("reward", 4) == [1, 2, 3]
-
-
-def test_the_least_noisy_kl_of_the_latest_step() -> None:
     assert history_of(k1=[1.0]).kl_name() == "kl/k1"
     assert history_of(k1=[1.0], k3=[1.0]).kl_name() == "kl/k3"
     assert history_of(k1=[1.0], k3=[1.0], exact=[1.0]).kl_name() == "kl/exact"

@@ -29,7 +29,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_everything_is_read(folder: Path) -> None:
+def test_everything_is_read_and_a_caution_once_though_a_resumed_run_says_it_again(folder: Path) -> None:
     (folder / "summary.json").write_text(json.dumps({"rl_skill": "addition"}))
     history = read_record(folder)
     assert [(row.step, row.metrics) for row in history.rows] == [
@@ -43,9 +43,6 @@ def test_everything_is_read(folder: Path) -> None:
     settings = history.settings
     assert (settings.beta, settings.rl_skill, settings.eval_size) == (0.04, "addition", 9)
     assert settings.moving_reference and settings.kl_in_reward and not settings.other_reference
-
-
-def test_cautions_are_read_once_though_a_resumed_run_says_them_again(folder: Path) -> None:
     assert read_record(folder).cautions == []
     lines(folder / "cautions.jsonl", *({"step": step, "text": text} for step, text in [(0, "a"), (0, "b"), (2, "a")]))
     assert read_record(folder).cautions == ["a", "b"]

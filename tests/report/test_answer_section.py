@@ -71,12 +71,9 @@ def test_scores_are_written_as_in_the_overview() -> None:
     assert "with their scores;" in made.text
 
 
-def test_what_a_model_wrote_is_text_and_not_too_long() -> None:
+def test_what_a_model_wrote_is_text_and_not_too_long_and_without_answers_it_says_so() -> None:
     made = section(run_with("a", answer(0, TAG + "y" * 1000, question=TAG), answer(1, " ", question=TAG)))
     assert not made.all("script") and TAG in made.text
     assert f"{TAG}{'y' * (LONGEST - len(TAG))}…" in made.text
     assert "(nothing)" in made.text
-
-
-def test_without_answers_it_says_so() -> None:
     assert section(run_with("a")).text == "No answers of an evaluation were written."

@@ -54,12 +54,9 @@ def test_no_axis_bends_for_many_zeros_or_below_a_level_that_is_shown_and_extreme
     assert 0 <= scale(1e90) <= 1 and ticks(scale)
 
 
-def test_short_curves_stay() -> None:
+def test_short_curves_stay_and_long_ones_lose_points_but_no_extreme() -> None:
     assert thin([{1: 0.0, 2: 1.0}, {2: 0.0, 5: 0.0}], most=10) == [1, 2, 5]
     assert thin([], most=10) == []
-
-
-def test_long_ones_lose_points_but_no_extreme() -> None:
     curve = {step: math.sin(step / 500) for step in range(1, 10001)}
     curve[7321] = 100.0
     curve[123] = -100.0

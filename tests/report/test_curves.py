@@ -115,13 +115,10 @@ def test_in_the_band_beta_does_rest(kl: float, rests: bool) -> None:
     assert (controller.update(kl) == 1.0) is rests is (band.low <= kl <= (band.high or 0))
 
 
-def test_a_guard_and_the_alarm_of_the_sampler_which_needs_no_configuration() -> None:
+def test_a_guard_a_budget_and_the_alarm_of_the_sampler_which_needs_no_configuration() -> None:
     assert lines("sampler") == [(0.01, None)]
     run = run_of(details={"config": {"kl_lr_guard": 0.3}}, k3=[0.1])
     assert levels_of(run, "kl") == [Line(label="learning-rate guard 0.3", low=0.3)]
-
-
-def test_a_budget() -> None:
     clip = {"kl_clip_method": "hard", "kl_clip_threshold": 0.5}
     assert lines("kl-completion", **clip) == [], "nobody knows the length"
     assert lines("kl-completion", kl_reference_length=8, **clip) == [(4.0, None)]

@@ -33,9 +33,6 @@ def test_short_runs_end_with_their_last_half_and_what_is_not_finite_does_not_spo
     assert said(headlines(run_of(reward=[0.0, 0.1, 0.2, 0.4, 0.6]), [], POINTS))["Reward"] == ("0.5", "", "from 0")
     found = said(headlines(run_of(reward=[0.5, math.nan, 0.5], k3=[math.nan, math.nan]), [], POINTS))
     assert found["Reward"][0] == "0.5" and found["KL (k3)"] == ("NaN", "nats/token", "")
-
-
-def test_the_kl_with_the_least_noise_is_taken() -> None:
     run = run_of(k1=[0.1], k3=[0.2], exact=[0.3], kl__k1_sequence=[0.7])
     assert list(said(headlines(run, [], POINTS))) == ["KL (exact)", "KL per completion (k1)"]
 

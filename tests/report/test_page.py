@@ -75,15 +75,12 @@ def test_the_policy_allows_its_own_style_and_script_and_nothing_else() -> None:
     assert allowed["img-src"] == "data:", "a picture of a chart to save; no address is one"
 
 
-def test_nothing_is_loaded_and_nothing_is_inline() -> None:
+def test_nothing_is_loaded_nothing_is_inline_and_the_script_writes_no_markup() -> None:
     page = render([whole_run()])
     assert not re.search(r"https?:|//[a-z]|@import|url\(", page.replace("// ", ""))
     for node in parse(page.removeprefix("<!doctype html>")).walk():
         assert not {"style", "src", "srcset"} & set(node.attributes)
         assert not any(name.startswith("on") for name in node.attributes)
-
-
-def test_the_script_writes_no_markup() -> None:
     script = module._asset(module.SCRIPTS)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\b|new Function", script)
     assert "</script" not in script and "</style" not in module._asset(module.STYLES)

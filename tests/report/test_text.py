@@ -106,14 +106,11 @@ def test_digits_signs_counts_and_decimals() -> None:
     assert (shorten("abc", 3), shorten("abcde", 3)) == ("abc", "abc… (2 more characters)")
 
 
-def test_probability() -> None:
+def test_probability_and_setting() -> None:
     logprobs = [math.log(share) for share in (1.0, 0.5, 0.0123, 0.00012, 1e-9, 0.99991)]
     shares = ["100 %", "50.0 %", "1.2 %", "0.012 %", "1e−7 %", "99.991 %"]
     assert [probability(each) for each in logprobs] == shares
     assert [probability(each) for each in (-2000.0, 0.1, math.nan, None)] == ["0 %", "100 %", "–", "–"]
-
-
-def test_setting() -> None:
     values = (None, True, 1e-4, (0.1, 2), [], "", 3)
     assert [setting(value) for value in values] == ["none", "true", "0.0001", "0.1, 2", "(empty)", "(empty)", "3"]
 
@@ -154,15 +151,12 @@ def test_the_table_is_that_of_transformers() -> None:
         assert decoded("".join(letters[byte] for byte in text.encode())) == text
 
 
-def test_the_first_cell_of_a_row_is_its_heading_and_texts_are_escaped() -> None:
+def test_a_table_escapes_its_texts_and_that_of_a_chart_is_folded_away_with_a_caption_that_can_be_seen() -> None:
     table = parse(plain_table(["step", "k3"], [["7", "0.12"], ["8", "<b>"]], caption="KL", classes="wide"))
     assert table.one("table").rows() == [["step", "k3"], ["7", "0.12"], ["8", "<b>"]]
     assert [cell.attributes["scope"] for cell in table.one("tbody").all("th")] == ["row", "row"]
     assert table.one("div").attributes["aria-label"] == "Table: KL" and table.one("table").classes == ["wide"]
     assert table.one("caption").classes == ["unseen"]
-
-
-def test_the_numbers_of_a_chart_are_folded_away_with_a_caption_that_can_be_seen() -> None:
     folded = parse(data_table(["step", "k3"], [["7", "0.12"]], caption="KL over steps"))
     assert "open" not in folded.one("details").attributes
     assert folded.one("caption").text == "KL over steps" and not folded.one("caption").classes

@@ -45,7 +45,7 @@ def test_the_worst_tokens_link_to_their_completions() -> None:
         assert target.text == "4"
 
 
-def test_the_worst_ones_are_kept_where_room_is_short() -> None:
+def test_the_worst_ones_are_kept_where_room_is_short_and_a_too_large_one_makes_room_for_smaller_ones() -> None:
     run = many(30)
     completions = ranked([run])
     one = fitting([run], completions, room=FRAME + 800)
@@ -54,9 +54,6 @@ def test_the_worst_ones_are_kept_where_room_is_short() -> None:
     text = said(completions, completions[: len(some)])
     assert text.endswith(f"the worst first. {30 - len(some)} are left out: the page stays below 2 MB.")
     assert fitting([run], completions, room=0) == []
-
-
-def test_a_completion_that_is_too_large_makes_room_for_smaller_ones() -> None:
     n = 2000
     large = completion(step=9, tokens=["a"] * n, policy=[-1.0] * n, ref=[-4.0] * n)
     run = run_of(completions=[large, completion(ref=(-1.5, -2.0, -0.5))])

@@ -70,12 +70,9 @@ def test_twins_and_runs_are_named() -> None:
     assert not node().all(of="run") and node().one("h4").text == "Step 1, completion 1"
 
 
-def test_numbers_for_the_script() -> None:
+def test_numbers_for_the_script_and_long_completions_that_are_cut_and_say_so() -> None:
     found = numbers_of(shown(policy=(-1.123456789, math.nan, -math.inf), ref=None, sampler=(-1.0, -2.0, -0.5)))
     assert found == {"p": [-1.12346, None, None], "s": [-1.0, -2.0, -0.5]}
-
-
-def test_long_completions_are_cut_and_say_so() -> None:
     n = LONGEST + 10
     made = node(tokens=["a"] * n, policy=[-1.0] * n, ref=[-1.0] * n)
     assert len(made.one(of="tokens").all("span")) == LONGEST
