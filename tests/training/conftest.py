@@ -37,7 +37,9 @@ TINY: dict[str, Any] = {
 }
 """A run of a fraction of a second: three groups of four completions of at most six tokens."""
 
-Folder = Callable[..., str]
+IN_REWARD: dict[str, Any] = {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}
+"""The KL in the reward, as every backend that has it takes it."""
+IN_ADVANTAGE = IN_REWARD | {"kl_placement": "advantage"}
 
 
 def tiny_llama(**changes: Any) -> LlamaForCausalLM:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from tests.training.conftest import IN_REWARD
 
 from klamp.errors import ConfigError
 from klamp.training.backends import OF_VERL, check_backend
@@ -12,7 +13,6 @@ from klamp.training.config import TrainConfig
 
 MODEL = {"model": "some/model"}
 NO_LOSS = ({"surrogate": "score_function"}, "no such loss")
-IN_REWARD = {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}
 CISPO = {"surrogate": "cispo"}
 OFTEN = {"num_iterations": 2}
 A_STEP = "counts every update as a step"

@@ -8,7 +8,7 @@ from itertools import pairwise
 import pytest
 import torch
 from safetensors.torch import save_model
-from tests.training.conftest import disturb, steps_of, tiny_llama
+from tests.training.conftest import IN_REWARD, disturb, steps_of, tiny_llama
 
 from klamp.training import checkpoint
 from klamp.training.backends import train_run
@@ -138,8 +138,7 @@ def test_a_huge_threshold_trains_as_beta_zero_bit_for_bit(config_of, tmp_path):
 
 @pytest.mark.parametrize("placement", ["reward", "advantage"])
 def test_a_huge_threshold_takes_the_kl_out_of_reward_and_advantage_too(placement, config_of, tmp_path):
-    given = {"kl_estimator": "k1", "kl_horizon": "sequence", "scale_rewards": "none", "learning_rate": 2e-2}
-    given |= {"kl_placement": placement}
+    given = IN_REWARD | {"kl_placement": placement, "scale_rewards": "none", "learning_rate": 2e-2}
     clipped = {"kl_clip_method": "hard", "kl_clip_threshold": 1e6}
     train_run(config_of(output_dir=str(tmp_path / "none"), beta=0, kl_monitor=True, **given))
     train_run(config_of(output_dir=str(tmp_path / "huge"), beta=0.5, **given, **clipped))

@@ -10,7 +10,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-from tests.training.conftest import stored, tiny_gpt2, tiny_llama
+from tests.training.conftest import tiny_gpt2, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from klamp.errors import KlampError, ModelError
@@ -185,11 +185,6 @@ def test_what_is_ready_or_not_klamps_own_is_left_alone(monkeypatch):
     assert made == ["smollm2", BaseModelConfig()]
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return Path(stored(tiny_llama(), tmp_path_factory.mktemp("hub") / "llama"))
-
-
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A hub that does not answer; the list holds what was asked."""
@@ -205,17 +200,17 @@ def offline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return asked
 
 
-def test_a_checkpoint_of_klamps_is_a_model(llama: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_of_klamps_is_a_model(llama: str, tmp_path: Path) -> None:
     step = tmp_path / "run" / "checkpoints" / "step-000002"
     shutil.copytree(llama, step / "policy")
     assert weights_folder(str(step)) == weights_folder(str(step / "policy")) == str(step / "policy")
-    assert (weights_folder(str(llama)), weights_folder("owner/name")) == (str(llama), "owner/name"), "as they are"
+    assert (weights_folder(llama), weights_folder("owner/name")) == (llama, "owner/name"), "as they are"
     assert load_model(str(step)).config.model_type == "llama"
     assert load_tokenizer(str(step)).eos_token_id is not None
-    assert describe_folder(str(step))[0] == describe_folder(str(llama))[0]
+    assert describe_folder(str(step))[0] == describe_folder(llama)[0]
 
 
-def test_a_run_names_its_newest_checkpoint(llama: Path, tmp_path: Path) -> None:
+def test_a_run_names_its_newest_checkpoint(llama: str, tmp_path: Path) -> None:
     for step in (2, 10):
         shutil.copytree(llama, tmp_path / "checkpoints" / f"step-{step:06d}" / "policy")
     with pytest.raises(ModelError, match="holds a run") as caught:
@@ -251,7 +246,7 @@ def test_a_hub_that_nobody_may_ask_is_said_too(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_the_hubs_cache_is_read_where_the_hub_is_silent(
-    offline: list[str], llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    offline: list[str], llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     snapshot = tmp_path / "models--owner--name" / "snapshots" / "abc"
     shutil.copytree(llama, snapshot)

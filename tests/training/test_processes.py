@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.training import children
-from tests.training.conftest import TINY, disturb, rows_of, steps_of, stored, tiny_llama
+from tests.training.conftest import IN_ADVANTAGE, TINY, disturb, rows_of, steps_of, stored, tiny_llama
 from tests.training.test_resume import assert_same_run
 
 from klamp.training import checkpoint
@@ -39,7 +39,7 @@ HARD = {
     "target_kl": 1e-3,
 }
 BRIEF = {"max_steps": 2}  # a step from the start, and one from where that led
-ADVANTAGE = {"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence", "lora_r": 2}
+ADVANTAGE = {**IN_ADVANTAGE, "lora_r": 2, **BRIEF}
 EXACT = {"kl_estimator": "exact", "mask_truncated_completions": True, "kl_exclude_tokens": (5, 9), "loss_type": "bnpo"}
 EXACT |= BRIEF
 SOFT = {
@@ -51,15 +51,8 @@ SOFT = {
 }
 SHARE = {"reference_share": 0.3, "gradient_accumulation_steps": 2, **BRIEF}
 SKIPPED = {"reward": "tests.training.rewards:half", "kl_clip_method": "hard", "kl_clip_threshold": 3.0, **BRIEF}
-SAME = {
-    "default": {},
-    "hard": HARD,
-    "advantage": ADVANTAGE | BRIEF,
-    "exact": EXACT,
-    "soft": SOFT,
-    "share": SHARE,
-    "skipped": SKIPPED,
-}
+SAME = {"default": {}, "hard": HARD, "advantage": ADVANTAGE, "exact": EXACT, "soft": SOFT, "share": SHARE}
+SAME |= {"skipped": SKIPPED}
 """What two processes must train as one does."""
 AT_A_GATE = ("default", "hard", "skipped")
 """Those of them that are trained wherever somebody lands a change."""

@@ -9,7 +9,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.training import rewards
-from tests.training.conftest import disturb
+from tests.training.conftest import IN_REWARD, disturb
+from tests.training.test_sampling import tokens_of as tokens_in
 from torch.optim import SGD
 
 from klamp.config.choices import SMALL_VOCABULARY
@@ -37,7 +38,7 @@ def rollout_of(context, *, step=0, prompts=3, beta=0.1):
 
 
 def tokens_of(rollout) -> list[list[int]]:
-    return [ids[mask].tolist() for ids, mask in zip(rollout.completions.ids, rollout.completions.mask, strict=True)]
+    return tokens_in(rollout.completions)
 
 
 def test_groups_stand_together_and_every_completion_has_its_own_reward(context_of):
@@ -110,10 +111,7 @@ def test_the_exact_kl_is_measured_on_the_first_completions_of_each_group(context
         ({"kl_estimator": "exact", "kl_horizon": "sequence"}, 0),
         ({"kl_estimator": "k1", "kl_placement": "advantage"}, 0),
         ({"kl_clip_method": "hard", "kl_reference_length": 5}, 1),
-        (
-            {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence", "loss_type": "dr_grpo"},
-            1,
-        ),
+        (IN_REWARD | {"loss_type": "dr_grpo"}, 1),
     ],
 )
 def test_the_policy_scores_before_the_update_only_where_something_depends_on_it(context_of, changes, passes):
@@ -159,9 +157,8 @@ def grown(context_of, **changes) -> dict[str, float]:
 
 
 def test_a_beta_that_starts_at_zero_and_grows_reaches_the_reward(context_of):
-    in_reward = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence", "loss_type": "dr_grpo"}
-    with_kl = grown(context_of, **in_reward)
-    without = grown(context_of, **in_reward, beta_max=1e-12)
+    with_kl = grown(context_of, **IN_REWARD)
+    without = grown(context_of, **IN_REWARD, beta_max=1e-12)
     assert with_kl["train/grad_norm"] != pytest.approx(without["train/grad_norm"], rel=1e-3)
 
 

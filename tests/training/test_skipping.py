@@ -140,10 +140,6 @@ def test_a_step_makes_so_many_passes_and_no_more(context_of, changes, policy, re
     assert there.passes == reference
 
 
-def test_at_beta_zero_there_is_nothing_to_score_with(context_of):
-    assert context_of(beta=0.0).reference is None
-
-
 # a share of the reference -------------------------------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.training import plain
-from tests.training.conftest import disturb
+from tests.training.conftest import IN_ADVANTAGE, IN_REWARD, disturb
 from torch.optim import SGD, AdamW
 
 from klamp.errors import NonFiniteError
@@ -22,6 +22,8 @@ BETA = 0.3
 K1 = {"kl_estimator": "k1"}
 CLIP = {"kl_clip_threshold": 0.2, "kl_reference_length": 6}
 """A budget of 1.2 nats, which some of the completions exceed, two of the three groups, and the batch."""
+IN_TOTAL = {"kl_clip_method": "hard", "kl_clip_threshold": 0.7, "use_per_token_kl_threshold": False}
+LEFT_OUT = {"kl_exclude_tokens": (5, 9, 20)}
 VARIANTS = {
     "grpo": {"loss_type": "grpo", "advantage_baseline": "mean"},
     "bnpo": {"loss_type": "bnpo"},
@@ -39,27 +41,17 @@ VARIANTS = {
     "soft": {"kl_clip_method": "soft", **CLIP, "kl_clip_temperature": 0.12, "kl_estimator": "exact"},
     "soft group": {"kl_clip_method": "soft", "kl_clip_level": "group", **CLIP, "kl_clip_temperature": 0.12},
     "hard, one exact KL in a group": {"kl_clip_method": "hard", **CLIP, "exact_kl_completions": 1, "loss_type": "grpo"},
-    "hard in total": {
-        "kl_clip_method": "hard",
-        "kl_clip_threshold": 0.7,
-        "use_per_token_kl_threshold": False,
-        "kl_horizon": "sequence",
-    },
-    "in the reward": {**K1, "kl_placement": "reward", "kl_horizon": "sequence", "scale_rewards": "none"},
+    "hard in total": {**IN_TOTAL, "kl_horizon": "sequence"},
+    "in the reward": {**IN_REWARD, "scale_rewards": "none"},
     "in the advantage": {**K1, "kl_placement": "advantage"},
-    "in the advantage, sequence": {**K1, "kl_placement": "advantage", "kl_horizon": "sequence", "loss_type": "dapo"},
+    "in the advantage, sequence": {**IN_ADVANTAGE, "loss_type": "dapo"},
     "in the advantage, hard": {**K1, "kl_placement": "advantage", "kl_clip_method": "hard", **CLIP},
     "token ratio": {"kl_off_policy": "token", "top_k": 20},
     "prefix ratio": {"kl_off_policy": "sequence", "kl_horizon": "sequence", "top_k": 20, "kl_max_weight": 0.9},
     "other reduction": {"kl_normalizer": "sequence_sum"},
     "tokens left out": {"kl_exclude_tokens": (5, 9, 20, 33), "kl_normalizer": "token_mean", "kl_max_log_ratio": 0.2},
-    "tokens left out, sequence": {
-        "kl_exclude_tokens": (5, 9, 20),
-        "kl_horizon": "sequence",
-        "kl_clip_method": "hard",
-        **CLIP,
-    },
-    "tokens left out, exact": {"kl_exclude_tokens": (5, 9, 20), "kl_estimator": "exact"},
+    "tokens left out, sequence": {**LEFT_OUT, "kl_horizon": "sequence", "kl_clip_method": "hard", **CLIP},
+    "tokens left out, exact": {**LEFT_OUT, "kl_estimator": "exact"},
     "truncated left out": {"mask_truncated_completions": True, "loss_type": "dapo"},
 }
 

@@ -155,24 +155,25 @@ def test_a_server_for_shorter_sequences_is_refused(found, server_of, context):
     assert f"max_model_len={enough - 1}" in str(error.value)
 
 
-def test_a_server_without_log_probabilities_of_prompts_is_refused(found, server_of):
-    with pytest.raises(ModelError, match="it has to know prompt_logprobs"):
-        found(server_of(without=True))
+class Shifted:
+    """A tokenizer with another number for the last token but one."""
+
+    def __call__(self, text, **_):
+        ids = arithmetic_tokenizer()(text, add_special_tokens=False)["input_ids"]
+        return {"input_ids": [*ids[:-2], ids[-2] ^ 1, ids[-1]]}
 
 
-def test_logits_are_no_log_probabilities(found, server_of):
-    with pytest.raises(ModelError, match="raw_logits"):
-        found(server_of(scale=-1.0))
-
-
-def test_another_tokenizer_is_refused(found, server_of):
-    class Shifted:
-        def __call__(self, text, **_):
-            ids = arithmetic_tokenizer()(text, add_special_tokens=False)["input_ids"]
-            return {"input_ids": [*ids[:-2], ids[-2] ^ 1, ids[-1]]}
-
-    with pytest.raises(ModelError, match="another tokenizer than the policy"):
-        found(server_of(tokenizer=Shifted()))
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"without": True}, "it has to know prompt_logprobs"),
+        ({"scale": -1.0}, "raw_logits"),
+        ({"tokenizer": Shifted()}, "another tokenizer than the policy"),
+    ],
+)
+def test_a_server_with_other_numbers_is_refused(found, server_of, changes, words):
+    with pytest.raises(ModelError, match=words):
+        found(server_of(**changes))
 
 
 def test_a_server_that_takes_no_texts_is_used_with_a_caution(found, server_of):

@@ -6,33 +6,25 @@ import json
 
 import pytest
 import torch
-from tests.training.conftest import steps_of
+from tests.training.conftest import IN_REWARD, steps_of
 
 from klamp.core.advantages import group_advantages
 from klamp.training.backends import train_run
 
 pytestmark = pytest.mark.slow
 
+THREE_PARTS = {"gradient_accumulation_steps": 3}
 CHOICES = {
     "dr_grpo": {},
     "grpo in parts": {"loss_type": "grpo", "gradient_accumulation_steps": 2},
-    "dapo in parts": {"loss_type": "dapo", "gradient_accumulation_steps": 3},
-    "bnpo in parts, truncated ones masked": {
-        "loss_type": "bnpo",
-        "gradient_accumulation_steps": 3,
-        "mask_truncated_completions": True,
-    },
+    "dapo in parts": {**THREE_PARTS, "loss_type": "dapo"},
+    "bnpo in parts, truncated ones masked": {**THREE_PARTS, "loss_type": "bnpo", "mask_truncated_completions": True},
     "cispo": {"loss_type": "dapo", "surrogate": "cispo", "epsilon": 1.0, "epsilon_high": 0.28},
     "two updates": {"num_iterations": 2, "gradient_accumulation_steps": 2},
     "clip": {"kl_clip_method": "soft", "kl_clip_threshold": 0.01},
     "exclusion": {"kl_exclude_prefix": 1, "loss_type": "dapo"},
     "advantage": {"kl_placement": "advantage", "kl_estimator": "k1"},
-    "reward": {
-        "kl_placement": "reward",
-        "kl_estimator": "k1",
-        "kl_horizon": "sequence",
-        "advantage_baseline": "mean",
-    },
+    "reward": {**IN_REWARD, "advantage_baseline": "mean"},
     "adapter": {"lora_r": 3},
     "bfloat16": {"dtype": "bfloat16"},
     "temperature": {"temperature": 0.7, "kl_horizon": "sequence", "kl_estimator": "k1"},

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 from safetensors import SafetensorError
+from tests.training import rewards
 from tests.training.conftest import rows_of, steps_of
 from tests.training.in_trl.conftest import QUICK
 from tests.training.test_trainer import Recorder
@@ -148,20 +149,10 @@ def test_an_alarm_of_stop_on_ends_it(quick, tmp_path):
     assert number_of(newest(tmp_path / "run", begin=OF_TRL)) == done < 40
 
 
-def test_a_reward_that_fails_names_the_newest_checkpoint(quick, monkeypatch):
-    from tests.training import rewards
-
-    calls = []
-
-    def failing(prompt, completion, answer, **fields):
-        calls.append(completion)
-        if len(calls) > 6 + 30:  # six held-out answers, and two steps of twelve completions
-            raise ValueError("out of order")
-        return float(len(completion))
-
-    monkeypatch.setattr(rewards, "digits", failing)
+def test_a_reward_that_fails_names_the_newest_checkpoint(quick):
+    rewards.STATE.update(calls=0, break_at=6 + 2 * 12 + 7)  # six held-out answers, and twelve completions a step
     with pytest.raises(RewardError) as failed:
-        train_run(quick(max_steps=5, save_every=1, eval_size=1))
+        train_run(quick(max_steps=5, save_every=1, eval_size=1, reward="tests.training.rewards:breaks"))
     assert any("the state after step" in note for note in failed.value.__notes__)
 
 

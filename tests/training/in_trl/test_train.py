@@ -68,12 +68,6 @@ def test_an_adapter_that_fits_nowhere_is_refused(quick):
         train_run(quick(lora_r=2, lora_target_modules=("c_attn",)))
 
 
-def test_a_reference_with_other_tokens_is_refused(quick, tmp_path):
-    other = stored(tiny_llama(vocab_size=100), tmp_path / "other")
-    with pytest.raises(ModelError, match="another vocabulary"):
-        train_run(quick(ref_model=other))
-
-
 def test_one_process_for_each_gpu(quick, monkeypatch):
     monkeypatch.setattr("klamp.training.in_trl.run.on_cpu", lambda config: False)
     monkeypatch.setattr("torch.accelerator.device_count", lambda: 4)

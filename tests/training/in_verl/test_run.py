@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from tests.training.conftest import IN_REWARD
 from tests.training.test_trainer import Recorder
 
 from klamp.errors import RunFolderError
@@ -134,27 +135,26 @@ def test_names_and_units_are_klamps():
     assert {name: found[name] for name in found if name not in ("kl/k3", "speed/tokens_per_second")} == rest
 
 
-@pytest.mark.parametrize("average", ["dapo", "grpo"])
-def test_a_mean_stays_a_mean(average):
-    assert metrics_of(ROW, config_of(loss_type=average, advantage_baseline="mean"))["kl/k3"] == 0.02
+REWARD_KL = {"actor/reward_kl_penalty": 0.1, "actor/reward_kl_penalty_coeff": 0.2}
+WITHOUT_KL = {name: x for name, x in ROW.items() if "kl_" not in name}
 
 
-def test_the_kl_has_the_name_of_its_estimator():
-    assert metrics_of(ROW, config_of(kl_estimator="k1", kl_horizon="sequence"))["kl/k1"] == pytest.approx(0.08)
-    found = metrics_of(ROW, config_of(kl_estimator="k2"))
-    assert not [name for name in found if name.startswith("kl/")], "klamp logs no k2"
-
-
-def test_a_kl_in_the_reward_is_k1():
-    row = {name: x for name, x in ROW.items() if "kl_" not in name}
-    row |= {"actor/reward_kl_penalty": 0.1, "actor/reward_kl_penalty_coeff": 0.2}
-    found = metrics_of(row, config_of(kl_placement="reward", kl_estimator="k1", kl_horizon="sequence"))
-    assert (found["kl/k1"], found["beta"]) == (0.1, 0.2)
-
-
-def test_a_run_without_a_kl_has_none():
-    row = {name: x for name, x in ROW.items() if "kl_" not in name}
-    assert "beta" not in metrics_of(row, config_of(beta=0.0))
+@pytest.mark.parametrize(
+    ("row", "changes", "expected"),
+    [
+        (ROW, {"loss_type": "dapo", "advantage_baseline": "mean"}, {"kl/k3": 0.02, "beta": 0.01}),
+        (ROW, {"loss_type": "grpo", "advantage_baseline": "mean"}, {"kl/k3": 0.02, "beta": 0.01}),
+        (ROW, {"kl_estimator": "k1", "kl_horizon": "sequence"}, {"kl/k1": 0.02 * 16 / 4, "beta": 0.01}),
+        (ROW, {"kl_estimator": "k2"}, {"beta": 0.01}),
+        (WITHOUT_KL | REWARD_KL, IN_REWARD, {"kl/k1": 0.1, "beta": 0.2}),
+        (WITHOUT_KL, {"beta": 0.0}, {}),
+    ],
+    ids=["a mean stays a mean", "of sequences too", "k1", "klamp logs no k2", "in the reward", "none"],
+)
+def test_the_kl_has_the_name_of_its_estimator_and_the_unit_of_its_average(row, changes, expected):
+    found = metrics_of(row, config_of(**changes))
+    about_kl = {name: x for name, x in found.items() if name == "beta" or name.startswith("kl/")}
+    assert about_kl == pytest.approx(expected)
 
 
 def test_an_evaluation_is_no_step():

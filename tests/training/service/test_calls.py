@@ -9,10 +9,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from tests.training.conftest import tiny_llama
-from tests.training.test_evaluation import read_by_hand
+from tests.training.test_evaluation import by_hand, read_by_hand
 
 from klamp.errors import ModelError, NonFiniteError
 from klamp.tinker.testing import Fault
+from klamp.training.models import end_tokens
 from klamp.training.references import FrozenReference
 from klamp.training.service import calls, run
 
@@ -41,23 +42,14 @@ def test_completions_are_groups_of_their_prompts(context, completions):
     assert completions.ended.tolist() == [len(r) < 6 or context.tokenizer.decode(r[-1]) in "xyz-=" for r in responses]
 
 
-def test_the_sampler_s_log_probabilities_are_those_of_the_model(completions):
-    scores = FrozenReference(tiny_llama()).score(completions, temperature=TEMPERATURE)
-    torch.testing.assert_close(
-        completions.sampler_logprobs[completions.mask], scores.logprobs[completions.mask], rtol=1e-5, atol=1e-5
-    )
-    assert (completions.sampler_logprobs[~completions.mask] == 0).all()
-
-
-def test_the_reference_gives_what_a_frozen_model_here_gives(base, completions):
-    found = base.score(completions, temperature=TEMPERATURE)
-    expected = FrozenReference(tiny_llama()).score(completions, temperature=TEMPERATURE)
-    assert found.logits is None
-    torch.testing.assert_close(
-        found.logprobs[completions.mask], expected.logprobs[completions.mask], rtol=1e-5, atol=1e-5
-    )
+def test_sampler_and_reference_give_what_a_frozen_model_here_gives(base, completions):
+    expected = FrozenReference(tiny_llama()).score(completions, temperature=TEMPERATURE).logprobs
+    found, mask = base.score(completions, temperature=TEMPERATURE), completions.mask
+    for given in (found.logprobs, completions.sampler_logprobs):
+        torch.testing.assert_close(given[mask], expected[mask], rtol=1e-5, atol=1e-5)
+    assert (completions.sampler_logprobs[~mask] == 0).all()
+    assert found.logits is None and base.weights() is None
     assert base.describe() == "the base model"
-    assert base.weights() is None
 
 
 def test_draws_depend_on_seed_step_and_prompt_alone(context, base, completions):
@@ -80,16 +72,9 @@ def test_another_number_of_sequences_stops(connection, client):
 
 
 def test_scores_are_those_of_greedy_completions(context, base):
-    found = run.evaluate(context, base).scores
     model = tiny_llama()
-    for skill, examples in context.task.evaluation.items():
-        expected = []
-        for example in examples:
-            ids = context.tokenizer(example.prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
-            out = model.generate(input_ids=ids, max_new_tokens=6, do_sample=False, pad_token_id=context.pad)
-            text = context.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
-            expected.append(context.task.score(example, text))
-        assert found[skill] == pytest.approx(sum(expected) / len(expected))
+    here = SimpleNamespace(**vars(context), policy=model, stop=end_tokens(model, context.tokenizer))
+    assert run.evaluate(context, base).scores == pytest.approx(by_hand(here))
 
 
 def test_the_reference_length_is_the_mean_of_its_completions(context, base):

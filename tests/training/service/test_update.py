@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.standin import ready
-from tests.training.conftest import TINY, stored, tiny_llama
+from tests.training.conftest import IN_ADVANTAGE, IN_REWARD, TINY, stored, tiny_llama
 from tests.waiting import SECONDS
 
 from klamp.errors import NonFiniteError
@@ -35,8 +35,8 @@ CONTROLS = {
         "kl_clip_level": "group",
         "gradient_accumulation_steps": 3,
     },
-    "reward": {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence", "scale_rewards": "none"},
-    "advantage": {"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence"},
+    "reward": {**IN_REWARD, "scale_rewards": "none"},
+    "advantage": IN_ADVANTAGE,
     "cispo, in parts": {"surrogate": "cispo", "gradient_accumulation_steps": 4},
     "masks": {"mask_truncated_completions": True, "kl_exclude_prefix": 1},
 }
