@@ -176,6 +176,13 @@ def disturb(model: torch.nn.Module, *, seed: int = 1, size: float = 0.05) -> Non
                 parameter.add_(size * torch.randn(parameter.shape, generator=generator))
 
 
+def far_away(folder: Path) -> dict[str, Any]:
+    """Settings of a run that is 0.6 nats per token from its reference from the start, and stays there."""
+    other = tiny_llama()
+    disturb(other)
+    return {"ref_model": stored(other, folder), "learning_rate": 1e-6}
+
+
 def assert_same_course(frozen: Path, away: Path) -> list[dict[str, float]]:
     """The four steps of a run whose reference is somewhere else have the numbers of a frozen one; returns them."""
     here, there = steps_of(frozen), steps_of(away)

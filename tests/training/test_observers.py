@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.training.conftest import disturb, info_of, stored, tiny_llama
+from tests.training.conftest import far_away, info_of
 
 from klamp.diagnostics.alarms import ALARMS
 from klamp.errors import TrainingStopped
@@ -21,26 +21,17 @@ from klamp.training.observers import AlarmObserver, settings_of
 
 @pytest.fixture(scope="module")
 def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Settings of a run that is 0.6 nats per token from its reference from the start, and stays there.
-
-    So reference-differs rises after the first step, and kl-high after the fifth, whatever is learned.
-    """
-    other = tiny_llama()
-    disturb(other)
-    return {"ref_model": stored(other, tmp_path_factory.mktemp("elsewhere")), "learning_rate": 1e-6}
-
-
-def stopped(config: TrainConfig) -> TrainingStopped:
-    with pytest.raises(TrainingStopped) as caught:
-        train_run(config)
-    return caught.value
+    """In such a run reference-differs rises after the first step, and kl-high after the fifth."""
+    return far_away(tmp_path_factory.mktemp("elsewhere"))
 
 
 def test_a_run_stops_at_an_alarm_and_keeps_its_checkpoint(
     config_of: Any, tmp_path: Path, elsewhere: dict[str, Any]
 ) -> None:
     config = config_of(stop_on=("retention", "kl-high"), max_steps=10, save_every=0, **elsewhere)
-    error = stopped(config)
+    with pytest.raises(TrainingStopped) as caught:
+        train_run(config)
+    error = caught.value
     step = read_record(tmp_path / "run").rows[-1].step
     assert step == 5
     assert error.what == f"training was stopped after step {step} of 10 by the alarm kl-high: {ALARMS['kl-high'].text}"

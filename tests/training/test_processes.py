@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import yaml
 from tests.training import children
-from tests.training.conftest import IN_ADVANTAGE, TINY, disturb, rows_of, steps_of, stored, tiny_llama
+from tests.training.conftest import IN_ADVANTAGE, TINY, far_away, rows_of, steps_of
 from tests.training.test_resume import assert_same_run
 
 from klamp.training import checkpoint
@@ -95,9 +95,7 @@ def pair(llama, tmp_path_factory):
     jobs["first fails"] = job("first fails", **broken) | {"break_at": {0: 9 + 16 + 9 + 3}}
     jobs["second fails"] = job("second fails", **broken) | {"break_at": {1: 6 + 16 + 6 + 3}}
     jobs["resumed"] = job("second fails", resume=True)
-    other = tiny_llama()
-    disturb(other)  # 0.6 nats per token away from the start on, which is high after five steps
-    away = {"ref_model": stored(other, folder / "other"), "learning_rate": 1e-6}
+    away = far_away(folder / "other")  # which is high after five steps
     jobs["stopped"] = job("stopped", stop_on=("kl-high",), max_steps=10, save_every=0, **away)
     return trained(folder, AT_A_GATE, job, jobs)
 
@@ -237,9 +235,7 @@ LOST = "the processes of the run lost each other"
 def faulty(llama: str, folder: Path, fault: str, **changes: Any) -> subprocess.Popen[str]:
     """Two processes of `klamp train` under torchrun."""
     values = {**BASE, "model": llama, "output_dir": str(folder), **changes}
-    flags = [f"--{name}={value}" for name, value in values.items() if name != "cpu"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "klamp.cli"]
-    return launched([*launch, "train", *flags, "--cpu"], FAULT=fault)
+    return launched(children.under_torchrun(values), FAULT=fault)
 
 
 def said_by(launcher: subprocess.Popen[str]) -> str:

@@ -6,7 +6,7 @@ import gc
 
 import pytest
 import torch
-from tests.training.conftest import disturb, steps_of
+from tests.training.conftest import disturb, steps_of, stored, tiny_llama
 from tests.training.test_sampling import sample
 from torch.optim import SGD
 from transformers import LlamaForCausalLM
@@ -134,8 +134,6 @@ def test_at_beta_zero_the_policy_trains_as_if_klamp_knew_no_kl(context_of):
 
 
 def test_a_reference_can_be_another_model(context_of, config_of, tmp_path):
-    from tests.training.conftest import stored, tiny_llama
-
     other = tiny_llama()
     disturb(other)
     context = context_of(ref_model=stored(other, tmp_path / "other"))

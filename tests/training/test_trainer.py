@@ -216,19 +216,20 @@ def test_a_step_without_a_token_that_carries_the_kl_measures_none(context_of):
 SEEN = {"length/mean": 5.0, "reward_std": 0.3, "groups/saturated": 0.25}
 
 
-def test_beta_and_its_price(context_of):
-    exact = {"loss_type": "dr_grpo", "advantage_baseline": "leave_one_out"}
-    context = context_of(**exact)
-    assert control_metrics(context, 0.06, SEEN) == {"beta": 0.06, "beta/price": 0.06}
-    assert control_metrics(context, 0.0, SEEN) == {"beta": 0.0, "beta/price": 0.0}
-    averaged = context_of(**exact, kl_normalizer="token_mean", max_completion_length=8)
-    assert control_metrics(averaged, 0.06, SEEN)["beta/price"] == pytest.approx(0.06 * 8 / 5)
-
-
-def test_divided_by_the_std_the_price_is_that_of_the_groups_that_teach_something(context_of):
-    context = context_of(scale_rewards="std", advantage_baseline="leave_one_out")
-    assert control_metrics(context, 0.06, SEEN)["beta/price"] == pytest.approx(0.06 * 0.4)
-    assert control_metrics(context, 0.06, SEEN | {"reward_std": 0.0, "groups/saturated": 1.0}) == {"beta": 0.06}
+@pytest.mark.parametrize(
+    ("changes", "beta", "seen", "price"),
+    [
+        ({"loss_type": "dr_grpo"}, 0.06, {}, 0.06),
+        ({"loss_type": "dr_grpo"}, 0.0, {}, 0.0),
+        ({"kl_normalizer": "token_mean", "max_completion_length": 8}, 0.06, {}, 0.06 * 8 / 5),
+        ({"scale_rewards": "std"}, 0.06, {}, 0.06 * 0.4),  # that of the groups that teach something
+        ({"scale_rewards": "std"}, 0.06, {"reward_std": 0.0, "groups/saturated": 1.0}, None),
+    ],
+)
+def test_beta_and_its_price(context_of, changes, beta, seen, price):
+    context = context_of(advantage_baseline="leave_one_out", **changes)
+    expected = {"beta": beta} | ({} if price is None else {"beta/price": price})
+    assert control_metrics(context, beta, SEEN | seen) == pytest.approx(expected)
 
 
 def test_a_record_holds_the_step_as_it_was_before_the_update(context_of):
