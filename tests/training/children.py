@@ -16,17 +16,7 @@ from typing import Any
 from tests.ports import kept_port
 from tests.waiting import SECONDS, wait_for
 
-__all__ = [
-    "SECONDS",
-    "end",
-    "free_ports",
-    "join_group",
-    "one_of_several",
-    "paused_run",
-    "start",
-    "under_torchrun",
-    "wait_for",
-]
+__all__ = ["SECONDS", "end", "free_ports", "join_group", "one_of_several", "paused_run", "start", "wait_for"]
 
 
 def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
@@ -48,13 +38,6 @@ def end(children: Sequence[BaseProcess]) -> list[int | None]:
     for child in children:
         child.kill()
     return codes
-
-
-def under_torchrun(values: dict[str, Any], *more: str, program: Sequence[str] = ("-m", "klamp.cli")) -> list[str]:
-    """The command that trains on two processes of a CPU."""
-    flags = [f"--{name}={value}" for name, value in values.items() if name != "cpu"]
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    return [*launch, *program, "train", *flags, "--cpu", *more]
 
 
 def free_ports(count: int) -> list[int]:

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from safetensors.torch import load_file
-from tests.training.conftest import TINY, disturb, rows_of, tiny_llama
+from tests.training.conftest import TINY, disturb, full_disk, rows_of, tiny_llama
 from tests.training.test_sampling import sample
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -102,12 +102,9 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(context_of, monkeypat
     given |= {"reference": None, "state": {}, "keep": 1}
     checkpoint.save(context.output_dir, 1, **given)
 
-    def full(*args, **kwargs):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(checkpoint.torch, "save", full)
+    monkeypatch.setattr(checkpoint.torch, "save", full_disk)
     for step in (1, 2):
-        with pytest.raises(OSError, match="no space"):
+        with pytest.raises(OSError, match="No space"):
             checkpoint.save(context.output_dir, step, **given)
     monkeypatch.undo()
     assert checkpoint.newest(context.output_dir).name == "step-000001"

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
+from tests.training.conftest import full_disk
 from tests.waiting import wait_for, wait_until
 
 from klamp.errors import RunFolderError
@@ -121,11 +122,8 @@ def test_the_folder_is_made_and_a_given_one_taken(tmp_path, monkeypatch):
 
 
 def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
-    def full(*args, **kwargs):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(Path, "mkdir", full)
-    with pytest.raises(RunFolderError, match=r"(?s)cannot be written.*no space"):
+    monkeypatch.setattr(Path, "mkdir", full_disk)
+    with pytest.raises(RunFolderError, match=r"(?s)cannot be written.*No space"):
         make_folder(TrainConfig.from_flat({"output_dir": str(tmp_path / "a")}))
 
 
@@ -253,11 +251,8 @@ def test_one_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
     file = tmp_path / "a.txt"
     write_whole(file, "old")
 
-    def full(number):
-        raise OSError("no space left")
-
-    monkeypatch.setattr(os, "fsync", full)
-    with pytest.raises(OSError, match="no space"):
+    monkeypatch.setattr(os, "fsync", full_disk)
+    with pytest.raises(OSError, match="No space"):
         write_whole(file, "new")
     assert file.read_text() == "old"
 

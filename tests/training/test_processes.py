@@ -235,7 +235,9 @@ LOST = "the processes of the run lost each other"
 def faulty(llama: str, folder: Path, fault: str, **changes: Any) -> subprocess.Popen[str]:
     """Two processes of `klamp train` under torchrun."""
     values = {**BASE, "model": llama, "output_dir": str(folder), **changes}
-    return launched(children.under_torchrun(values), FAULT=fault)
+    flags = [f"--{name}={value}" for name, value in values.items() if name != "cpu"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", "-m", "klamp.cli"]
+    return launched([*launch, "train", *flags, "--cpu"], FAULT=fault)
 
 
 def said_by(launcher: subprocess.Popen[str]) -> str:

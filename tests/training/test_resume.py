@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from tests.training import rewards
-from tests.training.conftest import IN_REWARD, StopAfter, rows_of, steps_of
+from tests.training.conftest import IN_REWARD, StopAfter, full_disk, rows_of, steps_of
 
 from klamp.errors import NonFiniteError, RewardError, RunFolderError, TrainingStopped
 from klamp.training import checkpoint, trainer, updates
@@ -348,15 +348,11 @@ def test_a_damaged_line_forbids_no_resume(whole_and, tmp_path):
     assert_same_run(whole, tmp_path / "parts")
 
 
-def full(*args, **kwargs):
-    raise OSError(28, "No space left on device")
-
-
 def test_a_full_disk_ends_a_run_with_what_is_whole(parts_of, tmp_path, monkeypatch):
     class Fills(Observer):
         def on_step(self, step, metrics):
             if step == 3:
-                monkeypatch.setattr(checkpoint.torch, "save", full)
+                monkeypatch.setattr(checkpoint.torch, "save", full_disk)
 
     with pytest.raises(RunFolderError, match=r"(?s)cannot be written any more.*No space") as caught:
         train_run(parts_of(), [Fills()])

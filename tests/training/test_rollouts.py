@@ -133,13 +133,6 @@ def test_reference_lengths_come_with_the_prompts_or_from_the_run(context_of):
     assert rollout.reference_length.tolist() == [7.0] * 12, "the user's number comes first, as in every host"
 
 
-def test_a_reward_that_raises_stops_the_step(context_of):
-    context = context_of(reward="tests.training.rewards:breaks")
-    rewards.STATE.update(calls=0, break_at=5)
-    with pytest.raises(RewardError, match="out to lunch"):
-        rollout_of(context)
-
-
 def test_a_reward_that_failed_elsewhere_stops_this_process_too(context_of):
     with pytest.raises(RewardError, match="another process"):
         rollout_of(of_process(context_of(), 0, 2, others=1.0))

@@ -15,7 +15,7 @@ import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.summary.writer.record_writer import RecordWriter
-from tests.training.conftest import TINY, info_of, rows_of, steps_of
+from tests.training.conftest import TINY, full_disk, info_of, rows_of, steps_of
 
 from klamp._version import __version__
 from klamp.diagnostics.metrics import METRICS
@@ -233,12 +233,9 @@ def test_cautions_are_written_with_the_steps_done_and_go_with_what_a_resumed_run
 
 
 def test_a_disk_that_is_full_at_the_beginning_or_the_end_is_said(tmp_path, monkeypatch):
-    def full(file, text):
-        raise OSError(28, "No space left on device")
-
     log = RunLog(SimpleNamespace(trackers=[]))
     log.on_start(info_of(tmp_path, 0))
-    monkeypatch.setattr("klamp.training.runlog.write_whole", full)
+    monkeypatch.setattr("klamp.training.runlog.write_whole", full_disk)
     for done, words in ((0, "cannot be written\n"), (2, "cannot be written any more")):
         with pytest.raises(RunFolderError, match=f"(?s){words}.*No space left") as caught:
             RunLog(SimpleNamespace(trackers=[])).on_start(info_of(tmp_path, done))

@@ -143,6 +143,12 @@ def test_a_step_makes_so_many_passes_and_no_more(context_of, changes, policy, re
 # a share of the reference -------------------------------------------------------------------------------------------
 
 
+def scored_whole(context):
+    """The first rollout, all of it scored by the reference."""
+    kl = replace(context.config.kl, reference_share=1.0)
+    return rollout_of(replace(context, config=replace(context.config, kl=kl)))
+
+
 def test_the_reference_scores_its_share_and_nothing_else(context_of):
     context = context_of(beta=BETA, reference_share=0.4)
     disturb(context.policy, size=0.03)
@@ -151,9 +157,7 @@ def test_the_reference_scores_its_share_and_nothing_else(context_of):
     assert there.scoring == 5 == int((rollout.kl_weight > 0).sum())
     assert rollout.kl_weight.unique().tolist() == pytest.approx([0.0, 12 / 5])
     assert torch.equal(rollout.exact_rows, rollout.kl_weight > 0)
-    whole = rollout_of(
-        replace(context, config=replace(context.config, kl=replace(context.config.kl, reference_share=1.0)))
-    )
+    whole = scored_whole(context)
     scored = rollout.kl_weight > 0
     mask = rollout.mask & scored[:, None]
     torch.testing.assert_close(rollout.ref_logprobs[mask], whole.ref_logprobs[mask], rtol=0, atol=1e-5)
@@ -169,9 +173,7 @@ def test_the_loss_of_a_share_is_the_weighted_loss_and_its_metrics_are_means_over
     disturb(context.policy, size=0.03)
     rollout = rollout_of(context)
     found, output, _ = updated(context, rollout, BETA)
-    whole = rollout_of(
-        replace(context, config=replace(context.config, kl=replace(context.config.kl, reference_share=1.0)))
-    )
+    whole = scored_whole(context)
     expected, _, _ = updated(context, replace(whole, kl_weight=rollout.kl_weight), BETA)
     assert_equal(found, expected)
     metrics = measured(context, rollout, [output])

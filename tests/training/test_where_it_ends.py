@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from tests.training import tabular
-from tests.training.conftest import IN_ADVANTAGE, IN_REWARD, steps_of
+from tests.training.conftest import steps_of
 
 from klamp.training.backends import train_run
 from klamp.training.checkpoint import checkpoints
@@ -48,8 +48,8 @@ def ended(folder: Path, **changes: Any) -> tabular.Ended:
     "kl",
     [
         {"kl_horizon": "sequence"},
-        IN_REWARD,
-        IN_ADVANTAGE,
+        {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"},
+        {"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence"},
         {"kl_horizon": "sequence", "kl_off_policy": "sequence", "num_iterations": 4},
     ],
     ids=["loss-k3-sequence", "reward-k1", "advantage-k1-sequence", "loss-k3-sequence-four-updates"],

@@ -6,12 +6,12 @@ import json
 import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.training.children import under_torchrun
 from tests.training.conftest import rows_of, steps_of
 from tests.training.in_trl.conftest import QUICK
 
@@ -30,8 +30,10 @@ KLAMP = ["-m", "klamp.cli"]
 def launched(llama: str, folder: Path, program: list[str], environment: dict[str, str], more: str) -> Path:
     """A run on two processes, begun or continued."""
     values = {**QUICK, **CHANGES, "model": llama, "output_dir": str(folder), "report_to": "none"}
+    flags = [f"--{name}={value}" for name, value in values.items() if name != "cpu"]
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *program]
     around = {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
-    command = under_torchrun(values, more, program=program)
+    command = [*launch, "train", *flags, "--cpu", more]
     done = subprocess.run(
         command, env=os.environ | around | environment, capture_output=True, text=True, timeout=300, check=False
     )
