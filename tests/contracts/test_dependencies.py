@@ -54,7 +54,7 @@ GUESTS = {
     "audit/trl.py": {"trl", "datasets", "tokenizers", "transformers"},
     "audit/verl.py": {"verl", "tensordict"},
     "core/heads/_triton.py": {"triton"},
-    "hosts/common/sampler_weights.py": {"vllm"},
+    "hosts/common/sampler_weights.py": {"vllm", "transformers"},
     "tinker/testing.py": {"klamp-standin"},
     "training/in_trl/trainer.py": {"datasets"},
 }

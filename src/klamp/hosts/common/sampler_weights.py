@@ -68,16 +68,15 @@ def check_sync(
         DataError: a side reports no number.
         ConfigError: a temperature that is not above 0.
     """
-    import transformers
-
     check_number("temperature", temperature, POSITIVE)
     sides = {"sampler": sampler_logprobs, "trainer": trainer_logprobs}
     reported = {side: _flat(completions, values, side) for side, values in sides.items() if values is not None}
-    cuts = transformers.LogitsProcessorList()
-    if top_k > 0:
-        cuts.append(transformers.TopKLogitsWarper(top_k))
-    if top_p < 1:
-        cuts.append(transformers.TopPLogitsWarper(top_p))
+    cuts: Any = None
+    if top_k > 0 or top_p < 1:
+        from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
+
+        cuts = LogitsProcessorList([TopKLogitsWarper(top_k)] if top_k > 0 else [])
+        cuts += [TopPLogitsWarper(top_p)] if top_p < 1 else []
     parts = [
         _readings(model, prompt, completion, temperature=temperature, cuts=cuts, start=start)
         for prompt, completion in zip(prompts, completions, strict=True)
