@@ -86,6 +86,7 @@ def rest_of_the_term(answer: float, tokens: float) -> float:
     return mean
 
 
+@pytest.mark.slow
 def test_what_the_page_counts() -> None:
     every = kls()
     assert len(every) == 8100
@@ -95,6 +96,7 @@ def test_what_the_page_counts() -> None:
     assert fmean(p[str(a + b)] for a, b in product(range(10, 100), repeat=2) for p in [written(a, b)]) > 0.62
 
 
+@pytest.mark.slow
 def test_equilibria_of_the_page() -> None:
     assert local_equilibrium(0.0) == pytest.approx(4.0), "nothing to put off: the reference's own number"
     assert fmean(local_equilibrium(first) for first, _, _ in kls()) == pytest.approx(4.8, abs=0.06)
