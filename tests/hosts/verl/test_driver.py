@@ -107,7 +107,7 @@ def test_verls_class_is_hooked_once(tmp_path: Path, trainer: type[Trainer]) -> N
     Driver(config(tmp_path))
     assert trainer._compute_advantage is hooked
     other = SimpleNamespace(checkpoint_callback=object(), global_steps=1)
-    assert trainer._compute_advantage(other, "the batch", {}) == "the batch", "of somebody else's callback"  # pyright: ignore[reportArgumentType]
+    assert trainer._compute_advantage(other, "the batch", metrics={}) == "the batch", "of another callback"  # pyright: ignore[reportArgumentType]
 
 
 def test_a_kl_in_the_reward_needs_advantages_it_can_be_put_into(tmp_path: Path) -> None:

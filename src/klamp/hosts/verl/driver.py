@@ -220,10 +220,10 @@ def _hooked(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
     """A method of verl's trainer; where a driver is there, `ours` calls it and the driver."""
 
     @functools.wraps(original)
-    def method(self: Any, *args: Any) -> Any:
+    def method(self: Any, *args: Any, **named: Any) -> Any:
         driver = self.checkpoint_callback
-        whole = functools.partial(original, self, *args)
-        return ours(driver, whole, self, *args) if isinstance(driver, Driver) else whole()
+        whole = functools.partial(original, self, *args, **named)
+        return ours(driver, whole, self, *args, **named) if isinstance(driver, Driver) else whole()
 
     return method
 
