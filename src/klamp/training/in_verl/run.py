@@ -142,7 +142,7 @@ class VerlRun(Training):
                 return
             if self.alarms.stopped_by is not None:
                 raise self.alarms.stop(self.step, self.context.config.run.max_steps)
-            if interrupt.asked:
+            if interrupt.asked and self.layout.newest_step() <= self.step:  # verl logs a step after its checkpoint
                 raise KeyboardInterrupt
             self._check_heard()
             time.sleep(POLL)
