@@ -132,7 +132,7 @@ def test_an_ablation_its_plan_and_its_runs(
     assert code == 0 and f"reference_url={server}" in said
     assert asked == ASKED
     found = {each.name for each in (elsewhere / "out").rglob("*")}
-    assert {"plan.yaml", "run.json", "config.yaml", "table.json", "outcome.json"} <= found
+    assert {"plan.yaml", "config.yaml", "table.json", "outcome.json"} <= found
     assert leaking(elsewhere / "out") == []
     asked.clear()
     assert klamp(*words, "--workers", "1", "--output_dir", "out")[0] == 0

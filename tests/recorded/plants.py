@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -132,14 +132,17 @@ def _drift(trainer: Trainer, told: Told, undone: ExitStack) -> None:
 
 
 def _mask_without_ends(trainer: Trainer, told: Told, undone: ExitStack) -> None:
-    real = rollouts._masks
+    real = rollouts.Rollout
 
-    def without_ends(context: Any, completions: Any) -> Any:
+    def without_ends(**given: Any) -> Any:
+        completions = given["completions"]
         last = torch.zeros_like(completions.mask)
         last[torch.arange(len(last)), completions.mask.sum(-1) - 1] = True
-        return real(context, replace(completions, mask=completions.mask & ~(last & completions.ended[:, None])))
+        kept = ~(last & completions.ended[:, None])
+        masks = {name: given[name] & kept for name in ("mask", "kl_mask")}
+        return real(**given | masks | {"totals": rollouts.totals_of(trainer.context, *masks.values())})
 
-    undone.enter_context(patch.object(rollouts, "_masks", without_ends))
+    undone.enter_context(patch.object(rollouts, "Rollout", without_ends))
 
 
 def _pay(trainer: Trainer, told: Told, undone: ExitStack) -> None:
