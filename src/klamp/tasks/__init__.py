@@ -12,7 +12,7 @@ from klamp.tasks.base_model import BaseModelConfig, base_model_folder, load_base
 from klamp.tasks.language import language_task
 from klamp.tasks.named_models import NAMED_MODELS, load_named_model, named_model_folder
 from klamp.tasks.prompts import check_prompts
-from klamp.tasks.rewards import in_time, named_reward, with_reward
+from klamp.tasks.rewards import guarded, named_reward, with_reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -62,7 +62,7 @@ def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
 
         task = file_task(config, tokenizer)
     task = with_reward(task, config.reward) if config.reward else task
-    return replace(task, score=in_time(task.score, seconds=config.reward_timeout))
+    return replace(task, score=guarded(task.score, seconds=config.reward_timeout))
 
 
 _FILES_ONLY = ("eval_split", "skill_column", "reference_length_column")

@@ -1,4 +1,4 @@
-"""Reward functions: the named ones, how a user's own function is called, and for how long.
+"""Reward functions: the named ones, how a user's own function is called, and what it may do to the process it is in.
 
     exact_match            1 where the completion equals the answer, white space around both left out
     math_verify            1 where the math-verify package finds the two to be the same mathematics
@@ -18,16 +18,20 @@ chat messages, the completion is one too, as in TRL.
 from __future__ import annotations
 
 import inspect
+import os
 import re
 import runpy
 import sys
 import threading
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack, chdir, suppress
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import torch
 
 from klamp.errors import ConfigError, DataError, RewardError, missing_library, unknown_name
 from klamp.tasks.base import Example, RewardFunction, Task, checked, where
@@ -146,8 +150,7 @@ def adapt(function: Callable[..., Any], *, name: str) -> RewardFunction:
             why="it has to be given the completion",
             fix="define it as function(completion, **fields)",
         )
-    trl_style = "completions" in taken
-    return _trl_style(function, name) if trl_style else _one_completion(function, name)
+    return _trl_style(function, name) if "completions" in taken else _one_completion(function, name)
 
 
 def _one_completion(function: Callable[..., Any], name: str) -> RewardFunction:
@@ -223,18 +226,41 @@ def _import_function(module: str, function: str) -> Callable[..., Any]:
     return target
 
 
-def in_time(score: Score, *, seconds: float | None) -> Score:
-    """A reward in a thread, which is left to itself once its time is up: code that hangs cannot be stopped.
+def guarded(score: Score, *, seconds: float | None) -> Score:
+    """A reward that hands the process back as it was, and in time.
 
     Args:
         score: the reward.
-        seconds: the longest that it may take for one completion; None: as long as it likes, and no thread.
+        seconds: the longest that it may take for one completion; None: as long as it likes.
 
     Returns:
-        A function of the same signature. It raises RewardError where the reward took too long.
+        A function of the same signature. The working directory and the switch of gradients are put back after it. It
+        raises RewardError where the reward took too long. A process that the reward has forked ends where it would come
+        back from the reward, with code 1 and one line: two would train in one folder.
     """
-    if seconds is None:
-        return score
+
+    def call(example: Example, completion: str) -> float:
+        process = os.getpid()
+        try:
+            return score(example, completion)
+        finally:
+            if os.getpid() != process:
+                os.write(2, b"klamp: the reward function came back in a process that it had forked, which ends here\n")
+                os._exit(1)
+
+    timed = call if seconds is None else _in_time(call, seconds)
+
+    def guard(example: Example, completion: str) -> float:
+        with ExitStack() as back, torch.set_grad_enabled(torch.is_grad_enabled()):
+            with suppress(OSError):  # the folder was deleted meanwhile
+                back.enter_context(chdir("."))
+            return timed(example, completion)
+
+    return guard
+
+
+def _in_time(score: Score, seconds: float) -> Score:
+    """The reward in a thread that is left to itself once its time is up: code that hangs cannot be stopped."""
 
     def call(example: Example, completion: str) -> float:
         found: list[float] = []

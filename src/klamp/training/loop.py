@@ -31,7 +31,7 @@ from klamp.scoring.completions import Completions
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Ask, Scorer, score
 from klamp.tasks.base import Example, Task, checked
-from klamp.tasks.rewards import in_time
+from klamp.tasks.rewards import guarded
 from klamp.training.config import OptimConfig, RolloutConfig, RunConfig, TrainConfig
 from klamp.training.context import Context
 from klamp.training.models import end_tokens, output_size
@@ -292,7 +292,7 @@ def train(  # noqa: PLR0913  (a word for each choice of a loop that is read, not
         tokenizer,
         config,
         reference=FrozenReference(_needed(ref_model, kl_coef)) if kl_coef > 0 else None,
-        task=Task(name="", train=rows, evaluation={}, rl_skill="", score=in_time(scored, seconds=reward_timeout)),
+        task=Task(name="", train=rows, evaluation={}, rl_skill="", score=guarded(scored, seconds=reward_timeout)),
     )
     history: list[dict[str, float]] = []
     for step in range(steps):
