@@ -10,6 +10,7 @@ import functools
 import importlib
 import json
 import warnings
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -35,7 +36,6 @@ STATE = "klamp_state.json"
 """The file in a checkpoint of verl's that holds what klamp has to continue from."""
 READ = ("uid", "responses", "response_mask", "rm_scores", "old_log_probs", "ref_log_prob", "advantages")
 
-
 BETA, RATE = "klamp_beta", "klamp_rate_factor"
 """The coefficient in force, and what the learning rate of the step is multiplied by; a number in every row."""
 
@@ -50,7 +50,6 @@ REDUCTIONS: Mapping[str, Reduction] = {
     "token-sum": "sequence_sum",
 }
 """verl's loss_agg_mode -> how klamp calls that average; of a sum, the tokens that carry the KL change nothing."""
-
 
 SAMPLER = "rollout_log_probs"
 """verl's column of what the engine reported; not every engine does."""
@@ -290,7 +289,7 @@ def by_prompt(prompts: Sequence[str], group_size: int) -> Tensor:
         ConfigError: some prompt has more or fewer completions than `group_size`.
     """
     order = sorted(range(len(prompts)), key=lambda row: prompts[row])
-    sizes = {prompts.count(each) for each in set(prompts)}
+    sizes = set(Counter(prompts).values())
     if sizes != {group_size}:
         raise ConfigError(
             "the completions of a prompt are not all in verl's batch",

@@ -62,14 +62,14 @@ def dataset_of(config: TrainConfig, task: Task) -> Dataset:
     """
     from datasets import Dataset  # TRL's own: it is there with TRL
 
-    order = examples_of_run(config, len(task.train)) or [0]  # TRL's trainer wants a row also where no step is taken
-    return Dataset.from_dict(
+    rows = Dataset.from_dict(
         {
-            "prompt": [task.train[i].prompt for i in order],
-            EXAMPLE: order,
-            LENGTH_COLUMN: [task.train[i].reference_length for i in order],
+            "prompt": [example.prompt for example in task.train],
+            EXAMPLE: list(range(len(task.train))),
+            LENGTH_COLUMN: [example.reference_length for example in task.train],
         }
     )
+    return rows.select(examples_of_run(config, len(rows)) or [0])  # TRL wants a row also where no step is taken
 
 
 def reward_function(context: Context) -> Callable[..., list[float]]:
