@@ -12,7 +12,7 @@ from tests.cli.fake_trainer import AFTER, BEFORE, metrics_at, rise, run_info
 from klamp.ablation.executor import Update
 from klamp.ablation.plan import Plan, grid, runs
 from klamp.cli.arguments import parse_train
-from klamp.cli.display import COLUMNS, LEGEND, ROWS, Board, Display, Drawn, Loading, columns_for, heading, skill_rows
+from klamp.cli.display import COLUMNS, LEGEND, ROWS, Board, Display, Drawn, columns_for, heading, skill_rows
 from klamp.diagnostics.metrics import METRICS
 
 
@@ -201,7 +201,11 @@ def test_the_trained_skill_comes_first_and_a_missing_score_is_a_dash() -> None:
     ("total", "due"), [(3, [1, 2, 3]), (700, [1, 140, 280, 420, 560, 700]), (7, [1, 2, 3, 4, 5, 6, 7])]
 )
 def test_a_log_hears_of_it_at_its_start_and_end_and_some_times_between(total: int, due: list[int]) -> None:
-    assert [done for done in range(1, total + 1) if Loading("x", done, total, None).is_due] == due
+    on = console(terminal=False)
+    drawn = Drawn(on)
+    for done in range(1, total + 1):
+        drawn.on_loading("x", done, total, None)
+    assert on.file.getvalue().splitlines() == [f"x: {done}/{total}" for done in due]
 
 
 RUNS = runs(Plan(base={"max_steps": 8}, arms=grid({"beta": [0.0, 0.1]}), seeds=(0, 1)))

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from klamp.ablation.execute import Result, check_folder, check_free, find_folder, is_done
+from klamp.ablation.execute import Result, check_folder, check_free, find_folder
 from klamp.ablation.executor import Executor
+from klamp.ablation.outcome import is_done
 from klamp.ablation.plan import KL_PROMPTS, Plan, Run, runs, shown
 from klamp.ablation.table import Table, notes, number, sections
 from klamp.cli.ablate_arguments import parse_ablate

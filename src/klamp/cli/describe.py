@@ -146,6 +146,7 @@ def _in_words(config: TrainConfig, inputs: Inputs | str) -> list[tuple[str, str]
     per_step = rollout.prompts_per_step * rollout.num_generations
     evaluated = f"every {run.eval_every} steps, " if run.eval_every else ""
     saved = f"every {run.save_every} steps and " if run.save_every else ""
+    trackers = ", ".join(run.report_to) or "none"
     if isinstance(inputs, str):
         opened = inputs and f"; not opened: {inputs}"
     else:
@@ -169,10 +170,7 @@ def _in_words(config: TrainConfig, inputs: Inputs | str) -> list[tuple[str, str]
             f"after {optim.warmup_steps} steps of warm-up",
         ),
         ("evaluation", f"before, {evaluated}after; up to {config.task.eval_size} held-out prompts per skill, greedy"),
-        (
-            "folder",
-            f"{run_folder(config)}; checkpoints {saved}at the end, trackers: {', '.join(run.report_to) or 'none'}",
-        ),
+        ("folder", f"{run_folder(config)}; checkpoints {saved}at the end, trackers: {trackers}"),
     ]
 
 

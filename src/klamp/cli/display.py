@@ -28,26 +28,6 @@ LOADING_LINES = 5
 """Lines of slow work in a log, besides its first and its last."""
 
 
-@dataclass(frozen=True)
-class Loading:
-    """Slow work, and how far it is."""
-
-    what: str
-    done: int
-    total: int
-    loss: float | None
-
-    @property
-    def text(self) -> str:
-        """How far it is, and its loss where it has one."""
-        return f"{self.done}/{self.total}" + ("" if self.loss is None else f", loss {self.loss:.3f}")
-
-    @property
-    def is_due(self) -> bool:
-        """Whether a log says it now: at the start, at the end, some times between."""
-        return self.done in (1, self.total) or self.done % max(1, self.total // LOADING_LINES) == 0
-
-
 def bar(title: str, done: int, total: int, text: str) -> Table:
     """A title, a bar and a text on one line."""
     grid = Table.grid(padding=(0, 2))
@@ -64,7 +44,7 @@ class Drawn(Observer):
     def __init__(self, console: Console) -> None:
         self.console = console
         self.draws = console.is_terminal and not console.is_dumb_terminal
-        self.loading: Loading | None = None
+        self.loading: Table | None = None
         self.started = self.clock()
         self.live = Live(console=console, get_renderable=self.picture, refresh_per_second=4)
 
@@ -91,16 +71,16 @@ class Drawn(Observer):
 
     def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
         """Say how far the work before the first step is."""
-        made = Loading(what, done, total, loss)
+        text = f"{done}/{total}" + ("" if loss is None else f", loss {loss:.3f}")
+        due = done in (1, total) or done % max(1, total // LOADING_LINES) == 0
         self.draw()
-        if made.is_due and not self.draws:
-            self.say(f"{what}: {made.text}")
-        self.loading = made if done < total else None
+        if due and not self.draws:
+            self.say(f"{what}: {text}")
+        self.loading = bar(f"{what}, once", done, total, text) if done < total else None
 
     def picture(self) -> RenderableType:
         """What is drawn now."""
-        made = self.loading
-        return Text("") if made is None else bar(f"{made.what}, once", made.done, made.total, made.text)
+        return Text("") if self.loading is None else self.loading
 
     def seconds_left(self) -> float | None:
         """Seconds left at the speed so far; None: not known yet."""

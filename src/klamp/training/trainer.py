@@ -38,8 +38,7 @@ class Trainer(Training):
         self.optimizer = adamw(context.policy, context.config)
         self.schedule = schedule_of(self.optimizer, context.config)
         self.whole = True
-        """Whether the weights belong to a step that could be resumed: not from its first update to its end."""
-        self.optimizer.register_step_pre_hook(lambda *_: setattr(self, "whole", False))  # until the end of the step
+        self.optimizer.register_step_pre_hook(self._between_steps)
         self.control = context.control
         self.saved: tuple[int, Path | None] = (0, None)
 
@@ -69,6 +68,10 @@ class Trainer(Training):
     def measure_length(self) -> None:
         """Measure and set the run's reference length, where a clip needs one that nobody gives."""
         measure_reference_length(self.context)
+
+    def _between_steps(self, *_: object) -> None:
+        """From the first update of a step to its end, the weights belong to no step that could be resumed."""
+        self.whole = False
 
     def resume(self) -> None:
         """Continue from the newest checkpoint of the run's folder; from the first step where there is none yet.

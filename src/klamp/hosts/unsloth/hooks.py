@@ -41,7 +41,6 @@ else:
 LOSS_TYPES: Mapping[str, Reduction | None] = {**TRL_LOSS_TYPES, "bnpo": "token_mean"}
 """How Unsloth's loss types make tokens a number: as TRL's, but bnpo by the tokens of the whole batch."""
 
-
 SCORED = ("old_per_token_logps", "ref_per_token_logps")
 """The tensors that Unsloth hands from generation to the loss in columns of its own."""
 

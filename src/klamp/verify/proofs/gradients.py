@@ -109,19 +109,13 @@ def prove_sequences() -> list[Check]:
     ]
     whole: dict[Sampler, str] = {"policy": "horizon sequence", "other": "off-policy, prefix ratio"}
     for sampler, where in whole.items():
-        rows.extend(
-            [
-                (f"{where}, value k1", penalty("k1", "reverse", "sequence", sampler=sampler), "reverse", sampler),
-                (f"{where}, value k3", penalty("k3", "reverse", "sequence", sampler=sampler), "reverse", sampler),
-                (f"{where}, exact", _exact("sequence", sampler), "reverse", sampler),
-                (
-                    f"{where}, gradient forward",
-                    penalty("k3", "forward", "sequence", sampler=sampler),
-                    "forward",
-                    sampler,
-                ),
-            ]
-        )
+        losses: list[tuple[str, Loss, str]] = [
+            ("value k1", penalty("k1", "reverse", "sequence", sampler=sampler), "reverse"),
+            ("value k3", penalty("k3", "reverse", "sequence", sampler=sampler), "reverse"),
+            ("exact", _exact("sequence", sampler), "reverse"),
+            ("gradient forward", penalty("k3", "forward", "sequence", sampler=sampler), "forward"),
+        ]
+        rows += [(f"{where}, {name}", loss, follows, sampler) for name, loss, follows in losses]
     return [_check_sequences(*row) for row in rows]
 
 
