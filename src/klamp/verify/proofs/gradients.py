@@ -115,7 +115,7 @@ def prove_sequences() -> list[Check]:
             ("exact", _exact("sequence", sampler), "reverse"),
             ("gradient forward", penalty("k3", "forward", "sequence", sampler=sampler), "forward"),
         ]
-        rows += [(f"{where}, {name}", loss, follows, sampler) for name, loss, follows in losses]
+        rows.extend((f"{where}, {name}", loss, follows, sampler) for name, loss, follows in losses)
     return [_check_sequences(*row) for row in rows]
 
 
