@@ -211,3 +211,10 @@ def test_where_everything_is_masked_the_shares_are_zero():
     nothing, ref = torch.zeros_like(TRAINED), torch.zeros_like(RATIOS)
     assert truncated_share(RATIOS, ref, nothing, horizon="token", max_weight=1.1) == 0
     assert saturated_share(-1e3 + ref, nothing) == 0
+
+
+def test_of_one_token_the_share_is_all_or_nothing():
+    one = torch.tensor([[True, False]])
+    ratios = torch.tensor([[-1e3, 0.0]], dtype=torch.float64)
+    assert saturated_share(ratios, one) == 1
+    assert saturated_share(ratios, ~one) == 0

@@ -199,6 +199,8 @@ def test_lists_that_do_not_fit_are_refused() -> None:
         checked(made, [[0.0] * 4, [0.0] * 3])
     with pytest.raises(ShapeError, match="do not fit"):
         check_sync(made, [], [], [])
+    with pytest.raises(ShapeError, match=r"\[0, 1, 2, 3, 4, 5, 6, 7\] numbers for \[1, 2, 3, 4, 5, 6, 7, 8\] tokens"):
+        check_sync(made, [[1]] * 9, [[1] * each for each in range(1, 10)], [[0.0] * each for each in range(9)])
     with pytest.raises(ConfigError, match="temperature must be a number > 0"):
         checked(made, told(made), temperature=0.0)
 
