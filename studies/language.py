@@ -42,7 +42,7 @@ RIGHT = 0.05
 """The price of that example, in reward per nat of a completion."""
 
 KL_PROMPTS = 8
-"""With two completions each and four skills, the KL in both directions takes as long as six steps."""
+"""Each takes two completions of the policy and two of its start."""
 
 NO_KL = Arm(name="no KL", values={"beta": 0.0, "kl_monitor": True})
 """The arm without a KL in its loss; its KL is measured all the same."""

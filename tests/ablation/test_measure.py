@@ -172,18 +172,14 @@ def test_every_number_is_that_of_plain_forwards(sampled) -> None:
     assert 0 < found["reward"] < 1 and 1 < found["length"] < 6
 
 
-def test_other_skills_are_summed_apart_and_draws_do_not_depend_on_batches(sampled) -> None:
+def test_draws_do_not_depend_on_batches_and_few_prompts_are_the_first(sampled) -> None:
     policy, start = moved(), tiny_llama()
-    prompts = {"addition": ["12+34=", "5+6="], "reversal": ["rev ab=", "rev cd=", "rev x="], "subtraction": ["9-1="]}
+    prompts = {"addition": ["12+34=", "5+6=", "7+1="], "reversal": ["rev ab="]}
     whole = numbers_of(pair_of(policy, start, length=5, prompts=prompts))
-    first, draws = sampled[0][1], [u for _, _, u in sampled]
-    others = [entry for entry in sampled if entry[1] is not first and entry[0] is policy]
-    sums = by_hand(others, policy, start, policy)
-    assert sums["sequences"] == 4 * module.COMPLETIONS
-    assert whole["kl_retained/reverse"] == pytest.approx(sums["kl"] / sums["tokens"], rel=1e-5)
-    assert whole["kl_retained/reverse_sequence"] == pytest.approx(sums["kl"] / sums["sequences"], rel=1e-5)
-    assert len({float(u[0, 0]) for u in draws}) == 6, "every skill and direction has draws of its own"
+    assert len({float(u[0, 0]) for _, _, u in sampled}) == 2, "each direction has draws of its own"
     assert numbers_of(pair_of(policy, start, length=5, prompts=prompts, rows=4)) == pytest.approx(whole, rel=1e-5)
+    fewer = pair_of(policy, start, length=5, prompts={"addition": prompts["addition"][:2]})
+    assert numbers_of(pair_of(policy, start, length=5, prompts=prompts), prompts=2) == numbers_of(fewer)
 
 
 def trained(llama: str, folder: Path, **changes) -> TrainConfig:

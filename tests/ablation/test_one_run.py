@@ -21,7 +21,6 @@ from klamp.training.folders import newest_policy
 pytestmark = pytest.mark.slow
 
 NUMBERS = {column.name for column in COLUMNS if column.name.partition("/")[0] not in ("rl", "retained")}
-NUMBERS |= {"kl_retained/reverse_sequence", "kl_retained/forward_sequence"}
 CHANGING = ("seconds",)
 """Numbers that no seed fixes."""
 

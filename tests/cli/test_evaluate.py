@@ -46,7 +46,7 @@ def test_a_run_has_the_numbers_of_its_last_evaluation(trained) -> None:
     others = [skill for skill in scores[4] if skill != "addition"]
     assert found["retained"]["after"] == pytest.approx(sum(scores[4][s] for s in others) / 2)
     assert found["retained"]["before"] == pytest.approx(sum(scores[0][s] for s in others) / 2)
-    assert found["kl/reverse"] > 1e-5 and found["kl_retained/forward"] > 0
+    assert found["kl/reverse"] > 1e-5
 
 
 @pytest.mark.parametrize("inside", ["", "policy"])
@@ -67,7 +67,7 @@ def test_any_model_is_scored_and_with_a_start_measured(trained, llama, tmp_path)
     measured = as_json("--checkpoint", copy, *flags, "--ref_model", llama)
     of_the_run = as_json("--checkpoint", str(trained))
     assert (measured["scores"], measured["before"]) == (of_the_run["scores"], of_the_run["before"])
-    for name in ("kl/reverse", "kl/forward_sequence", "kl_retained/reverse", "length", "reward"):
+    for name in ("kl/reverse", "kl/forward_sequence", "length", "reward"):
         assert measured[name] == pytest.approx(of_the_run[name], rel=1e-4), name
 
 
@@ -97,7 +97,7 @@ def test_what_it_prints(trained, capsys) -> None:
     lines = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
     assert lines["addition"][:2] == ["addition", "(trained)"]
     assert lines["subtraction"][2] == f"{100 * found['scores']['subtraction']:.1f}"
-    assert f"{found['kl/reverse']:.4f}" in out and f"{found['kl_retained/forward_sequence']:.4f}" in out
+    assert f"{found['kl/reverse']:.4f}" in out and f"{found['kl/forward_sequence']:.4f}" in out
     assert "retention" in out and f"{100 * found['retained']['after']:.1f} of " in out
     assert out.startswith(f"{trained}, after 4 steps; ")
 

@@ -77,14 +77,6 @@ def test_a_target_is_drawn_where_all_runs_have_it() -> None:
     assert both(0.2) == [[]]
 
 
-def test_the_arms_without_a_curve_of_the_kl_are_named_once() -> None:
-    free = [run_of(name=f"free_seed-{n}", reward=[0.5], details={"kl_after": 0.6, "group": "free"}) for n in (0, 1)]
-    runs = [*free, run_of(name="held", reward=[0.5], k3=[0.1], kl__log_ratio_max=[2.0], details={"kl_after": 0.1})]
-    said = {chart.title: chart.text for chart in charts(runs, {})}
-    assert said["KL to the reference: k3"].endswith(" No curve of free: measured after training, see Overview.")
-    assert [title for title, text in said.items() if "No curve of" in text] == ["KL to the reference: k3"]
-
-
 def test_scores_have_the_decimals_that_they_have_everywhere() -> None:
     decimals = {chart.title: chart.decimals for chart in charts([run_of(k3=[0.0], scores=[(0, {"a": 0.5})])], {})}
     assert decimals == {"KL to the reference": None, "Skills on held-out prompts": 1}
@@ -134,11 +126,9 @@ def test_means_by_position_which_count_from_the_first_token_that_was_written() -
         completion(policy=(-1.0, -2.0), ref=(-1.1, -2.5), tokens=("4", "2")),
     ]
     found = by_position(rows)
-    assert {place: k1 for place, (_, k1) in found.items()} == pytest.approx({1: 0.3, 2: -0.25, 3: 0.0})
-    assert found[1][0] == pytest.approx((math.expm1(-0.5) + 0.5 + math.expm1(-0.1) + 0.1) / 2)
-
+    assert found == pytest.approx({1: (k3(0.5) + k3(0.1)) / 2, 2: (k3(-1.0) + k3(0.5)) / 2, 3: 0.0})
     row = completion(policy=(-9.0, -2.0, -0.5), ref=(-1.0, -2.5, -0.5), sampled=(False, True, True))
-    assert {place: k1 for place, (_, k1) in by_position([row]).items()} == {1: 0.5, 2: 0.0}
+    assert by_position([row]) == pytest.approx({1: k3(0.5), 2: 0.0})
 
 
 def test_long_completions_are_joined_in_stretches() -> None:
@@ -146,7 +136,7 @@ def test_long_completions_are_joined_in_stretches() -> None:
     row = completion(tokens=["a"] * n, policy=[-1.0] * n, ref=[-1.0 - i / n for i in range(n)])
     found = by_position([row])
     assert len(found) <= BINS and list(found)[:2] == [1.0, 17.0]
-    assert found[1.0][1] == pytest.approx(7.5 / n)
+    assert found[1.0] == pytest.approx(sum(k3(i / n) for i in range(16)) / 16)
     assert k3(0.0) == 0 and k3(0.5) == pytest.approx(math.exp(-0.5) - 1 + 0.5)
     assert math.isfinite(k3(-1e6))
 
@@ -155,19 +145,18 @@ def test_charts_of_one_run_show_its_stages() -> None:
     assert thirds([]) == [] and thirds([1, 5]) == [[1, 5]]
     assert thirds([1, 2, 3, 4, 5, 6, 7]) == [[1, 2], [3, 4], [5, 6, 7]]
     rows = [completion(step=step, ref=(-1.0 - step, -2.0, -0.5)) for step in (10, 20, 30)]
-    k3s, k1s = position_charts([run_of(completions=rows)])
-    assert [series.label for series in k1s.series] == ["early steps (10)", "middle steps (20)", "late steps (30)"]
-    assert [series.points[1.0] for series in k1s.series] == [10.0, 20.0, 30.0]
-    assert k3s.series[0].points[1.0] == pytest.approx(math.exp(-10) - 1 + 10)
-    assert k3s.axis == "token"
+    (chart,) = position_charts([run_of(completions=rows)])
+    assert [series.label for series in chart.series] == ["early steps (10)", "middle steps (20)", "late steps (30)"]
+    assert [series.points[1.0] for series in chart.series] == pytest.approx([k3(10), k3(20), k3(30)])
+    assert chart.axis == "token"
 
 
 def test_charts_of_several_runs_show_how_they_ended() -> None:
     def run(name: str, size: float):
         return run_of(name=name, completions=[completion(step=s, ref=(-1.0 - size * s, -2.0, -0.5)) for s in (1, 2, 3)])
 
-    _, k1s = position_charts([run("a", 1.0), run("b", 2.0), run_of(name="none")])
-    assert {series.label: series.points[1.0] for series in k1s.series} == {"a": 3.0, "b": 6.0}
+    (chart,) = position_charts([run("a", 1.0), run("b", 2.0), run_of(name="none")])
+    assert {series.label: series.points[1.0] for series in chart.series} == pytest.approx({"a": k3(3), "b": k3(6)})
 
 
 def test_without_a_reference_there_is_no_chart() -> None:

@@ -45,22 +45,10 @@ def test_skills_before_and_after() -> None:
         "addition, trained": ("90.0", "points of 100", "from 50.0 (+40.0)"),
         "reversal, kept": ("75.0", "points of 100", "from 100.0 (−25.0)"),
     }
-    summary = {"before": {"addition": 0.25}, "after": {"addition": 0.5}}
-    assert said(headlines(run_of(details=summary), ["addition"], POINTS)) == {
-        "addition": ("50.0", "points of 100", "from 25.0 (+25.0)")
-    }
     half = run_of(scores=scores[:1], settings=settings)
     assert said(headlines(half, ["addition"], POINTS)) == {
         "addition, trained": ("50.0", "points of 100", "not evaluated after training"),
     }
-
-
-def test_tiles() -> None:
-    node = parse(tiles(run_of(reward=[0.1, 0.2, 0.3], beta=[0.1])))
-    first, second = node.all(of="tile")
-    assert (first.one("dt").text, first.one(of="big").text) == ("Reward", "0.3")
-    assert first.one("path").attributes["d"] and not second.all("path"), "one point is no curve"
-    assert all(spark.attributes["aria-hidden"] == "true" for spark in node.all(of="spark"))
 
 
 def test_side_by_side() -> None:
@@ -104,7 +92,9 @@ def test_every_number_says_what_it_is_the_mean_of() -> None:
         "beta": "last step",
         "a": "last evaluation",
     }
-    assert "mean of last 5 steps" in parse(tiles(run)).all(of="tile")[0].text
+    first = parse(tiles(run)).all(of="tile")[0]
+    assert (first.one("dt").text, first.one(of="big").text) == ("Reward", "0.1")
+    assert "mean of last 5 steps" in first.text
 
 
 def test_curves_levels_slots_and_skills() -> None:
@@ -116,13 +106,13 @@ def test_curves_levels_slots_and_skills() -> None:
     runs = [run_of(), run_of(details={"group": "beta-0"}), run_of(), run_of(details={"group": "beta-0"})]
     assert slots_of(runs) == [0, 1, 2, 1], "runs of one group look alike"
     trained = run_of(scores=[(0, {"b": 1.0, "a": 1.0})], settings=RunSettings(rl_skill="z"))
-    assert skills_of([trained, run_of(details={"after": {"z": 1.0}})]) == ["z", "a", "b"], "the trained one first"
+    assert skills_of([trained, run_of(scores=[(0, {"z": 1.0})])]) == ["z", "a", "b"], "the trained one first"
 
 
 def test_scores_are_points_where_they_lie_between_0_and_1_in_every_evaluation() -> None:
     points = ScoreFormat.fitting({"a": 0.5}, {"a": 1.0})
     assert (points.write(0.9375), points.change(0.5, 0.9375), points.change(0.9, 0.5)) == ("93.8", "+43.8", "−40.0")
-    raw = ScoreFormat.of([run_of(details={"before": {"a": 0.5}, "after": {"a": 1.5}})])
+    raw = ScoreFormat.of([run_of(scores=[(0, {"a": 0.5}), (9, {"a": 1.5})])])
     assert (raw.write(1.5), raw.change(0.5, 1.5), raw.write(None), raw.change(None, 1.0)) == ("1.5", "+1", "–", "–")
     assert ScoreFormat.of([run_of(scores=[(0, {"a": 0.5})])]).points
     plain = ScoreFormat.of([run_of(scores=[(0, {"a": 0.5})]), run_of(scores=[(5, {"b": -1.0})])])

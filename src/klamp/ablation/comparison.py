@@ -45,7 +45,7 @@ def as_runs(given: Sequence[tuple[Path, TrainConfig]], *, kl_prompts: int = KL_P
 
     Args:
         given: folder and configuration of each run.
-        kl_prompts: held-out prompts of each skill, at most, that the KL is measured on.
+        kl_prompts: held-out prompts, at most, that the KL is measured on.
 
     Raises:
         DataError: one that is not over; two that had not the same task, or are the same variant with the same seed.

@@ -66,20 +66,18 @@ def measure(
         config: the run.
         folder: its folder; the newest checkpoint is measured, or the starting model where there is none.
         told: called between batches; may raise to stop.
-        prompts: held-out prompts of each skill that are used, at most; None: all of them.
+        prompts: held-out prompts of the trained skill that are used, at most; None: all of them.
     """
-    return numbers_of(with_fewer(measured(config, newest_policy(folder)), prompts), told)
-
-
-def with_fewer(context: Context, prompts: int | None) -> Context:
-    """The context with no more than so many held-out prompts of each skill; None: with all of them."""
-    used = {skill: rows[:prompts] for skill, rows in context.task.evaluation.items()}
-    return replace(context, task=replace(context.task, evaluation=used))
+    return numbers_of(measured(config, newest_policy(folder)), told, prompts=prompts)
 
 
 @torch.no_grad()
-def numbers_of(context: Context, told: Callable[[], None] = lambda: None) -> dict[str, float]:
+def numbers_of(
+    context: Context, told: Callable[[], None] = lambda: None, *, prompts: int | None = None
+) -> dict[str, float]:
     """The exact KL in both directions, per token and per completion, with reward, length and entropy of the policy.
+
+    On held-out prompts of the skill that was trained.
 
     Equation, with d_t the exact KL over the vocabulary at the t-th prefix (source: arXiv:2504.10637)::
 
@@ -91,36 +89,26 @@ def numbers_of(context: Context, told: Callable[[], None] = lambda: None) -> dic
     Args:
         context: see `measured`.
         told: called between batches; may raise to stop.
+        prompts: how many of them are used, at most; None: all.
     """
-    task = context.task
-    skills = [task.rl_skill, *(skill for skill in task.evaluation if skill != task.rl_skill)]
-    reverse, forward = (
-        {skill: _over(context, skill, place, direction, told) for place, skill in enumerate(skills)}
-        for direction in ("reverse", "forward")
-    )
-    trained = reverse[task.rl_skill]
-    found = {
-        "reward": trained.reward / trained.sequences,
-        "length": trained.tokens / trained.sequences,
-        "entropy": trained.entropy / trained.tokens,
+    held_out = context.task.evaluation[context.task.rl_skill][:prompts]
+    reverse, forward = (_over(context, held_out, direction, told) for direction in ("reverse", "forward"))
+    return {
+        "reward": reverse.reward / reverse.sequences,
+        "length": reverse.tokens / reverse.sequences,
+        "entropy": reverse.entropy / reverse.tokens,
+        "kl/reverse": reverse.kl / reverse.tokens,
+        "kl/reverse_sequence": reverse.kl / reverse.sequences,
+        "kl/forward": forward.kl / forward.tokens,
+        "kl/forward_sequence": forward.kl / forward.sequences,
     }
-    for name, sums in (("reverse", reverse), ("forward", forward)):
-        found |= _named(f"kl/{name}", sums[skills[0]])
-        if skills[1:]:
-            found |= _named(f"kl_retained/{name}", sum((sums[s] for s in skills[2:]), sums[skills[1]]))
-    return found
 
 
-def _named(name: str, sums: Sums) -> dict[str, float]:
-    return {name: sums.kl / sums.tokens, f"{name}_sequence": sums.kl / sums.sequences}
-
-
-def _over(context: Context, skill: str, place: int, direction: Direction, told: Callable[[], None]) -> Sums:
-    """The sums over the completions of one skill's prompts, computed as many at once as in training."""
-    examples = [e for e in context.task.evaluation[skill] for _ in range(COMPLETIONS)]
+def _over(context: Context, prompts: Sequence[Example], direction: Direction, told: Callable[[], None]) -> Sums:
+    """The sums over the completions of some prompts, computed as many at once as in training."""
+    examples = [e for e in prompts for _ in range(COMPLETIONS)]
     rollout = context.config.rollout
-    step = 2 * place + (direction == "forward")
-    uniforms = uniform_numbers(SEED, step, len(examples), rollout.max_completion_length)
+    uniforms = uniform_numbers(SEED, int(direction == "forward"), len(examples), rollout.max_completion_length)
     size = rollout.prompts_per_step * rollout.num_generations
     at_once = max(1, size // context.config.optim.gradient_accumulation_steps)
     total = Sums(sequences=0, tokens=0, kl=0.0)
@@ -212,7 +200,7 @@ def evaluate(
         config: of that run, or as if there had been one: its model is what the policy started from.
         weights: of the policy, or its adapter; None: the policy is the configuration's model.
         start: whether the configuration's model is what the policy started from; without it, no KL and no `before`.
-        prompts: held-out prompts of each skill that the KL is measured on, at most.
+        prompts: held-out prompts of the trained skill that the KL is measured on, at most.
         told: called between batches of that; may raise to stop.
 
     Returns:
@@ -230,7 +218,7 @@ def evaluate(
         reference = cast(LocalReference, context.reference)
         with reference.sampling_model():  # switches an adapter off
             before = scores_in(replace(context, policy=reference.scorer.model, scorer=reference.scorer)).scores
-        numbers = numbers_of(with_fewer(context, prompts), told)
+        numbers = numbers_of(context, told, prompts=prompts)
     name = str(weights or config.model.model)
     return Outcome(
         run=name,

@@ -1,13 +1,9 @@
-"""The pictures of an ablation as PNG, PDF and SVG files: what the KL bought, and the sweep.
-
-The sweep stands over a logarithmic axis of beta where nothing else was swept, else in a list of arms.
-"""
+"""The pictures of an ablation as PNG, PDF and SVG: what the KL bought, and the sweep where beta alone was swept."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
@@ -25,8 +21,6 @@ GREY = "#777777"
 LONGEST_NAME = 48
 SMALL = 8
 """Font size of ticks and legends."""
-ASIDE = 5.0
-"""How far sets of points over the same place are moved apart, in points of print, so that none hides another."""
 
 
 def write_pictures(outcomes: Sequence[Outcome], folder: Path) -> tuple[Path, ...]:
@@ -79,40 +73,34 @@ def draw_frontier(outcomes: Sequence[Outcome]) -> Figure | None:
 
 
 def draw_sweep(outcomes: Sequence[Outcome]) -> Figure | None:
-    """Draw trained skill, KL and retained skills of every arm, with seeds, mean and interval; None without any data.
+    """Draw trained skill, KL and retained skills over beta, with seeds, mean and interval.
 
-    Over a logarithmic axis of beta, linear between 0 and the smallest other beta, where beta alone was swept; else one
-    row per arm.
+    The axis of beta is logarithmic, and linear between 0 and the smallest other beta. None where anything but beta was
+    swept, and without any data.
 
     Args:
         outcomes: of all runs; those that failed have nothing to draw.
     """
     done = [outcome for outcome in outcomes if outcome.state == "done"]
-    where = places({outcome.arm: outcome.values for outcome in done})
-    panels = _panels(done)
-    if not panels:
+    betas, panels = betas_of({outcome.arm: outcome.values for outcome in done}), _panels(done)
+    if not (betas and panels):
         return None
-    upright = where.over_beta
-    height = 4.0 if upright else max(2.8, 1.7 + 0.32 * len(where.of))
-    figure = new_figure(4.3 * len(panels) + (0.0 if upright else 2.0), height)
-    grid = figure.subplots(1, len(panels), squeeze=False, sharey=not upright)[0]
+    figure = new_figure(4.3 * len(panels), 4.0)
+    grid = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, panel in zip(grid, panels, strict=True):
-        _label_places(axes, where)
-        apart = min(ASIDE, 150 / (len(where.ticks) * len(panel.columns)))
+        _label_betas(axes, sorted({*betas.values()}))
         every: list[float] = []
         for number, column in enumerate(panel.columns):
             at: dict[float, list[float]] = {}
             for outcome in done:
                 if (value := column.value(outcome)) is not None:
-                    at.setdefault(where.of[outcome.arm], []).append(value)
+                    at.setdefault(betas[outcome.arm], []).append(value)
             every += [value for values in at.values() for value in values]
-            label = column.title if len(panel.columns) > 1 else ""
-            aside = apart * (number - (len(panel.columns) - 1) / 2)
-            draw_points(axes, at, style(number), label=label, aside=aside, upright=upright)
-        scale(axes, "y" if upright else "x", every)
+            draw_points(axes, at, style(number), label=column.title if len(panel.columns) > 1 else "")
+        scale(axes, "y", every)
         if panel.start is not None:
-            _draw_start(axes, panel.start, upright=upright)
-        tidy(axes, **({"x": "beta", "y": panel.unit} if upright else {"x": panel.unit}), title=panel.title)
+            _draw_start(axes, panel.start)
+        tidy(axes, x="beta", y=panel.unit, title=panel.title)
         if len(panel.columns) > 1:
             axes.legend(fontsize=SMALL, framealpha=0.8, edgecolor="none")
     return figure
@@ -157,20 +145,8 @@ def _mean(values: Iterable[float | None]) -> float | None:
     return fmean(known) if known else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Places:
-    """The places of a sweep's arms on the axis of its picture."""
-
-    of: Mapping[str, float]
-    """Arm -> place."""
-    ticks: Mapping[float, str]
-    """Place on the axis -> its label."""
-    over_beta: bool
-    """Whether places are betas; otherwise they number the arms."""
-
-
-def places(arms: Mapping[str, Mapping[str, Any]]) -> Places:
-    """Where to draw each arm: along beta where at least two betas were swept and nothing else, otherwise in a list.
+def betas_of(arms: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Arm -> its beta, where at least two betas were swept and nothing else; otherwise nothing.
 
     Args:
         arms: name -> the values that were swept.
@@ -178,78 +154,50 @@ def places(arms: Mapping[str, Mapping[str, Any]]) -> Places:
     others = {repr(sorted((name, repr(v)) for name, v in each.items() if name != "beta")) for each in arms.values()}
     betas = {arm: values.get("beta") for arm, values in arms.items()}
     known = {arm: float(b) for arm, b in betas.items() if isinstance(b, int | float) and math.isfinite(b) and b >= 0}
-    if len(others) > 1 or len(known) < len(arms) or len(set(known.values())) < 2:
-        number = {arm: float(place) for place, arm in enumerate(arms)}
-        return Places(of=number, ticks={place: arm for arm, place in number.items()}, over_beta=False)
-    return Places(of=known, ticks={beta: f"{beta:g}" for beta in sorted(set(known.values()))}, over_beta=True)
+    alone = len(others) == 1 and len(known) == len(arms) and len(set(known.values())) > 1
+    return known if alone else {}
 
 
-def _label_places(axes: Any, where: Places) -> None:
-    ticks = list(where.ticks)
-    if where.over_beta:
-        axes.set_xscale("symlog", linthresh=min(beta for beta in ticks if beta > 0))
-        axes.set_xticks(ticks, list(where.ticks.values()), minor=False, rotation=45 if len(ticks) > 6 else 0)
-        axes.set_xticks([], minor=True)
-    else:
-        axes.set_yticks(ticks, [named(arm) for arm in where.ticks.values()])
-        axes.set_ylim(max(ticks) + 0.6, min(ticks) - 0.6)
+def _label_betas(axes: Any, betas: Sequence[float]) -> None:
+    axes.set_xscale("symlog", linthresh=min(beta for beta in betas if beta > 0))
+    axes.set_xticks(betas, [f"{beta:g}" for beta in betas], minor=False, rotation=45 if len(betas) > 6 else 0)
+    axes.set_xticks([], minor=True)
 
 
-def _draw_start(axes: Any, start: float, *, upright: bool) -> None:
+def _draw_start(axes: Any, start: float) -> None:
     """Draw a line at the score before training."""
-    (axes.axhline if upright else axes.axvline)(start, color=GREY, linestyle="--", linewidth=1)
-    at, turned = ((0.99, start), 0) if upright else ((start, 0.02), 90)
-    across = axes.get_yaxis_transform() if upright else axes.get_xaxis_transform()
-    look = {"ha": "right", "va": "bottom", "rotation": turned, "fontsize": SMALL, "color": GREY}
-    axes.text(*at, "before training", transform=across, **look)
+    axes.axhline(start, color=GREY, linestyle="--", linewidth=1)
+    look = {"ha": "right", "va": "bottom", "fontsize": SMALL, "color": GREY}
+    axes.text(0.99, start, "before training", transform=axes.get_yaxis_transform(), **look)
 
 
-def draw_points(
-    axes: Any, at: Mapping[float, Sequence[float]], look: Style, *, label: str, aside: float, upright: bool = True
-) -> None:
-    """Draw the means with their intervals, and every seed as a faint point beside its mean; joined where upright.
+def draw_points(axes: Any, at: Mapping[float, Sequence[float]], look: Style, *, label: str) -> None:
+    """Draw the means with their intervals, joined, and every seed as a faint point.
 
     Args:
         axes: of matplotlib.
         at: place on the axis -> values, one per seed.
         look: colour and mark.
         label: in the legend; "" for no entry.
-        aside: how far all of it is moved from its place, in points of print.
-        upright: whether values run upwards; else places do, and values to the right.
     """
     means = [fmean(at[place]) for place in sorted(at)]
-    moved = _moved(axes, aside, upright=upright)
-    if upright:
-        axes.plot(
-            sorted(at), means, color=look.colour, linestyle=look.dashes, linewidth=1.4, alpha=0.8, transform=moved
-        )
-    beside = _moved(axes, aside - 2.5, upright=upright)
+    axes.plot(sorted(at), means, color=look.colour, linestyle=look.dashes, linewidth=1.4, alpha=0.8)
     for place, mean in zip(sorted(at), means, strict=True):
         if len(at[place]) > 1:
-            seeds = ([place] * len(at[place]), at[place])[:: 1 if upright else -1]
-            axes.scatter(*seeds, s=14, color=look.colour, alpha=0.45, linewidths=0, transform=beside)
+            axes.scatter([place] * len(at[place]), at[place], s=14, color=look.colour, alpha=0.45, linewidths=0)
         low, high = bootstrap_interval(at[place]) or (mean, mean)
         axes.errorbar(
-            *((place, mean) if upright else (mean, place)),
-            **{"yerr" if upright else "xerr": [[max(0.0, mean - low)], [max(0.0, high - mean)]]},
+            place,
+            mean,
+            yerr=[[max(0.0, mean - low)], [max(0.0, high - mean)]],
             color=look.colour,
             fmt=look.mark,
             markersize=6,
             capsize=3,
             linewidth=1.6,
             label=named(label) if label else None,
-            transform=moved,
         )
         label = ""
-    corners = [(place, value) for place, values in at.items() for value in values]
-    axes.update_datalim(corners if upright else [corner[::-1] for corner in corners])  # what is moved does not count
-    axes.autoscale_view()
-
-
-def _moved(axes: Any, aside: float, *, upright: bool) -> Any:
-    from matplotlib.transforms import offset_copy
-
-    return offset_copy(axes.transData, axes.figure, units="points", **{"x" if upright else "y": aside})
 
 
 class Style(NamedTuple):

@@ -20,7 +20,7 @@ from klamp.training.config import Backend, TrainConfig, field_owners
 from klamp.training.folders import RUNS
 
 KL_PROMPTS = 256
-"""Held-out prompts of each skill that a trained policy's KL is measured on, where there are as many."""
+"""Held-out prompts of the trained skill that a policy's KL is measured on, where there are as many."""
 
 PLAN = "plan.yaml"
 """The file of the plan in an ablation's folder; a worker reads there what its run is."""
@@ -62,7 +62,7 @@ class Plan:
     seeds: tuple[int, ...] = (0, 1, 2)
     """Seeds that every arm is run with."""
     kl_prompts: int = KL_PROMPTS
-    """Held-out prompts of each skill, at most, that a trained policy's KL is measured on."""
+    """Held-out prompts of the trained skill, at most, that a policy's KL is measured on."""
 
     def __post_init__(self) -> None:
         _refuse_twice("arm", [arm.name for arm in self.arms])

@@ -144,7 +144,7 @@ class PlanFile:
     seeds: tuple[int, ...] | None = None
     """Seeds of every arm; None: the file does not say."""
     kl_prompts: int | None = None
-    """Held-out prompts per skill that the KL is measured on; None: the file does not say."""
+    """Held-out prompts that the KL is measured on; None: the file does not say."""
 
 
 def read_plan_file(path: Path) -> PlanFile:
@@ -155,7 +155,7 @@ def read_plan_file(path: Path) -> PlanFile:
         sweep: {beta: [0, 0.01]}       # every combination is an arm
         arms: {no KL: {beta: 0}}       # or arms by name; with a sweep, each arm with each combination
         seeds: 3                       # how many, or a list of them
-        kl_prompts: 64                 # held-out prompts per skill that the KL is measured on; 256 if left out
+        kl_prompts: 64                 # held-out prompts that the KL is measured on; 256 if left out
 
     Raises:
         UnknownNameError: an unknown key or choice; names the nearest.

@@ -196,7 +196,7 @@ def show(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> None:
     if subject.start is None:
         show_paragraph("no start is known, so there is no KL and no retention: --ref_model names it", label="KL")
         return
-    show_table(f"exact KL to the start, {subject.start}", ("", *DIRECTIONS), _kl_rows(outcome))
+    show_table(f"exact KL to the start, {subject.start}, on {outcome.rl_skill}", ("", *DIRECTIONS), _kl_rows(outcome))
     after = retained_after(outcome)
     if after is not None:
         kept, lost = scale.write(retained_before(outcome)), scale.change(0.0, retained_loss(outcome)).lstrip("+")
@@ -210,14 +210,8 @@ DIRECTIONS = {"KL(policy‖start)": "reverse", "KL(start‖policy)": "forward"}
 
 
 def _kl_rows(outcome: Outcome) -> list[tuple[str, ...]]:
-    prompts = {"kl": outcome.rl_skill, "kl_retained": "the other skills"}
     units = {"": "nats per token", "_sequence": "nats per completion"}
     return [
-        (
-            f"{prompts[group]}, {unit}",
-            *(fixed(4)(outcome.numbers[f"{group}/{each}{end}"]) for each in DIRECTIONS.values()),
-        )
-        for group in prompts
+        (unit, *(fixed(4)(outcome.numbers[f"kl/{each}{end}"]) for each in DIRECTIONS.values()))
         for end, unit in units.items()
-        if f"{group}/reverse{end}" in outcome.numbers
     ]

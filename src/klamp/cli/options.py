@@ -44,7 +44,7 @@ class AblateOptions(TrainOptions):
     output_dir: str | None = None
     """Folder of the ablation; None: runs/ablation-NAME-NNN, the one with this plan or the next free one."""
     kl_prompts: int | None = field(default=None, metadata={"least": 1})
-    """Held-out prompts per skill that a run's KL is measured on; None: 256, or as the plan says."""
+    """Held-out prompts that a run's KL is measured on; None: 256, or as the plan says."""
     workers: int | None = field(default=None, metadata={"least": 1})
     """Processes at a time; None: one per core, or per GPU."""
     ray: str | None = None
@@ -62,7 +62,7 @@ class EvaluateOptions:
     checkpoint: str | None = None
     """A run's folder (its newest checkpoint), one of its checkpoints, or any model: a folder, a hub id, `builtin`."""
     kl_prompts: int = field(default=256, metadata={"least": 1})
-    """Held-out prompts of each skill that the KL is measured on, at most."""
+    """Held-out prompts of the trained skill that the KL is measured on, at most."""
     json: bool = False
     """One JSON object instead of text."""
 

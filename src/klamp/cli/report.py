@@ -125,8 +125,6 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
                 config=history.config,
                 defaults=details.defaults,
                 versions=details.versions,
-                before=details.before,
-                after=details.after,
                 kl_after=measured.get("kl/reverse"),
                 kl_after_sequence=measured.get("kl/reverse_sequence"),
             )

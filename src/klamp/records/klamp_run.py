@@ -82,41 +82,27 @@ def _rows_of(row: Mapping[str, Any]) -> tuple[Row, Row]:
 
 @dataclass(frozen=True, kw_only=True)
 class Details:
-    """What is known of a run besides its history; empty where its folder is not klamp's, or it did not end."""
+    """What is known of a run besides its history; empty where its folder is not klamp's."""
 
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Field of the configuration -> its default in this version."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Name of a package -> its version."""
-    before: Mapping[str, float] = field(default_factory=dict)
-    """Skill -> score before training."""
-    after: Mapping[str, float] = field(default_factory=dict)
-    """Skill -> score after training."""
 
 
 def read_details(path: Path) -> Details:
-    """Read the versions, scores and defaults that lie beside a record.
+    """Read the versions that lie beside a record, and the defaults that it is compared with.
 
     Raises:
         DataError: a damaged file.
     """
     if not (path.is_dir() and is_klamp_run(path)):
         return Details()
-    summary, versions = (object_in(path / name) if (path / name).is_file() else {} for name in (SUMMARY, VERSIONS))
+    versions = object_in(path / VERSIONS) if (path / VERSIONS).is_file() else {}
     return Details(
         defaults=json.loads(json.dumps(TrainConfig().flat())),
         versions={name: str(version) for name, version in versions.items()},
-        before=_scores(summary, "before", path / SUMMARY),
-        after=_scores(summary, "after", path / SUMMARY),
     )
-
-
-def _scores(summary: Mapping[str, Any], when: str, path: Path) -> dict[str, float]:
-    found = summary.get(when)
-    if not isinstance(found, dict):
-        return {}
-    what = f"the scores {when} training are damaged"
-    return next(each_row([found], path, lambda row: {name: float(row[name]) for name in row}, what=what))
 
 
 def runs_in(path: Path) -> tuple[list[Path], list[Path]]:

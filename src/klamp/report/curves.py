@@ -6,6 +6,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import fmean
 from typing import Any
 
 from klamp.config.choices import STEP_FACTORS
@@ -203,21 +204,12 @@ def _overlaid(runs: Sequence[ReportRun]) -> Iterator[Chart]:
                     name=f"chart-{plan.name}-{list(plan.curves).index(name)}",
                     title=plan.title if len(plan.curves) == 1 or label == plan.name else f"{plan.title}: {label}",
                     unit=plan.unit,
-                    text=plan.text + _without_curve(runs, plan, name),
+                    text=plan.text,
                     series=series,
                     lines=_shared_levels(runs, plan.name),
                     include=plan.include,
                     decimals=plan.decimals,
                 )
-
-
-def _without_curve(runs: Sequence[ReportRun], plan: ChartPlan, name: str) -> str:
-    """Which arms logged no KL in their steps and have one all the same, as a sentence to add."""
-    if plan.name not in ("kl", "kl-completion"):
-        return ""
-    without = [run for run in runs if run.kl_after is not None and not run.curve(name)]
-    names = dict.fromkeys(run.group or run.name for run in without)
-    return f" No curve of {', '.join(names)}: measured after training, see Overview." if names else ""
 
 
 def _shared_levels(runs: Sequence[ReportRun], name: str) -> list[Line]:
@@ -286,38 +278,27 @@ def _budget(run: ReportRun) -> list[Line]:
     return [Line(label=f"budget {short(threshold)}", low=threshold)]
 
 
-POSITIONS = {
-    "k3": "Where in a completion the policy left its reference. Tokens that were written down only.",
-    "k1": "Mean of log policy − log ref. By position it need not be positive.",
-}
-"""Estimator by position -> what its chart says."""
-
-
 def position_charts(runs: Sequence[ReportRun]) -> list[Chart]:
-    """Charts of mean k1 and k3 by position: over the stages of one run, or the last stage of several.
+    """The chart of mean k3 by position, if any: over the stages of one run, or the last stage of several.
 
     Args:
         runs: those of the report.
     """
-    series: dict[str, list[Series]] = {name: [] for name in POSITIONS}
-    for label, completions, slot, group in _stages(runs):
-        means = by_position(completions)
-        for which, name in enumerate(series if means else ()):
-            points = {place: both[which] for place, both in means.items()}
-            series[name].append(Series(label=label, points=points, slot=slot, group=group))
-    return [
-        Chart(
-            name=f"chart-position-{name}",
-            title=f"{name} by position",
-            unit="nats/token",
-            text=POSITIONS[name],
-            series=some,
-            axis="token",
-            include=(0.0,),
-        )
-        for name, some in series.items()
-        if some
+    series = [
+        Series(label=label, points=points, slot=slot, group=group)
+        for label, completions, slot, group in _stages(runs)
+        if (points := by_position(completions))
     ]
+    chart = Chart(
+        name="chart-position",
+        title="k3 by position",
+        unit="nats/token",
+        text="Where in a completion the policy left its reference. Tokens that were written down only.",
+        series=series,
+        axis="token",
+        include=(0.0,),
+    )
+    return [chart] if series else []
 
 
 def _stages(runs: Sequence[ReportRun]) -> Iterator[tuple[str, Iterable[Completion], int, str]]:
@@ -342,31 +323,22 @@ def thirds(steps: Sequence[int]) -> list[Sequence[int]]:
     return [steps[:first], steps[first:second], steps[second:]]
 
 
-def by_position(completions: Iterable[Completion]) -> dict[float, tuple[float, float]]:
-    """Position among the tokens that the model wrote (from 1) -> mean k3 and k1 there.
+def by_position(completions: Iterable[Completion]) -> dict[float, float]:
+    """Position among the tokens that the model wrote (from 1) -> mean k3 there.
 
     Long completions are cut into stretches, each named by its first place.
 
     Args:
         completions: of some steps.
     """
-    sums: dict[int, list[float]] = defaultdict(_nothing)
+    found: dict[int, list[float]] = defaultdict(list)
     for each in completions:
         begin = next((i for i, sampled in enumerate(each.is_sampled) if sampled), 0)
         for position, delta in each.log_ratios():
-            _add(sums[position - begin + 1], (1, k3(delta), delta))
-    width = math.ceil(max(sums, default=0) / BINS) or 1
-    stretches: dict[int, list[float]] = defaultdict(_nothing)
-    for place, found in sorted(sums.items()):
+            found[position - begin + 1].append(k3(delta))
+    width = math.ceil(max(found, default=0) / BINS) or 1
+    stretches: dict[int, list[float]] = defaultdict(list)
+    for place, values in sorted(found.items()):
         if place > 0:
-            _add(stretches[(place - 1) // width * width + 1], found)
-    return {float(place): (k3s / count, k1s / count) for place, (count, k3s, k1s) in stretches.items()}
-
-
-def _nothing() -> list[float]:
-    return [0, 0.0, 0.0]
-
-
-def _add(sums: list[float], more: Sequence[float]) -> None:
-    """Add to the count and the two sums of a place."""
-    sums[:] = [a + b for a, b in zip(sums, more, strict=True)]
+            stretches[(place - 1) // width * width + 1] += values
+    return {float(place): fmean(values) for place, values in stretches.items()}

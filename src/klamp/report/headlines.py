@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from statistics import fmean
 
-from klamp.report.axes import Axis, fit, thin
 from klamp.report.chart import key
 from klamp.report.run import ReportRun, ScoreFormat, skills_of, slots_of
 from klamp.report.text import MISSING, Html, count, element, join, short
@@ -35,8 +34,6 @@ class Headline:
     """Where the number was at the beginning, or how high it was."""
     over: str = ""
     """What the number is the mean of, or where it is from."""
-    course: Mapping[float, float] = field(default_factory=dict)
-    """The curve that it is the end of; empty: none."""
 
 
 def headlines(run: ReportRun, skills: Sequence[str], scores: ScoreFormat) -> list[Headline]:
@@ -66,7 +63,7 @@ def _over_steps(run: ReportRun, names: Sequence[str], label: str, unit: str) -> 
     first, last = ends(curve)
     constant = min(curve.values()) == max(curve.values())
     detail = "constant" if constant else f"from {short(first)}"
-    return Headline(label=label, value=short(last), unit=unit, detail=detail, over=_over(curve), course=curve)
+    return Headline(label=label, value=short(last), unit=unit, detail=detail, over=_over(curve))
 
 
 def _over(curve: Mapping[float, float]) -> str:
@@ -94,14 +91,8 @@ def _kl(run: ReportRun, names: Mapping[str, str], label: str, unit: str) -> Head
     finite = {step: value for step, value in curve.items() if math.isfinite(value)}
     at = max(finite, key=lambda step: finite[step], default=None)
     highest = "" if at is None else f"highest {short(finite[at])} at step {short(at, digits=9)}"
-    return Headline(
-        label=f"{label} ({names[name]})",
-        value=short(ends(curve)[1]),
-        unit=unit,
-        detail=highest,
-        over=_over(curve),
-        course=curve,
-    )
+    last = short(ends(curve)[1])
+    return Headline(label=f"{label} ({names[name]})", value=last, unit=unit, detail=highest, over=_over(curve))
 
 
 def _after(value: float | None, label: str, unit: str) -> Headline | None:
@@ -112,23 +103,18 @@ def _after(value: float | None, label: str, unit: str) -> Headline | None:
 
 
 def _skill(run: ReportRun, name: str, scores: ScoreFormat) -> Headline | None:
-    curve = run.curve(f"eval/{name}")
-    values = list(curve.values())
-    before = run.before.get(name, values[0] if values else None)
-    after = run.after.get(name, values[-1] if len(values) > 1 else None)
-    if before is None and after is None:
+    values = list(run.curve(f"eval/{name}").values())
+    if not values:
         return None
     trained = run.history.settings.rl_skill
     role = "" if trained is None else (", trained" if name == trained else ", kept")
-    shown = after if after is not None else before
-    detail = "not evaluated after training" if after is None or before is None else ""
-    over = "before training" if after is None else "last evaluation"
-    if after is not None and before is not None:
+    before, after = values[0], values[-1]
+    detail, over = "not evaluated after training", "before training"
+    if len(values) > 1:
         change = scores.change(before, after)
         detail = f"from {scores.write(before)} ({change})" if round(after - before, 6) else "as before training"
-    return Headline(
-        label=f"{name}{role}", value=scores.write(shown), unit=scores.unit, detail=detail, over=over, course=curve
-    )
+        over = "last evaluation"
+    return Headline(label=f"{name}{role}", value=scores.write(after), unit=scores.unit, detail=detail, over=over)
 
 
 def tiles(run: ReportRun) -> Html:
@@ -154,19 +140,8 @@ def _tile(headline: Headline) -> Html:
         ),
         element("dd", headline.over or Html("&nbsp;"), class_="detail"),
         element("dd", headline.detail or Html("&nbsp;"), class_="detail"),
-        element("dd", _spark(headline.course), class_="spark", aria_hidden="true"),
         class_="tile",
     )
-
-
-def _spark(course: Mapping[float, float]) -> Html:
-    steps = [step for step in thin([course], most=120) if math.isfinite(course[step])]
-    if len(steps) < 2:
-        return element("svg", viewBox="0 0 120 28")
-    x, y = Axis(low=steps[0], high=steps[-1]), fit([course[step] for step in steps])
-    path = "L".join(f"{120 * x(step):.1f} {26 - 24 * y(course[step]):.1f}" for step in steps)
-    line = element("path", d=f"M{path}", class_="curve s0", vector_effect="non-scaling-stroke")
-    return element("svg", line, viewBox="0 0 120 28", preserveAspectRatio="none")
 
 
 def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]:

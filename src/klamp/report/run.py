@@ -30,10 +30,6 @@ class ReportRun:
     """Defaults of the fields that have one; empty where they are not known."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Name of a package -> its version."""
-    before: Mapping[str, float] = field(default_factory=dict)
-    """Skill -> score before training; empty: the first evaluation."""
-    after: Mapping[str, float] = field(default_factory=dict)
-    """The same after training; empty: the last evaluation."""
     kl_after: float | None = None
     """Exact KL(policy‖start) in nats per token, measured once after training on held-out prompts; None: it was not."""
     kl_after_sequence: float | None = None
@@ -73,8 +69,7 @@ def slots_of(runs: Sequence[ReportRun]) -> list[int]:
 
 def skills_of(runs: Sequence[ReportRun]) -> list[str]:
     """The skills that were evaluated: those that are trained first, the others by name."""
-    found = {name for run in runs for name in (*run.before, *run.after)}
-    found |= {name for run in runs for row in run.history.evaluations for name in row.metrics}
+    found = {name for run in runs for row in run.history.evaluations for name in row.metrics}
     trained = {run.history.settings.rl_skill for run in runs}
     return sorted(found, key=lambda name: (name not in trained, name))
 
@@ -89,8 +84,7 @@ class ScoreFormat:
     @classmethod
     def of(cls, runs: Sequence[ReportRun]) -> ScoreFormat:
         """The way that fits all scores of these runs."""
-        found: list[Mapping[str, float]] = [each for run in runs for each in (run.before, run.after)]
-        return cls.fitting(*found, *(row.metrics for run in runs for row in run.history.evaluations))
+        return cls.fitting(*(row.metrics for run in runs for row in run.history.evaluations))
 
     @classmethod
     def fitting(cls, *scores: Mapping[str, float]) -> ScoreFormat:
