@@ -15,7 +15,7 @@ from klamp.config import KLConfig, KLWarning, LossConfig
 from klamp.core.estimators import ESTIMATORS
 from klamp.diagnostics.alarm import Alarm, Limit
 from klamp.diagnostics.alarms import ALARMS
-from klamp.diagnostics.metrics import METRICS, OWN_INTERFACES, RECORDED_NAMES, MetricRow
+from klamp.diagnostics.metrics import METRICS, RECORDED_NAMES, MetricRow
 from klamp.verify.config_facts import LENGTH, ConfigFacts, measure_config
 from klamp.verify.oracle import IN_WORDS
 from klamp.verify.proofs.values import EstimatorFacts, measure_estimators
@@ -120,11 +120,10 @@ def metrics_page() -> str:
         "",
         "## Other names",
         "",
-        "What `klamp doctor` and `klamp report` read in other trainers' logs, and the places where klamp itself keeps",
-        "names that were given to it: klamp's name, and what is called so there.",
+        "What `klamp doctor` and `klamp report` read in other trainers' logs: klamp's name, and what is called so.",
         "",
     ]
-    for host, names in {**RECORDED_NAMES, **OWN_INTERFACES}.items():
+    for host, names in RECORDED_NAMES.items():
         theirs: dict[str, list[str]] = {}
         for name, ours in names.items():
             theirs.setdefault(ours, []).append(f"`{name}`")

@@ -27,13 +27,13 @@ def lines(file: Path, *rows: dict) -> Path:
 def klamp_run(folder: Path, **changes) -> Path:
     """What a short run writes."""
     kl = [0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7]
-    lines(folder / "metrics.jsonl", *({"step": i + 1, "kl/k3": value, "reward": 0.5} for i, value in enumerate(kl)))
+    rows = [{"step": i + 1, "kl/k3": value, "reward": 0.5} for i, value in enumerate(kl)]
+    lines(folder / "metrics.jsonl", {"step": 0, "eval/addition": 0.5}, *rows, {"step": 7, "eval/addition": 0.75})
     row = {"step": 7, "prompt": "2+2=", "tokens": ["4"], "policy_logprobs": [-0.1], "ref_logprobs": [-2.1], "reward": 1}
     lines(folder / "completions.jsonl", row)
     (folder / "config.yaml").write_text(yaml.safe_dump(plain(TrainConfig.from_flat(changes))))
     (folder / "versions.json").write_text(json.dumps({"klamp": "0.1.0", "torch": "2.13.0"}))
-    summary = {"rl_skill": "addition", "before": {"addition": 0.5}, "after": {"addition": 0.75}}
-    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "summary.json").write_text(json.dumps({"rl_skill": "addition"}))
     return folder
 
 
@@ -107,8 +107,6 @@ def test_an_arm_without_a_pull_keeps_its_kl(tmp_path: Path) -> None:
     row = table["KL from the start (exact), nats/token"]
     assert row == ["0.61on held-out prompts", "0.08on held-out prompts"]
     assert "measured once after training on completions to held-out prompts" in made.one(id="overview").text
-    (said,) = [each.text for each in made.one("figure", id="chart-kl-1").all("p", of="says")]
-    assert "No curve of beta-0: measured after training" in said and "beta-0.1" not in said
     assert main(["report", str(free)]) == 0
     assert "0.61" in [each.text for each in page(free / "report.html").all(of="big")]
 

@@ -18,9 +18,8 @@ from klamp.config import KLConfig
 from klamp.core.objective import Objective, grpo_loss
 from klamp.core.term import KLTerm
 from klamp.core.types import Batch
-from klamp.diagnostics.metrics import METRICS, OWN_INTERFACES, RECORDED_NAMES
+from klamp.diagnostics.metrics import METRICS, RECORDED_NAMES
 from klamp.hosts.tinker.loss import compute_grpo_kl_loss, sampler_mismatch
-from klamp.training.loop import compute_loss
 
 FAMILIES = sorted({name.partition("/")[0] for name in METRICS if "/" in name})
 NAME = re.compile(rf"({'|'.join(FAMILIES)})/[a-z0-9_]+(/[a-z0-9_]+)?")
@@ -29,9 +28,9 @@ LOGGING = ("core", "diagnostics", "hosts", "records", "report", "tinker", "train
 """The rooms that log a run or read its log; the columns of an ablation's table are those of `klamp.ablation`."""
 
 
-@pytest.mark.parametrize("host", [*RECORDED_NAMES, *OWN_INTERFACES])
+@pytest.mark.parametrize("host", RECORDED_NAMES)
 def test_other_names_stand_for_a_row(host: str) -> None:
-    names = {**RECORDED_NAMES, **OWN_INTERFACES}[host]
+    names = RECORDED_NAMES[host]
     assert set(names.values()) <= METRICS.keys()
     assert not names.keys() & METRICS.keys(), "a name of the table means itself"
 
@@ -95,11 +94,3 @@ def test_what_klamp_tinker_gives() -> None:
     _, metrics = compute_grpo_kl_loss(data, policies, kl=kl, group_size=2)
     assert metrics.keys() <= METRICS.keys() and {"train/loss", "train/denominator"} <= metrics.keys()
     assert sampler_mismatch(data, policies).keys() <= METRICS.keys()
-
-
-def test_what_the_loop_of_the_guide_gives() -> None:
-    tensors = batch()
-    _, metadata = compute_loss(
-        tensors.policy_logprobs, None, tensors.advantages, tensors.mask, ref_log_probs=tensors.ref_logprobs, kl_coef=0.1
-    )
-    assert metadata.keys() <= OWN_INTERFACES["klamp.training.loop, as its guide has it"].keys()

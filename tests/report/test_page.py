@@ -44,7 +44,7 @@ def test_its_sections_in_their_order() -> None:
     assert [section.attributes["id"] for section in made.one("main").all("section")] == sections
     assert made.one("h1").text == "a" and made.one("head").one("title").text == "a · klamp report"
     assert made.one(of="source").text == "runs/a · klamp run, 7 logged steps up to step 7"
-    assert len(made.all("figure")) == 6
+    assert len(made.all("figure")) == 5
 
 
 def test_every_link_has_its_target_every_id_is_unique_and_headings_step_down_one_at_a_time() -> None:
@@ -91,7 +91,7 @@ def test_hostile_text_everywhere() -> None:
         name=HOSTILE,
         completions=[completion(tokens=(HOSTILE, "b", "c"), prompt=HOSTILE, group=HOSTILE, ref=(-3.0, -2.0, -0.5))],
         scores=[(0, {HOSTILE: 0.5}), (1, {HOSTILE: 0.1})],
-        details={"config": {HOSTILE: HOSTILE}, "versions": {HOSTILE: HOSTILE}, "after": {HOSTILE: 0.1}},
+        details={"config": {HOSTILE: HOSTILE}, "versions": {HOSTILE: HOSTILE}},
         k3=[0.5],
     )
     for runs in ([run], [run, whole_run()]):

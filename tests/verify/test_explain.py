@@ -92,8 +92,8 @@ def test_costs_name_what_is_loaded_run_and_kept() -> None:
     assert "one forward pass of the reference" in default
     assert "logits" not in default
     assert "policy before the update" not in default
-    exact = line(explain(kl_estimator="exact", setting=Setting(length=1024, vocab=1024)), "cost")
-    assert "logits of both models: 4 MiB each" in exact
+    exact = line(explain(kl_estimator="exact", setting=Setting(length=1024)), "cost")
+    assert "logits of both models: 594 MiB each" in exact
     assert "policy before the update" in line(explain(kl_clip_method="hard"), "cost")
     assert "no weights of its own" in line(explain(reference="adapter_off"), "cost")
 

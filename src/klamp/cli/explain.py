@@ -77,7 +77,6 @@ def _explain_flags(options: ExplainOptions, name: str, flags: Mapping[str, Any])
             length=options.length or config.kl.kl_reference_length or longest or LENGTH,
             max_length=longest,
             group_size=config.rollout.num_generations,
-            vocab=options.vocab,
             paper=find_preset(preset).paper if preset else "",
         )
         return explain_config(config.kl, config.loss, name=name, setting=setting)

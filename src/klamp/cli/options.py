@@ -74,8 +74,6 @@ class VerifyOptions:
     question: Question | None = field(default=None, metadata={"word": "QUESTION"})
     """direction: is GRPO's k3 formula backwards, and for whose tokens? convergence: which settings reach the optimum
     that they claim?"""
-    samples: int = field(default=100_000, metadata={"least": 1000})
-    """Draws per sampled number of a question."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,8 +85,6 @@ class ExplainOptions:
     length: int | None = field(default=None, metadata={"least": 1})
     """Expected completion length in tokens, for prices, budgets and costs; None: kl_reference_length, or
     max_completion_length where it is given, else 1000."""
-    vocab: int = field(default=151_936, metadata={"least": 1})
-    """Vocabulary entries of the model, for the memory of its logits."""
 
 
 @dataclass(frozen=True, kw_only=True)

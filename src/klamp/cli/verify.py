@@ -14,20 +14,14 @@ from klamp.verify.proofs import PROOFS, Check, run_section
 from klamp.verify.proofs.check import Answer
 from klamp.verify.proofs.values import EstimatorFacts, measure_estimators
 
-QUESTIONS: dict[str, Callable[..., Answer]] = {
-    "direction": answer_direction,
-    "convergence": lambda **_: answer_convergence(),  # nothing is drawn
-}
+QUESTIONS: dict[str, Callable[[], Answer]] = {"direction": answer_direction, "convergence": answer_convergence}
 
 
 def run(argv: Sequence[str]) -> int:
     """Run every proof, or answer one question; 1 where a check fails."""
     options = read_options(VerifyOptions, argv, command="klamp verify")
     started = time.perf_counter()
-    if options.question is not None:
-        checks = show_answer(QUESTIONS[options.question](samples=options.samples))
-    else:
-        checks = show_proofs()
+    checks = show_proofs() if options.question is None else show_answer(QUESTIONS[options.question]())
     return conclude(checks, time.perf_counter() - started)
 
 

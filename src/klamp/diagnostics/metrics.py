@@ -222,18 +222,3 @@ RECORDED_NAMES: Mapping[str, Mapping[str, str]] = {
     },
 }
 """Trainer -> the name in its logs -> klamp's name."""
-
-OWN_INTERFACES: Mapping[str, Mapping[str, str]] = {
-    "klamp.training.loop, as its guide has it": {
-        "loss": "train/loss",
-        "policy_loss": "train/policy_loss",
-        "kl_penalty": "train/kl_penalty",
-        "kl_penalty_mean": "train/kl_penalty",
-        "kl_mean": "kl/k1",
-        "clip_fraction": "policy/ratio_clipped",
-        "log_prob_mean": "policy/logp_mean",
-        "grad_norm": "train/grad_norm",
-        "learning_rate": "train/learning_rate",
-    },
-}
-"""The parts of klamp whose names were given -> the name there -> that of `METRICS`."""

@@ -33,7 +33,7 @@ STRAIGHT = 0.9999
 """Cosine from which a reduction is said to scale a gradient, and not to turn it."""
 
 VOCAB = 151_936
-"""Vocabulary entries for the memory of logits, where none are given."""
+"""Vocabulary entries in the memory of logits: those of Qwen2.5."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +52,7 @@ class Explanation:
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """The lengths, group, vocabulary and paper that the numbers of an explanation depend on."""
+    """The lengths, group and paper that the numbers of an explanation depend on."""
 
     length: int = 1000
     """Expected completion length in tokens."""
@@ -60,8 +60,6 @@ class Setting:
     """Longest completion in tokens; None: the expected one."""
     group_size: int = 8
     """Completions per prompt."""
-    vocab: int = VOCAB
-    """Vocabulary entries of the model."""
     paper: str = ""
     """The paper that the recipe comes from."""
 
@@ -73,7 +71,7 @@ def explain_config(kl: KLConfig, loss: LossConfig, *, name: str, setting: Settin
         kl: the KL.
         loss: the policy loss around it.
         name: what to call it.
-        setting: expected length, vocabulary, paper.
+        setting: expected length, group, paper.
 
     Raises:
         ConfigError: a combination that `build_objective` refuses.
@@ -272,10 +270,10 @@ def _cost(kl: KLConfig, setting: Setting) -> str:
     if kl.kl_placement == "reward" or kl.kl_clip_method != "none":
         parts.append("one forward pass of the policy before the update")
     if kl.kl_estimator == "exact":
-        size = 4 * setting.length * setting.vocab / 2**20
+        size = 4 * setting.length * VOCAB / 2**20
         parts.append(
             f"logits of both models: {size:,.0f} MiB each per completion of {setting.length:,} tokens and "
-            f"{setting.vocab:,} entries, in float32 (klamp.linear_kl forms it from hidden states without them)"
+            f"{VOCAB:,} entries, in float32 (klamp.linear_kl forms it from hidden states without them)"
         )
     else:
         parts.append(f"{4 * setting.length / 1024:.3g} KiB of reference log-probabilities per completion")
