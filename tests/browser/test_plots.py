@@ -1,4 +1,4 @@
-"""Charts that answer: the value under the cursor, smoothing, a logarithmic axis, zoom, files, seeds."""
+"""Charts: every point where it belongs; its value under the cursor, smoothing, a logarithmic axis, zoom, files."""
 
 from __future__ import annotations
 
@@ -116,22 +116,42 @@ def weighted(values: list[float], span: float) -> list[float]:
     return found
 
 
-def test_a_chart_that_is_drawn_again_is_the_same(alone: Path, sweep: Path, open_page: Open) -> None:
-    for file in (alone, sweep):
-        page = open_page(file)
-        for figure in page.locator("figure[data-plot]").all():
-            looks = (".curve", ".spread")
-            before = [curves(figure, look) for look in looks], figure.locator(".axes text").all_text_contents()
-            log = figure.get_by_role("button", name="logarithmic axis")
-            log.click()
-            assert [curves(figure, look) for look in looks] != before[0]
-            log.click()
-            after = [curves(figure, look) for look in looks], figure.locator(".axes text").all_text_contents()
-            assert after[1] == before[1]
-            for old, new in zip(before[0], after[0], strict=True):
-                assert [len(each) for each in old] == [len(each) for each in new]
-                flat = [[number for each in some for point in each for number in point] for some in (old, new)]
-                assert flat[0] == pytest.approx(flat[1], abs=0.2)
+def test_points_are_where_their_values_are_with_gaps_where_they_are_not_finite(tmp_path: Path, open_page: Open) -> None:
+    values = [0.1, 0.2, math.nan, 0.4, math.inf, 0.6, 0.7] + [1.0] * 14
+    page = open_page(write(tmp_path / "gaps.html", run_of(reward=values)))
+    figure = chart(page, "Reward")
+    (found,) = curves(figure)
+    heights = [BOTTOM - (BOTTOM - TOP) * value / 1.05 for value in values if math.isfinite(value)]
+    assert [y for _, y in found] == pytest.approx(heights, abs=0.1)
+    assert (found[0][0], found[-1][0]) == (LEFT, RIGHT)
+    path = figure.locator("svg.chart path.curve").get_attribute("d") or ""
+    assert [part.count("L") for part in path.split("M")[1:]] == [1, 0, 15]
+    assert figure.locator("svg.chart path.dot").count() == 1, "a point between two gaps"
+
+
+def test_targets_bands_and_alarms_are_drawn(tmp_path: Path, open_page: Open) -> None:
+    config = {"target_kl": 0.1, "kl_controller": "step"}
+    run = run_of(k3=[0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7], details={"config": config})
+    svg = chart(open_page(write(tmp_path / "marks.html", run)), "KL to the reference").locator("svg.chart")
+    high = 0.7 * 1.05
+    level, band = svg.locator("line.level"), svg.locator("rect.band")
+    assert float(level.get_attribute("y1") or 0) == pytest.approx(BOTTOM - (BOTTOM - TOP) * 0.1 / high, abs=0.1)
+    assert float(band.get_attribute("height") or 0) == pytest.approx((BOTTOM - TOP) * 0.1 / high, abs=0.2)
+    assert svg.locator("g.mark text").all_text_contents() == ["1"]
+    assert float(svg.locator("g.mark line").get_attribute("x1") or 0) == RIGHT
+
+
+def test_an_axis_bends_by_itself_where_nothing_else_could_be_seen(tmp_path: Path, open_page: Open) -> None:
+    def bends(values: list[float], **details: object) -> bool:
+        page = open_page(write(tmp_path / "bends.html", run_of(reward=values, details=details or None)))
+        figure = chart(page, "Reward")
+        pressed = figure.get_by_role("button", name="logarithmic axis").get_attribute("aria-pressed") == "true"
+        assert figure.locator(".unit").inner_text() == ("reward, log scale" if pressed else "reward")
+        return pressed
+
+    assert bends([0.02, 0.03, 0.03, 0.03, 0.04, 1e5])
+    assert not bends([0.1, 0.1, 0.05, *[1e-13] * 6]) and not bends([0.1, 100.0]) and not bends([0.5])
+    assert bends([1e300, 1.0, 2.0, 1.0, 1.0, 2.0, -1.0, 1.0, -1e300]), "and does not overflow"
 
 
 def test_smoothing(alone: Path, open_page: Open) -> None:
@@ -290,6 +310,9 @@ def test_seeds_are_a_mean_with_a_band_or_each_run(sweep: Path, open_page: Open) 
     figure = chart(page, "Reward")
     assert figure.locator(".legend .label").all_inner_texts() == ["a, mean of 3", "b, mean of 3"]
     assert len(curves(figure)) == 2 and figure.locator("path.spread").count() == 2
+    low, middle, high = (BOTTOM - (BOTTOM - TOP) * value / (0.8 * 1.05) for value in (0.2, 0.3, 0.4))
+    assert [y for _, y in curves(figure)[0]] == pytest.approx([middle] * 20, abs=0.1)
+    assert [y for _, y in curves(figure, ".spread")[0]] == pytest.approx([high] * 20 + [low] * 20, abs=0.1)
     hover(page, figure, 0.5)
     assert readout(figure) == {"a": ["0.3", "0.2 to 0.4"], "b": ["0.7", "0.6 to 0.8"]}
     page.get_by_label("Seeds").select_option("each run")

@@ -88,8 +88,8 @@ def test_the_runs_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert "beta-1_seed-0 is left out: it holds no record of a run" in captured.err
     made = page(tmp_path / "sweep" / "report.html")
     assert names_in(made) == names
-    curves = made.one("figure", id="chart-reward-0").one("svg", of="chart").all("path", of="curve")
-    assert [curve.classes[1] for curve in curves] == ["s0", "s1"], "seeds of one arm are one curve"
+    keys = made.one("figure", id="chart-reward-0").one("ul", of="legend").all("path", of="curve")
+    assert [key.classes[1] for key in keys] == ["s0", "s1"], "seeds of one arm are one curve"
 
 
 def test_an_arm_without_a_pull_keeps_its_kl(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Axes and curves: the place of a value on an axis, its ticks, which points of a long curve are drawn, and means.
+"""Curves: which points of a long one are drawn, the means that a smoothed one goes through, and those of a group.
 
 Runs of one configuration with different seeds are drawn as their mean, with a band from the lowest to the highest.
 """
@@ -11,84 +11,6 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from klamp.diagnostics.history import bounded
-
-FAR = 100.0
-"""An axis becomes logarithmic away from 0 where the largest value is so many times the upper quartile: else nothing but
-it could be seen."""
-STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
-"""Distances between ticks, times powers of ten."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Axis:
-    """An axis from a lowest to a highest value: linear, or logarithmic above a certain size."""
-
-    low: float
-    """The value at the beginning of the axis."""
-    high: float
-    """The value at the end of the axis; above `low`."""
-    knee: float | None = None
-    """The size at which the axis bends: linear below, logarithmic above, asinh(value / knee); None: linear."""
-
-    def __call__(self, value: float) -> float:
-        """The place of a value, 0 at the beginning and 1 at the end."""
-        low, high = self._bend(self.low), self._bend(self.high)
-        return (self._bend(value) - low) / (high - low)
-
-    def _bend(self, value: float) -> float:
-        return value if self.knee is None else math.asinh(value / self.knee)
-
-
-def fit(values: Sequence[float], *, include: Sequence[float] = ()) -> Axis:
-    """The axis that has room for all of these values.
-
-    Args:
-        values: what is drawn; what is not finite is passed over.
-        include: values that must be on the axis too.
-    """
-    finite = [bounded(value) for value in values if math.isfinite(value)]
-    shown = [*finite, *include] or [0.0, 1.0]
-    low, high = min(shown), max(shown)
-    sizes = [abs(value) for value in finite if value != 0]
-    usual = sorted(sizes)[3 * len(sizes) // 4] if len(sizes) > 3 else math.inf
-    least = max(map(abs, include), default=0.0)
-    far = max(sizes, default=0.0) > max(FAR * usual, least)
-    knee = usual / 2 if far else None
-    if knee is not None:
-        return Axis(low=low, high=high, knee=knee)
-    if high - low <= 1e-12 * max(abs(low), abs(high)):
-        margin = abs(high) / 2 or 1.0
-        return Axis(low=min(low, 0.0) if low >= 0 else low - margin, high=high + margin)
-    margin = 0.05 * (high - low)
-    return Axis(low=low - margin if low < 0 else max(0.0, low - margin), high=high + margin)
-
-
-def ticks(scale: Axis, *, most: int = 5) -> list[float]:
-    """Round values to label an axis with.
-
-    Args:
-        scale: the axis.
-        most: how many at most, about.
-    """
-    if scale.knee is not None:
-        return _decades(scale, most)
-    least = (scale.high - scale.low) / most
-    power = 10.0 ** math.floor(math.log10(least))
-    step = next(factor * power for factor in STEPS if factor * power >= least * (1 - 1e-9))
-    first = math.ceil(scale.low / step - 1e-9)
-    last = math.floor(scale.high / step + 1e-9)
-    return [float(f"{i * step:.12g}") for i in range(first, last + 1)]
-
-
-def _decades(scale: Axis, most: int) -> list[float]:
-    assert scale.knee is not None
-    largest = max(abs(scale.low), abs(scale.high))
-    first, last = math.ceil(math.log10(scale.knee)), math.floor(math.log10(largest))
-    every = max(1, math.ceil((last - first + 1) / max(1, most - 1)))
-    sizes = [10.0**power for power in range(last, first - 1, -every)][::-1]
-    found = [*(-size for size in reversed(sizes)), 0.0, *sizes]
-    return [value for value in found if scale.low <= value <= scale.high]
-
 
 Curve = Mapping[float, float]
 """Step -> value."""

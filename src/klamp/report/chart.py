@@ -1,4 +1,4 @@
-"""A chart: curves as SVG, a legend with their latest values, a table of the numbers, and what the script needs."""
+"""A chart: a legend with the latest values, a table of the numbers, and what the script needs to draw the curves."""
 
 from __future__ import annotations
 
@@ -7,13 +7,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from klamp.report.axes import Axis, CurveColumn, Series, columns_of, fit, means, spread, thin, ticks
-from klamp.report.text import Html, data_table, element, join, rounded, short
+from klamp.report.axes import CurveColumn, Series, columns_of, means, spread, thin
+from klamp.report.text import Html, data_table, element, rounded, short
 
-WIDTH, HEIGHT = 360, 190
-LEFT, RIGHT, TOP, BOTTOM = 46, 350, 10, 164
-FEW = 15
-"""Curves of at most this many points have a dot at each point."""
 DIGITS = 6
 """Significant digits of the numbers in the table, which the script draws from."""
 
@@ -69,7 +65,7 @@ class Chart:
 
 
 def render_chart(chart: Chart, *, most: int = 400) -> Html:
-    """The chart in its frame: title, legend with the latest values, the drawing, a table of the numbers.
+    """The chart in its frame: title, legend with the latest values, room for the drawing, a table of the numbers.
 
     Args:
         chart: what to show.
@@ -80,9 +76,6 @@ def render_chart(chart: Chart, *, most: int = 400) -> Html:
     steps = thin(curves, most=most)
     total = len({step for curve in curves for step in curve})
     kept = [replace(column, series=_only(column.series, steps)) for column in columns]
-    values = [value for column in kept for value in column.series.points.values()]
-    levels = [level for line in chart.lines for level in (line.low, line.high) if level is not None]
-    y = fit(values, include=(*chart.include, *levels))
     headings = (chart.axis, *(column.series.label for column in kept))
     rows = [
         (short(step, digits=9), *(short(column.series.points.get(step), digits=DIGITS) for column in kept))
@@ -94,28 +87,27 @@ def render_chart(chart: Chart, *, most: int = 400) -> Html:
         element(
             "figcaption",
             element("h3", chart.title, id=f"{chart.name}-heading"),
-            element("span", chart.unit + (", log scale" if y.knee is not None else ""), class_="unit"),
+            element("span", chart.unit, class_="unit"),
             element("span", at, class_="at"),
         ),
         element("ul", *_legend(chart, kept), class_="legend"),
-        element("div", _drawing(chart, kept, x=_across(steps), y=y), class_="plot"),
+        element("div", _drawing(chart), class_="plot", hidden=True),
         element("p", chart.text, class_="says"),
         data_table(headings, rows, caption=f"{chart.title} ({chart.unit}){_thinned(len(steps), total)}"),
         id=chart.name,
         class_="card",
         aria_labelledby=f"{chart.name}-heading",
-        data_plot=_plot(chart, kept, y, means(curves, most=most)),
+        data_plot=_plot(chart, kept, means(curves, most=most)),
     )
 
 
-def _plot(chart: Chart, kept: Sequence[CurveColumn], y: Axis, means: Sequence[tuple[float, list[float | None]]]) -> str:
+def _plot(chart: Chart, kept: Sequence[CurveColumn], means: Sequence[tuple[float, list[float | None]]]) -> str:
     """What the script draws the chart from, besides its table."""
     series = [{"slot": column.series.slot, "members": column.members, "of": column.of} for column in kept]
     found = {
         "axis": chart.axis,
         "unit": chart.unit,
         "include": [*chart.include],
-        "knee": y.knee,
         "decimals": chart.decimals,
         "series": [{name: value for name, value in each.items() if value not in ((), None)} for each in series],
         "lines": [[line.low, line.high] for line in chart.lines],
@@ -155,119 +147,16 @@ def describe(chart: Chart) -> str:
     return " ".join(parts)
 
 
-def _drawing(chart: Chart, kept: Sequence[CurveColumn], *, x: Axis, y: Axis) -> Html:
-    labelled = f"{chart.name}-title {chart.name}-text"
+def _drawing(chart: Chart) -> Html:
+    """The picture in words; the script draws the curves, from the table below."""
     return element(
         "svg",
         element("title", chart.title, id=f"{chart.name}-title"),
         element("desc", describe(chart), id=f"{chart.name}-text"),
-        _bands(chart.lines, y),
-        _axes(x, y),
-        _levels(chart.lines, y),
-        *(_spread(kept, column, x, y) for column in kept if column.members),
-        *(_curve(column.series, x, y) for column in kept if column.of is None),
-        *(_mark(mark, x) for mark in chart.marks),
-        element("line", class_="cursor", x1=LEFT, x2=LEFT, y1=TOP, y2=BOTTOM),
         class_="chart",
-        viewBox=f"0 0 {WIDTH} {HEIGHT}",
         role="img",
-        aria_labelledby=labelled,
-        data_low=f"{x.low:.9g}",
-        data_high=f"{x.high:.9g}",
+        aria_labelledby=f"{chart.name}-title {chart.name}-text",
     )
-
-
-def _axes(x: Axis, y: Axis) -> Html:
-    parts: list[Html] = []
-    for value in ticks(y):
-        place = _down(y, value)
-        parts.append(element("line", x1=LEFT, x2=RIGHT, y1=place, y2=place, class_="zero" if value == 0 else "rule"))
-        parts.append(element("text", short(value), x=LEFT - 6, y=f"{place + 3.5:.1f}", text_anchor="end"))
-    for value in filter(float.is_integer, ticks(x)):
-        place = _across_at(x, value)
-        parts.append(element("text", short(value, digits=6), x=place, y=BOTTOM + 16, text_anchor="middle"))
-    return element("g", *parts, class_="axes")
-
-
-def _bands(lines: Sequence[Line], y: Axis) -> Html:
-    parts = [
-        element(
-            "rect",
-            x=LEFT,
-            y=_down(y, line.high),
-            width=RIGHT - LEFT,
-            height=f"{max(1.0, _down(y, line.low) - _down(y, line.high)):.1f}",
-            class_="band",
-        )
-        for line in lines
-        if line.high is not None
-    ]
-    return join(parts)
-
-
-def _levels(lines: Sequence[Line], y: Axis) -> Html:
-    return join(
-        element("line", x1=LEFT, x2=RIGHT, y1=_down(y, line.low), y2=_down(y, line.low), class_="level")
-        for line in lines
-        if line.high is None
-    )
-
-
-def _curve(series: Series, x: Axis, y: Axis) -> Html:
-    places = [
-        (_across_at(x, step), _down(y, value)) if math.isfinite(value) else None
-        for step, value in series.points.items()
-    ]
-    path, pen = [], False
-    for place in places:
-        if place is not None:
-            path.append(f"{'L' if pen else 'M'}{place[0]:.1f} {place[1]:.1f}")
-        pen = place is not None
-    around = zip([None, *places], places, [*places[1:], None], strict=False)
-    dotted = [b for a, b, c in around if b is not None and (len(places) <= FEW or (a is None and c is None))]
-    dots = (element("path", d=shape(series.slot, *place), class_=f"dot s{series.slot % 8}") for place in dotted)
-    return join([element("path", d="".join(path), class_=f"curve s{series.slot % 8} d{series.slot % 5}"), *dots])
-
-
-def _spread(kept: Sequence[CurveColumn], column: CurveColumn, x: Axis, y: Axis) -> Html:
-    band = spread(kept, column)
-    above = [f"{_across_at(x, step):.1f} {_down(y, high):.1f}" for step, (_, high) in band.items()]
-    below = [f"{_across_at(x, step):.1f} {_down(y, low):.1f}" for step, (low, _) in reversed(band.items())]
-    return element("path", d=f"M{'L'.join(above + below)}Z", class_=f"spread s{column.series.slot % 8}")
-
-
-def shape(slot: int, x: float, y: float) -> str:
-    """The outline of a dot, by the number of its curve: circle, square, triangle, diamond."""
-    if slot % 4 == 0:
-        return f"M{x - 3:.1f} {y:.1f}a3 3 0 1 0 6 0a3 3 0 1 0 -6 0Z"
-    outlines = ("M{0} {1}h5v5h-5Z", "M{0} {1}l3.4 6h-6.8Z", "M{0} {1}l3.6 3.6l-3.6 3.6l-3.6 -3.6Z")
-    offset = ((-2.5, -2.5), (0.0, -3.8), (0.0, -3.6))[slot % 4 - 1]
-    return outlines[slot % 4 - 1].format(f"{x + offset[0]:.1f}", f"{y + offset[1]:.1f}")
-
-
-def _mark(mark: Mark, x: Axis) -> Html:
-    place = min(max(_across_at(x, mark.step), LEFT), RIGHT)
-    return element(
-        "g",
-        element("line", x1=place, x2=place, y1=TOP, y2=BOTTOM),
-        element("path", d=f"M{place:.1f} {BOTTOM - 5}l4.5 8h-9Z"),
-        element("text", str(mark.number), x=f"{place + 4:.1f}", y=TOP + 7),
-        class_="mark",
-    )
-
-
-def _across(steps: Sequence[float]) -> Axis:
-    low, high = (steps[0], steps[-1]) if steps else (0.0, 1.0)
-    return Axis(low=low, high=high) if high > low else Axis(low=low - 1, high=high + 1)
-
-
-def _across_at(x: Axis, step: float) -> float:
-    return round(LEFT + (RIGHT - LEFT) * x(step), 1)
-
-
-def _down(y: Axis, value: float) -> float:
-    place = min(max(y(min(max(value, -1e100), 1e100)), 0.0), 1.0)
-    return round(BOTTOM - (BOTTOM - TOP) * place, 1)
 
 
 def _only(series: Series, steps: Sequence[float]) -> Series:
@@ -290,12 +179,11 @@ def _legend(chart: Chart, kept: Sequence[CurveColumn]) -> list[Html]:
 def _entry(kept: Sequence[CurveColumn], numbers: Sequence[int], decimals: int | None) -> Html:
     """A line with the latest value of each curve; the script shows those under the cursor in their place."""
     first = kept[numbers[0]].series
-    few = max(len(kept[number].series.points) for number in numbers) <= FEW
     latest = [list(kept[number].series.points.values())[-1:] or [None] for number in numbers]
     band = list(spread(kept, kept[numbers[0]]).values())
     return element(
         "li",
-        key(f"curve s{first.slot % 8} d{first.slot % 5}", shape(first.slot, 11, 5) if few else ""),
+        key(f"curve s{first.slot % 8} d{first.slot % 5}"),
         element("span", first.label if len(numbers) == 1 else f"{first.group}, {len(numbers)} runs", class_="label"),
         *(
             element("span", rounded(value, decimals=decimals), class_="value", data_column=number + 1)
@@ -305,15 +193,14 @@ def _entry(kept: Sequence[CurveColumn], numbers: Sequence[int], decimals: int | 
     )
 
 
-def key(classes: str, dot: str = "") -> Html:
+def key(classes: str) -> Html:
     """The small sample of a curve or band in a legend."""
-    dots = [element("path", d=dot, class_=f"dot {classes.split()[1]}")] if dot else []
     sample = (
         element("rect", x=0, y=0, width=22, height=10, class_=classes)
         if classes == "band"
         else element("path", d="M0 5H22", class_=classes)
     )
-    return element("svg", sample, *dots, class_="key", viewBox="0 0 22 10", aria_hidden="true")
+    return element("svg", sample, class_="key", viewBox="0 0 22 10", aria_hidden="true")
 
 
 def _span(low: float, high: float, decimals: int | None) -> str:

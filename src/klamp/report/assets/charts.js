@@ -1,5 +1,5 @@
-// Charts that answer: the values under the cursor, smoothing, a logarithmic axis, zoom, files. Each is drawn again from
-// its own table; without a script the page has the same curves as they were written.
+// Charts that answer: the values under the cursor, smoothing, a logarithmic axis, zoom, files. Each is drawn from its own
+// table.
 (() => {
   const SMALL = { width: 360, height: 190, left: 46, side: 10, top: 10, foot: 26, ticks: 5 };
   const FEW = 15, DRAG = 6;
@@ -10,7 +10,7 @@
   const charts = figures.map((figure) => connect(figure, panel.remembered.charts?.[figure.id] ?? {}));
   const overSteps = charts.filter((chart) => chart.isOverSteps);
   if (overSteps.length) panel.controls(overSteps, remember);
-  for (const chart of charts) if (chart.isChanged()) chart.draw();
+  for (const chart of charts) chart.draw();
 
   function remember() {
     panel.remember(charts.filter((chart) => chart.isChanged()));
@@ -33,10 +33,10 @@
     const values = Array.from(figure.querySelectorAll(".value[data-column]"));
     const spans = Array.from(figure.querySelectorAll(".legend .span"));
     const initial = [at, ...values, ...spans].map((each) => each.textContent);
-    state = { log: data.knee !== null, large: false, from: null, to: null, ...state };
-    let box = SMALL;
-    let x = [Number(svg.dataset.low), Number(svg.dataset.high)];
-    let drawn = curves();
+    const compared = [...data.include, ...data.lines.flat().filter((level) => level !== null)];
+    const knee = plot.kneeOf(numbers.slice(1).flat(), compared);
+    state = { log: knee !== null, large: false, from: null, to: null, ...state };
+    let box = SMALL, x = [0, 1], drawn = curves();
 
     const slider = node("input", { type: "range", class: "scrub", min: 0, max: rows.length - 1, step: 1 });
     slider.setAttribute("aria-label", `${title}: values by ${data.axis}`);
@@ -44,6 +44,7 @@
     const readout = node("div", { class: "readout", "aria-hidden": "true" });
     readout.hidden = true;
     plotted.append(slider, readout);
+    plotted.hidden = false;
     const tools = toolbar();
     say(rows.length - 1);
     events();
@@ -57,7 +58,7 @@
     }
     function isChanged() {
       const common = isOverSteps && (all.smooth > 0 || all.seeds !== "band");
-      return common || state.large || state.from !== null || state.log !== (data.knee !== null);
+      return common || state.large || state.from !== null || state.log !== (knee !== null);
     }
 
     // What is drawn: of each curve its points, those smoothed, and of a mean the lowest and highest of its runs.
@@ -114,7 +115,7 @@
       const heights = shown.flatMap((each) => [...each.raw, ...each.low, ...each.high]).map((point) => point[1]);
       const isWhole = state.from === null;
       const y = plot.axis([...heights, ...(isWhole ? data.lines.flat().filter((level) => level !== null) : [])], {
-        include: isWhole ? data.include : [], log: state.log, knee: data.knee,
+        include: isWhole ? data.include : [], log: state.log, knee,
       });
       const down = (value) => box.height - box.foot - (box.height - box.foot - box.top) * y.place(value);
       const keep = Array.from(svg.children).filter((child) => child.matches("title, desc"));

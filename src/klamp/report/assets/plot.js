@@ -2,6 +2,7 @@
 const plot = (() => {
   const STEPS = [1, 2, 2.5, 5, 10];
   const LOG_STEPS = [1, 2, 5];
+  const FAR = 100;
 
   // A number as people write it, as klamp.report.text has it.
   function write(value, digits = 4) {
@@ -52,7 +53,7 @@ const plot = (() => {
   function axis(values, { include = [], log = false, knee = null } = {}) {
     const finite = values.filter(Number.isFinite).map((value) => Math.min(Math.max(value, -1e100), 1e100));
     const sizes = finite.filter((value) => value !== 0).map(Math.abs);
-    const bend = log && sizes.length ? knee ?? kneeOf(finite, sizes) : null;
+    const bend = log && sizes.length ? knee ?? least(finite, sizes) : null;
     const shown = [...finite, ...(bend === null || finite.length === 0 ? include : [])];
     let low = Math.min(...(shown.length ? shown : [0])), high = Math.max(...(shown.length ? shown : [1]));
     const there = (value) => (bend === null ? value : Math.asinh(value / bend));
@@ -65,9 +66,16 @@ const plot = (() => {
     const place = (value) => (there(Math.min(Math.max(value, low), high)) - there(low)) / (there(high) - there(low));
     return { low, high, place, bend };
   }
-  function kneeOf(finite, sizes) {
-    const least = Math.min(...sizes);
-    return finite.every((value) => value > 0) ? least / 2 : Math.max(least, Math.max(...sizes) / 1e4);
+  function least(finite, sizes) {
+    const smallest = Math.min(...sizes);
+    return finite.every((value) => value > 0) ? smallest / 2 : Math.max(smallest, Math.max(...sizes) / 1e4);
+  }
+  // Where an axis bends by itself: the largest value is so far above the others (and the levels) that nothing else
+  // could be seen; null: it does not.
+  function kneeOf(values, levels) {
+    const sizes = values.filter((value) => Number.isFinite(value) && value !== 0).map(Math.abs).sort((a, b) => a - b);
+    const usual = sizes.length > 3 ? sizes[Math.floor((3 * sizes.length) / 4)] : Infinity;
+    return sizes.at(-1) > Math.max(FAR * usual, ...levels.map(Math.abs)) ? usual / 2 : null;
   }
 
   function ticks({ low, high, bend }, most = 5) {
@@ -92,5 +100,5 @@ const plot = (() => {
     return found.filter((value, i) => value === 0 || (found.length - 1 - i) % every === 0).map((value) => Number(value.toPrecision(12)));
   }
 
-  return { write, read, smooth, clip, axis, ticks };
+  return { write, read, smooth, clip, axis, kneeOf, ticks };
 })();
