@@ -1,4 +1,4 @@
-"""Auditing a host: stand-ins whose KL is known; how far out a type holds; how a batch loss weighs its tokens."""
+"""Auditing a host: stand-ins whose KL is known; how far out a type holds."""
 
 from __future__ import annotations
 
@@ -9,9 +9,6 @@ import torch
 from torch import Tensor
 
 from klamp.audit.examine import (
-    COLUMNS,
-    LENGTHS,
-    LOG_RATIO,
     NEAR_SPREAD,
     Reach,
     Subject,
@@ -20,10 +17,8 @@ from klamp.audit.examine import (
     audit,
     audit_term,
     measure_reach,
-    name_reduction,
     near_reference,
     per_token,
-    token_weights,
 )
 from klamp.core.gradients import kl_penalty
 from klamp.errors import ShapeError
@@ -120,14 +115,6 @@ def test_a_function_of_the_wrong_shape_is_refused() -> None:
         audit_term(Term.of_function("mean", lambda p, ref: k2(p, ref).mean()))
 
 
-def test_reductions_are_measured_in_units_of_the_first_term() -> None:
-    def loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-        return torch.where(mask, k2(policy, ref), 0.0).sum() / mask.sum()
-
-    subject = Subject(title="host", terms=(Term.of_function("k2", k2),), reductions={"mean": loss})
-    assert audit(subject).reductions == {"mean": "mean over the tokens of the batch"}
-
-
 def weighted_k3(policy: Tensor, ref: Tensor) -> Tensor:
     return k3(policy, ref) * torch.exp(policy - policy.detach())
 
@@ -182,45 +169,3 @@ def test_nan_zero_and_exceptions_are_told_apart() -> None:
 def test_in_the_reward_the_value_is_the_coefficient() -> None:
     assert summary(measure_reach(k3, torch.float16, use="reward")) == (-11, 30, "inf")
     assert measure_reach(lambda p, ref: (p - ref).detach(), torch.float16, use="reward").everywhere
-
-
-def masked_k2(policy: Tensor, ref: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, (policy - ref).square() / 2, 0.0)
-
-
-ONE = LOG_RATIO**2 / 2
-REDUCTIONS = {
-    "mean over the tokens of the batch": lambda x, m: x.sum() / m.sum(),
-    "sum over the tokens of the batch": lambda x, m: x.sum(),
-    "mean over each completion, mean over completions": lambda x, m: (x.sum(-1) / m.sum(-1)).mean(),
-    "sum over each completion, mean over completions": lambda x, m: x.sum(-1).mean(),
-    "sum over tokens / (completions x padded length)": lambda x, m: x.mean(),
-    "sum over tokens / (completions x 256)": lambda x, m: x.sum() / (len(x) * 256),
-    "sum over tokens, each times its completion's length / (completions x padded length)": lambda x, m: (
-        x * m.sum(-1, keepdim=True)
-    ).mean(),
-}
-
-
-@pytest.mark.parametrize("words", REDUCTIONS)
-def test_each_normaliser_has_its_words(words: str) -> None:
-    assert name_reduction(lambda p, ref, old, mask: REDUCTIONS[words](masked_k2(p, ref, mask), mask), ONE) == words
-
-
-def test_weights_of_a_normaliser_without_words_are_listed() -> None:
-    def loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-        return (masked_k2(policy, ref, mask) * torch.arange(1, COLUMNS + 1)).sum()
-
-    assert token_weights(loss, ONE) == (pytest.approx([1, 1, 2, 3]), pytest.approx([0] * (2 * COLUMNS - sum(LENGTHS))))
-    assert name_reduction(loss, ONE) == "weights of the tokens: 1, 1, 2, 3"
-
-
-def test_padding_that_counts_is_told_and_what_the_host_raises_is_quoted() -> None:
-    def padded(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-        return masked_k2(policy, ref, torch.ones_like(mask)).sum()
-
-    def loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor) -> Tensor:
-        raise ValueError("Unknown loss type: luspo\nmore")
-
-    assert name_reduction(padded, ONE) == "sum over the tokens of the batch, padding included"
-    assert name_reduction(loss, ONE) == "raises ValueError: Unknown loss type: luspo"

@@ -9,8 +9,8 @@ the policy and from an older one; and through every floating-point type.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
@@ -70,14 +70,12 @@ def marked(option: str, value: object, default: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """The KL terms of a trainer, how the trainer averages them, and notes for the reader."""
+    """The KL terms of a trainer, and notes for the reader."""
 
     title: str
     """The name of the package and its version."""
     terms: tuple[Term, ...]
     """Its KL terms, the default first."""
-    reductions: Mapping[str, HostLoss] = field(default_factory=dict)
-    """Option -> the host's KL loss of a whole batch, its KL being that of the first term."""
     notes: tuple[str, ...] = ()
     """Facts read from the installed package, a sentence each."""
     cautions: tuple[str, ...] = ()
@@ -125,8 +123,6 @@ class Audit:
     """What was audited."""
     findings: tuple[TermFinding, ...]
     """The findings, one per term."""
-    reductions: Mapping[str, str]
-    """Option -> how the KL is averaged over a batch, in words."""
 
 
 def audit(subject: Subject) -> Audit:
@@ -135,12 +131,7 @@ def audit(subject: Subject) -> Audit:
     Raises:
         ShapeError: a function does not return one number per token.
     """
-    one = kl_of_one_token(subject.terms[0])
-    return Audit(
-        subject=subject,
-        findings=tuple(map(audit_term, subject.terms)),
-        reductions={option: name_reduction(loss, one) for option, loss in subject.reductions.items()},
-    )
+    return Audit(subject=subject, findings=tuple(map(audit_term, subject.terms)))
 
 
 def audit_term(term: Term) -> TermFinding:
@@ -164,9 +155,9 @@ def audit_term(term: Term) -> TermFinding:
 
 
 def kl_of_one_token(term: Term) -> float:
-    """The value of a term for one token whose log-ratio to the reference is `LOG_RATIO` nats."""
+    """The value of a term for one token whose log-ratio to the reference is half a nat."""
     policy = torch.tensor([[-1.0]], dtype=torch.float64)
-    return term.completion(policy.clone().requires_grad_(), policy - LOG_RATIO, policy).item()
+    return term.completion(policy.clone().requires_grad_(), policy - 0.5, policy).item()
 
 
 def per_token(term: Term) -> KLFunction:
@@ -254,77 +245,3 @@ def _compare(function: KLFunction, dtype: torch.dtype, log_ratio: int, use: Use)
     if right == 0 or abs(got - right) <= WRONG * abs(right):
         return ""
     return "zero" if got == 0 else "off"
-
-
-LENGTHS, COLUMNS = (1, 3), 5
-LOG_RATIO = 0.5
-"""The log-ratio of the one token that is away from the reference, in nats."""
-WEIGHT_TOLERANCE = 1e-4
-
-_ROWS, _TOKENS = len(LENGTHS), sum(LENGTHS)
-EVEN = {
-    1 / _TOKENS: "mean over the tokens of the batch",
-    1 / _ROWS: "sum over each completion, mean over completions",
-    1.0: "sum over the tokens of the batch",
-}
-"""The weights of tokens -> the averaging in words."""
-
-
-def name_reduction(loss: HostLoss, one_token: float) -> str:
-    """Says in words how a trainer's loss weighs its tokens; an exception of the trainer is quoted.
-
-    Args:
-        loss: the KL part of the loss of a batch.
-        one_token: the KL of one token at a log-ratio of `LOG_RATIO`, by the same host.
-    """
-    try:
-        weights, padding = token_weights(loss, one_token)
-    except Exception as error:  # an option that the host does not have
-        return f"raises {type(error).__name__}: {str(error).partition(chr(10))[0]}"
-    return _name_weights(weights) + (
-        ", padding included" if any(abs(weight) > WEIGHT_TOLERANCE for weight in padding) else ""
-    )
-
-
-def token_weights(loss: HostLoss, one_token: float) -> tuple[list[float], list[float]]:
-    """The weights of the first completion's only token and of the second one's three, and those of padding."""
-    mask = torch.arange(COLUMNS) < torch.tensor(LENGTHS)[:, None]
-    kept, padding = (
-        [_loss_at(loss, mask, (row, column)) / one_token for row, column in where.nonzero().tolist()]
-        for where in (mask, ~mask)
-    )
-    return kept, padding
-
-
-def _loss_at(loss: HostLoss, mask: Tensor, place: tuple[int, int]) -> float:
-    policy = torch.full(mask.shape, -1.0, dtype=torch.float64)
-    ref = policy.clone()
-    ref[place] -= LOG_RATIO
-    return loss(policy.clone().requires_grad_(), ref, policy, mask).item()
-
-
-def _name_weights(weights: list[float]) -> str:
-    first, *rest = weights
-    if all(_near(weight, first) for weight in rest):
-        return _name_even(first)
-    if _near(first, 1 / _ROWS) and all(_near(3 * weight, first) for weight in rest):
-        return "mean over each completion, mean over completions"
-    if all(_near(weight, 3 * first) for weight in rest):
-        return f"sum over tokens, each times its completion's length / (completions x {_divisor(first)})"
-    return "weights of the tokens: " + ", ".join(f"{weight:.3g}" for weight in weights)
-
-
-def _name_even(weight: float) -> str:
-    for known, words in EVEN.items():
-        if _near(weight, known):
-            return words
-    return f"sum over tokens / (completions x {_divisor(weight)})"
-
-
-def _divisor(weight: float) -> str:
-    divisor = 1 / (weight * _ROWS)
-    return "padded length" if _near(divisor, COLUMNS) else f"{divisor:.4g}"
-
-
-def _near(a: float, b: float) -> bool:
-    return abs(a - b) < WEIGHT_TOLERANCE * abs(b)

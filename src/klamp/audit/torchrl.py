@@ -7,7 +7,6 @@ is answered with those of the audit.
 
 from __future__ import annotations
 
-import functools
 import warnings
 from importlib.metadata import version
 from types import SimpleNamespace
@@ -15,9 +14,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from klamp.audit.examine import Subject, Term, marked
-
-AVERAGES = ("token_mean", "prompt_mean", "none")
+from klamp.audit.examine import Subject, Term
 
 
 def subject() -> Subject:
@@ -34,20 +31,16 @@ def subject() -> Subject:
             ),
             Term.of_function("KLComputation, in the reward", reward_kl, use="reward"),
         ),
-        reductions={
-            marked("aggregation", name, loss.aggregation): functools.partial(kl_loss, aggregation=name)
-            for name in AVERAGES
-        },
         notes=(f"kl_to_ref_coeff is {loss.kl_to_ref_coeff} by default: without it there is no KL in the loss.",),
     )
 
 
-def kl_loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, *, aggregation: str = "token_mean") -> Tensor:
-    """The KL part of torchrl's loss, as a `HostLoss`; `aggregation` says how that averages."""
+def kl_loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor) -> Tensor:
+    """The KL part of torchrl's loss, as a `HostLoss`."""
     from tensordict import TensorDict
     from torchrl.objectives.llm import GRPOLoss
 
-    loss = GRPOLoss(None, kl_to_ref_coeff=1.0, entropy_bonus=False, aggregation=aggregation)
+    loss = GRPOLoss(None, kl_to_ref_coeff=1.0, entropy_bonus=False)
     loss._get_cur_log_prob = lambda tensordict: (policy, SimpleNamespace(mask=mask), False)  # pyright: ignore
     batch = TensorDict({"advantage": torch.zeros_like(policy)[..., None]}, batch_size=[len(policy)])
     batch[loss.tensor_keys.action] = torch.zeros_like(mask, dtype=torch.long)

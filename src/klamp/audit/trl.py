@@ -19,7 +19,6 @@ import torch
 from torch import Tensor
 
 from klamp.audit.examine import Subject, Term, marked
-from klamp.config import TRL_LOSS_TYPES
 
 
 def subject() -> Subject:
@@ -41,7 +40,7 @@ def subject() -> Subject:
 def subject_of_loss(
     title: str, loss: Callable[..., Tensor], defaults: Mapping[str, Any], *, notes: tuple[str, ...]
 ) -> Subject:
-    """The subject of a loss that has the options of TRL's GRPO: one term per option, one reduction per loss type.
+    """The subject of a loss that has the options of TRL's GRPO: one term per option.
 
     Args:
         title: the name of the package and its version.
@@ -59,10 +58,6 @@ def subject_of_loss(
         terms=tuple(
             Term.of_mean(name, functools.partial(loss, loss_type="grpo", **options)) for name, options in terms.items()
         ),
-        reductions={
-            marked("loss_type", name, defaults["loss_type"]): functools.partial(loss, loss_type=name)
-            for name in TRL_LOSS_TYPES
-        },
         notes=notes,
     )
 

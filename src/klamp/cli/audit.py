@@ -36,8 +36,6 @@ def show_audit(result: Audit) -> None:
     show_table(result.subject.title, HEADINGS, [row(finding) for finding in result.findings])
     for sentence in (*(s for finding in result.findings for s in sentences(finding)), *result.subject.notes):
         print(f"- {sentence}")
-    if result.reductions:
-        show_table("How the KL of a batch is averaged:", ("", ""), list(result.reductions.items()))
     print()
 
 

@@ -6,11 +6,12 @@ import pytest
 import torch
 from tests.engines.documented import assert_documented
 from tests.engines.enumeration import assert_follows, expected_loss, make_world
+from tests.engines.verl.actor import Step, actor_loss
 from torch import Tensor
 
 from klamp.audit import load_subject
 from klamp.audit.examine import Audit, audit
-from klamp.audit.verl import ppo_loss, reward_kl
+from klamp.audit.verl import reward_kl
 
 DEFAULT = "kl_loss_type=low_var_kl (k3) (default)"
 
@@ -22,9 +23,10 @@ def audited() -> Audit:
 
 def kl_part(policy: Tensor, ref: Tensor, **options: object) -> Tensor:
     """The KL in verl's whole actor loss, at coefficient 1."""
-    mask = torch.ones(policy.shape, dtype=torch.bool)
-    options = {"kl_loss_coef": 1.0, **options}
-    return ppo_loss(policy, ref, mask, use_kl_loss=True, **options) - ppo_loss(policy, ref, mask, **options)
+    nothing, mask = torch.zeros_like(policy), torch.ones(policy.shape, dtype=torch.bool)
+    step = Step(policy=policy, old=policy.detach(), ref=ref, mask=mask, advantages=nothing)
+    with_kl, without = (actor_loss(step, use_kl_loss=use, kl_loss_coef=1.0, **options)[0] for use in (True, False))
+    return with_kl - without
 
 
 def test_the_version_is_one_that_was_tried(audited: Audit) -> None:
