@@ -1,6 +1,6 @@
-"""Writes the tables and the picture of records/where-it-ends.md: `python docs/where_it_ends.py`, a minute.
+"""Writes the table and the picture of records/where-it-ends.md: `python docs/where_it_ends.py`, a minute.
 
-Both come from `klamp.verify.convergence`, which `klamp verify convergence` prints. A test repeats some rows.
+Both come from `klamp.verify.convergence`; `klamp verify convergence` prints the table. A test repeats some rows.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from klamp.verify.proofs.check import TextTable
 
 DOCS = Path(__file__).resolve().parent
 PAGE, PICTURE = DOCS / "records" / "where-it-ends.md", DOCS / "where-it-ends.svg"
-BEGIN, END = "<!-- tables: written by `python docs/where_it_ends.py` -->", "<!-- end of tables -->"
+BEGIN, END = "<!-- table: written by `python docs/where_it_ends.py` -->", "<!-- end of the table -->"
 SHOWN = ("fixed length", "token mean", "sequence mean")
 MARKS = ("o", "s", "D")
 
@@ -27,12 +27,11 @@ def table_lines(table: TextTable) -> list[str]:
     return [f"{title}:", "", rows[0], "|" + "---|" * len(table.columns), *rows[1:], ""]
 
 
-def with_tables(page: str, tables: list[TextTable]) -> str:
-    """The page with the tables between its marks."""
+def with_table(page: str, table: TextTable) -> str:
+    """The page with the table between its marks."""
     before, _, rest = page.partition(BEGIN)
     _, _, after = rest.partition(END)
-    lines = [line for table in tables for line in table_lines(table)]
-    return before + BEGIN + "\n\n" + "\n".join(lines) + END + after
+    return before + BEGIN + "\n\n" + "\n".join(table_lines(table)) + END + after
 
 
 def draw() -> Figure:
@@ -64,8 +63,8 @@ def draw() -> Figure:
 
 def main() -> None:
     """Write both."""
-    tables = [each for each in answer_convergence().tables if "token mean:" not in each.title]
-    PAGE.write_text(with_tables(PAGE.read_text(encoding="utf-8"), list(tables)), encoding="utf-8")
+    (table,) = answer_convergence().tables
+    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), table), encoding="utf-8")
     mpl.rcParams["svg.hashsalt"] = "klamp"
     draw().savefig(PICTURE, metadata={"Date": None})
     print(f"{PAGE}\n{PICTURE}, {len(LOSSES)} losses")

@@ -66,7 +66,7 @@ def rows_of(display: Display) -> list[str]:
     return [line for line in text_of(display).splitlines() if line.endswith("12,345")]
 
 
-def drawn(display: Display | Board) -> list[str]:
+def drawn(display: Display) -> list[str]:
     """The picture, line by line."""
     shown = console(terminal=False, width=display.console.width)
     shown.print(display.picture())
@@ -253,15 +253,6 @@ def test_lines_for_logs(clock) -> None:
     assert "  alarm in beta=0.1, seed 0: kl-spike: the KL jumps" in lines
     assert any(line.endswith("beta=0, seed 1: failed: the process was killed") for line in lines)
     assert lines[-1].endswith("stopping, step 1/8, reward 0.100, KL -, length -")
-
-
-def test_on_a_terminal_a_bar_stays_below_the_lines(clock) -> None:
-    board = Board(console(terminal=True), RUNS)
-    sweep(board, clock)
-    board.close()
-    assert "beta=0.1, seed 0: done, step 8/8" in text_of(board)
-    (line,) = drawn(board)
-    assert line.startswith("1 done before, 1 done, 1 failed, 1 stopping  ") and "81%  0:16 elapsed" in line
 
 
 def test_time_left_is_that_of_the_steps_that_are_left(clock) -> None:

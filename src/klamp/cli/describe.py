@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from klamp.cli.text import WIDTH
-from klamp.config.describe import describe_controller, describe_kl, describe_movement, describe_price, describe_rule
+from klamp.config.describe import describe_controller, describe_kl, describe_movement, describe_price
 from klamp.config.loss import configured_price
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder
 from klamp.tasks.files import yaml_of
@@ -180,8 +180,8 @@ def _beta_lines(config: TrainConfig) -> list[tuple[str, str]]:
         return [("beta", "0: trains without KL")]
     length = rollout.max_completion_length
     price = configured_price(kl, config.loss, group_size=rollout.num_generations, mean_length=length, max_length=length)
-    controller = "; ".join(text for text in (describe_controller(kl), describe_rule(kl)) if text)
-    return [("controller", controller), ("price", describe_price(price, group_size=rollout.num_generations))]
+    worded = describe_price(price, group_size=rollout.num_generations)
+    return [("controller", describe_controller(kl)), ("price", worded)]
 
 
 def _loss(config: TrainConfig) -> str:

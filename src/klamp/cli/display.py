@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -316,12 +316,11 @@ class RunRow:
 
 
 class Board(Drawn):
-    """The display of an ablation: all its runs, and the time left."""
+    """The display of an ablation: a line for what becomes of each run, with the time left."""
 
     def __init__(self, console: Console, every: Sequence[Run]) -> None:
         self.rows = {run.name: RunRow(run=run, steps=run.config.run.max_steps) for run in every}
         super().__init__(console)
-        self.draw()
 
     def tell(self, update: Update) -> None:
         """Write a line when a run starts and ends, a few between, and one for every alarm."""
@@ -340,16 +339,6 @@ class Board(Drawn):
             self.say(f"[{self.ended()}/{len(self.rows)} ended, {self.time_text()}] {row.name}: {text}")
         if update.text and update.state != "failed":
             self.say(f"  alarm in {row.name}: {update.text}")
-
-    def picture(self) -> RenderableType:
-        """The bar as it is now."""
-        if self.loading is not None:
-            return super().picture()
-        found = Counter("done before" if row.state == "kept" else row.state for row in self.rows.values())
-        steps = sum(row.steps for row in self.rows.values())
-        done = sum(row.steps if row.state in ENDED else row.step for row in self.rows.values())
-        share = f"{100 * done / max(1, steps):.0f}%  {self.time_text()}"
-        return bar(", ".join(f"{count} {state}" for state, count in found.items()), done, steps, share)
 
     def ended(self) -> int:
         """The number of runs that have ended."""

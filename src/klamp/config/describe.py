@@ -6,7 +6,6 @@ from collections.abc import Mapping
 
 from klamp.config.kl import KLConfig
 from klamp.config.loss import Price, spreads_of_right_or_wrong
-from klamp.core import controllers
 from klamp.core.term import Placement
 from klamp.core.types import Gradient, Reduction
 
@@ -75,25 +74,6 @@ def describe_controller(kl: KLConfig) -> str:
     if kl.controller_name == "fixed":
         return f"fixed at {kl.beta:g}{scheduled}"
     return f"{kl.controller_name} controller from {kl.beta:g}, towards {kl.target_kl:g} nats per token{scheduled}"
-
-
-def describe_rule(kl: KLConfig) -> str:
-    """The rule by which beta moves, in words; empty where beta is fixed."""
-    match kl.build_controller():
-        case controllers.HoldController(gain=gain, lead=lead):
-            rule = f"by the KL foreseen {lead:g} steps ahead, log beta by at most {gain:g} a step"
-        case controllers.StepController(up=up, down=down, high=high, low=low):
-            rule = f"x{up:g} when the KL is above {high:g} targets, x{down:g} when it is below {low:g}"
-        case controllers.ProportionalController(horizon=horizon):
-            rule = f"in proportion to the error, over {horizon} updates"
-        case controllers.DualController(lr=lr):
-            rule = f"dual ascent, step {lr:g}"
-        case controllers.PIDController(kp=kp, ki=ki, kd=kd):
-            rule = f"kp, ki, kd = {kp:g}, {ki:g}, {kd:g}"
-        case _:
-            return ""
-    low, high = kl.beta_bounds
-    return f"{rule}; bounds {low:.3g} to {'no bound' if high is None else f'{high:.3g}'}"
 
 
 def describe_movement(kl: KLConfig) -> str:

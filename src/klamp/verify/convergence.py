@@ -53,8 +53,6 @@ class End:
 
     stands: bool
     """Whether the policy comes to a standstill; else the rest is where it was when it was given up."""
-    updates: int
-    """The number of updates that were followed."""
     distance: float
     """KL(policy||optimum) at the price that is expected."""
     price: float
@@ -67,8 +65,6 @@ class End:
     """KL(optimum||ref)."""
     reward: float
     """The mean reward where it ended."""
-    optimal_reward: float
-    """Mean reward of the optimum."""
     length: float
     """Mean length in tokens."""
     optimal_length: float
@@ -122,8 +118,8 @@ def follow(kl: KLConfig, loss: LossConfig, world: Scene) -> End:
         kl, loss, group_size=world.group_size, mean_length=world.mean_length, max_length=world.chain.length
     ).per_completion
     start = logits = world.chain.logprobs("policy").detach()
-    rate, before, size, updates = 0.5, math.inf, math.inf, 0
-    for updates in range(1, UPDATES + 1):  # noqa: B007  (it is reported)
+    rate, before, size = 0.5, math.inf, math.inf
+    for _ in range(UPDATES):
         update, divided_by = natural_update(kl, loss, _moved(world, logits))
         pull = divided_by / kl.beta * update
         # Not of what is taken of it, so that a small rate is not a standstill; a shift of a whole row changes nothing.
@@ -133,7 +129,7 @@ def follow(kl: KLConfig, loss: LossConfig, world: Scene) -> End:
         logits = (logits - min(rate, LARGEST_MOVE / size) * pull).log_softmax(-1)
         rate = min(1.0, 1.25 * rate) if size < before else max(SLOWEST, 0.5 * rate)
         before = size
-    return _describe(_moved(world, logits), price, stands=size < STILL, updates=updates)
+    return _describe(_moved(world, logits), price, stands=size < STILL)
 
 
 def _moved(world: Scene, logits: Tensor) -> Scene:
@@ -188,7 +184,7 @@ def expected_advantages(world: Scene, loss: LossConfig, rewards: Tensor) -> Tens
     return found / world.group_size
 
 
-def _describe(world: Scene, price: float, *, stands: bool, updates: int) -> End:
+def _describe(world: Scene, price: float, *, stands: bool) -> End:
     outcomes = enumerate_outcomes(world.chain, unreachable=True)
     ended, ref = outcomes.policy_logprobs.detach().sum(-1), outcomes.ref_logprobs.sum(-1)
     best, fitted = optimum(ref, world.rewards, price), fit_price(ended, ref, world.rewards)
@@ -196,14 +192,12 @@ def _describe(world: Scene, price: float, *, stands: bool, updates: int) -> End:
     probs = ended.exp()
     return End(
         stands=stands,
-        updates=updates,
         distance=_kl(ended, best),
         price=fitted,
         nearest=_kl(ended, nearest),
         kl=_kl(ended, ref),
         optimal_kl=_kl(best, ref),
         reward=float((probs * world.rewards).sum()),
-        optimal_reward=float((best.exp() * world.rewards).sum()),
         length=float((probs * lengths).sum()),
         optimal_length=float((best.exp() * lengths).sum()),
     )
@@ -288,7 +282,7 @@ def answer_convergence() -> Answer:
     pairs = [(term, loss) for term in terms() for loss in LOSSES if _possible(term, loss)]
     return Answer(
         question="Where does each configuration end, and is that the optimum ref exp(reward / price)?",
-        tables=(_distances(), *(_longest(loss) for loss in LOSSES)),
+        tables=(_distances(),),
         checks=tuple(check for term, loss in pairs for check in _checks(term, loss)) + tuple(_baselines()),
         words=(
             "The expected update of the whole system (term, reduction, baseline, scaling of advantages) is followed "
@@ -330,34 +324,6 @@ def _worst(term: str, loss: str) -> float:
     """The largest distance to the optimum, in nats; to that of the best price where no single number is the price."""
     scaled = LOSSES[loss].scale == "std"
     return max(end.nearest if scaled else end.distance for end in ends(term, loss))
-
-
-def _longest(loss: str) -> TextTable:
-    rows: list[tuple[str, ...]] = []
-    scaled = LOSSES[loss].scale == "std"
-    for term in terms():
-        if not _possible(term, loss):
-            continue
-        end = ends(term, loss)[-1]
-        rows.append(
-            (
-                term,
-                f"{end.price:.3g}" if end.stands else "-",
-                f"{end.kl:.3f}",
-                "-" if scaled else f"{end.kl / end.optimal_kl:.2f}",
-                f"{end.length:.2f}",
-                f"{end.reward:.3f}",
-            )
-        )
-    best = ends("loss, k3, sequence", loss)[-1]
-    numbers = (f"{best.optimal_kl:.3f}", "1.00", f"{best.optimal_length:.2f}", f"{best.optimal_reward:.3f}")
-    if not scaled:
-        rows.append(("the optimum", f"{BETA:g}", *numbers))
-    return TextTable(
-        title=f"6 tokens, {loss}: where it stands, or was given up",
-        columns=("KL", "best price", "KL to ref", "/ optimal", "length", "reward"),
-        rows=tuple(rows),
-    )
 
 
 def _checks(term: str, loss: str) -> Iterator[Check]:
