@@ -19,7 +19,7 @@ from klamp.ablation.local import LocalExecutor
 from klamp.ablation.one_run import perform
 from klamp.ablation.outcome import Outcome, read_outcome, write_outcome
 from klamp.ablation.plan import Plan, Run, run_folder, runs
-from klamp.errors import ConfigError, RunFolderError, TrainingStopped
+from klamp.errors import TrainingStopped
 from klamp.training import checkpoint
 
 pytestmark = pytest.mark.slow
@@ -115,13 +115,6 @@ def _check_files(result: Result) -> None:
         assert arm["cells"]["kl/reverse"]["values"] == pytest.approx(values)
 
 
-class Never(InThisProcess):
-    """Must not be asked."""
-
-    def run(self, runs, folder, tell) -> None:
-        raise AssertionError("nothing is to run")
-
-
 def by_hand(run: Run, folder: Path, tell: Tell) -> None:
     """Done, without training."""
     run_folder(folder, run).mkdir(parents=True, exist_ok=True)
@@ -136,29 +129,9 @@ def done_in(folder: Path, plan: Plan) -> None:
         by_hand(run, folder, lambda update: None)
 
 
-def test_what_is_done_is_only_written_up(plan_with, tmp_path) -> None:
-    plan = plan_with(model="nowhere")
-    done_in(tmp_path, plan)
-    told: list[Update] = []
-    result = execute(plan, tmp_path, Never(), tell=told.append)
-    assert [update.state for update in told] == ["kept"] * 4
-    assert told[0].metrics == result.outcomes[0].numbers and len(result.outcomes) == 4
-
-
 def test_more_seeds_are_added_to_what_is_done(plan_with, tmp_path) -> None:
     done_in(tmp_path, plan_with(seeds=(0, 1), max_steps=1))
     more = plan_with(seeds=(0, 1, 2), max_steps=1)
     here = InThisProcess(by_hand)
     result = execute(more, tmp_path, here)
     assert here.ran == ["beta-0_seed-2", "beta-0.05_seed-2"] and len(result.outcomes) == 6
-
-
-def test_nothing_is_made_where_a_plan_is_refused(plan_with, tmp_path) -> None:
-    folder = tmp_path / "out"
-    for plan in (plan_with(sweep={"kl_placement": ["reward"]}), plan_with(sweep={"reference": ["adapter_off"]})):
-        with pytest.raises(ConfigError, match="the arm"):
-            execute(plan, folder, Never())
-        assert not folder.exists()
-    done_in(folder, plan_with())
-    with pytest.raises(RunFolderError):
-        execute(plan_with(max_steps=9), folder, Never())

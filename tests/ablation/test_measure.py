@@ -243,15 +243,6 @@ def test_the_scores_are_those_that_the_run_itself_found(llama, tmp_path, changes
     assert found.numbers["kl/reverse"] > 1e-5, "something was learned"
 
 
-def test_the_kl_is_measured_on_no_more_prompts_than_asked_for(llama, tmp_path) -> None:
-    config = trained(llama, tmp_path)
-    found = evaluate(config, checkpoint.newest(tmp_path) / "policy", prompts=2)
-    assert found.numbers == measure(config, tmp_path, prompts=2) != measure(config, tmp_path)
-    assert found.after == evaluate(config, checkpoint.newest(tmp_path) / "policy").after, (
-        "the scores are over all of them"
-    )
-
-
 def test_without_a_start_there_are_scores_alone(llama) -> None:
     config = TrainConfig.from_flat({"model": llama, **TINY})
     found = evaluate(config, None, start=False)

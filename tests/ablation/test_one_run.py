@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import pytest
 from tests.training import rewards
@@ -14,8 +13,6 @@ from klamp.ablation.measure import measure
 from klamp.ablation.one_run import perform
 from klamp.ablation.outcome import COLUMNS, Outcome, read_outcome
 from klamp.ablation.plan import Run, run_folder, runs
-from klamp.errors import TrainingStopped
-from klamp.training import checkpoint
 from klamp.training.folders import newest_policy
 
 pytestmark = pytest.mark.slow
@@ -77,31 +74,6 @@ def test_without_kl_the_distance_is_measured_all_the_same(plan_with, tmp_path) -
     assert outcome.numbers["kl/reverse"] > 1e-5 and outcome.numbers["kl/forward"] > 1e-5
     assert outcome.numbers["price"] == 0
     assert "kl/k3" not in steps_of(run_folder(tmp_path, run))[0], "no reference was loaded"
-
-
-def test_an_interrupted_run_goes_on_with_the_same_numbers(run, tmp_path) -> None:
-    stop_at = 3
-    whole = perform(run, tmp_path / "whole", Told())
-    with pytest.raises(TrainingStopped):
-        perform(run, tmp_path / "parts", Told(stop_at))
-    own = run_folder(tmp_path / "parts", run)
-    assert read_outcome(own) is None and checkpoint.newest(own).name == f"step-{stop_at:06d}"
-    told = Told()
-    again = perform(run, tmp_path / "parts", told)
-    assert told[0].step == stop_at and next(u.step for u in told if u.metrics) == stop_at + 1
-    assert replace(again, numbers=numbers_of(again)) == replace(whole, numbers=numbers_of(whole))
-    assert rows_of(own) == rows_of(run_folder(tmp_path / "whole", run))
-
-
-def test_a_run_killed_before_its_first_checkpoint_starts_anew(run, tmp_path) -> None:
-    own = run_folder(tmp_path, run)
-    (own / "checkpoints" / ".step-000002.part").mkdir(parents=True)
-    (own / "config.yaml").write_text("beta: 99\n")
-    (own / "metrics.jsonl").write_text('{"step": 1, "reward": 99}\n')
-    (own / "log.txt").write_text("kept")
-    outcome = perform(run, tmp_path, Told())
-    assert outcome.state == "done" and steps_of(own)[0]["reward"] != 99
-    assert (own / "log.txt").read_text() == "kept" and "beta: 99" not in (own / "config.yaml").read_text()
 
 
 def test_a_run_that_was_interrupted_while_it_was_measured_is_not_trained_again(run, tmp_path) -> None:

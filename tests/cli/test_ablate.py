@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
 from tests.ablation.outcomes import outcome, sweep
 from tests.cli.fake_trainer import write_files
 from tests.cli.test_train import save_tiny_model
@@ -17,7 +16,6 @@ from klamp.ablation import execute
 from klamp.ablation.execute import Result
 from klamp.ablation.executor import Update
 from klamp.ablation.local import LocalExecutor
-from klamp.ablation.one_run import perform
 from klamp.ablation.outcome import Outcome, write_outcome
 from klamp.ablation.plan import Plan, run_folder, runs
 from klamp.ablation.table import summarise
@@ -126,23 +124,6 @@ def test_an_interrupt_says_how_to_go_on(use, capsys) -> None:
     assert captured.err.rstrip().endswith(f"ablate {' '.join(FLAGS)} --output_dir runs/ablation-beta-001")
 
 
-def test_a_folder_with_another_plan_is_refused(use, capsys) -> None:
-    use(Fake())
-    assert main(["ablate", *FLAGS, "--output_dir", "out"]) == 0
-    assert main(["ablate", *FLAGS, "--output_dir", "out", "--max_steps", "3"]) == 1
-    err = capsys.readouterr().err
-    assert "holds another ablation" in err and "max_steps of the arm 'beta=0' is 2 there, 3 here" in err
-
-
-def test_on_a_terminal_it_is_drawn(use, capsys) -> None:
-    use(Fake())
-    console = Console(force_terminal=True, width=120, height=42)
-    assert ablate.run(FLAGS, console=console, executor=Fake()) == 0
-    text = capsys.readouterr().out
-    assert "\x1b[?25h" in text, "the cursor is shown again"
-    assert "4 done" in text and text.index("4 done") < text.index("Skills")
-
-
 # dry run -------------------------------------------------------------------------------------------------------------
 
 
@@ -156,15 +137,6 @@ def test_a_dry_run_shows_the_runs_and_does_nothing(use, capsys) -> None:
     assert "common report_to=none, keep_checkpoints=1, model=tiny, max_steps=2, eval_size=2" in out
     assert "beta=0.05 kl_clip_method=hard 0.05 hard" in out
     assert not fake.ran and not Path("runs").exists()
-
-
-def test_a_dry_run_says_what_is_done_already(use, capsys) -> None:
-    use(Fake(fail="beta-0_seed-1"))
-    main(["ablate", *FLAGS])
-    capsys.readouterr()
-    assert main(["ablate", *FLAGS, "--dry_run"]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "(3 done, 1 to run)" in out
 
 
 @pytest.mark.parametrize(
@@ -194,30 +166,6 @@ def test_inputs_that_no_run_could_use_are_refused_before_any_run(use, capsys) ->
 
 
 # the real thing ------------------------------------------------------------------------------------------------------
-
-
-class Real(Fake):
-    """Trains and measures, in this process."""
-
-    def run(self, runs, folder, tell) -> None:
-        for run in runs:
-            perform(run, folder, tell)
-
-
-def test_real_runs(use, tmp_path, capsys) -> None:
-    """Two steps of the built-in task through the whole command; klamp doctor reads what a run leaves."""
-    use(Real())
-    flags = ["--model", "tiny", "--max_steps", "2", "--eval_size", "4", "--prompts_per_step", "4", "--cpu"]
-    words = ["ablate", *flags, "--num_generations", "4", "--beta", "0.05", "--seeds", "1", "--output_dir", "out"]
-    assert main(words) == 0
-    out = capsys.readouterr().out
-    assert "base, seed 0: done, step 2/2" in out and "nats/token" in out
-    own = tmp_path / "out" / "runs" / "base_seed-0"
-    outcome = json.loads((own / "outcome.json").read_text())
-    table = json.loads((tmp_path / "out" / "table.json").read_text())
-    assert table["rows"][0]["cells"]["kl/reverse"]["mean"] == pytest.approx(outcome["numbers"]["kl/reverse"])
-    assert main(["doctor", str(own)]) in (0, 1)
-    assert "klamp run, 2 logged steps up to step 2" in capsys.readouterr().out
 
 
 def test_the_real_executors(monkeypatch) -> None:

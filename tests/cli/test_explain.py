@@ -11,11 +11,9 @@ from torch import Tensor
 
 from klamp.cli import main
 from klamp.cli.explain import LENGTH, explain, run
-from klamp.cli.options import ExplainOptions
 from klamp.config import PRESETS
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.verify import worlds
-from klamp.verify.explain import Setting
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 
@@ -81,11 +79,6 @@ def test_the_expected_length(argv: list[str], length: int) -> None:
     assert f"{4 * length / 1024:.3g} KiB of reference" in dict(found.lines)["cost"]
 
 
-def test_the_vocabulary_counts_in_the_memory_of_logits() -> None:
-    assert ExplainOptions().vocab == Setting().vocab, "that of an explanation without flags"
-    assert "logits of both models: 1 MiB each" in shown("--kl_estimator", "exact", "--vocab", "1024", "--length", "256")
-
-
 def test_nothing_warns_beside_the_explanation(recwarn: pytest.WarningsRecorder) -> None:
     shown("--kl_estimator", "k1", "--kl_gradient", "own")
     assert [str(warning.message) for warning in recwarn if "kl_" in str(warning.message)] == []
@@ -116,7 +109,7 @@ def test_a_preset_that_is_no_penalty_is_refused_by_train(capsys: pytest.CaptureF
 
 
 def test_what_is_enumerated_stays_small_whatever_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that it takes seconds; the lengths and vocabularies of real models only go into formulas."""
+    """So that it takes seconds; the lengths of real completions only go into formulas."""
     index, found = worlds._index_completions, list[int]()
 
     def counted(vocab: int, length: int, eos: int | None) -> tuple[Tensor, Tensor]:
@@ -125,5 +118,5 @@ def test_what_is_enumerated_stays_small_whatever_is_asked(monkeypatch: pytest.Mo
         return tokens, rows
 
     monkeypatch.setattr(worlds, "_index_completions", counted)
-    shown("recommended", "--length", "1000000", "--vocab", "1000000")
+    shown("recommended", "--length", "1000000")
     assert found and max(found) < 1000, "completions"

@@ -141,16 +141,6 @@ def test_shown() -> None:
     assert shown("x" * 100) == "x" * 80 + "…(+20)"
 
 
-def test_the_table_is_that_of_transformers() -> None:
-    from transformers.convert_slow_tokenizer import bytes_to_unicode
-
-    letters = bytes_to_unicode()
-    for byte in range(128):
-        assert decoded(letters[byte]) == chr(byte)
-    for text in ("naïve 東京 😀", "\x7f\xa0\xad"):
-        assert decoded("".join(letters[byte] for byte in text.encode())) == text
-
-
 def test_a_table_escapes_its_texts_and_that_of_a_chart_is_folded_away_with_a_caption_that_can_be_seen() -> None:
     table = parse(plain_table(["step", "k3"], [["7", "0.12"], ["8", "<b>"]], caption="KL", classes="wide"))
     assert table.one("table").rows() == [["step", "k3"], ["7", "0.12"], ["8", "<b>"]]

@@ -181,15 +181,6 @@ def test_a_server_that_takes_no_texts_is_used_with_a_caution(found, server_of):
         assert isinstance(found(server_of(texts=False)), VLLMReference)
 
 
-def test_the_key_comes_from_the_environment(found, server_of, monkeypatch):
-    with pytest.raises(ModelError, match=KEY) as error:
-        found(server_of(key="secret"))
-    assert "401" in error.value.why
-    monkeypatch.setenv(KEY, "secret")
-    reference = found(server_of(key="secret"))
-    assert "secret" not in f"{reference.describe()} {vars(reference)}"
-
-
 def test_a_server_that_fails_or_is_not_there_is_refused_before_the_run(context, config_of):
     with in_turn((503, {"error": "loading"})) as (url, asked), pytest.raises(ModelError, match="loading"):
         connect(config_of(reference="remote", reference_url=url), context.task, context.tokenizer)
