@@ -253,9 +253,3 @@ def test_impossible_shares_are_refused(wrong: dict[str, float]) -> None:
 def test_a_machine_without_gpus_says_so_instead_of_waiting(folder: Path, run_of: Callable[..., Run]) -> None:
     with pytest.raises(ConfigError, match="no run fits on this machine"):
         RayExecutor(gpus_per_run=1).run([run_of("never")], folder, lambda update: None)
-
-
-def test_it_says_where_it_runs() -> None:
-    assert RayExecutor().describe() == "a Ray cluster on this machine, 1 CPU per run"
-    where = RayExecutor(address="ray://head:10001", cpus_per_run=4, gpus_per_run=0.5).describe()
-    assert where == "the Ray cluster at ray://head:10001, 4 CPU and 0.5 GPU per run"

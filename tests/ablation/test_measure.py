@@ -243,15 +243,6 @@ def test_the_scores_are_those_that_the_run_itself_found(llama, tmp_path, changes
     assert found.numbers["kl/reverse"] > 1e-5, "something was learned"
 
 
-def test_without_a_start_there_are_scores_alone(llama) -> None:
-    config = TrainConfig.from_flat({"model": llama, **TINY})
-    found = evaluate(config, None, start=False)
-    assert set(found.after) == {"addition", "subtraction", "reversal"}
-    assert not found.before and not found.numbers
-    same = evaluate(config, None)
-    assert same.before == same.after == found.after and abs(same.numbers["kl/reverse"]) < 1e-6
-
-
 def test_two_models_of_another_vocabulary_have_no_kl(llama, tmp_path) -> None:
     other = stored(tiny_llama(vocab_size=60), tmp_path / "other")
     config = TrainConfig.from_flat({"model": llama, **TINY})

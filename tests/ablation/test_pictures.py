@@ -15,11 +15,9 @@ from tests.ablation.outcomes import BEFORE, failed, outcome, sweep
 
 from klamp.ablation.outcome import Outcome
 from klamp.ablation.pictures import (
-    COLOURS,
     LONGEST_NAME,
     betas_of,
     draw_frontier,
-    draw_points,
     draw_sweep,
     named,
     new_figure,
@@ -29,7 +27,6 @@ from klamp.ablation.pictures import (
     tidy,
     write_pictures,
 )
-from klamp.ablation.statistics import bootstrap_interval
 
 
 def points(axes: Any) -> np.ndarray:
@@ -191,19 +188,6 @@ def test_a_name_is_shown_as_it_is_written_and_a_long_one_with_both_of_its_ends(t
 
 
 VALUES = {1.0: (0.2, 0.4, 0.9), 2.0: (0.5,)}
-
-
-def test_the_mean_has_its_interval_and_every_seed_a_point() -> None:
-    axes = new_figure(3, 2).subplots()
-    draw_points(axes, VALUES, style(1), label="k1")
-    assert means(axes) == [(1.0, pytest.approx(0.5)), (2.0, 0.5)]
-    interval = bootstrap_interval(VALUES[1.0])
-    assert interval is not None
-    assert whiskers(axes)[0] == pytest.approx((interval[0], interval[1]))
-    assert whiskers(axes)[1] == pytest.approx((0.5, 0.5)), "a single seed has no interval"
-    assert points(axes).tolist() == [[1.0, value] for value in VALUES[1.0]], "nor a point beside it"
-    assert axes.get_legend_handles_labels()[1] == ["k1"], "named once, however many places there are"
-    assert list(axes.lines[0].get_ydata()) == pytest.approx([0.5, 0.5]) and axes.lines[0].get_color() == COLOURS[1]
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,6 @@ from klamp.ablation.table import (
     Table,
     cell_text,
     markdown,
-    notes,
     number,
     plain,
     sections,
@@ -94,12 +93,6 @@ def test_a_value_that_is_not_finite_is_left_out_and_the_cell_says_so() -> None:
 )
 def test_numbers_have_four_significant_digits(value: float, text: str) -> None:
     assert number(value) == text
-
-
-def test_one_seed_has_a_mean_and_no_interval() -> None:
-    table = summarise([outcome("a"), outcome("b", after={"addition": 0.8})])
-    assert cell_text(table.rows[0].cells["rl/after"], 1) == "0.9"
-    assert "One seed per arm" in " ".join(notes(table))
 
 
 def test_the_page_names_units_and_draws_one_table_per_group() -> None:

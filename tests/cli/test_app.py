@@ -88,12 +88,6 @@ def test_debug_shows_the_traceback(
     assert ("Traceback (most recent call last)" in err) == shown and "klamp: error: no tokenizer" in err
 
 
-def test_what_is_no_klamp_error_is_not_hidden(fails) -> None:
-    fails(ZeroDivisionError("a bug"))
-    with pytest.raises(ZeroDivisionError):
-        main(["train"])
-
-
 HEAVY = {"accelerate", "datasets", "matplotlib", "numpy", "peft", "rich", "scipy", "transformers", "yaml"}
 """Libraries that no help needs; for some torch comes on top."""
 CONFIGURED = ("evaluate", "explain", "train", "ablate", "model")

@@ -76,11 +76,6 @@ def test_tinker(tinker, tmp_path, monkeypatch, capsys):
     assert "reference: klamp/tiny at the service, frozen" in text and "entropy" not in text
 
 
-def test_what_a_backend_cannot_do_is_said_before_any_work(capsys):
-    assert main(["train", "--backend", "trl", "--surrogate", "score_function"]) == 2
-    assert "backend='trl' cannot do this" in capsys.readouterr().err
-
-
 def test_a_dry_run_says_where_the_weights_are(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     text = " ".join(plan_text(parse_train(TINKER).config).split())
