@@ -65,6 +65,7 @@ NOT_A_NUMBER = {
     "True": True,
     "NaN": math.nan,
     "infinity": math.inf,
+    "past every tensor": 2**70,
     "a list": [0.1],
     "a dict": {},
     "a tensor": torch.tensor(0.1),
@@ -277,6 +278,8 @@ ACCEPTED: Mapping[tuple[str, str, str], str] = {
     ("clip_kl", "threshold", "a tensor"): "a threshold for each KL",
     ("clip_kl with a threshold for each", "threshold", "a number"): "one threshold for all",
     ("clip_kl with a threshold for each", "threshold", "one number"): "one threshold for all",
+    ("update", "kl", "past every tensor"): "a controller computes with Python's floats",
+    ("load_state_dict of a value", "value", "past every tensor"): "a controller computes with Python's floats",
     ("kl_budget", "reference_length", "a tensor"): "a reference length for each completion",
     ("grpo_loss of a batch", "reference_length", "a tensor"): "a reference length for each completion, or one for all",
     **{

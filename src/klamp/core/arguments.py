@@ -102,6 +102,10 @@ def check_number(
         ConfigError: it is something else.
     """
     number = _is_number(x, whole=whole)
+    if isinstance(x, int | float) and (LARGEST if isinstance(x, int) else LARGEST_FLOAT) < abs(x) < math.inf:
+        raise ConfigError(
+            f"{name} is too large", got=describe(x), why="no tensor holds it", fix=fix or "pass a smaller number"
+        )
     if (x is None and optional) or (is_finite_number(x) and number and numbers.holds(x)):
         return
     kind = "a whole number" if whole else "a number"
@@ -121,8 +125,6 @@ def _why_no_number(x: object, whole: bool) -> str:
         return "text is not read as a number"
     if isinstance(x, float) and not math.isfinite(x):
         return "nothing can be computed with it"
-    if isinstance(x, int) and not is_finite_number(x):
-        return "no floating-point number is so large"
     return "it is not whole" if whole and isinstance(x, float) else ""
 
 
@@ -265,7 +267,7 @@ def check_instance(name: str, x: object, kind: type, *, fix: str = "") -> None:
 
 
 LARGEST = 2**63 - 1
-"""The largest whole number that a field takes."""
+"""The largest whole number that a tensor holds."""
 LARGEST_FLOAT = torch.finfo(torch.float32).max
 """The largest other number."""
 
@@ -332,9 +334,6 @@ def _check(field: _Field, x: object, numbers: Numbers) -> None:
         return
     elif field.kinds in ((int,), (float,)):
         whole = field.kinds == (int,)
-        largest = LARGEST if isinstance(x, int) else LARGEST_FLOAT
-        if isinstance(x, int | float) and largest < abs(x) < math.inf:
-            raise ConfigError(f"{field.name} is too large", got=describe(x), why="no tensor holds it", fix=field.fix)
         check_number(field.name, x, numbers, whole=whole, optional=field.optional, fix=field.fix)
     elif field.kinds == (bool,):
         check_flag(field.name, x)
