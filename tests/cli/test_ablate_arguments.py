@@ -70,6 +70,7 @@ def test_the_commands_own_flags(words, expected) -> None:
         ("--kl_estimator k1 k9", "unknown --kl_estimator", "k"),
         ("--beta 0.1 0.1", "a value of beta stands twice", "keep one"),
         ("--beta 0.3 --kl_coef 0 0.1", "beta is given twice", "keep one"),
+        ("--beta 0 1 --seeds", "--seeds cannot be read", "seeds 0, 1 and 2"),
         ("--beta 0 1 --seeds 0", "--seeds cannot be read", "seeds 0, 1 and 2"),
         ("--beta 0 1 --seeds 2 2", "seed stands twice", ""),
         ("--beta 0 1 --seeds x", "--seeds cannot be read", ""),

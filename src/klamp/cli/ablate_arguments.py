@@ -50,8 +50,8 @@ def parse_ablate(argv: Sequence[str]) -> tuple[Plan, AblateOptions]:
     recipe = preset_values(base.pop("preset", None))
     arms = _arms(file.arms, sweep, shared=recipe, fixed={*base, *sweep})
     base = {**DEFAULTS, **recipe, **base}
-    count, *others = options.seeds
-    seeds = seeds_of([count, *others] if others else count, "--seeds") if "seeds" in own else file.seeds
+    given = list(options.seeds)
+    seeds = seeds_of(given[0] if len(given) == 1 else given, "--seeds") if "seeds" in own else file.seeds
     task = Path(str(base.get("task", "arithmetic"))).stem
     name = file.name or "-".join(sweep) or Path(options.plan or task).stem
     kl_prompts = options.kl_prompts or file.kl_prompts or KL_PROMPTS
