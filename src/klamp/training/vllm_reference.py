@@ -24,7 +24,7 @@ from urllib.error import HTTPError
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from klamp.errors import ConfigError, DataError, KLWarning, ModelError, unknown_name
+from klamp.errors import ConfigError, KLWarning, ModelError, unknown_name
 from klamp.scoring.completions import Completions, kept_ids
 from klamp.scoring.scorer import Scores
 from klamp.tasks import check_prompts
@@ -179,57 +179,33 @@ def connect(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase)
         ConfigError: a name or a temperature that the server cannot honour.
     """
     url = (config.kl.reference_url or "").rstrip("/").removesuffix("/v1")
-    cards = _cards(url)
-    reference = VLLMReference(url, _name(config, cards))
+    reference = VLLMReference(url, _name(config, url))
     prompts = [example.prompt for example in task.train[:PROBES]]
-    ids: Any = tokenizer(prompts[0], add_special_tokens=False)["input_ids"]
-    reference.logprobs([ids], [[tokenizer.eos_token_id]], temperature=config.rollout.temperature)  # pyright: ignore
-    _check_lengths(config, task, tokenizer, cards)
+    # A server that holds only shorter sequences than the run may have refuses this one, in its own words.
+    longest = check_prompts(task.train, tokenizer, None, config.rollout.max_completion_length)
+    ids: Any = [tokenizer.eos_token_id] * (longest + config.rollout.max_completion_length)
+    reference.logprobs([ids[:longest]], [ids[longest:]], temperature=config.rollout.temperature)
     _check_tokenizer(reference, tokenizer, prompts)
     return reference
 
 
-def _cards(url: str) -> dict[str, Any]:
-    """The models that a server names, and what it says of the longest sequence of each."""
-    answer = ask(f"{url}/v1/models")
+def _name(config: TrainConfig, url: str) -> str:
+    """The model that is meant, of those that a server names."""
+    answer, asked = ask(f"{url}/v1/models"), config.kl.reference_name
     try:
-        return {str(card["id"]): card.get("max_model_len") for card in answer["data"]}
+        names = sorted(str(card["id"]) for card in answer["data"])
     except (LookupError, TypeError, AttributeError) as error:
         raise failed(url, "it lists no models at /v1/models, as vLLM does") from error
-
-
-def _name(config: TrainConfig, cards: dict[str, Any]) -> str:
-    asked = config.kl.reference_name
-    if asked is None and len(cards) == 1:
-        return next(iter(cards))
-    if asked is None:
+    if asked is not None and asked not in names:
+        raise unknown_name("model of the reference's server", asked, names)
+    if asked is None and len(names) != 1:
         raise ConfigError(
-            "the reference's server serves several models" if cards else "the reference's server serves no model",
+            "the reference's server does not serve one model",
             got=f"reference_url={config.kl.reference_url!r}",
-            why=f"it names {', '.join(sorted(cards)) or 'none'}",
-            fix="set reference_name to one of them" if cards else "start it with a model",
+            why=f"it names {', '.join(names) or 'none'}",
+            fix="set reference_name to one of them, or start it with a model",
         )
-    if asked not in cards:
-        raise unknown_name("model of the reference's server", asked, cards)
-    return asked
-
-
-def _check_lengths(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase, cards: dict[str, Any]) -> None:
-    """Refuse a server that takes only shorter sequences than the run may have; of an adapter it names no limit."""
-    limits = [limit for limit in cards.values() if isinstance(limit, int)]
-    if not limits:
-        return
-    longest = min(limits)
-    try:  # the server generates one token after each sequence
-        check_prompts(task.train, tokenizer, longest - 1, config.rollout.max_completion_length)
-    except DataError as error:
-        raise ModelError(
-            "the reference's server takes only shorter sequences than this run may have",
-            got=f"max_model_len={longest} at {config.kl.reference_url}, max_completion_length="
-            f"{config.rollout.max_completion_length}",
-            why=f"{error.what}; one token more is generated after each sequence",
-            fix="start the server with a larger --max-model-len, or shorten prompts or completions",
-        ) from error
+    return asked or names[0]
 
 
 def _check_tokenizer(reference: VLLMReference, tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> None:

@@ -15,20 +15,8 @@ from torch import Tensor
 from klamp.errors import check_name
 from klamp.verify.explain import Explanation, Line, describe_pull
 from klamp.verify.judge import KLFunction, Use, ValueFinding, as_loss, far_faults, judge_value, probe_far
-from klamp.verify.oracle import (
-    TOLERANCE,
-    Followed,
-    Loss,
-    Pull,
-    expected,
-    expected_gradient,
-    expected_pull,
-    gradient_of,
-    in_reward,
-    name_gradient,
-    truths,
-)
-from klamp.verify.worlds import Chain, Outcomes, random_chain, random_positions
+from klamp.verify.oracle import TOLERANCE, Loss, Pull, expected, expected_pull, in_reward
+from klamp.verify.worlds import Outcomes, random_chain, random_positions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,71 +116,6 @@ FORMS: Mapping[str, Form] = {
 """Name of a formula -> the formula."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class FormFacts:
-    """The measurements of a printed formula."""
-
-    form: Form
-    """The formula."""
-    value: ValueFinding
-    """Its expected value at one position, for tokens of the policy."""
-    value_under_ref: float
-    """The same for tokens of the reference, nats per token."""
-    position: Pull
-    """The gradient at one position, for tokens of the policy."""
-    off_policy: Followed
-    """The gradient at one position, for tokens of an older policy; "sampler" is that of KL(sampler||policy)."""
-    sequence: Pull
-    """The gradient over completions of up to three tokens, for tokens of the policy."""
-    faults: tuple[str, ...]
-    """What is not finite or zero at +-30 nats, a sentence each; () where the form needs the whole vocabulary."""
-
-    @property
-    def unbiased(self) -> bool:
-        """Whether the expected value is KL(policy||ref)."""
-        return self.value.estimates == "KL(policy||ref)"
-
-    @property
-    def belongs_to_ref(self) -> bool:
-        """Whether the expected value is KL(policy||ref) for tokens of the reference, and only for those."""
-        return not self.unbiased and abs(self.value_under_ref - self.value.reverse_kl) < TOLERANCE
-
-
-def measure_form(name: str) -> FormFacts:
-    """Measures a printed formula by enumeration.
-
-    Args:
-        name: `k1-as-loss`, `minus-k1`, `ratio-weighted`, `exact-kl` or `k3-as-loss`.
-
-    Raises:
-        UnknownNameError: there is no such formula; names the nearest.
-    """
-    check_name("printed formula", name, FORMS)
-    form = FORMS[name]
-    positions = random_positions(3)
-    far = () if form.function is None else probe_far(form.function, form.use)
-    older = random_positions(3, sampler="other")
-    known = [truths(world) | {"sampler": _sampler_gradient(world)} for world in older]
-    return FormFacts(
-        form=form,
-        value=judge_value(form.value, positions),
-        value_under_ref=sum(expected(_sampled_by_ref(world), form.value).item() for world in positions) / 3,
-        position=expected_pull(positions, form.loss),
-        off_policy=name_gradient([expected_gradient(world, form.loss) for world in older], known),
-        sequence=expected_pull([random_chain(seed, vocab=3, length=3) for seed in range(4)], form.loss),
-        faults=tuple(far_faults([probe for probe in far if not (probe.finite and probe.alive)])),
-    )
-
-
-def _sampler_gradient(world: Chain) -> Tensor:
-    log_sampler, log_policy = world.logprobs("sampler"), world.logprobs("policy")
-    return gradient_of((log_sampler.exp() * (log_sampler - log_policy)).sum(), world)
-
-
-def _sampled_by_ref(world: Chain) -> Chain:
-    return replace(world, sampler_logits=world.ref_logits)
-
-
 def explain_form(name: str) -> Explanation:
     """Explains what a printed formula is and does; every number is measured by enumeration.
 
@@ -202,54 +125,61 @@ def explain_form(name: str) -> Explanation:
     Raises:
         UnknownNameError: there is no such formula; names the nearest.
     """
-    facts = measure_form(name)
-    form = facts.form
+    check_name("printed formula", name, FORMS)
+    form, positions = FORMS[name], random_positions(3)
+    value, pull = judge_value(form.value, positions), expected_pull(positions, form.loss)
+    of_ref = [expected(replace(world, sampler_logits=world.ref_logits), form.value).item() for world in positions]
+    under_ref = sum(of_ref) / len(of_ref)
+    whole = expected_pull([random_chain(seed, vocab=3, length=3) for seed in range(4)], form.loss)
+    far = () if form.function is None else probe_far(form.function, form.use)
+    faults = far_faults([probe for probe in far if not (probe.finite and probe.alive)])
     lines: list[Line] = [
         ("prints", form.prints),
         ("found in", f"{form.found} (docs/sources.md)"),
-        ("value", _value(facts)),
-        ("", _under_ref(facts)),
-        ("pull", describe_pull(facts.position)),
-        *_off_policy(facts.off_policy),
-        ("sequence", _sequence(facts.sequence)),
-        *([("at 30 nats", "; ".join(facts.faults))] if facts.faults else []),
+        ("value", _value(value)),
+        ("", _under_ref(value, under_ref)),
+        ("pull", describe_pull(pull)),
+        ("sequence", _sequence(whole)),
+        *([("at 30 nats", "; ".join(faults))] if faults else []),
         ("in klamp", form.config or "no such term: preset() refuses it, with the reason"),
         ("instead", form.instead),
     ]
-    verdict = f"{form.called}: {_value_verdict(facts)}; {_gradient_verdict(facts)}."
+    verdict = f"{form.called}: {_value_verdict(value, under_ref)}; {_gradient_verdict(pull)}."
     return Explanation(name=form.name, verdict=verdict, lines=tuple(lines), cautions=())
 
 
-def _value_verdict(facts: FormFacts) -> str:
-    if facts.unbiased:
+def _value_verdict(value: ValueFinding, under_ref: float) -> str:
+    if value.estimates == "KL(policy||ref)":
         return "the value is right"
-    if facts.value.estimates == "minus KL(policy||ref)":
+    if value.estimates == "minus KL(policy||ref)":
         return "the sign is wrong, a reward for leaving the reference"
-    if facts.belongs_to_ref:
+    if _is_kl(under_ref, value):
         return "for tokens of the policy it is not KL(policy||ref), only for tokens of the reference it would be"
     return "it is not KL(policy||ref)"
 
 
-def _gradient_verdict(facts: FormFacts) -> str:
-    follows = facts.position.follows
-    if follows.name == "zero":
+def _is_kl(number: float, value: ValueFinding) -> bool:
+    return abs(number - value.reverse_kl) < TOLERANCE
+
+
+def _gradient_verdict(pull: Pull) -> str:
+    if pull.follows.name == "zero":
         return "the expected gradient is zero, so it regularises nothing"
-    return f"it follows the gradient of {follows.in_words}"
+    return f"it follows the gradient of {pull.follows.in_words}"
 
 
-def _value(facts: FormFacts) -> str:
-    value = facts.value
+def _value(value: ValueFinding) -> str:
     text = f"{value.expected:+.4f} nats per token where KL(policy||ref) is {value.reverse_kl:+.4f}"
-    if facts.unbiased:
+    if value.estimates == "KL(policy||ref)":
         return f"{text}: right and unbiased, tokens of the policy"
     if value.estimates == "minus KL(policy||ref)":
         return f"{text}: minus the KL; the further the policy leaves, the lower the loss"
     return f"{text}: {100 * value.relative_bias:+.0f} %, tokens of the policy"
 
 
-def _under_ref(facts: FormFacts) -> str:
-    text = f"tokens of the reference instead: {facts.value_under_ref:+.4f}"
-    if facts.belongs_to_ref:
+def _under_ref(value: ValueFinding, under_ref: float) -> str:
+    text = f"tokens of the reference instead: {under_ref:+.4f}"
+    if _is_kl(under_ref, value) and value.estimates != "KL(policy||ref)":
         return f"{text}, which is KL(policy||ref): the formula belongs to the other sampler"
     return text
 
@@ -261,14 +191,3 @@ def _sequence(pull: Pull) -> str:
         f"cosine {pull.cosine_reverse:.3f} with the gradient of KL(policy||ref) over whole completions, "
         f"{100 * pull.share:.0f} % of its length (measured at up to 3 tokens)"
     )
-
-
-def _off_policy(followed: Followed) -> list[Line]:
-    """The sentence on tokens of an older policy, where the formula pulls towards or away from that policy alone."""
-    if followed.name != "sampler":
-        return []
-    if followed.factor > 0:
-        text = "raises the probability of every sampled token: it pulls towards that older policy"
-    else:
-        text = "lowers the probability of every sampled token: it pushes away from that older policy"
-    return [("off-policy", f"tokens of an older policy: {text}, wherever the reference is")]
