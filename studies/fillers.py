@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 from klamp.errors import ConfigError
 from klamp.tasks.arithmetic import MAX_COMPLETION_LENGTH, MAX_MODEL_LENGTH, MAX_PROMPT_LENGTH
-from klamp.tasks.base_model import BaseModelConfig, base_model_folder, cached_base_model
+from klamp.tasks.base_model import SEED, BaseModelConfig, base_model_folder, cached_base_model
 
 FILLER = "="
 """The character that the reward does not see."""
@@ -81,7 +81,7 @@ class FillerModelConfig(BaseModelConfig):
 
     def rows(self, count: int) -> Iterator[tuple[str, str]]:
         """Draw the first `count` training rows."""
-        return with_fillers(super().rows(count), most=self.most_fillers, seed=self.seed)
+        return with_fillers(super().rows(count), most=self.most_fillers, seed=SEED)
 
 
 def model_folder() -> str:

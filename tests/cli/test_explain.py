@@ -59,7 +59,6 @@ def test_a_file_and_flags_on_top_of_it(tmp_path: Path) -> None:
     file.write_text("preset: grpo\nmax_completion_length: 200\n", encoding="utf-8")
     text = shown(str(file), "--beta", "0.1")
     assert "gradient of KL(ref||policy)" in text
-    assert "0.781 KiB of reference" in text, "4 bytes for each of 200 tokens"
     assert "per nat of a whole completion" in text and "beta 0.1 x 1.14" in text
     assert "DeepSeekMath" in text
     assert "gradient of KL(policy||ref), token by token" in shown("grpo", "--kl_gradient", "reverse")
@@ -75,8 +74,9 @@ def test_a_file_and_flags_on_top_of_it(tmp_path: Path) -> None:
     ],
 )
 def test_the_expected_length(argv: list[str], length: int) -> None:
-    (found,) = explain(["--kl_estimator", "k3", *argv])
-    assert f"{4 * length / 1024:.3g} KiB of reference" in dict(found.lines)["cost"]
+    summed = ["--kl_normalizer", "sequence_sum", "--loss_type", "dapo", "--advantage_baseline", "leave_one_out"]
+    (found,) = explain([*summed, "--beta", "0.5", *argv])
+    assert f"= beta 0.5 x {length:g} " in dict(found.lines)["price"]
 
 
 def test_nothing_warns_beside_the_explanation(recwarn: pytest.WarningsRecorder) -> None:

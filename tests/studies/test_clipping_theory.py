@@ -11,7 +11,7 @@ import pytest
 
 from klamp.config import KLConfig, LossConfig
 from klamp.tasks.arithmetic import EOS_TOKEN
-from klamp.tasks.base_model import HEAVY_COLUMN, BaseModelConfig
+from klamp.tasks.base_model import CARELESSNESS, HEAVY_COLUMN
 from klamp.verify.one_step import Scene, examine_config
 from klamp.verify.oracle import gradient_of
 from klamp.verify.worlds import random_chain
@@ -29,7 +29,7 @@ def written(left: int, right: int) -> dict[str, float]:
         carry, total, probability = 0, 0, 1.0
         for place, forgotten in ((1, units_forgotten), (10, tens_forgotten)):
             column = left // place % 10 + right // place % 10 + carry
-            odds = BaseModelConfig().carelessness * (1.0 if column >= HEAVY_COLUMN else 0.5)
+            odds = CARELESSNESS * (1.0 if column >= HEAVY_COLUMN else 0.5)
             probability *= (odds if forgotten else 1 - odds) if column > 9 else 1 - forgotten
             carry = int(column > 9 and not forgotten)
             total += column % 10 * place

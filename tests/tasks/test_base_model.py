@@ -56,23 +56,21 @@ def test_the_second_load_trains_nothing_and_gives_identical_bits(cache: Path) ->
     assert tokenizer_again.padding_side == "left"
     assert not model.training
     assert [p.name for p in cache.iterdir()] == [base_model_folder(TINY).name]
-    assert BaseModelConfig(**json.loads((base_model_folder(TINY) / "base_model.json").read_text())) == TINY
+    assert json.loads((base_model_folder(TINY) / "base_model.json").read_text()) == module.taught(TINY)
 
 
-def test_same_seed_same_weights_another_seed_others() -> None:
+def test_same_seed_same_weights_another_seed_others(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
     first = bits(train_base_model(TINY))
     assert torch.equal(torch.rand(3), expected), "the caller's random state is left alone"
     assert bits(train_base_model(TINY)) == first
-    assert bits(train_base_model(replace(TINY, seed=1))) != first
+    monkeypatch.setattr(module, "SEED", 1)
+    assert bits(train_base_model(TINY)) != first
 
 
-@pytest.mark.parametrize(
-    "change",
-    [{"steps": 7}, {"seed": 1}, {"carelessness": 0.1}, {"addition": 0.4}, {"learning_rate": 1e-3}, {"layers": 2}],
-)
+@pytest.mark.parametrize("change", [{"steps": 7}, {"layers": 2}])
 def test_every_choice_has_a_folder_of_its_own(change: dict[str, Any]) -> None:
     assert base_model_folder(replace(TINY, **change)) != base_model_folder(TINY)
     assert base_model_folder(replace(TINY)) == base_model_folder(TINY)
@@ -101,17 +99,9 @@ def test_a_damaged_cache_says_which_folder_to_delete(damage: str) -> None:
         load_base_model(TINY)
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        {"steps": 0},
-        {"addition": -1.0},
-        {"carelessness": 1.5},
-    ],
-)
-def test_configurations_that_cannot_work_are_refused(change: dict[str, Any]) -> None:
+def test_configurations_that_cannot_work_are_refused() -> None:
     with pytest.raises(ConfigError):
-        replace(TINY, **change)
+        replace(TINY, steps=0)
 
 
 @torch.no_grad()
@@ -146,18 +136,16 @@ def test_the_default_model_leaves_rl_something_to_gain_and_something_to_lose(
         assert greedy[skill] >= 0.92
 
 
-MIXTURE = {"addition": 0.5, "subtraction": 0.3, "reversal": 0.2}
-
-
-def share(left: int, right: int, value: int, carelessness: float, draws: int = 4000) -> float:
+def share(left: int, right: int, value: int, draws: int = 4000) -> float:
     rng = random.Random(0)
-    return sum(careless_sum(left, right, rng, carelessness) == value for _ in range(draws)) / draws
+    return sum(careless_sum(left, right, rng) == value for _ in range(draws)) / draws
 
 
-def test_without_carelessness_every_sum_is_right() -> None:
+def test_without_carelessness_every_sum_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CARELESSNESS", 0.0)
     for left in range(10, 100):
         for right in range(10, 100):
-            assert careless_sum(left, right, random.Random(0), 0.0) == left + right
+            assert careless_sum(left, right, random.Random(0)) == left + right
 
 
 @pytest.mark.parametrize(
@@ -170,33 +158,30 @@ def test_without_carelessness_every_sum_is_right() -> None:
     ],
 )
 def test_carries_are_forgotten_as_often_as_documented(left: int, right: int, slip: int, odds: float) -> None:
-    assert share(left, right, slip, 0.6) == pytest.approx(odds, abs=0.03)
-    assert share(left, right, left + right, 0.6) == pytest.approx(1 - odds, abs=0.03)
-
-
-def test_a_sum_without_a_carry_is_never_wrong() -> None:
-    assert share(14, 25, 39, 1.0) == 1.0
+    assert share(left, right, slip) == pytest.approx(odds, abs=0.03)
+    assert share(left, right, left + right) == pytest.approx(1 - odds, abs=0.03)
+    assert share(14, 25, 39) == 1.0, "without a carry it is never wrong"
 
 
 def test_a_forgotten_carry_can_undo_the_next_one() -> None:
     # 6 + 6 carries, and only with that carry do the tens, 4 + 5, reach ten
-    assert share(46, 56, 92, 0.6) == pytest.approx(0.3, abs=0.03)
-    assert share(46, 56, 2, 0.6) == pytest.approx(0.7 * 0.3, abs=0.03)
+    assert share(46, 56, 92) == pytest.approx(0.3, abs=0.03)
+    assert share(46, 56, 2) == pytest.approx(0.7 * 0.3, abs=0.03)
 
 
-def test_rows_come_from_the_training_side_in_the_mixture_that_was_asked_for() -> None:
-    rows = list(corpus(MIXTURE, 4000, carelessness=0.0, seed=0))
+def test_rows_come_from_the_training_side_in_the_mixture_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "CARELESSNESS", 0.0)
+    rows = list(corpus(4000))
     assert not any(is_held_out(prompt, HELD_OUT_SHARE) for prompt, _ in rows)
     sums = [(p, a) for p, a in rows if "+" in p]
-    assert len(sums) / len(rows) == pytest.approx(0.5, abs=0.03)
-    assert sum(p.startswith("rev") for p, _ in rows) / len(rows) == pytest.approx(0.2, abs=0.03)
+    assert len(sums) / len(rows) == pytest.approx(0.46, abs=0.03)
+    assert sum(p.startswith("rev") for p, _ in rows) / len(rows) == pytest.approx(0.13, abs=0.03)
     assert all(eval(p[:-1]) == int(a) for p, a in sums)
 
 
 def test_only_additions_are_careless_and_the_seed_decides() -> None:
-    rows = list(corpus(MIXTURE, 2000, carelessness=0.6, seed=3))
-    assert rows == list(corpus(MIXTURE, 2000, carelessness=0.6, seed=3))
-    assert rows != list(corpus(MIXTURE, 2000, carelessness=0.6, seed=4))
+    rows = list(corpus(2000, seed=3))
+    assert rows == list(corpus(2000, seed=3)) != list(corpus(2000, seed=4))
     right = {kind: [eval(p[:-1]) == int(a) for p, a in rows if kind in p] for kind in "+-"}
     assert all(right["-"])
     assert sum(right["+"]) / len(right["+"]) == pytest.approx(0.63, abs=0.04)

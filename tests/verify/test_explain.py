@@ -87,17 +87,6 @@ def test_the_price_is_that_of_the_reduction_the_baseline_the_scale_and_the_group
     assert "x the standard deviation of a group's rewards" in scaled and "no single number is the price" in scaled
 
 
-def test_costs_name_what_is_loaded_run_and_kept() -> None:
-    default = line(explain(), "cost")
-    assert "one forward pass of the reference" in default
-    assert "logits" not in default
-    assert "policy before the update" not in default
-    exact = line(explain(kl_estimator="exact", setting=Setting(length=1024)), "cost")
-    assert "logits of both models: 594 MiB each" in exact
-    assert "policy before the update" in line(explain(kl_clip_method="hard"), "cost")
-    assert "no weights of its own" in line(explain(reference="adapter_off"), "cost")
-
-
 def test_limits_name_clip_bound_weight_and_exclusions_control_its_schedule_and_the_reference_that_moves() -> None:
     assert line(explain(), "limits") == "none: no clip, and nothing is cut off"
     clip = {"kl_clip_method": "hard", "kl_clip_threshold": 0.1, "kl_reference_length": 50}

@@ -60,23 +60,6 @@ def probe(model: nn.Module) -> Traits:
     return replace(traits, sharing="gradient" if same and _caches_in_training(model, completions) else "values")
 
 
-def notes(traits: Traits) -> list[str]:
-    """Sentences on what a run with such a model cannot use."""
-    found: list[str] = []
-    if not traits.head:
-        found.append(
-            "The model's logits are not its last hidden states through a plain output head, so whole rows of logits "
-            "are held: the same numbers, more memory."
-        )
-    if traits.sharing != "gradient":
-        found.append(
-            "The model's cache cannot carry a prompt's gradient (gradient checkpointing takes the cache away, "
-            "recurrent states cannot be shared), so each completion is trained with its prompt computed anew: the "
-            "same numbers, more time."
-        )
-    return found
-
-
 def example(model: nn.Module) -> Completions:
     """Two prompts of different length with two completions each, the same for every model."""
     device = next(model.parameters()).device

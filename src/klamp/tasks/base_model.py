@@ -16,12 +16,12 @@ import hashlib
 import json
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, check_fields
+from klamp.core.arguments import AT_LEAST_1, check_fields
 from klamp.errors import ModelError
 from klamp.tasks.arithmetic import (
     EOS_TOKEN,
@@ -47,6 +47,21 @@ HEAVY_COLUMN = 14
 TEACHING = "teaching the built-in base model"
 """What this work is called while it goes on."""
 
+CARELESSNESS = 0.6
+"""How often the training rows forget the carry of a heavy column in an addition; what RL has to gain."""
+
+MIXTURE = {"addition": 0.46, "subtraction": 0.41, "reversal": 0.13}
+"""The share of each skill in the training rows."""
+
+INITIALIZER_RANGE = 0.08
+"""The spread of the first weights; at a Llama's usual 0.02 so narrow a model learns to carry far later."""
+
+LEARNING_RATE = 2e-3
+"""The highest learning rate, after the warm-up; it falls to a hundredth along a cosine."""
+
+SEED = 0
+"""The seed of the weights and of the training rows."""
+
 RECIPE = 1
 """Part of the cache key: raise it whenever the code below would give other weights."""
 
@@ -59,7 +74,7 @@ class BaseModelConfig:
     """The size and training of the base model; equal configurations share one cached model.
 
     Raises:
-        ConfigError: a size below 1, odds outside [0, 1], a negative weight.
+        ConfigError: a size below 1.
     """
 
     hidden_size: int = 128
@@ -71,81 +86,51 @@ class BaseModelConfig:
     heads: int = 4
     """Attention heads per block."""
 
-    initializer_range: float = 0.08
-    """The spread of the first weights; at a Llama's usual 0.02 so narrow a model learns to carry far later."""
-
     steps: int = 1000
     """Optimizer steps of supervised training."""
 
     batch_size: int = 96
     """Rows per step."""
 
-    learning_rate: float = 2e-3
-    """The highest learning rate, after the warm-up; it falls to a hundredth along a cosine."""
-
-    carelessness: float = 0.6
-    """How often the training rows forget the carry of a heavy column in an addition; what RL has to gain."""
-
-    addition: float = 0.46
-    """The weight of addition in the training mixture."""
-
-    subtraction: float = 0.41
-    """The weight of subtraction."""
-
-    reversal: float = 0.13
-    """The weight of reversal."""
-
-    seed: int = 0
-    """The seed of the weights and of the training rows."""
-
     def __post_init__(self) -> None:
-        at_least_1 = ("hidden_size", "layers", "heads", "steps", "batch_size")
-        weights = dict.fromkeys(self.mixture(), AT_LEAST_0)
-        check_fields(self, {**dict.fromkeys(at_least_1, AT_LEAST_1), "carelessness": FROM_0_TO_1, **weights})
-
-    def mixture(self) -> dict[str, float]:
-        """The share of each skill in the training rows."""
-        return {"addition": self.addition, "subtraction": self.subtraction, "reversal": self.reversal}
+        check_fields(self, dict.fromkeys(("hidden_size", "layers", "heads", "steps", "batch_size"), AT_LEAST_1))
 
     def rows(self, count: int) -> Iterator[tuple[str, str]]:
         """Draw the first `count` training rows."""
-        return corpus(self.mixture(), count, carelessness=self.carelessness, seed=self.seed)
+        return corpus(count)
 
 
-def careless_sum(left: int, right: int, rng: random.Random, carelessness: float) -> int:
-    """A sum of two two-digit numbers in which each carry is forgotten now and then.
+def careless_sum(left: int, right: int, rng: random.Random) -> int:
+    """A sum of two two-digit numbers in which each carry is forgotten now and then, of a light column half as often.
 
     Args:
         left: the first number.
         right: the second number.
         rng: decides what is forgotten.
-        carelessness: the odds of forgetting the carry of a heavy column; those of a light column are half of it.
     """
     carry, total = 0, 0
     for place in (1, 10):
         column = left // place % 10 + right // place % 10 + carry
-        forgotten = rng.random() < carelessness * (1.0 if column >= HEAVY_COLUMN else 0.5)
+        forgotten = rng.random() < CARELESSNESS * (1.0 if column >= HEAVY_COLUMN else 0.5)
         carry = int(column > 9 and not forgotten)
         total += column % 10 * place
     return total + 100 * carry
 
 
-def corpus(mixture: Mapping[str, float], count: int, *, carelessness: float, seed: int) -> Iterator[tuple[str, str]]:
-    """Draw `count` (prompt, completion) pairs for training.
+def corpus(count: int, *, seed: int = SEED) -> Iterator[tuple[str, str]]:
+    """Draw `count` (prompt, completion) pairs for training, of all skills.
 
     Args:
-        mixture: the weight of each skill.
         count: how many pairs.
-        carelessness: as in `careless_sum`; 0 gives only correct additions.
         seed: the seed of the draw.
     """
     rng = random.Random(f"corpus/{seed}")
-    sources = {skill: pairs(skill, rng, held_out=False) for skill in mixture}
-    for skill in rng.choices(list(mixture), weights=list(mixture.values()), k=count):
+    sources = {skill: pairs(skill, rng, held_out=False) for skill in MIXTURE}
+    for skill in rng.choices(list(MIXTURE), weights=list(MIXTURE.values()), k=count):
         prompt, answer = next(sources[skill])
         if skill == "addition":
             left, right = prompt.rstrip("=").split("+")
-            answer = str(careless_sum(int(left), int(right), rng, carelessness))
+            answer = str(careless_sum(int(left), int(right), rng))
         yield prompt, answer
 
 
@@ -177,9 +162,14 @@ def base_model_folder(config: BaseModelConfig) -> Path:
     Args:
         config: the whole of it, the recipe's version and the first training rows make up the folder's name.
     """
-    rows = list(config.rows(_FINGERPRINT_ROWS))
-    key = json.dumps({"recipe": RECIPE, "rows": rows, **asdict(config)}, sort_keys=True)
+    key = json.dumps({"recipe": RECIPE, "rows": list(config.rows(_FINGERPRINT_ROWS)), **taught(config)}, sort_keys=True)
     return cache_root() / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
+
+
+def taught(config: BaseModelConfig) -> dict[str, float]:
+    """All that the weights depend on besides the rows and the code."""
+    how = {"initializer_range": INITIALIZER_RANGE, "learning_rate": LEARNING_RATE, "seed": SEED}
+    return {**asdict(config), **how, **MIXTURE, "carelessness": CARELESSNESS}
 
 
 def load_base_model(
@@ -223,7 +213,7 @@ def cached_base_model(config: BaseModelConfig, *, progress: Progress | None = No
         with without_bars():
             model.save_pretrained(empty)
         arithmetic_tokenizer().save_pretrained(empty)
-        (empty / "base_model.json").write_text(json.dumps(asdict(config), indent=2) + "\n")
+        (empty / "base_model.json").write_text(json.dumps(taught(config), indent=2) + "\n")
 
     return stored(base_model_folder(config), write)
 
@@ -240,9 +230,9 @@ def train_base_model(config: BaseModelConfig, *, progress: Progress | None = Non
     import torch
 
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(config.seed)
+        torch.manual_seed(SEED)
         model = _new_model(config)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=config.learning_rate, betas=(0.9, 0.98), weight_decay=0.01)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
         rows = training_tensors(config.rows(config.steps * config.batch_size))
         batches = zip(*(each.split(config.batch_size) for each in rows), strict=True)
@@ -272,7 +262,7 @@ def _new_model(config: BaseModelConfig) -> LlamaForCausalLM:
             num_attention_heads=config.heads,
             num_key_value_heads=config.heads,
             max_position_embeddings=MAX_MODEL_LENGTH,
-            initializer_range=config.initializer_range,
+            initializer_range=INITIALIZER_RANGE,
             tie_word_embeddings=True,
             attention_dropout=0.0,
             bos_token_id=None,

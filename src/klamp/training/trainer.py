@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,6 @@ from torch import Tensor
 from klamp.core.objective import Objective
 from klamp.errors import RunFolderError
 from klamp.hosts.common.control import held_kl
-from klamp.scoring.probe import notes
 from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
@@ -53,11 +52,6 @@ class Trainer(Training):
     ) -> Self:
         """Load policy, reference and task into this process."""
         return cls(build(config, accelerator, folder, observers), observers)
-
-    def cautions(self) -> Iterable[str]:
-        """What the user should know before the first step: about a chat's tokens, and about how the model is scored."""
-        scorer = self.context.scorer
-        return [*super().cautions(), *(() if scorer is None else notes(scorer.traits))]
 
     def begin(self) -> None:
         """Measure the reference's length where a run that starts needs it; evaluate."""

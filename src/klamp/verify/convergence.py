@@ -63,8 +63,6 @@ class End:
     """KL(policy||ref) where it ended."""
     optimal_kl: float
     """KL(optimum||ref)."""
-    reward: float
-    """The mean reward where it ended."""
     length: float
     """Mean length in tokens."""
     optimal_length: float
@@ -197,7 +195,6 @@ def _describe(world: Scene, price: float, *, stands: bool) -> End:
         nearest=_kl(ended, nearest),
         kl=_kl(ended, ref),
         optimal_kl=_kl(best, ref),
-        reward=float((probs * world.rewards).sum()),
         length=float((probs * lengths).sum()),
         optimal_length=float((best.exp() * lengths).sum()),
     )

@@ -32,9 +32,6 @@ Line = tuple[str, str]
 STRAIGHT = 0.9999
 """Cosine from which a reduction is said to scale a gradient, and not to turn it."""
 
-VOCAB = 151_936
-"""Vocabulary entries in the memory of logits: those of Qwen2.5."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
@@ -97,7 +94,6 @@ def explain_config(kl: KLConfig, loss: LossConfig, *, name: str, setting: Settin
         *_where_it_ends(kl, loss),
         ("control", f"beta {describe_controller(kl)}"),
         *_moving(kl),
-        ("cost", _cost(kl, setting)),
         *paper,
     ]
     cautions = (*kl.cautions(), *_not_measured(kl))
@@ -257,27 +253,6 @@ def _moving(kl: KLConfig) -> list[Line]:
     """A reference that follows the policy holds it to where it was, not to where it began."""
     how = describe_movement(kl)
     return [("reference", f"{how}; a KL to it does not bound the distance from the start")] if how else []
-
-
-def _cost(kl: KLConfig, setting: Setting) -> str:
-    parts = ["one forward pass of the reference over every completion"]
-    if kl.reference == "adapter_off":
-        parts.append("no weights of its own")
-    elif kl.reference == "remote":
-        parts.append("weights elsewhere")
-    else:
-        parts.append("a second set of weights (none with a LoRA adapter and reference 'auto')")
-    if kl.kl_placement == "reward" or kl.kl_clip_method != "none":
-        parts.append("one forward pass of the policy before the update")
-    if kl.kl_estimator == "exact":
-        size = 4 * setting.length * VOCAB / 2**20
-        parts.append(
-            f"logits of both models: {size:,.0f} MiB each per completion of {setting.length:,} tokens and "
-            f"{VOCAB:,} entries, in float32 (klamp.linear_kl forms it from hidden states without them)"
-        )
-    else:
-        parts.append(f"{4 * setting.length / 1024:.3g} KiB of reference log-probabilities per completion")
-    return "; ".join(parts)
 
 
 EXACT = "sum_v policy_v (log policy_v - log ref_v)"

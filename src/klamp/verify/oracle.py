@@ -291,8 +291,6 @@ class Pull:
     """Cosine with the gradient of KL(ref||policy) of whole completions; 0 for a gradient of zero."""
     share: float
     """The multiple of the gradient of KL(policy||ref) that lies closest: 1 all of it, 0 none, -1 the opposite."""
-    size: float
-    """Its norm, in units of that of the gradient of KL(policy||ref)."""
 
 
 def pull_of(gradients: Sequence[Tensor], known: Sequence[Truths], *, tolerance: float = 1e-7) -> Pull:
@@ -306,7 +304,6 @@ def pull_of(gradients: Sequence[Tensor], known: Sequence[Truths], *, tolerance: 
         cosine_reverse=cosine(measured, reverse) if moves else 0.0,
         cosine_forward=cosine(measured, forward) if moves else 0.0,
         share=((measured @ reverse) / (reverse @ reverse)).item() if moves else 0.0,
-        size=(measured.norm() / reverse.norm()).item(),
     )
 
 

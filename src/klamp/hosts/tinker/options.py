@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 
 from klamp.config import KLConfig
@@ -175,18 +175,8 @@ def _reduction(normalizer: Normalizer, kl: KLConfig, totals: Totals | None) -> t
 
 
 OF_THE_DATUMS = "ref_logprobs of the datums, whoever computed them (compute_reference_logprobs)"
-UNREAD = (
-    "kl_early_stop",
-    "kl_lr_guard",
-    "reference",
-    "reference_decay",
-    "reference_device",
-    "reference_dtype",
-    "reference_name",
-    "reference_reset_steps",
-    "reference_share",
-    "reference_url",
-)
+OF_A_TRAINER = ("kl_early_stop", "kl_lr_guard")
+UNREAD = (*OF_A_TRAINER, *(each.name for each in fields(KLConfig) if each.name.startswith("reference")))
 """Fields of `KLConfig` that no call of the loss looks at."""
 
 
