@@ -180,8 +180,8 @@ def test_rows_come_from_the_training_side_in_the_mixture_that_was_asked_for(monk
 
 
 def test_only_additions_are_careless_and_the_seed_decides() -> None:
-    rows = list(corpus(2000, seed=3))
-    assert rows == list(corpus(2000, seed=3)) != list(corpus(2000, seed=4))
+    rows = list(corpus(8000, seed=3))
+    assert rows == list(corpus(8000, seed=3)) != list(corpus(8000, seed=4))
     right = {kind: [eval(p[:-1]) == int(a) for p, a in rows if kind in p] for kind in "+-"}
     assert all(right["-"])
     assert sum(right["+"]) / len(right["+"]) == pytest.approx(0.63, abs=0.04)

@@ -64,7 +64,7 @@ def test_numbers_of_value_and_gradient() -> None:
     assert (found.gradient.cosine_forward, found.value.lowest >= 0) == (pytest.approx(1.0), True)
     assert 0 < found.gradient.cosine_reverse < 0.99
     assert judge(k1).gradient.cosine_reverse == 0.0
-    assert judge(k2).gradient.size == pytest.approx(1.0)
+    assert judge(k2).gradient.share == pytest.approx(1.0)
 
 
 def test_a_function_that_computes_in_float32_is_still_recognised_and_klamps_own_has_no_fault() -> None:

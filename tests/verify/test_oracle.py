@@ -240,13 +240,13 @@ def test_a_turned_sign_is_not_the_same_and_is_told_in_words() -> None:
     assert not Followed("zero", 0.0).is_exactly(NOTHING_KNOWN)
 
 
-def test_a_pull_has_angle_share_and_size_over_all_worlds() -> None:
+def test_a_pull_has_angle_and_share_over_all_worlds() -> None:
     known = [{"reverse": torch.tensor([1.0]), "forward": torch.tensor([0.0])} for _ in range(2)]
     known[0]["forward"] = torch.tensor([3.0])
     found = pull_of([torch.tensor([2.0]), torch.tensor([0.0])], known)
     assert found.follows == ("forward", pytest.approx(2 / 3))
     assert (found.cosine_reverse, found.cosine_forward) == (pytest.approx(0.5**0.5), pytest.approx(1.0))
-    assert (found.share, found.size) == (pytest.approx(1.0), pytest.approx(2**0.5))
+    assert found.share == pytest.approx(1.0)
     still = pull_of([torch.zeros(1)] * 2, known)
-    assert (still.follows.name, still.cosine_reverse, still.share, still.size) == ("zero", 0.0, 0.0, 0.0)
+    assert (still.follows.name, still.cosine_reverse, still.share) == ("zero", 0.0, 0.0)
     assert cosine(torch.zeros(2), torch.ones(2)) == 0.0
