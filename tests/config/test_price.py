@@ -89,7 +89,7 @@ def test_the_spread_is_that_of_the_groups_that_teach_something(right):
 def test_the_price_of_a_distance_is_to_second_order_that_of_the_mean_variance() -> None:
     generator = torch.Generator().manual_seed(0)
     rewards = 0.1 * torch.randn(200, 50, generator=generator, dtype=torch.float64)
-    second = float(rewards.var(-1, correction=0).mean().sqrt()) / math.sqrt(2 * 0.001)
+    second = float(rewards.var(-1).mean().sqrt()) / math.sqrt(2 * 0.001)
     assert price_at_distance(rewards, 0.001) == pytest.approx(second, rel=0.02)
     assert price_at_distance(rewards + 7, 0.001) == pytest.approx(price_at_distance(rewards, 0.001), rel=1e-9)
     assert price_at_distance(3 * rewards, 0.001) == pytest.approx(3 * price_at_distance(rewards, 0.001), rel=1e-9)
@@ -98,6 +98,15 @@ def test_the_price_of_a_distance_is_to_second_order_that_of_the_mean_variance() 
 
 
 def test_beyond_the_best_completions_there_is_no_price() -> None:
-    half = torch.tensor([[0.0, 1.0]])
-    assert price_at_distance(half, 0.69) > 0 and price_at_distance(half, 0.70) == 0.0, "log 2 is as far as it goes"
+    half = torch.tensor([[0.0, 0.0, 1.0, 1.0]])
+    most = math.log(2) * 4 / 3
+    assert price_at_distance(half, most - 0.01) > 0 and price_at_distance(half, most + 0.01) == 0.0
     assert price_at_distance(torch.ones(3, 4), 0.01) == 0.0
+
+
+@pytest.mark.parametrize("size", [2, 8])
+@pytest.mark.parametrize("kl", [0.05, 5.0])
+def test_rewards_without_an_end_are_priced_as_a_gaussians_beyond_what_a_group_can_show(size: int, kl: float) -> None:
+    """The optimum at price p of Gaussian rewards is the Gaussian moved by s^2 / p: s^2 / (2 p^2) nats."""
+    rewards = 0.1 * torch.randn(4000, size, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    assert price_at_distance(rewards, kl) == pytest.approx(0.1 / math.sqrt(2 * kl), rel=0.05)

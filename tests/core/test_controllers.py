@@ -44,17 +44,6 @@ def exactly(*values):
 # --- held values ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", MAKERS)
-def test_only_hold_is_told_where_to_land(name):
-    controller = MAKERS[name]()
-    assert controller.may_land == (name == "hold")
-    before = dict(vars(controller))
-    controller.land_at(3.0)
-    assert vars(controller) == before | ({"landing": 3.0} if name == "hold" else {})
-    controller.land_at(None)
-    assert vars(controller) == before
-
-
 def test_step_stands_still_on_the_edges_of_its_band_and_ppos_rule_halves_and_doubles_beyond_them():
     controller = StepController(0.1, target=2.0)
     assert run(controller, 3.0, 1.0) == [0.1, 0.1]

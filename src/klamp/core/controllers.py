@@ -59,9 +59,8 @@ class BetaState(NamedTuple):
         previous_kl: the KL before; -1 before the first; `PIDController` only.
         level: the filtered KL, in targets; -1 before the first; `HoldController` only, as all that follow.
         trend: how much the level rises in a step.
-        start: the coefficient that the run started from.
-        since: steps since the level first reached the target; -1 before.
-        landed: 1 once beta has been raised to where it lands, which happens once; 0 before.
+        landing: where to land, by the steps so far; -1 where none told.
+        landed: 1 once beta has been raised to it, which happens once; 0 before.
     """
 
     value: float
@@ -69,8 +68,7 @@ class BetaState(NamedTuple):
     previous_kl: float = -1.0
     level: float = -1.0
     trend: float = 0.0
-    start: float = 0.0
-    since: float = -1.0
+    landing: float = -1.0
     landed: float = 0.0
 
 
@@ -166,21 +164,6 @@ class FixedController:
         """The state after a KL that was checked, before the bounds of beta."""
         return state
 
-    @property
-    def may_land(self) -> bool:
-        """Whether the coming update may land, so that where to is worth finding out; see `land_at`."""
-        return False
-
-    def land_at(self, beta: float | None) -> None:
-        """Say where to land in the coming update, which the rewards of that step decide; only `HoldController` lands.
-
-        Args:
-            beta: the coefficient; None: the default.
-
-        Raises:
-            ConfigError: a coefficient that is no number >= 0.
-        """
-
     _saved: ClassVar[tuple[str, ...]] = ("value",)
 
     def state_dict(self) -> dict[str, float]:
@@ -224,19 +207,22 @@ class HoldController(_TargetController):
 
         error = level + lead * trend - 1        log beta_{n+1} = log beta_n + gain * error
 
-    Before the target was first reached beta is never below its start: a KL of 0 says that nothing was learnt yet, not
-    that there is room. When the KL first comes up fast (foreseen above 1.75 targets), beta lands: it jumps to
-    `landing`, once, since from a small start the slow rule would come too late. Its memory is beta itself, which stays
-    within the bounds, so that nothing winds up while the KL does not answer. Any other step of beta is at most a
-    factor exp(gain), which leaves Adam's second moment as it was. Measured: docs/controllers.md.
+    Below half of the target beta is not lowered further than to its start: so small a KL says that nothing was learnt
+    yet, not that there is room. The steps there also tell where the target will be held, since their completions are
+    about the reference's: the beta of each (`landing`) enters a mean of squares over some nine steps. When the KL comes
+    up past the target, or so fast that it will (foreseen above 1.75 targets, or above 1.15 already), beta lands: it is
+    raised to that mean, once, since from a small start the slow rule would come too late. What raises nothing is no
+    landing. Its memory is beta itself, which stays within the bounds, so that nothing winds up while the KL does not
+    answer. Any other step of beta is at most a factor exp(gain), which leaves Adam's second moment as it was.
+    Measured: docs/controllers.md.
 
     Args:
         value: starting coefficient.
         target: the KL to hold, in the unit of the KL that `update` gets.
         gain: largest change of log beta in a step, in (0, 1).
         lead: steps ahead that it looks, about the lag of the KL behind the weights.
-        landing: the beta to land at; None: 0.3 / sqrt(target), for advantages of variance 1 and some five tokens; a
-            trainer says what its rewards and lengths ask for. At 0 it never jumps.
+        landing: the beta that a step puts the target at; None: it does not tell. Where none does, it lands at
+            0.3 / sqrt(target), for advantages of variance 1 and some five tokens. At 0 it never jumps.
         min_value, max_value: bounds of the coefficient. From 0 a multiplicative rule never leaves.
 
     Raises:
@@ -249,48 +235,38 @@ class HoldController(_TargetController):
     lead: float = 12.0
     landing: float | None = None
 
-    _saved = ("value", "level", "trend", "start", "since", "landed")
+    _saved = ("value", "level", "trend", "landing", "landed")
 
     def _start(self, value: float) -> BetaState:
-        return BetaState(value, start=value)
-
-    @property
-    def may_land(self) -> bool:
-        """Until it landed once, or the target was reached some steps ago."""
-        return not self.state.landed and self.state.since <= _LANDING_STEPS
-
-    def land_at(self, beta: float | None) -> None:
-        """Say where to land in the coming update; see `FixedController.land_at`."""
-        check_number("landing", beta, CONTROLLER_NUMBERS["landing"], optional=True)
-        self.landing = beta
+        self.start = value
+        return BetaState(value)
 
     def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
         level, trend = _filtered(state, min(kl / self.target, _CEILING), n_steps)
-        error = min(max(level + self.lead * trend - 1, -1.0), 1.0)
-        since = state.since + n_steps if state.since >= 0 else 0.0 if level >= 1 else -1.0
-        floor = state.start if since < 0 else 0.0
-        value, landed = max(floor, state.value * math.exp(min(self.gain * n_steps, 1.0) * error)), state.landed
-        if not landed and since <= _LANDING_STEPS and error > _ALARM:
-            value, landed = max(value, landing_of(self.target) if self.landing is None else self.landing), 1.0
-        return state._replace(value=value, level=level, trend=trend, since=since, landed=landed)
+        foreseen = level + self.lead * trend
+        factor = math.exp(min(self.gain * n_steps, 1.0) * min(max(foreseen - 1, -1.0), 1.0))
+        value = max(state.value * factor, min(state.value, self.start) if level < _NEAR else 0.0)
+        landing = self._pooled(state.landing) if level < _NEAR or state.landing < 0 else state.landing
+        highest = 0.3 / math.sqrt(self.target) if landing < 0 else landing
+        if not state.landed and highest > value and (foreseen > _FORESEEN or level > _ABOVE):
+            return BetaState(highest, level=level, trend=trend, landing=landing, landed=1.0)
+        return state._replace(value=value, level=level, trend=trend, landing=landing)
 
-
-def landing_of(target: float) -> float:
-    """A beta that holds a KL at about `target` (nats per token): 0.3 / sqrt(target).
-
-    The optimum of reward less beta * KL lies, for small steps, at KL = variance of the advantages / (2 beta^2) for a
-    completion. Advantages of variance 1 and a completion of some five tokens give that beta, and longer completions or
-    smaller rewards a lower one, to which the rule comes down by itself.
-    """
-    return 0.3 / math.sqrt(target)
+    def _pooled(self, landing: float) -> float:
+        """Where to land with what this step says of it: squares are averaged, as variances of rewards are."""
+        if self.landing is None or landing < 0:
+            return landing if self.landing is None else self.landing
+        return math.hypot(math.sqrt(1 - _POOLED) * landing, math.sqrt(_POOLED) * self.landing)
 
 
 # Weights of a new measurement in the filtered KL and in its trend: an average over the last few steps.
 _LEVEL, _TREND = 0.5, 0.5
 # A measurement counts as at most so many targets, so that a wild step does not fill the filter.
 _CEILING = 4.0
-# Beta lands until so many steps after the KL first reached its target, once it is foreseen above 1 + alarm targets.
-_LANDING_STEPS, _ALARM = 5, 0.75
+# Targets below which completions are about the reference's; foreseen, and filtered, from which on beta lands.
+_NEAR, _FORESEEN, _ABOVE = 0.5, 1.75, 1.15
+# Weight of a new step in where to land.
+_POOLED = 0.2
 
 
 def _filtered(state: BetaState, kl: float, n_steps: int) -> tuple[float, float]:

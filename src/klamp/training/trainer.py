@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Self
 
 from accelerate import Accelerator
-from torch import Tensor
 
 from klamp.core.objective import Objective
 from klamp.errors import RunFolderError
@@ -154,7 +153,8 @@ class Trainer(Training):
         kl = held_kl(metrics, exact_everywhere=self.context.exact_everywhere)
         if kl is not None:
             self._check_step_zero(metrics["kl/k3"])
-            self.control.update(kl, metrics, self._groups_of_rewards(rollout))
+            rewards = self.context.gather(rollout.rewards)
+            self.control.update(kl, metrics, rewards.view(-1, self.context.config.rollout.num_generations))
         metrics |= speed(float(rollout.totals.tokens), time.perf_counter() - started)
         self._show_completions(rollout, outputs[0])
         self.step += 1
@@ -170,12 +170,6 @@ class Trainer(Training):
     def update(self, rollout: Rollout, objective: Objective) -> UpdateOutput:
         """One optimizer step on them."""
         return update(self.context, self.optimizer, rollout, objective)
-
-    def _groups_of_rewards(self, rollout: Rollout) -> Tensor | None:
-        """The rewards of all processes, a group in each row, while the controller has a use for them. [n, G]"""
-        if not self.control.controller.may_land:
-            return None
-        return self.context.gather(rollout.rewards).view(-1, self.context.config.rollout.num_generations)
 
     def take_steps(self, interrupt: Interrupt) -> None:
         """Take all steps that are left.

@@ -17,7 +17,7 @@ from torch import Tensor
 from klamp.config import KLConfig
 from klamp.config.loss import Price, price_at_distance
 from klamp.core.arguments import check_instance, describe, is_finite_number
-from klamp.core.controllers import kl_schedule_factor
+from klamp.core.controllers import HoldController, kl_schedule_factor
 from klamp.errors import ConfigError, NonFiniteError, RunFolderError
 
 OWN = ("reference_length", "last_kl")
@@ -153,8 +153,8 @@ class KLControl:
             NonFiniteError: see `check_kl`; nothing has changed then.
         """
         check_kl(kl)
-        if self.kl.target_kl is not None and self.controller.may_land:
-            self.controller.land_at(landing_beta(self.kl.target_kl, metrics or {}, rewards))
+        if isinstance(self.controller, HoldController):
+            self.controller.landing = landing_beta(self.controller.target, metrics or {}, rewards)
         self.controller.update(kl)
         self.rate_factor, self.last_kl = self.next_rate_factor(), kl
 

@@ -1,0 +1,166 @@
+"""`python -m studies.target_map`: where `hold` holds its target, and where it does not: docs/records/target-map.md.
+
+The cells are fixed here, one change at a time from the defaults at two targets; none was chosen, or left out, after it
+had been run. Each is a run of `klamp train` in a process of its own with one thread, judged as the benchmark of the
+rules judges: one JSON line for each cell and seed that is done, so that the same command goes on where it stopped.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from benchmarks.controllers import BAND, judged
+from benchmarks.measure import isolated
+from benchmarks.records import table
+
+RECORD = Path(__file__).resolve().parents[1] / "docs" / "records" / "target-map.jsonl"
+SEEDS = (42, 43, 44, 45, 46)
+MARK = "<!-- written by `python -m studies.target_map` -->"
+HELD, TARGETS = 0.8, (0.05, 0.1)
+"""The share of a run's steps that have to be in the band; the targets that everything else is changed at."""
+
+CHANGES: Mapping[str, Mapping[str, Any]] = {
+    "60 steps": {"max_steps": 60},
+    "300 steps": {"max_steps": 300},
+    "constant rate": {"lr_scheduler_type": "constant"},
+    "half the rate": {"learning_rate": 5e-5},
+    "twice the rate": {"learning_rate": 2e-4},
+    "three times the rate": {"learning_rate": 3e-4},
+    **{f"{n} prompts": {"prompts_per_step": n} for n in (4, 8, 64)},
+    **{f"groups of {n}": {"num_generations": n} for n in (2, 4, 16)},
+    "KL in the reward": {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"},
+    "KL in the advantage": {"kl_placement": "advantage", "kl_estimator": "k1", "kl_horizon": "sequence"},
+    "advantages divided by the deviation": {"scale_rewards": "std"},
+    "TRL": {"backend": "trl"},
+}
+LANGUAGE: Mapping[str, Any] = {
+    "model": "smollm2",
+    "task": "describe",
+    "lora_r": 16,
+    "learning_rate": 5e-4,
+    "warmup_steps": 3,
+    "lr_scheduler_type": "constant",
+    "temperature": 0.7,
+    "prompts_per_step": 4,
+    "max_steps": 60,
+}
+CELLS: Mapping[str, Mapping[str, Any]] = {
+    **{f"{target:g}": {"target_kl": target} for target in (0.01, 0.02, 0.05, 0.1, 0.15)},
+    **{f"{target:g}, {name}": {"target_kl": target, **c} for name, c in CHANGES.items() for target in TARGETS},
+    **{
+        f"{target:g}, describe, {length} tokens": {"target_kl": target, "max_completion_length": length, **LANGUAGE}
+        for length in (24, 100)
+        for target in (0.02, 0.05)
+    },
+}
+"""Name -> fields of `TrainConfig` besides the defaults and 150 steps."""
+
+
+def one(cell: str, seed: int) -> dict[str, Any]:
+    """Run a cell once: how well the target was held, and the KL and beta of every step."""
+    from klamp.training.backends import train_run
+    from klamp.training.config import TrainConfig
+
+    values = {"max_steps": 150, "seed": seed, **CELLS[cell]}
+    sparse = {"eval_every": 0, "save_every": 0, "report_to": (), "log_completions": 0, "eval_size": 8}
+    with tempfile.TemporaryDirectory() as folder:
+        train_run(TrainConfig.from_flat({"output_dir": folder + "/run", **sparse, **values}))
+        text = Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8")
+    course = [row for row in map(json.loads, text.splitlines()) if "reward" in row]
+    kl, beta, reward = ([row.get(name, 0.0) for row in course] for name in ("kl/exact", "beta", "reward"))
+    if not any(kl):
+        kl = [row["kl/k3"] for row in course]
+    found = {"cell": cell, "seed": seed, **judged(kl, beta, values["target_kl"]), "reward": fmean(reward[-20:])}
+    return found | {name: [float(f"{x:.4g}") for x in course] for name, course in (("kl", kl), ("betas", beta))}
+
+
+def read(file: Path) -> dict[tuple[str, int], dict[str, Any]]:
+    """The runs that are done."""
+    lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return {(row["cell"], row["seed"]): row for row in map(json.loads, lines)}
+
+
+def rows(done: Mapping[tuple[str, int], Mapping[str, Any]]) -> list[tuple[str, list[Mapping[str, Any]]]]:
+    """The runs of each cell, in the order of the cells; one that was not run has none."""
+    return [(cell, [found for (name, _), found in sorted(done.items()) if name == cell]) for cell in CELLS]
+
+
+def share(found: Mapping[str, Any]) -> float:
+    """The share of a run's steps in the band; 0 where the KL ended outside of it without ever reaching the target."""
+    return float(abs(found["last"] - 1) <= BAND) if found["in_band"] is None else found["in_band"]
+
+
+def text(done: Mapping[tuple[str, int], Mapping[str, Any]]) -> str:
+    """The table of the page: one line for each cell, red where a run of it failed."""
+    lines = []
+    for cell, runs in rows(done):
+        shares = [share(run) for run in runs]
+        sign = "not run" if not runs else "🟩 held" if min(shares) >= HELD else "🟥 fails"
+        sign += f", {len(runs)} of {len(SEEDS)} seeds" if 0 < len(runs) < len(SEEDS) else ""
+        moved = max((run["moved"] or 1.0 for run in runs), default=0.0)
+        lasts = " ".join(f"{run['last']:.2f}" for run in runs)
+        lines.append((cell, sign, " ".join(f"{x:.0%}" for x in shares), lasts, f"{moved:.2f}" if runs else ""))
+    return table(("cell", "", "in the band, each seed", "last 20 steps, in targets", "beta in 5 steps"), lines)
+
+
+def draw(done: Mapping[tuple[str, int], Mapping[str, Any]], file: Path) -> None:
+    """A square for each run, from red (no step in the band) to green (all)."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt
+
+    found = [(cell, runs) for cell, runs in rows(done) if runs]
+    figure, place = plt.subplots(figsize=(7, 0.24 * len(found) + 0.8))
+    for y, (_, runs) in enumerate(found):
+        place.scatter(
+            range(len(runs)),
+            [y] * len(runs),
+            c=[share(r) for r in runs],
+            cmap="RdYlGn",
+            vmin=0,
+            vmax=1,
+            marker="s",
+            s=130,
+        )
+    place.set_yticks(range(len(found)), [cell for cell, _ in found], fontsize=8)
+    place.set(
+        xticks=[],
+        xlabel="one square for each seed: the share of its steps in the band, red 0, green all",
+        xlim=(-0.5, 8),
+    )
+    place.invert_yaxis()
+    figure.savefig(file, dpi=110, bbox_inches="tight", metadata={"Software": None})
+    plt.close(figure)
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Run what is missing; write the page and the picture of what is there."""
+    parser = argparse.ArgumentParser(prog="python -m studies.target_map", description=f"{len(CELLS)} cells")
+    parser.add_argument("--cells", nargs="*", metavar="CELL", default=list(CELLS), help="these alone; none: the page")
+    parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
+    parser.add_argument("--record", type=Path, default=RECORD, help="the file of finished runs")
+    given = parser.parse_args(argv)
+    done = read(given.record)
+    for seed in given.seeds:
+        for cell in given.cells:
+            if (cell, seed) not in done:
+                found = isolated("studies.target_map:one", {"cell": cell, "seed": seed}, threads=1)
+                with given.record.open("a", encoding="utf-8") as file:
+                    file.write(json.dumps(found) + "\n")
+                print(cell, seed, {k: v for k, v in found.items() if k not in ("kl", "betas")}, flush=True)
+    done = read(given.record)
+    page = given.record.with_suffix(".md")
+    kept, _, _ = page.read_text(encoding="utf-8").partition(MARK) if page.exists() else ("", "", "")
+    page.write_text(f"{kept}{MARK}\n\n{text(done)}\n", encoding="utf-8")
+    draw(done, given.record.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()

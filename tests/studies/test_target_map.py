@@ -1,0 +1,37 @@
+"""The map of where a target is held: its cells are configurations, and a run that failed is red."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+
+from klamp.config import KLWarning
+from klamp.training.config import TrainConfig
+from studies.target_map import CELLS, MARK, RECORD, TARGETS, read, share, text
+
+
+def found(**changes: Any) -> dict[str, Any]:
+    return {"in_band": 1.0, "last": 1.0, "moved": 1.1, **changes}
+
+
+@pytest.mark.parametrize("cell", CELLS)
+def test_a_cell_is_a_configuration_that_holds_a_target(cell: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KLWarning)
+        config = TrainConfig.from_flat(CELLS[cell])
+    assert config.kl.controller_name == "hold" and config.kl.target_kl == float(cell.partition(",")[0])
+
+
+def test_a_seed_below_four_fifths_makes_its_cell_red_and_what_was_not_run_says_so() -> None:
+    one, other = (f"{target:g}" for target in TARGETS)
+    lines = text({(one, 42): found(), (one, 43): found(in_band=0.79), (other, 42): found(in_band=0.8)}).splitlines()
+    signs = {line.split(" | ")[0].strip("| "): line.split(" | ")[1] for line in lines}
+    assert (signs[one], signs[other], signs["0.02"]) == ("🟥 fails, 2 of 5 seeds", "🟩 held, 1 of 5 seeds", "not run")
+    assert share(found(in_band=None, last=0.6)) == 0.0, "it ended outside of the band without reaching the target"
+
+
+def test_the_page_is_what_the_record_says() -> None:
+    page = RECORD.with_suffix(".md").read_text(encoding="utf-8")
+    assert page.partition(MARK)[2].strip() == text(read(RECORD)), "run: python -m studies.target_map --cells"
