@@ -29,6 +29,8 @@ def mean(policy, ref):
     return (policy - ref).mean().item()
 def nothing_back(policy, ref):
     policy - ref
+def leaving(policy, ref):
+    raise SystemExit(0)
 def failing(policy, ref):
     raise RuntimeError("no such\\nbackend")
 """
@@ -39,6 +41,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     name = "klamp_audited_module"
     (tmp_path / f"{name}.py").write_text(SOURCE, encoding="utf-8")
     (tmp_path / "klamp_broken_module.py").write_text("1 / 0", encoding="utf-8")
+    (tmp_path / "klamp_leaving_module.py").write_text("import sys; sys.exit(0)", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.delitem(sys.modules, name, raising=False)
@@ -62,6 +65,7 @@ def test_a_function_is_audited_as_a_loss_and_in_the_reward_and_so_is_a_method_of
         ("{}:", "does not name a function"),
         (":k1", "does not name a function"),
         ("klamp_no_such_module:k1", "ModuleNotFoundError"),
+        ("klamp_leaving_module:k1", "SystemExit: 0"),
         ("klamp_broken_module:k1", "ZeroDivisionError: division by zero"),
     ],
 )
@@ -78,6 +82,7 @@ def test_what_cannot_be_had_is_refused_with_the_reason(module: str, path: str, t
         ("alone", "takes 1 positional argument but 2 were given"),
         ("mean", "it returned 0.5 (float)"),
         ("nothing_back", "it returned None"),
+        ("leaving", "SystemExit: 0"),
         ("failing", "RuntimeError: no such backend"),
     ],
 )

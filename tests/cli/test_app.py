@@ -57,6 +57,13 @@ def test_an_error_is_one(fails, capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == "klamp: error: no tokenizer\n  fix: add one\n"
 
 
+def test_code_that_ends_the_program_is_an_error_whatever_its_code(fails, capsys: pytest.CaptureFixture[str]) -> None:
+    for code in (0, None, 3):
+        fails(SystemExit(code))
+        assert main(["train"]) == 1
+        assert f"  got: sys.exit({code})\n" in capsys.readouterr().err
+
+
 def test_an_interrupt_is_130(fails, capsys: pytest.CaptureFixture[str]) -> None:
     error = TrainingStopped("stopped after step 3", fix="continue with: klamp train --resume")
     error.__cause__ = KeyboardInterrupt()

@@ -5,8 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from tests.reliability.drawn import BOMBS
 
 from klamp.cli.arguments import parse_train, read_file
+from klamp.cli.flags import read_options
+from klamp.cli.options import DoctorOptions
 from klamp.config import PRESETS
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.training.config import TrainConfig
@@ -194,6 +197,27 @@ def test_files_that_cannot_be_meant(write, text: str, part: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_file(write(text))
     assert part in caught.value.what
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_file_that_stands_for_billions_of_values_is_refused(write, bomb: str) -> None:
+    for text in (BOMBS[bomb], f"{BOMBS[bomb]}task: *last\n"):
+        with pytest.raises(ConfigError, match=r"(?s)not valid YAML.*(aliases|too deeply)"):
+            read_file(write(text))
+    shared = read_file(write("kl: &kl {beta: 0.1}\nkl_estimator: k1\n"))
+    assert shared == {"beta": 0.1, "kl_estimator": "k1"}, "an alias is no fault"
+
+
+def test_the_home_folder_stands_for_its_sign(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write("output_dir: ~/runs/x\n")
+    monkeypatch.setenv("HOME", str(file.parent))
+    for argv in (["--config", "~/run.yaml"], ["--output_dir=~/runs/x"]):
+        assert parse_train(argv).config.run.output_dir == str(file.parent / "runs" / "x")
+    assert parse_train(["--output_dir", "~klamp-nobody/x"]).config.run.output_dir == "~klamp-nobody/x", (
+        "as a shell has it"
+    )
+    assert read_options(DoctorOptions, ["~/x"], command="klamp doctor").path == file.parent / "x"
 
 
 def test_two_names_that_agree_and_a_file_without_any_are_no_error(write) -> None:

@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 
 import pytest
+from rich.console import Console
 
+from klamp.cli.display import Display
 from klamp.cli.text import (
     WIDTH,
     cautions_shown,
     duration,
     exit_code,
     fixed,
+    say,
+    show_caution,
     show_error,
     show_paragraph,
     show_table,
     was_interrupted,
 )
 from klamp.config import KLWarning
-from klamp.errors import ConfigError, KlampError, ModelError, RewardError, TrainingStopped, UnknownNameError
+from klamp.errors import ConfigError, DataError, KlampError, ModelError, RewardError, TrainingStopped, UnknownNameError
 
 
 @pytest.mark.parametrize(
@@ -47,6 +52,23 @@ def test_a_table_is_aligned_and_without_headings_it_has_no_head(capsys: pytest.C
     assert capsys.readouterr().out == "title\n  a          long heading\n  x          1\n  wide cell  2\n"
     show_table("title", ("", ""), [("ok", "1")])
     assert capsys.readouterr().out == "title\n  ok  1\n"
+
+
+HOSTILE = "a\x1b[31mred\x07\x9b2J\r\u202etxt"
+SHOWN = r"a\x1b[31mred\x07\x9b2J\r\u202etxt"
+
+
+def test_what_a_terminal_would_obey_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+    say(f"\t{HOSTILE}\n\ud800")
+    show_paragraph(HOSTILE, label="caution")
+    show_caution(HOSTILE)
+    show_error(DataError(HOSTILE, got=HOSTILE, why=HOSTILE, fix=HOSTILE))
+    Display(Console(file=sys.stdout, force_terminal=True)).on_warning(HOSTILE)
+    show_table(HOSTILE, (f"{HOSTILE}\n", "b"), [("x", "1")])
+    out, err = capsys.readouterr()
+    assert (out + err).count(SHOWN) == 10 and not set(out + err) & set("\x07\x9b\r\u202e")
+    assert out.splitlines()[-1] == f"  x{' ' * (len(SHOWN) + 1)}  1", "and a table is aligned by what is shown"
+    assert SHOWN + r"\n  b" in out and "\t" in out and r"\ud800" in out
 
 
 def test_paragraphs_are_wrapped_under_their_label(capsys: pytest.CaptureFixture[str]) -> None:

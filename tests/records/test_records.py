@@ -11,6 +11,7 @@ from klamp.diagnostics.doctor import examine
 from klamp.errors import ConfigError, DataError, UnknownNameError
 from klamp.records import read_record
 from klamp.records.files import json_lines
+from klamp.records.logs import FRAME
 
 
 def lines(path: Path, *rows: object) -> Path:
@@ -72,6 +73,10 @@ def test_a_half_written_last_line_is_passed_over(tmp_path: Path) -> None:
         ("rows.jsonl", '{"old_log_probs": ["a"]}\n', "line 1 is no completion"),
         ("run.wandb", "hello", "a file is no W&B run"),
         ("rows.jsonl", b"\xff\xfe\x00", "a file is not text"),
+        ("rows.jsonl", "[" * 100_000, "(?s)line 1 is not JSON.*nested too deeply"),
+        ("rows.jsonl", '{"step": ' + "9" * 400 + "}", "(?s)line 1 is not JSON.*a whole number of 400 digits"),
+        ("rows.jsonl", '{"step": 1, "kl": 0.', "(?s)no metric.*it holds no whole line"),
+        ("run.wandb", b":W&B\0\1\0" + FRAME.pack(0, 4, 1) + b"\xff" * 4, "a W&B run is damaged"),
     ],
 )
 def test_what_cannot_be_read(tmp_path: Path, name: str, text: str | bytes | None, what: str) -> None:
@@ -81,6 +86,11 @@ def test_what_cannot_be_read(tmp_path: Path, name: str, text: str | bytes | None
     with pytest.raises(DataError, match=what) as caught:
         read_record(path)
     assert caught.value.why and caught.value.fix
+
+
+def test_rewards_whose_sum_no_float_holds_are_read(tmp_path: Path) -> None:
+    row = {"policy_logprobs": [-0.1], "ref_logprobs": [-0.1], "reward": 1e308}
+    assert read_record(lines(tmp_path / "rows.jsonl", row, row)).rows[0].metrics["reward"] == pytest.approx(1e100)
 
 
 def test_the_only_jsonl_of_a_folder_is_its_record(tmp_path: Path) -> None:

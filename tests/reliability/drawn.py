@@ -5,15 +5,21 @@ from __future__ import annotations
 import io
 import math
 import os
-from collections.abc import Sequence
-from contextlib import redirect_stderr, redirect_stdout
+import resource
+import signal
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from klamp.cli import main
+from klamp.cli.text import OBEYED
 from klamp.errors import KlampError
 
 FACTOR = float(os.environ.get("KLAMP_FUZZ", "1"))
@@ -47,6 +53,16 @@ LINES = (
 """Lines that are no row of any record."""
 
 
+def _bomb(one: str) -> str:
+    """A few lines of YAML of which each stands for the one before it twice; the last is called `last`."""
+    names = [f"n{i}" for i in range(40)] + ["last"]
+    return "n0: &n0 {x: 1}\n" + "".join(f"{new}: &{new} {one.format(old)}\n" for old, new in pairwise(names))
+
+
+BOMBS = {"lists": _bomb("[*{0}, *{0}]"), "merges": _bomb("{{<<: [*{0}, *{0}]}}"), "itself": "n0: &last [*last]\n"}
+"""Texts of YAML that stand for billions of values, or for themselves."""
+
+
 @dataclass(frozen=True)
 class Ended:
     """How a command ended."""
@@ -56,13 +72,44 @@ class Ended:
     err: str
 
 
+SECONDS, MEMORY = 60.0, 3 * 2**30
+"""The most that one call of a fuzzer may take: time on a busy machine, and bytes of addresses beyond what it has."""
+
+
+class TooLong(BaseException):
+    """Raised in a call that has not come back in time; nothing of klamp's takes it for an error of its own."""
+
+
+@contextmanager
+def limits() -> Iterator[None]:
+    """A context that ends what waits, or works, or takes memory without an end.
+
+    Raises:
+        TooLong, MemoryError: it did.
+    """
+
+    def over(number: int, frame: FrameType | None) -> None:
+        raise TooLong
+
+    held = resource.getrlimit(resource.RLIMIT_AS)
+    mapped = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    handler, left = signal.signal(signal.SIGALRM, over), signal.setitimer(signal.ITIMER_REAL, SECONDS)
+    resource.setrlimit(resource.RLIMIT_AS, (mapped + MEMORY, held[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, held)
+        signal.setitimer(signal.ITIMER_REAL, *left)
+        signal.signal(signal.SIGALRM, handler)
+
+
 def run(words: Sequence[str]) -> Ended:
-    """Run a command line in this process; whatever it raises but SystemExit is its fault and comes out.
+    """Run a command line in this process, within limits; whatever it raises but SystemExit is its fault and comes out.
 
     Its streams refuse what no UTF-8 terminal or file takes, as a user's do.
     """
     out, err = (_stream(errors) for errors in ("strict", "backslashreplace"))
-    with redirect_stdout(out), redirect_stderr(err):
+    with redirect_stdout(out), redirect_stderr(err), limits():
         try:
             code = main(list(words))
         except SystemExit as stop:
@@ -76,8 +123,11 @@ def _stream(errors: str) -> io.TextIOWrapper:
 
 
 def check_readable(ended: Ended) -> None:
-    """Hold that a command ended with one of its codes, and where it failed said why, without a traceback."""
+    """Hold that a command ended with one of its codes, and where it failed said why, without a traceback; and that it
+    wrote nothing that a terminal would obey.
+    """
     assert ended.code in (0, 1, 2), ended
+    assert not OBEYED.search(ended.out + ended.err), ended
     assert "Traceback" not in ended.out + ended.err, ended
     if ended.code == 2:
         assert ended.err.count("klamp: error: ") == 1, ended

@@ -76,7 +76,17 @@ def test_format_regex_searches_and_anchors_ask_for_the_whole(pattern: str, compl
     assert named_reward(f"format_regex:{pattern}")(EXAMPLE, completion) == expected
 
 
-@pytest.mark.parametrize("name", ["format_regex:", "format_regex:(", "no_such_module_at_all:f", "no/such/file.py:f"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "format_regex:",
+        "format_regex:(",
+        "no_such_module_at_all:f",
+        "no/such/file.py:f",
+        "torch:tensor",
+        "~/nowhere.py:f",
+    ],
+)
 def test_what_cannot_be_built_is_a_configuration_error(name: str) -> None:
     with pytest.raises(ConfigError):
         named_reward(name)
@@ -227,7 +237,7 @@ def test_numbers_pass_as_floats(value: Any, expected: float) -> None:
     "value",
     [
         *(None, "1.0", [1.0], (), {}, math.nan, math.inf, -math.inf, 1j),
-        *(np.nan, np.zeros(0), np.array(["1"]), torch.tensor(math.inf), torch.zeros(2)),
+        *(1e308, -1e16, np.float64(2e15), np.nan, np.zeros(0), np.array(["1"]), torch.tensor(math.inf), torch.zeros(2)),
         *(pytest.param(10**digits, id=f"{digits} digits") for digits in (400, 5000)),
     ],
 )

@@ -12,8 +12,10 @@ from typing import Any, Literal, TypeAlias
 
 from klamp.ablation.plan import Run, run_folder
 from klamp.diagnostics.doctor import ALARMS_FILE
+from klamp.diagnostics.history import LARGEST
 from klamp.errors import DataError
 from klamp.tasks.files import json_of
+from klamp.tasks.paths import with_end
 from klamp.training.folders import (
     ANSWERS,
     CAUTIONS,
@@ -85,7 +87,7 @@ def read_outcome(folder: Path) -> Outcome | None:
     if not file.exists():
         return None
     try:
-        return _checked(Outcome(**json_of(file.read_text(encoding="utf-8"))))
+        return _checked(Outcome(**json_of(with_end(file).read_text(encoding="utf-8"))))
     except (ValueError, TypeError, RecursionError) as error:
         raise DataError(
             "the outcome of a run cannot be read",
@@ -117,7 +119,7 @@ def failed(run: Run, error: str) -> Outcome:
 
 
 def _checked(outcome: Outcome) -> Outcome:
-    """The outcome, if each of its fields is of its type.
+    """The outcome, if each of its fields is of its type, and its numbers can be added up.
 
     Raises:
         TypeError: names the first that is not.
@@ -126,7 +128,7 @@ def _checked(outcome: Outcome) -> Outcome:
     for name, value in vars(outcome).items():
         right = isinstance(value, kinds.get(name, str))
         if right and name in ("before", "after", "numbers"):
-            right = all(isinstance(each, int | float) for each in value.values())
+            right = all(isinstance(x, int | float) and not LARGEST < abs(x) < math.inf for x in value.values())
         if not right:
             raise TypeError(f"{name} is {reprlib.repr(value)}")
     return outcome

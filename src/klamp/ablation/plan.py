@@ -15,6 +15,7 @@ from typing import Any
 from klamp.config.kl import resolve_aliases
 from klamp.errors import ConfigError, KlampError, RunFolderError, without_credentials
 from klamp.tasks.files import yaml_of
+from klamp.tasks.paths import with_end
 from klamp.training.backends import check_backend
 from klamp.training.config import Backend, TrainConfig, field_owners
 from klamp.training.folders import RUNS
@@ -203,7 +204,7 @@ def read_plan(folder: Path) -> Plan:
     """
     file = folder / PLAN
     try:
-        content = yaml_of(file.read_text(encoding="utf-8"))
+        content = yaml_of(with_end(file).read_text(encoding="utf-8"))
         plan = Plan(
             name=str(content["name"]),
             base=_tuples(content["base"]),

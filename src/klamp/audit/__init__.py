@@ -161,7 +161,7 @@ def _try(function: Callable[..., Any], path: str) -> None:
     policy = torch.full((2, 3), -1.0, dtype=torch.float64, requires_grad=True)
     try:
         found = function(policy, policy.detach() - 0.5)
-    except Exception as error:  # the user's code, which may raise anything
+    except (Exception, SystemExit) as error:  # the user's code, which may raise anything
         first_line = " ".join(str(error).split())[:300]
         raise _unfit(path, f"{type(error).__name__}: {first_line}") from error
     if not isinstance(found, torch.Tensor):
@@ -184,7 +184,7 @@ def _import(name: str, path: str) -> Any:
         sys.path.insert(0, here)
     try:
         return importlib.import_module(name)
-    except Exception as error:  # importing runs the user's code, which may raise anything
+    except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
         raise ConfigError(
             f"{name} cannot be imported",
             got=f"{type(error).__name__}: {error}",

@@ -21,6 +21,7 @@ from klamp.cli.text import (
     cautions_shown,
     exit_code,
     of_the_system,
+    say,
     show_error,
 )
 from klamp.errors import KlampError, UnknownNameError, extra_with, missing_library, without_credentials
@@ -47,11 +48,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         except BrokenPipeError:  # `klamp train --help | head`
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             return FAILED
-        except (KlampError, OSError, KeyboardInterrupt) as error:
+        except (KlampError, OSError, KeyboardInterrupt, SystemExit) as error:
             if debug:
                 traceback.print_exception(error)
             if isinstance(error, KeyboardInterrupt):
-                print("\nklamp: stopped before there was anything to save", file=sys.stderr)
+                say("\nklamp: stopped before there was anything to save", file=sys.stderr)
                 return INTERRUPTED
             # A name too long, no permission, a full disk: nothing that klamp could mend, in the system's words.
             shown = error if isinstance(error, KlampError) else of_the_system(error)
@@ -66,14 +67,14 @@ def _dispatch(words: list[str]) -> int:
         _print_help()
         return 0
     if words[0] in ("-V", "--version", "version"):
-        print(f"klamp {__version__}")
+        say(f"klamp {__version__}")
         return 0
     if words[0] not in COMMANDS:
         raise _unknown_command(words[0])
     command, argv = COMMANDS[words[0]], words[1:]
     if not (argv or command.alone) or any(word in HELP_FLAGS for word in argv):
         asked = [*itertools.dropwhile(lambda word: word not in HELP_FLAGS, argv)]
-        print(help_text(words[0], *asked[1:2]))  # of the part that is named after --help
+        say(help_text(words[0], *asked[1:2]))  # of the part that is named after --help
         return 0
     try:
         return importlib.import_module(f"klamp.cli.{words[0]}").run(argv)
@@ -93,14 +94,14 @@ def _unknown_command(word: str) -> UnknownNameError:
 
 
 def _print_help() -> None:
-    print("usage: klamp COMMAND [flags]\n\nThe KL layer for GRPO-style training of language models.\n\ncommands:")
+    say("usage: klamp COMMAND [flags]\n\nThe KL layer for GRPO-style training of language models.\n\ncommands:")
     for name, command in COMMANDS.items():
-        print(f"  {name:<10} {command.summary}")
-    print("\nflags:")
+        say(f"  {name:<10} {command.summary}")
+    say("\nflags:")
     for flags, text in (
         ("-h, --help", "this text; after a command its own, or a part of that: klamp train --help kl"),
         ("-V, --version", "the version"),
         ("--debug", "show the traceback of an error (also: KLAMP_DEBUG=1)"),
     ):
-        print(f"  {flags:<14} {text}")
-    print("\nStart with `klamp train`: the built-in task, a few minutes on a CPU, nothing to download.")
+        say(f"  {flags:<14} {text}")
+    say("\nStart with `klamp train`: the built-in task, a few minutes on a CPU, nothing to download.")

@@ -17,8 +17,9 @@ from klamp.ablation.table import Table, notes, number, sections
 from klamp.cli.ablate_arguments import parse_ablate
 from klamp.cli.describe import describe_model, describe_task, tool
 from klamp.cli.options import AblateOptions
-from klamp.cli.text import FAILED, show_paragraph, show_table
+from klamp.cli.text import FAILED, say, show_paragraph, show_table
 from klamp.errors import DataError, TrainingStopped, without_credentials
+from klamp.tasks.paths import at_home
 from klamp.training.config import TrainConfig
 
 if TYPE_CHECKING:  # imported by the command only
@@ -41,7 +42,7 @@ def run(argv: Sequence[str], *, console: Console | None = None, executor: Execut
     if options.runs:
         return compare_runs(options, command)
     every = runs(plan)
-    folder = Path(options.output_dir) if options.output_dir else find_folder(plan)
+    folder = at_home(options.output_dir) if options.output_dir else find_folder(plan)
     executor = executor or _executor(options, every)
     check_folder(plan, folder)
     if options.dry_run:
@@ -61,7 +62,7 @@ def _execute(
     from klamp.ablation.execute import execute
     from klamp.cli.display import Board
 
-    print(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}; {executor.describe()}")
+    say(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}; {executor.describe()}")
     board = Board(console, every)
     try:
         result = execute(plan, folder, executor, tell=board.tell, progress=board.on_loading)
@@ -104,12 +105,12 @@ def compare_runs(options: AblateOptions, command: str) -> int:
     from klamp.ablation.comparison import compare, find_folder
 
     compared = read_runs(options)
-    folder = Path(options.output_dir) if options.output_dir else find_folder(compared)
+    folder = at_home(options.output_dir) if options.output_dir else find_folder(compared)
     check_free(folder)
-    print(f"{len(compared)} runs are compared in {folder}; nothing is trained")
-    result = compare(compared, folder, lambda run: print(f"measuring {run.name}", flush=True))
+    say(f"{len(compared)} runs are compared in {folder}; nothing is trained")
+    result = compare(compared, folder, lambda run: say(f"measuring {run.name}"))
     show_result(result, command)
-    print("\n".join(("", *summary_lines(result.table))))
+    say("\n".join(("", *summary_lines(result.table))))
     return FAILED if result.failed else 0
 
 
@@ -170,7 +171,7 @@ def show_plan(plan: Plan, every: Sequence[Run], *, folder: Path, executor: Execu
         executor: who would run them.
     """
     first = every[0].config
-    print("klamp ablate --dry_run: nothing is started, loaded or written\n")
+    say("klamp ablate --dry_run: nothing is started, loaded or written\n")
     done = sum(is_done(folder, run) for run in every)
     for label, text in (
         ("runs", f"{len(every)}: {len(plan.arms)} arms x {len(plan.seeds)} seeds ({', '.join(map(str, plan.seeds))})"),
@@ -187,7 +188,7 @@ def show_plan(plan: Plan, every: Sequence[Run], *, folder: Path, executor: Execu
         (arm.name, *(shown(run.config.flat()[name]) for name in fields))
         for arm, run in zip(plan.arms, every, strict=False)
     ]
-    print()
+    say()
     show_table("arms", ("arm", *fields), rows)
 
 
@@ -199,24 +200,24 @@ def show_result(result: Result, command: str) -> None:
         command: that was given; the same goes on with what failed.
     """
     for section in sections(result.table):
-        print()
+        say()
         show_table(*section)
-    print()
+    say()
     for note in notes(result.table):
         show_paragraph(note, width=0)
     for outcome in result.failed:
         log = result.folder / "runs" / outcome.run / "log.txt"
-        print(f"\nfailed: {outcome.arm}, seed {outcome.seed}: {outcome.error.rstrip()}")
+        say(f"\nfailed: {outcome.arm}, seed {outcome.seed}: {outcome.error.rstrip()}")
         if log.exists() and str(log) not in outcome.error:
-            print(f"  log: {log}")
-    print()
+            say(f"  log: {log}")
+    say()
     lines = [("folder", str(result.folder)), ("written", ", ".join(file.name for file in result.files))]
     if any(outcome.state == "done" for outcome in result.outcomes):
         lines.append(("look closer", f"{tool('klamp')} report {result.folder}"))
     if result.failed:
         lines.append(("try again", command))
     for label, text in lines:  # not wrapped, so that a command can be copied
-        print(f"  {label:<12} {text}")
+        say(f"  {label:<12} {text}")
 
 
 def _common(plan: Plan) -> str:

@@ -14,6 +14,7 @@ from klamp.cli.flags import by_any_name, field_name, fields_of, split_argv, trai
 from klamp.cli.options import AblateOptions
 from klamp.config.kl import resolve_aliases
 from klamp.errors import ConfigError
+from klamp.tasks.paths import at_home
 from klamp.training.config import TrainConfig
 
 DEFAULTS: Mapping[str, Any] = {"report_to": (), "keep_checkpoints": 1}
@@ -42,7 +43,7 @@ def parse_ablate(argv: Sequence[str]) -> tuple[Plan, AblateOptions]:
             why="the runs are there: they are measured and compared as they were made",
             fix="leave it out, or leave --runs out and let klamp ablate train",
         )
-    file = PlanFile() if options.plan is None else read_plan_file(Path(options.plan))
+    file = PlanFile() if options.plan is None else read_plan_file(at_home(options.plan))
     one = read_file(options.config) if options.config else {}
     base = {**{name: value for name, value in one.items() if name not in OWNED}, **file.base, **flags}
     sweep = {name: values for name, values in file.sweep.items() if name not in flags} | swept

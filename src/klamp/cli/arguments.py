@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from klamp.cli.options import TrainOptions
 from klamp.config import find_preset
 from klamp.errors import ConfigError, brief
 from klamp.tasks.files import yaml_of
+from klamp.tasks.paths import at_home, with_end
 from klamp.training.config import TrainConfig, section_classes
 
 
@@ -88,8 +90,8 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # pyright: ignore
-        for key in keys:
-            if keys.count(key) > 1:
+        for key, count in Counter(keys).items():
+            if count > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
         return super().construct_mapping(node, deep=deep)
 
@@ -104,7 +106,7 @@ def read_file(path: str | Path) -> dict[str, Any]:
         ConfigError: no such file, no valid YAML, a value that cannot be read, or two names of one field with
             different values.
     """
-    path = Path(path)
+    path = at_home(path)
     return read_entries(load_yaml(path), path)
 
 
@@ -138,7 +140,7 @@ def load_yaml(path: Path) -> Mapping[Any, Any]:
         ConfigError: no such file, no valid YAML, or no mapping.
     """
     try:
-        content = yaml_of(path.read_text(encoding="utf-8"), _Loader)
+        content = yaml_of(with_end(path).read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or str(error)
         near = sorted(each.name for each in path.parent.glob("*.y*ml"))[:5] if path.parent.is_dir() else []

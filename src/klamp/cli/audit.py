@@ -11,7 +11,7 @@ from klamp.audit import load_subject
 from klamp.audit.examine import Audit, Reach, TermFinding, audit
 from klamp.cli.flags import read_options
 from klamp.cli.options import AuditOptions
-from klamp.cli.text import MISSING, show_caution, show_table
+from klamp.cli.text import MISSING, say, show_caution, show_table
 from klamp.verify.judge import FAR, Judgement
 from klamp.verify.oracle import Followed
 
@@ -27,7 +27,7 @@ def run(argv: Sequence[str]) -> int:
         for caution in subject.cautions:
             show_caution(caution)
         show_audit(audit(subject))
-    print(LEGEND, flush=True)
+    say(LEGEND)
     return 0
 
 
@@ -35,8 +35,8 @@ def show_audit(result: Audit) -> None:
     """Print an audit."""
     show_table(result.subject.title, HEADINGS, [row(finding) for finding in result.findings])
     for sentence in (*(s for finding in result.findings for s in sentences(finding)), *result.subject.notes):
-        print(f"- {sentence}")
-    print()
+        say(f"- {sentence}")
+    say()
 
 
 HEADINGS = ("KL term", "value", "gradient", "off-policy", "stops at", "fp32", "bf16", "fp16")

@@ -17,7 +17,7 @@ from rich.text import Text
 from klamp.ablation.executor import RunState, Update
 from klamp.ablation.plan import Run
 from klamp.cli.describe import describe_task
-from klamp.cli.text import GAP, MISSING, duration, fixed
+from klamp.cli.text import GAP, MISSING, duration, fixed, say, visible
 from klamp.config.describe import describe_controller, describe_kl
 from klamp.diagnostics.doctor import Finding
 from klamp.report.run import ScoreFormat
@@ -65,9 +65,9 @@ class Drawn(Observer):
         """Write a line at once; a reader that has left, as that of `klamp train | head`, does not end the run."""
         with suppress(BrokenPipeError):
             if self.console.is_terminal:  # above what is drawn there
-                self.console.print(text, soft_wrap=True, highlight=False, markup=False)
+                self.console.print(visible(text), soft_wrap=True, highlight=False, markup=False)
             else:
-                print(text, file=self.console.file, flush=True)
+                say(text, file=self.console.file)
 
     def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
         """Say how far the work before the first step is."""

@@ -11,7 +11,7 @@ from typing import Any
 
 from klamp.cli.flags import read_options
 from klamp.cli.options import DoctorOptions
-from klamp.cli.text import show_error, show_paragraph, show_table
+from klamp.cli.text import of_the_system, say, show_error, show_paragraph, show_table
 from klamp.diagnostics.alarms import ALARMS, check_names
 from klamp.diagnostics.doctor import Diagnosis, Finding, examine
 from klamp.diagnostics.history import History
@@ -31,8 +31,8 @@ def run(argv: Sequence[str]) -> int:
     try:
         diagnosis = _examined(options, names)
         reports = _synced(options.path) if options.check_sync else {}
-    except KlampError as error:
-        show_error(error)
+    except (KlampError, OSError) as error:
+        show_error(error if isinstance(error, KlampError) else of_the_system(error))
         return UNREADABLE
     history = diagnosis.history
     checked = diagnosis.findings or reports
@@ -42,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
     failed = diagnosis.failed(options.fail_on)
     failed += [f"sync at step {step}" for step, report in reports.items() if not report.in_sync]
     if options.json:
-        print(json.dumps(as_object(diagnosis, options.path, failed, reports), indent=2), flush=True)
+        say(json.dumps(as_object(diagnosis, options.path, failed, reports), indent=2))
     else:
         show(diagnosis, options.path)
         show_sync(reports)
@@ -97,7 +97,7 @@ def _nothing_to_check(path: Path, history: History) -> DataError:
 def show(diagnosis: Diagnosis, path: Path) -> None:
     """Print what was found in the record at a path."""
     history = diagnosis.history
-    print(f"{path}: {history.source}, {count(len(history.rows), 'logged step')} up to step {history.step}")
+    say(f"{path}: {history.source}, {count(len(history.rows), 'logged step')} up to step {history.step}")
     for caution in history.cautions:
         show_paragraph(caution, label="caution")
     for finding in diagnosis.findings:
@@ -105,7 +105,7 @@ def show(diagnosis: Diagnosis, path: Path) -> None:
     alarms = sum(finding.alarm.level == "alarm" for finding in diagnosis.findings)
     checked = len(ALARMS) - len(diagnosis.unchecked)
     verdict = count(alarms, "alarm") if alarms else "no alarm"
-    print(f"\n{verdict}; {checked} of {len(ALARMS)} were checked")
+    say(f"\n{verdict}; {checked} of {len(ALARMS)} were checked")
     for name, lacks in diagnosis.unchecked.items():
         said = re.sub(r"settings\.(\w+)", r"\1 (--\1 says it)", lacks)
         show_paragraph(f"not checked, the record has no {said}", label=name, width=22)
@@ -114,7 +114,7 @@ def show(diagnosis: Diagnosis, path: Path) -> None:
 def show_sync(reports: Mapping[int, SyncReport]) -> None:
     """Print what sampler and trainer reported at each step."""
     for step, report in reports.items():
-        print(f"\nsync at step {step}: {'yes' if report.in_sync else 'NO'}, {count(report.tokens, 'token')}")
+        say(f"\nsync at step {step}: {'yes' if report.in_sync else 'NO'}, {count(report.tokens, 'token')}")
         for side in report.sides:
             show_paragraph(side.text, label=side.side)
 
@@ -122,7 +122,7 @@ def show_sync(reports: Mapping[int, SyncReport]) -> None:
 def _show_finding(finding: Finding) -> None:
     alarm = finding.alarm
     since = f"step {finding.first_step}" + (f", and {finding.steps - 1} more" if finding.steps > 1 else "")
-    print(f"\n{alarm.level}: {alarm.name}: {alarm.text} ({since})")
+    say(f"\n{alarm.level}: {alarm.name}: {alarm.text} ({since})")
     show_paragraph(finding.evidence.text, label="seen")
     for rank, cause in enumerate(finding.evidence.causes, start=1):
         show_paragraph(cause, label=f"likely {rank}" if len(finding.evidence.causes) > 1 else "likely")

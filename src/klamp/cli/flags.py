@@ -133,8 +133,8 @@ class Field:
             if typing.get_origin(each) is Literal and text in self.choices:
                 return typing.get_args(each)[self.choices.index(text)]
             if each in KINDS and each is not bool:
-                with suppress(ValueError):
-                    return each(text)
+                with suppress(ValueError, RuntimeError):  # the home folder of nobody
+                    return Path(text).expanduser() if each is Path else each(text)
         raise unknown_name(shown, text, self.choices) if self.choices else self.refused(texts, shown=shown)
 
     def refused(self, texts: Sequence[str], *, shown: str) -> ConfigError:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 from klamp.cli.flags import read_options
 from klamp.cli.options import ModelOptions
+from klamp.cli.text import say
 from klamp.tasks.named_models import NAMED_MODELS, load_named_model
 
 
@@ -20,6 +21,6 @@ def run(argv: Sequence[str]) -> int:
     name = read_options(ModelOptions, argv, command="klamp model").name
     folder = load_named_model(name)
     model = NAMED_MODELS[name]
-    print(f"{model.title}: {model.parameters} parameters, {model.licence}, from {model.origin}", file=sys.stderr)
-    print(folder, flush=True)
+    say(f"{model.title}: {model.parameters} parameters, {model.licence}, from {model.origin}", file=sys.stderr)
+    say(folder)
     return 0

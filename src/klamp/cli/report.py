@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from klamp.cli.flags import read_options
 from klamp.cli.options import ReportOptions
-from klamp.cli.text import show_caution
+from klamp.cli.text import say, show_caution
 from klamp.errors import DataError, RunFolderError
 from klamp.report.text import count
+from klamp.tasks.paths import followed
 
 if TYPE_CHECKING:  # imported by the command only
     from klamp.report.run import ReportRun
@@ -43,7 +44,7 @@ def run(argv: Sequence[str]) -> int:
     file.write_text(page, encoding="utf-8", newline="\n")
     alarms = sum(run.levels[0] for run in runs)
     words = f"{count(len(runs), 'run')}, {count(alarms, 'alarm') if alarms else 'no alarm'}"
-    print(f"{file}: {words}, {len(page.encode()) / 1000:.0f} kB", flush=True)
+    say(f"{file}: {words}, {len(page.encode()) / 1000:.0f} kB")
     return 0
 
 
@@ -135,7 +136,8 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
 def names_of(paths: Sequence[Path]) -> list[str]:
     """A short name for each path: its last part, or as many parts as make it different from the others."""
     common = ("trainer_state.json", "metrics.jsonl", "completions.jsonl")  # names that tell no runs apart
-    whole = [(path.parent if path.name in common and path.parent.name else path).resolve().parts for path in paths]
+    places = [path.parent if path.name in common and path.parent.name else path for path in paths]
+    whole = [followed(place).parts for place in places]
     for length in range(1, max(map(len, whole)) + 1):
         names = ["/".join(part[-length:]) for part in whole]
         if len(set(names)) == len(names):

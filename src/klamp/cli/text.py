@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import IO, Any
 
 from klamp.errors import (
     ConfigError,
@@ -28,6 +29,25 @@ GAP = 2
 """Spaces between the columns of a table."""
 WIDTH = 100
 """Most columns of a paragraph."""
+
+
+OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+"""What a terminal would obey instead of showing it, or would show in another order, but for tabs and line ends."""
+
+
+def visible(text: str) -> str:
+    """A text with what a terminal would obey written out: names and cautions in a record may hold anything."""
+    return OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def say(text: object = "", *, file: IO[str] | None = None) -> None:
+    """Print a text and a line end: all that klamp writes to a terminal goes through here, or through rich.
+
+    Args:
+        text: what is said.
+        file: stdout if None.
+    """
+    print(visible(str(text)), file=file, flush=True)
 
 
 def fixed(digits: int) -> Callable[[float], str]:
@@ -59,19 +79,20 @@ def show_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]
         headings: of the columns; all empty: no head.
         rows: cells as text.
     """
-    lines = [headings, *rows] if any(headings) else rows
+    lines = [[visible(cell).replace("\n", "\\n") for cell in line] for line in (headings, *rows)]
+    lines = lines if any(headings) else lines[1:]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    print(title)
+    say(title)
     for line in lines:
         cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        print("  " + (" " * GAP).join(cells).rstrip(), flush=True)
+        say("  " + (" " * GAP).join(cells).rstrip())
 
 
 def show_paragraph(text: str, *, label: str = "", width: int = 12) -> None:
     """Print a text, wrapped and indented; a label stands before it in a column of its own."""
     start = f"  {label:<{width}} " if label or width else "  "
     rest = " " * len(start)
-    print(textwrap.fill(text, WIDTH, initial_indent=start, subsequent_indent=rest, break_on_hyphens=False), flush=True)
+    say(textwrap.fill(visible(text), WIDTH, initial_indent=start, subsequent_indent=rest, break_on_hyphens=False))
 
 
 FAILED, WRONG_CONFIGURATION, INTERRUPTED = 1, 2, 130
@@ -102,8 +123,13 @@ def was_interrupted(error: BaseException) -> bool:
     return isinstance(error, TrainingStopped) and error.interrupted
 
 
-def of_the_system(error: OSError) -> DataError:
-    """The error for a file, a folder or a connection that the system did not let klamp use, in its own words."""
+def of_the_system(error: OSError | SystemExit) -> DataError:
+    """The error for a file, a folder or a connection that the system did not let klamp use, in its own words; or for
+    code that klamp called and that ended the program.
+    """
+    if isinstance(error, SystemExit):
+        said = f"sys.exit({error.code!r})"
+        return DataError("what klamp called has ended the program", got=said, fix="--debug shows where it was called")
     name = "" if error.filename is None else brief(str(error.filename))
     return DataError(
         "the system refused what klamp asked of it",
@@ -154,4 +180,4 @@ def _print_parts(error: KlampError, kind: str) -> None:
 
 def _write(kind: str, what: str, parts: dict[str, str]) -> None:
     lines = [f"klamp: {kind}: {what}", *(f"  {name}: {text}" for name, text in parts.items())]
-    print("\n".join(lines), file=sys.stderr, flush=True)
+    say("\n".join(lines), file=sys.stderr)

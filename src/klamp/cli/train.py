@@ -11,7 +11,7 @@ from rich.console import Console
 from klamp.cli.arguments import TrainRequest, parse_train
 from klamp.cli.describe import MONITOR, plan_text, resume_command, tool
 from klamp.cli.display import Display, skill_rows
-from klamp.cli.text import MISSING, duration, fixed, is_main_process, show_table
+from klamp.cli.text import MISSING, duration, fixed, is_main_process, say, show_table
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
 from klamp.errors import TrainingStopped
@@ -39,7 +39,7 @@ def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner |
 
         text = plan_text(request.config, open_inputs(request.config))
         if is_main_process():
-            print(text)
+            say(text)
     else:
         _train(request, console or Console(highlight=False), runner)
     return 0
@@ -110,21 +110,21 @@ def print_summary(config: TrainConfig, summary: RunSummary) -> None:
     """
     none = "no step was taken (--max_steps 0); the model was evaluated as it is,"
     done = f"{summary.steps} steps" if summary.steps else none
-    print(f"\ndone: {done} in {duration(summary.seconds)}\n")
+    say(f"\ndone: {done} in {duration(summary.seconds)}\n")
     headings = ("", "before", "after", "change")
     show_table("skill (held out)", headings, skill_rows(summary.before, summary.after, summary.rl_skill))
-    print()
+    say()
     if not summary.steps:
-        print("KL from the reference: not measured; that is done in each step, and none was taken")
+        say("KL from the reference: not measured; that is done in each step, and none was taken")
     elif config.kl.needs_reference:
         metrics = summary.final_metrics
         show_table("KL from the reference (last step)", ("", *ESTIMATORS), _kl_rows(metrics))
-        print(_beta_text(config, metrics))
+        say(_beta_text(config, metrics))
     else:
-        print(f"KL from the reference: not measured; beta is 0, so no reference was loaded{MONITOR}")
-    print()
+        say(f"KL from the reference: not measured; beta is 0, so no reference was loaded{MONITOR}")
+    say()
     for name, text in _files(config, summary):  # not wrapped, so that a command can be copied
-        print(f"{name:<12} {text}", flush=True)
+        say(f"{name:<12} {text}")
 
 
 def _kl_rows(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 from klamp.cli.flags import read_options
 from klamp.cli.options import VerifyOptions
-from klamp.cli.text import FAILED, show_paragraph, show_table
+from klamp.cli.text import FAILED, say, show_paragraph, show_table
 from klamp.verify.convergence import answer_convergence
 from klamp.verify.direction import answer_direction
 from klamp.verify.proofs import PROOFS, Check, run_section
@@ -32,7 +32,7 @@ def show_proofs() -> list[Check]:
     checks: list[Check] = []
     for section, proof in PROOFS.items():
         found = run_section(section, proof)
-        print()
+        say()
         show_checks(found, section)
         checks += found
     return checks
@@ -40,12 +40,12 @@ def show_proofs() -> list[Check]:
 
 def show_answer(answer: Answer) -> list[Check]:
     """Print an answered question; returns its checks."""
-    print(f"{answer.question}\n")
+    say(f"{answer.question}\n")
     for table in answer.tables:
         show_table(table.title, table.columns, table.rows)
-        print()
+        say()
     show_checks(answer.checks, "what this rests on")
-    print()
+    say()
     if answer.passed:
         for paragraph in answer.words:
             show_paragraph(paragraph, width=0)
@@ -64,14 +64,14 @@ def show_checks(checks: Sequence[Check], title: str) -> None:
 def conclude(checks: Sequence[Check], seconds: float) -> int:
     """Print how many checks passed; returns the exit code."""
     failed = [check for check in checks if not check.passed]
-    print()
+    say()
     if not failed:
-        print(f"{len(checks)} of {len(checks)} checks passed, in {seconds:.1f} s", flush=True)
+        say(f"{len(checks)} of {len(checks)} checks passed, in {seconds:.1f} s")
         return 0
-    print(f"{len(failed)} of {len(checks)} checks FAILED:")
+    say(f"{len(failed)} of {len(checks)} checks FAILED:")
     for check in failed:
         section = f"{check.section}: " if check.section else ""
-        print(f"  {section}{check.claim}: {_failure(check)}", flush=True)
+        say(f"  {section}{check.claim}: {_failure(check)}")
     return FAILED
 
 

@@ -19,7 +19,7 @@ from klamp.core.advantages import saturated_share
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_mean, masked_sum
-from klamp.diagnostics.history import Completion, Row, Side
+from klamp.diagnostics.history import Completion, Row, Side, bounded
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -204,7 +204,7 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
             found |= {f"{family}/{name}": float(ESTIMATORS[name].value(deltas).mean()) for name in ("k1", "k3")}
     rewards = [each.reward for each in completions if each.reward is not None]
     if rewards:
-        found["reward"] = fmean(rewards)
+        found["reward"] = fmean(map(bounded, rewards))
     ended = [each.ended for each in completions if each.ended is not None]
     if ended:
         found["length/truncated"] = 1 - fmean(ended)

@@ -21,6 +21,7 @@ from klamp.records.logs import (
     read_wandb,
 )
 from klamp.records.rollouts import is_rollout, read_rollouts, step_in
+from klamp.tasks.paths import with_end
 
 TOKEN_EXPORT = "step_*/rank_*.jsonl"
 COMPUTED = "it holds completions, and the metrics are computed from their tokens"
@@ -41,7 +42,7 @@ def read_record(path: Path, names: Mapping[str, str] | None = None) -> History:
     """
     if not path.exists():
         raise unreadable("there is nothing to examine", path, why="the path does not exist")
-    return _read_folder(path, names) if path.is_dir() else _read_file(path, names)
+    return _read_folder(path, names) if path.is_dir() else _read_file(with_end(path), names)
 
 
 def _read_file(path: Path, names: Mapping[str, str] | None) -> History:

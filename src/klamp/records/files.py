@@ -4,12 +4,14 @@ for a record.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from klamp.errors import ConfigError, DataError, unknown_name
 from klamp.tasks.files import json_of, yaml_of
+from klamp.tasks.paths import with_end
 
 Read = TypeVar("Read")
 
@@ -33,7 +35,7 @@ def object_in(path: Path) -> dict[str, Any]:
     yaml = path.suffix == ".yaml"
     parse, kind, holds = (yaml_of, "YAML", "names with values") if yaml else (json_of, "JSON", "JSON object")
     try:
-        found = parse(path.read_text(encoding="utf-8"))
+        found = parse(with_end(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise unreadable(f"a file is not {kind}", path, why=shortened(error)) from error
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
@@ -47,7 +49,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         DataError: when it comes to another line that is not an object.
     """
-    with path.open("rb") as lines:
+    with with_end(path).open("rb") as lines:
         numbered = enumerate(lines, start=1)
         for number, line in numbered:
             if not line.strip():
@@ -56,7 +58,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 row = json_of(line.decode("utf-8"))
             except (ValueError, RecursionError) as error:
                 no_text = isinstance(error, UnicodeDecodeError)
-                half = not no_text or error.reason == "unexpected end of data"
+                half = error.reason == "unexpected end of data" if no_text else isinstance(error, json.JSONDecodeError)
                 if half and next(numbered, None) is None:
                     return
                 what = "a file is not text" if no_text else f"line {number} is not JSON"
@@ -92,6 +94,8 @@ def each_row(
 
 def shortened(error: Exception) -> str:
     """The message of an error in one line of a length that can be read."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
     return " ".join(str(error).split())[:200]
 
 

@@ -22,7 +22,8 @@ from klamp.diagnostics.names import (
     translate,
 )
 from klamp.errors import missing_library
-from klamp.records.files import check_logged, each_row, json_lines, object_in, unreadable
+from klamp.records.files import check_logged, each_row, json_lines, object_in, shortened, unreadable
+from klamp.tasks.paths import followed, with_end
 
 Names = Mapping[str, str]
 """klamp's name of a metric -> that in the record, before the names that klamp knows."""
@@ -79,12 +80,13 @@ def read_metrics(path: Path, names: Names | None = None) -> History:
     rows = [flat(line) if verls else line for line in lines]
     first = next(filter(None, rows), {})
     numbered = [(number if (step := step_of(row)) is None else step, row) for number, row in enumerate(rows, start=1)]
+    nothing = "it holds no whole line" if path.stat().st_size else "the file is empty"
     history = _history("verl file log" if verls else "JSONL metrics", numbered, {}, names, path)
     if not (history.rows or (verls and history.evaluations)):
         raise unreadable(
             "no metric and no token log-probabilities were found",
             path,
-            why=f"the first line has {', '.join(list(first)[:12])}" if first else "the file is empty",
+            why=f"the first line has {', '.join(list(first)[:12])}" if first else nothing,
             fix="metrics: a line per step with names as TRL, verl or klamp write them (kl, reward, ...), or --map with "
             "your own; completions: old_log_probs and ref_log_prob (or policy_logprobs and ref_logprobs), one number "
             "per token",
@@ -136,7 +138,7 @@ EVENTS = "events.out.tfevents*"
 
 def event_folders(path: Path) -> list[Path]:
     """All folders below a path that hold event files."""
-    return sorted({file.parent for file in path.rglob(EVENTS)})
+    return sorted({with_end(file).parent for file in path.rglob(EVENTS)})
 
 
 def read_tensorboard(path: Path, names: Names | None = None) -> History:
@@ -193,7 +195,7 @@ def _value(text: str) -> Any:
     """What a text of JSON says; the text itself, where it is none."""
     try:
         return json.loads(text)
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 
@@ -206,7 +208,7 @@ WHOLE, LAST = 1, 4
 
 def find_offline_run(path: Path) -> list[Path]:
     """Find the run file in a W&B folder: in the run's own folder, or in `wandb/offline-run-...`."""
-    found = {file.resolve() for pattern in ("*.wandb", "*/*.wandb", "wandb/*/*.wandb") for file in path.glob(pattern)}
+    found = {followed(file) for pattern in ("*.wandb", "*/*.wandb", "wandb/*/*.wandb") for file in path.glob(pattern)}
     return sorted(found)
 
 
@@ -227,7 +229,10 @@ def read_wandb(path: Path, names: Names | None = None) -> History:
     logged = 0
     for data in frames(path):
         record = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]
-        record.ParseFromString(data)
+        try:
+            record.ParseFromString(data)
+        except Exception as error:  # protobuf has an error type per implementation
+            raise unreadable("a W&B run is damaged", path, why=shortened(error)) from error
         kind = record.WhichOneof("record_type")
         if kind in ("run", "config"):
             update = record.run.config.update if kind == "run" else record.config.update
@@ -251,7 +256,7 @@ def frames(path: Path) -> Iterator[bytes]:
 
     Current versions of wandb have no reader for the frame in Python.
     """
-    data = path.read_bytes()
+    data = with_end(path).read_bytes()
     if not data.startswith(MAGIC):
         raise unreadable("a file is no W&B run", path, why=f"it does not begin with {MAGIC.decode()}")
     position, parts = FILE_HEADER, bytearray()

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from klamp.diagnostics.history import bounded
 from klamp.report.chart import key
 from klamp.report.run import ReportRun, ScoreFormat, skills_of, slots_of
 from klamp.report.text import MISSING, Html, count, element, join, short
@@ -80,7 +81,7 @@ def ends(curve: Mapping[float, float]) -> tuple[float, float]:
     """The first value and the last one; the last is a mean over up to five finite values."""
     values = list(curve.values())
     last = [value for value in values[-_last(len(values)) :] if math.isfinite(value)]
-    return values[0], fmean(last) if last else values[-1]
+    return values[0], fmean(map(bounded, last)) if last else values[-1]
 
 
 def _kl(run: ReportRun, names: Mapping[str, str], label: str, unit: str) -> Headline | None:

@@ -20,6 +20,9 @@ from klamp.errors import ConfigError, RewardError, brief
 RewardFunction = Callable[["Example", str], Any]
 """An unchecked reward: an example and the text of one completion give a number."""
 
+LARGEST_REWARD = 1e15
+"""The squares of rewards in this size can be added up over a group, in float32."""
+
 _SHOWN_CHARACTERS = 200
 """How much of a prompt or completion an error message quotes."""
 
@@ -166,7 +169,7 @@ def checked(function: RewardFunction, *, name: str) -> Callable[[Example, str], 
 
     Returns:
         A function of the same signature. It raises RewardError where `function` raised, or returned something that
-        is not a finite number.
+        is not a finite number, or one larger than `LARGEST_REWARD`.
     """
 
     def score(example: Example, completion: str) -> float:
@@ -188,14 +191,15 @@ def checked(function: RewardFunction, *, name: str) -> Callable[[Example, str], 
 
 def _finite_float(value: Any, name: str, example: Example, completion: str) -> float:
     number = _as_float(value)
-    if number is not None and math.isfinite(number):
+    if number is not None and abs(number) <= LARGEST_REWARD:
         return number
-    kind = "a number that is not finite" if number is not None else f"{type(value).__name__}, not a number"
+    size = f"a number above {LARGEST_REWARD:g} in size" if math.isfinite(number or 0) else "a number that is not finite"
+    kind = size if number is not None else f"{type(value).__name__}, not a number"
     raise RewardError(
         f"the reward function {name} returned {kind}",
         got=f"{_quoted(value)}\n{where(example, completion)}",
         why="one such reward turns the advantages of its whole group into NaN, or stops training later on",
-        fix="return a finite int, float or bool for every completion",
+        fix="return a finite int, float or bool for every completion, of a size that can be squared",
     )
 
 

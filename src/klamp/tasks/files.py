@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from klamp.errors import DataError, missing_library, unknown_name
 from klamp.tasks.base import ARITHMETIC_TASK, LANGUAGE_TASKS, Example, Task, TaskConfig, checked
+from klamp.tasks.paths import at_home
 from klamp.tasks.prompts import prompt_text
 from klamp.tasks.rewards import exact_match, with_reward
 
@@ -24,6 +25,8 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 
 LONGEST_NUMBER = 300
 """Digits of the longest whole number that is read: a float holds up to 308, and nothing counts so far."""
+LARGEST_YAML = 1_000_000
+"""Values and their characters that a YAML text stands for at most, what its aliases repeat counted each time."""
 
 _HELD_OUT_SHARE = 10
 """Without a file of held-out rows, one row in this many is held out, for each skill."""
@@ -72,7 +75,7 @@ def read_rows(path: str) -> list[Row]:
         DataError: the file is missing, empty or unreadable, or a row is not an object.
         UnknownNameError: the name does not look like a data file at all.
     """
-    file = Path(path).expanduser()
+    file = at_home(path)
     if file.suffix.lower() not in SUFFIXES:
         known = (ARITHMETIC_TASK, *LANGUAGE_TASKS, "reasoning_gym:NAME", *(f"PATH{suffix}" for suffix in SUFFIXES))
         raise unknown_name("task", path, known)
@@ -125,16 +128,37 @@ def yaml_of(text: str, loader: type | None = None) -> Any:
         loader: one of yaml's; None: the safe one.
 
     Raises:
-        ValueError: it is none, or a value in it is none (a month 13); the message has one line.
+        ValueError: it is none, or a value in it is none (a month 13), or its aliases make it larger than `LARGEST_YAML`
+            (some lines can stand for billions of values); the message has one line.
     """
     import yaml
 
     try:
-        return yaml.load(text, loader or yaml.SafeLoader)
+        reader: Any = (loader or yaml.SafeLoader)(text)
+        node = reader.get_single_node()
+        if _size(node, {}) > LARGEST_YAML:
+            raise ValueError("it is too large: its aliases (*NAME) repeat what they name again and again")
+        return None if node is None else reader.construct_document(node)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
     except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:  # its constructors' own
         raise ValueError(" ".join(str(error).split())) from error
+
+
+def _size(node: Any, known: dict[int, int]) -> int:
+    """How many values and characters a node of YAML stands for; one that holds itself stands for too many.
+
+    Args:
+        node: one of yaml's, or a key with its value.
+        known: the sizes of those that were seen.
+    """
+    inside = node if isinstance(node, tuple) else getattr(node, "value", ())
+    if isinstance(inside, str):
+        return 1 + len(inside)
+    if id(inside) not in known:
+        known[id(inside)] = LARGEST_YAML + 1
+        known[id(inside)] = 1 + sum(_size(each, known) for each in inside)
+    return known[id(inside)]
 
 
 def _whole_number(digits: str) -> int:

@@ -35,6 +35,7 @@ import torch
 
 from klamp.errors import ConfigError, DataError, RewardError, missing_library, unknown_name
 from klamp.tasks.base import Example, RewardFunction, Task, checked, where
+from klamp.tasks.paths import at_home, with_end
 
 Score = Callable[[Example, str], float]
 
@@ -141,7 +142,7 @@ def adapt(function: Callable[..., Any], *, name: str) -> RewardFunction:
     """
     try:
         taken = inspect.signature(function).parameters
-    except ValueError:
+    except (ValueError, TypeError):
         taken = {}
     if not taken:
         raise ConfigError(
@@ -210,7 +211,10 @@ def _import_function(module: str, function: str) -> Callable[..., Any]:
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
         sys.path.append(str(Path.cwd()))
     try:
-        loaded = SimpleNamespace(**runpy.run_path(module)) if module.endswith(".py") else import_module(module)
+        if module.endswith(".py"):
+            loaded: Any = SimpleNamespace(**runpy.run_path(str(with_end(at_home(module)))))
+        else:
+            loaded = import_module(module)
     except (Exception, SystemExit) as error:
         raise ConfigError(
             "the module of a reward function cannot be imported",

@@ -32,6 +32,7 @@ from klamp.core.controllers import Schedule
 from klamp.diagnostics.alarms import check_names
 from klamp.errors import ConfigError, KLWarning
 from klamp.tasks.base import TaskConfig
+from klamp.tasks.paths import at_home
 
 Backend: TypeAlias = Literal["local", "trl", "verl", "tinker"]
 Sampler: TypeAlias = Literal["own", "vllm"]
@@ -222,6 +223,8 @@ class RunConfig:
         )
         if self.report_to == ("none",):  # as transformers and TRL have it
             object.__setattr__(self, "report_to", ())
+        if (self.output_dir or "").startswith("~"):
+            object.__setattr__(self, "output_dir", str(at_home(self.output_dir or "")))
         check_names(self.stop_on)
         check_cluster(self.ray_address, "ray_address")
 

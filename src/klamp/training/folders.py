@@ -18,6 +18,7 @@ from typing import Any, TypeAlias, TypeVar
 
 from klamp.errors import RunFolderError
 from klamp.tasks.files import json_of
+from klamp.tasks.paths import at_home, with_end
 from klamp.training.config import TrainConfig
 
 Row: TypeAlias = Mapping[str, Any]
@@ -56,7 +57,7 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
     """
     if not file.exists():
         return []
-    rows = map(row_of, file.read_text(encoding="utf-8", errors="replace").splitlines())
+    rows = map(row_of, with_end(file).read_text(encoding="utf-8", errors="replace").splitlines())
     return [row for row in rows if row is not None]
 
 
@@ -135,7 +136,7 @@ def policy_folder(name: str) -> str:
     Args:
         name: a folder, or a hub id.
     """
-    given = Path(name).expanduser()
+    given = at_home(name)
     inside = given / POLICY
     return str(inside) if inside.is_dir() and not (given / "config.json").exists() else name
 
