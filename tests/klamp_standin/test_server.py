@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import socket
@@ -11,6 +12,9 @@ import urllib.request
 import pytest
 import tinker
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.reliability.drawn import examples
 from tests.standin import ready
 from tests.waiting import SECONDS
 from tinker import types
@@ -93,6 +97,38 @@ def test_it_listens_on_the_loopback_interface_only(standin):
         pass
 
 
+def raw(standin, lines, body=b""):
+    """The status of a request as it is written, once the connection is closed after it."""
+    with socket.create_connection(standin._server.server_address, timeout=SECONDS) as client:
+        client.sendall("\r\n".join(("POST /api/v1/create_session HTTP/1.1", *lines, "", "")).encode() + body)
+        found = b"".join(iter(lambda: client.recv(1 << 16), b""))
+        return int(found.split(maxsplit=2)[1]) if found else 0
+
+
+HOST, KEY = "Host: 127.0.0.1", "X-API-Key: tml-x"
+
+
+@pytest.mark.parametrize(
+    ("line", "status"),
+    [
+        *((f"Host: {name}", 403) for name in ("evil.example", "127.0.0.1.evil.example:80", "x:127.0.0.1", "", "[::1")),
+        *((f"Content-Length: {length}", 411) for length in ("-1", "1e3", "9" * 5000, "2, 2")),
+        *((f"Content-Length: {2**40}", 413), ("Transfer-Encoding: chunked", 411)),
+    ],
+)
+def test_another_name_and_a_body_without_an_end_are_refused_at_once(standin, line, status):
+    asked = standin.requests.copy()
+    assert raw(standin, [line, *(each for each in (HOST, KEY, "Content-Length: 2") if each[:6] != line[:6])]) == status
+    assert standin.requests == asked
+
+
+def test_it_has_the_names_of_this_machine_and_waits_for_no_body(standin, monkeypatch):
+    for host in ("localhost", "LOCALHOST:80", "127.0.0.1", "[::1]:8000"):
+        assert post(standin, "create_session", {}, Host=host)[0] == 200
+    monkeypatch.setattr("klamp_standin.server.BODY_SECONDS", 0.05)
+    assert raw(standin, [HOST, KEY, "Content-Length: 9"], b"{") == 0
+
+
 def test_requests_are_counted_by_route_and_tokens_by_use(standin, reference, trainer):
     asked, spent = standin.requests.copy(), standin.tokens.copy()
     reference.compute_logprobs(PROMPT).result(timeout=SECONDS)
@@ -169,3 +205,30 @@ def test_none_and_nan_arrive_where_they_were_put(standin, reference, trainer):
     outputs = trainer.forward_backward([DATUM], "cross_entropy").result(timeout=SECONDS).loss_fn_outputs
     assert [math.isnan(x) for x in outputs[0]["logprobs"].data] == [False, False, False, True]
     assert all(torch.isfinite(x.grad).all() for x in standin.weights().values())
+
+
+HEADS = (
+    *(
+        "POST /api/v1/create_session HTTP/1.1",
+        "GET /api/v1/healthz HTTP/1.0",
+        "POST / HTTP/9.9",
+        "PUT / HTTP/1.1",
+        "",
+        "\0",
+    ),
+    *(HOST, "Host: x", KEY, "Content-Length: 2", "Content-Length: -2", "Content-Length: 99999999999", ": x", " folded"),
+    *("Transfer-Encoding: chunked", "Content-Type: application/x-protobuf", "X" * 70_000, "Connection: keep-alive"),
+)
+
+
+@given(lines=st.lists(st.sampled_from(HEADS), max_size=7), body=st.binary(max_size=20))
+@examples(60)
+def test_whatever_is_sent_is_answered_or_left_at_once_and_the_next_one_is_served(shared_standin, lines, body):
+    address = shared_standin._server.server_address
+    with contextlib.suppress(ConnectionError), socket.create_connection(address, timeout=SECONDS) as client:
+        client.sendall("\r\n".join((*lines, "", "")).encode() + body)
+        with contextlib.suppress(OSError):  # it may be closed already
+            client.shutdown(socket.SHUT_WR)
+        while client.recv(1 << 16):
+            pass
+    assert post(shared_standin, "session_heartbeat", {})[0] == 200

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import re
 import socket
 import threading
 import time
@@ -17,6 +18,12 @@ from klamp_standin.faults import Fault, FaultPlan
 from klamp_standin.protocol import PROTO, Refused
 from klamp_standin.service import Body, Service
 
+LONGEST_BODY = 2**28
+"""Bytes of the largest body that is read."""
+BODY_SECONDS = 30.0
+"""How long the next piece of a body is waited for."""
+HERE = re.compile(r"(127\.0\.0\.1|localhost|\[::1\])(:\d+)?", re.ASCII | re.IGNORECASE)
+"""The names that this machine has for itself: a page in a browser here reaches the server under another one."""
 WAIT_SECONDS = 5.0
 """How long a question for a future is held open before the client is told to ask again."""
 CLIENT_CONFIG = {"use_pyqwest_transport": False}
@@ -105,11 +112,11 @@ class Handler(BaseHTTPRequestHandler):
         self._answered(self._post)
 
     def _answered(self, act: Callable[[str, bytes], Body | bytes]) -> None:
-        raw = self.rfile.read(int(self.headers.get("Content-Length") or 0))
         path = self.path.partition("?")[0].removeprefix("/api/v1/")
         try:
             if self.server.dead:
                 raise Dropped
+            raw = self._body()
             self.server.requests[path.split("/")[0] if path.startswith("samplers/") else path] += 1
             if not (self.headers.get("X-API-Key") or "").startswith("tml-"):
                 raise Refused("the X-API-Key header is missing or does not start with 'tml-'", status=401)
@@ -125,6 +132,31 @@ class Handler(BaseHTTPRequestHandler):
             self._send(400, {"error": f"the request does not fit {path}: {type(error).__name__}: {error}"})
         except Exception as error:  # whatever it is, the client is told
             self._send(500, {"error": f"{type(error).__name__}: {error}"})
+
+    def _body(self) -> bytes:
+        """Read the body of a request that is meant for this server and says how long it is; else close the connection.
+
+        Raises:
+            Refused: it is not, or does not, or is too long.
+            Dropped: the whole of it did not come.
+        """
+        self.close_connection, kept = True, self.close_connection
+        host, length = self.headers.get("Host") or "", self.headers.get("Content-Length") or "0"
+        if not HERE.fullmatch(host):
+            raise Refused(f"the stand-in is 127.0.0.1 or localhost, and was asked as {host!r}", status=403)
+        if "Transfer-Encoding" in self.headers or not re.fullmatch("[0-9]{1,18}", length):
+            raise Refused(f"the body needs a Content-Length, and has {length!r}", status=411)
+        if int(length) > LONGEST_BODY:
+            raise Refused(f"a body of {length} bytes; {LONGEST_BODY} are read", status=413)
+        raw = b""
+        self.connection.settimeout(BODY_SECONDS)
+        with contextlib.suppress(OSError):
+            raw = self.rfile.read(int(length))
+        self.connection.settimeout(None)
+        if len(raw) < int(length):
+            raise Dropped
+        self.close_connection = kept
+        return raw
 
     def _get(self, path: str) -> Body:
         if path == "healthz":
@@ -177,6 +209,8 @@ class Handler(BaseHTTPRequestHandler):
         self.send_response(status)
         self.send_header("Content-Type", PROTO if isinstance(content, bytes) else "application/json")
         self.send_header("Content-Length", str(len(raw)))
+        if self.close_connection:
+            self.send_header("Connection", "close")
         self.end_headers()
         self.wfile.write(raw)
 
