@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from klamp.errors import ConfigError, ModelError
 from klamp.tasks import BaseModelConfig, base_model_folder, load_base_model
@@ -84,7 +85,7 @@ def test_a_new_recipe_or_other_training_rows_do_not_reuse_old_models(monkeypatch
     assert len({*found, base_model_folder(TINY)}) == 3
 
 
-@pytest.mark.parametrize("damage", ["cut", "missing", "garbage"])
+@pytest.mark.parametrize("damage", ["cut", "missing", "garbage", "lacking"])
 def test_a_damaged_cache_says_which_folder_to_delete(damage: str) -> None:
     load_base_model(TINY)
     folder = base_model_folder(TINY)
@@ -93,6 +94,9 @@ def test_a_damaged_cache_says_which_folder_to_delete(damage: str) -> None:
         weights.write_bytes(weights.read_bytes()[:-100])
     elif damage == "missing":
         weights.unlink()
+    elif damage == "lacking":
+        tensors = load_file(weights)
+        save_file({name: x for name, x in tensors.items() if "up_proj" not in name}, weights, metadata={"format": "pt"})
     else:
         (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match=f"(?s)cannot be read.*{folder.name}.*delete this folder"):

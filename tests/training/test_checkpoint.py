@@ -18,6 +18,7 @@ from tests.training.conftest import TINY, disturb, full_disk, rows_of, tiny_llam
 from tests.training.test_sampling import sample
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from klamp.ablation.measure import measure
 from klamp.errors import RunFolderError
 from klamp.scoring.scorer import score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
@@ -25,7 +26,9 @@ from klamp.training import checkpoint
 from klamp.training.backends import train_run
 from klamp.training.checkpoint import SEAL, changed, seal
 from klamp.training.config import TrainConfig
+from klamp.training.evaluation import check_completions
 from klamp.training.folders import checkpoint_folders
+from klamp.training.models import check_weights, load_model, with_adapter
 
 Damage = Callable[[Path], object]
 
@@ -37,6 +40,7 @@ def runs(llama, tmp_path_factory):
     for name, changes in {"full": {}, "adapter": {"lora_r": 2}}.items():
         folder = tmp_path_factory.mktemp("runs") / name
         values = {"model": llama, "output_dir": str(folder), **TINY, "save_every": 1, "keep_checkpoints": 3, **changes}
+        values |= {"log_completions_every": 1}
         train_run(TrainConfig.from_flat(values))
         found[name] = SimpleNamespace(folder=folder, values=values)
     return found
@@ -215,6 +219,20 @@ def flipped(name: str) -> Damage:
     return damage
 
 
+def unnoted(*names: str) -> Damage:
+    """A larger beta, and the checksums of these files are gone; of all, where none is named."""
+
+    def damage(folder: Path) -> None:
+        state = json.loads((folder / "state.json").read_text())
+        state["controller"]["value"] *= 1000
+        (folder / "state.json").write_text(json.dumps(state))
+        sums = json.loads((folder / SEAL).read_text())
+        left = {name: noted for name, noted in sums.items() if names and name not in names}
+        (folder / SEAL).write_text(json.dumps(left))
+
+    return damage
+
+
 def half_optimizer(folder: Path) -> None:
     content = (folder / "optimizer.pt").read_bytes()
     (folder / "optimizer.pt").write_bytes(content[: len(content) // 2])
@@ -265,6 +283,7 @@ def other_optimizer(folder: Path) -> None:
     [
         *map(without, ("state.json", "optimizer.pt", SEAL)),
         *map(flipped, ("policy/model.safetensors", "optimizer.pt", "policy/tokenizer.json", SEAL)),
+        *(unnoted("none of them"), unnoted("state.json"), unnoted()),
         *(resealed(with_state(text)) for text in ('{"step": 4, "contr', '{"step": 4}', "[" * 100_000, "[4]")),
         *map(resealed, (half_optimizer, evil_optimizer, other_optimizer, other_weights)),
         *(another(step=3), another(schedule={"last_epoch": "x"})),
@@ -326,10 +345,31 @@ def test_a_seal_is_the_checksums_of_every_file(folder):
 @pytest.mark.parametrize("damage", [lambda f: f.write_bytes(b"Weights"), Path.unlink, lambda f: f.write_bytes(b"")])
 def test_a_file_that_is_another_one_is_named(folder, damage):
     seal(folder)
+    (folder / ".DS_Store").touch()  # as a file manager leaves it
     assert changed(folder) == []
     (folder / "later").touch()
     damage(folder / "model.safetensors")
-    assert changed(folder) == ["model.safetensors"] and changed(folder, inside=folder / "inner") == []
+    assert changed(folder) == ["model.safetensors", "later (it has no checksum)"]
+    assert changed(folder, inside=folder / "inner") == []
+
+
+def test_weights_that_changed_are_loaded_by_nobody(run, tmp_path):
+    """Neither to go on training, nor to start from, to compare with, or to score what the run kept again."""
+    config, policy = run.config, run.newest / "policy"
+    elsewhere = shutil.copytree(run.newest, tmp_path / "best")
+    for folder in (*(each / "policy" for each in checkpoint.checkpoints(run.folder)), elsewhere / "policy"):
+        (file,) = folder.glob("*.safetensors")
+        content = file.read_bytes()
+        file.write_bytes(content[:-400] + bytes(400))
+    loads = [lambda: measure(config, run.folder), lambda: dict(check_completions(config, run.folder))]
+    if config.model.lora_r:
+        loads += [lambda: with_adapter(tiny_llama(), config.model, elsewhere / "policy")]
+    else:
+        loads += [lambda name=str(name): load_model(name) for name in (policy, run.newest, elsewhere)]
+        loads += [lambda: check_weights(str(policy))]
+    for load in loads:
+        with pytest.raises(RunFolderError, match=r"model\.safetensors changed on the disk"):
+            load()
 
 
 def test_what_is_sealed_is_as_readable_as_the_seal(folder):

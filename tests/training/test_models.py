@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from tests.training.conftest import tiny_gpt2, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -20,6 +22,7 @@ from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.config import ModelConfig
 from klamp.training.models import (
     BUILTIN,
+    check_weights,
     describe_folder,
     end_tokens,
     load_model,
@@ -112,6 +115,65 @@ def test_a_folder_without_a_model_is_refused(llama, tmp_path, pattern, change):
     with pytest.raises(ModelError, match="causal language model") as caught:
         load_model(folder)
     assert says_all(caught.value) and caught.value.got == folder
+
+
+def retensored(folder: str | Path, target: Path, names: Callable[[str], str], **more: torch.Tensor) -> str:
+    """A copy of a folder of weights with other names of its tensors, without those that have none, and with more."""
+    shutil.copytree(folder, target)
+    (file,) = target.glob("*.safetensors")
+    tensors = {new: tensor for name, tensor in load_file(file).items() if (new := names(name))}
+    save_file(tensors | more, file, metadata={"format": "pt"})
+    return str(target)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_model_whose_weights_are_not_all_in_its_files_is_refused_by_their_names(kind, request, tmp_path):
+    whole, layer = request.getfixturevalue(kind), {"llama": "layers.{}.", "gpt2": "h.{}."}[kind]
+    lacking = retensored(
+        whole,
+        tmp_path / "lacking",
+        lambda name: "" if ("1.mlp" in name and "down_proj" in name) or "c_fc.bias" in name else name,
+    )
+    renamed = retensored(whole, tmp_path / "renamed", lambda name: name.replace(layer.format(1), layer.format(7)))
+    for load in (load_model, check_weights):
+        for folder, named in (
+            (lacking, r"missing: \S*(1.mlp.down_proj.weight|mlp.c_fc.bias)"),
+            (renamed, r"missing: .*; .* place in the model: \S*7"),
+        ):
+            with pytest.raises(ModelError, match="not those of the model") as caught:
+                load(folder)
+            assert says_all(caught.value) and folder in caught.value.got and re.search(named, caught.value.got)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gpt2"])
+def test_a_head_that_is_tied_may_be_absent_and_one_that_is_not_used_may_be_there(kind, request, tmp_path):
+    whole = request.getfixturevalue(kind)
+    assert "lm_head.weight" not in load_file(next(Path(whole).glob("*.safetensors")))
+    folder = retensored(whole, tmp_path / "model", str, v_head=torch.ones(3))
+    check_weights(folder)
+    for mine, theirs in zip(load_model(folder).parameters(), load_model(whole).parameters(), strict=True):
+        assert torch.equal(mine, theirs)
+
+
+def test_an_adapter_of_which_a_part_is_not_there_or_would_be_left_out_is_refused(tmp_path):
+    whole, config = tmp_path / "whole", ModelConfig(lora_r=2)
+    with_adapter(tiny_llama(), config).save_pretrained(str(whole))
+    with_adapter(tiny_llama(), config, whole)
+    retensored(whole, tmp_path / "a", lambda name: "" if "1.mlp.up_proj.lora_A" in name else name)
+    retensored(whole, tmp_path / "b", lambda name: name.replace("layers.1.", "layers.7."))
+    settings = json.loads((whole / "adapter_config.json").read_text())
+    (whole / "adapter_config.json").write_text(json.dumps(settings | {"target_modules": ["q_proj"]}))
+    left_out = r"(?s)without a place in the model: \S*down_proj"
+    for folder, said in (("a", r"missing: \S*1.mlp.up_proj.lora_A"), ("b", r"missing: .*place"), ("whole", left_out)):
+        with pytest.raises(ModelError, match=said) as caught:
+            with_adapter(tiny_llama(), config, tmp_path / folder)
+        assert says_all(caught.value)
+
+
+def test_generation_settings_that_are_none_are_refused(llama, tmp_path):
+    folder = changed(llama, tmp_path / "model", "generation_config.json", lambda file: file.write_text("null"))
+    with pytest.raises(ModelError, match="generation settings cannot be read"):
+        describe_folder(folder)
 
 
 def test_a_folder_without_a_tokenizer_is_refused(llama, tmp_path):

@@ -17,11 +17,12 @@ from klamp.cli.display import skill_rows
 from klamp.cli.flags import fields_of, read_argv, train_fields
 from klamp.cli.help import EVALUATED
 from klamp.cli.options import EvaluateOptions
-from klamp.cli.text import fixed, show_paragraph, show_table
+from klamp.cli.text import fixed, say, show_paragraph, show_table
 from klamp.errors import ConfigError, KLWarning, RunFolderError
 from klamp.records.klamp_run import is_klamp_run, read_config
 from klamp.report.run import ScoreFormat
 from klamp.tasks.base import TaskConfig
+from klamp.tasks.paths import at_home, followed
 from klamp.training.config import TrainConfig
 from klamp.training.folders import CHECKPOINTS, NAMED, checkpoint_folders, number_of, policy_in
 
@@ -59,7 +60,7 @@ def run(argv: Sequence[str]) -> int:
     disable_progress_bar()
     outcome = evaluate(subject.config, subject.weights, start=subject.start is not None, prompts=options.kl_prompts)
     if options.json:
-        print(json.dumps(as_object(checkpoint, subject, outcome), indent=2), flush=True)
+        say(json.dumps(as_object(checkpoint, subject, outcome), indent=2))
     else:
         show(checkpoint, subject, outcome)
     return 0
@@ -92,13 +93,13 @@ def find_subject(checkpoint: str, changes: Mapping[str, Any]) -> EvaluatedPolicy
         changes: fields that are others than in the run.
 
     Raises:
-        RunFolderError: a run without a checkpoint, or one whose weights are not those that were written.
+        RunFolderError: a run without a checkpoint.
         ConfigError: a run whose weights cannot be had, or flags that do not fit it.
         DataError: a damaged configuration.
     """
     changes = dict(changes)
     start = changes.pop("ref_model", None)
-    inside = _in_a_run(Path(checkpoint).expanduser().resolve())
+    inside = _in_a_run(followed(at_home(checkpoint)))
     if inside is None:
         named = {"model": start or checkpoint, "tokenizer": None if start is None else checkpoint}
         weights = None if start is None else checkpoint
@@ -125,10 +126,6 @@ def find_subject(checkpoint: str, changes: Mapping[str, Any]) -> EvaluatedPolicy
         values |= {"model": start, "tokenizer": values["tokenizer"] or values["model"]}
     if changes.get("task", values["task"]) != values["task"]:  # another task brings its own reward and columns
         values |= {each.name: each.default for each in dataclasses.fields(TaskConfig) if each.name not in OF_ANY_TASK}
-    from klamp.training.checkpoint import check, is_noted
-
-    if is_noted(saved):
-        check(saved, inside=policy_in(saved))
     steps = number_of(saved) if saved.name.startswith("step-") else None
     config = _config(values | changes)
     return EvaluatedPolicy(config=config, weights=str(policy_in(saved)), start=values["model"], steps=steps)
@@ -188,11 +185,11 @@ def show(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> None:
     """
     scale = ScoreFormat.fitting(outcome.before, outcome.after)
     steps = "" if subject.steps is None else f", after {subject.steps} steps"
-    print(f"{checkpoint}{steps}; greedy answers to held-out prompts of {subject.config.task.task}\n")
+    say(f"{checkpoint}{steps}; greedy answers to held-out prompts of {subject.config.task.task}\n")
     trained = "" if subject.start is None else outcome.rl_skill
     rows = skill_rows(outcome.before, outcome.after, trained)
     show_table("skills", ("", "start", "now", "change"), rows)
-    print()
+    say()
     if subject.start is None:
         show_paragraph("no start is known, so there is no KL and no retention: --ref_model names it", label="KL")
         return
@@ -200,7 +197,7 @@ def show(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> None:
     after = retained_after(outcome)
     if after is not None:
         kept, lost = scale.write(retained_before(outcome)), scale.change(0.0, retained_loss(outcome)).lstrip("+")
-        print()
+        say()
         text = f"{scale.write(after)} of {kept}, the mean of the other skills; {lost} forgotten"
         show_paragraph(text, label="retention")
 

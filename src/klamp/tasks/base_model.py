@@ -19,10 +19,11 @@ import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from klamp.core.arguments import AT_LEAST_1, check_fields
 from klamp.errors import ModelError
+from klamp.scoring.whole import check_whole
 from klamp.tasks.arithmetic import (
     EOS_TOKEN,
     MAX_COMPLETION_LENGTH,
@@ -184,14 +185,16 @@ def load_base_model(
 
     folder = cached_base_model(config, progress=progress)
     try:
+        load: Any = LlamaForCausalLM.from_pretrained
         with without_bars():
-            model = LlamaForCausalLM.from_pretrained(folder, local_files_only=True)
+            model, found = load(folder, local_files_only=True, output_loading_info=True)
+        check_whole(found, folder=str(folder))
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise ModelError(
             "the cached base model cannot be read",
             got=str(folder),
-            why=f"{type(error).__name__}: {error}",
+            why=f"{type(error).__name__}: {' '.join(str(error).split())}",
             fix="delete this folder; the next run trains the model again",
         ) from error
     return model.eval(), tokenizer

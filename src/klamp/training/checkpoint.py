@@ -32,8 +32,11 @@ from transformers import PreTrainedTokenizerBase
 from klamp.errors import RunFolderError
 from klamp.tasks.cache import make_readable, without_bars
 from klamp.tasks.files import json_of
+from klamp.tasks.paths import followed
 from klamp.training.folders import (
     CHECKPOINTS,
+    CONFIG,
+    NAMED,
     POLICY,
     SUMMARY,
     checkpoint_folders,
@@ -223,9 +226,25 @@ def check(checkpoint: Path, *, besides: str = "", inside: Path | None = None) ->
         raise damaged(checkpoint, error, besides=besides)
 
 
-def is_noted(checkpoint: Path) -> bool:
-    """Whether a checkpoint should have checksums: klamp's own, or another that was complete once."""
-    return checkpoint.name.startswith(OWN) or (checkpoint / SEAL).exists()
+def check_policy(folder: Path) -> None:
+    """Refuse weights in a checkpoint, whose ever, that are not those that were written; other folders are let be.
+
+    Args:
+        folder: of the model or adapter.
+
+    Raises:
+        RunFolderError: they are damaged; names the newest checkpoint that is whole.
+    """
+    inside = followed(folder)
+    for checkpoint in (inside, *inside.parents[:2]):  # verl keeps its models two folders deep
+        if _is_noted(checkpoint):
+            check(checkpoint, inside=inside)
+
+
+def _is_noted(checkpoint: Path) -> bool:
+    """Whether a checkpoint should have checksums: one of klamp's own in its run, or any that was complete once."""
+    own = NAMED.fullmatch(checkpoint.name) and checkpoint.name.startswith(OWN)
+    return (checkpoint / SEAL).exists() or bool(own and (checkpoint.parents[1] / CONFIG).is_file())
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
@@ -266,7 +285,8 @@ def damaged(checkpoint: Path, error: Exception, *, besides: str = "") -> RunFold
         error: what reading it raised.
         besides: what is to be done besides deleting it.
     """
-    kind, number = checkpoint.name.rstrip("0123456789"), number_of(checkpoint)
+    kind = checkpoint.name.rstrip("0123456789")
+    number = number_of(checkpoint) if NAMED.fullmatch(checkpoint.name) else 0  # a copy may be called anything
     older = [each for each in checkpoint_folders(checkpoint.parent.parent) if each.name.startswith(kind)]
     whole = next((each for each in reversed(older) if number_of(each) < number and is_whole(each)), None)
     return RunFolderError(
@@ -316,7 +336,7 @@ def seal(folder: Path) -> None:
 
 
 def changed(folder: Path, *, inside: Path | None = None) -> list[str]:
-    """The files of a checkpoint that are not those that were sealed; one that came later is none of them.
+    """The files of a checkpoint that are not those that were sealed, and those that came later but hidden ones.
 
     Args:
         folder: of the checkpoint.
@@ -328,4 +348,6 @@ def changed(folder: Path, *, inside: Path | None = None) -> list[str]:
     sums = {folder / name: noted for name, noted in json_of((folder / SEAL).read_text(encoding="utf-8")).items()}
     files = {file: noted for file, noted in sums.items() if file.is_relative_to(inside or folder)}
     other = [file for file, noted in files.items() if not file.is_file() or _checksum(file) != noted]
-    return [file.relative_to(folder).as_posix() for file in other]
+    here = [file for file in (inside or folder).rglob("[!.]*") if file.is_file() and file.name != SEAL]
+    late = {file: " (it has no checksum)" for file in sorted(here) if file not in sums}
+    return [file.relative_to(folder).as_posix() + late.get(file, "") for file in (*other, *late)]

@@ -22,9 +22,12 @@ from transformers import (
 
 from klamp.errors import ModelError
 from klamp.hosts.common.step_zero import active_dropouts
+from klamp.scoring.whole import check_whole
 from klamp.tasks.base_model import BaseModelConfig, cached_base_model, load_base_model
 from klamp.tasks.cache import Progress
 from klamp.tasks.named_models import NAMED_MODELS, load_named_model
+from klamp.tasks.paths import at_home
+from klamp.training.checkpoint import check_policy
 from klamp.training.config import ModelConfig
 from klamp.training.folders import checkpoint_folders, policy_folder
 
@@ -44,17 +47,39 @@ def load_model(spec: str, dtype: str = "float32") -> PreTrainedModel:
         dtype: data type of the weights.
 
     Raises:
-        ModelError: the folder or id holds no causal LM.
+        ModelError: the folder or id holds no causal LM, or one that lacks a tensor; names those.
+        RunFolderError: it is in a checkpoint, and not as it was written.
     """
     if spec == BUILTIN:
         model, _ = load_base_model(BaseModelConfig())
         model = model.to(getattr(torch, dtype))
     else:
-        spec = _folder_of(spec)
-        model = _pretrained(AutoModelForCausalLM, spec, "a causal language model", dtype=getattr(torch, dtype))
+        model = _whole(_folder_of(spec), dtype=getattr(torch, dtype))
     for dropout in active_dropouts(model):
         dropout.switch_off()
     return model.eval()
+
+
+def _whole(spec: str, **options: Any) -> PreTrainedModel:
+    """The model of a folder or hub id, all of whose weights are in its files, and those that were written there."""
+    check_policy(Path(spec))
+    kind = "a causal language model"
+    model, found = _pretrained(AutoModelForCausalLM, spec, kind, output_loading_info=True, **options)
+    check_whole(found, folder=spec)
+    return model
+
+
+def check_weights(folder: str) -> None:
+    """Refuse a model that another process is about to load, without its weights being read.
+
+    Args:
+        folder: of the model; a hub id is left to who loads it.
+
+    Raises:
+        ModelError, RunFolderError: as `load_model`.
+    """
+    if Path(folder).is_dir():
+        _whole(folder, device_map="meta")
 
 
 def make_ready(spec: str, *, progress: Progress | None = None) -> None:
@@ -139,7 +164,7 @@ def weights_folder(spec: str) -> str:
     Raises:
         ModelError: the folder holds an adapter alone, or a whole run.
     """
-    given = Path(spec).expanduser()
+    given = at_home(spec)
     if not given.is_dir() or (given / "config.json").exists():
         return spec if not given.is_dir() else str(given)
     folder = Path(policy_folder(str(given)))
@@ -216,14 +241,17 @@ def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path |
     """Put a LoRA adapter on a model, a fresh one or that of a checkpoint.
 
     Raises:
-        ModelError: the target modules are not in the model, or the checkpoint holds no adapter of it.
+        ModelError: the target modules are not in the model, or the checkpoint holds no whole adapter of it.
+        RunFolderError: the adapter is not as it was written.
     """
     from peft import PeftModel, get_peft_model
 
     if checkpoint is not None:
+        check_policy(checkpoint)
         try:
             with former_names():
-                return PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
+                policy = PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
+                found = policy.load_adapter(str(checkpoint), "default", is_trainable=True)  # tells what the first keeps
         except Exception as error:  # as in _pretrained
             raise ModelError(
                 "cannot load the LoRA adapter",
@@ -231,6 +259,10 @@ def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path |
                 why=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}",
                 fix="check that the folder holds an adapter of this model",
             ) from error
+        missing = [name for name in found.missing_keys if "lora_" in name]
+        told = {"missing_keys": missing, "unexpected_keys": found.unexpected_keys}
+        check_whole(told, folder=str(checkpoint), spare=False)
+        return policy
     with adapter_errors(config), former_names():
         return get_peft_model(model, adapter_config(config))
 
@@ -325,4 +357,7 @@ def describe_folder(folder: str) -> tuple[int | None, GenerationConfig | None]:
         settings = GenerationConfig.from_pretrained(folder)
     except OSError:
         settings = None
+    except Exception as error:  # as in _pretrained
+        file, why = f"{folder}/generation_config.json", f"{type(error).__name__}: {error}"
+        raise ModelError("a model's generation settings cannot be read", got=file, why=why, fix="mend it") from error
     return getattr(config, "max_position_embeddings", None), settings

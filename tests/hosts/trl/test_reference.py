@@ -11,6 +11,7 @@ import peft
 import pytest
 import torch
 import trl
+from safetensors.torch import load_file, save_file
 from tests.hosts.trl.hosts import arguments, build, klamp_trainer, model, noisy, saved, tokenizer
 
 from klamp.config import KLConfig
@@ -37,6 +38,17 @@ def test_the_reference_may_be_passed(tmp_path: Path) -> None:
     assert adapter.ref_model is not None
     adapter.train()
     assert adapter.state.log_history[0]["kl"] > 0.01
+
+
+def test_a_folder_that_lacks_a_tensor_is_refused_before_trl_loads_it(tmp_path: Path) -> None:
+    folder = saved(model(), tmp_path / "model")
+    file = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(file)
+    lost = next(name for name in tensors if "down_proj" in name)
+    save_file({name: tensor for name, tensor in tensors.items() if name != lost}, file, metadata={"format": "pt"})
+    for given, trainer in ((folder, {}), (model(), {"ref_model": folder})):
+        with pytest.raises(ModelError, match=f"missing: {lost}"):
+            klamp_trainer(given, tmp_path, beta=0.1, trainer=trainer)
 
 
 def test_a_model_in_memory_is_copied(tmp_path: Path) -> None:

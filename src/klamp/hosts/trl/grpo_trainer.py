@@ -21,7 +21,7 @@ from klamp.hosts.trl.callbacks import DoctorCallback, LearningRateGuard
 from klamp.hosts.trl.exact import check_exact, why_not_exact
 from klamp.hosts.trl.grpo_config import check_arguments, check_trainer, refuse_classes, settle_reference
 from klamp.hosts.trl.hooks import KLMixin
-from klamp.hosts.trl.reference import follow_policy, fresh_copy, install_reference, own_reference
+from klamp.hosts.trl.reference import check_folder, follow_policy, fresh_copy, install_reference, own_reference
 from klamp.hosts.trl.session import Session
 
 
@@ -44,7 +44,7 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
     Raises:
         ConfigError: a KL option that cannot work in TRL, or a vLLM in this process that packs its weights (on a CPU);
             with the reason.
-        ModelError: the reference is the policy itself.
+        ModelError: the reference is the policy itself, or a folder lacks some of its model's weights.
         UnsupportedVersion: while training: TRL's loss does not take the KL where klamp puts it.
     """
 
@@ -58,6 +58,8 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
         **options: Any,
     ) -> None:
         refuse_classes()
+        for each in (model, ref_model):
+            check_folder(each)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", KLWarning)  # said when the arguments were made
             kl = None if args is None else kl_config(args)

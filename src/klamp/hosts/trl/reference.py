@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from torch import nn
 from trl.trainer import grpo_trainer
 
 from klamp.errors import ConfigError, ModelError
+from klamp.scoring.whole import check_whole
 
 
 def own_reference(model: Any, ref_model: Any, args: Any, *, peft: bool) -> nn.Module | None:
@@ -43,6 +44,20 @@ def own_reference(model: Any, ref_model: Any, args: Any, *, peft: bool) -> nn.Mo
     if ref_model is None and not peft and isinstance(model, nn.Module) and not _can_be_loaded_again(model):
         return frozen_copy(model)
     return ref_model
+
+
+def check_folder(name: Any) -> None:
+    """Refuse a folder that TRL is about to load and that lacks some of the model's weights; all else is let be.
+
+    Raises:
+        ModelError: names the tensors.
+    """
+    found: Any = {}
+    if isinstance(name, str) and Path(name).is_dir():
+        with suppress(Exception):  # whatever else is wrong with it, TRL says so in its own words
+            load: Any = grpo_trainer.create_model_from_path
+            _, found = load(name, device_map="meta", output_loading_info=True)
+    check_whole(found, folder=str(name))
 
 
 def _can_be_loaded_again(model: Any) -> bool:

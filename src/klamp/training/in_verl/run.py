@@ -32,7 +32,7 @@ from klamp.training.folders import lost
 from klamp.training.in_verl.data import answered, write_data
 from klamp.training.in_verl.overrides import Layout, command, model_path
 from klamp.training.in_verl.process import Child
-from klamp.training.models import describe_folder, ends_with, load_tokenizer, make_ready
+from klamp.training.models import check_weights, describe_folder, ends_with, load_tokenizer, make_ready
 from klamp.training.observers import Observer, RunInfo, progress_of
 from klamp.training.processes import check_alone
 from klamp.training.run import Interrupt, Training
@@ -252,6 +252,7 @@ def context_of(config: TrainConfig, accelerator: Accelerator, folder: Path, obse
     """
     make_ready(config.model.model, progress=progress_of(observers))
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.model)
+    check_weights(model_path(config))
     longest, settings = describe_folder(model_path(config))
     return Context(
         config=config,

@@ -1,0 +1,157 @@
+"""Doors through which what others made comes in: paths that are no files, modules of rewards, models, checkpoints. Each
+is taken, or refused with one error, in time and in memory that have an end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+import re
+import shutil
+import socket
+import tempfile
+from pathlib import Path
+
+import pytest
+from hypothesis import assume, example, given
+from hypothesis import strategies as st
+from tests.reliability.drawn import BOMBS, PLAIN, check_readable, check_says_why, examples, limits, run
+from tests.reliability.test_fuzz_records import damages
+from tests.training.conftest import stored, tiny_llama
+
+from klamp.errors import KlampError, RunFolderError
+from klamp.tasks import Example, named_reward
+from klamp.tasks.base import LARGEST_REWARD
+from klamp.training.checkpoint import SEAL, check, seal
+from klamp.training.models import check_weights, describe_folder, load_model, load_tokenizer
+
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # as a user has it
+
+KINDS = ("pipe", "device", "folder", "loop", "socket", "bomb")
+COMMANDS = (
+    *("train --dry_run --config it.yaml", "ablate --dry_run --plan it.yaml", "ablate --dry_run --config it.yaml"),
+    *("explain it.yaml", "doctor it.jsonl", "doctor it.json", "doctor it.wandb", "doctor events.out.tfevents.it"),
+    *("doctor in", "report it.jsonl", "report in", "evaluate --checkpoint ./it", "ablate --runs in it"),
+    *("train --dry_run --task it.jsonl", "train --dry_run --task it.json", "train --dry_run --model ./it"),
+    *("train --dry_run --tokenizer ./it", "train --dry_run --task data.jsonl --reward it.py:f"),
+)
+
+
+def place(kind: str, path: Path) -> None:
+    """Put something that is no usual file at a path."""
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    elif kind == "socket":
+        with socket.socket(socket.AF_UNIX) as made:
+            made.bind(path.name)
+    elif kind == "bomb":
+        path.write_text("".join(BOMBS.values()))
+    else:
+        path.symlink_to("/dev/zero" if kind == "device" else path.name)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_usual_file_is_neither_waited_for_nor_read_without_an_end(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = "".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(20))
+    Path("data.jsonl").write_text(rows)
+    Path("in").mkdir()
+    for path in ("in/metrics.jsonl", "in/trainer_state.json", "in/events.out.tfevents.1", "in/config.yaml"):
+        with contextlib.chdir(Path(path).parent):
+            place(kind, Path(Path(path).name))
+    for command in COMMANDS:
+        words = command.split()
+        names = [Path(word.partition(":")[0]) for word in words if "it" in word and "-" not in word]
+        for name in names:
+            if not os.path.lexists(name):
+                place(kind, name)
+        ended = run(words)
+        check_readable(ended)
+        assert ended.code == 2 or words[0] != "doctor", f"{command}: {ended}"
+
+
+CODE = (
+    *("import sys; sys.exit(0)", "raise SystemExit", "1 / 0", "def f(", "import nothing_like_this", "f = 3", "g = 4"),
+    *("f = print", "f = int", "f = type", "f = dict", "f = [].append", "class f: pass", "f = lambda: 1", "f = exit"),
+    *("import torch\nf = torch.tensor", "import os\nf = os.getpid", "import functools\nf = functools.partial(max, 3)"),
+    *("async def f(c): return 1", "def f(c): yield 1", "def f(*, c): return 1", "def f(c, /): return 1"),
+    *("def f(c, gone): return 1", "def f(*c): return 1", "def f(**c): return 1", "def f(completions): return 1"),
+    *("def f(c): return f(c)", "def f(c): exit(0)", "def f(c): raise SystemExit", "def f(c): raise GeneratorExit"),
+    *("class C:\n  def __call__(self, c): return 1\nf = C()", "class C:\n  __call__ = 3\nf = C()"),
+    *("class C:\n  def __float__(self): return 1.0\ndef f(c): return C()", "def f(c): return [1e308, -1e308]"),
+    *("from fractions import Fraction\ndef f(c): return Fraction(10**400, 3)", "def f(c): return 10**400"),
+)
+"""Sources of modules with a reward f, or hardly one."""
+
+source = st.one_of(
+    st.sampled_from(CODE), st.sampled_from(PLAIN).map(lambda x: f"nan = inf = 0\ndef f(c): return {x!r}")
+)
+
+
+@given(source=source, times=st.integers(1, 2))
+@example(source="def f(c): return 1e308", times=1)
+@examples(60)
+def test_a_reward_is_a_finite_number_that_can_be_added_up_or_an_error(source: str, times: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "rewards.py").write_text(source, encoding="utf-8", errors="replace")
+        asked = Example(prompt="1+1=", answer="2", fields={"prompt": "1+1=", "answer": "2"})
+        try:
+            with limits():
+                rewards = [named_reward(f"{folder}/rewards.py:f")(asked, "2") for _ in range(times)]
+        except KlampError as error:
+            check_says_why(error)
+        else:
+            assert all(type(each) is float and abs(each) <= LARGEST_REWARD for each in rewards)
+            assert math.isfinite(sum(rewards))
+
+
+MODEL = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Path(stored(tiny_llama(), tmp_path_factory.mktemp("model")))
+
+
+@given(data=st.data(), name=st.sampled_from(MODEL))
+@examples(25)
+def test_a_folder_of_a_model_is_loaded_or_refused(model: Path, data: st.DataObject, name: str) -> None:
+    damaged = data.draw(damages((model / name).read_text(encoding="utf-8"), name))
+    assume(name != "config.json" or not re.search(rb"\d{4}", damaged))  # transformers builds as many layers as it says
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(shutil.copytree(model, folder, dirs_exist_ok=True))
+        (copy / name).write_bytes(damaged)
+        for load in (load_tokenizer, describe_folder, check_weights, load_model):
+            try:
+                with limits():
+                    load(folder)
+            except KlampError as error:
+                check_says_why(error)
+
+
+@given(data=st.data())
+@examples(60)
+def test_a_seal_that_is_another_one_is_refused(data: st.DataObject) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        checkpoint = Path(folder) / "checkpoints" / "step-000003"
+        (checkpoint / "policy").mkdir(parents=True)
+        for name in ("state.json", "policy/model.safetensors"):
+            (checkpoint / name).write_text(name)
+        seal(checkpoint)
+        check(checkpoint)
+        written = json.loads((checkpoint / SEAL).read_text())
+        (checkpoint / SEAL).write_bytes(data.draw(damages(json.dumps(written), SEAL)))
+        try:
+            with limits():
+                check(checkpoint)
+        except RunFolderError as error:
+            check_says_why(error)
+        else:
+            found = json.loads((checkpoint / SEAL).read_text())
+            assert {name: found[name] for name in written} == written
