@@ -46,7 +46,9 @@ def test_a_folder_that_lacks_a_tensor_is_refused_before_trl_loads_it(tmp_path: P
     tensors = load_file(file)
     lost = next(name for name in tensors if "down_proj" in name)
     save_file({name: tensor for name, tensor in tensors.items() if name != lost}, file, metadata={"format": "pt"})
-    for given, trainer in ((folder, {}), (model(), {"ref_model": folder})):
+    loaded = model()
+    loaded.config._name_or_path = folder  # whose weights TRL's reference would have
+    for given, trainer in ((folder, {}), (model(), {"ref_model": folder}), (loaded, {})):
         with pytest.raises(ModelError, match=f"missing: {lost}"):
             klamp_trainer(given, tmp_path, beta=0.1, trainer=trainer)
 

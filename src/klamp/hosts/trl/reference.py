@@ -27,7 +27,7 @@ def own_reference(model: Any, ref_model: Any, args: Any, *, peft: bool) -> nn.Mo
         peft: whether the policy is or will be a PEFT model, whose reference is the model without its adapter.
 
     Raises:
-        ModelError: the reference is the policy itself.
+        ModelError: the reference is the policy itself, or not all of its weights are where TRL would load it.
     """
     if isinstance(ref_model, str):
         options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
@@ -43,6 +43,8 @@ def own_reference(model: Any, ref_model: Any, args: Any, *, peft: bool) -> nn.Mo
         )
     if ref_model is None and not peft and isinstance(model, nn.Module) and not _can_be_loaded_again(model):
         return frozen_copy(model)
+    if ref_model is None and not peft and isinstance(model, nn.Module):  # TRL loads it again by its name
+        check_folder(model.config._name_or_path)
     return ref_model
 
 
