@@ -206,6 +206,10 @@ def check_name(kind: str, name: object, known: Iterable[str | None]) -> None:
         raise unknown_name(kind, name, [each for each in names if each is not None])
 
 
+ELSEWHERE = {"kl": "k1", "mse": "k2", "full": "exact", "low_var_kl": "k3"}
+"""klamp's name for what verl means by another, and TRL's PPO by all but the last."""
+
+
 def unknown_name(kind: str, name: object, known: Iterable[str], *, why: str = "") -> UnknownNameError:
     """The error for a name that is not in a table, with the nearest known name as the fix.
 
@@ -218,6 +222,8 @@ def unknown_name(kind: str, name: object, known: Iterable[str], *, why: str = ""
     names = sorted(known)
     nearest = get_close_matches(str(name), names, n=1, cutoff=0.5)
     fix = f"did you mean {nearest[0]!r}?" if nearest else f"choose one of: {', '.join(names)}"
+    if (meant := ELSEWHERE.get(str(name))) in names:
+        fix = f"did you mean {meant!r}? Other trainers (verl, TRL's PPO) mean that by {name!r}"
     return UnknownNameError(f"unknown {kind}", got=brief(repr(name)), why=why or f"known: {', '.join(names)}", fix=fix)
 
 

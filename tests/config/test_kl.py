@@ -80,6 +80,13 @@ def test_an_unknown_field_is_told_the_nearest_one_aliases_included(name: str, ne
     assert caught.value.fix == f"did you mean {nearest!r}?"
 
 
+@pytest.mark.parametrize(("name", "meant"), [("kl", "k1"), ("mse", "k2"), ("full", "exact"), ("low_var_kl", "k3")])
+def test_an_estimator_by_the_name_of_another_trainer_is_told_klamps(name: str, meant: str) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        KLConfig(kl_estimator=name)  # pyright: ignore[reportArgumentType]
+    assert caught.value.fix == f"did you mean {meant!r}? Other trainers (verl, TRL's PPO) mean that by {name!r}"
+
+
 # a value ---------------------------------------------------------------------------------------------------------
 
 

@@ -42,6 +42,9 @@ from klamp.errors import ConfigError
         ({"reference_device": "cpu", "reference": "adapter_off"}, {"reference": "frozen"}),
         ({"reference_dtype": "bfloat16", "reference": "adapter_off"}, {"reference": "ema"}),
         ({"kl_max_weight": 2.0}, {"kl_off_policy": "token"}),
+        ({"kl_max_weight": 2.0, "kl_off_policy": "token", "kl_estimator": "exact"}, {"kl_off_policy": "sequence"}),
+        ({"kl_horizon": "sequence", "kl_gradient": "none"}, {"kl_gradient": "reverse"}),
+        ({"kl_lr_guard": 0.1, "beta": 0.0}, {"kl_monitor": True}),
         ({"kl_schedule_end": 0.5}, {"kl_schedule": "linear"}),
         ({"target_kl": 0.05, "kl_controller": "fixed"}, {"kl_controller": "hold"}),
         ({"reference_decay": 0.9}, {"reference": "ema"}),
@@ -76,6 +79,8 @@ PUBLISHED = r"kl_controller='{}' .*docs/controllers.md(?s:.*)Leave kl_controller
             {"target_kl": 0.05, "beta_min": 0.001},
         ),
         ({"beta_max": 1.0}, "beta_max=.* has no effect: it needs a controller", {"target_kl": 0.05, "beta_max": 1.0}),
+        ({"kl_schedule": "cosine", "beta": 0.0}, "kl_schedule=.* needs a beta above 0", {"kl_schedule": "cosine"}),
+        ({"kl_warmup_steps": 2, "beta": 0.0}, "kl_warmup_steps=.* needs a beta above 0", {"kl_warmup_steps": 2}),
         (
             {"kl_gradient": "none"},
             "kl_gradient='none' with a beta above 0(?s:.*)kl_monitor=True",

@@ -142,7 +142,7 @@ class KLChoices:
     kl_monitor: bool = False
     """Load the reference and log the KL even at beta 0."""
     reference: ReferenceName = "auto"
-    """The reference: frozen (a copy), adapter_off, ema, periodic, remote; auto: adapter_off for LoRA, else frozen."""
+    """The reference: frozen (a copy), adapter_off, ema, periodic, remote; auto: adapter_off if new, else frozen."""
     reference_decay: float = 0.99
     """ema: share of the old reference's weights that every step keeps, in (0, 1)."""
     reference_reset_steps: int = 100

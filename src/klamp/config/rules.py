@@ -323,6 +323,7 @@ def _without_effect(c: KLChoices) -> list[str]:
     fixed, adaptive = c.controller_name == "fixed", "a controller that moves beta (target_kl, and a beta above 0)"
     own_weights = "a reference with weights of its own (reference='frozen', 'ema' or 'periodic')"
     no_weights = c.reference in ("adapter_off", "remote")
+    summed = c.kl_estimator == "exact" and c.kl_off_policy == "token"
     needs = {
         "kl_clip_threshold": (no_clip, clip),
         "kl_clip_level": (no_clip, clip),
@@ -333,12 +334,16 @@ def _without_effect(c: KLChoices) -> list[str]:
             f"{clip}, and use_per_token_kl_threshold=True",
         ),
         "kl_max_log_ratio": (c.kl_estimator == "exact", "kl_estimator='k1', 'k2', 'k3' or 'abs'"),
-        "kl_max_weight": (c.kl_off_policy == "none", "kl_off_policy='token' or 'sequence'"),
+        "kl_horizon": ((c.kl_gradient, c.kl_off_policy) == ("none", "none"), "kl_gradient='reverse' or 'forward'"),
+        "kl_max_weight": (c.kl_off_policy == "none" or summed, "kl_off_policy='token' or 'sequence'"),
         "kl_off_policy": (
-            c.kl_estimator == "exact" and c.kl_off_policy == "token",
+            summed,
             "kl_off_policy='sequence' (the exact KL sums over the token; only its prefix was sampled)",
         ),
         "kl_normalizer": (c.kl_placement != "loss", "kl_placement='loss'"),
+        "kl_schedule": (c.beta == 0, "a beta above 0"),
+        "kl_warmup_steps": (c.beta == 0, "a beta above 0"),
+        "kl_lr_guard": (not c.needs_reference, "a beta above 0, or kl_monitor=True"),
         "kl_schedule_end": (c.kl_schedule == "constant", "kl_schedule='linear' or 'cosine'"),
         "target_kl": (
             fixed,

@@ -235,6 +235,23 @@ def check_data(**tensors: Tensor | None) -> None:
             )
 
 
+def check_roles(policy_logprobs: Tensor, ref_logprobs: Tensor) -> None:
+    """Refuse log-probabilities of which the reference's carry the gradient and the policy's none: they are swapped.
+
+    Where gradients are switched off nothing is known of their roles, and nothing refused.
+
+    Raises:
+        ConfigError: they are.
+    """
+    if torch.is_grad_enabled() and ref_logprobs.requires_grad and not policy_logprobs.requires_grad:
+        raise ConfigError(
+            "the reference carries the gradient, and the policy none",
+            got="policy_logprobs.requires_grad=False, ref_logprobs.requires_grad=True",
+            why="a penalty pulls on the policy's alone: none would flow, and every log-ratio has the wrong sign",
+            fix="pass the policy first; where they stand right, pass ref_logprobs.detach()",
+        )
+
+
 def check_values_exist(name: str, x: Tensor) -> None:
     """Refuse a tensor on the meta device where values decide what is done.
 

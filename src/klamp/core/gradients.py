@@ -34,7 +34,7 @@ from typing import Any, cast, get_args
 import torch
 from torch import Tensor
 
-from klamp.core.arguments import FLOATS, MASKS, POSITIVE, check_number, check_tensors
+from klamp.core.arguments import FLOATS, MASKS, POSITIVE, check_number, check_roles, check_tensors
 from klamp.core.estimators import ESTIMATORS, log_ratio, needs_logits
 from klamp.core.masking import future_sum, masked
 from klamp.core.types import Estimator, Gradient, Horizon, LogProbs, Mask, TokenValues, Value
@@ -341,7 +341,8 @@ def kl_penalty(
         TensorError: no tensors, no floating-point numbers, a mask that is not boolean, or two devices.
         ShapeError: shapes differ, or there is no dimension of tokens.
         UnknownNameError: an unknown value, gradient or horizon.
-        ConfigError: gradient `own` with horizon `sequence`, or a bound that is not positive.
+        ConfigError: gradient `own` with horizon `sequence`, a bound that is not positive, or policy and reference
+            swapped (the reference carries the gradient).
 
     Source: DeepSeek-V3.2 arXiv:2512.02556 and RPG arXiv:2505.17508 (token, reverse), FRPO arXiv:2601.10201 (sequence,
     reverse), DeepSeekMath arXiv:2402.03300 (k3 own).
@@ -352,6 +353,7 @@ def kl_penalty(
     check_number("max_weight", max_weight, BOUND, optional=True)
     check_number("max_log_ratio", max_log_ratio, BOUND, optional=True)
     check_tensors(FLOATS, policy_logprobs=policy_logprobs, ref_logprobs=ref_logprobs)
+    check_roles(policy_logprobs, ref_logprobs)
     check_tensors(MASKS, like=policy_logprobs, mask=mask)
     if behavior_logprobs is not None:
         check_tensors(FLOATS, like=policy_logprobs, behavior_logprobs=behavior_logprobs)

@@ -11,7 +11,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from klamp.core import surrogates
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_fields, check_instance
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_fields, check_instance, check_roles
 from klamp.core.masking import (
     Totals,
     check_batch,
@@ -101,7 +101,8 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
 
     Raises:
         TensorError, ShapeError, EmptyMaskError, NonFiniteError, DataError: see `check_batch`.
-        ConfigError: a KL is asked for and the reference's log-probabilities (or the exact KL) are missing.
+        ConfigError: a KL is asked for and the reference's log-probabilities (or the exact KL) are missing, or the
+            reference carries the gradient and the policy none.
 
     Source: DeepSeekMath arXiv:2402.03300
     """
@@ -110,6 +111,8 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     if totals is not None:
         check_totals(totals)
     check_batch(batch, part=totals is not None)
+    if batch.ref_logprobs is not None:
+        check_roles(batch.policy_logprobs, batch.ref_logprobs)
     kl_mask = batch.mask if batch.kl_mask is None else batch.mask & batch.kl_mask
     policy = masked(batch.policy_logprobs, batch.mask)
     old = policy.detach() if batch.old_logprobs is None else masked(batch.old_logprobs, batch.mask)

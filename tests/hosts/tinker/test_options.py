@@ -25,7 +25,7 @@ from klamp.hosts.tinker.options import (
     make_settings,
     merge_coefficients,
 )
-from klamp.tinker import effective
+from klamp.tinker import compute_grpo_kl_loss, effective
 
 
 def test_without_arguments_it_is_klamps_default() -> None:
@@ -253,7 +253,12 @@ def test_every_field_is_heard_by_the_loss_or_named(name: str) -> None:
     changes_the_loss = make_settings(kl=kl) != make_settings(kl=KLConfig())
     assert changes_the_loss != (name in {*UNREAD, "target_kl", "kl_schedule", "kl_warmup_steps"})
     assert (f"without effect here: {name}" in notes(kl=kl)) == (name in UNREAD)
-    assert changes_the_loss or notes(kl=kl)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        data, policies = fake_batch()
+        with contextlib.suppress(KlampError):
+            compute_grpo_kl_loss(data, policies, kl=kl, group_size=2, reference_length=7)
+    assert changes_the_loss != any(name in str(each.message) or "beta=controller" in str(each.message) for each in said)
 
 
 def test_there_is_no_field_but_these() -> None:

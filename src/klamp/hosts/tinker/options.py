@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
@@ -15,7 +16,7 @@ from klamp.core.masking import Totals, check_totals
 from klamp.core.objective import Objective, SurrogateName
 from klamp.core.surrogates import check_clip_range
 from klamp.core.types import Reduction
-from klamp.errors import ConfigError, check_name
+from klamp.errors import ConfigError, KLWarning, check_name
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.common.versions import told_version
 from klamp.hosts.tinker.datums import Rows, as_length, read_rows
@@ -82,6 +83,8 @@ def make_settings(
     low, high = _bounds(cliprange)
     check_number("group_size", options.get("group_size"), AT_LEAST_1, whole=True, optional=True)
     reduction, totals = _reduction(options.get("normalizer", "token_mean"), kl, options.get("totals"))
+    for text in _unheard(kl, options):
+        warnings.warn(text, KLWarning, stacklevel=3)
     in_use = now > 0
     if in_use and kl.kl_estimator == "exact":
         raise ConfigError(
@@ -238,13 +241,20 @@ def _average(options: LossOptions) -> str:
     return f"{describe_average(normalizer, over=over, length=length)} (normalizer={normalizer!r})"
 
 
-def _notes(kl: KLConfig, options: LossOptions) -> tuple[str, ...]:
+def _unheard(kl: KLConfig, options: LossOptions) -> tuple[str, ...]:
+    """What the configuration asks for and no call of the loss does."""
     moves = kl.controller_name != "fixed" or kl.kl_schedule != "constant" or kl.kl_warmup_steps > 0
     unread = [name for name in UNREAD if getattr(kl, name) != getattr(KLConfig, name)]
-    own = kl.kl_normalizer
     return that_apply([
         (moves and options.get("beta") is None, "a call keeps no state: nothing moves beta, unless the caller passes "
          "beta=controller.value, with controller = kl.build_controller()"),
+        (bool(unread), f"without effect here: {', '.join(unread)}"),
+    ])  # fmt: skip
+
+
+def _notes(kl: KLConfig, options: LossOptions) -> tuple[str, ...]:
+    own = kl.kl_normalizer
+    return *_unheard(kl, options), *that_apply([
         (kl.kl_placement == "reward", "the loss adds nothing: penalize_rewards takes the KL from the rewards, before "
          "advantages that are not divided by the group's standard deviation"),
         (kl.kl_placement == "advantage", "the KL is the sampler's: datums go in as they were, not through "
@@ -253,5 +263,4 @@ def _notes(kl: KLConfig, options: LossOptions) -> tuple[str, ...]:
         (kl.kl_clip_method != "none" and options.get("group_size") is None, "the clip is gated on groups: without "
          "group_size the call is refused"),
         (kl.excludes, "which tokens carry no KL is what kl_mask of the datums says: build_datum(kl_mask=...)"),
-        (bool(unread), f"without effect here: {', '.join(unread)}"),
     ])  # fmt: skip
