@@ -131,6 +131,13 @@ class FixedController:
     def _take(self, state: BetaState) -> None:
         self.state, self.value = state, state.value
 
+    def start_at(self, value: float) -> None:
+        """Begin anew at a coefficient (the nearest within the bounds) that another controller came to.
+
+        What the rule takes for its start is the lower one of the two: it may go down to where it was told to start.
+        """
+        self._take(self._start(self._bounded(min(value, self.value)))._replace(value=self._bounded(value)))
+
     @property
     def _upper(self) -> float:
         return math.inf if self.max_value is None else self.max_value

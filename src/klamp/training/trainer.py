@@ -84,7 +84,7 @@ class Trainer(Training):
         """Go on from the plain state of a checkpoint: all but weights, moments and reference.
 
         Raises:
-            RunFolderError: it is damaged, or of another controller.
+            RunFolderError: it is damaged.
         """
         state = checkpoint.load_state(folder)
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import warnings
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 from klamp.config import KLConfig
 from klamp.config.loss import Price, price_at_distance
 from klamp.core.controllers import kl_schedule_factor
-from klamp.errors import ConfigError, NonFiniteError, RunFolderError
+from klamp.errors import ConfigError, KLWarning, NonFiniteError
 from klamp.hosts.common.control import NEVER_ZERO, KLControl, beta_metrics, held_kl, landing_beta
 
 CONTROLLERS = ("fixed", "hold", "step", "proportional", "dual", "pid")
@@ -82,6 +83,7 @@ def test_the_rate_of_a_step_goes_by_the_kl_of_the_step_before() -> None:
     assert free.next_rate_factor() == 1.0
 
 
+@pytest.mark.filterwarnings("ignore:The KL is")
 @pytest.mark.parametrize("name", CONTROLLERS)
 @given(kls=st.lists(st.floats(0, 2), min_size=1, max_size=8), cut=st.integers(0, 7))
 def test_a_checkpoint_continues_where_it_was(name: str, kls: list[float], cut: int) -> None:
@@ -105,13 +107,82 @@ def test_the_state_is_what_older_checkpoints_hold_too() -> None:
     """The names are a file format: klamp_state.json of TRL's checkpoints, state.json of klamp train's."""
     control = control_of("pid")
     control.update(0.3)
-    assert control.state_dict().keys() == {"controller_name", "controller", "reference_length", "last_kl"}
+    assert control.state_dict().keys() == {"controller_name", "controller", "asked", "reference_length", "last_kl"}
     assert control.state_dict()["controller"].keys() == {"value", "integral", "previous_kl"}
 
 
-def test_the_state_of_another_controller_is_refused() -> None:
-    with pytest.raises(RunFolderError, match="saved 'pid', configured 'fixed'"):
-        KLControl(KLConfig(beta=0.2)).load_state_dict(control_of("pid").state_dict())
+def resumed(name: str, state: dict[str, Any], **changes: object) -> KLControl:
+    control = control_of(name, **changes)
+    control.load_state_dict(json.loads(json.dumps(state)))
+    return control
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.2, 0.5])
+@pytest.mark.parametrize("saved", [*CONTROLLERS, "beta 0", "without 'asked'"])
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+def test_a_fixed_beta_is_the_configured_one_whatever_was_saved(saved: str, beta: float) -> None:
+    before = control_of(saved) if saved in CONTROLLERS else control_of("fixed", beta=0.0 if saved == "beta 0" else 0.1)
+    before.update(0.3)
+    state = before.state_dict()
+    if saved.startswith("without"):
+        del state["asked"]
+    control = resumed("fixed", state, beta=beta, kl_warmup_steps=4)
+    assert (control.beta(2, 10), control.beta(9, 10)) == (beta / 2, beta)
+    assert control.last_kl == 0.3
+
+
+def test_a_controller_that_changed_begins_anew_at_the_beta_in_force_or_at_the_one_that_is_asked_for_now() -> None:
+    before = control_of("hold", beta=0.01)
+    for kl in (0.1, 0.3, 0.3, 0.2):
+        before.update(kl)
+    state, in_force = before.state_dict(), before.controller.value
+    assert in_force > 0.02
+    for changes in ({"target_kl": 0.4}, {"kl_controller_gain": 0.01}, {"kl_controller": "step"}, {"beta_max": 0.4}):
+        control = resumed("hold", state, beta=0.01, **changes)
+        assert control.controller.value == min(in_force, changes.get("beta_max", in_force))
+        fresh = control_of("hold", beta=0.01, **changes)
+        assert control.controller.state._replace(value=0.01) == fresh.controller.state
+    assert resumed("hold", state, beta=0.2).controller.value == 0.2
+    assert resumed("hold", state, beta=0.01, target_kl=0.001).controller.target == 0.001
+    assert resumed("step", control_of("fixed").state_dict()).controller.value == 0.2
+    higher = resumed("hold", state, beta=0.01, target_kl=3.0)
+    for _ in range(30):
+        higher.update(0.3)
+    assert higher.controller.value < in_force, "a beta that another target needed is not held for ever"
+
+
+RESUMES = [(0.47, 0.0, 1), (0.3, 9160.0, 1), (0.0, 0.3, 1), (0.05, 0.001, 1), (0.3, 0.1, 0), (0.001, 0.15, 0)]
+
+
+@pytest.mark.parametrize(("before", "after", "told"), RESUMES)
+def test_a_kl_that_a_resume_changed_is_told_once(before: float, after: float, told: int) -> None:
+    first = control_of("fixed")
+    first.update(before)
+    control, periodic = (resumed("fixed", first.state_dict(), reference=name) for name in ("auto", "periodic"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for kl in (after, before):
+            control.update(kl)
+            periodic.update(kl)
+    assert ["the reference is another model than it was" in str(each.message) for each in caught] == [True] * told
+
+
+def test_a_run_that_goes_on_without_its_kl_is_told() -> None:
+    before = control_of("fixed")
+    before.update(0.3)
+    with pytest.warns(KLWarning, match=r"had a KL of 0.3 nats per token .* goes on without one: beta is 0"):
+        resumed("fixed", before.state_dict(), beta=0.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        resumed("fixed", before.state_dict(), beta=0.0, kl_monitor=True)
+
+
+def test_a_damaged_state_is_refused() -> None:
+    """Also where nothing of it would be used."""
+    fixed = control_of("fixed").state_dict()
+    for damage in ({"controller": {}}, {"asked": {}}, {"asked": 7}):
+        with pytest.raises(ConfigError, match="does not fit"):
+            control_of("fixed").load_state_dict(fixed | damage)
     broken = control_of("pid").state_dict() | {"controller": {"value": 0.2}}
     with pytest.raises(ConfigError, match="integral"):
         control_of("pid").load_state_dict(broken)
@@ -134,6 +205,9 @@ def test_the_reference_length_is_logged_where_a_clip_may_need_it() -> None:
     assert "kl/reference_length" not in clipped.metrics(price, None)
     clipped.reference_length = 6.5
     assert clipped.metrics(price, None)["kl/reference_length"] == 6.5
+    for length, kept in ((None, 6.5), (7, 7)):
+        again = resumed("fixed", clipped.state_dict(), kl_clip_method="hard", kl_reference_length=length)
+        assert again.metrics(price, None)["kl/reference_length"] == kept
     unclipped = KLControl(KLConfig())
     unclipped.reference_length = 6.5
     assert "kl/reference_length" not in unclipped.metrics(price, None)

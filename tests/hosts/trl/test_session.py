@@ -91,3 +91,34 @@ def test_a_checkpoint_without_the_state_says_so(tmp_path: Path) -> None:
     with pytest.warns(KLWarning, match="holds no klamp_state.json"):
         trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert logged(trainer)[2][1] == pytest.approx(0.4)  # the configured beta
+
+
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+def test_what_a_resume_asks_for_counts(tmp_path: Path) -> None:
+    """beta, the rate and the settings of the optimizer, from a run without a KL too; moments and step are the saved."""
+    options: dict[str, Any] = {"kl_estimator": "k3", "save_strategy": "steps", "save_steps": 2, "adam_beta1": 0.5}
+    cosine: dict[str, Any] = {"lr_scheduler_type": "cosine", "max_steps": 4}
+    base = model()
+    klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.0, **options, **cosine).train()
+    folder = str(tmp_path / "checkpoint-2")
+    changed: dict[str, Any] = {"beta": 0.3, "learning_rate": 5e-3, "weight_decay": 0.25, "adam_beta1": 0.8}
+    for fields in ({}, {"kl_estimator": None}):
+        trainer = klamp_trainer(copy.deepcopy(base), tmp_path / "b", **options | cosine | changed | fields)
+        trainer.train(resume_from_checkpoint=folder)
+        rows = [row for row in trainer.state.log_history if "loss" in row][2:]
+        assert [row["beta"] for row in rows] == [0.3, 0.3] and rows[0]["kl/k3"] > 0
+        assert [row["learning_rate"] for row in rows] == pytest.approx([5e-3 * 0.5, 5e-3 * (1 - 2**-0.5) / 2])
+        groups = trainer.optimizer.param_groups
+        assert {group["weight_decay"] for group in groups} == {0.25, 0.0} and groups[0]["betas"] == (0.8, 0.999)
+        assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {4}
+    stopped = klamp_trainer(copy.deepcopy(base), tmp_path / "c", **options | cosine | {"beta": 0.0})
+    stopped.train(resume_from_checkpoint=folder)
+    assert stopped.state.global_step == 4 and stopped.ref_model is None
+
+
+def test_a_resume_without_klamps_fields_is_told(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 1, "beta": 0.2}
+    klamp_trainer(model(), tmp_path, kl_estimator="k3", **options).train()
+    trainer = klamp_trainer(model(), tmp_path / "b", **options | {"max_steps": 2})
+    with pytest.warns(KLWarning, match=r"written with klamp's KL, and no KL field is set now: beta=0.2"):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-1"))

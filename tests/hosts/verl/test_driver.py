@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from klamp.config import KLConfig
-from klamp.errors import ConfigError, KLWarning, NonFiniteError, RunFolderError
+from klamp.errors import ConfigError, KLWarning, NonFiniteError
 from klamp.hosts.verl.driver import TRAINER, Driver
 from klamp.hosts.verl.fields_in_verl import IN_REWARD, LOSS_FIELDS, name_of
 from klamp.hosts.verl.hooks import RewardController
@@ -86,8 +86,9 @@ def test_a_checkpoint_of_another_kind_is_told(tmp_path: Path, trainer: type[Trai
     trainer(Driver(config(tmp_path)))._save_checkpoint()
     with pytest.warns(KLWarning, match="is missing"):
         trainer(Driver(config(tmp_path)), step=2)._load_checkpoint()
-    with pytest.raises(RunFolderError, match="another controller"):
-        trainer(Driver(config(tmp_path, replace(HELD, kl_controller="pid"))))._load_checkpoint()
+    other = Driver(config(tmp_path, replace(HELD, beta=0.4, kl_controller="pid")))
+    trainer(other)._load_checkpoint()
+    assert other.control is not None and other.control.controller.value == 0.4, "another controller begins anew"
     trainer(Driver(config(tmp_path)), step=0)._load_checkpoint()  # from the start: nothing to read
 
 

@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import math
 import sys
+import warnings
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +19,9 @@ from torch import Tensor
 from klamp.config import KLConfig
 from klamp.config.loss import Price, price_at_distance
 from klamp.core.arguments import check_instance, describe, is_finite_number
-from klamp.core.controllers import HoldController, kl_schedule_factor
-from klamp.errors import ConfigError, NonFiniteError, RunFolderError
+from klamp.core.controllers import FixedController, HoldController, kl_schedule_factor
+from klamp.errors import ConfigError, KLWarning, NonFiniteError, RunFolderError
+from klamp.hosts.common.step_zero import resumed_text
 
 OWN = ("reference_length", "last_kl")
 """What a saved state holds besides the controller's: numbers, or None."""
@@ -116,10 +119,14 @@ class KLControl:
     def __init__(self, kl: KLConfig) -> None:
         self.kl = kl
         self.controller = kl.build_controller()
+        self.asked: Mapping[str, Any] = {"name": kl.controller_name, **asdict(self.controller)}
+        """The controller as it was configured: a resumed run compares it with that of the checkpoint."""
         self.reference_length: float | None = kl.kl_reference_length
         """Reference length in tokens where the data gives none; None: not measured yet."""
         self.last_kl: float | None = None
         """The KL that was taken in last."""
+        self.kl_before: float | None = None
+        """The KL of a checkpoint's last step, from the resume until the first step after it; else None."""
         self.rate_factor = 1.0
         """What the learning rate of the step that was taken in last is multiplied by, in (0, 1]."""
 
@@ -153,6 +160,9 @@ class KLControl:
             NonFiniteError: see `check_kl`; nothing has changed then.
         """
         check_kl(kl)
+        before, self.kl_before = self.kl_before, None
+        if before is not None and self.kl.reference != "periodic" and (text := resumed_text(before, kl)):
+            warnings.warn(text, KLWarning, stacklevel=2)
         if isinstance(self.controller, HoldController):
             self.controller.landing = landing_beta(self.controller.target, metrics or {}, rewards)
         self.controller.update(kl)
@@ -180,33 +190,42 @@ class KLControl:
         return {
             "controller_name": self.kl.controller_name,
             "controller": self.controller.state_dict(),
+            "asked": self.asked,
             "reference_length": self.reference_length,
             "last_kl": self.last_kl,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a saved state.
+        """Continue from a saved state, as it is configured now.
+
+        A fixed beta is the configured one. Another controller goes on where it was, if it is configured as it was;
+        else it begins anew: at the configured beta if that has changed, at the beta in force if anything else has.
 
         Raises:
-            RunFolderError: it was written by another controller.
             ConfigError: no state, or a number in it is missing.
         """
         _check_state(state)
-        if state["controller_name"] != self.kl.controller_name:
-            raise RunFolderError(
-                "the checkpoint was written with another controller of beta",
-                got=f"saved {state['controller_name']!r}, configured {self.kl.controller_name!r}",
-                why="its state means nothing to this one",
-                fix="resume with the same kl_controller and target_kl, or start a new run",
-            )
-        self.controller.load_state_dict(state["controller"])
-        self.reference_length, self.last_kl = state["reference_length"], state["last_kl"]
+        asked = state.get("asked", {**self.asked, "name": state["controller_name"]})
+        saved = FixedController(0.0)
+        saved.load_state_dict(state["controller"])
+        if self.kl.controller_name != "fixed" and asked == self.asked:
+            self.controller.load_state_dict(state["controller"])
+        elif self.kl.controller_name != "fixed" and asked["value"] == self.asked["value"]:
+            self.controller.start_at(saved.value)
+        self.reference_length = self.kl.kl_reference_length or state["reference_length"]
+        self.last_kl = self.kl_before = state["last_kl"]
+        if self.last_kl is not None and not self.kl.needs_reference:
+            text = f"The run had a KL of {self.last_kl:.3g} nats per token in its last step, and goes on without one"
+            warnings.warn(f"{text}: beta is 0. kl_monitor=True shows where it goes.", KLWarning, stacklevel=2)
 
 
 def _check_state(state: Mapping[str, Any]) -> None:
     check_instance("state", state, Mapping, fix="pass what state_dict returned")
     missing = [name for name in ("controller_name", "controller", *OWN) if name not in state]
     wrong = [name for name in OWN if not (state.get(name) is None or is_finite_number(state[name]))]
+    asked = state.get("asked", {"value": 0.0})
+    if not (isinstance(asked, Mapping) and is_finite_number(asked.get("value"))):
+        wrong.append("asked")
     if missing or wrong:
         raise ConfigError(
             "the saved state of beta does not fit",

@@ -34,7 +34,7 @@ def go_on_from(schedule: LambdaLR, steps: int, rate: float, *, warmup: int = 0, 
     schedule.lr_lambdas = [_risen(saved, plan) for plan in plans]
     text, planned = "", rate * plans[0](steps)
     if abs(rate * schedule.lr_lambdas[0](steps) - before) > SMALL * rate:
-        saved.rise = [steps, max(0.0, planned - before) / rate, warmup, updates]
+        saved.rise = [steps, max(0.0, planned - before) / (rate or 1.0), warmup, updates]
     if saved.rise[0] == steps and saved.rise[1] > SMALL:
         over = f"over {warmup} steps (warmup_steps)" if warmup else "at once, since warmup_steps is 0"
         text = f"The learning rate goes up at this resume, from {before:.3g} to {planned:.3g}, {over}."

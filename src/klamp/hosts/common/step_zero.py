@@ -1,4 +1,4 @@
-"""The KL before the first update: it should be 0, and where it is not, something is not what it seems."""
+"""The KL before the first update, which should be 0, and after a resume, which should be what it was: else, why."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from klamp.diagnostics.alarms_kl import STEP_ZERO
+from klamp.diagnostics.alarms_kl import REFERENCE_DIFFERS, STEP_ZERO
 
 STEP_ZERO_KL = STEP_ZERO.value
 """KL in nats per token above which a policy that has not been updated and its reference are not the same model."""
@@ -20,6 +20,22 @@ def step_zero_text(kl: float, reasons: Sequence[str]) -> str:
     return (
         f"The KL before the first update is {kl:.2e} nats per token and should be about 0: policy and reference differ "
         f"already. Likely reason: {likely}."
+    )
+
+
+RESUMED = 10.0
+"""How many times larger or smaller the KL of the first step after a resume must be to speak of another reference."""
+
+
+def resumed_text(before: float, after: float) -> str:
+    """The warning where the KL (nats per token) is another after a resume than in the step before; "" where not."""
+    least = REFERENCE_DIFFERS.value  # a run's first steps multiply a KL below it
+    if before <= max(least, RESUMED * after) and after <= RESUMED * max(least, before):
+        return ""
+    return (
+        f"The KL is {after:.3g} nats per token in the first step after the resume, and was {before:.3g} in the last "
+        "one before it: the reference is another model than it was, or the policy not that of the checkpoint. Resume "
+        "with the model and the reference that the run was started with."
     )
 
 

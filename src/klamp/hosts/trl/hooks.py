@@ -20,7 +20,7 @@ from klamp.errors import KLWarning, Refusal
 from klamp.hosts.common.coefficient import KL_SCALE, Coefficient, batch_of, check_once, gated_penalty
 from klamp.hosts.common.rollout import Generation, needs_old_logprobs, prepared
 from klamp.hosts.trl import exact, fast_prompts, fast_scoring, measure
-from klamp.hosts.trl.session import Scoring, Session, load_state, only_scoring, save_state
+from klamp.hosts.trl.session import Scoring, Session, load_state, only_scoring, save_state, settings_kept
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as Host
@@ -176,6 +176,16 @@ class KLMixin(Host):
         super()._save_checkpoint(model, trial)
         save_state(self, trial)
 
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's schedule; klamp's arguments answer a trainer of klamp's alone."""
+        asked: Any = self.args
+        asked.taken = True
+        try:
+            return super().create_scheduler(*args, **kwargs)
+        finally:
+            asked.taken = False
+
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
+        with settings_kept(self, hosts_schedule=type(self).create_scheduler is KLMixin.create_scheduler):
+            super()._load_optimizer_and_scheduler(checkpoint)
         load_state(self, checkpoint)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import TrainingArguments
 
 from klamp.config import KLConfig
 from klamp.core.term import KLTerm
-from klamp.errors import KLWarning
 from klamp.hosts.common.coefficient import check_once
 from klamp.hosts.common.control import KLControl, read_state
+from klamp.hosts.common.schedule import go_on_from
 from klamp.hosts.common.window import Window
 from klamp.hosts.trl.fast_scoring import FastScoring
 
@@ -123,24 +124,50 @@ def save_state(trainer: Any, trial: Any) -> None:
 
 
 def load_state(trainer: Any, folder: str | None) -> None:
-    """Continue from a checkpoint; where it has no state of klamp's, the controller starts anew, with a warning.
+    """Continue from a checkpoint, see `KLControl.load_state_dict`; where one side has no KL of klamp's, with a warning.
 
     Raises:
-        RunFolderError, ConfigError: the state does not fit the configuration.
+        RunFolderError, ConfigError: the state is damaged.
     """
     session = trainer._klamp
     if folder is None:
         return
     session.resumed = True
-    if session.control is None:
-        return
     path = Path(folder) / STATE
-    if path.exists():
+    if session.control is not None and path.exists():
         session.control.load_state_dict(read_state(path))
-        return
-    warnings.warn(
-        f"The checkpoint {folder} holds no {STATE}: beta starts again from its configured value, and a reference "
-        "length that has to be measured cannot be.",
-        KLWarning,
-        stacklevel=2,
-    )
+    elif session.control is not None:
+        trainer._caution(
+            f"the checkpoint {folder} holds no {STATE}: beta starts again from its configured value, and a reference "
+            "length that has to be measured cannot be."
+        )
+    elif path.exists():
+        trainer._caution(
+            f"the checkpoint {folder} was written with klamp's KL, and no KL field is set now: beta={trainer.beta:g} "
+            "is that of TRL's own. Set the fields that the run was started with."
+        )
+
+
+SETTINGS = ("weight_decay", "betas", "eps", "momentum")
+"""What a checkpoint's optimizer holds and the arguments say."""
+
+
+@contextmanager
+def settings_kept(trainer: Any, *, hosts_schedule: bool) -> Iterator[None]:
+    """A context for loading a checkpoint's optimizer and schedule: moments and step are the checkpoint's.
+
+    `SETTINGS` are those asked for now, and so is the learning rate, unless groups have rates of their own.
+
+    Args:
+        trainer: whose arguments say what is asked for.
+        hosts_schedule: whether the schedule is TRL's; another goes on as whoever made it says.
+    """
+    asked = [{name: group[name] for name in SETTINGS if name in group} for group in trainer.optimizer.param_groups]
+    schedule, rates = trainer.lr_scheduler, list(getattr(trainer.lr_scheduler, "base_lrs", []))
+    yield
+    for group, settings in zip(trainer.optimizer.param_groups, asked, strict=True):
+        group.update(settings)
+    if hosts_schedule and isinstance(schedule, LambdaLR) and len(set(rates)) == 1:
+        warmup = TrainingArguments.get_warmup_steps(trainer.args, max(trainer.args.max_steps, 0))
+        if said := go_on_from(schedule, schedule.last_epoch, rates[0], warmup=warmup):
+            trainer._caution(said)

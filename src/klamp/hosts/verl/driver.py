@@ -146,14 +146,14 @@ class Driver:
         """Continue from the checkpoint that verl has loaded, if it has.
 
         Raises:
-            RunFolderError: it was written with another controller.
+            RunFolderError, ConfigError: the state is damaged.
         """
         controls = self._controls(trainer)
         if not trainer.global_steps or not controls:
             return
         file = self._checkpoint(trainer.global_steps) / STATE
         if not file.is_file():
-            warnings.warn(f"{file} is missing: beta starts where it started once", KLWarning, stacklevel=2)
+            warnings.warn(f"{file} is missing: beta starts at its configured value", KLWarning, stacklevel=2)
             return
         for name, state in read_state(file).items():
             if name in controls:
