@@ -22,6 +22,7 @@ from klamp.core.estimators import exact_kl
 from klamp.core.heads.kl import linear_kl
 from klamp.core.heads.logprobs import linear_logprobs
 from klamp.core.types import Direction
+from klamp.errors import ModelError
 
 Sharing: TypeAlias = Literal["no", "values", "gradient"]
 """Whether completions can be run on the cache of their prompt: not at all, without gradient, or with it."""
@@ -122,6 +123,31 @@ def divergence(policy: Predictions, ref: Predictions, *, temperature: float, dir
         temperature=temperature / ours.scale,
         softcap=ours.softcap,
     )
+
+
+def rows_of(layer: nn.Linear | nn.Embedding) -> int:
+    """The rows of a layer's whole weight, in whose place DeepSpeed's ZeRO-3 leaves an empty one."""
+    return int(getattr(layer.weight, "ds_shape", layer.weight.shape)[0])
+
+
+def output_size(model: nn.Module) -> int:
+    """Number of vocabulary entries that the model gives a logit to."""
+    return rows_of(model.get_output_embeddings())  # pyright: ignore
+
+
+def check_same_vocabulary(reference: nn.Module, policy: nn.Module) -> None:
+    """Refuse a reference that cannot be compared with a policy token by token.
+
+    Raises:
+        ModelError: it has another vocabulary.
+    """
+    if output_size(reference) != output_size(policy):
+        raise ModelError(
+            "the reference has another vocabulary than the policy",
+            got=f"reference {output_size(reference)}, policy {output_size(policy)}",
+            why="log-probabilities of the same token ids would speak of different tokens",
+            fix="use a reference of the same model family",
+        )
 
 
 def head_of(causal: nn.Module) -> OutputHead | None:

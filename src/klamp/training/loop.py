@@ -28,13 +28,14 @@ from klamp.core.objective import grpo_loss
 from klamp.core.types import Batch, LogProbs, Mask, TokenValues
 from klamp.errors import ConfigError, DataError
 from klamp.scoring.completions import Completions
+from klamp.scoring.model_parts import output_size
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Ask, Scorer, score
 from klamp.tasks.base import Example, Task, checked
 from klamp.tasks.rewards import guarded
 from klamp.training.config import OptimConfig, RolloutConfig, RunConfig, TrainConfig
 from klamp.training.context import Context
-from klamp.training.models import end_tokens, output_size
+from klamp.training.models import end_tokens
 from klamp.training.processes import OneProcess
 from klamp.training.references import FrozenReference
 from klamp.training.rollouts import collect

@@ -22,6 +22,7 @@ from transformers import (
 
 from klamp.errors import ModelError
 from klamp.hosts.common.step_zero import active_dropouts
+from klamp.scoring.model_parts import rows_of
 from klamp.scoring.whole import check_whole
 from klamp.tasks.base_model import BaseModelConfig, cached_base_model, load_base_model
 from klamp.tasks.cache import Progress
@@ -317,17 +318,7 @@ def max_length(model: nn.Module) -> int | None:
 
 def input_size(model: nn.Module) -> int:
     """Number of vocabulary entries that the model has an embedding for."""
-    return _rows(model.get_input_embeddings())  # pyright: ignore
-
-
-def output_size(model: nn.Module) -> int:
-    """Number of vocabulary entries that the model gives a logit to."""
-    return _rows(model.get_output_embeddings())  # pyright: ignore
-
-
-def _rows(layer: nn.Linear | nn.Embedding) -> int:
-    """The rows of a layer's whole weight, in whose place DeepSpeed's ZeRO-3 leaves an empty one."""
-    return int(getattr(layer.weight, "ds_shape", layer.weight.shape)[0])
+    return rows_of(model.get_input_embeddings())  # pyright: ignore
 
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:

@@ -18,6 +18,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from klamp.errors import ConfigError, ModelError
+from klamp.scoring.model_parts import check_same_vocabulary, output_size
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
 from klamp.tasks import check_prompts, load_task, named_model_folder, named_reward
@@ -39,7 +40,6 @@ from klamp.training.models import (
     load_tokenizer,
     make_ready,
     max_length,
-    output_size,
     ready_tokenizer,
     with_adapter,
 )
@@ -292,21 +292,6 @@ def load_reference(config: TrainConfig, policy: nn.Module) -> PreTrainedModel:
     model = load_model(config.model.ref_model, config.model.dtype)
     check_same_vocabulary(model, policy)
     return model
-
-
-def check_same_vocabulary(reference: nn.Module, policy: nn.Module) -> None:
-    """Refuse a reference that cannot be compared with a policy token by token.
-
-    Raises:
-        ModelError: it has another vocabulary.
-    """
-    if output_size(reference) != output_size(policy):
-        raise ModelError(
-            "the reference has another vocabulary than the policy",
-            got=f"reference {output_size(reference)}, policy {output_size(policy)}",
-            why="log-probabilities of the same token ids would speak of different tokens",
-            fix="use a reference of the same model family",
-        )
 
 
 def _placed(model: nn.Module, config: TrainConfig, accelerator: Accelerator) -> nn.Module:

@@ -59,8 +59,10 @@ def test_the_unknown_token_is_excluded_by_its_name_or_id_and_not_by_an_unknown_w
     tokenizer = WithUnknown()
     assert excluded_ids(("<unk>",), tokenizer) == excluded_ids((0,), tokenizer) == [0]
     assert excluded_ids(("a",), tokenizer) == excluded_ids(("1",), tokenizer) == [1]
-    with pytest.raises(ConfigError, match="nowhere"):
-        excluded_ids(("nowhere",), tokenizer)
+    for kind in (WithUnknown, type("Without", (WithUnknown,), {"unk_token": None, "unk_token_id": None})):
+        assert excluded_ids(("1",), kind()) == [1], "a text, as every id of a command line"
+        with pytest.raises(ConfigError, match="nowhere"):
+            excluded_ids(("nowhere",), kind())
 
 
 def test_a_prefix_counts_trained_tokens_only():

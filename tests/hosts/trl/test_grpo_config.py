@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
+import pickle
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from operator import mul
 from pathlib import Path
 from typing import Any
 
@@ -12,67 +17,96 @@ import peft
 import pytest
 import torch
 import trl
-from tests.hosts.trl.hosts import arguments, klamp_trainer, model
+import yaml
+from tests.hosts.trl.hosts import (
+    arguments,
+    build,
+    generated,
+    gradient_of,
+    klamp_trainer,
+    model,
+    rows_of,
+    saved,
+    with_kl,
+)
 
 from klamp._field_texts import field_texts
 from klamp.config import KLConfig
 from klamp.config.kl import ALIASES, KLWarning
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.hosts.common.kl_fields import touched
-from klamp.hosts.trl.grpo_config import UNSLOTH, host_class, refuse_classes
-from klamp.trl import GRPOConfig
+from klamp.hosts.trl.grpo_config import (
+    UNSLOTH,
+    check_arguments,
+    check_reference,
+    host_class,
+    refuse_classes,
+    settle_reference,
+)
+from klamp.trl import GRPOConfig, GRPOTrainer, attach
 
-EVERY: dict[str, Any] = {
-    "kl_estimator": "k2",
-    "kl_gradient": "own",
-    "kl_horizon": "token",
-    "kl_placement": "loss",
-    "kl_clip_method": "soft",
-    "kl_clip_threshold": 0.2,
-    "use_per_token_kl_threshold": False,
-    "kl_clip_temperature": 0.01,
-    "kl_clip_level": "batch",
-    "kl_reference_length": 7,
-    "kl_controller": "pid",
-    "target_kl": 0.3,
-    "kl_controller_gain": 0.05,
-    "kl_controller_lead": 5.0,
-    "kl_controller_factors": [2.0, 0.5, 1.5, 0.5],
-    "kl_controller_clip": 0.5,
-    "kl_controller_horizon": 50,
-    "kl_controller_lr": 0.02,
-    "kl_controller_gains": [0.2, 0.3, 0.4],
-    "beta_min": 0.001,
-    "beta_max": 2.0,
-    "kl_max_log_ratio": 5.0,
-    "kl_off_policy": "token",
-    "kl_max_weight": 3.0,
-    "kl_normalizer": "token_mean",
-    "kl_exclude_tokens": ["special", "5"],
-    "kl_exclude_prefix": 2,
-    "kl_exclude_between": ["<a>", "</a>"],
-    "kl_lr_guard": 0.5,
-    "kl_monitor": True,
-    "reference": "ema",
-    "reference_decay": 0.9,
-    "reference_reset_steps": 7,
-    "reference_dtype": "bfloat16",
+CLIP: dict[str, Any] = {"kl_clip_method": "hard", "kl_clip_threshold": 0.01}
+AIM = {"target_kl": 0.05}
+FIELDS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "beta": (0.2, {}),
+    "kl_estimator": ("k2", {}),
+    "kl_gradient": ("forward", {}),
+    "kl_horizon": ("sequence", {}),
+    "kl_placement": ("advantage", {"kl_estimator": "k1"}),
+    "kl_clip_method": ("hard", {}),
+    "kl_clip_threshold": (0.02, CLIP),
+    "use_per_token_kl_threshold": (False, CLIP),
+    "kl_clip_temperature": (0.001, {**CLIP, "kl_clip_method": "soft"}),
+    "kl_clip_level": ("batch", {**CLIP, "kl_clip_method": "soft"}),
+    "kl_reference_length": (9, {**CLIP, "kl_clip_method": "soft"}),
+    "kl_controller": ("pid", AIM),
+    "target_kl": (0.05, {}),
+    "kl_controller_gain": (0.2, AIM),
+    "kl_controller_lead": (2.0, AIM),
+    "kl_controller_factors": ([2.0, 0.5, 1.5, 0.5], {**AIM, "kl_controller": "step"}),
+    "kl_controller_horizon": (20, {**AIM, "kl_controller": "proportional"}),
+    "kl_controller_clip": (0.1, {**AIM, "kl_controller": "proportional"}),
+    "kl_controller_lr": (0.1, {**AIM, "kl_controller": "dual"}),
+    "kl_controller_gains": ([1.0, 0.5, 0.5], {**AIM, "kl_controller": "pid"}),
+    "beta_min": (0.39, {**AIM, "kl_controller": "step"}),
+    "beta_max": (0.41, AIM),
+    "kl_max_log_ratio": (0.01, {}),
+    "kl_off_policy": ("token", {}),
+    "kl_max_weight": (1.001, {"kl_off_policy": "token"}),
+    "kl_normalizer": ("sequence_mean", {}),
+    "kl_exclude_tokens": (["special", *map(str, range(20, 60))], {}),
+    "kl_exclude_prefix": (2, {}),
+    "kl_exclude_between": (["t", "</t>"], {}),
+    "kl_schedule": ("linear", {}),
+    "kl_warmup_steps": (3, {}),
+    "kl_schedule_end": (0.5, {"kl_schedule": "linear"}),
+    "kl_early_stop": (0.1, {}),
+    "kl_lr_guard": (0.1, {}),
+    "kl_monitor": (True, {"beta": 0.0}),
+    "reference": ("ema", {}),
+    "reference_decay": (0.5, {"reference": "ema"}),
+    "reference_reset_steps": (7, {"reference": "periodic"}),
+    "reference_device": ("cpu", {}),
+    "reference_url": ("http://localhost:1", {}),
+    "reference_name": ("start", {}),
+    "reference_share": (0.5, {}),
 }
-SCHEDULE: dict[str, Any] = {"kl_schedule": "cosine", "kl_warmup_steps": 3, "kl_schedule_end": 0.1}
+"""A value of each field, and what it counts with."""
+SCHEDULE = {name: FIELDS[name][0] for name in ("kl_schedule", "kl_warmup_steps", "kl_schedule_end")}
 """What no target goes with."""
-REFUSED: dict[str, Any] = {
-    "reference_share": 0.5,
-    "kl_early_stop": 0.1,
-    "reference_device": "cpu",
-    "reference_url": "http://localhost:1",
-    "reference_name": "start",
-}
+REFUSED = {"kl_early_stop", "reference_device", "reference_url", "reference_name", "reference_share"}
+BOUNDS = {"beta_min": 0.001, "beta_max": 2.0}
+TOGETHER = {"kl_horizon": "token", "kl_placement": "loss", "kl_normalizer": "token_mean", "reference_dtype": "bfloat16"}
+"""What goes with all of the others."""
+EVERY = (
+    {name: x for name, (x, _) in FIELDS.items() if name not in {"beta"} | SCHEDULE.keys() | REFUSED} | TOGETHER | BOUNDS
+)
 
 
 def test_every_field_of_the_kl_is_a_field_of_the_arguments() -> None:
     wanted = {field.name for field in dataclasses.fields(KLConfig)}
     assert wanted | ALIASES.keys() <= {field.name for field in dataclasses.fields(GRPOConfig)}
-    assert EVERY.keys() | SCHEDULE.keys() | REFUSED.keys() == wanted - {"beta"}
+    assert EVERY.keys() | SCHEDULE.keys() | REFUSED == wanted - {"beta"}
 
 
 def test_the_fields_and_defaults_of_trl_stay() -> None:
@@ -115,14 +149,14 @@ def test_the_saved_form_is_json_and_makes_the_same_kl() -> None:
         args = arguments(
             kl_coef=0.03,
             loss_type="dapo",
-            **{**EVERY, "kl_controller_gains": (0.2, 0.3, 0.4), "kl_controller_factors": (2.0, 0.5, 1.5, 0.5)},
+            **{**EVERY, "kl_controller_gains": (1.0, 0.5, 0.5), "kl_controller_factors": (2.0, 0.5, 1.5, 0.5)},
         )
         saved = json.loads(args.to_json_string())
         again = arguments(loss_type="dapo", **{name: saved[name] for name in (*EVERY, *ALIASES, "beta")})
         assert again.kl_config() == args.kl_config()
     assert {name: saved[name] for name in EVERY} == EVERY
     assert (saved["beta"], saved["kl_coef"]) == (0.03, None)
-    assert args.kl_config().kl_controller_gains == (0.2, 0.3, 0.4)
+    assert args.kl_config().kl_controller_gains == (1.0, 0.5, 0.5)
 
 
 def test_the_arguments_survive_being_pickled_with_a_checkpoint(tmp_path: Any) -> None:
@@ -130,6 +164,53 @@ def test_the_arguments_survive_being_pickled_with_a_checkpoint(tmp_path: Any) ->
     torch.save(args, tmp_path / "training_args.bin")
     loaded = torch.load(tmp_path / "training_args.bin", weights_only=False)
     assert loaded.kl_config() == args.kl_config()
+
+
+ASKING: list[dict[str, Any]] = [
+    {"beta": 0.1, "kl_clip_method": "hard"},
+    {"beta": 0.1, "exact_kl_completions": 1},
+    {"kl_controller": "dual", "target_kl": 0.1},
+    {"kl_monitor": True},
+    {"fast_scoring": "require"},
+]
+
+
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+@pytest.mark.parametrize("kind", [trl.GRPOTrainer, type("Mine", (trl.GRPOTrainer,), {})])
+@pytest.mark.parametrize("asked", ASKING, ids=str)
+def test_klamps_arguments_train_in_no_trainer_of_trls(tmp_path: Path, asked: dict[str, Any], kind: type) -> None:
+    """Not with a schedule of one's own either, as far as there is a beta; after a trainer of klamp's had them, too."""
+    args = arguments(folder=tmp_path, max_steps=1, **asked)
+    build(GRPOTrainer, model(), args).train()
+    made = model()
+    made.config._name_or_path = saved(made, tmp_path / "start")
+    for own in (False, True)[: 1 + (args.beta > 0)]:
+        optimizer = torch.optim.SGD(made.parameters(), lr=0.1)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda _: 1.0)
+        trainer = build(kind, made, args, **({"optimizers": (optimizer, schedule)} if own else {}))
+        with pytest.raises(ConfigError, match="klamp's fields are set, and the trainer is not klamp's") as caught:
+            trainer.train()
+        assert "from klamp.trl import GRPOTrainer" in caught.value.fix and trainer.state.global_step == 0
+        assert own or trainer._buffered_inputs is None, "before anything is generated"
+
+
+def test_a_beta_of_klamps_is_a_number_that_no_tensor_is_multiplied_by() -> None:
+    args = arguments(beta=0.1, kl_clip_method="hard")
+    assert args.beta == 0.1 and args.beta != 0.0 and 2 * args.beta == 0.2 and f"{args.beta}" == "0.1"
+    assert type(args.to_dict()["beta"]) is float and yaml.safe_load(yaml.safe_dump(args.to_dict()["beta"])) == 0.1
+    assert json.loads(args.to_json_string())["beta"] == 0.1
+    for copied in (args, pickle.loads(pickle.dumps(args)), arguments(beta=args.beta, kl_clip_method="hard")):
+        assert copied.kl_config() == args.kl_config() and type(copied.kl_config().beta) is float
+        for product in (mul, lambda x, y: y * x):
+            with pytest.raises(ConfigError, match="not klamp's"):
+                product(copied.beta, torch.ones(1))
+    assert type(arguments(beta=args.beta).beta) is float, "TRL's own KL"
+
+
+def test_attach_takes_no_trainer_whose_arguments_have_a_kl_of_their_own(tmp_path: Path) -> None:
+    trainer = build(trl.GRPOTrainer, model(), arguments(folder=tmp_path, beta=0.0, kl_monitor=True))
+    with pytest.raises(ConfigError, match=r"have KL fields of their own\n  got: kl_monitor"):
+        attach(trainer, KLConfig(beta=0.1))
 
 
 LORA = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)}
@@ -140,6 +221,7 @@ LORA = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"],
     [
         ({"kl_normalizer": "token_mean", "loss_type": "grpo"}, "sequence_mean"),
         ({"kl_normalizer": "token_mean", "loss_type": "bnpo"}, "each micro-batch"),
+        ({"reference": "frozen", "sync_ref_model": True}, "then moves the reference"),
         ({"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}, "cancels beta"),
         ({"kl_placement": "advantage", "kl_estimator": "k1", "off_policy_mask_threshold": 0.1}, "sign of its"),
         ({"kl_placement": "advantage", "kl_estimator": "k1", "loss_type": "vespo"}, "sign of its"),
@@ -171,6 +253,7 @@ def test_a_loss_type_that_klamp_does_not_know_is_refused_by_name_where_the_kl_is
         ({"reference": "adapter_off"}, {**LORA, "ref_model": "given"}, "cannot be combined with ref_model"),
         ({"reference_dtype": "bfloat16"}, LORA, "the policy itself with its adapter off"),
         ({"reference": "ema"}, {**LORA, "ref_model": "given"}, "an adapter is not among them"),
+        ({"reference": "ema"}, LORA, "reference='ema' cannot be combined with a PEFT adapter"),
         ({"kl_estimator": "exact", "sync_ref_model": True}, {}, "the reference moves"),
         ({"kl_exclude_tokens": ["<nope>"]}, {}, "a token that the tokenizer does not have"),
     ],
@@ -222,3 +305,49 @@ def test_klamps_own_classes_are_refused_once_trl_is_patched(monkeypatch: pytest.
         refuse_classes()
     assert caught.value.got == "trl.GRPOTrainer is UnslothGRPOTrainer"
     assert "klamp.trl.attach(trainer, KLConfig(...))" in caught.value.fix
+
+
+def outcome(trainer: Any, fields: dict[str, Any]) -> list[Any]:
+    """All that a KL may change: TRL's arguments, losses, gradients, what is logged, beta and the rate afterwards."""
+    given = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
+    kl, args = KLConfig(**{"beta": 0.4} | given), copy.copy(trainer.args)
+    check_arguments(kl, args)
+    settle_reference(kl, args)
+    check_reference(kl, args, adapters=(), chosen=False)
+    trainer._metrics["train"].clear()
+    with_kl(trainer, kl)
+    inputs = generated(trainer, rows=rows_of(reference_length=[5] * 10))
+    if inputs.get("ref_per_token_logps") is not None:
+        inputs["sampling_per_token_logps"] = inputs["ref_per_token_logps"] - 0.05
+    loss = trainer.compute_loss(trainer.model, inputs)
+    control, after = trainer._klamp.control, []
+    for step, measured in enumerate((0.01, 0.01, 0.2, 0.3, 0.1)):
+        control.update(measured)
+        after += [control.beta(step, 5), control.rate_factor]
+    moving = (args.sync_ref_model, args.ref_model_mixup_alpha, args.ref_model_sync_steps)
+    return [moving, sorted(trainer._metrics["train"]), after, loss.tolist(), gradient_of(trainer, loss).tolist()]
+
+
+@contextmanager
+def told(name: str) -> Iterator[list[str]]:
+    """A context that collects warnings and refusals that name the field."""
+    found: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", KLWarning)
+        try:
+            yield found
+        except ConfigError as error:
+            found.append(str(error))
+    found += [str(each.message) for each in caught if "effect" in str(each.message)]
+    found[:] = [text for text in found if name in text]
+
+
+@pytest.mark.parametrize("name", FIELDS)
+def test_a_field_changes_the_run_or_it_is_said_that_it_does_not(trainer: Any, name: str) -> None:
+    value, context = FIELDS[name]
+    changed = False
+    for around in ({}, context) if name != "kl_monitor" else (context,):  # with a beta it is monitored anyway
+        with told(name) as texts:
+            changed = outcome(trainer, around | {name: value}) != outcome(trainer, around)
+        assert changed or texts, "without effect, and nobody says so"
+    assert changed != (name in REFUSED | {"kl_normalizer"}), texts

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from tests.hosts.trl.hosts import arguments, build, klamp_trainer, model, noisy, saved, tokenizer
 
 from klamp.config import KLConfig
-from klamp.errors import KLWarning, ModelError
+from klamp.errors import ConfigError, KLWarning, ModelError
 from klamp.hosts.trl.reference import follow_policy, fresh_copy, frozen_copy, own_reference
 from klamp.trl import attach, effective
 
@@ -77,6 +78,51 @@ def test_a_moving_reference_follows_the_policy(tmp_path: Path) -> None:
         assert not torch.equal(start, moved)
         assert torch.allclose(ref, (start + moved) / 2, atol=1e-6)
         assert "moved by a share of 0.5" in effective(trainer).reference
+
+
+@pytest.mark.skipif(not hasattr(peft.LoraConfig(), "target_parameters"), reason="TRL asks a PeftModel of older peft")
+@pytest.mark.filterwarnings("error::klamp.errors.KLWarning")
+def test_without_a_trained_adapter_means_without_it(tmp_path: Path) -> None:
+    """TRL keeps a frozen copy of an adapter that is there already; `adapter_off` is the model below, as it says."""
+    base = model()
+
+    def trained() -> Any:
+        torch.manual_seed(3)
+        return peft.get_peft_model(copy.deepcopy(base), LORA["peft_config"])
+
+    def first_kl(trainer: Any) -> float:
+        trainer.train()
+        return trainer.state.log_history[0]["kl/k3"]
+
+    copied, off = "a frozen copy of the starting adapter", "the policy with its adapter off"
+    kept = klamp_trainer(trained(), tmp_path, beta=0.1, kl_estimator="k3")
+    stock = build(trl.GRPOTrainer, trained(), arguments(trl.GRPOConfig, tmp_path, beta=0.1))
+    assert effective(kept).reference == effective(stock).reference == copied
+    assert first_kl(kept) < 1e-6
+    with pytest.raises(ConfigError, match="a policy with an adapter named 'ref'"):
+        attach(stock, KLConfig(beta=0.1, reference="adapter_off"))
+    without = klamp_trainer(trained(), tmp_path, beta=0.1, reference="adapter_off")
+    later = build(trl.GRPOTrainer, trained(), arguments(trl.GRPOConfig, tmp_path))
+    for trainer in (without, attach(later, KLConfig(beta=0.1, reference="adapter_off"))):
+        assert effective(trainer).reference == off
+        assert first_kl(trainer) > 0.01
+
+
+def test_a_reference_of_another_vocabulary_is_refused_before_anything_is_generated(tmp_path: Path) -> None:
+    other = model()
+    other.resize_token_embeddings(len(tokenizer()) + 8)
+    with pytest.raises(ModelError, match="another vocabulary than the policy"):
+        klamp_trainer(model(), tmp_path, beta=0.1, trainer={"ref_model": other})
+
+
+def test_a_passed_reference_is_looked_at_before_the_first_update(tmp_path: Path) -> None:
+    base = model()
+    with pytest.warns(KLWarning, match="before the first update(?s:.*)the model passed as ref_model is another one"):
+        klamp_trainer(copy.deepcopy(base), tmp_path, beta=0.1, max_steps=1, trainer={"ref_model": noisy(base)}).train()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KLWarning)
+        same = copy.deepcopy(base)
+        klamp_trainer(base, tmp_path, beta=0.1, max_steps=1, trainer={"ref_model": same}).train()
 
 
 def test_a_reference_without_a_beta_is_said_to_be_unused(tmp_path: Path) -> None:

@@ -78,11 +78,10 @@ def kl_config(args: Any) -> KLConfig | None:
     Raises:
         ConfigError: a combination that `KLConfig` refuses.
     """
-    given = touched(args)
+    given: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in touched(args).items()}
     if not given:
         return None
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in given.items()}
-    return KLConfig(beta=args.beta, **given)
+    return KLConfig(**given, beta=float(args.beta) if isinstance(args.beta, float) else args.beta)
 
 
 def host_refusals(kl: KLConfig, host: str) -> list[Refusal]:

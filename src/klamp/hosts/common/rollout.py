@@ -220,7 +220,7 @@ def excluded_ids(names: Sequence[int | str], tokenizer: Any) -> list[int]:
             found.update(int(i) for i in tokenizer.all_special_ids)
             continue
         known = tokenizer.convert_tokens_to_ids(name) if isinstance(name, str) else name
-        index = int(name) if isinstance(name, str) and name.isdigit() and _absent(known, tokenizer) else known
+        index = int(name) if isinstance(name, str) and name.isdigit() and _absent(known, tokenizer, name) else known
         if not isinstance(index, int) or not 0 <= index < len(tokenizer) or _absent(index, tokenizer, name):
             raise ConfigError(
                 "kl_exclude_tokens names a token that the tokenizer does not have",
@@ -232,7 +232,7 @@ def excluded_ids(names: Sequence[int | str], tokenizer: Any) -> list[int]:
     return sorted(found)
 
 
-def _absent(index: object, tokenizer: Any, name: object = None) -> bool:
+def _absent(index: object, tokenizer: Any, name: object) -> bool:
     """Whether an unknown string was turned into the unknown token."""
     unknown = index is None or index == tokenizer.unk_token_id
     return unknown and not isinstance(name, int) and name != tokenizer.unk_token

@@ -14,6 +14,7 @@ from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.common.versions import check_version
 from klamp.hosts.trl.grpo_config import liger_bypasses, reward_scale
 from klamp.hosts.trl.measure import group_size, price_in
+from klamp.hosts.trl.reference import without_a_model
 
 
 def read_effective(
@@ -89,7 +90,8 @@ def _stock(trainer: Any, host: str, loss_types: Mapping[str, Reduction | None]) 
 def _reference(trainer: Any, host: str) -> str:
     if trainer.beta == 0:
         return "none: beta is 0"
-    return "the policy with its adapter off" if trainer.ref_model is None else f"loaded by {host}"
+    policy = trainer.accelerator.unwrap_model(trainer.model)
+    return without_a_model(policy) if trainer.ref_model is None else f"loaded by {host}"
 
 
 def _notes(trainer: Any, kl: KLConfig | None, host: str, loss_types: Mapping[str, Reduction | None]) -> tuple[str, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +11,28 @@ import trl
 from klamp.config import TRL_LOSS_TYPES, KLConfig
 from klamp.core.types import Reduction
 from klamp.errors import ConfigError, Refusal, check_name, refuse
-from klamp.hosts.common.kl_fields import KLFields, host_refusals, kl_config, settle_fields, warn_without_kl
-from klamp.hosts.common.rollout import excluded_ids
+from klamp.hosts.common.kl_fields import KLFields, host_refusals, kl_config, settle_fields, touched, warn_without_kl
+
+
+class OwnBeta(float):
+    """A beta of klamp's term alone: a number like any other, by which no tensor can be multiplied.
+
+    So a trainer that is not klamp's stops where it multiplies its own KL by it, instead of training with that.
+    """
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise not_klamps_trainer()
+
+
+def not_klamps_trainer() -> ConfigError:
+    """The error for klamp's arguments in the hands of another trainer."""
+    return ConfigError(
+        "klamp's fields are set, and the trainer is not klamp's",
+        why="TRL's own trainer looks at none of them: it would train with its own KL, or without one",
+        fix="from klamp.trl import GRPOTrainer, and build that (or derive from it) in the place of trl.GRPOTrainer; or "
+        "build yours with trl.GRPOConfig, and then klamp.trl.attach(trainer, KLConfig(...))",
+    )
 
 
 @dataclass
@@ -23,9 +43,14 @@ class GRPOConfig(KLFields, trl.GRPOConfig):
     are None, the loss is TRL's own, KL included; once one is set (whichever, `beta` and its other names aside), TRL's
     KL is replaced by klamp's term, in which the fields that are still None have klamp's defaults.
 
+    Where a field of klamp's is set, only a trainer of klamp's can train with them: TRL's own raises a ConfigError.
+
     Raises:
         UnknownNameError, ConfigError: a choice that klamp refuses, or that cannot work in TRL; with the reason.
     """
+
+    taken = False
+    """Whether a trainer of klamp's is asking, see `get_warmup_steps`."""
 
     exact_kl_completions: int | None = field(
         default=None,
@@ -55,6 +80,26 @@ class GRPOConfig(KLFields, trl.GRPOConfig):
             settle_reference(kl, self)
             check_arguments(kl, self)
         super().__post_init__()
+        self.beta = OwnBeta(self.beta) if self._asks else float(self.beta)
+
+    @property
+    def _asks(self) -> bool:
+        """Whether any field of klamp's is set, `beta` aside."""
+        return bool(touched(self) or self.fast_scoring or self.exact_kl_completions)
+
+    def get_warmup_steps(self, num_training_steps: int) -> int:
+        """As in TRL: every trainer asks for it before its first step, and here that is when TRL's own is refused.
+
+        Raises:
+            ConfigError: a field of klamp's is set, and the trainer is not klamp's.
+        """
+        if self._asks and not self.taken:
+            raise not_klamps_trainer()
+        return super().get_warmup_steps(num_training_steps)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in TRL, with plain numbers."""
+        return {**super().to_dict(), "beta": float(self.beta)}
 
     def kl_config(self) -> KLConfig | None:
         """The KL term that these arguments describe; None while TRL's own is left alone."""
@@ -90,6 +135,12 @@ def check_arguments(
             f"kl_normalizer={kl.kl_normalizer!r} cannot be honoured with loss_type={args.loss_type!r}",
             why=f"{host} normalises policy loss and KL together: {own or 'by the tokens of each micro-batch'}",
             fix="leave kl_normalizer unset, or choose the loss_type that normalises so",
+        ),
+        Refusal(
+            kl.reference in ("frozen", "adapter_off") and args.sync_ref_model,
+            f"reference={kl.reference!r} cannot be combined with sync_ref_model",
+            why=f"{host} then moves the reference towards the policy",
+            fix="leave one of the two out",
         ),
         Refusal(
             getattr(args, "use_liger_loss", False) or (args.use_liger_kernel and liger_bypasses()),
@@ -157,46 +208,53 @@ def liger_bypasses() -> bool:
     return hasattr(trl.GRPOTrainer, "compute_liger_loss")
 
 
-def check_trainer(kl: KLConfig, trainer: Any, *, peft: bool, own: bool) -> None:
-    """Refuse what can only be seen once the trainer is built.
+def check_reference(kl: KLConfig, args: Any, *, adapters: Collection[str], chosen: bool) -> None:
+    """Refuse a reference that TRL cannot have for this policy; before TRL is asked for it.
 
     Args:
         kl: the KL.
-        trainer: built.
-        peft: whether the policy has an adapter.
-        own: whether the reference is a model that klamp brings.
+        args: the trainer's arguments.
+        adapters: the names of the policy's PEFT adapters.
+        chosen: whether the caller passes a reference.
 
     Raises:
-        ConfigError: with the reason; an excluded token that the tokenizer does not have.
+        ConfigError: with the reason.
     """
+    off, moving = kl.reference == "adapter_off", kl.reference in ("ema", "periodic")
     rows: list[Refusal] = [
         Refusal(
-            kl.reference == "adapter_off" and not peft,
+            off and not adapters,
             "reference='adapter_off' needs a model with a PEFT adapter",
             why="without an adapter there is nothing to switch off",
             fix="pass peft_config, or leave reference unset",
         ),
         Refusal(
-            kl.reference == "adapter_off" and own,
+            off and chosen,
             "reference='adapter_off' cannot be combined with ref_model",
             why="the reference is either the policy without its adapter, or the model that is passed",
             fix="leave one of the two out",
         ),
         Refusal(
-            kl.reference_dtype is not None and peft and not own,
+            off and "ref" in adapters,
+            "reference='adapter_off' cannot be had for a policy with an adapter named 'ref'",
+            why="TRL scores the reference with that adapter, a frozen copy that it makes of a trained one for beta > 0",
+            fix="build TRL's trainer with beta=0 and attach then, use klamp.trl.GRPOTrainer, or give the adapter "
+            "another name; leave reference unset for the copy",
+        ),
+        Refusal(
+            kl.reference_dtype is not None and bool(adapters) and not chosen,
             "reference_dtype cannot be honoured with an adapter",
             why="the reference is the policy itself with its adapter off, in the policy's data type",
             fix="leave reference_dtype unset, or pass ref_model",
         ),
         Refusal(
-            trainer.args.sync_ref_model and peft,
-            "a reference that follows the policy cannot be combined with a PEFT adapter",
+            args.sync_ref_model and bool(adapters),
+            f"{f'reference={kl.reference!r}' if moving else 'sync_ref_model'} cannot be combined with a PEFT adapter",
             why="TRL moves the reference's weights towards the policy's one by one, and an adapter is not among them",
             fix="leave reference and sync_ref_model unset",
         ),
     ]
     refuse(rows)
-    excluded_ids(kl.kl_exclude_tokens, trainer._tokenizer)
 
 
 UNSLOTH = "_UnslothGRPOTrainer"

@@ -12,17 +12,26 @@ import trl
 from trl.trainer import grpo_trainer
 
 from klamp.config import KLConfig
-from klamp.errors import ConfigError, KLWarning
+from klamp.errors import ConfigError, KLWarning, Refusal
 from klamp.hosts.common.control import NEVER_ZERO
-from klamp.hosts.common.kl_fields import kl_config, warn_without_kl
+from klamp.hosts.common.kl_fields import kl_config, touched, warn_without_kl
+from klamp.hosts.common.rollout import excluded_ids
 from klamp.hosts.common.sampler_weights import check_packing
 from klamp.hosts.trl import fast_scoring
 from klamp.hosts.trl.callbacks import DoctorCallback, LearningRateGuard
 from klamp.hosts.trl.exact import check_exact, why_not_exact
-from klamp.hosts.trl.grpo_config import check_arguments, check_trainer, refuse_classes, settle_reference
+from klamp.hosts.trl.grpo_config import check_arguments, check_reference, refuse_classes, settle_reference
 from klamp.hosts.trl.hooks import KLMixin
-from klamp.hosts.trl.reference import check_folder, follow_policy, fresh_copy, install_reference, own_reference
+from klamp.hosts.trl.reference import (
+    check_folder,
+    follow_policy,
+    fresh_copy,
+    install_reference,
+    own_reference,
+    without_a_model,
+)
 from klamp.hosts.trl.session import Session
+from klamp.scoring.model_parts import check_same_vocabulary
 
 
 class GRPOTrainer(KLMixin, trl.GRPOTrainer):
@@ -67,11 +76,16 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
         wanted = args is not None and (args.beta != 0 if kl is None else kl.needs_reference)
         if ref_model is not None and not wanted:
             warnings.warn("ref_model is passed and beta is 0: it is not used.", KLWarning, stacklevel=2)
+        off = kl is not None and kl.reference == "adapter_off"  # where TRL is to make no copy of the adapter
+        if kl is not None:
+            adapters = {*getattr(model, "peft_config", ()), *(["default"] if peft else [])}
+            check_reference(kl, args, adapters=adapters, chosen=ref_model is not None)
         own = own_reference(model, ref_model, args, peft=peft) if wanted else None
         self._klamp = Session.of(kl)
-        with _built_with(args, reference=wanted and own is None):
+        with _built_with(args, reference=wanted and own is None and not off):
             super().__init__(model, reward_funcs, args, *positional, **options)
-        _join(self, kl, own, chosen=ref_model is not None)
+        apart = off and hasattr(model, "peft_config")
+        _join(self, kl, own, chosen=ref_model is not None, apart=apart)
 
 
 @contextmanager
@@ -81,7 +95,7 @@ def _built_with(args: Any, *, reference: bool) -> Iterator[None]:
         yield
         return
     before = args.beta, args.sync_ref_model
-    args.beta = (args.beta or NEVER_ZERO) if reference else 0.0
+    args.beta = (float(args.beta) or NEVER_ZERO) if reference else 0.0
     args.sync_ref_model = args.sync_ref_model and reference
     try:
         yield
@@ -89,26 +103,33 @@ def _built_with(args: Any, *, reference: bool) -> Iterator[None]:
         args.beta, args.sync_ref_model = before
 
 
-def _join(trainer: Any, kl: KLConfig | None, own: Any, *, chosen: bool) -> None:
-    """Give a trainer its session, and the reference where klamp supplies one."""
+def _join(trainer: Any, kl: KLConfig | None, own: Any, *, chosen: bool, apart: bool = False) -> None:
+    """Give a trainer its session, and the reference where klamp supplies one.
+
+    That may be another model than the one that training starts from: the caller's (`chosen`), or the one below an
+    adapter that is trained already (`apart`).
+    """
     _check_engine(trainer)
     trainer._klamp = session = Session.of(kl)
     session.fast = fast_scoring.asked_for(trainer.args)
-    peft = hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config")
+    policy = trainer.accelerator.unwrap_model(trainer.model)
     if kl is not None:
-        check_trainer(kl, trainer, peft=peft, own=own is not None)
-    trainer.beta = trainer.args.beta
+        excluded_ids(kl.kl_exclude_tokens, trainer._tokenizer)
+    reference = trainer.ref_model if own is None else own
+    if reference is not None and (own is not None or kl is not None):
+        check_same_vocabulary(trainer.accelerator.unwrap_model(reference), policy)
+    trainer.beta = float(trainer.args.beta)
     if own is not None:
         install_reference(trainer, own, dtype=None if kl is None else kl.reference_dtype)
     elif kl is not None and kl.reference_dtype is not None and trainer.ref_model is not None:
         trainer.ref_model.to(getattr(grpo_trainer.torch, kl.reference_dtype))
     if trainer.ref_model is not None:
         follow_policy(trainer)
-    session.expected_zero = session.starts_at_reference = not chosen
+    session.expected_zero, session.starts_at_reference = not apart, not (chosen or apart)
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, DoctorCallback):
-            callback.other_reference = callback.other_reference or chosen
-    session.reference = _described(trainer, peft=peft, copied=own is not None, chosen=chosen)
+            callback.other_reference = callback.other_reference or chosen or apart
+    session.reference = _described(trainer, policy, copied=own is not None, chosen=chosen)
     _choose_exact(trainer, kl)
     fast_scoring.settle(trainer)
     if session.control is not None and session.control.kl.kl_lr_guard is not None:
@@ -136,12 +157,11 @@ def _choose_exact(trainer: Any, kl: KLConfig | None) -> None:
     session.exact_everywhere = session.exact_rows == trainer.num_generations
 
 
-def _described(trainer: Any, *, peft: bool, copied: bool, chosen: bool) -> str:
+def _described(trainer: Any, policy: Any, *, copied: bool, chosen: bool) -> str:
     if trainer.beta == 0:
         return "none: beta is 0"
     if trainer.ref_model is None:
-        kept = "ref" in getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
-        return "a frozen copy of the starting adapter" if kept else "the policy with its adapter off"
+        return without_a_model(policy)
     loaded = f"loaded by {trainer._host}"
     source = "the model passed as ref_model" if chosen else "a frozen copy in memory" if copied else loaded
     if trainer.args.sync_ref_model:
@@ -176,15 +196,23 @@ def attach_to(trainer: Any, kl: KLConfig, hook: type[KLMixin], *, ref_model: Any
             why="the copy of the policy that serves as reference would not be the starting policy",
             fix="attach right after building the trainer",
         )
-    peft = hasattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config")
+    adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
     args: Any = trainer.args
-    check_arguments(kl, args, host=hook._host, loss_types=hook._loss_types, more=hook._refusals(kl))
+    twice = Refusal(
+        bool(touched(args)),
+        "the trainer's arguments have KL fields of their own",
+        got=", ".join(touched(args)),
+        why="the KL that is attached takes the place of all of them",
+        fix="build the trainer with trl.GRPOConfig, or with none of these fields set",
+    )
+    check_arguments(kl, args, host=hook._host, loss_types=hook._loss_types, more=[twice, *hook._refusals(kl)])
     warn_without_kl(kl)
     settle_reference(kl, args)
+    check_reference(kl, args, adapters=adapters, chosen=ref_model is not None)
     args.beta = kl.beta
     own = ref_model
-    if own is None and kl.needs_reference and trainer.ref_model is None and not peft:
+    if own is None and kl.needs_reference and trainer.ref_model is None and not adapters:
         own = fresh_copy(trainer.accelerator.unwrap_model(trainer.model))
     trainer.__class__ = type(f"KL{type(trainer).__name__}", (hook, type(trainer)), {})
-    _join(trainer, kl, own, chosen=ref_model is not None)
+    _join(trainer, kl, own, chosen=ref_model is not None, apart=kl.reference == "adapter_off")
     return trainer

@@ -116,10 +116,13 @@ def after_rewards(trainer: Any, completion_ids: list[Any], rewards: Tensor) -> N
 def _check_step_zero(trainer: Any, kl: float) -> None:
     session = trainer._klamp
     first, session.expected_zero = session.expected_zero, False
-    if not first or trainer.state.global_step > 0 or session.resumed or kl <= STEP_ZERO_KL:
+    if not first or trainer.state.global_step > 0 or session.resumed or not kl > STEP_ZERO_KL:
         return
-    policy = trainer.accelerator.unwrap_model(trainer.model)
-    reasons = likely_reasons(policy, trainer.ref_model, adapter=hasattr(policy, "peft_config"))
+    policy, chosen = trainer.accelerator.unwrap_model(trainer.model), not session.starts_at_reference
+    new = hasattr(policy, "peft_config") and "ref" not in policy.peft_config
+    reasons = likely_reasons(policy, trainer.ref_model, adapter=new, loaded=not chosen)
+    if chosen:
+        reasons.append("the model passed as ref_model is another one (if that is meant, nothing is wrong)")
     if trainer.is_world_process_zero():
         warnings.warn(step_zero_text(kl, reasons), KLWarning, stacklevel=2)
 

@@ -133,6 +133,15 @@ def install_reference(trainer: Any, model: Any, *, dtype: str | None) -> None:
     trainer.ref_model = model
 
 
+def without_a_model(policy: Any) -> str:
+    """What TRL scores as the reference where it has no model of its own, in words.
+
+    Of an adapter that was there before, TRL keeps a frozen copy named `ref`; a new one it switches off.
+    """
+    kept = "ref" in getattr(policy, "peft_config", {})
+    return "a frozen copy of the starting adapter" if kept else "the policy with its adapter off"
+
+
 def follow_policy(trainer: Any) -> None:
     """Let the reference follow the policy, if it should, through TRL's own callback."""
     callbacks = trainer.callback_handler.callbacks
