@@ -1,8 +1,8 @@
 """Writes the pages that are made from tables of the code: `python docs/generate.py`.
 
 `estimators.md` comes from `klamp.core.estimators.ESTIMATORS` and from what `klamp.verify` measures, `metrics.md` from
-`klamp.diagnostics.metrics.METRICS`, `alarms.md` from `klamp.diagnostics.alarms.ALARMS`. A test holds the committed
-pages against what this would write.
+`klamp.diagnostics.metrics.METRICS`, `alarms.md` from `klamp.diagnostics.alarms.ALARMS`, and
+`records/resumes.md` from `klamp.training.resumed`. A test holds the committed pages against what this would write.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.diagnostics.alarm import Alarm, Limit
 from klamp.diagnostics.alarms import ALARMS
 from klamp.diagnostics.metrics import METRICS, RECORDED_NAMES, MetricRow
+from klamp.training.config import field_owners
+from klamp.training.resumed import FIXED, FIXED_BY, IDENTIFIED, PLACE
 from klamp.verify.config_facts import LENGTH, ConfigFacts, measure_config
 from klamp.verify.oracle import IN_WORDS
 from klamp.verify.proofs.values import EstimatorFacts, measure_estimators
@@ -151,10 +153,33 @@ def alarms_page() -> str:
     return "\n".join(parts)
 
 
+def resumes_page() -> str:
+    """The page on resumes: what happens to each field of a run's configuration."""
+    rows = [(f"`{name}`", *_at_a_resume(name)) for name in field_owners() if name not in PLACE]
+    parts = ["# What a resume may change", "", NOTICE]
+    parts += [
+        "Every field of [`klamp train`](../training.md#what-a-resume-may-change); what else is refused for what it"
+    ]
+    parts += ["stands together with is said there.", "", *_table(("field", "at a resume", "why"), rows), ""]
+    return "\n".join(parts)
+
+
+def _at_a_resume(name: str) -> tuple[str, str]:
+    if name in FIXED:
+        return "refused", FIXED[name]
+    if name in IDENTIFIED:
+        return "the run's identity", "other contents (SHA-256) are refused, a copy elsewhere is the same"
+    by = {backend: fields[name] for backend, fields in FIXED_BY.items() if name in fields}
+    if by:
+        return f"counts from the next step on; refused by {', '.join(by)}", "; ".join(by.values())
+    return "counts from the next step on", ""
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "estimators.md": estimators_page,
     "metrics.md": metrics_page,
     "alarms.md": alarms_page,
+    "records/resumes.md": resumes_page,
 }
 """File under docs/ -> what writes it."""
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import pytest
+import yaml
 from tests.ablation.test_one_run import numbers_of
 from tests.training.conftest import TINY
 
@@ -19,6 +20,7 @@ from klamp.records.klamp_run import runs_in
 from klamp.tasks.base import TaskConfig
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig, field_owners
+from klamp.training.resumed import plain
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +34,9 @@ def finished_run(folder: Path, *, steps: int = 2, **changes) -> tuple[Path, Trai
     (folder / "checkpoints" / f"step-{steps:06d}" / "policy").mkdir(parents=True)
     summary = {"steps": steps, "rl_skill": "addition", "before": {}, "after": {}, "final_metrics": {}}
     (folder / "summary.json").write_text(json.dumps(summary))
-    return folder, configured(**changes)
+    config = configured(**changes)
+    (folder / "config.yaml").write_text(yaml.safe_dump(plain(config)))
+    return folder, config
 
 
 def test_it_has_the_numbers_of_an_ablation_that_ran_them(llama, tmp_path) -> None:
@@ -96,10 +100,22 @@ def test_a_run_that_is_not_finished_is_refused(tmp_path) -> None:
     for other in (half, empty):
         with pytest.raises(DataError, match="not finished") as caught:
             as_runs([done, other])
-        assert str(other[0]) == caught.value.got and f"--output_dir {other[0]} --resume" in caught.value.fix
+        assert str(other[0]) == caught.value.got and f"--resume {other[0]}" in caught.value.fix
     (done[0] / "summary.json").write_text('{"steps": ')
     with pytest.raises(DataError, match="its summary is damaged"):
         as_runs([done])
+
+
+def test_a_run_whose_recipe_changed_is_refused_and_one_that_was_made_longer_is_not(tmp_path) -> None:
+    given = [finished_run(tmp_path / "a"), finished_run(tmp_path / "b", beta=0.1)]
+    file = tmp_path / "b" / "config.yaml"
+    longer = file.read_text() + "history: [{until: 1, max_steps: 1}]\n"
+    file.write_text(longer)
+    assert len(as_runs(given)) == 2
+    file.write_text(longer.replace("max_steps: 1}", "beta: 0.5}"))
+    with pytest.raises(DataError, match="no single recipe") as caught:
+        as_runs(given)
+    assert f"{tmp_path / 'b'} after step 1: beta 0.5 -> 0.1" in caught.value.got
 
 
 def test_one_variant_and_seed_counts_once(tmp_path) -> None:

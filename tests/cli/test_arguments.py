@@ -68,6 +68,17 @@ def test_flags_win_over_the_file_and_the_file_over_the_preset(write) -> None:
     assert request.given >= {"beta", "kl_gradient", "loss_type", "epsilon", "max_steps"}
 
 
+def test_a_run_that_goes_on_is_as_it_was_but_for_what_is_named(write, tmp_path: Path) -> None:
+    folder = write("beta: 0.3\nlearning_rate: 1e-5\noutput_dir: moved\nhistory: [{until: 2, beta: 0.1}]\n").parent
+    (folder / "run.yaml").rename(folder / "config.yaml")
+    config = parse_train(["--resume", str(folder), "--beta", ".5"]).config
+    assert (config.kl.beta, config.optim.learning_rate, config.run.resume) == (0.5, 1e-5, True)
+    assert config.run.output_dir == str(folder)
+    assert parse_train(["--beta", ".5", "--output_dir", str(folder), "--resume"]).config == config
+    with pytest.raises(ConfigError, match="two folders are named"):
+        parse_train(["--resume", str(folder), "--output_dir", "other"])
+
+
 def test_an_alias_in_the_flags_wins_over_the_fields_name_in_the_file(write) -> None:
     assert parse_train(["--config", str(write("beta: 0.5")), "--kl_coef", "0.2"]).config.kl.beta == 0.2
 
@@ -171,7 +182,7 @@ def test_options_of_the_command_line_are_no_keys(write, key: str) -> None:
         ("max_steps: null", "a whole number"),
         ("max_steps: [1, 2]", "a whole number"),
         ("beta: {x: 1}", "a number"),
-        ("resume: maybe", "true or false"),
+        ("cpu: maybe", "true or false"),
     ],
 )
 def test_a_value_of_the_wrong_type_names_key_and_file(write, text: str, part: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,8 @@ def test_the_heading_says_model_kl_reference_and_folder() -> None:
     ]
     without = heading(run_info(parse_train(["--beta", "0"]).config, Path("out")))
     assert without[1:] == ["KL: none: beta is 0", "folder: out"]
+    info = replace(run_info(parse_train([]).config, Path("out")), changes="beta 0.1 -> 0.5")
+    assert "changed: beta 0.1 -> 0.5" in heading(info)
 
 
 @pytest.mark.parametrize(("steps", "lines"), [(5, 5), (20, 20), (200, 21), (205, 20), (10_000, 21)])

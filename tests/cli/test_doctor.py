@@ -29,7 +29,7 @@ def test_a_sound_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert main(["doctor", path]) == 0
     out = capsys.readouterr().out
     assert out.splitlines()[0] == f"{path}: TRL trainer state, 7 logged steps up to step 7"
-    assert f"no alarm; 6 of {len(ALARMS)} were checked" in out
+    assert f"no alarm; 7 of {len(ALARMS)} were checked" in out
     assert "sampler-mismatch       not checked, the record has no sampler/k3 or" in out
 
 
@@ -165,6 +165,9 @@ def test_what_the_run_was_warned_of_stands_first(tmp_path: Path, capsys: pytest.
     assert "caution      no chat template" in capsys.readouterr().out.splitlines()[1]
     main(["doctor", str(tmp_path), "--json"])
     assert json.loads(capsys.readouterr().out)["cautions"] == ["no chat template"]
+    (tmp_path / "config.yaml").write_text("beta: 0.1\nhistory: [{until: 3, beta: 0.5}]\n", encoding="utf-8")
+    assert main(["doctor", str(tmp_path)]) == 0
+    assert "changed      after step 3: beta 0.5 -> 0.1" in capsys.readouterr().out.splitlines()[1]
 
 
 def kept_run(folder: Path) -> Path:

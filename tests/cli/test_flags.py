@@ -126,7 +126,7 @@ def test_reading(name: str, texts: list[str], value: object) -> None:
         ("max_steps", ["1", "2"], "a whole number"),
         ("beta", ["high"], "a number"),
         ("target_kl", ["low"], "a number, or None"),
-        ("resume", ["maybe"], "true or false"),
+        ("cpu", ["maybe"], "true or false"),
         ("chat_template", ["maybe"], "true or false, or None"),
         ("kl_controller_gains", ["1", "2"], "3 values, each a number"),
     ],

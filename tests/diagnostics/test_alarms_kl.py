@@ -12,6 +12,7 @@ from tests.diagnostics.histories import completion, history_of, look, noisy
 
 from klamp.diagnostics.alarms_kl import DOMINATES
 from klamp.diagnostics.causes import kl_pull
+from klamp.diagnostics.doctor import examine
 from klamp.diagnostics.history import RunSettings
 
 
@@ -136,6 +137,25 @@ def test_a_reward_that_moves_proves_a_kl() -> None:
     assert moving(0.0, beta=0.01) is not None
     assert moving(0.0, moving_reference=True) is None, "the reference moves along"
     assert moving(0.0, other_reference=True) is None
+
+
+def test_a_kl_that_vanishes_in_one_step_is_a_reference_that_was_replaced() -> None:
+    found = look("detached-reference", history_of(k3=[0.0, 0.3, 0.47, 0.0]))
+    assert found is not None and "fell from 0.47 to 0 " in found.text
+    assert look("detached-reference", history_of(k3=[0.0, 0.3, 0.47, 0.0049])) is None
+    assert look("detached-reference", history_of(k3=[0.0, 0.019, 0.019, 0.0])) is None
+    assert look("detached-reference", history_of(k3=[0.0, 0.3, 0.0, 0.0])) is None, "that is noise"
+    told = RunSettings(moving_reference=True)
+    assert look("detached-reference", history_of(k3=[0.3, 0.47, 0.0], settings=told)) is None
+
+
+@pytest.mark.parametrize(
+    ("teeth", "raised"), [((9, 9, 9), 0), ((5, 9, 9), 0), ((9, 20, 6), 3), ((9, 20), 2), ((9,), 1)]
+)
+def test_a_saw_tooth_is_a_reference_that_is_reset_on_purpose(teeth: tuple[int, ...], raised: int) -> None:
+    kl = [0.01 * step for length in teeth for step in range(length)] + [0.0, 0.01]
+    found = [each.steps for each in examine(history_of(k3=kl)).findings if each.alarm.name == "detached-reference"]
+    assert sum(found) == raised
 
 
 def test_notes_on_how_far_the_policy_is() -> None:

@@ -30,6 +30,14 @@ def test_a_line_is_a_step_under_klamps_names_and_without_a_step_it_is_counted(tm
     assert [row.step for row in history.rows] == [1, 3], "a line without a known metric counts too"
 
 
+def test_of_steps_that_were_done_twice_the_later_rows_count(tmp_path: Path) -> None:
+    steps = [1, 2, 3, 4, 2, 3]
+    history = read_metrics(lines(tmp_path, *({"step": step, "kl": i} for i, step in enumerate(steps))))
+    assert [(row.step, row.metrics["kl/k3"]) for row in history.rows] == [(1, 0), (2, 4), (3, 5)]
+    history = read_metrics(lines(tmp_path, *({"step": step, "kl": 0.1} for step in (3, 2, 1))))
+    assert len(history.rows) == 3, "a log that is written backwards"
+
+
 def test_evaluations_are_kept_apart(tmp_path: Path) -> None:
     history = read_metrics(lines(tmp_path, {"step": 1, "kl": 0.1}, {"step": 2, "eval_reward": 0.5, "kl": 0.2}))
     assert [(row.step, dict(row.metrics)) for row in history.evaluations] == [(2, {"reward": 0.5})]
@@ -203,10 +211,10 @@ def test_its_tensorboard_folder_holds_the_arguments_too(trl_run: Path) -> None:
 # --- TensorBoard, written by torch's own writer with the names of other trainers -------------------------------------
 
 
-def write(folder: Path, **curves: list[float]) -> Path:
+def write(folder: Path, first: int = 1, **curves: list[float]) -> Path:
     with SummaryWriter(str(folder)) as writer:
         for name, curve in curves.items():
-            for step, value in enumerate(curve, start=1):
+            for step, value in enumerate(curve, start=first):
                 writer.add_scalar(name.replace("__", "/"), value, step)
     return folder
 
@@ -216,7 +224,10 @@ def test_several_runs_below_one_folder_are_not_mixed(tmp_path: Path) -> None:
         write(tmp_path / name, kl=[0.1])
     with pytest.raises(DataError, match="several TensorBoard runs") as caught:
         read_record(tmp_path)
-    assert caught.value.why == "a, b"
+    assert caught.value.why == "a, b" and "into one folder" in caught.value.fix
+    write(tmp_path / "of one run" / "b", kl=[0.1, 0.2])
+    write(tmp_path / "of one run" / "a", first=3, kl=[0.3])
+    assert [row.step for row in read_record(tmp_path / "of one run").rows] == [1, 2, 3], "a resumed run"
 
 
 def test_no_scalars(tmp_path: Path) -> None:

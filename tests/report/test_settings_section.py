@@ -23,6 +23,8 @@ def test_what_differs_from_the_defaults() -> None:
     assert first.rows() == [["field", "value", "default"], ["beta", "0.04", "0.01"], ["output_dir", "runs/x", "none"]]
     assert whole.rows()[1:3] == [["beta", "0.04 changed", "0.01"], ["kl_estimator", "k3", "k3"]]
     assert "Every field has its default." in parse(settings_section([run()])).text
+    one.history.changes = {3: "beta 0.04 -> 0.01"}
+    assert "a, after step 3: beta 0.04 -> 0.01" in parse(settings_section([one])).text
 
 
 def test_what_differs_between_runs() -> None:

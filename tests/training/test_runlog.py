@@ -53,7 +53,7 @@ def run(llama, tmp_path_factory):
 def test_the_folder_holds_what_a_run_is(run):
     names = {p.name for p in run.folder.iterdir()}
     files = {"config.yaml", "versions.json", "metrics.jsonl", "completions.jsonl", "answers.jsonl", "summary.json"}
-    assert names == files | {"checkpoints", "tracking", "wandb"}
+    assert names == files | {"checkpoints", "tracking", "wandb", "identity.json"}
     values = yaml.safe_load((run.folder / "config.yaml").read_text())
     assert TrainConfig.from_flat(values) == run.config, "it runs again"
     assert values["report_to"] == ["tensorboard", "wandb"], "a list, as YAML has no tuples"
@@ -138,7 +138,7 @@ def test_a_resumed_run_drops_the_lines_of_steps_it_will_do_again(tmp_path):
     half = '{"step": 3, "rew'
     (tmp_path / "metrics.jsonl").write_text("\n".join([*map(json.dumps, lines), half]))
     (tmp_path / "completions.jsonl").write_text(json.dumps({"step": 3}) + "\n")
-    log.on_start(info_of(tmp_path, 2))
+    log.on_start(info_of(tmp_path, 2, TrainConfig.from_flat({"seed": 3})))
     assert rows_of(tmp_path) == lines[:3]
     assert (tmp_path / "completions.jsonl").read_text() == ""
     assert (tmp_path / "config.yaml").read_text() == "seed: 3\n", "the configuration of the run's beginning stays"

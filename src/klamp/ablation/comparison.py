@@ -19,6 +19,7 @@ from klamp.ablation.plan import KL_PROMPTS, Arm, Run, check_measured, folder_nam
 from klamp.errors import DataError
 from klamp.training.config import TrainConfig
 from klamp.training.folders import CONFIG, RUNS, free_folder, held
+from klamp.training.resumed import UNTIL, history_of, read, told
 
 NO_VARIANT = (
     *("seed", "output_dir", "resume", "report_to", "eval_every", "save_every", "keep_checkpoints"),
@@ -55,6 +56,7 @@ def as_runs(given: Sequence[tuple[Path, TrainConfig]], *, kl_prompts: int = KL_P
     for (folder, config), values in zip(given, flat, strict=True):
         _check_task(given[0], (folder, config))
         check_measured(config, f"in {folder / CONFIG}")
+        _check_recipe(folder)
         _check_finished(folder, values["max_steps"])
     names = [name for name in flat[0] if name not in NO_VARIANT and len({repr(values[name]) for values in flat}) > 1]
     found: list[Compared] = []
@@ -128,7 +130,19 @@ def _check_finished(folder: Path, steps: int) -> None:
             "a run is not finished",
             got=str(folder),
             why=why,
-            fix=f"finish it: klamp train --config {folder / CONFIG} --output_dir {folder} --resume",
+            fix=f"finish it: klamp train --resume {folder}",
+        )
+
+
+def _check_recipe(folder: Path) -> None:
+    values = read(folder)
+    learnt = [entry.keys() - {*NO_VARIANT, "max_steps", UNTIL} for entry in history_of(values)]
+    if any(learnt):
+        raise DataError(
+            "a run had no single recipe",
+            got="; ".join(f"{folder} after step {step}: {text}" for step, text in told(values).items()),
+            why="a resume changed what it learns by, and a row of the table stands for one variant",
+            fix="leave it out, or train that variant from the start",
         )
 
 

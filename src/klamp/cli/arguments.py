@@ -1,4 +1,6 @@
-"""From a command line and a YAML file to the configuration of a run: defaults < preset < file < flags."""
+"""From a command line and a YAML file to the configuration of a run: defaults < preset < file < flags; of a run that
+goes on, its own configuration stands in the place of the defaults.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +21,8 @@ from klamp.errors import ConfigError, brief
 from klamp.tasks.files import yaml_of
 from klamp.tasks.paths import at_home, with_end
 from klamp.training.config import TrainConfig, section_classes
+from klamp.training.folders import CONFIG
+from klamp.training.resumed import HISTORY
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,9 +57,20 @@ def request_of(flags: dict[str, Any]) -> TrainRequest:
         UnknownNameError, ConfigError: as `parse_train`.
     """
     file = read_file(flags["config"]) if flags.get("config") is not None else {}
-    recipe = preset_values((file | flags).get("preset"))
-    options, values = apart({**recipe, **file, **flags}, TrainOptions)
-    return TrainRequest(config=TrainConfig.from_flat(values), options=options, given=frozenset(values))
+    asked = file | flags
+    if isinstance(folder := asked.get("resume"), str):
+        if Path(flags.get("output_dir") or folder) != Path(folder):
+            raise ConfigError(
+                "two folders are named",
+                got=f"resume {folder}, output_dir {flags['output_dir']}",
+                why="a run goes on in its own folder",
+                fix=f"leave output_dir out; to keep the run as it is, copy {folder} and resume the copy",
+            )
+        asked |= {"resume": True, "output_dir": folder}
+    options, values = apart({**preset_values(asked.get("preset")), **asked}, TrainOptions)
+    own = Path(asked["output_dir"]) / CONFIG if asked.get("resume") and asked.get("output_dir") else None
+    base = read_file(own) if own is not None and own.is_file() else {}
+    return TrainRequest(config=TrainConfig.from_flat(base | values), options=options, given=frozenset(values))
 
 
 def apart(given: Mapping[str, Any], options: type[Options]) -> tuple[Options, dict[str, Any]]:
@@ -119,6 +134,8 @@ def read_entries(content: Mapping[Any, Any], path: Path) -> dict[str, Any]:
     """
     merged: dict[str, Any] = {}
     for section, inner in content.items():
+        if section == HISTORY and isinstance(inner, list):  # what a run's own file says of former steps
+            continue
         flat = not (section in section_classes() and isinstance(inner, Mapping))
         for key, value in [(section, inner)] if flat else inner.items():
             name, read = read_entry(field_name(str(key)), value, path)

@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,11 +16,12 @@ import yaml
 from klamp.cli.text import WIDTH
 from klamp.config.describe import describe_controller, describe_kl, describe_movement, describe_price
 from klamp.config.loss import configured_price
+from klamp.errors import ConfigError
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder
-from klamp.tasks.files import yaml_of
 from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
 from klamp.training.config import TrainConfig, field_owners
 from klamp.training.folders import run_folder
+from klamp.training.resumed import PLACE, check_resume, plain, read
 
 if TYPE_CHECKING:  # imported for a dry run only
     from klamp.training.setup import Inputs
@@ -77,25 +79,21 @@ LAUNCHED = ("ACCELERATE_", "FSDP_")
 
 
 def resume_command(config: TrainConfig, folder: Path, **changes: Any) -> str:
-    """The command that continues a run: its own configuration, and what has changed since that was written.
+    """The command that continues a run: as it is, and what is to be another.
 
     Args:
         config: the configuration in force.
         folder: folder of the run.
         changes: fields to set, such as `max_steps`.
     """
-    file = folder / "config.yaml"
-    try:
-        found = yaml_of(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        found = None
-    written = found if isinstance(found, dict) else {}
-    wanted = {name: list(v) if isinstance(v, tuple) else v for name, v in (config.flat() | changes).items()}
-    differing = [n for n, v in wanted.items() if n not in ("output_dir", "resume") and n in written and v != written[n]]
-    words = [*_program(), "train", "--config", str(file), "--output_dir", str(folder), "--resume"]
-    for name in differing:
-        values = wanted[name] if isinstance(wanted[name], list) else [wanted[name]]
-        words += [f"--{name}", *map(str, values)]
+    wanted = plain(config) | {name: list(v) if isinstance(v, tuple) else v for name, v in changes.items()}
+    written: dict[str, Any] = {}
+    with suppress(ConfigError):  # damaged
+        written = read(folder)
+    words = [*_program(), "train", "--resume", str(folder)]
+    for name, value in wanted.items():
+        if name not in PLACE and value != written.get(name, value):
+            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
     return shlex.join(words)
 
 
@@ -152,7 +150,9 @@ def _in_words(config: TrainConfig, inputs: Inputs | str) -> list[tuple[str, str]
     else:
         found = f"{inputs.training} to train on, {inputs.held_out} held out"
         opened = f"; {found}; longest prompt (tokens): {inputs.longest}"
+    going = check_resume(config, Path(run.output_dir or ""))
     return [
+        *([("resume", f"after step {going[0]}; changed: {going[1] or 'nothing'}")] if going else []),
         ("task", f"{describe_task(config)}{opened}"),
         ("model", describe_model(config)),
         ("reference", describe_reference(config)),

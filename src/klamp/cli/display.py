@@ -242,6 +242,7 @@ def heading(info: RunInfo) -> list[str]:
     lines = [f"{describe_task(config)} · {config.model.model}{size} · {where}", f"KL: {describe_kl(config.kl)}"]
     if config.kl.needs_reference:
         lines.append(f"reference: {info.reference} · beta: {describe_controller(config.kl)}")
+    lines += [f"changed: {info.changes}"] if info.changes else []
     return [*lines, f"folder: {info.output_dir}{again}"]
 
 

@@ -98,6 +98,8 @@ def show(diagnosis: Diagnosis, path: Path) -> None:
     """Print what was found in the record at a path."""
     history = diagnosis.history
     say(f"{path}: {history.source}, {count(len(history.rows), 'logged step')} up to step {history.step}")
+    for step, text in history.changes.items():
+        show_paragraph(f"after step {step}: {text}", label="changed")
     for caution in history.cautions:
         show_paragraph(caution, label="caution")
     for finding in diagnosis.findings:
@@ -164,6 +166,7 @@ def as_object(
         "steps": len(diagnosis.history.rows),
         "healthy": not failed,
         "failed": list(failed),
+        "changed": dict(diagnosis.history.changes),
         "cautions": list(diagnosis.history.cautions),
         "findings": [finding.plain() for finding in diagnosis.findings],
         "not_checked": dict(diagnosis.unchecked),

@@ -121,12 +121,12 @@ def find_subject(checkpoint: str, changes: Mapping[str, Any]) -> EvaluatedPolicy
             why="an adapter belongs to the model that it was trained on, which is its start",
             fix="leave --ref_model out",
         )
-    values = config.flat() | {"resume": False, "output_dir": None}
+    steps = number_of(saved) // (config.optim.num_iterations if saved.name.startswith("checkpoint-") else 1)
+    values = read_config(run, steps)[1].flat() | {"resume": False, "output_dir": None}
     if start is not None:
         values |= {"model": start, "tokenizer": values["tokenizer"] or values["model"]}
     if changes.get("task", values["task"]) != values["task"]:  # another task brings its own reward and columns
         values |= {each.name: each.default for each in dataclasses.fields(TaskConfig) if each.name not in OF_ANY_TASK}
-    steps = number_of(saved) if saved.name.startswith("step-") else None
     config = _config(values | changes)
     return EvaluatedPolicy(config=config, weights=str(policy_in(saved)), start=values["model"], steps=steps)
 

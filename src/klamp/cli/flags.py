@@ -175,6 +175,7 @@ def train_fields() -> dict[str, Field]:
     own["preset"] = dataclasses.replace(own["preset"], suggested=tuple(PRESETS))
     configured = (fields_of(cls, section) for section, cls in section_classes().items())
     every = {name: field for part in (own, *configured) for name, field in part.items()}
+    every["resume"] = dataclasses.replace(every["resume"], hint=bool | str)  # a folder is output_dir besides
     for name in set(ALIASES.values()):
         aliases = tuple(alias for alias, field in ALIASES.items() if field == name)
         every[name] = dataclasses.replace(every[name], aliases=aliases)
@@ -309,9 +310,12 @@ def _spelled(argv: Sequence[str], known: Mapping[str, Field]) -> list[str]:
     """The words with underscores in their flags, and with a value for each switch that has none."""
     words = [re.sub("^--[^=]+", lambda flag: f"--{field_name(flag[0])}", word) for word in argv]
     switches = {f"--{name}" for name, field in known.items() if field.is_switch}
+    texts = {f"--{name}" for name, field in known.items() if str in field.types}
     truth = (*TRUE_WORDS, *FALSE_WORDS, *NONE_WORDS)
     return [
-        f"{word}=True" if word in switches and after.lower() not in truth else word
+        f"{word}=True"
+        if word in switches and after.lower() not in truth and (word not in texts or after[:1] in ("", "-"))
+        else word
         for word, after in itertools.zip_longest(words, words[1:], fillvalue="")
     ]
 

@@ -165,7 +165,7 @@ def _files(config: TrainConfig, summary: RunSummary) -> list[tuple[str, str]]:
     if "tensorboard" in config.run.report_to:
         lines.append(("TensorBoard", f"{tool('tensorboard')} --logdir {folder}"))
     lines.append(("look at it", f"{tool('klamp')} report {folder}"))
-    if saved:
+    if saved and not (config.run.backend == "verl" and config.optim.lr_scheduler_type != "constant"):
         more = max(1, 2 * summary.steps)
         lines.append(("continue", resume_command(config, folder, max_steps=more)))
     return lines

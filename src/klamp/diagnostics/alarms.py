@@ -161,15 +161,17 @@ ALARMS: dict[str, Alarm] = {
         ),
         Alarm(
             name="detached-reference",
-            text="the KL is about 0 although the reward moves",
+            text="the KL is about 0 although the policy has moved",
             means="A policy that near to its reference could not have changed its reward so much. The reference "
-            "follows the policy (shared weights, an adapter that is not switched off), or the log-probabilities come "
-            "from another model than the one that samples (an adapter that is not synced).",
-            next_step="Change one weight of the policy by hand: the reference's log-probabilities must not move, the "
-            "policy's and the sampler's must.",
+            "follows the policy (shared weights, an adapter that is not switched off), or a resume made it of the "
+            "checkpoint; or the log-probabilities come from another model than the one that samples (an adapter that "
+            "is not synced).",
+            next_step="After a resume, give it the model that training started from. Else change one "
+            "weight of the policy by hand: the reference's log-probabilities must not move, the policy's and the "
+            "sampler's must.",
             rule=kl.detached_reference,
-            needs=(KL, "reward"),
-            limits=(kl.DETACHED,),
+            needs=(KL,),
+            limits=(kl.DETACHED, kl.FELL),
         ),
         Alarm(
             name="advantage-scale",

@@ -147,6 +147,12 @@ DETACHED = Limit(
     unit="of the KL that the reward's change proves; after 20 steps, a change of 4 standard errors",
     source="Pinsker: a reward of range R that changed by d needs 2 (d / R)^2 nats per completion",
 )
+FELL = Limit(
+    value=0.01,
+    unit="of the lower KL of the 2 steps before, which were above 0.02 nats per token, in one step; again and again "
+    "after equally many steps, it is a reference that is reset on purpose",
+    source="seen: .47 to 0 where a resume made the reference of the checkpoint",
+)
 HIGH = Limit(
     value=0.2, unit="nats per token, mean of 5 steps", source="the GRPO tutorial's warning signs (docs/sources.md)"
 )
@@ -200,7 +206,9 @@ def reference_differs(history: History) -> Evidence | None:
 
 
 def detached_reference(history: History) -> Evidence | None:
-    """Finds a reward that changed by more than a policy so near to its reference could have changed it."""
+    """Finds a reward that changed by more than a policy so near to its reference could have, or a KL that vanished."""
+    if (vanished := _vanished(history)) is not None:
+        return vanished
     window = DETACHED_WINDOW
     name = _kl_to_the_start(history)
     if name is None or not history.penalized or len(history.rows) < 20:
@@ -218,6 +226,28 @@ def detached_reference(history: History) -> Evidence | None:
         f"the reward went from {number(fmean(before))} to {number(fmean(now))}, which takes at least "
         f"{number(least)} nats per completion; the KL says {number(seen)}"
     )
+
+
+def _vanished(history: History) -> Evidence | None:
+    values = history.kl(3)
+    least = min(values[:-1], default=0.0)
+    if history.settings.moving_reference or len(values) < 3 or least < REFERENCE_DIFFERS.value:
+        return None
+    if values[-1] > FELL.value * least:
+        return None
+    return Evidence(
+        f"{history.kl_name()} fell from {number(values[-2])} to {number(values[-1])} nats per token in one step: no "
+        "update takes a policy back to its reference"
+    )
+
+
+def is_reset(history: History) -> bool:
+    """Whether a record shows a reference that becomes the policy again and again, after equally many steps."""
+    falls = [view.step for view in history.replay() if _vanished(view)]
+    gaps = [after - before for before, after in pairwise([min((r.step for r in history.rows), default=0), *falls])]
+    if len(gaps) < 2 or max(gaps[1:]) - min(gaps[1:]) > 1:
+        return False
+    return abs(gaps[0] - gaps[1]) <= 1 or (len(gaps) > 2 and gaps[0] < gaps[1])  # a record may begin between two
 
 
 def _kl_to_the_start(history: History) -> str | None:

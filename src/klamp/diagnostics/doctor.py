@@ -5,11 +5,12 @@ once, and may stop the run.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from klamp.diagnostics.alarm import Alarm, Evidence
 from klamp.diagnostics.alarms import ALARMS, check_names
+from klamp.diagnostics.alarms_kl import is_reset
 from klamp.diagnostics.history import EARLY, Completion, History, Row, RunSettings
 
 
@@ -85,6 +86,8 @@ def examine(history: History) -> Diagnosis:
     Args:
         history: the run; as much of it as the record holds.
     """
+    if is_reset(history):
+        history.settings = replace(history.settings, moving_reference=True)
     raised: dict[str, dict[int, Evidence]] = {}
     for view in history.replay():
         for alarm in ALARMS.values():

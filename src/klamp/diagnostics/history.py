@@ -236,6 +236,10 @@ class History:
     """Answers of evaluations, in order."""
     cautions: list[str] = field(default_factory=list)
     """What the run was warned of, in words."""
+    changes: Mapping[int, str] = field(default_factory=dict)
+    """Step -> what a resume after it changed, in words."""
+    former: Sequence[tuple[int, RunSettings]] = ()
+    """The settings before each of them, and the last step in which they were in force; in order."""
 
     @property
     def is_empty(self) -> bool:
@@ -312,7 +316,8 @@ class History:
             ((row.step, 2, row) for row in sorted(self.evaluations, key=lambda row: row.step)),
             key=lambda event: event[:2],
         )
-        for _, kind, event in events:
+        for step, kind, event in events:
+            view.settings = next((each for until, each in self.former if step <= until), self.settings)
             if isinstance(event, Row):
                 (view.rows if kind == 1 else view.evaluations).append(event)
                 yield view

@@ -5,20 +5,20 @@ finds the runs of a sweep's folder.
 from __future__ import annotations
 
 import json
+import math
 import re
-import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from klamp.config import KLWarning
 from klamp.diagnostics.history import History, Row, answer_of
 from klamp.errors import without_credentials
 from klamp.records.files import each_row, json_lines, object_in, unreadable
-from klamp.training.config import TrainConfig, field_owners
+from klamp.training.config import TrainConfig
 from klamp.training.folders import ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, RUNS, SUMMARY, VERSIONS
 from klamp.training.observers import completion_of, settings_of
+from klamp.training.resumed import config_of, in_force, told
 
 
 def is_klamp_run(path: Path) -> bool:
@@ -37,12 +37,16 @@ def read_klamp_run(path: Path) -> History:
         ConfigError: its configuration is impossible in this version; fields that it does not know are passed over.
     """
     values, config = read_config(path)
+    written = object_in(path / CONFIG)
     summary = object_in(path / SUMMARY) if (path / SUMMARY).is_file() else {}
     skill = summary.get("rl_skill")
     if not isinstance(skill, str | None):
         raise unreadable("the skill that is trained is no text", path / SUMMARY, why=f"it is a {type(skill).__name__}")
-    settings = settings_of(config, rl_skill=skill)
-    history = History(source="klamp run", settings=settings, config=values)
+    history = History(source="klamp run", settings=settings_of(config, rl_skill=skill), config=values)
+    history.changes = told(written)
+    history.former = [
+        (step, settings_of(config_of(in_force(written, step)), rl_skill=skill)) for step in history.changes
+    ]
     for scores, row in each_row(json_lines(path / METRICS_FILE), path / METRICS_FILE, _rows_of):
         history.evaluations += [scores] if scores.metrics else []
         history.rows += [row] if row.metrics else []
@@ -56,19 +60,20 @@ def read_klamp_run(path: Path) -> History:
     return history
 
 
-def read_config(path: Path) -> tuple[dict[str, Any], TrainConfig]:
+def read_config(path: Path, step: float = math.inf) -> tuple[dict[str, Any], TrainConfig]:
     """The configuration of a klamp run: as it was written, and as this version reads it.
+
+    Args:
+        path: its folder.
+        step: in which it was in force; by default the last.
 
     Raises:
         DataError: it is no YAML.
         ConfigError: it is impossible in this version; fields that it does not know are passed over.
     """
-    values = object_in(path / CONFIG)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)  # it was told when the run was started
-        config = TrainConfig.from_flat({name: value for name, value in values.items() if name in field_owners()})
+    values = in_force(object_in(path / CONFIG), step)
     shown = {name: without_credentials(value) if isinstance(value, str) else value for name, value in values.items()}
-    return shown, config
+    return shown, config_of(values)
 
 
 def _rows_of(row: Mapping[str, Any]) -> tuple[Row, Row]:

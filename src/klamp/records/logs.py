@@ -7,6 +7,7 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -51,11 +52,15 @@ def _history(
     logged = {name for _, row in rows for name in row}
     check_logged(names, number_names(row for _, row in rows if not _sums_up(row)), path)
     history = History(source=source, settings=settings_of(config, logged, names), config=config)
+    seen: set[int] = set()
     for step, row in rows:
         scores, metrics = evaluations(row, every=ours and OURS in logged), translate(row, names)
         if scores:
             history.evaluations.append(Row(step=step, metrics=scores))
         if metrics and not _sums_up(row):
+            if step in seen and step < history.rows[-1].step:  # the run went back: what it does again counts
+                history.rows = [each for each in history.rows if each.step < step]
+            seen.add(step)
             history.rows.append(Row(step=step, metrics=metrics))
     return history
 
@@ -149,25 +154,22 @@ def read_tensorboard(path: Path, names: Names | None = None) -> History:
         UnknownNameError: no row has one of `names`.
         MissingLibrary: tensorboard is not installed.
     """
-    folders = [path] if path.is_file() else _with_scalars(path)
-    if len(folders) > 1:
+    folders = [path] if path.is_file() else event_folders(path)
+    found = [(*each, folder) for folder in folders if (each := _read_events(folder))[0]]  # others hold arguments alone
+    found.sort(key=lambda each: min(each[0]))
+    if any(max(before) >= min(after) for (before, *_), (after, *_) in pairwise(found)):
         raise unreadable(
             "several TensorBoard runs lie below one folder",
             path,
-            why=", ".join(str(folder.relative_to(path)) for folder in folders),
-            fix="name one of them",
+            why=", ".join(str(folder.relative_to(path)) for *_, folder in found),
+            fix="name one of them; of one run that was resumed, put all event files into one folder",
         )
-    scalars, config = _read_events(folders[0] if folders else path)
+    scalars = {step: row for rows, *_ in found for step, row in rows.items()}
+    config = {name: value for _, each, _ in found for name, value in each.items()}
     if not scalars:
         raise unreadable("there are no scalars in the event files", path, why="nothing was logged as a scalar")
     rows = [(step, scalars[step]) for step in sorted(scalars)]
     return _history("TensorBoard", rows, config, names, path)
-
-
-def _with_scalars(path: Path) -> list[Path]:
-    """The folders that hold scalars; accelerate and transformers write hyperparameters into another one beside them."""
-    folders = event_folders(path)
-    return folders if len(folders) < 2 else [folder for folder in folders if _read_events(folder)[0]]
 
 
 def _read_events(path: Path) -> tuple[dict[int, dict[str, float]], dict[str, Any]]:

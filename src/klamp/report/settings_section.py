@@ -26,6 +26,9 @@ def settings_section(runs: Sequence[ReportRun]) -> Html:
         parts += [element("h3", "What differs between the runs"), _differences(runs)]
     elif runs[0].defaults:
         parts += _changed(runs[0])
+    changed = [f"{run.name}, after step {n}: {text}" for run in runs for n, text in run.history.changes.items()]
+    if changed:
+        parts += [element("h3", "Changed at a resume"), *(element("p", text) for text in changed)]
     summary = element("summary", "Every field")
     parts.append(element("details", summary, _everything(runs), class_="data", open=not parts))
     return join(parts)

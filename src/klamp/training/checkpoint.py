@@ -38,6 +38,7 @@ from klamp.training.folders import (
     CONFIG,
     NAMED,
     POLICY,
+    SEAL,
     SUMMARY,
     checkpoint_folders,
     lost,
@@ -49,8 +50,6 @@ from klamp.training.folders import (
 
 OWN, OF_TRL, OF_VERL = "step-", "checkpoint-", "global_step_"
 """How the names of a backend's checkpoints begin."""
-SEAL = "checksums.json"
-"""The file in a checkpoint that holds its checksums; where it is, the checkpoint was complete."""
 REFERENCE = "reference.safetensors"
 STATE = {"step", "controller", "schedule", "reference_length"}
 """The keys that state.json must hold for a run to continue."""

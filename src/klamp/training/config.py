@@ -180,7 +180,7 @@ class RunConfig:
     report_to: tuple[str, ...] = ("tensorboard",)
     """Trackers, through accelerate: tensorboard, wandb, and the others that it knows; none: no tracker."""
     resume: bool = False
-    """Continue the run in output_dir from its newest checkpoint."""
+    """Continue a run from its newest checkpoint, as it was but for what is named: `--resume RUN`, or output_dir."""
     exact_kl_completions: int | None = None
     """Completions per group whose exact KL is measured, in both directions; None: all of them for a small vocabulary,
     else one and KL(policy||ref) only."""
@@ -296,6 +296,15 @@ def field_owners() -> dict[str, str]:
     return {f.name: name for name, cls in section_classes().items() for f in dataclasses.fields(cls)}
 
 
+def reference_kind(config: TrainConfig) -> str:
+    """The kind of a run's reference: none, frozen, adapter_off, ema, periodic or remote."""
+    if not config.kl.needs_reference:
+        return "none"
+    if config.kl.reference != "auto":
+        return config.kl.reference
+    return "adapter_off" if config.model.lora_r and config.model.ref_model is None else "frozen"
+
+
 def _check_precision(model: ModelConfig) -> None:
     """Refuse to train all weights of a float16 model; warn of master_weights where there are none.
 
@@ -349,5 +358,6 @@ __all__ = [
     "RunConfig",
     "TrainConfig",
     "field_owners",
+    "reference_kind",
     "section_classes",
 ]

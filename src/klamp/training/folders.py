@@ -34,6 +34,8 @@ SCORE = "eval/"
 """How the name of a skill's score begins in metrics.jsonl."""
 CHECKPOINTS = "checkpoints"
 """The folder inside a run's folder that holds one folder per checkpoint."""
+SEAL = "checksums.json"
+"""The file in a checkpoint that holds its checksums; where it is, the checkpoint was complete."""
 POLICY = "policy"
 """The folder inside a checkpoint of klamp's that holds its weights."""
 NAMED = re.compile(r"(step-|checkpoint-|global_step_)\d+", re.ASCII)

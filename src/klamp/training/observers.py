@@ -54,6 +54,8 @@ class RunInfo:
     """The device of the policy."""
     processes: int
     """Number of processes."""
+    changes: str = ""
+    """What a resume changed, in words."""
 
 
 @dataclass(frozen=True, kw_only=True)

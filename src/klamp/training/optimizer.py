@@ -17,6 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from klamp.core.masking import upcast
+from klamp.hosts.common.schedule import go_on_from
 from klamp.training.config import TrainConfig
 
 MASTERS = "masters"
@@ -72,16 +73,27 @@ class MasterAdamW(AdamW):
 
 def adamw(policy: nn.Module, config: TrainConfig) -> AdamW:
     """AdamW on the weights of a policy that are trained, or on float32 copies of them."""
-    optim = config.optim
     weights = [p for p in policy.parameters() if p.requires_grad]
     copies = config.model.master_weights == "float32" and any(p.dtype == torch.bfloat16 for p in weights)
     return (MasterAdamW if copies else AdamW)(
         weights,
-        lr=optim.learning_rate,
-        betas=(optim.adam_beta1, optim.adam_beta2),
-        weight_decay=optim.weight_decay,
+        lr=config.optim.learning_rate,
+        **settings_of(config),
         fused=all(p.device.type in ("cpu", "cuda") for p in weights),  # one pass over the weights and moments
     )
+
+
+def settings_of(config: TrainConfig) -> dict[str, Any]:
+    """What AdamW is told besides the rate; a saved state brings its own, over which these are put at a resume."""
+    return {"betas": (config.optim.adam_beta1, config.optim.adam_beta2), "weight_decay": config.optim.weight_decay}
+
+
+def go_on(schedule: LambdaLR, config: TrainConfig, *, updates: int = 1) -> str:
+    """Have a schedule and its optimizer, whose states were loaded, do what is asked for now; see `go_on_from`."""
+    for group in schedule.optimizer.param_groups:
+        group.update(settings_of(config))
+    optim = config.optim
+    return go_on_from(schedule, schedule.last_epoch, optim.learning_rate, warmup=optim.warmup_steps, updates=updates)
 
 
 def schedule_of(optimizer: Optimizer, config: TrainConfig, *, updates: int = 1) -> LambdaLR:

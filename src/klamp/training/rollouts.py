@@ -331,7 +331,7 @@ def measure_reference_length(context: Context) -> None:
     """
     if not needs_reference_length(context):
         return
-    reference = context.reference
+    reference = context.original or context.reference  # where a resume asks for it, a moving one has moved
     if not isinstance(reference, LocalReference):
         raise ConfigError(
             "the reference length cannot be measured with a remote reference",

@@ -26,6 +26,7 @@ from klamp.training.folders import METRICS_FILE, lines_until, scores_of
 from klamp.training.observers import AlarmObserver, Observer, RunInfo, RunSummary
 from klamp.training.processes import explained
 from klamp.training.references import FrozenReference
+from klamp.training.resumed import check_resume
 from klamp.training.rollouts import Rollout
 from klamp.training.runlog import RunLog, begin_trackers
 from klamp.training.sampling import examples_of_step
@@ -86,6 +87,8 @@ class Training:
         self.before: dict[str, float] = {}
         self.metrics: dict[str, float] = {}
         self.after: dict[str, float] = {}
+        self.changes = ""
+        self.noted: list[str] = []
 
     @classmethod
     def train(cls, config: TrainConfig, observers: Sequence[Observer]) -> RunSummary:
@@ -100,13 +103,15 @@ class Training:
         """
         cls.refuse(config)
         with explained(config), opened_folder(config) as folder, ExitStack() as last:
+            going = check_resume(config, folder)
             accelerator = make_accelerator(config, folder)
             try:
                 run = cls.build(config, accelerator, folder, [RunLog(accelerator), *observers], last)
+                run.changes = going[1] if going else ""
                 if config.run.resume:
                     run.resume()
                 run.tell(lambda o: o.on_start(run.info()))
-                run.warn(*run.cautions())
+                run.warn(*run.cautions(), *run.noted)
                 begin_trackers(accelerator, config, folder, done=run.step)
                 return run.run()
             finally:
@@ -310,8 +315,7 @@ class Training:
             got="an interrupt",
             resumable=folder is not None,
             why=f"the state after step {step} is saved in {folder}" if folder else "no step was saved yet",
-            fix=f"continue with: klamp train --config {self.context.output_dir}/config.yaml "
-            f"--output_dir {self.context.output_dir} --resume"
+            fix=f"continue with: klamp train --resume {self.context.output_dir}"
             if folder
             else "start it again in another folder, or in this one from its first step, with --resume",
         )
@@ -330,4 +334,5 @@ class Training:
             reference="none" if context.reference is None else context.reference.describe(),
             device=str(context.device),
             processes=context.processes,
+            changes=self.changes,
         )

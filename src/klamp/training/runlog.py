@@ -36,6 +36,7 @@ from klamp.training.folders import (
     write_whole,
 )
 from klamp.training.observers import Observer, RunInfo, RunSummary
+from klamp.training.resumed import IDENTITY, PLACE, identity, plain, read, with_history
 
 PACKAGES = (
     *("torch", "transformers", "accelerate", "trl", "peft", "datasets", "tokenizers", "safetensors", "reasoning-gym"),
@@ -52,11 +53,6 @@ def versions() -> dict[str, str]:
         except PackageNotFoundError:
             found[package] = "not installed"
     return found | {"torch_threads": str(torch.get_num_threads())}
-
-
-def plain(config: TrainConfig) -> dict[str, Any]:
-    """The configuration as plain data for YAML and trackers: lists instead of tuples."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in config.flat().items()}
 
 
 def begin_trackers(accelerator: Any, config: TrainConfig, folder: Path, *, done: int) -> None:
@@ -117,9 +113,7 @@ class RunLog(Observer):
         self.folder = info.output_dir
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            if not info.start_step:
-                begun = plain(info.config) | {"resume": False}
-                write_whole(self.folder / CONFIG, yaml.safe_dump(begun, sort_keys=False))
+            self._write_configuration(self.folder, info)
             write_whole(self.folder / VERSIONS, json.dumps(versions(), indent=2))
             for name in (METRICS_FILE, COMPLETIONS, ANSWERS, ALARMS_FILE, CAUTIONS):
                 _keep_until(self.folder / name, info.start_step or -1)
@@ -128,6 +122,15 @@ class RunLog(Observer):
             raise _refused(self.folder, error, done=info.start_step) from error
         self.step = info.start_step
         self.said = {str(row.get("text")) for row in lines_of(self.folder / CAUTIONS)}
+
+    def _write_configuration(self, folder: Path, info: RunInfo) -> None:
+        """Write what is in force from here on, and what was before; a resume that changes nothing writes nothing."""
+        past = read(folder) if info.start_step and (folder / CONFIG).is_file() else {}
+        now = with_history(info.config, past, info.start_step)
+        if now != past | {name: now[name] for name in PLACE}:
+            write_whole(folder / CONFIG, yaml.safe_dump(now, sort_keys=False))
+        if not (info.start_step and (folder / IDENTITY).is_file()):
+            write_whole(folder / IDENTITY, json.dumps(identity(info.config), indent=2))
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics as a line of metrics.jsonl, and to the trackers."""

@@ -27,7 +27,7 @@ from klamp.tasks.base import Task, has_own_prompts
 from klamp.tasks.files import check_columns, read_rows
 from klamp.tasks.named_models import NAMED_MODELS
 from klamp.training import checkpoint
-from klamp.training.config import ModelConfig, TrainConfig
+from klamp.training.config import ModelConfig, TrainConfig, reference_kind
 from klamp.training.context import Context
 from klamp.training.folders import POLICY, check_folder, held, make_folder
 from klamp.training.models import (
@@ -248,15 +248,6 @@ def _resumed(start: nn.Module, config: TrainConfig, folder: Path) -> nn.Module:
         return load_model(str(folder / POLICY), config.model.dtype)
     except ModelError as error:
         raise checkpoint.damaged(folder, error) from error
-
-
-def reference_kind(config: TrainConfig) -> str:
-    """The kind of a run's reference: none, frozen, adapter_off, ema, periodic or remote."""
-    if not config.kl.needs_reference:
-        return "none"
-    if config.kl.reference != "auto":
-        return config.kl.reference
-    return "adapter_off" if config.model.lora_r and config.model.ref_model is None else "frozen"
 
 
 def _references(

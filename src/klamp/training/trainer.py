@@ -19,7 +19,7 @@ from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.folders import number_of
 from klamp.training.observers import Observer
-from klamp.training.optimizer import adamw, schedule_of
+from klamp.training.optimizer import adamw, go_on, schedule_of
 from klamp.training.processes import check_one_machine
 from klamp.training.rollouts import Rollout, collect, measure_reference_length
 from klamp.training.run import Interrupt, Training
@@ -53,9 +53,8 @@ class Trainer(Training):
         return cls(build(config, accelerator, folder, observers), observers)
 
     def begin(self) -> None:
-        """Measure the reference's length where a run that starts needs it; evaluate."""
-        if self.step == 0:
-            self.measure_length()
+        """Measure the reference's length where a clip needs it and it is not known yet; evaluate."""
+        self.measure_length()
         super().begin()
 
     def measure_length(self) -> None:
@@ -91,6 +90,7 @@ class Trainer(Training):
             self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None]})  # the function is not saved
             if not isinstance(self.schedule.last_epoch, int):
                 raise TypeError(f"last_epoch of the schedule is {self.schedule.last_epoch!r}")
+            self.noted += filter(None, [go_on(self.schedule, self.context.config)])
             self.step = state["step"]
             self.control.load_state_dict(state)
         except RunFolderError:

@@ -91,6 +91,14 @@ def test_a_continued_run_is_the_uninterrupted_one(tiny, run_of, tmp_path):
     assert all("kl/budget" in row for row in steps_of(whole))
 
 
+def test_a_resume_takes_the_new_rate_and_beta(tiny, run_of, tmp_path):
+    changes = SHORT | {"max_steps": 1, "lr_scheduler_type": "constant", "warmup_steps": 0}
+    train_run(run_of(**changes))
+    train_run(run_of(**changes | {"max_steps": 2, "learning_rate": 1e-4, "beta": 0.7, "resume": True}))
+    row = steps_of(tmp_path / "run")[1]
+    assert (row["train/learning_rate"], row["beta"]) == (1e-4, 0.7)
+
+
 def test_an_unknown_model_is_named(tiny, run_of, tmp_path):
     with pytest.raises(ModelError, match="no base model 'klamp/other'") as caught:
         train_run(run_of(model="klamp/other"))

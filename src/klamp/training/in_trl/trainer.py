@@ -32,7 +32,7 @@ from klamp.training.checkpoint import OF_TRL, UNWRITABLE, checkpoints, seal
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.folders import lost
-from klamp.training.optimizer import adamw, schedule_of
+from klamp.training.optimizer import adamw, go_on, schedule_of
 from klamp.training.processes import is_wait_in_vain
 from klamp.training.rollouts import Rollout, rewards_of, totals_of
 from klamp.training.sampling import examples_of_run
@@ -107,9 +107,13 @@ class Generated:
 
 
 class OwnAdvantages(trl.GRPOTrainer):
-    """TRL's trainer with the advantages of klamp's `group_advantages`; klamp's KL comes after them."""
+    """TRL's trainer with the advantages of klamp's `group_advantages`; klamp's KL comes after them.
+
+    A schedule that was saved goes on by what is asked for now, before klamp's part of the checkpoint is read.
+    """
 
     config: TrainConfig
+    cautions: list[str]
     plain_advantages: Tensor
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
@@ -126,6 +130,12 @@ class OwnAdvantages(trl.GRPOTrainer):
     def _tokenize_prompts(self, prompts: Any) -> Any:
         _, *others = super()._tokenize_prompts(prompts)
         return self._tokenizer(list(prompts), add_special_tokens=False)["input_ids"], *others
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        schedule = getattr(self.lr_scheduler, "scheduler", self.lr_scheduler)  # accelerate's wrapper, with DeepSpeed
+        if checkpoint is not None and isinstance(schedule, LambdaLR):
+            self.cautions += filter(None, [go_on(schedule, self.config, updates=self.num_iterations)])
 
 
 class RunTrainer(GRPOTrainer, OwnAdvantages):

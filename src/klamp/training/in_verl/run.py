@@ -25,10 +25,10 @@ from klamp.diagnostics.names import evaluations, flat, is_verl_line, translate
 from klamp.errors import KlampError, MissingLibrary, TrainerFailed, UnsupportedVersion
 from klamp.hosts.common.versions import check_version
 from klamp.training import checkpoint
-from klamp.training.checkpoint import SEAL, seal
+from klamp.training.checkpoint import seal
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
-from klamp.training.folders import lost
+from klamp.training.folders import SEAL, lost
 from klamp.training.in_verl.data import answered, write_data
 from klamp.training.in_verl.overrides import Layout, command, model_path
 from klamp.training.in_verl.process import Child
