@@ -11,10 +11,18 @@ import pytest
 
 from klamp.ablation.plan import OWNED
 from klamp.cli import main, options
-from klamp.cli.flags import by_any_name, fields_of, read_argv, read_options, train_fields
+from klamp.cli.flags import (
+    DIFFERENCES,
+    OTHER_NAMES,
+    OTHERS,
+    by_any_name,
+    fields_of,
+    read_argv,
+    read_options,
+    train_fields,
+)
 from klamp.cli.help import COMMANDS
 from klamp.cli.options import TrainOptions
-from klamp.cli.other_names import DIFFERENCES, OTHER_NAMES, OTHERS
 from klamp.config import ALIASES, PRESETS
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.training.config import TrainConfig, field_owners

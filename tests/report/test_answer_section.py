@@ -5,8 +5,8 @@ from __future__ import annotations
 from tests.report.pages import Node, parse, run_of
 
 from klamp.diagnostics.history import Answer, Row
-from klamp.report.answer_section import LONGEST, answer_section
 from klamp.report.headlines import headlines
+from klamp.report.page import LONGEST, answer_section
 from klamp.report.run import ReportRun, ScoreFormat
 
 TAG = "<script>alert(1)</script>"

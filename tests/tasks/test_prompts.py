@@ -132,11 +132,6 @@ def test_what_fits_is_left_alone() -> None:
     assert said(tokenizer(), stop=(made.eos_token, "<|im_end|>")) == (), "one of several end tokens is enough"
 
 
-def test_a_template_that_is_missing_is_named_by_the_marks_that_are_there() -> None:
-    (caution,) = said(tokenizer(template=None))
-    assert "(<|im_start|>)" in caution and "no chat template" in caution
-
-
 def test_an_end_of_the_turn_that_ends_nothing_is_named_with_what_does() -> None:
     made = tokenizer()
     (caution,) = said(made, stop=(made.eos_token,))

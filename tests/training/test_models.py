@@ -16,7 +16,7 @@ from tests.training.conftest import tiny_gpt2, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from klamp.errors import KlampError, ModelError
-from klamp.scoring.model_parts import takes
+from klamp.scoring.model_parts import output_size, takes
 from klamp.tasks import BaseModelConfig
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.config import ModelConfig
@@ -30,7 +30,6 @@ from klamp.training.models import (
     loadable,
     make_ready,
     max_length,
-    output_size,
     weights_folder,
     with_adapter,
 )

@@ -21,6 +21,7 @@ from klamp.ablation.plan import KL_PROMPTS
 from klamp.core.masking import masked_sum
 from klamp.core.types import Direction
 from klamp.scoring.completions import select
+from klamp.scoring.model_parts import output_size
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Ask, ExactKL, Scorer
 from klamp.tasks.base import Example
@@ -28,7 +29,7 @@ from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.evaluation import evaluate as scores_in
 from klamp.training.folders import newest_policy
-from klamp.training.models import end_tokens, load_model, load_tokenizer, max_length, output_size, with_adapter
+from klamp.training.models import end_tokens, load_model, load_tokenizer, max_length, with_adapter
 from klamp.training.references import AdapterOffReference, FrozenReference, LocalReference
 from klamp.training.rollouts import completed
 from klamp.training.sampling import uniform_numbers

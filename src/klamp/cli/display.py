@@ -337,13 +337,10 @@ class Board(Drawn):
             said = {"kept": "done before", "running": "under way"}.get(row.state, row.state)
             rest = row.numbers() if row.metrics else f"{row.steps} steps"
             text = f"failed: {update.text}" if row.state == "failed" else f"{said}, {rest}"
-            self.say(f"[{self.ended()}/{len(self.rows)} ended, {self.time_text()}] {row.name}: {text}")
+            ended = sum(each.state in ENDED for each in self.rows.values())
+            self.say(f"[{ended}/{len(self.rows)} ended, {self.time_text()}] {row.name}: {text}")
         if update.text and update.state != "failed":
             self.say(f"  alarm in {row.name}: {update.text}")
-
-    def ended(self) -> int:
-        """The number of runs that have ended."""
-        return sum(row.state in ENDED for row in self.rows.values())
 
     def seconds_left(self) -> float | None:
         """Seconds left at the speed so far; None before the first step."""

@@ -103,9 +103,8 @@ def check_number(
     """
     number = _is_number(x, whole=whole)
     if isinstance(x, int | float) and (LARGEST if isinstance(x, int) else LARGEST_FLOAT) < abs(x) < math.inf:
-        raise ConfigError(
-            f"{name} is too large", got=describe(x), why="no tensor holds it", fix=fix or "pass a smaller number"
-        )
+        fix = fix or "pass a smaller number"
+        raise ConfigError(f"{name} is too large", got=describe(x), why="no tensor holds it", fix=fix)
     if (x is None and optional) or (is_finite_number(x) and number and numbers.holds(x)):
         return
     kind = "a whole number" if whole else "a number"

@@ -10,17 +10,17 @@ from functools import cache
 from importlib.resources import files
 
 from klamp._version import __version__
+from klamp.diagnostics.history import Answer, answers_of
 from klamp.errors import DataError
 from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
-from klamp.report.answer_section import answer_section
 from klamp.report.chart import render_chart
 from klamp.report.completions import Shown, ranked
 from klamp.report.cost_section import Costs, costs_of
 from klamp.report.curves import charts, position_charts
 from klamp.report.headlines import COLUMNS, WINDOW, side_by_side, tiles
-from klamp.report.run import ReportRun
+from klamp.report.run import ReportRun, ScoreFormat
 from klamp.report.settings_section import settings_section, versions_section
-from klamp.report.text import Html, count, element, join, plain_table
+from klamp.report.text import MISSING, Html, count, element, join, plain_table, shorten
 from klamp.report.token_section import fitting, token_section
 
 LIMIT = 2_000_000
@@ -28,6 +28,10 @@ LIMIT = 2_000_000
 POINTS = 40_000
 """About how many points all curves of a page have together."""
 GENERATOR = "klamp report"
+LONGEST = 400
+"""Characters of an answer that are shown."""
+MOST = 40
+"""Questions that are shown."""
 STYLES, SCRIPTS = (
     ("page.css", "charts.css", "tokens.css"),
     ("theme.js", "plot.js", "save.js", "panel.js", "charts.js", "tokens.js"),
@@ -180,6 +184,40 @@ def _positions(runs: Sequence[ReportRun]) -> Html:
     if not found:
         return element("p", "No completions with a reference's log-probabilities were written.", class_="missing")
     return element("div", *found, class_="grid")
+
+
+def answer_section(runs: Sequence[ReportRun]) -> Html:
+    """What the policy answered at the first and at the last evaluation.
+
+    Args:
+        runs: those of the report; what the first of them answered before training stands for all.
+    """
+    first = next((run for run in runs if run.history.answers), None)
+    if first is None:
+        return element("p", "No answers of an evaluation were written.", class_="missing")
+    scores = ScoreFormat.of(runs)
+    before = answers_of(first.history.answers, "first")
+    after = [answers_of(run.history.answers, "last") for run in runs]
+    rows = [
+        (
+            join([shorten(question, LONGEST), element("small", skill)]),
+            _cell(before[skill, question], scores),
+            *(_cell(found.get((skill, question)), scores) for found in after),
+        )
+        for skill, question in list(before)[:MOST]
+    ]
+    headings = ("question", "before", *(run.name if len(runs) > 1 else "after" for run in runs))
+    unit = f" ({scores.unit})" if scores.points else ""
+    text = f"Greedy answers to held-out prompts, with their scores{unit}; before training, and at the last evaluation."
+    table = plain_table(headings, rows, caption="answers before and after training", classes="answers")
+    return join([element("p", text, class_="aside"), table])
+
+
+def _cell(answer: Answer | None, scores: ScoreFormat) -> Html:
+    if answer is None:
+        return Html(MISSING)
+    text = shorten(answer.completion.strip(), LONGEST) or "(nothing)"
+    return join([element("q", text), element("small", f"score {scores.write(answer.score)}")])
 
 
 @cache

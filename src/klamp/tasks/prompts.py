@@ -19,9 +19,6 @@ Messages = list[dict[str, str]]
 _SHOWN_CHARACTERS = 200
 """How much of a prompt an error message quotes."""
 
-TURN_MARKS = ("im_start", "start_header_id", "start_of_turn", "start_of_role", "[INST]", "|user|", "|User|")
-"""Parts of tokens that open a turn in the chat formats in use."""
-
 _ANSWER = "ANSWER"
 
 
@@ -168,19 +165,14 @@ def chat_cautions(config: TaskConfig, tokenizer: PreTrainedTokenizerBase, stop: 
         tokenizer: the tokenizer of the model that is trained.
         stop: ids that end a completion.
     """
-    if uses_chat_template(config, tokenizer):
-        end = turn_end(tokenizer)
-        return () if not end or end[0] in set(stop) else (_never_ends(tokenizer, end[0], stop),)
-    if config.chat_template is not None or getattr(tokenizer, "chat_template", None):
+    end = turn_end(tokenizer) if uses_chat_template(config, tokenizer) else ()
+    if not end or end[0] in set(stop):
         return ()
-    added = sorted(map(str, tokenizer.get_added_vocab()))  # pyright: ignore
-    marks = [token for token in added if any(mark in token for mark in TURN_MARKS)]
-    if not marks:
-        return ()
+    mark, others = (str(tokenizer.convert_ids_to_tokens(ids)) for ids in (end[0], sorted(stop)))
     return (
-        f"the tokenizer knows the marks of a chat ({marks[0]}) and has no chat template: prompts go in as they are, "
-        "and the model reads a text to go on with, not a question. Use the chat model's tokenizer with its template "
-        "(chat_template.jinja, or tokenizer_config.json); chat_template=False says that this is meant.",
+        f"the chat template ends an answer with {mark}, and completions end with {others}: answers go on past their "
+        f"end until they are cut. Make {mark} the tokenizer's end token, or add it to eos_token_id in the model's "
+        "generation_config.json.",
     )
 
 
@@ -194,12 +186,3 @@ def turn_end(tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
     _, written, after = text.rpartition(_ANSWER)
     end = after.strip() if written else ""
     return tokenizer(end, add_special_tokens=False)["input_ids"] if end else ()  # pyright: ignore
-
-
-def _never_ends(tokenizer: PreTrainedTokenizerBase, end: int, stop: Iterable[int]) -> str:
-    mark, others = (str(tokenizer.convert_ids_to_tokens(ids)) for ids in (end, sorted(stop)))
-    return (
-        f"the chat template ends an answer with {mark}, and completions end with {others}: answers go on past their "
-        f"end until they are cut. Make {mark} the tokenizer's end token, or add it to eos_token_id in the model's "
-        "generation_config.json."
-    )

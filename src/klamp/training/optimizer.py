@@ -17,7 +17,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from klamp.core.masking import upcast
-from klamp.hosts.common.schedule import go_on_from
+from klamp.hosts.common.control import go_on_from
 from klamp.training.config import TrainConfig
 
 MASTERS = "masters"

@@ -35,15 +35,14 @@ FIXED: Mapping[str, str] = {
     **dict.fromkeys(("lora_r", "lora_alpha", "lora_target_modules"), ADAPTER),
     "seed": "the order of prompts and all draws come from it",
     **dict.fromkeys(("prompt_column", "answer_column", "skill_column", "chat_template", "system_prompt"), PROMPTS),
-    "eval_size": PROMPTS,
-    "task_seed": PROMPTS,
+    **dict.fromkeys(("eval_size", "task_seed"), PROMPTS),
 }
 """Fields that no resume can change, and why; of every field that is in no table here, the new value counts."""
-IN_OPTIMIZER = ("learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "adam_beta1", "adam_beta2")
 FIXED_BY: Mapping[Backend, Mapping[str, str]] = {
     "trl": {"num_iterations": "TRL counts updates: its checkpoint would be of another step"},
     "verl": {
-        **dict.fromkeys(IN_OPTIMIZER, "verl loads it with its optimizer"),
+        **dict.fromkeys(("learning_rate", "lr_scheduler_type", "warmup_steps"), "verl loads it with its optimizer"),
+        **dict.fromkeys(("weight_decay", "adam_beta1", "adam_beta2"), "verl loads it with its optimizer"),
         "prompts_per_step": "verl's place in the data counts by it",
         **dict.fromkeys(("gpus", "machines"), "verl's processes read what as many wrote"),
     },
@@ -174,12 +173,10 @@ def with_history(config: TrainConfig, past: Mapping[str, Any], step: int) -> dic
 
 def told(values: Mapping[str, Any]) -> dict[int, str]:
     """Step -> what was changed after it, in words; from the values of a config.yaml."""
-    steps = [entry[UNTIL] for entry in history_of(values)]
+    steps = (entry[UNTIL] for entry in history_of(values))
     return {step: in_words(_changes(in_force(values, step), in_force(values, step + 1))) for step in steps}
 
 
-BLOCK, BLOCKS = 2**20, 64
-"""Of a file that is longer than so many blocks of so many bytes, as many are read: another model differs everywhere."""
 SUMMED = (".safetensors", ".bin", ".json", ".model", ".txt")
 """The files of a folder that make a model what it is."""
 
@@ -197,11 +194,8 @@ def _sum(name: str) -> str:
     inside = sorted(place.iterdir()) if place.is_dir() and not has_own_prompts(name) else []
     files = [each for each in inside if each.suffix in SUMMED] or [each for each in (place,) if each.is_file()]
     for file in files:
-        size = file.stat().st_size
         with file.open("rb") as stream:
-            for start in range(0, size, max(BLOCK, size // BLOCKS)):
-                stream.seek(start)
-                found.update(stream.read(BLOCK))
+            found.update(hashlib.file_digest(stream, "sha256").digest())
     return found.hexdigest() if files else ""
 
 

@@ -9,7 +9,7 @@ import torch
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
 
-from klamp.hosts.common.schedule import go_on_from
+from klamp.hosts.common.control import go_on_from
 
 
 def schedule_to(last: int, rate: float = 1.0, updates: int = 1) -> LambdaLR:

@@ -7,7 +7,7 @@ import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -44,7 +44,7 @@ def own_reference(model: Any, ref_model: Any, args: Any, *, peft: bool) -> nn.Mo
     if ref_model is None and not peft and isinstance(model, nn.Module) and not _can_be_loaded_again(model):
         return frozen_copy(model)
     if ref_model is None and not peft and isinstance(model, nn.Module):  # TRL loads it again by its name
-        check_folder(model.config._name_or_path)
+        check_folder(cast(Any, model.config)._name_or_path)
     return ref_model
 
 

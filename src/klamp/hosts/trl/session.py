@@ -16,8 +16,7 @@ from transformers import TrainingArguments
 from klamp.config import KLConfig
 from klamp.core.term import KLTerm
 from klamp.hosts.common.coefficient import check_once
-from klamp.hosts.common.control import KLControl, read_state
-from klamp.hosts.common.schedule import go_on_from
+from klamp.hosts.common.control import KLControl, go_on_from, read_state
 from klamp.hosts.common.window import Window
 from klamp.hosts.trl.fast_scoring import FastScoring
 
