@@ -286,6 +286,9 @@ def go_on_from(schedule: LambdaLR, steps: int, rate: float, *, warmup: int = 0, 
     if saved.rise[0] == steps and saved.rise[1] > SMALL:
         over = f"over {warmup} steps (warmup_steps)" if warmup else "at once, since warmup_steps is 0"
         text = f"The learning rate goes up at this resume, from {before:.3g} to {planned:.3g}, {over}."
+    if not saved.rise[0]:  # as it was: it saves what a run saves that never stopped
+        schedule.lr_lambdas = plans
+        del saved.rise
     schedule.last_epoch, saved.base_lrs = steps, [rate] * len(plans)
     schedule._last_lr = [rate * plan(steps) for plan in schedule.lr_lambdas]
     for group, now in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
