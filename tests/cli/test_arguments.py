@@ -68,13 +68,15 @@ def test_flags_win_over_the_file_and_the_file_over_the_preset(write) -> None:
     assert request.given >= {"beta", "kl_gradient", "loss_type", "epsilon", "max_steps"}
 
 
-def test_a_run_that_goes_on_is_as_it_was_but_for_what_is_named(write, tmp_path: Path) -> None:
+def test_a_run_that_goes_on_is_as_it_was_but_for_what_is_named(write, tmp_path: Path, monkeypatch) -> None:
     folder = write("beta: 0.3\nlearning_rate: 1e-5\noutput_dir: moved\nhistory: [{until: 2, beta: 0.1}]\n").parent
     (folder / "run.yaml").rename(folder / "config.yaml")
     config = parse_train(["--resume", str(folder), "--beta", ".5"]).config
     assert (config.kl.beta, config.optim.learning_rate, config.run.resume) == (0.5, 1e-5, True)
     assert config.run.output_dir == str(folder)
     assert parse_train(["--beta", ".5", "--output_dir", str(folder), "--resume"]).config == config
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert parse_train([f"--resume=~/{folder.name}", "--beta", ".5"]).config == config
     with pytest.raises(ConfigError, match="two folders are named"):
         parse_train(["--resume", str(folder), "--output_dir", "other"])
 

@@ -59,7 +59,7 @@ def request_of(flags: dict[str, Any]) -> TrainRequest:
     file = read_file(flags["config"]) if flags.get("config") is not None else {}
     asked = file | flags
     if isinstance(folder := asked.get("resume"), str):
-        if Path(flags.get("output_dir") or folder) != Path(folder):
+        if at_home(flags.get("output_dir") or folder) != at_home(folder):
             raise ConfigError(
                 "two folders are named",
                 got=f"resume {folder}, output_dir {flags['output_dir']}",
@@ -68,7 +68,7 @@ def request_of(flags: dict[str, Any]) -> TrainRequest:
             )
         asked |= {"resume": True, "output_dir": folder}
     options, values = apart({**preset_values(asked.get("preset")), **asked}, TrainOptions)
-    own = Path(asked["output_dir"]) / CONFIG if asked.get("resume") and asked.get("output_dir") else None
+    own = at_home(asked["output_dir"]) / CONFIG if asked.get("resume") and asked.get("output_dir") else None
     base = read_file(own) if own is not None and own.is_file() else {}
     return TrainRequest(config=TrainConfig.from_flat(base | values), options=options, given=frozenset(values))
 

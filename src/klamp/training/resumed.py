@@ -18,6 +18,7 @@ from klamp.tasks.base import has_own_prompts
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder
 from klamp.tasks.files import json_of, yaml_of
 from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
+from klamp.tasks.paths import at_home
 from klamp.training.config import Backend, TrainConfig, field_owners, reference_kind
 from klamp.training.folders import CONFIG, SEAL, checkpoint_folders, number_of, policy_folder
 
@@ -138,10 +139,9 @@ def config_of(values: Mapping[str, Any]) -> TrainConfig:
 
 def history_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The entries of a config.yaml's history, in order: values, and the last step in which they were in force."""
-    entries = values.get(HISTORY)
-    found = [each for each in entries if isinstance(each, dict)] if isinstance(entries, list) else []
-    found = [each for each in found if isinstance(each.get(UNTIL), int)]
-    return sorted(found, key=lambda each: each[UNTIL])
+    entries = found if isinstance(found := values.get(HISTORY), list) else []
+    whole = [each for each in entries if isinstance(each, dict) and isinstance(each.get(UNTIL), int)]
+    return sorted(whole, key=lambda each: each[UNTIL])
 
 
 def in_force(values: Mapping[str, Any], step: float = math.inf) -> dict[str, Any]:
@@ -190,7 +190,7 @@ def identity(config: TrainConfig) -> dict[str, dict[str, Any]]:
 def _sum(name: str) -> str:
     own = {"builtin": lambda: base_model_folder(BaseModelConfig())}
     own |= {named: lambda named=named: named_model_folder(named) for named in NAMED_MODELS}
-    place, found = own[name]() if name in own else Path(policy_folder(name)).expanduser(), hashlib.sha256()
+    place, found = own[name]() if name in own else at_home(policy_folder(name)), hashlib.sha256()
     inside = sorted(place.iterdir()) if place.is_dir() and not has_own_prompts(name) else []
     files = [each for each in inside if each.suffix in SUMMED] or [each for each in (place,) if each.is_file()]
     for file in files:
