@@ -110,7 +110,7 @@ def text(done: Mapping[tuple[str, int], Mapping[str, Any]]) -> str:
 
 
 def draw(done: Mapping[tuple[str, int], Mapping[str, Any]], file: Path) -> None:
-    """A square for each run, from red (no step in the band) to green (all)."""
+    """A square for each run with its per cent of steps in the band, red where it failed."""
     import matplotlib as mpl
 
     mpl.use("Agg")
@@ -119,23 +119,18 @@ def draw(done: Mapping[tuple[str, int], Mapping[str, Any]], file: Path) -> None:
     found = [(cell, runs) for cell, runs in rows(done) if runs]
     figure, place = plt.subplots(figsize=(7, 0.24 * len(found) + 0.8))
     for y, (_, runs) in enumerate(found):
-        place.scatter(
-            range(len(runs)),
-            [y] * len(runs),
-            c=[share(r) for r in runs],
-            cmap="RdYlGn",
-            vmin=0,
-            vmax=1,
-            marker="s",
-            s=130,
-        )
+        for x, each in enumerate(map(share, runs)):
+            colour = "tab:green" if each >= HELD else "tab:red"
+            place.text(
+                x, y, f"{100 * each:.0f}", color="white", backgroundcolor=colour, fontsize=8, ha="center", va="center"
+            )
     place.set_yticks(range(len(found)), [cell for cell, _ in found], fontsize=8)
     place.set(
         xticks=[],
-        xlabel="one square for each seed: the share of its steps in the band, red 0, green all",
+        xlabel=f"one for each seed: per cent of its steps in the band, red below {100 * HELD:.0f}",
         xlim=(-0.5, 8),
+        ylim=(len(found) - 0.3, -0.7),
     )
-    place.invert_yaxis()
     figure.savefig(file, dpi=110, bbox_inches="tight", metadata={"Software": None})
     plt.close(figure)
 
