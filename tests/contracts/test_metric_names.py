@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.contracts.test_dependencies import tree_of
 from tests.hosts.tinker.fakes import fake_batch
 
 import klamp
@@ -43,7 +44,7 @@ def test_no_two_logs_use_one_name_for_two_things() -> None:
 
 def written(file: Path) -> Iterator[str]:
     """The strings of a file that look like a metric's name; pieces of an f-string are none."""
-    tree = ast.parse(file.read_text(encoding="utf-8"))
+    tree = tree_of(file)
     pieces = {id(part) for node in ast.walk(tree) if isinstance(node, ast.JoinedStr) for part in node.values}
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in pieces:
