@@ -56,8 +56,8 @@ def as_runs(given: Sequence[tuple[Path, TrainConfig]], *, kl_prompts: int = KL_P
     for (folder, config), values in zip(given, flat, strict=True):
         _check_task(given[0], (folder, config))
         check_measured(config, f"in {folder / CONFIG}")
-        _check_recipe(folder)
         _check_finished(folder, values["max_steps"])
+        _check_recipe(folder)
     names = [name for name in flat[0] if name not in NO_VARIANT and len({repr(values[name]) for values in flat}) > 1]
     found: list[Compared] = []
     for (folder, config), values in zip(given, flat, strict=True):

@@ -81,11 +81,11 @@ def test_a_full_disk_is_one_error_that_names_what_is_whole(quick, stand_in, tmp_
 
 def test_a_byte_that_changed_since_is_noticed_and_the_newest_whole_one_is_named(quick, stand_in, tmp_path):
     stand_in(patient=True)
-    train_run(quick())
+    train_run(quick(lr_scheduler_type="constant"))
     saved = tmp_path / "run" / "checkpoints"
     (saved / "global_step_4" / "weights.pt").write_bytes(b"Weights")
     with pytest.raises(RunFolderError, match="the checkpoint is damaged") as caught:
-        train_run(quick(resume=True, max_steps=5))
+        train_run(quick(resume=True, max_steps=5, lr_scheduler_type="constant"))
     assert "weights.pt" in caught.value.why
     assert f"{saved}/global_step_2 is whole" in caught.value.fix
     assert f"into {saved}/latest_checkpointed_iteration.txt" in caught.value.fix
