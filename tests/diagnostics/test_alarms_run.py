@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 from tests.diagnostics.histories import completion, history_of, look
@@ -35,6 +36,7 @@ def test_huge_values(curves: dict, alarmed: bool) -> None:
         ((-math.inf, math.nan, -0.5), (True, True, False), "2 trained tokens have no finite log-probability"),
         ((-1.0, math.nan, -0.5), (True, False, True), None),
         ((math.nan, -2.0, -0.5), None, None),  # without a mask the row may begin with its prompt
+        ((-1.0, -math.inf, -0.5), None, "1 trained token has no finite log-probability"),
     ],
 )
 def test_trained_tokens_without_a_log_probability(policy: tuple, trained: tuple | None, text: str | None) -> None:
@@ -42,6 +44,10 @@ def test_trained_tokens_without_a_log_probability(policy: tuple, trained: tuple 
     history.add_completions([completion(policy=policy, trained=trained)])
     found = look("huge-values", history)
     assert (None if found is None else found.text) == text
+    if trained is None and text:  # as where the reference has no such token
+        (each,) = history.completions[1]
+        history.completions[1] = [replace(each, policy=(-1.0,) * 3, ref=policy)]
+        assert look("huge-values", history) == found
 
 
 def test_advantages_that_are_too_large() -> None:

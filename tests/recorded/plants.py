@@ -214,7 +214,7 @@ FAULTY: dict[str, Planted] = {
     "one-wrong-update": Planted(
         changes={**ARITHMETIC, "prompts_per_step": 12, "max_steps": 10},
         plant=_one_wrong_update,
-        finds={"kl-spike": (9, 9), "spike-with-reward-drop": (9, 10)},
+        finds={"kl-spike": (9, 9)},
     ),
     "exploding-rate": Planted(
         changes={"learning_rate": 1.0, "max_steps": 8}, finds={"kl-spike": (2, 6), "kl-high": (2, 8)}

@@ -29,7 +29,7 @@ WITH_TOKENS: dict[str, dict[str, int]] = {
     "adapter-not-zero": {"step-zero-kl": 1},
     "adapter-not-synced": {"sampler-mismatch": 3, "k3-far-above-k1": 5},
     "exploded-not-synced": {"k3-far-above-k1": 3, "kl-spike": 3, "sampler-mismatch": 3},
-    "one-wrong-update": {"kl-spike": 9, "spike-with-reward-drop": 9, "kl-far": 10},
+    "one-wrong-update": {"kl-spike": 9, "kl-far": 10},
     "wrong-reference": {"reference-differs": 1},
 }
 """Record -> the alarms that show five tokens, with the step that those are of."""

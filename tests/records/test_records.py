@@ -33,6 +33,8 @@ def test_a_trainer_state_by_hand(tmp_path: Path) -> None:
     assert [row.metrics["kl/k3"] for row in history.rows] == [0.0, 0.01, 1e5]
     assert [row.metrics for row in history.evaluations] == [{"reward": 0.5}]
     assert {f.alarm.name for f in examine(history).findings} == {"huge-values", "kl-spike"}
+    (tmp_path / "log.json").write_text(json.dumps(log))  # what a notebook dumps of it
+    assert read_record(tmp_path / "log.json").rows == history.rows
 
 
 def test_metrics_in_lines(tmp_path: Path) -> None:
@@ -64,7 +66,7 @@ def test_a_half_written_last_line_is_passed_over(tmp_path: Path) -> None:
         ("missing", None, "there is nothing to examine"),
         ("notes.txt", "hello", "a file of no known kind"),
         ("state.json", "{", "a file is not JSON"),
-        ("state.json", "[1]", "a file holds no JSON object"),
+        ("state.json", "1", "a file holds no JSON object"),
         ("state.json", '{"best": 1}', "a trainer state has no log_history"),
         ("rows.jsonl", '{"text": "a"}\n', "no metric and no token log-probabilities were found"),
         ("rows.jsonl", "", "no metric and no token log-probabilities were found"),

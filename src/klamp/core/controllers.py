@@ -136,7 +136,8 @@ class FixedController:
 
         What the rule takes for its start is the lower one of the two: it may go down to where it was told to start.
         """
-        self._take(self._start(self._bounded(min(value, self.value)))._replace(value=self._bounded(value)))
+        begun = self._bounded(value)
+        self._take(self._start(self._bounded(min(value, self.value)))._replace(value=begun, integral=begun))
 
     @property
     def _upper(self) -> float:

@@ -41,7 +41,7 @@ ALARMS: dict[str, Alarm] = {
         ),
         Alarm(
             name="negative-k1",
-            text="k1 is negative for long",
+            text="k1 is negative beyond chance",
             means="The mean of log policy - log ref estimates a KL, which is never negative, if the policy sampled the "
             "tokens. So something else did (an old sampler, another temperature), the mask is wrong, or the signs are "
             "swapped.",
@@ -49,7 +49,7 @@ ALARMS: dict[str, Alarm] = {
             "mask covers the completion only and that the log-ratio is policy - reference.",
             rule=kl.negative_k1,
             needs=("kl/k1|completions",),
-            limits=(kl.NEGATIVE_STEPS, kl.NEGATIVE_K1, tokens.SURPRISE),
+            limits=(kl.NEGATIVE_STEPS, kl.NEGATIVE_K1, kl.NEGATIVE_AT_ONCE, tokens.SURPRISE),
         ),
         Alarm(
             name="k3-far-above-k1",
@@ -68,20 +68,12 @@ ALARMS: dict[str, Alarm] = {
             text="the KL jumped",
             means="One update moved the policy far: the learning rate is too high, a batch had an extreme reward or "
             "advantage, gradients were not clipped, or a few tokens carry all of it.",
-            next_step="Look at the tokens named here and at the step's rewards; lower the learning rate or "
-            "max_grad_norm, raise beta, or set kl_lr_guard or kl_early_stop.",
+            next_step="Look at the tokens named here and at the step's rewards; where those fell, go back to a "
+            "checkpoint from before. Lower the learning rate or max_grad_norm, raise beta, or set kl_lr_guard or "
+            "kl_early_stop.",
             rule=kl.kl_spike,
             needs=(KL,),
             limits=(kl.SPIKE, kl.SPIKE_FLOOR),
-        ),
-        Alarm(
-            name="spike-with-reward-drop",
-            text="the KL jumped and the reward fell with it",
-            means="The policy left the region where it knew how to earn the reward; it seldom comes back by itself.",
-            next_step="Go back to the last checkpoint before the step, with a lower learning rate or a higher beta.",
-            rule=kl.spike_with_reward_drop,
-            needs=(KL, "reward"),
-            limits=(kl.SPIKE, kl.SPIKE_FLOOR, kl.DROP),
         ),
         Alarm(
             name="reward-collapse",
@@ -161,9 +153,9 @@ ALARMS: dict[str, Alarm] = {
         ),
         Alarm(
             name="detached-reference",
-            text="the KL is about 0 although the policy has moved",
-            means="A policy that near to its reference could not have changed its reward so much. The reference "
-            "follows the policy (shared weights, an adapter that is not switched off), or a resume made it of the "
+            text="the KL is about 0 although the policy should have moved",
+            means="Nothing trains the policy; or one so near could not have changed its reward so much: the reference "
+            "follows it (shared weights, an adapter that is not switched off), or a resume made it of the "
             "checkpoint; or the log-probabilities come from another model than the one that samples (an adapter that "
             "is not synced).",
             next_step="After a resume, give it the model that training started from. Else change one "
@@ -171,7 +163,7 @@ ALARMS: dict[str, Alarm] = {
             "sampler's must.",
             rule=kl.detached_reference,
             needs=(KL,),
-            limits=(kl.DETACHED, kl.FELL),
+            limits=(kl.DETACHED, kl.STILL, kl.FELL),
         ),
         Alarm(
             name="advantage-scale",

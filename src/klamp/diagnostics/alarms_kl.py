@@ -4,9 +4,10 @@ how strongly beta pulls against the reward. What each finding means: `alarms`.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import fmean, stdev
+from statistics import fmean
 
 from klamp.diagnostics import causes
 from klamp.diagnostics.alarm import Evidence, Limit, is_apart, number
@@ -18,6 +19,9 @@ NEGATIVE_STEPS = Limit(
     value=20, unit="steps in a row", source="by chance alone, one in a million: KL is never negative, k1 is unbiased"
 )
 NEGATIVE_K1 = Limit(value=1e-4, unit="nats per token below 0", source="the size of the step-zero limit")
+NEGATIVE_AT_ONCE = Limit(
+    value=0.1, unit="nats per token below 0 in one step", source="E[exp(-k1)] <= 1: 140 tokens, one in a million"
+)
 FAR_WINDOW, FAR_RATIO, FAR_FLOOR = 5, 10.0, 0.05
 K3_FAR = Limit(
     value=FAR_RATIO,
@@ -35,12 +39,6 @@ SPIKE_FLOOR = Limit(
 )
 SPIKE_PROMPTS = 16
 """With fewer prompts per step than this, the KL changes from step to step just because the prompts do."""
-DROP = Limit(
-    value=3,
-    unit="standard deviations of the reward over the 10 steps before, and a tenth of it",
-    source="klamp's choice",
-)
-DROP_WAIT = 3
 DILUTION = Limit(
     value=1.2,
     unit="times longer and as much less KL per token, last 10 steps against the 10 before",
@@ -54,6 +52,8 @@ DILUTION_KEPT = Limit(value=0.9, unit="of the KL per completion is still there",
 def negative_k1(history: History) -> Evidence | None:
     """Finds a k1 that is below 0 step after step, or in one step by more than chance."""
     values = history.last("kl/k1", int(NEGATIVE_STEPS.value))
+    if "kl/k1" in history.latest and values and values[-1] < -NEGATIVE_AT_ONCE.value:
+        return Evidence(f"kl/k1 is {number(values[-1])} nats per token in this step")
     if len(values) < NEGATIVE_STEPS.value or max(values) >= 0 or fmean(values) > -NEGATIVE_K1.value:
         return improbable_k1(history)
     return Evidence(f"kl/k1 was below 0 in {len(values)} steps in a row, {number(fmean(values))} nats per token")
@@ -75,48 +75,18 @@ def k3_far_above_k1(history: History) -> Evidence | None:
     return None
 
 
-def spike(history: History, *, ago: int = 0) -> tuple[float, float] | None:
-    """The KL and the highest one before it, where the KL `ago` steps before the latest was a spike; else None."""
-    values = history.kl(6, before=ago)
-    prompts = history.rows[-1 - ago].prompts if len(history.rows) > ago else None
-    prompts = history.settings.prompts if prompts is None else prompts
-    few = len(values) < 6 or (prompts is not None and prompts < SPIKE_PROMPTS)
-    floor = 1.0 if few else SPIKE_FLOOR.value
-    if len(values) < 2 or values[-1] < floor:
-        return None
-    highest = max(map(abs, values[:-1]))
-    return (values[-1], highest) if values[-1] > SPIKE.value * highest else None
-
-
 def kl_spike(history: History) -> Evidence | None:
     """Finds a KL that jumped in one step."""
-    found = spike(history)
-    if found is None:
+    values = history.kl(6)
+    prompts = history.rows[-1].prompts if history.rows else None
+    prompts = history.settings.prompts if prompts is None else prompts
+    few = len(values) < 6 or (prompts is not None and prompts < SPIKE_PROMPTS)
+    highest = max(map(abs, values[:-1]), default=math.inf)
+    if not values or values[-1] < (1.0 if few else SPIKE_FLOOR.value) or values[-1] <= SPIKE.value * highest:
         return None
-    text = f"{history.kl_name()} jumped to {number(found[0])} nats per token, {number(found[1])} was the highest before"
-    return Evidence(text, blame(history, history.step), _why(history))
-
-
-def _why(history: History) -> list[str]:
-    return causes.likely_causes(history, causes.learning_rate, causes.stale_sampler)
-
-
-def spike_with_reward_drop(history: History) -> Evidence | None:
-    """Finds a KL that jumped while the reward fell."""
-    for ago in range(DROP_WAIT):
-        found = spike(history, ago=ago)
-        before, since = history.last("reward", 10, before=ago + 1), history.last("reward", ago + 1)
-        if found is None or len(before) < 3 or not since:  # the reward may no longer be logged
-            continue
-        now = fmean(since)
-        fallen = fmean(before) - now
-        if fallen > max(DROP.value * stdev(before), 0.1 * abs(fmean(before))):
-            text = (
-                f"{history.kl_name()} jumped to {number(found[0])} nats per token and the reward fell from "
-                f"{number(fmean(before))} to {number(now)}"
-            )
-            return Evidence(text, blame(history, history.rows[-1 - ago].step), _why(history))
-    return None
+    text = f"{history.kl_name()} jumped to {number(values[-1])} nats per token"
+    why = causes.likely_causes(history, causes.learning_rate, causes.stale_sampler)
+    return Evidence(f"{text}, {number(highest)} was the highest before", blame(history, history.step), why)
 
 
 def dilution(history: History) -> Evidence | None:
@@ -147,6 +117,7 @@ DETACHED = Limit(
     unit="of the KL that the reward's change proves; after 20 steps, a change of 4 standard errors",
     source="Pinsker: a reward of range R that changed by d needs 2 (d / R)^2 nats per completion",
 )
+STILL = Limit(value=20, unit="steps in a row at exactly 0", source="no update rounds to nothing in all tokens")
 FELL = Limit(
     value=0.01,
     unit="of the lower KL of the 2 steps before, which were above 0.02 nats per token, in one step; again and again "
@@ -216,10 +187,15 @@ def detached_reference(history: History) -> Evidence | None:
     before, now = history.first("reward", window), history.last("reward", window)
     kl, length = history.last(name, window), history.last("length/mean", window)
     if min(map(len, (before, now, kl))) < window or not is_apart(before, now, errors=DETACHED_ERRORS):
-        return None
+        still, equal = (history.last(each, int(STILL.value)) for each in (name, "groups/saturated"))
+        if len(still) < STILL.value or any(still) or min(equal, default=0.0) == 1:
+            return None
+        moves = [x for x in ("train/learning_rate", "train/grad_norm") if x in history.latest]
+        said = [f"{name} was exactly 0 in {len(still)} steps in a row"]
+        return Evidence(", ".join([*said, *(f"{x} is {number(history.latest[x])}" for x in moves)]))
     reward_range = max(1.0, 2 * max(map(abs, (*before, *now))))
     least = 2 * ((fmean(now) - fmean(before)) / reward_range) ** 2
-    seen = max(fmean(kl), 0.0) * (fmean(length) if length else 1.0)
+    seen = abs(fmean(kl)) * (fmean(length) if length else 1.0)
     if seen >= DETACHED.value * least:
         return None
     return Evidence(
@@ -307,7 +283,7 @@ def kl_high(history: History) -> Evidence | None:
 def kl_low(history: History) -> Evidence | None:
     """Finds a policy that is still near to its reference after the first steps."""
     kl = _settled(history, 20)
-    return Evidence(f"the KL is {number(kl)} nats per token") if kl is not None and kl < LOW.value else None
+    return Evidence(f"the KL is {number(kl)} nats per token") if kl is not None and abs(kl) < LOW.value else None
 
 
 def _settled(history: History, steps: int) -> float | None:

@@ -42,9 +42,9 @@ def huge_values(history: History) -> Evidence | None:
     }
     said = [f"{name} is {value:.1e}" for name, value in found.items()]
     lost = sum(
-        on and not math.isfinite(policy)
+        on and any(math.isinf(x) or (each.trained is not None and math.isnan(policy)) for x in (policy, ref))
         for each in history.completions.get(history.step, [])
-        for on, policy in zip(each.trained or (), each.policy, strict=False)
+        for on, policy, ref in zip(each.is_trained, each.policy, each.ref or each.policy, strict=True)
     )
     if lost:
         said.append(f"{lost} trained {'token has' if lost == 1 else 'tokens have'} no finite log-probability")

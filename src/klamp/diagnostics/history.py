@@ -302,10 +302,10 @@ class History:
         """The name of the KL per token with the least noise that the latest step has: exact, k3, k1."""
         return next((name for name in ("kl/exact", "kl/k3", "kl/k1") if name in self.latest), None)
 
-    def kl(self, count: int, *, before: int = 0) -> list[float]:
+    def kl(self, count: int) -> list[float]:
         """The values of that KL, as `last` has them; none where the latest step has no KL."""
         name = self.kl_name()
-        return self.last(name, count, before=before) if name else []
+        return self.last(name, count) if name else []
 
     def replay(self) -> Iterator[History]:
         """The run as it was after each step and evaluation; always the same object, which grows."""

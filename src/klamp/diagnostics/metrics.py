@@ -211,10 +211,14 @@ RECORDED_NAMES: Mapping[str, Mapping[str, str]] = {
     },
     "tinker-cookbook": {
         "env/all/reward/total": "reward",
+        "kl_policy_base": "kl/k1",
         "optim/kl_sample_train_v1": "sampler/k1",
         "optim/entropy": "policy/entropy",
     },
-    "OpenRLHF, and the scripts of two guides": {
+    "slime": {"kl_loss": "kl/k3", "rollout/raw_reward": "reward", "rollout/response_len/mean": "length/mean"},
+    "OpenRLHF, TRL's PPO, and the scripts of two guides": {
+        "objective/kl": "kl/k1_sequence",
+        "objective/scores": "reward",
         "response_length": "length/mean",
         "truncated": "length/truncated",
         "kl_penalty": "kl/k1",

@@ -27,7 +27,10 @@ SHORT_NAMES: Mapping[str, str] = {
 }
 """A short name that `--map` takes -> klamp's name; `reward`, `reward_std` and `beta` are short as they are."""
 
-STEP_NAMES = ("train/global_step", "global_step", "training/global_step", "step", "progress/batch", "_step")
+STEP_NAMES = (
+    *("train/global_step", "global_step", "training/global_step", "trainer/global_step", "global_step/max_steps"),
+    *("train/step", "rollout/step", "current_steps", "iteration", "iter", "step", "progress/batch", "_step"),
+)
 """The names under which a logged row may hold its step, the best first."""
 
 EVALUATION_PREFIXES = ("eval/", "eval_", "val-core/", "test/")
@@ -115,8 +118,11 @@ def number_names(rows: Iterable[Mapping[str, object]]) -> set[str]:
 
 
 def as_number(value: object) -> float | None:
-    """A value as a number; None: it is none, or a flag."""
-    return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
+    """A value as a number, also one that is written as a text; None: it is none, or a flag."""
+    try:
+        return float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else None
+    except (ValueError, OverflowError):
+        return None
 
 
 def _is_own(name: str) -> bool:
@@ -142,11 +148,12 @@ def evaluations(logged: Mapping[str, object], *, every: bool = False) -> dict[st
 
 
 def step_of(logged: Mapping[str, object]) -> int | None:
-    """The step that a logged row belongs to."""
+    """The step that a logged row belongs to; of `5/200` the 5."""
     for name in STEP_NAMES:
         value = logged.get(name)
-        if isinstance(value, int | float) and math.isfinite(value):
-            return int(value)
+        step = as_number(value.partition("/")[0] if isinstance(value, str) else value)
+        if step is not None and math.isfinite(step):
+            return int(step)
     return None
 
 
@@ -188,16 +195,16 @@ def is_verl_line(line: Mapping[str, Any]) -> bool:
     return "step" in line and isinstance(line.get("data"), dict)
 
 
-def flat(line: Mapping[str, Any]) -> dict[str, Any]:
-    """A line of verl's file logger as one row: its data, with the step; null is a NaN, which JSON cannot hold.
+def flat(line: Mapping[str, Any], depth: int = 3) -> dict[str, Any]:
+    """A logged line as one row; of verl's file logger its data, with the step, and null as NaN, which JSON cannot hold.
 
     Args:
-        line: as it was read; a line of another kind is returned as it is.
+        line: as it was read.
+        depth: how many names, one within the other, are joined by `/`.
     """
-    if not is_verl_line(line):
-        return dict(line)
-    found: dict[str, Any] = {}
-    for name, value in line["data"].items():
-        found |= {f"{name}/{part}": each for part, each in value.items()} if isinstance(value, dict) else {name: value}
-    lost = {name: math.nan for name, value in found.items() if value is None}
-    return found | lost | {"step": line["step"]}
+    verls, found = is_verl_line(line), dict[str, Any]()
+    for name, value in (line["data"] if verls else line).items():
+        inner = flat(value, depth - 1) if depth and isinstance(value, dict) else {"": value}
+        found |= {f"{name}/{part}".rstrip("/"): each for part, each in inner.items()}
+    lost = {name: math.nan for name, value in found.items() if value is None} if verls else {}
+    return found | lost | ({"step": line["step"]} if verls else {})

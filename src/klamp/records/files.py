@@ -38,6 +38,8 @@ def object_in(path: Path) -> dict[str, Any]:
         found = parse(with_end(path).read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:
         raise unreadable(f"a file is not {kind}", path, why=shortened(error)) from error
+    if isinstance(found, list) and not yaml:  # what json.dump(trainer.state.log_history) writes
+        found = {"log_history": found}
     if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
         raise unreadable(f"a file holds no {holds}", path, why=f"it holds a {type(found).__name__}")
     return found
@@ -99,10 +101,6 @@ def shortened(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-SHOWN = 12
-"""Names of a record that a message lists."""
-
-
 def check_logged(names: Mapping[str, str] | None, logged: Collection[str], path: Path) -> None:
     """Refuse names that stand in no row of a record.
 
@@ -116,7 +114,7 @@ def check_logged(names: Mapping[str, str] | None, logged: Collection[str], path:
     """
     for theirs in (names or {}).values():
         if theirs not in logged:
-            there = ", ".join(sorted(logged)[:SHOWN]) or "no number"
+            there = ", ".join(sorted(logged)[:12]) or "no number"
             raise unknown_name(f"number in the rows of {path}", theirs, logged, why=f"it has {there}")
 
 

@@ -5,6 +5,7 @@ trainer_state.json of TRL or any transformers Trainer, TensorBoard's event files
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
@@ -14,9 +15,11 @@ from typing import Any
 from klamp.diagnostics.history import History, Row
 from klamp.diagnostics.names import (
     OURS,
+    as_number,
     evaluations,
     flat,
     is_verl_line,
+    known,
     number_names,
     settings_of,
     step_of,
@@ -28,11 +31,15 @@ from klamp.tasks.paths import followed, with_end
 
 Names = Mapping[str, str]
 """klamp's name of a metric -> that in the record, before the names that klamp knows."""
+Logged = Sequence[tuple[int, Mapping[str, Any]]]
+"""Step -> what was logged of it."""
+BY_NEMO = "train/token_mult_prob_error"
+"""A metric that only NeMo-RL logs, whose train/kl_penalty is the k3 itself."""
 
 
 def _history(
     source: str,
-    rows: Sequence[tuple[int, Mapping[str, Any]]],
+    rows: Logged,
     config: Mapping[str, Any],
     names: Names | None,
     path: Path,
@@ -50,6 +57,7 @@ def _history(
         ours: whether klamp may have written it; every name of an evaluation is a score there.
     """
     logged = {name for _, row in rows for name in row}
+    rows, names = _kl_as_it_is(rows, names or {}, logged)
     check_logged(names, number_names(row for _, row in rows if not _sums_up(row)), path)
     history = History(source=source, settings=settings_of(config, logged, names), config=config)
     seen: set[int] = set()
@@ -60,9 +68,27 @@ def _history(
         if metrics and not _sums_up(row):
             if step in seen and step < history.rows[-1].step:  # the run went back: what it does again counts
                 history.rows = [each for each in history.rows if each.step < step]
+            if history.rows and step == history.rows[-1].step:  # one of several rows of the step may lack a value
+                numbers = {name: value for name, value in metrics.items() if not math.isnan(value)}
+                metrics = {**history.rows.pop().metrics, **numbers}
             seen.add(step)
             history.rows.append(Row(step=step, metrics=metrics))
     return history
+
+
+def _kl_as_it_is(rows: Logged, names: Names, logged: set[str]) -> tuple[Logged, Names]:
+    """The rows without a KL that nobody measured, and the names of the metrics: what is below 0 is no k3 but a k1."""
+    if BY_NEMO in logged:
+        names = {"kl/k3": "train/kl_penalty", **names}
+    numbers = {name: [x for _, row in rows if (x := as_number(row.get(name))) is not None] for name in logged}
+    trained = any(math.isfinite(x) for name in logged if known(name) == "train/loss" for x in numbers[name])
+    for theirs in [names["kl/k3"]] if "kl/k3" in names else [name for name in logged if known(name) == "kl/k3"]:
+        values = numbers.get(theirs, [])
+        if any(round(x, 6) < 0 for x in values):
+            names = {"kl/k1": theirs, **{ours: name for ours, name in names.items() if ours != "kl/k3"}}
+        if trained and all(map(math.isnan, values)):
+            rows = [(step, {name: value for name, value in row.items() if name != theirs}) for step, row in rows]
+    return rows, names
 
 
 def _sums_up(row: Mapping[str, object]) -> bool:
@@ -82,7 +108,7 @@ def read_metrics(path: Path, names: Names | None = None) -> History:
     """
     lines = list(json_lines(path))
     verls = bool(lines) and is_verl_line(lines[0])
-    rows = [flat(line) if verls else line for line in lines]
+    rows = list(map(flat, lines))
     first = next(filter(None, rows), {})
     numbered = [(number if (step := step_of(row)) is None else step, row) for number, row in enumerate(rows, start=1)]
     nothing = "it holds no whole line" if path.stat().st_size else "the file is empty"
@@ -242,12 +268,7 @@ def read_wandb(path: Path, names: Names | None = None) -> History:
         elif kind == "history":
             logged += 1
             row = {"/".join(item.nested_key) or item.key: _value(item.value_json) for item in record.history.item}
-            step = step_of(row)
-            step = logged if step is None else step
-            if rows and rows[-1][0] == step:  # a step may be logged in several rows
-                rows[-1][1].update(row)
-            else:
-                rows.append((step, row))
+            rows.append((logged if (step := step_of(row)) is None else step, row))
     if not rows:
         raise unreadable("nothing was logged in the W&B run", path, why="it has no history")
     return _history("W&B offline run", rows, config, names, path)

@@ -35,8 +35,8 @@ CERTAIN = -1.0
 
 
 def is_rollout(row: Mapping[str, Any]) -> bool:
-    """Whether a line holds log-probabilities of tokens."""
-    return isinstance(_first(row, POLICY), list)
+    """Whether a line holds log-probabilities of tokens, or one of a completion and its reference, which is refused."""
+    return isinstance(_first(row, POLICY), list) or None not in (_first(row, POLICY), _first(row, REF))
 
 
 def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts") -> History:
@@ -69,9 +69,9 @@ def completion_of(row: Mapping[str, Any], *, default_step: int = 1) -> Completio
     Raises:
         ValueError: its lists differ in length, or it has no log-probabilities of the policy.
     """
-    policy = _numbers(_first(row, POLICY))
-    if policy is None:
+    if (given := _first(row, POLICY)) is None:
         raise ValueError(f"none of {', '.join(POLICY)}")
+    policy = numbers_of(given)
     sampler, mask, tokens = _numbers(_first(row, SAMPLER)), _first(row, TRAINED), _first(row, TOKENS)
     trained = flags_of(mask) if isinstance(mask, list) else None
     lists = {"policy": policy, "ref": _numbers(_first(row, REF)), "sampler": sampler, "trained": trained}

@@ -141,10 +141,13 @@ def test_a_controller_that_changed_begins_anew_at_the_beta_in_force_or_at_the_on
         control = resumed("hold", state, beta=0.01, **changes)
         assert control.controller.value == min(in_force, changes.get("beta_max", in_force))
         fresh = control_of("hold", beta=0.01, **changes)
-        assert control.controller.state._replace(value=0.01) == fresh.controller.state
+        assert control.controller.state._replace(value=0.01, integral=0.0) == fresh.controller.state
     assert resumed("hold", state, beta=0.2).controller.value == 0.2
     assert resumed("hold", state, beta=0.01, target_kl=0.001).controller.target == 0.001
     assert resumed("step", control_of("fixed").state_dict()).controller.value == 0.2
+    pid = resumed("pid", state, beta=0.01, target_kl=0.1)
+    pid.update(0.2)
+    assert pid.controller.value > in_force, "not the start that it was configured with, one step later"
     higher = resumed("hold", state, beta=0.01, target_kl=3.0)
     for _ in range(30):
         higher.update(0.3)
