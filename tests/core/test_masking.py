@@ -48,6 +48,7 @@ def test_masked_sums_and_means_by_hand():
     assert masked_mean(VALUES, MASK).item() == pytest.approx(40 / 6)
     assert masked_mean(VALUES, MASK, -1).tolist() == [2.5, 15.0, 0.0]
     assert masked_mean(VALUES, MASK, 0).tolist() == [5.5, 11.0, 3.0, 4.0]
+    assert natural_denominator(torch.ones(1, 1, dtype=torch.bool), "token_mean") == 1
 
 
 @pytest.mark.parametrize("poison", POISONS)

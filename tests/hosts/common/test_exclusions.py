@@ -86,3 +86,6 @@ def test_a_prefix_counts_trained_tokens_only():
 def test_what_stands_between_the_markers_is_left_out_with_them(text, expected):
     assert carried([text], kl_exclude_between=("+", "-")) == [expected]
     assert carried(["1rev2=3ver4"], kl_exclude_between=("rev", "ver")) == ["14"], "a marker of several tokens"
+    ids = torch.tensor([[*TOKENIZER.convert_tokens_to_ids(list("1+a")), TOKENIZER.eos_token_id, 5]])
+    kl = KLConfig(kl_exclude_between=("+", str(TOKENIZER.eos_token)))  # a marker that is a special token
+    assert kl_tokens(ids, ids >= 0, kl, [], TOKENIZER).tolist() == [[True, False, False, False, True]]
