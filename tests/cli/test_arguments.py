@@ -182,6 +182,8 @@ def test_options_of_the_command_line_are_no_keys(write, key: str) -> None:
     [
         ("max_steps: true", "a whole number"),
         ("max_steps: null", "a whole number"),
+        ("kl_exclude_tokens: [a, null]", "each a whole number or a text"),
+        ("kl_exclude_tokens: [{a: 1}]", "each a whole number or a text"),
         ("max_steps: [1, 2]", "a whole number"),
         ("beta: {x: 1}", "a number"),
         ("cpu: maybe", "true or false"),

@@ -286,7 +286,8 @@ def other_optimizer(folder: Path) -> None:
         *(unnoted("none of them"), unnoted("state.json"), unnoted()),
         *(resealed(with_state(text)) for text in ('{"step": 4, "contr', '{"step": 4}', "[" * 100_000, "[4]")),
         *map(resealed, (half_optimizer, evil_optimizer, other_optimizer, other_weights)),
-        *(another(step=3), another(schedule={"last_epoch": "x"})),
+        *(another(step=3), another(step=4.0), another(reference_length=-3)),
+        *(another(schedule={"last_epoch": epoch}) for epoch in ("x", -1, 10**9)),
         *(another(controller={"value": []}), another(reference_length=[1])),
     ],
 )

@@ -212,7 +212,8 @@ def read_entry(key: str, value: object, path: Path) -> tuple[str, Any]:
         why = "it is an option of the command line" if key in NOT_IN_FILES else "it is no field of the configuration"
         raise unknown_key(f"key in {path}", key, known, why=why, command="klamp train")
     field, shown = known[key], f"{key} in {path}"
-    if isinstance(value, Mapping) or (value is None and NoneType not in field.types):
-        raise field.refused([str(value)], shown=shown)
     each = value if isinstance(value, list | tuple) else [value]
+    several = isinstance(value, list | tuple) or NoneType not in field.types
+    if any(isinstance(one, Mapping | list) or (one is None and several) for one in each):
+        raise field.refused([str(value)], shown=shown)
     return field.name, field.read([str(one) for one in each], shown=shown)

@@ -153,13 +153,9 @@ def read_trl_state(path: Path, names: Names | None = None) -> History:
     logs = object_in(path).get("log_history")
     if not isinstance(logs, list):
         raise unreadable("a trainer state has no log_history", path, why="without logged rows there is no history")
-    rows = list(each_row(logs, path, _with_step, what="row {} of log_history is damaged"))
-    numbered = [(row["step"], row) for row in rows]
+    read, what = lambda row: (int(row.get("step", 0)), row), "row {} of log_history is damaged"
+    numbered = list(each_row(logs, path, read, what=what))
     return _history("TRL trainer state", numbered, {}, names, path, ours=False)
-
-
-def _with_step(row: Mapping[str, Any]) -> dict[str, Any]:
-    return {**row, "step": int(row.get("step", 0))}
 
 
 # --- TensorBoard ----------------------------------------------------------------------------------------------

@@ -256,7 +256,7 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
         state = json_of((checkpoint / "state.json").read_text(encoding="utf-8"))
         if missing := sorted(STATE - state.keys()):
             raise ValueError(f"state.json lacks {', '.join(missing)}")
-        if state["step"] != number_of(checkpoint):
+        if repr(state["step"]) != repr(number_of(checkpoint)):
             raise ValueError(f"step in state.json is {reprlib.repr(state['step'])}")
     except UNREADABLE as error:
         raise damaged(checkpoint, error) from error

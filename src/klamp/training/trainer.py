@@ -87,14 +87,13 @@ class Trainer(Training):
         """
         state = checkpoint.load_state(folder)
         try:
-            self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None]})  # the function is not saved
-            if not isinstance(self.schedule.last_epoch, int):
+            saved = {name: x for name, x in state["schedule"].items() if name in (*self.schedule.state_dict(), "rise")}
+            self.schedule.load_state_dict({**saved, "lr_lambdas": [None]})  # the function is not saved
+            if repr(self.schedule.last_epoch) != repr(state["step"]):
                 raise TypeError(f"last_epoch of the schedule is {self.schedule.last_epoch!r}")
             self.noted += filter(None, [go_on(self.schedule, self.context.config)])
             self.step = state["step"]
             self.control.load_state_dict(state)
-        except RunFolderError:
-            raise
         except checkpoint.UNREADABLE as error:
             raise checkpoint.damaged(folder, error) from error
         self.saved = (self.step, folder)

@@ -342,6 +342,14 @@ def told(name: str) -> Iterator[list[str]]:
     found[:] = [text for text in found if name in text]
 
 
+def test_trls_own_gradient_of_the_kl_is_said_to_have_no_effect(tmp_path: Path) -> None:
+    other = {"use_bias_correction_kl": not trl.GRPOConfig.use_bias_correction_kl}
+    for given, times in (({"kl_estimator": "k3"}, 1), ({}, 0)):
+        with told("use_bias_correction_kl") as found:
+            GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, beta=0.1, **given, **other)
+        assert len(found) == times
+
+
 @pytest.mark.parametrize("name", FIELDS)
 def test_a_field_changes_the_run_or_it_is_said_that_it_does_not(trainer: Any, name: str) -> None:
     value, context = FIELDS[name]

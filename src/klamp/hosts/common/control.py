@@ -228,8 +228,9 @@ def _check_state(state: Mapping[str, Any]) -> None:
     missing = [name for name in ("controller_name", "controller", *OWN) if name not in state]
     wrong = [name for name in OWN if not (state.get(name) is None or is_finite_number(state[name]))]
     asked = state.get("asked", {"value": 0.0})
-    if not (isinstance(asked, Mapping) and is_finite_number(asked.get("value"))):
-        wrong.append("asked")
+    wrong += [] if isinstance(asked, Mapping) and is_finite_number(asked.get("value")) else ["asked"]
+    if not wrong and (state.get("reference_length") or 1) <= 0:
+        wrong.append("reference_length")
     if missing or wrong:
         raise ConfigError(
             "the saved state of beta does not fit",

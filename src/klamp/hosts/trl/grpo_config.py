@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -10,7 +11,7 @@ import trl
 
 from klamp.config import TRL_LOSS_TYPES, KLConfig
 from klamp.core.types import Reduction
-from klamp.errors import ConfigError, Refusal, check_name, refuse
+from klamp.errors import ConfigError, KLWarning, Refusal, check_name, refuse
 from klamp.hosts.common.kl_fields import KLFields, host_refusals, kl_config, settle_fields, touched, warn_without_kl
 
 
@@ -150,6 +151,9 @@ def check_arguments(
         ),
     ]
     refuse([*host_refusals(kl, host), *placement_refusals(kl, args), *of_loss, *more])
+    if (asked := getattr(args, name := "use_bias_correction_kl", None)) != getattr(type(args), name, None):
+        text = f"{name}={asked} has no effect: the KL is klamp's, and its gradient the one that kl_gradient says."
+        warnings.warn(text, KLWarning, stacklevel=3)
 
 
 def settle_reference(kl: KLConfig, args: Any) -> None:
