@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
 
 import numpy as np
@@ -44,6 +45,7 @@ ON_META = torch.zeros(2, device="meta")
         (torch.zeros(2, 3), "a torch.Tensor of torch.float32, shape (2, 3) on cpu"),
         (np.zeros(2), "a numpy.ndarray of float64, shape (2,)"),
         (list(range(100)), "[0, 1, 2, 3, 4, 5, ...] (list)"),
+        (SimpleNamespace(dtype=1), "namespace(dtype=1) (SimpleNamespace)"),
     ],
 )
 def test_a_description_is_short_and_says_the_type(x: object, text: str) -> None:

@@ -23,7 +23,7 @@ from klamp.core.penalty import (
     token_penalty,
 )
 from klamp.core.surrogates import score_function
-from klamp.core.term import Gate, KLTerm
+from klamp.core.term import Distances, Gate, KLTerm
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, DataError, ShapeError
 from klamp.verify.oracle import examine, truths
@@ -110,8 +110,8 @@ def test_what_a_bound_cuts_off_is_logged_where_there_is_one(horizon):
     policy, both = batch.policy_logprobs, batch.mask & kl_mask
     truncated = truncated_share(policy, batch.sampler_logprobs, batch.mask, horizon=horizon, max_weight=1.5)
     clamped = ((policy - batch.ref_logprobs).abs() > 0.4)[both].sum() / both.sum()
-    assert 0 < truncated < 1
-    assert 0 < clamped < 1
+    assert 0 < truncated < 1 and 0 < clamped < 1
+    assert Distances.of(batch, KLTerm(max_log_ratio=0.4)).bounded.aminmax() == (-0.4, 0.4)
     assert (seen["kl/weights_truncated"], seen["kl/log_ratio_clamped"]) == (truncated, clamped)
     unbounded = kl_metrics(batch, KLTerm(off_policy=off_policy, horizon=horizon))
     assert {"kl/weights_truncated", "kl/log_ratio_clamped"}.isdisjoint(unbounded)

@@ -143,7 +143,6 @@ def test_a_page_stays_below_its_limit() -> None:
     cards = made.all("article", of="completion")
     steps = [int(card.attributes["data-step"] or 0) for card in cards]
     assert steps[:-1] == list(range(39, 40 - len(cards), -1)), "the worst first; the last that finds room is smaller"
-    assert steps[-1] < steps[-2]
     assert f"{40 - len(cards)} are left out" in made.one(id="left-out").text
 
 

@@ -42,6 +42,7 @@ def test_every_field_of_the_configuration_is_there_but_beta() -> None:
     names = {field.name for field in dataclasses.fields(KLFields)}
     assert names == (DEFAULTS.keys() - {"beta"}) | ALIASES.keys()
     assert all(field.default is None for field in dataclasses.fields(KLFields))
+    assert KLFields.__annotations__["kl_controller_gains"] == list[float] | None
 
 
 def test_untouched_it_is_the_hosts_own_kl() -> None:

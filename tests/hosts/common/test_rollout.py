@@ -194,6 +194,9 @@ def test_a_completion_without_a_reward_has_no_say() -> None:
     taken = 0.3 * spent.sum(-1)[:3]
     torch.testing.assert_close(found[:3], taken.mean() - taken)
     assert found[3:].tolist() == [0.0] * 5
+    by_token = made.inputs["advantages"][:, None].expand(made.inputs["completion_mask"].shape)
+    each = shifted(replace(made, inputs={**made.inputs, "advantages": by_token}), term, beta=0.3) - by_token
+    torch.testing.assert_close(each, found[:, None].expand_as(each))
 
 
 def test_the_kl_in_the_advantage_is_the_cores() -> None:

@@ -35,8 +35,7 @@ def test_dropout_that_a_layer_keeps_as_a_number_is_named() -> None:
     assert "attention_dropout above 0" in reason and "disable_dropout does not" in reason
     for dropout in active_dropouts(policy):
         dropout.switch_off()
-    assert policy.model.layers[0].self_attn.attention_dropout == 0
-    assert likely_reasons(policy, None, adapter=False) == []
+    assert (policy.model.layers[0].self_attn.attention_dropout, likely_reasons(policy, None, adapter=False)) == (0, [])
 
 
 def test_a_number_in_the_settings_alone_is_the_last_guess() -> None:
