@@ -5,17 +5,14 @@ One or two steps show most of them; a learning rate that is too high needs some 
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from tests.training.planted import Told, alarms, found, trained
 
-from klamp.cli import main
 from klamp.diagnostics.doctor import Diagnosis
 from klamp.scoring.completions import Completions
 from klamp.tasks import named_model_folder
@@ -103,25 +100,3 @@ def test_a_dropout_that_was_left_on(tmp_path: Path) -> None:
 
     diagnosis = run(tmp_path, plant=plant)
     assert alarms(diagnosis) & {"step-zero-kl", "sampler-mismatch"}
-
-
-def cautions_of(model: str, folder: Path) -> list[str]:
-    words = f"train --model {model} --task describe --lora_r 2 --max_steps 1 --prompts_per_step 1 --num_generations 2"
-    words += f" --max_completion_length 2 --eval_size 1 --warmup_steps 0 --report_to none --output_dir {folder}"
-    assert main(words.split()) == 0
-    file = folder / "cautions.jsonl"
-    rows = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
-    return [json.loads(row)["text"] for row in rows]
-
-
-def test_a_chat_template_that_is_missing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The other cautions about a chat model: tests/tasks/test_prompts.py."""
-    assert cautions_of("smollm2", tmp_path / "as-it-comes") == []
-    bare = tmp_path / "bare"
-    bare.mkdir()
-    for file in named_model_folder("smollm2").iterdir():
-        if file.stem != "chat_template":
-            (bare / file.name).symlink_to(file)
-    (caution,) = cautions_of(str(bare), tmp_path / "run")
-    assert "no chat template" in caution and "<|im_start|>" in caution
-    assert "no chat template" in capsys.readouterr().out.replace("\n", " ")

@@ -176,16 +176,16 @@ class KLMixin(Host):
         super()._save_checkpoint(model, trial)
         save_state(self, trial)
 
-    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's schedule; klamp's arguments answer a trainer of klamp's alone."""
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's training, DeepSpeed's part of it too; klamp's arguments answer a trainer of klamp's alone."""
         asked: Any = self.args
         asked.taken = True
         try:
-            return super().create_scheduler(*args, **kwargs)
+            return super().train(*args, **kwargs)
         finally:
             asked.taken = False
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with settings_kept(self, hosts_schedule=type(self).create_scheduler is KLMixin.create_scheduler):
+        with settings_kept(self, hosts_schedule=self.create_scheduler.__module__ == "transformers.trainer"):
             super()._load_optimizer_and_scheduler(checkpoint)
         load_state(self, checkpoint)
