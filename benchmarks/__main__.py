@@ -28,7 +28,6 @@ from benchmarks import (
     references,
     scale,
     step,
-    teachers,
     unsloth,
     waits,
 )
@@ -37,7 +36,6 @@ from benchmarks.records import RESULTS, Benchmark, markdown, measure, save
 MODULES = (
     heads,
     exact,
-    teachers,
     step,
     elsewhere,
     over_floor,

@@ -93,19 +93,13 @@ def is_true(claim: str, condition: bool | Tensor, measured: str, *, expected: st
 
 
 def follows(
-    claim: str,
-    gradients: Sequence[Tensor],
-    known: Sequence[Truths],
-    name: str,
-    *,
-    factor: float = 1.0,
-    anchor: str = "ref",
+    claim: str, gradients: Sequence[Tensor], known: Sequence[Truths], name: str, *, factor: float = 1.0
 ) -> Check:
-    """A check that gradients are those of the named divergence, times a factor, in every world; `anchor`: to whom."""
+    """A check that gradients are those of the named divergence, times a factor, in every world."""
     found = name_gradient(gradients, known)
-    texts = IN_WORDS.get(name, name), found.in_words
-    words, measured = (x.replace("||ref", f"||{anchor}").replace("(ref|", f"({anchor}|") for x in texts)
+    words = IN_WORDS.get(name, name)
     passed = found.is_exactly(name, factor=factor, tolerance=EXACT)
+    measured = found.in_words
     if passed and name != NOTHING_KNOWN:
         measured += f" (error {_distance(gradients, known, name, factor):.0e})"
     return Check(
