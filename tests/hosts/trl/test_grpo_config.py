@@ -175,13 +175,21 @@ ASKING: list[dict[str, Any]] = [
 ]
 
 
+class AskedEarly(GRPOTrainer):
+    """A trainer of klamp's whose arguments are asked for the schedule before it is made, as DeepSpeed does."""
+
+    def create_optimizer(self, *args: Any) -> Any:
+        self.args.get_warmup_steps(1)
+        return super().create_optimizer(*args)
+
+
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 @pytest.mark.parametrize("kind", [trl.GRPOTrainer, type("Mine", (trl.GRPOTrainer,), {})])
 @pytest.mark.parametrize("asked", ASKING, ids=str)
 def test_klamps_arguments_train_in_no_trainer_of_trls(tmp_path: Path, asked: dict[str, Any], kind: type) -> None:
     """Not with a schedule of one's own either, as far as there is a beta; after a trainer of klamp's had them, too."""
     args = arguments(folder=tmp_path, max_steps=1, **asked)
-    build(GRPOTrainer, model(), args).train()
+    build(AskedEarly, model(), args).train()
     made = model()
     made.config._name_or_path = saved(made, tmp_path / "start")
     for own in (False, True)[: 1 + (args.beta > 0)]:
