@@ -28,6 +28,7 @@ from benchmarks import (
     references,
     scale,
     step,
+    teachers,
     unsloth,
     waits,
 )
@@ -36,6 +37,7 @@ from benchmarks.records import RESULTS, Benchmark, markdown, measure, save
 MODULES = (
     heads,
     exact,
+    teachers,
     step,
     elsewhere,
     over_floor,

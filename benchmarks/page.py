@@ -33,6 +33,7 @@ GRPOTrainer and its chunked head, Liger's, the matrix products without which the
 |---|---|
 | `heads` | output heads, forward and backward: the products alone, naive, row chunks, TRL, Liger, `linear_logprobs` |
 | `exact` | the exact KL: all logits against `linear_kl`, over N and V |
+| `teachers` | the KL to a teacher: the products alone, Liger, TRL, `linear_kl` exact and over a head of 64 |
 | `step` | a whole GRPO step with KL: TRL, `klamp.trl` with `fast_scoring`, `klamp train`, the products alone |
 | `floor` | the same against the products alone, over group size, prompt, completion, model and adapter |
 | `elsewhere` | the same step with an adapter, in 16 bits, with long completions, with a vocabulary of 151,936 |

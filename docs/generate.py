@@ -142,15 +142,30 @@ def alarms_page() -> str:
         "What [`klamp doctor`](doctor.md) looks for, and what `klamp train` watches after every step. A *note* is",
         "information: it fails no check and is not shown during a run; `--fail-on` and `--stop-on` take its name too.",
         "Where a threshold comes from stands behind it in brackets. What of them a record does not allow to check, the",
-        "doctor lists with what it lacks.",
+        "doctor lists with what it lacks. Those about a teacher: [Alarms of a teacher](records/teacher-alarms.md).",
         "",
     ]
-    for alarm in ALARMS.values():
+    return "\n".join([*parts, *_alarms(each for each in ALARMS.values() if not _of_a_teacher(each))])
+
+
+def teacher_alarms_page() -> str:
+    """The page on the alarms about a teacher."""
+    parts = ["# Alarms of a teacher", "", NOTICE, "As on the page [Alarms](../alarms.md).", ""]
+    return "\n".join([*parts, *_alarms(each for each in ALARMS.values() if _of_a_teacher(each))])
+
+
+def _of_a_teacher(alarm: Alarm) -> bool:
+    return alarm.name.startswith("teacher-")
+
+
+def _alarms(alarms: Iterable[Alarm]) -> list[str]:
+    parts: list[str] = []
+    for alarm in alarms:
         parts += [f"## {alarm.name}", "", f"{_kind(alarm)}{alarm.text}. {alarm.means}", ""]
         parts += [f"*Next step:* {alarm.next_step}", ""]
         if alarm.limits:
             parts += ["*Thresholds:*", "", *(f"- {_limit(limit)}" for limit in alarm.limits), ""]
-    return "\n".join(parts)
+    return parts
 
 
 def resumes_page() -> str:
@@ -179,6 +194,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "estimators.md": estimators_page,
     "metrics.md": metrics_page,
     "alarms.md": alarms_page,
+    "records/teacher-alarms.md": teacher_alarms_page,
     "records/resumes.md": resumes_page,
 }
 """File under docs/ -> what writes it."""

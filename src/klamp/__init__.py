@@ -13,7 +13,7 @@ if TYPE_CHECKING:  # what type checkers, editors and the documentation see; _HOM
     from klamp import config as config
     from klamp import core as core
     from klamp import errors as errors
-    from klamp.config import KLConfig, LossConfig, build_objective, preset
+    from klamp.config import KLConfig, LossConfig, TeacherConfig, build_objective, preset
     from klamp.core.advantages import group_advantages
     from klamp.core.clipping import clip_kl, kl_budget
     from klamp.core.controllers import (
@@ -27,11 +27,12 @@ if TYPE_CHECKING:  # what type checkers, editors and the documentation see; _HOM
     )
     from klamp.core.estimators import exact_kl, kl_estimate
     from klamp.core.gradients import kl_penalty
-    from klamp.core.heads.kl import linear_kl
-    from klamp.core.heads.logprobs import linear_logprobs
+    from klamp.core.heads.kl import linear_head_kl, linear_kl
+    from klamp.core.heads.logprobs import TopTokens, linear_logprobs, linear_topk
     from klamp.core.masking import Totals
-    from klamp.core.objective import Objective, grpo_loss
+    from klamp.core.objective import Objective, Weighted, grpo_loss
     from klamp.core.term import KLTerm
+    from klamp.core.topk import topk_kl
     from klamp.core.types import Batch, LossOutput
     from klamp.errors import KLWarning
     from klamp.hosts.common.sampler_weights import check_sync
@@ -50,7 +51,10 @@ __all__ = [
     "PIDController",
     "ProportionalController",
     "StepController",
+    "TeacherConfig",
+    "TopTokens",
     "Totals",
+    "Weighted",
     "__version__",
     "adaptive_kl_coefficient",
     "build_objective",
@@ -62,23 +66,27 @@ __all__ = [
     "kl_budget",
     "kl_estimate",
     "kl_penalty",
+    "linear_head_kl",
     "linear_kl",
     "linear_logprobs",
+    "linear_topk",
     "preset",
+    "topk_kl",
 ]
 
 _NAMES = {
-    "config": ("KLConfig", "LossConfig", "build_objective", "preset"),
+    "config": ("KLConfig", "LossConfig", "TeacherConfig", "build_objective", "preset"),
     "core.advantages": ("group_advantages",),
     "core.clipping": ("clip_kl", "kl_budget"),
     "core.controllers": (*(name for name in __all__ if name.endswith("Controller")), "adaptive_kl_coefficient"),
     "core.estimators": ("exact_kl", "kl_estimate"),
     "core.gradients": ("kl_penalty",),
-    "core.heads.kl": ("linear_kl",),
-    "core.heads.logprobs": ("linear_logprobs",),
+    "core.heads.kl": ("linear_head_kl", "linear_kl"),
+    "core.heads.logprobs": ("TopTokens", "linear_logprobs", "linear_topk"),
     "core.masking": ("Totals",),
-    "core.objective": ("Objective", "grpo_loss"),
+    "core.objective": ("Objective", "Weighted", "grpo_loss"),
     "core.term": ("KLTerm",),
+    "core.topk": ("topk_kl",),
     "core.types": ("Batch", "LossOutput"),
     "errors": ("KLWarning",),
     "hosts.common.sampler_weights": ("check_sync",),

@@ -23,7 +23,7 @@ from klamp.cli.flags import (
 )
 from klamp.cli.help import COMMANDS
 from klamp.cli.options import TrainOptions
-from klamp.config import ALIASES, PRESETS
+from klamp.config import ALIASES, PRESETS, TEACHER_ALIASES
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.training.config import TrainConfig, field_owners
 
@@ -206,8 +206,11 @@ def test_the_fields_are_the_commands_own_and_those_of_the_configuration() -> Non
     assert {name: field.default for name, field in configured.items()} == TrainConfig().flat()
     assert train_fields().keys() - configured.keys() == TrainOptions.__dataclass_fields__.keys()
     assert train_fields()["preset"].suggested == tuple(PRESETS)
-    assert by_any_name(train_fields()).keys() == train_fields().keys() | ALIASES.keys()
-    assert {alias: field.name for field in train_fields().values() for alias in field.aliases} == ALIASES
+    assert by_any_name(train_fields()).keys() == train_fields().keys() | ALIASES.keys() | TEACHER_ALIASES.keys()
+    assert {alias: field.name for field in train_fields().values() for alias in field.aliases} == {
+        **ALIASES,
+        **TEACHER_ALIASES,
+    }
     assert [name for name, field in train_fields().items() if len(field.text) < 10] == []
 
 

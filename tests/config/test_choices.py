@@ -19,7 +19,7 @@ from klamp.core.gradients import COEFFICIENTS
 from klamp.core.objective import SURROGATES, Objective, SurrogateName
 from klamp.core.term import KLTerm
 from klamp.core.types import Direction, Estimator, Gradient, Horizon, Value
-from klamp.errors import UnknownNameError
+from klamp.errors import KLWarning, UnknownNameError
 from klamp.training.config import ModelConfig, OptimConfig, RunConfig
 
 CONFIGURATIONS = [KLConfig, LossConfig, ModelConfig, OptimConfig, RunConfig]
@@ -88,7 +88,9 @@ def test_every_field_of_the_term_is_the_configurations() -> None:
     same = {
         each.name for each in dataclasses.fields(KLTerm) if getattr(term, each.name) == getattr(KLTerm(), each.name)
     }
-    assert same == {"placement"}, "in the reward or the advantage the other choices have no meaning"
+    assert same == {"placement", "anchor"}, "in the reward or the advantage the other choices have no meaning"
+    with pytest.warns(KLWarning, match="proximal"):
+        assert KLConfig(reference="sampler").build_term().anchor == "sampler"
     elsewhere = KLConfig(kl_placement="advantage", kl_estimator="k1", kl_horizon="sequence").build_term()
     assert elsewhere.placement == "advantage"
 

@@ -154,8 +154,10 @@ def ppo(s: Sampled) -> Tensor:
 
 
 def deepseek_v3_2(s: Sampled) -> Tensor:
-    """DeepSeek-V3.2, section 3.1: k3 times the differentiated ratio; advantages only centred."""
-    return -mean_of_means(s, clipped(s, centred(s.rewards)) - 0.001 * s.ratio * s.k3)
+    """DeepSeek-V3.2, section 3.1: k3 times the differentiated ratio; centred advantages; the mask of equation 9."""
+    away = torch.where(s.mask, s.old - s.policy.detach(), 0.0).sum(-1) / s.mask.sum(-1)
+    kept = ~((centred(s.rewards) < 0) & (away > 0.5)).unsqueeze(-1)
+    return -mean_of_means(s, kept * clipped(s, centred(s.rewards)) - 0.001 * s.ratio * s.k3)
 
 
 def frpo(s: Sampled) -> Tensor:

@@ -137,6 +137,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"beta": 0.0, "kl_controller": "hold", "target_kl": 0.1}, "beta=0 can never grow under kl_controller='hold'"),
     ({"target_kl": 0.1, "kl_schedule": "linear"}, "a schedule of beta cannot be combined with kl_controller='hold'"),
     ({"target_kl": 0.1, "kl_warmup_steps": 1}, "a schedule of beta cannot be combined with kl_controller='hold'"),
+    ({"reference": "sampler", "kl_estimator": "exact"}, "kl_estimator='exact' cannot use the sampler"),
+    ({"reference": "sampler", "target_kl": 0.1}, "reference='sampler' takes a fixed beta"),
     ({"reference": "remote"}, "reference='remote' needs reference_url"),
     (
         {"reference": "remote", "reference_url": "http://h", "kl_estimator": "exact"},

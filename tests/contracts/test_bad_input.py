@@ -168,6 +168,30 @@ CALLS: Mapping[str, Call] = {
         | dict.fromkeys(("policy_bias", "ref_bias"), "hidden")
         | {"direction": "name, needed", "temperature": "positive, needed", "softcap": "positive"},
     ),
+    "topk_kl": Call(
+        klamp.topk_kl,
+        {"policy_head": P, "anchor_head": P, "policy_target": P[:, 0], "anchor_target": P[:, 0]}
+        | {"outside": MASK[:, 0], "log_weight": P[:, 0], "kept": MASK},
+        dict.fromkeys(("policy_head", "anchor_head", "policy_target", "anchor_target"), LOGPROBS)
+        | {"outside": "mask, needed", "log_weight": "logprobs", "kept": "mask"}
+        | {"direction": "name, needed", "tail": "name, needed"},
+    ),
+    "linear_kl of a head": Call(
+        klamp.linear_kl,
+        {"policy_hidden": HIDDEN, "policy_weight": WEIGHT, "ref_hidden": HIDDEN, "ref_weight": WEIGHT}
+        | {"targets": CHOSEN, "top_k": 2, "log_weight": CHOSEN.float()},
+        {"targets": "ids, needed", "top_k": "whole", "tail": "name, needed", "log_weight": "logprobs"},
+    ),
+    "linear_topk": Call(
+        klamp.linear_topk, HEAD | {"k": 2, "targets": CHOSEN}, {"k": "whole, needed", "targets": "ids"}
+    ),
+    "linear_head_kl": Call(
+        klamp.linear_head_kl,
+        {"policy_hidden": HIDDEN, "policy_weight": WEIGHT, "head_ids": CHOSEN[:, None], "top_k": 1}
+        | {"head_logprobs": -CHOSEN[:, None].float(), "targets": CHOSEN, "target_logprobs": -CHOSEN.float()},
+        {"head_ids": "ids, needed", "head_logprobs": LOGPROBS, "targets": "ids, needed", "target_logprobs": LOGPROBS}
+        | {"top_k": "whole, needed"},
+    ),
     "clip_kl": Call(
         klamp.clip_kl,
         {"kl": P.abs(), "threshold": 0.5, "method": "soft"},
@@ -271,10 +295,12 @@ CALLS: Mapping[str, Call] = {
     ),
 }  # fmt: skip
 
+TOP_K = {"linear_kl of a head": "top_k", "linear_topk": "k", "linear_head_kl": "top_k"}
 ACCEPTED: Mapping[tuple[str, str, str], str] = {
     ("clip_kl", "kl", "another shape"): "a KL of any shape is clipped",
     ("clip_kl", "kl", "one number"): "a KL of any shape is clipped",
     ("clip_kl", "kl", "another device"): "the threshold is a number, so that one device is all there is",
+    **{(name, k, "zero"): "a head of none" for name, k in TOP_K.items()},
     ("clip_kl", "threshold", "a tensor"): "a threshold for each KL",
     ("clip_kl with a threshold for each", "threshold", "a number"): "one threshold for all",
     ("clip_kl with a threshold for each", "threshold", "one number"): "one threshold for all",

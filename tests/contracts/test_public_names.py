@@ -32,7 +32,10 @@ EXPORTED = [
     "PIDController",
     "ProportionalController",
     "StepController",
+    "TeacherConfig",
+    "TopTokens",
     "Totals",
+    "Weighted",
     "__version__",
     "adaptive_kl_coefficient",
     "build_objective",
@@ -44,9 +47,12 @@ EXPORTED = [
     "kl_budget",
     "kl_estimate",
     "kl_penalty",
+    "linear_head_kl",
     "linear_kl",
     "linear_logprobs",
+    "linear_topk",
     "preset",
+    "topk_kl",
 ]
 
 SIGNATURES = {
@@ -55,8 +61,13 @@ SIGNATURES = {
     "kl_penalty": "(policy_logprobs, ref_logprobs, mask, *, value='k3', gradient='reverse', horizon='token', "
     "behavior_logprobs=None, max_weight=None, max_log_ratio=None)",
     "linear_logprobs": "(hidden, weight, targets, *, bias=None, temperature=1.0, softcap=None, return_entropy=False)",
-    "linear_kl": "(policy_hidden, policy_weight, ref_hidden, ref_weight, *, direction='reverse', policy_bias=None, "
-    "ref_bias=None, temperature=1.0, softcap=None)",
+    "linear_kl": "(policy_hidden, policy_weight, ref_hidden, ref_weight, *, direction='reverse', top_k=None, "
+    "tail='sampled', targets=None, log_weight=None, policy_bias=None, ref_bias=None, temperature=1.0, softcap=None)",
+    "linear_head_kl": "(policy_hidden, policy_weight, head_ids, head_logprobs, *, top_k, targets, target_logprobs, "
+    "kept=None, direction='reverse', tail='sampled', log_weight=None, policy_bias=None, temperature=1.0, softcap=None)",
+    "linear_topk": "(hidden, weight, k, *, targets=None, bias=None, temperature=1.0, softcap=None)",
+    "topk_kl": "(policy_head, anchor_head, policy_target, anchor_target, outside, *, direction='reverse', "
+    "tail='sampled', log_weight=None, kept=None)",
     "clip_kl": "(kl, threshold, *, method, temperature=1.0)",
     "kl_budget": "(threshold, *, per_token, reference_length)",
     "group_advantages": "(rewards, group_size, *, scale='std', baseline='mean', eps=0.0001)",
@@ -69,10 +80,11 @@ SIGNATURES = {
     "PIDController": "(value, *, min_value=0.0, max_value=None, target, kp, ki, kd)",
     "adaptive_kl_coefficient": "(kl_divergence, target_kl=0.05, *, kl_coefficient)",
     "preset": "(name)",
-    "build_objective": "(kl, loss, *, max_length)",
+    "build_objective": "(kl, loss, *, max_length, teacher=None)",
     "Batch": "(*, policy_logprobs, mask, advantages, old_logprobs=None, ref_logprobs=None, sampler_logprobs=None, "
     "exact_kl=None, exact_kl_forward=None, kl_mask=None, kl_weight=None, gate_kl=None, reference_length=None, "
-    "group_size=None)",
+    "group_size=None, "
+    "teacher_logprobs=None, teacher_kl=None, teacher_mask=None)",
     "LossOutput": "(loss, metrics)",
     "Totals": "(sequences, tokens, kl_tokens)",
 }
@@ -114,7 +126,7 @@ FIELDS = {
         "value",
     },
     "LossConfig": {"advantage_baseline", "epsilon", "epsilon_high", "loss_type", "scale_rewards", "surrogate"},
-    "Objective": {"beta", "clip_high", "clip_low", "kl", "max_length", "reduction", "surrogate"},
+    "Objective": {"beta", "clip_high", "clip_low", "kl", "max_length", "others", "reduction", "surrogate"},
 }
 
 CONTROLLERS = [name for name in EXPORTED if name.endswith("Controller")]

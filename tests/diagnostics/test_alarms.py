@@ -55,7 +55,9 @@ def test_an_empty_run_raises_nothing() -> None:
 VALUES = st.one_of(st.floats(), st.sampled_from([0.0, 1e308, -1e308, math.nan, math.inf, -math.inf]))
 NAMED = ("k1", "k3", "exact", "reward", "length", "reward_std", "beta", "beta__price", "kl__k3_sequence")
 NEW = ("groups__saturated", "length__repeated", "length__reward_correlation", "policy__entropy", "kl__over_budget")
-WATCHED = (*NAMED, "sampler__abs", "sampler__k3", "length__truncated", *NEW)
+TAUGHT = ("kl", "kl.math", "coef", "unscored", "teacher_mass", "overlap_ratio", "end", "reward_correlation")
+TEACHER = ("train__teacher_penalty", *(f"teacher__{name}" for name in TAUGHT))
+WATCHED = (*NAMED, "sampler__abs", "sampler__k3", "length__truncated", *NEW, *TEACHER)
 
 
 @settings(max_examples=60)
@@ -66,7 +68,12 @@ def test_no_value_breaks_a_rule(curves: dict[str, list[float]], logprobs: list[f
     """They run within training: a NaN may raise an alarm, never an error."""
     history = history_of(**curves)
     row = completion(
-        history.step, policy=logprobs[:3], sampler=logprobs[-3:], advantage=logprobs[0], reward=logprobs[1]
+        history.step,
+        policy=logprobs[:3],
+        sampler=logprobs[-3:],
+        teacher=logprobs[:3],
+        advantage=logprobs[0],
+        reward=logprobs[1],
     )
     history.add_completions([row, row])
     for view in history.replay():

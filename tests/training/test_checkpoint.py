@@ -83,7 +83,7 @@ def test_a_checkpoint_loads_anywhere_and_scores_as_the_policy_did(context_of):
         policy=context.policy,
         tokenizer=context.tokenizer,
         optimizer=optimizer,
-        reference=None,
+        anchors={},
         state={},
         keep=1,
     )
@@ -103,7 +103,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(context_of, monkeypat
     context = context_of()
     optimizer = torch.optim.AdamW(context.policy.parameters())
     given = {"policy": context.policy, "tokenizer": context.tokenizer, "optimizer": optimizer}
-    given |= {"reference": None, "state": {}, "keep": 1}
+    given |= {"anchors": {}, "state": {}, "keep": 1}
     checkpoint.save(context.output_dir, 1, **given)
 
     monkeypatch.setattr(checkpoint.torch, "save", full_disk)

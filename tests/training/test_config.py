@@ -81,7 +81,7 @@ SECTIONS = (ModelConfig, RolloutConfig, OptimConfig, RunConfig)
 @pytest.mark.parametrize(
     ("section", "values", "named"),
     [
-        (RolloutConfig, {"num_generations": 1}, "num_generations must be a whole number >= 2"),
+        (RolloutConfig, {"num_generations": 0}, "num_generations must be a whole number >= 1"),
         (RolloutConfig, {"prompts_per_step": 0}, "prompts_per_step"),
         (RolloutConfig, {"max_completion_length": 0}, "max_completion_length"),
         (RolloutConfig, {"temperature": 0.0}, "temperature"),

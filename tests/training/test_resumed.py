@@ -55,13 +55,13 @@ def resumed(tmp_path, llama):
 
 OTHER = {"backend": "trl", "dtype": "bfloat16", "master_weights": "none", "lora_r": 2, "lora_alpha": 8, "seed": 1}
 OTHER |= {"lora_target_modules": ("q_proj",), "prompt_column": "q", "answer_column": "a", "skill_column": "s"}
-OTHER |= {"chat_template": True, "system_prompt": "Hi", "eval_size": 9, "task_seed": 3}
+OTHER |= {"teacher_models": ("a=DIR",), "chat_template": True, "system_prompt": "Hi", "eval_size": 9, "task_seed": 3}
 
 
 @pytest.mark.parametrize("field", FIXED)
 def test_what_cannot_change_is_refused_with_the_reason_before_any_work(resumed, field):
     with pytest.raises(ConfigError, match=f"a resume cannot change {field}") as caught:
-        resumed(**{field: OTHER[field]})
+        resumed(**{field: OTHER[field]}, **({"teacher_key": "k"} if field == "teacher_models" else {}))
     assert f"{field} " in caught.value.got and "->" in caught.value.got and "step 2" in caught.value.got
     assert caught.value.why == FIXED[field] and "damaged" not in str(caught.value)
 

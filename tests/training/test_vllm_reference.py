@@ -184,7 +184,7 @@ def test_a_server_that_fails_or_is_not_there_is_refused_before_the_run(context, 
         connect(config_of(reference="remote", reference_url=url), context.task, context.tokenizer)
     assert len(asked) == vllm_reference.TRIES
     nobody = f"http://127.0.0.1:{kept_port()}"
-    with pytest.raises(ModelError, match="remote reference does not answer"):
+    with pytest.raises(ModelError, match="remote model does not answer"):
         connect(config_of(reference="remote", reference_url=nobody), context.task, context.tokenizer)
 
 

@@ -14,9 +14,16 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from klamp.cli.text import WIDTH
-from klamp.config.describe import describe_controller, describe_kl, describe_movement, describe_price
+from klamp.config.describe import (
+    describe_controller,
+    describe_kl,
+    describe_movement,
+    describe_price,
+    describe_teacher,
+)
 from klamp.config.loss import configured_price
 from klamp.errors import ConfigError
+from klamp.tasks.base import NO_REWARD
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder
 from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
 from klamp.training.config import TrainConfig, field_owners
@@ -69,6 +76,7 @@ def describe_reference(config: TrainConfig) -> str:
         "ema": f"a copy that {describe_movement(kl)}",
         "periodic": f"a copy that {describe_movement(kl)}",
         "remote": f"{kl.reference_name or 'another machine'}: {kl.reference_url}",
+        "sampler": "who sampled the completions, so that each update stays near them",
     }[adapter if kl.reference == "auto" else kl.reference]
 
 
@@ -156,6 +164,7 @@ def _in_words(config: TrainConfig, inputs: Inputs | str) -> list[tuple[str, str]
         ("task", f"{describe_task(config)}{opened}"),
         ("model", describe_model(config)),
         ("reference", describe_reference(config)),
+        ("teacher", describe_teacher(config.teacher)),
         ("KL", describe_kl(config.kl)),
         *_beta_lines(config),
         ("loss", _loss(config)),
@@ -178,6 +187,8 @@ def _beta_lines(config: TrainConfig) -> list[tuple[str, str]]:
     kl, rollout = config.kl, config.rollout
     if not kl.needs_reference:
         return [("beta", "0: trains without KL")]
+    if config.task.reward == NO_REWARD or kl.reference == "sampler":  # nothing that a nat could be paid in, or for
+        return [("controller", describe_controller(kl))]
     length = rollout.max_completion_length
     price = configured_price(kl, config.loss, group_size=rollout.num_generations, mean_length=length, max_length=length)
     worded = describe_price(price, group_size=rollout.num_generations)

@@ -18,7 +18,7 @@ from klamp.ablation.executor import RunState, Update
 from klamp.ablation.plan import Run
 from klamp.cli.describe import describe_task
 from klamp.cli.text import GAP, MISSING, duration, fixed, say, visible
-from klamp.config.describe import describe_controller, describe_kl
+from klamp.config.describe import describe_controller, describe_kl, describe_teacher
 from klamp.diagnostics.doctor import Finding
 from klamp.report.run import ScoreFormat
 from klamp.training.config import TrainConfig
@@ -119,6 +119,7 @@ COLUMNS = (
     StepColumn(title="KL k1", metric="kl/k1", width=7, write=fixed(4)),
     StepColumn(title="KL k3", metric="kl/k3", width=6, write=fixed(4)),
     StepColumn(title="exact", metric="kl/exact", width=6, write=fixed(4)),
+    StepColumn(title="teacher", metric="teacher/kl", width=7, write=fixed(4)),
     StepColumn(title="over", metric="kl/over_budget", width=6, write="{:.1%}".format),
     StepColumn(title="beta", metric="beta", width=7, write="{:.3g}".format),
     StepColumn(title="length", metric="length/mean", width=6, write=fixed(1)),
@@ -136,6 +137,7 @@ LEGEND = (
 def columns_for(config: TrainConfig) -> list[StepColumn]:
     """The columns that a run of this configuration has."""
     empty = {"kl/over_budget"} if config.kl.kl_clip_method == "none" else set()
+    empty |= set() if config.teacher.there else {"teacher/kl"}
     if config.run.backend == "tinker":
         empty |= {"kl/exact", "policy/entropy"}  # a service keeps the logits
     if config.run.backend == "verl":
@@ -242,6 +244,7 @@ def heading(info: RunInfo) -> list[str]:
     lines = [f"{describe_task(config)} · {config.model.model}{size} · {where}", f"KL: {describe_kl(config.kl)}"]
     if config.kl.needs_reference:
         lines.append(f"reference: {info.reference} · beta: {describe_controller(config.kl)}")
+    lines += [f"teacher: {describe_teacher(config.teacher)}"] if config.teacher.there else []
     lines += [f"changed: {info.changes}"] if info.changes else []
     return [*lines, f"folder: {info.output_dir}{again}"]
 

@@ -167,7 +167,7 @@ def fields_of(cls: Any, section: str = "") -> dict[str, Field]:
 @functools.cache
 def train_fields() -> dict[str, Field]:
     """Every field that `klamp train` knows, by name: its own, then those of the configuration."""
-    from klamp.config import ALIASES, PRESETS
+    from klamp.config import ALIASES, PRESETS, TEACHER_ALIASES
     from klamp.training.config import section_classes
 
     own = fields_of(TrainOptions)
@@ -175,8 +175,9 @@ def train_fields() -> dict[str, Field]:
     configured = (fields_of(cls, section) for section, cls in section_classes().items())
     every = {name: field for part in (own, *configured) for name, field in part.items()}
     every["resume"] = dataclasses.replace(every["resume"], hint=bool | str)  # a folder is output_dir besides
-    for name in set(ALIASES.values()):
-        aliases = tuple(alias for alias, field in ALIASES.items() if field == name)
+    others = {**ALIASES, **TEACHER_ALIASES}
+    for name in set(others.values()):
+        aliases = tuple(alias for alias, field in others.items() if field == name)
         every[name] = dataclasses.replace(every[name], aliases=aliases)
     return every
 

@@ -15,6 +15,7 @@ from klamp.cli.text import MISSING, duration, fixed, is_main_process, say, show_
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
 from klamp.errors import TrainingStopped
+from klamp.tasks.base import NO_REWARD
 from klamp.training.backends import Runner, check_backend, run_of, train_run
 from klamp.training.config import Backend, TrainConfig
 from klamp.training.folders import checkpoint_folders
@@ -116,12 +117,19 @@ def print_summary(config: TrainConfig, summary: RunSummary) -> None:
     say()
     if not summary.steps:
         say("KL from the reference: not measured; that is done in each step, and none was taken")
+    elif config.kl.reference == "sampler" and config.kl.beta > 0:
+        moved = summary.final_metrics.get("policy/kl_old", 0.0)
+        say(f"KL from the sampler (last update): {moved:.4f} nats per token; beta: {describe_controller(config.kl)}")
     elif config.kl.needs_reference:
         metrics = summary.final_metrics
         show_table("KL from the reference (last step)", ("", *ESTIMATORS), _kl_rows(metrics))
         say(_beta_text(config, metrics))
     else:
         say(f"KL from the reference: not measured; beta is 0, so no reference was loaded{MONITOR}")
+    if "teacher/kl" in summary.final_metrics:
+        measured, end = summary.final_metrics["teacher/kl"], summary.final_metrics.get("teacher/end")
+        ends = "" if end is None else f"; it gives the policy's ends a probability of {end:.3f}"
+        say(f"KL to the teacher (last step): {measured:.4f} nats per token{ends}")
     say()
     for name, text in _files(config, summary):  # not wrapped, so that a command can be copied
         say(f"{name:<12} {text}")
@@ -139,7 +147,7 @@ def _kl_rows(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
 def _beta_text(config: TrainConfig, metrics: Mapping[str, float]) -> str:
     kl, beta = config.kl, metrics.get("beta", config.kl.beta)
     held = "fixed" if kl.controller_name == "fixed" else describe_controller(kl)
-    if "length/mean" not in metrics:
+    if "length/mean" not in metrics or config.task.reward == NO_REWARD:
         return f"beta: {beta:.3g} ({held})"
     price = configured_price(
         kl,

@@ -22,7 +22,7 @@ from klamp.core.term import TERM_NUMBERS, KLTerm, OffPolicy, Placement, gates_on
 from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
 
 ControllerName: TypeAlias = Literal["fixed", "hold", "step", "proportional", "dual", "pid"]
-ReferenceName: TypeAlias = Literal["auto", "frozen", "adapter_off", "ema", "periodic", "remote"]
+ReferenceName: TypeAlias = Literal["auto", "frozen", "adapter_off", "ema", "periodic", "remote", "sampler"]
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
 SMALL_VOCABULARY = 4096
@@ -72,7 +72,7 @@ class KLChoices:
 
     beta: float = 0.01
     """Coefficient of the KL, in reward (or loss) per nat. 0 trains without KL: no reference is loaded."""
-    kl_estimator: Value = KLTerm.value
+    kl_estimator: Value = "k3"
     """Value of the KL: k1, k2, k3, abs, or exact (over the vocabulary)."""
     kl_gradient: Gradient = KLTerm.gradient
     """Whose gradient the loss follows: reverse KL(policy||ref), forward KL(ref||policy), the estimator's own, none."""
@@ -142,7 +142,8 @@ class KLChoices:
     kl_monitor: bool = False
     """Load the reference and log the KL even at beta 0."""
     reference: ReferenceName = "auto"
-    """The reference: frozen (a copy), adapter_off, ema, periodic, remote; auto: adapter_off if new, else frozen."""
+    """The reference: frozen (a copy), adapter_off, ema, periodic, remote, or the sampler (which holds each update, not
+    the run); auto: adapter_off if new, else frozen."""
     reference_decay: float = 0.99
     """ema: share of the old reference's weights that every step keeps, in (0, 1)."""
     reference_reset_steps: int = 100

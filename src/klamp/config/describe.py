@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from klamp.config.kl import KLConfig
 from klamp.config.loss import Price, spreads_of_right_or_wrong
+from klamp.config.teacher import TeacherConfig
 from klamp.core.term import Placement
 from klamp.core.types import Gradient, Reduction
 
@@ -31,6 +32,20 @@ def describe_kl(kl: KLConfig) -> str:
         return "measured and logged only: beta is 0"
     parts = f"{describe_value(kl)}, gradient {describe_gradient(kl)}, {PLACEMENTS[kl.kl_placement]}"
     return parts if kl.kl_clip_method == "none" else f"{parts}; {describe_clip(kl)}"
+
+
+def describe_teacher(teacher: TeacherConfig) -> str:
+    """A whole KL to a teacher in one line: who it is, what is measured, where it enters, its coefficient."""
+    if not teacher.there:
+        return "none"
+    c, named = teacher, ", ".join(filter(None, (teacher.teacher_model, teacher.teacher_url, *teacher.teacher_models)))
+    who = named or {"adapter_off": "the policy with its adapter off", "live": "the policy itself"}.get(c.kind, c.kind)
+    seen = f", at the prompt of column {c.teacher_prompt}" if c.teacher_prompt else ""
+    head = f" of the {c.teacher_head}'s {c.teacher_top_k} likeliest and a {c.teacher_tail} tail"
+    what = {"reverse": "KL(policy||teacher)", "forward": "KL(teacher||policy)", "js": "JS(policy, teacher)"}
+    value = f"{c.teacher_estimator}{head if c.teacher_estimator == 'topk' else ''}, {what[c.teacher_direction]}"
+    reach = "over the sequence" if c.teacher_horizon == "sequence" else "per token"
+    return f"{who}{seen}: {c.teacher_coef:g} x {value} {reach}, {PLACEMENTS[c.teacher_placement]}"
 
 
 def describe_value(kl: KLConfig) -> str:

@@ -12,7 +12,7 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
 
 from klamp.config.choices import NUMBERS, ControllerName, KLChoices
 from klamp.config.rules import cautions, check_server, refusals
@@ -27,7 +27,7 @@ ALIASES: Mapping[str, str] = {"kl_coef": "beta", "kl_penalty": "beta", "kl_beta"
 """Other names of a field, as other trainers and guides call it."""
 
 
-def resolve_aliases(values: Mapping[str, Any], known: set[str]) -> dict[str, Any]:
+def resolve_aliases(values: Mapping[str, Any], known: set[str], aliases: Mapping[str, str] = ALIASES) -> dict[str, Any]:
     """Configuration values under their proper names.
 
     Raises:
@@ -36,40 +36,47 @@ def resolve_aliases(values: Mapping[str, Any], known: set[str]) -> dict[str, Any
     """
     resolved: dict[str, Any] = {}
     for key, value in values.items():
-        name = ALIASES.get(key, key)
+        name = aliases.get(key, key)
         if name not in known:
             raise unknown_name(
-                "configuration key", key, known | ALIASES.keys(), why="it is no field of the configuration"
+                "configuration key", key, known | aliases.keys(), why="it is no field of the configuration"
             )
         if name in resolved and resolved[name] != value:
             raise ConfigError(
                 f"{name} is given twice, with different values",
                 got=f"{resolved[name]!r} and {value!r}",
-                why=f"{', '.join(a for a, n in ALIASES.items() if n == name)} are other names of {name}",
+                why=f"{', '.join(a for a, n in aliases.items() if n == name)} are other names of {name}",
                 fix="keep one",
             )
         resolved[name] = value
     return resolved
 
 
-def _accepts_aliases(cls: type[KLConfig]) -> type[KLConfig]:
-    """Let the constructor take the aliases, and nothing that is unknown."""
-    init: Callable[..., None] = cls.__init__
-    known = {field.name for field in dataclasses.fields(cls)}
+Config = TypeVar("Config")
 
-    @functools.wraps(init)
-    def __init__(self: KLConfig, **values: Any) -> None:
-        init(self, **resolve_aliases(values, known))
 
-    setattr(cls, "__init__", __init__)  # noqa: B010  (a frozen dataclass class attribute, not an instance's)
-    return cls
+def accepts_aliases(aliases: Mapping[str, str]) -> Callable[[type[Config]], type[Config]]:
+    """Let the constructor of a configuration take other names of its fields, and nothing that is unknown."""
+
+    def accepting(cls: type[Config]) -> type[Config]:
+        init: Callable[..., None] = cls.__init__
+        known = {field.name for field in dataclasses.fields(cast(Any, cls))}
+
+        @functools.wraps(init)
+        def __init__(self: Config, **values: Any) -> None:
+            init(self, **resolve_aliases(values, known, aliases))
+
+        setattr(cls, "__init__", __init__)  # noqa: B010  (a frozen dataclass class attribute, not an instance's)
+        return cls
+
+    return accepting
 
 
 if TYPE_CHECKING:
 
     @dataclass(frozen=True, kw_only=True)
     class _OtherNames:
-        """The names of `ALIASES` for type checkers; at run time `_accepts_aliases` takes them instead."""
+        """The names of `ALIASES` for type checkers; at run time `accepts_aliases` takes them instead."""
 
         kl_coef: InitVar[float] = KLChoices.beta
         kl_penalty: InitVar[float] = KLChoices.beta
@@ -80,7 +87,7 @@ else:
         pass
 
 
-@_accepts_aliases
+@accepts_aliases(ALIASES)
 @dataclass(frozen=True, kw_only=True)
 class KLConfig(KLChoices, _OtherNames):
     """The KL term, in nats: what is measured, what its gradient does, where it enters, and how it is held.
@@ -117,6 +124,7 @@ class KLConfig(KLChoices, _OtherNames):
     def build_term(self) -> KLTerm:
         """The KL term for `grpo_loss`."""
         return KLTerm(
+            anchor="sampler" if self.reference == "sampler" else "reference",
             value=self.kl_estimator,
             gradient=self.kl_gradient,
             horizon=self.kl_horizon,

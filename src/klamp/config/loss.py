@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from klamp.config.kl import KLConfig
+from klamp.config.teacher import TeacherConfig
 from klamp.core.advantages import Baseline, Scale
 from klamp.core.arguments import AT_LEAST_1, check_fields, check_instance, check_number
-from klamp.core.objective import Objective, SurrogateName
+from klamp.core.objective import Objective, SurrogateName, Weighted
 from klamp.core.surrogates import CLIP_HIGH, CLIP_LOW
 from klamp.core.term import Placement
+from klamp.core.trust import TrustMode, TrustRegion
 from klamp.core.types import Reduction
 from klamp.errors import ConfigError, KLWarning
 
@@ -80,11 +82,26 @@ class LossConfig:
     """The ratio is clipped above 1 + epsilon_high; None: the same as epsilon."""
     scale_rewards: Scale | None = None
     """Divide advantages by the group's standard deviation (std) or not (none); None: what the loss type says."""
+    vllm_importance_sampling_mode: TrustMode | None = None
+    """Weigh the loss by old policy / sampler: token_truncate, token_mask, sequence_truncate or sequence_mask; None: not
+    (in backend trl, as TRL does by default)."""
+    vllm_importance_sampling_clip_max: float | None = TrustRegion.high
+    """Upper bound of that ratio; how often it binds is logged."""
+    vllm_importance_sampling_clip_min: float | None = TrustRegion.low
+    """Lower bound of that ratio; None: none."""
+    off_policy_mask_threshold: float | None = TrustRegion.threshold
+    """Drop completions of negative advantage whose mean log(sampler/policy) exceeds this, in nats per token."""
     advantage_baseline: Baseline = "leave_one_out"
     """What rewards are compared with: leave_one_out (mean of the group's others), or mean (of all, as in GRPO)."""
 
     def __post_init__(self) -> None:
         check_fields(self, {"epsilon": CLIP_LOW, "epsilon_high": CLIP_HIGH})
+        self.trust  # noqa: B018  (refuses bounds that cross)
+        for name in ("clip_max", "clip_min") if self.vllm_importance_sampling_mode is None else ():
+            field = f"vllm_importance_sampling_{name}"
+            if getattr(self, field) != type(self).__dataclass_fields__[field].default:
+                text = f"{field}={getattr(self, field)!r} has no effect: it needs vllm_importance_sampling_mode."
+                warnings.warn(text, KLWarning, stacklevel=3)
         for name in ("epsilon", "epsilon_high") if self.surrogate == "score_function" else ():
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
                 text = f"{name}={getattr(self, name)!r} has no effect: it needs surrogate='ppo_clip' or 'cispo'."
@@ -94,6 +111,16 @@ class LossConfig:
     def clip_high(self) -> float:
         """The upper bound of the ratio in force, as its distance from 1."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def trust(self) -> TrustRegion:
+        """The trust region to the sampler."""
+        return TrustRegion(
+            mode=self.vllm_importance_sampling_mode,
+            low=self.vllm_importance_sampling_clip_min,
+            high=self.vllm_importance_sampling_clip_max,
+            threshold=self.off_policy_mask_threshold,
+        )
 
     @property
     def scale(self) -> Scale:
@@ -124,15 +151,19 @@ def divisor(reduction: Reduction, *, mean_length: float, max_length: float | Non
     return divisors[reduction]
 
 
-def build_objective(kl: KLConfig, loss: LossConfig, *, max_length: int) -> Objective:
-    """The objective of `grpo_loss` that a KL and a policy loss describe together; its beta in reward per nat.
+def build_objective(
+    kl: KLConfig, loss: LossConfig, *, max_length: int, teacher: TeacherConfig | None = None
+) -> Objective:
+    """The objective of `grpo_loss` that KL terms and a policy loss describe together; coefficients in reward per nat.
 
-    Equation: R[surrogate_t] + beta R_kl[penalty_t], see `grpo_loss`; R of `loss`, R_kl that of `kl.kl_normalizer` or R.
+    Equation: R[surrogate_t] + beta R_kl[penalty_t] + teacher_coef R[penalty_t to the teacher], see `grpo_loss`; R of
+    `loss`, R_kl that of `kl.kl_normalizer` or R.
 
     Args:
         kl: the KL term; its beta is the starting one.
         loss: the policy loss.
         max_length: longest completion in tokens, the divisor of dr_grpo.
+        teacher: the second anchor; None: there is none.
 
     Raises:
         ConfigError: the KL in the reward together with advantages divided by the group's std; arguments of other types.
@@ -141,13 +172,16 @@ def build_objective(kl: KLConfig, loss: LossConfig, *, max_length: int) -> Objec
     check_instance("loss", loss, LossConfig)
     check_number("max_length", max_length, AT_LEAST_1.but("a completion has tokens", "pass max_length"), whole=True)
     used = kl.beta > 0 or kl.controller_name != "fixed"
-    if used and kl.kl_placement == "reward" and loss.scale == "std":
+    taught = None if teacher is None or not teacher.there else teacher
+    inside = (used and kl.kl_placement == "reward") * ["kl_placement"]
+    inside += (taught is not None and taught.teacher_placement == "reward") * ["teacher_placement"]
+    if inside and loss.scale == "std":
         raise ConfigError(
             "the KL in the reward cannot be combined with advantages divided by the group's std",
-            got=f"kl_placement='reward', loss_type={loss.loss_type!r}, scale_rewards='std'",
+            got=f"{inside[0]}='reward', loss_type={loss.loss_type!r}, scale_rewards='std'",
             why="in a group whose rewards are all equal the division cancels beta: the update is the same for every "
             "beta > 0",
-            fix="set scale_rewards='none', or kl_placement='advantage' (the KL enters after the division)",
+            fix=f"set scale_rewards='none', or {inside[0]}='advantage' (the KL enters after the division)",
         )
     return Objective(
         surrogate=loss.surrogate,
@@ -157,6 +191,8 @@ def build_objective(kl: KLConfig, loss: LossConfig, *, max_length: int) -> Objec
         max_length=max_length,
         beta=kl.beta,
         kl=kl.build_term(),
+        trust=loss.trust,
+        others=() if taught is None else (Weighted(taught.teacher_coef, taught.build_term()),),
     )
 
 

@@ -93,11 +93,13 @@ PRESETS: Mapping[str, Preset] = _Recipes(
         ),
         "deepseek-v3.2": lambda: Preset(
             kl=KLConfig(beta=0.001, kl_estimator="k3", kl_gradient="reverse", kl_off_policy="token"),
-            loss=LossConfig(advantage_baseline="mean", loss_type="grpo", scale_rewards="none"),
+            loss=LossConfig(
+                advantage_baseline="mean", loss_type="grpo", scale_rewards="none", off_policy_mask_threshold=0.5
+            ),
             paper="DeepSeek-V3.2, arXiv:2512.02556",
             remark="k3 weighted by the token ratio: at each position the gradient of KL(policy||ref), also off-policy; "
-            "advantages are not divided by the std. The paper names no beta (it varies with the domain); it also masks "
-            "off-policy sequences, which this does not",
+            "advantages are not divided by the std; bad completions that the policy has left are masked. The paper "
+            "names neither beta (it varies with the domain) nor the mask's threshold",
         ),
         "frpo": lambda: Preset(
             kl=KLConfig(beta=0.01, kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence"),

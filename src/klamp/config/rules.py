@@ -194,7 +194,21 @@ def _control(c: KLChoices) -> list[Refusal]:
 
 
 def _reference_and_tokens(c: KLChoices) -> list[Refusal]:
+    of_sampler = c.reference == "sampler"
     return [
+        Refusal(
+            of_sampler and c.kl_estimator == "exact",
+            "kl_estimator='exact' cannot use the sampler",
+            why="it left the log-probabilities of its tokens, not whole rows",
+            fix="use kl_estimator='k3'",
+        ),
+        Refusal(
+            of_sampler and (c.kl_placement != "loss" or c.reference_share < 1 or c.controller_name != "fixed"),
+            "reference='sampler' takes a fixed beta, in the loss, over all sequences",
+            got=f"kl_placement={c.kl_placement!r}, reference_share={c.reference_share:g}, target_kl={c.target_kl}",
+            why="at a rollout's first update the sampler is the policy, so that there is no KL to shift by or to steer",
+            fix="leave kl_placement, reference_share and target_kl out",
+        ),
         Refusal(
             c.reference == "remote" and c.reference_url is None,
             "reference='remote' needs reference_url",
@@ -274,6 +288,11 @@ def cautions(c: KLChoices) -> list[str]:
             "kl_gradient='none' with a beta above 0 adds a number to the loss and nothing to its gradient: the KL is "
             "logged, not held. Use kl_gradient='reverse', or beta=0 with kl_monitor=True to log it."
         )
+    if c.reference == "sampler" and c.beta > 0:
+        found.append(
+            "reference='sampler' is a proximal term: it holds each update near who sampled, and no update near the "
+            "start. The run ends where it would end without it; with one update per rollout its gradient is 0."
+        )
     free = c.kl_clip_threshold if c.use_per_token_kl_threshold else None
     adaptive = c.kl_clip_method != "none" and c.controller_name != "fixed"
     if adaptive and free is not None and c.target_kl is not None and free >= c.target_kl:
@@ -322,7 +341,7 @@ def _without_effect(c: KLChoices) -> list[str]:
     no_clip, clip = c.kl_clip_method == "none", "kl_clip_method='hard' or 'soft'"
     fixed, adaptive = c.controller_name == "fixed", "a controller that moves beta (target_kl, and a beta above 0)"
     own_weights = "a reference with weights of its own (reference='frozen', 'ema' or 'periodic')"
-    no_weights = c.reference in ("adapter_off", "remote")
+    no_weights = c.reference in ("adapter_off", "remote", "sampler")
     summed = c.kl_estimator == "exact" and c.kl_off_policy == "token"
     needs = {
         "kl_clip_threshold": (no_clip, clip),

@@ -374,7 +374,8 @@ def _check_text(field: _Field, x: object) -> None:
 def _check_tuple(field: _Field, x: object, numbers: Numbers) -> None:
     parts = get_args(field.kinds[0])
     kinds = get_args(parts[0]) or parts[:1]
-    text = " or ".join({int: "whole numbers", float: "numbers", str: "texts"}[kind] for kind in kinds)
+    words = {int: "whole numbers", float: "numbers", str: "texts"}
+    text = " or ".join(words.get(kind, f"{kind.__name__}(...)") for kind in kinds)
     count = None if parts[-1] is Ellipsis else len(parts)
     for i, each in enumerate(_elements(field, x, count, text)):
         if float in kinds:

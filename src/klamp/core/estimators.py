@@ -161,6 +161,18 @@ def kl_estimate(
     return ESTIMATORS[estimator].value(log_ratio(policy_logprobs, ref_logprobs))
 
 
+def divergence_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
+    """p log(p / q) - p + q of each entry, never negative: the terms of KL(p || q) where both sum to 1.
+
+    It is q where p is 0 or rounds to 0, infinite where q alone is 0, and takes any two positive numbers.
+    """
+    p, q = log_p.exp(), log_q.exp()
+    delta = torch.where(p == 0, torch.zeros_like(log_p), log_p - log_q)
+    near = delta.abs() < 1
+    close = p * _k3(torch.where(near, delta, torch.zeros_like(delta)))
+    return torch.where(p == 0, q, torch.where(near, close, q + p * (delta - 1)))
+
+
 def _expectation(log_p: Tensor, log_q: Tensor) -> Tensor:
     """The sum over v of p_v (log p_v - log q_v); where p_v is 0, value and gradient are exactly 0.
 
@@ -173,10 +185,7 @@ def _expectation(log_p: Tensor, log_q: Tensor) -> Tensor:
     p, delta = log_p_safe.exp(), log_p_safe - log_q_safe
     plain = torch.where(empty, torch.zeros_like(log_p), p * delta).sum(-1)
     with torch.no_grad():
-        near = delta.abs() < 1
-        close = p * _k3(torch.where(near, delta, torch.zeros_like(delta)))
-        terms = torch.where(near, close, log_q_safe.exp() - p + p * delta)
-        value = torch.where(empty, log_q.exp(), terms).sum(-1)
+        value = divergence_terms(log_p, log_q).sum(-1)
     # Infinite where the second model forbids what the first one allows; inf - inf would hide it.
     return torch.where(plain.isfinite(), value + (plain - plain.detach()), plain)
 

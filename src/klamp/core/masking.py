@@ -225,7 +225,7 @@ def _describe(bad: Tensor, x: Tensor) -> str:
     return f"{int(bad.sum())} of {bad.numel()} tokens, the first at {index} with value {float(x[index])}"
 
 
-def check_logprobs(name: str, logprobs: Tensor, mask: Mask) -> None:
+def check_logprobs(name: str, logprobs: Tensor, mask: Mask, *, fix: str = "") -> None:
     """Refuse values at unmasked positions that no log-probability of a sampled token can have.
 
     Raises:
@@ -243,7 +243,8 @@ def check_logprobs(name: str, logprobs: Tensor, mask: Mask) -> None:
             f"{name} holds values that no log-probability of a sampled token can have",
             got=_describe(lost, x),
             why="NaN and infinities would spread into the loss and from there into the weights",
-            fix="check the scoring pass: dtype overflow, logits masked with -inf at the sampled token, or a mask that "
+            fix=fix
+            or "check the scoring pass: dtype overflow, logits masked with -inf at the sampled token, or a mask that "
             "covers padding",
         )
     raise DataError(
@@ -255,8 +256,13 @@ def check_logprobs(name: str, logprobs: Tensor, mask: Mask) -> None:
     )
 
 
-def check_batch(batch: Batch, *, part: bool = False) -> None:
+def check_batch(batch: Batch, *, part: bool = False, bounded: bool = False) -> None:
     """Checks the values of a batch (or of a part of one) before any loss is computed; its shapes it checked itself.
+
+    Args:
+        batch: scored completions.
+        part: whether it is a part, which may have no tokens to train on.
+        bounded: whether the log-ratio to the teacher is, so that a token may have no probability under it.
 
     Raises:
         TensorError: tensors without values (on the meta device).
@@ -279,6 +285,15 @@ def check_batch(batch: Batch, *, part: bool = False) -> None:
         x: Tensor | None = getattr(batch, name)
         if x is not None:
             check_logprobs(name, x, scored if name == "ref_logprobs" else batch.mask)
+    if batch.teacher_logprobs is not None:
+        seen = batch.mask if batch.teacher_mask is None else batch.mask & batch.teacher_mask
+        check_logprobs(
+            "teacher_logprobs",
+            batch.teacher_logprobs,
+            seen & ~batch.teacher_logprobs.isneginf() if bounded else seen,
+            fix="a teacher gives no probability to what was sampled: set teacher_max_log_ratio to bound its pull (it "
+            "is counted), or use a teacher with the policy's vocabulary",
+        )
     _check_advantages(batch.advantages, batch.mask)
 
 

@@ -112,8 +112,7 @@ def kl_in_advantage(
 
 def _log_weights(batch: Batch, term: KLTerm) -> Tensor:
     """The off-policy log-weights of the penalty; the prefix ratio runs over all trained tokens, excluded ones too."""
-    exact = term.value == "exact"
-    if term.off_policy == "none" or (exact and term.off_policy == "token"):
+    if term.off_policy == "none" or (term.of_prefixes and term.off_policy == "token"):
         return torch.zeros_like(masked(batch.policy_logprobs.detach(), batch.mask))
     if batch.sampler_logprobs is None:
         raise ConfigError(
@@ -137,6 +136,7 @@ def token_penalty(
     """The penalty of each token of a batch in nats, without beta: what a loss adds.
 
     Equation: c_i * gate_i(penalty_it), penalty as in `kl_penalty` (or `exact_penalty`), c_i the sequence's `kl_weight`.
+    A KL that is read at each prefix and holds a sampled tail (`topk_kl`) was given the token's own weight there.
 
     Sampler: the policy, or with `off_policy` whoever `sampler_logprobs` belong to.
     Value and gradient: the term's, clipped where a gate is given; masked and excluded tokens are exactly 0.
@@ -149,17 +149,19 @@ def token_penalty(
         known: the batch's distances; None: they are formed.
 
     Raises:
-        ConfigError: the reference, the exact KL or the sampler's log-probabilities are asked for and missing.
+        ConfigError: the anchor, its exact KL or the sampler's log-probabilities are asked for and missing.
     """
+    batch = batch.towards(term.anchor)
     kl_mask, log_w = carries_kl(batch), _log_weights(batch, term)
     excluded = None if batch.kl_mask is None else kl_mask
-    if term.value == "exact":
+    if term.value in ("exact", "topk"):
         if batch.exact_kl is None:
+            name = "teacher_kl" if term.anchor == "teacher" else "exact_kl"
             raise ConfigError(
-                "kl_estimator='exact' needs the exact KL of the batch",
-                got="exact_kl=None",
-                why="it is summed over the vocabulary, from both models' logits",
-                fix="set Batch.exact_kl = exact_kl(policy_logits, ref_logits)",
+                f"the estimator {term.value!r} needs the KL of the batch at each prefix",
+                got=f"{name}=None",
+                why="it is summed over the vocabulary (or a head of it), from both models' distributions",
+                fix=f"set Batch.{name} = exact_kl(policy_logits, ref_logits)",
             )
         penalty = exact_penalty(
             batch.policy_logprobs,
@@ -201,6 +203,7 @@ def shifted_rewards(
 
 
 def _spent(batch: Batch, term: KLTerm) -> Float[Tensor, " batch"]:
+    batch = batch.towards(term.anchor)
     spent = sequence_log_ratio(
         batch.policy_logprobs, require_reference(batch), carries_kl(batch), max_log_ratio=term.max_log_ratio
     )
@@ -235,13 +238,15 @@ def advantages_with_kl(
 def shifted_advantages(batch: Batch, term: KLTerm, *, beta: float, gate: Gate | None = None) -> TokenValues:
     """Advantages minus beta times the KL of each token (or of it and all later ones), in units of the advantage. [B, T]
 
-    As `kl_in_advantage`, with the clip's factor and the sequence's `kl_weight` on beta. The KL is that of the old
-    policy, which sampled the tokens.
+    As `kl_in_advantage`, with the clip's factor and the sequence's `kl_weight` on beta. The KL to a reference is that
+    of the old policy, which sampled the tokens. To a teacher it is that of the present one: under the surrogate's
+    ratios the old one's would follow KL(policy || teacher) less KL(policy || old).
 
     Raises:
-        ConfigError: the batch has no reference log-probabilities.
+        ConfigError: the batch has no log-probabilities of the anchor.
     """
-    old = batch.policy_logprobs.detach() if batch.old_logprobs is None else batch.old_logprobs
+    batch, now = batch.towards(term.anchor), batch.policy_logprobs.detach()
+    old = now if batch.old_logprobs is None or term.anchor == "teacher" else batch.old_logprobs
     factor = torch.ones_like(batch.mask[:, 0], dtype=old.dtype) if gate is None else gate.factor
     if batch.kl_weight is not None:
         factor = factor * batch.kl_weight
@@ -258,15 +263,17 @@ def shifted_advantages(batch: Batch, term: KLTerm, *, beta: float, gate: Gate | 
 
 
 def kl_metrics(batch: Batch, term: KLTerm, known: Distances | None = None) -> dict[str, Tensor]:
-    """The logged values of a batch's KL: detached scalars, named as in the metrics table.
+    """The logged values of a batch's KL: detached scalars, named as in the metrics table; a teacher's by its name.
 
     Args:
         batch: scored completions.
         term: which KL.
-        known: the batch's distances; None: they are formed where there is a reference.
+        known: the batch's distances; None: they are formed where there is an anchor.
     """
+    if term.anchor == "teacher":
+        return _teacher_metrics(batch.towards("teacher"), known or Distances.of(batch, term))
     metrics: dict[str, Tensor] = {}
-    if batch.ref_logprobs is not None:
+    if batch.ref_logprobs is not None or term.anchor == "sampler":
         known = known or Distances.of(batch, term)
         delta, carried = known.log_ratio, known.carried
         k3 = ESTIMATORS["k3"].value(delta)
@@ -287,6 +294,18 @@ def kl_metrics(batch: Batch, term: KLTerm, known: Distances | None = None) -> di
             max_weight=term.max_weight,
         )
     return metrics
+
+
+def _teacher_metrics(batch: Batch, known: Distances) -> dict[str, Tensor]:
+    """Those of a batch towards its teacher: k1, and the KL as it is asked for; k3 where that is of tokens."""
+    delta, carried = known.bounded, known.carried
+    value = ESTIMATORS["k3"].value(delta) if batch.exact_kl is None else batch.exact_kl.detach()
+    return {
+        "teacher/k1": masked_mean(delta, carried),
+        "teacher/kl": masked_mean(value, carried),
+        "teacher/log_ratio_clamped": share_of(known.log_ratio != delta, carried),
+        "teacher/unscored": share_of(~carried, batch.mask),
+    }
 
 
 def _over_sequences(per_sequence: Tensor, batch: Batch) -> Tensor:

@@ -18,11 +18,12 @@ from klamp.core.clipping import ClipLevel, ClipUnit, clip_gate, clip_kl, gate_kl
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import BOUND, masked_log_ratio, saturated
 from klamp.core.masking import masked_sum
-from klamp.core.types import Batch, ClipMethod, Gradient, Horizon, Mask, Reduction, TokenValues, Value
+from klamp.core.types import Anchor, Batch, ClipMethod, Gradient, Horizon, Mask, Reduction, TokenValues, Value
 from klamp.errors import ConfigError
 
 Placement: TypeAlias = Literal["loss", "reward", "advantage"]
 OffPolicy: TypeAlias = Literal["none", "token", "sequence"]
+TermValue: TypeAlias = Literal[Value, "topk"]
 
 TERM_NUMBERS = {
     "max_weight": BOUND,
@@ -33,7 +34,7 @@ TERM_NUMBERS = {
 """Which numbers the fields of `KLTerm` take; those of `KLConfig` that they come from take the same."""
 
 
-def gates_on_itself(value: Value, gradient: Gradient, horizon: Horizon, off_policy: OffPolicy) -> bool:
+def gates_on_itself(value: TermValue, gradient: Gradient, horizon: Horizon, off_policy: OffPolicy) -> bool:
     """Whether a completion's own KL may decide its clip: where the gradient is that of this KL, prefixes held fixed.
 
     That is the exact KL with horizon `token`: f'(K) grad K is then the gradient of f(K) at the sampled prefixes. Any
@@ -44,14 +45,17 @@ def gates_on_itself(value: Value, gradient: Gradient, horizon: Horizon, off_poli
 
 @dataclass(frozen=True, kw_only=True)
 class KLTerm:
-    """The KL of an objective, in nats: its value, its gradient, where it enters, how it is clipped; all but beta.
+    """A KL of an objective, in nats: to whom, its value, its gradient, where it enters, its clip; all but beta.
 
-    Equation: see `kl_penalty` (loss), `KLConfig` for what each choice means. `KLConfig.build_term` makes one, after
-    refusing the combinations that do not do what their names say; those checks are not repeated here.
+    Equation: see `kl_penalty` (loss), `KLConfig` for what each choice means. `KLConfig.build_term` and
+    `TeacherConfig.build_term` make one, after refusing the combinations that do not do what their names say; those
+    checks are not repeated here.
     """
 
-    value: Value = "k3"
-    """Estimator of the value."""
+    anchor: Anchor = "reference"
+    """Whom it holds the policy to: which fields of a batch it reads, see `Batch.towards`."""
+    value: TermValue = "k3"
+    """Estimator of the value; `exact` and `topk` read it from the batch, with its gradient."""
     gradient: Gradient = "reverse"
     """Which divergence's gradient flows."""
     horizon: Horizon = "token"
@@ -84,6 +88,11 @@ class KLTerm:
     def weight_horizon(self) -> Horizon:
         """Whether a token's off-policy weight is its own ratio, or that of the prefix up to it."""
         return "sequence" if self.off_policy == "sequence" else "token"
+
+    @property
+    def of_prefixes(self) -> bool:
+        """Whether the batch holds its value at each prefix, from whole distributions or their heads."""
+        return self.value in ("exact", "topk")
 
     @property
     def needs_reference_length(self) -> bool:
@@ -126,18 +135,19 @@ class Distances:
     carried: Mask
     """True = the token carries the KL."""
     log_ratio: TokenValues
-    """log policy - log ref; 0 where a token carries no KL."""
+    """log policy - log anchor; 0 where a token carries no KL."""
     bounded: TokenValues
     """The same within the term's bound, `max_log_ratio`."""
 
     @classmethod
     def of(cls, batch: Batch, term: KLTerm) -> Distances:
-        """Those of a batch to the reference.
+        """Those of a batch to the term's anchor.
 
         Raises:
-            ConfigError: the batch has no reference log-probabilities.
+            ConfigError: the batch has no log-probabilities of it.
         """
-        carried, bound = carries_kl(batch), term.max_log_ratio
+        batch, bound = batch.towards(term.anchor), term.max_log_ratio
+        carried = carries_kl(batch)
         delta = masked_log_ratio(batch.policy_logprobs, require_reference(batch), carried)
         return cls(carried=carried, log_ratio=delta, bounded=delta if bound is None else delta.clamp(-bound, bound))
 
@@ -164,6 +174,7 @@ class Gate:
         """
         if term.clip_method == "none":
             return None
+        batch = batch.towards(term.anchor)
         kl = batch.gate_kl if batch.gate_kl is not None else sequence_gate_kl(batch, term, known=known)
         length, per_token = batch.reference_length, term.clip_unit == "token"
         budget = kl_budget(term.clip_threshold, per_token=per_token, reference_length=length)
@@ -220,6 +231,7 @@ def sequence_gate_kl(
         ConfigError: no reference; or a group (or batch) of one, whose KL is a sampled one.
         ShapeError: the batch is not a whole number of groups.
     """
+    batch = batch.towards(term.anchor)
     kl, measured = sequence_kl(batch, term, known), batch.mask.any(-1)
     if batch.kl_weight is not None:
         measured = measured & (batch.kl_weight > 0)

@@ -5,7 +5,8 @@ Glossary (one sign, everywhere):
     policy      the model being trained                         log-probabilities carry a gradient
     old         the policy at the start of the rollout's updates (for the PPO ratio)
     sampler     whoever drew the tokens, as it reported itself  (behaviour policy, mu)
-    ref         the frozen reference
+    ref         the reference, which the run started from
+    teacher     a second anchor, which the policy is to become like
     log_ratio   policy - ref, in nats; positive where the policy is likelier than the reference
     mask        True = a token to train on
     reverse     KL(policy || ref), what "the KL" means in RL fine-tuning
@@ -16,17 +17,19 @@ Shapes: B sequences, T completion positions, V vocabulary entries. Log-probabili
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple, TypeAlias
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from klamp.core.arguments import AT_LEAST_1, FLOATS, MASKS, POSITIVE, REALS, check_data, check_number, check_tensors
-from klamp.errors import ShapeError
+from klamp.errors import ConfigError, ShapeError
 
 Estimator: TypeAlias = Literal["k1", "k2", "k3", "abs"]
 Value: TypeAlias = Literal[Estimator, "exact"]
+Anchor: TypeAlias = Literal["reference", "teacher", "sampler"]
+"""Whom a KL holds the policy to: where it started, where it should go, who drew the tokens."""
 Direction: TypeAlias = Literal["reverse", "forward", "js"]
 Gradient: TypeAlias = Literal["reverse", "forward", "own", "none"]
 Horizon: TypeAlias = Literal["token", "sequence"]
@@ -45,8 +48,8 @@ class Batch:
     """What `grpo_loss` takes: B completions of T tokens, with their log-probabilities in nats, already scored.
 
     Sampler: whoever `sampler_logprobs` belong to; without them the old policy, without that one the policy itself.
-    Gradient: flows into `policy_logprobs`, `exact_kl` and `exact_kl_forward`. The rest is data: a gradient that other
-    log-probabilities carry is not followed.
+    Gradient: flows into `policy_logprobs`, `exact_kl`, `exact_kl_forward` and `teacher_kl`. The rest is data: a
+    gradient that other log-probabilities carry is not followed.
     Shapes: [B, T] throughout, on one device; log-probabilities of any floating type; `advantages` also [B], and
     `kl_weight`, `gate_kl`, `reference_length` one number per completion. Padding is whatever the mask is False for.
 
@@ -83,13 +86,48 @@ class Batch:
     """Reference length in tokens that turns a per-token threshold into a budget."""
     group_size: int | None = None
     """Completions per prompt, next to each other; for a gate at group level."""
+    teacher_logprobs: LogProbs | None = None
+    """Under the teacher; None only where no KL to one is asked for."""
+    teacher_kl: TokenValues | None = None
+    """KL to the teacher at each prefix, over the vocabulary or as `topk_kl`, with gradient where it is the loss."""
+    teacher_mask: Mask | None = None
+    """True = the teacher scored the token, and it carries the KL to it; None: the same as `mask`."""
 
     def __post_init__(self) -> None:
         _check_kinds(self)
         _check_shapes(self)
 
+    def towards(self, anchor: Anchor) -> Batch:
+        """The batch as a KL to this anchor sees it: what the anchor says stands where the reference's numbers do.
 
-_PER_TOKEN = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "exact_kl", "exact_kl_forward")
+        Raises:
+            ConfigError: the batch holds nothing of that anchor.
+        """
+        if anchor == "reference":
+            return self
+        found = self.teacher_logprobs if anchor == "teacher" else self.sampler_logprobs
+        if found is None:
+            raise ConfigError(
+                f"a KL to the {anchor} is asked for and the batch has no log-probabilities of it",
+                got=f"{anchor}_logprobs=None",
+                why="leaving the term out silently would train without it",
+                fix=f"set Batch.{anchor}_logprobs, or the coefficient of that KL to 0",
+            )
+        if anchor == "sampler":
+            return replace(self, ref_logprobs=found, exact_kl=None, exact_kl_forward=None)
+        return replace(
+            self,
+            ref_logprobs=found,
+            exact_kl=self.teacher_kl,
+            exact_kl_forward=None,
+            kl_mask=self.teacher_mask,
+            kl_weight=None,
+            gate_kl=None,
+        )
+
+
+_SCORES = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "teacher_logprobs")
+_PER_TOKEN = (*_SCORES, "exact_kl", "exact_kl_forward", "teacher_kl")
 _PER_SEQUENCE = ("kl_weight", "gate_kl")
 
 
@@ -102,7 +140,7 @@ def _check_kinds(batch: Batch) -> None:
     policy = batch.policy_logprobs
     check_tensors(FLOATS, policy_logprobs=policy)
     check_tensors(FLOATS, like=policy, **_given(batch, *_PER_TOKEN, *_PER_SEQUENCE))
-    check_tensors(MASKS, like=policy, mask=batch.mask, **_given(batch, "kl_mask"))
+    check_tensors(MASKS, like=policy, mask=batch.mask, **_given(batch, "kl_mask", "teacher_mask"))
     check_tensors(REALS, like=policy, advantages=batch.advantages)
     check_data(advantages=batch.advantages, **_given(batch, *_PER_SEQUENCE))
     check_number("group_size", batch.group_size, AT_LEAST_1, whole=True, optional=True)
@@ -121,7 +159,7 @@ def _check_shapes(batch: Batch) -> None:
             why="it holds one number per token of each completion",
             fix="policy_logprobs[None] for a single completion",
         )
-    for name, x in {"mask": batch.mask, **_given(batch, *_PER_TOKEN, "kl_mask")}.items():
+    for name, x in {"mask": batch.mask, **_given(batch, *_PER_TOKEN, "kl_mask", "teacher_mask")}.items():
         if x.shape != shape:
             raise ShapeError(
                 f"{name} does not have the shape of policy_logprobs",

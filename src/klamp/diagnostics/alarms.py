@@ -6,6 +6,7 @@ from collections.abc import Iterable
 
 from klamp.diagnostics import alarms_kl as kl
 from klamp.diagnostics import alarms_run as run
+from klamp.diagnostics import alarms_teacher as teacher
 from klamp.diagnostics import alarms_tokens as tokens
 from klamp.diagnostics import causes
 from klamp.diagnostics.alarm import Alarm
@@ -284,6 +285,69 @@ ALARMS: dict[str, Alarm] = {
             rule=run.retention,
             needs=("evaluations",),
             limits=(run.DROPPED,),
+        ),
+        Alarm(
+            name="teacher-silent",
+            text="the teacher gives many tokens no number, or all the same one",
+            means="Its server fails or cuts, its numbers are lost on the way, or they are placeholders.",
+            next_step="Ask it for one completion by hand.",
+            rule=teacher.silent,
+            needs=("teacher/unscored",),
+            limits=(teacher.UNSCORED, teacher.CONSTANT),
+        ),
+        Alarm(
+            name="teacher-not-reached",
+            text="the policy does not come nearer to its teacher",
+            means="The learning rate is too low, the policy is too small, or the numbers belong to other tokens.",
+            next_step="Score one completion with teacher_model set to the policy itself: the KL must be 0.",
+            rule=teacher.not_reached,
+            needs=(teacher.KL, "teacher/coef"),
+            limits=(teacher.REACHED,),
+        ),
+        Alarm(
+            name="teacher-outside-head",
+            text="the head misses the teacher: most of its mass, or more and more of its likeliest tokens",
+            means="The tail must say what the teacher would: noise, or a bias. With the overlap, the policy leaves it.",
+            next_step="Raise teacher_top_k, set teacher_head='union' and teacher_tail='sampled'; look at teacher/kl.",
+            rule=teacher.head_misses,
+            needs=("teacher/teacher_mass",),
+            limits=(teacher.INSIDE, teacher.OVERLAP),
+        ),
+        Alarm(
+            name="teacher-inert",
+            text="the teacher does nothing",
+            means="It is the policy itself, its KL is not in the loss, or the reward outweighs it.",
+            next_step="Check its path and its adapter; raise teacher_coef.",
+            rule=teacher.inert,
+            needs=(teacher.KL,),
+            limits=(teacher.SAME, kl.INERT),
+        ),
+        Alarm(
+            name="teacher-drowns-reward",
+            text="the teacher outweighs the reward",
+            means="Even the best policy stays at its teacher, whatever that earns.",
+            next_step="Lower teacher_coef below the spread of the rewards, or set reward='none' if that is meant.",
+            rule=teacher.drowns_reward,
+            needs=("teacher/coef", "reward_std"),
+            limits=(kl.DOMINATES,),
+        ),
+        Alarm(
+            name="teacher-prefers-wrong",
+            text="the teacher prefers completions that earn less",
+            means="On the policy's own tokens it is worse than the policy, or it sees another prompt than was meant.",
+            next_step="Read the teacher's answers; take another, or lower teacher_coef.",
+            rule=teacher.prefers_wrong,
+            needs=("teacher/reward_correlation",),
+            limits=(teacher.WRONG,),
+        ),
+        Alarm(
+            name="teacher-ends-elsewhere",
+            text="the teacher does not end where the policy does",
+            means="Their end tokens differ: the teacher pulls the policy's end away, and answers grow.",
+            next_step="Give both the same end token and chat template.",
+            rule=teacher.ends_elsewhere,
+            needs=("teacher/end",),
+            limits=(teacher.ENDS,),
         ),
         Alarm(
             name="kl-high",

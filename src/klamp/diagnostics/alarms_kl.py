@@ -356,8 +356,13 @@ def kl_inert(history: History) -> Evidence | None:
 
 def kl_dominates(history: History) -> Evidence | None:
     """Finds a beta at which even the optimum stays at the reference."""
-    prices, spread = history.last("beta/price", DOMINATES_STEPS), spread_within_groups(history, DOMINATES_STEPS)
-    if len(prices) < DOMINATES_STEPS or spread is None or not history.penalized or min(prices) <= 0:
+    return outweighs(history, history.last("beta/price", DOMINATES_STEPS), "reference") if history.penalized else None
+
+
+def outweighs(history: History, prices: Sequence[float], anchor: str) -> Evidence | None:
+    """Finds prices, of the last steps, at which even the optimum stays at an anchor."""
+    spread = spread_within_groups(history, DOMINATES_STEPS)
+    if len(prices) < DOMINATES_STEPS or spread is None or min(prices) <= 0:
         return None
     price = fmean(prices)
     optimum = (spread / price) * (spread / price) / 2
@@ -365,6 +370,6 @@ def kl_dominates(history: History) -> Evidence | None:
         return None
     return Evidence(
         f"a nat of a completion costs {number(price)} of reward, and rewards differ by {number(spread)} within their "
-        f"groups: the best policy is {number(optimum)} nats per completion from the reference, and earns "
+        f"groups: the best policy is {number(optimum)} nats per completion from the {anchor}, and earns "
         f"{number(spread * spread / price)} more than it"
     )

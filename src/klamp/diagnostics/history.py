@@ -17,7 +17,7 @@ from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
 Verifier: TypeAlias = Literal["rules", "model"]
-Side: TypeAlias = Literal["ref", "sampler"]
+Side: TypeAlias = Literal["ref", "teacher", "sampler"]
 
 EARLY = 50
 """Steps at the beginning of a run that rules may look back to."""
@@ -67,6 +67,8 @@ class Completion:
     """Log-probabilities under the policy being trained; NaN where there is none."""
     ref: Sequence[float] | None = None
     """Log-probabilities under the reference; NaN where there is none."""
+    teacher: Sequence[float] | None = None
+    """Log-probabilities under the teacher; NaN where there is none."""
     sampler: Sequence[float] | None = None
     """Log-probabilities under whoever sampled the tokens; NaN where there is none."""
     trained: Sequence[bool] | None = None
@@ -85,9 +87,8 @@ class Completion:
     """The advantage of the completion; where tokens have their own, the one that is largest in size."""
 
     def __post_init__(self) -> None:
-        check_lengths(
-            {name: getattr(self, name) for name in ("tokens", "policy", "ref", "sampler", "trained", "sampled")}
-        )
+        names = ("tokens", "policy", "ref", "teacher", "sampler", "trained", "sampled")
+        check_lengths({name: getattr(self, name) for name in names})
 
     @property
     def is_trained(self) -> Sequence[bool]:
@@ -103,12 +104,13 @@ class Completion:
         """The log-ratios of the trained tokens that have both log-probabilities: (position, log-ratio).
 
         Args:
-            against: `ref`: log policy - log ref; `sampler`: log sampler - log policy, whose tokens they are.
+            against: `ref`, `teacher`: log policy - log of it; `sampler`: log sampler - log policy, whose tokens they
+                are.
         """
-        other = self.ref if against == "ref" else self.sampler
+        other: Sequence[float] | None = getattr(self, against)
         if other is None:
             return []
-        above, below = (self.policy, other) if against == "ref" else (other, self.policy)
+        above, below = (other, self.policy) if against == "sampler" else (self.policy, other)
         rows = enumerate(zip(above, below, self.is_trained, strict=True))
         return [(i, delta) for i, (a, b, trained) in rows if trained and math.isfinite(delta := a - b)]
 
@@ -188,9 +190,11 @@ class Answer:
     question: str
     """The prompt, without a template."""
     completion: str
-    """What the policy wrote."""
+    """What was written."""
     score: float
     """The score of the answer."""
+    who: str = "policy"
+    """Who wrote it: policy or teacher."""
 
 
 def answer_of(row: Mapping[str, Any]) -> Answer:
@@ -200,15 +204,18 @@ def answer_of(row: Mapping[str, Any]) -> Answer:
         KeyError, TypeError, ValueError: it is none.
     """
     texts = {name: str(row[name]) for name in ("skill", "question", "completion")}
-    return Answer(step=int(row["step"]), score=float(row["score"]), **texts)
+    return Answer(step=int(row["step"]), score=float(row["score"]), who=str(row.get("who", "policy")), **texts)
 
 
 Question: TypeAlias = tuple[str, str]
 """(skill, question)."""
 
 
-def answers_of(answers: Sequence[Answer], evaluation: Literal["first", "last"]) -> dict[Question, Answer]:
+def answers_of(
+    answers: Sequence[Answer], evaluation: Literal["first", "last"], *, who: str = "policy"
+) -> dict[Question, Answer]:
     """The answers of the first evaluation, which is before training, or of the last one."""
+    answers = [answer for answer in answers if answer.who == who]
     steps = [answer.step for answer in answers]
     step = (min if evaluation == "first" else max)(steps, default=0)
     return {(answer.skill, answer.question): answer for answer in answers if answer.step == step}

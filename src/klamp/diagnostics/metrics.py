@@ -32,6 +32,9 @@ class MetricRow:
 _row = MetricRow
 _Kind: TypeAlias = tuple[str, Better, str]
 _KL: _Kind = "nats/token", "neither", "mean over KL tokens"
+_TAUGHT: _Kind = "nats/token", "lower", "mean over tokens"
+_MASS: _Kind = "share", "higher", "mean over tokens"
+_ENDS: _Kind = "probability", "higher", "mean over completions"
 _OF_COMPLETION: _Kind = "nats/sequence", "neither", "mean over completions"
 _LARGEST: _Kind = "nats", "lower", "maximum over tokens"
 _COMPLETIONS: _Kind = "share", "lower", "mean over completions"
@@ -81,10 +84,32 @@ METRICS: dict[str, MetricRow] = {
         ),
         _row("kl/lr_factor", *_NUMBER, "What kl_lr_guard multiplied the learning rate of the step by."),
         _row("kl/weights_truncated", *_TOKENS, "Off-policy weights cut at kl_max_weight."),
+        _row(
+            "teacher/kl",
+            *_TAUGHT,
+            "KL to the teacher, by teacher_estimator and teacher_direction; k3 where that is k1. Of several, "
+            "`teacher/kl.KEY` too.",
+        ),
+        _row("teacher/k1", *_TAUGHT, "Mean log-ratio to the teacher; unbiased, may be negative by noise."),
+        _row("teacher/log_ratio_clamped", *_TOKENS, "Tokens whose log-ratio to the teacher hit teacher_max_log_ratio."),
+        _row("teacher/unscored", *_TOKENS, "Trained tokens that the teacher gave no number for."),
+        _row("teacher/end", *_ENDS, "Probability that the teacher gives to the policy's own end of an answer."),
+        _row("teacher/student_mass", *_MASS, "Mass of the head under the policy."),
+        _row("teacher/teacher_mass", *_MASS, "Its mass under the teacher."),
+        _row("teacher/overlap_ratio", *_MASS, "Policy's k likeliest tokens among the teacher's."),
+        _row(
+            "teacher/reward_correlation",
+            *("1", "higher", "over completions"),
+            "Correlation of reward and log teacher - log policy per token, within groups.",
+        ),
+        _row("teacher/coef", *_BETA, "Coefficient of the KL to the teacher in force in this step."),
         _row("sampler/k1", *_SAMPLER, "log sampler - log policy: sampler against trainer."),
         _row("sampler/k3", *_SAMPLER, "k3 of the same; one bad token shows here first."),
         _row("sampler/abs", *_SAMPLER, "Mean |log-ratio| of the same, in logs of TRL."),
         _row("sampler/log_ratio_max", *_LARGEST, "Largest |log-ratio| of the same."),
+        _row("sampler/tokens_cut", *_TOKENS, "Tokens whose ratio to the sampler was bounded, or which were dropped."),
+        _row("sampler/sequences_cut", *_COMPLETIONS, "Completions that the trust region to the sampler dropped whole."),
+        _row("sampler/advantage_cut", *_TOKENS, "The part of the advantages' size that was cut with them."),
         _row("beta", *_BETA, "Coefficient of the KL in force in this step."),
         _row(
             "beta/price",
@@ -92,9 +117,10 @@ METRICS: dict[str, MetricRow] = {
             "Reward that it takes for one nat of a whole completion; where advantages are divided by the group's "
             "standard deviation, at the mean of the groups that are not saturated.",
         ),
-        _row("train/loss", *_PART, "The loss of the step's first update: policy loss plus KL."),
+        _row("train/loss", *_PART, "The loss of the step's first update: policy loss plus KL terms."),
         _row("train/policy_loss", *_PART, "The part of the policy surrogate."),
         _row("train/kl_penalty", *_PART, "The part of the KL: beta times its reduced penalty."),
+        _row("train/teacher_penalty", *_PART, "The part of the KL to the teacher: teacher_coef times its penalty."),
         _row("train/denominator", *_NUMBER, "What klamp.tinker divided the policy loss by."),
         _row("train/kl_denominator", *_NUMBER, "What klamp.tinker divided the KL by."),
         _row("train/grad_norm", "norm", "neither", "mean over updates", "Norm of the gradient before clipping."),

@@ -63,9 +63,10 @@ def step_metrics(record: StepRecord, *, group_size: int) -> dict[str, float]:
 
     Args:
         record: the whole global batch.
-        group_size: completions per prompt.
+        group_size: completions per prompt; 1: they are not compared.
     """
-    found = {"reward": record.rewards.mean()} | group_metrics(record.rewards, record.lengths, group_size)
+    found = {"reward": record.rewards.mean()}
+    found |= group_metrics(record.rewards, record.lengths, group_size) if group_size > 1 else {}
     found |= _length_metrics(record) | _policy_metrics(record)
     if record.ref is not None:
         found |= _kl_metrics(record, record.ref)

@@ -20,7 +20,8 @@ from transformers.cache_utils import DynamicLayer
 
 from klamp.core.estimators import exact_kl
 from klamp.core.heads.kl import linear_kl
-from klamp.core.heads.logprobs import linear_logprobs
+from klamp.core.heads.logprobs import linear_logprobs, linear_topk
+from klamp.core.topk import Tail, topk_kl
 from klamp.core.types import Direction
 from klamp.errors import ModelError
 
@@ -86,9 +87,9 @@ class Predictions:
 def token_logprobs(
     found: Predictions, targets: Tensor, *, temperature: float, entropy: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of one token per position in nats, with gradient; the entropy there, detached.
+    """Log-probabilities of one token per position (or of several) in nats, with gradient; the entropy there, detached.
 
-    Shapes: predictions [N, ...], targets [N] -> [N], [N] or None.
+    Shapes: predictions [N, ...], targets [N] or [N, K] -> as the targets, [N] or None.
     """
     head = found.head
     if head is not None:
@@ -99,7 +100,8 @@ def token_logprobs(
         return linear_logprobs(*given, **options, return_entropy=True)  # pyright: ignore[reportReturnType]
     logits = found.logits() / temperature
     normaliser = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, targets.unsqueeze(-1)).squeeze(-1) - normaliser
+    chosen = logits.gather(-1, targets.view(len(logits), -1)) - normaliser.unsqueeze(-1)
+    logprobs = chosen.view(targets.shape)
     if not entropy:
         return logprobs, None
     with torch.no_grad():
@@ -125,6 +127,76 @@ def divergence(policy: Predictions, ref: Predictions, *, temperature: float, dir
     )
 
 
+@dataclass(frozen=True, kw_only=True)
+class PrefixKL:
+    """A KL that is summed at each prefix: over the vocabulary, or over a head of it and a tail (`topk_kl`)."""
+
+    direction: Direction = "reverse"
+    """Which way."""
+    top_k: int | None = None
+    """Tokens of the head; None: the whole vocabulary."""
+    head: Literal["student", "teacher", "union"] = "student"
+    """Whose likeliest tokens the head is."""
+    tail: Tail = "sampled"
+    """What stands for the rest."""
+
+
+def prefix_kl(
+    policy: Predictions,
+    teacher: Predictions,
+    targets: Tensor,
+    how: PrefixKL,
+    *,
+    temperature: float,
+    log_weight: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The KL to a teacher at each position in nats, with gradient in the policy. [N, ...], [N, ...], [N] -> [N]
+
+    With it what is seen of a head, without gradient, [N] each: its mass under either model, and the share of the
+    policy's likeliest tokens that are among the teacher's.
+
+    Args:
+        policy: its predictions.
+        teacher: its predictions; a larger vocabulary, with the same ids, is cut to the policy's.
+        targets: the sampled tokens.
+        how: which KL.
+        temperature: of both models.
+        log_weight: log(policy / sampler) of the sampled tokens, detached; None: 0.
+    """
+    if how.top_k is None:
+        return divergence(policy, teacher, temperature=temperature, direction=how.direction), {}
+    with torch.no_grad():
+        both = {who: top_ids(each, how.top_k) for who, each in (("student", policy), ("teacher", teacher))}
+    ids = list(both.values()) if how.head == "union" else [both[how.head]]
+    chosen = torch.cat([*ids, targets[:, None]], 1)
+    kept = torch.ones_like(chosen[:, :-1], dtype=torch.bool)
+    if len(ids) > 1:  # a token of both heads counts once
+        kept[:, how.top_k :] = (ids[1][:, :, None] != ids[0][:, None, :]).all(-1)
+    ours = token_logprobs(policy, chosen, temperature=temperature, entropy=False)[0]
+    with torch.no_grad():
+        theirs = token_logprobs(teacher, chosen, temperature=temperature, entropy=False)[0]
+    outside = ~((chosen[:, :-1] == targets[:, None]) & kept).any(-1)
+    head, tail = (ours[:, :-1], theirs[:, :-1]), (ours[:, -1], theirs[:, -1])
+    kl = topk_kl(*head, *tail, outside, direction=how.direction, tail=how.tail, log_weight=log_weight, kept=kept)
+    if not how.top_k:
+        return kl, {}
+    common = (both["student"][:, :, None] == both["teacher"][:, None, :]).any(-1)
+    masses = [torch.where(kept, each.detach().exp(), 0.0).sum(-1) for each in head]
+    return kl, dict(zip(HEAD, (*masses, common.float().mean(-1)), strict=True))
+
+
+HEAD = ("student_mass", "teacher_mass", "overlap_ratio")
+"""What is seen of the head of a KL to a teacher, by the names of the metrics."""
+
+
+def top_ids(found: Predictions, k: int) -> Tensor:
+    """The ids of the likeliest tokens at each position, all there are where there are no k. [N, ...] -> [N, K]"""
+    head = found.head
+    if head is None:
+        return found.values.topk(min(k, found.values.shape[-1])).indices
+    return linear_topk(found.values, head.weight, k, bias=head.bias).ids  # cap and temperature keep the order
+
+
 def rows_of(layer: nn.Linear | nn.Embedding) -> int:
     """The rows of a layer's whole weight, in whose place DeepSpeed's ZeRO-3 leaves an empty one."""
     return int(getattr(layer.weight, "ds_shape", layer.weight.shape)[0])
@@ -135,18 +207,27 @@ def output_size(model: nn.Module) -> int:
     return rows_of(model.get_output_embeddings())  # pyright: ignore
 
 
-def check_same_vocabulary(reference: nn.Module, policy: nn.Module) -> None:
-    """Refuse a reference that cannot be compared with a policy token by token.
+def check_same_vocabulary(
+    anchor: nn.Module, policy: nn.Module, *, who: str = "reference", larger: bool = False
+) -> None:
+    """Refuse an anchor that cannot be compared with a policy token by token.
+
+    Args:
+        anchor: the model.
+        policy: the policy.
+        who: what the anchor is.
+        larger: whether it may have more entries, as one whose vocabulary was padded further.
 
     Raises:
         ModelError: it has another vocabulary.
     """
-    if output_size(reference) != output_size(policy):
+    theirs, ours = output_size(anchor), output_size(policy)
+    if theirs != ours and not (larger and theirs > ours):
         raise ModelError(
-            "the reference has another vocabulary than the policy",
-            got=f"reference {output_size(reference)}, policy {output_size(policy)}",
+            f"the {who} has another vocabulary than the policy",
+            got=f"{who} {theirs}, policy {ours}",
             why="log-probabilities of the same token ids would speak of different tokens",
-            fix="use a reference of the same model family",
+            fix=f"use a {who} of the same model family",
         )
 
 

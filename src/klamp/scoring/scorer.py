@@ -7,8 +7,8 @@ gives the same numbers in the plainest way: it is what the scorer is held agains
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,14 @@ from klamp.core.types import Direction
 from klamp.diagnostics.statistics import pad_tokens
 from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import (
+    HEAD,
     OpenedModel,
     Predictions,
+    PrefixKL,
     Traits,
     checkpoints,
     divergence,
+    prefix_kl,
     takes,
     token_logprobs,
 )
@@ -42,6 +45,10 @@ class Scores:
     """[B, T] exact KL(policy||ref) in nats; 0 where it is not measured."""
     exact_forward: Tensor | None = None
     """[B, T] exact KL(ref||policy) in nats; 0 where it is not measured."""
+    teacher: Tensor | None = None
+    """[B, T] KL to the teacher at each prefix, with gradient; 0 where no teacher scored."""
+    head: Mapping[str, Tensor] = field(default_factory=dict)
+    """Of a head of that KL, by the names of `HEAD`, [B, T] each, detached; none where there is no head."""
     predictions: Predictions | None = None
     """[R, T, ...] predictions for the rows that were asked for."""
 
@@ -56,6 +63,7 @@ class Scores:
             entropy=cut(self.entropy),
             exact=cut(self.exact),
             exact_forward=cut(self.exact_forward),
+            teacher=cut(self.teacher),
         )
 
 
@@ -74,6 +82,20 @@ class ExactKL:
 
 
 @dataclass(frozen=True, kw_only=True)
+class TeacherKL:
+    """A request to measure the KL to a teacher at each prefix, with gradient where there is one: in which rows."""
+
+    rows: Tensor
+    """[B] bool: rows that this teacher scored."""
+    anchor: Predictions
+    """[R, T, ...] predictions of the teacher for these rows."""
+    how: PrefixKL
+    """Which KL."""
+    sampler: Tensor | None = None
+    """[B, T] log-probabilities under who sampled; None: the policy did, and the tail has the weight 1."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Ask:
     """A request to a scorer: temperature, and what to measure."""
 
@@ -83,6 +105,8 @@ class Ask:
     """Whether the entropy is measured."""
     exact: ExactKL | None = None
     """How the exact KL is measured; None: not at all."""
+    taught: tuple[TeacherKL, ...] = ()
+    """How the KL to each teacher is measured."""
     keep: Tensor | None = None
     """[B] bool: rows whose predictions are returned, with gradient where there is one."""
     learns: Tensor | None = None
@@ -163,6 +187,8 @@ class _Pieces:
             self._note("entropy", entropy, places)
         if ask.exact is not None:
             self._exact(ask.exact, found, places)
+        for each in ask.taught:
+            self._taught(each, found, places, logprobs)
         if ask.keep is not None:
             self.head = found
             at, where = self._among(ask.keep, places)
@@ -180,14 +206,33 @@ class _Pieces:
         rank = rows.long().cumsum(0) - 1
         return at, rank[row[at]] * length + places[at] % length
 
-    def _exact(self, exact: ExactKL, found: Predictions, places: Tensor) -> None:
-        at, where = self._among(exact.rows, places)
+    def _pair(
+        self, rows: Tensor, other: Predictions, found: Predictions, places: Tensor
+    ) -> tuple[Tensor, Predictions, Predictions] | None:
+        """Which positions lie in some rows, and the policy's and another model's predictions there; None: none do."""
+        at, where = self._among(rows, places)
         if not len(at):
-            return
-        length = self.completions.ids.shape[1]
-        values = exact.ref.values[:, :length].flatten(0, 1)[where]
-        ref = Predictions(values=values, head=exact.ref.head)
+            return None
+        values = other.values[:, : self.completions.ids.shape[1]].flatten(0, 1)[where]
         policy = found if len(at) == len(places) else Predictions(values=found.values[at], head=found.head)
+        return at, policy, Predictions(values=values, head=other.head)
+
+    def _taught(self, asked: TeacherKL, found: Predictions, places: Tensor, logprobs: Tensor) -> None:
+        if (pair := self._pair(asked.rows, asked.anchor, found, places)) is None:
+            return
+        at, policy, teacher = pair
+        weight = None
+        if asked.sampler is not None:
+            weight = logprobs.detach()[at] - asked.sampler[:, : self.completions.ids.shape[1]].flatten()[places[at]]
+        targets = self.completions.ids.flatten()[places[at]]
+        kl, head = prefix_kl(policy, teacher, targets, asked.how, temperature=self.ask.temperature, log_weight=weight)
+        for name, values in {"teacher": kl, **head}.items():
+            self._note(name, values, places[at])
+
+    def _exact(self, exact: ExactKL, found: Predictions, places: Tensor) -> None:
+        if (pair := self._pair(exact.rows, exact.ref, found, places)) is None:
+            return
+        at, policy, ref = pair
         for direction in exact.directions:
             with torch.set_grad_enabled(torch.is_grad_enabled() and direction in exact.learns):
                 kl = divergence(policy, ref, temperature=self.ask.temperature, direction=direction)
@@ -201,6 +246,8 @@ class _Pieces:
             entropy=self._whole("entropy", wanted=self.ask.entropy),
             exact=self._whole("exact", wanted="reverse" in exact),
             exact_forward=self._whole("exact_forward", wanted="forward" in exact),
+            teacher=self._whole("teacher", wanted=bool(self.ask.taught)),
+            head={name: whole for name in HEAD if (whole := self._whole(name, wanted=name in self.values)) is not None},
             predictions=self._kept(),
         )
 
@@ -208,7 +255,7 @@ class _Pieces:
         if not wanted:
             return None
         ids, known = self.completions.ids, self.ask.known
-        before = None if known is None else getattr(known, name)
+        before = getattr(known, name, None)
         whole = torch.zeros(ids.shape, device=ids.device) if before is None else before[:, : ids.shape[1]]
         if name not in self.values:
             return whole

@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING
 
 from klamp.errors import ConfigError
 from klamp.tasks.arithmetic import arithmetic_task, arithmetic_tokenizer
-from klamp.tasks.base import ARITHMETIC_TASK, LANGUAGE_TASKS, Example, Task, TaskConfig, checked, has_own_prompts
+from klamp.tasks.base import (
+    ARITHMETIC_TASK,
+    LANGUAGE_TASKS,
+    NO_REWARD,
+    Example,
+    Task,
+    TaskConfig,
+    checked,
+    has_own_prompts,
+)
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder, load_base_model
 from klamp.tasks.language import language_task
 from klamp.tasks.named_models import NAMED_MODELS, load_named_model, named_model_folder
@@ -61,7 +70,7 @@ def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
         from klamp.tasks.files import file_task
 
         task = file_task(config, tokenizer)
-    task = with_reward(task, config.reward) if config.reward else task
+    task = with_reward(task, config.reward) if config.reward not in ("", NO_REWARD) else task
     return replace(task, score=guarded(task.score, seconds=config.reward_timeout))
 
 

@@ -35,6 +35,10 @@ LANGUAGE_TASKS = (DESCRIBE_TASK, DISTINCT_TASK, SENTIMENT_TASK)
 """Tasks in English that need no data, for any chat model."""
 
 
+NO_REWARD = "none"
+"""The reward of a run that learns from its teacher alone; what the task scores is measured, and not trained on."""
+
+
 def has_own_prompts(task: str) -> bool:
     """Whether a task brings its prompts and its reward with it, rather than reading them from a file.
 
@@ -57,7 +61,8 @@ class TaskConfig:
     a .jsonl, .json or .parquet file."""
 
     reward: str = ""
-    """`exact_match`, `math_verify`, `format_regex:PATTERN` or `module:function`; empty: the task's own."""
+    """`exact_match`, `math_verify`, `format_regex:PATTERN`, `module:function`, or `none` (with a teacher); empty: the
+    task's own."""
 
     prompt_column: str = "prompt"
     """The column of a file that holds the prompt: a text, or a list of chat messages."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from klamp.errors import DataError, missing_library, unknown_name
-from klamp.tasks.base import ARITHMETIC_TASK, LANGUAGE_TASKS, Example, Task, TaskConfig, checked
+from klamp.tasks.base import ARITHMETIC_TASK, LANGUAGE_TASKS, Example, Task, TaskConfig
 from klamp.tasks.paths import at_home
 from klamp.tasks.prompts import prompt_text
 from klamp.tasks.rewards import exact_match, with_reward
@@ -60,7 +60,7 @@ def file_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
         train=tuple(train),
         evaluation=_by_skill(held_out, rl_skill, config),
         rl_skill=rl_skill,
-        score=checked(exact_match, name="exact_match"),
+        score=lambda example, text: exact_match(example, text) if example.answer.strip() else 0.0,
     )
     return task if config.reward else with_reward(task, "exact_match")
 

@@ -34,7 +34,7 @@ from typing import Any
 import torch
 
 from klamp.errors import ConfigError, DataError, RewardError, missing_library, unknown_name
-from klamp.tasks.base import Example, RewardFunction, Task, checked, where
+from klamp.tasks.base import NO_REWARD, Example, RewardFunction, Task, checked, where
 from klamp.tasks.paths import at_home, with_end
 
 Score = Callable[[Example, str], float]
@@ -49,7 +49,7 @@ def named_reward(name: str) -> Callable[[Example, str], float]:
     """Find the reward function of a name; its results are checked.
 
     Args:
-        name: `exact_match`, `math_verify`, `format_regex:PATTERN` or `module:function`.
+        name: `exact_match`, `math_verify`, `format_regex:PATTERN`, `module:function`.
 
     Raises:
         UnknownNameError: no such reward.
@@ -65,7 +65,9 @@ def named_reward(name: str) -> Callable[[Example, str], float]:
     module, _, function = name.rpartition(":")
     if module and function:
         return checked(adapt(_import_function(module, function), name=name), name=name)
-    raise unknown_name("reward", name, ("exact_match", "math_verify", "format_regex:PATTERN", "module:function"))
+    raise unknown_name(
+        "reward", name, ("exact_match", "math_verify", "format_regex:PATTERN", "module:function", NO_REWARD)
+    )
 
 
 def with_reward(task: Task, name: str) -> Task:

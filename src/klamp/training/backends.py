@@ -68,7 +68,29 @@ def check_backend(config: TrainConfig) -> None:
     Raises:
         ConfigError: the first field that has no meaning there.
     """
-    refuse(REFUSALS[config.run.backend](config))
+    refuse([*_anchors_elsewhere(config), *REFUSALS[config.run.backend](config)])
+
+
+def _anchors_elsewhere(config: TrainConfig) -> list[Refusal]:
+    """Anchors that klamp's own loop alone has so far."""
+    backend, elsewhere = config.run.backend, config.run.backend != "local"
+    why = "klamp scores it in its own loop"
+    return [
+        Refusal(
+            elsewhere and config.teacher.named,
+            f"backend={backend!r} has no teacher of klamp's",
+            got=f"teacher_kind={config.teacher.kind!r}",
+            why=why,
+            fix="use backend='local', or leave the teacher out",
+        ),
+        Refusal(
+            elsewhere and config.kl.reference == "sampler",
+            f"backend={backend!r} has no KL of klamp's to the sampler",
+            got="reference='sampler'",
+            why=why,
+            fix="use backend='local', or a reference that is a model",
+        ),
+    ]
 
 
 class Row(NamedTuple):
@@ -173,6 +195,10 @@ def tinker_refusals(config: TrainConfig) -> list[Refusal]:
     model = config.model.model
     return [
         *refused(config, TINKER),
+        *refused(
+            config,
+            {field: Row("the service's sampler is the old policy itself", f"leave {field} out") for field in TRUST},
+        ),
         Refusal(
             policy_folder(model) != model,
             "backend='tinker' cannot do this",
@@ -197,6 +223,11 @@ def _no_exact_kl(config: TrainConfig, why: str) -> Refusal:
     )
 
 
+TRUST = (
+    *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
+    "off_policy_mask_threshold",
+)
+"""Fields of the trust region to the sampler."""
 SCORE_FUNCTION = "use surrogate='ppo_clip': at the first update of a rollout its gradient is the same"
 VERL = {
     "surrogate": Row("verl has no such loss", SCORE_FUNCTION, ("score_function",)),
@@ -214,6 +245,12 @@ VERL = {
         "leave mask_truncated_completions out, and give max_completion_length room",
     ),
     "max_steps": Row("verl has no run without a step", "set max_steps to 1 or more", (0,)),
+    **{
+        field: Row(
+            "verl has a correction of its own", f"leave {field} out; verl_args takes algorithm.rollout_correction"
+        )
+        for field in TRUST
+    },
     "lr_scheduler_type": Row("verl's schedules are constant and cosine", "use cosine or constant", ("linear",)),
 }
 

@@ -2,7 +2,7 @@
 
     checkpoints/step-000050/policy/         save_pretrained: loads anywhere
     checkpoints/step-000050/optimizer.pt    loads with weights_only=True
-    checkpoints/step-000050/reference.safetensors   only where the reference moves
+    checkpoints/step-000050/reference.safetensors   only where the reference moves; so teacher.safetensors
     checkpoints/step-000050/state.json      step, controller, schedule, reference length
     checkpoints/step-000050/checksums.json  SHA-256 of all of them; a complete checkpoint of TRL or verl gets one too
 
@@ -17,7 +17,7 @@ import hashlib
 import json
 import reprlib
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -50,7 +50,6 @@ from klamp.training.folders import (
 
 OWN, OF_TRL, OF_VERL = "step-", "checkpoint-", "global_step_"
 """How the names of a backend's checkpoints begin."""
-REFERENCE = "reference.safetensors"
 STATE = {"step", "controller", "schedule", "reference_length"}
 """The keys that state.json must hold for a run to continue."""
 UNREADABLE = (
@@ -69,7 +68,7 @@ def save(
     policy: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     optimizer: Optimizer,
-    reference: nn.Module | None,
+    anchors: Mapping[str, nn.Module],
     state: dict[str, Any],
     keep: int,
 ) -> Path:
@@ -81,7 +80,7 @@ def save(
         policy: the unwrapped policy; with an adapter, only the adapter is written.
         tokenizer: saved with the weights.
         optimizer: its moments.
-        reference: weights of a reference that moves.
+        anchors: weights of a reference or teacher that moves, by name.
         state: plain numbers and names.
         keep: how many checkpoints to leave.
     """
@@ -91,8 +90,8 @@ def save(
             policy.save_pretrained(str(part / POLICY))  # pyright: ignore[reportCallIssue]
         tokenizer.save_pretrained(str(part / POLICY))
         torch.save(optimizer.state_dict(), part / "optimizer.pt")
-        if reference is not None:
-            save_model(reference, str(part / REFERENCE))
+        for name, model in anchors.items():
+            save_model(model, str(part / f"{name}.safetensors"))
 
     return write(output_dir, step, fill, state=state, keep=keep)
 
@@ -305,16 +304,15 @@ def is_whole(checkpoint: Path) -> bool:
         return False
 
 
-def load_reference(checkpoint: Path, reference: nn.Module | None) -> None:
-    """Load the weights of a moving reference; nothing is done for one that never moves.
+def load_anchors(checkpoint: Path, anchors: Mapping[str, nn.Module]) -> None:
+    """Load the weights of a reference or a teacher that moves, by name.
 
     Raises:
-        RunFolderError: it is missing or damaged.
+        RunFolderError: they are missing or damaged.
     """
-    if reference is None:
-        return
     try:
-        load_model(reference, str(checkpoint / REFERENCE))
+        for name, model in anchors.items():
+            load_model(model, str(checkpoint / f"{name}.safetensors"))
     except UNREADABLE as error:
         raise damaged(checkpoint, error) from error
 

@@ -13,11 +13,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_type_hints
 
-from klamp.config import KLConfig, LossConfig, build_objective
+from klamp.config import TEACHER_ALIASES, KLConfig, LossConfig, TeacherConfig, build_objective
 from klamp.config.choices import DType
 from klamp.config.kl import ALIASES, resolve_aliases
 from klamp.config.rules import check_cluster, check_server
-from klamp.core.advantages import GROUP_SIZES
 from klamp.core.arguments import (
     ABOVE_0_TO_1,
     AT_LEAST_0,
@@ -30,8 +29,8 @@ from klamp.core.arguments import (
 )
 from klamp.core.controllers import Schedule
 from klamp.diagnostics.alarms import check_names
-from klamp.errors import ConfigError, KLWarning
-from klamp.tasks.base import TaskConfig
+from klamp.errors import ConfigError, KLWarning, Refusal, refuse
+from klamp.tasks.base import NO_REWARD, TaskConfig
 from klamp.tasks.paths import at_home
 
 Backend: TypeAlias = Literal["local", "trl", "verl", "tinker"]
@@ -77,7 +76,7 @@ class RolloutConfig:
     prompts_per_step: int = 32
     """Prompts per step."""
     num_generations: int = 8
-    """Completions per prompt: the group."""
+    """Completions per prompt: the group; 1 where a teacher takes the place of the reward."""
     max_completion_length: int = 16
     """Longest completion in tokens."""
     max_prompt_length: int = 512
@@ -101,7 +100,7 @@ class RolloutConfig:
             self,
             {
                 "prompts_per_step": AT_LEAST_1,
-                "num_generations": GROUP_SIZES,
+                "num_generations": AT_LEAST_1,
                 "max_completion_length": AT_LEAST_1,
                 "max_prompt_length": AT_LEAST_1,
                 "temperature": TEMPERATURES.but(greedy, "use 1.0"),
@@ -238,6 +237,7 @@ class TrainConfig:
     """
 
     kl: KLConfig = field(default_factory=KLConfig)
+    teacher: TeacherConfig = field(default_factory=TeacherConfig)
     loss: LossConfig = field(default_factory=LossConfig)
     task: TaskConfig = field(default_factory=TaskConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -247,7 +247,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        build_objective(self.kl, self.loss, max_length=self.rollout.max_completion_length)
+        length = self.rollout.max_completion_length
+        build_objective(self.kl, self.loss, max_length=length, teacher=self.teacher)
+        refuse(_anchor_refusals(self))
         if self.run.resume and self.run.output_dir is None:
             raise ConfigError(
                 "resume needs output_dir",
@@ -257,6 +259,13 @@ class TrainConfig:
             )
         _check_precision(self.model)
         _check_texts(self.flat())
+        if self.kl.reference == "sampler" and self.kl.beta > 0 and self.optim.num_iterations == 1:
+            warnings.warn(
+                "reference='sampler' has no effect with num_iterations=1: at a rollout's only update the policy is "
+                "the sampler. Use num_iterations of 2 or more, or another reference.",
+                KLWarning,
+                stacklevel=3,
+            )
         if self.kl.kl_early_stop is not None and self.optim.num_iterations == 1:
             warnings.warn(
                 f"kl_early_stop={self.kl.kl_early_stop!r} has no effect: it needs num_iterations of 2 or more, since "
@@ -280,7 +289,7 @@ class TrainConfig:
         """
         owners = field_owners()
         sections: dict[str, dict[str, Any]] = {section.name: {} for section in dataclasses.fields(cls)}
-        for name, value in resolve_aliases(values, set(owners)).items():
+        for name, value in resolve_aliases(values, set(owners), {**ALIASES, **TEACHER_ALIASES}).items():
             sections[owners[name]][name] = tuple(value) if isinstance(value, list) else value
         classes = section_classes()
         return cls(**{name: classes[name](**given) for name, given in sections.items()})
@@ -296,8 +305,64 @@ def field_owners() -> dict[str, str]:
     return {f.name: name for name, cls in section_classes().items() for f in dataclasses.fields(cls)}
 
 
+def _anchor_refusals(c: TrainConfig) -> list[Refusal]:
+    """What cannot work of reward, group and anchors together."""
+    kl, teacher, size = c.kl, c.teacher, c.rollout.num_generations
+    silent = c.task.reward == NO_REWARD
+    return [
+        Refusal(
+            silent and not teacher.there,
+            f"reward={NO_REWARD!r} needs a teacher",
+            got=f"teacher_model=None, teacher_coef={teacher.teacher_coef:g}",
+            why="without a reward and without a teacher there is nothing to learn from",
+            fix="set teacher_model to whom the policy is to become like, or name a reward",
+        ),
+        Refusal(
+            size == 1 and not silent,
+            "num_generations=1 leaves a reward nothing to be compared with",
+            got=f"num_generations=1, reward={c.task.reward!r}",
+            why="an advantage is a reward less that of the group's others; a teacher's KL alone needs no group",
+            fix=f"use num_generations of 2 or more, or reward={NO_REWARD!r} with a teacher",
+        ),
+        Refusal(
+            silent and kl.needs_reference and kl.kl_placement == "reward",
+            "kl_placement='reward' needs a reward",
+            got=f"reward={NO_REWARD!r}",
+            why="the KL of the reference would be the whole reward, and be compared within groups",
+            fix="set kl_placement='loss'",
+        ),
+        Refusal(
+            silent and teacher.there and teacher.teacher_placement == "reward",
+            "teacher_placement='reward' needs a reward",
+            got=f"reward={NO_REWARD!r}",
+            why="the teacher's KL would be compared within groups, which takes most of it away",
+            fix="set teacher_placement='advantage' (or 'loss')",
+        ),
+        Refusal(
+            silent and kl.controller_name != "fixed",
+            "a target of the KL to the reference needs a reward",
+            got=f"reward={NO_REWARD!r}, kl_controller={kl.controller_name!r}",
+            why="the rule prices a nat of the KL in reward",
+            fix="use a fixed beta beside the teacher",
+        ),
+        Refusal(
+            teacher.kind == "adapter_off" and not c.model.lora_r,
+            "teacher_kind='adapter_off' needs an adapter",
+            got="lora_r=0",
+            why="the teacher is the policy with its LoRA adapter switched off",
+            fix="set lora_r (16 is usual), or teacher_model",
+        ),
+        Refusal(
+            teacher.kind == "live" and not teacher.teacher_prompt,
+            "teacher_kind='live' needs teacher_prompt",
+            why="the policy is its own teacher: at the same prompt their KL is 0 for ever",
+            fix="name the column of the prompt that the teacher sees",
+        ),
+    ]
+
+
 def reference_kind(config: TrainConfig) -> str:
-    """The kind of a run's reference: none, frozen, adapter_off, ema, periodic or remote."""
+    """The kind of a run's reference: none, sampler, frozen, adapter_off, ema, periodic or remote."""
     if not config.kl.needs_reference:
         return "none"
     if config.kl.reference != "auto":

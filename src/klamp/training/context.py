@@ -22,6 +22,7 @@ from klamp.scoring.scorer import Scorer
 from klamp.tasks.base import Task
 from klamp.training.config import TrainConfig
 from klamp.training.references import Reference
+from klamp.training.teachers import Teachers
 
 
 @dataclass(kw_only=True)
@@ -50,6 +51,8 @@ class Context:
     """The reference model; None where nothing here needs it."""
     original: Reference | None = None
     """The model that a moving reference started from; None where the reference does not move."""
+    teachers: Teachers | None = None
+    """Who scores as the second anchor; None where there is none."""
     wrapped: nn.Module = field(init=False)
     """The policy's scorer as accelerate wrapped it."""
     objective: Objective = field(init=False)
@@ -62,7 +65,8 @@ class Context:
     def __post_init__(self) -> None:
         config = self.config
         self.wrapped = self.policy if self.scorer is None else self.scorer
-        self.objective = build_objective(config.kl, config.loss, max_length=config.rollout.max_completion_length)
+        length = config.rollout.max_completion_length
+        self.objective = build_objective(config.kl, config.loss, max_length=length, teacher=config.teacher)
         self.excluded = excluded_ids(config.kl.kl_exclude_tokens, self.tokenizer)
         self.control = KLControl(config.kl)
 

@@ -232,6 +232,7 @@ def completion_of(step: int, row: Mapping[str, Any]) -> Completion:
         tokens=texts_of(row["tokens"]),
         policy=numbers_of(row["policy_logprobs"]),
         ref=given("ref_logprobs", numbers_of),
+        teacher=given("teacher_logprobs", numbers_of),
         sampler=given("sampler_logprobs", numbers_of),
         trained=given("trained", lambda flags: flags_of(list_of(flags))),
         sampled=every(len(row["tokens"])),  # nothing else stands in these rows

@@ -25,7 +25,7 @@ from klamp.training.folders import CONFIG, SEAL, checkpoint_folders, number_of, 
 HISTORY, UNTIL, IDENTITY = "history", "until", "identity.json"
 PLACE = ("output_dir", "resume")
 """Fields that say where a run is, and are no part of it."""
-IDENTIFIED = ("model", "ref_model", "tokenizer", "task", "eval_split")
+IDENTIFIED = ("model", "ref_model", "teacher_model", "tokenizer", "task", "eval_split")
 """Fields that are the run's identity: another name of the same contents is the same run."""
 ADAPTER = "the saved adapter and its moments have that shape"
 PROMPTS = "the scores before and after would be of other prompts"
@@ -34,6 +34,7 @@ FIXED: Mapping[str, str] = {
     "dtype": "weights and moments were saved in the former one",
     "master_weights": "the optimizer was saved with the float32 copies, or without",
     **dict.fromkeys(("lora_r", "lora_alpha", "lora_target_modules"), ADAPTER),
+    "teacher_models": "each prompt's teacher is part of what was learned",
     "seed": "the order of prompts and all draws come from it",
     **dict.fromkeys(("prompt_column", "answer_column", "skill_column", "chat_template", "system_prompt"), PROMPTS),
     **dict.fromkeys(("eval_size", "task_seed"), PROMPTS),
@@ -91,6 +92,9 @@ def _fixed(was: TrainConfig, now: TrainConfig, step: int) -> dict[str, str]:
     if asked in ("ema", "periodic") and kind != asked:
         why = f"the {asked} comes from the checkpoint, and that of a run with the reference {kind} has none"
         found |= {"reference": why, "beta": why}
+    taught = now.teacher.kind
+    if taught in ("ema", "periodic") and was.teacher.kind != taught:
+        found["teacher_kind"] = f"the {taught} comes from the checkpoint, and that of another teacher has none"
     if was.run.backend == "verl" and now.optim.lr_scheduler_type != "constant":
         found["max_steps"] = "verl would take a step at the end of its old schedule, and jump to the new one"
     if now.run.max_steps < step:

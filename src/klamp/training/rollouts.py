@@ -11,6 +11,7 @@ from torch import Tensor
 
 from klamp.core.advantages import group_advantages
 from klamp.core.masking import Totals, sequence_sample
+from klamp.core.objective import Weighted
 from klamp.core.penalty import advantages_with_kl
 from klamp.core.term import Gate, sequence_gate_kl
 from klamp.core.types import Batch, Direction
@@ -20,10 +21,11 @@ from klamp.hosts.common.rollout import kl_tokens
 from klamp.scoring.completions import Completions, select
 from klamp.scoring.model_parts import Predictions
 from klamp.scoring.scorer import Ask, ExactKL, Scores, joined
-from klamp.tasks.base import Example
+from klamp.tasks.base import NO_REWARD, Example
 from klamp.training.context import Context
 from klamp.training.references import LocalReference, Reference
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
+from klamp.training.teachers import Taught
 
 LENGTH_PROMPTS = 64
 """Prompts by whose completions the reference's length is measured."""
@@ -57,6 +59,8 @@ class Rollout:
     """[B] bool: completions whose exact KL is measured."""
     ref_predictions: Predictions | None = None
     """[sum(exact_rows), T, ...] predictions of the reference for the rows of `exact_rows`."""
+    taught: Taught | None = None
+    """What the teacher said of the completions; None where there is none."""
     kl_weight: Tensor | None = None
     """[B] factor on each completion's KL where the reference scores a share of them; 0: it did not."""
     gate_kl: Tensor | None = None
@@ -71,7 +75,9 @@ class Rollout:
     """Whether the sampler gave log-probabilities of its own; else the policy's stand in their place."""
 
 
-def collect(context: Context, examples: Sequence[Example], *, step: int, beta: float) -> Rollout:
+def collect(
+    context: Context, examples: Sequence[Example], *, step: int, beta: float, others: Sequence[Weighted] = ()
+) -> Rollout:
     """Sample completions for this process's prompts, score and reward them.
 
     Args:
@@ -79,6 +85,7 @@ def collect(context: Context, examples: Sequence[Example], *, step: int, beta: f
         examples: all prompts of the step; process p of n takes those at p, p + n, ...
         step: number of the step; with the seed it determines every draw.
         beta: coefficient in force, for a KL in the reward.
+        others: further KL terms in force.
     """
     config = context.config
     size = config.rollout.num_generations
@@ -88,7 +95,8 @@ def collect(context: Context, examples: Sequence[Example], *, step: int, beta: f
     uniforms = uniform_numbers(config.run.seed, step, len(examples) * size, config.rollout.max_completion_length)
     completions = completed(context, [e.prompt for e in chosen], uniforms=uniforms[rows])
     weights = kl_weights(context, len(examples) * size, step=step)
-    return rate(context, chosen, completions, beta=beta, kl_weight=None if weights is None else weights[rows])
+    kl_weight = None if weights is None else weights[rows]
+    return rate(context, chosen, completions, beta=beta, others=others, kl_weight=kl_weight)
 
 
 def completed(
@@ -135,6 +143,7 @@ def rate(
     completions: Completions,
     *,
     beta: float,
+    others: Sequence[Weighted] = (),
     old_logprobs: Tensor | None = None,
     kl_weight: Tensor | None = None,
 ) -> Rollout:
@@ -145,6 +154,7 @@ def rate(
         chosen: the prompt of each completion, the group of a prompt next to each other.
         completions: this process's completions, whoever sampled them.
         beta: coefficient in force, for a KL in the reward.
+        others: further KL terms in force.
         old_logprobs: of the policy before the first update, [B, T]; None: computed where something needs them.
         kl_weight: factor on each completion's KL, [B]; 0: the reference does not score it. None: 1 for all.
     """
@@ -167,8 +177,9 @@ def rate(
         old_logprobs=old_logprobs,
         kl_weight=kl_weight,
     )
-    rollout = _with_reference(context, rollout)
-    return _with_advantages(context, _with_policy_pass(context, rollout, beta), beta)
+    rollout = _with_teacher(context, _with_reference(context, rollout))
+    terms = [each for each in (Weighted(beta, context.objective.kl), *others) if each.coefficient > 0]
+    return _with_advantages(context, _with_policy_pass(context, rollout, terms), terms)
 
 
 def rewards_of(context: Context, examples: Sequence[Example], texts: Sequence[str]) -> Tensor:
@@ -220,6 +231,14 @@ def _with_reference(context: Context, rollout: Rollout) -> Rollout:
     return replace(rollout, ref_logprobs=logprobs, exact_rows=exact_rows, ref_predictions=predictions)
 
 
+def _with_teacher(context: Context, rollout: Rollout) -> Rollout:
+    if context.teachers is None:
+        return rollout
+    temperature, parts = context.config.rollout.temperature, list(context.parts(len(rollout.texts)))
+    taught = context.teachers.score(rollout.examples, rollout.completions, temperature=temperature, parts=parts)
+    return replace(rollout, taught=taught)
+
+
 def _scored(
     context: Context, rollout: Rollout, reference: Reference, scored: Tensor, rows: Tensor | None
 ) -> tuple[Tensor, Predictions | None]:
@@ -256,10 +275,10 @@ def exact_of(context: Context, rollout: Rollout, part: slice, *, learns: tuple[D
     return ExactKL(rows=rows, ref=ref, directions=context.exact_directions, learns=learns)
 
 
-def _with_policy_pass(context: Context, rollout: Rollout, beta: float) -> Rollout:
+def _with_policy_pass(context: Context, rollout: Rollout, terms: Sequence[Weighted]) -> Rollout:
     """Score the rollout with the policy before its update, if a clip or a KL in the reward needs it."""
-    term = context.objective.kl
-    if beta <= 0 or (term.clip_method == "none" and term.placement != "reward"):
+    term = next((t for _, t in terms if t.clip_method != "none" or t.placement == "reward"), None)
+    if term is None:
         return rollout
     if rollout.old_logprobs is None:
         before = _policy_pass(context, rollout)
@@ -292,25 +311,31 @@ def _before_updates(context: Context, rollout: Rollout) -> Batch:
         kl_mask=rollout.kl_mask,
         advantages=rollout.advantages,
         ref_logprobs=rollout.ref_logprobs,
+        teacher_logprobs=None if rollout.taught is None else rollout.taught.logprobs,
+        teacher_mask=None if rollout.taught is None else rollout.taught.scored,
         gate_kl=rollout.gate_kl,
         reference_length=rollout.reference_length,
         group_size=context.config.rollout.num_generations,
     )
 
 
-def _with_advantages(context: Context, rollout: Rollout, beta: float) -> Rollout:
-    rewards, loss, term = rollout.rewards, context.config.loss, context.objective.kl
+def _with_advantages(context: Context, rollout: Rollout, terms: Sequence[Weighted]) -> Rollout:
+    rewards, loss = rollout.rewards, context.config.loss
+    if context.config.task.reward == NO_REWARD:  # the task's own score is measured, and not trained on
+        return replace(rollout, advantages=torch.zeros_like(rewards))
 
     def advantages(rewards: Tensor) -> Tensor:
         size = context.config.rollout.num_generations
         return group_advantages(rewards, size, scale=loss.scale, baseline=loss.advantage_baseline)
 
-    if beta == 0 or term.placement != "reward":
-        return replace(rollout, advantages=advantages(rewards))
-    batch = _before_updates(context, rollout)
-    gate = Gate.of(batch, term)
-    shifted = advantages_with_kl(rewards, batch, term, beta=beta, gate=gate, advantages=advantages)
-    return replace(rollout, advantages=shifted)
+    found = plain = advantages(rewards)
+    for beta, term in terms:
+        if term.placement == "reward":
+            batch = _before_updates(context, rollout)
+            gate = Gate.of(batch, term)
+            shifted = advantages_with_kl(rewards, batch, term, beta=beta, gate=gate, advantages=advantages)
+            found = shifted if found is plain else found + shifted - plain
+    return replace(rollout, advantages=found)
 
 
 def needs_reference_length(context: Context) -> bool:

@@ -23,7 +23,7 @@ from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
 from klamp.tasks import check_prompts, load_task, named_model_folder, named_reward
 from klamp.tasks.arithmetic import MAX_MODEL_LENGTH, arithmetic_tokenizer
-from klamp.tasks.base import Task, has_own_prompts
+from klamp.tasks.base import NO_REWARD, Task, has_own_prompts
 from klamp.tasks.files import check_columns, read_rows
 from klamp.tasks.named_models import NAMED_MODELS
 from klamp.training import checkpoint
@@ -46,6 +46,7 @@ from klamp.training.models import (
 from klamp.training.observers import Observer, progress_of
 from klamp.training.processes import check_precision, timeout_of
 from klamp.training.references import AdapterOffReference, FrozenReference, MovingReference, Reference
+from klamp.training.teachers import load_teachers
 from klamp.training.vllm_reference import connect
 
 ELSEWHERE = ("tinker", "verl")
@@ -170,7 +171,7 @@ def open_inputs(config: TrainConfig) -> Inputs | str:
         if not has_own_prompts(task.task):
             for file in filter(None, (task.task, task.eval_split)):
                 check_columns(read_rows(file), file, task)
-        if task.reward:
+        if task.reward not in ("", NO_REWARD):
             named_reward(task.reward)
         return unready
     tokenizer, longest = _tokenizer(config, named)
@@ -214,6 +215,7 @@ def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers
         context.reference = remote
     else:
         context.reference, context.original = _references(config, kind, scorer, copied, accelerator)
+    context.teachers = load_teachers(config, scorer, context.task, context.tokenizer, accelerator)
     return context
 
 
@@ -255,7 +257,7 @@ def _references(
 ) -> tuple[Reference | None, Reference | None]:
     """The reference of a run, and for a moving one the model that it started from."""
     policy, traits = scorer.model, scorer.traits
-    if kind == "none":
+    if kind in ("none", "sampler"):
         return None, None
     if kind == "adapter_off":
         return AdapterOffReference(policy, traits=traits), None

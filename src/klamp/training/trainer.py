@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any, Self
 
 from accelerate import Accelerator
+from torch import nn
 
-from klamp.core.objective import Objective
+from klamp.config.teacher import OF_THE_POLICY
+from klamp.core.objective import Objective, Weighted
 from klamp.errors import RunFolderError
 from klamp.hosts.common.control import held_kl
 from klamp.training import checkpoint
@@ -24,6 +26,7 @@ from klamp.training.processes import check_one_machine
 from klamp.training.rollouts import Rollout, collect, measure_reference_length
 from klamp.training.run import Interrupt, Training
 from klamp.training.setup import build
+from klamp.training.teachers import check_same_teacher
 from klamp.training.updates import UpdateOutput, control_metrics, measured, speed, update, with_old_logprobs
 
 
@@ -39,6 +42,10 @@ class Trainer(Training):
         self.optimizer.register_step_pre_hook(self._between_steps)
         self.control = context.control
         self.saved: tuple[int, Path | None] = (0, None)
+        self.fingerprint: dict[str, list[float]] = {}
+        if context.teachers is not None:
+            temperature = context.config.rollout.temperature
+            self.fingerprint = context.teachers.fingerprint(context.task.train, context.device, temperature=temperature)
 
     @staticmethod
     def refuse(config: TrainConfig) -> None:
@@ -76,8 +83,7 @@ class Trainer(Training):
             return
         checkpoint.load_optimizer(folder, self.optimizer)
         self.load(folder)
-        if self.context.reference is not None:
-            checkpoint.load_reference(folder, self.context.reference.weights())
+        checkpoint.load_anchors(folder, self._moving())
 
     def load(self, folder: Path) -> None:
         """Go on from the plain state of a checkpoint: all but weights, moments and reference.
@@ -96,6 +102,7 @@ class Trainer(Training):
             self.control.load_state_dict(state)
         except checkpoint.UNREADABLE as error:
             raise checkpoint.damaged(folder, error) from error
+        check_same_teacher(dict(state.get("teacher") or {}), self.fingerprint)
         self.saved = (self.step, folder)
         self.recall()
 
@@ -120,14 +127,21 @@ class Trainer(Training):
             policy=context.policy,
             tokenizer=context.tokenizer,
             optimizer=self.optimizer,
-            reference=None if context.reference is None else context.reference.weights(),
+            anchors=self._moving(),
             state=self._state(),
             keep=context.config.run.keep_checkpoints,
         )
 
+    def _moving(self) -> dict[str, nn.Module]:
+        """The weights of a reference and a teacher that move, which are nowhere else."""
+        given = {"reference": self.context.reference, "teacher": self.context.teachers}
+        found = {name: None if anchor is None else anchor.weights() for name, anchor in given.items()}
+        return {name: weights for name, weights in found.items() if weights is not None}
+
     def _state(self) -> dict[str, Any]:
         return {
             **self.control.state_dict(),
+            **({"teacher": self.fingerprint} if self.fingerprint else {}),
             "schedule": {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"},
         }
 
@@ -135,8 +149,9 @@ class Trainer(Training):
         """One rollout and its updates; returns the step's metrics."""
         started = time.perf_counter()
         beta = self.control.beta(self.step, self.context.config.run.max_steps)
-        objective = replace(self.context.objective, beta=beta)
-        rollout = self.collect(beta)
+        others = self._others()
+        objective = replace(self.context.objective, beta=beta, others=others)
+        rollout = self.collect(beta, others)
         outputs: list[UpdateOutput] = []
         rate = float(self.schedule.get_last_lr()[0]) * self.control.next_rate_factor()  # lowered above the guard
         for group in self.optimizer.param_groups:
@@ -149,6 +164,9 @@ class Trainer(Training):
         self.schedule.step()
         metrics = measured(self.context, rollout, outputs) | {"train/learning_rate": rate}
         metrics |= control_metrics(self.context, beta, metrics)
+        if others:
+            metrics["teacher/coef"] = others[0].coefficient
+            self._check_teacher(metrics["teacher/kl"])
         kl = held_kl(metrics, exact_everywhere=self.context.exact_everywhere)
         if kl is not None:
             self._check_step_zero(metrics["kl/k3"])
@@ -159,12 +177,31 @@ class Trainer(Training):
         self.step += 1
         if self.context.reference is not None:
             self.context.reference.after_step(self.context.policy, self.step)
+        if self.context.teachers is not None:
+            self.context.teachers.after_step(self.context.policy, self.step)
         self.whole = True
         return metrics
 
-    def collect(self, beta: float) -> Rollout:
+    def _check_teacher(self, kl: float) -> None:
+        """Warn where the policy is its own teacher, at the same prompts, and the first KL to it is not 0."""
+        config, teacher = self.context.config, self.context.config.teacher
+        itself = teacher.kind in OF_THE_POLICY or teacher.teacher_model == config.model.model
+        if self.step or teacher.teacher_prompt or not itself or abs(kl) <= self.step_zero_kl:
+            return
+        self.warn(
+            f"The KL to the teacher before the first update is {kl:.2e} nats per token and should be about 0: it is "
+            "the same model at the same prompts. Its numbers belong to other tokens, or to another temperature."
+        )
+
+    def _others(self) -> tuple[Weighted, ...]:
+        """The KL to the teacher with its coefficient in this step."""
+        teacher, steps = self.context.config.teacher, self.context.config.run.max_steps
+        coefficient = teacher.coefficient(self.step, steps)
+        return tuple(Weighted(coefficient, term) for _, term in self.context.objective.others)
+
+    def collect(self, beta: float, others: Sequence[Weighted]) -> Rollout:
         """Sample and rate the completions of this step."""
-        return collect(self.context, self.prompts(self.step), step=self.step, beta=beta)
+        return collect(self.context, self.prompts(self.step), step=self.step, beta=beta, others=others)
 
     def update(self, rollout: Rollout, objective: Objective) -> UpdateOutput:
         """One optimizer step on them."""

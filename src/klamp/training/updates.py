@@ -13,17 +13,27 @@ from torch.optim import Optimizer
 from klamp.config.loss import configured_price, spread_of_group
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
-from klamp.core.masking import masked_sum
+from klamp.core.masking import masked_mean, masked_sum
 from klamp.core.objective import Objective, grpo_loss, without_gradient
+from klamp.core.penalty import kl_metrics
+from klamp.core.term import carries_kl
 from klamp.core.types import Batch, Direction
 from klamp.diagnostics.metrics import Counted, averaged_over
-from klamp.diagnostics.statistics import StepRecord, pad_tokens, repeated_pairs, step_metrics
+from klamp.diagnostics.statistics import (
+    StepRecord,
+    pad_tokens,
+    repeated_pairs,
+    reward_length_correlation,
+    step_metrics,
+)
 from klamp.errors import NonFiniteError
 from klamp.hosts.common.control import check_kl, held_kl
 from klamp.scoring.completions import select
-from klamp.scoring.scorer import Ask, Scores, joined
+from klamp.scoring.scorer import Ask, Scores, TeacherKL, joined
+from klamp.tasks.base import NO_REWARD
 from klamp.training.context import Context
 from klamp.training.rollouts import Rollout, exact_of
+from klamp.training.teachers import Taught
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +78,9 @@ def batch_of(context: Context, rollout: Rollout, part: slice, scores: Scores, ob
         exact_kl_forward=scores.exact_forward if in_loss and objective.kl.gradient == "forward" else None,
         kl_weight=cut(rollout.kl_weight),
         gate_kl=cut(rollout.gate_kl),
+        teacher_logprobs=None if rollout.taught is None else cut(rollout.taught.logprobs),
+        teacher_mask=None if rollout.taught is None else cut(rollout.taught.scored),
+        teacher_kl=scores.teacher,
         reference_length=cut(rollout.reference_length),
     )
 
@@ -100,11 +113,13 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
             scores: Scores = context.wrapped(
                 select(rollout.completions, part), _ask(context, rollout, part, objective, learns)
             )
-            output = grpo_loss(batch_of(context, rollout, part, scores, objective), objective, totals=rollout.totals)
+            batch = batch_of(context, rollout, part, scores, objective)
+            output = grpo_loss(batch, objective, totals=rollout.totals)
             context.accelerator.backward(output.loss * context.processes)
         seen.append(scores)
         measured = {name: x.double() for name, x in (output.metrics | {"train/loss": output.loss.detach()}).items()}
-        for name, value in added_parts(measured, rollout, part).items():
+        measured |= head_means(batch, scores)
+        for name, value in (added_parts(measured, rollout, part) | by_teacher(context, rollout, part, batch)).items():
             sums[name] = sums.get(name, 0.0) + value
     found = joined(seen, rollout.mask.shape[1])
     losses = over_processes(context, sums | _exact_mean(context, rollout, found))
@@ -139,12 +154,49 @@ _KEPT = (
     "kl/after_clip",
     "kl/over_budget",
     "policy/skipped",
+    "sampler/tokens_cut",
+    "sampler/sequences_cut",
+    "sampler/advantage_cut",
+    "train/teacher_penalty",
+    "teacher/kl",
+    "teacher/k1",
+    "teacher/log_ratio_clamped",
+    "teacher/unscored",
+    "teacher/student_mass",
+    "teacher/teacher_mass",
+    "teacher/overlap_ratio",
 )
 
 
 def named_losses(losses: Mapping[str, float]) -> dict[str, float]:
     """What is logged of the sums of a step."""
-    return {"train/kl_penalty": 0.0} | {name: losses[name] for name in _KEPT if name in losses}
+    found = {"train/kl_penalty": 0.0} | {name: losses[name] for name in _KEPT if name in losses}
+    each = {name: losses[TOKENS + name] for name in losses if TOKENS + name in losses}
+    return found | {name: losses[name] / tokens for name, tokens in each.items() if tokens}
+
+
+TOKENS = "tokens of "
+"""Stands before the name of a sum over tokens, with which it is the number of them."""
+
+
+def head_means(batch: Batch, scores: Scores) -> dict[str, Tensor]:
+    """What was seen of a head of the KL to the teacher, means over the tokens that it scored."""
+    carried = carries_kl(batch.towards("teacher")) if scores.head else batch.mask
+    return {f"teacher/{name}": masked_mean(each, carried).double() for name, each in scores.head.items()}
+
+
+def by_teacher(context: Context, rollout: Rollout, part: slice, batch: Batch) -> dict[str, Tensor]:
+    """Of each of several teachers, the sum of the KL to it and the number of its tokens; none of a single one."""
+    teachers, found = context.teachers, dict[str, Tensor]()
+    if teachers is None or len(teachers.models) < 2:
+        return found
+    carried, term = carries_kl(batch.towards("teacher")), context.objective.others[0].term
+    for key in teachers.models:
+        rows = [teachers.key(each) == key for each in rollout.examples[part]]
+        mask = carried & torch.tensor(rows, device=carried.device)[:, None]
+        total = kl_metrics(replace(batch, teacher_mask=mask), term)["teacher/kl"].double() * mask.sum()
+        found |= {f"teacher/kl.{key}": total, f"{TOKENS}teacher/kl.{key}": mask.sum()}
+    return found
 
 
 def _exact_mean(context: Context, rollout: Rollout, found: Scores) -> dict[str, Tensor]:
@@ -193,9 +245,19 @@ def _ask(context: Context, rollout: Rollout, part: slice, objective: Objective, 
         temperature=context.config.rollout.temperature,
         entropy=True,
         exact=exact_of(context, rollout, part, learns=(wanted,) if in_loss else ()),
+        taught=taught_of(context, rollout, part),
         learns=None if bool(learns[part].all()) else learns[part],
         known=None if before is None else before.rows(part),
     )
+
+
+def taught_of(context: Context, rollout: Rollout, part: slice) -> tuple[TeacherKL, ...]:
+    """What a scorer needs to measure the KL to the teachers of a part of the rollout at each prefix."""
+    if rollout.taught is None or context.teachers is None or context.teachers.how is None:
+        return ()
+    weighed = context.config.teacher.teacher_off_policy != "none"
+    sampler = rollout.completions.sampler_logprobs if weighed else None
+    return rollout.taught.asked(part, context.teachers.how, sampler)
 
 
 def kl_from_old(context: Context, rollout: Rollout, policy: Tensor) -> float:
@@ -244,13 +306,15 @@ def with_old_logprobs(rollout: Rollout, output: UpdateOutput) -> Rollout:
 
 
 OF_THE_LAST = ("policy/ratio_clipped", "kl/weights_truncated")
+OF_THE_LAST += ("sampler/tokens_cut", "sampler/sequences_cut", "sampler/advantage_cut")
 """What tells how far the updates of a step went from who sampled: before the first of them the ratio is 1."""
 
 
 def measured(context: Context, rollout: Rollout, outputs: Sequence[UpdateOutput]) -> dict[str, float]:
     """What a step gave, by the names of `METRICS`: that of its tokens before the first update, and of its updates."""
     record = gather_record(context, rollout, outputs[0])
-    metrics = step_metrics(record, group_size=context.config.rollout.num_generations)
+    compared = context.config.task.reward != NO_REWARD
+    metrics = step_metrics(record, group_size=context.config.rollout.num_generations if compared else 1)
     has_kl = "kl/k3" in metrics
     metrics |= {name: x for name, x in outputs[0].losses.items() if has_kl or name not in CARRIED}
     done = [o for o in outputs if not o.stopped]
@@ -258,9 +322,29 @@ def measured(context: Context, rollout: Rollout, outputs: Sequence[UpdateOutput]
     if norms or not done:
         metrics["train/grad_norm"] = sum(norms) / max(1, len(norms))
     metrics["policy/updates"] = float(len(done))
+    if rollout.taught is not None:
+        metrics |= end_probability(context, rollout, rollout.taught)
+        metrics |= reward_correlation(context, rollout, rollout.taught, outputs[0].policy_logprobs)
     if len(outputs) > 1:
         metrics["policy/kl_old"] = outputs[-1].kl_old
     return metrics | {name: outputs[-1].losses[name] for name in OF_THE_LAST if name in outputs[-1].losses}
+
+
+def end_probability(context: Context, rollout: Rollout, taught: Taught) -> dict[str, float]:
+    """The mean probability that the teacher gives to the end of the completions that have one; a silent killer."""
+    last = rollout.completions.mask.sum(-1).clamp(min=1) - 1
+    there = rollout.completions.ended & taught.mask(rollout.mask).gather(1, last[:, None])[:, 0]
+    probability = torch.where(there, taught.logprobs.gather(1, last[:, None])[:, 0].exp(), 0.0)
+    total, count = context.sum_over_processes(torch.stack([probability.double().sum(), there.double().sum()])).tolist()
+    return {"teacher/end": total / count} if count else {}
+
+
+def reward_correlation(context: Context, rollout: Rollout, taught: Taught, policy: Tensor) -> dict[str, float]:
+    """The correlation within groups of the reward and of what the teacher finds likelier than the policy, per token."""
+    mask, size = taught.mask(rollout.mask), context.config.rollout.num_generations
+    likelier = masked_mean(masked_log_ratio(taught.logprobs, policy, mask), mask, -1)
+    found = reward_length_correlation(context.gather(rollout.rewards), context.gather(likelier), size)
+    return {} if found is None else {"teacher/reward_correlation": float(found)}
 
 
 def gather_record(context: Context, rollout: Rollout, output: UpdateOutput) -> StepRecord:
@@ -293,8 +377,10 @@ def gather_record(context: Context, rollout: Rollout, output: UpdateOutput) -> S
 
 
 def control_metrics(context: Context, beta: float, metrics: Mapping[str, float]) -> dict[str, float]:
-    """beta in force, its price, and what the controller logs."""
+    """beta in force, its price, and what the controller logs; no price without a reward, or towards the sampler."""
     config = context.config
+    if config.task.reward == NO_REWARD or config.kl.reference == "sampler":
+        return {"beta": beta}
     price = configured_price(
         config.kl,
         config.loss,
@@ -332,4 +418,8 @@ def completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: 
         row["trained"] = rollout.mask[i][mask].tolist()
     if rollout.ref_logprobs is not None and (rollout.kl_weight is None or rollout.kl_weight[i] > 0):
         row["ref_logprobs"] = rollout.ref_logprobs[i][mask].tolist()
+    if (taught := rollout.taught) is not None:
+        scored = taught.mask(rollout.mask)[i][mask].tolist()
+        logprobs = zip(taught.logprobs[i][mask].tolist(), scored, strict=True)
+        row["teacher_logprobs"] = [each if there else None for each, there in logprobs]
     return row

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPException
-from typing import Any
+from typing import Any, Literal
 from urllib.error import HTTPError
 
 import torch
@@ -98,11 +98,11 @@ class VLLMReference(Reference):
         if temperature != 1:
             raise ConfigError(
                 "a vLLM server scores at temperature 1 only",
-                got=f"temperature={temperature:g}, reference_url={self.url}",
-                why="klamp compares policy and reference at the sampling temperature, and vLLM returns the "
+                got=f"temperature={temperature:g}, a server at {self.url}",
+                why="klamp compares policy and anchor at the sampling temperature, and vLLM returns the "
                 "log-probabilities of prompts before any temperature: their difference is not 0 even between "
                 "equal models (.34 nats per token were measured at temperature .6)",
-                fix="set temperature=1, or keep the reference on this machine (reference='frozen')",
+                fix="set temperature=1, or keep the model on this machine (reference='frozen', teacher_model)",
             )
         sequences = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         parts = [sequences[start : start + AT_ONCE] for start in range(0, len(sequences), AT_ONCE)]
@@ -157,7 +157,7 @@ class VLLMReference(Reference):
 def failed(url: str, why: str) -> ModelError:
     """The error for a server that does not answer as it should."""
     return ModelError(
-        "the remote reference does not answer as it should",
+        "the remote model does not answer as it should",
         got=url,
         why=why,
         fix="check that the server runs and serves the reference of this tokenizer; a run that had begun goes on "
@@ -165,21 +165,29 @@ def failed(url: str, why: str) -> ModelError:
     )
 
 
-def connect(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> VLLMReference:
-    """The reference that answers at `reference_url`, found to fit the run.
+def connect(
+    config: TrainConfig,
+    task: Task,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    who: Literal["reference", "teacher"] = "reference",
+) -> VLLMReference:
+    """The reference that answers at `reference_url`, or the teacher at `teacher_url`, found to fit the run.
 
     Args:
         config: of the run.
-        task: its prompts.
+        task: its prompts, or those that the teacher sees.
         tokenizer: of its policy.
+        who: which of the two.
 
     Raises:
         ModelError: the server does not answer, has no such model, returns no log-probabilities, takes only shorter
             sequences, or has another tokenizer.
         ConfigError: a name or a temperature that the server cannot honour.
     """
-    url = (config.kl.reference_url or "").rstrip("/").removesuffix("/v1")
-    reference = VLLMReference(url, _name(config, url))
+    given = config.flat()
+    url = str(given[f"{who}_url"] or "").rstrip("/").removesuffix("/v1")
+    reference = VLLMReference(url, _name(url, given[f"{who}_name"], who))
     prompts = [example.prompt for example in task.train[:PROBES]]
     # A server that holds only shorter sequences than the run may have refuses this one, in its own words.
     longest = check_prompts(task.train, tokenizer, None, config.rollout.max_completion_length)
@@ -189,21 +197,21 @@ def connect(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase)
     return reference
 
 
-def _name(config: TrainConfig, url: str) -> str:
+def _name(url: str, asked: str | None, who: str) -> str:
     """The model that is meant, of those that a server names."""
-    answer, asked = ask(f"{url}/v1/models"), config.kl.reference_name
+    answer = ask(f"{url}/v1/models")
     try:
         names = sorted(str(card["id"]) for card in answer["data"])
     except (LookupError, TypeError, AttributeError) as error:
         raise failed(url, "it lists no models at /v1/models, as vLLM does") from error
     if asked is not None and asked not in names:
-        raise unknown_name("model of the reference's server", asked, names)
+        raise unknown_name(f"model of the {who}'s server", asked, names)
     if asked is None and len(names) != 1:
         raise ConfigError(
-            "the reference's server does not serve one model",
-            got=f"reference_url={config.kl.reference_url!r}",
+            f"the {who}'s server does not serve one model",
+            got=f"{who}_url={url!r}",
             why=f"it names {', '.join(names) or 'none'}",
-            fix="set reference_name to one of them, or start it with a model",
+            fix=f"set {who}_name to one of them, or start it with a model",
         )
     return asked or names[0]
 
@@ -229,7 +237,7 @@ def _check_tokenizer(reference: VLLMReference, tokenizer: PreTrainedTokenizerBas
     for text, mine, other in zip(texts, ours, theirs, strict=True):
         if list(mine[1:]) != other:
             raise ModelError(
-                "the reference's server has another tokenizer than the policy",
+                "the server has another tokenizer than the policy",
                 got=f"{text[:80]!r}: {_start(other)} at the server, {_start(list(mine[1:]))} here (after the first)",
                 why="log-probabilities of the same token ids would speak of different tokens",
                 fix="serve a model of the same family with the policy's tokenizer (vLLM: --tokenizer)",

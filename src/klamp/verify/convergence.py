@@ -21,12 +21,12 @@ import torch
 from torch import Tensor
 
 from klamp.config import KLConfig, KLWarning, LossConfig, build_objective
-from klamp.config.loss import configured_price, divisor, kl_reduction
+from klamp.config.loss import Price, configured_price, divisor, kl_reduction, price_of
+from klamp.config.teacher import TeacherConfig
 from klamp.core.objective import grpo_loss
-from klamp.core.penalty import shifted_rewards
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
-from klamp.verify.one_step import Scene, advantages_in_groups, scores_of
+from klamp.verify.one_step import Scene, advantages_in_groups, less_kl, scores_of
 from klamp.verify.oracle import gradient_of
 from klamp.verify.proofs.check import Answer, Check, TextTable, is_equal, is_true
 from klamp.verify.worlds import Chain, count_prefixes, enumerate_outcomes, prefix_probs
@@ -43,13 +43,15 @@ SLOWEST = 0.02
 """Least share of an update that is taken; less is taken while updates grow, more while they shrink."""
 LARGEST_MOVE = 1.0
 """Most that a logit is moved at once, in nats."""
+TINY = 1e-9
+"""A price where nothing that stays has one: the optimum is then the best completion."""
 FAR = 50.0
 """A log-ratio to the reference, in nats, past which a policy is not coming back."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class End:
-    """Where a configuration ends in one world; KL in nats per completion."""
+    """Where a configuration ends in one world; KL in nats per completion, with a teacher that to the mix of both."""
 
     stands: bool
     """Whether the policy comes to a standstill; else the rest is where it was when it was given up."""
@@ -67,6 +69,8 @@ class End:
     """Mean length in tokens."""
     optimal_length: float
     """Mean length of the optimum."""
+    ended: Scene
+    """The world with its policy there."""
 
     @property
     def exact(self) -> bool:
@@ -90,17 +94,19 @@ def _world(*, seed: int, vocab: int, length: int, eos: int | None) -> Scene:
     rows = count_prefixes(vocab, length, eos=eos)
     ref = 0.7 * torch.randn(rows, vocab, generator=generator, dtype=torch.float64)
     chain = Chain(policy_logits=ref, ref_logits=ref, length=length, eos=eos)
-    count = len(enumerate_outcomes(chain).probs)
-    return Scene(chain=chain, rewards=torch.rand(count, generator=generator, dtype=torch.float64))
+    rewards = torch.rand(len(enumerate_outcomes(chain).probs), generator=generator, dtype=torch.float64)
+    teacher = 0.7 * torch.randn(rows, vocab, generator=generator, dtype=torch.float64)
+    return Scene(chain=replace(chain, teacher_logits=teacher), rewards=rewards)
 
 
-def follow(kl: KLConfig, loss: LossConfig, world: Scene) -> End:
+def follow(kl: KLConfig, loss: LossConfig, world: Scene, teacher: TeacherConfig | None = None) -> End:
     """Follow the expected update of a configuration to its end.
 
     Args:
-        kl: the KL term, with a beta above 0.
+        kl: the KL term, with a beta above 0 or a teacher beside it.
         loss: the policy loss around it.
         world: where.
+        teacher: the second anchor; None: there is none.
 
     Raises:
         ConfigError: tokens that carry no KL; the worlds here have none.
@@ -115,11 +121,14 @@ def follow(kl: KLConfig, loss: LossConfig, world: Scene) -> End:
     price = configured_price(
         kl, loss, group_size=world.group_size, mean_length=world.mean_length, max_length=world.chain.length
     ).per_completion
+    to_ref = 0.0 if kl.reference == "sampler" else price
+    to_teacher = 0.0 if teacher is None else teacher_price(teacher, loss, group_size=world.group_size).per_completion
+    coefficients = kl.beta + (0.0 if teacher is None else teacher.teacher_coef)
     start = logits = world.chain.logprobs("policy").detach()
     rate, before, size = 0.5, math.inf, math.inf
     for _ in range(UPDATES):
-        update, divided_by = natural_update(kl, loss, _moved(world, logits))
-        pull = divided_by / kl.beta * update
+        update, divided_by = natural_update(kl, loss, _moved(world, logits), teacher)
+        pull = divided_by / coefficients * update
         # Not of what is taken of it, so that a small rate is not a standstill; a shift of a whole row changes nothing.
         size = (pull - (logits.exp() * pull).sum(-1, keepdim=True)).abs().amax().item()
         if size < STILL or not math.isfinite(size) or (logits - start).abs().amax() > FAR:
@@ -127,46 +136,65 @@ def follow(kl: KLConfig, loss: LossConfig, world: Scene) -> End:
         logits = (logits - min(rate, LARGEST_MOVE / size) * pull).log_softmax(-1)
         rate = min(1.0, 1.25 * rate) if size < before else max(SLOWEST, 0.5 * rate)
         before = size
-    return _describe(_moved(world, logits), price, stands=size < STILL)
+    return _describe(_moved(world, logits), to_ref, to_teacher, stands=size < STILL)
+
+
+def teacher_price(teacher: TeacherConfig, loss: LossConfig, *, group_size: int) -> Price:
+    """The price of a nat away from a teacher, whose KL is reduced as the policy loss is; see `price_of`."""
+    return price_of(
+        teacher.teacher_coef,
+        placement=teacher.teacher_placement,
+        baseline=loss.advantage_baseline,
+        scale=loss.scale,
+        group_size=group_size,
+    )
 
 
 def _moved(world: Scene, logits: Tensor) -> Scene:
     return replace(world, chain=replace(world.chain, policy_logits=logits))
 
 
-def natural_update(kl: KLConfig, loss: LossConfig, world: Scene) -> tuple[Tensor, float]:
+def natural_update(
+    kl: KLConfig, loss: LossConfig, world: Scene, teacher: TeacherConfig | None = None
+) -> tuple[Tensor, float]:
     """The expected gradient of a step in the metric of the policy's own probabilities, and what the KL is divided by.
 
     Equation: grad_{s,v} / (P(s) policy(v|s)).
     """
-    gradient, divided_by = expected_step(kl, loss, world)
+    gradient, divided_by = expected_step(kl, loss, world, teacher)
     probs = world.chain.logprobs("policy").detach().exp()
     return gradient / (prefix_probs(world.chain, "policy").detach()[:, None] * probs), divided_by
 
 
-def expected_step(kl: KLConfig, loss: LossConfig, world: Scene) -> tuple[Tensor, float]:
+def expected_step(
+    kl: KLConfig, loss: LossConfig, world: Scene, teacher: TeacherConfig | None = None
+) -> tuple[Tensor, float]:
     """The gradient of a step in expectation over all groups, [prefixes, vocab], and the divisor of its KL.
 
     The batch is large: means over tokens divide by the expected length. Every completion stands in it once; how much of
     it reaches the update, in the mean over the groups that it may be in, is its weight.
     """
-    outcomes, objective = world.outcomes, build_objective(kl, loss, max_length=world.chain.length)
-    rewards, count = world.rewards, float(len(outcomes.probs))
-    batch = Batch(**scores_of(outcomes, objective, kl), advantages=torch.zeros_like(rewards))  # pyright: ignore
+    outcomes, objective = world.outcomes, build_objective(kl, loss, max_length=world.chain.length, teacher=teacher)
+    count, none = float(len(outcomes.probs)), torch.zeros_like(world.rewards)
+    batch = Batch(**scores_of(outcomes, objective, kl, teacher), advantages=none)  # pyright: ignore
     own, of_kl = objective.reduction, kl_reduction(kl, loss)
     divided_by = {
         each: divisor(each, mean_length=world.mean_length, max_length=world.chain.length) for each in (own, of_kl)
     }
     outside = divided_by | {"sequence_mean": 1.0}  # that one divides each completion by its own length, in the loss
-    if objective.beta > 0 and objective.kl.placement == "reward":
-        rewards = shifted_rewards(rewards, batch, objective.kl, beta=objective.beta)
+    rewards = less_kl(world.rewards, batch, objective.terms)
     weighted = replace(
         batch,
         advantages=count * expected_advantages(world, loss, rewards) / outside[own],
         kl_weight=count * outcomes.probs / outside[of_kl],
     )
-    whole = replace(objective, reduction=_summed(own), kl=replace(objective.kl, normalizer=_summed(of_kl)))
-    return gradient_of(grpo_loss(weighted, whole).loss, world.chain), divided_by[of_kl]
+    kl_term = replace(objective.kl, normalizer=_summed(of_kl))
+    whole = replace(objective, reduction=_summed(own), kl=kl_term, others=())
+    total = grpo_loss(weighted, whole).loss
+    for coefficient, term in objective.others:  # weighed as a KL to the reference is, which the teacher stands in for
+        taught = replace(batch.towards(term.anchor), advantages=none, kl_weight=count * outcomes.probs / outside[own])
+        total = total + grpo_loss(taught, replace(whole, beta=coefficient, kl=replace(term, anchor="reference"))).loss
+    return gradient_of(total, world.chain), divided_by[of_kl]
 
 
 def _summed(reduction: Reduction) -> Reduction:
@@ -182,9 +210,11 @@ def expected_advantages(world: Scene, loss: LossConfig, rewards: Tensor) -> Tens
     return found / world.group_size
 
 
-def _describe(world: Scene, price: float, *, stands: bool) -> End:
-    outcomes = enumerate_outcomes(world.chain, unreachable=True)
-    ended, ref = outcomes.policy_logprobs.detach().sum(-1), outcomes.ref_logprobs.sum(-1)
+def _describe(world: Scene, to_ref: float, to_teacher: float, *, stands: bool) -> End:
+    outcomes, price = enumerate_outcomes(world.chain, unreachable=True), to_ref + to_teacher or TINY
+    ended = outcomes.policy_logprobs.detach().sum(-1)
+    both = to_ref * outcomes.ref_logprobs + to_teacher * outcomes.teacher_logprobs
+    ref = (both.sum(-1) / price).log_softmax(-1)
     best, fitted = optimum(ref, world.rewards, price), fit_price(ended, ref, world.rewards)
     lengths, nearest = outcomes.mask.sum(-1).double(), optimum(ref, world.rewards, fitted)
     probs = ended.exp()
@@ -197,6 +227,7 @@ def _describe(world: Scene, price: float, *, stands: bool) -> End:
         optimal_kl=_kl(best, ref),
         length=float((probs * lengths).sum()),
         optimal_length=float((best.exp() * lengths).sum()),
+        ended=world,
     )
 
 

@@ -17,6 +17,7 @@ import functools
 import itertools
 import math
 from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
 
@@ -25,12 +26,14 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from klamp.config import KLConfig, LossConfig, build_objective
+from klamp.config.teacher import TeacherConfig
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.masking import Totals
-from klamp.core.objective import LossOutput, Objective, grpo_loss
-from klamp.core.penalty import advantages_with_kl
+from klamp.core.objective import LossOutput, Objective, Weighted, grpo_loss
+from klamp.core.penalty import advantages_with_kl, shifted_rewards
 from klamp.core.term import Gate, KLTerm, sequence_gate_kl, sequence_kl
+from klamp.core.topk import distinct, topk_kl
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
 from klamp.verify.oracle import Report, Truths, gradient_of, report, truths
@@ -51,7 +54,7 @@ class Scene:
     """
 
     chain: Chain
-    """The policy, its reference and its sampler."""
+    """The policy, its reference, its teacher and its sampler."""
     rewards: Float[Tensor, " outcomes"] = field(default_factory=lambda: torch.zeros(1, dtype=torch.float64))
     """Reward of each completion, in the order of `enumerate_outcomes`; a single one: all equal (saturated)."""
     group_size: int = 2
@@ -107,7 +110,7 @@ class Scene:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepReport:
-    """What the KL of a configuration does in one scene, per unit of beta."""
+    """What the KL of a configuration does in one scene, per unit of its coefficient."""
 
     kl: Report
     """Value (the KL's part of the loss), gradient, their variances over groups, and which known gradient it follows."""
@@ -134,7 +137,9 @@ def scene(
     return Scene(chain=chain, rewards=given.double(), group_size=group_size, denominators=denominators)
 
 
-def examine_config(kl: KLConfig, loss: LossConfig | None = None, *, scene: Scene) -> StepReport:
+def examine_config(
+    kl: KLConfig, loss: LossConfig | None = None, *, scene: Scene, teacher: TeacherConfig | None = None
+) -> StepReport:
     """Measures what the KL of a configuration does in a scene, exactly: every possible group is listed.
 
     Args:
@@ -142,17 +147,23 @@ def examine_config(kl: KLConfig, loss: LossConfig | None = None, *, scene: Scene
         loss: the policy loss around it; None: a plain sum over each completion, advantages against the mean of the
             others and not scaled, so that no reduction blurs what the term itself does.
         scene: the world.
+        teacher: the second anchor; then it is the KL to that which is measured, beside the other.
 
     Raises:
         ConfigError: a combination that `build_objective` refuses; excluded tokens that the scene's chain does not have.
     """
     _check_exclusions(kl, scene.chain.vocab)
-    loss, objective = _objective(kl, loss, scene)
+    loss, objective = _objective(kl, loss, scene, teacher)
     _, probs = scene.groups
-    losses, gates = _take_steps(scene, objective, loss, kl)
-    plain, _ = _take_steps(scene, dataclasses.replace(objective, beta=0.0, kl=KLTerm()), loss, kl)
+    losses, gates = _take_steps(scene, objective, loss, kl, teacher)
+    if teacher is None:
+        coefficient, without = objective.beta, dataclasses.replace(objective, beta=0.0, kl=KLTerm())
+    else:
+        coefficient, without = teacher.teacher_coef, dataclasses.replace(objective, others=())
+    plain, _ = _take_steps(scene, without, loss, kl)
+    known, anchor = (scene.truths, "ref") if teacher is None else (None, "teacher")
     return StepReport(
-        kl=report(scene.chain, probs, (losses - plain) / (objective.beta or 1.0), known=scene.truths),
+        kl=report(scene.chain, probs, (losses - plain) / (coefficient or 1.0), known=known, anchor=anchor),
         gate=None if gates is None else float((probs * gates).sum()),
         policy_gradient=gradient_of((probs * plain).sum(), scene.chain),
     )
@@ -197,26 +208,35 @@ _PLAIN_LOSS = LossConfig(
 )
 
 
-def _objective(kl: KLConfig, loss: LossConfig | None, scene: Scene) -> tuple[LossConfig, Objective]:
+def _objective(
+    kl: KLConfig, loss: LossConfig | None, scene: Scene, teacher: TeacherConfig | None
+) -> tuple[LossConfig, Objective]:
     if loss is not None:
-        return loss, build_objective(kl, loss, max_length=scene.chain.length)
+        return loss, build_objective(kl, loss, max_length=scene.chain.length, teacher=teacher)
     plain: Reduction = "sequence_sum"
-    objective = build_objective(kl, _PLAIN_LOSS, max_length=scene.chain.length)
+    objective = build_objective(kl, _PLAIN_LOSS, max_length=scene.chain.length, teacher=teacher)
     return _PLAIN_LOSS, dataclasses.replace(
         objective, reduction=plain, kl=dataclasses.replace(objective.kl, normalizer=plain)
     )
 
 
-def scores_of(scored: Outcomes, objective: Objective, kl: KLConfig) -> dict[str, Tensor]:
+def scores_of(
+    scored: Outcomes, objective: Objective, kl: KLConfig, teacher: TeacherConfig | None = None
+) -> dict[str, Tensor]:
     """What a batch holds of every completion, by the names of `Batch`; at beta 0 no reference. [outcomes, tokens]"""
     scores = {
         "policy_logprobs": scored.policy_logprobs,
         "mask": scored.mask,
         "old_logprobs": scored.sampler_logprobs,
+        "sampler_logprobs": scored.sampler_logprobs,
     }
+    if objective.others:
+        scores["teacher_logprobs"] = scored.teacher_logprobs
+    if teacher is not None and any(term.of_prefixes for _, term in objective.others):
+        scores["teacher_kl"] = teacher_kl(scored, teacher)
     if objective.beta == 0:
         return scores
-    scores |= {"ref_logprobs": scored.ref_logprobs, "sampler_logprobs": scored.sampler_logprobs}
+    scores["ref_logprobs"] = scored.ref_logprobs
     if kl.excludes:
         scores["kl_mask"] = _kl_mask(kl, scored)
     if objective.kl.value == "exact":
@@ -225,15 +245,37 @@ def scores_of(scored: Outcomes, objective: Objective, kl: KLConfig) -> dict[str,
     return scores
 
 
+def teacher_kl(y: Outcomes, teacher: TeacherConfig) -> Float[Tensor, "outcomes tokens"]:
+    """The KL to the teacher at each sampled prefix, over the vocabulary or a head of it, with gradient to the chain."""
+    direction = teacher.teacher_direction
+    if teacher.teacher_estimator == "exact":
+        return exact_kl(y.policy_logits, y.teacher_logits, direction=direction)
+    policy, other = (logits.log_softmax(-1) for logits in (y.policy_logits, y.teacher_logits))
+    size = min(teacher.teacher_top_k, policy.shape[-1])
+    heads = {"student": (policy,), "teacher": (other,), "union": (policy, other)}[teacher.teacher_head]
+    ids = torch.cat([logprobs.detach().topk(size).indices for logprobs in heads], -1)
+    return topk_kl(
+        policy.gather(-1, ids),
+        other.gather(-1, ids),
+        y.policy_logprobs,
+        y.teacher_logprobs,
+        (ids != y.tokens[..., None]).all(-1),
+        direction=direction,
+        tail=teacher.teacher_tail,
+        log_weight=None if teacher.teacher_off_policy == "none" else y.policy_logprobs - y.sampler_logprobs,
+        kept=distinct(ids, torch.ones_like(ids, dtype=torch.bool)),
+    )
+
+
 def _take_steps(
-    scene: Scene, objective: Objective, loss: LossConfig, kl: KLConfig
+    scene: Scene, objective: Objective, loss: LossConfig, kl: KLConfig, teacher: TeacherConfig | None = None
 ) -> tuple[Float[Tensor, " groups"], Float[Tensor, " groups"] | None]:
     """The loss of every group, with gradient to the chain, and the share of it that is over budget where there is one.
 
     As a trainer forms it: the gate and the advantages before the update, then the loss.
     """
     rows, _ = scene.groups
-    scores = _Scores.of(scores_of(scene.outcomes, objective, kl), rows)
+    scores = _Scores.of(scores_of(scene.outcomes, objective, kl, teacher), rows)
     gates = _gates(scene, objective, kl) if objective.beta > 0 and objective.kl.clip_method != "none" else None
     advantages = _advantages(scene, objective, loss, kl, gates)
     totals = None if scene.denominators == "group" else _totals(scene, kl)
@@ -307,9 +349,11 @@ def _advantages(
     scene: Scene, objective: Objective, loss: LossConfig, kl: KLConfig, gates: Tensor | None
 ) -> Float[Tensor, "groups size"]:
     rows, _ = scene.groups
-    if objective.beta == 0 or objective.kl.placement != "reward":
-        return advantages_in_groups(scene.rewards[rows], loss)
     rewards = scene.rewards[rows.flatten()]
+    if objective.others:
+        rewards = less_kl(rewards, _before(scene, objective, kl, rows.flatten()), objective.others)
+    if objective.beta == 0 or objective.kl.placement != "reward":
+        return advantages_in_groups(rewards.view(rows.shape), loss)
 
     def advantages(rewards: Tensor) -> Tensor:
         return advantages_in_groups(rewards.view(rows.shape), loss).flatten()
@@ -318,6 +362,14 @@ def _advantages(
     gate, beta = Gate.of(before, objective.kl), objective.beta
     found = advantages_with_kl(rewards, before, objective.kl, beta=beta, gate=gate, advantages=advantages)
     return found.view(rows.shape)
+
+
+def less_kl(rewards: Float[Tensor, " batch"], batch: Batch, terms: Iterable[Weighted]) -> Float[Tensor, " batch"]:
+    """The rewards less every KL of these that is taken from them, without a clip. [B]"""
+    for coefficient, term in terms:
+        if coefficient > 0 and term.placement == "reward":
+            rewards = shifted_rewards(rewards, batch, term, beta=coefficient)
+    return rewards
 
 
 def advantages_in_groups(rewards: Float[Tensor, "groups size"], loss: LossConfig) -> Float[Tensor, "groups size"]:

@@ -25,6 +25,7 @@ Example:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
@@ -90,7 +91,12 @@ def examine(chain: Chain, loss: Loss) -> Report:
 
 
 def report(
-    chain: Chain, probs: Float[Tensor, " draws"], losses: Float[Tensor, " draws"], *, known: Truths | None = None
+    chain: Chain,
+    probs: Float[Tensor, " draws"],
+    losses: Float[Tensor, " draws"],
+    *,
+    known: Truths | None = None,
+    anchor: Who = "ref",
 ) -> Report:
     """Compares losses that were computed before, one per draw, with every known gradient; see `examine`.
 
@@ -99,18 +105,20 @@ def report(
         probs: how likely each draw is; they sum to 1.
         losses: the loss of each draw, with gradient to the chain's policy.
         known: the chain's `truths`, where they are at hand.
+        anchor: whom the truths are about: of a KL to the teacher, the teacher stands in the reference's place.
     """
+    measured = chain.towards(anchor)
     values = losses.detach()
     value = (probs * values).sum()
     gradients = _gradients(losses, chain)
     gradient = torch.einsum("n,npv->pv", probs, gradients)
     return Report(
         value=value.item(),
-        value_bias=(value - reverse_kl(chain)).item(),
+        value_bias=(value - reverse_kl(measured)).item(),
         value_variance=(probs * (values - value) ** 2).sum().item(),
         gradient=gradient,
         gradient_variance=(probs * (gradients - gradient).square().sum(dim=(-2, -1))).sum().item(),
-        follows=name_gradient([gradient], [truths(chain) if known is None else known], tolerance=TOLERANCE),
+        follows=name_gradient([gradient], [truths(measured) if known is None else known], tolerance=TOLERANCE),
     )
 
 
@@ -150,16 +158,19 @@ def forward_kl(chain: Chain) -> Float[Tensor, ""]:
 
 
 def local_kl(
-    chain: Chain, *, direction: Literal["reverse", "forward"] = "reverse", prefixes: Who = "policy"
+    chain: Chain, *, direction: Literal["reverse", "forward", "js"] = "reverse", prefixes: Who = "policy"
 ) -> Float[Tensor, ""]:
     """The mean KL of single positions, sum_s P(s) KL_s, with the probabilities of prefixes held fixed.
 
-    At the policy's own prefixes its value is the whole reverse KL (chain rule), yet its gradient lacks the
-    future terms.
+    `js` is half the KL of each to their mean. At the policy's own prefixes the value of `reverse` is that of whole
+    completions (chain rule), yet its gradient lacks the future terms.
     """
     policy, ref = chain.logprobs("policy"), chain.logprobs("ref")
-    first, second = (policy, ref) if direction == "reverse" else (ref, policy)
-    per_prefix = _divergence(first, second)
+    if direction == "js":
+        mean = torch.logaddexp(policy, ref) - math.log(2)
+        per_prefix = (_divergence(policy, mean) + _divergence(ref, mean)) / 2
+    else:
+        per_prefix = _divergence(*((policy, ref) if direction == "reverse" else (ref, policy)))
     return (prefix_probs(chain, prefixes).detach() * per_prefix).sum()
 
 

@@ -1,9 +1,9 @@
-"""Language models so small that every completion can be listed, with their references and samplers.
+"""Language models so small that every completion can be listed, with their references, teachers and samplers.
 
 A `Chain` is a language model small enough to enumerate. For each prefix it holds one row of logits for the
-policy, one for the reference and, off-policy, one for the sampler; generation ends at `eos` or after `length`
-tokens, so that completions differ in length as real ones do. One position (`one_position`) is the chain of
-length 1.
+policy, one for the reference, one for a teacher and, off-policy, one for the sampler; generation ends at `eos`
+or after `length` tokens, so that completions differ in length as real ones do. One position (`one_position`)
+is the chain of length 1.
 
 `enumerate_outcomes` lists every completion that the sampler can produce, laid out as the batch that a trainer
 would see: one row per completion, log-probabilities of the sampled tokens, and a mask.
@@ -13,9 +13,9 @@ Everything is float64. Nothing here imports klamp's core: the judge must not sha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -25,7 +25,7 @@ from klamp.errors import ConfigError, ShapeError
 
 Table: TypeAlias = Float[Tensor, "prefixes vocab"]
 Prefix: TypeAlias = tuple[int, ...]
-Who: TypeAlias = Literal["policy", "ref", "sampler"]
+Who: TypeAlias = Literal["policy", "ref", "teacher", "sampler"]
 Sampler: TypeAlias = Literal["policy", "other"]
 """Who draws the completions: the policy itself, or a distribution of its own."""
 
@@ -44,6 +44,8 @@ class Outcomes(NamedTuple):
         sampler_logprobs: log mu(y_t | y_<t), detached; the policy's own values when the chain is on-policy.
         policy_logits: the policy's whole row at each sampled prefix; carries the gradient.
         ref_logits: the reference's whole row at each sampled prefix.
+        teacher_logprobs: log teacher(y_t | y_<t).
+        teacher_logits: the teacher's whole row at each sampled prefix.
     """
 
     probs: Float[Tensor, " outcomes"]
@@ -54,6 +56,8 @@ class Outcomes(NamedTuple):
     sampler_logprobs: Float[Tensor, "outcomes tokens"]
     policy_logits: Float[Tensor, "outcomes tokens vocab"]
     ref_logits: Float[Tensor, "outcomes tokens vocab"]
+    teacher_logprobs: Float[Tensor, "outcomes tokens"]
+    teacher_logits: Float[Tensor, "outcomes tokens vocab"]
 
     @property
     def log_ratio(self) -> Float[Tensor, "outcomes tokens"]:
@@ -68,12 +72,13 @@ class Outcomes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Chain:
-    """A policy, a reference and a sampler given as tables, over completions of at most `length` tokens.
+    """A policy, a reference, a teacher and a sampler given as tables, over completions of at most `length` tokens.
 
     Args:
         policy_logits: one row per prefix, in the order of `list_prefixes`; kept as a float64 leaf.
         ref_logits: the same for the reference; -inf marks a token that it never produces.
         sampler_logits: the same for the sampler mu; None means that the policy samples (on-policy).
+        teacher_logits: the same for a second anchor; None means that the reference is that, too.
         length: the longest completion, in tokens.
         eos: the token that ends a completion; None means that every completion has `length` tokens.
 
@@ -85,13 +90,14 @@ class Chain:
     policy_logits: Table
     ref_logits: Table
     sampler_logits: Table | None = None
+    teacher_logits: Table | None = None
     length: int = 1
     eos: int | None = None
 
     def __post_init__(self) -> None:
         vocab = self.policy_logits.shape[-1]
         rows = count_prefixes(vocab, self.length, eos=self.eos)
-        for name in ("policy_logits", "ref_logits", "sampler_logits"):
+        for name in ("policy_logits", "ref_logits", "sampler_logits", "teacher_logits"):
             table = getattr(self, name)
             if table is None:
                 continue
@@ -116,26 +122,34 @@ class Chain:
         return self.sampler_logits is None
 
     def logits(self, who: Who) -> Table:
-        """The table of logits of one of the three models; only the policy's carries a gradient."""
+        """The table of logits of one of the models; only the policy's carries a gradient."""
         if who == "sampler":
             return self.policy_logits.detach() if self.sampler_logits is None else self.sampler_logits
+        if who == "teacher" and self.teacher_logits is not None:
+            return self.teacher_logits
         return self.policy_logits if who == "policy" else self.ref_logits
 
     def logprobs(self, who: Who) -> Table:
-        """The log-probabilities of one of the three models: one row, over the next token, per prefix."""
+        """The log-probabilities of one of the models: one row, over the next token, per prefix."""
         return torch.log_softmax(self.logits(who), dim=-1)
+
+    def towards(self, who: Who) -> Chain:
+        """The chain with one of its models in the reference's place: a KL to the reference is that to it."""
+        return replace(self, ref_logits=self.logits(who))
 
 
 def one_position(
     policy_logits: Float[Tensor, " vocab"],
     ref_logits: Float[Tensor, " vocab"],
     sampler_logits: Float[Tensor, " vocab"] | None = None,
+    teacher_logits: Float[Tensor, " vocab"] | None = None,
 ) -> Chain:
     """A chain of length 1: a single choice among V tokens."""
     return Chain(
         policy_logits=policy_logits[None],
         ref_logits=ref_logits[None],
         sampler_logits=None if sampler_logits is None else sampler_logits[None],
+        teacher_logits=None if teacher_logits is None else teacher_logits[None],
     )
 
 
@@ -151,11 +165,13 @@ def random_chain(
     """A chain whose tables hold independent normal numbers with standard deviation `spread`."""
     generator = torch.Generator().manual_seed(seed)
     shape = (count_prefixes(vocab, length, eos=eos), vocab)
-    policy, ref, other = (spread * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(3))
+    tables = (spread * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4))
+    policy, ref, other, teacher = tables
     return Chain(
         policy_logits=policy,
         ref_logits=ref,
         sampler_logits=other if sampler == "other" else None,
+        teacher_logits=teacher,
         length=length,
         eos=eos,
     )
@@ -233,7 +249,7 @@ def enumerate_outcomes(chain: Chain, *, unreachable: bool = False) -> Outcomes:
     """Lists every completion that the sampler can produce; with `unreachable`, the others too."""
     tokens, rows = _index_completions(chain.vocab, chain.length, chain.eos)
     mask = tokens >= 0
-    chosen = {who: _at_tokens(chain.logprobs(who), rows, tokens) for who in ("policy", "ref", "sampler")}
+    chosen = {who: _at_tokens(chain.logprobs(who), rows, tokens) for who in get_args(Who)}
     probs = chosen["sampler"].sum(dim=-1).exp()
     outcomes = Outcomes(
         probs=probs,
@@ -244,6 +260,8 @@ def enumerate_outcomes(chain: Chain, *, unreachable: bool = False) -> Outcomes:
         sampler_logprobs=chosen["sampler"],
         policy_logits=chain.policy_logits[rows],
         ref_logits=chain.ref_logits[rows],
+        teacher_logprobs=chosen["teacher"],
+        teacher_logits=chain.logits("teacher")[rows],
     )
     if unreachable:
         return outcomes

@@ -81,6 +81,12 @@ SCORED = {
     "log-probabilities": linear_logprobs,
     "with the entropy": lambda *given: linear_logprobs(*given, return_entropy=True)[0],
     "KL": lambda hidden, weight, targets: linear_kl(hidden, weight, 2 * hidden.detach(), weight),
+    "KL of a head": lambda hidden, weight, targets: linear_kl(
+        hidden, weight, 2 * hidden.detach(), weight, top_k=8, targets=targets
+    ),
+    "KL of a head, frozen": lambda hidden, weight, targets: linear_kl(
+        hidden, weight.detach(), 2 * hidden.detach(), weight, top_k=8, targets=targets
+    ),
     "naive": naive_logprobs,
 }
 

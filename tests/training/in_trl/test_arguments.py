@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from klamp.config import KLConfig
+from klamp.config import KLConfig, TeacherConfig
 from klamp.errors import ConfigError
 from klamp.tasks.base import TaskConfig
 from klamp.training.backends import OF_VERL
@@ -47,6 +47,10 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "sampler": ("vllm", {}),
     "sampler_url": ("http://there:8000", {}),
     "lr_scheduler_type": ("linear", {}),
+    "vllm_importance_sampling_mode": ("token_mask", {}),
+    "vllm_importance_sampling_clip_max": (2.0, {"vllm_importance_sampling_mode": "token_mask"}),
+    "vllm_importance_sampling_clip_min": (0.5, {"vllm_importance_sampling_mode": "token_mask"}),
+    "off_policy_mask_threshold": (0.5, {}),
 }
 
 AROUND = (
@@ -72,7 +76,7 @@ def names_of(cls: type) -> set[str]:
 def test_every_field_is_in_one_of_the_lists():
     kl = names_of(KLConfig) - set(NEUTRAL)
     lists = [set(TRANSLATED) | {"exact_kl_completions"}, kl, set(AROUND), names_of(TaskConfig), set(NEUTRAL)]
-    lists.append({"service_timeout", *OF_VERL})
+    lists.append({"service_timeout", *OF_VERL, *names_of(TeacherConfig)})
     every = set(TrainConfig().flat())
     assert every == set().union(*lists)
     assert sum(map(len, lists)) == len(every), "no field is in two of them"

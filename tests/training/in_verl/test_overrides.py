@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 from tests.training.in_trl.test_arguments import SHARED, names_of
 
-from klamp.config import KLConfig
+from klamp.config import KLConfig, TeacherConfig
 from klamp.hosts.verl.fields_in_verl import CONTROLLER_FIELDS, LOSS_FIELDS, overrides
 from klamp.tasks.base import TaskConfig
+from klamp.training.backends import TRUST
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl import overrides as module
 from klamp.training.in_verl.overrides import command, model_path, verl_overrides
@@ -87,7 +88,7 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
 REFUSED = (
     *("kl_normalizer", "kl_early_stop", "reference", "reference_decay", "reference_reset_steps", "reference_url"),
     *("reference_name", "reference_device", "reference_dtype", "reference_share", "ref_model", "sampler_url"),
-    *("mask_truncated_completions", "exact_kl_completions", "cpu"),
+    *("mask_truncated_completions", "exact_kl_completions", "cpu", *TRUST),
 )
 """Fields of which only the default can be honoured: see test_backends.py, and for the KL tests/hosts/verl."""
 AROUND = (
@@ -109,6 +110,7 @@ def values(words: list[str]) -> dict[str, str]:
 def test_every_field_is_in_one_of_the_lists():
     both = {"resume", "log_completions", "log_answers"}  # an argument of verl, and more around it
     lists = [set(TRANSLATED), set(REFUSED), set(AROUND) - both, names_of(TaskConfig), set(WITHOUT_MEANING)]
+    lists.append(names_of(TeacherConfig))
     every = set(TrainConfig().flat())
     assert every == set().union(*lists)
     assert sum(map(len, lists)) == len(every), "no field is in two of them"

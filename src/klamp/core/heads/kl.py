@@ -47,11 +47,13 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
+from klamp.core.arguments import AT_LEAST_0, FLOATS, IDS, check_number, check_tensors
 from klamp.core.estimators import DIRECTIONS
 from klamp.core.gradients import applied, first_only
+from klamp.core.heads.logprobs import Given, Scale, logprobs_of, score
 from klamp.core.heads.tiles import (
     Head,
     Owner,
@@ -69,6 +71,7 @@ from klamp.core.heads.tiles import (
     tiles,
 )
 from klamp.core.masking import upcast
+from klamp.core.topk import Tail, server_head, topk_kl
 from klamp.core.types import Direction
 from klamp.errors import ShapeError, check_name
 
@@ -216,12 +219,19 @@ def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[
 
     walk(Products.form, each_tile)
     total, ref_total = log_z.logsumexp(1)  # log Z, log Y
+    v, lost = len(policy.head.weight), torch.zeros_like(total)  # lost: what the reference gives to tokens from v on
+    if len(ref.head.weight) > v:
+        more = _normaliser(ref.hidden, ref.head, slice(v, None))
+        ref_total = torch.logaddexp(ref_total, more)
+        lost = (more - ref_total).exp()
     mass, ref_mass = log_z[0] - total, log_z[1] - ref_total  # log P_i, log Q_i
     if direction != "js":
         # A tile that a bias forbids as a whole has no mass and an undefined K_i.
         share = (mass if direction == "reverse" else ref_mass).exp()
         value = DIRECTIONS[direction](mass.t(), ref_mass.t()) + torch.where(share > 0, share * within, 0).sum(0)
-        return value, value, total, ref_total
+        if direction == "forward":
+            total = total - torch.log1p(-lost)  # its slope is (1 - lost) p - q
+        return value, value + lost, total, ref_total
     halves = torch.zeros_like(log_z[:, 0])  # KL(p || m), KL(q || m)
 
     def against_the_mean(i: int, rows: slice, z: Tensor, ref_z: Tensor) -> None:
@@ -231,44 +241,89 @@ def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[
         halves[1, rows] += _reverse(log_q, log_m)
 
     walk(Products.recall, against_the_mean)
-    return halves.mean(0), halves[0], total, ref_total
+    return halves.mean(0), halves[0] + lost / 2, total, ref_total
 
 
-def _kl(
-    hidden: Tensor,
-    head: tuple[Tensor, Tensor | None],
-    ref_hidden: Tensor,
-    ref_head: tuple[Tensor, Tensor | None],
-    scale: tuple[float, float | None],
-    direction: Direction,
-) -> Tensor:
-    check_name("KL direction", direction, DIRECTIONS)
+Weights = tuple[Tensor, Tensor | None]
+Options = dict[str, Any]
+
+
+def _check_pair(hidden: Tensor, head: Weights, ref_hidden: Tensor, ref_head: Weights, scale: Scale) -> None:
     check_head("the policy's", hidden, *head)
     check_head("the reference's", ref_hidden, *ref_head)
     check_scale(*scale)
     rows, entries, ref_rows, ref_entries = hidden.shape[0], head[0].shape[0], ref_hidden.shape[0], ref_head[0].shape[0]
-    if rows != ref_rows or entries != ref_entries:
+    if rows != ref_rows or entries > ref_entries:
         raise ShapeError(
             "policy and reference differ in rows or vocabulary",
             got=f"policy {rows} x {entries}, ref {ref_rows} x {ref_entries}",
-            why="the sum runs over one common vocabulary at the same prefixes",
-            fix="score the same tokens; cut a padded head to the common vocabulary",
+            why="they are compared at the same prefixes, and the KL to a reference that lacks a token is infinite",
+            fix="score the same tokens; cut the policy's padded head to the common vocabulary, and sample no more",
         )
+
+
+def _normaliser(hidden: Tensor, head: Head, part: slice) -> Tensor:
+    """log sum exp of the logits of a part of the vocabulary, [N]."""
+    some = head._replace(weight=head.weight[part], bias=None if head.bias is None else head.bias[part])
+    return score(Products(some, hidden, None), hidden.new_empty(len(hidden), 0).long()).normaliser
+
+
+@torch.no_grad()
+def cut_mass(
+    ref_hidden: Float[Tensor, "rows ref_width"],
+    ref_weight: Float[Tensor, "ref_vocab ref_width"],
+    entries: int,
+    *,
+    ref_bias: Float[Tensor, " ref_vocab"] | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+) -> Float[Tensor, " rows"]:
+    """The probability that the reference gives to tokens from `entries` on, which the policy does not have; detached.
+
+    `linear_kl` leaves it out and renormalises nothing. One forward walk; where it is not tiny, ask why.
+    """
+    head = Head(ref_weight, ref_bias, temperature, softcap)
+    shared, more = (_normaliser(ref_hidden, head, part) for part in (slice(entries), slice(entries, None)))
+    return torch.sigmoid(more - shared)
+
+
+def _kl(
+    hidden: Tensor, head: Weights, ref_hidden: Tensor, ref_head: Weights, scale: Scale, direction: Direction
+) -> Tensor:
+    _check_pair(hidden, head, ref_hidden, ref_head, scale)
     given = cast_inputs(hidden, *head, *(None if x is None else x.detach() for x in (ref_hidden, *ref_head)))
     options = (scale, owner_of(head[0]), torch.is_grad_enabled(), direction)
     with torch.autocast(hidden.device.type, enabled=False):
         return applied(LinearKL, *given, *options)
 
 
-def linear_kl(
+def _head_kl(
+    given: Given, scale: Scale, ids: Tensor | None, targets: Tensor, anchor: Any, top_k: int, options: Options
+) -> Tensor:
+    """`topk_kl` of the policy's `top_k` likeliest tokens, or of ids; the targets come last in the anchor's numbers."""
+    scored = targets if ids is None else torch.cat((ids, targets[:, None]), 1)
+    logprobs, _, ids = logprobs_of(given, scale, scored, False, top_k)
+    if not isinstance(anchor, Tensor):
+        with torch.no_grad():
+            anchor, *_ = logprobs_of(anchor, scale, ids)
+    same, kept = ids[:, :-1] == targets[:, None], options.get("kept")
+    outside = ~(same if kept is None else same & kept).any(1)
+    return topk_kl(logprobs[:, :-1], anchor[:, :-1], logprobs[:, -1], anchor[:, -1], outside, **options)
+
+
+def linear_kl(  # noqa: PLR0913  (two models, and what the KL is over)
     policy_hidden: Float[Tensor, "rows width"],
     policy_weight: Float[Tensor, "vocab width"],
     ref_hidden: Float[Tensor, "rows ref_width"],
-    ref_weight: Float[Tensor, "vocab ref_width"],
+    ref_weight: Float[Tensor, "ref_vocab ref_width"],
     *,
     direction: Direction = "reverse",
+    top_k: int | None = None,
+    tail: Tail = "sampled",
+    targets: Int[Tensor, " rows"] | None = None,
+    log_weight: Float[Tensor, " rows"] | None = None,
     policy_bias: Float[Tensor, " vocab"] | None = None,
-    ref_bias: Float[Tensor, " vocab"] | None = None,
+    ref_bias: Float[Tensor, " ref_vocab"] | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
 ) -> Float[Tensor, " rows"]:
@@ -280,13 +335,17 @@ def linear_kl(
 
         KL(p || q) = KL(P || Q) + sum_i P_i KL(p given i || q given i)
 
-    Sampler: none needed for the prefix itself (see `exact_kl`).
+    With `top_k`: `topk_kl` of the policy's k likeliest tokens, found in the walk that scores the targets.
+
+    Sampler: none needed for the prefix itself (see `exact_kl`); with `top_k` that of the targets, see `log_weight`.
     Value: exact up to rounding and >= 0: every term is, so that a small KL does not drown in float32. bfloat16 and
     float16 as in `linear_logprobs`.
     Gradient: exact for the prefix, in the policy's hidden states, weight and bias only; rows without incoming gradient
     are left out. Four to six matrix products in all, for the products of H / 2 rows find room (see the module); `js`,
-    which has no chain rule and walks twice, takes up to eight.
-    Shapes: [N, H], [V, H], [N, H'], [V, H'], biases [V] -> [N].
+    which has no chain rule and walks twice, takes up to eight. With `top_k` four in every direction, three where the
+    head is frozen; unbiased for every k, and exactly 0 where policy and reference agree.
+    Shapes: [N, H], [V, H], [N, H'], [V', H'], biases [V] and [V'], targets [N] -> [N]. V' may exceed V (a
+    padded vocabulary): the shared tokens' terms count (see `topk_kl`), nothing is renormalised; see `cut_mass`.
 
     Args:
         policy_hidden: last hidden states of the policy.
@@ -294,6 +353,10 @@ def linear_kl(
         ref_hidden: last hidden states of the reference at the same tokens.
         ref_weight: of its output head; may be the same tensor as the policy's.
         direction: `reverse` = KL(policy || ref), `forward` = KL(ref || policy), or `js`.
+        top_k: tokens in the head, the policy's likeliest; None: the whole vocabulary, and no sample.
+        tail: what stands for the other tokens, see `topk_kl`.
+        targets: the sampled tokens; `top_k` needs them.
+        log_weight: log(policy / sampler) of the targets; None: 0, on-policy.
         policy_bias: of the policy's output head. An entry that it sets to -inf has probability 0.
         ref_bias: of the reference's output head.
         temperature: both models' logits are divided by it.
@@ -302,9 +365,71 @@ def linear_kl(
     Raises:
         ShapeError: shapes that do not fit.
         UnknownNameError: an unknown direction.
-        ConfigError: temperature or softcap <= 0, or hidden states and weight of two types without autocast.
+        TensorError: `top_k` without targets.
+        ConfigError: temperature or softcap <= 0, hidden states and weight of two types without autocast, or a `top_k`
+            that is no whole number >= 0.
 
     Source: arXiv:2504.10637 (the estimate), arXiv:2411.09009 (tiles)
     """
-    policy_head, ref_head = (policy_weight, policy_bias), (ref_weight, ref_bias)
-    return opaque(_kl, policy_hidden, policy_head, ref_hidden, ref_head, (temperature, softcap), direction)
+    check_name("KL direction", direction, DIRECTIONS)
+    policy, ref, scale = (policy_weight, policy_bias), (ref_weight, ref_bias), (temperature, softcap)
+    if top_k is None:
+        return opaque(_kl, policy_hidden, policy, ref_hidden, ref, scale, direction)
+    check_number("top_k", top_k, AT_LEAST_0, whole=True)
+    _check_pair(policy_hidden, policy, ref_hidden, ref, scale)
+    check_tensors(IDS, like=policy_hidden, targets=targets)
+    options = {"direction": direction, "tail": tail, "log_weight": log_weight}
+    return opaque(_head_kl, (policy_hidden, *policy), scale, None, targets, (ref_hidden, *ref), top_k, options)
+
+
+def linear_head_kl(  # noqa: PLR0913  (a model, a server's answer, and what the KL is over)
+    policy_hidden: Float[Tensor, "rows width"],
+    policy_weight: Float[Tensor, "vocab width"],
+    head_ids: Int[Tensor, "rows entries"],
+    head_logprobs: Float[Tensor, "rows entries"],
+    *,
+    top_k: int,
+    targets: Int[Tensor, " rows"],
+    target_logprobs: Float[Tensor, " rows"],
+    kept: Bool[Tensor, "rows entries"] | None = None,
+    direction: Direction = "reverse",
+    tail: Tail = "sampled",
+    log_weight: Float[Tensor, " rows"] | None = None,
+    policy_bias: Float[Tensor, " vocab"] | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+) -> Float[Tensor, " rows"]:
+    """`topk_kl` over the head of an anchor that a server scored, in nats, the policy scored from hidden states.
+
+    Of the entries (`head_ids`, `head_logprobs`, `kept`) those count that `server_head` takes: of k + 1 the sampled
+    token is the one too many, and the tail's sample. `target_logprobs` are the anchor's, too; all of them over its
+    whole vocabulary, and at the policy's temperature. Where `kept` is False anything may stand.
+
+    Sampler, Value, Gradient: as in `topk_kl`. Three matrix products, two where the head is frozen.
+    Shapes: [N, H], [V, H], [N, K], [N, K], targets and their log-probabilities [N], bias [V] -> [N].
+
+    Raises:
+        ShapeError, UnknownNameError, ConfigError: as `linear_logprobs` and `topk_kl`.
+    """
+    check_tensors(IDS, head_ids=head_ids, targets=targets)
+    check_tensors(FLOATS, head_logprobs=head_logprobs, target_logprobs=target_logprobs)
+    check_number("top_k", top_k, AT_LEAST_0, whole=True)
+    if not head_ids.shape == head_logprobs.shape == (len(policy_hidden), *head_ids.shape[1:]) or head_ids.ndim != 2:
+        raise ShapeError(
+            "the head does not fit the hidden states",
+            got=f"head_ids {tuple(head_ids.shape)}, head_logprobs {tuple(head_logprobs.shape)}",
+            why="each row of hidden has its entries: an id and a log-probability each",
+            fix=f"pass both as [{len(policy_hidden)}, K], with kept=False where there is none",
+        )
+    if not targets.shape == target_logprobs.shape == head_ids.shape[:1]:
+        raise ShapeError(
+            "the targets do not fit the head",
+            got=f"targets {tuple(targets.shape)}, target_logprobs {tuple(target_logprobs.shape)}",
+            why="each row has one sampled token",
+            fix=f"pass both as [{len(policy_hidden)}]",
+        )
+    kept = server_head(head_ids, targets, top_k, torch.ones_like(head_ids, dtype=torch.bool) if kept is None else kept)
+    ids, anchor = torch.where(kept, head_ids, targets[:, None]), torch.cat((head_logprobs, target_logprobs[:, None]), 1)
+    options = {"direction": direction, "tail": tail, "log_weight": log_weight, "kept": kept}
+    given = policy_hidden, policy_weight, policy_bias
+    return opaque(_head_kl, given, (temperature, softcap), ids, targets, anchor, 0, options)

@@ -30,6 +30,12 @@ before the last tile, so the sum is kept as sum exp(z_v - peak) s_v w_v, `peak` 
 tile raises the peak, the sum so far is multiplied by exp(old peak - new peak); after the last tile all of it is
 multiplied by exp(peak - log Z). The target's own term stays apart, in the backward pass too, as
 1 - p_t = -expm1(log p_t), exact where p_t is nearly 1.
+
+Of several tokens per row, t_1 ... t_K with incoming gradients g_k and g their sum, all is found in the same walk; also
+the k likeliest, which are targets that the walk itself finds (`picks`)::
+
+    d loss / d z_v = (sum over k with t_k = v of g_k) - g p_v
+    d loss / d h = sum_k g_k s_k w_k - g sum_v p_v s_v w_v           the last sum is kept where only h learns
 """
 
 from __future__ import annotations
@@ -41,9 +47,11 @@ from typing import Any, Literal, NamedTuple, cast, overload
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
-from klamp.core.arguments import IDS, check_flag, check_tensors
+from klamp.core.arguments import AT_LEAST_0, IDS, check_flag, check_number, check_tensors
 from klamp.core.gradients import applied, first_only
+from klamp.core.heads.picks import Leaders, Picks
 from klamp.core.heads.tiles import (
     Head,
     Owner,
@@ -53,7 +61,6 @@ from klamp.core.heads.tiles import (
     check_head,
     check_scale,
     exp_,
-    find_columns,
     head_gradients,
     keep,
     opaque,
@@ -64,11 +71,22 @@ from klamp.core.masking import upcast
 from klamp.errors import ConfigError, ShapeError
 
 
-class _Scores(NamedTuple):
-    logprobs: Tensor
+class Scores(NamedTuple):
+    """What one walk over the vocabulary finds in N rows."""
+
+    logprobs: Tensor  # [N, K]
     normaliser: Tensor  # log sum exp of the logits
     entropy: Tensor | None
-    pull: Tensor | None  # d logprob / d hidden
+    ids: Tensor  # [N, K]
+    pull: Tensor | None = None  # of one target d logprob / d hidden [N, H], of several sum_v p_v s_v w_v
+
+
+class TopTokens(NamedTuple):
+    """The k likeliest tokens of each row, the likeliest first: ids and log-probabilities, and those of the targets."""
+
+    ids: Int[Tensor, "rows k"]
+    logprobs: Float[Tensor, "rows k"]
+    target_logprobs: Float[Tensor, " rows"] | None
 
 
 def _kernels(hidden: Tensor, weight: Tensor) -> ModuleType | None:
@@ -85,78 +103,93 @@ def _kernels(hidden: Tensor, weight: Tensor) -> ModuleType | None:
     return _triton
 
 
-def _together(normalisers: Tensor, entropies: Tensor | None, picked: Tensor) -> _Scores:
-    """Normaliser, entropy and log-probability of the whole vocabulary from those of its parts, [parts, N] each."""
+def _together(normalisers: Tensor, entropies: Tensor | None, picked: Tensor, ids: Tensor) -> Scores:
+    """Normaliser, entropy and log-probabilities of the whole vocabulary from those of its parts, [parts, N] each."""
     normaliser = normalisers.logsumexp(0)
     if entropies is not None:
         share = (normalisers - normaliser).exp()
         entropies = (torch.where(share > 0, share * entropies, 0) - torch.xlogy(share, share)).sum(0)
-    return _Scores((picked - normaliser).clamp_(max=0), normaliser, entropies, None)
+    return Scores((picked - normaliser[:, None]).clamp_(max=0), normaliser, entropies, ids)
 
 
-def _rest(found: _Scores) -> Tensor:
+def _rest(logprobs: Tensor) -> Tensor:
     """1 - p of each target: exact where p is nearly 1, and 0 in a vocabulary of one entry, however large its logit."""
-    return -torch.expm1(found.logprobs)
+    return -torch.expm1(logprobs)
 
 
-def _score(products: Products, targets: Tensor, *, entropy: bool, pull: bool) -> _Scores:
-    """One walk over the vocabulary: the log-probabilities, and on request the entropy and the gradient of hidden."""
+def score(products: Products, ids: Tensor, *, entropy: bool = False, pull: bool = False, top_k: int = 0) -> Scores:
+    """One walk over the vocabulary: log-probabilities of the `top_k` likeliest and of the ids, entropy, pull."""
     hidden, head = products.hidden, products.head
     columns, chunks = tiles(hidden, head.weight)
     n, low = hidden.shape[0], torch.finfo(upcast(hidden[:0]).dtype).min
     normalisers = hidden.new_empty(len(columns), n, dtype=upcast(hidden[:0]).dtype)
     entropies = torch.zeros_like(normalisers) if entropy else None
-    picked, steep = torch.zeros_like(normalisers[0]), torch.ones_like(normalisers[0])
-    others = torch.zeros_like(hidden, dtype=picked.dtype) if pull else None
-    peak = torch.full_like(picked, low)
+    picks, leaders = Picks(ids), [Leaders(top_k) for _ in chunks] if top_k else []
+    alone = ids.shape[1] == 1 and not leaders
+    picked = torch.zeros_like(picks.ids, dtype=normalisers.dtype)
+    steep = torch.ones_like(picked)
+    mean = torch.zeros_like(hidden, dtype=picked.dtype) if pull else None
+    peak = torch.full_like(normalisers[0], low)
     for i, entries in enumerate(columns):
-        for rows in chunks:
+        for c, rows in enumerate(chunks):
             z, slope = head.logits(products.form(rows, entries))
-            column, inside = find_columns(targets[rows], entries)
-            picked[rows] += torch.where(inside, z.gather(1, column), 0)[:, 0]
+            found, row, column = picks.within(rows, entries)
+            picked[found] = z[row, column]
+            if leaders:
+                leaders[c].see(z, entries.start)
             top = z.amax(1, keepdim=True).clamp(min=low)
             p = exp_(z.sub_(top).clone() if entropy else z.sub_(top))
             total = p.sum(1)
             normalisers[i, rows] = total.log() + top[:, 0]
             if entropies is not None:  # both terms are >= 0; past -800 nothing is left of the exponential
                 entropies[i, rows] = total.log() - (p * z.clamp_(min=-800)).sum(1) / total
-            if others is not None:
-                # Without the target itself, whose own part is 1 - p: no cancellation where it is nearly certain.
-                p.scatter_add_(1, column, torch.where(inside, -p.gather(1, column), 0))
+            if mean is not None:
+                if alone:  # without the target itself, whose own part is 1 - p: no cancellation where it is certain
+                    p[row, column] = 0
                 if slope is not None:
                     p *= slope
-                    own = slope.expand_as(p).gather(1, column)
-                    steep[rows] = torch.where(inside, own, steep[rows][:, None])[:, 0]
+                    steep[found] = slope.expand_as(p)[row, column]
                 new = torch.maximum(peak[rows], top[:, 0])
                 product = p.to(hidden.dtype) @ head.weight[entries]  # sum exp(z_v - top) s_v w_v of this tile
-                others[rows] *= (peak[rows] - new).exp()[:, None]
-                others[rows] += product * (top[:, 0] - new).exp()[:, None]
+                mean[rows] *= (peak[rows] - new).exp()[:, None]
+                mean[rows] += product * (top[:, 0] - new).exp()[:, None]
                 peak[rows] = new
-    found = _together(normalisers, entropies, picked)
-    if others is None:
-        return found
-    own = (_rest(found) * steep)[:, None] * head.weight[targets]
-    return found._replace(pull=own - others * (peak - found.normaliser).exp()[:, None])
+    logits = normalisers.new_empty(ids.numel()).scatter_(0, picks.order, picked[picks.group]).view(ids.shape)
+    if leaders:
+        best, order = (torch.cat(x) for x in zip(*(each.ranked() for each in leaders), strict=True))
+        logits, ids = torch.cat((best, logits), 1), torch.cat((order, ids), 1)
+    made = _together(normalisers, entropies, logits, ids)
+    if mean is None:
+        return made
+    mean *= (peak - made.normaliser).exp()[:, None]
+    if not alone:
+        return made._replace(pull=mean)
+    own = _rest(made.logprobs) * normalisers.new_empty(n).scatter_(0, picks.order, steep)[:, None]
+    return made._replace(pull=own * head.weight[ids[:, 0]] - mean)
 
 
-def _tile_gradient(products: Products, targets: Tensor, grad: Tensor, normaliser: Tensor, rest: Tensor) -> TileGradient:
-    """d loss / d product, tile by tile: grad (1 at the target - p), times the slope of cap and temperature."""
+def _tile_gradient(products: Products, ids: Tensor, grad: Tensor, normaliser: Tensor, logprobs: Tensor) -> TileGradient:
+    """d loss / d product, tile by tile: each token's gradient less the row's times p, times the slope of the logits."""
+    picks, total = Picks(ids), grad.sum(1, keepdim=True)
+    own = grad.new_zeros(len(picks.ids)).index_add_(0, picks.group, grad.flatten()[picks.order])
+    log_p = own.new_empty(own.shape).index_copy_(0, picks.group, logprobs.flatten()[picks.order])
+    own = own * _rest(log_p) - (total[picks.rows, 0] - own) * log_p.exp()
 
     def of_tile(rows: slice, entries: slice) -> Tensor:
         z, slope = products.head.logits(products.recall(rows, entries))
-        column, inside = find_columns(targets[rows], entries)
-        d = exp_(z.sub_(normaliser[rows])).mul_(-grad[rows])
-        d = d.scatter_(1, column, torch.where(inside, grad[rows] * rest[rows], d.gather(1, column)))
+        d = exp_(z.sub_(normaliser[rows])).mul_(-total[rows])
+        found, row, column = picks.within(rows, entries)
+        d[row, column] = own[found]
         return d if slope is None else d.mul_(slope)
 
     return of_tile
 
 
 class LinearLogprobs(torch.autograd.Function):
-    """The log-probability of each row's target, and on request the row's entropy (without gradient); both in nats.
+    """The log-probability of each row's tokens, and on request the row's entropy (without gradient); both in nats.
 
-    Takes hidden, weight, bias (or None), targets, (temperature, softcap), the owner of the weight (see `tiles`),
-    whether anything learns, and whether the entropy is wanted.
+    Takes hidden, weight, bias (or None), ids [N, K], (temperature, softcap), the owner of the weight (see `tiles`),
+    whether anything learns, whether the entropy is wanted, and how many of the likeliest tokens come before the ids.
     """
 
     @staticmethod
@@ -165,63 +198,76 @@ class LinearLogprobs(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        targets: Tensor,
+        ids: Tensor,
         scale: tuple[float, float | None],
         owner: Owner,
         learns: bool,
         entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """The log-probabilities and entropies, [N]; keeps what the gradient needs and no matrix of logits."""
-        ctx.scale, ctx.hidden_dtype = scale, hidden.dtype
-        head, ctx.kernels, ctx.kept = Head(weight, bias, *scale), _kernels(hidden, weight), None
+        top_k: int,
+    ) -> tuple[Tensor, Tensor | None, Tensor]:
+        """Log-probabilities [N, K], entropies [N], ids [N, K]; keeps what the gradient needs, no matrix of logits."""
+        ctx.scale, ctx.hidden_dtype, alone = scale, hidden.dtype, ids.shape[1] == 1 and top_k == 0
+        head, ctx.kept = Head(weight, bias, *scale), None
+        ctx.kernels = _kernels(hidden, weight) if alone else None
         if ctx.kernels is not None:
-            found = _together(*ctx.kernels.score(hidden, head, targets, entropy=entropy))
+            normalisers, entropies, picked = ctx.kernels.score(hidden, head, ids[:, 0], entropy=entropy)
+            found = _together(normalisers, entropies, picked[:, None], ids)
         else:
             # Only hidden learns: its gradient is linear in the incoming one, so it is formed here and never again.
             pull = learns and ctx.needs_input_grad[:3] == (True, False, False)
             ctx.kept = keep(owner, hidden, weight) if learns and ctx.needs_input_grad[1] else None
-            found = _score(Products(head, hidden, ctx.kept), targets, entropy=entropy, pull=pull)
-        if found.pull is not None:
+            found = score(Products(head, hidden, ctx.kept), ids, entropy=entropy, pull=pull, top_k=top_k)
+        ids, logprobs = found.ids, found.logprobs
+        if found.pull is None:
+            ctx.save_for_backward(hidden, weight, bias, ids, found.normaliser, logprobs.clone())
+        elif alone:
             ctx.save_for_backward(found.pull)
         else:
-            ctx.save_for_backward(hidden, weight, bias, targets, found.normaliser, _rest(found))
-        if found.entropy is not None:
-            ctx.mark_non_differentiable(found.entropy)
-        return found.logprobs, found.entropy
+            ctx.save_for_backward(found.pull, weight, ids, head.slope(logprobs + found.normaliser[:, None]))
+        ctx.mark_non_differentiable(*(x for x in (found.entropy, ids) if x is not None))
+        return logprobs, found.entropy, ids
 
     @staticmethod
     @first_only
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The gradients of hidden states and head, in one more walk over the vocabulary."""
         grad, saved = grads[0], ctx.saved_tensors  # asked for once: checkpointing of activations allows no more
-        if len(saved) == 1:
-            pulled = torch.where(grad[:, None] == 0, 0, grad[:, None] * saved[0])
-            return (pulled.to(ctx.hidden_dtype), *[None] * 7)
-        hidden, weight, bias, targets, normaliser, rest = saved
+        live = (grad != 0).any(1)
+        if len(saved) != 6:
+            pulled = grad * saved[0] if len(saved) == 1 else _pulled(grad, *saved)
+            return (torch.where(live[:, None], pulled, 0).to(ctx.hidden_dtype), *[None] * 8)
+        hidden, weight, bias, ids, normaliser, logprobs = saved
         kept, ctx.kept = ctx.kept, None  # written over here: a second walk computes the products again
         head = Head(weight, bias, *ctx.scale)
         products = Products(head, hidden, kept)
 
         def make(index: Tensor | slice, some: Tensor) -> TileGradient:
-            g, t, norm, left = grad[index], targets[index], normaliser[index], rest[index]
+            g, t, norm, log_p = grad[index], ids[index], normaliser[index], logprobs[index]
             if ctx.kernels is not None:
-                return ctx.kernels.tile_gradient(some, head, t, g, norm, left)
-            return _tile_gradient(products.of(index, some), t, g[:, None], norm[:, None], left[:, None])
+                return ctx.kernels.tile_gradient(some, head, t[:, 0], g[:, 0], norm, _rest(log_p)[:, 0])
+            return _tile_gradient(products.of(index, some), t, g, norm[:, None], log_p)
 
         with torch.autocast(hidden.device.type, enabled=False):
             place = None if kept is None else kept.place
-            found = head_gradients(grad, hidden, head, ctx.needs_input_grad, make, place)
-        return (*found, *[None] * 5)
+            found = head_gradients(live, hidden, head, ctx.needs_input_grad, make, place)
+        return (*found, *[None] * 6)
+
+
+def _pulled(grad: Tensor, mean: Tensor, weight: Tensor, ids: Tensor, slope: Tensor | None) -> Tensor:
+    """The gradient of the hidden states for K tokens of each row, without a matrix [N, K, H]."""
+    factor = (grad if slope is None else grad * slope).to(weight.dtype)
+    own = embedding_bag(ids, weight, per_sample_weights=factor, mode="sum") if ids.numel() else 0
+    return own - grad.sum(1, keepdim=True) * mean
 
 
 def _check_targets(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
     check_tensors(IDS, like=hidden, targets=targets)
-    if targets.shape != hidden.shape[:1]:
+    if targets.ndim not in (1, 2) or targets.shape[:1] != hidden.shape[:1]:
         raise ShapeError(
             "the targets do not fit the hidden states",
             got=f"targets {tuple(targets.shape)} of {targets.dtype}, hidden {tuple(hidden.shape)}",
-            why="each row of hidden scores one token id",
-            fix="pass one integer id per row",
+            why="each row of hidden scores one token id, or K of them",
+            fix="pass one integer id per row, or [N, K]",
         )
     wrong = (targets < 0) | (targets >= weight.shape[0])
     if bool(wrong.any()):
@@ -233,57 +279,60 @@ def _check_targets(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
         )
 
 
-def _logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    temperature: float,
-    softcap: float | None,
-    entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    check_head("the", hidden, weight, bias)
-    _check_targets(hidden, weight, targets)
-    check_scale(temperature, softcap)
-    options = ((temperature, softcap), owner_of(weight), torch.is_grad_enabled(), entropy)
-    given = cast_inputs(hidden, weight, bias)
+Given = tuple[Tensor, Tensor, Tensor | None]
+Scale = tuple[float, float | None]
+
+
+def logprobs_of(
+    given: Given, scale: Scale, targets: Tensor | None, entropy: bool = False, top_k: int = 0
+) -> tuple[Tensor, Tensor | None, Tensor]:
+    """Log-probabilities [N, K], entropies and ids [N, K], of hidden states, weight and bias: `top_k`, then targets."""
+    check_head("the", *given)
+    hidden, weight, _ = given
+    if targets is not None:
+        _check_targets(hidden, weight, targets)
+    check_scale(*scale)
+    ids = hidden.new_empty(len(hidden), 0, dtype=torch.long) if targets is None else targets.long()
+    ids = ids[:, None] if ids.ndim == 1 else ids
+    options = (scale, owner_of(weight), torch.is_grad_enabled(), entropy, min(top_k, len(weight)))
+    inputs = cast_inputs(*given)
     with torch.autocast(hidden.device.type, enabled=False):
-        return applied(LinearLogprobs, *given, targets.long(), *options)
+        return applied(LinearLogprobs, *inputs, ids, *options)
 
 
 @overload
 def linear_logprobs(
     hidden: Float[Tensor, "rows width"],
     weight: Float[Tensor, "vocab width"],
-    targets: Int[Tensor, " rows"],
+    targets: Int[Tensor, " rows *k"],
     *,
     bias: Float[Tensor, " vocab"] | None = ...,
     temperature: float = ...,
     softcap: float | None = ...,
     return_entropy: Literal[False] = ...,
-) -> Float[Tensor, " rows"]: ...
+) -> Float[Tensor, " rows *k"]: ...
 @overload
 def linear_logprobs(
     hidden: Float[Tensor, "rows width"],
     weight: Float[Tensor, "vocab width"],
-    targets: Int[Tensor, " rows"],
+    targets: Int[Tensor, " rows *k"],
     *,
     bias: Float[Tensor, " vocab"] | None = ...,
     temperature: float = ...,
     softcap: float | None = ...,
     return_entropy: Literal[True],
-) -> tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]: ...
+) -> tuple[Float[Tensor, " rows *k"], Float[Tensor, " rows"]]: ...
 def linear_logprobs(
     hidden: Float[Tensor, "rows width"],
     weight: Float[Tensor, "vocab width"],
-    targets: Int[Tensor, " rows"],
+    targets: Int[Tensor, " rows *k"],
     *,
     bias: Float[Tensor, " vocab"] | None = None,
     temperature: float = 1.0,
     softcap: float | None = None,
     return_entropy: bool = False,
-) -> Float[Tensor, " rows"] | tuple[Float[Tensor, " rows"], Float[Tensor, " rows"]]:
-    """The log-probability of one token per row, in nats, from hidden states, without the logits in memory.
+) -> Float[Tensor, " rows *k"] | tuple[Float[Tensor, " rows *k"], Float[Tensor, " rows"]]:
+    """The log-probability of one token per row, or of K, in nats, from hidden states, without the logits in memory.
 
     Equation (in this order: head, soft cap c, temperature)::
 
@@ -296,7 +345,8 @@ def linear_logprobs(
     Gradient: that of the equation in hidden, weight and bias, each computed only if it requires one; once
     differentiable. A row whose incoming gradient is exactly 0 is left out: it costs no product, its gradient is 0, and
     NaN in it reaches nothing. The entropy is detached.
-    Shapes: [N, H], [V, H], [N], bias [V] -> [N], with `return_entropy` ([N], [N]). N may be 0.
+    Shapes: [N, H], [V, H], [N] or [N, K], bias [V] -> that of the targets, with `return_entropy` and [N]. N and K may
+    be 0, and a row may name a token twice. All K take one walk over the vocabulary, and no memory of [N, K, H].
     Under torch.compile the call is a graph break (not for fullgraph=True); under autocast the inputs are cast as those
     of a linear layer.
 
@@ -317,5 +367,35 @@ def linear_logprobs(
     Source: Cut Your Losses in Large-Vocabulary Language Models, arXiv:2411.09009 (tiles, without its gradient filter)
     """
     check_flag("return_entropy", return_entropy)
-    found = opaque(_logprobs, hidden, weight, bias, targets, temperature, softcap, return_entropy)
-    return cast(tuple[Tensor, Tensor], found) if return_entropy else found[0]
+    check_tensors(IDS, targets=targets)
+    given, scale = (hidden, weight, bias), (temperature, softcap)
+    logprobs, entropy, _ = opaque(logprobs_of, given, scale, targets, return_entropy)
+    logprobs = logprobs.view(targets.shape)
+    return (logprobs, cast(Tensor, entropy)) if return_entropy else logprobs
+
+
+def linear_topk(
+    hidden: Float[Tensor, "rows width"],
+    weight: Float[Tensor, "vocab width"],
+    k: int,
+    *,
+    targets: Int[Tensor, " rows"] | None = None,
+    bias: Float[Tensor, " vocab"] | None = None,
+    temperature: float = 1.0,
+    softcap: float | None = None,
+) -> TopTokens:
+    """The k likeliest tokens of each row and their log-probabilities, in the walk that scores the targets.
+
+    Equation, Value, Gradient: those of `linear_logprobs`, which ids these are held fixed; of equally likely tokens any
+    may be left out. They are found tile by tile: one walk over the vocabulary serves policy loss and head.
+    Shapes: [N, H], [V, H], targets [N], bias [V] -> ids [N, k], log-probabilities [N, k] and [N]; k is V at most.
+
+    Raises:
+        ShapeError, ConfigError: as `linear_logprobs`, and where k is no whole number >= 0.
+    """
+    check_number("k", k, AT_LEAST_0, whole=True)
+    given, scale = (hidden, weight, bias), (temperature, softcap)
+    logprobs, _, ids = opaque(logprobs_of, given, scale, targets, False, k)
+    if targets is None:
+        return TopTokens(ids, logprobs, None)
+    return TopTokens(ids[:, :-1], logprobs[:, :-1], logprobs[:, -1])

@@ -82,6 +82,12 @@ class Head(NamedTuple):
             return z, None
         return z.div_(self.temperature), torch.full_like(z[:, :1], 1 / self.temperature)
 
+    def slope(self, logits: Tensor) -> Tensor | None:
+        """The same d logits / d product from the logits, where no products are at hand any more."""
+        if self.softcap is None:
+            return None if self.temperature == 1.0 else torch.full_like(logits, 1 / self.temperature)
+        return (1 - (logits * (self.temperature / self.softcap)).square()).div_(self.temperature)
+
 
 class Tile:
     """One piece of memory for all tiles in turn; asking the system anew for each would cost time."""
@@ -108,13 +114,6 @@ def tiles(hidden: Tensor, weight: Tensor) -> tuple[Tiles, Tiles]:
     rows = max(1, min(TILE_ROWS, hidden.shape[0]))
     size = TILE_BYTES if hidden.device.type == "cpu" else 64 * TILE_BYTES
     return _split(weight.shape[0], max(1, size // (4 * rows))), _split(hidden.shape[0], rows)
-
-
-def find_columns(targets: Tensor, entries: slice) -> tuple[Tensor, Tensor]:
-    """The column of each target within a tile, and whether the target lies in the tile; [N, 1] each."""
-    column = (targets - entries.start)[:, None]
-    width = entries.stop - entries.start
-    return column.clamp(0, width - 1), (column >= 0) & (column < width)
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -164,7 +163,7 @@ def head_gradients(
     """Gradients of hidden, weight and bias, computed only for the rows whose incoming gradient is not 0.
 
     Args:
-        grad: d loss / d output of each row.
+        grad: d loss / d output of each row, or whether there is one.
         hidden: hidden states of all rows.
         head: weight and bias.
         needs: which of the three gradients are wanted.

@@ -94,10 +94,20 @@ def _rollout(rollout: RolloutConfig) -> dict[str, Any]:
 
 
 def _loss(loss: LossConfig) -> dict[str, Any]:
-    scale = {"scale_rewards": "group" if loss.scale == "std" else "none"}
+    scale = {"scale_rewards": "group" if loss.scale == "std" else "none"} | _trust(loss)
     if loss.surrogate == "cispo":
         return {"loss_type": "cispo", "epsilon_high": 1 + loss.clip_high} | scale  # TRL's is the bound itself
     return {"loss_type": LOSS_TYPES[loss.loss_type], "epsilon": loss.epsilon, "epsilon_high": loss.clip_high} | scale
+
+
+def _trust(loss: LossConfig) -> dict[str, Any]:
+    """The trust region to the sampler, whose fields have TRL's names; without a mode TRL's default stays."""
+    given: dict[str, Any] = {"off_policy_mask_threshold": loss.off_policy_mask_threshold}
+    if loss.vllm_importance_sampling_mode is None:
+        return given
+    names = ("mode", "clip_max", "clip_min")
+    own = {f"vllm_importance_sampling_{name}": getattr(loss, f"vllm_importance_sampling_{name}") for name in names}
+    return given | own | {"vllm_importance_sampling_correction": True}
 
 
 def _kl(kl: KLConfig) -> dict[str, Any]:

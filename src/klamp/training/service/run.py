@@ -19,7 +19,7 @@ from accelerate import Accelerator
 from torch import Tensor, cat, nn, zeros
 from transformers import PreTrainedTokenizerBase
 
-from klamp.core.objective import Objective
+from klamp.core.objective import Objective, Weighted
 from klamp.errors import KlampError, ModelError
 from klamp.scoring.completions import Completions
 from klamp.tasks.base import Example
@@ -101,13 +101,15 @@ class TinkerTrainer(Trainer):
             self._snapshot = TinkerReference(self.connection, client, "the policy")
         return self._snapshot
 
-    def collect(self, beta: float) -> Rollout:
+    def collect(self, beta: float, others: Sequence[Weighted]) -> Rollout:
         """Sample and rate the completions of this step; the sampler is the old policy of the ratios."""
         examples = self.prompts(self.step)
         completions = calls.collect(self.context, self.sampler(), examples, self.step)
         size = self.context.config.rollout.num_generations
         chosen = [example for example in examples for _ in range(size)]
-        return rate(self.context, chosen, completions, beta=beta, old_logprobs=completions.sampler_logprobs)
+        return rate(
+            self.context, chosen, completions, beta=beta, others=others, old_logprobs=completions.sampler_logprobs
+        )
 
     def update(self, rollout: Rollout, objective: Objective) -> UpdateOutput:
         """Do one optimizer step with a rollout, in `gradient_accumulation_steps` calls whose gradients add up.

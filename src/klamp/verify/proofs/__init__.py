@@ -1,4 +1,4 @@
-"""The claims of klamp as checks that run anywhere: values, gradients, placement, clips, controllers, number types.
+"""The claims of klamp as checks that run anywhere: values, gradients, placement, clips, anchors, controllers, types.
 
 >>> all(check.passed for check in verify_estimators())
 True
@@ -6,6 +6,7 @@ True
 
 from collections.abc import Mapping
 
+from klamp.verify.proofs.anchors import prove_noise, prove_teacher, prove_wrong_forms
 from klamp.verify.proofs.check import Check, Proof, run_section
 from klamp.verify.proofs.gradients import prove_formulas, prove_gradients, prove_sequence_formulas, prove_sequences
 from klamp.verify.proofs.steps import prove_clipping, prove_controllers, prove_placement
@@ -25,6 +26,9 @@ PROOFS: Mapping[str, Proof] = {
     **ESTIMATOR_PROOFS,
     "placement: reward and advantage": prove_placement,
     "clips and budgets": prove_clipping,
+    "a teacher, and the sampler": prove_teacher,
+    "a head of k tokens: noise": prove_noise,
+    "a teacher: forms that claim the same": prove_wrong_forms,
     "controllers": prove_controllers,
     "thirty nats": prove_numerics,
 }

@@ -93,13 +93,19 @@ def is_true(claim: str, condition: bool | Tensor, measured: str, *, expected: st
 
 
 def follows(
-    claim: str, gradients: Sequence[Tensor], known: Sequence[Truths], name: str, *, factor: float = 1.0
+    claim: str,
+    gradients: Sequence[Tensor],
+    known: Sequence[Truths],
+    name: str,
+    *,
+    factor: float = 1.0,
+    anchor: str = "ref",
 ) -> Check:
-    """A check that gradients are those of the named divergence, times a factor, in every world."""
+    """A check that gradients are those of the named divergence, times a factor, in every world; `anchor`: to whom."""
     found = name_gradient(gradients, known)
-    words = IN_WORDS.get(name, name)
+    texts = IN_WORDS.get(name, name), found.in_words
+    words, measured = (x.replace("||ref", f"||{anchor}").replace("(ref|", f"({anchor}|") for x in texts)
     passed = found.is_exactly(name, factor=factor, tolerance=EXACT)
-    measured = found.in_words
     if passed and name != NOTHING_KNOWN:
         measured += f" (error {_distance(gradients, known, name, factor):.0e})"
     return Check(

@@ -1,0 +1,324 @@
+"""`TeacherConfig`, the second anchor: whom the policy is to become like, how the KL to it is measured, where it enters.
+
+A policy that a teacher scores is held to it by the same terms that hold one to its reference; what differs is what a
+teacher is for: it may stand in the place of a reward, and it may see another prompt than the policy.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
+from klamp.config.kl import accepts_aliases
+from klamp.config.rules import check_server
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, INSIDE_0_1, check_fields
+from klamp.core.controllers import Schedule, kl_schedule_factor
+from klamp.core.gradients import BOUND
+from klamp.core.term import KLTerm, OffPolicy, Placement
+from klamp.core.types import Direction, Horizon
+from klamp.errors import KLWarning, Refusal, refuse
+
+TeacherKind: TypeAlias = Literal["auto", "frozen", "adapter_off", "ema", "periodic", "live", "remote"]
+TeacherEstimator: TypeAlias = Literal["k1", "k3", "exact", "topk"]
+TeacherHead: TypeAlias = Literal["student", "teacher", "union"]
+Tail: TypeAlias = Literal["sampled", "bucket", "generalised", "none"]
+
+TEACHER_ALIASES: Mapping[str, str] = {
+    "teacher_kl_coef": "teacher_coef",
+    "distillation_coef": "teacher_coef",
+    "distillation_loss_coef": "teacher_coef",
+    "teacher_model_name_or_path": "teacher_model",
+    "teacher_model_server_url": "teacher_url",
+    "teacher_model_server": "teacher_url",
+    "loss_top_k": "teacher_top_k",
+    "topk_logits_k": "teacher_top_k",
+}
+"""Other names of a field, as TRL, verl, ms-swift and NeMo-RL have them."""
+
+NUMBERS = {
+    "teacher_coef": AT_LEAST_0.but("a negative coefficient drives the policy from its teacher", "use 0 for no teacher"),
+    "teacher_top_k": AT_LEAST_0,
+    "teacher_max_log_ratio": BOUND,
+    "teacher_warmup_steps": AT_LEAST_0,
+    "teacher_schedule_end": FROM_0_TO_1,
+    "teacher_decay": INSIDE_0_1,
+    "teacher_reset_steps": AT_LEAST_1,
+}
+OF_THE_POLICY = ("adapter_off", "ema", "periodic", "live")
+"""Kinds of teachers that are made of the policy, and need no model of their own."""
+
+FOLLOWED: Mapping[Tail, str] = {
+    "bucket": "counts all words outside of the head as one: a lower bound, right only where the two models' ratio is "
+    "the same in all of them (30 to 63 % off in random pairs)",
+    "generalised": "follows the generalised KL over the head alone: 0 at the teacher, else 40 to 101 % off in random "
+    "pairs",
+    "none": "drops the words outside of the head: its gradient is not 0 at the teacher, and training leaves it "
+    "(117 to 617 % off in random pairs)",
+}
+"""What a tail other than the sampled one does."""
+
+
+@accepts_aliases(TEACHER_ALIASES)
+@dataclass(frozen=True, kw_only=True)
+class TeacherConfig:
+    """The KL to a teacher, in nats: who it is, what is measured, what its gradient does, and where it enters.
+
+    Equation: the loss gains teacher_coef times the KL of `teacher_direction`, as `KLTerm` and `topk_kl` have it. With a
+    reference as well, and horizon `sequence`, the run ends at log p = (r + beta log ref + coef log teacher) / (beta +
+    coef) + const.
+
+    Raises:
+        UnknownNameError: an unknown field or choice; names the nearest.
+        ConfigError: a combination that cannot work or would not do what its name says.
+
+    Source: GKD arXiv:2306.13649, MiniLLM arXiv:2306.08543
+    """
+
+    teacher_model: str | None = None
+    """The teacher, named like the model; None: no teacher, or one that teacher_kind makes of the policy."""
+    teacher_url: str | None = None
+    """Address of a vLLM server that scores as the teacher."""
+    teacher_name: str | None = None
+    """The model's name at that server; None: the only one that it serves."""
+    teacher_models: tuple[str, ...] = ()
+    """Several teachers, each KEY=MODEL; teacher_key says which of them a prompt has."""
+    teacher_key: str = ""
+    """Column of the data that holds the KEY of each prompt's teacher."""
+    teacher_kind: TeacherKind = "auto"
+    """frozen (a model), remote (a server), or made of the policy: adapter_off, ema, periodic, live (as it is now)."""
+    teacher_coef: float = 1.0
+    """Coefficient of the KL to the teacher, in reward (or loss) per nat; 0: no teacher."""
+    teacher_direction: Direction = "reverse"
+    """reverse KL(policy||teacher), forward KL(teacher||policy), or js (half of each to their mean)."""
+    teacher_estimator: TeacherEstimator = "k1"
+    """k1 or k3 of the sampled token, exact (over the vocabulary), or topk (a head of teacher_top_k and a tail)."""
+    teacher_top_k: int = 64
+    """topk: tokens of the head; 0: the tail alone, which estimates any direction from the sampled token."""
+    teacher_head: TeacherHead = "student"
+    """topk: whose likeliest tokens are the head; reverse is least noisy with the student's, forward the teacher's."""
+    teacher_tail: Tail = "sampled"
+    """topk: the words outside of the head: sampled (unbiased), or with a bias bucket, generalised, none."""
+    teacher_horizon: Horizon = "token"
+    """token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."""
+    teacher_placement: Placement = "loss"
+    """In the loss, in the reward (before advantages are formed), or as a shift of the advantage (after)."""
+    teacher_off_policy: OffPolicy = "none"
+    """Weigh the KL by policy/sampler: not at all, per token, or by the whole prefix."""
+    teacher_max_log_ratio: float | None = None
+    """Straight-through bound of the log-ratio to the teacher in nats; how often it binds is logged."""
+    teacher_prompt: str = ""
+    """Column of the data with the prompt that the teacher sees in the place of the policy's; the answer is the same."""
+    teacher_schedule: Schedule = "constant"
+    """Factor on teacher_coef over the run: constant, linear or cosine."""
+    teacher_warmup_steps: int = 0
+    """Steps over which that factor grows from 0."""
+    teacher_schedule_end: float = 0.0
+    """The factor at the end of a linear or cosine schedule."""
+    teacher_decay: float = 0.99
+    """ema: share of the old teacher's weights that every step keeps, in (0, 1)."""
+    teacher_reset_steps: int = 100
+    """periodic: steps after which the teacher becomes the policy."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, NUMBERS)
+        check_server(self.teacher_url, "teacher_url", key="the environment variable KLAMP_REFERENCE_KEY")
+        refuse(refusals(self))
+        for text in self.cautions():
+            warnings.warn(text, KLWarning, stacklevel=4)
+
+    @property
+    def named(self) -> bool:
+        """Whether a teacher is named, be it at coefficient 0."""
+        given = self.teacher_model, self.teacher_url, *self.teacher_models
+        return any(given) or self.teacher_kind in OF_THE_POLICY
+
+    @property
+    def there(self) -> bool:
+        """Whether a KL to a teacher is asked for; without it none is loaded and none is scored."""
+        return self.teacher_coef > 0 and self.named
+
+    @property
+    def kind(self) -> str:
+        """Who the teacher is: as named, else remote with an address, else frozen; none."""
+        if not self.there:
+            return "none"
+        return "remote" if self.teacher_url else "frozen" if self.teacher_kind == "auto" else self.teacher_kind
+
+    def cautions(self) -> list[str]:
+        """What this configuration may not do although its name suggests it; each with the way out."""
+        return cautions(self)
+
+    def coefficient(self, step: int, steps: int) -> float:
+        """The coefficient in force at a step (from 0) of so many."""
+        factor = kl_schedule_factor(
+            step,
+            steps,
+            schedule=self.teacher_schedule,
+            warmup_steps=self.teacher_warmup_steps,
+            end=self.teacher_schedule_end,
+        )
+        return self.teacher_coef * factor if self.there else 0.0
+
+    def build_term(self) -> KLTerm:
+        """The KL term for `grpo_loss`."""
+        return KLTerm(
+            anchor="teacher",
+            value=self.teacher_estimator,
+            gradient="own"
+            if self.teacher_estimator in ("exact", "topk") and self.teacher_horizon == "token"
+            else "reverse",
+            horizon=self.teacher_horizon,
+            placement=self.teacher_placement,
+            off_policy=self.teacher_off_policy,
+            max_log_ratio=self.teacher_max_log_ratio,
+        )
+
+
+def refusals(c: TeacherConfig) -> list[Refusal]:
+    """Every combination that cannot work or would not do what its name says."""
+    return [*_who(c), *_what(c), *_where(c)]
+
+
+def _who(c: TeacherConfig) -> list[Refusal]:
+    named = [name for name in ("teacher_model", "teacher_url", "teacher_models") if getattr(c, name)]
+    keys = [each.partition("=")[0] for each in c.teacher_models]
+    made = c.teacher_kind in OF_THE_POLICY
+    return [
+        Refusal(
+            len(named) > 1 or (made and bool(named)),
+            "the teacher is named twice",
+            got=", ".join(named + [f"teacher_kind={c.teacher_kind!r}"] * made),
+            why="a completion has one teacher",
+            fix="keep one of them; several teachers are teacher_models KEY=MODEL with teacher_key",
+        ),
+        Refusal(
+            c.teacher_kind == "frozen" and not (c.teacher_model or c.teacher_models),
+            "teacher_kind='frozen' needs teacher_model",
+            why="a copy of the policy as it starts would be a reference, which beta is for",
+            fix="set teacher_model to a folder or a hub id; for the start of the run use beta",
+        ),
+        Refusal(
+            (c.teacher_kind == "remote") != bool(c.teacher_url) and c.teacher_kind != "auto",
+            "teacher_kind='remote' and teacher_url belong together",
+            got=f"teacher_kind={c.teacher_kind!r}, teacher_url={c.teacher_url!r}",
+            why="a remote teacher is asked over HTTP",
+            fix="set teacher_url to where a vLLM server listens, and leave teacher_kind out",
+        ),
+        Refusal(
+            bool(c.teacher_models) != bool(c.teacher_key),
+            "teacher_models and teacher_key belong together",
+            got=f"teacher_models={c.teacher_models}, teacher_key={c.teacher_key!r}",
+            why="the column says which of the teachers scores a prompt's completions",
+            fix="set both, or teacher_model for one teacher",
+        ),
+        Refusal(
+            any("=" not in each or not all(each.split("=", 1)) for each in c.teacher_models)
+            or len({*keys}) < len(keys),
+            "teacher_models takes KEY=MODEL, each key once",
+            got=", ".join(c.teacher_models),
+            why="the key is what the data's column holds",
+            fix="for instance math=DIR code=DIR",
+        ),
+    ]
+
+
+def _what(c: TeacherConfig) -> list[Refusal]:
+    sampled, spread = c.teacher_estimator in ("k1", "k3"), c.teacher_direction != "reverse"
+    topk = c.teacher_estimator == "topk"
+    return [
+        Refusal(
+            spread and sampled,
+            f"teacher_direction={c.teacher_direction!r} is not what {c.teacher_estimator} of a token estimates",
+            why="k1 and k3 of the policy's own tokens estimate KL(policy||teacher)",
+            fix="use teacher_estimator='exact', or 'topk' (with teacher_top_k=0 from the sampled token alone)",
+        ),
+        Refusal(
+            spread and c.teacher_horizon == "sequence",
+            f"teacher_direction={c.teacher_direction!r} has no sequence horizon",
+            why="summed over the prefixes of the policy it is no divergence of sequences",
+            fix="use teacher_horizon='token', or teacher_direction='reverse'",
+        ),
+        Refusal(
+            bool(c.teacher_url) and c.teacher_estimator == "exact",
+            "teacher_estimator='exact' cannot use a server",
+            why="a server returns log-probabilities of the likeliest tokens, not whole rows",
+            fix="use teacher_estimator='topk' with teacher_head='teacher', or k1",
+        ),
+        Refusal(
+            bool(c.teacher_url) and topk and c.teacher_head != "teacher",
+            f"teacher_head={c.teacher_head!r} cannot use a server that names its own likeliest tokens",
+            why="it returns the teacher's top k and the sampled token, and scores no ids that it is given",
+            fix="set teacher_head='teacher', or teacher_estimator='k1'",
+        ),
+        Refusal(
+            topk and c.teacher_tail == "none" and c.teacher_top_k == 0,
+            "a head of no tokens without a tail is no KL",
+            got="teacher_top_k=0, teacher_tail='none'",
+            why="nothing is left of the sum",
+            fix="leave teacher_tail='sampled'",
+        ),
+    ]
+
+
+def _where(c: TeacherConfig) -> list[Refusal]:
+    in_loss, of_prefixes = c.teacher_placement == "loss", c.teacher_estimator in ("exact", "topk")
+    return [
+        Refusal(
+            not in_loss and c.teacher_estimator != "k1",
+            f"teacher_placement={c.teacher_placement!r} takes teacher_estimator='k1' only",
+            got=f"teacher_estimator={c.teacher_estimator!r}",
+            why="through the score function k1 gives the gradient of KL(policy||teacher); a KL over a head or the "
+            "vocabulary does not depend on the sampled token, so that as an advantage its expected gradient is 0",
+            fix="set teacher_placement='loss', or teacher_estimator='k1'",
+        ),
+        Refusal(
+            c.teacher_placement == "reward" and c.teacher_horizon == "token",
+            "teacher_placement='reward' has teacher_horizon='sequence'",
+            why="a reward belongs to the whole completion, so its KL is the sum over the sequence",
+            fix="set teacher_horizon='sequence', or teacher_placement='advantage' for the per-token shift",
+        ),
+        Refusal(
+            not in_loss and c.teacher_off_policy != "none",
+            f"teacher_off_policy has no meaning with teacher_placement={c.teacher_placement!r}",
+            why="the surrogate's own importance ratio already weighs what is in the advantage",
+            fix="set teacher_off_policy='none'",
+        ),
+        Refusal(
+            c.teacher_horizon == "sequence" and c.teacher_off_policy == "token",
+            "teacher_horizon='sequence' needs teacher_off_policy='sequence' (or 'none')",
+            why="the token ratio does not correct the prefix that a later token was sampled from",
+            fix="set teacher_off_policy='sequence'",
+        ),
+        Refusal(
+            of_prefixes and c.teacher_max_log_ratio is not None,
+            "teacher_max_log_ratio bounds the log-ratio of the sampled token",
+            got=f"teacher_estimator={c.teacher_estimator!r}",
+            why="a KL over the vocabulary or a head is summed within the model's head",
+            fix="leave it out, or use teacher_estimator='k1' or 'k3'",
+        ),
+    ]
+
+
+def cautions(c: TeacherConfig) -> list[str]:
+    """Cautions: a tail that follows something else, and fields that nothing reads."""
+    found: list[str] = []
+    topk = c.teacher_estimator == "topk"
+    if topk and c.teacher_tail in FOLLOWED and c.there:
+        found.append(f"teacher_tail={c.teacher_tail!r} {FOLLOWED[c.teacher_tail]}. Use teacher_tail='sampled'.")
+    a_teacher = "a teacher (teacher_model, teacher_url or teacher_kind) and a teacher_coef above 0"
+    needs = {
+        **dict.fromkeys(("teacher_top_k", "teacher_head", "teacher_tail"), (not topk, "teacher_estimator='topk'")),
+        "teacher_schedule_end": (c.teacher_schedule == "constant", "teacher_schedule='linear' or 'cosine'"),
+        "teacher_decay": (c.teacher_kind != "ema", "teacher_kind='ema'"),
+        "teacher_reset_steps": (c.teacher_kind != "periodic", "teacher_kind='periodic'"),
+        "teacher_name": (not c.teacher_url, "teacher_url"),
+    }
+    for name, each in type(c).__dataclass_fields__.items():
+        off, needed = needs.get(name, (False, ""))
+        if not c.named and name not in ("teacher_model", "teacher_url", "teacher_models", "teacher_kind"):
+            off, needed = True, a_teacher
+        if off and getattr(c, name) != each.default:
+            found.append(f"{name}={getattr(c, name)!r} has no effect: it needs {needed}.")
+    return found

@@ -1,0 +1,176 @@
+"""The rules about a teacher: whether it scores, whether the KL to it pulls and gets anywhere, and whether it should be
+followed. With several teachers those about the KL look at each. What each finding means: `alarms`.
+"""
+
+from __future__ import annotations
+
+import math
+from statistics import fmean
+
+from klamp.diagnostics.alarm import Evidence, Limit, Rule, is_apart, number
+from klamp.diagnostics.alarms_kl import DOMINATES_STEPS, INERT, INERT_KL, INERT_STEPS, STEP_ZERO, outweighs
+from klamp.diagnostics.causes import spread_within_groups
+from klamp.diagnostics.history import History
+
+KL = "teacher/kl"
+SETTLED = 5
+UNSCORED = Limit(
+    value=0.1, unit=f"of the trained tokens, mean of {SETTLED} steps", source="klamp's choice: gaps are seldom"
+)
+REACH_STEPS, REACH_FLOOR = 50, 0.05
+REACHED = Limit(
+    value=0.9,
+    unit=f"of the KL of the first 10 steps is still there in the last 10, after {REACH_STEPS} steps without a reward, "
+    f"and above {REACH_FLOOR} nats per token",
+    source="klamp's choice: digits fall to an eighth in 30 steps",
+)
+INSIDE = Limit(value=0.5, unit=f"of the teacher's mass, mean of {SETTLED} steps", source="klamp's choice")
+OVERLAP = Limit(
+    value=0.05,
+    unit="below the share of the 10 steps before, mean of 10, by 3 standard errors",
+    source="klamp's choice: on the way to a teacher it rises",
+)
+SAME = Limit(
+    value=STEP_ZERO.value,
+    unit=f"nats per token, in the first {SETTLED} steps and the last",
+    source="the size of the step-zero limit",
+)
+NO_PART = 10
+WRONG = Limit(
+    value=-0.3,
+    unit="correlation with the reward, mean of 10 steps",
+    source="klamp's choice; it is 0 where the teacher knows nothing of the task",
+)
+CONSTANT = Limit(
+    value=1e-4,
+    unit="nats between the largest and the smallest of a step, 20 tokens or more; the policy's differ by 0.1",
+    source="the size of the step-zero limit",
+)
+CONSTANT_TOKENS, CONSTANT_POLICY = 20, 0.1
+ENDS = Limit(
+    value=0.05,
+    unit=f"mean of {SETTLED} steps",
+    source="klamp's choice: seen at .99 where both end alike; another end token has about 0",
+)
+
+
+def _mean(name: str, limit: Limit, text: str, *, steps: int = SETTLED, above: bool = False) -> Rule:
+    """The rule that a metric's mean over some steps lies past its limit; the text has a place for it."""
+
+    def rule(history: History) -> Evidence | None:
+        values = history.last(name, steps)
+        past = len(values) == steps and (fmean(values) > limit.value if above else fmean(values) < limit.value)
+        return Evidence(text.format(fmean(values))) if past else None
+
+    return rule
+
+
+_gaps = _mean("teacher/unscored", UNSCORED, "{:.0%} of the trained tokens have no number of the teacher's", above=True)
+_outside = _mean("teacher/teacher_mass", INSIDE, "the head holds {:.0%} of the teacher's mass")
+ends_elsewhere = _mean("teacher/end", ENDS, "the teacher gives the policy's ends a probability of {:.3g}")
+prefers_wrong = _mean(
+    "teacher/reward_correlation",
+    WRONG,
+    "within groups the reward and what the teacher finds likelier than the policy correlate by {:.2f}",
+    steps=10,
+)
+
+
+def silent(history: History) -> Evidence | None:
+    """Finds a teacher that gives many tokens no number, or the same to all."""
+    return _gaps(history) or _constant(history)
+
+
+def not_reached(history: History) -> Evidence | None:
+    """Finds a KL to a teacher that does not fall although nothing else is trained on."""
+    coefficients = history.last("teacher/coef", 10)
+    alone = "reward_std" not in history.latest and history.latest.get("beta", 0.0) <= 0
+    if len(history.rows) < REACH_STEPS or not alone or min(coefficients, default=0.0) <= 0:
+        return None
+    for name in _each(history):
+        first, last = history.first(name, 10), history.last(name, 10)
+        if len(first) >= SETTLED and fmean(last) > max(REACH_FLOOR, REACHED.value * fmean(first)):
+            return Evidence(f"{name} was {number(fmean(first))} nats per token at first and is {number(fmean(last))}")
+    return None
+
+
+def head_misses(history: History) -> Evidence | None:
+    """Finds a head that holds little of what the teacher would say, or shares less and less with the teacher's."""
+    return _outside(history) or _overlap_falls(history)
+
+
+def _overlap_falls(history: History) -> Evidence | None:
+    values = history.last("teacher/overlap_ratio", 20)
+    before, now = values[:10], values[10:]
+    if len(values) < 20 or fmean(now) >= fmean(before) - OVERLAP.value or not is_apart(before, now, errors=3):
+        return None
+    return Evidence(f"in 10 steps teacher/overlap_ratio went from {number(fmean(before))} to {number(fmean(now))}")
+
+
+def inert(history: History) -> Evidence | None:
+    """Finds a teacher that changes nothing: it is the policy, it is not in the loss, or the reward outweighs it."""
+    return _same(history) or _not_in_loss(history) or _outweighed(history)
+
+
+def _same(history: History) -> Evidence | None:
+    for name in _each(history):
+        seen = [*history.first(name, SETTLED), *history.last(name, SETTLED)]
+        if len(seen) == 2 * SETTLED and max(map(abs, seen)) < SAME.value:
+            return Evidence(
+                f"{name} is {number(seen[-1])} nats per token, as it was at first: the teacher is the policy"
+            )
+    return None
+
+
+def _not_in_loss(history: History) -> Evidence | None:
+    parts, coefficients = (history.last(name, NO_PART) for name in ("train/teacher_penalty", "teacher/coef"))
+    if len(parts) < NO_PART or any(parts) or min(coefficients, default=0.0) <= 0:
+        return None
+    kl = history.last(KL, NO_PART)
+    if not kl or fmean(kl) <= SAME.value:
+        return None
+    return Evidence(f"train/teacher_penalty is 0 in {NO_PART} steps, and {KL} {number(fmean(kl))} nats per token")
+
+
+def _outweighed(history: History, steps: int = INERT_STEPS) -> Evidence | None:
+    kl, length, prices = history.last(KL, steps), history.last("length/mean", steps), _prices(history, steps)
+    spread = spread_within_groups(history, steps)
+    if min(map(len, (kl, length, prices))) < steps or spread is None or min(prices) <= 0:
+        return None
+    whole = fmean(kl) * fmean(length)
+    pull = fmean(prices) * (2 * max(whole, 0.0)) ** 0.5 / spread
+    if whole < INERT_KL or pull >= INERT.value:
+        return None
+    return Evidence(f"the teacher pulls with {100 * pull:.2g} % of the reward's strength, over {steps} steps")
+
+
+def drowns_reward(history: History) -> Evidence | None:
+    """Finds a coefficient at which even the optimum stays at the teacher."""
+    return outweighs(history, _prices(history, DOMINATES_STEPS), "teacher")
+
+
+def _prices(history: History, steps: int) -> list[float]:
+    """Reward per nat of a completion; see `klamp.config.loss.price_of`, whose factor of the baseline is left out."""
+    spread = spread_within_groups(history, steps) if history.settings.scale_rewards == "std" else None
+    return [coefficient * (spread or 1.0) for coefficient in history.last("teacher/coef", steps)]
+
+
+def _constant(history: History) -> Evidence | None:
+    written = history.completions.get(history.step, ())
+    pairs = [
+        (policy, teacher)
+        for each in written
+        for policy, teacher, on in zip(each.policy, each.teacher or (), each.is_trained, strict=bool(each.teacher))
+        if on and math.isfinite(policy) and math.isfinite(teacher)
+    ]
+    if len(pairs) < CONSTANT_TOKENS:
+        return None
+    policy, teacher = (max(values) - min(values) for values in zip(*pairs, strict=True))
+    if teacher > CONSTANT.value or policy < CONSTANT_POLICY:
+        return None
+    return Evidence(f"all {len(pairs)} tokens have the log-probability {number(pairs[0][1])} under the teacher")
+
+
+def _each(history: History) -> list[str]:
+    """The KL to the teacher, and that to each of several, as the latest step has them."""
+    return [name for name in history.latest if name.split(".", 1)[0] == KL]

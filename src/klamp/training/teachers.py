@@ -1,0 +1,352 @@
+"""The teachers of a run: who scores its completions as the second anchor, after which prompt, with which KL.
+
+A teacher is one of the references of `klamp.training.references`, told other prompts where the data has some. It sees
+the completion's own token ids behind its prompt, in one row, so that the two models speak of the same tokens.
+"""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
+
+from klamp.config.teacher import TeacherConfig
+from klamp.diagnostics.statistics import pad_tokens
+from klamp.errors import ConfigError, DataError, KLWarning, ModelError
+from klamp.scoring.completions import Completions, select
+from klamp.scoring.model_parts import Predictions, check_same_vocabulary
+from klamp.scoring.scorer import PrefixKL, Scorer, TeacherKL
+from klamp.tasks.base import Example, Task
+from klamp.tasks.prompts import prompt_text
+from klamp.training.config import TrainConfig
+from klamp.training.models import load_model, load_tokenizer
+from klamp.training.references import (
+    AdapterOffReference,
+    FrozenReference,
+    LocalReference,
+    MovingReference,
+    Reference,
+)
+from klamp.training.sampling import encode_prompts
+from klamp.training.vllm_reference import connect
+
+PROBES, PROBE_TOKENS = 4, 8
+"""Prompts whose first tokens a teacher's fingerprint is made of, and how many."""
+SAME = 0.05
+"""Nats by which the log-probabilities of two fingerprints of one teacher may differ: other kernels, other batches."""
+
+
+class LiveTeacher(LocalReference):
+    """The policy as it is now, without gradient; it teaches what it knows behind another prompt."""
+
+    def __init__(self, scorer: Scorer) -> None:
+        self.scorer = scorer
+
+    score = FrozenReference.score
+
+    @property
+    def model(self) -> nn.Module:
+        """The policy."""
+        return self.scorer.model
+
+    @contextmanager
+    def sampling_model(self) -> Iterator[nn.Module]:
+        """A context with the policy."""
+        yield self.model
+
+    def describe(self) -> str:
+        """Where the teacher comes from, in words."""
+        return "the policy itself"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Taught:
+    """What the teachers of a rollout said of its B completions of T tokens."""
+
+    logprobs: Tensor
+    """[B, T] log-probabilities of the tokens, each under its own teacher."""
+    scored: Tensor | None = None
+    """[B, T] bool: tokens that got a number; None: all that are trained on."""
+    parts: tuple[tuple[Tensor, Predictions], ...] = ()
+    """Of each teacher, [B] bool the rows that it scored, and [R, T, ...] its predictions for them."""
+
+    def mask(self, trained: Tensor) -> Tensor:
+        """Which of the tokens that are trained on the teacher scored. [B, T]"""
+        return trained if self.scored is None else trained & self.scored
+
+    def asked(self, part: slice, how: PrefixKL, sampler: Tensor | None) -> tuple[TeacherKL, ...]:
+        """What a scorer needs to measure the KL at each prefix of a part of the rollout.
+
+        Args:
+            part: which completions.
+            how: which KL.
+            sampler: [B, T] log-probabilities under who sampled, for the weight of the tail; None: the policy did.
+        """
+        found: list[TeacherKL] = []
+        for rows, predictions in self.parts:
+            first, count = int(rows[: part.start].sum()), int(rows[part].sum())
+            if count:
+                values = predictions.values[first : first + count]
+                weighed = None if sampler is None else sampler[part]
+                anchor = replace(predictions, values=values)
+                found.append(TeacherKL(rows=rows[part], anchor=anchor, how=how, sampler=weighed))
+        return tuple(found)
+
+
+class Teachers:
+    """All teachers of a run: one, or one for each value of the data's column.
+
+    Args:
+        config: says which KL, and where prompts and keys stand.
+        models: key -> who scores; "" where there is one.
+        prompts: a training prompt -> the text that the teacher sees in its place; empty: the same.
+        tokenizer: of the policy, which is the teachers' too.
+    """
+
+    def __init__(
+        self,
+        config: TeacherConfig,
+        models: Mapping[str, Reference],
+        *,
+        tokenizer: PreTrainedTokenizerBase,
+        prompts: Mapping[str, str],
+    ) -> None:
+        self.config, self.models, self.tokenizer, self.prompts = config, models, tokenizer, prompts
+        self.how = prefix_kl(config)
+
+    def key(self, example: Example) -> str:
+        """Which of the teachers a prompt has."""
+        return str(example.fields[self.config.teacher_key]) if self.config.teacher_key else ""
+
+    def completions(self, examples: Sequence[Example], given: Completions) -> Completions:
+        """The same completions behind the prompts that the teacher sees."""
+        if not self.prompts:
+            return given
+        ids, mask = encode_prompts([self.prompts[e.prompt] for e in examples], self.tokenizer, given.ids.device)
+        return replace(given, prompt_ids=ids, prompt_mask=mask)
+
+    def score(
+        self, examples: Sequence[Example], given: Completions, *, temperature: float, parts: Sequence[slice]
+    ) -> Taught:
+        """Score a rollout: every row by its own teacher, whose numbers return to that row.
+
+        Args:
+            examples: the prompt of each completion.
+            given: the completions.
+            temperature: that of the sampler, for policy and teacher alike.
+            parts: the micro-batches of the step.
+        """
+        logprobs, kept = torch.zeros(given.ids.shape, device=given.ids.device), list[tuple[Tensor, Predictions]]()
+        keys, seen = [self.key(e) for e in examples], self.completions(examples, given)
+        for key, model in self.models.items():
+            rows = torch.tensor([each == key for each in keys], device=given.ids.device)
+            found: list[Predictions] = []
+            for part in parts:
+                chosen = part.start + rows[part].nonzero()[:, 0]
+                if not len(chosen):
+                    continue
+                options: dict[str, Any] = {}
+                if self.how is not None and isinstance(model, LocalReference):
+                    options["keep"] = torch.ones_like(chosen, dtype=torch.bool)
+                scores = model.score(select(seen, chosen), temperature=temperature, **options)
+                logprobs[chosen] = pad_tokens(scores.logprobs, given.ids.shape[1]).to(logprobs.dtype)
+                if scores.predictions is not None:
+                    found.append(scores.predictions.padded(given.ids.shape[1]))
+            if found:
+                kept.append((rows, replace(found[-1], values=torch.cat([each.values for each in found]))))
+        return Taught(logprobs=logprobs, parts=tuple(kept))
+
+    def after_step(self, policy: nn.Module, step: int) -> None:
+        """Called after every step, with the number of steps done; a moving teacher moves."""
+        for model in self.models.values():
+            model.after_step(policy, step)
+
+    def weights(self) -> nn.Module | None:
+        """The weights of a teacher that moves, which a checkpoint must hold."""
+        return next((w for model in self.models.values() if (w := model.weights()) is not None), None)
+
+    def fingerprint(
+        self, examples: Sequence[Example], device: torch.device, *, temperature: float
+    ) -> dict[str, list[float]]:
+        """The log-probabilities of a few fixed tokens under each teacher that never moves, by its key."""
+        if self.config.kind not in ("frozen", "remote", "adapter_off"):
+            return {}
+        texts = [each.prompt for each in examples[:PROBES]]
+        prompt_ids, prompt_mask = encode_prompts(texts, self.tokenizer, device)
+        rows: list[list[int]] = [
+            self.tokenizer(text, add_special_tokens=False)["input_ids"][:PROBE_TOKENS] for text in texts
+        ]  # pyright: ignore
+        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row, device=device) for row in rows], batch_first=True)
+        mask = torch.arange(ids.shape[1], device=device) < torch.tensor([[len(row)] for row in rows], device=device)
+        given = Completions(
+            prompt_ids=prompt_ids,
+            prompt_mask=prompt_mask,
+            ids=ids,
+            mask=mask,
+            sampler_logprobs=torch.zeros(ids.shape, device=device),
+            ended=torch.ones(len(ids), dtype=torch.bool, device=device),
+        )
+        found = {key: each.score(given, temperature=temperature).logprobs[mask] for key, each in self.models.items()}
+        return {key: [round(x, 4) for x in each.tolist()] for key, each in found.items()}
+
+    def describe(self) -> str:
+        """Where the teachers come from, in words."""
+        return ", ".join(f"{key}: {each.describe()}" if key else each.describe() for key, each in self.models.items())
+
+
+def prefix_kl(config: TeacherConfig) -> PrefixKL | None:
+    """The KL that is summed at each prefix; None where the sampled token's log-ratio is all that it needs."""
+    if config.teacher_estimator not in ("exact", "topk"):
+        return None
+    return PrefixKL(
+        direction=config.teacher_direction,
+        top_k=config.teacher_top_k if config.teacher_estimator == "topk" else None,
+        head=config.teacher_head,
+        tail=config.teacher_tail,
+    )
+
+
+def load_teachers(
+    config: TrainConfig, scorer: Scorer, task: Task, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
+) -> Teachers | None:
+    """The teachers of a run, ready to score; None where it has none.
+
+    Raises:
+        ModelError: a teacher that cannot be loaded, or with other tokens than the policy.
+        DataError: a prompt without its teacher's prompt or key.
+    """
+    kl = config.teacher
+    if not kl.there:
+        return None
+    prompts = teacher_prompts(config, task, tokenizer)
+    models = dict(each.split("=", 1) for each in kl.teacher_models) or {"": kl.teacher_model or ""}
+    check_keys(config, task, models)
+    if kl.kind == "remote":
+        seen = [replace(e, prompt=prompts.get(e.prompt, e.prompt)) for e in task.train]
+        server = connect(config, replace(task, train=seen), tokenizer, who="teacher")
+        return Teachers(kl, {"": server}, tokenizer=tokenizer, prompts=prompts)
+    made = {key: _made(config, name, scorer, tokenizer, accelerator) for key, name in models.items()}
+    return Teachers(kl, made, tokenizer=tokenizer, prompts=prompts)
+
+
+def _made(
+    config: TrainConfig, name: str, scorer: Scorer, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
+) -> Reference:
+    kl, policy = config.teacher, scorer.model
+    if kl.kind == "live":
+        return LiveTeacher(scorer)
+    if kl.kind == "adapter_off":
+        return AdapterOffReference(policy, traits=scorer.traits)
+    if kl.kind in ("ema", "periodic"):
+        decay, every = (kl.teacher_decay, None) if kl.kind == "ema" else (None, kl.teacher_reset_steps)
+        return MovingReference(copy.deepcopy(policy), decay=decay, reset_steps=every, traits=scorer.traits)
+    model = load_model(name, config.model.dtype)
+    check_same_vocabulary(model, policy, who="teacher", larger=True)
+    _check_tokens(name, tokenizer)
+    return FrozenReference(model.to(accelerator.device), name=f"{name}, frozen")  # pyright: ignore[reportArgumentType]
+
+
+def _check_tokens(name: str, ours: PreTrainedTokenizerBase) -> None:
+    """Refuse a teacher whose tokenizer gives other ids to the policy's tokens; warn of another end.
+
+    Raises:
+        ModelError: it does.
+    """
+    try:
+        theirs = load_tokenizer(name)
+    except ModelError:
+        warnings.warn(
+            f"The teacher {name} has no tokenizer beside it: whether its token ids are the policy's is not known.",
+            KLWarning,
+            stacklevel=2,
+        )
+        return
+    own, other = ours.get_vocab(), theirs.get_vocab()
+    if wrong := sorted(token for token, i in own.items() if other.get(token) != i):
+        raise ModelError(
+            "the teacher has another tokenizer than the policy",
+            got=f"{len(wrong)} of {len(own)} tokens have another id at {name}, the first {wrong[0]!r}",
+            why="log-probabilities of the same token ids would speak of different tokens",
+            fix="use a teacher of the same model family; methods that align two tokenizers (GOLD, ULD) are not klamp's",
+        )
+    if ours.eos_token_id != theirs.eos_token_id:
+        warnings.warn(
+            f"The teacher ends an answer with {theirs.eos_token!r} and the policy with {ours.eos_token!r}: the teacher "
+            "pulls the policy's end away, and answers grow until they are cut. Give both the same end token.",
+            KLWarning,
+            stacklevel=2,
+        )
+
+
+def teacher_prompts(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """A training prompt -> the prompt that the teacher sees; empty where it sees the same.
+
+    Raises:
+        DataError: a row without it, or two rows of one prompt with two of them.
+    """
+    column, found = config.teacher.teacher_prompt, dict[str, str]()
+    for row, example in enumerate(task.train if column else (), start=1):
+        if column not in example.fields:
+            raise DataError(
+                f"a prompt has no {column!r} for the teacher",
+                got=f"the columns {', '.join(sorted(example.fields)) or 'none'}",
+                why="teacher_prompt names the column with the prompt that the teacher sees",
+                fix="name a column of the data file, or leave teacher_prompt out",
+            )
+        text = prompt_text(example.fields[column], config.task, tokenizer, where=f"{column} of prompt {row}")
+        if found.setdefault(example.prompt, text) != text:
+            raise DataError(
+                "one prompt has two prompts for the teacher",
+                got=repr(example.prompt[:200]),
+                why="a completion of it could not say which of them the teacher answers",
+                fix="make the prompts differ, or keep one of the rows",
+            )
+    return found
+
+
+def check_keys(config: TrainConfig, task: Task, models: Mapping[str, str]) -> None:
+    """Refuse prompts whose key names no teacher.
+
+    Raises:
+        DataError: names the keys that there are.
+    """
+    column = config.teacher.teacher_key
+    for example in task.train if column else ():
+        key = str(example.fields.get(column))
+        if key not in models:
+            raise DataError(
+                f"a prompt names a teacher that there is none of: {key!r}",
+                got=f"{column}={key!r}, teacher_models={', '.join(models)}",
+                why="its completions would be scored by nobody",
+                fix=f"add {key}=MODEL to teacher_models, or repair the row",
+            )
+
+
+def check_same_teacher(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]]) -> None:
+    """Refuse to go on with a teacher that is not the one a run was started with.
+
+    Args:
+        before: its fingerprint in the checkpoint; empty: there was none.
+        now: that of the teacher that is there.
+
+    Raises:
+        ConfigError: they differ.
+    """
+    for key, numbers in before.items():
+        other = now.get(key, ())
+        far = max((abs(x - y) for x, y in zip(numbers, other, strict=False)), default=0.0)
+        if now and (len(other) != len(numbers) or far > SAME):
+            raise ConfigError(
+                f"the teacher {key or ''} is another model than it was".replace("  ", " "),
+                got=f"log-probabilities of the same tokens differ by up to {far:.3g} nats",
+                why="the run would go on towards another policy, and its curve would not say so",
+                fix="serve the teacher that the run was started with, or start a new run",
+            )

@@ -1,0 +1,126 @@
+"""The configuration of a teacher: every refusal and caution, each with a way out, and the term that it builds."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from typing import Any
+
+import pytest
+
+from klamp.config import KLConfig, LossConfig, TeacherConfig, build_objective
+from klamp.config.teacher import TEACHER_ALIASES, refusals
+from klamp.core.term import KLTerm
+from klamp.errors import ConfigError, KLWarning, UnknownNameError
+
+DIR: dict[str, Any] = {"teacher_model": "DIR"}
+URL: dict[str, Any] = {"teacher_url": "http://host:1"}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    (DIR | URL, "the teacher is named twice"),
+    (DIR | {"teacher_kind": "live"}, "the teacher is named twice"),
+    ({"teacher_kind": "frozen"}, "needs teacher_model"),
+    ({"teacher_kind": "remote"}, "belong together"),
+    (DIR | {"teacher_kind": "remote"}, "belong together"),
+    ({"teacher_models": ("a=DIR",)}, "teacher_models and teacher_key belong together"),
+    ({"teacher_models": ("DIR",), "teacher_key": "t"}, "takes KEY=MODEL"),
+    ({"teacher_models": ("a=X", "a=Y"), "teacher_key": "t"}, "takes KEY=MODEL"),
+    (DIR | {"teacher_direction": "forward"}, "is not what k1 of a token estimates"),
+    (DIR | {"teacher_direction": "js", "teacher_estimator": "k3"}, "is not what k3 of a token estimates"),
+    (
+        DIR | {"teacher_direction": "forward", "teacher_estimator": "topk", "teacher_horizon": "sequence"},
+        "has no sequence horizon",
+    ),
+    (URL | {"teacher_estimator": "exact"}, "cannot use a server"),
+    (URL | {"teacher_estimator": "topk"}, "names its own likeliest tokens"),
+    (DIR | {"teacher_estimator": "topk", "teacher_top_k": 0, "teacher_tail": "none"}, "is no KL"),
+    (DIR | {"teacher_placement": "advantage", "teacher_estimator": "topk"}, "takes teacher_estimator='k1' only"),
+    (DIR | {"teacher_placement": "reward"}, "has teacher_horizon='sequence'"),
+    (DIR | {"teacher_placement": "advantage", "teacher_off_policy": "token"}, "has no meaning"),
+    (DIR | {"teacher_horizon": "sequence", "teacher_off_policy": "token"}, "needs teacher_off_policy='sequence'"),
+    (DIR | {"teacher_estimator": "exact", "teacher_max_log_ratio": 5.0}, "bounds the log-ratio of the sampled token"),
+]
+
+
+@pytest.mark.parametrize(("fields", "text"), REFUSED, ids=[text for _, text in REFUSED])
+def test_what_cannot_work_is_refused_with_the_reason(fields, text):
+    with pytest.raises(ConfigError, match=text) as caught:
+        TeacherConfig(**fields)
+    assert caught.value.why and caught.value.fix
+
+
+def test_every_row_of_the_table_is_among_these():
+    def rows(fields: dict[str, Any]) -> set[int]:
+        given = {each.name: each.default for each in dataclasses.fields(TeacherConfig)} | fields
+        plain = type("Plain", (), given)()
+        return {i for i, row in enumerate(refusals(plain)) if row.applies}  # type: ignore[arg-type]
+
+    reached = set[int]().union(*(rows(fields) for fields, _ in REFUSED))
+    assert reached == set(range(len(refusals(TeacherConfig())))) and not rows({})
+
+
+@pytest.mark.parametrize(("tail", "said"), [("bucket", "30 to 63 %"), ("generalised", "40 to 101"), ("none", "617 %")])
+def test_a_tail_with_a_bias_is_cautioned_with_what_it_follows(tail, said):
+    with pytest.warns(KLWarning, match=said):
+        TeacherConfig(teacher_model="DIR", teacher_estimator="topk", teacher_tail=tail)
+
+
+@pytest.mark.parametrize(
+    ("fields", "needed"),
+    [
+        ({"teacher_coef": 0.5}, "a teacher"),
+        ({"teacher_prompt": "hint"}, "a teacher"),
+        (DIR | {"teacher_top_k": 8}, "topk"),
+        (DIR | {"teacher_head": "union"}, "topk"),
+        (DIR | {"teacher_schedule_end": 0.5}, "teacher_schedule"),
+        (DIR | {"teacher_decay": 0.5}, "ema"),
+        (DIR | {"teacher_reset_steps": 5}, "periodic"),
+        (DIR | {"teacher_name": "x"}, "teacher_url"),
+    ],
+)
+def test_a_field_that_nothing_reads_is_told(fields, needed):
+    with pytest.warns(KLWarning, match=f"has no effect: it needs .*{needed}"):
+        TeacherConfig(**fields)
+
+
+def test_who_the_teacher_is():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert TeacherConfig().kind == "none" and not TeacherConfig().there
+        assert TeacherConfig(**DIR).kind == "frozen" and TeacherConfig(**URL).kind == "remote"
+        assert TeacherConfig(teacher_kind="ema").kind == "ema" and TeacherConfig(teacher_kind="live").there
+        off = TeacherConfig(teacher_model="DIR", teacher_coef=0.0)
+        assert off.named and not off.there and off.kind == "none" and off.coefficient(3, 10) == 0
+
+
+def test_the_names_of_other_trainers():
+    for alias, name in TEACHER_ALIASES.items():
+        kind = type(getattr(TeacherConfig(), name))
+        value: Any = 0.25 if kind is float else 7 if kind is int else "http://h:1" if "url" in name else "DIR"
+        given = {alias: value} if name in ("teacher_model", "teacher_url") else DIR | {alias: value}
+        given |= {"teacher_estimator": "topk"} if name == "teacher_top_k" else {}
+        assert getattr(TeacherConfig(**given), name) == value, alias
+    with pytest.raises(UnknownNameError, match="teacher_model"):
+        TeacherConfig(teacher_modell="DIR")  # pyright: ignore[reportCallIssue]
+
+
+def test_the_coefficient_follows_its_schedule():
+    teacher = TeacherConfig(teacher_model="DIR", teacher_coef=2.0, teacher_schedule="linear", teacher_warmup_steps=2)
+    assert [teacher.coefficient(step, 6) for step in (0, 1, 2, 4)] == pytest.approx([0.0, 1.0, 2.0, 1.0])
+
+
+def test_the_term_and_the_objective():
+    teacher = TeacherConfig(
+        teacher_model="DIR", teacher_coef=0.5, teacher_horizon="sequence", teacher_max_log_ratio=4.0,
+        teacher_off_policy="sequence",
+    )  # fmt: skip
+    term = KLTerm(anchor="teacher", value="k1", horizon="sequence", max_log_ratio=4.0, off_policy="sequence")
+    assert teacher.build_term() == term
+    objective = build_objective(KLConfig(), LossConfig(), max_length=4, teacher=teacher)
+    assert objective.others == ((0.5, term),) and objective.kl == KLConfig().build_term()
+    assert build_objective(KLConfig(), LossConfig(), max_length=4, teacher=TeacherConfig()).others == ()
+    whole = TeacherConfig(teacher_model="DIR", teacher_estimator="exact", teacher_direction="js").build_term()
+    assert (whole.value, whole.gradient, whole.of_prefixes) == ("exact", "own", True)
+    inside = TeacherConfig(teacher_model="DIR", teacher_placement="reward", teacher_horizon="sequence")
+    with pytest.raises(ConfigError, match="divided by the group's std") as caught:
+        build_objective(KLConfig(beta=0.0), LossConfig(scale_rewards="std"), max_length=4, teacher=inside)
+    assert "teacher_placement='reward'" in str(caught.value)

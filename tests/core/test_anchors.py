@@ -1,0 +1,190 @@
+"""Several KL terms in one loss: each says to whom, and reads that anchor's part of the batch."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+
+from klamp.core.advantages import group_advantages
+from klamp.core.gradients import kl_penalty
+from klamp.core.masking import Totals
+from klamp.core.objective import Objective, Weighted, grpo_loss, without_gradient
+from klamp.core.term import KLTerm
+from klamp.core.types import Batch
+from klamp.errors import ConfigError, NonFiniteError
+
+TEACHER = KLTerm(anchor="teacher", value="k1", gradient="reverse", placement="loss")
+SUM = {"surrogate": "score_function", "reduction": "sequence_sum"}
+
+
+def scored(seed: int = 0, **given: torch.Tensor) -> Batch:
+    generator = torch.Generator().manual_seed(seed)
+
+    def logprobs() -> torch.Tensor:
+        return -3 * torch.rand(4, 3, generator=generator, dtype=torch.float64)
+
+    mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]], dtype=torch.bool)
+    found = {"ref_logprobs": logprobs(), "teacher_logprobs": logprobs(), "sampler_logprobs": logprobs()} | given
+    advantages = torch.tensor([1.0, -1.0, 0.0, 0.0])
+    return Batch(policy_logprobs=logprobs().requires_grad_(), mask=mask, advantages=advantages, **found)
+
+
+def slope(loss: torch.Tensor, batch: Batch) -> torch.Tensor:
+    return torch.autograd.grad(loss, batch.policy_logprobs)[0]
+
+
+@pytest.mark.parametrize("anchor", ["reference", "teacher", "sampler"])
+def test_a_term_to_any_anchor_is_the_reference_s_with_other_numbers(anchor):
+    """Value, gradient and metrics of the same term to each anchor, against that anchor as the reference."""
+    batch = scored()
+    as_reference = replace(batch, ref_logprobs=batch.towards(anchor).ref_logprobs)
+    for placement, horizon in itertools.product(("loss", "advantage"), ("token", "sequence")):
+        term = KLTerm(anchor=anchor, value="k1", placement=placement, horizon=horizon)
+        mine = grpo_loss(batch, Objective(**SUM, others=(Weighted(0.3, term),)))
+        plain = grpo_loss(as_reference, Objective(**SUM, beta=0.3, kl=replace(term, anchor="reference")))
+        torch.testing.assert_close(mine.loss, plain.loss, rtol=0, atol=0)
+        torch.testing.assert_close(slope(mine.loss, batch), slope(plain.loss, as_reference), rtol=0, atol=1e-15)
+
+
+def test_two_terms_add_up():
+    batch, kl = scored(), KLTerm(value="k3", horizon="sequence")
+    both = Objective(**SUM, beta=0.2, kl=kl, others=(Weighted(0.7, TEACHER),))
+    parts = [Objective(**SUM), Objective(**SUM, beta=0.2, kl=kl), Objective(**SUM, others=(Weighted(0.7, TEACHER),))]
+    found, (none, ref, teacher) = grpo_loss(batch, both), [grpo_loss(batch, each) for each in parts]
+    torch.testing.assert_close(found.loss, ref.loss + teacher.loss - none.loss)
+    slopes = [slope(each.loss, batch) for each in (found, none, ref, teacher)]
+    torch.testing.assert_close(slopes[0], slopes[2] + slopes[3] - slopes[1])
+    assert found.metrics["train/kl_penalty"] == ref.metrics["train/kl_penalty"]
+    assert found.metrics["train/teacher_penalty"] == teacher.metrics["train/teacher_penalty"] != 0
+    assert found.metrics["kl/k3"] == ref.metrics["kl/k3"] and found.metrics["teacher/k1"] != found.metrics["kl/k1"]
+
+
+def test_on_policy_distillation_is_the_gradient_of_the_kl_at_each_prefix():
+    """Placement `advantage`, k1, token: by enumeration over three words, also where an older policy sampled."""
+    policy = torch.tensor([0.3, -0.5, 1.0], dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([1.0, 0.2, -0.4], dtype=torch.float64).log_softmax(-1)
+    kl = (policy.log_softmax(-1).exp() * (policy.log_softmax(-1) - teacher)).sum()
+    expected = torch.autograd.grad(kl, policy)[0]
+    for old in (None, torch.tensor([0.0, 0.0, 0.0], dtype=torch.float64).log_softmax(-1)):
+        logprobs = policy.log_softmax(-1)[:, None]
+        weight = logprobs.detach().exp() if old is None else old[:, None].exp()
+        batch = Batch(
+            policy_logprobs=logprobs,
+            teacher_logprobs=teacher[:, None],
+            old_logprobs=None if old is None else old[:, None],
+            mask=torch.ones(3, 1, dtype=torch.bool),
+            advantages=torch.zeros(3),
+        )
+        surrogate = {"surrogate": "ppo_clip", "clip_low": 1.0, "clip_high": 1e9, "reduction": "sequence_sum"}
+        term = replace(TEACHER, placement="advantage")
+        found = 0.0
+        for row in range(3):
+            one = replace(
+                batch,
+                **{name: x[row : row + 1] for name, x in vars(batch).items() if isinstance(x, torch.Tensor)},
+            )
+            found = found + weight[row, 0] * grpo_loss(one, Objective(**surrogate, others=(Weighted(1.0, term),))).loss
+        torch.testing.assert_close(torch.autograd.grad(found, policy)[0], expected, rtol=0, atol=1e-12)
+
+
+def test_micro_batches_add_up_to_one_denominator_also_to_the_teacher():
+    """Case: five tokens in two micro-batches; the mean of two means would be .5."""
+    values = torch.tensor([[0.2, 0.2, 0.2, 0.2], [0.8, 0.0, 0.0, 0.0]])
+    mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
+    policy = torch.full((2, 4), -0.5, requires_grad=True)
+    batch = Batch(
+        policy_logprobs=policy, mask=mask, advantages=torch.zeros(2), teacher_logprobs=(policy - values).detach()
+    )
+    objective = Objective(reduction="token_mean", others=(Weighted(1.0, TEACHER),))
+    whole = grpo_loss(batch, objective)
+    assert whole.loss.item() == pytest.approx(0.32)
+    totals = Totals(sequences=2, tokens=5, kl_tokens=5)
+    parts = []
+    for row in (slice(0, 1), slice(1, 2)):
+        tensors = {k: v[row] for k, v in vars(batch).items() if isinstance(v, torch.Tensor)}
+        parts.append(grpo_loss(replace(batch, **tensors), objective, totals=totals).loss)
+    assert float(sum(parts).detach()) == pytest.approx(0.32)
+
+
+def test_what_the_teacher_did_not_score_is_a_gap_and_not_a_zero():
+    """A masked row of -inf reaches neither the value nor the gradient, and the share of it is told."""
+    batch = scored()
+    seen = batch.mask.clone()
+    seen[1] = False
+    unscored = torch.where(seen, batch.teacher_logprobs, -torch.inf)
+    found = grpo_loss(
+        replace(batch, teacher_logprobs=unscored, teacher_mask=seen), Objective(others=(Weighted(1.0, TEACHER),))
+    )
+    pull = slope(found.loss, batch)
+    assert pull.isfinite().all() and float(found.metrics["teacher/unscored"]) == pytest.approx(2 / 9)
+    none = slope(grpo_loss(batch, Objective()).loss, batch)
+    torch.testing.assert_close(pull[1], none[1])
+    with pytest.raises(NonFiniteError, match="teacher_logprobs"):
+        grpo_loss(replace(batch, teacher_logprobs=unscored), Objective(others=(Weighted(1.0, TEACHER),)))
+
+
+def test_a_word_that_the_teacher_forbids_is_refused_or_bounded_by_name_and_counted():
+    batch = scored()
+    forbidden = batch.teacher_logprobs.clone()
+    forbidden[0, 1] = -torch.inf
+    batch = replace(batch, teacher_logprobs=forbidden, advantages=torch.zeros(4))
+    with pytest.raises(NonFiniteError, match="teacher_max_log_ratio"):
+        grpo_loss(batch, Objective(**SUM, others=(Weighted(1.0, TEACHER),)))
+    found = grpo_loss(batch, Objective(**SUM, others=(Weighted(1.0, replace(TEACHER, max_log_ratio=5.0)),)))
+    assert float(slope(found.loss, batch)[0, 1]) == pytest.approx(5 / 4)
+    assert float(found.metrics["teacher/log_ratio_clamped"]) == pytest.approx(1 / 9)
+    assert all(x.isfinite() for x in found.metrics.values())
+
+
+def test_a_term_without_its_anchor_is_refused():
+    for anchor in ("teacher", "sampler"):
+        bare = replace(scored(), **{f"{anchor}_logprobs": None})
+        with pytest.raises(ConfigError, match=f"a KL to the {anchor} is asked for"):
+            grpo_loss(bare, Objective(others=(Weighted(1.0, KLTerm(anchor=anchor)),)))
+        grpo_loss(bare, Objective(others=(Weighted(0.0, KLTerm(anchor=anchor)),)))
+    with pytest.raises(ConfigError, match="teacher_kl=None"):
+        grpo_loss(scored(), Objective(others=(Weighted(1.0, replace(TEACHER, value="exact", gradient="own")),)))
+    carried = replace(
+        scored(), policy_logprobs=torch.zeros(4, 3) - 1, teacher_logprobs=(torch.zeros(4, 3) - 1).requires_grad_()
+    )
+    with pytest.raises(ConfigError, match="carries the gradient"):
+        grpo_loss(carried, Objective(others=(Weighted(1.0, TEACHER),)))
+
+
+def test_a_sampler_that_is_the_policy_pulls_at_nothing():
+    batch = scored()
+    batch = replace(batch, sampler_logprobs=batch.policy_logprobs.detach().clone())
+    for value in ("k1", "k3"):
+        kl = KLTerm(anchor="sampler", value=value)
+        found = grpo_loss(batch, Objective(**SUM, beta=5.0, kl=kl))
+        assert float(found.metrics["train/kl_penalty"]) == 0 == float(found.metrics["kl/k3"])
+        torch.testing.assert_close(slope(found.loss, batch), slope(grpo_loss(batch, Objective(**SUM)).loss, batch))
+
+
+def test_a_group_of_equal_rewards_keeps_its_teacher():
+    """Filters of constant rewards look at the advantages alone where no teacher is there."""
+    batch = replace(scored(), advantages=group_advantages(torch.ones(4), 2, scale="std", baseline="mean"))
+    assert without_gradient(batch, Objective()).all()
+    assert not without_gradient(batch, Objective(others=(Weighted(0.1, TEACHER),))).any()
+    unscored = replace(batch, teacher_mask=torch.zeros_like(batch.mask))
+    assert without_gradient(unscored, Objective(others=(Weighted(0.1, TEACHER),))).all()
+
+
+def test_the_teacher_enters_after_standardisation_and_its_coefficient_counts():
+    """Case: z-scored with the batch, a coefficient of .01 and one of 1 give the same update."""
+    batch, pulls = scored(), []
+    still = replace(batch, advantages=torch.zeros(4))
+    for coefficient in (0.01, 1.0):
+        term = replace(TEACHER, placement="advantage")
+        pulls.append(slope(grpo_loss(still, Objective(**SUM, others=(Weighted(coefficient, term),))).loss, still))
+    torch.testing.assert_close(100 * pulls[0], pulls[1])
+
+
+def test_kl_penalty_is_the_teacher_s_term_too():
+    batch = scored()
+    direct = kl_penalty(batch.policy_logprobs, batch.teacher_logprobs, batch.mask, value="k1").sum() / 4
+    found = grpo_loss(replace(batch, advantages=torch.zeros(4)), Objective(**SUM, others=(Weighted(1.0, TEACHER),)))
+    torch.testing.assert_close(found.metrics["train/teacher_penalty"], direct.detach())

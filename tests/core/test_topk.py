@@ -1,0 +1,268 @@
+"""The KL over a head of k tokens and a sampled tail: enumerated over the sampled token, and its failures elsewhere."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from klamp.core.estimators import exact_kl
+from klamp.core.topk import TAILS, distinct, server_head, topk_kl
+from klamp.errors import ConfigError, ShapeError, UnknownNameError
+
+DIRECTIONS = ("reverse", "forward", "js")
+
+
+def numbers(*shape, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+POLICY, ANCHOR, SAMPLER = (1.5 * numbers(7, seed=seed) for seed in range(3))
+
+A = ((1.0, 0.4, -0.2, -0.6, -1.0), (0.2, 0.9, -0.1, 0.3, -0.7))
+A_GRADIENT = (0.308658063, -0.156794899, -0.030968746, -0.094604268, -0.02629015)
+B = ((1.0, 0.2, -0.3, -0.8), (0.1, 0.9, -0.2, 0.0))
+B_GRADIENT = (0.357296686, -0.220413073, -0.047039039, -0.089844574)
+C = ((math.log(0.5), math.log(0.3), math.log(0.2)), (math.log(0.75), math.log(0.15), math.log(0.1)))
+SAME = ((2.0, 1.2, 0.3, -0.4, -1.0, -1.5),) * 2
+
+
+def samples(policy, anchor, head, *, sampler=None, **options):
+    """Value and gradient in the policy's logits of every sample y, [V] and [V, V], and the sampler's probabilities."""
+    v = len(policy)
+    rows = policy.expand(v, v).clone().requires_grad_(True)
+    p, q, y = rows.log_softmax(-1), anchor.log_softmax(-1).expand(v, v), torch.arange(v)
+    ids = torch.tensor(head, dtype=torch.long).expand(v, len(head))
+    mu = (policy if sampler is None else sampler).log_softmax(-1)
+    target, other = p.gather(1, y[:, None])[:, 0], q.gather(1, y[:, None])[:, 0]
+    weight = None if sampler is None else (target - mu).detach()
+    outside = (ids != y[:, None]).all(1)
+    value = topk_kl(p.gather(1, ids), q.gather(1, ids), target, other, outside, log_weight=weight, **options)
+    value.sum().backward()
+    return value.detach(), rows.grad, mu.exp()
+
+
+def mean(policy, anchor, head, **options):
+    """Expected value and gradient over the sampled token; what the sampler never draws is left out."""
+    value, gradient, mu = samples(policy, anchor, head, **options)
+    drawn = mu > 0
+    return mu[drawn] @ value[drawn], mu[drawn] @ gradient[drawn]
+
+
+def exact(policy, anchor, direction="reverse"):
+    policy = policy.clone().requires_grad_(True)
+    value = exact_kl(policy, anchor, direction=direction)
+    value.backward()
+    return value.detach(), policy.grad
+
+
+def likeliest(logits, k):
+    return logits.topk(k).indices.tolist()
+
+
+def heads(k):
+    of_policy, of_anchor = likeliest(POLICY, k), likeliest(ANCHOR, k)
+    return {"policy": of_policy, "anchor": of_anchor, "union": list(dict.fromkeys(of_policy + of_anchor))}
+
+
+@pytest.mark.parametrize("sampler", [None, SAMPLER], ids=["on-policy", "off-policy"])
+@pytest.mark.parametrize("of", ["policy", "anchor", "union"])
+@pytest.mark.parametrize("k", range(8))
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_value_and_gradient_have_the_mean_of_the_exact_kl_for_every_head(direction, k, of, sampler):
+    found = mean(POLICY, ANCHOR, heads(k)[of], direction=direction, sampler=sampler)
+    for mine, truth in zip(found, exact(POLICY, ANCHOR, direction), strict=True):
+        assert torch.allclose(mine, truth, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("tail", TAILS[:3])
+def test_no_value_is_negative_and_a_whole_vocabulary_needs_no_sample(direction, tail):
+    for k in range(8):
+        value, gradient, _ = samples(POLICY, ANCHOR, heads(k)["policy"], direction=direction, tail=tail)
+        assert (value >= 0).all()
+    truth = exact(POLICY, ANCHOR, direction)
+    assert torch.allclose(value, truth[0], rtol=0, atol=1e-14)
+    assert torch.allclose(gradient, truth[1].expand_as(gradient), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("tail", TAILS[:3])
+def test_the_gradient_of_every_sample_is_exactly_zero_at_the_anchor(direction, dtype, tail):
+    for k in range(8):
+        same = POLICY.to(dtype)
+        found = samples(same, same.clone(), heads(k)["policy"], direction=direction, tail=tail, sampler=SAMPLER)
+        assert (found[1] == 0).all() and (found[0].abs() <= 1e-13).all()
+
+
+def noise(gradient, mu):
+    return float(mu @ (gradient - mu @ gradient).square().sum(-1))
+
+
+@pytest.mark.parametrize("direction", DIRECTIONS[:2])
+def test_near_the_anchor_a_head_has_less_noise_than_none_and_with_a_constant_it_has_far_more(direction):
+    policy = 3 * numbers(40)
+    anchor = policy + 0.1 * numbers(40, seed=1)
+    head = likeliest(policy if direction == "reverse" else anchor, 4)
+    small, none = (noise(*samples(policy, anchor, h, direction=direction)[1:]) for h in (head, []))
+    p, y = policy.softmax(-1), torch.eye(40, dtype=torch.float64)
+    outside = torch.tensor([i not in head for i in range(40)])
+    slope = torch.zeros(40, dtype=torch.float64)
+    slope[head] = p[head]
+    # A constant 1 in head and tail: sum_S p grad log p + 1[out] grad log p_y, of mean 0.
+    constant = (slope - slope.sum() * p) + outside[:, None] * (y - p)
+    assert (p @ constant).abs().max() < 1e-15
+    large = noise(samples(policy, anchor, head, direction=direction)[1] + constant, p)
+    assert small < none < 0.02 * large
+
+
+def test_a_truncated_sampler_shows_the_generalised_kl_over_head_and_nucleus():
+    policy, anchor = torch.tensor(A, dtype=torch.float64)
+    nucleus = torch.where(torch.arange(5) < 3, policy, -torch.inf)
+    value, gradient = mean(policy, anchor, [1], sampler=nucleus)
+    seen = [0.267736229, -0.179253278, -0.043294166, -0.027053968, -0.018134817]
+    assert value.item() == pytest.approx(0.160210946, abs=1e-9)
+    assert gradient.tolist() == pytest.approx(seen, abs=1e-9)
+    assert (samples(anchor, anchor, [1], sampler=nucleus)[1][:3] == 0).all()
+
+
+@pytest.mark.parametrize(
+    ("logits", "head", "direction", "value", "gradient"),
+    [
+        (A, [1], "reverse", 0.203582276, A_GRADIENT),
+        (B, [0], "reverse", 0.273990855, B_GRADIENT),
+        (B, [1], "forward", 0.250598307, None),
+        (B, [0, 1], "js", 0.063673754, 0.098891453),
+        (C, [0], "reverse", 0.143841036, (-0.274653072, 0.164791843, 0.109861229)),
+        (SAME, [0, 1], "reverse", 0.0, (0.0,) * 6),
+        (SAME, [0, 1], "forward", 0.0, (0.0,) * 6),
+    ],
+)
+def test_heads_that_went_wrong_elsewhere(logits, head, direction, value, gradient):
+    policy, anchor = torch.tensor(logits, dtype=torch.float64)
+    found = mean(policy, anchor, head, direction=direction)
+    assert found[0].item() == pytest.approx(value, abs=1e-9)
+    if isinstance(gradient, float):
+        assert found[1].norm().item() == pytest.approx(gradient, abs=1e-9)
+    elif gradient:
+        assert found[1].tolist() == pytest.approx(gradient, abs=1e-9)
+
+
+def test_the_other_tails_follow_what_their_names_say():
+    policy, anchor = torch.tensor(C, dtype=torch.float64)
+    truncated, generalised = (samples(policy, anchor, [0], tail=tail)[0][0].item() for tail in ("none", "generalised"))
+    assert truncated == pytest.approx(-0.202732554, abs=1e-9)
+    assert generalised == pytest.approx(0.0473, abs=1e-4)
+    coarse = [torch.stack((x.softmax(-1)[0], 1 - x.softmax(-1)[0])).log() for x in (policy, anchor)]
+    for direction in DIRECTIONS:
+        bucket = samples(policy, anchor, [0], tail="bucket", direction=direction)
+        assert torch.allclose(bucket[0], exact(*coarse, direction)[0], rtol=0, atol=1e-14)
+        assert bucket[0][0] < exact(*torch.tensor(A, dtype=torch.float64), direction)[0]
+        assert torch.allclose(bucket[1].sum(-1), torch.zeros(3, dtype=torch.float64), atol=1e-15)
+    same, _ = torch.tensor(SAME, dtype=torch.float64)
+    gradient = samples(same, same, [0, 1], tail="none")[1]
+    assert gradient[0].norm().item() == pytest.approx(0.1522, abs=1e-4)  # it leaves the anchor
+
+
+@pytest.mark.parametrize("tail", ["bucket", "generalised", "none"])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_the_other_tails_are_biased_and_have_the_gradient_of_their_own_value(tail, direction):
+    rows = POLICY.clone().requires_grad_(True)
+    head = torch.tensor(heads(3)["policy"])
+    q = ANCHOR.log_softmax(-1)
+
+    def value(x):
+        p = x.log_softmax(-1)
+        return topk_kl(p[head], q[head], p[0], q[0], torch.tensor(True), direction=direction, tail=tail)
+
+    assert torch.autograd.gradcheck(value, rows)
+    assert (value(POLICY) - exact(POLICY, ANCHOR, direction)[0]).abs() > 0.005
+
+
+def kl(p, q, head, y, **options):
+    p, q = (torch.tensor(x, dtype=torch.float64).log().requires_grad_(i == 0) for i, x in enumerate((p, q)))
+    value = topk_kl(p[head], q[head], p[y], q[y], torch.tensor(y not in head), **options)
+    return value.item(), torch.autograd.grad(value, p)[0]
+
+
+def test_words_that_one_of_the_two_forbids():
+    value, gradient = kl([0.6, 0.4, 0.0], [0.5, 0.5, 0.0], [0, 1, 2], 0)
+    assert value == pytest.approx(0.020135514, abs=1e-9) and gradient.isfinite().all()
+    assert kl([0.6, 0.4, 0.0], [0.5, 0.5, 0.0], [0, 1, 2], 0, direction="forward")[0] == pytest.approx(0.020410997)
+    for head in ([1], [0]):  # the anchor forbids it: in the head, and as the sampled token
+        assert kl([0.6, 0.4, 0.0], [0.5, 0.0, 0.5], head, 1)[0] == math.inf
+    banned = [0.6, 0.0, 0.4], [0.5, 0.3, 0.2]  # the policy forbids it: k3 is short by it unless the head holds it
+    assert 0.6 * kl(*banned, [], 0)[0] + 0.4 * kl(*banned, [], 2)[0] == pytest.approx(0.086651806, abs=1e-9)
+    assert 0.6 * kl(*banned, [1], 0)[0] + 0.4 * kl(*banned, [1], 2)[0] == pytest.approx(0.386651806, abs=1e-9)
+    assert kl(*banned, [0, 1, 2], 0, direction="forward")[0] == math.inf
+    assert kl(*banned, [0, 1, 2], 0, direction="js")[1].isfinite().all()
+
+
+def test_what_does_not_count_reaches_nothing():
+    p, q = (x.log_softmax(-1) for x in (POLICY, ANCHOR))
+    head = torch.cat((p[:3], torch.tensor([math.nan, math.inf, -math.inf]).double())).requires_grad_(True)
+    kept = torch.arange(6) < 3
+    nan = torch.tensor(math.nan, dtype=torch.float64, requires_grad=True)
+    for tail in TAILS:
+        inside = torch.tensor(False)
+        value = topk_kl(head, torch.cat((q[:3], head[3:].detach())), nan, nan.detach(), inside, kept=kept, tail=tail)
+        assert torch.equal(value.detach(), topk_kl(p[:3], q[:3], p[0], q[0], inside, tail=tail))
+        assert all(x is None or x.isfinite().all() for x in torch.autograd.grad(value, (head, nan), allow_unused=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_far_from_the_anchor_value_and_gradient_stay_finite(dtype):
+    p, q = torch.tensor([-0.01, -90.0], dtype=dtype), torch.tensor([-120.0, -0.01], dtype=dtype)
+    for direction in DIRECTIONS:
+        for head, y in (([0, 1], 0), ([], 0), ([], 1)):
+            policy = p.clone().requires_grad_(True)
+            value = topk_kl(policy[head], q[head], policy[y], q[y], torch.tensor(not head), direction=direction)
+            gradient = torch.autograd.grad(value, policy)[0]
+            assert value >= 0 and value.dtype == torch.float32
+            assert gradient.isfinite().all() == value.isfinite()
+            assert value.isfinite() or (direction, y) == ("forward", 1)  # q / mu is past the type there
+
+
+def test_an_empty_head_and_no_position():
+    for shape, k in (((0,), 3), ((2, 0), 0), ((4,), 0)):
+        single = numbers(*shape)
+        value = topk_kl(numbers(*shape, k), numbers(*shape, k), single, single, single > 0)
+        assert value.shape == shape and (value == 0).all()
+
+
+def test_the_head_of_a_server_is_what_it_would_have_sent_without_the_sampled_token():
+    policy, anchor = torch.tensor(A, dtype=torch.float64)
+    top = int(anchor.argmax())
+    ids = torch.stack((torch.full((5,), top), torch.arange(5)), 1)  # k = 1; the sampled token comes beside it
+    p, q = policy.log_softmax(-1), anchor.log_softmax(-1)
+    kept, y = server_head(ids, torch.arange(5), 1, ids >= 0), torch.arange(5)
+    assert kept.tolist() == [[True, False]] * 5
+    value = topk_kl(p[ids], q[ids], p[y], q[y], ~(kept & (ids == y[:, None])).any(1), kept=kept)
+    assert (p.exp() @ value).item() == pytest.approx(0.203582276, abs=1e-9)
+    everything = topk_kl(p[ids], q[ids], p[y], q[y], y < 0, kept=distinct(ids, ids >= 0), tail="bucket")
+    assert (p.exp() @ everything).item() == pytest.approx(0.115010165, abs=1e-9)
+
+
+def test_entries_that_are_padding_duplicates_or_one_too_many():
+    ids, kept = torch.tensor([[4, 4, 2, 9], [7, 9, 9, 1]]), torch.tensor([[True] * 4, [True, False, True, True]])
+    assert distinct(ids, kept).tolist() == [[True, False, True, True], [True, False, True, True]]
+    assert server_head(ids, torch.tensor([2, 5]), 3, kept).sum() == 6
+    assert server_head(ids, torch.tensor([9, 1]), 2, kept).tolist() == [[True, False, True, False]] * 2
+    assert server_head(ids, torch.tensor([0, 0]), 2, kept).sum(1).tolist() == [2, 2]
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_what_makes_no_sense_is_refused():
+    p, q = POLICY.clone().requires_grad_(True), ANCHOR
+    out = torch.tensor(True)
+    for options in ({"direction": "backward"}, {"tail": "renormalised"}):
+        with pytest.raises(UnknownNameError):
+            topk_kl(p[:3], q[:3], p[0], q[0], out, **options)
+    with pytest.raises(ShapeError, match="does not fit the values"):
+        topk_kl(p[:3], q[:2], p[0], q[0], out)
+    with pytest.raises(ShapeError, match="does not fit the positions"):
+        topk_kl(p[:3], q[:3], p[0], q[0], out[None])
+    with pytest.raises(ConfigError, match="carries the gradient"):
+        topk_kl(q[:3], p[:3], q[0], p[0], out)

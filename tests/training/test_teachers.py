@@ -1,0 +1,338 @@
+"""Teachers in klamp's own loop: their numbers, their prompts, their rows, and what is refused before any work."""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from tests.training.conftest import disturb, rows_of, steps_of, stored, tiny_llama
+from tests.training.test_resume import StopAfter, assert_same_run
+
+from klamp.core.estimators import exact_kl
+from klamp.core.objective import Weighted, grpo_loss
+from klamp.core.topk import topk_kl
+from klamp.errors import ConfigError, DataError, KLWarning, ModelError, TrainingStopped
+from klamp.scoring.completions import select
+from klamp.scoring.scorer import Ask, score
+from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.training import teachers
+from klamp.training.backends import train_run
+from klamp.training.observers import completion_of
+from klamp.training.resumed import check_resume
+from klamp.training.rollouts import collect
+from klamp.training.updates import UpdateOutput, batch_of, completion_row, reward_correlation, taught_of
+
+ALONE = {"reward": "none", "beta": 0.0}
+
+
+@pytest.fixture(scope="session")
+def teacher(tmp_path_factory) -> str:
+    """Folder of another Llama, some tenths of a nat away."""
+    model = tiny_llama()
+    disturb(model, size=0.1)
+    return stored(model, tmp_path_factory.mktemp("teacher"))
+
+
+def scored(context, **changes):
+    """A rollout, its policy's scores with the KL to the teacher, and the batch of the loss."""
+    objective = context.objective
+    rollout = collect(context, context.task.train[:3], step=0, beta=objective.beta, others=objective.others)
+    whole = slice(0, len(rollout.texts))
+    ask = Ask(temperature=context.config.rollout.temperature, taught=taught_of(context, rollout, whole))
+    scores = context.scorer(rollout.completions, ask)
+    return rollout, scores, batch_of(context, rollout, whole, scores, objective)
+
+
+def logits_of(model, completions, temperature):
+    return score(model, completions, temperature=temperature).logits
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_the_teacher_s_numbers_are_its_own_of_the_same_tokens(context_of, teacher, temperature):
+    context = context_of(teacher_model=teacher, teacher_estimator="exact", temperature=temperature, **ALONE)
+    rollout, scores, batch = scored(context)
+    model = context.teachers.models[""].model
+    theirs, ours = (logits_of(m, rollout.completions, temperature) for m in (model, context.policy))
+    expected = theirs.log_softmax(-1).gather(-1, rollout.completions.ids[..., None])[..., 0]
+    mask = rollout.mask
+    torch.testing.assert_close(rollout.taught.logprobs[mask], expected[mask], rtol=0, atol=1e-5)
+    torch.testing.assert_close(scores.teacher[mask], exact_kl(ours, theirs)[mask], rtol=0, atol=1e-5)
+    assert float(scores.teacher.detach()[mask].mean()) > 0.01 and not rollout.advantages.any()
+    context.objective = replace(context.objective, beta=0.0)
+    found = grpo_loss(batch, context.objective)
+    pulled = torch.autograd.grad(
+        found.loss, [p for p in context.policy.parameters() if p.requires_grad], allow_unused=True
+    )
+    assert any(g is not None and bool(g.any()) for g in pulled)
+
+
+@pytest.mark.parametrize("head", ["student", "teacher", "union"])
+@pytest.mark.parametrize("direction", ["reverse", "forward", "js"])
+def test_a_head_and_a_tail_are_those_of_the_two_models(context_of, teacher, head, direction):
+    given = {"teacher_estimator": "topk", "teacher_top_k": 3, "teacher_head": head, "teacher_direction": direction}
+    context = context_of(teacher_model=teacher, **given, **ALONE)
+    rollout, scores, _ = scored(context)
+    logits = [logits_of(m, rollout.completions, 1.0) for m in (context.policy, context.teachers.models[""].model)]
+    ours, theirs = (x.log_softmax(-1) for x in logits)
+    targets = rollout.completions.ids[..., None]
+    for row, column in rollout.mask.nonzero().tolist():
+        tops = {"student": ours, "teacher": theirs}
+        chosen = [tops[h][row, column].topk(3).indices.tolist() for h in ("student", "teacher") if head in (h, "union")]
+        ids = torch.tensor(sorted({i for each in chosen for i in each}))
+        target = targets[row, column]
+        expected = topk_kl(
+            ours[row, column, ids], theirs[row, column, ids], ours[row, column, target][0],
+            theirs[row, column, target][0], ~(ids == target).any(), direction=direction,
+        )  # fmt: skip
+        assert float(scores.teacher[row, column]) == pytest.approx(float(expected), abs=1e-5)
+
+
+def test_a_teacher_that_is_the_policy_is_at_no_distance(context_of, llama, recwarn):
+    for estimator in ("k1", "exact", "topk"):
+        context = context_of(teacher_model=llama, teacher_estimator=estimator, **ALONE)
+        rollout, scores, batch = scored(context)
+        delta = (scores.logprobs - rollout.taught.logprobs)[rollout.mask]
+        assert float(delta.abs().max()) < 1e-5
+        assert float(grpo_loss(batch, context.objective).metrics["teacher/kl"].abs()) < 1e-6
+
+
+def prompts_file(tmp_path, rows) -> dict[str, str]:
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return {"task": str(file)}
+
+
+ROWS = [
+    {"prompt": f"{a}+{b}=", "hint": f"{b}+{a}={a + b}{a}+{b}=", "who": "ab"[b % 2]} for a in range(5) for b in range(4)
+]
+
+
+def test_the_teacher_sees_its_own_prompt_and_the_same_answer(context_of, teacher, tmp_path):
+    """Case: the ids of the answer stand later behind a longer prompt, and are the same."""
+    context = context_of(
+        teacher_model=teacher, teacher_prompt="hint", train_size=0, **prompts_file(tmp_path, ROWS), **ALONE
+    )
+    rollout, _, _ = scored(context)
+    tokenizer, model = arithmetic_tokenizer(), context.teachers.models[""].model
+    for row, example in enumerate(rollout.examples):
+        ids = rollout.completions.ids[row][rollout.completions.mask[row]]
+        before = torch.tensor(tokenizer(example.fields["hint"], add_special_tokens=False)["input_ids"])
+        logits = model(input_ids=torch.cat([before, ids])[None]).logits[0, len(before) - 1 : -1].float()
+        expected = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
+        torch.testing.assert_close(rollout.taught.logprobs[row, : len(ids)], expected, rtol=0, atol=1e-4)
+    seen = context.teachers.completions(rollout.examples, rollout.completions)
+    assert (
+        torch.equal(seen.ids, rollout.completions.ids)
+        and seen.prompt_ids.shape[1] > rollout.completions.prompt_ids.shape[1]
+    )
+
+
+def test_each_row_gets_the_numbers_of_its_own_teacher(context_of, teacher, llama, tmp_path):
+    """Case: concatenated in the teachers' order, they would belong to other rows."""
+    given = prompts_file(tmp_path, ROWS) | {"teacher_models": (f"a={teacher}", f"b={llama}"), "teacher_key": "who"}
+    context = context_of(train_size=0, teacher_estimator="exact", gradient_accumulation_steps=2, **given, **ALONE)
+    rollout, scores, _ = scored(context)
+    for key, folder in (("a", teacher), ("b", llama)):
+        rows = torch.tensor([e.fields["who"] == key for e in rollout.examples])
+        model = context.teachers.models[key].model
+        theirs = score(model, select(rollout.completions, rows.nonzero()[:, 0]), temperature=1.0).logprobs
+        mask = rollout.mask[rows][:, : theirs.shape[1]]
+        torch.testing.assert_close(
+            rollout.taught.logprobs[rows][:, : theirs.shape[1]][mask], theirs[mask], rtol=0, atol=1e-5
+        )
+        kl = scores.teacher.detach()[rows][rollout.mask[rows]]
+        assert (float(kl.max()) < 1e-5) == (folder == llama)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"teacher_estimator": "topk", "teacher_top_k": 3, **ALONE, "num_generations": 1},
+        {"teacher_coef": 0.3, "teacher_estimator": "exact", "num_iterations": 2, "teacher_off_policy": "token"},
+        {"teacher_kind": "ema", "teacher_decay": 0.5, "teacher_horizon": "sequence"},
+        {"teacher_schedule": "linear", "teacher_placement": "advantage", "lora_r": 2},
+    ],
+    ids=["alone", "three anchors", "ema", "schedule"],
+)
+def test_a_killed_run_goes_on_with_the_same_numbers(config_of, teacher, tmp_path, changes):
+    given = {"max_steps": 4} | ({} if "teacher_kind" in changes else {"teacher_model": teacher}) | changes
+    train_run(config_of(output_dir=str(tmp_path / "whole"), **given))
+    parts = config_of(output_dir=str(tmp_path / "parts"), **given)
+    with pytest.raises(TrainingStopped):
+        train_run(parts, [StopAfter(2)])
+    train_run(replace(parts, run=replace(parts.run, resume=True)))
+    assert_same_run(tmp_path / "whole", tmp_path / "parts")
+    rows = steps_of(tmp_path / "whole")
+    assert all(
+        "teacher/kl" in row and ("train/teacher_penalty" in row) == ("teacher_placement" not in changes) for row in rows
+    )
+    if "teacher_schedule" in changes:
+        assert [row["teacher/coef"] for row in rows] == [1.0, 0.75, 0.5, 0.25]
+
+
+def test_training_brings_the_policy_to_its_teacher(config_of, teacher, tmp_path):
+    train_run(
+        config_of(teacher_model=teacher, teacher_estimator="exact", max_steps=30, eval_every=0, save_every=0, **ALONE)
+    )
+    course = [row["teacher/kl"] for row in steps_of(tmp_path / "run")]
+    assert course[-1] < 0.5 * course[0]
+    assert {"reward_std", "groups/saturated", "beta/price"}.isdisjoint(rows_of(tmp_path / "run")[-2])
+
+
+def test_what_is_seen_of_the_head_is_logged(context_of, config_of, teacher, tmp_path):
+    given = {"teacher_model": teacher, "teacher_estimator": "topk", "teacher_top_k": 3} | ALONE
+    context = context_of(**given)
+    rollout, scores, _ = scored(context)
+    model, mask = context.teachers.models[""].model, rollout.mask
+    ours, theirs = (logits_of(m, rollout.completions, 1.0).softmax(-1)[mask] for m in (context.policy, model))
+    top, other = ours.topk(3).indices, theirs.topk(3).indices
+    shared = (top[..., None] == other[..., None, :]).any(-1).float().mean(-1)
+    seen = {"student_mass": ours.gather(-1, top).sum(-1), "teacher_mass": theirs.gather(-1, top).sum(-1)}
+    for name, expected in (seen | {"overlap_ratio": shared}).items():
+        assert not scores.head[name].requires_grad
+        torch.testing.assert_close(scores.head[name][mask], expected, rtol=0, atol=1e-5)
+    for parts in (1, 2):
+        folder = str(tmp_path / str(parts))
+        train_run(config_of(output_dir=folder, max_steps=1, gradient_accumulation_steps=parts, **given))
+    one, two = (steps_of(tmp_path / parts)[0] for parts in "12")
+    for name in (f"teacher/{each}" for each in scores.head):
+        assert 0 < one[name] < 1 and one[name] == pytest.approx(two[name])
+
+
+@pytest.mark.parametrize("estimator", ["k1", "exact"])
+def test_each_of_several_teachers_has_its_kl(config_of, teacher, llama, tmp_path, estimator):
+    """Case: a mean over teachers hides one that is never reached."""
+    given = prompts_file(tmp_path, ROWS) | {"teacher_models": (f"a={teacher}", f"b={llama}"), "teacher_key": "who"}
+    given |= {"train_size": 0, "teacher_estimator": estimator, "max_steps": 1, "gradient_accumulation_steps": 2}
+    train_run(config_of(**given, **ALONE))
+    (row,) = steps_of(tmp_path / "run")
+    assert abs(row["teacher/kl.b"]) < 1e-5 < 0.01 < row["teacher/kl"] < row["teacher/kl.a"]
+
+
+def test_a_coefficient_that_is_0_in_a_step_still_has_its_kl(config_of, teacher, tmp_path):
+    schedule = {"teacher_schedule": "linear", "teacher_warmup_steps": 2}
+    train_run(config_of(teacher_model=teacher, max_steps=3, eval_every=0, **schedule, **ALONE))
+    rows = steps_of(tmp_path / "run")
+    assert 0.0 in [row["teacher/coef"] for row in rows] and all(row["teacher/kl"] > 0 for row in rows)
+
+
+def test_a_completion_that_is_written_has_the_teacher_s_numbers(context_of, teacher):
+    context = context_of(teacher_model=teacher, **ALONE)
+    rollout, scores, _ = scored(context)
+    scored_by = rollout.mask.clone()
+    scored_by[:, 0] = False
+    rollout = replace(rollout, taught=replace(rollout.taught, scored=scored_by))
+    output = UpdateOutput(policy_logprobs=scores.logprobs.detach(), losses={}, grad_norm=None, kl_old=0.0)
+    row = completion_row(context, rollout, output, 0)
+    length = int(rollout.mask[0].sum())
+    assert row["teacher_logprobs"] == [None, *rollout.taught.logprobs[0, 1:length].tolist()]
+    assert math.isnan(completion_of(1, row).teacher[0])
+    likelier = (rollout.taught.logprobs - scores.logprobs.detach()) * scored_by
+    rewards = likelier.sum(-1) / scored_by.sum(-1).clamp(min=1)
+    for sign in (1, -1):
+        given = replace(rollout, rewards=sign * rewards)
+        found = reward_correlation(context, given, rollout.taught, scores.logprobs.detach())
+        assert found["teacher/reward_correlation"] == pytest.approx(sign)
+
+
+def test_a_reward_that_holds_the_kl_to_the_teacher_is_another_reward(context_of, teacher):
+    inside = {"teacher_placement": "reward", "teacher_horizon": "sequence", "scale_rewards": "none"}
+    plain, shifted = (context_of(teacher_model=teacher, beta=0.0, **more) for more in ({}, inside))
+    (one, *_), (other, *_) = scored(plain), scored(shifted)
+    assert torch.equal(one.completions.ids, other.completions.ids)
+    spent = ((other.old_logprobs - other.taught.logprobs) * other.mask).sum(-1).view(-1, 4)
+    expected = one.advantages - (spent - (spent.sum(-1, keepdim=True) - spent) / 3).flatten()
+    torch.testing.assert_close(other.advantages, expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"reward": "none"}, ConfigError, "reward='none' needs a teacher"),
+        ({"num_generations": 1}, ConfigError, "leaves a reward nothing to be compared with"),
+        (
+            ALONE | {"teacher_placement": "reward", "teacher_horizon": "sequence", "scale_rewards": "none"},
+            ConfigError,
+            "needs a reward",
+        ),
+        ({"teacher_kind": "adapter_off"}, ConfigError, "needs an adapter"),
+        ({"teacher_kind": "live"}, ConfigError, "needs teacher_prompt"),
+        ({"teacher_prompt": "hint"}, DataError, "has no 'hint' for the teacher"),
+        ({"teacher_model": "nowhere/DIR"}, ModelError, "cannot load"),
+        ({"backend": "trl"}, ConfigError, "has no teacher of klamp's"),
+    ],
+)
+def test_what_cannot_work_is_refused_before_any_work(config_of, teacher, changes, error, text):
+    own = {"teacher_kind", "teacher_model"} & changes.keys() or (changes.get("reward") == "none" and len(changes) == 1)
+    given = ({} if own or "num_generations" in changes else {"teacher_model": teacher}) | changes
+    with pytest.raises(error, match=re.escape(text)):
+        train_run(config_of(**given))
+
+
+def test_keys_and_columns_are_checked(context_of, teacher, tmp_path):
+    rows = [dict(row, who="c") if i == 3 else row for i, row in enumerate(ROWS)]
+    two = {"teacher_models": (f"a={teacher}", f"b={teacher}"), "teacher_key": "who"}
+    with pytest.raises(DataError, match="a prompt names a teacher that there is none of: 'c'"):
+        context_of(train_size=0, **two, **prompts_file(tmp_path, rows), **ALONE)
+    twice = [*ROWS, dict(ROWS[0], hint="1+1=")]
+    with pytest.raises(DataError, match="one prompt has two prompts for the teacher"):
+        context_of(train_size=0, teacher_model=teacher, teacher_prompt="hint", **prompts_file(tmp_path, twice), **ALONE)
+
+
+def test_another_tokenizer_is_refused_and_another_end_is_told(context_of, tmp_path):
+    other = tmp_path / "other"
+    stored(tiny_llama(), other)
+    file = other / "tokenizer.json"
+    text = json.loads(file.read_text())
+    vocabulary = text["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    file.write_text(json.dumps(text))
+    with pytest.raises(ModelError, match="another tokenizer than the policy"):
+        context_of(teacher_model=str(other), **ALONE)
+    ends = tmp_path / "ends"
+    stored(tiny_llama(), ends)
+    settings = json.loads((ends / "tokenizer_config.json").read_text())
+    (ends / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "="}))
+    with pytest.warns(KLWarning, match="The teacher ends an answer with '='"):
+        context_of(teacher_model=str(ends), **ALONE)
+
+
+def test_a_resume_with_another_teacher_is_refused(config_of, teacher, llama, tmp_path):
+    config = config_of(teacher_model=teacher, max_steps=2, **ALONE)
+    train_run(config)
+    other = config_of(teacher_model=llama, max_steps=3, resume=True, **ALONE)
+    with pytest.raises(ConfigError, match="cannot change teacher_model"):
+        check_resume(other, tmp_path / "run")
+    before = {"": [-1.0, -2.0]}
+    teachers.check_same_teacher(before, {"": [-1.001, -2.0]})
+    with pytest.raises(ConfigError, match="the teacher is another model than it was"):
+        teachers.check_same_teacher(before, {"": [-1.0, -3.0]})
+
+
+def test_the_sampler_as_the_anchor_needs_no_second_model(config_of, context_of, tmp_path):
+    with pytest.warns(KLWarning, match="no effect with num_iterations=1"):
+        config_of(reference="sampler", beta=1.0)
+    with pytest.warns(KLWarning, match="proximal"):
+        context = context_of(reference="sampler", beta=1.0, num_iterations=2)
+    assert context.reference is None and context.objective.kl.anchor == "sampler"
+    with pytest.warns(KLWarning):
+        far, near = (
+            config_of(output_dir=str(tmp_path / str(b)), reference="sampler", beta=b, num_iterations=4)
+            for b in (0.01, 3.0)
+        )
+    train_run(far), train_run(near)
+    moved = [steps_of(tmp_path / name)[-1]["policy/kl_old"] for name in ("0.01", "3.0")]
+    assert moved[1] < moved[0]
+
+
+def test_the_objective_of_a_run_has_both_terms(context_of, teacher):
+    context = context_of(teacher_model=teacher, teacher_coef=0.25)
+    assert [(each.coefficient, each.term.anchor) for each in context.objective.terms] == [
+        (0.01, "reference"),
+        (0.25, "teacher"),
+    ]
+    assert isinstance(context.objective.others[0], Weighted)

@@ -1,0 +1,232 @@
+"""The proofs of a second anchor: each fails where the part that it is about is broken; and the measurement itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from klamp.config import KLConfig, LossConfig
+from klamp.core import topk
+from klamp.core.penalty import kl_in_advantage, shifted_rewards
+from klamp.core.topk import topk_kl
+from klamp.core.types import Batch
+from klamp.verify import mixes, one_step
+from klamp.verify.convergence import expected_step, follow, teacher_price, worlds
+from klamp.verify.mixes import FIXED, PAIRS, answer_ends, expected_success
+from klamp.verify.one_step import examine_config, scene, scores_of
+from klamp.verify.oracle import gradient_of, local_kl, name_gradient, truths
+from klamp.verify.proofs import anchors
+from klamp.verify.proofs.anchors import as_loss, heads, prove_noise, prove_teacher, prove_wrong_forms, taught_by
+from klamp.verify.proofs.check import Answer, Proof, follows, run_section
+from klamp.verify.worlds import enumerate_outcomes, one_position, random_chain
+
+pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
+
+
+def failures(proof: Proof) -> list[str]:
+    return [check.claim for check in run_section("", proof) if not check.passed]
+
+
+def test_without_a_teacher_of_its_own_a_chain_s_reference_is_the_teacher():
+    chain = random_chain(0)
+    assert torch.equal(replace(chain, teacher_logits=None).logits("teacher"), chain.ref_logits)
+    taught = chain.towards("teacher")
+    assert torch.equal(taught.ref_logits, chain.teacher_logits) and not torch.equal(taught.ref_logits, chain.ref_logits)
+    y = enumerate_outcomes(chain)
+    assert torch.equal(enumerate_outcomes(taught).ref_logprobs, y.teacher_logprobs)
+    assert torch.equal(taught.towards("policy").ref_logits, chain.policy_logits)
+    alone = one_position(*(torch.tensor([1.0, 2.0]),) * 2, teacher_logits=torch.tensor([0.0, 1.0]))
+    assert alone.logits("teacher").tolist() == [[0.0, 1.0]]
+
+
+def test_the_mean_of_two_divergences_lies_below_half_of_each():
+    chain = random_chain(0, length=2)
+    js, reverse, forward = (local_kl(chain, direction=each) for each in ("js", "reverse", "forward"))
+    assert 0 < js < min(reverse, forward) / 2
+    own = replace(chain, ref_logits=chain.policy_logits)
+    assert gradient_of(local_kl(own, direction="js"), own).abs().max() < 1e-15
+
+
+def test_a_finding_names_its_anchor_and_no_other_word():
+    known = [truths(random_chain(0))]
+    found = follows("x", [known[0]["local_forward"]], known, "local_forward", anchor="teacher")
+    assert found.passed and found.expected == "KL(teacher||policy), prefixes held fixed"
+    assert "KL(policy||sampler)" in follows("x", [known[0]["reverse"]], known, "reverse", anchor="sampler").measured
+
+
+def test_a_step_tells_the_teacher_from_the_reference():
+    world = scene(0, length=2)
+    one = examine_config(KLConfig(beta=0.3), scene=world, teacher=taught_by(coef=0.5))
+    other = examine_config(KLConfig(beta=0.0), scene=world, teacher=taught_by(coef=2.0))
+    torch.testing.assert_close(one.kl.gradient, other.kl.gradient)
+    assert one.kl.follows.is_exactly("local") and abs(one.kl.value_bias) < 1e-12
+    towards_ref = name_gradient([one.kl.gradient], [world.truths])
+    assert towards_ref.name == "none of these"
+    both = examine_config(KLConfig(beta=0.3), scene=world)
+    assert both.kl.follows.is_exactly("local")
+
+
+def test_a_teacher_in_the_reward_beside_a_reference_in_the_reward():
+    in_reward = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}
+    teacher = taught_by(coef=0.5, placement="reward", horizon="sequence")
+    for baseline in ("leave_one_out", "mean"):
+        loss = LossConfig(scale_rewards="none", loss_type="dr_grpo", advantage_baseline=baseline)
+        world = scene(0, length=2, rewards="mixed")
+        found = examine_config(KLConfig(beta=0.3, **in_reward), loss, scene=world, teacher=teacher)
+        factor = 0.5 if baseline == "leave_one_out" else 0.25
+        assert found.kl.follows.is_exactly("reverse", factor=factor)
+
+
+def test_heads_are_every_size_by_every_rule():
+    found = {(each.teacher_top_k, each.teacher_head) for each in heads()}
+    assert found == {(0, "student"), (4, "student")} | {
+        (k, h) for k in (1, 2, 3) for h in ("student", "teacher", "union")
+    }
+
+
+def claims(kind: str, found: list[str]) -> list[str]:
+    return [each for each in found if kind in each]
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward", "js"])
+def test_a_constant_in_head_and_tail_passes_every_test_of_means_and_not_that_of_the_noise(direction, monkeypatch):
+    own = topk._terms
+
+    def with_constant(name, log_p, log_q):
+        value, slope = own(name, log_p, log_q)
+        return value, slope + log_p.exp() if name == direction else slope
+
+    monkeypatch.setattr(topk, "_terms", with_constant)
+    assert failures(prove_teacher) == []
+    assert len(claims(f"{direction}, at the teacher", failures(prove_noise))) == 3
+
+
+BREAKS: tuple[tuple[str, Callable[..., object], str], ...] = (
+    ("log_weight", lambda given: None, "another sampler, at its prefixes"),
+    ("outside", lambda given: ~given, "tokens of the policy"),
+    ("direction", lambda given: "forward" if given == "reverse" else given, "reverse, horizon token"),
+)
+
+
+@pytest.mark.parametrize(("argument", "broken", "claim"), BREAKS)
+def test_a_head_that_is_read_wrongly(argument, broken, claim, monkeypatch):
+    def changed(*args, **choices):
+        if argument == "outside":
+            return topk_kl(*args[:4], broken(args[4]), **choices)
+        return topk_kl(*args, **choices | {argument: broken(choices[argument])})
+
+    monkeypatch.setattr(one_step, "topk_kl", changed)
+    found = failures(prove_teacher)
+    assert claims(claim, claims("a head of 0 to 4", found))
+    assert not claims("exact", found) and not claims("k1", found)
+
+
+def test_the_reference_in_the_teacher_s_place(monkeypatch):
+    def confused(y, *args):
+        return scores_of(y, *args) | {"teacher_logprobs": y.ref_logprobs}
+
+    monkeypatch.setattr(one_step, "scores_of", confused)
+    found = failures(prove_teacher)
+    assert claims("in the advantage, k1, token", found) and claims("in the reward, k1", found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("part", "broken", "claim"),
+    [
+        (
+            "klamp.core.penalty.kl_in_advantage",
+            lambda *args, beta, **choices: kl_in_advantage(*args, beta=-beta, **choices),
+            "in the advantage",
+        ),
+        (
+            "klamp.verify.one_step.shifted_rewards",
+            lambda rewards, batch, term, *, beta: shifted_rewards(rewards, batch, term, beta=2 * beta),
+            "in the reward",
+        ),
+    ],
+)
+def test_a_placement(part, broken, claim, monkeypatch):
+    monkeypatch.setattr(part, broken)
+    found = failures(prove_teacher)
+    assert found and all(claim in each or "on-policy distillation" in each for each in found)
+
+
+def test_every_wrong_form_is_told_from_klamp_s_own(monkeypatch):
+    """Where the wrong form is repaired, its row fails: a weight of the sampler's for the one that was left out."""
+    weighted = as_loss(taught_by(estimator="topk", head="teacher", top_k=1, off_policy="token"))
+    monkeypatch.setattr(anchors, "as_loss", lambda teacher: weighted)
+    found = failures(prove_wrong_forms)
+    assert claims("tail without its weight, another", found) and claims("no tail", found)
+
+
+def test_the_sampler_s_own_loss_is_found_out(monkeypatch):
+    """A KL to the sampler that reads the reference is not 0 on-policy."""
+    own = Batch.towards
+    monkeypatch.setattr(Batch, "towards", lambda batch, to: own(batch, "reference" if to == "sampler" else to))
+    assert len(claims("to the sampler", failures(prove_teacher))) == 2
+
+
+@pytest.mark.parametrize("horizon", ["sequence", "token"])
+@pytest.mark.parametrize("pair", PAIRS)
+def test_the_expected_step_with_a_teacher_is_the_mean_over_all_groups(pair, horizon):
+    """Against `one_step`, which takes klamp's step in every single group, with the teacher as a term of its own."""
+    if horizon == "token" and "reward" in pair:
+        pytest.skip("refused: a reward belongs to the whole completion")
+    world = scene(0, length=2, rewards="mixed")
+    kl, teacher = KLConfig(beta=0.2, kl_horizon=horizon, **PAIRS[pair][0]), {"horizon": horizon, **PAIRS[pair][1]}
+    taught = taught_by(coef=0.3, **teacher)
+    for loss in (FIXED, LossConfig(loss_type="grpo", scale_rewards="none")):
+        alone, beside = examine_config(kl, loss, scene=world), examine_config(kl, loss, scene=world, teacher=taught)
+        expected = alone.policy_gradient + 0.2 * alone.kl.gradient + 0.3 * beside.kl.gradient
+        torch.testing.assert_close(beside.policy_gradient, alone.policy_gradient + 0.2 * alone.kl.gradient)
+        found, _ = expected_step(kl, loss, world, taught)
+        assert (found - expected).abs().max() < 1e-12
+
+
+def test_two_anchors_of_a_group_s_mean_cost_more_by_the_same_factor():
+    world, loss = worlds()[0], replace(FIXED, advantage_baseline="mean")
+    end = follow(KLConfig(beta=0.2), loss, world, taught_by(coef=0.3))
+    assert end.exact and end.price == pytest.approx(1.0)
+    assert teacher_price(taught_by(coef=0.3), loss, group_size=2).per_completion == pytest.approx(0.6)
+    assert teacher_price(taught_by(coef=0.3), LossConfig(scale_rewards="std"), group_size=2).scaled
+
+
+def test_both_kls_of_any_policy_are_that_to_the_mix_and_a_toll():
+    y = enumerate_outcomes(random_chain(3, length=2), unreachable=True)
+    ref, teacher = y.ref_logprobs.sum(-1), y.teacher_logprobs.sum(-1)
+    both = (0.2 * ref + 0.3 * teacher) / 0.5
+    toll = -0.5 * both.logsumexp(-1)
+    for policy in (ref, teacher, y.policy_logprobs.sum(-1).detach()):
+        spent = (policy.exp() * (0.2 * (policy - ref) + 0.3 * (policy - teacher))).sum()
+        left = 0.5 * (policy.exp() * (policy - both.log_softmax(-1))).sum()
+        torch.testing.assert_close(spent, left + toll)
+    assert 0 < toll <= 0.3 * (ref.exp() * (ref - teacher)).sum()
+
+
+def test_the_success_to_expect_is_that_of_the_tilted_teacher():
+    """Case: a teacher with a mean reward of .0392; what its coefficient leaves of the reward."""
+    logprobs = torch.tensor(DROWNED, dtype=torch.float64)
+    rewards = torch.tensor([0.0] * 6 + [1.0] * 2, dtype=torch.float64)
+    rate = float((logprobs.exp() * rewards).sum())
+    for coefficient, reward in {1.0: 0.099890361, 0.3: 0.533671449, 0.1: 0.998889192, 0.05: 0.99999995}.items():
+        assert expected_success(rate, coefficient) == pytest.approx(reward, abs=1e-7)
+        tilted = (logprobs + rewards / coefficient).softmax(-1)
+        assert expected_success(rate, coefficient) == pytest.approx(float((tilted * rewards).sum()), abs=1e-8)
+    assert expected_success(0.0, 1e-4) == 0.0 and expected_success(1.0, 5.0) == 1.0
+    assert expected_success(0.5, 1e-4) == 1.0
+
+
+DROWNED = (-1.20955839, -1.50955839, -1.80955839, -2.10955839, -2.40955839, -2.70955839, -3.60955839, -4.40955839)
+
+
+@pytest.mark.slow
+def test_every_end_is_where_it_is_said_to_be(monkeypatch):
+    monkeypatch.setattr(mixes, "answer_convergence", lambda: Answer(question="", tables=(), checks=(), words=()))
+    answer = answer_ends()
+    assert [check.claim for check in answer.checks if not check.passed] == [] and len(answer.checks) == 19
+    monkeypatch.setattr(topk, "_terms", lambda name, log_p, log_q: (log_p.exp(), log_p.exp()))
+    assert claims("a teacher alone", [check.claim for check in answer_ends().checks if not check.passed])
