@@ -11,19 +11,23 @@ from torch import nn
 from transformers import DynamicCache
 
 from klamp.core.estimators import exact_kl
+from klamp.core.topk import topk_kl
 from klamp.scoring.model_parts import (
     AHEAD,
     OpenedModel,
     OutputHead,
     Predictions,
+    PrefixKL,
     RoomyLayer,
     Traits,
     cache_rows,
     checkpoints,
     divergence,
+    head_kl,
     head_of,
     steady_length,
     token_logprobs,
+    top_ids,
 )
 
 N, H, V = 6, 5, 11
@@ -51,7 +55,9 @@ def test_log_probabilities_are_the_same_from_hidden_states_and_from_logits(given
     hidden, targets = numbers(N, H).requires_grad_(True), torch.arange(N) % V
     ways = []
     for found in (Predictions(values=hidden, head=given), Predictions(values=given.logits(hidden), head=None)):
-        logprobs, spread = token_logprobs(found, targets, temperature=0.7, entropy=entropy)
+        scored = token_logprobs(found, targets[:, None], temperature=0.7, entropy=entropy, top_k=3)
+        assert torch.equal(scored.ids, torch.cat((given.logits(hidden).topk(3).indices, targets[:, None]), 1))
+        logprobs, spread = scored.logprobs[:, -1], scored.entropy
         ways.append((logprobs, spread, torch.autograd.grad(logprobs.sum(), hidden, retain_graph=True)[0]))
     log_p = (given.logits(hidden) / 0.7).log_softmax(-1)
     for logprobs, spread, gradient in ways:
@@ -60,6 +66,34 @@ def test_log_probabilities_are_the_same_from_hidden_states_and_from_logits(given
         assert (spread is not None) == entropy
         assert spread is None or (torch.allclose(spread, -(log_p.exp() * log_p).sum(-1), atol=1e-6))
         assert spread is None or not spread.requires_grad
+
+
+@pytest.mark.parametrize("which", ["student", "teacher", "union"])
+@pytest.mark.parametrize("hidden", [True, False], ids=["from hidden states", "from logits"])
+def test_the_head_of_a_teacher_with_more_entries_holds_the_shared_ones_once(which, hidden) -> None:
+    """Some of its likeliest tokens are none of the policy's."""
+    k, ours, theirs = 3, numbers(N, H).requires_grad_(True), numbers(N, H, seed=3)
+    larger = head(weight=numbers(V + 4, H, seed=5), bias=None, softcap=None)
+    policy, teacher = Predictions(values=ours, head=head()), Predictions(values=theirs, head=larger)
+    if not hidden:
+        policy, teacher = (Predictions(values=each.logits(), head=None) for each in (policy, teacher))
+    targets = torch.arange(N)[:, None] % V
+    likeliest = top_ids(teacher, k, V) if which != "student" else targets[:, :0]
+    asked = torch.cat((torch.where(likeliest < 0, targets, likeliest), targets), 1)
+    scored = token_logprobs(policy, asked, temperature=0.7, top_k=k)
+    found, seen = head_kl(scored, teacher, likeliest, PrefixKL(top_k=k, head=which), temperature=0.7)
+    p, q = ((each.logits() / 0.7).log_softmax(-1) for each in (policy, teacher))
+    assert which == "student" or bool((likeliest < 0).any())
+    for row in range(N):
+        tops = {"student": p[row].topk(k).indices, "teacher": q[row].topk(k).indices}
+        ids = torch.cat([tops[each] for each in tops if which in (each, "union")]).unique()
+        ids, y = ids[ids < V], targets[row]
+        expected = topk_kl(p[row, ids], q[row, ids], p[row, y][0], q[row, y][0], ~(ids == y).any())
+        assert float(found[row]) == pytest.approx(float(expected), abs=1e-5)
+        assert float(seen["teacher_mass"][row]) == pytest.approx(float(q[row, ids].exp().sum()), abs=1e-5)
+        shared = torch.isin(tops["student"], tops["teacher"]).float().mean()
+        assert float(seen["overlap_ratio"][row]) == pytest.approx(float(shared))
+    assert torch.autograd.grad(found.sum(), ours)[0].any()
 
 
 @pytest.mark.parametrize("direction", ["reverse", "forward", "js"])

@@ -16,6 +16,7 @@ from klamp.core.estimators import exact_kl
 from klamp.core.objective import Weighted, grpo_loss
 from klamp.core.topk import topk_kl
 from klamp.errors import ConfigError, DataError, KLWarning, ModelError, TrainingStopped
+from klamp.scoring import scorer as scorer_module
 from klamp.scoring.completions import select
 from klamp.scoring.scorer import Ask, score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
@@ -72,10 +73,13 @@ def test_the_teacher_s_numbers_are_its_own_of_the_same_tokens(context_of, teache
 
 @pytest.mark.parametrize("head", ["student", "teacher", "union"])
 @pytest.mark.parametrize("direction", ["reverse", "forward", "js"])
-def test_a_head_and_a_tail_are_those_of_the_two_models(context_of, teacher, head, direction):
+def test_a_head_and_a_tail_are_those_of_the_two_models(context_of, teacher, head, direction, monkeypatch):
+    walks, usual = [], scorer_module.token_logprobs
+    monkeypatch.setattr(scorer_module, "token_logprobs", lambda p, t, **k: walks.append(k) or usual(p, t, **k))
     given = {"teacher_estimator": "topk", "teacher_top_k": 3, "teacher_head": head, "teacher_direction": direction}
     context = context_of(teacher_model=teacher, **given, **ALONE)
     rollout, scores, _ = scored(context)
+    assert walks[-1]["top_k"] == 3 and sum(each["top_k"] == 3 for each in walks) == 1  # the policy's only walk
     logits = [logits_of(m, rollout.completions, 1.0) for m in (context.policy, context.teachers.models[""].model)]
     ours, theirs = (x.log_softmax(-1) for x in logits)
     targets = rollout.completions.ids[..., None]

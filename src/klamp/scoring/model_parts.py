@@ -20,7 +20,8 @@ from transformers.cache_utils import DynamicLayer
 
 from klamp.core.estimators import exact_kl
 from klamp.core.heads.kl import linear_kl
-from klamp.core.heads.logprobs import linear_logprobs, linear_topk
+from klamp.core.heads.logprobs import logprobs_of
+from klamp.core.heads.tiles import opaque
 from klamp.core.topk import Tail, topk_kl
 from klamp.core.types import Direction
 from klamp.errors import ModelError
@@ -71,6 +72,11 @@ class Predictions:
     """[..., H] hidden states, or [..., V] logits where there is no head."""
     head: OutputHead | None
 
+    @property
+    def entries(self) -> int:
+        """V, the size of the vocabulary."""
+        return self.values.shape[-1] if self.head is None else len(self.head.weight)
+
     def padded(self, length: int) -> Predictions:
         """The predictions [R, t, ...] with zeros appended: [R, length, ...]."""
         return replace(self, values=nn.functional.pad(self.values, (0, 0, 0, length - self.values.shape[1])))
@@ -84,29 +90,28 @@ class Predictions:
         return Predictions(values=self.values.to(device), head=None if self.head is None else self.head.to(device))
 
 
-def token_logprobs(
-    found: Predictions, targets: Tensor, *, temperature: float, entropy: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Log-probabilities of one token per position (or of several) in nats, with gradient; the entropy there, detached.
+class TokenScores(NamedTuple):
+    """What one walk over the vocabulary finds at N positions; log-probabilities in nats, with gradient."""
 
-    Shapes: predictions [N, ...], targets [N] or [N, K] -> as the targets, [N] or None.
-    """
-    head = found.head
+    logprobs: Tensor  # [N, K]
+    entropy: Tensor | None  # [N], detached
+    ids: Tensor  # [N, K]
+
+
+def token_logprobs(
+    found: Predictions, targets: Tensor, *, temperature: float, entropy: bool = False, top_k: int = 0
+) -> TokenScores:
+    """Scores the `top_k` likeliest tokens of each position (all where there are fewer), then the targets [N, K]."""
+    head, entropies = found.head, None
     if head is not None:
-        given: Any = (found.values, head.weight, targets)
-        options: Any = {"bias": head.bias, "softcap": head.softcap, "temperature": temperature / head.scale}
-        if not entropy:
-            return linear_logprobs(*given, **options), None  # pyright: ignore[reportReturnType]
-        return linear_logprobs(*given, **options, return_entropy=True)  # pyright: ignore[reportReturnType]
+        given, scale = (found.values, head.weight, head.bias), (temperature / head.scale, head.softcap)
+        return TokenScores(*opaque(logprobs_of, given, scale, targets, entropy, top_k))
     logits = found.logits() / temperature
-    normaliser = logits.logsumexp(-1)
-    chosen = logits.gather(-1, targets.view(len(logits), -1)) - normaliser.unsqueeze(-1)
-    logprobs = chosen.view(targets.shape)
-    if not entropy:
-        return logprobs, None
-    with torch.no_grad():
-        log_p = logits - normaliser.unsqueeze(-1)
-        return logprobs, -(log_p.exp() * log_p).sum(-1)
+    log_p = logits - logits.logsumexp(-1, keepdim=True)
+    if entropy:
+        entropies = -(log_p.detach().exp() * log_p.detach()).sum(-1)
+    ids = torch.cat((logits.topk(min(top_k, logits.shape[-1])).indices, targets), 1)
+    return TokenScores(log_p.gather(-1, ids), entropies, ids)
 
 
 def divergence(policy: Predictions, ref: Predictions, *, temperature: float, direction: Direction) -> Tensor:
@@ -141,60 +146,65 @@ class PrefixKL:
     """What stands for the rest."""
 
 
-def prefix_kl(
-    policy: Predictions,
+HEAD = ("student_mass", "teacher_mass", "overlap_ratio")
+"""What is seen of the head of a KL to a teacher, by the names of the metrics."""
+
+
+def head_kl(
+    scored: TokenScores,
     teacher: Predictions,
-    targets: Tensor,
+    theirs: Tensor,
     how: PrefixKL,
     *,
     temperature: float,
     log_weight: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The KL to a teacher at each position in nats, with gradient in the policy. [N, ...], [N, ...], [N] -> [N]
+    """The KL to a teacher over a head of tokens at N positions, in nats, with gradient in the policy. -> [N]
 
-    With it what is seen of a head, without gradient, [N] each: its mass under either model, and the share of the
+    With it what is seen of the head, without gradient, [N] each: its mass under either model, and the share of the
     policy's likeliest tokens that are among the teacher's.
 
     Args:
-        policy: its predictions.
-        teacher: its predictions; a larger vocabulary, with the same ids, is cut to the policy's.
-        targets: the sampled tokens.
+        scored: of the policy in one walk: its likeliest tokens, `theirs` (any token in the place of -1), the target.
+        teacher: its predictions; of a larger vocabulary, with the same ids, the shared part counts.
+        theirs: [N, K] ids of the teacher's likeliest tokens, -1 where the policy has none such; [N, 0] where the head
+            is the student's.
         how: which KL.
         temperature: of both models.
-        log_weight: log(policy / sampler) of the sampled tokens, detached; None: 0.
+        log_weight: log(policy / sampler) of the targets, detached; None: 0.
     """
-    if how.top_k is None:
-        return divergence(policy, teacher, temperature=temperature, direction=how.direction), {}
+    count = scored.ids.shape[1] - 1 - theirs.shape[1]
+    student, target, usable = scored.ids[:, :count], scored.ids[:, -1:], theirs >= 0
+    new = usable & (theirs[:, :, None] != student[:, None, :]).all(-1)  # a token of both heads counts once
+    every = torch.ones_like(student, dtype=torch.bool)
+    part, kept = {
+        "student": (slice(0, count), every),
+        "teacher": (slice(count, -1), usable),
+        "union": (slice(0, -1), torch.cat((every, new), 1)),
+    }[how.head]
+    ours, ids = (torch.cat((each[:, part], each[:, -1:]), 1) for each in (scored.logprobs, scored.ids))
     with torch.no_grad():
-        both = {who: top_ids(each, how.top_k) for who, each in (("student", policy), ("teacher", teacher))}
-    ids = list(both.values()) if how.head == "union" else [both[how.head]]
-    chosen = torch.cat([*ids, targets[:, None]], 1)
-    kept = torch.ones_like(chosen[:, :-1], dtype=torch.bool)
-    if len(ids) > 1:  # a token of both heads counts once
-        kept[:, how.top_k :] = (ids[1][:, :, None] != ids[0][:, None, :]).all(-1)
-    ours = token_logprobs(policy, chosen, temperature=temperature, entropy=False)[0]
-    with torch.no_grad():
-        theirs = token_logprobs(teacher, chosen, temperature=temperature, entropy=False)[0]
-    outside = ~((chosen[:, :-1] == targets[:, None]) & kept).any(-1)
-    head, tail = (ours[:, :-1], theirs[:, :-1]), (ours[:, -1], theirs[:, -1])
+        found = token_logprobs(teacher, ids, temperature=temperature, top_k=0 if theirs.shape[1] else how.top_k or 0)
+    anchor, likeliest = found.logprobs[:, -ids.shape[1] :], theirs if theirs.shape[1] else found.ids[:, : -ids.shape[1]]
+    outside = ~((ids[:, :-1] == target) & kept).any(-1)
+    head, tail = (ours[:, :-1], anchor[:, :-1]), (ours[:, -1], anchor[:, -1])
     kl = topk_kl(*head, *tail, outside, direction=how.direction, tail=how.tail, log_weight=log_weight, kept=kept)
     if not how.top_k:
         return kl, {}
-    common = (both["student"][:, :, None] == both["teacher"][:, None, :]).any(-1)
     masses = [torch.where(kept, each.detach().exp(), 0.0).sum(-1) for each in head]
+    common = (student[:, :, None] == likeliest[:, None, :]).any(-1)
     return kl, dict(zip(HEAD, (*masses, common.float().mean(-1)), strict=True))
 
 
-HEAD = ("student_mass", "teacher_mass", "overlap_ratio")
-"""What is seen of the head of a KL to a teacher, by the names of the metrics."""
+@torch.no_grad()
+def top_ids(found: Predictions, k: int, entries: int) -> Tensor:
+    """The ids of the likeliest tokens at each position, all there are where there are no k. [N, ...] -> [N, K]
 
-
-def top_ids(found: Predictions, k: int) -> Tensor:
-    """The ids of the likeliest tokens at each position, all there are where there are no k. [N, ...] -> [N, K]"""
-    head = found.head
-    if head is None:
-        return found.values.topk(min(k, found.values.shape[-1])).indices
-    return linear_topk(found.values, head.weight, k, bias=head.bias).ids  # cap and temperature keep the order
+    An id from `entries` on, where the other model's vocabulary ends, is -1.
+    """
+    none = torch.empty(len(found.values), 0, dtype=torch.long, device=found.values.device)
+    ids = token_logprobs(found, none, temperature=1.0, top_k=k).ids  # cap and temperature keep the order
+    return torch.where(ids < entries, ids, -1)
 
 
 def rows_of(layer: nn.Linear | nn.Embedding) -> int:

@@ -84,8 +84,8 @@ def _scored(model: nn.Module, completions: Completions, traits: Traits, plan: Pa
     opened = OpenedModel(model, traits)
     rows = torch.arange(len(completions.ids), device=completions.ids.device)
     values, places = run_rows(opened, completions, rows, can_share=plan.shared, plan=plan)
-    targets = completions.ids.flatten()[places]
-    found = token_logprobs(opened.predictions(values), targets, temperature=1.0, entropy=False)[0]
+    targets = completions.ids.flatten()[places, None]
+    found = token_logprobs(opened.predictions(values), targets, temperature=1.0).logprobs[:, 0]
     return found[places.argsort()]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -21,12 +22,14 @@ from klamp.scoring.model_parts import (
     OpenedModel,
     Predictions,
     PrefixKL,
+    TokenScores,
     Traits,
     checkpoints,
     divergence,
-    prefix_kl,
+    head_kl,
     takes,
     token_logprobs,
+    top_ids,
 )
 from klamp.scoring.passes import run_rows
 
@@ -168,6 +171,9 @@ class Scorer(nn.Module):
         return Scores(**{**vars(scores), "logprobs": scores.logprobs + nothing})
 
 
+Pair: TypeAlias = tuple[Tensor, Predictions, Predictions]
+
+
 class _Pieces:
     """The scores of parts of the tokens, put together at the end."""
 
@@ -180,15 +186,20 @@ class _Pieces:
     def add(self, opened: OpenedModel, values: Tensor, places: Tensor) -> None:
         """Add the model's predictions at some positions of the flattened tokens."""
         ask, found = self.ask, opened.predictions(values)
-        targets = self.completions.ids.flatten()[places]
-        logprobs, entropy = token_logprobs(found, targets, temperature=ask.temperature, entropy=ask.entropy)
+        targets = self.completions.ids.flatten()[places, None]
+        taught = [(each, pair) for each in ask.taught if (pair := self._pair(each.rows, each.anchor, found, places))]
+        theirs = self._likeliest(taught, targets, found.entries)
+        asked = torch.cat((torch.where(theirs < 0, targets, theirs), targets), 1)
+        k = max((each.how.top_k or 0 for each, _ in taught), default=0)
+        scored = token_logprobs(found, asked, temperature=ask.temperature, entropy=ask.entropy, top_k=k)
+        logprobs = scored.logprobs[:, -1]
         self._note("logprobs", logprobs, places)
-        if entropy is not None:
-            self._note("entropy", entropy, places)
+        if scored.entropy is not None:
+            self._note("entropy", scored.entropy, places)
         if ask.exact is not None:
             self._exact(ask.exact, found, places)
-        for each in ask.taught:
-            self._taught(each, found, places, logprobs)
+        for each, pair in taught:
+            self._taught(each, pair, places, scored, theirs)
         if ask.keep is not None:
             self.head = found
             at, where = self._among(ask.keep, places)
@@ -206,9 +217,7 @@ class _Pieces:
         rank = rows.long().cumsum(0) - 1
         return at, rank[row[at]] * length + places[at] % length
 
-    def _pair(
-        self, rows: Tensor, other: Predictions, found: Predictions, places: Tensor
-    ) -> tuple[Tensor, Predictions, Predictions] | None:
+    def _pair(self, rows: Tensor, other: Predictions, found: Predictions, places: Tensor) -> Pair | None:
         """Which positions lie in some rows, and the policy's and another model's predictions there; None: none do."""
         at, where = self._among(rows, places)
         if not len(at):
@@ -217,17 +226,29 @@ class _Pieces:
         policy = found if len(at) == len(places) else Predictions(values=found.values[at], head=found.head)
         return at, policy, Predictions(values=values, head=other.head)
 
-    def _taught(self, asked: TeacherKL, found: Predictions, places: Tensor, logprobs: Tensor) -> None:
-        if (pair := self._pair(asked.rows, asked.anchor, found, places)) is None:
-            return
+    @staticmethod
+    def _likeliest(taught: Sequence[tuple[TeacherKL, Pair]], targets: Tensor, entries: int) -> Tensor:
+        """The likeliest tokens of each position's teacher, [N, K]; [N, 0] where no head is made of them."""
+        k = max((each.how.top_k or 0 for each, _ in taught if each.how.head != "student"), default=0)
+        found = targets.new_full((len(targets), k), -1)
+        for _, (at, _, teacher) in taught if k else ():
+            ids = top_ids(teacher, k, entries)
+            found[at, : ids.shape[1]] = ids
+        return found
+
+    def _taught(self, asked: TeacherKL, pair: Pair, places: Tensor, scored: TokenScores, theirs: Tensor) -> None:
         at, policy, teacher = pair
-        weight = None
+        ours, places, weight, head = TokenScores(scored.logprobs[at], None, scored.ids[at]), places[at], None, {}
         if asked.sampler is not None:
-            weight = logprobs.detach()[at] - asked.sampler[:, : self.completions.ids.shape[1]].flatten()[places[at]]
-        targets = self.completions.ids.flatten()[places[at]]
-        kl, head = prefix_kl(policy, teacher, targets, asked.how, temperature=self.ask.temperature, log_weight=weight)
+            sampler = asked.sampler[:, : self.completions.ids.shape[1]].flatten()[places]
+            weight = ours.logprobs[:, -1].detach() - sampler
+        if asked.how.top_k is None:
+            kl = divergence(policy, teacher, temperature=self.ask.temperature, direction=asked.how.direction)
+        else:
+            options = {"temperature": self.ask.temperature, "log_weight": weight}
+            kl, head = head_kl(ours, teacher, theirs[at], asked.how, **options)
         for name, values in {"teacher": kl, **head}.items():
-            self._note(name, values, places[at])
+            self._note(name, values, places)
 
     def _exact(self, exact: ExactKL, found: Predictions, places: Tensor) -> None:
         if (pair := self._pair(exact.rows, exact.ref, found, places)) is None:
