@@ -90,8 +90,8 @@ def estimators_page() -> str:
                 [_over_completions(name, measure(fields)) for name, fields in TERMS],
             ),
             "",
-            "Token-local terms hold the prefixes fixed: what a token does to the KL of later ones is left out, and is",
-            "a larger part the longer the completions are. `klamp explain` measures the same of your configuration.",
+            "Token-local terms hold the prefixes fixed: what a token does to the KL of later ones is left out.",
+            "`klamp explain` measures the same of your configuration.",
             "",
         )
     )

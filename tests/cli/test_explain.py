@@ -64,6 +64,18 @@ def test_a_file_and_flags_on_top_of_it(tmp_path: Path) -> None:
     assert "gradient of KL(policy||ref), token by token" in shown("grpo", "--kl_gradient", "reverse")
 
 
+def test_a_teacher_by_flags_and_from_a_file(tmp_path: Path) -> None:
+    """With its rate of success, with a few, and without a reward; one whose coefficient is 0 is none."""
+    rate = ("--teacher_horizon", "sequence", "--beta", "0", "--teacher_success", "0.0392")
+    text = shown("--teacher_model", "DIR", "--teacher_coef", "0.3", *rate)
+    assert "DIR: 0.3 x k1, KL(policy||teacher)" in text and "0.0392 -> 0.534" in text and "0.5 ->" not in text
+    file = tmp_path / "run.yaml"
+    file.write_text("teacher_model: DIR\nreward: none\nbeta: 0\nnum_generations: 1\n", encoding="utf-8")
+    text = shown(str(file))
+    assert "ends at the teacher (" in text and "success" not in text and "ref)" not in text
+    assert shown("dapo", "--teacher_model", "DIR", "--teacher_coef", "0") == shown("dapo")
+
+
 @pytest.mark.parametrize(
     ("argv", "length"),
     [
@@ -92,6 +104,7 @@ def test_nothing_warns_beside_the_explanation(recwarn: pytest.WarningsRecorder) 
         (["minus-k1", "--beta", "1"], ConfigError, "takes no flags"),
         (["grpo", "--length", "long"], ConfigError, "whole number"),
         (["grpo", "--length", "0"], ConfigError, "1 or more"),
+        (["grpo", "--teacher_success", "4"], ConfigError, "in \\[0, 1\\]"),
         (["--preset", "minus-k1"], ConfigError, "no penalty"),
         (["nowhere.yaml"], ConfigError, "cannot be read"),
         (["ppo", "--scale_rewards", "std"], ConfigError, "group's std"),

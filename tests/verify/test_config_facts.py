@@ -48,7 +48,7 @@ def test_k1s_own_gradient_is_nothing_but_noise() -> None:
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 def test_divided_by_the_own_length_k1_is_not_null() -> None:
     facts = measure(LossConfig(loss_type="grpo"), kl_estimator="k1", kl_gradient="own")
-    assert facts.in_loss.follows.name == "none of these" and facts.kept == 0
+    assert facts.in_loss.follows.name == "none of these" and facts.kept == (0, 0)
     assert measure(kl_estimator="k1", kl_gradient="own").in_loss.follows.name == "zero"
 
 

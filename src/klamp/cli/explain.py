@@ -12,7 +12,9 @@ from klamp.cli.flags import fields_of, read_argv, train_fields
 from klamp.cli.options import ExplainOptions
 from klamp.cli.text import WIDTH, say, show_paragraph
 from klamp.config import PRESETS, find_preset
+from klamp.core.arguments import FROM_0_TO_1, check_number
 from klamp.errors import ConfigError, KLWarning, unknown_name
+from klamp.tasks.base import NO_REWARD
 from klamp.verify.explain import Explanation, Setting, explain_config
 from klamp.verify.printed_formulas import FORMS, explain_form
 
@@ -72,11 +74,15 @@ def _explain_flags(options: ExplainOptions, name: str, flags: Mapping[str, Any])
         warnings.simplefilter("ignore", KLWarning)  # the explanation says the same, in its place
         asked = request_of(dict(flags))
         config, preset = asked.config, asked.options.preset
+        check_number("teacher_success", options.teacher_success, FROM_0_TO_1, optional=True, fix="0.2 for a fifth")
         longest = config.rollout.max_completion_length if "max_completion_length" in asked.given else None
         setting = Setting(
             length=options.length or config.kl.kl_reference_length or longest or LENGTH,
             max_length=longest,
             group_size=config.rollout.num_generations,
             paper=find_preset(preset).paper if preset else "",
+            rewarded=config.task.reward != NO_REWARD,
+            updates=config.optim.num_iterations,
+            success=options.teacher_success,
         )
-        return explain_config(config.kl, config.loss, name=name, setting=setting)
+        return explain_config(config.kl, config.loss, name=name, setting=setting, teacher=config.teacher)

@@ -121,15 +121,16 @@ def describe_average(
     return words[reduction]
 
 
-def describe_price(price: Price, *, group_size: int, of_batch: bool = False) -> str:
+def describe_price(price: Price, *, group_size: int, of_batch: bool = False, name: str = "beta") -> str:
     """A price in words: the reward per nat of a whole completion, and its factors.
 
     Args:
         price: from `price_of`.
         group_size: completions per prompt.
         of_batch: whether advantages that are scaled are divided by the whole batch's standard deviation.
+        name: of the coefficient.
     """
-    parts = [f"beta {price.beta:g}"]
+    parts = [f"{name} {price.beta:g}"]
     if price.length_ratio != 1:
         compared = "more" if price.length_ratio > 1 else "fewer"
         parts.append(f"{price.length_ratio:.4g} (the policy loss is divided by {compared} tokens than the KL)")

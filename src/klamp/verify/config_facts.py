@@ -8,21 +8,24 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
 from klamp.config import KLConfig, KLWarning, LossConfig
+from klamp.config.teacher import TeacherConfig
 from klamp.core.clipping import clip_gate, kl_budget
 from klamp.core.gradients import kl_penalty
 from klamp.verify.judge import Probe, probe_far
 from klamp.verify.one_step import Scene, StepReport, examine_config, scene
-from klamp.verify.oracle import Pull, cosine, pull_of
-from klamp.verify.worlds import Sampler
+from klamp.verify.oracle import Pull, Truths, cosine, gradient_of, local_kl, pull_of, truths
+from klamp.verify.worlds import Sampler, Who
 
 SEEDS = range(4)
 LENGTH = 3
 """Longest completion of the worlds of whole completions, in tokens."""
+JS = "JS(policy, teacher)"
+NO_KL = KLConfig(beta=0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,7 +40,7 @@ class ClipFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class ConfigFacts:
-    """Everything that is measured of a configuration, for `klamp explain` to put into words."""
+    """Everything that is measured of a KL, for `klamp explain` to put into words; `ref` is whom it holds to."""
 
     position: Pull
     """The gradient at one position, for tokens of the policy."""
@@ -47,11 +50,13 @@ class ConfigFacts:
     """Standard deviation of one completion's gradient, in units of the norm of its mean; 0 for a gradient of zero."""
     in_loss: Pull
     """The gradient over whole completions, with the reduction and the advantages of the policy loss."""
-    kept: float
-    """Cosine of that gradient with the summed one: 1 where the reduction only scales it, 0 where it makes one of
-    nothing."""
+    kept: tuple[float, float]
+    """Least and largest cosine of that gradient with the summed one, by world, since lengths differ: 1 where the
+    reduction only scales it, 0 where it makes one of nothing."""
     off_policy: Pull
     """The gradient at one position for tokens of an older policy, as in the second update of a rollout."""
+    still: bool
+    """Of a teacher or the sampler: whether the gradient of every completion is 0 where the policy is that."""
     value: float
     """Expected value of the KL's part of the loss over one completion, in nats; NaN where it is not in the loss."""
     value_bias: float
@@ -62,39 +67,62 @@ class ConfigFacts:
     """One token at +-30 nats in every floating-point type; () where the KL is not made of log-probabilities."""
 
 
-def measure_config(kl: KLConfig, loss: LossConfig, *, length: float) -> ConfigFacts:
+def measure_config(
+    kl: KLConfig, loss: LossConfig, *, length: float, teacher: TeacherConfig | None = None
+) -> ConfigFacts:
     """Measures what the KL of a configuration does, by enumeration.
 
     Args:
         kl: the KL; its beta does not matter.
         loss: the policy loss around it.
         length: reference length in tokens, where the configuration names none.
+        teacher: then it is the KL to that which is measured, without the other.
 
     Raises:
         ConfigError: a combination that `build_objective` refuses.
     """
-    bare = bare_term(kl)
+    bare, taught = (bare_term(kl), None) if teacher is None else (NO_KL, bare_teacher(teacher))
+    term = (teacher or kl).build_term()
+    anchor: Who = "ref" if term.anchor == "reference" else term.anchor
+    direction = "reverse" if teacher is None else teacher.teacher_direction
+
+    def examine(scenes: list[Scene], loss: LossConfig | None = None) -> list[StepReport]:
+        return [examine_config(bare, loss, scene=each, teacher=taught) for each in scenes]
+
+    def pull(scenes: list[Scene], reports: list[StepReport]) -> Pull:
+        return pull_of([report.kl.gradient for report in reports], [_known(each, anchor) for each in scenes])
+
     positions = [_world(seed, length=1) for seed in SEEDS]
     chains = [_world(seed, length=LENGTH) for seed in SEEDS]
     older = [_world(seed, length=1, sampler="other") for seed in SEEDS]
-    found = [examine_config(bare, scene=each) for each in chains]
-    reduced = [examine_config(bare, loss, scene=each) for each in chains]
-    whole, averaged = _pull(chains, found), _pull(chains, reduced)
-    in_loss = kl.kl_placement == "loss"
-    target = sum(report.kl.value - report.kl.value_bias for report in found)
+    arrived = [replace(each, chain=replace(each.chain, policy_logits=each.chain.logits(anchor))) for each in chains]
+    found, reduced = examine(chains), examine(chains, loss)
+    whole, averaged = pull(chains, found), pull(chains, reduced)
+    in_loss = term.placement == "loss"
+    target = sum(local_kl(each.chain.towards(anchor), direction=direction).item() for each in chains)
     value = sum(report.kl.value for report in found)
     return ConfigFacts(
-        position=_pull(positions, [examine_config(bare, scene=each) for each in positions]),
+        position=pull(positions, examine(positions)),
         sequence=whole,
         noise=_noise(whole, found),
         in_loss=averaged,
         kept=_kept(whole, averaged, found, reduced),
-        off_policy=_pull(older, [examine_config(bare, _unbounded(loss), scene=each) for each in older]),
+        off_policy=pull(older, examine(older, _unbounded(loss))),
+        still=anchor != "ref"
+        and all(r.kl.gradient_variance + r.kl.gradient.norm() < 1e-10 for r in examine(arrived, loss)),
         value=value / len(found) if in_loss else math.nan,
-        value_bias=value / target - 1 if in_loss else math.nan,
-        gate=_gate(kl, length=length) if kl.kl_clip_method != "none" else None,
-        probes=_probes(kl) if in_loss and kl.kl_estimator != "exact" else (),
+        value_bias=value / target - 1 if in_loss and target else math.nan,
+        gate=_gate(kl, length=length) if taught is None and kl.kl_clip_method != "none" else None,
+        probes=_probes(kl) if taught is None and in_loss and kl.kl_estimator != "exact" else (),
     )
+
+
+def _known(world: Scene, anchor: Who) -> Truths:
+    """The gradients that a KL to an anchor may be meant to follow."""
+    if anchor == "ref":
+        return world.truths
+    chain = world.chain.towards(anchor)
+    return truths(chain) | {JS: gradient_of(local_kl(chain, direction="js"), chain)}
 
 
 def _world(seed: int, *, length: int, sampler: Sampler = "policy") -> Scene:
@@ -116,7 +144,15 @@ def bare_term(kl: KLConfig) -> KLConfig:
             kl_off_policy=kl.kl_off_policy,
             kl_max_weight=kl.kl_max_weight,
             kl_normalizer=kl.kl_normalizer,
+            reference="sampler" if kl.reference == "sampler" else "auto",
         )
+
+
+def bare_teacher(teacher: TeacherConfig, coef: float = 1.0) -> TeacherConfig:
+    """A KL to a teacher with this coefficient, and of a head, which covers a world of three words, no more than one."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KLWarning)
+        return replace(teacher, teacher_coef=coef, teacher_top_k=min(teacher.teacher_top_k, 1))
 
 
 def _unbounded(loss: LossConfig) -> LossConfig:
@@ -124,10 +160,6 @@ def _unbounded(loss: LossConfig) -> LossConfig:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)
         return LossConfig(surrogate=loss.surrogate, epsilon=1.0, epsilon_high=1e9, scale_rewards="none")
-
-
-def _pull(scenes: list[Scene], reports: list[StepReport]) -> Pull:
-    return pull_of([report.kl.gradient for report in reports], [each.truths for each in scenes])
 
 
 def _noise(pull: Pull, reports: list[StepReport]) -> float:
@@ -140,11 +172,13 @@ def _joined(reports: list[StepReport]) -> torch.Tensor:
     return torch.cat([report.kl.gradient.flatten() for report in reports])
 
 
-def _kept(whole: Pull, averaged: Pull, found: list[StepReport], reduced: list[StepReport]) -> float:
+def _kept(whole: Pull, averaged: Pull, found: list[StepReport], reduced: list[StepReport]) -> tuple[float, float]:
     """How well the reduced gradient points where the summed one does."""
     if "zero" in (whole.follows.name, averaged.follows.name):
-        return float(whole.follows.name == averaged.follows.name)
-    return cosine(_joined(reduced), _joined(found))
+        same = float(whole.follows.name == averaged.follows.name)
+        return same, same
+    cosines = [cosine(a.kl.gradient, b.kl.gradient) for a, b in zip(reduced, found, strict=True)]
+    return min(cosines), max(cosines)
 
 
 def _gate(kl: KLConfig, *, length: float) -> ClipFacts:

@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -18,17 +19,22 @@ from klamp.config.describe import (
     describe_controller,
     describe_movement,
     describe_price,
+    describe_teacher,
 )
-from klamp.config.loss import configured_price, kl_reduction
+from klamp.config.loss import Price, configured_price, kl_reduction
+from klamp.config.teacher import TeacherConfig
 from klamp.core.estimators import ESTIMATORS
-from klamp.verify.config_facts import LENGTH, ClipFacts, ConfigFacts, bare_term, measure_config
-from klamp.verify.convergence import BETA, follow, worlds
+from klamp.core.term import KLTerm
+from klamp.core.types import Direction
+from klamp.verify.config_facts import JS, LENGTH, NO_KL, ClipFacts, ConfigFacts, measure_config
+from klamp.verify.explain_anchors import sampler_end, teacher_lines, trust_region, where_it_ends
 from klamp.verify.judge import far_faults
 from klamp.verify.oracle import Pull
 
 Line = tuple[str, str]
 """A label and a text."""
 
+MEASURED: Mapping[Direction, str] = {"reverse": "KL(policy||ref)", "forward": "KL(ref||policy)", "js": JS}
 STRAIGHT = 0.9999
 """Cosine from which a reduction is said to scale a gradient, and not to turn it."""
 
@@ -59,70 +65,127 @@ class Setting:
     """Completions per prompt."""
     paper: str = ""
     """The paper that the recipe comes from."""
+    rewarded: bool = True
+    """Whether a reward is trained on."""
+    updates: int | None = None
+    """Updates on each batch of completions; None: nobody says."""
+    success: float | None = None
+    """How often the teacher solves a prompt; None: nobody says."""
 
 
-def explain_config(kl: KLConfig, loss: LossConfig, *, name: str, setting: Setting | None = None) -> Explanation:
+def explain_config(
+    kl: KLConfig, loss: LossConfig, *, name: str, setting: Setting | None = None, teacher: TeacherConfig | None = None
+) -> Explanation:
     """Explains what the KL of a configuration does; every statement about a gradient is measured by enumeration.
 
     Args:
         kl: the KL.
         loss: the policy loss around it.
         name: what to call it.
-        setting: expected length, group, paper.
+        setting: expected length, group, paper, updates, and whether there is a reward.
+        teacher: the second anchor.
 
     Raises:
         ConfigError: a combination that `build_objective` refuses.
     """
     setting = setting or Setting()
-    paper = [("paper", setting.paper)] if setting.paper else []
-    if not kl.needs_reference:
+    taught = teacher if teacher is not None and teacher.there else None
+    paper, trust = [("paper", setting.paper)] if setting.paper else [], trust_region(loss)
+    if not kl.needs_reference and taught is None:
         text = "No KL: beta is 0, no reference is loaded, and it costs nothing."
-        lines = [("monitor", "kl_monitor=True loads a reference, and measures the KL all the same"), *paper]
+        lines = [("monitor", "kl_monitor=True loads a reference, and measures the KL all the same"), *trust, *paper]
         return Explanation(name=name, verdict=text, lines=tuple(lines), cautions=())
-    facts = measure_config(kl, loss, length=setting.length)
+    verdicts, lines, proximal = list[str](), list[Line](), kl.reference == "sampler"
+    if kl.needs_reference:
+        facts = measure_config(kl, loss, length=setting.length)
+        verdict = _of_sampler(facts, setting) if proximal else verdict_of(facts, kl_reduction(kl, loss))
+        unused = kl.beta == 0 and kl.controller_name == "fixed"
+        verdicts.append("No pull: beta is 0; the KL is only measured and logged." if unused else verdict)
+        lines += [("equation" if i == 0 else "", _towards(text, kl)) for i, text in enumerate(equations(kl, loss))]
+        lines += _measured(kl, kl_reduction(kl, loss), facts)
+        lines += [("limits", _limits(kl, facts, setting)), *_numbers(facts)]
+        if setting.rewarded and not proximal:
+            lines.append(("price", describe_price(_price(kl, loss, setting), group_size=setting.group_size)))
+        if proximal and taught is None and facts.still:
+            lines.append(("ends", sampler_end(kl, loss)))
+        elif not proximal and taught is None and kl.kl_clip_method == "none" and not kl.excludes:
+            lines.append(("ends", where_it_ends(kl, loss, None, "ref", rewarded=True)))
+    if taught is not None:
+        topk = taught.teacher_estimator == "topk" and taught.teacher_top_k > 0
+        facts = measure_config(NO_KL, loss, length=setting.length, teacher=taught)
+        verdicts.append(_towards(verdict_of(facts, kl_reduction(NO_KL, loss)), taught))
+        lines += [
+            ("teacher", f"{describe_teacher(taught)}{' (a head of 1 in these worlds)' * topk}"),
+            *_measured(taught, kl_reduction(NO_KL, loss), facts),
+        ]
+        size = setting.group_size if setting.rewarded else 0
+        around = loss if size else replace(loss, advantage_baseline="leave_one_out")  # nothing is compared
+        held = kl.beta > 0 and not proximal
+        price = _price(kl, around, replace(setting, group_size=size or 2)) if held else None
+        lines += teacher_lines(kl, around, taught, price, size=size, success=setting.success)
+    control = [("control", f"beta {describe_controller(kl)}")] if kl.needs_reference else []
+    lines += [*trust, *control, *_moving(kl), *paper]
+    cautions = (*kl.cautions(), *_not_measured(kl), *(() if taught is None else taught.cautions()))
+    return Explanation(name=name, verdict=" ".join(verdicts), lines=tuple(lines), cautions=cautions)
+
+
+def _measured(anchor: KLConfig | TeacherConfig, reduction: str, facts: ConfigFacts) -> list[Line]:
+    """What the KL to an anchor does by itself; the policy's own tokens say nothing of the sampler."""
+    term = anchor.build_term()
     lines = [
-        *(("equation" if i == 0 else "", text) for i, text in enumerate(equations(kl, loss))),
-        ("value", _value(kl, facts)),
+        ("value", _value(term, facts, "reverse" if isinstance(anchor, KLConfig) else anchor.teacher_direction)),
         ("pull", describe_pull(facts.position)),
-        ("sequence", _sequence(kl, facts)),
-        ("in the loss", _in_loss(kl, loss, facts)),
-        ("off-policy", _off_policy(kl, facts)),
+        ("sequence", _sequence(term, facts)),
+        ("in the loss", _in_loss(reduction, facts)),
+        ("off-policy", _off_policy(term, facts)),
         ("noise", _noise(facts)),
-        ("limits", _limits(kl, facts, setting)),
-        *_numbers(facts),
-        ("price", _price(kl, loss, setting)),
-        *_where_it_ends(kl, loss),
-        ("control", f"beta {describe_controller(kl)}"),
-        *_moving(kl),
-        *paper,
     ]
-    cautions = (*kl.cautions(), *_not_measured(kl))
-    return Explanation(name=name, verdict=verdict_of(kl, loss, facts), lines=tuple(lines), cautions=cautions)
+    if term.anchor == "reference":
+        return lines
+    still = "exactly 0 in every sample" if facts.still else "not 0 in every sample"
+    if term.anchor == "sampler":
+        lines = [("pull", f"first update of a batch: {still}, at any beta"), lines[4]]
+    else:
+        del lines[2]  # in the loss says it of the reduction in force
+        lines.append(("at teacher", f"the gradient is {still} where the policy is the teacher"))
+    return [(label, _towards(text, anchor)) for label, text in lines]
 
 
-def verdict_of(kl: KLConfig, loss: LossConfig, facts: ConfigFacts) -> str:
+def _towards(text: str, anchor: KLConfig | TeacherConfig) -> str:
+    """A sentence on the reference, said of another anchor."""
+    who = "teacher" if isinstance(anchor, TeacherConfig) else "sampler" if anchor.reference == "sampler" else "ref"
+    return re.sub(r"\bref(?=\b|_)", who, text)
+
+
+def _of_sampler(facts: ConfigFacts, setting: Setting) -> str:
+    """The verdict on a proximal term."""
+    if facts.still and setting.updates == 1:
+        return "Does nothing: with one update per batch (num_iterations 1) its gradient is exactly 0 at any beta."
+    if facts.off_policy.follows.factor <= 0:
+        return "A proximal term that follows neither KL to the sampler."
+    return "A proximal term: holds the later updates of a batch near who drew it, and the run to nothing."
+
+
+def verdict_of(facts: ConfigFacts, reduction: str) -> str:
     """What it does, with the reduction in force: a mean over each completion's own length bends most gradients."""
-    if kl.beta == 0 and kl.controller_name == "fixed":
-        return "No pull: beta is 0; the KL is only measured and logged."
-    one, whole, reduction = facts.position.follows, facts.sequence.follows, kl_reduction(kl, loss)
+    one, whole, (least, most) = facts.position.follows, facts.sequence.follows, facts.kept
     if one.name == "zero":
-        rest = f"; under {reduction} what is left pulls on the length of completions alone" if facts.kept < 1 else ""
+        rest = f"; under {reduction} what is left pulls on the length of completions alone" if least < 1 else ""
         return f"Regularises nothing: its expected gradient, summed over tokens, is zero{rest}."
-    if one.name not in ("reverse", "forward") or one.factor < 0:
+    if one.name not in ("reverse", "forward", JS) or one.factor < 0:
         return f"Follows neither KL: cosine {facts.position.cosine_reverse:.3f} with KL(policy||ref)."
-    reach = "over whole completions" if whole.name == one.name else "token by token"
-    bent = facts.kept < STRAIGHT
-    under = f", bent by {reduction} (cosine {facts.kept:.3f} with the sum over tokens)" if bent else ""
-    return f"Pulls the policy along the gradient of {one.in_words}, {reach}{under}."
+    reach = "over whole completions" if whole.name == one.name != JS else "token by token"
+    under = f", bent by {reduction} (cosine {least:.3f} to {most:.3f} with the sum over tokens, by world)"
+    return f"Pulls the policy along the gradient of {one.in_words}, {reach}{under if least < STRAIGHT else ''}."
 
 
-def _value(kl: KLConfig, facts: ConfigFacts) -> str:
+def _value(term: KLTerm, facts: ConfigFacts, direction: Direction) -> str:
     if math.isnan(facts.value):
         return "k1, an unbiased sample of KL(policy||ref); it stands in the reward or advantage, not in the loss"
     bias = facts.value_bias
     exact = abs(bias) < 1e-9
     size = "unbiased for" if exact else f"{100 * bias:+.1f} % off, in the worlds measured,"
-    return f"{kl.kl_estimator}, in nats: {size} KL(policy||ref), tokens of the policy"
+    return f"{term.value}, in nats: {size} {MEASURED[direction]}, tokens of the policy"
 
 
 def describe_pull(pull: Pull) -> str:
@@ -138,44 +201,44 @@ def describe_pull(pull: Pull) -> str:
     )
 
 
-def _sequence(kl: KLConfig, facts: ConfigFacts) -> str:
+def _sequence(term: KLTerm, facts: ConfigFacts) -> str:
     pull = facts.sequence
     if pull.follows.name == "zero":
         return "nothing of the gradient of KL(policy||ref) over whole completions"
     if pull.follows.name == "reverse":
         return f"keeps all of the gradient of KL(policy||ref) over whole completions (factor {pull.follows.factor:.4g})"
-    left_out = "; left out: what a token does to the KL of later tokens" if kl.kl_horizon == "token" else ""
+    left_out = "; left out: what a token does to the KL of later tokens" if term.horizon == "token" else ""
     return (
         f"keeps {100 * pull.share:.0f} % of the gradient of KL(policy||ref) over whole completions, at cosine "
-        f"{pull.cosine_reverse:.3f} (measured at up to {LENGTH} tokens; less in longer ones){left_out}"
+        f"{pull.cosine_reverse:.3f} (measured at up to {LENGTH} tokens){left_out}"
     )
 
 
-def _in_loss(kl: KLConfig, loss: LossConfig, facts: ConfigFacts) -> str:
-    reduction = kl_reduction(kl, loss)
+def _in_loss(reduction: str, facts: ConfigFacts) -> str:
     why = "every token counts the same"
     if reduction == "sequence_mean":
         why = "each completion's KL is divided by its own length, so that drift in long ones counts less"
     if facts.in_loss.follows.name == "zero":
         return f"{reduction}: {why}; zero"
-    angle = f"cosine {facts.in_loss.cosine_reverse:.3f} with the gradient over whole completions"
     if facts.sequence.follows.name == "zero":
-        return f"{reduction}: {why}; that division alone leaves a gradient, {angle}"
-    return f"{reduction}: {why}; {angle}"
+        return f"{reduction}: {why}; that division alone leaves a gradient"
+    if (least := facts.kept[0]) < STRAIGHT:
+        return f"{reduction}: {why}; cosine {least:.3f} to {facts.kept[1]:.3f} with the sum over tokens, by world"
+    return f"{reduction}: {why}; cosine {facts.sequence.cosine_reverse:.3f} with the gradient over whole completions"
 
 
-def _off_policy(kl: KLConfig, facts: ConfigFacts) -> str:
+def _off_policy(term: KLTerm, facts: ConfigFacts) -> str:
     """The sentence on tokens of an older policy, as in the second update of a rollout."""
     pull, who = facts.off_policy, "tokens of an older policy (second update of a rollout)"
     if pull.follows.name in ("reverse", "forward"):
         return f"{who}: still exactly the gradient of {pull.follows.in_words} at one position"
     if pull.follows.name == "zero":
         return f"{who}: zero"
-    fix = ""
-    if kl.kl_placement != "loss":
+    fix, proximal = "", term.anchor == "sampler" and term.gradient in ("reverse", "forward")
+    if term.placement != "loss":
         fix = "; the KL in it is that of the policy that sampled, and goes stale with every further update"
-    elif kl.kl_off_policy == "none" and facts.position.follows.name != "zero":
-        fix = "; kl_off_policy='token' corrects that"
+    elif term.off_policy == "none" and (facts.position.follows.factor or proximal):
+        fix = f"; {'teacher' if term.anchor == 'teacher' else 'kl'}_off_policy='{term.horizon}' corrects that"
     return f"{who}: neither KL, cosine {pull.cosine_reverse:.3f} with KL(policy||ref){fix}"
 
 
@@ -225,28 +288,9 @@ def _numbers(facts: ConfigFacts) -> list[Line]:
     return [("at 30 nats", "; ".join(faults) or fine)] if facts.probes else []
 
 
-def _price(kl: KLConfig, loss: LossConfig, setting: Setting) -> str:
+def _price(kl: KLConfig, loss: LossConfig, setting: Setting) -> Price:
     size, length = setting.group_size, setting.length
-    price = configured_price(kl, loss, group_size=size, mean_length=length, max_length=setting.max_length or length)
-    return describe_price(price, group_size=size)
-
-
-def _where_it_ends(kl: KLConfig, loss: LossConfig) -> list[Line]:
-    """The fixed point of the expected update in the largest world of `klamp verify convergence`."""
-    if kl.kl_clip_method != "none" or kl.excludes:
-        return []
-    world = worlds()[-1]
-    end = follow(replace(bare_term(kl), beta=BETA), loss, world)
-    at = f"completions of up to {world.chain.length} tokens, all counted, beta {BETA:g}"
-    if not end.stands:
-        return [("ends", f"nowhere: {end.kl:.2g} nats from the reference it is still moving ({at})")]
-    if end.exact:
-        return [("ends", f"at the optimum of E[reward] - price KL(policy||ref): ref exp(reward / price) ({at})")]
-    away = f"{end.distance:.2g} nats from the optimum ref exp(reward / price)"
-    if loss.scale == "std":
-        away = f"{end.nearest:.2g} nats from the nearest optimum ref exp(reward / price), price {end.price:.2g}"
-    against = f"KL {end.kl:.2f} against {end.optimal_kl:.2f}, length {end.length:.2f} against {end.optimal_length:.2f}"
-    return [("ends", f"{away}: {against} ({at})")]
+    return configured_price(kl, loss, group_size=size, mean_length=length, max_length=setting.max_length or length)
 
 
 def _moving(kl: KLConfig) -> list[Line]:

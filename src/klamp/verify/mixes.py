@@ -84,12 +84,12 @@ def _two_anchors() -> Iterator[Check]:
     for name in list(PAIRS)[:-1]:  # in the reward there is no horizon `token`
         end = follow_pair(name, "token", three)
         claim = f"{name}; token, up to 3 tokens: at an end of its own, {end.distance:.2g} nats from the optimum"
-        off = _from_own_end(end.ended) if end.stands and not end.exact else math.nan
+        off = from_own_end(end.ended) if end.stands and not end.exact else math.nan
         yield is_equal(claim, off, 0.0, tolerance=1e-6)
 
 
-def _from_own_end(world: Scene) -> float:
-    """How far a policy is from exp((Q + beta log ref + coef log teacher) / (beta + coef)) at its worst prefix, in nats.
+def from_own_end(world: Scene, beta: float = BETA) -> float:
+    """How far a policy is from exp((Q + beta log ref + COEF log teacher) / (beta + COEF)) at its worst prefix, in nats.
 
     Q(s, y) is what completions earn that go on from s with y; less its mean it is the natural gradient of E[reward].
     """
@@ -97,7 +97,7 @@ def _from_own_end(world: Scene) -> float:
     probs = chain.logprobs("policy").detach().exp()
     earned = gradient_of((y.policy_logprobs.sum(-1).exp() * world.rewards).sum(), chain)
     gained = earned / (prefix_probs(chain, "policy").detach()[:, None] * probs)
-    wanted = (gained + BETA * chain.logprobs("ref") + COEF * chain.logprobs("teacher")) / (BETA + COEF)
+    wanted = (gained + beta * chain.logprobs("ref") + COEF * chain.logprobs("teacher")) / (beta + COEF)
     return (wanted.log_softmax(-1) - probs.log()).abs().max().item()
 
 
