@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 from playwright.sync_api import Locator, Page, expect
 from tests.browser.conftest import Open
+from tests.report.pages import completion, run_of
 
+from klamp.report.page import render
 from klamp.report.text import shown
 
 
@@ -103,6 +105,31 @@ def test_a_link_to_what_a_filter_hides_clears_the_filter(report: Path, open_page
     page.locator("table.worst a").first.click()
     expect(page.locator(":focus")).to_be_in_viewport()
     assert page.get_by_label("Text").input_value() == ""
+
+
+def test_the_shades_follow_the_anchor_that_is_chosen(open_page: Open, tmp_path: Path) -> None:
+    policy, ref, teacher = (-1.0, -2.0, -0.5), (-1.0, -2.4, -0.5), (-5.0, -1.8, math.nan)
+    rows = [
+        completion(policy=policy, ref=ref, teacher=teacher),
+        completion(step=2, policy=policy, ref=(-1.0, -2.0, -0.7), teacher=policy, trained=(False, True, True)),
+        completion(step=3, policy=policy, ref=(-1.0, -2.1, -0.5)),
+    ]
+    (tmp_path / "r.html").write_text(render([run_of(completions=rows)]), encoding="utf-8")
+    page = open_page(tmp_path / "r.html")
+
+    def shades() -> list[list[str]]:
+        return page.locator(".tokens").evaluate_all("all => all.map((s) => Array.from(s.children, (t) => t.className))")
+
+    assert (first := shades()) == [["z", "p2", "z"], ["u m", "z", "p1"], ["z", "p1", "z"]]
+    chooser = page.get_by_label("Shades compare")
+    chooser.select_option("teacher")
+    assert shades() == [["p4", "n1", "u"], ["z", "p1", "z"], ["u m", "z", "z"]], "the one without keeps its reference"
+    expect(page.locator(".facts").first).to_contain_text("KL to the teacher")
+    expect(page.locator(".shades .what")).to_have_text("log policy − log reference or teacher, in nats")
+    page.locator(".tokens span").first.hover()
+    assert tip(page)["log-ratio to the teacher"] == "+4.000 nats"
+    chooser.select_option("reference")
+    assert shades() == first
 
 
 def visible(page: Page) -> list[dict[str, str]]:

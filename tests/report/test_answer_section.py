@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tests.report.pages import Node, parse, run_of
 
 from klamp.diagnostics.history import Answer, Row
@@ -56,6 +58,26 @@ def test_several_runs_stand_side_by_side_after_what_the_first_answered_before() 
         ["question", "before", "none", "a", "b"],
         ["1+1=addition", "3score 0.0", "–", "2score 0.0", "5score 0.0"],
     ]
+
+
+def test_what_the_teacher_answers_is_a_column_more_and_text() -> None:
+    taught = [answer(0, "3"), answer(9, "4"), replace(answer(9, TAG, score=1.0), who="teacher")]
+    made = section(run_with("a", *taught))
+    assert made.one("table").rows() == [
+        ["question", "before", "after", "teacher"],
+        ["1+1=addition", "3score 0.0", "4score 0.0", f"{TAG}score 100.0"],
+    ]
+    assert not made.all("script") and "The teacher's are its own" in made.text
+    runs = [run_with(n, *taught) for n in "ab"] + [run_with("c", replace(taught[2], completion="2"))]
+    columns = ["question", "before", "a", "b", "c", "teacher of a", "teacher of c"]
+    assert section(*runs).one("table").rows()[0] == columns, "a and b have one"
+
+
+def test_a_teacher_at_a_url_has_no_column_and_that_is_said() -> None:
+    run = run_with("a", answer(0, "3"), answer(9, "4"))
+    made = section(replace(run, config={"teacher_url": "http://host:8000"}))
+    assert made.one("table").rows()[0] == ["question", "before", "after"] == section(run).one("table").rows()[0]
+    assert "A teacher at a URL only scores" in made.text and "teacher" not in section(run).text
 
 
 def test_scores_are_written_as_in_the_overview() -> None:

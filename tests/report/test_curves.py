@@ -15,7 +15,7 @@ from klamp.diagnostics.metrics import METRICS
 from klamp.report.alarm_section import numbered
 from klamp.report.chart import Line
 from klamp.report.completions import BINS
-from klamp.report.curves import PLANS, by_position, charts, levels_of, position_charts, thirds
+from klamp.report.curves import PLANS, anchor_curves, by_position, charts, levels_of, position_charts, thirds
 
 
 def test_every_curve_is_a_metric() -> None:
@@ -31,6 +31,26 @@ def test_one_run_has_all_metrics_of_a_plan_in_one_chart_each_in_its_colour_whate
     (alone,) = charts([run_of(k1=[0.0])], {})
     (both,) = charts([run_of(k1=[0.0], exact=[0.0])], {})
     assert alone.series[0].slot == both.series[1].slot == 2
+
+
+def test_with_a_teacher_or_the_sampler_as_anchor_each_kl_is_a_curve_by_its_name() -> None:
+    taught = {"teacher__kl": [0.4, 0.3], "teacher__coef": [1.0, 0.5], "beta": [0.1, 0.1]}
+    found = {chart.name: chart for chart in charts([run_of(k1=[0.0, 0.2], k3=[0.0, 0.3], **taught)], {})}
+    assert [(s.label, s.points) for s in found["chart-anchors"].series] == [
+        ("reference", {1: 0.0, 2: 0.3}),
+        ("teacher", {1: 0.4, 2: 0.3}),
+    ]
+    assert [(s.label, s.points[2]) for s in found["chart-beta"].series] == [("beta", 0.1), ("teacher_coef", 0.5)]
+
+    each = {"teacher__kl.math": [0.5], "teacher__kl.code": [0.3], "teacher__kl": [0.4], "sampler__k3": [0.0]}
+    found = list(anchor_curves([run_of(**each)]).values())
+    assert found == ["reference", "teachers, mean", "teacher code", "teacher math", "sampler"]
+    near = run_of(policy__kl_old=[0.1], sampler__k3=[0.0], details={"config": {"reference": "sampler"}})
+    (chart,) = (chart for chart in charts([near], {}) if chart.name == "chart-anchors")
+    assert [s.label for s in chart.series] == ["sampler, at the last update", "sampler"]
+    runs = [run_of(name="a", **taught), run_of(name="b", k3=[0.0])]
+    assert [c.title for c in charts(runs, {}) if c.name.startswith("chart-anchors")] == ["KL to each anchor: teacher"]
+    assert anchor_curves([run_of(k3=[0.1], sampler__k3=[0.0])]) == {}
 
 
 def test_skills_are_kept_apart_the_trained_one_is_named_and_scores_above_1_stay_as_they_are() -> None:

@@ -96,6 +96,19 @@ def test_filters_have_labels_and_limits() -> None:
     assert "f-run" not in controls
 
 
+def test_the_anchors_that_were_recorded_are_offered_for_the_shades_and_one_alone_is_no_choice() -> None:
+    teacher, sampler = (-1.0, -2.0, -3.5), (-1.0, -2.0, -0.5)
+    made = section(run_of(completions=[completion(teacher=teacher, sampler=sampler), completion(step=2)]))
+    choice = made.one(id="against")
+    assert [each.attributes["value"] for each in choice.all("option")] == ["reference", "teacher", "sampler"]
+    assert "hidden" in choice.attributes and choice.attributes["data-edges"] == "0.1 0.3 1.0 3.0"
+    assert sorted(json.loads(made.one("script").text)["0"]) == ["p", "r", "s", "t"]
+    made = section(run_of(completions=[completion(ref=None, teacher=teacher, prompt="</script>")]))
+    assert not made.all(id="against") and "log policy − log teacher" in made.text
+    assert made.one(of="tokens").all("span")[2].classes == ["p4"]
+    assert made.one("table", of="worst").rows()[1][:4] == ["<eos>", "+3", "60.7 %", "3.0 %"]
+
+
 def test_several_runs_are_told_apart() -> None:
     runs = [
         run_of(name="a", completions=[completion(ref=(-1.5, -2.0, -0.5))]),

@@ -55,6 +55,17 @@ def test_a_card() -> None:
     assert "log policy − log reference" in (strip.attributes["aria-label"] or "")
 
 
+def test_the_distances_to_the_other_anchors_wait_for_the_choice() -> None:
+    made = node(ref=(-1.5, -1.0, -0.5), teacher=(-1.0, -4.0, math.nan), sampler=(-1.0, -2.0, -0.5)).one(of="facts")
+    seen = [each.one("dt").text for each in made.all("div") if "hidden" not in each.attributes]
+    assert seen == ["KL (k3 | k1)", "largest", "length"]
+    kl, largest = made.all("div", data_of="teacher")
+    k3 = math.exp(-2.0) + 2 - 1
+    assert (kl.text, largest.text) == (f"KL to the teacher (k3 | k1){k3:.2f} | +2 nats", "largest2 nats")
+    assert (kl.attributes["data-kl"], kl.attributes["data-worst"]) == (f"{k3:.6g}", "2")
+    assert made.all("div", data_of="sampler")[0].text == "mismatch (k3 | k1)0 | 0 nats"
+
+
 def test_tokens_that_do_not_count_are_marked() -> None:
     made = node(policy=(-1.0, -2.0, math.nan), trained=(False, False, True), sampled=(False, True, True), ended=False)
     assert [token.classes for token in made.one(of="tokens").all("span")] == [["u", "q"], ["u", "m"], ["u"]]

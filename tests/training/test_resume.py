@@ -66,7 +66,8 @@ def weights_of(folder: Path) -> dict[str, torch.Tensor]:
 def assert_same_run(one: Path, other: Path) -> None:
     """Every line of both runs, and the last weights, bit for bit."""
     assert rows_of(one) == rows_of(other)
-    assert (one / "completions.jsonl").read_text() == (other / "completions.jsonl").read_text()
+    for name in ("completions.jsonl", "answers.jsonl"):
+        assert (one / name).read_text() == (other / name).read_text()
     mine, theirs = weights_of(one), weights_of(other)
     assert mine.keys() == theirs.keys()
     assert all(torch.equal(mine[name], theirs[name]) for name in mine)

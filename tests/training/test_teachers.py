@@ -11,6 +11,7 @@ import pytest
 import torch
 from tests.training.conftest import disturb, rows_of, steps_of, stored, tiny_llama
 from tests.training.test_resume import StopAfter, assert_same_run
+from transformers import GenerationConfig
 
 from klamp.core.estimators import exact_kl
 from klamp.core.objective import Weighted, grpo_loss
@@ -22,6 +23,7 @@ from klamp.scoring.scorer import Ask, score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training import teachers
 from klamp.training.backends import train_run
+from klamp.training.folders import lines_of
 from klamp.training.observers import completion_of
 from klamp.training.resumed import check_resume
 from klamp.training.rollouts import collect
@@ -275,6 +277,30 @@ def test_what_cannot_work_is_refused_before_any_work(config_of, teacher, changes
     given = ({} if own or "num_generations" in changes else {"teacher_model": teacher}) | changes
     with pytest.raises(error, match=re.escape(text)):
         train_run(config_of(**given))
+
+
+def test_after_the_last_step_the_teachers_answer(config_of, context_of, teacher, llama, tmp_path):
+    """Case: a held-out row whose key names no teacher, or without the teacher's prompt, has no answer of one."""
+    rows = [dict(row, prompt=f"1{row['prompt']}") for row in ROWS[:6]]
+    rows[3]["who"] = "c"
+    del rows[4]["hint"]
+    ours = prompts_file(tmp_path, ROWS)
+    given = {"teacher_models": (f"a={teacher}", f"b={llama}"), "teacher_key": "who", "teacher_prompt": "hint"} | ALONE
+    (tmp_path / "held.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    held = {"eval_split": str(tmp_path / "held.jsonl"), "eval_size": 6, "log_answers": 6, "train_size": 0}
+    train_run(config_of(max_steps=2, eval_every=1, **held, **ours, **given))
+    written = lines_of(tmp_path / "run" / "answers.jsonl")
+    found = [row for row in written if row.get("who") == "teacher"]
+    assert {row["step"] for row in found} == {2} and {row["step"] for row in written} == {0, 1, 2}
+    assert {row["question"] for row in found} == {row["prompt"] for i, row in enumerate(rows) if i not in (3, 4)}
+    context = context_of(**held, **ours, **given)
+    settings = GenerationConfig(do_sample=False, max_new_tokens=6, eos_token_id=context.stop, pad_token_id=context.pad)
+    for row in found:
+        (own,) = (each for each in rows if each["prompt"] == row["question"])
+        ids = context.tokenizer(own["hint"], return_tensors="pt")["input_ids"]
+        model = context.teachers.models[own["who"]].model
+        out = model.generate(ids, attention_mask=torch.ones_like(ids), generation_config=settings)
+        assert row["completion"] == context.tokenizer.decode(out[0, ids.shape[1] :], skip_special_tokens=True)
 
 
 def test_keys_and_columns_are_checked(context_of, teacher, tmp_path):

@@ -21,6 +21,7 @@ LARGEST = 0.01
 """The largest value that a log-probability may have by rounding."""
 POLICY = ("policy_logprobs", "trainer_logprobs", "old_log_probs", "log_probs", "logprobs")
 REF = ("ref_logprobs", "ref_log_prob", "ref_log_probs", "reference_logprobs")
+TEACHER = ("teacher_logprobs", "teacher_log_probs")
 SAMPLER = ("sampler_logprobs", "inference_logprobs", "rollout_log_probs", "sampling_logprobs")
 TRAINED = ("trained", "loss_mask", "response_mask", "completion_mask")
 TOKENS = ("tokens", "token_ids", "responses", "response_ids", "completion_ids")
@@ -75,6 +76,7 @@ def completion_of(row: Mapping[str, Any], *, default_step: int = 1) -> Completio
     sampler, mask, tokens = _numbers(_first(row, SAMPLER)), _first(row, TRAINED), _first(row, TOKENS)
     trained = flags_of(mask) if isinstance(mask, list) else None
     lists = {"policy": policy, "ref": _numbers(_first(row, REF)), "sampler": sampler, "trained": trained}
+    lists["teacher"] = _numbers(_first(row, TEACHER))
     lists["tokens"] = texts_of(tokens) if isinstance(tokens, list) else [UNKNOWN] * len(policy)
     check_lengths(lists)
     on = trained if trained is not None else every(len(policy))

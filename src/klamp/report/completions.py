@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Literal, Self, TypeAlias
 
 from klamp.diagnostics.alarms_tokens import k3
 from klamp.diagnostics.history import Completion
 from klamp.report.run import ReportRun
+
+Anchor: TypeAlias = Literal["reference", "teacher", "sampler"]
 
 BINS = 64
 """The most stretches that the positions of a completion are joined in."""
@@ -30,7 +32,7 @@ class Shown:
     """Its place among those that were written in its step, from 0; of twins, the first's."""
     times: int
     """How many completions are equal to it, token for token and number for number."""
-    against: Literal["reference", "sampler"] | None
+    against: Anchor | None
     """The model whose log-probabilities the policy's are compared with."""
     ratios: Sequence[float]
     """log policy - log other of each token; NaN where one is missing, or the token is not trained on."""
@@ -54,8 +56,12 @@ class Shown:
 
     @property
     def other(self) -> Sequence[float] | None:
-        """The log-probabilities that the policy's are compared with: the reference's, or the sampler's."""
-        return self.completion.sampler if self.against == "sampler" else self.completion.ref
+        """The log-probabilities that the policy's are compared with."""
+        return None if self.against is None else recorded(self.completion)[self.against]
+
+    def towards(self, anchor: Anchor) -> Self:
+        """The same, compared with another model that scored it."""
+        return replace(self, against=anchor, ratios=_ratios(self.completion, anchor))
 
     @property
     def span(self) -> tuple[int, int]:
@@ -86,7 +92,7 @@ def _of_run(run: ReportRun, number: int) -> Iterable[Shown]:
             twins.setdefault(_identity(each), []).append(index)
         for same in twins.values():
             first = completions[same[0]]
-            against = compared_with(first)
+            against = next(iter(recorded(first)), None)
             yield Shown(
                 run=number,
                 completion=first,
@@ -99,22 +105,28 @@ def _of_run(run: ReportRun, number: int) -> Iterable[Shown]:
 
 
 def _identity(each: Completion) -> tuple[object, ...]:
-    lists = (each.tokens, each.policy, each.ref, each.sampler, each.trained)
+    lists = (each.tokens, each.policy, each.ref, each.teacher, each.sampler, each.trained)
     return (each.group, each.prompt, each.reward, *(None if values is None else tuple(values) for values in lists))
 
 
-def compared_with(completion: Completion) -> Literal["reference", "sampler"] | None:
-    """Which model a completion is compared with: the reference if it scored it, else the sampler if that did."""
-    if completion.ref is not None:
-        return "reference"
-    return None if completion.sampler is None else "sampler"
+def recorded(completion: Completion) -> dict[Anchor, Sequence[float]]:
+    """The models that scored a completion besides the policy, with their log-probabilities; the first is compared with.
+
+    Args:
+        completion: as the record has it.
+    """
+    every: dict[Anchor, Sequence[float] | None] = {
+        "reference": completion.ref,
+        "teacher": completion.teacher,
+        "sampler": completion.sampler,
+    }
+    return {anchor: values for anchor, values in every.items() if values is not None}
 
 
-def _ratios(each: Completion, against: str | None) -> array[float]:
-    other = each.ref if against == "reference" else each.sampler
-    if other is None:
+def _ratios(each: Completion, against: Anchor | None) -> array[float]:
+    if against is None:
         return array("d", [math.nan] * len(each.tokens))
-    rows = zip(each.policy, other, each.is_trained, strict=True)
+    rows = zip(each.policy, recorded(each)[against], each.is_trained, strict=True)
     return array("d", [p - o if on and math.isfinite(p - o) else math.nan for p, o, on in rows])
 
 

@@ -18,6 +18,7 @@ from klamp.diagnostics.names import as_number
 from klamp.report.axes import Series
 from klamp.report.chart import Chart, Line, Mark
 from klamp.report.completions import BINS
+from klamp.report.headlines import KL
 from klamp.report.run import ReportRun, ScoreFormat, skills_of, slots_of
 from klamp.report.text import short
 
@@ -62,6 +63,13 @@ PLANS: tuple[ChartPlan, ...] = (
         curves={"kl/exact": "exact", "kl/k3": "k3", "kl/k1": "k1", "kl/exact_forward": "exact forward"},
     ),
     ChartPlan(
+        name="anchors",
+        title="KL to each anchor",
+        unit="nats/token",
+        text="Reference: the best estimate there is. Teacher: by teacher_estimator, k3 where that is k1. Sampler: k3.",
+        curves={},
+    ),
+    ChartPlan(
         name="kl-completion",
         title="KL per completion",
         unit="nats",
@@ -85,8 +93,8 @@ PLANS: tuple[ChartPlan, ...] = (
         name="beta",
         title="beta",
         unit="reward/nat",
-        text="Coefficient of the KL in force, per token.",
-        curves={"beta": "beta"},
+        text="Coefficient of each KL in force, per token.",
+        curves={"beta": "beta", "teacher/coef": "teacher_coef"},
     ),
     ChartPlan(
         name="length",
@@ -136,7 +144,12 @@ PLANS: tuple[ChartPlan, ...] = (
         title="Loss",
         unit="loss",
         text="The policy's part and the KL's part (beta times its penalty).",
-        curves={"train/loss": "loss", "train/policy_loss": "policy", "train/kl_penalty": "KL"},
+        curves={
+            "train/loss": "loss",
+            "train/policy_loss": "policy",
+            "train/kl_penalty": "KL",
+            "train/teacher_penalty": "teacher",
+        },
     ),
 )
 
@@ -152,16 +165,34 @@ def charts(runs: Sequence[ReportRun], numbers: Mapping[str, int]) -> list[Chart]
 
 
 def plans(runs: Sequence[ReportRun]) -> list[ChartPlan]:
-    """All plans of charts, with one for the skills of these runs."""
+    """All plans of charts, with those for the skills and the anchors of these runs."""
     scores = ScoreFormat.of(runs)
     skills = {f"eval/{name}": name for name in skills_of(runs)[:SKILLS]}
     trained = {f"eval/{run.history.settings.rl_skill}" for run in runs}
     named = {name: label + (" (trained)" if name in trained else "") for name, label in skills.items()}
-    return [plan if plan.curves else _with_curves(plan, named, scores) for plan in PLANS]
+    own = {
+        "retention": {"curves": named, "unit": scores.unit, "include": scores.full, "decimals": scores.decimals},
+        "anchors": {"curves": anchor_curves(runs)},
+    }
+    return [replace(plan, **own.get(plan.name, {})) for plan in PLANS]
 
 
-def _with_curves(plan: ChartPlan, curves: Mapping[str, str], scores: ScoreFormat) -> ChartPlan:
-    return replace(plan, curves=curves, unit=scores.unit, include=scores.full, decimals=scores.decimals)
+def anchor_curves(runs: Sequence[ReportRun]) -> dict[str, str]:
+    """The metric of the KL to each anchor, with its name; none where the reference is the only anchor.
+
+    Args:
+        runs: one; of several, what has a chart elsewhere is left out.
+    """
+    logged = {name for run in runs for name in run.history.names}
+    several = any(name.startswith("teacher/kl.") for name in logged)
+    curves = {"teacher/kl": "teachers, mean" if several else "teacher"} if "teacher/kl" in logged else {}
+    curves |= {name: name.replace("/kl.", " ") for name in sorted(logged) if name.startswith("teacher/kl.")}
+    if any(run.config.get("reference") == "sampler" for run in runs):
+        curves["policy/kl_old"] = "sampler, at the last update"
+    if len(runs) > 1 or not curves:
+        return curves
+    best = next((name for name in KL if name in logged), "kl/k3")
+    return {best: "reference", **curves, "sampler/k3": "sampler"}
 
 
 def _curve(run: ReportRun, name: str, scores: ScoreFormat) -> dict[float, float]:
@@ -192,6 +223,7 @@ def _alone(run: ReportRun, numbers: Mapping[str, int]) -> Iterator[Chart]:
 def _overlaid(runs: Sequence[ReportRun]) -> Iterator[Chart]:
     scores = ScoreFormat.of(runs)
     for plan in plans(runs):
+        alone = len(plan.curves) == 1 and plan.name != "anchors"
         for name, label in plan.curves.items():
             found = zip(runs, [_curve(run, name, scores) for run in runs], slots_of(runs), strict=True)
             series = [
@@ -202,7 +234,7 @@ def _overlaid(runs: Sequence[ReportRun]) -> Iterator[Chart]:
             if series:
                 yield Chart(
                     name=f"chart-{plan.name}-{list(plan.curves).index(name)}",
-                    title=plan.title if len(plan.curves) == 1 or label == plan.name else f"{plan.title}: {label}",
+                    title=plan.title if alone or label == plan.name else f"{plan.title}: {label}",
                     unit=plan.unit,
                     text=plan.text,
                     series=series,

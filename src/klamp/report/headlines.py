@@ -50,9 +50,11 @@ def headlines(run: ReportRun, skills: Sequence[str], scores: ScoreFormat) -> lis
     found += [_kl(run, KL, "KL", "nats/token"), _kl(run, SEQUENCE, "KL per completion", "nats")]
     found += [_after(run.kl_after, AFTER, "nats/token"), _after(run.kl_after_sequence, AFTER_SEQUENCE, "nats")]
     found += [
+        _over_steps(run, ("teacher/kl",), "KL to the teacher", "nats/token"),
         _over_steps(run, ("length/mean",), "Length", "tokens"),
         _over_steps(run, ("policy/entropy",), "Entropy", "nats/token"),
         _over_steps(run, ("beta",), "beta", "reward/nat"),
+        _over_steps(run, ("teacher/coef",), "teacher_coef", "reward/nat"),
     ]
     return [each for each in found if each is not None]
 

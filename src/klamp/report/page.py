@@ -10,7 +10,7 @@ from functools import cache
 from importlib.resources import files
 
 from klamp._version import __version__
-from klamp.diagnostics.history import Answer, answers_of
+from klamp.diagnostics.history import Answer, Question, answers_of
 from klamp.errors import DataError
 from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
 from klamp.report.chart import render_chart
@@ -187,7 +187,7 @@ def _positions(runs: Sequence[ReportRun]) -> Html:
 
 
 def answer_section(runs: Sequence[ReportRun]) -> Html:
-    """What the policy answered at the first and at the last evaluation.
+    """What the policy answered at the first and at the last evaluation, and what its teacher answers.
 
     Args:
         runs: those of the report; what the first of them answered before training stands for all.
@@ -198,19 +198,35 @@ def answer_section(runs: Sequence[ReportRun]) -> Html:
     scores = ScoreFormat.of(runs)
     before = answers_of(first.history.answers, "first")
     after = [answers_of(run.history.answers, "last") for run in runs]
+    taught = _teachers(runs)
     rows = [
         (
             join([shorten(question, LONGEST), element("small", skill)]),
             _cell(before[skill, question], scores),
-            *(_cell(found.get((skill, question)), scores) for found in after),
+            *(_cell(found.get((skill, question)), scores) for found in (*after, *taught.values())),
         )
         for skill, question in list(before)[:MOST]
     ]
-    headings = ("question", "before", *(run.name if len(runs) > 1 else "after" for run in runs))
+    headings = ("question", "before", *(run.name if len(runs) > 1 else "after" for run in runs), *taught)
     unit = f" ({scores.unit})" if scores.points else ""
     text = f"Greedy answers to held-out prompts, with their scores{unit}; before training, and at the last evaluation."
+    if taught:
+        text += " The teacher's are its own, after the last step, to the prompt that it sees."
+    if any(run.config.get("teacher_url") for run in runs):
+        text += " A teacher at a URL only scores: it is not asked for answers."
     table = plain_table(headings, rows, caption="answers before and after training", classes="answers")
     return join([element("p", text, class_="aside"), table])
+
+
+def _teachers(runs: Sequence[ReportRun]) -> dict[str, dict[Question, Answer]]:
+    """Heading -> what a teacher answered; runs whose teachers answered alike have one column."""
+    found: dict[str, dict[Question, Answer]] = {}
+    for run in runs:
+        answers = answers_of(run.history.answers, "last", who="teacher")
+        written = {question: each.completion for question, each in answers.items()}
+        if written and written not in [{q: each.completion for q, each in other.items()} for other in found.values()]:
+            found[f"teacher of {run.name}" if len(runs) > 1 else "teacher"] = answers
+    return found
 
 
 def _cell(answer: Answer | None, scores: ScoreFormat) -> Html:

@@ -6,11 +6,11 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from klamp.report.completions import Place, Shown, worst_tokens
+from klamp.report.completions import Place, Shown, recorded, worst_tokens
 from klamp.report.cost_section import Costs, cost_section
 from klamp.report.run import ReportRun
 from klamp.report.text import Html, Read, count, element, join, json_block, plain_table, probability, shown, signed
-from klamp.report.tokens import card, legend, numbers_of, shade
+from klamp.report.tokens import DISTANCES, EDGES, card, legend, numbers_of, shade
 
 WORST = 15
 BEFORE, AFTER, PROMPT = 8, 4, 40
@@ -63,6 +63,7 @@ def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept:
             _worst_table(runs, here, worst, readers),
             cost_section(runs, completions, spent),
             element("h3", "Completions", id="all-completions"),
+            *_anchor_choice(completions),
             legend(sorted({each.against for each in completions if each.against})),
             _filters(runs, completions),
             element("p", id="count", class_="count", role="status"),
@@ -191,6 +192,15 @@ def _context(read: Read, each: Shown, position: int) -> Html:
         "…" if position + 1 + AFTER < len(tokens) else "",
         class_="context",
     )
+
+
+def _anchor_choice(completions: Sequence[Shown]) -> list[Html]:
+    """The control that says which model the shades compare the policy with; none where there is no choice."""
+    there = {anchor for each in completions for anchor in recorded(each.completion)}
+    names = [(anchor, anchor) for anchor in DISTANCES if anchor in there]
+    edges = " ".join(map(str, EDGES))
+    choice = _select("against", "Shades compare the policy with the", names)
+    return [element("div", choice, id="against", data_edges=edges, hidden=True)] if len(names) > 1 else []
 
 
 def _filters(runs: Sequence[ReportRun], completions: Sequence[Shown]) -> Html:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from klamp.report.completions import Shown
+from klamp.report.completions import Anchor, Shown, recorded
 from klamp.report.text import MISSING, Html, count, element, join, short, shorten, shown, signed
 
 EDGES = (0.1, 0.3, 1.0, 3.0)
 """Sizes of a log-ratio, in nats, at which the shade changes."""
 PROMPT = 2000
 """The most characters of a prompt that are shown."""
+DISTANCES: Mapping[Anchor, str] = {"reference": "KL", "teacher": "KL to the teacher", "sampler": "mismatch"}
+"""What the distance to a model is called on a card."""
 
 
 def shade(ratio: float) -> str:
@@ -40,7 +42,7 @@ def card(each: Shown, number: int, *, read: Callable[[str], str], label: str, li
             "header",
             element("h4", heading, *([Html(" "), *twins] if each.times > 1 else [])),
             *([element("span", label, class_="run")] if label else []),
-            element("dl", *(_fact(name, value) for name, value in facts(each)), class_="facts"),
+            element("dl", *facts(each), class_="facts"),
         ),
         element("div", *_prompt(completion.prompt), _strip(each, number, read, linked), class_="said"),
         class_="completion",
@@ -56,22 +58,24 @@ def card(each: Shown, number: int, *, read: Callable[[str], str], label: str, li
     )
 
 
-def facts(each: Shown) -> list[tuple[str, str]]:
-    """What is known of a completion as a whole, as pairs of name and value."""
+def facts(each: Shown) -> list[Html]:
+    """What is known of a completion as a whole; of the distances only the one that its shades are about is seen."""
     completion = each.completion
     found = [("reward", completion.reward), ("advantage", completion.advantage)]
-    rows = [(name, short(value)) for name, value in found if value is not None]
-    if each.against is not None:
-        whose = "KL" if each.against == "reference" else "mismatch"
-        rows.append((f"{whose} (k3 | k1)", f"{short(each.k3)} | {signed(each.k1)} nats"))
-        rows.append(("largest", f"{short(each.worst)} nats"))
+    rows = [_fact(name, short(value)) for name, value in found if value is not None]
+    for anchor in recorded(completion):
+        one, hidden = each.towards(anchor), anchor != each.against
+        text, sizes = f"{short(one.k3)} | {signed(one.k1)} nats", {"kl": f"{one.k3:.6g}", "worst": f"{one.worst:.6g}"}
+        rows.append(_fact(f"{DISTANCES[anchor]} (k3 | k1)", text, of=anchor, hidden=hidden, **sizes))
+        rows.append(_fact("largest", f"{short(one.worst)} nats", of=anchor, hidden=hidden))
     written = sum(completion.is_sampled)
     ending = {True: ", ended", False: ", cut off", None: ""}[completion.ended]
-    return [*rows, ("length", f"{count(written, 'token')}{ending}")]
+    return [*rows, _fact("length", f"{count(written, 'token')}{ending}")]
 
 
-def _fact(name: str, value: str) -> Html:
-    return element("div", element("dt", name), element("dd", value))
+def _fact(name: str, value: str, *, hidden: bool = False, **data: str) -> Html:
+    named = {f"data_{key}": each for key, each in data.items()}
+    return element("div", element("dt", name), element("dd", value), hidden=hidden, **named)
 
 
 def _prompt(prompt: str) -> list[Html]:
@@ -116,11 +120,8 @@ def numbers_of(each: Shown) -> dict[str, Any]:
     """The log-probabilities of a completion's tokens, rounded, for the script of the page."""
     begin, end = each.span
     completion = each.completion
-    found: dict[str, Any] = {"p": _rounded(completion.policy[begin:end])}
-    for key, values in (("r", completion.ref), ("s", completion.sampler)):
-        if values is not None:
-            found[key] = _rounded(values[begin:end])
-    return found
+    every = {"policy": completion.policy, **recorded(completion)}
+    return {name[0]: _rounded(values[begin:end]) for name, values in every.items()}
 
 
 def _rounded(values: Sequence[float]) -> list[float | None]:
@@ -137,7 +138,7 @@ def legend(against: Sequence[str]) -> Html:
     Args:
         against: whose log-probabilities the policy's are compared with, over the page.
     """
-    other = " or ".join(against) or MISSING
+    other = element("span", " or ".join(against) or MISSING, class_="other")
     steps = [element("span", text, class_=f"swatch {name}") for name, text in _swatches()]
     marks = [
         ("u m", "token", "not trained on"),
@@ -147,10 +148,10 @@ def legend(against: Sequence[str]) -> Html:
     ]
     return element(
         "div",
-        element("p", f"log policy − log {other}, in nats", class_="what"),
+        element("p", "log policy − log ", other, ", in nats", class_="what"),
         element(
             "p",
-            element("span", f"{other} likelier", class_="end"),
+            element("span", other, " likelier", class_="end"),
             *steps,
             element("span", "policy likelier", class_="end"),
             class_="scale",

@@ -7,7 +7,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.folders import COMPLETIONS, checkpoint_folders, lines_of, number_of, policy_in
 from klamp.training.models import load_model, load_tokenizer, with_adapter
+from klamp.training.references import LocalReference
 from klamp.training.rollouts import completed
 from klamp.training.sampling import encode_prompts
 
@@ -81,15 +81,41 @@ def evaluated(
         else:
             texts = [text for part in _parts(mine, BATCH) for text in write(part)]
             rated = [context.task.score(e, t) for e, t in zip(mine, texts, strict=True)]
-            rows = zip(mine, texts, rated, strict=True)
-            answers += [
-                {"skill": e.skill, "question": e.question, "completion": text, "score": rating}
-                for e, text, rating in islice(rows, context.config.run.log_answers)
-            ]
+            shown = slice(context.config.run.log_answers)
+            answers += _rows(mine[shown], texts[shown], rated[shown])
         totals = torch.tensor([sum(rated), len(mine)], dtype=torch.float64, device=context.device)
         summed = context.sum_over_processes(totals)
         scores[skill] = float(summed[0] / summed[1].clamp(min=1))
     return Evaluation(scores=scores, answers=answers)
+
+
+def _rows(examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float]) -> list[dict[str, object]]:
+    return [
+        {"skill": e.skill, "question": e.question, "completion": text, "score": rating}
+        for e, text, rating in zip(examples, texts, scores, strict=True)
+    ]
+
+
+def teacher_answers(context: Context) -> list[dict[str, object]]:
+    """What the teachers that can write here answer greedily, each behind the prompt that it sees; as `answers`.
+
+    Args:
+        context: the run; held-out prompts without a teacher's prompt or key have no answer of a teacher.
+    """
+    task, teachers, shown = context.task, context.teachers, context.config.run.log_answers
+    if teachers is None:
+        return []
+    written = [rows for skill, rows in task.evaluation.items() if skill not in task.read]
+    every = [each for rows in written for each in list(rows)[context.process :: context.processes][:shown]]
+    answers: list[dict[str, object]] = []
+    for key, model in teachers.models.items():
+        examples = [each for each in every if teachers.key(each) == key and teachers.prompt(each) is not None]
+        if examples and isinstance(model, LocalReference):
+            prompts = [str(teachers.prompt(each)) for each in examples]
+            texts = completed(context, prompts, uniforms=None, reference=model).texts(context.tokenizer)
+            rated = [task.score(each, text) for each, text in zip(examples, texts, strict=True)]
+            answers += [{**row, "who": "teacher"} for row in _rows(examples, texts, rated)]
+    return answers
 
 
 def _parts(examples: Sequence[Example], size: int) -> Iterator[Sequence[Example]]:

@@ -107,7 +107,7 @@ class Teachers:
     Args:
         config: says which KL, and where prompts and keys stand.
         models: key -> who scores; "" where there is one.
-        prompts: a training prompt -> the text that the teacher sees in its place; empty: the same.
+        prompts: a prompt -> the text that the teacher sees in its place; empty: the same.
         tokenizer: of the policy, which is the teachers' too.
     """
 
@@ -124,7 +124,11 @@ class Teachers:
 
     def key(self, example: Example) -> str:
         """Which of the teachers a prompt has."""
-        return str(example.fields[self.config.teacher_key]) if self.config.teacher_key else ""
+        return str(example.fields.get(self.config.teacher_key)) if self.config.teacher_key else ""
+
+    def prompt(self, example: Example) -> str | None:
+        """What the teacher sees in the place of a prompt; None: the row of a held-out one does not say."""
+        return self.prompts.get(example.prompt) if self.config.teacher_prompt else example.prompt
 
     def completions(self, examples: Sequence[Example], given: Completions) -> Completions:
         """The same completions behind the prompts that the teacher sees."""
@@ -287,10 +291,10 @@ def _check_tokens(name: str, ours: PreTrainedTokenizerBase) -> None:
 
 
 def teacher_prompts(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """A training prompt -> the prompt that the teacher sees; empty where it sees the same.
+    """A prompt -> the prompt that the teacher sees; empty where it sees the same. Held-out ones may be without.
 
     Raises:
-        DataError: a row without it, or two rows of one prompt with two of them.
+        DataError: a training row without it, or two of them of one prompt with two prompts for the teacher.
     """
     column, found = config.teacher.teacher_prompt, dict[str, str]()
     for row, example in enumerate(task.train if column else (), start=1):
@@ -309,6 +313,10 @@ def teacher_prompts(config: TrainConfig, task: Task, tokenizer: PreTrainedTokeni
                 why="a completion of it could not say which of them the teacher answers",
                 fix="make the prompts differ, or keep one of the rows",
             )
+    for example in (each for rows in task.evaluation.values() for each in rows if column):
+        if given := example.fields.get(column):
+            text = prompt_text(given, config.task, tokenizer, where=f"{column} of a held-out prompt")
+            found.setdefault(example.prompt, text)
     return found
 
 

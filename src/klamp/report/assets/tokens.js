@@ -17,6 +17,7 @@
     length: Number(card.dataset.length),
     blamed: "blamed" in card.dataset,
   }));
+  const anchors = ["reference", "teacher", "sampler"]; // their numbers stand under their first letters
   const byStrip = new Map(cards.map((entry) => [entry.strip, entry]));
 
   // ---- What a token says
@@ -41,16 +42,17 @@
     const entry = byStrip.get(token.parentElement);
     const place = Array.prototype.indexOf.call(token.parentElement.children, token);
     const known = entry.known;
-    const [policy, reference, sampler] = ["p", "r", "s"].map((key) => known[key]?.[place] ?? null);
-    const other = known.r ? reference : sampler;
+    const logprobs = ["policy", ...anchors].map((name) => [name, known[name[0]]?.[place] ?? null]);
+    const policy = logprobs[0][1];
+    const other = known[entry.against?.[0]]?.[place] ?? null;
     const rows = [];
     if (policy !== null && other !== null) {
-      const against = known.r ? "log-ratio" : "log-ratio to the sampler";
+      const against = entry.against === "reference" ? "log-ratio" : `log-ratio to the ${entry.against}`;
       const ratio = policy - other;
       rows.push([against, signed(ratio), "nats"]);
       rows.push(["k3", (Math.expm1(-ratio) + ratio).toPrecision(3).replace("-", "−"), "nats"]);
     }
-    for (const [name, value] of [["policy", policy], ["reference", reference], ["sampler", sampler]]) {
+    for (const [name, value] of logprobs) {
       if (value !== null) rows.push([name, percent(value), `log ${value.toFixed(4).replace("-", "−")}`]);
     }
     rows.push(["position", String(Number(token.parentElement.dataset.begin) + place + 1), ""]);
@@ -150,6 +152,41 @@
     }
   });
 
+  // ---- Which model the shades compare the policy with; a completion that it did not score keeps its first one
+
+  const choice = document.getElementById("against");
+  const chooser = document.getElementById("f-against");
+  const edges = (choice?.dataset.edges ?? "").split(" ").map(Number);
+  function compare() {
+    for (const entry of cards) {
+      const first = anchors.find((name) => entry.known[name[0]]);
+      const wanted = chooser && entry.known[chooser.value[0]] ? chooser.value : first;
+      const before = entry.against ?? first;
+      entry.against = wanted;
+      if (wanted === before) continue;
+      entry.counts ??= Array.from(entry.strip.children, (token) => !token.matches(".m, .q.u"));
+      Array.from(entry.strip.children).forEach((token, place) => {
+        const [policy, other] = [entry.known.p[place], entry.known[wanted[0]][place]];
+        const has = entry.counts[place] && policy !== null && other !== null;
+        token.className = [has ? shade(policy - other) : "u", ...token.className.split(" ").slice(1)].join(" ");
+      });
+      entry.strip.ariaLabel = entry.strip.ariaLabel.replace(/log \w+$/, `log ${wanted}`);
+      for (const fact of entry.card.querySelectorAll("[data-of]")) {
+        fact.hidden = fact.dataset.of !== wanted;
+        if (!fact.hidden && "kl" in fact.dataset) {
+          entry.kl = Number(fact.dataset.kl);
+          entry.worst = Number(fact.dataset.worst);
+        }
+      }
+    }
+    const names = anchors.filter((name) => cards.some((entry) => entry.against === name)).join(" or ");
+    if (names) for (const other of document.querySelectorAll(".shades .other")) other.textContent = names;
+  }
+  function shade(ratio) {
+    const level = edges.filter((edge) => Math.abs(ratio) >= edge).length;
+    return level ? `${ratio > 0 ? "p" : "n"}${level}` : "z";
+  }
+
   // ---- Which completions are shown, in which order
 
   const PAGE = 25;
@@ -161,7 +198,7 @@
   let matching = cards;
 
   const orders = {
-    worst: (a, b) => a.number - b.number,
+    worst: (a, b) => (chooser?.selectedIndex > 0 ? b.worst - a.worst : 0) || a.number - b.number,
     kl: (a, b) => b.kl - a.kl,
     step: (a, b) => a.step - b.step || a.number - b.number,
     last: (a, b) => b.step - a.step || a.number - b.number,
@@ -251,6 +288,14 @@
   });
   addEventListener("hashchange", () => follow(location.hash));
   form.hidden = false;
+  if (choice) {
+    choice.hidden = false;
+    chooser.addEventListener("input", () => {
+      compare();
+      apply();
+    });
+  }
+  compare();
   apply();
   follow(location.hash);
 })();
