@@ -18,12 +18,13 @@ from transformers import PreTrainedModel
 
 from klamp.ablation.outcome import Outcome
 from klamp.ablation.plan import KL_PROMPTS
+from klamp.config.teacher import TeacherConfig
 from klamp.core.masking import masked_sum
 from klamp.core.types import Direction
 from klamp.scoring.completions import select
 from klamp.scoring.model_parts import output_size
 from klamp.scoring.probe import probe
-from klamp.scoring.scorer import Ask, ExactKL, Scorer
+from klamp.scoring.scorer import Ask, ExactKL, PrefixKL, Scorer, TeacherKL
 from klamp.tasks.base import Example
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
@@ -34,6 +35,7 @@ from klamp.training.references import AdapterOffReference, FrozenReference, Loca
 from klamp.training.rollouts import completed
 from klamp.training.sampling import uniform_numbers
 from klamp.training.setup import check_same_vocabulary, load_prompts, on_cpu
+from klamp.training.teachers import load_teachers
 
 COMPLETIONS = 2
 """Completions per held-out prompt and direction."""
@@ -53,6 +55,8 @@ class Sums:
     entropy: float = 0.0
     """The sum of the policy's entropy over tokens, in nats."""
     reward: float = 0.0
+    teacher: float = 0.0
+    """The sum of the exact KL to the teacher over tokens, in nats; 0 where there is none."""
 
     def __add__(self, other: Sums) -> Sums:
         return Sums(**{name: value + getattr(other, name) for name, value in vars(self).items()})
@@ -78,6 +82,8 @@ def numbers_of(
 ) -> dict[str, float]:
     """The exact KL in both directions, per token and per completion, with reward, length and entropy of the policy.
 
+    With a teacher the KL to that as well, of the policy's own completions, whatever coefficient it has.
+
     On held-out prompts of the skill that was trained.
 
     Equation, with d_t the exact KL over the vocabulary at the t-th prefix (source: arXiv:2504.10637)::
@@ -94,7 +100,8 @@ def numbers_of(
     """
     held_out = context.task.evaluation[context.task.rl_skill][:prompts]
     reverse, forward = (_over(context, held_out, direction, told) for direction in ("reverse", "forward"))
-    return {
+    taught = {} if context.teachers is None else {"kl/teacher": reverse.teacher / reverse.tokens}
+    return taught | {
         "reward": reverse.reward / reverse.sequences,
         "length": reverse.tokens / reverse.sequences,
         "entropy": reverse.entropy / reverse.tokens,
@@ -131,7 +138,12 @@ def _batch(context: Context, examples: Sequence[Example], uniforms: Tensor, dire
     theirs = start.score(completions, temperature=temperature, keep=every).predictions
     assert theirs is not None, "it was asked to keep them"
     exact = ExactKL(rows=every, ref=theirs, directions=(direction,))
-    ours = policy(completions, Ask(temperature=temperature, entropy=True, exact=exact))
+    taught: tuple[TeacherKL, ...] = ()
+    if context.teachers is not None and direction == "reverse":
+        whole = slice(0, len(examples))
+        seen = context.teachers.score(examples, completions, temperature=temperature, parts=(whole,))
+        taught = seen.asked(whole, PrefixKL(), None)
+    ours = policy(completions, Ask(temperature=temperature, entropy=True, exact=exact, taught=taught))
     kl, entropy = (ours.exact if direction == "reverse" else ours.exact_forward), ours.entropy
     texts = completions.texts(context.tokenizer) if direction == "reverse" else []
     return Sums(
@@ -139,6 +151,7 @@ def _batch(context: Context, examples: Sequence[Example], uniforms: Tensor, dire
         tokens=int(completions.mask.sum()),
         kl=float(masked_sum(kl.double(), completions.mask)),
         entropy=float(masked_sum(entropy.double(), completions.mask)),
+        teacher=0.0 if ours.teacher is None else float(masked_sum(ours.teacher.double(), completions.mask)),
         reward=sum(context.task.score(e, text) for e, text in zip(examples, texts, strict=False)),
     )
 
@@ -173,15 +186,23 @@ def measured(config: TrainConfig, weights: str | Path | None) -> Context:
         traits = probe(policy)
         reference = FrozenReference(start, name="the model that training started from")
     tokenizer = load_tokenizer(model.tokenizer or model.model)
+    task, scorer = load_prompts(config, tokenizer, longest=max_length(start)), Scorer(policy, traits)
+    who = ("teacher_model", "teacher_models", "teacher_kind", "teacher_prompt", "teacher_key")
+    teacher = TeacherConfig(**{name: getattr(config.teacher, name) for name in who}, teacher_estimator="exact")
+    teachers = None
+    if teacher.kind in ("frozen", "adapter_off"):  # one that moves is gone, one at an address may be
+        held_out = replace(task, train=task.evaluation[task.rl_skill])
+        teachers = load_teachers(replace(config, teacher=teacher), scorer, held_out, tokenizer, accelerator)
     return Context(
         config=replace(config, rollout=replace(config.rollout, top_p=1.0, top_k=0)),
         output_dir=Path(),
         accelerator=accelerator,
         policy=policy,
-        scorer=Scorer(policy, traits),
+        scorer=scorer,
         reference=reference,
+        teachers=teachers,
         tokenizer=tokenizer,
-        task=load_prompts(config, tokenizer, longest=max_length(start)),
+        task=task,
         stop=end_tokens(start, tokenizer),
         vocabulary=output_size(start),
     )

@@ -220,6 +220,7 @@ COLUMNS: tuple[TableColumn, ...] = (
     _number("kl/reverse_sequence", "KL(policy‖start)", "nats/sequence", "distance"),
     _number("kl/forward", "KL(start‖policy)", "nats/token", "distance"),
     _number("kl/forward_sequence", "KL(start‖policy)", "nats/sequence", "distance"),
+    _number("kl/teacher", "KL(policy‖teacher)", "nats/token", "distance"),
     _number("length", "length", "tokens", "run"),
     _number("entropy", "entropy", "nats/token", "run"),
     _number("price", "price of KL", "reward/nat, per completion", "run"),

@@ -189,6 +189,7 @@ class AskedEarly(GRPOTrainer):
 def test_klamps_arguments_train_in_no_trainer_of_trls(tmp_path: Path, asked: dict[str, Any], kind: type) -> None:
     """Not with a schedule of one's own either, as far as there is a beta; after a trainer of klamp's had them, too."""
     args = arguments(folder=tmp_path, max_steps=1, **asked)
+    build(GRPOTrainer, model(), args).create_optimizer_and_scheduler(4)  # before any training, too
     build(AskedEarly, model(), args).train()
     made = model()
     made.config._name_or_path = saved(made, tmp_path / "start")

@@ -7,7 +7,8 @@ penalty, and TRL masks and normalises it with the policy loss, whatever the loss
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -176,16 +177,27 @@ class KLMixin(Host):
         super()._save_checkpoint(model, trial)
         save_state(self, trial)
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's training, DeepSpeed's part of it too; klamp's arguments answer a trainer of klamp's alone."""
+    @contextmanager
+    def _answered(self) -> Iterator[None]:
+        """A time in which klamp's arguments answer, as a trainer of klamp's is asking."""
         asked: Any = self.args
-        asked.taken = True
+        before, asked.taken = asked.taken, True
         try:
-            return super().train(*args, **kwargs)
+            yield
         finally:
-            asked.taken = False
+            asked.taken = before
+
+    def train(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's training; DeepSpeed asks for the schedule before TRL does."""
+        with self._answered():
+            return super().train(*args, **kwargs)
+
+    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's schedule, for whoever makes it before training."""
+        with self._answered():
+            return super().create_scheduler(*args, **kwargs)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with settings_kept(self, hosts_schedule=self.create_scheduler.__module__ == "transformers.trainer"):
+        with settings_kept(self, hosts_schedule=type(self).create_scheduler is KLMixin.create_scheduler):
             super()._load_optimizer_and_scheduler(checkpoint)
         load_state(self, checkpoint)
