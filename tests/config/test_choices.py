@@ -113,6 +113,7 @@ def test_which_controller_is_in_force_and_whether_a_reference_is_needed(
 
 
 DEFAULTS = {
+    "vllm_importance_sampling_clip_max": 3.0,
     "beta": 0.01,
     "kl_clip_threshold": 0.5,
     "kl_clip_temperature": 1.0,

@@ -37,6 +37,11 @@ WITH_TOKENS: dict[str, dict[str, int]] = {
 IN_NO_RUN = {
     "mask-on-prompt": "klamp's own loop hands out completions without their prompts; tests/diagnostics/"
     "test_alarms_tokens.py has it on the rows of other trainers",
+    **{
+        name: "no recorded run has a teacher; tests/diagnostics/test_alarms_teacher.py"
+        for name in ALARMS
+        if "teacher" in name
+    },
 }
 """Alarm that no record shows -> why."""
 

@@ -140,7 +140,11 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     policy = masked(batch.policy_logprobs, batch.mask)
     old = policy.detach() if batch.old_logprobs is None else masked(batch.old_logprobs, batch.mask)
     metrics: dict[str, Tensor] = {}
-    parts = [_Part.of(batch, each) for each in objective.terms]
+    # what is in the reward was priced before, and needs no anchor here
+    needed = [
+        x for x in objective.terms if x.term.placement != "reward" or batch.anchor_logprobs(x.term.anchor) is not None
+    ]
+    parts = [_Part.of(batch, each) for each in needed]
     advantages: Advantages = batch.advantages
     for part in parts:
         if part.term.placement == "advantage":
@@ -165,7 +169,7 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
         )
         metrics["policy/ratio_clipped"] = masked_mean(clipped.float(), batch.mask)
     for coefficient, term in (Weighted(objective.beta, objective.kl), *objective.others):
-        if coefficient <= 0 and (term.anchor == "reference" or batch.towards(term.anchor).ref_logprobs is not None):
+        if coefficient <= 0 and batch.anchor_logprobs(term.anchor) is not None:
             metrics |= kl_metrics(batch, term)
     for part in parts:
         metrics |= kl_metrics(batch, part.term, part.known) | ({} if part.gate is None else part.gate.metrics())

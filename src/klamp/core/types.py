@@ -97,6 +97,12 @@ class Batch:
         _check_kinds(self)
         _check_shapes(self)
 
+    def anchor_logprobs(self, anchor: Anchor) -> LogProbs | None:
+        """Under the anchor; None where the batch has none."""
+        return {"reference": self.ref_logprobs, "teacher": self.teacher_logprobs, "sampler": self.sampler_logprobs}[
+            anchor
+        ]
+
     def towards(self, anchor: Anchor) -> Batch:
         """The batch as a KL to this anchor sees it: what the anchor says stands where the reference's numbers do.
 
@@ -105,7 +111,7 @@ class Batch:
         """
         if anchor == "reference":
             return self
-        found = self.teacher_logprobs if anchor == "teacher" else self.sampler_logprobs
+        found = self.anchor_logprobs(anchor)
         if found is None:
             raise ConfigError(
                 f"a KL to the {anchor} is asked for and the batch has no log-probabilities of it",
