@@ -188,3 +188,35 @@ def test_kl_penalty_is_the_teacher_s_term_too():
     direct = kl_penalty(batch.policy_logprobs, batch.teacher_logprobs, batch.mask, value="k1").sum() / 4
     found = grpo_loss(replace(batch, advantages=torch.zeros(4)), Objective(**SUM, others=(Weighted(1.0, TEACHER),)))
     torch.testing.assert_close(found.metrics["train/teacher_penalty"], direct.detach())
+
+
+def test_of_an_answer_in_pieces_the_policy_s_tokens_are_compared():
+    """Case: a tool's answer between two turns; the last three scores of the teacher's would be taken for the turns'."""
+    mask = torch.tensor([[1, 1, 0, 0, 1]], dtype=torch.bool)
+    policy = torch.tensor([[-0.6, -0.6, -9.0, -9.0, -0.8]], requires_grad=True)
+    teacher = torch.tensor([[-0.5, -0.7, -3.0, -4.0, -0.9]])
+    batch = Batch(policy_logprobs=policy, mask=mask, advantages=torch.zeros(1), teacher_logprobs=teacher)
+    for horizon, expected in (("token", (-0.1, 0.1, 0.0, 0.0, 0.1)), ("sequence", (0.1, 0.2, 0.0, 0.0, 0.1))):
+        term = replace(TEACHER, horizon=horizon)
+        found = grpo_loss(batch, Objective(**SUM, others=(Weighted(1.0, term),)))
+        assert slope(found.loss, batch)[0].tolist() == pytest.approx(expected, abs=1e-6)
+    assert float(found.metrics["teacher/k1"]) == pytest.approx(0.1 / 3)
+
+
+def test_with_a_tool_between_the_turns_the_gradient_is_that_of_the_whole():
+    """By enumeration of turn, tool, turn: the tool's factors cancel, and its own log-probabilities are any."""
+    generator = torch.Generator().manual_seed(0)
+    first, second, q_first, q_second, tool = (
+        torch.randn(*shape, generator=generator, dtype=torch.float64) for shape in ((3,), (3, 2, 3)) * 2 + ((3, 2),)
+    )
+    models = [x.requires_grad_(True) for x in (first, second)]
+    p, q = ((a.log_softmax(-1), b.log_softmax(-1)) for a, b in ((first, second), (q_first, q_second)))
+    a, e, b = torch.cartesian_prod(torch.arange(3), torch.arange(2), torch.arange(3)).T
+    ours, theirs = (torch.stack((x[a], torch.full((18,), -2.0).double(), y[a, e, b]), 1) for x, y in (p, q))
+    drawn = (ours[:, 0] + tool.log_softmax(-1)[a, e] + ours[:, 2]).exp()
+    whole = (drawn * (ours - theirs).sum(-1)).sum()
+    mask = torch.tensor([[True, False, True]]).expand(18, 3)
+    found = kl_penalty(ours, theirs.detach() - 1.0 * ~mask, mask, value="k1", horizon="sequence")
+    mine = torch.autograd.grad((drawn.detach() * found.sum(-1)).sum(), models, retain_graph=True)
+    for one, other in zip(mine, torch.autograd.grad(whole, models), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-14)

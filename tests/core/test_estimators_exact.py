@@ -12,7 +12,8 @@ from torch.nn.functional import kl_div
 
 from klamp.core.estimators import exact_kl
 from klamp.core.heads.kl import linear_kl
-from klamp.errors import ShapeError
+from klamp.core.topk import topk_kl
+from klamp.errors import ConfigError, ShapeError
 
 DIRECTIONS = ("reverse", "forward", "js")
 rows = st.integers(2, 6).flatmap(
@@ -145,3 +146,69 @@ def of_a_head(policy, ref, *, direction):
     """The KL of the same logits as hidden states and bias of a head."""
     head = torch.eye(policy.shape[-1])
     return linear_kl(policy, head, torch.zeros_like(ref), head, direction=direction, ref_bias=ref[0])
+
+
+@pytest.mark.parametrize("padding", [-math.inf, math.nan])
+@pytest.mark.parametrize("direction", DIRECTIONS)
+def test_a_row_of_padding_is_chosen_before_the_arithmetic(direction, padding):
+    """Case: a masked row of -inf; NaN put away afterwards leaves its gradient NaN."""
+    policy = torch.tensor([[0.5, 0.2, -0.1]] * 2, dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor([[-1.2, -0.6, -1.9], [padding] * 3], dtype=torch.float64)
+    value, there = exact_kl(policy, teacher, direction=direction), torch.tensor([True, False])
+    assert value.isnan().tolist() == [False, True]
+    slope = torch.autograd.grad(torch.where(there, value, 0.0).sum(), policy)[0]
+    expected = exact_kl(policy[:1], teacher[:1], direction=direction).sum()
+    assert torch.equal(slope[0], torch.autograd.grad(expected, policy)[0][0]) and not slope[1].any()
+    if direction == "reverse":
+        assert slope[0].tolist() == pytest.approx([0.116712701, -0.204735438, 0.088022736], abs=1e-9)
+        p, kept = policy.log_softmax(-1), there[:, None].expand(2, 3)
+        plain = topk_kl(p, teacher, p[:, 0], teacher[:, 0], ~there, kept=kept, tail="none")
+        assert plain.tolist()[0] == pytest.approx(0.104380945, abs=1e-9)  # with what these numbers lack of 1
+        again = torch.autograd.grad(torch.where(there, plain, 0.0).sum(), policy)[0]
+        assert again.tolist() == [pytest.approx(slope[0].tolist(), abs=1e-9), [0.0] * 3]
+    swapped = exact_kl(teacher, policy.detach(), direction=direction)
+    assert swapped.isnan().tolist() == [False, True]
+
+
+def test_nothing_flows_into_the_anchor():
+    """Case: a teacher that is left trainable comes to the policy."""
+    policy, teacher = (logits(seed, 2, 5).requires_grad_(True) for seed in range(2))
+    for direction in DIRECTIONS:
+        value = exact_kl(policy, teacher, direction=direction).sum()
+        assert torch.autograd.grad(value, (policy, teacher), allow_unused=True)[1] is None
+    with pytest.raises(ConfigError, match="carries the gradient"):
+        exact_kl(policy.detach(), teacher)
+
+
+SHORT, TEMPERED = (1.0, 0.3, -0.4, -1.0), (0.2, 0.8, -0.1, -0.6)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "value", "gradient"),
+    [
+        (0.7, 0.382592383, (0.583207486, -0.410835751, -0.115743169, -0.056628566)),
+        (1.0, 0.184367081, (0.305829538, -0.191783985, -0.068982686, -0.045062867)),
+    ],
+)
+def test_a_temperature_is_that_of_both(temperature, value, gradient):
+    """Case: with the teacher at 1 and the policy at .7 it is 0.3440, and 0 at a sharpened policy."""
+    policy, teacher = (torch.tensor(x, dtype=torch.float64)[:, None] for x in (SHORT, TEMPERED))
+    one = torch.ones(1, 1, dtype=torch.float64)
+    policy.requires_grad_(True)
+    for head in ({}, {"top_k": 4, "targets": torch.tensor([0])}):
+        found = linear_kl(one, policy, one, teacher, temperature=temperature, **head)
+        assert found.item() == pytest.approx(value, abs=1e-9)
+        assert torch.autograd.grad(found.sum(), policy)[0][:, 0].tolist() == pytest.approx(gradient, abs=1e-9)
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_policy_with_padding_is_cut_to_the_shared_ids():
+    policy = torch.tensor((0.8, 0.1, -0.5, 0.3, -1.0, -3.0, -3.4), dtype=torch.float64, requires_grad=True)
+    teacher = torch.tensor((0.2, 0.6, -0.1, -0.4, 0.1), dtype=torch.float64)
+    with pytest.raises(ShapeError) as caught:
+        exact_kl(policy, teacher)
+    assert "cut both to the ids that they share" in caught.value.fix
+    value = exact_kl(policy[:5], teacher)
+    assert value.item() == pytest.approx(0.203150791, abs=1e-9)
+    expected = (0.160945587, -0.135053294, -0.063393218, 0.121488696, -0.083987771, 0.0, 0.0)
+    assert torch.autograd.grad(value, policy)[0].tolist() == pytest.approx(expected, abs=1e-9)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from tests.diagnostics.histories import completion, history_of, look, noisy
 
+from klamp.diagnostics.doctor import examine
 from klamp.diagnostics.history import RunSettings
 
 
@@ -61,6 +62,13 @@ def test_a_teacher_that_is_the_policy_does_nothing() -> None:
     assert rises("teacher-inert", teacher__kl=[9e-5] * 5)
     assert not rises("teacher-inert", teacher__kl=[1.1e-4] * 5)
     assert not rises("teacher-inert", teacher__kl=[9e-5] * 4)
+    moving = {"reward": [0.2, 0.25, 0.31, 0.38], "teacher__coef": [0.1] * 4}
+    assert rises("teacher-inert", teacher__kl=[0.0] * 4, **moving)
+    assert rises("teacher-inert", teacher__kl=[0.3] * 3, **{"teacher__kl.code": [0.0] * 3}), "one of several"
+    assert not rises("teacher-inert", teacher__kl=[0.0] * 2, **moving)
+    assert not rises("teacher-inert", teacher__kl=[0.0] * 3 + [1e-9], **moving)
+    assert not rises("teacher-inert", teacher__kl=[0.0] * 4, groups__saturated=[1.0] * 4), "nothing moved"
+    assert not rises("teacher-inert", teacher__kl=[0.0] * 4, teacher__coef=[0.0] * 4), "not yet in force"
     assert not rises("teacher-inert", teacher__kl=[0.3] * 5 + [1e-5] * 5), "it was reached"
     assert not rises("teacher-inert", teacher__kl=[0.0] * 5 + [0.1] * 5), "it follows the policy slowly"
 
@@ -74,6 +82,11 @@ def test_a_teacher_that_is_never_in_the_loss_does_nothing() -> None:
     assert not rises("teacher-inert", **curves), "in the advantage it has no part of the loss"
     late = curves | {"teacher__coef": [0.0] * 10}
     assert not rises("teacher-inert", train__teacher_penalty=[0.0] * 10, **late), "not yet in force"
+    asked = history_of(settings=RunSettings(teacher_coef=0.1), train__loss=[0.31, 0.3, 0.32])
+    (found,) = (each for each in examine(asked).findings if each.alarm.name == "teacher-inert")
+    assert found.evidence.text == "a teacher is configured, with coefficient 0.1, and 3 steps have no teacher/kl"
+    for coef, loss, more in ((0.1, [0.3] * 2, {}), (None, [0.3] * 3, {}), (0.1, [0.3] * 3, {"teacher__kl": [0.2] * 3})):
+        assert not rises("teacher-inert", settings=RunSettings(teacher_coef=coef), train__loss=loss, **more)
 
 
 def strengths(coef: float, *, kl: float = 0.1, steps: int = 20) -> dict[str, Any]:

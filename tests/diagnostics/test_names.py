@@ -147,6 +147,13 @@ def test_steps_rules_by_their_names_and_settings() -> None:
         assert settings.verifier == "rules"
 
 
+def test_a_teacher_of_the_arguments_counts_where_no_kl_to_it_is_logged() -> None:
+    asked = {"teacher_coef": 0.1, "teacher_top_k": 4}
+    assert settings_of(asked, {"loss", "teacher_requests"}).teacher_coef == 0.1
+    assert settings_of(asked, {"loss", "train/teacher_kl"}).teacher_coef is None
+    assert settings_of({}, {"loss"}).teacher_coef is None
+
+
 def test_a_kl_over_all_updates_of_a_step_is_known_as_one() -> None:
     assert settings_of({}, {"actor/kl_loss", "actor/lr"}).k3_over_updates
     assert not settings_of({}, {"kl", "actor/reward_kl_penalty"}).k3_over_updates

@@ -108,6 +108,10 @@ def test_the_exact_kl_of_two_heads_of_one_form_and_of_different_ones(direction) 
         assert found.min() > 0
         (gradient,) = torch.autograd.grad(found.sum(), ours)
         assert gradient.abs().max() > 0
+    larger = torch.cat((ref.logits(), numbers(N, 2, seed=9)), -1)  # of a teacher whose vocabulary is padded further
+    found = divergence(policy, Predictions(values=larger, head=None), temperature=0.7, direction=direction)
+    expected = exact_kl(policy.logits() / 0.7, ref.logits() / 0.7, direction=direction)
+    assert torch.allclose(found, expected, atol=1e-5)
 
 
 def test_predictions_are_padded_and_moved() -> None:

@@ -21,7 +21,7 @@ from klamp.scoring import scorer as scorer_module
 from klamp.scoring.completions import select
 from klamp.scoring.scorer import Ask, score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training import teachers
+from klamp.training import observers, teachers
 from klamp.training.backends import train_run
 from klamp.training.folders import lines_of
 from klamp.training.observers import completion_of
@@ -152,6 +152,21 @@ def test_each_row_gets_the_numbers_of_its_own_teacher(context_of, teacher, llama
         )
         kl = scores.teacher.detach()[rows][rollout.mask[rows]]
         assert (float(kl.max()) < 1e-5) == (folder == llama)
+
+
+def test_a_micro_batch_has_the_teacher_s_numbers_of_its_own_rows(context_of, teacher):
+    """Case: padded to the longest answer of the step, and read by the last columns of the micro-batch."""
+    context = context_of(teacher_model=teacher, **ALONE)
+    rollout, *_ = scored(context)
+    widths = set()
+    for row in range(len(rollout.texts)):
+        part = slice(row, row + 1)
+        scores = context.scorer(select(rollout.completions, part), Ask(temperature=1.0))
+        batch, length = batch_of(context, rollout, part, scores, context.objective), int(rollout.mask[row].sum())
+        widths.add(batch.mask.shape[1])
+        assert torch.equal(batch.teacher_logprobs[0, :length], rollout.taught.logprobs[row, :length])
+        assert batch.mask[0].sum() == length and batch.teacher_logprobs[batch.mask].all()
+    assert len(widths) > 1
 
 
 @pytest.mark.parametrize(
@@ -329,6 +344,17 @@ def test_another_tokenizer_is_refused_and_another_end_is_told(context_of, tmp_pa
     (ends / "tokenizer_config.json").write_text(json.dumps(settings | {"eos_token": "="}))
     with pytest.warns(KLWarning, match="The teacher ends an answer with '='"):
         context_of(teacher_model=str(ends), **ALONE)
+
+
+def test_a_teacher_with_fewer_entries_is_refused_with_a_way_out(context_of, tmp_path):
+    folder = stored(tiny_llama(vocab_size=42), tmp_path / "small")
+    larger = stored(tiny_llama(vocab_size=44), tmp_path / "large")
+    with pytest.raises(ModelError, match="the teacher has another vocabulary") as caught:
+        context_of(model=larger, teacher_model=folder, **ALONE)
+    assert "cut the policy's padding with resize_token_embeddings(42)" in caught.value.fix
+    assert context_of(model=folder, teacher_model=larger, **ALONE).teachers is not None
+    assert observers.settings_of(context_of(teacher_model=larger, teacher_coef=0.3).config).teacher_coef == 0.3
+    assert observers.settings_of(context_of().config).teacher_coef is None
 
 
 def test_a_resume_with_another_teacher_is_refused(config_of, teacher, llama, tmp_path):

@@ -135,6 +135,22 @@ def test_another_temperature_is_refused_before_anything_is_scored(found, server_
         VLLMReference(f"http://127.0.0.1:{kept_port()}", "start").score(completions, temperature=0.6)
 
 
+def test_an_answer_s_numbers_are_its_own_behind_any_prompt(monkeypatch):
+    """Case: a hint of two tokens, and answers of two and of one; at the policy's positions they were [-2, -3]."""
+    told = {(7, 7, 1, 2, 3): [-2.0, -3.0, -0.5, -0.3], (1, 2, 3): [-0.9, -0.2], (1, 2): [-0.9]}
+
+    def entries(_, sequences):
+        numbers = ([None, *told[tuple(ids)]] for ids in sequences)
+        return [
+            [x if x is None else {str(i): {"logprob": x}} for i, x in zip(ids, row, strict=True)]
+            for ids, row in zip(sequences, numbers, strict=True)
+        ]
+
+    monkeypatch.setattr(VLLMReference, "entries", entries)
+    found = VLLMReference("http://h", "x").logprobs([[7, 7, 1], [1], [1]], [[2, 3], [2, 3], [2]], temperature=1.0)
+    assert found == [[-0.5, -0.3], [-0.9, -0.2], [-0.9]]
+
+
 def test_one_of_several_models_has_to_be_named(found, server_of):
     assert found(server_of(names=("a", "start")), reference_name="start").describe().startswith("start on")
     for names, told in (("b", "a"), "it names a, b"), ((), "it names none"):

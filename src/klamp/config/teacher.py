@@ -241,16 +241,10 @@ def _what(c: TeacherConfig) -> list[Refusal]:
             fix="use teacher_horizon='token', or teacher_direction='reverse'",
         ),
         Refusal(
-            bool(c.teacher_url) and c.teacher_estimator == "exact",
-            "teacher_estimator='exact' cannot use a server",
-            why="a server returns log-probabilities of the likeliest tokens, not whole rows",
-            fix="use teacher_estimator='topk' with teacher_head='teacher', or k1",
-        ),
-        Refusal(
-            bool(c.teacher_url) and topk and c.teacher_head != "teacher",
-            f"teacher_head={c.teacher_head!r} cannot use a server that names its own likeliest tokens",
-            why="it returns the teacher's top k and the sampled token, and scores no ids that it is given",
-            fix="set teacher_head='teacher', or teacher_estimator='k1'",
+            bool(c.teacher_url) and not sampled,
+            f"teacher_estimator={c.teacher_estimator!r} cannot use a server",
+            why="klamp asks a server for the log-probabilities of the sampled tokens alone",
+            fix="use teacher_estimator='k1' or 'k3', or keep the teacher on this machine (teacher_model)",
         ),
         Refusal(
             topk and c.teacher_tail == "none" and c.teacher_top_k == 0,

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from klamp.core.arguments import FLOATS, check_tensors
+from klamp.core.arguments import FLOATS, check_roles, check_tensors
 from klamp.core.masking import upcast
 from klamp.core.types import Direction, Estimator
 from klamp.errors import ConfigError, ShapeError, check_name
@@ -226,8 +226,9 @@ def exact_kl(
     Sampler: none needed for the prefix itself; averaged over prefixes it is the Rao-Blackwellised estimate for
     whoever sampled the prefixes.
     Value: exact for the prefix, >= 0 up to rounding. A vocabulary entry with logit -inf has probability 0, and so has
-    one whose probability rounds to 0.
-    Gradient: exact for the prefix; it leaves out what a token does to later prefixes (see `kl_penalty`, horizon).
+    one whose probability rounds to 0. NaN where a row holds NaN or nothing but -inf, as padding does.
+    Gradient: exact for the prefix, in the policy alone, 0 where the value is NaN; it leaves out what a token does to
+    later prefixes (see `kl_penalty`, horizon).
     Shapes: [..., V], [..., V] -> [...].
 
     Args:
@@ -239,18 +240,22 @@ def exact_kl(
         TensorError: no tensors, no floating-point numbers, or two devices.
         ShapeError: the logits differ in shape, or have no vocabulary.
         UnknownNameError: an unknown direction.
+        ConfigError: policy and reference swapped (the reference carries the gradient).
 
     Source: arXiv:2504.10637 (Rao-Blackwellised estimation of the KL divergence between language models)
     """
     check_name("KL direction", direction, DIRECTIONS)
     check_tensors(FLOATS, policy_logits=policy_logits, ref_logits=ref_logits)
+    check_roles(policy_logits, ref_logits)
     if policy_logits.ndim == 0 or policy_logits.shape != ref_logits.shape:
         raise ShapeError(
             "policy and reference logits differ in shape, or have no vocabulary",
             got=f"policy {tuple(policy_logits.shape)}, ref {tuple(ref_logits.shape)}",
             why="the sum runs over one common vocabulary",
-            fix="use the same tokens and the same vocabulary (padding included) for both models",
+            fix="use the same tokens; where one vocabulary is padded further, cut both to the ids that they share, "
+            "logits[..., :n], and count what is sampled beyond them as not scored",
         )
-    log_policy = upcast(policy_logits).log_softmax(-1)
-    log_ref = upcast(ref_logits).log_softmax(-1)
-    return DIRECTIONS[direction](log_policy, log_ref)
+    policy, ref = upcast(policy_logits), upcast(ref_logits.detach())
+    there = (policy.detach().amax(-1) + ref.amax(-1)).isfinite()  # chosen before the arithmetic: NaN * 0 is NaN
+    log_policy, log_ref = (torch.where(there[..., None], x, torch.zeros_like(x)).log_softmax(-1) for x in (policy, ref))
+    return torch.where(there, DIRECTIONS[direction](log_policy, log_ref), math.nan)

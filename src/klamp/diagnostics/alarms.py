@@ -319,8 +319,8 @@ ALARMS: dict[str, Alarm] = {
             means="It is the policy itself, its KL is not in the loss, or the reward outweighs it.",
             next_step="Check its path and its adapter; raise teacher_coef.",
             rule=teacher.inert,
-            needs=(teacher.KL,),
-            limits=(teacher.SAME, kl.INERT),
+            needs=(f"{teacher.KL}|settings.teacher_coef",),
+            limits=(teacher.SAME, teacher.STILL, kl.INERT),
         ),
         Alarm(
             name="teacher-drowns-reward",

@@ -35,6 +35,11 @@ SAME = Limit(
     unit=f"nats per token, in the first {SETTLED} steps and the last",
     source="the size of the step-zero limit",
 )
+STILL = Limit(
+    value=3,
+    unit="steps in a row at exactly 0, or without a KL of the teacher that is configured",
+    source="a policy that moves is not its teacher in any of them",
+)
 NO_PART = 10
 WRONG = Limit(
     value=-0.3,
@@ -109,7 +114,26 @@ def _overlap_falls(history: History) -> Evidence | None:
 
 def inert(history: History) -> Evidence | None:
     """Finds a teacher that changes nothing: it is the policy, it is not in the loss, or the reward outweighs it."""
-    return _same(history) or _not_in_loss(history) or _outweighed(history)
+    return _absent(history) or _still(history) or _same(history) or _not_in_loss(history) or _outweighed(history)
+
+
+def _absent(history: History) -> Evidence | None:
+    rows, coefficient = history.rows[-int(STILL.value) :], history.settings.teacher_coef or 0.0
+    if coefficient <= 0 or len(rows) < STILL.value or any(name.startswith(KL) for row in rows for name in row.metrics):
+        return None
+    text = f"a teacher is configured, with coefficient {number(coefficient)}, and {len(rows)} steps have no {KL}"
+    return Evidence(text)
+
+
+def _still(history: History) -> Evidence | None:
+    equal, coefficients = (history.last(name, int(STILL.value)) for name in ("groups/saturated", "teacher/coef"))
+    if min(equal, default=0.0) == 1 or min(coefficients, default=1.0) <= 0:
+        return None  # nothing need have moved
+    for name in _each(history):
+        seen = history.last(name, int(STILL.value))
+        if len(seen) == STILL.value and not any(seen):
+            return Evidence(f"{name} was exactly 0 in {len(seen)} steps in a row: the teacher is the policy")
+    return None
 
 
 def _same(history: History) -> Evidence | None:

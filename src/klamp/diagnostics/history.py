@@ -53,6 +53,8 @@ class RunSettings:
     """The evaluated skill that is trained; the others should be kept."""
     eval_size: int | None = None
     """Examples per evaluated skill."""
+    teacher_coef: float | None = None
+    """Coefficient of the KL to a teacher; None also where there is none."""
 
 
 @dataclass(frozen=True, kw_only=True)

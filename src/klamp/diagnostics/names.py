@@ -185,6 +185,9 @@ def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[s
         settings = replace(settings, beta=float(beta))
     if isinstance(loss, str):
         settings = replace(settings, loss_type=loss)
+    coefficient = config.get("teacher_coef")
+    if isinstance(coefficient, int | float) and not any("teacher" in x and "kl" in x for x in logged):
+        settings = replace(settings, teacher_coef=float(coefficient))  # else it is logged, perhaps by another name
     if scale not in (None, "None"):
         settings = replace(settings, scale_rewards="none" if scale in (False, "none", "False") else "std")
     return settings

@@ -118,7 +118,8 @@ def divergence(policy: Predictions, ref: Predictions, *, temperature: float, dir
     """Exact KL at each position in nats, with gradient in the policy. [N, ...], [N, ...] -> [N]"""
     ours, theirs = policy.head, ref.head
     if ours is None or theirs is None or ours[2:] != theirs[2:]:
-        return exact_kl(policy.logits() / temperature, ref.logits() / temperature, direction=direction)
+        own = policy.logits()
+        return exact_kl(own / temperature, ref.logits()[..., : own.shape[-1]] / temperature, direction=direction)
     return linear_kl(
         policy.values,
         ours.weight,
@@ -237,7 +238,8 @@ def check_same_vocabulary(
             f"the {who} has another vocabulary than the policy",
             got=f"{who} {theirs}, policy {ours}",
             why="log-probabilities of the same token ids would speak of different tokens",
-            fix=f"use a {who} of the same model family",
+            fix=f"use a {who} of the same model family"
+            + f", or cut the policy's padding with resize_token_embeddings({theirs})" * (theirs < ours),
         )
 
 

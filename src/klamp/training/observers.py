@@ -213,6 +213,7 @@ def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> RunSetti
         prompts=config.rollout.prompts_per_step,
         rl_skill=rl_skill,
         eval_size=config.task.eval_size,
+        teacher_coef=config.teacher.teacher_coef if config.teacher.there else None,
         k3_over_updates=config.run.backend == "verl" and config.optim.num_iterations > 1,
     )
 
