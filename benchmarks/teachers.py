@@ -15,7 +15,7 @@ DIRECTIONS = {"reverse": 1.0, "forward": 0.0, "js": 0.5}
 """Each with its `beta` in Liger and TRL."""
 K = 64
 SIZES = {True: (64, 64, 8000), False: (384, 896, 151_936)}
-ROUNDS, REPEATS = 2, 2
+ROUNDS, REPEATS = 2, 1
 TARGET = 1.25
 TILE = 4096
 
@@ -90,7 +90,7 @@ RIVALS = ("Liger", "TRL, divergence", "TRL, trainer's loss")
 def cases() -> list[tuple[str, str, bool]]:
     """(way, direction, whether the head learns); the products are the same in every direction."""
     found = [(way, direction, True) for direction in DIRECTIONS for way in WAYS]
-    found += [(way, direction, False) for direction in DIRECTIONS for way in WAYS if way != "Liger"]
+    found += [(way, "reverse", False) for way in WAYS if way != "Liger"]
     return [case for case in found if case[0] != "products" or case[1] == "reverse"]
 
 
