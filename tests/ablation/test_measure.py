@@ -187,6 +187,10 @@ def test_the_kl_to_a_teacher_is_measured_whatever_its_coefficient(llama, tmp_pat
         )
         total += float(kl(ours, theirs).sum())
     assert found["kl/teacher"] == pytest.approx(total / tokens, rel=1e-4) and found["kl/reverse"] < 1e-6
+    other = TrainConfig.from_flat(
+        {"model": llama, **TINY, "eval_size": 3, **given, "teacher_prompt": "of another task"}
+    )
+    assert measured(other, None).teachers is None
 
 
 def test_draws_do_not_depend_on_batches_and_few_prompts_are_the_first(sampled) -> None:

@@ -189,9 +189,10 @@ def measured(config: TrainConfig, weights: str | Path | None) -> Context:
     task, scorer = load_prompts(config, tokenizer, longest=max_length(start)), Scorer(policy, traits)
     who = ("teacher_model", "teacher_models", "teacher_kind", "teacher_prompt", "teacher_key")
     teacher = TeacherConfig(**{name: getattr(config.teacher, name) for name in who}, teacher_estimator="exact")
-    teachers = None
-    if teacher.kind in ("frozen", "adapter_off"):  # one that moves is gone, one at an address may be
-        held_out = replace(task, train=task.evaluation[task.rl_skill])
+    teachers, columns = None, {teacher.teacher_prompt, teacher.teacher_key} - {"", None}
+    held_out = replace(task, train=task.evaluation[task.rl_skill])
+    known = teacher.kind in ("frozen", "adapter_off")  # one that moves is gone, one at an address may be
+    if known and all(columns <= each.fields.keys() for each in held_out.train):  # or it is another task
         teachers = load_teachers(replace(config, teacher=teacher), scorer, held_out, tokenizer, accelerator)
     return Context(
         config=replace(config, rollout=replace(config.rollout, top_p=1.0, top_k=0)),
