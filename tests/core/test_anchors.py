@@ -9,10 +9,12 @@ import pytest
 import torch
 
 from klamp.core.advantages import group_advantages
+from klamp.core.estimators import exact_kl
 from klamp.core.gradients import kl_penalty
 from klamp.core.masking import Totals
 from klamp.core.objective import Objective, Weighted, grpo_loss, without_gradient
 from klamp.core.term import KLTerm
+from klamp.core.topk import topk_kl
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, NonFiniteError
 
@@ -137,6 +139,26 @@ def test_a_word_that_the_teacher_forbids_is_refused_or_bounded_by_name_and_count
     assert float(slope(found.loss, batch)[0, 1]) == pytest.approx(5 / 4)
     assert float(found.metrics["teacher/log_ratio_clamped"]) == pytest.approx(1 / 9)
     assert all(x.isfinite() for x in found.metrics.values())
+
+
+def test_a_kl_over_the_vocabulary_to_a_teacher_that_forbids_a_word_is_refused_and_js_is_finite():
+    policy = torch.tensor([[[0.6, 0.4, 0.0]]], dtype=torch.float64).log().requires_grad_()
+    teacher = torch.tensor([[[0.5, 0.0, 0.5]]], dtype=torch.float64).log()
+    p, q, out = policy[..., 0], teacher[..., 0], torch.tensor([[True]])
+    for value, direction in itertools.product(("exact", "topk"), ("reverse", "forward", "js")):
+        if value == "exact":
+            kl = exact_kl(policy, teacher, direction=direction)
+        else:
+            kl = topk_kl(policy[..., 1:], teacher[..., 1:], p, q, out, direction=direction)
+        term = replace(TEACHER, value=value, gradient="own")
+        batch = Batch(policy_logprobs=p, mask=out, advantages=torch.zeros(1), teacher_logprobs=q, teacher_kl=kl)
+        objective = Objective(**SUM, others=(Weighted(1.0, term),))
+        if direction == "js":
+            assert torch.autograd.grad(grpo_loss(batch, objective).loss, policy)[0].isfinite().all()
+            continue
+        with pytest.raises(NonFiniteError, match="the KL to the teacher is infinite"):
+            grpo_loss(batch, objective)
+        grpo_loss(replace(batch, teacher_mask=~out), objective)
 
 
 def test_a_term_without_its_anchor_is_refused():

@@ -29,7 +29,7 @@ from klamp.core.masking import future_sum, masked, masked_mean, masked_sum, upca
 from klamp.core.surrogates import per_token
 from klamp.core.term import Distances, Gate, KLTerm, carries_kl, require_reference
 from klamp.core.types import Advantages, Batch, Horizon, LogProbs, Mask, TokenValues
-from klamp.errors import ConfigError, ShapeError
+from klamp.errors import ConfigError, NonFiniteError, ShapeError
 
 
 def sequence_log_ratio(
@@ -150,6 +150,7 @@ def token_penalty(
 
     Raises:
         ConfigError: the anchor, its exact KL or the sampler's log-probabilities are asked for and missing.
+        NonFiniteError: the KL to a teacher at some prefix is not finite.
     """
     batch = batch.towards(term.anchor)
     kl_mask, log_w = carries_kl(batch), _log_weights(batch, term)
@@ -163,9 +164,12 @@ def token_penalty(
                 why="it is summed over the vocabulary (or a head of it), from both models' distributions",
                 fix=f"set Batch.{name} = exact_kl(policy_logits, ref_logits)",
             )
+        known_kl = masked(batch.exact_kl, kl_mask)
+        if term.anchor == "teacher":
+            _check_finite(known_kl.detach())
         penalty = exact_penalty(
             batch.policy_logprobs,
-            masked(batch.exact_kl, kl_mask),
+            known_kl,
             log_w,
             batch.mask,
             gradient=term.gradient,
@@ -186,6 +190,17 @@ def token_penalty(
         )
     penalty = penalty if gate is None else gate.apply(penalty, kl_mask)
     return penalty if batch.kl_weight is None else penalty * batch.kl_weight.unsqueeze(-1)
+
+
+def _check_finite(kl: Tensor) -> None:
+    if not bool(kl.isfinite().all()):
+        raise NonFiniteError(
+            "the KL to the teacher is infinite or NaN",
+            got=f"{int((~kl.isfinite()).sum())} of {kl.numel()} tokens",
+            why="one of the two forbids a word that the other allows, or a row of logits is no distribution",
+            fix="use teacher_direction='js', which is finite for any two, or teacher_estimator='k1' with "
+            "teacher_max_log_ratio; tokens that the teacher did not score are False in Batch.teacher_mask",
+        )
 
 
 def shifted_rewards(

@@ -87,6 +87,7 @@ def server_head(
 
     A server that is asked for its k likeliest tokens returns the sampled one beside them where it is not among them:
     one entry too many, told by the count, and no part of the head. A token counts once, and no more than k count.
+    So k is what the server gives at most: of one that was asked for 64 and gives 20, it is 20.
     """
     first = distinct(ids, kept)
     head = first & ~((first.sum(-1, keepdim=True) > k) & (ids == targets[..., None]))
