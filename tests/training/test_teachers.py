@@ -369,6 +369,20 @@ def test_a_resume_with_another_teacher_is_refused(config_of, teacher, llama, tmp
         teachers.check_same_teacher(before, {"": [-1.0, -3.0]})
 
 
+@pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 3}])
+def test_a_cut_sampler_needs_its_weight_in_the_tail(config_of, cut, recwarn):
+    """Case: a tail that is sampled from a nucleus, and taken for the policy's own."""
+    given = {"teacher_model": "DIR", "teacher_estimator": "topk", **ALONE}
+    with pytest.warns(KLWarning, match="Set teacher_off_policy='token', or sample the whole policy"):
+        config_of(**given, **cut)
+    recwarn.clear()
+    with pytest.warns(KLWarning, match="one: a lower bound"):
+        config_of(teacher_tail="bucket", **given, **cut)
+    for right in ({"teacher_off_policy": "token"}, {"teacher_estimator": "exact"}, {"teacher_coef": 0.0, "reward": ""}):
+        config_of(**given | cut | right)
+    assert not [each for each in recwarn if "cut the sampler" in str(each.message)]
+
+
 def test_the_sampler_as_the_anchor_needs_no_second_model(config_of, context_of, tmp_path):
     with pytest.warns(KLWarning, match="no effect with num_iterations=1"):
         config_of(reference="sampler", beta=1.0)

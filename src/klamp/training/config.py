@@ -266,6 +266,24 @@ class TrainConfig:
                 KLWarning,
                 stacklevel=3,
             )
+        cut, taught = self.rollout.top_p < 1 or self.rollout.top_k > 0, self.teacher
+        sampled = taught.teacher_estimator in ("k1", "k3") or (
+            taught.teacher_estimator == "topk" and taught.teacher_tail == "sampled"
+        )
+        if (
+            cut
+            and sampled
+            and taught.there
+            and taught.teacher_placement == "loss"
+            and taught.teacher_off_policy == "none"
+        ):
+            warnings.warn(
+                f"top_p={self.rollout.top_p:g} and top_k={self.rollout.top_k} cut the sampler, whose tokens stand for "
+                "the policy's in the KL to the teacher: without their weight policy / sampler it is off. Set "
+                f"teacher_off_policy={taught.teacher_horizon!r}, or sample the whole policy.",
+                KLWarning,
+                stacklevel=3,
+            )
         if self.kl.kl_early_stop is not None and self.optim.num_iterations == 1:
             warnings.warn(
                 f"kl_early_stop={self.kl.kl_early_stop!r} has no effect: it needs num_iterations of 2 or more, since "
