@@ -33,6 +33,7 @@ def test_a_grid_is_every_combination_the_last_field_fastest() -> None:
         "beta=0.01 kl_estimator=k3",
     ]
     assert arms[2].values == {"beta": 0.01, "kl_estimator": "k1"}
+    assert grid({"teacher_kl_coef": [0.5]})[0].values == {"teacher_coef": 0.5}
     assert [arm.name for arm in grid({})] == ["base"]
 
 

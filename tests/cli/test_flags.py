@@ -12,6 +12,7 @@ import pytest
 from klamp.ablation.plan import OWNED
 from klamp.cli import main, options
 from klamp.cli.flags import (
+    ABSENT,
     DIFFERENCES,
     OTHER_NAMES,
     OTHERS,
@@ -291,6 +292,21 @@ def test_each_is_a_name_that_klamp_does_not_have_for_a_field_that_it_has() -> No
     assert OTHER_NAMES.keys() & by_any_name(train_fields()).keys() == set()
     assert set(OTHER_NAMES.values()) <= train_fields().keys() and DIFFERENCES.keys() <= OTHER_NAMES.keys()
     assert len(OTHER_NAMES) == sum(len(names.split()) for names in OTHERS.values()), "no name stands twice"
+    assert ABSENT.keys() & {*OTHER_NAMES, *by_any_name(train_fields())} == set()
+
+
+@pytest.mark.parametrize("name", ABSENT)
+def test_what_klamp_has_no_field_for_says_why(name: str) -> None:
+    with pytest.raises(UnknownNameError) as caught:
+        read_argv(train_fields(), [f"--{name}", "1"], command="klamp train")
+    assert (caught.value.why, caught.value.fix) == (ABSENT[name], "leave it out")
+
+
+@pytest.mark.parametrize("alias", TEACHER_ALIASES)
+def test_the_names_of_a_teacher_s_fields_elsewhere_are_flags(alias: str) -> None:
+    """Case: each was listed as a flag, and refused as no field of the configuration."""
+    given = read_argv(train_fields(), [f"--{alias}", "3"], command="klamp train")
+    assert [*given] == [TEACHER_ALIASES[alias]]
 
 
 @pytest.mark.parametrize("name", OTHER_NAMES)

@@ -29,6 +29,8 @@ def test_a_mean_past_its_limit(name: str, metric: str, wrong: float, right: floa
     assert rises(name, **{metric: [wrong] * steps})
     assert not rises(name, **{metric: [right] * steps})
     assert not rises(name, **{metric: [wrong] * (steps - 1)}), "too few steps"
+    found = look(name, history_of(**{metric: [right] * steps, f"{metric}.code": [wrong] * steps}))
+    assert found is not None and found.text.endswith(f" ({metric.replace('__', '/')}.code)")
 
 
 def test_a_teacher_that_is_not_reached() -> None:
@@ -53,6 +55,8 @@ def test_heads_that_come_apart(fall: float, wrong: bool) -> None:
     early, late = noisy(0.8, 10, scale=0.002), noisy(0.8 - fall, 10, scale=0.002, seed=1)
     assert rises("teacher-outside-head", teacher__overlap_ratio=early + late) is wrong
     assert not rises("teacher-outside-head", teacher__overlap_ratio=(early + late)[1:])
+    two = {"teacher__overlap_ratio": [0.8] * 20, "teacher__overlap_ratio.code": early + late}
+    assert rises("teacher-outside-head", **two) is wrong
     loud = noisy(0.8, 10, scale=0.2) + noisy(0.8 - fall, 10, scale=0.2)
     assert not rises("teacher-outside-head", teacher__overlap_ratio=loud), "within its noise"
 

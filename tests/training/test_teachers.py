@@ -19,6 +19,7 @@ from klamp.core.topk import topk_kl
 from klamp.errors import ConfigError, DataError, KLWarning, ModelError, TrainingStopped
 from klamp.scoring import scorer as scorer_module
 from klamp.scoring.completions import select
+from klamp.scoring.model_parts import HEAD
 from klamp.scoring.scorer import Ask, score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training import observers, teachers
@@ -220,7 +221,8 @@ def test_what_is_seen_of_the_head_is_logged(context_of, config_of, teacher, tmp_
         folder = str(tmp_path / str(parts))
         train_run(config_of(output_dir=folder, max_steps=1, gradient_accumulation_steps=parts, **given))
     one, two = (steps_of(tmp_path / parts)[0] for parts in "12")
-    for name in (f"teacher/{each}" for each in scores.head):
+    assert one["teacher/cut_mass"] == two["teacher/cut_mass"] == 0
+    for name in (f"teacher/{each}" for each in HEAD[:3]):
         assert 0 < one[name] < 1 and one[name] == pytest.approx(two[name])
 
 
@@ -232,6 +234,38 @@ def test_each_of_several_teachers_has_its_kl(config_of, teacher, llama, tmp_path
     train_run(config_of(**given, **ALONE))
     (row,) = steps_of(tmp_path / "run")
     assert abs(row["teacher/kl.b"]) < 1e-5 < 0.01 < row["teacher/kl"] < row["teacher/kl.a"]
+    assert row["teacher/unscored.a"] == row["teacher/unscored.b"] == row["teacher/unscored"] == 0
+
+
+def test_what_is_seen_of_each_of_several_teachers(config_of, teacher, llama, tmp_path):
+    given = prompts_file(tmp_path, ROWS) | {"teacher_models": (f"a={teacher}", f"b={llama}"), "teacher_key": "who"}
+    given |= {"train_size": 0, "teacher_estimator": "topk", "teacher_top_k": 3, "max_steps": 1, "beta": 0.0}
+    rows = []
+    for parts in (1, 2):
+        folder = str(tmp_path / str(parts))
+        train_run(config_of(output_dir=folder, gradient_accumulation_steps=parts, **given))
+        rows += steps_of(folder)
+    names = ("student_mass", "teacher_mass", "overlap_ratio", "unscored", "kl")
+    for key in (f"teacher/{name}.{each}" for name in names for each in "ab"):
+        assert rows[0][key] == pytest.approx(rows[1][key], abs=1e-6), key
+    assert rows[0]["teacher/overlap_ratio.b"] == 1 > rows[0]["teacher/overlap_ratio.a"]
+    assert rows[0]["teacher/student_mass.b"] == pytest.approx(rows[0]["teacher/teacher_mass.b"])
+    ends = [rows[0][f"teacher/end{key}"] for key in ("", ".a", ".b") if f"teacher/end{key}" in rows[0]]
+    assert ends and min(ends[1:]) <= ends[0] <= max(ends[1:])
+
+
+def test_the_mass_of_a_larger_vocabulary_is_told_and_a_larger_policy_refused(context_of, llama, tmp_path):
+    model = tiny_llama()
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    larger = stored(model, tmp_path / "larger")
+    for estimator in ("exact", "topk"):
+        context = context_of(teacher_model=larger, teacher_estimator=estimator, **ALONE)
+        rollout, scores, _ = scored(context)
+        theirs = logits_of(context.teachers.models[""].model, rollout.completions, 1.0).softmax(-1)
+        mask = rollout.mask
+        torch.testing.assert_close(scores.head["cut_mass"][mask], theirs[..., -8:].sum(-1)[mask], rtol=0, atol=1e-5)
+    with pytest.raises(ModelError, match="cut the policy's padding"):
+        context_of(model=larger, teacher_model=llama, **ALONE)
 
 
 def test_a_coefficient_that_is_0_in_a_step_still_has_its_kl(config_of, teacher, tmp_path):

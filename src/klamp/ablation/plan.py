@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from klamp.config.kl import resolve_aliases
+from klamp.config.teacher import ALL_ALIASES
 from klamp.errors import ConfigError, KlampError, RunFolderError, without_credentials
 from klamp.tasks.files import yaml_of
 from klamp.tasks.paths import with_end
@@ -99,7 +100,7 @@ def grid(sweep: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
         UnknownNameError: no such field; names the nearest.
         ConfigError: a field without values, or with one value twice.
     """
-    fields = resolve_aliases(sweep, set(field_owners()))
+    fields = resolve_aliases(sweep, set(field_owners()), ALL_ALIASES)
     for name, values in fields.items():
         if not values:
             raise ConfigError(f"{name} is swept over nothing", got="no value", fix=f"give values, or leave {name} out")
@@ -238,7 +239,7 @@ def sees(folder: Path, run: Run) -> bool:
 def _known(values: Mapping[str, Any], where: str) -> dict[str, Any]:
     """The values under their proper names; refuses fields that the ablation sets itself."""
     try:
-        resolved = resolve_aliases(values, set(field_owners()))
+        resolved = resolve_aliases(values, set(field_owners()), ALL_ALIASES)
     except ConfigError as error:
         raise named(error, where) from error
     for name in resolved.keys() & OWNED.keys():

@@ -13,6 +13,7 @@ from klamp.cli.arguments import load_yaml, mapping_of, preset_values, read_entri
 from klamp.cli.flags import by_any_name, field_name, fields_of, split_argv, train_fields, unknown_key
 from klamp.cli.options import AblateOptions
 from klamp.config.kl import resolve_aliases
+from klamp.config.teacher import ALL_ALIASES
 from klamp.errors import ConfigError
 from klamp.tasks.paths import at_home
 from klamp.training.config import TrainConfig
@@ -81,7 +82,7 @@ def _read(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str
             swept.add(field.name)
         else:
             given[name] = field.read(texts, shown=shown)
-    given = resolve_aliases(given, set(fields))
+    given = resolve_aliases(given, set(fields), ALL_ALIASES)
     here = given.get("ray") is None
     for name in ("cpus_per_run", "gpus_per_run") if here else ("workers",):
         if given.get(name) is not None:

@@ -167,7 +167,8 @@ def fields_of(cls: Any, section: str = "") -> dict[str, Field]:
 @functools.cache
 def train_fields() -> dict[str, Field]:
     """Every field that `klamp train` knows, by name: its own, then those of the configuration."""
-    from klamp.config import ALIASES, PRESETS, TEACHER_ALIASES
+    from klamp.config import PRESETS
+    from klamp.config.teacher import ALL_ALIASES
     from klamp.training.config import section_classes
 
     own = fields_of(TrainOptions)
@@ -175,9 +176,8 @@ def train_fields() -> dict[str, Field]:
     configured = (fields_of(cls, section) for section, cls in section_classes().items())
     every = {name: field for part in (own, *configured) for name, field in part.items()}
     every["resume"] = dataclasses.replace(every["resume"], hint=bool | str)  # a folder is output_dir besides
-    others = {**ALIASES, **TEACHER_ALIASES}
-    for name in set(others.values()):
-        aliases = tuple(alias for alias, field in others.items() if field == name)
+    for name in set(ALL_ALIASES.values()):
+        aliases = tuple(alias for alias, field in ALL_ALIASES.items() if field == name)
         every[name] = dataclasses.replace(every[name], aliases=aliases)
     return every
 
@@ -221,8 +221,9 @@ def read_argv(fields: Mapping[str, Field], argv: Sequence[str], *, command: str)
     if given.keys() <= fields.keys():
         return given
     from klamp.config.kl import resolve_aliases
+    from klamp.config.teacher import ALL_ALIASES
 
-    return resolve_aliases(given, set(fields))
+    return resolve_aliases(given, set(fields), ALL_ALIASES)
 
 
 def split_argv(
@@ -342,6 +343,8 @@ def unknown_key(kind: str, name: str, known: Collection[str], *, why: str, comma
     nearest = get_close_matches(name, sorted(known), n=1, cutoff=0.6)
     if f"{dashes}{field}" in known:
         nearest, why = [f"{dashes}{field}"], DIFFERENCES.get(other, f"{field}: {train_fields()[field].text}")
+    elif other in ABSENT:
+        return UnknownNameError(f"unknown {kind}", got=name, why=ABSENT[other], fix="leave it out")
     fix = f"did you mean {nearest[0]}?" if nearest else f"see `{command} --help` for every name"
     return UnknownNameError(f"unknown {kind}", got=name, why=why, fix=fix)
 
@@ -369,7 +372,13 @@ OTHERS: Mapping[str, str] = {
     "lora_r": "lora_rank lora",
     "dtype": "bf16 fp16 torch_dtype precision mixed_precision",
     "task": "dataset dataset_name data train_file train_files",
-    "reward": "reward_funcs reward_fn reward_function",
+    "reward": "reward_funcs reward_fn reward_function use_task_rewards",
+    "teacher_coef": "opd_kl_coef teacher_kl_loss_coef",
+    "teacher_tail": "loss_add_tail add_tail_bucket zero_outside_topk",
+    "teacher_placement": "use_policy_gradient",
+    "teacher_max_log_ratio": "log_prob_min_clamp loss_max_clamp",
+    "temperature": "teacher_temperature",
+    "vllm_importance_sampling_mode": "vllm_importance_sampling_correction",
     "max_grad_norm": "grad_clip clip_grad max_norm",
     "warmup_steps": "warmup warmup_ratio lr_warmup_steps",
     "lr_scheduler_type": "lr_scheduler lr_schedule scheduler",
@@ -396,6 +405,18 @@ DIFFERENCES: Mapping[str, str] = {
     **dict.fromkeys(OTHERS["gradient_accumulation_steps"].split(), PARTS),
     "kl_loss_coef": "verl's coefficient weighs the KL as its loss_agg_mode averages it, klamp's as kl_normalizer does",
     "kl_loss_type": "kl_estimator names the value: verl's kl is k1, mse is k2, low_var_kl is k3",
+    "use_task_rewards": "reward='none' trains on the teacher alone; with a reward both are in the loss",
+    **dict.fromkeys(("loss_add_tail", "add_tail_bucket"), "TRL's tail is teacher_tail='bucket'; sampled is unbiased"),
+    "teacher_temperature": "policy and teacher are compared at one temperature, that of sampling",
     "warmup_ratio": "warmup_steps counts steps; it is no share of the run",
 }
 """Another trainer's name -> how klamp's field differs, where it counts or weighs something else."""
+
+ABSENT: Mapping[str, str] = {
+    **dict.fromkeys(("lmbda", "seq_kd", "sft_alpha"), "the policy samples every answer, and the teacher scores it"),
+    **dict.fromkeys(
+        ("teacher_logprobs", "teacher_scores", "teacher_logits"),
+        "stored scores are of stored answers; the policy samples new ones, which teacher_model or teacher_url scores",
+    ),
+}
+"""Another trainer's name -> why klamp has no field for it."""

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from klamp.config.kl import accepts_aliases
+from klamp.config.kl import ALIASES, accepts_aliases
 from klamp.config.rules import check_server
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, INSIDE_0_1, check_fields
 from klamp.core.controllers import Schedule, kl_schedule_factor
@@ -34,8 +34,11 @@ TEACHER_ALIASES: Mapping[str, str] = {
     "teacher_model_server": "teacher_url",
     "loss_top_k": "teacher_top_k",
     "topk_logits_k": "teacher_top_k",
+    "gkd_logits_topk": "teacher_top_k",
 }
 """Other names of a field, as TRL, verl, ms-swift and NeMo-RL have them."""
+ALL_ALIASES: Mapping[str, str] = {**ALIASES, **TEACHER_ALIASES}
+"""Those of the KL's fields too: what stands in a file or on a command line."""
 
 NUMBERS = {
     "teacher_coef": AT_LEAST_0.but("a negative coefficient drives the policy from its teacher", "use 0 for no teacher"),

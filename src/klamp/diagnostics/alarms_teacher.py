@@ -63,9 +63,11 @@ def _mean(name: str, limit: Limit, text: str, *, steps: int = SETTLED, above: bo
     """The rule that a metric's mean over some steps lies past its limit; the text has a place for it."""
 
     def rule(history: History) -> Evidence | None:
-        values = history.last(name, steps)
-        past = len(values) == steps and (fmean(values) > limit.value if above else fmean(values) < limit.value)
-        return Evidence(text.format(fmean(values))) if past else None
+        for each in _each(history, name):
+            values = history.last(each, steps)
+            if len(values) == steps and (fmean(values) > limit.value if above else fmean(values) < limit.value):
+                return Evidence(text.format(fmean(values)) + f" ({each})" * (each != name))
+        return None
 
     return rule
 
@@ -105,11 +107,12 @@ def head_misses(history: History) -> Evidence | None:
 
 
 def _overlap_falls(history: History) -> Evidence | None:
-    values = history.last("teacher/overlap_ratio", 20)
-    before, now = values[:10], values[10:]
-    if len(values) < 20 or fmean(now) >= fmean(before) - OVERLAP.value or not is_apart(before, now, errors=3):
-        return None
-    return Evidence(f"in 10 steps teacher/overlap_ratio went from {number(fmean(before))} to {number(fmean(now))}")
+    for name in _each(history, "teacher/overlap_ratio"):
+        values = history.last(name, 20)
+        before, now = values[:10], values[10:]
+        if len(values) == 20 and fmean(now) < fmean(before) - OVERLAP.value and is_apart(before, now, errors=3):
+            return Evidence(f"in 10 steps {name} went from {number(fmean(before))} to {number(fmean(now))}")
+    return None
 
 
 def inert(history: History) -> Evidence | None:
@@ -195,6 +198,6 @@ def _constant(history: History) -> Evidence | None:
     return Evidence(f"all {len(pairs)} tokens have the log-probability {number(pairs[0][1])} under the teacher")
 
 
-def _each(history: History) -> list[str]:
-    """The KL to the teacher, and that to each of several, as the latest step has them."""
-    return [name for name in history.latest if name.split(".", 1)[0] == KL]
+def _each(history: History, metric: str = KL) -> list[str]:
+    """A metric of the teacher, and that of each of several, as the latest step has them."""
+    return [name for name in history.latest if name.split(".", 1)[0] == metric]

@@ -87,8 +87,8 @@ METRICS: dict[str, MetricRow] = {
         _row(
             "teacher/kl",
             *_TAUGHT,
-            "KL to the teacher, by teacher_estimator and teacher_direction; k3 where that is k1. Of several, "
-            "`teacher/kl.KEY` too.",
+            "KL to the teacher, by teacher_estimator and teacher_direction; k3 where that is k1. Of several each too: "
+            "`teacher/kl.KEY`, and so the metrics of unscored tokens, end, head and correlation.",
         ),
         _row("teacher/k1", *_TAUGHT, "Mean log-ratio to the teacher; unbiased, may be negative by noise."),
         _row("teacher/log_ratio_clamped", *_TOKENS, "Tokens whose log-ratio to the teacher hit teacher_max_log_ratio."),
@@ -97,6 +97,7 @@ METRICS: dict[str, MetricRow] = {
         _row("teacher/student_mass", *_MASS, "Mass of the head under the policy."),
         _row("teacher/teacher_mass", *_MASS, "Its mass under the teacher."),
         _row("teacher/overlap_ratio", *_MASS, "Policy's k likeliest tokens among the teacher's."),
+        _row("teacher/cut_mass", *_TOKENS, "Teacher's mass on tokens that the policy has not; exact and topk."),
         _row(
             "teacher/reward_correlation",
             *("1", "higher", "over completions"),

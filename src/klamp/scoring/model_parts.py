@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from klamp.core.estimators import exact_kl
-from klamp.core.heads.kl import linear_kl
+from klamp.core.heads.kl import cut_mass, linear_kl
 from klamp.core.heads.logprobs import logprobs_of
 from klamp.core.heads.tiles import opaque
 from klamp.core.topk import Tail, topk_kl
@@ -147,8 +147,20 @@ class PrefixKL:
     """What stands for the rest."""
 
 
-HEAD = ("student_mass", "teacher_mass", "overlap_ratio")
-"""What is seen of the head of a KL to a teacher, by the names of the metrics."""
+HEAD = ("student_mass", "teacher_mass", "overlap_ratio", "cut_mass")
+"""What is seen of the head of a KL to a teacher, and of its mass beyond the policy's vocabulary; names of metrics."""
+
+
+@torch.no_grad()
+def mass_beyond(found: Predictions, entries: int, *, temperature: float) -> Tensor:
+    """The probability of tokens from `entries` on. [N, ...] -> [N]"""
+    head = found.head
+    if found.entries <= entries:
+        return torch.zeros(len(found.values), device=found.values.device)
+    if head is None:
+        return (found.logits() / temperature).softmax(-1)[..., entries:].sum(-1)
+    options = {"temperature": temperature / head.scale, "softcap": head.softcap}
+    return cut_mass(found.values, head.weight, entries, ref_bias=head.bias, **options)
 
 
 def head_kl(
@@ -194,7 +206,7 @@ def head_kl(
         return kl, {}
     masses = [torch.where(kept, each.detach().exp(), 0.0).sum(-1) for each in head]
     common = (student[:, :, None] == likeliest[:, None, :]).any(-1)
-    return kl, dict(zip(HEAD, (*masses, common.float().mean(-1)), strict=True))
+    return kl, dict(zip(HEAD[:3], (*masses, common.float().mean(-1)), strict=True))
 
 
 @torch.no_grad()

@@ -27,6 +27,7 @@ from klamp.scoring.model_parts import (
     checkpoints,
     divergence,
     head_kl,
+    mass_beyond,
     takes,
     token_logprobs,
     top_ids,
@@ -51,7 +52,7 @@ class Scores:
     teacher: Tensor | None = None
     """[B, T] KL to the teacher at each prefix, with gradient; 0 where no teacher scored."""
     head: Mapping[str, Tensor] = field(default_factory=dict)
-    """Of a head of that KL, by the names of `HEAD`, [B, T] each, detached; none where there is no head."""
+    """Of a head of that KL, by the names of `HEAD`, [B, T] each, detached."""
     predictions: Predictions | None = None
     """[R, T, ...] predictions for the rows that were asked for."""
 
@@ -247,7 +248,8 @@ class _Pieces:
         else:
             options = {"temperature": self.ask.temperature, "log_weight": weight}
             kl, head = head_kl(ours, teacher, theirs[at], asked.how, **options)
-        for name, values in {"teacher": kl, **head}.items():
+        beyond = mass_beyond(teacher, policy.entries, temperature=self.ask.temperature)
+        for name, values in {"teacher": kl, **head, "cut_mass": beyond}.items():
             self._note(name, values, places)
 
     def _exact(self, exact: ExactKL, found: Predictions, places: Tensor) -> None:

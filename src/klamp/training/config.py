@@ -13,10 +13,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_type_hints
 
-from klamp.config import TEACHER_ALIASES, KLConfig, LossConfig, TeacherConfig, build_objective
+from klamp.config import KLConfig, LossConfig, TeacherConfig, build_objective
 from klamp.config.choices import DType
 from klamp.config.kl import ALIASES, resolve_aliases
 from klamp.config.rules import check_cluster, check_server
+from klamp.config.teacher import ALL_ALIASES
 from klamp.core.arguments import (
     ABOVE_0_TO_1,
     AT_LEAST_0,
@@ -307,7 +308,7 @@ class TrainConfig:
         """
         owners = field_owners()
         sections: dict[str, dict[str, Any]] = {section.name: {} for section in dataclasses.fields(cls)}
-        for name, value in resolve_aliases(values, set(owners), {**ALIASES, **TEACHER_ALIASES}).items():
+        for name, value in resolve_aliases(values, set(owners), ALL_ALIASES).items():
             sections[owners[name]][name] = tuple(value) if isinstance(value, list) else value
         classes = section_classes()
         return cls(**{name: classes[name](**given) for name, given in sections.items()})

@@ -119,7 +119,9 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
         seen.append(scores)
         measured = {name: x.double() for name, x in (output.metrics | {"train/loss": output.loss.detach()}).items()}
         measured |= head_means(batch, scores)
-        for name, value in (added_parts(measured, rollout, part) | by_teacher(context, rollout, part, batch)).items():
+        for name, value in (
+            added_parts(measured, rollout, part) | by_teacher(context, rollout, part, batch, scores)
+        ).items():
             sums[name] = sums.get(name, 0.0) + value
     found = joined(seen, rollout.mask.shape[1])
     losses = over_processes(context, sums | _exact_mean(context, rollout, found))
@@ -165,6 +167,7 @@ _KEPT = (
     "teacher/student_mass",
     "teacher/teacher_mass",
     "teacher/overlap_ratio",
+    "teacher/cut_mass",
 )
 
 
@@ -180,22 +183,36 @@ TOKENS = "tokens of "
 
 
 def head_means(batch: Batch, scores: Scores) -> dict[str, Tensor]:
-    """What was seen of a head of the KL to the teacher, means over the tokens that it scored."""
+    """What was seen of the teacher beside the KL to it at each prefix, means over the tokens that it scored."""
     carried = carries_kl(batch.towards("teacher")) if scores.head else batch.mask
     return {f"teacher/{name}": masked_mean(each, carried).double() for name, each in scores.head.items()}
 
 
-def by_teacher(context: Context, rollout: Rollout, part: slice, batch: Batch) -> dict[str, Tensor]:
-    """Of each of several teachers, the sum of the KL to it and the number of its tokens; none of a single one."""
-    teachers, found = context.teachers, dict[str, Tensor]()
+def rows_of_each(context: Context, rollout: Rollout) -> dict[str, Tensor]:
+    """What stands behind a metric's name -> [B] bool the completions it is of: all, and each of several teachers'."""
+    teachers, found = context.teachers, {"": torch.ones_like(rollout.completions.ended)}
     if teachers is None or len(teachers.models) < 2:
         return found
-    carried, term = carries_kl(batch.towards("teacher")), context.objective.others[0].term
     for key in teachers.models:
-        rows = [teachers.key(each) == key for each in rollout.examples[part]]
-        mask = carried & torch.tensor(rows, device=carried.device)[:, None]
+        rows = [teachers.key(each) == key for each in rollout.examples]
+        found[f".{key}"] = torch.tensor(rows, device=rollout.mask.device)
+    return found
+
+
+def by_teacher(context: Context, rollout: Rollout, part: slice, batch: Batch, scores: Scores) -> dict[str, Tensor]:
+    """Of each of several teachers, sums over its tokens and the number of these; none of a single one."""
+    found = dict[str, Tensor]()
+    for key, rows in rows_of_each(context, rollout).items():
+        if not key:
+            continue
+        carried, term = carries_kl(batch.towards("teacher")), context.objective.others[0].term
+        asked = batch.mask & rows[part][:, None]
+        mask = carried & asked
         total = kl_metrics(replace(batch, teacher_mask=mask), term)["teacher/kl"].double() * mask.sum()
-        found |= {f"teacher/kl.{key}": total, f"{TOKENS}teacher/kl.{key}": mask.sum()}
+        sums = {"kl": (total, mask), "unscored": ((asked & ~carried).sum().double(), asked)}
+        sums |= {name: (masked_sum(each, mask).double(), mask) for name, each in scores.head.items()}
+        for name, (value, counted) in sums.items():
+            found |= {f"teacher/{name}{key}": value, f"{TOKENS}teacher/{name}{key}": counted.sum()}
     return found
 
 
@@ -334,17 +351,24 @@ def end_probability(context: Context, rollout: Rollout, taught: Taught) -> dict[
     """The mean probability that the teacher gives to the end of the completions that have one; a silent killer."""
     last = rollout.completions.mask.sum(-1).clamp(min=1) - 1
     there = rollout.completions.ended & taught.mask(rollout.mask).gather(1, last[:, None])[:, 0]
-    probability = torch.where(there, taught.logprobs.gather(1, last[:, None])[:, 0].exp(), 0.0)
-    total, count = context.sum_over_processes(torch.stack([probability.double().sum(), there.double().sum()])).tolist()
-    return {"teacher/end": total / count} if count else {}
+    probability = torch.where(there, taught.logprobs.gather(1, last[:, None])[:, 0].exp(), 0.0).double()
+    sums = {
+        key: torch.stack([probability[x].sum(), there[x].sum()]) for key, x in rows_of_each(context, rollout).items()
+    }
+    pairs = context.sum_over_processes(torch.stack([*sums.values()])).tolist()
+    return {f"teacher/end{key}": total / count for key, (total, count) in zip(sums, pairs, strict=True) if count}
 
 
 def reward_correlation(context: Context, rollout: Rollout, taught: Taught, policy: Tensor) -> dict[str, float]:
     """The correlation within groups of the reward and of what the teacher finds likelier than the policy, per token."""
     mask, size = taught.mask(rollout.mask), context.config.rollout.num_generations
     likelier = masked_mean(masked_log_ratio(taught.logprobs, policy, mask), mask, -1)
-    found = reward_length_correlation(context.gather(rollout.rewards), context.gather(likelier), size)
-    return {} if found is None else {"teacher/reward_correlation": float(found)}
+    rewards, likelier, found = context.gather(rollout.rewards), context.gather(likelier), dict[str, float]()
+    for key, rows in rows_of_each(context, rollout).items():
+        at = context.gather(rows)
+        correlation = reward_length_correlation(rewards[at], likelier[at], size)
+        found |= {} if correlation is None else {f"teacher/reward_correlation{key}": float(correlation)}
+    return found
 
 
 def gather_record(context: Context, rollout: Rollout, output: UpdateOutput) -> StepRecord:
