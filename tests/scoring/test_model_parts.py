@@ -25,6 +25,7 @@ from klamp.scoring.model_parts import (
     divergence,
     head_kl,
     head_of,
+    mass_beyond,
     steady_length,
     token_logprobs,
     top_ids,
@@ -108,10 +109,25 @@ def test_the_exact_kl_of_two_heads_of_one_form_and_of_different_ones(direction) 
         assert found.min() > 0
         (gradient,) = torch.autograd.grad(found.sum(), ours)
         assert gradient.abs().max() > 0
-    larger = torch.cat((ref.logits(), numbers(N, 2, seed=9)), -1)  # of a teacher whose vocabulary is padded further
-    found = divergence(policy, Predictions(values=larger, head=None), temperature=0.7, direction=direction)
-    expected = exact_kl(policy.logits() / 0.7, ref.logits() / 0.7, direction=direction)
-    assert torch.allclose(found, expected, atol=1e-5)
+
+
+@pytest.mark.parametrize("direction", ["reverse", "forward", "js"])
+def test_of_a_teacher_with_more_entries_the_shared_ones_count_from_logits_as_from_hidden_states(direction) -> None:
+    """Case: from logits the shared part was renormalised: another number, and with `forward` another gradient."""
+    ours, theirs = numbers(N, H).requires_grad_(True), numbers(N, H, seed=3)
+    larger = Predictions(values=theirs, head=head(weight=numbers(V + 4, H, seed=5), bias=None))
+    fused, whole = (
+        divergence(Predictions(values=ours, head=head()), other, temperature=0.7, direction=direction)
+        for other in (larger, Predictions(values=larger.logits(), head=None))
+    )
+    assert torch.allclose(fused, whole, atol=1e-5)
+    first, second = (torch.autograd.grad(each.sum(), ours, retain_graph=True)[0] for each in (fused, whole))
+    assert torch.allclose(first, second, atol=1e-5)
+    cut, q = (
+        x(larger) for x in (lambda x: mass_beyond(x, V, temperature=0.7), lambda x: (x.logits() / 0.7).softmax(-1))
+    )
+    assert torch.allclose(cut, q[:, V:].sum(-1), atol=1e-6) and cut.min() > 1e-3
+    assert torch.allclose(cut, mass_beyond(Predictions(values=larger.logits(), head=None), V, temperature=0.7))
 
 
 def test_predictions_are_padded_and_moved() -> None:

@@ -118,8 +118,12 @@ def divergence(policy: Predictions, ref: Predictions, *, temperature: float, dir
     """Exact KL at each position in nats, with gradient in the policy. [N, ...], [N, ...] -> [N]"""
     ours, theirs = policy.head, ref.head
     if ours is None or theirs is None or ours[2:] != theirs[2:]:
-        own = policy.logits()
-        return exact_kl(own / temperature, ref.logits()[..., : own.shape[-1]] / temperature, direction=direction)
+        own, other = policy.logits() / temperature, ref.logits() / temperature
+        if own.shape == other.shape:
+            return exact_kl(own, other, direction=direction)
+        p, q = own.log_softmax(-1), other.log_softmax(-1)[..., : own.shape[-1]]  # as in `linear_kl`, not renormalised
+        outside = torch.zeros_like(p[..., 0], dtype=torch.bool)
+        return topk_kl(p, q, p[..., 0], q[..., 0], outside, direction=direction)
     return linear_kl(
         policy.values,
         ours.weight,
