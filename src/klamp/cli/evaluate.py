@@ -127,6 +127,7 @@ def find_subject(checkpoint: str, changes: Mapping[str, Any]) -> EvaluatedPolicy
         values |= {"model": start, "tokenizer": values["tokenizer"] or values["model"]}
     if changes.get("task", values["task"]) != values["task"]:  # another task brings its own reward and columns
         values |= {each.name: each.default for each in dataclasses.fields(TaskConfig) if each.name not in OF_ANY_TASK}
+    values["num_generations"] = max(2, values["num_generations"])  # nothing is trained: a reward needs no group here
     config = _config(values | changes)
     return EvaluatedPolicy(config=config, weights=str(policy_in(saved)), start=values["model"], steps=steps)
 
