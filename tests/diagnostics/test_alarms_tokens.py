@@ -92,6 +92,7 @@ def test_k1_of_tokens_of_another_sampler_is_below_chance(seed: int) -> None:
         ({"sampler__k1": [0.002], "sampler__k3": [0.002]}, False),
         ({"sampler__k1": [0.011], "sampler__k3": [0.002]}, True),
         ({"sampler__k1": [-0.011], "sampler__k3": [0.002]}, True),
+        ({"sampler__k1": [0.004, -0.006, 0.001, -0.005, 0.011], "sampler__k3": [0.002] * 5}, False),  # it scatters
         ({"sampler__k1": [0.003], "sampler__k3": [1635.0]}, True),
         ({"sampler__abs": [0.02]}, False),
         ({"sampler__abs": [0.15]}, True),  # E|d| = .15 means E[d^2]/2 >= .011

@@ -121,6 +121,8 @@ UNSEEN = Limit(
     unit="times further apart at first tokens than later: the prompt was not seen",
     source="klamp's choice; a completion is its own context after a few tokens",
 )
+STEADY = 5
+"""Steps that the k1 of sampler and trainer is averaged over, as many as there are."""
 LATER = 4
 """Tokens of a completion after which it has a context of its own."""
 
@@ -132,6 +134,8 @@ def sampler_mismatch(history: History) -> Evidence | None:
     if "sampler/abs" in last:  # E[d^2]/2 >= E[|d|]^2/2: what k2 is at least
         seen["sampler/abs"] = last["sampler/abs"]
     sizes = [abs(value) if name != "sampler/abs" else value * value / 2 for name, value in seen.items()]
+    if math.isfinite(seen.get("sampler/k1", math.inf)):  # of either sign: few tokens scatter, and a mismatch stays
+        sizes[0] = abs(fmean(history.last("sampler/k1", STEADY)))
     if not any(size > MISMATCH.value for size in sizes):
         return None
     text = ", ".join(f"{name} is {number(value)}" for name, value in seen.items())
