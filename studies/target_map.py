@@ -18,6 +18,7 @@ from typing import Any
 from benchmarks.controllers import BAND, judged
 from benchmarks.measure import isolated
 from benchmarks.records import table
+from klamp.tasks.language import score_happy, words
 
 RECORD = Path(__file__).resolve().parents[1] / "docs" / "records" / "target-map.jsonl"
 SEEDS = (42, 43, 44, 45, 46)
@@ -42,6 +43,7 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
 LANGUAGE: Mapping[str, Any] = {
     "model": "smollm2",
     "task": "describe",
+    "dtype": "bfloat16",
     "lora_r": 16,
     "learning_rate": 5e-4,
     "warmup_steps": 3,
@@ -50,16 +52,28 @@ LANGUAGE: Mapping[str, Any] = {
     "prompts_per_step": 4,
     "max_steps": 60,
 }
+STORIES: Mapping[str, Any] = {"task": "stories.jsonl", "reward": "studies.target_map:happy_words"}
 CELLS: Mapping[str, Mapping[str, Any]] = {
     **{f"{target:g}": {"target_kl": target} for target in (0.01, 0.02, 0.05, 0.1, 0.15)},
     **{f"{target:g}, {name}": {"target_kl": target, **c} for name, c in CHANGES.items() for target in TARGETS},
     **{
-        f"{target:g}, describe, {length} tokens": {"target_kl": target, "max_completion_length": length, **LANGUAGE}
-        for length in (24, 100)
+        f"{target:g}, {task}, {length} tokens": {"target_kl": target, "max_completion_length": length, **LANGUAGE, **c}
+        for task, length, c in (("describe", 24, {}), ("stories", 100, STORIES))
         for target in (0.02, 0.05)
     },
 }
 """Name -> fields of `TrainConfig` besides the defaults and 150 steps."""
+
+
+def happy_words(completion: str, **_: object) -> float:
+    """The reward of `describe`, for stories."""
+    return score_happy(completion)
+
+
+def stories(file: Path) -> None:
+    """Write the questions of the cells whose answers reach 100 tokens: a story for each thing of `describe`."""
+    told = [{"prompt": f"Tell me a long story about {thing}.", "answer": ""} for (thing,) in words("things.txt")]
+    file.write_text("".join(json.dumps(row) + "\n" for row in told), encoding="utf-8")
 
 
 def one(cell: str, seed: int) -> dict[str, Any]:
@@ -70,6 +84,9 @@ def one(cell: str, seed: int) -> dict[str, Any]:
     values = {"max_steps": 150, "seed": seed, **CELLS[cell]}
     sparse = {"eval_every": 0, "save_every": 0, "report_to": (), "log_completions": 0, "eval_size": 8}
     with tempfile.TemporaryDirectory() as folder:
+        if values.get("task") == STORIES["task"]:
+            values["task"] = folder + "/stories.jsonl"
+            stories(Path(values["task"]))
         train_run(TrainConfig.from_flat({"output_dir": folder + "/run", **sparse, **values}))
         text = Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8")
     course = [row for row in map(json.loads, text.splitlines()) if "reward" in row]
