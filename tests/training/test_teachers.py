@@ -9,6 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.training.answering import VLLMServer, answering
 from tests.training.conftest import disturb, rows_of, steps_of, stored, tiny_llama
 from tests.training.test_resume import StopAfter, assert_same_run
 from transformers import GenerationConfig
@@ -25,6 +26,7 @@ from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training import observers, teachers
 from klamp.training.backends import train_run
 from klamp.training.folders import lines_of
+from klamp.training.models import load_model
 from klamp.training.observers import completion_of
 from klamp.training.resumed import check_resume
 from klamp.training.rollouts import collect
@@ -415,6 +417,17 @@ def test_a_cut_sampler_needs_its_weight_in_the_tail(config_of, cut, recwarn):
     for right in ({"teacher_off_policy": "token"}, {"teacher_estimator": "exact"}, {"teacher_coef": 0.0, "reward": ""}):
         config_of(**given | cut | right)
     assert not [each for each in recwarn if "cut the sampler" in str(each.message)]
+
+
+def test_a_resume_with_another_model_at_the_server_is_refused(config_of, context_of, llama, teacher, tmp_path):
+    """Case: the address is the same, and another model was loaded there while the run slept."""
+    server = VLLMServer(load_model(teacher, "float32"), context_of().tokenizer)
+    with answering(server.answer) as url:
+        given = {"teacher_url": url, "max_steps": 1, **ALONE}
+        train_run(config_of(**given))
+        server.model = load_model(llama, "float32")
+        with pytest.raises(ConfigError, match="the teacher is another model than it was"):
+            train_run(config_of(**given | {"max_steps": 2, "resume": True}))
 
 
 def test_the_sampler_as_the_anchor_needs_no_second_model(config_of, context_of, tmp_path):
