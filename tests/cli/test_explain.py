@@ -104,6 +104,7 @@ def test_nothing_warns_beside_the_explanation(recwarn: pytest.WarningsRecorder) 
         (["minus-k1", "--beta", "1"], ConfigError, "takes no flags"),
         (["grpo", "--length", "long"], ConfigError, "whole number"),
         (["grpo", "--length", "0"], ConfigError, "1 or more"),
+        (["grpo", "--teacher_success", "0.4"], ConfigError, "speaks of a teacher, and there is none"),
         (["grpo", "--teacher_success", "4"], ConfigError, "in \\[0, 1\\]"),
         (["--preset", "minus-k1"], ConfigError, "no penalty"),
         (["nowhere.yaml"], ConfigError, "cannot be read"),

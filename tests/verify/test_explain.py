@@ -55,6 +55,7 @@ def test_the_verdict(choices: dict, verdict: str) -> None:
 
 def test_without_a_kl_it_says_how_one_is_measured_all_the_same() -> None:
     assert "kl_monitor=True loads a reference" in dict(explain(beta=0.0).lines)["monitor"]
+    assert dict(explain(beta=0.0, kl_monitor=True).lines).keys() == {"value", "control"}, "no pull, price or end"
     assert "monitor" not in dict(explain().lines)
 
 

@@ -75,6 +75,13 @@ def _explain_flags(options: ExplainOptions, name: str, flags: Mapping[str, Any])
         asked = request_of(dict(flags))
         config, preset = asked.config, asked.options.preset
         check_number("teacher_success", options.teacher_success, FROM_0_TO_1, optional=True, fix="0.2 for a fifth")
+        if options.teacher_success is not None and not config.teacher.there:
+            raise ConfigError(
+                "--teacher_success speaks of a teacher, and there is none",
+                got=f"--teacher_success {options.teacher_success}",
+                why="it is how often the teacher solves a prompt",
+                fix="name the teacher with --teacher_model, or leave it out",
+            )
         longest = config.rollout.max_completion_length if "max_completion_length" in asked.given else None
         setting = Setting(
             length=options.length or config.kl.kl_reference_length or longest or LENGTH,

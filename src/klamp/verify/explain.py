@@ -101,14 +101,18 @@ def explain_config(
         verdict = _of_sampler(facts, setting) if proximal else verdict_of(facts, kl_reduction(kl, loss))
         unused = kl.beta == 0 and kl.controller_name == "fixed"
         verdicts.append("No pull: beta is 0; the KL is only measured and logged." if unused else verdict)
-        lines += [("equation" if i == 0 else "", _towards(text, kl)) for i, text in enumerate(equations(kl, loss))]
-        lines += _measured(kl, kl_reduction(kl, loss), facts)
-        lines += [("limits", _limits(kl, facts, setting)), *_numbers(facts)]
-        if setting.rewarded and not proximal:
+        formed = [("equation" if i == 0 else "", _towards(text, kl)) for i, text in enumerate(equations(kl, loss))]
+        measured = _measured(kl, kl_reduction(kl, loss), facts)
+        if unused:
+            lines += [line for line in measured if line[0] == "value"]
+        else:
+            lines += [*formed, *measured, ("limits", _limits(kl, facts, setting)), *_numbers(facts)]
+        if setting.rewarded and not proximal and not unused:
             lines.append(("price", describe_price(_price(kl, loss, setting), group_size=setting.group_size)))
-        if proximal and taught is None and facts.still:
+        alone = taught is None and not unused
+        if proximal and alone and facts.still:
             lines.append(("ends", sampler_end(kl, loss)))
-        elif not proximal and taught is None and kl.kl_clip_method == "none" and not kl.excludes:
+        elif not proximal and alone and kl.kl_clip_method == "none" and not kl.excludes:
             lines.append(("ends", where_it_ends(kl, loss, None, "ref", rewarded=True)))
     if taught is not None:
         topk = taught.teacher_estimator == "topk" and taught.teacher_top_k > 0
