@@ -48,11 +48,12 @@ def test_tokens_to_blame_are_linked_or_named_where_they_are_not_on_the_page() ->
 
 
 def test_what_was_not_checked() -> None:
-    made = section(run_of(k3=SOUND))
+    run = run_of(k3=SOUND)
+    made = section(run)
     assert "Nothing was found." in made.text
     lacks = {div.one("dt").text: div.one("dd").text for div in made.one("dl", of="unchecked").all("div")}
     assert lacks["retention"] == "the record has no evaluations"
-    assert made.one("summary").text == f"{len(lacks)} of {len(ALARMS)} could not be checked"
+    assert made.one("summary").text == f"{len(lacks)} of {run.diagnosis.concerned} could not be checked"
 
 
 def test_verdicts() -> None:
@@ -61,8 +62,9 @@ def test_verdicts() -> None:
         return node.text, node.classes[1]
 
     sound, far = run_of(name="b", k3=SOUND), run_of(k3=[0.0] + [0.25] * 9, reward=[0.5] * 10)
-    checked = len(ALARMS) - len(sound.diagnosis.unchecked)
-    assert said(sound) == (f"✓ no alarm; {checked} of {len(ALARMS)} checked", "sound")
+    concerned = sum("teacher" not in name for name in ALARMS)
+    checked = concerned - len(sound.diagnosis.unchecked)
+    assert said(sound) == (f"✓ no alarm; {checked} of {concerned} checked", "sound")
     assert said(far)[0].startswith("✓ no alarm, 1 note; ") and said(far)[1] == "note"
     assert said(spiked(), sound) == ("▲ 1 alarm, in 1 of 2 runs", "alarm")
     assert said(sound, sound) == ("✓ no alarm", "sound")

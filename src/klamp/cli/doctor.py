@@ -12,7 +12,7 @@ from typing import Any
 from klamp.cli.flags import read_options
 from klamp.cli.options import DoctorOptions
 from klamp.cli.text import of_the_system, say, show_error, show_paragraph, show_table
-from klamp.diagnostics.alarms import ALARMS, check_names
+from klamp.diagnostics.alarms import check_names
 from klamp.diagnostics.doctor import Diagnosis, Finding, examine
 from klamp.diagnostics.history import History
 from klamp.diagnostics.names import read_pairs
@@ -36,7 +36,7 @@ def run(argv: Sequence[str]) -> int:
         return UNREADABLE
     history = diagnosis.history
     checked = diagnosis.findings or reports
-    if not checked and (history.is_empty or len(diagnosis.unchecked) == len(ALARMS)):
+    if not checked and (history.is_empty or len(diagnosis.unchecked) == diagnosis.concerned):
         show_error(_nothing_to_check(options.path, history))
         return UNREADABLE
     failed = diagnosis.failed(options.fail_on)
@@ -105,9 +105,9 @@ def show(diagnosis: Diagnosis, path: Path) -> None:
     for finding in diagnosis.findings:
         _show_finding(finding)
     alarms = sum(finding.alarm.level == "alarm" for finding in diagnosis.findings)
-    checked = len(ALARMS) - len(diagnosis.unchecked)
+    checked = diagnosis.concerned - len(diagnosis.unchecked)
     verdict = count(alarms, "alarm") if alarms else "no alarm"
-    say(f"\n{verdict}; {checked} of {len(ALARMS)} were checked")
+    say(f"\n{verdict}; {checked} of {diagnosis.concerned} were checked")
     for name, lacks in diagnosis.unchecked.items():
         said = re.sub(r"settings\.(\w+)", r"\1 (--\1 says it)", lacks)
         show_paragraph(f"not checked, the record has no {said}", label=name, width=22)

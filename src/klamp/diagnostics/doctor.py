@@ -68,6 +68,8 @@ class Diagnosis:
     """Alarms first, then notes, each by the step in which it rose."""
     unchecked: dict[str, str]
     """Alarm that could not be checked -> what the record lacks for it."""
+    concerned: int = len(ALARMS)
+    """Alarms that concern the run: those of a teacher only where it has one."""
 
     def failed(self, names: Iterable[str] = ()) -> list[str]:
         """The names of the findings that make a check fail.
@@ -112,8 +114,9 @@ def examine(history: History) -> Diagnosis:
     ]
     findings.sort(key=lambda finding: (finding.alarm.level != "alarm", finding.first_step))
     taught = any(name.startswith(TEACHER) for name in held)
-    asked = {n: text for n, text in lacks.items() if text and (taught or not ALARMS[n].needs[0].startswith(TEACHER))}
-    return Diagnosis(history=history, findings=findings, unchecked=asked)
+    asked = [name for name, alarm in ALARMS.items() if taught or not alarm.needs[0].startswith(TEACHER)]
+    unchecked = {name: lacks[name] for name in asked if lacks[name]}
+    return Diagnosis(history=history, findings=findings, unchecked=unchecked, concerned=len(asked))
 
 
 TEACHER = "teacher/"

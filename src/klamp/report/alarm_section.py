@@ -63,7 +63,8 @@ def verdict(runs: Sequence[ReportRun]) -> Html:
     if len(runs) > 1 and alarms + notes:
         text += f", in {sum(any(run.levels) for run in runs)} of {len(runs)} runs"
     if len(runs) == 1:
-        text += f"; {len(ALARMS) - len(runs[0].diagnosis.unchecked)} of {len(ALARMS)} checked"
+        found = runs[0].diagnosis
+        text += f"; {found.concerned - len(found.unchecked)} of {found.concerned} checked"
     sign = element("span", "▲" if alarms else "✓", aria_hidden="true")
     return element("p", sign, Html(" "), element("a", text, href="#alarms"), class_=f"verdict {_tone(alarms, notes)}")
 
@@ -171,13 +172,13 @@ def _unchecked(runs: Sequence[ReportRun]) -> list[Html]:
     same: dict[tuple[tuple[str, str], ...], list[str]] = {}
     for run in runs:
         same.setdefault(tuple(run.diagnosis.unchecked.items()), []).append(run.name)
-    parts: list[Html] = []
+    parts, asked = list[Html](), max(run.diagnosis.concerned for run in runs)
     for missing, names in same.items():
         rows = [
             element("div", element("dt", element("code", name)), element("dd", f"the record has no {lacks}"))
             for name, lacks in missing
         ]
         where = f" in {', '.join(names)}" if len(runs) > 1 else ""
-        summary = element("summary", f"{len(missing)} of {len(ALARMS)} could not be checked{where}")
+        summary = element("summary", f"{len(missing)} of {asked} could not be checked{where}")
         parts += [element("details", summary, element("dl", *rows, class_="unchecked"), class_="data")] if rows else []
     return parts

@@ -181,7 +181,7 @@ class KLMixin(Host):
     def _answered(self) -> Iterator[None]:
         """A time in which klamp's arguments answer, as a trainer of klamp's is asking."""
         asked: Any = self.args
-        before, asked.taken = asked.taken, True
+        before, asked.taken = getattr(asked, "taken", False), True
         try:
             yield
         finally:
