@@ -10,7 +10,8 @@ from urllib.parse import urlsplit
 
 from klamp.config.choices import BETA, KLChoices
 from klamp.core.arguments import check_number
-from klamp.core.term import gates_on_itself
+from klamp.core.term import OffPolicy, Placement, gates_on_itself
+from klamp.core.types import Horizon
 from klamp.errors import ConfigError, Refusal
 
 
@@ -120,17 +121,24 @@ def _placement(c: KLChoices) -> list[Refusal]:
             why="in the reward or the advantage the gradient is that of the score function: reverse",
             fix="leave kl_gradient='reverse', or set kl_placement='loss'",
         ),
+        *placement_refusals("kl", c.kl_placement, c.kl_horizon, c.kl_off_policy),
+    ]
+
+
+def placement_refusals(anchor: str, placement: Placement, horizon: Horizon, off_policy: OffPolicy) -> list[Refusal]:
+    """What a KL in reward or advantage does not allow; `kl` or `teacher` is how its fields begin."""
+    return [
         Refusal(
-            c.kl_placement == "reward" and c.kl_horizon == "token",
-            "kl_placement='reward' has kl_horizon='sequence'",
+            placement == "reward" and horizon == "token",
+            f"{anchor}_placement='reward' has {anchor}_horizon='sequence'",
             why="a reward belongs to the whole completion, so its KL is the sum over the sequence",
-            fix="set kl_horizon='sequence', or kl_placement='advantage' for the per-token shift",
+            fix=f"set {anchor}_horizon='sequence', or {anchor}_placement='advantage' for the per-token shift",
         ),
         Refusal(
-            not in_loss and c.kl_off_policy != "none",
-            f"kl_off_policy has no meaning with kl_placement={c.kl_placement!r}",
+            placement != "loss" and off_policy != "none",
+            f"{anchor}_off_policy has no meaning with {anchor}_placement={placement!r}",
             why="the surrogate's own importance ratio already weighs what is in the advantage",
-            fix="set kl_off_policy='none'",
+            fix=f"set {anchor}_off_policy='none'",
         ),
     ]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from klamp.config.kl import ALIASES, accepts_aliases
-from klamp.config.rules import check_server
+from klamp.config.rules import check_server, placement_refusals
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, INSIDE_0_1, check_fields
 from klamp.core.controllers import Schedule, kl_schedule_factor
 from klamp.core.gradients import BOUND
@@ -270,18 +270,7 @@ def _where(c: TeacherConfig) -> list[Refusal]:
             "vocabulary does not depend on the sampled token, so that as an advantage its expected gradient is 0",
             fix="set teacher_placement='loss', or teacher_estimator='k1'",
         ),
-        Refusal(
-            c.teacher_placement == "reward" and c.teacher_horizon == "token",
-            "teacher_placement='reward' has teacher_horizon='sequence'",
-            why="a reward belongs to the whole completion, so its KL is the sum over the sequence",
-            fix="set teacher_horizon='sequence', or teacher_placement='advantage' for the per-token shift",
-        ),
-        Refusal(
-            not in_loss and c.teacher_off_policy != "none",
-            f"teacher_off_policy has no meaning with teacher_placement={c.teacher_placement!r}",
-            why="the surrogate's own importance ratio already weighs what is in the advantage",
-            fix="set teacher_off_policy='none'",
-        ),
+        *placement_refusals("teacher", c.teacher_placement, c.teacher_horizon, c.teacher_off_policy),
         Refusal(
             c.teacher_horizon == "sequence" and c.teacher_off_policy == "token",
             "teacher_horizon='sequence' needs teacher_off_policy='sequence' (or 'none')",

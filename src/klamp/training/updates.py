@@ -322,8 +322,10 @@ def with_old_logprobs(rollout: Rollout, output: UpdateOutput) -> Rollout:
     return replace(rollout, old_logprobs=old, before=None)
 
 
-OF_THE_LAST = ("policy/ratio_clipped", "kl/weights_truncated")
-OF_THE_LAST += ("sampler/tokens_cut", "sampler/sequences_cut", "sampler/advantage_cut")
+OF_THE_LAST = (
+    *("policy/ratio_clipped", "kl/weights_truncated"),
+    *("sampler/tokens_cut", "sampler/sequences_cut", "sampler/advantage_cut"),
+)
 """What tells how far the updates of a step went from who sampled: before the first of them the ratio is 1."""
 
 
