@@ -10,9 +10,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from klamp.audit.examine import Reach, Term, TermFinding
+from klamp.audit.examine import Reach, Term, TermFinding, audit_term
 from klamp.cli import main
-from klamp.cli.audit import HEADINGS, row, sentences
+from klamp.cli.audit import DISTILLATION_LEGEND, HEADINGS, LEGEND, row, sentences
 from klamp.verify.judge import judge
 from klamp.verify.oracle import Followed
 
@@ -160,3 +160,40 @@ def test_a_term_that_raises_has_no_cells() -> None:
     found = TermFinding(term=Term.of_function("in the reward", k3), error="ValueError: no")
     assert row(found) == ("in the reward", "raises", *["-"] * 6)
     assert sentences(found) == ["in the reward: raises ValueError: no."]
+
+
+def test_a_token_that_is_pushed_away_beyond_a_clamp_and_a_reference_of_another_token_are_told() -> None:
+    def exp_alone(policy: Tensor, ref: Tensor) -> Tensor:
+        return torch.exp((ref - policy).clamp(max=3.0)) + policy - ref - 1
+
+    def shifted(policy: Tensor, ref: Tensor) -> Tensor:
+        log_ratio = policy - ref.roll(1, dims=-1)
+        return torch.expm1(-log_ratio) + log_ratio
+
+    finding = audit_term(Term.of_function("clamped", exp_alone))
+    assert finding.turns == (-3.0,) and row(finding)[2] == "forward near"
+    assert sentences(finding) == ["clamped: a token beyond -3 nats is pushed away from the reference."]
+    finding = audit_term(Term.of_function("shifted", shifted))
+    assert row(finding)[1] == "-20.2%" and finding.judgement and abs(finding.judgement.value.relative_bias) < 1e-9
+    assert "shifted: the value of one token alone is right; of several it is -20.2%." in sentences(finding)
+    for right in (lambda policy, ref: policy - ref, lambda policy, ref: (policy - ref).square() / 2):
+        assert audit_term(Term.of_function("right", right)).turns == ()
+
+
+LOSS = """
+def distil(student, teacher, tokens, mask):
+    p, q = student.log_softmax(-1), teacher.log_softmax(-1)[..., : student.shape[-1]]
+    return ((q.exp() * (q - p)).sum(-1) * mask).sum() / mask.sum()
+"""
+
+
+@pytest.mark.parametrize(("means", "shown"), [("reverse", "reverse"), ("forward", "forward")])
+def test_a_function_of_four_arguments_is_a_loss_of_distillation(
+    means: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "klamp_my_distil.py").write_text(LOSS, encoding="utf-8")
+    assert main(["audit", "klamp_my_distil:distil", "--means", means]) == 0
+    out = capsys.readouterr().out
+    assert out.splitlines()[1].split()[0] == "distillation" and DISTILLATION_LEGEND in out and LEGEND not in out
+    cells = out.splitlines()[2].split()
+    assert cells == ["klamp_my_distil:distil", shown, "forward", "forward", "forward", "0", "-", "token", "-"]

@@ -6,6 +6,7 @@ A trainer goes by its name, any other KL function that can be imported by `modul
 from __future__ import annotations
 
 import importlib
+import inspect
 import logging
 import operator
 import sys
@@ -14,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
 
 from packaging.requirements import Requirement
 
@@ -22,6 +23,11 @@ from klamp.errors import ConfigError, KlampError, MissingLibrary, UnsupportedVer
 
 if TYPE_CHECKING:  # torch is loaded with the first subject: the help needs the names alone
     from klamp.audit.examine import Subject
+
+
+Divergence: TypeAlias = Literal["reverse", "forward", "js"]
+"""KL(student||teacher), KL(teacher||student), and the mean of the KLs of both to their mean."""
+DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
 
 
 class Host(NamedTuple):
@@ -42,15 +48,22 @@ class Host(NamedTuple):
 
 
 HOSTS = {
-    "trl": Host("trl>=1.7.1,<=1.16.0", "GRPOTrainer's loss, with each option that changes its KL"),
-    "verl": Host("verl==0.9.1", "every kl_loss_type, as a loss and in the reward"),
-    "liger": Host("liger-kernel==0.8.5", "the chunked GRPO loss"),
-    "torchrl": Host("torchrl==0.14.1", "GRPOLoss, its k3 estimate, the KL in the reward"),
+    "trl": Host(
+        "trl>=1.7.1,<=1.16.0",
+        "GRPOTrainer's loss with each option that changes its KL, and the trainers for distillation",
+    ),
+    "verl": Host("verl==0.9.1", "every kl_loss_type, as a loss and in the reward, and every loss_mode of distillation"),
+    "liger": Host("liger-kernel==0.8.5", "the chunked GRPO loss and JSD"),
+    "torchrl": Host("torchrl==0.14.1", "GRPOLoss, its k3 estimate, the KL in the reward, DistillationLoss"),
 }
 
 
-def load_subject(name: str) -> Subject:
+def load_subject(name: str, *, means: Divergence = "reverse") -> Subject:
     """Find what a name stands for: a package of the table, or `module:function`.
+
+    Args:
+        name: of the package, or of the function.
+        means: the divergence that a function of four arguments, a loss of distillation, is meant to be.
 
     Raises:
         UnknownNameError: neither a host nor of the form `module:function`.
@@ -58,7 +71,7 @@ def load_subject(name: str) -> Subject:
         ConfigError: the module or function cannot be had.
     """
     if ":" in name:
-        return function_subject(name)
+        return function_subject(name, means=means)
     if name not in HOSTS:
         raise unknown_name(
             "host", name, HOSTS, why=f"klamp knows {', '.join(HOSTS)}; anything else goes by module:function"
@@ -88,7 +101,8 @@ def _load(name: str, host: Host, installed: str) -> Subject:
             warnings.simplefilter("ignore")  # theirs, on import and on deprecated options; not about the KL
             logging.disable(logging.WARNING)
             subject: Subject = importlib.import_module(f"klamp.audit.{name}").subject()
-            kl_of_one_token(subject.terms[0])  # whatever has moved shows here
+            for term in subject.terms[:1]:  # whatever has moved shows here
+                kl_of_one_token(term)
             return subject
     except KlampError:
         raise
@@ -104,13 +118,16 @@ def _load(name: str, host: Host, installed: str) -> Subject:
 
 
 CONTRACT = "function(policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T]"
+DISTILLATION_CONTRACT = "function(student_logits [B, T, V], teacher_logits [B, T, V], tokens [B, T], mask [B, T]) -> []"
 
 
-def function_subject(path: str) -> Subject:
-    """Prepare a function for an audit, as a loss and as a number in the reward.
+def function_subject(path: str, *, means: Divergence = "reverse") -> Subject:
+    """Prepare a function for an audit: a KL, as a loss and as a number in the reward, or a loss of distillation.
 
     Args:
-        path: `module:function` or `module:Class.method`; modules of the working directory are found too.
+        path: `module:function` or `module:Class.method`; modules of the working directory are found too. One that
+            cannot be called without four arguments is a loss of distillation: the mean over the tokens of its mask.
+        means: the divergence that a loss of distillation is meant to be.
 
     Raises:
         ConfigError: it cannot be imported, is not callable, or not with what it would be audited with.
@@ -118,6 +135,11 @@ def function_subject(path: str) -> Subject:
     from klamp.audit.examine import Subject, Term
 
     function = load_function(path)
+    if _takes(function, 4) and not _takes(function, 2):
+        from klamp.audit.distillation import Distillation
+
+        loss = Distillation(name=path, loss=lambda batch: function(*batch.aligned), means=means)
+        return Subject(title=path, distillations=(loss,))
     _try(function, path)
     return Subject(
         title=path,
@@ -148,6 +170,14 @@ def load_function(path: str) -> Callable[..., Any]:
     return found
 
 
+def _takes(function: Callable[..., Any], count: int) -> bool:
+    try:
+        inspect.signature(function).bind(*range(count))
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
 def _try(function: Callable[..., Any], path: str) -> None:
     """Call a function as the audit will, with the log-probabilities of two completions of three tokens.
 
@@ -172,7 +202,7 @@ def _unfit(path: str, got: str) -> ConfigError:
     return ConfigError(
         f"{path} cannot be called as an audit calls it",
         got=got,
-        why=f"it is called as {CONTRACT}, with float64 tensors and nothing else",
+        why=f"it is called as {CONTRACT}, or as {DISTILLATION_CONTRACT}, with float64 tensors and nothing else",
         fix="name a function of that form; one with more arguments needs a wrapper: def kl(policy, ref): return "
         "yours(policy, ref, mask=torch.ones_like(policy))",
     )
@@ -193,4 +223,13 @@ def _import(name: str, path: str) -> Any:
         ) from error
 
 
-__all__ = ["CONTRACT", "HOSTS", "Host", "load_function", "load_subject"]
+__all__ = [
+    "CONTRACT",
+    "DISTILLATION_CONTRACT",
+    "DIVERGENCES",
+    "HOSTS",
+    "Divergence",
+    "Host",
+    "load_function",
+    "load_subject",
+]

@@ -16,10 +16,23 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from klamp.audit.distillation import Distillation, DistillationFinding, examine_distillation
 from klamp.errors import ShapeError
-from klamp.verify.judge import DTYPES, FAR, Judgement, KLFunction, Use, as_loss, judge, judge_value, one_token
-from klamp.verify.oracle import Followed, expected_pull, in_reward
-from klamp.verify.worlds import Outcomes, Sampler, random_chain, random_positions
+from klamp.verify.judge import (
+    DTYPES,
+    FAR,
+    SCAN_STEP,
+    TOLERANCE,
+    Judgement,
+    KLFunction,
+    Use,
+    as_loss,
+    judge,
+    judge_value,
+    one_token,
+)
+from klamp.verify.oracle import Followed, Loss, expected, expected_pull, in_reward, reverse_kl
+from klamp.verify.worlds import Chain, Outcomes, Sampler, random_chain, random_positions
 
 CompletionLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(policy_logprobs, ref_logprobs, old_logprobs), each [1, T] -> the KL of the completion: a scalar, coefficient 1."""
@@ -27,8 +40,6 @@ HostLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 """(policy_logprobs, ref_logprobs, old_logprobs, mask), each [B, T] -> the KL part of the host's own loss of a batch,
 coefficient 1: a scalar. `old` are those of the policy that sampled; the mask is True on the tokens of completions."""
 
-TOLERANCE = 1e-5
-"""Relative, for naming a gradient; some hosts compute in float32 whatever they are given."""
 NEAR_SPREAD = 0.2
 """Standard deviation of the logits near the reference: no log-ratio exceeds a nat there."""
 LOCAL = {"zero": "zero", "reverse": "local", "forward": "local_forward"}
@@ -70,12 +81,14 @@ def marked(option: str, value: object, default: object) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """The KL terms of a trainer, and notes for the reader."""
+    """The KL terms and distillation losses of a trainer, and notes for the reader."""
 
     title: str
     """The name of the package and its version."""
-    terms: tuple[Term, ...]
+    terms: tuple[Term, ...] = ()
     """Its KL terms, the default first."""
+    distillations: tuple[Distillation, ...] = ()
+    """Its distillation losses, the default first."""
     notes: tuple[str, ...] = ()
     """Facts read from the installed package, a sentence each."""
     cautions: tuple[str, ...] = ()
@@ -90,6 +103,10 @@ class TermFinding:
     """The term that was examined."""
     judgement: Judgement | None = None
     """Value, gradient, clamps and probes at one position; None where the host refused to compute it."""
+    whole_bias: float = 0.0
+    """Relative bias of the value over completions of several tokens, against KL(policy||ref) of these."""
+    turns: tuple[float, ...] = ()
+    """The log-ratios, in nats, from which on a token is pushed away from the reference, though it is pulled before."""
     near_bias: float = 0.0
     """Relative bias of the value near the reference."""
     near: Followed | None = None
@@ -123,6 +140,8 @@ class Audit:
     """What was audited."""
     findings: tuple[TermFinding, ...]
     """The findings, one per term."""
+    distillations: tuple[DistillationFinding, ...] = ()
+    """Those of the distillation losses."""
 
 
 def audit(subject: Subject) -> Audit:
@@ -131,7 +150,11 @@ def audit(subject: Subject) -> Audit:
     Raises:
         ShapeError: a function does not return one number per token.
     """
-    return Audit(subject=subject, findings=tuple(map(audit_term, subject.terms)))
+    return Audit(
+        subject=subject,
+        findings=tuple(map(audit_term, subject.terms)),
+        distillations=tuple(map(examine_distillation, subject.distillations)),
+    )
 
 
 def audit_term(term: Term) -> TermFinding:
@@ -142,6 +165,8 @@ def audit_term(term: Term) -> TermFinding:
         return TermFinding(
             term=term,
             judgement=judge(function, name=term.name, use=term.use),
+            whole_bias=whole_bias(term),
+            turns=tuple(turn for side in (-1, 1) if (turn := _turn(function, side, term.use)) is not None),
             near_bias=near_bias,
             near=near,
             on_policy=over_completions(term, sampler="policy"),
@@ -179,14 +204,39 @@ def near_reference(function: KLFunction, use: Use = "loss") -> tuple[float, Foll
 
 def over_completions(term: Term, *, sampler: Sampler) -> Followed:
     """The gradient that a term follows over completions of one and two tokens, in several enumerated worlds."""
-    chains = [random_chain(seed, vocab=3, length=2, sampler=sampler) for seed in range(3)]
+    loss = _of_completions(term)
+    used = in_reward(loss) if term.use == "reward" else loss
+    return expected_pull(_completions(sampler), used, tolerance=TOLERANCE).follows
 
+
+def whole_bias(term: Term) -> float:
+    """The relative bias of a term's value over completions of one and two tokens that the policy samples."""
+    chains = _completions("policy")
+    found = sum(expected(chain, _of_completions(term)).item() for chain in chains)
+    return found / sum(reverse_kl(chain).item() for chain in chains) - 1
+
+
+def _completions(sampler: Sampler) -> list[Chain]:
+    return [random_chain(seed, vocab=3, length=2, sampler=sampler) for seed in range(3)]
+
+
+def _of_completions(term: Term) -> Loss:
     def loss(y: Outcomes) -> Tensor:
         rows = zip(y.policy_logprobs, y.ref_logprobs, y.sampler_logprobs, y.mask, strict=True)
         return torch.stack([term.completion(*(x[mask][None] for x in row)) for *row, mask in rows])
 
-    used = in_reward(loss) if term.use == "reward" else loss
-    return expected_pull(chains, used, tolerance=TOLERANCE).follows
+    return loss
+
+
+def _turn(function: KLFunction, side: int, use: Use) -> float | None:
+    """The log-ratio from which on a token's gradient pushes away; None: it never does, or does so from the start."""
+
+    def pulls(size: float) -> bool:
+        return one_token(function, torch.float64, side * size, use)[1] * side > 0
+
+    sizes = [SCAN_STEP * (i + 1) for i in range(round(FAR / SCAN_STEP))]
+    away = next((size for size in sizes if one_token(function, torch.float64, side * size, use)[1] * side < 0), None)
+    return side * (away - SCAN_STEP) if away is not None and pulls(SCAN_STEP) else None
 
 
 WRONG = 0.1

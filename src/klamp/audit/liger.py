@@ -1,4 +1,4 @@
-"""Audits Liger: the KL inside its chunked GRPO loss.
+"""Audits Liger: the KL inside its chunked GRPO loss, and its fused loss of distillation.
 
 `LigerFusedLinearGRPOLoss` computes log-probabilities chunk by chunk and hands each chunk to the static method
 `LigerFusedLinearGRPOFunction.ppo_loss_fn`, which is what is called here, as it is: at beta 1 less at beta 0.
@@ -8,13 +8,16 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from importlib.metadata import version
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from klamp.audit.examine import Subject
+from klamp.audit import Divergence
+from klamp.audit.distillation import Distillation, Sequences
+from klamp.audit.examine import Subject, marked
 from klamp.audit.trl import subject_of_loss
 
 LONGEST = 256
@@ -25,16 +28,35 @@ def subject() -> Subject:
     from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 
     defaults = {name: each.default for name, each in inspect.signature(LigerFusedLinearGRPOLoss).parameters.items()}
-    return subject_of_loss(
+    subject = subject_of_loss(
         f"liger-kernel {version('liger-kernel')}, LigerFusedLinearGRPOLoss",
         kl_loss,
         defaults,
         notes=(
             f"beta is {defaults['beta']:g} by default; without a reference model it compares the policy with itself.",
             "Log-probabilities reach the KL in float32, whatever the model's type.",
-            "Its Triton kernel of the same loss needs a GPU and is not audited.",
+            "Its Triton kernels of the same losses need a GPU and are not audited.",
         ),
     )
+    return replace(subject, distillations=tuple(map(_distillation, (0.5, 0.0, 1.0))))
+
+
+def _distillation(beta: float) -> Distillation:
+    """Liger's fused JSD at one beta, without its loss on labels (half of the whole by default)."""
+    from liger_kernel.chunked_loss import LigerFusedLinearJSDLoss
+
+    default = inspect.signature(LigerFusedLinearJSDLoss).parameters["beta"].default
+    fused = LigerFusedLinearJSDLoss(beta=beta, weight_hard_loss=0.0, weight_soft_loss=1.0, compiled=False)
+
+    def loss(batch: Sequences) -> Tensor:
+        student, teacher, tokens, mask = batch.aligned
+        heads = (torch.eye(x.shape[-1], dtype=x.dtype) for x in (student, teacher))
+        labels = tokens.masked_fill(~mask, -100).flatten()
+        mine, theirs = (x.flatten(0, 1) for x in (student, teacher))
+        return fused(mine, next(heads), theirs, next(heads), labels)
+
+    means: Divergence = {0.0: "forward", 1.0: "reverse"}.get(beta, "js")  # type: ignore[assignment]
+    return Distillation(name=f"LigerFusedLinearJSDLoss, {marked('beta', beta, default)}", loss=loss, means=means)
 
 
 def kl_loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, **options: Any) -> Tensor:

@@ -1,4 +1,4 @@
-"""Audits torchrl: the KL of `GRPOLoss`, the k3 estimate that it publishes, and the KL in the reward.
+"""Audits torchrl: the KL of `GRPOLoss`, the k3 estimate that it publishes, the KL in the reward, and distillation.
 
 `GRPOLoss.forward` runs as it is, on a batch without a model: only the method that asks the actor for log-probabilities
 is answered with those of the audit.
@@ -14,6 +14,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
+from klamp.audit.distillation import Distillation, Sequences
 from klamp.audit.examine import Subject, Term
 
 
@@ -31,6 +32,13 @@ def subject() -> Subject:
             ),
             Term.of_function("KLComputation, in the reward", reward_kl, use="reward"),
         ),
+        distillations=(
+            Distillation(
+                name="DistillationLoss, kl_direction=reverse (default)",
+                loss=distillation,
+                means="reverse",
+            ),
+        ),
         notes=(f"kl_to_ref_coeff is {loss.kl_to_ref_coeff} by default: without it there is no KL in the loss.",),
     )
 
@@ -47,6 +55,31 @@ def kl_loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor) -> Tensor:
     batch[loss.tensor_keys.sample_log_prob] = old
     batch[loss.tensor_keys.ref_log_probs] = ref
     return loss(batch).loss_kl_to_ref
+
+
+def distillation(batch: Sequences) -> Tensor:
+    """torchrl's `DistillationLoss` of a batch, at its defaults."""
+    from tensordict import TensorDict, lazy_stack
+    from tensordict.nn import TensorDictModule
+    from torchrl.objectives.llm import DistillationLoss
+
+    student, teacher, tokens, mask = batch.aligned
+    scores, theirs = (x.log_softmax(-1).gather(-1, tokens[..., None])[..., 0] for x in (student, teacher))
+    actor = TensorDictModule(lambda _: scores, in_keys=["tokens"], out_keys=[("log_probs", "full")])
+    loss = DistillationLoss(actor)
+    loss.set_keys(history="tokens")
+    rows = [
+        TensorDict(
+            {
+                "tokens": tokens[row],
+                ("masks", "all_assistant_mask"): mask[row],
+                ("masks", "all_attention_mask"): torch.ones_like(mask[row]),
+                ("next", "teacher_log_probs", "full"): theirs[row],
+            }
+        )
+        for row in range(len(tokens))
+    ]
+    return loss(lazy_stack(rows)).loss_distill
 
 
 def reward_kl(policy: Tensor, ref: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Audits TRL: the KL in the loss of a real `GRPOTrainer`.
+"""Audits TRL: the KL in the loss of a real `GRPOTrainer`, and the losses of its trainers for distillation.
 
 Its KL is a few lines in the middle of `GRPOTrainer._compute_loss`. So that method is called as it is, on a trainer
 built by TRL's own constructor around a model of two thousand weights, with the log-probabilities of the audit in the
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from klamp.audit.examine import Subject, Term, marked
+from klamp.audit.trl_distillation import distillations
 
 
 def subject() -> Subject:
@@ -26,7 +27,7 @@ def subject() -> Subject:
     import trl
 
     defaults = {each.name: each.default for each in dataclasses.fields(trl.GRPOConfig)}
-    return subject_of_loss(
+    subject = subject_of_loss(
         f"trl {trl.__version__}, GRPOTrainer",
         functools.partial(kl_loss, build_trainer()),
         defaults,
@@ -35,6 +36,7 @@ def subject() -> Subject:
             "Log-probabilities reach the KL in float32, whatever the model's type.",
         ),
     )
+    return dataclasses.replace(subject, distillations=distillations())
 
 
 def subject_of_loss(

@@ -1,4 +1,4 @@
-"""Audits verl: every `kl_loss_type` of its `kl_penalty`, in its loss and in its reward.
+"""Audits verl: every `kl_loss_type` of its `kl_penalty`, in its loss and in its reward, and its distillation.
 
 The loss side is the `kl_penalty` that `verl.workers.utils.losses.ppo_loss` calls, under the name that it calls it by.
 The reward side is `apply_kl_penalty`.
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from klamp.audit.examine import Subject, Term, marked
+from klamp.audit.verl_distillation import distillations
 
 LOSS_TYPES = ("low_var_kl", "kl", "abs", "mse", "low_var_kl+", "kl+", "abs+", "full")
 REWARD_TYPES = ("kl", "abs", "mse", "low_var_kl")
@@ -34,6 +35,7 @@ def subject() -> Subject:
             *(_loss_term(name, default=kind) for name in LOSS_TYPES),
             *(_reward_term(name) for name in REWARD_TYPES),
         ),
+        distillations=distillations(),
         notes=(f"use_kl_loss is {defaults['use_kl_loss']} by default: without it there is no KL in the loss.",),
     )
 

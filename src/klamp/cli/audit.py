@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from klamp.audit import load_subject
+from klamp.audit.distillation import Against, DistillationFinding
 from klamp.audit.examine import Audit, Reach, TermFinding, audit
 from klamp.cli.flags import read_options
 from klamp.cli.options import AuditOptions
@@ -22,19 +23,28 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         KlampError: a host that is not there, a function that cannot be had.
     """
-    for name in read_options(AuditOptions, argv, command="klamp audit").names:
-        subject = load_subject(name)
+    options = read_options(AuditOptions, argv, command="klamp audit")
+    legends: dict[str, None] = {}
+    for name in options.names:
+        subject = load_subject(name, means=options.means)
+        legends |= dict.fromkeys([LEGEND] * bool(subject.terms) + [DISTILLATION_LEGEND] * bool(subject.distillations))
         for caution in subject.cautions:
             show_caution(caution)
         show_audit(audit(subject))
-    say(LEGEND)
+    say("\n\n".join(legends))
     return 0
 
 
 def show_audit(result: Audit) -> None:
     """Print an audit."""
-    show_table(result.subject.title, HEADINGS, [row(finding) for finding in result.findings])
-    for sentence in (*(s for finding in result.findings for s in sentences(finding)), *result.subject.notes):
+    if result.findings:
+        show_table(result.subject.title, HEADINGS, [row(finding) for finding in result.findings])
+    if result.distillations:
+        title = result.subject.title.partition(",")[0] + ", distillation" * bool(result.findings)
+        show_table(title, OF_DISTILLATION, [distillation_row(finding) for finding in result.distillations])
+    told = [s for finding in result.findings for s in sentences(finding)]
+    told += [s for finding in result.distillations for s in distillation_sentences(finding)]
+    for sentence in (*told, *result.subject.notes):
         say(f"- {sentence}")
     say()
 
@@ -49,7 +59,19 @@ stops at    log policy - log ref, in nats, from which on a clamp leaves no gradi
 fp32 ...    log-ratios up to which the gradient is right to 10 % in this type, and what happens beyond:
             inf, nan, zero, off (rounding has eaten it)"""
 
+OF_DISTILLATION = ("distillation loss", "means", "value", "gradient", "far", "noise", "padding", "mean over", "larger")
+DISTILLATION_LEGEND = """\
+means       the divergence between student and teacher that its name or its options promise
+value       the divergence that its expected value is, tokens sampled from the student; else how far off the one meant
+gradient    the same of its expected gradient in the student's logits; "near": only where both are close to each other
+far         the same where they differ by many nats
+noise       gradient of a completion where the student is the teacher, of that between strangers: 0 is right
+padding     what the loss is multiplied by where two thirds of the positions are prompt or padding
+mean over   what a batch is the mean of: tokens, or the means of sequences
+larger      three entries without mass that only the teacher has: what they change in the value"""
+
 SHORT = {
+    "js": "js",
     "zero": "zero",
     "reverse": "reverse",
     "local": "reverse",
@@ -69,12 +91,18 @@ def row(finding: TermFinding) -> tuple[str, ...]:
         return (finding.term.name, "raises", *[MISSING] * (len(HEADINGS) - 2))
     return (
         finding.term.name,
-        _bias(judgement.value.relative_bias),
+        _bias(finding.whole_bias if _moved(finding) else judgement.value.relative_bias),
         _gradient(finding, judgement),
         _short(finding.off_policy),
         _stops(judgement),
         *map(_reach, finding.reach),
     )
+
+
+def _moved(finding: TermFinding) -> bool:
+    """Whether the value of one token alone is right and that of several is not."""
+    alone = finding.judgement.value.relative_bias if finding.judgement else 0.0
+    return abs(alone) < UNBIASED <= abs(finding.whole_bias)
 
 
 def sentences(finding: TermFinding) -> list[str]:
@@ -86,6 +114,10 @@ def sentences(finding: TermFinding) -> list[str]:
     if not finding.token_by_token:
         alone = _short(judgement.gradient.follows)
         found.append(f"{name}: one token alone follows {alone}; completions of several tokens follow neither.")
+    if _moved(finding):
+        found.append(f"{name}: the value of one token alone is right; of several it is {_bias(finding.whole_bias)}.")
+    for turn in finding.turns:
+        found.append(f"{name}: a token beyond {turn:+.3g} nats is pushed away from the reference.")
     if _clamped(judgement) and abs(judgement.value.relative_bias) > UNBIASED:
         kl = judgement.value.reverse_kl
         found.append(
@@ -93,6 +125,52 @@ def sentences(finding: TermFinding) -> list[str]:
             f"token; near the reference the value is {_bias(finding.near_bias)}."
         )
     return found
+
+
+def distillation_row(finding: DistillationFinding) -> tuple[str, ...]:
+    """The cells of one distillation loss, under `OF_DISTILLATION`."""
+    term = finding.term
+    if finding.error:
+        return (term.name, term.means, "raises", *[MISSING] * (len(OF_DISTILLATION) - 3))
+    larger = finding.larger if isinstance(finding.larger, float) else None
+    return (
+        term.name,
+        term.means,
+        _divergence(finding.value),
+        _followed(finding),
+        _divergence(finding.far) if finding.far else "not finite",
+        f"{finding.noise:.0%}" if finding.noise > UNBIASED else "0",
+        MISSING if abs(finding.padding - 1) < UNBIASED else f"x{finding.padding:.2g}",
+        finding.mean or "neither",
+        "raises" if larger is None else MISSING if abs(larger) < UNBIASED else f"{larger:+.0%}",
+    )
+
+
+def distillation_sentences(finding: DistillationFinding) -> list[str]:
+    """The sentences below the table: what the cells of a distillation loss do not say."""
+    name = finding.term.name
+    if finding.error:
+        return [f"{name}: raises {finding.error}."]
+    found = [f"{name}: {finding.elsewhere:.0%} of its gradient falls on prompt or padding."] * (
+        finding.elsewhere > UNBIASED
+    )
+    if finding.leaks:
+        found.append(f"{name}: a token that the teacher forbids makes the gradient NaN, even where nothing is trained.")
+    if isinstance(finding.larger, str):
+        found.append(f"{name}: of a teacher with three more entries it raises {finding.larger}.")
+    return found
+
+
+def _followed(finding: DistillationFinding) -> str:
+    whole, near = _divergence(finding.gradient), finding.near
+    named = finding.gradient and finding.gradient.follows.name in SHORT
+    return f"{_short(near.follows)} near" if near and not named and near.follows.name in SHORT else whole
+
+
+def _divergence(found: Against | None) -> str:
+    if found is None:
+        return MISSING
+    return f"{found.off:.0%} off" if found.follows.name not in SHORT else _short(found.follows)
 
 
 def _bias(bias: float) -> str:

@@ -249,10 +249,11 @@ COMMANDS: Mapping[str, Command] = {
     "audit": Command(
         summary="what the KL of an installed trainer, or of any function, does",
         usage="NAME [NAME ...]",
-        about="Runs the KL of what is installed here through the enumeration oracle: the bias of its value, the "
-        "divergence whose gradient it follows, where that gradient stops, how far out it is right in each "
-        "floating-point type.",
-        examples=("klamp audit trl", "klamp audit my_losses:kl"),
+        about="Runs the KL of what is installed here, to a reference and to a teacher, through the enumeration "
+        "oracle: the bias of its value, the divergence whose gradient it follows, where that gradient stops, how far "
+        "out it is right in each floating-point type; of distillation also its noise at the teacher, padding, and a "
+        "teacher of a larger vocabulary.",
+        examples=("klamp audit trl", "klamp audit my_losses:kl", "klamp audit my_losses:distil --means forward"),
         options=options.AuditOptions,
         lists={"names": "klamp.audit:HOSTS"},
     ),

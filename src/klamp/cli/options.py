@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from klamp.audit import Divergence
 from klamp.diagnostics.history import Verifier
 
 Question = Literal["direction", "convergence"]
@@ -95,6 +96,8 @@ class AuditOptions:
 
     names: tuple[str, ...] = field(metadata={"word": "NAME"})
     """Hosts that are installed here, or any `module:function`."""
+    means: Divergence = "reverse"
+    """What a function of four arguments, a loss of distillation, is meant to be: reverse, forward or js."""
 
 
 @dataclass(frozen=True, kw_only=True)
