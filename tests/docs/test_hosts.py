@@ -1,0 +1,200 @@
+"""Each function of docs/hosts.md, run as it stands there: its expected gradient is that of the KL that the page names.
+
+Every token of a small vocabulary is enumerated at one position; a second one behind it is masked. Stand-ins take the
+place of the trainers' own classes. The files of the checkouts in the folder KLAMP_HOSTS are asked for the names used.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import sys
+from dataclasses import replace
+from itertools import accumulate
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+from unittest.mock import MagicMock
+
+import pytest
+import torch
+from tests.docs.pages import DOCS
+from torch import Tensor
+
+SECTIONS = {x.split("\n", 1)[0]: x for x in (DOCS / "hosts.md").read_text(encoding="utf-8").split("\n## ")[1:]}
+BETA = 0.3
+
+
+class Trainer:
+    def compute_advantages_and_returns(self, data: dict[str, Tensor]) -> dict[str, Tensor]:
+        return data | {"advantages": data["rewards"]}
+
+
+class Worker:
+    pipeline_config = SimpleNamespace(kd_temperature=2.0)
+
+    def loss_func(self, data: dict[str, Any], output_tensor: Tensor) -> Tensor:
+        return self.kl_loss_func(logits=output_tensor, **data)  # type: ignore[attr-defined]
+
+
+def areal_loss(logprobs: Tensor, entropy: None, input_data: dict[str, Tensor], eps_clip: float) -> Tensor:
+    assert "teacher_logp" not in input_data
+    ratio, mask = (logprobs - input_data["logprobs"]).exp(), input_data["loss_mask"].bool()
+    return -(ratio * input_data["advantages"])[mask].mean()
+
+
+STANDINS: dict[str, dict[str, Any]] = {
+    "prime_rl.trainer.rl.loss": {"LossOutputs": lambda loss, metrics: loss},
+    "openrlhf.trainer.ray.ppo_actor": {},
+    "skyrl.train.trainer": {"RayPPOTrainer": Trainer},
+    "nemo_rl.algorithms.loss.interfaces": {name: MagicMock() for name in ("LossType", "LossInputType")},
+    "swift.rlhf_trainers.gkd_loss": {},
+    "slime.backends.megatron_utils.loss": {"get_log_probs_and_entropy": lambda x, **_: (None, {"log_probs": [x]})},
+    "areal.trainer.ppo.actor": {"grpo_loss_fn": areal_loss},
+    "trinity.algorithm.policy_loss_fn.policy_loss_fn": {"PolicyLossFn": SimpleNamespace},
+    "roll.pipeline.distill.distill_worker": {"StudentWorker": Worker},
+}
+"""Module of a trainer's that a snippet imports -> what of it the snippet uses."""
+
+
+def defined(trainer: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What the trainer's snippet defines, with the stand-ins in place."""
+    for name, held in STANDINS.items():
+        for path in accumulate(name.split("."), "{}.{}".format):
+            monkeypatch.setitem(sys.modules, path, ModuleType(path))
+        parent, _, last = name.rpartition(".")
+        setattr(sys.modules[parent], last, sys.modules[name])
+        vars(sys.modules[name]).update(held)
+    (code,) = re.findall(r"```python\n(.*?)```", SECTIONS[trainer], re.S)
+    names: dict[str, Any] = {}
+    exec(code, names)
+    return names
+
+
+def prime(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
+    inputs = SimpleNamespace(trainer_logprobs=x.policy, inference_logprobs=x.old, advantages=x.reward)
+    inputs.loss_mask, inputs.ref_logprobs, inputs.loss_weights = x.mask, None, None
+    loss = names["klamp_loss"](inputs, beta=BETA)
+    inputs.loss_weights = torch.full_like(x.old, 2.0)
+    torch.testing.assert_close(names["klamp_loss"](inputs, beta=BETA), 2 * loss)
+    return loss
+
+
+def openrlhf(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
+    return BETA * (names["ppo_actor"].compute_approx_kl(x.policy[None], x.anchor[None], "k3") * x.mask).sum()
+
+
+def skyrl(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
+    trainer = names["KlampTrainer"]()
+    trainer.beta = BETA
+    data = {"action_log_probs": x.policy.detach(), "base_action_log_probs": x.anchor, "rewards": x.reward}
+    data = {name: value[None] for name, value in (data | {"loss_mask": x.mask.double()}).items()}
+    return -(trainer.compute_advantages_and_returns(data)["advantages"] * x.policy)[0, 0]  # its loss at ratio 1
+
+
+def nemo(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
+    loss = names["KlampLoss"]()
+    loss.objective = replace(loss.objective, beta=BETA)
+    scored = {"prev": x.old, "generation": x.old, "reference_policy": x.anchor}
+    given = {"advantages": x.reward} | {f"{who}_logprobs": value for who, value in scored.items()}
+    data = {name: torch.cat((x.old[:1], value))[None] for name, value in given.items()}  # the prompt's token before
+    data |= {"token_mask": torch.tensor([[0.0, 1.0, 0.0]]), "sample_mask": torch.ones(1)}
+    value, metrics = loss(data, torch.tensor(3.0), torch.tensor(7.0), next_token_logprobs=x.policy[None])
+    assert metrics["num_valid_samples"] == 1
+    return 7 * value
+
+
+def swift(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
+    policy, anchor = (x.rows[who].expand(3, -1) for who in ("policy", "anchor"))
+    return BETA * names["gkd_loss"].jsd_loss(policy, anchor, 1.0, chunk_size=2) / 3
+
+
+def slime(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
+    batch = {key: [] for key in ("unconcat_tokens", "total_lengths", "response_lengths")}
+    batch |= {"log_probs": [x.old], "teacher_log_probs": [x.anchor], "advantages": [x.reward]}
+    return names["klamp_loss"](None, batch, x.policy, lambda tokens: (tokens * x.mask).sum(), coefficient=BETA)[0]
+
+
+def areal(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
+    data = {"logprobs": x.old, "advantages": x.reward, "loss_mask": x.mask.int(), "teacher_logp": x.anchor}
+    data |= {"rl_loss_weight": 1.0, "distill_loss_weight": BETA}
+    return names["actor"].grpo_loss_fn(x.policy, None, data, eps_clip=0.2)
+
+
+def trinity(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
+    data = {"old_logprob": x.old, "action_mask": x.mask, "advantages": x.reward, "teacher_logprobs": x.anchor}
+    loss = names["KlampLoss"](backend="verl")
+    loss.objective = replace(loss.objective, others=(loss.to_teacher._replace(coefficient=BETA),))
+    return loss(x.policy[None], **{name: value[None] for name, value in data.items()})[0]
+
+
+def roll(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
+    teacher = x.rows["anchor"].log_softmax(-1)[None, None]
+    given = {"teacher_probs": teacher.exp(), "teacher_log_probs": teacher, "teacher_inf_mask": teacher.isinf()}
+    return BETA * names["KlampStudent"]().loss_func(given, 2.0 * x.rows["policy"][None, None])[0, 0]
+
+
+CALLS = dict(zip(SECTIONS, (prime, openrlhf, skyrl, nemo, swift, slime, areal, trinity, roll), strict=True))
+ON_POLICY = {"OpenRLHF", "SkyRL", "ms-swift", "ROLL"}
+KL_ALONE = ON_POLICY - {"SkyRL"}  # their functions hold no policy loss
+
+
+@pytest.mark.parametrize("trainer", SECTIONS)
+def test_the_expected_gradient_is_that_of_the_kl(trainer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = defined(trainer, monkeypatch)
+    torch.manual_seed(1)
+    policy, anchor, noise, reward = torch.randn(4, 5, dtype=torch.float64)
+    policy.requires_grad_()
+    old = policy.detach() + 0.05 * noise  # so near that no ratio is clipped
+    rows = {"policy": policy, "anchor": old if trainer == "prime-rl" else anchor, "old": old}
+    drawn_by = rows["policy" if trainer in ON_POLICY else "old"].detach().softmax(-1)
+    loss = torch.zeros((), dtype=torch.float64)
+    for token in range(5):
+        scored = {who: torch.stack((x.log_softmax(-1)[token], x[0] - 9)) for who, x in rows.items()}
+        scored["reward"] = torch.stack((reward[token], torch.tensor(5.0)))
+        drawn = SimpleNamespace(**scored, mask=torch.tensor([True, False]), rows=rows)
+        loss = loss + drawn_by[token] * CALLS[trainer](names, drawn)
+    (gradient,) = torch.autograd.grad(loss, policy)
+    log_p, log_q = policy.log_softmax(-1), rows["anchor"].log_softmax(-1)
+    reverse, forward = (log_p.exp() * (log_p - log_q)).sum(), (log_q.exp() * (log_q - log_p)).sum()
+    rewarded = (trainer not in KL_ALONE) * (log_p.exp() * reward).sum()
+    (expected,) = torch.autograd.grad(BETA * (forward if trainer == "ROLL" else reverse) - rewarded, policy)
+    torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-9)
+
+
+HOOKS = """
+prime-rl/src/prime_rl/trainer/rl/loss.py LossInputs trainer_logprobs inference_logprobs advantages loss_weights
+prime-rl/src/prime_rl/trainer/rl/loss.py LossOutputs loss metrics
+OpenRLHF/openrlhf/models/utils.py compute_approx_kl log_probs log_probs_base kl_estimator
+OpenRLHF/openrlhf/trainer/ray/ppo_actor.py ActorPPOTrainer compute_approx_kl kl_estimator base_action_log_probs
+SkyRL/skyrl/train/trainer.py RayPPOTrainer.compute_advantages_and_returns data advantages
+SkyRL/skyrl/train/trainer.py RayPPOTrainer action_log_probs base_action_log_probs loss_mask
+RL/nemo_rl/algorithms/loss/interfaces.py LossFunction.__call__ data global_valid_seqs global_valid_toks
+RL/nemo_rl/algorithms/loss/utils.py prepare_loss_input next_token_logprobs LOGPROB
+RL/nemo_rl/algorithms/grpo.py grpo_train loss_fn token_mask sample_mask advantages
+RL/nemo_rl/algorithms/grpo.py grpo_train prev_logprobs generation_logprobs reference_policy_logprobs
+ms-swift/swift/rlhf_trainers/gkd_loss.py jsd_loss s_logits t_logits beta log_softmax_fn kl_div_fn chunk_size
+slime/slime/backends/megatron_utils/loss.py get_log_probs_and_entropy unconcat_tokens total_lengths response_lengths
+slime/slime/backends/megatron_utils/model.py train_one_step teacher_log_probs log_probs advantages
+AReaL/areal/trainer/ppo/actor.py grpo_loss_fn input_data loss_mask teacher_logp rl_loss_weight distill_loss_weight
+AReaL/areal/trainer/ppo/actor.py PPOActor grpo_loss_fn loss_fn
+Trinity-RFT*/trinity/algorithm/policy_loss_fn/policy_loss_fn.py PolicyLossFn backend logprob kwargs
+Trinity-RFT*/trinity/algorithm/policy_loss_fn/ppo_policy_loss.py PPOPolicyLossFn old_logprob action_mask advantages
+Trinity-RFT*/trinity/trainer/verl/utils.py to_data_proto teacher_logprobs
+ROLL/roll/pipeline/distill/various_divergence.py VariousDivergence.__call__ logits teacher_probs teacher_log_probs
+ROLL/roll/pipeline/distill/distill_worker.py StudentWorker.loss_func data output_tensor kl_loss_func
+"""
+"""A trainer's file, a function or class in it, and the names there that its snippet relies on."""
+
+
+@pytest.mark.parametrize("hook", HOOKS.strip().splitlines())
+def test_the_trainer_has_what_its_snippet_relies_on(hook: str) -> None:
+    path, where, *names = hook.split()
+    if not (files := list(Path(os.environ.get("KLAMP_HOSTS", "/nowhere")).glob(path))):
+        pytest.skip(f"KLAMP_HOSTS names no folder with {path}")
+    node: Any = ast.parse(files[0].read_text(encoding="utf-8"))
+    for part in where.split("."):
+        (node,) = [n for n in node.body if getattr(n, "name", None) == part]
+    parts = (getattr(n, field, None) for n in ast.walk(node) for field in ("id", "arg", "attr", "value"))
+    assert set(names) - {x for x in parts if isinstance(x, str)} == set()
