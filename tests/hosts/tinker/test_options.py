@@ -14,7 +14,7 @@ from typing import Any, get_args
 import pytest
 from tests.hosts.tinker.fakes import fake_batch
 
-from klamp.config import KLConfig, KLWarning
+from klamp.config import KLConfig, KLWarning, TeacherConfig
 from klamp.core.masking import Totals
 from klamp.errors import ConfigError, KlampError, UnknownNameError
 from klamp.hosts.tinker.options import (
@@ -41,13 +41,14 @@ def test_every_option_arrives() -> None:
     totals = Totals(sequences=4, tokens=40, kl_tokens=30)
     settings = make_settings(
         0.5, (0.1, 0.3), surrogate="cispo", normalizer="fixed_length", max_length=9, group_size=2, totals=totals,
-        reference_length=7.0, beta=0.25,
+        reference_length=7.0, beta=0.25, teacher=TeacherConfig(teacher_model="t"), teacher_coef=0.75,
     )  # fmt: skip
     objective = settings.objective
     assert (objective.surrogate, objective.reduction, objective.max_length) == ("cispo", "fixed_length", 9)
     assert (objective.clip_low, objective.clip_high, objective.beta) == (0.1, 0.3, 0.25)
     assert (settings.totals, settings.group_size, settings.reference_length) == (totals, 2, 7.0)
-    assert len(LossOptions.__annotations__) == 7, "each is above"
+    assert [each.coefficient for each in objective.others] == [0.75] and settings.reads_teacher
+    assert len(LossOptions.__annotations__) == 9, "each is above"
 
 
 @pytest.mark.parametrize(

@@ -22,8 +22,21 @@ from klamp.core.types import Batch
 from klamp.errors import DataError, EmptyMaskError, NonFiniteError, ShapeError
 from klamp.hosts.common.versions import load_tinker
 
-KLAMP_KEYS = ("ref_logprobs", "mask", "kl_mask")
+KLAMP_KEYS = ("ref_logprobs", "teacher_logprobs", "mask", "kl_mask")
 """Keys of `loss_fn_inputs` that klamp reads and the service's built-in losses refuse."""
+
+
+WITHOUT: Mapping[str, tuple[str, str]] = {
+    "ref_logprobs": (
+        "a KL needs a reference; leaving it out silently would train without one",
+        ", with the result of compute_reference_logprobs; or set kl_coef=0",
+    ),
+    "teacher_logprobs": (
+        "a KL to a teacher needs its log-probabilities; leaving it out silently would train without one",
+        ", with what compute_reference_logprobs gives for a client of the teacher",
+    ),
+}
+"""Row of an anchor -> why it is needed, and how it is had."""
 
 
 def build_datum(
@@ -33,13 +46,14 @@ def build_datum(
     logprobs: Sequence[float],
     ref_logprobs: Sequence[float] | None = None,
     *,
+    teacher_logprobs: Sequence[float] | None = None,
     mask: Sequence[float] | None = None,
     kl_mask: Sequence[float] | None = None,
 ) -> Any:
     """One completion as a `tinker.Datum`, everything aligned with the tokens that it speaks of.
 
-    The rows `advantages`, `logprobs`, `mask`, and where given `ref_logprobs` and `kl_mask`, are float32 tensors of
-    `target_tokens`'s length; the SDK converts only lists of the keys that it knows, and refuses bools.
+    The rows `advantages`, `logprobs`, `mask`, and where given those of the anchors and `kl_mask`, are float32 tensors
+    of `target_tokens`'s length; the SDK converts only lists of the keys that it knows, and refuses bools.
 
     Args:
         prompt: token ids, at least one.
@@ -47,6 +61,7 @@ def build_datum(
         advantages: of the completion, or of each of its tokens.
         logprobs: of the sampler, in nats, one per token of the response.
         ref_logprobs: of the reference (`compute_reference_logprobs`); needed where there is a KL in loss or advantage.
+        teacher_logprobs: of a teacher, likewise; behind a prompt of its own if it has one.
         mask: 1 = train on the token; None: on every token of the response. Advantages are 0 where it is 0.
         kl_mask: 1 = the token carries the KL (`kl_exclude_*`); None: as `mask`.
 
@@ -72,7 +87,8 @@ def build_datum(
         "logprobs": _response_row("logprobs", logprobs, len(response)),
         "mask": trained.float(),
     }
-    for name, values in (("ref_logprobs", ref_logprobs), ("kl_mask", kl_mask)):
+    anchors = ("ref_logprobs", ref_logprobs), ("teacher_logprobs", teacher_logprobs)
+    for name, values in (*anchors, ("kl_mask", kl_mask)):
         if values is not None:
             rows[name] = _response_row(name, values, len(response))
     full = prompt + response
@@ -85,7 +101,7 @@ def build_datum(
 
 
 def strip_for_builtin(datums: Sequence[Any]) -> list[Any]:
-    """The datums without the keys that the service's built-in losses refuse: ref_logprobs, mask, kl_mask.
+    """The datums without the keys that the service's built-in losses refuse: those of the anchors, mask, kl_mask.
 
     A built-in loss sees every position, so that advantages are set to 0 where the mask was 0. The arguments stay as
     they are.
@@ -139,6 +155,8 @@ class Rows:
     """The log-probabilities under whoever sampled the tokens, in nats. [B, N]"""
     ref_logprobs: Tensor | None
     """The log-probabilities under the reference, in nats; None where a datum has none. [B, N]"""
+    teacher_logprobs: Tensor | None
+    """The same under the teacher. [B, N]"""
     kl_mask: Tensor | None
     """True = the token carries the KL; None: the same as `mask`. [B, N]"""
     lengths: tuple[int, ...]
@@ -160,6 +178,7 @@ class Rows:
             old_logprobs=self.logprobs,
             sampler_logprobs=self.logprobs,
             ref_logprobs=self.ref_logprobs,
+            teacher_logprobs=self.teacher_logprobs,
             kl_mask=self.kl_mask,
             **more,
         )
@@ -191,16 +210,18 @@ class Rows:
         return pad(logprobs_list)
 
 
-def read_rows(data: Sequence[Any], *, reference: bool = False, exclusions: bool = False) -> Rows:
+def read_rows(data: Sequence[Any], *, reference: bool = False, teacher: bool = False, exclusions: bool = False) -> Rows:
     """Read and check the data of datums (the SDK's, or anything with `loss_fn_inputs`).
 
-    Keys: `target_tokens`, `advantages`, `logprobs` always; `ref_logprobs` where a KL is asked for; `mask` (1 = train
+    Keys: `target_tokens`, `advantages`, `logprobs` always; `ref_logprobs` and
+    `teacher_logprobs` where a KL to them is asked for; `mask` (1 = train
     on the token), else every position counts at which log-probability, advantage or reference is not exactly 0;
     `kl_mask` (1 = the token carries the KL), else as `mask`.
 
     Args:
         data: datums of one call.
-        reference: whether a KL is asked for, so that every datum needs `ref_logprobs`.
+        reference: whether a KL to the reference is asked for, so that every datum needs `ref_logprobs`.
+        teacher: whether one to a teacher is, likewise `teacher_logprobs`.
         exclusions: whether tokens are excluded from the KL, so that every datum needs `kl_mask`.
 
     Raises:
@@ -210,9 +231,10 @@ def read_rows(data: Sequence[Any], *, reference: bool = False, exclusions: bool 
         EmptyMaskError: no datum has a token to train on.
     """
     _check_datums(data)
-    has_ref = reference or all("ref_logprobs" in datum.loss_fn_inputs for datum in data)
+    asked = {"ref_logprobs": reference, "teacher_logprobs": teacher}
+    anchors = [name for name, needed in asked.items() if needed or all(name in each.loss_fn_inputs for each in data)]
     has_kl_mask = exclusions or any("kl_mask" in datum.loss_fn_inputs for datum in data)
-    rows = [_read(i, datum.loss_fn_inputs, has_ref, has_kl_mask) for i, datum in enumerate(data)]
+    rows = [_read(i, datum.loss_fn_inputs, anchors, has_kl_mask) for i, datum in enumerate(data)]
     mask = pad([row["mask"] for row in rows])
     if not bool(mask.any()):
         raise EmptyMaskError(
@@ -225,7 +247,8 @@ def read_rows(data: Sequence[Any], *, reference: bool = False, exclusions: bool 
         mask=mask,
         advantages=pad([row["advantages"] for row in rows]),
         logprobs=pad([row["logprobs"] for row in rows]),
-        ref_logprobs=pad([row["ref_logprobs"] for row in rows]) if has_ref else None,
+        ref_logprobs=pad([row["ref_logprobs"] for row in rows]) if "ref_logprobs" in anchors else None,
+        teacher_logprobs=pad([row["teacher_logprobs"] for row in rows]) if "teacher_logprobs" in anchors else None,
         kl_mask=pad([row["kl_mask"] for row in rows]) if has_kl_mask else None,
         lengths=tuple(len(row["mask"]) for row in rows),
     )
@@ -254,9 +277,9 @@ def pad(rows: Iterable[Tensor]) -> Tensor:
     return pad_sequence(list(rows), batch_first=True)
 
 
-def _read(i: int, inputs: Mapping[str, Any], has_ref: bool, has_kl_mask: bool) -> dict[str, Tensor]:
+def _read(i: int, inputs: Mapping[str, Any], anchors: Sequence[str], has_kl_mask: bool) -> dict[str, Tensor]:
     length = len(_row(i, inputs, "target_tokens"))
-    names = ["advantages", "logprobs", *(["ref_logprobs"] if has_ref else [])]
+    names = ["advantages", "logprobs", *anchors]
     rows = {name: _row(i, inputs, name, length) for name in names}
     if "mask" in inputs:
         rows["mask"] = _row(i, inputs, "mask", length) != 0
@@ -282,11 +305,8 @@ def _row(i: int, inputs: Mapping[str, Any], name: str, length: int | None = None
         raise DataError(
             f"datum {i} has no {name!r} in loss_fn_inputs",
             got=f"keys: {', '.join(sorted(inputs))}",
-            why="a KL needs a reference; leaving it out silently would train without one"
-            if name == "ref_logprobs"
-            else "the loss reads it",
-            fix="build datums with klamp.tinker.build_datum"
-            + (", with the result of compute_reference_logprobs; or set kl_coef=0" if name == "ref_logprobs" else ""),
+            why=WITHOUT.get(name, ("the loss reads it", ""))[0],
+            fix="build datums with klamp.tinker.build_datum" + WITHOUT.get(name, ("", ""))[1],
         )
     row = number_row(f"datum {i}: {name}", inputs[name])
     if row.ndim != 1 or length not in (None, len(row)):

@@ -8,12 +8,13 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 
 from klamp.config import KLConfig
-from klamp.config.describe import describe_average, describe_clip, describe_price
+from klamp.config.describe import PLACEMENTS, describe_average, describe_clip, describe_price
 from klamp.config.loss import price_of
 from klamp.config.rules import check_beta
+from klamp.config.teacher import NUMBERS, TeacherConfig
 from klamp.core.arguments import AT_LEAST_1, check_instance, check_number, describe
 from klamp.core.masking import Totals, check_totals
-from klamp.core.objective import Objective, SurrogateName
+from klamp.core.objective import Objective, SurrogateName, Weighted
 from klamp.core.surrogates import check_clip_range
 from klamp.core.types import Reduction
 from klamp.errors import ConfigError, KLWarning, check_name
@@ -49,6 +50,10 @@ class LossOptions(TypedDict, total=False):
     """Tokens that turn a threshold per token into a budget; a number, or one per datum."""
     totals: Totals | None
     """Size of the whole step (`count_tokens`) when several calls share one `optim_step`."""
+    teacher: TeacherConfig | None
+    """The KL to a teacher, whose log-probabilities the datums hold; k1 or k3 of the sampled tokens."""
+    teacher_coef: float | None
+    """Coefficient in force instead of `teacher.teacher_coef`: the value of a schedule."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +65,14 @@ class LossSettings:
     group_size: int | None
     reference_length: float | Sequence[float] | None
     reads_reference: bool
+    reads_teacher: bool
     reads_exclusions: bool
 
     def read(self, data: Sequence[Any]) -> Rows:
         """Read the datums and check that they hold what this loss needs."""
-        rows = read_rows(data, reference=self.reads_reference, exclusions=self.reads_exclusions)
+        rows = read_rows(
+            data, reference=self.reads_reference, teacher=self.reads_teacher, exclusions=self.reads_exclusions
+        )
         as_length(self.reference_length, len(rows.lengths))
         return rows
 
@@ -85,7 +93,7 @@ def make_settings(
     reduction, totals = _reduction(options.get("normalizer", "token_mean"), kl, options.get("totals"))
     for text in _unheard(kl, options):
         warnings.warn(text, KLWarning, stacklevel=3)
-    in_use = now > 0
+    in_use, others = now > 0, _teacher(options.get("teacher"), options.get("teacher_coef"))
     if in_use and kl.kl_estimator == "exact":
         raise ConfigError(
             "kl_estimator='exact' cannot be computed through Tinker",
@@ -102,13 +110,36 @@ def make_settings(
             max_length=options.get("max_length"),
             beta=now,
             kl=kl.build_term(),
+            others=others,
         ),
         totals=totals,
         group_size=options.get("group_size"),
         reference_length=reference_length_of(kl, options.get("reference_length")),
         reads_reference=in_use and kl.kl_placement != "reward",
+        reads_teacher=any(each.coefficient > 0 and each.term.placement != "reward" for each in others),
         reads_exclusions=in_use and kl.excludes,
     )
+
+
+def _teacher(teacher: TeacherConfig | None, coefficient: float | None) -> tuple[Weighted, ...]:
+    """The KL to a teacher with the coefficient that is in force; none where there is no teacher.
+
+    Raises:
+        ConfigError: an estimator that needs more than the log-probabilities of the sampled tokens.
+    """
+    if teacher is None:
+        check_number("teacher_coef", coefficient, NUMBERS["teacher_coef"], optional=True)
+        return ()
+    check_instance("teacher", teacher, TeacherConfig)
+    now = in_force(teacher, coefficient)
+    if now > 0 and teacher.teacher_estimator not in ("k1", "k3"):
+        raise ConfigError(
+            f"teacher_estimator={teacher.teacher_estimator!r} cannot be computed from a datum",
+            got=f"teacher_coef={now:g}",
+            why="a datum holds the teacher's log-probabilities of the sampled tokens, not of a head or the vocabulary",
+            fix="use teacher_estimator='k3' (or 'k1' with teacher_placement='advantage')",
+        )
+    return (Weighted(now, teacher.build_term()),)
 
 
 def merge_coefficients(kl_coef: float, kl: KLConfig | None) -> KLConfig:
@@ -131,20 +162,24 @@ def merge_coefficients(kl_coef: float, kl: KLConfig | None) -> KLConfig:
     return kl
 
 
-def in_force(kl: KLConfig, beta: float | None) -> float:
-    """The beta to use now: a controller's or schedule's if there is one, else the configuration's.
+def in_force(kl: KLConfig | TeacherConfig, beta: float | None) -> float:
+    """The coefficient to use now: a controller's or schedule's if there is one, else the configuration's.
 
     Raises:
         ConfigError: a coefficient that is no number >= 0.
     """
-    if beta is not None:
+    if beta is None:
+        return kl.beta if isinstance(kl, KLConfig) else kl.teacher_coef
+    if isinstance(kl, KLConfig):
         check_beta(beta, fix="pass the controller's value")
-    return kl.beta if beta is None else float(beta)
+    else:
+        check_number("teacher_coef", beta, NUMBERS["teacher_coef"])
+    return float(beta)
 
 
-def reference_length_of(kl: KLConfig, given: float | Sequence[float] | None) -> float | Sequence[float] | None:
+def reference_length_of(kl: KLConfig | None, given: float | Sequence[float] | None) -> float | Sequence[float] | None:
     """The reference length in tokens that a call works with: the one that it is given, else the configuration's."""
-    return kl.kl_reference_length if given is None else given
+    return kl.kl_reference_length if given is None and kl is not None else given
 
 
 def _bounds(cliprange: float | tuple[float, float]) -> tuple[float, float]:
@@ -211,12 +246,28 @@ def effective(
         controller="fixed" if options.get("beta") is None else "the caller's: each call is passed its beta",
         clip=describe_clip(kl, length="the datum's reference_length" if isinstance(length, Sequence) else length),
     )
+    teacher = options.get("teacher")
+    taught = () if teacher is None else tuple(_taught(teacher, x) for x in objective.others if x.coefficient > 0)
     return Effective(
         host=f"{told_version('tinker')}, forward_backward_custom",
-        terms=(term,) if beta > 0 else (),
+        terms=((term,) if beta > 0 else ()) + taught,
         normalizer=_average(options),
         reference=OF_THE_DATUMS if beta > 0 else "none is read: the coefficient is 0",
         notes=_notes(kl, options) if beta > 0 else (),
+    )
+
+
+def _taught(teacher: TeacherConfig, weighted: Weighted) -> EffectiveTerm:
+    """The KL to the teacher, in words."""
+    term = weighted.term
+    return EffectiveTerm(
+        term="klamp's, to the teacher: teacher_logprobs of the datums",
+        beta=weighted.coefficient,
+        price="that of beta, at the same placement and average",
+        controller=f"teacher_schedule={teacher.teacher_schedule!r}: the caller's, each call is passed its teacher_coef",
+        value=teacher.teacher_estimator,
+        gradient=f"{term.gradient}, per {term.horizon}: KL(policy||teacher)",
+        placement=PLACEMENTS[term.placement],
     )
 
 
@@ -245,9 +296,13 @@ def _unheard(kl: KLConfig, options: LossOptions) -> tuple[str, ...]:
     """What the configuration asks for and no call of the loss does."""
     moves = kl.controller_name != "fixed" or kl.kl_schedule != "constant" or kl.kl_warmup_steps > 0
     unread = [name for name in UNREAD if getattr(kl, name) != getattr(KLConfig, name)]
+    teacher = options.get("teacher")
+    grows = teacher is not None and (teacher.teacher_schedule != "constant" or teacher.teacher_warmup_steps > 0)
     return that_apply([
         (moves and options.get("beta") is None, "a call keeps no state: nothing moves beta, unless the caller passes "
          "beta=controller.value, with controller = kl.build_controller()"),
+        (grows and options.get("teacher_coef") is None, "a call keeps no state: nothing moves teacher_coef, unless the "
+         "caller passes teacher_coef=teacher.coefficient(step, steps)"),
         (bool(unread), f"without effect here: {', '.join(unread)}"),
     ])  # fmt: skip
 

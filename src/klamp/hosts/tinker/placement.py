@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from klamp.config import KLConfig
+from klamp.config.teacher import TeacherConfig
 from klamp.core.arguments import check_instance
 from klamp.core.masking import check_logprobs, masked, masked_mean
 from klamp.core.penalty import shifted_advantages, shifted_rewards
@@ -26,19 +27,20 @@ Baseline: TypeAlias = Literal["none", "batch"]
 
 def shift_advantages(
     data: Sequence[Any],
-    kl: KLConfig,
+    kl: KLConfig | TeacherConfig,
     *,
     beta: float | None = None,
     baseline: Baseline = "none",
     group_size: int | None = None,
     reference_length: float | Sequence[float] | None = None,
 ) -> list[Any]:
-    """The datums with beta times the KL of the sampler taken from their advantages: kl_placement `advantage`.
+    """The datums with beta times the sampler's KL, to the reference or a teacher, taken from their advantages.
 
     Equation: kl_horizon `token` A_t - beta delta_t, `sequence` A_t - beta sum_{j >= t} delta_j, delta = log sampler -
-    log ref; with `baseline="batch"` the shift's mean over all trained tokens is taken from the shift. `token` with
-    that baseline is the KL penalty of Tinker's cookbook. (Its discounted form takes the mean from each token before it
-    sums, and so pays a token for every token that follows; klamp takes it from the sums.)
+    log ref (or teacher); with `baseline="batch"` the shift's mean over all trained tokens is taken from the shift.
+    `token` with that baseline is the KL penalty of Tinker's cookbook; to a teacher, without it, its on-policy
+    distillation. (Its discounted form takes the mean from each token before it sums, and so pays a token for every
+    token that follows; klamp takes it from the sums.)
 
     Sampler: whoever `logprobs` belong to.
     Gradient: none here; through the score function that of KL(policy || ref), see `kl_in_advantage`.
@@ -47,9 +49,9 @@ def shift_advantages(
     same configuration does this itself: give it the datums as they were.
 
     Args:
-        data: datums with `ref_logprobs`.
-        kl: with kl_placement="advantage".
-        beta: coefficient in force instead of `kl.beta`; 0 returns the datums as they are.
+        data: datums with `ref_logprobs`; for a teacher with `teacher_logprobs`.
+        kl: with kl_placement="advantage", or that of a teacher with teacher_placement="advantage".
+        beta: coefficient in force instead of the configuration's; 0 returns the datums as they are.
         baseline: none, or batch.
         group_size: datums per prompt, next to each other, for a clip of the KL.
         reference_length: tokens that turn a threshold per token into a budget.
@@ -63,9 +65,11 @@ def shift_advantages(
     now = in_force(kl, beta)
     if now == 0:
         return list(data)
-    rows = read_rows(data, reference=True, exclusions=kl.excludes)
-    term, length = kl.build_term(), as_length(reference_length_of(kl, reference_length), len(rows.lengths))
-    batch = rows.batch(rows.logprobs, group_size=group_size, reference_length=length)
+    to_teacher = isinstance(kl, TeacherConfig)
+    own = None if to_teacher else kl
+    rows = read_rows(data, reference=not to_teacher, teacher=to_teacher, exclusions=own is not None and own.excludes)
+    term, length = kl.build_term(), as_length(reference_length_of(own, reference_length), len(rows.lengths))
+    batch = rows.batch(rows.logprobs, group_size=group_size, reference_length=length).towards(term.anchor)
     shifted = shifted_advantages(batch, term, beta=now, gate=Gate.of(batch, term))
     if baseline == "batch":
         shifted = shifted - masked_mean(shifted - rows.advantages, rows.mask)
@@ -160,12 +164,14 @@ def _tensors(name: str, rows: Sequence[Sequence[float]]) -> list[Tensor]:
     return [number_row(f"{name}[{i}]", row) for i, row in enumerate(rows)]
 
 
-def _check_placement(kl: KLConfig, placement: str, function: str) -> None:
-    check_instance("kl", kl, KLConfig)
-    if kl.kl_placement != placement:
+def _check_placement(kl: KLConfig | TeacherConfig, placement: str, function: str) -> None:
+    who = "teacher" if isinstance(kl, TeacherConfig) else "kl"
+    if who == "kl":
+        check_instance("kl", kl, KLConfig)
+    if getattr(kl, f"{who}_placement") != placement:
         raise ConfigError(
-            f"{function} is for kl_placement={placement!r}",
-            got=f"kl_placement={kl.kl_placement!r}",
+            f"{function} is for {who}_placement={placement!r}",
+            got=f"{who}_placement={getattr(kl, f'{who}_placement')!r}",
             why="the KL would enter in two places, or in another one than the configuration says",
-            fix=f"KLConfig(kl_estimator='k1', kl_placement={placement!r}, kl_horizon='sequence')",
+            fix=f"{type(kl).__name__}({who}_estimator='k1', {who}_placement={placement!r}, {who}_horizon='sequence')",
         )

@@ -1,0 +1,106 @@
+"""A KL to a teacher through the datums: klamp's own loss, the cookbook's advantage, at a real client's wire."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from tests.hosts.tinker.fakes import FakeDatum, column, fake_batch, slopes
+
+from klamp import KLConfig, TeacherConfig
+from klamp.config.describe import PLACEMENTS
+from klamp.core.objective import Objective, Weighted, grpo_loss
+from klamp.core.types import Batch
+from klamp.errors import ConfigError, DataError, KLWarning
+from klamp.tinker import build_datum, compute_grpo_kl_loss, effective, shift_advantages
+
+
+def teacher(**fields: Any) -> TeacherConfig:
+    return TeacherConfig(teacher_model="its name at the service", **{"teacher_coef": 0.7, **fields})
+
+
+def taught() -> tuple[list[FakeDatum], list[torch.Tensor]]:
+    """Datums of two anchors, and the policy's log-probabilities."""
+    data, policies = fake_batch()
+    others, _ = fake_batch(seed=5)
+    rows = [other.loss_fn_inputs["ref_logprobs"] for other in others]
+    return [
+        FakeDatum({**datum.loss_fn_inputs, "teacher_logprobs": row}) for datum, row in zip(data, rows, strict=True)
+    ], policies
+
+
+FIELDS = [
+    {"teacher_estimator": "k3"},
+    {"teacher_estimator": "k1", "teacher_placement": "advantage"},
+    {"teacher_estimator": "k1", "teacher_placement": "advantage", "teacher_horizon": "sequence"},
+    {"teacher_estimator": "k3", "teacher_horizon": "sequence"},
+    {"teacher_estimator": "k3", "teacher_off_policy": "token", "teacher_max_log_ratio": 0.3},
+]
+
+
+@pytest.mark.parametrize("fields", FIELDS)
+@pytest.mark.parametrize("beta", [0.0, 0.3])
+def test_it_is_the_loss_of_the_core(fields: dict[str, Any], beta: float) -> None:
+    data, policies = taught()
+    given, kl = teacher(**fields), KLConfig(beta=beta)
+    batch = Batch(
+        policy_logprobs=torch.nn.utils.rnn.pad_sequence(policies, batch_first=True),
+        mask=column(data, "mask", boolean=True),
+        advantages=column(data, "advantages"),
+        old_logprobs=column(data, "logprobs"),
+        sampler_logprobs=column(data, "logprobs"),
+        ref_logprobs=column(data, "ref_logprobs"),
+        teacher_logprobs=column(data, "teacher_logprobs"),
+    )
+    term = Weighted(0.7, given.build_term())
+    expected = grpo_loss(batch, Objective(beta=beta, kl=kl.build_term(), reduction="token_mean", others=(term,)))
+    loss, metrics = compute_grpo_kl_loss(data, policies, kl=kl, teacher=given)
+    torch.testing.assert_close(loss, expected.loss, rtol=1e-12, atol=0)
+    torch.testing.assert_close(slopes(loss, policies), slopes(expected.loss, policies), rtol=1e-12, atol=1e-15)
+    assert metrics["teacher/k1"] == pytest.approx(float(expected.metrics["teacher/k1"]), rel=1e-6)
+    scheduled, _ = compute_grpo_kl_loss(data, policies, kl=kl, teacher=given, teacher_coef=0.0)
+    bare, _ = compute_grpo_kl_loss(data, policies, kl=kl)
+    torch.testing.assert_close(scheduled, bare, rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("horizon", ["token", "sequence"])
+def test_as_an_advantage_it_is_the_cookbooks_distillation(horizon: str) -> None:
+    """The reward of token t is - coef (log sampler - log teacher), of that token, or of it and all that follow."""
+    pytest.importorskip("tinker")
+    sampler, other, advantage = [-0.5, -1.0, -0.25], [-0.75, -0.5, -2.0], 0.2
+    datum = build_datum([1, 2], [3, 4, 5], advantage, sampler, teacher_logprobs=other)
+    assert "ref_logprobs" not in datum.loss_fn_inputs
+    config = teacher(teacher_estimator="k1", teacher_placement="advantage", teacher_horizon=horizon)
+    (shifted,) = shift_advantages([datum], config)
+    delta = [a - b for a, b in zip(sampler, other, strict=True)]
+    spent = delta if horizon == "token" else [sum(delta[t:]) for t in range(3)]
+    expected = [0.0, *(advantage - 0.7 * x for x in spent)]
+    assert shifted.loss_fn_inputs["advantages"].to_torch().tolist() == pytest.approx(expected, abs=1e-6)
+    assert shift_advantages([datum], config, beta=0.0) == [datum]
+
+
+def test_what_a_datum_cannot_tell_is_refused_in_words() -> None:
+    data, policies = fake_batch()
+    with pytest.raises(DataError, match="datum 0 has no 'teacher_logprobs'"):
+        compute_grpo_kl_loss(data, policies, teacher=teacher())
+    for estimator in ("exact", "topk"):
+        with pytest.raises(ConfigError, match=f"teacher_estimator='{estimator}' cannot be computed from a datum"):
+            compute_grpo_kl_loss(data, policies, teacher=teacher(teacher_estimator=estimator))
+    with pytest.raises(ConfigError, match="shift_advantages is for teacher_placement='advantage'"):
+        shift_advantages(data, teacher())
+    with pytest.raises(ConfigError, match="teacher_coef"):
+        compute_grpo_kl_loss(data, policies, teacher=teacher(), teacher_coef=-1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", KLWarning)
+        with pytest.raises(KLWarning, match=r"teacher_coef=teacher\.coefficient"):
+            effective(teacher=teacher(teacher_schedule="cosine"))
+
+
+def test_effective_names_both_anchors() -> None:
+    both = effective(kl=KLConfig(beta=0.02), teacher=teacher(teacher_estimator="k1", teacher_placement="advantage"))
+    assert [term.beta for term in both.terms] == [0.02, 0.7]
+    assert "to the teacher" in both.terms[1].term and "KL(policy||teacher)" in both.terms[1].gradient
+    assert both.terms[1].placement == PLACEMENTS["advantage"]
+    assert len(effective(kl_coef=0.0, teacher=teacher()).terms) == 1
