@@ -1,0 +1,83 @@
+"""Losses of checkouts: definitions cut from a file, modules that are not there, what is said of a missing folder."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from studies.checkouts import Options, commit_of, cut, package, stub, undecorated
+from studies.fetched_trainers import TRAINERS, main, subject_of
+
+FILE = '''
+import torch
+
+from far.away import Batch, Thing, decorate
+
+@decorate(fast=True)
+def loss(batch: Batch[int] | Thing) -> Thing:
+    """Its own."""
+    return scale * torch.ones(2).sum()
+
+class Trainer(Thing):
+    def step(self, x):
+        return loss(None) + x
+'''
+
+
+@pytest.fixture
+def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "losses.py").write_text(FILE, encoding="utf-8")
+    (tmp_path / "__init__.py").write_text("raise RuntimeError('the whole package')", encoding="utf-8")
+    for name in ("far", "far.away", "tiny_host", "tiny_host.losses"):
+        monkeypatch.setitem(sys.modules, name, sys)  # so that they are taken away again
+        del sys.modules[name]
+    return tmp_path
+
+
+def test_a_definition_is_cut_from_its_file_and_runs_unchanged(tiny: Path) -> None:
+    found = cut(tiny / "losses.py", "loss", "Trainer.step", decorate=undecorated, scale=3)
+    assert found.loss.__doc__ == "Its own." and found.loss(None) == 6
+    assert found.step(None, torch.ones(())) == 7
+    with pytest.raises(LookupError, match=r"losses.py has no Trainer.moved"):
+        cut(tiny / "losses.py", "Trainer.moved")
+
+
+def test_a_file_is_imported_without_its_package_and_without_what_it_does_not_use(tiny: Path) -> None:
+    package("tiny_host", tiny)
+    stub("far")
+    stub("far.away", decorate=undecorated)
+    module = importlib.import_module("tiny_host.losses")
+    module.scale = 2
+    assert module.Trainer().step(1) == 5
+
+
+def test_what_is_not_given_of_an_object_is_off() -> None:
+    options = Options(clip=0.2)
+    assert options.clip == 0.2 and options.anything is None
+
+
+def test_the_title_has_the_version_of_an_unpacked_wheel(tmp_path: Path) -> None:
+    assert commit_of(tmp_path) == "" and subject_of("slime", tmp_path).title == "slime"
+    (tmp_path / "trinity_rft-0.6.0.dist-info").mkdir()
+    assert subject_of("Trinity-RFT", tmp_path).title == "Trinity-RFT 0.6.0"
+
+
+def test_a_missing_folder_is_told_and_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([str(tmp_path)]) == 0
+    said = capsys.readouterr().out.splitlines()
+    assert [line.partition(":")[0] for line in said if "skipped" in line] == list(TRAINERS)
+
+
+def test_a_folder_without_the_file_is_a_row_that_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "AReaL").mkdir()
+    assert main([str(tmp_path), "AReaL"]) == 0
+    assert "rl_loss_weight=0: raises FileNotFoundError" in capsys.readouterr().out
+
+
+def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit):
+        main([str(tmp_path), "slim"])
