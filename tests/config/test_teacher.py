@@ -30,8 +30,11 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         DIR | {"teacher_direction": "forward", "teacher_estimator": "topk", "teacher_horizon": "sequence"},
         "has no sequence horizon",
     ),
-    (URL | {"teacher_estimator": "exact"}, "'exact' cannot use a server"),
-    (URL | {"teacher_estimator": "topk", "teacher_head": "teacher"}, "'topk' cannot use a server"),
+    (URL | {"teacher_estimator": "exact"}, "'exact' with teacher_head='student' cannot use a server"),
+    (
+        URL | {"teacher_estimator": "topk", "teacher_head": "union"},
+        "'topk' with teacher_head='union' cannot use a server",
+    ),
     (DIR | {"teacher_estimator": "topk", "teacher_top_k": 0, "teacher_tail": "none"}, "is no KL"),
     (DIR | {"teacher_placement": "advantage", "teacher_estimator": "topk"}, "takes teacher_estimator='k1' only"),
     (DIR | {"teacher_placement": "reward"}, "has teacher_horizon='sequence'"),

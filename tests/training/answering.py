@@ -77,6 +77,7 @@ class VLLMServer:
         texts: whether it takes texts.
         scale: its numbers are those of the model times this.
         without: whether it leaves prompt_logprobs out, as other servers do.
+        most: its `--max-logprobs`.
     """
 
     def __init__(
@@ -90,9 +91,10 @@ class VLLMServer:
         texts: bool = True,
         scale: float = 1.0,
         without: bool = False,
+        most: int = 20,
     ) -> None:
         self.model, self.tokenizer, self.names, self.longest = model, tokenizer, names, longest
-        self.key, self.texts, self.scale, self.without = key, texts, scale, without
+        self.key, self.texts, self.scale, self.without, self.most = key, texts, scale, without, most
         self.asked: list[dict[str, Any]] = []
 
     def answer(self, path: str, asked: Any, headers: dict[str, str]) -> tuple[int, object]:
@@ -113,16 +115,24 @@ class VLLMServer:
             prompts = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in prompts]
         if max(map(len, prompts)) + asked["max_tokens"] > self.longest:
             return 400, _error(f"This model's maximum context length is {self.longest} tokens.")
-        choices = [{"index": i, "prompt_logprobs": self.entries(ids)} for i, ids in enumerate(prompts)]
+        top = asked["prompt_logprobs"]
+        if top > self.most:
+            return 400, _error(f"Requested prompt logprobs of {top}, which is greater than max allowed: {self.most}")
+        choices = [{"index": i, "prompt_logprobs": self.entries(ids, top)} for i, ids in enumerate(prompts)]
         return 200, {"choices": choices[::-1]}
 
-    def entries(self, ids: list[int]) -> list[dict[str, dict[str, Any]] | None] | None:
+    def entries(self, ids: list[int], top: int) -> list[dict[str, dict[str, Any]] | None] | None:
         if self.without:
             return None
         with torch.no_grad():
             rows = self.model(torch.tensor([ids])).logits[0, :-1].float().log_softmax(-1)
-        pairs = zip(ids[1:], rows.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0].tolist(), strict=True)
-        return [None, *({str(token): {"logprob": x * self.scale, "rank": 1}} for token, x in pairs)]
+        return [None, *(self.entry(row, token, top) for row, token in zip(rows, ids[1:], strict=True))]
+
+    def entry(self, row: torch.Tensor, token: int, top: int) -> dict[str, dict[str, Any]]:
+        """The token itself, then the likeliest, each with its rank."""
+        order = row.argsort(descending=True).tolist()
+        told = dict.fromkeys([token, *order[:top]])
+        return {str(i): {"logprob": row[i].item() * self.scale, "rank": order.index(i) + 1} for i in told}
 
 
 def _error(message: str) -> dict[str, Any]:

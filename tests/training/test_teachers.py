@@ -430,6 +430,37 @@ def test_a_resume_with_another_model_at_the_server_is_refused(config_of, context
             train_run(config_of(**given | {"max_steps": 2, "resume": True}))
 
 
+@pytest.mark.parametrize("direction", ["reverse", "forward", "js"])
+@pytest.mark.parametrize("top_k", [0, 3])
+def test_a_head_that_a_server_tells_is_the_local_teachers(config_of, context_of, teacher, tmp_path, direction, top_k):
+    """Two steps each, with the same tokens: the teacher's likeliest, a sampled tail, the same loss and gradient."""
+    topk = {
+        "teacher_estimator": "topk",
+        "teacher_top_k": top_k,
+        "teacher_direction": direction,
+        "max_steps": 2,
+        **ALONE,
+    }
+    topk |= {"teacher_head": "teacher"} if top_k else {}
+    server = VLLMServer(load_model(teacher, "float32"), context_of().tokenizer)
+    with answering(server.answer) as url:
+        train_run(config_of(output_dir=str(tmp_path / "away"), teacher_url=url, **topk))
+    train_run(config_of(output_dir=str(tmp_path / "here"), teacher_model=teacher, **topk))
+    away, here = (steps_of(tmp_path / name) for name in ("away", "here"))
+    names = (
+        "train/loss",
+        "train/grad_norm",
+        "teacher/kl",
+        "teacher/k1",
+        "teacher/teacher_mass",
+        "teacher/overlap_ratio",
+    )
+    for one, other in zip(away, here, strict=True):
+        shared = [name for name in names if name in other]
+        assert {"train/loss", "train/grad_norm"} <= {*shared}
+        assert [one[name] for name in shared] == pytest.approx([other[name] for name in shared], rel=1e-4, abs=1e-6)
+
+
 def test_the_sampler_as_the_anchor_needs_no_second_model(config_of, context_of, tmp_path):
     with pytest.warns(KLWarning, match="no effect with num_iterations=1"):
         config_of(reference="sampler", beta=1.0)

@@ -139,7 +139,7 @@ def test_an_answer_s_numbers_are_its_own_behind_any_prompt(monkeypatch):
     """Case: a hint of two tokens, and answers of two and of one; at the policy's positions they were [-2, -3]."""
     told = {(7, 7, 1, 2, 3): [-2.0, -3.0, -0.5, -0.3], (1, 2, 3): [-0.9, -0.2], (1, 2): [-0.9]}
 
-    def entries(_, sequences):
+    def entries(_, sequences, __):
         numbers = ([None, *told[tuple(ids)]] for ids in sequences)
         return [
             [x if x is None else {str(i): {"logprob": x}} for i, x in zip(ids, row, strict=True)]
@@ -147,8 +147,8 @@ def test_an_answer_s_numbers_are_its_own_behind_any_prompt(monkeypatch):
         ]
 
     monkeypatch.setattr(VLLMReference, "entries", entries)
-    found = VLLMReference("http://h", "x").logprobs([[7, 7, 1], [1], [1]], [[2, 3], [2, 3], [2]], temperature=1.0)
-    assert found == [[-0.5, -0.3], [-0.9, -0.2], [-0.9]]
+    found = VLLMReference("http://h", "x").told([[7, 7, 1], [1], [1]], [[2, 3], [2, 3], [2]], temperature=1.0)
+    assert found == [[[(2, -0.5)], [(3, -0.3)]], [[(2, -0.9)], [(3, -0.2)]], [[(2, -0.9)]]]
 
 
 def test_one_of_several_models_has_to_be_named(found, server_of):
@@ -238,7 +238,7 @@ def test_whatever_a_server_answers_it_is_connected_or_refused(context, config_of
     answers.update({False: {"data": listed}, True: said})
     for act in (
         lambda: connect(config_of(reference="remote", reference_url=url), context.task, context.tokenizer),
-        lambda: VLLMReference(url, "a").logprobs([[3]], [[4]], temperature=1.0),
+        lambda: VLLMReference(url, "a").told([[3]], [[4]], temperature=1.0),
     ):
         with suppress(KlampError):
             act()
@@ -253,8 +253,10 @@ def test_whatever_entries_are_answered_they_are_log_probabilities_or_refused(tol
     url, answers = told
     answers[True] = {"choices": [{"index": 0, "prompt_logprobs": said}]}
     with suppress(ModelError):
-        (row,) = VLLMReference(url, "a").logprobs([[3]], [[4]], temperature=1.0)
-        assert said[1]["4"]["logprob"] == row[0] <= ABOVE_ZERO and math.isfinite(row[0]) and type(row[0]) is not bool
+        (row,) = VLLMReference(url, "a").told([[3]], [[4]], temperature=1.0)
+        ((token, number),) = row[0]
+        assert said[1]["4"]["logprob"] == number <= ABOVE_ZERO and math.isfinite(number) and type(number) is not bool
+        assert token == 4
 
 
 @pytest.mark.parametrize("entry", [3, "x", {"x": {}}, {}, None, [[]]])
@@ -314,3 +316,30 @@ def test_the_key_is_sent_to_this_server_and_seen_nowhere_else(monkeypatch):
             ask(url)
     assert "secret" not in str(refusal.value)
     assert seen == [None, "Bearer secret", None]
+
+
+def told_place(entry, k):
+    reference = VLLMReference("http://h", "x", k)
+    return reference._places([1, 4], [None, entry])[0]
+
+
+def test_the_head_is_what_ranks_among_the_likeliest_and_never_all_that_came():
+    """k or k + 1 entries come; the token itself is one of the head only by its rank."""
+    told = {"4": {"logprob": -3.0, "rank": 9}, "7": {"logprob": -0.5, "rank": 1}, "2": {"logprob": -1.0, "rank": 2}}
+    assert told_place(told, 2) == [(7, -0.5), (2, -1.0), (4, -3.0)]
+    told["4"]["rank"] = 2
+    told["2"]["rank"] = 3
+    assert told_place(told, 2) == [(7, -0.5), (4, -3.0), (4, -3.0)]
+    with pytest.raises(ModelError, match="does not answer as it should"):
+        told_place({"4": {"logprob": -3.0}}, 1)
+    with pytest.raises(ModelError, match="does not answer as it should"):
+        told_place({"4": {"logprob": -3.0, "rank": 9}, "7": {"logprob": -0.5, "rank": 1}}, 2)
+
+
+def test_what_a_server_caps_is_known_before_the_first_step(context, config_of, server_of):
+    server = server_of(most=5)
+    with answering(server.answer) as url:
+        given = {"teacher_url": url, "teacher_estimator": "topk", "teacher_head": "teacher", "reward": "none"}
+        with pytest.raises(ModelError, match="prompt logprobs of 6, which is greater than max allowed: 5"):
+            connect(config_of(**given, teacher_top_k=6), context.task, context.tokenizer, who="teacher")
+        assert connect(config_of(**given, teacher_top_k=5), context.task, context.tokenizer, who="teacher").top_k == 5

@@ -244,10 +244,11 @@ def _what(c: TeacherConfig) -> list[Refusal]:
             fix="use teacher_horizon='token', or teacher_direction='reverse'",
         ),
         Refusal(
-            bool(c.teacher_url) and not sampled,
-            f"teacher_estimator={c.teacher_estimator!r} cannot use a server",
-            why="klamp asks a server for the log-probabilities of the sampled tokens alone",
-            fix="use teacher_estimator='k1' or 'k3', or keep the teacher on this machine (teacher_model)",
+            bool(c.teacher_url) and not sampled and not (topk and (c.teacher_head == "teacher" or not c.teacher_top_k)),
+            f"teacher_estimator={c.teacher_estimator!r} with teacher_head={c.teacher_head!r} cannot use a server",
+            why="a server tells the likeliest tokens of its own model and the sampled one, no others",
+            fix="use teacher_estimator='topk' with teacher_head='teacher', or 'k1' or 'k3', or keep the teacher on "
+            "this machine (teacher_model)",
         ),
         Refusal(
             topk and c.teacher_tail == "none" and c.teacher_top_k == 0,

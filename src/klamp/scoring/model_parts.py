@@ -87,7 +87,31 @@ class Predictions:
 
     def to(self, device: torch.device) -> Predictions:
         """The same predictions on another device."""
-        return Predictions(values=self.values.to(device), head=None if self.head is None else self.head.to(device))
+        return replace(self, values=self.values.to(device), head=None if self.head is None else self.head.to(device))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Told(Predictions):
+    """What a server says of some positions: [..., K + 1, 2] the ids of its K likeliest tokens and of the one that is
+    there, each with its log-probability; an id of -1 where it gave fewer. Float32 holds every id below 16.7 million."""
+
+    @property
+    def entries(self) -> int:
+        """Unknown."""
+        return 0
+
+    def padded(self, length: int) -> Told:
+        """The predictions [R, t, ...] with zeros appended: [R, length, ...]."""
+        return replace(self, values=nn.functional.pad(self.values, (0, 0, 0, 0, 0, length - self.values.shape[1])))
+
+    def likeliest(self, k: int) -> Tensor:
+        """The ids of its k likeliest tokens, [N, k]."""
+        return self.values[:, :-1, 0][:, :k].long()
+
+    def logprobs(self, ids: Tensor) -> Tensor:
+        """The log-probabilities of some of the tokens that it told of, [N, M]; of another it is -inf."""
+        same = ids[:, :, None] == self.values[:, None, :, 0].long()
+        return torch.where(same, self.values[:, None, :, 1], -torch.inf).amax(-1)
 
 
 class TokenScores(NamedTuple):
@@ -103,6 +127,8 @@ def token_logprobs(
 ) -> TokenScores:
     """Scores the `top_k` likeliest tokens of each position (all where there are fewer), then the targets [N, K]."""
     head, entropies = found.head, None
+    if isinstance(found, Told):
+        return TokenScores(found.logprobs(targets), None, targets)
     if head is not None:
         given, scale = (found.values, head.weight, head.bias), (temperature / head.scale, head.softcap)
         return TokenScores(*opaque(logprobs_of, given, scale, targets, entropy, top_k))
@@ -219,6 +245,9 @@ def top_ids(found: Predictions, k: int, entries: int) -> Tensor:
 
     An id from `entries` on, where the other model's vocabulary ends, is -1.
     """
+    if isinstance(found, Told):
+        ids = found.likeliest(k)
+        return torch.where(ids < entries, ids, -1)
     none = torch.empty(len(found.values), 0, dtype=torch.long, device=found.values.device)
     ids = token_logprobs(found, none, temperature=1.0, top_k=k).ids  # cap and temperature keep the order
     return torch.where(ids < entries, ids, -1)

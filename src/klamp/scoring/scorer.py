@@ -8,7 +8,7 @@ gives the same numbers in the plainest way: it is what the scorer is held agains
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
 import torch
@@ -225,7 +225,7 @@ class _Pieces:
             return None
         values = other.values[:, : self.completions.ids.shape[1]].flatten(0, 1)[where]
         policy = found if len(at) == len(places) else Predictions(values=found.values[at], head=found.head)
-        return at, policy, Predictions(values=values, head=other.head)
+        return at, policy, replace(other, values=values)
 
     @staticmethod
     def _likeliest(taught: Sequence[tuple[TeacherKL, Pair]], targets: Tensor, entries: int) -> Tensor:

@@ -1,7 +1,8 @@
 """A reference on a vLLM server, or on any that speaks OpenAI's protocol and returns log-probabilities of prompts.
 
-A sequence is sent to `/v1/completions` as a prompt of token ids with `prompt_logprobs=0`; its numbers come back with
-their ids, one token is generated and thrown away. The numbers are those of the model itself: no temperature, penalty or
+A sequence is sent to `/v1/completions` as a prompt of token ids with `prompt_logprobs`; the numbers of its tokens, and
+of the k likeliest at each place where a head is asked for, come back with their ids. One token is generated and thrown
+away. The numbers are those of the model itself: no temperature, penalty or
 truncation of a request or of the server's defaults enters them.
 
 `connect` checks such a server before any work.
@@ -26,6 +27,7 @@ from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import ConfigError, KLWarning, ModelError, unknown_name
 from klamp.scoring.completions import Completions, kept_ids
+from klamp.scoring.model_parts import Told
 from klamp.scoring.scorer import Scores
 from klamp.tasks import check_prompts
 from klamp.tasks.base import Task
@@ -53,38 +55,41 @@ LOWEST = torch.finfo(torch.float32).min
 """The lowest log-probability."""
 
 Entry = dict[str, dict[str, Any]] | None
-"""What a server says of one position: the token's id -> its log-probability; of the first position nothing."""
+"""What a server says of one position: a token's id -> its log-probability and rank; of the first position nothing."""
+Place = list[tuple[int, float]]
+"""Of one position the ids and log-probabilities of the likeliest tokens, by rank, and of the one that is there."""
 
 
 class VLLMReference(Reference):
-    """A reference that a vLLM server scores: log-probabilities of tokens, no logits.
+    """A reference (or teacher) that a vLLM server scores: log-probabilities of tokens and of its likeliest, no logits.
 
     Equation: log softmax(logits) at each token of the completion; temperature 1 only.
 
     Args:
         url: where the server listens, without `/v1`.
         name: the model's name at the server.
+        top_k: how many of its likeliest tokens it is asked for at each position; None: no head is made of them.
 
     Raises:
         ModelError: in `score`, the server does not answer, or answers with something else than was asked.
         ConfigError: in `score`, the temperature is not 1.
     """
 
-    def __init__(self, url: str, name: str) -> None:
-        self.url, self.name = url, name
+    def __init__(self, url: str, name: str, top_k: int | None = None) -> None:
+        self.url, self.name, self.head, self.top_k = url, name, top_k is not None, top_k or 0
 
     def score(self, completions: Completions, *, temperature: float) -> Scores:
-        """Ask the server for the log-probabilities of the completions."""
+        """Ask the server for the log-probabilities of the completions, and for its likeliest tokens."""
         prompts = kept_ids(completions.prompt_ids, completions.prompt_mask)
-        rows = self.logprobs(prompts, kept_ids(completions.ids, completions.mask), temperature=temperature)
-        logprobs = torch.zeros(completions.ids.shape)
-        logprobs[completions.mask.cpu()] = torch.tensor([x for row in rows for x in row], dtype=torch.float32)
-        return Scores(logits=None, logprobs=logprobs.to(completions.ids.device))
+        rows = self.told(prompts, kept_ids(completions.ids, completions.mask), temperature=temperature)
+        values = torch.zeros(*completions.ids.shape, self.top_k + 1, 2)
+        values[completions.mask.cpu()] = torch.tensor([place for row in rows for place in row], dtype=torch.float32)
+        values = values.to(completions.ids.device)
+        predictions = Told(values=values, head=None) if self.head else None
+        return Scores(logprobs=values[:, :, -1, 1], predictions=predictions)
 
-    def logprobs(
-        self, prompts: list[list[int]], completions: list[list[int]], *, temperature: float
-    ) -> list[list[float]]:
-        """The log-probability of every token of some completions, in nats.
+    def told(self, prompts: list[list[int]], completions: list[list[int]], *, temperature: float) -> list[list[Place]]:
+        """What the server says of every token of some completions.
 
         Args:
             prompts: the ids before each completion.
@@ -110,17 +115,19 @@ class VLLMReference(Reference):
             rows = [row for part in pool.map(self._scored, parts) for row in part]
         return [row[len(row) - len(tokens) :] for row, tokens in zip(rows, completions, strict=True)]
 
-    def _scored(self, sequences: list[list[int]]) -> list[list[float]]:
-        """The log-probabilities of all tokens but the first of each sequence."""
-        return [self._numbers(ids, told) for ids, told in zip(sequences, self.entries(sequences), strict=True)]
+    def _scored(self, sequences: list[list[int]]) -> list[list[Place]]:
+        """What is said of all tokens but the first of each sequence."""
+        return [
+            self._places(ids, told) for ids, told in zip(sequences, self.entries(sequences, self.top_k), strict=True)
+        ]
 
-    def entries(self, prompts: Sequence[list[int]] | Sequence[str]) -> list[list[Entry]]:
+    def entries(self, prompts: Sequence[list[int]] | Sequence[str], top_k: int = 0) -> list[list[Entry]]:
         """What the server says of every position of some prompts, given as ids or as texts.
 
         Raises:
             ModelError: the server does not answer, or refuses, or answers something else.
         """
-        settings = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0, "add_special_tokens": False}
+        settings = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k, "add_special_tokens": False}
         answer = ask(f"{self.url}/v1/completions", {"model": self.name, "prompt": list(prompts), **settings})
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -134,10 +141,10 @@ class VLLMReference(Reference):
             )
         return found
 
-    def _numbers(self, ids: list[int], entries: list[Entry]) -> list[float]:
+    def _places(self, ids: list[int], entries: list[Entry]) -> list[Place]:
         try:
-            pairs = zip(ids[1:], entries[1:], strict=True)
-            numbers = [(entry or {})[str(token)]["logprob"] for token, entry in pairs]
+            places = [self._place(token, entry or {}) for token, entry in zip(ids[1:], entries[1:], strict=True)]
+            numbers = [number for place in places for token, number in place if token >= 0]
             others = [number for number in numbers if isinstance(number, bool) or not LOWEST <= number <= ABOVE_ZERO]
         except (KeyError, TypeError, ValueError) as error:
             raise failed(self.url, "it returned numbers of other tokens than those that it was sent") from error
@@ -147,7 +154,15 @@ class VLLMReference(Reference):
                 f"it returned numbers that are no log-probabilities ({str(others[0])[:20]} is one of them): vLLM does "
                 "so with --logprobs-mode raw_logits or processed_logits; start it with raw_logprobs, its default",
             )
-        return numbers
+        return places
+
+    def _place(self, token: int, entry: dict[str, dict[str, Any]]) -> Place:
+        """The k likeliest by rank: the token itself is told too, and is one of them only if its rank says so."""
+        best = sorted((each["rank"], int(name), each["logprob"]) for name, each in entry.items()) if self.top_k else []
+        head = [(name, number) for rank, name, number in best if rank <= self.top_k]
+        if len(head) < min(self.top_k, len(entry)):
+            raise KeyError("fewer of the likeliest than were asked for")
+        return [*head[: self.top_k], *[(-1, 0.0)] * (self.top_k - len(head)), (token, entry[str(token)]["logprob"])]
 
     def describe(self) -> str:
         """Where the reference comes from, in words."""
@@ -181,18 +196,21 @@ def connect(
         who: which of the two.
 
     Raises:
-        ModelError: the server does not answer, has no such model, returns no log-probabilities, takes only shorter
-            sequences, or has another tokenizer.
+        ModelError: the server does not answer, has no such model, returns no log-probabilities or fewer of the
+            likeliest tokens (--max-logprobs), takes only shorter sequences, or has another tokenizer.
         ConfigError: a name or a temperature that the server cannot honour.
     """
     given = config.flat()
     url = str(given[f"{who}_url"] or "").rstrip("/").removesuffix("/v1")
-    reference = VLLMReference(url, _name(url, given[f"{who}_name"], who))
+    taught = who == "teacher" and config.teacher.teacher_estimator == "topk"
+    reference = VLLMReference(
+        url, _name(url, given[f"{who}_name"], who), config.teacher.teacher_top_k if taught else None
+    )
     prompts = [example.prompt for example in task.train[:PROBES]]
     # A server that holds only shorter sequences than the run may have refuses this one, in its own words.
     longest = check_prompts(task.train, tokenizer, None, config.rollout.max_completion_length)
     ids: Any = [tokenizer.eos_token_id] * (longest + config.rollout.max_completion_length)
-    reference.logprobs([ids[:longest]], [ids[longest:]], temperature=config.rollout.temperature)
+    reference.told([ids[:longest]], [ids[longest:]], temperature=config.rollout.temperature)
     _check_tokenizer(reference, tokenizer, prompts)
     return reference
 

@@ -13,9 +13,11 @@ from tests.engines.vllm.servers import vllm_server
 from tests.training.conftest import TINY, disturb, steps_of, stored, tiny_llama
 
 from klamp.cli import main
+from klamp.core.types import Direction
 from klamp.errors import ConfigError, ModelError, UnknownNameError
 from klamp.scoring.completions import Completions
-from klamp.scoring.scorer import score
+from klamp.scoring.model_parts import PrefixKL
+from klamp.scoring.scorer import Ask, Scorer, TeacherKL, score
 from klamp.tasks import load_task
 from klamp.training.config import TrainConfig
 from klamp.training.models import load_model, load_tokenizer
@@ -97,6 +99,36 @@ def test_the_numbers_are_those_of_a_local_reference(connected: Callable[..., VLL
     assert float((away - score(other, completions, temperature=1.0).logprobs)[mask].abs().max()) > 0.1
 
 
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+def test_the_head_of_a_teacher_has_the_kl_and_the_gradient_of_a_local_one(
+    connected: Callable[..., VLLMReference], folder: str, direction: Direction
+) -> None:
+    """The teacher's eight likeliest tokens and a sampled tail; the policy is another model."""
+    away = connected(reference_name="alias")
+    away.head, away.top_k = True, 8
+    teacher, policy = load_model(folder), load_model(folder)
+    disturb(policy)
+    completions = random_completions(policy.config.vocab_size)
+    every = torch.ones(COUNT, dtype=torch.bool)
+    with torch.no_grad():
+        here = Scorer(teacher)(completions, Ask(temperature=1.0, keep=every)).predictions
+    found = {}
+    for name, anchor in (("here", here), ("away", away.score(completions, temperature=1.0).predictions)):
+        assert anchor is not None
+        how = PrefixKL(direction=direction, top_k=8, head="teacher")
+        asked = Ask(temperature=1.0, taught=(TeacherKL(rows=every, anchor=anchor.padded(LENGTH), how=how),))
+        scores = Scorer(policy)(completions, asked)
+        assert scores.teacher is not None
+        kl = scores.teacher[completions.mask]
+        policy.zero_grad()
+        kl.sum().backward()
+        found[name] = kl.detach(), torch.cat([p.grad.flatten() for p in policy.parameters() if p.grad is not None])
+    for here_is, away_is in zip(*found.values(), strict=True):
+        far = float((here_is - away_is).norm() / here_is.norm())
+        print(f"{direction}: {len(here_is)} numbers, {far:.1e} apart")
+        assert far < 1e-4
+
+
 @torch.no_grad()
 def test_its_numbers_know_no_temperature(connected: Callable[..., VLLMReference], server: str, folder: str) -> None:
     ids = list(range(3, 30))
@@ -123,6 +155,10 @@ def test_what_does_not_fit_is_refused(connected: Callable[..., VLLMReference], m
         connected(reference_name="start-2")
     with pytest.raises(ModelError, match="maximum context length|max_model_len"):
         connected(max_completion_length=44)
+    away = connected()
+    away.top_k = 21
+    with pytest.raises(ModelError, match="greater than max allowed: 20"):
+        away.told([[3, 4]], [[5]], temperature=1.0)
     monkeypatch.setenv(KEY, "another")
     with pytest.raises(ModelError, match=KEY) as error:
         connected()
