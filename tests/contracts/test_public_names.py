@@ -150,8 +150,8 @@ MODULES = {
 # The SDK that klamp plugs into calls these, or people write them out: module -> name -> signature.
 HOST_SIGNATURES = {
     "klamp.tinker": {
-        "build_datum": "(prompt, response, advantages, logprobs, ref_logprobs=None, *, teacher_logprobs=None, mask=None, "
-        "kl_mask=None)",
+        "build_datum": "(prompt, response, advantages, logprobs, ref_logprobs=None, *, teacher_logprobs=None, "
+        "mask=None, kl_mask=None)",
         "compute_grpo_kl_loss": "(data, logprobs_list, kl_coef=0.01, cliprange=0.2, kl=None, **options)",
         "compute_reference_logprobs": "(ref_client, prompt_tokens, response_tokens, *, concurrency=64, timeout=300.0)",
         "count_tokens": "(data)",
