@@ -165,6 +165,13 @@ def test_a_reference_with_padding_and_a_policy_with_padding(any_tiles):
         linear_kl(one, ref, one, policy.detach())
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
+def test_a_head_of_a_broken_number_of_tokens_is_refused():
+    hidden, weight, _, targets = head()
+    with pytest.raises(ConfigError, match="top_k"):
+        linear_kl(hidden, weight, hidden, weight, top_k=1.5, targets=targets)
+
+
 def test_what_is_asked_for_and_cannot_be():
     hidden, weight, _, targets = head()
     with pytest.raises(TensorError, match="targets must be"):
