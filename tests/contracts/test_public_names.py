@@ -163,7 +163,8 @@ HOST_SIGNATURES = {
         "strip_for_builtin": "(datums)",
     },
     "klamp.trl": {
-        "GRPOTrainer": "(model, reward_funcs=None, args=None, *positional, ref_model=None, **options)",
+        "GRPOTrainer": "(model, reward_funcs=None, args=None, *positional, ref_model=None, teacher_model=None, "
+        "**options)",
         "attach": "(trainer, kl, *, ref_model=None)",
         "effective": "(trainer)",
     },

@@ -15,6 +15,7 @@ from klamp.errors import UnsupportedVersion
 
 KL_MASK, KL_SCALE = "klamp_kl_mask", "klamp_kl_scale"
 GATE_KL, REFERENCE_LENGTH = "klamp_gate_kl", "klamp_reference_length"
+TEACHER = "klamp_teacher_logprobs"
 """What klamp adds to a host's batch; the host shuffles and splits it with the rest."""
 
 
@@ -40,6 +41,7 @@ def batch_of(inputs: Mapping[str, Any], policy_logprobs: Tensor) -> Batch:
         advantages=inputs["advantages"],
         old_logprobs=old,
         ref_logprobs=inputs.get("ref_per_token_logps"),
+        teacher_logprobs=inputs.get(TEACHER),
         sampler_logprobs=sampler,
         kl_mask=inputs.get(KL_MASK),
         gate_kl=inputs.get(GATE_KL),

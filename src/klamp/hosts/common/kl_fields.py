@@ -15,6 +15,7 @@ from klamp._field_texts import field_texts
 from klamp.config import KLConfig
 from klamp.config.kl import ALIASES, resolve_aliases
 from klamp.config.rules import check_beta
+from klamp.config.teacher import TeacherConfig
 from klamp.errors import KLWarning, Refusal
 
 
@@ -26,12 +27,13 @@ def _field(name: str, kind: Any, text: str) -> tuple[str, Any, Any]:
 
 
 def _fields() -> list[tuple[str, Any, Any]]:
-    """The other names of beta, and the fields of `KLConfig` but beta; the help is where a host looks for it."""
-    kinds, texts = get_type_hints(KLConfig), field_texts(KLConfig)
-    unset = "Unset: {!r}, or the host's own KL if no KL field is set."
+    """The other names of beta, and the fields of both anchors but beta; the help is where a host looks for it."""
+    unset = {KLConfig: "Unset: {!r}, or the host's own KL if no KL field is set.", TeacherConfig: "Unset: {!r}."}
     return [_field(name, float, f"Another name of {of}.") for name, of in ALIASES.items()] + [
-        _field(each.name, kinds[each.name], f"{texts[each.name]} {unset.format(each.default)}")
-        for each in dataclasses.fields(KLConfig)
+        _field(each.name, kinds[each.name], f"{texts[each.name]} {text.format(each.default)}")
+        for config, text in unset.items()
+        for kinds, texts in [(get_type_hints(config), field_texts(config))]
+        for each in dataclasses.fields(config)
         if each.name != "beta"
     ]
 
@@ -39,7 +41,7 @@ def _fields() -> list[tuple[str, Any, Any]]:
 if TYPE_CHECKING:
 
     class KLFields:
-        """The fields of `klamp.KLConfig` but `beta`, for a host's arguments; see there for what each does."""
+        """The fields of `klamp.KLConfig` but `beta`, and of `klamp.TeacherConfig`; see there for what each does."""
 
         def __init__(self, *args: Any, **options: Any) -> None: ...
         def __getattr__(self, name: str) -> Any: ...
@@ -61,27 +63,48 @@ def settle_fields(args: Any) -> None:
         check_beta(args.beta)
     for name in ALIASES:
         setattr(args, name, None)
-    for name, value in touched(args).items():
+    for name, value in (touched(args) | touched(args, TeacherConfig)).items():
         if isinstance(value, tuple):
             setattr(args, name, list(value))
 
 
-def touched(args: Any) -> dict[str, Any]:
-    """The KL fields (`beta` is none of them) that a host's arguments set."""
-    names = [field.name for field in dataclasses.fields(KLConfig) if field.name != "beta"]
+def touched(args: Any, config: type = KLConfig) -> dict[str, Any]:
+    """The fields of a configuration (`beta` is none of them) that a host's arguments set."""
+    names = [field.name for field in dataclasses.fields(config) if field.name != "beta"]
     return {name: getattr(args, name) for name in names if getattr(args, name, None) is not None}
+
+
+def _plain(args: Any, config: type) -> dict[str, Any]:
+    return {name: tuple(x) if isinstance(x, list) else x for name, x in touched(args, config).items()}
 
 
 def kl_config(args: Any) -> KLConfig | None:
     """The KL configuration that a host's arguments describe; None where they leave the host's own KL alone.
 
+    Beside a teacher the KL is klamp's, too.
+
     Raises:
         ConfigError: a combination that `KLConfig` refuses.
     """
-    given: dict[str, Any] = {name: tuple(x) if isinstance(x, list) else x for name, x in touched(args).items()}
-    if not given:
+    given = _plain(args, KLConfig)
+    if not given and not touched(args, TeacherConfig):
         return None
     return KLConfig(**given, beta=float(args.beta) if isinstance(args.beta, float) else args.beta)
+
+
+PASSED = "the model passed as teacher_model"
+"""What a teacher is called that the arguments do not name."""
+
+
+def teacher_config(args: Any) -> TeacherConfig | None:
+    """The KL to a teacher that a host's arguments describe; None where no field of it is set.
+
+    Raises:
+        ConfigError: a combination that `TeacherConfig` refuses.
+    """
+    given = _plain(args, TeacherConfig)
+    named = {"teacher_model", "teacher_url", "teacher_models", "teacher_kind"} & {*given}
+    return TeacherConfig(**given, **({} if named else {"teacher_model": PASSED})) if given else None
 
 
 def host_refusals(kl: KLConfig, host: str) -> list[Refusal]:

@@ -21,7 +21,7 @@ from klamp.core.penalty import advantages_with_kl, shifted_advantages
 from klamp.core.term import Gate, KLTerm, sequence_gate_kl
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
-from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, batch_of
+from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, batch_of, loss_mask
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.common.step_zero import STEP_ZERO_KL
 
@@ -105,7 +105,7 @@ def prepared(
     added: dict[str, Any] = dict(generation.inputs)
     if kl.excludes:
         excluded = excluded_ids(kl.kl_exclude_tokens, tokenizer)
-        mask = batch_mask(generation)
+        mask = loss_mask(generation.inputs)
         added[KL_MASK] = kl_tokens(generation.inputs["completion_ids"], mask, kl, excluded, tokenizer)
         if reduction is not None:
             added[KL_SCALE] = exclusion_scale(mask, added[KL_MASK], reduction, generation.accelerator)
@@ -118,11 +118,6 @@ def prepared(
     if term.placement != "loss" and beta > 0:
         added["advantages"] = shifted(generation, term, beta=beta)
     return added
-
-
-def batch_mask(generation: Generation) -> Tensor:
-    """The tokens that are trained on, [B, T] bool."""
-    return batch_of(generation.inputs, generation.inputs["ref_per_token_logps"]).mask
 
 
 def exclusion_scale(mask: Tensor, kl_mask: Tensor, reduction: Reduction, accelerator: Any) -> Tensor:

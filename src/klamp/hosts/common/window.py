@@ -28,12 +28,13 @@ class Window:
 
     @torch.no_grad()
     def add(self, batch: Batch, term: KLTerm, gate: Gate | None) -> None:
-        """Take in a micro-batch that the reference has scored."""
+        """Take in a micro-batch that the reference (or the teacher, whose term it is) has scored."""
         known = Distances.of(batch, term)
         means = kl_metrics(batch, term, known) | ({} if gate is None else gate.metrics())
         means.pop("kl/log_ratio_max", None)
         means["policy/logp_mean"] = masked_mean(batch.policy_logprobs, batch.mask)
-        means["ref/logp_mean"] = masked_mean(require_reference(batch), batch.mask)
+        if term.anchor == "reference":
+            means["ref/logp_mean"] = masked_mean(require_reference(batch), batch.mask)
         means["length/mean"] = batch.mask.sum(-1).double().mean()
         counts: dict[Counted | None, int | Tensor] = {
             "completions": len(batch.mask),
@@ -42,7 +43,8 @@ class Window:
         }
         for name, mean in means.items():
             self._count(name, mean.double(), torch.as_tensor(counts[averaged_over(name)], device=mean.device).double())
-        self.log_ratios.append(known.log_ratio[known.carried].float())
+        if term.anchor == "reference":
+            self.log_ratios.append(known.log_ratio[known.carried].float())
 
     def add_exact(self, exact: Tensor, kl_mask: Tensor) -> None:
         """Take in the exact KL of some rows of a micro-batch, [b, T]."""
@@ -60,6 +62,9 @@ class Window:
         names = sorted(self.sums)
         totals = accelerator.reduce(torch.stack([self.sums[name] for name in names]), reduction="sum")
         found = {name: float(total / count) for name, (total, count) in zip(names, totals, strict=True) if count > 0}
+        if not self.log_ratios:
+            self._clear()
+            return found
         log_ratios = accelerator.pad_across_processes(torch.cat(self.log_ratios), dim=0, pad_index=torch.nan)
         log_ratios = accelerator.gather(log_ratios)
         log_ratios = log_ratios[~log_ratios.isnan()]

@@ -15,6 +15,7 @@ from klamp.hosts.common.versions import check_version
 from klamp.hosts.trl.grpo_config import liger_bypasses, reward_scale
 from klamp.hosts.trl.measure import group_size, price_in
 from klamp.hosts.trl.reference import without_a_model
+from klamp.hosts.trl.teacher import effective_term
 
 
 def read_effective(
@@ -34,7 +35,7 @@ def read_effective(
     term = _stock(trainer, host, loss_types) if kl is None else _klamp(trainer, kl, loss_types)
     return Effective(
         host=f"trl {check_version('trl')}, {type(trainer).__name__}",
-        terms=() if term is None else (term,),
+        terms=tuple(each for each in (term, effective_term(trainer)) if each is not None),
         normalizer=f"{_average(trainer.loss_type, loss_types)} ({host}'s own, loss_type={trainer.loss_type!r})",
         reference=_reference(trainer, host) if session is None or not session.reference else session.reference,
         notes=_notes(trainer, kl, host, loss_types),

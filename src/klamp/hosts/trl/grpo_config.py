@@ -10,9 +10,19 @@ from typing import Any
 import trl
 
 from klamp.config import TRL_LOSS_TYPES, KLConfig
+from klamp.config.teacher import TeacherConfig
 from klamp.core.types import Reduction
 from klamp.errors import ConfigError, KLWarning, Refusal, check_name, refuse
-from klamp.hosts.common.kl_fields import KLFields, host_refusals, kl_config, settle_fields, touched, warn_without_kl
+from klamp.hosts.common.kl_fields import (
+    KLFields,
+    host_refusals,
+    kl_config,
+    settle_fields,
+    teacher_config,
+    touched,
+    warn_without_kl,
+)
+from klamp.hosts.trl import teacher
 
 
 class OwnBeta(float):
@@ -38,7 +48,7 @@ def not_klamps_trainer() -> ConfigError:
 
 @dataclass
 class GRPOConfig(KLFields, trl.GRPOConfig):
-    """`trl.GRPOConfig` with every field of `klamp.KLConfig`.
+    """`trl.GRPOConfig` with every field of `klamp.KLConfig` and `klamp.TeacherConfig`.
 
     All of TRL's fields and defaults stay, `beta=0.0` included. klamp's fields are None until they are set. While all
     are None, the loss is TRL's own, KL included; once one is set (whichever, `beta` and its other names aside), TRL's
@@ -75,18 +85,22 @@ class GRPOConfig(KLFields, trl.GRPOConfig):
         if not isinstance(self.fast_scoring, bool):
             check_name("fast_scoring", self.fast_scoring, ("require",))
         settle_fields(self)
-        kl = self.kl_config()
+        kl, taught = self.kl_config(), self.teacher_config()
         if kl is not None:
-            warn_without_kl(kl)
+            if taught is None:
+                warn_without_kl(kl)
             settle_reference(kl, self)
             check_arguments(kl, self)
+        if taught is not None and taught.there:
+            refuse(teacher.refusals(taught, self))
         super().__post_init__()
         self.beta = OwnBeta(self.beta) if self._asks else float(self.beta)
 
     @property
     def _asks(self) -> bool:
         """Whether any field of klamp's is set, `beta` aside."""
-        return bool(touched(self) or self.fast_scoring or self.exact_kl_completions)
+        set_here = touched(self) or touched(self, TeacherConfig)
+        return bool(set_here or self.fast_scoring or self.exact_kl_completions)
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
         """As in TRL: every trainer asks for it before its first step, and here that is when TRL's own is refused.
@@ -105,6 +119,10 @@ class GRPOConfig(KLFields, trl.GRPOConfig):
     def kl_config(self) -> KLConfig | None:
         """The KL term that these arguments describe; None while TRL's own is left alone."""
         return kl_config(self)
+
+    def teacher_config(self) -> TeacherConfig | None:
+        """The KL to a teacher that these arguments describe; None where they name none."""
+        return teacher_config(self)
 
 
 def check_arguments(

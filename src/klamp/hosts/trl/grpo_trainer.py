@@ -12,12 +12,13 @@ import trl
 from trl.trainer import grpo_trainer
 
 from klamp.config import KLConfig
-from klamp.errors import ConfigError, KLWarning, Refusal
+from klamp.config.teacher import TeacherConfig
+from klamp.errors import ConfigError, KLWarning, Refusal, refuse
 from klamp.hosts.common.control import NEVER_ZERO
-from klamp.hosts.common.kl_fields import kl_config, touched, warn_without_kl
+from klamp.hosts.common.kl_fields import PASSED, kl_config, teacher_config, touched, warn_without_kl
 from klamp.hosts.common.rollout import excluded_ids
 from klamp.hosts.common.sampler_weights import check_packing
-from klamp.hosts.trl import fast_scoring
+from klamp.hosts.trl import fast_scoring, teacher
 from klamp.hosts.trl.callbacks import DoctorCallback, LearningRateGuard
 from klamp.hosts.trl.exact import check_exact, why_not_exact
 from klamp.hosts.trl.grpo_config import check_arguments, check_reference, refuse_classes, settle_reference
@@ -48,6 +49,7 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
         positional: TRL's further arguments.
         ref_model: the reference: a model, or a name or folder to load; None: TRL's own choice. It is frozen, and
             prepared as TRL prepares its own.
+        teacher_model: the teacher, as a model; None: the one that the arguments name, if they do.
         options: TRL's further arguments by name.
 
     Raises:
@@ -64,6 +66,7 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
         args: Any = None,
         *positional: Any,
         ref_model: Any = None,
+        teacher_model: Any = None,
         **options: Any,
     ) -> None:
         refuse_classes()
@@ -72,6 +75,7 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", KLWarning)  # said when the arguments were made
             kl = None if args is None else kl_config(args)
+            taught = _taught(args, teacher_model)
         peft = options.get("peft_config") is not None or hasattr(model, "peft_config")
         wanted = args is not None and (args.beta != 0 if kl is None else kl.needs_reference)
         if ref_model is not None and not wanted:
@@ -86,6 +90,35 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
             super().__init__(model, reward_funcs, args, *positional, **options)
         apart = off and hasattr(model, "peft_config")
         _join(self, kl, own, chosen=ref_model is not None, apart=apart)
+        if taught is not None:
+            self._klamp.teacher = teacher.join(self, taught, teacher_model)
+            fast_scoring.settle(self, anew=True)
+
+
+def _taught(args: Any, given: Any) -> TeacherConfig | None:
+    """The KL to a teacher that a trainer is built with; None: there is none.
+
+    Raises:
+        ConfigError: a teacher without a field that says what is to be done with it, or the other way round.
+    """
+    config = None if args is None else teacher_config(args)
+    nobody = config is not None and config.teacher_model == PASSED
+    refuse([
+        Refusal(
+            given is not None and not nobody,
+            "teacher_model is passed, and the arguments do not leave the teacher to it",
+            got="no field of a teacher" if config is None else config.kind,
+            why="what is to be done with it are fields of klamp.trl.GRPOConfig, and only one of the two names it",
+            fix="set teacher_coef (and teacher_placement) there, and nothing that names a teacher",
+        ),
+        Refusal(
+            given is None and nobody,
+            "fields of a teacher are set and none is named",
+            why="there is nobody to be held to",
+            fix="set teacher_model (a folder or a hub id), or pass the trainer teacher_model=MODEL",
+        ),
+    ])  # fmt: skip
+    return config if config is not None and config.there else None
 
 
 @contextmanager

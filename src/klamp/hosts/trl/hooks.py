@@ -18,9 +18,10 @@ from klamp.config import TRL_LOSS_TYPES, KLConfig
 from klamp.core.advantages import Baseline
 from klamp.core.types import Reduction
 from klamp.errors import KLWarning, Refusal
-from klamp.hosts.common.coefficient import KL_SCALE, Coefficient, batch_of, check_once, gated_penalty
+from klamp.hosts.common.coefficient import KL_SCALE, TEACHER, Coefficient, batch_of, check_once, gated_penalty
+from klamp.hosts.common.control import NEVER_ZERO
 from klamp.hosts.common.rollout import Generation, needs_old_logprobs, prepared
-from klamp.hosts.trl import exact, fast_prompts, fast_scoring, measure
+from klamp.hosts.trl import exact, fast_prompts, fast_scoring, measure, teacher
 from klamp.hosts.trl.session import Scoring, Session, load_state, only_scoring, save_state, settings_kept
 
 if TYPE_CHECKING:
@@ -100,8 +101,11 @@ class KLMixin(Host):
         with session.listening() as seen, fast_prompts.prompts_once(self):
             output = super()._generate_and_score_completions(inputs)
         measure.watch_sampler(self, output)
-        if output.get("ref_per_token_logps") is None or (session.control is None and not seen):
-            return output
+        if session.teacher is not None:
+            teacher.keep_scores(self, inputs, output)
+        referred = output.get("ref_per_token_logps") is not None
+        if not referred or (session.control is None and not seen):
+            return output if session.teacher is None else self._taught(output, seen)
         exact.keep_reference(self, output, seen[-1].hidden)  # TRL scores the reference last
         old = self._old_scoring(output, seen)
         whole = exact.exact_kl_of(self, output, old.hidden) if old is not None and session.exact_everywhere else None
@@ -119,18 +123,32 @@ class KLMixin(Host):
             reduction = self._loss_types[self.loss_type]
             output = prepared(generation, session.control, self._tokenizer, beta=beta, reduction=reduction)
         measure.completions_table(self, generation)
+        if session.teacher is not None:
+            output["advantages"] = teacher.in_advantages(self, output, generation.old_logprobs)
+        return output
+
+    def _taught(self, output: Any, seen: list[Scoring]) -> Any:
+        """A generation batch without a reference; the KL to the teacher is in its advantages, if it is to be there."""
+        old = self._old_scoring(output, seen)
+        output["advantages"] = teacher.in_advantages(self, output, None if old is None else old.logprobs)
         return output
 
     def _old_scoring(self, output: Any, seen: list[Scoring]) -> Scoring | None:
         """The policy's scores before the batch's first update, from TRL if it made them."""
+        session = self._klamp
         if output.get("old_per_token_logps") is not None:
             made = [scored for scored in seen if scored.logprobs is output["old_per_token_logps"]]
             return made[0] if made else Scoring(output["old_per_token_logps"])
-        if not (needs_old_logprobs(self._klamp.term) or self.log_completions):
+        terms = [session.term] * (output.get("ref_per_token_logps") is not None)
+        terms += [] if session.teacher is None else [session.teacher.term]
+        if not (any(map(needs_old_logprobs, terms)) or (self.log_completions and seen)):
             return None
-        of_reference = seen[-1]  # the same tokens
-        with torch.no_grad(), self._klamp.listening() as again:
-            self._get_per_token_logps_and_entropies(self.model, *of_reference.positional, **of_reference.options)
+        call: dict[str, Any] = {} if seen else teacher.scoring_call(self, output)
+        of_reference = seen[-1] if seen else Scoring(output["advantages"])  # the same tokens
+        with torch.no_grad(), session.listening() as again:
+            self._get_per_token_logps_and_entropies(
+                self.model, *of_reference.positional, **{**of_reference.options, **call}
+            )
         return again[-1]
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
@@ -146,31 +164,40 @@ class KLMixin(Host):
         session.losses += 1
         beta = self._refresh_beta()
         with session.listening(fast_scoring.learning_rows(self, inputs, beta)) as seen:
-            if session.control is None or not session.control.kl.needs_reference:
-                loss = super()._compute_loss(model, inputs)
-            else:
+            controlled = session.control is not None and session.control.kl.needs_reference
+            if controlled or (session.teacher is not None and session.teacher.term.placement == "loss"):
                 loss = self._loss_with_penalty(model, inputs, seen, beta)
+            else:
+                loss = super()._compute_loss(model, inputs)
         if inputs.get("ref_per_token_logps") is not None and (session.control is not None or len(seen) == 1):
             measure.after_loss(self, inputs, only_scoring(seen), beta)
+        if session.teacher is not None:
+            teacher.after_loss(self, inputs, only_scoring(seen).logprobs)
         return loss
 
     def _loss_with_penalty(self, model: Any, inputs: Any, seen: list[Scoring], beta: float) -> Any:
         term, outer = self._klamp.term, float(self.beta)
+        referred = inputs.get("ref_per_token_logps") is not None
+        # TRL multiplies beta with a KL where it has a reference's numbers; without one the teacher's stand in for them
+        given = inputs if referred else {**inputs, "ref_per_token_logps": inputs[TEACHER]}
 
         def penalty() -> Tensor:
             scored = only_scoring(seen)
-            if beta == 0 or term.placement != "loss":
-                return torch.zeros_like(scored.logprobs)
+            taught = teacher.penalty(self, inputs, scored.logprobs)
+            if not referred or beta == 0 or term.placement != "loss":
+                return torch.zeros_like(scored.logprobs) + taught
             batch = exact.with_exact(self, batch_of(inputs, scored.logprobs), inputs, scored.hidden)
-            return beta * gated_penalty(batch, term, inputs.get(KL_SCALE))
+            return beta * gated_penalty(batch, term, inputs.get(KL_SCALE)) + taught
 
-        coefficient = Coefficient(outer, penalty)
+        coefficient = Coefficient(outer or NEVER_ZERO, penalty)
         self.beta = coefficient
         try:
-            loss = super()._compute_loss(model, inputs)
+            loss = super()._compute_loss(model, given)
         finally:
             self.beta = outer
         check_once(coefficient.uses, "products of beta with a KL")
+        if not referred:  # what TRL logs as its KL to a reference
+            self._metrics["train" if model.training else "eval"]["kl"].pop()
         return loss
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

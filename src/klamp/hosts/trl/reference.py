@@ -109,10 +109,19 @@ def install_reference(trainer: Any, model: Any, *, dtype: str | None) -> None:
     Raises:
         ConfigError: an option of TRL that can only be applied where TRL loads the reference itself.
     """
-    args = trainer.args
-    model.requires_grad_(False).eval()
     if dtype is not None:
         model.to(getattr(torch, dtype))
+    trainer.ref_model = prepared_model(trainer, model)
+
+
+def prepared_model(trainer: Any, model: Any) -> Any:
+    """A frozen model, prepared as TRL prepares its reference.
+
+    Raises:
+        ConfigError: an option of TRL that can only be applied where TRL loads the model itself.
+    """
+    args = trainer.args
+    model.requires_grad_(False).eval()
     if args.disable_dropout:
         grpo_trainer.disable_dropout_in_model(model)
     fuse = getattr(grpo_trainer, "add_fused_lm_head", None)
@@ -120,17 +129,15 @@ def install_reference(trainer: Any, model: Any, *, dtype: str | None) -> None:
         fuse(model, temperature=trainer.temperature, cast_lm_head_to_fp32=args.cast_lm_head_to_fp32)
     elif args.cast_lm_head_to_fp32:
         raise ConfigError(
-            "cast_lm_head_to_fp32 cannot be combined with a reference that klamp brings, in this version of TRL",
+            "cast_lm_head_to_fp32 cannot be combined with a model that klamp brings, in this version of TRL",
             why="the cast is part of how TRL loads its own reference",
             fix="save the reference to a folder and build the model from it, or use trl>=1.14",
         )
     if trainer.is_deepspeed_enabled:
-        model = grpo_trainer.prepare_deepspeed(model, trainer.accelerator)
-    elif trainer.is_fsdp_enabled:
-        model = grpo_trainer.prepare_fsdp(model, trainer.accelerator)
-    else:
-        model = trainer.accelerator.prepare_model(model, evaluation_mode=True)
-    trainer.ref_model = model
+        return grpo_trainer.prepare_deepspeed(model, trainer.accelerator)
+    if trainer.is_fsdp_enabled:
+        return grpo_trainer.prepare_fsdp(model, trainer.accelerator)
+    return trainer.accelerator.prepare_model(model, evaluation_mode=True)
 
 
 def without_a_model(policy: Any) -> str:

@@ -19,6 +19,7 @@ from klamp.hosts.common.coefficient import check_once
 from klamp.hosts.common.control import KLControl, go_on_from, read_state
 from klamp.hosts.common.window import Window
 from klamp.hosts.trl.fast_scoring import FastScoring
+from klamp.hosts.trl.teacher import Teacher
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,8 @@ class Session:
     """The rewards of the last completions of all processes, a group in each row; None: there is no single one."""
     fast: FastScoring | None = None
     """klamp's scorer in the place of TRL's; None: nobody asked for it."""
+    teacher: Teacher | None = None
+    """Whom a second KL holds the policy to; None: nobody."""
     learns: Tensor | None = None
     """Which completions of the present loss have a gradient, [B]; None: any may."""
     seen: list[Scoring] | None = None
