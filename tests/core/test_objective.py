@@ -183,6 +183,9 @@ def test_placed_in_the_reward_the_loss_adds_no_second_kl():
     without = loss_and_slope(batch, Objective())
     assert with_kl[0] == without[0]
     assert torch.equal(with_kl[1], without[1])
+    priced = Objective(beta=0.5, kl=KLTerm(value="k1", placement="reward"))
+    assert "kl/k3" in grpo_loss(batch, priced).metrics
+    assert "kl/k3" not in grpo_loss(replace(batch, ref_logprobs=None), priced).metrics, "it is in the reward already"
 
 
 def test_tokens_excluded_from_the_kl_keep_their_policy_gradient():

@@ -126,7 +126,7 @@ def _placement(c: KLChoices) -> list[Refusal]:
 
 
 def placement_refusals(anchor: str, placement: Placement, horizon: Horizon, off_policy: OffPolicy) -> list[Refusal]:
-    """What a KL in reward or advantage does not allow; `kl` or `teacher` is how its fields begin."""
+    """What place, horizon and weights of a KL do not allow together; `kl` or `teacher` is how its fields begin."""
     return [
         Refusal(
             placement == "reward" and horizon == "token",
@@ -139,6 +139,12 @@ def placement_refusals(anchor: str, placement: Placement, horizon: Horizon, off_
             f"{anchor}_off_policy has no meaning with {anchor}_placement={placement!r}",
             why="the surrogate's own importance ratio already weighs what is in the advantage",
             fix=f"set {anchor}_off_policy='none'",
+        ),
+        Refusal(
+            horizon == "sequence" and off_policy == "token",
+            f"{anchor}_horizon='sequence' needs {anchor}_off_policy='sequence' (or 'none')",
+            why="the token ratio does not correct the prefix that a later token was sampled from",
+            fix=f"set {anchor}_off_policy='sequence'",
         ),
     ]
 
@@ -161,12 +167,6 @@ def _gradient(c: KLChoices) -> list[Refusal]:
             "no KL; only the exact KL with kl_horizon='token' (no forward gradient, no prefix weights) is right",
             fix="leave kl_clip_level out or set 'group' (the other completions of the prompt decide), or set "
             "kl_estimator='exact' with kl_horizon='token'",
-        ),
-        Refusal(
-            c.kl_horizon == "sequence" and c.kl_off_policy == "token",
-            "kl_horizon='sequence' needs kl_off_policy='sequence' (or 'none')",
-            why="the token ratio does not correct the prefix that a later token was sampled from",
-            fix="set kl_off_policy='sequence'",
         ),
         Refusal(
             c.kl_estimator == "exact" and (c.kl_gradient, c.kl_horizon) == ("forward", "sequence"),

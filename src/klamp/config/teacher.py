@@ -273,12 +273,6 @@ def _where(c: TeacherConfig) -> list[Refusal]:
         ),
         *placement_refusals("teacher", c.teacher_placement, c.teacher_horizon, c.teacher_off_policy),
         Refusal(
-            c.teacher_horizon == "sequence" and c.teacher_off_policy == "token",
-            "teacher_horizon='sequence' needs teacher_off_policy='sequence' (or 'none')",
-            why="the token ratio does not correct the prefix that a later token was sampled from",
-            fix="set teacher_off_policy='sequence'",
-        ),
-        Refusal(
             of_prefixes and c.teacher_max_log_ratio is not None,
             "teacher_max_log_ratio bounds the log-ratio of the sampled token",
             got=f"teacher_estimator={c.teacher_estimator!r}",

@@ -131,6 +131,13 @@ def test_a_fixed_beta_is_the_configured_one_whatever_was_saved(saved: str, beta:
     assert control.last_kl == 0.3
 
 
+@pytest.mark.parametrize("length", [0, -12.5])
+def test_a_saved_reference_length_that_is_none_is_refused(length: float) -> None:
+    state = control_of("fixed").state_dict() | {"reference_length": length}
+    with pytest.raises(ConfigError, match="reference_length"):
+        resumed("fixed", state)
+
+
 def test_a_controller_that_changed_begins_anew_at_the_beta_in_force_or_at_the_one_that_is_asked_for_now() -> None:
     before = control_of("hold", beta=0.01)
     for kl in (0.1, 0.3, 0.3, 0.2):

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from klamp.config import KLConfig, KLWarning
+from klamp.config import KLConfig, KLWarning, TeacherConfig
 from klamp.config.kl import ALIASES
 from klamp.errors import ConfigError, refuse
 from klamp.hosts.common.kl_fields import (
@@ -23,6 +23,7 @@ from klamp.hosts.common.kl_fields import (
 )
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(KLConfig)}
+TAUGHT = {field.name: field.default for field in dataclasses.fields(TeacherConfig)}
 
 
 @dataclass
@@ -40,7 +41,7 @@ def arguments(**changes: Any) -> Arguments:
 
 def test_every_field_of_the_configuration_is_there_but_beta() -> None:
     names = {field.name for field in dataclasses.fields(KLFields)}
-    assert names == (DEFAULTS.keys() - {"beta"}) | ALIASES.keys()
+    assert names == (DEFAULTS.keys() - {"beta"}) | TAUGHT.keys() | ALIASES.keys()
     assert all(field.default is None for field in dataclasses.fields(KLFields))
     assert KLFields.__annotations__["kl_controller_gains"] == list[float] | None
 
@@ -80,14 +81,14 @@ def test_a_beta_that_is_none_is_refused(beta: float) -> None:
 
 
 def test_the_help_is_what_the_configuration_says_under_its_fields() -> None:
-    texts = field_texts(KLConfig)
-    assert texts.keys() == DEFAULTS.keys()
+    texts = field_texts(KLConfig) | field_texts(TeacherConfig)
+    assert texts.keys() == DEFAULTS.keys() | TAUGHT.keys()
     for field in dataclasses.fields(KLFields):
         shown = field.metadata["help"] % ()
         if field.name in ALIASES:
             assert shown == "Another name of beta."
         else:
-            assert shown.startswith(texts[field.name]) and repr(DEFAULTS[field.name]) in shown
+            assert shown.startswith(texts[field.name]) and repr((DEFAULTS | TAUGHT)[field.name]) in shown
     assert texts["kl_horizon"] == (
         "token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."
     )

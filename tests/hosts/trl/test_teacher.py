@@ -127,6 +127,12 @@ def test_fast_scoring_has_the_same_numbers(base: Any, teacher: Any, tmp_path: Pa
     mask = theirs["completion_mask"].bool()
     scores = (each["klamp_teacher_logprobs"][mask] for each in (ours, theirs))
     torch.testing.assert_close(*scores, rtol=1e-5, atol=1e-6)
+    gradients = []
+    for each, inputs in ((fast, ours), (plain, theirs)):
+        inputs["advantages"] = torch.zeros_like(inputs["advantages"])  # what is left is the teacher's pull
+        gradients.append(gradient_of(each, each._compute_loss(each.model, inputs)))
+    assert float(gradients[1].norm()) > 0
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
 
 
 def test_a_teacher_behind_another_prompt_scores_the_same_completions(base: Any, teacher: Any, tmp_path: Path) -> None:
@@ -173,12 +179,12 @@ def test_stock_numbers_are_untouched_where_no_field_is_set(base: Any, tmp_path: 
     [
         ({"teacher_url": "http://h:1"}, "teacher_kind='remote' cannot be honoured by TRL"),
         ({"teacher_kind": "ema"}, "teacher_kind='ema' cannot be honoured by TRL"),
-        ({"teacher_models": ["a=x", "b=y"], "teacher_key": "k"}, "several teachers"),
+        ({"teacher_models": ["a=x", "b=y"], "teacher_key": "k"}, "with one model of the trainer's process"),
         ({"teacher_model": "x", "teacher_estimator": "topk"}, "teacher_estimator='topk' cannot be honoured"),
         ({"teacher_model": "x", "teacher_estimator": "k1", "teacher_placement": "reward"}, "in the reward|'reward'"),
         (
             {"teacher_model": "x", "teacher_placement": "advantage", "loss_type": "vespo"},
-            "cannot be combined with this loss",
+            "'advantage' cannot be combined with loss_type='vespo'",
         ),
         ({"teacher_model": "x", "teacher_estimater": "k1"}, "teacher_estimater"),
     ],

@@ -229,7 +229,8 @@ def _check_state(state: Mapping[str, Any]) -> None:
     wrong = [name for name in OWN if not (state.get(name) is None or is_finite_number(state[name]))]
     asked = state.get("asked", {"value": 0.0})
     wrong += [] if isinstance(asked, Mapping) and is_finite_number(asked.get("value")) else ["asked"]
-    if not wrong and (state.get("reference_length") or 1) <= 0:
+    length = state.get("reference_length")
+    if not wrong and length is not None and length <= 0:
         wrong.append("reference_length")
     if missing or wrong:
         raise ConfigError(

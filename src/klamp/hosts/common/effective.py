@@ -14,6 +14,7 @@ from klamp.config.describe import (
     describe_gradient,
     describe_value,
 )
+from klamp.config.teacher import TeacherConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,6 +60,20 @@ class EffectiveTerm:
             gradient=f"{describe_gradient(kl)}: {DIVERGENCES[kl.kl_gradient]}",
             placement=PLACEMENTS[kl.kl_placement],
             clip=clip or describe_clip(kl),
+        )
+
+    @classmethod
+    def to_teacher(cls, teacher: TeacherConfig, *, who: str, coefficient: float) -> EffectiveTerm:
+        """klamp's term of a KL to a teacher: whose scores, and the coefficient in force."""
+        horizon = teacher.teacher_horizon
+        return cls(
+            term=f"klamp's, to the teacher: {who}",
+            beta=coefficient,
+            price="that of beta, at the same placement and average",
+            controller=f"teacher_schedule={teacher.teacher_schedule!r}",
+            value=teacher.teacher_estimator,
+            gradient=f"{teacher.build_term().gradient}, per {horizon}: KL(policy||teacher)",
+            placement=PLACEMENTS[teacher.teacher_placement],
         )
 
 

@@ -103,8 +103,9 @@ def teacher_config(args: Any) -> TeacherConfig | None:
         ConfigError: a combination that `TeacherConfig` refuses.
     """
     given = _plain(args, TeacherConfig)
-    named = {"teacher_model", "teacher_url", "teacher_models", "teacher_kind"} & {*given}
-    return TeacherConfig(**given, **({} if named else {"teacher_model": PASSED})) if given else None
+    if given and not {"teacher_model", "teacher_url", "teacher_models", "teacher_kind"} & {*given}:
+        given["teacher_model"] = PASSED
+    return TeacherConfig(**given) if given else None
 
 
 def host_refusals(kl: KLConfig, host: str) -> list[Refusal]:

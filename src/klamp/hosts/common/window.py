@@ -62,15 +62,13 @@ class Window:
         names = sorted(self.sums)
         totals = accelerator.reduce(torch.stack([self.sums[name] for name in names]), reduction="sum")
         found = {name: float(total / count) for name, (total, count) in zip(names, totals, strict=True) if count > 0}
-        if not self.log_ratios:
-            self._clear()
-            return found
-        log_ratios = accelerator.pad_across_processes(torch.cat(self.log_ratios), dim=0, pad_index=torch.nan)
-        log_ratios = accelerator.gather(log_ratios)
-        log_ratios = log_ratios[~log_ratios.isnan()]
-        if len(log_ratios):
-            found |= {name: float(size) for name, size in largest_log_ratios(log_ratios).items()}
-            k3 = ESTIMATORS["k3"].value(log_ratios)
-            found["kl/k3_max"], found["kl/k3_min"] = float(k3.max()), float(k3.min())
+        if self.log_ratios:
+            log_ratios = accelerator.pad_across_processes(torch.cat(self.log_ratios), dim=0, pad_index=torch.nan)
+            log_ratios = accelerator.gather(log_ratios)
+            log_ratios = log_ratios[~log_ratios.isnan()]
+            if len(log_ratios):
+                found |= {name: float(size) for name, size in largest_log_ratios(log_ratios).items()}
+                k3 = ESTIMATORS["k3"].value(log_ratios)
+                found["kl/k3_max"], found["kl/k3_min"] = float(k3.max()), float(k3.min())
         self._clear()
         return found

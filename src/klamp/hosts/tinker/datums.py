@@ -22,21 +22,9 @@ from klamp.core.types import Batch
 from klamp.errors import DataError, EmptyMaskError, NonFiniteError, ShapeError
 from klamp.hosts.common.versions import load_tinker
 
-KLAMP_KEYS = ("ref_logprobs", "teacher_logprobs", "mask", "kl_mask")
+ANCHORS = ("ref_logprobs", "teacher_logprobs")
+KLAMP_KEYS = (*ANCHORS, "mask", "kl_mask")
 """Keys of `loss_fn_inputs` that klamp reads and the service's built-in losses refuse."""
-
-
-WITHOUT: Mapping[str, tuple[str, str]] = {
-    "ref_logprobs": (
-        "a KL needs a reference; leaving it out silently would train without one",
-        ", with the result of compute_reference_logprobs; or set kl_coef=0",
-    ),
-    "teacher_logprobs": (
-        "a KL to a teacher needs its log-probabilities; leaving it out silently would train without one",
-        ", with what compute_reference_logprobs gives for a client of the teacher",
-    ),
-}
-"""Row of an anchor -> why it is needed, and how it is had."""
 
 
 def build_datum(
@@ -87,8 +75,8 @@ def build_datum(
         "logprobs": _response_row("logprobs", logprobs, len(response)),
         "mask": trained.float(),
     }
-    anchors = ("ref_logprobs", ref_logprobs), ("teacher_logprobs", teacher_logprobs)
-    for name, values in (*anchors, ("kl_mask", kl_mask)):
+    given = {"ref_logprobs": ref_logprobs, "teacher_logprobs": teacher_logprobs, "kl_mask": kl_mask}
+    for name, values in given.items():
         if values is not None:
             rows[name] = _response_row(name, values, len(response))
     full = prompt + response
@@ -231,8 +219,8 @@ def read_rows(data: Sequence[Any], *, reference: bool = False, teacher: bool = F
         EmptyMaskError: no datum has a token to train on.
     """
     _check_datums(data)
-    asked = {"ref_logprobs": reference, "teacher_logprobs": teacher}
-    anchors = [name for name, needed in asked.items() if needed or all(name in each.loss_fn_inputs for each in data)]
+    asked = zip(ANCHORS, (reference, teacher), strict=True)
+    anchors = [name for name, needed in asked if needed or all(name in each.loss_fn_inputs for each in data)]
     has_kl_mask = exclusions or any("kl_mask" in datum.loss_fn_inputs for datum in data)
     rows = [_read(i, datum.loss_fn_inputs, anchors, has_kl_mask) for i, datum in enumerate(data)]
     mask = pad([row["mask"] for row in rows])
@@ -305,8 +293,11 @@ def _row(i: int, inputs: Mapping[str, Any], name: str, length: int | None = None
         raise DataError(
             f"datum {i} has no {name!r} in loss_fn_inputs",
             got=f"keys: {', '.join(sorted(inputs))}",
-            why=WITHOUT.get(name, ("the loss reads it", ""))[0],
-            fix="build datums with klamp.tinker.build_datum" + WITHOUT.get(name, ("", ""))[1],
+            why="a KL needs its anchor; leaving it out silently would train without one"
+            if name in ANCHORS
+            else "the loss reads it",
+            fix="build datums with klamp.tinker.build_datum"
+            + (", with the result of compute_reference_logprobs; or leave that KL out" if name in ANCHORS else ""),
         )
     row = number_row(f"datum {i}: {name}", inputs[name])
     if row.ndim != 1 or length not in (None, len(row)):

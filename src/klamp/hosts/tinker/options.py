@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 
 from klamp.config import KLConfig
-from klamp.config.describe import PLACEMENTS, describe_average, describe_clip, describe_price
+from klamp.config.describe import describe_average, describe_clip, describe_price
 from klamp.config.loss import price_of
 from klamp.config.rules import check_beta
 from klamp.config.teacher import NUMBERS, TeacherConfig
@@ -128,7 +128,6 @@ def _teacher(teacher: TeacherConfig | None, coefficient: float | None) -> tuple[
         ConfigError: an estimator that needs more than the log-probabilities of the sampled tokens.
     """
     if teacher is None:
-        check_number("teacher_coef", coefficient, NUMBERS["teacher_coef"], optional=True)
         return ()
     check_instance("teacher", teacher, TeacherConfig)
     now = in_force(teacher, coefficient)
@@ -247,27 +246,16 @@ def effective(
         clip=describe_clip(kl, length="the datum's reference_length" if isinstance(length, Sequence) else length),
     )
     teacher = options.get("teacher")
-    taught = () if teacher is None else tuple(_taught(teacher, x) for x in objective.others if x.coefficient > 0)
+    who, inside = "teacher_logprobs of the datums", [] if teacher is None else objective.others
+    taught = tuple(
+        EffectiveTerm.to_teacher(teacher, who=who, coefficient=now) for now, _ in inside if teacher and now > 0
+    )
     return Effective(
         host=f"{told_version('tinker')}, forward_backward_custom",
         terms=((term,) if beta > 0 else ()) + taught,
         normalizer=_average(options),
         reference=OF_THE_DATUMS if beta > 0 else "none is read: the coefficient is 0",
         notes=_notes(kl, options) if beta > 0 else (),
-    )
-
-
-def _taught(teacher: TeacherConfig, weighted: Weighted) -> EffectiveTerm:
-    """The KL to the teacher, in words."""
-    term = weighted.term
-    return EffectiveTerm(
-        term="klamp's, to the teacher: teacher_logprobs of the datums",
-        beta=weighted.coefficient,
-        price="that of beta, at the same placement and average",
-        controller=f"teacher_schedule={teacher.teacher_schedule!r}: the caller's, each call is passed its teacher_coef",
-        value=teacher.teacher_estimator,
-        gradient=f"{term.gradient}, per {term.horizon}: KL(policy||teacher)",
-        placement=PLACEMENTS[term.placement],
     )
 
 

@@ -18,7 +18,7 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 from trl.trainer import grpo_trainer
 
-from klamp.core.objective import Objective, without_gradient
+from klamp.core.objective import Objective, Weighted, without_gradient
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import GATE_KL, batch_of, loss_mask
 from klamp.hosts.common.step_zero import active_dropouts
@@ -319,7 +319,9 @@ def learning_rows(trainer: Any, inputs: Any, beta: float) -> Tensor | None:
     if controlled and session.term.clip_method != "none" and inputs.get(GATE_KL) is None:
         return None
     batch = batch_of(inputs, torch.zeros(inputs["completion_ids"].shape, device=inputs["completion_ids"].device))
-    return ~without_gradient(batch, Objective(beta=beta if controlled else 0.0, kl=session.term))
+    taught = session.teacher
+    others = () if taught is None else (Weighted(taught.coefficient(trainer), taught.term),)
+    return ~without_gradient(batch, Objective(beta=beta if controlled else 0.0, kl=session.term, others=others))
 
 
 SCORING = "_get_per_token_logps_and_entropies"

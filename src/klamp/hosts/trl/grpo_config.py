@@ -92,7 +92,8 @@ class GRPOConfig(KLFields, trl.GRPOConfig):
             settle_reference(kl, self)
             check_arguments(kl, self)
         if taught is not None and taught.there:
-            refuse(teacher.refusals(taught, self))
+            shifted = taught.teacher_placement == "advantage"
+            refuse([*teacher.refusals(taught), *advantage_refusals("teacher", shifted, self)])
         super().__post_init__()
         self.beta = OwnBeta(self.beta) if self._asks else float(self.beta)
 
@@ -208,20 +209,21 @@ def placement_refusals(kl: KLConfig, args: Any) -> list[Refusal]:
             "rewards",
             fix="set multi_objective_aggregation='sum_then_normalize', or kl_placement='advantage'",
         ),
+        *advantage_refusals("kl", in_advantage, args),
+    ]
+
+
+def advantage_refusals(anchor: str, shifted: bool, args: Any) -> list[Refusal]:
+    """Refusals of a loss that goes by the sign of a completion's advantage, where each token has its own."""
+    masked, vespo = args.off_policy_mask_threshold is not None, args.loss_type == "vespo"
+    return [
         Refusal(
-            in_advantage and args.off_policy_mask_threshold is not None,
-            "kl_placement='advantage' cannot be combined with off_policy_mask_threshold",
-            why="the mask keeps or drops a whole completion by the sign of its advantage, and the KL gives every "
-            "token one of its own",
-            fix="leave off_policy_mask_threshold unset, or set kl_placement='loss'",
-        ),
-        Refusal(
-            in_advantage and args.loss_type == "vespo",
-            "kl_placement='advantage' cannot be combined with loss_type='vespo'",
-            why="vespo weighs a whole completion by the sign of its advantage, and the KL gives every token one of "
-            "its own",
-            fix="use another loss_type, or kl_placement='loss'",
-        ),
+            shifted and there,
+            f"{anchor}_placement='advantage' cannot be combined with {name}",
+            why="a whole completion is kept or weighed by the sign of its advantage, and each token would have its own",
+            fix=f"leave it out, or set {anchor}_placement='loss'",
+        )
+        for name, there in (("off_policy_mask_threshold", masked), ("loss_type='vespo'", vespo))
     ]
 
 

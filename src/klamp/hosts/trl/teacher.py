@@ -11,7 +11,6 @@ import torch
 from torch import Tensor, nn
 from trl.trainer import grpo_trainer
 
-from klamp.config.describe import PLACEMENTS
 from klamp.config.teacher import TeacherConfig
 from klamp.core.penalty import shifted_advantages, token_penalty
 from klamp.core.term import KLTerm
@@ -21,9 +20,6 @@ from klamp.hosts.common.effective import EffectiveTerm
 from klamp.hosts.common.window import Window
 from klamp.hosts.trl.reference import check_folder, prepared_model
 from klamp.scoring.model_parts import check_same_vocabulary
-
-KINDS = ("frozen", "adapter_off")
-"""Who can be a teacher in TRL."""
 
 
 @dataclass
@@ -42,25 +38,18 @@ class Teacher:
         return self.config.coefficient(trainer.state.global_step, max(trainer.state.max_steps, 1))
 
 
-def refusals(teacher: TeacherConfig, args: Any) -> list[Refusal]:
-    """What TRL's trainer cannot do with a teacher, by its configuration and the trainer's arguments."""
-    sampled = teacher.teacher_estimator in ("k1", "k3")
+def refusals(teacher: TeacherConfig) -> list[Refusal]:
+    """What TRL's trainer cannot do with a teacher."""
     return [
         Refusal(
-            teacher.kind not in KINDS,
+            teacher.kind not in ("frozen", "adapter_off") or bool(teacher.teacher_models),
             f"teacher_kind={teacher.kind!r} cannot be honoured by TRL",
             got=f"teacher_url={teacher.teacher_url!r}, teacher_models={teacher.teacher_models}",
-            why="klamp scores the teacher with a model of the trainer's process, which stays what it is",
-            fix="name teacher_model, or set teacher_kind='adapter_off'; klamp train has the others",
+            why="klamp scores a whole batch with one model of the trainer's process, which stays what it is",
+            fix="name one teacher_model, or set teacher_kind='adapter_off'; klamp train has the others",
         ),
         Refusal(
-            bool(teacher.teacher_models),
-            "several teachers cannot be honoured by TRL",
-            why="the trainer scores a whole batch with one of them",
-            fix="name one teacher_model; klamp train has several",
-        ),
-        Refusal(
-            not sampled,
+            teacher.teacher_estimator not in ("k1", "k3"),
             f"teacher_estimator={teacher.teacher_estimator!r} cannot be honoured by TRL",
             why="of the teacher the log-probabilities of the sampled tokens are kept",
             fix="use teacher_estimator='k3', or 'k1' (also as an advantage); klamp train has the rest",
@@ -70,19 +59,6 @@ def refusals(teacher: TeacherConfig, args: Any) -> list[Refusal]:
             "teacher_placement='reward' cannot be honoured by TRL",
             why="its advantages are formed before the teacher has scored",
             fix="set teacher_placement='advantage': the KL enters after the division by the deviation",
-        ),
-        Refusal(
-            teacher.teacher_placement == "advantage" and (args.off_policy_mask_threshold or args.loss_type == "vespo"),
-            "teacher_placement='advantage' cannot be combined with this loss",
-            got=f"off_policy_mask_threshold={args.off_policy_mask_threshold}, loss_type={args.loss_type!r}",
-            why="it goes by the sign of a completion's advantage, and the KL gives every token one of its own",
-            fix="set teacher_placement='loss'",
-        ),
-        Refusal(
-            bool(args.use_liger_kernel) and hasattr(grpo_trainer.GRPOTrainer, "compute_liger_loss"),
-            "Liger's fused loss cannot carry a KL to a teacher",
-            why="TRL below 1.14 hands the whole loss to a kernel that never looks at klamp's term",
-            fix="set use_liger_kernel=False, or use trl>=1.14",
         ),
     ]
 
@@ -119,27 +95,16 @@ def keep_scores(trainer: Any, rows: Sequence[Mapping[str, Any]], output: dict[st
     column = teacher.config.teacher_prompt
     prompts = _told(trainer, rows, column, output["prompt_ids"].device) if column else None
     call = scoring_call(trainer, output, prompts)
-    off = nullcontext() if teacher.model is not None else policy_of(trainer).disable_adapter()
-    with off:
-        model = trainer.model if teacher.model is None else teacher.model
-        output[TEACHER] = trainer._get_per_token_logps_and_entropies(model, **call)[0].detach()
-
-
-def policy_of(trainer: Any) -> Any:
-    """The policy without accelerate's wrappers."""
-    return trainer.accelerator.unwrap_model(trainer.model)
+    policy, model = trainer.accelerator.unwrap_model(trainer.model), teacher.model
+    with policy.disable_adapter() if model is None else nullcontext():
+        scored = trainer._get_per_token_logps_and_entropies(trainer.model if model is None else model, **call)
+    output[TEACHER] = scored[0].detach()
 
 
 def scoring_call(
     trainer: Any, output: Mapping[str, Any], prompts: tuple[Tensor, Tensor] | None = None
 ) -> dict[str, Any]:
-    """What TRL's scoring method is asked for the completions of a generation batch.
-
-    Args:
-        trainer: klamp's.
-        output: the generation batch.
-        prompts: ids and mask, [B, P], of what stands before them; None: their own prompts.
-    """
+    """What TRL's scoring method is asked for a generation batch, behind `prompts` (ids and mask) or its own."""
     prompt, mask = (output["prompt_ids"], output["prompt_mask"]) if prompts is None else prompts
     return {
         "input_ids": torch.cat([prompt, output["completion_ids"]], dim=1),
@@ -179,10 +144,9 @@ def in_advantages(trainer: Any, inputs: Mapping[str, Any], old_logprobs: Tensor 
 def penalty(trainer: Any, inputs: Mapping[str, Any], policy_logprobs: Tensor) -> Tensor | float:
     """The coefficient times the per-token KL to the teacher, [B, T]; 0 where it is not in the loss."""
     teacher: Teacher | None = trainer._klamp.teacher
-    coefficient = 0.0 if teacher is None or teacher.term.placement != "loss" else teacher.coefficient(trainer)
-    if teacher is None or coefficient == 0:
+    if teacher is None or teacher.term.placement != "loss":
         return 0.0
-    return coefficient * token_penalty(batch_of(inputs, policy_logprobs), teacher.term, None)
+    return teacher.coefficient(trainer) * token_penalty(batch_of(inputs, policy_logprobs), teacher.term, None)
 
 
 def after_loss(trainer: Any, inputs: Mapping[str, Any], policy_logprobs: Tensor) -> None:
@@ -203,14 +167,6 @@ def effective_term(trainer: Any) -> EffectiveTerm | None:
     teacher: Teacher | None = getattr(getattr(trainer, "_klamp", None), "teacher", None)
     if teacher is None:
         return None
-    who = "the policy with its adapter off" if teacher.model is None else teacher.config.teacher_model or "a model"
+    who = "the policy with its adapter off" if teacher.model is None else teacher.config.teacher_model or ""
     seen = f", behind the column {teacher.config.teacher_prompt}" if teacher.config.teacher_prompt else ""
-    return EffectiveTerm(
-        term=f"klamp's, to the teacher: {who}{seen}",
-        beta=teacher.coefficient(trainer),
-        price="that of beta, at the same placement",
-        controller=f"teacher_schedule={teacher.config.teacher_schedule!r}",
-        value=teacher.config.teacher_estimator,
-        gradient=f"{teacher.term.gradient}, per {teacher.term.horizon}: KL(policy||teacher)",
-        placement=PLACEMENTS[teacher.term.placement],
-    )
+    return EffectiveTerm.to_teacher(teacher.config, who=who + seen, coefficient=teacher.coefficient(trainer))
