@@ -18,7 +18,9 @@ from typing import Any
 from benchmarks.controllers import BAND, judged
 from benchmarks.measure import isolated
 from benchmarks.records import table
-from klamp.tasks.language import score_happy, words
+from klamp.tasks.cache import cache_root, stored
+from klamp.tasks.language import score_happy
+from studies.small_language import RECIPE, teach
 
 RECORD = Path(__file__).resolve().parents[1] / "docs" / "records" / "target-map.jsonl"
 SEEDS = (42, 43, 44, 45, 46)
@@ -52,13 +54,23 @@ LANGUAGE: Mapping[str, Any] = {
     "prompts_per_step": 4,
     "max_steps": 60,
 }
-STORIES: Mapping[str, Any] = {"task": "stories.jsonl", "reward": "studies.target_map:happy_words"}
+STORIES: Mapping[str, Any] = {
+    "task": "stories.jsonl",
+    "reward": "studies.target_map:happy_words",
+    "max_completion_length": 100,
+    "learning_rate": 3e-4,
+    "max_steps": 100,
+}
 CELLS: Mapping[str, Mapping[str, Any]] = {
     **{f"{target:g}": {"target_kl": target} for target in (0.01, 0.02, 0.05, 0.1, 0.15)},
     **{f"{target:g}, {name}": {"target_kl": target, **c} for name, c in CHANGES.items() for target in TARGETS},
     **{
-        f"{target:g}, {task}, {length} tokens": {"target_kl": target, "max_completion_length": length, **LANGUAGE, **c}
-        for task, length, c in (("describe", 24, {}), ("stories", 100, STORIES))
+        f"{target:g}, describe, 24 tokens": {"target_kl": target, "max_completion_length": 24, **LANGUAGE}
+        for target in (0.02, 0.05)
+    },
+    **{
+        f"{target:g}, stories, 100 tokens, {n} prompts": {"target_kl": target, "prompts_per_step": n, **STORIES}
+        for n in (4, 8)
         for target in (0.02, 0.05)
     },
 }
@@ -70,12 +82,6 @@ def happy_words(completion: str, **_: object) -> float:
     return score_happy(completion)
 
 
-def stories(file: Path) -> None:
-    """Write the questions of the cells whose answers reach 100 tokens: a story for each thing of `describe`."""
-    told = [{"prompt": f"Tell me a long story about {thing}.", "answer": ""} for (thing,) in words("things.txt")]
-    file.write_text("".join(json.dumps(row) + "\n" for row in told), encoding="utf-8")
-
-
 def one(cell: str, seed: int) -> dict[str, Any]:
     """Run a cell once: how well the target was held, and the KL and beta of every step."""
     from klamp.training.backends import train_run
@@ -85,8 +91,8 @@ def one(cell: str, seed: int) -> dict[str, Any]:
     sparse = {"eval_every": 0, "save_every": 0, "report_to": (), "log_completions": 0, "eval_size": 8}
     with tempfile.TemporaryDirectory() as folder:
         if values.get("task") == STORIES["task"]:
-            values["task"] = folder + "/stories.jsonl"
-            stories(Path(values["task"]))
+            model = stored(cache_root() / f"stories-{RECIPE}", teach)
+            values |= {"model": str(model), "task": str(model / STORIES["task"])}
         train_run(TrainConfig.from_flat({"output_dir": folder + "/run", **sparse, **values}))
         text = Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8")
     course = [row for row in map(json.loads, text.splitlines()) if "reward" in row]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import warnings
 from typing import Any
 
@@ -9,6 +10,7 @@ import pytest
 
 from klamp.config import KLWarning
 from klamp.training.config import TrainConfig
+from studies.small_language import HAPPY, PLACES, SENTENCES, VERBS, story, vocabulary
 from studies.target_map import CELLS, MARK, RECORD, TARGETS, read, share, text
 
 
@@ -35,3 +37,12 @@ def test_a_seed_below_four_fifths_makes_its_cell_red_and_what_was_not_run_says_s
 def test_the_page_is_what_the_record_says() -> None:
     page = RECORD.with_suffix(".md").read_text(encoding="utf-8")
     assert page.partition(MARK)[2].strip() == text(read(RECORD)), "run: python -m studies.target_map --cells"
+
+
+def test_a_story_has_more_words_than_a_completion_and_one_adjective_in_twelve_is_happy() -> None:
+    happy, other, nouns = vocabulary()
+    assert not set(happy) & {*other, *nouns, *VERBS, *PLACES}
+    told = [story(random.Random(seed), nouns[0]).split() for seed in range(200)]
+    assert min(map(len, told)) > 100
+    adjectives = SENTENCES * 3 * len(told)
+    assert abs(sum(word in happy for words in told for word in words) / adjectives - HAPPY) < 0.01
