@@ -69,6 +69,7 @@ def test_a_sampler_with_the_weights_of_the_model_is_in_sync() -> None:
     assert [side.side for side in report.sides] == ["sampler", "trainer"]
     assert all(side.gaps[sync.WEIGHTS] < 1e-6 for side in report.sides)
     assert "the sampler has the weights' log-probabilities" in str(report)
+    assert check_sync(made, PROMPTS, COMPLETIONS, told(made, temperature=1.0)).in_sync, "at 1 where none is told"
     cut = checked(made, told(made), trainer_logprobs=told(made), top_k=1)
     assert sync.TRUNCATED in cut.sides[0].gaps and sync.TRUNCATED not in report.sides[0].gaps
 
