@@ -126,6 +126,11 @@ def test_after_1e5_steps_at_a_bound_it_returns_within_some_tens(
     assert steps <= 50
 
 
+def test_a_measurement_counts_as_four_targets_at_most() -> None:
+    rule = HoldController(0.2, target=0.1, landing=0.0)
+    assert (rule.after(rule.state, 0.39).level, rule.after(rule.state, 1e6).level) == (pytest.approx(3.9), 4.0)
+
+
 def test_one_wild_measurement_is_forgotten_within_some_steps() -> None:
     controller = held(0.5, landing=0.0)
     for _ in range(20):
