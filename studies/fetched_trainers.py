@@ -24,11 +24,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from klamp.audit import Divergence
 from klamp.audit.distillation import PROMPT, Distillation, Sequences
 from klamp.audit.examine import Subject, audit
 from klamp.cli.audit import DISTILLATION_LEGEND, show_audit
 from klamp.cli.text import say
+from klamp.core.types import Direction
 from studies.checkouts import Options, Unused, commit_of, cut, nothing, package, stub, undecorated
 
 TOP, ALL = 3, 6
@@ -43,7 +43,7 @@ class Mode(NamedTuple):
     name: str
     loss: Callable[..., Tensor]
     options: dict[str, Any]
-    means: Divergence = "reverse"
+    means: Direction = "reverse"
     temperature: float = 1.0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -13,6 +14,8 @@ from torch import Tensor
 from klamp.audit.examine import Reach, Term, TermFinding, audit_term
 from klamp.cli import main
 from klamp.cli.audit import DISTILLATION_LEGEND, HEADINGS, LEGEND, row, sentences
+from klamp.cli.options import Meant
+from klamp.core.types import Direction
 from klamp.verify.judge import judge
 from klamp.verify.oracle import Followed
 
@@ -185,6 +188,10 @@ def distil(student, teacher, tokens, mask):
     p, q = student.log_softmax(-1), teacher.log_softmax(-1)[..., : student.shape[-1]]
     return ((q.exp() * (q - p)).sum(-1) * mask).sum() / mask.sum()
 """
+
+
+def test_what_a_loss_can_be_meant_to_be_are_the_cores_directions() -> None:
+    assert get_args(Meant) == get_args(Direction)
 
 
 @pytest.mark.parametrize(("means", "shown"), [("reverse", "reverse"), ("forward", "forward")])

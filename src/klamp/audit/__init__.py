@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.requirements import Requirement
 
@@ -23,11 +23,7 @@ from klamp.errors import ConfigError, KlampError, MissingLibrary, UnsupportedVer
 
 if TYPE_CHECKING:  # torch is loaded with the first subject: the help needs the names alone
     from klamp.audit.examine import Subject
-
-
-Divergence: TypeAlias = Literal["reverse", "forward", "js"]
-"""KL(student||teacher), KL(teacher||student), and the mean of the KLs of both to their mean."""
-DIVERGENCES: tuple[Divergence, ...] = get_args(Divergence)
+    from klamp.core.types import Direction
 
 
 class Host(NamedTuple):
@@ -58,7 +54,7 @@ HOSTS = {
 }
 
 
-def load_subject(name: str, *, means: Divergence = "reverse") -> Subject:
+def load_subject(name: str, *, means: Direction = "reverse") -> Subject:
     """Find what a name stands for: a package of the table, or `module:function`.
 
     Args:
@@ -121,7 +117,7 @@ CONTRACT = "function(policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T]"
 DISTILLATION_CONTRACT = "function(student_logits [B, T, V], teacher_logits [B, T, V], tokens [B, T], mask [B, T]) -> []"
 
 
-def function_subject(path: str, *, means: Divergence = "reverse") -> Subject:
+def function_subject(path: str, *, means: Direction = "reverse") -> Subject:
     """Prepare a function for an audit: a KL, as a loss and as a number in the reward, or a loss of distillation.
 
     Args:
@@ -223,13 +219,4 @@ def _import(name: str, path: str) -> Any:
         ) from error
 
 
-__all__ = [
-    "CONTRACT",
-    "DISTILLATION_CONTRACT",
-    "DIVERGENCES",
-    "HOSTS",
-    "Divergence",
-    "Host",
-    "load_function",
-    "load_subject",
-]
+__all__ = ["CONTRACT", "DISTILLATION_CONTRACT", "HOSTS", "Host", "load_function", "load_subject"]

@@ -10,12 +10,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from klamp.audit import DIVERGENCES, Divergence
+from klamp.core.types import Direction
 from klamp.verify.judge import TOLERANCE
 from klamp.verify.oracle import Followed, gradient_of, local_kl, name_gradient
 from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, random_chain
@@ -50,7 +50,7 @@ class Distillation:
     """The name of the function or class, and the options that make it compute this loss."""
     loss: Callable[[Sequences], Tensor]
     """The host's own loss of a batch, its coefficient 1: the mean over the trained tokens (of one row at least)."""
-    means: Divergence
+    means: Direction
     """The divergence between student (policy) and teacher that its name promises."""
     temperature: float = 1.0
     """What it divides the logits of both by."""
@@ -109,6 +109,7 @@ def examine_distillation(term: Distillation) -> DistillationFinding:
     close, worlds, wide = (
         [random_chain(seed, vocab=6, length=2, eos=None, spread=x) for seed in range(2)] for x in (0.2, 1.0, 5.0)
     )
+    outcomes = enumerate_outcomes(worlds[0])
     try:
         values, gradients = _expected(term, worlds)
         far = _expected(term, wide)[1]
@@ -119,17 +120,23 @@ def examine_distillation(term: Distillation) -> DistillationFinding:
             near=_against(_expected(term, close)[1], close, term, gradients=True),
             far=_against(far, wide, term, gradients=True) if all(bool(x.isfinite().all()) for x in far) else None,
             noise=_noise_at_the_teacher(term, worlds[0]),
-            padding=_padded(term, worlds[0]),
-            mean=_mean_over(term, worlds[0]),
-            elsewhere=_elsewhere(term, worlds[0]),
-            leaks=_leaks(term, worlds[0]),
-            larger=_larger(term, worlds[0]),
+            padding=_padded(term, outcomes),
+            mean=_mean_over(term, outcomes),
+            elsewhere=_elsewhere(term, outcomes),
+            leaks=_leaks(term, outcomes),
+            larger=_larger(term, outcomes),
         )
     except Exception as error:  # whatever the host raises is the finding
-        return DistillationFinding(term=term, error=_told(error))
+        return DistillationFinding(term=term, error=told(error))
 
 
-def _told(error: Exception) -> str:
+def of_beta(beta: float) -> Direction:
+    """The divergence that the `beta` of GKD and its kin names."""
+    return "forward" if beta == 0 else "reverse" if beta == 1 else "js"
+
+
+def told(error: Exception) -> str:
+    """An exception of a host in one line."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".rstrip(": .")
 
 
@@ -185,7 +192,7 @@ def _against(measured: Sequence[Tensor], chains: Sequence[Chain], term: Distilla
             length=chain.length,
             eos=chain.eos,
         )
-        exact = {each: local_kl(heated, direction=each, prefixes="sampler") for each in DIVERGENCES}
+        exact = {each: local_kl(heated, direction=each, prefixes="sampler") for each in get_args(Direction)}
         known.append(
             {
                 each: gradient_of(kl, heated) / term.temperature if gradients else kl.detach()[None]
@@ -209,15 +216,14 @@ def _noise_at_the_teacher(term: Distillation, chain: Chain) -> float:
     return spread(replace(chain, teacher_logits=chain.policy_logits.detach())) / strangers if strangers else 0.0
 
 
-def _padded(term: Distillation, chain: Chain) -> float:
-    outcomes = enumerate_outcomes(chain)
-    bare, padded = (_loss(term, sequences(outcomes, 7, padding=x)).item() for x in (0, chain.length + PROMPT))
+def _padded(term: Distillation, outcomes: Outcomes) -> float:
+    as_much = outcomes.tokens.shape[1] + PROMPT
+    bare, padded = (_loss(term, sequences(outcomes, 7, padding=x)).item() for x in (0, as_much))
     return padded / bare if bare else 1.0
 
 
-def _mean_over(term: Distillation, chain: Chain) -> str:
+def _mean_over(term: Distillation, outcomes: Outcomes) -> str:
     """What a batch of a completion of one token and one of two is the mean of; "" where it is neither."""
-    outcomes = enumerate_outcomes(chain)
     short, long = sequences(outcomes, 7, cut=1, padding=1), sequences(outcomes, 20)
     both = term.loss(Sequences(*(torch.cat(pair) for pair in zip(short, long, strict=True)))).item()
     one, two = (term.loss(each).item() for each in (short, long))
@@ -225,14 +231,14 @@ def _mean_over(term: Distillation, chain: Chain) -> str:
     return next((name for name, mean in means.items() if abs(both - mean) <= TOLERANCE * abs(mean)), "")
 
 
-def _elsewhere(term: Distillation, chain: Chain) -> float:
-    batch = sequences(enumerate_outcomes(chain), 7, padding=2)
+def _elsewhere(term: Distillation, outcomes: Outcomes) -> float:
+    batch = sequences(outcomes, 7, padding=2)
     size, trained = _gradient(term, batch).square().sum(-1)[0], batch.mask[0].roll(-1)
     return ((size * ~trained).sum() / size.sum()).sqrt().item() if size.sum() > 0 else 0.0
 
 
-def _leaks(term: Distillation, chain: Chain) -> bool:
-    batch = sequences(enumerate_outcomes(chain), 7, padding=2)
+def _leaks(term: Distillation, outcomes: Outcomes) -> bool:
+    batch = sequences(outcomes, 7, padding=2)
     teacher = batch.teacher.clone()
     teacher[:, 0, 1] = -torch.inf
     return not bool(_gradient(term, batch._replace(teacher=teacher)).isfinite().all())
@@ -246,12 +252,12 @@ def _gradient(term: Distillation, batch: Sequences) -> Tensor:
     return torch.zeros_like(student) if found is None else found
 
 
-def _larger(term: Distillation, chain: Chain) -> float | str:
-    batch = sequences(enumerate_outcomes(chain), 7)
+def _larger(term: Distillation, outcomes: Outcomes) -> float | str:
+    batch = sequences(outcomes, 7)
     extra = torch.full((*batch.teacher.shape[:2], 3), NO_MASS, dtype=torch.float64)
     try:
         found = term.loss(batch._replace(teacher=torch.cat([batch.teacher, extra], dim=-1)))
     except Exception as error:  # a refusal, or what the host stumbles over
-        return _told(error)
+        return told(error)
     bare = term.loss(batch).item()
     return found.item() / bare - 1 if bare else 0.0

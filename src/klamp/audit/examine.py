@@ -16,7 +16,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from klamp.audit.distillation import Distillation, DistillationFinding, examine_distillation
+from klamp.audit.distillation import Distillation, DistillationFinding, examine_distillation, told
 from klamp.errors import ShapeError
 from klamp.verify.judge import (
     DTYPES,
@@ -176,7 +176,7 @@ def audit_term(term: Term) -> TermFinding:
     except ShapeError:
         raise
     except Exception as error:  # whatever the host raises is the finding
-        return TermFinding(term=term, error=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}".rstrip(": "))
+        return TermFinding(term=term, error=told(error))
 
 
 def kl_of_one_token(term: Term) -> float:

@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klamp.audit import Divergence
-from klamp.audit.distillation import Distillation, Sequences
+from klamp.audit.distillation import Distillation, Sequences, of_beta
 from klamp.audit.examine import Subject, marked
 from klamp.audit.trl import subject_of_loss
 
@@ -55,8 +54,9 @@ def _distillation(beta: float) -> Distillation:
         mine, theirs = (x.flatten(0, 1) for x in (student, teacher))
         return fused(mine, next(heads), theirs, next(heads), labels)
 
-    means: Divergence = {0.0: "forward", 1.0: "reverse"}.get(beta, "js")  # type: ignore[assignment]
-    return Distillation(name=f"LigerFusedLinearJSDLoss, {marked('beta', beta, default)}", loss=loss, means=means)
+    return Distillation(
+        name=f"LigerFusedLinearJSDLoss, {marked('beta', beta, default)}", loss=loss, means=of_beta(beta)
+    )
 
 
 def kl_loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, **options: Any) -> Tensor:

@@ -19,8 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from klamp.audit import Divergence
-from klamp.audit.distillation import PROMPT, Distillation, Sequences
+from klamp.audit.distillation import PROMPT, Distillation, Sequences, of_beta
 
 TOP = 3
 """The teacher's likeliest tokens that a server gives, of the audit's six."""
@@ -67,7 +66,6 @@ def _trainers() -> tuple[Trainer, ...]:
 def _distillation(host: Trainer, choice: dict[str, Any]) -> Distillation:
     config = _named(host.config)
     defaults = {each.name: each.default for each in dataclasses.fields(config)}
-    means: Divergence = {0.0: "forward", 1.0: "reverse"}.get(choice["beta"], "js")  # type: ignore[assignment]
     changed = {name: value for name, value in choice.items() if name == "beta" or value != defaults[name]}
     options = ", ".join(f"{name}={value}" for name, value in changed.items())
     options += " (default)" * all(value == defaults[name] for name, value in choice.items())
@@ -76,7 +74,7 @@ def _distillation(host: Trainer, choice: dict[str, Any]) -> Distillation:
     return Distillation(
         name=f"{host.trainer.rpartition('.')[2]}, {options}",
         loss=lambda batch: host.loss(_without_models(_named(host.trainer), settings), batch),
-        means=means,
+        means=of_beta(choice["beta"]),
         temperature=settings["temperature"],
     )
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from klamp.audit import Divergence
 from klamp.diagnostics.history import Verifier
 
 Question = Literal["direction", "convergence"]
 Named = Literal["smollm2"]
+Meant = Literal["reverse", "forward", "js"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +96,7 @@ class AuditOptions:
 
     names: tuple[str, ...] = field(metadata={"word": "NAME"})
     """Hosts that are installed here, or any `module:function`."""
-    means: Divergence = "reverse"
+    means: Meant = "reverse"
     """What a function of four arguments, a loss of distillation, is meant to be: reverse, forward or js."""
 
 

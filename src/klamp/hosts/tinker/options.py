@@ -246,13 +246,14 @@ def effective(
         clip=describe_clip(kl, length="the datum's reference_length" if isinstance(length, Sequence) else length),
     )
     teacher = options.get("teacher")
-    who, inside = "teacher_logprobs of the datums", [] if teacher is None else objective.others
-    taught = tuple(
-        EffectiveTerm.to_teacher(teacher, who=who, coefficient=now) for now, _ in inside if teacher and now > 0
-    )
+    taught = [
+        EffectiveTerm.to_teacher(teacher, who="teacher_logprobs of the datums", coefficient=now)
+        for now, _ in objective.others
+        if teacher is not None and now > 0
+    ]
     return Effective(
         host=f"{told_version('tinker')}, forward_backward_custom",
-        terms=((term,) if beta > 0 else ()) + taught,
+        terms=(*([term] if beta > 0 else []), *taught),
         normalizer=_average(options),
         reference=OF_THE_DATUMS if beta > 0 else "none is read: the coefficient is 0",
         notes=_notes(kl, options) if beta > 0 else (),

@@ -69,25 +69,21 @@ def asked_for(args: Any) -> FastScoring | None:
     return FastScoring(required=wanted == "require") if wanted else None
 
 
-def settle(trainer: Any, *, anew: bool = False) -> None:
+def settle(trainer: Any) -> None:
     """Find out what a trainer's models allow, once they are where they will be used.
-
-    Args:
-        trainer: with a session.
-        anew: whether there is a model that was not there before.
 
     Raises:
         ConfigError: fast scoring is required and impossible.
     """
     fast = trainer._klamp.fast
-    if fast is None or fast.reason or (fast.traits and not anew):
+    if fast is None or fast.reason or fast.traits:
         return
     reason = why_not_fast(trainer)
     if not reason and next(trainer.model.parameters()).device.type != trainer.accelerator.device.type:
         return  # accelerate numbers the CPU by process: cpu:1 is no other device than cpu
     taught = None if trainer._klamp.teacher is None else trainer._klamp.teacher.model
     for model in (trainer.model, trainer.ref_model, taught):
-        if model is not None and not reason and id(plain_model(trainer, model)) not in fast.traits:
+        if model is not None and not reason:
             traits, reason = _tried_out(trainer, model)
             fast.traits[id(plain_model(trainer, model))] = traits
     fast.reason = reason

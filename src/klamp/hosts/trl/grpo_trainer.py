@@ -89,10 +89,7 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
         with _built_with(args, reference=wanted and own is None and not off):
             super().__init__(model, reward_funcs, args, *positional, **options)
         apart = off and hasattr(model, "peft_config")
-        _join(self, kl, own, chosen=ref_model is not None, apart=apart)
-        if taught is not None:
-            self._klamp.teacher = teacher.join(self, taught, teacher_model)
-            fast_scoring.settle(self, anew=True)
+        _join(self, kl, own, chosen=ref_model is not None, apart=apart, taught=(taught, teacher_model))
 
 
 def _taught(args: Any, given: Any) -> TeacherConfig | None:
@@ -136,8 +133,16 @@ def _built_with(args: Any, *, reference: bool) -> Iterator[None]:
         args.beta, args.sync_ref_model = before
 
 
-def _join(trainer: Any, kl: KLConfig | None, own: Any, *, chosen: bool, apart: bool = False) -> None:
-    """Give a trainer its session, and the reference where klamp supplies one.
+def _join(
+    trainer: Any,
+    kl: KLConfig | None,
+    own: Any,
+    *,
+    chosen: bool,
+    apart: bool = False,
+    taught: tuple[TeacherConfig | None, Any] = (None, None),
+) -> None:
+    """Give a trainer its session, its teacher, and the reference where klamp supplies one.
 
     That may be another model than the one that training starts from: the caller's (`chosen`), or the one below an
     adapter that is trained already (`apart`).
@@ -164,6 +169,7 @@ def _join(trainer: Any, kl: KLConfig | None, own: Any, *, chosen: bool, apart: b
             callback.other_reference = callback.other_reference or chosen or apart
     session.reference = _described(trainer, policy, copied=own is not None, chosen=chosen)
     _choose_exact(trainer, kl)
+    session.teacher = None if taught[0] is None else teacher.join(trainer, taught[0], taught[1])
     fast_scoring.settle(trainer)
     if session.control is not None and session.control.kl.kl_lr_guard is not None:
         trainer.add_callback(LearningRateGuard(partial(getattr, session.control, "rate_factor")))

@@ -143,12 +143,10 @@ class KLMixin(Host):
         terms += [] if session.teacher is None else [session.teacher.term]
         if not (any(map(needs_old_logprobs, terms)) or (self.log_completions and seen)):
             return None
-        call: dict[str, Any] = {} if seen else teacher.scoring_call(self, output)
-        of_reference = seen[-1] if seen else Scoring(output["advantages"])  # the same tokens
+        # the same tokens that the reference was asked for, or where there is none the teacher
+        given = (seen[-1].positional, seen[-1].options) if seen else ((), teacher.scoring_call(self, output))
         with torch.no_grad(), session.listening() as again:
-            self._get_per_token_logps_and_entropies(
-                self.model, *of_reference.positional, **{**of_reference.options, **call}
-            )
+            self._get_per_token_logps_and_entropies(self.model, *given[0], **given[1])
         return again[-1]
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
