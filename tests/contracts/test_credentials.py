@@ -16,8 +16,8 @@ from tests.training.conftest import TINY, stored, tiny_llama
 
 from klamp.cli import main
 from klamp.records.klamp_run import read_config
+from klamp.scoring.vllm_reference import KEY
 from klamp.tasks import arithmetic_tokenizer
-from klamp.training.vllm_reference import KEY
 
 pytestmark = pytest.mark.slow
 

@@ -42,6 +42,7 @@ EXTRAS_OF = {
     "records/logs.py": ("train", "wandb"),
     "scoring/completions.py": ("train",),
     "scoring/model_parts.py": ("train",),
+    "scoring/vllm_reference.py": ("train",),
     "tasks": ("train",),
     "trl.py": ("trl",),
     "training": ("train",),

@@ -20,13 +20,14 @@ from tests.training.answering import VLLMServer, answering, in_turn
 from tests.training.conftest import assert_same_course, disturb
 
 from klamp.errors import ConfigError, KlampError, KLWarning, ModelError, UnknownNameError
+from klamp.scoring import vllm_reference
 from klamp.scoring.scorer import score
+from klamp.scoring.vllm_reference import ABOVE_ZERO, KEY, VLLMReference, ask
 from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training import vllm_reference
 from klamp.training.backends import train_run
 from klamp.training.models import load_model
+from klamp.training.references import connect
 from klamp.training.rollouts import collect, measure_reference_length
-from klamp.training.vllm_reference import ABOVE_ZERO, KEY, VLLMReference, ask, connect
 
 NAMES = st.sampled_from(["", "4", "id", "index", "data"])
 

@@ -4,7 +4,7 @@ frozen        a model of its own that never changes
 adapter_off   the policy with its LoRA adapter switched off: no weights of its own
 ema           a copy that follows the policy slowly
 periodic      a copy that becomes the policy every so many steps
-remote        a vLLM server, see `klamp.training.vllm_reference`
+remote        a vLLM server, see `klamp.scoring.vllm_reference`
 """
 
 from __future__ import annotations
@@ -17,11 +17,16 @@ from typing import Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedTokenizerBase
 
+from klamp.scoring import vllm_reference
 from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import Traits
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Ask, Scorer, Scores
+from klamp.tasks import check_prompts
+from klamp.tasks.base import Task
+from klamp.training.config import TrainConfig
 
 
 class Reference(Protocol):
@@ -164,3 +169,30 @@ class AdapterOffReference(LocalReference):
     def describe(self) -> str:
         """Where the reference comes from, in words."""
         return "the policy with its adapter off"
+
+
+def connect(
+    config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase, *, who: vllm_reference.Who = "reference"
+) -> vllm_reference.VLLMReference:
+    """The reference that answers at `reference_url`, or the teacher at `teacher_url`, found to fit the run.
+
+    Args:
+        config: of the run.
+        task: its prompts, or those that the teacher sees.
+        tokenizer: of its policy.
+        who: which of the two.
+
+    Raises:
+        ModelError, ConfigError: it does not fit; see `klamp.scoring.vllm_reference`.
+    """
+    given, rollout = config.flat(), config.rollout
+    taught = who == "teacher" and config.teacher.teacher_estimator == "topk"
+    longest = check_prompts(task.train, tokenizer, None, rollout.max_completion_length)
+    asked = vllm_reference.Asked(
+        top_k=config.teacher.teacher_top_k if taught else None,
+        temperature=rollout.temperature,
+        longest=(longest, rollout.max_completion_length),
+    )
+    prompts = [example.prompt for example in task.train[: vllm_reference.PROBES]]
+    url, name = str(given[f"{who}_url"] or ""), given[f"{who}_name"]
+    return vllm_reference.connect(url, name, asked, prompts=prompts, tokenizer=tokenizer, who=who)

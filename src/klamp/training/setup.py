@@ -45,9 +45,8 @@ from klamp.training.models import (
 )
 from klamp.training.observers import Observer, progress_of
 from klamp.training.processes import check_precision, timeout_of
-from klamp.training.references import AdapterOffReference, FrozenReference, MovingReference, Reference
+from klamp.training.references import AdapterOffReference, FrozenReference, MovingReference, Reference, connect
 from klamp.training.teachers import load_teachers
-from klamp.training.vllm_reference import connect
 
 ELSEWHERE = ("tinker", "verl")
 """Backends whose weights are not in this process."""

@@ -34,9 +34,9 @@ from klamp.training.references import (
     LocalReference,
     MovingReference,
     Reference,
+    connect,
 )
 from klamp.training.sampling import encode_prompts
-from klamp.training.vllm_reference import connect
 
 PROBES, PROBE_TOKENS = 4, 8
 """Prompts whose first tokens a teacher's fingerprint is made of, and how many."""

@@ -18,10 +18,11 @@ from klamp.errors import ConfigError, ModelError, UnknownNameError
 from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import PrefixKL
 from klamp.scoring.scorer import Ask, Scorer, TeacherKL, score
+from klamp.scoring.vllm_reference import KEY, VLLMReference, ask
 from klamp.tasks import load_task
 from klamp.training.config import TrainConfig
 from klamp.training.models import load_model, load_tokenizer
-from klamp.training.vllm_reference import KEY, VLLMReference, ask, connect
+from klamp.training.references import connect
 
 SECRET = "a-key-of-this-test"
 COUNT, PROMPT, LENGTH = 72, 9, 30

@@ -19,20 +19,17 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from http.client import HTTPException
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, TypeAlias
 from urllib.error import HTTPError
 
 import torch
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import ConfigError, KLWarning, ModelError, unknown_name
 from klamp.scoring.completions import Completions, kept_ids
 from klamp.scoring.model_parts import Told
 from klamp.scoring.scorer import Scores
-from klamp.tasks import check_prompts
-from klamp.tasks.base import Task
-from klamp.training.config import TrainConfig
-from klamp.training.references import Reference
 
 KEY = "KLAMP_REFERENCE_KEY"
 """The environment variable whose value is sent as a bearer token; it is in no message and no file of klamp's."""
@@ -56,11 +53,12 @@ LOWEST = torch.finfo(torch.float32).min
 
 Entry = dict[str, dict[str, Any]] | None
 """What a server says of one position: a token's id -> its log-probability and rank; of the first position nothing."""
+Who: TypeAlias = Literal["reference", "teacher"]
 Place = list[tuple[int, float]]
 """Of one position the ids and log-probabilities of the likeliest tokens, by rank, and of the one that is there."""
 
 
-class VLLMReference(Reference):
+class VLLMReference:
     """A reference (or teacher) that a vLLM server scores: log-probabilities of tokens and of its likeliest, no logits.
 
     Equation: log softmax(logits) at each token of the completion; temperature 1 only.
@@ -164,6 +162,13 @@ class VLLMReference(Reference):
             raise KeyError("fewer of the likeliest than were asked for")
         return [*head[: self.top_k], *[(-1, 0.0)] * (self.top_k - len(head)), (token, entry[str(token)]["logprob"])]
 
+    def after_step(self, policy: nn.Module, step: int) -> None:
+        """It stays as it is."""
+
+    def weights(self) -> nn.Module | None:
+        """None: they are the server's."""
+        return None
+
     def describe(self) -> str:
         """Where the reference comes from, in words."""
         return f"{self.name} on the server at {self.url}"
@@ -180,42 +185,46 @@ def failed(url: str, why: str) -> ModelError:
     )
 
 
+class Asked(NamedTuple):
+    """What a run will ask a server for."""
+
+    top_k: int | None
+    """Its likeliest tokens at each position; None: no head is made of them."""
+    temperature: float
+    """That of the sampler."""
+    longest: tuple[int, int]
+    """The tokens of the longest prompt, and of the longest completion."""
+
+
 def connect(
-    config: TrainConfig,
-    task: Task,
-    tokenizer: PreTrainedTokenizerBase,
-    *,
-    who: Literal["reference", "teacher"] = "reference",
+    url: str, name: str | None, asked: Asked, *, prompts: list[str], tokenizer: PreTrainedTokenizerBase, who: Who
 ) -> VLLMReference:
-    """The reference that answers at `reference_url`, or the teacher at `teacher_url`, found to fit the run.
+    """The server at an address, found to fit a run.
 
     Args:
-        config: of the run.
-        task: its prompts, or those that the teacher sees.
-        tokenizer: of its policy.
-        who: which of the two.
+        url: the address, with `/v1` or without.
+        name: of the model that is meant; None: the only one that is served.
+        asked: what the run will ask for.
+        prompts: some of those that the server will see.
+        tokenizer: of the policy.
+        who: which of the anchors it is.
 
     Raises:
         ModelError: the server does not answer, has no such model, returns no log-probabilities or fewer of the
             likeliest tokens (--max-logprobs), takes only shorter sequences, or has another tokenizer.
         ConfigError: a name or a temperature that the server cannot honour.
     """
-    given = config.flat()
-    url = str(given[f"{who}_url"] or "").rstrip("/").removesuffix("/v1")
-    taught = who == "teacher" and config.teacher.teacher_estimator == "topk"
-    reference = VLLMReference(
-        url, _name(url, given[f"{who}_name"], who), config.teacher.teacher_top_k if taught else None
-    )
-    prompts = [example.prompt for example in task.train[:PROBES]]
+    url = url.rstrip("/").removesuffix("/v1")
+    reference = VLLMReference(url, _name(url, name, who), asked.top_k)
     # A server that holds only shorter sequences than the run may have refuses this one, in its own words.
-    longest = check_prompts(task.train, tokenizer, None, config.rollout.max_completion_length)
-    ids: Any = [tokenizer.eos_token_id] * (longest + config.rollout.max_completion_length)
-    reference.told([ids[:longest]], [ids[longest:]], temperature=config.rollout.temperature)
-    _check_tokenizer(reference, tokenizer, prompts)
+    prompt, completion = asked.longest
+    ids: Any = [tokenizer.eos_token_id] * (prompt + completion)
+    reference.told([ids[:prompt]], [ids[prompt:]], temperature=asked.temperature)
+    _check_tokenizer(reference, tokenizer, prompts[:PROBES])
     return reference
 
 
-def _name(url: str, asked: str | None, who: str) -> str:
+def _name(url: str, asked: str | None, who: Who) -> str:
     """The model that is meant, of those that a server names."""
     answer = ask(f"{url}/v1/models")
     try:
