@@ -9,7 +9,8 @@ from tests.waiting import SECONDS
 from tinker import types
 from tinker.proto.request_conv import forward_backward_request_to_proto
 
-from klamp_standin import losses, protocol
+from klamp_standin import losses, protocol, tiny_model
+from klamp_standin.model import BaseModel, LoraShape, Weights
 from klamp_standin.protocol import Refused, TrainingRequest
 
 LOGPROBS = [torch.tensor([-1.0, -2.0, -0.5], dtype=torch.float64), torch.tensor([-0.1, -3.0], dtype=torch.float64)]
@@ -61,6 +62,7 @@ def test_a_request_that_fits_passes():
     check(request("importance_sampling"))
 
 
+ONES = torch.ones(3, 2)
 REFUSED = {
     "mask": (request(mask=torch.ones(3)), r"not known to this loss \['mask'\]"),
     "missing": (request(advantages=None), r"missing \['advantages'\]"),
@@ -75,6 +77,19 @@ REFUSED = {
     "loss": (request("dpo"), "unknown loss_fn 'dpo'"),
     "setting": (request(config={"cliprange": 0.2}), r"'cliprange'\] is no setting of ppo"),
     "setting of another": (request("importance_sampling", config={"clip_low_threshold": 0.8}), "is no setting of"),
+    "candidates of another loss": (request(target_tokens=torch.ones(3, 2).long()), r"shape \(3, 2\)"),
+    "a weight for some": (
+        request("cross_entropy", logprobs=None, advantages=None, target_tokens=torch.ones(3, 2).long(), weights=OLD[0]),
+        r"'weights'\] has shape \(3,\)",
+    ),
+    "candidates of others": (
+        request("cross_entropy", logprobs=None, advantages=None, target_tokens=torch.ones(2, 2).long(), weights=ONES),
+        r"shape \(2, 2\); model_input has 3 tokens",
+    ),
+    "a candidate": (
+        request("cross_entropy", logprobs=None, advantages=None, target_tokens=torch.full((3, 2), 64), weights=ONES),
+        "outside the vocabulary",
+    ),
     "weights": (request("cross_entropy", logprobs=None, advantages=None), r"missing \['weights'\]"),
 }
 
@@ -119,3 +134,30 @@ def test_what_the_wire_cannot_carry_is_refused():
         protocol.decode_training(wrong.SerializeToString())
     with pytest.raises(Refused, match="'image'"):
         protocol.prompt_tokens({"chunks": [{"type": "image", "data": ""}]})
+
+
+def test_the_candidates_of_a_token_have_log_probabilities_and_gradients_of_their_own(trainer, standin):
+    """As for distillation: target_tokens [N, K], of another K in each datum, through the SDK's own custom loss."""
+    tokens = [[1, 2, 3], [4, 5], [6, 7, 8, 9]]
+    targets = [torch.tensor([[2, 9], [3, 8], [4, 0]]), torch.tensor([5, 6]), torch.tensor([[7, 8, 9, 7]] * 4)]
+    weights = [torch.linspace(-1, 2, x.numel()).reshape(x.shape) for x in targets]
+    data = [
+        types.Datum(model_input=types.ModelInput.from_ints(row), loss_fn_inputs={"target_tokens": goal})
+        for row, goal in zip(tokens, targets, strict=True)
+    ]
+
+    def loss(logprobs):
+        return torch.stack([(w * (x**2)).sum() for w, x in zip(weights, logprobs, strict=True)]).sum()
+
+    seen = []
+    trainer.forward_backward_custom(data, lambda _, given: (seen.extend(given), (loss(given), {}))[1]).result()
+    found = {name: tensor.grad.clone() for name, tensor in standin.weights().items()}
+    tensors = {name: x.detach().clone().requires_grad_(True) for name, x in standin.weights().items()}
+    here = BaseModel(tiny_model()).logprobs(Weights(shape=LoraShape(rank=4), tensors=tensors), tokens, targets)
+    for mine, other, goal in zip(here, seen, targets, strict=True):
+        assert other.shape == goal.shape
+        torch.testing.assert_close(mine.detach(), other.detach(), rtol=0, atol=1e-6)
+    loss(here).backward()
+    norm = torch.stack([x.grad.norm() for x in tensors.values()]).norm()
+    assert norm > 1e-3
+    assert torch.stack([(found[n] - x.grad).norm() for n, x in tensors.items()]).norm() < 1e-6 * norm

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 
 import pytest
+import tinker
 import torch
 
 from klamp_standin import sampling, tiny_model
@@ -92,6 +94,33 @@ def test_prompt_log_probabilities(model):
     suffix = sampling.prompt_logprobs(logits, tokens, 2)
     assert suffix[3:] == found[3:]
     assert all(math.isnan(value) for value in suffix[:3])
+
+
+@pytest.mark.parametrize("last", [None, 2])
+@pytest.mark.parametrize("k", [1, 3, 70])
+def test_the_likeliest_tokens_at_each_place_of_a_prompt(reference, k, last):
+    """As the SDK hands them out: pairs by rank, None where nothing stands before or nothing was asked for."""
+    tokens, base = [1, 2, 3, 4, 5], tiny_model()
+    suffix = {} if last is None else {"prompt_logprobs_last_n": last}
+    if not suffix.keys() <= inspect.signature(reference.sample).parameters.keys():
+        pytest.skip("this version of the SDK scores no suffix")
+    answer = reference.sample(
+        prompt=tinker.ModelInput.from_ints(tokens),
+        num_samples=1,
+        sampling_params=tinker.SamplingParams(max_tokens=1),
+        include_prompt_logprobs=True,
+        topk_prompt_logprobs=k,
+        **suffix,
+    ).result()
+    found, count = answer.topk_prompt_logprobs, min(k, 64)
+    assert len(found) == 5
+    assert [place is None for place in found] == [i < (1 if last is None else 5 - last) for i in range(5)]
+    assert [x is None for x in answer.prompt_logprobs] == [place is None for place in found]
+    for i, place in enumerate(found):
+        if place is not None:
+            expected = distribution(base, tokens[:i]).topk(count)
+            assert [token for token, _ in place] == expected.indices.tolist()
+            assert [x for _, x in place] == pytest.approx(expected.values.tolist(), abs=1e-5)
 
 
 @pytest.mark.parametrize("wrong", [{"max_tokens": 65}, {"temperature": -1}, {"top_p": 0}])

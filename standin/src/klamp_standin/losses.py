@@ -1,6 +1,6 @@
 """The built-in losses of the stand-in: sums over all tokens of all datums, with strict checks of the data.
 
-    cross_entropy         -sum(weights * logprobs)
+    cross_entropy         -sum(weights * logprobs); of N tokens, or of K candidates for each of them (all in [N, K])
     importance_sampling   -sum(ratio * advantages),                              ratio = exp(logprobs - old logprobs)
     ppo                   -sum(min(ratio * advantages, clip(ratio) * advantages)),   clip to [low, high], 0.8 and 1.2
 
@@ -42,8 +42,8 @@ def check(request: TrainingRequest, vocabulary: int, longest: int | None) -> Non
     for i, (tokens, inputs) in enumerate(zip(request.tokens, request.inputs, strict=True)):
         check_tokens(f"data[{i}].model_input", tokens, vocabulary, longest)
         _check_keys(i, inputs, INPUTS[request.loss_fn], optional=_optional(request))
-        _check_tensors(i, len(tokens), inputs)
-        check_tokens(f"data[{i}] target_tokens", inputs["target_tokens"].tolist(), vocabulary, None)
+        _check_tensors(i, len(tokens), inputs, several=request.loss_fn == "cross_entropy")
+        check_tokens(f"data[{i}] target_tokens", inputs["target_tokens"].flatten().tolist(), vocabulary, None)
 
 
 def _check_settings(request: TrainingRequest) -> None:
@@ -74,13 +74,15 @@ def _check_keys(i: int, inputs: Mapping[str, Tensor], wanted: Collection[str], *
         raise Refused(f"data[{i}].loss_fn_inputs: missing {missing}, not known to this loss {extra}")
 
 
-def _check_tensors(i: int, length: int, inputs: Mapping[str, Tensor]) -> None:
+def _check_tensors(i: int, length: int, inputs: Mapping[str, Tensor], *, several: bool) -> None:
+    targets = inputs["target_tokens"]
+    shape = tuple(targets.shape) if several and targets.ndim == 2 else (length,)
     for name, tensor in inputs.items():
         where = f"data[{i}].loss_fn_inputs[{name!r}]"
         wanted = torch.int64 if name == "target_tokens" else torch.float32
         if tensor.dtype != wanted:
             raise Refused(f"{where} is {tensor.dtype}; {wanted} is needed")
-        if tuple(tensor.shape) != (length,):
+        if tuple(tensor.shape) != shape or len(tensor) != length:
             raise Refused(f"{where} has shape {tuple(tensor.shape)}; model_input has {length} tokens")
         if tensor.is_floating_point() and not bool(torch.isfinite(tensor).all()):
             raise Refused(f"{where} holds NaN or infinity")

@@ -108,7 +108,7 @@ class BaseModel:
         return Weights(shape=shape, tensors=tensors)
 
     def logprobs(self, weights: Weights, tokens: Sequence[list[int]], targets: Sequence[Tensor]) -> list[Tensor]:
-        """Per datum, the log-probability of each target; differentiable in the adapter's tensors."""
+        """Per datum, the log-probability of each target, [N] or [N, K]; differentiable in the adapter's tensors."""
         found: list[Tensor] = []
         template = self.template(weights.shape)
         for start in range(0, len(tokens), BATCH):
@@ -118,7 +118,8 @@ class BaseModel:
             ids = torch.tensor([row + [0] * (width - len(row)) for row in part])
             out = functional_call(template, weights.tensors, (), {"input_ids": ids, "use_cache": False})
             for row, goal in zip(out.logits, targets[start : start + BATCH], strict=True):
-                found.append(row[: len(goal)].log_softmax(-1).gather(-1, goal[:, None]).squeeze(-1))
+                chosen = row[: len(goal)].log_softmax(-1).gather(-1, goal.view(len(goal), -1))
+                found.append(chosen.view(goal.shape))
         return found
 
     @contextmanager

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -104,26 +105,39 @@ def _datum_inputs(i: int, datum: Any) -> dict[str, Tensor]:
 
 
 def encode_training(logprobs: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:
-    """Write the answer to `forward_backward`: the log-probabilities of each datum's targets."""
+    """Write the answer to `forward_backward`: the log-probabilities of each datum's targets, [N] or [N, K].
+
+    Neighbours of one K are a record.
+    """
     arrays = [x.detach().to(torch.float32).numpy() for x in logprobs]
-    offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=np.int64)
-    batched = pb.BatchedTensor(
-        data=b"".join(array.tobytes() for array in arrays), offsets=offsets.tobytes(), dtype=pb.DTYPE_FLOAT32
-    )
-    record = pb.ArrayRecord(type_tag="klamp:LossReturn", fields={"logprobs": batched}, num_datums=len(arrays))
+    records = [_record(list(same), shape) for shape, same in groupby(arrays, lambda array: array.shape[1:])]
     return pb.ForwardBackwardOutput(
-        loss_fn_output_type="klamp:LossReturn", loss_fn_outputs=[record], metrics=dict(metrics)
+        loss_fn_output_type="klamp:LossReturn", loss_fn_outputs=records, metrics=dict(metrics)
     ).SerializeToString()
 
 
+def _record(arrays: Sequence[Any], shape: tuple[int, ...]) -> pb.ArrayRecord:
+    offsets = np.cumsum([0, *(array.nbytes for array in arrays)], dtype=np.int64)
+    batched = pb.BatchedTensor(
+        data=b"".join(array.tobytes() for array in arrays),
+        offsets=offsets.tobytes(),
+        dtype=pb.DTYPE_FLOAT32,
+        trailing_shape=shape,
+    )
+    return pb.ArrayRecord(type_tag="klamp:LossReturn", fields={"logprobs": batched}, num_datums=len(arrays))
+
+
 def encode_samples(
-    sequences: Sequence[tuple[list[int], list[float], bool]], prompt_logprobs: Sequence[float] | None
+    sequences: Sequence[tuple[list[int], list[float], bool]],
+    prompt_logprobs: Sequence[float] | None,
+    likeliest: tuple[Tensor, Tensor] | None = None,
 ) -> bytes:
     """Write the answer to `asample`.
 
     Args:
         sequences: per sample, its tokens, their log-probabilities, and whether it ended by itself.
         prompt_logprobs: log-probabilities of the prompt's tokens, NaN where there is none; None: not asked for.
+        likeliest: ids and log-probabilities of the likeliest tokens at each position, [P, k]; None: not asked for.
     """
     message = pb.SampleResponse()
     for tokens, logprobs, ended in sequences:
@@ -136,6 +150,13 @@ def encode_samples(
         )
     if prompt_logprobs is not None:
         message.prompt_logprobs = np.asarray(prompt_logprobs, dtype=np.float32).tobytes()
+    if likeliest is not None:
+        (length, k), (ids, logprobs) = likeliest[0].shape, (x.numpy() for x in likeliest)
+        top, size = message.topk_prompt_logprobs, "length"
+        if not hasattr(top, size):  # older SDKs
+            size = "prompt_length"
+        top.token_ids, top.logprobs, top.k = ids.astype(np.int32).tobytes(), logprobs.tobytes(), k
+        setattr(top, size, length)
     return message.SerializeToString()
 
 

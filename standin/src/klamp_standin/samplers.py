@@ -5,13 +5,15 @@ from __future__ import annotations
 import uuid
 from collections.abc import Sequence
 
+from torch import Tensor
+
 from klamp_standin import losses, sampling
 from klamp_standin.faults import Fault
 from klamp_standin.futures import Result
 from klamp_standin.protocol import Refused, encode_samples, prompt_tokens
 from klamp_standin.service import Body, Service
 
-_NOT_HERE = ("topk_prompt_logprobs", "topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
+_NOT_HERE = ("topk_sample_logprobs", "target_prompt_logprobs", "prompt_alt_tokens_k")
 _NAN = float("nan")
 
 
@@ -38,8 +40,8 @@ def get_sampler(service: Service, sampler_id: str) -> Body:
 
 
 def scores_prompt(body: Body) -> bool:
-    """Whether a request is for the prompt's log-probabilities only, as `compute_logprobs` sends it."""
-    return bool(body.get("prompt_logprobs"))
+    """Whether a request is for the prompt's log-probabilities, as `compute_logprobs` sends it."""
+    return bool(body.get("prompt_logprobs") or body.get("topk_prompt_logprobs"))
 
 
 def asample(service: Service, body: Body, faults: Sequence[Fault]) -> Body:
@@ -51,8 +53,9 @@ def asample(service: Service, body: Body, faults: Sequence[Fault]) -> Body:
     last = _last(body, tokens)
     if asked := [name for name in _NOT_HERE if body.get(name)]:
         raise Refused(f"the stand-in does not have {', '.join(asked)}")
-    if count < 1:
-        raise Refused(f"num_samples is {count}; at least 1 is needed")
+    top = int(body.get("topk_prompt_logprobs") or 0)
+    if count < 1 or top < 0:
+        raise Refused(f"num_samples is {count}, topk_prompt_logprobs {top}; at least 1 and 0 are needed")
     room = (service.base.longest or 2**31) - len(tokens)
     params = sampling.SamplingParams.read(
         body["sampling_params"],
@@ -65,12 +68,13 @@ def asample(service: Service, body: Body, faults: Sequence[Fault]) -> Body:
     def job() -> Result:
         with service.base.sampler(weights) as model:
             out = sampling.read(model, tokens)
-            scores = sampling.prompt_logprobs(out.logits[0], tokens, last) if scores_prompt(body) else None
+            scores = sampling.prompt_logprobs(out.logits[0], tokens, last) if body.get("prompt_logprobs") else None
+            likeliest = sampling.top_prompt_logprobs(out.logits[0], top, last) if top else None
             rows = sampling.sample(model, out, count, params, service.decode) if room else [([0], [0.0], False)]
         service.tokens["prompt"] += len(tokens)
-        if scores is None:
+        if not scores_prompt(body):
             service.tokens["sampled"] += sum(len(row) for row, *_ in rows)
-        return _answer(rows, scores, {fault.kind for fault in faults})
+        return _answer(rows, scores, likeliest, {fault.kind for fault in faults})
 
     promise = service.promise(f"{sampler_id}:{number}", job, faults)
     return promise | {"sample_sequence_ids": [f"{sampler_id}:{number}:{i}" for i in range(count)]}
@@ -78,12 +82,14 @@ def asample(service: Service, body: Body, faults: Sequence[Fault]) -> Body:
 
 def _last(body: Body, tokens: Sequence[int]) -> int | None:
     last = body.get("prompt_logprobs_last_n")
-    if last is not None and not (scores_prompt(body) and 1 <= last < len(tokens)):
+    if last is not None and not (body.get("prompt_logprobs") and 1 <= last < len(tokens)):
         raise Refused(f"prompt_logprobs_last_n is {last}; it needs prompt_logprobs, and 1 to {len(tokens) - 1}")
     return last
 
 
-def _answer(rows: list[sampling.Sampled], scores: list[float] | None, faults: set[str]) -> bytes:
+def _answer(
+    rows: list[sampling.Sampled], scores: list[float] | None, likeliest: tuple[Tensor, Tensor] | None, faults: set[str]
+) -> bytes:
     """The answer to a request, with the faults that were asked for."""
     if "nan" in faults:
         rows = [(row, [*logprobs[:-1], _NAN], ended) for row, logprobs, ended in rows]
@@ -91,4 +97,5 @@ def _answer(rows: list[sampling.Sampled], scores: list[float] | None, faults: se
         scores = [*scores[:-1], _NAN]
     if scores is not None and "short" in faults:
         scores = scores[1:]
-    return encode_samples(rows, scores)
+        likeliest = likeliest and (likeliest[0][1:], likeliest[1][1:])
+    return encode_samples(rows, scores, likeliest)

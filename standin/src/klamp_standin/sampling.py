@@ -17,6 +17,8 @@ from transformers import LogitsProcessorList, TopKLogitsWarper, TopPLogitsWarper
 from klamp_standin.protocol import Refused
 
 DEFAULT_LENGTH = 64
+EMPTY = -99999.0
+"""The log-probability, of token 0, where there is none."""
 Sampled = tuple[list[int], list[float], bool]
 """The tokens of a completion, their log-probabilities, and whether it ended by itself."""
 
@@ -74,6 +76,21 @@ def prompt_logprobs(logits: Tensor, tokens: Sequence[int], last: int | None) -> 
     goals = torch.tensor(list(tokens[1:]))
     found = [float("nan"), *logits.log_softmax(-1).gather(-1, goals[:, None]).squeeze(-1).tolist()]
     return found if last is None else [float("nan")] * (len(found) - last) + found[-last:]
+
+
+def top_prompt_logprobs(logits: Tensor, k: int, last: int | None) -> tuple[Tensor, Tensor]:
+    """The k likeliest tokens at each position of a prompt, and their log-probabilities, [P, k] each.
+
+    Args:
+        logits: [P, V] after each token of the prompt; none stands before the first.
+        k: how many; of a smaller vocabulary all.
+        last: how many positions to score; None: all.
+    """
+    found = logits.log_softmax(-1).topk(min(k, logits.shape[-1]))
+    ids, logprobs = torch.zeros(len(logits), k, dtype=torch.long), torch.full((len(logits), k), EMPTY)
+    first, count = len(logits) - last if last else 1, found.indices.shape[1]
+    ids[first:, :count], logprobs[first:, :count] = (x[first - 1 : -1] for x in (found.indices, found.values))
+    return ids, logprobs
 
 
 @torch.no_grad()

@@ -67,7 +67,7 @@ def forward_backward(service: Service, raw: bytes, faults: Sequence[Fault]) -> B
             loss.backward()
         service.tokens["forward" if request.forward_only else "forward_backward"] += sum(map(len, request.tokens))
         if any(fault.kind == "nan" for fault in faults):
-            logprobs[0] = torch.cat([logprobs[0].detach()[:-1], torch.tensor([torch.nan])])
+            logprobs[0] = torch.cat([logprobs[0].detach()[:-1], torch.full_like(logprobs[0][-1:], torch.nan)])
         return encode_training(logprobs, {"loss:sum": float(loss.detach())})
 
     return service.promise(f"{model_id}:{number}", job, faults, lane=model_id, number=number)
