@@ -8,7 +8,7 @@ from klamp.config.kl import KLConfig
 from klamp.config.loss import Price, spreads_of_right_or_wrong
 from klamp.config.teacher import TeacherConfig
 from klamp.core.term import Placement
-from klamp.core.types import Gradient, Reduction
+from klamp.core.types import Direction, Gradient, Reduction
 
 PLACEMENTS: Mapping[Placement, str] = {
     "loss": "in the loss",
@@ -22,6 +22,12 @@ DIVERGENCES: Mapping[Gradient, str] = {
     "none": "none: it is only logged",
 }
 """Whose gradient a choice of `kl_gradient` is."""
+TAUGHT: Mapping[Direction, str] = {
+    "reverse": "KL(policy||teacher)",
+    "forward": "KL(teacher||policy)",
+    "js": "JS(policy, teacher)",
+}
+"""The divergence that a `teacher_direction` names."""
 
 
 def describe_kl(kl: KLConfig) -> str:
@@ -41,11 +47,15 @@ def describe_teacher(teacher: TeacherConfig) -> str:
     c, named = teacher, ", ".join(filter(None, (teacher.teacher_model, teacher.teacher_url, *teacher.teacher_models)))
     who = named or {"adapter_off": "the policy with its adapter off", "live": "the policy itself"}.get(c.kind, c.kind)
     seen = f", at the prompt of column {c.teacher_prompt}" if c.teacher_prompt else ""
-    head = f" of the {c.teacher_head}'s {c.teacher_top_k} likeliest and a {c.teacher_tail} tail"
-    what = {"reverse": "KL(policy||teacher)", "forward": "KL(teacher||policy)", "js": "JS(policy, teacher)"}
-    value = f"{c.teacher_estimator}{head if c.teacher_estimator == 'topk' else ''}, {what[c.teacher_direction]}"
+    value = f"{describe_teacher_value(c)}, {TAUGHT[c.teacher_direction]}"
     reach = "over the sequence" if c.teacher_horizon == "sequence" else "per token"
     return f"{who}{seen}: {c.teacher_coef:g} x {value} {reach}, {PLACEMENTS[c.teacher_placement]}"
+
+
+def describe_teacher_value(c: TeacherConfig) -> str:
+    """What is summed or sampled of a KL to a teacher: the estimator, and its head and tail."""
+    head = f" of the {c.teacher_head}'s {c.teacher_top_k} likeliest and a {c.teacher_tail} tail"
+    return f"{c.teacher_estimator}{head if c.teacher_estimator == 'topk' else ''}"
 
 
 def describe_value(kl: KLConfig) -> str:

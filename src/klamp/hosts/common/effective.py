@@ -9,9 +9,11 @@ from klamp.config import KLConfig
 from klamp.config.describe import (
     DIVERGENCES,
     PLACEMENTS,
+    TAUGHT,
     describe_clip,
     describe_controller,
     describe_gradient,
+    describe_teacher_value,
     describe_value,
 )
 from klamp.config.teacher import TeacherConfig
@@ -66,13 +68,14 @@ class EffectiveTerm:
     def to_teacher(cls, teacher: TeacherConfig, *, who: str, coefficient: float) -> EffectiveTerm:
         """klamp's term of a KL to a teacher: whose scores, and the coefficient in force."""
         horizon = teacher.teacher_horizon
+        off = "not that of " if teacher.teacher_estimator == "topk" and teacher.teacher_tail != "sampled" else ""
         return cls(
             term=f"klamp's, to the teacher: {who}",
             beta=coefficient,
             price="that of beta, at the same placement and average",
             controller=f"teacher_schedule={teacher.teacher_schedule!r}",
-            value=teacher.teacher_estimator,
-            gradient=f"{teacher.build_term().gradient}, per {horizon}: KL(policy||teacher)",
+            value=describe_teacher_value(teacher),
+            gradient=f"{teacher.build_term().gradient}, per {horizon}: {off}{TAUGHT[teacher.teacher_direction]}",
             placement=PLACEMENTS[teacher.teacher_placement],
         )
 
