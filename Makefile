@@ -26,8 +26,8 @@ EVERYTHING_ARGS ?=
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .PHONY: help install demo demo-language test lint docs pytest gate-slow $(addprefix gate-,verl unsloth vllm oldest) \
-	test-everything test-slow test-language test-report test-verl test-unsloth test-vllm test-oldest test-wheel test-pythons \
-	environments fuzz mutants lock licences advisories format clean distclean
+	test-everything test-slow test-language test-report test-verl test-unsloth test-vllm test-oldest test-newest test-wheel \
+	test-pythons environments fuzz mutants lock licences advisories format clean distclean
 
 help:
 	@echo "make demo    make the environment, train on the built-in task, write the run's report"
@@ -44,6 +44,7 @@ help:
 	@echo "make test-unsloth   likewise, against TRL as Unsloth patches it"
 	@echo "make test-vllm   likewise, in a real vLLM on the CPU"
 	@echo "make test-oldest    with the oldest versions of torch, TRL, Tinker and the rest that klamp declares, likewise"
+	@echo "make test-newest    the parity lists with the newest TRL, verl and transformers that pip finds today; writes a dated record"
 	@echo "make test-wheel     the wheel as pip installs it, with nothing but what it asks for"
 	@echo "make test-pythons   the wheel on the other Pythons that klamp declares; one that is not here is passed over"
 	@echo "make environments   those that the targets above make for themselves, all of them now"
@@ -153,6 +154,11 @@ $(ENGINES:%=gate-%): gate-%: .venv-%/.installed-for-klamp
 
 environments: $(ENGINES:%=.venv-%/.installed-for-klamp)
 	@PYTHON="$(PYTHON)" scripts/environment.sh wheel wheel-trl wheel-tinker python3.12 python3.13
+
+# Today's newest versions, whatever they are: its record is dated, and no part of `make test-everything`.
+test-newest: $(READY)
+	@PYTHON="$(PYTHON)" scripts/environment.sh newest
+	OMP_NUM_THREADS=1 .venv-newest/bin/python scripts/newest.py $(PYTEST_ARGS)
 
 # What a user has after `pip install klamp`.
 test-wheel: $(READY)

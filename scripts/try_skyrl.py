@@ -379,7 +379,7 @@ def main() -> int:
     from klamp.hosts.common import versions
 
     tried = versions.TRIED["tinker"]
-    versions.TRIED = {**versions.TRIED, "tinker": tried._replace(needed="tinker>=0.24,<0.39")}
+    versions.TRIED = {**versions.TRIED, "tinker": tried._replace(needed="tinker>=0.24")}
     names = ("skyrl", "jax", "flax", "optax", "tinker", "torch", "transformers", "peft")
     print(f"Python {sys.version.split()[0]}", *(f"{name} {version(name)}" for name in names), sep=", ")
     with tempfile.TemporaryDirectory(prefix="klamp-skyrl-") as scratch:

@@ -3,7 +3,7 @@
     from klamp.trl import GRPOConfig, GRPOTrainer
 
 `attach` and `effective` know TRL's own trainers and those that Unsloth has written in their place.
-Needs trl>=1.10,<2; another version raises UnsupportedVersion on import.
+Needs trl>=1.10; an older one raises UnsupportedVersion on import, one that is newer than those tried is warned of.
 """
 
 from __future__ import annotations

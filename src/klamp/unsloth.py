@@ -3,7 +3,7 @@
     import unsloth  # first, as always
     from klamp.unsloth import attach, effective
 
-Needs unsloth>=2026.10.7,<=2026.10.9, which is checked when klamp is attached.
+Needs unsloth>=2026.10.7 (tried up to 2026.10.9), which is checked when klamp is attached.
 """
 
 from klamp.trl import Effective, EffectiveTerm, attach, effective

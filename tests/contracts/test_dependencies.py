@@ -100,6 +100,7 @@ NOT_IMPORTED = {
     "antlr4-python3-runtime": "math-verify's parser, which its own extra names differently",
     "tinker": "imported by its name when a function needs it, not by a statement",
     "unsloth": "imported by the user, before klamp",
+    "hydra-core": "verl's, which does not name it; a floor keeps pip from taking one of 2019",
 }
 
 

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+import tomllib
 from importlib import metadata
+from pathlib import Path
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.version import Version
 
 from klamp.errors import MissingLibrary, UnsupportedVersion
+from klamp.hosts.common import versions
 from klamp.hosts.common.versions import TRIED, check_version, load_tinker, told_version
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.mark.parametrize(
@@ -19,31 +26,75 @@ from klamp.hosts.common.versions import TRIED, check_version, load_tinker, told_
         ("trl", "1.9.9", False),
         ("trl", "1.10.0", True),
         ("trl", "1.10.0.dev3", False),
-        ("trl", "2.0.0rc1", False),
-        ("trl", "2.0", False),
+        ("trl", "2.0.0rc1", True),
+        ("trl", "2.0", True),
         ("tinker", "0.24.9", False),
         ("tinker", "0.25", True),
         ("tinker", "0.38.9rc1", True),
-        ("tinker", "0.39.0rc1", False),
+        ("tinker", "0.39.0rc1", True),
         ("verl", "0.7.1", False),
         ("verl", "0.8.0", True),
-        ("verl", "0.10.0", False),
+        ("verl", "0.10.0", True),
         ("unsloth", "2026.10.6", False),
         ("unsloth", "2026.10.7", True),
-        ("unsloth_zoo", "2026.10.10", False),
+        ("unsloth_zoo", "2026.10.10", True),
     ],
 )
-def test_both_ends_of_the_range(monkeypatch: pytest.MonkeyPatch, host: str, installed: str, taken: bool) -> None:
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+def test_a_floor_and_no_cap(monkeypatch: pytest.MonkeyPatch, host: str, installed: str, taken: bool) -> None:
     monkeypatch.setattr(metadata, "version", lambda _: installed)
     if taken:
         assert check_version(host) == installed
         return
     with pytest.raises(UnsupportedVersion) as caught:
         check_version(host)
-    needed, by, why = TRIED[host]
+    needed, upto, by, why = TRIED[host]
     error = caught.value
-    assert (error.what, error.got) == (f"{by} needs {needed}", f"{host} {installed}")
-    assert (error.why, error.fix) == (why, f'pip install "{needed}"')
+    assert (error.what, error.got) == (f"{by} needs {needed}, and was tried up to {upto}", f"{host} {installed}")
+    assert (error.why, error.fix) == (why, f'pip install "{host}=={upto}.*"')
+
+
+@pytest.mark.parametrize(
+    ("host", "installed", "newer"),
+    [
+        ("trl", "1.10.0", False),
+        ("trl", "1.16.3", False),  # a patch of a series that was tried
+        ("trl", "1.17.0", True),
+        ("trl", "2.0", True),
+        ("tinker", "0.39.0", True),
+        ("unsloth", "2026.10.9", False),
+        ("unsloth", "2026.11.1", True),
+    ],
+)
+def test_what_is_newer_than_was_tried_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder, host: str, installed: str, newer: bool
+) -> None:
+    monkeypatch.setattr(metadata, "version", lambda _: installed)
+    versions._caution.cache_clear()
+    for _ in range(3):
+        check_version(host)
+    said = [str(each.message) for each in recwarn]
+    assert len(said) == newer
+    assert all(f"{host} {installed} is newer" in text and f"up to {TRIED[host].upto}:" in text for text in said)
+
+
+@pytest.mark.parametrize("host", ["trl", "tinker", "verl", "unsloth"])
+def test_what_the_tests_run_against_is_what_was_tried(host: str) -> None:
+    """Of every environment's pin the newest is the version that klamp says it was tried up to; unsloth's by hand."""
+    pins = [
+        Version(found[1])
+        for file in ROOT.glob("constraints*.txt")
+        for found in re.finditer(rf"^{host}==(\S+)$", file.read_text(encoding="utf-8"), re.M)
+    ]
+    tried, floor = Version(TRIED[host].upto).release, Requirement(TRIED[host].needed).specifier
+    assert pins and all(floor.contains(pin) for pin in pins)
+    assert host == "unsloth" or max(pins).release[: len(tried)] == tried
+
+
+def test_a_cap_stands_only_with_its_reason() -> None:
+    lines = (ROOT / "pyproject.toml").read_text(encoding="utf-8").splitlines()
+    capped = [line for line in lines if re.search(r'"[\w.\[\]-]+[^"]*[<~][^"]*"', line) and ">=" in line]
+    assert capped and [line for line in capped if "#" not in line] == []
 
 
 def test_a_host_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,9 +109,10 @@ def test_a_host_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert told_version("verl") == "verl, not installed here"
 
 
-@pytest.mark.parametrize("host", ["trl", "tinker"])
+@pytest.mark.parametrize("host", ["trl", "tinker", "verl", "unsloth"])
 def test_the_range_is_the_one_that_the_package_declares(host: str) -> None:
-    wanted = [Requirement(line) for line in metadata.requires("klamp") or []]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [Requirement(line) for line in project["optional-dependencies"][host]]
     declared = {str(each.specifier) for each in wanted if each.name == host}
     assert declared == {str(Requirement(TRIED[host].needed).specifier)}
 

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import functools
 import importlib
+import warnings
 from collections.abc import Mapping
 from importlib import metadata
 from typing import Any, NamedTuple
 
 from packaging.requirements import Requirement
+from packaging.version import Version
 
-from klamp.errors import UnsupportedVersion, missing_library
+from klamp.errors import KLWarning, UnsupportedVersion, missing_library
 
 
 class Tried(NamedTuple):
-    """The range of a host, as pip takes it; what of klamp's needs it; and why no other version will do."""
+    """What of a host pip may install, and up to where it was tried; what of klamp's needs it; and what may break."""
 
     needed: str
+    """A floor, which is tested; a cap only where a break is known."""
+    upto: str
+    """The newest version, or series of versions, that klamp's tests have run against."""
     by: str
     why: str
 
@@ -24,19 +29,22 @@ class Tried(NamedTuple):
 _UNSLOTH = ("klamp.trl on Unsloth", "the KL enters in the middle of Unsloth's loss, which changes from week to week")
 TRIED: Mapping[str, Tried] = {
     "trl": Tried(
-        "trl>=1.10,<2",
+        "trl>=1.10",
+        "1.16",
         "klamp.trl",
         "the KL enters in the middle of TRL's own loss, which changes from version to version",
     ),
-    "unsloth_zoo": Tried("unsloth_zoo>=2026.10.7,<=2026.10.9", *_UNSLOTH),
-    "unsloth": Tried("unsloth>=2026.10.7,<=2026.10.9", *_UNSLOTH),
+    "unsloth_zoo": Tried("unsloth_zoo>=2026.10.7", "2026.10.9", *_UNSLOTH),
+    "unsloth": Tried("unsloth>=2026.10.7", "2026.10.9", *_UNSLOTH),
     "verl": Tried(
-        "verl>=0.8,<0.10",
+        "verl>=0.8",
+        "0.9",
         "klamp.verl",
         "the KL enters where verl looks up the name of its own, which changes from version to version",
     ),
     "tinker": Tried(
-        "tinker>=0.25,<0.39",
+        "tinker>=0.25",
+        "0.38",
         "klamp.tinker",
         "the SDK changes what its methods return and which keys a datum may have; a KL that is silently left out is "
         "worse than an error",
@@ -46,26 +54,43 @@ TRIED: Mapping[str, Tried] = {
 
 
 def check_version(host: str) -> str:
-    """The installed version of a host.
+    """The installed version of a host; one that is newer than those that were tried is cautioned of, once.
 
     Raises:
         MissingLibrary: the host is not installed.
-        UnsupportedVersion: it is outside the range.
+        UnsupportedVersion: it is older than the oldest that works.
     """
-    needed, by, _ = TRIED[host]
+    needed, _, by, _ = TRIED[host]
     try:
         installed = metadata.version(host)
     except metadata.PackageNotFoundError:
         raise missing_library(host, by=by) from None
     if not Requirement(needed).specifier.contains(installed, prereleases=True):
         raise out_of_range(host, got=f"{host} {installed}")
+    _caution(host, installed)
     return installed
+
+
+@functools.cache
+def _caution(host: str, installed: str) -> None:
+    """Say that a version is newer than what was tried; a patch of a series that was tried is none."""
+    _, upto, by, why = TRIED[host]
+    tried = Version(upto).release
+    if Version(installed).release[: len(tried)] > tried:
+        warnings.warn(
+            f"{host} {installed} is newer than what {by} was tried with, up to {upto}: {why}. See what is in force "
+            f'(`effective`, `klamp audit`) before a long run, or pip install "{host}=={upto}.*".',
+            KLWarning,
+            stacklevel=3,
+        )
 
 
 def out_of_range(host: str, *, got: str) -> UnsupportedVersion:
     """The error for a host that is not the one that klamp was tried with."""
-    needed, by, why = TRIED[host]
-    return UnsupportedVersion(f"{by} needs {needed}", got=got, why=why, fix=f'pip install "{needed}"')
+    needed, upto, by, why = TRIED[host]
+    return UnsupportedVersion(
+        f"{by} needs {needed}, and was tried up to {upto}", got=got, why=why, fix=f'pip install "{host}=={upto}.*"'
+    )
 
 
 def told_version(host: str) -> str:
