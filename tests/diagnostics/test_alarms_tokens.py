@@ -10,6 +10,7 @@ from tests.diagnostics.histories import completion, history_of, look
 
 from klamp.diagnostics.alarms_tokens import blame
 from klamp.diagnostics.history import Completion, History
+from klamp.verify.worlds import truncate_top_p
 
 
 def test_blame_ranks_tokens_by_their_k3() -> None:
@@ -122,7 +123,33 @@ def test_what_came_with_the_updates_is_a_missing_sync_and_what_was_there_from_th
     text = cause(history_of(sampler__k3=[0.001, 0.02, 0.4]))
     assert text.startswith("it came with the updates (sampler/k3 was 0.001 before the first one)")
     text = cause(history_of(sampler__k3=[0.02, 0.02]))
-    assert "no sync is missing: other data types or kernels" in text
+    assert "a missing sync alone does not explain it: other data types or kernels" in text
+    assert "does not explain it" in cause(history_of(sampler__k3=[0.02, 0.2])), "it was there, whatever came after"
+    assert cause(history_of(sampler__k1=[0.008, 0.02])) == "", "hardly grown: of neither is there a sign"
+    assert "it came with the updates" in cause(history_of(sampler__abs=[0.01, 0.9])), "TRL logs no k3"
+
+
+def test_a_sampler_that_cuts_its_distribution_is_no_missing_sync() -> None:
+    """Under top-p 0.9 k3 is some .001 where k1 is .03: in the first step, before any update, already."""
+    torch.manual_seed(0)
+    logits = torch.randn(60, 40, dtype=torch.float64)
+    policy, cut = logits.log_softmax(-1), truncate_top_p(logits, 0.9).log_softmax(-1)
+    tokens = cut.exp().multinomial(1)
+    sampled = {"policy": policy.gather(1, tokens)[:, 0].tolist(), "sampler": cut.gather(1, tokens)[:, 0].tolist()}
+    deltas = torch.tensor(sampled["sampler"]) - torch.tensor(sampled["policy"])
+    k1, k3 = deltas.mean().item(), (torch.expm1(-deltas) + deltas).mean().item()
+    assert k3 < 0.01 < k1
+    without = history_of(sampler__k1=[k1], sampler__k3=[k3])
+    assert "before the first update (sampler/k1 was 0.0" in cause(without) and "truncation (top-p, top-k)" in cause(
+        without
+    )
+    seen = history_of(sampler__k1=[k1], sampler__k3=[k3])
+    seen.add_completions([completion(tokens=tuple("a" * 60), ref=None, **sampled)])
+    assert cause(seen).startswith("each of 60 tokens is at least as likely under the sampler: it cuts")
+    sampled["sampler"][7] = sampled["policy"][7] - 0.5
+    seen.completions.clear()
+    seen.add_completions([completion(tokens=tuple("a" * 60), ref=None, **sampled)])
+    assert "cuts the distribution" not in cause(seen), "one token is likelier under the trainer"
 
 
 def test_first_tokens_further_apart_than_later_ones_are_a_prompt_that_was_not_seen() -> None:
@@ -143,4 +170,4 @@ def test_a_large_difference_everywhere_is_another_temperature_and_without_a_firs
     history = history_of(sampler__k3=[0.5, 0.5])
     del history.rows[0]
     assert cause(history) == ""
-    assert cause(history_of(sampler__abs=[0.9])) == ""
+    assert "scores with another temperature" in cause(history_of(sampler__abs=[0.9]))

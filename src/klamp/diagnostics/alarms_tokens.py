@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 
 from klamp.diagnostics.alarm import Blamed, Evidence, Limit, number
@@ -123,24 +123,34 @@ UNSEEN = Limit(
 )
 STEADY = 5
 """Steps that the k1 of sampler and trainer is averaged over, as many as there are."""
+ONE_SIDED = 50
+"""Tokens of which not one is likelier under the policy: other weights or kernels make some of them so."""
+SAME = 1e-4
+"""Nats by which arithmetic alone sets the two apart."""
+GREW = 4.0
+"""Times as far apart as before the first update: it came with the updates, else nothing is said of that."""
 LATER = 4
 """Tokens of a completion after which it has a context of its own."""
 
 
 def sampler_mismatch(history: History) -> Evidence | None:
     """Finds a sampler and a trainer that give the sampled tokens different probabilities."""
-    last = history.latest
-    seen = {name: last[name] for name in ("sampler/k1", "sampler/k3") if name in last}
-    if "sampler/abs" in last:  # E[d^2]/2 >= E[|d|]^2/2: what k2 is at least
-        seen["sampler/abs"] = last["sampler/abs"]
-    sizes = [abs(value) if name != "sampler/abs" else value * value / 2 for name, value in seen.items()]
-    if math.isfinite(seen.get("sampler/k1", math.inf)):  # of either sign: few tokens scatter, and a mismatch stays
-        sizes[0] = abs(fmean(history.last("sampler/k1", STEADY)))
-    if not any(size > MISMATCH.value for size in sizes):
+    sizes = _sizes(history.latest)
+    if math.isfinite(history.latest.get("sampler/k1", math.nan)):  # of either sign: few tokens scatter
+        sizes["sampler/k1"] = abs(fmean(history.last("sampler/k1", STEADY)))
+    if not any(size > MISMATCH.value for size in sizes.values()):
         return None
-    text = ", ".join(f"{name} is {number(value)}" for name, value in seen.items())
+    text = ", ".join(f"{name} is {number(history.latest[name])}" for name in sizes)
     tokens = blame(history, history.step, against="sampler")
     return Evidence(f"{text} nats per token", tokens, causes=causes_of(history))
+
+
+def _sizes(metrics: Mapping[str, float]) -> dict[str, float]:
+    """How far sampler and trainer are apart by each measure of a step, in nats per token."""
+    seen = {name: abs(metrics[name]) for name in ("sampler/k1", "sampler/k3") if name in metrics}
+    if "sampler/abs" in metrics:  # E[d^2]/2 >= E[|d|]^2/2: what k2 is at least
+        seen["sampler/abs"] = metrics["sampler/abs"] * metrics["sampler/abs"] / 2
+    return seen
 
 
 def causes_of(history: History) -> list[str]:
@@ -148,17 +158,29 @@ def causes_of(history: History) -> list[str]:
 
     Before the first update the weights of sampler and trainer are the same, whatever is synced later.
     """
-    first = history.first("sampler/k3", 1)
+    deltas = [delta for each in history.completions.get(history.step, []) for _, delta in each.log_ratios("sampler")]
+    if len(deltas) >= ONE_SIDED and min(deltas) > -SAME and fmean(deltas) > SAME:
+        return [
+            f"each of {len(deltas)} tokens is at least as likely under the sampler: it cuts the distribution (top-p, "
+            "top-k, min-p) or sharpens it (temperature), and the trainer scores another one; no sync mends that"
+        ]
+    first = {name: size for name, size in _sizes(history.rows[0].metrics).items() if math.isfinite(size)}
     if not first or history.rows[0].step > 1:
         return []
-    if first[0] <= MISMATCH.value:
-        return [
-            f"it came with the updates (sampler/k3 was {number(first[0])} before the first one): the sampler's "
-            "weights, or those of its adapter, are not synced before each rollout"
-        ]
-    since = f"it was there before the first update (sampler/k3 {number(first[0])}), so no sync is missing"
-    if first[0] <= OTHER_KERNELS.value:
-        return [f"{since}: other data types or kernels, or a temperature or truncation that is a little different"]
+    name = max(first, key=lambda name: first[name])
+    apart = first[name] > MISMATCH.value
+    shown = name if apart or "sampler/k3" not in first else "sampler/k3"
+    said = f"{shown} was {number(history.rows[0].metrics[shown])}"
+    if not apart:
+        text = (
+            f"it came with the updates ({said} before the first one): the sampler's weights, or those of its adapter, "
+            "are not synced before each rollout"
+        )
+        return [text] if max(_sizes(history.latest).values()) > GREW * first[name] else []
+    since = f"it was there before the first update ({said}), so a missing sync alone does not explain it"
+    if first[name] <= OTHER_KERNELS.value:
+        slightly = "a temperature or truncation (top-p, top-k) that is a little different"
+        return [f"{since}: other data types or kernels, or {slightly}"]
     at_start, later = _distances(history.completions.get(history.rows[0].step, []))
     if at_start and later and fmean(at_start) > UNSEEN.value * fmean(later):
         return [
