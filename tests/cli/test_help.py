@@ -14,7 +14,8 @@ from klamp.cli.arguments import parse_train
 from klamp.cli.evaluate import read_request as read_evaluate
 from klamp.cli.explain import explain
 from klamp.cli.flags import read_options, train_fields
-from klamp.cli.help import COMMANDS, WIDTH, help_text
+from klamp.cli.help import COMMANDS, help_text
+from klamp.cli.text import WIDTH
 from klamp.config import PRESETS
 from klamp.diagnostics.alarms import ALARMS
 from klamp.training.config import section_classes

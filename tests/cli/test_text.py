@@ -54,6 +54,26 @@ def test_a_table_is_aligned_and_without_headings_it_has_no_head(capsys: pytest.C
     assert capsys.readouterr().out == "title\n  ok  1\n"
 
 
+def test_a_terminal_breaks_no_number_of_a_wide_table_nor_of_a_paragraph(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    headings = ("arm", *(f"a long heading, {i}" for i in range(6)))
+    rows = [("beta=0.01", *(f"0.8{i}23 [0.{i}9, 0.8{i}]" for i in range(6)))]
+    for columns in (80, 44):
+        monkeypatch.setenv("COLUMNS", str(columns))
+        show_table("title", headings, rows)
+        out = capsys.readouterr().out
+        assert max(map(len, out.splitlines())) <= columns
+        assert all(cell in out for cell in (*headings, *rows[0])) and out.count("beta=0.01") == out.count("arm") > 1
+        show_paragraph("0.123456 " * 60)
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= columns
+    show_table("title", ("arm", "one"), [("x" * 60, "y" * 60)])
+    assert "y" * 60 in capsys.readouterr().out, "what cannot be parted is not cut"
+    monkeypatch.delenv("COLUMNS")
+    show_table("title", headings, rows)
+    assert capsys.readouterr().out.count("arm") == 1, "a file has room"
+
+
 HOSTILE = "a\x1b[31mred\x07\x9b2J\r\u202etxt"
 SHOWN = r"a\x1b[31mred\x07\x9b2J\r\u202etxt"
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from klamp.config import KLConfig, KLWarning
 from klamp.config.choices import KLChoices
-from klamp.config.rules import cautions, check_beta, refusals
+from klamp.config.rules import cautions, check_beta, refusals, wide_clip
 from klamp.errors import ConfigError
 
 
@@ -252,6 +252,10 @@ def test_a_soft_clip_of_a_length_that_is_measured_is_judged_at_short_completions
     assert cautions(replace(small, kl_clip_temperature=0.501)) != []
     assert cautions(replace(small, kl_clip_threshold=0.5)) == []
     assert "it fits none" in cautions(replace(small, kl_clip_threshold=0.0))[0]
+    assert "in shorter ones the soft clip passes a part" in caution, "how much depends on how short"
+    large = replace(small, kl_clip_threshold=0.5)
+    assert "the budget of 1.2 nats: the soft clip passes 23 % of the pull" in wide_clip(large, 2.4)
+    assert wide_clip(large, 20.0) == "" and "budget of 1.2" not in wide_clip(replace(large, kl_reference_length=9), 2.4)
 
 
 @pytest.mark.parametrize(("budget", "passed"), [(0.5, "38 %"), (2.0, "12 %"), (5.0, "0.67 %")])

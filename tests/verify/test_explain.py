@@ -128,6 +128,14 @@ def test_excluded_tokens_are_said_to_be_in_what_was_measured(exclusions: dict, n
     assert "measured with all tokens in the KL" in caution
 
 
+def test_a_soft_clip_is_judged_at_the_length_of_the_explanation() -> None:
+    soft = {"kl_clip_method": "soft", "kl_clip_threshold": 0.5}
+    found = explain(setting=Setting(length=2), **soft)
+    assert "26.9 % at 0," in line(found, "limits")
+    assert any("passes 27 % of the pull at a KL of 0" in text for text in found.cautions)
+    assert explain(setting=Setting(length=100), **soft).cautions == ()
+
+
 @pytest.mark.parametrize("name", [name for name in PRESETS if not name.endswith("-as-loss")])
 def test_every_preset_can_be_explained(name: str) -> None:
     recipe = PRESETS[name]

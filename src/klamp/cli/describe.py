@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from klamp.cli.text import WIDTH
+from klamp.cli.text import room
 from klamp.config.describe import (
     describe_controller,
     describe_kl,
@@ -134,7 +134,7 @@ def plan_text(config: TrainConfig, inputs: Inputs | str = "") -> str:
     parts = [
         "klamp train --dry-run: prompts, tokenizer and reward are opened; nothing is started or written",
         "\n".join(
-            textwrap.fill(f"{name:<11} {text}", WIDTH, initial_indent="  ", subsequent_indent=" " * 14)
+            textwrap.fill(f"{name:<11} {text}", room(), initial_indent="  ", subsequent_indent=" " * 14)
             for name, text in _in_words(config, inputs)
         ),
         _configuration(config),

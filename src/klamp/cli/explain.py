@@ -10,7 +10,7 @@ from typing import Any
 from klamp.cli.arguments import apart, request_of
 from klamp.cli.flags import fields_of, read_argv, train_fields
 from klamp.cli.options import ExplainOptions
-from klamp.cli.text import WIDTH, say, show_paragraph
+from klamp.cli.text import room, say, show_paragraph
 from klamp.config import PRESETS, find_preset
 from klamp.core.arguments import FROM_0_TO_1, check_number
 from klamp.errors import ConfigError, KLWarning, unknown_name
@@ -31,7 +31,7 @@ def run(argv: Sequence[str]) -> int:
     for index, explanation in enumerate(explain(argv)):
         if index:
             say()
-        say(textwrap.fill(f"{explanation.name}: {explanation.verdict}", WIDTH))
+        say(textwrap.fill(f"{explanation.name}: {explanation.verdict}", room()))
         for label, text in (*explanation.lines, *(("caution", caution) for caution in explanation.cautions)):
             show_paragraph(text, label=label)
     return 0

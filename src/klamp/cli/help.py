@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import inspect
 import re
-import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field
@@ -17,15 +16,16 @@ from typing import Any
 
 from klamp.cli import options
 from klamp.cli.flags import Field, add_field, fields_of, train_fields
+from klamp.cli.text import room
 from klamp.errors import unknown_name
 
-WIDTH, COLUMN = 100, 30
-"""Most columns of a line, and those before a flag's text."""
+COLUMN = 30
+"""Columns before a flag's text."""
 
 
 class _Layout(argparse.RawDescriptionHelpFormatter):
     def __init__(self, prog: str) -> None:
-        super().__init__(prog, max_help_position=COLUMN, width=_width())
+        super().__init__(prog, max_help_position=COLUMN, width=room())
 
     def _split_lines(self, text: str, width: int) -> list[str]:
         return textwrap.wrap(text, width, break_on_hyphens=False)  # names such as exact-objective stay whole
@@ -45,7 +45,7 @@ def help_text(command: str, topic: str = "") -> str:
     examples = "\n  ".join(("examples:", *page.examples))
     parser = argparse.ArgumentParser(
         usage=f"klamp {command} {page.usage}",
-        description=None if topic else f"{textwrap.fill(page.about, _width())}\n\n{examples}",
+        description=None if topic else f"{textwrap.fill(page.about, room())}\n\n{examples}",
         formatter_class=_Layout,
         add_help=False,
     )
@@ -56,7 +56,7 @@ def help_text(command: str, topic: str = "") -> str:
     else:
         more = "; ".join(f"{title}: {', '.join(resolve_name(names))}" for title, names in page.lists.items())
     if not topic:
-        parser.epilog = textwrap.fill(more, _width(), break_on_hyphens=False)
+        parser.epilog = textwrap.fill(more, room(), break_on_hyphens=False)
     if page.first and not topic:
         known = {name: each for part in parts.values() for name, each in part.items()}
         parts = {title: {name: known[name] for name in names} for title, names in page.first.items()}
@@ -70,10 +70,6 @@ def help_text(command: str, topic: str = "") -> str:
             text = _short(each) if page.first and not topic else _full(each)
             add_field(group.add_argument, each, text=text.replace("%", "%%"))
     return parser.format_help().rstrip()
-
-
-def _width() -> int:
-    return min(WIDTH, shutil.get_terminal_size((WIDTH, 24)).columns)
 
 
 def _parts(command: str, page: Command) -> dict[str, dict[str, Field]]:
@@ -97,7 +93,7 @@ def _about(section: str) -> str | None:
     from klamp.training.config import section_classes
 
     text = (inspect.getdoc(section_classes().get(section)) or "").partition("\n")[0]
-    return textwrap.fill(text, _width() - 2) if section in section_classes() else None
+    return textwrap.fill(text, room() - 2) if section in section_classes() else None
 
 
 def _short(each: Field) -> str:
@@ -105,7 +101,7 @@ def _short(each: Field) -> str:
     clause, names, default = re.split(r"[.;:](?:\s|$)", each.text)[0], each.choices or each.suggested, _default(each)
     clause += f": {', '.join(names)}" if names else ""
     default = f" ({default})" if default else ""
-    return textwrap.shorten(clause, _width() - COLUMN - len(default), placeholder=" ...") + default
+    return textwrap.shorten(clause, room() - COLUMN - len(default), placeholder=" ...") + default
 
 
 def _full(each: Field) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 import re
+import shutil
 import sys
 import textwrap
 import warnings
@@ -71,8 +72,13 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
 
 
+def room(most: int = WIDTH) -> int:
+    """Columns that a line may have: a terminal breaks a longer one anywhere, numbers too."""
+    return min(most, shutil.get_terminal_size((most, 24)).columns)
+
+
 def show_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table.
+    """Print a table; columns that a terminal has no room for stand below the others, with the first one again.
 
     Args:
         title: stands above it.
@@ -83,16 +89,32 @@ def show_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]
     lines = lines if any(headings) else lines[1:]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     say(title)
-    for line in lines:
-        cells = (cell.ljust(width) for cell, width in zip(line, widths, strict=True))
-        say("  " + (" " * GAP).join(cells).rstrip())
+    for number, part in enumerate(_parts(widths) if any(headings) else [list(range(len(widths)))]):
+        if number:
+            say()
+        for line in lines:
+            say("  " + (" " * GAP).join(line[i].ljust(widths[i]) for i in part).rstrip())
+
+
+UNBROKEN = 10_000
+"""Columns of a line of a table where no terminal breaks it."""
+
+
+def _parts(widths: Sequence[int]) -> list[list[int]]:
+    """The columns that stand beside each other, the first of all in each part."""
+    parts = [[0]]
+    for i in range(1, len(widths)):
+        if sum(widths[j] + GAP for j in (*parts[-1], i)) > room(UNBROKEN) and len(parts[-1]) > 1:
+            parts.append([0])
+        parts[-1].append(i)
+    return parts
 
 
 def show_paragraph(text: str, *, label: str = "", width: int = 12) -> None:
     """Print a text, wrapped and indented; a label stands before it in a column of its own."""
     start = f"  {label:<{width}} " if label or width else "  "
     rest = " " * len(start)
-    say(textwrap.fill(visible(text), WIDTH, initial_indent=start, subsequent_indent=rest, break_on_hyphens=False))
+    say(textwrap.fill(visible(text), room(), initial_indent=start, subsequent_indent=rest, break_on_hyphens=False))
 
 
 FAILED, WRONG_CONFIGURATION, INTERRUPTED = 1, 2, 130

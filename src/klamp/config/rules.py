@@ -309,7 +309,7 @@ def cautions(c: KLChoices) -> list[str]:
             "budget the KL does not pull, so the controller raises beta without effect. Set kl_clip_threshold below "
             "target_kl, or leave one of the two out."
         )
-    if wide := _wide_clip(c):
+    if wide := wide_clip(c):
         found.append(wide)
     measured = MEASURED.get(c.controller_name)
     if measured is not None and c.target_kl is not None:
@@ -320,23 +320,29 @@ def cautions(c: KLChoices) -> list[str]:
     return found + _without_effect(c)
 
 
-def _wide_clip(c: KLChoices) -> str:
+def wide_clip(c: KLChoices, measured_length: float | None = None) -> str:
     """The caution of a soft clip that is too wide for its budget; empty: it is not.
 
     A budget per token is that of the reference length. Where nobody says that, it is measured when the run starts, and
-    the clip is judged at `SHORT` tokens.
+    the clip is judged then, and before that at `SHORT` tokens.
+
+    Args:
+        c: the KL.
+        measured_length: the reference length in tokens, where the configuration names none.
     """
     threshold, width = c.kl_clip_threshold, c.kl_clip_temperature
-    measured = c.use_per_token_kl_threshold and c.kl_reference_length is None
-    budget = threshold * (c.kl_reference_length or SHORT) if c.use_per_token_kl_threshold else threshold
+    length = c.kl_reference_length or measured_length
+    measured = c.use_per_token_kl_threshold and length is None
+    budget = threshold * (length or SHORT) if c.use_per_token_kl_threshold else threshold
     if c.kl_clip_method != "soft" or width <= budget / 10:
         return ""
     wide, fix = f"kl_clip_temperature={width:g} is wide against", "Use kl_clip_temperature <= budget / 10, or"
     if measured:
         fits = f"fits completions of {10 * width / threshold:.4g} tokens or more" if threshold > 0 else "fits none"
         return (
-            f"{wide} a budget of {threshold:g} nats per token: it {fits}, and in short ones the soft clip is half open "
-            f"everywhere. {fix} kl_clip_method='hard'; or set kl_reference_length, if they are that long."
+            f"{wide} a budget of {threshold:g} nats per token: it {fits}, and in shorter ones the soft clip passes "
+            f"a part of the pull at a KL of 0 already, half of it at most. {fix} kl_clip_method='hard'; or set "
+            "kl_reference_length, if they are that long."
         )
     return (
         f"{wide} the budget of {budget:g} nats: the soft clip passes {100 / (1 + math.exp(budget / width)):.2g} % of "

@@ -367,4 +367,4 @@ def measure_reference_length(context: Context) -> None:
     prompts, seed = [e.prompt for e in context.task.train[:LENGTH_PROMPTS]], context.config.run.seed
     uniforms = uniform_numbers(seed, -1, len(prompts), context.config.rollout.max_completion_length)
     completions = completed(context, prompts, uniforms=uniforms, reference=reference)
-    context.control.reference_length = float(completions.mask.sum(-1).to(torch.float64).mean())
+    context.control.take_length(float(completions.mask.sum(-1).to(torch.float64).mean()))

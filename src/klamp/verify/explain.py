@@ -22,6 +22,7 @@ from klamp.config.describe import (
     describe_teacher,
 )
 from klamp.config.loss import Price, configured_price, kl_reduction
+from klamp.config.rules import wide_clip
 from klamp.config.teacher import TeacherConfig
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.term import KLTerm
@@ -129,7 +130,9 @@ def explain_config(
         lines += teacher_lines(kl, around, taught, price, size=size, success=setting.success)
     control = [("control", f"beta {describe_controller(kl)}")] if kl.needs_reference else []
     lines += [*trust, *control, *_moving(kl), *paper]
-    cautions = (*kl.cautions(), *_not_measured(kl), *(() if taught is None else taught.cautions()))
+    wide = [] if kl.kl_reference_length else [wide_clip(kl, setting.length)]  # the length is that of the explanation
+    theirs = () if taught is None else taught.cautions()
+    cautions = tuple(dict.fromkeys(filter(None, (*kl.cautions(), *wide, *_not_measured(kl), *theirs))))
     return Explanation(name=name, verdict=" ".join(verdicts), lines=tuple(lines), cautions=cautions)
 
 
@@ -281,7 +284,7 @@ def _not_measured(kl: KLConfig) -> list[str]:
 def _clip(kl: KLConfig, gate: ClipFacts, setting: Setting) -> str:
     clip = describe_clip(kl, length=kl.kl_reference_length or setting.length)
     budget = f" = {gate.budget:g} nats per completion" if kl.use_per_token_kl_threshold else ""
-    at = ", ".join(f"{100 * factor:.0f} % at {size:g}" for size, factor in gate.at.items())
+    at = ", ".join(f"{100 * factor:.3g} % at {size:g}" for size, factor in gate.at.items())
     return f"{clip}{budget}; gate open by KL in budgets: {at}"
 
 

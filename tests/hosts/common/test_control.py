@@ -223,6 +223,18 @@ def test_the_reference_length_is_logged_where_a_clip_may_need_it() -> None:
     assert "kl/reference_length" not in unclipped.metrics(price, None)
 
 
+def test_a_soft_clip_that_is_too_wide_for_the_length_that_was_measured_is_warned_of_then() -> None:
+    """At 2.4 tokens a budget of .5 nats per token is 1.2 nats, and at a KL of 0 a soft clip passes 23 % of the pull."""
+    control = KLControl(KLConfig(kl_clip_method="soft", kl_clip_threshold=0.5))
+    with pytest.warns(KLWarning, match=r"length is 2.4 tokens.* budget of 1.2 nats: the soft clip passes 23 % of"):
+        control.take_length(2.4)
+    assert control.reference_length == 2.4
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        control.take_length(20.0)
+        KLControl(KLConfig(kl_clip_method="hard", kl_clip_threshold=0.5)).take_length(2.4)
+
+
 def test_it_lands_where_the_optimum_of_the_rewards_has_the_target() -> None:
     """Against the optimum itself, ref exp(reward / price), where a second order would not do."""
     rewards = torch.tensor([[0.0, 0, 0.4, 1, 1], [0.2, 0.9, 0.9, 0.3, 0.1]], dtype=torch.float64)

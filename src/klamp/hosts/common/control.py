@@ -19,6 +19,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from klamp.config import KLConfig
 from klamp.config.loss import Price, price_at_distance
+from klamp.config.rules import wide_clip
 from klamp.core.arguments import check_instance, describe, is_finite_number
 from klamp.core.controllers import FixedController, HoldController, kl_schedule_factor
 from klamp.errors import ConfigError, KLWarning, NonFiniteError, RunFolderError
@@ -181,6 +182,12 @@ class KLControl:
         if self.kl.kl_reference_length is not None:
             return [self.kl.kl_reference_length] * len(column)
         return [self.reference_length if length is None else length for length in column]
+
+    def take_length(self, length: float) -> None:
+        """Keep the reference length that was measured, in tokens; warn where it is short for a soft clip."""
+        self.reference_length = length
+        if text := wide_clip(self.kl, length):
+            warnings.warn(f"The reference length is {length:.4g} tokens. {text}", KLWarning, stacklevel=2)
 
     def metrics(self, price: Price, spread: float | None) -> dict[str, float]:
         """What there is to log of it: see `beta_metrics`; the reference length where a clip may need one."""

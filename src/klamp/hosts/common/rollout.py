@@ -172,7 +172,7 @@ def reference_lengths(generation: Generation, control: KLControl) -> Tensor:
     column = [row.get(LENGTH_COLUMN) for row in generation.rows]
     unknown = torch.tensor(float(control.reference_lengths(column).count(None))).to(generation.lengths.device)
     if float(generation.accelerator.reduce(unknown, reduction="sum")) > 0:
-        control.reference_length = _measured(generation)
+        control.take_length(_measured(generation))
     return torch.tensor(control.reference_lengths(column), dtype=torch.float32, device=generation.lengths.device)
 
 

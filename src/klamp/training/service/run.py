@@ -211,7 +211,7 @@ def measure_length(context: Context) -> None:
     reference = context.reference
     if isinstance(reference, TinkerReference) and needs_reference_length(context):
         rows = reference.answers(context, context.task.train[:LENGTH_PROMPTS], temperature=1.0)
-        context.control.reference_length = sum(map(len, rows)) / len(rows)
+        context.control.take_length(sum(map(len, rows)) / len(rows))
 
 
 def _training_client(connection: Connection, config: TrainConfig, folder: Path) -> Any:
