@@ -72,6 +72,9 @@ def test_arms_are_named_by_what_differs_and_seeds_are_no_difference(tmp_path) ->
     assert [each.run.name for each in found] == ["beta-0_seed-0", "beta-0.01_seed-0", "beta-0.01_seed-4"]
     assert [each.run.arm.values for each in found] == [{"beta": 0.0}, {"beta": 0.01}, {"beta": 0.01}]
     assert {each.run.kl_prompts for each in found} == {7}
+    held = as_runs([given[1], finished_run(tmp_path / "d", beta=0.05, target_kl=0.1)])
+    names = [each.run.arm.name for each in held]
+    assert names[0].startswith("beta=0.01 ") and names[1].startswith("beta from 0.05 "), "which the target moves"
     seeds = as_runs(given[1:])
     assert [each.run.arm.name for each in seeds] == ["base", "base"]
 

@@ -59,6 +59,7 @@ def test_a_run_leaves_its_files_and_its_outcome(run, tmp_path) -> None:
     assert outcome.numbers.keys() == NUMBERS
     assert numbers_of(outcome) == {
         **measure(run.config, own),
+        "beta": summary["final_metrics"]["beta"],
         "price": summary["final_metrics"]["beta/price"],
     }
     steps = [row for row in rows if "reward" in row]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,13 @@ BETAS = [{"beta": 0.0}, {"beta": 0.001}, {"beta": 0.01}, {"beta": 0.1}]
 def two(**changes: Any) -> list[Outcome]:
     """A run each at two betas."""
     return [outcome(f"{beta}", values={"beta": beta}, **changes) for beta in (0.0, 0.1)]
+
+
+@pytest.mark.parametrize(("ended", "label"), [(0.1, "beta"), (0.5, "beta, as configured")])
+def test_an_axis_of_betas_that_moved_says_that_it_is_where_they_began(ended: float, label: str) -> None:
+    runs = [outcome(f"beta={b}", values={"beta": b}, numbers={"kl/reverse": 0.1, "beta": b}) for b in (0.0, 0.1)]
+    figure = draw_sweep([runs[0], replace(runs[1], numbers={"kl/reverse": 0.1, "beta": ended})])
+    assert figure is not None and {axes.get_xlabel() for axes in figure.axes} == {label}
 
 
 HARD = {

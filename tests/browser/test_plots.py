@@ -321,6 +321,24 @@ def test_scores_under_the_cursor_are_written_as_in_the_tiles(tmp_path: Path, ope
     assert [values[0] for values in readout(figure).values()] == ["74.6", "100.0"]
 
 
+def test_a_score_of_996_after_100_is_no_cliff_on_any_axis(tmp_path: Path, open_page: Open) -> None:
+    """Where both ends of a scale are known the axis has them: in powers of ten, and in a range that is zoomed to."""
+    scores = [(step, {"a": 1.0 if step < 30 else 0.996}) for step in range(0, 60, 2)]
+    page = open_page(write(tmp_path / "scores.html", run_of(reward=[0.5] * 60, scores=scores)))
+    figure = chart(page, "Skills on held-out prompts")
+
+    def fall() -> float:
+        heights = [y for _, y in curves(figure)[0]]
+        return (max(heights) - min(heights)) / (BOTTOM - TOP)
+
+    assert 0 < fall() < 0.01
+    figure.get_by_role("button", name="logarithmic axis").click()
+    assert 0 < fall() < 0.02
+    figure.get_by_role("button", name="logarithmic axis").click()
+    drag(page, figure, 0.3, 0.8)
+    assert 0 < fall() < 0.01
+
+
 def test_seeds_that_agree_have_no_range(tmp_path: Path, open_page: Open) -> None:
     runs = [run_of(name=f"a_seed-{n}", beta=[0.0, 0.1, 0.1 * n], details={"group": "a"}) for n in (1, 2)]
     page = open_page(write(tmp_path / "agree.html", *runs))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -218,6 +219,10 @@ def test_the_lines_of_the_tutorial() -> None:
     lines = summary_lines(summarise(sweep([{"beta": 0.0}, {"beta": 0.1}], seeds=2)))
     assert [line.partition(":")[0] for line in lines] == ["beta=0.0", "beta=0.1"]
     assert all(", KL=" in line and line.count("%") == 2 for line in lines)
+    held, moved = sweep([{"beta": 0.01}, {"beta": 0.02}], seeds=1)
+    found = [replace(each, numbers={**each.numbers, "beta": b}) for each, b in ((held, 0.01), (moved, 0.572))]
+    ended = summary_lines(summarise(found))
+    assert ["at the end" in line for line in ended] == [False, True] and ended[1].endswith("beta=0.572 at the end")
 
 
 @pytest.mark.parametrize(

@@ -97,10 +97,12 @@ def run_of(
     scores: Sequence[tuple[int, dict[str, float]]] = (),
     settings: RunSettings | None = None,
     details: dict[str, Any] | None = None,
+    source: str = "klamp run",
     **curves: Sequence[float],
 ) -> ReportRun:
     """A run with these curves, completions and evaluations."""
     history = history_of(settings=settings, **curves)
+    history.source = source
     history.add_completions(completions)
     history.evaluations = [Row(step=step, metrics=metrics) for step, metrics in scores]
     return ReportRun(name=name, path=f"runs/{name}", diagnosis=examine(history), **details or {})

@@ -42,10 +42,17 @@ def test_a_question_stands_beside_what_was_answered_first_and_last() -> None:
         )
     )
     assert made.one("table").rows() == [
-        ["question", "before", "after"],
+        ["question", "before", "after step 9"],
         ["1+1=addition", "3score 0.0", "2score 100.0"],
         ["rev abcd=reversal", "dcbascore 100.0", "dcbscore 0.0"],
     ]
+
+
+def test_a_run_that_was_evaluated_once_has_answered_nothing_after_that() -> None:
+    made = section(run_with("a", answer(0, "3")))
+    assert made.one("table").rows() == [["question", "before", "after"], ["1+1=addition", "3score 0.0", "–"]]
+    late = section(run_with("a", answer(20, "3"), answer(40, "2")))
+    assert late.one("table").rows()[0] == ["question", "after step 20", "after step 40"]
 
 
 def test_several_runs_stand_side_by_side_after_what_the_first_answered_before() -> None:
@@ -64,7 +71,7 @@ def test_what_the_teacher_answers_is_a_column_more_and_text() -> None:
     taught = [answer(0, "3"), answer(9, "4"), replace(answer(9, TAG, score=1.0), who="teacher")]
     made = section(run_with("a", *taught))
     assert made.one("table").rows() == [
-        ["question", "before", "after", "teacher"],
+        ["question", "before", "after step 9", "teacher"],
         ["1+1=addition", "3score 0.0", "4score 0.0", f"{TAG}score 100.0"],
     ]
     assert not made.all("script") and "The teacher's are its own" in made.text
@@ -76,7 +83,7 @@ def test_what_the_teacher_answers_is_a_column_more_and_text() -> None:
 def test_a_teacher_at_a_url_has_no_column_and_that_is_said() -> None:
     run = run_with("a", answer(0, "3"), answer(9, "4"))
     made = section(replace(run, config={"teacher_url": "http://host:8000"}))
-    assert made.one("table").rows()[0] == ["question", "before", "after"] == section(run).one("table").rows()[0]
+    assert made.one("table").rows()[0] == ["question", "before", "after step 9"] == section(run).one("table").rows()[0]
     assert "A teacher at a URL only scores" in made.text and "teacher" not in section(run).text
 
 

@@ -74,6 +74,18 @@ def test_alarms_and_no_notes_are_marked_where_their_metrics_are() -> None:
     assert [chart.marks for chart in charts([run], numbered([run]))] == [[]]
 
 
+def test_which_estimate_of_the_kl_is_further_from_the_exact_one_is_computed() -> None:
+    near, far = [0.0, 0.3, 0.2], [0.0, 0.0, 0.5]
+
+    def text(**curves: list[float]) -> str:
+        run = run_of(**curves)
+        return next(each for each in charts([run], numbered([run])) if each.name == "chart-kl").text
+
+    assert "square over steps: k3 0.26, k1 0.082." in text(k1=near, k3=far, exact=[0.0, 0.2, 0.1])
+    assert "square over steps: k3 0.082, k1 0.26." in text(k1=far, k3=near, exact=[0.0, 0.2, 0.1])
+    assert "Distance" not in text(k1=near, k3=far) and "Distance" not in text(k1=near, exact=[math.nan, 0.2, math.nan])
+
+
 def test_several_runs_have_a_chart_per_metric_and_a_curve_per_run() -> None:
     runs = [run_of(name="a", k1=[0.1], k3=[0.2]), run_of(name="b", k3=[0.3, 0.4]), run_of(name="c", reward=[1.0])]
     found = {chart.title: [(s.label, s.slot, s.points) for s in chart.series] for chart in charts(runs, {})}

@@ -47,8 +47,17 @@ def test_skills_before_and_after() -> None:
     }
     half = run_of(scores=scores[:1], settings=settings)
     assert said(headlines(half, ["addition"], POINTS)) == {
-        "addition, trained": ("50.0", "points of 100", "not evaluated after training"),
+        "addition, trained": ("50.0", "points of 100", "not evaluated later"),
     }
+    over = {each.label: each.over for each in headlines(half, ["addition"], POINTS)}
+    assert over == {"addition, trained": "before training"}
+    late = run_of(scores=[(20, {"a": 0.5})], reward=[0.1] * 37)
+    (found,) = [each for each in headlines(late, ["a"], POINTS) if each.label == "a"]
+    assert (found.over, found.detail) == ("evaluation after step 20", "not evaluated later"), (
+        "step 37 was not evaluated"
+    )
+    same = run_of(scores=[(20, {"a": 0.5}), (40, {"a": 0.5})])
+    assert said(headlines(same, ["a"], POINTS))["a"][2] == "as at the first", "nobody knows what was before training"
 
 
 def test_side_by_side() -> None:
@@ -90,7 +99,7 @@ def test_every_number_says_what_it_is_the_mean_of() -> None:
         "Reward": "mean of last 5 steps",
         "KL (k3)": "mean of last 2 steps",
         "beta": "last step",
-        "a": "last evaluation",
+        "a": "evaluation after step 9",
     }
     first = parse(tiles(run)).all(of="tile")[0]
     assert (first.one("dt").text, first.one(of="big").text) == ("Reward", "0.1")
@@ -115,6 +124,10 @@ def test_scores_are_points_where_they_lie_between_0_and_1_in_every_evaluation() 
     raw = ScoreFormat.of([run_of(scores=[(0, {"a": 0.5}), (9, {"a": 1.5})])])
     assert (raw.write(1.5), raw.change(0.5, 1.5), raw.write(None), raw.change(None, 1.0)) == ("1.5", "+1", "–", "–")
     assert ScoreFormat.of([run_of(scores=[(0, {"a": 0.5})])]).points
+    trl = run_of(scores=[(10, {"reward": 0.216, "length/reward_correlation": 0.289})], source="TRL trainer state")
+    tile = said(headlines(trl, ["reward"], ScoreFormat.of([trl])))["reward"]
+    assert tile[:2] == ("0.216", "score"), "as the reward of the steps beside it; a correlation is no share"
+    assert not ScoreFormat.of([trl, run_of(scores=[(0, {"a": 0.5})])]).points
     plain = ScoreFormat.of([run_of(scores=[(0, {"a": 0.5})]), run_of(scores=[(5, {"b": -1.0})])])
     formats = (ScoreFormat(points=True), plain)
     assert [each.scaled(0.996) for each in formats] == pytest.approx([99.6, 0.996])

@@ -62,7 +62,9 @@ def as_runs(given: Sequence[tuple[Path, TrainConfig]], *, kl_prompts: int = KL_P
     found: list[Compared] = []
     for (folder, config), values in zip(given, flat, strict=True):
         own = {name: values[name] for name in names}
-        arm = Arm(name=" ".join(f"{name}={shown(value)}" for name, value in own.items()) or "base", values=own)
+        moved = ("beta",) if config.kl.controller_name != "fixed" else ()  # only where it started is configured
+        words = (f"{name}{' from ' if name in moved else '='}{shown(value)}" for name, value in own.items())
+        arm = Arm(name=" ".join(words) or "base", values=own)
         seed = config.run.seed
         run = Run(name=f"{folder_name(arm.name)}_seed-{seed}", arm=arm, seed=seed, config=config, kl_prompts=kl_prompts)
         found.append(Compared(run=run, folder=folder))

@@ -24,6 +24,8 @@ from klamp.training.observers import Observer, RunInfo
 
 log = logging.getLogger(__name__)
 
+LAST = {"beta": "beta", "price": "beta/price"}
+"""Number of an outcome -> the metric of the last step that it is."""
 TOLD = ("reward", "kl/exact", "kl/k3", "length/mean", "beta")
 """The metrics of a step that are reported."""
 
@@ -77,8 +79,7 @@ def outcome_of(
     """
     numbers = measure(run.config, own, measuring, prompts=run.kl_prompts)
     numbers["seconds"] = sum(row.get("speed/step_seconds", 0.0) for row in lines_of(own / METRICS_FILE))
-    if "beta/price" in summary["final_metrics"]:
-        numbers["price"] = summary["final_metrics"]["beta/price"]
+    numbers |= {ours: summary["final_metrics"][name] for ours, name in LAST.items() if name in summary["final_metrics"]}
     return Outcome(
         run=run.name,
         arm=run.arm.name,

@@ -63,8 +63,8 @@ class Outcome:
     after: Mapping[str, float] = field(default_factory=dict)
     """Skill -> greedy score on held-out prompts after training."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Name -> value: what `klamp.ablation.measure` found, the `price` of KL in the last step, and the `seconds` of the
-    training steps, without evaluation, saving and measuring."""
+    """Name -> value: what `klamp.ablation.measure` found, `beta` and the `price` of KL in the last step, and the
+    `seconds` of the training steps, without evaluation, saving and measuring."""
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:
@@ -223,6 +223,7 @@ COLUMNS: tuple[TableColumn, ...] = (
     _number("kl/teacher", "KL(policy‖teacher)", "nats/token", "distance"),
     _number("length", "length", "tokens", "run"),
     _number("entropy", "entropy", "nats/token", "run"),
+    _number("beta", "beta", "last step", "run"),
     _number("price", "price of KL", "reward/nat, per completion", "run"),
     _number("seconds", "wall time", "s", "run"),
 )

@@ -85,6 +85,7 @@ def draw_sweep(outcomes: Sequence[Outcome]) -> Figure | None:
     betas, panels = betas_of({outcome.arm: outcome.values for outcome in done}), _panels(done)
     if not (betas and panels):
         return None
+    held = all(outcome.numbers.get("beta", betas[outcome.arm]) == betas[outcome.arm] for outcome in done)
     figure = new_figure(4.3 * len(panels), 4.0)
     grid = figure.subplots(1, len(panels), squeeze=False)[0]
     for axes, panel in zip(grid, panels, strict=True):
@@ -100,7 +101,7 @@ def draw_sweep(outcomes: Sequence[Outcome]) -> Figure | None:
         scale(axes, "y", every)
         if panel.start is not None:
             _draw_start(axes, panel.start)
-        tidy(axes, x="beta", y=panel.unit, title=panel.title)
+        tidy(axes, x="beta" if held else "beta, as configured", y=panel.unit, title=panel.title)
         if len(panel.columns) > 1:
             axes.legend(fontsize=SMALL, framealpha=0.8, edgecolor="none")
     return figure

@@ -157,7 +157,9 @@ def summary_lines(table: Table) -> list[str]:
     for row in table.rows:
         means = {word: row.cells[name].mean for word, name in IN_A_LINE.items() if name in row.cells}
         texts = (f"{w}={f'{x:.1%}' if w != 'KL' and 0 <= x <= 1 else number(x)}" for w, x in means.items())
-        lines += [f"{row.arm}: {', '.join(texts)}"] if means else []
+        beta, ended = row.values.get("beta"), row.cells.get("beta")
+        moved = [f"beta={number(ended.mean)} at the end"] if ended and beta is not None and ended.mean != beta else []
+        lines += [f"{row.arm}: {', '.join((*texts, *moved))}"] if means else []
     return lines
 
 

@@ -59,7 +59,8 @@ PLANS: tuple[ChartPlan, ...] = (
         name="kl",
         title="KL to the reference",
         unit="nats/token",
-        text="Estimates of one KL(policy‖ref): exact has no noise, k1 has most of it. Forward is KL(ref‖policy).",
+        text="Estimates of one KL(policy‖ref): k1 and k3 by the tokens that were drawn, exact over the vocabulary at "
+        "their prefixes. Forward is KL(ref‖policy) there.",
         curves={"kl/exact": "exact", "kl/k3": "k3", "kl/k1": "k1", "kl/exact_forward": "exact forward"},
     ),
     ChartPlan(
@@ -86,14 +87,14 @@ PLANS: tuple[ChartPlan, ...] = (
         name="retention",
         title="Skills on held-out prompts",
         unit="score",
-        text="What is trained, and what should be kept.",
+        text="Scores of each evaluation.",
         curves={},
     ),
     ChartPlan(
         name="beta",
         title="beta",
         unit="reward/nat",
-        text="Coefficient of each KL in force, per token.",
+        text="Coefficient of each KL in force.",
         curves={"beta": "beta", "teacher/coef": "teacher_coef"},
     ),
     ChartPlan(
@@ -107,7 +108,7 @@ PLANS: tuple[ChartPlan, ...] = (
         name="shares",
         title="Cut and saturated",
         unit="share",
-        text="Completions cut at the length limit; groups whose rewards are all equal, which teach nothing.",
+        text="Completions cut at the length limit; groups whose rewards are all equal: nothing to learn from a reward.",
         curves={"length/truncated": "cut", "groups/saturated": "saturated"},
         include=(0.0, 1.0),
     ),
@@ -122,7 +123,7 @@ PLANS: tuple[ChartPlan, ...] = (
         name="sampler",
         title="Sampler against trainer",
         unit="nats/token",
-        text="Sampler and trainer hold the same weights, so they should agree; up to about 0.002 is healthy.",
+        text="With the same weights and the same distribution they agree but for arithmetic, up to about 0.002.",
         curves={"sampler/k3": "k3", "sampler/k1": "k1", "sampler/abs": "|difference|"},
     ),
     ChartPlan(
@@ -211,13 +212,25 @@ def _alone(run: ReportRun, numbers: Mapping[str, int]) -> Iterator[Chart]:
                 name=f"chart-{plan.name}",
                 title=plan.title,
                 unit=plan.unit,
-                text=plan.text,
+                text=plan.text + (_scatter(run) if plan.name == "kl" else ""),
                 series=series,
                 lines=levels_of(run, plan.name),
                 marks=_marks(run, plan, numbers),
                 include=plan.include,
                 decimals=plan.decimals,
             )
+
+
+def _scatter(run: ReportRun) -> str:
+    """How far each estimate was from the exact KL, over the steps that have both."""
+    exact, said = run.curve("kl/exact"), list[str]()
+    for name in ("k3", "k1"):
+        curve = run.curve(f"kl/{name}")
+        steps = [step for step in curve if math.isfinite(curve[step]) and math.isfinite(exact.get(step, math.nan))]
+        if len(steps) > 1:
+            size = math.dist([curve[step] for step in steps], [exact[step] for step in steps]) / math.sqrt(len(steps))
+            said.append(f"{name} {short(size, digits=2)}")
+    return f" Distance to exact, root mean square over steps: {', '.join(said)}." if said else ""
 
 
 def _overlaid(runs: Sequence[ReportRun]) -> Iterator[Chart]:

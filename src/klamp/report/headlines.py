@@ -106,17 +106,18 @@ def _after(value: float | None, label: str, unit: str) -> Headline | None:
 
 
 def _skill(run: ReportRun, name: str, scores: ScoreFormat) -> Headline | None:
-    values = list(run.curve(f"eval/{name}").values())
-    if not values:
+    curve = run.curve(f"eval/{name}")
+    if not curve:
         return None
+    values, steps = list(curve.values()), [short(step, digits=9) for step in curve]
+    started = steps[0] == "0"
     trained = run.history.settings.rl_skill
     role = "" if trained is None else (", trained" if name == trained else ", kept")
     before, after = values[0], values[-1]
-    detail, over = "not evaluated after training", "before training"
-    if len(values) > 1:
-        change = scores.change(before, after)
-        detail = f"from {scores.write(before)} ({change})" if round(after - before, 6) else "as before training"
-        over = "last evaluation"
+    over = "before training" if started and len(values) == 1 else f"evaluation after step {steps[-1]}"
+    detail = "not evaluated later" if len(values) == 1 else "as before training" if started else "as at the first"
+    if round(after - before, 6):
+        detail = f"from {scores.write(before)} ({scores.change(before, after)})"
     return Headline(label=f"{name}{role}", value=scores.write(after), unit=scores.unit, detail=detail, over=over)
 
 

@@ -197,7 +197,7 @@ def answer_section(runs: Sequence[ReportRun]) -> Html:
         return element("p", "No answers of an evaluation were written.", class_="missing")
     scores = ScoreFormat.of(runs)
     before = answers_of(first.history.answers, "first")
-    after = [answers_of(run.history.answers, "last") for run in runs]
+    after = [_later(run) for run in runs]
     taught = _teachers(runs)
     rows = [
         (
@@ -207,15 +207,25 @@ def answer_section(runs: Sequence[ReportRun]) -> Html:
         )
         for skill, question in list(before)[:MOST]
     ]
-    headings = ("question", "before", *(run.name if len(runs) > 1 else "after" for run in runs), *taught)
+    began = next(iter(before.values())).step if before else 0
+    ended = f"after step {max(each.step for each in after[0].values())}" if after[0] else "after"
+    asked = f"after step {began}" if began else "before"
+    headings = ("question", asked, *(run.name if len(runs) > 1 else ended for run in runs), *taught)
     unit = f" ({scores.unit})" if scores.points else ""
-    text = f"Greedy answers to held-out prompts, with their scores{unit}; before training, and at the last evaluation."
+    text = f"Greedy answers to held-out prompts, with their scores{unit}; at the first evaluation, and at the last one."
     if taught:
         text += " The teacher's are its own, after the last step, to the prompt that it sees."
     if any(run.config.get("teacher_url") for run in runs):
         text += " A teacher at a URL only scores: it is not asked for answers."
     table = plain_table(headings, rows, caption="answers before and after training", classes="answers")
     return join([element("p", text, class_="aside"), table])
+
+
+def _later(run: ReportRun) -> dict[Question, Answer]:
+    """What the policy answered at the last evaluation; nothing where that is the first one, too."""
+    found = answers_of(run.history.answers, "last")
+    first = answers_of(run.history.answers, "first")
+    return {question: each for question, each in found.items() if each not in first.values()}
 
 
 def _teachers(runs: Sequence[ReportRun]) -> dict[str, dict[Question, Answer]]:

@@ -11,6 +11,9 @@ from klamp.diagnostics.doctor import Diagnosis
 from klamp.diagnostics.history import History
 from klamp.report.text import MINUS, MISSING, Read, reader, rounded
 
+OURS = "klamp run"
+"""The source of a run of klamp, whose scores are those of its tasks."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class ReportRun:
@@ -83,8 +86,9 @@ class ScoreFormat:
 
     @classmethod
     def of(cls, runs: Sequence[ReportRun]) -> ScoreFormat:
-        """The way that fits all scores of these runs."""
-        return cls.fitting(*(row.metrics for run in runs for row in run.history.evaluations))
+        """The way that fits all scores of these runs; what another trainer evaluates may be no share of anything."""
+        ours = all(run.history.source == OURS for run in runs)
+        return cls(ours and cls.fitting(*(row.metrics for run in runs for row in run.history.evaluations)).points)
 
     @classmethod
     def fitting(cls, *scores: Mapping[str, float]) -> ScoreFormat:

@@ -115,7 +115,7 @@
       const heights = shown.flatMap((each) => [...each.raw, ...each.low, ...each.high]).map((point) => point[1]);
       const isWhole = state.from === null;
       const y = plot.axis([...heights, ...(isWhole ? data.lines.flat().filter((level) => level !== null) : [])], {
-        include: isWhole ? data.include : [], log: state.log, knee,
+        include: isWhole || data.include.length > 1 ? data.include : [], log: state.log, knee,
       });
       const down = (value) => box.height - box.foot - (box.height - box.foot - box.top) * y.place(value);
       const keep = Array.from(svg.children).filter((child) => child.matches("title, desc"));

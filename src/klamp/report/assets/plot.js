@@ -54,7 +54,8 @@ const plot = (() => {
     const finite = values.filter(Number.isFinite).map((value) => Math.min(Math.max(value, -1e100), 1e100));
     const sizes = finite.filter((value) => value !== 0).map(Math.abs);
     const bend = log && sizes.length ? knee ?? least(finite, sizes) : null;
-    const shown = [...finite, ...(bend === null || finite.length === 0 ? include : [])];
+    const isScale = include.length > 1; // both of its ends: less of it would draw 99.6 after 100 as a cliff
+    const shown = [...finite, ...(bend === null || isScale || finite.length === 0 ? include : [])];
     let low = Math.min(...(shown.length ? shown : [0])), high = Math.max(...(shown.length ? shown : [1]));
     const there = (value) => (bend === null ? value : Math.asinh(value / bend));
     const back = (place) => (bend === null ? place : Math.sinh(place) * bend);
