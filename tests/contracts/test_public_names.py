@@ -170,7 +170,7 @@ HOST_SIGNATURES = {
     },
     "klamp.verl": {
         "effective": "(config)",
-        "overrides": "(kl)",
+        "overrides": "(kl, teacher=None)",
         "register": "()",
     },
 }

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from klamp.errors import UnsupportedVersion
-from klamp.hosts.verl.fields_in_verl import IMPORTED
+from klamp.hosts.verl.overrides import IMPORTED
 
 MODULE = "klamp.verl.registered"
 

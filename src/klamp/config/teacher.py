@@ -138,6 +138,11 @@ class TeacherConfig:
         return any(given) or self.teacher_kind in OF_THE_POLICY
 
     @property
+    def models(self) -> dict[str, str]:
+        """Key -> model of each teacher that is a model; the key of a single one is empty."""
+        return dict(each.split("=", 1) for each in self.teacher_models) or {"": self.teacher_model or ""}
+
+    @property
     def there(self) -> bool:
         """Whether a KL to a teacher is asked for; without it none is loaded and none is scored."""
         return self.teacher_coef > 0 and self.named
@@ -251,10 +256,10 @@ def _what(c: TeacherConfig) -> list[Refusal]:
             "this machine (teacher_model)",
         ),
         Refusal(
-            topk and c.teacher_tail == "none" and c.teacher_top_k == 0,
-            "a head of no tokens without a tail is no KL",
-            got="teacher_top_k=0, teacher_tail='none'",
-            why="nothing is left of the sum",
+            topk and c.teacher_tail != "sampled" and c.teacher_top_k == 0,
+            "a head of no tokens without a sampled tail is no KL",
+            got=f"teacher_top_k=0, teacher_tail={c.teacher_tail!r}",
+            why="nothing of the two models is left in the sum",
             fix="leave teacher_tail='sampled'",
         ),
     ]

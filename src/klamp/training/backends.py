@@ -14,7 +14,9 @@ from klamp.config import LOSS_TYPES, KLConfig, LossConfig
 from klamp.config.loss import kl_reduction
 from klamp.errors import Refusal, refuse
 from klamp.hosts.common.kl_fields import host_refusals
-from klamp.hosts.verl.fields_in_verl import verl_refusals as of_verl_s_hooks
+from klamp.hosts.verl.overrides import verl_refusals as of_verl_s_hooks
+from klamp.hosts.verl.teacher import teacher_refusals
+from klamp.tasks.base import NO_REWARD
 from klamp.training.config import Backend, TrainConfig
 from klamp.training.folders import policy_folder
 from klamp.training.observers import Observer, RunSummary
@@ -77,7 +79,7 @@ def _anchors_elsewhere(config: TrainConfig) -> list[Refusal]:
     why = "klamp scores it in its own loop"
     return [
         Refusal(
-            elsewhere and config.teacher.named,
+            elsewhere and backend != "verl" and config.teacher.named,
             f"backend={backend!r} has no teacher of klamp's",
             got=f"teacher_kind={config.teacher.kind!r}",
             why=why,
@@ -255,6 +257,27 @@ VERL = {
 }
 
 
+def _verl_teacher(config: TrainConfig) -> list[Refusal]:
+    """What verl cannot do with a teacher, and with a teacher alone."""
+    silent = config.task.reward == NO_REWARD
+    cannot = partial(Refusal, what="backend='verl' cannot do this")
+    return [
+        *teacher_refusals(config.teacher),
+        cannot(
+            config.teacher.there and config.rollout.temperature != 1,
+            got=f"temperature={config.rollout.temperature:g} with a teacher",
+            why="its teacher's engine scores at temperature 1, whatever the policy is sampled and scored at",
+            fix="set temperature=1",
+        ),
+        cannot(
+            silent and config.kl.needs_reference,
+            got=f"reward={NO_REWARD!r}, beta={config.kl.beta:g}, kl_monitor={config.kl.kl_monitor}",
+            why="where it trains without rewards it leaves out its policy loss, and the KL to the reference with it",
+            fix="set beta=0, or name a reward",
+        ),
+    ]
+
+
 def verl_refusals(config: TrainConfig) -> list[Refusal]:
     """What verl cannot do."""
     loss, rollout, optim, run = config.loss, config.rollout, config.optim, config.run
@@ -263,6 +286,7 @@ def verl_refusals(config: TrainConfig) -> list[Refusal]:
     cannot = partial(Refusal, what="backend='verl' cannot do this")
     return [
         *of_verl_s_hooks(config.kl),
+        *_verl_teacher(config),
         *refused(config, VERL),
         _no_exact_kl(config, "verl's workers give the log-probabilities of the sampled tokens alone"),
         cannot(

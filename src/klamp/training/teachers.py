@@ -231,7 +231,7 @@ def load_teachers(
     if not kl.there:
         return None
     prompts = teacher_prompts(config, task, tokenizer)
-    models = dict(each.split("=", 1) for each in kl.teacher_models) or {"": kl.teacher_model or ""}
+    models = kl.models
     check_keys(config, task, models)
     if kl.kind == "remote":
         seen = [replace(e, prompt=prompts.get(e.prompt, e.prompt)) for e in task.train]
@@ -254,11 +254,11 @@ def _made(
         return MovingReference(copy.deepcopy(policy), decay=decay, reset_steps=every, traits=scorer.traits)
     model = load_model(name, config.model.dtype)
     check_same_vocabulary(model, policy, who="teacher", larger=True)
-    _check_tokens(name, tokenizer)
+    check_tokens(name, tokenizer)
     return FrozenReference(model.to(accelerator.device), name=f"{name}, frozen")  # pyright: ignore[reportArgumentType]
 
 
-def _check_tokens(name: str, ours: PreTrainedTokenizerBase) -> None:
+def check_tokens(name: str, ours: PreTrainedTokenizerBase) -> None:
     """Refuse a teacher whose tokenizer gives other ids to the policy's tokens; warn of another end.
 
     Raises:

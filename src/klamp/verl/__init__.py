@@ -11,7 +11,7 @@ Needs verl>=0.8 (tried up to 0.9) where it trains; `overrides` and `effective` d
 from klamp.hosts.common.effective import Effective, EffectiveTerm
 from klamp.hosts.verl.driver import Driver
 from klamp.hosts.verl.effective_in_verl import effective
-from klamp.hosts.verl.fields_in_verl import overrides
 from klamp.hosts.verl.hooks import register
+from klamp.hosts.verl.overrides import overrides
 
 __all__ = ["Driver", "Effective", "EffectiveTerm", "effective", "overrides", "register"]

@@ -6,12 +6,15 @@ from collections.abc import Iterator
 
 import pytest
 import torch.optim.optimizer as optimizers
+import verl.trainer.distillation.losses as distillation
 import verl.trainer.ppo.core_algos as algorithms
 from verl.workers.utils import losses
 
 from klamp.verl import register
 
 HOOKED = ((algorithms, "kl_penalty"), (algorithms, "get_kl_controller"), (losses, "kl_penalty"), (losses, "ppo_loss"))
+HOOKED += ((distillation, "ppo_loss"),)
+REGISTRIES = ("DISTILLATION_LOSS_REGISTRY", "DISTILLATION_SETTINGS_REGISTRY")
 
 
 @pytest.fixture
@@ -19,6 +22,8 @@ def untouched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Whatever is registered in the test is gone after it."""
     for module, name in HOOKED:
         monkeypatch.setattr(module, name, getattr(module, name))
+    for name in REGISTRIES:
+        monkeypatch.setattr(distillation, name, dict(getattr(distillation, name)))
     of_steps = [optimizers._global_optimizer_pre_hooks, optimizers._global_optimizer_post_hooks]
     before = [dict(hooks) for hooks in of_steps]
     yield

@@ -73,6 +73,18 @@ ARGUMENTS = {
 }
 """What verl has to be told to run without a GPU."""
 
+ENGINE_OF_TEACHER = "distillation.teacher_models.teacher_model.inference"
+TEACHER = {
+    "+ray_kwargs.ray_init.num_gpus": 2,
+    f"{ENGINE_OF_TEACHER}.free_cache_engine": False,
+    f"+{ENGINE_OF_TEACHER}.enable_sleep_mode": False,
+    f"{ENGINE_OF_TEACHER}.gpu_memory_utilization": 0.3,
+    f"{ENGINE_OF_TEACHER}.max_model_len": 32,
+    f"{ENGINE_OF_TEACHER}.max_num_batched_tokens": 512,
+    f"{ENGINE_OF_TEACHER}.max_num_seqs": 32,
+}
+"""What it has to be told besides of a teacher, which has an engine of its own."""
+
 ADOPT_ORPHANS = 36
 """PR_SET_CHILD_SUBREAPER in Linux's prctl.h."""
 

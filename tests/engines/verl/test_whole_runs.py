@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.engines.verl.programs import LIMIT, as_words, started, training, with_engines
+from tests.engines.verl.programs import LIMIT, TEACHER, as_words, started, training, with_engines
 
 from klamp import KLConfig
 from klamp.cli import main
@@ -82,12 +82,17 @@ def controlled(kl: dict[str, Any], rows: Sequence[dict[str, Any]]) -> list[float
 
 @pytest.mark.gate
 def test_a_short_run(tmp_path: Path) -> None:
-    """What every landing asks of the real engine; what a run learns is asked below."""
+    """What every landing asks of the real engine, with a teacher that is the model it begins with.
+
+    Its vLLM, asked in verl's agent loop, and verl's own reference then score every token alike. What a run learns is
+    asked below.
+    """
     folder = tmp_path / "run"
-    rows = run(folder, max_steps=2, beta=0.04)
+    rows = run(folder, max_steps=2, beta=0.04, teacher_model="builtin", teacher_estimator="k3", verl=TEACHER)
     assert abs(rows[0]["kl/k3"]) < 1e-6 < rows[1]["kl/k3"], "the reference is the policy it began with"
     differences = logged(folder, ENGINE)
     assert len(differences) == 2 and max(differences) < SAME, "vLLM follows the actor"
+    assert [row["teacher/kl"] for row in rows] == pytest.approx([row["kl/k3"] for row in rows], abs=SAME)
 
 
 def test_an_ablation_by_two_backends_measures_both_alike(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from klamp.tasks import load_task
 from klamp.tasks.base import Example, Task, TaskConfig
 from klamp.training.in_verl import data as reward
 from klamp.training.in_verl.data import answered, digest, held_out_rows, opening, training_rows, write_data
-from klamp.training.in_verl.overrides import Layout
+from klamp.training.in_verl.overrides import TEACHER, Layout
 from klamp.training.models import load_tokenizer
 from klamp.training.trainer import Trainer
 
@@ -29,6 +29,20 @@ def test_a_step_holds_the_prompts_of_klamps_own_loop(quick, context_of):
             [{"role": "user", "content": example.prompt}] for example in trainer.prompts(step)
         ]
         assert [row["reward_model"]["ground_truth"] for row in part] == [e.answer for e in trainer.prompts(step)]
+
+
+def test_a_prompt_names_its_teacher(quick):
+    task = Task(
+        name="t",
+        train=[Example(prompt=f"p{i}", skill="a", fields={"subject": subject}) for i, subject in enumerate("xy")],
+        evaluation={},
+        rl_skill="a",
+        score=lambda *_: 0.0,
+    )
+    config = quick(teacher_models=("x=one", "y=two"), teacher_key="subject")
+    named = {row["prompt"][0]["content"]: row[TEACHER] for row in training_rows(config, task)}
+    assert named == {"p0": "x", "p1": "y"}
+    assert TEACHER not in next(training_rows(quick(), task))
 
 
 def test_held_out_prompts_of_every_skill_that_is_answered():

@@ -13,12 +13,13 @@ import pytest
 from tests.training.in_trl.test_arguments import SHARED, names_of
 
 from klamp.config import KLConfig, TeacherConfig
-from klamp.hosts.verl.fields_in_verl import CONTROLLER_FIELDS, LOSS_FIELDS, overrides
+from klamp.hosts.verl.fields_in_verl import CONTROLLER_FIELDS, LOSS_FIELDS
+from klamp.hosts.verl.overrides import overrides
 from klamp.tasks.base import TaskConfig
 from klamp.training.backends import TRUST
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl import overrides as module
-from klamp.training.in_verl.overrides import command, model_path, verl_overrides
+from klamp.training.in_verl.overrides import TEACHER, command, model_path, verl_overrides
 
 FOLDER = Path("runs/one")
 K1 = {"kl_estimator": "k1", "kl_horizon": "sequence"}
@@ -174,11 +175,33 @@ def test_a_model_is_found_from_everywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
 
     def path(name: str) -> str:
-        return model_path(TrainConfig.from_flat({"backend": "verl", "model": name}))
+        return model_path(name)
 
     assert path("mine") == str(tmp_path / "mine")
     assert path("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
     assert Path(path("builtin")).is_absolute() and Path(path("smollm2")).name.startswith("smollm2")
+
+
+def test_a_teacher_is_that_of_the_host_with_its_weights_where_they_are(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    monkeypatch.chdir(tmp_path)
+    place = "distillation.teacher_models.teacher_model.model_path"
+    found = values(told(teacher_model="mine", teacher_estimator="k3", teacher_coef=0.3))
+    expected = values(overrides(KLConfig(), TeacherConfig(teacher_model="x", teacher_estimator="k3", teacher_coef=0.3)))
+    assert found[place] == str(tmp_path / "mine")
+    assert all(found[key] == value for key, value in expected.items() if key != place and "distillation" in key)
+    alone = values(told(teacher_model="mine", reward="none", beta=0.0))
+    key = "distillation.distillation_loss.use_task_rewards"
+    assert (found[key], alone[key]) == ("True", "False")
+
+
+def test_several_teachers_are_told_apart_by_a_column_of_klamps(tmp_path):
+    words = told(teacher_models=[f"a={tmp_path}", "b=builtin"], teacher_key="subject")
+    found = values(words)
+    assert found["distillation.teacher_key"] == TEACHER and found["distillation.n_gpus_per_node"] == "2"
+    assert found["distillation.teacher_models.teacher_1.model_path"] == str(tmp_path)
+    assert Path(found["distillation.teacher_models.teacher_2.model_path"]).is_absolute()
+    assert len({word.partition("=")[0].lstrip("+") for word in words}) == len(words)
 
 
 def test_the_command_runs_verls_program():

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 
 import pytest
 from tests.training.conftest import IN_REWARD
 from tests.training.test_trainer import Recorder
 
-from klamp.errors import RunFolderError
+from klamp.errors import DataError, ModelError, RunFolderError
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl.run import LogReader, VerlRun, context_of, metrics_of, scores_of
 from klamp.training.setup import make_accelerator
@@ -155,6 +156,41 @@ def test_the_kl_has_the_name_of_its_estimator_and_the_unit_of_its_average(row, c
     found = metrics_of(row, config_of(**changes))
     about_kl = {name: x for name, x in found.items() if name == "beta" or name.startswith("kl/")}
     assert about_kl == pytest.approx(expected)
+
+
+TAUGHT = ROW | {"actor/distillation/loss": 0.04}
+K3_TAUGHT = {"teacher_estimator": "k3", "loss_type": "dapo", "advantage_baseline": "mean"}
+ALONE = {"reward": "none", "beta": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, {"teacher/k1": 0.04 * 16 / 4, "teacher/coef": 0.5}),
+        (K3_TAUGHT, {"teacher/kl": 0.04, "teacher/coef": 0.5}),
+        (ALONE, {"teacher/k1": 0.04 * 16 / 4 / 0.5, "teacher/coef": 0.5}),
+    ],
+    ids=["k1", "k3, a mean stays a mean", "without a reward it is weighed already"],
+)
+def test_the_kl_to_a_teacher_is_logged_without_its_coefficient(changes, expected):
+    found = metrics_of(TAUGHT, config_of(teacher_model="there", teacher_coef=0.5, **changes))
+    assert {name: x for name, x in found.items() if name.startswith("teacher/")} == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"teacher_model": "nowhere/DIR"}, "nowhere/DIR"),
+        ({"teacher_models": ("a=builtin",), "teacher_key": "who"}, "who"),
+    ],
+    ids=["no such model", "no such column"],
+)
+def test_a_teacher_that_is_not_there_is_refused_before_verl_starts(quick, tmp_path, changes, text):
+    config = quick(**changes)
+    accelerator = make_accelerator(config, tmp_path / "run")
+    with pytest.raises((DataError, ModelError), match=text), ExitStack() as last:
+        VerlRun.build(config, accelerator, tmp_path / "run", [], last)
+    assert not (tmp_path / "run" / "verl").exists()
 
 
 def test_an_evaluation_is_no_step():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from klamp.config.describe import DIVERGENCES, PLACEMENTS, describe_average, describe_controller, describe_price
@@ -14,6 +15,7 @@ from klamp.errors import ConfigError
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.common.versions import told_version
 from klamp.hosts.verl.fields_in_verl import controlled, is_ours, loss_kl, needs_driver, reward_kl
+from klamp.hosts.verl.teacher import has_head, teacher_of
 
 BASELINES: Mapping[str, Baseline] = {"grpo": "mean", "rloo": "leave_one_out"}
 """verl's advantages whose baseline is known here; GRPO's holds the completion's own reward."""
@@ -54,6 +56,7 @@ OWN: Mapping[str, tuple[str, str]] = {
     "low_var_kl": ("k3", f"{DIVERGENCES['forward']}{K3_STOPS}"),
 }
 """verl's own types: (value, gradient as a loss); `klamp audit verl` measures them."""
+WITHOUT_TAIL = "that of the plain sum over these words, which is not 0 at the teacher"
 ALIASES: Mapping[str, str] = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
 AVERAGES: Mapping[str, str] = {
     "token-mean": describe_average("token_mean", over="the mini-batch"),
@@ -92,7 +95,11 @@ def effective(config: Any) -> Effective:
     mode = actor["loss_agg_mode"]
     return Effective(
         host=told_version("verl"),
-        terms=(*([_in_loss(config)] if in_loss else []), *([_in_reward(config)] if in_reward else [])),
+        terms=(
+            *([_in_loss(config)] if in_loss else []),
+            *([_in_reward(config)] if in_reward else []),
+            *([_to_teacher(config["distillation"])] if _distills(config) else []),
+        ),
         normalizer=f"{AVERAGES.get(mode, 'unknown')} (loss_agg_mode={mode})",
         reference=_reference(config["actor_rollout_ref"]["model"])
         if in_loss or in_reward
@@ -138,6 +145,30 @@ def _in_reward(config: Any) -> EffectiveTerm:
     value = _own(name)[0]
     gradient = DIVERGENCES["reverse"] if value == "k1" else "that of no divergence"
     return _of_verl("reward", value, gradient, beta, price, moves)
+
+
+def _distills(config: Any) -> bool:
+    return bool((config.get("distillation") or {}).get("enabled"))
+
+
+def _to_teacher(section: Any) -> EffectiveTerm:
+    options, models = section["distillation_loss"], section["teacher_models"]
+    several = [each["model_path"] for name, each in models.items() if name != "teacher_model"]
+    who = ", ".join(several) or str(models["teacher_model"]["model_path"])
+    name, coefficient = options["loss_mode"], float(options["distillation_loss_coef"])
+    if is_ours(name):
+        teacher = teacher_of(name)
+        taught = replace(teacher, teacher_top_k=int(options["topk"])) if has_head(teacher) else teacher
+        return EffectiveTerm.to_teacher(taught, who=who, coefficient=coefficient)
+    head, shifts = name == "forward_kl_topk", bool(options["use_policy_gradient"])
+    value, gradient = (f"over {options['topk']} of the teacher's words", WITHOUT_TAIL) if head else _own(name)
+    if shifts:
+        gradient = OWN["kl"][1] if head else DIVERGENCES["reverse"] if value == "k1" else "that of no divergence"
+    weight = coefficient if options["use_task_rewards"] else 1.0
+    found = _of_verl("advantage" if shifts else "loss", value, gradient, weight, "that of beta", "fixed")
+    return replace(
+        found, term=f"{found.term}, to the teacher: {who}", gradient=found.gradient.replace("ref", "teacher")
+    )
 
 
 def _price(config: Any, beta: float, placement: Placement) -> str:
@@ -212,5 +243,24 @@ def _notes(config: Any, in_loss: bool, in_reward: bool) -> tuple[str, ...]:
             in_loss and not driven and is_ours(name) and needs_driver(loss_kl(name)),
             "this KL needs ++trainer.checkpoint_callback_class=klamp.verl.Driver, without which it raises",
         ),
+        *(_of_teacher(config, config["distillation"]["distillation_loss"], in_loss) if _distills(config) else ()),
     ]
     return that_apply(rows)
+
+
+def _of_teacher(config: Any, options: Any, in_loss: bool) -> list[tuple[bool, str]]:
+    temperature = float(config["actor_rollout_ref"]["rollout"].get("temperature", 1.0))
+    return [
+        (
+            in_loss and not options["use_task_rewards"],
+            "use_task_rewards is off: verl leaves out its policy loss, and the KL to the reference with it",
+        ),
+        (
+            options["loss_max_clamp"] is not None,
+            f"loss_max_clamp={options['loss_max_clamp']}: past it the KL to the teacher has no gradient",
+        ),
+        (
+            temperature != 1,
+            f"the teacher scores at temperature 1, the policy at rollout.temperature={temperature:g}",
+        ),
+    ]

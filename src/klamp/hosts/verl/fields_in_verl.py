@@ -1,4 +1,4 @@
-"""klamp's fields in verl's configuration: a KL as a name, as overrides of the command line, and what has no place.
+"""klamp's fields in verl's configuration: a KL as a name, and values in the grammar of Hydra.
 
 verl's configuration has room for a text only, so that a KL is written as one: `klamp:kl_gradient=forward`.
 """
@@ -13,8 +13,8 @@ from dataclasses import fields
 from typing import Any
 
 from klamp.config import KLConfig
-from klamp.errors import ConfigError, Refusal, refuse, unknown_name
-from klamp.hosts.common.kl_fields import host_refusals
+from klamp.config.teacher import TeacherConfig
+from klamp.errors import ConfigError, unknown_name
 
 PREFIX = "klamp"
 TERM_FIELDS = ("kl_estimator", "kl_gradient", "kl_horizon", "kl_off_policy", "kl_max_weight", "kl_max_log_ratio")
@@ -37,15 +37,15 @@ def is_ours(name: object) -> bool:
     return isinstance(name, str) and (name == PREFIX or name.startswith(f"{PREFIX}:"))
 
 
-def name_of(kl: KLConfig, places: Iterable[str]) -> str:
+def name_of(kl: KLConfig | TeacherConfig, places: Iterable[str]) -> str:
     """The name for some fields of a KL; fields with their default are left out.
 
     Args:
-        kl: the KL.
+        kl: the KL, to the reference or to a teacher.
         places: the fields that the place can hold.
     """
-    values = {field: getattr(kl, field) for field in places}
-    changed = [f"{field}={value}" for field, value in values.items() if value != getattr(_DEFAULTS, field)]
+    values, defaults = {field: getattr(kl, field) for field in places}, type(kl)
+    changed = [f"{field}={value}" for field, value in values.items() if value != getattr(defaults, field)]
     return f"{PREFIX}:{','.join(changed)}" if changed else PREFIX
 
 
@@ -158,79 +158,3 @@ def _quoted(text: str) -> str:
     """A text between quotes: a quote in it is escaped, and so are backslashes right before a quote or the end."""
     inner = re.sub(r"(\\*)'", r"\1\1\\'", text)
     return "'" + re.sub(r"(\\+)$", r"\1\1", inner) + "'"
-
-
-ACTOR = "actor_rollout_ref.actor"
-IMPORTED = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=klamp.verl.registered"
-"""Has klamp's names registered in every process of verl's."""
-DRIVEN = "++trainer.checkpoint_callback_class=klamp.verl.Driver"
-"""Has klamp's part in verl's trainer made there: see `klamp.hosts.verl.driver`."""
-
-
-def overrides(kl: KLConfig) -> list[str]:
-    """The arguments of `python -m verl.trainer.main_ppo` that give a run this KL, one per element.
-
-    With a KL in the reward they also set `algorithm.norm_adv_by_std_in_grpo=False`: in a group whose rewards are all
-    equal the division by the standard deviation cancels beta, so that every beta > 0 would be the same.
-
-    A KL that needs whole groups, the tokens, or a coefficient that moves is settled in verl's trainer, by
-    `klamp.verl.Driver`, and travels with the batch to the workers' loss: then `kl_loss_type` names it wherever it
-    enters, also in the reward.
-
-    Args:
-        kl: the KL. beta 0 gives a run without one, and without a reference.
-
-    Raises:
-        ConfigError: verl has no place for what is asked for; with the reason.
-
-    Source: the fields: verl's `ppo_trainer.yaml`; the cancelling: docs/which-kl.md, question 4
-    """
-    refuse(verl_refusals(kl))
-    driven = needs_driver(kl)
-    in_reward = kl.needs_reference and kl.kl_placement == "reward" and not driven
-    in_loss = kl.needs_reference and not in_reward
-    found = [f"{ACTOR}.use_kl_loss={in_loss}", f"algorithm.use_kl_in_reward={in_reward}"]
-    if in_loss:
-        name = name_of(kl, LOSS_FIELDS)
-        found += [f"{ACTOR}.kl_loss_coef={kl.beta!r}", f"{ACTOR}.kl_loss_type={written(name)}"]
-    if in_reward:
-        name = name_of(kl, [field for field in TERM_FIELDS if field not in IN_REWARD])
-        found += [f"algorithm.kl_penalty={written(name)}"]
-        found += ["algorithm.kl_ctrl.type=fixed", f"algorithm.kl_ctrl.kl_coef={kl.beta!r}"]
-    if kl.needs_reference and kl.kl_placement == "reward":
-        found.append("algorithm.norm_adv_by_std_in_grpo=False")
-    if kl.needs_reference and driven:
-        found.append(DRIVEN)
-    return [*found, IMPORTED] if kl.needs_reference else found
-
-
-def verl_refusals(kl: KLConfig) -> list[Refusal]:
-    """What no hook of verl can carry, one row for each."""
-    return [
-        *host_refusals(kl, "verl"),
-        Refusal(
-            kl.kl_estimator == "exact",
-            "kl_estimator='exact' cannot be honoured by verl",
-            why="its loss is given the log-probabilities of the sampled tokens alone, and the reference's come from "
-            "another process, which returns those and no logits",
-            fix="use kl_estimator='k3'",
-        ),
-        Refusal(
-            kl.kl_normalizer is not None,
-            f"kl_normalizer={kl.kl_normalizer!r} cannot be honoured by verl",
-            why="its loss_agg_mode averages the policy loss and the KL alike",
-            fix="leave kl_normalizer unset, and set actor_rollout_ref.actor.loss_agg_mode",
-        ),
-        Refusal(
-            kl.reference != "auto",
-            f"reference={kl.reference!r} cannot be honoured by verl",
-            why="it decides itself: the policy without its adapter where lora_rank is set, else a frozen copy",
-            fix="leave reference unset",
-        ),
-        Refusal(
-            kl.reference_dtype is not None,
-            "reference_dtype cannot be honoured by verl",
-            why="its own engine loads the reference",
-            fix="leave reference_dtype unset",
-        ),
-    ]

@@ -26,6 +26,8 @@ from klamp.hosts.common.control import KLControl, check_kl
 from klamp.hosts.common.versions import check_version, out_of_range
 from klamp.hosts.verl.driver import BETA, PER_ROW, PER_TOKEN, RATE
 from klamp.hosts.verl.fields_in_verl import controlled, is_ours, loss_kl, needs_driver, reward_kl
+from klamp.hosts.verl.teacher import LOSSES as DISTILLATION
+from klamp.hosts.verl.teacher import register_losses
 
 LOSSES, ALGORITHMS = "verl.workers.utils.losses", "verl.trainer.ppo.core_algos"
 ARGUMENTS = ("logprob", "ref_logprob", "kl_penalty")
@@ -54,7 +56,8 @@ def register() -> None:
 
     - `actor.kl_loss_type`: the KL in the loss, per token in nats, value and gradient as `kl_penalty`'s of klamp;
     - `algorithm.kl_penalty`: k1, for a KL in the reward;
-    - `algorithm.kl_ctrl.type`: a controller of the KL in the reward, from `kl_coef` towards `target_kl`.
+    - `algorithm.kl_ctrl.type`: a controller of the KL in the reward, from `kl_coef` towards `target_kl`;
+    - `distillation.distillation_loss.loss_mode`: the KL to a teacher, with names of `TeacherConfig`'s fields.
 
     Every other name means what it meant. To be called in every process, before verl's workers are imported:
     `klamp.verl.registered` does so on import. A second call changes nothing.
@@ -76,7 +79,9 @@ def register() -> None:
     losses.kl_penalty = _by_name(losses.kl_penalty, penalty_in_loss)
     algorithms.kl_penalty = _by_name(algorithms.kl_penalty, penalty_in_reward)
     algorithms.get_kl_controller = _controller_by_name(algorithms.get_kl_controller)
-    losses.ppo_loss = _with_batch(losses.ppo_loss)
+    distillation: Any = importlib.import_module(DISTILLATION)
+    distillation.ppo_loss = losses.ppo_loss = _with_batch(losses.ppo_loss)
+    register_losses()
     register_optimizer_step_pre_hook(_lower_rate)
     register_optimizer_step_post_hook(_restore_rate)
 

@@ -21,7 +21,7 @@ from klamp.errors import DataError, RewardError
 from klamp.tasks import load_task
 from klamp.tasks.base import Example, Task, TaskConfig
 from klamp.training.config import TrainConfig
-from klamp.training.in_verl.overrides import Layout
+from klamp.training.in_verl.overrides import TEACHER, Layout
 from klamp.training.models import load_tokenizer
 from klamp.training.sampling import examples_of_run
 
@@ -46,7 +46,9 @@ def write_data(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBa
 def training_rows(config: TrainConfig, task: Task) -> Iterator[dict[str, Any]]:
     """The prompts of all steps, in the order of klamp's own loop."""
     for i in examples_of_run(config, len(task.train)):
-        yield row_of(task.train[i], skill=task.rl_skill, where=TRAIN, number=i)
+        key = config.teacher.teacher_key
+        taught = {TEACHER: str(task.train[i].fields.get(key))} if key else {}
+        yield row_of(task.train[i], skill=task.rl_skill, where=TRAIN, number=i) | taught
 
 
 def held_out_rows(task: Task) -> Iterator[dict[str, Any]]:

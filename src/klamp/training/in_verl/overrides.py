@@ -12,7 +12,10 @@ from typing import Any
 from klamp.config import LossConfig
 from klamp.config.loss import LOSS_TYPES
 from klamp.core.types import Reduction
-from klamp.hosts.verl.fields_in_verl import ACTOR, overrides, written
+from klamp.hosts.verl.fields_in_verl import written
+from klamp.hosts.verl.overrides import ACTOR, overrides
+from klamp.hosts.verl.teacher import DISTILLATION, places
+from klamp.tasks.base import NO_REWARD
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder
 from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
 from klamp.training.config import OptimConfig, TrainConfig
@@ -37,6 +40,8 @@ NO_DUAL_CLIP = 1e9
 
 MODEL, ROLLOUT, REWARD = "actor_rollout_ref.model", "actor_rollout_ref.rollout", "reward.custom_reward_function"
 CHECKPOINT, RESUMED = "actor_rollout_ref.actor.checkpoint", ("model", "optimizer", "extra")
+TEACHER = "klamp_teacher"
+"""The column that holds the key of a prompt's teacher."""
 TOLD = "+ray_kwargs.ray_init.runtime_env.env_vars"
 
 
@@ -98,7 +103,8 @@ def verl_overrides(config: TrainConfig, folder: Path) -> list[str]:
         **_trainer(config, layout),
     }
     mine = [f"{key}={written(value)}" for key, value in values.items()]
-    return _once([*mine, *overrides(config.kl), *_loss(config), *config.run.verl_args])
+    kl = overrides(config.kl, config.teacher)
+    return _once([*mine, *kl, *_loss(config), *_teacher(config), *config.run.verl_args])
 
 
 def command(config: TrainConfig, folder: Path, python: str) -> list[str]:
@@ -112,9 +118,8 @@ def command(config: TrainConfig, folder: Path, python: str) -> list[str]:
     return [python, *PROGRAM, *verl_overrides(config, folder)]
 
 
-def model_path(config: TrainConfig) -> str:
-    """The folder or hub id of the model, as a process elsewhere finds it."""
-    name = config.model.model
+def model_path(name: str) -> str:
+    """The folder or hub id of a model, as a process elsewhere finds it."""
     if name == "builtin":
         return str(base_model_folder(BaseModelConfig()).absolute())
     if name in NAMED_MODELS:
@@ -149,7 +154,7 @@ def _model(config: TrainConfig, layout: Layout) -> dict[str, Any]:
         f"{ROLLOUT}.load_format": "safetensors",  # only the adapter travels to the engine
     }
     return {
-        f"{MODEL}.path": model_path(config),
+        f"{MODEL}.path": model_path(config.model.model),
         f"{MODEL}.tokenizer_path": str(layout.tokenizer),
         f"{MODEL}.custom_chat_template": AS_IT_STANDS,
         f"{MODEL}.enable_gradient_checkpointing": model.gradient_checkpointing,
@@ -263,6 +268,19 @@ def _loss(config: TrainConfig) -> list[str]:
         **({f"{ACTOR}.policy_loss.loss_mode": "cispo"} if loss.surrogate == "cispo" else {}),
     }
     return [f"{key}={written(value)}" for key, value in values.items()]
+
+
+def _teacher(config: TrainConfig) -> list[str]:
+    """Where the teachers' weights are, what a row of the data names its own by, and that there is no other reward."""
+    if not config.teacher.there:
+        return []
+    paths = [model_path(name) for name in config.teacher.models.values()]
+    values = {f"{place}.model_path": path for place, path in zip(places(config.teacher), paths, strict=True)}
+    if config.teacher.teacher_key:
+        values[f"{DISTILLATION}.teacher_key"] = TEACHER
+    words = [f"{key}={written(value)}" for key, value in values.items()]
+    silent = config.task.reward == NO_REWARD
+    return words + [f"{DISTILLATION}.distillation_loss.use_task_rewards=False"] * silent
 
 
 def _advantages(loss: LossConfig) -> dict[str, Any]:

@@ -24,6 +24,7 @@ from klamp.diagnostics.metrics import METRICS
 from klamp.diagnostics.names import evaluations, flat, is_verl_line, translate
 from klamp.errors import KlampError, MissingLibrary, TrainerFailed, UnsupportedVersion
 from klamp.hosts.common.versions import check_version
+from klamp.tasks.base import NO_REWARD
 from klamp.training import checkpoint
 from klamp.training.checkpoint import seal
 from klamp.training.config import TrainConfig
@@ -37,6 +38,7 @@ from klamp.training.observers import Observer, RunInfo, progress_of
 from klamp.training.processes import check_alone
 from klamp.training.run import Interrupt, Training
 from klamp.training.setup import load_prompts
+from klamp.training.teachers import check_keys, check_tokens
 
 FULL = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing")
 """How a line of verl's output says that the disk is full."""
@@ -48,6 +50,7 @@ SCORE_OF = "{skill}/acc/mean@1"
 """verl's name of a skill's score, behind the prefix of an evaluation."""
 
 KL_LOSS, STEP_TIME = "actor/kl_loss", "timing_s/step"
+TEACHER_LOSS = "actor/distillation/loss"
 OURS = "kl/k3"
 """Logged by klamp's driver, where there is one, with everything else about the KL."""
 
@@ -82,6 +85,7 @@ class VerlRun(Training):
     ) -> Self:
         """Load tokenizer and task, and write what verl reads."""
         context = context_of(config, accelerator, folder, observers)
+        check_teachers(context)
         write_data(config, context.task, context.tokenizer, Layout(folder))
         return cls(context, observers)
 
@@ -252,8 +256,8 @@ def context_of(config: TrainConfig, accelerator: Accelerator, folder: Path, obse
     """
     make_ready(config.model.model, progress=progress_of(observers))
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.model)
-    check_weights(model_path(config))
-    longest, settings = describe_folder(model_path(config))
+    check_weights(model_path(config.model.model))
+    longest, settings = describe_folder(model_path(config.model.model))
     return Context(
         config=config,
         output_dir=folder,
@@ -264,6 +268,23 @@ def context_of(config: TrainConfig, accelerator: Accelerator, folder: Path, obse
         stop=ends_with(settings, tokenizer),
         vocabulary=len(tokenizer),
     )
+
+
+def check_teachers(context: Context) -> None:
+    """Refuse teachers that verl could not load, or whose token ids are others.
+
+    Raises:
+        ModelError, DataError: no model, another tokenizer than the policy's, or a prompt whose key names none.
+    """
+    teacher = context.config.teacher
+    if not teacher.there:
+        return
+    check_keys(context.config, context.task, teacher.models)
+    for name in teacher.models.values():
+        make_ready(name)
+        check_weights(model_path(name))
+        describe_folder(model_path(name))
+        check_tokens(name, context.tokenizer)
 
 
 class LogReader:
@@ -314,6 +335,8 @@ def metrics_of(row: Mapping[str, Any], config: TrainConfig) -> dict[str, float]:
         return {}
     if KL_LOSS in row and OURS not in row:
         found |= _kl_in_loss(found.pop("kl/k3"), found, config)
+    if TEACHER_LOSS in row:
+        found |= _to_teacher(row[TEACHER_LOSS], found, config)
     if STEP_TIME in row:
         completions = config.rollout.prompts_per_step * config.rollout.num_generations
         found["speed/step_seconds"] = seconds = float(row[STEP_TIME])
@@ -324,7 +347,20 @@ def metrics_of(row: Mapping[str, Any], config: TrainConfig) -> dict[str, float]:
 
 def _kl_in_loss(logged: float, found: Mapping[str, float], config: TrainConfig) -> dict[str, float]:
     """The KL in the loss, per token, under the name of its estimator where klamp has one."""
-    fixed = LOSS_TYPES[config.loss.loss_type].reduction == "fixed_length"
-    factor = config.rollout.max_completion_length / found["length/mean"] if fixed and found.get("length/mean") else 1.0
     name = f"kl/{config.kl.kl_estimator}"
-    return {name: logged * factor} if name in METRICS else {}
+    return {name: _per_token(logged, found, config)} if name in METRICS else {}
+
+
+def _to_teacher(logged: float, found: Mapping[str, float], config: TrainConfig) -> dict[str, float]:
+    """The KL to the teacher per token; verl weighs it afterwards, but for runs without rewards, where klamp has."""
+    teacher = config.teacher
+    name = "teacher/k1" if teacher.teacher_estimator == "k1" else "teacher/kl"
+    weighed = teacher.teacher_coef if config.task.reward == NO_REWARD else 1.0
+    return {name: _per_token(logged, found, config) / weighed, "teacher/coef": teacher.teacher_coef}
+
+
+def _per_token(logged: float, found: Mapping[str, float], config: TrainConfig) -> float:
+    """What verl averaged as it averages the loss, as a mean over tokens."""
+    fixed = LOSS_TYPES[config.loss.loss_type].reduction == "fixed_length"
+    longest = config.rollout.max_completion_length
+    return logged * (longest / found["length/mean"] if fixed and found.get("length/mean") else 1.0)

@@ -1,0 +1,262 @@
+"""klamp's KL to a teacher through verl's own `distillation_ppo_loss`, called as its engine calls it, from logits."""
+
+from __future__ import annotations
+
+import itertools
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import verl
+from omegaconf import DictConfig
+from tensordict import TensorDict
+from tests.engines.verl.test_overrides import composed
+from torch import Tensor
+from verl.trainer.distillation import losses
+from verl.utils import tensordict_utils
+from verl.utils.config import omega_conf_to_dataclass
+from verl.utils.torch_functional import logprobs_from_logits
+from verl.workers.config import ActorConfig, DistillationConfig
+
+from klamp import KLConfig
+from klamp.config.teacher import TeacherConfig
+from klamp.core.objective import Objective, Weighted, grpo_loss
+from klamp.core.topk import topk_kl
+from klamp.core.types import Batch
+from klamp.errors import ConfigError
+from klamp.hosts.verl.teacher import has_head, named, teacher_name
+from klamp.verl import effective, overrides, register
+
+pytestmark = [pytest.mark.gate, pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")]
+
+PROMPT, LENGTHS, VOCABULARY, HEAD = 2, (4, 1, 3), 9, 4
+BETA, COEF = 0.2, 0.3
+AVERAGES = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum": "sequence_sum"}
+MODEL = "/models/teacher"
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "verl.md"
+OWN = ("kl", "abs", "k2", "k3", "forward_kl_topk")
+
+
+class World:
+    """Completions of some lengths behind prompts of two tokens, the logits of both models, a reference, a sampler."""
+
+    def __init__(self, dtype: torch.dtype, seed: int = 0) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        total = sum(LENGTHS) + PROMPT * len(LENGTHS)
+
+        def normal(*shape: int) -> Tensor:
+            return torch.randn(*shape, generator=generator, dtype=dtype)
+
+        self.student, self.teacher = normal(total, VOCABULARY).requires_grad_(), normal(total, VOCABULARY)
+        self.tokens = torch.randint(VOCABULARY, (total,), generator=generator)
+        self.noise, self.reference = 0.1 * normal(total), -1 - normal(total).abs()
+        self.advantages = normal(len(LENGTHS))
+        self.sizes = [PROMPT + length for length in LENGTHS]
+        self.following = torch.cat([row.roll(-1) for row in self.tokens.split(self.sizes)])
+        self.mask = torch.arange(max(LENGTHS)) < torch.tensor(LENGTHS)[:, None]
+
+    def rows(self, flat: Tensor) -> list[Tensor]:
+        """The tokens of each completion, of what stands one place before its token."""
+        return [row[PROMPT - 1 : -1] for row in flat.split(self.sizes)]
+
+    def padded(self, flat: Tensor) -> Tensor:
+        return torch.nn.utils.rnn.pad_sequence(self.rows(flat), batch_first=True)
+
+    def nested(self, flat: Tensor) -> Tensor:
+        return nested(list(flat.split(self.sizes)))
+
+    def logprobs(self, logits: Tensor) -> Tensor:
+        return logits.log_softmax(-1).gather(-1, self.following[:, None])[:, 0]
+
+    def klamp_loss(self, teacher: TeacherConfig, average: str) -> Tensor:
+        """grpo_loss with a reference and this teacher, from log_softmax of the logits."""
+        policy, said = self.logprobs(self.student), self.logprobs(self.teacher)
+        kl = None
+        if teacher.teacher_estimator == "topk":
+            top = self.teacher.topk(teacher.teacher_top_k, -1).indices
+            ours, theirs = (x.log_softmax(-1).gather(-1, top) for x in (self.student, self.teacher))
+            outside = (top != self.following[:, None]).all(-1)
+            weight = -self.noise if teacher.teacher_off_policy != "none" else None
+            options: Any = {"direction": teacher.teacher_direction, "tail": teacher.teacher_tail, "log_weight": weight}
+            kl = self.padded(topk_kl(ours, theirs, policy, said, outside, **options))
+        batch = Batch(
+            policy_logprobs=self.padded(policy),
+            mask=self.mask,
+            advantages=self.advantages,
+            old_logprobs=self.padded((policy + self.noise).detach()),
+            sampler_logprobs=self.padded((policy + self.noise).detach()),
+            ref_logprobs=self.padded(self.reference),
+            teacher_logprobs=self.padded(said),
+            teacher_kl=kl,
+        )
+        others = (Weighted(COEF, teacher.build_term()),)
+        objective = Objective(reduction=AVERAGES[average], beta=BETA, kl=KLConfig().build_term(), others=others)  # pyright: ignore[reportArgumentType]
+        return grpo_loss(batch, objective).loss
+
+    def verl_loss(
+        self, mode: str, average: str, *, topk: bool, reference: str = "klamp", **changes: Any
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """verl's own loss of the same, whose teacher tells of each token what its engine asks for."""
+        options = {"use_policy_gradient": False, "loss_max_clamp": None, "log_prob_min_clamp": None} | changes
+        options |= {"loss_mode": mode, "topk": HEAD, "distillation_loss_coef": COEF}
+        distilled = DistillationConfig(distillation_loss=losses.DistillationLossConfig(**options))
+        kl = {"use_kl_loss": True, "kl_loss_type": reference, "kl_loss_coef": BETA, "loss_agg_mode": average}
+        actor = ActorConfig(strategy="fsdp2", rollout_n=1, ppo_micro_batch_size_per_gpu=1, clip_ratio_c=1e6, **kl)
+        policy = logprobs_from_logits(self.student, self.following)
+        said = self.teacher.log_softmax(-1)
+        best = said.topk(HEAD, -1).indices if topk else self.following[:, None]
+        data = self.data(said.gather(-1, best), best, policy.detach() + self.noise)
+        output = {"log_probs": self.nested(policy)}
+        if topk:
+            found = losses.distillation_ppo_loss(actor, distilled, data=data, student_logits=self.student[None])
+            output |= {name: self.nested(values[0]) for name, values in found.items()}
+        return losses.distillation_ppo_loss(actor, distilled, model_output=output, data=data)
+
+    def data(self, said: Tensor, ids: Tensor, old: Tensor) -> TensorDict:
+        ends = list(self.tokens.split(self.sizes))
+        columns = {
+            "prompts": nested([row[:PROMPT] for row in ends]),
+            "responses": nested([row[PROMPT:] for row in ends]),
+            "response_mask": nested([torch.ones(length, dtype=torch.long) for length in LENGTHS]),
+            "old_log_probs": nested(self.rows(old)),
+            "ref_log_prob": nested(self.rows(self.reference)),
+            "advantages": nested([a.expand(n) for a, n in zip(self.advantages, LENGTHS, strict=True)]),
+            "teacher_logprobs": self.nested(said),
+            "teacher_ids": self.nested(ids),
+        }
+        made = TensorDict(columns, batch_size=[len(LENGTHS)])
+        for name, value in {"dp_size": 1, "batch_num_tokens": None, "global_batch_size": None}.items():
+            tensordict_utils.assign_non_tensor_data(made, name, value)
+        return made
+
+
+def nested(rows: list[Tensor]) -> Tensor:
+    return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+
+def slope(loss: Tensor, world: World) -> Tensor:
+    """d loss / d logits of the student."""
+    (found,) = torch.autograd.grad(loss, world.student)
+    return found
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("average", AVERAGES)
+@pytest.mark.parametrize("name", named())
+def test_the_loss_is_klamps_own(name: str, average: str) -> None:
+    """Reward, reference and teacher at once; of a head verl's own sums are in float32."""
+    teacher = named()[name]
+    head = {"teacher_top_k": HEAD} if has_head(teacher) else {}
+    teacher = TeacherConfig(**{**vars(teacher), **head})
+    for dtype, near in ((torch.float64, 1e-6 if head else 1e-9), (torch.float32, 1e-6)):
+        world = World(dtype)
+        expected = world.klamp_loss(teacher, average)
+        found, _ = world.verl_loss(name, average, topk=bool(head))
+        torch.testing.assert_close(found, expected, rtol=0, atol=near)
+        torch.testing.assert_close(slope(found, world), slope(expected, world), rtol=0, atol=near)
+
+
+@pytest.mark.usefixtures("registered")
+def test_the_teacher_alone_has_the_coefficient_too() -> None:
+    """verl weighs a distillation without task rewards by 1, and leaves out policy loss and reference."""
+    world = World(torch.float64)
+    found, metrics = world.verl_loss("klamp", "token-mean", topk=False, use_task_rewards=False)
+    policy, said = world.padded(world.logprobs(world.student)), world.padded(world.logprobs(world.teacher))
+    assert found.item() == pytest.approx(COEF * (policy - said)[world.mask].mean().item(), abs=1e-9)
+    with_zero_reward = World(torch.float64)
+    with_zero_reward.advantages = torch.zeros(len(LENGTHS), dtype=torch.float64)
+    whole, _ = with_zero_reward.verl_loss("klamp", "token-mean", topk=False)
+    assert not torch.equal(slope(whole, with_zero_reward), slope(found, world)), "the reference is left out"
+    assert "actor/pg_loss" not in metrics
+
+
+@pytest.mark.usefixtures("registered")
+def test_klamps_loss_is_not_made_an_advantage() -> None:
+    with pytest.raises(ConfigError, match="as an advantage of verl's") as caught:
+        World(torch.float64).verl_loss("klamp", "token-mean", topk=False, use_policy_gradient=True)
+    assert caught.value.got and caught.value.why and caught.value.fix
+
+
+@pytest.mark.usefixtures("untouched")
+def test_verls_own_losses_mean_what_they_meant() -> None:
+    world = World(torch.float32)
+
+    def everything() -> dict[str, tuple[Tensor, Tensor]]:
+        found = {}
+        for name, gradient in itertools.product(OWN, (False, True)):
+            options = {"topk": "topk" in name, "reference": "low_var_kl", "use_policy_gradient": gradient}
+            loss, _ = world.verl_loss(name, "token-mean", **options)
+            found[f"{name} {gradient}"] = loss.detach(), slope(loss, world)
+        return found
+
+    before = everything()
+    register()
+    for name, (loss, gradient) in everything().items():
+        assert torch.equal(loss, before[name][0]) and torch.equal(gradient, before[name][1]), name
+
+
+def distillation(config: DictConfig) -> DistillationConfig:
+    """What verl makes of its section, as its trainer and each worker do."""
+    return omega_conf_to_dataclass(config.distillation)
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("fields", [{}, {"teacher_estimator": "k3", "teacher_coef": 0.25}])
+def test_a_teacher_comes_back(fields: dict[str, Any]) -> None:
+    teacher = TeacherConfig(teacher_model=MODEL, **fields)
+    config = composed(overrides(KLConfig(beta=0.02), teacher))
+    found = distillation(config)
+    (model,) = found.teacher_models.values()
+    assert (model.model_path, model.num_replicas, model.world_size) == (MODEL, 1, 1)
+    options = found.distillation_loss
+    assert options.loss_mode == teacher_name(teacher) and options.distillation_loss_coef == teacher.teacher_coef
+    assert options.use_task_rewards and not options.use_policy_gradient
+    assert options.loss_max_clamp is None and options.log_prob_min_clamp is None
+    to_reference, to_teacher = effective(config).terms
+    assert to_reference.beta == 0.02 and to_teacher.beta == teacher.teacher_coef
+    assert MODEL in to_teacher.term and to_teacher.gradient.endswith("KL(policy||teacher)")
+
+
+@pytest.mark.usefixtures("registered")
+def test_a_head_comes_back() -> None:
+    head = {"teacher_direction": "forward", "teacher_head": "teacher", "teacher_tail": "bucket", "teacher_top_k": 7}
+    teacher = TeacherConfig(teacher_model=MODEL, teacher_estimator="topk", **head)
+    config = composed([*overrides(KLConfig(beta=0), teacher), "actor_rollout_ref.rollout.name=vllm"])
+    found = distillation(config)
+    assert found.distillation_loss.topk == 7 and found.distillation_loss.loss_settings.use_topk
+    (model,) = found.teacher_models.values()
+    assert model.inference.engine_kwargs["vllm"]["max_logprobs"] == 7, "what its engine is asked for"
+    (term,) = effective(config).terms
+    assert term.gradient.endswith("KL(teacher||policy)")
+
+
+@pytest.mark.usefixtures("registered")
+def test_several_teachers_come_back() -> None:
+    several = TeacherConfig(teacher_models=("math=/models/a", "code=/models/it's"), teacher_key="subject")
+    config = composed([*overrides(KLConfig(beta=0), several), "data.max_response_length=77"])
+    found = distillation(config)
+    assert found.teacher_key == "subject" and found.n_gpus_per_node == 2
+    assert {key: each.model_path for key, each in found.teacher_models.items()} == several.models
+    assert {each.inference.prompt_length for each in found.teacher_models.values()} == {512 + 77}, "as of a single one"
+    (term,) = effective(config).terms
+    assert "/models/a, /models/it's" in term.term
+
+
+ROWS = re.findall(r"^\|[^|]*\|[^|]*\| `([\w/.]+):(\d+)` \| `([^`]+)` \|$", PAGE.read_text(encoding="utf-8"), re.M)
+
+
+@pytest.mark.parametrize(("file", "number", "text"), ROWS)
+def test_the_page_names_the_line_of_verl_that_forbids_it(file: str, number: str, text: str) -> None:
+    lines = (Path(verl.__file__).parent / file).read_text(encoding="utf-8").splitlines()
+    assert text in lines[int(number) - 1]
+
+
+def test_the_page_names_a_line_for_each_of_them() -> None:
+    assert len(ROWS) == 11
+
+
+def test_without_klamp_the_names_mean_nothing() -> None:
+    with pytest.raises(ValueError, match="Unsupported loss mode: klamp"):
+        losses.DistillationLossConfig(loss_mode="klamp")
