@@ -15,7 +15,8 @@ from klamp.config import KLConfig, KLWarning, LossConfig
 from klamp.core.estimators import ESTIMATORS
 from klamp.diagnostics.alarm import Alarm, Limit
 from klamp.diagnostics.alarms import ALARMS
-from klamp.diagnostics.metrics import METRICS, RECORDED_NAMES, MetricRow
+from klamp.diagnostics.metrics import METRICS, MetricRow
+from klamp.diagnostics.recorded import LOGS
 from klamp.training.config import field_owners
 from klamp.training.resumed import FIXED, FIXED_BY, IDENTIFIED, PLACE
 from klamp.verify.config_facts import LENGTH, ConfigFacts, measure_config
@@ -122,14 +123,19 @@ def metrics_page() -> str:
         "",
         "## Other names",
         "",
-        "What `klamp doctor` and `klamp report` read in other trainers' logs: klamp's name, and what is called so.",
+        "What `klamp doctor` and `klamp report` read in other trainers' logs: klamp's name, which says the estimator,",
+        "its unit, and what is called so, as it stands in the source that is named. A KL that is called a k3 and is",
+        "below 0 somewhere is read as a k1.",
         "",
     ]
-    for host, names in RECORDED_NAMES.items():
+    for host, logs in LOGS.items():
         theirs: dict[str, list[str]] = {}
-        for name, ours in names.items():
+        for name, ours in logs.names.items():
             theirs.setdefault(ours, []).append(f"`{name}`")
-        parts += [f"### {host}", "", *(f"- `{ours}`: {', '.join(found)}" for ours, found in theirs.items()), ""]
+        parts += [f"### {host}", "", f"Source: {logs.source}.", ""]
+        parts += [f"- `{ours}` ({METRICS[ours].unit}): {', '.join(found)}" for ours, found in theirs.items()]
+        parts += [f"- not read: `{name}`, {what}" for name, what in logs.other_kl.items()]
+        parts += [""]
     return "\n".join(parts)
 
 

@@ -58,7 +58,7 @@ def test_a_run_with_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "alarm: kl-spike: the KL jumped (step 7)" in out
     assert "seen         kl/k3 jumped to 0.7 nats per token, 0.04" not in out
     assert "seen         kl/k3 jumped to 0.7 nats per token, 0.03 was the highest before" in out
-    assert "likely       the learning rate: one step moved the policy by 0.67 nats per token." in out
+    assert "likely       the learning rate, if the KL stays there: one step moved the policy by 0.67" in out
     assert "next step    Look at the tokens" in out
     assert "1 alarm;" in out
     assert max(map(len, out.splitlines()[1:])) <= 110
@@ -129,7 +129,8 @@ def test_what_cannot_be_read_or_understood_is_2(argv: list[str], text: str, caps
 
 
 @pytest.mark.parametrize(
-    ("text", "why"), [('{"log_history": []}', "no step was logged"), ('{"log_history": [{"step": 1, "lr": 0.1}]}', "")]
+    ("text", "why"),
+    [('{"log_history": []}', "no step was logged"), ('{"log_history": [{"step": 1, "epoch": 0.1}]}', "")],
 )
 def test_a_record_with_nothing_to_check_is_not_called_sound(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, why: str
@@ -204,3 +205,32 @@ def test_whose_log_probabilities_sampler_and_trainer_reported(
 def test_sync_cannot_be_checked_without_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", state(tmp_path, *SOUND), "--check-sync"]) == 2
     assert "takes the folder of a klamp run" in capsys.readouterr().err
+
+
+def log(folder: Path, **columns: object) -> str:
+    """A log of eight steps with these columns, the same in each."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows = [{"step": step, "reward": 0.5, **columns} for step in range(1, 9)]
+    (folder / "log.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    return str(folder)
+
+
+def test_no_alarm_is_not_green_where_no_kl_was_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    blind = log(tmp_path, my_kl=0.001, grad_norm=0.2)
+    assert main(["doctor", blind]) == 2
+    out = " ".join(capsys.readouterr().out.split())
+    assert "no alarm in what was looked at;" in out and "the KL NOT looked at: no KL to the reference" in out
+    assert "not read my_kl: what it is can be said, as --map kl=my_kl (a k3) or k1=my_kl" in out
+    assert main(["doctor", blind, "--json"]) == 2
+    found = json.loads(capsys.readouterr().out)
+    assert not found["healthy"] and found["kl_not_seen"] and found["not_read"] == {"my_kl": ""}
+    for said in (["--beta", "0"], ["--map", "k1=my_kl"], ["--fail-on", "huge-values"]):
+        assert main(["doctor", blind, *said]) == 0, said
+        assert "actor/ppo_kl" not in capsys.readouterr().out
+    main(["doctor", log(tmp_path / "verl", **{"actor/kl_loss": 0.0, "actor/ppo_kl": 0.0})])
+    assert "actor/ppo_kl: between the policy and the one that sampled" in " ".join(capsys.readouterr().out.split())
+
+
+def test_an_alarm_says_what_it_cost(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", log(tmp_path, kl=-3.0, step_time=1800.0)]) == 1
+    assert "cost         8 steps, from step 1 to 8, 4 hours" in capsys.readouterr().out

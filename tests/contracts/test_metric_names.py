@@ -19,7 +19,8 @@ from klamp.config import KLConfig
 from klamp.core.objective import Objective, grpo_loss
 from klamp.core.term import KLTerm
 from klamp.core.types import Batch
-from klamp.diagnostics.metrics import METRICS, RECORDED_NAMES
+from klamp.diagnostics.metrics import METRICS
+from klamp.diagnostics.recorded import LOGS, NAMES
 from klamp.hosts.tinker.loss import compute_grpo_kl_loss, sampler_mismatch
 
 FAMILIES = sorted({name.partition("/")[0] for name in METRICS if "/" in name})
@@ -29,17 +30,19 @@ LOGGING = ("core", "diagnostics", "hosts", "records", "report", "tinker", "train
 """The rooms that log a run or read its log; the columns of an ablation's table are those of `klamp.ablation`."""
 
 
-@pytest.mark.parametrize("host", RECORDED_NAMES)
+@pytest.mark.parametrize("host", LOGS)
 def test_other_names_stand_for_a_row(host: str) -> None:
-    names = RECORDED_NAMES[host]
+    names = LOGS[host].names
+    assert LOGS[host].source and not names.keys() & LOGS[host].other_kl.keys()
     assert set(names.values()) <= METRICS.keys()
     assert not names.keys() & METRICS.keys(), "a name of the table means itself"
 
 
 def test_no_two_logs_use_one_name_for_two_things() -> None:
-    """They are read without knowing whose they are."""
-    pairs = [pair for names in RECORDED_NAMES.values() for pair in names.items()]
+    """They are read without knowing whose they are, unless a mark says it."""
+    pairs = {pair for logs in LOGS.values() if not logs.marks for pair in logs.names.items()}
     assert len({theirs for theirs, _ in pairs}) == len(pairs)
+    assert pairs <= set(NAMES.items()), "where no mark is, those without one win"
 
 
 def written(file: Path) -> Iterator[str]:
@@ -52,7 +55,7 @@ def written(file: Path) -> Iterator[str]:
 
 
 def test_every_name_that_is_written_anywhere_in_the_source_is_documented() -> None:
-    known = METRICS.keys() | {theirs for names in RECORDED_NAMES.values() for theirs in names} | NO_METRICS
+    known = METRICS.keys() | NAMES.keys() | NO_METRICS
     files = [file for room in LOGGING for file in (SOURCE / room).rglob("*.py")]
     found = {name: file.name for file in files for name in written(file)}
     assert {name: file for name, file in found.items() if name not in known} == {}

@@ -112,15 +112,15 @@ def test_apart_counts_standard_errors_of_the_difference() -> None:
 # --- what a run shows of why -----------------------------------------------------------------------------------------
 
 LOST = history_of(
-    k3=[0.0, 0.6],
-    beta=[1e-3] * 2,
-    beta__price=[1e-3] * 2,
-    reward_std=[0.4] * 2,
-    kl__k3_sequence=[0.0, 3.0],
-    length__reward_correlation=[0.9] * 2,
-    length__repeated=[0.9] * 2,
-    sampler__k3=[0.02] * 2,
-    train__learning_rate=[0.0, 0.3],
+    k3=[0.0, 0.6, 0.6],
+    beta=[1e-3] * 3,
+    beta__price=[1e-3] * 3,
+    reward_std=[0.4] * 3,
+    kl__k3_sequence=[0.0, 3.0, 3.0],
+    length__reward_correlation=[0.9] * 3,
+    length__repeated=[0.9] * 3,
+    sampler__k3=[0.02] * 3,
+    train__learning_rate=[0.0, 0.3, 0.3],
 )
 EVERY = (causes.learning_rate, causes.weak_kl, causes.pays_for_length, causes.repeats, causes.stale_sampler)
 

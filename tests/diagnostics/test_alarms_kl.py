@@ -11,16 +11,18 @@ import torch
 from tests.diagnostics.histories import completion, history_of, look, noisy
 
 from klamp.diagnostics.alarms_kl import DOMINATES
-from klamp.diagnostics.causes import kl_pull
-from klamp.diagnostics.doctor import examine
+from klamp.diagnostics.causes import kl_pull, learning_rate
+from klamp.diagnostics.doctor import Finding, examine
 from klamp.diagnostics.history import RunSettings
 
 
 def test_negative_k1_takes_twenty_steps_in_a_row() -> None:
     below = [-0.01] * 20
     assert look("negative-k1", history_of(k1=below)) is not None
-    assert look("negative-k1", history_of(k1=below[1:])) is None
-    assert look("negative-k1", history_of(k1=[*below[:10], 0.001, *below[10:]])) is None
+    apart = [-0.01 - 0.009 * (-1) ** i for i in range(20)]
+    assert look("negative-k1", history_of(k1=apart)) is not None
+    assert look("negative-k1", history_of(k1=apart[1:])) is None, "by their own scatter they may be"
+    assert look("negative-k1", history_of(k1=[*apart[:10], 0.001, *apart[10:]])) is None
     assert look("negative-k1", history_of(k1=[-0.9e-4] * 20)) is None
     assert look("negative-k1", history_of(k1=[0.0, -0.11])) is not None, "at once: 140 tokens, one in a million"
     assert look("negative-k1", history_of(k1=[0.0, -0.09])) is None
@@ -133,8 +135,13 @@ def test_a_reward_that_moves_proves_a_kl() -> None:
 
 
 def test_a_kl_of_exactly_0_is_a_policy_that_stands_or_a_reference_that_goes_with_it() -> None:
-    found = look("detached-reference", history_of(k3=[0.0] * 20, train__learning_rate=[0.0] * 20))
-    assert found is not None and found.text == "kl/k3 was exactly 0 in 20 steps in a row, train/learning_rate is 0"
+    moves = {"train__learning_rate": [1e-6] * 20, "train__grad_norm": [0.3] * 20}
+    found = look("detached-reference", history_of(k3=[0.0] * 20, **moves))
+    assert found is not None and found.text.startswith("kl/k3 was exactly 0 in 20 steps in a row, train/learning_rate")
+    assert found.causes[0].startswith("the reference follows the policy")
+    for still in moves:
+        history = history_of(k3=[0.0] * 20, **moves | {still: [0.0] * 20})
+        assert look("detached-reference", history) is None and look("not-trained", history) is not None
     assert look("detached-reference", history_of(k3=[0.0] * 20, groups__saturated=[1.0] * 20)) is None
     assert look("detached-reference", history_of(k3=[*[0.0] * 19, 1e-12])) is None
     assert look("detached-reference", history_of(k3=[0.0] * 19)) is None
@@ -283,3 +290,59 @@ def test_to_second_order_the_optimum_is_where_the_rules_have_it(seed: int) -> No
     assert float(((optimum - ref) * reward).sum()) == pytest.approx(float(s.square() / price), rel=0.05)
     numbers = {"beta__price": [float(price)], "reward_std": [float(s)], "kl__k3_sequence": [float(kl)]}
     assert kl_pull(history_of(**numbers), 1) == pytest.approx(1, rel=0.05), "at the optimum the two pull alike"
+
+
+# --- what other people's logs showed ----------------------------------------------------------------------------------
+
+
+def test_a_sum_over_a_completion_that_is_below_0_is_negative_too() -> None:
+    assert look("negative-k1", history_of(kl__k1_sequence=[0.0, -14.1])) is not None
+    assert look("negative-k1", history_of(kl__k1_sequence=[0.0, -13.9])) is None
+    found = look("negative-k1", history_of(kl__k1_sequence=[-0.5 - 0.01 * (i % 3) for i in range(8)]))
+    assert found is not None and found.text.startswith("kl/k1_sequence was below 0 in 8 steps in a row")
+    assert look("negative-k1", history_of(kl__k1_sequence=[-0.5] * 7)) is None
+    assert look("negative-k1", history_of(kl__k1_sequence=noisy(0.5, 12, scale=1.0))) is None
+
+
+def spike_of(*after: float) -> Finding:
+    curve = [0.0, 0.01, 0.02, 0.01, 0.02, 0.02, 8.0, *after]
+    (found,) = [f for f in examine(history_of(k3=curve)).findings if f.alarm.name == "kl-spike"]
+    return found
+
+
+def test_an_outlier_that_is_back_in_the_next_step_is_not_the_learning_rate() -> None:
+    assert spike_of().known.causes[0].startswith("the learning rate, if the KL stays there")
+    for after in ((0.02,), (0.02, 0.03, 0.02)):
+        assert "no weights moved" in spike_of(*after).known.causes[0]
+    assert "in the next step it was 0.02 again" in spike_of(0.02).known.text
+    for after in ((7.0,), (9.0, 9.0)):
+        stayed = spike_of(*after)
+        assert stayed.known.causes[0].startswith("the learning rate: one step moved the policy by")
+        assert stayed.evidence.causes[0].startswith("the learning rate, if"), "what was told at that step"
+    assert spike_of(math.nan).known == spike_of(math.nan).evidence, "nothing came after it"
+
+
+def test_one_outlier_is_no_distance() -> None:
+    curves = {"k3": [0.02] * 4 + [40.0] + [0.02] * 4, "length": [50.0] * 9}
+    assert not {f.alarm.name for f in examine(history_of(**curves)).findings} & {"kl-far", "kl-high"}
+    curves["k3"] = [0.02] * 4 + [40.0] * 5
+    assert {f.alarm.name for f in examine(history_of(**curves)).findings} >= {"kl-far", "kl-high"}
+
+
+@pytest.mark.parametrize(("kl", "alarmed"), [(0.0029, False), (0.0031, True), (-0.0031, True)])
+def test_at_step_zero_other_peoples_data_types_may_differ(kl: float, alarmed: bool) -> None:
+    name = "k1" if kl < 0 else "k3"
+    others = RunSettings(other_kernels=True)
+    assert (look("step-zero-kl", history_of(settings=others, **{name: [kl]})) is not None) is alarmed
+    assert look("step-zero-kl", history_of(**{name: [kl]})) is not None, "klamp's own have one"
+
+
+def test_a_row_that_says_no_step_is_not_taken_for_the_first() -> None:
+    assert look("step-zero-kl", history_of(k3=[0.4], settings=RunSettings(steps_counted=True))) is None
+
+
+def test_a_learning_rate_is_not_blamed_for_the_scatter_of_a_large_kl() -> None:
+    curve = noisy(7.0, 30, scale=0.4)
+    assert learning_rate(history_of(k3=curve)) is None
+    assert learning_rate(history_of(k3=[x + 4.0 * (i > 15) for i, x in enumerate(curve)])) is not None
+    assert learning_rate(history_of(k3=[0.5 * i for i in range(12)])) is not None, "a slope is no scatter"

@@ -108,8 +108,10 @@ def test_dr_grpo_with_kl(changes: dict, curves: dict, alarmed: bool) -> None:
 @pytest.mark.parametrize(
     ("before", "after", "size", "alarmed"),
     [
-        (0.82, 0.76, None, True),
-        (0.82, 0.78, None, False),
+        (0.82, 0.76, 10_000, True),
+        (0.82, 0.78, 10_000, False),
+        (0.82, 0.62, None, False),  # as of 50 examples
+        (0.82, 0.45, None, True),
         (0.82, 0.76, 32, False),  # six points of 32 examples are noise
         (0.82, 0.45, 32, True),
         (40.0, 37.0, None, True),
@@ -209,3 +211,62 @@ def test_truncated_is_more_than_at_the_start_or_of_no_use_and_not_what_a_reward_
     grown = history_of(**curves, length__reward_correlation=[0.8] * 20)
     assert look("length-exploited", grown) is not None and look("truncated", grown) is None
     assert look("truncated", history_of(**curves, length__reward_correlation=[0.1] * 20)) is not None
+
+
+# --- a policy that nothing trains -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("curves", "why"),
+    [
+        ({"train__learning_rate": [0.0] * 5, "train__grad_norm": [0.3] * 5}, "the learning rate is 0"),
+        ({"train__grad_norm": [0.0] * 5, "train__learning_rate": [1e-6] * 5}, "frozen weights"),
+        ({"train__grad_norm": [0.0] * 5, "length__truncated": [1.0] * 5}, "every completion is cut"),
+        ({"train__grad_norm": [0.4] * 9 + [0.0] * 20}, "frozen weights"),
+        ({"train__grad_norm": [0.4] * 9 + [0.0] * 19}, None),
+        ({"train__learning_rate": [0.0] * 4, "train__grad_norm": [0.0] * 4}, None),
+        ({"train__learning_rate": [0.0, *[1e-8] * 9], "train__grad_norm": [0.3] * 10}, None),  # a warm-up
+        ({"train__grad_norm": [0.0] * 5, "groups__saturated": [1.0] * 5}, None),  # nothing is asked of it
+        ({"train__learning_rate": [0.0] * 20, "k3": [0.001 * i for i in range(20)]}, None),  # rounded in the log
+    ],
+)
+def test_a_policy_that_nothing_trains(curves: dict[str, list[float]], why: str | None) -> None:
+    found = look("not-trained", history_of(**curves))
+    assert (found.causes[0] if found else None) == why or (found and why and found.causes[0].startswith(why))
+
+
+def test_a_run_that_begins_late_is_not_called_idle_from_the_start() -> None:
+    assert look("not-trained", history_of(first=40, train__grad_norm=[0.0] * 5)) is None
+
+
+# --- held-out scores of foreign logs ----------------------------------------------------------------------------------
+
+
+def test_the_trained_reward_on_held_out_prompts_is_no_skill() -> None:
+    history = History()
+    for step, score in ((0, 0.9), (10, 0.1)):
+        scores = {"reward": score, "rewards/accuracy/mean": score, "math_reward": score}
+        history.evaluations.append(Row(step=step, metrics=scores))
+    assert look("retention", history) is None
+    for row in history.evaluations:
+        row.metrics["gsm8k/acc/mean@8"] = row.metrics["reward"]  # pyright: ignore[reportIndexIssue]
+    found = look("retention", history)
+    assert found is not None and found.text == "gsm8k/acc/mean@8 went from 90.0 of 100 to 10.0 of 100"
+
+
+def test_without_a_number_of_examples_the_scatter_of_the_scores_is_the_margin() -> None:
+    def lost(*scores: float) -> bool:
+        history = History()
+        history.evaluations = [Row(step=i, metrics={"chat": score}) for i, score in enumerate(scores)]
+        return look("retention", history) is not None
+
+    assert lost(0.80, 0.79, 0.80, 0.79, 0.80, 0.70) and not lost(0.80, 0.75, 0.82, 0.73, 0.81, 0.70)
+    assert not lost(0.80, 0.70), "as of 50 examples"
+
+
+def test_a_sampled_token_that_its_sampler_calls_impossible() -> None:
+    for sampler, lost in (((-1.0, -math.inf, -0.5), True), ((-1.0, math.nan, -0.5), False)):
+        history = history_of(k3=[0.0])
+        history.add_completions([completion(sampler=sampler)])
+        found = look("huge-values", history)
+        assert (found is not None and "1 trained token" in found.text) is lost

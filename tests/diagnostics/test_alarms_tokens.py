@@ -171,3 +171,12 @@ def test_a_large_difference_everywhere_is_another_temperature_and_without_a_firs
     del history.rows[0]
     assert cause(history) == ""
     assert "scores with another temperature" in cause(history_of(sampler__abs=[0.9]))
+
+
+def test_a_sampler_as_far_as_the_reference_has_the_weights_of_the_start() -> None:
+    kl = [0.001 * i for i in range(20)]
+    history = history_of(k3=kl, sampler__k3=[1.04 * x for x in kl])
+    found = look("sampler-mismatch", history)
+    assert found is not None and found.causes[0].startswith("the sampler still has the weights that training started")
+    stale = look("sampler-mismatch", history_of(k3=kl, sampler__k3=[0.0, *[0.02] * 19]))
+    assert stale is not None and stale.causes[0].startswith("it came with the updates")

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
+
+import pytest
 from tests.diagnostics.histories import completion, history_of
 
 from klamp.diagnostics.doctor import LATE, AlarmWatch, examine
@@ -21,7 +25,7 @@ def test_findings_come_in_order_with_when_they_rose_and_notes_fail_only_where_th
     assert [(f.alarm.name, f.first_step, f.last_step, f.steps) for f in diagnosis.findings] == [
         ("huge-values", 4, 6, 2),
         ("kl-spike", 8, 8, 1),
-        ("kl-high", 9, 12, 4),
+        ("kl-high", 10, 12, 3),
     ]
     spike = diagnosis.findings[1]
     assert "0.5" in spike.evidence.text and "0.02" in spike.evidence.text
@@ -37,7 +41,7 @@ def test_findings_come_in_order_with_when_they_rose_and_notes_fail_only_where_th
 def test_what_the_record_lacks_is_said() -> None:
     history = history_of(k3=[0.0, 0.1])
     unchecked = examine(history).unchecked
-    assert unchecked["negative-k1"] == "kl/k1 or completions"
+    assert unchecked["negative-k1"] == "kl/k1 or kl/k1_sequence or completions"
     assert unchecked["dr-grpo-with-kl"] == "settings.loss_type, settings.verifier"
     assert unchecked["retention"] == "evaluations"
     assert "kl-spike" not in unchecked and "step-zero-kl" not in unchecked
@@ -93,3 +97,35 @@ def test_a_long_run_is_not_kept_whole() -> None:
     assert len(steps) == EARLY + LATE and steps[0] == 1
     last = EARLY + LATE + 29
     assert list(watch.history.completions) == [1, *range(last - WRITTEN + 1, last + 1)]
+
+
+# --- what it cost, and what nobody looked at --------------------------------------------------------------------------
+
+
+def test_a_finding_says_since_when_for_how_many_steps_and_hours() -> None:
+    curves = {"k3": [0.01] * 4 + [5e3] * 6, "speed__step_seconds": [1800.0] * 10}
+    (huge,) = [f for f in examine(history_of(**curves)).findings if f.alarm.name == "huge-values"]
+    assert huge.cost == "6 steps, from step 5 to 10, 3 hours" and huge.plain()["hours"] == 3.0
+    curves["speed__step_seconds"][6] = math.nan
+    (huge,) = [f for f in examine(history_of(**curves)).findings if f.alarm.name == "huge-values"]
+    assert huge.hours is None and huge.cost == "6 steps, from step 5 to 10"
+    sparse = history_of(k3=[0.01, 5e3], speed__step_seconds=[6.0, 6.0])
+    sparse.rows[1] = replace(sparse.rows[1], step=11)
+    (huge,) = [f for f in examine(sparse).findings if f.alarm.name == "huge-values"]
+    assert huge.cost == "1 step, step 11, 0.1 minutes"
+
+
+@pytest.mark.parametrize(
+    ("curves", "beta", "blind"),
+    [
+        ({"reward": [0.5]}, None, True),
+        ({"reward": [0.5]}, 0.04, True),
+        ({"reward": [0.5]}, 0.0, False),
+        ({"reward": [0.5], "beta": [0.0]}, 0.04, False),
+        ({"k3": [0.0]}, None, False),
+        ({"kl__k1_sequence": [0.0]}, None, False),
+        ({"policy__kl_old": [0.0], "sampler__k3": [0.0]}, None, True),
+    ],
+)
+def test_a_kl_that_nobody_looked_at(curves: dict[str, list[float]], beta: float | None, blind: bool) -> None:
+    assert bool(examine(history_of(settings=RunSettings(beta=beta), **curves)).blind) is blind

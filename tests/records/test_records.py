@@ -64,7 +64,7 @@ def test_a_half_written_last_line_is_passed_over(tmp_path: Path) -> None:
     ("name", "text", "what"),
     [
         ("missing", None, "there is nothing to examine"),
-        ("notes.txt", "hello", "a file of no known kind"),
+        ("notes.txt", "hello", "a text has no rows of metrics"),
         ("state.json", "{", "a file is not JSON"),
         ("state.json", "1", "a file holds no JSON object"),
         ("state.json", '{"best": 1}', "a trainer state has no log_history"),
@@ -106,7 +106,7 @@ def test_the_only_jsonl_of_a_folder_is_its_record(tmp_path: Path) -> None:
     tokens = lines(tmp_path / "tokens" / "all.jsonl", {"policy_logprobs": [-0.1], "ref_logprobs": [-0.1]})
     assert read_record(tokens.parent).source == "JSONL rollouts"
     lines(verls.parent / "other.jsonl", {"step": 1, "kl": 0.0})
-    with pytest.raises(DataError, match="several JSONL files") as caught:
+    with pytest.raises(DataError, match="several logs") as caught:
         read_record(verls.parent)
     assert caught.value.why == "gsm8k.jsonl, other.jsonl"
     lines(verls.parent / "metrics.jsonl", {"step": 1, "kl": 0.5})

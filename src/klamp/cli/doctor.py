@@ -41,12 +41,13 @@ def run(argv: Sequence[str]) -> int:
         return UNREADABLE
     failed = diagnosis.failed(options.fail_on)
     failed += [f"sync at step {step}" for step, report in reports.items() if not report.in_sync]
+    blind = "" if options.fail_on else diagnosis.blind
     if options.json:
         say(json.dumps(as_object(diagnosis, options.path, failed, reports), indent=2))
     else:
         show(diagnosis, options.path)
         show_sync(reports)
-    return ALARMED if failed else HEALTHY
+    return ALARMED if failed else UNREADABLE if blind else HEALTHY
 
 
 def _examined(options: DoctorOptions, names: Mapping[str, str]) -> Diagnosis:
@@ -102,12 +103,18 @@ def show(diagnosis: Diagnosis, path: Path) -> None:
         show_paragraph(f"after step {step}: {text}", label="changed")
     for caution in history.cautions:
         show_paragraph(caution, label="caution")
+    for name, what in history.unread.items():
+        show_paragraph(
+            f"{name}: {what or f'what it is can be said, as --map kl={name} (a k3) or k1={name}'}", label="not read"
+        )
     for finding in diagnosis.findings:
         _show_finding(finding)
     alarms = sum(finding.alarm.level == "alarm" for finding in diagnosis.findings)
     checked = diagnosis.concerned - len(diagnosis.unchecked)
-    verdict = count(alarms, "alarm") if alarms else "no alarm"
+    verdict = count(alarms, "alarm") if alarms else "no alarm in what was looked at" if diagnosis.blind else "no alarm"
     say(f"\n{verdict}; {checked} of {diagnosis.concerned} were checked")
+    if diagnosis.blind:
+        show_paragraph(f"NOT looked at: {diagnosis.blind}", label="the KL")
     for name, lacks in diagnosis.unchecked.items():
         said = re.sub(r"settings\.(\w+)", r"\1 (--\1 says it)", lacks)
         show_paragraph(f"not checked, the record has no {said}", label=name, width=22)
@@ -125,9 +132,10 @@ def _show_finding(finding: Finding) -> None:
     alarm = finding.alarm
     since = f"step {finding.first_step}" + (f", and {finding.steps - 1} more" if finding.steps > 1 else "")
     say(f"\n{alarm.level}: {alarm.name}: {alarm.text} ({since})")
-    show_paragraph(finding.evidence.text, label="seen")
-    for rank, cause in enumerate(finding.evidence.causes, start=1):
-        show_paragraph(cause, label=f"likely {rank}" if len(finding.evidence.causes) > 1 else "likely")
+    show_paragraph(finding.known.text, label="seen")
+    show_paragraph(finding.cost, label="cost")
+    for rank, cause in enumerate(finding.known.causes, start=1):
+        show_paragraph(cause, label=f"likely {rank}" if len(finding.known.causes) > 1 else "likely")
     show_paragraph(alarm.means, label="means")
     show_paragraph(alarm.next_step, label="next step")
     if finding.evidence.tokens:
@@ -164,11 +172,13 @@ def as_object(
         "path": str(path),
         "source": diagnosis.history.source,
         "steps": len(diagnosis.history.rows),
-        "healthy": not failed,
+        "healthy": not failed and not diagnosis.blind,
         "failed": list(failed),
         "changed": dict(diagnosis.history.changes),
         "cautions": list(diagnosis.history.cautions),
         "findings": [finding.plain() for finding in diagnosis.findings],
         "not_checked": dict(diagnosis.unchecked),
+        "not_read": dict(diagnosis.history.unread),
+        "kl_not_seen": diagnosis.blind,
         **({"sync": synced} if synced else {}),
     }

@@ -9,7 +9,7 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Literal, TypeAlias
 
-from klamp.diagnostics.history import History
+from klamp.diagnostics.history import History, Row
 
 Level: TypeAlias = Literal["alarm", "note"]
 
@@ -83,6 +83,8 @@ class Alarm:
     says which tokens the model wrote), `evaluations`, `settings.NAME`."""
     limits: Sequence[Limit]
     """The thresholds that it uses."""
+    later: Callable[[History, Evidence, Sequence[Row]], Evidence] | None = None
+    """What the logged steps after it say of what was seen; asked in a record that has some."""
     level: Level = "alarm"
     """`note`: information, which fails no check unless it is asked to."""
 

@@ -26,7 +26,7 @@ ALARMS: dict[str, Alarm] = {
             "both into eval(), load both in one dtype, and compare tokens, mask and temperature.",
             rule=kl.step_zero,
             needs=(KL,),
-            limits=(kl.STEP_ZERO,),
+            limits=(kl.STEP_ZERO, kl.STEP_ZERO_OTHERS),
         ),
         Alarm(
             name="reference-differs",
@@ -49,8 +49,8 @@ ALARMS: dict[str, Alarm] = {
             next_step="Compare the sampler's log-probabilities with the trainer's on the same tokens; check that the "
             "mask covers the completion only and that the log-ratio is policy - reference.",
             rule=kl.negative_k1,
-            needs=("kl/k1|completions",),
-            limits=(kl.NEGATIVE_STEPS, kl.NEGATIVE_K1, kl.NEGATIVE_AT_ONCE, tokens.SURPRISE),
+            needs=("kl/k1|kl/k1_sequence|completions",),
+            limits=(kl.NEGATIVE_STEPS, kl.NEGATIVE_FEW, kl.NEGATIVE_K1, kl.NEGATIVE_AT_ONCE, tokens.SURPRISE),
         ),
         Alarm(
             name="k3-far-above-k1",
@@ -67,14 +67,16 @@ ALARMS: dict[str, Alarm] = {
         Alarm(
             name="kl-spike",
             text="the KL jumped",
-            means="One update moved the policy far: the learning rate is too high, a batch had an extreme reward or "
-            "advantage, gradients were not clipped, or a few tokens carry all of it.",
+            means="Where it stays, one update moved the policy far: the learning rate is too high, a batch had an "
+            "extreme reward or advantage, or gradients were not clipped. Where it is back in the next step, a few "
+            "tokens carried all of it.",
             next_step="Look at the tokens named here and at the step's rewards; where those fell, go back to a "
-            "checkpoint from before. Lower the learning rate or max_grad_norm, raise beta, or set kl_lr_guard or "
-            "kl_early_stop.",
+            "checkpoint from before. Where it stays, lower the learning rate or max_grad_norm, raise beta, or set "
+            "kl_lr_guard or kl_early_stop.",
             rule=kl.kl_spike,
             needs=(KL,),
             limits=(kl.SPIKE, kl.SPIKE_FLOOR),
+            later=kl.after_spike,
         ),
         Alarm(
             name="reward-collapse",
@@ -165,6 +167,16 @@ ALARMS: dict[str, Alarm] = {
             rule=kl.detached_reference,
             needs=(KL,),
             limits=(kl.DETACHED, kl.STILL, kl.FELL),
+        ),
+        Alarm(
+            name="not-trained",
+            text="nothing trains the policy",
+            means="No step moves its weights: the learning rate is 0, its gradient is 0, or no token counts.",
+            next_step="Print the learning rate, the parameters with requires_grad and their gradients, and the sum of "
+            "the loss mask, in one step.",
+            rule=run.not_trained,
+            needs=("train/grad_norm|train/learning_rate",),
+            limits=(run.IDLE,),
         ),
         Alarm(
             name="advantage-scale",
@@ -278,9 +290,10 @@ ALARMS: dict[str, Alarm] = {
         ),
         Alarm(
             name="retention",
-            text="a skill that is not trained is being lost",
-            means="The score of something that the model could do before training fell: forgetting old knowledge. "
-            "The forward KL on the new task predicts it (arXiv 2509.04259).",
+            text="a held-out score fell",
+            means="Of a skill that is not trained: old knowledge is forgotten, and the forward KL on the new task "
+            "predicts it (arXiv 2509.04259). Of the task itself: the policy learns its training prompts, or games the "
+            "reward.",
             next_step="Raise beta or lower target_kl, train fewer steps, or mix the old skill into the prompts.",
             rule=run.retention,
             needs=("evaluations",),

@@ -7,20 +7,29 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import fmean
+from statistics import fmean, median, stdev
 
 from klamp.diagnostics import causes
 from klamp.diagnostics.alarm import Evidence, Limit, is_apart, number
+from klamp.diagnostics.alarms_run import not_trained
 from klamp.diagnostics.alarms_tokens import blame, improbable_k1
 from klamp.diagnostics.causes import kl_pull, spread_within_groups
-from klamp.diagnostics.history import EARLY, History
+from klamp.diagnostics.history import EARLY, History, Row, bounded
 
 NEGATIVE_STEPS = Limit(
     value=20, unit="steps in a row", source="by chance alone, one in a million: KL is never negative, k1 is unbiased"
 )
 NEGATIVE_K1 = Limit(value=1e-4, unit="nats per token below 0", source="the size of the step-zero limit")
 NEGATIVE_AT_ONCE = Limit(
-    value=0.1, unit="nats per token below 0 in one step", source="E[exp(-k1)] <= 1: 140 tokens, one in a million"
+    value=0.1,
+    unit="nats per token below 0 in one step, or 14 per completion",
+    source="E[exp(-k1)] <= 1: one in a million over 140 tokens, or over one completion",
+)
+NEGATIVE_COMPLETION = 14.0
+NEGATIVE_FEW = Limit(
+    value=8,
+    unit="steps in a row, and as many standard errors below 0 by their own scatter",
+    source="the share of Student's t beyond that is 5 in 100,000",
 )
 FAR_WINDOW, FAR_RATIO, FAR_FLOOR = 5, 10.0, 0.05
 K3_FAR = Limit(
@@ -39,6 +48,12 @@ SPIKE_FLOOR = Limit(
 )
 SPIKE_PROMPTS = 16
 """With fewer prompts per step than this, the KL changes from step to step just because the prompts do."""
+AFTERWARDS = 2
+"""Steps after a jump that tell whether the policy moved."""
+OUTLIER = (
+    "one batch, or a few tokens that the reference finds hardly possible: no weights moved, so the learning rate is "
+    "not to blame. Look at the tokens of that step; bound the log-ratio (kl_max_log_ratio)"
+)
 DILUTION = Limit(
     value=1.2,
     unit="times longer and as much less KL per token, last 10 steps against the 10 before",
@@ -51,12 +66,23 @@ DILUTION_KEPT = Limit(value=0.9, unit="of the KL per completion is still there",
 
 def negative_k1(history: History) -> Evidence | None:
     """Finds a k1 that is below 0 step after step, or in one step by more than chance."""
-    values = history.last("kl/k1", int(NEGATIVE_STEPS.value))
-    if "kl/k1" in history.latest and values and values[-1] < -NEGATIVE_AT_ONCE.value:
-        return Evidence(f"kl/k1 is {number(values[-1])} nats per token in this step")
-    if len(values) < NEGATIVE_STEPS.value or max(values) >= 0 or fmean(values) > -NEGATIVE_K1.value:
-        return improbable_k1(history)
-    return Evidence(f"kl/k1 was below 0 in {len(values)} steps in a row, {number(fmean(values))} nats per token")
+    at_once = {"kl/k1": NEGATIVE_AT_ONCE.value, "kl/k1_sequence": NEGATIVE_COMPLETION}
+    for name, limit in at_once.items():
+        if history.latest.get(name, 0.0) < -limit:
+            unit = "completion" if name.endswith("sequence") else "token"
+            return Evidence(f"{name} is {number(bounded(history.latest[name]))} nats per {unit} in this step")
+    return next(filter(None, (_below_zero(history, name) for name in at_once)), None) or improbable_k1(history)
+
+
+def _below_zero(history: History, name: str) -> Evidence | None:
+    values = history.last(name, int(NEGATIVE_STEPS.value))
+    while values and max(values) >= 0:
+        values = values[1:]
+    if len(values) < NEGATIVE_FEW.value or fmean(values) > -NEGATIVE_K1.value:
+        return None
+    if len(values) < NEGATIVE_STEPS.value and -fmean(values) < NEGATIVE_FEW.value * stdev(values) / len(values) ** 0.5:
+        return None
+    return Evidence(f"{name} was below 0 in {len(values)} steps in a row, {number(fmean(values))} nats on average")
 
 
 def k3_far_above_k1(history: History) -> Evidence | None:
@@ -85,8 +111,27 @@ def kl_spike(history: History) -> Evidence | None:
     if not values or values[-1] < (1.0 if few else SPIKE_FLOOR.value) or values[-1] <= SPIKE.value * highest:
         return None
     text = f"{history.kl_name()} jumped to {number(values[-1])} nats per token"
-    why = causes.likely_causes(history, causes.learning_rate, causes.stale_sampler)
+    why = causes.likely_causes(history, causes.last_jump, causes.stale_sampler)
     return Evidence(f"{text}, {number(highest)} was the highest before", blame(history, history.step), why)
+
+
+def after_spike(history: History, seen: Evidence, after: Sequence[Row]) -> Evidence:
+    """What the steps after a jump say of it: it was back at once, or it stayed.
+
+    Args:
+        history: the run up to the jump.
+        seen: what was seen when it rose.
+        after: the logged steps after it.
+    """
+    name = str(history.kl_name())
+    now, before = history.kl(1)[-1], median([*history.last(name, 5, before=1), 0.0])
+    then = [bounded(row.metrics[name]) for row in after[:AFTERWARDS] if math.isfinite(row.metrics.get(name, math.nan))]
+    if not then:
+        return seen
+    if max(then) < before + (now - before) / 2:
+        return Evidence(f"{seen.text}; in the next step it was {number(then[0])} again", seen.tokens, [OUTLIER])
+    view = History(settings=history.settings, rows=[*history.rows, *after[:AFTERWARDS]])
+    return Evidence(seen.text, seen.tokens, causes.likely_causes(view, causes.learning_rate, causes.stale_sampler))
 
 
 def dilution(history: History) -> Evidence | None:
@@ -111,6 +156,11 @@ STEP_ZERO = Limit(
     unit="nats per token before the first update",
     source="equal kernels give about 1e-6; a hundred times that leaves room for two implementations of one model",
 )
+STEP_ZERO_OTHERS = Limit(
+    value=3e-3,
+    unit="nats per token, in the record of another trainer",
+    source="what bfloat16 against float32 explains: .02 to .07 on average in size",
+)
 DETACHED_WINDOW, DETACHED_ERRORS = 5, 4.0
 DETACHED = Limit(
     value=0.01,
@@ -125,11 +175,13 @@ FELL = Limit(
     source="seen: .47 to 0 where a resume made the reference of the checkpoint",
 )
 HIGH = Limit(
-    value=0.2, unit="nats per token, mean of 5 steps", source="the GRPO tutorial's warning signs (docs/sources.md)"
+    value=0.2,
+    unit="nats per token, mean of 5 steps without the largest",
+    source="the GRPO tutorial's warning signs (docs/sources.md)",
 )
 LOW = Limit(
     value=0.01,
-    unit="nats per token, mean of 5 steps after 20",
+    unit="nats per token, mean of 5 steps without the largest, after 20",
     source="the GRPO tutorial's warning signs (docs/sources.md)",
 )
 REFERENCE_DIFFERS = Limit(
@@ -140,7 +192,7 @@ REFERENCE_DIFFERS = Limit(
 FAR_STEPS = 5
 FAR = Limit(
     value=1.0,
-    unit=f"nats per token, mean of {FAR_STEPS} steps",
+    unit=f"nats per token, mean of {FAR_STEPS} steps without the largest",
     source="seen: a language model was best at .5 and fell into one word at 1.6 to 1.9; digits end at .1 to .3",
 )
 FAR_COMPLETION = Limit(
@@ -161,7 +213,8 @@ def step_zero(history: History) -> Evidence | None:
     """Finds a KL in the first step, before anything was updated."""
     names = ("kl/exact", "kl/k1") if history.settings.k3_over_updates else ("kl/k3", "kl/exact", "kl/k1")
     name, kl = _first_kl(history, names)
-    if history.settings.other_reference or not abs(kl) > STEP_ZERO.value:
+    limit = STEP_ZERO_OTHERS if history.settings.other_kernels else STEP_ZERO
+    if history.settings.other_reference or not abs(kl) > limit.value:
         return None
     text = f"{name} is {kl:.2e} nats per token before the first update and should be about 0"
     return Evidence(text, blame(history, history.step))
@@ -188,11 +241,12 @@ def detached_reference(history: History) -> Evidence | None:
     kl, length = history.last(name, window), history.last("length/mean", window)
     if min(map(len, (before, now, kl))) < window or not is_apart(before, now, errors=DETACHED_ERRORS):
         still, equal = (history.last(each, int(STILL.value)) for each in (name, "groups/saturated"))
-        if len(still) < STILL.value or any(still) or min(equal, default=0.0) == 1:
+        if len(still) < STILL.value or any(still) or min(equal, default=0.0) == 1 or not_trained(history):
             return None
         moves = [x for x in ("train/learning_rate", "train/grad_norm") if x in history.latest]
         said = [f"{name} was exactly 0 in {len(still)} steps in a row"]
-        return Evidence(", ".join([*said, *(f"{x} is {number(history.latest[x])}" for x in moves)]))
+        said += [f"{x} is {number(history.latest[x])}" for x in moves]
+        return Evidence(", ".join(said), causes=[FOLLOWS] if len(moves) == 2 else [])
     reward_range = max(1.0, 2 * max(map(abs, (*before, *now))))
     least = 2 * ((fmean(now) - fmean(before)) / reward_range) ** 2
     seen = abs(fmean(kl)) * (fmean(length) if length else 1.0)
@@ -202,6 +256,12 @@ def detached_reference(history: History) -> Evidence | None:
         f"the reward went from {number(fmean(before))} to {number(fmean(now))}, which takes at least "
         f"{number(least)} nats per completion; the KL says {number(seen)}"
     )
+
+
+FOLLOWS = (
+    "the reference follows the policy: shared weights, an adapter that is on in its pass too, or weights that were "
+    "reloaded into it"
+)
 
 
 def _vanished(history: History) -> Evidence | None:
@@ -235,7 +295,8 @@ def _kl_to_the_start(history: History) -> str | None:
 
 def _first_kl(history: History, names: Sequence[str]) -> tuple[str, float]:
     """The first of these metrics that was logged before the first update, while that is the latest step; else 0."""
-    first = history.latest if len(history.rows) == 1 and history.rows[0].step <= 1 else {}
+    starts = len(history.rows) == 1 and history.rows[0].step <= 1 and not history.settings.steps_counted
+    first = history.latest if starts else {}
     return next(((name, first[name]) for name in names if name in first), ("", 0.0))
 
 
@@ -287,9 +348,9 @@ def kl_low(history: History) -> Evidence | None:
 
 
 def _settled(history: History, steps: int) -> float | None:
-    """The mean KL of the last 5 steps, once there are so many."""
+    """The mean KL of the last 5 steps without the largest, once there are so many: one outlier says nothing."""
     values = history.kl(5) if len(history.rows) >= steps else []
-    return fmean(values) if len(values) == 5 else None
+    return fmean(sorted(values)[:-1]) if len(values) == 5 else None
 
 
 RUNAWAY_WINDOW = 10

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from statistics import fmean
+from itertools import pairwise
+from statistics import fmean, median
 
 from klamp.diagnostics import causes
 from klamp.diagnostics.alarm import Evidence, Limit, is_apart, number
@@ -28,9 +29,17 @@ ADVANTAGE = Limit(
 )
 DROPPED = Limit(
     value=0.05,
-    unit="of the score before training, and 3 standard errors where the number of examples is known",
+    unit="of the score before training, and 3 standard errors: by the number of examples, else by the scatter of 6 "
+    "evaluations or more, else as of 50 examples",
     source="klamp's choice; falling scores are a warning sign of the GRPO tutorial (docs/sources.md)",
 )
+FEW_EXAMPLES, MANY_SCORES = 50, 6
+IDLE = Limit(
+    value=20,
+    unit="steps in a row, or all of the first 5 and more, with a learning rate or a gradient of exactly 0",
+    source="no gradient of a model rounds to 0; a warm-up is at 0 in one step",
+)
+IDLE_START = 5
 
 
 def huge_values(history: History) -> Evidence | None:
@@ -42,13 +51,54 @@ def huge_values(history: History) -> Evidence | None:
     }
     said = [f"{name} is {value:.1e}" for name, value in found.items()]
     lost = sum(
-        on and any(math.isinf(x) or (each.trained is not None and math.isnan(policy)) for x in (policy, ref))
+        on and (any(map(math.isinf, numbers)) or (each.trained is not None and math.isnan(numbers[0])))
         for each in history.completions.get(history.step, [])
-        for on, policy, ref in zip(each.is_trained, each.policy, each.ref or each.policy, strict=True)
+        for on, *numbers in zip(
+            each.is_trained, each.policy, each.ref or each.policy, each.sampler or each.policy, strict=True
+        )
     )
     if lost:
         said.append(f"{lost} trained {'token has' if lost == 1 else 'tokens have'} no finite log-probability")
     return Evidence(", ".join(said)) if said else None
+
+
+def not_trained(history: History) -> Evidence | None:
+    """Finds a run whose weights do not move: no learning rate, no gradient, or no token that is trained on."""
+    moved = history.kl(5)
+    if moved and fmean(moved) > max(MOVED, 2 * fmean(history.first(str(history.kl_name()), 5) or [0.0])):
+        return None
+    rate, gradient = (_idle(history, name) for name in ("train/learning_rate", "train/grad_norm"))
+    if rate:
+        text = f"train/learning_rate is exactly 0 in {rate}"
+        return Evidence(
+            text, causes=["the learning rate is 0: a schedule that has ended, or a warm-up that is too long"]
+        )
+    equal, cut = (history.last(name, IDLE_START) for name in ("groups/saturated", "length/truncated"))
+    if not gradient or min(equal, default=0.0) == 1:
+        return None
+    if min(cut, default=0.0) == 1:
+        why = "every completion is cut at the length limit, and cut ones are masked. Raise max_completion_length"
+    else:
+        why = "frozen weights, an adapter that is not trained, a loss without a gradient, or updates that are skipped"
+    still = [name for name in ("train/loss", "kl/k3", "kl/k1") if history.latest.get(name) == 0]
+    return Evidence(
+        ", ".join([f"train/grad_norm is exactly 0 in {gradient}", *(f"{x} is 0" for x in still)]), (), [why]
+    )
+
+
+MOVED = 1e-4
+"""Nats per token; no numbers of one model differ by so much."""
+
+
+def _idle(history: History, name: str) -> str:
+    """In which steps a metric was exactly 0, in words; empty where in too few."""
+    values = history.last(name, int(IDLE.value))
+    if name not in history.latest or any(values):
+        return ""
+    if len(values) == IDLE.value:
+        return f"{len(values)} steps in a row"
+    whole = len(values) >= IDLE_START and len(values) == len(history.rows) and history.rows[0].step <= 1
+    return f"all {len(values)} steps" if whole else ""
 
 
 def advantage_scale(history: History) -> Evidence | None:
@@ -98,14 +148,16 @@ def dr_grpo_with_kl(history: History) -> Evidence | None:
 
 
 def retention(history: History) -> Evidence | None:
-    """Finds a skill that is not trained and whose score fell."""
+    """Finds a held-out score that fell; neither that of the trained skill nor the trained reward itself."""
     if len(history.evaluations) < 2:
         return None
     before, now = history.evaluations[0].metrics, history.evaluations[-1].metrics
     worst: list[tuple[float, str]] = []
     for skill in before.keys() & now.keys() - {history.settings.rl_skill}:
         old, new = before[skill], now[skill]
-        if old - new > max(DROPPED.value * (1.0 if 0 <= old <= 1 else abs(old)), _noise(old, new, history)):
+        if skill.endswith("reward") or "rewards/" in skill:
+            continue
+        if old - new > max(DROPPED.value * (1.0 if 0 <= old <= 1 else abs(old)), _noise(skill, history)):
             worst.append((old - new, f"{skill} went from {_score(old, history)} to {_score(new, history)}"))
     return Evidence("; ".join(text for _, text in sorted(worst, reverse=True))) if worst else None
 
@@ -116,10 +168,13 @@ def _score(value: float, history: History) -> str:
     return f"{100 * value:.1f} of 100" if shares else number(value)
 
 
-def _noise(old: float, new: float, history: History) -> float:
-    """Three standard errors of the difference of two shares."""
-    size, share = history.settings.eval_size, (old + new) / 2
-    return 3 * math.sqrt(2 * share * (1 - share) / size) if size and 0 <= share <= 1 else 0.0
+def _noise(skill: str, history: History) -> float:
+    """Three standard errors of the difference of the first score and the last."""
+    scores = [row.metrics[skill] for row in history.evaluations if skill in row.metrics]
+    size, share = history.settings.eval_size, (scores[0] + scores[-1]) / 2
+    if size is None and len(scores) >= MANY_SCORES:
+        return 3 * 1.48 * median(abs(a - b) for a, b in pairwise(scores))  # 1.48: of a normal law; sqrt(2) is in it
+    return 3 * math.sqrt(2 * share * (1 - share) / (size or FEW_EXAMPLES)) if 0 <= share <= 1 else 0.0
 
 
 COLLAPSE_WINDOW, COLLAPSE_MEMORY = 5, 100

@@ -129,6 +129,10 @@ SAME = 1e-4
 """Nats by which arithmetic alone sets the two apart."""
 GREW = 4.0
 """Times as far apart as before the first update: it came with the updates, else nothing is said of that."""
+COURSE = 20
+"""Steps over which two distances are held against each other; the KL has doubled in them, else they tell nothing."""
+START_LIKE = 1.5
+"""Times that two distances of one pair of models differ at most, as two estimates of them."""
 LATER = 4
 """Tokens of a completion after which it has a context of its own."""
 
@@ -171,6 +175,8 @@ def causes_of(history: History) -> list[str]:
     apart = first[name] > MISMATCH.value
     shown = name if apart or "sampler/k3" not in first else "sampler/k3"
     said = f"{shown} was {number(history.rows[0].metrics[shown])}"
+    if not apart and (of_start := _of_start(history)) is not None:
+        return [of_start]
     if not apart:
         text = (
             f"it came with the updates ({said} before the first one): the sampler's weights, or those of its adapter, "
@@ -192,6 +198,20 @@ def causes_of(history: History) -> list[str]:
         f"{since}: the trainer scores with another temperature, another prompt or template, or without the adapter (or "
         "with one) that the sampler has"
     ]
+
+
+def _of_start(history: History) -> str | None:
+    """Whether the sampler's distance is, step by step, that of the reference: its weights are those of the start."""
+    sampler, kl = history.last("sampler/k3", COURSE), history.kl(COURSE)
+    pairs = [(a, b) for a, b in zip(sampler[::-1], kl[::-1], strict=False) if b > 0]
+    if len(pairs) < STEADY or max(kl) < 2 * min(b for _, b in pairs) or history.settings.moving_reference:
+        return None
+    if not all(1 / START_LIKE < a / b < START_LIKE for a, b in pairs):
+        return None
+    return (
+        f"the sampler still has the weights that training started from: it is as far from the policy as the reference "
+        f"is ({number(sampler[-1])} and {number(kl[-1])} nats per token). New weights, or the adapter, never reach it"
+    )
 
 
 def _distances(completions: Sequence[Completion]) -> tuple[list[float], list[float]]:

@@ -21,6 +21,8 @@ MISMATCH = Limit(value=0.01, unit="nats per token, k1 or k3", source="seen in th
 """Distance of sampler and policy that is out of order."""
 WINDOW = 30
 """Steps that are searched for a cause."""
+BY_NOISE = 10
+"""Steps from which a jump has to stand out of the curve's own scatter."""
 JUMP = 0.15
 """Nats per token that one step moves a policy by where its learning rate is too high; healthy runs stay below 0.05."""
 WEAK_PULL = 0.05
@@ -48,16 +50,28 @@ def likely_causes(history: History, *looked_for: Cause) -> list[str]:
     return [text for _, text in sorted(found, key=lambda each: -each[0])]
 
 
+def last_jump(history: History) -> tuple[float, str] | None:
+    """Shows where the last step may have moved the policy far; the next one tells."""
+    return _rate(history, next((b - a for a, b in pairwise(history.kl(2))), 0.0), ", if the KL stays there")
+
+
 def learning_rate(history: History) -> tuple[float, str] | None:
-    """Shows where single steps move the policy far: the learning rate is too high."""
-    largest = max((b - a for a, b in pairwise(history.kl(WINDOW))), default=0.0)
+    """Shows where single steps moved the policy far, and it stayed there: the learning rate is too high."""
+    kl = history.kl(WINDOW)
+    largest = max((min(b, c) - a for a, b, c in zip(kl, kl[1:], kl[2:], strict=False)), default=0.0)
+    bends = [a - 2 * b + c for a, b, c in zip(kl, kl[1:], kl[2:], strict=False)]  # a slope has none, noise has sqrt(6)
+    scattered = len(kl) > BY_NOISE and largest < 4 * (fmean(x * x for x in bends) / 6) ** 0.5
+    return None if scattered else _rate(history, largest, "")
+
+
+def _rate(history: History, largest: float, if_so: str) -> tuple[float, str] | None:
     if largest <= JUMP:
         return None
     rates = history.last("train/learning_rate", WINDOW)
     rate = f" (up to {number(max(rates))})" if rates else ""
     text = (
-        f"the learning rate{rate}: one step moved the policy by {number(largest)} nats per token. Take a tenth of it, "
-        "or set kl_lr_guard"
+        f"the learning rate{rate}{if_so}: one step moved the policy by {number(largest)} nats per token. Take a tenth "
+        "of it, or set kl_lr_guard"
     )
     return largest / JUMP, text
 

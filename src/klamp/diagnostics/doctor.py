@@ -4,8 +4,10 @@ once, and may stop the run.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
+from itertools import pairwise
 from typing import Any
 
 from klamp.diagnostics.alarm import Alarm, Evidence
@@ -28,13 +30,30 @@ class Finding:
     """The number of steps in which it was there."""
     evidence: Evidence
     """What was seen when it rose."""
+    later: Evidence | None = None
+    """What the steps after it say of it, where they say something."""
+    hours: float | None = None
+    """What the steps from the first to the latest took, where the record says."""
+
+    @property
+    def known(self) -> Evidence:
+        """What is known of it: what was seen, or what the steps after it make of that."""
+        return self.later or self.evidence
+
+    @property
+    def cost(self) -> str:
+        """Since when, and for how many steps and hours."""
+        steps, hours = self.last_step - self.first_step + 1, self.hours
+        took = "" if hours is None else f", {hours:.3g} hours" if hours >= 1 else f", {60 * hours:.2g} minutes"
+        until = f"s, from step {self.first_step} to {self.last_step}" if steps > 1 else f", step {self.first_step}"
+        return f"{steps} step{until}{took}"
 
     @property
     def in_a_line(self) -> str:
         """The step, the name, what was seen, and the likeliest cause."""
-        likely = "".join(f"; likely {cause}" for cause in self.evidence.causes[:1])
+        likely = "".join(f"; likely {cause}" for cause in self.known.causes[:1])
         name, text = self.alarm.name, self.alarm.text
-        return f"alarm after step {self.first_step}: {name}: {text} ({self.evidence.text}{likely})"
+        return f"alarm after step {self.first_step}: {name}: {text} ({self.known.text}{likely})"
 
     @property
     def record(self) -> dict[str, Any]:
@@ -50,8 +69,9 @@ class Finding:
             "first_step": self.first_step,
             "last_step": self.last_step,
             "steps": self.steps,
-            "evidence": self.evidence.text,
-            "causes": list(self.evidence.causes),
+            "hours": self.hours,
+            "evidence": self.known.text,
+            "causes": list(self.known.causes),
             "means": self.alarm.means,
             "next_step": self.alarm.next_step,
             "tokens": [asdict(token) for token in self.evidence.tokens],
@@ -70,6 +90,16 @@ class Diagnosis:
     """Alarm that could not be checked -> what the record lacks for it."""
     concerned: int = len(ALARMS)
     """Alarms that concern the run: those of a teacher only where it has one."""
+
+    @property
+    def blind(self) -> str:
+        """Why nothing can be said of the KL of a run that may have one, in words; empty where it was looked at."""
+        history = self.history
+        beta = history.latest.get("beta", history.settings.beta)
+        looked = history.measures_kl or any(c.ref is not None for each in history.completions.values() for c in each)
+        if beta == 0 or looked:
+            return ""
+        return "no KL to the reference was found in the record (--beta 0 says that there is none)"
 
     def failed(self, names: Iterable[str] = ()) -> list[str]:
         """The names of the findings that make a check fail.
@@ -108,6 +138,8 @@ def examine(history: History) -> Diagnosis:
             last_step=max(seen),
             steps=len(seen),
             evidence=seen[min(seen)],
+            later=_in_hindsight(ALARMS[name], history, min(seen), seen[min(seen)]),
+            hours=_hours(history, min(seen), max(seen)),
         )
         for name, seen in raised.items()
         if not lacks[name]
@@ -117,6 +149,21 @@ def examine(history: History) -> Diagnosis:
     asked = [name for name, alarm in ALARMS.items() if taught or not alarm.needs[0].startswith(TEACHER)]
     unchecked = {name: lacks[name] for name in asked if lacks[name]}
     return Diagnosis(history=history, findings=findings, unchecked=unchecked, concerned=len(asked))
+
+
+def _in_hindsight(alarm: Alarm, history: History, step: int, seen: Evidence) -> Evidence | None:
+    """What was seen at a step, with what the steps after it say of that."""
+    before, after = ([row for row in history.rows if (row.step > step) == late] for late in (False, True))
+    if alarm.later is None or not after:
+        return None
+    return alarm.later(History(settings=history.settings, rows=before), seen, after)
+
+
+def _hours(history: History, first: int, last: int) -> float | None:
+    """What the steps from one to another took, as far as the record says."""
+    took = [(row.step, row.metrics.get("speed/step_seconds", math.nan)) for row in history.rows]
+    gaps = [(b[0] - a[0]) * b[1] for a, b in pairwise([(first - 1, 0.0), *(x for x in took if first <= x[0] <= last)])]
+    return sum(gaps) / 3600 if gaps and all(map(math.isfinite, gaps)) else None
 
 
 TEACHER = "teacher/"

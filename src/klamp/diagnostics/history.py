@@ -47,6 +47,10 @@ class RunSettings:
     """Whether the KL is taken from the reward."""
     k3_over_updates: bool = False
     """Whether a step's kl/k3 is a mean over all of its updates, so that the first one's is not 0."""
+    other_kernels: bool = False
+    """Whether policy and reference may have other data types or kernels: another trainer wrote the record."""
+    steps_counted: bool = False
+    """Whether the record says no steps, so that its first row need not be the first step."""
     prompts: int | None = None
     """Prompts per step."""
     rl_skill: str | None = None
@@ -165,7 +169,7 @@ def list_of(values: object) -> Sequence[Any]:
         TypeError: it is none.
     """
     if not isinstance(values, list | tuple):
-        raise TypeError(f"{reprlib.repr(values)} where a list belongs")
+        raise TypeError(f"{reprlib.repr(values)} where a list belongs, with one entry per token")
     return values
 
 
@@ -245,6 +249,8 @@ class History:
     """Answers of evaluations, in order."""
     cautions: list[str] = field(default_factory=list)
     """What the run was warned of, in words."""
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Column that speaks of a KL and was not read -> what it is; empty where nobody knows."""
     changes: Mapping[int, str] = field(default_factory=dict)
     """Step -> what a resume after it changed, in words."""
     former: Sequence[tuple[int, RunSettings]] = ()
@@ -270,6 +276,13 @@ class History:
     def names(self) -> set[str]:
         """The names of the metrics that some step has."""
         return {name for row in self.rows for name in row.metrics}
+
+    @property
+    def measures_kl(self) -> bool:
+        """Whether some step has a KL to the reference."""
+        return any(
+            f"kl/{x}" in self.names for x in ("exact", "k3", "k1", "exact_sequence", "k3_sequence", "k1_sequence")
+        )
 
     @property
     def penalized(self) -> bool:

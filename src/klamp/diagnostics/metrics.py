@@ -1,4 +1,4 @@
-"""The table of all metrics: name, unit, direction, how it is averaged, what it says; and what others call the same."""
+"""The table of all metrics: name, unit, direction, how it is averaged, what it says. Others' names: `recorded`."""
 
 from __future__ import annotations
 
@@ -187,69 +187,3 @@ def averaged_over(name: str) -> Counted | None:
             fix="add a row with its unit and reduction to klamp.diagnostics.metrics.METRICS",
         )
     return _COUNTED.get(METRICS[name].reduction)
-
-
-RECORDED_NAMES: Mapping[str, Mapping[str, str]] = {
-    "TRL, Unsloth, verifiers": {
-        "kl": "kl/k3",
-        "entropy": "policy/entropy",
-        "completions/mean_length": "length/mean",
-        "completion_length": "length/mean",
-        "num_tokens": "length/total",
-        "completions/clipped_ratio": "length/truncated",
-        "clip_ratio/region_mean": "policy/ratio_clipped",
-        "frac_reward_zero_std": "groups/saturated",
-        "sampling/sampling_logp_difference/mean": "sampler/abs",
-        "grad_norm": "train/grad_norm",
-        "loss": "train/loss",
-        "policy_loss": "train/policy_loss",
-        "learning_rate": "train/learning_rate",
-    },
-    "verl": {
-        "actor/kl_loss": "kl/k3",
-        "actor/reward_kl_penalty": "kl/k1",
-        "actor/kl_coef": "beta",
-        "actor/reward_kl_penalty_coeff": "beta",
-        "actor/entropy": "policy/entropy",
-        "actor/grad_norm": "train/grad_norm",
-        "actor/pg_loss": "train/policy_loss",
-        "actor/pg_clipfrac": "policy/ratio_clipped",
-        "actor/lr": "train/learning_rate",
-        "critic/score/mean": "reward",
-        "critic/advantages/max": "advantage/max",
-        "critic/advantages/min": "advantage/min",
-        "response_length/mean": "length/mean",
-        "response_length/clip_ratio": "length/truncated",
-        "rollout_corr/kl": "sampler/k1",
-        "rollout_corr/k3_kl": "sampler/k3",
-    },
-    "prime-rl": {
-        "mismatch_kl/mean": "sampler/k3",
-        "entropy/mean": "policy/entropy",
-        "optim/grad_norm": "train/grad_norm",
-        "optim/lr": "train/learning_rate",
-        "loss/mean": "train/loss",
-        "reward/mean": "reward",
-        "reward/all/mean": "reward",
-        "is_truncated/mean": "length/truncated",
-        "is_truncated/all/mean": "length/truncated",
-        "seq_len/mean": "length/mean",
-        "seq_len/all/mean": "length/mean",
-    },
-    "tinker-cookbook": {
-        "env/all/reward/total": "reward",
-        "kl_policy_base": "kl/k1",
-        "optim/kl_sample_train_v1": "sampler/k1",
-        "optim/entropy": "policy/entropy",
-    },
-    "slime": {"kl_loss": "kl/k3", "rollout/raw_reward": "reward", "rollout/response_len/mean": "length/mean"},
-    "OpenRLHF, TRL's PPO, and the scripts of two guides": {
-        "objective/kl": "kl/k1_sequence",
-        "objective/scores": "reward",
-        "response_length": "length/mean",
-        "truncated": "length/truncated",
-        "kl_penalty": "kl/k1",
-        "kl_divergence": "kl/k1",
-    },
-}
-"""Trainer -> the name in its logs -> klamp's name."""

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from klamp.diagnostics.history import RunSettings, Verifier
-from klamp.diagnostics.metrics import METRICS, RECORDED_NAMES
+from klamp.diagnostics.metrics import METRICS
+from klamp.diagnostics.recorded import NAMES, OTHER_KL
 from klamp.errors import ConfigError, unknown_name
-
-NAMES: Mapping[str, str] = {theirs: ours for names in RECORDED_NAMES.values() for theirs, ours in names.items()}
-"""The name that another trainer uses -> klamp's name."""
 
 SHORT_NAMES: Mapping[str, str] = {
     "kl": "kl/k3",
@@ -29,7 +28,8 @@ SHORT_NAMES: Mapping[str, str] = {
 
 STEP_NAMES = (
     *("train/global_step", "global_step", "training/global_step", "trainer/global_step", "global_step/max_steps"),
-    *("train/step", "rollout/step", "current_steps", "iteration", "iter", "step", "progress/batch", "_step"),
+    *("train/step", "rollout/step", "current_steps", "iteration", "iter", "step", "Step", "progress/batch"),
+    *("global_steps", "training_step", "train_step", "optimizer_step", "steps", "iterations", "update", "_step"),
 )
 """The names under which a logged row may hold its step, the best first."""
 
@@ -37,6 +37,8 @@ EVALUATION_PREFIXES = ("eval/", "eval_", "val-core/", "test/")
 
 SCORES = ("reward", "acc", "score", "mean@", "correct", "pass@")
 """Parts of a metric's name that say that it scores an evaluation."""
+NO_SCORES = ("std", "correlation", "_max", "_min")
+"""Parts of a name that say that it is something else about scores."""
 
 OVER_UPDATES = "actor/kl_loss"
 """verl's name of a k3 that is a mean over all mini-batches and epochs of a step (train_mini_batch)."""
@@ -48,13 +50,36 @@ RULES = ("accuracy", "exact", "match", "math", "format", "verif", "correct", "ru
 """Parts of a reward function's name that say that it is a rule."""
 
 
-def known(name: str) -> str | None:
-    """The name that klamp has for a logged metric; None where it has none."""
+def known(name: str, theirs: Mapping[str, str] = NAMES) -> str | None:
+    """The name that klamp has for a logged metric; None where it has none.
+
+    Args:
+        name: as it was logged.
+        theirs: the names of other trainers that count, see `recorded.names_in`.
+    """
     bare = name.removeprefix("train/")
-    for candidate in (name, bare):
-        if candidate in METRICS:
-            return candidate
-    return NAMES.get(name, NAMES.get(bare))
+    for candidate in (name, bare, bare.removesuffix("/mean")):
+        if candidate in theirs or candidate in METRICS:
+            return theirs.get(candidate, candidate)
+    return None
+
+
+KL = re.compile(r"kl(?![a-z])|(?<![a-z])kl|kld", re.IGNORECASE)
+"""How the name of a KL shows."""
+SETTING = re.compile(r"coe?f|beta|target|weight|tau|time|timing", re.IGNORECASE)
+"""How the name of something about a KL shows that is none itself."""
+
+
+def unread_kls(logged: Iterable[str], read: Collection[str]) -> dict[str, str]:
+    """The names of a record that speak of a KL and were not read -> what they are, as far as that is known.
+
+    Args:
+        logged: names of all numbers.
+        read: those that were read.
+    """
+    left = sorted(name for name in logged if KL.search(name) and not SETTING.search(name) and name not in read)
+    left = [name for name in left if not name.startswith(EVALUATION_PREFIXES)]
+    return {name: OTHER_KL.get(name, OTHER_KL.get(name.removeprefix("train/"), "")) for name in left}
 
 
 def read_pairs(pairs: Iterable[str]) -> dict[str, str]:
@@ -94,21 +119,26 @@ def read_pairs(pairs: Iterable[str]) -> dict[str, str]:
     return found
 
 
-def translate(logged: Mapping[str, object], names: Mapping[str, str] | None = None) -> dict[str, float]:
+def translate(
+    logged: Mapping[str, object], names: Mapping[str, str] | None = None, theirs: Mapping[str, str] = NAMES
+) -> dict[str, float]:
     """The known metrics of a logged row under klamp's names; where two mean the same, klamp's own name comes first.
 
     Args:
         logged: name -> value.
         names: klamp's name -> that in the row, which alone then counts for this metric and means nothing else.
+        theirs: the names of other trainers that count.
     """
     names = names or {}
     numbers = {name: value for name in logged if (value := as_number(logged[name])) is not None}
     found = {ours: numbers[theirs] for ours, theirs in names.items() if theirs in numbers}
     taken = set(names.values())
     for name in sorted(numbers, key=lambda name: not _is_own(name)):
-        ours = known(name)
+        ours = known(name, theirs)
         if ours is not None and ours not in names and name not in taken:
             found.setdefault(ours, numbers[name])
+    if "kl/k1" not in found and {"kl/k1_sequence", "length/mean"} <= found.keys():
+        found["kl/k1"] = found["kl/k1_sequence"] / max(found["length/mean"], 1.0)
     return found
 
 
@@ -142,7 +172,8 @@ def evaluations(logged: Mapping[str, object], *, every: bool = False) -> dict[st
         number = as_number(value)
         if prefix is None or number is None or not math.isfinite(number):
             continue
-        if every or (any(word in name for word in SCORES) and "std" not in name):
+        is_score = any(word in name for word in SCORES) and not any(word in name for word in NO_SCORES)
+        if every or is_score:
             found[name.removeprefix(prefix)] = number
     return found
 
@@ -155,6 +186,22 @@ def step_of(logged: Mapping[str, object]) -> int | None:
         if step is not None and math.isfinite(step):
             return int(step)
     return None
+
+
+COUNTS = re.compile(r"(^|[/_ .])(step|iteration|iter|update)s?(_?(num|idx|index|count|id))?$", re.IGNORECASE)
+"""How the name of a column shows that counts steps."""
+
+
+def step_column(rows: Sequence[Mapping[str, object]]) -> str | None:
+    """The name of a column that counts steps where none has a known name: whole numbers that never fall."""
+    if any(step_of(row) is not None for row in rows):
+        return None
+    columns: dict[str, list[float]] = {}
+    for row in rows:
+        for name in filter(COUNTS.search, row):
+            columns.setdefault(name, []).append(math.nan if (x := as_number(row[name])) is None else x)
+    rising = (name for name, x in columns.items() if len(x) > 1 and x == sorted(x) and x[0] < x[-1])
+    return next((name for name in rising if all(x.is_integer() for x in columns[name])), None)
 
 
 def verifier_of(logged: set[str]) -> Verifier | None:
@@ -180,7 +227,7 @@ def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[s
         OVER_UPDATES in logged and "kl/k3" not in logged and (names or {}).get("kl/k3", OVER_UPDATES) == OVER_UPDATES
     )
     beta, loss, scale = config.get("beta"), config.get("loss_type"), config.get("scale_rewards")
-    settings = RunSettings(verifier=verifier_of(logged), k3_over_updates=over_updates)
+    settings = RunSettings(verifier=verifier_of(logged), k3_over_updates=over_updates, other_kernels=OURS not in logged)
     if isinstance(beta, int | float):
         settings = replace(settings, beta=float(beta))
     if isinstance(loss, str):

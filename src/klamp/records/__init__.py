@@ -8,7 +8,7 @@ from pathlib import Path
 
 from klamp.diagnostics.history import History
 from klamp.errors import KlampError
-from klamp.records.files import json_lines, refuse_names, unreadable
+from klamp.records.files import json_lines, refuse_names, text_lines, unreadable
 from klamp.records.klamp_run import is_klamp_run, read_klamp_run
 from klamp.records.logs import (
     EVENTS,
@@ -17,13 +17,17 @@ from klamp.records.logs import (
     find_state,
     read_metrics,
     read_tensorboard,
+    read_text,
     read_trl_state,
     read_wandb,
 )
 from klamp.records.rollouts import is_rollout, read_rollouts, step_in
+from klamp.records.tables import read_tables
+from klamp.records.texts import CONSOLE, PRINTED
 from klamp.tasks.paths import with_end
 
 TOKEN_EXPORT = "step_*/rank_*.jsonl"
+TEXTS = (".csv", ".tsv", ".log", ".txt")
 COMPUTED = "it holds completions, and the metrics are computed from their tokens"
 
 
@@ -46,19 +50,19 @@ def read_record(path: Path, names: Mapping[str, str] | None = None) -> History:
 
 
 def _read_file(path: Path, names: Mapping[str, str] | None) -> History:
-    if path.match(EVENTS):
-        return read_tensorboard(path, names)
-    if path.suffix == ".wandb":
-        return read_wandb(path, names)
-    if path.suffix == ".json":
-        return read_trl_state(path, names)
-    if path.suffix != ".jsonl":
-        raise unreadable("a file of no known kind", path, why="its name ends in none of .jsonl, .json, .wandb")
-    first = next(json_lines(path), None)
-    if first is None or not is_rollout(first):
+    readers = {".wandb": read_wandb, ".json": read_trl_state}
+    if path.match(EVENTS) or path.suffix in readers:
+        return readers.get(path.suffix, read_tensorboard)(path, names)
+    table = path.suffix == ".parquet"
+    start = "" if table else next((line.lstrip() for line in text_lines(path) if line.strip()), "")
+    printed = PRINTED.search(start) or CONSOLE.search(start) or path.suffix != ".jsonl"
+    if PRINTED.match(start) or (printed and start[:1] not in "{["):
+        return read_text(path, names)
+    first = None if table else next(json_lines(path), None)
+    if not table and (first is None or not is_rollout(first)):
         return read_metrics(path, names)
     refuse_names(names, path, why=COMPUTED)
-    return read_rollouts([path])
+    return read_tables([path]) if table else read_rollouts([path])
 
 
 def _read_folder(path: Path, names: Mapping[str, str] | None) -> History:
@@ -97,15 +101,19 @@ def _read_lines(path: Path, names: Mapping[str, str] | None) -> History:
     exported.sort(key=lambda file: (step_in(file), file))
     files = sorted(path.glob("*.jsonl"))
     numbered = sorted((file for file in files if file.stem.isdigit()), key=lambda file: int(file.stem))
-    if exported or numbered:
+    tables = sorted([*path.glob("*.parquet"), *path.glob("completions/*.parquet")])
+    if exported or numbered or tables:
         refuse_names(names, path, why=COMPUTED)
+        if not (exported or numbered):
+            return read_tables(tables)
         source = "prime-rl token export" if exported else "verl rollouts"
         return read_rollouts(exported or numbered, source=source)
     if (path / "metrics.jsonl").is_file():
         return read_metrics(path / "metrics.jsonl", names)
+    files = files or sorted(file for end in TEXTS for file in path.glob(f"*{end}"))
     if len(files) == 1:
         return _read_file(files[0], names)
     if files:
         lie = ", ".join(file.name for file in files)
-        raise unreadable("several JSONL files lie in one folder", path, why=lie, fix="name one of them")
+        raise unreadable("several logs lie in one folder", path, why=lie, fix="name one of them")
     raise unreadable("a folder with no record of a run", path, why="it holds none of the files that klamp knows")

@@ -4,7 +4,11 @@ for a record.
 
 from __future__ import annotations
 
+import gzip
+import io
 import json
+import zlib
+from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,9 +20,12 @@ from klamp.tasks.paths import with_end
 Read = TypeVar("Read")
 
 FORMATS = (
-    "a klamp run folder, TRL's trainer_state.json, a TensorBoard folder, a W&B offline run, verl's file log, "
-    "JSONL of metrics or of completions with token log-probabilities"
+    "a klamp run folder, TRL's trainer_state.json (it lies in each checkpoint-N) or its completions/*.parquet, a "
+    "TensorBoard folder, a W&B offline run (of another: the chart's CSV, or its history as JSONL), verl's file log "
+    "(trainer.logger=[console,file]), lines that transformers or verl printed, a notebook's table as text, JSONL of "
+    "metrics or of completions with token log-probabilities"
 )
+ZIPPED = b"\x1f\x8b"
 
 
 def unreadable(what: str, path: Path, *, why: str, fix: str = "") -> DataError:
@@ -35,7 +42,7 @@ def object_in(path: Path) -> dict[str, Any]:
     yaml = path.suffix == ".yaml"
     parse, kind, holds = (yaml_of, "YAML", "names with values") if yaml else (json_of, "JSON", "JSON object")
     try:
-        found = parse(with_end(path).read_text(encoding="utf-8"))
+        found = parse("".join(text_lines(path)))
     except (ValueError, RecursionError) as error:
         raise unreadable(f"a file is not {kind}", path, why=shortened(error)) from error
     if isinstance(found, list) and not yaml:  # what json.dump(trainer.state.log_history) writes
@@ -45,26 +52,60 @@ def object_in(path: Path) -> dict[str, Any]:
     return found
 
 
+def byte_lines(path: Path) -> Iterator[bytes]:
+    """The lines of a text file in UTF-8, of one in UTF-16 or one that is zipped too, without the mark at its start.
+
+    Raises:
+        DataError: it is zipped, and damaged.
+    """
+    with with_end(path).open("rb") as plain:
+        file = gzip.GzipFile(fileobj=plain) if plain.peek(2)[:2] == ZIPPED else plain
+        try:
+            if file.peek(2)[:2] in (BOM_UTF16_LE, BOM_UTF16_BE):
+                yield from (line.encode("utf-8") for line in io.TextIOWrapper(file, "utf-16"))
+                return
+            for number, line in enumerate(file):
+                yield line.removeprefix(BOM_UTF8) if number == 0 else line
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise unreadable("a zipped file is damaged", path, why=shortened(error)) from error
+
+
+def text_lines(path: Path) -> Iterator[str]:
+    """The lines of a text file, see `byte_lines`.
+
+    Raises:
+        DataError: it is no text.
+    """
+    try:
+        yield from (line.decode("utf-8") for line in byte_lines(path))
+    except UnicodeError as error:
+        raise unreadable("a file is not text", path, why=shortened(error)) from error
+
+
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects in a JSONL file, one at a time; a half-written last line, which a killed run leaves, is ignored.
+
+    A line may hold a list of objects.
 
     Raises:
         DataError: when it comes to another line that is not an object.
     """
-    with with_end(path).open("rb") as lines:
-        numbered = enumerate(lines, start=1)
-        for number, line in numbered:
-            if not line.strip():
-                continue
-            try:
-                row = json_of(line.decode("utf-8"))
-            except (ValueError, RecursionError) as error:
-                no_text = isinstance(error, UnicodeDecodeError)
-                half = error.reason == "unexpected end of data" if no_text else isinstance(error, json.JSONDecodeError)
-                if half and next(numbered, None) is None:
-                    return
-                what = "a file is not text" if no_text else f"line {number} is not JSON"
-                raise unreadable(what, path, why=shortened(error)) from error
+    numbered = enumerate(byte_lines(path), start=1)
+    for number, line in numbered:
+        if not line.strip():
+            continue
+        try:
+            found = json_of(line.decode("utf-8"))
+        except (ValueError, RecursionError) as error:
+            no_text = isinstance(error, UnicodeDecodeError)
+            half = error.reason == "unexpected end of data" if no_text else isinstance(error, json.JSONDecodeError)
+            if half and next(numbered, None) is None:
+                return
+            what, mend = "a file is not text" if no_text else f"line {number} is not JSON", ""
+            if not no_text and number > 1:
+                mend = f"mend line {number}, or leave it out: the lines before it can be read"
+            raise unreadable(what, path, why=shortened(error), fix=mend) from error
+        for row in found if isinstance(found, list) else [found]:
             if not isinstance(row, dict):
                 raise unreadable(f"line {number} is no JSON object", path, why=f"it is a {type(row).__name__}")
             yield row

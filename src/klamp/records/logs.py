@@ -1,5 +1,5 @@
-"""Reads what trainers and trackers log of each step: JSONL of metrics (verl's file logger and many others), the
-trainer_state.json of TRL or any transformers Trainer, TensorBoard's event files, and offline runs of W&B.
+"""Reads what trainers and trackers log of each step: JSONL of metrics (verl's file logger and many others), texts that
+they print, trainer_state.json of TRL or any transformers Trainer, TensorBoard's event files, offline runs of W&B.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ import json
 import math
 import struct
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from typing import Any
 from klamp.diagnostics.history import History, Row
 from klamp.diagnostics.names import (
     OURS,
+    STEP_NAMES,
     as_number,
     evaluations,
     flat,
@@ -22,19 +24,27 @@ from klamp.diagnostics.names import (
     known,
     number_names,
     settings_of,
+    step_column,
     step_of,
     translate,
+    unread_kls,
 )
+from klamp.diagnostics.recorded import names_in
 from klamp.errors import missing_library
 from klamp.records.files import check_logged, each_row, json_lines, object_in, shortened, unreadable
+from klamp.records.texts import rows_by_metric, rows_in
 from klamp.tasks.paths import followed, with_end
 
 Names = Mapping[str, str]
 """klamp's name of a metric -> that in the record, before the names that klamp knows."""
 Logged = Sequence[tuple[int, Mapping[str, Any]]]
 """Step -> what was logged of it."""
-BY_NEMO = "train/token_mult_prob_error"
-"""A metric that only NeMo-RL logs, whose train/kl_penalty is the k3 itself."""
+CLOCKS = ("_timestamp", "_runtime")
+"""W&B's names of the time of a row, in seconds."""
+INSTANT = 0.01
+"""Seconds within which rows are written at once, long after their steps."""
+ALIVE = ("train/loss", "train/policy_loss", "train/grad_norm")
+"""Where one of them is a number, training went on: what is NaN in every row was not measured."""
 
 
 def _history(
@@ -57,43 +67,98 @@ def _history(
         ours: whether klamp may have written it; every name of an evaluation is a score there.
     """
     logged = {name for _, row in rows for name in row}
-    rows, names = _kl_as_it_is(rows, names or {}, logged)
-    check_logged(names, number_names(row for _, row in rows if not _sums_up(row)), path)
+    theirs, lost = names_in(logged), _unmeasured(rows, logged)
+    rows = [(step, {name: value for name, value in row.items() if name not in lost}) for step, row in rows]
+    names = _kl_as_it_is(rows, names or {}, logged, theirs)
+    numbers = number_names(row for _, row in rows if not _sums_up(row)) - {*CLOCKS}
+    check_logged(names, numbers | lost, path)
     history = History(source=source, settings=settings_of(config, logged, names), config=config)
+    history.unread = unread_kls(
+        numbers, [*names.values(), *(name for name in numbers if (n := known(name, theirs)) and n not in names)]
+    )
+    history.cautions += _no_numbers(rows, theirs, lost)
     seen: set[int] = set()
-    for step, row in rows:
-        scores, metrics = evaluations(row, every=ours and OURS in logged), translate(row, names)
+    for (step, row), seconds in zip(rows, _seconds(rows), strict=True):
+        scores, metrics = evaluations(row, every=ours and OURS in logged), translate(row, names, theirs)
         if scores:
             history.evaluations.append(Row(step=step, metrics=scores))
         if metrics and not _sums_up(row):
             if step in seen and step < history.rows[-1].step:  # the run went back: what it does again counts
                 history.rows = [each for each in history.rows if each.step < step]
             if history.rows and step == history.rows[-1].step:  # one of several rows of the step may lack a value
-                numbers = {name: value for name, value in metrics.items() if not math.isnan(value)}
-                metrics = {**history.rows.pop().metrics, **numbers}
+                numbers_of_it = {name: value for name, value in metrics.items() if not math.isnan(value)}
+                metrics = {**history.rows.pop().metrics, **numbers_of_it}
             seen.add(step)
-            history.rows.append(Row(step=step, metrics=metrics))
+            took = {} if math.isnan(seconds) else {"speed/step_seconds": seconds}
+            history.rows.append(Row(step=step, metrics=took | metrics))
     return history
 
 
-def _kl_as_it_is(rows: Logged, names: Names, logged: set[str]) -> tuple[Logged, Names]:
-    """The rows without a KL that nobody measured, and the names of the metrics: what is below 0 is no k3 but a k1."""
-    if BY_NEMO in logged:
-        names = {"kl/k3": "train/kl_penalty", **names}
+def _unmeasured(rows: Logged, logged: set[str]) -> set[str]:
+    """The names that are NaN in every row, in a run that went on: nobody measured them."""
     numbers = {name: [x for _, row in rows if (x := as_number(row.get(name))) is not None] for name in logged}
-    trained = any(math.isfinite(x) for name in logged if known(name) == "train/loss" for x in numbers[name])
-    for theirs in [names["kl/k3"]] if "kl/k3" in names else [name for name in logged if known(name) == "kl/k3"]:
-        values = numbers.get(theirs, [])
-        if any(round(x, 6) < 0 for x in values):
-            names = {"kl/k1": theirs, **{ours: name for ours, name in names.items() if ours != "kl/k3"}}
-        if trained and all(map(math.isnan, values)):
-            rows = [(step, {name: value for name, value in row.items() if name != theirs}) for step, row in rows]
-    return rows, names
+    alive = {name for name in logged if known(name) in ALIVE}
+    if not any(map(math.isfinite, (x for name in alive for x in numbers[name]))):
+        return set()
+    return {name for name, values in numbers.items() if name not in alive and values and all(map(math.isnan, values))}
+
+
+def _kl_as_it_is(rows: Logged, names: Names, logged: set[str], theirs: Names) -> Names:
+    """The names of the metrics, where a KL that is called a k3 and is below 0 is a k1."""
+    for name in [names["kl/k3"]] if "kl/k3" in names else [name for name in logged if known(name, theirs) == "kl/k3"]:
+        if any(round(x, 6) < 0 for _, row in rows if math.isfinite(x := as_number(row.get(name)) or 0.0)):
+            names = {"kl/k1": name, **{ours: each for ours, each in names.items() if ours != "kl/k3"}}
+    return names
+
+
+def _no_numbers(rows: Logged, theirs: Names, lost: set[str]) -> list[str]:
+    """What a reader should know of values that were not read: NaN in every row, or no number at all."""
+    said = [
+        f"{name} is NaN in every row and the loss is not: nobody measured it (TRL and Unsloth measure no KL at beta 0)"
+        for name in sorted(lost)
+        if (known(name, theirs) or "").startswith("kl/")
+    ]
+    wrong: dict[str, list[tuple[int, object]]] = {}
+    for step, row in rows:
+        for name, value in row.items():
+            if value is not None and as_number(value) is None and known(name, theirs):
+                wrong.setdefault(name, []).append((step, value))
+    for name, found in wrong.items():
+        step, value = found[0]
+        said.append(f"{name} is no number in {len(found)} of {len(rows)} rows, first at step {step}: {str(value)[:40]}")
+    return said
 
 
 def _sums_up(row: Mapping[str, object]) -> bool:
     """Whether a row is the last one, which sums up the run."""
     return "train_runtime" in row
+
+
+def _of_rows(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None, path: Path, **more: Any) -> History:
+    """The history of rows that say their step themselves; where none does they are counted, and that is said."""
+    column = step_column(rows)
+    steps = [step_of(row) if column is None else step_of({"step": row.get(column)}) for row in rows]
+    counted = all(step is None for step in steps)
+    numbered: list[tuple[int, Mapping[str, Any]]] = []
+    last = next((step for step in steps if step is not None), 0)
+    for number, (step, row) in enumerate(zip(steps, rows, strict=True), start=1):
+        last = number if counted else last if step is None else step
+        numbered.append((last, row))
+    history = _history(source, numbered, more.pop("config", {}), names, path, **more)
+    if counted and history.rows:
+        history.settings = replace(history.settings, steps_counted=True)
+        history.cautions.append("no column says the step: rows are counted, and the first need not be the first step")
+    return history
+
+
+def _seconds(rows: Logged) -> Iterator[float]:
+    """The seconds of a step in each row, from when the rows were written; NaN where they do not say that."""
+    before, then = -1, math.nan
+    for step, row in rows:
+        now = next((x for name in CLOCKS if (x := as_number(row.get(name))) is not None), math.nan)
+        yield (now - then) / (step - before) if step > before and now - then > INSTANT else math.nan
+        if step != before and not math.isnan(now):
+            before, then = step, now
 
 
 # --- JSONL ----------------------------------------------------------------------------------------------------
@@ -110,9 +175,8 @@ def read_metrics(path: Path, names: Names | None = None) -> History:
     verls = bool(lines) and is_verl_line(lines[0])
     rows = list(map(flat, lines))
     first = next(filter(None, rows), {})
-    numbered = [(number if (step := step_of(row)) is None else step, row) for number, row in enumerate(rows, start=1)]
     nothing = "it holds no whole line" if path.stat().st_size else "the file is empty"
-    history = _history("verl file log" if verls else "JSONL metrics", numbered, {}, names, path)
+    history = _of_rows("verl file log" if verls else "JSONL metrics", rows, names, path)
     if not (history.rows or (verls and history.evaluations)):
         raise unreadable(
             "no metric and no token log-probabilities were found",
@@ -121,6 +185,24 @@ def read_metrics(path: Path, names: Names | None = None) -> History:
             fix="metrics: a line per step with names as TRL, verl or klamp write them (kl, reward, ...), or --map with "
             "your own; completions: old_log_probs and ref_log_prob (or policy_logprobs and ref_logprobs), one number "
             "per token",
+        )
+    return history
+
+
+def read_text(path: Path, names: Names | None = None) -> History:
+    """Read the history in what a trainer printed, or in a table of a notebook or of a chart.
+
+    Raises:
+        DataError: it has no row, or none with a metric that klamp knows.
+        UnknownNameError: no row has one of `names`.
+    """
+    rows = rows_in(path)
+    history = _of_rows("text of a log", rows, names, path)
+    if not history.rows:
+        raise unreadable(
+            "no metric that klamp knows stands in a text",
+            path,
+            why=f"its first row has {', '.join(list(rows[0])[:12])}",
         )
     return history
 
@@ -150,12 +232,16 @@ def read_trl_state(path: Path, names: Names | None = None) -> History:
         DataError: it is none.
         UnknownNameError: no row has one of `names`.
     """
-    logs = object_in(path).get("log_history")
+    found = object_in(path)
+    logs = found.get("log_history")
+    if logs is None and (rows := rows_by_metric(found)):
+        return _of_rows("NeMo-RL metrics", rows, names, path)
     if not isinstance(logs, list):
         raise unreadable("a trainer state has no log_history", path, why="without logged rows there is no history")
-    read, what = lambda row: (int(row.get("step", 0)), row), "row {} of log_history is damaged"
-    numbered = list(each_row(logs, path, read, what=what))
-    return _history("TRL trainer state", numbered, {}, names, path, ours=False)
+    rows = list(each_row(logs, path, flat, what="row {} of log_history is damaged"))
+    others = {*STEP_NAMES} - {"step"}  # the trainer's own count, whatever else is logged
+    rows = [{name: value for name, value in row.items() if name not in others or "step" not in row} for row in rows]
+    return _of_rows("TRL trainer state", rows, names, path, ours=False)
 
 
 # --- TensorBoard ----------------------------------------------------------------------------------------------
@@ -206,6 +292,7 @@ def _read_events(path: Path) -> tuple[dict[int, dict[str, float]], dict[str, Any
     for name in events.Tags()["scalars"]:
         for event in events.Scalars(name):
             rows.setdefault(event.step, {})[name] = float(event.value)
+            rows[event.step]["_timestamp"] = event.wall_time
     config: dict[str, Any] = {}
     for name in events.Tags()["tensors"]:
         if name.startswith("args"):
@@ -249,8 +336,7 @@ def read_wandb(path: Path, names: Names | None = None) -> History:
     except ImportError as error:
         raise missing_library("wandb", by=f"the record {path}") from error
     config: dict[str, Any] = {}
-    rows: list[tuple[int, dict[str, Any]]] = []
-    logged = 0
+    rows: list[dict[str, Any]] = []
     for data in frames(path):
         record = wandb_internal_pb2.Record()  # pyright: ignore[reportAttributeAccessIssue]
         try:
@@ -262,12 +348,11 @@ def read_wandb(path: Path, names: Names | None = None) -> History:
             update = record.run.config.update if kind == "run" else record.config.update
             config |= {item.key: _value(item.value_json) for item in update if item.key}
         elif kind == "history":
-            logged += 1
-            row = {"/".join(item.nested_key) or item.key: _value(item.value_json) for item in record.history.item}
-            rows.append((logged if (step := step_of(row)) is None else step, row))
+            items = record.history.item
+            rows.append({"/".join(item.nested_key) or item.key: _value(item.value_json) for item in items})
     if not rows:
         raise unreadable("nothing was logged in the W&B run", path, why="it has no history")
-    return _history("W&B offline run", rows, config, names, path)
+    return _of_rows("W&B offline run", rows, names, path, config=config)
 
 
 def frames(path: Path) -> Iterator[bytes]:

@@ -13,7 +13,16 @@ from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from klamp.diagnostics.history import Completion, History, check_lengths, every, flags_of, numbers_of, texts_of
+from klamp.diagnostics.history import (
+    Completion,
+    History,
+    RunSettings,
+    check_lengths,
+    every,
+    flags_of,
+    numbers_of,
+    texts_of,
+)
 from klamp.diagnostics.statistics import UNKNOWN, row_of
 from klamp.records.files import each_row, json_lines, unreadable
 
@@ -50,7 +59,7 @@ def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts") -> H
     Raises:
         DataError: a line that cannot be used, or no line at all.
     """
-    history, files = History(source=source), list(files)
+    history, files = History(source=source, settings=RunSettings(other_kernels=True)), list(files)
     history.add_completions(chain.from_iterable(map(_completions_in, files)))
     if not history.completions:
         raise unreadable("there are no completions", files[0] if files else Path(), why="the files are empty")

@@ -21,6 +21,7 @@ from klamp.diagnostics.history import (
     numbers_of,
     texts_of,
 )
+from klamp.diagnostics.notices import Tell, tell_of
 from klamp.errors import TrainingStopped
 from klamp.tasks.base import has_own_prompts
 from klamp.tasks.cache import Progress
@@ -113,6 +114,21 @@ class Observer:
 
     def close(self) -> None:
         """Called last, even after an error, and once only."""
+
+
+class AlarmNotices(Observer):
+    """An observer that tells a person of each alarm.
+
+    Args:
+        tell: what is called with an alarm, see `klamp.diagnostics.notices`.
+    """
+
+    def __init__(self, tell: Tell) -> None:
+        self.tell = tell
+
+    def on_alarm(self, finding: Finding) -> None:
+        """Tell of it, where it is no note."""
+        tell_of(finding, [self.tell])
 
 
 def progress_of(observers: Sequence[Observer]) -> Progress:

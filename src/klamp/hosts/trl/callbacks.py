@@ -14,6 +14,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from klamp.diagnostics.doctor import ALARMS_FILE, AlarmWatch, Finding
 from klamp.diagnostics.history import RunSettings
 from klamp.diagnostics.names import evaluations, settings_of, translate
+from klamp.diagnostics.notices import Tell, tell_of
 from klamp.errors import KLWarning
 from klamp.hosts.common.kl_fields import kl_config
 
@@ -27,6 +28,8 @@ class DoctorCallback(TrainerCallback):
 
     Args:
         stop_on: names of alarms that end the run: a checkpoint is saved, and `train()` returns.
+        on_alarm: who is told of an alarm besides, once, on the main process: a function of your own, or
+            `klamp.diagnostics.notices.notice(...)`, which sends it to a person.
         other_reference: whether the reference is another model than the one that training starts from;
             `klamp.trl.GRPOTrainer` says so itself where it is given a ref_model.
 
@@ -38,7 +41,10 @@ class DoctorCallback(TrainerCallback):
         UnknownNameError: stop_on has a name that no alarm has.
     """
 
-    def __init__(self, stop_on: Sequence[str] = (), *, other_reference: bool = False) -> None:
+    def __init__(
+        self, stop_on: Sequence[str] = (), *, on_alarm: Tell | None = None, other_reference: bool = False
+    ) -> None:
+        self.tells = () if on_alarm is None else (on_alarm,)
         self.watch = AlarmWatch(RunSettings(), stop_on=(stop_on,) if isinstance(stop_on, str) else tuple(stop_on))
         self.other_reference = other_reference
         self.findings: list[Finding] = []
@@ -73,6 +79,7 @@ class DoctorCallback(TrainerCallback):
         for finding in self._look(state.global_step, logs):
             if state.is_world_process_zero:
                 _write(Path(str(args.output_dir)) / ALARMS_FILE, finding)
+                tell_of(finding, self.tells)
                 if finding.alarm.level == "alarm":
                     told = f"{finding.in_a_line}. {finding.alarm.means} Next step: {finding.alarm.next_step}"
                     warnings.warn(told, KLWarning, stacklevel=2)

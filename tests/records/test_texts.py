@@ -1,0 +1,153 @@
+"""What people have of a run besides its record: printed lines, tables, exports, in whatever encoding."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+from pathlib import Path
+
+import pytest
+from tests.records.test_records import lines
+
+from klamp.errors import DataError
+from klamp.records import read_record
+
+VERL = "(TaskRunner pid=1) step:{0} - actor/kl_loss:0.00{0} - critic/score/mean:0.5 - training/global_step:{0} - x:nan"
+TRL = "  5%|#   | {0}/30 [00:01<00:20]{{'loss': 0.1, 'grad_norm': nan, 'kl': 0.00{0}, 'reward': 0.5, 'step': {0}}}"
+UNSLOTH = "{0}\t0.1\t0.5\t0.00{0}"
+CHART = '"{0}","0.00{0}","0.00{0}","0.5"'
+
+
+def text(path: Path, form: str, *, before: str = "") -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(before + "".join(form.format(step) + "\n" for step in range(1, 6)), encoding="utf-8")
+    return path
+
+
+@pytest.mark.parametrize("end", [".log", ".txt", ".jsonl", ""])
+@pytest.mark.parametrize(("form", "before"), [(VERL, "starting ray\n\n"), (TRL, "")])
+def test_lines_that_trainers_print(tmp_path: Path, form: str, before: str, end: str) -> None:
+    before = "" if end == ".jsonl" else before
+    rows = read_record(text(tmp_path / f"train{end}", form, before=before)).rows
+    assert [(row.step, row.metrics["kl/k3"], row.metrics["reward"]) for row in rows] == [
+        (step, step / 1000, 0.5) for step in range(1, 6)
+    ]
+    assert form is VERL or math.isnan(rows[0].metrics["train/grad_norm"])
+
+
+@pytest.mark.parametrize(
+    ("form", "head"),
+    [
+        (UNSLOTH, "Step\tTraining Loss\treward\tkl\n"),
+        (UNSLOTH, "Step\tTraining Loss\trewards / x / mean\tkl\n"),
+        (CHART, '"Step","lake-7 - train/kl","lake-7 - train/kl__MIN","lake-7 - train/reward"\n'),
+        ("| {0} | 0.00{0} |", "| step | kl |\n|---|---|\n"),
+    ],
+)
+def test_tables(tmp_path: Path, form: str, head: str) -> None:
+    history = read_record(text(tmp_path / "table.csv", form, before=head))
+    assert [(row.step, row.metrics["kl/k3"]) for row in history.rows] == [(step, step / 1000) for step in range(1, 6)]
+    assert not history.unread, "the same curve once more is no other KL"
+    assert [row.step for row in read_record(tmp_path).rows] == [1, 2, 3, 4, 5], "the only log of its folder"
+
+
+def test_a_chart_with_several_runs_and_a_text_without_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="several runs") as caught:
+        read_record(text(tmp_path / "two.csv", "{0},0.1,0.2", before="Step,a - train/kl,b - train/kl\n"))
+    assert caught.value.why == "a, b" and "one run" in caught.value.fix
+    with pytest.raises(DataError, match="no rows of metrics") as caught:
+        read_record(text(tmp_path / "notes.txt", "note {0}, and more"))
+    assert "trainer_state.json" in caught.value.fix and "CSV" in caught.value.fix
+    with pytest.raises(DataError, match="no metric that klamp knows"):
+        read_record(text(tmp_path / "other.csv", "{0},1", before="step,apples\n"))
+
+
+ROWS = [{"step": step, "kl": step / 1000, "reward": 0.5} for step in range(1, 4)]
+BYTES = "".join(json.dumps(row) + "\r\n" for row in ROWS)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"\xef\xbb\xbf" + BYTES.encode(),
+        BYTES.encode("utf-16"),
+        b"\xfe\xff" + BYTES.encode("utf-16-be"),
+        gzip.compress(BYTES.encode()),
+        gzip.compress(BYTES.encode("utf-16")),
+        (json.dumps(ROWS) + "\n").encode(),
+    ],
+)
+def test_marks_encodings_zipped_files_and_a_list_in_one_line(tmp_path: Path, data: bytes) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_bytes(data)
+    assert [(row.step, row.metrics["kl/k3"]) for row in read_record(file).rows] == [(1, 0.001), (2, 0.002), (3, 0.003)]
+
+
+def test_a_damaged_zip_is_refused_and_a_bad_line_named(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_bytes(gzip.compress(BYTES.encode())[:-20])
+    with pytest.raises(DataError, match="a zipped file is damaged"):
+        read_record(file)
+    file.write_text('{"step": 1, "kl": 0.1}\n{"step": 2, "kl": 0.1}{"step": 3}\n{"step": 4}\n', encoding="utf-8")
+    with pytest.raises(DataError, match="line 2 is not JSON") as caught:
+        read_record(file)
+    assert "mend line 2" in caught.value.fix
+
+
+def test_a_dump_by_metric_is_a_record_and_any_other_object_is_none(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.json"
+    file.write_text(
+        json.dumps({"train/kl_penalty": {"1": 0.0, "2": 0.1}, "train/reward": {"2": 0.5}}), encoding="utf-8"
+    )
+    history = read_record(file)
+    assert [dict(row.metrics) for row in history.rows] == [{"kl/k3": 0.0}, {"kl/k3": 0.1, "reward": 0.5}]
+    file.write_text(json.dumps({"a": {"b": 1}}), encoding="utf-8")
+    with pytest.raises(DataError, match="no log_history"):
+        read_record(file)
+
+
+# --- which step, how long, what is no number --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["my_step", "learner/updates", "Global Step", "num_iter"])
+def test_a_step_under_another_name_is_found_where_it_counts(tmp_path: Path, name: str) -> None:
+    history = read_record(lines(tmp_path, *({name: 10 * i, "kl": 0.4, "timing_s/step": 3.5} for i in range(1, 4))))
+    assert [row.step for row in history.rows] == [10, 20, 30]
+    assert not history.settings.steps_counted
+
+
+def test_rows_without_a_step_are_counted_and_that_is_said(tmp_path: Path) -> None:
+    history = read_record(lines(tmp_path, *({"kl": 0.4, "timing_s/step": 3.5 + i} for i in range(3))))
+    assert history.settings.steps_counted and [row.step for row in history.rows] == [1, 2, 3]
+    assert history.cautions == ["no column says the step: rows are counted, and the first need not be the first step"]
+
+
+def test_the_time_of_a_step_is_the_trainers_or_that_between_rows(tmp_path: Path) -> None:
+    rows = [{"step": 10 * i, "kl": 0.0, "_timestamp": 1e9 + 600.0 * i} for i in range(3)]
+    found = [row.metrics.get("speed/step_seconds") for row in read_record(lines(tmp_path, *rows)).rows]
+    assert found == [None, 60.0, 60.0]
+    rows = [{"step": i, "kl": 0.0, "_timestamp": float(i), "step_time": 7.0} for i in range(3)]
+    assert read_record(lines(tmp_path, *rows)).rows[-1].metrics["speed/step_seconds"] == 7.0
+
+
+def test_what_is_no_number_is_named_and_rows_without_a_step_go_with_the_one_before(tmp_path: Path) -> None:
+    odd = [
+        {"kl": 0.01},
+        {"step": "2", "kl": "0.02"},
+        {"step": 3.0, "kl": [0.01, 0.02], "reward": 0.5},
+        {"step": 4, "kl": {"mean": 0.04}, "reward": True},
+        {"step": None, "reward": 0.6},
+    ]
+    file = tmp_path / "trainer_state.json"
+    file.write_text(json.dumps({"log_history": odd}), encoding="utf-8")
+    history = read_record(file)
+    assert [(row.step, dict(row.metrics)) for row in history.rows] == [
+        (2, {"kl/k3": 0.02}),
+        (3, {"reward": 0.5}),
+        (4, {"kl/k3": 0.04, "reward": 0.6}),
+    ]
+    assert [caution.split(",")[0] for caution in history.cautions] == [
+        "kl is no number in 1 of 5 rows",
+        "reward is no number in 1 of 5 rows",
+    ]
