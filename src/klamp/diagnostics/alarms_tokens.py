@@ -175,10 +175,8 @@ def causes_of(history: History) -> list[str]:
     apart = first[name] > MISMATCH.value
     shown = name if apart or "sampler/k3" not in first else "sampler/k3"
     said = f"{shown} was {number(history.rows[0].metrics[shown])}"
-    if not apart and (of_start := _of_start(history)) is not None:
-        return [of_start]
     if not apart:
-        text = (
+        text = _of_start(history) or (
             f"it came with the updates ({said} before the first one): the sampler's weights, or those of its adapter, "
             "are not synced before each rollout"
         )

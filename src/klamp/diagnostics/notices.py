@@ -31,7 +31,7 @@ def notice(*urls: str) -> Tell:
         ConfigError: no address that apprise knows.
     """
     try:
-        import apprise
+        import apprise  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise missing_library("apprise", by="a notice of an alarm") from error
     service, given = apprise.Apprise(), list(urls) or os.environ.get(URLS, "").split()
