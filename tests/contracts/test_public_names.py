@@ -151,9 +151,11 @@ MODULES = {
 HOST_SIGNATURES = {
     "klamp.tinker": {
         "build_datum": "(prompt, response, advantages, logprobs, ref_logprobs=None, *, teacher_logprobs=None, "
-        "mask=None, kl_mask=None)",
+        "teacher_head=None, mask=None, kl_mask=None)",
         "compute_grpo_kl_loss": "(data, logprobs_list, kl_coef=0.01, cliprange=0.2, kl=None, **options)",
         "compute_reference_logprobs": "(ref_client, prompt_tokens, response_tokens, *, concurrency=64, timeout=300.0)",
+        "compute_teacher_head": "(teacher_client, prompt_tokens, response_tokens, top_k, *, vocabulary=None, "
+        "concurrency=64, timeout=300.0)",
         "count_tokens": "(data)",
         "effective": "(kl_coef=0.01, cliprange=0.2, kl=None, **options)",
         "forward_backward_kl": "(client, data, kl_coef=0.01, cliprange=0.2, kl=None, **options)",

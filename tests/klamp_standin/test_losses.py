@@ -126,8 +126,12 @@ def message(**inputs):
 def test_what_the_wire_cannot_carry_is_refused():
     sparse = torch.zeros(2, 8, dtype=torch.int64)
     sparse[0, 1] = 3
-    with pytest.raises(Refused, match="is sparse"):
-        protocol.decode_training(message(target_tokens=sparse).SerializeToString())
+    sent = message(target_tokens=sparse)
+    assert sent.data[0].loss_fn_inputs["target_tokens"].WhichOneof("encoding") == "sparse_csr"
+    assert protocol.decode_training(sent.SerializeToString()).inputs[0]["target_tokens"].equal(sparse)
+    sent.data[0].loss_fn_inputs["target_tokens"].shape[:] = [2, 1]
+    with pytest.raises(Refused, match="is no sparse matrix"):
+        protocol.decode_training(sent.SerializeToString())
     wrong = message()
     wrong.data[0].loss_fn_inputs["weights"].shape[:] = [3]
     with pytest.raises(Refused, match=r"shape \[3\] and carries 2 values"):

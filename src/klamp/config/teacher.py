@@ -248,12 +248,8 @@ def _what(c: TeacherConfig) -> list[Refusal]:
             why="summed over the prefixes of the policy it is no divergence of sequences",
             fix="use teacher_horizon='token', or teacher_direction='reverse'",
         ),
-        Refusal(
-            bool(c.teacher_url) and not sampled and not (topk and (c.teacher_head == "teacher" or not c.teacher_top_k)),
-            f"teacher_estimator={c.teacher_estimator!r} with teacher_head={c.teacher_head!r} cannot use a server",
-            why="a server tells the likeliest tokens of its own model and the sampled one, no others",
-            fix="use teacher_estimator='topk' with teacher_head='teacher', or 'k1' or 'k3', or keep the teacher on "
-            "this machine (teacher_model)",
+        of_a_server(
+            c, bool(c.teacher_url), who="a server", instead=", or keep the teacher on this machine (teacher_model)"
         ),
         Refusal(
             topk and c.teacher_tail != "sampled" and c.teacher_top_k == 0,
@@ -263,6 +259,25 @@ def _what(c: TeacherConfig) -> list[Refusal]:
             fix="leave teacher_tail='sampled'",
         ),
     ]
+
+
+def of_a_server(c: TeacherConfig, there: bool, *, who: str, instead: str = "") -> Refusal:
+    """What cannot be measured from its own likeliest tokens and the sampled one, which is all that a server tells.
+
+    Args:
+        c: which KL.
+        there: whether such a server is the teacher.
+        who: it, in words.
+        instead: another way out, in words.
+    """
+    told = c.teacher_estimator in ("k1", "k3")
+    told |= c.teacher_estimator == "topk" and (c.teacher_head == "teacher" or not c.teacher_top_k)
+    return Refusal(
+        there and not told,
+        f"teacher_estimator={c.teacher_estimator!r} with teacher_head={c.teacher_head!r} cannot use {who}",
+        why=f"{who} tells the likeliest tokens of its own model and the sampled one, no others",
+        fix=f"use teacher_estimator='topk' with teacher_head='teacher', or 'k1' or 'k3'{instead}",
+    )
 
 
 def _where(c: TeacherConfig) -> list[Refusal]:

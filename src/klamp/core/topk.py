@@ -67,6 +67,11 @@ def _plain(direction: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor
     return (value + q - p, slope - p) if direction == "forward" else (value, slope)
 
 
+def head_mass(logprobs: Float[Tensor, "*shape k"], kept: Bool[Tensor, "*shape k"]) -> Float[Tensor, "*shape"]:
+    """The probability of a head's tokens together; without gradient."""
+    return masked(logprobs.detach().exp(), kept).sum(-1)
+
+
 def _rest(logprobs: Tensor, kept: Tensor) -> Tensor:
     """The logarithm of the mass outside of the head, [..., 1]; below what rounding can tell from 0 it ends there."""
     mass = masked(logprobs.exp(), kept).sum(-1, keepdim=True)
@@ -171,3 +176,29 @@ def topk_kl(
     value, slope = (_plain if tail == "none" else _terms)(direction, log_p, log_q)
     value = torch.where(slope.isfinite(), saturated(value, log_p - log_q), value)
     return with_gradient(masked(value, kept), masked(slope, kept), policy).sum(-1)
+
+
+def topk_kl_of(
+    policy: Float[Tensor, "*shape entries"],
+    anchor: Float[Tensor, "*shape entries"],
+    ids: Int[Tensor, "*shape entries"],
+    *,
+    direction: Direction = "reverse",
+    tail: Tail = "sampled",
+    log_weight: Float[Tensor, "*shape"] | None = None,
+    kept: Bool[Tensor, "*shape k"] | None = None,
+) -> Float[Tensor, "*shape"]:
+    """`topk_kl` of tokens that stand in one row: those of the head, and last the one that was sampled.
+
+    Shapes: [..., K + 1] x 3, kept [..., K] -> [...].
+
+    Args:
+        policy: log-probabilities under the policy, with gradient.
+        anchor: under the anchor.
+        ids: the tokens; in the head any where `kept` is False.
+        direction, tail, log_weight, kept: see `topk_kl`.
+    """
+    same = ids[..., :-1] == ids[..., -1:]
+    outside = ~(same if kept is None else same & kept).any(-1)
+    head, target = (policy[..., :-1], anchor[..., :-1]), (policy[..., -1], anchor[..., -1])
+    return topk_kl(*head, *target, outside, direction=direction, tail=tail, log_weight=log_weight, kept=kept)

@@ -22,7 +22,7 @@ from klamp.core.estimators import exact_kl
 from klamp.core.heads.kl import cut_mass, linear_kl
 from klamp.core.heads.logprobs import logprobs_of
 from klamp.core.heads.tiles import opaque
-from klamp.core.topk import Tail, topk_kl
+from klamp.core.topk import Tail, head_mass, topk_kl, topk_kl_of
 from klamp.core.types import Direction
 from klamp.errors import ModelError
 
@@ -217,7 +217,7 @@ def head_kl(
         log_weight: log(policy / sampler) of the targets, detached; None: 0.
     """
     count = scored.ids.shape[1] - 1 - theirs.shape[1]
-    student, target, usable = scored.ids[:, :count], scored.ids[:, -1:], theirs >= 0
+    student, usable = scored.ids[:, :count], theirs >= 0
     new = usable & (theirs[:, :, None] != student[:, None, :]).all(-1)  # a token of both heads counts once
     every = torch.ones_like(student, dtype=torch.bool)
     part, kept = {
@@ -229,12 +229,10 @@ def head_kl(
     with torch.no_grad():
         found = token_logprobs(teacher, ids, temperature=temperature, top_k=0 if theirs.shape[1] else how.top_k or 0)
     anchor, likeliest = found.logprobs[:, -ids.shape[1] :], theirs if theirs.shape[1] else found.ids[:, : -ids.shape[1]]
-    outside = ~((ids[:, :-1] == target) & kept).any(-1)
-    head, tail = (ours[:, :-1], anchor[:, :-1]), (ours[:, -1], anchor[:, -1])
-    kl = topk_kl(*head, *tail, outside, direction=how.direction, tail=how.tail, log_weight=log_weight, kept=kept)
+    kl = topk_kl_of(ours, anchor, ids, direction=how.direction, tail=how.tail, log_weight=log_weight, kept=kept)
     if not how.top_k:
         return kl, {}
-    masses = [torch.where(kept, each.detach().exp(), 0.0).sum(-1) for each in head]
+    masses = [head_mass(each[:, :-1], kept) for each in (ours, anchor)]
     common = (student[:, :, None] == likeliest[:, None, :]).any(-1)
     return kl, dict(zip(HEAD[:3], (*masses, common.float().mean(-1)), strict=True))
 

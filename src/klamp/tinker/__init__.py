@@ -1,6 +1,6 @@
 """The KL layer for the Tinker SDK: datums, reference log-probabilities, the loss, one forward-backward of it.
 
-    build_datum, compute_reference_logprobs     before the step
+    build_datum, compute_reference_logprobs     before the step; of a teacher with a head: compute_teacher_head
     forward_backward_kl, compute_grpo_kl_loss   the step
     shift_advantages, penalize_rewards          the KL elsewhere than in the loss, for the built-in losses
     sampler_mismatch                            whether the sampler is the trainer
@@ -14,7 +14,7 @@ from klamp.hosts.tinker.datums import build_datum, strip_for_builtin
 from klamp.hosts.tinker.loss import compute_grpo_kl_loss, count_tokens, forward_backward_kl, sampler_mismatch
 from klamp.hosts.tinker.options import LossOptions, effective
 from klamp.hosts.tinker.placement import penalize_rewards, shift_advantages
-from klamp.hosts.tinker.reference import compute_reference_logprobs
+from klamp.hosts.tinker.reference import compute_reference_logprobs, compute_teacher_head
 
 __all__ = [
     "Effective",
@@ -23,6 +23,7 @@ __all__ = [
     "build_datum",
     "compute_grpo_kl_loss",
     "compute_reference_logprobs",
+    "compute_teacher_head",
     "count_tokens",
     "effective",
     "forward_backward_kl",

@@ -5,6 +5,7 @@ The messages are the SDK's own (`tinker.proto`), so that they are those of which
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -92,16 +93,32 @@ def _datum_inputs(i: int, datum: Any) -> dict[str, Tensor]:
     found: dict[str, Tensor] = {}
     for name, tensor in datum.loss_fn_inputs.items():
         where = f"data[{i}].loss_fn_inputs[{name!r}]"
-        if tensor.WhichOneof("encoding") == "sparse_csr":
-            raise Refused(f"{where} is sparse; the stand-in takes dense tensors only")
         if tensor.dtype not in _NUMPY:
             raise Refused(f"{where} has dtype {tensor.dtype}; float32 or int64 is known")
+        if tensor.WhichOneof("encoding") == "sparse_csr":
+            found[name] = _filled(where, tensor)
+            continue
         values = np.frombuffer(tensor.dense, dtype=_NUMPY[tensor.dtype]).copy()
         shape = list(tensor.shape) or ([] if len(values) == 1 else [len(values)])  # a scalar has an empty shape
         if int(np.prod(shape)) != len(values):
             raise Refused(f"{where} says shape {shape} and carries {len(values)} values")
         found[name] = torch.from_numpy(values.reshape(shape))
     return found
+
+
+def _filled(where: str, tensor: Any) -> Tensor:
+    """A sparse matrix, as the SDK sends rows of K weights that are 0 for the most part, with its zeros."""
+    csr = tensor.sparse_csr
+    kinds = {"crow_indices": np.int64, "col_indices": np.int64, "values": _NUMPY[tensor.dtype]}
+    try:
+        rows, columns, values = (
+            torch.from_numpy(np.frombuffer(getattr(csr, name), dtype=kind).copy()) for name, kind in kinds.items()
+        )
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message="Sparse CSR tensor support is in beta")
+            return torch.sparse_csr_tensor(rows, columns, values, list(tensor.shape), check_invariants=True).to_dense()
+    except (ValueError, RuntimeError) as error:
+        raise Refused(f"{where} is no sparse matrix: {error}") from error
 
 
 def encode_training(logprobs: Sequence[Tensor], metrics: Mapping[str, float]) -> bytes:

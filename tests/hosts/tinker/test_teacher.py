@@ -85,9 +85,10 @@ def test_what_a_datum_cannot_tell_is_refused_in_words() -> None:
     data, policies = fake_batch()
     with pytest.raises(DataError, match="datum 0 has no 'teacher_logprobs'"):
         compute_grpo_kl_loss(data, policies, teacher=teacher())
-    for estimator in ("exact", "topk"):
-        with pytest.raises(ConfigError, match=f"teacher_estimator='{estimator}' cannot be computed from a datum"):
-            compute_grpo_kl_loss(data, policies, teacher=teacher(teacher_estimator=estimator))
+    for estimator, head in (("exact", "student"), ("topk", "student"), ("topk", "union")):
+        words = f"teacher_estimator='{estimator}' with teacher_head='{head}' cannot use a sampling client"
+        with pytest.raises(ConfigError, match=words):
+            compute_grpo_kl_loss(data, policies, teacher=teacher(teacher_estimator=estimator, teacher_head=head))
     with pytest.raises(ConfigError, match="shift_advantages is for teacher_placement='advantage'"):
         shift_advantages(data, teacher())
     with pytest.raises(ConfigError, match="teacher_coef"):

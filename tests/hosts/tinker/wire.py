@@ -66,10 +66,10 @@ def by_autograd(standin, data, loss):
     return value.item(), {name: x.grad for name, x in tensors.items()}
 
 
-def assert_same_gradient(found, expected, *, times=1.0):
+def assert_same_gradient(found, expected, *, times=1.0, within=1e-6):
     """Equal to 1e-6 of the gradient's norm, and not trivially so."""
     norm = torch.stack([x.norm() for x in expected.values()]).norm() * times
     difference = torch.stack([(found[name] - times * expected[name]).norm() for name in expected]).norm()
     assert found.keys() == expected.keys()
     assert norm > 1e-3
-    assert difference <= 1e-6 * norm
+    assert difference <= within * norm

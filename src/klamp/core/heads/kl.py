@@ -71,7 +71,7 @@ from klamp.core.heads.tiles import (
     tiles,
 )
 from klamp.core.masking import upcast
-from klamp.core.topk import Tail, server_head, topk_kl
+from klamp.core.topk import Tail, server_head, topk_kl_of
 from klamp.core.types import Direction
 from klamp.errors import ShapeError, check_name
 
@@ -306,9 +306,7 @@ def _head_kl(
     if not isinstance(anchor, Tensor):
         with torch.no_grad():
             anchor, *_ = logprobs_of(anchor, scale, ids)
-    same, kept = ids[:, :-1] == targets[:, None], options.get("kept")
-    outside = ~(same if kept is None else same & kept).any(1)
-    return topk_kl(logprobs[:, :-1], anchor[:, :-1], logprobs[:, -1], anchor[:, -1], outside, **options)
+    return topk_kl_of(logprobs, anchor, ids, **options)
 
 
 def linear_kl(  # noqa: PLR0913  (two models, and what the KL is over)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from operator import index
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -23,8 +23,15 @@ from klamp.errors import DataError, EmptyMaskError, NonFiniteError, ShapeError
 from klamp.hosts.common.versions import load_tinker
 
 ANCHORS = ("ref_logprobs", "teacher_logprobs")
-KLAMP_KEYS = (*ANCHORS, "mask", "kl_mask")
+HEAD = ("teacher_head_tokens", "teacher_head_logprobs")
+"""A teacher's likeliest tokens at each position, [N, K], -1 where there is none, and their log-probabilities."""
+KLAMP_KEYS = (*ANCHORS, *HEAD, "mask", "kl_mask")
 """Keys of `loss_fn_inputs` that klamp reads and the service's built-in losses refuse."""
+
+Place: TypeAlias = list[tuple[int, float]]
+"""Of one token ids with their log-probabilities: a teacher's likeliest, by rank, and last the one that is there."""
+NO_TOKEN = (-1, 0.0)
+"""Stands among a teacher's likeliest where there is none."""
 
 
 def build_datum(
@@ -35,6 +42,7 @@ def build_datum(
     ref_logprobs: Sequence[float] | None = None,
     *,
     teacher_logprobs: Sequence[float] | None = None,
+    teacher_head: Sequence[Place] | None = None,
     mask: Sequence[float] | None = None,
     kl_mask: Sequence[float] | None = None,
 ) -> Any:
@@ -50,6 +58,8 @@ def build_datum(
         logprobs: of the sampler, in nats, one per token of the response.
         ref_logprobs: of the reference (`compute_reference_logprobs`); needed where there is a KL in loss or advantage.
         teacher_logprobs: of a teacher, likewise; behind a prompt of its own if it has one.
+        teacher_head: of a teacher at each token of the response its likeliest, and the token's own log-probability
+            (`compute_teacher_head`); for teacher_estimator="topk", in the place of teacher_logprobs.
         mask: 1 = train on the token; None: on every token of the response. Advantages are 0 where it is 0.
         kl_mask: 1 = the token carries the KL (`kl_exclude_*`); None: as `mask`.
 
@@ -75,17 +85,45 @@ def build_datum(
         "logprobs": _response_row("logprobs", logprobs, len(response)),
         "mask": trained.float(),
     }
-    given = {"ref_logprobs": ref_logprobs, "teacher_logprobs": teacher_logprobs, "kl_mask": kl_mask}
+    head, taught = None, teacher_logprobs
+    if teacher_head is not None:
+        head, taught = _told(teacher_head, response, teacher_logprobs)
+    given = {"ref_logprobs": ref_logprobs, "teacher_logprobs": taught, "kl_mask": kl_mask}
     for name, values in given.items():
         if values is not None:
             rows[name] = _response_row(name, values, len(response))
     full = prompt + response
     inputs = {"target_tokens": torch.tensor(full[1:], dtype=torch.int64)}
     inputs |= {name: torch.cat([torch.zeros(len(prompt) - 1), row]) for name, row in rows.items()}
+    for name, values, none in zip(HEAD, head or (), NO_TOKEN, strict=head is not None):
+        inputs[name] = torch.cat([values.new_full((len(prompt) - 1, values.shape[1]), none), values])
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(full[:-1]),
         loss_fn_inputs={name: tinker.TensorData.from_torch(row) for name, row in inputs.items()},
     )
+
+
+def _told(places: Sequence[Place], response: Sequence[int], given: object) -> tuple[tuple[Tensor, Tensor], Tensor]:
+    """The ids and log-probabilities of a teacher's head, [T, K] each, and its log-probabilities of the tokens, [T]."""
+    told = number_row("teacher_head", places)
+    fits = told.ndim == 3 and told.shape[1] > 0 and told.shape[2] == 2 and told[:, -1, 0].tolist() == list(response)
+    if not fits or given is not None:
+        raise DataError(
+            "teacher_head does not tell what a teacher says of this response",
+            got="teacher_logprobs besides" if fits else f"{tuple(told.shape)} numbers for {len(response)} tokens",
+            why="for each token it holds pairs of an id and its log-probability, as many as for every other token, and "
+            "last the pair of the token itself",
+            fix="pass what compute_teacher_head returned for this response, and leave teacher_logprobs out",
+        )
+    return (told[:, :-1, 0].long(), told[:, :-1, 1].float()), told[:, -1, 1].float()
+
+
+def asked_tokens(targets: Tensor, head: Tensor) -> Tensor:
+    """The tokens whose log-probabilities under the policy are asked for at each position: a head's, and the target.
+
+    Shapes: [N], [N, K] -> [N, K + 1]; the target also in the place of a -1.
+    """
+    return torch.cat([torch.where(head < 0, targets[:, None], head), targets[:, None]], 1)
 
 
 def strip_for_builtin(datums: Sequence[Any]) -> list[Any]:
@@ -147,6 +185,12 @@ class Rows:
     """The same under the teacher. [B, N]"""
     kl_mask: Tensor | None
     """True = the token carries the KL; None: the same as `mask`. [B, N]"""
+    targets: Tensor
+    """The tokens. [B, N]"""
+    head: Tensor
+    """The teacher's likeliest tokens, -1 where there is none. [B, N, K]"""
+    head_logprobs: Tensor
+    """Their log-probabilities under it. [B, N, K]"""
     lengths: tuple[int, ...]
     """The number of positions of each datum."""
 
@@ -172,7 +216,7 @@ class Rows:
         )
 
     def policy(self, logprobs_list: Sequence[Tensor]) -> Tensor:
-        """The policy's log-probabilities padded to [B, N], with gradient; each checked.
+        """The policy's log-probabilities padded to [B, N, K + 1], the target's last, with gradient; each checked.
 
         Raises:
             TensorError, ShapeError, NonFiniteError: rows that do not fit the datums; the datum is named.
@@ -187,18 +231,30 @@ class Rows:
             )
         for i, (row, length) in enumerate(zip(logprobs_list, self.lengths, strict=True)):
             check_tensors(FLOATS, **{f"logprobs_list[{i}]": row})
-            if row.shape != (length,):
+            k = self.head.shape[2]
+            if row.shape != ((length, k + 1) if k else (length,)):
                 raise ShapeError(
                     f"datum {i}: the policy's log-probabilities do not have the length of target_tokens",
-                    got=f"log-probabilities {tuple(row.shape)}, target_tokens ({length},)",
+                    got=f"log-probabilities {tuple(row.shape)}, target_tokens ({length},), {k} tokens of a head",
                     why="each log-probability belongs to one token",
-                    fix="pass target_tokens as a 1-D row of token ids",
+                    fix="use forward_backward_kl, which asks for those of the head too"
+                    if k
+                    else "pass target_tokens as a 1-D row of token ids",
                 )
-            check_logprobs(f"datum {i}: the policy's row", row[None], self.mask[i : i + 1, :length])
-        return pad(logprobs_list)
+            each = row.reshape(length, -1).T
+            check_logprobs(f"datum {i}: the policy's row", each, self.mask[i, :length].expand_as(each))
+        return pad([row.reshape(length, -1) for row, length in zip(logprobs_list, self.lengths, strict=True)])
+
+    def asked(self) -> list[Any]:
+        """The `target_tokens` to send: the tokens, or where there is a head its tokens too, see `asked_tokens`."""
+        rows = zip(self.targets, self.head, self.lengths, strict=True)
+        wide = [asked_tokens(targets[:length], head[:length]) for targets, head, length in rows]
+        return [load_tinker().TensorData.from_torch(row if self.head.shape[2] else row[:, 0]) for row in wide]
 
 
-def read_rows(data: Sequence[Any], *, reference: bool = False, teacher: bool = False, exclusions: bool = False) -> Rows:
+def read_rows(
+    data: Sequence[Any], *, reference: bool = False, teacher: bool = False, exclusions: bool = False, top_k: int = 0
+) -> Rows:
     """Read and check the data of datums (the SDK's, or anything with `loss_fn_inputs`).
 
     Keys: `target_tokens`, `advantages`, `logprobs` always; `ref_logprobs` and
@@ -211,6 +267,7 @@ def read_rows(data: Sequence[Any], *, reference: bool = False, teacher: bool = F
         reference: whether a KL to the reference is asked for, so that every datum needs `ref_logprobs`.
         teacher: whether one to a teacher is, likewise `teacher_logprobs`.
         exclusions: whether tokens are excluded from the KL, so that every datum needs `kl_mask`.
+        top_k: tokens of the teacher's head, which every datum then needs.
 
     Raises:
         DataError: no datums, a missing key, or something that is no row of numbers.
@@ -223,6 +280,7 @@ def read_rows(data: Sequence[Any], *, reference: bool = False, teacher: bool = F
     anchors = [name for name, needed in asked if needed or all(name in each.loss_fn_inputs for each in data)]
     has_kl_mask = exclusions or any("kl_mask" in datum.loss_fn_inputs for datum in data)
     rows = [_read(i, datum.loss_fn_inputs, anchors, has_kl_mask) for i, datum in enumerate(data)]
+    heads = [_read_head(i, datum.loss_fn_inputs, rows[i]["mask"], top_k) for i, datum in enumerate(data)]
     mask = pad([row["mask"] for row in rows])
     if not bool(mask.any()):
         raise EmptyMaskError(
@@ -238,6 +296,9 @@ def read_rows(data: Sequence[Any], *, reference: bool = False, teacher: bool = F
         ref_logprobs=pad([row["ref_logprobs"] for row in rows]) if "ref_logprobs" in anchors else None,
         teacher_logprobs=pad([row["teacher_logprobs"] for row in rows]) if "teacher_logprobs" in anchors else None,
         kl_mask=pad([row["kl_mask"] for row in rows]) if has_kl_mask else None,
+        targets=pad([row["target_tokens"] for row in rows]),
+        head=pad_sequence([ids for ids, _ in heads], batch_first=True, padding_value=NO_TOKEN[0]),
+        head_logprobs=pad([logprobs for _, logprobs in heads]),
         lengths=tuple(len(row["mask"]) for row in rows),
     )
 
@@ -266,15 +327,15 @@ def pad(rows: Iterable[Tensor]) -> Tensor:
 
 
 def _read(i: int, inputs: Mapping[str, Any], anchors: Sequence[str], has_kl_mask: bool) -> dict[str, Tensor]:
-    length = len(_row(i, inputs, "target_tokens"))
+    targets = _row(i, inputs, "target_tokens")
     names = ["advantages", "logprobs", *anchors]
-    rows = {name: _row(i, inputs, name, length) for name in names}
+    rows = {name: _row(i, inputs, name, len(targets)) for name in names}
     if "mask" in inputs:
-        rows["mask"] = _row(i, inputs, "mask", length) != 0
+        rows["mask"] = _row(i, inputs, "mask", len(targets)) != 0
     else:
         rows["mask"] = torch.stack([row != 0 for row in rows.values()]).any(0)
     if has_kl_mask:
-        rows["kl_mask"] = _row(i, inputs, "kl_mask", length) != 0
+        rows["kl_mask"] = _row(i, inputs, "kl_mask", len(targets)) != 0
     for name in names[1:]:
         check_logprobs(f"datum {i}: {name}", rows[name][None], rows["mask"][None])
     if not bool((rows["advantages"].isfinite() | ~rows["mask"]).all()):
@@ -284,21 +345,32 @@ def _read(i: int, inputs: Mapping[str, Any], anchors: Sequence[str], has_kl_mask
             why="it would turn the whole update into NaN",
             fix="check the rewards; group_advantages never returns NaN for finite rewards",
         )
-    return rows
+    return rows | {"target_tokens": targets}
+
+
+def _read_head(i: int, inputs: Mapping[str, Any], mask: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
+    """The first `top_k` tokens of a datum's head and their log-probabilities, [N, top_k] each."""
+    if not top_k:
+        return torch.zeros(len(mask), 0, dtype=torch.long), torch.zeros(len(mask), 0)
+    if missing := [name for name in HEAD if name not in inputs]:
+        raise _missing(i, inputs, missing[0])
+    ids, logprobs = (number_row(f"datum {i}: {name}", inputs[name]) for name in HEAD)
+    if ids.shape != logprobs.shape or ids.ndim != 2 or len(ids) != len(mask) or ids.shape[1] < top_k:
+        raise ShapeError(
+            f"datum {i}: the teacher's head does not fit",
+            got=f"ids {tuple(ids.shape)}, log-probabilities {tuple(logprobs.shape)}, target_tokens ({len(mask)},), "
+            f"teacher_top_k={top_k}",
+            why="each position has the likeliest tokens of the teacher there, teacher_top_k of them",
+            fix="compute_teacher_head(..., top_k=teacher.teacher_top_k), and build_datum(teacher_head=)",
+        )
+    check_logprobs(f"datum {i}: {HEAD[1]}", logprobs.T, mask.expand(logprobs.shape[1], -1))
+    return ids[:, :top_k].long(), logprobs[:, :top_k]
 
 
 def _row(i: int, inputs: Mapping[str, Any], name: str, length: int | None = None) -> Tensor:
     """One key of a datum as a row of numbers, detached."""
     if name not in inputs:
-        raise DataError(
-            f"datum {i} has no {name!r} in loss_fn_inputs",
-            got=f"keys: {', '.join(sorted(inputs))}",
-            why="a KL needs its anchor; leaving it out silently would train without one"
-            if name in ANCHORS
-            else "the loss reads it",
-            fix="build datums with klamp.tinker.build_datum"
-            + (", with the result of compute_reference_logprobs; or leave that KL out" if name in ANCHORS else ""),
-        )
+        raise _missing(i, inputs, name)
     row = number_row(f"datum {i}: {name}", inputs[name])
     if row.ndim != 1 or length not in (None, len(row)):
         raise ShapeError(
@@ -308,6 +380,17 @@ def _row(i: int, inputs: Mapping[str, Any], name: str, length: int | None = None
             fix="build datums with klamp.tinker.build_datum, which aligns them",
         )
     return row
+
+
+def _missing(i: int, inputs: Mapping[str, Any], name: str) -> DataError:
+    by = "compute_teacher_head" if name in HEAD else "compute_reference_logprobs" if name in ANCHORS else None
+    return DataError(
+        f"datum {i} has no {name!r} in loss_fn_inputs",
+        got=f"keys: {', '.join(sorted(inputs))}",
+        why="a KL needs its anchor; leaving it out silently would train without one" if by else "the loss reads it",
+        fix="build datums with klamp.tinker.build_datum"
+        + (f", with the result of {by}; or leave that KL out" if by else ""),
+    )
 
 
 def number_row(name: str, values: Any) -> Tensor:

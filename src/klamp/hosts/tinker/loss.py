@@ -10,10 +10,12 @@ import torch
 from torch import Tensor
 
 from klamp.config import KLConfig
+from klamp.config.teacher import TeacherConfig
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import Totals, masked_mean, natural_denominator, total_denominator
 from klamp.core.objective import grpo_loss
+from klamp.core.topk import head_mass, topk_kl_of
 from klamp.core.types import LossPart
 from klamp.errors import ConfigError, NonFiniteError
 from klamp.hosts.common.versions import load_tinker
@@ -42,7 +44,8 @@ def compute_grpo_kl_loss(
 
     Args:
         data: datums as `build_datum` makes them; anything with `loss_fn_inputs` of 1-D tensors will do.
-        logprobs_list: log-probabilities of `target_tokens` under the policy, one tensor per datum, with gradient.
+        logprobs_list: log-probabilities of `target_tokens` under the policy, one tensor per datum, with gradient; with
+            teacher_estimator="topk" those of the head before them, [N, K + 1], as `forward_backward_kl` asks for them.
         kl_coef: coefficient of the KL per nat of a token; 0 for none, and then no `ref_logprobs` are needed.
         cliprange: ratio bound, or (below 1, above 1).
         kl: every choice about the KL; it carries the coefficient, `kl_coef` is then left out.
@@ -66,14 +69,22 @@ def loss_of_rows(
     rows: Rows, logprobs_list: Sequence[Tensor], settings: LossSettings
 ) -> tuple[Tensor, dict[str, float]]:
     """`compute_grpo_kl_loss` for datums that were read before."""
-    objective = settings.objective
-    policy = rows.policy(logprobs_list)
+    objective, wide = settings.objective, rows.policy(logprobs_list)
+    policy, taught, seen = wide[..., -1], None, dict[str, Tensor]()
+    if settings.head is not None and rows.teacher_logprobs is not None:
+        anchor = torch.cat([rows.head_logprobs, rows.teacher_logprobs[..., None]], -1)
+        ids = torch.cat([rows.head, rows.targets[..., None]], -1)
+        taught, seen = told_kl(wide, anchor, ids, settings.head, rows.logprobs)
     batch = rows.batch(
-        policy, group_size=settings.group_size, reference_length=as_length(settings.reference_length, len(rows.lengths))
+        policy,
+        group_size=settings.group_size,
+        reference_length=as_length(settings.reference_length, len(rows.lengths)),
+        teacher_kl=taught,
     )
     output = grpo_loss(batch, objective, totals=settings.totals)
-    _check_finite(output.loss, policy)
+    _check_finite(output.loss, wide)
     metrics = {name: float(value) for name, value in output.metrics.items()}
+    metrics |= {f"teacher/{name}": float(masked_mean(mass, rows.mask)) for name, mass in seen.items()}
     metrics |= {"beta": objective.beta, "train/loss": float(output.loss.detach())}
     metrics["train/denominator"] = _denominator(rows, settings)
     if "train/kl_penalty" in metrics:
@@ -81,10 +92,33 @@ def loss_of_rows(
     return output.loss, metrics | mismatch_metrics(rows, policy.detach())
 
 
+def told_kl(
+    policy: Tensor, anchor: Tensor, ids: Tensor, teacher: TeacherConfig, sampler: Tensor
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The KL to a teacher at each position of which a server told the head, in nats, with gradient in the policy.
+
+    With it, without gradient, the mass of the head under either model. The head's tokens stand first in the last
+    dimension, -1 where there is none, and the sampled token last: [..., K + 1] x 3, sampler [...] -> [...] each.
+
+    Args:
+        policy: log-probabilities under the policy.
+        anchor: under the teacher.
+        ids: the tokens.
+        teacher: which KL.
+        sampler: of the sampled tokens, under who drew them.
+    """
+    kept = ids[..., :-1] >= 0
+    weight = None if teacher.teacher_off_policy == "none" else policy[..., -1].detach() - sampler
+    direction, tail = teacher.teacher_direction, teacher.teacher_tail
+    kl = topk_kl_of(policy, anchor, ids, direction=direction, tail=tail, log_weight=weight, kept=kept)
+    masses = zip(("student_mass", "teacher_mass"), (policy, anchor), strict=True)
+    return kl, {name: head_mass(x[..., :-1], kept) for name, x in masses} if teacher.teacher_top_k else {}
+
+
 def _check_finite(loss: Tensor, policy: Tensor) -> None:
     """Refuse a loss or gradient that is not finite: sent to the service, it would spoil the weights."""
     slope = torch.autograd.grad(loss, policy, retain_graph=True)[0] if loss.requires_grad else torch.zeros_like(policy)
-    bad = (~slope.isfinite()).any(-1).nonzero().flatten().tolist()
+    bad = (~slope.isfinite()).flatten(1).any(-1).nonzero().flatten().tolist()
     if bad or not bool(loss.detach().isfinite()):
         raise NonFiniteError(
             f"datum {bad[0]}: the gradient of the loss is not finite" if bad else "the loss is not finite",
@@ -125,6 +159,7 @@ def forward_backward_kl(
 
     The data is checked before anything is sent: an error inside a loss would leave the client unusable. The service
     gets datums that hold `target_tokens` only, so that SDKs before 0.32 take them too; the loss reads the full ones.
+    With teacher_estimator="topk" these are [N, K + 1]: at each position the teacher's head, and the target.
     Two passes over the data: a forward, then a forward and backward.
 
     Args:
@@ -155,7 +190,7 @@ def forward_backward_kl(
     def loss(_: Sequence[Any], logprobs_list: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
         return loss_of_rows(rows, logprobs_list, settings)
 
-    bare = [with_inputs(datum, {"target_tokens": datum.loss_fn_inputs["target_tokens"]}) for datum in data]
+    bare = [with_inputs(datum, {"target_tokens": x}) for datum, x in zip(data, rows.asked(), strict=True)]
     return client.forward_backward_custom(bare, loss)
 
 
@@ -205,7 +240,7 @@ def sampler_mismatch(data: Sequence[Any], logprobs_list: Sequence[Tensor]) -> di
         DataError, ShapeError, NonFiniteError, EmptyMaskError: as `compute_grpo_kl_loss`.
     """
     rows = read_rows(data)
-    return mismatch_metrics(rows, rows.policy(logprobs_list))
+    return mismatch_metrics(rows, rows.policy(logprobs_list)[..., -1])
 
 
 @torch.no_grad()

@@ -11,13 +11,13 @@ from klamp.config import KLConfig
 from klamp.config.describe import describe_average, describe_clip, describe_price
 from klamp.config.loss import price_of
 from klamp.config.rules import check_beta
-from klamp.config.teacher import NUMBERS, TeacherConfig
+from klamp.config.teacher import NUMBERS, TeacherConfig, of_a_server
 from klamp.core.arguments import AT_LEAST_1, check_instance, check_number, describe
 from klamp.core.masking import Totals, check_totals
 from klamp.core.objective import Objective, SurrogateName, Weighted
 from klamp.core.surrogates import check_clip_range
 from klamp.core.types import Reduction
-from klamp.errors import ConfigError, KLWarning, check_name
+from klamp.errors import ConfigError, KLWarning, check_name, refuse
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.common.versions import told_version
 from klamp.hosts.tinker.datums import Rows, as_length, read_rows
@@ -51,7 +51,7 @@ class LossOptions(TypedDict, total=False):
     totals: Totals | None
     """Size of the whole step (`count_tokens`) when several calls share one `optim_step`."""
     teacher: TeacherConfig | None
-    """The KL to a teacher, whose log-probabilities the datums hold; k1 or k3 of the sampled tokens."""
+    """The KL to a teacher: k1 or k3 of the datums' teacher_logprobs, or topk of their teacher_head."""
     teacher_coef: float | None
     """Coefficient in force instead of `teacher.teacher_coef`: the value of a schedule."""
 
@@ -67,11 +67,17 @@ class LossSettings:
     reads_reference: bool
     reads_teacher: bool
     reads_exclusions: bool
+    head: TeacherConfig | None
+    """The teacher whose KL is that of a head; None: there is none, or its KL is of the sampled tokens."""
 
     def read(self, data: Sequence[Any]) -> Rows:
         """Read the datums and check that they hold what this loss needs."""
         rows = read_rows(
-            data, reference=self.reads_reference, teacher=self.reads_teacher, exclusions=self.reads_exclusions
+            data,
+            reference=self.reads_reference,
+            teacher=self.reads_teacher,
+            exclusions=self.reads_exclusions,
+            top_k=0 if self.head is None else self.head.teacher_top_k,
         )
         as_length(self.reference_length, len(rows.lengths))
         return rows
@@ -93,7 +99,11 @@ def make_settings(
     reduction, totals = _reduction(options.get("normalizer", "token_mean"), kl, options.get("totals"))
     for text in _unheard(kl, options):
         warnings.warn(text, KLWarning, stacklevel=3)
-    in_use, others = now > 0, _teacher(options.get("teacher"), options.get("teacher_coef"))
+    teacher = options.get("teacher")
+    in_use, others = now > 0, _teacher(teacher, options.get("teacher_coef"))
+    head = None
+    if teacher is not None and teacher.teacher_estimator == "topk" and (teacher.there or others[0].coefficient > 0):
+        head = teacher
     if in_use and kl.kl_estimator == "exact":
         raise ConfigError(
             "kl_estimator='exact' cannot be computed through Tinker",
@@ -116,8 +126,10 @@ def make_settings(
         group_size=options.get("group_size"),
         reference_length=reference_length_of(kl, options.get("reference_length")),
         reads_reference=in_use and kl.kl_placement != "reward",
-        reads_teacher=any(each.coefficient > 0 and each.term.placement != "reward" for each in others),
+        reads_teacher=head is not None
+        or any(each.coefficient > 0 and each.term.placement != "reward" for each in others),
         reads_exclusions=in_use and kl.excludes,
+        head=head,
     )
 
 
@@ -125,19 +137,13 @@ def _teacher(teacher: TeacherConfig | None, coefficient: float | None) -> tuple[
     """The KL to a teacher with the coefficient that is in force; none where there is no teacher.
 
     Raises:
-        ConfigError: an estimator that needs more than the log-probabilities of the sampled tokens.
+        ConfigError: an estimator that needs more than a sampling client tells.
     """
     if teacher is None:
         return ()
     check_instance("teacher", teacher, TeacherConfig)
     now = in_force(teacher, coefficient)
-    if now > 0 and teacher.teacher_estimator not in ("k1", "k3"):
-        raise ConfigError(
-            f"teacher_estimator={teacher.teacher_estimator!r} cannot be computed from a datum",
-            got=f"teacher_coef={now:g}",
-            why="a datum holds the teacher's log-probabilities of the sampled tokens, not of a head or the vocabulary",
-            fix="use teacher_estimator='k3' (or 'k1' with teacher_placement='advantage')",
-        )
+    refuse([of_a_server(teacher, now > 0 or teacher.there, who="a sampling client")])
     return (Weighted(now, teacher.build_term()),)
 
 
@@ -246,8 +252,9 @@ def effective(
         clip=describe_clip(kl, length="the datum's reference_length" if isinstance(length, Sequence) else length),
     )
     teacher = options.get("teacher")
+    told = "teacher_logprobs" if teacher is None or teacher.teacher_estimator != "topk" else "teacher_head"
     taught = [
-        EffectiveTerm.to_teacher(teacher, who="teacher_logprobs of the datums", coefficient=now)
+        EffectiveTerm.to_teacher(teacher, who=f"{told} of the datums", coefficient=now)
         for now, _ in objective.others
         if teacher is not None and now > 0
     ]

@@ -1,0 +1,332 @@
+"""A teacher's head through a sampling client: asked for, put into datums, and the KL over it with a sampled tail."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import tinker
+import torch
+from tests.hosts.tinker.fakes import FakeDatum, FakeSampler, score, skipping
+from tests.hosts.tinker.wire import (
+    ADVANTAGES,
+    PROMPTS,
+    RESPONSES,
+    assert_same_gradient,
+    base_model,
+    by_autograd,
+    datums,
+    move,
+    over_the_wire,
+)
+from tests.standin import ready
+
+from klamp import TeacherConfig, topk_kl
+from klamp.core.objective import Objective, Weighted, grpo_loss
+from klamp.core.types import Batch
+from klamp.errors import DataError, ModelError, NonFiniteError, ShapeError
+from klamp.tinker import (
+    build_datum,
+    compute_grpo_kl_loss,
+    compute_teacher_head,
+    count_tokens,
+    effective,
+    forward_backward_kl,
+    strip_for_builtin,
+)
+from klamp_standin.model import LoraShape, Weights
+
+SEEN = [[1, 2, 3], [4, 5], [6]]
+ANSWERED = [[10], [11, 12], [13, 14, 15]]
+
+
+def teacher(**fields: Any) -> TeacherConfig:
+    given = {"teacher_model": "a snapshot", "teacher_coef": 0.7, "teacher_estimator": "topk", "teacher_head": "teacher"}
+    return TeacherConfig(**given | {"teacher_top_k": 3} | fields)
+
+
+# -- asked for ---------------------------------------------------------------------------------------------------------
+
+
+class FakeTeacher(FakeSampler):
+    """Says of every place that tokens 0, 1, ... are its likeliest; `more` also names the token that is there."""
+
+    more = False
+    given = 3
+
+    async def sample_async(self, prompt, num_samples, sampling_params, include_prompt_logprobs, topk_prompt_logprobs):
+        assert (num_samples, sampling_params.max_tokens, include_prompt_logprobs) == (1, 1, True)
+        scores, tokens = await self.answer(prompt), prompt.to_ints()
+        count = min(topk_prompt_logprobs, self.given)
+        told = [[(token, -0.5 - token) for token in range(count)] for _ in tokens]
+        if self.more:
+            told = [[(token, x), *best] for token, x, best in zip(tokens, scores, told, strict=True)]
+        return SimpleNamespace(prompt_logprobs=scores, topk_prompt_logprobs=[None, *told[1:]])
+
+
+def ask(client, top_k, **options):
+    return skipping(compute_teacher_head(client, SEEN, ANSWERED, top_k, **options))
+
+
+def expected(k):
+    scores = [score([*p, *r])[len(p) :] for p, r in zip(SEEN, ANSWERED, strict=True)]
+    head = [(token, -0.5 - token) for token in range(k)]
+    return [[[*head, pair] for pair in zip(r, row, strict=True)] for r, row in zip(ANSWERED, scores, strict=True)]
+
+
+def test_each_token_has_the_likeliest_of_its_place_and_itself_last():
+    client = FakeTeacher(delays={10: 0.03, 12: 0.01})
+    assert ask(client, 3) == expected(3)
+    assert client.asked == [[*p, *r] for p, r in zip(SEEN, ANSWERED, strict=True)]
+    assert ask(FakeTeacher(), 0) == expected(0)
+    assert skipping(compute_teacher_head(FakeTeacher(), [[1]], [[]], 3)) == [[]]
+
+
+def test_the_token_that_is_told_besides_is_no_part_of_the_head():
+    client = FakeTeacher()
+    client.more = True
+    assert ask(client, 3) == expected(3)
+
+
+def test_ids_beyond_the_vocabulary_are_left_out_and_a_shorter_answer_is_refused():
+    assert ask(FakeTeacher(), 3, vocabulary=2) == [
+        [[(0, -0.5), (1, -1.5), (-1, 0.0), place[-1]] for place in row] for row in expected(3)
+    ]
+    with pytest.raises(ModelError, match=r"sequence 0: the teacher gave fewer") as caught:
+        ask(FakeTeacher(), 4)
+    assert caught.value.got == "3 of 4"
+    assert ask(FakeTeacher(), 4, vocabulary=3)[0][0][3] == (-1, 0.0)
+
+
+def test_a_refusal_is_the_teachers():
+    with pytest.raises(ModelError, match="the teacher refuses to score"):
+        ask(FakeTeacher(faults={10: [RuntimeError("no")]}), 3)
+    with pytest.raises(NonFiniteError, match="the teacher has no log-probability"):
+        ask(FakeTeacher(faults={12: [[None, -1.0, None, -1.0]]}), 3)
+
+
+# -- in datums ---------------------------------------------------------------------------------------------------------
+
+
+def datum(places, *, response=(10, 11), **changes):
+    return build_datum([1, 2, 3], list(response), 0.5, [-1.0] * len(response), teacher_head=places, **changes)
+
+
+PLACES = [[(7, -0.5), (8, -1.5), (10, -2.0)], [(11, -0.25), (-1, 0.0), (11, -0.25)]]
+
+
+def test_a_datum_holds_the_head_at_the_place_of_its_token():
+    inputs = {name: data.to_torch().tolist() for name, data in datum(PLACES).loss_fn_inputs.items()}
+    assert inputs["target_tokens"] == [2, 3, 10, 11]
+    assert inputs["teacher_logprobs"] == [0, 0, -2.0, -0.25]
+    assert inputs["teacher_head_tokens"] == [[-1, -1], [-1, -1], [7, 8], [11, -1]]
+    assert inputs["teacher_head_logprobs"] == [[0, 0], [0, 0], [-0.5, -1.5], [-0.25, 0]]
+    assert strip_for_builtin([datum(PLACES)])[0].loss_fn_inputs.keys() == {"target_tokens", "logprobs", "advantages"}
+    assert count_tokens([datum(PLACES)]).tokens == 2
+    alone = datum([[(10, -2.0)], [(11, -0.25)]]).loss_fn_inputs
+    assert alone["teacher_logprobs"].to_torch().tolist() == [0, 0, -2.0, -0.25]
+
+
+@pytest.mark.parametrize(
+    ("places", "changes"),
+    [
+        (PLACES[:1], {}),
+        (PLACES, {"response": (11, 10)}),
+        (PLACES, {"teacher_logprobs": [-1.0, -1.0]}),
+        ([PLACES[0], PLACES[1][1:]], {}),
+        ([[1.0, 2.0]] * 2, {}),
+    ],
+    ids=["too short", "other tokens", "twice", "ragged", "no pairs"],
+)
+def test_what_is_not_told_of_this_response_is_refused(places, changes):
+    with pytest.raises(DataError, match="teacher_head"):
+        datum(places, **changes)
+
+
+def test_a_head_that_does_not_fit_is_refused_before_anything_is_sent():
+    wrong = {
+        "has no 'teacher_head_tokens'": {"teacher_head": None, "teacher_logprobs": [-1.0, -1.0]},
+        "does not fit": {"teacher_head": PLACES},
+    }
+    for words, changes in wrong.items():
+        made = build_datum([1, 2, 3], [10, 11], 0.5, [-1.0, -1.0], **changes)
+        with pytest.raises((DataError, ShapeError), match=words):
+            forward_backward_kl(None, [made], kl_coef=0.0, teacher=teacher())
+    broken = datum([[(7, float("nan")), *place[1:]] for place in PLACES])
+    with pytest.raises(NonFiniteError, match="datum 0: teacher_head_logprobs"):
+        forward_backward_kl(None, [broken], kl_coef=0.0, teacher=teacher(teacher_top_k=2))
+    given = [torch.full((4,), -1.0, requires_grad=True)]
+    with pytest.raises(ShapeError, match="do not have the length") as caught:
+        compute_grpo_kl_loss([datum(PLACES)], given, kl_coef=0.0, teacher=teacher(teacher_top_k=2))
+    assert "2 tokens of a head" in caught.value.got
+
+
+def test_effective_says_what_the_datums_hold():
+    (term,) = effective(kl_coef=0.0, teacher=teacher()).terms
+    assert term.term == "klamp's, to the teacher: teacher_head of the datums"
+
+
+# -- the KL over it ----------------------------------------------------------------------------------------------------
+
+V = 5
+EVERY = list(itertools.product(range(V), repeat=2))
+"""All completions of two tokens."""
+
+
+def chain(seed: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Logits of the first token, [V], and of the second behind each first one, [V, V]."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = (torch.randn(shape, generator=generator, dtype=torch.float64) for shape in ((V,), (V, V)))
+    return tuple(x.requires_grad_() for x in drawn)  # pyright: ignore
+
+
+def rows(logits, completion) -> torch.Tensor:
+    """The distributions that a completion's tokens are drawn from, [2, V]."""
+    return torch.stack([logits[0], logits[1][completion[0]]]).log_softmax(-1)
+
+
+def loss_of(policy, sampler, other, completion, config):
+    """The loss of one completion, its datum as it would be told: behind a prompt of one token."""
+    (p, mu, q), y = (rows(x, completion) for x in (policy, sampler, other)), torch.tensor(completion)
+    k = config.teacher_top_k
+    head, at = q.detach().topk(k), torch.arange(2)
+    inputs = {
+        "target_tokens": y,
+        "advantages": torch.zeros(2, dtype=torch.float64),
+        "logprobs": mu[at, y].detach(),
+        "teacher_logprobs": q[at, y].detach(),
+        "mask": torch.ones(2),
+    }
+    if k:
+        inputs |= {"teacher_head_tokens": head.indices, "teacher_head_logprobs": head.values}
+    asked = torch.cat([p.gather(-1, head.indices), p[at, y, None]], -1) if k else p[at, y]
+    return compute_grpo_kl_loss([FakeDatum(inputs)], [asked], kl_coef=0.0, teacher=config, normalizer="token_sum")
+
+
+def exact(policy, sampler, other, direction):
+    """The KL at each prefix of the sampler's, summed, with the gradient of each prefix's own."""
+    total = torch.zeros((), dtype=torch.float64)
+    for first in range(V):
+        weight = sampler[0].detach().softmax(-1)[first]
+        for p, q, w in (
+            (policy[0], other[0], 1 / V),
+            (policy[1][first], other[1][first], weight),
+        ):
+            pair = (p.log_softmax(-1), q.detach().log_softmax(-1))
+            a, b = pair if direction == "reverse" else pair[::-1]
+            total = total + w * (a.exp() * (a - b)).sum()
+    return total
+
+
+@pytest.mark.parametrize("on_policy", [True, False])
+@pytest.mark.parametrize("direction", ["reverse", "forward"])
+@pytest.mark.parametrize("k", [0, 1, 3, V])
+def test_value_and_gradient_are_unbiased_for_every_k(k, direction, on_policy):
+    """Over all completions, in float64: whoever samples, with the weight policy / sampler where that is another."""
+    policy, other = chain(1), chain(2)
+    sampler = policy if on_policy else chain(3)
+    weighed = "none" if on_policy else "token"
+    config = teacher(teacher_coef=1.0, teacher_top_k=k, teacher_direction=direction, teacher_off_policy=weighed)
+    total = torch.zeros((), dtype=torch.float64)
+    for y in EVERY:
+        chance = rows(sampler, y).detach()[torch.arange(2), torch.tensor(y)].sum().exp()
+        loss, metrics = loss_of(policy, sampler, other, y, config)
+        total = total + chance * loss
+        assert ("teacher/student_mass" in metrics) == bool(k)
+    wanted = exact(policy, sampler, other, direction)
+    torch.testing.assert_close(total, wanted, rtol=1e-12, atol=1e-12)
+    found, right = (torch.autograd.grad(x, policy) for x in (total, wanted))
+    for mine, its in zip(found, right, strict=True):
+        assert its.norm() > 0.01
+        torch.testing.assert_close(mine, its, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("k", [0, 2])
+def test_at_the_teacher_the_gradient_is_0_for_every_sample(k):
+    policy = chain(1)
+    for y in EVERY:
+        loss, _ = loss_of(policy, chain(3), policy, y, teacher(teacher_top_k=k, teacher_off_policy="token"))
+        assert loss == 0
+        assert all(not x.any() for x in torch.autograd.grad(loss, policy))
+
+
+# -- over the wire -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def taught(service, standin, trainer):
+    """A teacher that was trained a little, as a client and with its tensors, and a student of another training."""
+    base = ready(service.create_sampling_client(base_model=standin.base_model))
+    data = datums(base)
+    move(trainer, data)
+    tensors = {name: x.detach().clone() for name, x in standin.weights().items()}
+    client = ready(trainer.save_weights_and_get_sampling_client())
+    student = ready(service.create_lora_training_client(base_model=standin.base_model, rank=4, seed=2))
+    move(student, data[2:])
+    return client, tensors, student
+
+
+FIELDS = [
+    {},
+    {"teacher_direction": "forward"},
+    {"teacher_direction": "js", "teacher_off_policy": "token"},
+    {"teacher_horizon": "sequence", "teacher_off_policy": "sequence"},
+    {"teacher_tail": "bucket"},
+    {"teacher_top_k": 0},
+]
+
+
+@pytest.mark.filterwarnings("ignore:teacher_tail:klamp.errors.KLWarning")
+@pytest.mark.parametrize("fields", FIELDS, ids=str)
+def test_the_gradient_is_that_of_a_local_teacher_with_the_same_head(taught, standin, service, fields):
+    (client, tensors, student), config = taught, teacher(**fields)
+    told = asyncio.run(compute_teacher_head(client, PROMPTS, RESPONSES, config.teacher_top_k))
+    generator = torch.Generator().manual_seed(0)
+    sampled = [[-1 - 2 * float(torch.rand((), generator=generator)) for _ in row] for row in RESPONSES]
+    made = zip(PROMPTS, RESPONSES, ADVANTAGES, sampled, told, strict=True)
+    data = [build_datum(p, r, a, s, teacher_head=t) for p, r, a, s, t in made]
+    result = forward_backward_kl(student, data, kl_coef=0.0, teacher=config).result()
+
+    whole = [torch.arange(64).expand(len(datum.model_input.to_ints()), -1) for datum in data]
+    tokens = [datum.model_input.to_ints() for datum in data]
+    other = Weights(shape=LoraShape(rank=4), tensors=tensors)
+    with torch.no_grad():
+        theirs = [base_model().logprobs(other, [row], [goal])[0] for row, goal in zip(tokens, whole, strict=True)]
+
+    def local(_, ours):
+        """klamp's loss with both models' distributions here: nothing of it was told."""
+        columns = {name: [] for name in ("policy", "teacher", "kl")}
+        rows = {name: [d.loss_fn_inputs[name].to_torch() for d in data] for name in data[0].loss_fn_inputs}
+        for p, q, y, mu in zip(ours, theirs, rows["target_tokens"], rows["logprobs"], strict=True):
+            ids = q.topk(config.teacher_top_k).indices
+            pair = [x.gather(-1, y[:, None])[:, 0] for x in (p, q)]
+            weight = None if config.teacher_off_policy == "none" else pair[0].detach() - mu
+            heads, outside = (x.gather(-1, ids) for x in (p, q)), (ids != y[:, None]).all(-1)
+            options = {"direction": config.teacher_direction, "tail": config.teacher_tail, "log_weight": weight}
+            found = [*pair, topk_kl(*heads, *pair, outside, **options)]
+            for name, x in zip(columns, found, strict=True):
+                columns[name].append(x)
+        padded = {name: torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for name, x in (rows | columns).items()}
+        batch = Batch(
+            policy_logprobs=padded["policy"],
+            mask=padded["mask"] != 0,
+            advantages=padded["advantages"],
+            old_logprobs=padded["logprobs"],
+            sampler_logprobs=padded["logprobs"],
+            teacher_logprobs=padded["teacher"],
+            teacher_kl=padded["kl"],
+        )
+        others = (Weighted(0.7, config.build_term()),)
+        return grpo_loss(batch, Objective(reduction="token_mean", others=others)).loss, {}
+
+    wide = [
+        SimpleNamespace(model_input=d.model_input, loss_fn_inputs={"target_tokens": tinker.TensorData.from_torch(ids)})
+        for d, ids in zip(data, whole, strict=True)
+    ]
+    value, gradient = by_autograd(standin, wide, local)
+    assert_same_gradient(over_the_wire(standin), gradient, within=2e-6)  # exactly 0 here, 1.6e-6 with torch 2.6
+    assert result.metrics["train/loss"] == pytest.approx(value, abs=1e-6)
+    assert result.metrics["teacher/kl"] > 1e-3
