@@ -301,6 +301,8 @@ def test_a_sum_over_a_completion_that_is_below_0_is_negative_too() -> None:
     found = look("negative-k1", history_of(kl__k1_sequence=[-0.5 - 0.01 * (i % 3) for i in range(8)]))
     assert found is not None and found.text.startswith("kl/k1_sequence was below 0 in 8 steps in a row")
     assert look("negative-k1", history_of(kl__k1_sequence=[-0.5] * 7)) is None
+    assert look("negative-k1", history_of(k3=[-0.5])) is not None, "as a callback sees it, which cannot read it anew"
+    assert look("negative-k1", history_of(k3=[-1e-8] * 30)) is None, "rounding"
     assert look("negative-k1", history_of(kl__k1_sequence=noisy(0.5, 12, scale=1.0))) is None
 
 

@@ -235,6 +235,20 @@ def test_a_policy_that_nothing_trains(curves: dict[str, list[float]], why: str |
     assert (found.causes[0] if found else None) == why or (found and why and found.causes[0].startswith(why))
 
 
+def test_completions_of_which_no_token_is_trained_on() -> None:
+    masked, own = {"trained": (False,) * 3, "ended": False}, {"trained": (False, True, True), "ended": True}
+
+    def found(*rows: dict) -> str | None:
+        history = history_of(reward=[0.5] * len(rows))
+        history.add_completions(completion(step, **row) for step, row in enumerate(rows, start=1))
+        seen = look("not-trained", history)
+        return seen.causes[0] if seen else None
+
+    assert str(found(masked, masked, masked)).startswith("every completion is cut at the length limit")
+    assert found(*[masked | {"ended": True}] * 3) == "the loss mask is empty"
+    assert found(masked, masked) is None and found(masked, own, masked) is None, "a step may be all cut"
+
+
 def test_a_run_that_begins_late_is_not_called_idle_from_the_start() -> None:
     assert look("not-trained", history_of(first=40, train__grad_norm=[0.0] * 5)) is None
 

@@ -41,7 +41,8 @@ def test_findings_come_in_order_with_when_they_rose_and_notes_fail_only_where_th
 def test_what_the_record_lacks_is_said() -> None:
     history = history_of(k3=[0.0, 0.1])
     unchecked = examine(history).unchecked
-    assert unchecked["negative-k1"] == "kl/k1 or kl/k1_sequence or completions"
+    assert unchecked["k3-far-above-k1"] == "kl/k1"
+    assert unchecked["mask-on-prompt"] == "completions, sampler_logprobs"
     assert unchecked["dr-grpo-with-kl"] == "settings.loss_type, settings.verifier"
     assert unchecked["retention"] == "evaluations"
     assert "kl-spike" not in unchecked and "step-zero-kl" not in unchecked

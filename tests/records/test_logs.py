@@ -83,6 +83,14 @@ def test_a_kl_is_read_as_its_trainer_means_it_or_named(
     assert ours is not None or not history.measures_kl
 
 
+def test_a_teacher_that_is_the_student_is_found_in_a_log_of_distillation(tmp_path: Path) -> None:
+    rows = [{"step": i, "teacher_kl": 0.0, "teacher_coef": 0.1, "reward": 0.2 + 0.05 * i} for i in range(4)]
+    diagnosis = examine(read_metrics(lines(tmp_path, *rows)))
+    assert [each.alarm.name for each in diagnosis.findings] == ["teacher-inert"] and not diagnosis.blind
+    rows = [{**row, "teacher_kl": 0.3 / (1 + row["step"])} for row in rows]
+    assert not examine(read_metrics(lines(tmp_path, *rows))).findings
+
+
 def test_what_is_about_a_kl_and_none_itself_is_not_named(tmp_path: Path) -> None:
     more = {"kl_coef": 0.1, "target_kl": 0.1, "timing_s/kl": 3.0, "eval_kl": 0.1, "weekly": 1.0, "name": "kl"}
     assert not read_metrics(lines(tmp_path, {"step": 1, "kl": 0.25, **more})).unread
@@ -101,6 +109,8 @@ def test_what_is_nan_in_every_row_was_not_measured_and_a_gradient_is_no_such_thi
     history = read_metrics(lines(tmp_path, *rows))
     assert not examine(history).findings and examine(history).blind
     assert history.cautions[0].startswith("kl is NaN in every row and the loss is not: nobody measured it")
+    rows = [{"step": i, "kl": None, "loss": 0.1} for i in range(1, 9)]
+    assert read_metrics(lines(tmp_path, *rows)).cautions == ["kl is empty in every row: nobody measured it"]
     rows = [{"step": i, "kl": 0.0, "grad_norm": math.nan, "loss": 0.1} for i in range(1, 9)]
     assert [each.alarm.name for each in examine(read_metrics(lines(tmp_path, *rows))).findings] == ["huge-values"]
 

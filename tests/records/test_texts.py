@@ -107,6 +107,33 @@ def test_a_dump_by_metric_is_a_record_and_any_other_object_is_none(tmp_path: Pat
         read_record(file)
 
 
+def test_numbers_as_numpy_writes_them(tmp_path: Path) -> None:
+    verl = VERL.replace(":0.00{0}", ":np.float64(0.00{0})")
+    trl = "{{'loss': np.float32(0.1), 'kl': np.float64(0.00{0}), 'step': {0}}}"
+    for form in (verl, trl):
+        rows = read_record(text(tmp_path / "train.log", form)).rows
+        assert [row.metrics["kl/k3"] for row in rows] == [step / 1000 for step in range(1, 6)]
+
+
+def test_a_json_file_may_hold_lines_and_a_zipped_one_anything(tmp_path: Path) -> None:
+    rows = "".join(json.dumps(row) + "\n" for row in ROWS)
+    state = json.dumps({"log_history": ROWS}, indent=1)
+    for name, content in (("a.json", rows), ("b.json", state), ("c.json", json.dumps({"log_history": ROWS}))):
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        (tmp_path / f"{name}.gz").write_bytes(gzip.compress(content.encode()))
+        for file in (name, f"{name}.gz"):
+            assert [row.step for row in read_record(tmp_path / file).rows] == [1, 2, 3], file
+
+
+def test_a_curve_that_tensorboard_exported_is_read_where_one_says_what_it_is(tmp_path: Path) -> None:
+    file = text(tmp_path / "curve.csv", "160{0}00,{0},0.00{0}", before="Wall time,Step,Value\n")
+    with pytest.raises(DataError, match="no metric that klamp knows") as caught:
+        read_record(file)
+    assert "--map" in caught.value.fix
+    rows = read_record(file, {"kl/k3": "Value"}).rows
+    assert rows[-1].metrics == {"kl/k3": 0.005, "speed/step_seconds": 100.0}
+
+
 # --- which step, how long, what is no number --------------------------------------------------------------------------
 
 

@@ -42,14 +42,14 @@ ALARMS: dict[str, Alarm] = {
         ),
         Alarm(
             name="negative-k1",
-            text="k1 is negative beyond chance",
+            text="the KL is negative beyond chance",
             means="The mean of log policy - log ref estimates a KL, which is never negative, if the policy sampled the "
             "tokens. So something else did (an old sampler, another temperature), the mask is wrong, or the signs are "
-            "swapped.",
+            "swapped. A k3 is never below 0 at all: what was logged as one is a k1, or wrong.",
             next_step="Compare the sampler's log-probabilities with the trainer's on the same tokens; check that the "
             "mask covers the completion only and that the log-ratio is policy - reference.",
             rule=kl.negative_k1,
-            needs=("kl/k1|kl/k1_sequence|completions",),
+            needs=("kl/k1|kl/k1_sequence|kl/k3|completions",),
             limits=(kl.NEGATIVE_STEPS, kl.NEGATIVE_FEW, kl.NEGATIVE_K1, kl.NEGATIVE_AT_ONCE, tokens.SURPRISE),
         ),
         Alarm(
@@ -175,7 +175,7 @@ ALARMS: dict[str, Alarm] = {
             next_step="Print the learning rate, the parameters with requires_grad and their gradients, and the sum of "
             "the loss mask, in one step.",
             rule=run.not_trained,
-            needs=("train/grad_norm|train/learning_rate",),
+            needs=("train/grad_norm|train/learning_rate|completions",),
             limits=(run.IDLE,),
         ),
         Alarm(

@@ -65,8 +65,8 @@ DILUTION_KEPT = Limit(value=0.9, unit="of the KL per completion is still there",
 
 
 def negative_k1(history: History) -> Evidence | None:
-    """Finds a k1 that is below 0 step after step, or in one step by more than chance."""
-    at_once = {"kl/k1": NEGATIVE_AT_ONCE.value, "kl/k1_sequence": NEGATIVE_COMPLETION}
+    """Finds an estimate that is below 0 step after step, or in one step by more than chance."""
+    at_once = {"kl/k1": NEGATIVE_AT_ONCE.value, "kl/k3": NEGATIVE_AT_ONCE.value, "kl/k1_sequence": NEGATIVE_COMPLETION}
     for name, limit in at_once.items():
         if history.latest.get(name, 0.0) < -limit:
             unit = "completion" if name.endswith("sequence") else "token"
@@ -235,18 +235,19 @@ def detached_reference(history: History) -> Evidence | None:
         return vanished
     window = DETACHED_WINDOW
     name = _kl_to_the_start(history)
-    if name is None or not history.penalized or len(history.rows) < 20:
+    if name is None or not history.penalized or len(history.rows) < 20 or not_trained(history):
         return None
+    moves = [x for x in ("train/learning_rate", "train/grad_norm") if history.latest.get(x, 0.0) > 0]
+    why = [FOLLOWS] if len(moves) == 2 else []
     before, now = history.first("reward", window), history.last("reward", window)
     kl, length = history.last(name, window), history.last("length/mean", window)
     if min(map(len, (before, now, kl))) < window or not is_apart(before, now, errors=DETACHED_ERRORS):
         still, equal = (history.last(each, int(STILL.value)) for each in (name, "groups/saturated"))
-        if len(still) < STILL.value or any(still) or min(equal, default=0.0) == 1 or not_trained(history):
+        if len(still) < STILL.value or any(still) or min(equal, default=0.0) == 1:
             return None
-        moves = [x for x in ("train/learning_rate", "train/grad_norm") if x in history.latest]
         said = [f"{name} was exactly 0 in {len(still)} steps in a row"]
         said += [f"{x} is {number(history.latest[x])}" for x in moves]
-        return Evidence(", ".join(said), causes=[FOLLOWS] if len(moves) == 2 else [])
+        return Evidence(", ".join(said), causes=why)
     reward_range = max(1.0, 2 * max(map(abs, (*before, *now))))
     least = 2 * ((fmean(now) - fmean(before)) / reward_range) ** 2
     seen = abs(fmean(kl)) * (fmean(length) if length else 1.0)
@@ -254,7 +255,8 @@ def detached_reference(history: History) -> Evidence | None:
         return None
     return Evidence(
         f"the reward went from {number(fmean(before))} to {number(fmean(now))}, which takes at least "
-        f"{number(least)} nats per completion; the KL says {number(seen)}"
+        f"{number(least)} nats per completion; the KL says {number(seen)}",
+        causes=why,
     )
 
 

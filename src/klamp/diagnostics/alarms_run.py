@@ -9,7 +9,7 @@ from statistics import fmean, median
 from klamp.diagnostics import causes
 from klamp.diagnostics.alarm import Evidence, Limit, is_apart, number
 from klamp.diagnostics.causes import PAYS, REPEATED
-from klamp.diagnostics.history import EARLY, History
+from klamp.diagnostics.history import EARLY, WRITTEN, History
 
 HUGE = Limit(
     value=1e3,
@@ -51,7 +51,7 @@ def huge_values(history: History) -> Evidence | None:
     }
     said = [f"{name} is {value:.1e}" for name, value in found.items()]
     lost = sum(
-        on and (any(map(math.isinf, numbers)) or (each.trained is not None and math.isnan(numbers[0])))
+        on and (any(map(math.isinf, numbers)) or (each.trained is not None and any(map(math.isnan, numbers[:2]))))
         for each in history.completions.get(history.step, [])
         for on, *numbers in zip(
             each.is_trained, each.policy, each.ref or each.policy, each.sampler or each.policy, strict=True
@@ -64,6 +64,10 @@ def huge_values(history: History) -> Evidence | None:
 
 def not_trained(history: History) -> Evidence | None:
     """Finds a run whose weights do not move: no learning rate, no gradient, or no token that is trained on."""
+    written = [each for step in sorted(history.completions)[-WRITTEN:] for each in history.completions[step]]
+    if len(history.completions) >= WRITTEN and not any(any(each.is_trained) for each in written):
+        text = f"no token of the {len(written)} completions of the last {WRITTEN} steps is trained on"
+        return Evidence(text, (), [MASKED if not any(each.ended for each in written) else "the loss mask is empty"])
     moved = history.kl(5)
     if moved and fmean(moved) > max(MOVED, 2 * fmean(history.first(str(history.kl_name()), 5) or [0.0])):
         return None
@@ -77,7 +81,7 @@ def not_trained(history: History) -> Evidence | None:
     if not gradient or min(equal, default=0.0) == 1:
         return None
     if min(cut, default=0.0) == 1:
-        why = "every completion is cut at the length limit, and cut ones are masked. Raise max_completion_length"
+        why = MASKED
     else:
         why = "frozen weights, an adapter that is not trained, a loss without a gradient, or updates that are skipped"
     still = [name for name in ("train/loss", "kl/k3", "kl/k1") if history.latest.get(name) == 0]
@@ -86,6 +90,7 @@ def not_trained(history: History) -> Evidence | None:
     )
 
 
+MASKED = "every completion is cut at the length limit, and cut ones are masked. Raise max_completion_length"
 MOVED = 1e-4
 """Nats per token; no numbers of one model differ by so much."""
 

@@ -279,10 +279,9 @@ class History:
 
     @property
     def measures_kl(self) -> bool:
-        """Whether some step has a KL to the reference."""
-        return any(
-            f"kl/{x}" in self.names for x in ("exact", "k3", "k1", "exact_sequence", "k3_sequence", "k1_sequence")
-        )
+        """Whether some step has a KL to the reference, or to a teacher."""
+        kinds = ("exact", "k3", "k1", "exact_sequence", "k3_sequence", "k1_sequence")
+        return not self.names.isdisjoint({"teacher/kl", *(f"kl/{kind}" for kind in kinds)})
 
     @property
     def penalized(self) -> bool:

@@ -66,7 +66,7 @@ def known(name: str, theirs: Mapping[str, str] = NAMES) -> str | None:
 
 KL = re.compile(r"kl(?![a-z])|(?<![a-z])kl|kld", re.IGNORECASE)
 """How the name of a KL shows."""
-SETTING = re.compile(r"coe?f|beta|target|weight|tau|time|timing", re.IGNORECASE)
+SETTING = re.compile(r"coe?f|beta|target|weight|tau|time|timing|type|estimator|ctrl", re.IGNORECASE)
 """How the name of something about a KL shows that is none itself."""
 
 
@@ -74,7 +74,7 @@ def unread_kls(logged: Iterable[str], read: Collection[str]) -> dict[str, str]:
     """The names of a record that speak of a KL and were not read -> what they are, as far as that is known.
 
     Args:
-        logged: names of all numbers.
+        logged: all names.
         read: those that were read.
     """
     left = sorted(name for name in logged if KL.search(name) and not SETTING.search(name) and name not in read)

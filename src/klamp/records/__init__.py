@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 
 from klamp.diagnostics.history import History
@@ -50,16 +51,18 @@ def read_record(path: Path, names: Mapping[str, str] | None = None) -> History:
 
 
 def _read_file(path: Path, names: Mapping[str, str] | None) -> History:
-    readers = {".wandb": read_wandb, ".json": read_trl_state}
-    if path.match(EVENTS) or path.suffix in readers:
-        return readers.get(path.suffix, read_tensorboard)(path, names)
-    table = path.suffix == ".parquet"
-    start = "" if table else next((line.lstrip() for line in text_lines(path) if line.strip()), "")
-    printed = PRINTED.search(start) or CONSOLE.search(start) or path.suffix != ".jsonl"
-    if PRINTED.match(start) or (printed and start[:1] not in "{["):
+    kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    if path.match(EVENTS) or kind == ".wandb":
+        return (read_wandb if kind == ".wandb" else read_tensorboard)(path, names)
+    table = kind == ".parquet"
+    start = [] if table else list(islice((line.lstrip() for line in text_lines(path) if line.strip()), 2))
+    if kind == ".json" and [line[:2] for line in start] != ['{"', '{"']:  # else an object in each line
+        return read_trl_state(path, names)
+    first, printed = "".join(start[:1]), kind != ".jsonl"
+    if PRINTED.match(first) or (first[:1] not in "{[" and (printed or PRINTED.search(first) or CONSOLE.search(first))):
         return read_text(path, names)
-    first = None if table else next(json_lines(path), None)
-    if not table and (first is None or not is_rollout(first)):
+    row = None if table else next(json_lines(path), None)
+    if not table and (row is None or not is_rollout(row)):
         return read_metrics(path, names)
     refuse_names(names, path, why=COMPUTED)
     return read_tables([path]) if table else read_rollouts([path])

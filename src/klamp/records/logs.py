@@ -39,8 +39,8 @@ Names = Mapping[str, str]
 """klamp's name of a metric -> that in the record, before the names that klamp knows."""
 Logged = Sequence[tuple[int, Mapping[str, Any]]]
 """Step -> what was logged of it."""
-CLOCKS = ("_timestamp", "_runtime")
-"""W&B's names of the time of a row, in seconds."""
+CLOCKS = ("_timestamp", "_runtime", "Wall time")
+"""W&B's and TensorBoard's names of the time of a row, in seconds."""
 INSTANT = 0.01
 """Seconds within which rows are written at once, long after their steps."""
 ALIVE = ("train/loss", "train/policy_loss", "train/grad_norm")
@@ -73,9 +73,8 @@ def _history(
     numbers = number_names(row for _, row in rows if not _sums_up(row)) - {*CLOCKS}
     check_logged(names, numbers | lost, path)
     history = History(source=source, settings=settings_of(config, logged, names), config=config)
-    history.unread = unread_kls(
-        numbers, [*names.values(), *(name for name in numbers if (n := known(name, theirs)) and n not in names)]
-    )
+    read = {*names.values(), *(name for name in logged if (n := known(name, theirs)) and n not in names)}
+    history.unread = unread_kls({name for _, row in rows for name in row}, read)
     history.cautions += _no_numbers(rows, theirs, lost)
     seen: set[int] = set()
     for (step, row), seconds in zip(rows, _seconds(rows), strict=True):
@@ -117,6 +116,11 @@ def _no_numbers(rows: Logged, theirs: Names, lost: set[str]) -> list[str]:
         f"{name} is NaN in every row and the loss is not: nobody measured it (TRL and Unsloth measure no KL at beta 0)"
         for name in sorted(lost)
         if (known(name, theirs) or "").startswith("kl/")
+    ]
+    said += [
+        f"{name} is empty in every row: nobody measured it"
+        for name in sorted({name for _, row in rows for name in row})
+        if (known(name, theirs) or "").startswith("kl/") and all(row.get(name) is None for _, row in rows)
     ]
     wrong: dict[str, list[tuple[int, object]]] = {}
     for step, row in rows:
@@ -203,6 +207,7 @@ def read_text(path: Path, names: Names | None = None) -> History:
             "no metric that klamp knows stands in a text",
             path,
             why=f"its first row has {', '.join(list(rows[0])[:12])}",
+            fix="say with --map what a column is, for example kl=Value",
         )
     return history
 

@@ -18,6 +18,8 @@ CONSOLE = re.compile(r"\bstep:\s*(\d+) - (\S.*)")
 """A line that verl prints: its step, then NAME:VALUE with ` - ` between."""
 PRINTED = re.compile(r"\{'[^{}]*\}")
 """A row that transformers prints, as Python writes a dict; a progress bar may stand before it."""
+NUMPY = re.compile(r"\b(?:np|numpy)\.\w+\(([^()]*)\)")
+"""A number as numpy writes it."""
 BARE = re.compile(r"(?<![\w'])-?(nan|inf)(?![\w'])")
 """A number that is none of Python's literals."""
 OF_CHARTS = ("__MIN", "__MAX")
@@ -50,13 +52,13 @@ def rows_in(path: Path) -> list[dict[str, Any]]:
 def _console(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
     for found in filter(None, map(CONSOLE.search, lines)):
         pairs = (part.rpartition(":") for part in found[2].split(" - "))
-        yield {"step": found[1], **{name.strip(): value.strip() for name, _, value in pairs if name}}
+        yield {"step": found[1], **{name.strip(): NUMPY.sub(r"\1", value.strip()) for name, _, value in pairs if name}}
 
 
 def _printed(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
     for text in (found for line in lines for found in PRINTED.findall(line)):
         try:
-            row = ast.literal_eval(BARE.sub(r"'\g<0>'", text))
+            row = ast.literal_eval(BARE.sub(r"'\g<0>'", NUMPY.sub(r"\1", text)))
         except (ValueError, SyntaxError, RecursionError):
             continue
         if isinstance(row, dict):
