@@ -18,6 +18,7 @@ from klamp.cli import main
 from klamp.cli.arguments import parse_train
 from klamp.cli.describe import plan_text
 from klamp.training.in_verl.overrides import command
+from klamp.training.models import shape_of
 
 __all__ = ["precision", "stand_in"]
 
@@ -87,7 +88,8 @@ def test_a_dry_run_prints_the_command_of_verl(words, tmp_path):
     mine = ["--backend", "verl", "--verl_args", "trainer.logger=[console]", "+a.b='two words'"]
     config = parse_train([*words, *mine]).config
     told = plan_text(config).partition("once the run has written its data\n")[2]
-    assert shlex.split(told) == command(config, tmp_path / "run", "python")
+    shape = shape_of(config.model.model)
+    assert shlex.split(told) == command(config, tmp_path / "run", "python", shape)
     assert not (tmp_path / "run").exists(), "nothing is written"
 
 

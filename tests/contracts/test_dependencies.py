@@ -61,6 +61,7 @@ GUESTS = {
     "audit/verl_distillation.py": {"verl", "tensordict"},
     "core/heads/_triton.py": {"triton"},
     "hosts/common/sampler_weights.py": {"vllm", "transformers"},
+    "tasks/files.py": {"datasets"},
     "tinker/testing.py": {"klamp-standin"},
     "training/in_trl/trainer.py": {"datasets"},
 }

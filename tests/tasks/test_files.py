@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from klamp.errors import DataError, UnknownNameError
+from klamp.errors import DataError, MissingLibrary, UnknownNameError
 from klamp.tasks import Task, TaskConfig, arithmetic_tokenizer, load_task
 from klamp.tasks.files import read_rows
 
@@ -187,3 +188,18 @@ def test_text_that_nothing_can_be_done_with_is_refused(tmp_path, line, name):
     str(caught.value).encode()
     (tmp_path / name).write_text('{"prompt": "\\ud83d\\ude00"}')
     assert read_rows(str(tmp_path / name)) == [{"prompt": "😀"}]
+
+
+def test_a_data_set_of_the_hub_is_read_by_its_split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for split, count in (("train", 3), ("test", 2)):
+        rows = [{"question": f"{split} {i}", "solution": str(i)} for i in range(count)]
+        write(tmp_path, rows, f"{split}.jsonl")
+    read = read_rows(f"hub:{tmp_path}")
+    assert [row["question"] for row in read] == ["train 0", "train 1", "train 2"]
+    assert [row["solution"] for row in read_rows(f"hub:{tmp_path}::test")] == ["0", "1"]
+    with pytest.raises(DataError, match="cannot be loaded") as caught:
+        read_rows(f"hub:{tmp_path}::validation")
+    assert "validation" in str(caught.value.why) and "hub:NAME::SPLIT" in str(caught.value.fix)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MissingLibrary, match="a data set of the hub needs datasets"):
+        read_rows(f"hub:{tmp_path}")

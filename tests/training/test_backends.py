@@ -127,7 +127,6 @@ def test_what_it_can_do_passes(backend, given):
     ("field", "value"),
     [
         ("max_prompt_length", 10),
-        ("gpus", 2),
         ("machines", 2),
         ("ray_address", "auto"),
         ("stall_timeout", 10.0),
@@ -140,6 +139,15 @@ def test_what_says_how_verl_is_started_means_nothing_elsewhere(field, value, bac
         check_backend(config_of(backend, {field: value}))
     assert caught.value.got.startswith(f"{field}=")
     check_backend(config_of("verl", {field: value}))
+
+
+@pytest.mark.parametrize("backend", ["local", "tinker"])
+@pytest.mark.parametrize("field", ["gpus", "gpu_memory"])
+def test_gpus_are_divided_by_trl_and_verl_alone(field, backend):
+    with pytest.raises(ConfigError, match=f"backend='{backend}' cannot do this"):
+        check_backend(config_of(backend, {field: 2}))
+    for other in ("trl", "verl"):
+        check_backend(config_of(other, {field: 2}))
 
 
 def test_a_checkpoint_of_this_machine_is_no_model_of_a_service(tmp_path):

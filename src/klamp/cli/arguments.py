@@ -96,7 +96,7 @@ def preset_values(name: str | None) -> dict[str, Any]:
     return {field: value for field, value in recipe.items() if value != defaults[field]}
 
 
-NOT_IN_FILES = ("config", "dry_run")
+NOT_IN_FILES = ("config", "dry_run", "prepare")
 """Options that a YAML file cannot hold, only a command line."""
 
 

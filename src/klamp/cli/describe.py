@@ -141,9 +141,11 @@ def plan_text(config: TrainConfig, inputs: Inputs | str = "") -> str:
     ]
     if config.run.backend == "verl":
         from klamp.training.in_verl.overrides import command
+        from klamp.training.models import shape_of
 
+        words = command(config, run_folder(config), "python", shape_of(config.model.model))
         parts.append("what runs verl, once the run has written its data")
-        parts.append(f"  {shlex.join(command(config, run_folder(config), 'python'))}")
+        parts.append(f"  {shlex.join(words)}")
     return "\n\n".join(parts)
 
 

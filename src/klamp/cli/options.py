@@ -21,7 +21,7 @@ Meant = Literal["reverse", "forward", "js"]
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainOptions:
+class PlanOptions:
     """Where a configuration comes from, and whether anything is started."""
 
     config: str | None = None
@@ -33,7 +33,15 @@ class TrainOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class AblateOptions(TrainOptions):
+class TrainOptions(PlanOptions):
+    """Whether a run is to be launched elsewhere."""
+
+    prepare: bool = False
+    """Print how a run is divided over GPUs, why, and the commands to type there (backend trl, verl)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AblateOptions(PlanOptions):
     """What an ablation compares, how often, where, and with how many processes."""
 
     seeds: tuple[int, ...] = (3,)

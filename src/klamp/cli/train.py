@@ -12,6 +12,7 @@ from rich.console import Console
 from klamp.cli.arguments import TrainRequest, parse_train
 from klamp.cli.describe import MONITOR, plan_text, resume_command, tool
 from klamp.cli.display import Display, skill_rows
+from klamp.cli.prepare import prepared_text
 from klamp.cli.text import MISSING, duration, fixed, is_main_process, say, show_table
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
@@ -37,7 +38,9 @@ def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner |
     """
     request = parse_train(argv)
     check_backend(request.config)
-    if request.options.dry_run:
+    if request.options.prepare:
+        say(prepared_text(argv, request.config))
+    elif request.options.dry_run:
         from klamp.training.setup import open_inputs
 
         text = plan_text(request.config, open_inputs(request.config))

@@ -365,7 +365,7 @@ class OpenedModel:
         padded = not bool(prompt_mask.all())
         options: dict[str, Any] = {"use_cache": use_cache or cache is not None}
         if cache is not None:
-            options["past_key_values"] = cache
+            options[cache_name(self.runs)] = cache
         if padded:
             options["attention_mask"] = nn.functional.pad(prompt_mask, (0, past + ids.shape[1] - width), value=1)
         if self.takes_positions:
@@ -375,7 +375,13 @@ class OpenedModel:
             options["logits_to_keep"] = keep
         out = self.runs(input_ids=ids, **options)
         values = out.last_hidden_state if self.traits.head else out.logits
-        return values[:, values.shape[1] - keep :], getattr(out, "past_key_values", None)
+        made = getattr(out, "cache", None)
+        return values[:, values.shape[1] - keep :], getattr(out, "past_key_values", None) if made is None else made
+
+
+def cache_name(model: nn.Module) -> str:
+    """The argument by which a model takes a cache: transformers 5.24 has renamed it, its older models have not."""
+    return "cache" if takes(model, "cache") else "past_key_values"
 
 
 def checkpoints(model: nn.Module) -> bool:

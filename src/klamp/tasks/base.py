@@ -57,15 +57,15 @@ class TaskConfig:
     """
 
     task: str = "arithmetic"
-    """`arithmetic`, `describe`, `describe-distinct` and `sentiment` (in English), `reasoning_gym:NAME`, or the path of
-    a .jsonl, .json or .parquet file."""
+    """`arithmetic`, `describe`, `describe-distinct` and `sentiment` (in English), `reasoning_gym:NAME`, the path of a
+    .jsonl, .json or .parquet file, or `hub:NAME:CONFIG:SPLIT`, a data set of the hub."""
 
     reward: str = ""
     """`exact_match`, `math_verify`, `format_regex:PATTERN`, `module:function`, or `none` (with a teacher); empty: the
     task's own."""
 
     prompt_column: str = "prompt"
-    """The column of a file that holds the prompt: a text, or a list of chat messages."""
+    """The column of the rows that holds the prompt: a text, or a list of chat messages."""
 
     answer_column: str = "answer"
     """The column of a file that holds the ground truth; a file without it has answers ""."""

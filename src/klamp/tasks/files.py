@@ -1,4 +1,4 @@
-"""Tasks from data files: a .jsonl, .json or .parquet file with one prompt per row."""
+"""Tasks from data files: a .jsonl, .json or .parquet file, or a data set of the hub, with one prompt per row."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
+HUB = "hub:"
+"""How the name of a data set of the hub begins: hub:NAME, hub:NAME:CONFIG, hub:NAME:CONFIG:SPLIT."""
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 LONGEST_NUMBER = 300
@@ -66,18 +68,22 @@ def file_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
 
 
 def read_rows(path: str) -> list[Row]:
-    """Read the rows of a .jsonl, .json (a list of objects, or lines) or .parquet file.
+    """Read the rows of a .jsonl, .json (a list of objects, or lines) or .parquet file, or of a data set of the hub.
 
     Args:
-        path: the file.
+        path: the file, or the name of the data set behind `hub:`.
 
     Raises:
         DataError: the file is missing, empty or unreadable, or a row is not an object.
+        MissingLibrary: a data set of the hub, and no datasets.
         UnknownNameError: the name does not look like a data file at all.
     """
+    if path.startswith(HUB):
+        return _hub_rows(path)
     file = at_home(path)
     if file.suffix.lower() not in SUFFIXES:
-        known = (ARITHMETIC_TASK, *LANGUAGE_TASKS, "reasoning_gym:NAME", *(f"PATH{suffix}" for suffix in SUFFIXES))
+        files = (f"PATH{suffix}" for suffix in SUFFIXES)
+        known = (ARITHMETIC_TASK, *LANGUAGE_TASKS, "reasoning_gym:NAME", f"{HUB}NAME", *files)
         raise unknown_name("task", path, known)
     if not file.is_file():
         raise DataError(
@@ -90,6 +96,25 @@ def read_rows(path: str) -> list[Row]:
     if not rows:
         raise DataError("the data file has no rows", got=path, why="there is nothing to train on", fix="fill the file")
     return rows
+
+
+def _hub_rows(path: str) -> list[Row]:
+    """The rows of a data set, which `datasets` downloads or finds in a folder; its split `train` if none is named."""
+    name, config, split, *_ = [*path.removeprefix(HUB).split(":", 2), "", ""]
+    try:
+        from datasets import load_dataset  # comes with TRL and verl
+    except ImportError as error:
+        raise missing_library("datasets", by="a data set of the hub", instead="or name a file") from error
+    try:
+        return list(load_dataset(str(at_home(name)), config or None, split=split or "train"))  # pyright: ignore
+    except Exception as error:  # a hub that is not reached, a name, a configuration or a split that is not there
+        raise DataError(
+            "the data set cannot be loaded",
+            got=path,
+            why=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
+            fix=f"write {HUB}NAME:CONFIG:SPLIT ({HUB}NAME::SPLIT for the only configuration), NAME as on the hub or a "
+            "folder that holds a copy",
+        ) from error
 
 
 def _json_rows(file: Path) -> list[Row]:

@@ -126,11 +126,15 @@ def refused(config: TrainConfig, table: Mapping[str, Row]) -> list[Refusal]:
     ]
 
 
-OF_VERL = ("max_prompt_length", "gpus", "machines", "ray_address", "stall_timeout", "verl_args")
+OF_VERL = ("max_prompt_length", "machines", "ray_address", "stall_timeout", "verl_args")
 """Fields that say how verl is started, and mean nothing elsewhere."""
 NO_VERL = {
     field: Row("it says how verl is started, and verl is not who trains", f"leave {field} out, or set backend to verl")
     for field in OF_VERL
+}
+ONE_DEVICE = {
+    field: Row("nothing is divided over GPUs there", f"leave {field} out, or set backend to trl or verl")
+    for field in ("gpus", "gpu_memory")
 }
 OWN_SAMPLER = {
     field: Row("it writes the completions itself", f"leave {field} out, or set backend to trl")
@@ -140,7 +144,7 @@ OWN_SAMPLER = {
 
 def local_refusals(config: TrainConfig) -> list[Refusal]:
     """What klamp's own loop cannot do."""
-    return [*refused(config, NO_VERL | OWN_SAMPLER), *_no_reference(config)]
+    return [*refused(config, NO_VERL | ONE_DEVICE | OWN_SAMPLER), *_no_reference(config)]
 
 
 def _no_reference(config: TrainConfig) -> list[Refusal]:
@@ -209,7 +213,7 @@ def tinker_refusals(config: TrainConfig) -> list[Refusal]:
             fix="set model to a base model of the service; a run of klamp's goes on with --resume and its --output_dir",
         ),
         _no_exact_kl(config, TOKENS_ONLY),
-        *refused(config, NO_VERL | OWN_SAMPLER),
+        *refused(config, NO_VERL | ONE_DEVICE | OWN_SAMPLER),
     ]
 
 

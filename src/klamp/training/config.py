@@ -196,7 +196,9 @@ class RunConfig:
     service_timeout: float = 600.0
     """Longest wait for one answer of the service, in seconds."""
     gpus: int = 1
-    """GPUs to use on each machine (backend verl)."""
+    """GPUs to use on each machine (backends verl and trl; with trl they are shared by training and vLLM's server)."""
+    gpu_memory: float = 80.0
+    """Memory of a GPU in GB, by which parts of a step, offloading and the engine's share are chosen."""
     machines: int = 1
     """Machines of the Ray cluster to use (backend verl)."""
     ray_address: str | None = None
@@ -215,6 +217,7 @@ class RunConfig:
                 ),
                 **dict.fromkeys(("keep_checkpoints", "log_completions_every", "gpus", "machines"), AT_LEAST_1),
                 "seed": SEEDS,
+                "gpu_memory": POSITIVE,
                 "exact_kl_completions": AT_LEAST_0,
                 "process_timeout": SECONDS,
                 "service_timeout": SECONDS,

@@ -31,6 +31,7 @@ from klamp.tasks.paths import at_home
 from klamp.training.checkpoint import check_policy
 from klamp.training.config import ModelConfig
 from klamp.training.folders import checkpoint_folders, policy_folder
+from klamp.training.sizing import Shape
 
 BUILTIN = "builtin"
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
@@ -331,6 +332,24 @@ def ends_with(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerB
     given = getattr(settings, "eos_token_id", None)
     extra = given if isinstance(given, list) else [] if given is None else [given]
     return sorted({int(tokenizer.eos_token_id), *map(int, extra)})  # pyright: ignore[reportArgumentType]
+
+
+def shape_of(spec: str) -> Shape | None:
+    """What of a model decides its memory, from its configuration alone; None: it is one of klamp's own, all small.
+
+    Args:
+        spec: a local folder, or a hub id.
+
+    Raises:
+        ModelError: it holds no model.
+    """
+    if spec == BUILTIN or spec in NAMED_MODELS:
+        return None
+    config = _pretrained(AutoConfig, loadable(_folder_of(spec), "a model's configuration"), "a model's configuration")
+    inner: Any = config.get_text_config()
+    with former_names(), torch.device("meta"):
+        parameters = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+    return Shape(parameters, inner.num_hidden_layers, inner.hidden_size, inner.vocab_size, inner.num_attention_heads)
 
 
 def describe_folder(folder: str) -> tuple[int | None, GenerationConfig | None]:

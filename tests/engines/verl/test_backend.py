@@ -19,7 +19,9 @@ import numpy as np
 import pytest
 import torch
 import verl.trainer.ppo.core_algos as algorithms
+import yaml
 from omegaconf import DictConfig, OmegaConf
+from tests.engines.programs import ROOT
 from tests.engines.verl.actor import Step, actor_loss, gradient
 from tests.engines.verl.test_overrides import composed
 from tests.training.conftest import stored, tiny_llama
@@ -41,11 +43,12 @@ from klamp.core.objective import grpo_loss
 from klamp.tasks import load_task
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl.data import write_data
-from klamp.training.in_verl.overrides import AS_IT_STANDS, Layout, verl_overrides
+from klamp.training.in_verl.overrides import AS_IT_STANDS, Layout, load_in_verl, verl_overrides
 from klamp.training.in_verl.run import LogReader, metrics_of, scores_of
 from klamp.training.models import load_tokenizer
 from klamp.training.optimizer import schedule_of
 from klamp.training.sampling import encode_prompts, examples_of_step
+from klamp.training.sizing import Shape, sizes_of
 from klamp.verl import effective
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
@@ -98,6 +101,27 @@ CONFIGURATIONS: list[dict[str, Any]] = [
     {"output_dir": "a folder, with {marks}='", "resume": True, "ray_address": "ray://head:10001", "log_answers": 0},
     {"verl_args": ["trainer.save_freq=7", "+actor_rollout_ref.model.override_config.attn_implementation=sdpa"]},
 ]
+
+
+SEVEN = Shape(7_615_616_512, 28, 3584, 152_064, 28)  # Qwen2.5-7B
+EXAMPLE = yaml.safe_load((ROOT / "examples" / "gsm8k-verl.yaml").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("shape", [SEVEN, SEVEN._replace(parameters=10 * SEVEN.parameters)], ids=["7B", "70B"])
+def test_verl_composes_and_accepts_the_example_with_its_sizes(shape: Shape, tmp_path: Path) -> None:
+    config = TrainConfig.from_flat(EXAMPLE | {"machines": 4})
+    words = [word for word in verl_overrides(config, tmp_path, shape) if not word.startswith("hydra.")]
+    found = composed(words, required=())
+    policy = found.actor_rollout_ref
+    actor, rollout = (omega_conf_to_dataclass(each) for each in (policy.actor, policy.rollout))
+    sizes = sizes_of(load_in_verl(config, shape))
+    assert actor.ppo_micro_batch_size_per_gpu == rollout.log_prob_micro_batch_size_per_gpu == sizes.micro
+    assert policy.model.enable_gradient_checkpointing and sizes.fits
+    assert actor.fsdp_config.param_offload == actor.fsdp_config.optimizer_offload == sizes.offload
+    assert policy.ref.fsdp_config.param_offload == sizes.offload_reference
+    assert rollout.gpu_memory_utilization == sizes.engine_share
+    assert rollout.tensor_model_parallel_size == sizes.tensor_parallel
+    validate_config(found, need_reference_policy(found), need_critic(found))
 
 
 @pytest.mark.parametrize("changes", CONFIGURATIONS, ids=str)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from klamp.errors import ConfigError
+from klamp.hosts.common.versions import told_version
 from klamp.verl import effective
 
 CONFIG: dict[str, Any] = {
@@ -62,7 +63,7 @@ def test_a_key_that_is_missing_is_named() -> None:
 
 def test_the_words_of_a_configuration() -> None:
     assert str(effective(config())).splitlines() == [
-        "host       verl, not installed here",
+        f"host       {told_version('verl')}",
         "term       klamp's",
         "beta       0.04",
         "price      0.0457 x the standard deviation of a group's rewards per nat of a whole completion = beta 0.04 x "

@@ -58,6 +58,7 @@ AROUND = (
     *("advantage_baseline", "output_dir", "max_steps", "eval_every", "save_every", "resume"),
     *("keep_checkpoints", "process_timeout"),
     *("log_completions", "log_completions_every", "log_answers", "report_to", "stop_on", "cpu", "backend", "model"),
+    *("gpus", "gpu_memory"),
 )
 """Fields that klamp honours around TRL's loop: models, advantages, the run's folder; besides those of the task."""
 NEUTRAL = ("kl_early_stop", "reference_url", "reference_name", "reference_device", "reference_share")

@@ -166,3 +166,11 @@ def test_other_data_than_were_written_are_noticed(change, written):
     given["extra_info"] = {**given["extra_info"], **change}
     with pytest.raises(RewardError, match="not the one whose prompts were written"):
         reward.score(row["data_source"], "1", **given)
+
+
+def test_a_data_set_of_the_hub_in_a_folder_is_found_from_everywhere(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "data").mkdir()
+    told = opening(TaskConfig(task="hub:data::train", eval_split="hub:openai/gsm8k:main:test"), Layout(tmp_path))
+    assert told["task"]["task"] == f"hub:{tmp_path}/data::train"
+    assert told["task"]["eval_split"] == "hub:openai/gsm8k:main:test"

@@ -94,7 +94,7 @@ REFUSED = (
 """Fields of which only the default can be honoured: see test_backends.py, and for the KL tests/hosts/verl."""
 AROUND = (
     *("output_dir", "resume", "log_completions", "log_completions_every", "log_answers", "report_to", "stop_on"),
-    *("stall_timeout", "backend", "tokenizer", "sampler"),
+    *("stall_timeout", "backend", "tokenizer", "sampler", "gpu_memory"),
 )
 """Fields that klamp honours around verl; besides those of the task."""
 WITHOUT_MEANING = ("service_timeout", "process_timeout")

@@ -162,7 +162,7 @@ def test_verl_has_to_be_there(quick, monkeypatch, tmp_path):
     monkeypatch.setattr("klamp.hosts.common.versions.metadata.version", missing)
     with pytest.raises(MissingLibrary, match="not installed here") as caught:
         train_run(quick())
-    assert "scripts/environment.sh verl" in caught.value.fix
+    assert "pip install '.[train,verl]' 'verl[vllm]'" in caught.value.fix
     assert not (tmp_path / "run").exists()
 
 

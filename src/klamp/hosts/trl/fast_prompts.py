@@ -20,7 +20,7 @@ from trl.trainer import grpo_trainer
 
 from klamp.hosts.trl.exact import plain_model
 from klamp.hosts.trl.fast_scoring import fall_back, replaced
-from klamp.scoring.model_parts import OpenedModel, Traits, cache_rows
+from klamp.scoring.model_parts import OpenedModel, Traits, cache_name, cache_rows
 from klamp.scoring.passes import distinct, run_prompts
 from klamp.scoring.scorer import Scorer
 
@@ -50,7 +50,7 @@ def prompts_once(trainer: Any) -> Iterator[None]:
             fall_back(trainer, reason, what="transformers' own first pass")
         apart = reason or not Scorer(causal, traits).can_share()
         cache = None if apart else _cache_of_prompts(causal, input_ids, attention_mask, options)
-        return inner(**given, **({} if cache is None else {"past_key_values": cache}))
+        return inner(**given, **({} if cache is None else {cache_name(causal): cache}))
 
     with replaced(causal, "generate", generate):
         yield

@@ -268,14 +268,13 @@ def check_devices(config: TrainConfig) -> None:
     Raises:
         ConfigError: it does.
     """
-    seen = 0 if on_cpu(config) else torch.accelerator.device_count()
+    seen = max(config.run.gpus, 0 if on_cpu(config) else torch.accelerator.device_count())
     if seen > 1 and int(os.environ.get("WORLD_SIZE", "1")) == 1:
         raise ConfigError(
             "backend='trl' takes one process for each GPU",
             got=f"one process, {seen} GPUs",
             why="a single process that sees several would have to copy the model for each step",
-            fix=f"launch it with accelerate launch --multi_gpu --num_processes {seen} -m klamp.cli train ..., or set "
-            "CUDA_VISIBLE_DEVICES=0",
+            fix=f"--prepare --gpus {seen} prints how to launch it; or leave gpus out, and set CUDA_VISIBLE_DEVICES=0",
         )
 
 

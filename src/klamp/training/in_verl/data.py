@@ -20,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from klamp.errors import DataError, RewardError
 from klamp.tasks import load_task
 from klamp.tasks.base import Example, Task, TaskConfig
+from klamp.tasks.files import HUB
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl.overrides import TEACHER, Layout
 from klamp.training.models import load_tokenizer
@@ -90,8 +91,10 @@ def opening(task: TaskConfig, layout: Layout) -> dict[str, Any]:
     """What a process elsewhere opens the task with; files by absolute paths."""
     values = dataclasses.asdict(task)
     for name in ("task", "eval_split"):
-        if values[name] and Path(values[name]).is_file():
-            values[name] = str(Path(values[name]).absolute())
+        place, *more = values[name].removeprefix(HUB).split(":", 1)
+        if place and Path(place).exists() and (Path(place).is_file() or values[name].startswith(HUB)):
+            begin = HUB if values[name].startswith(HUB) else ""
+            values[name] = ":".join([f"{begin}{Path(place).absolute()}", *more])
     return {"task": values, "tokenizer": str(layout.tokenizer), "folder": str(Path.cwd())}
 
 

@@ -21,6 +21,7 @@ from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
 from klamp.training.config import OptimConfig, TrainConfig
 from klamp.training.folders import CHECKPOINTS, FOR_VERL
 from klamp.training.models import weights_folder
+from klamp.training.sizing import Load, Shape, load_of, sizes_of
 
 PROGRAM = ("-m", "verl.trainer.main_ppo")
 """What Python runs."""
@@ -82,12 +83,13 @@ class Layout:
             return 0
 
 
-def verl_overrides(config: TrainConfig, folder: Path) -> list[str]:
+def verl_overrides(config: TrainConfig, folder: Path, shape: Shape | None = None) -> list[str]:
     """The words behind `python -m verl.trainer.main_ppo`, each key once; the user's own come last, and win.
 
     Args:
         config: the run.
         folder: of the run.
+        shape: of the model; None: a small one, whose sizes are left at verl's defaults.
 
     Raises:
         ConfigError: a KL that verl has no place for.
@@ -101,21 +103,23 @@ def verl_overrides(config: TrainConfig, folder: Path) -> list[str]:
         **_rollout(config),
         **_reward(layout),
         **_trainer(config, layout),
+        **({} if shape is None else _sized(config, shape)),
     }
     mine = [f"{key}={written(value)}" for key, value in values.items()]
     kl = overrides(config.kl, config.teacher)
     return _once([*mine, *kl, *_loss(config), *_teacher(config), *config.run.verl_args])
 
 
-def command(config: TrainConfig, folder: Path, python: str) -> list[str]:
+def command(config: TrainConfig, folder: Path, python: str, shape: Shape | None = None) -> list[str]:
     """The whole command, word for word.
 
     Args:
         config: the run.
         folder: of the run.
         python: the interpreter.
+        shape: of the model; None: a small one.
     """
-    return [python, *PROGRAM, *verl_overrides(config, folder)]
+    return [python, *PROGRAM, *verl_overrides(config, folder, shape)]
 
 
 def model_path(name: str) -> str:
@@ -190,6 +194,28 @@ def _updates(config: TrainConfig) -> dict[str, Any]:
         f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": part,
         f"{ACTOR}.shuffle": False,
         f"{ACTOR}.data_loader_seed": config.run.seed,
+    }
+
+
+def load_in_verl(config: TrainConfig, shape: Shape) -> Load:
+    """What the run asks of its GPUs, all of which train, and sample in between."""
+    gpus, prompt = config.run.gpus * config.run.machines, config.rollout.max_prompt_length
+    return load_of(config, shape, gpus=gpus, prompt=prompt, apart=False)
+
+
+def _sized(config: TrainConfig, shape: Shape) -> dict[str, Any]:
+    """What a large model needs set otherwise."""
+    sizes, ref = sizes_of(load_in_verl(config, shape)), "actor_rollout_ref.ref"
+    return {
+        f"{MODEL}.enable_gradient_checkpointing": config.model.gradient_checkpointing or sizes.checkpointing,
+        f"{ACTOR}.ppo_micro_batch_size_per_gpu": sizes.micro,
+        f"{ref}.log_prob_micro_batch_size_per_gpu": sizes.micro,
+        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": sizes.micro,
+        f"{ACTOR}.fsdp_config.param_offload": sizes.offload,
+        f"{ACTOR}.fsdp_config.optimizer_offload": sizes.offload,
+        f"{ref}.fsdp_config.param_offload": sizes.offload_reference,
+        f"{ROLLOUT}.gpu_memory_utilization": sizes.engine_share,
+        f"{ROLLOUT}.tensor_model_parallel_size": sizes.tensor_parallel,
     }
 
 

@@ -33,7 +33,7 @@ from klamp.training.folders import SEAL, lost
 from klamp.training.in_verl.data import answered, write_data
 from klamp.training.in_verl.overrides import Layout, command, model_path
 from klamp.training.in_verl.process import Child
-from klamp.training.models import check_weights, describe_folder, ends_with, load_tokenizer, make_ready
+from klamp.training.models import check_weights, describe_folder, ends_with, load_tokenizer, make_ready, shape_of
 from klamp.training.observers import Observer, RunInfo, progress_of
 from klamp.training.processes import check_alone
 from klamp.training.run import Interrupt, Training
@@ -44,8 +44,8 @@ FULL = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter f
 """How a line of verl's output says that the disk is full."""
 POLL = 0.2
 """Seconds between two looks at the log."""
-ENVIRONMENT = "make an environment of its own: ENGINE= scripts/environment.sh verl in a checkout of klamp, then the "
-ENVIRONMENT += "vLLM of your GPUs into it, and use its klamp: .venv-verl/bin/klamp"
+ENVIRONMENT = "make an environment of its own: python -m venv .venv-verl in a checkout of klamp, then "
+ENVIRONMENT += ".venv-verl/bin/pip install '.[train,verl]' 'verl[vllm]', and use its klamp: .venv-verl/bin/klamp"
 SCORE_OF = "{skill}/acc/mean@1"
 """verl's name of a skill's score, behind the prefix of an evaluation."""
 
@@ -128,7 +128,8 @@ class VerlRun(Training):
         """
         config, steps = self.context.config, self.context.config.run.max_steps
         begun = replace(config.run, resume=self.step > 0)
-        self.child.words = command(replace(config, run=begun), self.context.output_dir, sys.executable)
+        begun, shape = replace(config, run=begun), shape_of(config.model.model)
+        self.child.words = command(begun, self.context.output_dir, sys.executable, shape)
         self.heard = time.monotonic()
         with self.child:
             self._follow(interrupt)

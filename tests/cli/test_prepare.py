@@ -1,0 +1,169 @@
+"""`klamp train --prepare`: what a run is divided into, and commands that accelerate, TRL and klamp itself take."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from transformers import Qwen2Config
+
+from klamp.cli import main
+from klamp.cli.arguments import parse_train
+from klamp.errors import ConfigError
+from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.training.in_verl.overrides import verl_overrides
+from klamp.training.models import shape_of
+
+ROOT = Path(__file__).resolve().parents[2]
+SEVEN = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}
+ROWS = [{"question": f"{n} + 1?", "answer": f"so it is #### {n + 1}"} for n in range(40)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with a configuration of 7B (without weights), and a copy of a data set of the hub."""
+    config = Qwen2Config(**SEVEN, num_key_value_heads=4, vocab_size=152_064, tie_word_embeddings=False)  # type: ignore[arg-type]
+    config.save_pretrained(tmp_path / "seven")
+    arithmetic_tokenizer().save_pretrained(str(tmp_path / "seven"))
+    (tmp_path / "data").mkdir()
+    for split in ("train", "test"):
+        text = "".join(json.dumps(row) + "\n" for row in ROWS)
+        (tmp_path / "data" / f"{split}.jsonl").write_text(text, encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def words(backend: str) -> list[str]:
+    """The example of a backend, with model and data of the folder in the place of the hub's."""
+    file = Path(f"{backend}.yaml")
+    given = yaml.safe_load((ROOT / "examples" / f"gsm8k-{backend}.yaml").read_text(encoding="utf-8"))
+    local = {"model": "seven", "task": "hub:data::train", "eval_split": "hub:data::test"}
+    file.write_text(yaml.safe_dump(given | local), encoding="utf-8")
+    return ["--config", str(file)]
+
+
+def prepared(backend: str, capsys: pytest.CaptureFixture[str], *more: str) -> str:
+    assert main(["train", *words(backend), "--prepare", *more]) == 0
+    return capsys.readouterr().out
+
+
+def commands(text: str) -> list[str]:
+    return [line.strip() for line in text.partition("next\n\n")[2].partition("\n\n")[0].splitlines()]
+
+
+def test_trl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = prepared("trl", capsys)
+    for said in ("7.6 billion parameters", "gradient checkpointing on", "4 GPUs to train, 4 for vLLM", "ZeRO-3"):
+        assert said in text
+    install, server, launch, look = commands(text)
+    assert "trl[vllm]" in install and "vLLM 0.22 to 0.31" in install
+    assert server.startswith("CUDA_VISIBLE_DEVICES=4,5,6,7 trl vllm-serve --model ") and server.endswith(" &")
+    assert look == "klamp report runs/gsm8k-trl" and "checkpoints/checkpoint-N" in text
+    _the_server_takes(shlex.split(server.rstrip(" &"))[3:])
+    assert launch.startswith("CUDA_VISIBLE_DEVICES=0,1,2,3 ")
+    told = _accelerate_takes(shlex.split(launch)[3:])
+    assert told.num_processes == 4 and told.use_deepspeed and told.zero_stage == 3 and told.mixed_precision == "bf16"
+    assert told.module and told.training_script == "klamp.cli" and told.training_script_args[0] == "train"
+    config = parse_train(told.training_script_args[1:]).config
+    parts = config.optim.gradient_accumulation_steps
+    assert 128 * 8 // 4 // parts == 4 and config.model.gradient_checkpointing and config.model.dtype == "float32"
+    assert config.rollout.sampler_url == "http://127.0.0.1:8000"
+    assert not (folder / "runs").exists(), "nothing is written"
+
+
+def _the_server_takes(arguments: list[str]) -> None:
+    from trl.scripts.vllm_serve import make_parser
+
+    (given,) = make_parser().parse_args_and_config(arguments)
+    assert (given.tensor_parallel_size, given.data_parallel_size, given.host) == (4, 1, "127.0.0.1")
+
+
+def _accelerate_takes(arguments: list[str]):
+    from accelerate.commands.launch import launch_command_parser
+
+    return launch_command_parser().parse_args(arguments)
+
+
+def test_verl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = prepared("verl", capsys)
+    for said in ("8 of 128 completions at once", "divided over 8 GPUs", "reference offloaded", "0.6 of the memory"):
+        assert said in text
+    install, start, look = commands(text)
+    assert "verl[vllm]" in install and "vLLM 0.24.0" in install
+    assert start == "klamp train --config verl.yaml" and look == "klamp report runs/gsm8k-verl"
+    assert "actor/huggingface" in text
+    config = parse_train(shlex.split(start)[2:]).config
+    told = dict(word.split("=", 1) for word in verl_overrides(config, folder / "run", shape_of("seven")))
+    assert told["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"] == "8"
+    assert told["actor_rollout_ref.model.enable_gradient_checkpointing"] == "True"
+    assert told["actor_rollout_ref.rollout.gpu_memory_utilization"] == "0.6"
+    assert told["actor_rollout_ref.ref.fsdp_config.param_offload"] == "True"
+    assert main(["train", *words("verl"), "--dry_run"]) == 0
+    assert "ppo_micro_batch_size_per_gpu=8" in capsys.readouterr().out
+
+
+def test_several_machines_join_a_cluster(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, head, other, start, _ = commands(prepared("verl", capsys, "--machines", "2"))
+    assert head.startswith("ray start --head") and "1 machine" in other
+    assert start.endswith("--machines 2 --ray_address auto")
+
+
+def test_one_gpu_of_trl_samples_beside_training(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    _, start, _ = commands(prepared("trl", capsys, "--gpus", "1"))
+    assert start.startswith("klamp train --config trl.yaml --gpus 1 ") and start.endswith("--sampler vllm")
+
+
+def test_heads_that_do_not_divide_are_not_divided(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = folder / "seven" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"num_attention_heads": 14, "num_key_value_heads": 2}))
+    assert "--tensor_parallel_size 2 --data_parallel_size 2" in commands(prepared("trl", capsys))[1]
+
+
+def test_klamps_own_loop_is_not_launched_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--prepare"]) == 2
+    assert "set backend to trl or verl" in capsys.readouterr().err
+
+
+def test_what_is_wrong_with_the_data_is_said_before_the_machine_is_there(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", *words("trl"), "--prepare", "--prompt_column", "problem"]) == 1
+    assert "has no column 'problem'" in capsys.readouterr().err
+
+
+def test_a_run_that_was_meant_for_several_gpus_is_not_started_on_one(folder: Path) -> None:
+    from klamp.training.in_trl.run import check_devices
+
+    with pytest.raises(ConfigError, match="one process for each GPU") as caught:
+        check_devices(parse_train(words("trl")).config)
+    assert "--prepare" in str(caught.value.fix)
+
+
+@pytest.mark.parametrize("backend", ["trl", "verl"])
+def test_the_page_has_the_commands_as_they_come_out(
+    folder: Path, capsys: pytest.CaptureFixture[str], backend: str
+) -> None:
+    page = (ROOT / "docs" / "scale.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    told = {_plain(line) for line in page.splitlines()}
+    for line in commands(prepared(backend, capsys))[1:-1]:
+        ours = line.replace(str(folder / "seven"), "Qwen/Qwen2.5-7B-Instruct")
+        assert _plain(ours.replace(f"{backend}.yaml", f"examples/gsm8k-{backend}.yaml")) in told
+
+
+def _plain(line: str) -> str:
+    """A command without its comment, and without the length of prompts, which the data decide."""
+    return " ".join(re.sub(r"--max_model_len \d+", "", line.partition("   #")[0]).split())
+
+
+def test_slurm_starts_what_klamp_takes(folder: Path) -> None:
+    file = ROOT / "examples" / "slurm" / "verl.sbatch"
+    subprocess.run(["bash", "-n", str(file)], check=True)
+    start = file.read_text(encoding="utf-8").strip().splitlines()[-1].removeprefix(".venv-verl/bin/klamp train ")
+    told = start.replace('"$1"', words("verl")[1]).replace('"${#machines[@]}"', "2").replace('"$head:$port"', "n1:6379")
+    config = parse_train(shlex.split(told.replace(' "${@:2}"', ""))).config
+    assert (config.run.machines, config.run.gpus, config.run.ray_address) == (2, 8, "n1:6379")

@@ -1,0 +1,100 @@
+"""How a step is divided over GPUs: what a large model needs, what a small one is spared, that the reasons are true."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.training.conftest import stored, tiny_llama
+
+from klamp.training.models import shape_of
+from klamp.training.sizing import GB, Load, Shape, divisors, reasons, sizes_of, spread
+
+SMALL = Shape(494_032_768, 24, 896, 151_936, 14)  # Qwen2.5-0.5B
+SEVEN = Shape(7_615_616_512, 28, 3584, 152_064, 28)  # Qwen2.5-7B
+LARGE = Shape(72_706_203_648, 80, 8192, 152_064, 64)  # Qwen2.5-72B
+
+
+def load(shape: Shape = SEVEN, **changes) -> Load:
+    """128 x 8 completions of 512 + 1,024 tokens on eight GPUs of 80 GB, which train and sample in turn."""
+    given = {"gpus": 8, "together": 8, "memory": 80.0, "tokens": 1536, "share": 128}
+    return Load(**{"shape": shape, "adapter": False, "reference": True, "apart": False, **given, **changes})
+
+
+def test_a_model_of_7b_has_room_on_eight_gpus() -> None:
+    sizes = sizes_of(load())
+    assert sizes.checkpointing and sizes.fits and not sizes.offload and sizes.offload_reference
+    assert sizes.micro == 8, "the whole share of 128 would take 420 GB"
+    assert (sizes.engine_share, sizes.tensor_parallel) == (0.6, 1)
+    assert sizes.state == pytest.approx(16 * SEVEN.parameters / 8 / GB)
+
+
+def test_a_small_model_is_spared_what_costs_time() -> None:
+    sizes = sizes_of(load(SMALL))
+    assert not (sizes.checkpointing or sizes.offload or sizes.offload_reference) and sizes.tensor_parallel == 1
+    assert sizes_of(load(Shape(3_000_000, 4, 64, 100, 4), tokens=32)).micro == 128
+
+
+@pytest.mark.parametrize("shape", [SMALL, SEVEN, LARGE], ids=["0.5B", "7B", "72B"])
+@pytest.mark.parametrize("memory", [24.0, 80.0])
+@pytest.mark.parametrize("adapter", [False, True])
+@pytest.mark.parametrize("apart", [False, True])
+def test_whatever_is_said_to_fit_does(shape: Shape, memory: float, adapter: bool, apart: bool) -> None:
+    given = load(shape, memory=memory, adapter=adapter, reference=not adapter, apart=apart)
+    sizes = sizes_of(given)
+    assert given.share % sizes.micro == 0 and shape.heads % sizes.tensor_parallel == 0
+    assert not (apart and (sizes.offload or sizes.offload_reference)), "nothing has to make room"
+    state = 0 if sizes.offload else sizes.state
+    kept = state + (0 if sizes.offload_reference else sizes.reference)
+    if sizes.fits:
+        assert sizes.micro == 1 or sizes.micro * sizes.each <= sizes.left / 2
+        assert apart or kept + sizes.engine_share * memory <= memory
+    told = dict(reasons(given, sizes))
+    assert ("this is likely out of memory" in told) is not sizes.fits
+
+
+def test_what_is_too_large_is_said() -> None:
+    assert not sizes_of(load(LARGE)).fits
+    assert sizes_of(load(LARGE, gpus=32)).fits and sizes_of(load(LARGE, adapter=True, reference=False)).fits
+
+
+def test_longer_completions_are_fewer_at_once() -> None:
+    found = [sizes_of(load(tokens=tokens)).micro for tokens in (512, 1536, 4096, 16384)]
+    assert found == sorted(found, reverse=True) and found[0] > found[-1] == 1
+
+
+def test_a_part_that_was_asked_for_is_never_made_larger() -> None:
+    assert sizes_of(load(share=2)).micro == 2
+
+
+def test_an_engine_is_spread_over_gpus_that_divide_its_heads() -> None:
+    assert spread(SMALL, 8) == [1, 2] and spread(SEVEN, 8) == [1, 2, 4] and divisors(6) == [1, 2, 3, 6]
+    assert sizes_of(load(replace_heads(LARGE, 8))).tensor_parallel == 8
+
+
+def replace_heads(shape: Shape, heads: int) -> Shape:
+    return shape._replace(heads=heads)
+
+
+def test_the_reasons_have_the_amounts() -> None:
+    told = dict(reasons(load(), sizes_of(load())))
+    assert told["8 of 128 completions at once"].startswith("one takes 3.3 GB (1,536 tokens); 57 of 80 GB are left")
+    assert told["reference offloaded"] == "3.8 GB, needed once a step"
+    assert len(dict(reasons(replace(load(), apart=True), sizes_of(load(apart=True))))) == 2
+
+
+def test_the_shape_is_read_from_the_configuration_alone(tmp_path: Path) -> None:
+    model = tiny_llama()
+    folder = stored(model, tmp_path / "model")
+    for file in Path(folder).glob("*.safetensors"):
+        file.unlink()
+    shape = shape_of(folder)
+    assert shape is not None and shape.parameters == sum(each.numel() for each in model.parameters())
+    assert shape[1:] == (
+        model.config.num_hidden_layers,
+        model.config.hidden_size,
+        model.config.vocab_size,
+        model.config.num_attention_heads,
+    )
+    assert shape_of("builtin") is None, "it may have to be taught first, and is small"
