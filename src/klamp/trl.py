@@ -25,6 +25,7 @@ from klamp.hosts.trl.effective_in_trl import read_effective  # noqa: E402
 from klamp.hosts.trl.grpo_config import GRPOConfig, host_class  # noqa: E402
 from klamp.hosts.trl.grpo_trainer import GRPOTrainer, attach_to  # noqa: E402
 from klamp.hosts.trl.hooks import KLMixin  # noqa: E402
+from klamp.hosts.trl.record import ReportCallback  # noqa: E402
 from klamp.hosts.unsloth.hooks import read_effective_on_unsloth, unsloth_hook  # noqa: E402
 
 __all__ = [
@@ -33,6 +34,7 @@ __all__ = [
     "EffectiveTerm",
     "GRPOConfig",
     "GRPOTrainer",
+    "ReportCallback",
     "attach",
     "effective",
 ]

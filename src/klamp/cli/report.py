@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from klamp.cli.flags import read_options
 from klamp.cli.options import ReportOptions
-from klamp.cli.text import say, show_caution
+from klamp.cli.text import duration, say, show_caution
 from klamp.errors import DataError, RunFolderError
 from klamp.report.text import count
 from klamp.tasks.paths import followed
 
 if TYPE_CHECKING:  # imported by the command only
+    from klamp.records.klamp_run import Details
     from klamp.report.run import ReportRun
 
 FILE = "report.html"
@@ -125,12 +127,23 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
                 diagnosis=examine(history),
                 config=history.config,
                 defaults=details.defaults,
+                said=_said(details),
                 versions=details.versions,
                 kl_after=measured.get("kl/reverse"),
                 kl_after_sequence=measured.get("kl/reverse_sequence"),
             )
         )
     return runs
+
+
+def _said(details: Details) -> list[str]:
+    """What a run was, when, and how long it took, in words; nothing where its record does not say."""
+    if not details.words:
+        return []
+    model, task, kl = details.words
+    day = [] if details.when is None else [f"{datetime.fromtimestamp(details.when):%Y-%m-%d}"]
+    took = "not ended" if details.seconds is None else duration(details.seconds)
+    return [model, task, f"KL: {kl}", *day, took]
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:

@@ -180,6 +180,8 @@ def _held(history: History) -> set[str]:
     return held | {name for name, there in more.items() if there}
 
 
+ABOUT = "klamp_report.json"
+"""What `klamp.trl.ReportCallback` writes beside TRL's log: settings, versions, model, data, KL, times."""
 ALARMS_FILE = "alarms.jsonl"
 """The file that alarms of a run are written to as they rise, one `Finding.record` a line."""
 LATE = 150

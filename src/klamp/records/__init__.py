@@ -25,6 +25,7 @@ from klamp.records.logs import (
 from klamp.records.rollouts import is_rollout, read_rollouts, step_in
 from klamp.records.tables import read_tables
 from klamp.records.texts import CONSOLE, PRINTED
+from klamp.records.trl_run import with_report
 from klamp.tasks.paths import with_end
 
 TOKEN_EXPORT = "step_*/rank_*.jsonl"
@@ -74,7 +75,7 @@ def _read_folder(path: Path, names: Mapping[str, str] | None) -> History:
         return read_klamp_run(path)
     state, runs = find_state(path), find_offline_run(path)
     if state is not None:
-        return _with_arguments(read_trl_state(state, names), path)
+        return with_report(_with_arguments(read_trl_state(state, names), path), path)
     if len(runs) > 1:
         folders = ", ".join(run.parent.name for run in runs)
         raise unreadable("several W&B runs lie in one folder", path, why=folders, fix="name one of them")

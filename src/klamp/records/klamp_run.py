@@ -7,14 +7,17 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from klamp.config.describe import describe_kl
+from klamp.diagnostics.doctor import ABOUT
 from klamp.diagnostics.history import History, Row, answer_of
 from klamp.errors import without_credentials
 from klamp.records.files import each_row, json_lines, object_in, unreadable
+from klamp.records.trl_run import folder_of
 from klamp.training.config import TrainConfig
 from klamp.training.folders import ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, RUNS, SUMMARY, VERSIONS
 from klamp.training.observers import completion_of, settings_of
@@ -93,6 +96,12 @@ class Details:
     """Field of the configuration -> its default in this version."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Name of a package -> its version."""
+    words: Sequence[str] = ()
+    """Its model, task and KL."""
+    when: float | None = None
+    """When it was last written to, in seconds since 1970."""
+    seconds: float | None = None
+    """How long it took; None: it has not ended."""
 
 
 def read_details(path: Path) -> Details:
@@ -102,11 +111,32 @@ def read_details(path: Path) -> Details:
         DataError: a damaged file.
     """
     if not (path.is_dir() and is_klamp_run(path)):
-        return Details()
+        return _of_trl(path)
+    config = read_config(path)[1]
+    summary = object_in(path / SUMMARY) if (path / SUMMARY).is_file() else {}
+    reward = f", reward {config.task.reward}" if config.task.reward else ""
     versions = object_in(path / VERSIONS) if (path / VERSIONS).is_file() else {}
     return Details(
         defaults=json.loads(json.dumps(TrainConfig().flat())),
         versions={name: str(version) for name, version in versions.items()},
+        words=(config.model.model, f"{config.task.task}{reward}", describe_kl(config.kl)),
+        when=(path / METRICS_FILE).stat().st_mtime,
+        seconds=summary.get("seconds"),
+    )
+
+
+def _of_trl(path: Path) -> Details:
+    """What klamp's callback wrote beside TRL's log; nothing where there was none."""
+    folder = folder_of(path)
+    if folder is None:
+        return Details()
+    told = object_in(folder / ABOUT)
+    return Details(
+        defaults=told.get("defaults") or {},
+        versions=told.get("versions") or {},
+        words=tuple(str(told.get(name, "")) for name in ("model", "task", "kl")),
+        when=(folder / ABOUT).stat().st_mtime,
+        seconds=told.get("seconds"),
     )
 
 

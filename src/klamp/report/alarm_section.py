@@ -51,6 +51,13 @@ def numbered(runs: Sequence[ReportRun]) -> dict[str, int]:
     return {name: number for number, name in enumerate(raised(runs), start=1)}
 
 
+def judged(runs: Sequence[ReportRun]) -> str:
+    """How many alarms and notes rose, in words."""
+    alarms, notes = (sum(run.levels[which] for run in runs) for which in (0, 1))
+    text = count(alarms, "alarm") if alarms else "no alarm"
+    return f"{text}, {count(notes, 'note')}" if notes else text
+
+
 def verdict(runs: Sequence[ReportRun]) -> Html:
     """One sentence on how many alarms rose.
 
@@ -58,8 +65,7 @@ def verdict(runs: Sequence[ReportRun]) -> Html:
         runs: those of the report.
     """
     alarms, notes = (sum(run.levels[which] for run in runs) for which in (0, 1))
-    text = count(alarms, "alarm") if alarms else "no alarm"
-    text += f", {count(notes, 'note')}" if notes else ""
+    text = judged(runs)
     if len(runs) > 1 and alarms + notes:
         text += f", in {sum(any(run.levels) for run in runs)} of {len(runs)} runs"
     if len(runs) == 1:

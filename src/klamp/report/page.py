@@ -12,7 +12,7 @@ from importlib.resources import files
 from klamp._version import __version__
 from klamp.diagnostics.history import Answer, Question, answers_of
 from klamp.errors import DataError
-from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
+from klamp.report.alarm_section import alarm_section, anchors, judged, numbered, verdict
 from klamp.report.chart import render_chart
 from klamp.report.completions import Shown, ranked
 from klamp.report.cost_section import Costs, costs_of
@@ -149,7 +149,8 @@ def _title(runs: Sequence[ReportRun]) -> Html:
         history = runs[0].history
         said = f"{history.source}, {count(len(history.rows), 'logged step')} up to step {history.step}"
     paths = element("p", *([element("code", runs[0].path), " · "] if len(runs) == 1 else []), said, class_="source")
-    return element("div", element("h1", _name(runs)), paths, verdict(runs), class_="title")
+    lead = [element("p", " · ".join([*runs[0].said, judged(runs)]), class_="lead")] if runs[0].said else []
+    return element("div", element("h1", _name(runs)), *lead[: len(runs) == 1], paths, verdict(runs), class_="title")
 
 
 def _overview(runs: Sequence[ReportRun]) -> Html:

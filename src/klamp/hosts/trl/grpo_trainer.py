@@ -23,6 +23,7 @@ from klamp.hosts.trl.callbacks import DoctorCallback, LearningRateGuard
 from klamp.hosts.trl.exact import check_exact, why_not_exact
 from klamp.hosts.trl.grpo_config import check_arguments, check_reference, refuse_classes, settle_reference
 from klamp.hosts.trl.hooks import KLMixin
+from klamp.hosts.trl.record import ReportCallback
 from klamp.hosts.trl.reference import (
     check_folder,
     follow_policy,
@@ -167,6 +168,8 @@ def _join(
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, DoctorCallback):
             callback.other_reference = callback.other_reference or chosen or apart
+        if isinstance(callback, ReportCallback):
+            callback.trainer, session.record = trainer, callback
     session.reference = _described(trainer, policy, copied=own is not None, chosen=chosen)
     _choose_exact(trainer, kl)
     session.teacher = None if taught[0] is None else teacher.join(trainer, taught[0], taught[1])

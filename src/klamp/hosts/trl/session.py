@@ -75,6 +75,8 @@ class Session:
     """Whom a second KL holds the policy to; None: nobody."""
     learns: Tensor | None = None
     """Which completions of the present loss have a gradient, [B]; None: any may."""
+    record: Any = None
+    """The `ReportCallback` that completions are written by; None: nobody asked for one."""
     seen: list[Scoring] | None = None
     """The calls of TRL's scoring method that were collected; None while nobody collects."""
 
