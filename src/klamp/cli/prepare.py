@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from klamp.cli.flags import TRUE_WORDS
@@ -12,7 +12,7 @@ from klamp.cli.text import WIDTH
 from klamp.errors import ConfigError
 from klamp.training.config import TrainConfig
 from klamp.training.folders import run_folder
-from klamp.training.sizing import GB, Load, count, load_of, reasons, sizes_of, spread
+from klamp.training.sizing import GB, Load, load_of, reasons, sizes_of, spread
 
 if TYPE_CHECKING:  # imported by the command only
     from klamp.training.sizing import Shape
@@ -20,22 +20,16 @@ if TYPE_CHECKING:  # imported by the command only
 SERVER = "http://127.0.0.1:8000"
 """Where TRL's server of vLLM listens if nobody says another."""
 INSTALL = {
-    "trl": ("pip install '.[train,trl]' 'trl[vllm]' deepspeed", "TRL 1.16 names vLLM 0.22 to 0.31"),
-    "verl": ("pip install '.[train,verl]' 'verl[vllm]'", "verl 0.9.1 names vLLM 0.24.0; an environment of its own"),
+    "trl": "pip install '.[train,trl]' 'trl[vllm]' deepspeed   # once; TRL 1.16 names vLLM 0.22 to 0.31",
+    "verl": "pip install '.[train,verl]' 'verl[vllm]'   # once, apart from others; verl 0.9.1 names vLLM 0.24.0",
 }
 """Backend -> what brings it with its engine, in a clone of klamp; which vLLM that is."""
-LIES = {
-    "trl": "checkpoints/checkpoint-N: the model as transformers loads it (with lora_r the adapter), and TRL's state",
-    "verl": "checkpoints/global_step_N/actor/huggingface: the model as transformers loads it; beside it verl's shards",
-}
+LIES = {"trl": "checkpoints/checkpoint-N", "verl": "checkpoints/global_step_N/actor/huggingface"}
+"""Backend -> where the model lies in a run's folder, as transformers loads it."""
 
 
 def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
-    """What `--prepare` prints; the inputs are opened, nothing is started or written.
-
-    Args:
-        argv: the arguments of `klamp train`.
-        config: what they say.
+    """What `--prepare` prints for the arguments of `klamp train`; the inputs are opened, nothing is started or written.
 
     Raises:
         ConfigError: a backend that is not launched elsewhere.
@@ -44,7 +38,7 @@ def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
     from klamp.training.models import shape_of
     from klamp.training.setup import open_inputs
 
-    backend, words = config.run.backend, _without_prepare(argv)
+    backend, folder = config.run.backend, run_folder(config)
     if backend not in INSTALL:
         raise ConfigError(
             "--prepare is for a run that is launched on several GPUs",
@@ -54,100 +48,65 @@ def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
         )
     inputs, shape = open_inputs(config), shape_of(config.model.model)
     longest = 0 if isinstance(inputs, str) else inputs.longest
-    if backend == "verl":
-        load, commands = _verl(words, config, shape)
-    else:
-        load, commands = _trl(words, config, shape, longest)
+    load, commands = _verl(argv, config, shape) if backend == "verl" else _trl(argv, config, shape, longest)
+    lines = [INSTALL[backend], *commands, f"klamp report {folder}", f"klamp evaluate --checkpoint {folder}"]
     parts = ["klamp train --prepare: model, prompts and reward are opened; nothing is started or written"]
-    if load is not None:
-        parts += [_sizes(config, load)]
-    pip, which = INSTALL[backend]
-    folder = run_folder(config)
-    lines = [f"{pip}   # once, where the GPUs are: {which}", *commands, f"klamp report {folder}"]
-    where = f"in {folder}: {LIES[backend]}; klamp evaluate --checkpoint {folder}"
-    return "\n\n".join([*parts, "next\n\n" + "\n".join(f"  {line}" for line in lines), f"what lies where\n\n  {where}"])
-
-
-def _without_prepare(argv: Sequence[str]) -> list[str]:
-    words = list(argv)
-    at = words.index("--prepare")
-    return words[:at] + words[at + (2 if words[at + 1 : at + 2] and words[at + 1] in TRUE_WORDS else 1) :]
+    return "\n\n".join([
+        *parts,
+        *([] if load is None else [_sizes(config, load)]),
+        "next, where the GPUs are\n\n" + "\n".join(f"  {line}" for line in lines),
+        f"the model, as transformers loads it: {folder / LIES[backend]}",
+    ])  # fmt: skip
 
 
 def _sizes(config: TrainConfig, load: Load) -> str:
+    told = [f"{what}: {why}" for what, why in reasons(load, sizes_of(load))]
+    if load.apart:
+        told.append(f"{load.gpus} GPUs to train, {config.run.gpus // 2} for vLLM: half each, if the prompts divide so")
+        told.append("computed in bfloat16: DeepSpeed has float32 copies of all trained weights, dtype stays float32")
     title = f"{config.model.model}, {load.shape.parameters / GB:.2g} billion parameters, divided over {load.gpus} GPUs"
-    told: Iterable[str] = (
-        textwrap.fill(f"{what}: {why}", WIDTH, initial_indent="  ", subsequent_indent=" " * 6)
-        for what, why in [*reasons(load, sizes_of(load)), *(_of_trl(config, load) if load.apart else ())]
-    )
-    return "\n".join([f"{title} (estimates; none of them changes a loss)\n", *told])
+    filled = [textwrap.fill(each, WIDTH, initial_indent="  ", subsequent_indent=" " * 6) for each in told]
+    return "\n".join([f"{title} (estimates; none of them changes a loss)\n", *filled])
 
 
-def _verl(words: list[str], config: TrainConfig, shape: Shape | None) -> tuple[Load | None, list[str]]:
+def _words(argv: Sequence[str]) -> list[str]:
+    """The arguments without --prepare."""
+    at = argv.index("--prepare")
+    return [*argv[:at], *argv[at + (2 if argv[at + 1 : at + 2] and argv[at + 1] in TRUE_WORDS else 1) :]]
+
+
+def _verl(argv: Sequence[str], config: TrainConfig, shape: Shape | None) -> tuple[Load | None, list[str]]:
     from klamp.training.in_verl.overrides import load_in_verl
 
-    run = config.run
-    ray = [
-        "ray start --head --port 6379   # on the first machine",
-        f"ray start --address FIRST:6379   # on the other {count(run.machines - 1, 'machine')}",
-    ]
-    address = ["--ray_address", "auto"] if run.machines > 1 and run.ray_address is None else []
-    start = shlex.join(["klamp", "train", *words, *address])
-    return None if shape is None else load_in_verl(config, shape), [*(ray if address else []), start]
+    load = None if shape is None else load_in_verl(config, shape)
+    return load, [shlex.join(["klamp", "train", *_words(argv)])]
 
 
-def _trl(words: list[str], config: TrainConfig, shape: Shape | None, longest: int) -> tuple[Load | None, list[str]]:
-    """Half of the GPUs train, the other half serve vLLM; one alone does both."""
-    gpus, prompts, rollout = config.run.gpus, config.rollout.prompts_per_step, config.rollout
-    training = max((n for n in range(1, gpus // 2 + 1) if prompts % n == 0), default=1)
-    load = None if shape is None else load_of(config, shape, gpus=training, prompt=longest, apart=gpus > 1)
-    flags = _flags(config, load)
-    if gpus == 1:
-        return load, [shlex.join(["klamp", "train", *words, *flags, "--sampler", "vllm"])]
+def _trl(argv: Sequence[str], config: TrainConfig, shape: Shape | None, longest: int) -> tuple[Load | None, list[str]]:
+    """Half of the GPUs train, by DeepSpeed, the other half serve vLLM; one alone does both."""
     from klamp.training.in_verl.overrides import model_path
 
-    serving, length = gpus // 2, longest + rollout.max_completion_length
-    devices = [",".join(map(str, each)) for each in (range(training), range(gpus - serving, gpus))]
-    over = 1 if shape is None else spread(shape, serving)[-1]
-    server = ["trl", "vllm-serve", "--model", model_path(config), "--host", "127.0.0.1"]
-    server += ["--tensor_parallel_size", str(over), "--data_parallel_size", str(serving // over)]
-    server += ["--max_model_len", str(length)]
-    launch = ["accelerate", "launch", "--num_processes", str(training), "--num_machines", "1", "--use_deepspeed"]
-    launch += ["--zero_stage", str(_stage(load)), "--mixed_precision", "bf16", "-m", "klamp.cli", "train", *words]
-    return load, [
-        f"CUDA_VISIBLE_DEVICES={devices[1]} {shlex.join(server)} &",
-        f"CUDA_VISIBLE_DEVICES={devices[0]} {shlex.join([*launch, *flags, '--sampler_url', SERVER])}",
-    ]
-
-
-def _of_trl(config: TrainConfig, load: Load) -> Iterator[tuple[str, str]]:
-    """What DeepSpeed and the server are told, and why."""
-    split = f"{count(load.gpus, 'GPU')} to train, {config.run.gpus // 2} for vLLM"
-    yield split, "half each, as far as the prompts of a step divide over those that train"
-    yield (
-        f"ZeRO-{_stage(load)}",
-        f"ZeRO-2 keeps {_whole(load):.0f} GB on each GPU, weights and reference whole; up to a third of it is taken",
-    )
-    yield "computed in bfloat16", "DeepSpeed has float32 copies of all trained weights: dtype stays float32 for it"
-
-
-def _whole(load: Load) -> float:
-    """GB of each GPU where DeepSpeed divides gradients and optimizer alone: ZeRO-2."""
-    return load.shape.parameters * (2 + 2 * load.reference + (0 if load.adapter else 14 / load.gpus)) / GB
-
-
-def _stage(load: Load | None) -> int:
-    return 2 if load is None or _whole(load) < load.memory / 3 else 3
-
-
-def _flags(config: TrainConfig, load: Load | None) -> list[str]:
-    """The fields that the sizes set, and the data type of DeepSpeed's own copies."""
-    given: dict[str, str] = {}
+    gpus, prompts, words = config.run.gpus, config.rollout.prompts_per_step, _words(argv)
+    training = max((n for n in range(1, gpus // 2 + 1) if prompts % n == 0), default=1)
+    serving, length = gpus // 2, longest + config.rollout.max_completion_length
+    load = None if shape is None else load_of(config, shape, gpus=training, prompt=longest, apart=gpus > 1)
     if load is not None:
         sizes = sizes_of(load)
         parts = config.optim.gradient_accumulation_steps * load.share // sizes.micro
-        given["gradient_accumulation_steps"] = str(parts)
-        given["gradient_checkpointing"] = str(config.model.gradient_checkpointing or sizes.checkpointing).lower()
-    if config.model.dtype == "bfloat16" and not config.model.lora_r and config.run.gpus > 1:
-        given["dtype"] = "float32"  # DeepSpeed keeps float32 copies itself, and computes in bfloat16
-    return [word for name, value in given.items() for word in (f"--{name}", value)]
+        words += ["--gradient_accumulation_steps", str(parts)]
+        words += ["--gradient_checkpointing", str(config.model.gradient_checkpointing or sizes.checkpointing).lower()]
+    if gpus == 1:
+        return load, [shlex.join(["klamp", "train", *words, "--sampler", "vllm"])]
+    if config.model.dtype == "bfloat16" and not config.model.lora_r:
+        words += ["--dtype", "float32"]  # DeepSpeed keeps float32 copies itself, and computes in bfloat16
+    over = 1 if shape is None else spread(shape, serving)[-1]
+    server = f"--host 127.0.0.1 --tensor_parallel_size {over} --data_parallel_size {serving // over}"
+    stage = 3 if load is None or sizes_of(load).checkpointing else 2
+    launch = f"--num_processes {training} --num_machines 1 --use_deepspeed --zero_stage {stage} --mixed_precision bf16"
+    first, last = (",".join(map(str, each)) for each in (range(training), range(gpus - serving, gpus)))
+    return load, [
+        f"CUDA_VISIBLE_DEVICES={last} trl vllm-serve --model {shlex.quote(model_path(config.model.model))} {server} "
+        f"--max_model_len {length} &",
+        f"CUDA_VISIBLE_DEVICES={first} accelerate launch {launch} -m klamp.cli train {shlex.join(words)} "
+        f"--sampler_url {SERVER}",
+    ]

@@ -6,16 +6,13 @@ Estimates by arithmetic, for whoever has to begin somewhere; none of them change
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from klamp.training.config import TrainConfig, reference_kind
 
 GB = 1e9
-MIXED, ALONE, REFERENCE = 16, 4, 4
-"""Bytes of a trained parameter (float32 weight, gradient, two moments of Adam), of a frozen one, of a reference's."""
-ENGINE = 2
-"""Bytes of a parameter in the engine that samples, bfloat16."""
+MIXED, ALONE, ENGINE = 16, 4, 2
+"""Bytes of a trained parameter (float32 weight, gradient, two moments of Adam), of a frozen one, of an engine's."""
 LAYER, LOGIT = 34, 12
 """Bytes for backward of a token in a layer, per hidden unit (bfloat16, attention never held); of a logit, its float32
 copy and gradient. The first: Korthikanti et al. 2022, section 4.1, without the scores of attention."""
@@ -31,68 +28,47 @@ class Shape(NamedTuple):
     hidden: int
     vocabulary: int
     heads: int
-    """Of attention; an engine divides them over its GPUs evenly."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Load:
-    """What a run asks of its GPUs."""
+class Load(NamedTuple):
+    """What a run asks of its GPUs: `share` completions of a step from each, of up to `tokens` with their prompts.
+
+    The weights are divided over `gpus` of `memory` GB. An engine is `apart`, on GPUs of its own, or shares them, over
+    up to `together` of one machine. The reference is a model of its own, or none.
+    """
 
     shape: Shape
     gpus: int
-    """That share the weights."""
     together: int
-    """GPUs of one machine, over which an engine may be spread."""
     memory: float
-    """Of a GPU, in GB."""
     tokens: int
-    """Of the longest prompt with the longest completion."""
     share: int
-    """Completions of a step, or of a part of it that was asked for, for each GPU."""
     adapter: bool
     reference: bool
-    """Whether the reference is a model of its own."""
     apart: bool
-    """Whether the engine has GPUs of its own, so that nothing makes room for it."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What was chosen, and the amounts in GB of one GPU that decided it."""
+class Sizes(NamedTuple):
+    """What was chosen: completions at once, what waits in the machine's memory while an engine samples, its share of
+    the GPU's and how many hold its weights together; whether it fits; and the amounts in GB that decided it.
+    """
 
     micro: int
-    """Completions at once."""
     checkpointing: bool
     offload: bool
-    """Whether weights and optimizer wait in the machine's memory while the engine samples."""
     offload_reference: bool
     engine_share: float
     tensor_parallel: int
-    """GPUs that hold one engine's weights together."""
+    fits: bool
     state: float
     reference: float
     left: float
-    """For the passes of an update."""
     each: float
-    """Of a completion, in them."""
-    engine: float
-    """Weights of an engine."""
     spared: float
-    """Of a completion, by checkpointing."""
-    fits: bool
-    """Whether one completion has room, and an engine with its weights."""
 
 
 def load_of(config: TrainConfig, shape: Shape, *, gpus: int, prompt: int, apart: bool) -> Load:
-    """The load of a run.
-
-    Args:
-        config: of the run.
-        shape: of its model.
-        gpus: that train it, on all machines.
-        prompt: tokens of the longest prompt that there has to be room for.
-        apart: whether the engine has GPUs of its own.
-    """
+    """The load of a run on the GPUs that train it, with room for prompts of so many tokens."""
     completions = config.rollout.prompts_per_step * config.rollout.num_generations
     return Load(
         shape=shape,
@@ -108,86 +84,62 @@ def load_of(config: TrainConfig, shape: Shape, *, gpus: int, prompt: int, apart:
 
 
 def sizes_of(load: Load) -> Sizes:
-    """Choose sizes for a load.
-
-    Args:
-        load: the model, its lengths and its GPUs.
-    """
-    shape, room = load.shape, load.memory * (1 - SPARE)
-    state = shape.parameters * (ALONE if load.adapter else MIXED) / load.gpus / GB
-    reference = shape.parameters * REFERENCE / load.gpus / GB if load.reference else 0.0
+    """Choose sizes for a load."""
+    shape, billions = load.shape, load.shape.parameters / GB
+    state = billions * (ALONE if load.adapter else MIXED) / load.gpus
+    reference = billions * ALONE * load.reference / load.gpus
     offload, away = (not load.apart and x > load.memory / n for x, n in ((state, 3), (reference, 50)))
-    left = room - state - (0.0 if away else reference)
-    logits = load.tokens * LOGIT * shape.vocabulary / GB
-    kept = load.tokens * LAYER * shape.layers * shape.hidden / GB + logits
-    thin = load.tokens * (2 * shape.layers + LAYER) * shape.hidden / GB + logits
+    left = load.memory * (1 - SPARE) - state - (0.0 if away else reference)
+    logits = LOGIT * shape.vocabulary
+    kept, thin = (
+        load.tokens * (n * shape.hidden + logits) / GB for n in (LAYER * shape.layers, 2 * shape.layers + LAYER)
+    )
     checkpointing = kept > left / 8
     each = thin if checkpointing else kept
-    free = left + (state if offload else 0.0)
-    share = max(0.2, min(0.6, int(20 * free / load.memory) / 20))
-    weights = ENGINE * shape.parameters / GB
-    able = spread(shape, load.together)
-    parallel = next((n for n in able if weights / n <= share * load.memory / 2), able[-1])
+    engine_share = max(0.2, min(0.6, int(20 * (left + state * offload) / load.memory) / 20))
+    able, room = spread(shape, load.together), engine_share * load.memory
+    parallel = next((n for n in able if ENGINE * billions / n <= room / 2), able[-1])
     return Sizes(
         micro=max((n for n in divisors(load.share) if n * each <= left / 2), default=1),
         checkpointing=checkpointing,
         offload=offload,
         offload_reference=away,
-        engine_share=share,
+        engine_share=engine_share,
         tensor_parallel=parallel,
+        fits=each <= left and (load.apart or ENGINE * billions / parallel < room),
         state=state,
         reference=reference,
         left=left,
         each=each,
-        engine=weights / parallel,
         spared=kept - thin,
-        fits=each <= left and (load.apart or weights / parallel < share * load.memory),
     )
 
 
 def reasons(load: Load, sizes: Sizes) -> Iterator[tuple[str, str]]:
     """Each choice, and why, in words."""
-    kept = load.memory * (1 - SPARE) - sizes.left
     yield (
         f"{sizes.micro} of {load.share} completions at once",
-        f"one takes {sizes.each:.1f} GB ({load.tokens:,} tokens); {sizes.left:.0f} of {load.memory:g} GB are left "
-        f"beside {kept:.0f} GB of weights and optimizer, and half of that is planned with",
+        f"one takes {sizes.each:.1f} GB ({load.tokens:,} tokens); {sizes.left:.0f} of {load.memory:g} GB are left, "
+        "half of which are planned with",
     )
-    yield (
-        f"gradient checkpointing {'on' if sizes.checkpointing else 'off'}",
-        f"it spares {sizes.spared:.1f} GB a completion, and computes each layer twice",
-    )
+    on = "on" if sizes.checkpointing else "off"
+    yield f"gradient checkpointing {on}", f"it spares {sizes.spared:.1f} GB a completion, and computes layers twice"
     if not load.apart:
-        yield from _shared(load, sizes)
+        where = ["offloaded" if away else "on the GPU" for away in (sizes.offload, sizes.offload_reference)]
+        yield f"weights and optimizer {where[0]} while sampling", f"{sizes.state:.0f} GB of each GPU"
+        yield f"reference {where[1]}", f"{sizes.reference:.1f} GB, needed once a step"
+        engine = ENGINE * load.shape.parameters / sizes.tensor_parallel / GB
+        spent = f"{sizes.engine_share:g} of the memory for vLLM, an engine's weights divided by {sizes.tensor_parallel}"
+        yield spent, f"{engine:.1f} GB, and at least as much is to be left for its cache"
     if not sizes.fits:
         yield "this is likely out of memory", "take more GPUs, an adapter (lora_r), or shorter completions"
-
-
-def _shared(load: Load, sizes: Sizes) -> Iterator[tuple[str, str]]:
-    """What makes room for an engine on the same GPUs."""
-    yield (
-        f"weights and optimizer {'offloaded' if sizes.offload else 'on the GPU'} while sampling",
-        f"{sizes.state:.0f} GB are {'more' if sizes.offload else 'less'} than a third of the memory",
-    )
-    if load.reference:
-        where = "offloaded" if sizes.offload_reference else "on the GPU"
-        yield f"reference {where}", f"{sizes.reference:.1f} GB, needed once a step"
-    yield (
-        f"{sizes.engine_share:g} of the memory for vLLM, each engine on {count(sizes.tensor_parallel, 'GPU')}",
-        f"its weights take {sizes.engine:.1f} GB of a GPU, and at least as much is to be left for its cache",
-    )
-
-
-def count(number: int, noun: str) -> str:
-    """A number with its noun."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
-
-
-def spread(shape: Shape, gpus: int) -> list[int]:
-    """Over how many of some GPUs an engine can divide a model, the fewest first."""
-    return [n for n in divisors(gpus) if shape.heads % n == 0]
 
 
 def divisors(number: int) -> list[int]:
     """The divisors of a number, the smallest first."""
     return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def spread(shape: Shape, gpus: int) -> list[int]:
+    """Over how many of some GPUs an engine can divide a model's attention, the fewest first."""
+    return [n for n in divisors(gpus) if shape.heads % n == 0]
