@@ -36,6 +36,7 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         "'topk' with teacher_head='union' cannot use a server",
     ),
     (DIR | {"teacher_estimator": "topk", "teacher_top_k": 0, "teacher_tail": "none"}, "is no KL"),
+    (DIR | {"teacher_estimator": "topk", "teacher_top_k": 0, "teacher_tail": "bucket"}, "is no KL"),
     (DIR | {"teacher_placement": "advantage", "teacher_estimator": "topk"}, "takes teacher_estimator='k1' only"),
     (DIR | {"teacher_placement": "reward"}, "has teacher_horizon='sequence'"),
     (DIR | {"teacher_placement": "advantage", "teacher_off_policy": "token"}, "has no meaning"),

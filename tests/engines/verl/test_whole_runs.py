@@ -14,12 +14,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 from tests.engines.verl.programs import LIMIT, TEACHER, as_words, started, training, with_engines
+from transformers import AutoTokenizer
 
 from klamp import KLConfig
 from klamp.cli import main
 from klamp.training.folders import lines_of
+from klamp.training.in_verl.overrides import model_path
+from klamp.training.models import load_model
 
 pytestmark = [pytest.mark.usefixtures("default_base_model"), pytest.mark.timeout(2 * LIMIT + 60)]
 
@@ -36,6 +40,7 @@ SIZES: dict[str, Any] = {
     "eval_size": 4,
     "eval_every": 0,
 }
+PAGE = Path(__file__).resolve().parents[3] / "docs" / "verl.md"
 ROOM: dict[str, Any] = {
     "actor_rollout_ref.rollout.max_num_seqs": 192,
     "actor_rollout_ref.rollout.max_num_batched_tokens": 4096,
@@ -93,6 +98,49 @@ def test_a_short_run(tmp_path: Path) -> None:
     differences = logged(folder, ENGINE)
     assert len(differences) == 2 and max(differences) < SAME, "vLLM follows the actor"
     assert [row["teacher/kl"] for row in rows] == pytest.approx([row["kl/k3"] for row in rows], abs=SAME)
+
+
+def test_a_teacher_trains_a_student_by_the_commands_of_the_page(tmp_path: Path) -> None:
+    """What verl logs of the first step is the log-ratio of both models in transformers, of the answers that it kept."""
+    shown = re.findall(r"^klamp (train .*--output_dir runs/(\w+))$", PAGE.read_text(encoding="utf-8"), re.M)
+    words = {name: command.replace("runs/", f"{tmp_path}/").split() for command, name in shown}
+    assert list(words) == ["teacher", "student"]
+    assert main([*words["teacher"], "--report_to", "none"]) == 0
+    sizes = {**SIZES, "train_size": 64, "report_to": "none"}
+    flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    arguments = ["--verl_args", *as_words(with_engines(1) | TEACHER)]
+    with started([*words["student"], *flags, *arguments], tmp_path / "around") as running:
+        assert running.wait() == 0, running.said()[-5000:]
+    folder = tmp_path / "student"
+    rows = [row for row in lines_of(folder / "metrics.jsonl") if "reward" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    first = lines_of(folder / "verl" / "rollouts" / "1.jsonl")
+    teacher = words["student"][words["student"].index("--teacher_model") + 1]
+    expected = log_ratio(first, str(folder / "verl" / "tokenizer"), model_path("builtin"), teacher)
+    assert abs(expected) > 100 * SAME, "they are two models"
+    assert rows[0]["teacher/k1"] == pytest.approx(expected, abs=SAME)
+    assert "actor/pg_loss" not in logged_names(folder), "the teacher is all that it learns from"
+
+
+def log_ratio(answers: Sequence[dict[str, Any]], tokenizer: str, policy: str, teacher: str) -> float:
+    """The mean over tokens of log policy - log teacher, of answers that verl kept."""
+    words = AutoTokenizer.from_pretrained(tokenizer)
+    models = [load_model(name, "float32").eval() for name in (policy, teacher)]
+    total, count = 0.0, 0
+    for row in answers:
+        prompt, answer = (words(row[name], add_special_tokens=False)["input_ids"] for name in ("input", "output"))
+        answer += [words.eos_token_id] * (len(answer) < SIZES["max_completion_length"])  # verl keeps the text alone
+        ids = torch.tensor([prompt + answer])
+        with torch.no_grad():
+            scores = [model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0] for model in models]
+        total += float((scores[0] - scores[1])[len(prompt) - 1 :].sum())
+        count += len(answer)
+    return total / count
+
+
+def logged_names(folder: Path) -> set[str]:
+    """Whatever verl logged something under."""
+    return {name for row in lines_of(folder / "verl" / "metrics.jsonl") for name in row["data"]}
 
 
 def test_an_ablation_by_two_backends_measures_both_alike(tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from tests.training.test_trainer import Recorder
 
 from klamp.errors import DataError, ModelError, RunFolderError
 from klamp.training.config import TrainConfig
-from klamp.training.in_verl.run import LogReader, VerlRun, context_of, metrics_of, scores_of
+from klamp.training.in_verl import run
+from klamp.training.in_verl.run import LogReader, VerlRun, check_teachers, context_of, metrics_of, scores_of
 from klamp.training.setup import make_accelerator
 
 
@@ -191,6 +192,17 @@ def test_a_teacher_that_is_not_there_is_refused_before_verl_starts(quick, tmp_pa
     with pytest.raises((DataError, ModelError), match=text), ExitStack() as last:
         VerlRun.build(config, accelerator, tmp_path / "run", [], last)
     assert not (tmp_path / "run" / "verl").exists()
+
+
+def test_a_teacher_has_room_for_a_token_more_than_the_policy(run_of, monkeypatch):
+    context = run_of(teacher_model="builtin")[0].context
+    prompts = (len(context.tokenizer(e.prompt, add_special_tokens=False)["input_ids"]) for e in context.task.train)
+    needed = max(prompts) + context.config.rollout.max_completion_length + 1
+    monkeypatch.setattr(run, "describe_folder", lambda folder: (needed, None))
+    check_teachers(context)
+    monkeypatch.setattr(run, "describe_folder", lambda folder: (needed - 1, None))
+    with pytest.raises(DataError, match="too long"):
+        check_teachers(context)
 
 
 def test_an_evaluation_is_no_step():

@@ -25,6 +25,7 @@ from klamp.diagnostics.names import evaluations, flat, is_verl_line, translate
 from klamp.errors import KlampError, MissingLibrary, TrainerFailed, UnsupportedVersion
 from klamp.hosts.common.versions import check_version
 from klamp.tasks.base import NO_REWARD
+from klamp.tasks.prompts import check_prompts
 from klamp.training import checkpoint
 from klamp.training.checkpoint import seal
 from klamp.training.config import TrainConfig
@@ -281,10 +282,12 @@ def check_teachers(context: Context) -> None:
     if not teacher.there:
         return
     check_keys(context.config, context.task, teacher.models)
+    taken = context.config.rollout.max_completion_length + 1  # verl has a teacher write a token more
     for name in teacher.models.values():
         make_ready(name)
         check_weights(model_path(name))
-        describe_folder(model_path(name))
+        longest, _ = describe_folder(model_path(name))
+        check_prompts(context.task.train, context.tokenizer, longest, taken)
         check_tokens(name, context.tokenizer)
 
 
