@@ -35,6 +35,7 @@ PROMPT, LENGTHS, VOCABULARY, HEAD = 2, (4, 1, 3), 9, 4
 BETA, COEF = 0.2, 0.3
 AVERAGES = {"token-mean": "token_mean", "seq-mean-token-mean": "sequence_mean", "seq-mean-token-sum": "sequence_sum"}
 MODEL = "/models/teacher"
+FORWARD = "teacher_estimator=topk,teacher_direction=forward"
 PAGE = Path(__file__).resolve().parents[3] / "docs" / "verl.md"
 OWN = ("kl", "abs", "k2", "k3", "forward_kl_topk")
 
@@ -70,7 +71,7 @@ class World:
     def logprobs(self, logits: Tensor) -> Tensor:
         return logits.log_softmax(-1).gather(-1, self.following[:, None])[:, 0]
 
-    def klamp_loss(self, teacher: TeacherConfig, average: str) -> Tensor:
+    def klamp_loss(self, teacher: TeacherConfig, average: str, coefficient: float = COEF) -> Tensor:
         """grpo_loss with a reference and this teacher, from log_softmax of the logits."""
         policy, said = self.logprobs(self.student), self.logprobs(self.teacher)
         kl = None
@@ -91,7 +92,7 @@ class World:
             teacher_logprobs=self.padded(said),
             teacher_kl=kl,
         )
-        others = (Weighted(COEF, teacher.build_term()),)
+        others = (Weighted(coefficient, teacher.build_term()),)
         objective = Objective(reduction=AVERAGES[average], beta=BETA, kl=KLConfig().build_term(), others=others)  # pyright: ignore[reportArgumentType]
         return grpo_loss(batch, objective).loss
 
@@ -170,6 +171,25 @@ def test_the_teacher_alone_has_the_coefficient_too() -> None:
     whole, _ = with_zero_reward.verl_loss("klamp", "token-mean", topk=False)
     assert not torch.equal(slope(whole, with_zero_reward), slope(found, world)), "the reference is left out"
     assert "actor/pg_loss" not in metrics
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("name", ["klamp", f"klamp:{FORWARD},teacher_top_k=0", f"klamp:{FORWARD},teacher_tail=bucket"])
+def test_what_is_measured_of_it(name: str) -> None:
+    """Means over tokens, whatever the loss is averaged over, and without the coefficient."""
+    world, teacher = World(torch.float64), named()[name]
+    _, metrics = world.verl_loss(name, "seq-mean-token-sum", topk=has_head(teacher))
+    delta = (world.padded(world.logprobs(world.student)) - world.padded(world.logprobs(world.teacher)))[world.mask]
+    expected = {"teacher/k1": delta.mean(), "teacher/kl": ((-delta).exp() - 1 + delta).mean()}
+    if name != "klamp":
+        sized = TeacherConfig(**{**vars(teacher), "teacher_top_k": HEAD if has_head(teacher) else 0})
+        alone = World(torch.float64)
+        alone.advantages = torch.zeros(len(LENGTHS), dtype=torch.float64)
+        whole = alone.klamp_loss(sized, "token-mean") - alone.klamp_loss(sized, "token-mean", coefficient=0.0)
+        expected = {"teacher/kl": whole / COEF}
+    found = {key: each.aggregate() for key, each in metrics.items() if key in ("teacher/k1", "teacher/kl")}
+    assert found == pytest.approx({key: each.item() for key, each in expected.items()}, abs=1e-6)
+    assert metrics["teacher/coef"] == COEF
 
 
 @pytest.mark.usefixtures("registered")

@@ -119,6 +119,8 @@ def test_a_teacher_trains_a_student_by_the_commands_of_the_page(tmp_path: Path) 
     expected = log_ratio(first, str(folder / "verl" / "tokenizer"), model_path("builtin"), teacher)
     assert abs(expected) > 100 * SAME, "they are two models"
     assert rows[0]["teacher/k1"] == pytest.approx(expected, abs=SAME)
+    assert all(row["teacher/kl"] > 0 for row in rows)
+    assert "teacher-inert" not in {row["name"] for row in lines_of(folder / "alarms.jsonl")}
     assert "actor/pg_loss" not in logged_names(folder), "the teacher is all that it learns from"
 
 

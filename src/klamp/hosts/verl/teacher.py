@@ -18,6 +18,9 @@ import torch
 from torch import Tensor
 
 from klamp.config.teacher import Tail, TeacherConfig
+from klamp.core.estimators import ESTIMATORS
+from klamp.core.gradients import masked_log_ratio
+from klamp.core.masking import masked_sum
 from klamp.core.penalty import token_penalty
 from klamp.core.term import OffPolicy
 from klamp.core.topk import topk_kl
@@ -26,6 +29,7 @@ from klamp.errors import ConfigError, KLWarning, Refusal, unknown_name
 from klamp.hosts.verl.fields_in_verl import name_of
 
 LOSSES, PADDING = "verl.trainer.distillation.losses", "verl.workers.utils.padding"
+METRIC = "verl.utils.metric"
 CHOICES: Mapping[str, tuple[object, ...]] = {
     "teacher_estimator": ("k1", "k3", "topk"),
     "teacher_direction": get_args(Direction),
@@ -94,7 +98,7 @@ def register_losses() -> None:
 def kl_to_teacher(
     *, config: Any, distillation_config: Any, model_output: Mapping[str, Any], data: Any
 ) -> tuple[Tensor, dict[str, Any]]:
-    """klamp's KL to the teacher per token, in nats, and no metrics; verl masks and averages it. [B, T]
+    """klamp's KL to the teacher per token, in nats, and metrics; verl masks and averages it. [B, T]
 
     verl weighs it by `distillation_loss_coef` beside its policy loss. Where it trains on the teacher alone its weight
     is 1 whatever was asked for, so that the coefficient is put in here.
@@ -111,8 +115,23 @@ def kl_to_teacher(
             fix="set distillation.distillation_loss.use_policy_gradient=False",
         )
     teacher = teacher_of(options.loss_mode)
-    penalty = token_penalty(_batch(teacher, model_output, data), teacher.build_term())
-    return penalty if options.use_task_rewards else penalty * options.distillation_loss_coef, {}
+    batch, coefficient = _batch(teacher, model_output, data), options.distillation_loss_coef
+    penalty = token_penalty(batch, teacher.build_term())
+    metrics = _measured(batch, data) | {"teacher/coef": coefficient}
+    return penalty if options.use_task_rewards else penalty * coefficient, metrics
+
+
+def _measured(batch: Batch, data: Any) -> dict[str, Any]:
+    """Means over the tokens of verl's mini-batch, each micro-batch's part of them, under klamp's names."""
+    assert batch.teacher_logprobs is not None
+    if batch.teacher_kl is not None:
+        values = {"teacher/kl": batch.teacher_kl}
+    else:
+        k1 = masked_log_ratio(batch.policy_logprobs, batch.teacher_logprobs, batch.mask)
+        values = {"teacher/k1": k1, "teacher/kl": ESTIMATORS["k3"].value(k1)}
+    share = data["dp_size"] / (data["batch_num_tokens"] or batch.mask.sum())
+    metric: Any = importlib.import_module(METRIC).Metric
+    return {name: metric("sum", masked_sum(each, batch.mask) * share) for name, each in values.items()}
 
 
 def _batch(teacher: TeacherConfig, model_output: Mapping[str, Any], data: Any) -> Batch:

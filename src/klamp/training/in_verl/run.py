@@ -24,7 +24,6 @@ from klamp.diagnostics.metrics import METRICS
 from klamp.diagnostics.names import evaluations, flat, is_verl_line, translate
 from klamp.errors import KlampError, MissingLibrary, TrainerFailed, UnsupportedVersion
 from klamp.hosts.common.versions import check_version
-from klamp.tasks.base import NO_REWARD
 from klamp.tasks.prompts import check_prompts
 from klamp.training import checkpoint
 from klamp.training.checkpoint import seal
@@ -51,7 +50,6 @@ SCORE_OF = "{skill}/acc/mean@1"
 """verl's name of a skill's score, behind the prefix of an evaluation."""
 
 KL_LOSS, STEP_TIME = "actor/kl_loss", "timing_s/step"
-TEACHER_LOSS = "actor/distillation/loss"
 OURS = "kl/k3"
 """Logged by klamp's driver, where there is one, with everything else about the KL."""
 
@@ -339,8 +337,6 @@ def metrics_of(row: Mapping[str, Any], config: TrainConfig) -> dict[str, float]:
         return {}
     if KL_LOSS in row and OURS not in row:
         found |= _kl_in_loss(found.pop("kl/k3"), found, config)
-    if TEACHER_LOSS in row:
-        found |= _to_teacher(row[TEACHER_LOSS], found, config)
     if STEP_TIME in row:
         completions = config.rollout.prompts_per_step * config.rollout.num_generations
         found["speed/step_seconds"] = seconds = float(row[STEP_TIME])
@@ -351,20 +347,7 @@ def metrics_of(row: Mapping[str, Any], config: TrainConfig) -> dict[str, float]:
 
 def _kl_in_loss(logged: float, found: Mapping[str, float], config: TrainConfig) -> dict[str, float]:
     """The KL in the loss, per token, under the name of its estimator where klamp has one."""
-    name = f"kl/{config.kl.kl_estimator}"
-    return {name: _per_token(logged, found, config)} if name in METRICS else {}
-
-
-def _to_teacher(logged: float, found: Mapping[str, float], config: TrainConfig) -> dict[str, float]:
-    """The KL to the teacher per token; verl weighs it afterwards, but for runs without rewards, where klamp has."""
-    teacher = config.teacher
-    name = "teacher/k1" if teacher.teacher_estimator == "k1" else "teacher/kl"
-    weighed = teacher.teacher_coef if config.task.reward == NO_REWARD else 1.0
-    return {name: _per_token(logged, found, config) / weighed, "teacher/coef": teacher.teacher_coef}
-
-
-def _per_token(logged: float, found: Mapping[str, float], config: TrainConfig) -> float:
-    """What verl averaged as it averages the loss, as a mean over tokens."""
     fixed = LOSS_TYPES[config.loss.loss_type].reduction == "fixed_length"
-    longest = config.rollout.max_completion_length
-    return logged * (longest / found["length/mean"] if fixed and found.get("length/mean") else 1.0)
+    factor = config.rollout.max_completion_length / found["length/mean"] if fixed and found.get("length/mean") else 1.0
+    name = f"kl/{config.kl.kl_estimator}"
+    return {name: logged * factor} if name in METRICS else {}
