@@ -251,6 +251,35 @@ def top_ids(found: Predictions, k: int, entries: int) -> Tensor:
     return torch.where(ids < entries, ids, -1)
 
 
+def prefix_divergence(
+    policy: Predictions,
+    teacher: Predictions,
+    targets: Tensor,
+    how: PrefixKL,
+    *,
+    temperature: float,
+    log_weight: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The KL to a teacher at N positions, in nats, with gradient in the policy, [N]; and what is seen of it, as `HEAD`.
+
+    Args:
+        policy: its predictions.
+        teacher: those of the teacher.
+        targets: [N, 1] the sampled tokens.
+        how: which KL.
+        temperature: of both models.
+        log_weight: log(policy / sampler) of the targets, detached; None: 0.
+    """
+    beyond = {"cut_mass": mass_beyond(teacher, policy.entries, temperature=temperature)}
+    if how.top_k is None:
+        return divergence(policy, teacher, temperature=temperature, direction=how.direction), beyond
+    theirs = targets[:, :0] if how.head == "student" else top_ids(teacher, how.top_k, policy.entries)
+    asked = torch.cat((torch.where(theirs < 0, targets, theirs), targets), 1)
+    scored = token_logprobs(policy, asked, temperature=temperature, top_k=how.top_k)
+    kl, head = head_kl(scored, teacher, theirs, how, temperature=temperature, log_weight=log_weight)
+    return kl, head | beyond
+
+
 def rows_of(layer: nn.Linear | nn.Embedding) -> int:
     """The rows of a layer's whole weight, in whose place DeepSpeed's ZeRO-3 leaves an empty one."""
     return int(getattr(layer.weight, "ds_shape", layer.weight.shape)[0])

@@ -7,9 +7,8 @@ the completion's own token ids behind its prompt, in one row, so that the two mo
 from __future__ import annotations
 
 import copy
-import warnings
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,7 +19,8 @@ from transformers import PreTrainedTokenizerBase
 
 from klamp.config.teacher import TeacherConfig
 from klamp.diagnostics.statistics import pad_tokens
-from klamp.errors import ConfigError, DataError, KLWarning, ModelError
+from klamp.errors import ConfigError, DataError, ModelError
+from klamp.hosts.common.teachers import check_tokens, no_prompt, prefix_kl
 from klamp.scoring.completions import Completions, select
 from klamp.scoring.model_parts import Predictions, check_same_vocabulary
 from klamp.scoring.scorer import PrefixKL, Scorer, TeacherKL
@@ -206,18 +206,6 @@ class Teachers:
         return ", ".join(f"{key}: {each.describe()}" if key else each.describe() for key, each in self.models.items())
 
 
-def prefix_kl(config: TeacherConfig) -> PrefixKL | None:
-    """The KL that is summed at each prefix; None where the sampled token's log-ratio is all that it needs."""
-    if config.teacher_estimator not in ("exact", "topk"):
-        return None
-    return PrefixKL(
-        direction=config.teacher_direction,
-        top_k=config.teacher_top_k if config.teacher_estimator == "topk" else None,
-        head=config.teacher_head,
-        tail=config.teacher_tail,
-    )
-
-
 def load_teachers(
     config: TrainConfig, scorer: Scorer, task: Task, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
 ) -> Teachers | None:
@@ -254,40 +242,16 @@ def _made(
         return MovingReference(copy.deepcopy(policy), decay=decay, reset_steps=every, traits=scorer.traits)
     model = load_model(name, config.model.dtype)
     check_same_vocabulary(model, policy, who="teacher", larger=True)
-    check_tokens(name, tokenizer)
+    check_tokens_of(name, tokenizer)
     return FrozenReference(model.to(accelerator.device), name=f"{name}, frozen")  # pyright: ignore[reportArgumentType]
 
 
-def check_tokens(name: str, ours: PreTrainedTokenizerBase) -> None:
-    """Refuse a teacher whose tokenizer gives other ids to the policy's tokens; warn of another end.
-
-    Raises:
-        ModelError: it does.
-    """
-    try:
+def check_tokens_of(name: str, ours: PreTrainedTokenizerBase) -> None:
+    """Refuse a teacher whose tokenizer gives other ids to the policy's tokens; see `check_tokens`."""
+    theirs = None
+    with suppress(ModelError):
         theirs = load_tokenizer(name)
-    except ModelError:
-        warnings.warn(
-            f"The teacher {name} has no tokenizer beside it: whether its token ids are the policy's is not known.",
-            KLWarning,
-            stacklevel=2,
-        )
-        return
-    own, other = ours.get_vocab(), theirs.get_vocab()
-    if wrong := sorted(token for token, i in own.items() if other.get(token) != i):
-        raise ModelError(
-            "the teacher has another tokenizer than the policy",
-            got=f"{len(wrong)} of {len(own)} tokens have another id at {name}, the first {wrong[0]!r}",
-            why="log-probabilities of the same token ids would speak of different tokens",
-            fix="use a teacher of the same model family; methods that align two tokenizers (GOLD, ULD) are not klamp's",
-        )
-    if ours.eos_token_id != theirs.eos_token_id:
-        warnings.warn(
-            f"The teacher ends an answer with {theirs.eos_token!r} and the policy with {ours.eos_token!r}: the teacher "
-            "pulls the policy's end away, and answers grow until they are cut. Give both the same end token.",
-            KLWarning,
-            stacklevel=2,
-        )
+    check_tokens(theirs, ours, name=name)
 
 
 def teacher_prompts(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
@@ -299,12 +263,7 @@ def teacher_prompts(config: TrainConfig, task: Task, tokenizer: PreTrainedTokeni
     column, found = config.teacher.teacher_prompt, dict[str, str]()
     for row, example in enumerate(task.train if column else (), start=1):
         if column not in example.fields:
-            raise DataError(
-                f"a prompt has no {column!r} for the teacher",
-                got=f"the columns {', '.join(sorted(example.fields)) or 'none'}",
-                why="teacher_prompt names the column with the prompt that the teacher sees",
-                fix="name a column of the data file, or leave teacher_prompt out",
-            )
+            raise no_prompt(column, example.fields)
         text = prompt_text(example.fields[column], config.task, tokenizer, where=f"{column} of prompt {row}")
         if found.setdefault(example.prompt, text) != text:
             raise DataError(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import trl
+from peft import LoraConfig
 from tests.hosts.trl.hosts import (
     LENGTH,
     PROMPTS,
@@ -25,13 +26,18 @@ from tests.hosts.trl.hosts import (
     rows_of,
     saved,
     stock_trainer,
+    tokenizer,
 )
+from tests.training.answering import VLLMServer, answering
 
 from klamp.config import KLConfig
 from klamp.config.teacher import TeacherConfig
+from klamp.core.estimators import exact_kl
 from klamp.core.objective import Objective, Weighted, grpo_loss
+from klamp.core.topk import topk_kl
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, DataError, ModelError
+from klamp.hosts.trl import teacher as teacher_module
 from klamp.trl import GRPOConfig, effective
 
 COEF = 0.6
@@ -43,6 +49,18 @@ PLACES: dict[str, dict[str, Any]] = {
     "in the advantage, to go": {
         "teacher_estimator": "k1", "teacher_placement": "advantage", "teacher_horizon": "sequence",
     },
+    "exact": {"teacher_estimator": "exact"},
+    "exact, over the sequence": {"teacher_estimator": "exact", "teacher_horizon": "sequence"},
+    "exact, forward": {"teacher_estimator": "exact", "teacher_direction": "forward"},
+    "exact, js": {"teacher_estimator": "exact", "teacher_direction": "js"},
+    "the student's head": {"teacher_estimator": "topk", "teacher_top_k": 5},
+    "the teacher's head, forward": {
+        "teacher_estimator": "topk", "teacher_top_k": 5, "teacher_head": "teacher", "teacher_direction": "forward",
+    },
+    "both heads, weighed": {
+        "teacher_estimator": "topk", "teacher_top_k": 5, "teacher_head": "union", "teacher_off_policy": "token",
+    },
+    "the tail alone": {"teacher_estimator": "topk", "teacher_top_k": 0},
 }  # fmt: skip
 REDUCTIONS = {"grpo": "sequence_mean", "dr_grpo": "fixed_length", "dapo": "token_mean"}
 
@@ -56,7 +74,8 @@ def made(base: Any, teacher: Any, folder: Path, **options: Any) -> Any:
     """A trainer whose policy has moved from its start, with a teacher."""
     given = {"teacher_coef": COEF, "scale_rewards": "none", "max_steps": 4, **options}
     ref = {"ref_model": copy.deepcopy(base)} if given.get("beta") else {}
-    trainer = klamp_trainer(noisy(base), folder, trainer={"teacher_model": copy.deepcopy(teacher), **ref}, **given)
+    extra = {**given.pop("trainer", {}), **ref, **({"teacher_model": copy.deepcopy(teacher)} if teacher else {})}
+    trainer = klamp_trainer(noisy(base), folder, trainer=extra, **given)
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     return trainer
@@ -66,16 +85,19 @@ def own_loss(trainer: Any, base: Any, teacher: Any, inputs: dict[str, Any], adva
     """klamp's loss from the models and the completions alone: nothing that the adapter computed."""
     beta = options.get("beta", 0.0)
     with torch.no_grad():
-        ref, other = (plain_logprobs(plain_logits(each, inputs), inputs) for each in (base, teacher))
+        ref, taught = (plain_logits(each, inputs) for each in (base, teacher))
+    logits = plain_logits(trainer.model, inputs)
+    ref, other, own = (plain_logprobs(each, inputs) for each in (ref, taught, logits))
     config = TeacherConfig(
         teacher_model="given", teacher_coef=COEF, **{k: v for k, v in options.items() if k.startswith("teacher_")}
     )
     batch = Batch(
-        policy_logprobs=plain_logprobs(plain_logits(trainer.model, inputs), inputs),
+        policy_logprobs=own,
         mask=inputs["completion_mask"].bool(),
         advantages=advantages,
         ref_logprobs=ref,
         teacher_logprobs=other,
+        teacher_kl=at_prefixes(config, logits, taught, inputs),
     )
     objective = Objective(
         reduction=REDUCTIONS[trainer.loss_type],  # type: ignore[arg-type]
@@ -85,6 +107,24 @@ def own_loss(trainer: Any, base: Any, teacher: Any, inputs: dict[str, Any], adva
         others=(Weighted(COEF, config.build_term()),),
     )
     return grpo_loss(batch, objective)
+
+
+def at_prefixes(config: TeacherConfig, logits: Any, taught: Any, inputs: dict[str, Any]) -> torch.Tensor | None:
+    """The KL at each prefix from whole rows of logits, [B, T]; the policy has sampled, so that its weight is 1."""
+    if config.teacher_estimator == "exact":
+        return exact_kl(logits, taught, direction=config.teacher_direction)
+    if config.teacher_estimator != "topk":
+        return None
+    p, q, k, token = logits.log_softmax(-1), taught.log_softmax(-1), config.teacher_top_k, inputs["completion_ids"]
+    own, theirs = p.topk(k).indices, q.topk(k).indices
+    ids = {"student": own, "teacher": theirs, "union": torch.cat([own, theirs], -1)}[config.teacher_head]
+    kept = torch.ones_like(ids, dtype=torch.bool)
+    if config.teacher_head == "union":
+        kept[..., k:] = (theirs[..., :, None] != own[..., None, :]).all(-1)
+    outside = ~((ids == token[..., None]) & kept).any(-1)
+    of_head, of_token = ([x.gather(-1, at) for x in (p, q)] for at in (ids, token[..., None]))
+    tail = [x[..., 0] for x in of_token]
+    return topk_kl(*of_head, *tail, outside, direction=config.teacher_direction, kept=kept)
 
 
 @pytest.mark.parametrize("beta", [0.0, 0.4])
@@ -106,7 +146,9 @@ def test_the_loss_and_its_gradient_are_klamps_own(
     torch.testing.assert_close(gradient_of(trainer, loss), exact, rtol=1e-4, atol=1e-6)
     metrics = trainer._metrics["train"]
     assert metrics["teacher/coef"] == [COEF]
-    assert metrics["teacher/k1"][0] == pytest.approx(float(expected.metrics["teacher/k1"]), rel=1e-4)
+    for name in ("teacher/k1", "teacher/kl"):
+        assert metrics[name][0] == pytest.approx(float(expected.metrics[name]), rel=1e-4)
+    assert ("teacher/student_mass" in metrics) == bool(options.get("teacher_top_k"))
     assert bool(metrics["kl"]) == (beta > 0), "TRL's own name is for a reference"
 
 
@@ -120,8 +162,10 @@ def test_it_is_divided_as_the_loss_type_divides(base: Any, teacher: Any, tmp_pat
     torch.testing.assert_close(loss.detach(), expected.loss.detach(), rtol=1e-5, atol=1e-6)
 
 
-def test_fast_scoring_has_the_same_numbers(base: Any, teacher: Any, tmp_path: Path) -> None:
-    plain, fast = (made(base, teacher, tmp_path, fast_scoring=each) for each in (False, "require"))
+@pytest.mark.parametrize("place", ["k3 in the loss", "the teacher's head, forward"])
+def test_fast_scoring_has_the_same_numbers(base: Any, teacher: Any, tmp_path: Path, place: str) -> None:
+    options = PLACES[place]
+    plain, fast = (made(base, teacher, tmp_path, fast_scoring=each, **options) for each in (False, "require"))
     assert len(fast._klamp.fast.traits) == 2, "policy and teacher"
     ours, theirs = (generated(each) for each in (fast, plain))
     mask = theirs["completion_mask"].bool()
@@ -152,6 +196,87 @@ def test_a_teacher_behind_another_prompt_scores_the_same_completions(base: Any, 
         generated(trainer)
 
 
+@pytest.mark.parametrize("column", ["", "hint"])
+def test_a_teacher_at_a_server_has_the_numbers_of_a_local_one(
+    base: Any, teacher: Any, tmp_path: Path, column: str
+) -> None:
+    """The server tells float32 numbers; what it was asked for is what the teacher sees."""
+    hints = [f"{text} the days" for text in PROMPTS]
+    options: dict[str, Any] = {**PLACES["the teacher's head, forward"], "teacher_prompt": column or None}
+    here = made(base, teacher, tmp_path, trainer={"train_dataset": dataset(hint=hints)}, **options)
+    server = VLLMServer(teacher, tokenizer(), names=("teacher",), longest=64)
+    with answering(server.answer) as url:
+        away = made(base, None, tmp_path, trainer={"train_dataset": dataset(hint=hints)}, teacher_url=url, **options)
+        found = [generated(each, rows=rows_of(hint=hints)) for each in (here, away)]
+        losses = [each._compute_loss(each.model, inputs) for each, inputs in zip((here, away), found, strict=True)]
+    torch.testing.assert_close(losses[1].detach(), losses[0].detach(), rtol=1e-5, atol=1e-6)
+    gradients = [gradient_of(each, loss) for each, loss in zip((here, away), losses, strict=True)]
+    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+    assert f"teacher on the server at {url}" in effective(away).terms[0].term
+    texts = [each["prompt"] for each in server.asked if isinstance(each["prompt"][0], str)]
+    assert texts and ("the days" in texts[0][1]) == bool(column)
+
+
+def test_a_server_that_does_not_fit_is_refused_before_a_step(base: Any, teacher: Any, tmp_path: Path) -> None:
+    with answering(VLLMServer(teacher, tokenizer(), names=("teacher",), longest=6).answer) as url:
+        with pytest.raises(ModelError, match="maximum context length is 6"):
+            made(base, None, tmp_path, teacher_url=url)
+        with pytest.raises(ConfigError, match="temperature 1 only"):
+            made(base, None, tmp_path, teacher_url=url, temperature=0.7)
+
+
+def test_an_adapter_is_trained_towards_a_model_and_towards_the_policy_without_it(
+    base: Any, teacher: Any, tmp_path: Path
+) -> None:
+    """Of a policy with an adapter the hidden states and head are those below it; off, it is the base model."""
+    adapter = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False, lora_alpha=8)
+    for given in ({"teacher_kind": "adapter_off"}, {}):
+        extra = {} if given else {"teacher_model": copy.deepcopy(teacher)}
+        options = {"teacher_coef": COEF, "teacher_estimator": "exact", **given}
+        own = {"peft_config": adapter, **extra}
+        trainer = klamp_trainer(copy.deepcopy(base), tmp_path, trainer=own, scale_rewards="none", **options)
+        trainer.current_gradient_accumulation_steps = 1
+        inputs = generated(trainer)
+        inputs["advantages"] = torch.zeros_like(inputs["advantages"])
+        taught = base if given else teacher
+        kl = exact_kl(plain_logits(trainer.model, inputs), plain_logits(taught, inputs).detach())
+        mask = inputs["completion_mask"].bool()
+        loss = trainer._compute_loss(trainer.model, inputs)
+        torch.testing.assert_close(loss.detach(), COEF * kl[mask].mean().detach(), rtol=1e-4, atol=1e-6)
+        found = trainer._metrics["train"]["teacher/kl"][0]
+        assert found == pytest.approx(float(kl.detach()[mask].mean()), rel=1e-4) and found > 0.01
+
+
+def test_a_tail_is_weighed_by_who_sampled(base: Any, teacher: Any, tmp_path: Path) -> None:
+    given = {"teacher_estimator": "topk", "teacher_top_k": 3, "teacher_off_policy": "token"}
+    trainer = made(base, teacher, tmp_path, **given)
+    inputs = generated(trainer)
+    logits, mask = plain_logits(trainer.model, inputs), inputs["completion_mask"].bool()
+    own = plain_logprobs(logits, inputs).detach()
+    inputs["old_per_token_logps"] = own - torch.linspace(-1, 1, mask.shape[1])
+    inputs["advantages"] = torch.zeros_like(inputs["advantages"])
+    p, q = logits.log_softmax(-1), plain_logits(teacher, inputs).detach().log_softmax(-1)
+    ids, token = p.topk(3).indices, inputs["completion_ids"][..., None]
+    outside = ~(ids == token).any(-1)
+    parts = [x.gather(-1, at) for at in (ids, token) for x in (p, q)]
+    weight = own - inputs["old_per_token_logps"]
+    kl = topk_kl(parts[0], parts[1], parts[2][..., 0], parts[3][..., 0], outside, log_weight=weight)
+    loss = trainer._compute_loss(trainer.model, inputs)
+    torch.testing.assert_close(loss.detach(), COEF * kl[mask].mean().detach(), rtol=1e-4, atol=1e-6)
+
+
+def test_the_policy_itself_teaches_behind_another_prompt(base: Any, tmp_path: Path) -> None:
+    hints = [f"{text} the days are seven" for text in PROMPTS]
+    options = {"teacher_kind": "live", "teacher_prompt": "hint", "teacher_coef": COEF, "teacher_estimator": "k3"}
+    trainer = klamp_trainer(noisy(base), tmp_path, trainer={"train_dataset": dataset(hint=hints)}, **options)
+    found = generated(trainer, rows=rows_of(hint=hints))
+    call = {**found, "prompt_ids": None}
+    ids, mask = teacher_module._told(trainer, rows_of(hint=hints), "hint", found["completion_ids"].device)
+    expected = plain_logprobs(plain_logits(trainer.model, {**call, "prompt_ids": ids, "prompt_mask": mask}), found)
+    written = found["completion_mask"].bool()
+    torch.testing.assert_close(found["klamp_teacher_logprobs"][written], expected[written], rtol=1e-4, atol=1e-5)
+
+
 def test_a_run_has_a_folder_as_its_teacher_and_needs_no_reward(base: Any, teacher: Any, tmp_path: Path) -> None:
     """Rewards that are all equal have no gradient: what moves the weights is the teacher."""
     options = {"teacher_model": saved(teacher, tmp_path / "teacher"), "teacher_coef": 1.0, "max_steps": 2}
@@ -177,10 +302,10 @@ def test_stock_numbers_are_untouched_where_no_field_is_set(base: Any, tmp_path: 
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"teacher_url": "http://h:1"}, "teacher_kind='remote' cannot be honoured by TRL"),
+        ({"teacher_url": "http://h:1", "teacher_estimator": "exact"}, "cannot use a server"),
+        ({"teacher_kind": "live", "teacher_estimator": "topk"}, "output head moves between"),
         ({"teacher_kind": "ema"}, "teacher_kind='ema' cannot be honoured by TRL"),
-        ({"teacher_models": ["a=x", "b=y"], "teacher_key": "k"}, "with one model of the trainer's process"),
-        ({"teacher_model": "x", "teacher_estimator": "topk"}, "teacher_estimator='topk' cannot be honoured"),
+        ({"teacher_models": ["a=x", "b=y"], "teacher_key": "k"}, "klamp scores a whole batch with one teacher"),
         ({"teacher_model": "x", "teacher_estimator": "k1", "teacher_placement": "reward"}, "in the reward|'reward'"),
         (
             {"teacher_model": "x", "teacher_placement": "advantage", "loss_type": "vespo"},

@@ -46,9 +46,9 @@ class Window:
         if term.anchor == "reference":
             self.log_ratios.append(known.log_ratio[known.carried].float())
 
-    def add_exact(self, exact: Tensor, kl_mask: Tensor) -> None:
-        """Take in the exact KL of some rows of a micro-batch, [b, T]."""
-        self._count("kl/exact", masked_mean(exact.detach(), kl_mask).double(), kl_mask.sum().double())
+    def add_values(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Take in what was measured at some tokens of a micro-batch, [b, T]."""
+        self._count(name, masked_mean(values.detach(), mask).double(), mask.sum().double())
 
     def _count(self, name: str, mean: Tensor, count: Tensor) -> None:
         empty = torch.zeros(2, dtype=torch.float64, device=count.device)

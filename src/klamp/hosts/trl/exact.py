@@ -30,14 +30,19 @@ def plain_model(trainer: Any, model: Any) -> Any:
 
 
 def why_not_exact(trainer: Any) -> str:
-    """Why this trainer cannot give the exact KL, in words; "" where it can."""
+    """Why this trainer cannot give the exact KL to its reference, in words; "" where it can."""
+    if trainer.args.sync_ref_model:
+        return "the reference moves between the pass and the loss, and its output head with it"
+    return why_no_head(trainer, trainer.model)
+
+
+def why_no_head(trainer: Any, model: Any) -> str:
+    """Why a model's hidden states and output head cannot be had in this trainer, in words; "" where they can."""
     if trainer._never_exact:
         return trainer._never_exact
     if weights_are_split(trainer):
         return "the output head is spread over processes"
-    if trainer.args.sync_ref_model:
-        return "the reference moves between the pass and the loss, and its output head with it"
-    model = plain_model(trainer, trainer.model)
+    model = plain_model(trainer, model)
     head = None if model.base_model is model else head_of(model)
     if head is None:
         return "the model has no backbone and plain output head that could be told apart"
@@ -125,12 +130,13 @@ def exact_kl_of(
     ref_states = torch.stack([states for states in kept if states is not None])[where[rows]]
     policy_model = plain_model(trainer, trainer.model)
     ref_model = policy_model if trainer.ref_model is None else plain_model(trainer, trainer.ref_model)
-    policy, ref = _predicted(policy_model, hidden[where]), _predicted(ref_model, ref_states)
+    policy, ref = predicted(policy_model, hidden[where]), predicted(ref_model, ref_states)
     values = divergence(policy, ref, temperature=trainer.temperature, direction=direction)
     return whole.masked_scatter(where, values.float()), where
 
 
-def _predicted(model: Any, states: Tensor) -> Predictions:
+def predicted(model: Any, states: Tensor) -> Predictions:
+    """What a model predicts from hidden states."""
     head = head_of(model)
     assert head is not None  # see `why_not_exact`
     return Predictions(values=states.to(device=head.weight.device, dtype=head.weight.dtype), head=head)

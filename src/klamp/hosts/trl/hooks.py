@@ -63,7 +63,7 @@ class KLMixin(Host):
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         session = self._klamp
-        wanted = session.seen is not None and session.exact_rows > 0
+        wanted = session.needs_hidden
         fast = fast_scoring.scored(self, (model, *args), kwargs, hidden=wanted)
         if fast is None:
             with exact.hidden_states(self, model, wanted=wanted) as kept:
@@ -181,7 +181,7 @@ class KLMixin(Host):
 
         def penalty() -> Tensor:
             scored = only_scoring(seen)
-            taught = teacher.penalty(self, inputs, scored.logprobs)
+            taught = teacher.penalty(self, inputs, scored.logprobs, scored.hidden)
             if not referred or beta == 0 or term.placement != "loss":
                 return torch.zeros_like(scored.logprobs) + taught
             batch = exact.with_exact(self, batch_of(inputs, scored.logprobs), inputs, scored.hidden)

@@ -52,7 +52,7 @@ def after_loss(trainer: Any, inputs: Any, scored: Scoring, beta: float) -> None:
     with torch.no_grad():
         exact = exact_kl_of(trainer, inputs, scored.hidden)
     if exact is not None:
-        window.add_exact(exact[0], exact[1] & carries_kl(batch))
+        window.add_values("kl/exact", exact[0], exact[1] & carries_kl(batch))
     if mode == "train" and not trainer.accelerator.sync_gradients:
         return
     found = window.emit(trainer.accelerator)

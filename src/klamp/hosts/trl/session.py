@@ -90,6 +90,12 @@ class Session:
             windows={mode: Window() for mode in ("train", "eval")},
         )
 
+    @property
+    def needs_hidden(self) -> bool:
+        """Whether hidden states are wanted of the calls that are collected."""
+        prefixes = self.teacher is not None and self.teacher.how is not None
+        return self.seen is not None and (self.exact_rows > 0 or prefixes)
+
     @contextmanager
     def listening(self, learns: Tensor | None = None) -> Iterator[list[Scoring]]:
         """A context that collects the calls of TRL's scoring method.

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass, field
+from contextlib import nullcontext, suppress
+from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from transformers import AutoTokenizer
 from trl.trainer import grpo_trainer
 
 from klamp.config.teacher import TeacherConfig
 from klamp.core.penalty import shifted_advantages, token_penalty
 from klamp.core.term import KLTerm
-from klamp.errors import ConfigError, DataError, Refusal
+from klamp.core.types import Batch
+from klamp.errors import ConfigError, Refusal
 from klamp.hosts.common.coefficient import TEACHER, batch_of
 from klamp.hosts.common.effective import EffectiveTerm
+from klamp.hosts.common.teachers import check_tokens, no_prompt, prefix_kl
 from klamp.hosts.common.window import Window
+from klamp.hosts.trl.exact import plain_model, predicted, why_no_head
 from klamp.hosts.trl.reference import check_folder, prepared_model
-from klamp.scoring.model_parts import check_same_vocabulary
+from klamp.scoring.completions import Completions
+from klamp.scoring.model_parts import Predictions, PrefixKL, Told, check_same_vocabulary, prefix_divergence
+from klamp.scoring.vllm_reference import PROBES, Asked, VLLMReference, connect
+
+PREDICTED = "klamp_teacher_predictions"
+"""In a batch: what the teacher predicts with, [B, T, ...]: its hidden states, or what a server told."""
 
 
 @dataclass
@@ -29,9 +39,18 @@ class Teacher:
     config: TeacherConfig
     term: KLTerm
     model: Any
-    """None: the policy with its adapter off."""
+    """None: the policy itself (with its adapter off), or a server."""
+    server: VLLMReference | None = None
+    """The server that scores; None: a model does."""
     windows: dict[str, Window] = field(default_factory=lambda: {mode: Window() for mode in ("train", "eval")})
     """The measurements of the present step in each mode."""
+    measured: tuple[Tensor, dict[str, Tensor]] | None = None
+    """Of the present micro-batch the KL at each prefix, [B, T], and what was seen of it."""
+
+    @property
+    def how(self) -> PrefixKL | None:
+        """The KL that is summed at each prefix; None: the sampled token's log-ratio is all."""
+        return prefix_kl(self.config)
 
     def coefficient(self, trainer: Any) -> float:
         """The coefficient in force."""
@@ -42,17 +61,18 @@ def refusals(teacher: TeacherConfig) -> list[Refusal]:
     """What TRL's trainer cannot do with a teacher."""
     return [
         Refusal(
-            teacher.kind not in ("frozen", "adapter_off") or bool(teacher.teacher_models),
+            teacher.kind in ("ema", "periodic") or bool(teacher.teacher_models),
             f"teacher_kind={teacher.kind!r} cannot be honoured by TRL",
-            got=f"teacher_url={teacher.teacher_url!r}, teacher_models={teacher.teacher_models}",
-            why="klamp scores a whole batch with one model of the trainer's process, which stays what it is",
-            fix="name one teacher_model, or set teacher_kind='adapter_off'; klamp train has the others",
+            got=f"teacher_kind={teacher.kind!r}, teacher_models={teacher.teacher_models}",
+            why="klamp scores a whole batch with one teacher, whose weights no checkpoint of TRL's would hold",
+            fix="name one teacher_model or teacher_url, or set teacher_kind='adapter_off' or 'live'; klamp train has "
+            "the others",
         ),
         Refusal(
-            teacher.teacher_estimator not in ("k1", "k3"),
-            f"teacher_estimator={teacher.teacher_estimator!r} cannot be honoured by TRL",
-            why="of the teacher the log-probabilities of the sampled tokens are kept",
-            fix="use teacher_estimator='k3', or 'k1' (also as an advantage); klamp train has the rest",
+            teacher.kind == "live" and prefix_kl(teacher) is not None,
+            f"teacher_kind='live' cannot have teacher_estimator={teacher.teacher_estimator!r} in TRL",
+            why="the policy's output head moves between the teacher's pass and the loss",
+            fix="use teacher_estimator='k1' or 'k3'; klamp train has the others",
         ),
         Refusal(
             teacher.teacher_placement == "reward",
@@ -67,25 +87,65 @@ def join(trainer: Any, config: TeacherConfig, given: Any) -> Teacher:
     """Load the teacher, or take the one that is given, and prepare it as TRL prepares a reference.
 
     Raises:
-        ModelError: a teacher with other entries than the policy, or a folder that lacks weights.
-        ConfigError: a teacher made by switching off an adapter that is not there.
+        ModelError: a teacher with other entries or tokens than the policy, a folder that lacks weights, or a server
+            that does not fit.
+        ConfigError: a teacher made by switching off an adapter that is not there, or one whose KL cannot be had.
     """
     policy = trainer.accelerator.unwrap_model(trainer.model)
-    if config.kind == "adapter_off":
-        if not hasattr(policy, "peft_config"):
-            raise ConfigError(
-                "teacher_kind='adapter_off' needs a model with a PEFT adapter",
-                why="without an adapter there is nothing to switch off",
-                fix="pass peft_config, or name teacher_model",
-            )
-        return Teacher(config, config.build_term(), None)
-    model = given
-    if model is None:
-        check_folder(config.teacher_model)
-        options: dict[str, Any] = {"dtype": next(policy.parameters()).dtype}
-        model = grpo_trainer.create_model_from_path(cast(str, config.teacher_model), **options)
-    check_same_vocabulary(model, policy, who="teacher", larger=True)
-    return Teacher(config, config.build_term(), prepared_model(trainer, model))
+    if config.kind == "adapter_off" and not hasattr(policy, "peft_config"):
+        raise ConfigError(
+            "teacher_kind='adapter_off' needs a model with a PEFT adapter",
+            why="without an adapter there is nothing to switch off",
+            fix="pass peft_config, or name teacher_model",
+        )
+    made = Teacher(config, config.build_term(), None)
+    if config.kind == "remote":
+        made.server = _server(trainer, config)
+    elif config.kind == "frozen":
+        model = given
+        if model is None:
+            check_folder(config.teacher_model)
+            options: dict[str, Any] = {"dtype": next(policy.parameters()).dtype}
+            model = grpo_trainer.create_model_from_path(cast(str, config.teacher_model), **options)
+            check_tokens(_tokenizer(config.teacher_model), trainer._tokenizer, name=str(config.teacher_model))
+        check_same_vocabulary(model, policy, who="teacher", larger=True)
+        made.model = prepared_model(trainer, model)
+    _check_prefixes(trainer, made)
+    return made
+
+
+def _tokenizer(name: str | None) -> Any:
+    with suppress(OSError, ValueError):  # as transformers says that there is none
+        return AutoTokenizer.from_pretrained(name)
+    return None
+
+
+def _check_prefixes(trainer: Any, teacher: Teacher) -> None:
+    """Refuse a KL at each prefix of models whose hidden states and head cannot be had."""
+    models = [trainer.model] if teacher.model is None else [trainer.model, teacher.model]
+    reasons = [why_no_head(trainer, model) for model in models if teacher.how is not None]
+    if reason := next(filter(None, reasons), ""):
+        raise ConfigError(
+            f"teacher_estimator={teacher.config.teacher_estimator!r} cannot be honoured for this model",
+            got=type(trainer.model).__name__,
+            why=f"it is summed over words from hidden states and output head, and {reason}",
+            fix="use teacher_estimator='k3' or 'k1'",
+        )
+
+
+def _server(trainer: Any, config: TeacherConfig) -> VLLMReference:
+    """The server that teaches, found to fit the first prompts, those that the teacher sees."""
+    rows = list(islice(iter(trainer.train_dataset), PROBES))
+    found = _ids(trainer, rows, config.teacher_prompt or "prompt")
+    how = prefix_kl(config)
+    asked = Asked(
+        top_k=None if how is None else how.top_k,
+        temperature=trainer.temperature,
+        longest=(max(map(len, found)), trainer.max_completion_length),
+    )
+    prompts = [trainer._tokenizer.decode(ids) for ids in found]
+    options: dict[str, Any] = {"prompts": prompts, "tokenizer": trainer._tokenizer, "who": "teacher"}
+    return connect(str(config.teacher_url), config.teacher_name, asked, **options)
 
 
 @torch.no_grad()
@@ -94,11 +154,35 @@ def keep_scores(trainer: Any, rows: Sequence[Mapping[str, Any]], output: dict[st
     teacher: Teacher = trainer._klamp.teacher
     column = teacher.config.teacher_prompt
     prompts = _told(trainer, rows, column, output["prompt_ids"].device) if column else None
+    if teacher.server is not None:
+        scores = teacher.server.score(_completions(output, prompts), temperature=trainer.temperature)
+        output[TEACHER], told = scores.logprobs, scores.predictions
+        if told is not None:
+            output[PREDICTED] = told.values
+        return
     call = scoring_call(trainer, output, prompts)
-    policy, model = trainer.accelerator.unwrap_model(trainer.model), teacher.model
-    with policy.disable_adapter() if model is None else nullcontext():
-        scored = trainer._get_per_token_logps_and_entropies(trainer.model if model is None else model, **call)
+    policy, off = trainer.accelerator.unwrap_model(trainer.model), teacher.config.kind == "adapter_off"
+    model = trainer.model if teacher.model is None else teacher.model
+    with policy.disable_adapter() if off else nullcontext(), trainer._klamp.listening() as seen:
+        scored = trainer._get_per_token_logps_and_entropies(model, **call)
     output[TEACHER] = scored[0].detach()
+    if teacher.how is not None:
+        output[PREDICTED] = cast(Tensor, seen[-1].hidden).clone()
+
+
+def _completions(output: Mapping[str, Any], prompts: tuple[Tensor, Tensor] | None) -> Completions:
+    """A generation batch in klamp's words, behind `prompts` (ids and mask) or its own."""
+    prompt, mask = (output["prompt_ids"], output["prompt_mask"]) if prompts is None else prompts
+    written = output["completion_mask"].bool()
+    blank = torch.zeros(written.shape, device=written.device)
+    return Completions(
+        prompt_ids=prompt,
+        prompt_mask=mask,
+        ids=output["completion_ids"],
+        mask=written,
+        sampler_logprobs=blank,
+        ended=blank[:, 0].bool(),
+    )
 
 
 def scoring_call(
@@ -114,18 +198,18 @@ def scoring_call(
     }
 
 
-def _told(trainer: Any, rows: Sequence[Mapping[str, Any]], column: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The prompts of a column, tokenized as TRL tokenizes its own, padded on the left: ids and mask, [B, P]."""
-    missing = [i for i, row in enumerate(rows) if not row.get(column)]
-    if missing:
-        raise DataError(
-            f"a prompt has no {column!r} for the teacher",
-            got=f"the columns {', '.join(sorted(rows[missing[0]]))}",
-            why="teacher_prompt names the column with the prompt that the teacher sees",
-            fix="name a column of the dataset (and set remove_unused_columns=False), or leave teacher_prompt out",
-        )
+def _ids(trainer: Any, rows: Sequence[Mapping[str, Any]], column: str) -> list[list[int]]:
+    """The prompts of a column, tokenized as TRL tokenizes its own."""
+    for row in rows:
+        if not row.get(column):
+            raise no_prompt(column, row)
     found, *_ = trainer._tokenize_prompts([row[column] for row in rows])
-    ids = [torch.tensor(each, device=device).flip(0) for each in found]
+    return found
+
+
+def _told(trainer: Any, rows: Sequence[Mapping[str, Any]], column: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The prompts of a column, padded on the left: ids and mask, [B, P]."""
+    ids = [torch.tensor(each, device=device).flip(0) for each in _ids(trainer, rows, column)]
     mask = nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in ids], batch_first=True)
     padded = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=trainer._tokenizer.pad_token_id)
     return padded.flip(1), mask.flip(1)
@@ -141,20 +225,54 @@ def in_advantages(trainer: Any, inputs: Mapping[str, Any], old_logprobs: Tensor 
     return shifted_advantages(batch_of(inputs, old_logprobs), teacher.term, beta=coefficient, gate=None)
 
 
-def penalty(trainer: Any, inputs: Mapping[str, Any], policy_logprobs: Tensor) -> Tensor | float:
+def penalty(trainer: Any, inputs: Mapping[str, Any], policy_logprobs: Tensor, hidden: Tensor | None) -> Tensor | float:
     """The coefficient times the per-token KL to the teacher, [B, T]; 0 where it is not in the loss."""
     teacher: Teacher | None = trainer._klamp.teacher
     if teacher is None or teacher.term.placement != "loss":
         return 0.0
-    return teacher.coefficient(trainer) * token_penalty(batch_of(inputs, policy_logprobs), teacher.term, None)
+    batch = batch_of(inputs, policy_logprobs)
+    if teacher.how is not None:
+        teacher.measured = _prefixes(trainer, inputs, batch, hidden)
+        batch = replace(batch, teacher_kl=teacher.measured[0])
+    return teacher.coefficient(trainer) * token_penalty(batch, teacher.term, None)
+
+
+def _prefixes(
+    trainer: Any, inputs: Mapping[str, Any], batch: Batch, hidden: Tensor | None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The KL to the teacher at each prefix that is trained on, 0 elsewhere, and what was seen of it. [B, T] each"""
+    teacher: Teacher = trainer._klamp.teacher
+    where, values, ids = batch.mask, inputs[PREDICTED], inputs["completion_ids"]
+    policy_model = plain_model(trainer, trainer.model)
+    policy = predicted(policy_model, cast(Tensor, hidden)[where])
+    if teacher.server is not None:
+        anchor: Predictions = Told(values=values[where], head=None)
+    else:
+        anchor = predicted(
+            policy_model if teacher.model is None else plain_model(trainer, teacher.model), values[where]
+        )
+    weight = None
+    if teacher.config.teacher_off_policy != "none":
+        weight = (batch.policy_logprobs.detach() - cast(Tensor, batch.sampler_logprobs))[where]
+    how = cast(PrefixKL, teacher.how)
+    options = {"temperature": trainer.temperature, "log_weight": weight}
+    kl, seen = prefix_divergence(policy, anchor, ids[where][:, None], how, **options)
+    blank = torch.zeros(where.shape, device=kl.device)
+    whole = {name: blank.masked_scatter(where, each.float()) for name, each in {"": kl, **seen}.items()}
+    return whole.pop(""), whole
 
 
 def after_loss(trainer: Any, inputs: Mapping[str, Any], policy_logprobs: Tensor) -> None:
     """Add a micro-batch to the measurements; at the end of an optimizer step log them."""
     teacher: Teacher = trainer._klamp.teacher
     mode = "train" if trainer.model.training else "eval"
-    window = teacher.windows[mode]
-    window.add(batch_of(inputs, policy_logprobs.detach()), teacher.term, None)
+    window, batch = teacher.windows[mode], batch_of(inputs, policy_logprobs.detach())
+    if teacher.measured is not None:
+        kl, seen = teacher.measured
+        batch, teacher.measured = replace(batch, teacher_kl=kl.detach()), None
+        for name, values in seen.items():
+            window.add_values(f"teacher/{name}", values, batch.mask)
+    window.add(batch, teacher.term, None)
     if mode == "train" and not trainer.accelerator.sync_gradients:
         return
     found = window.emit(trainer.accelerator) | {"teacher/coef": teacher.coefficient(trainer)}
@@ -167,6 +285,8 @@ def effective_term(trainer: Any) -> EffectiveTerm | None:
     teacher: Teacher | None = getattr(getattr(trainer, "_klamp", None), "teacher", None)
     if teacher is None:
         return None
-    who = "the policy with its adapter off" if teacher.model is None else teacher.config.teacher_model or ""
+    kind = teacher.config.kind
+    who = {"adapter_off": "the policy with its adapter off", "live": "the policy itself"}.get(kind)
+    who = who or (teacher.config.teacher_model or "" if teacher.server is None else teacher.server.describe())
     seen = f", behind the column {teacher.config.teacher_prompt}" if teacher.config.teacher_prompt else ""
     return EffectiveTerm.to_teacher(teacher.config, who=who + seen, coefficient=teacher.coefficient(trainer))
