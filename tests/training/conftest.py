@@ -102,6 +102,14 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="session")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of another Llama, some tenths of a nat away."""
+    model = tiny_llama()
+    disturb(model, size=0.1)
+    return stored(model, tmp_path_factory.mktemp("teacher"))
+
+
+@pytest.fixture(scope="session")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Folder of the tiny GPT-2."""
     return stored(tiny_gpt2(), tmp_path_factory.mktemp("gpt2"))

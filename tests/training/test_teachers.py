@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tests.training.answering import VLLMServer, answering
-from tests.training.conftest import disturb, rows_of, steps_of, stored, tiny_llama
+from tests.training.conftest import rows_of, steps_of, stored, tiny_llama
 from tests.training.test_resume import StopAfter, assert_same_run
 from transformers import GenerationConfig
 
@@ -33,14 +33,6 @@ from klamp.training.rollouts import collect
 from klamp.training.updates import UpdateOutput, batch_of, completion_row, reward_correlation, taught_of
 
 ALONE = {"reward": "none", "beta": 0.0}
-
-
-@pytest.fixture(scope="session")
-def teacher(tmp_path_factory) -> str:
-    """Folder of another Llama, some tenths of a nat away."""
-    model = tiny_llama()
-    disturb(model, size=0.1)
-    return stored(model, tmp_path_factory.mktemp("teacher"))
 
 
 def scored(context, **changes):
@@ -320,12 +312,14 @@ def test_a_reward_that_holds_the_kl_to_the_teacher_is_another_reward(context_of,
         ({"teacher_kind": "live"}, ConfigError, "needs teacher_prompt"),
         ({"teacher_prompt": "hint"}, DataError, "has no 'hint' for the teacher"),
         ({"teacher_model": "nowhere/DIR"}, ModelError, "cannot load"),
-        ({"backend": "trl"}, ConfigError, "has no teacher of klamp's"),
+        ({"backend": "trl", "num_generations": 1, **ALONE}, ConfigError, "compares the completions"),
+        ({"backend": "trl", "teacher_kind": "ema"}, ConfigError, "cannot be honoured by TRL"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_work(config_of, teacher, changes, error, text):
     own = {"teacher_kind", "teacher_model"} & changes.keys() or (changes.get("reward") == "none" and len(changes) == 1)
-    given = ({} if own or "num_generations" in changes else {"teacher_model": teacher}) | changes
+    own = own or changes == {"num_generations": 1}
+    given = ({} if own else {"teacher_model": teacher}) | changes
     with pytest.raises(error, match=re.escape(text)):
         train_run(config_of(**given))
 

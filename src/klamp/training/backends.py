@@ -14,6 +14,7 @@ from klamp.config import LOSS_TYPES, KLConfig, LossConfig
 from klamp.config.loss import kl_reduction
 from klamp.errors import Refusal, refuse
 from klamp.hosts.common.kl_fields import host_refusals
+from klamp.hosts.common.teachers import one_teacher_refusals
 from klamp.hosts.verl.overrides import verl_refusals as of_verl_s_hooks
 from klamp.hosts.verl.teacher import teacher_refusals
 from klamp.tasks.base import NO_REWARD
@@ -79,7 +80,7 @@ def _anchors_elsewhere(config: TrainConfig) -> list[Refusal]:
     why = "klamp scores it in its own loop"
     return [
         Refusal(
-            elsewhere and backend != "verl" and config.teacher.named,
+            backend == "tinker" and config.teacher.named,
             f"backend={backend!r} has no teacher of klamp's",
             got=f"teacher_kind={config.teacher.kind!r}",
             why=why,
@@ -328,6 +329,13 @@ def trl_refusals(config: TrainConfig) -> list[Refusal]:
         *host_refusals(config.kl, "TRL"),
         *_trl_loss(config.kl, config.loss),
         *_trl_reference(config),
+        *one_teacher_refusals(config.teacher),
+        _trl_cannot(
+            config.rollout.num_generations < 2,
+            got=f"num_generations={config.rollout.num_generations}",
+            why="TRL compares the completions of a prompt with each other, be it without a reward",
+            fix="set num_generations to 2 or more",
+        ),
         *_no_reference(config),
     ]
 

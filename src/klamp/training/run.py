@@ -21,7 +21,7 @@ from klamp.tasks.base import Example
 from klamp.tasks.prompts import chat_cautions
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
-from klamp.training.evaluation import Evaluation, evaluate
+from klamp.training.evaluation import Evaluation, evaluate, teacher_answers
 from klamp.training.folders import METRICS_FILE, lines_until, scores_of
 from klamp.training.observers import AlarmObserver, Observer, RunInfo, RunSummary
 from klamp.training.processes import explained
@@ -261,10 +261,11 @@ class Training:
         return evaluate(self.context)
 
     def evaluate(self) -> dict[str, float]:
-        """Evaluate every skill now and tell the observers."""
-        found = self.examine()
+        """Evaluate every skill now and tell the observers; after the last step with the teacher's answers too."""
+        found, last = self.examine(), self.step == self.context.config.run.max_steps
+        answers = [*found.answers, *(teacher_answers(self.context) if last else ())]
         self.tell(lambda o: o.on_evaluation(self.step, found.scores))
-        self.tell(lambda o: o.on_answers(self.step, found.answers))
+        self.tell(lambda o: o.on_answers(self.step, answers))
         return found.scores
 
     def recall(self) -> None:

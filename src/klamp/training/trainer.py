@@ -19,7 +19,6 @@ from klamp.hosts.common.control import held_kl
 from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
-from klamp.training.evaluation import Evaluation, teacher_answers
 from klamp.training.folders import number_of
 from klamp.training.observers import Observer
 from klamp.training.optimizer import adamw, go_on, schedule_of
@@ -207,11 +206,6 @@ class Trainer(Training):
     def update(self, rollout: Rollout, objective: Objective) -> UpdateOutput:
         """One optimizer step on them."""
         return update(self.context, self.optimizer, rollout, objective)
-
-    def examine(self) -> Evaluation:
-        """Every skill's score now, and some answers; after the last step those of the teacher too."""
-        found, last = super().examine(), self.step == self.context.config.run.max_steps
-        return replace(found, answers=[*found.answers, *teacher_answers(self.context)]) if last else found
 
     def take_steps(self, interrupt: Interrupt) -> None:
         """Take all steps that are left.

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 
 import pytest
 import torch
+from tests.training.answering import VLLMServer, answering
 from tests.training.conftest import IN_REWARD, steps_of
+from tests.training.test_teachers import ROWS, prompts_file
 
 from klamp.core.advantages import group_advantages
 from klamp.training.backends import train_run
+from klamp.training.folders import ANSWERS, COMPLETIONS, lines_of
+from klamp.training.models import load_model, load_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -42,6 +47,47 @@ def test_the_loss_is_klamp_s_on_the_same_tokens(choice, quick, tmp_path):
     assert rows[-1]["kl/k3"] > 0.01
     if choice not in ("advantage", "reward"):
         assert abs(rows[-1]["train/kl_penalty"]) > 1e-3
+
+
+TAUGHT = {
+    "k3": {"teacher_estimator": "k3"},
+    "k1 in the advantage": {"teacher_estimator": "k1", "teacher_placement": "advantage", "reward": "none"},
+    "exact, beside the exact KL": {"teacher_estimator": "exact", "kl_estimator": "exact", "teacher_schedule": "linear"},
+    "a head, two updates": {"teacher_estimator": "topk", "teacher_top_k": 4, "num_iterations": 2},
+    "alone, behind another prompt": {"beta": 0.0, "reward": "none", "teacher_prompt": "hint"},
+    "a server's head": {
+        "teacher_estimator": "topk", "teacher_head": "teacher", "teacher_top_k": 4, "reward": "none", "beta": 0.0,
+    },
+    "the policy without its adapter": {"teacher_kind": "adapter_off", "teacher_estimator": "exact", "lora_r": 2},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("choice", TAUGHT)
+def test_a_teacher_is_in_the_loss_and_in_the_record(choice, quick, llama, teacher, tmp_path):
+    options = {"loss_type": "dapo", "max_steps": 2, "log_completions": 12, "log_completions_every": 1, **TAUGHT[choice]}
+    if "teacher_prompt" in options:
+        options |= prompts_file(tmp_path, ROWS) | {"train_size": 0}
+    model = load_model(teacher)
+    server = VLLMServer(model, load_tokenizer(llama), longest=64)
+    with answering(server.answer) if choice.startswith("a server") else nullcontext("") as url:
+        named = {"teacher_url": url} if url else {} if "teacher_kind" in options else {"teacher_model": teacher}
+        train_run(quick(**named, **options))
+    rows, last = steps_of(tmp_path / "run"), {}
+    for row in rows:
+        parts = [row["train/policy_loss"], row.get("train/kl_penalty", 0.0), row.get("train/teacher_penalty", 0.0)]
+        assert row["train/loss"] == pytest.approx(sum(parts), abs=1e-6)
+        assert ("train/teacher_penalty" in row) == ("advantage" not in choice)
+        last = row
+    assert last["teacher/kl"] > 0
+    course = [row["teacher/coef"] for row in rows]
+    assert course == ([1, 0.5] if "teacher_schedule" in options else [1, 1])
+    assert ("teacher/student_mass" in last) == ("teacher_top_k" in options)
+    lines, answers = (lines_of(tmp_path / "run" / name) for name in (COMPLETIONS, ANSWERS))
+    lines = list(lines)
+    k1 = [p - q for row in lines[-12:] for p, q in zip(row["policy_logprobs"], row["teacher_logprobs"], strict=True)]
+    assert last["teacher/k1"] == pytest.approx(sum(k1) / len(k1), abs=1e-5)
+    assert all(row["advantage"] == 0 for row in lines) == (options.get("reward") == "none")
+    assert ("teacher" in {row.get("who") for row in answers}) == ("teacher_model" in named)
 
 
 def test_the_exact_kl_is_in_the_loss(quick, tmp_path):

@@ -47,9 +47,9 @@ def test_parts_are_put_together_in_the_order_of_the_rows():
     whole = torch.arange(8.0).view(4, 2)
     rows = [torch.tensor([3, 0]), torch.tensor([1, 2])]
     generated.updates.append([(part, whole[part], -whole[part]) for part in rows])
-    logprobs, entropies = generated.seen(0)
-    assert torch.equal(logprobs, whole)
-    assert torch.equal(entropies, -whole)
+    seen = generated.seen(0)
+    assert torch.equal(seen.logprobs, whole)
+    assert seen.entropy is not None and torch.equal(seen.entropy, -whole)
 
 
 def test_a_beginning_token_is_not_added_to_prompts(built, quick, llama):
@@ -129,7 +129,7 @@ def test_the_price_that_a_controller_goes_by_is_that_of_the_baseline(built):
 def test_the_order_is_that_of_the_own_loop(built, context_of):
     context = context_of(max_steps=5)
     prompts = [example.prompt for step in range(5) for example in Trainer(context, []).prompts(step)]
-    rows = dataset_of(context.config, context.task).to_list()
+    rows = dataset_of(context.config, context.task, context.tokenizer).to_list()
     assert [row["prompt"] for row in rows] == prompts, "as they stand"
     assert [context.task.train[row[EXAMPLE]].prompt for row in rows] == prompts
     assert {row["reference_length"] for row in rows} == {None}

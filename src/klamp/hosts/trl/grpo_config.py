@@ -22,7 +22,7 @@ from klamp.hosts.common.kl_fields import (
     touched,
     warn_without_kl,
 )
-from klamp.hosts.trl import teacher
+from klamp.hosts.common.teachers import one_teacher_refusals
 
 
 class OwnBeta(float):
@@ -93,7 +93,7 @@ class GRPOConfig(KLFields, trl.GRPOConfig):
             check_arguments(kl, self)
         if taught is not None and taught.there:
             shifted = taught.teacher_placement == "advantage"
-            refuse([*teacher.refusals(taught), *advantage_refusals("teacher", shifted, self)])
+            refuse([*one_teacher_refusals(taught), *advantage_refusals("teacher", shifted, self)])
         super().__post_init__()
         self.beta = OwnBeta(self.beta) if self._asks else float(self.beta)
 

@@ -17,7 +17,7 @@ from klamp.config.teacher import TeacherConfig
 from klamp.core.penalty import shifted_advantages, token_penalty
 from klamp.core.term import KLTerm
 from klamp.core.types import Batch
-from klamp.errors import ConfigError, Refusal
+from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import TEACHER, batch_of
 from klamp.hosts.common.effective import EffectiveTerm
 from klamp.hosts.common.teachers import check_tokens, no_prompt, prefix_kl
@@ -45,7 +45,7 @@ class Teacher:
     windows: dict[str, Window] = field(default_factory=lambda: {mode: Window() for mode in ("train", "eval")})
     """The measurements of the present step in each mode."""
     measured: tuple[Tensor, dict[str, Tensor]] | None = None
-    """Of the present micro-batch the KL at each prefix, [B, T], and what was seen of it."""
+    """Of the last micro-batch the KL at each prefix, [B, T], and what was seen of it, detached."""
 
     @property
     def how(self) -> PrefixKL | None:
@@ -55,32 +55,6 @@ class Teacher:
     def coefficient(self, trainer: Any) -> float:
         """The coefficient in force."""
         return self.config.coefficient(trainer.state.global_step, max(trainer.state.max_steps, 1))
-
-
-def refusals(teacher: TeacherConfig) -> list[Refusal]:
-    """What TRL's trainer cannot do with a teacher."""
-    return [
-        Refusal(
-            teacher.kind in ("ema", "periodic") or bool(teacher.teacher_models),
-            f"teacher_kind={teacher.kind!r} cannot be honoured by TRL",
-            got=f"teacher_kind={teacher.kind!r}, teacher_models={teacher.teacher_models}",
-            why="klamp scores a whole batch with one teacher, whose weights no checkpoint of TRL's would hold",
-            fix="name one teacher_model or teacher_url, or set teacher_kind='adapter_off' or 'live'; klamp train has "
-            "the others",
-        ),
-        Refusal(
-            teacher.kind == "live" and prefix_kl(teacher) is not None,
-            f"teacher_kind='live' cannot have teacher_estimator={teacher.teacher_estimator!r} in TRL",
-            why="the policy's output head moves between the teacher's pass and the loss",
-            fix="use teacher_estimator='k1' or 'k3'; klamp train has the others",
-        ),
-        Refusal(
-            teacher.teacher_placement == "reward",
-            "teacher_placement='reward' cannot be honoured by TRL",
-            why="its advantages are formed before the teacher has scored",
-            fix="set teacher_placement='advantage': the KL enters after the division by the deviation",
-        ),
-    ]
 
 
 def join(trainer: Any, config: TeacherConfig, given: Any) -> Teacher:
@@ -232,8 +206,8 @@ def penalty(trainer: Any, inputs: Mapping[str, Any], policy_logprobs: Tensor, hi
         return 0.0
     batch = batch_of(inputs, policy_logprobs)
     if teacher.how is not None:
-        teacher.measured = _prefixes(trainer, inputs, batch, hidden)
-        batch = replace(batch, teacher_kl=teacher.measured[0])
+        kl, seen = _prefixes(trainer, inputs, batch, hidden)
+        batch, teacher.measured = replace(batch, teacher_kl=kl), (kl.detach(), seen)
     return teacher.coefficient(trainer) * token_penalty(batch, teacher.term, None)
 
 
@@ -269,7 +243,7 @@ def after_loss(trainer: Any, inputs: Mapping[str, Any], policy_logprobs: Tensor)
     window, batch = teacher.windows[mode], batch_of(inputs, policy_logprobs.detach())
     if teacher.measured is not None:
         kl, seen = teacher.measured
-        batch, teacher.measured = replace(batch, teacher_kl=kl.detach()), None
+        batch = replace(batch, teacher_kl=kl)
         for name, values in seen.items():
             window.add_values(f"teacher/{name}", values, batch.mask)
     window.add(batch, teacher.term, None)

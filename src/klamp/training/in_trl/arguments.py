@@ -9,10 +9,13 @@ from typing import Any
 
 from klamp.config import KLConfig, LossConfig
 from klamp.config.loss import LossType
+from klamp.config.teacher import TeacherConfig
 from klamp.errors import ConfigError
 from klamp.training.config import RolloutConfig, TrainConfig
 from klamp.training.folders import CHECKPOINTS
 
+TEACHER_PROMPT = "klamp_teacher_prompt"
+"""The column of the text that the teacher sees in the place of a prompt."""
 LOSS_TYPES: Mapping[LossType, str] = {"dapo": "dapo", "grpo": "grpo", "dr_grpo": "dr_grpo", "bnpo": "dapo"}
 """klamp's loss type -> TRL's of the same average; TRL's bnpo divides each micro-batch by itself."""
 
@@ -55,6 +58,7 @@ def trl_arguments(config: TrainConfig, folder: Path, *, processes: int, exact: i
         **_rollout(config.rollout),
         **_loss(config.loss),
         **_kl(config.kl),
+        **_teacher(config.teacher),
         **_left_to_klamp(),
     }
 
@@ -116,6 +120,16 @@ def _kl(kl: KLConfig) -> dict[str, Any]:
         return {"beta": 0.0}
     given = {field.name: getattr(kl, field.name) for field in dataclasses.fields(kl)}
     return {name: value for name, value in given.items() if value is not None}
+
+
+def _teacher(teacher: TeacherConfig) -> dict[str, Any]:
+    """The fields of the teacher that are set; a model of its own is loaded by klamp, and its prompts have a column."""
+    if not teacher.there:
+        return {}
+    fields = [each for each in dataclasses.fields(teacher) if getattr(teacher, each.name) != each.default]
+    given = {each.name: getattr(teacher, each.name) for each in fields if each.name != "teacher_model"}
+    given["teacher_coef"] = teacher.teacher_coef
+    return given | ({"teacher_prompt": TEACHER_PROMPT} if teacher.teacher_prompt else {})
 
 
 def _left_to_klamp() -> dict[str, Any]:

@@ -33,7 +33,9 @@ from trl.models import unwrap_model_for_generation  # noqa: E402
 from klamp.diagnostics.names import translate  # noqa: E402
 from klamp.errors import ConfigError, KLWarning, MissingLibrary  # noqa: E402
 from klamp.hosts.common.sampler_weights import pack_nothing  # noqa: E402
+from klamp.hosts.trl.exact import weights_are_split  # noqa: E402
 from klamp.hosts.trl.grpo_config import GRPOConfig  # noqa: E402
+from klamp.scoring.scorer import Scorer  # noqa: E402
 from klamp.training import checkpoint  # noqa: E402
 from klamp.training.config import TrainConfig  # noqa: E402
 from klamp.training.context import Context  # noqa: E402
@@ -52,6 +54,7 @@ from klamp.training.observers import Observer, RunInfo  # noqa: E402
 from klamp.training.processes import FSDP, asked_for  # noqa: E402
 from klamp.training.run import Interrupt, Training  # noqa: E402
 from klamp.training.setup import load_context, load_reference, on_cpu  # noqa: E402
+from klamp.training.teachers import load_teachers  # noqa: E402
 from klamp.training.updates import UpdateOutput, control_metrics, measured, not_finite, speed  # noqa: E402
 
 
@@ -67,6 +70,8 @@ class TRLRun(Training):
     def __init__(self, context: Context, observers: Sequence[Observer], trainer: RunTrainer) -> None:
         context.policy = trainer.accelerator.unwrap_model(trainer.model)
         context.control = trainer._klamp.control or context.control
+        if weights_are_split(trainer):
+            context.teachers = None  # it scores in TRL, and writes no answers of its own
         super().__init__(context, observers)
         self.trainer, self.updates = trainer, context.config.optim.num_iterations
         self.outputs: list[UpdateOutput] = []
@@ -143,7 +148,8 @@ class TRLRun(Training):
         loss, grad_norm = found["train/loss"], found.get("train/grad_norm", 0.0)
         if not math.isfinite(grad_norm):  # the weights are gone; no checkpoint is to hold them
             raise not_finite("the gradient is not finite", f"loss {loss}, gradient norm {grad_norm}")
-        self.outputs.append(update_of(self.context, rollout, seen, beta=beta, loss=loss, grad_norm=grad_norm))
+        both = (beta, self.first.get("teacher/coef", 0.0))
+        self.outputs.append(update_of(self.context, rollout, seen, coefficients=both, loss=loss, grad_norm=grad_norm))
         if len(self.outputs) < self.updates:
             return
         self.warn(*self.trainer.cautions)
@@ -216,6 +222,10 @@ def trainer_of(context: Context) -> RunTrainer:
     given = trl_arguments(config, context.output_dir, processes=context.processes, exact=context.exact_completions)
     named = model.ref_model is not None and config.kl.needs_reference
     reference = load_reference(config, context.policy) if named else None
+    if config.teacher.kind in ("frozen", "remote"):  # the others are the policy, which TRL has yet to wrap
+        scorer = Scorer(context.policy)
+        context.teachers = load_teachers(config, scorer, context.task, context.tokenizer, context.accelerator)
+    taught = None if context.teachers is None else context.teachers.models[""]
     with former_names(), adapter_errors(model):
         warnings.simplefilter("ignore", KLWarning)  # said when the configuration was made
         args = GRPOConfig(**given, use_cpu=cpu, dataloader_pin_memory=not cpu)
@@ -227,9 +237,10 @@ def trainer_of(context: Context) -> RunTrainer:
             context.stop,
             model=context.policy,
             ref_model=reference,
+            teacher_model=getattr(taught, "model", None),
             reward_funcs=reward_function(context),
             args=args,
-            train_dataset=dataset_of(config, context.task),
+            train_dataset=dataset_of(config, context.task, context.tokenizer),
             processing_class=context.tokenizer,
             peft_config=adapter_config(model) if model.lora_r else None,
         )

@@ -13,29 +13,31 @@ from shutil import rmtree
 from typing import TYPE_CHECKING, Any
 
 import trl
-from torch import Tensor, arange, cat, isfinite, isin, nn, no_grad, tensor, where
+from torch import Tensor, arange, cat, isfinite, isin, nn, no_grad, tensor, where, zeros_like
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import PreTrainedTokenizerBase
 from transformers.trainer_callback import PrinterCallback
 
 from klamp.core.advantages import group_advantages
-from klamp.core.objective import Objective, grpo_loss
+from klamp.core.objective import Objective, Weighted, grpo_loss
 from klamp.errors import UnsupportedVersion
-from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, REFERENCE_LENGTH, loss_mask
+from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, REFERENCE_LENGTH, TEACHER, loss_mask
 from klamp.hosts.common.rollout import LENGTH_COLUMN
 from klamp.hosts.trl.grpo_trainer import GRPOTrainer
 from klamp.scoring.completions import Completions
 from klamp.scoring.scorer import Scores
-from klamp.tasks.base import Task
+from klamp.tasks.base import NO_REWARD, Task
 from klamp.training.checkpoint import OF_TRL, UNWRITABLE, checkpoints, seal
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.folders import lost
+from klamp.training.in_trl.arguments import TEACHER_PROMPT
 from klamp.training.optimizer import adamw, go_on, schedule_of
 from klamp.training.processes import is_wait_in_vain
 from klamp.training.rollouts import Rollout, rewards_of, totals_of
 from klamp.training.sampling import examples_of_run
+from klamp.training.teachers import Taught, teacher_prompts
 from klamp.training.updates import (
     UpdateOutput,
     added_parts,
@@ -51,22 +53,26 @@ if TYPE_CHECKING:
 
 EXAMPLE = "example"
 """The column that says which of the task's training prompts a row is."""
+SEEN = ("logprobs", "entropy", "teacher")
+"""What is kept of each update, by the fields of `Scores`; the last where there is a KL to a teacher at each prefix."""
 ROW = "klamp_row"
 """What is added to a generation batch: the number of each row, by which shuffled parts are put together again."""
 
 
-def dataset_of(config: TrainConfig, task: Task) -> Dataset:
+def dataset_of(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> Dataset:
     """The prompts of all steps as rows, in the order of klamp's own loop, which TRL does not shuffle.
 
     The text of a prompt is what is tokenized, a chat template already applied.
     """
     from datasets import Dataset  # TRL's own: it is there with TRL
 
+    taught = teacher_prompts(config, task, tokenizer)
     rows = Dataset.from_dict(
         {
             "prompt": [example.prompt for example in task.train],
             EXAMPLE: list(range(len(task.train))),
             LENGTH_COLUMN: [example.reference_length for example in task.train],
+            **({TEACHER_PROMPT: [taught[example.prompt] for example in task.train]} if taught else {}),
         }
     )
     return rows.select(examples_of_run(config, len(rows)) or [0])  # TRL wants a row also where no step is taken
@@ -96,14 +102,14 @@ class Generated:
     """[B] the task's rewards."""
     advantages: Tensor
     """[B] advantages without any KL."""
-    updates: list[list[tuple[Tensor, Tensor, Tensor]]] = field(default_factory=list)
-    """For each update its parts: row numbers [b], log-probabilities [b, T] and entropies [b, T] of the policy."""
+    updates: list[list[tuple[Tensor, ...]]] = field(default_factory=list)
+    """For each update its parts: row numbers [b], and as `seen` has them [b, T] each."""
 
-    def seen(self, update: int) -> tuple[Tensor, Tensor]:
-        """The log-probabilities and entropies of an update, in the order of the rows, [B, T] each."""
-        rows, logprobs, entropies = (cat(each) for each in zip(*self.updates[update], strict=True))
-        order = rows.argsort()
-        return logprobs[order], entropies[order]
+    def seen(self, update: int) -> Scores:
+        """What an update saw of the policy, in the order of the rows: log-probabilities, entropies, a teacher's KL."""
+        rows, *found = (cat(each) for each in zip(*self.updates[update], strict=True))
+        kept: dict[str, Any] = {name: each[rows.argsort()] for name, each in zip(SEEN, found, strict=False)}
+        return Scores(**kept)
 
 
 class OwnAdvantages(trl.GRPOTrainer):
@@ -123,6 +129,8 @@ class OwnAdvantages(trl.GRPOTrainer):
         every = group_advantages(
             rewards, self.config.rollout.num_generations, scale=loss.scale, baseline=loss.advantage_baseline
         )
+        if self.config.task.reward == NO_REWARD:  # the task's own score is measured, and not trained on
+            every = zeros_like(every)
         first = self.accelerator.process_index * size
         self.plain_advantages = output["advantages"] = every[first : first + size].to(output["advantages"])
         return output
@@ -234,6 +242,9 @@ class RunTrainer(GRPOTrainer, OwnAdvantages):
             loss = super()._compute_loss(model, inputs)
         finally:
             self.rows_of_loss = None
+        taught = self._klamp.teacher
+        if taught is not None and taught.measured is not None:
+            updates[-1][-1] += (taught.measured[0],)
         if not bool(isfinite(loss)):
             raise not_finite("the loss is not finite", f"loss {float(loss.detach())}")
         return loss
@@ -263,7 +274,7 @@ def rollout_of(context: Context, generated: Generated) -> Rollout:
     Who sampled is whom vLLM reports; where completions are generated by transformers, which does not tell, the
     log-probabilities of the first update stand in their place, as they do in the loss.
     """
-    batch, first = generated.batch, generated.seen(0)[0]
+    batch, first = generated.batch, generated.seen(0).logprobs
     ids, mask = batch["completion_ids"], loss_mask(batch)
     whole = arange(ids.shape[1], device=ids.device) < generated.lengths[:, None]
     last = ids.gather(1, (generated.lengths - 1).clamp(min=0)[:, None])[:, 0]
@@ -293,45 +304,52 @@ def rollout_of(context: Context, generated: Generated) -> Rollout:
         reference_length=batch.get(REFERENCE_LENGTH),
         old_logprobs=batch.get("old_per_token_logps"),
         sampler_tells=told is not None,
+        taught=Taught(logprobs=batch[TEACHER]) if TEACHER in batch else None,
     )
 
 
 def update_of(
-    context: Context, rollout: Rollout, seen: tuple[Tensor, Tensor], *, beta: float, loss: float, grad_norm: float
+    context: Context,
+    rollout: Rollout,
+    seen: Scores,
+    *,
+    coefficients: tuple[float, float],
+    loss: float,
+    grad_norm: float,
 ) -> UpdateOutput:
     """What an update measured.
 
     Args:
         context: the run.
         rollout: the completions.
-        seen: log-probabilities and entropies of the policy before the update, [B, T] each.
-        beta: coefficient in force.
+        seen: what it saw of the policy before it moved it.
+        coefficients: those of the KL to the reference and of that to the teacher in force.
         loss: of the whole step, as TRL has it.
         grad_norm: before clipping.
     """
-    policy, entropy = seen
-    parts = loss_parts(context, rollout, policy, replace(context.objective, beta=beta))
+    beta, taught = coefficients
+    others = tuple(Weighted(taught, each.term) for each in context.objective.others)
+    parts = loss_parts(context, rollout, seen, replace(context.objective, beta=beta, others=others))
     if beta > 0 and context.objective.kl.value == "exact":
-        parts["train/kl_penalty"] = loss - parts["train/policy_loss"]
+        parts["train/kl_penalty"] = loss - parts["train/policy_loss"] - parts.get("train/teacher_penalty", 0.0)
     return UpdateOutput(
-        policy_logprobs=policy,
-        entropy=entropy,
+        policy_logprobs=seen.logprobs,
+        entropy=seen.entropy,
         losses=parts | {"train/loss": loss},
         grad_norm=grad_norm,
-        kl_old=kl_from_old(context, rollout, policy),
+        kl_old=kl_from_old(context, rollout, seen.logprobs),
     )
 
 
 @no_grad()
-def loss_parts(context: Context, rollout: Rollout, policy: Tensor, objective: Objective) -> dict[str, float]:
-    """klamp's own loss on the tokens of the step: its policy loss, its penalty, and what the gate did.
+def loss_parts(context: Context, rollout: Rollout, seen: Scores, objective: Objective) -> dict[str, float]:
+    """klamp's own loss on the tokens of the step: its policy loss, its penalties, and what the gate did.
 
-    TRL tells the sum of the two alone. No penalty where it is made of the exact KL of every token, of which TRL's loop
-    keeps the mean only.
+    TRL tells their sum alone. No penalty where it is made of the exact KL of every token, of which TRL's loop keeps the
+    mean only.
     """
     objective = replace(objective, beta=0.0) if objective.kl.value == "exact" else objective
     every = slice(0, len(rollout.texts))
-    batch = batch_of(context, rollout, every, Scores(logprobs=policy), objective)
-    output = grpo_loss(batch, objective, totals=rollout.totals)
+    output = grpo_loss(batch_of(context, rollout, every, seen, objective), objective, totals=rollout.totals)
     measured = {name: value.double() for name, value in (output.metrics | {"train/loss": output.loss}).items()}
     return named_losses(over_processes(context, added_parts(measured, rollout, every)))

@@ -38,7 +38,7 @@ from klamp.training.observers import Observer, RunInfo, progress_of
 from klamp.training.processes import check_alone
 from klamp.training.run import Interrupt, Training
 from klamp.training.setup import load_prompts
-from klamp.training.teachers import check_keys, check_tokens
+from klamp.training.teachers import check_keys, check_tokens_of
 
 FULL = ("No space left on device", "Disk quota exceeded", "PytorchStreamWriter failed writing")
 """How a line of verl's output says that the disk is full."""
@@ -286,7 +286,7 @@ def check_teachers(context: Context) -> None:
         check_weights(model_path(name))
         longest, _ = describe_folder(model_path(name))
         check_prompts(context.task.train, context.tokenizer, longest, taken)
-        check_tokens(name, context.tokenizer)
+        check_tokens_of(name, context.tokenizer)
 
 
 class LogReader:
