@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from tests.engines.deepspeed.training import CASES, STAGES, STEPS
 from tests.engines.programs import ROOT, said_by
-from tests.hosts.trl.hosts import model, saved
+from tests.hosts.trl.hosts import model, noisy, saved
 
 ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
 
@@ -18,7 +18,7 @@ ENVIRONMENT = {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THR
 def ran(kind: str, folder: Path) -> list[dict[str, Any]]:
     launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
     command = [sys.executable, *launch, "-m", "tests.engines.deepspeed.training", kind, str(folder)]
-    said_by(command, ENVIRONMENT | {"PYTHONPATH": str(ROOT)})
+    said_by(command, ENVIRONMENT | {"PYTHONPATH": f"{ROOT}/src:{ROOT}"})
     return [json.loads((folder / f"{kind}-{rank}.json").read_text()) for rank in range(2)]
 
 
@@ -26,6 +26,7 @@ def ran(kind: str, folder: Path) -> list[dict[str, Any]]:
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
     folder = tmp_path_factory.mktemp("stages")
     saved(model(), folder / "base")
+    saved(noisy(model(), size=0.2, seed=9), folder / "teacher")
     return {kind: ran(kind, folder) for kind in STAGES}
 
 
@@ -33,7 +34,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 @pytest.mark.parametrize("case", CASES)
 def test_a_stage_has_the_numbers_of_plain_data_parallelism(found: Any, kind: str, case: str) -> None:
     if case not in found[kind][0]:
-        assert kind == "zero3" and case in ("exact", "fast")
+        assert kind == "zero3" and case in ("exact", "fast", "a head")
         return
     for there, here in zip(found["ddp"], found[kind], strict=True):
         plain, sharded = there[case], here[case]
@@ -64,6 +65,9 @@ def test_which_case_kept_its_reference_how(found: Any) -> None:
 
 def test_the_exact_kl_is_refused_where_no_process_has_the_whole_head(found: Any) -> None:
     assert "the output head is spread over processes" in found["zero3"][0]["exact refused"]
+    assert "the output head is spread over processes" in found["zero3"][0]["a head refused"]
+    for case in ("taught", "a head"):
+        assert all(row["teacher/kl"] > 0.1 for row in found["zero2"][0][case]["rows"])
     for row in found["zero2"][0]["exact"]["rows"][1:]:
         assert row["kl/exact"] > 0
 

@@ -39,6 +39,8 @@ CASES: dict[str, dict[str, Any]] = {
     "adapter": {"beta": 0.3},
     "attached": {"beta": 0.0},
     "exact": {"beta": 0.3, "kl_estimator": "exact"},
+    "taught": {"beta": 0.3, "teacher_estimator": "k3", "teacher_coef": 0.5},
+    "a head": {"beta": 0.3, "teacher_estimator": "topk", "teacher_top_k": 5, "teacher_head": "union"},
     "slow": SGD,
     "fast": SGD | {"fast_scoring": "require"},
 }
@@ -81,6 +83,8 @@ def trainer_of(case: str, kind: str, folder: Path) -> Any:
     if case == "attached":
         return attach(stock_trainer(path, folder, **options), KLConfig(beta=0.3))
     more: dict[str, Any] = {}
+    if "teacher_estimator" in options:
+        options["teacher_model"] = str(folder / "teacher")
     if case == "adapter":
         more["peft_config"] = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM")
     return klamp_trainer(path, folder, trainer=more, **options)
@@ -99,6 +103,7 @@ def main(kind: str, folder: Path) -> None:
             continue
         trainer.train()
         names = ("loss", "kl", "entropy", "kl/k1", "kl/k3", "beta", "reward", "grad_norm", "kl/exact")
+        names += ("teacher/k1", "teacher/kl", "teacher/student_mass")
         found[case] = {
             "rows": [{n: row[n] for n in names if n in row} for row in trainer.state.log_history if "loss" in row],
             "engine": type(trainer.model_wrapped).__name__,
