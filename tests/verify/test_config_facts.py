@@ -41,7 +41,8 @@ def test_the_sequence_horizon_holds_all_of_it() -> None:
 def test_k1s_own_gradient_is_nothing_but_noise() -> None:
     facts = measure(LossConfig(loss_type="dapo"), kl_estimator="k1", kl_gradient="own")
     assert facts.position.follows.name == facts.sequence.follows.name == facts.in_loss.follows.name == "zero"
-    assert (facts.sequence.share, facts.noise) == (0.0, 0.0)
+    assert (facts.sequence.share, facts.noise) == (0.0, math.inf)
+    assert measure(kl_gradient="none").noise == 0, "no completion has a gradient"
     assert facts.off_policy.follows.name == "none of these"
 
 

@@ -14,6 +14,7 @@ from klamp.config import PRESETS, KLConfig, LossConfig
 from klamp.core.gradients import kl_penalty
 from klamp.verify import convergence
 from klamp.verify.explain import COEFFICIENTS, OWN, Explanation, Setting, equations, explain_config
+from klamp.verify.explain_anchors import MOVES
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
 
@@ -106,6 +107,25 @@ def test_limits_name_clip_bound_weight_and_exclusions_control_its_schedule_and_t
 
 
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+def test_what_is_said_of_one_configuration_is_not_said_of_another() -> None:
+    """Sentences that were printed under too wide a condition, each with what they were false for."""
+    assert line(explain(reference="ema"), "ends") == MOVES, "the reference follows the policy"
+    assert line(explain(target_kl=0.1), "ends") == MOVES, "beta moves"
+    assert line(explain(setting=Setting(rewarded=False)), "ends").find("reward") < 0, "there is none"
+    assert line(explain(kl_gradient="none"), "noise") == "none: no completion has a gradient"
+    assert "price" not in dict(explain(kl_gradient="none").lines), "nothing is paid"
+    assert "left out" not in line(explain(kl_gradient="forward"), "sequence"), "another direction is what it lacks"
+    assert "left out" in line(explain(), "sequence")
+    clipped = explain(kl_clip_method="hard", kl_reference_length=9)
+    assert clipped.verdict.endswith("Clipped: see limits.") and line(clipped, "price").endswith(", above the budget")
+    for estimator, there in (("k3", True), ("exact", False)):
+        found = explain(kl_estimator=estimator, kl_max_log_ratio=4.0)
+        assert ("while no log-ratio passes 4 nats" in line(found, "pull")) == there == ("+-4" in line(found, "limits"))
+    assert "half open at a KL of 0" in line(explain(kl_clip_method="soft", kl_clip_threshold=0.0), "limits")
+    proximal = KLConfig(reference="sampler", kl_estimator="k1", kl_gradient="own")
+    assert not any("expected gradient of exactly zero" in each for each in proximal.cautions()), "its tokens are older"
+
+
 def test_cautions_are_those_of_the_configuration() -> None:
     kl = KLConfig(kl_gradient="own")
     assert explain_config(kl, LossConfig(), name="x").cautions == tuple(kl.cautions())
@@ -195,11 +215,16 @@ def test_weights_horizons_placements_reductions_and_clips_show() -> None:
     assert "sum over j >= t of delta_j" in lines(kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")[0]
     assert "beta * delta_t," in lines(kl_estimator="k1", kl_placement="advantage")[0]
     assert "mean over completions of the sum over tokens" in lines(kl_normalizer="sequence_sum")[0]
-    assert lines(kl_clip_method="hard")[-1].endswith("1 where the completion's KL is above the budget, 0 below")
+    others = "1 where the KL of the prompt's other completions, their mean, is above the budget, 0 below"
+    assert lines(kl_clip_method="hard")[-1].endswith(others)
+    exact = {"kl_estimator": "exact", "kl_clip_method": "hard"}
+    assert "the KL of the completion is above" in lines(**exact)[-1], "an exact KL may decide on itself"
+    assert "the KL of the batch's completions, their mean," in lines(**exact, kl_clip_level="batch")[-1]
+    assert lines(kl_clip_method="hard", kl_clip_threshold=0.0)[-1].endswith("by 1"), "a clip at 0 is no clip"
     clipped = {"kl_estimator": "k1", "kl_clip_method": "hard", "kl_horizon": "sequence"}
     assert lines(**clipped, kl_placement="reward") == [
         "advantage = A[reward] - beta * A[sum_t delta_t], A: how advantages are formed of rewards",
-        "beta multiplied by 1 where the completion's KL is above the budget, 0 below",
+        f"beta multiplied by {others}",
     ]
     assert lines(**clipped, kl_placement="advantage")[1].startswith("beta multiplied by 1 where")
     assert lines(kl_clip_method="soft", kl_clip_temperature=0.5)[-1].endswith("- budget) / 0.5)")

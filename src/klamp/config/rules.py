@@ -272,7 +272,7 @@ def _reference_and_tokens(c: KLChoices) -> list[Refusal]:
 
 def cautions(c: KLChoices) -> list[str]:
     """Cautions: what a configuration may not do although its name suggests it; each with the way out."""
-    in_loss, own = c.kl_placement == "loss" and c.beta > 0, c.kl_gradient == "own"
+    in_loss, own = c.kl_placement == "loss" and c.beta > 0, c.kl_gradient == "own" and c.reference != "sampler"
     found: list[str] = []
     if in_loss and own and c.kl_estimator == "k1":
         found.append(
@@ -296,7 +296,8 @@ def cautions(c: KLChoices) -> list[str]:
             "kl_gradient='none' with a beta above 0 adds a number to the loss and nothing to its gradient: the KL is "
             "logged, not held. Use kl_gradient='reverse', or beta=0 with kl_monitor=True to log it."
         )
-    if c.reference == "sampler" and c.beta > 0:
+    inert = c.kl_gradient == "none" or (c.kl_estimator, c.kl_gradient) == ("k1", "own")
+    if c.reference == "sampler" and c.beta > 0 and not inert:
         found.append(
             "reference='sampler' is a proximal term: it holds each update near who sampled, and no update near the "
             "start. The run ends where it would end without it; with one update per rollout its gradient is 0."
@@ -306,7 +307,8 @@ def cautions(c: KLChoices) -> list[str]:
     if adaptive and free is not None and c.target_kl is not None and free >= c.target_kl:
         found.append(
             f"target_kl={c.target_kl:g} lies within the clip's free budget of {free:g} nats per token: below the "
-            "budget the KL does not pull, so the controller raises beta without effect. Set kl_clip_threshold below "
+            f"budget the KL pulls {'not' if c.kl_clip_method == 'hard' else 'less'}, so the controller raises "
+            f"beta {'without' if c.kl_clip_method == 'hard' else 'with less'} effect. Set kl_clip_threshold below "
             "target_kl, or leave one of the two out."
         )
     if wide := wide_clip(c):

@@ -47,7 +47,8 @@ class ConfigFacts:
     sequence: Pull
     """The gradient over whole completions of up to three tokens, summed."""
     noise: float
-    """Standard deviation of one completion's gradient, in units of the norm of its mean; 0 for a gradient of zero."""
+    """Standard deviation of one completion's gradient, in units of the norm of its mean; infinite where that is zero, 0
+    where no completion has a gradient."""
     in_loss: Pull
     """The gradient over whole completions, with the reduction and the advantages of the policy loss."""
     kept: tuple[float, float]
@@ -63,6 +64,12 @@ class ConfigFacts:
     """The expected value minus KL(policy||ref), divided by KL(policy||ref)."""
     gate: ClipFacts | None
     """How far the clip is open; None without a clip."""
+
+    @property
+    def pays(self) -> bool:
+        """Whether its coefficient is a price of a nat: of the divergence that it follows."""
+        return self.position.follows.factor > 0
+
     probes: tuple[Probe, ...]
     """One token at +-30 nats in every floating-point type; () where the KL is not made of log-probabilities."""
 
@@ -163,9 +170,10 @@ def _unbounded(loss: LossConfig) -> LossConfig:
 
 
 def _noise(pull: Pull, reports: list[StepReport]) -> float:
+    spread = math.sqrt(sum(report.kl.gradient_variance for report in reports))
     if pull.follows.name == "zero":
-        return 0.0
-    return math.sqrt(sum(report.kl.gradient_variance for report in reports)) / float(_joined(reports).norm())
+        return math.inf if spread > 1e-9 else 0.0
+    return spread / float(_joined(reports).norm())
 
 
 def _joined(reports: list[StepReport]) -> torch.Tensor:

@@ -25,10 +25,10 @@ from klamp.config.loss import Price, configured_price, kl_reduction
 from klamp.config.rules import wide_clip
 from klamp.config.teacher import TeacherConfig
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.term import KLTerm
+from klamp.core.term import KLTerm, gates_on_itself
 from klamp.core.types import Direction
 from klamp.verify.config_facts import JS, LENGTH, NO_KL, ClipFacts, ConfigFacts, measure_config
-from klamp.verify.explain_anchors import sampler_end, teacher_lines, trust_region, where_it_ends
+from klamp.verify.explain_anchors import MOVES, moves, sampler_end, teacher_lines, trust_region, where_it_ends
 from klamp.verify.judge import far_faults
 from klamp.verify.oracle import Pull
 
@@ -101,6 +101,7 @@ def explain_config(
         facts = measure_config(kl, loss, length=setting.length)
         verdict = _of_sampler(facts, setting) if proximal else verdict_of(facts, kl_reduction(kl, loss))
         unused = kl.beta == 0 and kl.controller_name == "fixed"
+        verdict += "" if facts.gate is None else " Clipped: see limits."
         verdicts.append("No pull: beta is 0; the KL is only measured and logged." if unused else verdict)
         formed = [("equation" if i == 0 else "", _towards(text, kl)) for i, text in enumerate(equations(kl, loss))]
         measured = _measured(kl, kl_reduction(kl, loss), facts)
@@ -108,13 +109,15 @@ def explain_config(
             lines += [line for line in measured if line[0] == "value"]
         else:
             lines += [*formed, *measured, ("limits", _limits(kl, facts, setting)), *_numbers(facts)]
-        if setting.rewarded and not proximal and not unused:
-            lines.append(("price", describe_price(_price(kl, loss, setting), group_size=setting.group_size)))
+        if setting.rewarded and facts.pays and not proximal and not unused:
+            price = describe_price(_price(kl, loss, setting), group_size=setting.group_size)
+            lines.append(("price", price + ", above the budget" * (facts.gate is not None)))
         alone = taught is None and not unused
         if proximal and alone and facts.still:
             lines.append(("ends", sampler_end(kl, loss)))
         elif not proximal and alone and kl.kl_clip_method == "none" and not kl.excludes:
-            lines.append(("ends", where_it_ends(kl, loss, None, "ref", rewarded=True)))
+            ends = MOVES if moves(kl) else where_it_ends(kl, loss, None, "ref", rewarded=setting.rewarded)
+            lines.append(("ends", ends))
     if taught is not None:
         topk = taught.teacher_estimator == "topk" and taught.teacher_top_k > 0
         facts = measure_config(NO_KL, loss, length=setting.length, teacher=taught)
@@ -127,7 +130,8 @@ def explain_config(
         around = loss if size else replace(loss, advantage_baseline="leave_one_out")  # nothing is compared
         held = kl.beta > 0 and not proximal
         price = _price(kl, around, replace(setting, group_size=size or 2)) if held else None
-        lines += teacher_lines(kl, around, taught, price, size=size, success=setting.success)
+        told = teacher_lines(kl, around, taught, price, size=size, success=setting.success)
+        lines += [line for line in told if line[0] != "price" or facts.pays]
     control = [("control", f"beta {describe_controller(kl)}")] if kl.needs_reference else []
     lines += [*trust, *control, *_moving(kl), *paper]
     wide = [] if kl.kl_reference_length else [wide_clip(kl, setting.length)]  # the length is that of the explanation
@@ -141,7 +145,7 @@ def _measured(anchor: KLConfig | TeacherConfig, reduction: str, facts: ConfigFac
     term = anchor.build_term()
     lines = [
         ("value", _value(term, facts, "reverse" if isinstance(anchor, KLConfig) else anchor.teacher_direction)),
-        ("pull", describe_pull(facts.position)),
+        ("pull", describe_pull(facts.position) + _within(term, facts.position)),
         ("sequence", _sequence(term, facts)),
         ("in the loss", _in_loss(reduction, facts)),
         ("off-policy", _off_policy(term, facts)),
@@ -180,90 +184,105 @@ def verdict_of(facts: ConfigFacts, reduction: str) -> str:
         rest = f"; under {reduction} what is left pulls on the length of completions alone" if least < 1 else ""
         return f"Regularises nothing: its expected gradient, summed over tokens, is zero{rest}."
     if one.name not in ("reverse", "forward", JS) or one.factor < 0:
-        return f"Follows neither KL: cosine {facts.position.cosine_reverse:.3f} with KL(policy||ref)."
+        return f"Follows neither KL: {describe_cosine(facts.position)}."
     reach = "over whole completions" if whole.name == one.name != JS else "token by token"
     under = f", bent by {reduction} (cosine {least:.3f} to {most:.3f} with the sum over tokens, by world)"
     return f"Pulls the policy along the gradient of {one.in_words}, {reach}{under if least < STRAIGHT else ''}."
 
 
 def _value(term: KLTerm, facts: ConfigFacts, direction: Direction) -> str:
+    within = _within(term, facts.position)
     if math.isnan(facts.value):
-        return "k1, an unbiased sample of KL(policy||ref); it stands in the reward or advantage, not in the loss"
-    bias = facts.value_bias
-    exact = abs(bias) < 1e-9
-    size = "unbiased for" if exact else f"{100 * bias:+.1f} % off, in the worlds measured,"
-    return f"{term.value}, in nats: {size} {MEASURED[direction]}, tokens of the policy"
+        return f"k1, an unbiased sample of KL(policy||ref){within}; it stands in the {term.placement}, not in the loss"
+    if abs(facts.value_bias) < 1e-9:
+        return f"{term.value}, in nats: unbiased for {MEASURED[direction]}, tokens of the policy{within}"
+    off = f"{100 * facts.value_bias:+.1f} % off, in the worlds measured,"
+    return f"{term.value}, in nats: {off} {MEASURED[direction]}, tokens of the policy"
+
+
+def _within(term: KLTerm, pull: Pull, *, weighed: bool = False) -> str:
+    """Up to where a sentence holds that names a value or a gradient exactly: the worlds measured pass no far bound."""
+    bounds = list[str]()
+    if term.max_log_ratio is not None and not term.of_prefixes:
+        bounds.append(f"no log-ratio passes {term.max_log_ratio:g} nats")
+    if weighed and term.max_weight is not None and term.off_policy != "none":
+        bounds.append(f"no weight passes {term.max_weight:g}")
+    return f", while {' and '.join(bounds)}" if bounds and pull.follows.factor else ""
 
 
 def describe_pull(pull: Pull) -> str:
     """The sentence on one position: which divergence's gradient is followed, with its cosines."""
     if pull.follows.name == "zero":
         return "none: the expected gradient is exactly zero, tokens of the policy"
-    exactly = (
-        f"exactly the gradient of {pull.follows.in_words}" if pull.follows.factor else "the gradient of neither KL"
-    )
-    return (
-        f"at one position {exactly} (cosine {pull.cosine_reverse:.3f} with KL(policy||ref), "
-        f"{pull.cosine_forward:.3f} with KL(ref||policy))"
-    )
+    if pull.follows.factor:
+        return f"at one position exactly the gradient of {pull.follows.in_words}"
+    return f"at one position the gradient of neither KL: {describe_cosine(pull)}"
+
+
+def describe_cosine(pull: Pull) -> str:
+    """How well a gradient points along that of KL(policy||ref), in each of the worlds measured."""
+    low, high = (f"{each:.3f}" for each in pull.cosines)
+    return f"cosine {low if low == high else f'{low} to {high}'} with KL(policy||ref) in the worlds measured"
 
 
 def _sequence(term: KLTerm, facts: ConfigFacts) -> str:
     pull = facts.sequence
     if pull.follows.name == "zero":
         return "nothing of the gradient of KL(policy||ref) over whole completions"
-    if pull.follows.name == "reverse":
-        return f"keeps all of the gradient of KL(policy||ref) over whole completions (factor {pull.follows.factor:.4g})"
-    left_out = "; left out: what a token does to the KL of later tokens" if term.horizon == "token" else ""
-    return (
-        f"keeps {100 * pull.share:.0f} % of the gradient of KL(policy||ref) over whole completions, at cosine "
-        f"{pull.cosine_reverse:.3f} (measured at up to {LENGTH} tokens){left_out}"
-    )
+    if pull.follows.name in ("reverse", "forward"):
+        return f"exactly the gradient of {pull.follows.in_words} over whole completions{_within(term, pull)}"
+    left_out = "; left out: what a token does to the KL of later tokens" if pull.follows.name == "local" else ""
+    return f"over whole completions, of up to {LENGTH} tokens, {describe_cosine(pull)}{left_out}"
 
 
 def _in_loss(reduction: str, facts: ConfigFacts) -> str:
     why = "every token counts the same"
     if reduction == "sequence_mean":
-        why = "each completion's KL is divided by its own length, so that drift in long ones counts less"
+        why = "each completion's KL is divided by its own length, so that a token of a long one counts less"
     if facts.in_loss.follows.name == "zero":
         return f"{reduction}: {why}; zero"
     if facts.sequence.follows.name == "zero":
         return f"{reduction}: {why}; that division alone leaves a gradient"
     if (least := facts.kept[0]) < STRAIGHT:
         return f"{reduction}: {why}; cosine {least:.3f} to {facts.kept[1]:.3f} with the sum over tokens, by world"
-    return f"{reduction}: {why}; cosine {facts.sequence.cosine_reverse:.3f} with the gradient over whole completions"
+    return f"{reduction}: {why}; it points where the sum over tokens does"
 
 
 def _off_policy(term: KLTerm, facts: ConfigFacts) -> str:
     """The sentence on tokens of an older policy, as in the second update of a rollout."""
     pull, who = facts.off_policy, "tokens of an older policy (second update of a rollout)"
-    if pull.follows.name in ("reverse", "forward"):
-        return f"{who}: still exactly the gradient of {pull.follows.in_words} at one position"
+    if pull.follows.name in ("reverse", "forward", JS):
+        within = _within(term, pull, weighed=True)
+        return f"{who}: still exactly the gradient of {pull.follows.in_words} at one position{within}"
     if pull.follows.name == "zero":
         return f"{who}: zero"
     fix, proximal = "", term.anchor == "sampler" and term.gradient in ("reverse", "forward")
     if term.placement != "loss":
         fix = "; the KL in it is that of the policy that sampled, and goes stale with every further update"
     elif term.off_policy == "none" and (facts.position.follows.factor or proximal):
-        fix = f"; {'teacher' if term.anchor == 'teacher' else 'kl'}_off_policy='{term.horizon}' corrects that"
-    return f"{who}: neither KL, cosine {pull.cosine_reverse:.3f} with KL(policy||ref){fix}"
+        cut = "" if term.max_weight is None else f", while no weight passes {term.max_weight:g}"
+        fix = f"; {'teacher' if term.anchor == 'teacher' else 'kl'}_off_policy='{term.horizon}' corrects that{cut}"
+    return f"{who}: neither KL, {describe_cosine(pull)}{fix}"
 
 
 def _noise(facts: ConfigFacts) -> str:
     if facts.noise == 0:
+        return "none: no completion has a gradient"
+    if facts.noise == math.inf:
         return "all of its gradient is noise: the mean is zero"
-    return f"the gradient of one completion scatters by {facts.noise:.2g} times its mean"
+    return f"the gradient of one completion scatters by {facts.noise:.2g} times its mean, in the worlds measured"
 
 
 def _limits(kl: KLConfig, facts: ConfigFacts, setting: Setting) -> str:
     parts: list[str] = []
     if facts.gate is not None:
         parts.append(_clip(kl, facts.gate, setting))
-    if kl.kl_max_log_ratio is not None:
+    if kl.kl_max_log_ratio is not None and kl.kl_estimator != "exact":
         bound = kl.kl_max_log_ratio
         parts.append(f"log-ratio bounded at +-{bound:g} nats, straight-through: the gradient stays, at that size")
-    if kl.kl_max_weight is not None:
-        parts.append(f"off-policy weight cut at {kl.kl_max_weight:g}: bounded noise, biased")
+    summed = kl.kl_estimator == "exact" and kl.kl_off_policy == "token"
+    if kl.kl_max_weight is not None and kl.kl_off_policy != "none" and not summed:
+        parts.append(f"off-policy weight cut at {kl.kl_max_weight:g}: bounded noise, biased where it is cut")
     if kl.excludes:
         parts.append("some tokens carry no KL (kl_exclude_*): nothing holds them")
     return "; ".join(parts) or "none: no clip, and nothing is cut off"
@@ -285,7 +304,8 @@ def _clip(kl: KLConfig, gate: ClipFacts, setting: Setting) -> str:
     clip = describe_clip(kl, length=kl.kl_reference_length or setting.length)
     budget = f" = {gate.budget:g} nats per completion" if kl.use_per_token_kl_threshold else ""
     at = ", ".join(f"{100 * factor:.3g} % at {size:g}" for size, factor in gate.at.items())
-    return f"{clip}{budget}; gate open by KL in budgets: {at}"
+    none = "always open" if kl.kl_clip_method == "hard" else "half open at a KL of 0, further above"
+    return f"{clip}{budget}; gate {f'open by KL in budgets: {at}' if gate.budget else none}"
 
 
 def _numbers(facts: ConfigFacts) -> list[Line]:
@@ -310,14 +330,14 @@ EXACT = "sum_v policy_v (log policy_v - log ref_v)"
 
 COEFFICIENTS: Mapping[tuple[str, str], str] = {
     ("token", "reverse"): "{w}delta_t",
-    ("token", "forward"): "{w}(1 - ref_t/policy_t)",
+    ("token", "forward"): "{w}(1 - exp(-delta_t))",
     ("sequence", "reverse"): "{w}delta_t + sum over later j of {wj}{value}_j",
     ("sequence", "forward"): "{w}1 - product over j <= t of ref_j/{by}_j",
 }
 OWN: Mapping[str, str] = {
     "k1": "{w}1",
     "k2": "{w}delta_t",
-    "k3": "{w}(1 - ref_t/policy_t)",
+    "k3": "{w}(1 - exp(-delta_t))",
     "abs": "{w}sign(delta_t)",
 }
 WEIGHTS: Mapping[str, str] = {"none": "", "token": "w_t ", "sequence": "rho_t "}
@@ -379,6 +399,10 @@ def _gradient_equation(kl: KLConfig) -> str:
 
 
 def _gate_equation(kl: KLConfig) -> str:
+    own = gates_on_itself(kl.kl_estimator, kl.kl_gradient, kl.kl_horizon, kl.kl_off_policy)
+    whose = {"sequence": "completion", "group": f"prompt's{' other' * (not own)} completions, their mean,"}.get(
+        kl.clip_level, f"batch's{' other' * (not own)} completions, their mean,"
+    )
     if kl.kl_clip_method == "hard":
-        return "1 where the completion's KL is above the budget, 0 below"
-    return f"sigmoid((KL of the completion - budget) / {kl.kl_clip_temperature:g})"
+        return f"1 where the KL of the {whose} is above the budget, 0 below" if kl.kl_clip_threshold else "1"
+    return f"sigmoid((KL of the {whose} - budget) / {kl.kl_clip_temperature:g})"

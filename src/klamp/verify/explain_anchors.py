@@ -18,8 +18,14 @@ from klamp.verify.worlds import enumerate_outcomes
 Lines = list[tuple[str, str]]
 MOVING = ("ema", "periodic", "live")
 """Anchors that are made of the policy again and again."""
+MOVES = "not known: a coefficient moves, or an anchor with the policy"
 RATES = (0.04, 0.2, 0.5)
 """How often a teacher solves a prompt, where nobody says."""
+
+
+def moves(kl: KLConfig) -> bool:
+    """Whether the coefficient of a KL to the reference changes to the end, or the reference does."""
+    return kl.controller_name != "fixed" or kl.kl_schedule != "constant" or kl.reference in MOVING
 
 
 def where_it_ends(kl: KLConfig, loss: LossConfig, teacher: TeacherConfig | None, who: str, *, rewarded: bool) -> str:
@@ -56,13 +62,14 @@ def teacher_lines(
     price, rewarded = teacher_price(teacher, loss, group_size=size or 2), size > 0
     beta, coef = 0.0 if to_ref is None else to_ref.per_completion, price.per_completion
     who, total = "teacher" if to_ref is None else "mix", beta + coef
-    words = f"to the teacher: {describe_price(price, group_size=size, name='teacher_coef')}"
-    lines = [("price", words if rewarded else "none: without a reward a coefficient is only a share of the steps")]
+    words = "none: without a reward a coefficient is only a share of the steps"
+    if rewarded:
+        words = f"to the teacher: {describe_price(price, group_size=size, name='teacher_coef')}"
+    lines = [("price", words)]
     if to_ref is not None and (kl.kl_clip_method != "none" or kl.excludes):
         return lines
-    moves = teacher.kind in MOVING or teacher.teacher_schedule != "constant" or kl.controller_name != "fixed"
-    if moves or (to_ref is not None and (kl.reference in MOVING or kl.kl_schedule != "constant")):
-        return [*lines, ("ends", "at nothing that is fixed: a coefficient moves, or an anchor with the policy")]
+    if teacher.kind in MOVING or teacher.teacher_schedule != "constant" or (to_ref is not None and moves(kl)):
+        return [*lines, ("ends", MOVES)]
     reverse = teacher.teacher_direction == "reverse" and (to_ref is None or kl.kl_gradient == "reverse")
     if to_ref is not None and reverse:
         scaled = " x the standard deviation of a group's rewards" if rewarded and price.scaled else ""

@@ -302,6 +302,8 @@ class Pull:
     """Cosine with the gradient of KL(ref||policy) of whole completions; 0 for a gradient of zero."""
     share: float
     """The multiple of the gradient of KL(policy||ref) that lies closest: 1 all of it, 0 none, -1 the opposite."""
+    cosines: tuple[float, float] = (0.0, 0.0)
+    """Least and largest cosine with the gradient of KL(policy||ref), by world."""
 
 
 def pull_of(gradients: Sequence[Tensor], known: Sequence[Truths], *, tolerance: float = 1e-7) -> Pull:
@@ -310,11 +312,14 @@ def pull_of(gradients: Sequence[Tensor], known: Sequence[Truths], *, tolerance: 
     measured = _joined(gradients)
     reverse, forward = (_joined([truth[name] for truth in known]) for name in ("reverse", "forward"))
     moves = follows.name != "zero"
+    each = zip(gradients, known, strict=True)
+    cosines = [cosine(one, truth["reverse"]) if moves else 0.0 for one, truth in each]
     return Pull(
         follows=follows,
         cosine_reverse=cosine(measured, reverse) if moves else 0.0,
         cosine_forward=cosine(measured, forward) if moves else 0.0,
         share=((measured @ reverse) / (reverse @ reverse)).item() if moves else 0.0,
+        cosines=(min(cosines), max(cosines)),
     )
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from klamp.errors import check_name
-from klamp.verify.explain import Explanation, Line, describe_pull
+from klamp.verify.explain import Explanation, Line, describe_cosine, describe_pull
 from klamp.verify.judge import KLFunction, Use, ValueFinding, as_loss, far_faults, judge_value, probe_far
 from klamp.verify.oracle import TOLERANCE, Loss, Pull, expected, expected_pull, in_reward
 from klamp.verify.worlds import Outcomes, random_chain, random_positions
@@ -187,7 +187,4 @@ def _under_ref(value: ValueFinding, under_ref: float) -> str:
 def _sequence(pull: Pull) -> str:
     if pull.follows.name == "zero":
         return "nothing of the gradient of KL(policy||ref) over whole completions"
-    return (
-        f"cosine {pull.cosine_reverse:.3f} with the gradient of KL(policy||ref) over whole completions, "
-        f"{100 * pull.share:.0f} % of its length (measured at up to 3 tokens)"
-    )
+    return f"over whole completions, of up to 3 tokens, {describe_cosine(pull)}"
