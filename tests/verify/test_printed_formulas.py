@@ -94,7 +94,7 @@ def test_the_numbers_of_the_value_how_much_it_is_where_it_breaks_and_what_to_tak
         "tokens of the reference instead: +0.8851, which is KL(policy||ref): the formula belongs to the other sampler",
     ) in explained("ratio-weighted").lines
     assert line("k1-as-loss", "sequence") == "nothing of the gradient of KL(policy||ref) over whole completions"
-    assert "% of its length (measured at up to 3 tokens)" in line("exact-kl", "sequence")
+    assert "of up to 3 tokens, cosine 0.510 to 0.996 with KL(policy||ref)" in line("exact-kl", "sequence")
     assert "float16" in line("k3-as-loss", "at 30 nats")
     assert line("k3-as-loss", "in klamp") == "kl_estimator='k3', kl_gradient='own'"
     assert line("minus-k1", "in klamp").startswith("no such term")
