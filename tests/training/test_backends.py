@@ -62,6 +62,8 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"reference": "ema"}, "a snapshot"),
         ({"kl_early_stop": 0.1, "num_iterations": 2}, "cannot drop it"),
         ({"reference_share": 0.5}, "whole batches"),
+        ({"teacher_kind": "ema"}, "stay as they are"),
+        ({"teacher_kind": "live", "teacher_prompt": "hint"}, "stay as they are"),
     ],
 }
 CASES = [(backend, given, why) for backend, rows in REFUSED.items() for given, why in rows]
@@ -74,6 +76,8 @@ NOT_ALONE = [
     ("verl", {"teacher_url": "http://there:8000"}, "teacher_kind='remote' cannot be honoured by verl"),
     ("verl", {"teacher_model": "there", "temperature": 0.7}, "temperature=0.7 with a teacher"),
     ("verl", {"teacher_model": "there", "reward": "none"}, "leaves out its policy loss"),
+    ("tinker", {"teacher_model": "there", "teacher_estimator": "exact"}, "cannot use a sampling client"),
+    ("tinker", {"teacher_model": "there", "teacher_estimator": "topk"}, "teacher_head='student' cannot use"),
     ("trl", {"kl_early_stop": 0.1, "num_iterations": 2}, "cannot be honoured by TRL"),
     ("trl", {"reference": "remote", "reference_url": "http://there:8000"}, "cannot be honoured by TRL"),
     ("trl", {"reference_device": "cpu"}, "cannot be honoured by TRL"),
@@ -99,6 +103,10 @@ ALLOWED = [
     ("trl", {"sampler": "vllm"}),
     ("verl", {"verl_args": ["~data.seed", "+new.key=1"], "sampler": "vllm", "exact_kl_completions": 0}),
     ("tinker", {"lora_r": 16, "ref_model": "tinker://run/sampler_weights/a", "num_iterations": 2}),
+    ("tinker", {"teacher_model": "tinker://run/sampler_weights/a", "teacher_placement": "advantage", "beta": 0.0}),
+    ("tinker", {"teacher_model": "there", "teacher_estimator": "topk", "teacher_head": "teacher"}),
+    ("tinker", {"teacher_kind": "adapter_off", "teacher_prompt": "hint", "lora_r": 4}),
+    ("tinker", {"teacher_url": "http://there:8000"}),
 ]
 
 

@@ -23,6 +23,7 @@ from klamp.scoring.model_parts import (
     Predictions,
     PrefixKL,
     TokenScores,
+    Told,
     Traits,
     checkpoints,
     divergence,
@@ -293,6 +294,14 @@ class _Pieces:
         rows, length = int(self.ask.keep.sum()), self.completions.ids.shape[1]
         whole = values.new_zeros(rows * length, values.shape[1]).index_copy(0, places, values)
         return Predictions(values=whole.view(rows, length, values.shape[1]), head=self.head.head)
+
+
+def told_scores(rows: Sequence[Sequence[object]], completions: Completions, top_k: int | None) -> Scores:
+    """The scores of completions of whose every token a server told what `Told` holds; without a k, of no head."""
+    values = torch.zeros(*completions.ids.shape, (top_k or 0) + 1, 2)
+    values[completions.mask.cpu()] = torch.tensor([place for row in rows for place in row]).view(-1, *values.shape[2:])
+    values = values.to(completions.ids.device)
+    return Scores(logprobs=values[:, :, -1, 1], predictions=None if top_k is None else Told(values=values, head=None))
 
 
 def score(model: nn.Module, completions: Completions, *, temperature: float) -> Scores:

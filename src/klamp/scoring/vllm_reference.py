@@ -28,8 +28,7 @@ from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import ConfigError, KLWarning, ModelError, unknown_name
 from klamp.scoring.completions import Completions, kept_ids
-from klamp.scoring.model_parts import Told
-from klamp.scoring.scorer import Scores
+from klamp.scoring.scorer import Scores, told_scores
 
 KEY = "KLAMP_REFERENCE_KEY"
 """The environment variable whose value is sent as a bearer token; it is in no message and no file of klamp's."""
@@ -80,11 +79,7 @@ class VLLMReference:
         """Ask the server for the log-probabilities of the completions, and for its likeliest tokens."""
         prompts = kept_ids(completions.prompt_ids, completions.prompt_mask)
         rows = self.told(prompts, kept_ids(completions.ids, completions.mask), temperature=temperature)
-        values = torch.zeros(*completions.ids.shape, self.top_k + 1, 2)
-        values[completions.mask.cpu()] = torch.tensor([place for row in rows for place in row], dtype=torch.float32)
-        values = values.to(completions.ids.device)
-        predictions = Told(values=values, head=None) if self.head else None
-        return Scores(logprobs=values[:, :, -1, 1], predictions=predictions)
+        return told_scores(rows, completions, self.top_k if self.head else None)
 
     def told(self, prompts: list[list[int]], completions: list[list[int]], *, temperature: float) -> list[list[Place]]:
         """What the server says of every token of some completions.

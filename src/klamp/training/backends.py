@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from klamp.config import LOSS_TYPES, KLConfig, LossConfig
 from klamp.config.loss import kl_reduction
+from klamp.config.teacher import of_a_server
 from klamp.errors import Refusal, refuse
 from klamp.hosts.common.kl_fields import host_refusals
 from klamp.hosts.common.teachers import one_teacher_refusals
@@ -75,22 +76,14 @@ def check_backend(config: TrainConfig) -> None:
 
 
 def _anchors_elsewhere(config: TrainConfig) -> list[Refusal]:
-    """Anchors that klamp's own loop alone has so far."""
-    backend, elsewhere = config.run.backend, config.run.backend != "local"
-    why = "klamp scores it in its own loop"
+    """The anchor that klamp's own loop alone has so far."""
+    backend = config.run.backend
     return [
         Refusal(
-            backend == "tinker" and config.teacher.named,
-            f"backend={backend!r} has no teacher of klamp's",
-            got=f"teacher_kind={config.teacher.kind!r}",
-            why=why,
-            fix="use backend='local', or leave the teacher out",
-        ),
-        Refusal(
-            elsewhere and config.kl.reference == "sampler",
+            backend != "local" and config.kl.reference == "sampler",
             f"backend={backend!r} has no KL of klamp's to the sampler",
             got="reference='sampler'",
-            why=why,
+            why="klamp scores it in its own loop",
             fix="use backend='local', or a reference that is a model",
         ),
     ]
@@ -190,6 +183,11 @@ TINKER = {
         "use reference='frozen'; ref_model names another base model or a tinker:// path",
         ("ema", "periodic", "remote"),
     ),
+    "teacher_kind": Row(
+        "the teacher is a sampling client of weights that stay as they are",
+        "use teacher_model (a base model of the service or a tinker:// path), or teacher_kind='adapter_off'",
+        ("ema", "periodic", "live"),
+    ),
     "kl_early_stop": Row(
         "the service has added the gradient up before the KL of the update is known, and cannot drop it",
         "use kl_lr_guard, or fewer num_iterations",
@@ -214,6 +212,7 @@ def tinker_refusals(config: TrainConfig) -> list[Refusal]:
             fix="set model to a base model of the service; a run of klamp's goes on with --resume and its --output_dir",
         ),
         _no_exact_kl(config, TOKENS_ONLY),
+        of_a_server(config.teacher, config.teacher.there, who="a sampling client"),
         *refused(config, NO_VERL | ONE_DEVICE | OWN_SAMPLER),
     ]
 

@@ -7,7 +7,7 @@ the completion's own token ids behind its prompt, in one row, so that the two mo
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from typing import Any
@@ -209,7 +209,20 @@ class Teachers:
 def load_teachers(
     config: TrainConfig, scorer: Scorer, task: Task, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
 ) -> Teachers | None:
+    """The teachers of a run whose policy is in this process, see `teachers_of`."""
+    return teachers_of(config, task, tokenizer, lambda name: _made(config, name, scorer, tokenizer, accelerator))
+
+
+def teachers_of(
+    config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase, make: Callable[[str], Reference]
+) -> Teachers | None:
     """The teachers of a run, ready to score; None where it has none.
+
+    Args:
+        config: of the run.
+        task: its prompts.
+        tokenizer: of its policy.
+        make: makes the one that is named so, where it is no server at an address.
 
     Raises:
         ModelError: a teacher that cannot be loaded, or with other tokens than the policy.
@@ -219,13 +232,12 @@ def load_teachers(
     if not kl.there:
         return None
     prompts = teacher_prompts(config, task, tokenizer)
-    models = kl.models
-    check_keys(config, task, models)
+    check_keys(config, task, kl.models)
     if kl.kind == "remote":
         seen = [replace(e, prompt=prompts.get(e.prompt, e.prompt)) for e in task.train]
         server = connect(config, replace(task, train=seen), tokenizer, who="teacher")
         return Teachers(kl, {"": server}, tokenizer=tokenizer, prompts=prompts)
-    made = {key: _made(config, name, scorer, tokenizer, accelerator) for key, name in models.items()}
+    made = {key: make(name) for key, name in kl.models.items()}
     return Teachers(kl, made, tokenizer=tokenizer, prompts=prompts)
 
 

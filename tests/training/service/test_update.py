@@ -20,9 +20,11 @@ from klamp.training.service import calls
 from klamp.training.service.connection import Connection
 from klamp.training.service.run import TinkerTrainer
 from klamp.training.setup import build, make_accelerator
+from klamp.training.teachers import Teachers
 
 pytestmark = pytest.mark.slow
 
+HEAD = {"teacher_estimator": "topk", "teacher_head": "teacher", "teacher_top_k": 3}
 CONTROLS = {
     "k3": {},
     "no KL": {"beta": 0.0},
@@ -39,15 +41,37 @@ CONTROLS = {
     "advantage": IN_ADVANTAGE,
     "cispo, in parts": {"surrogate": "cispo", "gradient_accumulation_steps": 4},
     "masks": {"mask_truncated_completions": True, "kl_exclude_prefix": 1},
+    "teacher, k1 in the advantage": {"beta": 0.0, "teacher_placement": "advantage", "teacher_horizon": "sequence"},
+    "teacher, k1 in the reward": {
+        "teacher_placement": "reward",
+        "teacher_horizon": "sequence",
+        "scale_rewards": "none",
+    },
+    "teacher, k3 beside a reference": {"teacher_estimator": "k3", "teacher_off_policy": "token"},
+    "teacher, a head, in parts": {**HEAD, "beta": 0.0, "gradient_accumulation_steps": 3},
+    "teacher, a head, off-policy": {**HEAD, "teacher_off_policy": "token", "teacher_direction": "js"},
+    "teacher, a head, sequence": {**HEAD, "teacher_horizon": "sequence", "teacher_off_policy": "sequence"},
+    "teacher, a tail alone": {
+        **HEAD,
+        "teacher_top_k": 0,
+        "teacher_direction": "forward",
+        "reward": "none",
+        "beta": 0.0,
+    },
 }
+OF_LOGITS = {"policy/skipped", "teacher/overlap_ratio", "teacher/cut_mass"}
+"""What is known only where the policy's logits are."""
 
 
 class Both:
     """The same adapter here and at the service, and completions that the service sampled before it moved on."""
 
     def __init__(self, tiny, folder: Path, **changes):
+        model = stored(tiny_llama(), folder / "model")
+        if any(name.startswith("teacher") for name in changes):
+            changes |= {"teacher_model": model}
         config = TrainConfig.from_flat(
-            {**TINY, "model": stored(tiny_llama(), folder / "model"), "output_dir": str(folder / "run"), "beta": 0.5}
+            {**TINY, "model": model, "output_dir": str(folder / "run"), "beta": 0.5}
             | {"lora_r": 4, "max_grad_norm": 0.0, "kl_reference_length": 4}
             | changes
         )
@@ -65,6 +89,11 @@ class Both:
         self.completions = calls.collect(self.here, sampler, examples, step=0)
         self._move(2)
         weightless = {"policy": torch.nn.ParameterList([torch.zeros(1)]), "scorer": None}
+        if self.here.teachers is not None:
+            kl, size = config.teacher, self.here.vocabulary
+            options = {"top_k": kl.teacher_top_k, "vocabulary": size} if kl.teacher_estimator == "topk" else {}
+            model = calls.TinkerReference(self.connection, base, "the base model", **options)
+            weightless["teachers"] = Teachers(kl, {"": model}, tokenizer=self.here.tokenizer, prompts={})
         reference = calls.TinkerReference(self.connection, base, "the base model")
         self.there = replace(self.here, **weightless, reference=reference)
         self.trainer = TinkerTrainer(self.there, [], self.connection, self.client)
@@ -86,7 +115,8 @@ class Both:
 
     def rated(self, context):
         beta, sampled = context.config.kl.beta, self.completions.sampler_logprobs
-        return rate(context, self.examples, self.completions, beta=beta, old_logprobs=sampled)
+        others = context.objective.others
+        return rate(context, self.examples, self.completions, beta=beta, others=others, old_logprobs=sampled)
 
 
 @pytest.mark.parametrize("name", CONTROLS)
@@ -105,7 +135,7 @@ def test_the_update_is_that_of_the_local_trainer(tiny, tmp_path, name):
     found = both.update(remote, before_step=note)
     mask = remote.mask
     torch.testing.assert_close(found.policy_logprobs[mask], expected.policy_logprobs[mask], rtol=1e-5, atol=1e-5)
-    shared = expected.losses.keys() - {"policy/skipped"}
+    shared = expected.losses.keys() - OF_LOGITS
     assert found.losses.keys() >= shared
     for key in shared:
         assert found.losses[key] == pytest.approx(expected.losses[key], rel=1e-4, abs=1e-6), key

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,44 +12,54 @@ from torch import Tensor
 
 from klamp.core.masking import check_logprobs
 from klamp.core.objective import Objective, grpo_loss
-from klamp.diagnostics.statistics import pad_tokens
 from klamp.errors import KlampError
-from klamp.hosts.tinker.reference import compute_reference_logprobs
+from klamp.hosts.tinker.datums import asked_tokens
+from klamp.hosts.tinker.loss import told_kl
+from klamp.hosts.tinker.reference import compute_reference_logprobs, compute_teacher_head
 from klamp.scoring.completions import Completions, kept_ids
-from klamp.scoring.scorer import Scores
+from klamp.scoring.scorer import Scores, told_scores
 from klamp.tasks.base import Example
 from klamp.training.context import Context
 from klamp.training.references import Reference
 from klamp.training.rollouts import Rollout
 from klamp.training.sampling import encode_prompts
 from klamp.training.service.connection import Connection
-from klamp.training.updates import batch_of, not_finite
+from klamp.training.updates import batch_of, by_teacher, head_means, not_finite, taught_of
 
 
 class TinkerReference(Reference):
-    """Weights at the service that sample and score, a reference or the policy: log-probabilities of tokens, no logits.
+    """Weights at the service that sample and score: a reference, a teacher, the policy; no logits.
 
     Args:
         connection: the session.
         client: a sampling client of the base model, of another one, or of a snapshot.
         name: where it comes from, in words.
+        top_k: of a teacher whose KL is over a head: how many of its likeliest tokens that has.
+        vocabulary: entries of the policy, where a teacher may have more.
     """
 
-    def __init__(self, connection: Connection, client: Any, name: str) -> None:
+    def __init__(
+        self, connection: Connection, client: Any, name: str, *, top_k: int | None = None, vocabulary: int | None = None
+    ) -> None:
         self.connection, self.client, self.name = connection, client, name
+        self.top_k, self.vocabulary = top_k, vocabulary
 
     def score(self, completions: Completions, *, temperature: float) -> Scores:
-        """Ask the service for the reference's log-probabilities of the completions, at temperature 1.
+        """Ask the service for the log-probabilities of the completions, at temperature 1, and for those of a head.
 
         Raises:
             ModelError, NonFiniteError: see `compute_reference_logprobs`.
         """
-        prompts, responses = token_lists(completions)
-        seconds = self.connection.seconds
+        given, seconds, k = token_lists(completions), self.connection.seconds, self.top_k
+        ask: Callable[..., Any] = compute_reference_logprobs
+        if k is not None:
+            ask = partial(compute_teacher_head, top_k=k, vocabulary=self.vocabulary)
         rows = self.connection.ask(
-            "score the completions under the reference",
-            lambda: asyncio.run(compute_reference_logprobs(self.client, prompts, responses, timeout=seconds)),
+            f"score the completions under {self.name}",
+            lambda: asyncio.run(ask(self.client, *given, timeout=seconds)),
         )
+        if k is not None:
+            return told_scores(rows, completions, k)
         return Scores(logits=None, logprobs=padded(rows, completions.ids.shape[1]))
 
     def sample(
@@ -157,8 +168,20 @@ class PartLoss:
         self.context, self.rollout, self.part, self.objective = context, rollout, part, objective
         self.prompts, self.responses = (rows[part] for rows in token_lists(rollout.completions))
         self.logprobs = torch.zeros(len(self.prompts), rollout.mask.shape[1])
+        self.told = self._told()
         self.metrics: dict[str, float] = {}
+        self.sums: dict[str, float] = {}
         self.error: KlampError | None = None
+
+    def _told(self) -> Tensor:
+        """Of each token the ids and log-probabilities of its teacher's likeliest, and last its own. [b, T, K + 1, 2]"""
+        shape = self.logprobs.shape
+        found = torch.stack([self.rollout.completions.ids[self.part].float(), torch.zeros(shape)], -1)[:, :, None]
+        for each in taught_of(self.context, self.rollout, self.part):
+            values = each.anchor.values
+            found = found if found.shape[2:] == values.shape[2:] else torch.zeros(*shape, *values.shape[2:])
+            found[each.rows] = values
+        return found
 
     @property
     def rows(self) -> list[int]:
@@ -166,25 +189,28 @@ class PartLoss:
         return [i for i, response in enumerate(self.responses) if response]
 
     def datums(self, tinker: Any) -> list[Any]:
-        """What is sent to the service: input and target tokens; the loss has all else here."""
-        found = []
+        """What is sent to the service: input and target tokens, and a teacher's head; the loss has all else here."""
+        found, k = [], self.told.shape[2] - 1
         for i in self.rows:
             full = [*self.prompts[i], *self.responses[i]]
-            inputs = {"target_tokens": torch.tensor(full[1:])}
+            head = torch.full((len(full) - 1, k), -1)
+            head[len(self.prompts[i]) - 1 :] = self.told[i, : len(self.responses[i]), :-1, 0].long()
+            targets = torch.tensor(full[1:])
+            inputs = {"target_tokens": tinker.TensorData.from_torch(asked_tokens(targets, head) if k else targets)}
             found.append(tinker.Datum(model_input=tinker.ModelInput.from_ints(full[:-1]), loss_fn_inputs=inputs))
         return found
 
     def __call__(self, data: Sequence[Any], logprobs_list: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
         """The loss, with its gradient in the log-probabilities, and no metrics."""
         try:
-            policy = self._response_part(logprobs_list)
-            self.logprobs = policy.detach()
-            batch = batch_of(
-                self.context, self.rollout, self.part, Scores(logits=None, logprobs=policy), self.objective
-            )
+            wide = self._response_part(logprobs_list)
+            self.logprobs = wide.detach()[..., -1]
+            scores, given = self._scores(wide), (self.context, self.rollout, self.part)
+            batch = batch_of(*given, scores, self.objective)
             loss, metrics = grpo_loss(batch, self.objective, totals=self.rollout.totals)
-            metrics["train/loss"] = loss.detach()
+            metrics |= {"train/loss": loss.detach(), **head_means(batch, scores)}
             self.metrics = {name: float(value) for name, value in metrics.items()}
+            self.sums = {name: float(value) for name, value in by_teacher(*given, batch, scores).items()}
             if not torch.isfinite(loss):
                 raise not_finite("the loss is not finite", f"loss {float(loss.detach())}")
         except KlampError as error:
@@ -192,10 +218,18 @@ class PartLoss:
             loss = torch.stack([torch.where(torch.zeros_like(x).bool(), x, 0.0).sum() for x in logprobs_list]).sum()
         return loss, {}
 
+    def _scores(self, wide: Tensor) -> Scores:
+        """The policy's log-probabilities, and its KL to the teacher where that is over a head."""
+        if self.context.teachers is None or self.context.teachers.how is None:
+            return Scores(logprobs=wide[..., -1])
+        ids, anchor = self.told[..., 0].long(), self.told[..., 1]
+        sampler = self.rollout.completions.sampler_logprobs[self.part]
+        kl, head = told_kl(wide, anchor, ids, self.context.config.teacher, sampler)
+        return Scores(logprobs=wide[..., -1], teacher=kl, head=head)
+
     def _response_part(self, logprobs_list: Sequence[Tensor]) -> Tensor:
-        """The log-probabilities of the responses out of those of whole sequences, [b, T], with gradient."""
-        length = self.logprobs.shape[1]
-        found = [torch.zeros(length) for _ in self.prompts]
+        """The log-probabilities of the responses out of those of whole sequences, [b, T, K + 1], with gradient."""
+        found = torch.zeros(self.told.shape[:-1])
         for i, row in zip(self.rows, logprobs_list, strict=True):
-            found[i] = pad_tokens(row[None, len(self.prompts[i]) - 1 :], length)[0]
-        return torch.stack(found)
+            found[i, : len(self.responses[i])] = row[len(self.prompts[i]) - 1 :].view(-1, found.shape[2])
+        return found

@@ -1,16 +1,16 @@
 """`klamp train --backend tinker`: klamp's trainer with the weights at a service of the Tinker SDK.
 
 Prompts, rewards, advantages, the KL, its controller, metrics and the run's folder are those of the local trainer. At
-the service are the weights and their optimizer: a snapshot samples, a client of the base model is the reference, the
-gradient of klamp's loss goes there through a custom loss, and checkpoints are saved there; the run's folder keeps
-their tinker:// path beside the state of the run. The service is the one that the SDK finds: TINKER_BASE_URL (else the
-hosted one) with TINKER_API_KEY.
+the service are the weights and their optimizer: a snapshot samples, a client of the base model is the reference, one of
+a base model or of saved weights a teacher; the gradient of klamp's loss goes there through a custom loss. Checkpoints
+are saved there; the run's folder keeps their tinker:// path beside the state of the run. The service is the one that
+the SDK finds: TINKER_BASE_URL (else the hosted one) with TINKER_API_KEY.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerBase
 
 from klamp.core.objective import Objective, Weighted
 from klamp.errors import KlampError, ModelError
+from klamp.hosts.common.teachers import check_tokens
 from klamp.scoring.completions import Completions
 from klamp.tasks.base import Example
 from klamp.training import checkpoint
@@ -35,6 +36,7 @@ from klamp.training.service import calls
 from klamp.training.service.calls import PartLoss, TinkerReference
 from klamp.training.service.connection import Connection, check_key
 from klamp.training.setup import load_prompts
+from klamp.training.teachers import teachers_of
 from klamp.training.trainer import Trainer
 from klamp.training.updates import UpdateOutput, added_parts, check_held, kl_from_old, named_losses
 
@@ -72,6 +74,7 @@ class TinkerTrainer(Trainer):
         last.callback(connection.close)
         client = _training_client(connection, config, folder)
         tokenizer = _tokenizer(connection, config, client)
+        task = load_prompts(config, tokenizer, longest=None)
         context = Context(
             config=config,
             output_dir=folder,
@@ -79,7 +82,8 @@ class TinkerTrainer(Trainer):
             policy=nn.ParameterList([zeros(1)]),  # no weights: a number whose optimizer carries the schedule
             reference=_reference(connection, config),
             tokenizer=tokenizer,
-            task=load_prompts(config, tokenizer, longest=None),
+            teachers=teachers_of(config, task, tokenizer, lambda name: _teacher(connection, config, tokenizer, name)),
+            task=task,
             stop=[],
             vocabulary=len(tokenizer),
         )
@@ -129,7 +133,7 @@ class TinkerTrainer(Trainer):
             if loss.error is not None:
                 raise loss.error
             seen.append(loss.logprobs)
-            for name, value in added_parts(loss.metrics, rollout, part).items():
+            for name, value in (added_parts(loss.metrics, rollout, part) | loss.sums).items():
                 sums[name] = sums.get(name, 0.0) + float(value)
         policy = cat(seen)
         check_held(context, sums)
@@ -235,9 +239,29 @@ def _reference(connection: Connection, config: TrainConfig) -> TinkerReference |
     if not config.kl.needs_reference:
         return None
     name = config.model.ref_model or config.model.model
+    return TinkerReference(connection, _sampling_client(connection, name), f"{name} at the service, frozen")
+
+
+def _teacher(
+    connection: Connection, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, name: str
+) -> TinkerReference:
+    """A sampling client of a teacher, whose tokens are the policy's; without a name of the model before training."""
+    name = name or config.model.model
+    client = _sampling_client(connection, name)
+    base = connection.ask(f"name the base model of {name}", client.get_base_model)
+    if base != config.model.model:
+        theirs = None
+        with suppress(ModelError):
+            theirs = ready_tokenizer(connection.ask(f"name the tokenizer of {name}", client.get_tokenizer), name)
+        check_tokens(theirs, tokenizer, name=name)
+    top_k = config.teacher.teacher_top_k if config.teacher.teacher_estimator == "topk" else None
+    said = f"{name} at the service, frozen"
+    return TinkerReference(connection, client, said, top_k=top_k, vocabulary=len(tokenizer))
+
+
+def _sampling_client(connection: Connection, name: str) -> Any:
     source = {"model_path": name} if name.startswith("tinker://") else {"base_model": name}
-    client = connection.ask(f"sample from {name}", lambda: connection.service.create_sampling_client(**source))
-    return TinkerReference(connection, client, f"{name} at the service, frozen")
+    return connection.ask(f"sample from {name}", lambda: connection.service.create_sampling_client(**source))
 
 
 def _tokenizer(connection: Connection, config: TrainConfig, client: Any) -> PreTrainedTokenizerBase:
