@@ -1,4 +1,4 @@
-"""TRL's GRPO with klamp's KL: `GRPOConfig` and `GRPOTrainer` take the place of the classes of the same name.
+"""TRL's GRPO and distillation with klamp's KL: these classes take the place of TRL's of the same name.
 
     from klamp.trl import GRPOConfig, GRPOTrainer
 
@@ -8,7 +8,7 @@ Needs trl>=1.10; an older one raises UnsupportedVersion on import, one that is n
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from klamp.hosts.common.versions import check_version
 
@@ -17,10 +17,12 @@ check_version("trl")
 import trl  # noqa: E402
 
 from klamp.config import KLConfig  # noqa: E402  (the version is checked before TRL is opened up)
+from klamp.config.teacher import TeacherConfig  # noqa: E402
 from klamp.core.arguments import check_instance, describe  # noqa: E402
 from klamp.errors import ConfigError  # noqa: E402
 from klamp.hosts.common.effective import Effective, EffectiveTerm  # noqa: E402
 from klamp.hosts.trl.callbacks import DoctorCallback  # noqa: E402
+from klamp.hosts.trl.distillation import DistillationConfig, DistillationTrainer, attached, in_force  # noqa: E402
 from klamp.hosts.trl.effective_in_trl import read_effective  # noqa: E402
 from klamp.hosts.trl.grpo_config import GRPOConfig, host_class  # noqa: E402
 from klamp.hosts.trl.grpo_trainer import GRPOTrainer, attach_to  # noqa: E402
@@ -29,6 +31,8 @@ from klamp.hosts.trl.record import ReportCallback  # noqa: E402
 from klamp.hosts.unsloth.hooks import read_effective_on_unsloth, unsloth_hook  # noqa: E402
 
 __all__ = [
+    "DistillationConfig",
+    "DistillationTrainer",
     "DoctorCallback",
     "Effective",
     "EffectiveTerm",
@@ -42,15 +46,16 @@ __all__ = [
 Trainer = TypeVar("Trainer")
 
 
-def attach(trainer: Trainer, kl: KLConfig, *, ref_model: Any = None) -> Trainer:
+def attach(trainer: Trainer, kl: KLConfig | TeacherConfig, *, ref_model: Any = None) -> Trainer:
     """Give a TRL trainer that is built already, of any subclass, the KL of a configuration. Returns the trainer.
 
     Its class becomes a subclass of its own that klamp's hooks come first in; nothing else of it changes. To be called
     before `train`. A trainer that Unsloth has written gets the hooks that fit Unsloth's loss.
 
     Args:
-        trainer: a `trl.GRPOTrainer`, or an instance of a user's subclass of it.
-        kl: the whole KL term; its beta takes the place of the trainer's.
+        trainer: a `trl.GRPOTrainer`, or an instance of a user's subclass of it; or a `trl.DistillationTrainer`.
+        kl: the whole KL term; its beta takes the place of the trainer's. For distillation a `TeacherConfig`, whose
+            teacher_model names the teacher that the trainer has.
         ref_model: the reference: a model; None: the trainer's own, or where it has none (it was built with beta 0) a
             copy of the policy as it is now.
 
@@ -58,9 +63,12 @@ def attach(trainer: Trainer, kl: KLConfig, *, ref_model: Any = None) -> Trainer:
         ConfigError: no TRL trainer, one that has trained already, or an option that cannot work in it.
         UnsupportedVersion: an Unsloth that was not tried, or whose loss is not where it was.
     """
+    if isinstance(trainer, trl.DistillationTrainer):
+        check_instance("kl", kl, TeacherConfig)
+        return attached(trainer, cast(TeacherConfig, kl))
     check_instance("kl", kl, KLConfig)
     hook = KLMixin if host_class(type(trainer)) is None else unsloth_hook(trainer)
-    return attach_to(trainer, kl, hook, ref_model=ref_model)
+    return attach_to(trainer, cast(KLConfig, kl), hook, ref_model=ref_model)
 
 
 def effective(trainer: Any) -> Effective:
@@ -69,13 +77,15 @@ def effective(trainer: Any) -> Effective:
     Read from the trainer, not from what it was asked for. Changes nothing.
 
     Raises:
-        ConfigError: no trainer of TRL's GRPO.
+        ConfigError: no trainer of TRL's GRPO or distillation.
     """
     if host_class(type(trainer)) is not None:
         return read_effective_on_unsloth(trainer)
+    if isinstance(trainer, trl.DistillationTrainer):
+        return in_force(trainer)
     if not isinstance(trainer, trl.GRPOTrainer):
         raise ConfigError(
-            "effective takes a trl.GRPOTrainer, built already",
+            "effective takes a trl.GRPOTrainer or trl.DistillationTrainer, built already",
             got=describe(trainer),
             why="what is in force is read from the trainer itself: its arguments, its reference, an attached KL",
             fix="effective(trainer), with trainer = klamp.trl.GRPOTrainer(...)",

@@ -165,6 +165,7 @@ HOST_SIGNATURES = {
         "strip_for_builtin": "(datums)",
     },
     "klamp.trl": {
+        "DistillationTrainer": "(model, teacher_model=None, args=None, *more, **options)",
         "GRPOTrainer": "(model, reward_funcs=None, args=None, *positional, ref_model=None, teacher_model=None, "
         "**options)",
         "attach": "(trainer, kl, *, ref_model=None)",

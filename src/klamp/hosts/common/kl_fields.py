@@ -26,13 +26,11 @@ def _field(name: str, kind: Any, text: str) -> tuple[str, Any, Any]:
     return name, kind | None, dataclasses.field(default=None, metadata={"help": text.replace("%", "%%")})
 
 
-def _fields() -> list[tuple[str, Any, Any]]:
-    """The other names of beta, and the fields of both anchors but beta; the help is where a host looks for it."""
-    unset = {KLConfig: "Unset: {!r}, or the host's own KL if no KL field is set.", TeacherConfig: "Unset: {!r}."}
-    return [_field(name, float, f"Another name of {of}.") for name, of in ALIASES.items()] + [
-        _field(each.name, kinds[each.name], f"{texts[each.name]} {text.format(each.default)}")
-        for config, text in unset.items()
-        for kinds, texts in [(get_type_hints(config), field_texts(config))]
+def _fields(config: type, unset: str) -> list[tuple[str, Any, Any]]:
+    """The fields of an anchor but beta; the help is where a host looks for it."""
+    kinds, texts = get_type_hints(config), field_texts(config)
+    return [
+        _field(each.name, kinds[each.name], f"{texts[each.name]} {unset.format(each.default)}")
         for each in dataclasses.fields(config)
         if each.name != "beta"
     ]
@@ -45,8 +43,15 @@ if TYPE_CHECKING:
 
         def __init__(self, *args: Any, **options: Any) -> None: ...
         def __getattr__(self, name: str) -> Any: ...
+
+    TeacherFields = KLFields
 else:
-    KLFields = dataclasses.make_dataclass("KLFields", _fields(), namespace={"__module__": __name__})
+    _OTHER_NAMES = [_field(name, float, f"Another name of {of}.") for name, of in ALIASES.items()]
+    _OF_KL = _fields(KLConfig, "Unset: {!r}, or the host's own KL if no KL field is set.")
+    _OF_TEACHER = _fields(TeacherConfig, "Unset: {!r}.")
+    _SPACE = {"__module__": __name__}
+    KLFields = dataclasses.make_dataclass("KLFields", [*_OTHER_NAMES, *_OF_KL, *_OF_TEACHER], namespace=_SPACE)
+    TeacherFields = dataclasses.make_dataclass("TeacherFields", _OF_TEACHER, namespace=_SPACE)
 
 
 def settle_fields(args: Any) -> None:

@@ -1,1 +1,1 @@
-"""TRL's GRPO as a host: see `klamp.trl`."""
+"""TRL's GRPO and distillation as a host: see `klamp.trl`."""

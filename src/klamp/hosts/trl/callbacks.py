@@ -101,13 +101,15 @@ class DoctorCallback(TrainerCallback):
 
 
 def settings_of_arguments(args: Any, *, other_reference: bool = False) -> RunSettings:
-    """What the alarms need of a GRPOConfig, TRL's or klamp's.
+    """What the alarms need of a GRPOConfig or DistillationConfig, TRL's or klamp's.
 
     Args:
         args: the trainer's arguments.
         other_reference: whether the reference is another model than the one that training starts from.
     """
     given = asdict(args) if is_dataclass(args) and not isinstance(args, type) else vars(args)
+    if "num_generations" not in given:  # in distillation TRL's beta names a divergence
+        return settings_of({name: value for name, value in given.items() if name != "beta"}, set())
     batch, group = (getattr(args, name, None) for name in ("generation_batch_size", "num_generations"))
     prompts = batch // group if batch and group else None
     settings = replace(settings_of(given, set()), other_reference=other_reference, prompts=prompts)

@@ -36,13 +36,13 @@ class OwnBeta(float):
         raise not_klamps_trainer()
 
 
-def not_klamps_trainer() -> ConfigError:
-    """The error for klamp's arguments in the hands of another trainer."""
+def not_klamps_trainer(kind: str = "GRPO", config: str = "KLConfig") -> ConfigError:
+    """The error for klamp's arguments in the hands of another trainer: of this kind; the configuration to attach."""
     return ConfigError(
         "klamp's fields are set, and the trainer is not klamp's",
         why="TRL's own trainer looks at none of them: it would train with its own KL, or without one",
-        fix="from klamp.trl import GRPOTrainer, and build that (or derive from it) in the place of trl.GRPOTrainer; or "
-        "build yours with trl.GRPOConfig, and then klamp.trl.attach(trainer, KLConfig(...))",
+        fix=f"from klamp.trl import {kind}Trainer, and build that (or derive from it) in the place of "
+        f"trl.{kind}Trainer; or build yours with trl.{kind}Config, and then klamp.trl.attach(trainer, {config}(...))",
     )
 
 

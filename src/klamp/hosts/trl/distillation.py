@@ -1,0 +1,230 @@
+"""TRL's distillation trainer with klamp's KL to the teacher in the place of TRL's divergence.
+
+Both models' hidden states come from TRL's own passes, and TRL's own count of tokens divides the sum. In between stands
+klamp's penalty, from hidden states and output heads, without the matrix of logits.
+"""
+
+from __future__ import annotations
+
+import inspect
+import warnings
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import trl
+from torch import Tensor
+from trl.trainer import distillation_trainer
+
+from klamp.config.describe import PLACEMENTS, TAUGHT, describe_average
+from klamp.config.teacher import TeacherConfig
+from klamp.core.types import Direction
+from klamp.errors import ConfigError, KLWarning, Refusal, refuse
+from klamp.hosts.common.coefficient import TEACHER, check_once, loss_mask
+from klamp.hosts.common.control import check_kl
+from klamp.hosts.common.effective import Effective, EffectiveTerm
+from klamp.hosts.common.kl_fields import PASSED, TeacherFields, teacher_config
+from klamp.hosts.common.teachers import check_tokens
+from klamp.hosts.common.versions import check_version
+from klamp.hosts.trl import teacher
+from klamp.hosts.trl.exact import plain_model, predicted, weights_are_split
+from klamp.hosts.trl.grpo_config import not_klamps_trainer
+from klamp.hosts.trl.reference import check_folder, own_reference
+from klamp.scoring.model_parts import check_same_vocabulary, token_logprobs
+from klamp.scoring.probe import probe
+
+DIRECTIONS: dict[float, Direction] = {0.0: "forward", 0.5: "js", 1.0: "reverse"}
+"""TRL's beta -> the direction that it is; between them it is no divergence of klamp's."""
+DRAWN = {"do_sample": True, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+"""What can draw tokens from another policy than the one that is trained -> where it does not."""
+
+
+class OwnDivergence(float):
+    """TRL's beta beside fields of klamp's. A trainer that is not klamp's stops where it asks which divergence it is."""
+
+    __hash__ = float.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        raise not_klamps_trainer("Distillation", "TeacherConfig")
+
+
+@dataclass
+class DistillationConfig(TeacherFields, trl.DistillationConfig):
+    """`trl.DistillationConfig` with every field of `klamp.TeacherConfig`.
+
+    While all of them are None the loss is TRL's own. Once one is set (whichever), klamp's KL to the teacher takes the
+    place of TRL's divergence: fields that are still None have klamp's defaults (k1 of the sampled token), and the
+    direction is that of TRL's `beta`. TRL's own trainer raises a ConfigError then.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if teacher_config(self) is not None:
+            self.teacher_direction = self.teacher_direction or DIRECTIONS.get(self.beta)
+            refuse(refusals(teacher_config(self) or TeacherConfig(), self))
+            self.beta = OwnDivergence(self.beta)
+
+
+def refusals(c: TeacherConfig, args: Any) -> list[Refusal]:
+    """What TRL's distillation cannot do with a teacher, beside its own arguments."""
+    usual, given = DRAWN | {"temperature": args.temperature}, vars(args) | (args.generation_kwargs or {})
+    drawn = [name for name, plain in usual.items() if given.get(name, plain) not in (plain, None)]
+    own = (c.kind, c.teacher_prompt, c.teacher_models, c.teacher_placement, c.teacher_off_policy)
+    return [
+        Refusal(
+            own != ("frozen", "", (), "loss", "none"),
+            "TRL's distillation has one frozen teacher, behind the student's own prompts, in its loss",
+            got=f"kind, prompt, models, placement and off_policy of the teacher are {', '.join(map(repr, own))}",
+            why="its loss runs both models on the same rows; it has no reward, and no log-probabilities of the sampler",
+            fix="name the teacher, with teacher_coef above 0, and leave the rest out; klamp.trl.GRPOTrainer has others",
+        ),
+        Refusal(
+            args.beta != 1.0 and DIRECTIONS.get(args.beta) != c.teacher_direction,
+            f"beta={args.beta:g} and teacher_direction={c.teacher_direction!r} name two divergences",
+            why="TRL's beta is 0 for the forward KL, 1 (its default) for the reverse and 0.5 for js",
+            fix="leave one of them out; another beta is a divergence of TRL's alone, without fields of klamp's",
+        ),
+        Refusal(
+            bool(drawn) and c.teacher_estimator != "exact" and c.teacher_tail == "sampled",
+            f"teacher_estimator={c.teacher_estimator!r} cannot be combined with {', '.join(drawn)}",
+            why="tokens are then drawn from another policy than the one that is trained, for whose own they stand",
+            fix="leave it out, or use teacher_estimator='exact', which needs no sample",
+        ),
+    ]
+
+
+class DistillationTrainer(trl.DistillationTrainer):
+    """`trl.DistillationTrainer` with klamp's KL to the teacher; takes the same arguments.
+
+    With a stock `trl.DistillationConfig`, or with no field of klamp's set, everything is TRL's own. With one, the
+    teacher is `teacher_model`, or whom the field of this name says; it may have more (padded) entries than the student,
+    of which the shared part counts. What does not fit is a ConfigError or ModelError, with the reason.
+    """
+
+    _klamp: Any = None
+    """The teacher, and the batches of the present loss with what it says of them; None: the loss is TRL's own."""
+
+    def __init__(self, model: Any, teacher_model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", KLWarning)  # said when the arguments were made
+            config = None if args is None else teacher_config(args)
+        if config is None or args is None:
+            super().__init__(model, teacher_model, args, *more, **options)
+            return
+        named = config.teacher_model if teacher_model is None else teacher_model
+        other = _loaded(named, model, args)
+        args.beta = float(args.beta)
+        super().__init__(model, None, args, *more, **options)
+        check_same_vocabulary(other, self.accelerator.unwrap_model(self.model), who="teacher", larger=True)
+        if isinstance(named, str):
+            check_tokens(teacher._tokenizer(named), self._tokenizer, name=named)
+        join(self, config, other)
+        if self.is_deepspeed_enabled:
+            self.teacher_model = distillation_trainer.prepare_deepspeed(other, self.accelerator)
+        else:
+            self.teacher_model = self.accelerator.prepare_model(other, evaluation_mode=True)
+
+    def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        """TRL's loss; an error where it does not go through klamp's hook."""
+        if self._klamp is None:
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        loss = super().compute_loss(model, inputs, *args, **kwargs)
+        check_once(len(self._klamp.seen), "calls of klamp's hook", host="TRL")
+        teacher.after_loss(self, *self._klamp.seen.pop())  # not in the wrapped forward: processes wait for each other
+        for kl in self._metrics["train" if model.training else "eval"].get("teacher/kl", [])[-1:]:
+            check_kl(kl)
+        return loss
+
+    def _compute_loss(self, unwrapped_student: Any, inputs: Any, num_items_in_batch: Any) -> Any:
+        if self._klamp is None:
+            return super()._compute_loss(unwrapped_student, inputs, num_items_in_batch)
+        taught, count, other = self._klamp.teacher, loss_mask(inputs).sum(), self.teacher_model
+        of_tokens = taught.how is None or taught.config.teacher_horizon == "sequence"
+        hidden, logprobs, entropy = self._read(unwrapped_student, inputs, of_tokens)
+        plain = self.accelerator.unwrap_model(other.eval())
+        with torch.no_grad():
+            theirs, told, _ = self._forward_redirection(other, plain, self._read, plain, inputs, False)
+        batch = {**inputs, teacher.PREDICTED: theirs, TEACHER: told, "advantages": torch.zeros_like(told[:, 0])}
+        total: Any = teacher.penalty(self, batch, logprobs, hidden)
+        self._klamp.seen.append((batch, logprobs.detach()))
+        divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
+        return total.sum() / divisor, entropy, count
+
+    def _read(self, model: Any, inputs: Any, learns: bool) -> tuple[Tensor, Tensor, Tensor]:
+        """The hidden states from which a model predicts the completions by TRL's own pass, [B, T, H]; the tokens'
+        log-probabilities, [B, T], 0 where masked, with gradient where they learn; the sum of the entropies."""
+        ids, seen = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask"))
+        takes, mask = inspect.signature(self._get_last_hidden_state).parameters, loss_mask(inputs)
+        images = {name: each for name, each in inputs.items() if name in takes}
+        hidden = self._get_last_hidden_state(model, ids, seen, mask.shape[1], **images)
+        with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
+            found, targets = predicted(plain_model(self, model), hidden[mask]), inputs["completion_ids"][mask]
+            scored: Any = token_logprobs(found, targets[:, None], temperature=self.temperature, entropy=True)
+            whole = scored.logprobs.new_zeros(mask.shape).masked_scatter(mask, scored.logprobs)
+        return hidden, whole, scored.entropy.sum()
+
+
+def _loaded(given: Any, student: Any, args: Any) -> Any:
+    """The teacher; one that is named is loaded with TRL's arguments for it."""
+    if given == PASSED:
+        raise ConfigError("no teacher is named", why="there is nobody to learn from", fix="pass teacher_model=MODEL")
+    check_folder(given)
+    options = {"dtype": None, "device_map": None, "revision": args.teacher_model_revision}
+    options |= args.teacher_model_init_kwargs or {}
+    how = SimpleNamespace(trust_remote_code=args.trust_remote_code, model_init_kwargs=options)
+    return own_reference(student, given, how, peft=True)
+
+
+def join(trainer: Any, config: TeacherConfig, other: Any) -> None:
+    """Give a trainer klamp's KL to a teacher, unless hidden states and output head of the two cannot be had."""
+    models = [trainer.accelerator.unwrap_model(each) for each in (trainer.model, other)]
+    if weights_are_split(trainer) or not all(probe(each).head for each in models):
+        raise ConfigError(
+            "klamp's KL to a teacher cannot be had for these models",
+            got=" and ".join(type(each).__name__ for each in models),
+            why="it is made from hidden states and a whole output head, which together have to give a model's numbers",
+            fix="use DDP or ZeRO-2, and no adapter on the output head; or TRL's own divergence",
+        )
+    trainer._klamp = SimpleNamespace(teacher=teacher.Teacher(config, config.build_term(), other), seen=[])
+
+
+def attached(trainer: Any, config: TeacherConfig) -> Any:
+    """Give a distillation trainer that is built already klamp's KL to its teacher. Returns the trainer."""
+    if _has_own_loss(trainer) or isinstance(trainer, DistillationTrainer) or trainer.teacher_model is None:
+        raise ConfigError(
+            "attach takes a trl.DistillationTrainer with a teacher and with TRL's loss",
+            got=type(trainer).__name__,
+            why="the hook is that loss; klamp's own trainer has it already",
+            fix="build a trl.DistillationTrainer, or set the fields of klamp.trl.DistillationConfig",
+        )
+    refuse(refusals(config, trainer.args))
+    join(trainer, config, trainer.teacher_model)
+    trainer.__class__ = type(f"KL{type(trainer).__name__}", (DistillationTrainer, type(trainer)), {})
+    return trainer
+
+
+def _has_own_loss(trainer: Any) -> bool:
+    known, names = (trl.DistillationTrainer, DistillationTrainer), ("compute_loss", "_compute_loss")
+    return any(getattr(type(trainer), name) not in [getattr(each, name) for each in known] for name in names)
+
+
+def in_force(trainer: Any) -> Effective:
+    """What the divergence of a distillation trainer will really do: klamp's, an attached one, or TRL's own."""
+    beta, unknown = trainer.beta, "unknown: the trainer has a loss of its own" if _has_own_loss(trainer) else ""
+    mixed = f"{beta:g} KL(teacher||m) + {1 - beta:g} KL(policy||m), m = {1 - beta:g} policy + {beta:g} teacher"
+    stock = EffectiveTerm(
+        term="TRL's own, to the teacher",
+        beta=1.0,
+        price="",
+        controller="fixed",
+        value=unknown or "exact",
+        gradient=unknown or f"own, per token: {TAUGHT[DIRECTIONS[beta]] if beta in DIRECTIONS else mixed}",
+        placement=PLACEMENTS["loss"],
+    )
+    return Effective(
+        host=f"trl {check_version('trl')}, {type(trainer).__name__}",
+        terms=(replace(teacher.effective_term(trainer) or stock, price="there is no reward to weigh it against"),),
+        normalizer=f"{describe_average('token_mean')} (TRL's own)",
+        reference="none: TRL's distillation has no reference",
+    )

@@ -1,0 +1,263 @@
+"""TRL's distillation with klamp's KL to the teacher: untouched TRL's own, else klamp's loss on the same logits."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from peft import LoraConfig
+from tests.hosts.trl.hosts import (
+    PROMPTS,
+    arguments,
+    dataset,
+    gradient_of,
+    model,
+    noisy,
+    saved,
+    tokenizer,
+)
+
+from klamp.config.teacher import TeacherConfig
+from klamp.core.estimators import exact_kl
+from klamp.core.penalty import token_penalty
+from klamp.core.topk import distinct, topk_kl
+from klamp.core.types import Batch
+from klamp.errors import ModelError
+from klamp.trl import DistillationConfig, DistillationTrainer, DoctorCallback, effective
+
+COEF = 0.6
+EXACT, TOPK = {"teacher_estimator": "exact"}, {"teacher_estimator": "topk", "teacher_top_k": 3}
+CHOICES: dict[str, dict[str, Any]] = {
+    "k1": {"teacher_estimator": "k1"},
+    "k3": {"teacher_estimator": "k3"},
+    "k3, bounded": {"teacher_estimator": "k3", "teacher_max_log_ratio": 0.2},
+    "k1, over the sequence": {"teacher_estimator": "k1", "teacher_horizon": "sequence"},
+    "exact, over the sequence": EXACT | {"teacher_horizon": "sequence"},
+    **{f"exact {way}": EXACT | {"teacher_direction": way} for way in ("reverse", "forward", "js")},
+    **{f"topk {way}": TOPK | {"teacher_direction": way} for way in ("reverse", "forward", "js")},
+    "topk of the teacher": TOPK | {"teacher_head": "teacher", "teacher_direction": "forward"},
+    "topk of both": TOPK | {"teacher_head": "union"},
+    "topk of none": TOPK | {"teacher_top_k": 0, "teacher_direction": "js"},
+    "topk with a bucket": TOPK | {"teacher_tail": "bucket"},
+}
+pytestmark = pytest.mark.filterwarnings("ignore::klamp.KLWarning")  # the bucket is cautioned about
+
+
+@pytest.fixture(scope="module")
+def teacher(base: Any) -> Any:
+    return noisy(base, size=0.3, seed=9)
+
+
+OF_GRPO = ("num_generations",)
+
+
+def settings(kind: type, folder: Any, **options: Any) -> Any:
+    """Arguments as the other tests have them."""
+    asked = {"temperature": 0.7, "per_device_train_batch_size": 3, **options}
+
+    def without_groups(**given: Any) -> Any:
+        return kind(**{name: x for name, x in given.items() if name not in OF_GRPO})
+
+    return arguments(without_groups, folder, **asked)  # type: ignore[arg-type]
+
+
+def made(
+    student: Any, teacher: Any, folder: Path, *, kind: type = DistillationTrainer, trainer: Any = None, **options: Any
+) -> Any:
+    """A trainer of that class around copies of two models, in training, with a step under way."""
+    config = DistillationConfig if issubclass(kind, DistillationTrainer) else trl.DistillationConfig
+    given = {"train_dataset": dataset(), "processing_class": tokenizer(), **(trainer or {})}
+    pair = (copy.deepcopy(each) if isinstance(each, torch.nn.Module) else each for each in (student, teacher))
+    built = kind(*pair, settings(config, folder, **options), **given)
+    built.current_gradient_accumulation_steps = 1
+    built.model.train()
+    return built
+
+
+def batch_of(trainer: Any, rows: int = 3, seed: int = 5) -> dict[str, Any]:
+    """A batch of completions that the student drew, of unequal lengths."""
+    torch.manual_seed(seed)
+    inputs = trainer._generate_and_score_completions([{"prompt": text} for text in PROMPTS[:rows]])
+    inputs["completion_mask"][0, 3:] = 0
+    inputs["num_items_in_batch"] = inputs["completion_mask"].sum()
+    return inputs
+
+
+def own_penalty(trainer: Any, student: Any, teacher: Any, inputs: dict[str, Any], options: dict[str, Any]) -> Any:
+    """klamp's penalty from the logits of the two models alone: nothing that the adapter computed. [B, T]"""
+    config = TeacherConfig(teacher_model="given", **options)
+    policy, other = (plain_logits64(each, inputs) / trainer.temperature for each in (student, teacher))
+    whole = other.log_softmax(-1)[..., : policy.shape[-1]]
+    logprobs, targets = policy.log_softmax(-1), inputs["completion_ids"][..., None]
+    kl, c = None, config
+    if c.teacher_estimator == "exact" and other.shape == policy.shape:
+        kl = exact_kl(policy, other, direction=c.teacher_direction)
+    elif c.teacher_estimator in ("exact", "topk"):
+        k = c.teacher_top_k if c.teacher_estimator == "topk" else policy.shape[-1]
+        heads = [each.topk(k).indices for each in (logprobs, other)]
+        ids = {"student": heads[0], "teacher": heads[1], "union": torch.cat(heads, -1)}[c.teacher_head]
+        kept = distinct(ids, ids < policy.shape[-1])
+        ids = torch.where(kept, ids, 0)
+        kl = topk_kl(
+            logprobs.gather(-1, ids),
+            whole.gather(-1, ids),
+            logprobs.gather(-1, targets)[..., 0],
+            whole.gather(-1, targets)[..., 0],
+            ~((ids == targets) & kept).any(-1),
+            direction=c.teacher_direction,
+            tail=c.teacher_tail,
+            kept=kept,
+        )
+    batch = Batch(
+        policy_logprobs=logprobs.gather(-1, targets)[..., 0],
+        teacher_logprobs=whole.gather(-1, targets)[..., 0].detach(),
+        mask=inputs["completion_mask"].bool(),
+        advantages=torch.zeros(len(targets)),
+        teacher_kl=kl,
+    )
+    return config.teacher_coef * token_penalty(batch, config.build_term())
+
+
+def plain_logits64(made: Any, inputs: dict[str, Any]) -> torch.Tensor:
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], 1)
+    return made(input_ids=ids, attention_mask=mask).logits[:, -inputs["completion_ids"].shape[1] - 1 : -1].double()
+
+
+def check_loss(trainer: Any, student: Any, teacher: Any, options: dict[str, Any], *, close: float = 1e-6) -> Any:
+    """One loss and its gradient against klamp's own; the batch."""
+    inputs = batch_of(trainer)
+    expected = own_penalty(trainer, student, teacher, inputs, options).sum() / inputs["completion_mask"].sum()
+    gradient = torch.autograd.grad(expected, [p for p in student.parameters() if p.requires_grad])
+    loss = trainer.compute_loss(trainer.model, inputs)
+    found = gradient_of(trainer, loss)
+    torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=close, atol=close)
+    whole = torch.cat([part.flatten() for part in gradient]).double()
+    torch.testing.assert_close(found.double(), whole, rtol=close, atol=close)
+    assert float(found.norm()) > 1e-3
+    return inputs
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_the_loss_and_its_gradient_are_klamps_own(base: Any, teacher: Any, tmp_path: Path, name: str) -> None:
+    options = CHOICES[name] | {"teacher_coef": COEF}
+    student, other = (copy.deepcopy(each).double() for each in (base, teacher))
+    trainer = made(student, other, tmp_path, **options)
+    inputs = check_loss(trainer, student, other, options)
+    metrics = trainer._metrics["train"]
+    logits = plain_logits64(student, inputs) / trainer.temperature
+    entropy = torch.distributions.Categorical(logits=logits.detach()).entropy()[inputs["completion_mask"].bool()].mean()
+    assert metrics["entropy"] == [pytest.approx(float(entropy), rel=1e-5)], "TRL's own metric stays"
+    assert metrics["teacher/coef"] == [COEF] and "teacher/k1" in metrics
+    assert ("teacher/student_mass" in metrics) == (options.get("teacher_top_k", 0) > 0)
+
+
+@pytest.mark.parametrize("beta", [1.0, 0.5, 0.0])
+def test_a_run_has_trls_numbers_where_the_divergence_is_trls(
+    base: Any, teacher: Any, tmp_path: Path, beta: float
+) -> None:
+    """Untouched to the last bit; with the exact KL, whose direction is then that of TRL's beta, up to rounding."""
+    options = {"beta": beta, "gradient_accumulation_steps": 2, "max_steps": 3}
+    runs = [run(trl.DistillationTrainer, base, teacher, tmp_path, **options)]
+    runs += [run(DistillationTrainer, base, teacher, tmp_path, **options, **more) for more in ({}, EXACT)]
+    (stock, rows), (untouched, same), (exact, ours) = runs
+    assert all(map(torch.equal, stock, untouched))
+    for row, other, own in zip(rows, same, ours, strict=True):
+        assert {**row, "step_time": 0} == {**other, "step_time": 0}
+        assert own["loss"] == pytest.approx(row["loss"], abs=1e-4)
+        assert own["entropy"] == pytest.approx(row["entropy"], abs=1e-5)
+        assert own["teacher/kl"] == pytest.approx(row["loss"], abs=1e-4), "the mean over the tokens of the step"
+    for one, another in zip(stock, exact, strict=True):
+        torch.testing.assert_close(one, another, rtol=1e-3, atol=1e-4)
+
+
+def run(kind: type, base: Any, teacher: Any, folder: Path, **options: Any) -> tuple[list[Any], list[dict[str, Any]]]:
+    """The weights after a run, and its logged steps."""
+    trainer = made(base, teacher, folder, kind=kind, **options)
+    torch.manual_seed(11)
+    trainer.train()
+    rows = [row for row in trainer.state.log_history if "loss" in row]
+    return [p.detach().clone() for p in trainer.model.parameters()], rows
+
+
+def test_a_step_is_divided_by_all_of_its_tokens_however_it_is_cut(base: Any, teacher: Any, tmp_path: Path) -> None:
+    trainer = made(base, teacher, tmp_path, **EXACT)
+    whole = batch_of(trainer, rows=4)
+    cut = [{name: x if x.ndim == 0 else x[part] for name, x in whole.items()} for part in (slice(1), slice(1, 4))]
+    at_once = gradient_of(trainer, trainer.compute_loss(trainer.model, whole))
+    parts = [gradient_of(trainer, trainer.compute_loss(trainer.model, each)) for each in cut]
+    torch.testing.assert_close(sum(parts), at_once, rtol=1e-5, atol=1e-6)
+    masked = {**cut[0], "completion_mask": torch.zeros_like(cut[0]["completion_mask"])}
+    nothing = trainer.compute_loss(trainer.model, masked)
+    assert float(nothing) == 0 and not gradient_of(trainer, nothing).any()
+    assert all(p.grad is not None for p in trainer.model.parameters()), "processes wait for every weight's gradient"
+
+
+def test_tokens_of_tools_carry_no_loss(base: Any, teacher: Any, tmp_path: Path) -> None:
+    trainer = made(base, teacher, tmp_path, **EXACT)
+    inputs = batch_of(trainer)
+    shorter = {**inputs, "completion_mask": inputs["completion_mask"].clone()}
+    shorter["completion_mask"][:, -2:] = 0  # the last tokens: nobody sees them
+    tools = torch.ones_like(inputs["completion_mask"])
+    tools[:, -2:] = 0
+    losses = [trainer.compute_loss(trainer.model, each) for each in (shorter, {**inputs, "tool_mask": tools})]
+    torch.testing.assert_close(*losses)
+
+
+def test_a_teacher_teaches_without_its_dropout(base: Any, teacher: Any, tmp_path: Path) -> None:
+    trainer = made(base, teacher, tmp_path, **EXACT)
+    for layer in trainer.teacher_model.model.layers:
+        layer.self_attn.attention_dropout = 0.5
+    trainer.teacher_model.train()
+    inputs = batch_of(trainer)
+    trainer.teacher_model.train()
+    torch.testing.assert_close(*(trainer.compute_loss(trainer.model, inputs).detach() for _ in range(2)))
+
+
+@pytest.mark.parametrize("name", ["k1", "exact forward", "exact js", "topk reverse", "topk of the teacher"])
+def test_of_a_larger_teacher_the_shared_part_counts(base: Any, tmp_path: Path, name: str) -> None:
+    larger = model(seed=3)
+    larger.resize_token_embeddings(len(tokenizer()) + 5, mean_resizing=False)
+    options = CHOICES[name]
+    if name == "exact js":
+        options = TOPK | {"teacher_direction": "js"}
+    trainer = made(base, larger.double(), tmp_path, **options)
+    trainer.model.double()
+    check_loss(trainer, copy.deepcopy(base).double(), larger, options)
+    if "k1" not in name:
+        assert trainer._metrics["train"]["teacher/cut_mass"][0] > 0
+    with pytest.raises(ValueError, match="shared vocabulary"):
+        made(base, larger, tmp_path, kind=trl.DistillationTrainer)
+    with pytest.raises(ModelError, match="the teacher has another vocabulary"):
+        made(larger, base, tmp_path, **options)
+
+
+@pytest.mark.parametrize("name", ["exact reverse", "topk reverse", "k3"])
+def test_an_adapter_learns_and_nothing_else(base: Any, teacher: Any, tmp_path: Path, name: str) -> None:
+    torch.manual_seed(7)
+    lora = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    trainer = made(base, teacher, tmp_path, trainer={"peft_config": lora}, **CHOICES[name])
+    check_loss(trainer, trainer.model, teacher, CHOICES[name], close=1e-5)
+    assert {name for name, p in trainer.model.named_parameters() if p.grad is not None} == {
+        name for name, p in trainer.model.named_parameters() if "lora" in name
+    }
+
+
+def test_evaluation_and_a_named_teacher(base: Any, teacher: Any, tmp_path: Path) -> None:
+    name = saved(teacher, tmp_path / "teacher")
+    given = {"eval_dataset": dataset(), "callbacks": [DoctorCallback()]}
+    options = TOPK | {"teacher_model": name, "teacher_warmup_steps": 2, "teacher_coef": 2.0}
+    trainer = made(base, None, tmp_path, trainer=given, eval_strategy="steps", eval_steps=1, **options)
+    trainer.train()
+    rows = trainer.state.log_history
+    assert [row["teacher/coef"] for row in rows if "teacher/coef" in row] == [0.0, 1.0]
+    assert all(row["eval_teacher/kl"] > 0 for row in rows if "eval_loss" in row)
+    assert str(tmp_path / "teacher") in effective(trainer).terms[0].term
+    tokenizer().train_new_from_iterator(["other words, other ids"] * 9, 96).save_pretrained(name)
+    with pytest.raises(ModelError, match="another tokenizer"):
+        made(base, None, tmp_path, **options)
+    assert not any(found.alarm.level == "alarm" for found in given["callbacks"][0].findings)

@@ -1,0 +1,51 @@
+"""Distillation in two real processes over gloo: TRL's numbers, and one set of metrics."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    command = [sys.executable, *launch, "-m", "tests.hosts.trl.children_distillation"]
+    environment = os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
+        "CUDA_VISIBLE_DEVICES": "",
+        "FOLDER": str(folder),
+    }
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+
+
+def test_untouched_every_process_has_the_numbers_of_the_stock_class(ranks: list[dict[str, Any]]) -> None:
+    for found in ranks:
+        assert found["untouched"] == found["stock"]
+
+
+@pytest.mark.parametrize("name", ["exact", "topk"])
+def test_both_processes_have_the_same_weights_and_metrics(ranks: list[dict[str, Any]], name: str) -> None:
+    assert ranks[0][name] == ranks[1][name]
+    for row in ranks[0][name]["rows"]:
+        assert row["loss"] == pytest.approx(row["teacher/kl"], abs=1e-4), "the mean over the tokens of both"
+
+
+def test_the_exact_kl_gives_trls_own_loss_and_weights(ranks: list[dict[str, Any]]) -> None:
+    own, stock = ranks[0]["exact"], ranks[0]["stock"]
+    for row, other in zip(own["rows"], stock["rows"], strict=True):
+        assert {key: row[key] for key in other} == pytest.approx(other, abs=1e-4)
+    assert own["weights"] == pytest.approx(stock["weights"], abs=1e-5)
