@@ -218,7 +218,9 @@ def log(folder: Path, **columns: object) -> str:
 def test_no_alarm_is_not_green_where_no_kl_was_looked_at(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     blind = log(tmp_path, my_kl=0.001, grad_norm=0.2)
     assert main(["doctor", blind]) == 2
-    out = " ".join(capsys.readouterr().out.split())
+    captured = capsys.readouterr()
+    assert "no alarm, and the KL was not looked at" in captured.err and "--beta 0" in captured.err
+    out = " ".join(captured.out.split())
     assert "no alarm in what was looked at;" in out and "the KL NOT looked at: no KL to the reference" in out
     assert "not read my_kl: what it is can be said, as --map kl=my_kl (a k3) or k1=my_kl" in out
     assert main(["doctor", blind, "--json"]) == 2

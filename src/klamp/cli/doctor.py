@@ -47,7 +47,10 @@ def run(argv: Sequence[str]) -> int:
     else:
         show(diagnosis, options.path)
         show_sync(reports)
-    return ALARMED if failed else UNREADABLE if blind else HEALTHY
+    if blind and not failed:
+        show_error(_not_looked_at(options.path, blind))
+        return UNREADABLE
+    return ALARMED if failed else HEALTHY
 
 
 def _examined(options: DoctorOptions, names: Mapping[str, str]) -> Diagnosis:
@@ -92,6 +95,15 @@ def _nothing_to_check(path: Path, history: History) -> DataError:
         why=f"it has only {', '.join(logged[:8])}" if history.rows and logged else "no step was logged",
         fix="log a KL, a gradient norm or a loss at every step (TRL: logging_steps=1), or say with --map what "
         "the record calls them",
+    )
+
+
+def _not_looked_at(path: Path, why: str) -> DataError:
+    return DataError(
+        "no alarm, and the KL was not looked at",
+        got=str(path),
+        why=why,
+        fix="log a KL, say with --map what a column is, or with --beta 0 that there is none",
     )
 
 

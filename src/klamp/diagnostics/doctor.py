@@ -98,7 +98,7 @@ class Diagnosis:
         beta = history.latest.get("beta", history.settings.beta)
         if beta == 0 or history.measures_kl:
             return ""
-        return "no KL to the reference was found in the record (--beta 0 says that there is none)"
+        return "no KL to the reference was found in the record"
 
     def failed(self, names: Iterable[str] = ()) -> list[str]:
         """The names of the findings that make a check fail.
