@@ -261,3 +261,12 @@ def test_evaluation_and_a_named_teacher(base: Any, teacher: Any, tmp_path: Path)
     with pytest.raises(ModelError, match="another tokenizer"):
         made(base, None, tmp_path, **options)
     assert not any(found.alarm.level == "alarm" for found in given["callbacks"][0].findings)
+
+
+@pytest.mark.parametrize("asked", [{}, {"dtype": "float16"}])
+def test_a_named_teacher_is_loaded_as_trl_loads_it(base: Any, teacher: Any, tmp_path: Path, asked: Any) -> None:
+    name = saved(copy.deepcopy(teacher).to(torch.bfloat16), tmp_path / "teacher")
+    kinds = {trl.DistillationTrainer: {}, DistillationTrainer: EXACT}
+    built = [made(base, name, tmp_path, kind=k, teacher_model_init_kwargs=asked, **more) for k, more in kinds.items()]
+    stock, ours = (each.teacher_model for each in built)
+    assert ours.dtype == stock.dtype and type(ours) is type(stock)
