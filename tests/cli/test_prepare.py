@@ -64,7 +64,7 @@ def test_trl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "7.6 billion parameters",
         "gradient checkpointing on",
         "4 GPUs to train, 4 for vLLM",
-        "--zero_stage 3",
+        "--zero_stage 2",
     ):
         assert said in text
     install, server, launch, look, _ = commands(text)
@@ -74,11 +74,11 @@ def test_trl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     _the_server_takes(shlex.split(server.rstrip(" &"))[3:])
     assert launch.startswith("CUDA_VISIBLE_DEVICES=0,1,2,3 ")
     told = _accelerate_takes(shlex.split(launch)[3:])
-    assert told.num_processes == 4 and told.use_deepspeed and told.zero_stage == 3 and told.mixed_precision == "bf16"
+    assert told.num_processes == 4 and told.use_deepspeed and told.zero_stage == 2 and told.mixed_precision == "bf16"
     assert told.module and told.training_script == "klamp.cli" and told.training_script_args[0] == "train"
     config = parse_train(told.training_script_args[1:]).config
     parts = config.optim.gradient_accumulation_steps
-    assert 128 * 8 // 4 // parts == 4 and config.model.gradient_checkpointing and config.model.dtype == "float32"
+    assert 128 * 8 // 4 // parts == 2 and config.model.gradient_checkpointing and config.model.dtype == "float32"
     assert config.rollout.sampler_url == "http://127.0.0.1:8000"
     assert not (folder / "runs").exists(), "nothing is written"
 

@@ -63,7 +63,7 @@ def _sizes(config: TrainConfig, load: Load) -> str:
     told = [f"{what}: {why}" for what, why in reasons(load, sizes_of(load))]
     if load.apart:
         told.append(f"{load.gpus} GPUs to train, {config.run.gpus // 2} for vLLM: half each, if the prompts divide so")
-        told.append("computed in bfloat16: DeepSpeed has float32 copies of all trained weights, dtype stays float32")
+        told.append("computed in bfloat16: DeepSpeed (ZeRO-2) has float32 copies of all weights, dtype stays float32")
     title = f"{config.model.model}, {load.shape.parameters / GB:.2g} billion parameters, divided over {load.gpus} GPUs"
     filled = [textwrap.fill(each, WIDTH, initial_indent="  ", subsequent_indent=" " * 6) for each in told]
     return "\n".join([f"{title} (estimates; none of them changes a loss)\n", *filled])
@@ -101,8 +101,7 @@ def _trl(argv: Sequence[str], config: TrainConfig, shape: Shape | None, longest:
         words += ["--dtype", "float32"]  # DeepSpeed keeps float32 copies itself, and computes in bfloat16
     over = 1 if shape is None else spread(shape, serving)[-1]
     server = f"--host 127.0.0.1 --tensor_parallel_size {over} --data_parallel_size {serving // over}"
-    stage = 3 if load is None or sizes_of(load).checkpointing else 2
-    launch = f"--num_processes {training} --num_machines 1 --use_deepspeed --zero_stage {stage} --mixed_precision bf16"
+    launch = f"--num_processes {training} --num_machines 1 --use_deepspeed --zero_stage 2 --mixed_precision bf16"
     first, last = (",".join(map(str, each)) for each in (range(training), range(gpus - serving, gpus)))
     return load, [
         f"CUDA_VISIBLE_DEVICES={last} trl vllm-serve --model {shlex.quote(model_path(config.model.model))} {server} "

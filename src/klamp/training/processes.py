@@ -21,9 +21,9 @@ from torch.nn.utils import clip_grad_norm_
 from klamp.errors import ConfigError, KlampError, TrainerFailed
 from klamp.training.config import TrainConfig
 
-FSDP = "ACCELERATE_USE_FSDP"
-"""The variable by which `accelerate launch` asks for FSDP."""
-SPLITS = {FSDP: "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
+FSDP, DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
+"""The variables by which `accelerate launch` asks for them."""
+SPLITS = {FSDP: "FSDP", DEEPSPEED: "DeepSpeed"}
 """The variables by which `accelerate launch` asks for weights that are divided among processes."""
 
 

@@ -86,8 +86,11 @@ def load_of(config: TrainConfig, shape: Shape, *, gpus: int, prompt: int, apart:
 def sizes_of(load: Load) -> Sizes:
     """Choose sizes for a load."""
     shape, billions = load.shape, load.shape.parameters / GB
-    state = billions * (ALONE if load.adapter else MIXED) / load.gpus
-    reference = billions * ALONE * load.reference / load.gpus
+    if load.apart:  # ZeRO-2: weights and reference whole, in bfloat16
+        state, reference = billions * (2 + (0 if load.adapter else 14 / load.gpus)), billions * 2 * load.reference
+    else:
+        state = billions * (ALONE if load.adapter else MIXED) / load.gpus
+        reference = billions * ALONE * load.reference / load.gpus
     offload, away = (not load.apart and x > load.memory / n for x, n in ((state, 3), (reference, 50)))
     left = load.memory * (1 - SPARE) - state - (0.0 if away else reference)
     logits = LOGIT * shape.vocabulary

@@ -45,3 +45,10 @@ def test_a_stage_has_the_numbers_of_plain_data_parallelism_and_goes_on_with_them
     trained_by_one, whole = (load_model(str(newest_policy(given / name))) for name in ("run", stage))
     for weight, wanted in zip(whole.parameters(), trained_by_one.parameters(), strict=True):
         torch.testing.assert_close(weight, wanted, atol=1e-5, rtol=1e-5)
+
+
+def test_stage_2_in_bfloat16_as_prepare_prints_it(given: Path) -> None:
+    trained(given / "bf16", ["tests.engines.deepspeed.command", "bf16"], "--max_steps=2")
+    first, second = steps_of(given / "bf16")
+    assert abs(first["kl/k3"]) < 1e-6, "policy and reference are computed in the same data type"
+    assert second["kl/k3"] > 0

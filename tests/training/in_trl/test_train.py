@@ -74,7 +74,7 @@ def test_one_process_for_each_gpu(quick, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "1")
     with pytest.raises(ConfigError, match="one process for each GPU") as refused:
         train_run(quick())
-    assert "--num_processes 4" in str(refused.value)
+    assert "--prepare --gpus 4" in str(refused.value)
     monkeypatch.setenv("WORLD_SIZE", "4")
     check_devices(quick())
 

@@ -51,7 +51,7 @@ from klamp.training.in_trl.trainer import (  # noqa: E402
 )
 from klamp.training.models import adapter_config, adapter_errors, former_names  # noqa: E402
 from klamp.training.observers import Observer, RunInfo  # noqa: E402
-from klamp.training.processes import FSDP, asked_for  # noqa: E402
+from klamp.training.processes import DEEPSPEED, FSDP, asked_for  # noqa: E402
 from klamp.training.run import Interrupt, Training  # noqa: E402
 from klamp.training.setup import load_context, load_reference, on_cpu  # noqa: E402
 from klamp.training.teachers import load_teachers  # noqa: E402
@@ -228,6 +228,7 @@ def trainer_of(context: Context) -> RunTrainer:
     taught = None if context.teachers is None else context.teachers.models[""]
     with former_names(), adapter_errors(model):
         warnings.simplefilter("ignore", KLWarning)  # said when the configuration was made
+        given["bf16"] = asked_for(DEEPSPEED) and os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
         args = GRPOConfig(**given, use_cpu=cpu, dataloader_pin_memory=not cpu)
         save_whole_models(args.deepspeed_plugin)
         if cpu and config.rollout.sampler == "vllm" and config.rollout.sampler_url is None:
