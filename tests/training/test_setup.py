@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,11 +13,14 @@ from accelerate import Accelerator
 from accelerate.state import AcceleratorState
 from tests.training.conftest import steps_of, stored, tiny_llama
 
-from klamp.errors import ConfigError, DataError, KlampError, ModelError, RunFolderError, UnknownNameError
+from klamp.ablation.measure import evaluate
+from klamp.errors import ConfigError, DataError, KlampError, KLWarning, ModelError, RunFolderError, UnknownNameError
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training import setup
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
+from klamp.training.folders import newest_policy
+from klamp.training.models import load_model
 from klamp.training.setup import Inputs, make_accelerator, open_inputs, reference_kind
 
 
@@ -107,9 +111,44 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(config_of, tmp_p
 
 
 def test_a_reference_with_another_vocabulary_is_refused(config_of, tmp_path):
-    folder = stored(tiny_llama(vocab_size=50), tmp_path / "other")
+    folder = stored(tiny_llama(vocab_size=30, eos_token_id=1, pad_token_id=0), tmp_path / "small")
     error = refused(config_of(ref_model=folder), ModelError, "another vocabulary")
-    assert "reference 50" in error.got
+    assert "reference 30" in error.got
+    other = stored(tiny_llama(vocab_size=50), tmp_path / "other")
+    file = tmp_path / "other" / "tokenizer.json"
+    text = json.loads(file.read_text())
+    vocabulary = text["model"]["vocab"]
+    vocabulary["1"], vocabulary["2"] = vocabulary["2"], vocabulary["1"]
+    file.write_text(json.dumps(text))
+    refused(config_of(ref_model=other), ModelError, "the reference has another tokenizer than the policy")
+
+
+@pytest.mark.parametrize("backend", ["local", "trl"])
+def test_a_reference_that_is_padded_further_is_the_reference(llama, config_of, tmp_path, backend):
+    """As in one family a small model has 151,936 entries and a large one 152,064: k1 has the mass m beyond the policy's
+    entries, -log(1 - m); the sum over the shared ones is the generalised KL, -log(1 - m) - m, of the same gradient."""
+    padded = load_model(llama, "float32")
+    padded.resize_token_embeddings(50)
+    settings = {"backend": backend, "max_steps": 1, "eval_every": 0, "exact_kl_completions": 8, "eval_size": 1}
+    train_run(config_of(ref_model=stored(padded, tmp_path / "padded"), **settings))
+    (row,) = steps_of(tmp_path / "run")
+    beyond = -math.expm1(-row["kl/k1"])
+    assert row["kl/k1"] > 1e-3 and row["kl/exact"] == pytest.approx(row["kl/k1"] - beyond, rel=0.1)
+
+
+def test_padding_of_the_policy_that_the_reference_has_not_is_cut(llama, config_of, tmp_path):
+    padded = load_model(llama, "float32")
+    padded.resize_token_embeddings(50)
+    config = config_of(
+        model=stored(padded, tmp_path / "padded"), ref_model=llama, max_steps=1, eval_every=0, eval_size=1
+    )
+    with pytest.warns(KLWarning, match="entries from 42 on are cut"):
+        train_run(config)
+    (row,) = steps_of(tmp_path / "run")
+    assert abs(row["kl/k1"]) < 1e-6 and abs(row["kl/exact"]) < 1e-6, "without them they are one model"
+    saved = newest_policy(tmp_path / "run")
+    assert load_model(str(saved), "float32").config.vocab_size == 42
+    assert evaluate(config, saved).numbers["kl/reverse"] >= 0, "the start has its padding"
 
 
 def test_prompts_that_leave_no_room_for_a_completion_are_refused(config_of, tmp_path):

@@ -182,7 +182,7 @@ def measured(config: TrainConfig, weights: str | Path | None) -> Context:
         reference: LocalReference = AdapterOffReference(policy, traits=traits)
     else:
         policy = start if weights is None else loaded(str(weights))
-        check_same_vocabulary(start, policy)
+        check_same_vocabulary(start, policy, larger=True)  # padding that a run cut
         traits = probe(policy)
         reference = FrozenReference(start, name="the model that training started from")
     tokenizer = load_tokenizer(model.tokenizer or model.model)

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import copy
 import os
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import Accelerator, PartialState
@@ -17,7 +19,7 @@ from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from klamp.errors import ConfigError, ModelError
+from klamp.errors import ConfigError, KLWarning, ModelError
 from klamp.scoring.model_parts import check_same_vocabulary, output_size
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
@@ -46,7 +48,7 @@ from klamp.training.models import (
 from klamp.training.observers import Observer, progress_of
 from klamp.training.processes import check_precision, timeout_of
 from klamp.training.references import AdapterOffReference, FrozenReference, MovingReference, Reference, connect
-from klamp.training.teachers import load_teachers
+from klamp.training.teachers import check_tokens_of, load_teachers
 
 ELSEWHERE = ("tinker", "verl")
 """Backends whose weights are not in this process."""
@@ -207,7 +209,10 @@ def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers
     resumed = checkpoint.whole_newest(folder) if config.run.resume else None
     context, kind = load_context(config, accelerator, folder, observers), reference_kind(config)
     remote = connect(config, context.task, context.tokenizer) if kind == "remote" else None
-    copied = copy.deepcopy(context.policy) if kind == "frozen" and config.model.ref_model is None else None
+    copied = None
+    if kind == "frozen":  # before the policy has an adapter: its padding may be cut
+        named = config.model.ref_model is not None
+        copied = load_reference(config, context) if named else copy.deepcopy(context.policy)
     context.policy = policy = _policy(context.policy, config, resumed, accelerator)
     context.scorer = context.wrapped = scorer = Scorer(policy, probe(policy))
     if remote:
@@ -268,21 +273,31 @@ def _references(
         copies = [_placed(copy.deepcopy(started), config, accelerator) for _ in range(2)]
         moving = MovingReference(copies[0], decay=decay, reset_steps=every, traits=traits)
         return moving, FrozenReference(copies[1], traits=traits)
-    if copied is not None:
-        return FrozenReference(_placed(copied, config, accelerator), traits=traits), None
-    model = load_reference(config, policy)
-    return FrozenReference(_placed(model, config, accelerator), name=f"{config.model.ref_model}, frozen"), None
+    assert copied is not None
+    placed, named = _placed(copied, config, accelerator), config.model.ref_model
+    if named is None:
+        return FrozenReference(placed, traits=traits), None
+    return FrozenReference(placed, name=f"{named}, frozen"), None
 
 
-def load_reference(config: TrainConfig, policy: nn.Module) -> PreTrainedModel:
-    """The model that ref_model names.
+def load_reference(config: TrainConfig, context: Context) -> PreTrainedModel:
+    """The model that ref_model names. What the policy's vocabulary is padded with beyond the reference's is cut.
+
+    Entries that the tokenizer does not have mean nothing, and under a reference without them the KL would be infinite.
 
     Raises:
-        ModelError: there is none, or it has another vocabulary than the policy.
+        ModelError: there is none, or its tokens are others than the policy's.
     """
     assert config.model.ref_model is not None
+    policy: Any = context.policy
     model = load_model(config.model.ref_model, config.model.dtype)
-    check_same_vocabulary(model, policy)
+    check_tokens_of(config.model.ref_model, context.tokenizer, who="reference")
+    if len(context.tokenizer) <= (entries := output_size(model)) < context.vocabulary:
+        text = f"The policy's entries from {entries} on are cut: the tokenizer has none of them, nor has the reference."
+        warnings.warn(text, KLWarning, stacklevel=2)
+        policy.resize_token_embeddings(entries)
+        context.vocabulary = entries
+    check_same_vocabulary(model, policy, larger=True)
     return model
 
 

@@ -258,12 +258,12 @@ def _made(
     return FrozenReference(model.to(accelerator.device), name=f"{name}, frozen")  # pyright: ignore[reportArgumentType]
 
 
-def check_tokens_of(name: str, ours: PreTrainedTokenizerBase) -> None:
-    """Refuse a teacher whose tokenizer gives other ids to the policy's tokens; see `check_tokens`."""
+def check_tokens_of(name: str, ours: PreTrainedTokenizerBase, *, who: str = "teacher") -> None:
+    """Refuse an anchor whose tokenizer gives other ids to the policy's tokens; see `check_tokens`."""
     theirs = None
     with suppress(ModelError):
         theirs = load_tokenizer(name)
-    check_tokens(theirs, ours, name=name)
+    check_tokens(theirs, ours, name=name, who=who)
 
 
 def teacher_prompts(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:

@@ -110,9 +110,18 @@ def test_without_a_trained_adapter_means_without_it(tmp_path: Path) -> None:
 
 def test_a_reference_of_another_vocabulary_is_refused_before_anything_is_generated(tmp_path: Path) -> None:
     other = model()
-    other.resize_token_embeddings(len(tokenizer()) + 8)
+    other.resize_token_embeddings(len(tokenizer()) - 8)
     with pytest.raises(ModelError, match="another vocabulary than the policy"):
         klamp_trainer(model(), tmp_path, beta=0.1, trainer={"ref_model": other})
+
+
+def test_a_reference_that_is_padded_further_is_taken_and_its_tokens_are_asked_for(tmp_path: Path) -> None:
+    other = model()
+    other.resize_token_embeddings(len(tokenizer()) + 8)
+    with pytest.warns(KLWarning, match="has no tokenizer beside it: whether its token ids are the policy's"):
+        trainer = klamp_trainer(model(), tmp_path, beta=0.1, trainer={"ref_model": other})
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] > 1e-6, "it has mass where the policy has none"
 
 
 def test_a_passed_reference_is_looked_at_before_the_first_update(tmp_path: Path) -> None:

@@ -59,32 +59,33 @@ def no_prompt(column: str, given: Collection[str]) -> DataError:
     )
 
 
-def check_tokens(theirs: Any, ours: Any, *, name: str) -> None:
-    """Refuse a teacher whose tokenizer gives other ids to the policy's tokens; warn of another end, or of no tokenizer.
+def check_tokens(theirs: Any, ours: Any, *, name: str, who: str = "teacher") -> None:
+    """Refuse an anchor whose tokenizer gives other ids to the policy's tokens; warn of another end, or of no tokenizer.
 
     Args:
-        theirs: the teacher's tokenizer; None: it has none.
+        theirs: the anchor's tokenizer; None: it has none.
         ours: the policy's.
-        name: of the teacher.
+        name: of the anchor.
+        who: what it is.
 
     Raises:
         ModelError: its ids are others.
     """
     if theirs is None:
-        text = f"The teacher {name} has no tokenizer beside it: whether its token ids are the policy's is not known."
+        text = f"The {who} {name} has no tokenizer beside it: whether its token ids are the policy's is not known."
         warnings.warn(text, KLWarning, stacklevel=2)
         return
     own, other = ours.get_vocab(), theirs.get_vocab()
     if wrong := sorted(token for token, i in own.items() if other.get(token) != i):
         raise ModelError(
-            "the teacher has another tokenizer than the policy",
+            f"the {who} has another tokenizer than the policy",
             got=f"{len(wrong)} of {len(own)} tokens have another id at {name}, the first {wrong[0]!r}",
             why="log-probabilities of the same token ids would speak of different tokens",
-            fix="use a teacher of the same model family; methods that align two tokenizers (GOLD, ULD) are not klamp's",
+            fix=f"use a {who} of the same model family; methods that align two tokenizers (GOLD, ULD) are not klamp's",
         )
     if ours.eos_token_id != theirs.eos_token_id:
         warnings.warn(
-            f"The teacher ends an answer with {theirs.eos_token!r} and the policy with {ours.eos_token!r}: the teacher "
+            f"The {who} ends an answer with {theirs.eos_token!r} and the policy with {ours.eos_token!r}: the {who} "
             "pulls the policy's end away, and answers grow until they are cut. Give both the same end token.",
             KLWarning,
             stacklevel=2,

@@ -18,6 +18,7 @@ from klamp.hosts.common.control import NEVER_ZERO
 from klamp.hosts.common.kl_fields import PASSED, kl_config, teacher_config, touched, warn_without_kl
 from klamp.hosts.common.rollout import excluded_ids
 from klamp.hosts.common.sampler_weights import check_packing
+from klamp.hosts.common.teachers import check_tokens
 from klamp.hosts.trl import fast_scoring, teacher
 from klamp.hosts.trl.callbacks import DoctorCallback, LearningRateGuard
 from klamp.hosts.trl.exact import check_exact, why_not_exact
@@ -33,7 +34,7 @@ from klamp.hosts.trl.reference import (
     without_a_model,
 )
 from klamp.hosts.trl.session import Session
-from klamp.scoring.model_parts import check_same_vocabulary
+from klamp.scoring.model_parts import check_same_vocabulary, output_size
 
 
 class GRPOTrainer(KLMixin, trl.GRPOTrainer):
@@ -156,7 +157,11 @@ def _join(
         excluded_ids(kl.kl_exclude_tokens, trainer._tokenizer)
     reference = trainer.ref_model if own is None else own
     if reference is not None and (own is not None or kl is not None):
-        check_same_vocabulary(trainer.accelerator.unwrap_model(reference), policy)
+        model = trainer.accelerator.unwrap_model(reference)
+        check_same_vocabulary(model, policy, larger=True)
+        if output_size(model) != output_size(policy):  # padded further, or another family's
+            name = model.config._name_or_path or "that was passed"
+            check_tokens(teacher.tokenizer_of(name), trainer._tokenizer, name=name, who="reference")
     trainer.beta = float(trainer.args.beta)
     if own is not None:
         install_reference(trainer, own, dtype=None if kl is None else kl.reference_dtype)

@@ -81,14 +81,15 @@ def join(trainer: Any, config: TeacherConfig, given: Any) -> Teacher:
             check_folder(config.teacher_model)
             options: dict[str, Any] = {"dtype": next(policy.parameters()).dtype}
             model = grpo_trainer.create_model_from_path(cast(str, config.teacher_model), **options)
-            check_tokens(_tokenizer(config.teacher_model), trainer._tokenizer, name=str(config.teacher_model))
+            check_tokens(tokenizer_of(config.teacher_model), trainer._tokenizer, name=str(config.teacher_model))
         check_same_vocabulary(model, policy, who="teacher", larger=True)
         made.model = prepared_model(trainer, model)
     _check_prefixes(trainer, made)
     return made
 
 
-def _tokenizer(name: str | None) -> Any:
+def tokenizer_of(name: str | None) -> Any:
+    """The tokenizer beside a model; None: there is none."""
     with suppress(OSError, ValueError):  # as transformers says that there is none
         return AutoTokenizer.from_pretrained(name)
     return None

@@ -221,7 +221,7 @@ def trainer_of(context: Context) -> RunTrainer:
     model, cpu = config.model, on_cpu(config)
     given = trl_arguments(config, context.output_dir, processes=context.processes, exact=context.exact_completions)
     named = model.ref_model is not None and config.kl.needs_reference
-    reference = load_reference(config, context.policy) if named else None
+    reference = load_reference(config, context) if named else None
     if config.teacher.kind in ("frozen", "remote"):  # the others are the policy, which TRL has yet to wrap
         scorer = Scorer(context.policy)
         context.teachers = load_teachers(config, scorer, context.task, context.tokenizer, context.accelerator)
