@@ -116,7 +116,7 @@ def test_verl_composes_and_accepts_the_example_with_its_sizes(shape: Shape, tmp_
     actor, rollout = (omega_conf_to_dataclass(each) for each in (policy.actor, policy.rollout))
     sizes = sizes_of(load_in_verl(config, shape))
     assert actor.ppo_micro_batch_size_per_gpu == rollout.log_prob_micro_batch_size_per_gpu == sizes.micro
-    assert policy.model.enable_gradient_checkpointing and sizes.fits
+    assert policy.model.enable_gradient_checkpointing == sizes.checkpointing and sizes.fits
     assert actor.fsdp_config.param_offload == actor.fsdp_config.optimizer_offload == sizes.offload
     assert policy.ref.fsdp_config.param_offload == sizes.offload_reference
     assert rollout.gpu_memory_utilization == sizes.engine_share
