@@ -9,8 +9,9 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.hosts.teachers import KINDS, at_prefixes
 from tests.training.answering import VLLMServer, answering
-from tests.training.conftest import rows_of, steps_of, stored, tiny_llama
+from tests.training.conftest import disturb, rows_of, steps_of, stored, tiny_llama
 from tests.training.test_resume import StopAfter, assert_same_run
 from transformers import GenerationConfig
 
@@ -90,6 +91,30 @@ def test_a_head_and_a_tail_are_those_of_the_two_models(context_of, teacher, head
             theirs[row, column, target][0], ~(ids == target).any(), direction=direction,
         )  # fmt: skip
         assert float(scores.teacher[row, column]) == pytest.approx(float(expected), abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:teacher_tail:klamp.errors.KLWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_value_and_gradient_are_those_of_whole_rows(context_of, teacher, kind):
+    """The list of every trainer, in klamp's own loop."""
+    context = context_of(teacher_model=teacher, beta=0.3, scale_rewards="none", **KINDS[kind])
+    disturb(context.policy, seed=3, size=0.02)
+    rollout, _, batch = scored(context)
+    logits, taught = (
+        logits_of(m, rollout.completions, 1.0) for m in (context.policy, context.teachers.models[""].model)
+    )
+    mask, ids = rollout.mask, rollout.completions.ids
+    own, theirs = (x.log_softmax(-1).gather(-1, ids[..., None])[..., 0] for x in (logits, taught))
+    kl = at_prefixes(context.config.teacher, logits, taught.detach(), ids)
+    expected = replace(batch, policy_logprobs=own, teacher_logprobs=theirs.detach(), teacher_kl=kl)
+    found = []
+    for each in (batch, expected):
+        context.policy.zero_grad()
+        loss = grpo_loss(each, context.objective, totals=rollout.totals).loss
+        loss.backward()
+        found.append([loss.detach(), *(x.grad.clone() for x in context.policy.parameters() if x.grad is not None)])
+    assert mask.any() and float(found[1][1].norm()) > 0
+    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
 
 
 def test_a_teacher_that_is_the_policy_is_at_no_distance(context_of, llama, recwarn):

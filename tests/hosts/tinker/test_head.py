@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import tinker
 import torch
+from tests.hosts.teachers import HAVE, KINDS, SAMPLED
 from tests.hosts.tinker.fakes import FakeDatum, FakeSampler, score, skipping
 from tests.hosts.tinker.wire import (
     ADVANTAGES,
@@ -269,13 +270,10 @@ def taught(service, standin, trainer):
     return client, tensors, student
 
 
-FIELDS = [
-    {},
-    {"teacher_direction": "forward"},
+FIELDS = [KINDS[name] for name in sorted(HAVE["Tinker"] - SAMPLED)]
+FIELDS += [
     {"teacher_direction": "js", "teacher_off_policy": "token"},
     {"teacher_horizon": "sequence", "teacher_off_policy": "sequence"},
-    {"teacher_tail": "bucket"},
-    {"teacher_top_k": 0},
 ]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.hosts.teachers import HAVE, KINDS, SAMPLED
 from tests.hosts.tinker.fakes import FakeDatum, column, fake_batch, slopes
 
 from klamp import KLConfig, TeacherConfig
@@ -14,7 +15,7 @@ from klamp.config.describe import PLACEMENTS
 from klamp.core.objective import Objective, Weighted, grpo_loss
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, DataError, KLWarning
-from klamp.tinker import build_datum, compute_grpo_kl_loss, effective, shift_advantages
+from klamp.tinker import build_datum, compute_grpo_kl_loss, effective, penalize_rewards, shift_advantages
 
 
 def teacher(**fields: Any) -> TeacherConfig:
@@ -31,13 +32,15 @@ def taught() -> tuple[list[FakeDatum], list[torch.Tensor]]:
     ], policies
 
 
-FIELDS = [
-    {"teacher_estimator": "k3"},
-    {"teacher_estimator": "k1", "teacher_placement": "advantage"},
-    {"teacher_estimator": "k1", "teacher_placement": "advantage", "teacher_horizon": "sequence"},
-    {"teacher_estimator": "k3", "teacher_horizon": "sequence"},
-    {"teacher_estimator": "k3", "teacher_off_policy": "token", "teacher_max_log_ratio": 0.3},
-]
+FIELDS = [KINDS[name] for name in sorted(HAVE["Tinker"] & SAMPLED)]
+FIELDS += [{"teacher_estimator": "k3", "teacher_off_policy": "token", "teacher_max_log_ratio": 0.3}]
+
+
+@pytest.mark.parametrize("name", sorted(set(KINDS) - HAVE["Tinker"]))
+def test_the_others_of_the_list_are_refused(name: str) -> None:
+    data, policies = taught()
+    with pytest.raises(ConfigError):
+        compute_grpo_kl_loss(data, policies, kl=KLConfig(beta=0.0), teacher=teacher(**KINDS[name]))
 
 
 @pytest.mark.parametrize("fields", FIELDS)
@@ -79,6 +82,15 @@ def test_as_an_advantage_it_is_the_cookbooks_distillation(horizon: str) -> None:
     expected = [0.0, *(advantage - 0.7 * x for x in spent)]
     assert shifted.loss_fn_inputs["advantages"].to_torch().tolist() == pytest.approx(expected, abs=1e-6)
     assert shift_advantages([datum], config, beta=0.0) == [datum]
+
+
+def test_in_the_reward_it_is_taken_from_the_rewards() -> None:
+    config = teacher(**KINDS["k1 in the reward, sequence"])
+    rows, others = [[-0.5, -1.0], [-0.25]], [[-0.75, -0.5], [-2.0]]
+    spent = [0.25 - 0.5, 1.75]
+    found = penalize_rewards([1.0, 0.0], rows, others, config)
+    assert found == pytest.approx([r - 0.7 * kl for r, kl in zip([1.0, 0.0], spent, strict=True)])
+    assert effective(kl_coef=0.0, teacher=config).terms[0].placement == PLACEMENTS["reward"]
 
 
 def test_what_a_datum_cannot_tell_is_refused_in_words() -> None:

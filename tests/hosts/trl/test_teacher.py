@@ -10,6 +10,7 @@ import pytest
 import torch
 import trl
 from peft import LoraConfig
+from tests.hosts.teachers import HAVE, KINDS, at_prefixes
 from tests.hosts.trl.hosts import (
     LENGTH,
     PROMPTS,
@@ -41,27 +42,6 @@ from klamp.hosts.trl import teacher as teacher_module
 from klamp.trl import GRPOConfig, effective
 
 COEF = 0.6
-PLACES: dict[str, dict[str, Any]] = {
-    "k3 in the loss": {"teacher_estimator": "k3"},
-    "k1 in the loss, over the sequence": {"teacher_estimator": "k1", "teacher_horizon": "sequence"},
-    "k3, bounded": {"teacher_estimator": "k3", "teacher_max_log_ratio": 0.2},
-    "k1 in the advantage": {"teacher_estimator": "k1", "teacher_placement": "advantage"},
-    "in the advantage, to go": {
-        "teacher_estimator": "k1", "teacher_placement": "advantage", "teacher_horizon": "sequence",
-    },
-    "exact": {"teacher_estimator": "exact"},
-    "exact, over the sequence": {"teacher_estimator": "exact", "teacher_horizon": "sequence"},
-    "exact, forward": {"teacher_estimator": "exact", "teacher_direction": "forward"},
-    "exact, js": {"teacher_estimator": "exact", "teacher_direction": "js"},
-    "the student's head": {"teacher_estimator": "topk", "teacher_top_k": 5},
-    "the teacher's head, forward": {
-        "teacher_estimator": "topk", "teacher_top_k": 5, "teacher_head": "teacher", "teacher_direction": "forward",
-    },
-    "both heads, weighed": {
-        "teacher_estimator": "topk", "teacher_top_k": 5, "teacher_head": "union", "teacher_off_policy": "token",
-    },
-    "the tail alone": {"teacher_estimator": "topk", "teacher_top_k": 0},
-}  # fmt: skip
 REDUCTIONS = {"grpo": "sequence_mean", "dr_grpo": "fixed_length", "dapo": "token_mean"}
 
 
@@ -97,7 +77,8 @@ def own_loss(trainer: Any, base: Any, teacher: Any, inputs: dict[str, Any], adva
         advantages=advantages,
         ref_logprobs=ref,
         teacher_logprobs=other,
-        teacher_kl=at_prefixes(config, logits, taught, inputs),
+        sampler_logprobs=own.detach(),  # the policy itself
+        teacher_kl=at_prefixes(config, logits, taught, inputs["completion_ids"]),
     )
     objective = Objective(
         reduction=REDUCTIONS[trainer.loss_type],  # type: ignore[arg-type]
@@ -109,30 +90,13 @@ def own_loss(trainer: Any, base: Any, teacher: Any, inputs: dict[str, Any], adva
     return grpo_loss(batch, objective)
 
 
-def at_prefixes(config: TeacherConfig, logits: Any, taught: Any, inputs: dict[str, Any]) -> torch.Tensor | None:
-    """The KL at each prefix from whole rows of logits, [B, T]; the policy has sampled, so that its weight is 1."""
-    if config.teacher_estimator == "exact":
-        return exact_kl(logits, taught, direction=config.teacher_direction)
-    if config.teacher_estimator != "topk":
-        return None
-    p, q, k, token = logits.log_softmax(-1), taught.log_softmax(-1), config.teacher_top_k, inputs["completion_ids"]
-    own, theirs = p.topk(k).indices, q.topk(k).indices
-    ids = {"student": own, "teacher": theirs, "union": torch.cat([own, theirs], -1)}[config.teacher_head]
-    kept = torch.ones_like(ids, dtype=torch.bool)
-    if config.teacher_head == "union":
-        kept[..., k:] = (theirs[..., :, None] != own[..., None, :]).all(-1)
-    outside = ~((ids == token[..., None]) & kept).any(-1)
-    of_head, of_token = ([x.gather(-1, at) for x in (p, q)] for at in (ids, token[..., None]))
-    tail = [x[..., 0] for x in of_token]
-    return topk_kl(*of_head, *tail, outside, direction=config.teacher_direction, kept=kept)
-
-
 @pytest.mark.parametrize("beta", [0.0, 0.4])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.filterwarnings("ignore:teacher_tail:klamp.errors.KLWarning")
+@pytest.mark.parametrize("place", sorted(HAVE["TRL"]))
 def test_the_loss_and_its_gradient_are_klamps_own(
     base: Any, teacher: Any, tmp_path: Path, place: str, beta: float
 ) -> None:
-    options = {**PLACES[place], "beta": beta, "loss_type": "dapo"}
+    options = {**KINDS[place], "beta": beta, "loss_type": "dapo"}
     trainer = made(base, teacher, tmp_path, **options)
     assert (trainer.ref_model is None) == (beta == 0)
     inputs = generated(trainer)
@@ -152,6 +116,12 @@ def test_the_loss_and_its_gradient_are_klamps_own(
     assert bool(metrics["kl"]) == (beta > 0), "TRL's own name is for a reference"
 
 
+@pytest.mark.parametrize("name", sorted(set(KINDS) - HAVE["TRL"]))
+def test_the_others_of_the_list_are_refused(name: str) -> None:
+    with pytest.raises(ConfigError, match="cannot be honoured by TRL"):
+        arguments(teacher_model="x", **KINDS[name])
+
+
 @pytest.mark.parametrize("loss_type", REDUCTIONS)
 def test_it_is_divided_as_the_loss_type_divides(base: Any, teacher: Any, tmp_path: Path, loss_type: str) -> None:
     options = {"teacher_estimator": "k3", "loss_type": loss_type}
@@ -162,9 +132,9 @@ def test_it_is_divided_as_the_loss_type_divides(base: Any, teacher: Any, tmp_pat
     torch.testing.assert_close(loss.detach(), expected.loss.detach(), rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("place", ["k3 in the loss", "the teacher's head, forward"])
+@pytest.mark.parametrize("place", ["k3", "the teacher's head, forward"])
 def test_fast_scoring_has_the_same_numbers(base: Any, teacher: Any, tmp_path: Path, place: str) -> None:
-    options = PLACES[place]
+    options = KINDS[place]
     plain, fast = (made(base, teacher, tmp_path, fast_scoring=each, **options) for each in (False, "require"))
     assert len(fast._klamp.fast.traits) == 2, "policy and teacher"
     ours, theirs = (generated(each) for each in (fast, plain))
@@ -202,7 +172,7 @@ def test_a_teacher_at_a_server_has_the_numbers_of_a_local_one(
 ) -> None:
     """The server tells float32 numbers; what it was asked for is what the teacher sees."""
     hints = [f"{text} the days" for text in PROMPTS]
-    options: dict[str, Any] = {**PLACES["the teacher's head, forward"], "teacher_prompt": column or None}
+    options: dict[str, Any] = {**KINDS["the teacher's head, forward"], "teacher_prompt": column or None}
     here = made(base, teacher, tmp_path, trainer={"train_dataset": dataset(hint=hints)}, **options)
     server = VLLMServer(teacher, tokenizer(), names=("teacher",), longest=64)
     with answering(server.answer) as url:

@@ -10,11 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.hosts.teachers import HAVE, KINDS, config_of
 from tests.hosts.verl.test_effective import CONFIG
 
 from klamp import KLConfig, TeacherConfig
 from klamp.errors import ConfigError, UnknownNameError
-from klamp.hosts.verl.teacher import has_head, named, teacher_name, teacher_of
+from klamp.hosts.verl.teacher import has_head, named, teacher_name, teacher_of, teacher_refusals
 from klamp.verl import effective, overrides
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
@@ -161,3 +162,14 @@ def test_what_may_surprise_with_a_teacher() -> None:
     off = config()
     off["distillation"]["enabled"] = False
     assert effective(off) == effective(CONFIG)
+
+
+@pytest.mark.filterwarnings("ignore:teacher_tail:klamp.errors.KLWarning")
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_verl_has_of_the_list_is_registered_and_the_rest_refused(kind: str) -> None:
+    """Those that are registered are held against klamp's loss within verl: `tests/engines/verl/test_teacher.py`."""
+    teacher = config_of(kind)
+    refused = [each for each in teacher_refusals(teacher) if each.applies]
+    assert bool(refused) == (kind not in HAVE["verl"])
+    if not refused:
+        assert teacher_name(teacher) in named()

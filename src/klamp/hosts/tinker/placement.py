@@ -6,6 +6,7 @@ Then the service's built-in losses will do, in one pass instead of two. Only k1 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -84,7 +85,7 @@ def penalize_rewards(
     rewards: Sequence[float],
     logprobs: Sequence[Sequence[float]],
     ref_logprobs: Sequence[Sequence[float]],
-    kl: KLConfig,
+    kl: KLConfig | TeacherConfig,
     *,
     beta: float | None = None,
     kl_masks: Sequence[Sequence[float]] | None = None,
@@ -100,9 +101,9 @@ def penalize_rewards(
     Args:
         rewards: one per response.
         logprobs: of the sampler, per token of each response.
-        ref_logprobs: of the reference, likewise (`compute_reference_logprobs`).
-        kl: with kl_placement="reward".
-        beta: coefficient in force instead of `kl.beta`.
+        ref_logprobs: of the reference (or the teacher), likewise (`compute_reference_logprobs`).
+        kl: with kl_placement="reward", or that of a teacher with teacher_placement="reward".
+        beta: coefficient in force instead of the configuration's.
         kl_masks: 1 = the token carries the KL; None: every token. Leave tokens out by their position only.
 
     Raises:
@@ -111,7 +112,7 @@ def penalize_rewards(
         NonFiniteError: a log-probability that is NaN, infinite or positive.
     """
     _check_placement(kl, "reward", "penalize_rewards")
-    if kl.kl_clip_method != "none":
+    if isinstance(kl, KLConfig) and kl.kl_clip_method != "none":
         raise ConfigError(
             "penalize_rewards cannot clip the KL",
             got=f"kl_clip_method={kl.kl_clip_method!r}",
@@ -127,8 +128,10 @@ def penalize_rewards(
             why="a reward belongs to a completion as a whole",
             fix="pass one reward per response, in the same order",
         )
-    now = in_force(kl, beta)
-    return shifted_rewards(number_row("rewards", rewards).float(), batch, kl.build_term(), beta=now).tolist()
+    now, term = in_force(kl, beta), kl.build_term()
+    if term.anchor == "teacher":
+        batch = replace(batch, teacher_logprobs=batch.ref_logprobs, ref_logprobs=None)
+    return shifted_rewards(number_row("rewards", rewards).float(), batch, term, beta=now).tolist()
 
 
 def _responses(

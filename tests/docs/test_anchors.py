@@ -1,0 +1,26 @@
+"""The table of who has which KL to a teacher is the list that every trainer is tested with."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from tests.hosts.teachers import HAVE, KINDS
+
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "anchors.md"
+
+
+def fields_of(name: str) -> str:
+    return " ".join(f"{key.removeprefix('teacher_')}={value}" for key, value in KINDS[name].items()) or "the defaults"
+
+
+def table() -> str:
+    """The table as the page prints it."""
+    rows = [["`teacher_...`", *HAVE], ["---"] * (1 + len(HAVE))]
+    rows += [
+        [f"`{fields_of(name)}`", *("yes" if name in have else "refused" for have in HAVE.values())] for name in KINDS
+    ]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+def test_the_page_has_the_list() -> None:
+    assert table() in PAGE.read_text(encoding="utf-8")
