@@ -118,7 +118,7 @@ class DistillationTrainer(trl.DistillationTrainer):
         super().__init__(model, None, args, *more, **options)
         check_same_vocabulary(other, self.accelerator.unwrap_model(self.model), who="teacher", larger=True)
         if isinstance(named, str):
-            check_tokens(teacher._tokenizer(named), self._tokenizer, name=named)
+            check_tokens(teacher.tokenizer_of(named), self._tokenizer, name=named)
         join(self, config, other)
         if self.is_deepspeed_enabled:
             self.teacher_model = distillation_trainer.prepare_deepspeed(other, self.accelerator)
