@@ -54,7 +54,10 @@ def test_a_server_follows_the_policy(default_base_model: Path, tmp_path: Path, m
     monkeypatch.setenv("WEIGHTS", str(tmp_path / "new.safetensors"))
     monkeypatch.setenv("VLLM_SERVER_DEV_MODE", "1")  # as `trl vllm-serve` does: new weights are taken
     with vllm_server(default_base_model, tmp_path / "server.log", "--max-model-len", "32", *FLAGS) as url:
-        assert_vllm_follows(ran(sampler_url=url))
+        found = ran(sampler_url=url, teacher_model=default_base_model, teacher_estimator="exact", teacher_coef=0.05)
+    assert_vllm_follows(found)
+    course = [row["teacher/kl"] for row in found["rows"]]
+    assert course[0] < 1e-6 < 1e-3 < course[-1], "the teacher is the model that training started from"
 
 
 @pytest.mark.parametrize("amx", ["0", "1"])

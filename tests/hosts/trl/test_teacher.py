@@ -106,8 +106,8 @@ def test_the_loss_and_its_gradient_are_klamps_own(
     expected = own_loss(trainer, base, teacher, inputs, before, options)
     exact = gradient_of(trainer, expected.loss)
     loss = trainer._compute_loss(trainer.model, inputs)
-    torch.testing.assert_close(loss.detach(), expected.loss.detach(), rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(gradient_of(trainer, loss), exact, rtol=1e-4, atol=1e-6)
+    assert loss.item() == pytest.approx(expected.loss.item(), abs=1e-6, rel=1e-6)
+    assert (gradient_of(trainer, loss) - exact).abs().max() <= 1e-6 * max(1.0, float(exact.norm()))
     metrics = trainer._metrics["train"]
     assert metrics["teacher/coef"] == [COEF]
     for name in ("teacher/k1", "teacher/kl"):

@@ -232,8 +232,8 @@ def _prefixes(
     how = cast(PrefixKL, teacher.how)
     options = {"temperature": trainer.temperature, "log_weight": weight}
     kl, seen = prefix_divergence(policy, anchor, ids[where][:, None], how, **options)
-    blank = torch.zeros(where.shape, device=kl.device)
-    whole = {name: blank.masked_scatter(where, each.float()) for name, each in {"": kl, **seen}.items()}
+    blank = torch.zeros(where.shape, dtype=kl.dtype, device=kl.device)
+    whole = {name: blank.masked_scatter(where, each.to(kl.dtype)) for name, each in {"": kl, **seen}.items()}
     return whole.pop(""), whole
 
 
