@@ -2,34 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.hosts.trl.two_processes import found_by_ranks
 
 pytestmark = [pytest.mark.slow, pytest.mark.gate]
-
-ROOT = Path(__file__).resolve().parents[3]
 
 
 @pytest.fixture(scope="module")
 def ranks(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    launch = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
-    command = [sys.executable, *launch, "-m", "tests.hosts.trl.children"]
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "PYTHONPATH": os.pathsep.join((str(ROOT / "src"), str(ROOT))),
-        "CUDA_VISIBLE_DEVICES": "",
-        "FOLDER": str(folder),
-    }
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [json.loads((folder / f"rank{rank}.json").read_text()) for rank in range(2)]
+    return found_by_ranks("tests.hosts.trl.children", tmp_path_factory.mktemp("ranks"))
 
 
 @pytest.mark.parametrize("name", ["dapo", "grpo"])
