@@ -20,6 +20,8 @@ for name, value in {
 }.items():
     os.environ.setdefault(name, value)
 
+os.environ.pop("COLUMNS", None)  # workers set it, and klamp's lines and tables are as wide as the terminal
+
 import jaxtyping  # noqa: E402
 import tests.typecheck  # noqa: E402, F401
 

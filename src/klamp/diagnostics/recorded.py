@@ -50,8 +50,10 @@ def names_in(logged: Collection[str]) -> Mapping[str, str]:
         logged: all names in it; with a KL under klamp's own name it is klamp's, and only names without a mark count.
     """
     found = dict(NAMES)
+    if any(name.removeprefix("train/").startswith("kl/") for name in logged):
+        return found
     for logs in LOGS.values():
-        if not set(logs.marks).isdisjoint(logged) and not any(name.startswith("kl/") for name in logged):
+        if not set(logs.marks).isdisjoint(logged):
             found |= {f"{part}{name}": ours for name, ours in logs.names.items() for part in ("", "train/")}
             found = {name: ours for name, ours in found.items() if name not in logs.other_kl}
     return found

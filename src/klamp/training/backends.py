@@ -14,8 +14,7 @@ from klamp.config import LOSS_TYPES, KLConfig, LossConfig
 from klamp.config.loss import kl_reduction
 from klamp.config.teacher import of_a_server
 from klamp.errors import Refusal, refuse
-from klamp.hosts.common.kl_fields import host_refusals
-from klamp.hosts.common.teachers import one_teacher_refusals
+from klamp.hosts.common.kl_fields import host_refusals, one_teacher_refusals
 from klamp.hosts.verl.overrides import verl_refusals as of_verl_s_hooks
 from klamp.hosts.verl.teacher import teacher_refusals
 from klamp.tasks.base import NO_REWARD

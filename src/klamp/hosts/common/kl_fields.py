@@ -144,6 +144,32 @@ def host_refusals(kl: KLConfig, host: str) -> list[Refusal]:
     ]
 
 
+def one_teacher_refusals(teacher: TeacherConfig) -> list[Refusal]:
+    """What TRL's trainer cannot do with a teacher."""
+    return [
+        Refusal(
+            teacher.kind in ("ema", "periodic") or bool(teacher.teacher_models),
+            f"teacher_kind={teacher.kind!r} cannot be honoured by TRL",
+            got=f"teacher_kind={teacher.kind!r}, teacher_models={teacher.teacher_models}",
+            why="klamp scores a whole batch with one teacher, whose weights no checkpoint of TRL's would hold",
+            fix="name one teacher_model or teacher_url, or set teacher_kind='adapter_off' or 'live'; klamp train has "
+            "the others",
+        ),
+        Refusal(
+            teacher.kind == "live" and teacher.teacher_estimator in ("exact", "topk"),
+            f"teacher_kind='live' cannot have teacher_estimator={teacher.teacher_estimator!r} in TRL",
+            why="the policy's output head moves between the teacher's pass and the loss",
+            fix="use teacher_estimator='k1' or 'k3'; klamp train has the others",
+        ),
+        Refusal(
+            teacher.teacher_placement == "reward",
+            "teacher_placement='reward' cannot be honoured by TRL",
+            why="its advantages are formed before the teacher has scored",
+            fix="set teacher_placement='advantage': the KL enters after the division by the deviation",
+        ),
+    ]
+
+
 def warn_without_kl(kl: KLConfig) -> None:
     """Say so when KL fields are set and there is no KL term because beta is 0."""
     if not kl.needs_reference:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from typing import Any
 
 from klamp.config.teacher import TeacherConfig
-from klamp.errors import DataError, KLWarning, ModelError, Refusal
+from klamp.errors import DataError, KLWarning, ModelError
 from klamp.scoring.model_parts import PrefixKL
 
 
@@ -21,32 +21,6 @@ def prefix_kl(config: TeacherConfig) -> PrefixKL | None:
         head=config.teacher_head,
         tail=config.teacher_tail,
     )
-
-
-def one_teacher_refusals(teacher: TeacherConfig) -> list[Refusal]:
-    """What TRL's trainer cannot do with a teacher."""
-    return [
-        Refusal(
-            teacher.kind in ("ema", "periodic") or bool(teacher.teacher_models),
-            f"teacher_kind={teacher.kind!r} cannot be honoured by TRL",
-            got=f"teacher_kind={teacher.kind!r}, teacher_models={teacher.teacher_models}",
-            why="klamp scores a whole batch with one teacher, whose weights no checkpoint of TRL's would hold",
-            fix="name one teacher_model or teacher_url, or set teacher_kind='adapter_off' or 'live'; klamp train has "
-            "the others",
-        ),
-        Refusal(
-            teacher.kind == "live" and prefix_kl(teacher) is not None,
-            f"teacher_kind='live' cannot have teacher_estimator={teacher.teacher_estimator!r} in TRL",
-            why="the policy's output head moves between the teacher's pass and the loss",
-            fix="use teacher_estimator='k1' or 'k3'; klamp train has the others",
-        ),
-        Refusal(
-            teacher.teacher_placement == "reward",
-            "teacher_placement='reward' cannot be honoured by TRL",
-            why="its advantages are formed before the teacher has scored",
-            fix="set teacher_placement='advantage': the KL enters after the division by the deviation",
-        ),
-    ]
 
 
 def no_prompt(column: str, given: Collection[str]) -> DataError:

@@ -17,12 +17,12 @@ from klamp.hosts.common.kl_fields import (
     KLFields,
     host_refusals,
     kl_config,
+    one_teacher_refusals,
     settle_fields,
     teacher_config,
     touched,
     warn_without_kl,
 )
-from klamp.hosts.common.teachers import one_teacher_refusals
 
 
 class OwnBeta(float):
