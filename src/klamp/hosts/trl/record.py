@@ -153,7 +153,8 @@ def answered(trainer: Any, example: dict[str, Any]) -> dict[str, Any]:
     prompt, training = example["prompt"], model.training
     chat = not isinstance(prompt, str)
     text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False) if chat else prompt
-    given = tokenizer(text, return_tensors="pt", add_special_tokens=not chat).to(model.device)
+    options = {"add_special_tokens": not chat, "return_token_type_ids": False}  # generate takes no types of tokens
+    given = tokenizer(text, return_tensors="pt", **options).to(model.device)
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     model.eval()
     try:
