@@ -40,6 +40,13 @@ def describe_kl(kl: KLConfig) -> str:
     return parts if kl.kl_clip_method == "none" else f"{parts}; {describe_clip(kl)}"
 
 
+def describe_anchors(kl: KLConfig, teacher: TeacherConfig | None) -> str:
+    """The KL to the reference in one line, and that to a teacher where there is one."""
+    if teacher is None or not teacher.there:
+        return describe_kl(kl)
+    return f"{describe_kl(kl)}; to the teacher {describe_teacher(teacher)}"
+
+
 def describe_teacher(teacher: TeacherConfig) -> str:
     """A whole KL to a teacher in one line: who it is, what is measured, where it enters, its coefficient."""
     if not teacher.there:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from klamp.config.describe import describe_kl
+from klamp.config.describe import describe_anchors
 from klamp.diagnostics.doctor import ABOUT
 from klamp.diagnostics.history import History, Row, answer_of
 from klamp.errors import without_credentials
@@ -119,7 +119,7 @@ def read_details(path: Path) -> Details:
     return Details(
         defaults=json.loads(json.dumps(TrainConfig().flat())),
         versions={name: str(version) for name, version in versions.items()},
-        words=(config.model.model, f"{config.task.task}{reward}", describe_kl(config.kl)),
+        words=(config.model.model, f"{config.task.task}{reward}", describe_anchors(config.kl, config.teacher)),
         when=(path / METRICS_FILE).stat().st_mtime,
         seconds=summary.get("seconds"),
     )

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.hosts.trl.hosts import klamp_trainer, model, reward
+from tests.hosts.trl.hosts import klamp_trainer, model, noisy, reward
 
 from klamp.cli import main
+from klamp.diagnostics.doctor import ABOUT
 from klamp.errors import KLWarning
 from klamp.records import read_record
 from klamp.trl import ReportCallback
@@ -44,6 +45,20 @@ def test_every_section_of_the_report_is_filled(folder: Path, capsys: pytest.Capt
     assert named and task.startswith("a data set of ") and "reward " in task
     assert kl == "KL: k3, gradient reverse per token, in the loss"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", day) and re.fullmatch(r"\d+:\d\d", took) and verdict.startswith("no alarm")
+
+
+def test_the_first_line_names_the_teacher_too(tmp_path: Path) -> None:
+    trainer = klamp_trainer(
+        model(),
+        tmp_path,
+        trainer={"callbacks": [ReportCallback()], "teacher_model": noisy(model())},
+        **QUICK,
+        teacher_coef=0.5,
+    )
+    trainer.train()
+    told = json.loads((tmp_path / ABOUT).read_text())["kl"]
+    assert told.startswith("k3, gradient reverse per token, in the loss; to the teacher ")
+    assert told.endswith(": 0.5 x k1, KL(policy||teacher) per token, in the loss")
 
 
 def test_completions_have_the_log_probabilities_of_policy_and_reference(folder: Path) -> None:

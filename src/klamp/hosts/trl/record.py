@@ -16,11 +16,11 @@ import torch
 from transformers import TrainerCallback
 
 from klamp._version import __version__
-from klamp.config.describe import describe_kl
+from klamp.config.describe import describe_anchors
 from klamp.diagnostics.doctor import ABOUT
 from klamp.errors import KLWarning
 from klamp.hosts.common.coefficient import loss_mask
-from klamp.hosts.common.kl_fields import kl_config
+from klamp.hosts.common.kl_fields import kl_config, teacher_config
 from klamp.hosts.trl.exact import weights_are_split
 
 COMPLETIONS, ANSWERS, STATE = "completions.jsonl", "answers.jsonl", "trainer_state.json"
@@ -129,7 +129,7 @@ def about(trainer: Any) -> dict[str, Any]:
     args, rows = trainer.args, trainer.train_dataset
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)  # said when the arguments were made
-        kl = kl_config(args)
+        kl, taught = kl_config(args), teacher_config(args)
     versions = {"klamp": __version__, "python": platform.python_version()}
     for package in PACKAGES:
         with suppress(PackageNotFoundError):
@@ -140,7 +140,7 @@ def about(trainer: Any) -> dict[str, Any]:
     return {
         "model": getattr(trainer.model.config, "_name_or_path", "") or type(trainer.model).__name__,
         "task": f"{named}{sized}, reward {', '.join(trainer.reward_func_names)}",
-        "kl": own if kl is None else describe_kl(kl),
+        "kl": own if kl is None else describe_anchors(kl, taught),
         "config": args.to_dict(),
         "defaults": {f.name: f.default for f in dataclasses.fields(args) if f.default is not dataclasses.MISSING},
         "versions": versions,
