@@ -1,0 +1,60 @@
+"""What every loop with a teacher knows of it: which KL is summed, whose prompt is missing, whose tokens are others."""
+
+from __future__ import annotations
+
+import warnings
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from klamp.config.teacher import TeacherConfig
+from klamp.errors import KLWarning, ModelError
+from klamp.hosts.common.teachers import check_tokens, no_prompt, prefix_kl
+from klamp.scoring.model_parts import PrefixKL
+
+
+def tokenizer(*tokens: str, end: str = "<eos>") -> Any:
+    ids = {token: i for i, token in enumerate(tokens)}
+    return SimpleNamespace(get_vocab=lambda: ids, eos_token=end, eos_token_id=ids.get(end))
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3"])
+def test_of_a_sampled_token_nothing_is_summed(estimator: Any) -> None:
+    assert prefix_kl(TeacherConfig(teacher_model="x", teacher_estimator=estimator)) is None
+
+
+def test_a_kl_at_each_prefix_is_the_one_that_is_asked_for() -> None:
+    whole = TeacherConfig(teacher_model="x", teacher_estimator="exact", teacher_direction="js")
+    assert prefix_kl(whole) == PrefixKL(direction="js", top_k=None)
+    fields: dict[str, Any] = {"teacher_head": "union", "teacher_tail": "bucket", "teacher_direction": "forward"}
+    with pytest.warns(KLWarning, match="bucket"):
+        head = TeacherConfig(teacher_model="x", teacher_estimator="topk", teacher_top_k=7, **fields)
+    assert prefix_kl(head) == PrefixKL(direction="forward", top_k=7, head="union", tail="bucket")
+
+
+def test_a_row_without_its_prompt_names_the_columns_that_there_are() -> None:
+    error = no_prompt("hint", ["prompt", "answer"])
+    assert "no 'hint' for the teacher" in str(error) and error.got == "the columns answer, prompt"
+    assert no_prompt("hint", []).got == "the columns none"
+
+
+def test_the_same_tokens_are_taken_in_silence() -> None:
+    ours = tokenizer("a", "b", "<eos>")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_tokens(tokenizer("a", "b", "<eos>", "more"), ours, name="T")
+
+
+def test_other_ids_are_refused_by_the_first_of_them() -> None:
+    with pytest.raises(ModelError, match="another tokenizer") as error:
+        check_tokens(tokenizer("b", "a", "<eos>"), tokenizer("a", "b", "<eos>"), name="T")
+    assert str(error.value.got) == "2 of 3 tokens have another id at T, the first 'a'"
+
+
+def test_another_end_and_no_tokenizer_are_cautioned() -> None:
+    ours = tokenizer("a", "<eos>", "<end>")
+    with pytest.warns(KLWarning, match="ends an answer with '<end>' and the policy with '<eos>'"):
+        check_tokens(tokenizer("a", "<eos>", "<end>", end="<end>"), ours, name="T")
+    with pytest.warns(KLWarning, match="T has no tokenizer beside it"):
+        check_tokens(None, ours, name="T")
