@@ -22,8 +22,7 @@ from transformers import AutoTokenizer
 from klamp import KLConfig
 from klamp.cli import main
 from klamp.training.folders import lines_of
-from klamp.training.in_verl.overrides import model_path
-from klamp.training.models import load_model
+from klamp.training.models import load_model, model_path
 
 pytestmark = [pytest.mark.usefixtures("default_base_model"), pytest.mark.timeout(2 * LIMIT + 60)]
 

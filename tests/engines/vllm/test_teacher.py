@@ -26,6 +26,8 @@ def test_it_has_the_numbers_of_a_local_teacher(default_base_model: Path, tmp_pat
     with vllm_server(folder, tmp_path / "server.log", "--max-model-len", "64") as url:
         away = ran(teacher_url=url, **options)
     names = ("teacher/kl", "teacher/k1", "teacher/student_mass", "train/loss", "train/grad_norm")
+    (first, *_), (wanted_first, *_) = away["rows"], here["rows"]
+    assert [first[name] for name in names] == pytest.approx([wanted_first[name] for name in names], rel=1e-4, abs=1e-5)
     for row, wanted in zip(away["rows"], here["rows"], strict=True):
         assert [row[name] for name in names] == pytest.approx([wanted[name] for name in names], rel=1e-3, abs=1e-4)
     assert here["rows"][0]["teacher/kl"] > 0.01
