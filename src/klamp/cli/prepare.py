@@ -5,17 +5,13 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 from klamp.cli.flags import TRUE_WORDS
 from klamp.cli.text import WIDTH
 from klamp.errors import ConfigError
 from klamp.training.config import TrainConfig
 from klamp.training.folders import run_folder
-from klamp.training.sizing import GB, Load, load_of, reasons, sizes_of, spread
-
-if TYPE_CHECKING:  # imported by the command only
-    from klamp.training.sizing import Shape
+from klamp.training.sizing import GB, Load, Shape, load_of, reasons, sizes_of, spread
 
 SERVER = "http://127.0.0.1:8000"
 """Where TRL's server of vLLM listens if nobody says another."""
@@ -84,7 +80,7 @@ def _verl(argv: Sequence[str], config: TrainConfig, shape: Shape | None) -> tupl
 
 def _trl(argv: Sequence[str], config: TrainConfig, shape: Shape | None, longest: int) -> tuple[Load | None, list[str]]:
     """Half of the GPUs train, by DeepSpeed, the other half serve vLLM; one alone does both."""
-    from klamp.training.in_verl.overrides import model_path
+    from klamp.training.models import model_path
 
     gpus, prompts, words = config.run.gpus, config.rollout.prompts_per_step, _words(argv)
     training = max((n for n in range(1, gpus // 2 + 1) if prompts % n == 0), default=1)

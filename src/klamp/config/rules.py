@@ -102,7 +102,7 @@ def check_beta(beta: float, *, name: str = "beta", fix: str = "") -> None:
 
 def refusals(c: KLChoices) -> list[Refusal]:
     """Every combination that cannot work or would not do what its name says."""
-    return [*_placement(c), *_gradient(c), *_control(c), *_reference_and_tokens(c)]
+    return [*_placement(c), *_gradient(c), *_control(c), *_reference(c), *_tokens(c)]
 
 
 def _placement(c: KLChoices) -> list[Refusal]:
@@ -201,7 +201,7 @@ def _control(c: KLChoices) -> list[Refusal]:
     ]
 
 
-def _reference_and_tokens(c: KLChoices) -> list[Refusal]:
+def _reference(c: KLChoices) -> list[Refusal]:
     of_sampler = c.reference == "sampler"
     return [
         Refusal(
@@ -242,6 +242,11 @@ def _reference_and_tokens(c: KLChoices) -> list[Refusal]:
             "deviation",
             fix="set reference_share=1, or kl_placement='loss'",
         ),
+    ]
+
+
+def _tokens(c: KLChoices) -> list[Refusal]:
+    return [
         Refusal(
             len(c.kl_exclude_between) not in (0, 2),
             f"kl_exclude_between takes two markers, not {len(c.kl_exclude_between)}",

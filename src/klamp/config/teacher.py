@@ -143,6 +143,11 @@ class TeacherConfig:
         return dict(each.split("=", 1) for each in self.teacher_models) or {"": self.teacher_model or ""}
 
     @property
+    def head_size(self) -> int | None:
+        """How many tokens its head has; None: no head is made."""
+        return self.teacher_top_k if self.teacher_estimator == "topk" else None
+
+    @property
     def there(self) -> bool:
         """Whether a KL to a teacher is asked for; without it none is loaded and none is scored."""
         return self.teacher_coef > 0 and self.named

@@ -67,6 +67,15 @@ def _plain(direction: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor
     return (value + q - p, slope - p) if direction == "forward" else (value, slope)
 
 
+def asked_tokens(targets: Int[Tensor, "*shape"], head: Int[Tensor, "*shape k"]) -> Int[Tensor, "*shape entries"]:
+    """The tokens whose log-probabilities under the policy are asked for at each position: a head's, and the target.
+
+    Shapes: [...], [..., K] -> [..., K + 1]; the target also in the place of a -1.
+    """
+    target = targets.unsqueeze(-1)
+    return torch.cat([torch.where(head < 0, target, head), target], -1)
+
+
 def head_mass(logprobs: Float[Tensor, "*shape k"], kept: Bool[Tensor, "*shape k"]) -> Float[Tensor, "*shape"]:
     """The probability of a head's tokens together; without gradient."""
     return masked(logprobs.detach().exp(), kept).sum(-1)

@@ -22,7 +22,7 @@ from klamp.core.estimators import exact_kl
 from klamp.core.heads.kl import cut_mass, linear_kl
 from klamp.core.heads.logprobs import logprobs_of
 from klamp.core.heads.tiles import opaque
-from klamp.core.topk import Tail, head_mass, topk_kl, topk_kl_of
+from klamp.core.topk import Tail, asked_tokens, head_mass, topk_kl, topk_kl_of
 from klamp.core.types import Direction
 from klamp.errors import ModelError
 
@@ -251,6 +251,24 @@ def top_ids(found: Predictions, k: int, entries: int) -> Tensor:
     return torch.where(ids < entries, ids, -1)
 
 
+def walked_divergence(
+    walk: tuple[TokenScores, Tensor] | None,
+    policy: Predictions,
+    teacher: Predictions,
+    how: PrefixKL,
+    *,
+    temperature: float,
+    log_weight: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """As `prefix_divergence`, after a walk over the policy's vocabulary for what `head_kl` takes; None: no head."""
+    if walk is None or how.top_k is None:
+        kl, head = divergence(policy, teacher, temperature=temperature, direction=how.direction), dict[str, Tensor]()
+    else:
+        scored, theirs = walk
+        kl, head = head_kl(scored, teacher, theirs, how, temperature=temperature, log_weight=log_weight)
+    return kl, head | {"cut_mass": mass_beyond(teacher, policy.entries, temperature=temperature)}
+
+
 def prefix_divergence(
     policy: Predictions,
     teacher: Predictions,
@@ -265,19 +283,17 @@ def prefix_divergence(
     Args:
         policy: its predictions.
         teacher: those of the teacher.
-        targets: [N, 1] the sampled tokens.
+        targets: [N] the sampled tokens.
         how: which KL.
         temperature: of both models.
         log_weight: log(policy / sampler) of the targets, detached; None: 0.
     """
-    beyond = {"cut_mass": mass_beyond(teacher, policy.entries, temperature=temperature)}
-    if how.top_k is None:
-        return divergence(policy, teacher, temperature=temperature, direction=how.direction), beyond
-    theirs = targets[:, :0] if how.head == "student" else top_ids(teacher, how.top_k, policy.entries)
-    asked = torch.cat((torch.where(theirs < 0, targets, theirs), targets), 1)
-    scored = token_logprobs(policy, asked, temperature=temperature, top_k=how.top_k)
-    kl, head = head_kl(scored, teacher, theirs, how, temperature=temperature, log_weight=log_weight)
-    return kl, head | beyond
+    walk = None
+    if how.top_k is not None:
+        theirs = targets[:, None][:, :0] if how.head == "student" else top_ids(teacher, how.top_k, policy.entries)
+        asked = asked_tokens(targets, theirs)
+        walk = token_logprobs(policy, asked, temperature=temperature, top_k=how.top_k), theirs
+    return walked_divergence(walk, policy, teacher, how, temperature=temperature, log_weight=log_weight)
 
 
 def rows_of(layer: nn.Linear | nn.Embedding) -> int:

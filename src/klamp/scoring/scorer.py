@@ -14,6 +14,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
+from klamp.core.topk import asked_tokens
 from klamp.core.types import Direction
 from klamp.diagnostics.statistics import pad_tokens
 from klamp.scoring.completions import Completions
@@ -27,11 +28,10 @@ from klamp.scoring.model_parts import (
     Traits,
     checkpoints,
     divergence,
-    head_kl,
-    mass_beyond,
     takes,
     token_logprobs,
     top_ids,
+    walked_divergence,
 )
 from klamp.scoring.passes import run_rows
 
@@ -188,10 +188,10 @@ class _Pieces:
     def add(self, opened: OpenedModel, values: Tensor, places: Tensor) -> None:
         """Add the model's predictions at some positions of the flattened tokens."""
         ask, found = self.ask, opened.predictions(values)
-        targets = self.completions.ids.flatten()[places, None]
+        targets = self.completions.ids.flatten()[places]
         taught = [(each, pair) for each in ask.taught if (pair := self._pair(each.rows, each.anchor, found, places))]
         theirs = self._likeliest(taught, targets, found.entries)
-        asked = torch.cat((torch.where(theirs < 0, targets, theirs), targets), 1)
+        asked = asked_tokens(targets, theirs)
         k = max((each.how.top_k or 0 for each, _ in taught), default=0)
         scored = token_logprobs(found, asked, temperature=ask.temperature, entropy=ask.entropy, top_k=k)
         logprobs = scored.logprobs[:, -1]
@@ -240,17 +240,13 @@ class _Pieces:
 
     def _taught(self, asked: TeacherKL, pair: Pair, places: Tensor, scored: TokenScores, theirs: Tensor) -> None:
         at, policy, teacher = pair
-        ours, places, weight, head = TokenScores(scored.logprobs[at], None, scored.ids[at]), places[at], None, {}
+        ours, places, weight = TokenScores(scored.logprobs[at], None, scored.ids[at]), places[at], None
         if asked.sampler is not None:
             sampler = asked.sampler[:, : self.completions.ids.shape[1]].flatten()[places]
             weight = ours.logprobs[:, -1].detach() - sampler
-        if asked.how.top_k is None:
-            kl = divergence(policy, teacher, temperature=self.ask.temperature, direction=asked.how.direction)
-        else:
-            options = {"temperature": self.ask.temperature, "log_weight": weight}
-            kl, head = head_kl(ours, teacher, theirs[at], asked.how, **options)
-        beyond = mass_beyond(teacher, policy.entries, temperature=self.ask.temperature)
-        for name, values in {"teacher": kl, **head, "cut_mass": beyond}.items():
+        options = {"temperature": self.ask.temperature, "log_weight": weight}
+        kl, seen = walked_divergence((ours, theirs[at]), policy, teacher, asked.how, **options)
+        for name, values in {"teacher": kl, **seen}.items():
             self._note(name, values, places)
 
     def _exact(self, exact: ExactKL, found: Predictions, places: Tensor) -> None:

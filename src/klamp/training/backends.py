@@ -260,19 +260,21 @@ VERL = {
 }
 
 
+_verl_cannot = partial(Refusal, what="backend='verl' cannot do this")
+
+
 def _verl_teacher(config: TrainConfig) -> list[Refusal]:
     """What verl cannot do with a teacher, and with a teacher alone."""
     silent = config.task.reward == NO_REWARD
-    cannot = partial(Refusal, what="backend='verl' cannot do this")
     return [
         *teacher_refusals(config.teacher),
-        cannot(
+        _verl_cannot(
             config.teacher.there and config.rollout.temperature != 1,
             got=f"temperature={config.rollout.temperature:g} with a teacher",
             why="its teacher's engine scores at temperature 1, whatever the policy is sampled and scored at",
             fix="set temperature=1",
         ),
-        cannot(
+        _verl_cannot(
             silent and config.kl.needs_reference,
             got=f"reward={NO_REWARD!r}, beta={config.kl.beta:g}, kl_monitor={config.kl.kl_monitor}",
             why="where it trains without rewards it leaves out its policy loss, and the KL to the reference with it",
@@ -286,20 +288,19 @@ def verl_refusals(config: TrainConfig) -> list[Refusal]:
     loss, rollout, optim, run = config.loss, config.rollout, config.optim, config.run
     completions = rollout.prompts_per_step * rollout.num_generations
     shares = run.gpus * run.machines * optim.gradient_accumulation_steps
-    cannot = partial(Refusal, what="backend='verl' cannot do this")
     return [
         *of_verl_s_hooks(config.kl),
         *_verl_teacher(config),
         *refused(config, VERL),
         _no_exact_kl(config, "verl's workers give the log-probabilities of the sampled tokens alone"),
-        cannot(
+        _verl_cannot(
             loss.advantage_baseline == "leave_one_out" and loss.scale == "std",
             got=f"advantage_baseline='leave_one_out', loss_type={loss.loss_type!r}, scale_rewards='std'",
             why="verl divides by the group's standard deviation where the baseline is the mean of all (grpo), and not "
             "where it is that of the others (rloo)",
             fix="set advantage_baseline='mean', or scale_rewards='none'",
         ),
-        cannot(
+        _verl_cannot(
             completions % shares != 0,
             got=f"{completions} completions per step, {run.gpus} GPUs on each of {run.machines} machines, "
             f"gradient_accumulation_steps={optim.gradient_accumulation_steps}",
@@ -307,7 +308,7 @@ def verl_refusals(config: TrainConfig) -> list[Refusal]:
             fix=f"make prompts_per_step * num_generations a multiple of {shares}",
         ),
         *(
-            cannot(
+            _verl_cannot(
                 "=" not in text and not text.startswith("~"),
                 got=f"verl_args has {text!r}",
                 why="an argument of verl is KEY=VALUE, +KEY=VALUE for a key that is not there yet, or ~KEY to delete "

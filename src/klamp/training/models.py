@@ -24,9 +24,9 @@ from klamp.errors import ModelError
 from klamp.hosts.common.step_zero import active_dropouts
 from klamp.scoring.model_parts import rows_of
 from klamp.scoring.whole import check_whole
-from klamp.tasks.base_model import BaseModelConfig, cached_base_model, load_base_model
+from klamp.tasks.base_model import BaseModelConfig, base_model_folder, cached_base_model, load_base_model
 from klamp.tasks.cache import Progress
-from klamp.tasks.named_models import NAMED_MODELS, load_named_model
+from klamp.tasks.named_models import NAMED_MODELS, load_named_model, named_model_folder
 from klamp.tasks.paths import at_home
 from klamp.training.checkpoint import check_policy
 from klamp.training.config import ModelConfig
@@ -155,6 +155,16 @@ def _pretrained(loader: Any, spec: str, what: str, **options: Any) -> Any:
             fix="check the path; a model folder needs config.json and weights, and the tokenizer's files or "
             "--tokenizer FOLDER",
         ) from error
+
+
+def model_path(name: str) -> str:
+    """The folder or hub id of a model, as a process elsewhere finds it."""
+    if name == BUILTIN:
+        return str(base_model_folder(BaseModelConfig()).absolute())
+    if name in NAMED_MODELS:
+        return str(named_model_folder(name).absolute())
+    folder = weights_folder(name)
+    return str(Path(folder).absolute()) if Path(folder).is_dir() else folder
 
 
 def weights_folder(spec: str) -> str:

@@ -186,10 +186,9 @@ def connect(
         ModelError, ConfigError: it does not fit; see `klamp.scoring.vllm_reference`.
     """
     given, rollout = config.flat(), config.rollout
-    taught = who == "teacher" and config.teacher.teacher_estimator == "topk"
     longest = check_prompts(task.train, tokenizer, None, rollout.max_completion_length)
     asked = vllm_reference.Asked(
-        top_k=config.teacher.teacher_top_k if taught else None,
+        top_k=config.teacher.head_size if who == "teacher" else None,
         temperature=rollout.temperature,
         longest=(longest, rollout.max_completion_length),
     )

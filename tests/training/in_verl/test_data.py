@@ -70,8 +70,9 @@ def test_the_files(quick, tmp_path):
 
 def test_data_files_are_found_from_everywhere(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name in ("rows.jsonl", "held-out.jsonl"):
+    for name in ("rows.jsonl", "held-out.jsonl", "rows:2.jsonl"):
         (tmp_path / name).write_text("{}\n")
+    assert opening(TaskConfig(task="rows:2.jsonl"), Layout(tmp_path))["task"]["task"] == str(tmp_path / "rows:2.jsonl")
     told = opening(TaskConfig(task="rows.jsonl", eval_split="held-out.jsonl"), Layout(tmp_path / "run"))
     assert told["task"]["task"] == str(tmp_path / "rows.jsonl")
     assert told["task"]["eval_split"] == str(tmp_path / "held-out.jsonl")

@@ -19,7 +19,8 @@ from klamp.tasks.base import TaskConfig
 from klamp.training.backends import TRUST
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl import overrides as module
-from klamp.training.in_verl.overrides import TEACHER, command, model_path, verl_overrides
+from klamp.training.in_verl.overrides import TEACHER, command, verl_overrides
+from klamp.training.models import model_path
 
 FOLDER = Path("runs/one")
 K1 = {"kl_estimator": "k1", "kl_horizon": "sequence"}

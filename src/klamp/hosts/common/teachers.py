@@ -17,7 +17,7 @@ def prefix_kl(config: TeacherConfig) -> PrefixKL | None:
         return None
     return PrefixKL(
         direction=config.teacher_direction,
-        top_k=config.teacher_top_k if config.teacher_estimator == "topk" else None,
+        top_k=config.head_size,
         head=config.teacher_head,
         tail=config.teacher_tail,
     )

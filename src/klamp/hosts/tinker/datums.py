@@ -18,6 +18,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from klamp.core.arguments import FLOATS, POSITIVE, check_number, check_tensors, describe
 from klamp.core.masking import Totals, check_logprobs, masked
+from klamp.core.topk import asked_tokens
 from klamp.core.types import Batch
 from klamp.errors import DataError, EmptyMaskError, NonFiniteError, ShapeError
 from klamp.hosts.common.versions import load_tinker
@@ -116,14 +117,6 @@ def _told(places: Sequence[Place], response: Sequence[int], given: object) -> tu
             fix="pass what compute_teacher_head returned for this response, and leave teacher_logprobs out",
         )
     return (told[:, :-1, 0].long(), told[:, :-1, 1].float()), told[:, -1, 1].float()
-
-
-def asked_tokens(targets: Tensor, head: Tensor) -> Tensor:
-    """The tokens whose log-probabilities under the policy are asked for at each position: a head's, and the target.
-
-    Shapes: [N], [N, K] -> [N, K + 1]; the target also in the place of a -1.
-    """
-    return torch.cat([torch.where(head < 0, targets[:, None], head), targets[:, None]], 1)
 
 
 def strip_for_builtin(datums: Sequence[Any]) -> list[Any]:

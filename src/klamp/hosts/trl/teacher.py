@@ -23,8 +23,8 @@ from klamp.hosts.common.effective import EffectiveTerm
 from klamp.hosts.common.teachers import check_tokens, no_prompt, prefix_kl
 from klamp.hosts.common.window import Window
 from klamp.hosts.trl.exact import plain_model, predicted, why_no_head
+from klamp.hosts.trl.fast_scoring import Call
 from klamp.hosts.trl.reference import check_folder, prepared_model
-from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import Predictions, PrefixKL, Told, check_same_vocabulary, prefix_divergence
 from klamp.scoring.vllm_reference import PROBES, Asked, VLLMReference, connect
 
@@ -112,9 +112,8 @@ def _server(trainer: Any, config: TeacherConfig) -> VLLMReference:
     """The server that teaches, found to fit the first prompts, those that the teacher sees."""
     rows = list(islice(iter(trainer.train_dataset), PROBES))
     found = _ids(trainer, rows, config.teacher_prompt or "prompt")
-    how = prefix_kl(config)
     asked = Asked(
-        top_k=None if how is None else how.top_k,
+        top_k=config.head_size,
         temperature=trainer.temperature,
         longest=(max(map(len, found)), trainer.max_completion_length),
     )
@@ -129,13 +128,14 @@ def keep_scores(trainer: Any, rows: Sequence[Mapping[str, Any]], output: dict[st
     teacher: Teacher = trainer._klamp.teacher
     column = teacher.config.teacher_prompt
     prompts = _told(trainer, rows, column, output["prompt_ids"].device) if column else None
+    call = scoring_call(trainer, output, prompts)
     if teacher.server is not None:
-        scores = teacher.server.score(_completions(output, prompts), temperature=trainer.temperature)
+        given = Call(**call).completions(slice(None))
+        scores = teacher.server.score(given, temperature=trainer.temperature)
         output[TEACHER], told = scores.logprobs, scores.predictions
         if told is not None:
             output[PREDICTED] = told.values
         return
-    call = scoring_call(trainer, output, prompts)
     policy, off = trainer.accelerator.unwrap_model(trainer.model), teacher.config.kind == "adapter_off"
     model = trainer.model if teacher.model is None else teacher.model
     with policy.disable_adapter() if off else nullcontext(), trainer._klamp.listening() as seen:
@@ -143,21 +143,6 @@ def keep_scores(trainer: Any, rows: Sequence[Mapping[str, Any]], output: dict[st
     output[TEACHER] = scored[0].detach()
     if teacher.how is not None:
         output[PREDICTED] = cast(Tensor, seen[-1].hidden).clone()
-
-
-def _completions(output: Mapping[str, Any], prompts: tuple[Tensor, Tensor] | None) -> Completions:
-    """A generation batch in klamp's words, behind `prompts` (ids and mask) or its own."""
-    prompt, mask = (output["prompt_ids"], output["prompt_mask"]) if prompts is None else prompts
-    written = output["completion_mask"].bool()
-    blank = torch.zeros(written.shape, device=written.device)
-    return Completions(
-        prompt_ids=prompt,
-        prompt_mask=mask,
-        ids=output["completion_ids"],
-        mask=written,
-        sampler_logprobs=blank,
-        ended=blank[:, 0].bool(),
-    )
 
 
 def scoring_call(
@@ -231,7 +216,7 @@ def _prefixes(
         weight = (batch.policy_logprobs.detach() - cast(Tensor, batch.sampler_logprobs))[where]
     how = cast(PrefixKL, teacher.how)
     options = {"temperature": trainer.temperature, "log_weight": weight}
-    kl, seen = prefix_divergence(policy, anchor, ids[where][:, None], how, **options)
+    kl, seen = prefix_divergence(policy, anchor, ids[where], how, **options)
     blank = torch.zeros(where.shape, dtype=kl.dtype, device=kl.device)
     whole = {name: blank.masked_scatter(where, each.to(kl.dtype)) for name, each in {"": kl, **seen}.items()}
     return whole.pop(""), whole

@@ -91,10 +91,12 @@ def opening(task: TaskConfig, layout: Layout) -> dict[str, Any]:
     """What a process elsewhere opens the task with; files by absolute paths."""
     values = dataclasses.asdict(task)
     for name in ("task", "eval_split"):
-        place, *more = values[name].removeprefix(HUB).split(":", 1)
-        if place and Path(place).exists() and (Path(place).is_file() or values[name].startswith(HUB)):
-            begin = HUB if values[name].startswith(HUB) else ""
-            values[name] = ":".join([f"{begin}{Path(place).absolute()}", *more])
+        if values[name].startswith(HUB):  # a folder may hold a copy of it
+            place, *more = values[name].removeprefix(HUB).split(":", 1)
+            if Path(place).exists():
+                values[name] = ":".join([f"{HUB}{Path(place).absolute()}", *more])
+        elif values[name] and Path(values[name]).is_file():
+            values[name] = str(Path(values[name]).absolute())
     return {"task": values, "tokenizer": str(layout.tokenizer), "folder": str(Path.cwd())}
 
 

@@ -16,11 +16,9 @@ from klamp.hosts.verl.fields_in_verl import written
 from klamp.hosts.verl.overrides import ACTOR, overrides
 from klamp.hosts.verl.teacher import DISTILLATION, places
 from klamp.tasks.base import NO_REWARD
-from klamp.tasks.base_model import BaseModelConfig, base_model_folder
-from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
 from klamp.training.config import OptimConfig, TrainConfig
 from klamp.training.folders import CHECKPOINTS, FOR_VERL
-from klamp.training.models import weights_folder
+from klamp.training.models import model_path
 from klamp.training.sizing import Load, Shape, load_of, sizes_of
 
 PROGRAM = ("-m", "verl.trainer.main_ppo")
@@ -120,16 +118,6 @@ def command(config: TrainConfig, folder: Path, python: str, shape: Shape | None 
         shape: of the model; None: a small one.
     """
     return [python, *PROGRAM, *verl_overrides(config, folder, shape)]
-
-
-def model_path(name: str) -> str:
-    """The folder or hub id of a model, as a process elsewhere finds it."""
-    if name == "builtin":
-        return str(base_model_folder(BaseModelConfig()).absolute())
-    if name in NAMED_MODELS:
-        return str(named_model_folder(name).absolute())
-    folder = weights_folder(name)
-    return str(Path(folder).absolute()) if Path(folder).is_dir() else folder
 
 
 def _data(config: TrainConfig, layout: Layout) -> dict[str, Any]:

@@ -31,9 +31,17 @@ from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.folders import SEAL, lost
 from klamp.training.in_verl.data import answered, write_data
-from klamp.training.in_verl.overrides import Layout, command, model_path
+from klamp.training.in_verl.overrides import Layout, command
 from klamp.training.in_verl.process import Child
-from klamp.training.models import check_weights, describe_folder, ends_with, load_tokenizer, make_ready, shape_of
+from klamp.training.models import (
+    check_weights,
+    describe_folder,
+    ends_with,
+    load_tokenizer,
+    make_ready,
+    model_path,
+    shape_of,
+)
 from klamp.training.observers import Observer, RunInfo, progress_of
 from klamp.training.processes import check_alone
 from klamp.training.run import Interrupt, Training

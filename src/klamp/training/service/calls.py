@@ -12,8 +12,8 @@ from torch import Tensor
 
 from klamp.core.masking import check_logprobs
 from klamp.core.objective import Objective, grpo_loss
+from klamp.core.topk import asked_tokens
 from klamp.errors import KlampError
-from klamp.hosts.tinker.datums import asked_tokens
 from klamp.hosts.tinker.loss import told_kl
 from klamp.hosts.tinker.reference import compute_reference_logprobs, compute_teacher_head
 from klamp.scoring.completions import Completions, kept_ids

@@ -254,8 +254,7 @@ def _teacher(
         with suppress(ModelError):
             theirs = ready_tokenizer(connection.ask(f"name the tokenizer of {name}", client.get_tokenizer), name)
         check_tokens(theirs, tokenizer, name=name)
-    top_k = config.teacher.teacher_top_k if config.teacher.teacher_estimator == "topk" else None
-    said = f"{name} at the service, frozen"
+    said, top_k = f"{name} at the service, frozen", config.teacher.head_size
     return TinkerReference(connection, client, said, top_k=top_k, vocabulary=len(tokenizer))
 
 
