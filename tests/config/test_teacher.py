@@ -124,6 +124,9 @@ def test_the_term_and_the_objective():
     assert build_objective(KLConfig(), LossConfig(), max_length=4, teacher=TeacherConfig()).others == ()
     whole = TeacherConfig(teacher_model="DIR", teacher_estimator="exact", teacher_direction="js").build_term()
     assert (whole.value, whole.gradient, whole.of_prefixes) == ("exact", "own", True)
+    later = TeacherConfig(teacher_model="DIR", teacher_estimator="exact", teacher_horizon="sequence").build_term()
+    tokens = TeacherConfig(teacher_model="DIR", teacher_estimator="k3").build_term()
+    assert (later.gradient, tokens.gradient) == ("reverse", "reverse")
     inside = TeacherConfig(teacher_model="DIR", teacher_placement="reward", teacher_horizon="sequence")
     with pytest.raises(ConfigError, match="divided by the group's std") as caught:
         build_objective(KLConfig(beta=0.0), LossConfig(scale_rewards="std"), max_length=4, teacher=inside)

@@ -41,6 +41,10 @@ def test_each_reduction_by_hand_with_an_empty_row_counted_as_zero(reduction):
     assert loss.item() == pytest.approx(BY_HAND[reduction], abs=1e-14)
 
 
+def test_the_mean_of_a_single_token_is_that_token():
+    assert reduce_tokens(VALUES[:, :1], MASK[:, :1], "sequence_mean").item() == pytest.approx((1 + 10 + 0) / 3)
+
+
 def test_masked_sums_and_means_by_hand():
     assert masked_sum(VALUES, MASK).item() == 40.0
     assert masked_sum(VALUES, MASK, -1).tolist() == [10.0, 30.0, 0.0]

@@ -103,3 +103,12 @@ def test_a_kl_that_is_just_the_budget_is_not_over_it():
     assert gate is not None
     assert gate.metrics()["kl/over_budget"] == 2 / 4
     assert (gate.factor > 0).tolist() == [False, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("fields", "needed"),
+    [({}, False), ({"clip_unit": "sequence"}, False), ({"clip_method": "hard"}, True), ({"clip_method": "soft"}, True),
+     ({"clip_method": "hard", "clip_unit": "sequence"}, False)],
+)  # fmt: skip
+def test_a_length_is_needed_by_a_budget_per_token_alone(fields, needed):
+    assert KLTerm(**fields).needs_reference_length == needed

@@ -160,6 +160,15 @@ def test_a_policy_that_has_moved_is_no_sample_of_the_reference() -> None:
         reference_lengths(generation(apart=0.5), KLControl(KLConfig(**CLIP)))
 
 
+def test_the_distance_that_the_refusal_names_is_the_k3_per_token() -> None:
+    moved = generation(apart=0.5)
+    batch = moved.batch()
+    assert batch.ref_logprobs is not None
+    k3 = kl_estimate(batch.policy_logprobs, batch.ref_logprobs)[batch.mask.bool()].mean()
+    with pytest.raises(ConfigError, match=f"KL {float(k3):.2e} nats per token"):
+        reference_lengths(moved, KLControl(KLConfig(**CLIP)))
+
+
 @pytest.mark.parametrize("processes", [1, 2, 4])
 @pytest.mark.parametrize("clip", [{}, {**CLIP, "kl_reference_length": 2}])
 def test_the_kl_in_the_reward_is_the_advantage_of_lower_rewards(processes: int, clip: dict[str, Any]) -> None:
