@@ -17,12 +17,11 @@ from benchmarks.measure import isolated
 from benchmarks.records import Benchmark, table
 from benchmarks.step_runs import Seen, Setting, run_klamp, write_setting
 
-TILES = "linear_logprobs, tiles"
-CHECKED = ("linear_logprobs", TILES, "linear_logprobs, frozen head", "linear_kl")
+CHECKED = ("linear_logprobs", "linear_logprobs, frozen head", "linear_kl")
 CHECKED_SIZE = {True: (64, 32, 1000), False: (512, 896, 151_936)}
 BOUNDS = {"float32": 1e-5, "bfloat16": 2e-2}
 """Type -> the largest difference to float64 on the CPU that counts as rounding, as a share of the largest entry."""
-HEADS = ("products", "linear_logprobs", TILES)
+HEADS = ("products", "linear_logprobs")
 """What the dry mode runs of the heads."""
 DRY_SIZE = (64, 32, 1000)
 COMPARED = ("reward", "policy/entropy", "kl/k3", "train/loss", "train/grad_norm")
@@ -57,11 +56,8 @@ PARTS = (heads, step, overhead)
 
 
 def _whole() -> dict[str, Any]:
-    """The parts as they are on a CPU, and the head without its kernels, so that it is seen what those are worth."""
-    found = {part.BENCHMARK.name: part.run(False) for part in PARTS}
-    for dtype, cases in found["heads"]["heads"].items():
-        cases[TILES] = heads.one(TILES, dtype, heads.SIZES[False], heads.REPEATS)
-    return found
+    """The parts as they are on a CPU."""
+    return {part.BENCHMARK.name: part.run(False) for part in PARTS}
 
 
 def _dry(folder: Path) -> dict[str, Any]:

@@ -5,11 +5,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
-from unittest.mock import patch
 
 CHUNK_ROWS = 128
 SEQUENCES = 8
@@ -126,12 +124,6 @@ def klamp_head(given: Inputs) -> None:
     linear_logprobs(given.hidden, given.weight, given.targets).backward(given.factor)
 
 
-def klamp_tiles(given: Inputs) -> None:
-    """The same on a GPU without the Triton kernels; on a CPU there are none."""
-    with patch.dict(os.environ, KLAMP_TRITON="0"):
-        klamp_head(given)
-
-
 def klamp_kl(given: Inputs) -> None:
     """`klamp.linear_kl`."""
     from klamp import linear_kl
@@ -171,7 +163,6 @@ CASES: dict[str, Callable[[Inputs], None]] = {
     "Liger, log-probabilities": liger_logprobs,
     "Liger, GRPO loss": liger_loss,
     "linear_logprobs": klamp_head,
-    "linear_logprobs, tiles": klamp_tiles,
     "products, frozen head": products,
     "TRL, frozen head": trl_head,
     "linear_logprobs, frozen head": klamp_head,

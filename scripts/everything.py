@@ -33,7 +33,7 @@ BEGIN, END = "<!-- everything: written by `make test-everything` -->", "<!-- end
 
 TARGETS = {
     "test": "the gate's checks: lint, types, imports, documentation, tests on a CPU",
-    "test-slow": "whole programs and runs, what a run has learned, a hundred kills, memory, compiled kernels",
+    "test-slow": "whole programs and runs, what a run has learned, a hundred kills, memory",
     "test-report": "the report in a real Chromium",
     "test-wheel": "the wheel as pip installs it",
     "test-pythons": "the wheel on the other Pythons",

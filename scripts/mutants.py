@@ -48,7 +48,7 @@ BEGIN, END = f"<!-- mutants: written by `{COMMAND}` -->", "<!-- end of mutants -
 OUTCOMES = ("caught", "alive", "equivalent")
 CONTRACT = TESTS / "contracts" / "test_dataclasses.py"
 REFUSALS = TESTS / "contracts" / "test_bad_input.py"
-SLOW = ("test_logprobs.py", "test_triton.py")  # a minute each: for the modules of exactly their names
+SLOW = ("test_logprobs.py",)  # a minute: for the module of exactly its name
 TO_CATCH = 0.95
 
 # An operator is replaced by one of its family: across them Python itself refuses most, or compares names by alphabet,

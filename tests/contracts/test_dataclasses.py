@@ -20,8 +20,6 @@ BY_ORDER = {"_Field", "Numbers", "Kind", "Gate", "ActiveDropout", "KLFields", "T
 def made() -> Iterator[type]:
     for package in ("core", "core/heads", "config", "hosts/common"):
         for file in sorted((ROOT / package).glob("*.py")):
-            if file.stem == "_triton":
-                continue
             module = importlib.import_module(".".join(("klamp", *Path(package).parts, file.stem)))
             found = (
                 each for each in vars(module).values() if isinstance(each, type) and dataclasses.is_dataclass(each)

@@ -59,7 +59,6 @@ GUESTS = {
     "audit/trl_distillation.py": {"trl"},
     "audit/verl.py": {"verl", "tensordict"},
     "audit/verl_distillation.py": {"verl", "tensordict"},
-    "core/heads/_triton.py": {"triton"},
     "hosts/common/sampler_weights.py": {"vllm", "transformers"},
     "tasks/files.py": {"datasets"},
     "tinker/testing.py": {"klamp-standin"},

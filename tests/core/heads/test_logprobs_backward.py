@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
-from types import ModuleType, SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -22,7 +19,7 @@ from tests.core.heads.naive import (
 )
 
 from klamp.core.heads import tiles
-from klamp.core.heads.logprobs import _kernels, linear_logprobs
+from klamp.core.heads.logprobs import linear_logprobs
 
 
 @pytest.mark.parametrize("order", [1, -1])
@@ -146,38 +143,3 @@ def test_a_vocabulary_of_one_entry_has_no_gradient_however_large_its_logit(size)
     found.backward(incoming)
     assert (hidden.grad == 0).all()
     assert (weight.grad == 0).all()
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize(
-    ("changed", "taken"),
-    [
-        ({}, True),
-        ({"capability": (9, 0)}, True),
-        ({"capability": (7, 5)}, False),
-        ({"hip": "6.0"}, False),
-        ({"switch": "0"}, False),
-        ({"is_cuda": False}, False),
-        ({"rows": 0}, False),
-        ({"dtype": torch.float64}, False),
-        ({"contiguous": False}, False),
-    ],
-    ids=str,
-)
-def test_the_kernels_are_taken_where_they_were_made_for(
-    changed: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kernels = ModuleType("klamp.core.heads._triton")
-    monkeypatch.setitem(sys.modules, "klamp.core.heads._triton", kernels)
-    monkeypatch.setattr("klamp.core.heads._triton", kernels, raising=False)
-    monkeypatch.setattr(torch.version, "hip", changed.get("hip"))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: changed.get("capability", (8, 0)))
-    monkeypatch.setenv("KLAMP_TRITON", changed.get("switch", "1"))
-    hidden: Any = SimpleNamespace(
-        is_cuda=changed.get("is_cuda", True),
-        shape=(changed.get("rows", 3), 4),
-        dtype=changed.get("dtype", torch.float32),
-        device="cuda",
-    )
-    weight: Any = SimpleNamespace(is_contiguous=lambda: changed.get("contiguous", True))
-    assert _kernels(hidden, weight) is (kernels if taken else None)

@@ -13,10 +13,6 @@ a second walk through a retained graph does. Nothing is kept under no_grad, or f
 Rows whose incoming gradient is exactly 0 take no part in the backward pass: they cost nothing, and whatever stands
 there (NaN too) reaches no gradient.
 
-On a CUDA device `linear_logprobs` in up to 32 bits runs through the Triton kernels of `_triton` where Triton is
-installed (four products, nothing kept), which have been tested through the interpreter only; `KLAMP_TRITON=0` in the
-environment switches them off. `linear_kl` uses the tiles everywhere.
-
 For one row with hidden state h and target t: logits z_v, p = softmax(z), w_v the row of the weight, s_v the slope of
 cap and temperature (1 without). The vocabulary is cut into tiles T_1 ... T_c; Z_i = sum over v in T_i of exp(z_v)::
 
@@ -40,8 +36,6 @@ the k likeliest, which are targets that the walk itself finds (`picks`)::
 
 from __future__ import annotations
 
-import os
-from types import ModuleType
 from typing import Any, Literal, NamedTuple, cast, overload
 
 import torch
@@ -87,20 +81,6 @@ class TopTokens(NamedTuple):
     ids: Int[Tensor, "rows k"]
     logprobs: Float[Tensor, "rows k"]
     target_logprobs: Float[Tensor, " rows"] | None
-
-
-def _kernels(hidden: Tensor, weight: Tensor) -> ModuleType | None:
-    """The Triton kernels, or None where this machine or these tensors do not allow them: then tiles are used."""
-    fits = hidden.is_cuda and hidden.shape[0] > 0 and hidden.dtype != torch.float64 and weight.is_contiguous()
-    if not fits or os.environ.get("KLAMP_TRITON") == "0":
-        return None
-    if torch.version.hip is not None or torch.cuda.get_device_capability(hidden.device) < (8, 0):
-        return None  # not even compiled for these
-    try:
-        from klamp.core.heads import _triton
-    except ImportError:
-        return None
-    return _triton
 
 
 def _together(normalisers: Tensor, entropies: Tensor | None, picked: Tensor, ids: Tensor) -> Scores:
@@ -207,16 +187,11 @@ class LinearLogprobs(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Log-probabilities [N, K], entropies [N], ids [N, K]; keeps what the gradient needs, no matrix of logits."""
         ctx.scale, ctx.hidden_dtype, alone = scale, hidden.dtype, ids.shape[1] == 1 and top_k == 0
-        head, ctx.kept = Head(weight, bias, *scale), None
-        ctx.kernels = _kernels(hidden, weight) if alone else None
-        if ctx.kernels is not None:
-            normalisers, entropies, picked = ctx.kernels.score(hidden, head, ids[:, 0], entropy=entropy)
-            found = _together(normalisers, entropies, picked[:, None], ids)
-        else:
-            # Only hidden learns: its gradient is linear in the incoming one, so it is formed here and never again.
-            pull = learns and ctx.needs_input_grad[:3] == (True, False, False)
-            ctx.kept = keep(owner, hidden, weight) if learns and ctx.needs_input_grad[1] else None
-            found = score(Products(head, hidden, ctx.kept), ids, entropy=entropy, pull=pull, top_k=top_k)
+        head = Head(weight, bias, *scale)
+        # Only hidden learns: its gradient is linear in the incoming one, so it is formed here and never again.
+        pull = learns and ctx.needs_input_grad[:3] == (True, False, False)
+        ctx.kept = keep(owner, hidden, weight) if learns and ctx.needs_input_grad[1] else None
+        found = score(Products(head, hidden, ctx.kept), ids, entropy=entropy, pull=pull, top_k=top_k)
         ids, logprobs = found.ids, found.logprobs
         if found.pull is None:
             ctx.save_for_backward(hidden, weight, bias, ids, found.normaliser, logprobs.clone())
@@ -243,8 +218,6 @@ class LinearLogprobs(torch.autograd.Function):
 
         def make(index: Tensor | slice, some: Tensor) -> TileGradient:
             g, t, norm, log_p = grad[index], ids[index], normaliser[index], logprobs[index]
-            if ctx.kernels is not None:
-                return ctx.kernels.tile_gradient(some, head, t[:, 0], g[:, 0], norm, _rest(log_p)[:, 0])
             return _tile_gradient(products.of(index, some), t, g, norm[:, None], log_p)
 
         with torch.autocast(hidden.device.type, enabled=False):
