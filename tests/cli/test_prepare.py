@@ -122,7 +122,22 @@ def test_one_gpu_of_trl_samples_beside_training(folder: Path, capsys: pytest.Cap
 def test_heads_that_do_not_divide_are_not_divided(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = folder / "seven" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"num_attention_heads": 14, "num_key_value_heads": 2}))
-    assert "--tensor_parallel_size 2 --data_parallel_size 2" in commands(prepared("trl", capsys))[1]
+    server = commands(prepared("trl", capsys))[1]
+    assert "CUDA_VISIBLE_DEVICES=6,7 " in server, "vLLM refuses several copies of a dense model"
+    assert "--tensor_parallel_size 2 --data_parallel_size 1" in server
+
+
+def test_the_sum_of_memory_is_shown_and_a_teacher_counts(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    alone = " ".join(prepared("trl", capsys).split())
+    assert "of 80 GB less 41.9 (weights, gradients, Adam), 15.2 (frozen models), 8 (spare), 14.9 are left" in alone
+    text = " ".join(prepared("trl", capsys, "--teacher_model", "seven").split())
+    assert "30.5 (frozen models)" in text
+    assert "likely out of memory" in text and "verl, which divides all weights" in text
+    text = prepared("trl", capsys, "--teacher_url", "http://127.0.0.1:8001")
+    assert "a server of its own" in text and "likely out of memory" not in text
+    text = prepared("verl", capsys, "--teacher_model", "seven")
+    assert "1 more than these 8 GPUs for the teacher" in text
+    assert "teacher" not in alone + prepared("verl", capsys)
 
 
 def test_klamps_own_loop_is_not_launched_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

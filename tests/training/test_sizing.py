@@ -17,13 +17,13 @@ LARGE = Shape(72_706_203_648, 80, 8192, 152_064, 64)  # Qwen2.5-72B
 
 def load(shape: Shape = SEVEN, **changes) -> Load:
     """128 x 8 completions of 512 + 1,024 tokens on eight GPUs of 80 GB, which train and sample in turn."""
-    given = {"gpus": 8, "together": 8, "memory": 80.0, "tokens": 1536, "share": 128}
-    return Load(**{"shape": shape, "adapter": False, "reference": True, "apart": False, **given, **changes})
+    given = {"gpus": 8, "together": 8, "memory": 80.0, "tokens": 1536, "share": 128, "frozen": shape.parameters}
+    return Load(**{"shape": shape, "adapter": False, "apart": False, **given, **changes})
 
 
 def test_a_model_of_7b_has_room_on_eight_gpus() -> None:
     sizes = sizes_of(load())
-    assert sizes.checkpointing and sizes.fits and not sizes.offload and sizes.offload_reference
+    assert sizes.checkpointing and sizes.fits and not sizes.offload
     assert sizes.micro == 8, "the whole share of 128 would take 420 GB"
     assert (sizes.engine_share, sizes.tensor_parallel) == (0.6, 1)
     assert sizes.state == pytest.approx(16 * SEVEN.parameters / 8 / GB)
@@ -31,7 +31,7 @@ def test_a_model_of_7b_has_room_on_eight_gpus() -> None:
 
 def test_a_small_model_is_spared_what_costs_time() -> None:
     sizes = sizes_of(load(SMALL))
-    assert not (sizes.checkpointing or sizes.offload or sizes.offload_reference) and sizes.tensor_parallel == 1
+    assert not (sizes.checkpointing or sizes.offload) and sizes.tensor_parallel == 1
     assert sizes_of(load(Shape(3_000_000, 4, 64, 100, 4), tokens=32)).micro == 128
 
 
@@ -40,22 +40,21 @@ def test_a_small_model_is_spared_what_costs_time() -> None:
 @pytest.mark.parametrize("adapter", [False, True])
 @pytest.mark.parametrize("apart", [False, True])
 def test_whatever_is_said_to_fit_does(shape: Shape, memory: float, adapter: bool, apart: bool) -> None:
-    given = load(shape, memory=memory, adapter=adapter, reference=not adapter, apart=apart)
+    given = load(shape, memory=memory, adapter=adapter, frozen=0 if adapter else shape.parameters, apart=apart)
     sizes = sizes_of(given)
     assert given.share % sizes.micro == 0 and shape.heads % sizes.tensor_parallel == 0
-    assert not (apart and (sizes.offload or sizes.offload_reference)), "nothing has to make room"
+    assert not (apart and sizes.offload), "nothing has to make room"
     state = 0 if sizes.offload else sizes.state
-    kept = state + (0 if sizes.offload_reference else sizes.reference)
     if sizes.fits:
         assert sizes.micro == 1 or sizes.micro * sizes.each <= sizes.left / 2
-        assert apart or kept + sizes.engine_share * memory <= memory
+        assert apart or state + sizes.engine_share * memory <= memory
     told = dict(reasons(given, sizes))
     assert ("this is likely out of memory" in told) is not sizes.fits
 
 
 def test_what_is_too_large_is_said() -> None:
     assert not sizes_of(load(LARGE)).fits
-    assert sizes_of(load(LARGE, gpus=32)).fits and sizes_of(load(LARGE, adapter=True, reference=False)).fits
+    assert sizes_of(load(LARGE, gpus=32)).fits and sizes_of(load(LARGE, adapter=True, frozen=0)).fits
 
 
 def test_longer_completions_are_fewer_at_once() -> None:
@@ -78,7 +77,10 @@ def replace_heads(shape: Shape, heads: int) -> Shape:
 
 def test_the_reasons_have_the_amounts() -> None:
     told = dict(reasons(load(), sizes_of(load())))
-    assert told["8 of 128 completions at once"].startswith("one takes 3.3 GB (1,536 tokens); 57 of 80 GB are left,")
+    assert told["8 of 128 completions at once"].startswith(
+        "one takes 3.3 GB (1,536 tokens); of 80 GB less 15.2 (weights, gradients, Adam), 0.0 (frozen models), "
+        "8 (spare), 56.8 are left,"
+    )
     assert told["reference offloaded"] == "3.8 GB, needed once a step"
     assert len(dict(reasons(load(apart=True), sizes_of(load(apart=True))))) == 2
 

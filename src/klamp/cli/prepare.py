@@ -31,6 +31,7 @@ def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
         ConfigError: a backend that is not launched elsewhere.
         ModelError, DataError, RewardError: what would stop the run before its first step.
     """
+    from klamp.training.in_verl.overrides import load_in_verl
     from klamp.training.models import shape_of
     from klamp.training.setup import open_inputs
 
@@ -44,11 +45,14 @@ def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
         )
     inputs, shape = open_inputs(config), shape_of(config.model.model)
     longest = 0 if isinstance(inputs, str) else inputs.longest
-    load, commands = _verl(argv, config, shape) if backend == "verl" else _trl(argv, config, shape, longest)
+    if backend == "verl":
+        load = None if shape is None else load_in_verl(config, shape)
+        commands = [shlex.join(["klamp", "train", *_words(argv)])]
+    else:
+        load, commands = _trl(argv, config, shape, longest)
     lines = [INSTALL[backend], *commands, f"klamp report {folder}", f"klamp evaluate --checkpoint {folder}"]
-    parts = ["klamp train --prepare: model, prompts and reward are opened; nothing is started or written"]
     return "\n\n".join([
-        *parts,
+        "klamp train --prepare: model, prompts and reward are opened; nothing is started or written",
         *([] if load is None else [_sizes(config, load)]),
         "next, where the GPUs are\n\n" + "\n".join(f"  {line}" for line in lines),
         f"the model, as transformers loads it: {folder / LIES[backend]}",
@@ -57,8 +61,14 @@ def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
 
 def _sizes(config: TrainConfig, load: Load) -> str:
     told = [f"{what}: {why}" for what, why in reasons(load, sizes_of(load))]
+    teacher, gpus = config.teacher, config.run.gpus
+    if teacher.there and config.run.backend == "verl":
+        told.append(f"{len(teacher.models)} more than these {gpus} GPUs for the teacher: a vLLM of its own on each")
+    elif teacher.there and teacher.teacher_url:
+        told.append("the teacher is a server of its own: on none of these GPUs, started before the run")
     if load.apart:
-        told.append(f"{load.gpus} GPUs to train, {config.run.gpus // 2} for vLLM: half each, if the prompts divide so")
+        served = spread(load.shape, gpus // 2)[-1]
+        told.append(f"{load.gpus} GPUs to train, {served} for vLLM: half each, if prompts and heads divide so")
         told.append("computed in bfloat16: DeepSpeed (ZeRO-2) has float32 copies of all weights, dtype stays float32")
     title = f"{config.model.model}, {load.shape.parameters / GB:.2g} billion parameters, divided over {load.gpus} GPUs"
     filled = [textwrap.fill(each, WIDTH, initial_indent="  ", subsequent_indent=" " * 6) for each in told]
@@ -71,22 +81,16 @@ def _words(argv: Sequence[str]) -> list[str]:
     return [*argv[:at], *argv[at + (2 if argv[at + 1 : at + 2] and argv[at + 1] in TRUE_WORDS else 1) :]]
 
 
-def _verl(argv: Sequence[str], config: TrainConfig, shape: Shape | None) -> tuple[Load | None, list[str]]:
-    from klamp.training.in_verl.overrides import load_in_verl
-
-    load = None if shape is None else load_in_verl(config, shape)
-    return load, [shlex.join(["klamp", "train", *_words(argv)])]
-
-
 def _trl(argv: Sequence[str], config: TrainConfig, shape: Shape | None, longest: int) -> tuple[Load | None, list[str]]:
     """Half of the GPUs train, by DeepSpeed, the other half serve vLLM; one alone does both."""
-    from klamp.training.models import model_path
+    from klamp.training.models import model_path, shape_of
 
     gpus, prompts, words = config.run.gpus, config.rollout.prompts_per_step, _words(argv)
     training = max((n for n in range(1, gpus // 2 + 1) if prompts % n == 0), default=1)
-    serving, length = gpus // 2, longest + config.rollout.max_completion_length
-    load = None if shape is None else load_of(config, shape, gpus=training, prompt=longest, apart=gpus > 1)
-    if load is not None:
+    load, taught = None, config.teacher.there and shape_of(config.teacher.teacher_model or "builtin")
+    if shape is not None:
+        other = taught.parameters if taught else 0
+        load = load_of(config, shape, gpus=training, prompt=longest, apart=gpus > 1, teacher=other)
         sizes = sizes_of(load)
         parts = config.optim.gradient_accumulation_steps * load.share // sizes.micro
         words += ["--gradient_accumulation_steps", str(parts)]
@@ -95,13 +99,13 @@ def _trl(argv: Sequence[str], config: TrainConfig, shape: Shape | None, longest:
         return load, [shlex.join(["klamp", "train", *words, "--sampler", "vllm"])]
     if config.model.dtype == "bfloat16" and not config.model.lora_r:
         words += ["--dtype", "float32"]  # DeepSpeed keeps float32 copies itself, and computes in bfloat16
-    over = 1 if shape is None else spread(shape, serving)[-1]
-    server = f"--host 127.0.0.1 --tensor_parallel_size {over} --data_parallel_size {serving // over}"
+    serving = 1 if shape is None else spread(shape, gpus // 2)[-1]  # vLLM has several copies of experts' models alone
+    server = f"--host 127.0.0.1 --tensor_parallel_size {serving} --data_parallel_size 1"
     launch = f"--num_processes {training} --num_machines 1 --use_deepspeed --zero_stage 2 --mixed_precision bf16"
     first, last = (",".join(map(str, each)) for each in (range(training), range(gpus - serving, gpus)))
     return load, [
         f"CUDA_VISIBLE_DEVICES={last} trl vllm-serve --model {shlex.quote(model_path(config.model.model))} {server} "
-        f"--max_model_len {length} &",
+        f"--max_model_len {longest + config.rollout.max_completion_length} &",
         f"CUDA_VISIBLE_DEVICES={first} accelerate launch {launch} -m klamp.cli train {shlex.join(words)} "
         f"--sampler_url {SERVER}",
     ]

@@ -34,7 +34,7 @@ class Load(NamedTuple):
     """What a run asks of its GPUs: `share` completions of a step from each, of up to `tokens` with their prompts.
 
     The weights are divided over `gpus` of `memory` GB. An engine is `apart`, on GPUs of its own, or shares them, over
-    up to `together` of one machine. The reference is a model of its own, or none.
+    up to `together` of one machine. `frozen`: parameters of a reference and a teacher beside.
     """
 
     shape: Shape
@@ -44,7 +44,7 @@ class Load(NamedTuple):
     tokens: int
     share: int
     adapter: bool
-    reference: bool
+    frozen: int
     apart: bool
 
 
@@ -56,18 +56,16 @@ class Sizes(NamedTuple):
     micro: int
     checkpointing: bool
     offload: bool
-    offload_reference: bool
     engine_share: float
     tensor_parallel: int
     fits: bool
     state: float
-    reference: float
     left: float
     each: float
     spared: float
 
 
-def load_of(config: TrainConfig, shape: Shape, *, gpus: int, prompt: int, apart: bool) -> Load:
+def load_of(config: TrainConfig, shape: Shape, *, gpus: int, prompt: int, apart: bool, teacher: int = 0) -> Load:
     """The load of a run on the GPUs that train it, with room for prompts of so many tokens."""
     completions = config.rollout.prompts_per_step * config.rollout.num_generations
     return Load(
@@ -78,7 +76,7 @@ def load_of(config: TrainConfig, shape: Shape, *, gpus: int, prompt: int, apart:
         tokens=prompt + config.rollout.max_completion_length,
         share=max(1, completions // (gpus * config.optim.gradient_accumulation_steps)),
         adapter=config.model.lora_r > 0,
-        reference=reference_kind(config) == "frozen",
+        frozen=shape.parameters * (reference_kind(config) == "frozen") + teacher,
         apart=apart,
     )
 
@@ -86,13 +84,12 @@ def load_of(config: TrainConfig, shape: Shape, *, gpus: int, prompt: int, apart:
 def sizes_of(load: Load) -> Sizes:
     """Choose sizes for a load."""
     shape, billions = load.shape, load.shape.parameters / GB
-    if load.apart:  # ZeRO-2: weights and reference whole, in bfloat16
-        state, reference = billions * (2 + (0 if load.adapter else 14 / load.gpus)), billions * 2 * load.reference
-    else:
-        state = billions * (ALONE if load.adapter else MIXED) / load.gpus
-        reference = billions * ALONE * load.reference / load.gpus
-    offload, away = (not load.apart and x > load.memory / n for x, n in ((state, 3), (reference, 50)))
-    left = load.memory * (1 - SPARE) - state - (0.0 if away else reference)
+    if load.apart:  # ZeRO-2: weights, reference and teacher whole, in bfloat16
+        state, frozen = billions * (2 + (0 if load.adapter else 14 / load.gpus)), 2 * load.frozen / GB
+    else:  # the reference is offloaded
+        state, frozen = billions * (ALONE if load.adapter else MIXED) / load.gpus, 0
+    offload = not load.apart and state > load.memory / 3
+    left = load.memory * (1 - SPARE) - state - frozen
     logits = LOGIT * shape.vocabulary
     kept, thin = (
         load.tokens * (n * shape.hidden + logits) / GB for n in (LAYER * shape.layers, 2 * shape.layers + LAYER)
@@ -106,12 +103,10 @@ def sizes_of(load: Load) -> Sizes:
         micro=max((n for n in divisors(load.share) if n * each <= left / 2), default=1),
         checkpointing=checkpointing,
         offload=offload,
-        offload_reference=away,
         engine_share=engine_share,
         tensor_parallel=parallel,
         fits=each <= left and (load.apart or ENGINE * billions / parallel < room),
         state=state,
-        reference=reference,
         left=left,
         each=each,
         spared=kept - thin,
@@ -122,20 +117,23 @@ def reasons(load: Load, sizes: Sizes) -> Iterator[tuple[str, str]]:
     """Each choice, and why, in words."""
     yield (
         f"{sizes.micro} of {load.share} completions at once",
-        f"one takes {sizes.each:.1f} GB ({load.tokens:,} tokens); {sizes.left:.0f} of {load.memory:g} GB are left, "
-        "half of which are planned with",
+        f"one takes {sizes.each:.1f} GB ({load.tokens:,} tokens); of {load.memory:g} GB less {sizes.state:.1f} "
+        f"(weights, gradients, Adam), {load.memory * (1 - SPARE) - sizes.state - sizes.left:.1f} (frozen models), "
+        f"{load.memory * SPARE:.0f} (spare), {sizes.left:.1f} are left, half of which are planned with",
     )
     on = "on" if sizes.checkpointing else "off"
     yield f"gradient checkpointing {on}", f"it spares {sizes.spared:.1f} GB a completion, and computes layers twice"
     if not load.apart:
-        where = ["offloaded" if away else "on the GPU" for away in (sizes.offload, sizes.offload_reference)]
-        yield f"weights and optimizer {where[0]} while sampling", f"{sizes.state:.0f} GB of each GPU"
-        yield f"reference {where[1]}", f"{sizes.reference:.1f} GB, needed once a step"
+        where = "offloaded" if sizes.offload else "on the GPU"
+        yield f"weights and optimizer {where} while sampling", f"{sizes.state:.0f} GB of each GPU"
+        if load.frozen:
+            yield "reference offloaded", f"{ALONE * load.frozen / load.gpus / GB:.1f} GB, needed once a step"
         engine = ENGINE * load.shape.parameters / sizes.tensor_parallel / GB
         spent = f"{sizes.engine_share:g} of the memory for vLLM, an engine's weights divided by {sizes.tensor_parallel}"
         yield spent, f"{engine:.1f} GB, and at least as much is to be left for its cache"
     if not sizes.fits:
-        yield "this is likely out of memory", "take more GPUs, an adapter (lora_r), or shorter completions"
+        verl = ", or verl, which divides all weights" if load.apart else ""
+        yield "this is likely out of memory", f"take more GPUs, an adapter (lora_r), or shorter completions{verl}"
 
 
 def divisors(number: int) -> list[int]:

@@ -62,6 +62,9 @@ def test_a_floor_and_no_cap(monkeypatch: pytest.MonkeyPatch, host: str, installe
         ("trl", "1.17.0", True),
         ("trl", "2.0", True),
         ("tinker", "0.39.0", True),
+        ("verl", "0.9.4", False),
+        ("verl", "0.10.0", True),
+        ("unsloth_zoo", "2026.11.1", True),
         ("unsloth", "2026.10.9", False),
         ("unsloth", "2026.11.1", True),
     ],
@@ -76,6 +79,7 @@ def test_what_is_newer_than_was_tried_is_said_once(
     said = [str(each.message) for each in recwarn]
     assert len(said) == newer
     assert all(f"{host} {installed} is newer" in text and f"up to {TRIED[host].upto}:" in text for text in said)
+    assert all(text.endswith("https://github.com/klamp-rl/klamp/issues") for text in said), "where to tell of it"
 
 
 @pytest.mark.parametrize("host", ["trl", "tinker", "verl", "unsloth"])

@@ -79,7 +79,8 @@ def _caution(host: str, installed: str) -> None:
     if Version(installed).release[: len(tried)] > tried:
         warnings.warn(
             f"{host} {installed} is newer than what {by} was tried with, up to {upto}: {why}. See what is in force "
-            f'(`effective`, `klamp audit`) before a long run, or pip install "{host}=={upto}.*".',
+            f'(`effective`, `klamp audit`) before a long run, or pip install "{host}=={upto}.*". What breaks, or not: '
+            "https://github.com/klamp-rl/klamp/issues",
             KLWarning,
             stacklevel=3,
         )

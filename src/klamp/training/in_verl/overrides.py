@@ -97,7 +97,7 @@ def verl_overrides(config: TrainConfig, folder: Path, shape: Shape | None = None
         **_data(config, layout),
         **_model(config, layout),
         **_optimizer(config.optim, config.run.max_steps),
-        **_updates(config),
+        **_updates(config, part_size(config) if shape is None else sizes_of(load_in_verl(config, shape)).micro),
         **_rollout(config),
         **_reward(layout),
         **_trainer(config, layout),
@@ -171,9 +171,8 @@ def _optimizer(optim: OptimConfig, steps: int) -> dict[str, Any]:
     }
 
 
-def _updates(config: TrainConfig) -> dict[str, Any]:
+def _updates(config: TrainConfig, part: int) -> dict[str, Any]:
     """Every update takes the whole step, in parts; verl counts the mini-batch in prompts."""
-    part = part_size(config)
     return {
         f"{ACTOR}.ppo_mini_batch_size": config.rollout.prompts_per_step,
         f"{ACTOR}.ppo_epochs": config.optim.num_iterations,
@@ -193,15 +192,12 @@ def load_in_verl(config: TrainConfig, shape: Shape) -> Load:
 
 def _sized(config: TrainConfig, shape: Shape) -> dict[str, Any]:
     """What a large model needs set otherwise."""
-    sizes, ref = sizes_of(load_in_verl(config, shape)), "actor_rollout_ref.ref"
+    sizes = sizes_of(load_in_verl(config, shape))
     return {
         f"{MODEL}.enable_gradient_checkpointing": config.model.gradient_checkpointing or sizes.checkpointing,
-        f"{ACTOR}.ppo_micro_batch_size_per_gpu": sizes.micro,
-        f"{ref}.log_prob_micro_batch_size_per_gpu": sizes.micro,
-        f"{ROLLOUT}.log_prob_micro_batch_size_per_gpu": sizes.micro,
         f"{ACTOR}.fsdp_config.param_offload": sizes.offload,
         f"{ACTOR}.fsdp_config.optimizer_offload": sizes.offload,
-        f"{ref}.fsdp_config.param_offload": sizes.offload_reference,
+        "actor_rollout_ref.ref.fsdp_config.param_offload": True,  # needed once a step
         f"{ROLLOUT}.gpu_memory_utilization": sizes.engine_share,
         f"{ROLLOUT}.tensor_model_parallel_size": sizes.tensor_parallel,
     }
