@@ -5,7 +5,7 @@
     effective     what the KL of a verl configuration will really do
     Driver        klamp's part in verl's trainer, for what needs a whole batch; `overrides` names it where it is needed
 
-Needs verl>=0.8 (tried up to 0.9) where it trains; `overrides` and `effective` do without. `Driver` needs 0.9.1.
+Needs verl>=0.9.1 (tried up to 0.9) where it trains; `overrides` and `effective` do without.
 """
 
 from klamp.hosts.common.effective import Effective, EffectiveTerm

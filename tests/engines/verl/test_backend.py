@@ -118,7 +118,7 @@ def test_verl_composes_and_accepts_the_example_with_its_sizes(shape: Shape, tmp_
     assert actor.ppo_micro_batch_size_per_gpu == rollout.log_prob_micro_batch_size_per_gpu == sizes.micro
     assert policy.model.enable_gradient_checkpointing == sizes.checkpointing and sizes.fits
     assert actor.fsdp_config.param_offload == actor.fsdp_config.optimizer_offload == sizes.offload
-    assert policy.ref.fsdp_config.param_offload == sizes.offload_reference
+    assert policy.ref.fsdp_config.param_offload, "it is needed once a step"
     assert rollout.gpu_memory_utilization == sizes.engine_share
     assert rollout.tensor_model_parallel_size == sizes.tensor_parallel
     validate_config(found, need_reference_policy(found), need_critic(found))

@@ -37,7 +37,7 @@ TRIED: Mapping[str, Tried] = {
     "unsloth_zoo": Tried("unsloth_zoo>=2026.10.7", "2026.10.9", *_UNSLOTH),
     "unsloth": Tried("unsloth>=2026.10.7", "2026.10.9", *_UNSLOTH),
     "verl": Tried(
-        "verl>=0.8",
+        "verl>=0.9.1",
         "0.9",
         "klamp.verl",
         "the KL enters where verl looks up the name of its own, which changes from version to version",
