@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import re
+
 from tests.report.pages import Node, completion, parse, run_of
 
 from klamp.diagnostics.alarms import ALARMS
+from klamp.diagnostics.history import RunSettings
 from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
 from klamp.report.completions import ranked
 from klamp.report.run import ReportRun
 
 SPIKE = [0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7]
+NOT_LOOKED_AT = "The KL was not looked at{}: no KL to the reference was found in the record."
 SOUND = [0.0, 0.02, 0.03, 0.03]
 
 
@@ -70,6 +74,27 @@ def test_verdicts() -> None:
     assert said(sound, sound) == ("✓ no alarm", "sound")
 
 
+def test_a_verdict_is_green_only_where_the_kl_was_looked_at() -> None:
+    """By the judgement of `klamp doctor`: one that no KL was read in ends with 2 there."""
+    blind, free = (
+        run_of(name=name, source="log", settings=RunSettings(beta=beta), reward=[0.5, 0.6] * 4, gradient=[0.2] * 8)
+        for name, beta in (("blind", None), ("free", 0.0))
+    )
+    seen, empty = run_of(name="seen", k3=SOUND), run_of(name="empty")
+    for runs, text, tone in (
+        ([blind], r"● no alarm in what was looked at; \d+ of \d+ checked; the KL was not looked at", "note"),
+        ([free], r"✓ no alarm; \d+ of \d+ checked", "sound"),
+        ([seen, blind], "● no alarm in what was looked at; the KL was not looked at in blind", "note"),
+        ([empty], r"● nothing could be checked; \d+ of \d+ checked; the KL was not looked at", "note"),
+        ([seen, empty], "● no alarm in what was looked at; the KL was not looked at in empty", "note"),
+    ):
+        node = parse(verdict(runs)).one("p")
+        assert re.fullmatch(text, node.text) and node.classes[1] == tone, node.text
+    told = [each.text for each in section(seen, blind).all("p")]
+    assert told == ["Nothing was found in seen, blind.", NOT_LOOKED_AT.format(" in blind")]
+    assert [each.text for each in section(empty).all("p")] == [NOT_LOOKED_AT.format("")]
+
+
 def test_an_alarm_of_several_runs_is_told_once() -> None:
     runs = [spiked("a"), run_of(name="b", k3=[0.0] + [0.25] * 9, reward=[0.5] * 10), spiked("c")]
     assert numbered(runs) == {"kl-spike": 1, "kl-high": 2}, "alarms before notes"
@@ -89,7 +114,10 @@ def test_an_alarm_of_several_runs_is_told_once() -> None:
 def test_runs_that_lack_the_same_are_named_together() -> None:
     runs = [run_of(name="a", k3=SOUND), run_of(name="b", reward=[0.5]), run_of(name="c", k3=SOUND)]
     made = section(*runs)
-    assert made.one("p").text == "Nothing was found in a, b, c."
+    assert [each.text for each in made.all("p")] == [
+        "Nothing was found in a, b, c.",
+        NOT_LOOKED_AT.format(" in b"),
+    ]
     assert [each.text.partition("checked ")[2] for each in made.all("summary")] == ["in a, c", "in b"]
 
 

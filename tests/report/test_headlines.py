@@ -64,7 +64,7 @@ def test_side_by_side() -> None:
     runs = [run_of(name="a", reward=[0.5]), run_of(name="b", reward=[0.75], k3=[0, 0, 0, 0, 0, 0, 0.9])]
     expected = [
         ["run", "alarms", "KL (k3), nats/token", "Reward"],
-        [" aruns/a, klamp run", "0", "–", "0.5constant"],
+        [" aruns/a, klamp run", "0the KL was not looked at", "–", "0.5constant"],
         [" bruns/b, klamp run", "1", "0.3highest 0.9 at step 7", "0.75constant"],
     ]
 

@@ -18,6 +18,7 @@ from klamp.diagnostics.history import History
 from klamp.diagnostics.names import read_pairs
 from klamp.diagnostics.sync import SyncReport
 from klamp.errors import DataError, KlampError
+from klamp.report.run import judged
 from klamp.report.text import count
 
 HEALTHY, ALARMED, UNREADABLE = 0, 1, 2
@@ -35,8 +36,7 @@ def run(argv: Sequence[str]) -> int:
         show_error(error if isinstance(error, KlampError) else of_the_system(error))
         return UNREADABLE
     history = diagnosis.history
-    checked = diagnosis.findings or reports
-    if not checked and (history.is_empty or len(diagnosis.unchecked) == diagnosis.concerned):
+    if diagnosis.empty and not reports:
         show_error(_nothing_to_check(options.path, history))
         return UNREADABLE
     failed = diagnosis.failed(options.fail_on)
@@ -121,10 +121,8 @@ def show(diagnosis: Diagnosis, path: Path) -> None:
         )
     for finding in diagnosis.findings:
         _show_finding(finding)
-    alarms = sum(finding.alarm.level == "alarm" for finding in diagnosis.findings)
     checked = diagnosis.concerned - len(diagnosis.unchecked)
-    verdict = count(alarms, "alarm") if alarms else "no alarm in what was looked at" if diagnosis.blind else "no alarm"
-    say(f"\n{verdict}; {checked} of {diagnosis.concerned} were checked")
+    say(f"\n{judged([diagnosis])}; {checked} of {diagnosis.concerned} were checked")
     if diagnosis.blind:
         show_paragraph(f"NOT looked at: {diagnosis.blind}", label="the KL")
     for name, lacks in diagnosis.unchecked.items():

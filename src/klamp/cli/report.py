@@ -37,6 +37,7 @@ def run(argv: Sequence[str]) -> int:
     file = output_of(options)
     check_report_file(file)
     from klamp.report.page import render
+    from klamp.report.run import judged
 
     runs = read_runs(records(options.runs))
     for each in runs:
@@ -44,8 +45,7 @@ def run(argv: Sequence[str]) -> int:
             show_caution(f"{each.path}: its record holds no step; there is nothing to draw")
     page = render(runs)
     file.write_text(page, encoding="utf-8", newline="\n")
-    alarms = sum(run.levels[0] for run in runs)
-    words = f"{count(len(runs), 'run')}, {count(alarms, 'alarm') if alarms else 'no alarm'}"
+    words = f"{count(len(runs), 'run')}, {judged([run.diagnosis for run in runs])}"
     say(f"{file}: {words}, {len(page.encode()) / 1000:.0f} kB")
     return 0
 

@@ -100,6 +100,11 @@ class Diagnosis:
             return ""
         return "no KL to the reference was found in the record"
 
+    @property
+    def empty(self) -> bool:
+        """Whether nothing in the record could be checked."""
+        return not self.findings and (self.history.is_empty or len(self.unchecked) == self.concerned)
+
     def failed(self, names: Iterable[str] = ()) -> list[str]:
         """The names of the findings that make a check fail.
 

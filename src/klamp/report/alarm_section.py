@@ -8,8 +8,8 @@ from klamp.diagnostics.alarm import Blamed
 from klamp.diagnostics.alarms import ALARMS
 from klamp.diagnostics.doctor import Finding
 from klamp.report.completions import Shown
-from klamp.report.run import ReportRun
-from klamp.report.text import Html, count, element, join, plain_table, probability, shown
+from klamp.report.run import ReportRun, judged
+from klamp.report.text import Html, element, join, plain_table, probability, shown
 from klamp.report.token_section import NARROW
 
 FEW = 3
@@ -51,34 +51,25 @@ def numbered(runs: Sequence[ReportRun]) -> dict[str, int]:
     return {name: number for number, name in enumerate(raised(runs), start=1)}
 
 
-def judged(runs: Sequence[ReportRun]) -> str:
-    """How many alarms and notes rose, in words."""
-    alarms, notes = (sum(run.levels[which] for run in runs) for which in (0, 1))
-    text = count(alarms, "alarm") if alarms else "no alarm"
-    return f"{text}, {count(notes, 'note')}" if notes else text
-
-
 def verdict(runs: Sequence[ReportRun]) -> Html:
-    """One sentence on how many alarms rose.
+    """One sentence on how many alarms rose, and whether the KL was looked at.
 
     Args:
         runs: those of the report.
     """
     alarms, notes = (sum(run.levels[which] for run in runs) for which in (0, 1))
-    text = judged(runs)
+    text = judged([run.diagnosis for run in runs])
     if len(runs) > 1 and alarms + notes:
         text += f", in {sum(any(run.levels) for run in runs)} of {len(runs)} runs"
     if len(runs) == 1:
         found = runs[0].diagnosis
         text += f"; {found.concerned - len(found.unchecked)} of {found.concerned} checked"
-    sign = element("span", "▲" if alarms else "✓", aria_hidden="true")
-    return element("p", sign, Html(" "), element("a", text, href="#alarms"), class_=f"verdict {_tone(alarms, notes)}")
-
-
-def _tone(alarms: int, notes: int) -> str:
-    if alarms:
-        return "alarm"
-    return "note" if notes else "sound"
+    blind = [run.name for run in runs if run.diagnosis.blind or run.diagnosis.empty]
+    if blind:
+        text += "; the KL was not looked at" + (f" in {', '.join(blind)}" if len(runs) > 1 else "")
+    tone = "alarm" if alarms else "note" if notes or blind else "sound"
+    sign = element("span", "▲" if alarms else "●" if blind else "✓", aria_hidden="true")
+    return element("p", sign, Html(" "), element("a", text, href="#alarms"), class_=f"verdict {tone}")
 
 
 def alarm_section(runs: Sequence[ReportRun], anchors: Anchors) -> Html:
@@ -90,10 +81,12 @@ def alarm_section(runs: Sequence[ReportRun], anchors: Anchors) -> Html:
     """
     found = enumerate(raised(runs).values(), start=1)
     parts = [_finding(runs, number, findings, anchors) for number, findings in found]
-    quiet = [run.name for run in runs if not run.diagnosis.findings]
-    if quiet:
-        where = f" in {', '.join(quiet)}" if len(runs) > 1 else ""
-        parts.append(element("p", f"Nothing was found{where}.", class_="missing"))
+    quiet = [run.name for run in runs if not (run.diagnosis.findings or run.diagnosis.empty)]
+    blind = {run.name: why for run in runs if (why := run.diagnosis.blind)}
+    for names, said in ((quiet, "Nothing was found"), (blind, "The KL was not looked at")):
+        where = f" in {', '.join(names)}" if len(runs) > 1 else ""
+        why = f": {next(iter(blind.values()))}" if names is blind and blind else ""
+        parts += [element("p", f"{said}{where}{why}.", class_="missing")] if names else []
     return join([*_cautions(runs), *parts, *_unchecked(runs)])
 
 

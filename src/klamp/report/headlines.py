@@ -169,7 +169,9 @@ def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]
     for run, found, slot in zip(runs, each, slots_of(runs), strict=True):
         look = key(f"curve s{slot % 8} d{slot % 5}")
         name = join([look, Html(" "), element("b", run.name), element("small", f"{run.path}, {run.history.source}")])
-        table.append([name, str(run.levels[0]), *(_both(found.get(label), label, run) for label in labels)])
+        blind = element("small", "the KL was not looked at") if run.diagnosis.blind else ""
+        alarms = join([str(run.levels[0]), blind])
+        table.append([name, alarms, *(_both(found.get(label), label, run) for label in labels)])
     if len(runs) <= COLUMNS:
         table = [list(row) for row in zip(*table, strict=True)]
     return table[0], table[1:]

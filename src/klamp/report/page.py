@@ -12,13 +12,13 @@ from importlib.resources import files
 from klamp._version import __version__
 from klamp.diagnostics.history import Answer, Question, answers_of
 from klamp.errors import DataError
-from klamp.report.alarm_section import alarm_section, anchors, judged, numbered, verdict
+from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
 from klamp.report.chart import render_chart
 from klamp.report.completions import Shown, ranked
 from klamp.report.cost_section import Costs, costs_of
 from klamp.report.curves import charts, position_charts
 from klamp.report.headlines import COLUMNS, WINDOW, side_by_side, tiles
-from klamp.report.run import ReportRun, ScoreFormat
+from klamp.report.run import ReportRun, ScoreFormat, judged
 from klamp.report.settings_section import settings_section, versions_section
 from klamp.report.text import MISSING, Html, count, element, join, plain_table, shorten
 from klamp.report.token_section import fitting, token_section
@@ -149,7 +149,9 @@ def _title(runs: Sequence[ReportRun]) -> Html:
         history = runs[0].history
         said = f"{history.source}, {count(len(history.rows), 'logged step')} up to step {history.step}"
     paths = element("p", *([element("code", runs[0].path), " · "] if len(runs) == 1 else []), said, class_="source")
-    lead = [element("p", " · ".join([*runs[0].said, judged(runs)]), class_="lead")] if runs[0].said else []
+    lead = (
+        [element("p", " · ".join([*runs[0].said, judged([runs[0].diagnosis])]), class_="lead")] if runs[0].said else []
+    )
     return element("div", element("h1", _name(runs)), *lead[: len(runs) == 1], paths, verdict(runs), class_="title")
 
 

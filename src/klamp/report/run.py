@@ -9,7 +9,7 @@ from typing import Any
 
 from klamp.diagnostics.doctor import Diagnosis
 from klamp.diagnostics.history import History
-from klamp.report.text import MINUS, MISSING, Read, reader, rounded
+from klamp.report.text import MINUS, MISSING, Read, count, reader, rounded
 
 OURS = "klamp run"
 """The source of a run of klamp, whose scores are those of its tasks."""
@@ -64,6 +64,17 @@ class ReportRun:
             rows = self.history.evaluations
             return {row.step: row.metrics[skill] for row in rows if skill in row.metrics}
         return {row.step: row.metrics[name] for row in self.history.rows if name in row.metrics}
+
+
+def judged(runs: Sequence[Diagnosis]) -> str:
+    """How many alarms and notes rose in these runs, in words; a plain "no alarm" where the KL of each was looked at."""
+    alarms = sum(len(run.failed()) for run in runs)
+    notes = sum(len(run.findings) for run in runs) - alarms
+    if all(run.empty for run in runs):
+        return "nothing could be checked"
+    sound = "no alarm in what was looked at" if any(run.blind or run.empty for run in runs) else "no alarm"
+    text = count(alarms, "alarm") if alarms else sound
+    return f"{text}, {count(notes, 'note')}" if notes else text
 
 
 def slots_of(runs: Sequence[ReportRun]) -> list[int]:
