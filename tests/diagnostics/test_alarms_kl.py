@@ -331,11 +331,17 @@ def test_one_outlier_is_no_distance() -> None:
     assert {f.alarm.name for f in examine(history_of(**curves)).findings} >= {"kl-far", "kl-high"}
 
 
-@pytest.mark.parametrize(("kl", "alarmed"), [(0.0029, False), (0.0031, True), (-0.0031, True)])
-def test_at_step_zero_other_peoples_data_types_may_differ(kl: float, alarmed: bool) -> None:
-    name = "k1" if kl < 0 else "k3"
-    others = RunSettings(other_kernels=True)
-    assert (look("step-zero-kl", history_of(settings=others, **{name: [kl]})) is not None) is alarmed
+@pytest.mark.parametrize(
+    ("name", "kl", "tokens", "alarmed"),
+    [("k3", 0.0029, 1e6, False), ("k3", 0.0031, 1e6, True), ("k1", -0.0031, 1e6, False), ("k1", -0.0035, 1e6, True),
+     ("k3", 0.0041, None, False), ("k3", 0.0043, None, True), ("k1", 0.024, None, False), ("k1", 0.026, None, True)],
+)  # fmt: skip
+def test_at_step_zero_other_peoples_data_types_may_differ(
+    name: str, kl: float, tokens: float | None, alarmed: bool
+) -> None:
+    """By four standard errors of as many tokens as the record tells, or of 200."""
+    others, curves = RunSettings(other_kernels=True), {name: [kl]} | ({"length": [tokens]} if tokens else {})
+    assert (look("step-zero-kl", history_of(settings=others, **curves)) is not None) is alarmed
     assert look("step-zero-kl", history_of(**{name: [kl]})) is not None, "klamp's own have one"
 
 
@@ -348,3 +354,12 @@ def test_a_learning_rate_is_not_blamed_for_the_scatter_of_a_large_kl() -> None:
     assert learning_rate(history_of(k3=curve)) is None
     assert learning_rate(history_of(k3=[x + 4.0 * (i > 15) for i, x in enumerate(curve)])) is not None
     assert learning_rate(history_of(k3=[0.5 * i for i in range(12)])) is not None, "a slope is no scatter"
+
+
+def test_a_kl_that_no_policy_has_is_not_the_learning_rates() -> None:
+    """Single log-ratios, or numbers that are wrong: a policy that moved too fast is a few nats away."""
+    far, fast = ([0.02] * 5 + [end] for end in (900.0, 0.7))
+    causes = [
+        f.known.causes[0] for c in (far, fast) for f in examine(history_of(k3=c)).findings if "spike" in f.alarm.name
+    ]
+    assert [cause.split(",")[0] for cause in causes] == ["a few tokens", "the learning rate"]

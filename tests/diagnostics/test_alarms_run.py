@@ -284,3 +284,11 @@ def test_a_sampled_token_that_its_sampler_calls_impossible() -> None:
         history.add_completions([completion(sampler=sampler)])
         found = look("huge-values", history)
         assert (found is not None and "1 trained token" in found.text) is lost
+
+
+@pytest.mark.parametrize(("reward", "cut", "before"), [(-1.0, 1.0, True), (0.6, 1.0, False), (-1.0, 0.2, False)])
+def test_completions_that_were_broken_before_the_loss_say_so(reward: float, cut: float, before: bool) -> None:
+    """What came first: a step's completions are written before its loss."""
+    curves = {"train__loss": [0.1] * 8 + [math.nan], "reward": [0.6] * 8 + [reward], "length": [40.0] * 8 + [512.0]}
+    found = look("huge-values", history_of(**curves, length__truncated=[0.0] * 8 + [cut]))
+    assert found is not None and [cause[:28] for cause in found.causes] == ["the weights were broken befo"] * before

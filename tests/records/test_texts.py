@@ -39,6 +39,25 @@ def test_lines_that_trainers_print(tmp_path: Path, form: str, before: str, end: 
 @pytest.mark.parametrize(
     ("form", "head"),
     [
+        ("step {0};0,00{0};0,5", "step;kl;reward\n"),
+        ("1,50{0}  0.00{0}   0.5", "step   kl      reward\n"),
+        ('INFO 12:00:0{0} {{"step": {0}, "kl": 0.00{0}, "reward": 0.5, "loss": NaN, "clip": null}}', ""),
+    ],
+)
+def test_other_ways_to_write_a_step_a_number_and_a_table(tmp_path: Path, form: str, head: str) -> None:
+    rows = read_record(text(tmp_path / "train.txt", form, before=head)).rows
+    assert [(row.step % 1500, row.metrics["kl/k3"]) for row in rows] == [(step, step / 1000) for step in range(1, 6)]
+
+
+def test_a_list_under_any_name(tmp_path: Path) -> None:
+    file = tmp_path / "log.jsonl"
+    file.write_text(json.dumps([{"step": 1, "kl": 0.001}, {"step": 2, "kl": 0.002}], indent=1), encoding="utf-8")
+    assert [row.metrics["kl/k3"] for row in read_record(file).rows] == [0.001, 0.002]
+
+
+@pytest.mark.parametrize(
+    ("form", "head"),
+    [
         (UNSLOTH, "Step\tTraining Loss\treward\tkl\n"),
         (UNSLOTH, "Step\tTraining Loss\trewards / x / mean\tkl\n"),
         (CHART, '"Step","lake-7 - train/kl","lake-7 - train/kl__MIN","lake-7 - train/reward"\n'),

@@ -59,7 +59,20 @@ def huge_values(history: History) -> Evidence | None:
     )
     if lost:
         said.append(f"{lost} trained {'token has' if lost == 1 else 'tokens have'} no finite log-probability")
-    return Evidence(", ".join(said)) if said else None
+    return Evidence(", ".join(said), causes=_broken_before(history)) if said else None
+
+
+def _broken_before(history: History) -> list[str]:
+    """What shows that a step's completions, which are written before its loss, were broken already."""
+    rewards, lengths = (history.last(name, EARLY) for name in ("reward", "length/mean"))
+    cut = history.latest.get("length/truncated", 0.0)
+    if min(len(rewards), len(lengths)) <= IDLE_START or cut < 1 or rewards[-1] > 0 or median(rewards[:-1]) <= 0:
+        return []
+    return [
+        f"the weights were broken before: this step's completions earn {number(rewards[-1])} "
+        f"({number(median(rewards[:-1]))} before) and all run to the limit ({number(lengths[-1])} tokens). They were "
+        "written before its loss, so the update of the step before, or the weights that the sampler got, did it"
+    ]
 
 
 def not_trained(history: History) -> Evidence | None:
@@ -68,8 +81,9 @@ def not_trained(history: History) -> Evidence | None:
     if len(history.completions) >= WRITTEN and not any(any(each.is_trained) for each in written):
         text = f"no token of the {len(written)} completions of the last {WRITTEN} steps is trained on"
         return Evidence(text, (), [MASKED if not any(each.ended for each in written) else "the loss mask is empty"])
-    moved = history.kl(5)
-    if moved and fmean(moved) > max(MOVED, 2 * fmean(history.first(str(history.kl_name()), 5) or [0.0])):
+    moved, name = history.kl(5), str(history.kl_name())
+    before = history.last(name, 5, before=int(IDLE.value) - 5) or history.first(name, 5)
+    if moved and fmean(moved) > max(MOVED, 2 * fmean(before or [0.0])):
         return None
     rate, gradient = (_idle(history, name) for name in ("train/learning_rate", "train/grad_norm"))
     if rate:

@@ -25,6 +25,8 @@ BY_NOISE = 10
 """Steps from which a jump has to stand out of the curve's own scatter."""
 JUMP = 0.15
 """Nats per token that one step moves a policy by where its learning rate is too high; healthy runs stay below 0.05."""
+FARTHEST = 20.0
+"""Nats per token, more than a policy is from a reference whose every token is as likely as one in 100 million."""
 WEAK_PULL = 0.05
 """The KL's pull, as a share of the reward's, below which it holds nothing back."""
 PAYS = Limit(
@@ -67,6 +69,12 @@ def learning_rate(history: History) -> tuple[float, str] | None:
 def _rate(history: History, largest: float, if_so: str) -> tuple[float, str] | None:
     if largest <= JUMP:
         return None
+    if largest > FARTHEST:
+        text = (
+            f"a few tokens, or numbers that are wrong: {number(largest)} nats per token is farther than a policy "
+            "moves. k3 is exponential in single log-ratios: bound them (kl_max_log_ratio), and check mask and shift"
+        )
+        return 1.0, text
     rates = history.last("train/learning_rate", WINDOW)
     rate = f" (up to {number(max(rates))})" if rates else ""
     text = (

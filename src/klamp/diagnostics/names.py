@@ -33,6 +33,9 @@ STEP_NAMES = (
 )
 """The names under which a logged row may hold its step, the best first."""
 
+STEP = re.compile(r"\s*(?:[a-z]+[ _:=]*)?(\d{1,3}(?:,\d{3})+|\d+)\s*(?:/.*)?$", re.IGNORECASE)
+"""How a step is written as a text."""
+
 EVALUATION_PREFIXES = ("eval/", "eval_", "val-core/", "test/")
 
 SCORES = ("reward", "acc", "score", "mean@", "correct", "pass@")
@@ -178,11 +181,15 @@ def evaluations(logged: Mapping[str, object], *, every: bool = False) -> dict[st
     return found
 
 
+def _written(value: object) -> float | None:
+    said = STEP.match(value) if isinstance(value, str) else None
+    return as_number(said[1].replace(",", "") if said else value)
+
+
 def step_of(logged: Mapping[str, object]) -> int | None:
-    """The step that a logged row belongs to; of `5/200` the 5."""
+    """The step that a logged row belongs to; of `5/200` and `step 5` the 5, of `1,500` the 1500."""
     for name in STEP_NAMES:
-        value = logged.get(name)
-        step = as_number(value.partition("/")[0] if isinstance(value, str) else value)
+        step = _written(logged.get(name))
         if step is not None and math.isfinite(step):
             return int(step)
     return None
@@ -199,7 +206,7 @@ def step_column(rows: Sequence[Mapping[str, object]]) -> str | None:
     columns: dict[str, list[float]] = {}
     for row in rows:
         for name in filter(COUNTS.search, row):
-            columns.setdefault(name, []).append(math.nan if (x := as_number(row[name])) is None else x)
+            columns.setdefault(name, []).append(math.nan if (x := _written(row[name])) is None else x)
     rising = (name for name, x in columns.items() if len(x) > 1 and x == sorted(x) and x[0] < x[-1])
     return next((name for name in rising if all(x.is_integer() for x in columns[name])), None)
 

@@ -57,7 +57,8 @@ def _read_file(path: Path, names: Mapping[str, str] | None) -> History:
         return (read_wandb if kind == ".wandb" else read_tensorboard)(path, names)
     table = kind == ".parquet"
     start = [] if table else list(islice((line.lstrip() for line in text_lines(path) if line.strip()), 2))
-    if kind == ".json" and [line[:2] for line in start] != ['{"', '{"']:  # else an object in each line
+    lists = kind == ".json" or [line.strip() for line in start[:1]] == ["["]
+    if lists and [line[:2] for line in start] != ['{"', '{"']:  # else an object in each line
         return read_trl_state(path, names)
     first, printed = "".join(start[:1]), kind != ".jsonl"
     if PRINTED.match(first) or (first[:1] not in "{[" and (printed or PRINTED.search(first) or CONSOLE.search(first))):

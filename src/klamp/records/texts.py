@@ -18,10 +18,14 @@ CONSOLE = re.compile(r"\bstep:\s*(\d+) - (\S.*)")
 """A line that verl prints: its step, then NAME:VALUE with ` - ` between."""
 PRINTED = re.compile(r"\{'[^{}]*\}")
 """A row that transformers prints, as Python writes a dict; a progress bar may stand before it."""
+ROW = re.compile(r"\{['\"][^{}]*\}")
+"""The same, or an object of JSON behind the time and the level of a log."""
 NUMPY = re.compile(r"\b(?:np|numpy)\.\w+\(([^()]*)\)")
 """A number as numpy writes it."""
-BARE = re.compile(r"(?<![\w'])-?(nan|inf)(?![\w'])")
+BARE = re.compile(r"(?<![\w'])-?(nan|inf|NaN|Infinity|null|true|false)(?![\w'])")
 """A number that is none of Python's literals."""
+GAP = re.compile(r" {2,}")
+"""What stands between the columns of a table that is aligned with spaces."""
 OF_CHARTS = ("__MIN", "__MAX")
 """How the columns of W&B's export end that are the same curve once more."""
 LOOKED_AT = 200
@@ -56,7 +60,7 @@ def _console(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _printed(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for text in (found for line in lines for found in PRINTED.findall(line)):
+    for text in (found for line in lines for found in ROW.findall(line)):
         try:
             row = ast.literal_eval(BARE.sub(r"'\g<0>'", NUMPY.sub(r"\1", text)))
         except (ValueError, SyntaxError, RecursionError):
@@ -67,7 +71,12 @@ def _printed(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 def _table(lines: Sequence[str], path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a table with tabs, commas, semicolons or bars between its columns, one of which counts steps."""
-    between = max("\t,;|", key=lines[0].count)
+    between = max("\t;|,", key=lines[0].count)
+    if between == ";":  # then a comma is a decimal point
+        lines = [line.replace(",", ".") for line in lines]
+    if between not in lines[0]:  # columns that stand under one another
+        lines = [GAP.sub("\t", line.strip()) for line in lines]
+        between = "\t"
     head, *rows = csv.reader((line.strip().strip("|") if between == "|" else line for line in lines), delimiter=between)
     names = _columns([name.strip() for name in head], path)
     if not any("step" in name.lower() for name in names):

@@ -107,7 +107,7 @@ def _finding(runs: Sequence[ReportRun], number: int, findings: Mapping[int, Find
     sign = element("span", symbol, f" {number}", class_="sign")
     where = f"in {len(findings)} of {len(runs)} runs" if several else _since(next(iter(findings.values())))
     seen = [_seen(runs[run].name if several else "", finding) for run, finding in findings.items()]
-    causes = dict.fromkeys(cause for finding in findings.values() for cause in finding.evidence.causes)
+    causes = dict.fromkeys(cause for finding in findings.values() for cause in finding.known.causes)
     likely = [("Likely", [element("dd", cause) for cause in causes])] if causes else []
     facts = [
         ("Seen", seen),
@@ -135,7 +135,7 @@ def _since(finding: Finding) -> str:
 
 
 def _seen(run: str, finding: Finding) -> Html:
-    text = finding.evidence.text
+    text = finding.known.text
     return element("dd", element("b", run), f", {_since(finding)}: {text}") if run else element("dd", text)
 
 
