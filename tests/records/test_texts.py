@@ -92,10 +92,11 @@ BYTES = "".join(json.dumps(row) + "\r\n" for row in ROWS)
         b"\xef\xbb\xbf" + BYTES.encode(),
         BYTES.encode("utf-16"),
         b"\xfe\xff" + BYTES.encode("utf-16-be"),
-        gzip.compress(BYTES.encode()),
-        gzip.compress(BYTES.encode("utf-16")),
+        gzip.compress(BYTES.encode(), mtime=0),
+        gzip.compress(BYTES.encode("utf-16"), mtime=0),
         (json.dumps(ROWS) + "\n").encode(),
     ],
+    ids=["mark", "utf-16", "utf-16-be", "gzip", "gzip of utf-16", "a list"],
 )
 def test_marks_encodings_zipped_files_and_a_list_in_one_line(tmp_path: Path, data: bytes) -> None:
     file = tmp_path / "log.jsonl"
