@@ -345,6 +345,23 @@ def test_at_step_zero_other_peoples_data_types_may_differ(
     assert look("step-zero-kl", history_of(**{name: [kl]})) is not None, "klamp's own have one"
 
 
+def test_kernels_alone_raise_no_alarm_at_step_zero_whatever_the_number_of_tokens() -> None:
+    generator, others = torch.Generator().manual_seed(0), RunSettings(other_kernels=True)
+    for tokens in (24, 96, 384, 1536):
+        for _ in range(100):
+            delta = 0.075 * torch.randn(tokens, generator=generator, dtype=torch.float64)  # a k3 of .0028
+            drawn = {"k1": float(delta.mean()), "k3": float((torch.expm1(-delta) + delta).mean())}
+            for name, value in drawn.items():
+                history = history_of(settings=others, length__total=[float(tokens)], **{name: [value]})
+                assert look("step-zero-kl", history) is None
+
+
+@pytest.mark.parametrize("length", [math.nan, 0.0, math.inf])
+def test_a_length_that_is_none_hides_no_kl_at_step_zero(length: float) -> None:
+    history = history_of(settings=RunSettings(other_kernels=True), k3=[0.4], length=[length])
+    assert look("step-zero-kl", history) is not None
+
+
 def test_a_row_that_says_no_step_is_not_taken_for_the_first() -> None:
     assert look("step-zero-kl", history_of(k3=[0.4], settings=RunSettings(steps_counted=True))) is None
 

@@ -6,9 +6,10 @@ import math
 from dataclasses import replace
 
 import pytest
-from tests.diagnostics.histories import completion, history_of, look
+from tests.diagnostics.histories import completion, history_of, look, noisy
 from tests.report.pages import run_of
 
+from klamp.diagnostics.doctor import examine
 from klamp.diagnostics.history import History, Row, RunSettings
 from klamp.report.run import ScoreFormat
 
@@ -292,3 +293,15 @@ def test_completions_that_were_broken_before_the_loss_say_so(reward: float, cut:
     curves = {"train__loss": [0.1] * 8 + [math.nan], "reward": [0.6] * 8 + [reward], "length": [40.0] * 8 + [512.0]}
     found = look("huge-values", history_of(**curves, length__truncated=[0.0] * 8 + [cut]))
     assert found is not None and [cause[:28] for cause in found.causes] == ["the weights were broken befo"] * before
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_learning_rate_that_ended_and_one_that_is_rounded_to_0(seed: int) -> None:
+    noise = noisy(1.0, 80, scale=0.15, seed=seed)
+
+    def late(kl: list[float], rate: list[float]) -> list[int]:
+        found = examine(history_of(k3=kl, train__learning_rate=rate)).findings
+        return [f.last_step for f in found if f.alarm.name == "not-trained" and f.last_step > 30]
+
+    assert late([5e-4 * min(i, 25) * x for i, x in enumerate(noise)], [1e-6] * 25 + [0.0] * 55) == [80]
+    assert not late([5e-4 * i * x for i, x in enumerate(noise)], [0.0] * 80), "the policy moves: the 0 is rounded"

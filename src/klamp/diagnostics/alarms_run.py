@@ -81,10 +81,6 @@ def not_trained(history: History) -> Evidence | None:
     if len(history.completions) >= WRITTEN and not any(any(each.is_trained) for each in written):
         text = f"no token of the {len(written)} completions of the last {WRITTEN} steps is trained on"
         return Evidence(text, (), [MASKED if not any(each.ended for each in written) else "the loss mask is empty"])
-    moved, name = history.kl(5), str(history.kl_name())
-    before = history.last(name, 5, before=int(IDLE.value) - 5) or history.first(name, 5)
-    if moved and fmean(moved) > max(MOVED, 2 * fmean(before or [0.0])):
-        return None
     rate, gradient = (_idle(history, name) for name in ("train/learning_rate", "train/grad_norm"))
     if rate:
         text = f"train/learning_rate is exactly 0 in {rate}"
@@ -109,10 +105,17 @@ MOVED = 1e-4
 """Nats per token; no numbers of one model differ by so much."""
 
 
+def _moved(history: History, name: str) -> bool:
+    """Whether the KL moved, though a metric is logged as 0: a rounded number, where it never was another one."""
+    kl, now = str(history.kl_name()), history.kl(5)
+    was = history.last(kl, 5, before=int(IDLE.value) - 5) if any(history.first(name, EARLY)) else history.first(kl, 5)
+    return bool(now) and fmean(now) > max(MOVED, 2 * fmean(was or [0.0]))
+
+
 def _idle(history: History, name: str) -> str:
     """In which steps a metric was exactly 0, in words; empty where in too few."""
     values = history.last(name, int(IDLE.value))
-    if name not in history.latest or any(values):
+    if name not in history.latest or any(values) or _moved(history, name):
         return ""
     if len(values) == IDLE.value:
         return f"{len(values)} steps in a row"
