@@ -40,6 +40,7 @@ def test_of_steps_that_were_done_twice_the_later_rows_count(tmp_path: Path) -> N
 
 @pytest.mark.parametrize(("row", "step", "metrics"), [
     ({"global_step/max_steps": "5/200", "kl": "0.5"}, 5, {"kl/k3": 0.5}),
+    ({"step": "5.0/200", "kl": "0.5"}, 5, {"kl/k3": 0.5}),
     ({"current_steps": "20", "kl": 0.5, "elapsed": "3m 2s"}, 20, {"kl/k3": 0.5}),
     ({"train/step": 30, "rollout/step": 30, "train/kl_loss": 0.5}, 30, {"kl/k3": 0.5}),
     ({"trainer/global_step": 4, "objective/kl": 7.0}, 4, {"kl/k1_sequence": 7.0}),

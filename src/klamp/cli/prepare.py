@@ -87,9 +87,10 @@ def _trl(argv: Sequence[str], config: TrainConfig, shape: Shape | None, longest:
 
     gpus, prompts, words = config.run.gpus, config.rollout.prompts_per_step, _words(argv)
     training = max((n for n in range(1, gpus // 2 + 1) if prompts % n == 0), default=1)
-    load, taught = None, config.teacher.there and shape_of(config.teacher.teacher_model or "builtin")
+    taught = shape_of(config.teacher.teacher_model) if config.teacher.teacher_model else None
+    load = None
     if shape is not None:
-        other = taught.parameters if taught else 0
+        other = 0 if taught is None else taught.parameters
         load = load_of(config, shape, gpus=training, prompt=longest, apart=gpus > 1, teacher=other)
         sizes = sizes_of(load)
         parts = config.optim.gradient_accumulation_steps * load.share // sizes.micro

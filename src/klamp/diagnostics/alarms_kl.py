@@ -215,9 +215,9 @@ def step_zero(history: History) -> Evidence | None:
     """Finds a KL in the first step, before anything was updated."""
     names = ("kl/exact", "kl/k1") if history.settings.k3_over_updates else ("kl/k3", "kl/exact", "kl/k1")
     name, kl = _first_kl(history, names)
-    limit = STEP_ZERO_OTHERS if history.settings.other_kernels else STEP_ZERO
-    margin = _margin(history, name) if history.settings.other_kernels else 0.0
-    if history.settings.other_reference or not abs(kl) > limit.value + margin:
+    elsewhere = history.settings.other_kernels
+    bound = STEP_ZERO_OTHERS.value + _margin(history, name) if elsewhere else STEP_ZERO.value
+    if history.settings.other_reference or not abs(kl) > bound:
         return None
     text = f"{name} is {kl:.2e} nats per token before the first update and should be about 0"
     return Evidence(text, blame(history, history.step))

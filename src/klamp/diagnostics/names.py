@@ -33,7 +33,7 @@ STEP_NAMES = (
 )
 """The names under which a logged row may hold its step, the best first."""
 
-STEP = re.compile(r"\s*(?:[a-z]+[ _:=]*)?(\d{1,3}(?:,\d{3})+|\d+)\s*(?:/.*)?$", re.IGNORECASE)
+STEP = re.compile(r"\s*(?:[a-z]+[ _:=]*)?(\d{1,3}(?:,\d{3})+|\d+(?:\.\d*)?)\s*(?:/.*)?$", re.IGNORECASE)
 """How a step is written as a text."""
 
 EVALUATION_PREFIXES = ("eval/", "eval_", "val-core/", "test/")
@@ -182,6 +182,7 @@ def evaluations(logged: Mapping[str, object], *, every: bool = False) -> dict[st
 
 
 def _written(value: object) -> float | None:
+    """The number of a step, as a number or as a text has it."""
     said = STEP.match(value) if isinstance(value, str) else None
     return as_number(said[1].replace(",", "") if said else value)
 

@@ -70,7 +70,7 @@ def _printed(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _table(lines: Sequence[str], path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a table with tabs, commas, semicolons or bars between its columns, one of which counts steps."""
+    """The rows of a table, one column of which counts steps: tabs, commas, semicolons, bars or spaces lie between."""
     between = max("\t;|,", key=lines[0].count)
     if between == ";":  # then a comma is a decimal point
         lines = [line.replace(",", ".") for line in lines]

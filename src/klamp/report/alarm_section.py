@@ -65,8 +65,7 @@ def verdict(runs: Sequence[ReportRun]) -> Html:
         found = runs[0].diagnosis
         text += f"; {found.concerned - len(found.unchecked)} of {found.concerned} checked"
     blind = [run.name for run in runs if run.diagnosis.blind or run.diagnosis.empty]
-    if blind:
-        text += "; the KL was not looked at" + (f" in {', '.join(blind)}" if len(runs) > 1 else "")
+    text += f"; the KL was not looked at{_of(blind, runs)}" if blind else ""
     tone = "alarm" if alarms else "note" if notes or blind else "sound"
     sign = element("span", "▲" if alarms else "●" if blind else "✓", aria_hidden="true")
     return element("p", sign, Html(" "), element("a", text, href="#alarms"), class_=f"verdict {tone}")
@@ -82,12 +81,22 @@ def alarm_section(runs: Sequence[ReportRun], anchors: Anchors) -> Html:
     found = enumerate(raised(runs).values(), start=1)
     parts = [_finding(runs, number, findings, anchors) for number, findings in found]
     quiet = [run.name for run in runs if not (run.diagnosis.findings or run.diagnosis.empty)]
-    blind = {run.name: why for run in runs if (why := run.diagnosis.blind)}
-    for names, said in ((quiet, "Nothing was found"), (blind, "The KL was not looked at")):
-        where = f" in {', '.join(names)}" if len(runs) > 1 else ""
-        why = f": {next(iter(blind.values()))}" if names is blind and blind else ""
-        parts += [element("p", f"{said}{where}{why}.", class_="missing")] if names else []
+    if quiet:
+        parts.append(element("p", f"Nothing was found{_of(quiet, runs)}.", class_="missing"))
+    blind: dict[str, list[str]] = {}
+    for run in runs:
+        blind.setdefault(run.diagnosis.blind, []).append(run.name)
+    parts += [
+        element("p", f"The KL was not looked at{_of(names, runs)}: {why}.", class_="missing")
+        for why, names in blind.items()
+        if why
+    ]
     return join([*_cautions(runs), *parts, *_unchecked(runs)])
+
+
+def _of(names: Sequence[str], runs: Sequence[ReportRun]) -> str:
+    """Which of the runs are meant, where there are several."""
+    return f" in {', '.join(names)}" if len(runs) > 1 else ""
 
 
 def _cautions(runs: Sequence[ReportRun]) -> list[Html]:
@@ -177,7 +186,6 @@ def _unchecked(runs: Sequence[ReportRun]) -> list[Html]:
             element("div", element("dt", element("code", name)), element("dd", f"the record has no {lacks}"))
             for name, lacks in missing
         ]
-        where = f" in {', '.join(names)}" if len(runs) > 1 else ""
-        summary = element("summary", f"{len(missing)} of {asked} could not be checked{where}")
+        summary = element("summary", f"{len(missing)} of {asked} could not be checked{_of(names, runs)}")
         parts += [element("details", summary, element("dl", *rows, class_="unchecked"), class_="data")] if rows else []
     return parts

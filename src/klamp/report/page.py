@@ -149,9 +149,8 @@ def _title(runs: Sequence[ReportRun]) -> Html:
         history = runs[0].history
         said = f"{history.source}, {count(len(history.rows), 'logged step')} up to step {history.step}"
     paths = element("p", *([element("code", runs[0].path), " · "] if len(runs) == 1 else []), said, class_="source")
-    lead = (
-        [element("p", " · ".join([*runs[0].said, judged([runs[0].diagnosis])]), class_="lead")] if runs[0].said else []
-    )
+    said_first = [*runs[0].said, judged([runs[0].diagnosis])]
+    lead = [element("p", " · ".join(said_first), class_="lead")] if runs[0].said else []
     return element("div", element("h1", _name(runs)), *lead[: len(runs) == 1], paths, verdict(runs), class_="title")
 
 

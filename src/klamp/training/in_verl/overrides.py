@@ -19,7 +19,7 @@ from klamp.tasks.base import NO_REWARD
 from klamp.training.config import OptimConfig, TrainConfig
 from klamp.training.folders import CHECKPOINTS, FOR_VERL
 from klamp.training.models import model_path
-from klamp.training.sizing import Load, Shape, load_of, sizes_of
+from klamp.training.sizing import Load, Shape, Sizes, load_of, sizes_of
 
 PROGRAM = ("-m", "verl.trainer.main_ppo")
 """What Python runs."""
@@ -92,16 +92,16 @@ def verl_overrides(config: TrainConfig, folder: Path, shape: Shape | None = None
     Raises:
         ConfigError: a KL that verl has no place for.
     """
-    layout = Layout(folder)
+    layout, sizes = Layout(folder), None if shape is None else sizes_of(load_in_verl(config, shape))
     values = {
         **_data(config, layout),
         **_model(config, layout),
         **_optimizer(config.optim, config.run.max_steps),
-        **_updates(config, part_size(config) if shape is None else sizes_of(load_in_verl(config, shape)).micro),
+        **_updates(config, part_size(config) if sizes is None else sizes.micro),
         **_rollout(config),
         **_reward(layout),
         **_trainer(config, layout),
-        **({} if shape is None else _sized(config, shape)),
+        **({} if sizes is None else _sized(config, sizes)),
     }
     mine = [f"{key}={written(value)}" for key, value in values.items()]
     kl = overrides(config.kl, config.teacher)
@@ -190,9 +190,8 @@ def load_in_verl(config: TrainConfig, shape: Shape) -> Load:
     return load_of(config, shape, gpus=gpus, prompt=prompt, apart=False)
 
 
-def _sized(config: TrainConfig, shape: Shape) -> dict[str, Any]:
+def _sized(config: TrainConfig, sizes: Sizes) -> dict[str, Any]:
     """What a large model needs set otherwise."""
-    sizes = sizes_of(load_in_verl(config, shape))
     return {
         f"{MODEL}.enable_gradient_checkpointing": config.model.gradient_checkpointing or sizes.checkpointing,
         f"{ACTOR}.fsdp_config.param_offload": sizes.offload,
