@@ -10,9 +10,10 @@ from __future__ import annotations
 
 from typing import Any, TypeVar, cast
 
-from klamp.hosts.common.versions import check_version
+from klamp.hosts.common.versions import caution_beside, check_version
 
 check_version("trl")
+caution_beside("transformers")
 
 import trl  # noqa: E402
 

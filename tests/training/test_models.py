@@ -11,11 +11,12 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
+import transformers
 from safetensors.torch import load_file, save_file
 from tests.training.conftest import tiny_gpt2, tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from klamp.errors import KlampError, ModelError
+from klamp.errors import KlampError, KLWarning, ModelError
 from klamp.scoring.model_parts import output_size, takes
 from klamp.tasks import BaseModelConfig
 from klamp.tasks.arithmetic import arithmetic_tokenizer
@@ -33,6 +34,7 @@ from klamp.training.models import (
     weights_folder,
     with_adapter,
 )
+from klamp.training.teachers import check_tokens_of
 
 
 def says_all(error: KlampError) -> bool:
@@ -181,6 +183,23 @@ def test_a_folder_without_a_tokenizer_is_refused(llama, tmp_path):
     with pytest.raises(ModelError, match="tokenizer") as caught:
         load_tokenizer(folder)
     assert says_all(caught.value) and "--tokenizer" in caught.value.fix
+
+
+@pytest.mark.parametrize("kind", ["GPT2", "Qwen2", "GPTNeoX", "OPT", "Cohere", "Llama"])
+def test_a_folder_without_a_tokenizer_is_told_so_before_its_prompts_are_blamed(kind, tmp_path):
+    """Of most kinds transformers 5 makes a tokenizer of special tokens alone."""
+    getattr(transformers, f"{kind}Config")().save_pretrained(tmp_path)
+    with pytest.raises(ModelError, match="the tokenizer is missing|cannot load a tokenizer") as caught:
+        load_tokenizer(str(tmp_path))
+    assert says_all(caught.value) and "--tokenizer FOLDER" in caught.value.fix
+    arithmetic_tokenizer().save_pretrained(tmp_path)
+    assert set(arithmetic_tokenizer().get_vocab()) <= set(load_tokenizer(str(tmp_path)).get_vocab())
+
+
+def test_a_teacher_without_a_tokenizer_is_cautioned_of(tmp_path):
+    transformers.Qwen2Config().save_pretrained(tmp_path)
+    with pytest.warns(KLWarning, match="has no tokenizer beside it"):
+        check_tokens_of(str(tmp_path), arithmetic_tokenizer())
 
 
 def test_a_tokenizer_without_an_end_token_is_refused(tmp_path):

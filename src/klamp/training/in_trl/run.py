@@ -18,7 +18,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Self
 
-from klamp.hosts.common.versions import check_version
+from klamp.hosts.common.versions import caution_beside, check_version
 
 check_version("trl")
 
@@ -272,6 +272,8 @@ def check_vllm(config: TrainConfig) -> None:
             fix='pip install "trl[vllm]", or in a checkout of klamp make an environment that has it for CPUs: '
             "scripts/environment.sh vllm; or leave sampler and sampler_url out",
         )
+    if asked:
+        caution_beside("vllm")
 
 
 def check_devices(config: TrainConfig) -> None:

@@ -23,7 +23,7 @@ from klamp.config.loss import LOSS_TYPES
 from klamp.diagnostics.metrics import METRICS
 from klamp.diagnostics.names import evaluations, flat, is_verl_line, translate
 from klamp.errors import KlampError, MissingLibrary, TrainerFailed, UnsupportedVersion
-from klamp.hosts.common.versions import check_version
+from klamp.hosts.common.versions import caution_beside, check_version
 from klamp.tasks.prompts import check_prompts
 from klamp.training import checkpoint
 from klamp.training.checkpoint import seal
@@ -246,6 +246,7 @@ def check_verl() -> None:
     """
     try:
         check_version("verl")
+        caution_beside("vllm")
     except UnsupportedVersion as error:
         missing = isinstance(error, MissingLibrary)
         raise type(error)(
