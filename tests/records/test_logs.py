@@ -71,6 +71,8 @@ OTHERS = [
     ({"step": 1, "rewards/chosen": 0.1}, "kl", None),  # KTO's: of unmatched pairs
     ({"step": 1, "loss": 0.1}, "actor/ppo_kl", None),
     ({"step": 1, "loss": 0.1}, "my/KL_div", None),
+    ({"_step": 1, "ppo_actor/task_reward/avg": 0.5}, "ppo_actor/kl_rewards/avg", None),  # AReaL's: times -kl_ctl
+    ({"_step": 1, "ppo_actor/task_reward/avg": 0.5}, "ppo_actor/update/approx_kl/avg", None),
 ]  # fmt: skip
 
 
@@ -90,6 +92,39 @@ def test_a_teacher_that_is_the_student_is_found_in_a_log_of_distillation(tmp_pat
     assert [each.alarm.name for each in diagnosis.findings] == ["teacher-inert"] and not diagnosis.blind
     rows = [{**row, "teacher_kl": 0.3 / (1 + row["step"])} for row in rows]
     assert not examine(read_metrics(lines(tmp_path, *rows))).findings
+
+
+AREAL = {
+    "ppo_actor/task_reward": {"avg": 0.25, "min": 0.0, "max": 1.0},
+    "ppo_actor/kl_rewards": {"avg": -0.01, "min": -1.0, "max": 0.5},
+    "ppo_actor/seq_len": {"avg": 700.0},
+    "ppo_actor/no_eos_ratios": {"avg": 0.5},
+    "ppo_actor/update": {"grad_norm": 0.5, "lr": 1e-6, "entropy": {"avg": 0.3}, "actor_loss": {"avg": 0.02}},
+}
+
+
+def test_areals_names_are_read_where_their_unit_is_certain_and_its_kl_is_named_once(tmp_path: Path) -> None:
+    history = read_metrics(lines(tmp_path, {"_step": 3, **AREAL}))
+    assert dict(history.rows[0].metrics) == {
+        "reward": 0.25,
+        "train/grad_norm": 0.5,
+        "train/learning_rate": 1e-6,
+        "policy/entropy": 0.3,
+        "train/policy_loss": 0.02,
+    }
+    assert (
+        list(history.unread) == ["ppo_actor/kl_rewards/avg"] and "kl_ctl" in history.unread["ppo_actor/kl_rewards/avg"]
+    )
+    assert examine(history).blind, "the KL itself is not in its log"
+
+
+@pytest.mark.parametrize(("theirs", "ours"), [
+    ("act_grad_norm", "train/grad_norm"), ("act_lr", "train/learning_rate"), ("gen_len", "length/mean"),
+    ("train/rollout/truncated_rate", "length/truncated"), ("train/rollout/reward_mean", "reward"),
+])  # fmt: skip
+def test_openrlhfs_names_of_its_progress_bar_and_of_its_rollouts(tmp_path: Path, theirs: str, ours: str) -> None:
+    (row,) = read_metrics(lines(tmp_path, {"train/global_step": 4, "train/kl": 0.1, theirs: 0.5})).rows
+    assert row.metrics[ours] == 0.5
 
 
 def test_what_is_about_a_kl_and_none_itself_is_not_named(tmp_path: Path) -> None:

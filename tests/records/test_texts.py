@@ -127,6 +127,31 @@ def test_a_dump_by_metric_is_a_record_and_any_other_object_is_none(tmp_path: Pat
         read_record(file)
 
 
+def test_an_object_of_lists_is_a_record_where_they_are_equally_long(tmp_path: Path) -> None:
+    file, lists = tmp_path / "history.json", {"step": [5, 10], "kl": [0.0, 0.1], "reward": [0.5, 0.25]}
+    file.write_text(json.dumps({**lists, "beta": 0.04}), encoding="utf-8")
+    assert [(row.step, dict(row.metrics)) for row in read_record(file).rows] == [
+        (5, {"kl/k3": 0.0, "reward": 0.5}),
+        (10, {"kl/k3": 0.1, "reward": 0.25}),
+    ]
+    file.write_text(json.dumps({**lists, "kl": [0.1]}), encoding="utf-8")
+    with pytest.raises(DataError, match="no log_history"):
+        read_record(file)
+
+
+@pytest.mark.parametrize("name", ["train.log", "train.json", "train.jsonl"])
+def test_text_in_another_encoding_is_told_how_to_write_it_anew_and_bytes_are_not(tmp_path: Path, name: str) -> None:
+    file = tmp_path / name
+    file.write_bytes('{"note": "\u00e9t\u00e9", "step": 1, "kl": 0.1}\n'.encode("latin-1"))
+    with pytest.raises(DataError, match="not text in UTF-8") as caught:
+        read_record(file)
+    assert f"iconv -f LATIN1 -t UTF-8 {name} > utf8." in caught.value.fix
+    file.write_bytes(b"\xff\x00" * 8)
+    with pytest.raises(DataError, match="not text in UTF-8") as caught:
+        read_record(file)
+    assert "iconv" not in caught.value.fix
+
+
 def test_numbers_as_numpy_writes_them(tmp_path: Path) -> None:
     verl = VERL.replace(":0.00{0}", ":np.float64(0.00{0})")
     trl = "{{'loss': np.float32(0.1), 'kl': np.float64(0.00{0}), 'step': {0}}}"

@@ -73,14 +73,16 @@ SETTING = re.compile(r"coe?f|beta|target|weight|tau|time|timing|type|estimator|c
 """How the name of something about a KL shows that is none itself."""
 
 
-def unread_kls(logged: Iterable[str], read: Collection[str]) -> dict[str, str]:
-    """The names of a record that speak of a KL and were not read -> what they are, as far as that is known.
+def unread_kls(logged: Collection[str], read: Collection[str]) -> dict[str, str]:
+    """The names of a record that speak of a KL and were not read -> what they are, as far as that is known; none twice,
+    as its least and its largest beside its mean.
 
     Args:
         logged: all names.
         read: those that were read.
     """
-    left = sorted(name for name in logged if KL.search(name) and not SETTING.search(name) and name not in read)
+    beside = {name.rpartition("/")[0] + end for name in logged if name.endswith("/avg") for end in ("/min", "/max")}
+    left = sorted(name for name in {*logged} - beside - {*read} if KL.search(name) and not SETTING.search(name))
     left = [name for name in left if not name.startswith(EVALUATION_PREFIXES)]
     return {name: OTHER_KL.get(name, OTHER_KL.get(name.removeprefix("train/"), "")) for name in left}
 

@@ -79,7 +79,14 @@ def text_lines(path: Path) -> Iterator[str]:
     try:
         yield from (line.decode("utf-8") for line in byte_lines(path))
     except UnicodeError as error:
-        raise unreadable("a file is not text", path, why=shortened(error)) from error
+        raise _no_text(path, error) from error
+
+
+def _no_text(path: Path, error: UnicodeError) -> DataError:
+    """The error for a file that is not UTF-8; one without a zero byte is likely text in another encoding."""
+    binary = isinstance(error, UnicodeDecodeError) and b"\0" in error.object
+    fix = "" if binary else f"write it anew in UTF-8: iconv -f LATIN1 -t UTF-8 {path.name} > utf8{path.suffix}"
+    return unreadable("a file is not text in UTF-8", path, why=shortened(error), fix=fix)
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -101,10 +108,10 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
             half = error.reason == "unexpected end of data" if no_text else isinstance(error, json.JSONDecodeError)
             if half and next(numbered, None) is None:
                 return
-            what, mend = "a file is not text" if no_text else f"line {number} is not JSON", ""
-            if not no_text and number > 1:
-                mend = f"mend line {number}, or leave it out: the lines before it can be read"
-            raise unreadable(what, path, why=shortened(error), fix=mend) from error
+            if no_text:
+                raise _no_text(path, error) from error
+            mend = f"mend line {number}, or leave it out: the lines before it can be read" if number > 1 else ""
+            raise unreadable(f"line {number} is not JSON", path, why=shortened(error), fix=mend) from error
         for row in found if isinstance(found, list) else [found]:
             if not isinstance(row, dict):
                 raise unreadable(f"line {number} is no JSON object", path, why=f"it is a {type(row).__name__}")

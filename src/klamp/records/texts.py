@@ -105,7 +105,12 @@ def _columns(head: Sequence[str], path: Path) -> list[str]:
 
 
 def rows_by_metric(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of an object {metric: {step: value}}, as NeMo-RL writes its metrics; none where it is another one."""
+    """The rows of an object {metric: {step: value}}, as NeMo-RL writes its metrics, or {metric: [value, ...]}; none
+    where it is another one.
+    """
+    lists = {name: values for name, values in found.items() if isinstance(values, list) and values}
+    if lists and len(set(map(len, lists.values()))) == 1:
+        return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
     columns = {name: values for name, values in found.items() if isinstance(values, dict) and values}
     if not columns or not all(step.isdigit() for values in columns.values() for step in values):
         return []
