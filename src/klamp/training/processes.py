@@ -19,6 +19,7 @@ from torch.distributed import DistError
 from torch.nn.utils import clip_grad_norm_
 
 from klamp.errors import ConfigError, KlampError, TrainerFailed
+from klamp.hosts.common.rollout import Alone
 from klamp.training.config import TrainConfig
 
 FSDP, DEEPSPEED = "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"
@@ -87,14 +88,14 @@ def check_alone(config: TrainConfig, *, why: str) -> None:
         )
 
 
-class OneProcess:
+class OneProcess(Alone):
     """What a step asks of accelerate, in a program that starts no processes and has nothing set up by accelerate.
 
     Args:
         device: of the policy.
     """
 
-    num_processes, process_index, is_main_process = 1, 0, True
+    num_processes, is_main_process = 1, True
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -110,14 +111,6 @@ class OneProcess:
     def clip_grad_norm_(self, parameters: Iterable[Tensor], bound: float) -> Tensor:
         """Shorten the gradient to a bound; its norm before."""
         return clip_grad_norm_(parameters, bound)
-
-    def reduce(self, x: Tensor, reduction: str) -> Tensor:
-        """The sum over all processes."""
-        return x
-
-    def gather(self, x: Tensor) -> Tensor:
-        """The tensors of all processes."""
-        return x
 
 
 def timeout_of(config: TrainConfig) -> timedelta:

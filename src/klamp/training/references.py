@@ -10,18 +10,19 @@ remote        a vLLM server, see `klamp.scoring.vllm_reference`
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
+from klamp.diagnostics.statistics import pad_tokens
 from klamp.scoring import vllm_reference
-from klamp.scoring.completions import Completions
-from klamp.scoring.model_parts import Traits
+from klamp.scoring.completions import Completions, select
+from klamp.scoring.model_parts import Predictions, Traits
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Ask, Scorer, Scores
 from klamp.tasks import check_prompts
@@ -169,6 +170,42 @@ class AdapterOffReference(LocalReference):
     def describe(self) -> str:
         """Where the reference comes from, in words."""
         return "the policy with its adapter off"
+
+
+def score_rows(
+    model: Reference,
+    given: Completions,
+    rows: Tensor,
+    *,
+    temperature: float,
+    parts: Sequence[slice],
+    keep: Tensor | None = None,
+) -> tuple[Tensor, Predictions | None]:
+    """Log-probabilities [B, T] of some completions, 0 in the others, and predictions [R, T, ...] for the kept ones.
+
+    Args:
+        model: who scores, one micro-batch after the other.
+        given: all completions.
+        rows: those to score, [B] bool.
+        temperature: that of the sampler.
+        parts: the micro-batches.
+        keep: those of `rows` to keep predictions of, [B] bool; None: none.
+    """
+    logprobs, found = torch.zeros(given.ids.shape, device=given.ids.device), list[Predictions]()
+    for part in parts:
+        chosen = part.start + rows[part].nonzero()[:, 0]
+        if not len(chosen):
+            continue
+        asked: dict[str, Any] = {}
+        if keep is not None and isinstance(model, LocalReference):
+            asked["keep"] = keep[chosen]
+        scores = model.score(select(given, chosen), temperature=temperature, **asked)
+        logprobs[chosen] = pad_tokens(scores.logprobs, given.ids.shape[1]).to(logprobs.dtype)
+        if scores.predictions is not None:
+            found.append(scores.predictions.padded(given.ids.shape[1]))
+    if not found:
+        return logprobs, None
+    return logprobs, replace(found[-1], values=torch.cat([each.values for each in found]))
 
 
 def connect(

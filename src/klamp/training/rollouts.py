@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +16,6 @@ from klamp.core.objective import Weighted
 from klamp.core.penalty import advantages_with_kl
 from klamp.core.term import Gate, sequence_gate_kl
 from klamp.core.types import Batch, Direction
-from klamp.diagnostics.statistics import pad_tokens
 from klamp.errors import ConfigError, RewardError
 from klamp.hosts.common.rollout import kl_tokens
 from klamp.scoring.completions import Completions, select
@@ -23,7 +23,7 @@ from klamp.scoring.model_parts import Predictions
 from klamp.scoring.scorer import Ask, ExactKL, Scores, joined
 from klamp.tasks.base import NO_REWARD, Example
 from klamp.training.context import Context
-from klamp.training.references import LocalReference, Reference
+from klamp.training.references import LocalReference, score_rows
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
 from klamp.training.teachers import Taught
 
@@ -223,9 +223,11 @@ def _with_reference(context: Context, rollout: Rollout) -> Rollout:
     scored = everyone if rollout.kl_weight is None else rollout.kl_weight > 0
     places = torch.arange(len(rollout.texts), device=context.device) % context.config.rollout.num_generations
     rows = (places < context.exact_completions) & scored  # the first of each group, however the step is divided
-    logprobs, predictions = _scored(context, rollout, context.reference, scored, rows)
+    how: dict[str, Any] = {"temperature": context.config.rollout.temperature}
+    how["parts"] = list(context.parts(len(rollout.texts)))
+    logprobs, predictions = score_rows(context.reference, rollout.completions, scored, keep=rows, **how)
     if context.original is not None:
-        original, _ = _scored(context, rollout, context.original, scored, None)
+        original, _ = score_rows(context.original, rollout.completions, scored, **how)
         rollout = replace(rollout, original_logprobs=original)
     exact_rows = rows if isinstance(context.reference, LocalReference) else None
     return replace(rollout, ref_logprobs=logprobs, exact_rows=exact_rows, ref_predictions=predictions)
@@ -237,30 +239,6 @@ def _with_teacher(context: Context, rollout: Rollout) -> Rollout:
     temperature, parts = context.config.rollout.temperature, list(context.parts(len(rollout.texts)))
     taught = context.teachers.score(rollout.examples, rollout.completions, temperature=temperature, parts=parts)
     return replace(rollout, taught=taught)
-
-
-def _scored(
-    context: Context, rollout: Rollout, reference: Reference, scored: Tensor, rows: Tensor | None
-) -> tuple[Tensor, Predictions | None]:
-    """A reference's log-probabilities of the completions to score, and its predictions for the rows asked for."""
-    logprobs = torch.zeros(rollout.mask.shape, device=context.device)
-    kept: list[Predictions] = []
-    temperature, length = context.config.rollout.temperature, rollout.mask.shape[1]
-    for part in context.parts(len(rollout.texts)):
-        chosen = part.start + scored[part].nonzero()[:, 0]
-        if not len(chosen):
-            continue
-        completions = select(rollout.completions, chosen)
-        if rows is not None and isinstance(reference, LocalReference):
-            scores = reference.score(completions, temperature=temperature, keep=rows[chosen])
-        else:
-            scores = reference.score(completions, temperature=temperature)
-        logprobs[chosen] = pad_tokens(scores.logprobs, length).to(logprobs.dtype)
-        if scores.predictions is not None:
-            kept.append(scores.predictions.padded(length))
-    if not kept:
-        return logprobs, None
-    return logprobs, replace(kept[-1], values=torch.cat([k.values for k in kept]))
 
 
 def exact_of(context: Context, rollout: Rollout, part: slice, *, learns: tuple[Direction, ...] = ()) -> ExactKL | None:

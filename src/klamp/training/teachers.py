@@ -10,7 +10,6 @@ import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from accelerate import Accelerator
@@ -18,10 +17,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from klamp.config.teacher import TeacherConfig
-from klamp.diagnostics.statistics import pad_tokens
 from klamp.errors import ConfigError, DataError, ModelError
 from klamp.hosts.common.teachers import check_tokens, no_prompt, prefix_kl
-from klamp.scoring.completions import Completions, select
+from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import Predictions, check_same_vocabulary
 from klamp.scoring.scorer import PrefixKL, Scorer, TeacherKL
 from klamp.tasks.base import Example, Task
@@ -35,6 +33,7 @@ from klamp.training.references import (
     MovingReference,
     Reference,
     connect,
+    score_rows,
 )
 from klamp.training.sampling import encode_prompts
 
@@ -152,20 +151,10 @@ class Teachers:
         keys, seen = [self.key(e) for e in examples], self.completions(examples, given)
         for key, model in self.models.items():
             rows = torch.tensor([each == key for each in keys], device=given.ids.device)
-            found: list[Predictions] = []
-            for part in parts:
-                chosen = part.start + rows[part].nonzero()[:, 0]
-                if not len(chosen):
-                    continue
-                options: dict[str, Any] = {}
-                if self.how is not None and isinstance(model, LocalReference):
-                    options["keep"] = torch.ones_like(chosen, dtype=torch.bool)
-                scores = model.score(select(seen, chosen), temperature=temperature, **options)
-                logprobs[chosen] = pad_tokens(scores.logprobs, given.ids.shape[1]).to(logprobs.dtype)
-                if scores.predictions is not None:
-                    found.append(scores.predictions.padded(given.ids.shape[1]))
-            if found:
-                kept.append((rows, replace(found[-1], values=torch.cat([each.values for each in found]))))
+            keep = None if self.how is None else rows
+            told, found = score_rows(model, seen, rows, temperature=temperature, parts=parts, keep=keep)
+            logprobs[rows] = told[rows]
+            kept += [] if found is None else [(rows, found)]
         return Taught(logprobs=logprobs, parts=tuple(kept))
 
     def after_step(self, policy: nn.Module, step: int) -> None:
