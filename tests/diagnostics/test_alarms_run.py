@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 
 import pytest
@@ -162,6 +163,29 @@ def test_a_reward_collapses_by_three_tenths_of_its_best_and_says_where_the_learn
     kl = [0.0] * 8 + [0.5 * i for i in range(12)]
     found = look("reward-collapse", history_of(reward=wiggle([0.7] * 10 + [0.0] * 10), k3=kl, beta=[0.01] * 20))
     assert found is not None and found.causes[0].startswith("the learning rate: one step moved the policy by 0.5 nats")
+
+
+def rewards_drawn(*shares: float, completions: int, seed: int) -> list[float]:
+    """The mean reward of each step where so many completions earn 0 or 1, with these chances of 1."""
+    draw = random.Random(seed)
+    return [sum(draw.random() < share for _ in range(completions)) / completions for share in shares]
+
+
+def falls(rewards: list[float]) -> int:
+    """Steps after which the reward has collapsed, by the rule."""
+    runs = (history_of(reward=rewards[:done]) for done in range(10, len(rewards) + 1))
+    return sum(look("reward-collapse", run) is not None for run in runs)
+
+
+@pytest.mark.parametrize("share", [0.1, 0.4, 0.7])
+@pytest.mark.parametrize("completions", [4, 16, 64])
+def test_a_reward_that_few_completions_let_jump_has_not_collapsed_and_one_that_is_gone_has(
+    completions: int, share: float
+) -> None:
+    sound = [rewards_drawn(*[share] * 100, completions=completions, seed=seed) for seed in range(5)]
+    assert sum(map(falls, sound)) == 0
+    lost = rewards_drawn(*[0.7] * 50, *[0.0] * 50, completions=completions, seed=0)
+    assert falls(lost) >= 25 and not falls(lost[:50])
 
 
 def paid(length: float, correlation: float) -> bool:

@@ -102,6 +102,6 @@ def is_apart(a: Sequence[float], b: Sequence[float], *, errors: float) -> bool:
     return abs(fmean(a) - fmean(b)) > errors * error
 
 
-def noise(values: Sequence[float]) -> float:
-    """The standard deviation of a curve around its own trend, from the differences of neighbouring values."""
-    return math.sqrt(fmean((x - y) ** 2 for x, y in pairwise(values)) / 2)
+def noise(*stretches: Sequence[float]) -> float:
+    """The standard deviation of a curve around its own trend, from the differences of neighbours in these stretches."""
+    return math.sqrt(fmean((x - y) ** 2 for values in stretches for x, y in pairwise(values)) / 2)
