@@ -312,7 +312,7 @@ def test_seeds_are_a_mean_with_a_band_or_each_run(sweep: Path, open_page: Open) 
 def test_scores_under_the_cursor_are_written_as_in_the_tiles(tmp_path: Path, open_page: Open) -> None:
     scores = [(step, {"a": 0.74609375, "b": 1.0} if step < 9 else {"a": 0.99609375, "b": 1.0}) for step in (0, 5, 9)]
     page = open_page(write(tmp_path / "scores.html", run_of(reward=[0.5] * 9, scores=scores)))
-    figure, legend = chart(page, "Skills on held-out prompts"), ".legend .value"
+    figure, legend = chart(page, "Evaluations"), ".legend .value"
     tiles = page.locator(".tile").filter(has_text="points of 100").locator(".big")
     assert tiles.all_inner_texts() == ["99.6", "100.0"]
     assert figure.locator(legend).all_inner_texts() == ["99.6", "100.0"]
@@ -325,7 +325,7 @@ def test_a_score_of_996_after_100_is_no_cliff_on_any_axis(tmp_path: Path, open_p
     """Where both ends of a scale are known the axis has them: in powers of ten, and in a range that is zoomed to."""
     scores = [(step, {"a": 1.0 if step < 30 else 0.996}) for step in range(0, 60, 2)]
     page = open_page(write(tmp_path / "scores.html", run_of(reward=[0.5] * 60, scores=scores)))
-    figure = chart(page, "Skills on held-out prompts")
+    figure = chart(page, "Evaluations")
 
     def fall() -> float:
         heights = [y for _, y in curves(figure)[0]]

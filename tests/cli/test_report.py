@@ -106,7 +106,7 @@ def test_an_arm_without_a_pull_keeps_its_kl(tmp_path: Path) -> None:
     assert names_in(made) == ["beta-0_seed-0", "beta-0.1_seed-0"]
     row = table["KL from the start (exact), nats/token"]
     assert row == ["0.61on held-out prompts", "0.08on held-out prompts"]
-    assert "measured once after training on completions to held-out prompts" in made.one(id="overview").text
+    assert "measured after training on completions to held-out prompts" in made.one(id="overview").text
     assert main(["report", str(free)]) == 0
     assert "0.61" in [each.text for each in page(free / "report.html").all(of="big")]
 

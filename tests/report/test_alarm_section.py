@@ -56,7 +56,7 @@ def test_what_was_not_checked() -> None:
     made = section(run)
     assert "Nothing was found." in made.text
     lacks = {div.one("dt").text: div.one("dd").text for div in made.one("dl", of="unchecked").all("div")}
-    assert lacks["retention"] == "the record has no evaluations"
+    assert lacks["retention"] == "needs evaluations"
     assert made.one("summary").text == f"{len(lacks)} of {run.diagnosis.concerned} could not be checked"
 
 

@@ -42,7 +42,7 @@ def test_a_question_stands_beside_what_was_answered_first_and_last() -> None:
         )
     )
     assert made.one("table").rows() == [
-        ["question", "before", "after step 9"],
+        ["question", "after step 0", "after step 9"],
         ["1+1=addition", "3score 0.0", "2score 100.0"],
         ["rev abcd=reversal", "dcbascore 100.0", "dcbscore 0.0"],
     ]
@@ -50,7 +50,7 @@ def test_a_question_stands_beside_what_was_answered_first_and_last() -> None:
 
 def test_a_run_that_was_evaluated_once_has_answered_nothing_after_that() -> None:
     made = section(run_with("a", answer(0, "3")))
-    assert made.one("table").rows() == [["question", "before", "after"], ["1+1=addition", "3score 0.0", "–"]]
+    assert made.one("table").rows() == [["question", "after step 0", "after"], ["1+1=addition", "3score 0.0", "–"]]
     late = section(run_with("a", answer(20, "3"), answer(40, "2")))
     assert late.one("table").rows()[0] == ["question", "after step 20", "after step 40"]
 
@@ -62,7 +62,7 @@ def test_several_runs_stand_side_by_side_after_what_the_first_answered_before() 
         run_with("b", answer(0, "3"), answer(7, "5"), answer(7, "x", question="another")),
     )
     assert made.one("table").rows() == [
-        ["question", "before", "none", "a", "b"],
+        ["question", "after step 0, a", "none", "a", "b"],
         ["1+1=addition", "3score 0.0", "–", "2score 0.0", "5score 0.0"],
     ]
 
@@ -71,19 +71,23 @@ def test_what_the_teacher_answers_is_a_column_more_and_text() -> None:
     taught = [answer(0, "3"), answer(9, "4"), replace(answer(9, TAG, score=1.0), who="teacher")]
     made = section(run_with("a", *taught))
     assert made.one("table").rows() == [
-        ["question", "before", "after step 9", "teacher"],
+        ["question", "after step 0", "after step 9", "teacher"],
         ["1+1=addition", "3score 0.0", "4score 0.0", f"{TAG}score 100.0"],
     ]
     assert not made.all("script") and "The teacher's are its own" in made.text
     runs = [run_with(n, *taught) for n in "ab"] + [run_with("c", replace(taught[2], completion="2"))]
-    columns = ["question", "before", "a", "b", "c", "teacher of a", "teacher of c"]
+    columns = ["question", "after step 0, a", "a", "b", "c", "teacher of a", "teacher of c"]
     assert section(*runs).one("table").rows()[0] == columns, "a and b have one"
 
 
 def test_a_teacher_at_a_url_has_no_column_and_that_is_said() -> None:
     run = run_with("a", answer(0, "3"), answer(9, "4"))
     made = section(replace(run, config={"teacher_url": "http://host:8000"}))
-    assert made.one("table").rows()[0] == ["question", "before", "after step 9"] == section(run).one("table").rows()[0]
+    assert (
+        made.one("table").rows()[0]
+        == ["question", "after step 0", "after step 9"]
+        == section(run).one("table").rows()[0]
+    )
     assert "A teacher at a URL only scores" in made.text and "teacher" not in section(run).text
 
 
@@ -93,11 +97,11 @@ def test_scores_are_written_as_in_the_overview() -> None:
     tile, *_ = headlines(run, ["addition"], ScoreFormat.of([run]))
     made = section(run)
     assert made.one("table").rows()[1] == ["1+1=addition", "3score 99.6", f"2score {tile.value}"]
-    assert f"with their scores ({tile.unit})" in made.text
+    assert f"with their scores ({tile.unit})." in made.text
     run.history.evaluations += [Row(step=10, metrics={"addition": 2.5})]
     made = section(run)
     assert made.one("table").rows()[1] == ["1+1=addition", "3score 0.996", "2score 1"], "they do not lie in 0 to 1"
-    assert "with their scores;" in made.text
+    assert "with their scores." in made.text
 
 
 def test_what_a_model_wrote_is_text_and_not_too_long_and_without_answers_it_says_so() -> None:

@@ -27,7 +27,7 @@ def test_what_is_not_finite_stands_in_the_table_and_in_the_words() -> None:
     node = rendered(Series(label="a", points=dict(enumerate(values))))
     cells = [row[1] for row in node.one("table").rows()[1:]]
     assert cells[:5] == ["0.1", "0.2", "NaN", "0.4", "∞"]
-    assert "2 values are not finite" in node.one("desc").text
+    assert "2 values not finite" in node.one("desc").text
 
 
 def test_curves_differ_in_more_than_colour() -> None:

@@ -78,3 +78,11 @@ def test_of_a_long_completion_the_worst_stretch_is_shown() -> None:
     deltas[2 * LONGEST] = 0.0
     (flat,) = ranked([run_of(completions=[completion(tokens=["a"] * n, policy=[-1.0] * n, ref=[-1.0] * n)])])
     assert flat.span == (0, LONGEST)
+
+
+def test_the_k3_of_a_card_is_that_of_the_kl_from_the_one_that_drew_the_tokens() -> None:
+    policy, other = (-1.0, -2.0, -0.5), (-1.0, -2.5, -0.5)
+    (drawn,) = ranked([run_of(completions=[completion(policy=policy, ref=None, sampler=other)])])
+    (held,) = ranked([run_of(completions=[completion(policy=policy, ref=other)])])
+    assert drawn.k3 == pytest.approx(math.exp(0.5) - 1 - 0.5), "as sampler/k3 is: tokens of the sampler"
+    assert held.k3 == pytest.approx(math.exp(-0.5) - 1 + 0.5), "as kl/k3 is: tokens of the policy"

@@ -65,7 +65,7 @@ def rows():
 def section(*completions) -> Node:
     runs = [run_of(completions=completions)]
     found = ranked(runs)
-    return parse(cost_section(runs, found, costs_of(found, [run.read for run in runs])))
+    return parse(cost_section(costs_of(found, [run.read for run in runs])))
 
 
 def test_every_line_has_its_share() -> None:

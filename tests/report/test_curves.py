@@ -37,17 +37,17 @@ def test_with_a_teacher_or_the_sampler_as_anchor_each_kl_is_a_curve_by_its_name(
     taught = {"teacher__kl": [0.4, 0.3], "teacher__coef": [1.0, 0.5], "beta": [0.1, 0.1]}
     found = {chart.name: chart for chart in charts([run_of(k1=[0.0, 0.2], k3=[0.0, 0.3], **taught)], {})}
     assert [(s.label, s.points) for s in found["chart-anchors"].series] == [
-        ("reference", {1: 0.0, 2: 0.3}),
+        ("reference (k3)", {1: 0.0, 2: 0.3}),
         ("teacher", {1: 0.4, 2: 0.3}),
     ]
     assert [(s.label, s.points[2]) for s in found["chart-beta"].series] == [("beta", 0.1), ("teacher_coef", 0.5)]
 
     each = {"teacher__kl.math": [0.5], "teacher__kl.code": [0.3], "teacher__kl": [0.4], "sampler__k3": [0.0]}
     found = list(anchor_curves([run_of(**each)]).values())
-    assert found == ["reference", "teachers, mean", "teacher code", "teacher math", "sampler"]
+    assert found == ["reference (k3)", "teachers, mean", "teacher code", "teacher math", "sampler (k3)"]
     near = run_of(policy__kl_old=[0.1], sampler__k3=[0.0], details={"config": {"reference": "sampler"}})
     (chart,) = (chart for chart in charts([near], {}) if chart.name == "chart-anchors")
-    assert [s.label for s in chart.series] == ["sampler, at the last update", "sampler"]
+    assert [s.label for s in chart.series] == ["sampler (k3), at the last update", "sampler (k3)"]
     runs = [run_of(name="a", **taught), run_of(name="b", k3=[0.0])]
     assert [c.title for c in charts(runs, {}) if c.name.startswith("chart-anchors")] == ["KL to each anchor: teacher"]
     assert anchor_curves([run_of(k3=[0.1], sampler__k3=[0.0])]) == {}
@@ -111,7 +111,7 @@ def test_a_target_is_drawn_where_all_runs_have_it() -> None:
 
 def test_scores_have_the_decimals_that_they_have_everywhere() -> None:
     decimals = {chart.title: chart.decimals for chart in charts([run_of(k3=[0.0], scores=[(0, {"a": 0.5})])], {})}
-    assert decimals == {"KL to the reference": None, "Skills on held-out prompts": 1}
+    assert decimals == {"KL to the reference": None, "Evaluations": 1}
 
 
 def lines(chart: str, curves: dict[str, list[float]] | None = None, **config: Any) -> list[tuple[float, float | None]]:
@@ -140,7 +140,9 @@ def test_in_the_band_beta_does_rest(kl: float, rests: bool) -> None:
 
 
 def test_a_guard_a_budget_and_the_alarm_of_the_sampler_which_needs_no_configuration() -> None:
-    assert lines("sampler") == [(0.01, None)]
+    assert (
+        lines("sampler", {"sampler__k3": [0.0]}) == [(0.01, None)] and lines("sampler", {"sampler__abs": [0.0]}) == []
+    )
     run = run_of(details={"config": {"kl_lr_guard": 0.3}}, k3=[0.1])
     assert levels_of(run, "kl") == [Line(label="learning-rate guard 0.3", low=0.3)]
     clip = {"kl_clip_method": "hard", "kl_clip_threshold": 0.5}
@@ -178,7 +180,7 @@ def test_charts_of_one_run_show_its_stages() -> None:
     assert thirds([1, 2, 3, 4, 5, 6, 7]) == [[1, 2], [3, 4], [5, 6, 7]]
     rows = [completion(step=step, ref=(-1.0 - step, -2.0, -0.5)) for step in (10, 20, 30)]
     (chart,) = position_charts([run_of(completions=rows)])
-    assert [series.label for series in chart.series] == ["early steps (10)", "middle steps (20)", "late steps (30)"]
+    assert [series.label for series in chart.series] == ["step 10", "step 20", "step 30"]
     assert [series.points[1.0] for series in chart.series] == pytest.approx([k3(10), k3(20), k3(30)])
     assert chart.axis == "token"
 

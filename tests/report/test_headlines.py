@@ -43,29 +43,31 @@ def test_skills_before_and_after() -> None:
     run = run_of(scores=scores, settings=settings)
     assert said(headlines(run, ["addition", "reversal", "none"], POINTS)) == {
         "addition, trained": ("90.0", "points of 100", "from 50.0 (+40.0)"),
-        "reversal, kept": ("75.0", "points of 100", "from 100.0 (−25.0)"),
+        "reversal, not trained": ("75.0", "points of 100", "from 100.0 (−25.0)"),
     }
     half = run_of(scores=scores[:1], settings=settings)
     assert said(headlines(half, ["addition"], POINTS)) == {
         "addition, trained": ("50.0", "points of 100", "not evaluated later"),
     }
     over = {each.label: each.over for each in headlines(half, ["addition"], POINTS)}
-    assert over == {"addition, trained": "before training"}
+    assert over == {"addition, trained": "evaluation after step 0"}
     late = run_of(scores=[(20, {"a": 0.5})], reward=[0.1] * 37)
     (found,) = [each for each in headlines(late, ["a"], POINTS) if each.label == "a"]
     assert (found.over, found.detail) == ("evaluation after step 20", "not evaluated later"), (
         "step 37 was not evaluated"
     )
     same = run_of(scores=[(20, {"a": 0.5}), (40, {"a": 0.5})])
-    assert said(headlines(same, ["a"], POINTS))["a"][2] == "as at the first", "nobody knows what was before training"
+    assert said(headlines(same, ["a"], POINTS))["a"][2] == "as at the first evaluation", (
+        "nobody knows what was before training"
+    )
 
 
 def test_side_by_side() -> None:
     runs = [run_of(name="a", reward=[0.5]), run_of(name="b", reward=[0.75], k3=[0, 0, 0, 0, 0, 0, 0.9])]
     expected = [
         ["run", "alarms", "KL (k3), nats/token", "Reward"],
-        [" aruns/a, klamp run", "0the KL was not looked at", "–", "0.5constant"],
-        [" bruns/b, klamp run", "1", "0.3highest 0.9 at step 7", "0.75constant"],
+        [" aruns/a, klamp run", "0the KL was not looked at", "–", "0.5"],
+        [" bruns/b, klamp run", "1", "0.3highest 0.9 at step 7", "0.75"],
     ]
 
     def table(*some: ReportRun) -> list[list[str]]:
@@ -87,7 +89,7 @@ def test_a_run_whose_steps_logged_no_kl_keeps_the_one_that_was_measured_after_tr
     assert table[1:4] == [
         ["KL from the start (exact), nats/token", "0.6on held-out prompts", "0.08on held-out prompts"],
         ["KL from the start per completion (exact), nats", "2.4on held-out prompts", "–"],
-        ["KL (k3), nats/token", "–logged at no step", "0.1highest 0.1 at step 2"],
+        ["KL (k3), nats/token", "–", "0.1highest 0.1 at step 2"],
     ]
 
 
@@ -96,14 +98,14 @@ def test_every_number_says_what_it_is_the_mean_of() -> None:
     run = run_of(reward=[0.1] * 12, k3=[0.2] * 4, beta=[0.1], scores=scores)
     found = {each.label: each.over for each in headlines(run, ["a"], POINTS)}
     assert found == {
-        "Reward": "mean of last 5 steps",
-        "KL (k3)": "mean of last 2 steps",
-        "beta": "last step",
+        "Reward": "mean of last 5 logged values",
+        "KL (k3)": "mean of last 2 logged values",
+        "beta": "last logged value",
         "a": "evaluation after step 9",
     }
     first = parse(tiles(run)).all(of="tile")[0]
     assert (first.one("dt").text, first.one(of="big").text) == ("Reward", "0.1")
-    assert "mean of last 5 steps" in first.text
+    assert "mean of last 5 logged values" in first.text
 
 
 def test_curves_levels_slots_and_skills() -> None:

@@ -22,7 +22,7 @@ def test_what_differs_from_the_defaults() -> None:
     assert "open" not in made.one("details").attributes
     assert first.rows() == [["field", "value", "default"], ["beta", "0.04", "0.01"], ["output_dir", "runs/x", "none"]]
     assert whole.rows()[1:3] == [["beta", "0.04 changed", "0.01"], ["kl_estimator", "k3", "k3"]]
-    assert "Every field has its default." in parse(settings_section([run()])).text
+    assert "Every field that has a default has it." in parse(settings_section([run()])).text
     one.history.changes = {3: "beta 0.04 -> 0.01"}
     assert "a, after step 3: beta 0.04 -> 0.01" in parse(settings_section([one])).text
 
@@ -37,7 +37,7 @@ def test_what_differs_between_runs() -> None:
         ["seed", "0", "1 changed", "–"],
     ]
     same = parse(settings_section([run("a"), run("b")]))
-    assert "Nothing, as far as the records say." in same.text
+    assert "Nothing that the records say, output_dir and resume aside." in same.text
 
 
 def test_a_trainer_whose_defaults_are_not_known() -> None:

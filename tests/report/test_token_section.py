@@ -52,7 +52,9 @@ def test_the_worst_ones_are_kept_where_room_is_short_and_a_too_large_one_makes_r
     some = fitting([run], completions, room=FRAME + 10_000)
     assert one == [0] and some == list(range(len(some))) and 3 < len(some) < 20
     text = said(completions, completions[: len(some)])
-    assert text.endswith(f"the worst first. {30 - len(some)} are left out: the page stays below 2 MB.")
+    assert text == (
+        f"{len(some)} of 30 completions, the worst token first. The others are left out for the size of the page."
+    )
     assert fitting([run], completions, room=0) == []
     n = 2000
     large = completion(step=9, tokens=["a"] * n, policy=[-1.0] * n, ref=[-4.0] * n)
@@ -126,7 +128,7 @@ def test_without_completions_or_without_a_log_ratio_it_says_what_is_missing() ->
     assert not made.all("form")
 
     made = section(run_of(completions=[completion()]))
-    assert "No log-ratio is different from 0." in made.text and len(made.all("article")) == 1
+    assert "No token here has a log-ratio other than 0." in made.text and len(made.all("article")) == 1
 
 
 def test_the_search_for_what_fits_ends(monkeypatch) -> None:

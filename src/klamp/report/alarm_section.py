@@ -177,13 +177,13 @@ def _blamed(token: Blamed, text: str, anchors: Anchors, run: int) -> list[str]:
 
 def _unchecked(runs: Sequence[ReportRun]) -> list[Html]:
     """What could not be checked because the records lack it; runs that lack the same are named together."""
-    same: dict[tuple[tuple[str, str], ...], list[str]] = {}
+    same: dict[tuple[int, tuple[tuple[str, str], ...]], list[str]] = {}
     for run in runs:
-        same.setdefault(tuple(run.diagnosis.unchecked.items()), []).append(run.name)
-    parts, asked = list[Html](), max(run.diagnosis.concerned for run in runs)
-    for missing, names in same.items():
+        same.setdefault((run.diagnosis.concerned, tuple(run.diagnosis.unchecked.items())), []).append(run.name)
+    parts = list[Html]()
+    for (asked, missing), names in same.items():
         rows = [
-            element("div", element("dt", element("code", name)), element("dd", f"the record has no {lacks}"))
+            element("div", element("dt", element("code", name)), element("dd", f"needs {lacks}"))
             for name, lacks in missing
         ]
         summary = element("summary", f"{len(missing)} of {asked} could not be checked{_of(names, runs)}")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from klamp.report.axes import CurveColumn, Series, columns_of, means, spread, thin
-from klamp.report.text import Html, data_table, element, rounded, short
+from klamp.report.text import Html, count, data_table, element, rounded, short
 
 DIGITS = 6
 """Significant digits of the numbers in the table, which the script draws from."""
@@ -48,8 +48,8 @@ class Chart:
     """The title, in a few words."""
     unit: str
     """The unit of the values."""
-    text: str
-    """What the curves say, in a sentence or two."""
+    text: str = ""
+    """What the curves say besides, if anything."""
     series: Sequence[Series]
     """The curves, at least one."""
     lines: Sequence[Line] = ()
@@ -92,7 +92,7 @@ def render_chart(chart: Chart, *, most: int = 400) -> Html:
         ),
         element("ul", *_legend(chart, kept), class_="legend"),
         element("div", _drawing(chart), class_="plot", hidden=True),
-        element("p", chart.text, class_="says"),
+        element("p", chart.text, class_="says", hidden=not chart.text),
         data_table(headings, rows, caption=f"{chart.title} ({chart.unit}){_thinned(len(steps), total)}"),
         id=chart.name,
         class_="card",
@@ -123,9 +123,13 @@ def _digits(value: float | None) -> float | None:
 
 def describe(chart: Chart) -> str:
     """The chart in words, for readers who cannot see it."""
+
+    def at(step: float) -> str:
+        return f"{chart.axis} {short(step, digits=9)}"
+
     columns = columns_of(chart.series)
     drawn = [column for column in columns if column.of is None]
-    parts = [f"{chart.text} {len(drawn)} {'curve' if len(drawn) == 1 else 'curves'}."]
+    parts = [chart.text] * bool(chart.text) + [f"{count(len(drawn), 'curve')}."]
     for column in drawn:
         series, band = column.series, spread(columns, column)
         finite = {step: value for step, value in series.points.items() if math.isfinite(value)}
@@ -135,13 +139,12 @@ def describe(chart: Chart) -> str:
         steps = list(finite)
         first, last, high = steps[0], steps[-1], max(steps, key=lambda step: finite[step])
         parts.append(
-            f"{series.label}: {short(finite[first])} at {chart.axis} {short(first)}, {short(finite[last])} at "
-            f"{chart.axis} {short(last)}; lowest {short(min(finite.values()))}, highest {short(finite[high])} at "
-            f"{chart.axis} {short(high)}."
+            f"{series.label}: {short(finite[first])} at {at(first)}, {short(finite[last])} at {at(last)}; lowest "
+            f"{short(min(finite.values()))}, highest {short(finite[high])} at {at(high)}."
         )
         lost = len(series.points) - len(finite)
         parts += [f"Its band goes from {short(band[last][0])} to {short(band[last][1])} there."] if band else []
-        parts += [f"{lost} values are not finite."] if lost else []
+        parts += [f"{count(lost, 'value')} not finite."] if lost else []
     parts += [f"{line.label}." for line in chart.lines]
     parts += [f"Alarm {mark.number}, {mark.name}, rose at step {mark.step}." for mark in chart.marks]
     return " ".join(parts)

@@ -51,8 +51,9 @@ class Shown:
 
     @property
     def k3(self) -> float:
-        """The sum of k3 over the tokens, in nats."""
-        return sum(k3(ratio) for ratio in self.ratios if math.isfinite(ratio))
+        """The sum of k3 over the tokens, in nats; tokens that are compared with their sampler are that one's."""
+        sign = -1 if self.against == "sampler" else 1
+        return sum(k3(sign * ratio) for ratio in self.ratios if math.isfinite(ratio))
 
     @property
     def other(self) -> Sequence[float] | None:

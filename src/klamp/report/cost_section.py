@@ -9,8 +9,7 @@ from typing import Literal, TypeAlias
 
 from klamp.diagnostics.alarms_tokens import k3
 from klamp.report.completions import Shown
-from klamp.report.run import ReportRun
-from klamp.report.text import Html, Read, count, element, join, plain_table, short, shown
+from klamp.report.text import Html, Read, element, join, plain_table, short, shown
 
 ROWS = 10
 """The most words and prompts."""
@@ -100,21 +99,13 @@ def _word(texts: Sequence[str], inside: Sequence[int]) -> str:
     return text.strip() or text
 
 
-def cost_section(runs: Sequence[ReportRun], completions: Sequence[Shown], costs: Costs) -> Html:
-    """The tables of costs.
-
-    Args:
-        runs: those of the report.
-        completions: all of them.
-        costs: of all of them.
-    """
+def cost_section(costs: Costs) -> Html:
+    """The tables of costs."""
     if costs.total <= 0:
         return Html()
-    over = f" of {len(runs)} runs" if len(runs) > 1 else ""
     text = (
-        f"k3 summed over all {count(sum(each.times for each in completions), 'completion')}{over} that were written, "
-        f"{short(costs.total)} nats, whether there is room for them below or not. "
-        "The field Text finds the completions of a word or a prompt."
+        "k3 to the reference, summed over the trained tokens that it scored, on this page or not: "
+        f"{short(costs.total)} nats."
     )
     tables = [
         element(

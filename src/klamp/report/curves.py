@@ -24,7 +24,6 @@ from klamp.report.text import short
 
 SKILLS = 12
 """The most skills that get a curve."""
-STAGES = ("early steps", "middle steps", "late steps")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,8 +36,6 @@ class ChartPlan:
     """The title, in a few words."""
     unit: str
     """The unit of the values."""
-    text: str
-    """What the curves say, in a sentence or two."""
     curves: Mapping[str, str]
     """Metric -> its label, the most telling first."""
     include: Sequence[float] = (0.0,)
@@ -52,29 +49,24 @@ PLANS: tuple[ChartPlan, ...] = (
         name="reward",
         title="Reward",
         unit="reward",
-        text="Reward of the task.",
         curves={"reward": "reward"},
     ),
     ChartPlan(
         name="kl",
         title="KL to the reference",
         unit="nats/token",
-        text="Estimates of one KL(policy‖ref): k1 and k3 by the tokens that were drawn, exact over the vocabulary at "
-        "their prefixes. Forward is KL(ref‖policy) there.",
         curves={"kl/exact": "exact", "kl/k3": "k3", "kl/k1": "k1", "kl/exact_forward": "exact forward"},
     ),
     ChartPlan(
         name="anchors",
         title="KL to each anchor",
         unit="nats/token",
-        text="Reference: the best estimate there is. Teacher: by teacher_estimator, k3 where that is k1. Sampler: k3.",
         curves={},
     ),
     ChartPlan(
         name="kl-completion",
         title="KL per completion",
         unit="nats",
-        text="Summed over its tokens: what a longer completion cannot hide.",
         curves={
             "kl/exact_sequence": "exact",
             "kl/k3_sequence": "k3",
@@ -85,30 +77,26 @@ PLANS: tuple[ChartPlan, ...] = (
     ),
     ChartPlan(
         name="retention",
-        title="Skills on held-out prompts",
+        title="Evaluations",
         unit="score",
-        text="Scores of each evaluation.",
         curves={},
     ),
     ChartPlan(
         name="beta",
         title="beta",
         unit="reward/nat",
-        text="Coefficient of each KL in force.",
         curves={"beta": "beta", "teacher/coef": "teacher_coef"},
     ),
     ChartPlan(
         name="length",
         title="Completion length",
         unit="tokens",
-        text="End token included.",
         curves={"length/mean": "mean"},
     ),
     ChartPlan(
         name="shares",
         title="Cut and saturated",
         unit="share",
-        text="Completions cut at the length limit; groups whose rewards are all equal: nothing to learn from a reward.",
         curves={"length/truncated": "cut", "groups/saturated": "saturated"},
         include=(0.0, 1.0),
     ),
@@ -116,35 +104,30 @@ PLANS: tuple[ChartPlan, ...] = (
         name="entropy",
         title="Entropy",
         unit="nats/token",
-        text="Of the policy at the prefixes that it sampled.",
         curves={"policy/entropy": "entropy"},
     ),
     ChartPlan(
         name="sampler",
         title="Sampler against trainer",
         unit="nats/token",
-        text="With the same weights and the same distribution they agree but for arithmetic, up to about 0.002.",
         curves={"sampler/k3": "k3", "sampler/k1": "k1", "sampler/abs": "|difference|"},
     ),
     ChartPlan(
         name="extremes",
-        title="Largest log-ratios",
+        title="|log policy − log ref|",
         unit="nats",
-        text="|log policy − log ref|: the largest of a step, and the 99th percentile.",
-        curves={"kl/log_ratio_max": "largest", "kl/log_ratio_p99": "99 %"},
+        curves={"kl/log_ratio_max": "largest of a step", "kl/log_ratio_p99": "99th percentile"},
     ),
     ChartPlan(
         name="gradient",
         title="Gradient norm",
         unit="norm",
-        text="Before clipping.",
         curves={"train/grad_norm": "norm"},
     ),
     ChartPlan(
         name="loss",
         title="Loss",
         unit="loss",
-        text="The policy's part and the KL's part (beta times its penalty).",
         curves={
             "train/loss": "loss",
             "train/policy_loss": "policy",
@@ -189,11 +172,11 @@ def anchor_curves(runs: Sequence[ReportRun]) -> dict[str, str]:
     curves = {"teacher/kl": "teachers, mean" if several else "teacher"} if "teacher/kl" in logged else {}
     curves |= {name: name.replace("/kl.", " ") for name in sorted(logged) if name.startswith("teacher/kl.")}
     if any(run.config.get("reference") == "sampler" for run in runs):
-        curves["policy/kl_old"] = "sampler, at the last update"
+        curves["policy/kl_old"] = "sampler (k3), at the last update"
     if len(runs) > 1 or not curves:
         return curves
     best = next((name for name in KL if name in logged), "kl/k3")
-    return {best: "reference", **curves, "sampler/k3": "sampler"}
+    return {best: f"reference ({KL[best]})", **curves, "sampler/k3": "sampler (k3)"}
 
 
 def _curve(run: ReportRun, name: str, scores: ScoreFormat) -> dict[float, float]:
@@ -212,7 +195,7 @@ def _alone(run: ReportRun, numbers: Mapping[str, int]) -> Iterator[Chart]:
                 name=f"chart-{plan.name}",
                 title=plan.title,
                 unit=plan.unit,
-                text=plan.text + (_scatter(run) if plan.name == "kl" else ""),
+                text=_scatter(run) if plan.name == "kl" else "",
                 series=series,
                 lines=levels_of(run, plan.name),
                 marks=_marks(run, plan, numbers),
@@ -230,7 +213,7 @@ def _scatter(run: ReportRun) -> str:
         if len(steps) > 1:
             size = math.dist([curve[step] for step in steps], [exact[step] for step in steps]) / math.sqrt(len(steps))
             said.append(f"{name} {short(size, digits=2)}")
-    return f" Distance to exact, root mean square over steps: {', '.join(said)}." if said else ""
+    return f"Distance to exact, root mean square over steps: {', '.join(said)}." if said else ""
 
 
 def _overlaid(runs: Sequence[ReportRun]) -> Iterator[Chart]:
@@ -249,7 +232,6 @@ def _overlaid(runs: Sequence[ReportRun]) -> Iterator[Chart]:
                     name=f"chart-{plan.name}-{list(plan.curves).index(name)}",
                     title=plan.title if alone or label == plan.name else f"{plan.title}: {label}",
                     unit=plan.unit,
-                    text=plan.text,
                     series=series,
                     lines=_shared_levels(runs, plan.name),
                     include=plan.include,
@@ -285,8 +267,8 @@ def levels_of(run: ReportRun, chart: str) -> list[Line]:
     """
     if chart == "kl":
         return _target(run.config) + _level(run.config, "kl_lr_guard", "learning-rate guard")
-    if chart == "sampler":
-        return [Line(label=f"alarm above {short(MISMATCH.value)}", low=MISMATCH.value)]
+    if chart == "sampler" and any(run.curve(f"sampler/{estimate}") for estimate in ("k1", "k3")):
+        return [Line(label=f"k1, k3: alarm above {short(MISMATCH.value)}", low=MISMATCH.value)]
     if chart == "kl-completion" and not run.curve("kl/budget"):
         return _budget(run)
     return []
@@ -338,7 +320,8 @@ def position_charts(runs: Sequence[ReportRun]) -> list[Chart]:
         name="chart-position",
         title="k3 by position",
         unit="nats/token",
-        text="Where in a completion the policy left its reference. Tokens that were written down only.",
+        text="Means over the trained tokens that were written"
+        + (" in the last third of the steps that have some, or in fewer than three." if len(runs) > 1 else "."),
         series=series,
         axis="token",
         include=(0.0,),
@@ -350,12 +333,11 @@ def _stages(runs: Sequence[ReportRun]) -> Iterator[tuple[str, Iterable[Completio
     """The curves by position: label, completions, slot, group."""
     for run, slot in zip(runs, slots_of(runs), strict=True):
         parts = thirds(sorted(run.history.completions))
-        names = STAGES if len(parts) == len(STAGES) else ("all steps",)
         for number, part in enumerate(parts):
             completions = (each for step in part for each in run.history.completions[step])
-            span = f"{part[0]}–{part[-1]}" if len(part) > 1 else f"{part[0]}"
+            span = f"steps {part[0]}–{part[-1]}" if len(part) > 1 else f"step {part[0]}"
             if len(runs) == 1:
-                yield f"{names[number]} ({span})", completions, number, ""
+                yield span, completions, number, ""
             elif number == len(parts) - 1:
                 yield run.name, completions, slot, run.group
 

@@ -10,7 +10,7 @@ from statistics import fmean
 from klamp.diagnostics.history import bounded
 from klamp.report.chart import key
 from klamp.report.run import ReportRun, ScoreFormat, skills_of, slots_of
-from klamp.report.text import MISSING, Html, count, element, join, short
+from klamp.report.text import MISSING, Html, element, join, short
 
 WINDOW = 5
 SKILLS = 6
@@ -64,15 +64,17 @@ def _over_steps(run: ReportRun, names: Sequence[str], label: str, unit: str) -> 
     if curve is None:
         return None
     first, last = ends(curve)
-    constant = min(curve.values()) == max(curve.values())
-    detail = "constant" if constant else f"from {short(first)}"
+    constant = all(value == first for value in curve.values())
+    detail = "" if len(curve) == 1 else "constant" if constant else f"from {short(first)}"
     return Headline(label=label, value=short(last), unit=unit, detail=detail, over=_over(curve))
 
 
 def _over(curve: Mapping[float, float]) -> str:
     """What the last value of a curve, as `ends` gives it, is the mean of."""
     few = _last(len(curve))
-    return "last step" if few == 1 else f"mean of last {count(few, 'step')}"
+    lost = sum(not math.isfinite(value) for value in list(curve.values())[-few:])
+    left_out = f", {lost} not finite" if 0 < lost < few else ""
+    return "last logged value" if few == 1 else f"mean of last {few} logged values{left_out}"
 
 
 def _last(total: int) -> int:
@@ -109,16 +111,20 @@ def _skill(run: ReportRun, name: str, scores: ScoreFormat) -> Headline | None:
     curve = run.curve(f"eval/{name}")
     if not curve:
         return None
-    values, steps = list(curve.values()), [short(step, digits=9) for step in curve]
-    started = steps[0] == "0"
+    values, last = list(curve.values()), short([*curve][-1], digits=9)
     trained = run.history.settings.rl_skill
-    role = "" if trained is None else (", trained" if name == trained else ", kept")
+    role = "" if trained is None else (", trained" if name == trained else ", not trained")
     before, after = values[0], values[-1]
-    over = "before training" if started and len(values) == 1 else f"evaluation after step {steps[-1]}"
-    detail = "not evaluated later" if len(values) == 1 else "as before training" if started else "as at the first"
+    detail = "not evaluated later" if len(values) == 1 else "as at the first evaluation"
     if round(after - before, 6):
         detail = f"from {scores.write(before)} ({scores.change(before, after)})"
-    return Headline(label=f"{name}{role}", value=scores.write(after), unit=scores.unit, detail=detail, over=over)
+    return Headline(
+        label=f"{name}{role}",
+        value=scores.write(after),
+        unit=scores.unit,
+        detail=detail,
+        over=f"evaluation after step {last}",
+    )
 
 
 def tiles(run: ReportRun) -> Html:
@@ -171,14 +177,13 @@ def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]
         name = join([look, Html(" "), element("b", run.name), element("small", f"{run.path}, {run.history.source}")])
         blind = element("small", "the KL was not looked at") if run.diagnosis.blind else ""
         alarms = join([str(run.levels[0]), blind])
-        table.append([name, alarms, *(_both(found.get(label), label, run) for label in labels)])
+        table.append([name, alarms, *(_both(found.get(label)) for label in labels)])
     if len(runs) <= COLUMNS:
         table = [list(row) for row in zip(*table, strict=True)]
     return table[0], table[1:]
 
 
-def _both(headline: Headline | None, label: str, run: ReportRun) -> Html:
+def _both(headline: Headline | None) -> Html:
     if headline is None:
-        elsewhere = label not in (AFTER, AFTER_SEQUENCE) and label.startswith("KL") and run.kl_after is not None
-        return join([Html(MISSING), element("small", "logged at no step")]) if elsewhere else Html(MISSING)
+        return Html(MISSING)
     return join([element("b", headline.value), element("small", headline.detail)])

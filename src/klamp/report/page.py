@@ -147,7 +147,8 @@ def _title(runs: Sequence[ReportRun]) -> Html:
         said = ", ".join(sorted({run.history.source for run in runs}))
     else:
         history = runs[0].history
-        said = f"{history.source}, {count(len(history.rows), 'logged step')} up to step {history.step}"
+        said = f"{history.source}, {count(len(history.rows), 'logged step')}"
+        said += f" up to step {history.rows[-1].step}" if history.rows else ""
     paths = element("p", *([element("code", runs[0].path), " · "] if len(runs) == 1 else []), said, class_="source")
     said_first = [*runs[0].said, judged([runs[0].diagnosis])]
     lead = [element("p", " · ".join(said_first), class_="lead")] if runs[0].said else []
@@ -159,13 +160,13 @@ def _overview(runs: Sequence[ReportRun]) -> Html:
         return tiles(runs[0])
     headings, rows = side_by_side(runs)
     text = (
-        f"Means of each run's last {WINDOW} logged steps (of its last half, where it has fewer than {2 * WINDOW}); "
-        "skills at its last evaluation."
+        f"Means of the last {WINDOW} logged values (of the last half, where there are fewer than {2 * WINDOW}); scores "
+        "of the last evaluation."
     )
     if any(run.kl_after is not None for run in runs):
         text += (
-            " KL from the start: exact, against the model that training started from, measured once after training on "
-            "completions to held-out prompts, in every run alike, whatever its steps logged (outcome.json)."
+            " KL from the start: exact, against the model that training started from, measured after training on "
+            "completions to held-out prompts, in the runs that have an outcome.json."
         )
     look = "headlines few" if len(runs) <= COLUMNS else "headlines"
     table = plain_table(headings, rows, caption="headline numbers of each run", classes=look)
@@ -184,7 +185,8 @@ def _curves(runs: Sequence[ReportRun], numbers: Mapping[str, int], most: int) ->
 def _positions(runs: Sequence[ReportRun]) -> Html:
     found = [render_chart(chart) for chart in position_charts(runs)]
     if not found:
-        return element("p", "No completions with a reference's log-probabilities were written.", class_="missing")
+        text = "No trained token with log-probabilities of policy and reference was written."
+        return element("p", text, class_="missing")
     return element("div", *found, class_="grid")
 
 
@@ -192,7 +194,7 @@ def answer_section(runs: Sequence[ReportRun]) -> Html:
     """What the policy answered at the first and at the last evaluation, and what its teacher answers.
 
     Args:
-        runs: those of the report; what the first of them answered before training stands for all.
+        runs: those of the report; what the first of them answered at the first stands for all.
     """
     first = next((run for run in runs if run.history.answers), None)
     if first is None:
@@ -211,15 +213,15 @@ def answer_section(runs: Sequence[ReportRun]) -> Html:
     ]
     began = next(iter(before.values())).step if before else 0
     ended = f"after step {max(each.step for each in after[0].values())}" if after[0] else "after"
-    asked = f"after step {began}" if began else "before"
+    asked = f"after step {began}" + (f", {first.name}" if len(runs) > 1 else "")
     headings = ("question", asked, *(run.name if len(runs) > 1 else ended for run in runs), *taught)
     unit = f" ({scores.unit})" if scores.points else ""
-    text = f"Greedy answers to held-out prompts, with their scores{unit}; at the first evaluation, and at the last one."
+    text = f"Greedy answers to held-out prompts, with their scores{unit}."
     if taught:
-        text += " The teacher's are its own, after the last step, to the prompt that it sees."
+        text += " The teacher's are its own, to the prompt that it sees."
     if any(run.config.get("teacher_url") for run in runs):
         text += " A teacher at a URL only scores: it is not asked for answers."
-    table = plain_table(headings, rows, caption="answers before and after training", classes="answers")
+    table = plain_table(headings, rows, caption="answers of the first and the last evaluation", classes="answers")
     return join([element("p", text, class_="aside"), table])
 
 

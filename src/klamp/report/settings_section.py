@@ -57,7 +57,7 @@ def _differs(a: Any, b: Any) -> bool:
 def _changed(run: ReportRun) -> list[Html]:
     names = changed(run)
     if not names:
-        return [element("p", "Every field has its default.", class_="aside")]
+        return [element("p", "Every field that has a default has it.", class_="aside")]
     rows = {name: (_value(run.config[name]), _value(run.defaults[name])) for name in names}
     heading = element("h3", "Differs from the default")
     return [heading, _table("fields that differ from their default", ("field", "value", "default"), rows)]
@@ -67,7 +67,8 @@ def _differences(runs: Sequence[ReportRun]) -> Html:
     known = [run for run in runs if run.config]
     names = differing([run.config for run in known]) if len(known) > 1 else []
     if not names:
-        return element("p", "Nothing, as far as the records say.", class_="aside")
+        text = f"Nothing that the records say, {' and '.join(UNIMPORTANT)} aside."
+        return element("p", text, class_="aside")
     rows = {name: [_cell(run, name) for run in runs] for name in names}
     return _table("configuration that differs", ("field", *(run.name for run in runs)), rows)
 

@@ -61,7 +61,7 @@ def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept:
         [
             element("p", said(completions, list(here.values())), class_="aside", id="left-out"),
             _worst_table(runs, here, worst, readers),
-            cost_section(runs, completions, spent),
+            cost_section(spent),
             element("h3", "Completions", id="all-completions"),
             *_anchor_choice(completions),
             legend(sorted({each.against for each in completions if each.against})),
@@ -107,11 +107,11 @@ def said(completions: Sequence[Shown], kept: Sequence[Shown]) -> str:
     total, here = (sum(each.times for each in some) for some in (completions, kept))
     if total == here == 1:
         return "The only completion that was written."
-    text = f"{count(here, 'completion')} of those that the record holds"
+    whole = len(kept) == len(completions)
+    text = f"{'All' if whole else f'{here} of'} {count(total, 'completion')}"
     text += f", {count(len(kept), 'card')} where twins are joined" if here != len(kept) else ""
-    if len(kept) == len(completions):
-        return f"All {text.replace(' of those that the record holds', '')}, the worst token first."
-    return f"{text}, the worst first. {total - here} are left out: the page stays below 2 MB."
+    text += ", the worst token first" + (" after those that an alarm blames" if any(e.blamed for e in kept) else "")
+    return f"{text}." if whole else f"{text}. The others are left out for the size of the page."
 
 
 def links(completions: Mapping[int, Shown], worst: Sequence[Place]) -> Mapping[int, frozenset[int]]:
@@ -138,7 +138,7 @@ def _worst_table(
     readers: Sequence[Read],
 ) -> Html:
     if not worst:
-        return element("p", "No log-ratio is different from 0.", class_="missing")
+        return element("p", "No token here has a log-ratio other than 0.", class_="missing")
     several = len(runs) > 1
     against = " or ".join(sorted({each.against for each in completions.values() if each.against}))
     headings = ["token", "log-ratio", "policy", against, "in context", "position", "times"]
@@ -147,7 +147,7 @@ def _worst_table(
     return join(
         [
             element("h3", "Worst tokens", id="worst-tokens"),
-            plain_table(headings, rows, caption="tokens with the largest |log-ratio|", classes="worst"),
+            plain_table(headings, rows, caption="tokens with the largest |log-ratio| on this page", classes="worst"),
         ]
     )
 

@@ -90,9 +90,7 @@ def _strip(each: Shown, number: int, read: Callable[[str], str], linked: frozens
     completion = each.completion
     tokens = [_token(each, number, position, read, position in linked) for position in range(begin, end)]
     total = len(completion.tokens)
-    left_out = [
-        element("p", f"Only tokens {begin + 1} to {end} of {total} are shown, around the worst one.", class_="aside")
-    ]
+    left_out = [element("p", f"Only tokens {begin + 1} to {end} of {total} are shown.", class_="aside")]
     whose = f", shaded by log policy − log {each.against}" if each.against else ""
     name = f"Tokens of step {completion.step}, completion {each.index + 1}{whose}"
     strip = element("div", *tokens, class_="tokens", role="group", aria_label=name, data_begin=begin)

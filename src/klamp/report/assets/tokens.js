@@ -50,7 +50,8 @@
       const against = entry.against === "reference" ? "log-ratio" : `log-ratio to the ${entry.against}`;
       const ratio = policy - other;
       rows.push([against, signed(ratio), "nats"]);
-      rows.push(["k3", (Math.expm1(-ratio) + ratio).toPrecision(3).replace("-", "−"), "nats"]);
+      const delta = entry.against === "sampler" ? -ratio : ratio;
+      rows.push(["k3", (Math.expm1(-delta) + delta).toPrecision(3).replace("-", "−"), "nats"]);
     }
     for (const [name, value] of logprobs) {
       if (value !== null) rows.push([name, percent(value), `log ${value.toFixed(4).replace("-", "−")}`]);
