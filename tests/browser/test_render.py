@@ -126,4 +126,4 @@ def test_a_large_record_fits(tmp_path: Path, open_page: Open) -> None:
     assert f"{cards} of 120 completions" in page.locator("#left-out").inner_text()
     page.get_by_label("Text").fill("Question 120\nword0 word1")
     page.get_by_label("Text").fill("question 120")
-    expect(page.get_by_role("status")).to_contain_text("1 of 1 shown")
+    expect(page.get_by_role("status")).to_have_text(f"1 of 1 shown; {cards} on the page")
