@@ -200,8 +200,9 @@ def test_the_default_is_neither_refused_nor_warned_of() -> None:
     [
         (
             {"kl_estimator": "k1", "kl_gradient": "own"},
-            "an expected gradient of exactly zero, summed over tokens or over a fixed length: it regularises nothing "
-            "(a mean over each completion's own length leaves a pull on the length, and nothing else). Use",
+            "an expected gradient of exactly zero on the policy's own tokens, summed over them or over a fixed length: "
+            "it regularises nothing (a mean over each completion's own length leaves a pull on the length, and "
+            "nothing else). Use",
         ),
         ({"kl_estimator": "k3", "kl_gradient": "own"}, "follows the gradient of KL(ref||policy) at each position"),
         ({"kl_estimator": "abs", "kl_gradient": "own"}, "pulls down the L1 distance"),

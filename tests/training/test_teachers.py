@@ -428,12 +428,17 @@ def test_a_resume_with_another_teacher_is_refused(config_of, teacher, llama, tmp
 def test_a_cut_sampler_needs_its_weight_in_the_tail(config_of, cut, recwarn):
     """Case: a tail that is sampled from a nucleus, and taken for the policy's own."""
     given = {"teacher_model": "DIR", "teacher_estimator": "topk", **ALONE}
-    with pytest.warns(KLWarning, match="Set teacher_off_policy='token', or sample the whole policy"):
+    with pytest.warns(
+        KLWarning, match="is off. Set teacher_off_policy='token' for the KL over what it keeps, or sample"
+    ):
         config_of(**given, **cut)
     recwarn.clear()
     with pytest.warns(KLWarning, match="one: a lower bound"):
         config_of(teacher_tail="bucket", **given, **cut)
-    for right in ({"teacher_off_policy": "token"}, {"teacher_estimator": "exact"}, {"teacher_coef": 0.0, "reward": ""}):
+    with pytest.warns(KLWarning, match="is that over what it keeps. For the KL over all words sample the whole"):
+        config_of(teacher_off_policy="token", **given, **cut)
+    recwarn.clear()
+    for right in ({"teacher_estimator": "exact"}, {"teacher_coef": 0.0, "reward": ""}):
         config_of(**given | cut | right)
     assert not [each for each in recwarn if "cut the sampler" in str(each.message)]
 

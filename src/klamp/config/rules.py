@@ -281,9 +281,9 @@ def cautions(c: KLChoices) -> list[str]:
     found: list[str] = []
     if in_loss and own and c.kl_estimator == "k1":
         found.append(
-            "kl_estimator='k1' with kl_gradient='own' has an expected gradient of exactly zero, summed over tokens or "
-            "over a fixed length: it regularises nothing (a mean over each completion's own length leaves a pull on "
-            "the length, and nothing else"
+            "kl_estimator='k1' with kl_gradient='own' has an expected gradient of exactly zero on the policy's own "
+            "tokens, summed over them or over a fixed length: it regularises nothing (a mean over each completion's "
+            "own length leaves a pull on the length, and nothing else"
             + ("; with tokens left out it only makes the kept ones less likely" if c.excludes_by_token else "")
             + "). Use kl_gradient='reverse'."
         )
@@ -305,7 +305,8 @@ def cautions(c: KLChoices) -> list[str]:
     if c.reference == "sampler" and c.beta > 0 and not inert:
         found.append(
             "reference='sampler' is a proximal term: it holds each update near who sampled, and no update near the "
-            "start. The run ends where it would end without it; with one update per rollout its gradient is 0."
+            "start. Without top_p and top_k the run ends where it would end without the term, and with one update per "
+            "rollout its gradient is 0."
         )
     free = c.kl_clip_threshold if c.use_per_token_kl_threshold else None
     adaptive = c.kl_clip_method != "none" and c.controller_name != "fixed"

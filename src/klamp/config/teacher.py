@@ -54,11 +54,9 @@ OF_THE_POLICY = ("adapter_off", "ema", "periodic", "live")
 
 FOLLOWED: Mapping[Tail, str] = {
     "bucket": "counts all words outside of the head as one: a lower bound, right only where the two models' ratio is "
-    "the same in all of them (30 to 63 % off in random pairs)",
-    "generalised": "follows the generalised KL over the head alone: 0 at the teacher, else 40 to 101 % off in random "
-    "pairs",
-    "none": "drops the words outside of the head: its gradient is not 0 at the teacher, and training leaves it "
-    "(117 to 617 % off in random pairs)",
+    "the same in all of them",
+    "generalised": "follows the generalised divergence over the head alone: 0 at the teacher, another one elsewhere",
+    "none": "drops the words outside of the head: its gradient is not 0 at the teacher, and training leaves it",
 }
 """What a tail other than the sampled one does."""
 
@@ -310,12 +308,18 @@ def _where(c: TeacherConfig) -> list[Refusal]:
 def cautions(c: TeacherConfig) -> list[str]:
     """Cautions: a tail that follows something else, and fields that nothing reads."""
     found: list[str] = []
-    topk = c.teacher_estimator == "topk"
+    topk, exact = c.teacher_estimator == "topk", c.teacher_estimator == "exact"
     if topk and c.teacher_tail in FOLLOWED and c.there:
-        found.append(f"teacher_tail={c.teacher_tail!r} {FOLLOWED[c.teacher_tail]}. Use teacher_tail='sampled'.")
+        same = c.teacher_direction == "js"  # of which the corrections of the generalised form cancel
+        said = FOLLOWED["generalised" if same and c.teacher_tail == "none" else c.teacher_tail]
+        found.append(f"teacher_tail={c.teacher_tail!r} {said}. Use teacher_tail='sampled'.")
     a_teacher = "a teacher (teacher_model, teacher_url or teacher_kind) and a teacher_coef above 0"
     needs = {
         **dict.fromkeys(("teacher_top_k", "teacher_head", "teacher_tail"), (not topk, "teacher_estimator='topk'")),
+        "teacher_off_policy": (
+            c.teacher_off_policy == "token" and (exact or (topk and c.teacher_tail != "sampled")),
+            "teacher_off_policy='sequence' (no sampled token is in the sum; only its prefix was sampled)",
+        ),
         "teacher_schedule_end": (c.teacher_schedule == "constant", "teacher_schedule='linear' or 'cosine'"),
         "teacher_decay": (c.teacher_kind != "ema", "teacher_kind='ema'"),
         "teacher_reset_steps": (c.teacher_kind != "periodic", "teacher_kind='periodic'"),

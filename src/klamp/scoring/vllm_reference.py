@@ -247,7 +247,7 @@ def _check_tokenizer(reference: VLLMReference, tokenizer: PreTrainedTokenizerBas
     except ModelError as error:
         warnings.warn(
             f"The server at {reference.url} scores tokens and takes no texts ({error.why}): whether its tokenizer "
-            "is the policy's is not known. The KL before the first update shows it, which should be about 0.",
+            "is the policy's is not known.",
             KLWarning,
             stacklevel=2,
         )

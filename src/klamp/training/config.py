@@ -263,28 +263,25 @@ class TrainConfig:
             )
         _check_precision(self.model)
         _check_texts(self.flat())
-        if self.kl.reference == "sampler" and self.kl.beta > 0 and self.optim.num_iterations == 1:
+        cut, taught = self.rollout.top_p < 1 or self.rollout.top_k > 0, self.teacher
+        noise = (self.kl.kl_estimator, self.kl.kl_gradient) == ("k1", "own")
+        only = self.kl.reference == "sampler" and self.kl.beta > 0 and self.optim.num_iterations == 1
+        if only and not cut and not noise:
             warnings.warn(
-                "reference='sampler' has no effect with num_iterations=1: at a rollout's only update the policy is "
-                "the sampler. Use num_iterations of 2 or more, or another reference.",
+                "reference='sampler' has no effect with num_iterations=1, but for rounding: at a rollout's only update "
+                "the policy is the sampler. Use num_iterations of 2 or more, or another reference.",
                 KLWarning,
                 stacklevel=3,
             )
-        cut, taught = self.rollout.top_p < 1 or self.rollout.top_k > 0, self.teacher
-        sampled = taught.teacher_estimator in ("k1", "k3") or (
-            taught.teacher_estimator == "topk" and taught.teacher_tail == "sampled"
-        )
-        if (
-            cut
-            and sampled
-            and taught.there
-            and taught.teacher_placement == "loss"
-            and taught.teacher_off_policy == "none"
-        ):
+        sampled = taught.teacher_estimator in ("k1", "k3") or taught.teacher_horizon == "sequence"
+        sampled |= taught.teacher_estimator == "topk" and taught.teacher_tail == "sampled"
+        if cut and sampled and taught.there and taught.teacher_placement == "loss":
+            kept = "the KL to the teacher is that over what it keeps. For the KL over all words"
+            off = "without the weight policy / sampler the KL to the teacher is off. Set teacher_off_policy="
+            off += f"{taught.teacher_horizon!r} for the KL over what it keeps, or"
             warnings.warn(
-                f"top_p={self.rollout.top_p:g} and top_k={self.rollout.top_k} cut the sampler, whose tokens stand for "
-                "the policy's in the KL to the teacher: without their weight policy / sampler it is off. Set "
-                f"teacher_off_policy={taught.teacher_horizon!r}, or sample the whole policy.",
+                f"top_p={self.rollout.top_p:g} and top_k={self.rollout.top_k} cut the sampler: "
+                f"{off if taught.teacher_off_policy == 'none' else kept} sample the whole policy.",
                 KLWarning,
                 stacklevel=3,
             )

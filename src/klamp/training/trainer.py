@@ -190,7 +190,7 @@ class Trainer(Training):
             return
         self.warn(
             f"The KL to the teacher before the first update is {kl:.2e} nats per token and should be about 0: it is "
-            "the same model at the same prompts. Its numbers belong to other tokens, or to another temperature."
+            "the same model at the same prompts. Its numbers likely belong to other tokens, or to another temperature."
         )
 
     def _others(self) -> tuple[Weighted, ...]:

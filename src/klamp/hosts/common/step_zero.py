@@ -34,8 +34,8 @@ def resumed_text(before: float, after: float) -> str:
         return ""
     return (
         f"The KL is {after:.3g} nats per token in the first step after the resume, and was {before:.3g} in the last "
-        "one before it: the reference is another model than it was, or the policy not that of the checkpoint. Resume "
-        "with the model and the reference that the run was started with."
+        "one before it. Most likely the reference is another model than it was, or the policy not that of the "
+        "checkpoint. Resume with the model and the reference that the run was started with."
     )
 
 

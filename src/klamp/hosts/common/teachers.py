@@ -60,7 +60,7 @@ def check_tokens(theirs: Any, ours: Any, *, name: str, who: str = "teacher") -> 
     if ours.eos_token_id != theirs.eos_token_id:
         warnings.warn(
             f"The {who} ends an answer with {theirs.eos_token!r} and the policy with {ours.eos_token!r}: the {who} "
-            "pulls the policy's end away, and answers grow until they are cut. Give both the same end token.",
+            "may pull the policy's end away, and answers then grow until they are cut. Give both the same end token.",
             KLWarning,
             stacklevel=2,
         )
