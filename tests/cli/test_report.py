@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -13,7 +14,8 @@ from klamp.ablation.outcome import Outcome, write_outcome
 from klamp.cli import main
 from klamp.cli.flags import read_options
 from klamp.cli.options import ReportOptions
-from klamp.cli.report import names_of, output_of
+from klamp.cli.report import names_of, output_of, read_runs
+from klamp.cli.text import duration
 from klamp.training.config import TrainConfig
 from klamp.training.runlog import plain
 
@@ -198,3 +200,15 @@ def test_names() -> None:
     assert names_of([Path("x/a/run"), Path("x/b/run"), Path("x/other")]) == ["a/run", "b/run", "x/other"]
     assert names_of([Path("out/checkpoint-5/trainer_state.json")]) == ["checkpoint-5"]
     assert names_of([Path("out/metrics.jsonl"), Path("out")]) == ["out/metrics.jsonl", "out"]
+
+
+def test_the_first_line_counts_the_steps_of_every_process(tmp_path: Path) -> None:
+    folder = shutil.copytree(Path(__file__).parents[1] / "recorded" / "sound", tmp_path / "run")
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    rows = [{**row, "speed/step_seconds": 60.0} if "reward" in row else row for row in rows]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    steps = sum("reward" in row for row in rows)
+    assert read_runs([folder])[0].said[-1] == "not ended"
+    for seconds, said in ((90.0, steps * 60.0), (7200.0 * steps, 7200.0 * steps)):
+        (folder / "summary.json").write_text(json.dumps({"rl_skill": "addition", "seconds": seconds}))
+        assert read_runs([folder])[0].said[-1] == duration(said), "a resumed run's summary knows its last process alone"

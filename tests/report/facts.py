@@ -9,12 +9,32 @@ from tests.report.worlds import SMALL, World, worlds
 
 from klamp.diagnostics.alarms import ALARMS
 from klamp.report.curves import PLANS
+from klamp.report.run import ReportRun
 from klamp.report.text import short
 
 KL = ("kl/exact", "kl/k3", "kl/k1")
 SEQUENCE = ("kl/exact_sequence", "kl/k3_sequence", "kl/k1_sequence")
 MEASURED = ("reward", "teacher/kl", "length/mean", "policy/entropy", "beta", "teacher/coef")
 """Metrics that have a tile each; of the KLs the best has one."""
+
+
+LABELLED = {
+    "Reward": "reward",
+    "Length": "length/mean",
+    "Entropy": "policy/entropy",
+    "beta": "beta",
+    "Divergence from the teacher": "teacher/kl",
+    **{f"KL ({name[3:]})": name for name in KL},
+    **{f"KL per completion ({name[3:-9]})": name for name in SEQUENCE},
+}
+"""What a headline number is called -> its metric."""
+
+
+def mean_of(run: ReportRun, name: str) -> str:
+    """The mean of a metric's last values that are finite, as it is written."""
+    values = [row.metrics[name] for row in run.history.rows if name in row.metrics]
+    last = [value for value in values[-max(1, min(5, len(values) // 2)) :] if math.isfinite(value)]
+    return short(sum(last) / len(last)) if last else short(values[-1])
 
 
 def first_of(names: tuple[str, ...], world: World) -> list[dict[int, float]]:
@@ -80,7 +100,7 @@ def shares(world: World) -> set[tuple[int, int]]:
     return {(len(runs), len(world.runs)) for runs in (*found.values(), set[int]().union(*found.values()))}
 
 
-def concerned(run) -> int:
+def concerned(run: ReportRun) -> int:
     """How many alarms there are for a run: those of a teacher only where it has one."""
     taught = any(name.startswith("teacher/") for name in run.history.names)
     return sum(taught or "teacher" not in name for name in ALARMS)

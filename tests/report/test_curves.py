@@ -49,7 +49,9 @@ def test_with_a_teacher_or_the_sampler_as_anchor_each_kl_is_a_curve_by_its_name(
     (chart,) = (chart for chart in charts([near], {}) if chart.name == "chart-anchors")
     assert [s.label for s in chart.series] == ["sampler (k3), at the last update", "sampler (k3)"]
     runs = [run_of(name="a", **taught), run_of(name="b", k3=[0.0])]
-    assert [c.title for c in charts(runs, {}) if c.name.startswith("chart-anchors")] == ["KL to each anchor: teacher"]
+    assert [c.title for c in charts(runs, {}) if c.name.startswith("chart-anchors")] == [
+        "Divergence from each anchor: teacher"
+    ]
     assert anchor_curves([run_of(k3=[0.1], sampler__k3=[0.0])]) == {}
 
 

@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 from tests.report import facts
 from tests.report.facts import KL, SEQUENCE
+from tests.report.pages import Node, parse
 from tests.report.worlds import World, worlds
 
 import klamp.report
+from klamp.report.headlines import side_by_side
 from klamp.report.text import count, short
 
 SOURCE = Path(klamp.report.__file__).parent
@@ -125,10 +127,11 @@ HEADLINES: dict[str, Claim] = {
         lambda w: any(w.runs[i].history.settings.rl_skill not in (None, s) for i, s, _ in w.skills())
     ),
     "points of 100": Claim(facts.in_points),
-    "KL to the teacher": Claim(lambda w: w.logs("teacher/kl") or any(c.teacher is not None for c in w.completions())),
+    "Divergence from the teacher": logs("teacher/kl"),
+    "KL to the teacher": Claim(lambda w: any(c.teacher is not None for c in w.completions())),
     "the KL was not looked at": several(lambda w: bool(facts.blind(w)), entire=True),
-    "Means of the last {} logged values (of the last half, where there are fewer than {}); scores of the last "
-    "evaluation.": several(always, lambda w, few, twice: (few, twice) == ("5", "10")),
+    "Means of the last {} logged values (of the last half, where there are fewer than {}), what is not finite left "
+    "out; scores of the last evaluation.": several(always, lambda w, few, twice: (few, twice) == ("5", "10")),
     " KL from the start: exact, against the model that training started from, measured after training on completions "
     "to held-out prompts, in the runs that have an outcome.json.": several(measured_after),
 }
@@ -137,7 +140,7 @@ CHARTS: dict[str, Claim] = {
     "KL to the reference": Claim(lambda w: w.logs(*KL, "kl/exact_forward"), pattern="^KL to the reference(?:$|:)"),
     "exact forward": logs("kl/exact_forward"),
     "KL per completion": logs(*SEQUENCE, "kl/budget", "kl/after_clip"),
-    "KL to each anchor": Claim(facts.several_anchors),
+    "Divergence from each anchor": Claim(facts.several_anchors),
     "reference ({})": alone(
         lambda w: facts.several_anchors(w) and w.logs(*KL),
         lambda w, best: next(name for name in KL if w.logs(name)) == f"kl/{best}",
@@ -157,6 +160,7 @@ CHARTS: dict[str, Claim] = {
         facts.near_exact, facts.rms, pattern=r"over steps: (.*?\d)\.(?= |$)"
     ),
     "beta rests from {} to {}": entire(facts.near, lambda w, low, high: (low, high) == ("0.05", "0.15")),
+    "{}, at the end": Claim(lambda w: w.one and facts.config(w, "target_kl") and bool(facts.changes(w))),
     "learning-rate guard": Claim(lambda w: w.one and facts.config(w, "kl_lr_guard")),
     "{}: {} at {}, {} at {}; lowest {}, highest {} at {}.": Claim(facts.drawn, facts.in_order, pattern=CURVE),
     "{}: no finite value.": Claim(facts.nowhere_finite, pattern=r"(\w+): no finite value\."),
@@ -290,6 +294,10 @@ SELECTORS = (
 SCRIPT_CLAIMS = ("; {} on the page", "No completion is like that.")
 
 
+def tiles(world: World) -> list[Node]:
+    return world.page.all(of="tile")
+
+
 def listed(names: str) -> set[str]:
     return {each.strip() for line in names.splitlines() for each in re.split(r";(?= \S)(?! \{\} on)", line)} - {""}
 
@@ -333,6 +341,31 @@ def test_every_text_of_the_script_is_known_and_its_claims_are_tried_in_a_browser
 def pattern_of(sentence: str, claim: Claim) -> re.Pattern[str]:
     gaps = "(.*?)".join(map(re.escape, sentence.split("{}"))) + ("$" if sentence.endswith("{}") else "")
     return re.compile(claim.pattern or (f"^{gaps}$" if claim.entire else gaps))
+
+
+def test_a_headline_number_is_the_mean_that_it_is_said_to_be() -> None:
+    seen = set[str]()
+    for name, world in worlds().items():
+        rows = (
+            side_by_side(world.runs)[1]
+            if len(world.runs) > 1
+            else [[each.one("dt").text, each] for each in tiles(world)]
+        )
+        for label, *cells in rows:
+            words = str(label).partition(",")[0]
+            for run, cell in zip(world.runs, cells, strict=True):
+                number = (parse(cell).all("b") if isinstance(cell, str) else cell.all(of="big"))[:1]
+                if words in facts.LABELLED and number:
+                    assert number[0].text == facts.mean_of(run, facts.LABELLED[words]), f"{words} of {name}"
+                    seen.add(words)
+    assert seen >= {
+        "Reward",
+        "KL (exact)",
+        "KL (k3)",
+        "KL per completion (exact)",
+        "Divergence from the teacher",
+        "beta",
+    }
 
 
 @pytest.mark.parametrize("sentence", CLAIMS)

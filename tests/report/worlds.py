@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import json
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +30,8 @@ class World:
     """Runs, and what their page says."""
 
     runs: Sequence[ReportRun]
+    page: Node
+    """Their page."""
     said: Sequence[str]
     """The text of each element of the page, and of the attributes that are read."""
 
@@ -191,6 +193,7 @@ def built() -> dict[str, list[ReportRun]]:
         "taught and not": [taught("a"), run_of(name="b", k3=[0.0, 0.02, 0.03, 0.03])],
         "measured after": [run_of(k3=[0.1] * 12, details={**held_out, **of_klamp})],
         "near": [near()],
+        "resumed": [taught(config={"target_kl": 0.1})],
         "seeds": [*seeds, run_of(name="alone", k3=[0.1, 0.2], details={"config": {"beta": 0.1}})],
         "same": [run_of(name=name, k3=[0.1], details={"config": {"beta": 0.1, "output_dir": name}}) for name in "ab"],
         "long": [run_of(k3=[math.sin(i) ** 2 for i in range(1000)], scores=[(20, {"a": 0.5})])],
@@ -214,5 +217,6 @@ def worlds() -> dict[str, World]:
     """All of them, by name."""
     with TemporaryDirectory() as folder:
         runs = {**others(Path(folder)), **built()}
-    page: Callable[[str], str] = lambda name: render(runs[name], limit=SMALL.get(name, LIMIT))  # noqa: E731
-    return {name: World(runs[name], [*texts(parse(page(name).removeprefix("<!doctype html>")))]) for name in runs}
+    pages = {name: render(each, limit=SMALL.get(name, LIMIT)) for name, each in runs.items()}
+    made = {name: parse(page.removeprefix("<!doctype html>")) for name, page in pages.items()}
+    return {name: World(runs[name], page, [*texts(page)]) for name, page in made.items()}

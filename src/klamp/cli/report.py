@@ -16,6 +16,7 @@ from klamp.report.text import count
 from klamp.tasks.paths import followed
 
 if TYPE_CHECKING:  # imported by the command only
+    from klamp.diagnostics.history import History
     from klamp.records.klamp_run import Details
     from klamp.report.run import ReportRun
 
@@ -127,7 +128,7 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
                 diagnosis=examine(history),
                 config=history.config,
                 defaults=details.defaults,
-                said=_said(details),
+                said=_said(details, history),
                 versions=details.versions,
                 kl_after=measured.get("kl/reverse"),
                 kl_after_sequence=measured.get("kl/reverse_sequence"),
@@ -136,13 +137,17 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
     return runs
 
 
-def _said(details: Details) -> list[str]:
-    """What a run was, when, and how long it took, in words; nothing where its record does not say."""
+def _said(details: Details, history: History) -> list[str]:
+    """What a run was, when, and how long it took, in words; nothing where its record does not say.
+
+    Of a run that was resumed the seconds are those of its last process: all of its steps took longer.
+    """
     if not details.words:
         return []
     model, task, kl = details.words
     day = [] if details.when is None else [f"{datetime.fromtimestamp(details.when):%Y-%m-%d}"]
-    took = "not ended" if details.seconds is None else duration(details.seconds)
+    steps = sum(row.metrics.get("speed/step_seconds", 0.0) for row in history.rows)
+    took = "not ended" if details.seconds is None else duration(max(details.seconds, steps))
     return [model, task, f"KL: {kl}", *day, took]
 
 

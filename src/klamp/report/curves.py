@@ -59,7 +59,7 @@ PLANS: tuple[ChartPlan, ...] = (
     ),
     ChartPlan(
         name="anchors",
-        title="KL to each anchor",
+        title="Divergence from each anchor",
         unit="nats/token",
         curves={},
     ),
@@ -266,7 +266,8 @@ def levels_of(run: ReportRun, chart: str) -> list[Line]:
         chart: name of the plan.
     """
     if chart == "kl":
-        return _target(run.config) + _level(run.config, "kl_lr_guard", "learning-rate guard")
+        lines = _target(run.config) + _level(run.config, "kl_lr_guard", "learning-rate guard")
+        return [replace(line, label=f"{line.label}, at the end") for line in lines] if run.history.changes else lines
     if chart == "sampler" and any(run.curve(f"sampler/{estimate}") for estimate in ("k1", "k3")):
         return [Line(label=f"k1, k3: alarm above {short(MISMATCH.value)}", low=MISMATCH.value)]
     if chart == "kl-completion" and not run.curve("kl/budget"):

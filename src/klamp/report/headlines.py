@@ -50,7 +50,7 @@ def headlines(run: ReportRun, skills: Sequence[str], scores: ScoreFormat) -> lis
     found += [_kl(run, KL, "KL", "nats/token"), _kl(run, SEQUENCE, "KL per completion", "nats")]
     found += [_after(run.kl_after, AFTER, "nats/token"), _after(run.kl_after_sequence, AFTER_SEQUENCE, "nats")]
     found += [
-        _over_steps(run, ("teacher/kl",), "KL to the teacher", "nats/token"),
+        _over_steps(run, ("teacher/kl",), "Divergence from the teacher", "nats/token"),
         _over_steps(run, ("length/mean",), "Length", "tokens"),
         _over_steps(run, ("policy/entropy",), "Entropy", "nats/token"),
         _over_steps(run, ("beta",), "beta", "reward/nat"),
@@ -166,7 +166,7 @@ def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]
     scores = ScoreFormat.of(runs)
     each = [{found.label: found for found in headlines(run, skills, scores)} for run in runs]
     labels = list(dict.fromkeys(label for found in each for label in found))
-    labels.sort(key=lambda label: (label not in (AFTER, AFTER_SEQUENCE), not label.startswith("KL")))
+    labels.sort(key=lambda label: (label not in (AFTER, AFTER_SEQUENCE), not label.startswith(("KL", "Divergence"))))
     if len(runs) > COLUMNS:  # a column more would not fit on a page
         labels = [label for label in labels if label != AFTER_SEQUENCE]
     units = {label: next(found[label].unit for found in each if label in found) for label in labels}

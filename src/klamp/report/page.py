@@ -160,8 +160,8 @@ def _overview(runs: Sequence[ReportRun]) -> Html:
         return tiles(runs[0])
     headings, rows = side_by_side(runs)
     text = (
-        f"Means of the last {WINDOW} logged values (of the last half, where there are fewer than {2 * WINDOW}); scores "
-        "of the last evaluation."
+        f"Means of the last {WINDOW} logged values (of the last half, where there are fewer than {2 * WINDOW}), what "
+        "is not finite left out; scores of the last evaluation."
     )
     if any(run.kl_after is not None for run in runs):
         text += (
