@@ -162,7 +162,7 @@ def test_a_reward_collapses_by_three_tenths_of_its_best_and_says_where_the_learn
     assert not collapsed(0.02, 0.0, reward_std=[0.1] * 20), "less than half of what completions differ by"
     kl = [0.0] * 8 + [0.5 * i for i in range(12)]
     found = look("reward-collapse", history_of(reward=wiggle([0.7] * 10 + [0.0] * 10), k3=kl, beta=[0.01] * 20))
-    assert found is not None and found.causes[0].startswith("the learning rate: one step moved the policy by 0.5 nats")
+    assert found is not None and found.causes[0].startswith("the learning rate: the KL rose by 0.5 nats")
 
 
 def rewards_drawn(*shares: float, completions: int, seed: int) -> list[float]:
@@ -212,8 +212,8 @@ def test_repetition_is_half_of_the_tokens_and_more_than_before() -> None:
     ("reward", "cause"),
     [
         ([0.0] * 20, "no completion earns anything"),
-        ([0.8, *[1.0] * 20], "every completion earns the same"),
-        ([0.6] * 30 + [0.0] * 20, "the reward was 0.6 and is gone"),
+        ([0.8, *[1.0] * 20], "completions of a prompt earn the same"),
+        ([0.6] * 30 + [0.0] * 20, "the reward was 0.6 once"),
     ],
 )
 def test_saturated_groups_say_why(reward: list[float], cause: str) -> None:
@@ -244,7 +244,7 @@ def test_truncated_is_more_than_at_the_start_or_of_no_use_and_not_what_a_reward_
 @pytest.mark.parametrize(
     ("curves", "why"),
     [
-        ({"train__learning_rate": [0.0] * 5, "train__grad_norm": [0.3] * 5}, "the learning rate is 0"),
+        ({"train__learning_rate": [0.0] * 5, "train__grad_norm": [0.3] * 5}, "the learning rate was set to 0"),
         ({"train__grad_norm": [0.0] * 5, "train__learning_rate": [1e-6] * 5}, "frozen weights"),
         ({"train__grad_norm": [0.0] * 5, "length__truncated": [1.0] * 5}, "every completion is cut"),
         ({"train__grad_norm": [0.4] * 9 + [0.0] * 20}, "frozen weights"),

@@ -88,7 +88,7 @@ def test_a_teacher_that_is_never_in_the_loss_does_nothing() -> None:
     assert not rises("teacher-inert", train__teacher_penalty=[0.0] * 10, **late), "not yet in force"
     asked = history_of(settings=RunSettings(teacher_coef=0.1), train__loss=[0.31, 0.3, 0.32])
     (found,) = (each for each in examine(asked).findings if each.alarm.name == "teacher-inert")
-    assert found.evidence.text == "a teacher is configured, with coefficient 0.1, and 3 steps have no teacher/kl"
+    assert found.evidence.text == "a teacher is configured, with coefficient 0.1; the last 3 steps have no teacher/kl"
     for coef, loss, more in ((0.1, [0.3] * 2, {}), (None, [0.3] * 3, {}), (0.1, [0.3] * 3, {"teacher__kl": [0.2] * 3})):
         assert not rises("teacher-inert", settings=RunSettings(teacher_coef=coef), train__loss=loss, **more)
 

@@ -202,7 +202,7 @@ def test_verl_rows_whose_mask_covers_a_tools_answer_or_the_padding(tmp_path: Pat
     text = found_in(tmp_path / "covered", [with_tool(rows, i, response_mask=everything) for i in range(ROWS)])
     assert text.startswith(f"in {ROWS} of {ROWS} sequences; ") and "from position 4" in text
     covered = [verl(rows, i, step=7, response_mask=[1] * (LENGTH + 3)) for i in range(ROWS)]
-    assert f"3 tokens of sequence 0 alone, from position {LENGTH}" in found_in(tmp_path, covered)
+    assert f"3 in sequence 0 alone, from position {LENGTH}" in found_in(tmp_path, covered)
 
 
 def test_a_sampler_that_says_nothing_of_prompt_tokens(tmp_path: Path, rows: dict[str, Any]) -> None:

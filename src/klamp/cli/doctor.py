@@ -92,7 +92,7 @@ def _nothing_to_check(path: Path, history: History) -> DataError:
     return DataError(
         "nothing in the record can be checked",
         got=str(path),
-        why=f"it has only {', '.join(logged[:8])}" if history.rows and logged else "no step was logged",
+        why=f"it has {', '.join(logged[:8])}{', ...' * (len(logged) > 8)}" if logged else "no step was logged",
         fix="log a KL, a gradient norm or a loss at every step (TRL: logging_steps=1), or say with --map what "
         "the record calls them",
     )
@@ -121,6 +121,8 @@ def show(diagnosis: Diagnosis, path: Path) -> None:
         )
     for finding in diagnosis.findings:
         _show_finding(finding)
+    if diagnosis.findings and history.settings.other_kernels:
+        show_paragraph("as klamp and TRL call them; another trainer may name or lack them", label="options")
     checked = diagnosis.concerned - len(diagnosis.unchecked)
     say(f"\n{judged([diagnosis])}; {checked} of {diagnosis.concerned} were checked")
     if diagnosis.blind:

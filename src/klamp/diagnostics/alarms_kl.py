@@ -51,8 +51,8 @@ SPIKE_PROMPTS = 16
 AFTERWARDS = 2
 """Steps after a jump that tell whether the policy moved."""
 OUTLIER = (
-    "one batch, or a few tokens that the reference finds hardly possible: no weights moved, so the learning rate is "
-    "not to blame. Look at the tokens of that step; bound the log-ratio (kl_max_log_ratio)"
+    "one batch, or a few tokens that the reference finds hardly possible: the weights moved little, so the learning "
+    "rate is not to blame. Look at the tokens of that step; bound the log-ratio (kl_max_log_ratio)"
 )
 DILUTION = Limit(
     value=1.2,
@@ -70,7 +70,7 @@ def negative_k1(history: History) -> Evidence | None:
     for name, limit in at_once.items():
         if history.latest.get(name, 0.0) < -limit:
             unit = "completion" if name.endswith("sequence") else "token"
-            return Evidence(f"{name} is {number(bounded(history.latest[name]))} nats per {unit} in this step")
+            return Evidence(f"{name} is {number(history.latest[name])} nats per {unit} in this step")
     return next(filter(None, (_below_zero(history, name) for name in at_once)), None) or improbable_k1(history)
 
 
@@ -82,19 +82,19 @@ def _below_zero(history: History, name: str) -> Evidence | None:
         return None
     if len(values) < NEGATIVE_STEPS.value and -fmean(values) < NEGATIVE_FEW.value * stdev(values) / len(values) ** 0.5:
         return None
-    return Evidence(f"{name} was below 0 in {len(values)} steps in a row, {number(fmean(values))} nats on average")
+    return Evidence(f"the last {len(values)} values of {name} are below 0, {number(fmean(values))} nats on average")
 
 
 def k3_far_above_k1(history: History) -> Evidence | None:
     """Finds k3 far above k1, although both estimate the same KL."""
     for window, ratio, floor in ((FAR_WINDOW, FAR_RATIO, FAR_FLOOR), (1, FAR_AT_ONCE.value, 1.0)):
-        k1, k3 = history.last("kl/k1", window), history.last("kl/k3", window)
-        if len(k1) < window or len(k3) < window:
+        k1, k3 = history.together(window, "kl/k1", "kl/k3")
+        if len(k1) < window or not math.isfinite(sum(history.latest.get(x, math.nan) for x in ("kl/k1", "kl/k3"))):
             continue
         exact = history.last("kl/exact", window)
         other = max(abs(fmean(k1)), fmean(exact) if exact else 0.0)
         if fmean(k3) >= floor and fmean(k3) > ratio * other:
-            over = f"over the last {window} steps" if window > 1 else "in this step"
+            over = f"on average of the last {window}" if window > 1 else "in this step"
             text = f"kl/k3 is {number(fmean(k3))} nats per token {over}, kl/k1 {number(fmean(k1))}"
             exact_text = f", kl/exact {number(fmean(exact))}" if exact else ""
             return Evidence(text + exact_text, blame(history, history.step))
@@ -110,9 +110,10 @@ def kl_spike(history: History) -> Evidence | None:
     highest = max(map(abs, values[:-1]), default=math.inf)
     if not values or values[-1] < (1.0 if few else SPIKE_FLOOR.value) or values[-1] <= SPIKE.value * highest:
         return None
-    text = f"{history.kl_name()} jumped to {number(values[-1])} nats per token"
+    before = f"{number(max(values[:-1]))} was the highest of {len(values) - 1} before"
+    text = f"{history.kl_name()} jumped to {number(values[-1])} nats per token, {before}"
     why = causes.likely_causes(history, causes.last_jump, causes.stale_sampler)
-    return Evidence(f"{text}, {number(highest)} was the highest before", blame(history, history.step), why)
+    return Evidence(text, blame(history, history.step), why)
 
 
 def after_spike(history: History, seen: Evidence, after: Sequence[Row]) -> Evidence:
@@ -128,16 +129,17 @@ def after_spike(history: History, seen: Evidence, after: Sequence[Row]) -> Evide
     then = [bounded(row.metrics[name]) for row in after[:AFTERWARDS] if math.isfinite(row.metrics.get(name, math.nan))]
     if not then:
         return seen
-    if max(then) < before + (now - before) / 2:
-        return Evidence(f"{seen.text}; in the next step it was {number(then[0])} again", seen.tokens, [OUTLIER])
+    if max(then) < before + min((now - before) / 2, max(causes.JUMP, before)):
+        return Evidence(f"{seen.text}, {number(then[0])} the value after it", seen.tokens, [OUTLIER])
     view = History(settings=history.settings, rows=[*history.rows, *after[:AFTERWARDS]])
     return Evidence(seen.text, seen.tokens, causes.likely_causes(view, causes.learning_rate, causes.stale_sampler))
 
 
 def dilution(history: History) -> Evidence | None:
     """Finds a KL per token that falls because completions grow."""
-    name, kl, length = history.kl_name(), history.kl(20), history.last("length/mean", 20)
-    if min(len(kl), len(length)) < 20 or fmean(kl[:10]) < DILUTION_FLOOR:
+    name = history.kl_name() or ""
+    kl, length = history.together(20, name, "length/mean")
+    if len(kl) < 20 or fmean(kl[:10]) < DILUTION_FLOOR:
         return None
     kl_ratio, length_ratio = (fmean(x[10:]) / max(fmean(x[:10]), 1e-12) for x in (kl, length))
     changed = all(is_apart(x[:10], x[10:], errors=3) for x in (kl, length))
@@ -145,9 +147,9 @@ def dilution(history: History) -> Evidence | None:
     if not changed or not diluted or kl_ratio * length_ratio < DILUTION_KEPT.value:
         return None
     return Evidence(
-        f"in 10 steps {name} went from {number(fmean(kl[:10]))} to {number(fmean(kl[10:]))} nats per token while "
-        f"completions grew from {number(fmean(length[:10]))} to {number(fmean(length[10:]))} tokens: the KL of a whole "
-        f"completion is {number(kl_ratio * length_ratio)} times what it was"
+        f"{name} went from {number(fmean(kl[:10]))} to {number(fmean(kl[10:]))} nats per token while completions grew "
+        f"from {number(fmean(length[:10]))} to {number(fmean(length[10:]))} tokens (means of 10 values): the KL of a "
+        f"whole completion is about {number(kl_ratio * length_ratio)} times what it was"
     )
 
 
@@ -261,7 +263,7 @@ def detached_reference(history: History) -> Evidence | None:
         still, equal = (history.last(each, int(STILL.value)) for each in (name, "groups/saturated"))
         if len(still) < STILL.value or any(still) or min(equal, default=0.0) == 1:
             return None
-        said = [f"{name} was exactly 0 in {len(still)} steps in a row"]
+        said = [f"the last {len(still)} values of {name} are exactly 0"]
         said += [f"{x} is {number(history.latest[x])}" for x in moves]
         return Evidence(", ".join(said), causes=why)
     reward_range = max(1.0, 2 * max(map(abs, (*before, *now))))
@@ -271,14 +273,15 @@ def detached_reference(history: History) -> Evidence | None:
         return None
     return Evidence(
         f"the reward went from {number(fmean(before))} to {number(fmean(now))}, which takes at least "
-        f"{number(least)} nats per completion; the KL says {number(seen)}",
+        f"{number(least)} nats per completion on like prompts, if rewards differ by {number(reward_range)} at most; "
+        f"the KL is {number(seen)}{'' if length else ' per token'}",
         causes=why,
     )
 
 
 FOLLOWS = (
     "the reference follows the policy: shared weights, an adapter that is on in its pass too, or weights that were "
-    "reloaded into it"
+    "reloaded into it; or, where the reward stands still, updates that rounding swallows (bfloat16 weights)"
 )
 
 
@@ -290,8 +293,8 @@ def _vanished(history: History) -> Evidence | None:
     if values[-1] > FELL.value * least:
         return None
     return Evidence(
-        f"{history.kl_name()} fell from {number(values[-2])} to {number(values[-1])} nats per token in one step: no "
-        "update takes a policy back to its reference"
+        f"{history.kl_name()} fell from {number(values[-2])} to {number(values[-1])} nats per token from one logged "
+        "step to the next: updates hardly take a policy back to its reference"
     )
 
 
@@ -324,14 +327,15 @@ def kl_far(history: History) -> Evidence | None:
     if kl is None or not length or kl <= FAR.value or kl * fmean(length) <= FAR_COMPLETION.value:
         return None
     whole = number(kl * fmean(length))
-    text = f"the KL is {number(kl)} nats per token, {whole} per completion, over {FAR_STEPS} steps"
+    text = f"the KL is {number(kl)} nats per token, {whole} per completion, {MIDDLE}"
     return Evidence(text, blame(history, history.step), _why_far(history))
 
 
 def kl_growing(history: History) -> Evidence | None:
     """Finds a KL that goes on growing although the reward does not."""
-    name, kl, reward = history.kl_name(), history.kl(30), history.last("reward", 30)
-    if min(len(kl), len(reward)) < 30 or fmean(kl[20:]) < GROWING_FLOOR:
+    name = history.kl_name() or ""
+    kl, reward = history.together(30, name, "reward")
+    if len(kl) < 30 or fmean(kl[20:]) < GROWING_FLOOR:
         return None
     parts = [kl[:10], kl[10:20], kl[20:]]
     for before, after in pairwise(parts):
@@ -341,8 +345,8 @@ def kl_growing(history: History) -> Evidence | None:
     if fmean(late) > fmean(early) and is_apart(early, late, errors=2):
         return None
     return Evidence(
-        f"in 20 steps {name} grew from {number(fmean(parts[0]))} to {number(fmean(parts[2]))} nats per token, and the "
-        f"reward went from {number(fmean(early))} to {number(fmean(late))}",
+        f"{name} grew from {number(fmean(parts[0]))} to {number(fmean(parts[2]))} nats per token, and the reward went "
+        f"from {number(fmean(early))} to {number(fmean(late))} (means of 10 values, 20 apart)",
         causes=_why_far(history),
     )
 
@@ -356,13 +360,18 @@ def _why_far(history: History) -> list[str]:
 def kl_high(history: History) -> Evidence | None:
     """Finds a policy that is far from its reference."""
     kl = _settled(history, 5)
-    return Evidence(f"the KL is {number(kl)} nats per token") if kl is not None and kl > HIGH.value else None
+    return Evidence(f"the KL is {number(kl)} nats per token, {MIDDLE}") if kl is not None and kl > HIGH.value else None
 
 
 def kl_low(history: History) -> Evidence | None:
     """Finds a policy that is still near to its reference after the first steps."""
     kl = _settled(history, 20)
-    return Evidence(f"the KL is {number(kl)} nats per token") if kl is not None and abs(kl) < LOW.value else None
+    return (
+        Evidence(f"the KL is {number(kl)} nats per token, {MIDDLE}") if kl is not None and abs(kl) < LOW.value else None
+    )
+
+
+MIDDLE = "mean of the last 5 but the largest"
 
 
 def _settled(history: History, steps: int) -> float | None:
@@ -396,17 +405,16 @@ DOMINATES = Limit(
 
 def beta_runaway(history: History) -> Evidence | None:
     """Finds a controller that raised beta until the KL costs more than the reward gives."""
-    names = ("beta", "beta/price", "kl/k3_sequence", "reward")
-    betas, prices, kls, rewards = (history.last(name, RUNAWAY_WINDOW) for name in names)
+    betas, prices, kls, rewards = history.together(RUNAWAY_WINDOW, "beta", "beta/price", "kl/k3_sequence", "reward")
     start = next((value for value in history.first("beta", EARLY) if value > 0), None)
-    if min(map(len, (betas, prices, kls, rewards))) < RUNAWAY_WINDOW or start is None:
+    if len(betas) < RUNAWAY_WINDOW or start is None:
         return None
     cost, gain = fmean(price * kl for price, kl in zip(prices, kls, strict=True)), fmean(map(abs, rewards))
     if fmean(betas) < RUNAWAY.value * start or cost <= gain:
         return None
     return Evidence(
-        f"beta went from {number(start)} to {number(betas[-1])}; times the KL it takes {number(cost)} of a completion "
-        f"whose reward is {number(fmean(rewards))}, over {RUNAWAY_WINDOW} steps"
+        f"beta went from {number(start)} to {number(fmean(betas))}; the KL of a completion costs {number(cost)} of "
+        f"reward, and its reward is {number(gain)} in size (means of {RUNAWAY_WINDOW} values)"
     )
 
 
@@ -415,7 +423,7 @@ def kl_inert(history: History) -> Evidence | None:
     if len(history.rows) < INERT_STEPS or not history.penalized or history.settings.target_kl is not None:
         return None
     over = history.last("kl/over_budget", INERT_STEPS)
-    if len(over) == INERT_STEPS and max(over) == 0:
+    if len(over) == INERT_STEPS and max(over) == 0 and not any(history.last("kl/after_clip", INERT_STEPS)):
         budget, before = history.last("kl/budget", 1), history.last("kl/before_clip", INERT_STEPS)
         return Evidence(
             f"in {INERT_STEPS} steps no completion exceeded the clip's budget"
@@ -423,19 +431,22 @@ def kl_inert(history: History) -> Evidence | None:
             + (f"; their mean KL was {number(fmean(before))}" if before else "")
             + ": the KL is 0 in the loss"
         )
-    kl, pull = history.last("kl/k3_sequence", INERT_STEPS), kl_pull(history, INERT_STEPS)
+    name = "kl/exact_sequence" if "kl/exact_sequence" in history.latest else "kl/k3_sequence"
+    kl, pull = history.last(name, INERT_STEPS), kl_pull(history, INERT_STEPS)
     if len(kl) < INERT_STEPS or fmean(kl) < INERT_KL or pull is None or pull >= INERT.value:
         return None
     price = fmean(history.last("beta/price", INERT_STEPS))
     return Evidence(
-        f"the KL pulls with {100 * pull:.2g} % of the reward's strength, over {INERT_STEPS} steps: {number(price)} of "
+        f"the KL pulls with {100 * pull:.2g} % of the reward's strength, means of {INERT_STEPS}: {number(price)} of "
         f"reward per nat of a completion, whose KL is {number(fmean(kl))} nats"
     )
 
 
 def kl_dominates(history: History) -> Evidence | None:
     """Finds a beta at which even the optimum stays at the reference."""
-    return outweighs(history, history.last("beta/price", DOMINATES_STEPS), "reference") if history.penalized else None
+    free = history.latest.get("kl/budget", 0.0) > 0  # what lies below a clip's budget costs nothing
+    prices = [] if free or not history.penalized else history.last("beta/price", DOMINATES_STEPS)
+    return outweighs(history, prices, "reference")
 
 
 def outweighs(history: History, prices: Sequence[float], anchor: str) -> Evidence | None:
@@ -449,6 +460,6 @@ def outweighs(history: History, prices: Sequence[float], anchor: str) -> Evidenc
         return None
     return Evidence(
         f"a nat of a completion costs {number(price)} of reward, and rewards differ by {number(spread)} within their "
-        f"groups: the best policy is {number(optimum)} nats per completion from the {anchor}, and earns "
+        f"groups: the best policy is about {number(optimum)} nats per completion from the {anchor}, and earns about "
         f"{number(spread * spread / price)} more than it"
     )

@@ -36,7 +36,7 @@ DROPPED = Limit(
 FEW_EXAMPLES, MANY_SCORES = 50, 6
 IDLE = Limit(
     value=20,
-    unit="steps in a row, or all of the first 5 and more, with a learning rate or a gradient of exactly 0",
+    unit="steps in a row, or all of the first 5 and more, with a gradient of exactly 0, or a learning rate (and a KL)",
     source="no gradient of a model rounds to 0; a warm-up is at 0 in one step",
 )
 IDLE_START = 5
@@ -65,7 +65,7 @@ def huge_values(history: History) -> Evidence | None:
 def _broken_before(history: History) -> list[str]:
     """What shows that a step's completions, which are written before its loss, were broken already."""
     rewards, lengths = (history.last(name, EARLY) for name in ("reward", "length/mean"))
-    cut = history.latest.get("length/truncated", 0.0)
+    cut = history.latest.get("length/truncated", 0.0) if "reward" in history.latest else 0.0
     if min(len(rewards), len(lengths)) <= IDLE_START or cut < 1 or rewards[-1] > 0 or median(rewards[:-1]) <= 0:
         return []
     return [
@@ -79,14 +79,12 @@ def not_trained(history: History) -> Evidence | None:
     """Finds a run whose weights do not move: no learning rate, no gradient, or no token that is trained on."""
     written = [each for step in sorted(history.completions)[-WRITTEN:] for each in history.completions[step]]
     if len(history.completions) >= WRITTEN and not any(any(each.is_trained) for each in written):
-        text = f"no token of the {len(written)} completions of the last {WRITTEN} steps is trained on"
-        return Evidence(text, (), [MASKED if not any(each.ended for each in written) else "the loss mask is empty"])
+        text = f"no token of the last {len(written)} completions that were kept is trained on"
+        return Evidence(text, (), [MASKED if all(x.ended is False for x in written) else "the loss mask is empty"])
     rate, gradient = (_idle(history, name) for name in ("train/learning_rate", "train/grad_norm"))
     if rate:
-        text = f"train/learning_rate is exactly 0 in {rate}"
-        return Evidence(
-            text, causes=["the learning rate is 0: a schedule that has ended, or a warm-up that is too long"]
-        )
+        why = "the learning rate was set to 0, a schedule has ended, a warm-up is long, or the log rounds it to 0"
+        return Evidence(f"train/learning_rate is 0 in {rate}", causes=[why])
     equal, cut = (history.last(name, IDLE_START) for name in ("groups/saturated", "length/truncated"))
     if not gradient or min(equal, default=0.0) == 1:
         return None
@@ -95,9 +93,7 @@ def not_trained(history: History) -> Evidence | None:
     else:
         why = "frozen weights, an adapter that is not trained, a loss without a gradient, or updates that are skipped"
     still = [name for name in ("train/loss", "kl/k3", "kl/k1") if history.latest.get(name) == 0]
-    return Evidence(
-        ", ".join([f"train/grad_norm is exactly 0 in {gradient}", *(f"{x} is 0" for x in still)]), (), [why]
-    )
+    return Evidence(", ".join([f"train/grad_norm is 0 in {gradient}", *(f"{x} is 0" for x in still)]), (), [why])
 
 
 MASKED = "every completion is cut at the length limit, and cut ones are masked. Raise max_completion_length"
@@ -118,7 +114,9 @@ def _idle(history: History, name: str) -> str:
     if name not in history.latest or any(values) or _moved(history, name):
         return ""
     if len(values) == IDLE.value:
-        return f"{len(values)} steps in a row"
+        return f"its last {len(values)} values"
+    if any(history.kl(IDLE_START)) and name == "train/learning_rate":
+        return ""  # a KL that has only begun does not tell a rate that is rounded from none
     whole = len(values) >= IDLE_START and len(values) == len(history.rows) and history.rows[0].step <= 1
     return f"all {len(values)} steps" if whole else ""
 
@@ -133,11 +131,12 @@ def advantage_scale(history: History) -> Evidence | None:
         return Evidence(f"an advantage of {number(largest)}")
     spread, active = last.get("reward_std", 0.0), 1 - last.get("groups/saturated", 1.0)
     size = max(1.0, abs(last.get("reward", 0.0)))
-    scaled = history.settings.scale_rewards != "none" and history.settings.loss_type != "dr_grpo"
+    how = history.settings.scale_rewards
+    scaled = how != "none" and history.settings.loss_type != "dr_grpo"
     if scaled and active > 0 and 0 < spread / active < NOISE.value * size:
         return Evidence(
             f"rewards of about {number(last.get('reward', 0.0))} differ by {number(spread / active)} within their "
-            "groups and are divided by that"
+            f"groups and {'are' if how else 'may be'} divided by that"
         )
     return _signal_from_nothing(history)
 
@@ -166,7 +165,8 @@ def dr_grpo_with_kl(history: History) -> Evidence | None:
     if settings.loss_type != "dr_grpo" or settings.verifier != "rules" or not history.penalized:
         return None
     beta = history.latest.get("beta", settings.beta)
-    return Evidence(f"loss_type is dr_grpo, beta {'above 0' if beta is None else number(beta)}, the reward is a rule's")
+    said = "a KL is logged" if beta is None else f"beta is {number(beta)}"
+    return Evidence(f"loss_type is dr_grpo, {said}, the reward is a rule's")
 
 
 def retention(history: History) -> Evidence | None:
@@ -308,13 +308,13 @@ def _why_saturated(history: History, rewards: list[float]) -> list[str]:
         return []
     best = max(history.first("reward", EARLY), default=0.0)
     if fmean(rewards) < best - COLLAPSE.value * abs(best):
-        return [f"the reward was {number(best)} and is gone: look at the alarms before this one"]
+        return [f"the reward was {number(best)} once: look at the alarms before this one"]
     if abs(fmean(rewards)) < 0.02:
         return [
             "no completion earns anything: read some beside the reward function; take easier prompts, more completions "
             "per prompt, or a reward for parts of an answer"
         ]
-    return ["every completion earns the same: the task is learned (end the run, or take harder prompts) or gamed"]
+    return ["completions of a prompt earn the same: learned (end the run, or take harder prompts), failed, or gamed"]
 
 
 def truncated(history: History) -> Evidence | None:
@@ -331,6 +331,6 @@ def truncated(history: History) -> Evidence | None:
     few = f", as from the start, where {100 * fmean(equal):.0f} % of the groups had equal rewards" if useless else ""
     earlier = few or f", {100 * fmean(start):.0f} % in the first"
     return Evidence(
-        f"{100 * fmean(now):.0f} % of the completions were cut at the length limit over 5 steps{earlier}",
+        f"{100 * fmean(now):.0f} % of the completions were cut at the length limit, mean of 5{earlier}",
         causes=causes.likely_causes(history, causes.pays_for_length, causes.repeats),
     )

@@ -111,7 +111,7 @@ def _overlap_falls(history: History) -> Evidence | None:
         values = history.last(name, 20)
         before, now = values[:10], values[10:]
         if len(values) == 20 and fmean(now) < fmean(before) - OVERLAP.value and is_apart(before, now, errors=3):
-            return Evidence(f"in 10 steps {name} went from {number(fmean(before))} to {number(fmean(now))}")
+            return Evidence(f"{name} went from {number(fmean(before))} to {number(fmean(now))}, means of 10 values")
     return None
 
 
@@ -124,7 +124,7 @@ def _absent(history: History) -> Evidence | None:
     rows, coefficient = history.rows[-int(STILL.value) :], history.settings.teacher_coef or 0.0
     if coefficient <= 0 or len(rows) < STILL.value or any(name.startswith(KL) for row in rows for name in row.metrics):
         return None
-    text = f"a teacher is configured, with coefficient {number(coefficient)}, and {len(rows)} steps have no {KL}"
+    text = f"a teacher is configured, with coefficient {number(coefficient)}; the last {len(rows)} steps have no {KL}"
     return Evidence(text)
 
 
@@ -135,7 +135,7 @@ def _still(history: History) -> Evidence | None:
     for name in _each(history):
         seen = history.last(name, int(STILL.value))
         if len(seen) == STILL.value and not any(seen):
-            return Evidence(f"{name} was exactly 0 in {len(seen)} steps in a row: the teacher is the policy")
+            return Evidence(f"the last {len(seen)} values of {name} are exactly 0, as if the teacher were the policy")
     return None
 
 
@@ -144,7 +144,7 @@ def _same(history: History) -> Evidence | None:
         seen = [*history.first(name, SETTLED), *history.last(name, SETTLED)]
         if len(seen) == 2 * SETTLED and max(map(abs, seen)) < SAME.value:
             return Evidence(
-                f"{name} is {number(seen[-1])} nats per token, as it was at first: the teacher is the policy"
+                f"{name} is {number(seen[-1])} nats per token, about 0 as at first, as if the teacher were the policy"
             )
     return None
 
@@ -156,7 +156,9 @@ def _not_in_loss(history: History) -> Evidence | None:
     kl = history.last(KL, NO_PART)
     if not kl or fmean(kl) <= SAME.value:
         return None
-    return Evidence(f"train/teacher_penalty is 0 in {NO_PART} steps, and {KL} {number(fmean(kl))} nats per token")
+    return Evidence(
+        f"train/teacher_penalty is 0 in its last {NO_PART} values, and {KL} {number(fmean(kl))} nats per token"
+    )
 
 
 def _outweighed(history: History, steps: int = INERT_STEPS) -> Evidence | None:
@@ -168,7 +170,7 @@ def _outweighed(history: History, steps: int = INERT_STEPS) -> Evidence | None:
     pull = fmean(prices) * (2 * max(whole, 0.0)) ** 0.5 / spread
     if whole < INERT_KL or pull >= INERT.value:
         return None
-    return Evidence(f"the teacher pulls with {100 * pull:.2g} % of the reward's strength, over {steps} steps")
+    return Evidence(f"the teacher pulls with {100 * pull:.2g} % of the reward's strength, means of {steps}")
 
 
 def drowns_reward(history: History) -> Evidence | None:

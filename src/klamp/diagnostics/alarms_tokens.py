@@ -77,7 +77,7 @@ def mask_on_prompt(history: History) -> Evidence | None:
     positions, index, each = wrong[0]
     shown = " ".join(repr(str(each.tokens[i])) for i in positions[:MANY])
     return Evidence(
-        f"in {len(wrong)} of {len(rows)} sequences; {len(positions)} tokens of sequence {index} alone, from position "
+        f"in {len(wrong)} of {len(rows)} sequences; {len(positions)} in sequence {index} alone, from position "
         f"{positions[0]}: {shown}"
     )
 
@@ -140,11 +140,13 @@ LATER = 4
 def sampler_mismatch(history: History) -> Evidence | None:
     """Finds a sampler and a trainer that give the sampled tokens different probabilities."""
     sizes = _sizes(history.latest)
+    said = {name: number(history.latest[name]) for name in sizes}
     if math.isfinite(history.latest.get("sampler/k1", math.nan)):  # of either sign: few tokens scatter
-        sizes["sampler/k1"] = abs(fmean(history.last("sampler/k1", STEADY)))
+        steady = history.last("sampler/k1", STEADY)
+        sizes["sampler/k1"], said["sampler/k1"] = abs(fmean(steady)), f"{number(fmean(steady))} (mean of {len(steady)})"
     if not any(size > MISMATCH.value for size in sizes.values()):
         return None
-    text = ", ".join(f"{name} is {number(history.latest[name])}" for name in sizes)
+    text = ", ".join(f"{name} is {value}" for name, value in said.items())
     tokens = blame(history, history.step, against="sampler")
     return Evidence(f"{text} nats per token", tokens, causes=causes_of(history))
 
@@ -169,7 +171,7 @@ def causes_of(history: History) -> list[str]:
             "top-k, min-p) or sharpens it (temperature), and the trainer scores another one; no sync mends that"
         ]
     first = {name: size for name, size in _sizes(history.rows[0].metrics).items() if math.isfinite(size)}
-    if not first or history.rows[0].step > 1:
+    if not first or history.rows[0].step > 1 or history.settings.steps_counted:
         return []
     name = max(first, key=lambda name: first[name])
     apart = first[name] > MISMATCH.value
@@ -200,9 +202,10 @@ def causes_of(history: History) -> list[str]:
 
 def _of_start(history: History) -> str | None:
     """Whether the sampler's distance is, step by step, that of the reference: its weights are those of the start."""
-    sampler, kl = history.last("sampler/k3", COURSE), history.kl(COURSE)
-    pairs = [(a, b) for a, b in zip(sampler[::-1], kl[::-1], strict=False) if b > 0]
-    if len(pairs) < STEADY or max(kl) < 2 * min(b for _, b in pairs) or history.settings.moving_reference:
+    sampler, kl = history.together(COURSE, "sampler/k3", history.kl_name() or "")
+    pairs = [(a, b) for a, b in zip(sampler, kl, strict=True) if b > 0]
+    elsewhere = history.settings.moving_reference or history.settings.other_reference
+    if len(pairs) < STEADY or max(kl) < 2 * min(b for _, b in pairs) or elsewhere:
         return None
     if not all(1 / START_LIKE < a / b < START_LIKE for a, b in pairs):
         return None

@@ -78,16 +78,16 @@ def _rate(history: History, largest: float, if_so: str) -> tuple[float, str] | N
     rates = history.last("train/learning_rate", WINDOW)
     rate = f" (up to {number(max(rates))})" if rates else ""
     text = (
-        f"the learning rate{rate}{if_so}: one step moved the policy by {number(largest)} nats per token. Take a tenth "
-        "of it, or set kl_lr_guard"
+        f"the learning rate{rate}{if_so}: the KL rose by {number(largest)} nats per token from one logged step to the "
+        "next. Take a tenth of it, or set kl_lr_guard"
     )
     return largest / JUMP, text
 
 
 def weak_kl(history: History) -> tuple[float, str] | None:
     """Shows where the KL pulls with a small part of the reward's strength, or there is none."""
-    if not history.penalized:
-        return 1.0, "no KL holds the policy (beta is 0). Set beta, or target_kl, which finds one"
+    if history.latest.get("beta", history.settings.beta) == 0:
+        return 1.0, "no KL to a reference holds the policy (beta is 0). Set beta, or target_kl, which finds one"
     found = kl_pull(history, WINDOW)
     if found is None or found >= WEAK_PULL:
         return None
@@ -116,7 +116,7 @@ def repeats(history: History) -> tuple[float, str] | None:
         return None
     text = (
         f"completions repeat themselves ({100 * fmean(values):.0f} % of their tokens stand in a pair that was there "
-        "before): the reward does not see it. Count each word once, or hold the KL"
+        "before). Let the reward count each word once, or hold the KL"
     )
     return fmean(values) / REPEATED.value, text
 
@@ -127,8 +127,7 @@ def stale_sampler(history: History) -> tuple[float, str] | None:
     if not values or fmean(values) <= MISMATCH.value:
         return None
     text = (
-        f"the sampler is not the policy ({number(fmean(values))} nats per token apart). Sync its weights before each "
-        "rollout"
+        f"the sampler is not the policy ({number(fmean(values))} nats per token apart): see what sampler-mismatch says"
     )
     return min(fmean(values) / MISMATCH.value, 5.0), text
 

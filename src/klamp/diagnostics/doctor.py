@@ -33,7 +33,7 @@ class Finding:
     later: Evidence | None = None
     """What the steps after it say of it, where they say something."""
     hours: float | None = None
-    """What the steps from the first to the latest took, where the record says."""
+    """What the steps in which it was there took, where the record says."""
 
     @property
     def known(self) -> Evidence:
@@ -43,10 +43,13 @@ class Finding:
     @property
     def cost(self) -> str:
         """Since when, and for how many steps and hours."""
-        steps, hours = self.last_step - self.first_step + 1, self.hours
-        took = "" if hours is None else f", {hours:.3g} hours" if hours >= 1 else f", {60 * hours:.2g} minutes"
-        until = f"s, from step {self.first_step} to {self.last_step}" if steps > 1 else f", step {self.first_step}"
-        return f"{steps} step{until}{took}"
+        first, last, hours = self.first_step, self.last_step, self.hours or 0.0
+        time, unit = (f"{hours:.3g}", "hour") if hours >= 1 else (f"{60 * hours:.2g}", "minute")
+        took = "" if self.hours is None else f", {time} {unit}" + "s" * (time != "1")
+        steps = f"{self.steps} step" + "s" * (self.steps > 1)
+        if self.steps > 1 and last - first >= self.steps:
+            steps = f"{self.steps} of the steps"
+        return f"{steps}, " + (f"from step {first} to {last}" if last > first else f"step {first}") + took
 
     @property
     def in_a_line(self) -> str:
@@ -143,7 +146,7 @@ def examine(history: History) -> Diagnosis:
             steps=len(seen),
             evidence=seen[min(seen)],
             later=_in_hindsight(ALARMS[name], history, min(seen), seen[min(seen)]),
-            hours=_hours(history, min(seen), max(seen)),
+            hours=_hours(history, seen),
         )
         for name, seen in raised.items()
         if not lacks[name]
@@ -163,10 +166,11 @@ def _in_hindsight(alarm: Alarm, history: History, step: int, seen: Evidence) -> 
     return alarm.later(History(settings=history.settings, rows=before), seen, after)
 
 
-def _hours(history: History, first: int, last: int) -> float | None:
-    """What the steps from one to another took, as far as the record says."""
+def _hours(history: History, seen: Collection[int]) -> float | None:
+    """What these steps took, each with those since the one that was logged before it (the first alone)."""
     took = [(row.step, row.metrics.get("speed/step_seconds", math.nan)) for row in history.rows]
-    gaps = [(b[0] - a[0]) * b[1] for a, b in pairwise([(first - 1, 0.0), *(x for x in took if first <= x[0] <= last)])]
+    took = [(min(seen) - 1, 0.0), *(each for each in took if each[0] >= min(seen))]
+    gaps = [(b[0] - a[0]) * b[1] for a, b in pairwise(took) if b[0] in seen]
     return sum(gaps) / 3600 if gaps and all(map(math.isfinite, gaps)) else None
 
 

@@ -314,6 +314,12 @@ class History:
                 break
         return found[before:][::-1]
 
+    def together(self, count: int, *names: str) -> list[list[float]]:
+        """The values of several metrics in the last `count` steps that have all of them, as in `last`."""
+        each = (row.metrics for row in self.rows[-10 * count :])
+        found = [row for row in each if all(math.isfinite(row.get(name, math.nan)) for name in names)][-count:]
+        return [[bounded(row[name]) for row in found] for name in names]
+
     def first(self, name: str, count: int) -> list[float]:
         """The values of a metric in the first `count` steps, where they have it; finite and bounded as in `last`."""
         values = (row.metrics.get(name, math.nan) for row in self.rows[:count])
@@ -321,7 +327,8 @@ class History:
 
     def kl_name(self) -> str | None:
         """The name of the KL per token with the least noise that the latest step has: exact, k3, k1."""
-        return next((name for name in ("kl/exact", "kl/k3", "kl/k1") if name in self.latest), None)
+        names = ("kl/exact", "kl/k3", "kl/k1")
+        return next((name for name in names if math.isfinite(self.latest.get(name, math.nan))), None)
 
     def kl(self, count: int) -> list[float]:
         """The values of that KL, as `last` has them; none where the latest step has no KL."""

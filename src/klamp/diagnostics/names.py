@@ -246,7 +246,7 @@ def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[s
     if isinstance(coefficient, int | float) and not any("teacher" in x and "kl" in x for x in logged):
         settings = replace(settings, teacher_coef=float(coefficient))  # else it is logged, perhaps by another name
     if scale not in (None, "None"):
-        settings = replace(settings, scale_rewards="none" if scale in (False, "none", "False") else "std")
+        settings = replace(settings, scale_rewards="none" if scale in (False, "none", "False", "batch") else "std")
     return settings
 
 

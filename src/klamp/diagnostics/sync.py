@@ -43,7 +43,7 @@ OF_SAMPLER: Mapping[str, str] = {
 OF_TRAINER: Mapping[str, str] = {
     RAW: "it scores at temperature 1, and the tokens are drawn at another one",
     TRUNCATED: "it scores under the truncated distribution",
-    HIDDEN: "it does not see the prompt: the attention mask hides it, so that what is learned does not depend on it",
+    HIDDEN: "it does not see the prompt, as where the attention mask hides it: nothing learned depends on it",
     NO_ADAPTER: "it scores without the adapter",
     START: "it scores with the weights that training started from",
     START_HEAD: "it scores with the output head of the start",
