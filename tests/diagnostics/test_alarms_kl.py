@@ -319,7 +319,7 @@ def test_an_outlier_that_is_back_in_the_next_step_is_not_the_learning_rate() -> 
     assert "0.02 the value after it" in spike_of(0.02).known.text
     for after in ((7.0,), (9.0, 9.0)):
         stayed = spike_of(*after)
-        assert stayed.known.causes[0].startswith("the learning rate: one step moved the policy by")
+        assert stayed.known.causes[0].startswith("the learning rate: the KL rose by")
         assert stayed.evidence.causes[0].startswith("the learning rate, if"), "what was told at that step"
     assert spike_of(math.nan).known == spike_of(math.nan).evidence, "nothing came after it"
 
