@@ -76,15 +76,15 @@ def constant(world: World) -> bool:
 def highest(world: World, value: str, step: str) -> bool:
     """Whether a KL is as high as that in that step, and nowhere higher."""
     for curve in (*first_of(KL, world), *first_of(SEQUENCE, world)):
-        top = max(filter(math.isfinite, curve.values()), default=math.nan)
+        top = max((x for x in curve.values() if not math.isnan(x)), default=math.nan)
         if curve.get(int(step)) == top and value == short(top):
             return True
     return False
 
 
-def has_finite_kl(world: World) -> bool:
+def has_a_kl(world: World) -> bool:
     curves = (*first_of(KL, world), *first_of(SEQUENCE, world))
-    return any(math.isfinite(value) for curve in curves for value in curve.values())
+    return any(not math.isnan(value) for curve in curves for value in curve.values())
 
 
 def in_points(world: World) -> bool:

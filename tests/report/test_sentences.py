@@ -110,7 +110,7 @@ HEADLINES: dict[str, Claim] = {
     "mean of last {} logged values{}": alone(lambda w: any(len(x) > 1 for x in facts.lasts(w)), facts.mean_as_said),
     ", {} not finite": alone(lambda w: bool(facts.lost_of_lasts(w)), pattern=r"logged values, (\d+) not finite"),
     "constant": entire(facts.constant),
-    "highest {} at step {}": entire(facts.has_finite_kl, facts.highest),
+    "highest {} at step {}": entire(facts.has_a_kl, facts.highest),
     "KL from the start (exact)": Claim(measured_after),
     "KL from the start per completion (exact)": Claim(measured_after),
     "after training (outcome.json)": alone(measured_after),

@@ -93,9 +93,8 @@ def _kl(run: ReportRun, names: Mapping[str, str], label: str, unit: str) -> Head
     if name is None:
         return None
     curve = run.curve(name)
-    finite = {step: value for step, value in curve.items() if math.isfinite(value)}
-    at = max(finite, key=lambda step: finite[step], default=None)
-    highest = "" if at is None else f"highest {short(finite[at])} at step {short(at, digits=9)}"
+    at = max((step for step in curve if not math.isnan(curve[step])), key=lambda step: curve[step], default=None)
+    highest = "" if at is None else f"highest {short(curve[at])} at step {short(at, digits=9)}"
     last = short(ends(curve)[1])
     return Headline(label=f"{label} ({names[name]})", value=last, unit=unit, detail=highest, over=_over(curve))
 
