@@ -16,6 +16,7 @@ from klamp.report.alarm_section import numbered
 from klamp.report.chart import Line
 from klamp.report.completions import BINS
 from klamp.report.curves import PLANS, anchor_curves, by_position, charts, levels_of, position_charts, thirds
+from klamp.report.run import OURS
 
 
 def test_every_curve_is_a_metric() -> None:
@@ -31,6 +32,17 @@ def test_one_run_has_all_metrics_of_a_plan_in_one_chart_each_in_its_colour_whate
     (alone,) = charts([run_of(k1=[0.0])], {})
     (both,) = charts([run_of(k1=[0.0], exact=[0.0])], {})
     assert alone.series[0].slot == both.series[1].slot == 2
+
+
+def test_a_chart_says_what_klamp_measured_and_of_another_trainers_numbers_only_what_was_computed_here() -> None:
+    curves = {"k3": [0.1, 0.3], "exact": [0.2, 0.2], "length__truncated": [0.0, 0.5]}
+    ours, theirs = (run_of(source=source, **curves) for source in (OURS, "TRL's trainer_state.json"))
+    far = "Distance to exact, root mean square over steps: k3 0.1."
+    assert [chart.text for chart in charts([ours], numbered([ours]))] == [
+        f"exact: Exact KL over the vocabulary, where measured. k3: k3 estimate of KL(policy||ref); never negative. {far}",
+        "cut: Completions cut at the length limit.",
+    ]
+    assert [chart.text for chart in charts([theirs], numbered([theirs]))] == [far, ""]
 
 
 def test_with_a_teacher_or_the_sampler_as_anchor_each_kl_is_a_curve_by_its_name() -> None:

@@ -14,12 +14,13 @@ from klamp.diagnostics.alarms_tokens import k3
 from klamp.diagnostics.causes import MISMATCH
 from klamp.diagnostics.doctor import Finding
 from klamp.diagnostics.history import Completion
+from klamp.diagnostics.metrics import METRICS
 from klamp.diagnostics.names import as_number
 from klamp.report.axes import Series
 from klamp.report.chart import Chart, Line, Mark
 from klamp.report.completions import BINS
 from klamp.report.headlines import KL
-from klamp.report.run import ReportRun, ScoreFormat, skills_of, slots_of
+from klamp.report.run import OURS, ReportRun, ScoreFormat, skills_of, slots_of
 from klamp.report.text import short
 
 SKILLS = 12
@@ -195,7 +196,7 @@ def _alone(run: ReportRun, numbers: Mapping[str, int]) -> Iterator[Chart]:
                 name=f"chart-{plan.name}",
                 title=plan.title,
                 unit=plan.unit,
-                text=_scatter(run) if plan.name == "kl" else "",
+                text=" ".join([*_meanings(run, plan), *_scatter(run, plan)]),
                 series=series,
                 lines=levels_of(run, plan.name),
                 marks=_marks(run, plan, numbers),
@@ -204,16 +205,22 @@ def _alone(run: ReportRun, numbers: Mapping[str, int]) -> Iterator[Chart]:
             )
 
 
-def _scatter(run: ReportRun) -> str:
+def _meanings(run: ReportRun, plan: ChartPlan) -> list[str]:
+    """What the metrics of a chart are, where klamp computed them; those of other trainers may be others."""
+    names = [name for name in plan.curves if name in METRICS and run.curve(name)] if run.history.source == OURS else []
+    return [f"{plan.curves[name]}: {METRICS[name].text.partition('. ')[0].rstrip('.')}." for name in names]
+
+
+def _scatter(run: ReportRun, plan: ChartPlan) -> list[str]:
     """How far each estimate was from the exact KL, over the steps that have both."""
-    exact, said = run.curve("kl/exact"), list[str]()
+    exact, said = run.curve("kl/exact") if plan.name == "kl" else {}, list[str]()
     for name in ("k3", "k1"):
         curve = run.curve(f"kl/{name}")
         steps = [step for step in curve if math.isfinite(curve[step]) and math.isfinite(exact.get(step, math.nan))]
         if len(steps) > 1:
             size = math.dist([curve[step] for step in steps], [exact[step] for step in steps]) / math.sqrt(len(steps))
             said.append(f"{name} {short(size, digits=2)}")
-    return f"Distance to exact, root mean square over steps: {', '.join(said)}." if said else ""
+    return [f"Distance to exact, root mean square over steps: {', '.join(said)}."] if said else []
 
 
 def _overlaid(runs: Sequence[ReportRun]) -> Iterator[Chart]:
