@@ -39,7 +39,8 @@ def test_a_chart_says_what_klamp_measured_and_of_another_trainers_numbers_only_w
     ours, theirs = (run_of(source=source, **curves) for source in (OURS, "TRL's trainer_state.json"))
     far = "Distance to exact, root mean square over steps: k3 0.1."
     assert [chart.text for chart in charts([ours], numbered([ours]))] == [
-        f"exact: Exact KL over the vocabulary, where measured. k3: k3 estimate of KL(policy||ref); never negative. {far}",
+        "exact: Exact KL over the vocabulary, where measured. k3: k3 estimate of KL(policy||ref); never negative. "
+        + far,
         "cut: Completions cut at the length limit.",
     ]
     assert [chart.text for chart in charts([theirs], numbered([theirs]))] == [far, ""]
