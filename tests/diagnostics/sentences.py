@@ -39,7 +39,7 @@ def templates(module: ModuleType) -> Iterator[str]:
         if isinstance(node, ast.JoinedStr):
             parts = [str(part.value) if isinstance(part, ast.Constant) else "\0" for part in node.values]
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
-            parts = [re.sub(r"\{[^}]*\}", "\0", node.value)]
+            parts = [re.sub(r"\{[^}]*\}|\\\d", "\0", node.value)]
         text = "".join(parts)
         if " " in text.replace("\0", "").strip():
             yield ".*?".join(map(re.escape, " ".join(text.split()).split("\0")))

@@ -5,7 +5,7 @@ to it for which it would be false. A new sentence without a record fails; the ot
 from __future__ import annotations
 
 import math
-from statistics import fmean
+from statistics import fmean, stdev
 from typing import Any
 
 import pytest
@@ -25,6 +25,12 @@ def moving(steps: int = 20, **curves: Any) -> dict[str, Any]:
     return {"train__learning_rate": [1e-6] * steps, "train__grad_norm": [0.3] * steps, **curves}
 
 
+def surprised(share: float) -> tuple[dict[str, Any], list[float]]:
+    """A completion of 400 tokens, so many of them .3 nats below the reference and the others .2 above it."""
+    deltas = [-0.3 if i < share * 400 else 0.2 for i in range(400)]
+    return {"tokens": ["a"] * 400, "policy": [-1.0] * 400, "ref": [-1.0 - delta for delta in deltas]}, deltas
+
+
 def kept(**changes: Any) -> History:
     history = history_of(reward=[0.5] * 3)
     history.add_completions(completion(step, **changes) for step in (1, 2, 3))
@@ -37,6 +43,7 @@ def at(share: float, first: float = 0.0) -> list[float]:
 
 R = RunSettings
 H: Any = history_of  # its curves are dictionaries here
+ROW, ODD = surprised(0.7)
 CALM = [0.05, 0.07, 0.06, 0.08, 0.07]
 UP = [0.2 + 0.001 * (-1) ** i for i in range(10)] + [0.8 + 0.001 * (-1) ** i for i in range(10)]
 SHORT, LONG = noisy(10, 10, scale=0.2), noisy(14, 10, scale=0.2, seed=1)
@@ -69,6 +76,12 @@ PAIRS: list[Pair] = [
         "the last 20 values of kl/k1 are below 0, -0.01 nats on average",
         H(k1=[*[-0.015, -0.005] * 5, NAN, *[-0.015, -0.005] * 5]),
         H(k1=[*[-0.015, -0.005] * 5, 0.001, *[-0.015, -0.005] * 5]),
+    ),
+    (
+        "negative-k1",
+        f"k1 is {fmean(ODD):.3g} nats per token over 400 tokens, {-fmean(ODD) / (stdev(ODD) / 20):.3g} standard errors",
+        written([ROW], k3=[0.0]),
+        written([surprised(0.4)[0]], k3=[0.0]),
     ),
     (
         "k3-far-above-k1",
@@ -388,5 +401,6 @@ def test_a_mean_of_values_below_0_is_of_those_that_are_counted(values: list[floa
     found = look("negative-k1", H(k1=[0.01, *values]))
     if found is not None:
         count = min(len(values), 20)
-        mean = sum(values[-count:]) / count
-        assert found.text == f"the last {count} values of kl/k1 are below 0, {mean:.3g} nats on average"
+        told, mean = found.text.split(", ")
+        assert told == f"the last {count} values of kl/k1 are below 0"
+        assert float(mean.split()[0]) == pytest.approx(sum(values[-count:]) / count, rel=0.006)

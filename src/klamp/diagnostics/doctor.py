@@ -46,9 +46,7 @@ class Finding:
         first, last, hours = self.first_step, self.last_step, self.hours or 0.0
         time, unit = (f"{hours:.3g}", "hour") if hours >= 1 else (f"{60 * hours:.2g}", "minute")
         took = "" if self.hours is None else f", {time} {unit}" + "s" * (time != "1")
-        steps = f"{self.steps} step" + "s" * (self.steps > 1)
-        if self.steps > 1 and last - first >= self.steps:
-            steps = f"{self.steps} of the steps"
+        steps = f"{self.steps}{' logged' * (last - first >= self.steps)} step" + "s" * (self.steps > 1)
         return f"{steps}, " + (f"from step {first} to {last}" if last > first else f"step {first}") + took
 
     @property
