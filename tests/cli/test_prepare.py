@@ -79,7 +79,7 @@ def test_trl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = parse_train(told.training_script_args[1:]).config
     parts = config.optim.gradient_accumulation_steps
     assert 128 * 8 // 4 // parts == 2 and config.model.gradient_checkpointing and config.model.dtype == "float32"
-    assert config.rollout.sampler_url == "http://127.0.0.1:8000"
+    assert config.rollout.sampler_url == "http://127.0.0.1:8001"
     assert not (folder / "runs").exists(), "nothing is written"
 
 
@@ -87,7 +87,7 @@ def _the_server_takes(arguments: list[str]) -> None:
     from trl.scripts.vllm_serve import make_parser
 
     (given,) = make_parser().parse_args_and_config(arguments)
-    assert (given.tensor_parallel_size, given.data_parallel_size, given.host) == (4, 1, "127.0.0.1")
+    assert (given.tensor_parallel_size, given.data_parallel_size, given.host, given.port) == (4, 1, "127.0.0.1", 8001)
 
 
 def _accelerate_takes(arguments: list[str]):
@@ -98,7 +98,7 @@ def _accelerate_takes(arguments: list[str]):
 
 def test_verl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     text = prepared("verl", capsys)
-    for said in ("8 of 128 completions at once", "divided over 8 GPUs", "reference offloaded", "0.6 of the memory"):
+    for said in ("4 of 128 completions at once", "divided over 8 GPUs", "reference offloaded", "0.6 of the memory"):
         assert said in text
     install, start, look, _ = commands(text)
     assert "verl[vllm]" in install and "vLLM 0.24.0" in install
@@ -106,12 +106,12 @@ def test_verl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "actor/huggingface" in text
     config = parse_train(shlex.split(start)[2:]).config
     told = dict(word.split("=", 1) for word in verl_overrides(config, folder / "run", shape_of("seven")))
-    assert told["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"] == "8"
+    assert told["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"] == "4"
     assert told["actor_rollout_ref.model.enable_gradient_checkpointing"] == "True"
     assert told["actor_rollout_ref.rollout.gpu_memory_utilization"] == "0.6"
     assert told["actor_rollout_ref.ref.fsdp_config.param_offload"] == "True"
     assert main(["train", *words("verl"), "--dry_run"]) == 0
-    assert "ppo_micro_batch_size_per_gpu=8" in capsys.readouterr().out
+    assert "ppo_micro_batch_size_per_gpu=4" in capsys.readouterr().out
 
 
 def test_one_gpu_of_trl_samples_beside_training(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -135,9 +135,82 @@ def test_the_sum_of_memory_is_shown_and_a_teacher_counts(folder: Path, capsys: p
     assert "likely out of memory" in text and "verl, which divides all weights" in text
     text = prepared("trl", capsys, "--teacher_url", "http://127.0.0.1:8001")
     assert "a server of its own" in text and "likely out of memory" not in text
-    text = prepared("verl", capsys, "--teacher_model", "seven")
+    text = " ".join(prepared("verl", capsys, "--teacher_model", "seven").split())
     assert "1 more than these 8 GPUs for the teacher" in text
+    assert "the teacher seven: 15 GB of weights over 1 of 80 GB, 0.5 of it for vLLM" in text
+    assert "tensor_model_parallel_size" not in text
     assert "teacher" not in alone + prepared("verl", capsys)
+
+
+def test_a_teacher_that_its_gpu_cannot_hold_is_spread(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    of_24 = ("--gpu_memory", "24", "--teacher_model", "seven", "--model", "seven")
+    text = " ".join(prepared("verl", capsys, *of_24).split())
+    assert "15 GB of weights over 2 of 24 GB, 0.5 of it for vLLM, by --verl_args distillation.teacher_models." in text
+    given = re.search(r"by --verl_args (\S+) (\S+)", text)
+    assert given and given[2] == "distillation.n_gpus_per_node=2" and given[1].endswith("tensor_model_parallel_size=2")
+    config = parse_train([*words("verl"), "--teacher_model", "seven", "--verl_args", *given.groups()]).config
+    told = dict(word.split("=", 1) for word in verl_overrides(config, folder / "run", shape_of("seven")))
+    assert told["distillation.n_gpus_per_node"] == "2", "in the place of the one that stood there"
+    text = " ".join(prepared("verl", capsys, "--gpu_memory", "6", "--teacher_model", "seven").split())
+    assert "over 4 of 6 GB, 0.5 of it for vLLM, which is likely out of memory" in text
+
+
+def test_32b_by_verl_on_eight_gpus_does_not_fit_and_sixteen_do(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Case: 65.5 GB of weights, gradients and moments, and what is gathered and sleeps beside, of 80."""
+    large = {"hidden_size": 5120, "intermediate_size": 27648, "num_hidden_layers": 64, "num_attention_heads": 40}
+    config = Qwen2Config(**large, num_key_value_heads=8, vocab_size=152_064, tie_word_embeddings=False)  # type: ignore[arg-type]
+    config.save_pretrained(folder / "seven")
+    text = " ".join(prepared("verl", capsys).split())
+    assert "of 80 GB less 65.5 (weights, gradients, Adam), 11.3 (what FSDP gathers), 2 (vLLM asleep" in text
+    assert "this is likely out of memory: take 16 GPUs in all (gpus, machines), an adapter (lora_r)" in text
+    assert (
+        "new weights for vLLM: 38 GB of a GPU at the peak" in text and "524.2 GB of each machine's own memory" in text
+    )
+    text = " ".join(prepared("verl", capsys, "--machines", "2").split())
+    assert "divided over 16 GPUs" in text and "out of memory" not in text and "tight" not in text
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ((), ["vllm serve MODEL --port 8000 --dtype bfloat16", "--max-logprobs 20", "its size is not known"]),
+        (
+            ("--teacher_name", "seven"),
+            ["/seven --served-model-name seven --port 8000", "15 GB of weights over 1 of 80 GB, 0.9 of it"],
+        ),
+        (
+            ("--teacher_estimator", "topk", "--teacher_head", "teacher", "--teacher_top_k", "40"),
+            ["--max-logprobs 40 --tensor-parallel-size 1 &"],
+        ),
+        (("--teacher_estimator", "topk", "--teacher_head", "teacher"), ["--max-logprobs 64"]),
+    ],
+)
+def test_the_command_that_starts_a_teachers_server(
+    folder: Path, capsys: pytest.CaptureFixture[str], given: tuple[str, ...], said: list[str]
+) -> None:
+    text = prepared("trl", capsys, "--teacher_url", "http://127.0.0.1:8000", *given)
+    assert all(each in " ".join(text.split()) for each in said)
+    start, *_ = commands(text)[1:]
+    longest = int(re.findall(r"--max_model_len (\d+)", text)[0])
+    assert f"--max-model-len {longest + 1} " in start, "it generates one token more"
+    assert "--port 8001" in commands(text)[2] and "--sampler_url http://127.0.0.1:8001" in commands(text)[3]
+    assert len(commands(prepared("trl", capsys))) == 5, "no server where there is none"
+
+
+@pytest.mark.parametrize("backend", ["trl", "verl"])
+def test_a_shell_takes_what_is_printed(folder: Path, capsys: pytest.CaptureFixture[str], backend: str) -> None:
+    """Every line is one simple command to bash, in a folder whose name has a space and a quote."""
+    odd = folder / "it's mine"
+    (folder / "seven").rename(odd)
+    url = ("--teacher_url", "http://127.0.0.1:8000", "--teacher_name", odd.name) if backend == "trl" else ()
+    lines = commands(prepared(backend, capsys, "--model", odd.name, "--output_dir", "a run", *url))
+    checked = subprocess.run(["bash", "-n", "-c", "\n".join(lines)], capture_output=True, text=True, check=False)
+    assert (checked.returncode, checked.stderr) == (0, "")
+    assert [shlex.split(line, comments=True)[-1] for line in lines[-2:]] == ["a run", "a run"]
+    quoted = [line for line in lines if "mine" in line]
+    assert quoted and all(any("it's mine" in word for word in shlex.split(line, comments=True)) for line in quoted)
 
 
 def test_klamps_own_loop_is_not_launched_elsewhere(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

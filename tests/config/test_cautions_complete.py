@@ -21,7 +21,7 @@ ROOMS = ("config", "hosts", "scoring", "training")
 
 # what is read from the code --------------------------------------------------------------------------------------
 
-WORDING = {"cautions", "wide_clip", "_without_effect", "step_zero_text", "resumed_text", "_unheard"}
+WORDING = {"cautions", "_cautions", "wide_clip", "_without_effect", "step_zero_text", "resumed_text", "_unheard"}
 """Functions that give a caution to whoever says it."""
 NO_ANCHOR = {
     "LossConfig.__post_init__", "_check_precision", "_caution", "DoctorCallback.on_log", "_LengthCallback.on_log",

@@ -12,6 +12,7 @@ from klamp.training.sizing import GB, Load, Shape, divisors, reasons, sizes_of, 
 
 SMALL = Shape(494_032_768, 24, 896, 151_936, 14)  # Qwen2.5-0.5B
 SEVEN = Shape(7_615_616_512, 28, 3584, 152_064, 28)  # Qwen2.5-7B
+LARGE32 = Shape(32_763_876_352, 64, 5120, 152_064, 40)  # Qwen2.5-32B
 LARGE = Shape(72_706_203_648, 80, 8192, 152_064, 64)  # Qwen2.5-72B
 
 
@@ -24,7 +25,7 @@ def load(shape: Shape = SEVEN, **changes) -> Load:
 def test_a_model_of_7b_has_room_on_eight_gpus() -> None:
     sizes = sizes_of(load())
     assert sizes.checkpointing and sizes.fits and not sizes.offload
-    assert sizes.micro == 8, "the whole share of 128 would take 420 GB"
+    assert sizes.micro == 4, "the whole share of 128 would take 420 GB"
     assert (sizes.engine_share, sizes.tensor_parallel) == (0.6, 1)
     assert sizes.state == pytest.approx(16 * SEVEN.parameters / 8 / GB)
 
@@ -57,6 +58,26 @@ def test_what_is_too_large_is_said() -> None:
     assert sizes_of(load(LARGE, gpus=32)).fits and sizes_of(load(LARGE, adapter=True, frozen=0)).fits
 
 
+def test_what_is_tight_is_said_and_that_it_is_not() -> None:
+    for gpus, tight, fits in ((8, False, False), (10, True, True), (16, False, True)):
+        given = load(LARGE32, gpus=gpus)
+        told = dict(reasons(given, sizes_of(given)))
+        assert ("this is tight" in told, "this is likely out of memory" in told) == (tight, not fits), gpus
+
+
+def test_new_weights_reach_an_engine_beside_what_trains() -> None:
+    """Its own share, what is not offloaded (an offloaded shard comes back for it), one matrix whole, a buffer."""
+    shard, matrix = LARGE32.parameters / 16 / GB, 4 * 152_064 * 5120 / GB
+    sizes = sizes_of(load(LARGE32, gpus=16))
+    engine = 2 * LARGE32.parameters / sizes.tensor_parallel / GB
+    assert sizes.offload and sizes.sync == pytest.approx(engine + 4 * shard + matrix + 2.2)
+    assert sizes.machine == pytest.approx(8 * (12 + 4) * shard)
+    small = sizes_of(load(SMALL))
+    assert small.sync == pytest.approx((2 + 12 / 8) * SMALL.parameters / GB + 4 * 151_936 * 896 / GB + 2.2)
+    asleep = sizes_of(load(adapter=True, frozen=0)).machine
+    assert asleep == pytest.approx(8 * 2 * SEVEN.parameters / GB), "beside an adapter it keeps its weights there"
+
+
 def test_longer_completions_are_fewer_at_once() -> None:
     found = [sizes_of(load(tokens=tokens)).micro for tokens in (512, 1536, 4096, 16384)]
     assert found == sorted(found, reverse=True) and found[0] > found[-1] == 1
@@ -77,9 +98,9 @@ def replace_heads(shape: Shape, heads: int) -> Shape:
 
 def test_the_reasons_have_the_amounts() -> None:
     told = dict(reasons(load(), sizes_of(load())))
-    assert told["8 of 128 completions at once"].startswith(
-        "one takes 3.3 GB (1,536 tokens); of 80 GB less 15.2 (weights, gradients, Adam), 0.0 (frozen models), "
-        "8 (spare), 56.8 are left,"
+    assert told["4 of 128 completions at once"].startswith(
+        "one takes 3.3 GB (1,536 tokens); of 80 GB less 15.2 (weights, gradients, Adam), 7.5 (what FSDP gathers), "
+        "2 (vLLM asleep: no weights, no cache), 8 (spare), 47.3 are left,"
     )
     assert told["reference offloaded"] == "3.8 GB, needed once a step"
     assert len(dict(reasons(load(apart=True), sizes_of(load(apart=True))))) == 2

@@ -5,21 +5,25 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
+from urllib.parse import urlsplit
 
 from klamp.cli.flags import TRUE_WORDS
 from klamp.cli.text import WIDTH
-from klamp.errors import ConfigError
+from klamp.errors import ConfigError, ModelError
 from klamp.training.config import TrainConfig
 from klamp.training.folders import run_folder
-from klamp.training.sizing import GB, Load, Shape, load_of, reasons, sizes_of, spread
+from klamp.training.sizing import ENGINE, GB, SPARE, Load, Shape, load_of, reasons, sizes_of, spread
 
-SERVER = "http://127.0.0.1:8000"
-"""Where TRL's server of vLLM listens if nobody says another."""
+SERVER = "http://127.0.0.1:8001"
+"""Where TRL's server of vLLM is told to listen: 8000 may be a teacher's."""
 INSTALL = {
     "trl": "pip install '.[train,trl]' 'trl[vllm]' deepspeed   # once; TRL 1.16 names vLLM 0.22 to 0.31",
     "verl": "pip install '.[train,verl]' 'verl[vllm]'   # once, apart from others; verl 0.9.1 names vLLM 0.24.0",
 }
 """Backend -> what brings it with its engine, in a clone of klamp; which vLLM that is."""
+SPREAD = ", by --verl_args distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size={} "
+SPREAD += "distillation.n_gpus_per_node={}"
 LIES = {"trl": "checkpoints/checkpoint-N", "verl": "checkpoints/global_step_N/actor/huggingface"}
 """Backend -> where the model lies in a run's folder, as transformers loads it."""
 
@@ -50,7 +54,8 @@ def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
         commands = [shlex.join(["klamp", "train", *_words(argv)])]
     else:
         load, commands = _trl(argv, config, shape, longest)
-    lines = [INSTALL[backend], *commands, f"klamp report {folder}", f"klamp evaluate --checkpoint {folder}"]
+    ends = [shlex.join(["klamp", *words, str(folder)]) for words in (["report"], ["evaluate", "--checkpoint"])]
+    lines = [INSTALL[backend], *_teachers_server(config, longest), *commands, *ends]
     return "\n\n".join([
         "klamp train --prepare: model, prompts and reward are opened; nothing is started or written",
         *([] if load is None else [_sizes(config, load)]),
@@ -64,15 +69,51 @@ def _sizes(config: TrainConfig, load: Load) -> str:
     teacher, gpus = config.teacher, config.run.gpus
     if teacher.there and config.run.backend == "verl":
         told.append(f"{len(teacher.models)} more than these {gpus} GPUs for the teacher: a vLLM of its own on each")
+        for name in teacher.models.values():
+            n, said = _served(config, name, 0.5)  # which is verl's for a teacher
+            told.append(f"the teacher {name}: {said}{'' if n == 1 else SPREAD.format(n, n * len(teacher.models))}")
     elif teacher.there and teacher.teacher_url:
-        told.append("the teacher is a server of its own: on none of these GPUs, started before the run")
+        said = _served(config, teacher.teacher_name or "", 0.9)[1]
+        told.append(f"the teacher is a server of its own: on none of these GPUs, started before the run; {said}")
     if load.apart:
         served = spread(load.shape, gpus // 2)[-1]
         told.append(f"{load.gpus} GPUs to train, {served} for vLLM: half each, if prompts and heads divide so")
         told.append("computed in bfloat16: DeepSpeed (ZeRO-2) has float32 copies of all weights, dtype stays float32")
-    title = f"{config.model.model}, {load.shape.parameters / GB:.2g} billion parameters, divided over {load.gpus} GPUs"
+    count = load.shape.parameters / GB
+    size = f"{count:.2g} billion" if count > 0.1 else f"{1000 * count:.2g} million"
+    title = f"{config.model.model}, {size} parameters, divided over {load.gpus} GPUs"
     filled = [textwrap.fill(each, WIDTH, initial_indent="  ", subsequent_indent=" " * 6) for each in told]
     return "\n".join([f"{title} (estimates; none of them changes a loss)\n", *filled])
+
+
+def _served(config: TrainConfig, name: str, share: float) -> tuple[int, str]:
+    """Over how many GPUs of its own a vLLM that has a share of each spreads a model; in words whether they will do."""
+    from klamp.training.models import shape_of
+
+    with suppress(ModelError):  # of a name that the server alone knows
+        if name and (shape := shape_of(name)):
+            weights, memory = ENGINE * shape.parameters / GB, config.run.gpu_memory
+            able, room = spread(shape, config.run.gpus), memory * share * (1 - SPARE)
+            n = next((n for n in able if weights / n <= room), able[-1])
+            over = "" if weights / n <= room else ", which is likely out of memory"
+            return n, f"{weights:.2g} GB of weights over {n} of {memory:g} GB, {share:g} of it for vLLM{over}"
+    return 1, "its size is not known here"
+
+
+def _teachers_server(config: TrainConfig, longest: int) -> list[str]:
+    """The command that starts the server of a teacher, in the data type that the policy computes in."""
+    from klamp.training.models import model_path
+
+    c, dtype = config.teacher, "bfloat16" if config.run.gpus > 1 else config.model.dtype
+    if not c.there or c.teacher_url is None:
+        return []
+    seen = "" if c.teacher_prompt else f" --max-model-len {longest + config.rollout.max_completion_length + 1}"
+    name = c.teacher_name or ""
+    model = f"{shlex.quote(model_path(name))} --served-model-name {shlex.quote(name)}" if name else "MODEL"
+    return [
+        f"vllm serve {model} --port {urlsplit(c.teacher_url).port or 80} --dtype {dtype}{seen} --max-logprobs "
+        f"{max(20, c.head_size or 0)} --tensor-parallel-size {_served(config, name, 0.9)[0]} &   # at {c.teacher_url}"
+    ]
 
 
 def _words(argv: Sequence[str]) -> list[str]:
@@ -101,7 +142,7 @@ def _trl(argv: Sequence[str], config: TrainConfig, shape: Shape | None, longest:
     if config.model.dtype == "bfloat16" and not config.model.lora_r:
         words += ["--dtype", "float32"]  # DeepSpeed keeps float32 copies itself, and computes in bfloat16
     serving = 1 if shape is None else spread(shape, gpus // 2)[-1]  # vLLM has several copies of experts' models alone
-    server = f"--host 127.0.0.1 --tensor_parallel_size {serving} --data_parallel_size 1"
+    server = f"--host 127.0.0.1 --port 8001 --tensor_parallel_size {serving} --data_parallel_size 1"
     launch = f"--num_processes {training} --num_machines 1 --use_deepspeed --zero_stage 2 --mixed_precision bf16"
     first, last = (",".join(map(str, each)) for each in (range(training), range(gpus - serving, gpus)))
     return load, [

@@ -97,14 +97,13 @@ class LossConfig:
     def __post_init__(self) -> None:
         check_fields(self, {"epsilon": CLIP_LOW, "epsilon_high": CLIP_HIGH})
         self.trust  # noqa: B018  (refuses bounds that cross)
-        for name in ("clip_max", "clip_min") if self.vllm_importance_sampling_mode is None else ():
-            field = f"vllm_importance_sampling_{name}"
-            if getattr(self, field) != type(self).__dataclass_fields__[field].default:
-                text = f"{field}={getattr(self, field)!r} has no effect: it needs vllm_importance_sampling_mode."
-                warnings.warn(text, KLWarning, stacklevel=3)
-        for name in ("epsilon", "epsilon_high") if self.surrogate == "score_function" else ():
+        bounds = ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min")
+        needs = {} if self.vllm_importance_sampling_mode else dict.fromkeys(bounds, "vllm_importance_sampling_mode")
+        if self.surrogate == "score_function":
+            needs |= dict.fromkeys(("epsilon", "epsilon_high"), "surrogate='ppo_clip' or 'cispo'")
+        for name, needed in needs.items():
             if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                text = f"{name}={getattr(self, name)!r} has no effect: it needs surrogate='ppo_clip' or 'cispo'."
+                text = f"{name}={getattr(self, name)!r} has no effect: it needs {needed}."
                 warnings.warn(text, KLWarning, stacklevel=3)
 
     @property

@@ -93,8 +93,8 @@ class Row(NamedTuple):
 
     why: str
     """Why it cannot."""
-    fix: str
-    """What to do."""
+    fix: str = ""
+    """What to do; empty: leave the field out."""
     values: tuple[object, ...] | None = None
     """What is refused; None: everything but the default."""
 
@@ -113,7 +113,7 @@ def refused(config: TrainConfig, table: Mapping[str, Row]) -> list[Refusal]:
             what=f"backend={config.run.backend!r} cannot do this",
             got=f"{field}={given[field]!r}",
             why=row.why,
-            fix=row.fix,
+            fix=row.fix or f"leave {field} out",
         )
         for field, row in table.items()
     ]
@@ -125,19 +125,17 @@ NO_VERL = {
     field: Row("it says how verl is started, and verl is not who trains", f"leave {field} out, or set backend to verl")
     for field in OF_VERL
 }
-ONE_DEVICE = {
-    field: Row("nothing is divided over GPUs there", f"leave {field} out, or set backend to trl or verl")
-    for field in ("gpus", "gpu_memory")
-}
-OWN_SAMPLER = {
-    field: Row("it writes the completions itself", f"leave {field} out, or set backend to trl")
-    for field in ("sampler", "sampler_url")
+OWN_LOOP = NO_VERL | {
+    **dict.fromkeys(
+        ("gpus", "gpu_memory"), Row("nothing is divided there", "leave it out, or set backend to trl or verl")
+    ),
+    **dict.fromkeys(("sampler", "sampler_url"), Row("it samples itself", "leave it out, or set backend to trl")),
 }
 
 
 def local_refusals(config: TrainConfig) -> list[Refusal]:
     """What klamp's own loop cannot do."""
-    return [*refused(config, NO_VERL | ONE_DEVICE | OWN_SAMPLER), *_no_reference(config)]
+    return [*refused(config, OWN_LOOP), *_no_reference(config)]
 
 
 def _no_reference(config: TrainConfig) -> list[Refusal]:
@@ -171,11 +169,11 @@ TINKER = {
         "set model to a base model of the service, such as Qwen/Qwen3-8B",
         ("builtin",),
     ),
-    **{field: Row("the service decides it", f"leave {field} out") for field in DECIDED},
+    **dict.fromkeys(DECIDED, Row("the service decides it")),
     "temperature": Row(ANOTHER_POLICY, "leave temperature at 1.0"),
     "top_p": Row(ANOTHER_POLICY, "leave top_p at 1.0"),
     "top_k": Row(ANOTHER_POLICY, "leave top_k at 0"),
-    "reference_share": Row("the service scores whole batches of completions", "leave reference_share out"),
+    "reference_share": Row("the service scores whole batches of completions"),
     "kl_estimator": Row(TOKENS_ONLY, "use k3, or k1 with kl_horizon='sequence'", ("exact",)),
     "reference": Row(
         "the reference is a sampling client of the service: its base model, or a snapshot",
@@ -198,11 +196,7 @@ def tinker_refusals(config: TrainConfig) -> list[Refusal]:
     """What a service of the Tinker SDK cannot do."""
     model = config.model.model
     return [
-        *refused(config, TINKER),
-        *refused(
-            config,
-            {field: Row("the service's sampler is the old policy itself", f"leave {field} out") for field in TRUST},
-        ),
+        *refused(config, TINKER | dict.fromkeys(TRUST, Row("the service's sampler is the old policy itself"))),
         Refusal(
             policy_folder(model) != model,
             "backend='tinker' cannot do this",
@@ -212,7 +206,7 @@ def tinker_refusals(config: TrainConfig) -> list[Refusal]:
         ),
         _no_exact_kl(config, TOKENS_ONLY),
         of_a_server(config.teacher, config.teacher.there, who="a sampling client"),
-        *refused(config, NO_VERL | ONE_DEVICE | OWN_SAMPLER),
+        *refused(config, OWN_LOOP),
     ]
 
 
@@ -236,15 +230,12 @@ TRUST = (
 SCORE_FUNCTION = "use surrogate='ppo_clip': at the first update of a rollout its gradient is the same"
 VERL = {
     "surrogate": Row("verl has no such loss", SCORE_FUNCTION, ("score_function",)),
-    "ref_model": Row("verl's reference is the model itself, as it was before training", "leave ref_model out"),
+    "ref_model": Row("verl's reference is the model itself, as it was before training"),
     "dtype": Row(
         "how verl scales a loss in float16 was not tried with klamp's KL", "use dtype='bfloat16'", ("float16",)
     ),
     "cpu": Row("verl runs on GPUs and NPUs", "leave cpu out, or use another backend"),
-    "sampler_url": Row(
-        "verl starts its own engines, vLLM, beside the workers that train",
-        "leave sampler_url out",
-    ),
+    "sampler_url": Row("verl starts its own engines, vLLM, beside the workers that train"),
     "mask_truncated_completions": Row(
         "verl trains on every completion that its engine returns",
         "leave mask_truncated_completions out, and give max_completion_length room",

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import re
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_type_hints
 
@@ -263,34 +263,33 @@ class TrainConfig:
             )
         _check_precision(self.model)
         _check_texts(self.flat())
+        for text in self._cautions():
+            warnings.warn(text, KLWarning, stacklevel=3)
+
+    def _cautions(self) -> Iterator[str]:
         cut, taught = self.rollout.top_p < 1 or self.rollout.top_k > 0, self.teacher
         noise = (self.kl.kl_estimator, self.kl.kl_gradient) == ("k1", "own")
-        only = self.kl.reference == "sampler" and self.kl.beta > 0 and self.optim.num_iterations == 1
-        if only and not cut and not noise:
-            warnings.warn(
+        once = self.optim.num_iterations == 1
+        if self.kl.reference == "sampler" and self.kl.beta > 0 and once and not cut and not noise:
+            yield (
                 "reference='sampler' has no effect with num_iterations=1, but for rounding: at a rollout's only update "
-                "the policy is the sampler. Use num_iterations of 2 or more, or another reference.",
-                KLWarning,
-                stacklevel=3,
+                "the policy is the sampler. Use num_iterations of 2 or more, or another reference."
             )
         sampled = taught.teacher_estimator in ("k1", "k3") or taught.teacher_horizon == "sequence"
         sampled |= taught.teacher_estimator == "topk" and taught.teacher_tail == "sampled"
         if cut and sampled and taught.there and taught.teacher_placement == "loss":
-            kept = "the KL to the teacher is that over what it keeps. For the KL over all words"
-            off = "without the weight policy / sampler the KL to the teacher is off. Set teacher_off_policy="
-            off += f"{taught.teacher_horizon!r} for the KL over what it keeps, or"
-            warnings.warn(
-                f"top_p={self.rollout.top_p:g} and top_k={self.rollout.top_k} cut the sampler: "
-                f"{off if taught.teacher_off_policy == 'none' else kept} sample the whole policy.",
-                KLWarning,
-                stacklevel=3,
-            )
-        if self.kl.kl_early_stop is not None and self.optim.num_iterations == 1:
-            warnings.warn(
+            said = "the KL to the teacher is that over what it keeps. For the KL over all words"
+            if taught.teacher_off_policy == "none":
+                said = (
+                    "without the weight policy / sampler the KL to the teacher is off. Set teacher_off_policy="
+                    f"{taught.teacher_horizon!r} for the KL over what it keeps, or"
+                )
+            top_p, top_k = self.rollout.top_p, self.rollout.top_k
+            yield f"top_p={top_p:g} and top_k={top_k} cut the sampler: {said} sample the whole policy."
+        if self.kl.kl_early_stop is not None and once:
+            yield (
                 f"kl_early_stop={self.kl.kl_early_stop!r} has no effect: it needs num_iterations of 2 or more, since "
-                "at a rollout's first update the policy is the one that sampled it.",
-                KLWarning,
-                stacklevel=3,
+                "at a rollout's first update the policy is the one that sampled it."
             )
 
     def flat(self) -> dict[str, Any]:

@@ -18,6 +18,9 @@ LAYER, LOGIT = 34, 12
 copy and gradient. The first: Korthikanti et al. 2022, section 4.1, without the scores of attention."""
 SPARE = 0.1
 """Of a GPU's memory: CUDA itself, buffers of communication, fragments."""
+ASLEEP, BUFFER = 2.0, 2.2
+"""GB that verl's vLLM keeps while it sleeps (graphs and context; weights and cache are given back), and of the buffer
+that new weights reach it through (update_weights_bucket_megabytes)."""
 
 
 class Shape(NamedTuple):
@@ -50,7 +53,8 @@ class Load(NamedTuple):
 
 class Sizes(NamedTuple):
     """What was chosen: completions at once, what waits in the machine's memory while an engine samples, its share of
-    the GPU's and how many hold its weights together; whether it fits; and the amounts in GB that decided it.
+    the GPU's and how many hold its weights together; whether it fits; and the amounts in GB that decided it: of a GPU
+    while it trains (`gathered`: what FSDP holds whole), while new weights travel (`sync`), and of a machine's memory.
     """
 
     micro: int
@@ -63,6 +67,9 @@ class Sizes(NamedTuple):
     left: float
     each: float
     spared: float
+    gathered: float
+    sync: float
+    machine: float
 
 
 def load_of(config: TrainConfig, shape: Shape, *, gpus: int, prompt: int, apart: bool, teacher: int = 0) -> Load:
@@ -88,38 +95,53 @@ def sizes_of(load: Load) -> Sizes:
         state, frozen = billions * (2 + (0 if load.adapter else 14 / load.gpus)), 2 * load.frozen / GB
     else:  # the reference is offloaded
         state, frozen = billions * (ALONE if load.adapter else MIXED) / load.gpus, 0
-    offload = not load.apart and state > load.memory / 3
-    left = load.memory * (1 - SPARE) - state - frozen
+    offload, usable = not load.apart and state > load.memory / 3, load.memory * (1 - SPARE)
+    ends, gathered = 2 * shape.vocabulary * shape.hidden / GB, 0.0
+    if not load.apart:  # embedding, head and two layers in bfloat16, and the float32 gradient of the largest
+        layer = max(0.0, billions - ends) / shape.layers
+        gathered = 2 * (ends + 2 * layer) + (0 if load.adapter else 4 * max(ends, layer))
+    left = usable - state - frozen - gathered - (0 if load.apart else ASLEEP)
+    awake = usable - state * (not offload)
     logits = LOGIT * shape.vocabulary
     kept, thin = (
         load.tokens * (n * shape.hidden + logits) / GB for n in (LAYER * shape.layers, 2 * shape.layers + LAYER)
     )
     checkpointing = kept > left / 8
     each = thin if checkpointing else kept
-    engine_share = max(0.2, min(0.6, int(20 * (left + state * offload) / load.memory) / 20))
+    engine_share = max(0.2, min(0.6, int(20 * awake / load.memory) / 20))
     able, room = spread(shape, load.together), engine_share * load.memory
     parallel = next((n for n in able if ENGINE * billions / n <= room / 2), able[-1])
+    shard, engine = billions / load.gpus, ENGINE * billions / parallel
+    sync = engine + shard * (ALONE if offload or load.adapter else 12) + 2 * ends + BUFFER
+    waits = (ALONE if load.adapter else 12) * shard * offload + ALONE * load.frozen / GB / load.gpus
     return Sizes(
         micro=max((n for n in divisors(load.share) if n * each <= left / 2), default=1),
         checkpointing=checkpointing,
         offload=offload,
         engine_share=engine_share,
         tensor_parallel=parallel,
-        fits=each <= left and (load.apart or ENGINE * billions / parallel < room),
+        fits=each <= left and (load.apart or (engine < room <= awake and sync <= usable)),
         state=state,
         left=left,
         each=each,
         spared=kept - thin,
+        gathered=gathered,
+        sync=sync,
+        machine=load.together * (waits + engine * load.adapter),  # beside an adapter vLLM sleeps with its weights there
     )
 
 
 def reasons(load: Load, sizes: Sizes) -> Iterator[tuple[str, str]]:
     """Each choice, and why, in words."""
+    if load.apart:
+        beside = f"{load.memory * (1 - SPARE) - sizes.state - sizes.left:.1f} (frozen models)"
+    else:
+        beside = f"{sizes.gathered:.1f} (what FSDP gathers), {ASLEEP:g} (vLLM asleep: no weights, no cache)"
     yield (
         f"{sizes.micro} of {load.share} completions at once",
         f"one takes {sizes.each:.1f} GB ({load.tokens:,} tokens); of {load.memory:g} GB less {sizes.state:.1f} "
-        f"(weights, gradients, Adam), {load.memory * (1 - SPARE) - sizes.state - sizes.left:.1f} (frozen models), "
-        f"{load.memory * SPARE:.0f} (spare), {sizes.left:.1f} are left, half of which are planned with",
+        f"(weights, gradients, Adam), {beside}, {load.memory * SPARE:.0f} (spare), {sizes.left:.1f} are left, half of "
+        "which are planned with",
     )
     on = "on" if sizes.checkpointing else "off"
     yield f"gradient checkpointing {on}", f"it spares {sizes.spared:.1f} GB a completion, and computes layers twice"
@@ -131,9 +153,22 @@ def reasons(load: Load, sizes: Sizes) -> Iterator[tuple[str, str]]:
         engine = ENGINE * load.shape.parameters / sizes.tensor_parallel / GB
         spent = f"{sizes.engine_share:g} of the memory for vLLM, an engine's weights divided by {sizes.tensor_parallel}"
         yield spent, f"{engine:.1f} GB, and at least as much is to be left for its cache"
+        yield "new weights for vLLM", f"{sizes.sync:.0f} GB of a GPU at the peak, with what trains beside it"
+        if sizes.machine:
+            yield f"{sizes.machine:.1f} GB of each machine's own memory", "for all that is offloaded"
+    if sizes.fits and sizes.each > sizes.left / 2:
+        yield "this is tight", "one completion takes more than half of what is left: try two steps before the run"
     if not sizes.fits:
-        verl = ", or verl, which divides all weights" if load.apart else ""
-        yield "this is likely out of memory", f"take more GPUs, an adapter (lora_r), or shorter completions{verl}"
+        yield "this is likely out of memory", f"take {_way_out(load)}"
+
+
+def _way_out(load: Load) -> str:
+    others = "an adapter (lora_r), or shorter completions"
+    if load.apart:
+        return f"more GPUs, {others}, or verl, which divides all weights"
+    enough = next((n for n in range(2, 17) if sizes_of(load._replace(gpus=n * load.gpus)).fits), 0)
+    more = f"{enough * load.gpus} GPUs in all (gpus, machines)" if enough else "more memory in each"
+    return f"{more}, {others}. Not tried: verl's offload_policy (strategy fsdp2) trains from the machine's memory"
 
 
 def divisors(number: int) -> list[int]:

@@ -230,7 +230,8 @@ def trainer_of(context: Context) -> RunTrainer:
         warnings.simplefilter("ignore", KLWarning)  # said when the configuration was made
         given["bf16"] = asked_for(DEEPSPEED) and os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
         args = GRPOConfig(**given, use_cpu=cpu, dataloader_pin_memory=not cpu)
-        save_whole_models(args.deepspeed_plugin)
+        if (plugin := args.deepspeed_plugin) is not None and plugin.zero_stage == 3:  # it keeps its parts alone else
+            plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
         if cpu and config.rollout.sampler == "vllm" and config.rollout.sampler_url is None:
             pack_nothing()
         return RunTrainer(
@@ -245,16 +246,6 @@ def trainer_of(context: Context) -> RunTrainer:
             processing_class=context.tokenizer,
             peft_config=adapter_config(model) if model.lora_r else None,
         )
-
-
-def save_whole_models(plugin: Any) -> None:
-    """Have DeepSpeed's ZeRO-3 put the model together in each checkpoint, which holds its parts alone else.
-
-    Args:
-        plugin: accelerate's settings of DeepSpeed, of TRL's arguments; None: it is not used.
-    """
-    if plugin is not None and plugin.zero_stage == 3:
-        plugin.deepspeed_config["zero_optimization"]["stage3_gather_16bit_weights_on_model_save"] = True
 
 
 def check_vllm(config: TrainConfig) -> None:
