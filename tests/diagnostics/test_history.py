@@ -21,7 +21,7 @@ def test_the_last_values_of_a_metric_skip_steps_without_it_and_the_kl_is_the_lea
     assert history_of(k1=[1.0]).kl_name() == "kl/k1"
     assert history_of(k1=[1.0], k3=[1.0]).kl_name() == "kl/k3"
     assert history_of(k1=[1.0], k3=[1.0], exact=[1.0]).kl_name() == "kl/exact"
-    assert history_of(reward=[1.0]).kl_name() is None
+    assert history_of(reward=[1.0]).kl_name() == ""
 
 
 @pytest.mark.parametrize(

@@ -108,6 +108,12 @@ PAIRS: list[Pair] = [
         H(k1=[]),
     ),
     ("kl-spike", "0.06 the value after it", H(k3=[*CALM, 0.9, 0.06]), H(k3=[*CALM, 0.9, 0.88])),
+    (
+        "kl-spike",
+        "the weights moved little",
+        H(k3=[*CALM, 0.9, 0.06]),
+        H(settings=R(moving_reference=True), k3=[*CALM, 0.9, 0.06]),  # that may have followed them
+    ),
     ("kl-spike", "the weights moved little", H(k3=[*CALM, 0.9, 0.06]), H(k3=[*CALM, 0.9, 0.4])),  # half of it is left
     (
         "dilution",

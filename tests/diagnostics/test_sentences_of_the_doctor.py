@@ -167,7 +167,7 @@ PAIRS: list[Pair] = [
     ),
     (
         "teacher-inert",
-        "train/teacher_penalty is 0 in its last 10 values, and teacher/kl 0.3 nats per token",
+        "train/teacher_penalty is 0 in 10 values, and teacher/kl 0.3 nats per token",
         H(train__teacher_penalty=[0.0] * 10, teacher__kl=[0.3] * 10, teacher__coef=[0.1] * 10),
         H(train__teacher_penalty=[0.0] * 10, teacher__kl=[0.3] * 10, teacher__coef=[0.0] * 10),
     ),
@@ -296,7 +296,8 @@ LINES = [
     ("(step 2, and 1 more)", AGAIN, ONCE),
     ("cost 2 logged steps, from step 2 to 5 ", AGAIN, ONCE),
     ("cost 2 steps, from step 2 to 3 ", H(k3=[0.01, 5e3, 5e3, 0.01]), ONCE),
-    ("options as klamp and TRL call them", H(settings=FOREIGN, k3=[*CALM, 0.7]), JUMPED),
+    ("options as klamp and TRL", H(settings=FOREIGN, k3=[*CALM, 0.7]), JUMPED),
+    ("options as klamp and TRL call them", H(settings=FOREIGN, k3=[*CALM, 0.7]), H(settings=FOREIGN, k3=[0.3])),
     ("tokens to blame, step 7 ", written([{"ref": (-1.0, -9.0, -0.5)}], 7, k3=[*CALM, 0.7]), JUMPED),
     ("step 5, the nearest that was written", written([{"ref": (-1.0, -9.0, -0.5)}], 5, k3=[*CALM, 0.7]), JUMPED),
     ("the record has no evaluations", SOUND, valued({"a": 0.5}, {"a": 0.5})),
@@ -384,11 +385,11 @@ FACTS = {
     "kl-far": ("words repeat, other skills go",),  # after "mostly"
     "kl-growing": ("without being paid for it",),  # the rule
     "length-exploited": ("the longer completions earn more",),  # the rule
-    "saturated": ("Advantages to a group's mean are 0", "what still moves the policy is a KL"),
+    "saturated": ("Advantages to a group's mean are 0", "the reward has no gradient"),
     "dilution": ("cost less KL",),  # the rule
     "detached-reference": ("Nothing trains the policy;",),  # the first of several
     "not-trained": ("No step teaches it",),  # the rule
-    "advantage-scale": ("as large as the advantages", "beta then means something else"),
+    "advantage-scale": ("as large as the advantages", "beta then means another thing"),
     "mask-on-prompt": ("they carry the group's",),  # the rule
     "sampler-mismatch": ("What samples is not what is scored", "Every estimate takes"),  # the rule
     "kl-dominates": ("even the best policy stays",),  # the rule

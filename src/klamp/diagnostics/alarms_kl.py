@@ -124,12 +124,12 @@ def after_spike(history: History, seen: Evidence, after: Sequence[Row]) -> Evide
         seen: what was seen when it rose.
         after: the logged steps after it.
     """
-    name = str(history.kl_name())
+    name = history.kl_name()
     now, before = history.kl(1)[-1], median([*history.last(name, 5, before=1), 0.0])
     then = [bounded(row.metrics[name]) for row in after[:AFTERWARDS] if math.isfinite(row.metrics.get(name, math.nan))]
     if not then:
         return seen
-    if max(then) < before + min((now - before) / 2, max(causes.JUMP, before)):
+    if max(then) < before + min((now - before) / 2, max(causes.JUMP, before)) and not history.settings.moving_reference:
         return Evidence(f"{seen.text}, {number(then[0])} the value after it", seen.tokens, [OUTLIER])
     view = History(settings=history.settings, rows=[*history.rows, *after[:AFTERWARDS]])
     return Evidence(seen.text, seen.tokens, causes.likely_causes(view, causes.learning_rate, causes.stale_sampler))
@@ -137,8 +137,7 @@ def after_spike(history: History, seen: Evidence, after: Sequence[Row]) -> Evide
 
 def dilution(history: History) -> Evidence | None:
     """Finds a KL per token that falls because completions grow."""
-    name = history.kl_name() or ""
-    kl, length = history.together(20, name, "length/mean")
+    name, (kl, length) = history.kl_name(), history.together(20, history.kl_name(), "length/mean")
     if len(kl) < 20 or fmean(kl[:10]) < DILUTION_FLOOR:
         return None
     kl_ratio, length_ratio = (fmean(x[10:]) / max(fmean(x[:10]), 1e-12) for x in (kl, length))
@@ -253,7 +252,7 @@ def detached_reference(history: History) -> Evidence | None:
         return vanished
     window = DETACHED_WINDOW
     name = _kl_to_the_start(history)
-    if name is None or not history.penalized or len(history.rows) < 20 or not_trained(history):
+    if not name or not history.penalized or len(history.rows) < 20 or not_trained(history):
         return None
     moves = [x for x in ("train/learning_rate", "train/grad_norm") if history.latest.get(x, 0.0) > 0]
     why = [FOLLOWS] if len(moves) == 2 else []
@@ -307,11 +306,11 @@ def is_reset(history: History) -> bool:
     return abs(gaps[0] - gaps[1]) <= 1 or (len(gaps) > 2 and gaps[0] < gaps[1])  # a record may begin between two
 
 
-def _kl_to_the_start(history: History) -> str | None:
-    """The KL to the model that training started from, where the run logs it."""
+def _kl_to_the_start(history: History) -> str:
+    """The KL to the model that training started from, where the run logs it; else empty."""
     if history.settings.moving_reference:
-        return "kl/k3_original" if "kl/k3_original" in history.latest else None
-    return None if history.settings.other_reference else history.kl_name()
+        return "kl/k3_original" if "kl/k3_original" in history.latest else ""
+    return "" if history.settings.other_reference else history.kl_name()
 
 
 def _first_kl(history: History, names: Sequence[str]) -> tuple[str, float]:
@@ -333,8 +332,7 @@ def kl_far(history: History) -> Evidence | None:
 
 def kl_growing(history: History) -> Evidence | None:
     """Finds a KL that goes on growing although the reward does not."""
-    name = history.kl_name() or ""
-    kl, reward = history.together(30, name, "reward")
+    name, (kl, reward) = history.kl_name(), history.together(30, history.kl_name(), "reward")
     if len(kl) < 30 or fmean(kl[20:]) < GROWING_FLOOR:
         return None
     parts = [kl[:10], kl[10:20], kl[20:]]

@@ -103,7 +103,7 @@ MOVED = 1e-4
 
 def _moved(history: History, name: str) -> bool:
     """Whether the KL moved, though a metric is logged as 0: a rounded number, where it never was another one."""
-    kl, now = str(history.kl_name()), history.kl(5)
+    kl, now = history.kl_name(), history.kl(5)
     was = history.last(kl, 5, before=int(IDLE.value) - 5) if any(history.first(name, EARLY)) else history.first(kl, 5)
     return bool(now) and fmean(now) > max(MOVED, 2 * fmean(was or [0.0]))
 

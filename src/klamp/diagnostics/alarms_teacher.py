@@ -156,9 +156,7 @@ def _not_in_loss(history: History) -> Evidence | None:
     kl = history.last(KL, NO_PART)
     if not kl or fmean(kl) <= SAME.value:
         return None
-    return Evidence(
-        f"train/teacher_penalty is 0 in its last {NO_PART} values, and {KL} {number(fmean(kl))} nats per token"
-    )
+    return Evidence(f"train/teacher_penalty is 0 in {NO_PART} values, and {KL} {number(fmean(kl))} nats per token")
 
 
 def _outweighed(history: History, steps: int = INERT_STEPS) -> Evidence | None:

@@ -202,7 +202,7 @@ def causes_of(history: History) -> list[str]:
 
 def _of_start(history: History) -> str | None:
     """Whether the sampler's distance is, step by step, that of the reference: its weights are those of the start."""
-    sampler, kl = history.together(COURSE, "sampler/k3", history.kl_name() or "")
+    sampler, kl = history.together(COURSE, "sampler/k3", history.kl_name())
     pairs = [(a, b) for a, b in zip(sampler, kl, strict=True) if b > 0]
     elsewhere = history.settings.moving_reference or history.settings.other_reference
     if len(pairs) < STEADY or max(kl) < 2 * min(b for _, b in pairs) or elsewhere:

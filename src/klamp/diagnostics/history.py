@@ -325,10 +325,10 @@ class History:
         values = (row.metrics.get(name, math.nan) for row in self.rows[:count])
         return [bounded(value) for value in values if math.isfinite(value)]
 
-    def kl_name(self) -> str | None:
-        """The name of the KL per token with the least noise that the latest step has: exact, k3, k1."""
+    def kl_name(self) -> str:
+        """The name of the KL per token with the least noise that the latest step has: exact, k3, k1; else empty."""
         names = ("kl/exact", "kl/k3", "kl/k1")
-        return next((name for name in names if math.isfinite(self.latest.get(name, math.nan))), None)
+        return next((name for name in names if math.isfinite(self.latest.get(name, math.nan))), "")
 
     def kl(self, count: int) -> list[float]:
         """The values of that KL, as `last` has them; none where the latest step has no KL."""

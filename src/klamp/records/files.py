@@ -110,7 +110,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
                 return
             if no_text:
                 raise _no_text(path, error) from error
-            mend = f"mend line {number}, or leave it out: the lines before it can be read" if number > 1 else ""
+            mend = f"mend line {number}, or leave it out: sed {number}d {path.name} > rest.jsonl" if number > 1 else ""
             raise unreadable(f"line {number} is not JSON", path, why=shortened(error), fix=mend) from error
         for row in found if isinstance(found, list) else [found]:
             if not isinstance(row, dict):
