@@ -144,7 +144,7 @@ def test_what_is_nan_in_every_row_was_not_measured_and_a_gradient_is_no_such_thi
     rows = [{"step": i, "kl": math.nan, "entropy": math.nan, "loss": 0.1, "reward": 0.5} for i in range(1, 9)]
     history = read_metrics(lines(tmp_path, *rows))
     assert not examine(history).findings and examine(history).blind
-    assert history.cautions[0].startswith("kl is NaN in every row and the loss is not: nobody measured it")
+    assert history.cautions[0].startswith("kl is NaN in every row while training went on: nobody measured it")
     rows = [{"step": i, "kl": None, "loss": 0.1} for i in range(1, 9)]
     assert read_metrics(lines(tmp_path, *rows)).cautions == ["kl is empty in every row: nobody measured it"]
     rows = [{"step": i, "kl": 0.0, "grad_norm": math.nan, "loss": 0.1} for i in range(1, 9)]
