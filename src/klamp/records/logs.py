@@ -113,7 +113,7 @@ def _kl_as_it_is(rows: Logged, names: Names, logged: set[str], theirs: Names) ->
 def _no_numbers(rows: Logged, theirs: Names, lost: set[str]) -> list[str]:
     """What a reader should know of values that were not read: NaN in every row, or no number at all."""
     said = [
-        f"{name} is NaN in every row while training went on: nobody measured it (TRL and Unsloth measure none at beta 0)"
+        f"{name} is NaN in every row while training went on: nobody measured it (TRL and Unsloth do not at beta 0)"
         for name in sorted(lost)
         if (known(name, theirs) or "").startswith("kl/")
     ]
