@@ -175,7 +175,14 @@ def test_32b_by_verl_on_eight_gpus_does_not_fit_and_sixteen_do(
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ((), ["vllm serve MODEL --port 8000 --dtype bfloat16", "--max-logprobs 20", "its size is not known"]),
+        (
+            (),
+            [
+                "vllm serve MODEL --port 8000 --dtype bfloat16",
+                "--max-logprobs 20",
+                "its size is not known here (teacher_name: its folder)",
+            ],
+        ),
         (
             ("--teacher_name", "seven"),
             ["/seven --served-model-name seven --port 8000", "15 GB of weights over 1 of 80 GB, 0.9 of it"],

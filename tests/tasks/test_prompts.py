@@ -106,6 +106,15 @@ def test_a_prompt_that_cannot_be_used_names_its_row(plain: Any, prompts: list[st
         check(prompts, 10, plain)
 
 
+def test_no_prompt_is_measured_by_a_limit_below_0(plain: Any) -> None:
+    """Case: a model of 3 tokens, and completions of 4."""
+    with pytest.raises(
+        DataError, match="prompt 1 is too long: 4 tokens, and a completion leaves room for none"
+    ) as found:
+        check(["1+1="], 3, plain)
+    assert "the model holds 3 tokens, and a completion may take 4" in str(found.value.why)
+
+
 WITH_TURNS = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + ' ' + m['content'] + '<|im_end|>' }}\n{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant ' }}{% endif %}"

@@ -97,7 +97,7 @@ def _served(config: TrainConfig, name: str, share: float) -> tuple[int, str]:
             n = next((n for n in able if weights / n <= room), able[-1])
             over = "" if weights / n <= room else ", which is likely out of memory"
             return n, f"{weights:.2g} GB of weights over {n} of {memory:g} GB, {share:g} of it for vLLM{over}"
-    return 1, "its size is not known here"
+    return 1, "its size is not known here (teacher_name: its folder)"
 
 
 def _teachers_server(config: TrainConfig, longest: int) -> list[str]:
@@ -110,9 +110,10 @@ def _teachers_server(config: TrainConfig, longest: int) -> list[str]:
     seen = "" if c.teacher_prompt else f" --max-model-len {longest + config.rollout.max_completion_length + 1}"
     name = c.teacher_name or ""
     model = f"{shlex.quote(model_path(name))} --served-model-name {shlex.quote(name)}" if name else "MODEL"
+    head, parallel = max(20, c.head_size or 0), _served(config, name, 0.9)[0]
     return [
-        f"vllm serve {model} --port {urlsplit(c.teacher_url).port or 80} --dtype {dtype}{seen} --max-logprobs "
-        f"{max(20, c.head_size or 0)} --tensor-parallel-size {_served(config, name, 0.9)[0]} &   # at {c.teacher_url}"
+        f"vllm serve {model} --port {urlsplit(c.teacher_url).port or 80} --dtype {dtype}{seen} --max-logprobs {head} "
+        f"--tensor-parallel-size {parallel} &   # on GPUs of its own, at {c.teacher_url}"
     ]
 
 

@@ -147,8 +147,9 @@ def check_prompts(
             why, fix = "a model cannot continue an empty prompt", "remove or repair this row"
             raise DataError(f"prompt {row} has no tokens", got=got, why=why, fix=fix)
         if room is not None and length > room:
+            limit = f"the limit is {room}" if room > 0 else "a completion leaves room for none"
             raise DataError(
-                f"prompt {row} is too long: {length} tokens, and the limit is {room}",
+                f"prompt {row} is too long: {length} tokens, and {limit}",
                 got=got,
                 why=f"the model holds {max_model_length} tokens, and a completion may take {max_new_tokens} of them",
                 fix="remove or shorten this prompt, or allow fewer tokens per completion",

@@ -17,6 +17,7 @@ import pytest
 import torch
 import yaml
 from tests.engines.verl.programs import LIMIT, TEACHER, as_words, started, training, with_engines
+from tests.training.lies import cells, folder_of, loaded, scores, spans
 from transformers import AutoTokenizer
 
 from klamp import KLConfig
@@ -97,6 +98,13 @@ def test_a_short_run(tmp_path: Path) -> None:
     differences = logged(folder, ENGINE)
     assert len(differences) == 2 and max(differences) < SAME, "vLLM follows the actor"
     assert [row["teacher/kl"] for row in rows] == pytest.approx([row["kl/k3"] for row in rows], abs=SAME)
+    # where the page says that its model lies, by the lines that it has
+    model, begun = loaded(folder, "verl"), load_model("builtin")
+    assert (scores(model) - scores(begun)).abs().max() > 1e-4, "it is the trained one"
+    evaluate, option = spans(cells("verl")["evaluate it, or train on from it"])
+    assert main(evaluate.replace("RUN", str(folder)).split()[1:]) == 0
+    given = option.replace("FOLDER", str(folder_of(folder, "verl"))).split()
+    assert given[0] == "--model" and torch.equal(scores(load_model(given[1])), scores(model))
 
 
 def test_a_teacher_trains_a_student_by_the_commands_of_the_page(tmp_path: Path) -> None:
