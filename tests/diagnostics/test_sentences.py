@@ -205,6 +205,12 @@ PAIRS: list[Pair] = [
         H(**PRICED, beta__price=[5.0] * 20, kl__budget=[10.0] * 20),  # what a clip leaves free costs nothing
     ),
     (
+        "kl-dominates",
+        "a nat of a completion costs 5 of reward",
+        H(**PRICED, beta__price=[5.0] * 20, kl__budget=[0.01] * 20),  # it leaves hardly anything
+        H(**PRICED, beta__price=[2.0] * 20, kl__budget=[0.01] * 20),
+    ),
+    (
         "huge-values",
         "kl/k3 is 5.0e+03, train/loss is nan",
         H(k3=[5e3], train__loss=[NAN]),

@@ -442,7 +442,7 @@ def kl_inert(history: History) -> Evidence | None:
 
 def kl_dominates(history: History) -> Evidence | None:
     """Finds a beta at which even the optimum stays at the reference."""
-    free = history.latest.get("kl/budget", 0.0) > 0  # what lies below a clip's budget costs nothing
+    free = history.latest.get("kl/budget", 0.0) >= DOMINATES.value  # what lies below a clip's budget costs nothing
     prices = [] if free or not history.penalized else history.last("beta/price", DOMINATES_STEPS)
     return outweighs(history, prices, "reference")
 

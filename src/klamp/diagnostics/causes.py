@@ -91,9 +91,9 @@ def weak_kl(history: History) -> tuple[float, str] | None:
     found = kl_pull(history, WINDOW)
     if found is None or found >= WEAK_PULL:
         return None
-    beta = history.last("beta", 1)
+    beta, more = history.last("beta", 1), "Raise beta" if history.settings.target_kl is None else "Lower target_kl"
     at = f" at beta {number(beta[0])}" if beta else ""
-    text = f"the KL hardly holds the policy: it pulls with {100 * found:.2g} % of the reward's strength{at}. Raise beta"
+    text = f"the KL hardly holds the policy: it pulls with {100 * found:.2g} % of the reward's strength{at}. {more}"
     return min(WEAK_PULL / max(found, 1e-12), 3.0), text
 
 
