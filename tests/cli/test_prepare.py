@@ -206,6 +206,13 @@ def test_the_command_that_starts_a_teachers_server(
     assert len(commands(prepared("trl", capsys))) == 5, "no server where there is none"
 
 
+def test_an_adapter_is_said_to_lie_where_it_does(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    text = prepared("trl", capsys, "--lora_r", "8")
+    assert "checkpoint-N, the adapter, as peft loads it" in text and "klamp evaluate" in text
+    text = prepared("verl", capsys, "--lora_r", "8")
+    assert "global_step_N, the adapter, in verl's shards alone" in text and "klamp evaluate" not in text
+
+
 @pytest.mark.parametrize("backend", ["trl", "verl"])
 def test_a_shell_takes_what_is_printed(folder: Path, capsys: pytest.CaptureFixture[str], backend: str) -> None:
     """Every line is one simple command to bash, in a folder whose name has a space and a quote."""

@@ -67,4 +67,5 @@ def test_the_table_has_the_rows_that_are_done_here_and_what_prepare_prints() -> 
         rows = cells(backend)
         assert tuple(rows) == ROWS
         (place,), inside = spans(rows[ROWS[0]])[:1], spans(rows[ROWS[1]])
-        assert "/".join([place, *inside]).rstrip("/") == LIES[backend], "the same is printed by --prepare"
+        assert "/".join([place, *inside]).rstrip("/") == LIES[backend, False].partition(",")[0]
+        assert LIES[backend, True].startswith(place), "the same is printed by --prepare"

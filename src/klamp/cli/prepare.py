@@ -24,8 +24,13 @@ INSTALL = {
 """Backend -> what brings it with its engine, in a clone of klamp; which vLLM that is."""
 SPREAD = ", by --verl_args distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size={} "
 SPREAD += "distillation.n_gpus_per_node={}"
-LIES = {"trl": "checkpoints/checkpoint-N", "verl": "checkpoints/global_step_N/actor/huggingface"}
-"""Backend -> where the model lies in a run's folder, as transformers loads it."""
+LIES = {
+    ("trl", False): "checkpoints/checkpoint-N, as transformers loads it",
+    ("trl", True): "checkpoints/checkpoint-N, the adapter, as peft loads it",
+    ("verl", False): "checkpoints/global_step_N/actor/huggingface, as transformers loads it",
+    ("verl", True): "checkpoints/global_step_N, the adapter, in verl's shards alone",
+}
+"""Backend, and whether an adapter is trained -> where the model lies in a run's folder."""
 
 
 def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
@@ -54,13 +59,14 @@ def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
         commands = [shlex.join(["klamp", "train", *_words(argv)])]
     else:
         load, commands = _trl(argv, config, shape, longest)
-    ends = [shlex.join(["klamp", *words, str(folder)]) for words in (["report"], ["evaluate", "--checkpoint"])]
+    adapter, looks = config.model.lora_r > 0, [["report"], ["evaluate", "--checkpoint"]]
+    ends = [shlex.join(["klamp", *words, str(folder)]) for words in looks[: 1 if adapter and backend == "verl" else 2]]
     lines = [INSTALL[backend], *_teachers_server(config, longest), *commands, *ends]
     return "\n\n".join([
         "klamp train --prepare: model, prompts and reward are opened; nothing is started or written",
         *([] if load is None else [_sizes(config, load)]),
         "next, where the GPUs are\n\n" + "\n".join(f"  {line}" for line in lines),
-        f"the model, as transformers loads it: {folder / LIES[backend]}",
+        f"the model: {folder / LIES[backend, adapter]}",
     ])  # fmt: skip
 
 

@@ -6,6 +6,7 @@ stands together with is a `Refusal` below its table.
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -28,23 +29,18 @@ if TYPE_CHECKING:
 Runner: TypeAlias = Callable[[TrainConfig, Sequence[Observer]], RunSummary]
 
 
+RUNS: Mapping[Backend, str] = {
+    "local": "trainer.Trainer",
+    "trl": "in_trl.run.TRLRun",
+    "verl": "in_verl.run.VerlRun",
+    "tinker": "service.run.TinkerTrainer",
+}
+
+
 def run_of(backend: Backend) -> type[Training]:
     """The class that carries a run out with a backend; the libraries of the others are not loaded."""
-    if backend == "tinker":
-        from klamp.training.service.run import TinkerTrainer
-
-        return TinkerTrainer
-    if backend == "trl":
-        from klamp.training.in_trl.run import TRLRun
-
-        return TRLRun
-    if backend == "verl":
-        from klamp.training.in_verl.run import VerlRun
-
-        return VerlRun
-    from klamp.training.trainer import Trainer
-
-    return Trainer
+    module, _, name = RUNS[backend].rpartition(".")
+    return getattr(importlib.import_module(f"klamp.training.{module}"), name)
 
 
 def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSummary:
@@ -121,10 +117,9 @@ def refused(config: TrainConfig, table: Mapping[str, Row]) -> list[Refusal]:
 
 OF_VERL = ("max_prompt_length", "machines", "ray_address", "stall_timeout", "verl_args")
 """Fields that say how verl is started, and mean nothing elsewhere."""
-NO_VERL = {
-    field: Row("it says how verl is started, and verl is not who trains", f"leave {field} out, or set backend to verl")
-    for field in OF_VERL
-}
+NO_VERL = dict.fromkeys(
+    OF_VERL, Row("it says how verl is started, and verl is not who trains", "leave it out, or set backend to verl")
+)
 OWN_LOOP = NO_VERL | {
     **dict.fromkeys(
         ("gpus", "gpu_memory"), Row("nothing is divided there", "leave it out, or set backend to trl or verl")
@@ -241,12 +236,9 @@ VERL = {
         "leave mask_truncated_completions out, and give max_completion_length room",
     ),
     "max_steps": Row("verl has no run without a step", "set max_steps to 1 or more", (0,)),
-    **{
-        field: Row(
-            "verl has a correction of its own", f"leave {field} out; verl_args takes algorithm.rollout_correction"
-        )
-        for field in TRUST
-    },
+    **dict.fromkeys(
+        TRUST, Row("verl has a correction of its own", "leave it out; verl_args takes algorithm.rollout_correction")
+    ),
     "lr_scheduler_type": Row("verl's schedules are constant and cosine", "use cosine or constant", ("linear",)),
 }
 

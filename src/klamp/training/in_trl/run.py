@@ -31,7 +31,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState  # noqa: 
 from trl.models import unwrap_model_for_generation  # noqa: E402
 
 from klamp.diagnostics.names import translate  # noqa: E402
-from klamp.errors import ConfigError, KLWarning, MissingLibrary  # noqa: E402
+from klamp.errors import ConfigError, KLWarning, missing_library  # noqa: E402
 from klamp.hosts.common.sampler_weights import pack_nothing  # noqa: E402
 from klamp.hosts.trl.exact import weights_are_split  # noqa: E402
 from klamp.hosts.trl.grpo_config import GRPOConfig  # noqa: E402
@@ -256,13 +256,8 @@ def check_vllm(config: TrainConfig) -> None:
     """
     asked = config.rollout.sampler == "vllm" or config.rollout.sampler_url is not None
     if asked and find_spec("vllm") is None:
-        raise MissingLibrary(
-            "sampler='vllm' needs vLLM, which is not installed",
-            got="no module vllm",
-            why="TRL talks to vLLM's server through it, or generates with it in the training processes",
-            fix='pip install "trl[vllm]", or in a checkout of klamp make an environment that has it for CPUs: '
-            "scripts/environment.sh vllm; or leave sampler and sampler_url out",
-        )
+        instead = "in a checkout of klamp scripts/environment.sh vllm for CPUs; or leave sampler and sampler_url out"
+        raise missing_library('"trl[vllm]"', by="sampler='vllm'", instead=instead)
     if asked:
         caution_beside("vllm")
 
