@@ -22,8 +22,10 @@ INSTALL = {
     "verl": "pip install '.[train,verl]' 'verl[vllm]'   # once, apart from others; verl 0.9.1 names vLLM 0.24.0",
 }
 """Backend -> what brings it with its engine, in a clone of klamp; which vLLM that is."""
-SPREAD = ", by --verl_args distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size={} "
-SPREAD += "distillation.n_gpus_per_node={}"
+SPREAD = (
+    "GPUs of a teacher: --verl_args distillation.teacher_models.teacher_model.inference.tensor_model_parallel_size={} "
+    "distillation.n_gpus_per_node={}"
+)
 LIES = {
     ("trl", False): "checkpoints/checkpoint-N, as transformers loads it",
     ("trl", True): "checkpoints/checkpoint-N, the adapter, as peft loads it",
@@ -75,9 +77,10 @@ def _sizes(config: TrainConfig, load: Load) -> str:
     teacher, gpus = config.teacher, config.run.gpus
     if teacher.there and config.run.backend == "verl":
         told.append(f"{len(teacher.models)} more than these {gpus} GPUs for the teacher: a vLLM of its own on each")
-        for name in teacher.models.values():
-            n, said = _served(config, name, 0.5)  # which is verl's for a teacher
-            told.append(f"the teacher {name}: {said}{'' if n == 1 else SPREAD.format(n, n * len(teacher.models))}")
+        served = [_served(config, name, 0.5) for name in teacher.models.values()]  # half is verl's for a teacher
+        told += [f"the teacher {name}: {said}" for name, (_, said) in zip(teacher.models.values(), served, strict=True)]
+        if (n := max(n for n, _ in served)) > 1:
+            told.append(SPREAD.format(n, n * len(served)))
     elif teacher.there and teacher.teacher_url:
         said = _served(config, teacher.teacher_name or "", 0.9)[1]
         told.append(f"the teacher is a server of its own: on none of these GPUs, started before the run; {said}")

@@ -21,6 +21,7 @@ from verl.utils.torch_functional import logprobs_from_logits
 from verl.workers.config import ActorConfig, DistillationConfig
 
 from klamp import KLConfig
+from klamp.cli.prepare import SPREAD
 from klamp.config.teacher import TeacherConfig
 from klamp.core.objective import Objective, Weighted, grpo_loss
 from klamp.core.topk import topk_kl
@@ -237,6 +238,19 @@ def test_a_teacher_comes_back(fields: dict[str, Any]) -> None:
     to_reference, to_teacher = effective(config).terms
     assert to_reference.beta == 0.02 and to_teacher.beta == teacher.teacher_coef
     assert MODEL in to_teacher.term and to_teacher.gradient.endswith("KL(policy||teacher)")
+
+
+@pytest.mark.usefixtures("registered")
+@pytest.mark.parametrize("models", [("math=/models/a",), ("math=/models/a", "code=/models/b")])
+def test_a_teacher_is_spread_by_what_prepare_advises(models: tuple[str, ...]) -> None:
+    several = len(models) > 1
+    teacher = TeacherConfig(
+        teacher_models=models if several else (), teacher_key="subject" if several else "",
+        teacher_model=None if several else MODEL,
+    )  # fmt: skip
+    advice = SPREAD.partition("--verl_args ")[2].format(2, 2 * len(models)).split()
+    found = distillation(composed([*overrides(KLConfig(beta=0), teacher), *advice]))
+    assert [each.world_size for each in found.teacher_models.values()] == [2] * len(models)
 
 
 @pytest.mark.usefixtures("registered")
