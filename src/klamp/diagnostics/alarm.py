@@ -94,14 +94,57 @@ def number(value: float) -> str:
     return f"{value:.3g}"
 
 
-def is_apart(a: Sequence[float], b: Sequence[float], *, errors: float) -> bool:
-    """Whether the means of two stretches of a curve differ by more than so many standard errors."""
+LONG = 20
+"""Values of a curve in whose scatter a single jump is little."""
+
+
+def is_apart(a: Sequence[float], b: Sequence[float], *, errors: float, curve: Sequence[float] = ()) -> bool:
+    """Whether stretches of a curve differ by more than so many standard errors, by their scatter or a long curve's."""
     if min(len(a), len(b)) < 2:
         return False
-    error = math.hypot(*(noise(x) / math.sqrt(len(x)) for x in (a, b)))
-    return abs(fmean(a) - fmean(b)) > errors * error
+    whole = curve if len(curve) >= LONG else ()
+    error = math.hypot(*(noise(whole or x) / math.sqrt(len(x)) for x in (a, b)))
+    return abs(fmean(a) - fmean(b)) > _of_few(errors, len(whole) or len(a) + len(b) - 1) * error
+
+
+def least_and_most(values: Sequence[float]) -> tuple[float, float]:
+    """Between which bounds the mean lies that a curve scatters around: 3 standard errors by its own scatter."""
+    size = _of_few(3.0, len(values)) * noise(values) / math.sqrt(len(values))
+    return fmean(values) - size, fmean(values) + size
+
+
+def _of_few(errors: float, values: int) -> float:
+    """The multiple of an error by few values that is as seldom as that of a normal law: Student's t (Gaver and Kafadar,
+    1984). Differences of neighbours have 2/3 as many degrees of freedom as values less one.
+    """
+    nu = max(2 * (values - 1) / 3, 2.0)
+    return math.sqrt(nu * math.expm1(errors * errors * (nu - 1.5) / (nu - 1) ** 2))
+
+
+def margin(history: History, name: str, size: float, *, steps: int = 1) -> float:
+    """Four standard errors of the latest mean of k1 or k3, or of some steps, where two models are apart by a size.
+
+    Equation: log-ratios of variance v = 2 L have a k3 of mean L and standard deviation sqrt(2) L.
+    """
+    return 4 * ((2 * size) ** 0.5 if name.endswith("k1") else 2**0.5 * size) / (steps * tokens_told(history)) ** 0.5
+
+
+FEW_TOKENS = 200
+"""Tokens of a step whose record tells neither them nor the length of a completion; no step has fewer, mostly."""
+
+
+def tokens_told(history: History) -> float:
+    """The tokens of the latest step, or the least that its record tells."""
+    rows, last = history.completions.get(history.step, []), history.latest
+    told = sum(len(each.log_ratios()) for each in rows) or last.get("length/mean", 0.0) * (
+        history.settings.prompts or 1
+    )
+    if len(history.rows) == 1:  # a running total
+        told = max(told, last.get("length/total", 0.0))
+    return max(told, 1.0) if 0 < told < math.inf else FEW_TOKENS
 
 
 def noise(*stretches: Sequence[float]) -> float:
     """The standard deviation of a curve around its own trend, from the differences of neighbours in these stretches."""
-    return math.sqrt(fmean((x - y) ** 2 for values in stretches for x, y in pairwise(values)) / 2)
+    steps = [x - y for values in stretches for x, y in pairwise(values)]
+    return math.sqrt(fmean(x * x for x in steps) / 2) if steps else 0.0

@@ -10,7 +10,7 @@ from itertools import pairwise
 from statistics import fmean, median, stdev
 
 from klamp.diagnostics import causes
-from klamp.diagnostics.alarm import Evidence, Limit, is_apart, number
+from klamp.diagnostics.alarm import Evidence, Limit, is_apart, margin, noise, number, tokens_told
 from klamp.diagnostics.alarms_run import not_trained
 from klamp.diagnostics.alarms_tokens import blame, improbable_k1
 from klamp.diagnostics.causes import kl_pull, spread_within_groups
@@ -22,7 +22,7 @@ NEGATIVE_STEPS = Limit(
 NEGATIVE_K1 = Limit(value=1e-4, unit="nats per token below 0", source="the size of the step-zero limit")
 NEGATIVE_AT_ONCE = Limit(
     value=0.1,
-    unit="nats per token below 0 in one step, or 14 per completion",
+    unit="nats per token below 0 in one step, of few tokens 14 in all, or 14 per completion",
     source="E[exp(-k1)] <= 1: one in a million over 140 tokens, or over one completion",
 )
 NEGATIVE_COMPLETION = 14.0
@@ -32,15 +32,21 @@ NEGATIVE_FEW = Limit(
     source="the share of Student's t beyond that is 5 in 100,000",
 )
 FAR_WINDOW, FAR_RATIO, FAR_FLOOR = 5, 10.0, 0.05
+FAR_ERRORS, FAR_NOISE = 3.0, 20
 K3_FAR = Limit(
     value=FAR_RATIO,
     unit=f"times k1 (and the exact KL), mean over {FAR_WINDOW} steps, k3 above {FAR_FLOOR} nats per token",
-    source="both estimate the same KL; below the floor (the GRPO tutorial's lower target) k1 may be 0 by noise",
+    source="both estimate the same KL; the floor is the GRPO tutorial's lower target",
 )
 FAR_AT_ONCE = Limit(
     value=100, unit="times k1 in one step, k3 above 1 nat per token", source="seen in the field: k3 1635, k1 .003"
 )
-SPIKE = Limit(value=3, unit="times the highest of the 5 steps before", source="klamp's choice")
+SPIKE_MEMORY, SPIKE_ERRORS, SAME_KL = 20, 6.0, 1e-4
+SPIKE = Limit(
+    value=3,
+    unit="times the highest of the 20 steps before; of samples twice in a row, or far beyond their scatter",
+    source="klamp's choice",
+)
 SPIKE_FLOOR = Limit(
     value=0.2,
     unit="nats per token; 1 where there are fewer than 5 steps to compare with, or fewer than 16 prompts in a step",
@@ -66,7 +72,8 @@ DILUTION_KEPT = Limit(value=0.9, unit="of the KL per completion is still there",
 
 def negative_k1(history: History) -> Evidence | None:
     """Finds an estimate that is below 0 step after step, or in one step by more than chance."""
-    at_once = {"kl/k1": NEGATIVE_AT_ONCE.value, "kl/k3": NEGATIVE_AT_ONCE.value, "kl/k1_sequence": NEGATIVE_COMPLETION}
+    token = max(NEGATIVE_AT_ONCE.value, NEGATIVE_COMPLETION / tokens_told(history))
+    at_once = {"kl/k1": token, "kl/k3": token, "kl/k1_sequence": NEGATIVE_COMPLETION}
     for name, limit in at_once.items():
         if history.latest.get(name, 0.0) < -limit:
             unit = "completion" if name.endswith("sequence") else "token"
@@ -92,7 +99,8 @@ def k3_far_above_k1(history: History) -> Evidence | None:
         if len(k1) < window or not math.isfinite(sum(history.latest.get(x, math.nan) for x in ("kl/k1", "kl/k3"))):
             continue
         exact = history.last("kl/exact", window)
-        other = max(abs(fmean(k1)), fmean(exact) if exact else 0.0)
+        scatter = noise(history.last("kl/k1", FAR_NOISE)) / window**0.5
+        other = max(abs(fmean(k1)) + FAR_ERRORS * scatter, fmean(exact) if exact else 0.0)
         if fmean(k3) >= floor and fmean(k3) > ratio * other:
             over = f"on average of the last {window}" if window > 1 else "in this step"
             text = f"kl/k3 is {number(fmean(k3))} nats per token {over}, kl/k1 {number(fmean(k1))}"
@@ -102,18 +110,29 @@ def k3_far_above_k1(history: History) -> Evidence | None:
 
 
 def kl_spike(history: History) -> Evidence | None:
-    """Finds a KL that jumped in one step."""
-    values = history.kl(6)
-    prompts = history.rows[-1].prompts if history.rows else None
-    prompts = history.settings.prompts if prompts is None else prompts
-    few = len(values) < 6 or (prompts is not None and prompts < SPIKE_PROMPTS)
-    highest = max(map(abs, values[:-1]), default=math.inf)
-    if not values or values[-1] < (1.0 if few else SPIKE_FLOOR.value) or values[-1] <= SPIKE.value * highest:
-        return None
-    before = f"{number(max(values[:-1]))} was the highest of {len(values) - 1} before"
-    text = f"{history.kl_name()} jumped to {number(values[-1])} nats per token, {before}"
-    why = causes.likely_causes(history, causes.last_jump, causes.stale_sampler)
-    return Evidence(text, blame(history, history.step), why)
+    """Finds a KL that jumped: in one step, or of samples that scatter in a step and the one after it."""
+    prompts = (history.rows[-1].prompts if history.rows else None) or history.settings.prompts or SPIKE_PROMPTS
+    exact = history.kl_name() == "kl/exact"
+    for stays in (1,) if exact else (1, 2):
+        values = history.kl(SPIKE_MEMORY + stays)
+        before, now = values[:-stays], min(values[-stays:], default=0.0)
+        few = len(before) < 5 or prompts < SPIKE_PROMPTS
+        highest = max(map(abs, before), default=math.inf)
+        if now < (1.0 if few else SPIKE_FLOOR.value) or now <= SPIKE.value * highest:
+            continue
+        if stays == 2 or len(before) < 5 or exact or _stands_out(before, now):
+            jump = causes.last_jump if stays == 1 else causes.learning_rate
+            why = causes.likely_causes(history, jump, causes.stale_sampler)
+            said = f"{number(max(before))} was the highest of {len(before)} before"
+            text = f"{history.kl_name()} jumped to {number(now)} nats per token, {said}"
+            return Evidence(text, blame(history, history.step), why)
+    return None
+
+
+def _stands_out(before: Sequence[float], now: float) -> bool:
+    """Whether a value lies beyond what the curve scattered by, in powers of e: sampled KLs have a long tail."""
+    logs = [math.log(abs(value)) for value in before if abs(value) > SAME_KL]
+    return len(logs) < 2 or math.log(now) - fmean(logs) > SPIKE_ERRORS * noise(logs)
 
 
 def after_spike(history: History, seen: Evidence, after: Sequence[Row]) -> Evidence:
@@ -162,8 +181,6 @@ STEP_ZERO_OTHERS = Limit(
     unit="nats per token, in the record of another trainer, and 4 standard errors of as many tokens as it tells",
     source="what bfloat16 against float32 explains: .02 to .07 on average in size",
 )
-FEW_TOKENS = 200
-"""Tokens of a step whose record tells neither them nor the length of a completion; no step has fewer, mostly."""
 DETACHED_WINDOW, DETACHED_ERRORS = 5, 4.0
 DETACHED = Limit(
     value=0.01,
@@ -206,7 +223,7 @@ FAR_COMPLETION = Limit(
 GROWING = Limit(
     value=1.3,
     unit="times the KL of the 10 steps before, twice in a row and by 3 standard errors, above 0.1 nats per token, "
-    "while the reward did not rise by 2",
+    "while the reward did not rise by 1",
     source="klamp's choice",
 )
 GROWING_FLOOR = 0.1
@@ -217,30 +234,20 @@ def step_zero(history: History) -> Evidence | None:
     names = ("kl/exact", "kl/k1") if history.settings.k3_over_updates else ("kl/k3", "kl/exact", "kl/k1")
     name, kl = _first_kl(history, names)
     elsewhere = history.settings.other_kernels
-    bound = STEP_ZERO_OTHERS.value + _margin(history, name) if elsewhere else STEP_ZERO.value
+    size = STEP_ZERO_OTHERS.value
+    bound = size + margin(history, name, size) if elsewhere else STEP_ZERO.value
     if history.settings.other_reference or not abs(kl) > bound:
         return None
     text = f"{name} is {kl:.2e} nats per token before the first update and should be about 0"
     return Evidence(text, blame(history, history.step))
 
 
-def _margin(history: History, name: str) -> float:
-    """Four standard errors of a step's mean of k1 or k3 where other kernels alone set two models apart by the limit.
-
-    Equation: log-ratios of variance v = 2 L have a k3 of mean L and standard deviation sqrt(2) L.
-    """
-    rows, last = history.completions.get(history.step, []), history.latest
-    tokens = sum(len(each.log_ratios()) for each in rows) or last.get(
-        "length/total", last.get("length/mean", FEW_TOKENS)
-    )
-    size, least = STEP_ZERO_OTHERS.value, max(tokens if math.isfinite(tokens) else FEW_TOKENS, 1.0)
-    return 4 * ((2 * size) ** 0.5 if name == "kl/k1" else 2**0.5 * size) / least**0.5
-
-
 def reference_differs(history: History) -> Evidence | None:
     """Finds a reference that was chosen and is far from the model that training starts from."""
     name, kl = _first_kl(history, ("kl/exact", "kl/k3"))
-    if not history.settings.other_reference or not kl > REFERENCE_DIFFERS.value:
+    size = REFERENCE_DIFFERS.value
+    bound = size if name == "kl/exact" else size + margin(history, name, size)
+    if not history.settings.other_reference or not kl > bound:
         return None
     text = f"{name} is {number(kl)} nats per token to the chosen reference, before the first update"
     return Evidence(text, blame(history, history.step))
@@ -258,7 +265,8 @@ def detached_reference(history: History) -> Evidence | None:
     why = [FOLLOWS] if len(moves) == 2 else []
     before, now = history.first("reward", window), history.last("reward", window)
     kl, length = history.last(name, window), history.last("length/mean", window)
-    if min(map(len, (before, now, kl))) < window or not is_apart(before, now, errors=DETACHED_ERRORS):
+    curve = history.last("reward", EARLY)
+    if min(map(len, (before, now, kl))) < window or not is_apart(before, now, errors=DETACHED_ERRORS, curve=curve):
         still, equal = (history.last(each, int(STILL.value)) for each in (name, "groups/saturated"))
         if len(still) < STILL.value or any(still) or min(equal, default=0.0) == 1:
             return None
@@ -340,7 +348,7 @@ def kl_growing(history: History) -> Evidence | None:
         if fmean(after) < GROWING.value * fmean(before) or not is_apart(before, after, errors=3):
             return None
     early, late = reward[:10], reward[20:]
-    if fmean(late) > fmean(early) and is_apart(early, late, errors=2):
+    if fmean(late) > fmean(early) and is_apart(early, late, errors=1):
         return None
     return Evidence(
         f"{name} grew from {number(fmean(parts[0]))} to {number(fmean(parts[2]))} nats per token, and the reward went "

@@ -7,7 +7,7 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from klamp.diagnostics import causes
-from klamp.diagnostics.alarm import Evidence, Limit, is_apart, noise, number
+from klamp.diagnostics.alarm import LONG, Evidence, Limit, is_apart, least_and_most, noise, number
 from klamp.diagnostics.causes import PAYS, REPEATED
 from klamp.diagnostics.history import EARLY, WRITTEN, History
 
@@ -215,10 +215,10 @@ LONGER = Limit(
     source="klamp's choice",
 )
 MORE_REPEATED = Limit(value=0.2, unit="more of them than in the first 5 steps", source="a task may want repetition")
-SATURATED_STEPS = 20
+SATURATED_STEPS, SATURATED_GROUPS = 20, 60
 SATURATED = Limit(
     value=0.99,
-    unit=f"of the groups have equal rewards, mean of {SATURATED_STEPS} steps",
+    unit=f"of the groups have equal rewards, mean of {SATURATED_STEPS} steps, or of {SATURATED_GROUPS} prompts",
     source="klamp's choice: 99 % right in groups of 8 leaves 92 %",
 )
 TRUNCATED = Limit(value=0.25, unit="of the completions, mean over 5 steps", source="klamp's choice")
@@ -274,7 +274,10 @@ def repetition(history: History) -> Evidence | None:
     start, now = history.first("length/repeated", 5), history.last("length/repeated", 5)
     if min(len(start), len(now)) < 5 or fmean(now) < REPEATED.value:
         return None
-    if fmean(now) - fmean(start) < MORE_REPEATED.value:
+    rose = is_apart(
+        start, now, errors=3.5 if len(history.rows) > LONG else 3, curve=history.last("length/repeated", EARLY)
+    )
+    if fmean(now) - fmean(start) < MORE_REPEATED.value or not rose:
         return None
     entropy = history.first("policy/entropy", 5), history.last("policy/entropy", 5)
     lost = f"; the entropy went from {number(fmean(entropy[0]))} to {number(fmean(entropy[1]))}" if all(entropy) else ""
@@ -287,15 +290,16 @@ def repetition(history: History) -> Evidence | None:
 
 def saturated(history: History) -> Evidence | None:
     """Finds a run in which no group has a spread of rewards any more."""
-    values = history.last("groups/saturated", SATURATED_STEPS)
-    if len(values) < SATURATED_STEPS or fmean(values) < SATURATED.value:
+    steps = max(SATURATED_STEPS, math.ceil(SATURATED_GROUPS / (history.settings.prompts or SATURATED_GROUPS)))
+    values = history.last("groups/saturated", steps)
+    if len(values) < steps or fmean(values) < SATURATED.value:
         return None
     rewards = history.last("reward", SATURATED_STEPS)
     at = f" at {number(fmean(rewards))}" if rewards else ""
     entropy = history.last("policy/entropy", 5)
     certain = f", the entropy is {number(fmean(entropy))} nats per token" if entropy else ""
     return Evidence(
-        f"{100 * fmean(values):.3g} % of the groups of {SATURATED_STEPS} steps have equal rewards{at}{certain}",
+        f"{100 * fmean(values):.3g} % of the groups of {steps} steps have equal rewards{at}{certain}",
         causes=[
             *_why_saturated(history, rewards),
             *causes.likely_causes(history, causes.repeats, causes.pays_for_length),
@@ -319,14 +323,15 @@ def _why_saturated(history: History, rewards: list[float]) -> list[str]:
 
 def truncated(history: History) -> Evidence | None:
     """Finds many completions that end at the length limit, where that is no part of the task."""
-    start, now = history.first("length/truncated", 5), history.last("length/truncated", 5)
-    pays = history.last("length/reward_correlation", 5)
+    curve, pays = history.last("length/truncated", EARLY), history.last("length/reward_correlation", 5)
+    start, now = history.first("length/truncated", 5), curve[-5:]
     if len(now) < 5 or fmean(now) <= TRUNCATED.value or (pays and fmean(pays) >= PAYS.value):
         return None
     equal = history.first("groups/saturated", 5)
-    useless = len(equal) == 5 and fmean(start) > TRUNCATED.value and fmean(equal) >= USELESS
+    from_start = least_and_most(history.first("length/truncated", LONG))[0] > TRUNCATED.value
+    useless = len(equal) == 5 and from_start and fmean(equal) >= USELESS
     by_design = fmean(start) > TRUNCATED.value or fmean(now) - fmean(start) <= MORE_TRUNCATED.value
-    if by_design and not useless:
+    if (by_design or not is_apart(start, now, errors=3.5, curve=curve)) and not useless:
         return None
     few = f", as from the start, where {100 * fmean(equal):.0f} % of the groups had equal rewards" if useless else ""
     earlier = few or f", {100 * fmean(start):.0f} % in the first"

@@ -5,9 +5,10 @@ followed. With several teachers those about the KL look at each. What each findi
 from __future__ import annotations
 
 import math
+from itertools import product
 from statistics import fmean
 
-from klamp.diagnostics.alarm import Evidence, Limit, Rule, is_apart, number
+from klamp.diagnostics.alarm import Evidence, Limit, Rule, is_apart, least_and_most, number
 from klamp.diagnostics.alarms_kl import DOMINATES_STEPS, INERT, INERT_KL, INERT_STEPS, STEP_ZERO, outweighs
 from klamp.diagnostics.causes import spread_within_groups
 from klamp.diagnostics.history import History
@@ -27,7 +28,7 @@ REACHED = Limit(
 INSIDE = Limit(value=0.5, unit=f"of the teacher's mass, mean of {SETTLED} steps", source="klamp's choice")
 OVERLAP = Limit(
     value=0.05,
-    unit="below the share of the 10 steps before, mean of 10, by 3 standard errors",
+    unit="below the share of the 10 steps before, mean of 10, by 4 standard errors",
     source="klamp's choice: on the way to a teacher it rises",
 )
 SAME = Limit(
@@ -63,9 +64,10 @@ def _mean(name: str, limit: Limit, text: str, *, steps: int = SETTLED, above: bo
     """The rule that a metric's mean over some steps lies past its limit; the text has a place for it."""
 
     def rule(history: History) -> Evidence | None:
-        for each in _each(history, name):
-            values = history.last(each, steps)
-            if len(values) == steps and (fmean(values) > limit.value if above else fmean(values) < limit.value):
+        for each, count in product(_each(history, name), (steps, 4 * steps)):
+            values = history.last(each, count)
+            least, most = least_and_most(values) if len(values) == count else (math.nan, math.nan)
+            if least > limit.value if above else most < limit.value:
                 return Evidence(text.format(fmean(values)) + f" ({each})" * (each != name))
         return None
 
@@ -96,7 +98,8 @@ def not_reached(history: History) -> Evidence | None:
         return None
     for name in _each(history):
         first, last = history.first(name, 10), history.last(name, 10)
-        if len(first) >= SETTLED and fmean(last) > max(REACH_FLOOR, REACHED.value * fmean(first)):
+        high = len(first) >= SETTLED and fmean(last) > max(REACH_FLOOR, REACHED.value * fmean(first))
+        if high and is_apart([x / 2 for x in first], last, errors=3):
             return Evidence(f"{name} was {number(fmean(first))} nats per token at first and is {number(fmean(last))}")
     return None
 
@@ -110,7 +113,7 @@ def _overlap_falls(history: History) -> Evidence | None:
     for name in _each(history, "teacher/overlap_ratio"):
         values = history.last(name, 20)
         before, now = values[:10], values[10:]
-        if len(values) == 20 and fmean(now) < fmean(before) - OVERLAP.value and is_apart(before, now, errors=3):
+        if len(values) == 20 and fmean(now) < fmean(before) - OVERLAP.value and is_apart(before, now, errors=4):
             return Evidence(f"{name} went from {number(fmean(before))} to {number(fmean(now))}, means of 10 values")
     return None
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 
-from klamp.diagnostics.alarm import Blamed, Evidence, Limit, number
+from klamp.diagnostics.alarm import Blamed, Evidence, Limit, least_and_most, margin, number
 from klamp.diagnostics.causes import MISMATCH
 from klamp.diagnostics.history import Completion, History, Side
 
@@ -122,7 +122,7 @@ UNSEEN = Limit(
     source="klamp's choice; a completion is its own context after a few tokens",
 )
 STEADY = 5
-"""Steps that the k1 of sampler and trainer is averaged over, as many as there are."""
+"""Steps until which the mean counts with a margin by tokens; later the scatter of 2 and 4 times as many does."""
 ONE_SIDED = 50
 """Tokens of which not one is likelier under the policy: other weights or kernels make some of them so."""
 SAME = 1e-4
@@ -140,15 +140,23 @@ LATER = 4
 def sampler_mismatch(history: History) -> Evidence | None:
     """Finds a sampler and a trainer that give the sampled tokens different probabilities."""
     sizes = _sizes(history.latest)
-    said = {name: number(history.latest[name]) for name in sizes}
-    if math.isfinite(history.latest.get("sampler/k1", math.nan)):  # of either sign: few tokens scatter
-        steady = history.last("sampler/k1", STEADY)
-        sizes["sampler/k1"], said["sampler/k1"] = abs(fmean(steady)), f"{number(fmean(steady))} (mean of {len(steady)})"
-    if not any(size > MISMATCH.value for size in sizes.values()):
+    if not any(_beyond_chance(history, name) for name in sizes):
         return None
-    text = ", ".join(f"{name} is {value}" for name, value in said.items())
+    seen = {name: history.last(name, 2 * STEADY) for name in sizes}
+    means = {name: f" ({number(fmean(x))}, mean of {len(x)})" if len(x) > 1 else "" for name, x in seen.items()}
+    text = ", ".join(f"{name} is {number(history.latest[name])}{mean}" for name, mean in means.items())
     tokens = blame(history, history.step, against="sampler")
     return Evidence(f"{text} nats per token", tokens, causes=causes_of(history))
+
+
+def _beyond_chance(history: History, name: str) -> bool:
+    """Whether a distance of sampler and policy is out of order: steadily by its scatter, or at once by its tokens."""
+    values = [x * x / 2 if name == "sampler/abs" else x for x in history.last(name, 4 * STEADY)]
+    ranges = [least_and_most(values[-steps:]) for steps in (2 * STEADY, 4 * STEADY) if len(values) >= steps]
+    if any(least > MISMATCH.value or most < -MISMATCH.value for least, most in ranges):
+        return True
+    seen, limit = (values, MISMATCH.value) if len(values) < STEADY else (values[-1:], OTHER_KERNELS.value)
+    return bool(seen) and abs(fmean(seen)) > limit + margin(history, name, limit, steps=len(seen))
 
 
 def _sizes(metrics: Mapping[str, float]) -> dict[str, float]:
