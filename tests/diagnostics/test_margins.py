@@ -21,6 +21,9 @@ PAIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "a step's KL by one token": (
         "kl-spike", {"k3": [*WILD, 0.9, 0.04]}, {"k3": [*WILD, 0.9, 0.8]},
     ),
+    "a KL of one token a completion": (
+        "detached-reference", {"k3": [*WILD, 0.05, 0.0004]}, {"k3": [*WILD, 0.05, 0.0]},
+    ),
     "a reference of 8 tokens": (
         "reference-differs", {"k3": [0.04], "length": [8.0], **OF_REFERENCE},
         {"k3": [0.08], "length": [8.0], **OF_REFERENCE},
@@ -56,7 +59,7 @@ PAIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     ),
     "a reward by 4 completions": (
         "reward-collapse", {"reward": [*SOLVED, 1.0, 1.0, 0.75, 1.0, 0.75, *SOLVED, 0.25, 0.5, 0.25, 0.0, 0.25]},
-        {"reward": [*SOLVED, *SOLVED, *[0.0] * 10]},
+        {"reward": [*SOLVED, *SOLVED, *SOLVED, *[0.0] * 25]},
     ),
     "two completions without a score": (
         "teacher-silent", {"teacher__unscored": [0.0, 0.25, 0.0, 0.3, 0.0] + [0.0] * 15},

@@ -97,8 +97,8 @@ PAIRS: list[Pair] = [
     ),
     (
         "kl-spike",
-        "kl/k3 jumped to 0.5 nats per token, 0.08 was the highest of 5 before",  # of all it was 0.9
-        H(k3=[0.9, *CALM, 0.5]),
+        "kl/k3 jumped to 0.5 nats per token, 0.08 was the highest of 20 before",  # of all it was 0.9
+        H(k3=[0.9, *CALM * 4, 0.5]),
         H(k3=[*CALM, 0.2]),
     ),
     (

@@ -74,8 +74,8 @@ PAIRS: list[Pair] = [
     ),
     (
         "sampler-mismatch",
-        "sampler/k1 is 0.02 (mean of 2), sampler/k3 is 0.001 nats per token",
-        H(sampler__k1=[0.035, 0.005], sampler__k3=[0.001] * 2),
+        "sampler/k1 is 0.05 (0.2, mean of 2), sampler/k3 is 0.001 (0.001, mean of 2) nats per token",
+        H(sampler__k1=[0.35, 0.05], sampler__k3=[0.001] * 2),
         H(sampler__k1=[0.009, -0.025], sampler__k3=[0.001] * 2),
     ),
     (

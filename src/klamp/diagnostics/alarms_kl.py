@@ -132,7 +132,7 @@ def kl_spike(history: History) -> Evidence | None:
 def _stands_out(before: Sequence[float], now: float) -> bool:
     """Whether a value lies beyond what the curve scattered by, in powers of e: sampled KLs have a long tail."""
     logs = [math.log(abs(value)) for value in before if abs(value) > SAME_KL]
-    return len(logs) < 2 or math.log(now) - fmean(logs) > SPIKE_ERRORS * noise(logs)
+    return len(logs) < 2 or abs(math.log(max(abs(now), 1e-9)) - fmean(logs)) > SPIKE_ERRORS * noise(logs)
 
 
 def after_spike(history: History, seen: Evidence, after: Sequence[Row]) -> Evidence:
@@ -276,7 +276,7 @@ def detached_reference(history: History) -> Evidence | None:
     reward_range = max(1.0, 2 * max(map(abs, (*before, *now))))
     least = 2 * ((fmean(now) - fmean(before)) / reward_range) ** 2
     seen = abs(fmean(kl)) * (fmean(length) if length else 1.0)
-    if seen >= DETACHED.value * least:
+    if max(map(abs, history.last(name, 20))) * (fmean(length) if length else 1.0) >= DETACHED.value * least:
         return None
     return Evidence(
         f"the reward went from {number(fmean(before))} to {number(fmean(now))}, which takes at least "
@@ -297,7 +297,7 @@ def _vanished(history: History) -> Evidence | None:
     least = min(values[:-1], default=0.0)
     if history.settings.moving_reference or len(values) < 3 or least < REFERENCE_DIFFERS.value:
         return None
-    if values[-1] > FELL.value * least:
+    if values[-1] > FELL.value * least or not _stands_out(history.kl(SPIKE_MEMORY)[:-1], values[-1]):
         return None
     return Evidence(
         f"{history.kl_name()} fell from {number(values[-2])} to {number(values[-1])} nats per token from one logged "
