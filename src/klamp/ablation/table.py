@@ -124,12 +124,17 @@ def _row(arm: str, runs: Sequence[Outcome]) -> ArmRow:
 
 def _cell(column: TableColumn, runs: Sequence[Outcome]) -> Cell | None:
     found = {run.seed: value for run in runs if (value := column.value(run)) is not None}
-    values = tuple(found.values())
-    return (
-        Cell(values=values, mean=fmean(values), interval=bootstrap_interval(values), seeds=tuple(found))
-        if found
-        else None
-    )
+    return cell_of(tuple(found.values()), tuple(found)) if found else None
+
+
+def cell_of(values: tuple[float, ...], seeds: tuple[int, ...] = ()) -> Cell:
+    """The cell of some values, at least one.
+
+    Args:
+        values: one per seed.
+        seeds: of the values; empty where nobody compares them.
+    """
+    return Cell(values=values, mean=fmean(values), interval=bootstrap_interval(values), seeds=seeds)
 
 
 def number(value: float) -> str:
