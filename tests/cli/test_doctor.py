@@ -57,7 +57,7 @@ def test_a_run_with_a_fault(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     out = capsys.readouterr().out
     assert "alarm: kl-spike: the KL jumped (step 7)" in out
     assert "seen         kl/k3 jumped to 0.7 nats per token, 0.04" not in out
-    assert "seen         kl/k3 jumped to 0.7 nats per token, 0.03 was the highest of 5 before" in out
+    assert "seen         kl/k3 jumped to 0.7 nats per token, 0.03 was the highest of 6 before" in out
     assert "likely       the learning rate, if the KL stays there: the KL rose by 0.67" in out
     assert "next step    Look at the tokens" in out
     assert "1 alarm;" in out

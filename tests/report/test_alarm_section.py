@@ -32,7 +32,7 @@ def test_a_finding_says_what_was_seen_and_what_to_do() -> None:
     facts = {each.one("dt").text: each.one("dd").text for each in made.one("dl").all("div")}
     alarm = ALARMS["kl-spike"]
     assert facts == {
-        "Seen": "kl/k3 jumped to 0.7 nats per token, 0.03 was the highest of 5 before",
+        "Seen": "kl/k3 jumped to 0.7 nats per token, 0.03 was the highest of 6 before",
         "Likely": "the learning rate, if the KL stays there: the KL rose by 0.67 nats per token from "
         "one logged step to the next. Take a "
         "tenth of it, or set kl_lr_guard",
