@@ -19,9 +19,9 @@ from klamp.diagnostics.history import History, Row, RunSettings
 
 Floats, Ints = NDArray[np.float64], NDArray[np.int64]
 
-SOUND, QUICK_SOUND = 2000, 20
-"""Runs that are sound: a third each of klamp's, of another trainer's, of a distillation."""
-TWINS, QUICK_TWINS = 120, 2
+SOUND, QUICK_SOUND = 400, 20
+"""Runs that are sound: a quarter each of klamp's, of another trainer's, of a distillation, of a chosen reference."""
+TWINS, QUICK_TWINS = 10, 2
 """Runs per thing that is wrong."""
 COMPLETIONS, GROUPS, STEPS = (4, 8, 16, 32, 64), (2, 4, 8), (40, 100, 200)
 LENGTHS = (1, 8, 40, 250)

@@ -149,7 +149,7 @@ def alarms_page() -> str:
         "information: it fails no check and is not shown during a run; `--fail-on` and `--stop-on` take its name too.",
         "Where a threshold comes from stands behind it in brackets. A limit on what is sampled counts with a margin",
         "from the number of samples: standard errors by the curve's own scatter, more of few steps (Student's t), or",
-        "by the tokens that a step tells. How often each rises by chance: [counts](records/benchmarks.md).",
+        "by the tokens that a step tells. How often each rises by chance: [counts](records/alarms-by-chance.md).",
         "What of them a record does not allow to check, the",
         "doctor lists with what it lacks. Those about a teacher: [Alarms of a teacher](records/teacher-alarms.md).",
         "",
