@@ -134,9 +134,10 @@ def test_an_object_of_lists_is_a_record_where_they_are_equally_long(tmp_path: Pa
         (5, {"kl/k3": 0.0, "reward": 0.5}),
         (10, {"kl/k3": 0.1, "reward": 0.25}),
     ]
-    file.write_text(json.dumps({**lists, "kl": [0.1]}), encoding="utf-8")
-    with pytest.raises(DataError, match="no log_history"):
-        read_record(file)
+    for other in ({**lists, "kl": [0.1]}, {"mask": [[1, 0]], "loss": [[0.5, 0.5]]}):
+        file.write_text(json.dumps(other), encoding="utf-8")
+        with pytest.raises(DataError, match="no log_history"):
+            read_record(file)
 
 
 @pytest.mark.parametrize("name", ["train.log", "train.json", "train.jsonl"])

@@ -109,7 +109,8 @@ def rows_by_metric(found: Mapping[str, Any]) -> list[dict[str, Any]]:
     where it is another one.
     """
     lists = {name: values for name, values in found.items() if isinstance(values, list) and values}
-    if lists and len(set(map(len, lists.values()))) == 1:
+    plain = not any(isinstance(value, list | dict) for values in lists.values() for value in values)
+    if plain and len(set(map(len, lists.values()))) == 1:
         return [dict(zip(lists, values, strict=True)) for values in zip(*lists.values(), strict=True)]
     columns = {name: values for name, values in found.items() if isinstance(values, dict) and values}
     if not columns or not all(step.isdigit() for values in columns.values() for step in values):
