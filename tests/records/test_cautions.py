@@ -46,7 +46,7 @@ CAUTIONS: list[tuple[str, Rows, Rows]] = [
 ]
 NOT_THEIRS = (
     *("Wall", "it\\ holds\\ no", "the\\ file\\ is", "row\\ .*?\\ of\\ log_history"),  # names, and errors
-    *("text\\ of\\ a\\ log", "TRL\\ trainer", "W\\&B", "verl\\ file", "JSONL\\ metrics", "NeMo"),  # who wrote it
+    *("text\\ of\\ a\\ log", "TRL\\ trainer", "W\\&B", "verl\\ file", "JSONL\\ metrics", "table\\ by"),  # who wrote it
 )
 
 

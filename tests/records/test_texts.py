@@ -134,6 +134,11 @@ def test_an_object_of_lists_is_a_record_where_they_are_equally_long(tmp_path: Pa
         (5, {"kl/k3": 0.0, "reward": 0.5}),
         (10, {"kl/k3": 0.1, "reward": 0.25}),
     ]
+    assert read_record(file).source == "table by metric"
+    file.write_text(json.dumps({"policy": [-1.0, -2.0], "ref": [-1.5, -2.5]}), encoding="utf-8")
+    with pytest.raises(DataError, match="no metric that klamp knows") as caught:
+        read_record(file)
+    assert caught.value.why == "its first row has policy, ref"
     for other in ({**lists, "kl": [0.1]}, {"mask": [[1, 0]], "loss": [[0.5, 0.5]]}):
         file.write_text(json.dumps(other), encoding="utf-8")
         with pytest.raises(DataError, match="no log_history"):

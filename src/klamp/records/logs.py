@@ -200,11 +200,15 @@ def read_text(path: Path, names: Names | None = None) -> History:
         DataError: it has no row, or none with a metric that klamp knows.
         UnknownNameError: no row has one of `names`.
     """
-    rows = rows_in(path)
-    history = _of_rows("text of a log", rows, names, path)
+    return _known("text of a log", rows_in(path), names, path)
+
+
+def _known(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None, path: Path) -> History:
+    """As `_of_rows`, where some row has a metric that klamp knows."""
+    history = _of_rows(source, rows, names, path)
     if not history.rows:
         raise unreadable(
-            "no metric that klamp knows stands in a text",
+            f"no metric that klamp knows stands in a {source}",
             path,
             why=f"its first row has {', '.join(list(rows[0])[:12])}",
             fix="say with --map what a column is, for example kl=Value",
@@ -240,7 +244,7 @@ def read_trl_state(path: Path, names: Names | None = None) -> History:
     found = object_in(path)
     logs = found.get("log_history")
     if logs is None and (rows := rows_by_metric(found)):
-        return _of_rows("NeMo-RL metrics", rows, names, path)
+        return _known("table by metric", rows, names, path)
     if not isinstance(logs, list):
         raise unreadable("a trainer state has no log_history", path, why="without logged rows there is no history")
     rows = list(each_row(logs, path, flat, what="row {} of log_history is damaged"))
