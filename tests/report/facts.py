@@ -223,6 +223,12 @@ def every_curve(world: World) -> list[dict[int, float]]:
     return [each for plan in PLANS for each in world.values(*plan.curves) if each]
 
 
+def options_are_klamps(world: World) -> bool:
+    """Whether an option is advised to who trained elsewhere."""
+    elsewhere = [i for i, run in enumerate(world.runs) if run.history.source != "klamp run"]
+    return any(i in elsewhere and "_" in ALARMS[name].next_step for i, name, *_ in findings(world))
+
+
 def findings(world: World) -> list[tuple[int, str, str, int, int]]:
     """(run, alarm, level, first step, steps) of each."""
     every = [(i, each) for i, run in enumerate(world.runs) for each in run.diagnosis.findings]

@@ -156,10 +156,12 @@ def others(folder: Path) -> dict[str, list[ReportRun]]:
     log += [
         {"step": 30, "eval_reward": 0.4, "sampling/sampling_logp_difference/mean": 0.05, "completions/mean_length": 9.0}
     ]
+    jump = [{"step": i, "kl": kl} for i, kl in enumerate([0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7], start=1)]
     names = ("actor/kl_loss", "actor/entropy", "response_length/mean", "critic/score/mean", "rollout_corr/kl")
     verl = [{"step": s, "data": dict.fromkeys(names, 0.1) | {"val-core/math/acc/mean@1": 0.3}} for s in range(3)]
     records = {
         "TRL": [written(folder / "trl", "trainer_state.json", {"log_history": log, "global_step": 30})],
+        "TRL, spiked": [written(folder, "spiked.json", {"log_history": jump})],
         "verl": [written(folder, "verl.jsonl", *verl)],
         "klamp": [RECORDED / "drift"],
     }

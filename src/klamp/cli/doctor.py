@@ -121,8 +121,8 @@ def show(diagnosis: Diagnosis, path: Path) -> None:
         )
     for finding in diagnosis.findings:
         _show_finding(finding)
-    if history.settings.other_kernels and any("_" in each.alarm.next_step for each in diagnosis.findings):
-        show_paragraph("as klamp and TRL call them; another trainer may name or lack them", label="options")
+    if diagnosis.options:
+        show_paragraph(diagnosis.options, label="options")
     checked = diagnosis.concerned - len(diagnosis.unchecked)
     say(f"\n{judged([diagnosis])}; {checked} of {diagnosis.concerned} were checked")
     if diagnosis.blind:

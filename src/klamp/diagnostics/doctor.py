@@ -102,6 +102,13 @@ class Diagnosis:
         return "no KL to the reference was found in the record"
 
     @property
+    def options(self) -> str:
+        """Whose names the options in the next steps have, where the run is another trainer's; else empty."""
+        named = any("_" in each.alarm.next_step for each in self.findings)
+        elsewhere = self.history.settings.other_kernels
+        return "as klamp and TRL call them; another trainer may name or lack them" if named and elsewhere else ""
+
+    @property
     def empty(self) -> bool:
         """Whether nothing in the record could be checked."""
         return not self.findings and (self.history.is_empty or len(self.unchecked) == self.concerned)

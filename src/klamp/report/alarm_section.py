@@ -91,6 +91,9 @@ def alarm_section(runs: Sequence[ReportRun], anchors: Anchors) -> Html:
         for why, names in blind.items()
         if why
     ]
+    parts += [
+        element("p", f"Options: {text}.", class_="aside") for text in {run.diagnosis.options for run in runs} - {""}
+    ]
     return join([*_cautions(runs), *parts, *_unchecked(runs)])
 
 
