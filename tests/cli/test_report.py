@@ -212,3 +212,13 @@ def test_the_first_line_counts_the_steps_of_every_process(tmp_path: Path) -> Non
     for seconds, said in ((90.0, steps * 60.0), (7200.0 * steps, 7200.0 * steps)):
         (folder / "summary.json").write_text(json.dumps({"rl_skill": "addition", "seconds": seconds}))
         assert read_runs([folder])[0].said[-1] == duration(said), "a resumed run's summary knows its last process alone"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "took"), [("", "0:05"), (float("inf"), "0:05"), ("60", "1:00"), (None, "not ended")]
+)
+def test_the_first_line_passes_over_a_duration_that_is_none(tmp_path: Path, seconds: object, took: str) -> None:
+    folder = shutil.copytree(Path(__file__).parents[1] / "recorded" / "sound", tmp_path / "run")
+    (folder / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5, "speed/step_seconds": 5.0}\n')
+    (folder / "summary.json").write_text(json.dumps({"rl_skill": "addition", "seconds": seconds}))
+    assert read_runs([folder])[0].said[-1] == took

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Sequence
 from datetime import datetime
@@ -11,6 +12,7 @@ from typing import TYPE_CHECKING
 from klamp.cli.flags import read_options
 from klamp.cli.options import ReportOptions
 from klamp.cli.text import duration, say, show_caution
+from klamp.diagnostics.names import as_number
 from klamp.errors import DataError, RunFolderError
 from klamp.report.text import count
 from klamp.tasks.paths import followed
@@ -147,8 +149,9 @@ def _said(details: Details, history: History) -> list[str]:
     model, task, kl = details.words
     day = [] if details.when is None else [f"{datetime.fromtimestamp(details.when):%Y-%m-%d}"]
     steps = sum(row.metrics.get("speed/step_seconds", 0.0) for row in history.rows)
-    took = "not ended" if details.seconds is None else duration(max(details.seconds, steps))
-    return [model, task, f"KL: {kl}", *day, took]
+    known = [time for time in (as_number(details.seconds), steps) if time is not None and math.isfinite(time)]
+    took = ["not ended"] if details.seconds is None else [duration(max(known))] if known else []
+    return [model, task, f"KL: {kl}", *day, *took]
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
