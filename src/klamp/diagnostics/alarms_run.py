@@ -206,8 +206,7 @@ COLLAPSE = Limit(
     "lost; and as much as half of the reward's standard deviation within groups, and "
     f"{COLLAPSE_ERRORS} standard errors",
     source="klamp's choice; seen: .67 to .004 at a learning rate a hundred times too high. The best of 100 is high by "
-    "chance: of 640 sound runs of 4 to 256 completions a step, 4 errors of the two means alone called 206 collapsed, "
-    "6 of the whole stretch none",
+    "chance, so the noise is that of the whole stretch",
 )
 LONGER = Limit(
     value=1.5,
