@@ -15,7 +15,7 @@ from klamp.training.config import TrainConfig
 from klamp.training.folders import run_folder
 from klamp.training.sizing import ENGINE, GB, SPARE, Load, Shape, load_of, reasons, sizes_of, spread
 
-SERVER = "http://127.0.0.1:8001"
+HOST, PORT = "127.0.0.1", 8001
 """Where TRL's server of vLLM is told to listen: 8000 may be a teacher's."""
 INSTALL = {
     "trl": "pip install '.[train,trl]' 'trl[vllm]' deepspeed   # once; TRL 1.16 names vLLM 0.22 to 0.31",
@@ -152,12 +152,12 @@ def _trl(argv: Sequence[str], config: TrainConfig, shape: Shape | None, longest:
     if config.model.dtype == "bfloat16" and not config.model.lora_r:
         words += ["--dtype", "float32"]  # DeepSpeed keeps float32 copies itself, and computes in bfloat16
     serving = 1 if shape is None else spread(shape, gpus // 2)[-1]  # vLLM has several copies of experts' models alone
-    server = f"--host 127.0.0.1 --port 8001 --tensor_parallel_size {serving} --data_parallel_size 1"
+    server = f"--host {HOST} --port {PORT} --tensor_parallel_size {serving} --data_parallel_size 1"
     launch = f"--num_processes {training} --num_machines 1 --use_deepspeed --zero_stage 2 --mixed_precision bf16"
     first, last = (",".join(map(str, each)) for each in (range(training), range(gpus - serving, gpus)))
     return load, [
         f"CUDA_VISIBLE_DEVICES={last} trl vllm-serve --model {shlex.quote(model_path(config.model.model))} {server} "
         f"--max_model_len {longest + config.rollout.max_completion_length} &",
         f"CUDA_VISIBLE_DEVICES={first} accelerate launch {launch} -m klamp.cli train {shlex.join(words)} "
-        f"--sampler_url {SERVER}",
+        f"--sampler_url http://{HOST}:{PORT}",
     ]

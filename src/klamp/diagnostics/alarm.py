@@ -129,6 +129,11 @@ def margin(history: History, name: str, size: float, *, steps: int = 1) -> float
     return 4 * ((2 * size) ** 0.5 if name.endswith("k1") else 2**0.5 * size) / (steps * tokens_told(history)) ** 0.5
 
 
+def is_beyond(history: History, name: str, value: float, limit: float, *, steps: int = 1) -> bool:
+    """Whether a mean of k1 or k3 lies beyond a limit by more than its `margin`; tokens are counted only past it."""
+    return abs(value) > limit and abs(value) > limit + margin(history, name, limit, steps=steps)
+
+
 FEW_TOKENS = 200
 """Tokens of a step whose record tells neither them nor the length of a completion; no step has fewer, mostly."""
 

@@ -10,7 +10,7 @@ from itertools import pairwise
 from statistics import fmean, median, stdev
 
 from klamp.diagnostics import causes
-from klamp.diagnostics.alarm import Evidence, Limit, is_apart, margin, noise, number, tokens_told
+from klamp.diagnostics.alarm import Evidence, Limit, is_apart, is_beyond, noise, number, tokens_told
 from klamp.diagnostics.alarms_run import not_trained
 from klamp.diagnostics.alarms_tokens import blame, improbable_k1
 from klamp.diagnostics.causes import kl_pull, spread_within_groups
@@ -72,11 +72,11 @@ DILUTION_KEPT = Limit(value=0.9, unit="of the KL per completion is still there",
 
 def negative_k1(history: History) -> Evidence | None:
     """Finds an estimate that is below 0 step after step, or in one step by more than chance."""
-    token = max(NEGATIVE_AT_ONCE.value, NEGATIVE_COMPLETION / tokens_told(history))
-    at_once = {"kl/k1": token, "kl/k3": token, "kl/k1_sequence": NEGATIVE_COMPLETION}
+    at_once = {"kl/k1": NEGATIVE_AT_ONCE.value, "kl/k3": NEGATIVE_AT_ONCE.value, "kl/k1_sequence": NEGATIVE_COMPLETION}
     for name, limit in at_once.items():
-        if history.latest.get(name, 0.0) < -limit:
-            unit = "completion" if name.endswith("sequence") else "token"
+        unit = "completion" if name.endswith("sequence") else "token"
+        value = history.latest.get(name, 0.0)
+        if value < -limit and (unit == "completion" or value < -NEGATIVE_COMPLETION / tokens_told(history)):
             return Evidence(f"{name} is {number(history.latest[name])} nats per {unit} in this step")
     return next(filter(None, (_below_zero(history, name) for name in at_once)), None) or improbable_k1(history)
 
@@ -234,9 +234,8 @@ def step_zero(history: History) -> Evidence | None:
     names = ("kl/exact", "kl/k1") if history.settings.k3_over_updates else ("kl/k3", "kl/exact", "kl/k1")
     name, kl = _first_kl(history, names)
     elsewhere = history.settings.other_kernels
-    size = STEP_ZERO_OTHERS.value
-    bound = size + margin(history, name, size) if elsewhere else STEP_ZERO.value
-    if history.settings.other_reference or not abs(kl) > bound:
+    found = is_beyond(history, name, kl, STEP_ZERO_OTHERS.value) if elsewhere else abs(kl) > STEP_ZERO.value
+    if history.settings.other_reference or not found:
         return None
     text = f"{name} is {kl:.2e} nats per token before the first update and should be about 0"
     return Evidence(text, blame(history, history.step))
@@ -245,9 +244,10 @@ def step_zero(history: History) -> Evidence | None:
 def reference_differs(history: History) -> Evidence | None:
     """Finds a reference that was chosen and is far from the model that training starts from."""
     name, kl = _first_kl(history, ("kl/exact", "kl/k3"))
-    size = REFERENCE_DIFFERS.value
-    bound = size if name == "kl/exact" else size + margin(history, name, size)
-    if not history.settings.other_reference or not kl > bound:
+    limit = REFERENCE_DIFFERS.value
+    if not history.settings.other_reference or not kl > limit:
+        return None
+    if name != "kl/exact" and not is_beyond(history, name, kl, limit):
         return None
     text = f"{name} is {number(kl)} nats per token to the chosen reference, before the first update"
     return Evidence(text, blame(history, history.step))

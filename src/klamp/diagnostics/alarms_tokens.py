@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from statistics import fmean, stdev
 
-from klamp.diagnostics.alarm import Blamed, Evidence, Limit, least_and_most, margin, number
+from klamp.diagnostics.alarm import Blamed, Evidence, Limit, is_beyond, least_and_most, number
 from klamp.diagnostics.causes import MISMATCH
 from klamp.diagnostics.history import Completion, History, Side
 
@@ -156,7 +156,7 @@ def _beyond_chance(history: History, name: str) -> bool:
     if any(least > MISMATCH.value or most < -MISMATCH.value for least, most in ranges):
         return True
     seen, limit = (values, MISMATCH.value) if len(values) < STEADY else (values[-1:], OTHER_KERNELS.value)
-    return bool(seen) and abs(fmean(seen)) > limit + margin(history, name, limit, steps=len(seen))
+    return bool(seen) and is_beyond(history, name, fmean(seen), limit, steps=len(seen))
 
 
 def _sizes(metrics: Mapping[str, float]) -> dict[str, float]:

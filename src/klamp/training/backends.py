@@ -6,7 +6,6 @@ stands together with is a `Refusal` below its table.
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, NamedTuple, TypeAlias
@@ -29,18 +28,23 @@ if TYPE_CHECKING:
 Runner: TypeAlias = Callable[[TrainConfig, Sequence[Observer]], RunSummary]
 
 
-RUNS: Mapping[Backend, str] = {
-    "local": "trainer.Trainer",
-    "trl": "in_trl.run.TRLRun",
-    "verl": "in_verl.run.VerlRun",
-    "tinker": "service.run.TinkerTrainer",
-}
-
-
 def run_of(backend: Backend) -> type[Training]:
     """The class that carries a run out with a backend; the libraries of the others are not loaded."""
-    module, _, name = RUNS[backend].rpartition(".")
-    return getattr(importlib.import_module(f"klamp.training.{module}"), name)
+    if backend == "tinker":
+        from klamp.training.service.run import TinkerTrainer
+
+        return TinkerTrainer
+    if backend == "trl":
+        from klamp.training.in_trl.run import TRLRun
+
+        return TRLRun
+    if backend == "verl":
+        from klamp.training.in_verl.run import VerlRun
+
+        return VerlRun
+    from klamp.training.trainer import Trainer
+
+    return Trainer
 
 
 def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSummary:
