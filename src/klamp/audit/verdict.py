@@ -1,0 +1,134 @@
+"""What `klamp.check` answers: a verdict, and the findings that it rests on. Plain data; loads no torch.
+
+    ok      True: nothing wrong in the inputs that were passed. False: something is wrong. None: cannot tell.
+    level   wrong | warning | note, of one finding; `cannot tell` marks a question that stayed open.
+
+Exit codes of `klamp check` and `klamp audit`: 0 sound, 1 wrong, 2 wrong usage or file, 3 cannot tell.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from klamp.errors import KlampError
+
+Level: TypeAlias = Literal["wrong", "cannot tell", "warning", "note"]
+
+LEVELS: tuple[Level, ...] = ("wrong", "cannot tell", "warning", "note")
+"""Worst first: the order in which findings are printed."""
+
+
+class WrongKL(KlampError, ValueError):
+    """`Verdict.raise_if_wrong` found something wrong."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Finding:
+    """One fact about a loss or about a pair of tokenizers."""
+
+    code: str
+    """A short name that does not change between versions, such as `kl-forward`."""
+    level: Level
+    """How bad it is."""
+    what: str
+    """The fact, in one sentence."""
+    evidence: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """The numbers behind it."""
+    fix: str = ""
+    """What to change."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Verdict:
+    """Is the KL right? Covers only the inputs that were passed.
+
+    `print(verdict)` shows it, `to_json` returns it as text, `raise_if_wrong` turns it into an error.
+    """
+
+    ok: bool | None
+    """True: nothing wrong in what was looked at. False: something is wrong. None: cannot tell."""
+    findings: tuple[Finding, ...] = ()
+    """The worst first."""
+    summary: str = ""
+    """What was looked at: tokens, completions, data type, size of the log-ratio."""
+    found: str = ""
+    """The loss that explains the gradient."""
+    kl: str | None = None
+    """Which gradient the KL has: reverse, forward, zero, away, swapped, sign, step, neither, none, unknown."""
+    beta: float | None = None
+    """Coefficient of the KL relative to the policy loss; None: not known."""
+    surrogate: str | None = None
+    """The policy loss: 1, ratio, ppo_clip(...), ...; None: not known."""
+    mean: str | None = None
+    """What both terms are a mean over: token or sequence; `A; KL B` where they differ; None: not known."""
+    beta_seen: float | None = None
+    """The smallest beta that would have stood out of the rounding."""
+    not_checked: Mapping[str, str] = field(default_factory=dict[str, str])
+    """What the inputs did not allow to check -> which argument would."""
+
+    @classmethod
+    def of(cls, findings: Sequence[Finding], **parts: Any) -> Verdict:
+        """A verdict whose `ok` follows from its findings."""
+        ordered = tuple(sorted(findings, key=lambda x: LEVELS.index(x.level)))
+        levels = {finding.level for finding in ordered}
+        ok = False if "wrong" in levels else None if "cannot tell" in levels else True
+        return cls(ok=ok, findings=ordered, **parts)
+
+    @property
+    def exit_code(self) -> int:
+        """0 sound, 1 wrong, 3 cannot tell."""
+        return {True: 0, False: 1, None: 3}[self.ok]
+
+    def codes(self, level: Level | None = None) -> tuple[str, ...]:
+        """The codes of all findings, or of those of one level."""
+        return tuple(x.code for x in self.findings if level in (None, x.level))
+
+    def raise_if_wrong(self) -> Verdict:
+        """Returns the verdict itself if nothing is wrong.
+
+        Raises:
+            WrongKL: with the whole verdict as its text.
+        """
+        if self.ok is False:
+            raise WrongKL(str(self))
+        return self
+
+    def to_json(self) -> str:
+        """The verdict as JSON, with `schema: klamp.check/1`."""
+        return json.dumps({"schema": "klamp.check/1", **asdict(self)}, default=str, allow_nan=False, indent=1)
+
+    def __str__(self) -> str:
+        answer = {True: "sound", False: "WRONG", None: "cannot tell"}[self.ok]
+        lines = [f"klamp check: {answer}" + f"; {self.summary}" * bool(self.summary)]
+        lines += [f"  found    {self.found}"] * bool(self.found)
+        for finding in self.findings:
+            label = {"wrong": "WRONG", "cannot tell": "CANNOT TELL"}.get(finding.level, finding.level)
+            lines.append(f"  {label:8s} {finding.what}")
+            lines += [f"           fix: {finding.fix}"] * bool(finding.fix)
+        if self.not_checked:
+            open_points = (f"{what} ({how})" if how else what for what, how in self.not_checked.items())
+            lines.append(f"  not checked: {', '.join(open_points)}")
+        return "\n".join(lines)
+
+
+def wrong(code: str, what: str, *, fix: str = "", **evidence: Any) -> Finding:
+    """A finding of level `wrong`."""
+    return Finding(code=code, level="wrong", what=what, fix=fix, evidence=evidence)
+
+
+def cannot_tell(code: str, what: str, *, fix: str = "", **evidence: Any) -> Finding:
+    """A finding of level `cannot tell`."""
+    return Finding(code=code, level="cannot tell", what=what, fix=fix, evidence=evidence)
+
+
+def warning(code: str, what: str, *, fix: str = "", **evidence: Any) -> Finding:
+    """A finding of level `warning`."""
+    return Finding(code=code, level="warning", what=what, fix=fix, evidence=evidence)
+
+
+def note(code: str, what: str, *, fix: str = "", **evidence: Any) -> Finding:
+    """A finding of level `note`."""
+    return Finding(code=code, level="note", what=what, fix=fix, evidence=evidence)
