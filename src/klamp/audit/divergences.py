@@ -1,0 +1,229 @@
+"""Explains the gradient in the logits of a few positions as that of a divergence between student and teacher. NumPy only.
+
+A divergence D(s, t) of s = softmax(z / T) has the gradient s (h - sum s h) / T in z, with h = dD/ds. Each candidate is
+its h; a head of k tokens is found from the gradient itself, which is -s times a constant outside of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+
+from klamp.audit.forms import Array
+
+ACCEPTED = 3e-4
+"""The largest residual of an accepted divergence, as a share of the gradient, in float32."""
+BETAS = (0.5, 0.1, 0.9, 0.25, 0.75)
+TEMPERATURES = (2.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.5, 3.0, 4.0, 5.0)
+
+
+class Divergence(NamedTuple):
+    """What the gradient of some positions follows.
+
+    Attributes:
+        kind: reverse, forward, js, sampled, cross-entropy, entropy, none, unknown.
+        name: in words.
+        head: full, no tail, bucket, generalised, renormalised, teacher renormalised.
+        chosen: who chose the head: teacher, student, with the sample, "".
+        temperatures: of student and teacher.
+        scale: the coefficient of each position, [N].
+        beside: the second term: "", cross-entropy or entropy.
+        residual: the share of the gradient that is not explained.
+        size: the largest number of tokens in a head; 0: the whole vocabulary.
+    """
+
+    kind: str
+    name: str
+    head: str
+    chosen: str
+    temperatures: tuple[float, float]
+    scale: Array
+    beside: str
+    residual: float
+    size: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positions:
+    """Trained positions of a batch.
+
+    Shapes: N positions, V entries.
+    """
+
+    gradient: Array
+    """d loss / d student logits, [N, V]."""
+    student: Array
+    """Logits, [N, V]."""
+    teacher: Array
+    """Logits, [N, V]."""
+    ids: Array | None = None
+    """The sampled tokens, [N]."""
+    eps: float = 6e-8
+    """Unit roundoff of the logits."""
+    temperature: float = 1.0
+    """What the trainer divides the logits by."""
+    known: dict[str, Array] = field(default_factory=dict[str, Array])
+
+    @property
+    def tolerance(self) -> float:
+        """The residual that rounding explains."""
+        return max(ACCEPTED, 16 * self.eps)
+
+
+def log_softmax(x: Array) -> Array:
+    """Logarithms of softmax over the last dimension."""
+    y = x - x.max(-1, keepdims=True)
+    return y - np.log(np.exp(y).sum(-1, keepdims=True))
+
+
+def explain_logits(p: Positions) -> list[Divergence]:
+    """The divergences that explain the gradient, the best first; empty where none does."""
+    size = np.linalg.norm(p.gradient, axis=1)
+    if not np.any(size > 0):
+        return [Divergence("none", "no gradient", "full", "", (1.0, 1.0), size, "", 0.0)]
+    for temperatures in _temperatures(p):
+        found = sorted(_candidates(p, temperatures), key=lambda x: x.residual)
+        good = [x for x in found if x.residual < p.tolerance]
+        if good:
+            return [x for x in good if x.residual <= max(20 * good[0].residual, p.tolerance / 10)]
+    return []
+
+
+def _temperatures(p: Positions) -> Iterator[tuple[float, float]]:
+    t = p.temperature
+    yield t, t
+    for pair in ((t, 1.0), (1.0, 1.0), (1.0, t)):
+        if pair != (t, t):
+            yield pair
+    for other in TEMPERATURES:
+        yield other, other
+        yield other, 1.0
+        yield 1.0, other
+
+
+def _candidates(p: Positions, temperatures: tuple[float, float]) -> Iterator[Divergence]:
+    ts, tt = temperatures
+    log_s, log_t = log_softmax(p.student / ts), log_softmax(p.teacher / tt)
+    s, t = np.exp(log_s), np.exp(log_t)
+    simple = _simple(p, log_s, s)
+    whole = list(_whole(log_s, log_t, s, t))
+    for kind, name, column in (*whole, *simple):
+        yield _fitted(p, kind, name, "full", "", temperatures, [column])
+    for kind, name, column in whole:
+        for beside, _, second in simple:
+            yield _fitted(p, kind, name, "full", "", temperatures, [column, second], beside)
+    heads = head_of(p.gradient, s)
+    if heads is not None:
+        chosen, count = _chooser(heads, log_s, log_t, p.ids), int(heads.sum(1).max())
+        for kind, name, head, column in _headed(heads, log_s, log_t, s, t):
+            yield _fitted(p, kind, name, head, chosen, temperatures, [column])._replace(size=count)
+            for beside, _, second in simple:
+                fit = _fitted(p, kind, name, head, chosen, temperatures, [column, second], beside)
+                yield fit._replace(size=count)
+
+
+def _centred(s: Array, h: Array) -> Array:
+    return s * (h - (s * h).sum(-1, keepdims=True))
+
+
+def _whole(log_s: Array, log_t: Array, s: Array, t: Array) -> Iterator[tuple[str, str, Array]]:
+    yield "reverse", "KL(student||teacher)", _centred(s, log_s - log_t)
+    yield "forward", "KL(teacher||student)", s - t
+    for b in BETAS:
+        log_m = np.logaddexp(np.log1p(-b) + log_s, np.log(b) + log_t)
+        yield "js", f"JS({b:g})", _centred(s, (1 - b) * (log_s - log_m))
+
+
+def _simple(p: Positions, log_s: Array, s: Array) -> list[tuple[str, str, Array]]:
+    terms = [("entropy", "entropy", _centred(s, log_s))]
+    if p.ids is not None:
+        score = -s.copy()
+        score[np.arange(len(s)), p.ids] += 1
+        terms.append(("sampled", "a factor of each sampled token", score))
+    return terms
+
+
+def head_of(gradient: Array, s: Array) -> Array | None:
+    """The entries whose gradient is not -s times one constant: the head; None where that is most of the vocabulary."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(s > 0, gradient / s, 0.0)
+    middle = np.median(ratio, axis=1, keepdims=True)
+    off = np.abs(ratio - middle) * s > 1e-4 * np.abs(gradient).max(1, keepdims=True)
+    counts = off.sum(1)
+    vocabulary = s.shape[1]
+    return off if 0 < counts.max() <= max(1, vocabulary // 2) else None
+
+
+def _chooser(heads: Array, log_s: Array, log_t: Array, ids: Array | None) -> str:
+    counts = heads.sum(1)
+    for name, scores in (("teacher", log_t), ("student", log_s)):
+        for extra in (False, True) if ids is not None else (False,):
+            right = 0
+            for row, count in enumerate(counts):
+                head = set(np.flatnonzero(heads[row]))
+                y = -1 if ids is None else int(ids[row])
+                order = np.argsort(-scores[row])
+                best = set(order[: count - (extra and y not in order[:count])])
+                right += head <= (best | ({y} if extra else set()))
+            if right >= 0.9 * len(counts):
+                return name + " with the sample" * extra
+    return ""
+
+
+def _headed(heads: Array, log_s: Array, log_t: Array, s: Array, t: Array) -> Iterator[tuple[str, str, str, Array]]:
+    inside = heads.astype(float)
+    s_out, t_out = (np.maximum(1 - (x * inside).sum(1, keepdims=True), 1e-30) for x in (s, t))
+    ell = log_s - log_t
+    yield "reverse", "KL(student||teacher)", "no tail", _centred(s, inside * (ell + 1))
+    yield "reverse", "KL(student||teacher)", "generalised", _centred(s, inside * ell)
+    yield "reverse", "KL(student||teacher)", "bucket", _centred(s, np.where(heads, ell, np.log(s_out / t_out)))
+    yield "forward", "KL(teacher||student)", "no tail", s * (t * inside).sum(1, keepdims=True) - t * inside
+    ratio = np.where(heads, -np.exp(-ell), -t_out / s_out)
+    yield "forward", "KL(teacher||student)", "bucket", _centred(s, ratio)
+    with np.errstate(divide="ignore"):
+        hs, ht = (np.where(heads, x, -np.inf) for x in (log_s, log_t))
+    hs, ht = (x - np.logaddexp.reduce(x, axis=1, keepdims=True) for x in (hs, ht))
+    ps, pt = np.exp(hs), np.exp(ht)
+    gap = np.where(heads, hs - np.where(heads, ht, 0), 0.0)
+    yield "reverse", "KL(student||teacher)", "renormalised", _centred(ps, gap)
+    yield "forward", "KL(teacher||student)", "renormalised", ps - pt
+    yield "forward", "KL(teacher||student)", "teacher renormalised", s - pt
+    for b in BETAS[:1]:
+        with np.errstate(invalid="ignore"):
+            log_m = np.where(heads, np.logaddexp(np.log1p(-b) + hs, np.log(b) + ht), 0.0)
+        yield "js", f"JS({b:g})", "renormalised", _centred(ps, np.where(heads, (1 - b) * (hs - log_m), 0.0))
+
+
+def _fitted(
+    p: Positions,
+    kind: str,
+    name: str,
+    head: str,
+    chosen: str,
+    temperatures: tuple[float, float],
+    columns: list[Array],
+    beside: str = "",
+) -> Divergence:
+    """Fit one coefficient per position and column."""
+    g = p.gradient
+    first = columns[0]
+    norm = np.maximum((first**2).sum(1), 1e-300)
+    if len(columns) == 1:
+        scale = (g * first).sum(1) / norm
+        residual = g - scale[:, None] * first
+    else:
+        second = columns[1]
+        cross, square = (first * second).sum(1), np.maximum((second**2).sum(1), 1e-300)
+        det = norm * square - cross**2
+        fine = det > 1e-9 * norm * square
+        det = np.where(fine, det, np.inf)
+        y1, y2 = (g * first).sum(1), (g * second).sum(1)
+        scale, other = (y1 * square - y2 * cross) / det, (y2 * norm - y1 * cross) / det
+        residual = g - scale[:, None] * first - other[:, None] * second
+    off = float(np.sqrt((residual**2).sum() / max((g**2).sum(), 1e-300)))
+    if len(columns) > 1:
+        off *= 10.0  # a second free term has to earn its place
+    return Divergence(kind, name, head, chosen, temperatures, scale, beside, off)

@@ -1,0 +1,265 @@
+"""The gradients that policy losses and KLs give a token: the candidates that `klamp.audit.fit` explains a loss with.
+
+Notation: d = log policy - log ref, r = policy / old, p = the token's probability, A = advantage. A policy loss gives the
+token the gradient -A s, a KL gives it c. One row per form; a form that a batch cannot tell from an earlier one is
+dropped, and its name is kept as an alias. NumPy only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float64]
+
+FARTHEST = 3.0
+"""Tokens whose policy moved farther from the old policy, in nats, are left out of the fit."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The trained tokens of a micro-batch, completion after completion, each array [n]."""
+
+    gradient: Array
+    """d loss / d log-probability."""
+    policy: Array
+    """Log-probabilities under the policy."""
+    row: NDArray[np.int64]
+    """The completion of each token, 0 to B - 1, ascending."""
+    ref: Array | None = None
+    """Log-probabilities under the reference or teacher."""
+    old: Array | None = None
+    """Log-probabilities under the old policy."""
+    sampler: Array | None = None
+    """Log-probabilities as the sampler reported them."""
+    advantage: Array | None = None
+    """The advantage of each token."""
+    baseline: Array | None = None
+    """What the loss subtracts from the log-ratio."""
+    policy_part: Array | None = None
+    """The part of the gradient that comes from the advantages, if the loss was watched."""
+    group: NDArray[np.int64] | None = None
+    """The prompt of each completion, [B]."""
+    eps: float = 6e-8
+    """Unit roundoff of the log-probabilities."""
+    clip: tuple[float, float] | None = None
+    """The clip range of the trainer, as distances from 1."""
+
+    @cached_property
+    def d(self) -> Array:
+        """The log-ratio to the reference."""
+        return self.policy - self.ref if self.ref is not None else np.zeros_like(self.policy)
+
+    @cached_property
+    def log_r(self) -> Array:
+        """The log-ratio to the old policy."""
+        return self.policy - self.old if self.old is not None else np.zeros_like(self.policy)
+
+    @cached_property
+    def r(self) -> Array:
+        """The ratio policy / old."""
+        return np.exp(np.clip(self.log_r, -50, 50))
+
+    @cached_property
+    def lengths(self) -> Array:
+        """The number of trained tokens of each completion, [B]."""
+        return np.bincount(self.row).astype(float)
+
+    def total(self, x: Array) -> Array:
+        """The sum of x over each token's completion, [n]."""
+        return np.bincount(self.row, weights=x)[self.row]
+
+    def average(self, x: Array) -> Array:
+        """The mean of x over each token's completion, [n]."""
+        return self.total(x) / self.lengths[self.row]
+
+    def so_far(self, x: Array) -> Array:
+        """The sum of x over the token's completion up to the token itself, [n]."""
+        sums = np.cumsum(x)
+        first = np.concatenate([[0.0], np.cumsum(self.lengths)[:-1]]).astype(int)
+        return sums - (sums[first] - x[first])[self.row]
+
+    def to_go(self, x: Array) -> Array:
+        """The sum of x over the token itself and the later ones of its completion, [n]."""
+        return self.total(x) - self.so_far(x) + x
+
+    def weights(self, mean: str) -> Array:
+        """What each token counts in a mean; sums to 1."""
+        each = np.ones_like(self.policy) if mean == "token" else 1 / self.lengths[self.row]
+        return each / each.sum()
+
+
+class Form(NamedTuple):
+    """One candidate.
+
+    Attributes:
+        name: what is printed.
+        kind: the class of a KL's gradient; of a policy loss, its base name.
+        values: the gradient of each token, per unit of coefficient and weight.
+        coupled: whether a token's gradient depends on other tokens of its completion.
+        aliases: names of forms that give the same numbers on this batch, up to a factor.
+        kinds: the classes of the form and of its aliases.
+        scaled: whether an alias has another size, so that no coefficient is known.
+    """
+
+    name: str
+    kind: str
+    values: Array
+    coupled: bool = False
+    aliases: tuple[str, ...] = ()
+    kinds: tuple[str, ...] = ()
+    scaled: bool = False
+
+
+def k3(d: Array) -> Array:
+    """exp(-d) - 1 + d."""
+    return np.expm1(-d) + d
+
+
+KL: dict[str, tuple[str, Callable[[Tokens], Array], bool]] = {
+    "log-ratio (k2, or the reverse gradient)": ("reverse", lambda t: t.d, False),
+    "ratio x log-ratio (ratio x k3, or k1 in the advantage)": ("reverse", lambda t: t.r * t.d, False),
+    "constant (k1)": ("zero", lambda t: np.ones_like(t.d), False),
+    "ratio (detached ratio x k1)": ("zero", lambda t: t.r, False),
+    "1 - exp(-log-ratio) (k3)": ("forward", lambda t: -np.expm1(-t.d), False),
+    "ratio x (1 - exp(-log-ratio)) (detached ratio x k3)": ("forward", lambda t: -t.r * np.expm1(-t.d), False),
+    "exp(log-ratio) - 1 (k3, policy and reference swapped)": ("swapped", lambda t: np.expm1(t.d), False),
+    "ratio x (exp(log-ratio) - 1)": ("swapped", lambda t: t.r * np.expm1(t.d), False),
+    "sign of the log-ratio (abs)": ("sign", lambda t: np.sign(t.d), False),
+    "ratio x sign of the log-ratio": ("sign", lambda t: t.r * np.sign(t.d), False),
+    "1 if the log-ratio is positive (k1 cut at 0)": ("step", lambda t: (t.d > 0).astype(float), False),
+    "ratio x (1 + log-ratio) (live ratio x k1)": ("reverse", lambda t: t.r * (1 + t.d), False),
+    "ratio x (log-ratio + log-ratio^2 / 2) (live ratio x k2)": ("squared", lambda t: t.r * (t.d + t.d**2 / 2), False),
+    "-exp(-log-ratio) (ref / policy differentiated)": ("forward", lambda t: -np.exp(-t.d), False),
+    "exp(log-ratio) (1 + log-ratio) (policy / ref x k1)": ("neither", lambda t: np.exp(t.d) * (1 + t.d), False),
+    "exp(log-ratio) log-ratio": ("neither", lambda t: np.exp(t.d) * t.d, False),
+    "probability x (1 + log-ratio)": ("neither", lambda t: np.exp(t.policy) * (1 + t.d), False),
+    "probability x log-ratio": ("neither", lambda t: np.exp(t.policy) * t.d, False),
+    "(log-ratio - 1) exp(-log-ratio) (a live weight)": ("neither", lambda t: (t.d - 1) * np.exp(-t.d), False),
+    "2 log-ratio - 1 (a live advantage)": ("neither", lambda t: 2 * t.d - 1, False),
+    "sum over the completion (half its square)": ("reverse", lambda t: t.total(t.d), True),
+    "sum over this and later tokens": ("reverse", lambda t: t.to_go(t.d), True),
+    "ratio x sum over this and later tokens": ("reverse", lambda t: t.r * t.to_go(t.d), True),
+    "log-ratio + k3 of later tokens": ("reverse", lambda t: t.d + t.to_go(k3(t.d)) - k3(t.d), True),
+    "prefix ratio x log-ratio + later k1": ("reverse", lambda t: _prefix(t, t.d), True),
+    "prefix ratio x log-ratio + later k3": ("reverse", lambda t: _prefix(t, k3(t.d)), True),
+    "prefix ratio - prefix of ref / old": (
+        "forward",
+        lambda t: -np.exp(np.clip(t.so_far(t.log_r), -50, 50)) * np.expm1(np.clip(-t.so_far(t.d), -50, 50)),
+        True,
+    ),
+    "ratio of the completion x k3": (
+        "neither",
+        lambda t: np.exp(t.average(t.log_r)) * (t.average(k3(t.d)) - np.expm1(-t.d)),
+        True,
+    ),
+    "ratio x (old - ref) (KL of the old policy)": ("reverse", lambda t: t.r * (t.d - t.log_r), False),
+    "log-ratio to the old policy (k2)": ("old", lambda t: t.log_r, False),
+    "1 - exp(-log-ratio to the old policy) (k3)": ("old", lambda t: -np.expm1(-t.log_r), False),
+    "exp(log-ratio to the old policy) - 1": ("old", lambda t: np.expm1(t.log_r), False),
+}
+"""Name -> (class, c, whether tokens are coupled). The earlier name wins where two give the same numbers."""
+
+
+def _prefix(t: Tokens, later: Array) -> Array:
+    rho = np.exp(np.clip(t.so_far(t.log_r), -50, 50))
+    future = rho * later
+    return rho * t.d + t.to_go(future) - future
+
+
+CLIPS = ((0.2, 0.2), (0.2, 0.28), (0.1, 0.1), (0.3, 0.3), (0.2, 0.3))
+CAPS = (1.2, 1.28, 2.0, 3.0, 5.0, 10.0)
+
+
+def policy_forms(t: Tokens) -> list[Form]:
+    """The policy losses: -A s of each, for each sampler weight; none without advantages."""
+    if t.advantage is None or not np.any(t.advantage):
+        return []
+    forms = [
+        Form(name + suffix, name.partition("(")[0], -t.advantage * s * weight)
+        for suffix, weight in _sampler_weights(t)
+        for name, s in _surrogates(t)
+    ]
+    return distinct(forms)
+
+
+def _surrogates(t: Tokens) -> Iterator[tuple[str, Array]]:
+    advantage = t.advantage if t.advantage is not None else np.zeros_like(t.r)
+    yield "1", np.ones_like(t.r)
+    if t.old is None:
+        return
+    yield "ratio", t.r
+    for low, high in (*([t.clip] if t.clip else ()), *CLIPS):
+        on = np.where(advantage > 0, t.r <= 1 + high, t.r >= 1 - low)
+        yield f"ppo_clip({low:g}, {high:g})", t.r * on
+    whole = np.exp(t.average(t.log_r))
+    yield "sequence ratio", whole
+    for cap in CAPS:
+        yield f"cispo({cap:g})", np.minimum(t.r, cap)
+    for positive, negative in ((1.0, 1.05), (1.0, 1.0)):
+        heat = np.where(advantage > 0, positive, negative)
+        soft = 1 / (1 + np.exp(-heat * (t.r - 1)))
+        yield f"sapo({positive:g}, {negative:g})", 4 * soft * (1 - soft) * t.r
+
+
+def _sampler_weights(t: Tokens) -> Iterator[tuple[str, Array]]:
+    yield "", np.ones_like(t.r)
+    if t.sampler is None:
+        return
+    behind = t.old if t.old is not None else t.policy
+    for name, log_w in (("old / sampler", behind - t.sampler), ("policy / sampler", t.policy - t.sampler)):
+        for level, log_weight in (("", log_w), ("sequence ", t.total(log_w)), ("mean ", t.average(log_w))):
+            w = np.exp(np.clip(log_weight, -50, 50))
+            yield f" x {level}{name}", w
+            for cap in (2.0, 3.0, 5.0):
+                yield f" x min({level}{name}, {cap:g})", np.minimum(w, cap)
+                yield f" x {level}{name} up to {cap:g}", w * (w <= cap)
+
+
+def kl_forms(t: Tokens) -> list[Form]:
+    """The KLs that the batch can show: without a reference only the constant and those to the old policy."""
+    forms = []
+    for name, (kind, values, coupled) in KL.items():
+        if t.ref is None and kind not in ("old", "zero"):
+            continue
+        if t.old is None and kind == "old":
+            continue
+        with np.errstate(over="ignore", invalid="ignore"):
+            column = values(t)
+        if kind == "reverse" and t.baseline is not None and not coupled:
+            forms.append(
+                Form(name + " - baseline", kind, (t.r if name.startswith("ratio") else 1) * (t.d - t.baseline))
+            )
+        if np.isfinite(column).all():
+            forms.append(Form(name, kind, column, coupled))
+    return distinct(forms)
+
+
+SAME = 1e-10
+"""1 - |cosine| below which two columns are one."""
+
+
+def distinct(forms: list[Form]) -> list[Form]:
+    """The forms whose columns differ in direction; each takes over the names of the ones that it stands for."""
+    kept: list[Form] = []
+    units: list[Array] = []
+    for form in forms:
+        size = np.linalg.norm(form.values)
+        if size == 0:
+            continue
+        unit = form.values / size
+        twin = next((i for i, x in enumerate(units) if 1 - abs(x @ unit) < SAME), None)
+        if twin is None:
+            kept.append(form._replace(kinds=(form.kind,)))
+            units.append(unit)
+        else:
+            first = kept[twin]
+            kinds = first.kinds if form.kind in first.kinds else (*first.kinds, form.kind)
+            scaled = first.scaled or abs(size / np.linalg.norm(first.values) - 1) > 0.02 or unit @ units[twin] < 0
+            kept[twin] = first._replace(aliases=(*first.aliases, form.name), kinds=kinds, scaled=scaled)
+    return kept

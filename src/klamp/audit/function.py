@@ -1,0 +1,127 @@
+"""Checks a loss that is given as a function: it is tried at any log-ratio, so that policy loss and KL come apart.
+
+A function that returns one number per token is a KL. One that returns a scalar may hold a policy loss too: what the
+reference changes in its gradient is the KL's part. `klamp audit module:function` asks the same and prints a table.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from klamp.audit.conclude import judge_kinds
+from klamp.audit.fit import Explanation, explain
+from klamp.audit.forms import Array, Tokens
+from klamp.audit.verdict import Finding, Verdict, cannot_tell, note, warning, wrong
+from klamp.errors import ConfigError
+
+REACH = 3.0
+"""The largest log-ratio that is tried, in nats."""
+
+
+def check_function(
+    function: Callable[..., Tensor], *, example: tuple[Tensor, Tensor] | None = None, means: str = "reverse"
+) -> Verdict:
+    """The verdict on a function of (policy_logprobs, ref_logprobs), [B, T] each, that returns [B, T] or a scalar.
+
+    Args:
+        function: the KL, or a whole loss.
+        example: log-probabilities that it accepts; None: 8 completions of 8 tokens in float64.
+        means: the divergence that is meant.
+
+    Raises:
+        ConfigError: the function cannot be called so, or returns no tensor with a gradient.
+    """
+    policy = torch.linspace(-4, -0.2, 64, dtype=torch.float64).reshape(8, 8) if example is None else example[0].detach()
+    generator = torch.Generator().manual_seed(0)
+    shuffled = torch.randperm(policy.numel(), generator=generator)
+    steps = torch.linspace(-REACH, REACH, policy.numel() + 1, dtype=torch.float64)[1:][shuffled].reshape(policy.shape)
+    delta = steps.to(policy)
+    value, gradient = _called(function, policy, policy - delta)
+    value_at, at = _called(function, policy, policy)
+    per_token = value.ndim > 0
+    pull = gradient if per_token else gradient - at
+    near = _called(function, policy, policy - 0.05)[1]  # a token beyond a clamp is not one that the function leaves out
+    moved = np.abs(gradient) + np.abs(at) + np.abs(near) > 0
+    reacts = bool(np.any(np.abs(pull[moved]) > 1e-6 * np.abs(gradient).max(initial=0))) if moved.any() else False
+    summary = f"a function of {policy.numel()} tokens, {str(policy.dtype).removeprefix('torch.')}, up to {REACH:g} nats"
+    if not reacts:
+        return Verdict.of([_inert(value, value_at, moved.any())], summary=summary, kl="none")
+    tokens = _tokens(policy, delta, pull, moved)
+    explained = explain(tokens)
+    kl, findings = _named(explained, means, tokens)
+    found = explained.fits[0].kl.name if kl != "unknown" and explained.fits and explained.fits[0].kl else ""
+    return Verdict.of(
+        [*findings, *_value(value, value_at, per_token)],
+        summary=summary,
+        found=f"KL, gradient {found}" if found else "",
+        kl=kl,
+        not_checked={"masks, means, beta and the numbers of a batch": "check a micro-batch"},
+    )
+
+
+def _called(function: Callable[..., Tensor], policy: Tensor, ref: Tensor) -> tuple[Tensor, Array]:
+    leaf = policy.detach().clone().requires_grad_()
+    try:
+        value = function(leaf, ref.detach())
+    except Exception as error:  # a foreign function may raise anything
+        raise ConfigError(
+            "the function cannot be called as a check calls it",
+            got=f"{type(error).__name__}: {str(error)[:200]}",
+            why="it is called as function(policy_logprobs, ref_logprobs), with the shape of the example",
+            fix="pass example=(policy_logprobs, ref_logprobs), or wrap it: lambda policy, ref: yours(policy, ref, mask)",
+        ) from error
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        raise ConfigError("the function returned no numbers", got=type(value).__name__, fix="return a tensor")
+    gradient = torch.autograd.grad(value.sum(), leaf, allow_unused=True)[0] if value.requires_grad else None
+    array = np.zeros(policy.shape) if gradient is None else gradient.double().cpu().numpy()
+    return value.detach(), array
+
+
+def _inert(value: Tensor, at: Tensor, trained: Any) -> Finding:
+    if bool((value - at).abs().max() > 0) and trained:
+        what = (
+            "the reference changes the loss's value and not its gradient: k1 is differentiated, or the KL is detached"
+        )
+        return wrong("kl-zero", what, fix="use k2 (log_ratio**2 / 2), or klamp.kl_penalty, with gradients on")
+    what = "the gradient holds no KL" + "" if trained else "the function has no gradient at all: the KL is detached"
+    return wrong("kl-detached" if not trained else "kl-absent", what, fix="add beta * kl, with gradients on")
+
+
+def _tokens(policy: Tensor, delta: Tensor, pull: Array, moved: Array) -> Tokens:
+    rows = np.broadcast_to(np.arange(len(pull)).reshape(-1, *[1] * (pull.ndim - 1)), pull.shape)[moved]
+    logp = policy.double().cpu().numpy()[moved]
+    return Tokens(
+        gradient=pull[moved],
+        policy=logp,
+        ref=(policy - delta).double().cpu().numpy()[moved],
+        row=np.unique(rows, return_inverse=True)[1],
+        eps=max(torch.finfo(policy.dtype).eps, 1.19e-7) / 2,
+    )
+
+
+def _named(explained: Explanation, means: str, tokens: Tokens) -> tuple[str, list[Finding]]:
+    if explained.stage == "unknown":
+        fix = "compare it with klamp.kl_estimate and klamp.kl_penalty"
+        away = float((tokens.gradient * tokens.d < 0).mean())
+        return "unknown", [
+            cannot_tell("unknown", f"no known KL has this gradient; it pushes {away:.0%} of the tokens away", fix=fix)
+        ]
+    fit = explained.fits[0]
+    direction = fit.signs[1] if explained.stage == "free" else int(np.sign(fit.b))
+    kl, findings = judge_kinds(explained.kinds, direction, means)
+    if fit.bounds is not None:
+        low, high = fit.bounds
+        findings.append(
+            warning("kl-clamped", f"no gradient, or a constant one, outside of {low:.3g} to {high:.3g} nats")
+        )
+    return kl, findings
+
+
+def _value(value: Tensor, at: Tensor, per_token: bool) -> Iterator[Finding]:
+    if per_token and bool((value < 0).any()) and bool(at.abs().max() < 1e-6):
+        yield note("value-negative", "the value of a token can be negative, as that of k1")
