@@ -47,7 +47,9 @@ ROOM: dict[str, Any] = {
 }
 """A whole step's completions at once in vLLM."""
 SAME = 1e-5
-"""Bound on the difference between two kernels' probabilities of a token under the same weights, in float32."""
+"""Bound on the mean difference between two kernels' log-probabilities under the same weights, in float32."""
+SAME_TOKEN = 1e-4
+"""The same for the probability of one token: the built-in model's logits are about 20, where 30 eps are 7e-5."""
 ROUNDED = 2e-3
 """Bound on the mean difference of log-probabilities where vLLM has the weights in bfloat16, in nats per token."""
 ENGINE = "training/rollout_probs_diff_max"
@@ -96,7 +98,7 @@ def test_a_short_run(tmp_path: Path) -> None:
     rows = run(folder, max_steps=2, beta=0.04, teacher_model="builtin", teacher_estimator="k3", verl=TEACHER)
     assert abs(rows[0]["kl/k3"]) < 1e-6 < rows[1]["kl/k3"], "the reference is the policy it began with"
     differences = logged(folder, ENGINE)
-    assert len(differences) == 2 and max(differences) < SAME, "vLLM follows the actor"
+    assert len(differences) == 2 and max(differences) < SAME_TOKEN, "vLLM follows the actor"
     assert [row["teacher/kl"] for row in rows] == pytest.approx([row["kl/k3"] for row in rows], abs=SAME)
     # where the page says that its model lies, by the lines that it has
     model, begun = loaded(folder, "verl"), load_model("builtin")
@@ -174,7 +176,7 @@ def test_an_ablation_by_two_backends_measures_both_alike(tmp_path: Path) -> None
     means = logged(folder / "runs" / "verl_seed-0", ENGINE.replace("max", "mean"))
     assert len(means) == 6 and max(means) < 0.1 * SAME, "vLLM follows the actor over all steps"
     differences = logged(folder / "runs" / "verl_seed-0", ENGINE)
-    assert max(differences) < 10 * SAME, "single tokens, where probabilities are sharp"
+    assert max(differences) < SAME_TOKEN, "single tokens, where probabilities are sharp"
 
 
 CONTROLLED: dict[str, Any] = {"beta": 0.04, "target_kl": 0.005, "kl_controller": "proportional"}
@@ -194,7 +196,9 @@ def test_a_run_is_stopped_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixt
     rows = run(folder, "--resume", **sizes)
     assert grows([row["kl/k3"] for row in rows], to=1e-4), "KL in the loss"
     differences = logged(folder, ENGINE)
-    assert 2 <= len(differences) <= 4 and max(differences) < SAME, "vLLM follows the actor, from the checkpoint on"
+    assert 2 <= len(differences) <= 4 and max(differences) < SAME_TOKEN, (
+        "vLLM follows the actor, from the checkpoint on"
+    )
     betas = [row["beta"] for row in rows]
     assert betas == pytest.approx(controlled(kl, rows), rel=1e-9) and len(set(betas)) > 2
     lengths = {row["kl/reference_length"] for row in rows}

@@ -13,6 +13,14 @@ from tests.engines.vllm.weights import FLAGS
 
 HERE = Path(__file__).parent
 
+SAME = 1e-4
+"""How far two float32 kernels may be apart in the log-probability of one token of the built-in model.
+
+Its logits are about 20, and a float32 forward is right to some 30 eps of that, 7e-5; how far exactly depends on the
+weights that this processor has taught it. Means over tokens are right to 1e-6. Old weights would show: one update moves
+the token that it moves most by 0.1 nats and more.
+"""
+
 SIZES = {
     "prompts_per_step": 4,
     "max_completion_length": 8,
@@ -39,7 +47,7 @@ def ran(**changes: Any) -> Any:
 
 
 def assert_vllm_follows(found: Any) -> None:
-    assert max(found["differences"]) < 1e-5
+    assert max(found["differences"]) < SAME
     assert found["rows"][0]["kl/k3"] < 1e-9
     assert found["rows"][-1]["kl/k3"] > 1e-3, "the policy has moved by far more than the bound, and vLLM with it"
     assert all(abs(row["sampler/k1"]) < 1e-5 for row in found["rows"])
@@ -80,9 +88,10 @@ def test_fast_scoring_has_trls_numbers_of_vllms_completions(default_base_model: 
     assert found["in force"].startswith("completions are scored by klamp: each distinct prompt once")
     assert found["told"] == [], "nothing was left to TRL"
     for name, size in {"loss": 4, "gradient": 4, "old": 2, "reference": 2}.items():
-        assert len(found["apart"][name]) == size and max(found["apart"][name]) < 1e-5, name
-    assert max(found["apart"]["engine"]) < 1e-5, "vLLM follows the policy"
-    assert max(found["apart"]["ratio"]) < 1e-5, "so that TRL's correction is 1"
+        bound = 0.1 * SAME if name == "loss" else SAME  # a mean over tokens
+        assert len(found["apart"][name]) == size and max(found["apart"][name]) < bound, name
+    assert max(found["apart"]["engine"]) < SAME, "vLLM follows the policy"
+    assert max(found["apart"]["ratio"]) < SAME, "so that TRL's correction is 1"
     assert found["kl"][0] < 1e-6 < 1e-3 < found["kl"][-1], "the policy has moved"
 
 
