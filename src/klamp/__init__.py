@@ -13,6 +13,9 @@ if TYPE_CHECKING:  # what type checkers, editors and the documentation see; _HOM
     from klamp import config as config
     from klamp import core as core
     from klamp import errors as errors
+    from klamp.audit.micro_batch import check, tap, watch
+    from klamp.audit.pair import check_pair
+    from klamp.audit.verdict import Verdict
     from klamp.config import KLConfig, LossConfig, TeacherConfig, build_objective, preset
     from klamp.core.advantages import group_advantages
     from klamp.core.clipping import clip_kl, kl_budget
@@ -54,10 +57,13 @@ __all__ = [
     "TeacherConfig",
     "TopTokens",
     "Totals",
+    "Verdict",
     "Weighted",
     "__version__",
     "adaptive_kl_coefficient",
     "build_objective",
+    "check",
+    "check_pair",
     "check_sync",
     "clip_kl",
     "exact_kl",
@@ -71,10 +77,15 @@ __all__ = [
     "linear_logprobs",
     "linear_topk",
     "preset",
+    "tap",
     "topk_kl",
+    "watch",
 ]
 
 _NAMES = {
+    "audit.micro_batch": ("check", "tap", "watch"),
+    "audit.verdict": ("Verdict",),
+    "audit.pair": ("check_pair",),
     "config": ("KLConfig", "LossConfig", "TeacherConfig", "build_objective", "preset"),
     "core.advantages": ("group_advantages",),
     "core.clipping": ("clip_kl", "kl_budget"),

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from klamp.audit.examine import Reach, Term, TermFinding, audit_term
+from klamp.audit.examine import Audit, Reach, Subject, Term, TermFinding, audit_term
 from klamp.cli import main
-from klamp.cli.audit import DISTILLATION_LEGEND, HEADINGS, LEGEND, row, sentences
+from klamp.cli.audit import DISTILLATION_LEGEND, HEADINGS, LEGEND, exit_code, row, sentences
 from klamp.cli.options import Meant
 from klamp.core.types import Direction
 from klamp.verify.judge import judge
@@ -32,6 +32,12 @@ def clamped_k3(policy, ref):
     return torch.exp(x) - x - 1
 def detached(policy, ref):
     return (policy.detach() - ref).square() / 2
+def k2(policy, ref):
+    return (policy - ref).square() / 2
+def k3(policy, ref):
+    return torch.expm1(ref - policy) - (ref - policy)
+def odd(policy, ref):
+    return torch.sin(7 * (policy - ref)) + (policy - ref) ** 3
 def total(policy, ref):
     return (policy - ref).sum()
 """
@@ -48,7 +54,7 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def audit_cells(capsys: pytest.CaptureFixture[str], function: str) -> list[list[str]]:
     """The cells of the two rows: as a loss, in the reward."""
-    assert main(["audit", f"klamp_my_kl:{function}"]) == 0
+    assert main(["audit", f"klamp_my_kl:{function}"]) == 1  # each of them is wrong as a loss
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == f"klamp_my_kl:{function}"
     assert tuple(lines[1].split("  ")[1:2]) == HEADINGS[:1]
@@ -71,7 +77,7 @@ def test_functions(
 
 
 def test_a_clamp_is_put_into_words_and_the_legend_comes_once(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["audit", "klamp_my_kl:clamped_k3", "klamp_my_kl:k1"]) == 0
+    assert main(["audit", "klamp_my_kl:clamped_k3", "klamp_my_kl:k1"]) == 1
     out = capsys.readouterr().out
     assert (
         "- as a loss: its clamp changes the value by -23.3% at a KL of 0.89 nats per token; "
@@ -88,12 +94,49 @@ def test_a_clamp_is_put_into_words_and_the_legend_comes_once(capsys: pytest.Capt
         (["tlr"], 2, "did you mean 'trl'"),
         (["klamp_my_kl:k9"], 2, "did you mean"),
         (["--use", "trl"], 2, "unknown flag"),
-        (["klamp_my_kl:total"], 1, "one number per token"),
+        (["klamp_my_kl:total"], 2, "one number per token"),
     ],
 )
 def test_what_cannot_be_audited(argv: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", *argv]) == code
     assert text in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "code", "text"),
+    [
+        (["klamp_my_kl:k2"], 0, "klamp check: sound"),
+        (["klamp_my_kl:k1"], 1, "klamp check: WRONG"),
+        (["klamp_my_kl:k3"], 1, "KL(ref||policy)"),
+        (["klamp_my_kl:k3", "--means", "forward"], 0, "klamp check: sound"),
+        (["klamp_my_kl:k2", "klamp_my_kl:k1"], 1, "klamp check: WRONG"),
+        (["klamp_my_kl:odd"], 3, "cannot tell"),
+    ],
+)
+def test_the_verdict_on_a_function_is_that_of_check(
+    argv: list[str], code: int, text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["audit", *argv]) == code
+    assert text in capsys.readouterr().out
+
+
+def test_the_exit_code_of_a_trainers_rows(sound: TermFinding) -> None:
+    def with_gradient(*followed: Followed) -> int:
+        rows = [
+            dataclasses.replace(
+                sound,
+                judgement=dataclasses.replace(judge(k3), gradient=dataclasses.replace(judge(k3).gradient, follows=x)),
+                on_policy=x,
+                near=x,
+            )
+            for x in followed
+        ]
+        return exit_code(Audit(subject=Subject(title="it"), findings=tuple(rows)))
+
+    right, broken = Followed("local", 1.0), TermFinding(term=sound.term, error="ValueError: no")
+    assert [with_gradient(right), with_gradient(right, Followed("local", -1.0)), with_gradient()] == [0, 1, 0]
+    assert exit_code(Audit(subject=Subject(title="it"), findings=(broken,))) == 3
+    assert exit_code(Audit(subject=Subject(title="it"), findings=(broken, sound))) == 1
 
 
 def k3(policy: Tensor, ref: Tensor) -> Tensor:
@@ -194,13 +237,13 @@ def test_what_a_loss_can_be_meant_to_be_are_the_cores_directions() -> None:
     assert get_args(Meant) == get_args(Direction)
 
 
-@pytest.mark.parametrize(("means", "shown"), [("reverse", "reverse"), ("forward", "forward")])
+@pytest.mark.parametrize(("means", "code"), [("reverse", 1), ("forward", 0)])
 def test_a_function_of_four_arguments_is_a_loss_of_distillation(
-    means: str, shown: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    means: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "klamp_my_distil.py").write_text(LOSS, encoding="utf-8")
-    assert main(["audit", "klamp_my_distil:distil", "--means", means]) == 0
+    assert main(["audit", "klamp_my_distil:distil", "--means", means]) == code
     out = capsys.readouterr().out
     assert out.splitlines()[1].split()[0] == "distillation" and DISTILLATION_LEGEND in out and LEGEND not in out
     cells = out.splitlines()[2].split()
-    assert cells == ["klamp_my_distil:distil", shown, "forward", "forward", "forward", "0", "-", "token", "-"]
+    assert cells == ["klamp_my_distil:distil", means, "forward", "forward", "forward", "0", "-", "token", "-"]

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -21,6 +22,9 @@ import pytest
 import torch
 from tests.docs.pages import DOCS
 from torch import Tensor
+
+import klamp
+from klamp.audit.verdict import Verdict
 
 SECTIONS = {x.split("\n", 1)[0]: x for x in (DOCS / "hosts.md").read_text(encoding="utf-8").split("\n## ")[1:]}
 BETA = 0.3
@@ -66,7 +70,7 @@ def defined(trainer: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
         parent, _, last = name.rpartition(".")
         setattr(sys.modules[parent], last, sys.modules[name])
         vars(sys.modules[name]).update(held)
-    (code,) = re.findall(r"```python\n(.*?)```", SECTIONS[trainer], re.S)
+    code, _ = re.findall(r"```python\n(.*?)```", SECTIONS[trainer], re.S)
     names: dict[str, Any] = {}
     exec(code, names)
     return names
@@ -161,6 +165,104 @@ def test_the_expected_gradient_is_that_of_the_kl(trainer: str, monkeypatch: pyte
     rewarded = (trainer not in KL_ALONE) * (log_p.exp() * reward).sum()
     (expected,) = torch.autograd.grad(BETA * (forward if trainer == "ROLL" else reverse) - rewarded, policy)
     torch.testing.assert_close(gradient, expected, rtol=1e-9, atol=1e-9)
+
+
+def one_row(x: SimpleNamespace) -> dict[str, Tensor]:
+    """Completions as one packed row without padding, for trainers with tokens in one dimension."""
+    return {name: value.reshape(-1) for name, value in vars(x).items()}
+
+
+def _prime(x: SimpleNamespace) -> dict[str, Any]:
+    named = {"policy": "trainer", "old": "inference", "ref": "ref"}
+    inputs = {f"{theirs}_logprobs": getattr(x, ours) for ours, theirs in named.items()}
+    return {"inputs": SimpleNamespace(**inputs, loss_mask=x.mask, advantages=x.advantages), "beta": BETA}
+
+
+def _openrlhf(x: SimpleNamespace) -> dict[str, Any]:
+    scores = {"action_log_probs": x.policy, "old_action_log_probs": x.old, "base_action_log_probs": x.ref}
+    experience = SimpleNamespace(action_mask=x.mask)
+    given = {"experience": experience, "loss_mask": x.mask, "rollout_action_logprobs": x.old, "kl_ctl": BETA}
+    return scores | given | {"advantages": x.advantages}
+
+
+def _nemo(x: SimpleNamespace) -> dict[str, Any]:
+    scores = {"prev": x.old, "generation": x.old, "reference_policy": x.ref}
+    data = {f"{who}_logprobs": value for who, value in scores.items()} | {"advantages": x.advantages}
+    data = {name: torch.cat((value[:, :1], value), 1) for name, value in (data | {"token_mask": x.mask}).items()}
+    return {"next_token_logprobs": x.policy, "data": data | {"sample_mask": torch.ones(len(x.mask))}}
+
+
+def _slime(x: SimpleNamespace) -> dict[str, Any]:
+    named = {"log_probs": x.old, "ref_log_probs": x.ref, "advantages": x.advantages, "loss_masks": x.mask}
+    return {"batch": {name: list(value) for name, value in named.items()}, "scored": {"log_probs": x.rows}}
+
+
+def _areal(x: SimpleNamespace) -> dict[str, Any]:
+    data = {"teacher_logp": x.ref, "logprobs": x.old, "advantages": x.advantages, "loss_mask": x.mask}
+    return {"logprobs": x.policy, "input_data": data | {"distill_loss_weight": BETA, "rl_loss_weight": 1.0}}
+
+
+def _trinity(x: SimpleNamespace) -> dict[str, Any]:
+    given = {"logprob": x.policy, "old_logprob": x.old, "teacher_logprobs": x.ref, "action_mask": x.mask}
+    return given | {"advantages": x.advantages}
+
+
+SCOPES = {"prime-rl": _prime, "OpenRLHF": _openrlhf, "SkyRL": _openrlhf, "NeMo-RL": _nemo, "slime": _slime}
+SCOPES |= {"AReaL": _areal, "Trinity-RFT": _trinity}
+"""Trainer -> the names that its second snippet finds where it is put."""
+
+
+def verdict_of(trainer: str, names: dict[str, Any]) -> Verdict:
+    """What the trainer's second snippet finds out with these names in its scope."""
+    _, code = re.findall(r"```python\n(.*?)```", SECTIONS[trainer], re.S)
+    assert len(code.splitlines()) <= 6
+    names |= {"klamp": SimpleNamespace(check=partial(klamp.check, once=False))}
+    exec(code, names)
+    return names["verdict"]
+
+
+@pytest.mark.filterwarnings("ignore::klamp.KLWarning")
+@pytest.mark.parametrize(("sound", "kl"), [(True, "reverse"), (False, "forward")])
+@pytest.mark.parametrize("trainer", SCOPES)
+def test_the_check_of_a_policy_loss(trainer: str, sound: bool, kl: str) -> None:
+    torch.manual_seed(2)
+    policy = -3 * torch.rand(6, 8, dtype=torch.float64)
+    noise, far, reward = torch.randn(3, 6, 8, dtype=torch.float64)
+    mask = torch.arange(8) < torch.tensor([8, 5, 7, 8, 3, 6])[:, None]
+    x = {"policy": policy, "old": policy + 0.05 * noise, "ref": policy + 0.3 * far, "mask": mask.double()}
+    x["advantages"] = reward[:, :1].expand(6, 8)
+    x = {name: value.clamp(max=0) if name in ("old", "ref") else value for name, value in x.items()}
+    if trainer in ("prime-rl", "AReaL"):
+        x = one_row(SimpleNamespace(**x))
+    rows = [row.clone().requires_grad_() for row in x["policy"]] if trainer == "slime" else []
+    x["policy"] = torch.stack(rows) if rows else x["policy"].clone().requires_grad_()
+    b = SimpleNamespace(**x, rows=rows)
+    ratio, delta = (b.policy - b.old).exp(), b.policy - b.ref
+    k3 = torch.expm1(-delta) + delta
+    beta = 0.05 if trainer in ("NeMo-RL", "slime", "Trinity-RFT") else BETA
+    tokens = beta * (ratio * k3 if sound else k3) - ratio * b.advantages
+    verdict = verdict_of(trainer, SCOPES[trainer](b) | {"loss": (tokens * b.mask).sum() / b.mask.sum()})
+    assert (verdict.ok, verdict.kl) == (sound, kl), str(verdict)
+    assert verdict.beta == pytest.approx(beta, rel=1e-3)
+
+
+@pytest.mark.filterwarnings("ignore::klamp.KLWarning")
+@pytest.mark.parametrize("sound", [True, False])
+@pytest.mark.parametrize("trainer", ["ms-swift", "ROLL"])
+def test_the_check_of_a_divergence(trainer: str, sound: bool) -> None:
+    torch.manual_seed(2)
+    student, teacher = torch.randn(2, 5, 8, 11, dtype=torch.float64)
+    heat = 2.0 if trainer == "ROLL" else 1.0
+    student = (student if trainer == "ROLL" else student[:, 0]).clone().requires_grad_()
+    teacher = teacher if trainer == "ROLL" else teacher[:, 0]
+    log_p, log_q = ((x / heat).log_softmax(-1) for x in (student, teacher))
+    forward = (log_q.exp() * (log_q - log_p)).sum(-1).mean()
+    names = {"s_logits": student, "t_logits": teacher, "beta": 0 if sound else 1, "total": forward}
+    names |= {"output_tensor": student, "data": {"teacher_log_probs": log_q}, "labels": torch.ones(5, 8)}
+    names |= {"loss": forward if sound else (log_p.exp() * (log_p - log_q)).sum(-1).mean()}
+    names |= {"self": SimpleNamespace(pipeline_config=SimpleNamespace(kd_temperature=heat))}
+    verdict = verdict_of(trainer, names)
+    assert (verdict.ok, verdict.kl) == (sound, "forward" if sound or trainer == "ms-swift" else "reverse"), str(verdict)
 
 
 HOOKS = """

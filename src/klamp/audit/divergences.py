@@ -1,4 +1,4 @@
-"""Explains the gradient in the logits of a few positions as that of a divergence between student and teacher. NumPy only.
+"""Explains the gradient in the logits of a few positions by a divergence between student and teacher. NumPy only.
 
 A divergence D(s, t) of s = softmax(z / T) has the gradient s (h - sum s h) / T in z, with h = dD/ds. Each candidate is
 its h; a head of k tokens is found from the gradient itself, which is -s times a constant outside of it.
@@ -7,7 +7,7 @@ its h; a head of k tokens is found from the gradient itself, which is -s times a
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -65,7 +65,6 @@ class Positions:
     """Unit roundoff of the logits."""
     temperature: float = 1.0
     """What the trainer divides the logits by."""
-    known: dict[str, Array] = field(default_factory=dict[str, Array])
 
     @property
     def tolerance(self) -> float:
@@ -84,45 +83,43 @@ def explain_logits(p: Positions) -> list[Divergence]:
     size = np.linalg.norm(p.gradient, axis=1)
     if not np.any(size > 0):
         return [Divergence("none", "no gradient", "full", "", (1.0, 1.0), size, "", 0.0)]
-    for temperatures in _temperatures(p):
-        found = sorted(_candidates(p, temperatures), key=lambda x: x.residual)
+    steps = [(heats, False) for heats in _temperatures(p)]
+    steps += [(heats, True) for heats in _temperatures(p)]
+    for heats, second in steps:  # one term at any temperature, before two terms
+        found = sorted(_candidates(p, heats, second=second), key=lambda x: x.residual)
         good = [x for x in found if x.residual < p.tolerance]
         if good:
             return [x for x in good if x.residual <= max(20 * good[0].residual, p.tolerance / 10)]
     return []
 
 
-def _temperatures(p: Positions) -> Iterator[tuple[float, float]]:
+def _temperatures(p: Positions) -> list[tuple[float, float]]:
     t = p.temperature
-    yield t, t
-    for pair in ((t, 1.0), (1.0, 1.0), (1.0, t)):
-        if pair != (t, t):
-            yield pair
-    for other in TEMPERATURES:
-        yield other, other
-        yield other, 1.0
-        yield 1.0, other
+    others = ((t, t), (t, 1.0), (1.0, 1.0), (1.0, t), *(x for h in TEMPERATURES for x in ((h, h), (h, 1.0), (1.0, h))))
+    return list(dict.fromkeys(others))
 
 
-def _candidates(p: Positions, temperatures: tuple[float, float]) -> Iterator[Divergence]:
-    ts, tt = temperatures
-    log_s, log_t = log_softmax(p.student / ts), log_softmax(p.teacher / tt)
+def _candidates(p: Positions, heats: tuple[float, float], *, second: bool) -> Iterator[Divergence]:
+    """Each divergence, over the vocabulary and over the head that the gradient shows; or each with a second term."""
+    log_s, log_t = log_softmax(p.student / heats[0]), log_softmax(p.teacher / heats[1])
     s, t = np.exp(log_s), np.exp(log_t)
     simple = _simple(p, log_s, s)
-    whole = list(_whole(log_s, log_t, s, t))
-    for kind, name, column in (*whole, *simple):
-        yield _fitted(p, kind, name, "full", "", temperatures, [column])
-    for kind, name, column in whole:
-        for beside, _, second in simple:
-            yield _fitted(p, kind, name, "full", "", temperatures, [column, second], beside)
+    beside = [(name, column) for name, _, column in simple] if second else [("", None)]
+    terms = [(kind, name, "full", column) for kind, name, column in _whole(log_s, log_t, s, t)]
     heads = head_of(p.gradient, s)
     if heads is not None:
-        chosen, count = _chooser(heads, log_s, log_t, p.ids), int(heads.sum(1).max())
-        for kind, name, head, column in _headed(heads, log_s, log_t, s, t):
-            yield _fitted(p, kind, name, head, chosen, temperatures, [column])._replace(size=count)
-            for beside, _, second in simple:
-                fit = _fitted(p, kind, name, head, chosen, temperatures, [column, second], beside)
-                yield fit._replace(size=count)
+        terms += _headed(heads, log_s, log_t, s, t)
+    size = 0 if heads is None else int(heads.sum(1).max())
+    chosen = "" if heads is None else _chooser(heads, log_s, log_t, p.ids)
+    for kind, name, column in () if second else simple:
+        yield _fitted(p, Divergence(kind, name, "full", "", heats, column, "", 0.0), column, None)
+    for kind, name, head, column in terms:
+        for other, extra in beside:
+            whole = head == "full"
+            form = Divergence(
+                kind, name, head, "" if whole else chosen, heats, column, other, 0.0, 0 if whole else size
+            )
+            yield _fitted(p, form, column, extra)
 
 
 def _centred(s: Array, h: Array) -> Array:
@@ -154,7 +151,7 @@ def head_of(gradient: Array, s: Array) -> Array | None:
     off = np.abs(ratio - middle) * s > 1e-4 * np.abs(gradient).max(1, keepdims=True)
     counts = off.sum(1)
     vocabulary = s.shape[1]
-    return off if 0 < counts.max() <= max(1, vocabulary // 2) else None
+    return off if 1 < counts.max() <= vocabulary // 2 else None
 
 
 def _chooser(heads: Array, log_s: Array, log_t: Array, ids: Array | None) -> str:
@@ -197,33 +194,18 @@ def _headed(heads: Array, log_s: Array, log_t: Array, s: Array, t: Array) -> Ite
         yield "js", f"JS({b:g})", "renormalised", _centred(ps, np.where(heads, (1 - b) * (hs - log_m), 0.0))
 
 
-def _fitted(
-    p: Positions,
-    kind: str,
-    name: str,
-    head: str,
-    chosen: str,
-    temperatures: tuple[float, float],
-    columns: list[Array],
-    beside: str = "",
-) -> Divergence:
-    """Fit one coefficient per position and column."""
-    g = p.gradient
-    first = columns[0]
-    norm = np.maximum((first**2).sum(1), 1e-300)
-    if len(columns) == 1:
+def _fitted(p: Positions, form: Divergence, first: Array, second: Array | None) -> Divergence:
+    """Fit one coefficient per position, and one of the second term."""
+    g, norm = p.gradient, np.maximum((first**2).sum(1), 1e-300)
+    if second is None:
         scale = (g * first).sum(1) / norm
         residual = g - scale[:, None] * first
     else:
-        second = columns[1]
         cross, square = (first * second).sum(1), np.maximum((second**2).sum(1), 1e-300)
         det = norm * square - cross**2
-        fine = det > 1e-9 * norm * square
-        det = np.where(fine, det, np.inf)
+        det = np.where(det > 1e-9 * norm * square, det, np.inf)
         y1, y2 = (g * first).sum(1), (g * second).sum(1)
         scale, other = (y1 * square - y2 * cross) / det, (y2 * norm - y1 * cross) / det
         residual = g - scale[:, None] * first - other[:, None] * second
     off = float(np.sqrt((residual**2).sum() / max((g**2).sum(), 1e-300)))
-    if len(columns) > 1:
-        off *= 10.0  # a second free term has to earn its place
-    return Divergence(kind, name, head, chosen, temperatures, scale, beside, off)
+    return form._replace(scale=scale, residual=off)

@@ -7,29 +7,32 @@ least squares fits a and b for each pair; a pair is accepted where the residual 
 
     sigma_t = 1.5 eps (|g_t| + median |g|) + 2 eps |b u_t|,    chi2 per token < 25
 
-Simple explanations come first: a policy loss without a KL; with one, under one mean; under two means; a policy loss that
-some tokens do not carry; a KL that ends at a bound; last a free factor of each completion. The first stage that accepts
-anything answers with all the pairs that it accepts.
+Simple explanations come first: a policy loss without a KL; a KL alone; both, under one mean; under two means; a policy
+loss that some tokens do not carry; a KL that ends at a bound; last a free factor of each completion. The first stage
+that accepts anything answers with all the pairs that it accepts.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from klamp.audit.forms import FARTHEST, Array, Form, Tokens, kl_forms, policy_forms
+from klamp.audit.forms import FARTHEST, Array, Form, Tokens, advantage_forms, distinct, kl_forms, policy_forms
 
-Stage: TypeAlias = Literal["no KL", "KL alone", "one mean", "two means", "gated", "bounded", "free", "unknown"]
-Mean: TypeAlias = Literal["token", "sequence"]
+Stage: TypeAlias = str
+Mean: TypeAlias = str
 MEANS: tuple[Mean, ...] = ("token", "sequence")
 
 ACCEPTED = 25.0
 """The largest residual per token, in units of the rounding noise, squared, that explains a gradient."""
 CLOSE = 8.0
 """Forms are accepted beside the best one if their residual is within this factor of its own."""
+MARGIN = 2.0
+"""How much larger than just visible a KL has to be before its absence is called so."""
 FREE_TOKENS = 8
 """Tokens beyond the number of free parameters that the fit with a factor of each completion needs."""
 
@@ -71,8 +74,9 @@ class Explanation:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """The classes of KL that the accepted fits leave open."""
-        return tuple(dict.fromkeys(kind for fit in self.fits if fit.kl is not None for kind in fit.kl.kinds))
+        """The classes of KL that the accepted fits leave open; a rare one only where no common one is among them."""
+        kinds = tuple(dict.fromkeys(kind for fit in self.fits if fit.kl is not None for kind in fit.kl.kinds))
+        return tuple(kind for kind in kinds if kind not in RARE) or kinds
 
 
 class _Problem(NamedTuple):
@@ -84,8 +88,13 @@ class _Problem(NamedTuple):
     used: Array  # the indices that are fitted
 
 
-def explain(tokens: Tokens) -> Explanation:
-    """Find the simplest explanation of a gradient."""
+def explain(tokens: Tokens, *, simple: bool = False) -> Explanation:
+    """Find the simplest explanation of a gradient.
+
+    Args:
+        tokens: the trained tokens.
+        simple: leave out the stages with a gate, a bound or a free factor.
+    """
     g = tokens.gradient
     target = g if tokens.policy_part is None else g - tokens.policy_part
     size = np.abs(g) if tokens.policy_part is None else np.abs(g) + np.abs(tokens.policy_part)
@@ -99,16 +108,22 @@ def explain(tokens: Tokens) -> Explanation:
     means = MEANS[:1] if same else MEANS
     policies = [] if tokens.policy_part is not None else policy_forms(tokens)
     kls = kl_forms(tokens)
-    stages = _stages(problem, policies, kls, means, weights)
+    stages = _stages(problem, policies, kls, means, weights, simple=simple)
     found, fits = next(((stage, kept) for stage, each in stages if (kept := _accepted(each))), ("unknown", []))
     if not fits:
-        fits = sorted(_pairs(problem, policies, kls, [(m, m) for m in means], weights), key=lambda x: x.chi2)[:1]
+        fits = sorted(_alone(problem, policies, means, weights), key=_by_chi2)[:1]
     seen = _visible(problem, fits, kls, means, weights)
     return Explanation(stage=found, fits=tuple(fits), b_seen=seen, same_means=same, used=used.size)
 
 
 def _stages(
-    problem: _Problem, policies: list[Form], kls: list[Form], means: tuple[Mean, ...], weights: dict[Mean, Array]
+    problem: _Problem,
+    policies: list[Form],
+    kls: list[Form],
+    means: tuple[Mean, ...],
+    weights: dict[Mean, Array],
+    *,
+    simple: bool,
 ) -> Iterator[tuple[Stage, Iterable[Fit]]]:
     """The fits of each stage, the simplest stage first; computed only as far as they are asked for."""
     yield "no KL", _alone(problem, policies, means, weights)
@@ -119,6 +134,8 @@ def _stages(
     crossed = [(w, u) for w in means for u in means if w != u]
     if policies and crossed:
         yield "two means", _pairs(problem, policies, kls, crossed, weights)
+    if simple:
+        return
     yield "gated", _gated(problem, policies, kls, [*same, *crossed], weights)
     yield "bounded", _bounded(problem, policies, kls, [*same, *crossed], weights)
     yield "free", _free(problem, kls)
@@ -169,17 +186,24 @@ def _pairs(
     used, noise = problem.used, problem.noise
     y = (problem.target / noise)[used]
     for w, u in means:
-        columns = np.stack([(form.values * weights[u] / noise)[used] for form in kls])
+        plain = np.stack([(form.values * weights[u] / noise)[used] for form in kls])
         for policy in policies or [None]:
-            x = None if policy is None else (policy.values * weights[w] / noise)[used]
+            forms, columns, x = kls, plain, None
+            if policy is not None:
+                x = (policy.values * weights[w] / noise)[used]
+                inside = advantage_forms(problem.tokens, policy)
+                forms = [*kls, *inside]
+                columns = np.concatenate([plain, *[(f.values * weights[u] / noise)[used][None] for f in inside]])
             rest, left = (y, columns) if x is None else (_without(y, x), _without(columns, x))
             power, size = np.square(left).sum(1), np.square(columns).sum(1)
             known = power > 1e-14 * size
             b = np.where(known, left @ rest / np.where(known, power, 1), 0.0)
             chi2 = np.square(rest[None] - b[:, None] * left).sum(1) / used.size
-            # The noise grows with b, so a pair that looks poor at first may be right; the best few are looked at again.
-            for i in [i for i in np.argsort(chi2)[:6] if known[i]]:
-                yield _refined(problem, policy, kls[i], w, u, weights, b[i])
+            # The noise grows with b, so a pair that looks poor at first may pass.
+            growth = np.square(1 + 2 * problem.tokens.eps * np.abs(b[:, None] * columns)).max(1)
+            hopeful = np.argsort(chi2)[: len(forms) if policy is None and not policies else 6]
+            for i in (i for i in hopeful if known[i] and chi2[i] < ACCEPTED * growth[i]):
+                yield _refined(problem, policy, forms[i], w, u, weights, float(b[i]))
 
 
 def _without(y: Array, x: Array) -> Array:
@@ -220,25 +244,24 @@ def _refined(
 def _visible(
     problem: _Problem, fits: list[Fit], kls: list[Form], means: tuple[Mean, ...], weights: dict[Mean, Array]
 ) -> float:
-    """The smallest |b| that a reverse or forward KL would have stood out with, beside the fitted policy loss."""
+    """The |b| from which on any reverse or forward KL would have stood out, beside the fitted policy loss."""
     plain = [form for form in kls if form.kind in ("reverse", "forward") and not form.coupled][:4]
     if not plain or not fits:
         return np.inf
     used, noise = problem.used, problem.noise
     best = fits[0]
-    smallest = np.inf
+    seen = 0.0
     for mean in means:
         for form in plain:
             column = (form.values * weights[mean] / noise)[used]
             if best.policy is not None and best.w is not None:
                 column = _without(column, (best.policy.values * weights[best.w] / noise)[used])
-            smallest = min(smallest, np.sqrt(ACCEPTED * used.size / max(column @ column, 1e-300)))
-    return float(smallest)
+            seen = max(seen, float(np.sqrt(ACCEPTED * used.size / max(column @ column, 1e-300))))
+    return MARGIN * seen
 
 
+RARE = ("neither", "old", "squared")
 BASES = ("1", "ratio", "sequence ratio")
-PLAIN = 14
-"""The first kinds of KL that are tried beside a gated policy loss or a bound."""
 
 
 def _gated(
@@ -252,18 +275,21 @@ def _gated(
     used = problem.used
     if used.size < 12:
         return
+    used = used[:: max(1, used.size // 512)]
+    problem = problem._replace(used=used)
     order = used[np.argsort(np.abs(problem.tokens.log_r[used]), kind="stable")]
-    pick = order[np.linspace(0, used.size - 1, min(used.size, 10)).astype(int)]
+    pick = order[np.linspace(0, used.size - 1, min(used.size, 16)).astype(int)]
     first, second = np.triu_indices(pick.size, 1)
-    for policy in (form for form in policies if form.kind in BASES):
+    plain = [form for form in kls if form.kind not in RARE and "sampler" not in form.name]
+    bases = [x for x in policies if x.name.partition(" x ")[0] in BASES and not re.search("min|up to", x.name)]
+    for policy in bases:
+        choices = [(None, False), *((kl, joint) for kl in plain for joint in (False, True))]
+        choices += [(kl, True) for kl in advantage_forms(problem.tokens, policy)]
         for w, u in means:
-            p = policy.values * weights[w]
-            for kl in [None, *kls[:PLAIN]]:
-                k = np.zeros_like(p) if kl is None else kl.values * weights[u]
-                for joint in (False, True) if kl is not None else (False,):
-                    fit = _voted(problem, policy, kl, w, u, p, k, pick[first], pick[second], joint, weights)
-                    if fit is not None:
-                        yield fit
+            for kl, joint in choices:
+                fit = _voted(problem, policy, kl, w, u, pick[first], pick[second], joint, weights)
+                if fit is not None:
+                    yield fit
 
 
 def _voted(
@@ -272,14 +298,14 @@ def _voted(
     kl: Form | None,
     w: Mean,
     u: Mean,
-    p: Array,
-    k: Array,
     i: Array,
     j: Array,
     joint: bool,
     weights: dict[Mean, Array],
 ) -> Fit | None:
-    g, used = problem.target, problem.used
+    """A gate that nearly all tokens agree with, for the a and b that one of the pairs of tokens i, j proposes."""
+    g, used, p = problem.target, problem.used, policy.values * weights[w]
+    k = np.zeros_like(p) if kl is None else kl.values * weights[u]
     if kl is None:
         a, b = np.divide(g[i], p[i], out=np.zeros_like(p[i]), where=p[i] != 0), np.zeros(i.size)
     else:
@@ -293,9 +319,9 @@ def _voted(
     sigma = 5 * problem.noise[used] + 10 * problem.tokens.eps * np.abs(pull)
     carries = np.abs(g[used] - full) < 4 * sigma
     votes = carries | (np.abs(g[used] - off) < 4 * sigma)
-    score = np.where(carries.mean(1) > 0.2, votes.mean(1) + 1e-3 * carries.mean(1), 0)
+    score = np.where(carries.mean(1) > 0.1, votes.mean(1) + 1e-3 * carries.mean(1), 0)
     best = int(score.argmax())
-    if votes[best].mean() < 0.98 or carries[best].sum() < 6 or not np.isfinite(a[best]):
+    if votes[best].mean() < 0.98 or carries[best].sum() < 8 or not np.isfinite(a[best]):
         return None
     gate = np.zeros_like(p)
     gate[used] = carries[best]
@@ -325,8 +351,8 @@ def _bounded(
     t, used = problem.tokens, problem.used
     if t.ref is None or used.size < 16:
         return
-    far, plain = np.abs(t.d), [x for x in kls[:PLAIN] if not x.coupled]
-    shares = [0.5, 0.25] if used.size >= 32 else [0.5]
+    far, plain = np.abs(t.d), [x for x in kls if not x.coupled and x.kind not in RARE]
+    shares = [share for share in (0.5, 0.25, 0.1) if share * used.size >= 7]
     inner = [problem._replace(used=used[far[used] <= np.quantile(far[used], share)]) for share in shares]
     nearby = (fit for near in inner for fit in sorted(_pairs(near, policies, plain, means, weights), key=_by_chi2))
     for fit in nearby:
@@ -367,64 +393,66 @@ def _held(t: Tokens, kl: Form, pull: Array, beyond: Array) -> Array:
 def _free(problem: _Problem, kls: list[Form]) -> Iterator[Fit]:
     """A free factor of each completion: names a KL by its course within completions, never by its size."""
     t, used = problem.tokens, problem.used
-    rows = t.row[used]
-    counts = np.bincount(rows, minlength=int(t.row.max()) + 1)
-    usable = counts >= 4
-    keep = used[usable[rows]]
+    usable = np.bincount(t.row[used], minlength=t.lengths.size) >= 4
+    keep = used[usable[t.row[used]]]
     spare = keep.size - 2 * int(usable.sum())
     if spare < max(FREE_TOKENS, keep.size // 3) or keep.size < 0.7 * used.size:
         return
     push = -np.ones_like(t.policy) if t.advantage is None else -t.advantage
-    bases = [] if t.policy_part is not None else [push, push * t.r]
-    for kl in (form for form in kls if not form.coupled and form.kind not in ("zero", "old")):
-        for base in bases or [np.zeros_like(push)]:
-            fit = _by_row(problem, kl, base, keep, spare)
-            if fit is not None:
+    bases = [np.zeros_like(push)] if t.policy_part is not None else [push, push * t.r]
+    forms = [form for form in kls if not form.coupled and form.kind not in ("zero", "old")]
+    if t.policy_part is None and np.allclose(t.r, 1):  # a constant of each completion is the policy loss's
+        courses = distinct([form._replace(values=form.values - t.average(form.values)) for form in forms])
+        forms = [form._replace(kinds=x.kinds) for x in courses for form in forms if form.name == x.name]
+    for form in forms:
+        for base in bases[: 1 if np.allclose(t.r, 1) else 2]:
+            if (fit := _by_row(problem, form, base, keep, spare)) is not None:
                 yield fit
 
 
 def _by_row(problem: _Problem, kl: Form, base: Array, keep: Array, spare: int) -> Fit | None:
     t, total = problem.tokens, 0.0
-    signs: list[tuple[float, float]] = []
+    signs: list[set[int]] = [set(), set()]
     for row in np.unique(t.row[keep]):
         index = keep[t.row[keep] == row]
-        y, p, k = problem.target[index], base[index], kl.values[index]
-        basis = np.stack([p, k]) if np.any(p) else k[None]
-        sigma = problem.noise[index]
+        y, sigma = problem.target[index], problem.noise[index]
+        basis = np.stack([x for x in (base[index], kl.values[index]) if np.any(x)])
+        x, cover = np.zeros(len(basis)), np.zeros(len(basis))
         for _ in range(2):
-            coefficients = np.linalg.lstsq((basis / sigma).T, y / sigma, rcond=1e-12)[0]
-            sigma = problem.noise[index] + 2 * t.eps * np.abs(coefficients[-1] * k)
-        residual = (y - coefficients @ basis) / sigma
-        total += float(residual @ residual)
-        if np.ptp(k) > 1e-6 * np.abs(k).max():
-            signs.append((coefficients[0] if len(basis) > 1 else 0.0, coefficients[-1]))
-    if total / spare >= ACCEPTED or len(signs) == 0:
+            scaled = (basis / sigma).T
+            x = np.linalg.lstsq(scaled, y / sigma, rcond=1e-12)[0]
+            cover = np.sqrt(ACCEPTED * np.diag(np.linalg.pinv(scaled.T @ scaled)) * index.size)
+            sigma = problem.noise[index] + 2 * t.eps * np.abs(x[-1] * kl.values[index])
+        total += float(np.square((y - x @ basis) / sigma).sum())
+        if np.ptp(kl.values[index]) > 1e-6 * np.abs(kl.values[index]).max():
+            for side, i in ((0, 0), (1, -1)):
+                if abs(x[i]) > cover[i] and (side or len(basis) > 1):
+                    signs[side].add(int(np.sign(x[i])))
+    if total / spare >= ACCEPTED or len(signs[1]) != 1:
         return None
-    both = [{int(np.sign(x[i])) for x in signs} - {0} for i in (0, 1)]
-    if len(both[1]) != 1:
-        return None
-    push = both[0].pop() if len(both[0]) == 1 else 0
-    return Fit(policy=None, kl=kl, chi2=total / spare, signs=(push, both[1].pop()))
+    push = signs[0].pop() if len(signs[0]) == 1 else 0
+    return Fit(policy=None, kl=kl, chi2=total / spare, signs=(push, signs[1].pop()))
 
 
 class AtZero(NamedTuple):
     """What the second and third derivative say where the policy is the reference.
 
     Attributes:
-        constant: c(0): the KL's gradient there, per unit of `first`.
         first: c' times the coefficient b.
         ratio: c'' / c'; NaN where c' is 0.
         visible: whether `first` stands out of the rounding.
     """
 
-    constant: float
     first: float
     ratio: float
     visible: bool
 
 
 def at_zero(t: Tokens, second: Array, third: Array, mean: Mean) -> AtZero | None:
-    """Read c'(0) and c''(0) off the derivatives, beside a policy loss through a ratio; None: they cannot be told apart.
+    """Read c'(0) and c''(0) off the derivatives, beside the policy loss; None: the two cannot be told apart.
+
+    A ratio gives -a A w to both derivatives, a fixed weight nothing. Any other policy loss (sapo) is fitted apart for
+    positive and negative advantages, if they have values enough.
 
     Args:
         t: tokens whose log-ratio is 0.
@@ -433,18 +461,23 @@ def at_zero(t: Tokens, second: Array, third: Array, mean: Mean) -> AtZero | None
         mean: the mean that the KL is under.
     """
     u = t.weights(mean)
-    push = np.zeros_like(u) if t.advantage is None or t.policy_part is not None else -t.advantage * u
-    basis = np.stack([push, u]) if np.any(push) else u[None]
-    scaled = basis / np.linalg.norm(basis, axis=1, keepdims=True)
-    if len(scaled) > 1 and 1 - abs(scaled[0] @ scaled[1]) < 1e-8:
-        return None
-    found = []
-    for y in (second, third):
-        coefficients = np.linalg.lstsq(basis.T, y, rcond=1e-12)[0]
-        noise = 100 * t.eps * (np.abs(y).max(initial=0.0) + np.abs(t.gradient).max(initial=0.0)) + 1e-300
-        if np.abs(y - coefficients @ basis).max() > noise + 0.05 * np.abs(coefficients[-1] * u).max():
+    a = np.zeros_like(u) if t.advantage is None else t.advantage
+    for pushes in ([-a * u], [-a * u * (a > 0), -a * u * (a < 0)]):
+        basis = np.stack([u, *(x for x in pushes if np.any(x))])
+        if np.linalg.cond((basis / np.linalg.norm(basis, axis=1, keepdims=True)).T) > 1e4:
             return None
-        found.append((coefficients[-1], noise / u.max()))
-    (first, blur), (curve, _) = found
-    visible = abs(first) > 3 * blur
-    return AtZero(0.0, float(first), float(curve / first) if visible else np.nan, bool(visible))
+        (x, x_off), (y, y_off) = (_solved(basis, each) for each in (second, third))
+        blur = 100 * t.eps * (np.abs(second).max() + np.abs(t.gradient).max()) + 1e-300
+        plain = (
+            len(basis) == 1 or abs(y[1] - x[1]) * np.abs(basis[1]).max() < blur + 0.02 * np.abs(x[1] * basis[1]).max()
+        )
+        tolerance = blur + 0.02 * abs(x[0]) * u.max()
+        if max(x_off, y_off) < tolerance and (plain or len(basis) > 2):
+            visible = bool(abs(x[0]) * u.max() > 3 * blur)
+            return AtZero(float(x[0]), float(y[0] / x[0]) if visible else np.nan, visible)
+    return None
+
+
+def _solved(basis: Array, y: Array) -> tuple[Array, float]:
+    coefficients = np.linalg.lstsq(basis.T, y, rcond=1e-12)[0]
+    return coefficients, float(np.abs(y - coefficients @ basis).max())

@@ -1,6 +1,6 @@
 """The gradients that policy losses and KLs give a token: the candidates that `klamp.audit.fit` explains a loss with.
 
-Notation: d = log policy - log ref, r = policy / old, p = the token's probability, A = advantage. A policy loss gives the
+Notation: d = log policy - log ref, r = policy / old, p = the token's probability, A = advantage. A policy loss gives a
 token the gradient -A s, a KL gives it c. One row per form; a form that a batch cannot tell from an earlier one is
 dropped, and its name is kept as an alias. NumPy only.
 """
@@ -8,14 +8,14 @@ dropped, and its name is kept as an alias. NumPy only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float64]
+Array: TypeAlias = NDArray[Any]
 
 FARTHEST = 3.0
 """Tokens whose policy moved farther from the old policy, in nats, are left out of the fit."""
@@ -29,7 +29,7 @@ class Tokens:
     """d loss / d log-probability."""
     policy: Array
     """Log-probabilities under the policy."""
-    row: NDArray[np.int64]
+    row: Array
     """The completion of each token, 0 to B - 1, ascending."""
     ref: Array | None = None
     """Log-probabilities under the reference or teacher."""
@@ -43,7 +43,7 @@ class Tokens:
     """What the loss subtracts from the log-ratio."""
     policy_part: Array | None = None
     """The part of the gradient that comes from the advantages, if the loss was watched."""
-    group: NDArray[np.int64] | None = None
+    group: Array | None = None
     """The prompt of each completion, [B]."""
     eps: float = 6e-8
     """Unit roundoff of the log-probabilities."""
@@ -105,6 +105,7 @@ class Form(NamedTuple):
         aliases: names of forms that give the same numbers on this batch, up to a factor.
         kinds: the classes of the form and of its aliases.
         scaled: whether an alias has another size, so that no coefficient is known.
+        factor: of a policy loss: s, what it multiplies the advantage with.
     """
 
     name: str
@@ -114,6 +115,12 @@ class Form(NamedTuple):
     aliases: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
     scaled: bool = False
+    factor: Array | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The name and its aliases."""
+        return (self.name, *self.aliases)
 
 
 def k3(d: Array) -> Array:
@@ -124,6 +131,7 @@ def k3(d: Array) -> Array:
 KL: dict[str, tuple[str, Callable[[Tokens], Array], bool]] = {
     "log-ratio (k2, or the reverse gradient)": ("reverse", lambda t: t.d, False),
     "ratio x log-ratio (ratio x k3, or k1 in the advantage)": ("reverse", lambda t: t.r * t.d, False),
+    "ratio x (old - ref) (k1 of the old policy in the advantage)": ("reverse", lambda t: t.r * (t.d - t.log_r), False),
     "constant (k1)": ("zero", lambda t: np.ones_like(t.d), False),
     "ratio (detached ratio x k1)": ("zero", lambda t: t.r, False),
     "1 - exp(-log-ratio) (k3)": ("forward", lambda t: -np.expm1(-t.d), False),
@@ -158,7 +166,6 @@ KL: dict[str, tuple[str, Callable[[Tokens], Array], bool]] = {
         lambda t: np.exp(t.average(t.log_r)) * (t.average(k3(t.d)) - np.expm1(-t.d)),
         True,
     ),
-    "ratio x (old - ref) (KL of the old policy)": ("reverse", lambda t: t.r * (t.d - t.log_r), False),
     "log-ratio to the old policy (k2)": ("old", lambda t: t.log_r, False),
     "1 - exp(-log-ratio to the old policy) (k3)": ("old", lambda t: -np.expm1(-t.log_r), False),
     "exp(log-ratio to the old policy) - 1": ("old", lambda t: np.expm1(t.log_r), False),
@@ -180,26 +187,30 @@ def policy_forms(t: Tokens) -> list[Form]:
     """The policy losses: -A s of each, for each sampler weight; none without advantages."""
     if t.advantage is None or not np.any(t.advantage):
         return []
-    forms = [
-        Form(name + suffix, name.partition("(")[0], -t.advantage * s * weight)
-        for suffix, weight in _sampler_weights(t)
-        for name, s in _surrogates(t)
-    ]
+    forms = []
+    for suffix, weight in _sampler_weights(t):
+        for name, s in _surrogates(t, plain=bool(suffix)):
+            factor = s * weight
+            forms.append(Form(name + suffix, name.partition("(")[0], -t.advantage * factor, factor=factor))
     return distinct(forms)
 
 
-def _surrogates(t: Tokens) -> Iterator[tuple[str, Array]]:
+def _surrogates(t: Tokens, *, plain: bool) -> Iterator[tuple[str, Array]]:
     advantage = t.advantage if t.advantage is not None else np.zeros_like(t.r)
     yield "1", np.ones_like(t.r)
     if t.old is None:
         return
     yield "ratio", t.r
-    for low, high in (*([t.clip] if t.clip else ()), *CLIPS):
+    clips = dict.fromkeys((*([t.clip] if t.clip else ()), *CLIPS))
+    for low, high in list(clips)[: 1 if plain else None]:
         on = np.where(advantage > 0, t.r <= 1 + high, t.r >= 1 - low)
         yield f"ppo_clip({low:g}, {high:g})", t.r * on
-    whole = np.exp(t.average(t.log_r))
-    yield "sequence ratio", whole
-    for cap in CAPS:
+    yield "sequence ratio", np.exp(t.average(t.log_r))
+    if plain:
+        return
+    if t.clip:
+        yield f"cispo({t.clip[0]:g}, {t.clip[1]:g})", np.clip(t.r, 1 - t.clip[0], 1 + t.clip[1])
+    for cap in (*((t.clip[1], 1 + t.clip[1]) if t.clip else ()), *CAPS):
         yield f"cispo({cap:g})", np.minimum(t.r, cap)
     for positive, negative in ((1.0, 1.05), (1.0, 1.0)):
         heat = np.where(advantage > 0, positive, negative)
@@ -221,23 +232,47 @@ def _sampler_weights(t: Tokens) -> Iterator[tuple[str, Array]]:
                 yield f" x {level}{name} up to {cap:g}", w * (w <= cap)
 
 
+def advantage_forms(t: Tokens, policy: Form) -> list[Form]:
+    """KLs that the loss subtracts from the advantages: they carry the policy loss's own factor."""
+    if t.ref is None or policy.factor is None:
+        return []
+    old = t.d - t.log_r
+    courses = {"log-ratio": t.d, "old - ref": old, "later log-ratios": t.to_go(t.d), "later old - ref": t.to_go(old)}
+    pulls = {name: policy.factor * course for name, course in courses.items()}
+    return [
+        Form(
+            f"{policy.kind} x {name} (k1 in the advantage)", "reverse", x, name.startswith("later"), kinds=("reverse",)
+        )
+        for name, x in pulls.items()
+        if np.any(x)
+    ]
+
+
 def kl_forms(t: Tokens) -> list[Form]:
     """The KLs that the batch can show: without a reference only the constant and those to the old policy."""
-    forms = []
+    forms = list(_kls(t, ""))
+    if t.sampler is not None and t.ref is not None:
+        log_w = t.policy - t.sampler
+        for cap in (np.inf, 2.0, 3.0, 5.0, 10.0):
+            weighted = replace(t, old=t.policy - np.minimum(log_w, np.log(cap)))
+            name = " (policy / sampler" + (")" if cap == np.inf else f", at most {cap:g})")
+            forms += [form for form in _kls(weighted, name) if "ratio" in form.name.replace("log-ratio", "")]
+    return distinct(forms)
+
+
+def _kls(t: Tokens, suffix: str) -> Iterator[Form]:
     for name, (kind, values, coupled) in KL.items():
-        if t.ref is None and kind not in ("old", "zero"):
+        if (t.ref is None and kind not in ("old", "zero")) or (t.old is None and kind == "old"):
             continue
-        if t.old is None and kind == "old":
+        if coupled and t.lengths.max() == 1:
             continue
         with np.errstate(over="ignore", invalid="ignore"):
             column = values(t)
         if kind == "reverse" and t.baseline is not None and not coupled:
-            forms.append(
-                Form(name + " - baseline", kind, (t.r if name.startswith("ratio") else 1) * (t.d - t.baseline))
-            )
+            scale = t.r if name.startswith("ratio") else 1.0
+            yield Form(f"{name} - baseline{suffix}", kind, scale * (t.d - t.baseline))
         if np.isfinite(column).all():
-            forms.append(Form(name, kind, column, coupled))
-    return distinct(forms)
+            yield Form(name + suffix, kind, column, coupled)
 
 
 SAME = 1e-10

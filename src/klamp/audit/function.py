@@ -6,17 +6,17 @@ reference changes in its gradient is the KL's part. `klamp audit module:function
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from klamp.audit.conclude import judge_kinds
+from klamp.audit.findings import finding
 from klamp.audit.fit import Explanation, explain
 from klamp.audit.forms import Array, Tokens
-from klamp.audit.verdict import Finding, Verdict, cannot_tell, note, warning, wrong
+from klamp.audit.verdict import Finding, Verdict
 from klamp.errors import ConfigError
 
 REACH = 3.0
@@ -50,13 +50,16 @@ def check_function(
     reacts = bool(np.any(np.abs(pull[moved]) > 1e-6 * np.abs(gradient).max(initial=0))) if moved.any() else False
     summary = f"a function of {policy.numel()} tokens, {str(policy.dtype).removeprefix('torch.')}, up to {REACH:g} nats"
     if not reacts:
-        return Verdict.of([_inert(value, value_at, moved.any())], summary=summary, kl="none")
+        return Verdict.of([_inert(value, value_at, bool(moved.any()))], summary=summary, kl="none")
     tokens = _tokens(policy, delta, pull, moved)
     explained = explain(tokens)
     kl, findings = _named(explained, means, tokens)
     found = explained.fits[0].kl.name if kl != "unknown" and explained.fits and explained.fits[0].kl else ""
     return Verdict.of(
-        [*findings, *_value(value, value_at, per_token)],
+        [
+            *findings,
+            *[finding("value-negative")] * bool(per_token and (value < 0).any() and value_at.abs().max() < 1e-6),
+        ],
         summary=summary,
         found=f"KL, gradient {found}" if found else "",
         kl=kl,
@@ -73,7 +76,7 @@ def _called(function: Callable[..., Tensor], policy: Tensor, ref: Tensor) -> tup
             "the function cannot be called as a check calls it",
             got=f"{type(error).__name__}: {str(error)[:200]}",
             why="it is called as function(policy_logprobs, ref_logprobs), with the shape of the example",
-            fix="pass example=(policy_logprobs, ref_logprobs), or wrap it: lambda policy, ref: yours(policy, ref, mask)",
+            fix="pass example=(policy_logprobs, ref_logprobs), or lambda policy, ref: yours(policy, ref, mask)",
         ) from error
     if not isinstance(value, Tensor) or not value.is_floating_point():
         raise ConfigError("the function returned no numbers", got=type(value).__name__, fix="return a tensor")
@@ -82,14 +85,13 @@ def _called(function: Callable[..., Tensor], policy: Tensor, ref: Tensor) -> tup
     return value.detach(), array
 
 
-def _inert(value: Tensor, at: Tensor, trained: Any) -> Finding:
-    if bool((value - at).abs().max() > 0) and trained:
-        what = (
-            "the reference changes the loss's value and not its gradient: k1 is differentiated, or the KL is detached"
-        )
-        return wrong("kl-zero", what, fix="use k2 (log_ratio**2 / 2), or klamp.kl_penalty, with gradients on")
-    what = "the gradient holds no KL" + "" if trained else "the function has no gradient at all: the KL is detached"
-    return wrong("kl-detached" if not trained else "kl-absent", what, fix="add beta * kl, with gradients on")
+def _inert(value: Tensor, at: Tensor, trained: bool) -> Finding:
+    if not trained:
+        return finding("kl-detached")
+    if bool((value - at).abs().max() > 0):
+        what = "the reference changes the loss's value and not its gradient (k1 differentiated, or a detached KL)"
+        return finding("kl-zero", what=what)
+    return finding("kl-absent", seen=": the reference changes neither value nor gradient")
 
 
 def _tokens(policy: Tensor, delta: Tensor, pull: Array, moved: Array) -> Tokens:
@@ -106,22 +108,13 @@ def _tokens(policy: Tensor, delta: Tensor, pull: Array, moved: Array) -> Tokens:
 
 def _named(explained: Explanation, means: str, tokens: Tokens) -> tuple[str, list[Finding]]:
     if explained.stage == "unknown":
-        fix = "compare it with klamp.kl_estimate and klamp.kl_penalty"
         away = float((tokens.gradient * tokens.d < 0).mean())
         return "unknown", [
-            cannot_tell("unknown", f"no known KL has this gradient; it pushes {away:.0%} of the tokens away", fix=fix)
+            finding("unknown", what=f"no known KL has this gradient; it pushes {away:.0%} of tokens away")
         ]
     fit = explained.fits[0]
     direction = fit.signs[1] if explained.stage == "free" else int(np.sign(fit.b))
     kl, findings = judge_kinds(explained.kinds, direction, means)
     if fit.bounds is not None:
-        low, high = fit.bounds
-        findings.append(
-            warning("kl-clamped", f"no gradient, or a constant one, outside of {low:.3g} to {high:.3g} nats")
-        )
+        findings.append(finding("kl-clamped", low=fit.bounds[0], high=fit.bounds[1]))
     return kl, findings
-
-
-def _value(value: Tensor, at: Tensor, per_token: bool) -> Iterator[Finding]:
-    if per_token and bool((value < 0).any()) and bool(at.abs().max() < 1e-6):
-        yield note("value-negative", "the value of a token can be negative, as that of k1")

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -18,7 +18,8 @@ from torch import Tensor
 
 from klamp.audit.capture import Capture
 from klamp.audit.conclude import conclude
-from klamp.audit.verdict import Finding, Verdict, note, wrong
+from klamp.audit.findings import finding
+from klamp.audit.verdict import Finding, Verdict
 from klamp.errors import ConfigError, KLWarning, ShapeError, TensorError
 
 Numbers: TypeAlias = "Tensor | Sequence[Tensor] | Sequence[float]"
@@ -45,7 +46,11 @@ def watch(
     Shapes and numbers stay as they are; the loss's gradient in the policy does too.
     """
     named = {"ref_logprobs": ref_logprobs, "advantages": advantages, "old_logprobs": old_logprobs}
-    return Watched(**{k: None if x is None else x.detach().clone().requires_grad_() for k, x in named.items()})
+    copies = {k: None if x is None else x.detach().clone().requires_grad_() for k, x in named.items()}
+    for copy in copies.values():
+        if copy is not None:
+            copy.recorded_by_klamp = True  # pyright: ignore[reportAttributeAccessIssue]
+    return Watched(**copies)
 
 
 def tap(policy_logprobs: Tensor) -> Tensor:
@@ -145,9 +150,7 @@ def check(  # noqa: PLR0913
         if save is not None:
             raise ConfigError("a check of logits writes no capture", got=f"save={save!r}", fix="leave save out")
         teacher = teacher_logits if teacher_logits is not None else ref_logits
-        verdict = check_logits(
-            loss, logits, teacher, mask=mask, ids=ids, means=means, beta=beta, temperature=temperature
-        )
+        verdict = check_logits(loss, logits, teacher, mask=mask, ids=ids, means=means, temperature=temperature)
         return _remember(known_key(loss, once), verdict)
     batch = _Batch(loss, policy_logprobs, mask)
     batch.add(
@@ -221,9 +224,9 @@ def _remember(key: Any, verdict: Verdict) -> Verdict:
     """Keep a verdict for its call site, and warn of what is wrong."""
     if key is not None:
         _SEEN[key] = verdict
-    for finding in verdict.findings:
-        if finding.level == "wrong":
-            warnings.warn(f"klamp check: {finding.what}. Fix: {finding.fix}", KLWarning, stacklevel=4)
+    for each in verdict.findings:
+        if each.level == "wrong":
+            warnings.warn(f"klamp check: {each.what}. Fix: {each.fix}", KLWarning, stacklevel=4)
     return verdict
 
 
@@ -319,7 +322,7 @@ class _Batch:
     def differentiate(self, scale: float, watched: Watched | None) -> None:
         """Take d loss / d log-probability, and where it helps its own derivatives."""
         first = self._gradient(self.loss, create_graph=False)
-        if first is None:
+        if first is None and any(is_copy(x, self.loss) for x in self.inputs):
             raise TensorError(
                 "the loss was not computed from this policy_logprobs",
                 got="no gradient reaches it",
@@ -327,6 +330,8 @@ class _Batch:
                 fix="pass the tensor that the loss was computed from, before any slice, cast or product; "
                 "or compute the loss from klamp.tap(logp)",
             )
+        if first is None:  # a loss on logits alone
+            first = [torch.zeros_like(x) for x in self.inputs] if self.pieces else torch.zeros_like(self.inputs[0])
         self.arrays["gradient"] = self.wide("gradient", first) / scale
         self.facts["loss"] /= scale
         self.facts["around"] = reaches_around(self.loss, self.inputs, watched)
@@ -336,7 +341,7 @@ class _Batch:
         try:
             self._higher(scale, watched, delta)
         except (RuntimeError, ConfigError, NotImplementedError) as error:  # a compiled or custom loss may refuse
-            self.facts["findings"].append(_plain(note("no-second-derivative", _refused(error))))
+            self.facts["findings"].append(_plain(finding("no-second-derivative", error=_refused(error))))
 
     def _log_ratio_rms(self) -> float | None:
         ref, mask = self.arrays.get("ref_logprobs"), self.arrays["mask"]
@@ -403,17 +408,9 @@ class _Batch:
             if len(where) == 1 and int(where[0, 0]) == row:
                 offsets.add(int(where[0, 1]) - int(at))
         if len(offsets) == 1 and (offset := offsets.pop()):
-            self.facts["findings"].append(
-                _plain(
-                    wrong(
-                        "shift",
-                        f"the loss compares each token with ref_logprobs {abs(offset)} place{'s' * (abs(offset) > 1)} "
-                        + ("after it" if offset > 0 else "before it"),
-                        fix="cut logits and ids alike for both models: logits[:, :-1] with ids[:, 1:]",
-                        shift=offset,
-                    )
-                )
-            )
+            what = f"the loss compares each token with ref_logprobs {abs(offset)} place(s) "
+            what += "after it" if offset > 0 else "before it"
+            self.facts["findings"].append(_plain(finding("shift", what=what, tensor="ref_logprobs", shift=offset)))
 
     def compare_logits(
         self,
@@ -432,8 +429,7 @@ class _Batch:
             )
         self.facts["logits_seen"] = True
         other = teacher_logits if teacher_logits is not None else ref_logits
-        for finding in reproduce(self.arrays, logits, other, temperature):
-            self.facts["findings"].append(_plain(finding))
+        self.facts["findings"] += map(_plain, reproduce(self.arrays, logits, other, temperature))
         if other is not None and self.facts["around"] and logits.requires_grad and self.leaf is not None:
             self.facts["beside"] = beside(self.loss, self.leaf, logits, other, self.arrays, temperature)
 
@@ -443,8 +439,7 @@ def _plain(finding: Finding) -> dict[str, Any]:
 
 
 def _refused(error: Exception) -> str:
-    first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return f"the loss refuses a second derivative ({first[:120]}): what it would have shown stays open"
+    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
 
 
 def _any(x: Tensor | None) -> bool:
@@ -463,6 +458,28 @@ def _along(g: Sequence[Tensor], direction: Tensor) -> list[Tensor] | None:
     return [torch.zeros_like(x) if y is None else y for x, y in zip(g, found, strict=True)]
 
 
+COPIES = ("View", "Squeeze", "Slice", "ToCopy", "Mul", "Clone", "Expand", "Reshape", "Select", "Alias", "T", "Index")
+"""Operations, by the start of their names, that make a copy of log-probabilities."""
+
+
+def is_copy(x: Tensor, loss: Tensor) -> bool:
+    """Whether a tensor is a slice, cast or product of one in the loss, or shares nothing with the loss."""
+    nodes = set[Any]()
+    stack: list[Any] = [loss.grad_fn]
+    while stack:
+        node = stack.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            stack += [parent for parent, _ in node.next_functions]
+    node = x.grad_fn
+    while node is not None and type(node).__name__.lstrip("Un").startswith(COPIES):
+        node = next((parent for parent, _ in node.next_functions if parent is not None), None)
+        if node in nodes:
+            return True
+    leaf = getattr(node, "variable", None)
+    return node is None or (leaf is not None and node not in nodes)
+
+
 def reaches_around(loss: Tensor, inputs: Sequence[Tensor], watched: Watched | None) -> bool:
     """Whether the loss reaches a parameter by a path that avoids these tensors."""
     stop = {id(x.grad_fn) for x in inputs if x.grad_fn is not None}
@@ -478,8 +495,3 @@ def reaches_around(loss: Tensor, inputs: Sequence[Tensor], watched: Watched | No
             return True
         stack += [parent for parent, _ in node.next_functions]
     return False
-
-
-def findings_of(verdict: Verdict, level: str) -> Iterator[Mapping[str, Any]]:
-    """The findings of one level as dictionaries."""
-    return (vars(finding) for finding in verdict.findings if finding.level == level)

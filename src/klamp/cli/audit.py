@@ -5,34 +5,58 @@ It runs where the trainer is installed, and asks for nothing beyond klamp's base
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
-from klamp.audit import load_subject
+from klamp.audit import load_function, load_subject
 from klamp.audit.distillation import Against, DistillationFinding
 from klamp.audit.examine import Audit, Reach, TermFinding, audit
+from klamp.audit.function import check_function
 from klamp.cli.flags import read_options
 from klamp.cli.options import AuditOptions
-from klamp.cli.text import MISSING, say, show_caution, show_table
+from klamp.cli.text import MISSING, say, show_caution, show_error, show_table
+from klamp.errors import KlampError
 from klamp.verify.judge import FAR, Judgement
 from klamp.verify.oracle import Followed
 
+SOUND, WRONG, REFUSED, OPEN = 0, 1, 2, 3
+
 
 def run(argv: Sequence[str]) -> int:
-    """Audit what is named: hosts, or `module:function`.
-
-    Raises:
-        KlampError: a host that is not there, a function that cannot be had.
-    """
+    """Audit what is named: hosts, or `module:function`. Returns the exit code, as `klamp check` does."""
     options = read_options(AuditOptions, argv, command="klamp audit")
     legends: dict[str, None] = {}
+    codes = {SOUND}
     for name in options.names:
-        subject = load_subject(name, means=options.means)
+        try:
+            subject = load_subject(name, means=options.means)
+            for caution in subject.cautions:
+                show_caution(caution)
+            result = audit(subject)
+            show_audit(result)
+            codes.add(_checked(name, options.means) if ":" in name and subject.terms else exit_code(result))
+        except KlampError as error:
+            show_error(error)
+            return REFUSED
         legends |= dict.fromkeys([LEGEND] * bool(subject.terms) + [DISTILLATION_LEGEND] * bool(subject.distillations))
-        for caution in subject.cautions:
-            show_caution(caution)
-        show_audit(audit(subject))
     say("\n\n".join(legends))
-    return 0
+    return next(code for code in (WRONG, OPEN, SOUND) if code in codes)
+
+
+def _checked(name: str, means: str) -> int:
+    """Print the verdict of `klamp.check` on a function; its exit code."""
+    verdict = check_function(load_function(name), means=means)
+    say(f"{verdict}\n")
+    return verdict.exit_code
+
+
+def exit_code(result: Audit) -> int:
+    """0: each KL follows the divergence that it names; 1: one does not; 3: one could not be computed."""
+    rows = [(row(x)[HEADINGS.index("gradient")], "reverse", x.error) for x in result.findings]
+    column = OF_DISTILLATION.index("gradient")
+    rows += [(distillation_row(x)[column], x.term.means, x.error) for x in result.distillations]
+    wrong = [not error and not re.fullmatch(rf"(\d\S* )?{means}( near)?", cell) for cell, means, error in rows]
+    return WRONG if any(wrong) else OPEN if any(error for _, _, error in rows) else SOUND
 
 
 def show_audit(result: Audit) -> None:

@@ -259,10 +259,20 @@ COMMANDS: Mapping[str, Command] = {
         about="Runs the KL of what is installed here, to a reference and to a teacher, through the enumeration "
         "oracle: the bias of its value, the divergence whose gradient it follows, where that gradient stops, how far "
         "out it is right in each floating-point type; of distillation also its noise at the teacher, padding, and a "
-        "teacher of a larger vocabulary.",
+        "teacher of a larger vocabulary. The exit code is 0 if each KL follows the divergence that it names, 1 if one "
+        "does not, 2 if a name cannot be audited, 3 if a KL could not be computed.",
         examples=("klamp audit trl", "klamp audit my_losses:kl", "klamp audit my_losses:distil --means forward"),
         options=options.AuditOptions,
         lists={"names": "klamp.audit:HOSTS"},
+    ),
+    "check": Command(
+        summary="whether the KL in a micro-batch is right, from a capture file",
+        usage="FILE [flags]",
+        about="Prints the verdict of klamp.check on a capture file: the policy loss, the KL and its coefficient that "
+        "explain the gradient, and what is wrong. Needs neither torch nor the trainer. The exit code is 0 if nothing "
+        "is wrong, 1 if something is, 2 if the file cannot be read, 3 if the capture cannot tell.",
+        examples=("klamp check check.safetensors", "klamp check check.safetensors --json"),
+        options=options.CheckOptions,
     ),
     "doctor": Command(
         summary="what is wrong with a run, from what it left behind",

@@ -105,7 +105,17 @@ class AuditOptions:
     names: tuple[str, ...] = field(metadata={"word": "NAME"})
     """Hosts that are installed here, or any `module:function`."""
     means: Meant = "reverse"
-    """What a function of four arguments, a loss of distillation, is meant to be: reverse, forward or js."""
+    """The divergence that a function is meant to be: reverse, forward or js."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CheckOptions:
+    """Which capture is checked."""
+
+    path: Path = field(metadata={"word": "FILE"})
+    """Capture file that klamp.check(..., save=FILE) wrote."""
+    json: bool = False
+    """One JSON object instead of text."""
 
 
 @dataclass(frozen=True, kw_only=True)

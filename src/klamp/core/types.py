@@ -148,7 +148,8 @@ def _check_kinds(batch: Batch) -> None:
     check_tensors(FLOATS, like=policy, **_given(batch, *_PER_TOKEN, *_PER_SEQUENCE))
     check_tensors(MASKS, like=policy, mask=batch.mask, **_given(batch, "kl_mask", "teacher_mask"))
     check_tensors(REALS, like=policy, advantages=batch.advantages)
-    check_data(advantages=batch.advantages, **_given(batch, *_PER_SEQUENCE))
+    recorded = getattr(batch.advantages, "recorded_by_klamp", False)  # klamp.watch: its gradient trains nothing
+    check_data(advantages=None if recorded else batch.advantages, **_given(batch, *_PER_SEQUENCE))
     check_number("group_size", batch.group_size, AT_LEAST_1, whole=True, optional=True)
     if isinstance(batch.reference_length, Tensor):
         check_tensors(REALS, reference_length=batch.reference_length)  # moved to the others' device where it is used

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from klamp.audit.conversation import turn_end
 from klamp.errors import ConfigError, DataError
 from klamp.tasks.base import Example, TaskConfig
 
@@ -18,8 +19,6 @@ Messages = list[dict[str, str]]
 
 _SHOWN_CHARACTERS = 200
 """How much of a prompt an error message quotes."""
-
-_ANSWER = "ANSWER"
 
 
 def uses_chat_template(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
@@ -175,15 +174,3 @@ def chat_cautions(config: TaskConfig, tokenizer: PreTrainedTokenizerBase, stop: 
         f"end until they are cut. Make {mark} the tokenizer's end token, or add it to eos_token_id in the model's "
         "generation_config.json.",
     )
-
-
-def turn_end(tokenizer: PreTrainedTokenizerBase) -> Sequence[int]:
-    """The ids that the chat template writes after an assistant's answer; none where it refuses to write one."""
-    messages = [{"role": "user", "content": "QUESTION"}, {"role": "assistant", "content": _ANSWER}]
-    try:
-        text = str(tokenizer.apply_chat_template(messages, tokenize=False))
-    except Exception:  # templates raise errors of their own
-        return ()
-    _, written, after = text.rpartition(_ANSWER)
-    end = after.strip() if written else ""
-    return tokenizer(end, add_special_tokens=False)["input_ids"] if end else ()  # pyright: ignore

@@ -22,6 +22,7 @@ from klamp.hosts.common.teachers import check_tokens, no_prompt, prefix_kl
 from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import Predictions, check_same_vocabulary
 from klamp.scoring.scorer import PrefixKL, Scorer, TeacherKL
+from klamp.scoring.vllm_reference import Who
 from klamp.tasks.base import Example, Task
 from klamp.tasks.prompts import prompt_text
 from klamp.training.config import TrainConfig
@@ -247,7 +248,7 @@ def _made(
     return FrozenReference(model.to(accelerator.device), name=f"{name}, frozen")  # pyright: ignore[reportArgumentType]
 
 
-def check_tokens_of(name: str, ours: PreTrainedTokenizerBase, *, who: str = "teacher") -> None:
+def check_tokens_of(name: str, ours: PreTrainedTokenizerBase, *, who: Who = "teacher") -> None:
     """Refuse an anchor whose tokenizer gives other ids to the policy's tokens; see `check_tokens`."""
     theirs = None
     with suppress(ModelError):

@@ -58,3 +58,18 @@ def test_another_end_and_no_tokenizer_are_cautioned() -> None:
         check_tokens(tokenizer("a", "<eos>", "<end>", end="<end>"), ours, name="T")
     with pytest.warns(KLWarning, match="T has no tokenizer beside it"):
         check_tokens(None, ours, name="T")
+
+
+def test_another_chat_template_of_a_teacher_is_cautioned_and_a_reference_s_is_not() -> None:
+    def chat(mark: str) -> Any:
+        def render(messages: Any, **options: Any) -> str:
+            return "".join(f"{mark}{each['content']}" for each in messages)
+
+        return SimpleNamespace(**vars(tokenizer("a", "<eos>")), apply_chat_template=render)
+
+    with pytest.warns(KLWarning, match="The chat templates .* '#Q.* policy and '@Q.* For T: use a teacher"):
+        check_tokens(chat("@"), chat("#"), name="T")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        check_tokens(chat("@"), chat("#"), name="T", who="reference")
+        check_tokens(chat("#"), chat("#"), name="T")

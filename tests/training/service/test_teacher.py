@@ -17,7 +17,7 @@ from klamp.tasks import arithmetic_tokenizer
 from klamp.training.backends import train_run
 from klamp.training.references import FrozenReference
 from klamp.training.service import calls
-from klamp.training.service.run import _teacher
+from klamp.training.service.run import _reference, _teacher
 
 SHORT = {"max_steps": 2, "eval_every": 0, "save_every": 0, "eval_size": 1, "prompts_per_step": 2}
 HEAD = {"teacher_estimator": "topk", "teacher_head": "teacher", "teacher_top_k": 3}
@@ -66,6 +66,8 @@ def test_a_teacher_of_another_base_model_has_to_have_the_policy_s_tokens(run_of,
     )
     with pytest.raises(ModelError, match="another tokenizer than the policy"):
         _teacher(connection, config, other, "tinker://a/b/c")
+    with pytest.raises(ModelError, match="the reference has another tokenizer than the policy"):
+        _reference(connection, run_of(ref_model="tinker://a/b/c", beta=0.1), other)
 
 
 class Snapshot(NamedTuple):

@@ -6,9 +6,12 @@ import warnings
 from collections.abc import Collection
 from typing import Any
 
+from klamp.audit.conversation import PROBE
+from klamp.audit.pair import check_pair
 from klamp.config.teacher import TeacherConfig
 from klamp.errors import DataError, KLWarning, ModelError
 from klamp.scoring.model_parts import PrefixKL
+from klamp.scoring.vllm_reference import Who
 
 
 def prefix_kl(config: TeacherConfig) -> PrefixKL | None:
@@ -33,8 +36,8 @@ def no_prompt(column: str, given: Collection[str]) -> DataError:
     )
 
 
-def check_tokens(theirs: Any, ours: Any, *, name: str, who: str = "teacher") -> None:
-    """Refuse an anchor whose tokenizer gives other ids to the policy's tokens; warn of another end, or of no tokenizer.
+def check_tokens(theirs: Any, ours: Any, *, name: str, who: Who = "teacher") -> None:
+    """Refuse an anchor whose tokenizer gives other ids to the policy's tokens; warn of another end or chat template.
 
     Args:
         theirs: the anchor's tokenizer; None: it has none.
@@ -49,18 +52,17 @@ def check_tokens(theirs: Any, ours: Any, *, name: str, who: str = "teacher") -> 
         text = f"The {who} {name} has no tokenizer beside it: whether its token ids are the policy's is not known."
         warnings.warn(text, KLWarning, stacklevel=2)
         return
-    own, other = ours.get_vocab(), theirs.get_vocab()
-    if wrong := sorted(token for token, i in own.items() if other.get(token) != i):
-        raise ModelError(
-            f"the {who} has another tokenizer than the policy",
-            got=f"{len(wrong)} of {len(own)} tokens have another id at {name}, the first {wrong[0]!r}",
-            why="log-probabilities of the same token ids would speak of different tokens",
-            fix=f"use a {who} of the same model family; methods that align two tokenizers (GOLD, ULD) are not klamp's",
-        )
-    if ours.eos_token_id != theirs.eos_token_id:
-        warnings.warn(
-            f"The {who} ends an answer with {theirs.eos_token!r} and the policy with {ours.eos_token!r}: the {who} "
-            "may pull the policy's end away, and answers then grow until they are cut. Give both the same end token.",
-            KLWarning,
-            stacklevel=2,
-        )
+    for finding in check_pair(ours, theirs, PROBE, who=who).findings:
+        numbers = finding.evidence
+        if finding.code in ("other-tokenizer", "extra-tokens") and numbers["tokens"]:  # a run may write any of them
+            raise ModelError(
+                f"the {who} has another tokenizer than the policy",
+                got=f"{numbers['tokens']} of {numbers['of']} tokens have another id at {name}, the first "
+                f"{numbers['first']!r}",
+                why="log-probabilities of the same token ids would speak of different tokens",
+                fix=finding.fix or f"use a {who} of the same model family",
+            )
+        if finding.code in ("end-id", "templates-differ"):
+            fix = finding.fix if finding.code == "end-id" else "use a teacher with the policy's chat template"
+            text = f"{finding.what[0].upper()}{finding.what[1:]}. For {name}: {fix}."
+            warnings.warn(text, KLWarning, stacklevel=2)

@@ -24,6 +24,7 @@ from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, gated_penalty
 from klamp.hosts.common.control import KLControl, check_kl
 from klamp.hosts.common.versions import check_version, out_of_range
+from klamp.hosts.verl.checking import checked
 from klamp.hosts.verl.driver import BETA, PER_ROW, PER_TOKEN, RATE
 from klamp.hosts.verl.fields_in_verl import controlled, is_ours, loss_kl, needs_driver, reward_kl
 from klamp.hosts.verl.teacher import LOSSES as DISTILLATION
@@ -49,7 +50,7 @@ class _Actor:
 _actor = _Actor()
 
 
-def register() -> None:
+def register(*, check: bool = False) -> None:
     """Make klamp's KL known to verl in this process: in its losses, its reward, its controllers.
 
     From then on verl's configuration takes `klamp` or `klamp:FIELD=VALUE,...` as
@@ -61,6 +62,10 @@ def register() -> None:
 
     Every other name means what it meant. To be called in every process, before verl's workers are imported:
     `klamp.verl.registered` does so on import. A second call changes nothing.
+
+    Args:
+        check: check verl's actor loss with `klamp.check`, whatever its KL: micro-batch 1, 10, 100 and 1000 of rank 0.
+            `klamp.verl.checked` does so on import.
 
     Raises:
         UnsupportedVersion: verl is missing, outside the declared range, or has its hooks elsewhere.
@@ -80,7 +85,8 @@ def register() -> None:
     algorithms.kl_penalty = _by_name(algorithms.kl_penalty, penalty_in_reward)
     algorithms.get_kl_controller = _controller_by_name(algorithms.get_kl_controller)
     distillation: Any = importlib.import_module(DISTILLATION)
-    distillation.ppo_loss = losses.ppo_loss = _with_batch(losses.ppo_loss)
+    loss = _with_batch(losses.ppo_loss)
+    distillation.ppo_loss = losses.ppo_loss = checked(loss) if check else loss
     register_losses()
     register_optimizer_step_pre_hook(_lower_rate)
     register_optimizer_step_post_hook(_restore_rate)

@@ -23,6 +23,7 @@ from klamp.core.objective import Objective, Weighted
 from klamp.errors import KlampError, ModelError
 from klamp.hosts.common.teachers import check_tokens
 from klamp.scoring.completions import Completions
+from klamp.scoring.vllm_reference import Who
 from klamp.tasks.base import Example
 from klamp.training import checkpoint
 from klamp.training.config import TrainConfig
@@ -80,7 +81,7 @@ class TinkerTrainer(Trainer):
             output_dir=folder,
             accelerator=accelerator,
             policy=nn.ParameterList([zeros(1)]),  # no weights: a number whose optimizer carries the schedule
-            reference=_reference(connection, config),
+            reference=_reference(connection, config, tokenizer),
             tokenizer=tokenizer,
             teachers=teachers_of(config, task, tokenizer, lambda name: _teacher(connection, config, tokenizer, name)),
             task=task,
@@ -234,12 +235,15 @@ def _training_client(connection: Connection, config: TrainConfig, folder: Path) 
     return connection.ask(f"load {path}", lambda: service.create_training_client_from_state_with_optimizer(path))
 
 
-def _reference(connection: Connection, config: TrainConfig) -> TinkerReference | None:
+def _reference(
+    connection: Connection, config: TrainConfig, tokenizer: PreTrainedTokenizerBase
+) -> TinkerReference | None:
     """A sampling client of the model before training, or of the model that ref_model names."""
     if not config.kl.needs_reference:
         return None
     name = config.model.ref_model or config.model.model
-    return TinkerReference(connection, _sampling_client(connection, name), f"{name} at the service, frozen")
+    client = _anchor_client(connection, config, tokenizer, name, "reference")
+    return TinkerReference(connection, client, f"{name} at the service, frozen")
 
 
 def _teacher(
@@ -247,20 +251,23 @@ def _teacher(
 ) -> TinkerReference:
     """A sampling client of a teacher, whose tokens are the policy's; without a name of the model before training."""
     name = name or config.model.model
-    client = _sampling_client(connection, name)
-    base = connection.ask(f"name the base model of {name}", client.get_base_model)
-    if base != config.model.model:
-        theirs = None
-        with suppress(ModelError):
-            theirs = ready_tokenizer(connection.ask(f"name the tokenizer of {name}", client.get_tokenizer), name)
-        check_tokens(theirs, tokenizer, name=name)
+    client = _anchor_client(connection, config, tokenizer, name, "teacher")
     said, top_k = f"{name} at the service, frozen", config.teacher.head_size
     return TinkerReference(connection, client, said, top_k=top_k, vocabulary=len(tokenizer))
 
 
-def _sampling_client(connection: Connection, name: str) -> Any:
+def _anchor_client(
+    connection: Connection, config: TrainConfig, tokenizer: PreTrainedTokenizerBase, name: str, who: Who
+) -> Any:
+    """A sampling client of a reference or a teacher; refuses one with other tokens than the policy."""
     source = {"model_path": name} if name.startswith("tinker://") else {"base_model": name}
-    return connection.ask(f"sample from {name}", lambda: connection.service.create_sampling_client(**source))
+    client = connection.ask(f"sample from {name}", lambda: connection.service.create_sampling_client(**source))
+    if connection.ask(f"name the base model of {name}", client.get_base_model) != config.model.model:
+        theirs = None
+        with suppress(ModelError):
+            theirs = ready_tokenizer(connection.ask(f"name the tokenizer of {name}", client.get_tokenizer), name)
+        check_tokens(theirs, tokenizer, name=name, who=who)
+    return client
 
 
 def _tokenizer(connection: Connection, config: TrainConfig, client: Any) -> PreTrainedTokenizerBase:
