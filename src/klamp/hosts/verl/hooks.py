@@ -16,7 +16,6 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.types import Batch
@@ -24,7 +23,7 @@ from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, gated_penalty
 from klamp.hosts.common.control import KLControl, check_kl
 from klamp.hosts.common.versions import check_version, out_of_range
-from klamp.hosts.verl.driver import BETA, PER_ROW, PER_TOKEN, RATE
+from klamp.hosts.verl.driver import BETA, PER_ROW, PER_TOKEN
 from klamp.hosts.verl.fields_in_verl import controlled, is_ours, loss_kl, needs_driver, reward_kl
 from klamp.hosts.verl.teacher import LOSSES as DISTILLATION
 from klamp.hosts.verl.teacher import register_losses
@@ -39,11 +38,10 @@ Penalty: TypeAlias = Callable[[Tensor, Tensor, str], Tensor]
 
 
 class _Actor:
-    """The batch of the actor's loss that is being computed, padded; the factor of the next rate."""
+    """The batch of the actor's loss that is being computed, padded."""
 
     def __init__(self) -> None:
         self.batch: Mapping[str, Tensor] = {}
-        self.rate, self.rates = 1.0, list[float]()
 
 
 _actor = _Actor()
@@ -82,8 +80,6 @@ def register() -> None:
     distillation: Any = importlib.import_module(DISTILLATION)
     distillation.ppo_loss = losses.ppo_loss = _with_batch(losses.ppo_loss)
     register_losses()
-    register_optimizer_step_pre_hook(_lower_rate)
-    register_optimizer_step_post_hook(_restore_rate)
 
 
 def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
@@ -202,7 +198,6 @@ def _with_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         padded = data.select(*IN_LOSS, strict=False).to_padded_tensor()
         _actor.batch = {name: each.bool() if name in (MASK, *PER_TOKEN) else each for name, each in padded.items()}
         if BETA in _actor.batch:
-            _actor.rate = float(padded[RATE][0])
             config = _with_coefficient(config, float(padded[BETA][0]))
         try:
             return original(config, model_output, data, dp_group)
@@ -217,19 +212,3 @@ def _with_coefficient(config: Any, beta: float) -> Any:
     changed = copy.copy(config)
     object.__setattr__(changed, "kl_loss_coef", beta)
     return changed
-
-
-def _lower_rate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """kl_lr_guard: the step that follows an actor loss is taken at a part of its rate."""
-    _actor.rates = [group["lr"] for group in optimizer.param_groups]
-    if _actor.rate < 1:
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * _actor.rate
-
-
-def _restore_rate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Put the rate back before verl's schedule looks at it."""
-    if _actor.rate < 1:
-        for group, rate in zip(optimizer.param_groups, _actor.rates, strict=True):
-            group["lr"] = rate
-    _actor.rate = 1.0
