@@ -19,6 +19,7 @@ from tests.hosts.trl.hosts import (
     plain_logits,
     plain_logprobs,
     rows_of,
+    tokenizer,
     with_kl,
 )
 
