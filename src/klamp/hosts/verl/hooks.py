@@ -11,7 +11,7 @@ import copy
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
@@ -37,14 +37,8 @@ IN_LOSS = (MASK, OLD, *PER_ROW, *PER_TOKEN)
 Penalty: TypeAlias = Callable[[Tensor, Tensor, str], Tensor]
 
 
-class _Actor:
-    """The batch of the actor's loss that is being computed, padded."""
-
-    def __init__(self) -> None:
-        self.batch: Mapping[str, Tensor] = {}
-
-
-_actor = _Actor()
+_batch: dict[str, Tensor] = {}
+"""The batch of the actor's loss that is being computed, padded."""
 
 
 def register() -> None:
@@ -89,7 +83,7 @@ def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
         ConfigError: a name that cannot be read, or one that needs klamp's driver, which is not there; another loss than
             the actor's.
     """
-    kl, known = loss_kl(name), _actor.batch
+    kl, known = loss_kl(name), _batch
     term = kl.build_term()
     if not known:
         raise ConfigError(
@@ -196,13 +190,13 @@ def _with_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         if not (config.use_kl_loss and is_ours(config.kl_loss_type)):
             return original(config, model_output, data, dp_group)
         padded = data.select(*IN_LOSS, strict=False).to_padded_tensor()
-        _actor.batch = {name: each.bool() if name in (MASK, *PER_TOKEN) else each for name, each in padded.items()}
-        if BETA in _actor.batch:
-            config = _with_coefficient(config, float(padded[BETA][0]))
         try:
+            _batch.update({name: each.bool() if name in (MASK, *PER_TOKEN) else each for name, each in padded.items()})
+            if BETA in _batch:
+                config = _with_coefficient(config, float(padded[BETA][0]))
             return original(config, model_output, data, dp_group)
         finally:
-            _actor.batch = {}
+            _batch.clear()
 
     return ppo_loss
 
