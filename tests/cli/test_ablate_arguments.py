@@ -38,7 +38,7 @@ def test_fields_of_several_values_are_values_not_sweeps() -> None:
     )
     assert len(plan.arms) == 2
     assert plan.base["kl_exclude_tokens"] == ("special", 3) and plan.base["kl_controller_factors"] == (2, 0.5, 1, 1)
-    assert plan.base["report_to"] == ("wandb",), "trackers are off only where nobody asks for them"
+    assert plan.base["report_to"] == ("tensorboard",), "trackers are off only where nobody asks for them"
 
 
 @pytest.mark.parametrize(
