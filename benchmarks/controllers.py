@@ -18,8 +18,6 @@ RULES: dict[str, dict[str, Any]] = {
     "step": {"kl_controller": "step"},
     "PPO's step": {"kl_controller": "step", "kl_controller_factors": (2.0, 0.5, 1.5, 1 / 1.5)},
     "proportional": {"kl_controller": "proportional"},
-    "dual": {"kl_controller": "dual"},
-    "pid": {"kl_controller": "pid"},
 }
 """Name -> fields of `KLConfig`; the first is the default."""
 TARGETS = (0.02, 0.05, 0.15)

@@ -20,10 +20,8 @@ if TYPE_CHECKING:  # what type checkers, editors and the documentation see; _HOM
     from klamp.core.advantages import group_advantages
     from klamp.core.clipping import clip_kl, kl_budget
     from klamp.core.controllers import (
-        DualController,
         FixedController,
         HoldController,
-        PIDController,
         ProportionalController,
         StepController,
         adaptive_kl_coefficient,
@@ -42,7 +40,6 @@ if TYPE_CHECKING:  # what type checkers, editors and the documentation see; _HOM
 
 __all__ = [
     "Batch",
-    "DualController",
     "FixedController",
     "HoldController",
     "KLConfig",
@@ -51,7 +48,6 @@ __all__ = [
     "LossConfig",
     "LossOutput",
     "Objective",
-    "PIDController",
     "ProportionalController",
     "StepController",
     "TeacherConfig",

@@ -29,4 +29,4 @@ def test_a_kl_that_never_reached_its_target_is_not_judged() -> None:
 @pytest.mark.filterwarnings("ignore::klamp.KLWarning")
 def test_every_rule_that_moves_beta_is_measured() -> None:
     names = {KLConfig(target_kl=0.05, **fields).controller_name for fields in RULES.values()}
-    assert names == {"hold", "step", "proportional", "dual", "pid"}
+    assert names == {"hold", "step", "proportional"}

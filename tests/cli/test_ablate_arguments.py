@@ -33,9 +33,11 @@ def test_several_such_flags_make_a_grid_aliases_and_switches_too() -> None:
 
 
 def test_fields_of_several_values_are_values_not_sweeps() -> None:
-    plan = plan_of("--beta 0 0.1 --kl_exclude_tokens special 3 --kl_controller_gains 1 2 3 --report_to tensorboard")
+    plan = plan_of(
+        "--beta 0 0.1 --kl_exclude_tokens special 3 --kl_controller_factors 2 0.5 1 1 --report_to tensorboard"
+    )
     assert len(plan.arms) == 2
-    assert plan.base["kl_exclude_tokens"] == ("special", 3) and plan.base["kl_controller_gains"] == (1, 2, 3)
+    assert plan.base["kl_exclude_tokens"] == ("special", 3) and plan.base["kl_controller_factors"] == (2, 0.5, 1, 1)
     assert plan.base["report_to"] == ("tensorboard",), "trackers are off only where nobody asks for them"
 
 

@@ -123,7 +123,7 @@ resume: yes
 target_kl: null
 report_to: [tensorboard, wandb]
 kl_exclude_tokens: 7
-kl_controller_gains: [1, 0, 0.5]
+kl_controller_factors: [2, 0.5, 1, 1]
 scale_rewards: none
 chat_template: ~
 preset: grpo
@@ -136,7 +136,7 @@ preset: grpo
         "target_kl": None,
         "report_to": ("tensorboard", "wandb"),
         "kl_exclude_tokens": (7,),
-        "kl_controller_gains": (1.0, 0.0, 0.5),
+        "kl_controller_factors": (2.0, 0.5, 1.0, 1.0),
         "scale_rewards": "none",
         "chat_template": None,
         "preset": "grpo",

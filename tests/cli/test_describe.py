@@ -30,7 +30,6 @@ def config_of(*flags: str) -> TrainConfig:
             ["--beta", "0"],
             "none: beta is 0, so no reference is loaded; --kl_monitor loads one, and measures the KL all the same",
         ),
-        (["--beta", "0", "--kl_controller", "dual", "--target_kl", "0.1"], "a frozen copy of the starting policy"),
         (["--lora_r", "8"], "the policy with its adapter off"),
         (["--lora_r", "8", "--reference", "frozen"], "a frozen copy of the starting policy"),
         (["--ref_model", "my/model"], "my/model, frozen"),

@@ -116,7 +116,7 @@ def test_every_field_is_a_flag_in_both_spellings_and_its_default_survives_its_ow
         ("kl_exclude_tokens", ["1", "2"], (1, 2)),
         ("kl_exclude_tokens", ["7", "special"], (7, "special")),
         ("report_to", [], ()),
-        ("kl_controller_gains", ["1", "2", "3"], (1.0, 2.0, 3.0)),
+        ("kl_controller_factors", ["2", "0.5", "1", "1"], (2.0, 0.5, 1.0, 1.0)),
         ("system_prompt", ["None"], "None"),
     ],
 )
@@ -137,7 +137,7 @@ def test_reading(name: str, texts: list[str], value: object) -> None:
         ("target_kl", ["low"], "a number, or None"),
         ("cpu", ["maybe"], "true or false"),
         ("chat_template", ["maybe"], "true or false, or None"),
-        ("kl_controller_gains", ["1", "2"], "3 values, each a number"),
+        ("kl_controller_factors", ["1", "2"], "4 values, each a number"),
     ],
 )
 def test_text_of_the_wrong_type_says_what_the_field_takes(name: str, texts: list[str], words: str) -> None:

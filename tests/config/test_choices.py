@@ -109,7 +109,7 @@ def test_which_controller_is_in_force_and_whether_a_reference_is_needed(
         assert kl.controller_name == controller
     else:
         assert kl.controller_name == ("hold" if target is not None and beta > 0 else "fixed")
-    assert kl.needs_reference == (beta > 0 or monitor or kl.controller_name != "fixed")
+    assert kl.needs_reference == (beta > 0 or monitor)
 
 
 DEFAULTS = {
@@ -122,14 +122,10 @@ DEFAULTS = {
     "kl_controller_factors": (1.5, 0.75, 1.5, 0.5),
     "kl_controller_horizon": 100,
     "kl_controller_clip": 0.2,
-    "kl_controller_lr": 0.01,
-    "kl_controller_gains": (0.1, 0.01, 0.1),
-    "kl_exclude_prefix": 0,
     "kl_warmup_steps": 0,
     "kl_schedule_end": 0.0,
     "reference_decay": 0.99,
     "reference_reset_steps": 100,
-    "reference_share": 1.0,
     "epsilon": 0.2,
 }
 

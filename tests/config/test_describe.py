@@ -40,7 +40,6 @@ HARD = {"kl_clip_method": "hard", "kl_clip_threshold": 0.1}
         ),
         (KLConfig(beta=0), "none: beta is 0"),
         (KLConfig(beta=0, kl_monitor=True), "measured and logged only: beta is 0"),
-        (quiet(beta=0, kl_controller="dual", target_kl=0.1), "k3, gradient reverse per token, in the loss"),
     ],
 )
 def test_the_kl_in_a_line(kl: KLConfig, text: str) -> None:

@@ -272,14 +272,6 @@ CALLS: Mapping[str, Call] = {
         {"value": 0.1, "target": 0.05, "horizon": 10},
         CONTROLLER | {"horizon": "whole, needed", "clip": "positive, needed"},
     ),
-    "DualController": Call(
-        klamp.DualController, {"value": 0.1, "target": 0.05, "lr": 0.1}, CONTROLLER | {"lr": "positive, needed"}
-    ),
-    "PIDController": Call(
-        klamp.PIDController,
-        {"value": 0.1, "target": 0.05, "kp": 0.1, "ki": 0.1, "kd": 0.1},
-        CONTROLLER | dict.fromkeys(("kp", "ki", "kd"), "share, needed"),
-    ),
     "update": Call(
         lambda kl, n_steps: klamp.ProportionalController(0.1, target=0.05, horizon=10).update(kl, n_steps),
         {"kl": 0.1, "n_steps": 1},

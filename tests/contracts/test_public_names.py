@@ -20,7 +20,6 @@ import klamp
 
 EXPORTED = [
     "Batch",
-    "DualController",
     "FixedController",
     "HoldController",
     "KLConfig",
@@ -29,7 +28,6 @@ EXPORTED = [
     "LossConfig",
     "LossOutput",
     "Objective",
-    "PIDController",
     "ProportionalController",
     "StepController",
     "TeacherConfig",
@@ -76,8 +74,6 @@ SIGNATURES = {
     "HoldController": "(value, *, min_value=0.0, max_value=None, target, gain=0.05, lead=12.0, landing=None)",
     "StepController": "(value, *, min_value=0.0, max_value=None, target, up=1.5, down=0.75, high=1.5, low=0.5)",
     "ProportionalController": "(value, *, min_value=0.0, max_value=None, target, horizon, clip=0.2)",
-    "DualController": "(value, *, min_value=0.0, max_value=None, target, lr)",
-    "PIDController": "(value, *, min_value=0.0, max_value=None, target, kp, ki, kd)",
     "adaptive_kl_coefficient": "(kl_divergence, target_kl=0.05, *, kl_coefficient)",
     "preset": "(name)",
     "build_objective": "(kl, loss, *, max_length, teacher=None)",

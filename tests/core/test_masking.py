@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import combinations
-
 import pytest
 import torch
 
@@ -13,7 +11,6 @@ from klamp.core.masking import (
     masked_sum,
     natural_denominator,
     reduce_tokens,
-    sequence_sample,
     total_denominator,
 )
 from klamp.errors import ConfigError, KlampError, UnknownNameError
@@ -119,36 +116,3 @@ def test_an_unknown_reduction_is_refused_by_name_and_so_is_a_mask_that_would_bro
         reduce_tokens(VALUES, MASK, "tokenmean")
     with pytest.raises(KlampError):
         reduce_tokens(VALUES, MASK[:1], "token_mean")
-
-
-# --- a random share of the sequences: unbiased, with the variance that it says, by enumeration of all subsets ---------
-
-
-@pytest.mark.parametrize(
-    ("size", "share", "count"), [(6, 0.5, 3), (5, 0.3, 2), (7, 0.01, 1), (4, 1.0, 4), (8, 0.99, 8)]
-)
-def test_weights_are_one_over_the_probability_of_being_drawn(size, share, count):
-    weights = sequence_sample(size, share, generator=torch.Generator().manual_seed(0))
-    assert weights.tolist().count(size / count) == count and weights.tolist().count(0.0) == size - count
-
-
-def test_every_subset_is_drawn_equally_often():
-    generator, draws = torch.Generator().manual_seed(0), 6000
-    seen: dict[tuple[int, ...], int] = {}
-    for _ in range(draws):
-        rows = tuple(sequence_sample(5, 0.4, generator=generator).nonzero()[:, 0].tolist())
-        seen[rows] = seen.get(rows, 0) + 1
-    assert set(seen) == set(combinations(range(5), 2))
-    spread = sum((n - draws / 10) ** 2 / (draws / 10) for n in seen.values())
-    assert spread < 28, "chi-squared with 9 degrees of freedom: one seed in a thousand lies beyond"
-
-
-def test_the_same_state_gives_the_same_subset():
-    first, second, other = (sequence_sample(50, 0.5, generator=torch.Generator().manual_seed(s)) for s in (1, 1, 2))
-    assert torch.equal(first, second) and not torch.equal(first, other)
-
-
-@pytest.mark.parametrize(("size", "share"), [(4, 0.0), (4, 1.5), (4, float("nan")), (0, 0.5)])
-def test_a_share_that_cannot_be_is_refused(size, share):
-    with pytest.raises(ConfigError, match="share"):
-        sequence_sample(size, share)

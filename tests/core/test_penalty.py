@@ -71,36 +71,6 @@ def test_a_weight_multiplies_the_kl_of_its_sequence(term):
     torch.testing.assert_close(slope, expected)
 
 
-@pytest.mark.parametrize("term", TERMS[:6], ids=str)
-@pytest.mark.parametrize("poison", [float("nan"), -float("inf"), 5.0])
-def test_the_reference_of_a_sequence_without_weight_is_not_looked_at(term, poison):
-    weight, objective = torch.tensor([2.0, 0.0, 1.0, 0.0], dtype=torch.float64), Objective(beta=0.5, kl=term)
-
-    def poisoned():
-        batch = batch_for(term)
-        ref = torch.where(weight[:, None] > 0, batch.ref_logprobs, poison)
-        exact = None if batch.exact_kl is None else torch.where(weight[:, None] > 0, batch.exact_kl, poison)
-        return replace(batch, kl_weight=weight, ref_logprobs=ref, exact_kl=exact)
-
-    clean = loss_and_slope(replace(batch_for(term), kl_weight=weight), objective)
-    for found, expected in zip(loss_and_slope(poisoned(), objective), clean, strict=True):
-        assert torch.equal(found, expected)
-    assert all(bool(x.isfinite()) for x in grpo_loss(poisoned(), objective).metrics.values())
-    without = replace(batch_for(term), kl_weight=torch.zeros(4, dtype=torch.float64))
-    _, slope = loss_and_slope(without, objective)
-    _, unpenalised = loss_and_slope(batch_for(term), Objective())
-    assert torch.equal(slope, unpenalised)
-
-
-def test_the_metrics_are_means_over_the_sequences_with_a_weight():
-    batch, weight = random_batch(), torch.tensor([0.0, 4.0, 0.0, 0.0], dtype=torch.float64)
-    seen = grpo_loss(replace(batch, kl_weight=weight), Objective(beta=0.1)).metrics
-    row = batch.mask[1]
-    delta = (batch.policy_logprobs - batch.ref_logprobs).detach()[1][row]
-    torch.testing.assert_close(seen["kl/k1"], delta.mean())
-    torch.testing.assert_close(seen["kl/k3_sequence"], ESTIMATORS["k3"].value(delta).sum())
-
-
 @pytest.mark.parametrize("horizon", ["token", "sequence"])
 def test_what_a_bound_cuts_off_is_logged_where_there_is_one(horizon):
     kl_mask = torch.ones(4, 5, dtype=torch.bool)
@@ -117,12 +87,10 @@ def test_what_a_bound_cuts_off_is_logged_where_there_is_one(horizon):
     assert {"kl/weights_truncated", "kl/log_ratio_clamped"}.isdisjoint(unbounded)
 
 
-@pytest.mark.parametrize(
-    ("weight", "wrong"), [([1.0, -1.0, 1.0, 0.0], 1), ([float("nan")] * 4, 4), ([float("inf"), 1.0, -0.5, 1.0], 2)]
-)
-def test_a_weight_that_is_negative_or_nan_is_refused(weight, wrong):
+@pytest.mark.parametrize("weight", [[1.0, -1.0, 1.0, 0.0], [float("nan")] * 4, [float("inf"), 1.0, 0.5, 1.0]])
+def test_a_weight_that_is_negative_or_nan_is_refused(weight):
     weight = torch.tensor(weight)
-    with pytest.raises(DataError, match=f"(?s)kl_weight.*{wrong} of 4"):
+    with pytest.raises(DataError, match="kl_weight must hold"):
         grpo_loss(random_batch(kl_weight=weight.double()), Objective(beta=0.1))
 
 

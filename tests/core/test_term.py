@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -11,7 +10,7 @@ from tests.core.test_objective import random_batch
 
 from klamp.core.clipping import gate_kl
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.term import Gate, KLTerm, gates_on_itself, require_reference, sequence_gate_kl
+from klamp.core.term import Gate, KLTerm, gates_on_itself, sequence_gate_kl
 from klamp.errors import ConfigError
 
 
@@ -53,27 +52,14 @@ def test_a_sequences_own_kl_decides_only_where_it_is_exact_and_so_is_the_gradien
 
 
 def test_sequences_whose_kl_was_not_measured_count_in_no_gate():
-    """Without a weight, or without a token: a padded row, a truncated completion that is masked."""
+    """Without a token: a padded row, a truncated completion that is masked."""
     batch = random_batch()
     k3 = (ESTIMATORS["k3"].value((batch.policy_logprobs - batch.ref_logprobs).detach()) * batch.mask).sum(-1)
-    mask = batch.mask & torch.tensor([True, True, True, False])[:, None]
-    part = replace(batch, mask=mask, kl_weight=torch.tensor([1.0, 0.0, 1.0, 1.0]), group_size=4)
+    mask = batch.mask & torch.tensor([True, False, True, False])[:, None]
+    part = replace(batch, mask=mask, group_size=4)
     found = sequence_gate_kl(part, KLTerm())
     torch.testing.assert_close(found, torch.stack([k3[2], (k3[0] + k3[2]) / 2, k3[0], (k3[0] + k3[2]) / 2]))
     assert sequence_gate_kl(replace(part, group_size=2), KLTerm())[0] == 0, "none of the others was measured"
-
-
-def test_a_sequence_without_a_kl_weight_needs_no_reference_that_is_a_number():
-    batch = random_batch()
-    unscored = torch.tensor([False, True, False, False])
-    part = replace(
-        batch,
-        ref_logprobs=batch.ref_logprobs.masked_fill(unscored[:, None], math.nan),
-        kl_weight=(~unscored).double(),
-    )
-    found = require_reference(part)
-    torch.testing.assert_close(found[1], batch.policy_logprobs[1].detach())
-    torch.testing.assert_close(found[~unscored], batch.ref_logprobs[~unscored])
 
 
 def test_an_infinite_kl_of_ones_own_is_not_in_the_gate():

@@ -140,7 +140,7 @@ def test_the_likeliest_comes_first() -> None:
     assert len(found) == len(EVERY)
     assert found[0] == (
         "the learning rate (up to 0.3): the KL rose by 0.6 nats per token from one logged step to the next. Take a "
-        "tenth of it, or set kl_lr_guard"
+        "tenth of it, or lower max_grad_norm"
     )
     assert causes.likely_causes(LOST) == [], "only what was asked for"
 

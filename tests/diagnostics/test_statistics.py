@@ -155,18 +155,6 @@ def test_what_stands_in_masked_places_changes_nothing(poison):
     assert step_metrics(replace(record, **spoiled), group_size=GROUP) == step_metrics(record, group_size=GROUP)
 
 
-def test_the_kl_of_a_share_is_that_of_the_completions_in_it():
-    scored = torch.arange(12) % 3 > 0
-    record = replace(record_of(), ref_rows=scored)
-    hidden = replace(record, ref=torch.where(scored[:, None], record.ref, float("nan")))
-    found = step_metrics(hidden, group_size=GROUP)
-    delta = torch.where(record.kl_mask, record.policy - record.ref, 0.0)[scored]
-    assert found["kl/k1"] == pytest.approx(float(delta.sum() / record.kl_mask[scored].sum()), abs=1e-6)
-    assert found["kl/k1_sequence"] == pytest.approx(float(delta.sum(-1).mean()), abs=1e-6)
-    whole = step_metrics(record_of(), group_size=GROUP)
-    assert found["policy/entropy"] == whole["policy/entropy"] and found["kl/k1"] != whole["kl/k1"]
-
-
 @pytest.mark.parametrize("count", [1, 2, 99, 100, 101, 1000])
 def test_the_99th_percentile_has_99_in_100_at_or_below_it_and_is_one_of_the_values(count):
     size = torch.randperm(count, generator=torch.Generator().manual_seed(0)).float() + 1

@@ -99,9 +99,9 @@ def last_round(walk: list[Call], calls: list[Call]) -> list[Call]:
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> list[Call]:
-    """What a run of klamp's trainer calls, and its report: a clip, a schedule, a guard, a controller."""
+    """What a run of klamp's trainer calls, and its report: a clip, a schedule, a controller."""
     folder = tmp_path_factory.mktemp("walk")
-    kl = {"beta": 0.1, "target_kl": 0.05, "kl_lr_guard": 0.1, "kl_clip_method": "hard"}
+    kl = {"beta": 0.1, "target_kl": 0.05, "kl_clip_method": "hard"}
     kl |= {"kl_clip_threshold": 0.01, "max_steps": 2}
     rest = {"model": stored(tiny_llama(), folder / "model"), "output_dir": str(folder / "run")}
     with noted_calls() as calls:

@@ -24,10 +24,16 @@ COMMON: dict[str, Any] = {
     "report_to": ("tensorboard",),
 }
 CASES: dict[str, dict[str, Any]] = {
-    "controller": {"target_kl": 1e-4, "lr_scheduler_type": "linear", "kl_lr_guard": 1e-5},
-    "EMA": {"reference": "ema", "reference_decay": 0.5, "kl_controller": "dual", "target_kl": 1e-3},
+    "controller": {"target_kl": 1e-4, "lr_scheduler_type": "linear"},
+    "EMA": {"reference": "ema", "reference_decay": 0.5, "kl_controller": "step", "target_kl": 1e-3},
     "periodic": {"reference": "periodic", "reference_reset_steps": 3, "weight_decay": 0.1},
-    "LoRA": {"lora_r": 2, "kl_controller": "pid", "target_kl": 1e-3, "kl_estimator": "k1", "kl_placement": "advantage"},
+    "LoRA": {
+        "lora_r": 2,
+        "kl_controller": "proportional",
+        "target_kl": 1e-3,
+        "kl_estimator": "k1",
+        "kl_placement": "advantage",
+    },
     "several updates": {
         "num_iterations": 2,
         "gradient_accumulation_steps": 3,

@@ -304,8 +304,6 @@ CONTROLLERS: Mapping[str, Callable[[float, float, float], Any]] = {
     "fixed": lambda value, target, rate: klamp.FixedController(value),
     "step": lambda value, target, rate: klamp.StepController(value, target=target, up=rate),
     "proportional": lambda value, target, rate: klamp.ProportionalController(value, target=target, horizon=3),
-    "dual": lambda value, target, rate: klamp.DualController(value, target=target, lr=rate),
-    "pid": lambda value, target, rate: klamp.PIDController(value, target=target, kp=rate, ki=rate, kd=rate),
     "hold": lambda value, target, rate: klamp.HoldController(value, target=target),
 }
 anything = st.one_of(st.floats(), st.sampled_from([0, 1, 10**400, 2**70, "0.1", None, True]), sizes)

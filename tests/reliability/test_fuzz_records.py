@@ -186,7 +186,7 @@ def test_the_state_of_a_checkpoint_is_read_or_refused(text: bytes) -> None:
         for read in (load_state, lambda folder: read_state(folder / "state.json")):
             try:
                 control.load_state_dict(read(folder))
-                assert math.isfinite(control.beta(3, 10)) and control.next_rate_factor() > 0
+                assert math.isfinite(control.beta(3, 10))
             except KlampError as error:
                 check_says_what(error)
 

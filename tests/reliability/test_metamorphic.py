@@ -75,7 +75,7 @@ def cases(draw: st.DrawFn) -> tuple[Batch, Objective]:
     if draw(st.booleans()):
         columns["kl_mask"] = (uniform(*shape) > 0.3) | ~mask
     if draw(st.booleans()):
-        columns["kl_weight"] = (4 * uniform(shape[0])).floor()
+        columns["kl_weight"] = 4 * uniform(shape[0])
     batch = Batch(mask=mask, reference_length=1 + uniform(shape[0]), group_size=GROUP, **columns)
     try:
         objective = Objective(kl=KLTerm(**term), max_length=LENGTH, **rest)

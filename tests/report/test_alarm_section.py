@@ -34,8 +34,7 @@ def test_a_finding_says_what_was_seen_and_what_to_do() -> None:
     assert facts == {
         "Seen": "kl/k3 jumped to 0.7 nats per token, 0.03 was the highest of 6 before",
         "Likely": "the learning rate, if the KL stays there: the KL rose by 0.67 nats per token from "
-        "one logged step to the next. Take a "
-        "tenth of it, or set kl_lr_guard",
+        "one logged step to the next. Take a tenth of it, or lower max_grad_norm",
         "Means": alarm.means,
         "Next step": alarm.next_step,
     }

@@ -13,7 +13,6 @@ from klamp.diagnostics.alarms_tokens import k3
 from klamp.diagnostics.history import RunSettings
 from klamp.diagnostics.metrics import METRICS
 from klamp.report.alarm_section import numbered
-from klamp.report.chart import Line
 from klamp.report.completions import BINS
 from klamp.report.curves import PLANS, anchor_curves, by_position, charts, levels_of, position_charts, thirds
 from klamp.report.run import OURS
@@ -141,7 +140,7 @@ def test_a_target_with_the_band_of_its_controller() -> None:
     own = lines("kl", target_kl=0.1, kl_controller="step", kl_controller_factors=factors)
     assert own == [(pytest.approx(0.08), pytest.approx(0.12)), (0.1, None)]
     assert lines("kl", target_kl=0.1) == [(0.1, None)]
-    assert lines("kl", target_kl=0.1, kl_controller="dual") == [(0.1, None)]
+    assert lines("kl", target_kl=0.1, kl_controller="proportional") == [(0.1, None)]
     assert lines("kl", target_kl=0.1, kl_controller="step", beta=0.0) == [(0.1, None)]
     assert lines("kl", target_kl=None) == lines("reward", target_kl=0.1) == []
 
@@ -154,12 +153,10 @@ def test_in_the_band_beta_does_rest(kl: float, rests: bool) -> None:
     assert (controller.update(kl) == 1.0) is rests is (band.low <= kl <= (band.high or 0))
 
 
-def test_a_guard_a_budget_and_the_alarm_of_the_sampler_which_needs_no_configuration() -> None:
+def test_a_budget_and_the_alarm_of_the_sampler_which_needs_no_configuration() -> None:
     assert (
         lines("sampler", {"sampler__k3": [0.0]}) == [(0.01, None)] and lines("sampler", {"sampler__abs": [0.0]}) == []
     )
-    run = run_of(details={"config": {"kl_lr_guard": 0.3}}, k3=[0.1])
-    assert levels_of(run, "kl") == [Line(label="learning-rate guard 0.3", low=0.3)]
     clip = {"kl_clip_method": "hard", "kl_clip_threshold": 0.5}
     assert lines("kl-completion", **clip) == [], "nobody knows the length"
     assert lines("kl-completion", kl_reference_length=8, **clip) == [(4.0, None)]

@@ -162,7 +162,6 @@ CHARTS: dict[str, Claim] = {
     ),
     "beta rests from {} to {}": entire(facts.near, lambda w, low, high: (low, high) == ("0.05", "0.15")),
     "{}, at the end": Claim(lambda w: w.one and facts.config(w, "target_kl") and bool(facts.changes(w))),
-    "learning-rate guard": Claim(lambda w: w.one and facts.config(w, "kl_lr_guard")),
     "{}: {} at {}, {} at {}; lowest {}, highest {} at {}.": Claim(facts.drawn, facts.in_order, pattern=CURVE),
     "{}: no finite value.": Claim(facts.nowhere_finite, pattern=r"(\w+): no finite value\."),
     "{} not finite.": Claim(

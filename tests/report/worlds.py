@@ -127,7 +127,7 @@ def everything() -> ReportRun:
 
 def near(name: str = "near") -> ReportRun:
     """A run that is held near its sampler, under a controller with a band."""
-    config = {"reference": "sampler", "target_kl": 0.1, "kl_controller": "step", "beta": 0.1, "kl_lr_guard": 0.5}
+    config = {"reference": "sampler", "target_kl": 0.1, "kl_controller": "step", "beta": 0.1}
     config |= {"kl_clip_method": "hard", "kl_clip_threshold": 0.5, "kl_reference_length": 8}
     curves: dict[str, Any] = {"policy__kl_old": [0.1, 0.1], "sampler__k3": [0.0, 0.0], "kl__k3_sequence": [0.1, 0.2]}
     return run_of(name=name, k3=[0.0, 0.1], details={"config": config}, **curves)

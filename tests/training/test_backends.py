@@ -30,7 +30,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         (OFTEN | {"target_kl": 0.1}, A_STEP),
         (OFTEN | {"kl_schedule": "linear"}, A_STEP),
         (OFTEN | {"kl_warmup_steps": 2}, A_STEP),
-        (OFTEN | {"kl_lr_guard": 0.1}, A_STEP),
         (OFTEN | {"reference": "ema"}, A_STEP),
     ],
     "verl": [
@@ -61,7 +60,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"exact_kl_completions": 2}, "not of the whole vocabulary"),
         ({"reference": "ema"}, "a snapshot"),
         ({"kl_early_stop": 0.1, "num_iterations": 2}, "cannot drop it"),
-        ({"reference_share": 0.5}, "whole batches"),
         ({"teacher_kind": "ema"}, "stay as they are"),
         ({"teacher_kind": "live", "teacher_prompt": "hint"}, "stay as they are"),
     ],
@@ -81,7 +79,6 @@ NOT_ALONE = [
     ("trl", {"kl_early_stop": 0.1, "num_iterations": 2}, "cannot be honoured by TRL"),
     ("trl", {"reference": "remote", "reference_url": "http://there:8000"}, "cannot be honoured by TRL"),
     ("trl", {"reference_device": "cpu"}, "cannot be honoured by TRL"),
-    ("trl", {"reference_share": 0.5}, "cannot be honoured by TRL"),
     ("local", {"sampler": "vllm"}, "set backend to trl"),
     *((backend, {"sampler_url": "http://there:8000"}, "set backend to trl") for backend in ("local", "tinker")),
     *((backend, {"reference": "adapter_off"}, "needs an adapter") for backend in ("local", "trl")),

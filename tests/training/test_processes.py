@@ -35,7 +35,7 @@ HARD = {
     "kl_clip_threshold": 1e-3,
     "loss_type": "dapo",
     "num_iterations": 2,
-    "kl_controller": "dual",
+    "kl_controller": "step",
     "target_kl": 1e-3,
 }
 BRIEF = {"max_steps": 2}  # a step from the start, and one from where that led
@@ -49,9 +49,8 @@ SOFT = {
     "kl_clip_temperature": 0.25,
     "learning_rate": 1e-2,
 }
-SHARE = {"reference_share": 0.3, "gradient_accumulation_steps": 2, **BRIEF}
 SKIPPED = {"reward": "tests.training.rewards:half", "kl_clip_method": "hard", "kl_clip_threshold": 3.0, **BRIEF}
-SAME = {"default": {}, "hard": HARD, "advantage": ADVANTAGE, "exact": EXACT, "soft": SOFT, "share": SHARE}
+SAME = {"default": {}, "hard": HARD, "advantage": ADVANTAGE, "exact": EXACT, "soft": SOFT}
 SAME |= {"skipped": SKIPPED}
 """What two processes must train as one does."""
 AT_A_GATE = ("default", "hard", "skipped")

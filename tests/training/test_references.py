@@ -106,7 +106,6 @@ class Models(Observer):
         ({"beta": 0.02}, 2, "a frozen copy of the starting policy"),
         ({"beta": 0.0, "lora_r": 2}, 1, "none"),
         ({"beta": 0.02, "lora_r": 2}, 1, "the policy with its adapter off"),
-        ({"beta": 0.0, "kl_controller": "dual", "target_kl": 0.05}, 2, "a frozen copy of the starting policy"),
     ],
 )
 def test_a_reference_is_held_only_where_it_is_needed(config_of, tmp_path, changes, models, words):

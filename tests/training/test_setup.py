@@ -184,7 +184,6 @@ def test_rows_that_cannot_be_used_are_refused(config_of, tmp_path, rows, match):
         ({"lora_r": 2, "ref_model": "elsewhere"}, "frozen"),
         ({"beta": 0.0}, "none"),
         ({"beta": 0.0, "kl_monitor": True}, "frozen"),
-        ({"beta": 0.0, "kl_controller": "pid", "target_kl": 0.1}, "frozen"),
     ],
 )
 def test_which_reference_a_run_has(config_of, changes, kind):

@@ -12,9 +12,9 @@ from tests.training.test_updates import BETA, CLIP, assert_equal
 from torch.optim import SGD
 
 from klamp.training import updates
-from klamp.training.rollouts import collect, kl_weights
+from klamp.training.rollouts import collect
 from klamp.training.trainer import Trainer
-from klamp.training.updates import measured, update, with_old_logprobs
+from klamp.training.updates import update, with_old_logprobs
 
 HALF = {"reward": "tests.training.rewards:half", "max_grad_norm": 0.0, "prompts_per_step": 6}
 
@@ -138,48 +138,3 @@ def test_a_step_makes_so_many_passes_and_no_more(context_of, changes, policy, re
     before = 1 if "kl_clip_method" in changes else 0
     assert len(sampled) == policy + before
     assert there.passes == reference
-
-
-# a share of the reference -------------------------------------------------------------------------------------------
-
-
-def scored_whole(context):
-    """The first rollout, all of it scored by the reference."""
-    kl = replace(context.config.kl, reference_share=1.0)
-    return rollout_of(replace(context, config=replace(context.config, kl=kl)))
-
-
-def test_the_reference_scores_its_share_and_nothing_else(context_of):
-    context = context_of(beta=BETA, reference_share=0.4)
-    disturb(context.policy, size=0.03)
-    with counting(context.reference.model) as there:
-        rollout = rollout_of(context)
-    assert there.scoring == 5 == int((rollout.kl_weight > 0).sum())
-    assert rollout.kl_weight.unique().tolist() == pytest.approx([0.0, 12 / 5])
-    assert torch.equal(rollout.exact_rows, rollout.kl_weight > 0)
-    whole = scored_whole(context)
-    scored = rollout.kl_weight > 0
-    mask = rollout.mask & scored[:, None]
-    torch.testing.assert_close(rollout.ref_logprobs[mask], whole.ref_logprobs[mask], rtol=0, atol=1e-5)
-    other = rollout_of(context, step=1)
-    assert not torch.equal(other.kl_weight, rollout.kl_weight), "another step, another share"
-    assert torch.equal(kl_weights(context, 12, step=0), rollout.kl_weight)
-
-
-@pytest.mark.parametrize("estimator", ["k3", "exact"])
-def test_the_loss_of_a_share_is_the_weighted_loss_and_its_metrics_are_means_over_it(context_of, estimator):
-    """Against the same rollout scored whole, its KL weighted by hand."""
-    context = context_of(beta=BETA, reference_share=0.5, kl_estimator=estimator, max_grad_norm=0.0)
-    disturb(context.policy, size=0.03)
-    rollout = rollout_of(context)
-    found, output, _ = updated(context, rollout, BETA)
-    whole = scored_whole(context)
-    expected, _, _ = updated(context, replace(whole, kl_weight=rollout.kl_weight), BETA)
-    assert_equal(found, expected)
-    metrics = measured(context, rollout, [output])
-    scored, mask = rollout.kl_weight > 0, rollout.kl_mask
-    k1 = torch.where(mask, output.policy_logprobs - whole.ref_logprobs, 0.0)[scored]
-    assert metrics["kl/k1"] == pytest.approx(float(k1.sum() / mask[scored].sum()), abs=1e-6)
-    assert metrics["kl/k1_sequence"] == pytest.approx(float(k1.sum(-1).mean()), abs=1e-6)
-    assert metrics["kl/exact_sequence"] == pytest.approx(float(output.exact.sum(-1)[scored].mean()), abs=1e-6)
-    assert metrics["policy/entropy"] == pytest.approx(float(output.entropy[rollout.mask].mean()), abs=1e-6)

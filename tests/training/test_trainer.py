@@ -192,7 +192,8 @@ def test_observers_are_closed_after_a_refusal_too(config_of):
 
 def test_a_step_without_a_token_that_carries_the_kl_measures_none(context_of):
     """No KL is no KL of 0, which would have lowered beta."""
-    context = context_of(kl_exclude_prefix=100, kl_controller="dual", target_kl=0.1, kl_controller_lr=1.0, beta=0.2)
+    every = tuple(range(len(context_of().tokenizer)))
+    context = context_of(kl_exclude_tokens=every, target_kl=0.1, beta=0.2)
     trainer = Trainer(context, [])
     metrics = [trainer.train_step() for _ in range(2)]
     assert [row["beta"] for row in metrics] == [0.2, 0.2]

@@ -102,7 +102,7 @@ def test_a_kl_in_the_reward_is_exact_under_the_completions_own_length_too():
 
 def test_tokens_without_a_kl_are_refused_not_passed_over():
     with pytest.raises(ConfigError, match="cannot be followed"):
-        follow(KLConfig(beta=0.2, kl_horizon="sequence", kl_exclude_prefix=1), EXACT, world_at(1))
+        follow(KLConfig(beta=0.2, kl_horizon="sequence", kl_exclude_tokens=(1,)), EXACT, world_at(1))
 
 
 def test_the_optimum_is_the_best_policy():

@@ -15,7 +15,7 @@ from torch import Tensor
 from klamp.config import KLConfig
 from klamp.verify.one_step import Scene, examine_config
 from klamp.verify.oracle import gradient_of
-from klamp.verify.worlds import Chain, list_prefixes, prefix_probs, random_chain
+from klamp.verify.worlds import Chain, prefix_probs, random_chain
 
 pytestmark = [
     pytest.mark.slow,
@@ -26,17 +26,14 @@ pytestmark = [
 EXCLUDED: dict[str, dict[str, Any]] = {
     "the end": {"kl_exclude_tokens": (0,)},
     "two of three": {"kl_exclude_tokens": (0, 2)},
-    "a token and the first": {"kl_exclude_tokens": (1,), "kl_exclude_prefix": 1},
 }
 IN_ADVANTAGE = {"kl_estimator": "k1", "kl_placement": "advantage"}
 SEQUENCE = {"kl_horizon": "sequence"}
 
 
 def kept(chain: Chain, kl: KLConfig) -> Tensor:
-    """Which tokens carry the KL after each prefix. [prefixes, vocab]"""
-    prefixes = list_prefixes(chain.vocab, chain.length, eos=chain.eos)
-    late = torch.tensor([len(prefix) >= kl.kl_exclude_prefix for prefix in prefixes])
-    return late[:, None] & torch.tensor([v not in kl.kl_exclude_tokens for v in range(chain.vocab)])
+    """Which tokens carry the KL. [vocab]"""
+    return torch.tensor([v not in kl.kl_exclude_tokens for v in range(chain.vocab)])
 
 
 def divergence(chain: Chain, kl: KLConfig, *, forward: bool = False) -> Tensor:
@@ -87,17 +84,6 @@ def test_the_gradient_is_that_of_the_generalised_kl_over_the_kept_tokens(choices
 def test_off_policy_the_prefix_weights_give_the_same(estimator: str) -> None:
     kl = KLConfig(kl_estimator=estimator, kl_off_policy="sequence", kl_exclude_tokens=(1,), **SEQUENCE)
     for scene in worlds("other"):
-        charged = (prefix_probs(scene.chain, "policy") * divergence(scene.chain, kl)).sum()
-        found = examine_config(kl, scene=scene).kl.gradient
-        torch.testing.assert_close(found, gradient_of(charged, scene.chain), rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize(
-    "choices", [{"kl_estimator": "exact", **SEQUENCE}, {"kl_estimator": "k1", "kl_placement": "reward", **SEQUENCE}]
-)
-def test_the_exact_kl_and_the_reward_leave_out_positions(choices: dict) -> None:
-    kl = KLConfig(**choices, kl_exclude_prefix=1)
-    for scene in worlds():
         charged = (prefix_probs(scene.chain, "policy") * divergence(scene.chain, kl)).sum()
         found = examine_config(kl, scene=scene).kl.gradient
         torch.testing.assert_close(found, gradient_of(charged, scene.chain), rtol=0, atol=1e-12)

@@ -13,8 +13,6 @@ from klamp.core.advantages import group_advantages
 from klamp.core.clipping import clip_gate, clip_kl
 from klamp.core.controllers import (
     BetaState,
-    DualController,
-    PIDController,
     ProportionalController,
     StepController,
 )
@@ -322,8 +320,6 @@ def stand_still(self: object, state: BetaState, kl: float, n_steps: int) -> Beta
                 "proportional: more steps than the horizon is refused",
             },
         ),
-        (DualController, stand_still, {"dual: + lr (KL - target)"}),
-        (PIDController, stand_still, {"PID: kp e + I, with I + ki e"}),
     ],
 )
 def test_a_rule_that_does_something_else(

@@ -54,7 +54,7 @@ TERMS = draws(
     target_kl=(None, None, 0.1),
     kl_schedule=("constant", "constant", "cosine"),
     reference=("auto", "auto", "ema", "sampler"),
-    kl_exclude_prefix=(0, 0, 1),
+    kl_exclude_tokens=((), (), (1,)),
 )
 TEACHERS = draws(
     direction=("reverse", "forward", "js"),
@@ -340,7 +340,7 @@ CAUTIONS: dict[str, Check] = {
     "reference='sampler' is a proximal term.*its gradient is 0\\.": lambda t: still(arrived(t)),
     "target_kl=.* lies within the clip's free budget .*": lambda t: t.kl.kl_clip_method != "none",
     "kl_clip_temperature=.* is wide against .*": lambda t: t.kl.kl_clip_method == "soft",  # tests/config/test_rules.py
-    "kl_exclude_prefix: in a run .*": lambda t: t.kl.excludes,
+    "kl_exclude_tokens: in a run .*": lambda t: t.kl.excludes,
 }
 
 

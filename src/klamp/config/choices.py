@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from klamp.core.arguments import (
-    ABOVE_0_TO_1,
     AT_LEAST_0,
     AT_LEAST_1,
     FROM_0_TO_1,
@@ -21,7 +20,7 @@ from klamp.core.controllers import CONTROLLER_NUMBERS, HoldController, Proportio
 from klamp.core.term import TERM_NUMBERS, KLTerm, OffPolicy, Placement, gates_on_itself
 from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
 
-ControllerName: TypeAlias = Literal["fixed", "hold", "step", "proportional", "dual", "pid"]
+ControllerName: TypeAlias = Literal["fixed", "hold", "step", "proportional"]
 ReferenceName: TypeAlias = Literal["auto", "frozen", "adapter_off", "ema", "periodic", "remote", "sampler"]
 DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
@@ -41,23 +40,16 @@ NUMBERS: Mapping[str, Numbers] = {
         "give the usual length of a completion of the reference in tokens, or None to have it measured",
     ),
     "target_kl": POSITIVE.but("a KL is never negative, and 0 would mean: never learn", "0.05 is a usual start"),
-    **{f"kl_controller_{name}": CONTROLLER_NUMBERS[name] for name in ("gain", "lead", "clip", "horizon", "lr")},
-    "kl_controller_gains": CONTROLLER_NUMBERS["kp"],
+    **{f"kl_controller_{name}": CONTROLLER_NUMBERS[name] for name in ("gain", "lead", "clip", "horizon")},
     "kl_controller_factors": POSITIVE.but("they multiply beta and the target", "1.5, 0.75, 1.5, 0.5 are the defaults"),
-    "kl_exclude_prefix": AT_LEAST_0,
     "kl_warmup_steps": AT_LEAST_0,
     "kl_schedule_end": FROM_0_TO_1,
     "kl_early_stop": POSITIVE.but("a KL is never negative", "use kl_early_stop=None to never stop early"),
-    "kl_lr_guard": POSITIVE.but("a KL is never negative", "use kl_lr_guard=None for no guard"),
     "reference_decay": INSIDE_0_1.but(
         "the reference keeps this share of itself at every step",
         "0.99 follows over about a hundred steps; reference='frozen' never moves",
     ),
     "reference_reset_steps": AT_LEAST_1,
-    "reference_share": ABOVE_0_TO_1.but(
-        "it is the share of the sequences that the reference scores",
-        "1.0 scores them all; beta=0 trains without a reference",
-    ),
 }
 """Which numbers the fields of `KLConfig` take."""
 
@@ -94,7 +86,7 @@ class KLChoices:
     kl_reference_length: int | None = None
     """Reference length in tokens; None: a data column if there is one, else measured once at the start and frozen."""
     kl_controller: ControllerName | None = None
-    """How beta follows the KL: fixed, hold, step, proportional, dual, pid; None: hold with a target_kl, else fixed."""
+    """How beta follows the KL: fixed, hold, step, proportional; None: hold with a target_kl, else fixed."""
     target_kl: float | None = None
     """KL to hold, in nats per token (the unit of the logged metric kl/k3)."""
     kl_controller_gain: float = HoldController.gain
@@ -107,12 +99,8 @@ class KLChoices:
     """Updates over which the proportional rule takes effect."""
     kl_controller_clip: float = ProportionalController.clip
     """proportional: largest relative error of the KL that counts, in (0, 1]."""
-    kl_controller_lr: float = 0.01
-    """Step size of dual ascent, in beta per nat."""
-    kl_controller_gains: tuple[float, float, float] = (0.1, 0.01, 0.1)
-    """kp, ki, kd of the PID rule, in beta per nat."""
     beta_min: float | None = None
-    """Lower bound of an adaptive beta; None: beta / 10 for hold, beta / 100 for step and proportional, else 0."""
+    """Lower bound of an adaptive beta; None: beta / 10 for hold, else beta / 100."""
     beta_max: float | None = None
     """Upper bound of an adaptive beta; None: 3 / sqrt(target_kl), or 10 times beta where that is more."""
     kl_max_log_ratio: float | None = KLTerm.max_log_ratio
@@ -125,10 +113,6 @@ class KLChoices:
     """Reduction of the KL over tokens; None: that of the policy loss."""
     kl_exclude_tokens: tuple[int | str, ...] = ()
     """Tokens that carry no KL: ids, token strings, or `special` for all special tokens."""
-    kl_exclude_prefix: int = 0
-    """First tokens of each completion that carry no KL (a format prefix)."""
-    kl_exclude_between: tuple[str, ...] = ()
-    """Two markers; what stands between them (tool output) carries no KL, the markers included."""
     kl_schedule: Schedule = "constant"
     """Factor on beta over the run: constant, linear or cosine."""
     kl_warmup_steps: int = 0
@@ -137,8 +121,6 @@ class KLChoices:
     """The factor on beta at the end of a linear or cosine schedule."""
     kl_early_stop: float | None = None
     """Skip a rollout's remaining updates once KL(old||policy) exceeds this, in nats per token."""
-    kl_lr_guard: float | None = None
-    """Scale the learning rate by guard / KL while the last step's KL is above the guard, in nats per token."""
     kl_monitor: bool = False
     """Load the reference and log the KL even at beta 0."""
     reference: ReferenceName = "auto"
@@ -156,16 +138,11 @@ class KLChoices:
     """remote: the address of the vLLM server that the reference answers at."""
     reference_name: str | None = None
     """remote: the model's name at a vLLM server; None: the only one that it serves."""
-    reference_share: float = 1.0
-    """Share of the sequences, drawn anew at every step, that the reference scores; their KL is weighted by 1 / share.
-
-    The loss and its gradient are unbiased; the variance of the summed KL grows by B^2 (1/n - 1/B) S^2 for n of B
-    sequences whose KL has the variance S^2 (see `klamp.core.masking.sequence_sample`)."""
 
     @property
     def needs_reference(self) -> bool:
         """Whether anything asks for the reference; without it none is loaded and none is scored."""
-        return self.beta > 0 or self.kl_monitor or self.controller_name != "fixed"
+        return self.beta > 0 or self.kl_monitor
 
     @property
     def clip_level(self) -> ClipLevel:
@@ -176,12 +153,7 @@ class KLChoices:
     @property
     def excludes(self) -> bool:
         """Whether some tokens carry no KL."""
-        return bool(self.kl_exclude_tokens or self.kl_exclude_prefix or self.kl_exclude_between)
-
-    @property
-    def excludes_by_token(self) -> bool:
-        """Whether what a token is, and not only its position, decides that it carries no KL."""
-        return bool(self.kl_exclude_tokens or self.kl_exclude_between)
+        return bool(self.kl_exclude_tokens)
 
     @property
     def controller_name(self) -> ControllerName:
@@ -196,7 +168,7 @@ class KLChoices:
         does not return. The upper one is some ten times what advantages of variance 1 ask for.
         """
         name = self.controller_name
-        share = {"hold": 0.1, "step": 0.01, "proportional": 0.01}.get(name, 0.0)
+        share = {"fixed": 0.0, "hold": 0.1}.get(name, 0.01)
         low = share * self.beta if self.beta_min is None else self.beta_min
         if self.beta_max is not None or name == "fixed" or self.target_kl is None:
             return low, self.beta_max

@@ -34,7 +34,7 @@ def describe_kl(kl: KLConfig) -> str:
     """A whole KL in one line: its value, its gradient, where it enters, how it is clipped."""
     if not kl.needs_reference:
         return "none: beta is 0"
-    if kl.beta == 0 and kl.controller_name == "fixed":
+    if kl.beta == 0:
         return "measured and logged only: beta is 0"
     parts = f"{describe_value(kl)}, gradient {describe_gradient(kl)}, {PLACEMENTS[kl.kl_placement]}"
     return parts if kl.kl_clip_method == "none" else f"{parts}; {describe_clip(kl)}"

@@ -165,11 +165,6 @@ def _step(c: KLConfig) -> Controller:
     return controllers.StepController(c.beta, up=up, down=down, high=high, low=low, **_aim(c))
 
 
-def _pid(c: KLConfig) -> Controller:
-    kp, ki, kd = c.kl_controller_gains
-    return controllers.PIDController(c.beta, kp=kp, ki=ki, kd=kd, **_aim(c))
-
-
 CONTROLLERS: Mapping[ControllerName, Callable[[KLConfig], Controller]] = {
     "fixed": lambda c: controllers.FixedController(c.beta, **_bounds(c)),
     "hold": lambda c: controllers.HoldController(
@@ -179,6 +174,4 @@ CONTROLLERS: Mapping[ControllerName, Callable[[KLConfig], Controller]] = {
     "proportional": lambda c: controllers.ProportionalController(
         c.beta, horizon=c.kl_controller_horizon, clip=c.kl_controller_clip, **_aim(c)
     ),
-    "dual": lambda c: controllers.DualController(c.beta, lr=c.kl_controller_lr, **_aim(c)),
-    "pid": _pid,
 }

@@ -170,9 +170,8 @@ def build_objective(
     check_instance("kl", kl, KLConfig)
     check_instance("loss", loss, LossConfig)
     check_number("max_length", max_length, AT_LEAST_1.but("a completion has tokens", "pass max_length"), whole=True)
-    used = kl.beta > 0 or kl.controller_name != "fixed"
     taught = None if teacher is None or not teacher.there else teacher
-    inside = (used and kl.kl_placement == "reward") * ["kl_placement"]
+    inside = (kl.beta > 0 and kl.kl_placement == "reward") * ["kl_placement"]
     inside += (taught is not None and taught.teacher_placement == "reward") * ["teacher_placement"]
     if inside and loss.scale == "std":
         raise ConfigError(

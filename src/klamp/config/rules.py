@@ -77,8 +77,6 @@ MEASURED: Mapping[str, str] = {
     "step": "lowers beta before anything was learnt and then overshoots: towards 0.05, without bounds, it took beta "
     "from 8e-4 to 547 and the reward from 0.88 to 0.60",
     "proportional": "is too slow at its defaults: towards 0.05 the KL stayed above 0.11 for 90 steps",
-    "dual": "is too slow at its defaults: towards 0.05 the KL stayed above 0.11 for 90 steps",
-    "pid": "is too slow at its defaults: towards 0.05 the KL stayed above 0.11 for 90 steps",
 }
 """Name of a controller -> what it did with a target of 0.05 nats per token on the built-in task."""
 
@@ -186,10 +184,10 @@ def _control(c: KLChoices) -> list[Refusal]:
             fix="set target_kl (nats per token; 0.05 is a usual start), or kl_controller='fixed'",
         ),
         Refusal(
-            c.beta == 0 and c.controller_name in ("hold", "step", "proportional"),
+            c.beta == 0 and c.controller_name != "fixed",
             f"beta=0 can never grow under kl_controller={c.controller_name!r}",
             why="the rule multiplies beta, and 0 times anything is 0",
-            fix="start from a small positive beta, or use kl_controller='dual' or 'pid'",
+            fix="start from a small positive beta",
         ),
         Refusal(
             c.controller_name != "fixed" and (c.kl_schedule != "constant" or c.kl_warmup_steps > 0),
@@ -211,11 +209,11 @@ def _reference(c: KLChoices) -> list[Refusal]:
             fix="use kl_estimator='k3'",
         ),
         Refusal(
-            of_sampler and (c.kl_placement != "loss" or c.reference_share < 1 or c.controller_name != "fixed"),
-            "reference='sampler' takes a fixed beta, in the loss, over all sequences",
-            got=f"kl_placement={c.kl_placement!r}, reference_share={c.reference_share:g}, target_kl={c.target_kl}",
+            of_sampler and (c.kl_placement != "loss" or c.controller_name != "fixed"),
+            "reference='sampler' takes a fixed beta, in the loss",
+            got=f"kl_placement={c.kl_placement!r}, target_kl={c.target_kl}",
             why="at a rollout's first update the sampler is the policy, so that there is no KL to shift by or to steer",
-            fix="leave kl_placement, reference_share and target_kl out",
+            fix="leave kl_placement and target_kl out",
         ),
         Refusal(
             c.reference == "remote" and c.reference_url is None,
@@ -229,48 +227,29 @@ def _reference(c: KLChoices) -> list[Refusal]:
             why="a server returns log-probabilities of the sampled tokens, not whole rows of logits",
             fix="use kl_estimator='k3', or a reference on this machine",
         ),
-        Refusal(
-            c.reference_share < 1 and c.kl_clip_method != "none",
-            f"reference_share={c.reference_share:g} cannot be combined with a clip",
-            why="a clip is gated on the KL of every sequence, and most would not be measured",
-            fix="set reference_share=1, or kl_clip_method='none'",
-        ),
-        Refusal(
-            c.reference_share < 1 and c.kl_placement != "loss",
-            f"reference_share={c.reference_share:g} needs kl_placement='loss'",
-            why="in the reward or the advantage a few large weights would enter the group's mean and standard "
-            "deviation",
-            fix="set reference_share=1, or kl_placement='loss'",
-        ),
     ]
 
 
 def _tokens(c: KLChoices) -> list[Refusal]:
     return [
         Refusal(
-            len(c.kl_exclude_between) not in (0, 2),
-            f"kl_exclude_between takes two markers, not {len(c.kl_exclude_between)}",
-            why="tokens from the first to the second carry no KL",
-            fix="give the opening and the closing marker, e.g. <tool_output> </tool_output>",
-        ),
-        Refusal(
             c.excludes and (c.kl_gradient, c.kl_horizon) == ("forward", "sequence"),
             "the forward KL over sequences cannot leave tokens out",
             why="its weight is the reference's probability of the whole prefix",
-            fix="use kl_horizon='token', kl_gradient='reverse', or no kl_exclude_* field",
+            fix="use kl_horizon='token', kl_gradient='reverse', or no kl_exclude_tokens",
         ),
         Refusal(
-            c.excludes_by_token and c.kl_placement == "reward",
-            "kl_placement='reward' cannot leave tokens out by what they are",
+            c.excludes and c.kl_placement == "reward",
+            "kl_placement='reward' cannot leave tokens out",
             why="one number per completion is the gradient of no KL over the tokens that are kept",
-            fix="use kl_placement='advantage' with kl_horizon='sequence', or only kl_exclude_prefix",
+            fix="use kl_placement='advantage' with kl_horizon='sequence'",
         ),
         Refusal(
-            c.excludes_by_token and (c.kl_estimator, c.kl_horizon) == ("exact", "sequence"),
-            "the exact KL over sequences cannot leave tokens out by what they are",
+            c.excludes and (c.kl_estimator, c.kl_horizon) == ("exact", "sequence"),
+            "the exact KL over sequences cannot leave tokens out",
             why="it sums over the whole vocabulary at positions that the drawn tokens choose: the gradient of no KL "
             "over the tokens that are kept",
-            fix="use kl_estimator='k3' (the generalised KL over the kept tokens), or only kl_exclude_prefix",
+            fix="use kl_estimator='k3' (the generalised KL over the kept tokens)",
         ),
     ]
 
@@ -284,7 +263,7 @@ def cautions(c: KLChoices) -> list[str]:
             "kl_estimator='k1' with kl_gradient='own' has an expected gradient of exactly zero on the policy's own "
             "tokens, summed over them or over a fixed length: it regularises nothing (a mean over each completion's "
             "own length leaves a pull on the length, and nothing else"
-            + ("; with tokens left out it only makes the kept ones less likely" if c.excludes_by_token else "")
+            + ("; with tokens left out it only makes the kept ones less likely" if c.excludes else "")
             + "). Use kl_gradient='reverse'."
         )
     if in_loss and own and c.kl_estimator == "k3":
@@ -384,21 +363,16 @@ def _without_effect(c: KLChoices) -> list[str]:
         "kl_normalizer": (c.kl_placement != "loss", "kl_placement='loss'"),
         "kl_schedule": (c.beta == 0, "a beta above 0"),
         "kl_warmup_steps": (c.beta == 0, "a beta above 0"),
-        "kl_lr_guard": (not c.needs_reference, "a beta above 0, or kl_monitor=True"),
         "kl_schedule_end": (c.kl_schedule == "constant", "kl_schedule='linear' or 'cosine'"),
         "target_kl": (
             fixed,
-            "kl_controller='hold' (or leave it out)"
-            if c.kl_controller == "fixed"
-            else "a beta above 0 to start from, or kl_controller='dual' or 'pid'; beta stays at 0",
+            "kl_controller='hold' (or leave it out)" if c.kl_controller == "fixed" else "a beta above 0 to start from",
         ),
         "kl_controller_gain": (c.controller_name != "hold", "kl_controller='hold'"),
         "kl_controller_lead": (c.controller_name != "hold", "kl_controller='hold'"),
         "kl_controller_factors": (c.controller_name != "step", "kl_controller='step'"),
         "kl_controller_horizon": (c.controller_name != "proportional", "kl_controller='proportional'"),
         "kl_controller_clip": (c.controller_name != "proportional", "kl_controller='proportional'"),
-        "kl_controller_lr": (c.controller_name != "dual", "kl_controller='dual'"),
-        "kl_controller_gains": (c.controller_name != "pid", "kl_controller='pid'"),
         "beta_min": (fixed, adaptive),
         "beta_max": (fixed, adaptive),
         "reference_decay": (c.reference != "ema", "reference='ema'"),

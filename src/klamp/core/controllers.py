@@ -30,18 +30,13 @@ from klamp.errors import ConfigError, NonFiniteError, check_name
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 
 _DIVIDES = POSITIVE.but("the rule divides by it or scales with it", "")
-_GAIN = AT_LEAST_0.but("a negative gain pushes the KL away from its target", "")
 CONTROLLER_NUMBERS = {
     "min_value": AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use min_value=0.0"),
     "target": _DIVIDES,
     "horizon": _DIVIDES,
-    "lr": _DIVIDES,
     "clip": ABOVE_0_TO_1.but("it bounds a relative error of the KL", "0.2 is the default"),
-    "kp": _GAIN,
-    "ki": _GAIN,
-    "kd": _GAIN,
     "gain": INSIDE_0_1.but("beta moves by at most this share of itself in a step", "0.05 is the default"),
-    "lead": _GAIN.but("it looks so many steps ahead", "12 is the default"),
+    "lead": AT_LEAST_0.but("it looks so many steps ahead", "12 is the default"),
     "landing": AT_LEAST_0.but("a negative coefficient rewards leaving the reference", ""),
 }
 """Which numbers the parameters of the controllers take; those of `KLConfig` that they come from take the same."""
@@ -55,8 +50,6 @@ class BetaState(NamedTuple):
 
     Attributes:
         value: the coefficient in force.
-        integral: the summed error, in units of the coefficient; `PIDController` only.
-        previous_kl: the KL before; -1 before the first; `PIDController` only.
         level: the filtered KL, in targets; -1 before the first; `HoldController` only, as all that follow.
         trend: how much the level rises in a step.
         landing: where to land, by the steps so far; -1 where none told.
@@ -64,8 +57,6 @@ class BetaState(NamedTuple):
     """
 
     value: float
-    integral: float = 0.0
-    previous_kl: float = -1.0
     level: float = -1.0
     trend: float = 0.0
     landing: float = -1.0
@@ -137,7 +128,7 @@ class FixedController:
         What the rule takes for its start is the lower one of the two: it may go down to where it was told to start.
         """
         begun = self._bounded(value)
-        self._take(self._start(self._bounded(min(value, self.value)))._replace(value=begun, integral=begun))
+        self._take(self._start(self._bounded(min(value, self.value)))._replace(value=begun))
 
     @property
     def _upper(self) -> float:
@@ -387,80 +378,6 @@ class ProportionalController(_TargetController):
             )
         error = min(max(kl / self.target - 1, -self.clip), self.clip)
         return BetaState(state.value * (1 + error * n_steps / self.horizon))
-
-
-@dataclass(eq=False, kw_only=True)
-class DualController(_TargetController):
-    """Dual ascent on the constraint kl <= target: beta is its Lagrange multiplier.
-
-    Equation: max(0, beta + lr * (kl - target)) per step.
-
-    Its unit is beta per nat, whatever beta is needed: with lr .01 the KL stayed above 0.11 for 90 steps towards 0.05.
-
-    Args:
-        value: starting coefficient.
-        target: the KL allowed.
-        lr: step size, in beta per nat.
-        min_value, max_value: bounds of the coefficient.
-
-    Raises:
-        ConfigError: parameters out of range.
-
-    Source: constrained policy optimisation by Lagrangian duality, see arXiv:2007.03964
-    """
-
-    lr: float
-
-    def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
-        return BetaState(state.value + self.lr * n_steps * (kl - self.target))
-
-
-@dataclass(eq=False, kw_only=True)
-class PIDController(_TargetController):
-    """PID control of the constraint: proportional and derivative terms damp the swings of dual ascent.
-
-    Equation (e = kl - target; I = integral, kept within what the bounds can use; D only when the KL rises)::
-
-        I_n = max(0, I_{n-1} + ki * e_n)        beta_n = kp * e_n + I_n + kd * max(0, kl_n - kl_{n-1})
-
-    `value` is the starting integral, so that beta starts there and stays there while the KL is on target.
-
-    Args:
-        value: starting coefficient.
-        target: the KL to hold.
-        kp, ki, kd: gains in beta per nat, >= 0 and not all 0.
-        min_value, max_value: bounds of the coefficient.
-
-    Raises:
-        ConfigError: parameters out of range.
-
-    Source: arXiv:2007.03964
-    """
-
-    kp: float
-    ki: float
-    kd: float
-
-    _saved = ("value", "integral", "previous_kl")
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if not any((self.kp, self.ki, self.kd)):
-            raise ConfigError(
-                "the PID gains are all 0",
-                got=f"kp={self.kp}, ki={self.ki}, kd={self.kd}",
-                why="beta would be 0 from the first update on",
-                fix="0.1, 0.01 and 0.1 are the defaults of KLConfig",
-            )
-
-    def _start(self, value: float) -> BetaState:
-        return BetaState(value, integral=value)
-
-    def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
-        error = kl - self.target
-        rise = max(0.0, kl - state.previous_kl) if state.previous_kl >= 0 else 0.0
-        integral = self._bounded(max(0.0, state.integral + self.ki * n_steps * error))
-        return BetaState(self.kp * error + integral + self.kd * rise, integral, kl)
 
 
 def kl_schedule_factor(

@@ -12,7 +12,15 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from klamp.core.arguments import MASKS, POSITIVE, check_instance, check_number, check_tensors, check_values_exist
+from klamp.core.arguments import (
+    MASKS,
+    POSITIVE,
+    check_instance,
+    check_number,
+    check_tensors,
+    check_values_exist,
+    describe,
+)
 from klamp.core.types import Batch, LossPart, Mask, Reduction, TokenValues
 from klamp.errors import ConfigError, DataError, EmptyMaskError, NonFiniteError, ShapeError, check_name
 
@@ -162,43 +170,6 @@ def future_sum(x: TokenValues) -> TokenValues:
     return suffix_sum(torch.nn.functional.pad(x, (0, 1))[..., 1:])
 
 
-def sequence_sample(
-    sequences: int, share: float, *, generator: torch.Generator | None = None
-) -> Float[Tensor, " sequences"]:
-    """The weights of a random subset of sequences: 1 / (probability of being chosen), 0 for the others. [B]
-
-    n = max(1, round(share B)) of the B sequences are drawn without replacement, each subset equally likely; the
-    weight of those is B / n. For any numbers x_i of the sequences::
-
-        E[sum_i w_i x_i] = sum_i x_i
-        Var[sum_i w_i x_i] = B^2 (1/n - 1/B) S^2,   S^2 = sum_i (x_i - mean x)^2 / (B - 1)
-
-    So the loss and its gradient stay what they are in expectation. Their variance grows by that of the subset: with a
-    quarter of the sequences, by 3/4 of what a quarter of the batch would have had to itself.
-
-    Args:
-        sequences: B, over all processes.
-        share: in (0, 1]; 1 gives the weight 1 to all of them.
-        generator: draws the subset; the same state gives the same one.
-
-    Raises:
-        ConfigError: a share outside (0, 1], or no sequences.
-
-    Source: Horvitz & Thompson 1952, doi:10.1080/01621459.1952.10483446
-    """
-    if not 0 < share <= 1 or sequences < 1:
-        raise ConfigError(
-            "share must lie in (0, 1]",
-            got=f"share={share}, {sequences} sequences",
-            why="at least one sequence must be scored for the rest to be estimated from",
-            fix="use 1.0 to score them all",
-        )
-    count = max(1, round(share * sequences))
-    weights = torch.zeros(sequences)
-    weights[torch.randperm(sequences, generator=generator)[:count]] = sequences / count
-    return weights
-
-
 # Log-probabilities rounded in bfloat16 can end just above zero.
 POSITIVE_TOLERANCE = 1e-2
 
@@ -269,7 +240,7 @@ def check_batch(batch: Batch, *, part: bool = False, bounded: bool = False) -> N
         ShapeError: a batch without tokens.
         EmptyMaskError: nothing to train on.
         NonFiniteError: NaN or infinite log-probabilities or advantages.
-        DataError: log-probabilities above 0, or a `kl_weight` below 0.
+        DataError: log-probabilities above 0, or a `kl_weight` that is negative or not finite.
     """
     check_values_exist("policy_logprobs", batch.policy_logprobs)
     if batch.mask.numel() == 0:
@@ -280,11 +251,10 @@ def check_batch(batch: Batch, *, part: bool = False, bounded: bool = False) -> N
             fix="leave empty batches out",
         )
     check_mask(batch.mask, part=part)
-    scored = batch.mask if batch.kl_weight is None else batch.mask & _check_weight(batch.kl_weight)
     for name in ("policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs"):
         x: Tensor | None = getattr(batch, name)
         if x is not None:
-            check_logprobs(name, x, scored if name == "ref_logprobs" else batch.mask)
+            check_logprobs(name, x, batch.mask)
     if batch.teacher_logprobs is not None:
         seen = batch.mask if batch.teacher_mask is None else batch.mask & batch.teacher_mask
         check_logprobs(
@@ -295,6 +265,13 @@ def check_batch(batch: Batch, *, part: bool = False, bounded: bool = False) -> N
             "is counted), or use a teacher with the policy's vocabulary",
         )
     _check_advantages(batch.advantages, batch.mask)
+    if batch.kl_weight is not None and not bool(((batch.kl_weight >= 0) & batch.kl_weight.isfinite()).all()):
+        raise DataError(
+            "kl_weight must hold one finite number >= 0 per sequence",
+            got=f"kl_weight={describe(batch.kl_weight)}",
+            why="it is the factor on each sequence's KL; a negative one would reward leaving the reference",
+            fix="leave kl_weight out",
+        )
 
 
 def check_totals(totals: Totals) -> None:
@@ -307,18 +284,6 @@ def check_totals(totals: Totals) -> None:
     for name, x in totals._asdict().items():
         if not isinstance(x, Tensor):
             check_number(f"totals.{name}", x, POSITIVE.but("a loss is divided by it", "count the whole batch"))
-
-
-def _check_weight(weight: Tensor) -> Tensor:
-    """Checks `kl_weight` and says which sequences have a KL, [B, 1]."""
-    if not bool(((weight >= 0) & weight.isfinite()).all()):
-        raise DataError(
-            "kl_weight must hold one finite number >= 0 per sequence",
-            got=f"{int((~((weight >= 0) & weight.isfinite())).sum())} of {weight.numel()} are none",
-            why="it is the factor on each sequence's KL; a negative one would reward leaving the reference",
-            fix="1 / share for the sequences that the reference scored, 0 for the others",
-        )
-    return (weight > 0).unsqueeze(-1)
 
 
 def _check_advantages(advantages: Tensor, mask: Mask) -> None:

@@ -216,7 +216,7 @@ def without_gradient(batch: Batch, objective: Objective) -> Bool[Tensor, " batch
     """Sequences that the gradient of `grpo_loss` is exactly 0 in, whatever the policy says of them. [B]
 
     That is: no token is trained, or every advantage is 0 and no KL pulls: its coefficient is 0, it is in the reward
-    (and so in the advantages), it has no gradient, its weight is 0, no token carries it, or its clip is closed.
+    (and so in the advantages), it has no gradient, no token carries it, or its clip is closed.
 
     A pass that only serves the gradient can leave them out; values and metrics still need them. Where the KL is
     clipped and `gate_kl` is None, the gate is computed from the batch's own log-probabilities, as `grpo_loss` does.

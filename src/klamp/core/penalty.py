@@ -293,7 +293,7 @@ def kl_metrics(batch: Batch, term: KLTerm, known: Distances | None = None) -> di
         delta, carried = known.log_ratio, known.carried
         k3 = ESTIMATORS["k3"].value(delta)
         metrics = {"kl/k1": masked_mean(delta, carried), "kl/k3": masked_mean(k3, carried)}
-        metrics["kl/k3_sequence"] = _over_sequences(masked_sum(k3, carried, -1), batch)
+        metrics["kl/k3_sequence"] = masked_sum(k3, carried, -1).mean()
         metrics["kl/log_ratio_max"] = delta.abs().amax()
         metrics["kl/k3_saturated"] = saturated_share(known.bounded, carried)
         if term.max_log_ratio is not None:
@@ -321,10 +321,3 @@ def _teacher_metrics(batch: Batch, known: Distances) -> dict[str, Tensor]:
         "teacher/log_ratio_clamped": share_of(known.log_ratio != delta, carried),
         "teacher/unscored": share_of(~carried, batch.mask),
     }
-
-
-def _over_sequences(per_sequence: Tensor, batch: Batch) -> Tensor:
-    """The mean over the sequences that the reference scored."""
-    if batch.kl_weight is None:
-        return per_sequence.mean()
-    return masked_mean(per_sequence, batch.kl_weight > 0)

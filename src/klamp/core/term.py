@@ -101,13 +101,12 @@ class KLTerm:
 
 
 def carries_kl(batch: Batch) -> Mask:
-    """Which tokens carry the KL: trained on, not excluded, and in a sequence whose KL weight is not 0. [B, T]"""
-    mask = batch.mask if batch.kl_mask is None else batch.mask & batch.kl_mask
-    return mask if batch.kl_weight is None else mask & (batch.kl_weight > 0).unsqueeze(-1)
+    """Which tokens carry the KL: trained on, and not excluded. [B, T]"""
+    return batch.mask if batch.kl_mask is None else batch.mask & batch.kl_mask
 
 
 def require_reference(batch: Batch) -> Tensor:
-    """The reference's log-probabilities; in sequences of KL weight 0 the policy's own, so that their KL is 0.
+    """The reference's log-probabilities.
 
     Raises:
         ConfigError: the batch has none.
@@ -119,10 +118,7 @@ def require_reference(batch: Batch) -> Tensor:
             why="a KL needs a reference; leaving it out silently would train without one",
             fix="score the batch with the reference, or set beta=0",
         )
-    if batch.kl_weight is None:
-        return batch.ref_logprobs
-    scored = (batch.kl_weight > 0).unsqueeze(-1)
-    return torch.where(scored, batch.ref_logprobs, batch.policy_logprobs.detach())
+    return batch.ref_logprobs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -221,7 +217,7 @@ def sequence_gate_kl(
 
     Args:
         batch: whole groups, or parts of them that `gather` puts together; with `exact_kl` only where every sequence
-            has it. Sequences without a trained token, or with `kl_weight` 0, count in no mean.
+            has it. Sequences without a trained token count in no mean.
         term: says the level.
         gather: the tensors of all processes, one after the other; None: this batch is all.
         rank: the place of this process among them.
@@ -233,8 +229,6 @@ def sequence_gate_kl(
     """
     batch = batch.towards(term.anchor)
     kl, measured = sequence_kl(batch, term, known), batch.mask.any(-1)
-    if batch.kl_weight is not None:
-        measured = measured & (batch.kl_weight > 0)
     everywhere = torch.stack([kl, measured.to(kl.dtype)], -1)
     everywhere = everywhere if gather is None else gather(everywhere)
     alone = gates_on_itself(term.value, term.gradient, term.horizon, term.off_policy)

@@ -51,7 +51,7 @@ class Batch:
     Gradient: flows into `policy_logprobs`, `exact_kl`, `exact_kl_forward` and `teacher_kl`. The rest is data: a
     gradient that other log-probabilities carry is not followed.
     Shapes: [B, T] throughout, on one device; log-probabilities of any floating type; `advantages` also [B], and
-    `kl_weight`, `gate_kl`, `reference_length` one number per completion. Padding is whatever the mask is False for.
+    `gate_kl` and `reference_length` one number per completion. Padding is whatever the mask is False for.
 
     Raises:
         TensorError: no tensor, another data type, another device, or a gradient where there must be none.
@@ -79,7 +79,7 @@ class Batch:
     """True = the token carries the KL; None: the same as `mask`, and all of the tokens carry it in every other part of
     the step too (k1 over sequences counts later tokens by k3 where some may be left out)."""
     kl_weight: Float[Tensor, " batch"] | None = None
-    """Factor >= 0 on each sequence's KL; 0: its reference log-probabilities are not looked at. None: 1 for all."""
+    """Factor >= 0 on the KL of each sequence; None: 1 for all."""
     gate_kl: Float[Tensor, " batch"] | None = None
     """KL (nats per sequence) that the clip is gated on; None: computed from this batch."""
     reference_length: Float[Tensor, " batch"] | float | None = None

@@ -79,7 +79,7 @@ def _rate(history: History, largest: float, if_so: str) -> tuple[float, str] | N
     rate = f" (up to {number(max(rates))})" if rates else ""
     text = (
         f"the learning rate{rate}{if_so}: the KL rose by {number(largest)} nats per token from one logged step to the "
-        "next. Take a tenth of it, or set kl_lr_guard"
+        "next. Take a tenth of it, or lower max_grad_norm"
     )
     return largest / JUMP, text
 

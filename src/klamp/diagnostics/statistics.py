@@ -46,8 +46,6 @@ class StepRecord:
     """[B, T] entropy of the policy, in nats; None where a service keeps the logits."""
     ref: Tensor | None = None
     """[B, T] log-probabilities under the reference; None at beta 0."""
-    ref_rows: Tensor | None = None
-    """[B] bool: completions that the references scored; None: all of them."""
     original: Tensor | None = None
     """[B, T] log-probabilities under the model that a moving reference started from."""
     exact: Tensor | None = None
@@ -70,9 +68,9 @@ def step_metrics(record: StepRecord, *, group_size: int) -> dict[str, float]:
     found |= _length_metrics(record) | _policy_metrics(record)
     if record.ref is not None:
         found |= _kl_metrics(record, record.ref)
-    mask = record.kl_mask & _scored(record)[:, None]
-    if record.original is not None and bool(mask.any()):
-        found |= _means("kl/{}_original", masked_log_ratio(record.policy, record.original, mask), mask)
+    if record.original is not None and bool(record.kl_mask.any()):
+        delta = masked_log_ratio(record.policy, record.original, record.kl_mask)
+        found |= _means("kl/{}_original", delta, record.kl_mask)
     if record.exact_rows is not None:
         found |= _exact_metrics(record, record.exact_rows)
     return {name: float(value) for name, value in found.items()}
@@ -144,20 +142,14 @@ def _policy_metrics(record: StepRecord) -> dict[str, Tensor]:
     return found | _means("sampler/{}", masked_log_ratio(record.sampler, record.policy, record.mask), record.mask)
 
 
-def _scored(record: StepRecord) -> Tensor:
-    """Which completions the references scored. [B]"""
-    return torch.ones_like(record.ended) if record.ref_rows is None else record.ref_rows
-
-
 def _kl_metrics(record: StepRecord, ref: Tensor) -> dict[str, Tensor]:
-    scored = _scored(record)
-    mask = record.kl_mask & scored[:, None]
+    mask = record.kl_mask
     delta = masked_log_ratio(record.policy, ref, mask)
-    found = {"ref/logp_mean": masked_mean(ref, record.mask & scored[:, None])}
+    found = {"ref/logp_mean": masked_mean(ref, record.mask)}
     if not bool(mask.any()):
         return found
     for name in ("k1", "k3"):
-        found[f"kl/{name}_sequence"] = masked_sum(ESTIMATORS[name].value(delta), mask, -1)[scored].mean()
+        found[f"kl/{name}_sequence"] = masked_sum(ESTIMATORS[name].value(delta), mask, -1).mean()
     return found | _means("kl/{}", delta, mask) | largest_log_ratios(delta[mask])
 
 

@@ -273,7 +273,7 @@ def levels_of(run: ReportRun, chart: str) -> list[Line]:
         chart: name of the plan.
     """
     if chart == "kl":
-        lines = _target(run.config) + _level(run.config, "kl_lr_guard", "learning-rate guard")
+        lines = _target(run.config)
         return [replace(line, label=f"{line.label}, at the end") for line in lines] if run.history.changes else lines
     if chart == "sampler" and any(run.curve(f"sampler/{estimate}") for estimate in ("k1", "k3")):
         return [Line(label=f"k1, k3: alarm above {short(MISMATCH.value)}", low=MISMATCH.value)]

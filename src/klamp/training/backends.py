@@ -172,7 +172,6 @@ TINKER = {
     "temperature": Row(ANOTHER_POLICY, "leave temperature at 1.0"),
     "top_p": Row(ANOTHER_POLICY, "leave top_p at 1.0"),
     "top_k": Row(ANOTHER_POLICY, "leave top_k at 0"),
-    "reference_share": Row("the service scores whole batches of completions"),
     "kl_estimator": Row(TOKENS_ONLY, "use k3, or k1 with kl_horizon='sequence'", ("exact",)),
     "reference": Row(
         "the reference is a sampling client of the service: its base model, or a snapshot",
@@ -186,7 +185,7 @@ TINKER = {
     ),
     "kl_early_stop": Row(
         "the service has added the gradient up before the KL of the update is known, and cannot drop it",
-        "use kl_lr_guard, or fewer num_iterations",
+        "use a lower learning_rate, or fewer num_iterations",
     ),
 }
 
@@ -331,7 +330,6 @@ _trl_cannot = partial(Refusal, what="backend='trl' cannot do this")
 
 def _trl_loss(kl: KLConfig, loss: LossConfig) -> list[Refusal]:
     own = LOSS_TYPES[loss.loss_type].reduction
-    used = kl.beta > 0 or kl.controller_name != "fixed"
     return [
         _trl_cannot(
             loss.surrogate == "cispo" and (loss.epsilon != 1 or own != "token_mean"),
@@ -346,7 +344,7 @@ def _trl_loss(kl: KLConfig, loss: LossConfig) -> list[Refusal]:
             fix="leave kl_normalizer out, or choose the loss_type that divides so",
         ),
         _trl_cannot(
-            used and kl.kl_placement == "reward" and loss.advantage_baseline == "leave_one_out",
+            kl.beta > 0 and kl.kl_placement == "reward" and loss.advantage_baseline == "leave_one_out",
             got="kl_placement='reward', advantage_baseline='leave_one_out'",
             why="klamp puts the KL into TRL's advantages once they are formed, less its mean over the whole group",
             fix="set advantage_baseline='mean', or kl_placement='advantage'",
@@ -362,7 +360,6 @@ def _trl_reference(config: TrainConfig) -> list[Refusal]:
         "kl_controller": kl.controller_name != "fixed",
         "kl_schedule": kl.kl_schedule != "constant",
         "kl_warmup_steps": kl.kl_warmup_steps > 0,
-        "kl_lr_guard": kl.kl_lr_guard is not None,
         "reference": moves,
     }
     return [

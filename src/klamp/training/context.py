@@ -60,7 +60,7 @@ class Context:
     excluded: list[int] = field(init=False)
     """The ids of tokens that carry no KL."""
     control: KLControl = field(init=False)
-    """beta, the guard of the learning rate and the reference length, as in every host."""
+    """beta and the reference length, as in every host."""
 
     def __post_init__(self) -> None:
         config = self.config

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from klamp.core.advantages import group_advantages
-from klamp.core.masking import Totals, sequence_sample
+from klamp.core.masking import Totals
 from klamp.core.objective import Weighted
 from klamp.core.penalty import advantages_with_kl
 from klamp.core.term import Gate, sequence_gate_kl
@@ -61,8 +61,6 @@ class Rollout:
     """[sum(exact_rows), T, ...] predictions of the reference for the rows of `exact_rows`."""
     taught: Taught | None = None
     """What the teacher said of the completions; None where there is none."""
-    kl_weight: Tensor | None = None
-    """[B] factor on each completion's KL where the reference scores a share of them; 0: it did not."""
     gate_kl: Tensor | None = None
     """[B] KL (nats per sequence) that decides the clip."""
     reference_length: Tensor | None = None
@@ -94,9 +92,7 @@ def collect(
     rows = (mine[:, None] * size + torch.arange(size)).reshape(-1)
     uniforms = uniform_numbers(config.run.seed, step, len(examples) * size, config.rollout.max_completion_length)
     completions = completed(context, [e.prompt for e in chosen], uniforms=uniforms[rows])
-    weights = kl_weights(context, len(examples) * size, step=step)
-    kl_weight = None if weights is None else weights[rows]
-    return rate(context, chosen, completions, beta=beta, others=others, kl_weight=kl_weight)
+    return rate(context, chosen, completions, beta=beta, others=others)
 
 
 def completed(
@@ -125,18 +121,6 @@ def completed(
         )
 
 
-def kl_weights(context: Context, sequences: int, *, step: int) -> Tensor | None:
-    """The factor on each sequence's KL where the reference scores only a share of them, 0 for the others; None: all.
-
-    Drawn from the seed and the step, the same on every process.
-    """
-    share = context.config.kl.reference_share
-    if share == 1 or context.reference is None:
-        return None
-    generator = torch.Generator().manual_seed((context.config.run.seed * 1_000_003 + step + 2**40) % 2**63)
-    return sequence_sample(sequences, share, generator=generator).to(context.device)
-
-
 def rate(
     context: Context,
     chosen: Sequence[Example],
@@ -145,7 +129,6 @@ def rate(
     beta: float,
     others: Sequence[Weighted] = (),
     old_logprobs: Tensor | None = None,
-    kl_weight: Tensor | None = None,
 ) -> Rollout:
     """Add masks, rewards, reference scores and advantages to sampled completions.
 
@@ -156,14 +139,13 @@ def rate(
         beta: coefficient in force, for a KL in the reward.
         others: further KL terms in force.
         old_logprobs: of the policy before the first update, [B, T]; None: computed where something needs them.
-        kl_weight: factor on each completion's KL, [B]; 0: the reference does not score it. None: 1 for all.
     """
     texts = completions.texts(context.tokenizer)
     rewards = rewards_of(context, chosen, texts)
     mask = completions.mask
     if context.config.rollout.mask_truncated_completions:
         mask = mask & completions.ended[:, None]
-    kl_mask = kl_tokens(completions.ids, mask, context.config.kl, context.excluded, context.tokenizer)
+    kl_mask = kl_tokens(completions.ids, mask, context.excluded)
     rollout = Rollout(
         examples=chosen,
         texts=texts,
@@ -175,7 +157,6 @@ def rate(
         totals=totals_of(context, mask, kl_mask),
         reference_length=_reference_length(context, chosen),
         old_logprobs=old_logprobs,
-        kl_weight=kl_weight,
     )
     rollout = _with_teacher(context, _with_reference(context, rollout))
     terms = [each for each in (Weighted(beta, context.objective.kl), *others) if each.coefficient > 0]
@@ -220,14 +201,13 @@ def _with_reference(context: Context, rollout: Rollout) -> Rollout:
     if context.reference is None:
         return rollout
     everyone = torch.ones_like(rollout.mask[:, 0])
-    scored = everyone if rollout.kl_weight is None else rollout.kl_weight > 0
     places = torch.arange(len(rollout.texts), device=context.device) % context.config.rollout.num_generations
-    rows = (places < context.exact_completions) & scored  # the first of each group, however the step is divided
+    rows = places < context.exact_completions  # the first of each group, however the step is divided
     how: dict[str, Any] = {"temperature": context.config.rollout.temperature}
     how["parts"] = list(context.parts(len(rollout.texts)))
-    logprobs, predictions = score_rows(context.reference, rollout.completions, scored, keep=rows, **how)
+    logprobs, predictions = score_rows(context.reference, rollout.completions, everyone, keep=rows, **how)
     if context.original is not None:
-        original, _ = score_rows(context.original, rollout.completions, scored, **how)
+        original, _ = score_rows(context.original, rollout.completions, everyone, **how)
         rollout = replace(rollout, original_logprobs=original)
     exact_rows = rows if isinstance(context.reference, LocalReference) else None
     return replace(rollout, ref_logprobs=logprobs, exact_rows=exact_rows, ref_predictions=predictions)

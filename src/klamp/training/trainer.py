@@ -153,9 +153,7 @@ class Trainer(Training):
         objective = replace(self.context.objective, beta=beta, others=others)
         rollout = self.collect(beta, others)
         outputs: list[UpdateOutput] = []
-        rate = float(self.schedule.get_last_lr()[0]) * self.control.next_rate_factor()  # lowered above the guard
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
+        rate = float(self.schedule.get_last_lr()[0])
         for _ in range(self.context.config.optim.num_iterations):
             outputs.append(self.update(rollout, objective))
             if outputs[-1].stopped:

@@ -76,7 +76,6 @@ def batch_of(context: Context, rollout: Rollout, part: slice, scores: Scores, ob
         sampler_logprobs=rollout.completions.sampler_logprobs[part, :length],
         exact_kl=scores.exact if in_loss else None,
         exact_kl_forward=scores.exact_forward if in_loss and objective.kl.gradient == "forward" else None,
-        kl_weight=cut(rollout.kl_weight),
         gate_kl=cut(rollout.gate_kl),
         teacher_logprobs=None if rollout.taught is None else cut(rollout.taught.logprobs),
         teacher_mask=None if rollout.taught is None else cut(rollout.taught.scored),
@@ -241,12 +240,11 @@ def added_parts(metrics: Mapping[str, Tensor | float], rollout: Rollout, part: s
     Raises:
         ConfigError: a metric that is not in `METRICS`.
     """
-    carried = rollout.kl_mask if rollout.kl_weight is None else rollout.kl_mask * rollout.kl_weight[:, None]
     totals = rollout.totals
     shares: dict[Counted | None, float] = {
         "completions": (part.stop - part.start) / float(totals.sequences),
         "tokens": float(rollout.mask[part].sum()) / float(totals.tokens),
-        "KL tokens": float(carried[part].sum()) / float(totals.kl_tokens),
+        "KL tokens": float(rollout.kl_mask[part].sum()) / float(totals.kl_tokens),
         "parts": 1.0,
     }
     counted: dict[str, Counted | None] = {name: averaged_over(name) for name in metrics}
@@ -394,7 +392,6 @@ def gather_record(context: Context, rollout: Rollout, output: UpdateOutput) -> S
         lengths=certain(rollout.completions.mask.sum(-1)),
         repeated=certain(repeated_pairs(rollout.completions.ids, rollout.completions.mask)),
         ref=whole(rollout.ref_logprobs),
-        ref_rows=None if rollout.kl_weight is None else context.gather(rollout.kl_weight > 0),
         original=whole(rollout.original_logprobs),
         exact=whole(output.exact),
         exact_forward=whole(output.exact_forward),
@@ -442,7 +439,7 @@ def completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: 
         row["sampler_logprobs"] = rollout.completions.sampler_logprobs[i][mask].tolist()
     if not torch.equal(rollout.mask[i], mask):
         row["trained"] = rollout.mask[i][mask].tolist()
-    if rollout.ref_logprobs is not None and (rollout.kl_weight is None or rollout.kl_weight[i] > 0):
+    if rollout.ref_logprobs is not None:
         row["ref_logprobs"] = rollout.ref_logprobs[i][mask].tolist()
     if (taught := rollout.taught) is not None:
         scored = taught.mask(rollout.mask)[i][mask].tolist()

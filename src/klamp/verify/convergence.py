@@ -114,9 +114,9 @@ def follow(kl: KLConfig, loss: LossConfig, world: Scene, teacher: TeacherConfig 
     if kl.excludes:
         raise ConfigError(
             "tokens without a KL cannot be followed to where they end",
-            got="a kl_exclude_* field",
+            got=f"kl_exclude_tokens={kl.kl_exclude_tokens}",
             why="the optimum of a KL over some of the tokens is another one",
-            fix="leave kl_exclude_tokens, kl_exclude_prefix and kl_exclude_between out",
+            fix="leave kl_exclude_tokens out",
         )
     price = configured_price(
         kl, loss, group_size=world.group_size, mean_length=world.mean_length, max_length=world.chain.length

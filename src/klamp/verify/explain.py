@@ -100,7 +100,7 @@ def explain_config(
     if kl.needs_reference:
         facts = measure_config(kl, loss, length=setting.length)
         verdict = _of_sampler(facts, setting) if proximal else verdict_of(facts, kl_reduction(kl, loss))
-        unused = kl.beta == 0 and kl.controller_name == "fixed"
+        unused = kl.beta == 0
         verdict += "" if facts.gate is None else " Clipped: see limits."
         verdicts.append("No pull: beta is 0; the KL is only measured and logged." if unused else verdict)
         formed = [("equation" if i == 0 else "", _towards(text, kl)) for i, text in enumerate(equations(kl, loss))]
@@ -284,17 +284,16 @@ def _limits(kl: KLConfig, facts: ConfigFacts, setting: Setting) -> str:
     if kl.kl_max_weight is not None and kl.kl_off_policy != "none" and not summed:
         parts.append(f"off-policy weight cut at {kl.kl_max_weight:g}: bounded noise, biased where it is cut")
     if kl.excludes:
-        parts.append("some tokens carry no KL (kl_exclude_*): nothing holds them")
+        parts.append("some tokens carry no KL (kl_exclude_tokens): nothing holds them")
     return "; ".join(parts) or "none: no clip, and nothing is cut off"
 
 
 def _not_measured(kl: KLConfig) -> list[str]:
     """The caution that names excluded tokens: a run leaves them out of the KL, the measurement does not."""
-    fields = [name for name in ("kl_exclude_tokens", "kl_exclude_prefix", "kl_exclude_between") if getattr(kl, name)]
-    if not fields:
+    if not kl.excludes:
         return []
     return [
-        f"{' and '.join(fields)}: in a run the tokens named carry no KL, and nothing holds the policy there; here "
+        "kl_exclude_tokens: in a run the tokens named carry no KL, and nothing holds the policy there; here "
         "every gradient, value and share was measured with all tokens in the KL, since only the tokenizer knows which "
         "they are. Watch the KL of the kept tokens in the run (kl/k3)."
     ]

@@ -322,20 +322,19 @@ def _gates(scene: Scene, objective: Objective, kl: KLConfig) -> Float[Tensor, "g
 def _check_exclusions(kl: KLConfig, vocab: int) -> None:
     """Refuse excluded tokens that this world does not have."""
     unknown = [name for name in kl.kl_exclude_tokens if not isinstance(name, int) or not 0 <= name < vocab]
-    if not unknown and not kl.kl_exclude_between:
+    if not unknown:
         return
-    got = f"kl_exclude_tokens={unknown}" if unknown else f"kl_exclude_between={kl.kl_exclude_between}"
     raise ConfigError(
         "this world cannot tell which tokens carry no KL",
-        got=got,
+        got=f"kl_exclude_tokens={unknown}",
         why=f"its tokens are the numbers 0 to {vocab - 1}, without text; ignored, another KL would be examined",
-        fix="use numbers of this world in kl_exclude_tokens, or kl_exclude_prefix; or leave these fields out",
+        fix="use numbers of this world in kl_exclude_tokens, or leave it out",
     )
 
 
 def _kl_mask(kl: KLConfig, y: Outcomes) -> Tensor:
     excluded = torch.tensor([token for token in kl.kl_exclude_tokens if isinstance(token, int)])
-    return y.mask & ~torch.isin(y.tokens, excluded) & (torch.arange(y.mask.shape[1]) >= kl.kl_exclude_prefix)
+    return y.mask & ~torch.isin(y.tokens, excluded)
 
 
 def _totals(scene: Scene, kl: KLConfig) -> Totals:

@@ -27,7 +27,7 @@ CLIPPED = {
     "kl_clip_method": "hard",
     "kl_clip_threshold": 0.01,
     "target_kl": 0.05,
-    "kl_exclude_prefix": 1,
+    "kl_exclude_tokens": ["<eos>"],
     "gradient_accumulation_steps": 2,
 }
 SGD = {"beta": 0.3, "optim": "sgd", "learning_rate": 0.1, "num_iterations": 2, "gradient_accumulation_steps": 2}

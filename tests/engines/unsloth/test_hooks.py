@@ -34,7 +34,6 @@ CONFIGURATIONS: dict[str, dict[str, Any]] = {
     "no gradient": {"kl_gradient": "none"},
     "over the sequence": {"kl_horizon": "sequence"},
     "bounded log-ratio": {"kl_max_log_ratio": 0.1},
-    "without the first tokens": {"kl_exclude_prefix": 2},
     "without some tokens": {"kl_exclude_tokens": tuple(range(3, 40, 3))},
     "hard clip": CLIP,
     "soft clip": CLIP | {"kl_clip_method": "soft", "kl_clip_temperature": 0.02},
@@ -68,7 +67,7 @@ def expected(host: Any, kl: KLConfig, inputs: dict[str, Any]) -> Tensor:
     with torch.no_grad():
         ref = logprobs(host.ref_model, inputs)
     excluded = excluded_ids(kl.kl_exclude_tokens, tokenizer())
-    carries = kl_tokens(inputs["completion_ids"], mask, kl, excluded, tokenizer()) if kl.excludes else mask
+    carries = kl_tokens(inputs["completion_ids"], mask, excluded) if kl.excludes else mask
     advantages = torch.tensor(list(host._logs["advantages"])[-len(mask) :])
     length = float(kl.kl_reference_length or 1)
     batch = Batch(
@@ -305,7 +304,7 @@ def test_refused(kl: dict[str, Any], args: dict[str, Any], text: str, tmp_path: 
 def test_left_out_tokens_under_weights_of_whole_completions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("UNSLOTH_GRPO_LOSS_AGGREGATION", "prompt")
     with pytest.raises(ConfigError, match="tokens cannot be left out of the KL"):
-        attached(tmp_path, KLConfig(beta=0.1, kl_exclude_prefix=1)).train()
+        attached(tmp_path, KLConfig(beta=0.1, kl_exclude_tokens=("special",))).train()
 
 
 def test_the_average_that_unsloth_has_is_taken(tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from klamp.core.term import Gate, sequence_gate_kl
 from klamp.core.types import Batch
 from klamp.errors import ConfigError
 from klamp.hosts.common.control import KLControl
-from klamp.hosts.verl.driver import BETA, RATE, Driver, StepSettings, columns
+from klamp.hosts.verl.driver import BETA, Driver, StepSettings, columns
 from klamp.hosts.verl.fields_in_verl import IN_REWARD, LOSS_FIELDS, name_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
@@ -37,8 +37,7 @@ TERMS: dict[str, dict[str, Any]] = {
     "a clip over the batch, in nats": {**CLIPPED, "kl_clip_level": "batch", "use_per_token_kl_threshold": False},
     "a clip, horizon and weights": {**CLIPPED, "kl_horizon": "sequence", "kl_off_policy": "sequence"},
     "excluded tokens": {"kl_exclude_tokens": (2, 5)},
-    "an excluded beginning": {"kl_exclude_prefix": 2},
-    "exclusions and a clip": {**CLIPPED, "kl_exclude_tokens": (2,), "kl_exclude_prefix": 1},
+    "exclusions and a clip": {**CLIPPED, "kl_exclude_tokens": (2,)},
     "a KL in the advantage": {"kl_placement": "advantage", "kl_estimator": "k1"},
     "a clipped one over the rest": {
         **CLIPPED,
@@ -47,7 +46,6 @@ TERMS: dict[str, dict[str, Any]] = {
         "kl_horizon": "sequence",
     },
     "a KL in the reward, clipped": {**CLIPPED, **IN_REWARD},
-    "a KL in the reward, excluded": {**IN_REWARD, "kl_exclude_prefix": 1},
     "a target": {"target_kl": 0.05},
     "a schedule": {"kl_warmup_steps": 3, "kl_schedule": "linear"},
 }
@@ -93,7 +91,6 @@ def expected_loss(step: Step, ids: Tensor, rewards: Tensor, kl: KLConfig, averag
     term = kl.build_term()
     kl_mask = step.mask.clone()
     kl_mask &= ~torch.isin(ids, torch.tensor([int(token) for token in kl.kl_exclude_tokens], dtype=torch.long))
-    kl_mask &= step.mask.long().cumsum(-1) > kl.kl_exclude_prefix
     length = kl.kl_reference_length
     batch = replace(
         step.batch(),
@@ -160,23 +157,6 @@ def test_without_the_driver_it_raises(term: str) -> None:
         actor_loss(Step.random(), use_kl_loss=True, kl_loss_type=name, kl_loss_coef=0.3)
 
 
-@pytest.mark.usefixtures("registered")
-def test_the_rate_of_the_guard_holds_for_one_step() -> None:
-    step, weight = Step.random(), torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    options = {"use_kl_loss": True, "kl_loss_type": "klamp:kl_lr_guard=0.1", "kl_loss_coef": 0.3}
-    added = {BETA: torch.full((6,), 0.3), RATE: torch.full((6,), 0.25)}
-    actor_loss(step, columns=added, **options)
-    moved = []
-    for _ in range(2):
-        weight.grad = torch.ones(1)
-        before = float(weight)
-        optimizer.step()
-        moved.append(before - float(weight))
-        assert optimizer.param_groups[0]["lr"] == 1.0
-    assert moved == [0.25, 1.0]
-
-
 class Queue:
     """As much of verl's queue as the driver uses."""
 
@@ -222,7 +202,7 @@ def ragged(values: Tensor, lengths: list[int]) -> Tensor:
 
 
 def test_columns_go_into_the_queue_and_rows_that_fill_up_carry_nothing(tmp_path: Any, monkeypatch: Any) -> None:
-    kl = KLConfig(beta=0.3, kl_clip_method="hard", kl_clip_threshold=0.1, kl_reference_length=4, kl_exclude_prefix=1)
+    kl = KLConfig(beta=0.3, kl_clip_method="hard", kl_clip_threshold=0.1, kl_reference_length=4, kl_exclude_tokens=(2,))
     kl = replace(kl, target_kl=0.05)
     step = Step.random(7)
     lengths = step.mask.sum(-1).tolist()

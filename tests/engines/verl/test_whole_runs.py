@@ -180,12 +180,12 @@ def test_an_ablation_by_two_backends_measures_both_alike(tmp_path: Path) -> None
 
 
 CONTROLLED: dict[str, Any] = {"beta": 0.04, "target_kl": 0.005, "kl_controller": "proportional"}
-CLIPPED: dict[str, Any] = {"kl_clip_method": "soft", "kl_clip_temperature": 0.05, "kl_exclude_prefix": 1}
+CLIPPED: dict[str, Any] = {"kl_clip_method": "soft", "kl_clip_temperature": 0.05, "kl_exclude_tokens": ("special",)}
 
 
 def test_a_run_is_stopped_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """With all that klamp's driver settles; the controller and the reference length go on where they were."""
-    folder, kl = tmp_path / "run", {**CONTROLLED, **CLIPPED, "kl_lr_guard": 0.1}
+    folder, kl = tmp_path / "run", {**CONTROLLED, **CLIPPED}
     sizes = {**SIZES, "max_steps": 5, "save_every": 1, **kl}
     with started(training(folder, **sizes), tmp_path / "first") as running:
         running.wait_for('"step": 1', folder / "metrics.jsonl")

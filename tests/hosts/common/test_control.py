@@ -1,4 +1,4 @@
-"""beta and the learning rate in every trainer: which KL they go by, when it stops a run, what a checkpoint holds."""
+"""beta in every trainer: which KL they go by, when it stops a run, what a checkpoint holds."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from klamp.core.controllers import kl_schedule_factor
 from klamp.errors import ConfigError, KLWarning, NonFiniteError
 from klamp.hosts.common.control import NEVER_ZERO, KLControl, beta_metrics, held_kl, landing_beta
 
-CONTROLLERS = ("fixed", "hold", "step", "proportional", "dual", "pid")
+CONTROLLERS = ("fixed", "hold", "step", "proportional")
 
 
 def control_of(name: str, **changes: object) -> KLControl:
-    rate = {"dual": {"kl_controller_lr": 1.0}, "pid": {"kl_controller_gains": (1.0, 0.5, 0.0)}}.get(name, {})
     target = {} if name == "fixed" else {"target_kl": 0.1}
-    return KLControl(KLConfig(**{"beta": 0.2, "kl_controller": name, **target, **rate, **changes}))
+    return KLControl(KLConfig(**{"beta": 0.2, "kl_controller": name, **target, **changes}))
 
 
 def test_what_is_held_is_the_exact_kl_where_every_completion_has_it() -> None:
@@ -41,9 +40,6 @@ def test_a_host_never_sees_zero_while_the_reference_is_wanted() -> None:
     warming = KLControl(KLConfig(beta=0.2, kl_warmup_steps=4))
     assert (warming.beta(0, 10), warming.host_beta(0, 10)) == (0.0, NEVER_ZERO)
     assert warming.host_beta(2, 10) == warming.beta(2, 10) == pytest.approx(0.1)
-    dual = KLControl(KLConfig(beta=0.01, kl_controller="dual", target_kl=1.0, kl_controller_lr=1.0))
-    dual.update(0.0)
-    assert (dual.beta(1, 10), dual.host_beta(1, 10)) == (0.0, NEVER_ZERO)
 
 
 def test_beta_is_the_controllers_times_the_schedules() -> None:
@@ -57,58 +53,42 @@ def test_beta_is_the_controllers_times_the_schedules() -> None:
 @pytest.mark.parametrize("kl", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", CONTROLLERS)
 def test_a_kl_that_is_not_finite_stops_the_run_and_changes_nothing(name: str, kl: float) -> None:
-    control = control_of(name, kl_lr_guard=0.05)
+    control = control_of(name)
     control.update(0.3)
     control.update(0.2)
-    before = json.dumps(control.state_dict()), control.rate_factor
+    before = json.dumps(control.state_dict())
     with pytest.raises(NonFiniteError) as caught:
         control.update(kl)
-    assert (json.dumps(control.state_dict()), control.rate_factor) == before
+    assert json.dumps(control.state_dict()) == before
     error = caught.value
     assert str(kl) in str(error.got) and "before the optimizer step" in str(error.got)
     assert error.why and "newest checkpoint" in error.fix
-
-
-def test_the_rate_of_a_step_goes_by_the_kl_of_the_step_before() -> None:
-    """`next_rate_factor` is asked before the step, `rate_factor` after its KL is known: they are the same number."""
-    control = KLControl(KLConfig(beta=0.2, kl_lr_guard=0.1))
-    before, after = [], []
-    for kl in (0.4, 0.2, 0.01, 0.5):
-        before.append(control.next_rate_factor())
-        control.update(kl)
-        after.append(control.rate_factor)
-    assert before == after == [1.0, 0.25, 0.5, 1.0]
-    free = KLControl(KLConfig(beta=0.2))
-    free.update(9.0)
-    assert free.next_rate_factor() == 1.0
 
 
 @pytest.mark.filterwarnings("ignore:The KL is")
 @pytest.mark.parametrize("name", CONTROLLERS)
 @given(kls=st.lists(st.floats(0, 2), min_size=1, max_size=8), cut=st.integers(0, 7))
 def test_a_checkpoint_continues_where_it_was(name: str, kls: list[float], cut: int) -> None:
-    whole, first, second = (control_of(name, kl_lr_guard=0.05) for _ in range(3))
+    whole, first, second = (control_of(name) for _ in range(3))
     for kl in kls:
         whole.update(kl)
     for kl in kls[:cut]:
         first.update(kl)
     first.reference_length = 12.5
     second.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert second.next_rate_factor() == first.next_rate_factor()
     assert second.reference_length == 12.5
     for kl in kls[cut:]:
         second.update(kl)
     assert second.beta(5, 10) == whole.beta(5, 10)
-    assert second.next_rate_factor() == whole.next_rate_factor()
     assert second.last_kl == whole.last_kl
 
 
 def test_the_state_is_what_older_checkpoints_hold_too() -> None:
     """The names are a file format: klamp_state.json of TRL's checkpoints, state.json of klamp train's."""
-    control = control_of("pid")
+    control = control_of("hold")
     control.update(0.3)
     assert control.state_dict().keys() == {"controller_name", "controller", "asked", "reference_length", "last_kl"}
-    assert control.state_dict()["controller"].keys() == {"value", "integral", "previous_kl"}
+    assert control.state_dict()["controller"].keys() == {"value", "level", "trend", "landing", "landed"}
 
 
 def resumed(name: str, state: dict[str, Any], **changes: object) -> KLControl:
@@ -148,13 +128,13 @@ def test_a_controller_that_changed_begins_anew_at_the_beta_in_force_or_at_the_on
         control = resumed("hold", state, beta=0.01, **changes)
         assert control.controller.value == min(in_force, changes.get("beta_max", in_force))
         fresh = control_of("hold", beta=0.01, **changes)
-        assert control.controller.state._replace(value=0.01, integral=0.0) == fresh.controller.state
+        assert control.controller.state._replace(value=0.01) == fresh.controller.state
     assert resumed("hold", state, beta=0.2).controller.value == 0.2
     assert resumed("hold", state, beta=0.01, target_kl=0.001).controller.target == 0.001
     assert resumed("step", control_of("fixed").state_dict()).controller.value == 0.2
-    pid = resumed("pid", state, beta=0.01, target_kl=0.1)
-    pid.update(0.2)
-    assert pid.controller.value > in_force, "not the start that it was configured with, one step later"
+    step = resumed("step", state, beta=0.01, target_kl=0.1)
+    step.update(0.2)
+    assert step.controller.value > in_force, "not the start that it was configured with, one step later"
     higher = resumed("hold", state, beta=0.01, target_kl=3.0)
     for _ in range(30):
         higher.update(0.3)
@@ -193,13 +173,13 @@ def test_a_damaged_state_is_refused() -> None:
     for damage in ({"controller": {}}, {"asked": {}}, {"asked": 7}):
         with pytest.raises(ConfigError, match="does not fit"):
             control_of("fixed").load_state_dict(fixed | damage)
-    broken = control_of("pid").state_dict() | {"controller": {"value": 0.2}}
-    with pytest.raises(ConfigError, match="integral"):
-        control_of("pid").load_state_dict(broken)
-    whole = control_of("pid").state_dict()
+    broken = control_of("hold").state_dict() | {"controller": {"value": 0.2}}
+    with pytest.raises(ConfigError, match="trend"):
+        control_of("hold").load_state_dict(broken)
+    whole = control_of("hold").state_dict()
     for unfit in (whole | {"last_kl": "much"}, {name: value for name, value in whole.items() if name != "last_kl"}):
         with pytest.raises(ConfigError, match="why: missing, or no number: last_kl"):
-            control_of("pid").load_state_dict(unfit)
+            control_of("hold").load_state_dict(unfit)
 
 
 def test_beta_is_logged_with_its_price() -> None:

@@ -1,4 +1,4 @@
-"""Tokens without a KL: named ones, a prefix, what stands between two markers."""
+"""Tokens without a KL, by name or id."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from klamp.config import KLConfig
 from klamp.errors import ConfigError
 from klamp.hosts.common.rollout import excluded_ids, kl_tokens
 from klamp.tasks.arithmetic import arithmetic_tokenizer
@@ -15,12 +14,11 @@ from klamp.tasks.arithmetic import arithmetic_tokenizer
 TOKENIZER = arithmetic_tokenizer()
 
 
-def carried(texts: list[str], **fields: object) -> list[str]:
+def carried(texts: list[str], *names: int | str) -> list[str]:
     """Per completion, the characters that carry the KL."""
-    kl = KLConfig(**fields)
     ids = torch.tensor([TOKENIZER.convert_tokens_to_ids(list(text)) for text in texts])
     mask = torch.ones(ids.shape, dtype=torch.bool)
-    kept = kl_tokens(ids, mask, kl, excluded_ids(kl.kl_exclude_tokens, TOKENIZER), TOKENIZER)
+    kept = kl_tokens(ids, mask, excluded_ids(names, TOKENIZER))
     return ["".join(c for c, k in zip(text, row, strict=True) if k) for text, row in zip(texts, kept, strict=True)]
 
 
@@ -28,8 +26,8 @@ def test_tokens_are_named_by_string_or_id():
     plus = TOKENIZER.convert_tokens_to_ids("+")
     assert carried(["12+3", "=rev"]) == ["12+3", "=rev"]
     for name in ("+", plus):
-        assert carried(["12+3"], kl_exclude_tokens=(name,)) == ["123"]
-    assert carried(["12+3"], kl_exclude_tokens=("2",)) == ["1+3"], "a digit that is a token, and no id"
+        assert carried(["12+3"], name) == ["123"]
+    assert carried(["12+3"], "2") == ["1+3"], "a digit that is a token, and no id"
     found = set(excluded_ids(("special", "+"), TOKENIZER))
     assert found == {*excluded_ids(("special",), TOKENIZER), plus} >= {TOKENIZER.eos_token_id, TOKENIZER.pad_token_id}
 
@@ -63,29 +61,3 @@ def test_the_unknown_token_is_excluded_by_its_name_or_id_and_not_by_an_unknown_w
         assert excluded_ids(("1",), kind()) == [1], "a text, as every id of a command line"
         with pytest.raises(ConfigError, match="nowhere"):
             excluded_ids(("nowhere",), kind())
-
-
-def test_a_prefix_counts_trained_tokens_only():
-    assert carried(["abcd"], kl_exclude_prefix=2) == ["cd"]
-    ids = torch.tensor([TOKENIZER.convert_tokens_to_ids(list("abcd"))])
-    mask = torch.tensor([[False, True, True, True]])
-    kept = kl_tokens(ids, mask, KLConfig(kl_exclude_prefix=1), [], TOKENIZER)
-    assert kept.tolist() == [[False, False, True, True]]
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("1+ab-2", "12"),
-        ("1+ab-2+c-3", "123"),
-        ("1+ab", "1"),
-        ("ab-1", "ab-1"),
-        ("+-12", "12"),
-    ],
-)
-def test_what_stands_between_the_markers_is_left_out_with_them(text, expected):
-    assert carried([text], kl_exclude_between=("+", "-")) == [expected]
-    assert carried(["1rev2=3ver4"], kl_exclude_between=("rev", "ver")) == ["14"], "a marker of several tokens"
-    ids = torch.tensor([[*TOKENIZER.convert_tokens_to_ids(list("1+a")), TOKENIZER.eos_token_id, 5]])
-    kl = KLConfig(kl_exclude_between=("+", str(TOKENIZER.eos_token)))  # a marker that is a special token
-    assert kl_tokens(ids, ids >= 0, kl, [], TOKENIZER).tolist() == [[True, False, False, False, True]]

@@ -225,12 +225,14 @@ def test_a_plain_kl_in_the_loss_adds_nothing() -> None:
 
 
 def test_exclusions_are_settled_before_the_gate() -> None:
-    kl = KLConfig(beta=0.3, kl_exclude_prefix=2, kl_reference_length=2, **CLIP)
     made = generation()
+    ids = made.inputs["completion_ids"]
+    kl = KLConfig(beta=0.3, kl_exclude_tokens=tuple(ids[0, :2].tolist()), kl_reference_length=2, **CLIP)
     added = prepared(made, KLControl(kl), TOKENIZER, beta=0.3, reduction="sequence_mean")
     mask = made.inputs["completion_mask"].bool()
-    assert torch.equal(added["klamp_kl_mask"], mask & (torch.arange(LENGTH) >= 2))
-    assert added["klamp_kl_scale"][0] == pytest.approx(5 / 3)
+    carried = mask & (ids != ids[0, 0]) & (ids != ids[0, 1])
+    assert torch.equal(added["klamp_kl_mask"], carried)
+    assert added["klamp_kl_scale"][0] == pytest.approx(5 / int(carried[0].sum())) and carried[0].sum() < 5
     k3 = kl_estimate(made.old_logprobs, made.inputs["ref_per_token_logps"], estimator="k3")  # pyright: ignore
     kept = (k3 * added["klamp_kl_mask"]).sum(-1)
     torch.testing.assert_close(added["klamp_gate_kl"], mean_of_others(kept))

@@ -184,7 +184,7 @@ def test_what_stands_where_the_mask_is_0_does_not_matter():
 
 def test_excluded_tokens_carry_no_kl_and_all_of_the_surrogate():
     data, policies = fake_batch()
-    kl = KLConfig(beta=0.5, kl_exclude_prefix=1)
+    kl = KLConfig(beta=0.5, kl_exclude_tokens=("special",))
     for datum in data:
         mask = datum.loss_fn_inputs["mask"]
         datum.loss_fn_inputs["kl_mask"] = mask * (mask.cumsum(0) > 1)

@@ -199,7 +199,7 @@ def test_where_the_kl_enters_elsewhere_it_says_what_else_is_to_be_done() -> None
     assert in_reward.placement == "taken from the reward"
     assert "penalize_rewards" in notes(kl=KLConfig(**IN_REWARD))
     assert "shift_advantages" in notes(kl=KLConfig(kl_estimator="k1", kl_placement="advantage"))
-    assert "kl_mask" in notes(kl=KLConfig(kl_exclude_prefix=1))
+    assert "kl_mask" in notes(kl=KLConfig(kl_exclude_tokens=("special",)))
     hard = KLConfig(kl_clip_method="hard")
     assert "group_size" in notes(kl=hard) and "group_size" not in notes(kl=hard, group_size=4)
 
@@ -223,10 +223,7 @@ CHANGED: dict[str, Any] = {
     "kl_schedule": "linear",
     "kl_warmup_steps": 3,
     "kl_exclude_tokens": ("special",),
-    "kl_exclude_prefix": 1,
-    "kl_exclude_between": ("<a>", "</a>"),
     "kl_early_stop": 0.5,
-    "kl_lr_guard": 0.1,
     "reference": "frozen",
     "reference_decay": 0.5,
     "reference_reset_steps": 7,
@@ -234,10 +231,9 @@ CHANGED: dict[str, Any] = {
     "reference_dtype": "bfloat16",
     "reference_url": "http://host:1",
     "reference_name": "start",
-    "reference_share": 0.5,
 }
 OF_THE_CONTROLLER = {"beta_min", "beta_max"} | {
-    f"kl_controller_{name}" for name in ("gain", "lead", "factors", "horizon", "clip", "lr", "gains")
+    f"kl_controller_{name}" for name in ("gain", "lead", "factors", "horizon", "clip")
 }
 
 

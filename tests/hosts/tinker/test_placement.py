@@ -91,7 +91,7 @@ def test_excluded_tokens_shift_nothing():
         build_datum([1, 2, 3], list(range(len(s))), a, s, r, kl_mask=[0] + [1] * (len(s) - 1))
         for s, r, a in zip(sampler, ref, advantages, strict=True)
     ]
-    shifted = advantages_of(shift_advantages(data, advantage(kl_horizon="token", kl_exclude_prefix=1)))
+    shifted = advantages_of(shift_advantages(data, advantage(kl_horizon="token", kl_exclude_tokens=("special",))))
     assert [row[2] for row in shifted] == pytest.approx(advantages, abs=1e-6)
     assert shifted[0][3] == pytest.approx(advantages[0] - 0.3 * (sampler[0][1] - ref[0][1]), abs=1e-6)
 

@@ -25,7 +25,7 @@ CLIPPED = {
     "kl_clip_threshold": 0.01,
     "target_kl": 0.05,
     "loss_type": "dapo",
-    "kl_exclude_prefix": 1,
+    "kl_exclude_tokens": ["<eos>"],
     "logging_steps": 1,
     "max_steps": 4,
 }

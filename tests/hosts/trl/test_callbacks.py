@@ -1,4 +1,4 @@
-"""What klamp hangs into the loop of transformers: the alarms while a run goes on, kl_lr_guard, the shorter console."""
+"""What klamp hangs into the loop of transformers: the alarms while a run goes on, the shorter console."""
 
 from __future__ import annotations
 
@@ -8,17 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from tests.hosts.trl.hosts import klamp_trainer, model, noisy, saved, stock_trainer
 from tests.training.conftest import disturb
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
-from klamp.config import KLConfig
 from klamp.diagnostics.doctor import Finding, examine
 from klamp.errors import KLWarning, UnknownNameError
-from klamp.hosts.common.control import KLControl
 from klamp.hosts.trl.callbacks import (
-    LearningRateGuard,
     settings_of_arguments,
 )
 from klamp.records import read_record
@@ -144,24 +140,3 @@ def test_what_the_arguments_say() -> None:
 def test_names_are_checked_before_any_work() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'kl-far'"):
         DoctorCallback(stop_on=["kl-fat"])
-
-
-def test_a_step_is_as_much_shorter_as_the_guard_says_and_the_schedule_does_not_notice() -> None:
-    """A real optimizer under a real schedule, in the order in which transformers calls the guard."""
-    control = KLControl(KLConfig(beta=0.1, kl_lr_guard=0.05))
-    guard = LearningRateGuard(lambda: control.rate_factor)
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=1.0)
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.5**step)
-    moved, rates = [], []
-    for kl in (0.2, 0.1, 0.01):
-        control.update(kl)
-        weight.grad, before = torch.ones(1), weight.detach().clone()
-        guard.on_pre_optimizer_step(None, None, None, optimizer=optimizer)
-        optimizer.step()
-        guard.on_optimizer_step(None, None, None, optimizer=optimizer)
-        schedule.step()
-        moved.append(float(before - weight.detach()))
-        rates.append(schedule.get_last_lr()[0])
-    assert moved == [1.0, pytest.approx(0.5 * 0.05 / 0.2), pytest.approx(0.25 * 0.05 / 0.1)]
-    assert rates == [0.5, 0.25, 0.125]

@@ -74,7 +74,7 @@ def test_how_tokens_become_one_number(tmp_path: Path, loss_type: str, words: str
 
 
 def test_the_price_of_beta_is_the_one_that_is_logged(tmp_path: Path) -> None:
-    trainer = klamp_trainer(model(), tmp_path, beta=0.1, scale_rewards="none", kl_lr_guard=9.0)
+    trainer = klamp_trainer(model(), tmp_path, beta=0.1, scale_rewards="none", kl_monitor=True)
     (term,) = effective(trainer).terms
     assert term.price == "0.2 reward per nat of a whole completion = beta 0.1 x 2 (the mean of 2 holds the own reward)"
     trainer.train()

@@ -59,15 +59,13 @@ FIELDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "kl_clip_temperature": (0.001, {**CLIP, "kl_clip_method": "soft"}),
     "kl_clip_level": ("batch", {**CLIP, "kl_clip_method": "soft"}),
     "kl_reference_length": (9, {**CLIP, "kl_clip_method": "soft"}),
-    "kl_controller": ("pid", AIM),
+    "kl_controller": ("step", AIM),
     "target_kl": (0.05, {}),
     "kl_controller_gain": (0.2, AIM),
     "kl_controller_lead": (2.0, AIM),
     "kl_controller_factors": ([2.0, 0.5, 1.5, 0.5], {**AIM, "kl_controller": "step"}),
     "kl_controller_horizon": (20, {**AIM, "kl_controller": "proportional"}),
     "kl_controller_clip": (0.1, {**AIM, "kl_controller": "proportional"}),
-    "kl_controller_lr": (0.1, {**AIM, "kl_controller": "dual"}),
-    "kl_controller_gains": ([1.0, 0.5, 0.5], {**AIM, "kl_controller": "pid"}),
     "beta_min": (0.39, {**AIM, "kl_controller": "step"}),
     "beta_max": (0.41, AIM),
     "kl_max_log_ratio": (0.01, {}),
@@ -75,13 +73,10 @@ FIELDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "kl_max_weight": (1.001, {"kl_off_policy": "token"}),
     "kl_normalizer": ("sequence_mean", {}),
     "kl_exclude_tokens": (["special", *map(str, range(20, 60))], {}),
-    "kl_exclude_prefix": (2, {}),
-    "kl_exclude_between": (["t", "</t>"], {}),
     "kl_schedule": ("linear", {}),
     "kl_warmup_steps": (3, {}),
     "kl_schedule_end": (0.5, {"kl_schedule": "linear"}),
     "kl_early_stop": (0.1, {}),
-    "kl_lr_guard": (0.1, {}),
     "kl_monitor": (True, {"beta": 0.0}),
     "reference": ("ema", {}),
     "reference_decay": (0.5, {"reference": "ema"}),
@@ -89,12 +84,11 @@ FIELDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "reference_device": ("cpu", {}),
     "reference_url": ("http://localhost:1", {}),
     "reference_name": ("start", {}),
-    "reference_share": (0.5, {}),
 }
 """A value of each field, and what it counts with."""
 SCHEDULE = {name: FIELDS[name][0] for name in ("kl_schedule", "kl_warmup_steps", "kl_schedule_end")}
 """What no target goes with."""
-REFUSED = {"kl_early_stop", "reference_device", "reference_url", "reference_name", "reference_share"}
+REFUSED = {"kl_early_stop", "reference_device", "reference_url", "reference_name"}
 BOUNDS = {"beta_min": 0.001, "beta_max": 2.0}
 TOGETHER = {"kl_horizon": "token", "kl_placement": "loss", "kl_normalizer": "token_mean", "reference_dtype": "bfloat16"}
 """What goes with all of the others."""
@@ -149,14 +143,14 @@ def test_the_saved_form_is_json_and_makes_the_same_kl() -> None:
         args = arguments(
             kl_coef=0.03,
             loss_type="dapo",
-            **{**EVERY, "kl_controller_gains": (1.0, 0.5, 0.5), "kl_controller_factors": (2.0, 0.5, 1.5, 0.5)},
+            **{**EVERY, "kl_controller_factors": (2.0, 0.5, 1.5, 0.5)},
         )
         saved = json.loads(args.to_json_string())
         again = arguments(loss_type="dapo", **{name: saved[name] for name in (*EVERY, *ALIASES, "beta")})
         assert again.kl_config() == args.kl_config()
     assert {name: saved[name] for name in EVERY} == EVERY
     assert (saved["beta"], saved["kl_coef"]) == (0.03, None)
-    assert args.kl_config().kl_controller_gains == (1.0, 0.5, 0.5)
+    assert args.kl_config().kl_controller_factors == (2.0, 0.5, 1.5, 0.5)
 
 
 def test_the_arguments_survive_being_pickled_with_a_checkpoint(tmp_path: Any) -> None:
@@ -169,7 +163,7 @@ def test_the_arguments_survive_being_pickled_with_a_checkpoint(tmp_path: Any) ->
 ASKING: list[dict[str, Any]] = [
     {"beta": 0.1, "kl_clip_method": "hard"},
     {"beta": 0.1, "exact_kl_completions": 1},
-    {"kl_controller": "dual", "target_kl": 0.1},
+    {"beta": 0.1, "target_kl": 0.1},
     {"kl_monitor": True},
     {"fast_scoring": "require"},
 ]
@@ -317,7 +311,7 @@ def test_klamps_own_classes_are_refused_once_trl_is_patched(monkeypatch: pytest.
 
 
 def outcome(trainer: Any, fields: dict[str, Any]) -> list[Any]:
-    """All that a KL may change: TRL's arguments, losses, gradients, what is logged, beta and the rate afterwards."""
+    """All that a KL may change: TRL's arguments, losses, gradients, what is logged, beta afterwards."""
     given = {name: tuple(x) if isinstance(x, list) else x for name, x in fields.items()}
     kl, args = KLConfig(**{"beta": 0.4} | given), copy.copy(trainer.args)
     check_arguments(kl, args)
@@ -332,7 +326,7 @@ def outcome(trainer: Any, fields: dict[str, Any]) -> list[Any]:
     control, after = trainer._klamp.control, []
     for step, measured in enumerate((0.01, 0.01, 0.2, 0.3, 0.1)):
         control.update(measured)
-        after += [control.beta(step, 5), control.rate_factor]
+        after.append(control.beta(step, 5))
     moving = (args.sync_ref_model, args.ref_model_mixup_alpha, args.ref_model_sync_steps)
     return [moving, sorted(trainer._metrics["train"]), after, loss.tolist(), gradient_of(trainer, loss).tolist()]
 

@@ -46,7 +46,7 @@ EXPECTED = {
 
 def test_every_name_that_klamp_adds_to_trls_log_is_in_the_table(tmp_path: Path) -> None:
     """Those that a stock run of the same kind does not have, whatever is switched on."""
-    more = {"kl_off_policy": "token", "kl_max_weight": 2.0, "kl_lr_guard": 1e-9, "log_completions": True}
+    more = {"kl_off_policy": "token", "kl_max_weight": 2.0, "log_completions": True}
     options = {name: value for name, value in OPTIONS.items() if not name.startswith("kl_")}
     base = saved(model(), tmp_path / "base")  # TRL loads its own reference from there
     stock = stock_trainer(base, tmp_path, **options, log_completions=True)
@@ -56,7 +56,7 @@ def test_every_name_that_klamp_adds_to_trls_log_is_in_the_table(tmp_path: Path) 
     added, own = ({name for row in t.state.log_history for name in row} for t in (ours, stock))
     names = {name.removeprefix("eval_") for name in added - own}
     assert names <= METRICS.keys()
-    assert names >= EXPECTED | {"kl/lr_factor", "kl/weights_truncated", "kl/k3_max"}
+    assert names >= EXPECTED | {"kl/weights_truncated", "kl/k3_max"}
     assert added >= EXPECTED | {f"eval_{name}" for name in EXPECTED}
     assert all(isinstance(row.get(name, 0.0), float) for row in ours.state.log_history for name in added - own)
 

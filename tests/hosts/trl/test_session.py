@@ -54,7 +54,7 @@ OPTIONS: dict[str, Any] = {
 CONTROLLERS: dict[str, dict[str, Any]] = {
     "hold": {"target_kl": 1e-4},
     "step": {"kl_controller": "step"},
-    "pid": {"kl_controller": "pid", "kl_controller_gains": [1.0, 0.5, 0.5]},
+    "proportional": {"kl_controller": "proportional", "kl_controller_horizon": 2},
 }
 
 

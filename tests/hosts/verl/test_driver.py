@@ -86,7 +86,7 @@ def test_a_checkpoint_of_another_kind_is_told(tmp_path: Path, trainer: type[Trai
     trainer(Driver(config(tmp_path)))._save_checkpoint()
     with pytest.warns(KLWarning, match="is missing"):
         trainer(Driver(config(tmp_path)), step=2)._load_checkpoint()
-    other = Driver(config(tmp_path, replace(HELD, beta=0.4, kl_controller="pid")))
+    other = Driver(config(tmp_path, replace(HELD, beta=0.4, kl_controller="proportional")))
     trainer(other)._load_checkpoint()
     assert other.control is not None and other.control.controller.value == 0.4, "another controller begins anew"
     trainer(Driver(config(tmp_path)), step=0)._load_checkpoint()  # from the start: nothing to read

@@ -84,12 +84,12 @@ def test_the_words_of_a_configuration() -> None:
 
 
 def test_a_kl_in_both_places_is_two_terms_each_with_its_own_beta_and_controller() -> None:
-    control = {"type": "klamp:kl_controller=dual", "kl_coef": 0.3, "horizon": 10000, "target_kl": 0.1}
+    control = {"type": "klamp:kl_controller=step", "kl_coef": 0.3, "horizon": 10000, "target_kl": 0.1}
     in_loss, in_reward = effective(config(use_kl_in_reward=True, kl_penalty="klamp", kl_ctrl=control)).terms
     assert (in_loss.placement, in_loss.beta, in_loss.controller) == ("in the loss", 0.04, "fixed")
     assert (in_reward.placement, in_reward.beta) == ("taken from the reward", 0.3)
     assert (in_reward.value, in_reward.gradient) == ("k1", "reverse over the sequence: KL(policy||ref)")
-    assert in_reward.controller == "dual controller from 0.3, towards 0.1 nats per token"
+    assert in_reward.controller == "step controller from 0.3, towards 0.1 nats per token"
 
 
 @pytest.mark.parametrize(("kind", "text"), [("fixed", "fixed"), ("adaptive", "adaptive from 0.001, towards 0.1 nats")])
@@ -154,7 +154,7 @@ def test_what_may_surprise() -> None:
     adaptive = {"type": "adaptive", "kl_coef": 0.1, "horizon": 100, "target_kl": 0.1}
     theirs = notes(use_kl_in_reward=True, kl_ctrl=adaptive)
     assert "turns beta negative: it multiplies by 1 - 0.2 * 1024 / 100" in theirs and "on resume" in theirs
-    ours = notes(use_kl_in_reward=True, kl_ctrl=adaptive | {"type": "klamp:kl_controller=dual"})
+    ours = notes(use_kl_in_reward=True, kl_ctrl=adaptive | {"type": "klamp:kl_controller=step"})
     assert "negative" not in ours and "on resume" in ours
 
 

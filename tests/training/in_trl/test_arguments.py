@@ -61,7 +61,7 @@ AROUND = (
     *("gpus", "gpu_memory"),
 )
 """Fields that klamp honours around TRL's loop: models, advantages, the run's folder; besides those of the task."""
-NEUTRAL = ("kl_early_stop", "reference_url", "reference_name", "reference_device", "reference_share")
+NEUTRAL = ("kl_early_stop", "reference_url", "reference_name", "reference_device")
 """Fields of which only the default can be honoured; see tests/training/test_backends.py."""
 
 

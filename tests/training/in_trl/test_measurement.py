@@ -27,7 +27,7 @@ CHOICES = {
     "cispo": {"loss_type": "dapo", "surrogate": "cispo", "epsilon": 1.0, "epsilon_high": 0.28},
     "two updates": {"num_iterations": 2, "gradient_accumulation_steps": 2},
     "clip": {"kl_clip_method": "soft", "kl_clip_threshold": 0.01},
-    "exclusion": {"kl_exclude_prefix": 1, "loss_type": "dapo"},
+    "exclusion": {"kl_exclude_tokens": (5, 9), "loss_type": "dapo"},
     "advantage": {"kl_placement": "advantage", "kl_estimator": "k1"},
     "reward": {**IN_REWARD, "advantage_baseline": "mean"},
     "adapter": {"lora_r": 3},

@@ -45,8 +45,6 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "kl_controller_factors": ((2.0, 0.5, 1.5, 0.5), IN_THE_REWARD | {"kl_controller": "step"}),
     "kl_controller_horizon": (40, IN_THE_REWARD | {"kl_controller": "proportional"}),
     "kl_controller_clip": (0.5, IN_THE_REWARD | {"kl_controller": "proportional"}),
-    "kl_controller_lr": (0.5, IN_THE_REWARD | {"kl_controller": "dual"}),
-    "kl_controller_gains": ((0.5, 0.2, 0.0), IN_THE_REWARD | {"kl_controller": "pid"}),
     "beta_min": (0.001, IN_THE_REWARD),
     "beta_max": (0.5, IN_THE_REWARD),
     "kl_clip_method": ("hard", {}),
@@ -56,12 +54,9 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "kl_reference_length": (10, {"kl_clip_method": "hard"}),
     "kl_clip_level": ("batch", {"kl_clip_method": "hard"}),
     "kl_exclude_tokens": (("x",), {}),
-    "kl_exclude_prefix": (2, {}),
-    "kl_exclude_between": (("<a>", "</a>"), {}),
     "kl_schedule": ("linear", {}),
     "kl_schedule_end": (0.5, {"kl_schedule": "linear"}),
     "kl_warmup_steps": (2, {}),
-    "kl_lr_guard": (0.1, {}),
     "loss_type": ("dapo", {"advantage_baseline": "mean"}),
     "surrogate": ("cispo", {}),
     "scale_rewards": ("std", {"advantage_baseline": "mean"}),
@@ -89,7 +84,7 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
 
 REFUSED = (
     *("kl_normalizer", "kl_early_stop", "reference", "reference_decay", "reference_reset_steps", "reference_url"),
-    *("reference_name", "reference_device", "reference_dtype", "reference_share", "ref_model", "sampler_url"),
+    *("reference_name", "reference_device", "reference_dtype", "ref_model", "sampler_url"),
     *("mask_truncated_completions", "exact_kl_completions", "cpu", *TRUST),
 )
 """Fields of which only the default can be honoured: see test_backends.py, and for the KL tests/hosts/verl."""

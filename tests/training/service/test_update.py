@@ -40,7 +40,7 @@ CONTROLS = {
     "reward": {**IN_REWARD, "scale_rewards": "none"},
     "advantage": IN_ADVANTAGE,
     "cispo, in parts": {"surrogate": "cispo", "gradient_accumulation_steps": 4},
-    "masks": {"mask_truncated_completions": True, "kl_exclude_prefix": 1},
+    "masks": {"mask_truncated_completions": True, "kl_exclude_tokens": (5, 9)},
     "teacher, k1 in the advantage": {"beta": 0.0, "teacher_placement": "advantage", "teacher_horizon": "sequence"},
     "teacher, k1 in the reward": {
         "teacher_placement": "reward",

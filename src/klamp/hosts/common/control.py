@@ -1,4 +1,4 @@
-"""beta and the learning rate from one optimizer step to the next, by the KL that was measured: for every trainer.
+"""beta from one optimizer step to the next, by the KL that was measured: for every trainer.
 
 klamp's own trainers, TRL, Unsloth and verl's controller all go by this; what a checkpoint must hold of it is here too.
 """
@@ -36,7 +36,7 @@ SMALL = 1e-9
 
 
 def held_kl(metrics: Mapping[str, float], *, exact_everywhere: bool) -> float | None:
-    """The KL of a step that the controller holds and the guards look at, in nats per token.
+    """The KL of a step that the controller holds, in nats per token.
 
     The exact KL where every completion has it, else k3; None where no token carried a KL, so that none was measured.
 
@@ -119,7 +119,7 @@ def landing_beta(target_kl: float, metrics: Mapping[str, float], rewards: Tensor
 
 
 class KLControl:
-    """The coefficient of a run: the controller, times its schedule; the guard of the rate; the frozen length."""
+    """The coefficient of a run: the controller, times its schedule; the frozen reference length."""
 
     def __init__(self, kl: KLConfig) -> None:
         self.kl = kl
@@ -132,8 +132,6 @@ class KLControl:
         """The KL that was taken in last."""
         self.kl_before: float | None = None
         """The KL of a checkpoint's last step, from the resume until the first step after it; else None."""
-        self.rate_factor = 1.0
-        """What the learning rate of the step that was taken in last is multiplied by, in (0, 1]."""
 
     def beta(self, step: int, total_steps: int) -> float:
         """The coefficient in force at a step (from 0) of a run of `total_steps`."""
@@ -148,13 +146,8 @@ class KLControl:
         beta = self.beta(step, total_steps)
         return max(beta, NEVER_ZERO) if self.kl.needs_reference else beta
 
-    def next_rate_factor(self) -> float:
-        """What kl_lr_guard multiplies the learning rate of the coming step by: guard / KL of the step before, or 1."""
-        guard = self.kl.kl_lr_guard
-        return 1.0 if guard is None or self.last_kl is None else guard / max(guard, self.last_kl)
-
     def update(self, kl: float, metrics: Mapping[str, float] | None = None, rewards: Tensor | None = None) -> None:
-        """Take in the KL of an optimizer step; the next step's beta and rate go by it.
+        """Take in the KL of an optimizer step; the next step's beta goes by it.
 
         Args:
             kl: in nats per token.
@@ -171,7 +164,7 @@ class KLControl:
         if isinstance(self.controller, HoldController):
             self.controller.landing = landing_beta(self.controller.target, metrics or {}, rewards)
         self.controller.update(kl)
-        self.rate_factor, self.last_kl = self.next_rate_factor(), kl
+        self.last_kl = kl
 
     def reference_lengths(self, column: Sequence[float | None]) -> list[float | None]:
         """The reference length of each row in tokens: the user's number, else the row's own, else the measured one.

@@ -135,12 +135,6 @@ def host_refusals(kl: KLConfig, host: str) -> list[Refusal]:
             why="its own preparation puts the reference on the device of the process",
             fix="leave reference_device unset; reference_dtype makes the reference smaller",
         ),
-        Refusal(
-            kl.reference_share < 1,
-            f"reference_share={kl.reference_share:g} cannot be honoured by {host}",
-            why="it scores every completion with the reference in one call, so that nothing would be saved",
-            fix="leave reference_share unset; klamp train has it",
-        ),
     ]
 
 

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klamp.config import KLConfig
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum
@@ -106,7 +105,7 @@ def prepared(
     if kl.excludes:
         excluded = excluded_ids(kl.kl_exclude_tokens, tokenizer)
         mask = loss_mask(generation.inputs)
-        added[KL_MASK] = kl_tokens(generation.inputs["completion_ids"], mask, kl, excluded, tokenizer)
+        added[KL_MASK] = kl_tokens(generation.inputs["completion_ids"], mask, excluded)
         if reduction is not None:
             added[KL_SCALE] = exclusion_scale(mask, added[KL_MASK], reduction, generation.accelerator)
         generation = replace(generation, inputs=added)
@@ -233,39 +232,12 @@ def _absent(index: object, tokenizer: Any, name: object) -> bool:
     return unknown and not isinstance(name, int) and name != tokenizer.unk_token
 
 
-def kl_tokens(ids: Tensor, mask: Tensor, kl: KLConfig, excluded: Sequence[int], tokenizer: Any) -> Tensor:
+def kl_tokens(ids: Tensor, mask: Tensor, excluded: Sequence[int]) -> Tensor:
     """True on the tokens that carry the KL.
 
     Args:
         ids: completions, [B, T].
         mask: tokens that are trained on, [B, T].
-        kl: its exclusions.
-        excluded: ids of `kl.kl_exclude_tokens`.
-        tokenizer: turns tokens into text for the markers.
+        excluded: ids of `kl_exclude_tokens`.
     """
-    carried = mask & ~torch.isin(ids, torch.tensor(list(excluded), dtype=torch.long, device=ids.device))
-    if kl.kl_exclude_prefix:
-        carried = carried & (mask.long().cumsum(-1) > kl.kl_exclude_prefix)
-    if kl.kl_exclude_between:
-        opening, closing = kl.kl_exclude_between
-        rows = [_outside(row.tolist(), opening, closing, tokenizer) for row in ids]
-        carried = carried & torch.tensor(rows, device=ids.device)
-    return carried
-
-
-def _outside(ids: list[int], opening: str, closing: str, tokenizer: Any) -> list[bool]:
-    """Per token, whether no character of it stands from an opening marker to its closing one."""
-    pieces = tokenizer.batch_decode([[i] for i in ids], skip_special_tokens=False)
-    text = "".join(pieces)
-    inside = [False] * len(text)
-    start = text.find(opening)
-    while start >= 0:
-        end = text.find(closing, start + len(opening))
-        stop = len(text) if end < 0 else end + len(closing)
-        inside[start:stop] = [True] * (stop - start)
-        start = text.find(opening, stop)
-    outside, position = [], 0
-    for piece in pieces:
-        outside.append(not any(inside[position : position + len(piece)]))
-        position += len(piece)
-    return outside
+    return mask & ~torch.isin(ids, torch.tensor(list(excluded), dtype=torch.long, device=ids.device))

@@ -62,7 +62,7 @@ def build_datum(
         teacher_head: of a teacher at each token of the response its likeliest, and the token's own log-probability
             (`compute_teacher_head`); for teacher_estimator="topk", in the place of teacher_logprobs.
         mask: 1 = train on the token; None: on every token of the response. Advantages are 0 where it is 0.
-        kl_mask: 1 = the token carries the KL (`kl_exclude_*`); None: as `mask`.
+        kl_mask: 1 = the token carries the KL (`kl_exclude_tokens`); None: as `mask`.
 
     Raises:
         DataError: no prompt, no response, a token id that is no whole number, or None among the numbers.

@@ -218,8 +218,7 @@ def _reduction(normalizer: Normalizer, kl: KLConfig, totals: Totals | None) -> t
 
 
 OF_THE_DATUMS = "ref_logprobs of the datums, whoever computed them (compute_reference_logprobs)"
-OF_A_TRAINER = ("kl_early_stop", "kl_lr_guard")
-UNREAD = (*OF_A_TRAINER, *(each.name for each in fields(KLConfig) if each.name.startswith("reference")))
+UNREAD = ("kl_early_stop", *(each.name for each in fields(KLConfig) if each.name.startswith("reference")))
 """Fields of `KLConfig` that no call of the loss looks at."""
 
 

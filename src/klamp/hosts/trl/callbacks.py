@@ -1,10 +1,10 @@
-"""What klamp hangs into the loop of transformers: the alarms, and kl_lr_guard."""
+"""The alarms of `klamp doctor` in the loop of transformers."""
 
 from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -133,27 +133,3 @@ def _write(file: Path, finding: Finding) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as lines:
         lines.write(json.dumps(finding.record) + "\n")
-
-
-class LearningRateGuard(TrainerCallback):
-    """Scales the learning rate of each optimizer step, and puts it back before the scheduler looks at it.
-
-    Args:
-        factor: what the rate of the coming step is multiplied by, in (0, 1].
-    """
-
-    def __init__(self, factor: Callable[[], float]) -> None:
-        self.factor = factor
-        self.rates: list[float] = []
-
-    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Lower the rate."""
-        groups, factor = kwargs["optimizer"].param_groups, self.factor()
-        self.rates = [group["lr"] for group in groups]
-        for group in groups:
-            group["lr"] = group["lr"] * factor
-
-    def on_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Put it back."""
-        for group, rate in zip(kwargs["optimizer"].param_groups, self.rates, strict=True):
-            group["lr"] = rate

@@ -191,8 +191,8 @@ def reward_scale(args: Any) -> str:
 
 def placement_refusals(kl: KLConfig, args: Any) -> list[Refusal]:
     """Refusals of a KL in the reward or advantage beside options that undo it."""
-    used = kl.beta > 0 or kl.controller_name != "fixed"
-    in_reward, in_advantage = used and kl.kl_placement == "reward", used and kl.kl_placement == "advantage"
+    placement = kl.kl_placement if kl.beta > 0 else "loss"
+    in_reward, in_advantage = placement == "reward", placement == "advantage"
     scale = reward_scale(args)
     return [
         Refusal(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import trl
@@ -21,7 +20,7 @@ from klamp.hosts.common.sampler_weights import check_packing
 from klamp.hosts.common.teachers import check_tokens
 from klamp.hosts.common.versions import caution_beside
 from klamp.hosts.trl import fast_scoring, teacher
-from klamp.hosts.trl.callbacks import DoctorCallback, LearningRateGuard
+from klamp.hosts.trl.callbacks import DoctorCallback
 from klamp.hosts.trl.exact import check_exact, why_not_exact
 from klamp.hosts.trl.grpo_config import check_arguments, check_reference, refuse_classes, settle_reference
 from klamp.hosts.trl.hooks import KLMixin
@@ -180,8 +179,6 @@ def _join(
     _choose_exact(trainer, kl)
     session.teacher = None if taught[0] is None else teacher.join(trainer, taught[0], taught[1])
     fast_scoring.settle(trainer)
-    if session.control is not None and session.control.kl.kl_lr_guard is not None:
-        trainer.add_callback(LearningRateGuard(partial(getattr, session.control, "rate_factor")))
     trainer._refresh_beta()
 
 

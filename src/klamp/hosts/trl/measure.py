@@ -63,8 +63,6 @@ def after_loss(trainer: Any, inputs: Any, scored: Scoring, beta: float) -> None:
         _check_step_zero(trainer, found["kl/k3"])
         if session.control is not None:
             session.control.update(kl, found, session.rewards)
-            if session.control.kl.kl_lr_guard is not None:
-                found["kl/lr_factor"] = session.control.rate_factor
     for name, value in found.items():
         trainer._metrics[mode][name].append(value)
 

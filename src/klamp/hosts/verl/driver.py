@@ -36,10 +36,10 @@ STATE = "klamp_state.json"
 """The file in a checkpoint of verl's that holds what klamp has to continue from."""
 READ = ("uid", "responses", "response_mask", "rm_scores", "old_log_probs", "ref_log_prob", "advantages")
 
-BETA, RATE = "klamp_beta", "klamp_rate_factor"
-"""The coefficient in force, and what the learning rate of the step is multiplied by; a number in every row."""
+BETA = "klamp_beta"
+"""The coefficient in force; a number in every row."""
 
-PER_ROW = (BETA, RATE, KL_SCALE, GATE_KL, REFERENCE_LENGTH)
+PER_ROW = (BETA, KL_SCALE, GATE_KL, REFERENCE_LENGTH)
 PER_TOKEN = (KL_MASK,)
 
 REDUCTIONS: Mapping[str, Reduction] = {
@@ -79,10 +79,9 @@ class Driver:
 
     verl (0.9.1 or newer) makes one in its trainer where `trainer.checkpoint_callback_class=klamp.verl.Driver`, which
     `overrides` sets. After the advantages are formed it adds to the batch what the loss in the workers needs: beta of
-    the step, the factor of the learning rate, the tokens that carry the KL, the KL and reference length of each
-    completion's clip; with the KL in the reward or the advantage it shifts the advantages. The KL of the step that the
-    controller goes by is that of the policy which the updates begin with. Its measurements join verl's metrics, under
-    klamp's names.
+    the step, the tokens that carry the KL, the KL and reference length of each completion's clip; with the KL in the
+    reward or the advantage it shifts the advantages. The KL of the step that the controller goes by is that of the
+    policy which the updates begin with. Its measurements join verl's metrics, under klamp's names.
 
     Args:
         config: verl's whole configuration.
@@ -278,8 +277,7 @@ def columns(
     added = {name: found[name][back] for name in (*PER_ROW, *PER_TOKEN) if name in found}
     if control.kl.kl_placement != "loss":
         added["advantages"] = _per_token(found["advantages"], generation.inputs["completion_mask"])[back]
-    number = torch.ones(len(order), dtype=torch.float64)
-    return added | {BETA: settings.beta * number, RATE: control.rate_factor * number}, metrics
+    return added | {BETA: torch.full((len(order),), settings.beta, dtype=torch.float64)}, metrics
 
 
 def by_prompt(prompts: Sequence[str], group_size: int) -> Tensor:

@@ -78,7 +78,7 @@ def needs_driver(kl: KLConfig) -> bool:
 
     A plain KL in the reward has a hook of its own there.
     """
-    moves = kl.kl_schedule != "constant" or kl.kl_warmup_steps > 0 or kl.kl_lr_guard is not None
+    moves = kl.kl_schedule != "constant" or kl.kl_warmup_steps > 0
     of_batch = kl.kl_clip_method != "none" or kl.excludes or kl.kl_placement == "advantage"
     return moves or of_batch or kl.controller_name != "fixed"
 

@@ -11,12 +11,11 @@ import copy
 import functools
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.types import Batch
@@ -25,7 +24,7 @@ from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE
 from klamp.hosts.common.control import KLControl, check_kl
 from klamp.hosts.common.versions import check_version, out_of_range
 from klamp.hosts.verl.checking import checked
-from klamp.hosts.verl.driver import BETA, PER_ROW, PER_TOKEN, RATE
+from klamp.hosts.verl.driver import BETA, PER_ROW, PER_TOKEN
 from klamp.hosts.verl.fields_in_verl import controlled, is_ours, loss_kl, needs_driver, reward_kl
 from klamp.hosts.verl.teacher import LOSSES as DISTILLATION
 from klamp.hosts.verl.teacher import register_losses
@@ -39,15 +38,8 @@ IN_LOSS = (MASK, OLD, *PER_ROW, *PER_TOKEN)
 Penalty: TypeAlias = Callable[[Tensor, Tensor, str], Tensor]
 
 
-class _Actor:
-    """The batch of the actor's loss that is being computed, padded; the factor of the next rate."""
-
-    def __init__(self) -> None:
-        self.batch: Mapping[str, Tensor] = {}
-        self.rate, self.rates = 1.0, list[float]()
-
-
-_actor = _Actor()
+_batch: dict[str, Tensor] = {}
+"""The batch of the actor's loss that is being computed, padded."""
 
 
 def register(*, check: bool = False) -> None:
@@ -88,8 +80,6 @@ def register(*, check: bool = False) -> None:
     loss = _with_batch(losses.ppo_loss)
     distillation.ppo_loss = losses.ppo_loss = checked(loss) if check else loss
     register_losses()
-    register_optimizer_step_pre_hook(_lower_rate)
-    register_optimizer_step_post_hook(_restore_rate)
 
 
 def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
@@ -99,7 +89,7 @@ def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
         ConfigError: a name that cannot be read, or one that needs klamp's driver, which is not there; another loss than
             the actor's.
     """
-    kl, known = loss_kl(name), _actor.batch
+    kl, known = loss_kl(name), _batch
     term = kl.build_term()
     if not known:
         raise ConfigError(
@@ -206,14 +196,13 @@ def _with_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         if not (config.use_kl_loss and is_ours(config.kl_loss_type)):
             return original(config, model_output, data, dp_group)
         padded = data.select(*IN_LOSS, strict=False).to_padded_tensor()
-        _actor.batch = {name: each.bool() if name in (MASK, *PER_TOKEN) else each for name, each in padded.items()}
-        if BETA in _actor.batch:
-            _actor.rate = float(padded[RATE][0])
-            config = _with_coefficient(config, float(padded[BETA][0]))
         try:
+            _batch.update({name: each.bool() if name in (MASK, *PER_TOKEN) else each for name, each in padded.items()})
+            if BETA in _batch:
+                config = _with_coefficient(config, float(padded[BETA][0]))
             return original(config, model_output, data, dp_group)
         finally:
-            _actor.batch = {}
+            _batch.clear()
 
     return ppo_loss
 
@@ -223,19 +212,3 @@ def _with_coefficient(config: Any, beta: float) -> Any:
     changed = copy.copy(config)
     object.__setattr__(changed, "kl_loss_coef", beta)
     return changed
-
-
-def _lower_rate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """kl_lr_guard: the step that follows an actor loss is taken at a part of its rate."""
-    _actor.rates = [group["lr"] for group in optimizer.param_groups]
-    if _actor.rate < 1:
-        for group in optimizer.param_groups:
-            group["lr"] = group["lr"] * _actor.rate
-
-
-def _restore_rate(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    """Put the rate back before verl's schedule looks at it."""
-    if _actor.rate < 1:
-        for group, rate in zip(optimizer.param_groups, _actor.rates, strict=True):
-            group["lr"] = rate
-    _actor.rate = 1.0

@@ -155,7 +155,7 @@ class TRLRun(Training):
         self.warn(*self.trainer.cautions)
         self.trainer.cautions.clear()
         metrics = self.first | measured(self.context, rollout, self.outputs)
-        metrics["train/learning_rate"] = self.first["train/learning_rate"] * self.first.get("kl/lr_factor", 1.0)
+        metrics["train/learning_rate"] = self.first["train/learning_rate"]
         metrics |= control_metrics(self.context, beta, metrics)
         if "kl/k3" in metrics:
             self._check_step_zero(metrics["kl/k3"])
