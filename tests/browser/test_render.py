@@ -52,7 +52,7 @@ def test_a_small_number_with_a_long_unit_stays_in_its_tile(tmp_path: Path, open_
 def test_everything_is_there_and_in_line(report: Path, open_page: Open) -> None:
     page = open_page(report)
     assert page.get_by_role("heading", level=1).inner_text() == "fast"
-    for name in ("Overview", "Alarms", "Over steps", "By position", "Token by token", "Configuration", "Versions"):
+    for name in ("Overview", "Alarms", "Over steps", "Before and after", "Token by token", "Configuration"):
         assert page.get_by_role("region", name=name, exact=True).is_visible()
     assert page.get_by_role("img", name="KL to the reference").is_visible()
     assert page.locator(".finding.alarm").count() >= 1
@@ -62,7 +62,7 @@ def test_everything_is_there_and_in_line(report: Path, open_page: Open) -> None:
     tops = page.locator("#curves .plot").evaluate_all("all => all.map((plot) => plot.getBoundingClientRect().top)")
     assert len(tops) >= 9 and len(set(tops[:3])) == 1 and len(set(tops[3:6])) == 1, "charts of a row are aligned"
     tools = page.locator("#chart-reward .tools")
-    places = [tools.get_by_text(name, exact=True).evaluate(TEXT)["top"] for name in ("Log", "Enlarge", "Save")]
+    places = [tools.get_by_text(name, exact=True).evaluate(TEXT)["top"] for name in ("Log", "Enlarge")]
     assert max(places) - min(places) < 0.5, "the words on its buttons are on one line"
 
 
@@ -75,8 +75,6 @@ def test_the_theme_follows_the_system_and_the_button(report: Path, open_page: Op
     page.get_by_role("button", name="Light theme").click()
     light = background()
     assert sum(map(int, dark[4:-1].split(","))) < 100 < 700 < sum(map(int, light[4:-1].split(",")))
-    page.reload()
-    assert background() == light, "it is remembered"
     page.get_by_role("button", name="Dark theme").click()
     assert background() == dark
 
@@ -85,13 +83,13 @@ def test_hostile_text_is_shown_and_not_run(hostile: Path, open_page: Open) -> No
     page = open_page(hostile)
     assert "owned" not in page.title().replace("document.title='owned'", "")
     assert page.locator("img, iframe, object, embed").count() == 0
-    assert page.locator("script").count() == 2
+    assert page.locator("script").count() == 1
     assert page.locator(".tokens span").first.inner_text().startswith("</script></style><img")
     assert "⟨U+202E⟩" in page.locator(".tokens").inner_text()
     first = page.locator(".tokens span").first
     first.hover()
     assert page.locator("#tip .token").inner_text().startswith("</script></style><img")
-    assert page.locator("img").count() == 0 and page.locator("script").count() == 2
+    assert page.locator("img").count() == 0 and page.locator("script").count() == 1
 
 
 def test_runs_side_by_side_have_columns_of_one_width_on_a_phone(tmp_path: Path, open_page: Open) -> None:

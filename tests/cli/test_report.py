@@ -61,8 +61,8 @@ def test_a_klamp_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert made.one(of="words").text == "2+2="
     assert [finding.attributes["id"] for finding in made.all(of="finding")] == ["alarm-1"]
     table = {row[0]: row[1:] for row in made.one(id="configuration").all("table")[0].rows()}
-    assert table == {"field": ["value", "default"], "beta": ["0.04", "0.01"], "target_kl": ["0.05", "none"]}
-    assert ["torch", "2.13.0"] in made.one(id="versions").one("table").rows()
+    assert (table["beta"], table["target_kl"]) == (["0.04"], ["0.05"])
+    assert ["torch", "2.13.0"] in made.one(id="configuration").all("table")[1].rows()
     assert "target 0.05" in made.one("figure", id="chart-kl").one("ul").text
     first = file.read_bytes()
     assert main(["report", str(folder)]) == 0
@@ -75,7 +75,8 @@ def test_several_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert main(["report", *runs]) == 0
     made = page(tmp_path / "report.html")
     assert names_in(made) == ["a", "b"]
-    assert made.one(id="configuration").all("table")[0].rows() == [["field", "a", "b"], ["beta", "0.1 changed", "0.01"]]
+    rows = made.one(id="configuration").all("table")[0].rows()
+    assert rows[0] == ["field", "a", "b"] and ["beta", "0.1", "0.01"] in rows
     assert main(["report", runs[0], "--output", str(tmp_path / "one.html"), runs[1]]) == 0
     assert page(tmp_path / "one.html").one("h1").text == "2 runs compared"
 
@@ -91,7 +92,7 @@ def test_the_runs_of_a_sweep(tmp_path: Path, capsys: pytest.CaptureFixture[str])
     made = page(tmp_path / "sweep" / "report.html")
     assert names_in(made) == names
     keys = made.one("figure", id="chart-reward-0").one("ul", of="legend").all("path", of="curve")
-    assert [key.classes[1] for key in keys] == ["s0", "s1"], "seeds of one arm are one curve"
+    assert [key.classes[1] for key in keys] == ["s0", "s1"], "seeds of one arm share a colour"
 
 
 def test_an_arm_without_a_pull_keeps_its_kl(tmp_path: Path) -> None:
@@ -138,7 +139,7 @@ def test_what_other_trainers_write(tmp_path: Path) -> None:
     assert len(labels) == 3, "all of them have a k3"
     for record in records:
         assert main(["report", record, "--output", str(tmp_path / "one.html")]) == 0
-        assert len(page(tmp_path / "one.html").all("section")) == 8
+        assert len(page(tmp_path / "one.html").all("section")) == 6
 
 
 def test_a_run_that_never_took_a_step_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

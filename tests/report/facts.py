@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from statistics import fmean
 
 from tests.report.worlds import SMALL, World, worlds
 
@@ -156,34 +155,14 @@ def alarm_of_the_sampler() -> float:
     return next(limit.value for limit in ALARMS["sampler-mismatch"].limits if "k1 or k3" in limit.unit)
 
 
-def near_exact(world: World) -> bool:
-    """Whether an estimate and the exact KL have two steps in common."""
-    exact, *others = world.values("kl/exact", "kl/k3", "kl/k1")[:3]
-    return any(sum(math.isfinite(c[s] - exact.get(s, math.nan)) for s in c) > 1 for c in others)
-
-
-def rms(world: World, said: str) -> bool:
-    exact, *others = world.values("kl/exact", "kl/k3", "kl/k1")
-    parts = []
-    for name, curve in zip(("k3", "k1"), others, strict=True):
-        gaps = [curve[s] - exact[s] for s in curve if s in exact and math.isfinite(curve[s] - exact[s])]
-        parts += [f"{name} {short(fmean(gap * gap for gap in gaps) ** 0.5, digits=2)}"] if len(gaps) > 1 else []
-    return said == ", ".join(parts)
-
-
 def drawn(world: World) -> bool:
     """Whether some chart has a finite value."""
     curves = [*every_curve(world), *world.values("teacher/kl")]
-    return any(math.isfinite(x) for c in curves for x in c.values()) or bool(world.skills()) or scored(world)
+    return any(math.isfinite(x) for c in curves for x in c.values()) or bool(world.skills())
 
 
 def nowhere_finite(world: World) -> bool:
     return any(not any(map(math.isfinite, curve.values())) for curve in every_curve(world))
-
-
-def changed(world: World) -> bool:
-    (run,) = world.runs
-    return any(run.config.get(name, default) != default for name, default in run.defaults.items())
 
 
 def changes(world: World) -> list[tuple[int, str]]:
@@ -257,10 +236,6 @@ def groups(world: World) -> dict[str, int]:
     return {name: names.count(name) for name in names if names.count(name) > 1}
 
 
-def k3(delta: float) -> float:
-    return math.exp(-delta) - 1 + delta
-
-
 def in_order(world: World, label: str, *numbers: str) -> bool:
     """Whether the least and the highest of a curve in words are, and the highest is where it is said to be."""
     first, begin, last, end, low, high, at = (number.replace("−", "-").split()[-1] for number in numbers)
@@ -271,15 +246,6 @@ def in_order(world: World, label: str, *numbers: str) -> bool:
 
 def answers(world: World, who: str = "policy") -> list[int]:
     return [each.step for run in world.runs for each in run.history.answers if each.who == who]
-
-
-def scored(world: World) -> bool:
-    """Whether some trained token has a log-ratio to the reference, of any size."""
-    return bool(world.ratios())
-
-
-def moved(world: World) -> bool:
-    return any(world.ratios())
 
 
 def anchored(world: World, *names: str) -> bool:
@@ -306,15 +272,6 @@ def twins(world: World) -> int:
 
 def config(world: World, name: str) -> bool:
     return any(run.config.get(name) is not None for run in world.runs)
-
-
-def compared(world: World) -> bool:
-    return not world.one and any(run.config for run in world.runs)
-
-
-def differ(world: World) -> bool:
-    known = [{k: v for k, v in run.config.items() if k != "output_dir"} for run in world.runs if run.config]
-    return any(each != known[0] for each in known)
 
 
 def nothing(world: World) -> bool:

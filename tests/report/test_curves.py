@@ -1,20 +1,17 @@
-"""Which charts the page has, with targets and budgets, and the KL by position."""
+"""The charts of the page, with targets."""
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
-from tests.report.pages import completion, run_of
+from tests.report.pages import run_of
 
 from klamp.core.controllers import StepController
-from klamp.diagnostics.alarms_tokens import k3
 from klamp.diagnostics.history import RunSettings
 from klamp.diagnostics.metrics import METRICS
 from klamp.report.alarm_section import numbered
-from klamp.report.completions import BINS
-from klamp.report.curves import PLANS, anchor_curves, by_position, charts, levels_of, position_charts, thirds
+from klamp.report.curves import PLANS, anchor_curves, charts, levels_of
 from klamp.report.run import OURS
 
 
@@ -33,16 +30,14 @@ def test_one_run_has_all_metrics_of_a_plan_in_one_chart_each_in_its_colour_whate
     assert alone.series[0].slot == both.series[1].slot == 2
 
 
-def test_a_chart_says_what_klamp_measured_and_of_another_trainers_numbers_only_what_was_computed_here() -> None:
+def test_a_chart_says_what_klamp_measured_and_nothing_of_another_trainers_numbers() -> None:
     curves = {"k3": [0.1, 0.3], "exact": [0.2, 0.2], "length__truncated": [0.0, 0.5]}
     ours, theirs = (run_of(source=source, **curves) for source in (OURS, "TRL's trainer_state.json"))
-    far = "Distance to exact, root mean square over steps: k3 0.1."
     assert [chart.text for chart in charts([ours], numbered([ours]))] == [
-        "exact: Exact KL over the vocabulary, where measured. k3: k3 estimate of KL(policy||ref); never negative. "
-        + far,
+        "exact: Exact KL over the vocabulary, where measured. k3: k3 estimate of KL(policy||ref); never negative.",
         "cut: Completions cut at the length limit.",
     ]
-    assert [chart.text for chart in charts([theirs], numbered([theirs]))] == [far, ""]
+    assert [chart.text for chart in charts([theirs], numbered([theirs]))] == ["", ""]
 
 
 def test_with_a_teacher_or_the_sampler_as_anchor_each_kl_is_a_curve_by_its_name() -> None:
@@ -86,18 +81,6 @@ def test_alarms_and_no_notes_are_marked_where_their_metrics_are() -> None:
     run = run_of(k3=[0.0] + [0.25] * 9)
     assert [finding.alarm.level for finding in run.diagnosis.findings] == ["note"], "which is not marked"
     assert [chart.marks for chart in charts([run], numbered([run]))] == [[]]
-
-
-def test_which_estimate_of_the_kl_is_further_from_the_exact_one_is_computed() -> None:
-    near, far = [0.0, 0.3, 0.2], [0.0, 0.0, 0.5]
-
-    def text(**curves: list[float]) -> str:
-        run = run_of(**curves)
-        return next(each for each in charts([run], numbered([run])) if each.name == "chart-kl").text
-
-    assert "square over steps: k3 0.26, k1 0.082." in text(k1=near, k3=far, exact=[0.0, 0.2, 0.1])
-    assert "square over steps: k3 0.082, k1 0.26." in text(k1=far, k3=near, exact=[0.0, 0.2, 0.1])
-    assert "Distance" not in text(k1=near, k3=far) and "Distance" not in text(k1=near, exact=[math.nan, 0.2, math.nan])
 
 
 def test_several_runs_have_a_chart_per_metric_and_a_curve_per_run() -> None:
@@ -153,57 +136,6 @@ def test_in_the_band_beta_does_rest(kl: float, rests: bool) -> None:
     assert (controller.update(kl) == 1.0) is rests is (band.low <= kl <= (band.high or 0))
 
 
-def test_a_budget_and_the_alarm_of_the_sampler_which_needs_no_configuration() -> None:
-    assert (
-        lines("sampler", {"sampler__k3": [0.0]}) == [(0.01, None)] and lines("sampler", {"sampler__abs": [0.0]}) == []
-    )
-    clip = {"kl_clip_method": "hard", "kl_clip_threshold": 0.5}
-    assert lines("kl-completion", **clip) == [], "nobody knows the length"
-    assert lines("kl-completion", kl_reference_length=8, **clip) == [(4.0, None)]
-    assert lines("kl-completion", {"kl__reference_length": [6.0]}, kl_reference_length=8, **clip) == [(3.0, None)]
-    assert lines("kl-completion", use_per_token_kl_threshold=False, **clip) == [(0.5, None)]
-    assert lines("kl-completion", {"kl__budget": [3.0]}, kl_reference_length=8, **clip) == [], "it has a curve"
-    assert lines("kl-completion", kl_clip_threshold=0.5, kl_clip_method="none") == []
-
-
-def test_means_by_position_which_count_from_the_first_token_that_was_written() -> None:
-    rows = [
-        completion(policy=(-1.0, -2.0, -0.5), ref=(-1.5, -1.0, -0.5)),
-        completion(policy=(-1.0, -2.0), ref=(-1.1, -2.5), tokens=("4", "2")),
-    ]
-    found = by_position(rows)
-    assert found == pytest.approx({1: (k3(0.5) + k3(0.1)) / 2, 2: (k3(-1.0) + k3(0.5)) / 2, 3: 0.0})
-    row = completion(policy=(-9.0, -2.0, -0.5), ref=(-1.0, -2.5, -0.5), sampled=(False, True, True))
-    assert by_position([row]) == pytest.approx({1: k3(0.5), 2: 0.0})
-
-
-def test_long_completions_are_joined_in_stretches() -> None:
-    n = 1000
-    row = completion(tokens=["a"] * n, policy=[-1.0] * n, ref=[-1.0 - i / n for i in range(n)])
-    found = by_position([row])
-    assert len(found) <= BINS and list(found)[:2] == [1.0, 17.0]
-    assert found[1.0] == pytest.approx(sum(k3(i / n) for i in range(16)) / 16)
-    assert k3(0.0) == 0 and k3(0.5) == pytest.approx(math.exp(-0.5) - 1 + 0.5)
-    assert math.isfinite(k3(-1e6))
-
-
-def test_charts_of_one_run_show_its_stages() -> None:
-    assert thirds([]) == [] and thirds([1, 5]) == [[1, 5]]
-    assert thirds([1, 2, 3, 4, 5, 6, 7]) == [[1, 2], [3, 4], [5, 6, 7]]
-    rows = [completion(step=step, ref=(-1.0 - step, -2.0, -0.5)) for step in (10, 20, 30)]
-    (chart,) = position_charts([run_of(completions=rows)])
-    assert [series.label for series in chart.series] == ["step 10", "step 20", "step 30"]
-    assert [series.points[1.0] for series in chart.series] == pytest.approx([k3(10), k3(20), k3(30)])
-    assert chart.axis == "token"
-
-
-def test_charts_of_several_runs_show_how_they_ended() -> None:
-    def run(name: str, size: float):
-        return run_of(name=name, completions=[completion(step=s, ref=(-1.0 - size * s, -2.0, -0.5)) for s in (1, 2, 3)])
-
-    (chart,) = position_charts([run("a", 1.0), run("b", 2.0), run_of(name="none")])
-    assert {series.label: series.points[1.0] for series in chart.series} == pytest.approx({"a": k3(3), "b": k3(6)})
-
-
-def test_without_a_reference_there_is_no_chart() -> None:
-    assert position_charts([run_of(completions=[completion(ref=None)]), run_of()]) == []
+def test_the_alarm_of_the_sampler_needs_no_configuration() -> None:
+    assert lines("sampler", {"sampler__k3": [0.0]}) == [(0.01, None)]
+    assert lines("sampler", {"sampler__abs": [0.0]}) == []

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import html
-import json
 import math
-import re
 
 import pytest
 from tests.report.pages import parse
@@ -18,7 +15,6 @@ from klamp.report.text import (
     element,
     escape,
     join,
-    json_block,
     plain_table,
     probability,
     reader,
@@ -74,17 +70,6 @@ def test_what_cannot_be_seen_is_written_out(text: str, seen: str) -> None:
     assert visible(text) == seen
     assert parse(element("p", text)).text == seen
     element("p", text, title=text).encode("utf-8")
-
-
-def test_data_cannot_end_its_element() -> None:
-    value = {"text": HOSTILE + "\u2028\ud800", "numbers": [1.5, None]}
-    block = json_block(value, name="data")
-    assert re.findall("<[^>]*>", block) == ['<script type="application/json" id="data">', "</script>"]
-    inner = block.removeprefix('<script type="application/json" id="data">').removesuffix("</script>")
-    assert json.loads(inner) == value and inner == html.unescape(inner)
-    block.encode("ascii")
-    with pytest.raises(ValueError):
-        json_block([float("nan")], name="data")
 
 
 def test_short() -> None:

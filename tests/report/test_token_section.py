@@ -7,7 +7,6 @@ import json
 from tests.report.pages import Node, completion, parse, run_of
 
 from klamp.report.completions import ranked
-from klamp.report.cost_section import costs_of
 from klamp.report.run import ReportRun
 from klamp.report.token_section import FRAME, PATIENCE, fitting, said, token_section
 
@@ -18,48 +17,51 @@ def many(count: int) -> ReportRun:
     )
 
 
+def numbers(card: Node) -> dict[str, list[float | None]]:
+    return json.loads(card.attributes["data-numbers"] or "")
+
+
 def section(*runs: ReportRun, room: int = 10**6) -> Node:
     completions = ranked(runs)
-    spent = costs_of(completions, [run.read for run in runs])
-    return parse(token_section(runs, completions, fitting(runs, completions, room=room), spent))
+    return parse(token_section(runs, completions, fitting(runs, completions, room=room)))
 
 
 def test_everything_is_there() -> None:
     made = section(many(3))
     assert [card.attributes["id"] for card in made.all("article")] == ["c0", "c1", "c2"]
     assert made.one(id="left-out").text == "All 3 completions, the worst token first."
-    numbers = json.loads(made.one("script").text)
-    assert {number: values["r"][0] for number, values in numbers.items()} == {"0": -1.2, "1": -1.1, "2": -1.0}
+    assert [numbers(card)["r"][0] for card in made.all("article")] == [-1.2, -1.1, -1.0]
 
 
 def test_the_worst_tokens_link_to_their_completions() -> None:
     made = section(many(3))
     table = made.one("table", of="worst")
     assert table.rows() == [
-        ["token", "log-ratio", "policy", "reference", "in context", "position", "times", "where"],
-        ["4", "+0.2", "36.8 %", "30.1 %", "42<eos>", "1", "1", "step 2, completion 1"],
-        ["4", "+0.1", "36.8 %", "33.3 %", "42<eos>", "1", "1", "step 1, completion 1"],
+        ["token", "log-ratio", "policy", "reference", "in context", "where"],
+        ["4", "+0.2", "36.8 %", "30.1 %", "42<eos>", "step 2, completion 1, position 1"],
+        ["4", "+0.1", "36.8 %", "33.3 %", "42<eos>", "step 1, completion 1, position 1"],
     ]
-    for link in table.all("a"):
-        target = made.one(id=(link.attributes["href"] or "").removeprefix("#"))
-        assert target.text == "4"
+    assert [(a.attributes["href"], a.attributes["data-position"]) for a in table.all("a")] == [
+        ("#c0", "0"),
+        ("#c1", "0"),
+    ]
 
 
 def test_the_worst_ones_are_kept_where_room_is_short_and_a_too_large_one_makes_room_for_smaller_ones() -> None:
     run = many(30)
     completions = ranked([run])
-    one = fitting([run], completions, room=FRAME + 800)
-    some = fitting([run], completions, room=FRAME + 10_000)
+    one = [*fitting([run], completions, room=FRAME + 1000)]
+    some = [*fitting([run], completions, room=FRAME + 10_000)]
     assert one == [0] and some == list(range(len(some))) and 3 < len(some) < 20
     text = said(completions, completions[: len(some)])
     assert text == (
         f"{len(some)} of 30 completions, the worst token first. The others are left out for the size of the page."
     )
-    assert fitting([run], completions, room=0) == []
+    assert fitting([run], completions, room=0) == {}
     n = 2000
     large = completion(step=9, tokens=["a"] * n, policy=[-1.0] * n, ref=[-4.0] * n)
     run = run_of(completions=[large, completion(ref=(-1.5, -2.0, -0.5))])
-    assert fitting([run], ranked([run]), room=FRAME + 3000) == [1]
+    assert [*fitting([run], ranked([run]), room=FRAME + 3000)] == [1]
 
 
 def test_twins_are_counted() -> None:
@@ -68,22 +70,6 @@ def test_twins_are_counted() -> None:
     found = ranked([run])
     assert said(found, found) == "All 3 completions, 2 cards where twins are joined, the worst token first."
     assert said(found[1:], found[1:]) == "The only completion that was written."
-
-
-def test_worst_tokens_stand_in_their_context() -> None:
-    def context(**changes) -> list[str]:
-        (cell,) = (
-            section(run_of(completions=[completion(**changes)])).one("table", of="worst").all("code", of="context")
-        )
-        return [cell.text, cell.one("b").text, cell.one("b").classes[0]]
-
-    asked = "x" * 50 + "2+2=\n"
-    assert context(ref=(-1.0, -1.0, -0.5), prompt=asked) == ["x" * 35 + "2+2=↵ 42<eos>", "2", "n3"]
-    n = 30
-    tokens, policy = [f"{i}\n" for i in range(n)], [-1.0] * n
-    ref = [-1.0 - 0.5 * (i == 20) for i in range(n)]
-    text = "…" + "".join(f"{i}↵" for i in range(12, 25)) + "…"
-    assert context(tokens=tokens, policy=policy, ref=ref, prompt=asked) == [text, "20↵", "p2"]
 
 
 def test_filters_have_labels_and_limits() -> None:
@@ -104,7 +90,7 @@ def test_the_anchors_that_were_recorded_are_offered_for_the_shades_and_one_alone
     choice = made.one(id="against")
     assert [each.attributes["value"] for each in choice.all("option")] == ["reference", "teacher", "sampler"]
     assert "hidden" in choice.attributes and choice.attributes["data-edges"] == "0.1 0.3 1.0 3.0"
-    assert sorted(json.loads(made.one("script").text)["0"]) == ["p", "r", "s", "t"]
+    assert sorted(numbers(made.one("article", id="c0"))) == ["p", "r", "s", "t"]
     made = section(run_of(completions=[completion(ref=None, teacher=teacher, prompt="</script>")]))
     assert not made.all(id="against") and "log policy − log teacher" in made.text
     assert made.one(of="tokens").all("span")[2].classes == ["p4"]
@@ -129,6 +115,15 @@ def test_without_completions_or_without_a_log_ratio_it_says_what_is_missing() ->
 
     made = section(run_of(completions=[completion()]))
     assert "No token here has a log-ratio other than 0." in made.text and len(made.all("article")) == 1
+
+
+def test_worst_tokens_stand_in_their_context() -> None:
+    n = 30
+    tokens, policy = [f"{i}\n" for i in range(n)], [-1.0] * n
+    row = completion(tokens=tokens, policy=policy, ref=[-1.0 - 0.5 * (i == 20) for i in range(n)])
+    (cell,) = section(run_of(completions=[row])).one("table", of="worst").all("code", of="context")
+    assert cell.text == "…" + "".join(f"{i}↵" for i in range(12, 25)) + "…"
+    assert (cell.one("b").text, cell.one("b").classes) == ("20↵", ["p2"])
 
 
 def test_the_search_for_what_fits_ends(monkeypatch) -> None:

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import math
 
 from tests.report.pages import Node, completion, parse, run_of
 
 from klamp.report.completions import LONGEST, ranked
-from klamp.report.tokens import card, legend, numbers_of, shade
+from klamp.report.tokens import card, legend, shade
 
 
 def shown(**changes):
     return ranked([run_of(completions=[completion(**changes)])])[0]
 
 
-def node(label: str = "", linked: frozenset[int] = frozenset(), **changes) -> Node:
-    return parse(card(shown(**changes), 7, read=str, label=label, linked=linked)).one("article")
+def node(label: str = "", **changes) -> Node:
+    return parse(card(shown(**changes), 7, read=str, label=label)).one("article")
 
 
 def test_shades() -> None:
@@ -25,12 +26,12 @@ def test_shades() -> None:
 
 
 def test_a_card() -> None:
-    made = node(ref=(-1.5, -1.0, -0.5), prompt="40+2=", reward=1.0, advantage=-0.5, ended=True, linked=frozenset({1}))
+    made = node(ref=(-1.5, -1.0, -0.5), prompt="40+2=", reward=1.0, advantage=-0.5, ended=True)
     strip = made.one(of="tokens")
-    assert [(token.text, token.classes, token.attributes.get("id")) for token in strip.all("span")] == [
-        ("4", ["p2"], None),
-        ("2", ["n3"], "c7-1"),
-        ("<eos>", ["z"], None),
+    assert [(token.text, token.classes) for token in strip.all("span")] == [
+        ("4", ["p2"]),
+        ("2", ["n3"]),
+        ("<eos>", ["z"]),
     ]
     assert made.one(of="prompt").one(of="words").text == "40+2="
     facts = {each.one("dt").text: each.one("dd").text for each in made.one(of="facts").all("div")}
@@ -51,6 +52,7 @@ def test_a_card() -> None:
         "data-worst": "1",
         "data-kl": f"{k3:.6g}",
         "data-length": "3",
+        "data-numbers": '{"p":[-1.0,-2.0,-0.5],"r":[-1.5,-1.0,-0.5]}',
     }
     assert "log policy − log reference" in (strip.attributes["aria-label"] or "")
 
@@ -75,15 +77,15 @@ def test_tokens_that_do_not_count_are_marked() -> None:
 def test_twins_and_runs_are_named() -> None:
     row = completion()
     (twins,) = ranked([run_of(completions=[row, row])])
-    made = parse(card(twins, 0, read=str, label="beta 0.1", linked=frozenset()))
+    made = parse(card(twins, 0, read=str, label="beta 0.1"))
     assert made.one("h4").text == "Step 1, completion 1 ×2"
     assert made.one(of="run").text == "beta 0.1"
     assert not node().all(of="run") and node().one("h4").text == "Step 1, completion 1"
 
 
 def test_numbers_for_the_script_and_long_completions_that_are_cut_and_say_so() -> None:
-    found = numbers_of(shown(policy=(-1.123456789, math.nan, -math.inf), ref=None, sampler=(-1.0, -2.0, -0.5)))
-    assert found == {"p": [-1.12346, None, None], "s": [-1.0, -2.0, -0.5]}
+    made = node(policy=(-1.123456789, math.nan, -math.inf), ref=None, sampler=(-1.0, -2.0, -0.5))
+    assert json.loads(made.attributes["data-numbers"] or "") == {"p": [-1.12346, None, None], "s": [-1.0, -2.0, -0.5]}
     n = LONGEST + 10
     made = node(tokens=["a"] * n, policy=[-1.0] * n, ref=[-1.0] * n)
     assert len(made.one(of="tokens").all("span")) == LONGEST

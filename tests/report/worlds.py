@@ -56,11 +56,6 @@ class World:
         """All that were written, in any run."""
         return [each for run in self.runs for step in run.history.completions.values() for each in step]
 
-    def ratios(self) -> list[float]:
-        """log policy - log ref of each trained token that has both."""
-        rows = [zip(c.policy, c.ref, c.is_trained, strict=True) for c in self.completions() if c.ref is not None]
-        return [p - r for row in rows for p, r, on in row if on and math.isfinite(p - r)]
-
     def skills(self) -> list[tuple[int, str, list[tuple[int, float]]]]:
         """(run, skill, (step, score) of each evaluation)."""
         names = [
@@ -103,7 +98,7 @@ def taught(name: str = "a", **changes: Any) -> ReportRun:
 def spiked(name: str = "a", **details: Any) -> ReportRun:
     """A run whose KL jumps after many steps at one place, with what it cost by token."""
     rows = [completion(step=s, ref=(-1.0, -2.0 - s / 7, -0.5), ended=s > 3, prompt="p" * 3000) for s in range(1, 8)]
-    values: dict[str, Any] = {"config": {"beta": 0.04}, "defaults": {"beta": 0.01}, "versions": {"torch": "2"}}
+    values: dict[str, Any] = {"config": {"beta": 0.04}, "versions": {"torch": "2"}}
     return run_of(
         name=name,
         completions=rows,
@@ -172,7 +167,7 @@ def others(folder: Path) -> dict[str, list[ReportRun]]:
 def built() -> dict[str, list[ReportRun]]:
     """The others, from curves."""
     seeds = [run_of(name=f"s{i}", k3=[0.1 * i, 0.2], reward=[0.5, 0.5], details={"group": "s"}) for i in (1, 2)]
-    of_klamp = {"config": {"beta": 0.01}, "defaults": {"beta": 0.01}}
+    of_klamp = {"config": {"beta": 0.01}}
     blind = run_of(
         name="blind", source="log", settings=RunSettings(beta=None), reward=[0.5, 0.6] * 4, gradient=[0.2] * 8
     )

@@ -295,9 +295,9 @@ COMMANDS: Mapping[str, Command] = {
     "report": Command(
         summary="one HTML file that shows a run, or compares several",
         usage="RUN [RUN ...] [flags]",
-        about="Writes one self-contained HTML file: headline numbers, alarms, curves over steps, the KL by position, "
+        about="Writes one self-contained HTML file: headline numbers, alarms, curves over steps, "
         "completions with every token shaded by its log-ratio, configuration and versions. Several runs are compared: "
-        "their curves in the same charts, their numbers side by side, what differs in configuration.",
+        "their curves in the same charts, their numbers and configurations side by side.",
         examples=(
             "klamp report runs/arithmetic-001",
             "klamp report runs/arithmetic-001 runs/arithmetic-002 --output compared.html",

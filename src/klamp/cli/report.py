@@ -129,7 +129,6 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
                 group=re.sub(SEED, "", name),
                 diagnosis=examine(history),
                 config=history.config,
-                defaults=details.defaults,
                 said=_said(details, history),
                 versions=details.versions,
                 kl_after=measured.get("kl/reverse"),

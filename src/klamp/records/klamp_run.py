@@ -4,7 +4,6 @@ finds the runs of a sweep's folder.
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -92,8 +91,6 @@ def _rows_of(row: Mapping[str, Any]) -> tuple[Row, Row]:
 class Details:
     """What is known of a run besides its history; empty where its folder is not klamp's."""
 
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Field of the configuration -> its default in this version."""
     versions: Mapping[str, str] = field(default_factory=dict)
     """Name of a package -> its version."""
     words: Sequence[str] = ()
@@ -105,7 +102,7 @@ class Details:
 
 
 def read_details(path: Path) -> Details:
-    """Read the versions that lie beside a record, and the defaults that it is compared with.
+    """Read the facts of a run that stand beside its history.
 
     Raises:
         DataError: a damaged file.
@@ -117,7 +114,6 @@ def read_details(path: Path) -> Details:
     reward = f", reward {config.task.reward}" if config.task.reward else ""
     versions = object_in(path / VERSIONS) if (path / VERSIONS).is_file() else {}
     return Details(
-        defaults=json.loads(json.dumps(TrainConfig().flat())),
         versions={name: str(version) for name, version in versions.items()},
         words=(config.model.model, f"{config.task.task}{reward}", describe_anchors(config.kl, config.teacher)),
         when=(path / METRICS_FILE).stat().st_mtime,
@@ -132,7 +128,6 @@ def _of_trl(path: Path) -> Details:
         return Details()
     told = object_in(folder / ABOUT)
     return Details(
-        defaults=told.get("defaults") or {},
         versions=told.get("versions") or {},
         words=tuple(str(told.get(name, "")) for name in ("model", "task", "kl")),
         when=(folder / ABOUT).stat().st_mtime,

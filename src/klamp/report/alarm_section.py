@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from klamp.diagnostics.alarm import Blamed
 from klamp.diagnostics.alarms import ALARMS
@@ -10,35 +10,22 @@ from klamp.diagnostics.doctor import Finding
 from klamp.report.completions import Shown
 from klamp.report.run import ReportRun, judged
 from klamp.report.text import Html, element, join, plain_table, probability, shown
-from klamp.report.token_section import NARROW
+from klamp.report.token_section import NARROW, jump
 
 FEW = 3
 """How many tokens to blame are shown of each run, where there are several runs."""
-Anchors = Mapping[tuple[int, int, int, int], str]
-"""(run, step, completion, position) -> where on the page that token is."""
+Anchors = Mapping[tuple[int, int, int], tuple[int, Shown]]
+"""(run, step, completion) -> number of its card on the page, and what it shows."""
 
 
-def anchors(completions: Sequence[Shown], kept: Sequence[int]) -> Anchors:
-    """The places on the page of the tokens that alarms blame.
-
-    Args:
-        completions: all of them.
-        kept: numbers of those on the page.
-    """
-    return {
-        (each.run, each.completion.step, each.index, position): f"c{number}-{position}"
-        for number, each in ((number, completions[number]) for number in kept)
-        for position in each.blamed
-        if position in range(*each.span)
-    }
+def anchors(completions: Sequence[Shown], kept: Iterable[int]) -> Anchors:
+    """The cards of the completions that alarms blame."""
+    found = ((number, completions[number]) for number in kept)
+    return {(each.run, each.completion.step, each.index): (number, each) for number, each in found if each.blamed}
 
 
 def raised(runs: Sequence[ReportRun]) -> dict[str, dict[int, Finding]]:
-    """Alarm -> run -> finding, in the order of the runs and their steps, with all alarms before all notes.
-
-    Args:
-        runs: those of the report.
-    """
+    """Alarm -> run -> finding, in the order of the runs and their steps, with all alarms before all notes."""
     found: dict[str, dict[int, Finding]] = {}
     for number, run in enumerate(runs):
         for finding in run.diagnosis.findings:
@@ -52,11 +39,7 @@ def numbered(runs: Sequence[ReportRun]) -> dict[str, int]:
 
 
 def verdict(runs: Sequence[ReportRun]) -> Html:
-    """One sentence on how many alarms rose, and whether the KL was looked at.
-
-    Args:
-        runs: those of the report.
-    """
+    """One sentence on how many alarms rose, and whether the KL was looked at."""
     alarms, notes = (sum(run.levels[which] for run in runs) for which in (0, 1))
     text = judged([run.diagnosis for run in runs])
     if len(runs) > 1 and alarms + notes:
@@ -72,12 +55,7 @@ def verdict(runs: Sequence[ReportRun]) -> Html:
 
 
 def alarm_section(runs: Sequence[ReportRun], anchors: Anchors) -> Html:
-    """The section about all alarms of the runs.
-
-    Args:
-        runs: those of the report.
-        anchors: tokens that can be linked to.
-    """
+    """The section about all alarms of the runs."""
     found = enumerate(raised(runs).values(), start=1)
     parts = [_finding(runs, number, findings, anchors) for number, findings in found]
     quiet = [run.name for run in runs if not (run.diagnosis.findings or run.diagnosis.empty)]
@@ -165,16 +143,15 @@ def _tokens(runs: Sequence[ReportRun], findings: Mapping[int, Finding], anchors:
 
 
 def _blamed(token: Blamed, text: str, anchors: Anchors, run: int) -> list[str]:
+    number, each = anchors.get((run, token.step, token.completion), (None, None))
     place = f"step {token.step}, completion {token.completion + 1}, position {token.position + 1}"
-    anchor = anchors.get((run, token.step, token.completion, token.position))
-    where = element("a", place, href=f"#{anchor}", class_="jump") if anchor else Html(place)
     return [
         element("code", text.strip("\n")),
         probability(token.policy_logprob),
         probability(token.other_logprob),
         f"{100 * token.share:.0f} %",
         f"×{token.times}" if token.times > 1 else "1",
-        where,
+        place if number is None or each is None else jump(each, number, token.position),
     ]
 
 

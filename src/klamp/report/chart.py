@@ -4,14 +4,27 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
-from klamp.report.axes import CurveColumn, Series, columns_of, means, spread, thin
 from klamp.report.text import Html, count, data_table, element, rounded, short
 
 DIGITS = 6
 """Significant digits of the numbers in the table, which the script draws from."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Series:
+    """One curve of a chart."""
+
+    label: str
+    """The name of the curve in the legend."""
+    points: Mapping[float, float]
+    """Step -> value, in the order of steps; NaN and infinities are gaps."""
+    slot: int = 0
+    """Its colour, its dashes and the shape of its dots, by number."""
+    group: str = ""
+    """Curves of one group share a line of the legend; empty: the curve has its own."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,102 +61,91 @@ class Chart:
     """The title, in a few words."""
     unit: str
     """The unit of the values."""
-    text: str = ""
-    """What the curves say besides, if anything."""
-    series: Sequence[Series]
-    """The curves, at least one."""
-    lines: Sequence[Line] = ()
-    """The targets and budgets, as levels and bands."""
-    marks: Sequence[Mark] = ()
-    """The alarms that rose over these metrics."""
-    axis: str = "step"
-    """What the horizontal axis counts."""
-    include: Sequence[float] = ()
+    curves: Mapping[str, str]
+    """Metric -> its label, the most important first."""
+    include: Sequence[float] = (0.0,)
     """Values that the vertical axis must have room for."""
     decimals: int | None = None
     """Decimals of the values in the legend; None: as many as four digits need."""
+    text: str = ""
+    """A note below the curves."""
+    series: Sequence[Series] = ()
+    """The curves of the runs."""
+    lines: Sequence[Line] = ()
+    """The targets, as levels and bands."""
+    marks: Sequence[Mark] = ()
+    """The alarms that rose over these metrics."""
 
 
 def render_chart(chart: Chart, *, most: int = 400) -> Html:
-    """The chart in its frame: title, legend with the latest values, room for the drawing, a table of the numbers.
-
-    Args:
-        chart: what to show.
-        most: points of a curve, about; spikes are always kept.
-    """
-    columns = columns_of(chart.series)
-    curves = [column.series.points for column in columns]
+    """The chart in its frame: title, legend with the latest values, room for the drawing, a table of the numbers."""
+    curves = [series.points for series in chart.series]
     steps = thin(curves, most=most)
     total = len({step for curve in curves for step in curve})
-    kept = [replace(column, series=_only(column.series, steps)) for column in columns]
-    headings = (chart.axis, *(column.series.label for column in kept))
-    rows = [
-        (short(step, digits=9), *(short(column.series.points.get(step), digits=DIGITS) for column in kept))
-        for step in steps
-    ]
-    at = f"last: {chart.axis} {short(steps[-1], digits=9)}" if steps else ""
+    headings = ("step", *(series.label for series in chart.series))
+    rows = [(short(step, digits=9), *(short(curve.get(step), digits=DIGITS) for curve in curves)) for step in steps]
+    thinned = "" if len(steps) == total else f"; {len(steps)} of {total} logged steps, the extremes among them"
     return element(
         "figure",
         element(
             "figcaption",
             element("h3", chart.title, id=f"{chart.name}-heading"),
             element("span", chart.unit, class_="unit"),
-            element("span", at, class_="at"),
+            element("span", f"last: step {short(steps[-1], digits=9)}" if steps else "", class_="at"),
         ),
-        element("ul", *_legend(chart, kept), class_="legend"),
+        element("ul", *_legend(chart), class_="legend"),
         element("div", _drawing(chart), class_="plot", hidden=True),
         element("p", chart.text, class_="says", hidden=not chart.text),
-        data_table(headings, rows, caption=f"{chart.title} ({chart.unit}){_thinned(len(steps), total)}"),
+        data_table(headings, rows, caption=f"{chart.title} ({chart.unit}){thinned}"),
         id=chart.name,
         class_="card",
         aria_labelledby=f"{chart.name}-heading",
-        data_plot=_plot(chart, kept, means(curves, most=most)),
+        data_plot=_plot(chart),
     )
 
 
-def _plot(chart: Chart, kept: Sequence[CurveColumn], means: Sequence[tuple[float, list[float | None]]]) -> str:
+def _plot(chart: Chart) -> str:
     """What the script draws the chart from, besides its table."""
-    series = [{"slot": column.series.slot, "members": column.members, "of": column.of} for column in kept]
     found = {
-        "axis": chart.axis,
         "unit": chart.unit,
         "include": [*chart.include],
         "decimals": chart.decimals,
-        "series": [{name: value for name, value in each.items() if value not in ((), None)} for each in series],
+        "slots": [series.slot for series in chart.series],
         "lines": [[line.low, line.high] for line in chart.lines],
         "marks": [[mark.step, mark.number] for mark in chart.marks],
-        "means": [[_digits(x), *map(_digits, values)] for x, values in means],
     }
     return json.dumps(found, separators=(",", ":"), allow_nan=False)
 
 
-def _digits(value: float | None) -> float | None:
-    return None if value is None else float(f"{value:.5g}")
+def thin(curves: Sequence[Mapping[float, float]], *, most: int) -> list[float]:
+    """The steps to draw: all of them, or for long curves those with the extremes of each stretch."""
+    steps = sorted({step for curve in curves for step in curve})
+    if len(steps) <= most:
+        return steps
+    kept = {steps[0], steps[-1]}
+    size = math.ceil(len(steps) / max(1, most // (2 * len(curves))))
+    for start in range(0, len(steps), size):
+        for curve in curves:
+            held = [step for step in steps[start : start + size] if step in curve]
+            finite = [step for step in held if math.isfinite(curve[step])]
+            if finite:
+                kept |= {min(finite, key=lambda s: curve[s]), max(finite, key=lambda s: curve[s])}
+            kept |= set(held) - set(finite)
+    return sorted(kept)
 
 
 def describe(chart: Chart) -> str:
     """The chart in words, for readers who cannot see it."""
-
-    def at(step: float) -> str:
-        return f"{chart.axis} {short(step, digits=9)}"
-
-    columns = columns_of(chart.series)
-    drawn = [column for column in columns if column.of is None]
-    parts = [chart.text] * bool(chart.text) + [f"{count(len(drawn), 'curve')}."]
-    for column in drawn:
-        series, band = column.series, spread(columns, column)
+    parts = [chart.text] * bool(chart.text) + [f"{count(len(chart.series), 'curve')}."]
+    for series in chart.series:
         finite = {step: value for step, value in series.points.items() if math.isfinite(value)}
         if not finite:
             parts.append(f"{series.label}: no finite value.")
             continue
-        steps = list(finite)
-        first, last, high = steps[0], steps[-1], max(steps, key=lambda step: finite[step])
-        parts.append(
-            f"{series.label}: {short(finite[first])} at {at(first)}, {short(finite[last])} at {at(last)}; lowest "
-            f"{short(min(finite.values()))}, highest {short(finite[high])} at {at(high)}."
-        )
+        low, high = (pick(finite, key=lambda step: finite[step]) for pick in (min, max))
+        ends = [f"{short(finite[step])} at step {short(step, digits=9)}" for step in (min(finite), max(finite), high)]
+        parts.append(f"{series.label}: {ends[0]}, {ends[1]}; lowest {short(finite[low])}, highest {ends[2]}.")
         lost = len(series.points) - len(finite)
-        parts += [f"Its band goes from {short(band[last][0])} to {short(band[last][1])} there."] if band else []
         parts += [f"{count(lost, 'value')} not finite."] if lost else []
     parts += [f"{line.label}." for line in chart.lines]
     parts += [f"Alarm {mark.number}, {mark.name}, rose at step {mark.step}." for mark in chart.marks]
@@ -162,37 +164,27 @@ def _drawing(chart: Chart) -> Html:
     )
 
 
-def _only(series: Series, steps: Sequence[float]) -> Series:
-    points = {step: series.points[step] for step in steps if step in series.points}
-    return replace(series, points=points)
-
-
-def _legend(chart: Chart, kept: Sequence[CurveColumn]) -> list[Html]:
-    """The lines of the legend: a mean with the range of its curves, the curves of a group that has none together."""
-    lines: dict[str, list[int]] = {}
-    for number, column in enumerate(kept):
-        if column.of is None:
-            alone = column.members or not column.series.group
-            lines.setdefault(f"\n{number}" if alone else column.series.group, []).append(number)
-    items = [_entry(kept, numbers, chart.decimals) for numbers in lines.values()]
+def _legend(chart: Chart) -> list[Html]:
+    """The lines of the legend: one per curve or group of curves, one per level."""
+    lines: dict[str, list[Series]] = {}
+    for number, series in enumerate(chart.series):
+        lines.setdefault(series.group or f"\n{number}", []).append(series)
     levels = [(key("level" if line.high is None else "band"), line.label) for line in chart.lines]
-    return items + [element("li", swatch, element("span", label, class_="label")) for swatch, label in levels]
+    return [
+        *(_entry(group, chart.decimals) for group in lines.values()),
+        *(element("li", swatch, element("span", label, class_="label")) for swatch, label in levels),
+    ]
 
 
-def _entry(kept: Sequence[CurveColumn], numbers: Sequence[int], decimals: int | None) -> Html:
-    """A line with the latest value of each curve; the script shows those under the cursor in their place."""
-    first = kept[numbers[0]].series
-    latest = [list(kept[number].series.points.values())[-1:] or [None] for number in numbers]
-    band = list(spread(kept, kept[numbers[0]]).values())
+def _entry(group: Sequence[Series], decimals: int | None) -> Html:
+    """A line with the latest value of each curve."""
+    first = group[0]
+    latest = [[*series.points.values()][-1] for series in group if series.points]
     return element(
         "li",
         key(f"curve s{first.slot % 8} d{first.slot % 5}"),
-        element("span", first.label if len(numbers) == 1 else f"{first.group}, {len(numbers)} runs", class_="label"),
-        *(
-            element("span", rounded(value, decimals=decimals), class_="value", data_column=number + 1)
-            for number, [value] in zip(numbers, latest, strict=True)
-        ),
-        *([element("span", _span(*band[-1], decimals), class_="span")] if band else []),
+        element("span", first.label if len(group) == 1 else f"{first.group}, {len(group)} runs", class_="label"),
+        *(element("span", rounded(value, decimals=decimals), class_="value") for value in latest),
     )
 
 
@@ -204,13 +196,3 @@ def key(classes: str) -> Html:
         else element("path", d="M0 5H22", class_=classes)
     )
     return element("svg", sample, class_="key", viewBox="0 0 22 10", aria_hidden="true")
-
-
-def _span(low: float, high: float, decimals: int | None) -> str:
-    """From the lowest to the highest of the values that a mean is of."""
-    ends = [rounded(value, decimals=decimals, digits=3) for value in (low, high)]
-    return "each" if low == high else " to ".join(ends)
-
-
-def _thinned(shown: int, total: int) -> str:
-    return "" if shown == total else f"; {shown} of {total} logged steps, the extremes among them"

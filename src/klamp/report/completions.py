@@ -1,4 +1,4 @@
-"""Chooses the completions that the page shows first: those that alarms blame, then those far from the reference."""
+"""The completions of the page: those that alarms blame first, then those far from the reference."""
 
 from __future__ import annotations
 
@@ -14,8 +14,6 @@ from klamp.report.run import ReportRun
 
 Anchor: TypeAlias = Literal["reference", "teacher", "sampler"]
 
-BINS = 64
-"""The most stretches that the positions of a completion are joined in."""
 LONGEST = 3000
 """The most tokens of a completion that are shown: a stretch around the worst one."""
 
@@ -29,13 +27,13 @@ class Shown:
     completion: Completion
     """The completion as the record has it."""
     index: int
-    """Its place among those that were written in its step, from 0; of twins, the first's."""
+    """Its place among the completions of its step, from 0; of equal ones, the place of the first."""
     times: int
     """How many completions are equal to it, token for token and number for number."""
     against: Anchor | None
     """The model whose log-probabilities the policy's are compared with."""
     ratios: Sequence[float]
-    """log policy - log other of each token; NaN where one is missing, or the token is not trained on."""
+    """log policy - log other of each token; NaN if one is missing, or the token is not trained on."""
     blamed: frozenset[int] = frozenset()
     """The positions of tokens that an alarm blames."""
 
@@ -51,17 +49,12 @@ class Shown:
 
     @property
     def k3(self) -> float:
-        """The sum of k3 over the tokens, in nats; tokens that are compared with their sampler are that one's."""
+        """The sum of k3 over the tokens, in nats; against the sampler, k3 takes the sampler as the policy."""
         sign = -1 if self.against == "sampler" else 1
         return sum(k3(sign * ratio) for ratio in self.ratios if math.isfinite(ratio))
 
-    @property
-    def other(self) -> Sequence[float] | None:
-        """The log-probabilities that the policy's are compared with."""
-        return None if self.against is None else recorded(self.completion)[self.against]
-
     def towards(self, anchor: Anchor) -> Self:
-        """The same, compared with another model that scored it."""
+        """The same completion, compared with another model that scored it."""
         return replace(self, against=anchor, ratios=_ratios(self.completion, anchor))
 
     @property
@@ -76,17 +69,13 @@ class Shown:
 
 
 def ranked(runs: Sequence[ReportRun]) -> list[Shown]:
-    """All completions of the runs with equal ones joined, the worst first.
-
-    Args:
-        runs: those of the report.
-    """
+    """All completions of the runs with equal ones joined, the worst first."""
     found = [shown for number, run in enumerate(runs) for shown in _of_run(run, number)]
     return sorted(found, key=lambda each: (not each.blamed, -each.worst, each.run, each.completion.step, each.index))
 
 
 def _of_run(run: ReportRun, number: int) -> Iterable[Shown]:
-    blamed = blamed_tokens(run)
+    blamed = _blamed_tokens(run)
     for step, completions in run.history.completions.items():
         twins: dict[tuple[object, ...], list[int]] = {}
         for index, each in enumerate(completions):
@@ -111,11 +100,7 @@ def _identity(each: Completion) -> tuple[object, ...]:
 
 
 def recorded(completion: Completion) -> dict[Anchor, Sequence[float]]:
-    """The models that scored a completion besides the policy, with their log-probabilities; the first is compared with.
-
-    Args:
-        completion: as the record has it.
-    """
+    """The other models that scored a completion, with their log-probabilities; the first is the default."""
     every: dict[Anchor, Sequence[float] | None] = {
         "reference": completion.ref,
         "teacher": completion.teacher,
@@ -131,12 +116,8 @@ def _ratios(each: Completion, against: Anchor | None) -> array[float]:
     return array("d", [p - o if on and math.isfinite(p - o) else math.nan for p, o, on in rows])
 
 
-def blamed_tokens(run: ReportRun) -> Mapping[tuple[int, int], frozenset[int]]:
-    """The positions that alarms blame: (step, completion) -> positions.
-
-    Args:
-        run: with its findings.
-    """
+def _blamed_tokens(run: ReportRun) -> Mapping[tuple[int, int], frozenset[int]]:
+    """The positions that alarms blame: (step, completion) -> positions."""
     found: dict[tuple[int, int], frozenset[int]] = {}
     for finding in run.diagnosis.findings:
         for token in finding.evidence.tokens:
@@ -145,39 +126,18 @@ def blamed_tokens(run: ReportRun) -> Mapping[tuple[int, int], frozenset[int]]:
     return found
 
 
-@dataclass(frozen=True, kw_only=True)
-class Place:
-    """The place of a token on the page: its completion and its position there."""
+def worst_tokens(completions: Mapping[int, Shown], *, most: int) -> list[tuple[int, int]]:
+    """(number of the completion, position) of the tokens with the largest |log-ratio|.
 
-    shown: int
-    """The number of its completion on the page."""
-    position: int
-    """Its position in the completion."""
-    times: int
-    """In how many completions, twins included, the same token has the same numbers at the same place."""
-
-
-def worst_tokens(completions: Mapping[int, Shown], *, most: int) -> list[Place]:
-    """The tokens with the largest |log-ratio|; a token of several equal completions counts once.
-
-    Args:
-        completions: those on the page, by number.
-        most: how many tokens.
+    Completions that begin alike share tokens: of equal tokens at one place of a step, the first counts.
     """
-    places: dict[tuple[object, ...], list[tuple[int, int]]] = {}
-    sizes: dict[tuple[object, ...], float] = {}
+    places: dict[tuple[object, ...], tuple[int, int]] = {}
+    sizes: dict[tuple[int, int], float] = {}
     for number, each in completions.items():
-        policy, other = each.completion.policy, each.other
-        begin, end = each.span
-        for position in range(begin, end):
+        for position in range(*each.span):
             ratio = each.ratios[position]
-            if other is not None and math.isfinite(ratio) and ratio != 0:
-                token = str(each.completion.tokens[position])
-                same = (each.run, each.completion.step, token, position, policy[position], other[position])
-                places.setdefault(same, []).append((number, position))
-                sizes[same] = abs(ratio)
-    order = sorted(places, key=lambda same: -sizes[same])[:most]
-    return [
-        Place(shown=seen[0][0], position=seen[0][1], times=sum(completions[number].times for number, _ in seen))
-        for seen in (places[same] for same in order)
-    ]
+            if math.isfinite(ratio) and ratio != 0:
+                token, step = str(each.completion.tokens[position]), each.completion.step
+                same = (each.run, step, token, position, each.completion.policy[position], ratio)
+                sizes[places.setdefault(same, (number, position))] = abs(ratio)
+    return sorted(sizes, key=lambda place: -sizes[place])[:most]

@@ -38,34 +38,37 @@ class Headline:
 
 
 def headlines(run: ReportRun, skills: Sequence[str], scores: ScoreFormat) -> list[Headline]:
-    """The most important numbers of a run, as far as its record has them.
-
-    Args:
-        run: the run.
-        skills: which skills to name, in order.
-        scores: how their scores are written.
-    """
-    found = [_over_steps(run, ("reward",), "Reward", "")]
-    found += [_skill(run, name, scores) for name in skills]
-    found += [_kl(run, KL, "KL", "nats/token"), _kl(run, SEQUENCE, "KL per completion", "nats")]
-    found += [_after(run.kl_after, AFTER, "nats/token"), _after(run.kl_after_sequence, AFTER_SEQUENCE, "nats")]
-    found += [
-        _over_steps(run, ("teacher/kl",), "Divergence from the teacher", "nats/token"),
-        _over_steps(run, ("length/mean",), "Length", "tokens"),
-        _over_steps(run, ("policy/entropy",), "Entropy", "nats/token"),
-        _over_steps(run, ("beta",), "beta", "reward/nat"),
-        _over_steps(run, ("teacher/coef",), "teacher_coef", "reward/nat"),
+    """The most important numbers of a run, as far as its record has them."""
+    found = [
+        _over_steps(run, {"reward": ""}, "Reward", ""),
+        *(_skill(run, name, scores) for name in skills),
+        _over_steps(run, KL, "KL", "nats/token"),
+        _over_steps(run, SEQUENCE, "KL per completion", "nats"),
+        _after(run.kl_after, AFTER, "nats/token"),
+        _after(run.kl_after_sequence, AFTER_SEQUENCE, "nats"),
+        _over_steps(run, {"teacher/kl": ""}, "Divergence from the teacher", "nats/token"),
+        _over_steps(run, {"length/mean": ""}, "Length", "tokens"),
+        _over_steps(run, {"policy/entropy": ""}, "Entropy", "nats/token"),
+        _over_steps(run, {"beta": ""}, "beta", "reward/nat"),
+        _over_steps(run, {"teacher/coef": ""}, "teacher_coef", "reward/nat"),
     ]
     return [each for each in found if each is not None]
 
 
-def _over_steps(run: ReportRun, names: Sequence[str], label: str, unit: str) -> Headline | None:
-    curve = next((curve for name in names if (curve := run.curve(name))), None)
-    if curve is None:
+def _over_steps(run: ReportRun, names: Mapping[str, str], label: str, unit: str) -> Headline | None:
+    """The number of the first of these metrics that the run logged: metric -> what to add to the label."""
+    name = next((name for name in names if run.curve(name)), None)
+    if name is None:
         return None
+    curve = run.curve(name)
     first, last = ends(curve)
-    constant = all(value == first for value in curve.values())
-    detail = "" if len(curve) == 1 else "constant" if constant else f"from {short(first)}"
+    if names[name]:
+        label = f"{label} ({names[name]})"
+        at = max((step for step in curve if not math.isnan(curve[step])), key=lambda step: curve[step], default=None)
+        detail = "" if at is None else f"highest {short(curve[at])} at step {short(at, digits=9)}"
+    else:
+        constant = all(value == first for value in curve.values())
+        detail = "" if len(curve) == 1 else "constant" if constant else f"from {short(first)}"
     return Headline(label=label, value=short(last), unit=unit, detail=detail, over=_over(curve))
 
 
@@ -86,17 +89,6 @@ def ends(curve: Mapping[float, float]) -> tuple[float, float]:
     values = list(curve.values())
     last = [value for value in values[-_last(len(values)) :] if math.isfinite(value)]
     return values[0], fmean(map(bounded, last)) if last else values[-1]
-
-
-def _kl(run: ReportRun, names: Mapping[str, str], label: str, unit: str) -> Headline | None:
-    name = next((name for name in names if run.curve(name)), None)
-    if name is None:
-        return None
-    curve = run.curve(name)
-    at = max((step for step in curve if not math.isnan(curve[step])), key=lambda step: curve[step], default=None)
-    highest = "" if at is None else f"highest {short(curve[at])} at step {short(at, digits=9)}"
-    last = short(ends(curve)[1])
-    return Headline(label=f"{label} ({names[name]})", value=last, unit=unit, detail=highest, over=_over(curve))
 
 
 def _after(value: float | None, label: str, unit: str) -> Headline | None:
@@ -127,11 +119,7 @@ def _skill(run: ReportRun, name: str, scores: ScoreFormat) -> Headline | None:
 
 
 def tiles(run: ReportRun) -> Html:
-    """The numbers of one run, as boxes side by side.
-
-    Args:
-        run: the run.
-    """
+    """The numbers of one run, as boxes side by side."""
     found = headlines(run, skills_of([run])[:SKILLS], ScoreFormat.of([run]))
     return element("dl", *(_tile(each) for each in found), class_="tiles")
 
@@ -157,9 +145,6 @@ def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]
     """The heading and rows of a table of several runs, the KL first: a few runs are its columns, many its rows.
 
     A KL that was measured after training stands before those of the steps: runs that logged none have it, too.
-
-    Args:
-        runs: those of the report.
     """
     skills = skills_of(runs)[:SKILLS]
     scores = ScoreFormat.of(runs)

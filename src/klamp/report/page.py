@@ -5,7 +5,6 @@ from __future__ import annotations
 import base64
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
@@ -15,11 +14,10 @@ from klamp.errors import DataError
 from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
 from klamp.report.chart import render_chart
 from klamp.report.completions import Shown, ranked
-from klamp.report.cost_section import Costs, costs_of
-from klamp.report.curves import charts, position_charts
+from klamp.report.curves import charts
 from klamp.report.headlines import COLUMNS, WINDOW, side_by_side, tiles
 from klamp.report.run import ReportRun, ScoreFormat, judged
-from klamp.report.settings_section import settings_section, versions_section
+from klamp.report.settings_section import settings_section
 from klamp.report.text import MISSING, Html, count, element, join, plain_table, shorten
 from klamp.report.token_section import fitting, token_section
 
@@ -34,19 +32,8 @@ MOST = 40
 """Questions that are shown."""
 STYLES, SCRIPTS = (
     ("page.css", "charts.css", "tokens.css"),
-    ("theme.js", "plot.js", "save.js", "panel.js", "charts.js", "tokens.js"),
+    ("theme.js", "plot.js", "charts.js", "tokens.js"),
 )
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Content:
-    """What a page is made from, however much of it there is room for."""
-
-    runs: Sequence[ReportRun]
-    completions: Sequence[Shown]
-    spent: Costs
-    positions: Html
-    """The section of charts by position."""
 
 
 def render(runs: Sequence[ReportRun], *, limit: int = LIMIT) -> str:
@@ -60,17 +47,11 @@ def render(runs: Sequence[ReportRun], *, limit: int = LIMIT) -> str:
         DataError: so many runs that their curves alone are larger.
     """
     completions = ranked(runs)
-    content = _Content(
-        runs=runs,
-        completions=completions,
-        spent=costs_of(completions, [run.read for run in runs]),
-        positions=_positions(runs),
-    )
     for most in (400, 200, 100, 50, 25):
-        size = len(_document(content, [], most=most).encode())
+        size = len(_document(runs, completions, {}, most=most).encode())
         room = limit - size
         while room > 0:
-            page = _document(content, fitting(runs, completions, room=room), most=most)
+            page = _document(runs, completions, fitting(runs, completions, room=room), most=most)
             excess = len(page.encode()) - limit
             if excess <= 0:
                 return page
@@ -83,10 +64,10 @@ def render(runs: Sequence[ReportRun], *, limit: int = LIMIT) -> str:
     )
 
 
-def _document(content: _Content, kept: Sequence[int], *, most: int) -> str:
+def _document(runs: Sequence[ReportRun], completions: Sequence[Shown], cards: Mapping[int, Html], *, most: int) -> str:
     style, script = _asset(STYLES), _asset(SCRIPTS)
     policy = (
-        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; img-src data:; "
+        f"default-src 'none'; style-src '{_digest(style)}'; script-src '{_digest(script)}'; "
         "base-uri 'none'; form-action 'none'"
     )
     head = element(
@@ -97,25 +78,23 @@ def _document(content: _Content, kept: Sequence[int], *, most: int) -> str:
         element("meta", name="color-scheme", content="light dark"),
         element("meta", name="generator", content=f"{GENERATOR} {__version__}"),
         element("meta", name="referrer", content="no-referrer"),
-        element("title", f"{_name(content.runs)} · klamp report"),
+        element("title", f"{_name(runs)} · klamp report"),
         element("style", Html(style)),
     )
-    body = element("body", *_body(content, kept, most=most), element("script", Html(script)))
+    body = element("body", *_body(runs, completions, cards, most=most), element("script", Html(script)))
     return f"<!doctype html>\n{element('html', head, body, lang='en')}\n"
 
 
-def _body(content: _Content, kept: Sequence[int], *, most: int) -> list[Html]:
-    runs, completions = content.runs, content.completions
-    numbers = numbered(runs)
+def _body(
+    runs: Sequence[ReportRun], completions: Sequence[Shown], cards: Mapping[int, Html], *, most: int
+) -> list[Html]:
     sections = {
         "overview": ("Overview", _overview(runs)),
-        "alarms": ("Alarms", alarm_section(runs, anchors(completions, kept))),
-        "curves": ("Over steps", _curves(runs, numbers, most)),
+        "alarms": ("Alarms", alarm_section(runs, anchors(completions, cards))),
+        "curves": ("Over steps", _curves(runs, most)),
         "answers": ("Before and after", answer_section(runs)),
-        "positions": ("By position", content.positions),
-        "tokens": ("Token by token", token_section(runs, completions, kept, content.spent)),
+        "tokens": ("Token by token", token_section(runs, completions, cards)),
         "configuration": ("Configuration", settings_section(runs)),
-        "versions": ("Versions", versions_section(runs)),
     }
     links = [element("a", title, href=f"#{name}") for name, (title, _) in sections.items()]
     return [
@@ -173,8 +152,8 @@ def _overview(runs: Sequence[ReportRun]) -> Html:
     return join([element("p", text, class_="aside"), table])
 
 
-def _curves(runs: Sequence[ReportRun], numbers: Mapping[str, int], most: int) -> Html:
-    found = charts(runs, numbers)
+def _curves(runs: Sequence[ReportRun], most: int) -> Html:
+    found = charts(runs, numbered(runs))
     if not found:
         return element("p", "No metric over steps was logged.", class_="missing")
     curves = sum(len(chart.series) for chart in found)
@@ -182,20 +161,8 @@ def _curves(runs: Sequence[ReportRun], numbers: Mapping[str, int], most: int) ->
     return element("div", *(render_chart(chart, most=points) for chart in found), class_="grid")
 
 
-def _positions(runs: Sequence[ReportRun]) -> Html:
-    found = [render_chart(chart) for chart in position_charts(runs)]
-    if not found:
-        text = "No trained token with log-probabilities of policy and reference was written."
-        return element("p", text, class_="missing")
-    return element("div", *found, class_="grid")
-
-
 def answer_section(runs: Sequence[ReportRun]) -> Html:
-    """What the policy answered at the first and at the last evaluation, and what its teacher answers.
-
-    Args:
-        runs: those of the report; what the first of them answered at the first stands for all.
-    """
+    """What the policy answered at the first and at the last evaluation, and what its teacher answers."""
     first = next((run for run in runs if run.history.answers), None)
     if first is None:
         return element("p", "No answers of an evaluation were written.", class_="missing")

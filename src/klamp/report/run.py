@@ -29,8 +29,6 @@ class ReportRun:
     """Its history, and what the alarms found in it."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The configuration; empty where the record does not hold it."""
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-    """Defaults of the fields that have one; empty where they are not known."""
     said: Sequence[str] = ()
     """Its model, task, KL, day and duration in words, as far as they are known: the first line of the page."""
     versions: Mapping[str, str] = field(default_factory=dict)

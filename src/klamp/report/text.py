@@ -7,12 +7,11 @@ their own.
 from __future__ import annotations
 
 import html
-import json
 import math
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from functools import cache, lru_cache
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 VOID = ("meta", "input", "link", "br")
 UNSEEN = "\u115f\u1160\u2800\u3164\uffa0"
@@ -83,23 +82,12 @@ def visible(text: str) -> str:
 
 
 def shorten(text: str, length: int) -> str:
-    """The beginning of a text, and how many characters were left out.
-
-    Args:
-        text: the text.
-        length: characters to keep.
-    """
+    """The beginning of a text, and how many characters were left out."""
     return text if len(text) <= length else f"{text[:length]}… ({len(text) - length} more characters)"
 
 
 def data_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str) -> Html:
-    """The table of a chart's numbers, closed until it is clicked.
-
-    Args:
-        headings: of the columns.
-        rows: the first cell of each is its heading.
-        caption: what the numbers are.
-    """
+    """The table of a chart's numbers, closed until it is clicked."""
     return element(
         "details",
         element("summary", "Numbers", element("span", f" of: {caption}", class_="unseen")),
@@ -111,15 +99,7 @@ def data_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, captio
 def plain_table(
     headings: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str, numbers: bool = False, classes: str = ""
 ) -> Html:
-    """A table that scrolls by itself where it is wider than the page.
-
-    Args:
-        headings: of the columns.
-        rows: text or markup; the first cell of each is its heading.
-        caption: what it is, for who cannot see it.
-        numbers: whether the cells are numbers.
-        classes: more classes.
-    """
+    """A table that scrolls if it is wider than the page; the first cell of each row is its heading."""
     head = element("thead", element("tr", *(element("th", heading, scope="col") for heading in headings)))
     body = [
         element("tr", element("th", row[0], scope="row"), *(element("td", cell) for cell in row[1:])) for row in rows
@@ -134,26 +114,8 @@ def plain_table(
     return element("div", table, class_="scroll", tabindex="0", role="region", aria_label=f"Table: {caption}")
 
 
-def json_block(value: Any, *, name: str) -> Html:
-    """Data for the script of the page, in an element that no text in the data can close.
-
-    Args:
-        value: what JSON takes; no NaN.
-        name: id of the element.
-    """
-    text = json.dumps(value, ensure_ascii=True, allow_nan=False, separators=(",", ":"))
-    for character in "<>&":
-        text = text.replace(character, f"\\u{ord(character):04x}")
-    return Html(f'<script type="application/json" id="{name}">{text}</script>')
-
-
 def short(value: float | None, *, digits: int = 3) -> str:
-    """A number with so many significant digits, without an exponent where people would write none.
-
-    Args:
-        value: the number; None: there is none.
-        digits: significant digits.
-    """
+    """A number with so many significant digits, without an exponent where people would write none."""
     if value is None:
         return MISSING
     if not math.isfinite(value):
@@ -173,13 +135,7 @@ def short(value: float | None, *, digits: int = 3) -> str:
 
 
 def rounded(value: float | None, *, decimals: int | None, digits: int = 4) -> str:
-    """A number with so many decimals, or, where there is no rule for them, with so many significant digits.
-
-    Args:
-        value: the number; None: there is none.
-        decimals: that all numbers of its kind have; None: see `digits`.
-        digits: as in `short`.
-    """
+    """A number with so many decimals, or, where there is no rule for them, with so many significant digits."""
     if decimals is None or value is None or not math.isfinite(value):
         return short(value, digits=digits)
     return f"{value:.{decimals}f}".replace("-", MINUS)
@@ -223,11 +179,7 @@ Read = Callable[[str], str]
 
 
 def reader(tokens: Iterable[str]) -> Read:
-    """The function that turns tokens of one run into text: byte-level ones are decoded, `▁` becomes a space.
-
-    Args:
-        tokens: some of them.
-    """
+    """The function that turns tokens of one run into text: byte-level ones are decoded, `▁` becomes a space."""
     if any(token.startswith(tuple(BYTE_LEVEL)) for token in tokens):
         return decoded
     return lambda token: token.replace("▁", " ")
@@ -251,12 +203,7 @@ def decoded(token: str) -> str:
 
 
 def shown(text: str, *, longest: int = LONGEST) -> str:
-    """A token as it is written on the page: nothing invisible in it, and not too long.
-
-    Args:
-        text: as `reader` gives it.
-        longest: characters to keep.
-    """
+    """A token as it is written on the page: nothing invisible in it, and not too long."""
     if len(text) > longest:
         text = f"{text[:longest]}…(+{len(text) - longest})"
     if not text:

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
-from typing import Any
 
-from klamp.report.completions import Place, Shown, recorded, worst_tokens
-from klamp.report.cost_section import Costs, cost_section
+from klamp.report.completions import Shown, recorded, worst_tokens
 from klamp.report.run import ReportRun
-from klamp.report.text import Html, Read, count, element, join, json_block, plain_table, probability, shown, signed
-from klamp.report.tokens import DISTANCES, EDGES, card, legend, numbers_of, shade
+from klamp.report.text import Html, count, element, join, plain_table, probability, shown, signed
+from klamp.report.tokens import DISTANCES, EDGES, card, legend, shade
 
 WORST = 15
-BEFORE, AFTER, PROMPT = 8, 4, 40
-"""Tokens before and after a worst token, and characters of its prompt, that stand beside it."""
+"""Rows of the table of the worst tokens."""
+BEFORE, AFTER = 8, 4
+"""Tokens before and after a worst token in its context."""
 FRAME = 30_000
-"""Bytes of the page that are kept for everything but completions."""
+"""Bytes of the page that are reserved for the tables above the completions."""
 NARROW = 24
-"""The most characters of a token in the table of the worst ones."""
-LEAST = 30
-"""The fewest bytes that a token needs on the page."""
+"""The most characters of a token in a table."""
 PATIENCE = 200
-"""So many completions in a row that were drawn and found too large for what is left of the page end the search."""
+"""The search for completions that fit ends after this many in a row that are too large."""
 SORTS = {
     "worst": "worst token first",
     "kl": "largest KL first",
@@ -34,72 +30,45 @@ SORTS = {
 }
 
 
-def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], kept: Sequence[int], spent: Costs) -> Html:
-    """The section about completions and their tokens.
+def fitting(runs: Sequence[ReportRun], completions: Sequence[Shown], *, room: int) -> dict[int, Html]:
+    """The cards that the page can hold, by the number of their completion, in the order of importance.
 
-    Args:
-        runs: those of the report.
-        completions: all of them, the worst first.
-        kept: numbers of those that there is room for.
-        spent: what all of them cost.
+    A completion that is too large makes room for smaller ones; a long run has tens of thousands of them.
     """
+    cards: dict[int, Html] = {}
+    missed, room = 0, room - FRAME
+    for number, each in enumerate(completions):
+        drawn = card(each, number, read=runs[each.run].read, label=runs[each.run].name if len(runs) > 1 else "")
+        size = len(drawn.encode())
+        if size <= room:
+            cards[number], room, missed = drawn, room - size, 0
+        elif (missed := missed + 1) == PATIENCE:
+            break
+    return cards
+
+
+def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], cards: Mapping[int, Html]) -> Html:
+    """The section about completions and their tokens."""
     if not completions:
         text = (
             "No completions with token log-probabilities were written. klamp writes some every "
             "log_completions_every steps; for other trainers see the names that `klamp doctor` reads."
         )
         return element("p", text, class_="missing")
-    readers = [run.read for run in runs]
-    here = {number: completions[number] for number in kept}
-    worst = worst_tokens(here, most=WORST)
-    linked = links(here, worst)
-    cards = [
-        card(each, number, read=readers[each.run], label=_label(runs, each), linked=linked.get(number, frozenset()))
-        for number, each in here.items()
-    ]
+    here = {number: completions[number] for number in cards}
     return join(
         [
             element("p", said(completions, list(here.values())), class_="aside", id="left-out"),
-            _worst_table(runs, here, worst, readers),
-            cost_section(spent),
+            _worst_table(runs, here),
             element("h3", "Completions", id="all-completions"),
             *_anchor_choice(completions),
             legend(sorted({each.against for each in completions if each.against})),
             _filters(runs, completions),
             element("p", id="count", class_="count", role="status"),
-            element("div", *cards, id="completions"),
+            element("div", *cards.values(), id="completions"),
             element("button", "Show more", type="button", id="more", hidden=True),
-            json_block({str(number): numbers_of(each) for number, each in here.items()}, name="numbers"),
         ]
     )
-
-
-def fitting(runs: Sequence[ReportRun], completions: Sequence[Shown], *, room: int) -> list[int]:
-    """The numbers of the completions that the page can hold, first ones first; too large ones are passed over.
-
-    A long run has tens of thousands of them, and what is left of a page is soon too small for most: see `PATIENCE`.
-
-    Args:
-        runs: those of the report.
-        completions: in the order of their importance.
-        room: bytes.
-    """
-    readers = [run.read for run in runs]
-    kept: list[int] = []
-    missed, room = 0, room - FRAME
-    for number, each in enumerate(completions):
-        if missed == PATIENCE:
-            break
-        begin, end = each.span
-        if LEAST * (end - begin) > room:
-            continue
-        whole = card(each, number, read=readers[each.run], label=_label(runs, each), linked=frozenset())
-        size = len(whole.encode()) + len(json.dumps(numbers_of(each), separators=(",", ":"))) + 12
-        missed = 0 if size <= room else missed + 1
-        if size <= room:
-            kept.append(number)
-            room -= size
-    return kept
 
 
 def said(completions: Sequence[Shown], kept: Sequence[Shown]) -> str:
@@ -114,115 +83,68 @@ def said(completions: Sequence[Shown], kept: Sequence[Shown]) -> str:
     return f"{text}." if whole else f"{text}. The others are left out for the size of the page."
 
 
-def links(completions: Mapping[int, Shown], worst: Sequence[Place]) -> Mapping[int, frozenset[int]]:
-    """The positions that the page links to, by completion: the worst tokens, and those that alarms blame."""
-    found: dict[int, frozenset[int]] = {}
-    for place in worst:
-        found[place.shown] = found.get(place.shown, frozenset()) | {place.position}
-    for number, each in completions.items():
-        begin, end = each.span
-        inside = frozenset(position for position in each.blamed if begin <= position < end)
-        if inside:
-            found[number] = found.get(number, frozenset()) | inside
-    return found
+def jump(each: Shown, number: int, position: int) -> Html:
+    """A link to a token: to its card, where the script takes the focus to the token."""
+    place = f"step {each.completion.step}, completion {each.index + 1}, position {position + 1}"
+    return element("a", place, href=f"#c{number}", class_="jump", data_position=position)
 
 
-def _label(runs: Sequence[ReportRun], each: Shown) -> str:
-    return runs[each.run].name if len(runs) > 1 else ""
-
-
-def _worst_table(
-    runs: Sequence[ReportRun],
-    completions: Mapping[int, Shown],
-    worst: Sequence[Place],
-    readers: Sequence[Read],
-) -> Html:
-    if not worst:
+def _worst_table(runs: Sequence[ReportRun], completions: Mapping[int, Shown]) -> Html:
+    rows: list[list[str]] = []
+    for number, position in worst_tokens(completions, most=WORST):
+        each = completions[number]
+        completion, ratio = each.completion, each.ratios[position]
+        read = runs[each.run].read
+        texts = [shown(read(str(token)), longest=NARROW).replace("\n", "") for token in completion.tokens]
+        rows.append(
+            [
+                element("code", texts[position], class_=shade(ratio)),
+                signed(ratio),
+                probability(completion.policy[position]),
+                probability(completion.policy[position] - ratio),
+                _context(texts, position, shade(ratio)),
+                *([runs[each.run].name] if len(runs) > 1 else []),
+                jump(each, number, position),
+            ]
+        )
+    if not rows:
         return element("p", "No token here has a log-ratio other than 0.", class_="missing")
-    several = len(runs) > 1
     against = " or ".join(sorted({each.against for each in completions.values() if each.against}))
-    headings = ["token", "log-ratio", "policy", against, "in context", "position", "times"]
-    headings += [*(["run"] if several else []), "where"]
-    rows = [_worst_row(runs, completions[place.shown], place, readers) for place in worst]
-    return join(
-        [
-            element("h3", "Worst tokens", id="worst-tokens"),
-            plain_table(headings, rows, caption="tokens with the largest |log-ratio| on this page", classes="worst"),
-        ]
-    )
+    run = ["run"] if len(runs) > 1 else []
+    headings = ["token", "log-ratio", "policy", against, "in context", *run, "where"]
+    table = plain_table(headings, rows, caption="tokens with the largest |log-ratio| on this page", classes="worst")
+    return join([element("h3", "Worst tokens", id="worst-tokens"), table])
 
 
-def _worst_row(runs: Sequence[ReportRun], each: Shown, place: Place, readers: Sequence[Read]) -> list[str]:
-    completion, position = each.completion, place.position
-    other, read = each.other, readers[each.run]
-    assert other is not None
-    link = element(
-        "a", f"step {completion.step}, completion {each.index + 1}", href=f"#c{place.shown}-{position}", class_="jump"
-    )
-    return [
-        element("code", _one_line(read, each, position), class_=shade(each.ratios[position])),
-        signed(each.ratios[position]),
-        probability(completion.policy[position]),
-        probability(other[position]),
-        _context(read, each, position),
-        str(position + 1),
-        f"×{place.times}" if place.times > 1 else "1",
-        *([runs[each.run].name] if len(runs) > 1 else []),
-        link,
-    ]
-
-
-def _one_line(read: Read, each: Shown, position: int) -> str:
-    return shown(read(str(each.completion.tokens[position])), longest=NARROW).replace("\n", "")
-
-
-def _context(read: Read, each: Shown, position: int) -> Html:
-    """The text around a token: some tokens before and after, and the end of the prompt at the beginning."""
-    tokens = range(len(each.completion.tokens))
-    before = "".join(_one_line(read, each, i) for i in tokens[max(0, position - BEFORE) : position])
-    after = "".join(_one_line(read, each, i) for i in tokens[position + 1 : position + 1 + AFTER])
-    prompt = each.completion.prompt[-PROMPT:].replace("\n", "↵") if position <= BEFORE else ""
-    return element(
-        "code",
-        *([element("span", prompt, class_="asked"), Html(" ")] if prompt else []),
-        "…" if position > BEFORE else "",
-        before,
-        element("b", _one_line(read, each, position), class_=shade(each.ratios[position])),
-        after,
-        "…" if position + 1 + AFTER < len(tokens) else "",
-        class_="context",
-    )
+def _context(texts: Sequence[str], position: int, shade: str) -> Html:
+    """The tokens before and after a token."""
+    first, end = max(0, position - BEFORE), position + 1 + AFTER
+    before = "…" * (first > 0) + "".join(texts[first:position])
+    after = "".join(texts[position + 1 : end]) + "…" * (end < len(texts))
+    return element("code", before, element("b", texts[position], class_=shade), after, class_="context")
 
 
 def _anchor_choice(completions: Sequence[Shown]) -> list[Html]:
-    """The control that says which model the shades compare the policy with; none where there is no choice."""
+    """The choice of the model that the shades compare the policy with, if the record has several."""
     there = {anchor for each in completions for anchor in recorded(each.completion)}
     names = [(anchor, anchor) for anchor in DISTANCES if anchor in there]
-    edges = " ".join(map(str, EDGES))
     choice = _select("against", "Shades compare the policy with the", names)
+    edges = " ".join(map(str, EDGES))
     return [element("div", choice, id="against", data_edges=edges, hidden=True)] if len(names) > 1 else []
 
 
 def _filters(runs: Sequence[ReportRun], completions: Sequence[Shown]) -> Html:
     steps = [each.completion.step for each in completions]
-    parts: list[Html] = []
-    if len(runs) > 1:
-        names = [("", "all runs"), *((str(number), run.name) for number, run in enumerate(runs))]
-        parts.append(_select("run", "Run", names))
-    parts += [
-        _number("step-from", "Step from", min=min(steps), max=max(steps), step=1, placeholder=str(min(steps))),
-        _number("step-to", "to", min=min(steps), max=max(steps), step=1, placeholder=str(max(steps))),
-        _number("reward-from", "Reward from", step="any"),
-        _number("reward-to", "to", step="any"),
-        _number("size", "|log-ratio| at least", min=0, step="any", placeholder="0"),
+    limits = {"type": "number", "inputmode": "decimal", "min": min(steps), "max": max(steps), "step": 1}
+    names = [("", "all runs"), *((str(number), run.name) for number, run in enumerate(runs))]
+    blamed = element("input", type="checkbox", id="f-blamed", disabled=not any(each.blamed for each in completions))
+    parts = [
+        *([_select("run", "Run", names)] if len(runs) > 1 else []),
+        _field("step-from", "Step from", element("input", id="f-step-from", placeholder=str(min(steps)), **limits)),
+        _field("step-to", "to", element("input", id="f-step-to", placeholder=str(max(steps)), **limits)),
         _field("text", "Text", element("input", type="search", id="f-text", autocomplete="off", spellcheck="false")),
         _select("sort", "Order", list(SORTS.items())),
-        element(
-            "label",
-            element("input", type="checkbox", id="f-blamed", disabled=not any(each.blamed for each in completions)),
-            " blamed by an alarm",
-            class_="check",
-        ),
+        element("label", blamed, " blamed by an alarm", class_="check"),
         element("button", "Clear", type="button", id="clear"),
     ]
     return element("form", *parts, id="filters", aria_label="Filter the completions", hidden=True)
@@ -230,10 +152,6 @@ def _filters(runs: Sequence[ReportRun], completions: Sequence[Shown]) -> Html:
 
 def _field(name: str, label: str, control: Html) -> Html:
     return element("div", element("label", label, for_=f"f-{name}"), control, class_="field")
-
-
-def _number(name: str, label: str, **limits: Any) -> Html:
-    return _field(name, label, element("input", type="number", id=f"f-{name}", inputmode="decimal", **limits))
 
 
 def _select(name: str, label: str, options: Sequence[tuple[str, str]]) -> Html:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import platform
 import time
@@ -125,7 +124,7 @@ class ReportCallback(TrainerCallback):
 
 
 def about(trainer: Any) -> dict[str, Any]:
-    """Settings with their defaults, versions, model, data and KL of a trainer."""
+    """Settings, versions, model, data and KL of a trainer."""
     args, rows = trainer.args, trainer.train_dataset
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)  # said when the arguments were made
@@ -142,7 +141,6 @@ def about(trainer: Any) -> dict[str, Any]:
         "task": f"{named}{sized}, reward {', '.join(trainer.reward_func_names)}",
         "kl": own if kl is None else describe_anchors(kl, taught),
         "config": args.to_dict(),
-        "defaults": {f.name: f.default for f in dataclasses.fields(args) if f.default is not dataclasses.MISSING},
         "versions": versions,
     }
 

@@ -1,90 +1,53 @@
-// Charts that answer: the values under the cursor, smoothing, a logarithmic axis, zoom, files. Each is drawn from its own
-// table.
+// The charts: each is drawn from its own table, with the values under the cursor, a logarithmic axis and a large view.
 (() => {
   const SMALL = { width: 360, height: 190, left: 46, side: 10, top: 10, foot: 26, ticks: 5 };
-  const FEW = 15, DRAG = 6;
-  const figures = Array.from(document.querySelectorAll("figure[data-plot]")).filter(
-    (figure) => figure.querySelector("table.numbers tbody tr"),
-  );
-  const { all, node, button, share } = panel;
-  const charts = figures.map((figure) => connect(figure, panel.remembered.charts?.[figure.id] ?? {}));
-  const overSteps = charts.filter((chart) => chart.isOverSteps);
-  if (overSteps.length) panel.controls(overSteps, remember);
-  for (const chart of charts) chart.draw();
-
-  function remember() {
-    panel.remember(charts.filter((chart) => chart.isChanged()));
+  const FEW = 15; // up to so many steps, each point has a dot
+  for (const figure of document.querySelectorAll("figure[data-plot]")) {
+    if (figure.querySelector("table.numbers tbody tr")) connect(figure);
   }
 
-  // ---- One chart
+  function node(name, attributes = {}, ...children) {
+    const made = document.createElement(name);
+    for (const [key, value] of Object.entries(attributes)) made.setAttribute(key, value);
+    made.append(...children);
+    return made;
+  }
+  function button(text, label, action) {
+    const made = node("button", { type: "button", "aria-label": label }, text);
+    made.addEventListener("click", action);
+    return made;
+  }
 
-  function connect(figure, state) {
+  function connect(figure) {
     const data = JSON.parse(figure.dataset.plot);
     const svg = figure.querySelector("svg.chart"), table = figure.querySelector("table.numbers");
-    const headings = Array.from(table.tHead.rows[0].cells, (cell) => cell.textContent);
+    const plotted = svg.parentElement, title = figure.querySelector("h3").textContent;
     const rows = Array.from(table.tBodies[0].rows, (row) => Array.from(row.cells, (cell) => plot.read(cell.textContent)));
-    const numbers = columns(rows, headings.length);
-    const means = data.means.length ? columns(data.means, headings.length) : numbers;
-    const series = data.series.map((each, i) => ({ ...each, column: i + 1, label: headings[i + 1] }));
-    const isOverSteps = data.axis === "step" && figure.closest("#curves") !== null;
-    const keys = keysOf();
-    const title = figure.querySelector("h3").textContent;
-    const at = figure.querySelector(".at"), plotted = svg.parentElement;
-    const values = Array.from(figure.querySelectorAll(".value[data-column]"));
-    const spans = Array.from(figure.querySelectorAll(".legend .span"));
-    const initial = [at, ...values, ...spans].map((each) => each.textContent);
-    const compared = [...data.include, ...data.lines.flat().filter((level) => level !== null)];
-    const knee = plot.kneeOf(numbers.slice(1).flat(), compared);
-    state = { log: knee !== null, large: false, from: null, to: null, ...state };
-    let box = SMALL, x = [0, 1], drawn = curves();
+    const steps = rows.map((row) => row[0]);
+    const series = data.slots.map((slot, i) => ({
+      slot,
+      label: table.tHead.rows[0].cells[i + 1].textContent,
+      points: rows.map((row) => [row[0], row[i + 1]]).filter((point) => point[1] !== null),
+    }));
+    const levels = data.lines.flat().filter((level) => level !== null);
+    const knee = plot.kneeOf(rows.flatMap((row) => row.slice(1)), [...data.include, ...levels]);
+    const x = steps.length > 1 ? [steps[0], steps.at(-1)] : [steps[0] - 1, steps[0] + 1];
+    let isLog = knee !== null, isLarge = false, box = SMALL;
 
     const slider = node("input", { type: "range", class: "scrub", min: 0, max: rows.length - 1, step: 1 });
-    slider.setAttribute("aria-label", `${title}: values by ${data.axis}`);
-    slider.setAttribute("aria-keyshortcuts", "+ - 0");
+    slider.setAttribute("aria-label", `${title}: values by step`);
     const readout = node("div", { class: "readout", "aria-hidden": "true" });
-    readout.hidden = true;
     plotted.append(slider, readout);
     plotted.hidden = false;
-    const tools = toolbar();
-    say(rows.length - 1);
+    const log = button("Log", `${title}: logarithmic axis`, () => {
+      isLog = !isLog;
+      draw();
+    });
+    const large = button("Enlarge", `${title}: enlarge`, () => enlarge(!isLarge));
+    figure.append(node("div", { class: "tools" }, log, large));
     events();
-    return { id: figure.id, state, isOverSteps, hasBands: series.some((each) => each.members), range, isChanged, draw };
-
-    function columns(lines, count) {
-      return Array.from({ length: count }, (_, i) => lines.map((line) => line[i]));
-    }
-    function range() {
-      return numbers[0].at(-1) - numbers[0][0];
-    }
-    function isChanged() {
-      const common = isOverSteps && (all.smooth > 0 || all.seeds !== "band");
-      return common || state.large || state.from !== null || state.log !== (knee !== null);
-    }
-
-    // What is drawn: of each curve its points, those smoothed, and of a mean the lowest and highest of its runs.
-    function curves() {
-      const seen = series.filter((each) => (isOverSteps && all.seeds === "each" ? !each.members : each.of === undefined));
-      const span = isOverSteps && all.smooth > 0 ? share(all.smooth) * range() : 0;
-      return seen.map((each) => {
-        const raw = lines(numbers, each), soft = span ? lines(means, each, span) : null;
-        return { ...each, raw, soft, band: (soft ?? raw).band };
-      });
-    }
-    function lines(source, each, span = 0) {
-      const steps = source[0];
-      const treat = (ys) => {
-        const known = steps.map((step, i) => [step, ys[i]]).filter((point) => point[1] !== null && point[1] !== undefined);
-        const found = span ? plot.smooth(known.map((point) => point[0]), known.map((point) => point[1]), span) : null;
-        return known.map(([step, y], i) => [step, found ? found[i] : y]);
-      };
-      const middle = source[each.column];
-      const edge = (pick) => middle.map((y, i) => {
-        const inside = each.members.map((column) => source[column][i]).filter(Number.isFinite);
-        return y === null || !inside.length ? null : pick(...inside);
-      });
-      const band = each.members ? { low: treat(edge(Math.min)), high: treat(edge(Math.max)) } : null;
-      return { points: treat(middle), band };
-    }
+    say(rows.length - 1);
+    draw();
 
     // ---- Drawing
 
@@ -99,37 +62,21 @@
     }
     function draw() {
       const width = Math.round(plotted.clientWidth);
-      box = state.large ? { ...SMALL, width, height: Math.round(Math.min(460, Math.max(240, 0.45 * width))), left: 58, ticks: 8 } : SMALL;
-      drawn = curves();
-      const ends = drawn.flatMap((each) => [each.raw.points[0]?.[0], each.raw.points.at(-1)?.[0]]).filter(Number.isFinite);
-      const [first, last] = ends.length ? [Math.min(...ends), Math.max(...ends)] : [0, 1];
-      x = state.from === null ? (last > first ? [first, last] : [first - 1, last + 1]) : [state.from, state.to];
-      const inside = (points) => plot.clip(points, ...x);
-      const shown = drawn.map((each) => ({
-        ...each,
-        raw: inside(each.raw.points),
-        soft: each.soft ? inside(each.soft.points) : null,
-        low: each.band ? inside(each.band.low) : [],
-        high: each.band ? inside(each.band.high) : [],
-      }));
-      const heights = shown.flatMap((each) => [...each.raw, ...each.low, ...each.high]).map((point) => point[1]);
-      const isWhole = state.from === null;
-      const y = plot.axis([...heights, ...(isWhole ? data.lines.flat().filter((level) => level !== null) : [])], {
-        include: isWhole || data.include.length > 1 ? data.include : [], log: state.log, knee,
-      });
+      box = isLarge ? { ...SMALL, width, height: Math.round(Math.min(460, Math.max(240, 0.45 * width))), left: 58, ticks: 8 } : SMALL;
+      const heights = [...series.flatMap((each) => each.points.map((point) => point[1])), ...levels];
+      const y = plot.axis(heights, { include: data.include, log: isLog, knee });
       const down = (value) => box.height - box.foot - (box.height - box.foot - box.top) * y.place(value);
-      const keep = Array.from(svg.children).filter((child) => child.matches("title, desc"));
+      const words = Array.from(svg.children).filter((child) => child.matches("title, desc"));
       svg.setAttribute("viewBox", `0 0 ${box.width} ${box.height}`);
-      svg.replaceChildren(...keep, ...levels(y, down, "band"), axes(y, down), ...levels(y, down, "level"));
-      for (const each of shown) if (each.low.length) svg.append(spread(each, down));
-      for (const each of shown) {
-        if (each.soft) svg.append(curve(each, each.raw, down, "raw"));
-        svg.append(curve(each, each.soft ?? each.raw, down, `d${each.slot % 5}`));
-        if (!each.soft) svg.append(...dots(each, down));
+      svg.replaceChildren(...words, ...compared(down, "band"), axes(y, down), ...compared(down, "level"));
+      for (const each of series) {
+        const look = `curve s${each.slot % 8} d${each.slot % 5}`;
+        svg.append(make("path", { d: pen(each.points, down), class: look }), ...dots(each, down));
       }
       svg.append(...marks(), make("line", { class: "cursor", y1: box.top, y2: box.height - box.foot }));
       figure.querySelector(".unit").textContent = data.unit + (y.bend === null ? "" : ", log scale");
-      tools();
+      log.setAttribute("aria-pressed", String(isLog));
+      large.setAttribute("aria-pressed", String(isLarge));
       leave();
     }
     function axes(y, down) {
@@ -144,9 +91,9 @@
       }
       return group;
     }
-    function levels(y, down, kind) {
+    function compared(down, kind) {
       const right = box.width - box.side;
-      return data.lines.filter(([low, high]) => (kind === "band") === (high !== null) && low <= y.high && (high ?? low) >= y.low).map(([low, high]) => {
+      return data.lines.filter((line) => (kind === "band") === (line[1] !== null)).map(([low, high]) => {
         const foot = down(low), top = down(high ?? low);
         if (high === null) return make("line", { x1: box.left, x2: right, y1: foot, y2: foot, class: "level" });
         return make("rect", { x: box.left, y: top, width: right - box.left, height: Math.max(1, foot - top), class: "band" });
@@ -155,23 +102,16 @@
     function pen(points, down) {
       let isDown = false;
       return points.map(([at, y]) => {
-        const step = Number.isFinite(y) ? `${isDown ? "L" : "M"}${across(at).toFixed(1)} ${down(y).toFixed(1)}` : "";
-        isDown = step !== "";
-        return step;
+        const stroke = Number.isFinite(y) ? `${isDown ? "L" : "M"}${across(at).toFixed(1)} ${down(y).toFixed(1)}` : "";
+        isDown = stroke !== "";
+        return stroke;
       }).join("");
     }
-    function curve(each, points, down, look) {
-      return make("path", { d: pen(points, down), class: `curve s${each.slot % 8} ${look}` });
-    }
-    function spread(each, down) {
-      const around = pen([...each.high, ...each.low.toReversed()], down);
-      return make("path", { d: `${around}Z`, class: `spread s${each.slot % 8}` });
-    }
-    function dots(each, down) {
-      const finite = each.raw.map(([at, y], i) => ({ at, y, i })).filter((point) => Number.isFinite(point.y));
-      const isAlone = ({ i }) => ![each.raw[i - 1], each.raw[i + 1]].some((point) => point && Number.isFinite(point[1]));
-      const wanted = numbers[0].length <= FEW ? finite : finite.filter(isAlone);
-      return wanted.map(({ at, y }) => make("path", { d: dot(each.slot, across(at), down(y)), class: `dot s${each.slot % 8}` }));
+    function dots({ slot, points }, down) {
+      const isFinite = (point) => point !== undefined && Number.isFinite(point[1]);
+      const isAlone = (_, i) => !isFinite(points[i - 1]) && !isFinite(points[i + 1]);
+      const wanted = points.filter((point, i) => isFinite(point) && (steps.length <= FEW || isAlone(point, i)));
+      return wanted.map(([at, y]) => make("path", { d: dot(slot, across(at), down(y)), class: `dot s${slot % 8}` }));
     }
     function dot(slot, cx, cy) {
       const [dx, dy, shape] = [
@@ -183,7 +123,7 @@
       return `M${(cx + dx).toFixed(1)} ${(cy + dy).toFixed(1)}${shape}`;
     }
     function marks() {
-      return data.marks.filter(([at]) => at >= x[0] && at <= x[1]).map(([at, number]) => {
+      return data.marks.map(([at, number]) => {
         const cx = across(at), foot = box.height - box.foot;
         const line = make("line", { x1: cx, x2: cx, y1: box.top, y2: foot });
         const sign = make("path", { d: `M${cx.toFixed(1)} ${foot - 5}l4.5 8h-9Z` });
@@ -193,203 +133,63 @@
 
     // ---- The values under the cursor
 
-    // A value as the legend has it: with the decimals of its kind, where it has some.
-    function said(value, digits = 4) {
+    function written(value) {
       const isFixed = data.decimals !== null && Number.isFinite(value);
-      return isFixed ? value.toFixed(data.decimals).replace("-", "−") : plot.write(value, digits);
-    }
-
-    function keysOf() {
-      const found = new Map();
-      for (const value of figure.querySelectorAll(".value[data-column]")) {
-        found.set(Number(value.dataset.column), value.closest("li").querySelector(".key"));
-      }
-      for (const each of series) if (!found.has(each.column)) found.set(each.column, found.get(each.of));
-      return found;
-    }
-    function nearestOf(points, wanted) {
-      return points.reduce((best, point) => (best && Math.abs(best[0] - wanted) <= Math.abs(point[0] - wanted) ? best : point), null);
-    }
-    function where(row) {
-      return `${data.axis} ${plot.write(numbers[0][row], 9)}`;
-    }
-    function rangeOf(each, row) {
-      const inside = (each.members ?? []).map((column) => numbers[column][row]).filter(Number.isFinite);
-      const [low, high] = [Math.min(...inside), Math.max(...inside)];
-      if (!inside.length) return "";
-      return low === high ? "each" : `${said(low, 3)} to ${said(high, 3)}`;
+      return isFixed ? value.toFixed(data.decimals).replace("-", "−") : plot.write(value);
     }
     function say(row) {
       slider.value = row;
-      const each = drawn.map((one) => `${one.label} ${said(numbers[one.column][row])}`);
-      slider.setAttribute("aria-valuetext", `${where(row)}: ${each.join(", ")}`);
+      const values = series.map((each, i) => `${each.label} ${written(rows[row][i + 1])}`);
+      slider.setAttribute("aria-valuetext", `step ${plot.write(steps[row], 9)}: ${values.join(", ")}`);
     }
     function show(row) {
       say(row);
-      const cursor = svg.querySelector(".cursor"), cx = across(numbers[0][row]);
+      const cursor = svg.querySelector(".cursor"), cx = across(steps[row]);
       cursor.setAttribute("x1", cx);
       cursor.setAttribute("x2", cx);
       cursor.classList.add("on");
-      at.textContent = where(row);
-      for (const value of values) value.textContent = said(numbers[Number(value.dataset.column)][row]);
-      spans.forEach((span) => {
-        const column = Number(span.closest("li").querySelector(".value").dataset.column);
-        span.textContent = rangeOf(series[column - 1], row);
+      const lines = series.map((each, i) => {
+        const key = make("svg", { class: "key", viewBox: "0 0 22 10" });
+        key.append(make("path", { d: "M0 5H22", class: `curve s${each.slot % 8} d${each.slot % 5}` }));
+        return node("div", {}, key, node("dt", {}, each.label), node("dd", {}, written(rows[row][i + 1])));
       });
-      tell(row, cx / box.width);
-    }
-    function tell(row, part) {
-      const list = node("dl");
-      for (const each of drawn) {
-        const soft = each.soft ? nearestOf(each.soft.points, numbers[0][row])?.[1] ?? null : null;
-        const line = node("div", {}, keys.get(each.column).cloneNode(true), node("dt", {}, each.members ? each.label.replace(/, mean of \d+$/, "") : each.label));
-        line.append(node("dd", {}, said(numbers[each.column][row])));
-        line.append(node("dd", {}, each.soft ? `~ ${said(soft)}` : rangeOf(each, row)));
-        list.append(line);
-      }
-      readout.replaceChildren(node("p", {}, where(row)), list);
-      readout.classList.toggle("many", drawn.length > 12);
-      readout.classList.toggle("above", drawn.length > 4 && !state.large);
+      readout.replaceChildren(node("p", {}, `step ${plot.write(steps[row], 9)}`), node("dl", {}, ...lines));
+      readout.classList.toggle("many", series.length > 12);
+      readout.classList.toggle("above", series.length > 4 && !isLarge);
       readout.hidden = false;
-      const room = plotted.clientWidth, wide = readout.offsetWidth, place = part * room;
+      const room = plotted.clientWidth, wide = readout.offsetWidth, place = (cx / box.width) * room;
       const left = place + 12 + wide <= room ? place + 12 : Math.max(0, Math.min(place - 12 - wide, room - wide));
       readout.style.left = `${left}px`;
     }
     function leave() {
       readout.hidden = true;
-      if (document.activeElement === slider) {
-        show(Number(slider.value));
-        return;
-      }
       svg.querySelector(".cursor").classList.remove("on");
-      [at, ...values, ...spans].forEach((each, i) => {
-        each.textContent = initial[i];
-      });
+      if (document.activeElement === slider) show(Number(slider.value));
     }
-
-    // ---- Zoom, the axis, files
-
-    function zoom(from, to) {
-      const [first, last] = [numbers[0][0], numbers[0].at(-1)];
-      const [low, high] = [Math.max(Math.min(from, to), first), Math.min(Math.max(from, to), last)];
-      const least = (last - first) / 1e4;
-      if (!(high - low > least)) return;
-      const isAll = low <= first && high >= last;
-      Object.assign(state, isAll ? { from: null, to: null } : { from: low, to: high });
-      changed();
-    }
-    function zoomBy(factor) {
-      const middle = Math.min(Math.max(numbers[0][Number(slider.value)], x[0]), x[1]);
-      zoom(middle - (middle - x[0]) * factor, middle + (x[1] - middle) * factor);
-    }
-    function whole() {
-      Object.assign(state, { from: null, to: null });
-      changed();
-    }
-    function enlarge(isLarge) {
-      state.large = isLarge;
+    function enlarge(toLarge) {
+      isLarge = toLarge;
       figure.classList.toggle("large", isLarge);
-      changed();
+      draw();
       if (isLarge) figure.scrollIntoView({ block: "nearest" });
     }
-    function changed() {
-      draw();
-      remember();
+    function nearest(event) {
+      const area = svg.getBoundingClientRect();
+      const at = ((event.clientX - area.left) / area.width) * box.width;
+      const distance = (row) => Math.abs(across(steps[row]) - at);
+      return steps.reduce((best, _, row) => (distance(row) < distance(best) ? row : best), 0);
     }
-    function toolbar() {
-      const log = button("Log", `${title}: logarithmic axis`, () => {
-        state.log = !state.log;
-        changed();
-      });
-      const large = button("Enlarge", `${title}: enlarge`, () => enlarge(!state.large));
-      const more = button("+", `${title}: zoom in`, () => zoomBy(0.5));
-      const less = button("−", `${title}: zoom out`, () => zoomBy(2));
-      const reset = button("Whole", `${title}: show the whole range`, whole);
-      const files = node("details", { class: "save" }, node("summary", { "aria-label": `${title}: save` }, "Save"));
-      const kinds = [["SVG", () => save.svg(figure, svg)], ["PNG", () => save.png(figure, svg)], ["CSV", csv]];
-      for (const [kind, action] of kinds) {
-        files.append(button(kind, `${title}: save as ${kind}`, () => {
-          leave();
-          action();
-          files.open = false;
-        }));
-      }
-      figure.append(node("div", { class: "tools" }, reset, less, more, log, large, files));
-      figure.classList.toggle("large", state.large);
-      const update = () => {
-        log.setAttribute("aria-pressed", String(state.log));
-        large.setAttribute("aria-pressed", String(state.large));
-        reset.hidden = state.from === null;
-        more.hidden = less.hidden = !state.large;
-      };
-      update();
-      return update;
-    }
-    function csv() {
-      const soft = drawn.filter((each) => each.soft);
-      const names = [...headings, ...soft.map((each) => `${each.label} (smoothed)`)];
-      const softAt = (each, step) => each.soft.points.find((point) => point[0] === step)?.[1] ?? null;
-      save.csv(figure, names, rows.map((row) => [...row, ...soft.map((each) => softAt(each, row[0]))]));
-    }
-
     function events() {
-      let start = null;
-      const part = (event) => {
-        const area = svg.getBoundingClientRect();
-        const at = ((event.clientX - area.left) / area.width) * box.width;
-        return Math.min(Math.max((at - box.left) / (box.width - box.side - box.left), 0), 1);
-      };
-      const valueAt = (event) => x[0] + (x[1] - x[0]) * part(event);
-      const nearest = (event) => {
-        const wanted = valueAt(event);
-        let best = 0;
-        rows.forEach((_, row) => {
-          if (Math.abs(numbers[0][row] - wanted) < Math.abs(numbers[0][best] - wanted)) best = row;
-        });
-        return best;
-      };
-      const select = (event) => {
-        svg.querySelector(".select")?.remove();
-        const [from, to] = [start.at, part(event)].sort((a, b) => a - b), wide = box.width - box.side - box.left;
-        const size = { x: box.left + from * wide, width: (to - from) * wide, y: box.top, height: box.height - box.foot - box.top };
-        svg.append(make("rect", { class: "select", ...size }));
-      };
-      plotted.addEventListener("pointerdown", (event) => {
-        show(nearest(event));
-        if (event.pointerType !== "mouse" || event.button !== 0) return;
-        start = { at: part(event), value: valueAt(event), clientX: event.clientX };
-        plotted.setPointerCapture(event.pointerId);
-        event.preventDefault();
-      });
-      plotted.addEventListener("pointermove", (event) => {
-        show(nearest(event));
-        if (start && Math.abs(event.clientX - start.clientX) > DRAG) select(event);
-      });
-      plotted.addEventListener("pointerup", (event) => {
-        const from = start;
-        start = null;
-        svg.querySelector(".select")?.remove();
-        if (from && Math.abs(event.clientX - from.clientX) > DRAG) zoom(from.value, valueAt(event));
-      });
-      plotted.addEventListener("pointercancel", () => {
-        start = null;
-        svg.querySelector(".select")?.remove();
-      });
+      plotted.addEventListener("pointerdown", (event) => show(nearest(event)));
+      plotted.addEventListener("pointermove", (event) => show(nearest(event)));
       plotted.addEventListener("pointerleave", leave);
-      plotted.addEventListener("dblclick", whole);
       slider.addEventListener("input", () => show(Number(slider.value)));
       slider.addEventListener("focus", () => show(Number(slider.value)));
       slider.addEventListener("blur", leave);
       figure.addEventListener("keydown", (event) => {
-        if (event.key === "Escape" && state.large) enlarge(false);
-        if (event.target !== slider || event.ctrlKey || event.metaKey || event.altKey) return;
-        const action = { "+": () => zoomBy(0.5), "=": () => zoomBy(0.5), "-": () => zoomBy(2), 0: whole }[event.key];
-        if (!action) return;
-        event.preventDefault();
-        action();
+        if (event.key === "Escape" && isLarge) enlarge(false);
       });
       addEventListener("resize", () => {
-        if (state.large) draw();
+        if (isLarge) draw();
       });
     }
   }

@@ -1,4 +1,4 @@
-// What charts are computed with: numbers as text, axes and their ticks, smoothing, the part of a curve in a range.
+// The calculations of charts: numbers as text, axes and their ticks.
 const plot = (() => {
   const STEPS = [1, 2, 2.5, 5, 10];
   const LOG_STEPS = [1, 2, 5];
@@ -21,32 +21,6 @@ const plot = (() => {
     if (text === "–") return null;
     if (text.endsWith("∞")) return text.startsWith("−") ? -Infinity : Infinity;
     return Number(text.replaceAll("−", "-"));
-  }
-
-  // The exponentially weighted mean of the values so far: each weighs less by 1/e for every `span` that lies behind.
-  function smooth(xs, ys, span) {
-    let sum = 0, weight = 0, last = null;
-    return ys.map((y, i) => {
-      if (!Number.isFinite(y)) return y;
-      const keep = last === null ? 0 : Math.exp((last - xs[i]) / span);
-      [sum, weight, last] = [keep * sum + y, keep * weight + 1, xs[i]];
-      return sum / weight;
-    });
-  }
-
-  // The points from one x to another; where a line crosses an edge, it is cut there.
-  function clip(points, from, to) {
-    const found = [];
-    points.forEach(([x, y], i) => {
-      const [before, low] = points[i - 1] ?? [x, NaN];
-      for (const edge of [from, to]) {
-        if (before < edge && edge < x && Number.isFinite(low + y)) {
-          found.push([edge, low + ((y - low) * (edge - before)) / (x - before)]);
-        }
-      }
-      if (x >= from && x <= to) found.push([x, y]);
-    });
-    return found;
   }
 
   // The axis with room for these values: linear, or logarithmic away from 0 (asinh, linear below its knee).
@@ -101,5 +75,5 @@ const plot = (() => {
     return found.filter((value, i) => value === 0 || (found.length - 1 - i) % every === 0).map((value) => Number(value.toPrecision(12)));
   }
 
-  return { write, read, smooth, clip, axis, kneeOf, ticks };
+  return { write, read, axis, kneeOf, ticks };
 })();

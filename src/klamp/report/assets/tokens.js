@@ -1,17 +1,15 @@
 // The per-token view: what is known of the token under the cursor or the focus, filters, the order of completions.
 (() => {
-  const block = document.getElementById("numbers");
-  if (!block) return;
-  const numbers = JSON.parse(block.textContent);
   const list = document.getElementById("completions");
+  if (!list) return;
   const cards = Array.from(list.children, (card) => ({
     card,
     strip: card.querySelector(".tokens"),
-    known: numbers[card.dataset.number],
+    known: JSON.parse(card.dataset.numbers),
     number: Number(card.dataset.number),
     run: card.dataset.run,
     step: Number(card.dataset.step),
-    reward: "reward" in card.dataset ? Number(card.dataset.reward) : NaN,
+    reward: "reward" in card.dataset ? Number(card.dataset.reward) : undefined,
     worst: Number(card.dataset.worst),
     kl: Number(card.dataset.kl),
     length: Number(card.dataset.length),
@@ -199,17 +197,14 @@
   let matching = cards;
 
   const orders = {
-    worst: (a, b) => (chooser?.selectedIndex > 0 ? b.worst - a.worst : 0) || a.number - b.number,
+    worst: (a, b) => (chooser?.selectedIndex > 0 ? b.worst - a.worst : 0),
     kl: (a, b) => b.kl - a.kl,
-    step: (a, b) => a.step - b.step || a.number - b.number,
-    last: (a, b) => b.step - a.step || a.number - b.number,
-    reward: (a, b) => known(b.reward) - known(a.reward) || a.number - b.number,
-    low: (a, b) => known(a.reward, Infinity) - known(b.reward, Infinity) || a.number - b.number,
+    step: (a, b) => a.step - b.step,
+    last: (a, b) => b.step - a.step,
+    reward: (a, b) => (b.reward ?? -Infinity) - (a.reward ?? -Infinity),
+    low: (a, b) => (a.reward ?? Infinity) - (b.reward ?? Infinity),
     length: (a, b) => b.length - a.length,
   };
-  function known(value, otherwise = -Infinity) {
-    return Number.isNaN(value) ? otherwise : value;
-  }
   function plain(text) {
     return text.replaceAll("↵\n", "\n").replaceAll("␣", " ").toLowerCase();
   }
@@ -217,27 +212,17 @@
     entry.text ??= plain(`${entry.card.querySelector(".prompt .words")?.textContent ?? ""}\n${entry.strip.textContent}`);
     return entry.text;
   }
-  function given(name) {
-    const control = field(name);
-    return control.value === "" || Number.isNaN(control.valueAsNumber) ? null : control.valueAsNumber;
-  }
-  function isBetween(value, from, to) {
-    return (from === null || value >= from) && (to === null || value <= to);
-  }
   function apply() {
-    const [stepFrom, stepTo, rewardFrom, rewardTo] = ["step-from", "step-to", "reward-from", "reward-to"].map(given);
-    const run = field("run")?.value ?? "";
-    const size = given("size") ?? 0, text = plain(field("text").value), blamed = field("blamed").checked;
+    const [from, to] = ["step-from", "step-to"].map((name) => field(name).valueAsNumber);
+    const run = field("run")?.value ?? "", text = plain(field("text").value), blamed = field("blamed").checked;
     matching = cards.filter(
       (entry) =>
         (run === "" || entry.run === run) &&
-        isBetween(entry.step, stepFrom, stepTo) &&
-        isBetween(entry.reward, rewardFrom, rewardTo) &&
-        entry.worst >= size &&
+        !(entry.step < from || entry.step > to) &&
         (!blamed || entry.blamed) &&
         (text === "" || words(entry).includes(text)),
     );
-    matching.sort(orders[field("sort").value]);
+    matching.sort((a, b) => orders[field("sort").value](a, b) || a.number - b.number);
     limit = PAGE;
     draw();
   }
@@ -269,25 +254,20 @@
 
   // ---- Links to a token
 
-  function follow(hash) {
-    const target = /^#c\d+-\d+$/.test(hash) ? document.getElementById(hash.slice(1)) : null;
-    if (!target) return;
-    const entry = byStrip.get(target.parentElement);
-    if (!matching.includes(entry)) clear();
-    limit = Math.max(limit, matching.indexOf(entry) + 1);
-    draw();
-    enter(target);
-    target.scrollIntoView({ block: "center" });
-    show(target);
-  }
   document.addEventListener("click", (event) => {
     const link = event.target instanceof Element ? event.target.closest("a.jump") : null;
     if (!link) return;
     event.preventDefault();
     history.replaceState(null, "", link.hash);
-    follow(link.hash);
+    const entry = cards.find((each) => `#${each.card.id}` === link.hash);
+    const strip = entry.strip, token = strip.children[link.dataset.position - strip.dataset.begin] ?? strip.firstElementChild;
+    if (!matching.includes(entry)) clear();
+    limit = Math.max(limit, matching.indexOf(entry) + 1);
+    draw();
+    enter(token);
+    token.scrollIntoView({ block: "center" });
+    show(token);
   });
-  addEventListener("hashchange", () => follow(location.hash));
   form.hidden = false;
   if (choice) {
     choice.hidden = false;
@@ -298,5 +278,4 @@
   }
   compare();
   apply();
-  follow(location.hash);
 })();
