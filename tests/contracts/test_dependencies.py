@@ -71,6 +71,7 @@ DOORS = {
     "klamp.core.objective": (),
     "klamp.cli": (),
     "klamp.cli.audit": (),
+    "klamp.cli.check": (),
     "klamp.cli.doctor": (),
     "klamp.cli.explain": (),
     "klamp.cli.report": (),
@@ -93,6 +94,7 @@ DOORS = {
     "klamp.trl": ("trl",),
     "klamp.unsloth": ("unsloth",),
     "klamp.verl": ("verl",),
+    "klamp.verl.checked": ("verl",),
     "klamp.verl.registered": ("verl",),
 }
 

@@ -148,6 +148,7 @@ HOST_SIGNATURES = {
     "klamp.tinker": {
         "build_datum": "(prompt, response, advantages, logprobs, ref_logprobs=None, *, teacher_logprobs=None, "
         "teacher_head=None, mask=None, kl_mask=None)",
+        "check": "(loss, data, logprobs_list, *, beta=None, means='reverse', **more)",
         "compute_grpo_kl_loss": "(data, logprobs_list, kl_coef=0.01, cliprange=0.2, kl=None, **options)",
         "compute_reference_logprobs": "(ref_client, prompt_tokens, response_tokens, *, concurrency=64, timeout=300.0)",
         "compute_teacher_head": "(teacher_client, prompt_tokens, response_tokens, top_k, *, vocabulary=None, "
@@ -161,16 +162,18 @@ HOST_SIGNATURES = {
         "strip_for_builtin": "(datums)",
     },
     "klamp.trl": {
+        "CheckCallback": "(at=(1, 10, 100), *, means=None, save=False, raise_if_wrong=False)",
         "DistillationTrainer": "(model, teacher_model=None, args=None, *more, **options)",
         "GRPOTrainer": "(model, reward_funcs=None, args=None, *positional, ref_model=None, teacher_model=None, "
         "**options)",
         "attach": "(trainer, kl, *, ref_model=None)",
+        "check": "(trainer, *, means=None)",
         "effective": "(trainer)",
     },
     "klamp.verl": {
         "effective": "(config)",
         "overrides": "(kl, teacher=None)",
-        "register": "()",
+        "register": "(*, check=False)",
     },
 }
 

@@ -116,7 +116,10 @@ def test_value_and_gradient_are_those_of_whole_rows(context_of, teacher, kind):
         loss.backward()
         found.append([loss.detach(), *(x.grad.clone() for x in context.policy.parameters() if x.grad is not None)])
     assert mask.any() and float(found[1][1].norm()) > 0
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(found[0][0], found[1][0], rtol=1e-5, atol=1e-6)
+    # A float32 gradient is a sum over tokens: its entries are right to some eps of the largest one, not of themselves.
+    atol = 1e-5 * max(float(x.abs().max()) for x in found[1][1:])
+    torch.testing.assert_close(found[0][1:], found[1][1:], rtol=0, atol=atol)
 
 
 def test_a_teacher_that_is_the_policy_is_at_no_distance(context_of, llama, recwarn):

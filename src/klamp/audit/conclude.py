@@ -75,6 +75,8 @@ def _not_checked(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[st
         left["the size of the KL"] = "pass beta"
     if not facts.get("logits_seen"):
         left["temperature and alignment with the logits"] = "pass logits and ids"
+    if facts.get("around") and not facts.get("beside"):
+        left["what reaches the parameters past policy_logprobs (value head, entropy, exact KL)"] = "pass logits"
     return left | {"whether the reference is the right model, other micro-batches, scaling over ranks": ""}
 
 
@@ -113,6 +115,7 @@ class _Reading:
         self.kl: str | None = None
         self.seen_beta: float | None = None
         self.measured: float | None = None
+        self.open: dict[str, str] = {}
 
     def say(self, code: str, **evidence: Any) -> None:
         """Add a finding."""
@@ -140,7 +143,7 @@ class _Reading:
             surrogate=names.pop() if len(names) == 1 and self.policy.stage not in ("unknown", "free") else None,
             mean=mean,
             beta_seen=self.seen_beta,
-            not_checked=_not_checked(self.arrays, self.facts),
+            not_checked=_not_checked(self.arrays, self.facts) | self.open,
         )
 
     # what is fitted
@@ -189,16 +192,26 @@ class _Reading:
         """The best accepted explanation."""
         return self.explained.fits[0] if self.explained.stage != "unknown" and self.explained.fits else None
 
-    def _scale(self) -> float:
-        """The size of the policy loss's coefficient, which beta is relative to; 0: not known."""
-        fit = self.policy.fits[0] if self.policy.fits and self.policy.stage != "unknown" else None
-        return abs(fit.a) if fit is not None and fit.policy is not None else 0.0
+    def _scale(self, *, agreed: bool = False) -> float:
+        """The size of the policy loss's coefficient, which beta is relative to; 0: not known, or not agreed on."""
+        fits = [x for x in self.policy.fits if x.policy is not None] if self.policy.stage != "unknown" else []
+        sizes = [abs(x.a) for x in fits]
+        apart = any(x.policy.scaled for x in fits if x.policy) or (sizes and np.ptp(sizes) > BETA_AGREE * sizes[0])
+        return 0.0 if not sizes or (agreed and apart) else sizes[0]
 
     # the policy loss
 
     def _policy_loss(self) -> None:
         fit, t = (self.policy.fits[0] if self.policy.stage != "unknown" and self.policy.fits else None), self.t
-        if fit is None or t.advantage is None or not np.any(t.advantage):
+        if t.advantage is None or not np.any(t.advantage):
+            return
+        if fit is None and t.policy_part is not None:  # of no known form: its direction shows all the same
+            push = float(t.policy_part @ -t.advantage) / float(
+                np.linalg.norm(t.policy_part) * np.linalg.norm(t.advantage)
+            )
+            if push < -0.5:
+                self.say("policy-reversed")
+        if fit is None:
             return
         sign = (fit.signs[0] or 1) if self.policy.stage == "free" else 0 if fit.policy is None else np.sign(fit.a)
         if sign <= 0:
@@ -219,8 +232,14 @@ class _Reading:
             self.kl = None if t.ref is None else "none"
             if t.ref is not None and not self._beside():
                 self._no_kl(fit)
+        elif t.ref is None and "zero" in self.explained.kinds:
+            self.say("no-kl-looked-for")
         else:
             kinds = self.explained.kinds
+            if kinds == ("zero",) and fit.policy is None and fit.b < 0 and self.beta is None:
+                self.kl = "none or zero"
+                self.say("kl-ambiguous", names="no KL at all (cross-entropy), or k1 subtracted", kinds=kinds)
+                return
             if "reverse" in kinds and "zero" in kinds and np.ptp(t.d) <= 1e-6 * np.abs(t.d).max(initial=0):
                 kinds = tuple(dict.fromkeys((*kinds, "forward")))  # a constant log-ratio: every KL is a constant
             sign = fit.signs[1] if self.explained.stage == "free" else np.sign(fit.b)
@@ -255,14 +274,15 @@ class _Reading:
             return False
         second, third = (in_order(self.arrays, self.arrays[name]) for name in ("second", "third"))
         readings = [x for mean in MEANS if (x := at_zero(self.t, second, third, mean)) is not None]
-        seen = next((x for x in readings if x.visible), None)
-        if seen is None:
+        visible = [x for x in readings if x.visible]
+        if not visible:
             if readings and self.fit is not None and self.fit.kl is not None and "zero" in self.explained.kinds:
                 self._judge(("zero",), int(np.sign(self.fit.b)) * (-1 if (self.beta or 0) < 0 else 1))
                 return True
             return False
+        seen = visible[0]
         kinds, slope = _kinds_at_zero(seen)
-        if self._scale():
+        if self._scale(agreed=True) and np.ptp([x.first for x in visible]) <= BETA_AGREE * abs(seen.first):
             self.measured = seen.first / slope / self._scale()
         self._judge(kinds, 1 if seen.first * (self.beta or 1) > 0 else -1)
         return True
@@ -276,7 +296,7 @@ class _Reading:
         self._judge((kind,), -1 if away else 1)
         if beside["head"] in ("no tail", "renormalised"):
             self.say(f"head-{beside['head'].replace(' ', '-')}", size=beside["size"])
-        if self._scale() and beside["mean"]:
+        if self._scale(agreed=True) and beside["mean"]:
             self.measured = beside["coefficient"] / self._scale()
         return True
 
@@ -348,6 +368,8 @@ class _Reading:
                 beta, blur = betas[0], fit.b_error / abs(fit.b) if fit.b else 0.0
             elif not scale:
                 self.say("beta-scale")
+        if asked and beta is None and fit is not None and fit.kl is not None and scale != 0.0:
+            self.open["the size of the KL"] = "several forms fit"
         if (
             beta is None
             or asked is None
@@ -427,7 +449,8 @@ class _Reading:
         elif beside := self.facts.get("beside"):
             parts.append(f"{beside['name']}{size}, computed from the logits")
         elif self.t.ref is not None:
-            parts.append("KL at the reference" if self.measured is not None and not self.form.kl else "no KL")
+            where = f"KL{size} in the advantages" if self.form.kl else "no KL"
+            parts.append(f"KL{size} at the reference" if self.measured is not None and not self.form.kl else where)
         return "; ".join(parts)
 
 

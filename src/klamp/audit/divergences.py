@@ -65,6 +65,8 @@ class Positions:
     """Unit roundoff of the logits."""
     temperature: float = 1.0
     """What the trainer divides the logits by."""
+    beta: float | None = None
+    """The mixture of a JS divergence, if the trainer has one."""
 
     @property
     def tolerance(self) -> float:
@@ -105,10 +107,14 @@ def _candidates(p: Positions, heats: tuple[float, float], *, second: bool) -> It
     s, t = np.exp(log_s), np.exp(log_t)
     simple = _simple(p, log_s, s)
     beside = [(name, column) for name, _, column in simple] if second else [("", None)]
-    terms = [(kind, name, "full", column) for kind, name, column in _whole(log_s, log_t, s, t)]
+    terms = [(kind, name, "full", column) for kind, name, column in _whole(log_s, log_t, s, t, p.beta)]
     heads = head_of(p.gradient, s)
-    if heads is not None:
+    if heads is not None and not (second and heads.sum(1).max() < 4):  # two free numbers explain any small head
         terms += _headed(heads, log_s, log_t, s, t)
+        if second and p.ids is not None:  # the sampled token shows in the head without belonging to it
+            for ranked in (np.argsort(np.argsort(-log_t)), np.argsort(np.argsort(-log_s))):
+                for k in {int(heads.sum(1).min()), int(heads.sum(1).max()) - 1}:
+                    terms += _headed(ranked < k, log_s, log_t, s, t) if k > 1 else []
     size = 0 if heads is None else int(heads.sum(1).max())
     chosen = "" if heads is None else _chooser(heads, log_s, log_t, p.ids)
     for kind, name, column in () if second else simple:
@@ -126,10 +132,11 @@ def _centred(s: Array, h: Array) -> Array:
     return s * (h - (s * h).sum(-1, keepdims=True))
 
 
-def _whole(log_s: Array, log_t: Array, s: Array, t: Array) -> Iterator[tuple[str, str, Array]]:
+def _whole(log_s: Array, log_t: Array, s: Array, t: Array, beta: float | None) -> Iterator[tuple[str, str, Array]]:
     yield "reverse", "KL(student||teacher)", _centred(s, log_s - log_t)
     yield "forward", "KL(teacher||student)", s - t
-    for b in BETAS:
+    mixtures = (beta, *BETAS) if beta is not None and 0 < beta < 1 else BETAS
+    for b in dict.fromkeys(mixtures):
         log_m = np.logaddexp(np.log1p(-b) + log_s, np.log(b) + log_t)
         yield "js", f"JS({b:g})", _centred(s, (1 - b) * (log_s - log_m))
 

@@ -6,14 +6,14 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from klamp.audit.verdict import Finding
 
 
 @cache
 def table() -> dict[str, dict[str, str]]:
     """Code -> level, sentence (what) and way out (fix)."""
+    import yaml
+
     return yaml.safe_load((Path(__file__).parent / "findings.yaml").read_text(encoding="utf-8"))
 
 

@@ -261,7 +261,7 @@ def _visible(
 
 
 RARE = ("neither", "old", "squared")
-BASES = ("1", "ratio", "sequence ratio")
+BASES = ("1", "ratio", "sequence ratio", "whole ratio")
 
 
 def _gated(

@@ -206,6 +206,8 @@ def _surrogates(t: Tokens, *, plain: bool) -> Iterator[tuple[str, Array]]:
         on = np.where(advantage > 0, t.r <= 1 + high, t.r >= 1 - low)
         yield f"ppo_clip({low:g}, {high:g})", t.r * on
     yield "sequence ratio", np.exp(t.average(t.log_r))
+    yield "old / policy", 1 / t.r
+    yield "whole ratio", np.exp(np.clip(t.total(t.log_r), -50, 50))
     if plain:
         return
     if t.clip:

@@ -39,6 +39,9 @@ def examine_inputs(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Itera
         gap = (arrays.get("old_logprobs", arrays["policy_logprobs"]) - arrays["sampler_logprobs"])[mask]
         if float(np.median(np.abs(gap))) > MISMATCH:
             yield finding("sampler-mismatch", median=float(np.median(np.abs(gap))), mean=float(gap.mean()))
+        moved = np.abs(arrays["policy_logprobs"] - arrays["sampler_logprobs"])[mask]
+        if "old_logprobs" in arrays and not gap.any() and np.median(moved) > 1e-4:
+            yield finding("old-is-sampler", median=float(np.median(moved)))
     if "ids" in arrays:
         yield from _ends(arrays["ids"], mask, facts)
 

@@ -32,6 +32,7 @@ def check_logits(
     mask: Any,
     ids: Tensor | None,
     means: str,
+    beta: float | None,
     temperature: float,
 ) -> Verdict:
     """The verdict on a loss that was computed from logits [.., V], against those of a teacher."""
@@ -51,7 +52,7 @@ def check_logits(
         )
     trained, where = _places(mask, logits)
     findings = list(_off_mask(gradient, trained))
-    positions = _positions(gradient, logits, teacher_logits, ids, where, temperature)
+    positions = replace(_positions(gradient, logits, teacher_logits, ids, where, temperature), beta=beta)
     found = explain_logits(positions)
     kl, judged = _judged(found, positions, means)
     if kl == "unknown" and (shifted := _shifted(gradient, logits, teacher_logits, ids, where, temperature)):
@@ -133,7 +134,9 @@ def _judged(found: Sequence[Divergence], p: Positions, means: str) -> tuple[str,
         kind = "away"
         findings.append(finding("kl-away"))
     elif means not in {x.kind for x in found}:
-        findings.append(finding(f"kl-{kind}", means=means, name=best.name))
+        what = f"the gradient follows {best.name}, not the {means} divergence that was meant"
+        fix = f'swap the arguments (F.kl_div(input, target) is KL(target||input)), or pass means="{kind}"'
+        findings.append(replace(finding(f"kl-{kind}", means=means, name=best.name), what=what, fix=fix))
     if best.head != "full":
         findings.append(finding(f"head-{best.head.replace(' ', '-')}", size=best.size))
     student, teacher = best.temperatures
@@ -183,8 +186,16 @@ def _prefix_kl(scale: Array, log_s: Array, log_t: Array) -> str:
         if _proportional(scale, terms.sum(1)):
             return name
         for order, whose in ((-log_t, " over the teacher's head"), (-log_s, " over the student's head")):
-            sums = np.take_along_axis(terms, np.argsort(order, axis=1), axis=1).cumsum(1)
-            if any(_proportional(scale, sums[:, k]) for k in range(min(128, sums.shape[1] - 1))):
+            best = np.argsort(order, axis=1)[:, :128]
+            part, mass, other = (np.take_along_axis(x, best, axis=1).cumsum(1) for x in (terms, s, t))
+            weight = mass if name[0] == "r" else other
+            sign = 1 if name[0] == "r" else -1
+            forms = (
+                part,
+                part / weight,
+                part / weight - sign * np.log(mass / other),
+            )  # plain, weights, both renormalised
+            if any(_proportional(scale, x[:, k]) for x in forms for k in range(x.shape[1] - 1)):
                 return name + whose
     return ""
 

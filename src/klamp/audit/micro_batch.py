@@ -71,7 +71,7 @@ def check(  # noqa: PLR0913
     rewards: Numbers | None = None,
     beta: float | None = None,
     means: Literal["reverse", "forward", "js"] = "reverse",
-    baseline: Tensor | None = None,
+    baseline: Tensor | float | None = None,
     clip: tuple[float, float] | None = None,
     kl_in: Literal["loss", "advantage", "reward"] | None = None,
     logits: Tensor | None = None,
@@ -150,7 +150,9 @@ def check(  # noqa: PLR0913
         if save is not None:
             raise ConfigError("a check of logits writes no capture", got=f"save={save!r}", fix="leave save out")
         teacher = teacher_logits if teacher_logits is not None else ref_logits
-        verdict = check_logits(loss, logits, teacher, mask=mask, ids=ids, means=means, temperature=temperature)
+        verdict = check_logits(
+            loss, logits, teacher, mask=mask, ids=ids, means=means, beta=beta, temperature=temperature
+        )
         return _remember(known_key(loss, once), verdict)
     batch = _Batch(loss, policy_logprobs, mask)
     batch.add(
@@ -280,8 +282,8 @@ class _Batch:
 
     def wide(self, name: str, x: Any) -> Any:
         """A tensor, or a list of tensors, as [B, T] in float64 on the CPU."""
-        if isinstance(x, Tensor):
-            array = x.detach().double().cpu().numpy()
+        if isinstance(x, Tensor | float | int):
+            array = torch.as_tensor(x).detach().double().cpu().numpy()
             array = array[None] if array.ndim == 1 and name not in ("advantages", "rewards") else array
         elif len(x) and all(isinstance(each, Tensor) and each.ndim == 1 for each in x):
             width = max(len(each) for each in x)
@@ -291,6 +293,8 @@ class _Batch:
         else:
             array = np.array([float(each) for each in x])
         known = getattr(self, "arrays", {}).get("policy_logprobs")
+        if name == "baseline" and known is not None:
+            array = np.broadcast_to(array, known.shape)
         if name == "advantages" and known is not None and array.ndim == 2 and array.shape[1] == 1 < known.shape[1]:
             array = array[:, 0]
         per_row = name in ("advantages", "rewards") and array.ndim == 1
@@ -395,7 +399,8 @@ class _Batch:
             return
         ref = watched.ref_logprobs
         in_value = torch.autograd.grad(self.loss, ref, retain_graph=True, allow_unused=True)[0]
-        in_gradient = torch.autograd.grad([x.sum() for x in live], ref, retain_graph=True, allow_unused=True)[0]
+        total = torch.stack([x.sum() for x in live]).sum()
+        in_gradient = torch.autograd.grad(total, ref, retain_graph=True, allow_unused=True)[0]
         self.facts["ref_detached"] = _any(in_value) and not _any(in_gradient)
         self._inner_shift(live[0], ref)
 
@@ -449,12 +454,12 @@ def _any(x: Tensor | None) -> bool:
 def _along(g: Sequence[Tensor], direction: Tensor) -> list[Tensor] | None:
     """The derivative of g in the direction of a tensor's own value: exact for whatever is linear in it."""
     dummies = [torch.zeros_like(x, requires_grad=True) for x in g]
-    back = torch.autograd.grad(g, direction, dummies, create_graph=True, allow_unused=True)[0]
-    if back is None:
+    product = torch.stack([(x * dummy).sum() for x, dummy in zip(g, dummies, strict=True)]).sum()
+    back = torch.autograd.grad(product, direction, create_graph=True, allow_unused=True)[0]
+    if back is None or not back.requires_grad:
         return None
-    if not back.requires_grad:
-        return None
-    found = torch.autograd.grad(back, dummies, direction.detach(), retain_graph=True, allow_unused=True)
+    along = (back * direction.detach()).sum()
+    found = torch.autograd.grad(along, dummies, retain_graph=True, allow_unused=True)
     return [torch.zeros_like(x) if y is None else y for x, y in zip(g, found, strict=True)]
 
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import Tensor
-
 from tests.audit.bench.sound import discounted, k3, normalised, ppo
 from tests.audit.bench.worlds import BETA, Case, World
+from torch import Tensor
 
 NORMS = ("z-score", "mean", "leave one out", "batch")
 

@@ -11,10 +11,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from tests.audit.bench.sound import exact_kl, ppo
 from tests.audit.bench.worlds import BETA, Case, World
+from torch import Tensor
 
 FORWARD: dict[str, Any] = {"kl": ("forward",), "ok": False, "codes": ("kl-forward",)}
 REVERSE: dict[str, Any] = {"kl": ("reverse",), "ok": True}
@@ -50,7 +49,8 @@ def liger() -> Iterator[Case]:
             right = REVERSE if corrected and not whole else FORWARD
             if corrected and whole:
                 right = {"kl": ("neither", "forward"), "ok": False}
-            chosen = {**options, "use_bias_correction_kl": corrected}
+            cap = {"epsilon_high": 2.0} if options["loss_type"] == "cispo" else {}  # it bounds the ratio itself
+            chosen = {**options, **cap, "use_bias_correction_kl": corrected}
             yield Case(f"Liger {chosen}", lambda w, o=chosen: loss(w, **o), **right)
     # Its luspo multiplies the unmasked loss by the length, so that padding is trained.
     yield Case("Liger luspo", lambda w: loss(w, loss_type="luspo"), kl=(), ok=False, codes=("off-mask-gradient",))
@@ -63,7 +63,7 @@ def torchrl() -> Iterator[Case]:
 
     def loss(w: World, kind: Any, coeff: str, **options: Any) -> Any:
         host = kind(None, entropy_bonus=False, **{coeff: BETA}, **options)
-        host._get_cur_log_prob = lambda tensordict: (w.logp, SimpleNamespace(mask=w.mask), False)
+        vars(host)["_get_cur_log_prob"] = lambda tensordict: (w.logp, SimpleNamespace(mask=w.mask), False)
         wide = w.advantages[:, None].expand_as(w.logp)
         batch = TensorDict({"advantage": wide[..., None]}, batch_size=[len(w.logp)])
         batch[host.tensor_keys.action] = w.ids
@@ -136,7 +136,7 @@ def verl() -> Iterator[Case]:
         )
         kld = kl_penalty(logprob=w.logp, ref_logprob=w.ref, kl_penalty=kind)
         kl = agg_loss(loss_mat=kld, loss_mask=w.mask, loss_agg_mode=mean)
-        return value + BETA * kl, {"sampler_logprobs": None}
+        return value + BETA * kl, {"sampler_logprobs": None, "clip": (config.clip_ratio, config.clip_ratio)}
 
     for kind, right in KINDS.items():
         for mean in ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum"):

@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+from tests.audit.bench.sound import exact_kl, k3, ppo
+from tests.audit.bench.variants import live_k3, plus, ratio_k3, score_k1
+from tests.audit.bench.worlds import BETA, Case, World, make_world, pick
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import klamp
-from tests.audit.bench.sound import exact_kl, k3, ppo
-from tests.audit.bench.variants import live_k3, plus, ratio_k3, score_k1
-from tests.audit.bench.worlds import BETA, Case, World, make_world, pick
 
 Loss = Callable[[World], Any]
 
@@ -76,8 +76,6 @@ def packed(case: Case) -> Case:
         }
 
     return case._replace(name=f"{case.name}, packed", loss=loss)
-
-
 
 
 def as_lists(name: str, kl: Callable[[Tensor, Tensor], Tensor], *, ok: bool, codes: tuple[str, ...] = ()) -> Case:
@@ -172,6 +170,33 @@ def small(beta: float) -> Case:
         kl=(),
         beta=None,
     )
+
+
+def near_zero() -> Iterator[tuple[Case, World]]:
+    """Sound losses of the first steps: every mean, lengths that differ by one token, a policy that has hardly moved."""
+    means: dict[str, Callable[[World, Tensor], Tensor]] = {
+        "token": World.token,
+        "sequence": World.sequence,
+        "sum": lambda w, x: (x * w.m).sum() / (len(x) * 64),
+    }
+    for number, (drift, lag) in enumerate(((0, 0), (0, 1e-3), (1e-4, 0), (1e-3, 1e-3), (5e-3, 1e-3), (2e-2, 0))):
+        world = make_world(80 + number, drift=drift, lag=lag)
+        alike = replace(world, mask=torch.ones_like(world.mask))
+        alike.mask[0, -1] = alike.mask[3, -2:] = False
+        for lengths, w in (("", world), (", lengths alike", alike)):
+            for mean_name, mean in means.items():
+                for name, kl in {"ratio x k3": ratio_k3, "live ratio x k3": live_k3, "k2": _k2}.items():
+                    yield (
+                        Case(
+                            f"{name}, {mean_name}, drift {drift:g}, lag {lag:g}{lengths}",
+                            lambda w, m=mean, k=kl: m(w, ppo(w) + BETA * k(w)),
+                        ),
+                        w,
+                    )
+
+
+def _k2(w: World) -> Tensor:
+    return w.d.square() / 2
 
 
 # step zero: the policy is the reference

@@ -7,12 +7,13 @@ from itertools import product
 from typing import Any
 
 import torch
+from tests.audit.bench.worlds import BETA, Case, World, pick
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
 import klamp
+from klamp.core.trust import TrustRegion
 from klamp.core.types import Reduction
-from tests.audit.bench.worlds import BETA, Case, World, pick
 
 Tokens = Callable[[World], Tensor]
 
@@ -386,11 +387,9 @@ def normalised(x: Tensor, group: int, form: str) -> Tensor:
     }[form].flatten()
 
 
-FORMS = (
-    "mean z-score/biased z-score/leave one out/batch/group mean, batch deviation/median/range/rank/none/clipped".replace(
-        "mean z-score", "mean/z-score"
-    ).split("/")
-)
+FORMS = "mean z-score/biased z-score/leave one out/batch/group mean, batch deviation/median/range/rank/none/clipped".replace(
+    "mean z-score", "mean/z-score"
+).split("/")
 COURSES = ("to go", "per token", "whitened per token", "gae")
 
 
@@ -398,10 +397,13 @@ COURSES = ("to go", "per token", "whitened per token", "gae")
 
 
 def own_loss(surrogate: Any, reduction: Reduction, **term: Any) -> Callable[[World], Any]:
-    """klamp's loss under one configuration."""
+    """klamp's loss under one configuration; `trust` and `teacher` in it say what else the loss holds."""
 
     def loss(w: World) -> Any:
-        kl = klamp.KLTerm(**term)
+        chosen = dict(term)
+        trust, teacher = chosen.pop("trust", {}), chosen.pop("teacher", False)
+        kl = klamp.KLTerm(**chosen, **({"anchor": "teacher"} if teacher else {}))
+        whole = term.get("value") in ("exact", "topk")
         batch = klamp.Batch(
             policy_logprobs=w.logp,
             mask=w.mask,
@@ -409,14 +411,22 @@ def own_loss(surrogate: Any, reduction: Reduction, **term: Any) -> Callable[[Wor
             old_logprobs=w.old,
             ref_logprobs=w.ref,
             sampler_logprobs=w.sampler,
+            teacher_logprobs=w.ref if teacher else None,
             group_size=w.group,
-            exact_kl=exact_kl(w) if term.get("value") in ("exact", "topk") else None,
+            exact_kl=exact_kl(w) if whole else None,
             reference_length=10.0,
         )
         objective = klamp.Objective(
-            surrogate=surrogate, reduction=reduction, max_length=50, beta=BETA, kl=kl, clip_low=0.2, clip_high=0.28
+            surrogate=surrogate,
+            reduction=reduction,
+            max_length=50,
+            clip_low=0.2,
+            clip_high=0.28,
+            trust=TrustRegion(**trust),
+            **({"others": (klamp.Weighted(BETA, kl),)} if teacher else {"beta": BETA, "kl": kl}),
         )
-        return klamp.grpo_loss(batch, objective).loss, {"clip": (0.2, 0.28)}
+        logits = {"logits": w.logits, "ref_logits": w.ref_logits, "ids": w.ids} if whole else {}
+        return klamp.grpo_loss(batch, objective).loss, {"clip": (0.2, 0.28), **logits}
 
     return loss
 
@@ -439,6 +449,11 @@ TERMS: list[dict[str, Any]] = [
     {"value": "topk"},
     {"normalizer": "sequence_mean"},
     {"value": "k2", "gradient": "own"},
+    {"teacher": True},
+    {"teacher": True, "value": "k1", "horizon": "sequence"},
+    {"trust": {"mode": "token_truncate", "high": 1.02}},
+    {"trust": {"mode": "sequence_mask", "low": 0.9, "high": 1.2}},
+    {"trust": {"threshold": 0.01}},
 ]
 
 

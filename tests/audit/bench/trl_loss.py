@@ -7,10 +7,10 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-
-from klamp.audit import trl as host
 from tests.audit.bench.sound import entropy
 from tests.audit.bench.worlds import BETA, Case, World, make_world
+
+from klamp.audit import trl as host
 
 
 class Setting(NamedTuple):

@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import torch
+from tests.audit.bench.sound import discounted, k3, ppo
+from tests.audit.bench.worlds import BETA, Case, World
 from torch import Tensor
 
 import klamp
-from tests.audit.bench.sound import discounted, k3, ppo
-from tests.audit.bench.worlds import BETA, Case, World
 
 
 class Right(NamedTuple):
@@ -239,9 +239,7 @@ WRONG: dict[str, Wrong] = {
     "reference one place late": Wrong(shifted_ref, ("shift",)),
     "reference one place late, and passed so": Wrong(shifted_input, ("shift",)),
     "probabilities for the reference": Wrong(probabilities, ("not-log-probabilities",)),
-    "policy / ref weighs k1": Wrong(
-        plus(ppo, lambda w: w.d.exp() * w.d), ("kl-neither",), ("neither",)
-    ),
+    "policy / ref weighs k1": Wrong(plus(ppo, lambda w: w.d.exp() * w.d), ("kl-neither",), ("neither",)),
     "mask one place late": Wrong(shifted_mask, ("off-mask-gradient",)),
 }
 """32 losses; those without a class have their fault elsewhere."""
@@ -250,8 +248,6 @@ WRONG: dict[str, Wrong] = {
 def cases() -> Iterator[Case]:
     """All of them."""
     for name, right in RIGHT.items():
-        yield Case(
-            name, right.loss, kl=right.kl, beta=right.beta, surrogate=right.surrogate, mean=right.mean
-        )
+        yield Case(name, right.loss, kl=right.kl, beta=right.beta, surrogate=right.surrogate, mean=right.mean)
     for name, wrong in WRONG.items():
         yield Case(name, wrong.loss, ok=False, codes=wrong.codes, kl=wrong.kl, beta=None)

@@ -137,7 +137,9 @@ def check_loss(trainer: Any, student: Any, teacher: Any, options: dict[str, Any]
     found = gradient_of(trainer, loss)
     torch.testing.assert_close(loss.detach().double(), expected.detach(), rtol=close, atol=close)
     whole = torch.cat([part.flatten() for part in gradient]).double()
-    torch.testing.assert_close(found.double(), whole, rtol=close, atol=close)
+    # A float32 gradient is a sum over tokens: its entries are right to some eps of the largest one.
+    scale = 1.0 if found.dtype == torch.float64 else max(1.0, float(whole.abs().max()))
+    torch.testing.assert_close(found.double(), whole, rtol=close, atol=close * scale)
     assert float(found.norm()) > 1e-3
     return inputs
 

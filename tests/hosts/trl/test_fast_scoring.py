@@ -38,6 +38,8 @@ from klamp.scoring.model_parts import OpenedModel
 from klamp.trl import effective
 
 SMALL = 1e-5
+LATER = 1e-4
+"""Of what a run logs: each update carries the rounding of those before it on."""
 HALF = torch.tensor([1.0, 0.0, 0.0, -1.0])
 """Advantages with which two of four completions have no gradient where there is no KL."""
 OWN = "the entropy bonus needs the entropy's gradient"
@@ -226,7 +228,7 @@ def test_a_run_has_the_losses_metrics_and_weights_of_one_without(
         others |= {key for key in row if size > 1 and key.split("/")[0] in OF_MICRO_BATCHES}
         kept = {key: value for key, value in row.items() if key not in others and value is not None}
         assert row.keys() == other.keys()
-        assert {key: other[key] for key in kept} == pytest.approx(kept, abs=SMALL, rel=SMALL, nan_ok=True)
+        assert {key: other[key] for key in kept} == pytest.approx(kept, abs=SMALL, rel=LATER, nan_ok=True)
 
 
 def of_steps(losses: list[float], size: int) -> list[float]:

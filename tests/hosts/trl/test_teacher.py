@@ -132,6 +132,11 @@ def test_it_is_divided_as_the_loss_type_divides(base: Any, teacher: Any, tmp_pat
     torch.testing.assert_close(loss.detach(), expected.loss.detach(), rtol=1e-5, atol=1e-6)
 
 
+def assert_same_gradient(found: torch.Tensor, expected: torch.Tensor) -> None:
+    """To 1e-5 of the largest entry: a float32 sum over tokens is right to some eps of that, not of each entry."""
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-5 * float(expected.abs().max()))
+
+
 @pytest.mark.parametrize("place", ["k3", "the teacher's head, forward"])
 def test_fast_scoring_has_the_same_numbers(base: Any, teacher: Any, tmp_path: Path, place: str) -> None:
     options = KINDS[place]
@@ -146,7 +151,7 @@ def test_fast_scoring_has_the_same_numbers(base: Any, teacher: Any, tmp_path: Pa
         inputs["advantages"] = torch.zeros_like(inputs["advantages"])  # what is left is the teacher's pull
         gradients.append(gradient_of(each, each._compute_loss(each.model, inputs)))
     assert float(gradients[1].norm()) > 0
-    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-6)
+    assert_same_gradient(*gradients)
 
 
 def test_a_teacher_behind_another_prompt_scores_the_same_completions(base: Any, teacher: Any, tmp_path: Path) -> None:
@@ -181,7 +186,7 @@ def test_a_teacher_at_a_server_has_the_numbers_of_a_local_one(
         losses = [each._compute_loss(each.model, inputs) for each, inputs in zip((here, away), found, strict=True)]
     torch.testing.assert_close(losses[1].detach(), losses[0].detach(), rtol=1e-5, atol=1e-6)
     gradients = [gradient_of(each, loss) for each, loss in zip((here, away), losses, strict=True)]
-    torch.testing.assert_close(gradients[1], gradients[0], rtol=1e-4, atol=1e-6)
+    assert_same_gradient(gradients[1], gradients[0])
     assert f"teacher on the server at {url}" in effective(away).terms[0].term
     texts = [each["prompt"] for each in server.asked if isinstance(each["prompt"][0], str)]
     assert texts and ("the days" in texts[0][1]) == bool(column)
