@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
 from tests.audit.bench.threads import FAULTS, REWARDS, SOUND, is_named, verdict_of
 
 

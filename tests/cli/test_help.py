@@ -63,7 +63,7 @@ def test_everything_is_every_flag_once_with_defaults_and_presets() -> None:
     assert titles == ["train", *SECTIONS] and max(map(len, text.splitlines())) <= WIDTH
     flat = " ".join(text.split())
     assert all(name in flat for name in PRESETS)
-    assert "Longest completion in tokens. (default: 16)" in flat and "(default: 0.1 0.01 0.1)" in flat
+    assert "Longest completion in tokens. (default: 16)" in flat and "(default: 1.5 0.75 1.5 0.5)" in flat
     assert "(default: None)" not in flat and "(default: False)" not in flat
 
 

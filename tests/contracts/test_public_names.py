@@ -33,10 +33,13 @@ EXPORTED = [
     "TeacherConfig",
     "TopTokens",
     "Totals",
+    "Verdict",
     "Weighted",
     "__version__",
     "adaptive_kl_coefficient",
     "build_objective",
+    "check",
+    "check_pair",
     "check_sync",
     "clip_kl",
     "exact_kl",
@@ -50,10 +53,21 @@ EXPORTED = [
     "linear_logprobs",
     "linear_topk",
     "preset",
+    "tap",
     "topk_kl",
+    "watch",
 ]
 
 SIGNATURES = {
+    "check": "(loss, *, policy_logprobs=None, mask=None, ref_logprobs=None, old_logprobs=None, sampler_logprobs=None, "
+    "advantages=None, rewards=None, beta=None, means='reverse', baseline=None, clip=None, kl_in=None, logits=None, "
+    "ref_logits=None, teacher_logits=None, ids=None, temperature=1.0, pad=None, eos=None, segments=None, "
+    "group_size=None, loss_scale=1.0, watched=None, example=None, save=None, save_ids=False, once=True, host='')",
+    "check_pair": "(policy_tokenizer, teacher_tokenizer, example=None, *, teacher_example=None, policy_ids=None, "
+    "teacher_ids=None, prompt_lengths=None, end_ids=None, vocabulary_sizes=None, context_lengths=None, "
+    "template_options=None, who='teacher')",
+    "tap": "(policy_logprobs)",
+    "watch": "(*, ref_logprobs=None, advantages=None, old_logprobs=None)",
     "kl_estimate": "(policy_logprobs, ref_logprobs, *, estimator='k3')",
     "exact_kl": "(policy_logits, ref_logits, *, direction='reverse')",
     "kl_penalty": "(policy_logprobs, ref_logprobs, mask, *, value='k3', gradient='reverse', horizon='token', "

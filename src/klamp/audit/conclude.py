@@ -404,6 +404,7 @@ class _Reading:
             f"it is divided by the number of tokens ({count})": 1 / count,
             f"it is not divided by the number of tokens ({count})": float(count),
             "beta is squared": abs(self.beta or 0),
+            "the cap of cispo scales the policy loss": 1 / self.t.clip[1] if self.t.clip else 0.0,
         }
         return next((f": {name}" for name, x in causes.items() if x and abs(factor / x - 1) < 0.01), "")
 

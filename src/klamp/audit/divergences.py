@@ -65,6 +65,10 @@ class Positions:
     """Unit roundoff of the logits."""
     temperature: float = 1.0
     """What the trainer divides the logits by."""
+    row: Array | None = None
+    """The sequence of each position, [N]."""
+    length: Array | None = None
+    """The number of trained positions of each position's sequence, [N]."""
     beta: float | None = None
     """The mixture of a JS divergence, if the trainer has one."""
 
@@ -91,8 +95,15 @@ def explain_logits(p: Positions) -> list[Divergence]:
         found = sorted(_candidates(p, heats, second=second), key=lambda x: x.residual)
         good = [x for x in found if x.residual < p.tolerance]
         if good:
-            return [x for x in good if x.residual <= max(20 * good[0].residual, p.tolerance / 10)]
+            near = [x for x in good if x.residual <= max(20 * good[0].residual, p.tolerance / 10)]
+            return sorted(near, key=lambda x: not is_mean(x.scale, p.length))
     return []
+
+
+def is_mean(scale: Array, length: Array | None) -> str:
+    """Whether the coefficients of positions are those of a mean over tokens, or over sequences; "" for neither."""
+    means = {"token": scale, "sequence": scale * (1.0 if length is None else length)}
+    return next((name for name, x in means.items() if np.ptp(x) <= 0.01 * np.abs(x).max()), "")
 
 
 def _temperatures(p: Positions) -> list[tuple[float, float]]:

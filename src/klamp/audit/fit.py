@@ -462,6 +462,7 @@ def at_zero(t: Tokens, second: Array, third: Array, mean: Mean) -> AtZero | None
     """
     u = t.weights(mean)
     a = np.zeros_like(u) if t.advantage is None else t.advantage
+    a = a * t.r
     for pushes in ([-a * u], [-a * u * (a > 0), -a * u * (a < 0)]):
         basis = np.stack([u, *(x for x in pushes if np.any(x))])
         if np.linalg.cond((basis / np.linalg.norm(basis, axis=1, keepdims=True)).T) > 1e4:

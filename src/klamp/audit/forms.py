@@ -141,6 +141,8 @@ KL: dict[str, tuple[str, Callable[[Tokens], Array], bool]] = {
     "sign of the log-ratio (abs)": ("sign", lambda t: np.sign(t.d), False),
     "ratio x sign of the log-ratio": ("sign", lambda t: t.r * np.sign(t.d), False),
     "1 if the log-ratio is positive (k1 cut at 0)": ("step", lambda t: (t.d > 0).astype(float), False),
+    "1 + log-ratio (live weight x k1)": ("reverse", lambda t: 1 + t.d, False),
+    "log-ratio + log-ratio^2 / 2 (live weight x k2)": ("squared", lambda t: t.d + t.d**2 / 2, False),
     "ratio x (1 + log-ratio) (live ratio x k1)": ("reverse", lambda t: t.r * (1 + t.d), False),
     "ratio x (log-ratio + log-ratio^2 / 2) (live ratio x k2)": ("squared", lambda t: t.r * (t.d + t.d**2 / 2), False),
     "-exp(-log-ratio) (ref / policy differentiated)": ("forward", lambda t: -np.exp(-t.d), False),
@@ -190,8 +192,9 @@ def policy_forms(t: Tokens) -> list[Form]:
     forms = []
     for suffix, weight in _sampler_weights(t):
         for name, s in _surrogates(t, plain=bool(suffix)):
-            factor = s * weight
-            forms.append(Form(name + suffix, name.partition("(")[0], -t.advantage * factor, factor=factor))
+            if not (name.startswith("cispo(0.") and np.ptp(s) == 0):  # a cap below every ratio: the plain loss
+                factor = s * weight
+                forms.append(Form(name + suffix, name.partition("(")[0], -t.advantage * factor, factor=factor))
     return distinct(forms)
 
 

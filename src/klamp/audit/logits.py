@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from klamp.audit.conclude import judge_kinds
-from klamp.audit.divergences import Divergence, Positions, explain_logits, log_softmax
+from klamp.audit.divergences import Divergence, Positions, explain_logits, is_mean, log_softmax
 from klamp.audit.findings import finding
 from klamp.audit.fit import explain
 from klamp.audit.forms import Array, Tokens
@@ -52,7 +52,7 @@ def check_logits(
         )
     trained, where = _places(mask, logits)
     findings = list(_off_mask(gradient, trained))
-    positions = replace(_positions(gradient, logits, teacher_logits, ids, where, temperature), beta=beta)
+    positions = _positions(gradient, logits, teacher_logits, ids, where, temperature, trained=trained, beta=beta)
     found = explain_logits(positions)
     kl, judged = _judged(found, positions, means)
     if kl == "unknown" and (shifted := _shifted(gradient, logits, teacher_logits, ids, where, temperature)):
@@ -63,7 +63,7 @@ def check_logits(
         f"vocabulary {positions.student.shape[1]}",
         found=_described(found[0]) if found else "",
         kl=kl,
-        mean=_mean(found[0], trained, where) if found else None,
+        mean=_mean(found[0], positions) if found else None,
         not_checked={"other micro-batches": ""} | ({} if ids is not None else {"sampled terms": "pass ids"}),
     )
 
@@ -86,7 +86,15 @@ def _array(x: Tensor, where: tuple[Any, ...], width: int | None = None) -> Array
 
 
 def _positions(
-    gradient: Tensor, logits: Tensor, teacher: Tensor, ids: Any, where: tuple[Any, ...], temperature: float
+    gradient: Tensor,
+    logits: Tensor,
+    teacher: Tensor,
+    ids: Any,
+    where: tuple[Any, ...],
+    temperature: float,
+    *,
+    trained: Any = None,
+    beta: float | None = None,
 ) -> Positions:
     width = min(logits.shape[-1], teacher.shape[-1])
     tokens = None if ids is None else np.asarray(torch.as_tensor(ids).detach().cpu())[where].astype(int)
@@ -97,6 +105,9 @@ def _positions(
         ids=None if tokens is None else np.clip(tokens, 0, width - 1),
         eps=max(torch.finfo(logits.dtype).eps, 1.19e-7) / 2,
         temperature=temperature,
+        row=where[0] if len(where) == 2 else None,
+        length=None if trained is None or len(where) != 2 else trained.sum(1)[where[0]],
+        beta=beta,
     )
 
 
@@ -156,7 +167,14 @@ def _sampled(best: Divergence, p: Positions, means: str) -> tuple[str, list[Find
     log_s, log_t = (log_softmax(x / t) for x, t in zip((p.student, p.teacher), best.temperatures, strict=True))
     rows = np.arange(len(ids))
     policy, teacher = log_s[rows, ids], log_t[rows, ids]
-    t = Tokens(gradient=best.scale, policy=policy, ref=teacher, row=rows, eps=max(p.eps, 1e-6))
+    row = rows if p.row is None else np.unique(p.row, return_inverse=True)[1]
+    t = Tokens(
+        gradient=best.scale,
+        policy=policy,
+        ref=teacher,
+        row=row,
+        eps=max(p.eps, 1e-6),
+    )
     explained = explain(t)
     if explained.stage in ("unknown", "free"):
         s, tail = np.exp(policy), np.log1p(-np.minimum(np.exp(policy), 1 - 1e-12))
@@ -207,13 +225,8 @@ def _described(best: Divergence) -> str:
     return best.name + head + heat + f", and {best.beside}" * bool(best.beside)
 
 
-def _mean(best: Divergence, trained: Any, where: tuple[Any, ...]) -> str | None:
-    """Whether the coefficient of a position is the same everywhere, or that of its sequence's mean."""
-    if best.kind in ("none", "sampled") or trained.ndim != 2:
-        return None
-    length = trained.sum(1)[where[0]]
-    means = (("token", best.scale), ("sequence", best.scale * length))
-    return next((name for name, x in means if np.ptp(x) <= 0.01 * np.abs(x).max()), None)
+def _mean(best: Divergence, p: Positions) -> str | None:
+    return None if best.kind in ("none", "sampled") or p.row is None else is_mean(best.scale, p.length) or None
 
 
 def reproduce(arrays: Mapping[str, Any], logits: Tensor, other: Tensor | None, temperature: float) -> Iterator[Finding]:
@@ -261,7 +274,7 @@ def beside(
     if whole is None or tuple(logits.shape[:-1]) != mask.shape:
         return None
     trained, where = _places(torch.as_tensor(mask), logits)
-    p = _positions(whole, logits, other, torch.as_tensor(arrays["ids"]), where, temperature)
+    p = _positions(whole, logits, other, torch.as_tensor(arrays["ids"]), where, temperature, trained=trained)
     score = -np.exp(log_softmax(p.student / temperature))
     score[np.arange(len(score)), p.ids] += 1
     factor = np.zeros(len(score)) if part is None else _array(part, where)
@@ -271,7 +284,7 @@ def beside(
     found = [x for x in explain_logits(replace(p, gradient=rest)) if x.kind in ("reverse", "forward", "js")]
     if not found:
         return None
-    best, mean = found[0], _mean(found[0], trained, where)
+    best, mean = found[0], _mean(found[0], p)
     rows = trained.sum(1)[where[0]] * np.count_nonzero(trained.any(1)) if mean == "sequence" else int(trained.sum())
     shown = {name: getattr(best, name) for name in ("kind", "name", "head", "size")}
     return shown | {"mean": mean, "coefficient": float(np.median(best.scale * rows))}

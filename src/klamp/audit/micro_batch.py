@@ -365,6 +365,8 @@ class _Batch:
         live = self._gradient(self.loss, create_graph=True)
         parts = live if isinstance(live, list) else [live]
         if not any(x is not None and x.requires_grad for x in parts):
+            if any(type(node).__name__.startswith("CompiledFunction") for node in nodes_of(self.loss)):
+                raise RuntimeError("it is compiled")
             if delta is not None and delta <= 0.02:
                 self.arrays["second"] = self.arrays["third"] = np.zeros_like(self.arrays["gradient"])
             return
@@ -467,8 +469,8 @@ COPIES = ("View", "Squeeze", "Slice", "ToCopy", "Mul", "Clone", "Expand", "Resha
 """Operations, by the start of their names, that make a copy of log-probabilities."""
 
 
-def is_copy(x: Tensor, loss: Tensor) -> bool:
-    """Whether a tensor is a slice, cast or product of one in the loss, or shares nothing with the loss."""
+def nodes_of(loss: Tensor) -> set[Any]:
+    """The operations that a loss was computed by."""
     nodes = set[Any]()
     stack: list[Any] = [loss.grad_fn]
     while stack:
@@ -476,7 +478,12 @@ def is_copy(x: Tensor, loss: Tensor) -> bool:
         if node is not None and node not in nodes:
             nodes.add(node)
             stack += [parent for parent, _ in node.next_functions]
-    node = x.grad_fn
+    return nodes
+
+
+def is_copy(x: Tensor, loss: Tensor) -> bool:
+    """Whether a tensor is a slice, cast or product of one in the loss, or shares nothing with the loss."""
+    nodes, node = nodes_of(loss), x.grad_fn
     while node is not None and type(node).__name__.lstrip("Un").startswith(COPIES):
         node = next((parent for parent, _ in node.next_functions if parent is not None), None)
         if node in nodes:

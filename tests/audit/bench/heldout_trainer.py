@@ -14,9 +14,8 @@ from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
-
 from tests.audit.bench.worlds import BETA, Case, World
+from torch import Tensor
 
 PROJECT = "NeMo-RL"
 STANDINS = {
@@ -51,21 +50,13 @@ def imported(folder: Path) -> Iterator[tuple[Any, Any, Any]]:
             del sys.modules[name]
 
 
-def shifted(x: Tensor) -> Tensor:
-    """Its tensors are [B, S], and the loss leaves the first place out."""
-    return torch.cat([torch.zeros_like(x[:, :1]), x], 1)
-
-
-def batch(w: World, **more: Tensor) -> dict[str, Tensor]:
-    """What its data loader passes to a loss."""
-    per_token = {"prev_logprobs": w.old, "generation_logprobs": w.sampler, "reference_policy_logprobs": w.ref}
-    per_token |= {"token_mask": w.m, "advantages": w.a.expand_as(w.logp)} | more
-    return {name: shifted(x) for name, x in per_token.items()} | {"sample_mask": torch.ones(len(w.logp))}
-
-
-def counts(w: World, times: int = 1) -> tuple[Tensor, Tensor]:
-    """The global counts of sequences and tokens, over so many micro-batches."""
-    return torch.tensor(float(times * len(w.logp))), times * w.m.sum()
+def call(host: Any, w: World, *, times: int = 1, **more: Tensor) -> Tensor:
+    """A loss of log-probabilities: its tensors are [B, S] with one place in front, over so many micro-batches."""
+    tensors = {"prev_logprobs": w.old, "generation_logprobs": w.sampler, "reference_policy_logprobs": w.ref}
+    tensors |= {"token_mask": w.m, "advantages": w.a.expand_as(w.logp)} | more
+    front, rows = torch.zeros(len(w.logp), 1), torch.ones(len(w.logp))
+    data = {k: x if x.shape[1] > w.m.shape[1] else torch.cat([front, x], 1) for k, x in tensors.items()}
+    return host(w.logp, data | {"sample_mask": rows}, times * rows.sum(), times * w.m.sum())[0]
 
 
 REVERSE: dict[str, Any] = {"kl": ("reverse",), "ok": True}
@@ -102,46 +93,36 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "no KL": {"reference_policy_kl_penalty": 0.0},
     "log-ratio bounded at 0.2": {"kl_input_clamp_value": 0.2},
     "KL bounded at 0.05": {"kl_output_clamp_value": 0.05},
-    "KL meant, and in no reward": {"use_kl_in_reward": True},
+    "KL in no reward": {"use_kl_in_reward": True},
 }
 RIGHT: dict[str, dict[str, Any]] = {
     "k3": {"mean": "token"},
-    "k3, sequence mean": {"mean": "sequence"},
-    "gspo": {"mean": "sequence"},
-    "REINFORCE": {"surrogate": "1"},
-    "ratio forced to 1": {"surrogate": "1"},
     "no KL": {"kl": ("none",), "beta": None},
-    "log-ratio bounded at 0.2": {"beta": None},
-    "KL bounded at 0.05": {"beta": None},
-    "KL meant, and in no reward": {"kl": ("none",), "ok": False, "codes": ("kl-absent",), "beta": None},
+    "KL in no reward": {"kl": ("none",), "ok": False, "codes": ("kl-absent",), "beta": None},
 }
-"""What is right beside `REVERSE`."""
-PASSED: dict[str, dict[str, Any]] = {
-    "clip (0.2, 0.28)": {"clip": (0.2, 0.28)},
-    "cispo": {"clip": (0.2, 0.28)},
-    "no KL": {"beta": 0.0},
-    "KL meant, and in no reward": {"kl_in": "loss"},
-}
+RIGHT |= {key: {"mean": "sequence"} for key in ("k3, sequence mean", "gspo")}
+RIGHT |= {key: {"surrogate": "1"} for key in ("REINFORCE", "ratio forced to 1")}
+RIGHT |= {key: {"beta": None} for key in ("log-ratio bounded at 0.2", "KL bounded at 0.05")}
+PASSED: dict[str, dict[str, Any]] = {"no KL": {"beta": 0.0}, "KL in no reward": {"kl_in": "loss"}}
+PASSED |= {key: {"clip": (0.2, 0.28)} for key in ("clip (0.2, 0.28)", "cispo")}
 
 
 def policy_losses(losses: Any, advantages: Any) -> Iterator[Case]:
     """`ClippedPGLossFn`: estimators, reductions, ratios, clips and sampler weights; the KL in the reward; faults."""
 
-    def loss(w: World, settings: dict[str, Any], times: int = 1, **data: Tensor) -> Tensor:
-        settings = {"reference_policy_kl_penalty": BETA} | settings
-        host = losses.ClippedPGLossFn(losses.ClippedPGLossConfig(**settings))
-        return host(w.logp, batch(w, **data), *counts(w, times))[0]
+    def loss(w: World, settings: dict[str, Any], **more: Any) -> Tensor:
+        config = losses.ClippedPGLossConfig(**({"reference_policy_kl_penalty": BETA} | settings))
+        return call(losses.ClippedPGLossFn(config), w, **more)
 
     for name in SETTINGS:
         make = lambda w, x=name: (loss(w, SETTINGS[x]), PASSED.get(x, {}))  # noqa: E731
         yield Case(f"NeMo-RL {name}", make, **(REVERSE | RIGHT.get(name, {})))
-    yield Case("NeMo-RL one of four micro-batches", lambda w: loss(w, {}, 4), **REVERSE)
+    yield Case("NeMo-RL one of four micro-batches", lambda w: loss(w, {}, times=4), **REVERSE)
 
     def in_reward(w: World, kind: str) -> Any:
-        settings = losses.ClippedPGLossConfig(
-            reference_policy_kl_penalty=BETA, use_kl_in_reward=True, reference_policy_kl_type=kind
-        )
-        host = advantages.ReinforcePlusPlusAdvantageEstimator(advantages.AdvEstimatorConfig(), settings)
+        settings = {"use_kl_in_reward": True, "reference_policy_kl_type": kind, "reference_policy_kl_penalty": BETA}
+        config = losses.ClippedPGLossConfig(**settings)
+        host = advantages.ReinforcePlusPlusAdvantageEstimator(advantages.AdvEstimatorConfig(), config)
         prompts = torch.arange(len(w.logp)).div(w.group, rounding_mode="floor")[:, None]
         given = {"logprobs_policy": w.old, "logprobs_reference": w.ref}
         a = host.compute_advantage(prompts, w.rewards.float(), w.m, **given)
@@ -162,26 +143,19 @@ def policy_losses(losses: Any, advantages: Any) -> Iterator[Case]:
     yield Case("NeMo-RL, the reference rolled as its DPO does", as_in_dpo, **shift)
 
 
-def other_losses(losses: Any) -> Iterator[Case]:
-    """Supervised training and DPO: no KL of a policy loss."""
+def other_losses(losses: Any, helpers: Any) -> Iterator[Case]:
+    """Supervised training, DPO, and distillation on logits with the teacher's top four."""
+    hidden = dict.fromkeys(("advantages", "old_logprobs", "sampler_logprobs", "beta"))
 
     def nll(w: World) -> Any:
-        value = losses.NLLLossFn()(w.logp, batch(w), *counts(w))[0]
-        return value, {"ref_logprobs": None, "advantages": None, "old_logprobs": None, "beta": None}
+        return call(losses.NLLLossFn(), w), hidden | {"ref_logprobs": None}
 
     def dpo(w: World) -> Any:
-        data = batch(w) | {"reference_policy_logprobs": torch.cat([w.ref, torch.zeros_like(w.ref[:, :1])], 1)}
-        value = losses.DPOLossFn(losses.DPOLossConfig())(w.logp, data, *counts(w))[0]
-        return value, {"advantages": None, "old_logprobs": None, "beta": None}
+        ref = torch.cat([w.ref, torch.zeros_like(w.ref[:, :1])], 1)  # in its place already
+        return call(losses.DPOLossFn(losses.DPOLossConfig()), w, reference_policy_logprobs=ref), hidden
 
-    for name, make in (("NLL", nll), ("DPO", dpo)):
-        yield Case(
-            f"NeMo-RL {name}", lambda w, f=make: (f(w)[0], {"sampler_logprobs": None} | f(w)[1]), kl=(), beta=None
-        )
-
-
-def distillation(losses: Any, helpers: Any) -> Iterator[Case]:
-    """`DistillationLossFn` on logits: the teacher's top four, its default and its other settings."""
+    yield Case("NeMo-RL NLL", nll, kl=(), beta=None)
+    yield Case("NeMo-RL DPO", dpo, kl=(), beta=None)
 
     def loss(w: World, kind: str, zero: bool) -> Any:
         top = w.ref_logits.topk(4)
@@ -189,13 +163,14 @@ def distillation(losses: Any, helpers: Any) -> Iterator[Case]:
             w.logits, top.values, top.indices, zero, zero and kind != "forward"
         )
         config = losses.DistillationLossConfig(kl_type=kind, zero_outside_topk=zero)
-        data = {"input_ids": w.ids, "token_mask": w.m, "sample_mask": torch.ones(len(w.ids))}
-        value = losses.DistillationLossFn(config)(s, t, entropy, data, *counts(w))[0]
+        rows = torch.ones(len(w.ids))
+        data = {"input_ids": w.ids, "token_mask": w.m, "sample_mask": rows}
+        value = losses.DistillationLossFn(config)(s, t, entropy, data, rows.sum(), w.m.sum())[0]
         mask = torch.cat([w.mask[:, 1:], torch.zeros_like(w.mask[:, :1])], 1)
-        nothing = dict.fromkeys(("policy_logprobs", "ref_logprobs", "old_logprobs", "sampler_logprobs", "advantages"))
-        given = {"logits": w.logits, "teacher_logits": w.ref_logits, "mask": mask, "beta": None, "watched": None}
+        nothing = hidden | dict.fromkeys(("policy_logprobs", "ref_logprobs", "watched"))
         means = "forward" if kind == "forward" else "reverse"
-        return value, nothing | given | {"means": means}
+        given = {"logits": w.logits, "teacher_logits": w.ref_logits, "mask": mask, "means": means}
+        return value, nothing | given
 
     for kind in ("mixed", "forward", "reverse"):
         for zero in (False, True):

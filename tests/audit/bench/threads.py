@@ -12,13 +12,13 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+from tests.audit.bench.sound import entropy, k3, ppo
+from tests.audit.bench.worlds import World, make_world, pick
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, logsigmoid
 
 import klamp
 from klamp.audit.verdict import Verdict
-from tests.audit.bench.sound import entropy, k3, ppo
-from tests.audit.bench.worlds import World, make_world, pick
 
 Made = tuple[Tensor, dict[str, Any]]
 
@@ -362,7 +362,7 @@ PADDING = ("off-mask-gradient",)
 LAGLESS = (("lag", 0),)
 
 FAULTS: dict[str, Thread] = {
-    "Trinity-RFT 426": Thread(trinity_426, ("sampler-mismatch",), "weights", world=LAGLESS),
+    "Trinity-RFT 426": Thread(trinity_426, ("sampler-mismatch", "old-is-sampler"), "", world=LAGLESS),
     "atropos 456": Thread(atropos_456, ("kl-absent",), "add beta * kl to the loss"),
     "atropos 464": Thread(atropos_464, ("head-renormalised",), "tail"),
     "torchforge 527": Thread(torchforge_527, ("kl-neither", "kl-zero", "kl-away"), "kl_penalty", world=LAGLESS),
