@@ -17,6 +17,7 @@ from typing import Any
 from benchmarks import (
     alarms,
     batches,
+    check,
     controllers,
     elsewhere,
     exact,
@@ -50,6 +51,7 @@ MODULES = (
     waits,
     controllers,
     alarms,
+    check,
     unsloth,
     gpu,
 )

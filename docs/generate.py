@@ -1,8 +1,8 @@
 """Writes the pages that are made from tables of the code: `python docs/generate.py`.
 
 `estimators.md` comes from `klamp.core.estimators.ESTIMATORS` and from what `klamp.verify` measures, `metrics.md` from
-`klamp.diagnostics.metrics.METRICS`, `alarms.md` from `klamp.diagnostics.alarms.ALARMS`, and
-`records/resumes.md` from `klamp.training.resumed`. A test holds the committed pages against what this would write.
+`klamp.diagnostics.metrics.METRICS`, `alarms.md` from `klamp.diagnostics.alarms.ALARMS`, `findings.md` from
+`klamp.audit.findings`, and `records/resumes.md` from `klamp.training.resumed`. A test holds the committed pages against what this would write.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
+from klamp.audit.findings import table
 from klamp.config import KLConfig, KLWarning, LossConfig
 from klamp.core.estimators import ESTIMATORS
 from klamp.diagnostics.alarm import Alarm, Limit
@@ -177,6 +178,20 @@ def _alarms(alarms: Iterable[Alarm]) -> list[str]:
     return parts
 
 
+def findings_page() -> str:
+    """The page on the findings of `klamp.check`."""
+    rows = [
+        (f"`{code}`", row["level"], _plain(row["what"]), _plain(row.get("fix", ""))) for code, row in table().items()
+    ]
+    parts = ["# Findings of klamp.check", "", NOTICE, "As [klamp.check](check.md) prints them. Braces stand for a number."]
+    return "\n".join([*parts, "", *_table(("code", "level", "finding", "fix"), rows), ""])
+
+
+def _plain(text: str) -> str:
+    """A text as a cell of a table."""
+    return text.replace("|", "\\|").replace("*", "\\*").replace("[", "\\[").replace("_", "\\_")
+
+
 def resumes_page() -> str:
     """The page on resumes: what happens to each field of a run's configuration."""
     rows = [(f"`{name}`", *_at_a_resume(name)) for name in field_owners() if name not in PLACE]
@@ -203,6 +218,7 @@ PAGES: Mapping[str, Callable[[], str]] = {
     "estimators.md": estimators_page,
     "metrics.md": metrics_page,
     "alarms.md": alarms_page,
+    "findings.md": findings_page,
     "records/teacher-alarms.md": teacher_alarms_page,
     "records/resumes.md": resumes_page,
 }

@@ -1,4 +1,4 @@
-"""Losses of Liger, torchrl, verl and OpenRLHF, called as their trainers call them, and those that four documents print."""
+"""Losses of Liger, torchrl, verl and OpenRLHF, called as their trainers call them, and those of four documents."""
 
 from __future__ import annotations
 

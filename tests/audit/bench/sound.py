@@ -387,9 +387,10 @@ def normalised(x: Tensor, group: int, form: str) -> Tensor:
     }[form].flatten()
 
 
-FORMS = "mean z-score/biased z-score/leave one out/batch/group mean, batch deviation/median/range/rank/none/clipped".replace(
-    "mean z-score", "mean/z-score"
-).split("/")
+FORMS = (
+    *("mean", "z-score", "biased z-score", "leave one out", "batch", "group mean, batch deviation"),
+    *("median", "range", "rank", "none", "clipped"),
+)
 COURSES = ("to go", "per token", "whitened per token", "gae")
 
 

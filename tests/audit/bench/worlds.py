@@ -51,46 +51,28 @@ class World:
         """The mask as numbers."""
         return self.mask.to(self.logits.dtype)
 
-    @property
-    def d(self) -> Tensor:
-        """The log-ratio to the reference."""
-        return self.logp - self.ref
+    # log-ratios to the reference and to the old policy, the ratio, 1 with the gradient of log policy, advantages [B, 1]
+    d = property(lambda self: self.logp - self.ref)
+    log_r = property(lambda self: self.logp - self.old)
+    r = property(lambda self: self.log_r.exp())
+    live = property(lambda self: (self.logp - self.logp.detach()).exp())
+    a = property(lambda self: self.advantages if self.advantages.ndim == 2 else self.advantages[:, None])
 
-    @property
-    def log_r(self) -> Tensor:
-        """The log-ratio to the old policy."""
-        return self.logp - self.old
+    def sums(self, x: Tensor) -> Tensor:
+        """The sum of each completion."""
+        return (x * self.m).sum(1)
 
-    @property
-    def r(self) -> Tensor:
-        """The ratio policy / old."""
-        return self.log_r.exp()
-
-    @property
-    def live(self) -> Tensor:
-        """1, with the gradient of log policy."""
-        return (self.logp - self.logp.detach()).exp()
-
-    @property
-    def a(self) -> Tensor:
-        """The advantages as [B, T] or [B, 1]."""
-        return self.advantages if self.advantages.ndim == 2 else self.advantages[:, None]
+    def each(self, x: Tensor) -> Tensor:
+        """The mean of each completion."""
+        return self.sums(x) / self.m.sum(1)
 
     def token(self, x: Tensor) -> Tensor:
         """The mean over trained tokens."""
         return (x * self.m).sum() / self.m.sum()
 
-    def each(self, x: Tensor) -> Tensor:
-        """The mean of each completion."""
-        return (x * self.m).sum(1) / self.m.sum(1)
-
     def sequence(self, x: Tensor) -> Tensor:
         """The mean of each completion's mean."""
         return self.each(x).mean()
-
-    def sums(self, x: Tensor) -> Tensor:
-        """The sum of each completion."""
-        return (x * self.m).sum(1)
 
     def arguments(self) -> dict[str, Any]:
         """What is passed to `klamp.check` beside the loss."""
@@ -181,7 +163,7 @@ def three_worlds() -> list[World]:
     ]
 
 
-Loss = Callable[[World], "Tensor | tuple[Tensor, dict[str, Any]]"]
+Loss = Callable[[World], Any]  # a loss, or a loss and what else is passed
 
 
 class Case(NamedTuple):
