@@ -57,7 +57,7 @@ class Executor(Protocol):
         """
         from klamp.training.run import deferred_interrupts
 
-        waiting, jobs, steps, stopping = deque(runs), dict[str, tuple[Run, Any]](), dict[str, int](), False
+        waiting, jobs, sizes, stopping = deque(runs), dict[str, tuple[Run, Any]](), dict[str, int](), False
         try:
             with deferred_interrupts() as interrupt:
                 while jobs or (waiting and not interrupt.asked):
@@ -66,7 +66,7 @@ class Executor(Protocol):
                         own = run_folder(folder, run)
                         own.mkdir(parents=True, exist_ok=True)
                         (own / OUTCOME).unlink(missing_ok=True)
-                        steps[run.name] = _last_step(own)[0]
+                        sizes[run.name] = _size(own / METRICS_FILE)
                         jobs[run.name] = run, self.start(run, folder)
                         tell(Update(run=run.name, state="running"))
                     if interrupt.asked and not stopping:
@@ -77,11 +77,10 @@ class Executor(Protocol):
                     time.sleep(MOMENT)
                     for name, (run, job) in list(jobs.items()):
                         how = self.ended(job)
-                        step, row = _last_step(run_folder(folder, run))
-                        if step != steps[name] and not stopping:
-                            steps[name] = step
-                            total = run.config.run.max_steps
-                            tell(Update(run=name, state="running", step=step, steps=total, metrics=row))
+                        file = run_folder(folder, run) / METRICS_FILE
+                        if (size := _size(file)) != sizes[name] and not stopping:
+                            sizes[name] = size
+                            _tell_step(run, lines_of(file), tell)
                         if how is not None:
                             del jobs[name]
                             _conclude(run, folder, tell, "" if stopping else how)
@@ -100,12 +99,15 @@ class Executor(Protocol):
             ) from KeyboardInterrupt()
 
 
-def _last_step(own: Path) -> tuple[int, Mapping[str, float]]:
-    """The last step that a run has logged, with its metrics."""
-    for row in reversed(lines_of(own / METRICS_FILE)):
-        if "reward" in row:
-            return row["step"], row
-    return 0, {}
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
+
+
+def _tell_step(run: Run, rows: Sequence[Mapping[str, Any]], tell: Tell) -> None:
+    """Report the last step that a run has logged; the rows of evaluations have no reward."""
+    if row := next((row for row in reversed(rows) if "reward" in row), None):
+        steps = run.config.run.max_steps
+        tell(Update(run=run.name, state="running", step=row["step"], steps=steps, metrics=row))
 
 
 def _conclude(run: Run, folder: Path, tell: Tell, how: str) -> None:
