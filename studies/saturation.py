@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from klamp.ablation.pictures import GREY, named, new_figure, save, style, tidy
+from klamp.ablation.pictures import COLOURS, named, tidy
 from klamp.ablation.plan import Run, run_folder
 from klamp.ablation.table import cell_of, cell_text
 from klamp.training.folders import COMPLETIONS, METRICS_FILE, lines_of
@@ -113,7 +113,7 @@ def _against_first(courses: Sequence[Course]) -> list[Course]:
 
 
 def markdown(courses: Sequence[Course]) -> str:
-    """The table as Markdown: one row per arm, each number a mean over seeds with its bootstrap interval.
+    """The table as Markdown: one row per arm, each number a mean over seeds with its interval.
 
     Args:
         courses: of all runs.
@@ -122,7 +122,7 @@ def markdown(courses: Sequence[Course]) -> str:
     heading = ("arm", "seeds", *(title.format(first=first) for title in COLUMNS.values()))
     lines = [heading, ("---", *("---:" for _ in heading[1:]))]
     for arm, group in _by_arm(courses).items():
-        cells = (tuple(c.numbers[name] for c in group if name in c.numbers) for name in COLUMNS)
+        cells = (dict(enumerate(c.numbers[name] for c in group if name in c.numbers)) for name in COLUMNS)
         texts = (cell_text(cell_of(values) if values else None, len(group)) for values in cells)
         lines.append((arm, str(len(group)), *texts))
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
@@ -143,21 +143,22 @@ def draw(courses: Sequence[Course]) -> Figure:
     Args:
         courses: of all runs; the first arm is what the others are compared with.
     """
+    from matplotlib.figure import Figure
+
     arms = _by_arm(courses)
     columns = 4
     rows = -(-len(arms) // columns)
-    figure = new_figure(3.1 * columns, 2.3 * rows)
+    figure = Figure(figsize=(3.1 * columns, 2.3 * rows), layout="constrained")
     panels = list(figure.subplots(rows, columns, sharex=True, sharey=True, squeeze=False).flat)
     control = _mean(next(iter(arms.values())))
     for panel, (arm, group) in zip(panels, arms.items(), strict=False):
-        look = style(0)
-        panel.plot(*control, color=GREY, linewidth=1.2)
+        panel.plot(*control, color="#777777", linewidth=1.2)
         for course in group:
-            panel.plot(course.steps[WINDOW - 1 :], _smooth(course.lengths), color=look.colour, alpha=0.3, linewidth=0.9)
+            panel.plot(course.steps[WINDOW - 1 :], _smooth(course.lengths), color=COLOURS[0], alpha=0.3, linewidth=0.9)
             if "saturated" in course.numbers:
                 place = (course.numbers["saturated"], course.numbers["length/saturated"])
-                panel.plot(*place, marker="v", color=look.colour, markersize=4)
-        panel.plot(*_mean(group), color=look.colour, linewidth=1.8)
+                panel.plot(*place, marker="v", color=COLOURS[0], markersize=4)
+        panel.plot(*_mean(group), color=COLOURS[0], linewidth=1.8)
         tidy(panel, title=named(arm))
     for panel in panels[max(0, len(arms) - columns) : len(arms)]:
         panel.tick_params(labelbottom=True)  # the panel below it may be empty
@@ -190,4 +191,5 @@ def write_saturation(every: Sequence[Run], folder: Path) -> tuple[Path, ...]:
     if not courses:
         return ()
     (folder / MARKDOWN).write_text(markdown(courses), encoding="utf-8")
-    return folder / MARKDOWN, *save(draw(courses), folder / PICTURE, dpi=110)
+    draw(courses).savefig(folder / PICTURE, dpi=110, bbox_inches="tight")
+    return folder / MARKDOWN, folder / PICTURE

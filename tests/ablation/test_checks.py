@@ -29,7 +29,7 @@ def test_a_folder_holds_its_plan_and_takes_it_again(tmp_path) -> None:
     open_folder(PLAN_A, folder)
     assert read_plan(folder) == PLAN_A and (folder / "runs").is_dir()
     open_folder(PLAN_A, folder)
-    same = changed(name="other", base={"report_to": (), "max_steps": 5, "kl_estimator": "k3"})
+    same = changed(name="other", base={"report_to": (), "max_steps": 5})
     check_folder(same, folder)
     assert yaml.safe_load((folder / PLAN).read_text())["arms"] == {"beta=0": {"beta": 0.0}, "beta=0.1": {"beta": 0.1}}
 
@@ -44,21 +44,22 @@ def test_arms_and_seeds_can_be_added(tmp_path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("plan", "said"),
+    "plan",
     [
-        (changed(base={"max_steps": 6}), "max_steps of the arm 'beta=0' is 5 there, 6 here"),
-        (changed(seeds=(0,)), "its run beta-0_seed-1 is not part of this plan"),
-        (changed(arms=grid({"beta": [0.0, 0.2]})), "its run beta-0.1_seed-0 is not part of this plan"),
-        (changed(arms=(Arm(name="beta=0"), PLAN_A.arms[1])), "beta of the arm 'beta=0' is 0.0 there, 0.01 here"),
+        changed(base={"max_steps": 6}),
+        changed(seeds=(0,)),
+        changed(kl_prompts=7),
+        changed(arms=grid({"beta": [0.0, 0.2]})),
+        changed(arms=(Arm(name="beta=0"), PLAN_A.arms[1])),
     ],
 )
-def test_another_plan_is_refused_with_what_differs(tmp_path, plan, said) -> None:
+def test_another_plan_is_refused(tmp_path, plan) -> None:
     open_folder(PLAN_A, tmp_path / "out")
     before = (tmp_path / "out" / PLAN).read_text()
     with pytest.raises(RunFolderError) as caught:
         open_folder(plan, tmp_path / "out")
     error = caught.value
-    assert said in str(error.got) and error.why and "--output_dir" in error.fix
+    assert error.got == str(tmp_path / "out" / PLAN) and error.why and "--output_dir" in error.fix
     assert (tmp_path / "out" / PLAN).read_text() == before
 
 

@@ -11,12 +11,11 @@ from tests.ablation.test_one_run import numbers_of
 from tests.training.conftest import TINY
 
 from klamp.ablation import comparison
-from klamp.ablation.comparison import KEPT, NO_VARIANT, SAME_TASK, Compared, as_runs, compare, find_folder
+from klamp.ablation.comparison import NO_VARIANT, SAME_TASK, as_runs, compare, find_folder
 from klamp.ablation.one_run import perform
-from klamp.ablation.outcome import Outcome, read_outcome
-from klamp.ablation.plan import Plan, grid, run_folder, runs
+from klamp.ablation.outcome import Outcome
+from klamp.ablation.plan import Plan, Run, grid, runs
 from klamp.errors import ConfigError, DataError, RunFolderError
-from klamp.records.klamp_run import runs_in
 from klamp.tasks.base import TaskConfig
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig, field_owners
@@ -53,12 +52,11 @@ def test_it_has_the_numbers_of_an_ablation_that_ran_them(llama, tmp_path) -> Non
     assert told == ["beta-0_seed-0", "beta-0.05_seed-0"]
     made = runs(Plan(base=base, arms=grid({"beta": [0.0, 0.05]}), seeds=(0,)))
     for run, outcome in zip(made, result.outcomes, strict=True):
-        one = perform(run, tmp_path / "ablated", lambda update: None)
+        one = perform(run, tmp_path / "ablated")
         assert numbers_of(outcome) == numbers_of(one)
         assert (outcome.run, outcome.arm, outcome.values) == (one.run, one.arm, one.values)
         assert (outcome.before, outcome.after, outcome.rl_skill) == (one.before, one.after, one.rl_skill)
-    assert {"table.md", "table.json", "sweep.png"} <= {file.name for file in result.files}
-    assert runs_in(tmp_path / "out")[0] == [run_folder(tmp_path / "out", run) for run in made], "a report can be made"
+    assert {"table.md", "table.json", "frontier.png"} <= {file.name for file in result.files}
     assert before == {path: path.stat().st_mtime_ns for folder, _ in given for path in folder.rglob("*")}
 
 
@@ -69,14 +67,14 @@ def test_arms_are_named_by_what_differs_and_seeds_are_no_difference(tmp_path) ->
         finished_run(tmp_path / "c", beta=0.01, seed=4, report_to=()),
     ]
     found = as_runs(given, kl_prompts=7)
-    assert [each.run.name for each in found] == ["beta-0_seed-0", "beta-0.01_seed-0", "beta-0.01_seed-4"]
-    assert [each.run.arm.values for each in found] == [{"beta": 0.0}, {"beta": 0.01}, {"beta": 0.01}]
-    assert {each.run.kl_prompts for each in found} == {7}
+    assert [run.name for run in found.values()] == ["beta-0_seed-0", "beta-0.01_seed-0", "beta-0.01_seed-4"]
+    assert [run.arm.values for run in found.values()] == [{"beta": 0.0}, {"beta": 0.01}, {"beta": 0.01}]
+    assert {run.kl_prompts for run in found.values()} == {7}
     held = as_runs([given[1], finished_run(tmp_path / "d", beta=0.05, target_kl=0.1)])
-    names = [each.run.arm.name for each in held]
+    names = [run.arm.name for run in held.values()]
     assert names[0].startswith("beta=0.01 ") and names[1].startswith("beta from 0.05 "), "which the target moves"
     seeds = as_runs(given[1:])
-    assert [each.run.arm.name for each in seeds] == ["base", "base"]
+    assert [run.arm.name for run in seeds.values()] == ["base", "base"]
 
 
 def test_what_is_no_variant_is_a_field() -> None:
@@ -86,14 +84,14 @@ def test_what_is_no_variant_is_a_field() -> None:
 
 def test_other_tasks_are_refused(tmp_path) -> None:
     given = [finished_run(tmp_path / "a"), finished_run(tmp_path / "b", task="describe")]
-    with pytest.raises(DataError, match="not the same task") as caught:
+    with pytest.raises(DataError, match="different tasks") as caught:
         as_runs(given)
     assert f"task is 'arithmetic' in {tmp_path / 'a'}" in caught.value.got and "describe" in caught.value.got
     other = finished_run(tmp_path / "c", eval_size=3)
-    with pytest.raises(DataError, match="not the same task"):
+    with pytest.raises(DataError, match="different tasks"):
         as_runs([given[0], other])
     fewer = finished_run(tmp_path / "d", train_size=9)
-    assert [each.run.arm.name for each in as_runs([given[0], fewer])] == ["train_size=0", "train_size=9"]
+    assert [run.arm.name for run in as_runs([given[0], fewer]).values()] == ["train_size=0", "train_size=9"]
 
 
 def test_a_run_that_is_not_finished_is_refused(tmp_path) -> None:
@@ -146,22 +144,12 @@ def measured(monkeypatch) -> list[str]:
         return Outcome(**ids, rl_skill="addition", numbers={"kl/reverse": 0.1, "reward": 0.5})
 
     monkeypatch.setattr(comparison, "outcome_of", outcome_of)
-    monkeypatch.setattr("klamp.ablation.execute.write_pictures", lambda outcomes, folder: ())
+    monkeypatch.setattr("klamp.ablation.execute.write_picture", lambda outcomes, folder: ())
     return seen
 
 
-def two(tmp_path: Path) -> tuple[Compared, ...]:
+def two(tmp_path: Path) -> dict[Path, Run]:
     return as_runs([finished_run(tmp_path / "a"), finished_run(tmp_path / "b", beta=0.5)])
-
-
-def test_the_small_files_of_the_runs_are_kept(tmp_path, measured) -> None:
-    (compared, _) = two(tmp_path)
-    for name in KEPT[:3]:
-        (compared.folder / name).write_text("{}")
-    compare([compared], tmp_path / "out")
-    own = run_folder(tmp_path / "out", compared.run)
-    assert {file.name for file in own.iterdir()} == {*KEPT[:3], "summary.json", "outcome.json"}
-    assert read_outcome(own) is not None and not (compared.folder / "outcome.json").exists()
 
 
 def test_a_comparison_takes_a_folder_of_its_own(tmp_path, measured, monkeypatch) -> None:

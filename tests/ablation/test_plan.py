@@ -12,7 +12,6 @@ from klamp.ablation.plan import (
     OWNED,
     Arm,
     Plan,
-    crossed,
     folder_name,
     grid,
     read_plan,
@@ -53,15 +52,6 @@ def test_a_sweep_that_is_none_is_refused(sweep, what) -> None:
 def test_an_unknown_field_is_named_with_the_nearest() -> None:
     with pytest.raises(UnknownNameError, match="kl_estimator"):
         grid({"kl_estimatr": ["k1"]})
-
-
-def test_crossed_arms_have_both_values_and_never_the_same_field() -> None:
-    named = (Arm(name="none", values={}), Arm(name="hard", values={"kl_clip_method": "hard"}))
-    arms = crossed(named, grid({"beta": [0.1, 0.2]}))
-    assert [arm.name for arm in arms] == ["none beta=0.1", "none beta=0.2", "hard beta=0.1", "hard beta=0.2"]
-    assert arms[3].values == {"kl_clip_method": "hard", "beta": 0.2}
-    with pytest.raises(ConfigError, match=r"the arm 'hard' sets kl_clip_method, which is swept"):
-        crossed(named, grid({"kl_clip_method": ["soft"]}))
 
 
 def test_runs_are_seed_by_seed_with_the_arms_values_over_the_base() -> None:

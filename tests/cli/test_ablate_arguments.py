@@ -140,8 +140,6 @@ name: mine
 base:
   kl: {beta: 0.2}
   max_steps: 9
-sweep:
-  kl_estimator: [k1, k3]
 arms:
   free: {}
   hard clip: {kl_clip_method: hard, kl_clip_threshold: 0.05}
@@ -152,12 +150,14 @@ seeds: [4, 5]
 def test_a_plan_file_with_flags_over_it(tmp_path) -> None:
     file = write(tmp_path, PLAN)
     plan = plan_of(f"--plan {file}")
-    crossed = [f"{arm} kl_estimator={name}" for arm in ("free", "hard clip") for name in ("k1", "k3")]
-    assert [arm.name for arm in plan.arms] == crossed
+    assert [arm.name for arm in plan.arms] == ["free", "hard clip"]
     assert (plan.name, plan.seeds, plan.base) == ("mine", (4, 5), {**DEFAULTS, "beta": 0.2, "max_steps": 9})
-    over = plan_of(f"--plan {file} --max_steps 3 --seeds 1 --kl_estimator k2 --beta 0.1 0.3")
-    assert [arm.name for arm in over.arms] == [f"{arm} beta={x}" for arm in ("free", "hard clip") for x in (0.1, 0.3)]
-    assert over.base == {**DEFAULTS, "max_steps": 3, "kl_estimator": "k2"} and over.seeds == (0,)
+    over = plan_of(f"--plan {file} --max_steps 3 --seeds 1")
+    assert over.base == {**DEFAULTS, "beta": 0.2, "max_steps": 3} and over.seeds == (0,)
+    with pytest.raises(ConfigError, match="named arms cannot also sweep"):
+        plan_of(f"--plan {file} --beta 0.1 0.3")
+    swept = plan_of(f"--plan {write(tmp_path, 'sweep: {beta: [0, 1], kl_estimator: [k1, k3]}')} --kl_estimator k2")
+    assert [arm.name for arm in swept.arms] == ["beta=0", "beta=1"] and swept.base["kl_estimator"] == "k2"
 
 
 def test_a_config_file_stands_below_the_plan(tmp_path) -> None:

@@ -80,7 +80,7 @@ DOORS = {
     "klamp.report.page": (),
     "klamp.audit": (),
     "klamp.verify": (),
-    "klamp.ablation.worker": ("train",),
+    "klamp.ablation.one_run": ("train",),
     "klamp.cli.ablate": ("train",),
     "klamp.cli.train": ("train",),
     "klamp.training.loop": ("train",),

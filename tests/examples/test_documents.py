@@ -82,7 +82,7 @@ def test_003_the_tutorials_loop_and_its_two_examples(tmp_path) -> None:
         assert float(accuracy) == pytest.approx(100 * means["rl/after"], abs=0.06)
         assert float(kl) == pytest.approx(means["kl/reverse"], rel=1e-3)
         assert float(kept) == pytest.approx(100 * means["retained/after"], abs=0.06)
-    assert (tmp_path / "compared" / "sweep.png").read_bytes().startswith(b"\x89PNG"), "accuracy, KL, retention"
+    assert (tmp_path / "compared" / "frontier.png").read_bytes().startswith(b"\x89PNG"), "accuracy, KL, retention"
     by_hand = re.search(r"^KL divergence: (\S+); where the answers begin: (\S+)$", printed, re.MULTILINE)
     assert by_hand and float(by_hand[1]) > 0 and float(by_hand[2]) > 0
     lowest = re.search(r"lowest (\S+), last \S+ after 8 steps", printed)

@@ -1,8 +1,4 @@
-"""The executor on a Ray cluster: each run is a Ray task, and its small files come home as the task's result.
-
-A worker that sees the ablation's folder works there, and a run that is started again goes on from its checkpoint. Any
-other works in a folder of its machine, where its checkpoints stay.
-"""
+"""The executor on a Ray cluster: each run is a Ray task. Every worker has to see the folder of the ablation."""
 
 from __future__ import annotations
 
@@ -10,74 +6,56 @@ import logging
 import os
 import signal
 import sys
-import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 
 from klamp._version import __version__
-from klamp.ablation.executor import LOG, Tell, Update, carry_out
+from klamp.ablation.executor import LOG, Executor, Tell
 from klamp.ablation.one_run import perform
-from klamp.ablation.outcome import KEPT, OUTCOME
-from klamp.ablation.plan import Run, run_folder, sees
-from klamp.ablation.worker import alone
+from klamp.ablation.plan import PLAN, Run, run_folder
 from klamp.config.rules import check_cluster
-from klamp.errors import ConfigError, TrainingStopped, UnsupportedVersion, missing_library
-from klamp.training.folders import RUNS
+from klamp.errors import ConfigError, RunFolderError, TrainingStopped, UnsupportedVersion, missing_library
 
 LOCAL = "local"
-"""The address of a cluster of this machine's own, which ends with the ablation."""
-RESULTS = (*KEPT, OUTCOME, LOG)
-"""Names of the files that come home, and the only names that are written."""
+"""The address of a cluster on this machine only, which ends with the ablation."""
 TRAVELS = {"working_dir": ".", "excludes": ["/runs", "/.git", "/.venv*"]}
-"""The current folder travels to a cluster, without these and without what .gitignore names."""
+"""Ray copies the current folder to a cluster, without these and without what .gitignore names."""
 
 
-def work(run: Run, folder: Path, reports: Any, version: str) -> dict[str, bytes]:
-    """Do one run on a worker; returns its small files, name -> content.
-
-    Args:
-        run: what to do.
-        folder: of the ablation, on the machine that started it.
-        reports: the `ray.util.queue.Queue` that the driver reads.
-        version: of klamp there; another one's runs are not comparable.
-
-    Raises:
-        UnsupportedVersion: the worker has another version of klamp.
-        KeyboardInterrupt, TrainingStopped: the task was cancelled; the run's state is saved.
-    """
+def work(run: Run, folder: Path, plan: str, version: str) -> None:
+    """Do one run on a worker; the text of the plan and the version of klamp have to be those of the command."""
     if version != __version__:
         got = f"{__version__}, and {version} where the ablation was started"
         fix = f"install klamp=={version} on every node"
         raise UnsupportedVersion("the worker has another version of klamp", got=got, fix=fix)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what Ray raises in a task that is cancelled
-    here = folder if sees(folder, run) else Path(tempfile.mkdtemp(prefix="klamp-"))
-    own = run_folder(here, run)
-    own.mkdir(parents=True, exist_ok=True)
-    logging.basicConfig(filename=own / LOG, level=logging.WARNING, force=True)  # the process is this run's alone
-    reports.put_nowait(Update(run=run.name, state="running"))
-    with alone(own):
-        perform(run, here, reports.put_nowait)
-    return {name: (own / name).read_bytes() for name in RESULTS if (own / name).is_file()}
+    if not (folder / PLAN).is_file() or (folder / PLAN).read_text(encoding="utf-8") != plan:
+        raise RunFolderError(
+            "a worker does not see the folder of the ablation",
+            got=str(folder),
+            why="it writes its checkpoints and its outcome there",
+            fix="choose an --output_dir on a file system that all nodes share",
+        )
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray sends it to a task that is cancelled
+    log = run_folder(folder, run) / LOG
+    logging.basicConfig(filename=log, level=logging.WARNING, force=True)  # the process does this run only
+    perform(run, folder)
 
 
-@dataclass(frozen=True, kw_only=True)
-class RayExecutor:
-    """Runs every run of a plan as a Ray task; see `klamp.ablation.executor.Executor`.
+@dataclass(kw_only=True)
+class RayExecutor(Executor):
+    """Runs every run of a plan as a Ray task.
 
-    A run whose worker dies (killed, out of memory, its machine lost) is done again, by default three times. One that
-    fails by its own error is not: it would fail again.
+    Ray repeats a run whose worker dies (killed, out of memory, lost machine), by default three times, from its
+    checkpoint. It does not repeat a run that fails with its own error.
     """
 
     address: str = LOCAL
-    """`auto`, `ray://HOST:10001`, `HOST:6379`, or `local` for a cluster of this machine only."""
+    """`auto`, `ray://HOST:10001`, `HOST:6379`, or `local`."""
     cpus_per_run: float = 1
-    """CPUs that Ray sets aside for a run, and its threads."""
     gpus_per_run: float = 0
-    """GPUs that Ray sets aside for a run; a fraction shares one."""
 
     def __post_init__(self) -> None:
         check_cluster(self.address, "address")
@@ -85,80 +63,49 @@ class RayExecutor:
             raise ConfigError("a run needs more than 0 CPUs and no less than 0 GPUs", got=self.describe(), fix="1, 0")
 
     def describe(self) -> str:
-        """Where the runs are run, in words."""
+        """Where the runs execute, in words."""
         where = "a Ray cluster on this machine" if self.address == LOCAL else f"the Ray cluster at {self.address}"
         gpus = f" and {self.gpus_per_run:g} GPU" if self.gpus_per_run else ""
         return f"{where}, {self.cpus_per_run:g} CPU{gpus} per run"
 
     def run(self, runs: Sequence[Run], folder: Path, tell: Tell) -> None:
-        """Run all runs; see `klamp.ablation.executor.Executor`.
-
-        Raises:
-            MissingLibrary: Ray is not installed.
-            ConfigError: no cluster can be used, or one of this machine could never hold a run.
-        """
-        ray = load_ray(self.address)
-        with connected(ray, self.address):
-            there = {"GPU": 0, **ray.cluster_resources()}  # elsewhere machines may join
+        """Run all runs, within a connection to the cluster."""
+        self.ray, self.at_once = load_ray(self.address), len(runs)
+        with connected(self.ray, self.address):
+            there = {"GPU": 0, **self.ray.cluster_resources()}  # machines may join another cluster
             if self.address == LOCAL and (there["CPU"] < self.cpus_per_run or there["GPU"] < self.gpus_per_run):
                 raise ConfigError("no run fits on this machine", got=self.describe(), fix="ask for less per run")
-            remote = ray.remote(
+            self.remote = self.ray.remote(
                 num_cpus=self.cpus_per_run,  # Ray sets OMP_NUM_THREADS to it
                 num_gpus=self.gpus_per_run,
                 retry_exceptions=[TrainingStopped],  # its machine is being taken away, and the state was saved
-                max_calls=1,  # a process per run, as on this machine: nothing is left over from the run before
+                max_calls=1,  # a process per run
             )(work)
-            carry_out(runs, folder, tell, _Tasks(ray, folder, remote), at_once=len(runs))
+            super().run(runs, folder, tell)
 
+    def start(self, run: Run, folder: Path) -> Any:
+        """Submit the task of a run; returns its reference."""
+        plan = (folder / PLAN).read_text(encoding="utf-8")
+        return self.remote.remote(run, folder.absolute(), plan, __version__)
 
-class _Tasks:
-    """The Ray tasks under way; see `klamp.ablation.executor.Workers`."""
-
-    def __init__(self, ray: Any, folder: Path, remote: Any) -> None:
-        from ray.util.queue import Queue
-
-        self.ray, self.folder, self.remote = ray, folder.absolute(), remote
-        self.reports, self.pending = Queue(actor_options={"num_cpus": 0}), dict[str, Any]()
-
-    def start(self, run: Run, own: Path) -> None:
-        """Hand a run to the cluster."""
-        self.pending[run.name] = self.remote.remote(run, self.folder, self.reports, __version__)
-
-    def look(self) -> tuple[Sequence[Update], Mapping[str, str]]:
-        """Wait for a moment; the reports that have come, and the tasks that have ended, their files written here."""
-        ready, _ = self.ray.wait(list(self.pending.values()), num_returns=1, timeout=0.5)
-        ended = [name for name, reference in self.pending.items() if reference in ready]
-        updates = self.reports.get_nowait_batch(self.reports.qsize())
-        return updates, {name: self._brought_home(name, self.pending.pop(name)) for name in ended}
-
-    def _brought_home(self, name: str, reference: Any) -> str:
-        """Write the files of a task where they are not there; how it ended."""
-        own = self.folder / RUNS / name
+    def ended(self, job: Any) -> str | None:
+        """How a task ended; None while it runs."""
+        if not self.ray.wait([job], timeout=0)[0]:
+            return None
         try:
-            files = self.ray.get(reference)
+            self.ray.get(job)
         except self.ray.exceptions.RayError as error:
             return f"{type(error).__name__}: {str(error).strip()}"
-        for each in files.keys() & {*RESULTS} if not (own / OUTCOME).exists() else ():
-            (own / each).write_bytes(files[each])
-        return "its worker sent no outcome"
+        return "the task ended and left no outcome"
 
-    def stop(self, name: str, times: int) -> None:
-        """Interrupt a task; the second time kill its worker."""
-        self.ray.cancel(self.pending[name], force=times > 1)
-
-    def end(self) -> None:
-        """Kill the workers that are left."""
-        for name in self.pending:
-            self.stop(name, 2)
+    def stop(self, job: Any, *, kill: bool) -> None:
+        """Interrupt a task, or kill its worker."""
+        self.ray.cancel(job, force=kill)
 
 
 @contextmanager
 def connected(ray: Any, address: str) -> Iterator[None]:
-    """A context with a connection to the cluster: the existing one, or a new one that is closed at the end.
-
-    Raises:
-        ConfigError: no cluster answers at the address, or a new one would listen to other machines.
-    """
+    """A context with a connection to the cluster: the existing one, or a new one that is closed at the end."""
     if ray.is_initialized():
         yield
         return
@@ -170,31 +117,23 @@ def connected(ray: Any, address: str) -> Iterator[None]:
             "no Ray cluster can be used",
             got=f"address={address!r}",
             why=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
-            fix="auto finds the cluster of this machine, local starts one, ray://HOST:10001 reaches another; where a "
-            "token is asked for, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
+            fix="auto finds the cluster of this machine, local starts one, ray://HOST:10001 reaches another; if the "
+            "cluster asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
         ) from error
     try:
-        here = ray.util.get_node_ip_address()
-        if address == LOCAL and not ip_address(here).is_loopback:
-            why = "whoever reaches it from another machine can run code in it; klamp has to import Ray first"
-            raise ConfigError("the Ray cluster of this machine is not closed", got=here, why=why, fix="leave --ray out")
         yield
     finally:
         ray.shutdown()
 
 
 def load_ray(address: str) -> Any:
-    """The module `ray`; a cluster of this machine's own is told, before Ray is imported, to be closed to others.
-
-    Raises:
-        MissingLibrary: it is not installed.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # what klamp starts reports to nobody
+    """The module `ray`; before its import, a cluster on this machine is configured to refuse other machines."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage report
     if address == LOCAL and "ray" not in sys.modules:
         os.environ.setdefault("RAY_AUTH_MODE", "token")
         os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # no cluster of several machines
     try:
         import ray
     except ImportError as error:
-        raise missing_library("ray", by="--ray", instead="or leave --ray out, for this machine's processes") from error
+        raise missing_library("ray", by="--ray", instead="or leave --ray out, for processes on this machine") from error
     return ray

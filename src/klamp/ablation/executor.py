@@ -1,164 +1,117 @@
-"""What an executor is: it runs the runs of a plan, somewhere, and reports how they go; and what all of them share."""
+"""Starts the runs of a plan, reports their progress, and records their outcomes: one loop for every executor."""
 
 from __future__ import annotations
 
-import signal
-import threading
+import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from klamp.ablation.outcome import OUTCOME, failed, is_done, read_outcome, write_outcome
 from klamp.ablation.plan import Run, run_folder
 from klamp.errors import TrainingStopped
+from klamp.training.folders import METRICS_FILE, lines_of
 
 LOG = "log.txt"
-"""The file in a run's folder that holds what its process prints."""
+"""The file in a run's folder with the output of its process."""
+MOMENT = 0.1
+"""Seconds between two looks at the runs."""
 
-RunState: TypeAlias = Literal["waiting", "running", "measuring", "stopping", "done", "failed", "kept"]
-"""The states of a run; `kept` means that it was done before and is left as it is."""
+RunState: TypeAlias = Literal["waiting", "running", "stopping", "done", "failed", "kept"]
+"""The states of a run; `kept`: an earlier command completed it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Update:
-    """A report about one run: started, at which step, done, failed."""
+    """A report about one run: completed steps, steps in all (0: not known yet), metrics, and why it failed."""
 
     run: str
-    """The name of the run."""
     state: RunState
-    """The state of the run."""
     step: int = 0
-    """How many steps are done."""
     steps: int = 0
-    """How many steps there are in all; 0: not known yet."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """The metrics of the step; once the run is done, the numbers of its outcome."""
     text: str = ""
-    """One line: an alarm that rose, or why the run failed."""
 
 
 Tell: TypeAlias = Callable[[Update], None]
 
 
 class Executor(Protocol):
-    """Anything that can run the runs of a plan."""
+    """Runs the runs of a plan; a subclass starts, watches and stops the job of one run."""
+
+    at_once: int
+    """Jobs at a time."""
+
+    def describe(self) -> str: ...  # where the runs execute, in words
+    def start(self, run: Run, folder: Path) -> Any: ...  # returns the job of a run, whose folder exists
+    def ended(self, job: Any) -> str | None: ...  # how a job ended, in words; None while it runs
+    def stop(self, job: Any, *, kill: bool) -> None: ...  # asks a job to save its state and end, or kills it
 
     def run(self, runs: Sequence[Run], folder: Path, tell: Tell) -> None:
-        """Run all runs; each leaves an outcome.json in its folder (`klamp.ablation.plan.run_folder`).
+        """Run all runs; each leaves an outcome.json in its folder.
 
-        A run that fails, or whose process is killed, is told and written down as failed; the others go on.
-
-        Args:
-            runs: what to run; a folder with a checkpoint is continued, one without starts anew.
-            folder: of the ablation; it holds the plan, which has these runs.
-            tell: called from the calling thread with what becomes of each run.
-
-        Raises:
-            TrainingStopped: Ctrl-C, from KeyboardInterrupt, once the runs under way have saved their state.
+        A run that fails, or whose process dies, is recorded as failed; the others continue. Ctrl-C raises
+        TrainingStopped, from KeyboardInterrupt, after the runs under way have saved their state.
         """
-        ...
+        from klamp.training.run import deferred_interrupts
 
-    def describe(self) -> str:
-        """Where the runs are run, in words: "2 processes on this machine, 1 thread each"."""
-        ...
-
-
-@contextmanager
-def noting_interrupts(note: Callable[[], None]) -> Iterator[None]:
-    """A context in which Ctrl-C and SIGTERM are only noted, so that no work is cut in the middle; main thread only.
-
-    Args:
-        note: called from the signal handler, so that it must neither wait nor lock.
-    """
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def handle(number: int, frame: FrameType | None) -> None:
-        note()
-
-    previous = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield
-    finally:
-        for number, handler in previous.items():
-            signal.signal(number, handler)
-
-
-class Workers(Protocol):
-    """The processes of the runs under way, wherever they are."""
-
-    def start(self, run: Run, own: Path) -> None:
-        """Start a run, whose folder is there."""
-        ...
-
-    def look(self) -> tuple[Sequence[Update], Mapping[str, str]]:
-        """Wait for a moment; what the runs have told, and those whose process has ended: name -> how, in words."""
-        ...
-
-    def stop(self, name: str, times: int) -> None:
-        """Ask a run to end: the first time after its step, the second time at once; then kill it."""
-        ...
-
-    def end(self) -> None:
-        """End all that is under way, after an error."""
-        ...
+        waiting, jobs, sizes, stopping = deque(runs), dict[str, tuple[Run, Any]](), dict[str, int](), False
+        try:
+            with deferred_interrupts() as interrupt:
+                while jobs or (waiting and not interrupt.asked):
+                    while waiting and len(jobs) < self.at_once and not interrupt.asked:
+                        run = waiting.popleft()
+                        own = run_folder(folder, run)
+                        own.mkdir(parents=True, exist_ok=True)
+                        (own / OUTCOME).unlink(missing_ok=True)
+                        sizes[run.name] = _size(own / METRICS_FILE)
+                        jobs[run.name] = run, self.start(run, folder)
+                        tell(Update(run=run.name, state="running"))
+                    if interrupt.asked and not stopping:
+                        stopping = True
+                        for name, (_, job) in jobs.items():
+                            self.stop(job, kill=False)
+                            tell(Update(run=name, state="stopping"))
+                    time.sleep(MOMENT)
+                    for name, (run, job) in list(jobs.items()):
+                        how = self.ended(job)
+                        file = run_folder(folder, run) / METRICS_FILE
+                        if (size := _size(file)) != sizes[name] and not stopping:
+                            sizes[name] = size
+                            _tell_step(run, lines_of(file), tell)
+                        if how is not None:
+                            del jobs[name]
+                            _conclude(run, folder, tell, "" if stopping else how)
+        except KeyboardInterrupt:  # the second Ctrl-C
+            stopping = True
+        finally:
+            for _, job in jobs.values():
+                self.stop(job, kill=True)
+        if stopping:
+            left = sum(not is_done(folder, run) for run in runs)
+            raise TrainingStopped(
+                f"the ablation was stopped with {left} of {len(runs)} runs not done",
+                got="an interrupt",
+                why="the runs under way saved their last completed step",
+                fix="repeat the command: it continues them",
+            ) from KeyboardInterrupt()
 
 
-def carry_out(runs: Sequence[Run], folder: Path, tell: Tell, workers: Workers, *, at_once: int) -> None:
-    """Start the runs, pass on what they tell, and write an outcome for each whose process ended without one.
-
-    Args:
-        runs: what to run.
-        folder: of the ablation.
-        tell: see `Executor`.
-        workers: who runs them.
-        at_once: how many at a time, at most.
-
-    Raises:
-        TrainingStopped: see `Executor`.
-    """
-    waiting, under_way = deque(runs), dict[str, Run]()
-    interrupts, heard = list[None](), 0
-    try:
-        with noting_interrupts(lambda: interrupts.append(None)):
-            while under_way or (waiting and not interrupts):
-                while waiting and len(under_way) < at_once and not interrupts:
-                    run = waiting.popleft()
-                    own = run_folder(folder, run)
-                    own.mkdir(parents=True, exist_ok=True)
-                    (own / OUTCOME).unlink(missing_ok=True)
-                    workers.start(run, own)
-                    under_way[run.name] = run
-                updates, ended = workers.look()
-                for update in updates:
-                    if update.state not in ("done", "failed"):  # told once its process has ended
-                        tell(update)
-                for name, how in ended.items():
-                    _ended(under_way.pop(name), folder, tell, "" if interrupts else how)
-                asked = len(interrupts)
-                for name in under_way if asked > heard else ():
-                    workers.stop(name, asked)
-                    tell(Update(run=name, state="stopping"))
-                heard = asked
-    finally:
-        workers.end()
-    if interrupts:
-        left = sum(not is_done(folder, run) for run in runs)
-        raise TrainingStopped(
-            f"the ablation was stopped with {left} of {len(runs)} runs not done",
-            got="an interrupt",
-            why="the runs under way were saved after their last step, where they ran",
-            fix="the same command again goes on where they stopped",
-        ) from KeyboardInterrupt()
+def _size(file: Path) -> int:
+    return file.stat().st_size if file.exists() else 0
 
 
-def _ended(run: Run, folder: Path, tell: Tell, how: str) -> None:
-    """Tell the outcome of a run whose process has ended; one that left none has failed, or was interrupted ("")."""
+def _tell_step(run: Run, rows: Sequence[Mapping[str, Any]], tell: Tell) -> None:
+    """Report the last step that a run has logged; the rows of evaluations have no reward."""
+    if row := next((row for row in reversed(rows) if "reward" in row), None):
+        steps = run.config.run.max_steps
+        tell(Update(run=run.name, state="running", step=row["step"], steps=steps, metrics=row))
+
+
+def _conclude(run: Run, folder: Path, tell: Tell, how: str) -> None:
+    """Report the outcome of a run that ended; without an outcome it failed, unless it was interrupted (`how` is "")."""
     own, steps = run_folder(folder, run), run.config.run.max_steps
     outcome = read_outcome(own)
     if outcome is None and how:

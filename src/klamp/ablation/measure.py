@@ -1,15 +1,15 @@
-"""Measures how far a trained policy is from the model that it started from, by exact KLs; scores one that is there.
+"""Measures how far a trained policy is from the model that it started from, by exact KLs.
 
-Every run is measured against its own starting model, whatever reference it trained with, and at beta 0, where it had
-none. Prompts and draws are the same in every run, so that arms differ by their policies and not by luck.
+Every run is measured against its own starting model, whatever its reference was. Prompts and draws are the same in
+every run, so that arms differ by their policies and not by luck.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
 from accelerate import Accelerator
@@ -39,52 +39,22 @@ from klamp.training.teachers import load_teachers
 
 COMPLETIONS = 2
 """Completions per held-out prompt and direction."""
-
 SEED = 20_240_213
 """Seed of the draws, whatever the seed of the run."""
+SUMS = ("sequences", "tokens", "kl", "entropy", "teacher", "reward")
+"""What is summed over completions; the KLs and the entropy over their tokens, in nats."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Sums:
-    """The sums of KLs, rewards, lengths and entropies over completions, and their counts."""
-
-    sequences: int
-    tokens: int
-    kl: float
-    """The sum of the KL over tokens, in nats."""
-    entropy: float = 0.0
-    """The sum of the policy's entropy over tokens, in nats."""
-    reward: float = 0.0
-    teacher: float = 0.0
-    """The sum of the exact KL to the teacher over tokens, in nats; 0 where there is none."""
-
-    def __add__(self, other: Sums) -> Sums:
-        return Sums(**{name: value + getattr(other, name) for name, value in vars(self).items()})
-
-
-def measure(
-    config: TrainConfig, folder: Path, told: Callable[[], None] = lambda: None, *, prompts: int | None = None
-) -> dict[str, float]:
-    """All numbers of a trained run, named as in the columns of the table.
-
-    Args:
-        config: the run.
-        folder: its folder; the newest checkpoint is measured, or the starting model where there is none.
-        told: called between batches; may raise to stop.
-        prompts: held-out prompts of the trained skill that are used, at most; None: all of them.
-    """
-    return numbers_of(measured(config, newest_policy(folder)), told, prompts=prompts)
+def measure(config: TrainConfig, folder: Path, *, prompts: int | None = None) -> dict[str, float]:
+    """The numbers of the newest checkpoint in a run's folder (without one, of the starting model); see `numbers_of`."""
+    return numbers_of(measured(config, newest_policy(folder)), prompts=prompts)
 
 
 @torch.no_grad()
-def numbers_of(
-    context: Context, told: Callable[[], None] = lambda: None, *, prompts: int | None = None
-) -> dict[str, float]:
+def numbers_of(context: Context, *, prompts: int | None = None) -> dict[str, float]:
     """The exact KL in both directions, per token and per completion, with reward, length and entropy of the policy.
 
-    With a teacher the KL to that as well, of the policy's own completions, whatever coefficient it has.
-
-    On held-out prompts of the skill that was trained.
+    With a teacher also the KL to it, on the policy's own completions, whatever its coefficient.
 
     Equation, with d_t the exact KL over the vocabulary at the t-th prefix (source: arXiv:2504.10637)::
 
@@ -95,44 +65,42 @@ def numbers_of(
 
     Args:
         context: see `measured`.
-        told: called between batches; may raise to stop.
-        prompts: how many of them are used, at most; None: all.
+        prompts: held-out prompts of the trained skill, at most; None: all.
     """
     held_out = context.task.evaluation[context.task.rl_skill][:prompts]
-    reverse, forward = (_over(context, held_out, direction, told) for direction in ("reverse", "forward"))
-    taught = {} if context.teachers is None else {"kl/teacher": reverse.teacher / reverse.tokens}
+    reverse, forward = (_over(context, held_out, direction) for direction in ("reverse", "forward"))
+    taught = {} if context.teachers is None else {"kl/teacher": reverse["teacher"] / reverse["tokens"]}
     return taught | {
-        "reward": reverse.reward / reverse.sequences,
-        "length": reverse.tokens / reverse.sequences,
-        "entropy": reverse.entropy / reverse.tokens,
-        "kl/reverse": reverse.kl / reverse.tokens,
-        "kl/reverse_sequence": reverse.kl / reverse.sequences,
-        "kl/forward": forward.kl / forward.tokens,
-        "kl/forward_sequence": forward.kl / forward.sequences,
+        "reward": reverse["reward"] / reverse["sequences"],
+        "length": reverse["tokens"] / reverse["sequences"],
+        "entropy": reverse["entropy"] / reverse["tokens"],
+        "kl/reverse": reverse["kl"] / reverse["tokens"],
+        "kl/reverse_sequence": reverse["kl"] / reverse["sequences"],
+        "kl/forward": forward["kl"] / forward["tokens"],
+        "kl/forward_sequence": forward["kl"] / forward["sequences"],
     }
 
 
-def _over(context: Context, prompts: Sequence[Example], direction: Direction, told: Callable[[], None]) -> Sums:
-    """The sums over the completions of some prompts, computed as many at once as in training."""
+def _over(context: Context, prompts: Sequence[Example], direction: Direction) -> dict[str, float]:
+    """The `SUMS` over the completions of some prompts, computed in batches of the size of training."""
     examples = [e for e in prompts for _ in range(COMPLETIONS)]
     rollout = context.config.rollout
     uniforms = uniform_numbers(SEED, int(direction == "forward"), len(examples), rollout.max_completion_length)
     size = rollout.prompts_per_step * rollout.num_generations
     at_once = max(1, size // context.config.optim.gradient_accumulation_steps)
-    total = Sums(sequences=0, tokens=0, kl=0.0)
-    for first in range(0, len(examples), at_once):
-        told()
-        rows = slice(first, first + at_once)
-        total = total + _batch(context, examples[rows], uniforms[rows], direction)
-    return total
+    batches = [slice(first, first + at_once) for first in range(0, len(examples), at_once)]
+    parts = [_batch(context, examples[rows], uniforms[rows], direction) for rows in batches]
+    return dict(zip(SUMS, map(sum, zip(*parts, strict=True)), strict=True))
 
 
-def _batch(context: Context, examples: Sequence[Example], uniforms: Tensor, direction: Direction) -> Sums:
-    policy, start = context.scorer, cast(LocalReference, context.reference)
+def _batch(context: Context, examples: Sequence[Example], uniforms: Tensor, direction: Direction) -> tuple[float, ...]:
+    """The `SUMS` of one batch."""
+    policy, start, whole = context.scorer, cast(LocalReference, context.reference), slice(0, len(examples))
     assert policy is not None, "a measured policy is on this machine"
     sampler = None if direction == "reverse" else start
-    completions = completed(context, [e.prompt for e in examples], uniforms=uniforms, reference=sampler)
-    completions = select(completions, slice(None))
+    completions = select(
+        completed(context, [e.prompt for e in examples], uniforms=uniforms, reference=sampler), slice(None)
+    )
     every = torch.ones(len(examples), dtype=torch.bool, device=context.device)
     temperature = context.config.rollout.temperature
     theirs = start.score(completions, temperature=temperature, keep=every).predictions
@@ -140,35 +108,25 @@ def _batch(context: Context, examples: Sequence[Example], uniforms: Tensor, dire
     exact = ExactKL(rows=every, ref=theirs, directions=(direction,))
     taught: tuple[TeacherKL, ...] = ()
     if context.teachers is not None and direction == "reverse":
-        whole = slice(0, len(examples))
-        seen = context.teachers.score(examples, completions, temperature=temperature, parts=(whole,))
-        taught = seen.asked(whole, PrefixKL(), None)
+        scored = context.teachers.score(examples, completions, temperature=temperature, parts=(whole,))
+        taught = scored.asked(whole, PrefixKL(), None)
     ours = policy(completions, Ask(temperature=temperature, entropy=True, exact=exact, taught=taught))
-    kl, entropy = (ours.exact if direction == "reverse" else ours.exact_forward), ours.entropy
+    kl = ours.exact if direction == "reverse" else ours.exact_forward
+    nats = [
+        0.0 if x is None else float(masked_sum(x.double(), completions.mask)) for x in (kl, ours.entropy, ours.teacher)
+    ]
     texts = completions.texts(context.tokenizer) if direction == "reverse" else []
-    return Sums(
-        sequences=len(examples),
-        tokens=int(completions.mask.sum()),
-        kl=float(masked_sum(kl.double(), completions.mask)),
-        entropy=float(masked_sum(entropy.double(), completions.mask)),
-        teacher=0.0 if ours.teacher is None else float(masked_sum(ours.teacher.double(), completions.mask)),
-        reward=sum(context.task.score(e, text) for e, text in zip(examples, texts, strict=False)),
-    )
+    reward = sum(context.task.score(e, text) for e, text in zip(examples, texts, strict=False))
+    return len(examples), int(completions.mask.sum()), *nats, reward
 
 
 def measured(config: TrainConfig, weights: str | Path | None) -> Context:
     """A context whose policy is a trained one, and whose reference is the model that its training started from.
 
-    Temperature and length are those of training; nothing is cut from the support. With an adapter the starting model is
-    the policy with it switched off, so that there is no second set of weights.
+    Temperature and length are those of training; the support is not cut. With an adapter the starting model is the
+    policy with it switched off, so that there is no second set of weights.
 
-    Args:
-        config: of the run, or as if there had been one; its model is the starting model.
-        weights: of the policy, or its adapter; None: nothing was trained, the policy is the starting model.
-
-    Raises:
-        ModelError: either cannot be loaded, or their vocabularies differ.
-        DataError, RewardError, UnknownNameError: a task or a prompt that cannot be used.
+    `weights` are those of the policy or of its adapter; None: the policy is the starting model.
     """
     accelerator, model = Accelerator(cpu=on_cpu(config)), config.model
 
@@ -191,7 +149,7 @@ def measured(config: TrainConfig, weights: str | Path | None) -> Context:
     teacher = TeacherConfig(**{name: getattr(config.teacher, name) for name in who}, teacher_estimator="exact")
     teachers, columns = None, {teacher.teacher_prompt, teacher.teacher_key} - {"", None}
     held_out = replace(task, train=task.evaluation[task.rl_skill])
-    known = teacher.kind in ("frozen", "adapter_off")  # one that moves is gone, one at an address may be
+    known = teacher.kind in ("frozen", "adapter_off")  # a moving teacher is gone, a server may be
     if known and all(columns <= each.fields.keys() for each in held_out.train):  # or it is another task
         teachers = load_teachers(replace(config, teacher=teacher), scorer, held_out, tokenizer, accelerator)
     return Context(
@@ -210,45 +168,24 @@ def measured(config: TrainConfig, weights: str | Path | None) -> Context:
 
 
 def evaluate(
-    config: TrainConfig,
-    weights: str | Path | None,
-    *,
-    start: bool = True,
-    prompts: int = KL_PROMPTS,
-    told: Callable[[], None] = lambda: None,
+    config: TrainConfig, weights: str | Path | None, *, start: bool = True, prompts: int = KL_PROMPTS
 ) -> Outcome:
-    """Score and measure a policy as the run that it comes from did.
+    """Score and measure a policy as its run did.
 
     Args:
-        config: of that run, or as if there had been one: its model is what the policy started from.
-        weights: of the policy, or its adapter; None: the policy is the configuration's model.
+        config: of that run.
+        weights: see `measured`.
         start: whether the configuration's model is what the policy started from; without it, no KL and no `before`.
-        prompts: held-out prompts of the trained skill that the KL is measured on, at most.
-        told: called between batches of that; may raise to stop.
-
-    Returns:
-        `before` and `after` are greedy scores by skill, over all held-out prompts; `numbers` as of an ablation's run.
-
-    Raises:
-        ModelError: a model that cannot be loaded, or two that do not share a vocabulary.
-        DataError, RewardError, UnknownNameError: a task that cannot be used with it.
+        prompts: see `numbers_of`.
     """
     context = measured(config, weights)
-    before: dict[str, float] = {}
-    numbers: dict[str, float] = {}
+    before, numbers = dict[str, float](), dict[str, float]()
     after = scores_in(context).scores
     if start:
         reference = cast(LocalReference, context.reference)
         with reference.sampling_model():  # switches an adapter off
             before = scores_in(replace(context, policy=reference.scorer.model, scorer=reference.scorer)).scores
-        numbers = numbers_of(context, told, prompts=prompts)
-    name = str(weights or config.model.model)
-    return Outcome(
-        run=name,
-        arm=name,
-        seed=config.run.seed,
-        rl_skill=context.task.rl_skill,
-        before=before,
-        after=after,
-        numbers=numbers,
-    )
+        numbers = numbers_of(context, prompts=prompts)
+    name, skill = str(weights or config.model.model), context.task.rl_skill
+    ids: dict[str, Any] = {"run": name, "arm": name, "seed": config.run.seed, "rl_skill": skill}
+    return Outcome(**ids, before=before, after=after, numbers=numbers)

@@ -1,11 +1,10 @@
-"""`klamp ablate`: parse, show, run, sum up; with --runs, the comparison of runs that are there already."""
+"""`klamp ablate`: parse, show, run, sum up; with --runs, the comparison of existing runs."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -13,7 +12,7 @@ from klamp.ablation.execute import Result, check_folder, check_free, find_folder
 from klamp.ablation.executor import Executor
 from klamp.ablation.outcome import is_done
 from klamp.ablation.plan import KL_PROMPTS, Plan, Run, runs, shown
-from klamp.ablation.table import Table, notes, number, sections
+from klamp.ablation.table import Table, notes, number, text_table
 from klamp.cli.ablate_arguments import parse_ablate
 from klamp.cli.describe import describe_model, describe_task, tool
 from klamp.cli.options import AblateOptions
@@ -22,20 +21,14 @@ from klamp.errors import DataError, TrainingStopped, without_credentials
 from klamp.tasks.paths import at_home
 from klamp.training.config import TrainConfig
 
-if TYPE_CHECKING:  # imported by the command only
-    from klamp.ablation.comparison import Compared
-
 
 def run(argv: Sequence[str], *, console: Console | None = None, executor: Executor | None = None) -> int:
-    """Run an ablation, or compare runs that are there; 1 where a run failed.
+    """Run an ablation, or compare existing runs; returns 1 if a run failed.
 
     Args:
         argv: the arguments after `ablate`.
-        console: draws the runs as they go; None: one for stdout.
-        executor: who runs them; None: processes on this machine, or the Ray cluster that is asked for.
-
-    Raises:
-        KlampError: whatever stops the ablation as a whole.
+        console: for the progress of the runs; None: stdout.
+        executor: runs them; None: processes on this machine, or the Ray cluster of --ray.
     """
     plan, options = parse_ablate(argv)
     command = shlex.join([tool("klamp"), "ablate", *map(without_credentials, argv)])
@@ -57,7 +50,7 @@ def run(argv: Sequence[str], *, console: Console | None = None, executor: Execut
 def _execute(
     plan: Plan, every: Sequence[Run], *, folder: Path, executor: Executor, console: Console, command: str
 ) -> int:
-    import matplotlib  # noqa: F401  (where it is missing, that is said now and not after the last run)
+    import matplotlib  # noqa: F401  (if it is missing, the error comes now and not after the last run)
 
     from klamp.ablation.execute import execute
     from klamp.cli.display import Board
@@ -71,8 +64,7 @@ def _execute(
         raise
     finally:
         board.close()
-    show_result(result, command)
-    return FAILED if result.failed else 0
+    return show_result(result, command)
 
 
 def _executor(options: AblateOptions, every: Sequence[Run]) -> Executor:
@@ -90,17 +82,8 @@ IN_A_LINE = {"Acc": "rl/after", "KL": "kl/reverse", "retention": "retained/after
 
 
 def compare_runs(options: AblateOptions, command: str) -> int:
-    """Measure the runs, write their table and pictures, show them; returns the exit code.
-
-    Args:
-        options: with `runs`.
-        command: as it was typed.
-
-    Raises:
-        DataError: folders that hold no finished runs of one task.
-        RunFolderError: the output folder holds something.
-    """
-    import matplotlib  # noqa: F401  (where it is missing, that is said now and not after the last measurement)
+    """Measure the runs, write their table and picture, show them; returns the exit code."""
+    import matplotlib  # noqa: F401  (if it is missing, the error comes now and not after the last measurement)
 
     from klamp.ablation.comparison import compare, find_folder
 
@@ -109,17 +92,13 @@ def compare_runs(options: AblateOptions, command: str) -> int:
     check_free(folder)
     say(f"{len(compared)} runs are compared in {folder}; nothing is trained")
     result = compare(compared, folder, lambda run: say(f"measuring {run.name}"))
-    show_result(result, command)
+    code = show_result(result, command)
     say("\n".join(("", *summary_lines(result.table))))
-    return FAILED if result.failed else 0
+    return code
 
 
-def read_runs(options: AblateOptions) -> tuple[Compared, ...]:
-    """The runs that are named; of the folder of an ablation, all of its runs.
-
-    Raises:
-        DataError: a folder without a run, or runs that cannot be compared.
-    """
+def read_runs(options: AblateOptions) -> dict[Path, Run]:
+    """The named runs; of the folder of an ablation, all of its runs. A DataError if they cannot be compared."""
     from klamp.ablation.comparison import as_runs
     from klamp.cli.report import records
     from klamp.records.klamp_run import is_klamp_run, read_config
@@ -145,13 +124,9 @@ def read_runs(options: AblateOptions) -> tuple[Compared, ...]:
 
 
 def summary_lines(table: Table) -> list[str]:
-    """A line for each arm, as the GRPO tutorial has them: `beta=0.01: Acc=85%, KL=0.08, retention=82%`.
+    """A line for each arm, as in the GRPO tutorial: `beta=0.01: Acc=85%, KL=0.08, retention=82%`.
 
-    Means over the seeds; scores between 0 and 1 as percentages. No arm is called the best: the table's notes say what
-    its intervals can tell apart.
-
-    Args:
-        table: of the comparison.
+    Means over the seeds; scores between 0 and 1 as percentages.
     """
     lines: list[str] = []
     for row in table.rows:
@@ -164,14 +139,7 @@ def summary_lines(table: Table) -> list[str]:
 
 
 def show_plan(plan: Plan, every: Sequence[Run], *, folder: Path, executor: Executor) -> None:
-    """Print the plan of an ablation; nothing is started, loaded or written.
-
-    Args:
-        plan: what is asked for.
-        every: its runs.
-        folder: where they would go.
-        executor: who would run them.
-    """
+    """Print the plan of an ablation; nothing is started, loaded or written."""
     first = every[0].config
     say("klamp ablate --dry_run: nothing is started, loaded or written\n")
     done = sum(is_done(folder, run) for run in every)
@@ -194,32 +162,28 @@ def show_plan(plan: Plan, every: Sequence[Run], *, folder: Path, executor: Execu
     show_table("arms", ("arm", *fields), rows)
 
 
-def show_result(result: Result, command: str) -> None:
-    """Print the table of results, the runs that failed, and the paths of all files.
-
-    Args:
-        result: of the ablation.
-        command: that was given; the same goes on with what failed.
-    """
-    for section in sections(result.table):
-        say()
-        show_table(*section)
+def show_result(result: Result, command: str) -> int:
+    """Print the table, the runs that failed, and the paths of all files; returns the exit code."""
+    failures = [outcome for outcome in result.outcomes if outcome.state == "failed"]
+    say()
+    show_table("means over seeds", *text_table(result.table))
     say()
     for note in notes(result.table):
         show_paragraph(note, width=0)
-    for outcome in result.failed:
+    for outcome in failures:
         log = result.folder / "runs" / outcome.run / "log.txt"
         say(f"\nfailed: {outcome.arm}, seed {outcome.seed}: {outcome.error.rstrip()}")
         if log.exists() and str(log) not in outcome.error:
             say(f"  log: {log}")
     say()
     lines = [("folder", str(result.folder)), ("written", ", ".join(file.name for file in result.files))]
-    if any(outcome.state == "done" for outcome in result.outcomes):
+    if len(failures) < len(result.outcomes) and (result.folder / "runs").exists():
         lines.append(("look closer", f"{tool('klamp')} report {result.folder}"))
-    if result.failed:
+    if failures:
         lines.append(("try again", command))
     for label, text in lines:  # not wrapped, so that a command can be copied
         say(f"  {label:<12} {text}")
+    return FAILED if failures else 0
 
 
 def _common(plan: Plan) -> str:

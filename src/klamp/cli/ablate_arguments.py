@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from klamp.ablation.plan import KL_PROMPTS, OWNED, Arm, Plan, crossed, folder_name, grid
+from klamp.ablation.plan import KL_PROMPTS, OWNED, Arm, Plan, folder_name, grid
 from klamp.cli.arguments import load_yaml, mapping_of, preset_values, read_entries, read_entry, read_file
 from klamp.cli.flags import by_any_name, field_name, fields_of, split_argv, train_fields, unknown_key
 from klamp.cli.options import AblateOptions
@@ -50,7 +49,14 @@ def parse_ablate(argv: Sequence[str]) -> tuple[Plan, AblateOptions]:
     sweep = {name: values for name, values in file.sweep.items() if name not in flags} | swept
     base = {name: value for name, value in base.items() if name not in sweep}
     recipe = preset_values(base.pop("preset", None))
-    arms = _arms(file.arms, sweep, shared=recipe, fixed={*base, *sweep})
+    if file.arms and sweep:
+        raise ConfigError(
+            "a plan with named arms cannot also sweep a field",
+            got=f"arms in {options.plan}, and {', '.join(sweep)} with several values",
+            why="each of the two says what the arms are",
+            fix="write the combinations as arms, or leave the arms out",
+        )
+    arms = tuple(_expanded(arm, shared=recipe, fixed={*base, *sweep}) for arm in file.arms or grid(sweep))
     base = {**DEFAULTS, **recipe, **base}
     given = list(options.seeds)
     seeds = seeds_of(given[0] if len(given) == 1 else given, "--seeds") if "seeds" in own else file.seeds
@@ -97,34 +103,21 @@ def _read(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str
     return options, base, {name: given[name] for name in given if name in swept}
 
 
-def _arms(
-    named: Sequence[Arm], sweep: Mapping[str, Sequence[Any]], *, shared: Mapping[str, Any], fixed: Collection[str]
-) -> tuple[Arm, ...]:
-    """All arms: each named arm or recipe with each combination of the other swept fields.
+def _expanded(arm: Arm, *, shared: Mapping[str, Any], fixed: Collection[str]) -> Arm:
+    """The arm with the fields of its preset.
 
     Args:
-        named: arms that have a name.
-        sweep: field -> values; `preset` among them.
-        shared: fields that the recipe of the base sets; arms with another recipe do without them.
-        fixed: fields that base or sweep set; each wins over the same field of any recipe.
+        arm: may set `preset`.
+        shared: fields that the preset of the base sets; an arm with another preset has their defaults.
+        fixed: fields that base or sweep set; they win over the same fields of any preset.
     """
+    values = dict(arm.values)
+    preset = values.pop("preset", None)
+    if preset is None:
+        return Arm(name=arm.name, values=values)
     defaults = TrainConfig().flat()
-
-    def expanded(arm: Arm) -> Arm:
-        """The arm with the fields of its recipe in the place of the recipe's name."""
-        values = dict(arm.values)
-        preset = values.pop("preset", None)
-        if preset is None:
-            return Arm(name=arm.name, values=values)
-        recipe = {name: defaults[name] for name in shared} | preset_values(preset)
-        return Arm(name=arm.name, values={n: v for n, v in recipe.items() if n not in fixed} | values)
-
-    others = {name: values for name, values in sweep.items() if name != "preset"}
-    recipes = (Arm(name=f"preset={name}", values={"preset": name}) for name in sweep.get("preset", ()))
-    parts = [tuple(map(expanded, part)) for part in (named, tuple(recipes)) if part]
-    if others or not parts:
-        parts.append(grid(others))
-    return functools.reduce(crossed, parts)
+    recipe = {name: defaults[name] for name in shared} | preset_values(preset)
+    return Arm(name=arm.name, values={n: v for n, v in recipe.items() if n not in fixed} | values)
 
 
 KEYS = ("name", "base", "sweep", "arms", "seeds", "kl_prompts")
@@ -155,7 +148,7 @@ def read_plan_file(path: Path) -> PlanFile:
         name: beta                     # of the folder
         base: {max_steps: 60}          # any field of klamp train, flat or under its section; also preset
         sweep: {beta: [0, 0.01]}       # every combination is an arm
-        arms: {no KL: {beta: 0}}       # or arms by name; with a sweep, each arm with each combination
+        arms: {no KL: {beta: 0}}       # or arms by name
         seeds: 3                       # how many, or a list of them
         kl_prompts: 64                 # held-out prompts that the KL is measured on; 256 if left out
 

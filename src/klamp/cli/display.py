@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -327,23 +327,19 @@ class Board(Drawn):
         super().__init__(console)
 
     def tell(self, update: Update) -> None:
-        """Write a line when a run starts and ends, a few between, and one for every alarm."""
+        """Write a line when a run starts and ends, and a few between."""
         row = self.rows[update.run]
         before = row.state
-        if before == "stopping" and update.state in ("running", "measuring"):
-            update = replace(update, state="stopping")  # what it told before it heard of that
         row.take(update)
         part = PARTS * row.step // row.steps if row.steps else 0
         moved = row.state == "running" and bool(update.metrics) and part > row.said
-        if (row.state != before and row.state not in ("waiting", "measuring")) or moved:
+        if row.state not in (before, "waiting") or moved:
             row.said = part
             said = {"kept": "done before", "running": "under way"}.get(row.state, row.state)
             rest = row.numbers() if row.metrics else f"{row.steps} steps"
             text = f"failed: {update.text}" if row.state == "failed" else f"{said}, {rest}"
             ended = sum(each.state in ENDED for each in self.rows.values())
             self.say(f"[{ended}/{len(self.rows)} ended, {self.time_text()}] {row.name}: {text}")
-        if update.text and update.state != "failed":
-            self.say(f"  alarm in {row.name}: {update.text}")
 
     def seconds_left(self) -> float | None:
         """Seconds left at the speed so far; None before the first step."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from klamp.ablation.outcome import Outcome, retained_after, retained_before, retained_loss
+from klamp.ablation.outcome import Outcome, retained
 from klamp.ablation.plan import check_measured
 from klamp.cli.arguments import apart
 from klamp.cli.display import skill_rows
@@ -161,7 +161,7 @@ def as_object(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> di
         subject: what was evaluated.
         outcome: what came of it.
     """
-    retained = {"before": retained_before, "after": retained_after, "forgotten": retained_loss}
+    before, after, forgotten = retention(outcome)
     return {
         "checkpoint": checkpoint,
         "weights": subject.weights or subject.config.model.model,
@@ -171,9 +171,15 @@ def as_object(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> di
         "rl_skill": outcome.rl_skill,
         "scores": dict(outcome.after),
         "before": dict(outcome.before),
-        "retained": {name: measure(outcome) for name, measure in retained.items()},
+        "retained": {"before": before, "after": after, "forgotten": forgotten},
         **outcome.numbers,
     }
+
+
+def retention(outcome: Outcome) -> tuple[float | None, float | None, float | None]:
+    """The mean score of the skills that were not trained, before and after training, and how much it fell."""
+    before, after = retained(outcome, outcome.before), retained(outcome, outcome.after)
+    return before, after, None if before is None or after is None else before - after
 
 
 def show(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> None:
@@ -195,9 +201,9 @@ def show(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> None:
         show_paragraph("no start is known, so there is no KL and no retention: --ref_model names it", label="KL")
         return
     show_table(f"exact KL to the start, {subject.start}, on {outcome.rl_skill}", ("", *DIRECTIONS), _kl_rows(outcome))
-    after = retained_after(outcome)
+    before, after, forgotten = retention(outcome)
     if after is not None:
-        kept, lost = scale.write(retained_before(outcome)), scale.change(0.0, retained_loss(outcome)).lstrip("+")
+        kept, lost = scale.write(before), scale.change(0.0, forgotten).lstrip("+")
         say()
         text = f"{scale.write(after)} of {kept}, the mean of the other skills; {lost} forgotten"
         show_paragraph(text, label="retention")

@@ -191,7 +191,7 @@ COMMANDS: Mapping[str, Command] = {
         },
     ),
     "ablate": Command(
-        summary="compare settings: a grid of flags over seeds, one table, pictures",
+        summary="compare settings: a grid of flags over seeds, one table, one picture",
         usage="[flags]",
         about="Trains the same thing in several ways, several seeds each, and compares what came out. A flag of klamp "
         "train with one value holds for all arms; with several it is compared, and several such flags make a grid "
