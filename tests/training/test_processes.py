@@ -107,13 +107,13 @@ def other_pair(llama, tmp_path_factory):
 
 
 def assert_close(one: Path, two: Path) -> None:
-    """Every number of every line, to 1e-5 of it or of 1."""
+    """Every number of every line, to 1e-4 of it or 1e-5: updates carry the rounding of float32 sums on."""
     lines, others = rows_of(one), rows_of(two)
     assert [row["step"] for row in lines] == [row["step"] for row in others]
     for line, other in zip(lines, others, strict=True):
         assert line.keys() == other.keys()
         for name in line:
-            assert other[name] == pytest.approx(line[name], rel=1e-5, abs=1e-5), f"{name} at step {line['step']}"
+            assert other[name] == pytest.approx(line[name], rel=1e-4, abs=1e-5), f"{name} at step {line['step']}"
 
 
 @pytest.mark.parametrize(
