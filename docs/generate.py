@@ -2,7 +2,8 @@
 
 `estimators.md` comes from `klamp.core.estimators.ESTIMATORS` and from what `klamp.verify` measures, `metrics.md` from
 `klamp.diagnostics.metrics.METRICS`, `alarms.md` from `klamp.diagnostics.alarms.ALARMS`, `findings.md` from
-`klamp.audit.findings`, and `records/resumes.md` from `klamp.training.resumed`. A test holds the committed pages against what this would write.
+`klamp.audit.findings`, and `records/resumes.md` from `klamp.training.resumed`. A test compares the committed pages
+with what this writes.
 """
 
 from __future__ import annotations
@@ -183,7 +184,8 @@ def findings_page() -> str:
     rows = [
         (f"`{code}`", row["level"], _plain(row["what"]), _plain(row.get("fix", ""))) for code, row in table().items()
     ]
-    parts = ["# Findings of klamp.check", "", NOTICE, "As [klamp.check](check.md) prints them. Braces stand for a number."]
+    parts = ["# Findings of klamp.check", "", NOTICE]
+    parts += ["As [klamp.check](check.md) prints them. Braces stand for a number."]
     return "\n".join([*parts, "", *_table(("code", "level", "finding", "fix"), rows), ""])
 
 

@@ -21,9 +21,10 @@ from torch.nn.functional import pad
 from transformers import TrainerCallback
 
 from klamp.audit.distillation import of_beta
+from klamp.audit.findings import finding
 from klamp.audit.micro_batch import check as check_loss
 from klamp.audit.trl_distillation import _Model
-from klamp.audit.verdict import Finding, Verdict
+from klamp.audit.verdict import Verdict
 from klamp.core.arguments import describe
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.coefficient import TEACHER, loss_mask
@@ -111,9 +112,7 @@ class Listener:
             warnings.simplefilter("ignore", KLWarning)
             verdict = _attempt(lambda: self._verdict(loss, inputs))
         if shift is not None:
-            what = f"the reference was moved by up to {SHIFT} nats, because it equals the policy before training"
-            moved = Finding(code="reference-moved", level="note", what=what)
-            verdict = replace(verdict, findings=(*verdict.findings, moved))
+            verdict = replace(verdict, findings=(*verdict.findings, finding("reference-moved", shift=SHIFT)))
         self.done = inputs.get("advantages") is None or bool((inputs["advantages"] != 0).any())
         self.tell(verdict)
         return result
@@ -146,9 +145,7 @@ class Listener:
         if len(self.logits) == 2:
             student, teacher = self.logits
             return self._of_logits(loss, student, teacher, pad(inputs["labels"][:, 1:], (0, 1), value=-100))
-        what = "the loss of this trainer shows neither log-probabilities of the sampled tokens nor logits"
-        fix = "call klamp.check in the loss"
-        return Verdict.of([Finding(code="no-log-probabilities", level="cannot tell", what=what, fix=fix)])
+        return Verdict.of([finding("no-log-probabilities")])
 
     def _of_scores(
         self, loss: Tensor, policy: Tensor, mask: Any, ids: Any, advantages: Any, ref: Any, old: Any, sampler: Any, *,
@@ -212,8 +209,9 @@ def _attempt(run: Callable[[], Verdict]) -> Verdict:
     try:
         return run()
     except Exception as error:  # a check stops no training
-        what = f"the check failed: {type(error).__name__}: {' '.join(str(error).split())[:300]}"
-        return Verdict.of([Finding(code="check-failed", level="cannot tell", what=what)])
+        return Verdict.of(
+            [finding("check-failed", error=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")]
+        )
 
 
 @contextmanager
