@@ -101,8 +101,8 @@ _NAMES = {
 _HOMES = {name: home for home, names in _NAMES.items() for name in names}
 """Exported name -> the module that it comes from."""
 
-_ROOMS = ("config", "core", "errors")
-"""Modules that are there as `klamp.errors` after `import klamp` alone."""
+_ROOMS = ("config", "core", "errors", "tinker", "trl", "unsloth", "verl")
+"""Modules that are there as `klamp.errors` after `import klamp` alone; a trainer is imported with its door."""
 
 
 def __getattr__(name: str) -> Any:

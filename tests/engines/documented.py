@@ -15,7 +15,7 @@ def assert_documented(*names: str) -> None:
     """The record holds the output of `klamp audit NAME ...`, and the page both legends."""
     out = io.StringIO()
     with contextlib.redirect_stdout(out):
-        assert run(names) == 0
+        assert run(names) in (0, 1)  # 1: some option follows something other than its name says
     shown = out.getvalue().removeprefix("[INFO] Running in WANDB offline mode\n")  # wandb's own, at TRL's first trainer
     page = "".join((DOCS / name).read_text(encoding="utf-8") for name in ("audit.md", "records/audit.md"))
     assert shown.removesuffix(f"{LEGEND}\n\n{DISTILLATION_LEGEND}\n").rstrip() in page

@@ -27,12 +27,15 @@ WHOLE = ("segments", "ids")
 
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """What a verdict is computed from."""
+    """What a verdict is computed from.
+
+    Attributes:
+        arrays: Name -> array.
+        facts: Scalars: eps, dtype, loss, beta, means, clip, group_size, pad, eos, host, around, findings, ...
+    """
 
     arrays: dict[str, Any]
-    """Name -> array."""
     facts: dict[str, Any] = field(default_factory=dict[str, Any])
-    """Scalars: eps, dtype, loss, beta, means, clip, group_size, pad, eos, host, around, findings, ..."""
 
     def save(self, path: str | Path) -> None:
         """Write the capture as a safetensors file."""

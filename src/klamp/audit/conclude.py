@@ -73,7 +73,7 @@ def _not_checked(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[st
     left = {what: how for what, (name, how) in SHOWN_BY.items() if name not in arrays}
     if facts.get("beta") is None and "ref_logprobs" in arrays:
         left["the size of the KL"] = "pass beta"
-    if not facts.get("logits_seen"):
+    if not facts.get("logits_seen") or any(x["code"] == "logits-mismatch" for x in facts.get("findings", ())):
         left["temperature and alignment with the logits"] = "pass logits and ids"
     if facts.get("around") and not facts.get("beside"):
         left["what reaches the parameters past policy_logprobs (value head, entropy, exact KL)"] = "pass logits"
@@ -95,7 +95,7 @@ def judge_kinds(kinds: Sequence[str], direction: int, means: str) -> tuple[str, 
         return "reverse" if kinds[0] == "squared" else kinds[0], []
     if set(kinds) & set(right):
         return names, [finding("kl-ambiguous", names=names, kinds=kinds)]
-    what = CONSTANT + "; it raises each sampled token alike" * (direction < 0)
+    what = CONSTANT + "; its sign is wrong, too: it raises each sampled token alike" * (direction < 0)
     return names, [finding(CODES.get(k, f"kl-{k}"), what=what, means=means, name=k) for k in kinds]
 
 
@@ -368,8 +368,8 @@ class _Reading:
                 beta, blur = betas[0], fit.b_error / abs(fit.b) if fit.b else 0.0
             elif not scale:
                 self.say("beta-scale")
-        if asked and beta is None and fit is not None and fit.kl is not None and scale != 0.0:
-            self.open["the size of the KL"] = "several forms fit"
+        if asked and beta is None and fit is not None and fit.kl is not None:
+            self.open["the size of the KL"] = "its scale beside the policy loss is not known"
         if (
             beta is None
             or asked is None
@@ -446,7 +446,8 @@ class _Reading:
         parts = [policy + (f", mean over {first.w}s" if first is not None and first.w and first.policy else "")]
         size = "" if beta is None else f" with beta {beta:.3g}"
         if fit.kl is not None:
-            parts.append(f"KL{size}, gradient {' = '.join(fit.kl.names[:3])}")
+            names = fit.kl.names[: 3 if len(self.explained.kinds) > 1 else 1]
+            parts.append(f"KL{size}, gradient {' = '.join(names)}")
         elif beside := self.facts.get("beside"):
             parts.append(f"{beside['name']}{size}, computed from the logits")
         elif self.t.ref is not None:

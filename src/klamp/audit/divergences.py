@@ -51,26 +51,28 @@ class Positions:
     """Trained positions of a batch.
 
     Shapes: N positions, V entries.
+
+    Attributes:
+        gradient: d loss / d student logits, [N, V].
+        student: Logits, [N, V].
+        teacher: Logits, [N, V].
+        ids: The sampled tokens, [N].
+        eps: Unit roundoff of the logits.
+        temperature: What the trainer divides the logits by.
+        row: The sequence of each position, [N].
+        length: The number of trained positions of each position's sequence, [N].
+        beta: The mixture of a JS divergence, if the trainer has one.
     """
 
     gradient: Array
-    """d loss / d student logits, [N, V]."""
     student: Array
-    """Logits, [N, V]."""
     teacher: Array
-    """Logits, [N, V]."""
     ids: Array | None = None
-    """The sampled tokens, [N]."""
     eps: float = 6e-8
-    """Unit roundoff of the logits."""
     temperature: float = 1.0
-    """What the trainer divides the logits by."""
     row: Array | None = None
-    """The sequence of each position, [N]."""
     length: Array | None = None
-    """The number of trained positions of each position's sequence, [N]."""
     beta: float | None = None
-    """The mixture of a JS divergence, if the trainer has one."""
 
     @property
     def tolerance(self) -> float:

@@ -39,7 +39,14 @@ FREE_TOKENS = 8
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """One explanation that was accepted, or the best one that was not."""
+    """One explanation that was accepted, or the best one that was not.
+
+    Attributes:
+        b_error: How far b may be off because of rounding.
+        on: The share of tokens that carry the policy loss.
+        bounds: The log-ratios beyond which the KL has no gradient, or a constant one.
+        signs: In the fit with a factor of each completion: the sign of the policy loss and of the KL.
+    """
 
     policy: Form | None
     kl: Form | None
@@ -49,28 +56,27 @@ class Fit:
     w: Mean | None = None
     u: Mean | None = None
     b_error: float = 0.0
-    """How far b may be off because of rounding."""
     on: float = 1.0
-    """The share of tokens that carry the policy loss."""
     bounds: tuple[float, float] | None = None
-    """The log-ratios beyond which the KL has no gradient, or a constant one."""
     signs: tuple[int, int] = (0, 0)
-    """In the fit with a factor of each completion: the sign of the policy loss and of the KL."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What a gradient is made of."""
+    """What a gradient is made of.
+
+    Attributes:
+        fits: The accepted ones, the best first; at stage `unknown` the best one that was not accepted, if any.
+        b_seen: The smallest |b| that would have stood out of the rounding.
+        same_means: Whether the two means are one on this batch: completions of one length, or a single one.
+        used: Tokens of the fit.
+    """
 
     stage: Stage
     fits: tuple[Fit, ...]
-    """The accepted ones, the best first; at stage `unknown` the best one that was not accepted, if any."""
     b_seen: float = np.inf
-    """The smallest |b| that would have stood out of the rounding."""
     same_means: bool = False
-    """Whether the two means are one on this batch: completions of one length, or a single one."""
     used: int = 0
-    """Tokens of the fit."""
 
     @property
     def kinds(self) -> tuple[str, ...]:

@@ -23,32 +23,35 @@ FARTHEST = 3.0
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """The trained tokens of a micro-batch, completion after completion, each array [n]."""
+    """The trained tokens of a micro-batch, completion after completion, each array [n].
+
+    Attributes:
+        gradient: d loss / d log-probability.
+        policy: Log-probabilities under the policy.
+        row: The completion of each token, 0 to B - 1, ascending.
+        ref: Log-probabilities under the reference or teacher.
+        old: Log-probabilities under the old policy.
+        sampler: Log-probabilities as the sampler reported them.
+        advantage: The advantage of each token.
+        baseline: What the loss subtracts from the log-ratio.
+        policy_part: The part of the gradient that comes from the advantages, if the loss was watched.
+        group: The prompt of each completion, [B].
+        eps: Unit roundoff of the log-probabilities.
+        clip: The clip range of the trainer, as distances from 1.
+    """
 
     gradient: Array
-    """d loss / d log-probability."""
     policy: Array
-    """Log-probabilities under the policy."""
     row: Array
-    """The completion of each token, 0 to B - 1, ascending."""
     ref: Array | None = None
-    """Log-probabilities under the reference or teacher."""
     old: Array | None = None
-    """Log-probabilities under the old policy."""
     sampler: Array | None = None
-    """Log-probabilities as the sampler reported them."""
     advantage: Array | None = None
-    """The advantage of each token."""
     baseline: Array | None = None
-    """What the loss subtracts from the log-ratio."""
     policy_part: Array | None = None
-    """The part of the gradient that comes from the advantages, if the loss was watched."""
     group: Array | None = None
-    """The prompt of each completion, [B]."""
     eps: float = 6e-8
-    """Unit roundoff of the log-probabilities."""
     clip: tuple[float, float] | None = None
-    """The clip range of the trainer, as distances from 1."""
 
     @cached_property
     def d(self) -> Array:

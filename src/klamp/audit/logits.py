@@ -242,24 +242,31 @@ def reproduce(arrays: Mapping[str, Any], logits: Tensor, other: Tensor | None, t
 
 
 def _reproduced(name: str, x: Array, logits: Tensor, ids: Any, mask: Any, temperature: float) -> Iterator[Finding]:
+    """Compare log-probabilities with logits at other places, other tokens and other temperatures."""
     places = np.argwhere(mask)
     places = places[np.unique(np.linspace(0, len(places) - 1, 4 * POSITIONS).astype(int))]
-    gap, heat, shift = np.inf, temperature, 0
-    for moved in (0, 1, -1):
-        at = places[:, 1] + moved
-        fine = (at >= 0) & (at < mask.shape[1])
+    gap, heat, of_logits, of_ids = np.inf, temperature, 0, 0
+    for moved, other in ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)):
+        at, token = places[:, 1] + moved, places[:, 1] + other
+        fine = (np.minimum(at, token) >= 0) & (np.maximum(at, token) < mask.shape[1])
         rows, here = places[fine, 0], places[fine, 1]
         raw = _array(logits, (rows, at[fine])) if len(rows) else np.zeros((0, 1))
         for t in dict.fromkeys((temperature, *HEATS)) if len(rows) else ():
-            expected = log_softmax(raw / t)[np.arange(len(rows)), np.clip(ids[rows, here], 0, raw.shape[1] - 1)]
+            picked = np.clip(ids[rows, token[fine]], 0, raw.shape[1] - 1)
+            expected = log_softmax(raw / t)[np.arange(len(rows)), picked]
             typical = float(np.median(np.abs(expected - x[rows, here])))
             if typical < 0.5 * gap:
-                gap, heat, shift = typical, t, moved
+                gap, heat, of_logits, of_ids = typical, t, moved, other
     if gap > (0.02 if logits.dtype in (torch.float32, torch.float64) else 0.1):
+        if name != "sampler_logprobs":
+            yield finding("logits-mismatch", tensor=name, gap=gap)
         return
-    if shift:
-        side = "next" if shift > 0 else "previous"
-        yield finding("shift", what=f"{name} is read from the logits of the {side} place", tensor=name, shift=shift)
+    if of_logits or of_ids:
+        side = "next" if of_logits + of_ids > 0 else "previous"
+        what = f"{name} is read from the logits of the {side} place"
+        if of_ids:
+            what = f"{name} at each place is that of the {side} token in ids (or ids was passed unshifted)"
+        yield finding("shift", what=what, tensor=name, shift=of_logits + of_ids)
     if heat != temperature:
         what = f"{name} is that of logits divided by {heat:g}, not by {temperature:g}"
         yield finding("temperature", what=what, tensor=name, heat=heat)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -24,7 +25,7 @@ from klamp.errors import ConfigError, KLWarning, ShapeError, TensorError
 
 Numbers: TypeAlias = "Tensor | Sequence[Tensor] | Sequence[float]"
 
-_SEEN: dict[Any, Verdict] = {}
+_SEEN: dict[Any, tuple[int, Verdict]] = {}
 _TAPPED: list[Tensor] = []
 
 
@@ -140,8 +141,9 @@ def check(  # noqa: PLR0913
         from klamp.audit.function import check_function
 
         return check_function(loss, example=example, means=means)
-    if (known := _checked_before(loss, once)) is not None:
-        return known[1] if known[1] is not None else _remember(known[0], _skipped())
+    key = _key(loss, once)
+    if (known := _checked_before(key)) is not None:
+        return known
     if policy_logprobs is None and logits is None:
         policy_logprobs = _tapped()
     if policy_logprobs is None:
@@ -153,7 +155,7 @@ def check(  # noqa: PLR0913
         verdict = check_logits(
             loss, logits, teacher, mask=mask, ids=ids, means=means, beta=beta, temperature=temperature
         )
-        return _remember(known_key(loss, once), verdict)
+        return _remember(key, verdict)
     batch = _Batch(loss, policy_logprobs, mask)
     batch.add(
         ref_logprobs=ref_logprobs,
@@ -176,7 +178,13 @@ def check(  # noqa: PLR0913
         "host": host,
         "temperature": temperature,
     }
-    batch.differentiate(loss_scale, watched)
+    if not batch.differentiate(loss_scale, watched):
+        if logits is not None and logits.requires_grad:
+            return check(
+                loss, mask=mask, means=means, beta=beta, logits=logits, ref_logits=ref_logits,
+                teacher_logits=teacher_logits, ids=ids, temperature=temperature, once=once,
+            )  # fmt: skip
+        return _remember(key, Verdict.of([finding("not-in-loss")]))
     if logits is not None:
         batch.compare_logits(logits, ref_logits, teacher_logits, ids, temperature)
     capture = Capture(arrays=batch.arrays, facts=batch.facts)
@@ -184,13 +192,13 @@ def check(  # noqa: PLR0913
     if save is not None:
         stored = {k: x for k, x in batch.arrays.items() if k != "ids" or save_ids}
         Capture(arrays=stored, facts=batch.facts).save(save)
-    return _remember(known_key(loss, once), verdict)
+    return _remember(key, verdict)
 
 
 # once per call site
 
 
-def known_key(loss: Tensor, once: bool) -> Any:
+def _key(loss: Tensor, once: bool) -> Any:
     """The call site outside of klamp and the operations of the loss; None: every call is checked."""
     if not once:
         return None
@@ -211,21 +219,24 @@ def _operations(loss: Tensor) -> tuple[Any, ...]:
     return tuple(found)
 
 
-def _checked_before(loss: Tensor, once: bool) -> tuple[Any, Verdict | None] | None:
-    key = known_key(loss, once)
+def _checked_before(key: Any) -> Verdict | None:
+    """The verdict of an earlier call here; one that could not tell is tried again at calls 2, 4, 8, ..."""
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
-        return key, _SEEN.get(key)
-    return (key, _SEEN[key]) if key in _SEEN else None
-
-
-def _skipped() -> Verdict:
-    return Verdict(ok=None, not_checked={"this data-parallel rank": "rank 0 is checked"})
+        return Verdict(ok=None, not_checked={"this data-parallel rank": "rank 0 is checked"})
+    if key is None or key not in _SEEN:
+        return None
+    calls, verdict = _SEEN[key]
+    _SEEN[key] = (calls + 1, verdict)
+    if verdict.ok is None and (calls + 1) & calls == 0:
+        return None
+    again = [verdict.summary] * bool(verdict.summary) + ["of an earlier call here (once=False checks each call)"]
+    return replace(verdict, summary=", ".join(again))
 
 
 def _remember(key: Any, verdict: Verdict) -> Verdict:
     """Keep a verdict for its call site, and warn of what is wrong."""
     if key is not None:
-        _SEEN[key] = verdict
+        _SEEN[key] = (max(1, _SEEN[key][0] if key in _SEEN else 1), verdict)
     for each in verdict.findings:
         if each.level == "wrong":
             warnings.warn(f"klamp check: {each.what}. Fix: {each.fix}", KLWarning, stacklevel=4)
@@ -323,8 +334,8 @@ class _Batch:
         if "ids" in self.arrays:
             self.arrays["ids"] = self.arrays["ids"].astype(int)
 
-    def differentiate(self, scale: float, watched: Watched | None) -> None:
-        """Take d loss / d log-probability, and where it helps its own derivatives."""
+    def differentiate(self, scale: float, watched: Watched | None) -> bool:
+        """Take d loss / d log-probability, and where it helps its own derivatives; whether the loss depends on them."""
         first = self._gradient(self.loss, create_graph=False)
         if first is None and any(is_copy(x, self.loss) for x in self.inputs):
             raise TensorError(
@@ -334,18 +345,19 @@ class _Batch:
                 fix="pass the tensor that the loss was computed from, before any slice, cast or product; "
                 "or compute the loss from klamp.tap(logp)",
             )
-        if first is None:  # a loss on logits alone
-            first = [torch.zeros_like(x) for x in self.inputs] if self.pieces else torch.zeros_like(self.inputs[0])
+        if first is None:
+            return False
         self.arrays["gradient"] = self.wide("gradient", first) / scale
         self.facts["loss"] /= scale
         self.facts["around"] = reaches_around(self.loss, self.inputs, watched)
         delta = self._log_ratio_rms()
         if watched is None and (delta is None or delta > 0.02):
-            return
+            return True
         try:
             self._higher(scale, watched, delta)
         except (RuntimeError, ConfigError, NotImplementedError) as error:  # a compiled or custom loss may refuse
             self.facts["findings"].append(_plain(finding("no-second-derivative", error=_refused(error))))
+        return True
 
     def _log_ratio_rms(self) -> float | None:
         ref, mask = self.arrays.get("ref_logprobs"), self.arrays["mask"]

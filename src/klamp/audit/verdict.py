@@ -27,18 +27,21 @@ class WrongKL(KlampError, ValueError):
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One fact about a loss or about a pair of tokenizers."""
+    """One fact about a loss or about a pair of tokenizers.
+
+    Attributes:
+        code: A short name that does not change between versions, such as `kl-forward`.
+        level: How bad it is.
+        what: The fact, in one sentence.
+        evidence: The numbers behind it.
+        fix: What to change.
+    """
 
     code: str
-    """A short name that does not change between versions, such as `kl-forward`."""
     level: Level
-    """How bad it is."""
     what: str
-    """The fact, in one sentence."""
     evidence: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """The numbers behind it."""
     fix: str = ""
-    """What to change."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,28 +49,30 @@ class Verdict:
     """Is the KL right? Covers only the inputs that were passed.
 
     `print(verdict)` shows it, `to_json` returns it as text, `raise_if_wrong` turns it into an error.
+
+    Attributes:
+        ok: True: nothing wrong in what was looked at. False: something is wrong. None: cannot tell.
+        findings: The worst first.
+        summary: What was looked at: tokens, completions, data type, size of the log-ratio.
+        found: The loss that explains the gradient.
+        kl: Which gradient the KL has: reverse, forward, zero, away, swapped, sign, step, neither, none, unknown.
+        beta: Coefficient of the KL relative to the policy loss; None: not known.
+        surrogate: The policy loss: 1, ratio, ppo_clip(...), ...; None: not known.
+        mean: What both terms are a mean over: token or sequence; `A; KL B` where they differ; None: not known.
+        beta_seen: The smallest beta that would have stood out of the rounding.
+        not_checked: What the inputs did not allow to check -> which argument would.
     """
 
     ok: bool | None
-    """True: nothing wrong in what was looked at. False: something is wrong. None: cannot tell."""
     findings: tuple[Finding, ...] = ()
-    """The worst first."""
     summary: str = ""
-    """What was looked at: tokens, completions, data type, size of the log-ratio."""
     found: str = ""
-    """The loss that explains the gradient."""
     kl: str | None = None
-    """Which gradient the KL has: reverse, forward, zero, away, swapped, sign, step, neither, none, unknown."""
     beta: float | None = None
-    """Coefficient of the KL relative to the policy loss; None: not known."""
     surrogate: str | None = None
-    """The policy loss: 1, ratio, ppo_clip(...), ...; None: not known."""
     mean: str | None = None
-    """What both terms are a mean over: token or sequence; `A; KL B` where they differ; None: not known."""
     beta_seen: float | None = None
-    """The smallest beta that would have stood out of the rounding."""
     not_checked: Mapping[str, str] = field(default_factory=dict[str, str])
-    """What the inputs did not allow to check -> which argument would."""
 
     @classmethod
     def of(cls, findings: Sequence[Finding], **parts: Any) -> Verdict:

@@ -25,7 +25,7 @@ CLIPPED = {
     "kl_clip_threshold": 0.01,
     "target_kl": 0.05,
     "loss_type": "dapo",
-    "kl_exclude_tokens": ["<eos>"],
+    "kl_exclude_tokens": tuple(range(2, 58, 3)),
     "logging_steps": 1,
     "max_steps": 4,
 }
