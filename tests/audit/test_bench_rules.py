@@ -253,7 +253,7 @@ def looked_at(monkeypatch: pytest.MonkeyPatch, *, once: bool = True) -> list[Ver
 def test_a_call_site_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(looked_at(monkeypatch)) == 1
     assert len(looked_at(monkeypatch, once=False)) == 3
-    monkeypatch.setattr(micro_batch, "known_key", lambda *_: None)
+    monkeypatch.setattr(micro_batch, "_checked_before", lambda *_: None)
     assert len(looked_at(monkeypatch)) == 3
 
 

@@ -96,12 +96,7 @@ class Result(NamedTuple):
 
 
 def execute(
-    plan: Plan,
-    folder: Path,
-    executor: Executor,
-    *,
-    tell: Tell = lambda update: None,
-    progress: Progress | None = None,
+    plan: Plan, folder: Path, executor: Executor, *, tell: Tell = lambda update: None, progress: Progress | None = None
 ) -> Result:
     """Do every run that is not done yet, then write the table and the picture.
 

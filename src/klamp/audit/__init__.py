@@ -128,7 +128,10 @@ def function_subject(path: str, *, means: Direction = "reverse") -> Subject:
     Raises:
         ConfigError: it cannot be imported, is not callable, or not with what it would be audited with.
     """
+    import torch
+
     from klamp.audit.examine import Subject, Term
+    from klamp.audit.function import called
 
     function = load_function(path)
     if _takes(function, 4) and not _takes(function, 2):
@@ -136,7 +139,9 @@ def function_subject(path: str, *, means: Direction = "reverse") -> Subject:
 
         loss = Distillation(name=path, loss=lambda batch: function(*batch.aligned), means=means)
         return Subject(title=path, distillations=(loss,))
-    _try(function, path)
+    policy = torch.full((2, 3), -1.0, dtype=torch.float64)
+    forms = f"it is called as {CONTRACT}, or as {DISTILLATION_CONTRACT}, with float64 tensors and nothing else"
+    called(function, policy, policy - 0.5, name=path, forms=forms)
     return Subject(
         title=path,
         terms=(Term.of_function("as a loss", function), Term.of_function("in the reward", function, use="reward")),
@@ -172,36 +177,6 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
     except (TypeError, ValueError):
         return False
     return True
-
-
-def _try(function: Callable[..., Any], path: str) -> None:
-    """Call a function as the audit will, with the log-probabilities of two completions of three tokens.
-
-    Raises:
-        ConfigError: it takes other arguments, fails, or returns no tensor.
-    """
-    import torch
-
-    from klamp.core.arguments import describe
-
-    policy = torch.full((2, 3), -1.0, dtype=torch.float64, requires_grad=True)
-    try:
-        found = function(policy, policy.detach() - 0.5)
-    except (Exception, SystemExit) as error:  # the user's code, which may raise anything
-        first_line = " ".join(str(error).split())[:300]
-        raise _unfit(path, f"{type(error).__name__}: {first_line}") from error
-    if not isinstance(found, torch.Tensor):
-        raise _unfit(path, f"it returned {describe(found)}")
-
-
-def _unfit(path: str, got: str) -> ConfigError:
-    return ConfigError(
-        f"{path} cannot be called as an audit calls it",
-        got=got,
-        why=f"it is called as {CONTRACT}, or as {DISTILLATION_CONTRACT}, with float64 tensors and nothing else",
-        fix="name a function of that form; one with more arguments needs a wrapper: def kl(policy, ref): return "
-        "yours(policy, ref, mask=torch.ones_like(policy))",
-    )
 
 
 def _import(name: str, path: str) -> Any:

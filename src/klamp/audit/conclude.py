@@ -105,6 +105,7 @@ class _Reading:
     def __init__(self, capture: Capture, findings: list[Finding]) -> None:
         self.arrays, self.facts, self.findings = capture.arrays, capture.facts, findings
         self.beta: float | None = self.facts.get("beta")
+        self._means: str = self.facts.get("means", "reverse")
         self.t = capture.tokens
         self._leave_out()
         self.explained = explain(self.t)
@@ -247,10 +248,6 @@ class _Reading:
             if self.kl in RIGHT.get(self._means, ()):
                 self._cautions(fit, kinds)
 
-    @property
-    def _means(self) -> str:
-        return self.facts.get("means", "reverse")
-
     def _judge(self, kinds: Sequence[str], direction: int) -> None:
         self.kl, findings = judge_kinds(kinds, direction, self._means)
         self.findings += findings
@@ -382,7 +379,7 @@ class _Reading:
             self.say("beta-off", seen=abs(beta), passed=0.0, cause=": a KL acts although beta is 0")
         elif abs(abs(beta / asked) - 1) > BETA_OFF + blur:
             partly = self.facts.get("around") and abs(beta) < abs(asked) and not self.facts.get("beside")
-            coupled = fit is not None and fit.kl is not None and fit.kl.coupled
+            coupled = fit is not None and fit.kl is not None and (fit.kl.coupled or (fit.w or fit.u) != fit.u)
             code = "beta-around" if partly else "beta-coupled" if coupled else "beta-off"
             code = "beta-in-advantages" if self.form.kl else code
             self.say(code, seen=abs(beta), passed=abs(asked), cause=self._cause(abs(beta / asked)))

@@ -86,12 +86,34 @@ class Explanation:
 
 
 class _Problem(NamedTuple):
-    """Target and tokens of the fit, and the noise without a KL."""
+    """Target and tokens of the fit, the indices that are fitted, the noise without a KL, and the candidates."""
 
     target: Array
     noise: Array
     tokens: Tokens
-    used: Array  # the indices that are fitted
+    used: Array
+    policies: list[Form]
+    kls: list[Form]
+    weights: dict[Mean, Array]
+
+    def column(self, form: Form, mean: Mean) -> Array:
+        """The gradient that a form gives each token under a mean."""
+        return form.values * self.weights[mean]
+
+    def scaled(self, form: Form, mean: Mean) -> Array:
+        """The same for the fitted tokens, in units of the noise."""
+        return (self.column(form, mean) / self.noise)[self.used]
+
+    def chi2(self, explained: Array | float, b_part: Array | float = 0.0) -> float:
+        """The residual per token, in units of the noise, squared."""
+        sigma = self.noise + 2 * self.tokens.eps * np.abs(b_part)
+        residual = ((self.target - explained) / sigma)[self.used]
+        return float(np.square(residual).sum() / max(self.used.size, 1))
+
+    def slope(self, column: Array) -> float:
+        """The coefficient of one column alone."""
+        x, y = (column / self.noise)[self.used], (self.target / self.noise)[self.used]
+        return float(x @ y / max(x @ x, 1e-300))
 
 
 def explain(tokens: Tokens, *, simple: bool = False) -> Explanation:
@@ -101,50 +123,38 @@ def explain(tokens: Tokens, *, simple: bool = False) -> Explanation:
         tokens: the trained tokens.
         simple: leave out the stages with a gate, a bound or a free factor.
     """
-    g = tokens.gradient
-    target = g if tokens.policy_part is None else g - tokens.policy_part
-    size = np.abs(g) if tokens.policy_part is None else np.abs(g) + np.abs(tokens.policy_part)
+    part = np.zeros_like(tokens.gradient) if tokens.policy_part is None else tokens.policy_part
+    size = np.abs(tokens.gradient) + np.abs(part)
     used = np.flatnonzero(np.abs(tokens.log_r) <= FARTHEST)
     looked_at = size[used] if used.size else size
     typical = max(float(np.median(looked_at)), 0.01 * float(np.sqrt(np.square(looked_at).mean())), 1e-100)
-    noise = 1.5 * tokens.eps * (size + typical)
-    problem = _Problem(target, noise, tokens, used)
     weights = {mean: tokens.weights(mean) for mean in MEANS}
+    policies = [] if tokens.policy_part is not None else policy_forms(tokens)
+    noise = 1.5 * tokens.eps * (size + typical)
+    problem = _Problem(tokens.gradient - part, noise, tokens, used, policies, kl_forms(tokens), weights)
     same = bool(np.abs(weights["token"] - weights["sequence"]).max() < 1e-10)
     means = MEANS[:1] if same else MEANS
-    policies = [] if tokens.policy_part is not None else policy_forms(tokens)
-    kls = kl_forms(tokens)
-    stages = _stages(problem, policies, kls, means, weights, simple=simple)
+    stages = _stages(problem, means, simple=simple)
     found, fits = next(((stage, kept) for stage, each in stages if (kept := _accepted(each))), ("unknown", []))
     if not fits:
-        fits = sorted(_alone(problem, policies, means, weights), key=_by_chi2)[:1]
-    seen = _visible(problem, fits, kls, means, weights)
+        fits = sorted(_alone(problem, means), key=_by_chi2)[:1]
+    seen = _visible(problem, fits, means)
     return Explanation(stage=found, fits=tuple(fits), b_seen=seen, same_means=same, used=used.size)
 
 
-def _stages(
-    problem: _Problem,
-    policies: list[Form],
-    kls: list[Form],
-    means: tuple[Mean, ...],
-    weights: dict[Mean, Array],
-    *,
-    simple: bool,
-) -> Iterator[tuple[Stage, Iterable[Fit]]]:
+def _stages(problem: _Problem, means: tuple[Mean, ...], *, simple: bool) -> Iterator[tuple[Stage, Iterable[Fit]]]:
     """The fits of each stage, the simplest stage first; computed only as far as they are asked for."""
-    yield "no KL", _alone(problem, policies, means, weights)
-    same = [(mean, mean) for mean in means]
-    if policies:
-        yield "KL alone", _pairs(problem, [], kls, same, weights)
-    yield "one mean", _pairs(problem, policies, kls, same, weights)
-    crossed = [(w, u) for w in means for u in means if w != u]
-    if policies and crossed:
-        yield "two means", _pairs(problem, policies, kls, crossed, weights)
-    if simple:
-        return
-    yield "gated", _gated(problem, policies, kls, [*same, *crossed], weights)
-    yield "bounded", _bounded(problem, policies, kls, [*same, *crossed], weights)
-    yield "free", _free(problem, kls)
+    same, crossed = [(x, x) for x in means], [(w, u) for w in means for u in means if w != u]
+    yield "no KL", _alone(problem, means)
+    if problem.policies:
+        yield "KL alone", _pairs(problem._replace(policies=[]), same)
+    yield "one mean", _pairs(problem, same)
+    if problem.policies and crossed:
+        yield "two means", _pairs(problem, crossed)
+    if not simple:
+        yield "gated", _gated(problem, [*same, *crossed])
+        yield "bounded", _bounded(problem, [*same, *crossed])
+        yield "free", _free(problem, problem.kls)
 
 
 def _accepted(fits: Iterable[Fit]) -> list[Fit]:
@@ -152,117 +162,69 @@ def _accepted(fits: Iterable[Fit]) -> list[Fit]:
     return [fit for fit in found if fit.chi2 <= max(1.0, CLOSE * found[0].chi2)]
 
 
-def _chi2(problem: _Problem, explained: Array, b_part: Array | float, count: int = 0) -> float:
-    used = problem.used
-    sigma = problem.noise + 2 * problem.tokens.eps * np.abs(b_part)
-    residual = ((problem.target - explained) / sigma)[used]
-    return float(np.square(residual).sum() / max(used.size - count, 1))
-
-
-def _alone(
-    problem: _Problem, policies: list[Form], means: tuple[Mean, ...], weights: dict[Mean, Array]
-) -> Iterator[Fit]:
+def _alone(problem: _Problem, means: tuple[Mean, ...]) -> Iterator[Fit]:
     """A policy loss without a KL; where there are no advantages, no gradient at all."""
-    if not policies:
-        yield Fit(policy=None, kl=None, chi2=_chi2(problem, np.zeros_like(problem.target), 0.0))
-        return
+    if not problem.policies:
+        yield Fit(policy=None, kl=None, chi2=problem.chi2(0.0))
     for mean in means:
-        for form in policies:
-            column = form.values * weights[mean]
-            a = _slope(problem, problem.target, column)
-            yield Fit(policy=form, kl=None, a=a, w=mean, chi2=_chi2(problem, a * column, 0.0))
+        for form in problem.policies:
+            column = problem.column(form, mean)
+            a = problem.slope(column)
+            yield Fit(policy=form, kl=None, a=a, w=mean, chi2=problem.chi2(a * column))
 
 
-def _slope(problem: _Problem, target: Array, column: Array, where: Array | None = None) -> float:
-    index = problem.used if where is None else where
-    x, y = (column / problem.noise)[index], (target / problem.noise)[index]
-    return float(x @ y / max(x @ x, 1e-300))
-
-
-def _pairs(
-    problem: _Problem,
-    policies: list[Form],
-    kls: list[Form],
-    means: list[tuple[Mean, Mean]],
-    weights: dict[Mean, Array],
-) -> Iterator[Fit]:
+def _pairs(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]:
     """Each policy loss (or none) with each KL: all KLs of a policy loss in one pass, the likely ones refined."""
-    if not kls:
-        return
-    used, noise = problem.used, problem.noise
-    y = (problem.target / noise)[used]
-    for w, u in means:
-        plain = np.stack([(form.values * weights[u] / noise)[used] for form in kls])
-        for policy in policies or [None]:
-            forms, columns, x = kls, plain, None
+    used, kls = problem.used, problem.kls
+    y = (problem.target / problem.noise)[used]
+    for w, u in means if kls else ():
+        plain = np.stack([problem.scaled(form, u) for form in kls])
+        for policy in problem.policies or [None]:
+            forms, columns, rest, left = kls, plain, y, plain
             if policy is not None:
-                x = (policy.values * weights[w] / noise)[used]
-                inside = advantage_forms(problem.tokens, policy)
+                x, inside = problem.scaled(policy, w), advantage_forms(problem.tokens, policy)
                 forms = [*kls, *inside]
-                columns = np.concatenate([plain, *[(f.values * weights[u] / noise)[used][None] for f in inside]])
-            rest, left = (y, columns) if x is None else (_without(y, x), _without(columns, x))
+                columns = np.concatenate([plain, *[problem.scaled(form, u)[None] for form in inside]])
+                rest, left = _without(y, x), _without(columns, x)
             power, size = np.square(left).sum(1), np.square(columns).sum(1)
             known = power > 1e-14 * size
             b = np.where(known, left @ rest / np.where(known, power, 1), 0.0)
             chi2 = np.square(rest[None] - b[:, None] * left).sum(1) / used.size
             # The noise grows with b, so a pair that looks poor at first may pass.
             growth = np.square(1 + 2 * problem.tokens.eps * np.abs(b[:, None] * columns)).max(1)
-            hopeful = np.argsort(chi2)[: len(forms) if policy is None and not policies else 6]
+            hopeful = np.argsort(chi2)[: 6 if problem.policies else None]
             for i in (i for i in hopeful if known[i] and chi2[i] < ACCEPTED * growth[i]):
-                yield _refined(problem, policy, forms[i], w, u, weights, float(b[i]))
+                yield _refined(problem, policy, forms[i], (w, u), float(b[i]))
 
 
 def _without(y: Array, x: Array) -> Array:
     return y - np.multiply.outer(y @ x, x) / max(x @ x, 1e-300) if y.ndim > 1 else y - (y @ x) / max(x @ x, 1e-300) * x
 
 
-def _refined(
-    problem: _Problem,
-    policy: Form | None,
-    kl: Form,
-    w: Mean,
-    u: Mean,
-    weights: dict[Mean, Array],
-    b: float,
-    where: Array | None = None,
-    gate: Array | float = 1.0,
-) -> Fit:
+def _refined(problem: _Problem, policy: Form | None, kl: Form, means: tuple[Mean, Mean], b: float) -> Fit:
     """A pair fitted under the noise that its own KL brings along."""
-    used = problem.used if where is None else where
-    pull = kl.values * weights[u]
-    a, error, push = 0.0, 0.0, np.zeros_like(pull) if policy is None else policy.values * weights[w] * gate
+    used, pull = problem.used, problem.column(kl, means[1])
+    push = np.zeros_like(pull) if policy is None else problem.column(policy, means[0])
+    a, error = 0.0, 0.0
     for _ in range(2):
         sigma = (problem.noise + 2 * problem.tokens.eps * np.abs(b * pull))[used]
-        y, x = (problem.target[used] / sigma), (pull[used] / sigma)
-        if policy is not None:
-            p = push[used] / sigma
-            x_alone = _without(x, p)
-        else:
-            p, x_alone = None, x
+        y, x, p = problem.target[used] / sigma, pull[used] / sigma, push[used] / sigma
+        x_alone = _without(x, p)
         size = max(x_alone @ x_alone, 1e-300)
-        b = float(x_alone @ y / size)
-        error = float(np.sqrt(ACCEPTED * used.size / size))
-        a = 0.0 if p is None else float(p @ (y - b * x) / max(p @ p, 1e-300))
-    sub = problem._replace(used=used)
-    return Fit(policy=policy, kl=kl, a=a, b=b, w=w, u=u, b_error=error, chi2=_chi2(sub, a * push + b * pull, b * pull))
+        b, error = float(x_alone @ y / size), float(np.sqrt(ACCEPTED * used.size / size))
+        a = float(p @ (y - b * x) / max(p @ p, 1e-300))
+    chi2 = problem.chi2(a * push + b * pull, b * pull)
+    return Fit(policy=policy, kl=kl, a=a, b=b, w=means[0], u=means[1], b_error=error, chi2=chi2)
 
 
-def _visible(
-    problem: _Problem, fits: list[Fit], kls: list[Form], means: tuple[Mean, ...], weights: dict[Mean, Array]
-) -> float:
+def _visible(problem: _Problem, fits: list[Fit], means: tuple[Mean, ...]) -> float:
     """The |b| from which on any reverse or forward KL would have stood out, beside the fitted policy loss."""
-    plain = [form for form in kls if form.kind in ("reverse", "forward") and not form.coupled][:4]
-    if not plain or not fits:
-        return np.inf
-    used, noise = problem.used, problem.noise
-    best = fits[0]
-    seen = 0.0
-    for mean in means:
-        for form in plain:
-            column = (form.values * weights[mean] / noise)[used]
-            if best.policy is not None and best.w is not None:
-                column = _without(column, (best.policy.values * weights[best.w] / noise)[used])
-            seen = max(seen, float(np.sqrt(ACCEPTED * used.size / max(column @ column, 1e-300))))
+    plain = [form for form in problem.kls if form.kind in ("reverse", "forward") and not form.coupled][:4]
+    seen = 0.0 if plain and fits else np.inf
+    for column in (problem.scaled(form, mean) for form in plain for mean in means if fits):
+        if fits[0].policy is not None and fits[0].w is not None:
+            column = _without(column, problem.scaled(fits[0].policy, fits[0].w))  # noqa: PLW2901
+        seen = max(seen, float(np.sqrt(ACCEPTED * problem.used.size / max(column @ column, 1e-300))))
     return MARGIN * seen
 
 
@@ -270,13 +232,7 @@ RARE = ("neither", "old", "squared")
 BASES = ("1", "ratio", "sequence ratio", "whole ratio")
 
 
-def _gated(
-    problem: _Problem,
-    policies: list[Form],
-    kls: list[Form],
-    means: list[tuple[Mean, Mean]],
-    weights: dict[Mean, Array],
-) -> Iterator[Fit]:
+def _gated(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]:
     """A policy loss that some tokens do not carry: a clip, a mask. Pairs of tokens propose a and b, the rest votes."""
     used = problem.used
     if used.size < 12:
@@ -285,115 +241,76 @@ def _gated(
     problem = problem._replace(used=used)
     order = used[np.argsort(np.abs(problem.tokens.log_r[used]), kind="stable")]
     pick = order[np.linspace(0, used.size - 1, min(used.size, 16)).astype(int)]
-    first, second = np.triu_indices(pick.size, 1)
-    plain = [form for form in kls if form.kind not in RARE and "sampler" not in form.name]
-    bases = [x for x in policies if x.name.partition(" x ")[0] in BASES and not re.search("min|up to", x.name)]
+    pairs = np.stack([pick[i] for i in np.triu_indices(pick.size, 1)])
+    plain = [form for form in problem.kls if form.kind not in RARE and "sampler" not in form.name]
+    bases = [x for x in problem.policies if x.name.partition(" x ")[0] in BASES and not re.search("min|up to", x.name)]
     for policy in bases:
         choices = [(None, False), *((kl, joint) for kl in plain for joint in (False, True))]
         choices += [(kl, True) for kl in advantage_forms(problem.tokens, policy)]
-        for w, u in means:
-            for kl, joint in choices:
-                fit = _voted(problem, policy, kl, w, u, pick[first], pick[second], joint, weights)
-                if fit is not None:
-                    yield fit
+        fits = (_voted(problem, policy, kl, each, pairs, joint=joint) for each in means for kl, joint in choices)
+        yield from (fit for fit in fits if fit is not None)
 
 
 def _voted(
-    problem: _Problem,
-    policy: Form,
-    kl: Form | None,
-    w: Mean,
-    u: Mean,
-    i: Array,
-    j: Array,
-    joint: bool,
-    weights: dict[Mean, Array],
+    problem: _Problem, policy: Form, kl: Form | None, means: tuple[Mean, Mean], pairs: Array, *, joint: bool
 ) -> Fit | None:
-    """A gate that nearly all tokens agree with, for the a and b that one of the pairs of tokens i, j proposes."""
-    g, used, p = problem.target, problem.used, policy.values * weights[w]
-    k = np.zeros_like(p) if kl is None else kl.values * weights[u]
+    """A gate that nearly all tokens agree with, for the a and b that one of the pairs of tokens proposes."""
+    g, used, p, (i, j) = problem.target, problem.used, problem.column(policy, means[0]), pairs
+    k = np.zeros_like(p) if kl is None else problem.column(kl, means[1])
     if kl is None:
         a, b = np.divide(g[i], p[i], out=np.zeros_like(p[i]), where=p[i] != 0), np.zeros(i.size)
     else:
         det = p[i] * k[j] - p[j] * k[i]
-        fine = np.abs(det) > 1e-9 * np.abs(p[i] * k[j])
-        det = np.where(fine, det, np.inf)
+        det = np.where(np.abs(det) > 1e-9 * np.abs(p[i] * k[j]), det, np.inf)
         a, b = (g[i] * k[j] - g[j] * k[i]) / det, (p[i] * g[j] - p[j] * g[i]) / det
     pull = b[:, None] * k[used]
-    full = a[:, None] * p[used] + pull
-    off = np.zeros_like(pull) if joint else pull
-    sigma = 5 * problem.noise[used] + 10 * problem.tokens.eps * np.abs(pull)
-    carries = np.abs(g[used] - full) < 4 * sigma
-    votes = carries | (np.abs(g[used] - off) < 4 * sigma)
-    score = np.where(carries.mean(1) > 0.1, votes.mean(1) + 1e-3 * carries.mean(1), 0)
-    best = int(score.argmax())
+    sigma = 20 * problem.noise[used] + 40 * problem.tokens.eps * np.abs(pull)
+    carries = np.abs(g[used] - a[:, None] * p[used] - pull) < sigma
+    votes = carries | (np.abs(g[used] - (0.0 if joint else pull)) < sigma)
+    best = int(np.where(carries.mean(1) > 0.1, votes.mean(1) + 1e-3 * carries.mean(1), 0).argmax())
     if votes[best].mean() < 0.98 or carries[best].sum() < 8 or not np.isfinite(a[best]):
         return None
     gate = np.zeros_like(p)
     gate[used] = carries[best]
-    gated = replace_values(policy, policy.values * gate)
+    gated, on = policy._replace(values=policy.values * gate), float(gate[used].mean())
     if kl is None:
-        slope = _slope(problem, g, gated.values * weights[w])
-        fit = Fit(policy=gated, kl=None, a=slope, w=w, chi2=_chi2(problem, slope * gated.values * weights[w], 0.0))
-    else:
-        pulled = replace_values(kl, kl.values * gate) if joint else kl
-        fit = _refined(problem, gated, pulled, w, u, weights, float(b[best]))
-    return replace(fit, on=float(gate[used].mean()))
+        push = problem.column(gated, means[0])
+        slope = problem.slope(push)
+        return Fit(policy=gated, kl=None, a=slope, w=means[0], chi2=problem.chi2(slope * push), on=on)
+    pulled = kl._replace(values=kl.values * gate) if joint else kl
+    return replace(_refined(problem, gated, pulled, means, float(b[best])), on=on)
 
 
-def replace_values(form: Form, values: Array) -> Form:
-    """The same form with other numbers."""
-    return form._replace(values=values)
-
-
-def _bounded(
-    problem: _Problem,
-    policies: list[Form],
-    kls: list[Form],
-    means: list[tuple[Mean, Mean]],
-    weights: dict[Mean, Array],
-) -> Iterator[Fit]:
+def _bounded(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]:
     """A KL that has no gradient, or a constant one, beyond some log-ratio: fitted near the reference, then extended."""
     t, used = problem.tokens, problem.used
     if t.ref is None or used.size < 16:
         return
-    far, plain = np.abs(t.d), [x for x in kls if not x.coupled and x.kind not in RARE]
+    far, plain = np.abs(t.d), [x for x in problem.kls if not x.coupled and x.kind not in RARE]
     shares = [share for share in (0.5, 0.25, 0.1) if share * used.size >= 7]
-    inner = [problem._replace(used=used[far[used] <= np.quantile(far[used], share)]) for share in shares]
-    nearby = (fit for near in inner for fit in sorted(_pairs(near, policies, plain, means, weights), key=_by_chi2))
-    for fit in nearby:
+    inner = [problem._replace(used=used[far[used] <= np.quantile(far[used], x)], kls=plain) for x in shares]
+    for fit in (fit for near in inner for fit in sorted(_pairs(near, means), key=_by_chi2)):
         if fit.chi2 >= ACCEPTED or fit.kl is None or fit.u is None:
             continue
-        push = 0.0 if fit.policy is None or fit.w is None else fit.a * fit.policy.values * weights[fit.w]
-        unit = fit.b * weights[fit.u]
+        push = 0.0 if fit.policy is None or fit.w is None else fit.a * problem.column(fit.policy, fit.w)
+        unit, c = fit.b * problem.weights[fit.u], fit.kl.values
         pull = np.divide(problem.target - push, unit, out=np.zeros_like(unit), where=unit != 0)
-        sigma = 5 * problem.noise + 10 * t.eps * np.abs(unit * fit.kl.values)
-        alive = np.abs(unit * (pull - fit.kl.values)) < 4 * sigma
+        sigma = 20 * problem.noise + 40 * t.eps * np.abs(unit * c)
+        alive = np.abs(unit * (pull - c)) < sigma
         low, high = (side * (side * t.d[used[alive[used]]]).max(initial=0.0) for side in (-1, 1))
         beyond = (t.d < low) | (t.d > high)
         if beyond[used].sum() < 2 or not alive[used][~beyond[used]].all():
             continue
-        dead = np.where(
-            beyond, np.where(np.abs(unit * pull) < 4 * sigma, 0.0, _held(t, fit.kl, pull, beyond)), fit.kl.values
-        )
-        cut = replace_values(fit.kl, dead)
-        yield replace(
-            _refined(problem, fit.policy, cut, fit.w or "token", fit.u, weights, fit.b),
-            bounds=(float(low), float(high)),
-        )
+        held = np.zeros_like(c)  # what the coefficient keeps beyond its bound, on each side
+        for side in (x & beyond for x in (t.d < 0, t.d > 0)):
+            held[side] = np.median(pull[side]) if side.any() else 0.0
+        cut = np.where(beyond, np.where(np.abs(unit * pull) < sigma, 0.0, held), c)
+        whole = _refined(problem, fit.policy, fit.kl._replace(values=cut), (fit.w or "token", fit.u), fit.b)
+        yield replace(whole, bounds=(float(low), float(high)))
 
 
 def _by_chi2(fit: Fit) -> float:
     return fit.chi2
-
-
-def _held(t: Tokens, kl: Form, pull: Array, beyond: Array) -> Array:
-    """The value that the KL's coefficient keeps beyond its bound on each side: the median of what is seen there."""
-    held = np.zeros_like(pull)
-    for side in (t.d < 0, t.d > 0):
-        if (side & beyond).any():
-            held[side] = np.median(pull[side & beyond])
-    return held
 
 
 def _free(problem: _Problem, kls: list[Form]) -> Iterator[Fit]:

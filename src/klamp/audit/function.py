@@ -17,6 +17,7 @@ from klamp.audit.findings import finding
 from klamp.audit.fit import Explanation, explain
 from klamp.audit.forms import Array, Tokens
 from klamp.audit.verdict import Finding, Verdict
+from klamp.core.arguments import describe
 from klamp.errors import ConfigError
 
 REACH = 3.0
@@ -41,11 +42,11 @@ def check_function(
     shuffled = torch.randperm(policy.numel(), generator=generator)
     steps = torch.linspace(-REACH, REACH, policy.numel() + 1, dtype=torch.float64)[1:][shuffled].reshape(policy.shape)
     delta = steps.to(policy)
-    value, gradient = _called(function, policy, policy - delta)
-    value_at, at = _called(function, policy, policy)
+    value, gradient = called(function, policy, policy - delta)
+    value_at, at = called(function, policy, policy)
     per_token = value.ndim > 0
     pull = gradient if per_token else gradient - at
-    near = _called(function, policy, policy - 0.05)[1]  # a token beyond a clamp is not one that the function leaves out
+    near = called(function, policy, policy - 0.05)[1]  # a token beyond a clamp is not one that the function leaves out
     moved = np.abs(gradient) + np.abs(at) + np.abs(near) > 0
     reacts = bool(np.any(np.abs(pull[moved]) > 1e-6 * np.abs(gradient).max(initial=0))) if moved.any() else False
     summary = f"a function of {policy.numel()} tokens, {str(policy.dtype).removeprefix('torch.')}, up to {REACH:g} nats"
@@ -67,19 +68,26 @@ def check_function(
     )
 
 
-def _called(function: Callable[..., Tensor], policy: Tensor, ref: Tensor) -> tuple[Tensor, Array]:
-    leaf = policy.detach().clone().requires_grad_()
+FORMS = "it is called as function(policy_logprobs, ref_logprobs), with the shape of the example"
+
+
+def called(
+    function: Callable[..., Tensor], policy: Tensor, ref: Tensor, *, name: str = "the function", forms: str = FORMS
+) -> tuple[Tensor, Array]:
+    """The value of a foreign function, and the gradient of its sum in the policy's log-probabilities.
+
+    Raises:
+        ConfigError: it takes other arguments, fails, or returns no tensor.
+    """
+    leaf, value = policy.detach().clone().requires_grad_(), None
     try:
         value = function(leaf, ref.detach())
-    except Exception as error:  # a foreign function may raise anything
-        raise ConfigError(
-            "the function cannot be called as a check calls it",
-            got=f"{type(error).__name__}: {str(error)[:200]}",
-            why="it is called as function(policy_logprobs, ref_logprobs), with the shape of the example",
-            fix="pass example=(policy_logprobs, ref_logprobs), or lambda policy, ref: yours(policy, ref, mask)",
-        ) from error
+        got = f"it returned {describe(value)}"
+    except (Exception, SystemExit) as error:  # the user's code, which may raise anything
+        got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
     if not isinstance(value, Tensor) or not value.is_floating_point():
-        raise ConfigError("the function returned no numbers", got=type(value).__name__, fix="return a tensor")
+        fix = "name a function of that form, or wrap yours: lambda policy, ref: yours(policy, ref, mask)"
+        raise ConfigError(f"{name} cannot be called as an audit calls it", got=got, why=forms, fix=fix)
     gradient = torch.autograd.grad(value.sum(), leaf, allow_unused=True)[0] if value.requires_grad else None
     array = np.zeros(policy.shape) if gradient is None else gradient.double().cpu().numpy()
     return value.detach(), array

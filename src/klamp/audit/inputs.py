@@ -49,28 +49,23 @@ def examine_inputs(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Itera
 def _shifted(name: str, x: Array, policy: Array, mask: Any) -> Iterator[Finding]:
     """A tensor whose neighbours fit the policy far better than its own places do."""
     here, early, late = (_gap(x, policy, mask, shift) for shift in (0, -1, 1))
-    there, where = (late, "next") if late.distance < early.distance else (early, "previous")
-    if there.size >= 12 and there.distance < 0.5 * here.distance and there.likeness > max(0.8, here.likeness + 0.3):
+    there, where = (late, "next") if late[0] < early[0] else (early, "previous")
+    if there[2] >= 12 and there[0] < 0.5 * here[0] and there[1] > max(0.8, here[1] + 0.3):
         what = f"{name} is one token off: the value of a token stands at the {where} token's place (correlation "
-        what += f"{there.likeness:.2f} there, {here.likeness:.2f} in place)"
+        what += f"{there[1]:.2f} there, {here[1]:.2f} in place)"
         yield finding("shift", what=what, tensor=name, shift=1 if there is late else -1)
 
 
-class _Gap(NamedTuple):
-    distance: float
-    likeness: float
-    size: int
-
-
-def _gap(x: Array, policy: Array, mask: Any, shift: int) -> _Gap:
+def _gap(x: Array, policy: Array, mask: Any, shift: int) -> tuple[float, float, int]:
+    """The median distance to the policy at a shift, the correlation, and the number of tokens."""
     moved, there = np.roll(x, -shift, axis=1), np.roll(mask, -shift, axis=1)
     if shift:
         there[:, -1 if shift > 0 else 0] = False
     both = mask & there & np.isfinite(moved) & np.isfinite(policy)
     a, b = policy[both], moved[both]
     if a.size < 3 or a.std() == 0 or b.std() == 0:
-        return _Gap(np.inf, 0.0, int(a.size))
-    return _Gap(float(np.median(np.abs(a - b))), float(np.corrcoef(a, b)[0, 1]), int(a.size))
+        return np.inf, 0.0, int(a.size)
+    return float(np.median(np.abs(a - b))), float(np.corrcoef(a, b)[0, 1]), int(a.size)
 
 
 def _ends(ids: Any, mask: Any, facts: Mapping[str, Any]) -> Iterator[Finding]:

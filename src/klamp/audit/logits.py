@@ -168,13 +168,7 @@ def _sampled(best: Divergence, p: Positions, means: str) -> tuple[str, list[Find
     rows = np.arange(len(ids))
     policy, teacher = log_s[rows, ids], log_t[rows, ids]
     row = rows if p.row is None else np.unique(p.row, return_inverse=True)[1]
-    t = Tokens(
-        gradient=best.scale,
-        policy=policy,
-        ref=teacher,
-        row=row,
-        eps=max(p.eps, 1e-6),
-    )
+    t = Tokens(gradient=best.scale, policy=policy, ref=teacher, row=row, eps=max(p.eps, 1e-6))
     explained = explain(t)
     if explained.stage in ("unknown", "free"):
         s, tail = np.exp(policy), np.log1p(-np.minimum(np.exp(policy), 1 - 1e-12))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from klamp.audit.capture import Capture
-from klamp.audit.conclude import conclude
+from klamp.audit.conclude import NEAR_ZERO, conclude
 from klamp.audit.findings import finding
 from klamp.audit.verdict import Finding, Verdict
 from klamp.errors import ConfigError, KLWarning, ShapeError, TensorError
@@ -157,27 +157,12 @@ def check(  # noqa: PLR0913
         )
         return _remember(key, verdict)
     batch = _Batch(loss, policy_logprobs, mask)
-    batch.add(
-        ref_logprobs=ref_logprobs,
-        old_logprobs=old_logprobs,
-        sampler_logprobs=sampler_logprobs,
-        baseline=baseline,
-        advantages=advantages,
-        rewards=rewards,
-        segments=segments,
-        ids=ids,
-    )
-    batch.facts |= {
-        "beta": None if beta is None else float(beta),
-        "means": means,
-        "clip": clip,
-        "kl_in": kl_in,
-        "group_size": group_size,
-        "pad": pad,
-        "eos": eos if eos is None or isinstance(eos, int) else list(eos),
-        "host": host,
-        "temperature": temperature,
-    }
+    scores = {"ref_logprobs": ref_logprobs, "old_logprobs": old_logprobs, "sampler_logprobs": sampler_logprobs}
+    batch.add(**scores, baseline=baseline, advantages=advantages, rewards=rewards, segments=segments, ids=ids)
+    batch.facts.update(means=means, clip=clip, kl_in=kl_in, group_size=group_size, pad=pad, host=host)
+    batch.facts["beta"] = None if beta is None else float(beta)
+    batch.facts["eos"] = eos if eos is None or isinstance(eos, int) else list(eos)
+    batch.facts["temperature"] = temperature
     if not batch.differentiate(loss_scale, watched):
         if logits is not None and logits.requires_grad:
             return check(
@@ -186,7 +171,7 @@ def check(  # noqa: PLR0913
             )  # fmt: skip
         return _remember(key, Verdict.of([finding("not-in-loss")]))
     if logits is not None:
-        batch.compare_logits(logits, ref_logits, teacher_logits, ids, temperature)
+        batch.compare_logits(logits, teacher_logits if teacher_logits is not None else ref_logits, temperature)
     capture = Capture(arrays=batch.arrays, facts=batch.facts)
     verdict = conclude(capture)
     if save is not None:
@@ -266,7 +251,6 @@ class _Batch:
             )
         self.loss = loss
         self.pieces: list[Tensor] | None = None if isinstance(policy, Tensor) else list(policy)
-        self.leaf: Tensor | None = policy if isinstance(policy, Tensor) else None
         tensors = [policy] if isinstance(policy, Tensor) else self.pieces or []
         if not tensors or not all(isinstance(x, Tensor) and x.requires_grad for x in tensors):
             raise TensorError(
@@ -310,18 +294,12 @@ class _Batch:
             array = array[:, 0]
         per_row = name in ("advantages", "rewards") and array.ndim == 1
         if known is not None and not per_row and array.shape != known.shape:
-            raise ShapeError(
-                f"{name} does not have the shape of policy_logprobs",
-                got=f"{array.shape} beside {known.shape}",
-                why="all values are of the same tokens",
-                fix="cut or pad it to [B, T]",
-            )
-        if per_row and known is not None and "segments" not in getattr(self, "arrays", {}) and len(array) != len(known):
-            raise ShapeError(
-                f"{name} does not have one number per completion",
-                got=f"{len(array)} numbers for {len(known)} completions",
-                fix="pass [B], or [B, T]; with packed rows one per segment, and segments=",
-            )
+            what, got = f"{name} does not have the shape of policy_logprobs", f"{array.shape} beside {known.shape}"
+            raise ShapeError(what, got=got, why="all values are of the same tokens", fix="cut or pad it to [B, T]")
+        if per_row and known is not None and "segments" not in self.arrays and len(array) != len(known):
+            got = f"{len(array)} numbers for {len(known)} completions"
+            fix = "pass [B], or [B, T]; with packed rows one per segment, and segments="
+            raise ShapeError(f"{name} does not have one number per completion", got=got, fix=fix)
         return array
 
     def add(self, **named: Any) -> None:
@@ -336,7 +314,7 @@ class _Batch:
 
     def differentiate(self, scale: float, watched: Watched | None) -> bool:
         """Take d loss / d log-probability, and where it helps its own derivatives; whether the loss depends on them."""
-        first = self._gradient(self.loss, create_graph=False)
+        first = self._gradient(self.loss)
         if first is None and any(is_copy(x, self.loss) for x in self.inputs):
             raise TensorError(
                 "the loss was not computed from this policy_logprobs",
@@ -347,76 +325,66 @@ class _Batch:
             )
         if first is None:
             return False
-        self.arrays["gradient"] = self.wide("gradient", first) / scale
-        self.facts["loss"] /= scale
-        self.facts["around"] = reaches_around(self.loss, self.inputs, watched)
-        delta = self._log_ratio_rms()
-        if watched is None and (delta is None or delta > 0.02):
-            return True
+        self.scale = scale
+        self._store("gradient", first)
+        self.facts |= {"loss": self.facts["loss"] / scale, "around": reaches_around(self.loss, self.inputs, watched)}
+        ref, mask = self.arrays.get("ref_logprobs"), self.arrays["mask"]
+        apart = None if ref is None or not mask.any() else np.square(self.arrays["policy_logprobs"] - ref)[mask].mean()
+        near = apart is not None and apart <= NEAR_ZERO**2
         try:
-            self._higher(scale, watched, delta)
+            if near or watched is not None:
+                self._higher(watched, near=near)
         except (RuntimeError, ConfigError, NotImplementedError) as error:  # a compiled or custom loss may refuse
-            self.facts["findings"].append(_plain(finding("no-second-derivative", error=_refused(error))))
+            told = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+            self._say(finding("no-second-derivative", error=told))
         return True
 
-    def _log_ratio_rms(self) -> float | None:
-        ref, mask = self.arrays.get("ref_logprobs"), self.arrays["mask"]
-        if ref is None or not mask.any():
-            return None
-        return float(np.sqrt(np.square(self.arrays["policy_logprobs"] - ref)[mask].mean()))
+    def _store(self, name: str, parts: Sequence[Tensor] | None) -> None:
+        """Keep one tensor per input, divided by the scale of the loss; None: zeros."""
+        parts = [torch.zeros_like(x) for x in self.inputs] if parts is None else parts
+        self.arrays[name] = self.wide(name, parts if self.pieces is not None else parts[0]) / self.scale
 
-    def _gradient(self, y: Tensor, *, create_graph: bool) -> Tensor | list[Tensor] | None:
+    def _say(self, *findings: Finding) -> None:
+        self.facts["findings"] += [vars(x) | {"evidence": dict(x.evidence)} for x in findings]
+
+    def _gradient(self, y: Tensor, *, create_graph: bool = False) -> list[Tensor] | None:
+        if not y.requires_grad:
+            return None
         found = torch.autograd.grad(y, self.inputs, retain_graph=True, create_graph=create_graph, allow_unused=True)
         if all(x is None for x in found):
             return None
-        filled = [torch.zeros_like(x) if g is None else g for g, x in zip(found, self.inputs, strict=True)]
-        return filled if self.pieces is not None else filled[0]
+        return [torch.zeros_like(x) if g is None else g for g, x in zip(found, self.inputs, strict=True)]
 
-    def _higher(self, scale: float, watched: Watched | None, delta: float | None) -> None:
+    def _higher(self, watched: Watched | None, *, near: bool) -> None:
         """The second and third derivative near the reference; of a watched loss the part of the advantages."""
-        live = self._gradient(self.loss, create_graph=True)
-        parts = live if isinstance(live, list) else [live]
-        if not any(x is not None and x.requires_grad for x in parts):
+        live = self._gradient(self.loss, create_graph=True) or []
+        if not any(x.requires_grad for x in live):
             if any(type(node).__name__.startswith("CompiledFunction") for node in nodes_of(self.loss)):
                 raise RuntimeError("it is compiled")
-            if delta is not None and delta <= 0.02:
-                self.arrays["second"] = self.arrays["third"] = np.zeros_like(self.arrays["gradient"])
-            return
-        if watched is not None:
-            self._watched(parts, watched, scale)
-        if delta is not None and delta <= 0.02:
-            total = torch.stack([x.sum() for x in parts if x is not None]).sum()
-            second = self._gradient(total, create_graph=True)
-            if second is None:
-                self.arrays["second"] = self.arrays["third"] = np.zeros_like(self.arrays["gradient"])
-                return
-            self.arrays["second"] = self.wide("second", second) / scale
-            pieces = second if isinstance(second, list) else [second]
-            total = torch.stack([x.sum() for x in pieces]).sum()
-            third = self._gradient(total, create_graph=False) if total.requires_grad else None
-            self.arrays["third"] = (
-                np.zeros_like(self.arrays["gradient"]) if third is None else self.wide("third", third) / scale
-            )
+        elif watched is not None:
+            self._watched(live, watched)
+        if near:
+            second = self._gradient(_sum(live), create_graph=True)
+            self._store("second", second)
+            self._store("third", None if second is None else self._gradient(_sum(second)))
 
-    def _watched(self, parts: Sequence[Tensor | None], watched: Watched, scale: float) -> None:
+    def _watched(self, parts: Sequence[Tensor], watched: Watched) -> None:
         """The advantages' part of the gradient, and where the loss uses the reference."""
-        live = [x for x in parts if x is not None and x.requires_grad]
-        if watched.advantages is not None:
-            push = _along(live, watched.advantages)
-            if push is not None:
-                dense = iter(push)
-                full = [next(dense) if x is not None and x.requires_grad else x for x in parts]
-                value = self.wide("policy_part", full if self.pieces is not None else full[0]) / scale
-                if np.any(value):
-                    self.arrays["policy_part"] = value
-        if watched.ref_logprobs is None or self.pieces is not None:
-            return
-        ref = watched.ref_logprobs
-        in_value = torch.autograd.grad(self.loss, ref, retain_graph=True, allow_unused=True)[0]
-        total = torch.stack([x.sum() for x in live]).sum()
-        in_gradient = torch.autograd.grad(total, ref, retain_graph=True, allow_unused=True)[0]
-        self.facts["ref_detached"] = _any(in_value) and not _any(in_gradient)
-        self._inner_shift(live[0], ref)
+        live = [x for x in parts if x.requires_grad]
+        push = None if watched.advantages is None else _along(live, watched.advantages)
+        if push is not None:
+            dense = iter(push)
+            self._store("policy_part", [next(dense) if x.requires_grad else x for x in parts])
+            if not np.any(self.arrays["policy_part"]):
+                del self.arrays["policy_part"]
+        if watched.ref_logprobs is not None and self.pieces is None:
+            ref = watched.ref_logprobs
+            in_value, in_gradient = (
+                torch.autograd.grad(y, ref, retain_graph=True, allow_unused=True)[0] for y in (self.loss, _sum(live))
+            )
+            used = [x is not None and bool(x.abs().sum() > 0) for x in (in_value, in_gradient)]
+            self.facts["ref_detached"] = used == [True, False]
+            self._inner_shift(live[0], ref)
 
     def _inner_shift(self, g: Tensor, ref: Tensor) -> None:
         places = np.argwhere(self.arrays["mask"])
@@ -429,46 +397,29 @@ class _Batch:
         if len(offsets) == 1 and (offset := offsets.pop()):
             what = f"the loss compares each token with ref_logprobs {abs(offset)} place(s) "
             what += "after it" if offset > 0 else "before it"
-            self.facts["findings"].append(_plain(finding("shift", what=what, tensor="ref_logprobs", shift=offset)))
+            self._say(finding("shift", what=what, tensor="ref_logprobs", shift=offset))
 
-    def compare_logits(
-        self,
-        logits: Tensor,
-        ref_logits: Tensor | None,
-        teacher_logits: Tensor | None,
-        ids: Tensor | None,
-        temperature: float,
-    ) -> None:
+    def compare_logits(self, logits: Tensor, other: Tensor | None, temperature: float) -> None:
         """Do the log-probabilities follow from the logits; and which divergence passes beside them?"""
         from klamp.audit.logits import beside, reproduce
 
-        if ids is None:
-            raise ConfigError(
-                "logits need the tokens", got="ids=None", why="a log-probability is that of one id", fix="pass ids="
-            )
+        if "ids" not in self.arrays:
+            why = "a log-probability is that of one id"
+            raise ConfigError("logits need the tokens", got="ids=None", why=why, fix="pass ids=")
         self.facts["logits_seen"] = True
-        other = teacher_logits if teacher_logits is not None else ref_logits
-        self.facts["findings"] += map(_plain, reproduce(self.arrays, logits, other, temperature))
-        if other is not None and self.facts["around"] and logits.requires_grad and self.leaf is not None:
-            self.facts["beside"] = beside(self.loss, self.leaf, logits, other, self.arrays, temperature)
+        self._say(*reproduce(self.arrays, logits, other, temperature))
+        if other is not None and self.facts["around"] and logits.requires_grad and self.pieces is None:
+            self.facts["beside"] = beside(self.loss, self.inputs[0], logits, other, self.arrays, temperature)
 
 
-def _plain(finding: Finding) -> dict[str, Any]:
-    return dict(vars(finding)) | {"evidence": dict(finding.evidence)}
-
-
-def _refused(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-
-
-def _any(x: Tensor | None) -> bool:
-    return x is not None and bool(x.detach().abs().sum() > 0)
+def _sum(parts: Sequence[Tensor]) -> Tensor:
+    return torch.stack([x.sum() for x in parts]).sum()
 
 
 def _along(g: Sequence[Tensor], direction: Tensor) -> list[Tensor] | None:
     """The derivative of g in the direction of a tensor's own value: exact for whatever is linear in it."""
     dummies = [torch.zeros_like(x, requires_grad=True) for x in g]
-    product = torch.stack([(x * dummy).sum() for x, dummy in zip(g, dummies, strict=True)]).sum()
+    product = _sum([x * dummy for x, dummy in zip(g, dummies, strict=True)])
     back = torch.autograd.grad(product, direction, create_graph=True, allow_unused=True)[0]
     if back is None or not back.requires_grad:
         return None

@@ -33,11 +33,7 @@ def subject() -> Subject:
             Term.of_function("KLComputation, in the reward", reward_kl, use="reward"),
         ),
         distillations=(
-            Distillation(
-                name="DistillationLoss, kl_direction=reverse (default)",
-                loss=distillation,
-                means="reverse",
-            ),
+            Distillation(name="DistillationLoss, kl_direction=reverse (default)", loss=distillation, means="reverse"),
         ),
         notes=(f"kl_to_ref_coeff is {loss.kl_to_ref_coeff} by default: without it there is no KL in the loss.",),
     )

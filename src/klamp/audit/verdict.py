@@ -9,7 +9,7 @@ Exit codes of `klamp check` and `klamp audit`: 0 sound, 1 wrong, 2 wrong usage o
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -119,21 +119,12 @@ class Verdict:
         return "\n".join(lines)
 
 
-def wrong(code: str, what: str, *, fix: str = "", **evidence: Any) -> Finding:
-    """A finding of level `wrong`."""
-    return Finding(code=code, level="wrong", what=what, fix=fix, evidence=evidence)
+def _of_level(level: Level) -> Callable[..., Finding]:
+    def made(code: str, what: str, *, fix: str = "", **evidence: Any) -> Finding:
+        return Finding(code=code, level=level, what=what, fix=fix, evidence=evidence)
+
+    return made
 
 
-def cannot_tell(code: str, what: str, *, fix: str = "", **evidence: Any) -> Finding:
-    """A finding of level `cannot tell`."""
-    return Finding(code=code, level="cannot tell", what=what, fix=fix, evidence=evidence)
-
-
-def warning(code: str, what: str, *, fix: str = "", **evidence: Any) -> Finding:
-    """A finding of level `warning`."""
-    return Finding(code=code, level="warning", what=what, fix=fix, evidence=evidence)
-
-
-def note(code: str, what: str, *, fix: str = "", **evidence: Any) -> Finding:
-    """A finding of level `note`."""
-    return Finding(code=code, level="note", what=what, fix=fix, evidence=evidence)
+wrong, cannot_tell, warning, note = map(_of_level, LEVELS)
+"""(code, what, fix=, evidence...) -> a finding of this level."""

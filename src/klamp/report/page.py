@@ -30,10 +30,7 @@ LONGEST = 400
 """Characters of an answer that are shown."""
 MOST = 40
 """Questions that are shown."""
-STYLES, SCRIPTS = (
-    ("page.css", "charts.css", "tokens.css"),
-    ("theme.js", "plot.js", "charts.js", "tokens.js"),
-)
+STYLES, SCRIPTS = (("page.css", "charts.css", "tokens.css"), ("theme.js", "plot.js", "charts.js", "tokens.js"))
 
 
 def render(runs: Sequence[ReportRun], *, limit: int = LIMIT) -> str:

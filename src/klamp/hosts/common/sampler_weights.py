@@ -15,17 +15,7 @@ import torch
 from torch import Tensor
 
 from klamp.core.arguments import POSITIVE, check_number
-from klamp.diagnostics.sync import (
-    HIDDEN,
-    NO_ADAPTER,
-    RAW,
-    START,
-    START_HEAD,
-    TRUNCATED,
-    WEIGHTS,
-    SyncReport,
-    compare,
-)
+from klamp.diagnostics.sync import HIDDEN, NO_ADAPTER, RAW, START, START_HEAD, TRUNCATED, WEIGHTS, SyncReport, compare
 from klamp.errors import ConfigError, ShapeError
 
 

@@ -19,10 +19,7 @@ def prefix_kl(config: TeacherConfig) -> PrefixKL | None:
     if config.teacher_estimator not in ("exact", "topk"):
         return None
     return PrefixKL(
-        direction=config.teacher_direction,
-        top_k=config.head_size,
-        head=config.teacher_head,
-        tail=config.teacher_tail,
+        direction=config.teacher_direction, top_k=config.head_size, head=config.teacher_head, tail=config.teacher_tail
     )
 
 

@@ -181,11 +181,8 @@ class Listener:
 
     def _of_hidden_states(self, inputs: Any) -> Verdict:
         """Call the trainer's loss once more, on logits of this micro-batch at a part of the vocabulary."""
-        trainer, teacher, names = (
-            self.trainer,
-            self.trainer.teacher_model,
-            ("completion_ids", "completion_mask", "tool_mask"),
-        )
+        trainer, teacher = self.trainer, self.trainer.teacher_model
+        names = ("completion_ids", "completion_mask", "tool_mask")
         part = {name: inputs[name][:ROWS, :POSITIONS] for name in names if name in inputs}
         part |= {name: torch.ones_like(part["completion_ids"][:, :1]) for name in ("prompt_ids", "prompt_mask")}
         with torch.no_grad():
@@ -217,12 +214,8 @@ def _attempt(run: Callable[[], Verdict]) -> Verdict:
 @contextmanager
 def _undisturbed(trainer: Any) -> Iterator[None]:
     """A context that computes no gradient, and after which trainer, model and random numbers are as before."""
-    own, kept, accelerator, session = (
-        vars(trainer),
-        dict(vars(trainer)),
-        trainer.accelerator,
-        vars(trainer).get("_klamp"),
-    )
+    own, kept, accelerator = vars(trainer), dict(vars(trainer)), trainer.accelerator
+    session = kept.get("_klamp")
     modes, loaders = [(each, each.training) for each in trainer.model.modules()], list(accelerator._dataloaders)
     drawn, arrays = random.getstate(), np.random.get_state()
     counts = {name for name, x in kept.items() if name == "state" or (name[0] == "_" and isinstance(x, dict))}
