@@ -215,7 +215,7 @@ def _attempt(run: Callable[[], Verdict]) -> Verdict:
 def _undisturbed(trainer: Any) -> Iterator[None]:
     """A context that computes no gradient, and after which trainer, model and random numbers are as before."""
     own, kept, accelerator = vars(trainer), dict(vars(trainer)), trainer.accelerator
-    session = kept.get("_klamp")
+    session: Any = kept.get("_klamp")
     modes, loaders = [(each, each.training) for each in trainer.model.modules()], list(accelerator._dataloaders)
     drawn, arrays = random.getstate(), np.random.get_state()
     counts = {name for name, x in kept.items() if name == "state" or (name[0] == "_" and isinstance(x, dict))}
