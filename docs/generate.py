@@ -191,7 +191,7 @@ def findings_page() -> str:
 
 def _plain(text: str) -> str:
     """A text as a cell of a table."""
-    return text.replace("|", "\\|").replace("*", "\\*").replace("[", "\\[").replace("_", "\\_")
+    return text.replace("|", "\\|").replace("*", "\\*").replace("[", "\\[")
 
 
 def resumes_page() -> str:
