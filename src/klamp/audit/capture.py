@@ -73,11 +73,6 @@ class Capture:
         whole = {k: x if k in WHOLE else x > 0 if k == "mask" else x.astype(np.float64) for k, x in arrays.items()}
         return cls(arrays=whole, facts=facts)
 
-    @property
-    def tokens(self) -> Tokens:
-        """The trained tokens, completion after completion."""
-        return trained_tokens(self.arrays, self.facts)
-
 
 def _places(arrays: Mapping[str, Any]) -> Any:
     """The completion of each trained token, as they stand: its row, or its segment of a packed row."""

@@ -106,10 +106,10 @@ class _Reading:
         self.arrays, self.facts, self.findings = capture.arrays, capture.facts, findings
         self.beta: float | None = self.facts.get("beta")
         self._means: str = self.facts.get("means", "reverse")
-        self.t = capture.tokens
+        self.t = trained_tokens(self.arrays, self.facts)
         self._leave_out()
         self.explained = explain(self.t)
-        self.policy = self._policy_alone() if self.t.policy_part is not None else self.explained
+        self.policy = self._policy_alone()
         if self.explained.stage == "unknown":
             self._try_shifts()
         self.form = advantage_form(self.t, self.arrays.get("rewards"))
@@ -164,11 +164,11 @@ class _Reading:
             self.t = trained_tokens(self.arrays, self.facts)
 
     def _policy_alone(self) -> Explanation:
-        """The policy loss of a watched loss, explained by itself."""
+        """The explanation of the policy loss: by itself, where the loss was watched."""
         part = self.t.policy_part
-        return (
-            explain(replace(self.t, gradient=part, policy_part=None, ref=None)) if part is not None else self.explained
-        )
+        if part is None:
+            return self.explained
+        return explain(replace(self.t, gradient=part, policy_part=None, ref=None))
 
     def _try_shifts(self) -> None:
         """Look for a loss that compares a token with the reference or the old policy of its neighbour."""
@@ -191,11 +191,11 @@ class _Reading:
     @property
     def fit(self) -> Fit | None:
         """The best accepted explanation."""
-        return self.explained.fits[0] if self.explained.stage != "unknown" and self.explained.fits else None
+        return self.explained.best
 
     def _scale(self, *, agreed: bool = False) -> float:
         """The size of the policy loss's coefficient, which beta is relative to; 0: not known, or not agreed on."""
-        fits = [x for x in self.policy.fits if x.policy is not None] if self.policy.stage != "unknown" else []
+        fits = [x for x in self.policy.fits if x.policy is not None] if self.policy.best is not None else []
         sizes = [abs(x.a) for x in fits]
         apart = any(x.policy.scaled for x in fits if x.policy) or (sizes and np.ptp(sizes) > BETA_AGREE * sizes[0])
         return 0.0 if not sizes or (agreed and apart) else sizes[0]
@@ -203,14 +203,12 @@ class _Reading:
     # the policy loss
 
     def _policy_loss(self) -> None:
-        fit, t = (self.policy.fits[0] if self.policy.stage != "unknown" and self.policy.fits else None), self.t
+        fit, t = self.policy.best, self.t
         if t.advantage is None or not np.any(t.advantage):
             return
         if fit is None and t.policy_part is not None:  # of no known form: its direction shows all the same
-            push = float(t.policy_part @ -t.advantage) / float(
-                np.linalg.norm(t.policy_part) * np.linalg.norm(t.advantage)
-            )
-            if push < -0.5:
+            size = np.linalg.norm(t.policy_part) * np.linalg.norm(t.advantage)
+            if t.policy_part @ t.advantage > 0.5 * size:
                 self.say("policy-reversed")
         if fit is None:
             return
@@ -224,7 +222,7 @@ class _Reading:
 
     def _divergence(self) -> None:
         t, fit = self.t, self.fit
-        near = t.ref is not None and float(np.sqrt(np.square(t.d).mean())) <= NEAR_ZERO
+        near = t.ref is not None and t.distance <= NEAR_ZERO
         if near and (fit is None or fit.kl is None or len(self.explained.kinds) > 1) and self._at_the_reference():
             return
         if fit is None:
@@ -244,11 +242,13 @@ class _Reading:
             if "reverse" in kinds and "zero" in kinds and np.ptp(t.d) <= 1e-6 * np.abs(t.d).max(initial=0):
                 kinds = tuple(dict.fromkeys((*kinds, "forward")))  # a constant log-ratio: every KL is a constant
             sign = fit.signs[1] if self.explained.stage == "free" else np.sign(fit.b)
-            self._judge(kinds, int(sign) * (-1 if (self.beta or 0) < 0 else 1))
+            self._judge(kinds, sign)
             if self.kl in RIGHT.get(self._means, ()):
                 self._cautions(fit, kinds)
 
-    def _judge(self, kinds: Sequence[str], direction: int) -> None:
+    def _judge(self, kinds: Sequence[str], coefficient: float) -> None:
+        """Judge a KL by the sign of its coefficient, which is right if it is that of beta."""
+        direction = int(np.sign(coefficient)) * (-1 if (self.beta or 0) < 0 else 1)
         self.kl, findings = judge_kinds(kinds, direction, self._means)
         self.findings += findings
 
@@ -274,14 +274,14 @@ class _Reading:
         visible = [x for x in readings if x.visible]
         if not visible:
             if readings and self.fit is not None and self.fit.kl is not None and "zero" in self.explained.kinds:
-                self._judge(("zero",), int(np.sign(self.fit.b)) * (-1 if (self.beta or 0) < 0 else 1))
+                self._judge(("zero",), self.fit.b)
                 return True
             return False
         seen = visible[0]
         kinds, slope = _kinds_at_zero(seen)
         if self._scale(agreed=True) and np.ptp([x.first for x in visible]) <= BETA_AGREE * abs(seen.first):
             self.measured = seen.first / slope / self._scale()
-        self._judge(kinds, 1 if seen.first * (self.beta or 1) > 0 else -1)
+        self._judge(kinds, seen.first)
         return True
 
     def _beside(self) -> bool:
@@ -289,8 +289,7 @@ class _Reading:
         beside = self.facts.get("beside")
         if not beside:
             return False
-        kind, away = beside["kind"], beside["coefficient"] < 0
-        self._judge((kind,), -1 if away else 1)
+        self._judge((beside["kind"],), beside["coefficient"])
         if beside["head"] in ("no tail", "renormalised"):
             self.say(f"head-{beside['head'].replace(' ', '-')}", size=beside["size"])
         if self._scale(agreed=True) and beside["mean"]:
@@ -305,13 +304,13 @@ class _Reading:
         if beta == 0:
             self.kl = "none"
         elif self.form.kl:
-            self._judge((self.form.kind,), 1 if (self.form.beta or 0) * (beta or 1) >= 0 else -1)
+            self._judge((self.form.kind,), self.form.beta or 0.0)
             self.say("kl-in-advantages", form=self.form.name, beta=self.form.beta)
             self.measured = self.form.beta
         elif self.facts.get("ref_detached") or self._in_value_only():
             self.kl = "none"
             self.say("kl-detached")
-        elif float(np.sqrt(np.square(t.d).mean())) < 1e-6:
+        elif t.distance < 1e-6:
             self.say("step-zero")
         elif self.facts.get("around"):
             self.say("path-around")
@@ -367,13 +366,8 @@ class _Reading:
                 self.say("beta-scale")
         if asked and beta is None and fit is not None and fit.kl is not None:
             self.open["the size of the KL"] = "its scale beside the policy loss is not known"
-        if (
-            beta is None
-            or asked is None
-            or self.kl is None
-            or "old" in self.kl
-            or (self.form.kl and "z-score" in self.form.name)
-        ):
+        divided = self.form.kl and "z-score" in self.form.name
+        if beta is None or asked is None or self.kl is None or "old" in self.kl or divided:
             return beta
         if asked == 0:
             self.say("beta-off", seen=abs(beta), passed=0.0, cause=": a KL acts although beta is 0")
@@ -426,17 +420,16 @@ class _Reading:
         t = self.t
         line = f"{t.policy.size} trained tokens of {t.lengths.size} completions, {self.facts.get('dtype', 'float32')}"
         if t.ref is not None:
-            line += f", |log-ratio| {np.sqrt(np.square(t.d).mean()):.2g} nats RMS"
-        seen = self.seen_beta
-        return (
-            line if seen is None or not np.isfinite(seen) else f"{line}; a KL with beta above {seen:.1g} would be seen"
-        )
+            line += f", |log-ratio| {t.distance:.2g} nats RMS"
+        if self.seen_beta is not None and np.isfinite(self.seen_beta):
+            line += f"; a KL with beta above {self.seen_beta:.1g} would be seen"
+        return line
 
     def _found(self, beta: float | None) -> str:
         fit = self.fit
         if fit is None:
             return ""
-        first = self.policy.fits[0] if self.policy.stage != "unknown" and self.policy.fits else None
+        first = self.policy.best
         policy = "a policy loss" if first is None else "no policy loss" if first.policy is None else first.policy.name
         if self.explained.stage == "free":
             policy = "a policy loss with a factor of each completion"

@@ -95,6 +95,7 @@ def _rendered(tokenizer: Any, example: Any, options: Mapping[str, Any]) -> tuple
 
 
 def encoded(tokenizer: Any, text: str | None) -> Ids:
+    """The ids of a text without special tokens; None: there is no text, or the tokenizer refuses it."""
     try:
         found = None if text is None else tokenizer.encode(text, add_special_tokens=False)
     except Exception:  # a tokenizer may refuse a character in any way

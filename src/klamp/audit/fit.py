@@ -23,7 +23,6 @@ import numpy as np
 
 from klamp.audit.forms import FARTHEST, Array, Form, Tokens, advantage_forms, distinct, kl_forms, policy_forms
 
-Stage: TypeAlias = str
 Mean: TypeAlias = str
 MEANS: tuple[Mean, ...] = ("token", "sequence")
 
@@ -69,14 +68,17 @@ class Explanation:
         fits: The accepted ones, the best first; at stage `unknown` the best one that was not accepted, if any.
         b_seen: The smallest |b| that would have stood out of the rounding.
         same_means: Whether the two means are one on this batch: completions of one length, or a single one.
-        used: Tokens of the fit.
     """
 
-    stage: Stage
+    stage: str
     fits: tuple[Fit, ...]
     b_seen: float = np.inf
     same_means: bool = False
-    used: int = 0
+
+    @property
+    def best(self) -> Fit | None:
+        """The best accepted explanation; None: nothing was accepted."""
+        return self.fits[0] if self.fits and self.stage != "unknown" else None
 
     @property
     def kinds(self) -> tuple[str, ...]:
@@ -139,10 +141,10 @@ def explain(tokens: Tokens, *, simple: bool = False) -> Explanation:
     if not fits:
         fits = sorted(_alone(problem, means), key=_by_chi2)[:1]
     seen = _visible(problem, fits, means)
-    return Explanation(stage=found, fits=tuple(fits), b_seen=seen, same_means=same, used=used.size)
+    return Explanation(stage=found, fits=tuple(fits), b_seen=seen, same_means=same)
 
 
-def _stages(problem: _Problem, means: tuple[Mean, ...], *, simple: bool) -> Iterator[tuple[Stage, Iterable[Fit]]]:
+def _stages(problem: _Problem, means: tuple[Mean, ...], *, simple: bool) -> Iterator[tuple[str, Iterable[Fit]]]:
     """The fits of each stage, the simplest stage first; computed only as far as they are asked for."""
     same, crossed = [(x, x) for x in means], [(w, u) for w in means for u in means if w != u]
     yield "no KL", _alone(problem, means)
@@ -154,11 +156,11 @@ def _stages(problem: _Problem, means: tuple[Mean, ...], *, simple: bool) -> Iter
     if not simple:
         yield "gated", _gated(problem, [*same, *crossed])
         yield "bounded", _bounded(problem, [*same, *crossed])
-        yield "free", _free(problem, problem.kls)
+        yield "free", _free(problem)
 
 
 def _accepted(fits: Iterable[Fit]) -> list[Fit]:
-    found = sorted((fit for fit in fits if fit.chi2 < ACCEPTED), key=lambda x: x.chi2)
+    found = sorted((fit for fit in fits if fit.chi2 < ACCEPTED), key=_by_chi2)
     return [fit for fit in found if fit.chi2 <= max(1.0, CLOSE * found[0].chi2)]
 
 
@@ -313,7 +315,7 @@ def _by_chi2(fit: Fit) -> float:
     return fit.chi2
 
 
-def _free(problem: _Problem, kls: list[Form]) -> Iterator[Fit]:
+def _free(problem: _Problem) -> Iterator[Fit]:
     """A free factor of each completion: names a KL by its course within completions, never by its size."""
     t, used = problem.tokens, problem.used
     usable = np.bincount(t.row[used], minlength=t.lengths.size) >= 4
@@ -323,7 +325,7 @@ def _free(problem: _Problem, kls: list[Form]) -> Iterator[Fit]:
         return
     push = -np.ones_like(t.policy) if t.advantage is None else -t.advantage
     bases = [np.zeros_like(push)] if t.policy_part is not None else [push, push * t.r]
-    forms = [form for form in kls if not form.coupled and form.kind not in ("zero", "old")]
+    forms = [form for form in problem.kls if not form.coupled and form.kind not in ("zero", "old")]
     if t.policy_part is None and np.allclose(t.r, 1):  # a constant of each completion is the policy loss's
         courses = distinct([form._replace(values=form.values - t.average(form.values)) for form in forms])
         forms = [form._replace(kinds=x.kinds) for x in courses for form in forms if form.name == x.name]

@@ -59,6 +59,16 @@ class Tokens:
         return self.policy - self.ref if self.ref is not None else np.zeros_like(self.policy)
 
     @cached_property
+    def d_old(self) -> Array:
+        """The log-ratio of the old policy to the reference."""
+        return self.d - self.log_r
+
+    @cached_property
+    def distance(self) -> float:
+        """The root mean square of the log-ratio to the reference."""
+        return float(np.sqrt(np.square(self.d).mean()))
+
+    @cached_property
     def log_r(self) -> Array:
         """The log-ratio to the old policy."""
         return self.policy - self.old if self.old is not None else np.zeros_like(self.policy)
@@ -81,11 +91,21 @@ class Tokens:
         """The mean of x over each token's completion, [n]."""
         return self.total(x) / self.lengths[self.row]
 
+    @cached_property
+    def first(self) -> Array:
+        """The place of each completion's first token, [B]."""
+        return np.concatenate([[0], np.cumsum(self.lengths)[:-1]]).astype(int)
+
+    @cached_property
+    def courses(self) -> dict[str, Array]:
+        """The log-ratios that a loss may subtract from the advantages: name -> [n]."""
+        later = {"later log-ratios": self.to_go(self.d), "later old - ref": self.to_go(self.d_old)}
+        return {"log-ratio": self.d, "old - ref": self.d_old} | later
+
     def so_far(self, x: Array) -> Array:
         """The sum of x over the token's completion up to the token itself, [n]."""
         sums = np.cumsum(x)
-        first = np.concatenate([[0.0], np.cumsum(self.lengths)[:-1]]).astype(int)
-        return sums - (sums[first] - x[first])[self.row]
+        return sums - (sums[self.first] - x[self.first])[self.row]
 
     def to_go(self, x: Array) -> Array:
         """The sum of x over the token itself and the later ones of its completion, [n]."""
@@ -95,6 +115,11 @@ class Tokens:
         """What each token counts in a mean; sums to 1."""
         each = np.ones_like(self.policy) if mean == "token" else 1 / self.lengths[self.row]
         return each / each.sum()
+
+
+def roundoff(*spacings: float) -> float:
+    """The unit roundoff of numbers that went through types of these spacings, and through float32 at best."""
+    return max(*spacings, 1.19e-7) / 2
 
 
 class Form(NamedTuple):
@@ -134,7 +159,7 @@ def k3(d: Array) -> Array:
 KL: dict[str, tuple[str, Callable[[Tokens], Array], bool]] = {
     "log-ratio (k2, or the reverse gradient)": ("reverse", lambda t: t.d, False),
     "ratio x log-ratio (ratio x k3, or k1 in the advantage)": ("reverse", lambda t: t.r * t.d, False),
-    "ratio x (old - ref) (k1 of the old policy in the advantage)": ("reverse", lambda t: t.r * (t.d - t.log_r), False),
+    "ratio x (old - ref) (k1 of the old policy in the advantage)": ("reverse", lambda t: t.r * t.d_old, False),
     "constant (k1)": ("zero", lambda t: np.ones_like(t.d), False),
     "ratio (detached ratio x k1)": ("zero", lambda t: t.r, False),
     "1 - exp(-log-ratio) (k3)": ("forward", lambda t: -np.expm1(-t.d), False),
@@ -244,9 +269,7 @@ def advantage_forms(t: Tokens, policy: Form) -> list[Form]:
     """KLs that the loss subtracts from the advantages: they carry the policy loss's own factor."""
     if t.ref is None or policy.factor is None:
         return []
-    old = t.d - t.log_r
-    courses = {"log-ratio": t.d, "old - ref": old, "later log-ratios": t.to_go(t.d), "later old - ref": t.to_go(old)}
-    pulls = {name: policy.factor * course for name, course in courses.items()}
+    pulls = {name: policy.factor * course for name, course in t.courses.items()}
     return [
         Form(
             f"{policy.kind} x {name} (k1 in the advantage)", "reverse", x, name.startswith("later"), kinds=("reverse",)

@@ -15,7 +15,7 @@ from torch import Tensor
 from klamp.audit.conclude import judge_kinds
 from klamp.audit.findings import finding
 from klamp.audit.fit import Explanation, explain
-from klamp.audit.forms import Array, Tokens
+from klamp.audit.forms import Array, Tokens, roundoff
 from klamp.audit.verdict import Finding, Verdict
 from klamp.core.arguments import describe
 from klamp.errors import ConfigError
@@ -56,11 +56,10 @@ def check_function(
     explained = explain(tokens)
     kl, findings = _named(explained, means, tokens)
     found = explained.fits[0].kl.name if kl != "unknown" and explained.fits and explained.fits[0].kl else ""
+    if per_token and bool((value < 0).any()) and bool(value_at.abs().max() < 1e-6):
+        findings.append(finding("value-negative"))
     return Verdict.of(
-        [
-            *findings,
-            *[finding("value-negative")] * bool(per_token and (value < 0).any() and value_at.abs().max() < 1e-6),
-        ],
+        findings,
         summary=summary,
         found=f"KL, gradient {found}" if found else "",
         kl=kl,
@@ -79,15 +78,15 @@ def called(
     Raises:
         ConfigError: it takes other arguments, fails, or returns no tensor.
     """
-    leaf, value = policy.detach().clone().requires_grad_(), None
+    leaf, value, cause = policy.detach().clone().requires_grad_(), None, None
     try:
         value = function(leaf, ref.detach())
         got = f"it returned {describe(value)}"
     except (Exception, SystemExit) as error:  # the user's code, which may raise anything
-        got = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        got, cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", error
     if not isinstance(value, Tensor) or not value.is_floating_point():
         fix = "name a function of that form, or wrap yours: lambda policy, ref: yours(policy, ref, mask)"
-        raise ConfigError(f"{name} cannot be called as an audit calls it", got=got, why=forms, fix=fix)
+        raise ConfigError(f"{name} cannot be called as an audit calls it", got=got, why=forms, fix=fix) from cause
     gradient = torch.autograd.grad(value.sum(), leaf, allow_unused=True)[0] if value.requires_grad else None
     array = np.zeros(policy.shape) if gradient is None else gradient.double().cpu().numpy()
     return value.detach(), array
@@ -110,7 +109,7 @@ def _tokens(policy: Tensor, delta: Tensor, pull: Array, moved: Array) -> Tokens:
         policy=logp,
         ref=(policy - delta).double().cpu().numpy()[moved],
         row=np.unique(rows, return_inverse=True)[1],
-        eps=max(torch.finfo(policy.dtype).eps, 1.19e-7) / 2,
+        eps=roundoff(torch.finfo(policy.dtype).eps),
     )
 
 

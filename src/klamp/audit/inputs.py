@@ -21,13 +21,13 @@ MISMATCH = 0.1
 """The median difference between sampler and trainer, in nats, from which on they disagree about more than rounding."""
 EXPLAINED = 1e-3
 """The largest residual, as a share of the advantages, at which a form of them is accepted."""
-SCORES = ("policy_logprobs", "ref_logprobs", "old_logprobs", "sampler_logprobs")
+LOGPROBS = ("policy_logprobs", "ref_logprobs", "old_logprobs", "sampler_logprobs")
 
 
 def examine_inputs(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Finding]:
     """What is wrong with the inputs themselves."""
     mask = arrays["mask"]
-    for name in (name for name in SCORES if name in arrays):
+    for name in (name for name in LOGPROBS if name in arrays):
         x = arrays[name][mask]
         if bad := int((~np.isfinite(x)).sum()):
             yield finding("not-finite", tensor=name, count=bad)
@@ -105,28 +105,26 @@ def advantage_form(t: Tokens, rewards: Array | None) -> AdvantageForm:
         return AdvantageForm("" if a is None else "all 0", None if a is None else False)
     if np.abs(a - t.average(a)).max() > 1e-4 * np.abs(a).max():
         return _per_token(t, a)
-    first = np.concatenate([[0], np.cumsum(t.lengths)[:-1]]).astype(int)
-    group = np.zeros(first.size, int) if t.group is None else t.group
-    if rewards is None or rewards.size != first.size:
-        sums = np.bincount(group, weights=a[first])
+    group = np.zeros(t.first.size, int) if t.group is None else t.group
+    if rewards is None or rewards.size != t.first.size:
+        sums = np.bincount(group, weights=a[t.first])
         total = float(sums[np.abs(sums).argmax()])
         odd = total if t.group is not None and abs(total) > 1e-3 * np.abs(a).max() else None
-        return AdvantageForm(kl=False if _without_kl(t, a[first]) else None, sum=odd)
-    return _per_completion(t, a[first], rewards, group, first)
+        return AdvantageForm(kl=False if _without_kl(t, a[t.first]) else None, sum=odd)
+    return _per_completion(t, a[t.first], rewards, group)
 
 
 def _per_token(t: Tokens, a: Array) -> AdvantageForm:
     """Advantages that differ within a completion: a KL per token, of this token or of it and the later ones."""
     if t.ref is None:
         return AdvantageForm("one per token")
-    old = t.d - t.log_r
     courses = {
         "k1 per token, of the present policy": (t.d, "reverse"),
-        "k1 per token, of the old policy": (old, "reverse"),
-        "k1 of this and later tokens": (t.to_go(t.d), "reverse"),
-        "k1 of this and later tokens, of the old policy": (t.to_go(old), "reverse"),
+        "k1 per token, of the old policy": (t.d_old, "reverse"),
+        "k1 of this and later tokens": (t.courses["later log-ratios"], "reverse"),
+        "k1 of this and later tokens, of the old policy": (t.courses["later old - ref"], "reverse"),
         "k3 per token": (k3(t.d), "k3"),
-        "k3 per token, of the old policy": (k3(old), "k3"),
+        "k3 per token, of the old policy": (k3(t.d_old), "k3"),
         "abs per token": (np.abs(t.d), "sign"),
     }
     y = a - t.average(a)
@@ -138,18 +136,18 @@ def _per_token(t: Tokens, a: Array) -> AdvantageForm:
     return AdvantageForm("one per token")
 
 
-def _per_completion(t: Tokens, a: Array, rewards: Array, group: Any, first: Any) -> AdvantageForm:
+def _per_completion(t: Tokens, a: Array, rewards: Array, group: Any) -> AdvantageForm:
     """One advantage per completion: a form of the rewards, or of the rewards minus a KL."""
     groupings = {" per prompt": group, "": np.zeros_like(group)} if np.ptp(group) else {"": group}
     for where, rows in groupings.items():
         if (name := _form_of(a, rewards, None, rows)[0]) is not None:
             return AdvantageForm(f"{name}{where} of the rewards", False)
     found: dict[str, tuple[float, str]] = {}
-    for whose, d in (("", t.d), (" of the old policy", t.d - t.log_r)) if t.ref is not None else ():
+    for whose, d in (("", t.d), (" of the old policy", t.d_old)) if t.ref is not None else ():
         for size, total in (("summed", t.total), ("mean", t.average)):
             for kind, values in (("reverse", d), ("k3", k3(d))):
                 for where, rows in groupings.items():
-                    name, beta = _form_of(a, rewards, total(values)[first], rows)
+                    name, beta = _form_of(a, rewards, total(values)[t.first], rows)
                     if name is not None and beta:
                         which = "k1" if kind == "reverse" else "k3"
                         found.setdefault(f"{name}{where} of the rewards minus {which}{whose}, {size}", (beta, kind))

@@ -14,7 +14,7 @@ from klamp.audit.conclude import judge_kinds
 from klamp.audit.divergences import Divergence, Positions, explain_logits, is_mean, log_softmax
 from klamp.audit.findings import finding
 from klamp.audit.fit import explain
-from klamp.audit.forms import Array, Tokens
+from klamp.audit.forms import Array, Tokens, roundoff
 from klamp.audit.verdict import Finding, Verdict
 from klamp.errors import ConfigError, ShapeError, TensorError
 
@@ -103,7 +103,7 @@ def _positions(
         student=_array(logits, where, width),
         teacher=_array(teacher, where, width),
         ids=None if tokens is None else np.clip(tokens, 0, width - 1),
-        eps=max(torch.finfo(logits.dtype).eps, 1.19e-7) / 2,
+        eps=roundoff(torch.finfo(logits.dtype).eps),
         temperature=temperature,
         row=where[0] if len(where) == 2 else None,
         length=None if trained is None or len(where) != 2 else trained.sum(1)[where[0]],
@@ -200,13 +200,9 @@ def _prefix_kl(scale: Array, log_s: Array, log_t: Array) -> str:
         for order, whose in ((-log_t, " over the teacher's head"), (-log_s, " over the student's head")):
             best = np.argsort(order, axis=1)[:, :128]
             part, mass, other = (np.take_along_axis(x, best, axis=1).cumsum(1) for x in (terms, s, t))
-            weight = mass if name[0] == "r" else other
-            sign = 1 if name[0] == "r" else -1
-            forms = (
-                part,
-                part / weight,
-                part / weight - sign * np.log(mass / other),
-            )  # plain, weights, both renormalised
+            weight, sign = (mass, 1) if name[0] == "r" else (other, -1)
+            # as it is; with renormalised weights; with both sides renormalised
+            forms = (part, part / weight, part / weight - sign * np.log(mass / other))
             if any(_proportional(scale, x[:, k]) for x in forms for k in range(x.shape[1] - 1)):
                 return name + whose
     return ""

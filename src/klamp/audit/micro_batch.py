@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -20,6 +20,7 @@ from torch import Tensor
 from klamp.audit.capture import Capture
 from klamp.audit.conclude import NEAR_ZERO, conclude
 from klamp.audit.findings import finding
+from klamp.audit.forms import roundoff
 from klamp.audit.verdict import Finding, Verdict
 from klamp.errors import ConfigError, KLWarning, ShapeError, TensorError
 
@@ -146,16 +147,17 @@ def check(  # noqa: PLR0913
         return known
     if policy_logprobs is None and logits is None:
         policy_logprobs = _tapped()
-    if policy_logprobs is None:
+    teacher = teacher_logits if teacher_logits is not None else ref_logits
+
+    def on_logits() -> Verdict:
         from klamp.audit.logits import check_logits
 
         if save is not None:
             raise ConfigError("a check of logits writes no capture", got=f"save={save!r}", fix="leave save out")
-        teacher = teacher_logits if teacher_logits is not None else ref_logits
-        verdict = check_logits(
-            loss, logits, teacher, mask=mask, ids=ids, means=means, beta=beta, temperature=temperature
-        )
-        return _remember(key, verdict)
+        return check_logits(loss, logits, teacher, mask=mask, ids=ids, means=means, beta=beta, temperature=temperature)
+
+    if policy_logprobs is None:
+        return _remember(key, on_logits())
     batch = _Batch(loss, policy_logprobs, mask)
     scores = {"ref_logprobs": ref_logprobs, "old_logprobs": old_logprobs, "sampler_logprobs": sampler_logprobs}
     batch.add(**scores, baseline=baseline, advantages=advantages, rewards=rewards, segments=segments, ids=ids)
@@ -164,23 +166,15 @@ def check(  # noqa: PLR0913
     batch.facts["eos"] = eos if eos is None or isinstance(eos, int) else list(eos)
     batch.facts["temperature"] = temperature
     if not batch.differentiate(loss_scale, watched):
-        if logits is not None and logits.requires_grad:
-            return check(
-                loss, mask=mask, means=means, beta=beta, logits=logits, ref_logits=ref_logits,
-                teacher_logits=teacher_logits, ids=ids, temperature=temperature, once=once,
-            )  # fmt: skip
-        return _remember(key, Verdict.of([finding("not-in-loss")]))
+        from_logits = logits is not None and logits.requires_grad
+        return _remember(key, on_logits() if from_logits else Verdict.of([finding("not-in-loss")]))
     if logits is not None:
-        batch.compare_logits(logits, teacher_logits if teacher_logits is not None else ref_logits, temperature)
-    capture = Capture(arrays=batch.arrays, facts=batch.facts)
-    verdict = conclude(capture)
+        batch.compare_logits(logits, teacher, temperature)
+    verdict = conclude(Capture(arrays=batch.arrays, facts=batch.facts))
     if save is not None:
         stored = {k: x for k, x in batch.arrays.items() if k != "ids" or save_ids}
         Capture(arrays=stored, facts=batch.facts).save(save)
     return _remember(key, verdict)
-
-
-# once per call site
 
 
 def _key(loss: Tensor, once: bool) -> Any:
@@ -221,7 +215,7 @@ def _checked_before(key: Any) -> Verdict | None:
 def _remember(key: Any, verdict: Verdict) -> Verdict:
     """Keep a verdict for its call site, and warn of what is wrong."""
     if key is not None:
-        _SEEN[key] = (max(1, _SEEN[key][0] if key in _SEEN else 1), verdict)
+        _SEEN[key] = (_SEEN.get(key, (1,))[0], verdict)
     for each in verdict.findings:
         if each.level == "wrong":
             warnings.warn(f"klamp check: {each.what}. Fix: {each.fix}", KLWarning, stacklevel=4)
@@ -259,9 +253,9 @@ class _Batch:
                 why="the loss cannot have been computed from it",
                 fix="pass the tensor before .detach(), the one that the loss was computed from",
             )
-        self.dtype = tensors[0].dtype
-        self.inputs = tensors
-        self.arrays: dict[str, Any] = {"policy_logprobs": self.wide("policy_logprobs", policy)}
+        self.inputs, dtype = tensors, tensors[0].dtype
+        self.arrays: dict[str, Any] = {}
+        self.arrays["policy_logprobs"] = self.wide("policy_logprobs", policy)
         shape = self.arrays["policy_logprobs"].shape
         if mask is None:
             lengths = [len(x) for x in self.pieces] if self.pieces else [shape[1]] * shape[0]
@@ -269,8 +263,8 @@ class _Batch:
         else:
             self.arrays["mask"] = self.wide("mask", mask) > 0
         self.facts: dict[str, Any] = {
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "eps": max(torch.finfo(self.dtype).eps, torch.finfo(loss.dtype).eps, 1.19e-7) / 2,
+            "dtype": str(dtype).removeprefix("torch."),
+            "eps": roundoff(torch.finfo(dtype).eps, torch.finfo(loss.dtype).eps),
             "loss": float(loss.detach()),
             "findings": [],
         }
@@ -287,7 +281,7 @@ class _Batch:
                 array[row, : len(each)] = each.detach().double().cpu().numpy()
         else:
             array = np.array([float(each) for each in x])
-        known = getattr(self, "arrays", {}).get("policy_logprobs")
+        known = self.arrays.get("policy_logprobs")
         if name == "baseline" and known is not None:
             array = np.broadcast_to(array, known.shape)
         if name == "advantages" and known is not None and array.ndim == 2 and array.shape[1] == 1 < known.shape[1]:
@@ -428,17 +422,29 @@ def _along(g: Sequence[Tensor], direction: Tensor) -> list[Tensor] | None:
     return [torch.zeros_like(x) if y is None else y for x, y in zip(g, found, strict=True)]
 
 
-COPIES = ("View", "Squeeze", "Slice", "ToCopy", "Mul", "Clone", "Expand", "Reshape", "Select", "Alias", "T", "Index")
+COPIES = (
+    "View",
+    "UnsafeView",
+    "Reshape",
+    "Expand",
+    "Squeeze",
+    "Unsqueeze",
+    "Transpose",
+    "TBackward",
+    "Slice",
+    "Select",
+)
+COPIES += ("Index", "Alias", "Clone", "ToCopy", "Mul")
 """Operations, by the start of their names, that make a copy of log-probabilities."""
 
 
-def nodes_of(loss: Tensor) -> set[Any]:
-    """The operations that a loss was computed by."""
+def nodes_of(loss: Tensor, stop: Collection[Any] = ()) -> set[Any]:
+    """The operations that a loss was computed by, as far as `stop`."""
     nodes = set[Any]()
     stack: list[Any] = [loss.grad_fn]
     while stack:
         node = stack.pop()
-        if node is not None and node not in nodes:
+        if node is not None and node not in nodes and node not in stop:
             nodes.add(node)
             stack += [parent for parent, _ in node.next_functions]
     return nodes
@@ -447,7 +453,7 @@ def nodes_of(loss: Tensor) -> set[Any]:
 def is_copy(x: Tensor, loss: Tensor) -> bool:
     """Whether a tensor is a slice, cast or product of one in the loss, or shares nothing with the loss."""
     nodes, node = nodes_of(loss), x.grad_fn
-    while node is not None and type(node).__name__.lstrip("Un").startswith(COPIES):
+    while node is not None and type(node).__name__.startswith(COPIES):
         node = next((parent for parent, _ in node.next_functions if parent is not None), None)
         if node in nodes:
             return True
@@ -457,16 +463,8 @@ def is_copy(x: Tensor, loss: Tensor) -> bool:
 
 def reaches_around(loss: Tensor, inputs: Sequence[Tensor], watched: Watched | None) -> bool:
     """Whether the loss reaches a parameter by a path that avoids these tensors."""
-    stop = {id(x.grad_fn) for x in inputs if x.grad_fn is not None}
-    leaves = {id(x) for x in (*inputs, *(watched or ())) if isinstance(x, Tensor)}
-    stack, seen = [loss.grad_fn], set[Any]()
-    while stack:
-        node = stack.pop()
-        if node is None or node in seen or id(node) in stop:
-            continue
-        seen.add(node)
-        leaf = getattr(node, "variable", None)
-        if leaf is not None and id(leaf) not in leaves:
-            return True
-        stack += [parent for parent, _ in node.next_functions]
-    return False
+    # The nodes themselves, which keeps them alive: the id of a node that is gone may be that of another one.
+    stop = {x.grad_fn for x in inputs if x.grad_fn is not None}
+    known = {id(x) for x in (*inputs, *(watched or ())) if isinstance(x, Tensor)}
+    leaves = (getattr(node, "variable", None) for node in nodes_of(loss, stop))
+    return any(leaf is not None and id(leaf) not in known for leaf in leaves)

@@ -110,24 +110,24 @@ def _without_models(kind: type, settings: dict[str, Any]) -> Any:
 
 
 def _stable(trainer: Any, batch: Sequences) -> Tensor:
-    trainer.teacher_model = _Model(batch.teacher)
-    loss, *_ = trainer._compute_loss(_Model(batch.student), _on_policy(batch), batch.mask.sum())
+    trainer.teacher_model = GivenLogits(batch.teacher)
+    loss, *_ = trainer._compute_loss(GivenLogits(batch.student), _on_policy(batch), batch.mask.sum())
     return loss
 
 
 def _gkd(trainer: Any, batch: Sequences) -> Tensor:
-    trainer.teacher_model = _Model(batch.teacher)
+    trainer.teacher_model = GivenLogits(batch.teacher)
     inputs = {
         "input_ids": batch.tokens,
         "attention_mask": torch.ones_like(batch.tokens),
         "labels": batch.tokens.masked_fill(~batch.mask, -100),
     }
-    return trainer.compute_loss(_Model(batch.student), inputs, num_items_in_batch=batch.mask.sum())
+    return trainer.compute_loss(GivenLogits(batch.student), inputs, num_items_in_batch=batch.mask.sum())
 
 
 def _server(trainer: Any, batch: Sequences) -> Tensor:
     trainer.teacher_client = SimpleNamespace(get_sequence_logprobs=functools.partial(_server_scores, batch.teacher))
-    return trainer.compute_loss(_Model(batch.student), _on_policy(batch))
+    return trainer.compute_loss(GivenLogits(batch.student), _on_policy(batch))
 
 
 def _asynchronous(trainer: Any, batch: Sequences) -> Tensor:
@@ -151,7 +151,7 @@ def _asynchronous(trainer: Any, batch: Sequences) -> Tensor:
         "mean_seq_len": torch.tensor([float(length)]),
     }
     packed = batch.student.reshape(1, -1, batch.student.shape[-1])  # as the trainer packs rows without padding
-    return trainer._compute_loss(_Model(packed), inputs)
+    return trainer._compute_loss(GivenLogits(packed), inputs)
 
 
 def _on_policy(batch: Sequences) -> dict[str, Tensor]:
@@ -205,7 +205,7 @@ class _Config:
         return self
 
 
-class _Model(torch.nn.Module):
+class GivenLogits(torch.nn.Module):
     """A model whose logits are given: they are its last hidden states, and its head is the identity."""
 
     def __init__(self, logits: Tensor) -> None:

@@ -19,6 +19,8 @@ Level: TypeAlias = Literal["wrong", "cannot tell", "warning", "note"]
 
 LEVELS: tuple[Level, ...] = ("wrong", "cannot tell", "warning", "note")
 """Worst first: the order in which findings are printed."""
+EXIT_CODES: dict[bool | None, int] = {False: 1, None: 3, True: 0}
+"""Answer -> exit code of `klamp check` and `klamp audit`, the worst first."""
 
 
 class WrongKL(KlampError, ValueError):
@@ -85,7 +87,7 @@ class Verdict:
     @property
     def exit_code(self) -> int:
         """0 sound, 1 wrong, 3 cannot tell."""
-        return {True: 0, False: 1, None: 3}[self.ok]
+        return EXIT_CODES[self.ok]
 
     def codes(self, level: Level | None = None) -> tuple[str, ...]:
         """The codes of all findings, or of those of one level."""

@@ -57,7 +57,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             # A name too long, no permission, a full disk: nothing that klamp could mend, in the system's words.
             shown = error if isinstance(error, KlampError) else of_the_system(error)
             show_error(shown)
-            return exit_code(shown)
+            command = COMMANDS.get(words[0]) if words else None
+            return exit_code(shown) if command is None or command.refusal is None else command.refusal
 
 
 def _dispatch(words: list[str]) -> int:

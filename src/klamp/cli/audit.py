@@ -12,35 +12,33 @@ from klamp.audit import load_function, load_subject
 from klamp.audit.distillation import Against, DistillationFinding
 from klamp.audit.examine import Audit, Reach, TermFinding, audit
 from klamp.audit.function import check_function
+from klamp.audit.verdict import EXIT_CODES
 from klamp.cli.flags import read_options
 from klamp.cli.options import AuditOptions
-from klamp.cli.text import MISSING, say, show_caution, show_error, show_table
-from klamp.errors import KlampError
+from klamp.cli.text import MISSING, say, show_caution, show_table
 from klamp.verify.judge import FAR, Judgement
 from klamp.verify.oracle import Followed
 
-SOUND, WRONG, REFUSED, OPEN = 0, 1, 2, 3
-
 
 def run(argv: Sequence[str]) -> int:
-    """Audit what is named: hosts, or `module:function`. Returns the exit code, as `klamp check` does."""
+    """Audit what is named: hosts, or `module:function`. Returns the exit code, as `klamp check` does.
+
+    Raises:
+        KlampError: a host that is not there, a function that cannot be had.
+    """
     options = read_options(AuditOptions, argv, command="klamp audit")
     legends: dict[str, None] = {}
-    codes = {SOUND}
+    codes = {EXIT_CODES[True]}
     for name in options.names:
-        try:
-            subject = load_subject(name, means=options.means)
-            for caution in subject.cautions:
-                show_caution(caution)
-            result = audit(subject)
-            show_audit(result)
-            codes.add(_checked(name, options.means) if ":" in name and subject.terms else exit_code(result))
-        except KlampError as error:
-            show_error(error)
-            return REFUSED
+        subject = load_subject(name, means=options.means)
+        for caution in subject.cautions:
+            show_caution(caution)
+        result = audit(subject)
+        show_audit(result)
+        codes.add(_checked(name, options.means) if ":" in name and subject.terms else exit_code(result))
         legends |= dict.fromkeys([LEGEND] * bool(subject.terms) + [DISTILLATION_LEGEND] * bool(subject.distillations))
     say("\n\n".join(legends))
-    return next(code for code in (WRONG, OPEN, SOUND) if code in codes)
+    return next(code for code in EXIT_CODES.values() if code in codes)
 
 
 def _checked(name: str, means: str) -> int:
@@ -56,7 +54,7 @@ def exit_code(result: Audit) -> int:
     column = OF_DISTILLATION.index("gradient")
     rows += [(distillation_row(x)[column], x.term.means, x.error) for x in result.distillations]
     wrong = [not error and not re.fullmatch(rf"(\d\S* )?{means}( near)?", cell) for cell, means, error in rows]
-    return WRONG if any(wrong) else OPEN if any(error for _, _, error in rows) else SOUND
+    return EXIT_CODES[False if any(wrong) else None if any(error for _, _, error in rows) else True]
 
 
 def show_audit(result: Audit) -> None:

@@ -8,19 +8,16 @@ from klamp.audit.capture import Capture
 from klamp.audit.conclude import conclude
 from klamp.cli.flags import read_options
 from klamp.cli.options import CheckOptions
-from klamp.cli.text import say, show_error
-from klamp.errors import KlampError
-
-UNREADABLE = 2
+from klamp.cli.text import say
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print the verdict; 0 sound, 1 wrong, 2 the file cannot be read, 3 cannot tell."""
+    """Print the verdict; 0 sound, 1 wrong, 3 cannot tell.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
     options = read_options(CheckOptions, argv, command="klamp check")
-    try:
-        verdict = conclude(Capture.load(options.path))
-    except KlampError as error:
-        show_error(error)
-        return UNREADABLE
+    verdict = conclude(Capture.load(options.path))
     say(verdict.to_json() if options.json else verdict)
     return verdict.exit_code

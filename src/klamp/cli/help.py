@@ -140,6 +140,8 @@ class Command:
     """What the command does, in one line."""
     alone: bool = False
     """Whether the command works without arguments; if not, its help is shown then."""
+    refusal: int | None = None
+    """The exit code of any error; None: that of the error's kind."""
 
     usage: str
     """The usage line, without the command itself."""
@@ -255,6 +257,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "audit": Command(
         summary="what the KL of an installed trainer, or of any function, does",
+        refusal=2,
         usage="NAME [NAME ...]",
         about="Runs the KL of what is installed here, to a reference and to a teacher, through the enumeration "
         "oracle: the bias of its value, the divergence whose gradient it follows, where that gradient stops, how far "
@@ -267,6 +270,7 @@ COMMANDS: Mapping[str, Command] = {
     ),
     "check": Command(
         summary="whether the KL in a micro-batch is right, from a capture file",
+        refusal=2,
         usage="FILE [flags]",
         about="Prints the verdict of klamp.check on a capture file: the policy loss, the KL and its coefficient that "
         "explain the gradient, and what is wrong. Needs neither torch nor the trainer. The exit code is 0 if nothing "

@@ -99,7 +99,6 @@ def test_a_subclass(kind: Any, ok: bool | None, code: str, base: Any, path: str,
     assert verdict.ok is ok and code in verdict.codes(), str(verdict)
 
 
-@pytest.mark.skipif(trl.__version__ < "1.16", reason="checked with TRL 1.16")
 @pytest.mark.parametrize(
     ("options", "ok", "kl"),
     [

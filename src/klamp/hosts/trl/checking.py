@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 from klamp.audit.distillation import of_beta
 from klamp.audit.findings import finding
 from klamp.audit.micro_batch import check as check_loss
-from klamp.audit.trl_distillation import _Model
+from klamp.audit.trl_distillation import GivenLogits
 from klamp.audit.verdict import Verdict
 from klamp.core.arguments import describe
 from klamp.errors import ConfigError, KLWarning
@@ -195,8 +195,8 @@ class Listener:
             student, other = (pad(x[..., chosen].float(), (0, 0, 0, 1)) for x in whole)
         labels = torch.searchsorted(chosen, ids).masked_fill(~loss_mask(part), -100)
         try:
-            trainer.teacher_model = _Model(other)
-            loss, *_ = trainer._compute_loss(_Model(student.requires_grad_()), part, None)
+            trainer.teacher_model = GivenLogits(other)
+            loss, *_ = trainer._compute_loss(GivenLogits(student.requires_grad_()), part, None)
         finally:
             trainer.teacher_model = teacher
         return self._of_logits(loss, student, other, pad(labels, (0, 1), value=-100))
