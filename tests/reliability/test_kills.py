@@ -63,7 +63,9 @@ def test_a_killed_run_ends_as_one_that_never_was(ground: Ground, kill: Kill) -> 
 def test_so_do_a_hundred_that_a_seed_draws(ground: Ground, kill: Kill) -> None:
     outcome = ground.strike(kill)
     assert outcome.differs == []
-    assert outcome.hits or kill.blows[0].point == AT_RANDOM, "the run was alive at the point that was aimed at"
+    point = kill.blows[0].point  # no alarm rises on some processors, and that point is then never reached
+    if point != AT_RANDOM and ground.undisturbed(kill.case).passed[point]:
+        assert outcome.hits, "the run was alive at the point that was aimed at"
 
 
 def test_every_point_and_case_has_its_turn() -> None:
