@@ -202,11 +202,12 @@ def ragged(values: Tensor, lengths: list[int]) -> Tensor:
 
 
 def test_columns_go_into_the_queue_and_rows_that_fill_up_carry_nothing(tmp_path: Any, monkeypatch: Any) -> None:
-    kl = KLConfig(beta=0.3, kl_clip_method="hard", kl_clip_threshold=0.1, kl_reference_length=4, kl_exclude_tokens=(2,))
-    kl = replace(kl, target_kl=0.05)
     step = Step.random(7)
     lengths = step.mask.sum(-1).tolist()
     sampled, _ = sampled_of(step, torch.arange(7))
+    excluded = int(sampled["responses"][0, 0])
+    kl = KLConfig(beta=0.3, kl_clip_method="hard", kl_clip_threshold=0.1, kl_reference_length=4)
+    kl = replace(kl, kl_exclude_tokens=(excluded,), target_kl=0.05)
     token = {
         "responses": sampled["responses"],
         "response_mask": step.mask.long(),
@@ -231,7 +232,7 @@ def test_columns_go_into_the_queue_and_rows_that_fill_up_carry_nothing(tmp_path:
     assert queue.data[BETA].tolist() == [pytest.approx(0.3)] * 7 and metrics["beta"] == 0.3
     carried = [row.tolist() for row in queue.data["klamp_kl_mask"].unbind()]
     assert [len(row) for row in carried] == lengths
-    expected = [[token != 2 for token in row.tolist()] for row in data["responses"].unbind()]
+    expected = [[token != excluded for token in row.tolist()] for row in data["responses"].unbind()]
     assert carried == [*expected[:6], [False] * lengths[6]] and not all(map(all, expected[:6]))
     assert queue.data["klamp_reference_length"].tolist()[:6] == [4.0] * 6
     assert metrics["kl/k3"] > 0 and driver.control is not None and driver.control.controller.value != 0.3

@@ -180,7 +180,7 @@ def test_an_ablation_by_two_backends_measures_both_alike(tmp_path: Path) -> None
 
 
 CONTROLLED: dict[str, Any] = {"beta": 0.04, "target_kl": 0.005, "kl_controller": "proportional"}
-CLIPPED: dict[str, Any] = {"kl_clip_method": "soft", "kl_clip_temperature": 0.05, "kl_exclude_tokens": ("special",)}
+CLIPPED: dict[str, Any] = {"kl_clip_method": "soft", "kl_clip_temperature": 0.05, "kl_exclude_tokens": "special"}
 
 
 def test_a_run_is_stopped_and_goes_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
