@@ -4,7 +4,7 @@
     PYTHONPATH=src:. .venv/bin/python scripts/golden.py write [KIND ...]      tests/golden/*.json
     PYTHONPATH=src:. .venv/bin/python scripts/golden.py compare OLD [NEW]     exit status 1 on a difference
 
-`write` draws cases anew only where a file is missing; else it keeps the cases and computes their numbers.
+`write` keeps the cases of a file and computes their numbers again.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-NUMBER = 300
 
 
 def rounded(x: Any) -> Any:
@@ -35,7 +34,7 @@ def write_lines(file: Path, opened: str, lines: list[str], closed: str) -> None:
 
 def write(kinds: list[str]) -> None:
     """Freeze the numbers of these kinds; without one, of all."""
-    from tests.golden import adapter, draw
+    from tests.golden import adapter
     from tests.golden.worlds import FOLDER
 
     def text(x: Any) -> str:
@@ -48,15 +47,12 @@ def write(kinds: list[str]) -> None:
             write_lines(file, "{", rows, "}")
         elif kind == "alarms":
             runs = {record: adapter.alarms(record) for record in adapter.recorded_runs()}
-            stay = json.loads(file.read_text("utf-8"))["stay"] if file.exists() else sorted(adapter.known_alarms())
+            stay = json.loads(file.read_text("utf-8"))["stay"]
             known = {"stay": stay, "known": sorted(adapter.known_alarms()), "runs": runs}
             write_lines(file, "{", [f'"{name}":{text(each)}' for name, each in known.items()], "}")
         else:
             run = adapter.end if kind == "ends" else getattr(adapter, kind)
-            if file.exists():
-                cases = [case | {"is": run(case)} for case in json.loads(file.read_text("utf-8"))]
-            else:
-                cases = draw.accepted(kind, NUMBER, run)
+            cases = [case | {"is": run(case)} for case in json.loads(file.read_text("utf-8"))]
             write_lines(file, "[", [text(case) for case in cases], "]")
 
 

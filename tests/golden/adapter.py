@@ -5,6 +5,7 @@ Each function takes the dictionary of a case and returns its numbers.
 
 from __future__ import annotations
 
+import copy
 import importlib
 import inspect
 import re
@@ -18,7 +19,7 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from tests.golden.worlds import END, GROUP, MAX_LENGTH, PAD, VOCABULARY, World, drawn, fill, summary, world
+from tests.golden.worlds import END, GROUP, MAX_LENGTH, PAD, SETS, VOCABULARY, World, drawn, fill, summary, world
 from torch import Tensor
 
 import klamp
@@ -191,8 +192,9 @@ def _tokenizer() -> Any:
     )
 
 
-def _model(seed: str) -> Any:
-    """A Llama of some thousand drawn weights, in float64."""
+@cache
+def _drawn_model(seed: str) -> Any:
+    """A Llama of a thousand drawn weights, in float64."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     sizes = {"vocab_size": VOCABULARY, "hidden_size": 8, "intermediate_size": 12, "num_hidden_layers": 1}
@@ -201,19 +203,22 @@ def _model(seed: str) -> Any:
     return fill(LlamaForCausalLM(LlamaConfig(**sizes, **heads, **ids)), seed)
 
 
-OF_TRL = ("loss_type", "epsilon", "epsilon_high", "scale_rewards")
+@cache
+def _rows(chosen: int) -> Any:
+    """The prompts of a set as TRL's data set."""
+    from datasets import Dataset
+
+    prompts = SETS[chosen]["prompts"]
+    return Dataset.from_list([{"prompt": "".join(_tokenizer().convert_ids_to_tokens(each))} for each in prompts])
 
 
 def trl(case: dict[str, Any]) -> dict[str, Any]:
     """The loss of `klamp.trl.GRPOTrainer`; the gradient is with respect to the model's weights."""
-    from datasets import Dataset
-
     from klamp.trl import GRPOConfig, GRPOTrainer
 
     w, kl, teacher = world(case), dict(case["kl"]), case.get("teacher", {})
     kl = {name: tuple(x) if isinstance(x, list) else x for name, x in kl.items()}
-    texts = ["".join(_tokenizer().convert_ids_to_tokens(prompt)) for prompt in w.prompts]
-    rows = [{"prompt": text} for text in texts]
+    rows = _rows(case["set"])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         args = GRPOConfig(
@@ -228,23 +233,21 @@ def trl(case: dict[str, Any]) -> dict[str, Any]:
             per_device_train_batch_size=len(rows),
             max_completion_length=MAX_LENGTH,
             max_steps=2,
-            **{name: x for name, x in case["policy"].items() if name in OF_TRL},
-            **kl,
-            **teacher,
+            **(case["policy"] | kl | teacher),
         )
         trainer: Any = GRPOTrainer(
-            model=_model("policy"),
+            model=copy.deepcopy(_drawn_model("policy")),
             reward_funcs=lambda completions, **_: w.rewards.tolist(),
             args=args,
-            train_dataset=Dataset.from_list(rows),
+            train_dataset=rows,
             processing_class=_tokenizer(),
-            ref_model=_model("ref") if kl["beta"] else None,
-            **({"teacher_model": _model("teacher")} if teacher else {}),
+            ref_model=copy.deepcopy(_drawn_model("ref")) if kl["beta"] else None,
+            **({"teacher_model": copy.deepcopy(_drawn_model("teacher"))} if teacher else {}),
         )
         trainer.current_gradient_accumulation_steps = 1
         trainer.model.train()
         trainer._generate_single_turn = lambda *_, **__: (w.completions, None)
-        inputs = trainer._generate_and_score_completions(rows)
+        inputs = trainer._generate_and_score_completions(rows.to_list())
         assert inputs["completion_ids"].tolist() == w.ids.tolist()
         if not case["on_policy"]:
             scored = trainer._get_per_token_logps_and_entropies(

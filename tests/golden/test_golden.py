@@ -56,8 +56,14 @@ def tolerance_of(kind: str, case: dict[str, Any]) -> float:
     return PREFIXES if kind == "trl" and whole else TOLERANCE[kind]
 
 
-@pytest.mark.parametrize("first", range(0, 300, CHUNK))
-@pytest.mark.parametrize("kind", TOLERANCE)
+@pytest.mark.parametrize(
+    ("kind", "first"),
+    [
+        pytest.param(kind, first, marks=pytest.mark.slow if kind == "trl" and first >= 2 * CHUNK else ())
+        for kind in TOLERANCE
+        for first in range(0, 300, CHUNK)
+    ],
+)
 def test_losses_and_gradients(kind: str, first: int) -> None:
     cases = frozen(kind)
     assert len(cases) >= 300
