@@ -419,7 +419,7 @@ def _numbers(text: str) -> list[float]:
     return [float(x) for x in re.findall(r"(?<![\w.])[+-]?\d+(?:\.\d+)?(?:e[+-]?\d+)?(?!\w)", bare)]
 
 
-def end(case: dict[str, Any]) -> dict[str, Any]:
+def ends(case: dict[str, Any]) -> dict[str, Any]:
     """The price of a nat, and where a configuration ends in an enumerated world."""
     from klamp.verify.convergence import follow, worlds
 

@@ -91,7 +91,7 @@ def test_prices_and_ends() -> None:
     wrong = [
         text
         for number, case in enumerate(cases)
-        for text in differences(adapter.end(case), case["is"], STOPPED, least=0.1, where=f"end {number}")
+        for text in differences(adapter.ends(case), case["is"], STOPPED, least=0.1, where=f"end {number}")
     ]
     assert not wrong, "\n".join(wrong)
 
