@@ -134,7 +134,7 @@ test-verl: SUITE := tests/engines/verl
 test-unsloth: SUITE := -n $(WORKERS) --dist loadfile tests/engines/unsloth
 test-vllm: SUITE := -n $(WORKERS) --dist loadfile tests/engines/vllm tests/engines/deepspeed tests/engines/verifiers
 test-oldest: SUITE := -n $(WORKERS) --dist loadfile tests/core tests/config tests/verify/test_proofs.py tests/diagnostics \
-	tests/hosts/common tests/hosts/trl tests/test_trl.py tests/hosts/tinker tests/klamp_standin tests/training/service
+	tests/hosts/common tests/hosts/trl tests/test_trl.py tests/hosts/tinker tests/klamp_standin
 gate-verl: SUITE := -m gate tests/engines/verl
 gate-unsloth: SUITE := -m gate tests/engines/unsloth
 gate-vllm: SUITE := -m gate tests/engines/vllm tests/engines/deepspeed

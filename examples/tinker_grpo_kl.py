@@ -1,11 +1,14 @@
-"""GRPO with a KL through the Tinker SDK: the loop of the Tinker guide (docs/sources.md), in full.
+"""GRPO with a KL through the Tinker SDK: the loop of the Tinker guide (docs/sources.md), as a whole run.
 
     python examples/tinker_grpo_kl.py --local [--kl-coef 0.05] [--steps 8]     # offline, against klamp's stand-in
-    TINKER_API_KEY=tml-... python examples/tinker_grpo_kl.py --model Qwen/Qwen3-8B
+    TINKER_API_KEY=tml-... python examples/tinker_grpo_kl.py --model Qwen/Qwen3-8B --out runs/tinker
 
 Each step: sample a group of responses per prompt, score them, normalise the rewards within each group, ask the
 reference (the base model) for its log-probabilities, put everything into datums, and take one optimizer step on the
 clipped surrogate plus the KL. With --kl-coef 0 the built-in PPO loss does it, in one pass and without a reference.
+Held-out prompts are answered greedily before the first step and after the last one. With --out each step is a line of
+metrics.jsonl (`klamp doctor` and `klamp report` read it), and every --save-every steps the service saves weights and
+optimizer; the same command with more --steps continues from there.
 Offline (`pip install ./standin` in a clone) it trains the built-in arithmetic model, which the first use teaches in
 about a minute, and counts at the end what the service was asked.
 """
@@ -14,10 +17,12 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import tinker
@@ -45,6 +50,8 @@ class Config:
     max_tokens: int = 8
     learning_rate: float = 2e-3
     rank: int = 8
+    held_out: int = 32
+    save_every: int = 4
 
 
 def ready(client: Any) -> Any:
@@ -53,11 +60,20 @@ def ready(client: Any) -> Any:
 
 
 class Trainer:
-    """A training client, the reference, and what one step does with them."""
+    """A training client, the reference, and what one step does with them.
 
-    def __init__(self, config: Config, service: Any) -> None:
+    Args:
+        config: the settings.
+        service: the SDK's entry point.
+        saved: the `tinker://` path of weights and optimizer to continue from; None: a fresh adapter.
+    """
+
+    def __init__(self, config: Config, service: Any, saved: str | None = None) -> None:
         self.config, self.kl = config, KLConfig(beta=config.kl_coef)
-        self.client = ready(service.create_lora_training_client(config.model_name, rank=config.rank, seed=0))
+        if saved is None:
+            self.client = ready(service.create_lora_training_client(config.model_name, rank=config.rank, seed=0))
+        else:
+            self.client = ready(service.create_training_client_from_state_with_optimizer(saved))
         self.tokenizer = self.client.get_tokenizer()
         self.ref_client = None
         if config.kl_coef > 0:  # once, at the start
@@ -95,6 +111,22 @@ class Trainer:
             name: metrics[name] for name in ("kl/k1", "kl/k3") if name in metrics
         }
 
+    def evaluate(self, examples: Sequence[Example], task: Task) -> float:
+        """The mean reward of greedy answers to held-out prompts."""
+        sampler = ready(self.client.save_weights_and_get_sampling_client())
+        params = types.SamplingParams(max_tokens=self.config.max_tokens, temperature=0.0)
+        prompts = [
+            types.ModelInput.from_ints(self.tokenizer.encode(e.prompt, add_special_tokens=False)) for e in examples
+        ]
+        futures = [sampler.sample(prompt, 1, params) for prompt in prompts]
+        answers = [future.result(timeout=300).sequences[0].tokens for future in futures]
+        texts = self.tokenizer.batch_decode(answers, skip_special_tokens=True)
+        return sum(task.score(e, text) for e, text in zip(examples, texts, strict=True)) / len(texts)
+
+    def save(self, name: str) -> str:
+        """Save weights and optimizer at the service; returns their `tinker://` path."""
+        return self.client.save_state(name).result(timeout=300).path
+
     def forward_backward(self, datums: list[Any]) -> Any:
         """The loss with its KL, or the built-in one where there is none."""
         if self.config.kl_coef > 0:
@@ -108,26 +140,91 @@ class Trainer:
         return self.client.forward_backward(strip_for_builtin(datums), "ppo", loss_fn_config=bounds)
 
 
+class Folder:
+    """The folder of a run: a line of metrics for each step, and where the service keeps the newest checkpoint.
+
+    Args:
+        path: the folder; None: nothing is written.
+    """
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        if path is not None:
+            path.mkdir(parents=True, exist_ok=True)
+
+    def newest(self) -> tuple[int, str | None]:
+        """The step of the newest checkpoint and its `tinker://` path."""
+        if self.path is None or not (self.path / "state.json").exists():
+            return 0, None
+        state = json.loads((self.path / "state.json").read_text(encoding="utf-8"))
+        return state["step"], state["tinker_path"]
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Append the metrics of a step."""
+        if self.path is not None:
+            with (self.path / "metrics.jsonl").open("a", encoding="utf-8") as file:
+                file.write(json.dumps({"step": step, **metrics}) + "\n")
+
+    def saved(self, step: int, tinker_path: str) -> None:
+        """Note a checkpoint."""
+        if self.path is not None:
+            text = json.dumps({"step": step, "tinker_path": tinker_path})
+            (self.path / "state.json").write_text(text, encoding="utf-8")
+
+
 @contextmanager
-def service_of(local: bool) -> Iterator[tuple[Any, Standin | None]]:
-    """The service that the environment names, or one of klamp's stand-in."""
+def service_of(local: bool, folder: Path | None) -> Iterator[tuple[Any, Standin | None]]:
+    """The service that the environment names, or one of klamp's stand-in, which keeps saved weights in the folder."""
     if not local:
         yield tinker.ServiceClient(), None
         return
     from klamp.tinker.testing import serve
 
     model, tokenizer = load_base_model(BaseModelConfig())
-    with serve(model, tokenizer, name="klamp/arithmetic") as standin:
+    kept = None if folder is None else folder / "service"
+    with serve(model, tokenizer, name="klamp/arithmetic", folder=kept) as standin:
         yield tinker.ServiceClient(base_url=standin.url, api_key=standin.api_key), standin
 
 
-def price(standin: Standin, before: Counter[str], steps: int) -> str:
-    """Requests and tokens per step; a forward pass costs a token 1, forward and backward together 3."""
-    asked = {route: count / steps for route, count in sorted((standin.requests - before).items()) if count >= steps}
-    tokens = {name: count / steps for name, count in sorted(standin.tokens.items())}
-    training = tokens.get("forward", 0) + 3 * tokens["forward_backward"]
-    requests, read = (", ".join(f"{name} {count:g}" for name, count in each.items()) for each in (asked, tokens))
-    return f"per step: requests {requests}\n          tokens {read}\n          passes of training {training:g}"
+class Price:
+    """What the steps of a run ask of a stand-in, evaluations aside."""
+
+    def __init__(self, standin: Standin | None) -> None:
+        self.standin = standin
+        if standin is not None:
+            self.requests, self.tokens = standin.requests.copy(), Counter(standin.tokens)
+
+    def show(self, steps: int) -> None:
+        """Print requests and tokens per step; a forward pass costs a token 1, forward and backward together 3."""
+        if self.standin is None or not steps:
+            return
+        counts = self.standin.requests - self.requests
+        asked = {route: count / steps for route, count in sorted(counts.items()) if count >= steps}
+        tokens = {name: count / steps for name, count in sorted((self.standin.tokens - self.tokens).items())}
+        training = tokens.get("forward", 0) + 3 * tokens["forward_backward"]
+        requests, read = (", ".join(f"{name} {count:g}" for name, count in each.items()) for each in (asked, tokens))
+        print(f"per step: requests {requests}\n          tokens {read}\n          passes of training {training:g}")
+
+
+def train(
+    trainer: Trainer, task: Task, folder: Folder, *, done: int, standin: Standin | None
+) -> list[dict[str, float]]:
+    """Take the steps that are left; print, log and save them."""
+    config, found = trainer.config, []
+    held_out = task.evaluation["addition"][: config.held_out]
+    print(f"held out  {trainer.evaluate(held_out, task):.4f} after step {done}")
+    price = Price(standin)
+    for step in range(done + 1, config.steps + 1):
+        first = (step - 1) * config.prompts
+        metrics = trainer.step(task.train[first : first + config.prompts], task)
+        print(f"step {step:>3}  " + "  ".join(f"{name} {value:.4f}" for name, value in metrics.items()))
+        folder.log(step, metrics)
+        found.append(metrics)
+        if folder.path is not None and (step % config.save_every == 0 or step == config.steps):
+            folder.saved(step, trainer.save(f"step-{step:06d}"))
+    price.show(len(found))
+    print(f"held out  {trainer.evaluate(held_out, task):.4f} after step {config.steps}")
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> list[dict[str, float]]:
@@ -138,20 +235,18 @@ def main(argv: Sequence[str] | None = None) -> list[dict[str, float]]:
     parser.add_argument("--kl-coef", type=float, default=Config.kl_coef)
     parser.add_argument("--steps", type=int, default=Config.steps)
     parser.add_argument("--prompts", type=int, default=Config.prompts)
+    parser.add_argument("--save-every", type=int, default=Config.save_every)
+    parser.add_argument("--out", type=Path, help="folder for metrics and checkpoints; continues what is there")
     args = parser.parse_args(argv)
-    task = arithmetic_task(TaskConfig())
-    found = []
-    with service_of(args.local) as (service, standin):
+    task, folder = arithmetic_task(TaskConfig()), Folder(args.out)
+    with service_of(args.local, args.out) as (service, standin):
         name = args.model if standin is None else standin.base_model
-        config = Config(model_name=name, kl_coef=args.kl_coef, steps=args.steps, prompts=args.prompts)
-        trainer = Trainer(config, service)
-        before = Counter() if standin is None else standin.requests.copy()
-        for i in range(config.steps):
-            found.append(trainer.step(task.train[i * config.prompts : (i + 1) * config.prompts], task))
-            print(f"step {i + 1:>3}  " + "  ".join(f"{name} {value:.4f}" for name, value in found[-1].items()))
-        if standin is not None:
-            print(price(standin, before, config.steps))
-    return found
+        config = Config(
+            model_name=name, kl_coef=args.kl_coef, steps=args.steps, prompts=args.prompts, save_every=args.save_every
+        )
+        done, saved = folder.newest()
+        trainer = Trainer(config, service, saved)
+        return train(trainer, task, folder, done=done, standin=standin)
 
 
 if __name__ == "__main__":

@@ -86,13 +86,6 @@ def test_a_refused_configuration_names_its_arm() -> None:
         runs(Plan(base={"bta": 1}))
 
 
-def test_a_service_is_refused() -> None:
-    plan = Plan(base={"model": "Qwen/Qwen3-8B"}, arms=grid({"backend": ["tinker"]}))
-    with pytest.raises(ConfigError, match="on this machine or on a Ray cluster") as caught:
-        runs(plan)
-    assert "backend='tinker'" in caught.value.got and caught.value.fix
-
-
 def test_an_adapter_of_verl_is_refused() -> None:
     base = {"model": "Qwen/Qwen3-8B", "backend": "verl"}
     assert runs(Plan(base=base, arms=grid({"beta": [0.1]})))

@@ -153,7 +153,6 @@ def test_a_dry_run_shows_the_runs_and_does_nothing(use, capsys) -> None:
         ("--reference frozen adapter_off", "the arm 'reference=adapter_off'"),
         ("--kl_controller fixed step", "needs target_kl"),
         ("--beta -1 0", "beta must be a number >= 0"),
-        ("--backend local tinker --model tiny", "on this machine or on a Ray cluster"),
     ],
 )
 def test_bad_combinations_are_refused_before_any_work(use, capsys, words, said) -> None:

@@ -1,16 +1,12 @@
-"""`klamp train --backend trl|verl|tinker` from its arguments to its summary, by stand-ins for verl and a service."""
+"""`klamp train --backend trl|verl` from its arguments to its summary, by a stand-in for verl."""
 
 from __future__ import annotations
 
-import importlib.util
 import shlex
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from tests.hosts.trl.conftest import precision
-from tests.standin import FLAGS as TINKER
 from tests.training.conftest import TINY, stored, tiny_llama
 from tests.training.in_verl.conftest import stand_in
 
@@ -32,17 +28,6 @@ FLAGS = ["--max_steps", "2", "--eval_every", "0", "--eval_size", "1", "--report_
 def words(tmp_path) -> list[str]:
     """The words of a small run in tmp_path/run, but for its backend."""
     return [*FLAGS, "--model", stored(tiny_llama(), tmp_path / "model"), "--output_dir", str(tmp_path / "run")]
-
-
-@pytest.fixture(scope="module")
-def tinker() -> Iterator:
-    """A stand-in with the tiny Llama of the trainer's tests."""
-    pytest.importorskip("tinker")
-    from klamp.tasks import arithmetic_tokenizer
-    from klamp.tinker.testing import serve
-
-    with serve(tiny_llama(), arithmetic_tokenizer(), name="klamp/tiny") as standin:
-        yield standin
 
 
 def trained(words: list[str], folder: Path, capsys) -> str:
@@ -67,23 +52,6 @@ def test_verl(words, stand_in, tmp_path, capsys):
     assert main(["doctor", str(tmp_path / "run")]) in (0, 1)
 
 
-def test_tinker(tinker, tmp_path, monkeypatch, capsys):
-    for name, value in tinker.environment.items():
-        monkeypatch.setenv(name, value)
-    out = tmp_path / "run"
-    text = trained([*TINKER, "--max_steps", "2", "--output_dir", str(out)], out, capsys)
-    assert f"klamp/tiny · Tinker, {tinker.url}" in text
-    assert "reference: klamp/tiny at the service, frozen" in text and "entropy" not in text
-
-
-def test_a_dry_run_says_where_the_weights_are(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    text = " ".join(plan_text(parse_train(TINKER).config).split())
-    assert "klamp/tiny at the Tinker service; a LoRA adapter of rank 4 is trained" in text
-    assert "reference klamp/tiny at the Tinker service, frozen" in text
-    assert not list(tmp_path.iterdir())
-
-
 def test_a_dry_run_prints_the_command_of_verl(words, tmp_path):
     mine = ["--backend", "verl", "--verl_args", "trainer.logger=[console]", "+a.b='two words'"]
     config = parse_train([*words, *mine]).config
@@ -91,18 +59,3 @@ def test_a_dry_run_prints_the_command_of_verl(words, tmp_path):
     shape = shape_of(config.model.model)
     assert shlex.split(told) == command(config, tmp_path / "run", "python", shape)
     assert not (tmp_path / "run").exists(), "nothing is written"
-
-
-@pytest.mark.usefixtures("default_base_model", "tinker")
-def test_the_example_runs_offline(capsys):
-    spec = importlib.util.spec_from_file_location("tinker_grpo_kl", ROOT / "examples" / "tinker_grpo_kl.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    rows = module.main(["--local", "--steps", "3", "--prompts", "2"])
-    assert [row["kl/k3"] > 1e-6 for row in rows] == [False, True, True], "requests are scored in batches of any size"
-    assert "requests asample 18, forward_backward 2, optim_step 1" in capsys.readouterr().out
-    (row,) = module.main(["--local", "--steps", "1", "--prompts", "2", "--kl-coef", "0"])
-    assert row.keys() == {"reward"}
-    assert "requests asample 2, forward_backward 1, optim_step 1" in capsys.readouterr().out

@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import yaml
-from tests.standin import FLAGS
 from tests.training import rewards
 from tests.training.answering import VLLMServer, answering
 from tests.training.conftest import TINY, stored, tiny_llama
@@ -137,22 +136,6 @@ def test_an_ablation_its_plan_and_its_runs(
     asked.clear()
     assert klamp(*words, "--workers", "1", "--output_dir", "out")[0] == 0
     assert not asked, "it was done"
-
-
-def test_the_tinker_service(klamp: Program, elsewhere: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("tinker")
-    from klamp.tasks import arithmetic_tokenizer
-    from klamp.tinker.testing import serve
-
-    words = ("train", *FLAGS, "--max_steps", "1", "--output_dir", "run")
-    with serve(tiny_llama(), arithmetic_tokenizer(), name="klamp/tiny") as standin:
-        for name, value in standin.environment.items():
-            monkeypatch.setenv(name, value)
-        monkeypatch.setenv("TINKER_BASE_URL", standin.url.replace("//", "//m%65:se%63ret@"))
-        code, said = klamp(*words)
-        assert code == 0 and f"Tinker, {standin.url}" in said
-        assert klamp("train", *FLAGS, "--model", "no/such", "--max_steps", "1", "--output_dir", "other")[0] == 1
-    assert leaking(elsewhere / "run") == []
 
 
 REFUSED = {

@@ -89,7 +89,6 @@ DOORS = {
     "klamp.training.in_trl.run": ("train", "trl"),
     "klamp.training.in_verl.data": ("train",),
     "klamp.training.in_verl.run": ("train",),
-    "klamp.training.service.run": ("train", "tinker"),
     "klamp.tinker": ("tinker",),
     "klamp.trl": ("trl",),
     "klamp.unsloth": ("unsloth",),

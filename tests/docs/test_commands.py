@@ -15,7 +15,7 @@ from klamp.cli.help import COMMANDS
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))}
 BLOCK = re.compile(r"^```(?:sh|text)?\n(.*?)^```$", re.M | re.S)
 CODE = re.compile(r"`([^`\n]+)`")
-FORM = re.compile(r"\.\.\.|\$|(?:^| )[A-Z]+(?: |$)|--target_kl$|--backend tinker$")
+FORM = re.compile(r"\.\.\.|\$|(?:^| )[A-Z]+(?: |$)|--target_kl$")
 """What only shows the form of a command, or a part of one: left out here."""
 
 

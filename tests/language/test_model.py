@@ -95,18 +95,3 @@ def test_trl_takes_the_folder(tmp_path: Path, tokenizer: Any) -> None:
     logged = [row for row in trainer.state.log_history if "kl/k3" in row]
     assert len(logged) == 2 and logged[0]["kl/k3"] == pytest.approx(0, abs=1e-6)
     assert all(math.isfinite(row["kl/k3"]) and math.isfinite(row["loss"]) for row in logged)
-
-
-def test_the_tinker_stand_in_serves_it(model: Any, tokenizer: Any, tmp_path: Path, monkeypatch: Any) -> None:
-    from klamp.tinker.testing import serve
-
-    with serve(model, tokenizer, name="smollm2") as standin:
-        for name, value in standin.environment.items():
-            monkeypatch.setenv(name, value)
-        words = (
-            "train --backend tinker --model smollm2 --task describe --lora_r 4 --prompts_per_step 1 --report_to none"
-        )
-        words += " --num_generations 2 --max_completion_length 6 --max_steps 1 --eval_size 1 --eval_every 0"
-        assert main([*words.split(), "--output_dir", str(tmp_path / "run")]) == 0
-    (step,) = steps(tmp_path / "run")
-    assert step["kl/k3"] == pytest.approx(0, abs=1e-4)

@@ -44,25 +44,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"lr_scheduler_type": "linear"}, "constant and cosine"),
         ({"gradient_accumulation_steps": 3}, "parts of the same size"),
     ],
-    "tinker": [
-        ({"model": "builtin"}, "no model of that name"),
-        ({"dtype": "bfloat16"}, "decides it"),
-        ({"master_weights": "none", "dtype": "bfloat16", "lora_r": 0}, "decides it"),
-        ({"lora_alpha": 16}, "decides it"),
-        ({"lora_target_modules": ("q_proj",)}, "decides it"),
-        ({"gradient_checkpointing": True}, "decides it"),
-        ({"reference_device": "cpu"}, "decides it"),
-        ({"reference_dtype": "bfloat16"}, "decides it"),
-        ({"temperature": 0.7}, "another policy's"),
-        ({"top_p": 0.9}, "another policy's"),
-        ({"top_k": 5}, "another policy's"),
-        ({"kl_estimator": "exact"}, "not of the whole vocabulary"),
-        ({"exact_kl_completions": 2}, "not of the whole vocabulary"),
-        ({"reference": "ema"}, "a snapshot"),
-        ({"kl_early_stop": 0.1, "num_iterations": 2}, "cannot drop it"),
-        ({"teacher_kind": "ema"}, "stay as they are"),
-        ({"teacher_kind": "live", "teacher_prompt": "hint"}, "stay as they are"),
-    ],
 }
 CASES = [(backend, given, why) for backend, rows in REFUSED.items() for given, why in rows]
 
@@ -74,13 +55,11 @@ NOT_ALONE = [
     ("verl", {"teacher_url": "http://there:8000"}, "teacher_kind='remote' cannot be honoured by verl"),
     ("verl", {"teacher_model": "there", "temperature": 0.7}, "temperature=0.7 with a teacher"),
     ("verl", {"teacher_model": "there", "reward": "none"}, "leaves out its policy loss"),
-    ("tinker", {"teacher_model": "there", "teacher_estimator": "exact"}, "cannot use a sampling client"),
-    ("tinker", {"teacher_model": "there", "teacher_estimator": "topk"}, "teacher_head='student' cannot use"),
     ("trl", {"kl_early_stop": 0.1, "num_iterations": 2}, "cannot be honoured by TRL"),
     ("trl", {"reference": "remote", "reference_url": "http://there:8000"}, "cannot be honoured by TRL"),
     ("trl", {"reference_device": "cpu"}, "cannot be honoured by TRL"),
     ("local", {"sampler": "vllm"}, "set backend to trl"),
-    *((backend, {"sampler_url": "http://there:8000"}, "set backend to trl") for backend in ("local", "tinker")),
+    *((backend, {"sampler_url": "http://there:8000"}, "set backend to trl") for backend in ("local",)),
     *((backend, {"reference": "adapter_off"}, "needs an adapter") for backend in ("local", "trl")),
     ("local", {"reference": "ema", "ref_model": "another"}, "does not use ref_model"),
 ]
@@ -99,11 +78,6 @@ ALLOWED = [
     ("trl", {"gradient_accumulation_steps": 8, "num_iterations": 3}),
     ("trl", {"sampler": "vllm"}),
     ("verl", {"verl_args": ["~data.seed", "+new.key=1"], "sampler": "vllm", "exact_kl_completions": 0}),
-    ("tinker", {"lora_r": 16, "ref_model": "tinker://run/sampler_weights/a", "num_iterations": 2}),
-    ("tinker", {"teacher_model": "tinker://run/sampler_weights/a", "teacher_placement": "advantage", "beta": 0.0}),
-    ("tinker", {"teacher_model": "there", "teacher_estimator": "topk", "teacher_head": "teacher"}),
-    ("tinker", {"teacher_kind": "adapter_off", "teacher_prompt": "hint", "lora_r": 4}),
-    ("tinker", {"teacher_url": "http://there:8000"}),
 ]
 
 
@@ -127,7 +101,7 @@ def test_what_it_can_do_passes(backend, given):
     check_backend(config_of(backend, given))
 
 
-@pytest.mark.parametrize("backend", ["local", "trl", "tinker"])
+@pytest.mark.parametrize("backend", ["local", "trl"])
 @pytest.mark.parametrize(
     ("field", "value"),
     [
@@ -146,16 +120,10 @@ def test_what_says_how_verl_is_started_means_nothing_elsewhere(field, value, bac
     check_backend(config_of("verl", {field: value}))
 
 
-@pytest.mark.parametrize("backend", ["local", "tinker"])
+@pytest.mark.parametrize("backend", ["local"])
 @pytest.mark.parametrize("field", ["gpus", "gpu_memory"])
 def test_gpus_are_divided_by_trl_and_verl_alone(field, backend):
     with pytest.raises(ConfigError, match=f"backend='{backend}' cannot do this"):
         check_backend(config_of(backend, {field: 2}))
     for other in ("trl", "verl"):
         check_backend(config_of(other, {field: 2}))
-
-
-def test_a_checkpoint_of_this_machine_is_no_model_of_a_service(tmp_path):
-    (tmp_path / "policy").mkdir()
-    with pytest.raises(ConfigError, match="backend='tinker' cannot do this(?s:.*)a checkpoint on this machine"):
-        check_backend(config_of("tinker", {"model": str(tmp_path)}))

@@ -278,12 +278,6 @@ def test_what_has_to_be_made_first_is_said_and_not_made(cached_nowhere: Path) ->
     assert not (cached_nowhere / "cache").exists()
 
 
-def test_tinkers_tokenizer_is_asked_of_the_service(cached_nowhere: Path) -> None:
-    given = {"backend": "tinker", "model": "Qwen/Qwen3-8B", "task": rows(cached_nowhere, prompts=["1=", "2="])}
-    assert opened(**given) == "the tokenizer is asked of the Tinker service"
-    assert opened(**given, tokenizer="builtin") == Inputs(training=1, held_out=1, longest=2)
-
-
 def test_a_folder_that_holds_no_model_is_an_error_though_the_tokenizer_is_elsewhere(cached_nowhere: Path) -> None:
     (cached_nowhere / "empty").mkdir()
     with pytest.raises(ModelError, match="a model's configuration"):

@@ -12,7 +12,6 @@ from tests.training.conftest import steps_of
 from klamp.training.backends import train_run
 from klamp.training.checkpoint import checkpoints
 from klamp.training.config import TrainConfig
-from klamp.training.models import load_model, load_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -91,17 +90,3 @@ def test_every_loop_learns_it_and_ends_as_far_away(default_base_model, tmp_path)
     by_trl = scored(tmp_path / "trl", backend="trl", cpu=True)
     assert all(1 / 4 < by_trl[name] / here[name] < 4 for name in ("kl/exact", "kl/k3"))
     assert 0.02 < here["kl/exact"] < 0.6
-
-
-def test_a_service_learns_it_with_an_adapter(default_base_model, tmp_path, monkeypatch):
-    """As far away as `local` ends with the same adapter, k3 for k3: the service tells no exact KL."""
-    pytest.importorskip("tinker")
-    from klamp.tinker.testing import serve
-
-    adapter = {"lora_r": 32, "learning_rate": 1.5e-3, "warmup_steps": 2, "prompts_per_step": 12, "max_steps": 25}
-    here = scored(tmp_path / "local", backend="local", cpu=True, **adapter)
-    with serve(load_model("builtin"), load_tokenizer("builtin"), name="klamp/builtin") as standin:
-        for name, value in standin.environment.items():
-            monkeypatch.setenv(name, value)
-        there = scored(tmp_path / "tinker", backend="tinker", model="klamp/builtin", **adapter)
-    assert 1 / 8 < there["kl/k3"] / here["kl/k3"] < 8

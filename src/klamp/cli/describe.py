@@ -45,8 +45,6 @@ def describe_task(config: TrainConfig) -> str:
 def describe_model(config: TrainConfig) -> str:
     """The model of a run, and which of its weights are trained, in words."""
     model = config.model
-    if config.run.backend == "tinker":
-        return f"{model.model} at the Tinker service; a LoRA adapter of rank {model.lora_r or 32} is trained"
     name = model.model
     if name == BUILTIN:
         cached = base_model_folder(BaseModelConfig()).is_dir()
@@ -67,8 +65,6 @@ def describe_reference(config: TrainConfig) -> str:
     kl, model = config.kl, config.model
     if not kl.needs_reference:
         return f"none: beta is 0, so no reference is loaded{MONITOR}"
-    if config.run.backend == "tinker":
-        return f"{model.ref_model or model.model} at the Tinker service, frozen"
     adapter = "adapter_off" if model.lora_r and model.ref_model is None else "frozen"
     return {
         "frozen": f"{model.ref_model}, frozen" if model.ref_model else "a frozen copy of the starting policy",

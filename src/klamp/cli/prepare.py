@@ -51,7 +51,7 @@ def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
         raise ConfigError(
             "--prepare is for a run that is launched on several GPUs",
             got=f"backend={backend!r}",
-            why="klamp's own loop is for one machine, and a service has its own",
+            why="klamp's own loop is for one machine",
             fix="set backend to trl or verl, and gpus; or leave --prepare out and start the run",
         )
     inputs, shape = open_inputs(config), shape_of(config.model.model)

@@ -12,14 +12,12 @@ from typing import TYPE_CHECKING, NamedTuple, TypeAlias
 
 from klamp.config import LOSS_TYPES, KLConfig, LossConfig
 from klamp.config.loss import kl_reduction
-from klamp.config.teacher import of_a_server
 from klamp.errors import Refusal, refuse
 from klamp.hosts.common.kl_fields import host_refusals, one_teacher_refusals
 from klamp.hosts.verl.overrides import verl_refusals as of_verl_s_hooks
 from klamp.hosts.verl.teacher import teacher_refusals
 from klamp.tasks.base import NO_REWARD
 from klamp.training.config import Backend, TrainConfig
-from klamp.training.folders import policy_folder
 from klamp.training.observers import Observer, RunSummary
 
 if TYPE_CHECKING:
@@ -30,10 +28,6 @@ Runner: TypeAlias = Callable[[TrainConfig, Sequence[Observer]], RunSummary]
 
 def run_of(backend: Backend) -> type[Training]:
     """The class that carries a run out with a backend; the libraries of the others are not loaded."""
-    if backend == "tinker":
-        from klamp.training.service.run import TinkerTrainer
-
-        return TinkerTrainer
     if backend == "trl":
         from klamp.training.in_trl.run import TRLRun
 
@@ -155,56 +149,6 @@ def _no_reference(config: TrainConfig) -> list[Refusal]:
             why="only a frozen reference is loaded from a folder of its own",
             fix="leave ref_model out, or set reference='frozen'",
         ),
-    ]
-
-
-DECIDED = ("dtype", "master_weights", "lora_alpha", "lora_target_modules", "gradient_checkpointing")
-DECIDED += ("reference_device", "reference_dtype")
-ANOTHER_POLICY = "the service gives log-probabilities of the model itself: ratios and KL would be another policy's"
-TOKENS_ONLY = "the service gives log-probabilities of tokens, not of the whole vocabulary"
-TINKER = {
-    "model": Row(
-        "the weights are the service's, and it has no model of that name",
-        "set model to a base model of the service, such as Qwen/Qwen3-8B",
-        ("builtin",),
-    ),
-    **dict.fromkeys(DECIDED, Row("the service decides it")),
-    "temperature": Row(ANOTHER_POLICY, "leave temperature at 1.0"),
-    "top_p": Row(ANOTHER_POLICY, "leave top_p at 1.0"),
-    "top_k": Row(ANOTHER_POLICY, "leave top_k at 0"),
-    "kl_estimator": Row(TOKENS_ONLY, "use k3, or k1 with kl_horizon='sequence'", ("exact",)),
-    "reference": Row(
-        "the reference is a sampling client of the service: its base model, or a snapshot",
-        "use reference='frozen'; ref_model names another base model or a tinker:// path",
-        ("ema", "periodic", "remote"),
-    ),
-    "teacher_kind": Row(
-        "the teacher is a sampling client of weights that stay as they are",
-        "use teacher_model (a base model of the service or a tinker:// path), or teacher_kind='adapter_off'",
-        ("ema", "periodic", "live"),
-    ),
-    "kl_early_stop": Row(
-        "the service has added the gradient up before the KL of the update is known, and cannot drop it",
-        "use a lower learning_rate, or fewer num_iterations",
-    ),
-}
-
-
-def tinker_refusals(config: TrainConfig) -> list[Refusal]:
-    """What a service of the Tinker SDK cannot do."""
-    model = config.model.model
-    return [
-        *refused(config, TINKER | dict.fromkeys(TRUST, Row("the service's sampler is the old policy itself"))),
-        Refusal(
-            policy_folder(model) != model,
-            "backend='tinker' cannot do this",
-            got=f"model={model!r}",
-            why="that is a checkpoint on this machine, and the weights are the service's",
-            fix="set model to a base model of the service; a run of klamp's goes on with --resume and its --output_dir",
-        ),
-        _no_exact_kl(config, TOKENS_ONLY),
-        of_a_server(config.teacher, config.teacher.there, who="a sampling client"),
-        *refused(config, OWN_LOOP),
     ]
 
 
@@ -397,6 +341,5 @@ REFUSALS: Mapping[Backend, Callable[[TrainConfig], list[Refusal]]] = {
     "local": local_refusals,
     "trl": trl_refusals,
     "verl": verl_refusals,
-    "tinker": tinker_refusals,
 }
 """What each backend cannot do, one row for each."""

@@ -34,7 +34,7 @@ from klamp.errors import ConfigError, KLWarning, Refusal, refuse
 from klamp.tasks.base import NO_REWARD, TaskConfig
 from klamp.tasks.paths import at_home
 
-Backend: TypeAlias = Literal["local", "trl", "verl", "tinker"]
+Backend: TypeAlias = Literal["local", "trl", "verl"]
 Sampler: TypeAlias = Literal["own", "vllm"]
 MasterWeights: TypeAlias = Literal["float32", "none"]
 
@@ -189,12 +189,9 @@ class RunConfig:
     stop_on: tuple[str, ...] = ()
     """Alarms (and notes) at which to stop, with a checkpoint kept; `klamp doctor --help` lists them."""
     backend: Backend = "local"
-    """Who trains: local (klamp's own loop), trl (TRL's GRPO, in this process), verl (its own program, on Ray), or
-    tinker (a service that the Tinker SDK reaches)."""
+    """Who trains: local (klamp's own loop), trl (TRL's GRPO), or verl (its own program, on Ray)."""
     process_timeout: float = 600.0
     """Longest time in seconds that one process may wait for another (several processes); then the run ends."""
-    service_timeout: float = 600.0
-    """Longest wait for one answer of the service, in seconds."""
     gpus: int = 1
     """GPUs to use on each machine (backends verl and trl; with trl they are shared by training and vLLM's server)."""
     gpu_memory: float = 80.0
@@ -220,7 +217,6 @@ class RunConfig:
                 "gpu_memory": POSITIVE,
                 "exact_kl_completions": AT_LEAST_0,
                 "process_timeout": SECONDS,
-                "service_timeout": SECONDS,
                 "stall_timeout": SECONDS,
             },
         )

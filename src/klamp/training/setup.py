@@ -51,13 +51,10 @@ from klamp.training.processes import check_precision, timeout_of
 from klamp.training.references import AdapterOffReference, FrozenReference, MovingReference, Reference, connect
 from klamp.training.teachers import check_tokens_of, load_teachers
 
-ELSEWHERE = ("tinker", "verl")
-"""Backends whose weights are not in this process."""
-
 
 def on_cpu(config: TrainConfig) -> bool:
     """Whether this process stays on the CPU: asked to, trained elsewhere, or without a GPU, to join processes."""
-    return config.run.cpu or config.run.backend in ELSEWHERE or not torch.accelerator.is_available()
+    return config.run.cpu or config.run.backend == "verl" or not torch.accelerator.is_available()
 
 
 def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
@@ -186,8 +183,6 @@ def open_inputs(config: TrainConfig) -> Inputs | str:
 
 def _unready(config: TrainConfig, named: str) -> str:
     """Why there is no tokenizer to be opened yet; empty: there is one."""
-    if config.run.backend == "tinker" and not config.model.tokenizer:
-        return "the tokenizer is asked of the Tinker service"
     missing = [n for n in (named, config.model.model) if n in NAMED_MODELS and not named_model_folder(n).is_dir()]
     return f"{missing[0]} is converted first" if missing else ""
 
@@ -197,8 +192,8 @@ def _tokenizer(config: TrainConfig, named: str) -> tuple[PreTrainedTokenizerBase
     builtin = config.model.model == BUILTIN
     # the built-in model may have to be taught first; its tokenizer need not
     tokenizer = ready_tokenizer(arithmetic_tokenizer(), named) if named == BUILTIN else load_tokenizer(named)
-    if builtin or config.run.backend == "tinker":
-        return tokenizer, MAX_MODEL_LENGTH if builtin else None
+    if builtin:
+        return tokenizer, MAX_MODEL_LENGTH
     return tokenizer, describe_folder(config.model.model)[0]
 
 

@@ -93,7 +93,7 @@ AROUND = (
     *("stall_timeout", "backend", "tokenizer", "sampler", "gpu_memory"),
 )
 """Fields that klamp honours around verl; besides those of the task."""
-WITHOUT_MEANING = ("service_timeout", "process_timeout")
+WITHOUT_MEANING = ("process_timeout",)
 
 
 def told(**changes: Any) -> list[str]:
