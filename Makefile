@@ -33,7 +33,7 @@ help:
 	@echo "make demo    make the environment, train on the built-in task, write the run's report"
 	@echo "make demo-language   the same with a real language model, SmolLM2-135M: a quarter of an hour"
 	@echo "make test    every check of the gate: lint, types, imports, docs, tests (PYTEST_ARGS='-k name' narrows the tests)"
-	@echo "make gate-slow   ten killed runs, and what must be several processes; gate-verl, gate-vllm, gate-unsloth,"
+	@echo "make gate-slow   ten killed runs; gate-verl, gate-vllm, gate-unsloth,"
 	@echo "                 gate-oldest: one short real run each, and what must be equal there"
 	@echo "make test-everything   all of the targets below, each once on this commit; writes their record into the docs"
 	@echo "                       (EVERYTHING_ARGS='test-slow mutants' narrows it; what passed is not run again)"
@@ -112,7 +112,7 @@ pytest: $(READY)
 test-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile -m slow $(ELSEWHERE) $(PYTEST_ARGS)
 
-# Of the slow ones those that every landing runs too: ten kills, and what must be several processes.
+# Of the slow ones those that every landing runs too: ten kills.
 gate-slow: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(WORKERS) --dist loadfile -m "slow and gate" $(ELSEWHERE) $(PYTEST_ARGS)
 

@@ -77,9 +77,9 @@ def _fine_tuned(config: Any, folder: Path) -> tuple[str, int]:
     from klamp.training.optimizer import adamw, schedule_of
     from klamp.training.rollouts import completed
     from klamp.training.sampling import examples_of_step, uniform_numbers
-    from klamp.training.setup import build, make_accelerator
+    from klamp.training.setup import build
 
-    context: Any = build(config, make_accelerator(config, folder), folder, ())
+    context: Any = build(config, folder, ())
     optimizer, tokens = adamw(context.policy, config), 0
     schedule, train = schedule_of(optimizer, config), context.task.train
     for step in range(config.run.max_steps):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tests.ports import kept_port
 
 from klamp.tasks import load_task
 from klamp.tasks.base import TaskConfig
@@ -78,27 +77,3 @@ def test_the_demonstration_of_kl_clipping(tmp_path):
     assert budgets[1] == budgets[3] == pytest.approx(0.05 * runs["hard, per token"][-1]["kl/reference_length"])
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert all(arm in printed for arm in runs)
-
-
-def launched(tmp_path: Path, name: str, *first: str, flags: tuple[str, ...] = ()) -> tuple[dict[str, list[float]], str]:
-    """Every scalar that two processes logged, under a configuration of accelerate; and what they printed."""
-    launch = ["-m", "accelerate.commands.launch", "--config_file", f"examples/accelerate/{name}.yaml"]
-    launch += ["--main_process_port", str(kept_port()), *first, "examples/trl_train.py", "train"]
-    arguments = ["--kl-beta", "0.04", "--batch-size", "8", "--max-steps", "3", "--learning-rate", "0.001"]
-    printed = run(*launch, *arguments, *flags, "--output-dir", str(tmp_path / name), "--report-to", "tensorboard")
-    (folder,) = {path.parent for path in (tmp_path / name).rglob("events.*")}
-    events = EventAccumulator(str(folder)).Reload()
-    return {tag: [event.value for event in events.Scalars(tag)] for tag in events.Tags()["scalars"]}, printed
-
-
-def test_two_processes_under_ddp_and_under_fsdp2_train_alike(tmp_path):
-    """Fast scoring is asked for where the weights are split: TRL's own does the work, and it is said by name."""
-    plain, _ = launched(tmp_path, "ddp_cpu")
-    sharded, said = launched(tmp_path, "fsdp2_cpu", "examples/accelerate/fsdp2_on_cpu.py", flags=("--fast-scoring",))
-    assert "TRL's own scoring is used: FSDP or ZeRO-3 splits the weights" in " ".join(said.split())
-    assert plain["train/kl/k3"][-1] > 1e-6, "the policy has moved"
-    for name in ("train/kl/k1", "train/kl/k3", "train/loss", "train/reward", "train/beta", "train/num_tokens"):
-        assert len(plain[name]) == 3
-        assert sharded[name] == pytest.approx(plain[name], rel=1e-4, abs=1e-6), name
-    assert "train/kl/exact" in plain
-    assert "train/kl/exact" not in sharded, "only FSDP leaves the exact KL out, so this was FSDP"

@@ -140,7 +140,7 @@ def _mask_without_ends(trainer: Trainer, told: Told, undone: ExitStack) -> None:
         last[torch.arange(len(last)), completions.mask.sum(-1) - 1] = True
         kept = ~(last & completions.ended[:, None])
         masks = {name: given[name] & kept for name in ("mask", "kl_mask")}
-        return real(**given | masks | {"totals": rollouts.totals_of(trainer.context, *masks.values())})
+        return real(**given | masks | {"totals": rollouts.totals_of(*masks.values())})
 
     undone.enter_context(patch.object(rollouts, "Rollout", without_ends))
 

@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.utils.tensorboard
 from tests.reliability.points import POINTS, Aim
-from tests.reliability.runs import ALARMED, CASES, COMMON, MOVING, PROCESSES, contents, differing
+from tests.reliability.runs import ALARMED, CASES, COMMON, MOVING, contents, differing
 from tests.training import children
 from tests.training.conftest import stored, tiny_llama
 
@@ -89,8 +89,7 @@ def plan(count: int, seed: int) -> list[Kill]:
     for number in range(count):
         point = AT_RANDOM if number % 4 == 0 else next(points)
         cases = ONLY.get(point, tuple(CASES))
-        weights = [1 if case in PROCESSES else 3 for case in cases]  # a run of two processes takes thrice as long
-        (case,) = drawn.choices(cases, weights)
+        case = drawn.choice(cases)
         blows = [Blow(point=point, share=drawn.random())]
         if number % 3 == 2:
             others = [each for each in (*FIRST, *OF_A_RESUME) if case in ONLY.get(each, CASES)]
@@ -154,7 +153,7 @@ class Ground:
         settings = {"model": self.model, "output_dir": str(folder), "resume": folder.exists()}
         values = {**COMMON, **CASES[case], **settings}
         _wait_for_another_second(folder)
-        child = children.start(train, values, PROCESSES.get(case, 1), dict(aims or {}), str(told))
+        child = children.start(train, values, dict(aims or {}), str(told))
         if after is not None:
             children.wait_for(told)
             time.sleep(after)
@@ -183,39 +182,24 @@ def _wait_for_another_second(folder: Path) -> None:
         time.sleep(0.05)
 
 
-def train(values: dict[str, Any], processes: int, aims: dict[str, int], told: str) -> None:
-    """The process of a run, or the first of two.
+def train(values: dict[str, Any], aims: dict[str, int], told: str) -> None:
+    """The process of a run.
 
     Args:
         values: the configuration.
-        processes: how many it trains in.
         aims: point -> at which of its times there it kills itself; 0: it counts them.
         told: a file that it makes when it begins; at its end it says there how long it took, and what it came by.
     """
     os.setpgrp()
     torch.set_num_threads(1)
     warnings.simplefilter("ignore", KLWarning)
-    other = _second_process() if processes > 1 else None
     counts = {name: Aim(at) for name, at in aims.items()}
     for name, aim in counts.items():
         POINTS[name](aim)
     started = time.perf_counter()
-    if other != 0:
-        Path(told).touch()
+    Path(told).touch()
     train_run(TrainConfig.from_flat(values))
-    if other == 0:
-        os._exit(0)
     seconds = time.perf_counter() - started
     Path(told).write_text(
         json.dumps({"seconds": seconds, "passed": {name: aim.passed for name, aim in counts.items()}})
     )
-    if other:
-        os.waitpid(other, 0)
-
-
-def _second_process() -> int:
-    """Fork, and let the two find each other; the other one's id, 0 in that one itself."""
-    (port,) = children.free_ports(1)
-    other = os.fork()
-    children.join_group(1 if other == 0 else 0, 2, port)
-    return other

@@ -43,15 +43,12 @@ CASES: dict[str, dict[str, Any]] = {
         "kl_clip_method": "hard",
         "kl_clip_threshold": 1e-4,
     },
-    "two processes": {"prompts_per_step": 4, "kl_controller": "proportional", "target_kl": 1e-3},
 }
 """What each run is besides that."""
 MOVING = ("EMA", "periodic")
 """Those whose reference moves."""
-ALARMED = ("controller", "LoRA", "several updates", "two processes")
+ALARMED = ("controller", "LoRA", "several updates")
 """Those in which an alarm rises."""
-PROCESSES = {"two processes": 2}
-"""In how many processes a run trains, where not in one."""
 TIMES = "speed/"
 """How the names of metrics begin that no seed fixes."""
 LINES = ("metrics", "completions", "answers", "alarms", "cautions")

@@ -29,7 +29,7 @@ TEN = (
             Blow(point="while TensorBoard's file is written", share=0.4),
         ),
     ),
-    Kill(case="two processes", blows=(Blow(point="while the state is saved", share=0.5),)),
+    Kill(case="several updates", blows=(Blow(point="while the state is saved", share=0.5),)),
     Kill(case="controller", blows=(Blow(point="before a checkpoint is in its place", share=0.5),)),
     Kill(case="LoRA", blows=(Blow(point="while the moments are saved", share=0.5),)),
     Kill(case="EMA", blows=(Blow(point="while the reference is saved", share=0.5),)),

@@ -16,7 +16,7 @@ from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
 from klamp.training.observers import Observer, RunInfo
-from klamp.training.setup import build, make_accelerator
+from klamp.training.setup import build
 
 logging.disable_progress_bar()
 
@@ -131,11 +131,7 @@ def context_of(config_of: Callable[..., TrainConfig]) -> Callable[..., Context]:
 
     def make(**changes: Any) -> Context:
         config = config_of(**changes)
-        folder = Path(str(config.run.output_dir))
-        accelerator = make_accelerator(config, folder)
-        context = build(config, accelerator, folder, ())
-        context.wrapped = accelerator.prepare_model(context.wrapped)
-        return context
+        return build(config, Path(str(config.run.output_dir)), ())
 
     return make
 
@@ -158,7 +154,6 @@ def info_of(folder: Path, start_step: int, config: TrainConfig | None = None) ->
         "trainable_parameters": 1,
         "reference": "",
         "device": "cpu",
-        "processes": 1,
     }
     return RunInfo(config=config or TrainConfig(), output_dir=folder, start_step=start_step, **known)
 

@@ -14,7 +14,7 @@ from klamp.records import read_record
 from klamp.training.config import TrainConfig
 from klamp.training.observers import Observer
 from klamp.training.runlog import RunLog
-from klamp.training.setup import build, make_accelerator
+from klamp.training.setup import build
 from klamp.training.trainer import Trainer
 
 ARITHMETIC: dict[str, Any] = {
@@ -54,9 +54,8 @@ def trained(folder: Path, *, plant: Callable[[Trainer, Told], None] | None = Non
     """
     every = {"output_dir": str(folder), "eval_every": 0, "save_every": 0, "eval_size": 2, "log_completions_every": 1}
     config = TrainConfig.from_flat({**TINY, **every, **changes})
-    accelerator = make_accelerator(config, folder)
     told = Told()
-    trainer = Trainer(build(config, accelerator, folder, ()), [RunLog(accelerator), told])
+    trainer = Trainer(build(config, folder, ()), [RunLog(), told])
     if plant is not None:
         plant(trainer, told)
     trainer.tell(lambda observer: observer.on_start(trainer.info()))

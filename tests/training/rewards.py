@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import time
 from typing import Any
 
 STATE: dict[str, float] = {"calls": 0, "break_at": -1, "pay": 0.0}
@@ -72,20 +70,3 @@ def odd(completion: str, **_: Any) -> float:
 def half(completion: str, *, answer: str) -> float:
     """`digits` for every other answer; the groups of the others are saturated."""
     return digits(completion) if sum(map(ord, str(answer))) % 2 else 1.0
-
-
-def faulty(completion: str, **_: Any) -> float:
-    """`digits`, until the call at which one process of several ends, hangs or fails: FAULT=KIND:RANK:CALL.
-
-    KIND is exit or hang; `slow` only takes a moment for every completion.
-    """
-    kind, rank, call = os.environ["FAULT"].split(":")
-    STATE["calls"] += 1
-    if kind == "slow":
-        time.sleep(0.05)
-    if os.environ.get("RANK") == rank and STATE["calls"] == int(call):
-        if kind == "exit":
-            os._exit(7)
-        while kind == "hang":
-            time.sleep(1)
-    return digits(completion)

@@ -1,4 +1,4 @@
-"""Evaluation: greedy, every held-out prompt once, the same mean however many processes and batches."""
+"""Evaluation: greedy, every held-out prompt once, the same mean however many batches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import pytest
 import torch
 from tests.training import rewards
 from tests.training.conftest import tiny_llama
-from tests.training.test_rollouts import of_process
 from transformers import GenerationConfig
 
 from klamp.diagnostics.sync import START, WEIGHTS
@@ -50,18 +49,6 @@ def test_every_skill_is_scored_as_greedy_decoding_of_each_prompt_scores(context_
     assert evaluate(context).scores == pytest.approx(expected)
     monkeypatch.setattr(evaluation, "BATCH", 3)
     assert evaluate(context).scores == pytest.approx(expected)
-
-
-def test_processes_share_the_prompts_and_leave_none_out(context_of):
-    context = context_of(eval_size=7)
-    expected, shares = by_hand(context), [evaluate(of_process(context, i, 2)).scores for i in range(2)]
-    for skill in expected:
-        assert (4 * shares[0][skill] + 3 * shares[1][skill]) / 7 == pytest.approx(expected[skill])
-
-
-def test_more_processes_than_prompts_are_no_trouble(context_of):
-    context = context_of(eval_size=1)
-    assert evaluate(of_process(context, 2, 3)).scores == {"addition": 0.0, "subtraction": 0.0, "reversal": 0.0}
 
 
 def test_a_skill_that_is_read_is_scored_by_the_probability_of_its_answers(context_of):

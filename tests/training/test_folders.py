@@ -28,13 +28,13 @@ from klamp.training.folders import (
     held,
     make_folder,
     newest_policy,
+    opened_folder,
     policy_folder,
     run_folder,
     sync,
     write_whole,
 )
 from klamp.training.observers import Observer
-from klamp.training.setup import opened_folder
 
 
 def test_folders_are_numbered_and_never_taken_twice(tmp_path):

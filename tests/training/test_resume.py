@@ -20,6 +20,7 @@ from klamp.errors import NonFiniteError, RewardError, RunFolderError, TrainingSt
 from klamp.training import checkpoint, trainer, updates
 from klamp.training.backends import train_run
 from klamp.training.observers import Observer
+from klamp.training.runlog import TRACKERS, TensorBoard
 
 pytestmark = pytest.mark.slow
 
@@ -374,16 +375,17 @@ def test_a_folder_that_is_deleted_under_the_run_ends_it(parts_of, tmp_path):
     assert not (tmp_path / "parts").exists(), "nor does it come back by half"
 
 
-def test_trackers_that_cannot_write_are_refused(parts_of, tmp_path):
+def test_trackers_that_cannot_write_are_refused(parts_of, tmp_path, monkeypatch):
     (tmp_path / "parts").mkdir()
     (tmp_path / "parts" / "log.txt").touch()
 
-    class InTheWay(Observer):
-        def on_start(self, info):
-            (tmp_path / "parts" / "tracking").touch()
+    def in_the_way(folder, config, done):
+        (folder / "tracking").touch()
+        return TensorBoard(folder, config, done)
 
+    monkeypatch.setitem(TRACKERS, "tensorboard", in_the_way)
     with pytest.raises(RunFolderError, match="tracking"):
-        train_run(parts_of(report_to=("tensorboard",)), [InTheWay()])
+        train_run(parts_of(report_to=("tensorboard",)))
 
 
 def test_impatience_while_a_step_is_saved_says_what_is_whole(parts_of, monkeypatch):

@@ -1,10 +1,9 @@
-"""Rollouts: groups, rewards, masks, what is measured, and the same completions however a step is shared out."""
+"""Rollouts: groups, rewards, masks, what is measured."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,22 +13,9 @@ from tests.training.test_sampling import tokens_of as tokens_in
 from torch.optim import SGD
 
 from klamp.config.choices import SMALL_VOCABULARY
-from klamp.errors import RewardError
 from klamp.training.rollouts import collect, measure_reference_length
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
 from klamp.training.updates import update
-
-
-def of_process(context, index: int, count: int, *, others: float = 0.0):
-    """The context as one of several processes sees it; `others` is what they add to every sum."""
-    fake = SimpleNamespace(
-        process_index=index,
-        num_processes=count,
-        device=context.accelerator.device,
-        reduce=lambda x, reduction: x + others,
-        gather=lambda x: x,
-    )
-    return replace(context, accelerator=fake)
 
 
 def rollout_of(context, *, step=0, prompts=3, beta=0.1):
@@ -65,21 +51,6 @@ def test_a_step_is_drawn_from_seed_and_number_alone(context_of):
     assert tokens_of(rollout_of(context, step=3)) == first
     assert tokens_of(rollout_of(context, step=4)) != first
     assert tokens_of(rollout_of(other, step=3)) != first
-
-
-def test_processes_sample_the_same_completions_as_one(context_of):
-    context = context_of()
-    disturb(context.policy, size=0.03)
-    whole = rollout_of(context, prompts=4)
-    for index in (0, 1):
-        share = rollout_of(of_process(context, index, 2), prompts=4)
-        rows = [i for i in range(16) if i // 4 % 2 == index]
-        assert tokens_of(share) == [tokens_of(whole)[i] for i in rows]
-        assert share.texts == [whole.texts[i] for i in rows]
-        torch.testing.assert_close(share.advantages, whole.advantages[rows])
-        for i, row in enumerate(rows):
-            kept = slice(0, len(tokens_of(whole)[row]))
-            torch.testing.assert_close(share.ref_logprobs[i, kept], whole.ref_logprobs[row, kept], rtol=0, atol=1e-5)
 
 
 def test_truncated_completions_can_be_left_out(context_of):
@@ -130,11 +101,6 @@ def test_reference_lengths_come_with_the_prompts_or_from_the_run(context_of):
     context = context_of(kl_clip_method="hard", kl_clip_threshold=0.1, kl_reference_length=7)
     rollout = collect(context, examples, step=0, beta=0.1)
     assert rollout.reference_length.tolist() == [7.0] * 12, "the user's number comes first, as in every host"
-
-
-def test_a_reward_that_failed_elsewhere_stops_this_process_too(context_of):
-    with pytest.raises(RewardError, match="another process"):
-        rollout_of(of_process(context_of(), 0, 2, others=1.0))
 
 
 def test_excluded_tokens_leave_the_kl_and_stay_in_the_loss(context_of):

@@ -5,23 +5,19 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from accelerate import Accelerator
-from accelerate.state import AcceleratorState
 from tests.training.conftest import steps_of, stored, tiny_llama
 
 from klamp.ablation.measure import evaluate
 from klamp.errors import ConfigError, DataError, KlampError, KLWarning, ModelError, RunFolderError, UnknownNameError
 from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training import setup
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
 from klamp.training.folders import newest_policy
 from klamp.training.models import load_model
-from klamp.training.setup import Inputs, make_accelerator, open_inputs, reference_kind
+from klamp.training.setup import Inputs, open_inputs, reference_kind
 
 
 def refused(config, kind: type[KlampError], match: str) -> KlampError:
@@ -59,43 +55,6 @@ def file_of(folder: Path, *rows: dict) -> str:
 )
 def test_what_cannot_be_used_is_refused(config_of, changes, kind, words):
     refused(config_of(**changes), kind, words)
-
-
-@pytest.fixture
-def of_its_own():
-    """A state of accelerate's that is this test's: it is one for the whole process."""
-    AcceleratorState._reset_state()
-    yield
-    AcceleratorState._reset_state()
-
-
-def test_mixed_precision_is_refused_before_any_work(config_of, monkeypatch, of_its_own):
-    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
-    error = refused(config_of(), ConfigError, "does not run in accelerate's mixed precision")
-    assert "mixed_precision bf16" in error.text and "--dtype bfloat16" in error.fix
-
-
-def test_another_trainer_of_the_process_leaves_no_precision_behind(config_of, tmp_path, of_its_own):
-    assert Accelerator(cpu=True, mixed_precision="bf16").mixed_precision == "bf16"
-    train_run(config_of(max_steps=1, eval_every=0, save_every=0))
-    first = steps_of(tmp_path / "run")[0]
-    assert first["kl/exact"] == first["kl/k3"] == 0, "the policy is its reference"
-
-
-def test_prompts_that_do_not_divide_over_the_processes_are_refused(config_of, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(
-        setup, "Accelerator", lambda **_: SimpleNamespace(num_processes=2, log_with=[], mixed_precision="no")
-    )
-    with pytest.raises(ConfigError, match="do not divide") as caught:
-        make_accelerator(config_of(prompts_per_step=3), Path())
-    assert "multiple of 2" in caught.value.fix and "3" in caught.value.got
-    make_accelerator(config_of(prompts_per_step=4), Path())
-
-
-def test_processes_that_did_not_join_are_refused(config_of, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    refused(config_of(), ConfigError, "did not find each other")
 
 
 def test_a_folder_with_another_run_in_it_is_refused(config_of, tmp_path):

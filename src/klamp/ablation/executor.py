@@ -55,7 +55,7 @@ class Executor(Protocol):
         A run that fails, or whose process dies, is recorded as failed; the others continue. Ctrl-C raises
         TrainingStopped, from KeyboardInterrupt, after the runs under way have saved their state.
         """
-        from klamp.training.run import deferred_interrupts
+        from klamp.training.interrupts import deferred_interrupts
 
         waiting, jobs, sizes, stopping = deque(runs), dict[str, tuple[Run, Any]](), dict[str, int](), False
         try:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -34,7 +33,7 @@ from klamp.training.models import end_tokens, load_model, load_tokenizer, max_le
 from klamp.training.references import AdapterOffReference, FrozenReference, LocalReference
 from klamp.training.rollouts import completed
 from klamp.training.sampling import uniform_numbers
-from klamp.training.setup import check_same_vocabulary, load_prompts, on_cpu
+from klamp.training.setup import check_same_vocabulary, device_of, load_prompts
 from klamp.training.teachers import load_teachers
 
 COMPLETIONS = 2
@@ -96,7 +95,6 @@ def _over(context: Context, prompts: Sequence[Example], direction: Direction) ->
 def _batch(context: Context, examples: Sequence[Example], uniforms: Tensor, direction: Direction) -> tuple[float, ...]:
     """The `SUMS` of one batch."""
     policy, start, whole = context.scorer, cast(LocalReference, context.reference), slice(0, len(examples))
-    assert policy is not None, "a measured policy is on this machine"
     sampler = None if direction == "reverse" else start
     completions = select(
         completed(context, [e.prompt for e in examples], uniforms=uniforms, reference=sampler), slice(None)
@@ -128,14 +126,14 @@ def measured(config: TrainConfig, weights: str | Path | None) -> Context:
 
     `weights` are those of the policy or of its adapter; None: the policy is the starting model.
     """
-    accelerator, model = Accelerator(cpu=on_cpu(config)), config.model
+    device, model = device_of(config), config.model
 
     def loaded(spec: str) -> PreTrainedModel:
-        return load_model(spec, model.dtype).to(accelerator.device)  # pyright: ignore[reportArgumentType]
+        return load_model(spec, model.dtype).to(device)  # pyright: ignore[reportArgumentType]
 
     start = loaded(model.model)
     if model.lora_r:
-        policy = with_adapter(start, model, None if weights is None else Path(weights)).to(accelerator.device).eval()
+        policy = with_adapter(start, model, None if weights is None else Path(weights)).to(device).eval()
         traits = probe(policy)
         reference: LocalReference = AdapterOffReference(policy, traits=traits)
     else:
@@ -151,11 +149,10 @@ def measured(config: TrainConfig, weights: str | Path | None) -> Context:
     held_out = replace(task, train=task.evaluation[task.rl_skill])
     known = teacher.kind in ("frozen", "adapter_off")  # a moving teacher is gone, a server may be
     if known and all(columns <= each.fields.keys() for each in held_out.train):  # or it is another task
-        teachers = load_teachers(replace(config, teacher=teacher), scorer, held_out, tokenizer, accelerator)
+        teachers = load_teachers(replace(config, teacher=teacher), scorer, held_out, tokenizer)
     return Context(
         config=replace(config, rollout=replace(config.rollout, top_p=1.0, top_k=0)),
         output_dir=Path(),
-        accelerator=accelerator,
         policy=policy,
         scorer=scorer,
         reference=reference,

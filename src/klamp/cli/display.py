@@ -236,7 +236,7 @@ def heading(info: RunInfo) -> list[str]:
     """The heading of a run: its task, model, KL and folder in a few lines."""
     config = info.config
     some = "" if info.trainable_parameters == info.parameters else f", {_count(info.trainable_parameters)} trained"
-    where = info.device + (f", {info.processes} processes" if info.processes > 1 else "")
+    where = info.device
     again = f" · continued after step {info.start_step}" if info.start_step else ""
     size = f", {_count(info.parameters)} parameters{some}" if info.parameters else ""
     lines = [f"{describe_task(config)} · {config.model.model}{size} · {where}", f"KL: {describe_kl(config.kl)}"]

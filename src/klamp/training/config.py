@@ -72,7 +72,7 @@ TEMPERATURES = Numbers(" >= 1e-6", lambda x: x >= 1e-6)
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """How completions are sampled. A step samples prompts_per_step * num_generations of them, over all processes."""
+    """How completions are sampled. A step samples prompts_per_step * num_generations of them."""
 
     prompts_per_step: int = 32
     """Prompts per step."""
@@ -133,7 +133,7 @@ class OptimConfig:
     num_iterations: int = 1
     """Updates per rollout; from the second on, ratios are taken against the log-probabilities before the first."""
     gradient_accumulation_steps: int = 1
-    """Parts that a process's share of a step is computed in; the result is that of the whole, exactly."""
+    """Parts that a step is computed in; the result is that of the whole, exactly."""
 
     def __post_init__(self) -> None:
         moment = FROM_0_BELOW_1.but("it is the share of a moment that a step keeps", "")
@@ -178,7 +178,7 @@ class RunConfig:
     log_answers: int = 4
     """Greedy answers per skill that every evaluation writes to answers.jsonl."""
     report_to: tuple[str, ...] = ("tensorboard",)
-    """Trackers, through accelerate: tensorboard, wandb, and the others that it knows; none: no tracker."""
+    """Trackers: tensorboard, wandb (if it is installed); none: no tracker."""
     resume: bool = False
     """Continue a run from its newest checkpoint, as it was but for what is named: `--resume RUN`, or output_dir."""
     exact_kl_completions: int | None = None
@@ -190,8 +190,6 @@ class RunConfig:
     """Alarms (and notes) at which to stop, with a checkpoint kept; `klamp doctor --help` lists them."""
     backend: Backend = "local"
     """Who trains: local (klamp's own loop), trl (TRL's GRPO), or verl (its own program, on Ray)."""
-    process_timeout: float = 600.0
-    """Longest time in seconds that one process may wait for another (several processes); then the run ends."""
     gpus: int = 1
     """GPUs to use on each machine (backends verl and trl; with trl they are shared by training and vLLM's server)."""
     gpu_memory: float = 80.0
@@ -216,7 +214,6 @@ class RunConfig:
                 "seed": SEEDS,
                 "gpu_memory": POSITIVE,
                 "exact_kl_completions": AT_LEAST_0,
-                "process_timeout": SECONDS,
                 "stall_timeout": SECONDS,
             },
         )

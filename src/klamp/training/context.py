@@ -1,4 +1,4 @@
-"""What all parts of a run share: configuration, processes, models, task."""
+"""What all parts of a run share: configuration, models, task."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from klamp.config import build_objective
@@ -27,16 +26,14 @@ from klamp.training.teachers import Teachers
 
 @dataclass(kw_only=True)
 class Context:
-    """The shared parts of a run on one process."""
+    """The shared parts of a run."""
 
     config: TrainConfig
     """The configuration in force."""
     output_dir: Path
     """The folder of the run."""
-    accelerator: Accelerator
-    """accelerate's view of processes, devices and trackers."""
     policy: nn.Module
-    """The model being trained, without wrappers."""
+    """The model being trained."""
     tokenizer: PreTrainedTokenizerBase
     """The tokenizer of the policy."""
     task: Task
@@ -45,16 +42,14 @@ class Context:
     """The ids that end a completion."""
     vocabulary: int
     """The number of entries that the policy gives a logit to."""
-    scorer: Scorer | None = None
-    """The policy's scorer without wrappers; None where another program scores."""
+    scorer: Scorer
+    """The policy's scorer."""
     reference: Reference | None = None
     """The reference model; None where nothing here needs it."""
     original: Reference | None = None
     """The model that a moving reference started from; None where the reference does not move."""
     teachers: Teachers | None = None
     """Who scores as the second anchor; None where there is none."""
-    wrapped: nn.Module = field(init=False)
-    """The policy's scorer as accelerate wrapped it."""
     objective: Objective = field(init=False)
     """The loss; its beta is the one at the start."""
     excluded: list[int] = field(init=False)
@@ -64,7 +59,6 @@ class Context:
 
     def __post_init__(self) -> None:
         config = self.config
-        self.wrapped = self.policy if self.scorer is None else self.scorer
         length = config.rollout.max_completion_length
         self.objective = build_objective(config.kl, config.loss, max_length=length, teacher=config.teacher)
         self.excluded = excluded_ids(config.kl.kl_exclude_tokens, self.tokenizer)
@@ -73,17 +67,7 @@ class Context:
     @property
     def device(self) -> torch.device:
         """The device of the policy."""
-        return self.accelerator.device
-
-    @property
-    def process(self) -> int:
-        """The number of this process, from 0."""
-        return self.accelerator.process_index
-
-    @property
-    def processes(self) -> int:
-        """The number of processes."""
-        return self.accelerator.num_processes
+        return next(self.policy.parameters()).device
 
     @property
     def pad(self) -> int:
@@ -119,11 +103,3 @@ class Context:
         count = min(rows, self.config.optim.gradient_accumulation_steps)
         bounds = torch.linspace(0, rows, count + 1).round().long().tolist()
         return (slice(a, b) for a, b in pairwise(bounds) if b > a)
-
-    def sum_over_processes(self, x: Tensor) -> Tensor:
-        """The sum of a tensor over all processes."""
-        return self.accelerator.reduce(x, reduction="sum")  # pyright: ignore[reportReturnType]
-
-    def gather(self, x: Tensor) -> Tensor:
-        """The tensors of all processes, one after the other along the first dimension."""
-        return self.accelerator.gather(x)  # pyright: ignore[reportReturnType]

@@ -41,9 +41,9 @@ class Evaluation:
     """What an evaluation found."""
 
     scores: dict[str, float]
-    """Skill -> mean score, the same on every process."""
+    """Skill -> mean score."""
     answers: list[dict[str, object]]
-    """The first answers of each skill, as lines of answers.jsonl; those of this process."""
+    """The first answers of each skill, as lines of answers.jsonl."""
 
 
 def evaluate(context: Context) -> Evaluation:
@@ -52,41 +52,22 @@ def evaluate(context: Context) -> Evaluation:
     def logprobs(given: Completions) -> Tensor:
         return score(context.policy, given, temperature=1.0).logprobs
 
-    return evaluated(
-        context,
-        write=lambda examples: completed(context, [e.prompt for e in examples], uniforms=None).texts(context.tokenizer),
-        read=lambda examples: probabilities(examples, context.tokenizer, context.device, logprobs),
-    )
-
-
-def evaluated(
-    context: Context,
-    *,
-    write: Callable[[Sequence[Example]], list[str]],
-    read: Callable[[Sequence[Example]], list[float]],
-) -> Evaluation:
-    """Every skill's mean score over all processes, and some answers.
-
-    Args:
-        context: the run, with its task.
-        write: gives one completion for each example.
-        read: gives the probability of each example's own answer.
-    """
     scores: dict[str, float] = {}
     answers: list[dict[str, object]] = []
     for skill, examples in context.task.evaluation.items():
-        mine = list(examples)[context.process :: context.processes]
         if skill in context.task.read:
-            rated = read(mine)
+            rated = probabilities(examples, context.tokenizer, context.device, logprobs)
         else:
-            texts = [text for part in _parts(mine, BATCH) for text in write(part)]
-            rated = [context.task.score(e, t) for e, t in zip(mine, texts, strict=True)]
+            texts = [text for part in _parts(examples, BATCH) for text in _greedy(context, part)]
+            rated = [context.task.score(e, t) for e, t in zip(examples, texts, strict=True)]
             shown = slice(context.config.run.log_answers)
-            answers += _rows(mine[shown], texts[shown], rated[shown])
-        totals = torch.tensor([sum(rated), len(mine)], dtype=torch.float64, device=context.device)
-        summed = context.sum_over_processes(totals)
-        scores[skill] = float(summed[0] / summed[1].clamp(min=1))
+            answers += _rows(examples[shown], texts[shown], rated[shown])
+        scores[skill] = sum(rated) / max(1, len(examples))
     return Evaluation(scores=scores, answers=answers)
+
+
+def _greedy(context: Context, examples: Sequence[Example]) -> list[str]:
+    return completed(context, [e.prompt for e in examples], uniforms=None).texts(context.tokenizer)
 
 
 def _rows(examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float]) -> list[dict[str, object]]:
@@ -106,7 +87,7 @@ def teacher_answers(context: Context) -> list[dict[str, object]]:
     if teachers is None:
         return []
     written = [rows for skill, rows in task.evaluation.items() if skill not in task.read]
-    every = [each for rows in written for each in list(rows)[context.process :: context.processes][:shown]]
+    every = [each for rows in written for each in rows[:shown]]
     answers: list[dict[str, object]] = []
     for key, model in teachers.models.items():
         examples = [each for each in every if teachers.key(each) == key and teachers.prompt(each) is not None]

@@ -184,6 +184,24 @@ def make_folder(config: TrainConfig) -> tuple[Path, bool]:
             raise unwritable(folder, f"{type(error).__name__}: {error}") from error
 
 
+@contextmanager
+def opened_folder(config: TrainConfig) -> Iterator[Path]:
+    """The folder of the run, locked.
+
+    Raises:
+        RunFolderError: it holds another run, or one that is under way; or there is none to continue.
+    """
+    folder, made = make_folder(config)
+    try:
+        with held(folder, by="klamp train"):
+            check_folder(folder, resume=config.run.resume)  # another run may have been here since it was made
+            yield folder
+    finally:
+        if made:
+            with suppress(OSError):  # it goes if the run was refused before it wrote anything
+                folder.rmdir()
+
+
 def free_folder(root: Path, name: str) -> Path:
     """The first of root/name-001, root/name-002, ... that does not exist."""
     return next(folder for i in range(1, 10**6) if not os.path.lexists(folder := root / f"{name}-{i:03d}"))

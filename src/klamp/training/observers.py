@@ -46,15 +46,13 @@ class RunInfo:
     start_step: int
     """0, or the step a resumed run continues from."""
     parameters: int
-    """Parameters of the policy without those of an adapter; 0 where a service does not say."""
+    """Parameters of the policy without those of an adapter."""
     trainable_parameters: int
     """The number of parameters that are trained."""
     reference: str
     """Where the reference comes from, in words; "none" at beta 0."""
     device: str
     """The device of the policy."""
-    processes: int
-    """Number of processes."""
     changes: str = ""
     """What a resume changed, in words."""
 
@@ -80,7 +78,7 @@ class RunSummary:
 
 
 class Observer:
-    """The hooks of a run, for a subclass to override; called on the main process only."""
+    """The hooks of a run, for a subclass to override."""
 
     def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
         """Called while something slow happens before the run: `done` of `total`, with its loss where it has one."""
@@ -184,16 +182,15 @@ class AlarmObserver(Observer):
             self.tell(lambda observer, finding=finding: observer.on_alarm(finding))
 
     def stop(self, step: int, max_steps: int) -> TrainingStopped:
-        """The error that ends a run at an alarm of stop_on; only processes that saw the alarm give the reason."""
+        """The error that ends a run at an alarm of stop_on."""
         finding = self.stopped_by
-        name = "an alarm" if finding is None else f"the alarm {finding.alarm.name}: {finding.alarm.text}"
+        assert finding is not None
+        alarm, evidence = finding.alarm, finding.evidence
         return TrainingStopped(
-            f"training was stopped after step {step} of {max_steps} by {name}",
-            got="" if finding is None else finding.evidence.text,
+            f"training was stopped after step {step} of {max_steps} by the alarm {alarm.name}: {alarm.text}",
+            got=evidence.text,
             resumable=True,
-            why=""
-            if finding is None
-            else " ".join((*finding.evidence.causes[:1], finding.alarm.means, finding.alarm.next_step)),
+            why=" ".join((*evidence.causes[:1], alarm.means, alarm.next_step)),
             fix="mend that and start again, or leave the name out of stop_on and continue with --resume",
         )
 

@@ -16,7 +16,7 @@ from klamp.core.objective import Weighted
 from klamp.core.penalty import advantages_with_kl
 from klamp.core.term import Gate, sequence_gate_kl
 from klamp.core.types import Batch, Direction
-from klamp.errors import ConfigError, RewardError
+from klamp.errors import ConfigError
 from klamp.hosts.common.rollout import kl_tokens
 from klamp.scoring.completions import Completions, select
 from klamp.scoring.model_parts import Predictions
@@ -33,7 +33,7 @@ LENGTH_PROMPTS = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Rollout:
-    """The part of a step's data on this process: B completions, those of a prompt next to each other."""
+    """The data of a step: B completions, those of a prompt next to each other."""
 
     examples: Sequence[Example]
     """[B] the prompts, each repeated for its group."""
@@ -50,7 +50,7 @@ class Rollout:
     advantages: Tensor
     """[B] advantages."""
     totals: Totals
-    """The counts of the whole step, over all processes."""
+    """The counts of the whole step."""
     ref_logprobs: Tensor | None = None
     """[B, T] log-probabilities under the reference; None where none is loaded."""
     original_logprobs: Tensor | None = None
@@ -69,29 +69,24 @@ class Rollout:
     """[B, T] log-probabilities before the first update; None until then."""
     before: Scores | None = None
     """What a pass of the policy before the first update found; None once there was one."""
-    sampler_tells: bool = True
-    """Whether the sampler gave log-probabilities of its own; else the policy's stand in their place."""
 
 
 def collect(
     context: Context, examples: Sequence[Example], *, step: int, beta: float, others: Sequence[Weighted] = ()
 ) -> Rollout:
-    """Sample completions for this process's prompts, score and reward them.
+    """Sample completions for the prompts of a step, score and reward them.
 
     Args:
         context: the run.
-        examples: all prompts of the step; process p of n takes those at p, p + n, ...
+        examples: the prompts of the step.
         step: number of the step; with the seed it determines every draw.
         beta: coefficient in force, for a KL in the reward.
         others: further KL terms in force.
     """
-    config = context.config
-    size = config.rollout.num_generations
-    mine = torch.arange(len(examples))[context.process :: context.processes]
-    chosen = [examples[int(i)] for i in mine for _ in range(size)]
-    rows = (mine[:, None] * size + torch.arange(size)).reshape(-1)
-    uniforms = uniform_numbers(config.run.seed, step, len(examples) * size, config.rollout.max_completion_length)
-    completions = completed(context, [e.prompt for e in chosen], uniforms=uniforms[rows])
+    rollout = context.config.rollout
+    chosen = [example for example in examples for _ in range(rollout.num_generations)]
+    uniforms = uniform_numbers(context.config.run.seed, step, len(chosen), rollout.max_completion_length)
+    completions = completed(context, [e.prompt for e in chosen], uniforms=uniforms)
     return rate(context, chosen, completions, beta=beta, others=others)
 
 
@@ -117,7 +112,7 @@ def completed(
             stop=context.stop,
             pad=context.pad,
             uniforms=uniforms,
-            traits=None if scorer is None else scorer.traits,
+            traits=scorer.traits,
         )
 
 
@@ -128,17 +123,15 @@ def rate(
     *,
     beta: float,
     others: Sequence[Weighted] = (),
-    old_logprobs: Tensor | None = None,
 ) -> Rollout:
     """Add masks, rewards, reference scores and advantages to sampled completions.
 
     Args:
         context: the run.
         chosen: the prompt of each completion, the group of a prompt next to each other.
-        completions: this process's completions, whoever sampled them.
+        completions: the completions, whoever sampled them.
         beta: coefficient in force, for a KL in the reward.
         others: further KL terms in force.
-        old_logprobs: of the policy before the first update, [B, T]; None: computed where something needs them.
     """
     texts = completions.texts(context.tokenizer)
     rewards = rewards_of(context, chosen, texts)
@@ -154,9 +147,8 @@ def rate(
         kl_mask=kl_mask,
         rewards=rewards,
         advantages=torch.zeros(len(chosen), device=context.device),
-        totals=totals_of(context, mask, kl_mask),
+        totals=totals_of(mask, kl_mask),
         reference_length=_reference_length(context, chosen),
-        old_logprobs=old_logprobs,
     )
     rollout = _with_teacher(context, _with_reference(context, rollout))
     terms = [each for each in (Weighted(beta, context.objective.kl), *others) if each.coefficient > 0]
@@ -164,31 +156,19 @@ def rate(
 
 
 def rewards_of(context: Context, examples: Sequence[Example], texts: Sequence[str]) -> Tensor:
-    """The task's rewards, [B]; an error on one process is raised on all of them, so that none waits for ever."""
-    rewards: list[float] = []
-    error: RewardError | None = None
-    try:
-        rewards = [context.task.score(e, t) for e, t in zip(examples, texts, strict=True)]
-    except RewardError as raised:
-        error = raised
-    failed = context.sum_over_processes(torch.tensor(float(error is not None), device=context.device))
-    if error is not None:
-        raise error
-    if failed > 0:
-        raise RewardError("the reward function failed on another process", why="that process says how")
+    """The task's rewards, [B]."""
+    rewards = [context.task.score(example, text) for example, text in zip(examples, texts, strict=True)]
     return torch.tensor(rewards, dtype=torch.float32, device=context.device)
 
 
-def totals_of(context: Context, mask: Tensor, kl_mask: Tensor) -> Totals:
-    """The counts of a whole step, over all processes.
+def totals_of(mask: Tensor, kl_mask: Tensor) -> Totals:
+    """The counts of a whole step.
 
     Args:
-        context: the run.
-        mask: tokens to train on, of this process, [B, T].
+        mask: tokens to train on, [B, T].
         kl_mask: those of them that carry the KL, [B, T].
     """
-    counts = torch.tensor([mask.shape[0], mask.sum(), kl_mask.sum()], dtype=torch.float64, device=mask.device)
-    sequences, tokens, kl_tokens = (max(1.0, float(x)) for x in context.sum_over_processes(counts))
+    sequences, tokens, kl_tokens = (max(1.0, float(x)) for x in (mask.shape[0], mask.sum(), kl_mask.sum()))
     return Totals(sequences, tokens, kl_tokens)
 
 
@@ -238,21 +218,17 @@ def _with_policy_pass(context: Context, rollout: Rollout, terms: Sequence[Weight
     term = next((t for _, t in terms if t.clip_method != "none" or t.placement == "reward"), None)
     if term is None:
         return rollout
-    if rollout.old_logprobs is None:
-        before = _policy_pass(context, rollout)
-        rollout = replace(rollout, old_logprobs=before.logprobs, before=before)
+    before = _policy_pass(context, rollout)
+    rollout = replace(rollout, old_logprobs=before.logprobs, before=before)
     if term.clip_method == "none":
         return rollout
-    everywhere = rollout.before is not None and rollout.exact_rows is not None and bool(rollout.exact_rows.all())
-    exact = rollout.before.exact if everywhere and rollout.before is not None else None
+    exact = before.exact if rollout.exact_rows is not None and bool(rollout.exact_rows.all()) else None
     batch = replace(_before_updates(context, rollout), exact_kl=exact)
-    rank = context.process
-    return replace(rollout, gate_kl=sequence_gate_kl(batch, term, gather=context.gather, rank=rank))
+    return replace(rollout, gate_kl=sequence_gate_kl(batch, term))
 
 
 @torch.no_grad()
 def _policy_pass(context: Context, rollout: Rollout) -> Scores:
-    assert context.scorer is not None, "a policy that is here has a scorer"
     found: list[Scores] = []
     for part in context.parts(len(rollout.texts)):
         ask = Ask(temperature=context.config.rollout.temperature, entropy=True, exact=exact_of(context, rollout, part))
@@ -307,7 +283,7 @@ def measure_reference_length(context: Context) -> None:
     """Measure and set the run's reference length, where a clip needs one that nobody gives.
 
     Equation: mean number of tokens (end token included) of one completion each of 64 training prompts, sampled from
-    the reference at the run's temperature. Every process measures the same prompts with the same draws.
+    the reference at the run's temperature.
 
     Raises:
         ConfigError: the reference is on a server that scores tokens.

@@ -1,4 +1,4 @@
-"""Writes the folder of a run: configuration, versions, metrics, completions; and feeds accelerate's trackers."""
+"""Writes the folder of a run: configuration, versions, metrics, completions; and feeds TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import platform
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
 import torch
 import yaml
-from accelerate import Accelerator
 
 from klamp._version import __version__
 from klamp.diagnostics.doctor import ALARMS_FILE, Finding
-from klamp.errors import RunFolderError
+from klamp.errors import ConfigError, RunFolderError
 from klamp.training.checkpoint import tidy
 from klamp.training.config import TrainConfig
 from klamp.training.folders import (
@@ -39,7 +39,7 @@ from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.resumed import IDENTITY, PLACE, identity, plain, read, with_history
 
 PACKAGES = (
-    *("torch", "transformers", "accelerate", "trl", "peft", "datasets", "tokenizers", "safetensors", "reasoning-gym"),
+    *("torch", "transformers", "trl", "peft", "datasets", "tokenizers", "safetensors", "reasoning-gym"),
     *("verl", "ray", "vllm"),
 )
 
@@ -55,27 +55,84 @@ def versions() -> dict[str, str]:
     return found | {"torch_threads": str(torch.get_num_threads())}
 
 
-def begin_trackers(accelerator: Any, config: TrainConfig, folder: Path, *, done: int) -> None:
-    """Open the trackers that the configuration names, in the run's folder.
+class Tracker(Protocol):
+    """Where metrics are shown besides the run's own files."""
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Show the values of a step."""
+        ...
+
+    def close(self) -> None:
+        """Write what is left."""
+        ...
+
+
+class TensorBoard:
+    """Scalars in the folder `tracking` of a run.
 
     Args:
-        accelerator: that of the run.
-        config: of the run.
         folder: of the run.
-        done: the steps that are done; what TensorBoard holds of later ones, which a killed run left, it shows no more.
+        config: of the run.
+        done: the steps that are done; TensorBoard no longer shows what a killed run left of later ones.
     """
-    if not config.run.report_to:
-        return
-    values = {k: str(v) if v is None or isinstance(v, list) else v for k, v in plain(config).items()}
-    # Trackers write into the run's folder; wandb is told so because it would take the working directory.
-    options: dict[str, Any] = {"wandb": {"dir": str(folder)}}
-    if config.run.resume:
-        options["tensorboard"] = {"purge_step": done + 1 if done else 0}
-    try:
-        accelerator.init_trackers("tracking", config=values, init_kwargs=options)
-    except OSError as error:
-        _leave_trackers(accelerator)
-        raise _refused(folder / "tracking", error, done=done) from error
+
+    def __init__(self, folder: Path, config: TrainConfig, done: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge = (done + 1 if done else 0) if config.run.resume else None
+        self.writer = SummaryWriter(str(folder / "tracking"), purge_step=purge)
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Write the values of a step."""
+        for name, value in values.items():
+            self.writer.add_scalar(name, value, step)
+        self.writer.flush()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.writer.close()
+
+
+class WandB:
+    """A run of Weights & Biases, with its files in the run's folder.
+
+    Args:
+        folder: of the run.
+        config: of the run, which W&B shows.
+        done: the steps that are done.
+    """
+
+    def __init__(self, folder: Path, config: TrainConfig, done: int) -> None:
+        import wandb
+
+        self.run = wandb.init(project="klamp", dir=str(folder), config=plain(config))
+
+    def log(self, values: Mapping[str, float], step: int) -> None:
+        """Show the values of a step."""
+        self.run.log(dict(values), step=step)
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.run.finish()
+
+
+TRACKERS: Mapping[str, type[TensorBoard] | type[WandB]] = {"tensorboard": TensorBoard, "wandb": WandB}
+
+
+def check_trackers(config: TrainConfig) -> None:
+    """Refuse a tracker that is unknown or not installed.
+
+    Raises:
+        ConfigError: names it.
+    """
+    missing = [name for name in config.run.report_to if name not in TRACKERS or find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            "a tracker cannot be used",
+            got=f"report_to={config.run.report_to}",
+            why=f"klamp does not know it, or it is not installed: {', '.join(missing)}",
+            fix=f"use {' or '.join(TRACKERS)}, install its package, or leave it out of report_to",
+        )
 
 
 def _refused(path: Path, error: OSError, *, done: int) -> RunFolderError:
@@ -87,19 +144,11 @@ def _refused(path: Path, error: OSError, *, done: int) -> RunFolderError:
     return found
 
 
-def _leave_trackers(accelerator: Any) -> None:
-    """End the trackers now, each as far as it can: one that could not write, or never began, fails at its end too."""
-    for tracker in accelerator.trackers:
-        with suppress(OSError, AttributeError):
-            tracker.finish()
-    accelerator.trackers.clear()
-
-
 class RunLog(Observer):
     """An observer that writes the files of a run and feeds the trackers."""
 
-    def __init__(self, accelerator: Accelerator) -> None:
-        self.accelerator = accelerator
+    def __init__(self) -> None:
+        self.trackers: list[Tracker] = []
         self.folder: Path | None = None
         self.step = 0
         self.said: set[str] = set()
@@ -118,6 +167,8 @@ class RunLog(Observer):
             for name in (METRICS_FILE, COMPLETIONS, ANSWERS, ALARMS_FILE, CAUTIONS):
                 _keep_until(self.folder / name, info.start_step or -1)
             tidy(self.folder, keep=info.config.run.keep_checkpoints)
+            for name in info.config.run.report_to:
+                self.trackers.append(TRACKERS[name](self.folder, info.config, info.start_step))
         except OSError as error:
             raise _refused(self.folder, error, done=info.start_step) from error
         self.step = info.start_step
@@ -182,14 +233,15 @@ class RunLog(Observer):
             file.write("".join(f"{json.dumps(row)}\n" for row in rows))
 
     def _track(self, values: Mapping[str, float], step: int) -> None:
-        if not self.accelerator.trackers:
-            return
         with self._writing():
-            try:
-                self.accelerator.log(dict(values), step=step)
-            except OSError:
-                _leave_trackers(self.accelerator)
-                raise
+            for tracker in self.trackers:
+                tracker.log(values, step)
+
+    def close(self) -> None:
+        """Close the trackers, each as far as it can: one that could not write fails at its end too."""
+        while self.trackers:
+            with suppress(OSError):
+                self.trackers.pop().close()
 
 
 def _keep_until(file: Path, step: int) -> None:

@@ -1,7 +1,7 @@
 """Samples completions, with draws that do not depend on how the batch is divided.
 
 Each completion of each step has its own row of uniform numbers, drawn from (seed, step). A token is the inverse of the
-policy's cumulative distribution at its number. One process or several, one batch or many: the same completions.
+policy's cumulative distribution at its number. One batch or many: the same completions.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def examples_of_run(config: TrainConfig, rows: int) -> list[int]:
 
 
 def uniform_numbers(seed: int, step: int, sequences: int, length: int) -> Tensor:
-    """The uniform random numbers of a whole step, [sequences, length] float64, equal on every process."""
+    """The uniform random numbers of a whole step, [sequences, length] float64."""
     generator = torch.Generator().manual_seed((seed * 1_000_003 + step) % 2**63)
     return torch.rand(sequences, length, generator=generator, dtype=torch.float64)
 
@@ -152,7 +152,6 @@ def _generated(
     out = model.generate(  # pyright: ignore[reportCallIssue]
         input_ids=prompt_ids,
         attention_mask=prompt_mask,
-        synced_gpus=False,  # sharded weights are gathered around this, and processes may have no prompts
         generation_config=settings,
         logits_processor=LogitsProcessorList([] if sampler is None else [sampler]),
     )

@@ -5,19 +5,14 @@ from __future__ import annotations
 import copy
 import os
 import warnings
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import Accelerator, PartialState
-from accelerate.state import AcceleratorState, is_initialized
-from accelerate.tracking import get_available_trackers
-from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
 
 from klamp.errors import ConfigError, KLWarning, ModelError
 from klamp.hosts.common.versions import caution_beside
@@ -32,7 +27,7 @@ from klamp.tasks.named_models import NAMED_MODELS
 from klamp.training import checkpoint
 from klamp.training.config import ModelConfig, TrainConfig, reference_kind
 from klamp.training.context import Context
-from klamp.training.folders import POLICY, check_folder, held, make_folder
+from klamp.training.folders import POLICY
 from klamp.training.models import (
     BUILTIN,
     describe_folder,
@@ -47,80 +42,34 @@ from klamp.training.models import (
     with_adapter,
 )
 from klamp.training.observers import Observer, progress_of
-from klamp.training.processes import check_precision, timeout_of
 from klamp.training.references import AdapterOffReference, FrozenReference, MovingReference, Reference, connect
 from klamp.training.teachers import check_tokens_of, load_teachers
 
 
+def check_alone() -> None:
+    """Refuse several processes: each of them would train a model of its own.
+
+    Raises:
+        ConfigError: a launcher started more than one.
+    """
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError(
+            "klamp's own loop runs in one process, on one device",
+            got=f"WORLD_SIZE={os.environ['WORLD_SIZE']}",
+            why="TRL and verl distribute a run, with the same configuration of the KL",
+            fix="start it without a launcher; for several GPUs use --backend trl or --backend verl",
+        )
+
+
 def on_cpu(config: TrainConfig) -> bool:
-    """Whether this process stays on the CPU: asked to, trained elsewhere, or without a GPU, to join processes."""
+    """Whether this process stays on the CPU: it is asked to, another one trains, or there is no accelerator."""
     return config.run.cpu or config.run.backend == "verl" or not torch.accelerator.is_available()
 
 
-def make_accelerator(config: TrainConfig, folder: Path) -> Accelerator:
-    """The accelerator of a run; its trackers are named and not started yet.
-
-    Args:
-        config: the run.
-        folder: its folder, which the trackers write into.
-
-    Raises:
-        ConfigError: an unknown tracker, prompts that do not divide over the processes, or mixed precision for klamp's
-            own loop.
-    """
-    if is_initialized() and AcceleratorState().mixed_precision != "no":
-        AcceleratorState._reset_state()  # that of another trainer in this process (TRL's default) would be this run's
-    usable = {"all", *(str(getattr(tracker, "value", tracker)) for tracker in get_available_trackers())}
-    if missing := [name for name in config.run.report_to if name not in usable]:
-        raise ConfigError(
-            "a tracker cannot be used",
-            got=f"report_to={config.run.report_to}",
-            why=f"accelerate does not know it, or it is not installed: {', '.join(missing)}",
-            fix="use tensorboard, install the tracker's package, or leave it out of report_to",
-        )
-    accelerator = Accelerator(cpu=on_cpu(config), log_with=list(config.run.report_to) or None, project_dir=str(folder))
-    launched = int(os.environ.get("WORLD_SIZE", "1"))
-    if launched != accelerator.num_processes:
-        raise ConfigError(
-            "the processes that were launched did not find each other",
-            got=f"{launched} launched, {accelerator.num_processes} joined",
-            why="each of them would train a model of its own in the same folder",
-            fix="launch with torchrun or accelerate launch --multi_gpu (which also joins CPU processes)",
-        )
-    if config.run.backend == "local":
-        check_precision(accelerator)
-    if config.rollout.prompts_per_step % accelerator.num_processes:
-        raise ConfigError(
-            "the prompts of a step do not divide over the processes",
-            got=f"prompts_per_step={config.rollout.prompts_per_step}, {accelerator.num_processes} processes",
-            why="every process takes the same number of whole groups",
-            fix=f"use a multiple of {accelerator.num_processes}",
-        )
-    return accelerator
-
-
-def load_context(config: TrainConfig, accelerator: Accelerator, folder: Path, observers: Sequence[Observer]) -> Context:
-    """Load model, tokenizer and task of a run, and check that they fit together; the policy has no adapter yet.
-
-    Raises:
-        ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.
-    """
-    name = config.model.model
-    with accelerator.main_process_first():  # the built-in model is trained once, by one process
-        make_ready(name, progress=progress_of(observers))
-    model = load_model(name, config.model.dtype)  # by all together: ZeRO-3 gives each its part
-    tokenizer = load_tokenizer(config.model.tokenizer or name)
-    _check_vocabulary(model, tokenizer, config.model)
-    return Context(
-        config=config,
-        output_dir=folder,
-        accelerator=accelerator,
-        policy=model,
-        tokenizer=tokenizer,
-        task=load_prompts(config, tokenizer, longest=max_length(model)),
-        stop=end_tokens(model, tokenizer),
-        vocabulary=output_size(model),
-    )
+def device_of(config: TrainConfig) -> torch.device:
+    """The device of a run."""
+    found = None if on_cpu(config) else torch.accelerator.current_accelerator()
+    return found or torch.device("cpu")
 
 
 def load_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, longest: int | None) -> Task:
@@ -197,27 +146,48 @@ def _tokenizer(config: TrainConfig, named: str) -> tuple[PreTrainedTokenizerBase
     return tokenizer, describe_folder(config.model.model)[0]
 
 
-def build(config: TrainConfig, accelerator: Accelerator, folder: Path, observers: Sequence[Observer]) -> Context:
-    """Load all that klamp's own loop needs: policy with its adapter, scorer, reference; a run's newest checkpoint's.
+def build(config: TrainConfig, folder: Path, observers: Sequence[Observer]) -> Context:
+    """Load all that a run needs: policy with its adapter, scorer, anchors, task; on resume the newest checkpoint's.
+
+    Args:
+        config: of the run.
+        folder: of the run.
+        observers: told how far slow loading is.
 
     Raises:
         ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.
     """
     resumed = checkpoint.whole_newest(folder) if config.run.resume else None
-    context, kind = load_context(config, accelerator, folder, observers), reference_kind(config)
-    remote = connect(config, context.task, context.tokenizer) if kind == "remote" else None
+    name, kind = config.model.model, reference_kind(config)
+    make_ready(name, progress=progress_of(observers))
+    start = load_model(name, config.model.dtype)
+    tokenizer = load_tokenizer(config.model.tokenizer or name)
+    _check_vocabulary(start, tokenizer, config.model)
+    task = load_prompts(config, tokenizer, longest=max_length(start))
+    stop, remote = end_tokens(start, tokenizer), None
+    if kind == "remote":
+        remote = connect(config, task, tokenizer)
     copied = None
     if kind == "frozen":  # before the policy has an adapter: its padding may be cut
         named = config.model.ref_model is not None
-        copied = load_reference(config, context) if named else copy.deepcopy(context.policy)
-    context.policy = policy = _policy(context.policy, config, resumed, accelerator)
-    context.scorer = context.wrapped = scorer = Scorer(policy, probe(policy))
-    if remote:
-        context.reference = remote
-    else:
-        context.reference, context.original = _references(config, kind, scorer, copied, accelerator)
-    context.teachers = load_teachers(config, scorer, context.task, context.tokenizer, accelerator)
-    return context
+        copied = load_reference(config, start, tokenizer) if named else copy.deepcopy(start)
+    vocabulary = output_size(start)
+    policy = _policy(start, config, resumed)
+    scorer = Scorer(policy, probe(policy))
+    reference, original = (remote, None) if remote else _references(config, kind, scorer, copied)
+    return Context(
+        config=config,
+        output_dir=folder,
+        policy=policy,
+        tokenizer=tokenizer,
+        task=task,
+        stop=stop,
+        vocabulary=vocabulary,
+        scorer=scorer,
+        reference=reference,
+        original=original,
+        teachers=load_teachers(config, scorer, task, tokenizer),
+    )
 
 
 def _check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
@@ -231,8 +201,8 @@ def _check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase, conf
         )
 
 
-def _policy(start: nn.Module, config: TrainConfig, resumed: Path | None, accelerator: Accelerator) -> nn.Module:
-    set_seed(config.run.seed)  # adapters start from random numbers: the same on every process
+def _policy(start: nn.Module, config: TrainConfig, resumed: Path | None) -> nn.Module:
+    set_seed(config.run.seed)  # adapters start from random numbers
     policy = _resumed(start, config, resumed) if resumed else start
     if config.model.lora_r and not resumed:
         policy = with_adapter(start, config.model)  # pyright: ignore
@@ -240,7 +210,7 @@ def _policy(start: nn.Module, config: TrainConfig, resumed: Path | None, acceler
         with former_names():  # transformers 5.23 calls it activation_checkpointing_enable
             policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
         policy.train()
-    return policy.to(accelerator.device)
+    return policy.to(device_of(config))
 
 
 def _resumed(start: nn.Module, config: TrainConfig, folder: Path) -> nn.Module:
@@ -254,7 +224,7 @@ def _resumed(start: nn.Module, config: TrainConfig, folder: Path) -> nn.Module:
 
 
 def _references(
-    config: TrainConfig, kind: str, scorer: Scorer, copied: nn.Module | None, accelerator: Accelerator
+    config: TrainConfig, kind: str, scorer: Scorer, copied: nn.Module | None
 ) -> tuple[Reference | None, Reference | None]:
     """The reference of a run, and for a moving one the model that it started from."""
     policy, traits = scorer.model, scorer.traits
@@ -266,18 +236,18 @@ def _references(
         decay, every = (config.kl.reference_decay, None) if kind == "ema" else (None, config.kl.reference_reset_steps)
         started = policy
         if config.run.resume:  # the policy as it was before the first step
-            started = _policy(load_model(config.model.model, config.model.dtype), config, None, accelerator)
-        copies = [_placed(copy.deepcopy(started), config, accelerator) for _ in range(2)]
+            started = _policy(load_model(config.model.model, config.model.dtype), config, None)
+        copies = [_placed(copy.deepcopy(started), config) for _ in range(2)]
         moving = MovingReference(copies[0], decay=decay, reset_steps=every, traits=traits)
         return moving, FrozenReference(copies[1], traits=traits)
     assert copied is not None
-    placed, named = _placed(copied, config, accelerator), config.model.ref_model
+    placed, named = _placed(copied, config), config.model.ref_model
     if named is None:
         return FrozenReference(placed, traits=traits), None
     return FrozenReference(placed, name=f"{named}, frozen"), None
 
 
-def load_reference(config: TrainConfig, context: Context) -> PreTrainedModel:
+def load_reference(config: TrainConfig, policy: Any, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The model that ref_model names. What the policy's vocabulary is padded with beyond the reference's is cut.
 
     Entries that the tokenizer does not have mean nothing, and under a reference without them the KL would be infinite.
@@ -286,24 +256,22 @@ def load_reference(config: TrainConfig, context: Context) -> PreTrainedModel:
         ModelError: there is none, or its tokens are others than the policy's.
     """
     assert config.model.ref_model is not None
-    policy: Any = context.policy
     model = load_model(config.model.ref_model, config.model.dtype)
-    check_tokens_of(config.model.ref_model, context.tokenizer, who="reference")
-    if len(context.tokenizer) <= (entries := output_size(model)) < context.vocabulary:
+    check_tokens_of(config.model.ref_model, tokenizer, who="reference")
+    if len(tokenizer) <= (entries := output_size(model)) < output_size(policy):
         text = f"The policy's entries from {entries} on are cut: the tokenizer has none of them, nor has the reference."
         warnings.warn(text, KLWarning, stacklevel=2)
         policy.resize_token_embeddings(entries)
-        context.vocabulary = entries
     check_same_vocabulary(model, policy, larger=True)
     return model
 
 
-def _placed(model: nn.Module, config: TrainConfig, accelerator: Accelerator) -> nn.Module:
+def _placed(model: nn.Module, config: TrainConfig) -> nn.Module:
     """The reference's weights on the device and in the data type that the configuration names."""
     kl = config.kl
     dtype = None if kl.reference_dtype is None else getattr(torch, kl.reference_dtype)
     try:
-        device = accelerator.device if kl.reference_device is None else torch.device(kl.reference_device)
+        device = device_of(config) if kl.reference_device is None else torch.device(kl.reference_device)
         return model.to(device=device, dtype=dtype)
     except (RuntimeError, AssertionError) as error:  # torch's own, also where it was built without CUDA
         if kl.reference_device is None:
@@ -314,36 +282,3 @@ def _placed(model: nn.Module, config: TrainConfig, accelerator: Accelerator) -> 
             why=str(error).partition("\n")[0],
             fix="name a device of this machine (cpu, cuda:1), or leave it out for the policy's",
         ) from error
-
-
-@contextmanager
-def opened_folder(config: TrainConfig) -> Iterator[Path]:
-    """The folder of the run, the same one for all processes; the main process holds its lock.
-
-    Raises:
-        RunFolderError: it holds another run, or one that is under way; or there is none to continue.
-    """
-    with ExitStack() as stack:
-        chosen: list[str | Exception] = [""]
-        if PartialState(cpu=on_cpu(config), timeout=timeout_of(config)).is_main_process:
-            try:
-                chosen[0] = str(stack.enter_context(_own(config)))
-            except Exception as error:  # raised below on every process, so that none of them waits for the others
-                chosen[0] = error
-        broadcast_object_list(chosen)
-        if isinstance(chosen[0], Exception):
-            raise chosen[0]
-        yield Path(chosen[0])
-
-
-@contextmanager
-def _own(config: TrainConfig) -> Iterator[Path]:
-    folder, made = make_folder(config)
-    try:
-        with held(folder, by="klamp train"):
-            check_folder(folder, resume=config.run.resume)  # another run may have been here since it was made
-            yield folder
-    finally:
-        if made:
-            with suppress(OSError):  # it goes if the run was refused before it wrote anything
-                folder.rmdir()

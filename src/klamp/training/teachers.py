@@ -7,12 +7,11 @@ the completion's own token ids behind its prompt, in one row, so that the two mo
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
@@ -197,22 +196,15 @@ class Teachers:
 
 
 def load_teachers(
-    config: TrainConfig, scorer: Scorer, task: Task, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
+    config: TrainConfig, scorer: Scorer, task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> Teachers | None:
-    """The teachers of a run whose policy is in this process, see `teachers_of`."""
-    return teachers_of(config, task, tokenizer, lambda name: _made(config, name, scorer, tokenizer, accelerator))
-
-
-def teachers_of(
-    config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase, make: Callable[[str], Reference]
-) -> Teachers | None:
-    """The teachers of a run, ready to score; None where it has none.
+    """The teachers of a run, ready to score; None if it has none.
 
     Args:
         config: of the run.
+        scorer: of its policy.
         task: its prompts.
         tokenizer: of its policy.
-        make: makes the one that is named so, where it is no server at an address.
 
     Raises:
         ModelError: a teacher that cannot be loaded, or with other tokens than the policy.
@@ -227,13 +219,11 @@ def teachers_of(
         seen = [replace(e, prompt=prompts.get(e.prompt, e.prompt)) for e in task.train]
         server = connect(config, replace(task, train=seen), tokenizer, who="teacher")
         return Teachers(kl, {"": server}, tokenizer=tokenizer, prompts=prompts)
-    made = {key: make(name) for key, name in kl.models.items()}
-    return Teachers(kl, made, tokenizer=tokenizer, prompts=prompts)
+    models = {key: _made(config, name, scorer, tokenizer) for key, name in kl.models.items()}
+    return Teachers(kl, models, tokenizer=tokenizer, prompts=prompts)
 
 
-def _made(
-    config: TrainConfig, name: str, scorer: Scorer, tokenizer: PreTrainedTokenizerBase, accelerator: Accelerator
-) -> Reference:
+def _made(config: TrainConfig, name: str, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> Reference:
     kl, policy = config.teacher, scorer.model
     if kl.kind == "live":
         return LiveTeacher(scorer)
@@ -245,7 +235,7 @@ def _made(
     model = load_model(name, config.model.dtype)
     check_same_vocabulary(model, policy, who="teacher", larger=True)
     check_tokens_of(name, tokenizer)
-    return FrozenReference(model.to(accelerator.device), name=f"{name}, frozen")  # pyright: ignore[reportArgumentType]
+    return FrozenReference(model.to(next(policy.parameters()).device), name=f"{name}, frozen")  # pyright: ignore[reportArgumentType]
 
 
 def check_tokens_of(name: str, ours: PreTrainedTokenizerBase, *, who: Who = "teacher") -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
 
 from klamp.config.loss import configured_price, spread_of_group
@@ -38,20 +39,20 @@ from klamp.training.teachers import Taught
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateOutput:
-    """What one update measured; tensors of tokens are this process's part."""
+    """What one update measured."""
 
     policy_logprobs: Tensor
     """[B, T] log-probabilities of the policy before the update."""
-    entropy: Tensor | None = None
-    """[B, T] entropy of the policy; None where a service keeps the logits."""
-    exact: Tensor | None = None
-    """[B, T] exact KL(policy||ref) in nats; None where another program keeps it."""
-    exact_forward: Tensor | None = None
+    entropy: Tensor | None
+    """[B, T] entropy of the policy."""
+    exact: Tensor | None
+    """[B, T] exact KL(policy||ref) in nats; None where it is not measured."""
+    exact_forward: Tensor | None
     """[B, T] exact KL(ref||policy) in nats."""
     losses: dict[str, float]
     """train/loss, train/policy_loss, train/kl_penalty of the whole step, and the gate's metrics."""
-    grad_norm: float | None
-    """Norm of the gradient before clipping; None where a service does not say."""
+    grad_norm: float
+    """Norm of the gradient before clipping."""
     kl_old: float
     """k3 of KL(old||policy) in nats per token; 0 in a rollout's first update."""
     stopped: bool = False
@@ -95,26 +96,21 @@ def learning_rows(context: Context, rollout: Rollout, objective: Objective) -> T
 def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: Objective) -> UpdateOutput:
     """Do one optimizer step with the whole rollout.
 
-    The gradient equals that of the whole global batch at once: every part divides by the totals of the step, and the
-    average that data parallelism takes over processes is undone.
+    The gradient equals that of the whole batch at once: every part divides by the totals of the step.
 
     Raises:
         NonFiniteError: the loss, the gradient or the KL is NaN or infinite; the weights are as they were before.
     """
-    parts = list(context.parts(len(rollout.texts)))
     learns = learning_rows(context, rollout, objective)
     seen: list[Scores] = []
     sums: dict[str, Tensor | float] = {"policy/skipped": (~learns).sum() / rollout.totals.sequences}
     optimizer.zero_grad()
-    for part in parts:
-        last = part is parts[-1]
-        with nullcontext() if last else context.accelerator.no_sync(context.wrapped):
-            scores: Scores = context.wrapped(
-                select(rollout.completions, part), _ask(context, rollout, part, objective, learns)
-            )
-            batch = batch_of(context, rollout, part, scores, objective)
-            output = grpo_loss(batch, objective, totals=rollout.totals)
-            context.accelerator.backward(output.loss * context.processes)
+    for part in context.parts(len(rollout.texts)):
+        ask = _ask(context, rollout, part, objective, learns)
+        scores: Scores = context.scorer(select(rollout.completions, part), ask)
+        batch = batch_of(context, rollout, part, scores, objective)
+        output = grpo_loss(batch, objective, totals=rollout.totals)
+        output.loss.backward()
         seen.append(scores)
         measured = {name: x.double() for name, x in (output.metrics | {"train/loss": output.loss.detach()}).items()}
         measured |= head_means(batch, scores)
@@ -123,9 +119,9 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
         ).items():
             sums[name] = sums.get(name, 0.0) + value
     found = joined(seen, rollout.mask.shape[1])
-    losses = over_processes(context, sums | _exact_mean(context, rollout, found))
+    losses = {name: float(x) for name, x in (sums | _exact_mean(context, rollout, found)).items()}
     check_held(context, losses)
-    kl_old = kl_from_old(context, rollout, found.logprobs)
+    kl_old = kl_from_old(rollout, found.logprobs)
     bound = context.config.kl.kl_early_stop
     stopped = bound is not None and kl_old > bound
     grad_norm = 0.0 if stopped else _step(context, optimizer, losses["train/loss"])
@@ -216,7 +212,7 @@ def by_teacher(context: Context, rollout: Rollout, part: slice, batch: Batch, sc
 
 
 def _exact_mean(context: Context, rollout: Rollout, found: Scores) -> dict[str, Tensor]:
-    """This process's part of the mean exact KL in nats per token, where every completion has it."""
+    """The mean exact KL in nats per token, where every completion has it."""
     if found.exact is None or rollout.exact_rows is None or not context.exact_everywhere:
         return {}
     measured = rollout.kl_mask & rollout.exact_rows[:, None]
@@ -275,28 +271,19 @@ def taught_of(context: Context, rollout: Rollout, part: slice) -> tuple[TeacherK
     return rollout.taught.asked(part, context.teachers.how, sampler)
 
 
-def kl_from_old(context: Context, rollout: Rollout, policy: Tensor) -> float:
+def kl_from_old(rollout: Rollout, policy: Tensor) -> float:
     """How far the policy has moved since the rollout: KL(old||policy) as k3, over the whole step."""
     if rollout.old_logprobs is None:
         return 0.0
     delta = masked_log_ratio(rollout.old_logprobs, policy, rollout.mask)
-    total = masked_sum(ESTIMATORS["k3"].value(delta), rollout.mask)
-    return float(context.sum_over_processes(total.double())) / float(rollout.totals.tokens)
-
-
-def over_processes(context: Context, sums: Mapping[str, Tensor | float]) -> dict[str, float]:
-    """The sums of all processes, by name."""
-    names = sorted(sums)
-    total = context.sum_over_processes(torch.stack([torch.as_tensor(sums[name]).double() for name in names]))
-    return dict(zip(names, total.tolist(), strict=True))
+    return float(masked_sum(ESTIMATORS["k3"].value(delta), rollout.mask)) / float(rollout.totals.tokens)
 
 
 def _step(context: Context, optimizer: Optimizer, loss: float) -> float:
     bound = context.config.optim.max_grad_norm
     parameters = [p for p in context.policy.parameters() if p.requires_grad]
-    norm = context.accelerator.clip_grad_norm_(parameters, bound if bound > 0 else float("inf"))
-    grad_norm = float(norm) if norm is not None else 0.0
-    if not (torch.isfinite(torch.tensor(loss)) and torch.isfinite(torch.tensor(grad_norm))):
+    grad_norm = float(clip_grad_norm_(parameters, bound if bound > 0 else float("inf")))
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         optimizer.zero_grad()
         raise not_finite("the loss or its gradient is not finite", f"loss {loss}, gradient norm {grad_norm}")
     optimizer.step()
@@ -329,15 +316,13 @@ OF_THE_LAST = (
 
 def measured(context: Context, rollout: Rollout, outputs: Sequence[UpdateOutput]) -> dict[str, float]:
     """What a step gave, by the names of `METRICS`: that of its tokens before the first update, and of its updates."""
-    record = gather_record(context, rollout, outputs[0])
+    record = step_record(context, rollout, outputs[0])
     compared = context.config.task.reward != NO_REWARD
     metrics = step_metrics(record, group_size=context.config.rollout.num_generations if compared else 1)
     has_kl = "kl/k3" in metrics
     metrics |= {name: x for name, x in outputs[0].losses.items() if has_kl or name not in CARRIED}
     done = [o for o in outputs if not o.stopped]
-    norms = [o.grad_norm for o in done if o.grad_norm is not None]
-    if norms or not done:
-        metrics["train/grad_norm"] = sum(norms) / max(1, len(norms))
+    metrics["train/grad_norm"] = sum(o.grad_norm for o in done) / max(1, len(done))
     metrics["policy/updates"] = float(len(done))
     if rollout.taught is not None:
         metrics |= end_probability(context, rollout, rollout.taught)
@@ -352,50 +337,49 @@ def end_probability(context: Context, rollout: Rollout, taught: Taught) -> dict[
     last = rollout.completions.mask.sum(-1).clamp(min=1) - 1
     there = rollout.completions.ended & taught.mask(rollout.mask).gather(1, last[:, None])[:, 0]
     probability = torch.where(there, taught.logprobs.gather(1, last[:, None])[:, 0].exp(), 0.0).double()
-    sums = {
-        key: torch.stack([probability[x].sum(), there[x].sum()]) for key, x in rows_of_each(context, rollout).items()
-    }
-    pairs = context.sum_over_processes(torch.stack([*sums.values()])).tolist()
-    return {f"teacher/end{key}": total / count for key, (total, count) in zip(sums, pairs, strict=True) if count}
+    found = dict[str, float]()
+    for key, rows in rows_of_each(context, rollout).items():
+        if count := int(there[rows].sum()):
+            found[f"teacher/end{key}"] = float(probability[rows].sum()) / count
+    return found
 
 
 def reward_correlation(context: Context, rollout: Rollout, taught: Taught, policy: Tensor) -> dict[str, float]:
     """The correlation within groups of the reward and of what the teacher finds likelier than the policy, per token."""
     mask, size = taught.mask(rollout.mask), context.config.rollout.num_generations
     likelier = masked_mean(masked_log_ratio(taught.logprobs, policy, mask), mask, -1)
-    rewards, likelier, found = context.gather(rollout.rewards), context.gather(likelier), dict[str, float]()
+    found = dict[str, float]()
     for key, rows in rows_of_each(context, rollout).items():
-        at = context.gather(rows)
-        correlation = reward_length_correlation(rewards[at], likelier[at], size)
+        correlation = reward_length_correlation(rollout.rewards[rows], likelier[rows], size)
         found |= {} if correlation is None else {f"teacher/reward_correlation{key}": float(correlation)}
     return found
 
 
-def gather_record(context: Context, rollout: Rollout, output: UpdateOutput) -> StepRecord:
-    """Collect the tokens of the step from all processes; every process gets all of them."""
+def step_record(context: Context, rollout: Rollout, output: UpdateOutput) -> StepRecord:
+    """The tokens of a step, before its first update, as `step_metrics` takes them."""
     length = context.config.rollout.max_completion_length
 
-    def certain(x: Tensor) -> Tensor:
-        return context.gather(pad_tokens(x, length) if x.ndim == 2 else x)
+    def padded(x: Tensor) -> Tensor:
+        return pad_tokens(x, length) if x.ndim == 2 else x
 
-    def whole(x: Tensor | None) -> Tensor | None:
-        return None if x is None else certain(x)
+    def known(x: Tensor | None) -> Tensor | None:
+        return None if x is None else padded(x)
 
     return StepRecord(
-        mask=certain(rollout.mask),
-        kl_mask=certain(rollout.kl_mask),
-        policy=certain(output.policy_logprobs),
-        sampler=whole(rollout.completions.sampler_logprobs if rollout.sampler_tells else None),
-        entropy=whole(output.entropy),
-        rewards=certain(rollout.rewards),
-        ended=certain(rollout.completions.ended),
-        lengths=certain(rollout.completions.mask.sum(-1)),
-        repeated=certain(repeated_pairs(rollout.completions.ids, rollout.completions.mask)),
-        ref=whole(rollout.ref_logprobs),
-        original=whole(rollout.original_logprobs),
-        exact=whole(output.exact),
-        exact_forward=whole(output.exact_forward),
-        exact_rows=whole(rollout.exact_rows),
+        mask=padded(rollout.mask),
+        kl_mask=padded(rollout.kl_mask),
+        policy=padded(output.policy_logprobs),
+        sampler=padded(rollout.completions.sampler_logprobs),
+        entropy=known(output.entropy),
+        rewards=rollout.rewards,
+        ended=rollout.completions.ended,
+        lengths=rollout.completions.mask.sum(-1),
+        repeated=repeated_pairs(rollout.completions.ids, rollout.completions.mask),
+        ref=known(rollout.ref_logprobs),
+        original=known(rollout.original_logprobs),
+        exact=known(output.exact),
+        exact_forward=known(output.exact_forward),
+        exact_rows=rollout.exact_rows,
     )
 
 
@@ -434,9 +418,8 @@ def completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: 
         "tokens": context.tokenizer.convert_ids_to_tokens(ids),
         "policy_logprobs": output.policy_logprobs[i][mask].tolist(),
         "ended": bool(rollout.completions.ended[i]),
+        "sampler_logprobs": rollout.completions.sampler_logprobs[i][mask].tolist(),
     }
-    if rollout.sampler_tells:
-        row["sampler_logprobs"] = rollout.completions.sampler_logprobs[i][mask].tolist()
     if not torch.equal(rollout.mask[i], mask):
         row["trained"] = rollout.mask[i][mask].tolist()
     if rollout.ref_logprobs is not None:
