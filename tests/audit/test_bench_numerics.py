@@ -1,61 +1,173 @@
-"""Coarse numbers, step zero, few tokens, packed rows, scaled, checkpointed and compiled losses."""
+"""The same few losses under other numbers: coarse types, step zero, few tokens, packed rows, compiled losses."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
 import torch
-from tests.audit.bench import numerics
-from tests.audit.bench.sound import k3, ppo
-from tests.audit.bench.worlds import BETA, Case, Score, World, make_world, verdict_of, worth_of
+from tests.audit.bench.losses import exact_kl, k2, k3, live_k3, plus, ppo, ratio_k3, score
+from tests.audit.bench.worlds import BETA, Case, Score, World, make_world, pick, verdict_of, worth_of, wrong
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 
 import klamp
 from klamp.core.gradients import first_only
 
+SLOW = pytest.mark.slow
+RIGHT = [
+    Case("ratio x k3", plus(ppo, ratio_k3)),
+    Case("k2", plus(ppo, k2)),
+    Case("sequence mean, ratio x k3", plus(ppo, ratio_k3, World.sequence)),
+    Case("reinforce, k2", plus(lambda w: -w.a * w.logp, k2)),
+]
+WRONG = [
+    wrong("k3 differentiated", plus(ppo, lambda w: k3(w.d)), "kl-forward"),
+    wrong("k1", plus(ppo, lambda w: w.d), "kl-zero"),
+    wrong("away", plus(ppo, lambda w: -ratio_k3(w)), "kl-away"),
+    wrong("swapped", plus(ppo, lambda w: k3(-w.d)), "kl-swapped"),
+    wrong("policy reversed", plus(lambda w: w.a * w.r, ratio_k3), "policy-reversed"),
+]
 
-def scored(title: str, pairs: Iterable[tuple[Case, World]], step: int = 1) -> Score:
-    """The verdicts on cases with worlds of their own."""
-    score = Score(title)
-    for case, world in [*pairs][::step]:
-        verdict = verdict_of(case, world)
-        score.add(case.name, worth_of(case, verdict), verdict)
-    return score
+
+def packed(loss: Callable[[World], Any], w: World) -> Any:
+    """All completions in one row, without padding, with the completion of each place."""
+    of = torch.arange(len(w.logp))[:, None].expand_as(w.logp)[w.mask]
+    row, ref, old = (x[w.mask][None] for x in (w.logp, w.ref, w.old))
+    one = w.of(row, mask=torch.ones_like(row, dtype=torch.bool), advantages=w.advantages[of][None], ref=ref, old=old)
+    return loss(one), one.passed() | {"sampler_logprobs": None, "segments": of[None]}
 
 
-@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
+def as_lists(loss: Callable[[World], Any], w: World) -> Any:
+    """Completions as a list of 1-D tensors, each a leaf, as a service returns them."""
+
+    def cut(x: Tensor) -> list[Tensor]:
+        return [row[m].detach() for row, m in zip(x, w.mask, strict=True)]
+
+    pieces = [x.requires_grad_() for x in cut(w.logp)]
+    padded = torch.nn.utils.rnn.pad_sequence([*pieces, w.logp[0].detach()], batch_first=True)[:-1]
+    given = {"policy_logprobs": pieces, "mask": None, "sampler_logprobs": None}
+    return loss(w.of(padded)), given | {"ref_logprobs": cut(w.ref), "old_logprobs": cut(w.old)}
+
+
+def checkpointed(loss: Callable[[World], Any], w: World, reentrant: bool) -> Any:
+    """The logits come out of a checkpointed block."""
+    logits = checkpoint(lambda x: 2 * (x / 2), w.logits, use_reentrant=reentrant)
+    assert isinstance(logits, Tensor)
+    world = w.of(pick(logits, w.ids))
+    return loss(world), {"policy_logprobs": world.logp}
+
+
+LAYOUTS: dict[str, Callable[[Callable[[World], Any], World], Any]] = {
+    "packed": packed,
+    "lists": as_lists,
+    "scaled": lambda loss, w: (65536 * loss(w), {"loss_scale": 65536.0}),
+    "float mask": lambda loss, w: (loss(w), {"mask": w.mask.float()}),
+    "checkpointed": lambda loss, w: checkpointed(loss, w, False),
+    "checkpointed, reentrant": lambda loss, w: checkpointed(loss, w, True),
+}
+
+
+def layouts() -> Iterator[tuple[Case, World]]:
+    """Each layout; 16 tokens; a completion of one token; tokens whose policy left the old policy by many nats."""
+    world = make_world(11)
+    mask, old = world.mask.clone(), world.old.clone()
+    mask[3, 1:] = False
+    old[0, 1], old[4, 2] = old[0, 1] - 7, old[4, 2] - 4.5
+    few = make_world(12, shape=(2, 8), group=2, longest=True)
+    for case in RIGHT + WRONG:
+        for name, layout in LAYOUTS.items():
+            if "sequence" not in case.name or name not in ("packed", "lists"):
+                changed = lambda w, x=layout, loss=case.loss: x(loss, w)  # noqa: E731
+                yield case._replace(name=f"{case.name}, {name}", loss=changed), world
+        for name, w in (("16 tokens", few), ("empty", replace(world, mask=mask)), ("far", replace(world, old=old))):
+            yield case._replace(name=f"{case.name}, {name}"), w
+
+
+def small(beta: float) -> Case:
+    """A right KL with a small coefficient."""
+    made = lambda w: (w.token(ppo(w) + beta * ratio_k3(w)), {"beta": beta, "kl_in": "loss"})  # noqa: E731
+    return Case(f"beta {beta:g}", made, kl=(), beta=None)
+
+
+def coarse() -> Iterator[tuple[Case, World]]:
+    """bf16 and float16 log-probabilities, and coefficients too small to be seen."""
+    for dtype, seed in product((torch.bfloat16, torch.float16), range(4)):
+        world = make_world(20 + seed, dtype=dtype)
+        for case in (*(x._replace(kl=(), beta=None) for x in RIGHT), *map(small, (0.1, 0.01, 0.001))):
+            yield case, world
+    for beta, drift in ((1e-7, 0.3), (1e-6, 0.1), (1e-5, 0.03), (1e-3, 0.003)):
+        yield small(beta), make_world(30, drift=drift)
+
+
+def near_zero() -> Iterator[tuple[Case, World]]:
+    """Sound losses of the first steps: every mean, lengths that differ by one token, a policy that has hardly moved."""
+    total: Callable[[World, Tensor], Tensor] = lambda w, x: (x * w.m).sum() / (len(x) * 64)  # noqa: E731
+    for number, (drift, lag) in enumerate(((0, 0), (0, 1e-3), (1e-4, 0), (1e-3, 1e-3), (5e-3, 1e-3), (2e-2, 0))):
+        world = make_world(80 + number, drift=drift, lag=lag)
+        alike = replace(world, mask=torch.ones_like(world.mask))
+        alike.mask[0, -1] = alike.mask[3, -2:] = False
+        for w, mean, kl in product((world, alike), (World.token, World.sequence, total), (ratio_k3, live_k3, k2)):
+            yield Case(f"{kl.__name__}, {mean.__name__}, drift {drift:g}, lag {lag:g}", plus(ppo, kl, mean)), w
+
+
+ALL = pytest.param(1, marks=SLOW)
+
+
+@pytest.mark.parametrize("step", [4, ALL])
 def test_coarse_numbers_accuse_nobody(step: int) -> None:
-    score = scored("coarse", numerics.coarse(), step)
-    assert score.counts["accused"] == 0, str(score)
+    Score([*coarse()][::step]).demand()
 
 
-@pytest.mark.parametrize("step", [7, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [7, ALL])
 def test_layouts_change_no_verdict(step: int) -> None:
-    score = scored("layouts", numerics.layouts(), step)
-    assert score.counts["accused"] == 0, str(score)
-    assert score.share() >= 0.95, str(score)
+    Score([*layouts()][::step]).demand(0.95)
 
 
-@pytest.mark.parametrize("step", [4, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("step", [4, ALL])
 def test_the_first_steps_accuse_nobody(step: int) -> None:
-    score = scored("first steps", numerics.near_zero(), step)
-    assert score.counts["accused"] == score.counts["wrong name"] == 0, str(score)
-    assert score.share() >= 0.6, str(score)
+    Score([*near_zero()][::step]).demand(0.6, misnamed=False)
+
+
+AT_ZERO: dict[str, tuple[Callable[[World], Tensor], bool | None, str]] = {
+    "live ratio x k3": (live_k3, True, "reverse"),
+    "k2": (k2, True, "reverse"),
+    "k3 differentiated": (lambda w: k3(w.d), False, "forward"),
+    "swapped": (lambda w: k3(-w.d), False, "swapped"),
+    "k1": (lambda w: w.d, False, "zero"),
+    "k3 subtracted": (lambda w: -k3(w.d), False, "away"),
+    "live ratio x k3 subtracted": (lambda w: -live_k3(w), False, "away"),
+    "live ratio x k1": (lambda w: w.live * w.d, True, "reverse"),
+    "exact, beside it": (exact_kl, None, ""),
+    "k1 as a score": (lambda w: score(w, w.d), None, ""),
+    "absolute log-ratio": (lambda w: w.d.abs(), None, ""),
+    "klamp.kl_penalty": (lambda w: klamp.kl_penalty(w.logp, w.ref, w.mask), None, ""),
+    "KL of the detached policy": (lambda w: k3(w.d.detach()), None, ""),
+    "no KL": (lambda w: 0 * w.d.detach(), None, ""),
+}
+"""KLs where the policy is the reference: the right `ok` (None: cannot tell), the class."""
+
+
+def at_zero() -> Iterator[Case]:
+    """Each beside two policy losses; those that can be told, alone too."""
+    for name, (kl, ok, kind) in AT_ZERO.items():
+        right: dict[str, Any] = {"kl": (kind,) if kind else (), "ok": ok, "beta": None}
+        yield Case(f"{name}; ppo", plus(ppo, kl), **right)
+        yield Case(f"{name}; reinforce", plus(lambda w: -w.a * w.logp, kl), **right)
+        if ok is not None:
+            alone = lambda w, f=kl: (BETA * w.token(f(w)), {"advantages": None})  # noqa: E731
+            yield Case(f"{name}; none", alone, **right)
 
 
 def test_at_step_zero_the_derivatives_tell_or_the_verdict_stays_open() -> None:
-    world = make_world(40, drift=0, lag=0)
-    score = scored("step zero", ((case, world) for case in numerics.at_zero()))
-    assert score.share() == 1, str(score)
-
-
-# losses that refuse a second derivative
+    Score(product(at_zero(), [make_world(40, drift=0, lag=0)])).demand(1.0)
 
 
 class Penalty(torch.autograd.Function):
-    """beta times the sum of ratio x k3, differentiable once."""
+    """k3 with the gradient of the ratio times k3, differentiable once."""
 
     @staticmethod
     def forward(ctx: Any, logp: Tensor, ref: Tensor) -> Tensor:
@@ -69,15 +181,10 @@ class Penalty(torch.autograd.Function):
         return grads[0] * (logp - ref), None
 
 
-def once_differentiable(w: World) -> Tensor:
-    """PPO's loss beside it."""
-    kl = Penalty.apply(w.logp, w.ref)
-    assert isinstance(kl, Tensor)
-    return w.token(ppo(w) + BETA * kl)
-
-
-def compiled(backend: str) -> Callable[[World], Tensor]:
-    """A loss function that torch compiles."""
+def loss_by(backend: str) -> Case:
+    """A loss that torch compiles, or one that is differentiable once."""
+    if backend == "once":
+        return Case("once", plus(ppo, lambda w: Penalty.apply(w.logp, w.ref)))  # type: ignore[arg-type]
 
     def loss(logp: Tensor, ref: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Tensor:
         r, d = (logp - old).exp(), logp - ref
@@ -85,41 +192,38 @@ def compiled(backend: str) -> Callable[[World], Tensor]:
         return (tokens * m).sum() / m.sum()
 
     function = torch.compile(loss, backend=backend, dynamic=False)
-    return lambda w: function(w.logp, w.ref, w.old, w.a, w.m)
+    return Case("compiled", lambda w: function(w.logp, w.ref, w.old, w.a, w.m))
 
 
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+BACKENDS = ["aot_eager", pytest.param("inductor", marks=SLOW)]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_compiled_loss_is_named(backend: str) -> None:
-    case = Case("compiled", compiled(backend))
+    case = loss_by(backend)
     verdict = verdict_of(case, make_world(41))
     assert worth_of(case, verdict) == "right", str(verdict)
 
 
 @pytest.mark.parametrize("watched", [False, True])
-@pytest.mark.parametrize("loss", [*BACKENDS, "once"])
+@pytest.mark.parametrize("backend", [*BACKENDS, "once"])
 def test_where_a_second_derivative_is_refused_the_verdict_is_cannot_tell_and_never_an_exception(
-    loss: str, watched: bool
+    backend: str, watched: bool
 ) -> None:
-    function = once_differentiable if loss == "once" else compiled(loss)
-    world = make_world(42, drift=0, lag=0)
-    verdict = verdict_of(Case("refuses", function), world.watch() if watched else world)
+    near, far = (w.watch() if watched else w for w in (make_world(42, drift=0, lag=0), make_world(43)))
+    verdict = verdict_of(loss_by(backend), near)
     assert verdict.ok is None, str(verdict)
-    assert loss != "once" or "no-second-derivative" in verdict.codes(), str(verdict)
-    far = make_world(43)
-    watched_far = verdict_of(Case("refuses", function), far.watch() if watched else far)
-    assert watched_far.ok is not False, str(watched_far)
+    assert backend != "once" or "no-second-derivative" in verdict.codes(), str(verdict)
+    assert verdict_of(loss_by(backend), far).ok is not False
 
 
 def test_the_gradient_of_training_stays_bit_for_bit_the_same() -> None:
     gradients = []
     for checked in (False, True):
         world = make_world(44, drift=0, lag=0)
-        loss = world.token(ppo(world) + BETA * world.live * k3(world.d))
+        loss = world.token(ppo(world) + BETA * live_k3(world))
         if checked:
-            klamp.check(loss, once=False, beta=BETA, **world.arguments())
+            klamp.check(loss, once=False, beta=BETA, **world.passed())
         loss.backward()
         assert world.logits.grad is not None
         gradients.append(world.logits.grad)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.audit.bench.sound import exact_kl, ppo
-from tests.audit.bench.worlds import make_world
+from tests.audit.bench.losses import exact_kl, ppo
+from tests.audit.bench.worlds import Case, make_world, verdict_of
 from torch import Tensor
 
 import klamp
@@ -41,21 +41,16 @@ def test_only_a_loss_with_another_path_reaches_around_the_log_probabilities() ->
 
 def test_no_capture_is_promised_of_a_loss_on_logits_alone(tmp_path: Path) -> None:
     w = make_world(1)
-    loss, more = w.token(exact_kl(w)), {"logits": w.logits, "ref_logits": w.ref_logits, "ids": w.ids}
+    given = {"policy_logprobs": w.logp, "mask": w.mask, **w.logits_passed()}
     with pytest.raises(ConfigError, match="writes no capture"):
-        klamp.check(loss, policy_logprobs=w.logp, mask=w.mask, save=tmp_path / "it", once=False, **more)
-    assert klamp.check(loss, policy_logprobs=w.logp, mask=w.mask, once=False, **more).kl == "reverse"
+        klamp.check(w.token(exact_kl(w)), save=tmp_path / "it", once=False, **given)
+    assert klamp.check(w.token(exact_kl(w)), once=False, **given).kl == "reverse"
 
 
-@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 @pytest.mark.parametrize(("beta", "right"), [(-0.05, -0.05), (0.05, 0.05), (0.05, -0.05), (-0.05, 0.05)])
 def test_an_exact_kl_beside_is_right_with_the_sign_of_the_beta_that_was_passed(beta: float, right: float) -> None:
-    w = make_world(1)
-    loss = w.token(ppo(w) + right * exact_kl(w))
-    named = {"logits": w.logits, "ref_logits": w.ref_logits, "ids": w.ids, "ref_logprobs": w.ref, "old_logprobs": w.old}
-    verdict = klamp.check(
-        loss, policy_logprobs=w.logp, mask=w.mask, advantages=w.advantages, beta=beta, once=False, **named
-    )
+    case = Case("", lambda w: (w.token(ppo(w) + right * exact_kl(w)), {"beta": beta, **w.logits_passed()}))
+    verdict = verdict_of(case, make_world(1), sampler_logprobs=None)
     assert (verdict.kl, verdict.ok) == (("reverse", True) if beta == right else ("away", False))
 
 
@@ -65,9 +60,7 @@ def test_a_call_site_that_cannot_tell_is_tried_again_and_later_calls_say_so() ->
     for step in range(5):
         w = make_world(1, lag=0, drift=0.0 if step < 1 else 0.3)
         loss = w.token(-w.live * w.a + 0.05 * klamp.kl_penalty(w.logp, w.ref, w.mask))
-        verdict = klamp.check(
-            loss, policy_logprobs=w.logp, mask=w.mask, ref_logprobs=w.ref, advantages=w.advantages, beta=0.05
-        )
+        verdict = klamp.check(loss, **w.passed() | {"old_logprobs": None, "sampler_logprobs": None}, beta=0.05)
         answers.append((verdict.ok, "earlier call" in verdict.summary))
     assert answers == [(None, False), (True, False), (True, True), (True, True), (True, True)]
     assert torch.is_grad_enabled()

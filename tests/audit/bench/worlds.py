@@ -8,7 +8,7 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -23,10 +23,9 @@ BETA = 0.05
 
 @dataclass(frozen=True)
 class World:
-    """One micro-batch. Shapes: B completions of at most T tokens, vocabulary V; two completions have no padding."""
+    """One micro-batch: B completions of at most T tokens, of which the first two have no padding; vocabulary V."""
 
     logits: Tensor
-    """The policy's, a leaf, [B, T, V]."""
     ref_logits: Tensor
     old_logits: Tensor
     ids: Tensor
@@ -37,8 +36,6 @@ class World:
     ref: Tensor
     old: Tensor
     sampler: Tensor
-    names: tuple[str, ...] = ("ref", "old", "sampler", "advantages")
-    """Which of the optional inputs are passed."""
     watched: Any = None
 
     @cached_property
@@ -46,17 +43,14 @@ class World:
         """The policy's log-probabilities, not a leaf."""
         return pick(self.logits, self.ids)
 
-    @cached_property
-    def m(self) -> Tensor:
-        """The mask as numbers."""
-        return self.mask.to(self.logits.dtype)
-
-    # log-ratios to the reference and to the old policy, the ratio, 1 with the gradient of log policy, advantages [B, 1]
+    # mask as numbers, log-ratios to the reference and to the old policy, the ratio, 1 with the gradient of log policy
+    m = property(lambda self: self.mask.to(self.logits.dtype))
     d = property(lambda self: self.logp - self.ref)
     log_r = property(lambda self: self.logp - self.old)
     r = property(lambda self: self.log_r.exp())
     live = property(lambda self: (self.logp - self.logp.detach()).exp())
     a = property(lambda self: self.advantages if self.advantages.ndim == 2 else self.advantages[:, None])
+    places = property(lambda self: torch.arange(self.ids.shape[1]).to(self.logits))
 
     def sums(self, x: Tensor) -> Tensor:
         """The sum of each completion."""
@@ -74,23 +68,31 @@ class World:
         """The mean of each completion's mean."""
         return self.each(x).mean()
 
-    def arguments(self) -> dict[str, Any]:
+    def passed(self) -> dict[str, Any]:
         """What is passed to `klamp.check` beside the loss."""
-        known = {
-            "ref_logprobs": self.ref,
-            "old_logprobs": self.old,
-            "sampler_logprobs": self.sampler,
-            "advantages": self.advantages,
-        }
-        left_out = {"ref", "old", "sampler", "advantages"} - set(self.names)
-        passed = {k: x for k, x in known.items() if k.removesuffix("_logprobs") not in left_out}
-        return {"policy_logprobs": self.logp, "mask": self.mask, "watched": self.watched, **passed}
+        given = {"policy_logprobs": self.logp, "mask": self.mask, "watched": self.watched, "ref_logprobs": self.ref}
+        return given | {"old_logprobs": self.old, "sampler_logprobs": self.sampler, "advantages": self.advantages}
+
+    def logits_passed(self) -> dict[str, Any]:
+        """What shows a KL beside the log-probabilities."""
+        return {"logits": self.logits, "ref_logits": self.ref_logits, "ids": self.ids}
+
+    def teacher_passed(self, **more: Any) -> dict[str, Any]:
+        """What is passed beside a distillation loss on logits, and nothing else."""
+        given = {"logits": self.logits, "teacher_logits": self.ref_logits, "mask": self.mask, "ids": self.ids}
+        return dict.fromkeys((*self.passed(), "beta")) | given | more
 
     def watch(self) -> World:
         """The same batch, with recording tensors."""
         w = klamp.watch(ref_logprobs=self.ref, advantages=self.advantages)
         assert w.ref_logprobs is not None and w.advantages is not None
         return replace(self, ref=w.ref_logprobs, advantages=w.advantages, watched=w)
+
+    def of(self, logp: Tensor, **more: Any) -> World:
+        """The same batch with other log-probabilities of the policy."""
+        world = replace(self, **more)
+        world.__dict__["logp"] = logp
+        return world
 
 
 def pick(logits: Tensor, ids: Tensor) -> Tensor:
@@ -111,15 +113,8 @@ def make_world(
 ) -> World:
     """A batch from a seed.
 
-    Args:
-        seed: of all its numbers.
-        shape: B and T.
-        drift: spread of the reference's logits around the policy's.
-        lag: spread of the old policy's logits around the policy's; 0: the policy itself.
-        group: completions per prompt.
-        scaled: divide the advantages by the deviation of their prompt.
-        dtype: of the log-probabilities.
-        longest: all completions have T tokens.
+    `drift` and `lag` are the spreads of the reference's and the old policy's logits around the policy's; 0: the same.
+    `scaled`: advantages are divided by the deviation of their prompt. `longest`: all completions have T tokens.
     """
     g = torch.Generator().manual_seed(seed)
     rows, width = shape
@@ -129,8 +124,7 @@ def make_world(
     old_logits = logits + lag * torch.randn(logits.shape, generator=g, dtype=wide)
     drawn = torch.multinomial(old_logits.softmax(-1).flatten(0, 1), 1, generator=g).reshape(rows, width)
     lengths = torch.randint(width // 3, width + 1, (rows,), generator=g)
-    lengths[:2] = width
-    mask = torch.arange(width)[None] < (torch.full_like(lengths, width) if longest else lengths)[:, None]
+    lengths[: rows if longest else 2] = width
     rewards = torch.rand(rows, generator=g, dtype=wide)
     groups = rewards.reshape(-1, group)
     centred = groups - groups.mean(1, keepdim=True)
@@ -144,7 +138,7 @@ def make_world(
         ref_logits=(exact if drift == 0 else ref_logits).to(dtype),
         old_logits=old_logits.to(dtype),
         ids=drawn,
-        mask=mask,
+        mask=torch.arange(width)[None] < lengths[:, None],
         advantages=advantages.to(dtype),
         rewards=rewards.to(dtype),
         group=group,
@@ -156,14 +150,8 @@ def make_world(
 
 def three_worlds() -> list[World]:
     """Near, off-policy with another length, and far on-policy with many short completions."""
-    return [
-        make_world(1),
-        make_world(2, shape=(6, 24), drift=0.12, lag=0.3, group=3, scaled=False),
-        make_world(3, shape=(16, 9), drift=0.7, lag=0, group=4),
-    ]
-
-
-Loss = Callable[[World], Any]  # a loss, or a loss and what else is passed
+    second = make_world(2, shape=(6, 24), drift=0.12, lag=0.3, group=3, scaled=False)
+    return [make_world(1), second, make_world(3, shape=(16, 9), drift=0.7, lag=0, group=4)]
 
 
 class Case(NamedTuple):
@@ -171,17 +159,17 @@ class Case(NamedTuple):
 
     Attributes:
         name: in words.
-        loss: from a world to the loss, and what else is passed.
+        loss: from a world to the loss, or to the loss and what else is passed.
         kl: the accepted classes; () if the class is not judged.
         ok: whether it is sound; None: one micro-batch cannot show it, and the verdict has to say so.
         codes: one of these codes is among the wrong findings of a faulty loss.
         beta: the coefficient that acts, if one is stated; None: not judged.
-        surrogate: the base name of the policy loss, part of the one that is stated.
+        surrogate: part of the policy loss's name, if one is stated.
         mean: token or sequence, if one is stated.
     """
 
     name: str
-    loss: Loss
+    loss: Callable[[World], Any]
     kl: tuple[str, ...] = ("reverse",)
     ok: bool | None = True
     codes: tuple[str, ...] = ()
@@ -190,40 +178,18 @@ class Case(NamedTuple):
     mean: str = ""
 
 
-@dataclass
-class Score:
-    """The verdicts of a bench by their worth: right, cannot tell, wrong name, accused."""
-
-    title: str
-    rows: list[tuple[str, str, Verdict]] = field(default_factory=list)
-
-    def add(self, name: str, worth: str, verdict: Verdict) -> str:
-        """Take up one verdict."""
-        self.rows.append((name, worth, verdict))
-        return worth
-
-    @property
-    def counts(self) -> Counter[str]:
-        """How many verdicts have each worth."""
-        return Counter(worth for _, worth, _ in self.rows)
-
-    def share(self, worth: str = "right") -> float:
-        """The share of the verdicts that have this worth."""
-        return self.counts[worth] / max(len(self.rows), 1)
-
-    def __str__(self) -> str:
-        bad = [f"\n--- {worth}: {name}\n{verdict}" for name, worth, verdict in self.rows if worth != "right"]
-        return f"{self.title}: {len(self.rows)} cases, {dict(self.counts)}" + "".join(bad)
+def wrong(name: str, loss: Callable[[World], Any], codes: str, kl: str = "") -> Case:
+    """A faulty loss; codes and classes are separated by spaces."""
+    return Case(name, loss, tuple(kl.replace("_", " ").split()), ok=False, codes=tuple(codes.split()), beta=None)
 
 
 def verdict_of(case: Case, world: World, **more: Any) -> Verdict:
     """`klamp.check` on a case in a world."""
     made = case.loss(world)
     loss, extra = made if isinstance(made, tuple) else (made, {})
-    arguments = {"beta": BETA, **world.arguments(), **extra, **more}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return klamp.check(loss, once=False, **arguments)
+        return klamp.check(loss, once=False, **{"beta": BETA, **world.passed(), **extra, **more})
 
 
 def worth_of(case: Case, verdict: Verdict) -> str:
@@ -234,27 +200,26 @@ def worth_of(case: Case, verdict: Verdict) -> str:
         return "right" if verdict.ok is None else "wrong name"
     if verdict.ok is None:
         return "cannot tell"
-    if verdict.ok is not case.ok:
-        return "wrong name"
-    if case.codes and not set(case.codes) & set(verdict.codes("wrong")):
-        return "wrong name"
-    if case.kl and (verdict.kl or "none") not in case.kl:
-        return "wrong name"
-    if case.beta is not None and verdict.beta is not None and abs(verdict.beta / case.beta - 1) > 0.02:
-        return "wrong name"
-    if case.surrogate and verdict.surrogate and case.surrogate not in verdict.surrogate:
-        return "wrong name"
-    if case.mean and verdict.mean and case.mean not in verdict.mean:
-        return "wrong name"
-    return "right"
+    right = verdict.ok is case.ok
+    right &= not case.codes or bool(set(case.codes) & set(verdict.codes("wrong")))
+    right &= not case.kl or (verdict.kl or "none") in case.kl
+    right &= case.beta is None or verdict.beta is None or abs(verdict.beta / case.beta - 1) <= 0.02
+    right &= case.surrogate in (verdict.surrogate or case.surrogate) and case.mean in (verdict.mean or case.mean)
+    return "right" if right else "wrong name"
 
 
-def run(title: str, cases: Iterable[Case], worlds: Iterable[World], **more: Any) -> Score:
-    """All cases in all worlds."""
-    score = Score(title)
-    worlds = list(worlds)
-    for case in cases:
-        for number, world in enumerate(worlds):
+class Score:
+    """The verdicts of a bench by their worth: right, cannot tell, wrong name, accused."""
+
+    def __init__(self, pairs: Iterable[tuple[Case, World]] = (), **more: Any) -> None:
+        self.rows: list[tuple[str, str, Verdict]] = []
+        for case, world in pairs:
             verdict = verdict_of(case, world, **more)
-            score.add(f"{case.name} [world {number}]", worth_of(case, verdict), verdict)
-    return score
+            self.rows.append((worth_of(case, verdict), case.name, verdict))
+
+    def demand(self, share: float = 0.0, *, misnamed: bool = True) -> None:
+        """None is accused, or none misnamed either, and a share is named right."""
+        counts = Counter(worth for worth, *_ in self.rows)
+        bad = "".join(f"\n--- {worth}: {name}\n{verdict}" for worth, name, verdict in self.rows if worth != "right")
+        assert counts["accused"] == 0 and (misnamed or counts["wrong name"] == 0), f"{counts}{bad}"
+        assert self.rows and counts["right"] >= share * len(self.rows), f"{counts}{bad}"
