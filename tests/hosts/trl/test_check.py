@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import trl
-from tests.hosts.trl.hosts import arguments, build, klamp_trainer, noisy, saved, stock_trainer
+from tests.hosts.trl.hosts import arguments, build, klamp_trainer, noisy, saved
 from tests.hosts.trl.test_distillation import made
 
 from klamp.audit.capture import Capture
@@ -31,36 +31,25 @@ ROOMY = {"per_device_train_batch_size": 8, "num_generations": 4}
 
 
 @pytest.fixture(scope="module")
-def path(base: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
-    return saved(base, tmp_path_factory.mktemp("base"))
+def policy(base: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A model that knows where it is saved, so that a reference can be loaded."""
+    kept = copy.deepcopy(base)
+    kept.config._name_or_path = saved(base, tmp_path_factory.mktemp("base"))
+    return kept
 
 
-def policy(base: Any, path: str) -> Any:
-    made = copy.deepcopy(base)
-    made.config._name_or_path = path
-    return made
-
-
-def stock(base: Any, path: str, folder: Path, kind: Any = None, **options: Any) -> Any:
-    given = {"beta": BETA, **ROOMY, **options}
-    if kind is None:
-        return stock_trainer(policy(base, path), folder, **given)
-    return build(kind, policy(base, path), arguments(trl.GRPOConfig, folder, **given))
+def stock(policy: Any, folder: Path, kind: Any = trl.GRPOTrainer, **options: Any) -> Any:
+    return build(kind, copy.deepcopy(policy), arguments(trl.GRPOConfig, folder, **{"beta": BETA, **ROOMY, **options}))
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("loss_type", sorted(TRL_LOSS_TYPES))
-def test_stock_trl_before_training(loss_type: str, bias: bool, base: Any, path: str, tmp_path: Path) -> None:
-    trainer = stock(base, path, tmp_path, loss_type=loss_type, use_bias_correction_kl=bias, epsilon_high=3.0)
+def test_stock_trl_before_training(loss_type: str, bias: bool, policy: Any, tmp_path: Path) -> None:
+    trainer = stock(policy, tmp_path, loss_type=loss_type, use_bias_correction_kl=bias, epsilon_high=3.0)
     verdict = check(trainer)
     assert (verdict.ok, verdict.kl) == ((True, "reverse") if bias else (False, "forward")), str(verdict)
     assert verdict.beta == pytest.approx(BETA, rel=1e-3) and "reference-moved" in verdict.codes()
-    if not bias:
-        assert check(trainer, means="forward").ok
-
-
-def test_without_a_kl(base: Any, path: str, tmp_path: Path) -> None:
-    assert check(stock(base, path, tmp_path, beta=0.0)).ok
+    assert bias or check(trainer, means="forward").ok
 
 
 class Negated(trl.GRPOTrainer):
@@ -68,35 +57,27 @@ class Negated(trl.GRPOTrainer):
         return -super().compute_loss(*given, **named)
 
 
-class Shifted(trl.GRPOTrainer):
-    def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        name = "ref_per_token_logps"
-        return super()._compute_loss(model, {**inputs, name: inputs[name].roll(1, 1)})
+def with_input(name: str, change: Any) -> Any:
+    """A subclass that changes one input of the loss."""
+
+    def loss(self: Any, model: Any, inputs: Any) -> Any:
+        return trl.GRPOTrainer._compute_loss(self, model, {**inputs, name: change(inputs[name])})
+
+    return type("Changed", (trl.GRPOTrainer,), {"_compute_loss": loss})
 
 
-class Unmasked(trl.GRPOTrainer):
-    def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        name = "completion_mask"
-        return super()._compute_loss(model, {**inputs, name: torch.ones_like(inputs[name])})
+SUBCLASSES = {
+    "policy-reversed": Negated,
+    "shift": with_input("ref_per_token_logps", lambda x: x.roll(1, 1)),
+    "off-mask-gradient": with_input("completion_mask", torch.ones_like),
+    "check-failed": with_input("completion_mask", lambda _: 1 / 0),
+}
 
 
-class Failing(trl.GRPOTrainer):
-    def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        raise ValueError("no loss today")
-
-
-@pytest.mark.parametrize(
-    ("kind", "ok", "code"),
-    [
-        (Negated, False, "policy-reversed"),
-        (Shifted, False, "shift"),
-        (Unmasked, False, "off-mask-gradient"),
-        (Failing, None, "check-failed"),
-    ],
-)
-def test_a_subclass(kind: Any, ok: bool | None, code: str, base: Any, path: str, tmp_path: Path) -> None:
-    verdict = check(stock(base, path, tmp_path, kind))
-    assert verdict.ok is ok and code in verdict.codes(), str(verdict)
+@pytest.mark.parametrize("code", SUBCLASSES)
+def test_a_subclass(code: str, policy: Any, tmp_path: Path) -> None:
+    verdict = check(stock(policy, tmp_path, SUBCLASSES[code]))
+    assert verdict.ok is (None if code == "check-failed" else False) and code in verdict.codes(), str(verdict)
 
 
 @pytest.mark.parametrize(
@@ -109,101 +90,85 @@ def test_a_subclass(kind: Any, ok: bool | None, code: str, base: Any, path: str,
         ({"kl_estimator": "exact"}, None, "unknown"),
     ],
 )
-def test_klamps_own_trainer(options: Any, ok: bool | None, kl: str, base: Any, path: str, tmp_path: Path) -> None:
-    verdict = check(klamp_trainer(policy(base, path), tmp_path, beta=BETA, **ROOMY, **options))
+def test_klamps_own_trainer(options: Any, ok: bool | None, kl: str, policy: Any, tmp_path: Path) -> None:
+    verdict = check(klamp_trainer(copy.deepcopy(policy), tmp_path, beta=BETA, **ROOMY, **options))
     assert (verdict.ok, verdict.kl) == (ok, kl), str(verdict)
 
 
 @pytest.mark.parametrize(("beta", "kl"), [(1.0, "reverse"), (0.5, "js"), (0.0, "forward")])
 def test_distillation(beta: float, kl: str, base: Any, tmp_path: Path) -> None:
     trainer = made(base, noisy(base, 0.3, 9), tmp_path, kind=trl.DistillationTrainer, beta=beta)
-    verdict = check(trainer)
-    assert (verdict.ok, verdict.kl) == (True, kl), str(verdict)
-    wrong = check(trainer, means="forward" if kl == "reverse" else "reverse")
-    assert (wrong.ok, wrong.kl) == (False, kl)
+    other = check(trainer, means="forward" if kl == "reverse" else "reverse")
+    assert [(x.ok, x.kl) for x in (check(trainer), other)] == [(True, kl), (False, kl)]
+    own = check(made(base, noisy(base, 0.3, 9), tmp_path, teacher_estimator="k1"))
+    assert (own.ok, own.kl) == (True, "reverse"), str(own)
 
 
-def test_klamps_own_distillation(base: Any, tmp_path: Path) -> None:
-    verdict = check(made(base, noisy(base, 0.3, 9), tmp_path, teacher_estimator="k1"))
-    assert (verdict.ok, verdict.kl) == (True, "reverse"), str(verdict)
+def state(trainer: Any) -> dict[str, Any]:
+    """What a check could change: fields, counts, random numbers, weights, gradients."""
+    tensors = dict(trainer.model.state_dict()) | {f"{n}.grad": x.grad for n, x in trainer.model.named_parameters()}
+    drawn = (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist())  # type: ignore[index]
+    counts = (str(trainer.state), str(trainer._metrics), str(trainer._klamp), len(trainer.accelerator._dataloaders))
+    return {"drawn": drawn, "counts": counts, **vars(trainer), **{n: x.tolist() for n, x in tensors.items()}}
 
 
-def test_a_check_leaves_everything_as_it_was(base: Any, path: str, tmp_path: Path) -> None:
+def test_a_check_leaves_everything_as_it_was(policy: Any, tmp_path: Path) -> None:
     trained: list[list[float]] = []
     for look in (False, True):
-        trainer = klamp_trainer(policy(base, path), tmp_path, beta=BETA, **ROOMY)
+        trainer = klamp_trainer(copy.deepcopy(policy), tmp_path, beta=BETA, **ROOMY)
         torch.manual_seed(3)
         if look:
             for parameter in trainer.model.parameters():
                 parameter.grad = torch.full_like(parameter, 0.5)
-            weights, before = copy.deepcopy(trainer.model.state_dict()), dict(vars(trainer))
-            drawn = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state()  # type: ignore[index]
-            counts = str(trainer.state), str(trainer._metrics), str(trainer._klamp)
-            assert check(trainer).ok
-            assert vars(trainer) == before and counts == (
-                str(trainer.state),
-                str(trainer._metrics),
-                str(trainer._klamp),
-            )
-            assert (random.getstate(), np.random.get_state()[1].tolist()) == drawn[:2]  # type: ignore[index]
-            assert torch.equal(torch.get_rng_state(), drawn[2]) and not trainer.accelerator._dataloaders
-            assert all(torch.equal(x, weights[name]) for name, x in trainer.model.state_dict().items())
-            assert all((x.grad == 0.5).all() for x in trainer.model.parameters())
+            before = state(trainer)
+            assert check(trainer).ok and state(trainer) == before
             trainer.model.zero_grad()
         trainer.train()
         trained.append([x.double().sum().item() for x in trainer.model.parameters()])
     assert trained[0] == trained[1]
 
 
-def test_it_takes_a_trainer() -> None:
+def test_it_takes_a_trainer_and_a_loss_without_a_kl(policy: Any, tmp_path: Path) -> None:
+    assert check(stock(policy, tmp_path, beta=0.0)).ok
     with pytest.raises(ConfigError, match="trainer"):
         check(object())
 
 
-def followed(base: Any, path: str, folder: Path, callback: CheckCallback | None, **options: Any) -> Any:
-    trainer = stock(
-        base, path, folder, num_iterations=2, max_steps=4, gradient_accumulation_steps=2, learning_rate=3e-3, **options
-    )
-    if callback is not None:
+def followed(policy: Any, folder: Path, *callbacks: CheckCallback, **options: Any) -> Any:
+    steps = {"num_iterations": 2, "max_steps": 4, "gradient_accumulation_steps": 2, "learning_rate": 3e-3}
+    trainer = stock(policy, folder, **steps, **options)
+    for callback in callbacks:
         trainer.add_callback(callback)
     torch.manual_seed(1)
     trainer.train()
     return trainer
 
 
-def test_during_training(base: Any, path: str, tmp_path: Path) -> None:
+def test_during_training(policy: Any, tmp_path: Path) -> None:
     callback = CheckCallback((1, 4), save=True)
-    watched = followed(base, path, tmp_path, callback)
+    watched, bare = followed(policy, tmp_path, callback), followed(policy, tmp_path)
     assert [(step, x.ok, x.kl) for step, x in callback.verdicts.items()] == [(1, True, "reverse"), (4, True, "reverse")]
     assert callback.verdicts[4].beta == pytest.approx(BETA, rel=1e-3)
     assert json.loads((tmp_path / "check-4.json").read_text())["kl"] == "reverse"
     assert conclude(Capture.load(tmp_path / "check-4.safetensors")).kl == "reverse"
-    bare = followed(base, path, tmp_path, None)
     assert "compute_loss" not in vars(watched)
-    for one, two in zip(watched.model.parameters(), bare.model.parameters(), strict=True):
-        assert torch.equal(one, two)
+    assert all(torch.equal(*x) for x in zip(watched.model.parameters(), bare.model.parameters(), strict=True))
 
 
-def test_a_wrong_kl_is_warned_of_once_or_stops_the_run(base: Any, path: str, tmp_path: Path) -> None:
+def test_a_wrong_kl_is_warned_of_once_or_stops_the_run(policy: Any, tmp_path: Path) -> None:
     callback = CheckCallback((3, 4))
     with pytest.warns(KLWarning, match="kl|KL") as warned:
-        followed(base, path, tmp_path, callback, use_bias_correction_kl=False)
-    assert sum("klamp check" in str(x.message) for x in warned) == len(
-        {x.codes("wrong") for x in callback.verdicts.values()}
-    )
-    trainer = stock(base, path, tmp_path, use_bias_correction_kl=False)
-    trainer.add_callback(CheckCallback((1,), raise_if_wrong=True))
+        followed(policy, tmp_path, callback, use_bias_correction_kl=False)
+    findings = {x.codes("wrong") for x in callback.verdicts.values()}
+    assert sum("klamp check" in str(x.message) for x in warned) == len(findings)
     with pytest.warns(KLWarning), pytest.raises(WrongKL):
-        trainer.train()
-    assert trainer.state.global_step == 0
+        followed(policy, tmp_path, CheckCallback((1,), raise_if_wrong=True), use_bias_correction_kl=False)
 
 
-def test_an_error_of_the_check_stops_no_training(
-    base: Any, path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_error_of_the_check_stops_no_training(policy: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("klamp.hosts.trl.checking.check_loss", lambda *_, **__: 1 / 0)
     callback = CheckCallback((1,))
-    followed(base, path, tmp_path, callback)
+    followed(policy, tmp_path, callback)
     assert callback.verdicts[1].codes() == ("check-failed",)
 
 
@@ -234,12 +199,8 @@ def test_unsloths_loss_function_is_listened_to(known: bool) -> None:
     trainer.processing_class = SimpleNamespace(pad_token_id=0, eos_token_id=1)
     trainer.state = SimpleNamespace(global_step=0, max_steps=1)
     new = (-3 * torch.rand(4, 9, generator=torch.Generator().manual_seed(0))).requires_grad_()
-    inputs = {
-        "new": new,
-        "ref": new.detach() - 0.3 * torch.arange(36).reshape(4, 9).sin().abs(),
-        "ids": torch.full((4, 9), 5),
-    }
-    inputs |= {"mask": torch.ones(4, 9), "advantages": torch.tensor([1.0, -1.0, 0.5, -0.5])}
+    inputs = {"new": new, "ref": new.detach() - 0.3 * torch.arange(36).reshape(4, 9).sin().abs()}
+    inputs |= {"ids": torch.full((4, 9), 5), "mask": torch.ones(4, 9), "advantages": torch.tensor([1, -1, 0.5, -0.5])}
     verdicts: list[Verdict] = []
     original = names["UnslothEfficientGRPO"]
     with Listener(trainer, verdicts.append, None):
