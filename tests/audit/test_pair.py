@@ -57,138 +57,113 @@ def both(policy: list[int], teacher: list[int]) -> dict[str, Any]:
     return {"policy_ids": policy, "teacher_ids": teacher}
 
 
-def finding(verdict: Any, code: str) -> Any:
-    return next(each for each in verdict.findings if each.code == code)
+def shown(answer: str) -> list[int]:
+    return [*prompt(), *ids(answer), END]
 
 
-def test_thread_1_the_teacher_receives_the_role_colon_form_of_the_policy() -> None:
-    for policy in (PLAIN, POLICY):  # rendered by a template, or by hand
-        verdict = klamp.check_pair(policy, TEACHER, TALK, **both(PLAIN_SENT, PLAIN_SENT))
-        assert verdict.codes("wrong") == ("teacher-template",), str(verdict)
-        assert "render the prompt with the teacher's chat template" in finding(verdict, "teacher-template").fix
-    by_hand = both([*ids("1+1?"), *ANSWER], PLAIN_SENT)
-    assert klamp.check_pair(PLAIN, TEACHER, TALK, **by_hand).codes("wrong") == ("teacher-template",)
-    assert klamp.check_pair(PLAIN, TEACHER, TALK, **both(PLAIN_SENT, SENT)).ok
+FLIPPED, SPLIT, MORE, THINKER = (
+    made(LETTERS[::-1]),
+    made(),
+    made(more=("<|extra|>",)),
+    made(more=("<think>", "</think>")),
+)
+SPLIT.backend_tokenizer.model = models.BPE(vocab=POLICY.get_vocab(), merges=[])
+THINK, SPELT = THINKER.convert_tokens_to_ids("<think>"), [*prompt(), *(i for x in "it is 2" for i in ids(x)), END]
+OURS, THEIRS, EITHER = len(prompt(PLAIN)), len(prompt()), ([STOP, END], END)
+WITH_THINK = [*prompt(), THINK, *ANSWER]
+BY_HAND, THINKING, GOES_ON = [*ids("User: 1+1?"), *ANSWER], [*ids("so, "), *SENT], [*prompt(), *ids("so, "), *ANSWER]
+CHARACTERS, TEXTS, HINTED = arithmetic_tokenizer(), ("1+1=", "it is 2"), both(SENT, [*prompt(messages=HINT), *ANSWER])
+TWO_TURNS = both(*([*prompt(), *ids("it"), END, *ids(f" is {last}, ok?")] for last in (2, 3)))
+OUTSIDE = "ids-outside"
 
-
-def test_thread_2_the_teacher_s_own_prompt_is_cut_at_the_policy_s_length() -> None:
-    ours, theirs = len(prompt(PLAIN)), len(prompt())
-    for given in (both(PLAIN_SENT, SENT), {}):
-        verdict = klamp.check_pair(PLAIN, TEACHER, TALK, prompt_lengths=(ours, ours), **given)
-        assert verdict.codes("wrong") == ("positions",) and f"own prompt length, {theirs}" in str(verdict)
-        assert finding(verdict, "positions").evidence == {"shift": ours - theirs}
-        assert klamp.check_pair(PLAIN, TEACHER, TALK, prompt_lengths=(ours, theirs), **given).ok
-    assert klamp.check_pair(PLAIN, TEACHER, TALK, **both(PLAIN_SENT, SENT)).codes("note") == ("prompt-lengths",)
-
-
-def test_two_templates_are_a_warning_until_it_is_known_what_was_sent() -> None:
-    verdict = klamp.check_pair(PLAIN, TEACHER, TALK)
-    assert verdict.ok and verdict.codes() == ("templates-differ", "prompt-lengths")
-    assert not klamp.check_pair(PLAIN, TEACHER, TALK, teacher_example=HINT).codes("warning")
-
-
-@pytest.mark.parametrize("stops", [None, (STOP, [STOP, END]), ([STOP], END)])
-def test_thread_3_the_policy_ends_with_a_token_that_the_teacher_does_not_end_with(stops: Any) -> None:
-    verdict = klamp.check_pair(BASE, TEACHER, TALK, end_ids=stops)
-    fault = finding(verdict, "end-id")
-    assert verdict.codes("wrong") == ("end-id",) and fault.evidence == {"policy": [STOP], "teacher": [END]}
-    assert "train the policy" in fault.fix
-    ended, either = [*prompt(), *ids("it is 2"), STOP], ([STOP, END], END)
-    assert "end-id" in klamp.check_pair(BASE, TEACHER, TALK, policy_ids=ended, end_ids=either).codes("wrong")
-    assert klamp.check_pair(BASE, TEACHER, TALK, end_ids=either).codes("note") == ("end-id",), "it may end with either"
-
-
-def test_threads_15_and_26_the_teacher_has_another_tokenizer() -> None:
-    verdict = klamp.check_pair(POLICY, made(LETTERS[::-1]), TALK)
-    fault = finding(verdict, "other-tokenizer")
-    assert "same model family" in fault.fix and "GOLD" in fault.fix and "answer-ids" in verdict.codes("wrong")
-    assert fault.evidence["id"] in ANSWER, "the first id that the example uses"
-    assert klamp.check_pair(POLICY, made(LETTERS[::-1])).codes("wrong") == ("other-tokenizer",), "without an example"
-    assert "end-id" not in klamp.check_pair(POLICY, made(LETTERS[1:])).codes(), "one end token under two ids"
-    verdict = klamp.check_pair(*RENAMED, TALK, policy_ids=[*prompt(), END + 1, *ANSWER])
-    assert verdict.codes("wrong") == ("other-tokenizer",), "an id that is used"
-
-
-def test_thread_40_ids_are_clamped_into_the_teacher_s_vocabulary() -> None:
-    policy = made(more=("<think>", "</think>"))
-    think = policy.convert_tokens_to_ids("<think>")
-    sent = [*prompt(), think, *ANSWER]
-    given = both(sent, [min(i, think - 1) for i in sent])
-    verdict = klamp.check_pair(policy, POLICY, TALK, prompt_lengths=(len(prompt()),) * 2, **given)
-    assert {*verdict.codes("wrong")} == {"ids-outside", "answer-ids"} and "never clamp" in str(verdict)
-    assert finding(verdict, "ids-outside").evidence["ids"] == [think]
-    rows = klamp.check_pair(policy, POLICY, TALK, policy_ids=sent, vocabulary_sizes=(96, 96))
-    assert rows.codes("wrong") == ("ids-outside",), "a row of the head without a token"
-    assert klamp.check_pair(POLICY, POLICY, TALK, vocabulary_sizes=(100, END)).codes("wrong") == ("ids-outside",)
-    assert klamp.check_pair(POLICY, POLICY, TALK, vocabulary_sizes=(100, END + 1)).ok
-
-
-def test_the_answer_s_ids_are_compared_behind_each_one_s_prompt() -> None:
-    verdict = klamp.check_pair(POLICY, TEACHER, TALK, **both(SENT, [*prompt(), *ids("it is 3"), END]))
-    assert verdict.codes("wrong") == ("answer-ids",)
-    assert finding(verdict, "answer-ids").evidence["at"] == len(ids("it is "))
-    turns = both(*([*prompt(), *ids("it"), END, *ids(f" is {last}, ok?")] for last in (2, 3)))
-    assert "answer-ids" in klamp.check_pair(POLICY, POLICY, TALK, **turns).codes("wrong"), "behind an inner end token"
-    split = made()
-    split.backend_tokenizer.model = models.BPE(vocab=POLICY.get_vocab(), merges=[])
-    assert klamp.check_pair(POLICY, split, TALK).codes("wrong") == ("answer-ids",), "the same ids, other merges"
-
-
-def test_an_answer_that_is_encoded_again_becomes_other_ids() -> None:
-    sent = [*prompt(), *(i for token in "it is 2" for i in ids(token)), END]  # `i`, `s`: encoding it writes `is`
-    verdict = klamp.check_pair(POLICY, POLICY, TALK, policy_ids=sent)
-    assert verdict.ok and verdict.codes("warning") == ("retokenised",)
-    assert finding(verdict, "retokenised").evidence["at"] == 3
-    verdict = klamp.check_pair(POLICY, POLICY, TALK, **both(sent, sent))
-    assert verdict.codes("note") == ("retokenised",) and not verdict.codes("warning"), "the teacher has the same ids"
-    assert klamp.check_pair(POLICY, POLICY, TALK, **both(sent, SENT)).codes() == ("answer-ids", "retokenised")
-
-
-def test_a_model_has_positions_for_the_whole_sequence() -> None:
-    length = len(SENT) - 1
-    assert klamp.check_pair(POLICY, POLICY, TALK, context_lengths=(length, length)).ok
-    assert klamp.check_pair(POLICY, POLICY, TALK, context_lengths=(length, length - 1)).codes("wrong") == ("too-long",)
-
-
-CHARACTERS, MORE, PAIR = arithmetic_tokenizer(), made(more=("<|extra|>",)), ("1+1=", "it is 2")
-BY_HAND, THINKING = [*ids("User: 1+1?"), *ANSWER], [*ids("so, "), *SENT]
-HINTED = both(SENT, [*prompt(messages=HINT), *ANSWER])
-PAIRS: dict[str, tuple[Any, Any, Any, dict[str, Any]]] = {
-    "one tokenizer": (POLICY, POLICY, TALK, {}),
-    "one tokenizer, all that is sent": (POLICY, POLICY, TALK, both(SENT, SENT)),
-    "one base model": (BASE, BASE, TALK, {}),
-    "two copies": (POLICY, TEACHER, TALK, both(SENT, SENT)),
-    "padded tokens of the teacher": (POLICY, MORE, TALK, {"vocabulary_sizes": (80, 96)}),
-    "padded tokens of the policy": (MORE, POLICY, TALK, {"vocabulary_sizes": (96, 80)}),
-    "a special token with another name": (*RENAMED, TALK, {}),
-    "a hint": (POLICY, TEACHER, TALK, HINTED | {"teacher_example": HINT}),
-    "a hint without its example": (POLICY, TEACHER, TALK, HINTED),
-    "one model, a plain prompt": (POLICY, POLICY, TALK, both(BY_HAND, BY_HAND)),
-    "a reference, a plain prompt": (POLICY, TEACHER, TALK, both(BY_HAND, BY_HAND) | {"who": "reference"}),
-    "a template that goes on": (POLICY, TEACHER, TALK, both(SENT, [*prompt(), *ids("so, "), *ANSWER])),
-    "options of the templates": (
-        POLICY,
-        TEACHER,
-        TALK,
-        both(THINKING, THINKING) | {"template_options": {"think": "so, "}},
-    ),
-    "texts": (POLICY, TEACHER, PAIR, {"prompt_lengths": (4, 4)}),
-    "a token in front of both prompts": (POLICY, TEACHER, PAIR, {"prompt_lengths": (5, 5)}),
-    "tokenizers' own class": (POLICY.backend_tokenizer, TEACHER.backend_tokenizer, PAIR, {}),
-    "klamp's characters": (CHARACTERS, CHARACTERS, ("1+1=", "2"), {}),
+FAULTS: list[tuple[str, Any, Any, dict[str, Any], str]] = [
+    ("thread 1, rendered by a template", PLAIN, TEACHER, both(PLAIN_SENT, PLAIN_SENT), "teacher-template"),
+    ("thread 1, rendered by hand", POLICY, TEACHER, both(PLAIN_SENT, PLAIN_SENT), "teacher-template"),
+    ("thread 1, another prompt", PLAIN, TEACHER, both([*ids("1+1?"), *ANSWER], PLAIN_SENT), "teacher-template"),
+    ("thread 1, fixed", PLAIN, TEACHER, both(PLAIN_SENT, SENT), ""),
+    ("thread 2", PLAIN, TEACHER, both(PLAIN_SENT, SENT) | {"prompt_lengths": (OURS, OURS)}, "positions"),
+    ("thread 2, by its templates", PLAIN, TEACHER, {"prompt_lengths": (OURS, OURS)}, "positions"),
+    ("thread 2, fixed", PLAIN, TEACHER, both(PLAIN_SENT, SENT) | {"prompt_lengths": (OURS, THEIRS)}, ""),
+    ("thread 3", BASE, TEACHER, {}, "end-id"),
+    ("thread 3, the teacher's two", BASE, TEACHER, {"end_ids": (STOP, [STOP, END])}, "end-id"),
+    ("thread 3, as lists", BASE, TEACHER, {"end_ids": ([STOP], END)}, "end-id"),
+    ("thread 3, as sent", BASE, TEACHER, {"policy_ids": [*SENT[:-1], STOP], "end_ids": EITHER}, "end-id"),
+    ("thread 3, it may end with either", BASE, TEACHER, {"end_ids": EITHER}, ""),
+    ("threads 15 and 26", POLICY, FLIPPED, {}, "other-tokenizer answer-ids"),
+    ("thread 26, an id that is used", *RENAMED, {"policy_ids": [*prompt(), END + 1, *ANSWER]}, "other-tokenizer"),
+    ("thread 40", THINKER, POLICY, both(WITH_THINK, [min(i, THINK - 1) for i in WITH_THINK]), "ids-outside answer-ids"),
+    ("a row without a token", THINKER, POLICY, {"policy_ids": WITH_THINK, "vocabulary_sizes": (96, 96)}, OUTSIDE),
+    ("no row", POLICY, POLICY, {"vocabulary_sizes": (100, END)}, OUTSIDE),
+    ("a row", POLICY, POLICY, {"vocabulary_sizes": (100, END + 1)}, ""),
+    ("another answer", POLICY, TEACHER, both(SENT, shown("it is 3")), "answer-ids"),
+    ("behind an inner end token", POLICY, POLICY, TWO_TURNS, "answer-ids"),
+    ("the same ids, other merges", POLICY, SPLIT, {}, "answer-ids"),
+    ("encoded again", POLICY, POLICY, both(SPELT, SENT), "answer-ids"),
+    ("one position too few", POLICY, POLICY, {"context_lengths": (len(SENT) - 1, len(SENT) - 2)}, "too-long"),
+    ("as many positions", POLICY, POLICY, {"context_lengths": (len(SENT) - 1, len(SENT) - 1)}, ""),
+]
+FIXES = {
+    "teacher-template": "render the prompt with the teacher's chat template",
+    "positions": f"own prompt length, {THEIRS}",
+    "end-id": "train the policy",
+    "other-tokenizer": "same model family",
+    OUTSIDE: "never clamp",
 }
-WARNED = {"a special token with another name": "other-tokenizer", "one model, a plain prompt": "teacher-template"}
+"""Part of the fix that ended the thread."""
+EVIDENCE: dict[str, dict[str, Any]] = {
+    "thread 2": {"shift": OURS - THEIRS},
+    "thread 3": {"policy": [STOP], "teacher": [END]},
+    "thread 40": {"ids": [THINK]},
+    "another answer": {"at": len(ids("it is "))},
+}
 
 
-@pytest.mark.parametrize("case", PAIRS)
-def test_sound_pairs_are_not_accused(case: str) -> None:
-    policy, teacher, example, given = PAIRS[case]
+@pytest.mark.parametrize(("name", "policy", "teacher", "given", "codes"), FAULTS)
+def test_a_fault_is_named_with_its_fix(name: str, policy: Any, teacher: Any, given: Any, codes: str) -> None:
+    verdict = klamp.check_pair(policy, teacher, TALK, **given)
+    found = [x for x in verdict.findings if x.level == "wrong"]
+    assert {x.code for x in found} == set(codes.split()) and verdict.ok is not bool(codes), str(verdict)
+    assert all(FIXES.get(x.code, "") in x.fix for x in found), str(verdict)
+    assert EVIDENCE.get(name, {}).items() <= (found[0].evidence if found else {}).items()
+
+
+def test_without_an_example_the_vocabularies_are_compared() -> None:
+    assert klamp.check_pair(POLICY, FLIPPED).codes("wrong") == ("other-tokenizer",)
+    assert "end-id" not in klamp.check_pair(POLICY, made(LETTERS[1:])).codes(), "one end token under two ids"
+
+
+SOUND: dict[str, tuple[Any, Any, Any, dict[str, Any], str, str]] = {
+    "one tokenizer": (POLICY, POLICY, TALK, {}, "", ""),
+    "all that is sent": (POLICY, POLICY, TALK, both(SENT, SENT), "", ""),
+    "one base model": (BASE, BASE, TALK, {}, "", ""),
+    "two copies": (POLICY, TEACHER, TALK, both(SENT, SENT), "", ""),
+    "padded tokens of the teacher": (POLICY, MORE, TALK, {"vocabulary_sizes": (80, 96)}, "", "extra-tokens"),
+    "padded tokens of the policy": (MORE, POLICY, TALK, {"vocabulary_sizes": (96, 80)}, "", "extra-tokens"),
+    "a special token with another name": (*RENAMED, TALK, {}, "other-tokenizer", ""),
+    "a hint": (POLICY, TEACHER, TALK, HINTED | {"teacher_example": HINT}, "", ""),
+    "a hint without its example": (POLICY, TEACHER, TALK, HINTED, "", "teacher-template"),
+    "one model, a plain prompt": (POLICY, POLICY, TALK, both(BY_HAND, BY_HAND), "teacher-template", ""),
+    "a reference": (POLICY, TEACHER, TALK, both(BY_HAND, BY_HAND) | {"who": "reference"}, "", ""),
+    "a template that goes on": (POLICY, TEACHER, TALK, both(SENT, GOES_ON), "", ""),
+    "options": (POLICY, TEACHER, TALK, both(THINKING, THINKING) | {"template_options": {"think": "so, "}}, "", ""),
+    "texts": (POLICY, TEACHER, TEXTS, {"prompt_lengths": (4, 4)}, "", ""),
+    "a token in front of both prompts": (POLICY, TEACHER, TEXTS, {"prompt_lengths": (5, 5)}, "", ""),
+    "tokenizers' own class": (POLICY.backend_tokenizer, TEACHER.backend_tokenizer, TEXTS, {}, "", ""),
+    "klamp's characters": (CHARACTERS, CHARACTERS, ("1+1=", "2"), {}, "", ""),
+    "two templates": (PLAIN, TEACHER, TALK, {}, "templates-differ", "prompt-lengths"),
+    "two templates, a hint": (PLAIN, TEACHER, TALK, {"teacher_example": HINT}, "", ""),
+    "another tokenization": (POLICY, POLICY, TALK, {"policy_ids": SPELT}, "retokenised", ""),
+    "the same of both": (POLICY, POLICY, TALK, both(SPELT, SPELT), "", "retokenised"),
+}
+
+
+@pytest.mark.parametrize("name", SOUND)
+def test_sound_pairs_are_not_accused(name: str) -> None:
+    policy, teacher, example, given, warned, noted = SOUND[name]
     verdict = klamp.check_pair(policy, teacher, example, **given)
     assert verdict.ok is True, str(verdict)
-    assert verdict.codes("warning") == ((WARNED[case],) if case in WARNED else ()), str(verdict)
-    assert ("extra-tokens" in verdict.codes("note")) == case.startswith("padded")
-    noted = ("a hint without its example", "one model, a plain prompt")
-    assert ("teacher-template" in verdict.codes()) == (case in noted)
+    assert verdict.codes("warning") == tuple(warned.split()), str(verdict)
+    assert set(noted.split()) <= set(verdict.codes("note"))
 
 
 def test_what_was_not_passed_is_listed_with_the_argument_that_allows_it() -> None:
