@@ -10,7 +10,7 @@ import pytest
 import torch
 from tests.audit.bench import advantages
 from tests.audit.bench.losses import discounted, entropy, exact_kl, head_of, k3, ppo, ratio_k3, score
-from tests.audit.bench.worlds import BETA, Case, Score, World, make_world, pick, three_worlds
+from tests.audit.bench.worlds import BETA, Case, Score, World, made_cases, make_world, pick, three_worlds
 from torch import Tensor
 from torch.nn.functional import huber_loss
 
@@ -185,8 +185,8 @@ FLOORS = {"policies": 0.258, "kls": 0.2, "means": 0.258, "whole": 0.258, "klamp"
 
 def cases(part: str, world: World, first: int = 0, step: int = 1) -> Iterator[tuple[Case, World]]:
     """The losses of a part in a world, or some of them."""
-    for name, made in [*PARTS[part](world).items()][first::step]:
-        yield Case(name, lambda _, x=made: x, kl=() if part == "whole" else ("reverse",), beta=None), world
+    kl = () if part == "whole" else ("reverse",)
+    return product(made_cases(PARTS[part](world), kl=kl, beta=None)[first::step], [world])
 
 
 def test_the_bench_has_more_than_fifty_losses() -> None:

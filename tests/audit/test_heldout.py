@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tests.audit.bench.losses import discounted, entropy, exact_kl, head_of, k2, k3, ppo, ratio_k3, score
-from tests.audit.bench.worlds import Case, Score, World, make_world, pick, wrong
+from tests.audit.bench.worlds import Score, World, made_cases, make_world, pick, wrong
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div
 
@@ -160,7 +160,7 @@ def faulty(w: World) -> Made:
 @pytest.mark.parametrize("seed", [200, 201])
 def test_no_sound_loss_is_accused_and_faults_are_named(seed: int) -> None:
     world = make_world(seed, shape=(8, 20), lag=0.05)
-    right = [Case(name, lambda _, x=made: x, kl=(), beta=None) for name, made in sound(world).items()]
+    right = made_cases(sound(world), kl=(), beta=None)
     faults = [wrong(codes, lambda _, x=made: x, codes) for codes, made in faulty(world).items()]
     assert len(right) == len(faults) == 20
     Score((case, world) for case in right).demand(0.8)

@@ -116,13 +116,11 @@ def make_world(
     `drift` and `lag` are the spreads of the reference's and the old policy's logits around the policy's; 0: the same.
     `scaled`: advantages are divided by the deviation of their prompt. `longest`: all completions have T tokens.
     """
-    g = torch.Generator().manual_seed(seed)
+    g, wide = torch.Generator().manual_seed(seed), torch.float64
     rows, width = shape
-    wide = torch.float64
     logits = 1.5 * torch.randn(rows, width, 20, generator=g, dtype=wide)
-    ref_logits = logits + drift * torch.randn(logits.shape, generator=g, dtype=wide)
-    old_logits = logits + lag * torch.randn(logits.shape, generator=g, dtype=wide)
-    drawn = torch.multinomial(old_logits.softmax(-1).flatten(0, 1), 1, generator=g).reshape(rows, width)
+    ref_logits, old_logits = (logits + x * torch.randn(logits.shape, generator=g, dtype=wide) for x in (drift, lag))
+    ids = torch.multinomial(old_logits.softmax(-1).flatten(0, 1), 1, generator=g).reshape(rows, width)
     lengths = torch.randint(width // 3, width + 1, (rows,), generator=g)
     lengths[: rows if longest else 2] = width
     rewards = torch.rand(rows, generator=g, dtype=wide)
@@ -130,22 +128,13 @@ def make_world(
     centred = groups - groups.mean(1, keepdim=True)
     advantages = (centred / (groups.std(1, keepdim=True) + 1e-4) if scaled else centred).flatten()
     leaf = logits.to(dtype).requires_grad_()
-    exact = leaf.detach().to(wide)
-    old = pick(exact if lag == 0 else old_logits, drawn)
-    sampler = old + 0.02 * torch.randn(old.shape, generator=g, dtype=wide)
-    return World(
-        logits=leaf,
-        ref_logits=(exact if drift == 0 else ref_logits).to(dtype),
-        old_logits=old_logits.to(dtype),
-        ids=drawn,
-        mask=torch.arange(width)[None] < lengths[:, None],
-        advantages=advantages.to(dtype),
-        rewards=rewards.to(dtype),
-        group=group,
-        ref=pick(leaf.detach() if drift == 0 else ref_logits.to(dtype), drawn),
-        old=pick(leaf.detach(), drawn) if lag == 0 else old.to(dtype),
-        sampler=sampler.clamp(max=0).to(dtype),
-    )
+    ref_logits = ref_logits.to(dtype) if drift else leaf.detach()
+    old = pick(old_logits if lag else leaf.detach().to(wide), ids)
+    sampler = (old + 0.02 * torch.randn(old.shape, generator=g, dtype=wide)).clamp(max=0).to(dtype)
+    mask, ref = torch.arange(width)[None] < lengths[:, None], pick(ref_logits, ids)
+    old = old.to(dtype) if lag else pick(leaf.detach(), ids)
+    numbers = (leaf, ref_logits, old_logits.to(dtype), ids, mask, advantages.to(dtype), rewards.to(dtype))
+    return World(*numbers, group, ref, old, sampler)
 
 
 def three_worlds() -> list[World]:
@@ -155,32 +144,26 @@ def three_worlds() -> list[World]:
 
 
 class Case(NamedTuple):
-    """A loss and what is right about it.
-
-    Attributes:
-        name: in words.
-        loss: from a world to the loss, or to the loss and what else is passed.
-        kl: the accepted classes; () if the class is not judged.
-        ok: whether it is sound; None: one micro-batch cannot show it, and the verdict has to say so.
-        codes: one of these codes is among the wrong findings of a faulty loss.
-        beta: the coefficient that acts, if one is stated; None: not judged.
-        surrogate: part of the policy loss's name, if one is stated.
-        mean: token or sequence, if one is stated.
-    """
+    """A loss and what is right about it: a verdict need not state beta, surrogate and mean, but not others."""
 
     name: str
-    loss: Callable[[World], Any]
-    kl: tuple[str, ...] = ("reverse",)
-    ok: bool | None = True
-    codes: tuple[str, ...] = ()
-    beta: float | None = BETA
-    surrogate: str = ""
+    loss: Callable[[World], Any]  # the loss, or the loss and what else is passed
+    kl: tuple[str, ...] = ("reverse",)  # the accepted classes; () if the class is not judged
+    ok: bool | None = True  # None: one micro-batch cannot show it, and the verdict has to say so
+    codes: tuple[str, ...] = ()  # one of these is among the wrong findings
+    beta: float | None = BETA  # the coefficient that acts; None: not judged
+    surrogate: str = ""  # part of the policy loss's name
     mean: str = ""
 
 
 def wrong(name: str, loss: Callable[[World], Any], codes: str, kl: str = "") -> Case:
     """A faulty loss; codes and classes are separated by spaces."""
     return Case(name, loss, tuple(kl.replace("_", " ").split()), ok=False, codes=tuple(codes.split()), beta=None)
+
+
+def made_cases(made: dict[str, Any], **right: Any) -> list[Case]:
+    """Cases of losses that are computed already."""
+    return [Case(name, lambda _, x=loss: x, **right) for name, loss in made.items()]
 
 
 def verdict_of(case: Case, world: World, **more: Any) -> Verdict:
