@@ -1,4 +1,4 @@
-"""The losses of TRL, Liger, torchrl, verl, OpenRLHF and NeMo-RL, of their distillation trainers, and of documents."""
+"""The losses of TRL, Liger, torchrl, verl, OpenRLHF and NeMo-RL, and of their distillation trainers."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from itertools import product
 from typing import Any
 
 import pytest
-from tests.audit.bench import distilled, hosts, nemo, trl_loss
+from tests.audit.bench import hosts, nemo
 from tests.audit.bench.worlds import Score, make_world
 
 SLOW = pytest.mark.slow
@@ -20,7 +20,6 @@ def needs(package: str) -> Any:
 
 
 HOSTS = [
-    hosts.documents,
     pytest.param(hosts.liger, marks=needs("liger_kernel")),
     pytest.param(hosts.torchrl, marks=needs("torchrl")),
     pytest.param(hosts.verl, marks=needs("verl")),
@@ -45,15 +44,15 @@ def test_losses_of_a_trainer_that_was_held_out_are_named() -> None:
 @pytest.mark.parametrize("batches", [slice(1), pytest.param(slice(None), marks=SLOW)])
 @pytest.mark.parametrize("watched", [False, True])
 def test_the_loss_of_trls_trainer_is_named(batches: slice, watched: bool) -> None:
-    assert len([*trl_loss.settings()]) == 29
-    pairs = trl_loss.cases(batches)
+    assert len([*hosts.settings()]) == 29
+    pairs = hosts.trl_cases(batches)
     Score((case, w.watch() if watched else w) for case, w in pairs).demand(0.837 if watched else 0.813)
 
 
 @needs("trl")
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=SLOW), pytest.param(2, marks=SLOW)])
 def test_distillation_losses_are_named_by_their_logits(seed: int) -> None:
-    rows = [*distilled.cases(distilled.make_sequences(seed))]
+    rows = [*hosts.distillations(hosts.make_sequences(seed))]
     score = Score((case, make_world()) for case, _ in rows)
     assert len(rows) == 18
     score.demand(0.894)

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests.audit.bench import advantages
-from tests.audit.bench.losses import discounted, exact_kl, k2, k3, live_k3, ppo, ratio_k3, score
-from tests.audit.bench.worlds import BETA, Score, World, made_cases, make_world, pick, three_worlds, wrong
+from tests.audit.bench.losses import advantages, discounted, exact_kl, k2, k3, live_k3, ppo, ratio_k3, score
+from tests.audit.bench.worlds import BETA, Case, Score, World, made_cases, make_world, pick, three_worlds, wrong
 
 import klamp
 
@@ -140,9 +139,17 @@ def faulty(w: World) -> dict[tuple[str, str], dict[str, Any]]:
     }
 
 
+def in_reward(w: World) -> Any:
+    """Document 003: exp(d) d is taken from the reward; no ratio. What the advantages hold cannot be told."""
+    d = w.d.detach()
+    rewards = w.rewards - BETA * w.sums(d.exp() * d)
+    a = rewards - rewards.mean()
+    return w.token(-a[:, None] * w.logp), {"advantages": a, "rewards": w.rewards}
+
+
 def score_of(w: World) -> Score:
     """The verdicts on all of them in one world."""
-    cases = []
+    cases = [Case("document 003, in the reward", in_reward, kl=(), ok=None, beta=None)]
     for stated, losses in right(w).items():
         surrogate, mean = stated.split(" ")
         cases += made_cases(losses, surrogate=surrogate, mean=mean)
@@ -166,6 +173,6 @@ def test_watched_variants_are_named() -> None:
 
 @pytest.mark.parametrize("seed", [50, pytest.param(51, marks=SLOW), pytest.param(52, marks=SLOW)])
 def test_forms_of_advantages_are_named(seed: int) -> None:
-    score = Score(product(advantages.cases(), [make_world(seed, shape=(16, 12))]))
+    score = Score(product(advantages(), [make_world(seed, shape=(16, 12))]))
     assert len(score.rows) == 24
     score.demand(0.95)

@@ -11,8 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from tests.audit.bench.advantages import normalised
-from tests.audit.bench.losses import entropy, exact_kl, head_of, k2, k3, ppo, ratio_k3
+from tests.audit.bench.losses import entropy, exact_kl, head_of, k2, k3, normalised, ppo, ratio_k3
 from tests.audit.bench.worlds import World, make_world, pick
 from torch import Tensor
 from torch.nn.functional import cross_entropy, kl_div, logsigmoid

@@ -1,9 +1,10 @@
-"""Losses of Liger, torchrl, verl and OpenRLHF, called as their trainers call them, and those of four documents."""
+"""Losses of TRL, Liger, torchrl, verl and OpenRLHF, called as their trainers call them."""
 
 from __future__ import annotations
 
 import importlib.util
 import sys
+import warnings
 from collections.abc import Iterator
 from functools import cache
 from itertools import product
@@ -12,9 +13,13 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from tests.audit.bench.losses import exact_kl, k3, plus, ppo
-from tests.audit.bench.worlds import BETA, Case, World, wrong
-from torch import Tensor
+from tests.audit.bench.losses import entropy
+from tests.audit.bench.worlds import BETA, Case, World, make_world, wrong
+
+from klamp.audit import liger as liger_host
+from klamp.audit import torchrl as torchrl_host
+from klamp.audit import trl, trl_distillation
+from klamp.audit.distillation import PROMPT, Distillation, Sequences
 
 FORWARD: dict[str, Any] = {"kl": ("forward",), "ok": False, "codes": ("kl-forward",)}
 REVERSE: dict[str, Any] = {"kl": ("reverse",), "ok": True}
@@ -152,33 +157,105 @@ def openrlhf_modules() -> list[ModuleType]:
             del sys.modules["deepspeed"]
 
 
-def in_reward(w: World) -> Any:
-    """exp(d) d summed per completion, taken from the reward; advantages are rewards without their mean; no ratio."""
-    d = w.d.detach()
-    rewards = w.rewards - BETA * w.sums(d.exp() * d)
-    advantages = rewards - rewards.mean()
-    return w.token(-advantages[:, None] * w.logp), {"advantages": advantages, "rewards": w.rewards}
+MEAN = dict.fromkeys(("grpo", "sapo"), "sequence") | {"vespo": ""}
+MEAN |= dict.fromkeys(("bnpo", "dr_grpo", "dapo", "cispo", "luspo"), "token")
 
 
-def of_service(w: World) -> Any:
-    """A sum over all tokens of the clipped loss and of beta (ref - policy), completion after completion."""
-    rows = zip(ppo(w), w.d, w.mask, strict=True)
-    return sum((loss[m].sum() + BETA * (-d[m]).sum() for loss, d, m in rows), torch.zeros(()))
+@cache
+def trainer() -> Any:
+    """One trainer for all settings."""
+    return trl.build_trainer()
 
 
-def fourth(w: World) -> Tensor:
-    kl = (w.ref - w.logp).exp() - (w.ref - w.logp) - 1
-    return ((ppo(w) + BETA * kl) * w.m).sum() / w.m.sum()
+def loss_of(w: World, options: dict[str, Any], lag: bool, steps: int, beta: float) -> Any:
+    """TRL's own loss."""
+    tokens, prompt = w.mask.long(), torch.ones_like(w.ids[:, :1])
+    inputs = {"prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": w.ids, "completion_mask": tokens}
+    inputs |= {"advantages": w.advantages, "ref_per_token_logps": w.ref, "num_items_in_batch": steps * tokens.sum()}
+    inputs |= {"old_per_token_logps": w.old} if lag else {}
+    values = {"epsilon_low": 0.2, "epsilon_high": 2.0 if options["loss_type"] == "cispo" else 0.28}
+    values |= {"importance_sampling_level": "token", "delta": None, "top_entropy_quantile": 1.0}
+    values |= {"current_gradient_accumulation_steps": steps, "steps_per_generation": steps}
+    values |= {"off_policy_mask_threshold": None, **options, "beta": beta}
+    scored = (w.logp, entropy(w).detach(), None)
+    with trl._set(trainer(), _get_per_token_logps_and_entropies=lambda *_, **__: scored, **values):
+        loss = trainer()._compute_loss(trainer().model, inputs)
+    extra = {"beta": beta, "clip": (values["epsilon_low"], values["epsilon_high"]), "sampler_logprobs": None}
+    return loss, extra if lag else extra | {"old_logprobs": None}
 
 
-def documents() -> Iterator[Case]:
-    """001: k1 as a loss. 002: ref - policy. 003: exp(d) d, in the reward or as a loss. 004: k3 as a loss."""
-    for name, mean in (("token", World.token), ("sequence", World.sequence)):
-        yield wrong(f"001, k1 in the loss, {name} mean", plus(ppo, lambda w: w.d, mean), "kl-zero kl-away", "zero away")
-    yield wrong("002, ref - policy, summed", of_service, "kl-zero kl-away", "zero away")
-    third = plus(lambda w: -w.a * w.logp, lambda w: w.d.exp() * w.d)
-    yield wrong("003, exp(d) d as a loss", third, "kl-neither", "neither")
-    yield Case("003, in the reward", in_reward, kl=(), ok=None, beta=None)
-    yield Case("003, over the vocabulary", lambda w: (w.token(ppo(w) + BETA * exact_kl(w)), w.logits_passed()))
-    yield Case("004, k3 in the loss", fourth, **FORWARD)
-    yield wrong("004, its proposed repair", plus(ppo, lambda w: k3(-w.d)), "kl-swapped", "swapped")
+def setting(
+    loss_type: str, corrected: bool, *, lag: bool = True, steps: int = 1, beta: float = BETA, **more: Any
+) -> tuple[Case, bool]:
+    """A configuration with what is right about its loss, and whether an older policy sampled (num_iterations 2)."""
+    right = {"kl": ("reverse",) if corrected else ("forward",), "ok": corrected, "mean": MEAN[loss_type]}
+    right |= {name: more.pop(name) for name in ("kl", "ok", "surrogate", "mean") if name in more}
+    options = {"loss_type": loss_type, "use_bias_correction_kl": corrected, **more}
+    name = f"{options}, lagging {lag}, {steps} micro-batches, beta {beta}"
+    return Case(name, lambda w: loss_of(w, options, lag, steps, beta), beta=beta or None, **right), lag
+
+
+def settings() -> Iterator[tuple[Case, bool]]:
+    """29 configurations."""
+    for kind, corrected in product(MEAN, (False, True)):
+        yield setting(kind, corrected, lag=kind not in ("bnpo", "dapo"))
+    whole = {"importance_sampling_level": "sequence"}
+    yield setting("grpo", False, **whole, surrogate="sequence")
+    yield setting("grpo", True, **whole, kl=("neither", "forward"), ok=False)
+    yield setting("luspo", False, **whole)
+    yield setting("grpo", True, lag=False)
+    yield setting("grpo", False, lag=False)
+    yield setting("grpo", True, steps=4)
+    yield setting("dapo", True, steps=4)
+    yield setting("grpo", True, beta=0.0, kl=("none",), mean="")
+    yield setting("grpo", True, epsilon_low=0.1, epsilon_high=0.4, surrogate="ppo_clip(0.1, 0.4)")
+    yield setting("grpo", True, delta=1.15)
+    yield setting("grpo", True, top_entropy_quantile=0.4, mean="")
+    yield setting("dapo", False, top_entropy_quantile=0.2, mean="")
+    yield setting("dapo", True, off_policy_mask_threshold=0.01, mean="")
+
+
+def trl_cases(pick: slice = slice(None)) -> Iterator[tuple[Case, World]]:
+    """Each setting with micro-batches of its kind."""
+    for (case, lag), seed in product(settings(), (60, 61, 62, 63)[pick]):
+        yield case, make_world(seed, shape=(8, 12), lag=0.25 if lag else 0)
+
+
+SERVER, ASYNC = "ServerDistillationTrainer, ", "AsyncDistillationTrainer, "
+HEADS: dict[str, tuple[tuple[str, ...], bool, str]] = {
+    SERVER + "beta=1.0 (default)": (("reverse",), True, "head-bucket"),
+    SERVER + "beta=1.0, loss_add_tail=False": (("none", "reverse"), False, ""),
+    SERVER + "beta=0.5": (("js",), True, "head-bucket"),
+    SERVER + "beta=0.0, loss_top_k=3": (("forward",), True, "head-bucket"),
+    SERVER + "beta=0.0, loss_top_k=3, loss_add_tail=False": (("forward",), False, "head-renormalised"),
+    ASYNC + "beta=0.0, teacher_top_k=3": (("forward",), True, "head-bucket"),
+    ASYNC + "beta=1.0, teacher_top_k=3": (("reverse",), True, "head-bucket"),
+    "DistillationLoss, kl_direction=reverse (default)": (("forward",), False, "kl-forward"),
+}
+"""Losses of some tokens (torchrl differentiates k3): class, sound, code. All others follow what they mean."""
+
+
+def distillations(batch: Sequences) -> Iterator[tuple[Case, str]]:
+    """18 losses of a batch, and a code of any level; a position predicts the token after it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        hosts = (
+            trl_distillation.distillations(),
+            liger_host.subject().distillations,
+            torchrl_host.subject().distillations,
+        )
+    mask = torch.cat([batch.mask[:, 1:], torch.zeros_like(batch.mask[:, :1])], 1)
+    given = {"logits": batch.student, "teacher_logits": batch.teacher, "mask": mask, "ids": batch.tokens.roll(-1, 1)}
+
+    def made(w: World, each: Distillation) -> tuple[torch.Tensor, dict[str, object]]:
+        return each.loss(batch), w.teacher_passed(means=each.means, temperature=each.temperature, **given)
+
+    for each in (each for host in hosts for each in host):
+        kl, ok, code = HEADS.get(each.name, ((each.means,), True, ""))
+        yield Case(each.name, lambda w, x=each: made(w, x), kl=kl, ok=ok, beta=None), code
+
+
+def make_sequences(seed: int) -> Sequences:
+    """Prompts, completions that the student sampled, and padding; a position predicts the token after it."""
+    w = make_world(seed, shape=(4, PROMPT + 10), drift=0.7, lag=0)
+    return Sequences(w.logits, w.ref_logits, w.ids.roll(1, 1), w.mask.roll(1, 1) & (w.places >= PROMPT))
