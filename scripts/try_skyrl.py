@@ -239,10 +239,12 @@ def check_ppo_value(trial: Trial) -> Result:
 
 
 def check_ppo_gradient(trial: Trial) -> Result:
-    """built-in ppo with `weights`: the gradient of klamp's at kl_coef 0, sequence_mean"""
+    """built-in ppo with `weights`: the gradient of klamp's at kl_coef 0, loss_type grpo"""
+    from klamp import LossConfig
     from klamp.tinker import compute_grpo_kl_loss
 
-    expected, _ = compute_grpo_kl_loss(trial.data, trial.logprobs(), kl_coef=0.0, normalizer="sequence_mean")
+    loss = LossConfig(loss_type="grpo")
+    expected, _ = compute_grpo_kl_loss(trial.data, trial.logprobs(), kl_coef=0.0, loss=loss)
     return same(trial.builtin(trial.data)[1], trial.norm_of(expected), "gradient norm")
 
 
@@ -256,12 +258,17 @@ def check_ppo_sum(trial: Trial) -> Result:
 
 def check_shift(trial: Trial) -> Result:
     """KL as a shift of the advantages and built-in ppo: the gradient of klamp's kl_placement advantage"""
-    from klamp import KLConfig
-    from klamp.tinker import compute_grpo_kl_loss, shift_advantages
+    from klamp import KLConfig, LossConfig
+    from klamp.tinker import compute_grpo_kl_loss
 
-    kl = KLConfig(beta=0.5, kl_estimator="k1", kl_placement="advantage")
-    expected, _ = compute_grpo_kl_loss(trial.data, trial.logprobs(), kl=kl, normalizer="sequence_mean")
-    return same(trial.builtin(shift_advantages(trial.data, kl))[1], trial.norm_of(expected), "gradient norm")
+    kl, loss = KLConfig(beta=0.5, kl_estimator="k1", kl_placement="advantage"), LossConfig(loss_type="grpo")
+    expected, _ = compute_grpo_kl_loss(trial.data, trial.logprobs(), kl=kl, loss=loss)
+    names = ("advantages", "logprobs", "ref_logprobs", "mask")
+    shifted = [
+        trial.bare(datum, advantages=a - kl.beta * (sampler - ref), logprobs=sampler, mask=mask)
+        for datum, a, sampler, ref, mask in zip(trial.data, *map(trial.rows, names), strict=True)
+    ]
+    return same(trial.builtin(shifted)[1], trial.norm_of(expected), "gradient norm")
 
 
 def custom(trial: Trial, kl_coef: float) -> tuple[Any, list[Any], float, float]:

@@ -24,7 +24,6 @@ from klamp.training.sampling import Completions
 from klamp_standin.model import BaseModel, LoraShape
 
 BETA, LENGTH = 0.3, 8
-NORMALIZERS = {"bnpo": "token_mean", "grpo": "sequence_mean", "dr_grpo": "fixed_length"}
 STOCK = {
     "k3 as it stands": ({"beta": BETA, "kl_gradient": "own"}, {"use_bias_correction_kl": False}),
     "k3 times the ratio": ({"beta": BETA, "kl_off_policy": "token"}, {"use_bias_correction_kl": True}),
@@ -79,8 +78,8 @@ class Step:
         return torch.nn.utils.rnn.pad_sequence(rows, batch_first=True)
 
     def through_tinker(self, kl, loss_type):
-        options = {"normalizer": NORMALIZERS[loss_type], "max_length": LENGTH}
-        result = forward_backward_kl(self.client, self.data, kl=kl, **options).result()
+        loss = LossConfig(loss_type=loss_type, scale_rewards="none")
+        result = forward_backward_kl(self.client, self.data, kl=kl, loss=loss, max_length=LENGTH).result()
         return result.metrics["train/loss"], {name: x.grad for name, x in self.standin.weights().items()}
 
     def through_klamp(self, kl, loss_type):

@@ -150,7 +150,7 @@ MODULES = {
     "klamp.verify": ["examine", "examine_config", "explain_config", "explain_form", "verify_all", "verify_estimators"],
     "klamp.verify.judge": ["judge"],
     "klamp.tinker.testing": ["Fault", "Standin", "serve", "tiny_model"],
-    "klamp.tinker": ["Effective", "EffectiveTerm", "LossOptions"],
+    "klamp.tinker": ["Effective", "EffectiveTerm"],
     "klamp.trl": ["Effective", "EffectiveTerm"],
     "klamp.unsloth": ["Effective", "EffectiveTerm", "attach", "effective"],
     "klamp.verl": ["Effective", "EffectiveTerm"],
@@ -163,16 +163,16 @@ HOST_SIGNATURES = {
         "build_datum": "(prompt, response, advantages, logprobs, ref_logprobs=None, *, teacher_logprobs=None, "
         "teacher_head=None, mask=None, kl_mask=None)",
         "check": "(loss, data, logprobs_list, *, beta=None, means='reverse', **more)",
-        "compute_grpo_kl_loss": "(data, logprobs_list, kl_coef=0.01, cliprange=0.2, kl=None, **options)",
+        "compute_grpo_kl_loss": "(data, logprobs_list, kl_coef=None, cliprange=None, kl=None, *, loss=None, "
+        "teacher=None, normalizer='loss_type', max_length=None, group_size=None, totals=None)",
         "compute_reference_logprobs": "(ref_client, prompt_tokens, response_tokens, *, concurrency=64, timeout=300.0)",
         "compute_teacher_head": "(teacher_client, prompt_tokens, response_tokens, top_k, *, vocabulary=None, "
         "concurrency=64, timeout=300.0)",
         "count_tokens": "(data)",
-        "effective": "(kl_coef=0.01, cliprange=0.2, kl=None, **options)",
-        "forward_backward_kl": "(client, data, kl_coef=0.01, cliprange=0.2, kl=None, **options)",
-        "penalize_rewards": "(rewards, logprobs, ref_logprobs, kl, *, beta=None, kl_masks=None)",
-        "sampler_mismatch": "(data, logprobs_list)",
-        "shift_advantages": "(data, kl, *, beta=None, baseline='none', group_size=None, reference_length=None)",
+        "effective": "(kl_coef=None, cliprange=None, kl=None, *, loss=None, teacher=None, normalizer='loss_type', "
+        "max_length=None, group_size=None, totals=None)",
+        "forward_backward_kl": "(client, data, kl_coef=None, cliprange=None, kl=None, *, loss=None, "
+        "teacher=None, normalizer='loss_type', max_length=None, group_size=None, totals=None)",
         "strip_for_builtin": "(datums)",
     },
     "klamp.trl": {

@@ -12,7 +12,7 @@ import tinker
 import torch
 from tests.hosts.tinker.wire import assert_same_gradient, by_autograd, datums, move, over_the_wire
 
-from klamp import KLConfig
+from klamp import KLConfig, LossConfig
 from klamp.errors import ConfigError, DataError, NonFiniteError
 from klamp.tinker import build_datum, compute_grpo_kl_loss, forward_backward_kl, strip_for_builtin
 from klamp.tinker.testing import Fault
@@ -24,7 +24,7 @@ CONFIGURATIONS = {
     "clip": {
         "kl": KLConfig(beta=0.3, kl_clip_method="hard", kl_clip_threshold=0.5, use_per_token_kl_threshold=False),
         "group_size": 2,
-        "normalizer": "sequence_mean",
+        "loss": LossConfig(loss_type="grpo"),
     },
     "advantage": {"kl": KLConfig(beta=0.3, kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")},
 }

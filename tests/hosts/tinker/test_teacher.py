@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,8 +14,8 @@ from klamp import KLConfig, TeacherConfig
 from klamp.config.describe import PLACEMENTS
 from klamp.core.objective import Objective, Weighted, grpo_loss
 from klamp.core.types import Batch
-from klamp.errors import ConfigError, DataError, KLWarning
-from klamp.tinker import build_datum, compute_grpo_kl_loss, effective, penalize_rewards, shift_advantages
+from klamp.errors import ConfigError, DataError
+from klamp.tinker import compute_grpo_kl_loss, effective
 
 
 def teacher(**fields: Any) -> TeacherConfig:
@@ -63,34 +63,26 @@ def test_it_is_the_loss_of_the_core(fields: dict[str, Any], beta: float) -> None
     torch.testing.assert_close(loss, expected.loss, rtol=1e-12, atol=0)
     torch.testing.assert_close(slopes(loss, policies), slopes(expected.loss, policies), rtol=1e-12, atol=1e-15)
     assert metrics["teacher/k1"] == pytest.approx(float(expected.metrics["teacher/k1"]), rel=1e-6)
-    scheduled, _ = compute_grpo_kl_loss(data, policies, kl=kl, teacher=given, teacher_coef=0.0)
+    scheduled, _ = compute_grpo_kl_loss(data, policies, kl=kl, teacher=replace(given, teacher_coef=0.0))
     bare, _ = compute_grpo_kl_loss(data, policies, kl=kl)
     torch.testing.assert_close(scheduled, bare, rtol=1e-12, atol=0)
 
 
 @pytest.mark.parametrize("horizon", ["token", "sequence"])
-def test_as_an_advantage_it_is_the_cookbooks_distillation(horizon: str) -> None:
-    """The reward of token t is - coef (log sampler - log teacher), of that token, or of it and all that follow."""
-    pytest.importorskip("tinker")
-    sampler, other, advantage = [-0.5, -1.0, -0.25], [-0.75, -0.5, -2.0], 0.2
-    datum = build_datum([1, 2], [3, 4, 5], advantage, sampler, teacher_logprobs=other)
-    assert "ref_logprobs" not in datum.loss_fn_inputs
-    config = teacher(teacher_estimator="k1", teacher_placement="advantage", teacher_horizon=horizon)
-    (shifted,) = shift_advantages([datum], config)
-    delta = [a - b for a, b in zip(sampler, other, strict=True)]
-    spent = delta if horizon == "token" else [sum(delta[t:]) for t in range(3)]
-    expected = [0.0, *(advantage - 0.7 * x for x in spent)]
-    assert shifted.loss_fn_inputs["advantages"].to_torch().tolist() == pytest.approx(expected, abs=1e-6)
-    assert shift_advantages([datum], config, beta=0.0) == [datum]
-
-
-def test_in_the_reward_it_is_taken_from_the_rewards() -> None:
-    config = teacher(**KINDS["k1 in the reward, sequence"])
-    rows, others = [[-0.5, -1.0], [-0.25]], [[-0.75, -0.5], [-2.0]]
-    spent = [0.25 - 0.5, 1.75]
-    found = penalize_rewards([1.0, 0.0], rows, others, config)
-    assert found == pytest.approx([r - 0.7 * kl for r, kl in zip([1.0, 0.0], spent, strict=True)])
-    assert effective(kl_coef=0.0, teacher=config).terms[0].placement == PLACEMENTS["reward"]
+def test_shifted_by_the_caller_it_is_the_placement_advantage(horizon: str) -> None:
+    """Advantages less coef (log sampler - log teacher), of each token or of it and all that follow; first update."""
+    data, _ = taught()
+    policies = [datum.loss_fn_inputs["logprobs"].clone().requires_grad_(True) for datum in data]
+    config = teacher(teacher_placement="advantage", teacher_horizon=horizon)
+    expected, _ = compute_grpo_kl_loss(data, policies, 0.0, teacher=config)
+    for datum in data:
+        rows = datum.loss_fn_inputs
+        delta = (rows["logprobs"] - rows["teacher_logprobs"]) * rows["mask"]
+        spent = delta if horizon == "token" else delta.flip(0).cumsum(0).flip(0)
+        rows["advantages"] = rows["advantages"] - 0.7 * spent
+    loss, _ = compute_grpo_kl_loss(data, policies, 0.0)
+    torch.testing.assert_close(loss, expected, rtol=1e-12, atol=0)
+    torch.testing.assert_close(slopes(loss, policies), slopes(expected, policies), rtol=1e-12, atol=1e-15)
 
 
 def test_what_a_datum_cannot_tell_is_refused_in_words() -> None:
@@ -101,14 +93,6 @@ def test_what_a_datum_cannot_tell_is_refused_in_words() -> None:
         words = f"teacher_estimator='{estimator}' with teacher_head='{head}' cannot use a sampling client"
         with pytest.raises(ConfigError, match=words):
             compute_grpo_kl_loss(data, policies, teacher=teacher(teacher_estimator=estimator, teacher_head=head))
-    with pytest.raises(ConfigError, match="shift_advantages is for teacher_placement='advantage'"):
-        shift_advantages(data, teacher())
-    with pytest.raises(ConfigError, match="teacher_coef"):
-        compute_grpo_kl_loss(data, policies, teacher=teacher(), teacher_coef=-1.0)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", KLWarning)
-        with pytest.raises(KLWarning, match=r"teacher_coef=teacher\.coefficient"):
-            effective(teacher=teacher(teacher_schedule="cosine"))
 
 
 def test_effective_names_both_anchors() -> None:

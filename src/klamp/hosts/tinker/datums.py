@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from klamp.core.arguments import FLOATS, POSITIVE, check_number, check_tensors, describe
+from klamp.core.arguments import FLOATS, check_tensors, describe
 from klamp.core.masking import Totals, check_logprobs, masked
 from klamp.core.topk import asked_tokens
 from klamp.core.types import Batch
@@ -428,25 +428,3 @@ def _is_id(token: Any) -> bool:
         return not isinstance(token, bool) and index(token) >= 0
     except TypeError:
         return False
-
-
-def as_length(length: float | Sequence[float] | None, count: int) -> Tensor | float | None:
-    """A reference length as the core takes it: one number for all, or one per datum.
-
-    Raises:
-        ConfigError: no positive number.
-        DataError: no row of numbers.
-        ShapeError: another number of lengths than datums.
-    """
-    if length is None or isinstance(length, int | float):
-        check_number("reference_length", length, POSITIVE, optional=True)
-        return None if length is None else float(length)
-    lengths = number_row("reference_length", length)
-    if lengths.shape != (count,):
-        raise ShapeError(
-            "reference_length holds neither one number nor one per datum",
-            got=f"{tuple(lengths.shape)} for {count}",
-            why="each length turns the threshold per token of one completion into its budget",
-            fix="pass one number, or one per datum",
-        )
-    return lengths.float()

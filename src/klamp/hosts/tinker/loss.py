@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Sequence
-from typing import Any, Unpack
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from klamp.config import KLConfig
+from klamp.config import KLConfig, LossConfig
 from klamp.config.teacher import TeacherConfig
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
@@ -19,24 +19,32 @@ from klamp.core.topk import head_mass, topk_kl_of
 from klamp.core.types import LossPart
 from klamp.errors import ConfigError, NonFiniteError
 from klamp.hosts.common.versions import load_tinker
-from klamp.hosts.tinker.datums import Rows, as_length, read_rows, with_inputs
-from klamp.hosts.tinker.options import KL_COEF, LossOptions, LossSettings, make_settings
+from klamp.hosts.tinker.datums import Rows, read_rows, with_inputs
+from klamp.hosts.tinker.options import LossSettings, Normalizer, make_settings
 
 
 def compute_grpo_kl_loss(
     data: Sequence[Any],
     logprobs_list: Sequence[Tensor],
-    kl_coef: float = KL_COEF,
-    cliprange: float | tuple[float, float] = 0.2,
+    kl_coef: float | None = None,
+    cliprange: float | tuple[float, float] | None = None,
     kl: KLConfig | None = None,
-    **options: Unpack[LossOptions],
+    *,
+    loss: LossConfig | None = None,
+    teacher: TeacherConfig | None = None,
+    normalizer: Normalizer = "loss_type",
+    max_length: int | None = None,
+    group_size: int | None = None,
+    totals: Totals | None = None,
 ) -> tuple[Tensor, dict[str, float]]:
     """GRPO's clipped surrogate plus the KL, for `TrainingClient.forward_backward_custom`: klamp's `grpo_loss`.
 
     Equation: R[-min(r A, clip(r, 1 - low, 1 + high) A)] + beta R_kl[penalty], r = policy / sampler, penalty as in
-    `kl_penalty`. `token_mean` is 1/n sum over the n trained tokens of `data`; the service's built-in losses are plain
-    sums: at kl_coef 0 the built-in `ppo` gives n times this loss and gradient, and exactly this one with
-    `normalizer="token_sum"`. What was divided by is in the metrics (`train/denominator`, `train/kl_denominator`).
+    `kl_penalty`. Without `loss`, R is 1/n sum over the n trained tokens of `data`; the service's built-in losses are
+    plain sums: at kl_coef 0 the built-in `ppo` gives n times this loss and gradient, and exactly this one with
+    `normalizer="token_sum"`. What was divided by is in the metrics (`train/denominator`, `train/kl_denominator`); so is
+    the KL of the sampler from the trainer (`sampler/k1`, `sampler/k3`): before the first update about 0.002 nats per
+    token is healthy, above 0.01 an alarm.
 
     Sampler: whoever `logprobs` belong to; it is the old policy of the ratio and the sampler of `kl_off_policy`.
     Gradient: that of `grpo_loss`. Every datum gets one, zeros where nothing of it is trained on.
@@ -46,22 +54,28 @@ def compute_grpo_kl_loss(
         data: datums as `build_datum` makes them; anything with `loss_fn_inputs` of 1-D tensors will do.
         logprobs_list: log-probabilities of `target_tokens` under the policy, one tensor per datum, with gradient; with
             teacher_estimator="topk" those of the head before them, [N, K + 1], as `forward_backward_kl` asks for them.
-        kl_coef: coefficient of the KL per nat of a token; 0 for none, and then no `ref_logprobs` are needed.
-        cliprange: ratio bound, or (below 1, above 1).
-        kl: every choice about the KL; it carries the coefficient, `kl_coef` is then left out.
-        options: beta, normalizer, surrogate, max_length, group_size, reference_length, totals: see `LossOptions`.
+        kl_coef: coefficient of the KL per nat of a token, for instance a controller's value; None: `kl.beta`. With 0
+            no `ref_logprobs` are needed.
+        cliprange: ratio bound, or (below 1, above 1), of PPO's loss as a mean over the tokens; None: 0.2.
+        kl: every choice about the KL; None: klamp's default.
+        loss: every choice about the policy loss, the bounds of the ratio included, instead of `cliprange`.
+        teacher: the KL to a teacher: k1 or k3 of the datums' teacher_logprobs, or topk of their teacher_head.
+        normalizer: token_sum: a plain sum over the tokens, as the built-in losses; else the average of `loss`.
+        max_length: L of loss_type="dr_grpo", in tokens.
+        group_size: datums per prompt, next to each other; a clip of the KL (`kl_clip_method`) needs it.
+        totals: size of the whole step (`count_tokens`) when several calls share one `optim_step`.
 
     Returns:
         The loss, and metrics as floats, names as in docs/metrics.md: `train/loss`, `train/kl_penalty`, `kl/k3`, ...
 
     Raises:
-        UnknownNameError: an option or a choice that there is not; names the nearest.
-        ConfigError: a conflict between `kl_coef` and `kl`, or a choice that cannot work here.
+        UnknownNameError: an unknown choice; names the nearest.
+        ConfigError: a choice that cannot work here, or `cliprange` beside `loss`.
         DataError, ShapeError, NonFiniteError, EmptyMaskError: data that cannot be used; the datum is named.
 
     Source: the Tinker guide (docs/sources.md); PPO arXiv:1707.06347, DeepSeekMath arXiv:2402.03300
     """
-    settings = make_settings(kl_coef, cliprange, kl, **options)
+    settings = make_settings(kl_coef, cliprange, kl, loss, teacher, normalizer, max_length, group_size, totals)
     return loss_of_rows(settings.read(data), logprobs_list, settings)
 
 
@@ -78,7 +92,7 @@ def loss_of_rows(
     batch = rows.batch(
         policy,
         group_size=settings.group_size,
-        reference_length=as_length(settings.reference_length, len(rows.lengths)),
+        reference_length=settings.kl.kl_reference_length,
         teacher_kl=taught,
     )
     output = grpo_loss(batch, objective, totals=settings.totals)
@@ -124,7 +138,7 @@ def _check_finite(loss: Tensor, policy: Tensor) -> None:
             f"datum {bad[0]}: the gradient of the loss is not finite" if bad else "the loss is not finite",
             got=f"loss {float(loss.detach())}",
             why="log-probabilities of one token lie so far apart that their ratio overflows",
-            fix="look at sampler_mismatch (tokens shifted by one?); kl_max_log_ratio bounds the KL's share",
+            fix="look for logprobs shifted by one token in the datums; kl_max_log_ratio bounds the KL's share",
         )
 
 
@@ -150,10 +164,16 @@ def _denominator(rows: Rows, settings: LossSettings, *, part: LossPart = "policy
 def forward_backward_kl(
     client: Any,
     data: Sequence[Any],
-    kl_coef: float = KL_COEF,
-    cliprange: float | tuple[float, float] = 0.2,
+    kl_coef: float | None = None,
+    cliprange: float | tuple[float, float] | None = None,
     kl: KLConfig | None = None,
-    **options: Unpack[LossOptions],
+    *,
+    loss: LossConfig | None = None,
+    teacher: TeacherConfig | None = None,
+    normalizer: Normalizer = "loss_type",
+    max_length: int | None = None,
+    group_size: int | None = None,
+    totals: Totals | None = None,
 ) -> Any:
     """Forward and backward pass of `compute_grpo_kl_loss` through a `TrainingClient`: the gradient adds up there.
 
@@ -165,10 +185,15 @@ def forward_backward_kl(
     Args:
         client: a `TrainingClient`, or the SDK's future of one; in async code one that was awaited.
         data: datums as `build_datum` makes them.
-        kl_coef: see `compute_grpo_kl_loss`.
+        kl_coef: this argument and the following ones are those of `compute_grpo_kl_loss`.
         cliprange: see there.
         kl: see there.
-        options: those of `compute_grpo_kl_loss`, see `LossOptions`.
+        loss: see there.
+        teacher: see there.
+        normalizer: see there.
+        max_length: see there.
+        group_size: see there.
+        totals: see there.
 
     Returns:
         What the client returns: a future of `ForwardBackwardOutput`, with the loss's metrics in its `metrics`. Submit
@@ -184,14 +209,14 @@ def forward_backward_kl(
     """
     load_tinker()
     client = _awaited(client)
-    settings = make_settings(kl_coef, cliprange, kl, **options)
+    settings = make_settings(kl_coef, cliprange, kl, loss, teacher, normalizer, max_length, group_size, totals)
     rows = settings.read(data)
 
-    def loss(_: Sequence[Any], logprobs_list: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
+    def compute(_: Sequence[Any], logprobs_list: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
         return loss_of_rows(rows, logprobs_list, settings)
 
     bare = [with_inputs(datum, {"target_tokens": x}) for datum, x in zip(data, rows.asked(), strict=True)]
-    return client.forward_backward_custom(bare, loss)
+    return client.forward_backward_custom(bare, compute)
 
 
 def _awaited(client: Any) -> Any:
@@ -220,32 +245,13 @@ def _in_async_code() -> bool:
     return True
 
 
-def sampler_mismatch(data: Sequence[Any], logprobs_list: Sequence[Tensor]) -> dict[str, float]:
+@torch.no_grad()
+def mismatch_metrics(rows: Rows, policy: Tensor) -> dict[str, float]:
     """KL of the sampler from the trainer in nats per token, as the two report themselves.
-
-    Before a rollout's first update both are the same weights and only their kernels differ: about .002 is healthy,
-    above .01 is an alarm. One token that differs a lot shows in k3 and the maximum, not in k1.
 
     Equation: with d = log sampler - log trainer: `sampler/k1` mean d, `sampler/k3` mean (exp(-d) - 1 + d),
     `sampler/log_ratio_max` max |d|, over the tokens that are trained on.
-
-    Sampler: whoever the datums' `logprobs` belong to.
-    Gradient: none.
-
-    Args:
-        data: datums.
-        logprobs_list: the trainer's log-probabilities, as `forward_backward_custom` hands them to a loss.
-
-    Raises:
-        DataError, ShapeError, NonFiniteError, EmptyMaskError: as `compute_grpo_kl_loss`.
     """
-    rows = read_rows(data)
-    return mismatch_metrics(rows, rows.policy(logprobs_list)[..., -1])
-
-
-@torch.no_grad()
-def mismatch_metrics(rows: Rows, policy: Tensor) -> dict[str, float]:
-    """`sampler_mismatch` for datums that were read before."""
     delta = masked_log_ratio(rows.logprobs, policy, rows.mask)
     found = {f"sampler/{name}": float(masked_mean(ESTIMATORS[name].value(delta), rows.mask)) for name in ("k1", "k3")}
     return found | {"sampler/log_ratio_max": float(delta.abs().max())}
