@@ -44,7 +44,7 @@ IN_REWARD = {"k1 in the reward, sequence"}
 HAVE: dict[str, set[str]] = {
     "klamp": set(KINDS),
     "TRL": set(KINDS) - IN_REWARD,
-    "Tinker": (SAMPLED | {name for name in KINDS if name.startswith(("the teacher's", "the tail"))}) - IN_REWARD,
+    "Tinker": SAMPLED | {name for name in KINDS if name.startswith(("the teacher's", "the tail"))},
     "verl": {
         *("k1", "k1, sequence", "k1, weighed", "k3"),
         *("the teacher's head, forward, bucket", "the tail alone", "the tail alone, forward"),

@@ -47,8 +47,9 @@ def test_every_argument_arrives() -> None:
         (KLConfig(beta=0), set()),
         (KLConfig(beta=0.1), {"reference"}),
         (KLConfig(beta=0.1, reference="sampler"), {"sampler"}),
+        (KLConfig(beta=0.1, **IN_REWARD), set()),
     ],
-    ids=["no KL", "a KL", "to the sampler"],
+    ids=["no KL", "a KL", "to the sampler", "in the reward"],
 )
 def test_which_anchors_the_datums_must_hold(kl: KLConfig, anchors: set[str]) -> None:
     assert make_settings(kl=kl).anchors == anchors
@@ -73,7 +74,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"totals": (4, 40, 40)}, "totals must be a Totals"),
     ({"totals": Totals(0, 4, 4)}, "totals.sequences must be a number > 0"),
     ({"kl": KLConfig(beta=0.1, kl_estimator="exact")}, "kl_estimator='exact' cannot be computed through Tinker"),
-    ({"kl": KLConfig(beta=0.1, **IN_REWARD)}, "kl_placement='reward' cannot be honoured"),
+    (
+        {"kl": KLConfig(beta=0.1, **IN_REWARD), "loss": LossConfig(scale_rewards="std")},
+        "the KL in the reward cannot be",
+    ),
     ({"kl": KLConfig(kl_normalizer="sequence_mean"), "normalizer": "token_sum"}, "normalizer='token_sum' cannot be"),
 ]
 
@@ -106,6 +110,15 @@ def test_a_controller_or_schedule_moves_nothing_unless_the_caller_does() -> None
     grows = TeacherConfig(teacher_model="t", teacher_schedule="cosine")
     assert "nothing moves teacher_coef" in notes(teacher=grows)
     assert notes(kl=KLConfig()) == ""
+
+
+def test_a_kl_in_the_reward_is_the_callers_to_take() -> None:
+    data, policies = fake_batch()
+    plain, _ = compute_grpo_kl_loss(data, policies, 0.0)
+    with pytest.warns(KLWarning, match="the loss adds nothing"):
+        found, _ = compute_grpo_kl_loss(data, policies, kl=KLConfig(beta=0.3, **IN_REWARD))
+    assert found.item() == plain.item()
+    assert effective(kl=KLConfig(beta=0.3, **IN_REWARD)).terms[0].price == "0.3 reward per nat of a whole completion"
 
 
 def test_price_average_and_clip_are_those_of_the_call() -> None:

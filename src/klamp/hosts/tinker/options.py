@@ -9,7 +9,7 @@ from typing import Any, Literal, TypeAlias, get_args
 
 from klamp.config import KLConfig, LossConfig
 from klamp.config.describe import describe_average, describe_price
-from klamp.config.loss import LOSS_TYPES, build_objective, price_of
+from klamp.config.loss import build_objective, price_of
 from klamp.config.rules import check_beta
 from klamp.config.teacher import TeacherConfig, of_a_server
 from klamp.core.arguments import AT_LEAST_1, check_instance, check_number, describe
@@ -43,8 +43,8 @@ class LossSettings:
 
     @property
     def anchors(self) -> set[Anchor]:
-        """The anchors whose coefficient is above 0."""
-        return {each.term.anchor for each in self.objective.terms}
+        """The anchors that the loss needs: those with a coefficient above 0 whose KL is not in the rewards."""
+        return {each.term.anchor for each in self.objective.terms if each.term.placement != "reward"}
 
     @property
     def head(self) -> TeacherConfig | None:
@@ -74,7 +74,7 @@ def make_settings(
     totals: Totals | None = None,
 ) -> LossSettings:
     """The settings that the arguments of `compute_grpo_kl_loss` describe; see there."""
-    kl, loss = KLConfig() if kl is None else kl, _policy_loss(loss, cliprange)
+    kl, around = KLConfig() if kl is None else kl, _policy_loss(loss, cliprange)
     check_instance("kl", kl, KLConfig)
     if teacher is not None:
         check_instance("teacher", teacher, TeacherConfig)
@@ -89,11 +89,11 @@ def make_settings(
     refuse(_refusals(beta, kl, teacher, normalizer))
     for text in _without_effect(kl_coef, kl, loss, teacher):
         warnings.warn(text, KLWarning, stacklevel=3)
-    objective = build_objective(kl, loss, max_length=1 if max_length is None else max_length, teacher=teacher)
+    objective = build_objective(kl, around, max_length=1 if max_length is None else max_length, teacher=teacher)
     objective = replace(objective, beta=beta, max_length=max_length)
     if normalizer == "token_sum":
         objective, totals = replace(objective, reduction="token_mean"), PLAIN_SUM
-    return LossSettings(objective=objective, kl=kl, loss=loss, teacher=teacher, totals=totals, group_size=group_size)
+    return LossSettings(objective=objective, kl=kl, loss=around, teacher=teacher, totals=totals, group_size=group_size)
 
 
 def _policy_loss(loss: LossConfig | None, cliprange: float | tuple[float, float] | None) -> LossConfig:
@@ -119,12 +119,10 @@ def _policy_loss(loss: LossConfig | None, cliprange: float | tuple[float, float]
         )
     low, high = low_high
     check_clip_range(low, high)
-    return LossConfig(loss_type="dapo", epsilon=low, epsilon_high=high)
+    return LossConfig(loss_type="dapo", epsilon=low, epsilon_high=high, scale_rewards="none")
 
 
 def _refusals(beta: float, kl: KLConfig, teacher: TeacherConfig | None, normalizer: Normalizer) -> list[Refusal]:
-    in_reward = (beta > 0 and kl.kl_placement == "reward") * ["kl_placement"]
-    in_reward += (teacher is not None and teacher.teacher_placement == "reward") * ["teacher_placement"]
     served = [] if teacher is None else [of_a_server(teacher, teacher.there, who="a sampling client")]
     return [
         *served,
@@ -134,12 +132,6 @@ def _refusals(beta: float, kl: KLConfig, teacher: TeacherConfig | None, normaliz
             got=f"beta={beta:g}",
             why="the service returns the log-probabilities of chosen tokens, not whole rows of logits",
             fix="use kl_estimator='k3' (its value is unbiased, its gradient the same in expectation)",
-        ),
-        Refusal(
-            bool(in_reward),
-            f"{' and '.join(in_reward)}='reward' cannot be honoured by a loss over datums",
-            why="the datums hold advantages, which are formed of the rewards before the loss is called",
-            fix="use placement 'advantage' with horizon 'sequence': the KL enters after the advantages are formed",
         ),
         Refusal(
             normalizer == "token_sum" and kl.kl_normalizer is not None,
@@ -181,7 +173,7 @@ def effective(
         UnknownNameError, ConfigError: arguments that the call would refuse.
     """
     settings = make_settings(kl_coef, cliprange, kl, loss, teacher, normalizer, max_length, group_size, totals)
-    kl, loss, teacher, beta = settings.kl, settings.loss, settings.teacher, settings.objective.beta
+    kl, teacher, beta = settings.kl, settings.teacher, settings.objective.beta
     terms: list[EffectiveTerm] = []
     if beta > 0:
         moved = "fixed" if kl_coef is None else "the caller's: each call is passed its kl_coef"
@@ -193,8 +185,8 @@ def effective(
     average = f"sum over the tokens of {over} (normalizer='token_sum')"
     if normalizer == "loss_type":
         length = "max_length" if max_length is None else str(max_length)
-        average = describe_average(LOSS_TYPES[loss.loss_type].reduction, over=over, length=length)
-        average += f" (loss_type={loss.loss_type!r})"
+        average = describe_average(settings.objective.reduction, over=over, length=length)
+        average += f" (loss_type={settings.loss.loss_type!r})"
     return Effective(
         host=f"{told_version('tinker')}, forward_backward_custom",
         terms=tuple(terms),
@@ -211,19 +203,24 @@ def _price(objective: Objective) -> str:
         return "unknown: the KL has an average of its own, and the caller forms the advantages"
     price = price_of(objective.beta, placement=term.placement, baseline="leave_one_out", scale="none", group_size=2)
     text = describe_price(price, group_size=2)
+    if term.placement == "reward":
+        return text
     return f"{text}, if advantages are rewards less the mean of the others; for any other it is unknown here"
 
 
 def _without_effect(
-    kl_coef: float | None, kl: KLConfig, loss: LossConfig, teacher: TeacherConfig | None
+    kl_coef: float | None, kl: KLConfig, loss: LossConfig | None, teacher: TeacherConfig | None
 ) -> tuple[str, ...]:
     """What the configuration asks for and no call of the loss does."""
+    in_reward = kl.kl_placement == "reward" or (teacher is not None and teacher.teacher_placement == "reward")
     moves = kl.controller_name != "fixed" or kl.kl_schedule != "constant" or kl.kl_warmup_steps > 0
     grows = teacher is not None and (teacher.teacher_schedule != "constant" or teacher.teacher_warmup_steps > 0)
     pairs = [(kl, name) for name in UNREAD if (name, kl.reference) != ("reference", "sampler")]
-    pairs += [(loss, name) for name in UNREAD_LOSS]
+    pairs += [] if loss is None else [(loss, name) for name in UNREAD_LOSS]
     unread = [name for config, name in pairs if getattr(config, name) != getattr(type(config), name)]
     return that_apply([
+        (in_reward, "placement 'reward': the loss adds nothing. Take coefficient * (sum of logprobs - sum of the "
+         "anchor's) from each reward before you form advantages, or use placement 'advantage'"),
         (moves and kl_coef is None, "a call keeps no state: nothing moves beta, unless the caller passes "
          "kl_coef=controller.value, with controller = kl.build_controller()"),
         (grows, "a call keeps no state: nothing moves teacher_coef, unless the caller passes "
