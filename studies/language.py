@@ -12,14 +12,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from klamp.ablation.plan import Arm, Plan
-from klamp.tasks.base import DESCRIBE_TASK
 from studies.command import ablate
 
 NAME = "language"
 
 BASE: Mapping[str, Any] = {
-    "model": "smollm2",
-    "task": DESCRIBE_TASK,
+    "model": "examples/language/smollm2",
+    "task": "examples/language/tasks.py:describe",
     "lora_r": 16,
     "learning_rate": 5e-4,
     "warmup_steps": 3,
@@ -36,7 +35,7 @@ BASE: Mapping[str, Any] = {
     "log_completions_every": 5,
     "report_to": (),
 }
-"""What all arms share: the settings of examples/describe.yaml, which takes ten steps more."""
+"""What all arms share: the settings of examples/language/describe.yaml, which takes ten steps more."""
 
 RIGHT = 0.05
 """The price of that example, in reward per nat of a completion."""

@@ -11,7 +11,7 @@ import json
 import random
 from pathlib import Path
 
-from klamp.tasks.language import words
+from examples.language.tasks import words
 
 HAPPY = 1 / 12
 STEPS, ROWS, SENTENCES, RATE = 300, 32, 16, 2e-3

@@ -15,11 +15,12 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from examples.language.tasks import score_happy
+
 from benchmarks.controllers import BAND, judged
 from benchmarks.measure import isolated
 from benchmarks.records import table
 from klamp.tasks.cache import cache_root, stored
-from klamp.tasks.language import score_happy
 from studies.small_language import RECIPE, teach
 
 RECORD = Path(__file__).resolve().parents[1] / "docs" / "records" / "target-map.jsonl"
@@ -43,8 +44,8 @@ CHANGES: Mapping[str, Mapping[str, Any]] = {
     "TRL": {"backend": "trl"},
 }
 LANGUAGE: Mapping[str, Any] = {
-    "model": "smollm2",
-    "task": "describe",
+    "model": "examples/language/smollm2",
+    "task": "examples/language/tasks.py:describe",
     "dtype": "bfloat16",
     "lora_r": 16,
     "learning_rate": 5e-4,

@@ -71,7 +71,7 @@ CLONE = Path(__file__).resolve().parents[1]
 
 @pytest.mark.parametrize(
     ("library", "extra"),
-    [("transformers", "train"), ("math_verify", "train"), ("Reasoning-Gym", "train"), ("trl", "trl"), ("ray", "ray")],
+    [("transformers", "train"), ("math_verify", "train"), ("Math-Verify", "train"), ("trl", "trl"), ("ray", "ray")],
 )
 def test_a_missing_library_is_told_with_the_extra_that_brings_it(library: str, extra: str):
     assert extra_with(library) == extra

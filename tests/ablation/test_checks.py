@@ -110,7 +110,7 @@ def test_failed_runs_are_not_done(tmp_path) -> None:
         ({"task": "missing.jsonl"}, DataError),
         ({"task": "arithmetik"}, UnknownNameError),
         ({"reward": "tests.training.rewards:nowhere"}, (ConfigError, RewardError)),
-        ({"task": "reasoning_gym:nothing_like_it"}, UnknownNameError),
+        ({"task": "tests.training.rewards:nowhere"}, UnknownNameError),
     ],
 )
 def test_inputs_that_cannot_be_used_are_refused_before_any_run(plan_with, change, error) -> None:

@@ -6,16 +6,13 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
 import klamp
 from klamp.cli import main
 from klamp.cli.help import COMMANDS
-from klamp.cli.options import Named
 from klamp.errors import ModelError, TrainingStopped
-from klamp.tasks import NAMED_MODELS
 
 
 @pytest.fixture
@@ -97,7 +94,7 @@ def test_debug_shows_the_traceback(
 
 HEAVY = {"accelerate", "datasets", "matplotlib", "numpy", "peft", "rich", "scipy", "transformers"}
 """Libraries that no help needs; for some torch comes on top, and for the doctor yaml, in which its alarms stand."""
-CONFIGURED = ("evaluate", "explain", "train", "ablate", "model")
+CONFIGURED = ("evaluate", "explain", "train", "ablate")
 WITH_TORCH = [*([name, "-h"] for name in CONFIGURED), ["ablate", "--help", "all"]]
 WITHOUT_TORCH = [["--help"], ["--version"], [], *([name, "-h"] for name in COMMANDS if name not in CONFIGURED)]
 
@@ -153,14 +150,3 @@ def test_a_module_that_no_extra_brings_is_a_bug_and_stays_one(fails, name: str |
     fails(ModuleNotFoundError("No module", name=name))
     with pytest.raises(ModuleNotFoundError):
         main(["train"])
-
-
-def test_klamp_model_prints_the_folder_alone(monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path) -> None:
-    monkeypatch.setattr("klamp.cli.model.load_named_model", lambda name: tmp_path / name)
-    assert main(["model", "smollm2"]) == 0
-    out, err = capsys.readouterr()
-    assert out == f"{tmp_path / 'smollm2'}\n"
-    assert "SmolLM2-135M-Instruct: 134.5M parameters, Apache-2.0, from https://huggingface.co/" in err
-    assert set(get_args(Named)) == set(NAMED_MODELS), "the help is there without the table"
-    assert main(["model", "smollm3"]) == 2
-    assert "smollm2" in capsys.readouterr().err

@@ -158,7 +158,7 @@ def test_it_fits_into_a_hundred_columns() -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [[], ["--output_dir", "here"], ["--task", "data/rows.jsonl"], ["--task", "reasoning_gym:gcd"]]
+    "flags", [[], ["--output_dir", "here"], ["--task", "data/rows.jsonl"], ["--task", "my.tasks:chess"]]
 )
 def test_the_folder_is_the_one_that_the_trainer_takes(flags: list[str], empty_folder: Path) -> None:
     from klamp.training.setup import opened_folder

@@ -99,7 +99,6 @@ DOORS = {
 
 # Declared though nothing imports them, and why.
 NOT_IMPORTED = {
-    "gguf": "transformers reads weights in that format with it",
     "antlr4-python3-runtime": "math-verify's parser, which its own extra names differently",
     "tinker": "imported by its name when a function needs it, not by a statement",
     "unsloth": "imported by the user, before klamp",

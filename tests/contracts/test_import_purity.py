@@ -21,7 +21,6 @@ HEAVY = (
     "peft",
     "pyarrow",
     "ray",
-    "reasoning_gym",
     "rich",
     "safetensors",
     "tensorboard",

@@ -11,17 +11,20 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from klamp.training.models import load_model, load_tokenizer
 
+SMOLLM2 = "examples/language/smollm2"
+"""What examples/language/prepare.py writes."""
+
 
 @pytest.fixture(scope="session")
 def model() -> Any:
     """SmolLM2-135M-Instruct."""
-    return load_model("smollm2")
+    return load_model(SMOLLM2)
 
 
 @pytest.fixture(scope="session")
 def tokenizer() -> Any:
     """The tokenizer of the model."""
-    return load_tokenizer("smollm2")
+    return load_tokenizer(SMOLLM2)
 
 
 @pytest.fixture(scope="session")
@@ -50,7 +53,8 @@ def babbler(tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def small_run(babbler: str, tmp_path: Path) -> Any:
     """The words of a `klamp train` of a second on the babbler; its folder is tmp_path/run."""
-    words = f"train --model {babbler} --task describe --output_dir {tmp_path / 'run'} --report_to none --cpu"
+    words = f"train --model {babbler} --task examples/language/tasks.py:describe --output_dir {tmp_path / 'run'}"
+    words += " --report_to none --cpu"
     words += " --prompts_per_step 2 --num_generations 4 --max_completion_length 12 --max_steps 2 --eval_size 2"
     words += " --save_every 1 --log_completions 8 --log_completions_every 1 --warmup_steps 0"
     return words.split()

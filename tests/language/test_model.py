@@ -9,15 +9,16 @@ from typing import Any
 
 import pytest
 import torch
+from examples.language.tasks import score_happy
+from tests.language.conftest import SMOLLM2
 
 from klamp.cli import main
 from klamp.scoring.scorer import score
 from klamp.tasks import TaskConfig, load_task
-from klamp.tasks.named_models import load_named_model
 from klamp.training.evaluation import probabilities
 
-RUN = "train --config examples/describe.yaml --report_to none --eval_size 1 --num_generations 4 --prompts_per_step 2"
-RUN += " --max_completion_length 12 --eval_every 0 --log_completions_every 1 --warmup_steps 0"
+RUN = "train --config examples/language/describe.yaml --report_to none --eval_size 1 --num_generations 4"
+RUN += " --prompts_per_step 2 --max_completion_length 12 --eval_every 0 --log_completions_every 1 --warmup_steps 0"
 RUN += " --reward tests.language.conftest:brief"
 
 
@@ -36,7 +37,8 @@ def test_it_answers(model: Any, tokenizer: Any) -> None:
 
 
 def test_its_own_answers_are_likely_and_others_are_not(model: Any, tokenizer: Any) -> None:
-    own = load_task(TaskConfig(task="describe", eval_size=8), tokenizer).evaluation["own-answers"]
+    task = load_task(TaskConfig(task="examples/language/tasks.py:describe", eval_size=8), tokenizer)
+    own = task.evaluation["own-answers"]
     found = probabilities(
         own, tokenizer, torch.device("cpu"), lambda given: score(model, given, temperature=1.0).logprobs
     )
@@ -61,7 +63,6 @@ def test_trl_takes_the_folder(tmp_path: Path, tokenizer: Any) -> None:
     from datasets import Dataset
     from peft import LoraConfig
 
-    from klamp.tasks.language import score_happy
     from klamp.trl import GRPOConfig, GRPOTrainer
 
     questions = [
@@ -72,7 +73,7 @@ def test_trl_takes_the_folder(tmp_path: Path, tokenizer: Any) -> None:
         return [score_happy(turns[0]["content"]) + 0.01 * len(turns[0]["content"]) for turns in completions]
 
     trainer = GRPOTrainer(
-        model=str(load_named_model("smollm2")),
+        model=SMOLLM2,
         reward_funcs=happy,
         args=GRPOConfig(
             output_dir=str(tmp_path),

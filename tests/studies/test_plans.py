@@ -16,7 +16,7 @@ from klamp.training.config import TrainConfig
 from studies.clipping import CLIPS, CONTROL, FORMS, PER_TOKEN, TOTAL, clipping_plan
 from studies.language import KL_PROMPTS, NO_KL, RIGHT, language_plan
 
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "describe.yaml"
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "language" / "describe.yaml"
 
 
 def arms_of(plan: Plan) -> dict[str, Run]:

@@ -257,12 +257,10 @@ def test_what_a_model_says_about_itself():
 def test_what_is_ready_or_not_klamps_own_is_left_alone(monkeypatch):
     made = []
     monkeypatch.setattr("klamp.training.models.cached_base_model", lambda config, **_: made.append(config))
-    monkeypatch.setattr("klamp.training.models.load_named_model", lambda name, **_: made.append(name))
     make_ready("a-folder")
     assert made == []
-    make_ready("smollm2")
     make_ready(BUILTIN)
-    assert made == ["smollm2", BaseModelConfig()]
+    assert made == [BaseModelConfig()]
 
 
 @pytest.fixture

@@ -55,7 +55,7 @@ def test_an_alarm_that_is_not_named_stops_nothing(config_of: Any, tmp_path: Path
     ("changes", "verifier"),
     [
         ({}, "rules"),
-        ({"task": "reasoning_gym:leg_counting"}, "rules"),
+        ({"task": "my.tasks:chess"}, None),
         ({"reward": "tests.training.rewards:digits"}, None),
         ({"task": "data.jsonl", "reward": "math_verify"}, "rules"),
         ({"task": "data.jsonl", "reward": "format_regex:<a>.*</a>"}, "rules"),

@@ -25,7 +25,6 @@ from klamp.config.loss import configured_price
 from klamp.errors import ConfigError
 from klamp.tasks.base import NO_REWARD
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder
-from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
 from klamp.training.config import TrainConfig, field_owners
 from klamp.training.folders import run_folder
 from klamp.training.resumed import PLACE, check_resume, plain, read
@@ -50,10 +49,6 @@ def describe_model(config: TrainConfig) -> str:
         cached = base_model_folder(BaseModelConfig()).is_dir()
         state = "cached" if cached else "not cached yet: taught first, a few minutes"
         name = f"builtin: a small Llama for arithmetic ({state})"
-    if name in NAMED_MODELS:
-        state = "ready" if named_model_folder(name).is_dir() else "not ready yet: converted first, under a minute"
-        named = NAMED_MODELS[name]
-        name = f"{name}: {named.title}, {named.parameters} parameters, {named.licence} ({state})"
     moves = f"a LoRA adapter of rank {model.lora_r} is trained" if model.lora_r else "all weights are trained"
     copies = {"float32": "on float32 copies", "none": "without float32 copies"}[model.master_weights]
     moves += f" {copies}" if model.dtype == "bfloat16" and not model.lora_r else ""

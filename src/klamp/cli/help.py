@@ -309,15 +309,5 @@ COMMANDS: Mapping[str, Command] = {
         ),
         options=options.ReportOptions,
     ),
-    "model": Command(
-        summary="the folder of a real language model that a package carries",
-        usage="NAME",
-        about="Prints the folder of a real language model for any trainer that takes a folder: weights in float32, "
-        "tokenizer, chat template. The weights come in a Python package; the first call checks and converts them, "
-        "which takes under a minute. `klamp train --model NAME` does it by itself.",
-        examples=("klamp model smollm2     # elsewhere: --model_name_or_path $(klamp model smollm2)",),
-        options=options.ModelOptions,
-        lists={"models": "klamp.tasks.named_models:NAMED_MODELS"},
-    ),
 }
 """Word after `klamp` -> what is called so."""

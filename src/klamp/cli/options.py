@@ -16,7 +16,6 @@ from typing import Literal
 from klamp.diagnostics.history import Verifier
 
 Question = Literal["direction", "convergence"]
-Named = Literal["smollm2"]
 Meant = Literal["reverse", "forward", "js"]
 
 
@@ -148,11 +147,3 @@ class ReportOptions:
     """What `klamp doctor` reads, or the folder of an ablation, all of whose runs are compared."""
     output: Path | None = None
     """File to write; None: report.html in the folder of the one run (or sweep) that is named, else in this folder."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelOptions:
-    """The language model whose folder is wanted."""
-
-    name: Named = field(metadata={"word": "NAME"})
-    """A model with a name of its own."""

@@ -1,4 +1,4 @@
-"""Tasks: prompts, held-out prompts and rewards, from the built-in task, reasoning-gym, or data files."""
+"""Tasks: prompts, held-out prompts and rewards, from the built-in task, data files, or a function of yours."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from klamp.errors import ConfigError
 from klamp.tasks.arithmetic import arithmetic_task, arithmetic_tokenizer
 from klamp.tasks.base import (
     ARITHMETIC_TASK,
-    LANGUAGE_TASKS,
     NO_REWARD,
     Example,
     Task,
@@ -18,16 +17,15 @@ from klamp.tasks.base import (
     has_own_prompts,
 )
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder, load_base_model
-from klamp.tasks.language import language_task
-from klamp.tasks.named_models import NAMED_MODELS, load_named_model, named_model_folder
-from klamp.tasks.prompts import check_prompts
+from klamp.tasks.files import file_task, rows_task
+from klamp.tasks.functions import import_function
+from klamp.tasks.prompts import check_prompts, prompt_text
 from klamp.tasks.rewards import guarded, named_reward, with_reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
-    "NAMED_MODELS",
     "BaseModelConfig",
     "Example",
     "Task",
@@ -38,10 +36,10 @@ __all__ = [
     "check_prompts",
     "checked",
     "load_base_model",
-    "load_named_model",
     "load_task",
-    "named_model_folder",
     "named_reward",
+    "prompt_text",
+    "rows_task",
 ]
 
 
@@ -55,40 +53,42 @@ def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
     Raises:
         UnknownNameError: no task or reward of this name.
         DataError: rows that cannot be used.
-        ConfigError: options that do not fit this kind of task.
+        ConfigError: options that do not fit this kind of task, or a function that returns no task.
     """
-    _refuse_unused(config)
     if config.task == ARITHMETIC_TASK:
+        _refuse_unused(config)
         task = arithmetic_task(config)
-    elif config.task in LANGUAGE_TASKS:
-        task = language_task(config, tokenizer)
-    elif config.task.startswith("reasoning_gym:"):
-        from klamp.tasks.reasoning_gym import reasoning_gym_task
-
-        task = reasoning_gym_task(config, tokenizer)
+    elif has_own_prompts(config.task):
+        task = _own_task(config, tokenizer)
     else:
-        from klamp.tasks.files import file_task
-
         task = file_task(config, tokenizer)
     task = with_reward(task, config.reward) if config.reward not in ("", NO_REWARD) else task
     return replace(task, score=guarded(task.score, seconds=config.reward_timeout))
 
 
-_FILES_ONLY = ("eval_split", "skill_column", "reference_length_column")
-_NOT_ARITHMETIC = ("chat_template", "system_prompt")
+def _own_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """The task that a function of the user's returns; its rewards are checked."""
+    task = import_function(config.task, what="task")(config, tokenizer)
+    if not isinstance(task, Task):
+        raise ConfigError(
+            f"{config.task} returned no task",
+            got=type(task).__name__,
+            why="the function is called with the TaskConfig and the tokenizer, and what it returns is trained on",
+            fix="return a klamp.tasks.Task; klamp.tasks.rows_task makes one of rows",
+        )
+    return replace(task, score=checked(task.score, name=config.task))
+
+
+_NOT_ARITHMETIC = ("eval_split", "skill_column", "reference_length_column", "chat_template", "system_prompt")
 
 
 def _refuse_unused(config: TaskConfig) -> None:
-    """Refuse options that this kind of task would ignore."""
-    unused = _FILES_ONLY if has_own_prompts(config.task) else ()
-    unused += _NOT_ARITHMETIC if config.task == ARITHMETIC_TASK else ()
-    for name in unused:
+    """Refuse options that the built-in task would ignore."""
+    for name in _NOT_ARITHMETIC:
         if getattr(config, name):
             raise ConfigError(
                 f"{name} has no meaning for the task {config.task}",
                 got=f"{name}={getattr(config, name)!r}",
-                why="its prompts are klamp's own, not read from a file"
-                if name in _FILES_ONLY
-                else "its prompts are bare sums and words, as the base model learned them",
+                why="its prompts are bare sums and words, as the base model learned them, not read from a file",
                 fix=f"leave {name} unset",
             )

@@ -12,10 +12,12 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from numbers import Real
+from pathlib import Path
 from typing import Any
 
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, SECONDS, check_fields
 from klamp.errors import ConfigError, RewardError, brief
+from klamp.tasks.functions import is_function
 
 RewardFunction = Callable[["Example", str], Any]
 """An unchecked reward: an example and the text of one completion give a number."""
@@ -30,22 +32,29 @@ _SHOWN_CHARACTERS = 200
 ARITHMETIC_TASK = "arithmetic"
 """The built-in task, which needs no data and has a base model of its own."""
 
-DESCRIBE_TASK, DISTINCT_TASK, SENTIMENT_TASK = "describe", "describe-distinct", "sentiment"
-LANGUAGE_TASKS = (DESCRIBE_TASK, DISTINCT_TASK, SENTIMENT_TASK)
-"""Tasks in English that need no data, for any chat model."""
-
+HUB = "hub:"
+"""How the name of a data set of the hub begins: hub:NAME, hub:NAME:CONFIG, hub:NAME:CONFIG:SPLIT."""
 
 NO_REWARD = "none"
 """The reward of a run that learns from its teacher alone; what the task scores is measured, and not trained on."""
 
 
 def has_own_prompts(task: str) -> bool:
-    """Whether a task brings its prompts and its reward with it, rather than reading them from a file.
+    """Whether a task brings its prompts with it, rather than reading them from a file.
 
     Args:
         task: as `TaskConfig.task`.
     """
-    return task in (ARITHMETIC_TASK, *LANGUAGE_TASKS) or task.startswith("reasoning_gym:")
+    return task == ARITHMETIC_TASK or (is_function(task) and not task.startswith(HUB))
+
+
+def short_name(task: str) -> str:
+    """The word for a task in logs and in names of folders: its function, or the file's name without the ending.
+
+    Args:
+        task: as `TaskConfig.task`.
+    """
+    return task.rpartition(":")[2] if has_own_prompts(task) else Path(task).stem.replace(":", "-")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,8 +66,8 @@ class TaskConfig:
     """
 
     task: str = "arithmetic"
-    """`arithmetic`, `describe`, `describe-distinct` and `sentiment` (in English), `reasoning_gym:NAME`, the path of a
-    .jsonl, .json or .parquet file, or `hub:NAME:CONFIG:SPLIT`, a data set of the hub."""
+    """`arithmetic`, the path of a .jsonl, .json or .parquet file, `hub:NAME:CONFIG:SPLIT` (a data set of the hub), or
+    `module:function` (your own: it takes this configuration and the tokenizer, and returns a `Task`)."""
 
     reward: str = ""
     """`exact_match`, `math_verify`, `format_regex:PATTERN`, `module:function`, or `none` (with a teacher); empty: the
@@ -104,7 +113,7 @@ class TaskConfig:
                 "no task is named",
                 got=repr(self.task),
                 why="there is nothing to train on",
-                fix='set task to "arithmetic", "reasoning_gym:NAME" or the path of a data file',
+                fix='set task to "arithmetic", the path of a data file or module:function',
             )
 
 

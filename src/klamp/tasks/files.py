@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from klamp.errors import DataError, missing_library, unknown_name
-from klamp.tasks.base import ARITHMETIC_TASK, LANGUAGE_TASKS, Example, Task, TaskConfig
+from klamp.tasks.base import ARITHMETIC_TASK, HUB, Example, Task, TaskConfig, short_name
 from klamp.tasks.paths import at_home
 from klamp.tasks.prompts import prompt_text
 from klamp.tasks.rewards import exact_match, with_reward
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
 
 Row = Mapping[str, Any]
 
-HUB = "hub:"
-"""How the name of a data set of the hub begins: hub:NAME, hub:NAME:CONFIG, hub:NAME:CONFIG:SPLIT."""
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 LONGEST_NUMBER = 300
@@ -49,18 +47,37 @@ def file_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
         DataError: a file or row that cannot be used.
         UnknownNameError: no file of this name, and no task either.
     """
-    train = read_examples(config.task, config, tokenizer)
-    if config.eval_split:
-        held_out = read_examples(config.eval_split, config, tokenizer)
+    held_out = read_rows(config.eval_split) if config.eval_split else None
+    return rows_task(read_rows(config.task), config, tokenizer, held_out=held_out)
+
+
+def rows_task(
+    rows: Sequence[Row],
+    config: TaskConfig,
+    tokenizer: PreTrainedTokenizerBase,
+    *,
+    held_out: Sequence[Row] | None = None,
+) -> Task:
+    """The task of data rows, as `file_task` describes it.
+
+    Args:
+        rows: one prompt each.
+        config: its columns, sizes, seed and reward are used.
+        tokenizer: for the chat template.
+        held_out: rows to evaluate on; None: a tenth of each skill's rows.
+    """
+    train = _examples(rows, config.task, config, tokenizer)
+    if held_out is None:
+        train, evaluated = split(train, config)
     else:
-        train, held_out = split(train, config)
+        evaluated = _examples(held_out, config.eval_split, config, tokenizer)
     if config.train_size:
         train = _sample(train, config.train_size, config.task_seed)
     rl_skill = Counter(example.skill for example in train).most_common(1)[0][0]
     task = Task(
-        name=Path(config.task).stem,
+        name=short_name(config.task),
         train=tuple(train),
-        evaluation=_by_skill(held_out, rl_skill, config),
+        evaluation=_by_skill(evaluated, rl_skill, config),
         rl_skill=rl_skill,
         score=lambda example, text: exact_match(example, text) if example.answer.strip() else 0.0,
     )
@@ -83,7 +100,7 @@ def read_rows(path: str) -> list[Row]:
     file = at_home(path)
     if file.suffix.lower() not in SUFFIXES:
         files = (f"PATH{suffix}" for suffix in SUFFIXES)
-        known = (ARITHMETIC_TASK, *LANGUAGE_TASKS, "reasoning_gym:NAME", f"{HUB}NAME", *files)
+        known = (ARITHMETIC_TASK, f"{HUB}NAME", *files, "module:function")
         raise unknown_name("task", path, known)
     if not file.is_file():
         raise DataError(
@@ -235,18 +252,8 @@ def _unreadable(file: Path, error: Exception) -> DataError:
     )
 
 
-def read_examples(path: str, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
-    """Read the rows of a file as examples, in the file's order.
-
-    Args:
-        path: the file.
-        config: its columns, chat template and system prompt are used.
-        tokenizer: for the chat template.
-
-    Raises:
-        DataError: a file, column or row that cannot be used.
-    """
-    rows = read_rows(path)
+def _examples(rows: Sequence[Row], path: str, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
+    """Rows as examples, in the same order."""
     check_columns(rows, path, config)
     name = Path(path).name
     return [_example(row, f"row {i} of {name}", config, tokenizer) for i, row in enumerate(rows, start=1)]

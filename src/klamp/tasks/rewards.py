@@ -20,22 +20,17 @@ from __future__ import annotations
 import inspect
 import os
 import re
-import runpy
-import sys
 import threading
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, chdir, suppress
 from dataclasses import replace
-from importlib import import_module
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from klamp.errors import ConfigError, DataError, RewardError, missing_library, unknown_name
 from klamp.tasks.base import NO_REWARD, Example, RewardFunction, Task, checked, where
-from klamp.tasks.paths import at_home, with_end
+from klamp.tasks.functions import import_function, is_function
 
 Score = Callable[[Example, str], float]
 
@@ -62,9 +57,8 @@ def named_reward(name: str) -> Callable[[Example, str], float]:
         return checked(_math_verify(), name=name)
     if kind == "format_regex":
         return checked(_format_regex(rest), name=name)
-    module, _, function = name.rpartition(":")
-    if module and function:
-        return checked(adapt(_import_function(module, function), name=name), name=name)
+    if is_function(name):
+        return checked(adapt(import_function(name, what="reward function"), name=name), name=name)
     raise unknown_name(
         "reward", name, ("exact_match", "math_verify", "format_regex:PATTERN", "module:function", NO_REWARD)
     )
@@ -205,31 +199,6 @@ def _accepted(
             fix="rename the parameter or the column, or give the parameter a default",
         )
     return accepted
-
-
-def _import_function(module: str, function: str) -> Callable[..., Any]:
-    # a console script does not have the working directory on its path, and that is where reward files lie;
-    # at the end of the path, it hides no installed module
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        if module.endswith(".py"):
-            loaded: Any = SimpleNamespace(**runpy.run_path(str(with_end(at_home(module)))))
-        else:
-            loaded = import_module(module)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            "the module of a reward function cannot be imported",
-            got=module,
-            why=f"{type(error).__name__}: {error}",
-            fix="run from the folder that holds the module, put it on PYTHONPATH, or write path/to/file.py:function",
-        ) from error
-    target = getattr(loaded, function, None)
-    if not callable(target):
-        names = [n for n, v in vars(loaded).items() if callable(v) and not n.startswith("_")]
-        why = f"{module} has: {', '.join(names) or 'no functions'}"
-        raise unknown_name("reward function", function, names, why=why)
-    return target
 
 
 def guarded(score: Score, *, seconds: float | None) -> Score:

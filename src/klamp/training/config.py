@@ -44,8 +44,7 @@ class ModelConfig:
     """Which model is trained, against which reference, and which of its weights move."""
 
     model: str = "builtin"
-    """`builtin` (a small model for the built-in task, trained once and cached), `smollm2` (a real language model out of
-    a package; see `klamp model`), a local folder, or a hub id."""
+    """`builtin` (a small model for the built-in task, trained once and cached), a local folder, or a hub id."""
     ref_model: str | None = None
     """The reference, named like the model; None: the model itself, as it was before training."""
     tokenizer: str | None = None

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
 from klamp.errors import RunFolderError
+from klamp.tasks.base import short_name
 from klamp.tasks.files import json_of
 from klamp.tasks.paths import at_home, with_end
 from klamp.training.config import TrainConfig
@@ -154,7 +155,7 @@ def run_folder(config: TrainConfig) -> Path:
     Raises:
         RunFolderError: it holds another run, there is none to continue, or nothing can be written there.
     """
-    name = Path(config.task.task).stem.replace(":", "-") or "run"
+    name = short_name(config.task.task) or "run"
     given = config.run.output_dir
     folder = Path(given) if given else free_folder(Path("runs"), name)
     check_folder(folder, resume=config.run.resume)

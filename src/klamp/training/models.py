@@ -26,7 +26,6 @@ from klamp.scoring.model_parts import rows_of
 from klamp.scoring.whole import check_whole
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder, cached_base_model, load_base_model
 from klamp.tasks.cache import Progress
-from klamp.tasks.named_models import NAMED_MODELS, load_named_model, named_model_folder
 from klamp.tasks.paths import at_home
 from klamp.training.checkpoint import check_policy
 from klamp.training.config import ModelConfig
@@ -45,7 +44,7 @@ def load_model(spec: str, dtype: str = "float32") -> PreTrainedModel:
     Dropout is off for good: with it, the policy would differ from the reference before the first step.
 
     Args:
-        spec: `builtin`, a name of `NAMED_MODELS`, a local folder (also of a checkpoint of klamp's), or a hub id.
+        spec: `builtin`, a local folder (also of a checkpoint of klamp's), or a hub id.
         dtype: data type of the weights.
 
     Raises:
@@ -56,7 +55,7 @@ def load_model(spec: str, dtype: str = "float32") -> PreTrainedModel:
         model, _ = load_base_model(BaseModelConfig())
         model = model.to(getattr(torch, dtype))
     else:
-        model = _whole(_folder_of(spec), dtype=getattr(torch, dtype))
+        model = _whole(weights_folder(spec), dtype=getattr(torch, dtype))
     for dropout in active_dropouts(model):
         dropout.switch_off()
     return model.eval()
@@ -96,15 +95,13 @@ def make_ready(spec: str, *, progress: Progress | None = None) -> None:
     """
     if spec == BUILTIN:
         cached_base_model(BaseModelConfig(), progress=progress)
-    else:
-        _folder_of(spec)
 
 
 def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model, ready for left padding.
 
     Args:
-        spec: `builtin`, a name of `NAMED_MODELS`, a local folder (also of a checkpoint of klamp's), or a hub id.
+        spec: `builtin`, a local folder (also of a checkpoint of klamp's), or a hub id.
 
     Raises:
         ModelError: no tokenizer there, or one without words or without an end token.
@@ -112,7 +109,7 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
     if spec == BUILTIN:
         _, tokenizer = load_base_model(BaseModelConfig())
     else:
-        tokenizer = _pretrained(AutoTokenizer, _folder_of(spec), "a tokenizer")
+        tokenizer = _pretrained(AutoTokenizer, weights_folder(spec), "a tokenizer")
     return ready_tokenizer(tokenizer, spec)
 
 
@@ -143,13 +140,6 @@ def ready_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrained
     return tokenizer
 
 
-def _folder_of(spec: str) -> str:
-    """The folder of a named model, which is made first where it is not there, or of a checkpoint's weights; any other
-    name as it is.
-    """
-    return str(load_named_model(spec)) if spec in NAMED_MODELS else weights_folder(spec)
-
-
 def _pretrained(loader: Any, spec: str, what: str, **options: Any) -> Any:
     source = loadable(spec, what)
     try:
@@ -169,8 +159,6 @@ def model_path(name: str) -> str:
     """The folder or hub id of a model, as a process elsewhere finds it."""
     if name == BUILTIN:
         return str(base_model_folder(BaseModelConfig()).absolute())
-    if name in NAMED_MODELS:
-        return str(named_model_folder(name).absolute())
     folder = weights_folder(name)
     return str(Path(folder).absolute()) if Path(folder).is_dir() else folder
 
@@ -253,7 +241,7 @@ def loadable(spec: str, what: str) -> str:
             f"cannot load {what}: the hub cannot be reached",
             got=spec,
             why=f"there is no folder of that name, nor a copy in the hub's cache; {silent}",
-            fix="pass a folder, or go online (a mirror: HF_ENDPOINT=https://...); builtin and smollm2 need no hub",
+            fix="pass a folder, or go online (a mirror: HF_ENDPOINT=https://...); builtin needs no hub",
         ) from error
 
 
@@ -361,9 +349,10 @@ def shape_of(spec: str) -> Shape | None:
     Raises:
         ModelError: it holds no model.
     """
-    if spec == BUILTIN or spec in NAMED_MODELS:
+    if spec == BUILTIN:
         return None
-    config = _pretrained(AutoConfig, loadable(_folder_of(spec), "a model's configuration"), "a model's configuration")
+    what = "a model's configuration"
+    config = _pretrained(AutoConfig, loadable(weights_folder(spec), what), what)
     inner: Any = config.get_text_config()
     with former_names(), torch.device("meta"):
         parameters = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
@@ -379,7 +368,7 @@ def describe_folder(folder: str) -> tuple[int | None, GenerationConfig | None]:
     Raises:
         ModelError: it holds no model.
     """
-    folder = loadable(_folder_of(folder), "a model's configuration")
+    folder = loadable(weights_folder(folder), "a model's configuration")
     config = _pretrained(AutoConfig, folder, "a model's configuration")
     try:
         settings = GenerationConfig.from_pretrained(folder)

@@ -23,7 +23,7 @@ from klamp.diagnostics.history import (
 )
 from klamp.diagnostics.notices import Tell, tell_of
 from klamp.errors import TrainingStopped
-from klamp.tasks.base import has_own_prompts
+from klamp.tasks.base import ARITHMETIC_TASK
 from klamp.tasks.cache import Progress
 from klamp.training.config import TrainConfig
 from klamp.training.folders import COMPLETIONS, METRICS_FILE, each_readable, lines_of, lines_until, scores_of
@@ -212,7 +212,7 @@ def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> RunSetti
         rl_skill: the skill that is trained.
     """
     kl, reward, others = config.kl, config.task.reward, config.loss.advantage_baseline == "leave_one_out"
-    rules = reward.partition(":")[0] in RULES or (has_own_prompts(config.task.task) and not reward)
+    rules = reward.partition(":")[0] in RULES or (config.task.task == ARITHMETIC_TASK and not reward)
     return RunSettings(
         beta=kl.beta,
         target_kl=kl.target_kl,

@@ -17,7 +17,6 @@ from klamp.errors import ConfigError, KLWarning
 from klamp.tasks.base import has_own_prompts
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder
 from klamp.tasks.files import json_of, yaml_of
-from klamp.tasks.named_models import NAMED_MODELS, named_model_folder
 from klamp.tasks.paths import at_home
 from klamp.training.config import Backend, TrainConfig, field_owners, reference_kind
 from klamp.training.folders import CONFIG, SEAL, checkpoint_folders, number_of, policy_folder
@@ -193,7 +192,6 @@ def identity(config: TrainConfig) -> dict[str, dict[str, Any]]:
 
 def _sum(name: str) -> str:
     own = {"builtin": lambda: base_model_folder(BaseModelConfig())}
-    own |= {named: lambda named=named: named_model_folder(named) for named in NAMED_MODELS}
     place, found = own[name]() if name in own else at_home(policy_folder(name)), hashlib.sha256()
     inside = sorted(place.iterdir()) if place.is_dir() and not has_own_prompts(name) else []
     files = [each for each in inside if each.suffix in SUMMED] or [each for each in (place,) if each.is_file()]

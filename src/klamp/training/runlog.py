@@ -39,7 +39,7 @@ from klamp.training.observers import Observer, RunInfo, RunSummary
 from klamp.training.resumed import IDENTITY, PLACE, identity, plain, read, with_history
 
 PACKAGES = (
-    *("torch", "transformers", "trl", "peft", "datasets", "tokenizers", "safetensors", "reasoning-gym"),
+    *("torch", "transformers", "trl", "peft", "datasets", "tokenizers", "safetensors"),
     *("verl", "ray", "vllm"),
 )
 

@@ -19,11 +19,9 @@ from klamp.hosts.common.versions import caution_beside
 from klamp.scoring.model_parts import check_same_vocabulary, output_size
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
-from klamp.tasks import check_prompts, load_task, named_model_folder, named_reward
+from klamp.tasks import check_prompts, load_task
 from klamp.tasks.arithmetic import MAX_MODEL_LENGTH, arithmetic_tokenizer
-from klamp.tasks.base import NO_REWARD, Task, has_own_prompts
-from klamp.tasks.files import check_columns, read_rows
-from klamp.tasks.named_models import NAMED_MODELS
+from klamp.tasks.base import Task
 from klamp.training import checkpoint
 from klamp.training.config import ModelConfig, TrainConfig, reference_kind
 from klamp.training.context import Context
@@ -102,11 +100,10 @@ class Inputs:
     """Tokens of the longest prompt."""
 
 
-def open_inputs(config: TrainConfig) -> Inputs | str:
+def open_inputs(config: TrainConfig) -> Inputs:
     """Open the tokenizer, the prompts and the reward of a run as the run itself will, without its weights.
 
-    A tokenizer of a hub is downloaded as the run would; a model that klamp has to make first is not made: then the data
-    file and the reward are opened alone, and the answer says why.
+    A tokenizer of a hub is downloaded as the run would.
 
     Args:
         config: what would run.
@@ -116,24 +113,11 @@ def open_inputs(config: TrainConfig) -> Inputs | str:
     """
     given, task = config.model, config.task
     named = given.tokenizer or given.model
-    if unready := _unready(config, named):
-        if not has_own_prompts(task.task):
-            for file in filter(None, (task.task, task.eval_split)):
-                check_columns(read_rows(file), file, task)
-        if task.reward not in ("", NO_REWARD):
-            named_reward(task.reward)
-        return unready
     tokenizer, longest = _tokenizer(config, named)
     found = load_task(task, tokenizer)
     held_out = [example for rows in found.evaluation.values() for example in rows]
     tokens = check_prompts([*found.train, *held_out], tokenizer, longest, config.rollout.max_completion_length)
     return Inputs(training=len(found.train), held_out=len(held_out), longest=tokens)
-
-
-def _unready(config: TrainConfig, named: str) -> str:
-    """Why there is no tokenizer to be opened yet; empty: there is one."""
-    missing = [n for n in (named, config.model.model) if n in NAMED_MODELS and not named_model_folder(n).is_dir()]
-    return f"{missing[0]} is converted first" if missing else ""
 
 
 def _tokenizer(config: TrainConfig, named: str) -> tuple[PreTrainedTokenizerBase, int | None]:

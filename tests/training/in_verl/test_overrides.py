@@ -175,7 +175,7 @@ def test_a_model_is_found_from_everywhere(tmp_path, monkeypatch):
 
     assert path("mine") == str(tmp_path / "mine")
     assert path("Qwen/Qwen3-8B") == "Qwen/Qwen3-8B"
-    assert Path(path("builtin")).is_absolute() and Path(path("smollm2")).name.startswith("smollm2")
+    assert Path(path("builtin")).is_absolute()
 
 
 def test_a_teacher_is_that_of_the_host_with_its_weights_where_they_are(tmp_path, monkeypatch):

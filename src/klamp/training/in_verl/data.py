@@ -19,8 +19,7 @@ from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import DataError, RewardError
 from klamp.tasks import load_task
-from klamp.tasks.base import Example, Task, TaskConfig
-from klamp.tasks.files import HUB
+from klamp.tasks.base import HUB, Example, Task, TaskConfig
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl.overrides import TEACHER, Layout
 from klamp.training.models import load_tokenizer
