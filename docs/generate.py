@@ -1,9 +1,8 @@
 """Writes the pages that are made from tables of the code: `python docs/generate.py`.
 
 `estimators.md` comes from `klamp.core.estimators.ESTIMATORS` and from what `klamp.verify` measures, `metrics.md` from
-`klamp.diagnostics.metrics.METRICS`, `alarms.md` from `klamp.diagnostics.alarms.ALARMS`, `findings.md` from
-`klamp.audit.findings`, and `records/resumes.md` from `klamp.training.resumed`. A test compares the committed pages
-with what this writes.
+`klamp.diagnostics.metrics.METRICS`, `alarms.md` from `klamp.diagnostics.alarms.ALARMS`, and `findings.md` from
+`klamp.audit.findings`. A test compares the committed pages with what this writes.
 """
 
 from __future__ import annotations
@@ -19,8 +18,6 @@ from klamp.diagnostics.alarm import Alarm, Limit
 from klamp.diagnostics.alarms import ALARMS
 from klamp.diagnostics.metrics import METRICS, MetricRow
 from klamp.diagnostics.recorded import LOGS
-from klamp.training.config import field_owners
-from klamp.training.resumed import FIXED, FIXED_BY, IDENTIFIED, PLACE
 from klamp.verify.config_facts import LENGTH, ConfigFacts, measure_config
 from klamp.verify.oracle import IN_WORDS
 from klamp.verify.proofs.values import EstimatorFacts, measure_estimators
@@ -151,22 +148,12 @@ def alarms_page() -> str:
         "information: it fails no check and is not shown during a run; `--fail-on` and `--stop-on` take its name too.",
         "Where a threshold comes from stands behind it in brackets. A limit on what is sampled counts with a margin",
         "from the number of samples: standard errors by the curve's own scatter, more of few steps (Student's t), or",
-        "by the tokens that a step tells. How often each rises by chance: [counts](records/alarms-by-chance.md).",
+        "by the tokens that a step tells. How often each rises by chance: [counts](records/index.md).",
         "What of them a record does not allow to check, the",
-        "doctor lists with what it lacks. Those about a teacher: [Alarms of a teacher](records/teacher-alarms.md).",
+        "doctor lists with what it lacks.",
         "",
     ]
-    return "\n".join([*parts, *_alarms(each for each in ALARMS.values() if not _of_a_teacher(each))])
-
-
-def teacher_alarms_page() -> str:
-    """The page on the alarms about a teacher."""
-    parts = ["# Alarms of a teacher", "", NOTICE, "As on the page [Alarms](../alarms.md).", ""]
-    return "\n".join([*parts, *_alarms(each for each in ALARMS.values() if _of_a_teacher(each))])
-
-
-def _of_a_teacher(alarm: Alarm) -> bool:
-    return alarm.name.startswith("teacher-")
+    return "\n".join([*parts, *_alarms(ALARMS.values())])
 
 
 def _alarms(alarms: Iterable[Alarm]) -> list[str]:
@@ -194,35 +181,11 @@ def _plain(text: str) -> str:
     return text.replace("|", "\\|").replace("*", "\\*").replace("[", "\\[")
 
 
-def resumes_page() -> str:
-    """The page on resumes: what happens to each field of a run's configuration."""
-    rows = [(f"`{name}`", *_at_a_resume(name)) for name in field_owners() if name not in PLACE]
-    parts = ["# What a resume may change", "", NOTICE]
-    parts += [
-        "Every field of [`klamp train`](../training.md#what-a-resume-may-change); what else is refused for what it"
-    ]
-    parts += ["stands together with is said there.", "", *_table(("field", "at a resume", "why"), rows), ""]
-    return "\n".join(parts)
-
-
-def _at_a_resume(name: str) -> tuple[str, str]:
-    if name in FIXED:
-        return "refused", FIXED[name]
-    if name in IDENTIFIED:
-        return "the run's identity", "other contents (SHA-256) are refused, a copy elsewhere is the same"
-    by = {backend: fields[name] for backend, fields in FIXED_BY.items() if name in fields}
-    if by:
-        return f"counts from the next step on; refused by {', '.join(by)}", "; ".join(by.values())
-    return "counts from the next step on", ""
-
-
 PAGES: Mapping[str, Callable[[], str]] = {
     "estimators.md": estimators_page,
     "metrics.md": metrics_page,
     "alarms.md": alarms_page,
     "findings.md": findings_page,
-    "records/teacher-alarms.md": teacher_alarms_page,
-    "records/resumes.md": resumes_page,
 }
 """File under docs/ -> what writes it."""
 

@@ -1,6 +1,6 @@
-"""Writes the table and the picture of records/where-it-ends.md: `python docs/where_it_ends.py`, a minute.
+"""Writes the picture of where-it-ends.md from `klamp.verify.convergence`: `python docs/where_it_ends.py`, a minute.
 
-Both come from `klamp.verify.convergence`; `klamp verify convergence` prints the table. A test repeats some rows.
+`klamp verify convergence` prints the table.
 """
 
 from __future__ import annotations
@@ -10,28 +10,11 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from klamp.verify.convergence import LOSSES, answer_convergence, ends, terms
-from klamp.verify.proofs.check import TextTable
+from klamp.verify.convergence import ends, terms
 
-DOCS = Path(__file__).resolve().parent
-PAGE, PICTURE = DOCS / "records" / "where-it-ends.md", DOCS / "where-it-ends.svg"
-BEGIN, END = "<!-- table: written by `python docs/where_it_ends.py` -->", "<!-- end of the table -->"
+PICTURE = Path(__file__).resolve().parent / "where-it-ends.svg"
 SHOWN = ("fixed length", "token mean", "sequence mean")
 MARKS = ("o", "s", "D")
-
-
-def table_lines(table: TextTable) -> list[str]:
-    """A table of texts as lines of Markdown, its title above."""
-    rows = ["| " + " | ".join(row).replace("||", "‖") + " |" for row in (table.columns, *table.rows)]
-    title = table.title[0].upper() + table.title[1:].replace("||", "‖")
-    return [f"{title}:", "", rows[0], "|" + "---|" * len(table.columns), *rows[1:], ""]
-
-
-def with_table(page: str, table: TextTable) -> str:
-    """The page with the table between its marks."""
-    before, _, rest = page.partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + "\n\n" + "\n".join(table_lines(table)) + END + after
 
 
 def draw() -> Figure:
@@ -62,12 +45,10 @@ def draw() -> Figure:
 
 
 def main() -> None:
-    """Write both."""
-    (table,) = answer_convergence().tables
-    PAGE.write_text(with_table(PAGE.read_text(encoding="utf-8"), table), encoding="utf-8")
+    """Write the picture."""
     mpl.rcParams["svg.hashsalt"] = "klamp"
     draw().savefig(PICTURE, metadata={"Date": None})
-    print(f"{PAGE}\n{PICTURE}, {len(LOSSES)} losses")
+    print(PICTURE)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@
 3. the five debug numbers        under the report's names, of the run with a KL
 4. the installed trainers        `klamp audit trl`: what their KL does, in value and in gradient
 
-docs/records/case-004.md has the rest of the hunt.
+docs/records/index.md has the rest of the hunt.
 """
 
 from __future__ import annotations

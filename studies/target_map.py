@@ -1,8 +1,8 @@
-"""`python -m studies.target_map`: where `hold` holds its target, and where it does not: docs/records/target-map.md.
+"""`python -m studies.target_map`: where `hold` holds its target, and where it does not: studies/results/target-map.md.
 
 The cells are fixed here, one change at a time from the defaults at two targets; none was chosen, or left out, after it
-had been run. Each is a run of `klamp train` in a process of its own with one thread, judged as the benchmark of the
-rules judges: one JSON line for each cell and seed that is done, so that the same command goes on where it stopped.
+had been run. Each is a run of `klamp train` in a process of its own with one thread: one JSON line for each cell and
+seed that is done, so that the same command goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -17,17 +17,18 @@ from typing import Any
 
 from examples.language.tasks import score_happy
 
-from benchmarks.controllers import BAND, judged
 from benchmarks.measure import isolated
 from benchmarks.records import table
 from klamp.tasks.cache import cache_root, stored
 from studies.small_language import RECIPE, teach
 
-RECORD = Path(__file__).resolve().parents[1] / "docs" / "records" / "target-map.jsonl"
+RECORD = Path(__file__).resolve().parent / "results" / "target-map.jsonl"
 SEEDS = (42, 43, 44, 45, 46)
 MARK = "<!-- written by `python -m studies.target_map` -->"
 HELD, TARGETS = 0.8, (0.05, 0.1)
 """The share of a run's steps that have to be in the band; the targets that everything else is changed at."""
+SETTLING, BAND = 20, 0.3
+"""Steps after the KL first reached its target from which it is judged, and over which it is averaged; how far off."""
 
 CHANGES: Mapping[str, Mapping[str, Any]] = {
     "60 steps": {"max_steps": 60},
@@ -102,6 +103,28 @@ def one(cell: str, seed: int) -> dict[str, Any]:
         kl = [row["kl/k3"] for row in course]
     found = {"cell": cell, "seed": seed, **judged(kl, beta, values["target_kl"]), "reward": fmean(reward[-20:])}
     return found | {name: [float(f"{x:.4g}") for x in course] for name, course in (("kl", kl), ("betas", beta))}
+
+
+def judged(kl: Sequence[float], beta: Sequence[float], target: float) -> dict[str, Any]:
+    """How well a KL was held: see the columns of the table.
+
+    `in_band` is the share of the steps, from 20 after the KL first reached its target, at which its mean over the last
+    20 steps is within 30 % of it; `moved` the largest factor of beta within 5 of these steps; None where the KL never
+    reached it. `peak` is the highest mean over 10 steps, in targets, and `last` the mean over the last 20 steps.
+    """
+    first = next((step for step, value in enumerate(kl) if value >= target), None)
+    begin = len(kl) if first is None else first + SETTLING
+    means = [fmean(kl[step - SETTLING + 1 : step + 1]) / target for step in range(begin, len(kl))]
+    windows = [beta[step : step + 6] for step in range(begin, len(beta) - 5)]
+    return {
+        "reached": first,
+        "in_band": fmean(abs(mean - 1) <= BAND for mean in means) if means else None,
+        "peak": max(fmean(kl[step : step + 10]) for step in range(max(1, len(kl) - 9))) / target,
+        "moved": max((max(each) / min(each) if min(each) > 0 else float("inf") for each in windows), default=None),
+        "last": fmean(kl[-SETTLING:]) / target,
+        "highest_beta": max(beta),
+        "last_beta": beta[-1],
+    }
 
 
 def read(file: Path) -> dict[tuple[str, int], dict[str, Any]]:

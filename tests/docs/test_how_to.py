@@ -7,7 +7,6 @@ import contextlib
 import io
 import re
 import shlex
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,19 +81,3 @@ def test_the_verdict_on_k3_is_printed_as_shown() -> None:
         assert main(shlex.split(command)[1:]) == 0
     printed = output.getvalue().splitlines()
     assert [line for line in lines if line.strip() != "..." and line not in printed] == []
-
-
-def test_the_numbers_of_the_clips_are_those_of_the_study() -> None:
-    study = _rows(DOCS / "records" / "clipping-study.md")
-    shown = _rows(DOCS / "do" / "steady-length.md")
-    arms = [arm for arm in shown if arm in study and arm != "arm"]
-    assert arms == ["no KL", "loss", "loss, hard per token", "loss, soft per token", "reward"]
-    for arm in arms:
-        at_the_end, kl, reward = study[arm][2], study[arm][6], study[arm][7]
-        assert shown[arm] == [at_the_end, kl, reward]
-
-
-def _rows(page: Path) -> dict[str, list[str]]:
-    """The last table's rows that begin with this name."""
-    rows = re.findall(r"^\| ([^|]+?) \|(.+)\|$", page.read_text(encoding="utf-8"), re.M)
-    return {name: [cell.strip() for cell in cells.split("|")] for name, cells in rows}

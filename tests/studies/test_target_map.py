@@ -11,7 +11,7 @@ import pytest
 from klamp.config import KLWarning
 from klamp.training.config import TrainConfig
 from studies.small_language import HAPPY, PLACES, SENTENCES, VERBS, story, vocabulary
-from studies.target_map import CELLS, MARK, RECORD, TARGETS, read, share, text
+from studies.target_map import CELLS, MARK, RECORD, TARGETS, judged, read, share, text
 
 
 def found(**changes: Any) -> dict[str, Any]:
@@ -32,6 +32,17 @@ def test_a_seed_below_four_fifths_makes_its_cell_red_and_what_was_not_run_says_s
     signs = {line.split(" | ")[0].strip("| "): line.split(" | ")[1] for line in lines}
     assert (signs[one], signs[other], signs["0.02"]) == ("🟥 fails, 2 of 5 seeds", "🟩 held, 1 of 5 seeds", "not run")
     assert share(found(in_band=None, last=0.6)) == 0.0, "it ended outside of the band without reaching the target"
+
+
+def test_a_run_is_judged_from_20_steps_after_it_first_reached_its_target() -> None:
+    kl = [0.01] * 10 + [0.19] * 10 + [0.1] * 40
+    run = judged(kl, [1.0] * 40 + [4.0] * 20, 0.1)
+    assert (run["reached"], run["moved"], run["last_beta"]) == (10, 4.0, 4.0)
+    assert run["peak"] == pytest.approx(1.9) and run["last"] == pytest.approx(1.0)
+    # 9 of the 0.19 are in the mean at step 30, which is 1.405, then one less each: 1.27 at the fourth
+    assert run["in_band"] == pytest.approx(27 / 30)
+    never = judged([0.01] * 60, [1.0] * 60, 0.1)
+    assert (never["reached"], never["in_band"], never["moved"]) == (None, None, None)
 
 
 def test_the_page_is_what_the_record_says() -> None:

@@ -1,7 +1,7 @@
 """Audits the distillation losses of trainers that are not installed, from checkouts of their repositories.
 
-`python -m studies.fetched_trainers FOLDER [NAME ...]`: FOLDER holds one checkout per trainer, under the names of
-`TRAINERS`. Each loss is the trainer's own code, run on CPU (`studies.checkouts`): this runs what lies in FOLDER.
+`python -m scripts.fetched_trainers FOLDER [NAME ...]`: FOLDER holds one checkout per trainer, under the names of
+`TRAINERS`. Each loss is the trainer's own code, run on CPU (`scripts.checkouts`): this runs what lies in FOLDER.
 
 Advantages are those of distillation alone (rewards 0), coefficients 1; the student has sampled its tokens by itself and
 not moved since. A teacher's service is answered for with the log-probabilities of the audit's teacher.
@@ -22,6 +22,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
+from scripts.checkouts import Options, Unused, commit_of, cut, nothing, package, stub, undecorated
 from torch import Tensor
 
 from klamp.audit.distillation import PROMPT, Distillation, Sequences
@@ -29,7 +30,6 @@ from klamp.audit.examine import Subject, audit
 from klamp.cli.audit import DISTILLATION_LEGEND, show_audit
 from klamp.cli.text import say
 from klamp.core.types import Direction
-from studies.checkouts import Options, Unused, commit_of, cut, nothing, package, stub, undecorated
 
 TOP, ALL = 3, 6
 """The teacher's likeliest tokens that a loss of top-k sees, and all there are in the audit."""
@@ -494,7 +494,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: FOLDER and names; None: those of this process.
     """
-    parser = argparse.ArgumentParser(prog="python -m studies.fetched_trainers")
+    parser = argparse.ArgumentParser(prog="python -m scripts.fetched_trainers")
     parser.add_argument("folder", type=Path, help="that holds the checkouts")
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(TRAINERS)}")
     given = parser.parse_args(sys.argv[1:] if argv is None else argv)

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-
-from studies.checkouts import Options, commit_of, cut, package, stub, undecorated
-from studies.fetched_trainers import TRAINERS, main, subject_of
+from scripts.checkouts import Options, commit_of, cut, package, stub, undecorated
+from scripts.fetched_trainers import TRAINERS, main, subject_of
 
 FILE = '''
 import torch

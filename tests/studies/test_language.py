@@ -1,0 +1,56 @@
+"""The language study: its arms differ in the KL alone, its folder holds its plan, `klamp ablate` does the rest."""
+
+from __future__ import annotations
+
+import warnings
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import yaml
+
+from klamp.ablation.plan import Run, read_plan, runs
+from klamp.config import KLWarning
+from klamp.training.config import TrainConfig
+from studies import command
+from studies.language import KL_PROMPTS, NO_KL, RIGHT, language_plan
+
+EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "language" / "describe.yaml"
+
+
+@pytest.fixture
+def arms() -> dict[str, Run]:
+    """The runs of one seed by their arm's name; one arm is there because klamp warns about it."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KLWarning)
+        return {run.arm.name: run for run in runs(language_plan(seeds=(0,)))}
+
+
+def test_arms_differ_in_the_kl_and_in_nothing_else(arms: dict[str, Run]) -> None:
+    settings = [run.config.flat() for run in arms.values()]
+    differing = {name for one, other in combinations(settings, 2) for name in one if one[name] != other[name]}
+    assert differing == {"beta", "kl_monitor", "kl_estimator", "kl_gradient"}
+    assert {run.kl_prompts for run in arms.values()} == {KL_PROMPTS}
+    control = arms[NO_KL.name].config.kl
+    assert control.beta == 0 and control.needs_reference, "its KL is measured"
+
+
+def test_the_example_is_the_arm_of_the_right_price(arms: dict[str, Run]) -> None:
+    """But for its length, how often it evaluates and saves, and where it reports to."""
+    example = TrainConfig.from_flat(yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))).flat()
+    arm = arms[f"beta {RIGHT:g}"].config.flat()
+    others = {name for name in example if example[name] != arm[name]}
+    assert others <= {"max_steps", "eval_every", "save_every", "report_to", "keep_checkpoints"}
+
+
+def test_the_plan_is_in_the_folder_and_the_same_command_finds_it_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command, "klamp", lambda argv: asked.append(argv) or 0)
+    for _ in range(2):
+        code, folder = command.ablate(language_plan(), ["--seeds", "0", "1", "--workers", "2"])
+        assert (code, folder) == (0, Path("runs/ablation-language-001"))
+        assert read_plan(folder) == language_plan(seeds=(0, 1))
+    assert asked == [["ablate", "--plan", f"{folder}/plan.yaml", "--output_dir", str(folder), "--workers", "2"]] * 2
