@@ -61,6 +61,7 @@ def kls(w: World) -> dict[str, Tensor]:
         "to a mixture": w.r * k3(w.logp - torch.logaddexp(w.ref - 0.36, w.old - 1.2)),
         "to the reference and to a moving average": right + w.r * k3(w.logp - average),
         "to the reference, and k2 to the old policy": right + 0.4 * w.log_r.square(),
+        "exact, beside the log-probabilities": exact_kl(w),
         "a head and its sampled tail": klamp.topk_kl(*head_of(w, whose=w.logits), w.logp, w.ref.detach(), outside),
         "Jensen-Shannon, exact": (log_p.exp() * (log_p - log_m) + log_q.exp() * (log_q - log_m)).sum(-1) / 2,
         "Huber of the log-ratio": huber_loss(d, torch.zeros_like(d), reduction="none", delta=0.2),
