@@ -86,8 +86,10 @@ def happy_words(completion: str, **_: object) -> float:
 
 def one(cell: str, seed: int) -> dict[str, Any]:
     """Run a cell once: how well the target was held, and the KL and beta of every step."""
+    from klamp.records import read_record
     from klamp.training.backends import train_run
     from klamp.training.config import TrainConfig
+    from klamp.training.launch import launch
 
     values = {"max_steps": 150, "seed": seed, **CELLS[cell]}
     sparse = {"eval_every": 0, "save_every": 0, "report_to": (), "log_completions": 0, "eval_size": 8}
@@ -95,9 +97,12 @@ def one(cell: str, seed: int) -> dict[str, Any]:
         if values.get("task") == STORIES["task"]:
             model = stored(cache_root() / f"stories-{RECIPE}", teach)
             values |= {"model": str(model), "task": str(model / STORIES["task"])}
-        train_run(TrainConfig.from_flat({"output_dir": folder + "/run", **sparse, **values}))
-        text = Path(folder, "run", "metrics.jsonl").read_text(encoding="utf-8")
-    course = [row for row in map(json.loads, text.splitlines()) if "reward" in row]
+        config = TrainConfig.from_flat({"output_dir": folder + "/run", **sparse, **values})
+        if config.run.backend == "local":
+            train_run(config)
+        else:
+            launch(config, [])
+        course = [row.metrics for row in read_record(Path(folder, "run")).rows]
     kl, beta, reward = ([row.get(name, 0.0) for row in course] for name in ("kl/exact", "beta", "reward"))
     if not any(kl):
         kl = [row["kl/k3"] for row in course]

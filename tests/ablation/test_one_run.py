@@ -115,21 +115,6 @@ def test_a_run_stopped_by_an_alarm_has_failed(plan_with, tmp_path) -> None:
     assert outcome.state == "failed" and "by the alarm dr-grpo-with-kl" in outcome.error
 
 
-def test_runs_by_trl_are_measured_alike_one_after_the_other(plan_with, tmp_path) -> None:
-    """All weights and an adapter; TRL's checkpoints count updates, and hold the model at their top."""
-    plan = plan_with(sweep={"lora_r": [0, 4]}, seeds=(0,), backend="trl", beta=0.05, learning_rate=5e-3)
-    for run in runs(plan):
-        outcome = perform(run, tmp_path)
-        assert outcome.state == "done", outcome.error
-        assert outcome.numbers.keys() == NUMBERS
-        assert outcome.numbers["kl/reverse"] > 1e-5
-        assert run_folder(tmp_path, run) / "checkpoints" / "checkpoint-4" == newest_policy(run_folder(tmp_path, run))
-        (run_folder(tmp_path, run) / "outcome.json").unlink()
-        seen = Steps()
-        assert perform(run, tmp_path, seen) == outcome, "measured again"
-        assert not seen.steps, "and not trained again"
-
-
 @pytest.mark.parametrize(
     ("raised", "state", "code"),
     [(None, "done", 0), (None, "failed", 1), (KeyboardInterrupt(), "", 130), (TrainingStopped("stopped"), "", 130)],

@@ -86,12 +86,11 @@ def test_a_refused_configuration_names_its_arm() -> None:
         runs(Plan(base={"bta": 1}))
 
 
-def test_an_adapter_of_verl_is_refused() -> None:
-    base = {"model": "Qwen/Qwen3-8B", "backend": "verl"}
-    assert runs(Plan(base=base, arms=grid({"beta": [0.1]})))
-    with pytest.raises(ConfigError, match="cannot measure verl's adapters") as caught:
-        runs(Plan(base=base, arms=grid({"lora_r": [8]})))
-    assert "lora_r=8 in the arm" in caught.value.got
+@pytest.mark.parametrize("backend", ["trl", "verl"])
+def test_another_trainer_is_refused(backend: str) -> None:
+    with pytest.raises(ConfigError, match="by klamp's own loop") as caught:
+        runs(Plan(base={"model": "Qwen/Qwen3-8B"}, arms=grid({"backend": [backend]})))
+    assert f"backend='{backend}'" in caught.value.got and caught.value.fix
 
 
 @pytest.mark.parametrize("change", [{"arms": ()}, {"seeds": ()}, {"seeds": (1, 1)}, {"arms": grid({"beta": [0]}) * 2}])

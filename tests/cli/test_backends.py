@@ -1,61 +1,135 @@
-"""`klamp train --backend trl|verl` from its arguments to its summary, by a stand-in for verl."""
+"""`klamp train --backend trl|verl` as a program: what it prints, starts and returns; Ctrl-C; the plan of a dry run."""
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
-from tests.hosts.trl.conftest import precision
+import yaml
 from tests.training.conftest import TINY, stored, tiny_llama
-from tests.training.in_verl.conftest import stand_in
 
 from klamp.cli import main
-from klamp.cli.arguments import parse_train
-from klamp.cli.describe import plan_text
-from klamp.training.in_verl.overrides import command
-from klamp.training.models import shape_of
-
-__all__ = ["precision", "stand_in"]
+from klamp.records import read_record
+from klamp.training import launch
 
 ROOT = Path(__file__).resolve().parents[2]
-SMALL = ("reward", "prompts_per_step", "num_generations", "max_completion_length", "train_size")
+SMALL = ("reward", "num_generations", "max_completion_length", "train_size")
 SIZES = [word for name in SMALL for word in (f"--{name}", str(TINY[name]))]
-FLAGS = ["--max_steps", "2", "--eval_every", "0", "--eval_size", "1", "--report_to", "none", *SIZES]
+FLAGS = ["--prompts_per_step", "4", "--eval_every", "0", "--eval_size", "1", "--report_to", "none", *SIZES]
+AROUND = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}/src:{ROOT}", "CUDA_VISIBLE_DEVICES": ""}
 
 
 @pytest.fixture
-def words(tmp_path) -> list[str]:
+def words(tmp_path: Path) -> list[str]:
     """The words of a small run in tmp_path/run, but for its backend."""
     return [*FLAGS, "--model", stored(tiny_llama(), tmp_path / "model"), "--output_dir", str(tmp_path / "run")]
 
 
-def trained(words: list[str], folder: Path, capsys) -> str:
-    """What a run of two steps says, which is continued to a third."""
-    assert main(["train", *words]) == 0
-    text = capsys.readouterr().out
-    assert "done: 2 steps" in text
-    assert main(["train", "--resume", str(folder), "--max_steps", "3"]) == 0
-    assert "continued after step 2" in capsys.readouterr().out
-    return text
+def started(words: list[str]) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "klamp.cli", "train", *words]
+    around = {name: value for name, value in AROUND.items() if name not in launch.LAUNCHED}
+    return subprocess.Popen(command, env=around, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
-def test_trl(words, tmp_path, capsys):
-    text = trained(["--backend", "trl", "--cpu", *words], tmp_path / "run", capsys)
-    assert all(part in text for part in ("reference: loaded by TRL", "checkpoint-2", "--resume", "exact", "entropy"))
-
-
-def test_verl(words, stand_in, tmp_path, capsys):
-    stand_in()
-    text = trained(["--backend", "verl", "--lr_scheduler_type", "constant", *words], tmp_path / "run", capsys)
-    assert "reference: a frozen copy, in verl" in text and "global_step_2" in text
+def test_trl_trains_reports_and_continues(words, tmp_path, capsys):
+    run = started(["--backend", "trl", "--cpu", "--max_steps", "2", *words])
+    said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0 and "train_runtime" in said, said[-3000:]
+    run = started(["--resume", str(tmp_path / "run"), "--max_steps", "3"])
+    said, _ = run.communicate(timeout=300)
+    assert run.returncode == 0, said[-3000:]
     assert main(["doctor", str(tmp_path / "run")]) in (0, 1)
+    assert "3 logged steps" in capsys.readouterr().out
+    assert main(["report", str(tmp_path / "run")]) == 0 and (tmp_path / "run" / "report.html").is_file()
 
 
-def test_a_dry_run_prints_the_command_of_verl(words, tmp_path):
+@pytest.mark.slow
+def test_several_processes_are_started_by_accelerate(words, tmp_path):
+    run = started(["--backend", "trl", "--cpu", "--gpus", "2", "--max_steps", "2", "--target_kl", "0.02", *words])
+    said, _ = run.communicate(timeout=400)
+    assert run.returncode == 0, said[-3000:]
+    history = read_record(tmp_path / "run")
+    assert len(history.rows) == 2 and abs(history.rows[0].metrics["kl/k3"]) < 1e-6
+    assert "checksums.json" in {path.name for path in (tmp_path / "run" / "checkpoint-2").iterdir()}
+
+
+def test_ctrl_c_ends_trl_and_names_the_way_on(words, tmp_path):
+    run = started(["--backend", "trl", "--cpu", "--max_steps", "5000", "--save_every", "1", *words])
+    until = time.monotonic() + 300
+    while not list((tmp_path / "run").glob("checkpoint-*/checksums.json")):
+        assert run.poll() is None and time.monotonic() < until, run.communicate()[0][-3000:]
+        time.sleep(0.05)
+    run.send_signal(signal.SIGINT)
+    said, _ = run.communicate(timeout=60)
+    assert run.returncode == 130 and f"--resume {tmp_path / 'run'}" in said
+
+
+def test_a_program_of_its_own_takes_the_place_of_this_process():
+    """Its exit code is that of `klamp train`, and a signal is its own."""
+    code = "from klamp.training.launch import replace_process; import sys; print('before')\n"
+    code += "replace_process([sys.executable, '-c', 'import os, sys; print(os.getpid()); sys.exit(7)'])"
+    run = subprocess.Popen([sys.executable, "-c", code], env=AROUND, stdout=subprocess.PIPE, text=True)
+    said, _ = run.communicate(timeout=60)
+    assert (run.returncode, said.split()) == (7, ["before", str(run.pid)])
+
+
+def test_verl_is_started_with_its_inputs_in_the_folder(words, tmp_path, monkeypatch):
+    seen: list[list[str]] = []
+    monkeypatch.setattr(launch, "check_version", lambda host: "a stand-in")
+    monkeypatch.setattr(launch, "replace_process", lambda command: seen.append(list(command)))
+    words += ["--lr_scheduler_type", "constant"]
+    assert main(["train", "--backend", "verl", "--max_steps", "2", *words]) == 0
+    (command,) = seen
+    assert command[:3] == [sys.executable, "-m", "verl.trainer.main_ppo"]
+    folder, inner = tmp_path / "run", tmp_path / "run" / "verl"
+    assert f"data.train_files={inner / 'train.parquet'}" in command
+    assert {path.name for path in inner.iterdir()} == {"train.parquet", "held-out.parquet", "task.json", "tokenizer"}
+    assert yaml.safe_load((folder / "config.yaml").read_text())["backend"] == "verl"
+    (folder / "verl.jsonl").write_text("{}\n")
+    assert main(["train", "--resume", str(folder), "--max_steps", "3"]) == 0
+    assert "trainer.resume_mode=auto" in seen[1] and "trainer.total_training_steps=3" in seen[1]
+    assert (inner / "log-before-resume-1.jsonl").is_file(), "verl writes its log anew"
+
+
+@pytest.mark.parametrize("backend", ["trl", "verl"])
+def test_a_folder_that_holds_another_run_is_refused(backend, words, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(launch, "check_version", lambda host: "a stand-in")
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text("beta: 0.1\n")
+    assert main(["train", "--backend", backend, *words]) == 1
+    assert "holds another run" in capsys.readouterr().err
+
+
+def test_several_processes_need_a_name_of_their_folder(words, monkeypatch, capsys):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["train", "--backend", "trl", *words[:-2]]) == 2
+    assert "several processes need output_dir" in capsys.readouterr().err
+    assert main(["train", "--backend", "verl", *words]) == 2
+    assert "runs in one process" in capsys.readouterr().err
+
+
+def test_a_dry_run_prints_the_arguments_of_trl(words, tmp_path, capsys, monkeypatch):
+    for name in launch.LAUNCHED:
+        monkeypatch.delenv(name, raising=False)
+    assert main(["train", "--backend", "trl", "--gpus", "2", "--beta", "0.3", *words, "--dry_run"]) == 0
+    told = capsys.readouterr().out.partition("the arguments of klamp.trl.GRPOConfig\n")[2]
+    arguments, _, command = told.partition("the command that runs it")
+    given = yaml.safe_load(arguments)
+    assert (given["beta"], given["num_generations"], given["per_device_train_batch_size"]) == (0.3, 4, 8)
+    assert "accelerate.commands.launch --multi_gpu --num_processes 2" in command
+    assert not (tmp_path / "run").exists(), "nothing is written"
+
+
+def test_a_dry_run_prints_the_command_of_verl(words, tmp_path, capsys):
     mine = ["--backend", "verl", "--verl_args", "trainer.logger=[console]", "+a.b='two words'"]
-    config = parse_train([*words, *mine]).config
-    told = plan_text(config).partition("once the run has written its data\n")[2]
-    shape = shape_of(config.model.model)
-    assert shlex.split(told) == command(config, tmp_path / "run", "python", shape)
+    assert main(["train", *words, *mine, "--dry_run"]) == 0
+    told = shlex.split(capsys.readouterr().out.partition("once klamp has made the folder\n")[2])
+    assert told[:3] == ["python", "-m", "verl.trainer.main_ppo"]
+    assert told[-2:] == ["trainer.logger=[console]", "+a.b='two words'"]
     assert not (tmp_path / "run").exists(), "nothing is written"

@@ -186,7 +186,6 @@ def test_every_column_shows_a_metric_and_its_values_fit() -> None:
     [
         ([], {"over", "teacher"}),
         (["--kl_clip_method", "hard", "--teacher_model", "DIR"], set()),
-        (["--backend", "verl"], {"over", "KL k1", "exact", "teacher"}),
     ],
 )
 def test_columns_are_those_that_the_run_logs(flags: list[str], missing: set[str]) -> None:

@@ -27,7 +27,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def use(monkeypatch: pytest.MonkeyPatch, folder: Path, **settings) -> None:
-    monkeypatch.setattr(train, "_trainer", lambda console, backend: fake_trainer(folder, **settings))
+    monkeypatch.setattr(train, "_trainer", lambda console: fake_trainer(folder, **settings))
 
 
 def test_from_start_to_summary_on_a_pipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -80,7 +80,7 @@ def test_after_an_alarm_the_run_goes_on_without_it(
             "training was stopped after step 2 of 9 by the alarm kl-spike", resumable=True, fix="mend that"
         )
 
-    monkeypatch.setattr(train, "_trainer", lambda console, backend: stopped)
+    monkeypatch.setattr(train, "_trainer", lambda console: stopped)
     assert main(["train", "--max_steps", "9", "--stop-on", "kl-spike", "retention"]) == 1
     captured = capsys.readouterr()
     assert "alarm after step 2: kl-spike" in captured.out
@@ -103,7 +103,7 @@ def test_other_processes_are_silent(
     """The trainer calls its observers on the main process only; the command adds nothing of its own elsewhere."""
     monkeypatch.setenv("RANK", "1")
     quiet = fake_trainer(folder)
-    monkeypatch.setattr(train, "_trainer", lambda console, backend: lambda config, observers: quiet(config, []))
+    monkeypatch.setattr(train, "_trainer", lambda console: lambda config, observers: quiet(config, []))
     assert main(["train", "--max_steps", "2"]) == 0
     assert main(["train", "--dry-run"]) == 0
     assert capsys.readouterr().out == ""
@@ -241,7 +241,7 @@ def test_an_alarm_is_sent_where_the_surroundings_say_an_address(folder: Path, mo
             observer.on_alarm(rise("kl-high", 2))
         return summary_of(config, folder, steps=9)
 
-    monkeypatch.setattr(train, "_trainer", lambda console, backend: alarmed)
+    monkeypatch.setattr(train, "_trainer", lambda console: alarmed)
     monkeypatch.setattr(train, "notice", lambda: lambda finding: sent.append(finding.alarm.name))
     for url, told in (("", []), ("mailto://someone", ["kl-spike"])):
         monkeypatch.setenv("APPRISE_URLS", url)

@@ -62,7 +62,7 @@ GUESTS = {
     "hosts/common/sampler_weights.py": {"vllm", "transformers"},
     "tasks/files.py": {"datasets"},
     "tinker/testing.py": {"klamp-standin"},
-    "training/in_trl/trainer.py": {"datasets"},
+    "training/in_trl/program.py": {"datasets"},
 }
 
 # What has to be importable with these extras alone: all that is imported on the way, within functions apart.
@@ -86,9 +86,9 @@ DOORS = {
     "klamp.training.loop": ("train",),
     "klamp.training.backends": ("train",),
     "klamp.training.trainer": ("train",),
-    "klamp.training.in_trl.run": ("train", "trl"),
+    "klamp.training.in_trl.program": ("train", "trl"),
     "klamp.training.in_verl.data": ("train",),
-    "klamp.training.in_verl.run": ("train",),
+    "klamp.training.launch": ("train",),
     "klamp.tinker": ("tinker",),
     "klamp.trl": ("trl",),
     "klamp.unsloth": ("unsloth",),

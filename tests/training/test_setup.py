@@ -82,13 +82,12 @@ def test_a_reference_with_another_vocabulary_is_refused(config_of, tmp_path):
     refused(config_of(ref_model=other), ModelError, "the reference has another tokenizer than the policy")
 
 
-@pytest.mark.parametrize("backend", ["local", "trl"])
-def test_a_reference_that_is_padded_further_is_the_reference(llama, config_of, tmp_path, backend):
+def test_a_reference_that_is_padded_further_is_the_reference(llama, config_of, tmp_path):
     """As in one family a small model has 151,936 entries and a large one 152,064: k1 has the mass m beyond the policy's
     entries, -log(1 - m); the sum over the shared ones is the generalised KL, -log(1 - m) - m, of the same gradient."""
     padded = load_model(llama, "float32")
     padded.resize_token_embeddings(50)
-    settings = {"backend": backend, "max_steps": 1, "eval_every": 0, "exact_kl_completions": 8, "eval_size": 1}
+    settings = {"max_steps": 1, "eval_every": 0, "exact_kl_completions": 8, "eval_size": 1}
     train_run(config_of(ref_model=stored(padded, tmp_path / "padded"), **settings))
     (row,) = steps_of(tmp_path / "run")
     beyond = -math.expm1(-row["kl/k1"])

@@ -17,6 +17,7 @@ from klamp.cli import main
 from klamp.cli.prepare import LIES
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
+from klamp.training.launch import launch
 from klamp.training.models import load_model
 
 STEPS = {"max_steps": 2, "save_every": 1, "eval_every": 0, "eval_size": 1, "beta": 0.1, "learning_rate": 2e-2}
@@ -29,7 +30,11 @@ ROWS = (
 @pytest.fixture
 def run(config_of: Callable[..., TrainConfig], tmp_path: Path) -> Callable[..., Path]:
     def make(backend: str, **changes: object) -> Path:
-        train_run(config_of(**(STEPS | {"backend": backend, "warmup_steps": 0} | changes)))
+        config = config_of(**(STEPS | {"backend": backend, "warmup_steps": 0} | changes))
+        if backend == "local":
+            train_run(config)
+        else:
+            launch(config, [])
         return tmp_path / "run"
 
     return make

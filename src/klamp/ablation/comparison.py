@@ -16,7 +16,6 @@ from klamp.training.resumed import UNTIL, history_of, read, told
 NO_VARIANT = (
     *("seed", "output_dir", "resume", "report_to", "eval_every", "save_every", "keep_checkpoints"),
     *("log_completions", "log_completions_every", "log_answers", "exact_kl_completions", "cpu", "stop_on"),
-    "stall_timeout",
 )
 """Fields that may differ between runs of one variant: they change what is written, not what is learned."""
 SAME_TASK = ("train_size", "reward_timeout")

@@ -24,7 +24,6 @@ KL_PROMPTS = 256
 """The default of `Plan.kl_prompts`."""
 PLAN = "plan.yaml"
 """The file of the plan in an ablation's folder."""
-MEASURED = ("local", "trl", "verl")
 """The backends with checkpoints that can be loaded as models."""
 OWNED: Mapping[str, str] = {
     "seed": "the plan's seeds: --seeds 3, or `seeds: [0, 1, 2]` in the plan",
@@ -175,15 +174,23 @@ def read_plan(folder: Path) -> Plan:
 
 def check_measured(config: TrainConfig, where: str) -> None:
     """Refuse a run ("in the arm 'beta=0.1'") whose checkpoints hold no model that can be loaded."""
-    backend, adapter = config.run.backend, config.model.lora_r if config.run.backend == "verl" else 0
-    if backend not in MEASURED or adapter:
+    if config.run.backend == "verl" and config.model.lora_r:
         raise ConfigError(
-            "an ablation cannot measure verl's adapters"
-            if adapter
-            else "an ablation runs on this machine or on a Ray cluster",
-            got=f"backend={backend!r}{f', lora_r={adapter}' if adapter else ''} {where}",
-            why="it measures the exact KL over the whole vocabulary, on checkpoints that can be loaded as models",
-            fix="set backend to trl or local, or run the arms one by one with klamp train",
+            "verl's adapters cannot be measured",
+            got=f"backend='verl', lora_r={config.model.lora_r} {where}",
+            why="verl keeps them in shards, and the exact KL is measured on checkpoints that can be loaded as models",
+            fix="train all weights, or set backend to trl or local",
+        )
+
+
+def check_followed(config: TrainConfig, where: str) -> None:
+    """Refuse a run that another trainer carries out."""
+    if config.run.backend != "local":
+        raise ConfigError(
+            "an ablation trains by klamp's own loop",
+            got=f"backend={config.run.backend!r} {where}",
+            why="it follows its runs step by step, and those of another trainer are that trainer's own",
+            fix="set backend to local, or run the arms one by one with klamp train and compare them with klamp report",
         )
 
 
@@ -213,7 +220,7 @@ def _config(base: Mapping[str, Any], arm: Arm, seed: int) -> TrainConfig:
         check_backend(config)
     except ConfigError as error:
         raise named(error, where) from error
-    check_measured(config, f"in {where}")
+    check_followed(config, f"in {where}")
     return config
 
 

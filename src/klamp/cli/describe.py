@@ -7,6 +7,7 @@ import shlex
 import shutil
 import sys
 import textwrap
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -112,12 +113,13 @@ def _program() -> list[str]:
     return [tool("klamp")]
 
 
-def plan_text(config: TrainConfig, inputs: Inputs | str = "") -> str:
+def plan_text(config: TrainConfig, inputs: Inputs | str = "", argv: Sequence[str] = ()) -> str:
     """The plan of a run as text: the settings in words, then the fields that differ from the defaults.
 
     Args:
         config: what would run.
         inputs: what was found when its inputs were opened, or why they could not be; empty: nobody tried.
+        argv: the arguments of `klamp train` that it was made from.
 
     Raises:
         RunFolderError: the run's folder holds another run, or there is none to continue.
@@ -130,13 +132,16 @@ def plan_text(config: TrainConfig, inputs: Inputs | str = "") -> str:
         ),
         _configuration(config),
     ]
-    if config.run.backend == "verl":
-        from klamp.training.in_verl.overrides import command
-        from klamp.training.models import shape_of
+    if config.run.backend != "local":
+        from klamp.training.launch import engine_plan
 
-        words = command(config, run_folder(config), "python", shape_of(config.model.model))
-        parts.append("what runs verl, once the run has written its data")
-        parts.append(f"  {shlex.join(words)}")
+        arguments, words = engine_plan(config, argv)
+        if arguments:
+            parts.append("the arguments of klamp.trl.GRPOConfig")
+            parts.append(textwrap.indent(yaml.safe_dump(arguments, sort_keys=False, width=10**6), "  ").rstrip())
+        if words:
+            parts.append("the command that runs it, once klamp has made the folder")
+            parts.append(f"  {shlex.join(words)}")
     return "\n\n".join(parts)
 
 

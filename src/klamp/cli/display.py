@@ -138,8 +138,6 @@ def columns_for(config: TrainConfig) -> list[StepColumn]:
     """The columns that a run of this configuration has."""
     empty = {"kl/over_budget"} if config.kl.kl_clip_method == "none" else set()
     empty |= set() if config.teacher.there else {"teacher/kl"}
-    if config.run.backend == "verl":
-        empty |= {"kl/exact", "kl/k1", "kl/k3"} - {f"kl/{config.kl.kl_estimator}"}  # it logs one KL, that of its term
     return [column for column in COLUMNS if column.metric not in empty]
 
 

@@ -19,12 +19,12 @@ from klamp.cli.help import EVALUATED
 from klamp.cli.options import EvaluateOptions
 from klamp.cli.text import fixed, say, show_paragraph, show_table
 from klamp.errors import ConfigError, KLWarning, RunFolderError
-from klamp.records.klamp_run import is_klamp_run, read_config
+from klamp.records.klamp_run import read_config
 from klamp.report.run import ScoreFormat
 from klamp.tasks.base import TaskConfig
 from klamp.tasks.paths import at_home, followed
 from klamp.training.config import TrainConfig
-from klamp.training.folders import CHECKPOINTS, NAMED, checkpoint_folders, number_of, policy_in
+from klamp.training.folders import CHECKPOINTS, CONFIG, NAMED, checkpoint_folders, number_of, policy_in
 
 OF_ANY_TASK = ("eval_size", "task_seed", "reward_timeout")
 """Fields of a task that another task takes over from it."""
@@ -137,12 +137,12 @@ def _in_a_run(folder: Path) -> tuple[Path, Path | None] | None:
 
     Of a run, the newest checkpoint; None where it has none yet.
     """
-    if is_klamp_run(folder):
+    if (folder / CONFIG).is_file():
         saved = checkpoint_folders(folder)
         return folder, saved[-1] if saved else None
     for checkpoint in (folder, folder.parent):  # the checkpoint itself, or the model in it
-        run = checkpoint.parent.parent
-        if NAMED.fullmatch(checkpoint.name) and checkpoint.parent.name == CHECKPOINTS and is_klamp_run(run):
+        run = checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint.parent
+        if NAMED.fullmatch(checkpoint.name) and (run / CONFIG).is_file():
             return run, checkpoint
     return None
 

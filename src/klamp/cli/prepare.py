@@ -27,8 +27,8 @@ SPREAD = (
     "distillation.n_gpus_per_node={}"
 )
 LIES = {
-    ("trl", False): "checkpoints/checkpoint-N, as transformers loads it",
-    ("trl", True): "checkpoints/checkpoint-N, the adapter, as peft loads it",
+    ("trl", False): "checkpoint-N, as transformers loads it",
+    ("trl", True): "checkpoint-N, the adapter, as peft loads it",
     ("verl", False): "checkpoints/global_step_N/actor/huggingface, as transformers loads it",
     ("verl", True): "checkpoints/global_step_N, the adapter, in verl's shards alone",
 }

@@ -19,8 +19,8 @@ from klamp.config.loss import configured_price
 from klamp.diagnostics.notices import URLS, notice
 from klamp.errors import TrainingStopped
 from klamp.tasks.base import NO_REWARD
-from klamp.training.backends import Runner, check_backend, run_of, train_run
-from klamp.training.config import Backend, TrainConfig
+from klamp.training.backends import Runner, check_backend, train_run
+from klamp.training.config import TrainConfig
 from klamp.training.folders import checkpoint_folders
 from klamp.training.observers import AlarmNotices, RunInfo, RunSummary
 
@@ -43,9 +43,13 @@ def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner |
     elif request.options.dry_run:
         from klamp.training.setup import open_inputs
 
-        text = plan_text(request.config, open_inputs(request.config))
+        text = plan_text(request.config, open_inputs(request.config), argv)
         if is_main_process():
             say(text)
+    elif request.config.run.backend != "local":
+        from klamp.training.launch import launch
+
+        launch(request.config, argv)
     else:
         _train(request, console or Console(highlight=False), runner)
     return 0
@@ -56,7 +60,7 @@ def _train(request: TrainRequest, console: Console, runner: Runner | None) -> No
     notices = [AlarmNotices(notice())] if os.environ.get(URLS) else []
     try:
         observers = [display, *notices]
-        summary = (runner or _trainer(console, request.config.run.backend))(request.config, observers)
+        summary = (runner or _trainer(console))(request.config, observers)
     except TrainingStopped as stopped:
         if display.info is not None and stopped.resumable:
             left = tuple(name for name in request.config.run.stop_on if name not in display.raised)
@@ -92,14 +96,15 @@ def _stopped(config: TrainConfig, info: RunInfo | None) -> TrainingStopped | Non
     )
 
 
-def _trainer(console: Console, backend: Backend) -> Runner:
-    """What trains, once a backend's libraries are loaded; says on a terminal that they are, which takes seconds."""
+def _trainer(console: Console) -> Runner:
+    """What trains, once its libraries are loaded; says on a terminal that they are, which takes seconds."""
     waiting = console.status("loading libraries") if console.is_terminal and is_main_process() else nullcontext()
     with waiting:
         from huggingface_hub.utils import enable_progress_bars
         from transformers.utils import logging
 
-        run_of(backend)
+        import klamp.training.trainer  # noqa: F401
+
         logging.disable_progress_bar()  # a bar per checkpoint would tear the display apart
         enable_progress_bars()  # downloads keep theirs: they come before it
     return train_run
@@ -180,7 +185,7 @@ def _files(config: TrainConfig, summary: RunSummary) -> list[tuple[str, str]]:
     if "tensorboard" in config.run.report_to:
         lines.append(("TensorBoard", f"{tool('tensorboard')} --logdir {folder}"))
     lines.append(("look at it", f"{tool('klamp')} report {folder}"))
-    if saved and not (config.run.backend == "verl" and config.optim.lr_scheduler_type != "constant"):
+    if saved:
         more = max(1, 2 * summary.steps)
         lines.append(("continue", resume_command(config, folder, max_steps=more)))
     return lines

@@ -24,7 +24,6 @@ from klamp.core.arguments import (
     AT_LEAST_1,
     FROM_0_BELOW_1,
     POSITIVE,
-    SECONDS,
     Numbers,
     check_fields,
 )
@@ -190,15 +189,13 @@ class RunConfig:
     backend: Backend = "local"
     """Who trains: local (klamp's own loop), trl (TRL's GRPO), or verl (its own program, on Ray)."""
     gpus: int = 1
-    """GPUs to use on each machine (backends verl and trl; with trl they are shared by training and vLLM's server)."""
+    """GPUs to use on each machine (backends verl and trl, which gets a process for each)."""
     gpu_memory: float = 80.0
     """Memory of a GPU in GB, by which parts of a step, offloading and the engine's share are chosen."""
     machines: int = 1
     """Machines of the Ray cluster to use (backend verl)."""
     ray_address: str | None = None
     """Address of a Ray cluster to run on (backend verl); None: one of this machine alone, started for the run."""
-    stall_timeout: float = 3600.0
-    """Longest time in seconds that the trainer may take to log a step (backend verl); then it is ended."""
     verl_args: tuple[str, ...] = ()
     """More arguments of verl, KEY=VALUE as in Hydra (backend verl); they come last, and win."""
 
@@ -213,7 +210,6 @@ class RunConfig:
                 "seed": SEEDS,
                 "gpu_memory": POSITIVE,
                 "exact_kl_completions": AT_LEAST_0,
-                "stall_timeout": SECONDS,
             },
         )
         if self.report_to == ("none",):  # as transformers and TRL have it

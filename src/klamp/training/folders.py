@@ -101,13 +101,13 @@ def row_of(line: str) -> dict[str, Any] | None:
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
-    """The checkpoints in the folder of a run, oldest first: klamp's own (step-N), TRL's (checkpoint-N) or verl's
-    (global_step_N).
+    """The checkpoints in the folder of a run, oldest first: klamp's own (step-N) and verl's (global_step_N) are in
+    `checkpoints`, TRL's (checkpoint-N) beside it.
 
     Args:
         folder: of the run.
     """
-    inside = (folder / CHECKPOINTS).glob("*")
+    inside = [*(folder / CHECKPOINTS).glob("*"), *folder.glob("checkpoint-*")]
     return sorted((each for each in inside if NAMED.fullmatch(each.name) and each.is_dir()), key=number_of)
 
 

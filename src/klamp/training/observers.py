@@ -227,7 +227,6 @@ def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> RunSetti
         rl_skill=rl_skill,
         eval_size=config.task.eval_size,
         teacher_coef=config.teacher.teacher_coef if config.teacher.there else None,
-        k3_over_updates=config.run.backend == "verl" and config.optim.num_iterations > 1,
     )
 
 

@@ -60,8 +60,8 @@ def check_alone() -> None:
 
 
 def on_cpu(config: TrainConfig) -> bool:
-    """Whether this process stays on the CPU: it is asked to, another one trains, or there is no accelerator."""
-    return config.run.cpu or config.run.backend == "verl" or not torch.accelerator.is_available()
+    """Whether a run stays on the CPU: it is asked to, or there is no accelerator."""
+    return config.run.cpu or not torch.accelerator.is_available()
 
 
 def device_of(config: TrainConfig) -> torch.device:

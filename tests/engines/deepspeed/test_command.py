@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.engines.deepspeed.test_stages import ENVIRONMENT
 from tests.engines.programs import ROOT, said_by
-from tests.training.conftest import steps_of, stored, tiny_llama
+from tests.training.conftest import stored, tiny_llama
 from tests.training.in_trl.conftest import QUICK
-from tests.training.in_trl.test_processes import CHANGES
 
+from klamp.records import read_record
 from klamp.training.folders import newest_policy
 from klamp.training.models import load_model
+
+CHANGES: dict[str, Any] = {"prompts_per_step": 4, "gradient_accumulation_steps": 2, "loss_type": "dapo"}
+CHANGES |= {"target_kl": 0.02, "kl_controller": "step"}
+
+
+def steps_of(folder: Path) -> list[dict[str, float]]:
+    """The metrics of a run's steps, but for times."""
+    rows = [row.metrics for row in read_record(folder).rows]
+    return [{name: value for name, value in row.items() if not name.startswith("speed/")} for row in rows]
 
 
 def trained(folder: Path, program: list[str], *more: str) -> None:

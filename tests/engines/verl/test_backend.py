@@ -40,11 +40,11 @@ from klamp.cli.describe import plan_text
 from klamp.config import build_objective
 from klamp.core.advantages import group_advantages
 from klamp.core.objective import grpo_loss
+from klamp.records import read_record
 from klamp.tasks import load_task
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl.data import write_data
 from klamp.training.in_verl.overrides import AS_IT_STANDS, Layout, load_in_verl, verl_overrides
-from klamp.training.in_verl.run import LogReader, metrics_of, scores_of
 from klamp.training.models import load_tokenizer
 from klamp.training.optimizer import schedule_of
 from klamp.training.sampling import encode_prompts, examples_of_step
@@ -155,7 +155,7 @@ def test_verls_program_takes_the_command_of_a_dry_run(model, tmp_path) -> None:
     text = plan_text(
         parse_train([*words, "--kl_gradient", "forward", "--verl_args", "+new.key='a b'", "--dry_run"]).config
     )
-    told = text.partition("once the run has written its data\n")[2]
+    told = text.partition("once klamp has made the folder\n")[2]
     line = told.replace("  python ", f"{shlex.quote(sys.executable)} ", 1) + " --cfg job"
     done = subprocess.run(["bash", "-c", line], check=False, capture_output=True, text=True, cwd=tmp_path, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
@@ -313,21 +313,18 @@ def test_verl_scores_with_the_task(config_of, tmp_path) -> None:
         assert reward == task.score(task.train[order[i]], text)
 
 
-def test_what_verl_logs_is_read_back(config_of, tmp_path, monkeypatch) -> None:
-    """verl's own names for scores, and its own file."""
-    config, layout = config_of(), Layout(tmp_path)
-    layout.metrics.parent.mkdir(parents=True)
+def test_what_verl_logs_is_read_by_the_doctor(tmp_path, monkeypatch) -> None:
+    """verl's own names for scores, and its own file, in the folder of a run."""
+    layout = Layout(tmp_path)
     monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(layout.metrics))
     rated = {"acc": [1.0, 0.0, 0.25, 0.75], "reward": [1.0, 0.0, 0.25, 0.75]}
     skills, prompts = np.array(["addition", "addition", "sorting 2", "sorting 2"]), ["a", "b", "c", "d"]
     scores = RayPPOTrainer._val_metrics_update(None, skills, prompts, rated, [np.array([2, 2, 2, 2])])
-    reader, logger = LogReader(layout.metrics), Tracking("klamp", "run", ["file"])
+    logger = Tracking("klamp", "run", ["file"])
     logger.log(scores, step=0)
-    (first,) = reader.new()
-    assert scores_of(first, ["addition", "sorting 2", "another"]) == {"addition": 0.5, "sorting 2": 0.5}
-    assert metrics_of(first, config) == {}
-    logger.log({"critic/score/mean": np.float32(0.5), "actor/grad_norm": float("nan"), "val-core/x": 1}, step=1)
-    (second,) = reader.new()
-    found = metrics_of(second, config)
-    assert found["reward"] == 0.5 and math.isnan(found["train/grad_norm"])
+    logger.log({"critic/score/mean": np.float32(0.5), "actor/grad_norm": 0.25, "val-core/x": 1}, step=1)
     logger.finish()
+    history = read_record(tmp_path)
+    assert {0.5} == set(history.evaluations[0].metrics.values())
+    (row,) = history.rows
+    assert (row.step, row.metrics["reward"], row.metrics["train/grad_norm"]) == (1, 0.5, 0.25)

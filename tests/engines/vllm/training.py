@@ -13,7 +13,8 @@ import trl.generation.vllm_generation as generation
 from tests.engines.vllm.weights import use_here
 
 from klamp.cli import main
-from klamp.training.folders import COMPLETIONS, METRICS_FILE, lines_of
+from klamp.records import read_record
+from klamp.training.folders import COMPLETIONS, lines_of
 
 # TRL asks for no data type, and vLLM would take bfloat16 for float32 weights.
 DTYPE = "bfloat16" if "bfloat16" in sys.argv else "float32"  # noqa: TID251  (a program of its own)
@@ -25,7 +26,7 @@ def logged(*flags: str) -> dict[str, Any]:
     """The metrics of each step, and the largest difference of a log-probability in vLLM from that in the trainer."""
     folder = Path(tempfile.mkdtemp()) / "run"
     status = main(["train", "--backend", "trl", "--output_dir", str(folder), *flags])
-    rows = [row for row in lines_of(folder / METRICS_FILE) if "reward" in row]
+    rows = [row.metrics for row in read_record(folder).rows]
     differences: dict[int, float] = {}
     for row in lines_of(folder / COMPLETIONS):
         pairs = zip(row["policy_logprobs"], row["sampler_logprobs"], strict=True)

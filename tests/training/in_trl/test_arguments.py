@@ -1,4 +1,4 @@
-"""Every field of a run's configuration means something in TRL's arguments, is honoured around them, or is refused."""
+"""Every field of a run's configuration is one of TRL's arguments, is used by the program around them, or is refused."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import pytest
 from klamp.config import KLConfig, TeacherConfig
 from klamp.errors import ConfigError
 from klamp.tasks.base import TaskConfig
-from klamp.training.backends import OF_VERL
+from klamp.training.backends import ONLY
 from klamp.training.config import TrainConfig
-from klamp.training.in_trl.arguments import part_size, trl_arguments
+from klamp.training.in_trl.arguments import part_size, trl_arguments, weights_dtype
 
 FOLDER = Path("runs/one")
 
@@ -36,6 +36,11 @@ SHARED: dict[str, tuple[Any, dict[str, Any]]] = {
     "gradient_accumulation_steps": (4, {}),
     "gradient_checkpointing": (True, {}),
     "seed": (1, {}),
+    "max_steps": (7, {}),
+    "eval_every": (3, {}),
+    "save_every": (3, {}),
+    "keep_checkpoints": (3, {}),
+    "report_to": (("wandb",), {}),
 }
 """Another value of each field that is translated, with the fields that it needs; verl takes these too."""
 TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
@@ -51,23 +56,27 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "vllm_importance_sampling_clip_max": (2.0, {"vllm_importance_sampling_mode": "token_mask"}),
     "vllm_importance_sampling_clip_min": (0.5, {"vllm_importance_sampling_mode": "token_mask"}),
     "off_policy_mask_threshold": (0.5, {}),
+    "dtype": ("bfloat16", {}),
+    "master_weights": ("none", {"dtype": "bfloat16"}),
+    "output_dir": ("elsewhere", {}),
+    "process_timeout": (60.0, {}),
+    "cpu": (True, {}),
+    "resume": (True, {"output_dir": "elsewhere"}),
+    "exact_kl_completions": (2, {}),
 }
 
 AROUND = (
-    *("ref_model", "tokenizer", "dtype", "master_weights", "lora_r", "lora_alpha", "lora_target_modules"),
-    *("advantage_baseline", "output_dir", "max_steps", "eval_every", "save_every", "resume"),
-    *("keep_checkpoints", "process_timeout"),
-    *("log_completions", "log_completions_every", "log_answers", "report_to", "stop_on", "cpu", "backend", "model"),
-    *("gpus", "gpu_memory"),
+    *("model", "ref_model", "tokenizer", "lora_r", "lora_alpha", "lora_target_modules", "advantage_baseline"),
+    *("log_completions", "log_completions_every", "log_answers", "stop_on", "backend", "gpus", "gpu_memory"),
 )
-"""Fields that klamp honours around TRL's loop: models, advantages, the run's folder; besides those of the task."""
+"""Fields that the program, the launcher and --prepare use, besides those of the task."""
 NEUTRAL = ("kl_early_stop", "reference_url", "reference_name", "reference_device")
 """Fields of which only the default can be honoured; see tests/training/test_backends.py."""
 
 
 def told(**changes: Any) -> dict[str, Any]:
     config = TrainConfig.from_flat({"backend": "trl", **changes})
-    return trl_arguments(config, FOLDER, processes=1, exact=config.run.exact_kl_completions)
+    return trl_arguments(config, Path(config.run.output_dir or FOLDER))
 
 
 def names_of(cls: type) -> set[str]:
@@ -76,13 +85,14 @@ def names_of(cls: type) -> set[str]:
 
 def test_every_field_is_in_one_of_the_lists():
     kl = names_of(KLConfig) - set(NEUTRAL)
-    lists = [set(TRANSLATED) | {"exact_kl_completions"}, kl, set(AROUND), names_of(TaskConfig), set(NEUTRAL)]
-    lists.append({*OF_VERL, *names_of(TeacherConfig)})
+    of_verl = {name for name, who in ONLY.items() if "trl" not in who}
+    lists = [set(TRANSLATED), kl, set(AROUND), names_of(TaskConfig), set(NEUTRAL), of_verl, names_of(TeacherConfig)]
     every = set(TrainConfig().flat())
     assert every == set().union(*lists)
     assert sum(map(len, lists)) == len(every), "no field is in two of them"
 
 
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 @pytest.mark.parametrize("field", TRANSLATED)
 def test_another_value_is_another_argument(field: str):
     value, needed = TRANSLATED[field]
@@ -126,9 +136,36 @@ def test_updates_are_counted_where_klamp_counts_steps():
 def test_processes_and_parts_share_the_completions(processes: int, size: int):
     config = TrainConfig.from_flat({"backend": "trl", "gradient_accumulation_steps": 4})
     assert part_size(config, processes) == size
-    given = trl_arguments(config, FOLDER, processes=processes, exact=None)
+    given = trl_arguments(config, FOLDER, processes=processes)
     assert given["per_device_train_batch_size"] == size
     assert given["steps_per_generation"] == given["gradient_accumulation_steps"] == 4
+
+
+def test_what_is_done_only_at_the_end_is_done_at_the_last_step():
+    given = told(max_steps=5, num_iterations=2, eval_every=0, save_every=0)
+    assert given["save_steps"] == given["eval_steps"] == given["max_steps"] == 10
+    assert told(resume=True, output_dir="there")["eval_on_start"] is False
+
+
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+@pytest.mark.parametrize(
+    ("changes", "loaded", "mixed"),
+    [
+        ({}, "float32", False),
+        ({"dtype": "bfloat16"}, "float32", True),
+        ({"dtype": "bfloat16", "master_weights": "none"}, "bfloat16", False),
+        ({"dtype": "bfloat16", "lora_r": 2}, "bfloat16", False),
+    ],
+)
+def test_float32_copies_are_float32_weights_that_are_computed_in_bfloat16(changes, loaded, mixed, monkeypatch):
+    monkeypatch.delenv("ACCELERATE_MIXED_PRECISION", raising=False)
+    assert weights_dtype(TrainConfig.from_flat(changes).model) == loaded
+    assert told(**changes)["bf16"] is mixed
+
+
+def test_the_launcher_can_ask_for_bfloat16(monkeypatch):
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert told()["bf16"] is True
 
 
 def test_completions_that_do_not_divide_are_refused():

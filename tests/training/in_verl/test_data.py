@@ -1,19 +1,20 @@
-"""The files that verl reads hold klamp's prompts in their order; the reward is the task's; other data are noticed."""
+"""The files that verl reads hold klamp's prompts in their order; the reward is the task's."""
 
 from __future__ import annotations
 
 import json
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from pyarrow import parquet
 
-from klamp.errors import DataError, RewardError
+from klamp.errors import DataError
 from klamp.tasks import load_task
 from klamp.tasks.base import Example, Task, TaskConfig
 from klamp.training.in_verl import data as reward
-from klamp.training.in_verl.data import answered, digest, held_out_rows, opening, training_rows, write_data
+from klamp.training.in_verl.data import held_out_rows, training_rows, write_data
 from klamp.training.in_verl.overrides import TEACHER, Layout
 from klamp.training.models import load_tokenizer
 from klamp.training.trainer import Trainer
@@ -50,10 +51,8 @@ def test_held_out_prompts_of_every_skill_that_is_answered():
     task = Task(
         name="t", train=examples["a"], evaluation=examples, rl_skill="a", score=lambda *_: 0.0, read=frozenset({"b"})
     )
-    assert answered(task) == ["a", "c"]
-    rows = list(held_out_rows(task))
-    found = [(row["data_source"], row["extra_info"]["where"], row["extra_info"]["index"]) for row in rows]
-    assert found == [("a", "a", 0), ("a", "a", 1), ("c", "c", 0), ("c", "c", 1)]
+    found = [(row["data_source"], row["prompt"][0]["content"]) for row in held_out_rows(task)]
+    assert found == [("a", "a0"), ("a", "a1"), ("c", "c0"), ("c", "c1")]
 
 
 def test_the_files(quick, tmp_path):
@@ -66,18 +65,6 @@ def test_the_files(quick, tmp_path):
     told = json.loads(layout.task.read_text())
     assert TaskConfig(**told["task"]) == config.task
     assert load_tokenizer(told["tokenizer"]).get_vocab() == tokenizer.get_vocab()
-
-
-def test_data_files_are_found_from_everywhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("rows.jsonl", "held-out.jsonl", "rows:2.jsonl"):
-        (tmp_path / name).write_text("{}\n")
-    assert opening(TaskConfig(task="rows:2.jsonl"), Layout(tmp_path))["task"]["task"] == str(tmp_path / "rows:2.jsonl")
-    told = opening(TaskConfig(task="rows.jsonl", eval_split="held-out.jsonl"), Layout(tmp_path / "run"))
-    assert told["task"]["task"] == str(tmp_path / "rows.jsonl")
-    assert told["task"]["eval_split"] == str(tmp_path / "held-out.jsonl")
-    assert told["folder"] == str(tmp_path)
-    assert opening(TaskConfig(), Layout(tmp_path))["task"]["task"] == "arithmetic"
 
 
 def test_a_prompt_without_room_is_refused_and_one_that_just_fits_is_not(quick, tmp_path):
@@ -93,11 +80,6 @@ def test_a_prompt_without_room_is_refused_and_one_that_just_fits_is_not(quick, t
     assert not (tmp_path / "b").exists()
 
 
-def test_a_digest_tells_prompts_and_answers_apart():
-    pairs = [("a", "b"), ("a", "c"), ("ab", ""), ("", "ab")]
-    assert len({digest(Example(prompt=prompt, answer=answer)) for prompt, answer in pairs}) == 4
-
-
 def test_every_path_is_absolute_and_in_the_runs_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     paths = [path for path in vars(Layout(Path("runs/one"))).values() if isinstance(path, Path)]
@@ -105,18 +87,8 @@ def test_every_path_is_absolute_and_in_the_runs_folder(tmp_path, monkeypatch):
     assert all(path.is_relative_to(tmp_path / "runs" / "one") for path in paths)
 
 
-def test_the_newest_checkpoint_is_what_verl_says_last(tmp_path):
-    layout = Layout(tmp_path)
-    assert layout.newest_step() == 0
-    layout.checkpoint(4).mkdir(parents=True)
-    assert layout.newest_step() == 0, "it may still be written"
-    for text, step in (("", 0), ("4", 4), ("12\n", 12)):
-        layout.newest.write_text(text)
-        assert layout.newest_step() == step
-
-
 @pytest.fixture
-def written(quick, tmp_path, monkeypatch):
+def written(quick, tmp_path):
     """(task, a training row, arguments besides the completion) of a run whose files are written."""
 
     def make(**changes):
@@ -134,21 +106,26 @@ def written(quick, tmp_path, monkeypatch):
 
 def test_scores_are_the_tasks(written):
     task, row, given = written(reward="exact_match")
-    example = task.train[row["extra_info"]["index"]]
+    example = next(e for e in task.train if e.prompt == row["prompt"][0]["content"])
     for text in (example.answer, "x", ""):
         score = reward.score(row["data_source"], text, **given, reward_router_address="verl's own")
         assert score == task.score(example, text)
     assert reward.score(row["data_source"], example.answer, **given) == 1.0
 
 
-def test_a_reward_function_of_the_users_is_found_in_the_folder_of_the_run(written, tmp_path, monkeypatch):
-    (tmp_path / "lengths_of_mine.py").write_text("def reward(prompt, completion, **row):\n    return len(completion)\n")
+def test_data_files_and_a_reward_of_the_users_are_found_in_the_folder_of_the_run(written, tmp_path, monkeypatch):
+    (tmp_path / "lengths_of_mine.py").write_text(
+        "def reward(prompt, completion, **row):\n    return len(completion) + 10 * row['extra']\n"
+    )
+    rows = [{"prompt": f"{n}+1=", "answer": str(n + 1), "extra": 2} for n in range(20)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     monkeypatch.chdir(tmp_path)
-    _, row, given = written(reward="lengths_of_mine:reward")
-    monkeypatch.setattr("sys.path", [path for path in __import__("sys").path if path not in ("", str(tmp_path))])
-    monkeypatch.delitem(__import__("sys").modules, "lengths_of_mine", raising=False)
+    _, row, given = written(reward="lengths_of_mine:reward", task="rows.jsonl")
+    monkeypatch.setattr(sys, "path", [path for path in sys.path if path not in ("", str(tmp_path))])
+    monkeypatch.delitem(sys.modules, "lengths_of_mine", raising=False)
     monkeypatch.chdir("/")
-    assert reward.score(row["data_source"], "12345", **given) == 5.0
+    assert reward.score(row["data_source"], "12345", **given) == 25.0
+    assert Path.cwd() == Path("/")
 
 
 def test_the_task_is_opened_once_by_all_threads(written, monkeypatch):
@@ -161,17 +138,12 @@ def test_the_task_is_opened_once_by_all_threads(written, monkeypatch):
     assert len(opened) == 1
 
 
-@pytest.mark.parametrize("change", [{"index": 999}, {"where": "elsewhere"}, {"digest": "0" * 16}])
-def test_other_data_than_were_written_are_noticed(change, written):
-    _, row, given = written()
-    given["extra_info"] = {**given["extra_info"], **change}
-    with pytest.raises(RewardError, match="not the one whose prompts were written"):
-        reward.score(row["data_source"], "1", **given)
-
-
-def test_a_data_set_of_the_hub_in_a_folder_is_found_from_everywhere(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "data").mkdir()
-    told = opening(TaskConfig(task="hub:data::train", eval_split="hub:openai/gsm8k:main:test"), Layout(tmp_path))
-    assert told["task"]["task"] == f"hub:{tmp_path}/data::train"
-    assert told["task"]["eval_split"] == "hub:openai/gsm8k:main:test"
+def test_a_teacher_has_room_for_a_token_more_than_the_policy(quick, tmp_path, monkeypatch):
+    seen = []
+    monkeypatch.setattr(reward, "check_prompts", lambda *given: seen.append(given[-1]) or 1)
+    config = quick(teacher_models=(f"a={quick().model.model}",), teacher_key="answer")
+    monkeypatch.setattr(reward, "check_keys", lambda *given: None)
+    reward.write_inputs(config, Layout(tmp_path / "run"))
+    assert seen == [config.rollout.max_completion_length + 1, 0], (
+        "its engine writes one; the last is of max_prompt_length"
+    )

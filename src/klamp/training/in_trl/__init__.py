@@ -1,1 +1,1 @@
-"""A run of klamp by TRL's GRPO: `klamp train --backend trl`."""
+"""`klamp train --backend trl`: TRL's arguments, and the program that is built from them."""

@@ -1,65 +1,75 @@
-"""The arguments of TRL that a run's configuration means; nothing of TRL is loaded."""
+"""The arguments of `klamp.trl.GRPOConfig` that a run's configuration means; nothing of TRL is loaded."""
 
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from klamp.config import KLConfig, LossConfig
+from klamp.config import LossConfig
 from klamp.config.loss import LossType
-from klamp.config.teacher import TeacherConfig
 from klamp.errors import ConfigError
-from klamp.training.config import RolloutConfig, TrainConfig
-from klamp.training.folders import CHECKPOINTS
+from klamp.tasks.base import NO_REWARD
+from klamp.training.config import ModelConfig, RolloutConfig, TrainConfig
+from klamp.training.models import model_path
 
 TEACHER_PROMPT = "klamp_teacher_prompt"
 """The column of the text that the teacher sees in the place of a prompt."""
 LOSS_TYPES: Mapping[LossType, str] = {"dapo": "dapo", "grpo": "grpo", "dr_grpo": "dr_grpo", "bnpo": "dapo"}
 """klamp's loss type -> TRL's of the same average; TRL's bnpo divides each micro-batch by itself."""
+SAME = (
+    *("seed", "learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "max_grad_norm", "num_iterations"),
+    *("gradient_accumulation_steps", "gradient_checkpointing", "num_generations", "max_completion_length"),
+    *("temperature", "top_p", "top_k", "mask_truncated_completions", "off_policy_mask_threshold"),
+)
+"""Fields that TRL calls the same."""
 
 
-def trl_arguments(config: TrainConfig, folder: Path, *, processes: int, exact: int | None) -> dict[str, Any]:
-    """What `klamp.trl.GRPOConfig` is to be called with.
+def trl_arguments(config: TrainConfig, folder: Path, *, processes: int = 1) -> dict[str, Any]:
+    """The arguments of a run; those that are left out keep TRL's defaults.
 
-    A step of klamp is a rollout with all of its updates; TRL counts the updates.
+    A step of klamp is a rollout with all of its updates; TRL counts the updates. Whatever is done "only at the end" is
+    done at the last step.
 
     Args:
         config: the run.
         folder: of the run.
         processes: how many processes share a step.
-        exact: completions per group whose exact KL is measured; None: whatever the vocabulary allows.
 
     Raises:
-        ConfigError: a step that does not divide over the processes and parts.
+        ConfigError: a step that does not divide over the processes and micro-batches.
     """
-    optim, run = config.optim, config.run
-    updates, parts = optim.num_iterations, optim.gradient_accumulation_steps
+    optim, run, given = config.optim, config.run, config.flat()
+    part, group = part_size(config, processes), config.rollout.num_generations
     constant = optim.lr_scheduler_type == "constant"
     return {
-        "output_dir": str(folder / CHECKPOINTS),
-        "max_steps": run.max_steps * updates,
-        "seed": run.seed,
-        "per_device_train_batch_size": part_size(config, processes),
-        "gradient_accumulation_steps": parts,
-        "steps_per_generation": parts,
-        "num_iterations": updates,
-        "learning_rate": optim.learning_rate,
+        "output_dir": str(folder),
+        **{name: given[name] for name in SAME},
+        "max_steps": run.max_steps * optim.num_iterations,
+        "use_cpu": run.cpu,
+        "per_device_train_batch_size": part,
+        "per_device_eval_batch_size": group * max(1, part // group),
+        "steps_per_generation": optim.gradient_accumulation_steps,
         "lr_scheduler_type": "constant_with_warmup" if constant else optim.lr_scheduler_type,
-        "warmup_steps": min(optim.warmup_steps, run.max_steps) * updates,
-        "weight_decay": optim.weight_decay,
-        "adam_beta1": optim.adam_beta1,
-        "adam_beta2": optim.adam_beta2,
-        "max_grad_norm": optim.max_grad_norm,
-        "gradient_checkpointing": config.model.gradient_checkpointing,
-        "gradient_checkpointing_kwargs": {"use_reentrant": False} if config.model.gradient_checkpointing else None,
-        **({} if exact is None else {"exact_kl_completions": exact}),
-        **_rollout(config.rollout),
+        "warmup_steps": min(optim.warmup_steps, run.max_steps) * optim.num_iterations,
+        "logging_steps": 1,
+        "logging_nan_inf_filter": False,
+        "report_to": list(run.report_to) or "none",
+        "eval_strategy": "steps",
+        "eval_on_start": not run.resume,
+        "eval_steps": (run.eval_every or run.max_steps) * optim.num_iterations,
+        "save_strategy": "steps",
+        "save_steps": (run.save_every or run.max_steps) * optim.num_iterations,
+        "save_total_limit": run.keep_checkpoints,
+        "disable_dropout": True,
+        "shuffle_dataset": False,  # the rows are those of all steps, in klamp's order
+        **_precision(config.model),
+        **_sampler(config.rollout),
         **_loss(config.loss),
-        **_kl(config.kl),
-        **_teacher(config.teacher),
-        **_left_to_klamp(),
+        **_anchors(config),
+        **({"reward_weights": [0.0]} if config.task.reward == NO_REWARD else {}),
     }
 
 
@@ -67,82 +77,63 @@ def part_size(config: TrainConfig, processes: int) -> int:
     """Completions that a process computes at once.
 
     Raises:
-        ConfigError: the completions of a step do not divide over processes and parts.
+        ConfigError: the completions of a step do not divide over processes and micro-batches.
     """
     completions = config.rollout.prompts_per_step * config.rollout.num_generations
-    shares = processes * config.optim.gradient_accumulation_steps
-    if completions % shares:
+    parts = config.optim.gradient_accumulation_steps
+    if completions % (processes * parts):
         raise ConfigError(
-            "the completions of a step do not divide over processes and parts",
-            got=f"{completions} completions, {processes} processes, "
-            f"gradient_accumulation_steps={config.optim.gradient_accumulation_steps}",
-            why="TRL gives every process the same number of parts of the same size",
-            fix=f"make prompts_per_step * num_generations a multiple of {shares}",
+            "the completions of a step do not divide over processes and micro-batches",
+            got=f"{completions} completions, {processes} processes, gradient_accumulation_steps={parts}",
+            why="TRL gives every process the same number of micro-batches of the same size",
+            fix=f"make prompts_per_step * num_generations a multiple of {processes * parts}",
         )
-    return completions // shares
+    return completions // (processes * parts)
 
 
-def _rollout(rollout: RolloutConfig) -> dict[str, Any]:
-    asked = rollout.sampler == "vllm" or rollout.sampler_url is not None
-    server = {"vllm_mode": "server", "vllm_server_base_url": rollout.sampler_url}
-    vllm = {"use_vllm": True, **({"vllm_mode": "colocate"} if rollout.sampler_url is None else server)}
-    return {
-        "num_generations": rollout.num_generations,
-        "max_completion_length": rollout.max_completion_length,
-        "temperature": rollout.temperature,
-        "top_p": rollout.top_p,
-        "top_k": rollout.top_k,
-        "mask_truncated_completions": rollout.mask_truncated_completions,
-        **(vllm if asked else {"use_vllm": False}),
-    }
+def weights_dtype(model: ModelConfig) -> str:
+    """The data type that the weights are loaded in; float32 copies of bfloat16 weights are float32 weights in TRL."""
+    copies = model.dtype == "bfloat16" and model.master_weights == "float32" and not model.lora_r
+    return "float32" if copies else model.dtype
+
+
+def _precision(model: ModelConfig) -> dict[str, Any]:
+    """Float32 weights computed in bfloat16 are TRL's `bf16`, which a launcher can ask for too."""
+    launcher = os.environ.get("ACCELERATE_MIXED_PRECISION") == "bf16"
+    mixed = model.dtype != weights_dtype(model) or (launcher and model.dtype == "float32")
+    checkpointing = {"gradient_checkpointing_kwargs": {"use_reentrant": False}} if model.gradient_checkpointing else {}
+    return {"bf16": mixed, "fp16": False, **checkpointing}
+
+
+def _sampler(rollout: RolloutConfig) -> dict[str, Any]:
+    if rollout.sampler_url is not None:
+        return {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": rollout.sampler_url}
+    return {"use_vllm": True, "vllm_mode": "colocate"} if rollout.sampler == "vllm" else {"use_vllm": False}
 
 
 def _loss(loss: LossConfig) -> dict[str, Any]:
-    scale = {"scale_rewards": "group" if loss.scale == "std" else "none"} | _trust(loss)
+    """The policy loss; the trust region to the sampler has TRL's names, and without a mode TRL's default."""
+    values: dict[str, Any] = {"scale_rewards": "group" if loss.scale == "std" else "none"}
+    if loss.vllm_importance_sampling_mode is not None:
+        names = [f"vllm_importance_sampling_{name}" for name in ("mode", "clip_max", "clip_min")]
+        values |= {name: getattr(loss, name) for name in names} | {"vllm_importance_sampling_correction": True}
     if loss.surrogate == "cispo":
-        return {"loss_type": "cispo", "epsilon_high": 1 + loss.clip_high} | scale  # TRL's is the bound itself
-    return {"loss_type": LOSS_TYPES[loss.loss_type], "epsilon": loss.epsilon, "epsilon_high": loss.clip_high} | scale
+        return values | {"loss_type": "cispo", "epsilon_high": 1 + loss.clip_high}  # TRL's is the bound itself
+    return values | {"loss_type": LOSS_TYPES[loss.loss_type], "epsilon": loss.epsilon, "epsilon_high": loss.clip_high}
 
 
-def _trust(loss: LossConfig) -> dict[str, Any]:
-    """The trust region to the sampler, whose fields have TRL's names; without a mode TRL's default stays."""
-    given: dict[str, Any] = {"off_policy_mask_threshold": loss.off_policy_mask_threshold}
-    if loss.vllm_importance_sampling_mode is None:
-        return given
-    names = ("mode", "clip_max", "clip_min")
-    own = {f"vllm_importance_sampling_{name}": getattr(loss, f"vllm_importance_sampling_{name}") for name in names}
-    return given | own | {"vllm_importance_sampling_correction": True}
+def _anchors(config: TrainConfig) -> dict[str, Any]:
+    """The fields of the KL and of a teacher that are set, under their own names.
 
-
-def _kl(kl: KLConfig) -> dict[str, Any]:
-    """The fields of the KL under their own names; beta 0 alone where there is none, so that TRL loads no reference."""
-    if not kl.needs_reference:
-        return {"beta": 0.0}
-    given = {field.name: getattr(kl, field.name) for field in dataclasses.fields(kl)}
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _teacher(teacher: TeacherConfig) -> dict[str, Any]:
-    """The fields of the teacher that are set; a model of its own is loaded by klamp, and its prompts have a column."""
+    Without a KL beta 0 alone, so that TRL loads no reference. A teacher's model is a path, its prompts have a column.
+    """
+    kl, teacher = dataclasses.asdict(config.kl), config.teacher
+    kl["exact_kl_completions"] = config.run.exact_kl_completions
+    values = {name: value for name, value in kl.items() if value is not None} if config.kl.needs_reference else {}
+    values |= {"beta": config.kl.beta if values else 0.0}
     if not teacher.there:
-        return {}
-    fields = [each for each in dataclasses.fields(teacher) if getattr(teacher, each.name) != each.default]
-    given = {each.name: getattr(teacher, each.name) for each in fields if each.name != "teacher_model"}
-    given["teacher_coef"] = teacher.teacher_coef
-    return given | ({"teacher_prompt": TEACHER_PROMPT} if teacher.teacher_prompt else {})
-
-
-def _left_to_klamp() -> dict[str, Any]:
-    """What TRL is told so that data types, order, evaluation, logs and checkpoints are those that klamp asks for."""
-    return {
-        "bf16": False,
-        "fp16": False,
-        "disable_dropout": True,
-        "shuffle_dataset": False,
-        "logging_steps": 1,
-        "logging_nan_inf_filter": False,
-        "eval_strategy": "no",
-        "save_strategy": "no",
-        "report_to": "none",
-        "disable_tqdm": True,
-    }
+        return values
+    fields = [field for field in dataclasses.fields(teacher) if getattr(teacher, field.name) != field.default]
+    values |= {field.name: getattr(teacher, field.name) for field in fields} | {"teacher_coef": teacher.teacher_coef}
+    values |= {"teacher_model": model_path(teacher.teacher_model)} if teacher.teacher_model else {}
+    return values | ({"teacher_prompt": TEACHER_PROMPT} if teacher.teacher_prompt else {})

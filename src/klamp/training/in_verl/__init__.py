@@ -1,1 +1,1 @@
-"""A run of klamp by verl's own program: `klamp train --backend verl`."""
+"""`klamp train --backend verl`: verl's arguments, its data files and its reward."""
