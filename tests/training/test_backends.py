@@ -45,15 +45,12 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"mask_truncated_completions": True}, "every completion"),
         ({"max_steps": 0}, "no run without a step"),
         ({"lr_scheduler_type": "linear"}, "constant and cosine"),
-        ({"gradient_accumulation_steps": 3}, "parts of the same size"),
     ],
 }
 CASES = [(backend, given, why) for backend, rows in REFUSED.items() for given, why in rows]
 
 NOT_ALONE = [
     ("verl", {"sampler_url": "http://there:8000"}, "it is an option of trl"),
-    ("verl", {"gpus": 3}, "a multiple of 3"),
-    ("verl", {"verl_args": ["trainer.save_freq"]}, "KEY=VALUE"),
     ("verl", {"kl_estimator": "exact"}, "no logits"),
     ("verl", {"teacher_url": "http://there:8000"}, "teacher_kind='remote' cannot be honoured by verl"),
     ("verl", {"teacher_model": "there", "temperature": 0.7}, "temperature=0.7 with a teacher"),
@@ -76,7 +73,7 @@ ALLOWED = [
     ("trl", {"reference": "ema"}),
     ("trl", {"gradient_accumulation_steps": 8, "num_iterations": 3}),
     ("trl", {"sampler": "vllm"}),
-    ("verl", {"verl_args": ["~data.seed", "+new.key=1"], "sampler": "vllm", "exact_kl_completions": 0}),
+    ("verl", {"verl_args": ["~data.seed", "+new.key=1"], "sampler": "vllm"}),
 ]
 
 

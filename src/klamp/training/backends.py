@@ -114,6 +114,7 @@ VERL = SHARED | {
     "dtype": Row("how verl scales a float16 loss was not tried with klamp's KL", "use dtype='bfloat16'", ("float16",)),
     "cpu": Row("verl runs on GPUs and NPUs", "leave cpu out, or use another backend"),
     "mask_truncated_completions": Row("verl trains on every completion that its engine returns"),
+    "exact_kl_completions": Row("verl's workers give the log-probabilities of the sampled tokens alone"),
     "stop_on": Row("verl takes no callback that could stop it", "leave it out; `klamp doctor RUN` reads the log"),
     "log_completions_every": Row("verl writes the completions of every step"),
     "lr_scheduler_type": Row("verl's schedules are constant and cosine", "use cosine or constant", ("linear",)),
@@ -193,10 +194,7 @@ def trl_refusals(config: TrainConfig) -> list[Refusal]:
 
 def verl_refusals(config: TrainConfig) -> list[Refusal]:
     """What verl cannot do, beside what the table says."""
-    kl, loss, run, parts = config.kl, config.loss, config.run, config.optim.gradient_accumulation_steps
-    completions = config.rollout.prompts_per_step * config.rollout.num_generations
-    shares = run.gpus * run.machines * parts
-    wrong = [text for text in run.verl_args if "=" not in text and not text.startswith("~")]
+    kl, loss = config.kl, config.loss
     return [
         *of_verl_s_hooks(kl),
         *teacher_refusals(config.teacher),
@@ -213,29 +211,10 @@ def verl_refusals(config: TrainConfig) -> list[Refusal]:
             fix="set beta=0, or name a reward",
         ),
         _verl_cannot(
-            bool(run.exact_kl_completions),
-            got=f"exact_kl_completions={run.exact_kl_completions}",
-            why="verl's workers give the log-probabilities of the sampled tokens alone",
-            fix="leave exact_kl_completions out",
-        ),
-        _verl_cannot(
             loss.advantage_baseline == "leave_one_out" and loss.scale == "std",
             got=f"advantage_baseline='leave_one_out', loss_type={loss.loss_type!r}, scale_rewards='std'",
             why="verl divides by the group's standard deviation where the baseline is the mean of all (grpo), and not "
             "where it is that of the others (rloo)",
             fix="set advantage_baseline='mean', or scale_rewards='none'",
-        ),
-        _verl_cannot(
-            completions % shares != 0,
-            got=f"{completions} completions per step, {run.gpus} GPUs on each of {run.machines} machines, "
-            f"gradient_accumulation_steps={parts}",
-            why="verl gives every GPU the same number of parts of the same size",
-            fix=f"make prompts_per_step * num_generations a multiple of {shares}",
-        ),
-        _verl_cannot(
-            bool(wrong),
-            got=f"verl_args has {' '.join(wrong)!r}",
-            why="an argument of verl is KEY=VALUE, +KEY=VALUE for a new key, or ~KEY to delete one",
-            fix="write it so, one word for each",
         ),
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from klamp.errors import ConfigError
 from klamp.training.config import TrainConfig, reference_kind
 
 GB = 1e9
@@ -70,6 +71,24 @@ class Sizes(NamedTuple):
     gathered: float
     sync: float
     machine: float
+
+
+def part_size(config: TrainConfig, processes: int) -> int:
+    """Completions that a process of TRL or verl computes at once.
+
+    Raises:
+        ConfigError: the completions of a step do not divide over processes and micro-batches.
+    """
+    completions = config.rollout.prompts_per_step * config.rollout.num_generations
+    parts = config.optim.gradient_accumulation_steps
+    if completions % (processes * parts):
+        raise ConfigError(
+            "the completions of a step do not divide over processes and micro-batches",
+            got=f"{completions} completions, {processes} processes, gradient_accumulation_steps={parts}",
+            why="every process has the same number of micro-batches of the same size",
+            fix=f"make prompts_per_step * num_generations a multiple of {processes * parts}",
+        )
+    return completions // (processes * parts)
 
 
 def load_of(config: TrainConfig, shape: Shape, *, gpus: int, prompt: int, apart: bool, teacher: int = 0) -> Load:

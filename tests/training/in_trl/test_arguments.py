@@ -13,7 +13,8 @@ from klamp.errors import ConfigError
 from klamp.tasks.base import TaskConfig
 from klamp.training.backends import ONLY
 from klamp.training.config import TrainConfig
-from klamp.training.in_trl.arguments import part_size, trl_arguments, weights_dtype
+from klamp.training.in_trl.arguments import trl_arguments, weights_dtype
+from klamp.training.sizing import part_size
 
 FOLDER = Path("runs/one")
 

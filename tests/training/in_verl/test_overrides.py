@@ -13,6 +13,7 @@ import pytest
 from tests.training.in_trl.test_arguments import SHARED, names_of
 
 from klamp.config import KLConfig, TeacherConfig
+from klamp.errors import ConfigError
 from klamp.hosts.verl.fields_in_verl import CONTROLLER_FIELDS, LOSS_FIELDS
 from klamp.hosts.verl.overrides import overrides
 from klamp.tasks.base import TaskConfig
@@ -146,6 +147,12 @@ def test_parts_are_shared_by_all_gpus():
     found = values(told(gpus=2, machines=2, gradient_accumulation_steps=4))
     assert found["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"] == "16"
     assert (found["trainer.n_gpus_per_node"], found["trainer.nnodes"]) == ("2", "2")
+
+
+def test_a_step_that_does_not_divide_over_the_gpus_is_refused():
+    with pytest.raises(ConfigError, match="do not divide") as caught:
+        told(gpus=3)
+    assert "a multiple of 3" in caught.value.fix
 
 
 def test_no_cluster_is_joined_that_was_not_named():

@@ -10,10 +10,10 @@ from typing import Any
 
 from klamp.config import LossConfig
 from klamp.config.loss import LossType
-from klamp.errors import ConfigError
 from klamp.tasks.base import NO_REWARD
 from klamp.training.config import ModelConfig, RolloutConfig, TrainConfig
 from klamp.training.models import model_path
+from klamp.training.sizing import part_size
 
 TEACHER_PROMPT = "klamp_teacher_prompt"
 """The column of the text that the teacher sees in the place of a prompt."""
@@ -71,24 +71,6 @@ def trl_arguments(config: TrainConfig, folder: Path, *, processes: int = 1) -> d
         **_anchors(config),
         **({"reward_weights": [0.0]} if config.task.reward == NO_REWARD else {}),
     }
-
-
-def part_size(config: TrainConfig, processes: int) -> int:
-    """Completions that a process computes at once.
-
-    Raises:
-        ConfigError: the completions of a step do not divide over processes and micro-batches.
-    """
-    completions = config.rollout.prompts_per_step * config.rollout.num_generations
-    parts = config.optim.gradient_accumulation_steps
-    if completions % (processes * parts):
-        raise ConfigError(
-            "the completions of a step do not divide over processes and micro-batches",
-            got=f"{completions} completions, {processes} processes, gradient_accumulation_steps={parts}",
-            why="TRL gives every process the same number of micro-batches of the same size",
-            fix=f"make prompts_per_step * num_generations a multiple of {processes * parts}",
-        )
-    return completions // (processes * parts)
 
 
 def weights_dtype(model: ModelConfig) -> str:

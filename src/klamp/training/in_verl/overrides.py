@@ -19,7 +19,7 @@ from klamp.tasks.base import NO_REWARD
 from klamp.training.config import TrainConfig
 from klamp.training.folders import CHECKPOINTS, FOR_VERL
 from klamp.training.models import model_path, shape_of
-from klamp.training.sizing import Load, Shape, Sizes, load_of, sizes_of
+from klamp.training.sizing import Load, Shape, Sizes, load_of, part_size, sizes_of
 
 PROGRAM = ("-m", "verl.trainer.main_ppo")
 """What Python runs."""
@@ -101,7 +101,7 @@ def verl_overrides(config: TrainConfig, folder: Path, shape: Shape | None = None
         shape: of the model; None: a small one, whose sizes are left at verl's defaults.
 
     Raises:
-        ConfigError: a KL that verl has no place for.
+        ConfigError: a KL that verl has no place for, or a step that does not divide over the GPUs.
     """
     layout, sizes = Layout(folder), None if shape is None else sizes_of(load_in_verl(config, shape))
     given = config.flat()
@@ -115,7 +115,8 @@ def verl_overrides(config: TrainConfig, folder: Path, shape: Shape | None = None
         **({} if sizes is None else _sized(config, sizes)),
         **_teacher(config),
     }
-    part = part_size(config) if sizes is None else sizes.micro
+    part = part_size(config, config.run.gpus * config.run.machines)
+    part = part if sizes is None else sizes.micro
     values |= {f"{ACTOR}.ppo_micro_batch_size_per_gpu": part}
     values |= {f"{place}.log_prob_micro_batch_size_per_gpu": part for place in (REF, ROLLOUT)}
     words = [f"{key}={written(value)}" for key, value in values.items()]
@@ -198,12 +199,6 @@ def _sized(config: TrainConfig, sizes: Sizes) -> dict[str, Any]:
         f"{ROLLOUT}.gpu_memory_utilization": sizes.engine_share,
         f"{ROLLOUT}.tensor_model_parallel_size": sizes.tensor_parallel,
     }
-
-
-def part_size(config: TrainConfig) -> int:
-    """Completions that a GPU computes at once."""
-    run, parts = config.run, config.optim.gradient_accumulation_steps
-    return config.rollout.prompts_per_step * config.rollout.num_generations // (run.gpus * run.machines * parts)
 
 
 def _loss(loss: LossConfig, longest: int) -> dict[str, Any]:
