@@ -40,7 +40,6 @@ REFUSED: dict[str, list[tuple[dict[str, Any], str]]] = {
         ({"cpu": True}, "GPUs and NPUs"),
         ({"stop_on": ("kl-spike",)}, "no callback"),
         ({"log_completions_every": 1}, "every step"),
-        ({"process_timeout": 60.0}, "wait for each other"),
         ({"exact_kl_completions": 1}, "sampled tokens alone"),
         ({"mask_truncated_completions": True}, "every completion"),
         ({"max_steps": 0}, "no run without a step"),

@@ -60,7 +60,6 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
     "dtype": ("bfloat16", {}),
     "master_weights": ("none", {"dtype": "bfloat16"}),
     "output_dir": ("elsewhere", {}),
-    "process_timeout": (60.0, {}),
     "cpu": (True, {}),
     "resume": (True, {"output_dir": "elsewhere"}),
     "exact_kl_completions": (2, {}),

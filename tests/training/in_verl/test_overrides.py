@@ -84,7 +84,7 @@ REFUSED = (
     *("kl_normalizer", "kl_early_stop", "reference", "reference_decay", "reference_reset_steps", "reference_url"),
     *("reference_name", "reference_device", "reference_dtype", "ref_model", "sampler_url"),
     *("mask_truncated_completions", "exact_kl_completions", "cpu", "stop_on", "log_completions_every"),
-    *("process_timeout", *TRUST),
+    *TRUST,
 )
 """Fields of which only the default can be honoured: see test_backends.py, and for the KL tests/hosts/verl."""
 AROUND = (*("backend", "tokenizer", "sampler", "gpu_memory"),)
