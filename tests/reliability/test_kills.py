@@ -59,7 +59,7 @@ def test_a_killed_run_ends_as_one_that_never_was(ground: Ground, kill: Kill) -> 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kill", plan(100, seed=0), ids=str)
+@pytest.mark.parametrize("kill", plan(100, seed=1), ids=str)
 def test_so_do_a_hundred_that_a_seed_draws(ground: Ground, kill: Kill) -> None:
     outcome = ground.strike(kill)
     assert outcome.differs == []
@@ -69,8 +69,8 @@ def test_so_do_a_hundred_that_a_seed_draws(ground: Ground, kill: Kill) -> None:
 
 
 def test_every_point_and_case_has_its_turn() -> None:
-    kills = plan(100, seed=0)
-    assert kills == plan(100, seed=0) != plan(100, seed=1)
+    kills = plan(100, seed=1)
+    assert kills == plan(100, seed=1) != plan(100, seed=0)
     assert {blow.point for kill in kills for blow in kill.blows} == {AT_RANDOM, *POINTS}
     assert {kill.case for kill in kills} == set(CASES) and {kill.blows[0].point for kill in kills} == {
         AT_RANDOM,

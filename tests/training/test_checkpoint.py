@@ -84,7 +84,7 @@ def test_a_checkpoint_loads_anywhere_and_scores_as_the_policy_did(context_of):
         tokenizer=context.tokenizer,
         optimizer=optimizer,
         anchors={},
-        state={},
+        documents={},
         keep=1,
     )
     assert folder.name == "step-000007"
@@ -103,7 +103,7 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(context_of, monkeypat
     context = context_of()
     optimizer = torch.optim.AdamW(context.policy.parameters())
     given = {"policy": context.policy, "tokenizer": context.tokenizer, "optimizer": optimizer}
-    given |= {"anchors": {}, "state": {}, "keep": 1}
+    given |= {"anchors": {}, "documents": {}, "keep": 1}
     checkpoint.save(context.output_dir, 1, **given)
 
     monkeypatch.setattr(checkpoint.torch, "save", full_disk)
@@ -117,7 +117,16 @@ def test_a_save_that_fails_leaves_the_checkpoint_before_it(context_of, monkeypat
     assert [p.name for p in checkpoint.checkpoints(context.output_dir)] == ["step-000002"]
 
 
-def test_a_checkpoint_is_on_the_disk_before_it_is_in_its_place(tmp_path, monkeypatch):
+@pytest.fixture
+def parts(context_of):
+    """What a checkpoint is made of."""
+    context = context_of()
+    optimizer = torch.optim.AdamW(context.policy.parameters())
+    given = {"policy": context.policy, "tokenizer": context.tokenizer, "optimizer": optimizer, "anchors": {}}
+    return given | {"documents": {"state.json": {"step": 1}}}
+
+
+def test_a_checkpoint_is_on_the_disk_before_it_is_in_its_place(parts, tmp_path, monkeypatch):
     """And so are the lines of its steps."""
     synced, rename = [], Path.rename
     (tmp_path / "metrics.jsonl").touch()
@@ -127,67 +136,46 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_in_its_place(tmp_path, monkeyp
         assert {part, *part.rglob("*")} - {*synced} == {part / SEAL}, "which is on the disk before it has its name"
         return rename(part, folder)
 
-    def fill(part: Path) -> None:
-        (part / "policy").mkdir()
-        (part / "policy" / "weights").write_text("w")
-
     monkeypatch.setattr(checkpoint, "sync", synced.append)
     monkeypatch.setattr(Path, "rename", moved)
-    folder = checkpoint.write(tmp_path, 1, fill, state={}, keep=1)
+    folder = checkpoint.save(tmp_path, 1, **parts, keep=1)
     assert synced[-1] == folder.parent and folder.is_dir()
+    assert checkpoint.is_whole(folder) and checkpoint.checkpoints(tmp_path) == [folder]
 
 
-def test_a_step_that_is_written_a_second_time_stays_until_the_new_one_is_there(tmp_path, monkeypatch):
-    def fill(text):
-        return lambda part: (part / "weights").write_text(text)
-
-    folder, rename = checkpoint.write(tmp_path, 1, fill("old"), state={}, keep=1), Path.rename
-
-    def killed(part, target):
-        if target == folder:
-            raise KeyboardInterrupt
-        return rename(part, target)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(Path, "rename", killed)
-        with pytest.raises(KeyboardInterrupt):
-            checkpoint.write(tmp_path, 1, fill("new"), state={}, keep=1)
-    kept = [file.read_text() for file in tmp_path.rglob("weights")]
-    assert sorted(kept) == ["new", "old"], "both are whole, under names that say so"
-    checkpoint.write(tmp_path, 1, fill("new"), state={}, keep=1)
-    assert [file.read_text() for file in tmp_path.rglob("weights")] == ["new"]
+def test_a_step_that_is_saved_a_second_time_replaces_the_first(parts, tmp_path):
+    first = checkpoint.save(tmp_path, 1, **parts, keep=1)
+    (first / "left").touch()
+    again = checkpoint.save(tmp_path, 1, **parts, keep=1)
+    assert again == first and checkpoint.is_whole(again)
 
 
-def test_half_of_an_old_checkpoint_is_none_and_goes_at_the_next(run, monkeypatch):
+def test_half_of_an_old_checkpoint_goes_at_the_next(run, parts, monkeypatch):
     """The run was killed half way through the deletion of its oldest checkpoint, after the next one."""
-    kept = ["step-000003", "step-000004", "step-000005"]
+    rmtree = shutil.rmtree
 
     def killed(path, *args, **options):
-        if (path / "optimizer.pt").exists():
+        if path.name == "step-000002":
             (path / "optimizer.pt").unlink()
             raise KeyboardInterrupt
+        rmtree(path, *args, **options)
 
     with monkeypatch.context() as patch:
         patch.setattr(checkpoint.shutil, "rmtree", killed)
         with pytest.raises(KeyboardInterrupt):
-            checkpoint.write(run.folder, 5, lambda part: None, state={}, keep=3)
-    assert [each.name for each in checkpoint.checkpoints(run.folder)] == kept
+            checkpoint.save(run.folder, 5, **parts, keep=3)
+    assert checkpoint.newest(run.folder).name == "step-000005"
     checkpoint.tidy(run.folder, keep=3)
+    kept = ["step-000003", "step-000004", "step-000005"]
     assert sorted(each.name for each in (run.folder / "checkpoints").iterdir()) == kept
 
 
 def test_a_resume_deletes_what_its_run_did_not_come_to(run):
-    shutil.copytree(run.newest, run.folder / "checkpoints" / ".step-000001.old")
+    shutil.copytree(run.newest, run.folder / "checkpoints" / ".step-000001.part")
     config = replace(run.config, run=replace(run.config.run, max_steps=4, keep_checkpoints=2))
     train_run(config)
     found = sorted(each.name for each in (run.folder / "checkpoints").iterdir())
     assert found == ["step-000003", "step-000004"]
-
-
-def test_nothing_is_deleted_where_no_checkpoint_is_in_its_place(tmp_path):
-    (tmp_path / "checkpoints" / ".step-000001.old").mkdir(parents=True)
-    checkpoint.tidy(tmp_path, keep=1)
-    assert (tmp_path / "checkpoints" / ".step-000001.old").is_dir()
 
 
 def test_only_names_of_checkpoints_count(run):
@@ -350,8 +338,7 @@ def test_a_file_that_is_another_one_is_named(folder, damage):
     assert changed(folder) == []
     (folder / "later").touch()
     damage(folder / "model.safetensors")
-    assert changed(folder) == ["model.safetensors", "later (it has no checksum)"]
-    assert changed(folder, inside=folder / "inner") == []
+    assert changed(folder) == ["later", "model.safetensors"]
 
 
 def test_weights_that_changed_are_loaded_by_nobody(run, tmp_path):

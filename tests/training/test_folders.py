@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import errno
 import fcntl
-import json
 import os
 import signal
-import socket
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -167,20 +165,17 @@ def child_that_holds(folder: Path) -> int:
     return number
 
 
-def test_the_second_one_is_told_who_has_it(tmp_path):
+def test_a_second_one_is_refused_until_the_first_is_gone(tmp_path):
     child = child_that_holds(tmp_path)
     try:
-        with pytest.raises(RunFolderError, match="another klamp train works") as caught, held(tmp_path, by="me"):
+        with pytest.raises(RunFolderError, match="another process works") as caught, held(tmp_path, by="me"):
             pass
-        since = json.loads((tmp_path / LOCK).read_text())["since"]
-        assert f"process {child} on {socket.gethostname()} since {since}" in caught.value.got
-        assert caught.value.why and "--output_dir" in caught.value.fix
+        assert caught.value.got == str(tmp_path) and caught.value.why and "--output_dir" in caught.value.fix
     finally:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
-    assert (tmp_path / LOCK).exists()
-    with held(tmp_path, by="me"):
-        assert json.loads((tmp_path / LOCK).read_text())["process"] == os.getpid(), "the dead hold nothing"
+    assert (tmp_path / LOCK).exists() and can_hold(tmp_path), "the dead hold nothing"
+    assert not (tmp_path / LOCK).exists()
 
 
 def test_a_folder_that_is_deleted_meanwhile_ends_nothing(tmp_path):
@@ -225,14 +220,6 @@ def test_a_file_system_without_locks_is_refused_in_words(tmp_path, monkeypatch):
     ):
         pass
     assert "No locks available" in caught.value.why and "--output_dir" in caught.value.fix
-
-
-@pytest.mark.parametrize("text", ["", "[]", '{"host"', "\xff"])
-def test_what_a_dead_or_damaged_holder_left_holds_nothing(tmp_path, text):
-    (tmp_path / LOCK).write_text(text, encoding="latin-1")
-    with held(tmp_path, by="y"), pytest.raises(RunFolderError, match="another y works"), held(tmp_path, by="z"):
-        pass
-    assert not (tmp_path / LOCK).exists()
 
 
 # whole files --------------------------------------------------------------------------------------------------------
@@ -303,9 +290,8 @@ def test_a_run_under_way_is_left_alone(config_of, tmp_path):
 
         def on_step(self, step, metrics):
             for changes in ({}, {"resume": True}):
-                with pytest.raises(RunFolderError, match="another klamp train works") as caught:
+                with pytest.raises(RunFolderError, match="another process works"):
                     train_run(config_of(**changes))
-                assert f"process {os.getpid()} on" in caught.value.got
                 self.refused += (step,)
 
     second = Second()

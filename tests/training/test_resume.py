@@ -20,7 +20,7 @@ from klamp.errors import NonFiniteError, RewardError, RunFolderError, TrainingSt
 from klamp.training import checkpoint, trainer, updates
 from klamp.training.backends import train_run
 from klamp.training.observers import Observer
-from klamp.training.runlog import TRACKERS, TensorBoard
+from klamp.training.runlog import TRACKERS, tensorboard
 
 pytestmark = pytest.mark.slow
 
@@ -203,7 +203,8 @@ def test_a_reward_that_fails_leaves_the_last_good_step(whole_and, tmp_path, rewa
     folder = tmp_path / "parts" / "checkpoints" / "step-000003"
     assert error.__notes__ == [f"  the state after step 3 is saved in {folder}"]
     assert folder.is_dir() and len(steps_of(tmp_path / "parts")) == 3
-    train_run(parts(resume=True))  # with a reward that works
+    rewards.STATE.update(break_at=-1)  # it is mended
+    train_run(parts(resume=True, reward=f"tests.training.rewards:{reward}"))
     assert_same_run(whole, tmp_path / "parts")
 
 
@@ -290,12 +291,14 @@ def test_a_step_that_is_saved_already_is_not_saved_again(whole_and, tmp_path):
 
 
 def test_a_run_that_is_stopped_again_before_it_did_anything_keeps_its_checkpoint(parts_of, monkeypatch):
+    given = {"reward": "tests.training.rewards:breaks"}
+    rewards.STATE.update(calls=0, break_at=-1)
     with pytest.raises(TrainingStopped):
-        train_run(parts_of(), [StopAfter(3)])
-    monkeypatch.setattr(checkpoint, "write", lambda *args, **kwargs: pytest.fail("it is on disk"))
+        train_run(parts_of(**given), [StopAfter(3)])
+    monkeypatch.setattr(checkpoint, "save", lambda *args, **kwargs: pytest.fail("it is on disk"))
     rewards.STATE.update(calls=0, break_at=1)
     with pytest.raises(RewardError) as caught:
-        train_run(parts_of(resume=True, reward="tests.training.rewards:breaks"))
+        train_run(parts_of(resume=True, **given))
     assert "step-000003" in caught.value.__notes__[0]
 
 
@@ -381,7 +384,7 @@ def test_trackers_that_cannot_write_are_refused(parts_of, tmp_path, monkeypatch)
 
     def in_the_way(folder, config, done):
         (folder / "tracking").touch()
-        return TensorBoard(folder, config, done)
+        return tensorboard(folder, config, done)
 
     monkeypatch.setitem(TRACKERS, "tensorboard", in_the_way)
     with pytest.raises(RunFolderError, match="tracking"):

@@ -24,8 +24,9 @@ from klamp.scoring.completions import select
 from klamp.scoring.model_parts import HEAD
 from klamp.scoring.scorer import Ask, score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training import observers, teachers
+from klamp.training import observers
 from klamp.training.backends import train_run
+from klamp.training.fingerprints import check_same
 from klamp.training.folders import lines_of
 from klamp.training.models import load_model
 from klamp.training.observers import completion_of
@@ -305,7 +306,8 @@ def test_a_completion_that_is_written_has_the_teacher_s_numbers(context_of, teac
     scored_by = rollout.mask.clone()
     scored_by[:, 0] = False
     rollout = replace(rollout, taught=replace(rollout.taught, scored=scored_by))
-    output = UpdateOutput(policy_logprobs=scores.logprobs.detach(), losses={}, grad_norm=None, kl_old=0.0)
+    unmeasured = {"entropy": None, "exact": None, "exact_forward": None, "losses": {}, "grad_norm": 0.0, "kl_old": 0.0}
+    output = UpdateOutput(policy_logprobs=scores.logprobs.detach(), **unmeasured)
     row = completion_row(context, rollout, output, 0)
     length = int(rollout.mask[0].sum())
     assert row["teacher_logprobs"] == [None, *rollout.taught.logprobs[0, 1:length].tolist()]
@@ -423,10 +425,12 @@ def test_a_resume_with_another_teacher_is_refused(config_of, teacher, llama, tmp
     other = config_of(teacher_model=llama, max_steps=3, resume=True, **ALONE)
     with pytest.raises(ConfigError, match="cannot change teacher_model"):
         check_resume(other, tmp_path / "run")
-    before = {"": [-1.0, -2.0]}
-    teachers.check_same_teacher(before, {"": [-1.001, -2.0]})
-    with pytest.raises(ConfigError, match="the teacher is another model than it was"):
-        teachers.check_same_teacher(before, {"": [-1.0, -3.0]})
+    before = {"teacher": [-1.0, -2.0], "task": "a"}
+    check_same(before, {"teacher": [-1.001, -2.0]}, checkpoint=tmp_path)
+    for now in ({"teacher": [-1.0, -3.0]}, {"teacher": [-1.0]}):
+        with pytest.raises(ConfigError, match="the teacher is another one than it was") as caught:
+            check_same(before, now, checkpoint=tmp_path)
+        assert "klamp train --model" in caught.value.fix
 
 
 @pytest.mark.parametrize("cut", [{"top_p": 0.9}, {"top_k": 3}])
@@ -455,7 +459,7 @@ def test_a_resume_with_another_model_at_the_server_is_refused(config_of, context
         given = {"teacher_url": url, "max_steps": 1, **ALONE}
         train_run(config_of(**given))
         server.model = load_model(llama, "float32")
-        with pytest.raises(ConfigError, match="the teacher is another model than it was"):
+        with pytest.raises(ConfigError, match="the teacher is another one than it was"):
             train_run(config_of(**given | {"max_steps": 2, "resume": True}))
 
 

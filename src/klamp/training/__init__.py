@@ -1,1 +1,1 @@
-"""klamp's own trainer: rollouts, references, updates, checkpoints; transformers, accelerate and peft are used here."""
+"""klamp's own trainer: rollouts, references, updates, checkpoints; transformers and peft are used here."""

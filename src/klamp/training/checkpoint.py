@@ -2,13 +2,13 @@
 
     checkpoints/step-000050/policy/         save_pretrained: loads anywhere
     checkpoints/step-000050/optimizer.pt    loads with weights_only=True
-    checkpoints/step-000050/reference.safetensors   only where the reference moves; so teacher.safetensors
-    checkpoints/step-000050/state.json      step, controller, schedule, reference length
-    checkpoints/step-000050/checksums.json  SHA-256 of all of them; a complete checkpoint of TRL or verl gets one too
+    checkpoints/step-000050/reference.safetensors   only if the reference moves; so teacher.safetensors
+    checkpoints/step-000050/state.json      step, controller, schedule, reference length, fingerprints
+    checkpoints/step-000050/identity.json   the run's ID and configuration, SHA-256 of its model and data
+    checkpoints/step-000050/checksums.json  SHA-256 of all other files
 
-A checkpoint is written beside its place and moved there once it is on the disk: a killed run, or a machine that loses
-power, leaves a whole one or none; the lines that speak of its steps are on the disk before it. What changes later on
-the disk is noticed before a run goes on from it.
+A checkpoint is written to a temporary folder and renamed once it is on the disk, after the lines of its steps: a killed
+run leaves a whole checkpoint or none. Each file is read and compared with its checksum before a run goes on from it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ import hashlib
 import json
 import reprlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any
@@ -35,8 +36,8 @@ from klamp.tasks.files import json_of
 from klamp.tasks.paths import followed
 from klamp.training.folders import (
     CHECKPOINTS,
-    CONFIG,
     NAMED,
+    OWN,
     POLICY,
     SEAL,
     SUMMARY,
@@ -48,10 +49,10 @@ from klamp.training.folders import (
     write_whole,
 )
 
-OWN, OF_TRL, OF_VERL = "step-", "checkpoint-", "global_step_"
-"""How the names of a backend's checkpoints begin."""
+STATE_FILE = "state.json"
+"""The file of a checkpoint that holds what changes from step to step besides the weights."""
 STATE = {"step", "controller", "schedule", "reference_length"}
-"""The keys that state.json must hold for a run to continue."""
+"""The keys that it must hold for a run to continue."""
 UNREADABLE = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, EOFError),
     *(UnpicklingError, SafetensorError),
@@ -69,59 +70,44 @@ def save(
     tokenizer: PreTrainedTokenizerBase,
     optimizer: Optimizer,
     anchors: Mapping[str, nn.Module],
-    state: dict[str, Any],
+    documents: Mapping[str, Mapping[str, Any]],
     keep: int,
 ) -> Path:
-    """Write the checkpoint of a step, and delete all but the newest `keep`.
+    """Write the checkpoint of a step completely or not at all, and delete all but the newest `keep`.
 
     Args:
         output_dir: folder of the run.
         step: steps done.
-        policy: the unwrapped policy; with an adapter, only the adapter is written.
+        policy: the policy; with an adapter, only the adapter is written.
         tokenizer: saved with the weights.
         optimizer: its moments.
         anchors: weights of a reference or teacher that moves, by name.
-        state: plain numbers and names.
+        documents: name of a JSON file -> its content.
         keep: how many checkpoints to leave.
-    """
 
-    def fill(part: Path) -> None:
+    Raises:
+        RunFolderError: the disk is full, or the folder is gone.
+    """
+    folder = output_dir / CHECKPOINTS / f"{OWN}{step:06d}"
+    part = part_of(folder)
+    shutil.rmtree(part, ignore_errors=True)
+    try:
+        part.mkdir(parents=True)
         with without_bars():
             policy.save_pretrained(str(part / POLICY))  # pyright: ignore[reportCallIssue]
         tokenizer.save_pretrained(str(part / POLICY))
         torch.save(optimizer.state_dict(), part / "optimizer.pt")
         for name, model in anchors.items():
             save_model(model, str(part / f"{name}.safetensors"))
-
-    return write(output_dir, step, fill, state=state, keep=keep)
-
-
-def write(output_dir: Path, step: int, fill: Callable[[Path], None], *, state: dict[str, Any], keep: int) -> Path:
-    """Write a checkpoint completely or not at all, and delete all but the newest `keep`.
-
-    Args:
-        output_dir: folder of the run.
-        step: steps done.
-        fill: writes what belongs to it besides the state into the folder that it is given.
-        state: plain numbers and names.
-        keep: how many checkpoints to leave.
-    """
-    folder = output_dir / CHECKPOINTS / f"step-{step:06d}"
-    part, aside = part_of(folder), _aside(folder)
-    for left in (part, aside):
-        shutil.rmtree(left, ignore_errors=True)
-    try:
-        part.mkdir(parents=True)
-        fill(part)
-        (part / "state.json").write_text(json.dumps(state | {"step": step}, indent=2), encoding="utf-8")
+        for name, content in documents.items():
+            (part / name).write_text(json.dumps(content, indent=2), encoding="utf-8")
         seal(part)
         for path in (*output_dir.glob("*.jsonl"), output_dir):
             sync(path)
     except UNWRITABLE as error:
         shutil.rmtree(part, ignore_errors=True)
         raise lost(output_dir, error) from error
-    if folder.exists():  # of a course that the run went back before
-        folder.rename(aside)
+    shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)
     sync(folder.parent)
     tidy(output_dir, keep=keep)
@@ -129,160 +115,62 @@ def write(output_dir: Path, step: int, fill: Callable[[Path], None], *, state: d
 
 
 def tidy(output_dir: Path, *, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and what a killed run left of others.
-
-    One that goes is moved aside first: what is left of it, when a run is killed meanwhile, is no checkpoint any more.
-    Where none is in its place nothing is deleted.
-    """
-    found = checkpoints(output_dir)
-    for left in (output_dir / CHECKPOINTS).glob(".step-*") if found else ():
-        shutil.rmtree(left, ignore_errors=True)
-    for old in found[:-keep]:
-        shutil.rmtree(old.rename(_aside(old)), ignore_errors=True)
+    """Delete all but the newest `keep` checkpoints, and what a killed run left half written."""
+    for part in (output_dir / CHECKPOINTS).glob(f".{OWN}*"):
+        shutil.rmtree(part, ignore_errors=True)
+    for old in checkpoints(output_dir)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
 
 
-def _aside(folder: Path) -> Path:
-    """Where a checkpoint is on its way out."""
-    return folder.with_name(f".{folder.name}.old")
+def checkpoints(output_dir: Path) -> list[Path]:
+    """The checkpoints of a run of klamp's own loop, oldest first."""
+    return [folder for folder in checkpoint_folders(output_dir) if folder.name.startswith(OWN)]
 
 
-def checkpoints(output_dir: Path, *, begin: str = OWN) -> list[Path]:
-    """The complete checkpoints of a run, oldest first.
-
-    Args:
-        output_dir: folder of the run.
-        begin: how the names of a backend's checkpoints begin; those that are not klamp's own are complete once sealed.
-    """
-    found = [each for each in checkpoint_folders(output_dir) if each.name.startswith(begin)]
-    return [each for each in found if begin == OWN or (each / SEAL).exists()]
-
-
-def newest(output_dir: Path, *, begin: str = OWN) -> Path | None:
-    """The newest checkpoint of a run; None where it was killed before its first.
-
-    Args:
-        output_dir: folder of the run.
-        begin: as in `checkpoints`.
+def newest(output_dir: Path) -> Path | None:
+    """The newest checkpoint of a run; None if it was killed before its first.
 
     Raises:
-        RunFolderError: the folder is one of a run that had some.
+        RunFolderError: the run had checkpoints, and has none of klamp's own loop now.
     """
-    return last_of(checkpoints(output_dir, begin=begin), output_dir, begin=begin)
-
-
-def last_of(found: Sequence[Path], output_dir: Path, *, begin: str) -> Path | None:
-    """The last of the checkpoints that were found in a run's folder; None where the run was killed before its first.
-
-    Args:
-        found: the whole ones of the backend that is to go on, oldest first.
-        output_dir: folder of the run.
-        begin: how the names of that backend's checkpoints begin.
-
-    Raises:
-        RunFolderError: another backend wrote some, or the run was done.
-    """
-    others = [each for each in checkpoint_folders(output_dir) if not each.name.startswith(begin)]
-    if not found and (others or (output_dir / SUMMARY).exists()):
+    saved = checkpoints(output_dir)
+    if not saved and (checkpoint_folders(output_dir) or (output_dir / SUMMARY).exists()):
         raise RunFolderError(
             "there is no checkpoint to continue from",
             got=str(output_dir / CHECKPOINTS),
             why="resume continues a run from its newest checkpoint, with the backend that wrote it",
             fix="check --output_dir and --backend, or start anew without --resume in another folder",
         )
-    return found[-1] if found else None
+    return saved[-1] if saved else None
 
 
-def whole_newest(output_dir: Path, *, begin: str = OWN) -> Path | None:
-    """The newest checkpoint, read once to its last byte; None where the run was killed before its first.
+def whole_newest(output_dir: Path) -> Path | None:
+    """The newest checkpoint, each of its files read and compared; None if the run was killed before its first.
 
     Raises:
         RunFolderError: it is damaged; names the newest one that is whole.
     """
-    folder = newest(output_dir, begin=begin)
+    folder = newest(output_dir)
     if folder is not None:
         check(folder)
     return folder
 
 
-def check(checkpoint: Path, *, besides: str = "", inside: Path | None = None) -> None:
-    """Refuse a checkpoint, whose ever, whose files are not those that were written.
-
-    Args:
-        checkpoint: its folder.
-        besides: what is to be done besides deleting it.
-        inside: the folder in it whose files are looked at; None: all are.
+@contextmanager
+def reading(checkpoint: Path) -> Iterator[None]:
+    """A context in which an error of reading is that of a damaged checkpoint.
 
     Raises:
-        RunFolderError: it is damaged; names the newest one that is whole.
+        RunFolderError: names the newest whole checkpoint before it.
     """
     try:
-        names = changed(checkpoint, inside=inside)
-    except UNREADABLE as error:
-        raise damaged(checkpoint, error, besides=besides) from error
-    if names:
-        error = ValueError(f"{', '.join(names)} changed on the disk since it was written")
-        raise damaged(checkpoint, error, besides=besides)
-
-
-def check_policy(folder: Path) -> None:
-    """Refuse weights in a checkpoint, whose ever, that are not those that were written; other folders are let be.
-
-    Args:
-        folder: of the model or adapter.
-
-    Raises:
-        RunFolderError: they are damaged; names the newest checkpoint that is whole.
-    """
-    inside = followed(folder)
-    for checkpoint in (inside, *inside.parents[:2]):  # verl keeps its models two folders deep
-        if _is_noted(checkpoint):
-            check(checkpoint, inside=inside)
-
-
-def _is_noted(checkpoint: Path) -> bool:
-    """Whether a checkpoint should have checksums: one of klamp's own in its run, or any that was complete once."""
-    own = NAMED.fullmatch(checkpoint.name) and checkpoint.name.startswith(OWN)
-    return (checkpoint / SEAL).exists() or bool(own and (checkpoint.parents[1] / CONFIG).is_file())
-
-
-def load_state(checkpoint: Path) -> dict[str, Any]:
-    """Read the JSON state of a checkpoint.
-
-    Raises:
-        RunFolderError: it is missing or damaged, or of another step.
-    """
-    try:
-        state = json_of((checkpoint / "state.json").read_text(encoding="utf-8"))
-        if missing := sorted(STATE - state.keys()):
-            raise ValueError(f"state.json lacks {', '.join(missing)}")
-        if repr(state["step"]) != repr(number_of(checkpoint)):
-            raise ValueError(f"step in state.json is {reprlib.repr(state['step'])}")
-    except UNREADABLE as error:
-        raise damaged(checkpoint, error) from error
-    return state
-
-
-def load_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
-    """Load the saved moments into the optimizer; only tensors and numbers are read, no code is run.
-
-    Raises:
-        RunFolderError: they are missing, damaged, or those of other weights.
-    """
-    try:
-        saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
-        optimizer.load_state_dict(saved)
+        yield
     except UNREADABLE as error:
         raise damaged(checkpoint, error) from error
 
 
-def damaged(checkpoint: Path, error: Exception, *, besides: str = "") -> RunFolderError:
-    """The error for a checkpoint that cannot be read; names the newest whole one before it.
-
-    Args:
-        checkpoint: its folder.
-        error: what reading it raised.
-        besides: what is to be done besides deleting it.
-    """
+def damaged(checkpoint: Path, error: Exception) -> RunFolderError:
+    """The error for a checkpoint that cannot be read; names the newest whole one before it."""
     kind = checkpoint.name.rstrip("0123456789")
     number = number_of(checkpoint) if NAMED.fullmatch(checkpoint.name) else 0  # a copy may be called anything
     older = [each for each in checkpoint_folders(checkpoint.parent.parent) if each.name.startswith(kind)]
@@ -291,9 +179,41 @@ def damaged(checkpoint: Path, error: Exception, *, besides: str = "") -> RunFold
         "the checkpoint is damaged",
         got=str(checkpoint),
         why=f"{type(error).__name__}: {error}",
-        fix=f"delete that folder{besides}; "
+        fix="delete that folder; "
         + (f"{whole} is whole, and the run goes on from there then" if whole else "there is no whole one before it"),
     )
+
+
+# checksums ------------------------------------------------------------------------------------------------------------
+
+
+def seal(folder: Path) -> None:
+    """Write the SHA-256 of every file of a complete checkpoint into one file, once they are on the disk."""
+    make_readable(folder)
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+    write_whole(folder / SEAL, json.dumps(checksums(folder), indent=2))
+
+
+def checksums(folder: Path) -> dict[str, str]:
+    """The SHA-256 of every file of a checkpoint, but for hidden ones, as file managers leave them."""
+    sums: dict[str, str] = {}
+    for file in sorted(folder.rglob("[!.]*")):
+        if file.is_file() and file.name != SEAL:
+            with file.open("rb") as stream:
+                sums[file.relative_to(folder).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
+    return sums
+
+
+def changed(folder: Path) -> list[str]:
+    """The files of a checkpoint that are not those that were written, those without a checksum included.
+
+    Raises:
+        OSError, ValueError, TypeError, AttributeError: the checksums are missing, or cannot be read.
+    """
+    written = json_of((folder / SEAL).read_text(encoding="utf-8"))
+    present = checksums(folder)
+    return sorted(name for name in written.keys() | present.keys() if written.get(name) != present.get(name))
 
 
 def is_whole(checkpoint: Path) -> bool:
@@ -304,47 +224,67 @@ def is_whole(checkpoint: Path) -> bool:
         return False
 
 
+def check(checkpoint: Path) -> None:
+    """Refuse a checkpoint, of whichever backend, whose files are not those that were written.
+
+    Raises:
+        RunFolderError: it is damaged; names the newest one that is whole.
+    """
+    with reading(checkpoint):
+        if names := changed(checkpoint):
+            raise ValueError(f"{', '.join(names)} changed on the disk since it was written")
+
+
+def check_policy(folder: Path) -> None:
+    """Refuse weights in a checkpoint that are not those that were written; other folders are not looked at.
+
+    Args:
+        folder: of the model or adapter.
+
+    Raises:
+        RunFolderError: they are damaged; names the newest checkpoint that is whole.
+    """
+    inside = followed(folder)
+    for checkpoint in (inside, inside.parent):
+        if (checkpoint / SEAL).exists() or (checkpoint / STATE_FILE).exists():
+            check(checkpoint)
+
+
+# reading --------------------------------------------------------------------------------------------------------------
+
+
+def load_state(checkpoint: Path) -> dict[str, Any]:
+    """Read the JSON state of a checkpoint.
+
+    Raises:
+        RunFolderError: it is missing or damaged, or of another step.
+    """
+    with reading(checkpoint):
+        state = json_of((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
+        if missing := sorted(STATE - state.keys()):
+            raise ValueError(f"{STATE_FILE} lacks {', '.join(missing)}")
+        if repr(state["step"]) != repr(number_of(checkpoint)):
+            raise ValueError(f"step in {STATE_FILE} is {reprlib.repr(state['step'])}")
+        return state
+
+
+def load_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
+    """Load the saved moments into the optimizer; only tensors and numbers are read, no code is run.
+
+    Raises:
+        RunFolderError: they are missing, damaged, or those of other weights.
+    """
+    with reading(checkpoint):
+        saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
+        optimizer.load_state_dict(saved)
+
+
 def load_anchors(checkpoint: Path, anchors: Mapping[str, nn.Module]) -> None:
     """Load the weights of a reference or a teacher that moves, by name.
 
     Raises:
         RunFolderError: they are missing or damaged.
     """
-    try:
+    with reading(checkpoint):
         for name, model in anchors.items():
             load_model(model, str(checkpoint / f"{name}.safetensors"))
-    except UNREADABLE as error:
-        raise damaged(checkpoint, error) from error
-
-
-def _checksum(file: Path) -> str:
-    with file.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").hexdigest()
-
-
-def seal(folder: Path) -> None:
-    """Note the SHA-256 of every file of a checkpoint that is complete, once it is on the disk."""
-    make_readable(folder)
-    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != SEAL)
-    for path in (*folder.rglob("*"), folder):
-        sync(path)
-    sums = {file.relative_to(folder).as_posix(): _checksum(file) for file in files}
-    write_whole(folder / SEAL, json.dumps(sums, indent=2))
-
-
-def changed(folder: Path, *, inside: Path | None = None) -> list[str]:
-    """The files of a checkpoint that are not those that were sealed, and those that came later but hidden ones.
-
-    Args:
-        folder: of the checkpoint.
-        inside: the folder in it whose files are looked at; None: all are.
-
-    Raises:
-        OSError, ValueError, TypeError, AttributeError: there is no seal, or it cannot be read.
-    """
-    sums = {folder / name: noted for name, noted in json_of((folder / SEAL).read_text(encoding="utf-8")).items()}
-    files = {file: noted for file, noted in sums.items() if file.is_relative_to(inside or folder)}
-    other = [file for file, noted in files.items() if not file.is_file() or _checksum(file) != noted]
-    here = [file for file in (inside or folder).rglob("[!.]*") if file.is_file() and file.name != SEAL]
-    late = {file: " (it has no checksum)" for file in sorted(here) if file not in sums}
-    return [file.relative_to(folder).as_posix() + late.get(file, "") for file in (*other, *late)]

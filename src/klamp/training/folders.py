@@ -1,18 +1,11 @@
-"""The folder of a run: which one it is, what is in it, who may write it; and files that are whole at any time.
-
-The lock on a folder is the library filelock's: the operating system holds it and lets go of it when the process ends,
-however it ends. The file says who has it, for the message alone.
-"""
+"""The folder of a run: which one it is, what is in it, who may write it; and files that are whole at any time."""
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import socket
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
@@ -39,6 +32,8 @@ SEAL = "checksums.json"
 """The file in a checkpoint that holds its checksums; where it is, the checkpoint was complete."""
 POLICY = "policy"
 """The folder inside a checkpoint of klamp's that holds its weights."""
+OWN = "step-"
+"""How the names of the checkpoints of klamp's own loop begin."""
 NAMED = re.compile(r"(step-|checkpoint-|global_step_)\d+", re.ASCII)
 """The name of a checkpoint; a copy or a backup that somebody made beside it has another one."""
 LOCK = ".lock"
@@ -290,66 +285,35 @@ def sync(path: Path) -> None:
         os.close(number)
 
 
-_held: set[int] = set()
-
-
 @contextmanager
 def held(folder: Path, *, by: str) -> Iterator[None]:
-    """A context in which no other process can take the folder, which is there.
+    """A context in which no other process can take the folder; the system drops the lock when this process ends.
 
     Args:
         folder: of a run or an ablation.
         by: the command, as a person knows it.
 
     Raises:
-        RunFolderError: another one has it; says which process, on which host, and since when. Or there are no locks.
+        RunFolderError: another process has it, or the file system has no locks.
     """
     from filelock import FileLock, Timeout  # part of the extra `train`; who only reads a run needs no lock
 
-    path, process = folder / LOCK, os.getpid()
-    descriptors: list[int] = []
-
-    def sign(descriptor: int) -> None:
-        descriptors.append(descriptor)
-        with suppress(OSError):  # a full disk: the run that cannot be written says so
-            os.ftruncate(descriptor, 0)
-            since = datetime.now().astimezone().isoformat(sep=" ", timespec="seconds")
-            holder = {"command": by, "process": process, "host": socket.gethostname(), "since": since}
-            os.write(descriptor, json.dumps(holder).encode())
-
-    lock = FileLock(path, on_acquired=sign)
+    lock = FileLock(folder / LOCK)
     try:
         lock.acquire(blocking=False)
     except Timeout as error:
-        raise _refused(path) from error
+        raise RunFolderError(
+            "another process works in the output folder",
+            got=str(folder),
+            why=f"{by} would write the same files",
+            fix="wait for it, stop it, or choose another --output_dir",
+        ) from error
     except OSError as error:
         raise unwritable(folder, f"it cannot be locked: {type(error).__name__}: {error}") from error
-    _held.update(descriptors)
     try:
         yield
     finally:
-        if os.getpid() == process:  # else this is a fork, which filelock has taken the lock from
-            _held.difference_update(descriptors)
-            with suppress(OSError):  # the folder may be gone
-                path.unlink(missing_ok=True)  # while it is locked: whoever opened it meanwhile tries again
-            with suppress(OSError):
-                lock.release()
-
-
-def lock_descriptors() -> list[int]:
-    """The file descriptors of the locks that this process holds: a child that inherits them holds the folders too."""
-    return list(_held)
-
-
-def _refused(path: Path) -> RunFolderError:
-    holder: dict[str, Any] = {}
-    with suppress(OSError, ValueError, RecursionError):  # it is just being written
-        found = json.loads(path.read_text(encoding="utf-8"))
-        holder = found if isinstance(found, dict) else {}
-    who = f", held by process {holder.get('process')} on {holder.get('host')} since {holder.get('since')}"
-    return RunFolderError(
-        f"another {holder.get('command', 'process')} works in the output folder",
-        got=f"{path.parent}{who if holder else ''}",
-        why="both would write the same files",
-        fix="wait for it, stop it, or choose another --output_dir",
-    )
+        with suppress(OSError):  # the folder may be gone
+            (folder / LOCK).unlink(missing_ok=True)  # while it is locked: whoever opened it meanwhile tries again
+        with suppress(OSError):
+            lock.release()

@@ -17,7 +17,6 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import get_scheduler
 
 from klamp.core.masking import upcast
-from klamp.hosts.common.control import go_on_from
 from klamp.training.config import TrainConfig
 
 MASTERS = "masters"
@@ -78,37 +77,15 @@ def adamw(policy: nn.Module, config: TrainConfig) -> AdamW:
     return (MasterAdamW if copies else AdamW)(
         weights,
         lr=config.optim.learning_rate,
-        **settings_of(config),
+        betas=(config.optim.adam_beta1, config.optim.adam_beta2),
+        weight_decay=config.optim.weight_decay,
         fused=all(p.device.type in ("cpu", "cuda") for p in weights),  # one pass over the weights and moments
     )
 
 
-def settings_of(config: TrainConfig) -> dict[str, Any]:
-    """What AdamW is told besides the rate; a saved state brings its own, over which these are put at a resume."""
-    return {"betas": (config.optim.adam_beta1, config.optim.adam_beta2), "weight_decay": config.optim.weight_decay}
-
-
-def go_on(schedule: LambdaLR, config: TrainConfig, *, updates: int = 1) -> str:
-    """Have a schedule and its optimizer, whose states were loaded, do what is asked for now; see `go_on_from`."""
-    for group in schedule.optimizer.param_groups:
-        group.update(settings_of(config))
-    optim = config.optim
-    return go_on_from(schedule, schedule.last_epoch, optim.learning_rate, warmup=optim.warmup_steps, updates=updates)
-
-
-def schedule_of(optimizer: Optimizer, config: TrainConfig, *, updates: int = 1) -> LambdaLR:
-    """The schedule of the learning rate over the steps of a run.
-
-    Args:
-        optimizer: whose rate it is.
-        config: the run.
-        updates: how often it is advanced within a step, all of whose updates have one rate.
-    """
+def schedule_of(optimizer: Optimizer, config: TrainConfig) -> LambdaLR:
+    """The schedule of the learning rate over the steps of a run; all updates of a step have one rate."""
     optim, steps = config.optim, config.run.max_steps
     name = "constant_with_warmup" if optim.lr_scheduler_type == "constant" else optim.lr_scheduler_type
     warmup = min(optim.warmup_steps, steps)
-    schedule: Any = get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
-    if updates == 1:
-        return schedule
-    factor = schedule.lr_lambdas[0]
-    return LambdaLR(optimizer, lambda update: factor(update // updates))
+    return get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)  # pyright: ignore

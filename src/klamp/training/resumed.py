@@ -1,54 +1,42 @@
-"""What a resume may change, one table for all backends; what it did change; and which run it is that goes on.
+"""What a resume may change, and which run goes on.
 
-`config.yaml` holds what is in force now, and under `history` what was in force until which step. `identity.json` says
-which model and data a run has: their names, and sums of their contents.
+Each checkpoint holds `identity.json`: the run's ID, its configuration, and SHA-256 of its model and data. A resume
+compares the new configuration with the stored one. `config.yaml` holds what is in force now, and under `history` what
+was in force until which step; readers of a run use it, a resume does not.
 """
 
 from __future__ import annotations
 
 import hashlib
 import math
+import uuid
 import warnings
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from klamp.errors import ConfigError, KLWarning
+from klamp.errors import ConfigError, KLWarning, RunFolderError
 from klamp.tasks.base import has_own_prompts
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder
 from klamp.tasks.files import json_of, yaml_of
 from klamp.tasks.paths import at_home
-from klamp.training.config import Backend, TrainConfig, field_owners, reference_kind
-from klamp.training.folders import CONFIG, SEAL, checkpoint_folders, number_of, policy_folder
+from klamp.training.config import TrainConfig, field_owners, reference_kind
+from klamp.training.folders import CONFIG, OWN, SEAL, checkpoint_folders, number_of, policy_folder, policy_in
 
 HISTORY, UNTIL, IDENTITY = "history", "until", "identity.json"
 PLACE = ("output_dir", "resume")
 """Fields that say where a run is, and are no part of it."""
 IDENTIFIED = ("model", "ref_model", "teacher_model", "tokenizer", "task", "eval_split")
-"""Fields that are the run's identity: another name of the same contents is the same run."""
-ADAPTER = "the saved adapter and its moments have that shape"
-PROMPTS = "the scores before and after would be of other prompts"
-FIXED: Mapping[str, str] = {
-    "backend": "a checkpoint is read by the backend that wrote it",
-    "dtype": "weights and moments were saved in the former one",
-    "master_weights": "the optimizer was saved with the float32 copies, or without",
-    **dict.fromkeys(("lora_r", "lora_alpha", "lora_target_modules"), ADAPTER),
-    "teacher_models": "each prompt's teacher is part of what was learned",
-    "seed": "the order of prompts and all draws come from it",
-    **dict.fromkeys(("prompt_column", "answer_column", "skill_column", "chat_template", "system_prompt"), PROMPTS),
-    **dict.fromkeys(("eval_size", "task_seed"), PROMPTS),
-}
-"""Fields that no resume can change, and why; of every field that is in no table here, the new value counts."""
-FIXED_BY: Mapping[Backend, Mapping[str, str]] = {
-    "trl": {"num_iterations": "TRL counts updates: its checkpoint would be of another step"},
-    "verl": {
-        **dict.fromkeys(("learning_rate", "lr_scheduler_type", "warmup_steps"), "verl loads it with its optimizer"),
-        **dict.fromkeys(("weight_decay", "adam_beta1", "adam_beta2"), "verl loads it with its optimizer"),
-        "prompts_per_step": "verl's place in the data counts by it",
-        **dict.fromkeys(("gpus", "machines"), "verl's processes read what as many wrote"),
-    },
-}
-"""Fields that a backend cannot change besides."""
+"""Fields that name a model or data: another name of the same contents is the same run."""
+ADDRESSES = ("reference_url", "teacher_url")
+"""Fields that say where a server is: its answers are compared, see `klamp.training.fingerprints`."""
+MAY_CHANGE = (
+    *("max_steps", "learning_rate", "max_grad_norm", "beta", "target_kl", "kl_controller", "stop_on"),
+    *("save_every", "keep_checkpoints", "eval_every"),
+    *("log_completions", "log_completions_every", "log_answers", "report_to"),
+)
+"""All other fields that a resume may change: what people change after a spike, saving, evaluation and logging."""
 
 
 def check_resume(config: TrainConfig, folder: Path) -> tuple[int, str] | None:
@@ -59,46 +47,46 @@ def check_resume(config: TrainConfig, folder: Path) -> tuple[int, str] | None:
         folder: of the run.
 
     Raises:
-        ConfigError: a field that cannot change, another model or data, or a configuration that cannot be read.
+        ConfigError: a field that cannot change, or another model or data.
+        RunFolderError: the checkpoint does not say which run it belongs to.
     """
-    saved = [
-        each
-        for each in checkpoint_folders(folder)
-        if not each.name.startswith("checkpoint-") or (each / SEAL).is_file()
-    ]
-    if not (config.run.resume and saved and (folder / CONFIG).is_file()):
+    saved = checkpoint_folders(folder)
+    saved = [each for each in saved if not each.name.startswith("checkpoint-") or (each / SEAL).is_file()]
+    if not (config.run.resume and saved):
         return None
-    past = read(folder)
-    step = number_of(saved[-1]) // (past["num_iterations"] if past["backend"] == "trl" else 1)
-    before = in_force(past, step)
-    changes, fixed = _changes(before, plain(config)), _fixed(config_of(before), config, step)
-    for field, names in _others(folder, before, identity(config)).items():
-        changes[field], fixed[field] = names, "its policy, KL and scores would be set beside what they do not come from"
-    if name := next((name for name in changes if name in fixed), ""):
+    newest = saved[-1]
+    stored = identity_in(newest if (newest / IDENTITY).is_file() or newest.name.startswith(OWN) else folder)
+    before, now = plain(config_of(stored["config"])), plain(config)
+    step = number_of(newest) // (before["num_iterations"] if before["backend"] == "trl" else 1)
+    changes = _changes(before, now)
+    refused = dict.fromkeys(changes, "a resume continues what was saved")
+    for name in (*MAY_CHANGE, *ADDRESSES):
+        refused.pop(name, None)
+    for name, sum_now in sums_of(config).items():
+        sum_before = stored["sha256"].get(name, "")
+        if sum_before and sum_now and sum_before == sum_now:
+            refused.pop(name, None)
+        elif sum_before and sum_now:
+            changes[name] = (f"{before[name]} {sum_before}", f"{now[name]} {sum_now}")
+            refused[name] = "a resume continues what was saved"
+    kind = reference_kind(config)
+    if kind in ("ema", "periodic") and reference_kind(config_of(stored["config"])) == "none":
+        refused["beta"] = f"the {kind} comes from the checkpoint, and the run had no reference"
+    if config.run.max_steps < step:
+        refused["max_steps"] = f"{step} steps are done; to go back, delete the newer checkpoints"
+    if name := next((name for name in changes if name in refused), ""):
         raise ConfigError(
             f"a resume cannot change {name}",
             got=f"{in_words({name: changes[name]})}, after step {step} of {folder}",
-            why=fixed[name],
-            fix=f"leave {name} out, or start a new run in another folder",
+            why=refused[name],
+            fix=f"leave {name} as it was, or {new_run(newest)}",
         )
     return step, in_words(changes)
 
 
-def _fixed(was: TrainConfig, now: TrainConfig, step: int) -> dict[str, str]:
-    """Field -> why it cannot change between these two, after so many steps."""
-    found = {**FIXED, **FIXED_BY.get(was.run.backend, {})}
-    kind, asked = reference_kind(was), reference_kind(now)
-    if asked in ("ema", "periodic") and kind != asked:
-        why = f"the {asked} comes from the checkpoint, and that of a run with the reference {kind} has none"
-        found |= {"reference": why, "beta": why}
-    taught = now.teacher.kind
-    if taught in ("ema", "periodic") and was.teacher.kind != taught:
-        found["teacher_kind"] = f"the {taught} comes from the checkpoint, and that of another teacher has none"
-    if was.run.backend == "verl" and now.optim.lr_scheduler_type != "constant":
-        found["max_steps"] = "verl would take a step at the end of its old schedule, and jump to the new one"
-    if now.run.max_steps < step:
-        found["max_steps"] = f"{step} steps are done; to go back, delete the newer checkpoints"
-    return found
+def new_run(checkpoint: Path) -> str:
+    """How to start a new run from a checkpoint."""
+    return f"start a new run from that checkpoint: klamp train --model {policy_in(checkpoint)} --output_dir NEW"
 
 
 def plain(config: TrainConfig) -> dict[str, Any]:
@@ -113,6 +101,75 @@ def _changes(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tup
 def in_words(changes: Mapping[str, tuple[Any, Any]]) -> str:
     """Changes as text: `beta 0.1 -> 0.5`."""
     return ", ".join(f"{name} {old} -> {new}" for name, (old, new) in changes.items())
+
+
+# which run it is ------------------------------------------------------------------------------------------------------
+
+SUMMED = (".safetensors", ".bin", ".json", ".model", ".txt")
+"""The files of a folder that make a model what it is."""
+
+
+def identity(config: TrainConfig, *, run: str = "") -> dict[str, Any]:
+    """What each checkpoint stores of its run.
+
+    Args:
+        config: in force.
+        run: the run's ID; empty: a new one.
+    """
+    return {"run": run or uuid.uuid4().hex, "config": plain(config), "sha256": sums_of(config)}
+
+
+def identity_in(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint stores of its run.
+
+    Raises:
+        RunFolderError: it is missing or damaged.
+    """
+    try:
+        found = json_of((checkpoint / IDENTITY).read_text(encoding="utf-8"))
+        return {"run": str(found["run"]), "config": dict(found["config"]), "sha256": dict(found["sha256"])}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        raise RunFolderError(
+            "the checkpoint does not say which run it belongs to",
+            got=str(checkpoint / IDENTITY),
+            why=f"it is damaged, or of an older version: {type(error).__name__}: {' '.join(str(error).split())[:200]}",
+            fix=new_run(checkpoint),
+        ) from error
+
+
+def sums_of(config: TrainConfig) -> dict[str, str]:
+    """Field -> the SHA-256 of the model or data that it names; "" if its contents are not on this machine."""
+    given = config.flat()
+    return {name: _sum(given[name]) if given[name] else "" for name in IDENTIFIED}
+
+
+def _sum(name: str) -> str:
+    place, digest = _place(name), hashlib.sha256()
+    inside = sorted(place.iterdir()) if place.is_dir() and not has_own_prompts(name) else []
+    files = [each for each in inside if each.suffix in SUMMED] or [each for each in (place,) if each.is_file()]
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest() if files else ""
+
+
+def _place(name: str) -> Path:
+    """The folder or file that a name stands for; that of a hub id is in the hub's cache."""
+    if name == "builtin":
+        return base_model_folder(BaseModelConfig())
+    if name in NAMED_MODELS:
+        return named_model_folder(name)
+    place = at_home(policy_folder(name))
+    if not place.exists():
+        from huggingface_hub import try_to_load_from_cache
+
+        with suppress(ValueError):  # no id of the hub
+            if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+                return Path(cached).parent
+    return place
+
+
+# config.yaml ----------------------------------------------------------------------------------------------------------
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -136,7 +193,7 @@ def config_of(values: Mapping[str, Any]) -> TrainConfig:
         ConfigError: it is impossible in this version.
     """
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)  # it was told when the run was started
+        warnings.simplefilter("ignore", KLWarning)  # the run gave it when it was started
         return TrainConfig.from_flat({name: value for name, value in values.items() if name in field_owners()})
 
 
@@ -161,7 +218,7 @@ def with_history(config: TrainConfig, past: Mapping[str, Any], step: int) -> dic
 
     Args:
         config: in force from now on.
-        past: what it held, see `read`.
+        past: what the file held, see `read`.
         step: the steps done; what was noted of later ones is undone.
     """
     now = plain(config) | {"resume": False}
@@ -178,41 +235,3 @@ def told(values: Mapping[str, Any]) -> dict[int, str]:
     """Step -> what was changed after it, in words; from the values of a config.yaml."""
     steps = (entry[UNTIL] for entry in history_of(values))
     return {step: in_words(_changes(in_force(values, step), in_force(values, step + 1))) for step in steps}
-
-
-SUMMED = (".safetensors", ".bin", ".json", ".model", ".txt")
-"""The files of a folder that make a model what it is."""
-
-
-def identity(config: TrainConfig) -> dict[str, dict[str, Any]]:
-    """Field -> the name of a model or data, and the SHA-256 of its contents; "" where they are not on this machine."""
-    given = config.flat()
-    return {name: {"name": given[name], "sha256": _sum(given[name]) if given[name] else ""} for name in IDENTIFIED}
-
-
-def _sum(name: str) -> str:
-    own = {"builtin": lambda: base_model_folder(BaseModelConfig())}
-    place, found = own[name]() if name in own else at_home(policy_folder(name)), hashlib.sha256()
-    inside = sorted(place.iterdir()) if place.is_dir() and not has_own_prompts(name) else []
-    files = [each for each in inside if each.suffix in SUMMED] or [each for each in (place,) if each.is_file()]
-    for file in files:
-        with file.open("rb") as stream:
-            found.update(hashlib.file_digest(stream, "sha256").digest())
-    return found.hexdigest() if files else ""
-
-
-def _others(
-    folder: Path, past: Mapping[str, Any], asked: Mapping[str, Mapping[str, Any]]
-) -> dict[str, tuple[str, str]]:
-    """Field -> the model or data that a run has, and what is asked for, where the two are not the same."""
-    try:
-        noted = dict(json_of((folder / IDENTITY).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):  # a run of an older version
-        noted = {}
-    found: dict[str, tuple[str, str]] = {}
-    for field, now in asked.items():
-        was = {"name": past[field], "sha256": ""} | dict(noted.get(field) or {})
-        compared = "sha256" if was["sha256"] and now["sha256"] else "name"
-        if was[compared] != now[compared]:
-            found[field] = (f"{was['name']} {was['sha256']}".strip(), f"{now['name']} {now['sha256']}".strip())
-    return found

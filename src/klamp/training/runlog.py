@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple
 
 import torch
 import yaml
@@ -36,7 +36,7 @@ from klamp.training.folders import (
     write_whole,
 )
 from klamp.training.observers import Observer, RunInfo, RunSummary
-from klamp.training.resumed import IDENTITY, PLACE, identity, plain, read, with_history
+from klamp.training.resumed import PLACE, plain, read, with_history
 
 PACKAGES = (
     *("torch", "transformers", "trl", "peft", "datasets", "tokenizers", "safetensors"),
@@ -55,68 +55,39 @@ def versions() -> dict[str, str]:
     return found | {"torch_threads": str(torch.get_num_threads())}
 
 
-class Tracker(Protocol):
+class Tracker(NamedTuple):
     """Where metrics are shown besides the run's own files."""
 
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Show the values of a step."""
-        ...
-
-    def close(self) -> None:
-        """Write what is left."""
-        ...
+    log: Callable[[Mapping[str, float], int], object]
+    """Shows the values of a step."""
+    close: Callable[[], object]
+    """Writes what is left."""
 
 
-class TensorBoard:
-    """Scalars in the folder `tracking` of a run.
+def tensorboard(folder: Path, config: TrainConfig, done: int) -> Tracker:
+    """Scalars in the folder `tracking` of a run; what a killed run left of steps after `done` is no longer shown."""
+    from torch.utils.tensorboard import SummaryWriter
 
-    Args:
-        folder: of the run.
-        config: of the run.
-        done: the steps that are done; TensorBoard no longer shows what a killed run left of later ones.
-    """
+    purge = (done + 1 if done else 0) if config.run.resume else None
+    writer = SummaryWriter(str(folder / "tracking"), purge_step=purge)
 
-    def __init__(self, folder: Path, config: TrainConfig, done: int) -> None:
-        from torch.utils.tensorboard import SummaryWriter
-
-        purge = (done + 1 if done else 0) if config.run.resume else None
-        self.writer = SummaryWriter(str(folder / "tracking"), purge_step=purge)
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Write the values of a step."""
+    def log(values: Mapping[str, float], step: int) -> None:
         for name, value in values.items():
-            self.writer.add_scalar(name, value, step)
-        self.writer.flush()
+            writer.add_scalar(name, value, step)
+        writer.flush()
 
-    def close(self) -> None:
-        """Write what is left."""
-        self.writer.close()
+    return Tracker(log, writer.close)
 
 
-class WandB:
-    """A run of Weights & Biases, with its files in the run's folder.
+def wandb(folder: Path, config: TrainConfig, done: int) -> Tracker:
+    """A run of Weights & Biases, with its files in the run's folder."""
+    import wandb
 
-    Args:
-        folder: of the run.
-        config: of the run, which W&B shows.
-        done: the steps that are done.
-    """
-
-    def __init__(self, folder: Path, config: TrainConfig, done: int) -> None:
-        import wandb
-
-        self.run = wandb.init(project="klamp", dir=str(folder), config=plain(config))
-
-    def log(self, values: Mapping[str, float], step: int) -> None:
-        """Show the values of a step."""
-        self.run.log(dict(values), step=step)
-
-    def close(self) -> None:
-        """Write what is left."""
-        self.run.finish()
+    run = wandb.init(project="klamp", dir=str(folder), config=plain(config))
+    return Tracker(lambda values, step: run.log(dict(values), step=step), run.finish)
 
 
-TRACKERS: Mapping[str, type[TensorBoard] | type[WandB]] = {"tensorboard": TensorBoard, "wandb": WandB}
+TRACKERS: Mapping[str, Callable[[Path, TrainConfig, int], Tracker]] = {"tensorboard": tensorboard, "wandb": wandb}
 
 
 def check_trackers(config: TrainConfig) -> None:
@@ -180,8 +151,6 @@ class RunLog(Observer):
         now = with_history(info.config, past, info.start_step)
         if now != past | {name: now[name] for name in PLACE}:
             write_whole(folder / CONFIG, yaml.safe_dump(now, sort_keys=False))
-        if not (info.start_step and (folder / IDENTITY).is_file()):
-            write_whole(folder / IDENTITY, json.dumps(identity(info.config), indent=2))
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write the metrics as a line of metrics.jsonl, and to the trackers."""

@@ -130,18 +130,18 @@ def _tokenizer(config: TrainConfig, named: str) -> tuple[PreTrainedTokenizerBase
     return tokenizer, describe_folder(config.model.model)[0]
 
 
-def build(config: TrainConfig, folder: Path, observers: Sequence[Observer]) -> Context:
-    """Load all that a run needs: policy with its adapter, scorer, anchors, task; on resume the newest checkpoint's.
+def build(config: TrainConfig, folder: Path, observers: Sequence[Observer], *, resumed: Path | None = None) -> Context:
+    """Load all that a run needs: policy with its adapter, scorer, anchors, task.
 
     Args:
         config: of the run.
         folder: of the run.
         observers: told how far slow loading is.
+        resumed: the checkpoint whose policy it is.
 
     Raises:
         ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.
     """
-    resumed = checkpoint.whole_newest(folder) if config.run.resume else None
     name, kind = config.model.model, reference_kind(config)
     make_ready(name, progress=progress_of(observers))
     start = load_model(name, config.model.dtype)

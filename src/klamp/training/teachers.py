@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from klamp.config.teacher import TeacherConfig
-from klamp.errors import ConfigError, DataError, ModelError
+from klamp.errors import DataError, ModelError
 from klamp.hosts.common.teachers import check_tokens, no_prompt, prefix_kl
 from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import Predictions, check_same_vocabulary
@@ -36,11 +36,6 @@ from klamp.training.references import (
     score_rows,
 )
 from klamp.training.sampling import encode_prompts
-
-PROBES, PROBE_TOKENS = 4, 8
-"""Prompts whose first tokens a teacher's fingerprint is made of, and how many."""
-SAME = 0.05
-"""Nats by which the log-probabilities of two fingerprints of one teacher may differ: other kernels, other batches."""
 
 
 class LiveTeacher(LocalReference):
@@ -166,30 +161,6 @@ class Teachers:
         """The weights of a teacher that moves, which a checkpoint must hold."""
         return next((w for model in self.models.values() if (w := model.weights()) is not None), None)
 
-    def fingerprint(
-        self, examples: Sequence[Example], device: torch.device, *, temperature: float
-    ) -> dict[str, list[float]]:
-        """The log-probabilities of a few fixed tokens under each teacher that never moves, by its key."""
-        if self.config.kind not in ("frozen", "remote", "adapter_off"):
-            return {}
-        texts = [each.prompt for each in examples[:PROBES]]
-        prompt_ids, prompt_mask = encode_prompts(texts, self.tokenizer, device)
-        rows: list[list[int]] = [
-            self.tokenizer(text, add_special_tokens=False)["input_ids"][:PROBE_TOKENS] for text in texts
-        ]  # pyright: ignore
-        ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(row, device=device) for row in rows], batch_first=True)
-        mask = torch.arange(ids.shape[1], device=device) < torch.tensor([[len(row)] for row in rows], device=device)
-        given = Completions(
-            prompt_ids=prompt_ids,
-            prompt_mask=prompt_mask,
-            ids=ids,
-            mask=mask,
-            sampler_logprobs=torch.zeros(ids.shape, device=device),
-            ended=torch.ones(len(ids), dtype=torch.bool, device=device),
-        )
-        found = {key: each.score(given, temperature=temperature).logprobs[mask] for key, each in self.models.items()}
-        return {key: [round(x, 4) for x in each.tolist()] for key, each in found.items()}
-
     def describe(self) -> str:
         """Where the teachers come from, in words."""
         return ", ".join(f"{key}: {each.describe()}" if key else each.describe() for key, each in self.models.items())
@@ -286,26 +257,4 @@ def check_keys(config: TrainConfig, task: Task, models: Mapping[str, str]) -> No
                 got=f"{column}={key!r}, teacher_models={', '.join(models)}",
                 why="its completions would be scored by nobody",
                 fix=f"add {key}=MODEL to teacher_models, or repair the row",
-            )
-
-
-def check_same_teacher(before: Mapping[str, Sequence[float]], now: Mapping[str, Sequence[float]]) -> None:
-    """Refuse to go on with a teacher that is not the one a run was started with.
-
-    Args:
-        before: its fingerprint in the checkpoint; empty: there was none.
-        now: that of the teacher that is there.
-
-    Raises:
-        ConfigError: they differ.
-    """
-    for key, numbers in before.items():
-        other = now.get(key, ())
-        far = max((abs(x - y) for x, y in zip(numbers, other, strict=False)), default=0.0)
-        if now and (len(other) != len(numbers) or far > SAME):
-            raise ConfigError(
-                f"the teacher {key or ''} is another model than it was".replace("  ", " "),
-                got=f"log-probabilities of the same tokens differ by up to {far:.3g} nats",
-                why="the run would go on towards another policy, and its curve would not say so",
-                fix="serve the teacher that the run was started with, or start a new run",
             )

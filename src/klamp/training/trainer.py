@@ -27,7 +27,7 @@ from klamp.config.rules import check_beta
 from klamp.config.teacher import OF_THE_POLICY
 from klamp.core.objective import Weighted
 from klamp.errors import DataError, KlampError, RunFolderError, TrainingStopped
-from klamp.hosts.common.control import held_kl
+from klamp.hosts.common.control import go_on_from, held_kl
 from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.scoring.model_parts import output_size
 from klamp.scoring.probe import probe
@@ -39,19 +39,19 @@ from klamp.training import checkpoint
 from klamp.training.config import OptimConfig, RolloutConfig, RunConfig, TrainConfig
 from klamp.training.context import Context
 from klamp.training.evaluation import evaluate, teacher_answers
+from klamp.training.fingerprints import check_same, fingerprints
 from klamp.training.folders import METRICS_FILE, lines_until, number_of, opened_folder, scores_of
 from klamp.training.interrupts import Interrupt, deferred_interrupts
 from klamp.training.microbatch import needed_reference, printed_kl, printed_loss
 from klamp.training.models import end_tokens
 from klamp.training.observers import AlarmObserver, Observer, RunInfo, RunSummary
-from klamp.training.optimizer import adamw, go_on, schedule_of
+from klamp.training.optimizer import adamw, schedule_of
 from klamp.training.references import FrozenReference
-from klamp.training.resumed import check_resume
+from klamp.training.resumed import IDENTITY, check_resume, identity, identity_in, plain
 from klamp.training.rollouts import Rollout, collect, measure_reference_length
 from klamp.training.runlog import RunLog, check_trackers
 from klamp.training.sampling import examples_of_step
 from klamp.training.setup import build, check_alone
-from klamp.training.teachers import check_same_teacher
 from klamp.training.updates import (
     UpdateOutput,
     completion_row,
@@ -255,10 +255,8 @@ class Trainer:
         self.whole = True
         """Whether the weights are those of the last step done, and not half way through the next one."""
         self.optimizer.register_step_pre_hook(self._begin_update)
-        self.fingerprint: dict[str, list[float]] = {}
-        if context.teachers is not None:
-            temperature = context.config.rollout.temperature
-            self.fingerprint = context.teachers.fingerprint(context.task.train, context.device, temperature=temperature)
+        self.fingerprints = fingerprints(context)
+        self.identity: Mapping[str, Any] = {}
 
     def _begin_update(self, *_: object) -> None:
         self.whole = False
@@ -277,12 +275,14 @@ class Trainer:
         check_alone()
         check_trackers(config)
         with opened_folder(config) as folder:
-            going, everyone = check_resume(config, folder), [RunLog(), *observers]
+            everyone = [RunLog(), *observers]
             try:
-                run = cls(build(config, folder, observers), everyone)
+                saved = checkpoint.whole_newest(folder) if config.run.resume else None
+                going = check_resume(config, folder)
+                run = cls(build(config, folder, observers, resumed=saved), everyone)
                 run.changes = going[1] if going else ""
-                if config.run.resume:
-                    run.resume()
+                if saved is not None:
+                    run.resume(saved)
                 run.tell(lambda o: o.on_start(run.info()))
                 run.warn(*run.cautions(), *run.noted)
                 return run.run()
@@ -389,6 +389,7 @@ class Trainer:
         """Write a checkpoint of the last step done, unless this run has saved that step before."""
         if self.saved[0] != self.step:
             context = self.context
+            self.identity = self.identity or identity(context.config)
             folder = checkpoint.save(
                 context.output_dir,
                 self.step,
@@ -396,7 +397,7 @@ class Trainer:
                 tokenizer=context.tokenizer,
                 optimizer=self.optimizer,
                 anchors=self._moving(),
-                state=self._state(),
+                documents={checkpoint.STATE_FILE: self._state(), IDENTITY: self.identity},
                 keep=context.config.run.keep_checkpoints,
             )
             self.saved = (self.step, folder)
@@ -411,8 +412,9 @@ class Trainer:
 
     def _state(self) -> dict[str, Any]:
         return {
+            "step": self.step,
             **self.context.control.state_dict(),
-            **({"teacher": self.fingerprint} if self.fingerprint else {}),
+            "fingerprints": self.fingerprints,
             "schedule": {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"},
         }
 
@@ -424,37 +426,32 @@ class Trainer:
         saved = checkpoint.checkpoints(self.context.output_dir)
         return (number_of(saved[-1]), saved[-1]) if saved else (0, None)
 
-    def resume(self) -> None:
-        """Continue from the newest checkpoint of the run's folder; from the first step where there is none yet.
+    def resume(self, folder: Path) -> None:
+        """Continue from a checkpoint, whose policy is loaded.
 
         Raises:
             RunFolderError: it is damaged.
-        """
-        folder = checkpoint.newest(self.context.output_dir)
-        if folder is None:
-            return
-        checkpoint.load_optimizer(folder, self.optimizer)
-        self.load(folder)
-        checkpoint.load_anchors(folder, self._moving())
-
-    def load(self, folder: Path) -> None:
-        """Go on from the plain state of a checkpoint: all but weights, moments and reference.
-
-        Raises:
-            RunFolderError: it is damaged.
+            ConfigError: the task, the reference or the teacher is another one than it was.
         """
         state = checkpoint.load_state(folder)
-        try:
-            saved = {name: x for name, x in state["schedule"].items() if name in (*self.schedule.state_dict(), "rise")}
-            self.schedule.load_state_dict({**saved, "lr_lambdas": [None]})  # the function is not saved
+        check_same(dict(state.get("fingerprints") or {}), self.fingerprints, checkpoint=folder)
+        self.identity = {**identity_in(folder), "config": plain(self.context.config)}
+        checkpoint.load_optimizer(folder, self.optimizer)
+        checkpoint.load_anchors(folder, self._moving())
+        with checkpoint.reading(folder):
+            known = {
+                name: state["schedule"][name]
+                for name in (*self.schedule.state_dict(), "rise")
+                if name in state["schedule"]
+            }
+            self.schedule.load_state_dict({**known, "lr_lambdas": [None]})  # the function is not saved
             if repr(self.schedule.last_epoch) != repr(state["step"]):
                 raise TypeError(f"last_epoch of the schedule is {self.schedule.last_epoch!r}")
-            self.noted += filter(None, [go_on(self.schedule, self.context.config)])
-            self.step = state["step"]
+            optim = self.context.config.optim
+            risen = go_on_from(self.schedule, state["step"], optim.learning_rate, warmup=optim.warmup_steps)
+            self.noted += filter(None, [risen])
             self.context.control.load_state_dict(state)
-        except checkpoint.UNREADABLE as error:
-            raise checkpoint.damaged(folder, error) from error
-        check_same_teacher(dict(state.get("teacher") or {}), self.fingerprint)
+            self.step = state["step"]
         self.saved = (self.step, folder)
         self._recall()
 
