@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from accelerate import Accelerator
 from tests.training import rewards
 from tests.training.conftest import TINY, disturb, rows_of, stored, tiny_llama
 
@@ -46,7 +45,6 @@ def pair_of(policy, start, *, length: int, prompts: dict[str, list[str]], rows: 
     return Context(
         config=TrainConfig.from_flat({**rollout, "prompts_per_step": rows // 2, "cpu": True}),
         output_dir=Path(),
-        accelerator=Accelerator(cpu=True),
         policy=policy,
         scorer=Scorer(policy, probe(policy)),
         reference=FrozenReference(start),

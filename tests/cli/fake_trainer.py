@@ -14,6 +14,7 @@ from klamp.diagnostics.alarms import ALARMS
 from klamp.diagnostics.doctor import Finding
 from klamp.training.config import TrainConfig
 from klamp.training.observers import Observer, RunInfo, RunSummary
+from klamp.training.resumed import IDENTITY, identity
 
 BEFORE = {"addition": 0.7617, "subtraction": 0.9023, "reversal": 1.0}
 AFTER = {"addition": 0.9375, "subtraction": 0.8945, "reversal": 0.9961}
@@ -73,6 +74,7 @@ def write_files(config: TrainConfig, folder: Path) -> None:
     (folder / "checkpoints" / "step-000100").mkdir(parents=True)
     plain = {name: list(value) if isinstance(value, tuple) else value for name, value in config.flat().items()}
     (folder / "config.yaml").write_text(yaml.safe_dump(plain), encoding="utf-8")
+    (folder / "checkpoints" / "step-000100" / IDENTITY).write_text(json.dumps(identity(config)), encoding="utf-8")
     for name in ("metrics.jsonl", "completions.jsonl"):
         (folder / name).write_text(json.dumps({"step": 1}) + "\n", encoding="utf-8")
 

@@ -161,7 +161,7 @@ def test_it_fits_into_a_hundred_columns() -> None:
     "flags", [[], ["--output_dir", "here"], ["--task", "data/rows.jsonl"], ["--task", "my.tasks:chess"]]
 )
 def test_the_folder_is_the_one_that_the_trainer_takes(flags: list[str], empty_folder: Path) -> None:
-    from klamp.training.setup import opened_folder
+    from klamp.training.folders import opened_folder
 
     (empty_folder / "runs" / "arithmetic-001").mkdir(parents=True)
     config = parse_train(flags).config

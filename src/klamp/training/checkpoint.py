@@ -195,25 +195,30 @@ def seal(folder: Path) -> None:
     write_whole(folder / SEAL, json.dumps(checksums(folder), indent=2))
 
 
-def checksums(folder: Path) -> dict[str, str]:
-    """The SHA-256 of every file of a checkpoint, but for hidden ones, as file managers leave them."""
+def checksums(folder: Path, inside: Path | None = None) -> dict[str, str]:
+    """The SHA-256 of every file of a checkpoint, or of a folder in it, but for hidden ones, as file managers leave."""
     sums: dict[str, str] = {}
-    for file in sorted(folder.rglob("[!.]*")):
+    for file in sorted((inside or folder).rglob("[!.]*")):
         if file.is_file() and file.name != SEAL:
             with file.open("rb") as stream:
                 sums[file.relative_to(folder).as_posix()] = hashlib.file_digest(stream, "sha256").hexdigest()
     return sums
 
 
-def changed(folder: Path) -> list[str]:
+def changed(folder: Path, inside: Path | None = None) -> list[str]:
     """The files of a checkpoint that are not those that were written, those without a checksum included.
+
+    Args:
+        folder: of the checkpoint.
+        inside: the folder in it whose files are compared; None: all are.
 
     Raises:
         OSError, ValueError, TypeError, AttributeError: the checksums are missing, or cannot be read.
     """
     written = json_of((folder / SEAL).read_text(encoding="utf-8"))
-    present = checksums(folder)
-    return sorted(name for name in written.keys() | present.keys() if written.get(name) != present.get(name))
+    present, within = checksums(folder, inside), inside or folder
+    names = {name for name in written if (folder / name).is_relative_to(within)} | present.keys()
+    return sorted(name for name in names if written.get(name) != present.get(name))
 
 
 def is_whole(checkpoint: Path) -> bool:
@@ -224,14 +229,14 @@ def is_whole(checkpoint: Path) -> bool:
         return False
 
 
-def check(checkpoint: Path) -> None:
-    """Refuse a checkpoint, of whichever backend, whose files are not those that were written.
+def check(checkpoint: Path, inside: Path | None = None) -> None:
+    """Refuse a checkpoint, of whichever backend, whose files (see `changed`) are not those that were written.
 
     Raises:
         RunFolderError: it is damaged; names the newest one that is whole.
     """
     with reading(checkpoint):
-        if names := changed(checkpoint):
+        if names := changed(checkpoint, inside):
             raise ValueError(f"{', '.join(names)} changed on the disk since it was written")
 
 
@@ -247,7 +252,7 @@ def check_policy(folder: Path) -> None:
     inside = followed(folder)
     for checkpoint in (inside, inside.parent):
         if (checkpoint / SEAL).exists() or (checkpoint / STATE_FILE).exists():
-            check(checkpoint)
+            check(checkpoint, inside)
 
 
 # reading --------------------------------------------------------------------------------------------------------------

@@ -50,28 +50,21 @@ def check_resume(config: TrainConfig, folder: Path) -> tuple[int, str] | None:
         ConfigError: a field that cannot change, or another model or data.
         RunFolderError: the checkpoint does not say which run it belongs to.
     """
-    saved = checkpoint_folders(folder)
-    saved = [each for each in saved if not each.name.startswith("checkpoint-") or (each / SEAL).is_file()]
-    if not (config.run.resume and saved):
+    newest = _newest(folder) if config.run.resume else None
+    if newest is None:
         return None
-    newest = saved[-1]
     stored = identity_in(newest if (newest / IDENTITY).is_file() or newest.name.startswith(OWN) else folder)
-    before, now = plain(config_of(stored["config"])), plain(config)
-    step = number_of(newest) // (before["num_iterations"] if before["backend"] == "trl" else 1)
+    was = config_of(stored["config"])
+    step = number_of(newest) // (was.optim.num_iterations if was.run.backend == "trl" else 1)
+    before, now, sums = plain(was), plain(config), sums_of(config)
     changes = _changes(before, now)
-    refused = dict.fromkeys(changes, "a resume continues what was saved")
-    for name in (*MAY_CHANGE, *ADDRESSES):
-        refused.pop(name, None)
-    for name, sum_now in sums_of(config).items():
-        sum_before = stored["sha256"].get(name, "")
-        if sum_before and sum_now and sum_before == sum_now:
-            refused.pop(name, None)
-        elif sum_before and sum_now:
-            changes[name] = (f"{before[name]} {sum_before}", f"{now[name]} {sum_now}")
-            refused[name] = "a resume continues what was saved"
-    kind = reference_kind(config)
-    if kind in ("ema", "periodic") and reference_kind(config_of(stored["config"])) == "none":
-        refused["beta"] = f"the {kind} comes from the checkpoint, and the run had no reference"
+    known = {name: (saved, sums[name]) for name, saved in stored["sha256"].items() if saved and sums.get(name)}
+    moved = {name for name, (saved, given) in known.items() if saved == given}
+    for name in known.keys() - moved:
+        changes[name] = (f"{before[name]} {known[name][0]}", f"{now[name]} {known[name][1]}")
+    refused = dict.fromkeys(changes.keys() - {*MAY_CHANGE, *ADDRESSES, *moved}, "a resume continues what was saved")
+    if reference_kind(config) in ("ema", "periodic") and reference_kind(was) == "none":
+        refused["beta"] = "a reference that moves comes from the checkpoint, and the run had no reference"
     if config.run.max_steps < step:
         refused["max_steps"] = f"{step} steps are done; to go back, delete the newer checkpoints"
     if name := next((name for name in changes if name in refused), ""):
@@ -82,6 +75,13 @@ def check_resume(config: TrainConfig, folder: Path) -> tuple[int, str] | None:
             fix=f"leave {name} as it was, or {new_run(newest)}",
         )
     return step, in_words(changes)
+
+
+def _newest(folder: Path) -> Path | None:
+    """The newest checkpoint of a run, of TRL's those that are complete; None: there is none."""
+    saved = checkpoint_folders(folder)
+    whole = [each for each in saved if not each.name.startswith("checkpoint-") or (each / SEAL).is_file()]
+    return whole[-1] if whole else None
 
 
 def new_run(checkpoint: Path) -> str:
