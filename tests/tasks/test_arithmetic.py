@@ -108,7 +108,6 @@ def test_an_unknown_task_names_the_nearest() -> None:
         ({"task": ""}, "no task is named"),
         ({"train_size": -1}, "train_size must be a whole number >= 0"),
         ({"eval_size": 0}, "eval_size must be a whole number >= 1"),
-        ({"reward_timeout": 0.0}, "reward_timeout must be a number > 0 and at most 1e9"),
     ],
 )
 def test_a_configuration_that_cannot_work_is_refused(changes: dict[str, Any], what: str) -> None:

@@ -122,7 +122,7 @@ def test_chat_messages_in_a_column(tmp_path: Path) -> None:
         ([*ROWS, {"prompt": " ", "answer": "1"}], "row 41 of data.jsonl has an empty prompt"),
         ([{"prompt": None}], "row 1 of data.jsonl has an empty prompt"),
         ([{"question": "q", "answer": "1"}], r"(?s)no column 'prompt'.*the columns answer, question"),
-        ([*ROWS, "{broken"], "line 41 of data.jsonl is not JSON"),
+        ([*ROWS, "{broken"], "line 41 of data.jsonl: {broken"),
         (["[1, 2]"], "line 1 of data.jsonl is not an object"),
         ([], "no rows"),
         ([ROWS[0]], "too few different prompts"),

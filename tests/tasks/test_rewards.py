@@ -1,15 +1,11 @@
-"""Rewards by name, users' own functions in both calling conventions; finite floats, and a process left as it was."""
+"""Rewards by name, users' own functions in both calling conventions; finite floats."""
 
 from __future__ import annotations
 
-import asyncio
 import math
-import os
 import sys
-import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -21,7 +17,7 @@ import torch
 from klamp.errors import ConfigError, DataError, RewardError, UnknownNameError
 from klamp.tasks import Example, Task, named_reward
 from klamp.tasks.base import checked
-from klamp.tasks.rewards import adapt, exact_match, guarded, with_reward
+from klamp.tasks.rewards import adapt, exact_match, with_reward
 
 ROW = {"prompt": "2+2?", "answer": "4", "level": 3, "odd name": 1}
 EXAMPLE = Example(prompt="<user>2+2?", answer="4", fields=ROW)
@@ -261,56 +257,3 @@ def test_stopping_the_program_is_no_reward_error() -> None:
 
     with pytest.raises(KeyboardInterrupt):
         checked(stopped, name="f")(QUESTION, "2")
-
-
-SUM = Example(prompt="1+1=", answer="2")
-
-
-@pytest.mark.parametrize("seconds", [None, 60.0])
-@pytest.mark.parametrize("divisor", [1, 0])
-def test_working_directory_and_gradients_are_put_back_even_after_an_error(tmp_path, seconds, divisor):
-    def switches(example, text):
-        torch.set_grad_enabled(False)
-        os.chdir(tmp_path)
-        return 3 / divisor
-
-    before = Path.cwd()
-    with pytest.raises(ZeroDivisionError) if divisor == 0 else nullcontext():
-        assert guarded(switches, seconds=seconds)(SUM, "2") == 3.0
-    assert Path.cwd() == before and torch.is_grad_enabled()
-
-
-@pytest.mark.parametrize("seconds", [None, 60.0])
-@pytest.mark.parametrize("raises", [False, True])
-def test_a_process_that_it_forks_does_not_come_back(raises, seconds, capfd):
-    here = os.getpid()
-
-    def forks(example, text):
-        child = os.fork()
-        if child == 0:
-            return 1 / (0.0 if raises else 1.0)
-        return float(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
-
-    try:
-        code = guarded(forks, seconds=seconds)(SUM, "2")
-    finally:
-        if os.getpid() != here:
-            os._exit(0)  # the fault that this is about: there would be two that test
-    assert code == 1.0 and "forked" in capfd.readouterr().err
-
-
-def test_one_that_hangs_is_named_with_its_prompt():
-    on = threading.Event()
-    with pytest.raises(RewardError, match=r"(?s)too long.*1\+1=.*completion: '2'"):
-        guarded(lambda example, text: float(on.wait(240)), seconds=0.05)(SUM, "2")
-    on.set()
-
-
-@pytest.mark.parametrize("seconds", [None, 60.0])
-@pytest.mark.parametrize("error", [SystemExit(0), asyncio.CancelledError()])
-def test_an_error_comes_through(seconds, error):
-    def breaks(example, text):
-        raise error
-
-    with pytest.raises(RewardError, match=f"raised {type(error).__name__}"):
-        guarded(checked(breaks, name="mine"), seconds=seconds)(SUM, "2")

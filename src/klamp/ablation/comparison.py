@@ -18,7 +18,7 @@ NO_VARIANT = (
     *("log_completions", "log_completions_every", "log_answers", "exact_kl_completions", "cpu", "stop_on"),
 )
 """Fields that may differ between runs of one variant: they change what is written, not what is learned."""
-SAME_TASK = ("train_size", "reward_timeout")
+SAME_TASK = ("train_size",)
 """Fields of a task that change neither the held-out prompts nor their scores."""
 
 

@@ -26,7 +26,7 @@ from klamp.tasks.paths import at_home, followed
 from klamp.training.config import TrainConfig
 from klamp.training.folders import CHECKPOINTS, CONFIG, NAMED, checkpoint_folders, number_of, policy_in
 
-OF_ANY_TASK = ("eval_size", "task_seed", "reward_timeout")
+OF_ANY_TASK = ("eval_size", "task_seed")
 """Fields of a task that another task takes over from it."""
 
 

@@ -20,7 +20,7 @@ from klamp.tasks.base_model import BaseModelConfig, base_model_folder, load_base
 from klamp.tasks.files import file_task, rows_task
 from klamp.tasks.functions import import_function
 from klamp.tasks.prompts import check_prompts, prompt_text
-from klamp.tasks.rewards import guarded, named_reward, with_reward
+from klamp.tasks.rewards import named_reward, with_reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,10 +46,6 @@ __all__ = [
 def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
     """Load the task that a configuration names; its prompts are ready to be tokenized.
 
-    Args:
-        config: where the rows come from and how completions are scored.
-        tokenizer: its chat template is applied where the configuration, or the kind of data, asks for it.
-
     Raises:
         UnknownNameError: no task or reward of this name.
         DataError: rows that cannot be used.
@@ -62,8 +58,7 @@ def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
         task = _own_task(config, tokenizer)
     else:
         task = file_task(config, tokenizer)
-    task = with_reward(task, config.reward) if config.reward not in ("", NO_REWARD) else task
-    return replace(task, score=guarded(task.score, seconds=config.reward_timeout))
+    return with_reward(task, config.reward) if config.reward not in ("", NO_REWARD) else task
 
 
 def _own_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:

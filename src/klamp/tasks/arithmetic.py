@@ -73,13 +73,7 @@ SKILLS: Mapping[str, Draw] = {
 
 
 def pairs(skill: str, rng: random.Random, *, held_out: bool) -> Iterator[tuple[str, str]]:
-    """Endless (prompt, answer) pairs of one skill, for training or for evaluation; they may repeat.
-
-    Args:
-        skill: a key of `SKILLS`.
-        rng: the source of randomness.
-        held_out: True for evaluation prompts, False for training prompts.
-    """
+    """Endless (prompt, answer) pairs of one skill, for training or for evaluation; they may repeat."""
     draw = SKILLS[skill]
     while True:
         prompt, answer = draw(rng)
@@ -88,16 +82,7 @@ def pairs(skill: str, rng: random.Random, *, held_out: bool) -> Iterator[tuple[s
 
 
 def examples(skill: str, count: int, *, seed: int, held_out: bool) -> tuple[Example, ...]:
-    """Draw `count` different examples of one skill; the same for the same seed.
-
-    Where the skill has fewer different prompts than `count`, all that turned up are returned.
-
-    Args:
-        skill: a key of `SKILLS`.
-        count: how many examples are wanted.
-        seed: the seed of the draw.
-        held_out: True for evaluation prompts, False for training prompts.
-    """
+    """Draw `count` different examples of one skill, or all that turn up if the skill has fewer."""
     source = pairs(skill, random.Random(f"{seed}/{skill}/{held_out}"), held_out=held_out)
     found: dict[str, str] = {}
     repeats = 0
@@ -117,11 +102,7 @@ def score_exact(example: Example, completion: str) -> float:
 
 
 def arithmetic_task(config: TaskConfig) -> Task:
-    """The built-in task, with its own reward.
-
-    Args:
-        config: its sizes and its seed are used.
-    """
+    """The built-in task, with its own reward; the configuration's sizes and seed are used."""
     seed = config.task_seed
     return Task(
         name="arithmetic",

@@ -15,7 +15,7 @@ from numbers import Real
 from pathlib import Path
 from typing import Any
 
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, SECONDS, check_fields
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_fields
 from klamp.errors import ConfigError, RewardError, brief
 from klamp.tasks.functions import is_function
 
@@ -24,10 +24,6 @@ RewardFunction = Callable[["Example", str], Any]
 
 LARGEST_REWARD = 1e15
 """The squares of rewards in this size can be added up over a group, in float32."""
-
-_SHOWN_CHARACTERS = 200
-"""How much of a prompt or completion an error message quotes."""
-
 
 ARITHMETIC_TASK = "arithmetic"
 """The built-in task, which needs no data and has a base model of its own."""
@@ -40,20 +36,12 @@ NO_REWARD = "none"
 
 
 def has_own_prompts(task: str) -> bool:
-    """Whether a task brings its prompts with it, rather than reading them from a file.
-
-    Args:
-        task: as `TaskConfig.task`.
-    """
+    """Whether a `TaskConfig.task` brings its prompts with it, rather than reading them from a file."""
     return task == ARITHMETIC_TASK or (is_function(task) and not task.startswith(HUB))
 
 
 def short_name(task: str) -> str:
-    """The word for a task in logs and in names of folders: its function, or the file's name without the ending.
-
-    Args:
-        task: as `TaskConfig.task`.
-    """
+    """The word for a `TaskConfig.task` in logs and names of folders: its function, or the name of its file."""
     return task.rpartition(":")[2] if has_own_prompts(task) else Path(task).stem.replace(":", "-")
 
 
@@ -103,11 +91,8 @@ class TaskConfig:
     task_seed: int = 0
     """The seed for generating and for splitting rows."""
 
-    reward_timeout: float | None = None
-    """Longest time in seconds that the reward of one completion may take; then the run ends. None: no limit."""
-
     def __post_init__(self) -> None:
-        check_fields(self, {"train_size": AT_LEAST_0, "eval_size": AT_LEAST_1, "reward_timeout": SECONDS})
+        check_fields(self, {"train_size": AT_LEAST_0, "eval_size": AT_LEAST_1})
         if not self.task:
             raise ConfigError(
                 "no task is named",
@@ -173,17 +158,10 @@ def is_held_out(text: str, share: int) -> bool:
 
 
 def checked(function: RewardFunction, *, name: str) -> Callable[[Example, str], float]:
-    """Wrap a reward function so that it gives a finite float or a clear error.
+    """Wrap a reward function so that it returns a finite float, or raises RewardError with its name.
 
-    A bool counts as 0 or 1, and a number-like scalar (numpy, a tensor of one element) as its value.
-
-    Args:
-        function: called as `function(example, completion)`.
-        name: how error messages name the function.
-
-    Returns:
-        A function of the same signature. It raises RewardError where `function` raised, or returned something that
-        is not a finite number, or one larger than `LARGEST_REWARD`.
+    A bool counts as 0 or 1, and a number-like scalar (numpy, a tensor of one element) as its value. An exception of the
+    function, or a number larger than `LARGEST_REWARD`, is a RewardError too.
     """
 
     def score(example: Example, completion: str) -> float:
@@ -194,38 +172,26 @@ def checked(function: RewardFunction, *, name: str) -> Callable[[Example, str], 
         except BaseException as error:  # sys.exit, a cancelled task of asyncio
             raise RewardError(
                 f"the reward function {name} raised {type(error).__name__}",
-                got=f"{error}\n{where(example, completion)}",
+                got=f"{error}\n{_where(example, completion)}",
                 why="a completion without a reward cannot be trained on",
                 fix="make the function return a number for every completion, 0 where it cannot be judged",
             ) from error
-        return _finite_float(value, name, example, completion)
+        number = _as_float(value)
+        if number is not None and abs(number) <= LARGEST_REWARD:
+            return number
+        kind = f"{type(value).__name__}, not a number" if number is None else "a number that is too large or not finite"
+        raise RewardError(
+            f"the reward function {name} returned {kind}",
+            got=f"{brief(str(number)) if number is not None else brief(repr(value))}\n{_where(example, completion)}",
+            why="one such reward turns the advantages of its whole group into NaN, or stops training later on",
+            fix=f"return a finite int, float or bool for every completion, at most {LARGEST_REWARD:g} in size",
+        )
 
     return score
 
 
-def _finite_float(value: Any, name: str, example: Example, completion: str) -> float:
-    number = _as_float(value)
-    if number is not None and abs(number) <= LARGEST_REWARD:
-        return number
-    size = f"a number above {LARGEST_REWARD:g} in size" if math.isfinite(number or 0) else "a number that is not finite"
-    kind = size if number is not None else f"{type(value).__name__}, not a number"
-    raise RewardError(
-        f"the reward function {name} returned {kind}",
-        got=f"{_quoted(value)}\n{where(example, completion)}",
-        why="one such reward turns the advantages of its whole group into NaN, or stops training later on",
-        fix="return a finite int, float or bool for every completion, of a size that can be squared",
-    )
-
-
-def _quoted(value: Any) -> str:
-    try:
-        return brief(repr(value))
-    except Exception as error:  # Python writes no whole number of thousands of digits
-        return f"{type(error).__name__}: {error}"
-
-
 def _as_float(value: Any) -> float | None:
-    """The value as a float, or None where it is no real scalar; text never counts as a number."""
+    """The value as a float, or None if it is no real scalar; text never counts as a number."""
     # numpy and torch scalars: one element, read through their own accessor, so that neither need be imported here
     with suppress(ValueError, RuntimeError, TypeError):
         value = value if isinstance(value, Real) else value.item() if hasattr(value, "item") else None
@@ -235,10 +201,6 @@ def _as_float(value: Any) -> float | None:
         return math.inf
 
 
-def where(example: Example, completion: str) -> str:
-    """The prompt and the completion that a reward was asked about, as an error quotes them."""
-    return f"  prompt: {_short(example.prompt)}\n  completion: {_short(completion)}"
-
-
-def _short(text: str) -> str:
-    return repr(text if len(text) <= _SHOWN_CHARACTERS else f"{text[:_SHOWN_CHARACTERS]}...")
+def _where(example: Example, completion: str) -> str:
+    """The prompt and the completion, as an error quotes them."""
+    return f"  prompt: {brief(repr(example.prompt))}\n  completion: {brief(repr(completion))}"

@@ -3,11 +3,10 @@
 It is the starting point that RL needs and a download would otherwise provide: good at addition but not finished, and
 near perfect at the skills that RL does not see, so that what a KL term keeps (or fails to keep) shows up.
 
-Its training rows are of all skills, with additions in which carries are sometimes forgotten.
-A model that has simply seen too few additions would be a fragile starting point: whether it has just learned to
-carry, or is just about to, turns on the seed and the machine. So the base model learns additions thoroughly, from a
-corpus that forgets carries the way people do, and ends up with that corpus's habits: a known share of its samples is
-wrong, and where the corpus is wrong more often than right, so is the model's best guess. RL has something to correct.
+Its training rows are of all skills, with additions in which carries are sometimes forgotten. The model learns additions
+thoroughly from that corpus and ends up with its habits: a known share of its samples is wrong, and where the corpus is
+wrong more often than right, so is the model's best guess. RL has something to correct. (A model that has seen too few
+additions would be a fragile starting point: whether it can carry would turn on the seed and the machine.)
 """
 
 from __future__ import annotations
@@ -96,19 +95,9 @@ class BaseModelConfig:
     def __post_init__(self) -> None:
         check_fields(self, dict.fromkeys(("hidden_size", "layers", "heads", "steps", "batch_size"), AT_LEAST_1))
 
-    def rows(self, count: int) -> Iterator[tuple[str, str]]:
-        """Draw the first `count` training rows."""
-        return corpus(count)
-
 
 def careless_sum(left: int, right: int, rng: random.Random) -> int:
-    """A sum of two two-digit numbers in which each carry is forgotten now and then, of a light column half as often.
-
-    Args:
-        left: the first number.
-        right: the second number.
-        rng: decides what is forgotten.
-    """
+    """A sum of two two-digit numbers in which each carry is forgotten now and then, of a light column half as often."""
     carry, total = 0, 0
     for place in (1, 10):
         column = left // place % 10 + right // place % 10 + carry
@@ -119,12 +108,7 @@ def careless_sum(left: int, right: int, rng: random.Random) -> int:
 
 
 def corpus(count: int, *, seed: int = SEED) -> Iterator[tuple[str, str]]:
-    """Draw `count` (prompt, completion) pairs for training, of all skills.
-
-    Args:
-        count: how many pairs.
-        seed: the seed of the draw.
-    """
+    """Draw `count` (prompt, completion) pairs for training, of all skills."""
     rng = random.Random(f"corpus/{seed}")
     sources = {skill: pairs(skill, rng, held_out=False) for skill in MIXTURE}
     for skill in rng.choices(list(MIXTURE), weights=list(MIXTURE.values()), k=count):
@@ -139,7 +123,7 @@ def training_tensors(rows: Iterator[tuple[str, str]]) -> tuple[torch.Tensor, tor
     """Tokens and labels, [rows, width]: labels[t] is the token after tokens[t], or `IGNORED`.
 
     Args:
-        rows: (prompt, completion) pairs; an end token is put after each completion.
+        rows: (prompt, completion) pairs; each completion gets an end token.
     """
     import torch
 
@@ -158,12 +142,8 @@ def training_tensors(rows: Iterator[tuple[str, str]]) -> tuple[torch.Tensor, tor
 
 
 def base_model_folder(config: BaseModelConfig) -> Path:
-    """The folder in which this configuration's model is cached.
-
-    Args:
-        config: the whole of it, the recipe's version and the first training rows make up the folder's name.
-    """
-    key = json.dumps({"recipe": RECIPE, "rows": list(config.rows(_FINGERPRINT_ROWS)), **taught(config)}, sort_keys=True)
+    """The folder of a cached model, named after its configuration, the recipe's version and the first training rows."""
+    key = json.dumps({"recipe": RECIPE, "rows": list(corpus(_FINGERPRINT_ROWS)), **taught(config)}, sort_keys=True)
     return cache_root() / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
@@ -201,11 +181,11 @@ def load_base_model(
 
 
 def cached_base_model(config: BaseModelConfig, *, progress: Progress | None = None) -> Path:
-    """Get the base model ready, and say where it is; the first call trains it, which takes a minute.
+    """The folder of the base model; the first call trains it, which takes a minute.
 
     Args:
         config: the model and how it is taught.
-        progress: called once per training step; not at all where the cache has the model.
+        progress: called once per training step.
 
     Raises:
         ModelError: the cache cannot be written.
@@ -222,13 +202,9 @@ def cached_base_model(config: BaseModelConfig, *, progress: Progress | None = No
 
 
 def train_base_model(config: BaseModelConfig, *, progress: Progress | None = None) -> LlamaForCausalLM:
-    """Train a new base model on all skills, with a loss on completions only; nothing is cached.
+    """Train a new base model on all skills, with a loss on completions only; the caller's random state stays as it was.
 
-    The caller's random state is left as it was. Padding is on the right, so no attention mask is needed.
-
-    Args:
-        config: the model and how it is taught.
-        progress: called once per training step.
+    Padding is on the right, so no attention mask is needed.
     """
     import torch
 
@@ -237,7 +213,7 @@ def train_base_model(config: BaseModelConfig, *, progress: Progress | None = Non
         model = _new_model(config)
         optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
-        rows = training_tensors(config.rows(config.steps * config.batch_size))
+        rows = training_tensors(corpus(config.steps * config.batch_size))
         batches = zip(*(each.split(config.batch_size) for each in rows), strict=True)
         for step, (tokens, labels) in enumerate(batches, start=1):
             hidden, kept = model.model(input_ids=tokens, use_cache=False).last_hidden_state, labels != IGNORED

@@ -66,13 +66,9 @@ def make_readable(folder: Path) -> None:
     usual = S_IMODE(probe.stat().st_mode)  # the umask itself is told only to who sets it, for all threads
     probe.rmdir()
     for path in (folder, *folder.rglob("*")):
-        if path.is_symlink():
-            continue
-        held = S_IMODE(path.stat().st_mode)
-        wanted = held | (usual if path.is_dir() else usual & 0o666)
-        if wanted != held:
+        if not path.is_symlink():
             with suppress(PermissionError):  # of another user: it stays as it is
-                path.chmod(wanted)
+                path.chmod(S_IMODE(path.stat().st_mode) | (usual if path.is_dir() else usual & 0o666))
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from klamp.errors import DataError, missing_library, unknown_name
+from klamp.errors import DataError, brief, missing_library, unknown_name
 from klamp.tasks.base import ARITHMETIC_TASK, HUB, Example, Task, TaskConfig, short_name
 from klamp.tasks.paths import at_home
 from klamp.tasks.prompts import prompt_text
@@ -24,7 +24,7 @@ Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 LONGEST_NUMBER = 300
-"""Digits of the longest whole number that is read: a float holds up to 308, and nothing counts so far."""
+"""Digits of the longest whole number that is read; a float holds up to 308."""
 LARGEST_YAML = 1_000_000
 """Values and their characters that a YAML text stands for at most, what its aliases repeat counted each time."""
 
@@ -34,14 +34,6 @@ _HELD_OUT_SHARE = 10
 
 def file_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
     """Load the task of a data file.
-
-    All rows that are not held out are trained on, whatever their skill; the most frequent skill counts as the RL skill.
-    Where no file of held-out rows is given, a tenth of each skill's rows is held out, chosen by a hash of the prompt:
-    equal prompts never end up on both sides.
-
-    Args:
-        config: the file, its columns and the sizes.
-        tokenizer: its chat template is used where it has one, or as the configuration says.
 
     Raises:
         DataError: a file or row that cannot be used.
@@ -58,13 +50,16 @@ def rows_task(
     *,
     held_out: Sequence[Row] | None = None,
 ) -> Task:
-    """The task of data rows, as `file_task` describes it.
+    """The task of data rows.
+
+    All rows that are not held out are trained on, whatever their skill; the most frequent skill counts as the RL skill.
 
     Args:
         rows: one prompt each.
         config: its columns, sizes, seed and reward are used.
         tokenizer: for the chat template.
-        held_out: rows to evaluate on; None: a tenth of each skill's rows.
+        held_out: rows to evaluate on; None: a tenth of each skill's prompts, by a hash of their text, so that equal
+            prompts never end up on both sides.
     """
     train = _examples(rows, config.task, config, tokenizer)
     if held_out is None:
@@ -86,9 +81,6 @@ def rows_task(
 
 def read_rows(path: str) -> list[Row]:
     """Read the rows of a .jsonl, .json (a list of objects, or lines) or .parquet file, or of a data set of the hub.
-
-    Args:
-        path: the file, or the name of the data set behind `hub:`.
 
     Raises:
         DataError: the file is missing, empty or unreadable, or a row is not an object.
@@ -135,25 +127,32 @@ def _hub_rows(path: str) -> list[Row]:
 
 
 def _json_rows(file: Path) -> list[Row]:
+    """The objects of a .json or .jsonl file; errors name the row or the line."""
     try:
         text = file.read_text(encoding="utf-8-sig")
         if file.suffix.lower() == ".json" and text.lstrip().startswith("["):
             return [_object(value, f"row {row} of {file.name}") for row, value in enumerate(json_of(text), start=1)]
+    except DataError:
+        raise
     except (OSError, ValueError, RecursionError) as error:
-        if isinstance(error, DataError):
+        raise _unreadable(str(file), error) from error
+    rows = []
+    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: a JSON text may hold other line ends
+        where = f"line {number} of {file.name}"
+        try:
+            rows += [_object(json_of(line), where)] if line.strip() else []
+        except DataError:
             raise
-        raise _unreadable(file, error) from error
-    # not splitlines: a JSON string may hold other line separators than \n
-    lines = ((f"line {row} of {file.name}", line) for row, line in enumerate(text.split("\n"), start=1))
-    return [_object(_decoded(line, where), where) for where, line in lines if line.strip()]
+        except (ValueError, RecursionError) as error:
+            raise _unreadable(f"{where}: {brief(line)}", error) from error
+    return rows
 
 
 def json_of(text: str) -> Any:
     """What a JSON text holds.
 
     Raises:
-        ValueError: it is none; or a text in it is none: half of a surrogate pair, which cannot be shown or written; or
-            a whole number in it is larger than every float.
+        ValueError: it is no JSON, or holds half of a surrogate pair, or a whole number that is larger than every float.
         RecursionError: it is nested too deeply.
     """
     found = json.loads(text, parse_int=_whole_number)
@@ -163,15 +162,11 @@ def json_of(text: str) -> Any:
 
 
 def yaml_of(text: str, loader: type | None = None) -> Any:
-    """What a YAML text holds.
-
-    Args:
-        text: of the file.
-        loader: one of yaml's; None: the safe one.
+    """What a YAML text holds, read by one of yaml's loaders, or its safe one.
 
     Raises:
-        ValueError: it is none, or a value in it is none (a month 13), or its aliases make it larger than `LARGEST_YAML`
-            (some lines can stand for billions of values); the message has one line.
+        ValueError: it is no YAML, or its aliases make it larger than `LARGEST_YAML`: some lines can stand for billions
+            of values. The message has one line.
     """
     import yaml
 
@@ -188,12 +183,7 @@ def yaml_of(text: str, loader: type | None = None) -> Any:
 
 
 def _size(node: Any, known: dict[int, int]) -> int:
-    """How many values and characters a node of YAML stands for; one that holds itself stands for too many.
-
-    Args:
-        node: one of yaml's, or a key with its value.
-        known: the sizes of those that were seen.
-    """
+    """How many values and characters a node of YAML stands for; one that holds itself stands for too many."""
     inside = node if isinstance(node, tuple) else getattr(node, "value", ())
     if isinstance(inside, str):
         return 1 + len(inside)
@@ -209,24 +199,12 @@ def _whole_number(digits: str) -> int:
     return int(digits)
 
 
-def _decoded(line: str, where: str) -> Any:
-    try:
-        return json_of(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{where} is not JSON",
-            got=line[:200],
-            why=str(error),
-            fix="write one JSON object per line, or a list of objects in a .json file",
-        ) from error
-
-
 def _object(value: Any, where: str) -> Row:
     if isinstance(value, dict):
         return value
     raise DataError(
         f"{where} is not an object",
-        got=repr(value)[:200],
+        got=brief(repr(value)),
         why="a row is made of named columns",
         fix='write rows such as {"prompt": "...", "answer": "..."}',
     )
@@ -240,15 +218,15 @@ def _parquet_rows(file: Path) -> list[Row]:
     try:
         return parquet.read_table(file).to_pylist()
     except Exception as error:  # pyarrow has a dozen unrelated errors for a damaged file
-        raise _unreadable(file, error) from error
+        raise _unreadable(str(file), error) from error
 
 
-def _unreadable(file: Path, error: Exception) -> DataError:
+def _unreadable(place: str, error: Exception) -> DataError:
     return DataError(
         "the data file cannot be read",
-        got=str(file),
+        got=place,
         why=f"{type(error).__name__}: {error}",
-        fix=f"write it again as one of {', '.join(SUFFIXES)}",
+        fix="write one JSON object per line, a list of objects in a .json file, or a Parquet file",
     )
 
 
@@ -260,12 +238,7 @@ def _examples(rows: Sequence[Row], path: str, config: TaskConfig, tokenizer: Pre
 
 
 def check_columns(rows: Sequence[Row], path: str, config: TaskConfig) -> None:
-    """Refuse a file that lacks a column which the configuration names.
-
-    Args:
-        rows: of the file.
-        path: of the file, for the error.
-        config: its columns are used.
+    """Refuse rows without a column that the configuration names.
 
     Raises:
         DataError: names the columns that are there.
@@ -321,10 +294,6 @@ def _reference_length(row: Row, where: str, config: TaskConfig) -> int | None:
 
 def split(examples: Sequence[Example], config: TaskConfig) -> tuple[list[Example], list[Example]]:
     """Divide examples into training and evaluation: a tenth of each skill's, at most `eval_size`, is held out.
-
-    Args:
-        examples: all of them.
-        config: its `eval_size` and `task_seed` are used.
 
     Raises:
         DataError: a file of one prompt, or the same prompt over and over, which cannot be divided.

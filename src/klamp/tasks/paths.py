@@ -9,22 +9,22 @@ from pathlib import Path
 
 
 def at_home(name: str | Path) -> Path:
-    """The path that a name stands for, with the home folder in the place of `~`; one of nobody stands as it is."""
+    """The path that a name stands for: `~` is the home folder; `~nobody` stays as it is."""
     with suppress(RuntimeError):
         return Path(name).expanduser()
     return Path(name)
 
 
 def followed(path: Path) -> Path:
-    """The path behind all links; links in a circle are left as they are, for whoever reads there to say so."""
+    """The path behind all links; links in a circle stay as they are, and fail where they are read."""
     return Path(os.path.realpath(path))
 
 
 def with_end(path: Path) -> Path:
-    """A path that may be read: of a file, a folder, or nothing, for its reader to say so.
+    """A path that may be read: a file, a folder, or nothing.
 
     Raises:
-        OSError: it is a pipe or a device, from which more may come for ever, or nothing.
+        OSError: it is a pipe or a device, which may have no end.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise OSError(errno.EINVAL, "it is a pipe or a device, which may have no end", str(path))

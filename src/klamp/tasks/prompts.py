@@ -1,7 +1,4 @@
-"""Turns the prompt column of a data row into text: chat messages, chat templates, checks of length.
-
-And cautions about what no prompt shows: a template that is missing, an end of the answer that is not the end.
-"""
+"""Turns the prompt column of a data row into text: chat messages, chat templates, checks of length."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from klamp.audit.conversation import turn_end
-from klamp.errors import ConfigError, DataError
+from klamp.errors import ConfigError, DataError, brief
 from klamp.tasks.base import Example, TaskConfig
 
 if TYPE_CHECKING:
@@ -17,16 +14,9 @@ if TYPE_CHECKING:
 
 Messages = list[dict[str, str]]
 
-_SHOWN_CHARACTERS = 200
-"""How much of a prompt an error message quotes."""
-
 
 def uses_chat_template(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether prompts are written with the tokenizer's chat template.
-
-    Args:
-        config: its `chat_template` decides; None means where the tokenizer has one.
-        tokenizer: the tokenizer of the model that is trained.
+    """Whether prompts are written with the tokenizer's chat template; by default if the tokenizer has one.
 
     Raises:
         ConfigError: a template is asked for, and the tokenizer has none.
@@ -51,7 +41,7 @@ def prompt_text(value: Any, config: TaskConfig, tokenizer: PreTrainedTokenizerBa
     Args:
         value: a text, or a list of messages with `role` and `content`.
         config: its `chat_template` and `system_prompt` are used.
-        tokenizer: the tokenizer of the model that is trained.
+        tokenizer: of the model that is trained.
         where: how errors name the row.
 
     Raises:
@@ -94,7 +84,7 @@ def _messages(value: Any, where: str) -> Messages:
     empty = value is None or value == [] or (isinstance(value, str) and not value.strip())
     raise DataError(
         f"{where} has {'an empty prompt' if empty else 'a prompt of the wrong type'}",
-        got=repr(value)[:_SHOWN_CHARACTERS],
+        got=brief(repr(value)),
         why="a prompt is a text with something in it, or a list of messages with a role and a content",
         fix="remove or repair this row",
     )
@@ -119,7 +109,7 @@ def check_prompts(
 
     Args:
         examples: all prompts of a run, in the order of the data.
-        tokenizer: the tokenizer of the model that is trained; special tokens are not added.
+        tokenizer: of the model that is trained; special tokens are not added.
         max_model_length: how many tokens the model can hold, prompt and completion together; None: no limit.
         max_new_tokens: how many tokens a completion may have.
 
@@ -132,7 +122,7 @@ def check_prompts(
     longest = 0
     room = None if max_model_length is None else max_model_length - max_new_tokens
     for row, example in enumerate(examples, start=1):
-        got = repr(example.prompt[:_SHOWN_CHARACTERS])
+        got = brief(repr(example.prompt))
         try:
             length = len(tokenizer(example.prompt, add_special_tokens=False)["input_ids"])  # pyright: ignore
         except Exception as error:  # of whatever kind the tokenizer raises
@@ -158,13 +148,7 @@ def check_prompts(
 
 
 def chat_cautions(config: TaskConfig, tokenizer: PreTrainedTokenizerBase, stop: Iterable[int]) -> tuple[str, ...]:
-    """What does not fit between a chat model's tokenizer, its template and the tokens that end a completion, in words.
-
-    Args:
-        config: of the task; its `chat_template` says whether a template is meant to be used.
-        tokenizer: the tokenizer of the model that is trained.
-        stop: ids that end a completion.
-    """
+    """A caution if the token that ends an answer in the chat template is not among those that end a completion."""
     end = turn_end(tokenizer) if uses_chat_template(config, tokenizer) else ()
     if not end or end[0] in set(stop):
         return ()

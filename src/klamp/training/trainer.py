@@ -34,7 +34,6 @@ from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
 from klamp.tasks.base import Example, Task, checked
 from klamp.tasks.prompts import chat_cautions
-from klamp.tasks.rewards import guarded
 from klamp.training import checkpoint
 from klamp.training.config import OptimConfig, RolloutConfig, RunConfig, TrainConfig
 from klamp.training.context import Context
@@ -138,7 +137,6 @@ def train(  # noqa: PLR0913  (a word for each choice of a loop that is read, not
     optim: OptimConfig | None = None,
     seed: int = 0,
     writer: ScalarWriter | None = None,
-    reward_timeout: float | None = None,
 ) -> list[dict[str, float]]:
     """The whole GRPO loop on one process, in its plainest form.
 
@@ -159,7 +157,6 @@ def train(  # noqa: PLR0913  (a word for each choice of a loop that is read, not
         optim: micro-batches per step and the bound of the gradient's norm; the defaults of `OptimConfig`.
         seed: of the sampling.
         writer: a TensorBoard SummaryWriter.
-        reward_timeout: the longest that the reward may take for one completion, in seconds; None: as long as it likes.
 
     Returns:
         One dictionary of numbers per step, as given to `log_train`: `loss`, `policy_loss`, `kl_penalty`, `grad_norm`,
@@ -191,7 +188,7 @@ def train(  # noqa: PLR0913  (a word for each choice of a loop that is read, not
         scorer=Scorer(model, probe(model)),
         reference=FrozenReference(needed_reference(ref_model, kl_coef)) if kl_coef > 0 else None,
         tokenizer=tokenizer,
-        task=Task(name="", train=rows, evaluation={}, rl_skill="", score=guarded(scored, seconds=reward_timeout)),
+        task=Task(name="", train=rows, evaluation={}, rl_skill="", score=scored),
         stop=end_tokens(model, tokenizer),
         vocabulary=output_size(model),
     )
