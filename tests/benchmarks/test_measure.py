@@ -7,7 +7,7 @@ import os
 import pytest
 import torch
 
-from benchmarks.measure import Peak, isolated, machine, pooled, rounds
+from benchmarks.measure import Peak, isolated
 
 pytestmark = pytest.mark.slow
 
@@ -50,35 +50,3 @@ def test_a_failed_run_says_what_it_was_and_why(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setenv("PYTHONPATH", f"{os.path.dirname(__file__)}")  # noqa: PTH120
     with pytest.raises(RuntimeError, match=r"where_and failed with \{\}(.|\n)*missing 1 required positional argument"):
         isolated("test_measure:where_and", {})
-
-
-def test_rounds_take_turns() -> None:
-    order: list[str] = []
-
-    def run(name: str) -> dict[str, int]:
-        order.append(name)
-        return {"at": len(order)}
-
-    found = rounds({"a": lambda: run("a"), "b": lambda: run("b")}, 2)
-    assert order == ["a", "b", "a", "b"]
-    assert found == {"a": [{"at": 1}, {"at": 3}], "b": [{"at": 2}, {"at": 4}]}
-
-
-def test_pooling_keeps_every_second_and_the_highest_memory() -> None:
-    one = {"rows": 4, "seconds": [1.0, 3.0], "cpu_seconds": [2.0, 2.0], "extra_mib": 10.0, "load": 0.5}
-    two = {"rows": 4, "seconds": [2.0], "cpu_seconds": [5.0], "extra_mib": 30.0, "load": 0.25}
-    assert pooled([one, two]) == {
-        "rows": 4,
-        "seconds": [1.0, 3.0, 2.0],
-        "cpu_seconds": [2.0, 2.0, 5.0],
-        "extra_mib": 30.0,
-        "load": 0.5,
-    }
-    assert one["seconds"] == [1.0, 3.0]
-
-
-def test_the_machine_is_named_with_its_versions(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(os, "cpu_count", lambda: 7)
-    found = machine()
-    assert found["cores"] == 7
-    assert found["versions"]["torch"] == torch.__version__

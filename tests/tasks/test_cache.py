@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from klamp.errors import ModelError
-from klamp.tasks.cache import cache_root, make_readable, stored, without_bars
+from klamp.tasks.cache import cache_root, stored
 
 
 def test_the_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -88,27 +88,3 @@ def test_a_cache_that_cannot_be_written_is_found_out_before_any_work(tmp_path: P
     with pytest.raises(ModelError, match="cannot be written") as caught:
         stored(tmp_path / "file" / "model", lambda empty: pytest.fail("there was work"))
     assert "KLAMP_CACHE" in str(caught.value)
-
-
-def test_bars_come_back_as_they_were() -> None:
-    from transformers.utils import logging
-
-    shown = logging.is_progress_bar_enabled()
-    try:
-        for given in (True, False):
-            (logging.enable_progress_bar if given else logging.disable_progress_bar)()
-            with without_bars():
-                assert not logging.is_progress_bar_enabled()
-            assert logging.is_progress_bar_enabled() == given
-    finally:
-        (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
-
-
-def test_a_file_of_another_user_stays_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(*_: object) -> None:
-        raise PermissionError("not its owner")
-
-    (tmp_path / "weights").touch(0o600)
-    monkeypatch.setattr(Path, "chmod", refuse)
-    make_readable(tmp_path)
-    assert S_IMODE((tmp_path / "weights").stat().st_mode) == 0o600

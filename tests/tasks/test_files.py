@@ -155,11 +155,6 @@ def test_a_reference_length_is_a_whole_number_from_one(tmp_path: Path, value: An
         load(write(tmp_path, rows), reference_length_column="n")
 
 
-def test_a_row_without_a_skill_is_named(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="row 2 of data.jsonl has no skill"):
-        load(write(tmp_path, [{**ROWS[0], "s": "a"}, {**ROWS[1], "s": None}]), skill_column="s")
-
-
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="does not exist"):
         load(str(tmp_path / "missing.jsonl"))
