@@ -123,7 +123,7 @@ def test_chat_messages_in_a_column(tmp_path: Path) -> None:
         ([{"prompt": None}], "row 1 of data.jsonl has an empty prompt"),
         ([{"question": "q", "answer": "1"}], r"(?s)no column 'prompt'.*the columns answer, question"),
         ([*ROWS, "{broken"], "line 41 of data.jsonl: {broken"),
-        (["[1, 2]"], "line 1 of data.jsonl is not an object"),
+        (["[1, 2]"], r"(?s)line 1 of data.jsonl.*\[1, 2\] is not an object"),
         ([], "no rows"),
         ([ROWS[0]], "too few different prompts"),
         ([ROWS[0]] * 5, "too few different prompts"),

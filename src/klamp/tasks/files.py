@@ -127,24 +127,22 @@ def _hub_rows(path: str) -> list[Row]:
 
 
 def _json_rows(file: Path) -> list[Row]:
-    """The objects of a .json or .jsonl file; errors name the row or the line."""
+    """The objects of a .json or .jsonl file; an error names the row or the line."""
+    rows: list[Row] = []
+    place = str(file)
     try:
         text = file.read_text(encoding="utf-8-sig")
         if file.suffix.lower() == ".json" and text.lstrip().startswith("["):
-            return [_object(value, f"row {row} of {file.name}") for row, value in enumerate(json_of(text), start=1)]
-    except DataError:
-        raise
+            for number, value in enumerate(json_of(text), start=1):
+                place = f"row {number} of {file.name}"
+                rows.append(_object(value))
+        else:
+            for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: a JSON text has other line ends
+                place = f"line {number} of {file.name}: {brief(line)}"
+                if line.strip():
+                    rows.append(_object(json_of(line)))
     except (OSError, ValueError, RecursionError) as error:
-        raise _unreadable(str(file), error) from error
-    rows = []
-    for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: a JSON text may hold other line ends
-        where = f"line {number} of {file.name}"
-        try:
-            rows += [_object(json_of(line), where)] if line.strip() else []
-        except DataError:
-            raise
-        except (ValueError, RecursionError) as error:
-            raise _unreadable(f"{where}: {brief(line)}", error) from error
+        raise _unreadable(place, error) from error
     return rows
 
 
@@ -199,15 +197,10 @@ def _whole_number(digits: str) -> int:
     return int(digits)
 
 
-def _object(value: Any, where: str) -> Row:
-    if isinstance(value, dict):
-        return value
-    raise DataError(
-        f"{where} is not an object",
-        got=brief(repr(value)),
-        why="a row is made of named columns",
-        fix='write rows such as {"prompt": "...", "answer": "..."}',
-    )
+def _object(value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise ValueError(f"{brief(repr(value))} is not an object, and a row is made of named columns")
+    return value
 
 
 def _parquet_rows(file: Path) -> list[Row]:
