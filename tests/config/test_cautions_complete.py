@@ -99,6 +99,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "use a teacher with the policy's",),
     "hosts/tinker/test_options.py:test_a_controller_or_schedule_moves_nothing": ("nothing moves beta",),
     "hosts/tinker/test_options.py:test_a_controller_or_schedule_moves": ("nothing moves teacher_coef",),
+    "hosts/tinker/test_options.py:test_a_kl_in_the_reward_is_the_callers": ("the loss adds nothing",),
     "hosts/trl/test_session.py:test_": ("beta starts again from its configured",),
     "hosts/trl/test_session.py:test_a_resume_without_klamps_fields_is_told": (
         "was written with klamp's KL", "is that of TRL's own"),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 
@@ -12,9 +11,9 @@ import torch
 from klamp.errors import UnknownNameError
 from klamp.verify.explain import Explanation
 from klamp.verify.judge import judge_value
-from klamp.verify.oracle import expected_gradient, expected_pull, truths
+from klamp.verify.oracle import expected_pull, in_reward
 from klamp.verify.printed_formulas import FORMS, explain_form
-from klamp.verify.worlds import random_chain, random_positions
+from klamp.verify.worlds import random_positions
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
 
@@ -48,24 +47,14 @@ def test_what_each_estimates_and_whose_gradient_it_follows(
 ) -> None:
     form, positions = FORMS[name], random_positions(3)
     assert judge_value(form.value, positions).estimates == estimates
-    assert expected_pull(positions, form.loss).follows == (follows, pytest.approx(factor))
+    loss = in_reward(form.value) if form.use == "reward" else form.value
+    assert expected_pull(positions, loss).follows == (follows, pytest.approx(factor))
     assert ("at 30 nats" in dict(explained(name).lines)) == (name in ("ratio-weighted", "k3-as-loss"))
-
-
-def test_a_reward_form_is_summed_over_the_completion_before_the_score_function() -> None:
-    chain = random_chain(0, length=3)
-    k1_in_reward = dataclasses.replace(FORMS["k1-as-loss"], use="reward")
-    gradient = expected_gradient(chain, k1_in_reward.loss)
-    assert torch.allclose(gradient, truths(chain)["reverse"], rtol=0, atol=1e-12)
 
 
 @functools.cache
 def explained(name: str) -> Explanation:
     return explain_form(name)
-
-
-def line(name: str, label: str) -> str:
-    return dict(explained(name).lines)[label]
 
 
 VERDICTS = [
@@ -81,28 +70,20 @@ VERDICTS = [
 def test_the_verdict_follows_from_the_numbers(name: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
     assert words in explained(name).verdict
     other = "k3-as-loss" if name != "k3-as-loss" else "k1-as-loss"
-    swapped = dataclasses.replace(FORMS[name], function=FORMS[other].function, use=FORMS[other].use)
+    swapped = FORMS[name]._replace(function=FORMS[other].function, use=FORMS[other].use)
     monkeypatch.setattr("klamp.verify.printed_formulas.FORMS", {name: swapped})
     assert words not in explain_form(name).verdict
 
 
-def test_the_numbers_of_the_value_how_much_it_is_where_it_breaks_and_what_to_take_instead() -> None:
-    assert line("minus-k1", "value").startswith("-0.8851 nats per token where KL(policy||ref) is +0.8851")
-    assert "right and unbiased" in line("k3-as-loss", "value")
-    assert (
-        "",
-        "tokens of the reference instead: +0.8851, which is KL(policy||ref): the formula belongs to the other sampler",
-    ) in explained("ratio-weighted").lines
-    assert line("k1-as-loss", "sequence") == "nothing of the gradient of KL(policy||ref) over whole completions"
-    assert "of up to 3 tokens, cosine 0.510 to 0.996 with KL(policy||ref)" in line("exact-kl", "sequence")
-    assert "float16" in line("k3-as-loss", "at 30 nats")
-    assert line("k3-as-loss", "in klamp") == "kl_estimator='k3', kl_gradient='own'"
-    assert line("minus-k1", "in klamp").startswith("no such term")
-    assert "kl_gradient='reverse'" in line("k3-as-loss", "instead")
+def test_the_numbers_of_the_lines() -> None:
+    value = dict(explained("ratio-weighted").lines)["value"]
+    assert value == "+9.3731 nats per token where KL(policy||ref) is +0.8851"
+    assert ("", "with tokens of the reference +0.8851") in explained("ratio-weighted").lines
+    assert "cosine 0.510 to 0.996 with KL(policy||ref)" in dict(explained("exact-kl").lines)["sequence"]
+    assert "float16" in dict(explained("k3-as-loss").lines)["at 30 nats"]
 
 
-def test_every_form_has_a_verdict_and_a_place_and_another_name_is_refused() -> None:
+def test_another_name_is_refused() -> None:
     assert set(FORMS) == {name for name, _ in VERDICTS}
-    assert all("(docs/sources.md)" in line(name, "found in") for name in FORMS)
     with pytest.raises(UnknownNameError, match="did you mean 'minus-k1"):
         explain_form("minus-k2")

@@ -12,7 +12,6 @@ from klamp.cli.flags import fields_of, read_argv, train_fields
 from klamp.cli.options import ExplainOptions
 from klamp.cli.text import room, say, show_paragraph
 from klamp.config import PRESETS, find_preset
-from klamp.core.arguments import FROM_0_TO_1, check_number
 from klamp.errors import ConfigError, KLWarning, unknown_name
 from klamp.tasks.base import NO_REWARD
 from klamp.verify.explain import Explanation, Setting, explain_config
@@ -46,42 +45,30 @@ def explain(argv: Sequence[str]) -> list[Explanation]:
     """
     given = read_argv(train_fields() | fields_of(ExplainOptions), argv, command="klamp explain")
     options, flags = apart(given, ExplainOptions)
-    if not options.names:
-        return [_explain_flags(options, "these flags", flags)]
-    return [_explain_name(options, name, flags) for name in options.names]
+    return [_explain(options, name, flags) for name in options.names or ("these flags",)]
 
 
-def _explain_name(options: ExplainOptions, name: str, flags: Mapping[str, Any]) -> Explanation:
-    if name in FORMS:  # some are presets, too
-        if flags:
-            raise ConfigError(
-                "a printed form takes no flags",
-                got=f"{name} {' '.join(f'--{flag}' for flag in flags)}",
-                why="it is explained as it is printed",
-                fix="klamp explain --preset recommended ... for a configuration",
-            )
+def _explain(options: ExplainOptions, name: str, flags: Mapping[str, Any]) -> Explanation:
+    if name in FORMS and flags:  # some are presets, too
+        raise ConfigError(
+            "a printed form takes no flags",
+            got=f"{name} {' '.join(f'--{flag}' for flag in flags)}",
+            why="it is explained as it is printed",
+            fix="klamp explain --preset recommended ... for a configuration",
+        )
+    if name in FORMS:
         return explain_form(name)
     if name.endswith((".yaml", ".yml")):
-        return _explain_flags(options, name, {"config": name, **flags})
-    if name not in PRESETS:
+        flags = {"config": name, **flags}
+    elif name in PRESETS:
+        flags = {"preset": name, **flags}
+    elif options.names:
         why = "it is no preset, no printed form, no .yaml"
         raise unknown_name("preset, printed form or file", name, {*PRESETS, *FORMS}, why=why)
-    return _explain_flags(options, name, {"preset": name, **flags})
-
-
-def _explain_flags(options: ExplainOptions, name: str, flags: Mapping[str, Any]) -> Explanation:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)  # the explanation says the same, in its place
         asked = request_of(dict(flags))
         config, preset = asked.config, asked.options.preset
-        check_number("teacher_success", options.teacher_success, FROM_0_TO_1, optional=True, fix="0.2 for a fifth")
-        if options.teacher_success is not None and not config.teacher.there:
-            raise ConfigError(
-                "--teacher_success speaks of a teacher, and there is none",
-                got=f"--teacher_success {options.teacher_success}",
-                why="it is how often the teacher solves a prompt",
-                fix="name the teacher with --teacher_model, or leave it out",
-            )
         longest = config.rollout.max_completion_length if "max_completion_length" in asked.given else None
         setting = Setting(
             length=options.length or config.kl.kl_reference_length or longest or LENGTH,
@@ -90,6 +77,5 @@ def _explain_flags(options: ExplainOptions, name: str, flags: Mapping[str, Any])
             paper=find_preset(preset).paper if preset else "",
             rewarded=config.task.reward != NO_REWARD,
             updates=config.optim.num_iterations,
-            success=options.teacher_success,
         )
         return explain_config(config.kl, config.loss, name=name, setting=setting, teacher=config.teacher)

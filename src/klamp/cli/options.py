@@ -93,8 +93,6 @@ class ExplainOptions:
     length: int | None = field(default=None, metadata={"least": 1})
     """Expected completion length in tokens, for prices, budgets and costs; None: kl_reference_length, or
     max_completion_length where it is given, else 1000."""
-    teacher_success: float | None = field(default=None, metadata={"least": 0})
-    """With a teacher and a reward: how often it solves a prompt, in [0, 1]; None: the end is shown for a few rates."""
 
 
 @dataclass(frozen=True, kw_only=True)
