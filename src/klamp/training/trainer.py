@@ -123,7 +123,7 @@ def take_step(
     return Step(rollout, outputs[0], metrics)
 
 
-def train(  # noqa: PLR0913  (a word for each choice of a loop that is read, not configured)
+def train(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
