@@ -45,14 +45,9 @@ WRONG: Mapping[str, tuple[str, str]] = {
     "nearly all completions fall into a loop": ("loops", "repetition"),
     "rewards are equal everywhere from a quarter on": ("equal", "saturated"),
     "the chosen reference is 0.2 nats per token away": ("other", "reference-differs"),
-    "a nat costs 0.0001 of reward": ("cheap", "kl-inert"),
-    "a nat costs 5 of reward": ("dear", "kl-dominates"),
     "beta grows a hundredfold, until the KL costs 10 times the reward": ("runaway", "beta-runaway"),
     "30 % of the completions have no score of the teacher": ("unscored", "teacher-silent"),
     "the KL to the teacher does not fall": ("stays", "teacher-not-reached"),
-    "the head holds a fifth of the teacher's mass": ("mass", "teacher-outside-head"),
-    "teacher and reward correlate by -0.6": ("prefers", "teacher-prefers-wrong"),
-    "the teacher ends elsewhere": ("ends", "teacher-ends-elsewhere"),
 }
 """What is wrong in a twin -> its short name, and the alarm that should rise."""
 
@@ -199,9 +194,7 @@ def _kl(rng: np.random.Generator, world: World, part: float, lengths: Ints) -> d
         "sampler/k3": float(_k3(other).mean()),
     }
     whole = np.add.reduceat(_k3(delta), np.cumsum(lengths) - lengths)
-    price = {"cheap": 1e-4, "dear": 5.0}.get(world.wrong, 0.05)
-    if world.wrong == "runaway":
-        price = min(0.05 * 100**part, 5.0)
+    price = min(0.05 * 100**part, 5.0) if world.wrong == "runaway" else 0.05
     if world.kind == "another trainer":
         return found
     found |= {"kl/k1": float(delta.mean()), "kl/k3_sequence": float(whole.mean())}
@@ -219,13 +212,13 @@ def _rewarded(rng: np.random.Generator, world: World, part: float, lengths: Ints
     groups = right.reshape(-1, world.group)
     found = {"reward": float(right.mean()), "groups/saturated": float((groups.std(1) == 0).mean())}
     found["reward_std"] = float(groups.std(1, ddof=1).mean())
-    return found | _correlated("length/reward_correlation", right, lengths.astype(float), world.group)
+    return found | _correlated(right, lengths.astype(float), world.group)
 
 
-def _correlated(name: str, right: Floats, other: Floats, group: int) -> dict[str, float]:
+def _correlated(right: Floats, other: Floats, group: int) -> dict[str, float]:
     a, b = (x.reshape(-1, group) - x.reshape(-1, group).mean(1, keepdims=True) for x in (right, other))
     size = float((a * a).sum() * (b * b).sum())
-    return {name: float((a * b).sum() / math.sqrt(size))} if size > 1e-12 else {}
+    return {"length/reward_correlation": float((a * b).sum() / math.sqrt(size))} if size > 1e-12 else {}
 
 
 def _taught(rng: np.random.Generator, world: World, part: float, lengths: Ints) -> dict[str, float]:
@@ -234,21 +227,11 @@ def _taught(rng: np.random.Generator, world: World, part: float, lengths: Ints) 
     prompts = np.repeat(np.exp(rng.normal(-0.125, 0.5, n // world.group)), world.group)
     delta = log_ratios(rng, np.repeat(scale_of(level) * prompts, lengths))
     lost = rng.random(n) < (0.3 if wrong == "unscored" else world.loops)
-    held = 0.2 if wrong == "mass" else 0.85
-    mass = rng.beta(held, 1 - held, delta.shape)
-    ends = rng.beta(0.005, 0.5, n) if wrong == "ends" else rng.beta(0.5, 0.5, n)
-    found = {
+    return {
         "teacher/kl": float(_k3(delta).mean()),
         "teacher/coef": 1.0,
         "teacher/unscored": float(lost @ lengths / lengths.sum()),
-        "teacher/teacher_mass": float(mass.mean()),
-        "teacher/overlap_ratio": float(rng.beta(1.5, 1.5, delta.shape).mean()),
-        "teacher/end": float(ends.mean()),
     }
-    share = np.repeat(rng.beta(SPREAD / 2, SPREAD / 2, n // world.group), world.group)
-    right = (rng.random(n) < share).astype(float)
-    liked = rng.normal(size=n) + right * (-1.5 if wrong == "prefers" else 0.2)
-    return found | _correlated("teacher/reward_correlation", right, liked, world.group)
 
 
 def history_of(rng: np.random.Generator, world: World) -> History:

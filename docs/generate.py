@@ -146,11 +146,10 @@ def alarms_page() -> str:
         NOTICE,
         "What [`klamp doctor`](doctor.md) looks for, and what `klamp train` watches after every step. A *note* is",
         "information: it fails no check and is not shown during a run; `--fail-on` and `--stop-on` take its name too.",
-        "Where a threshold comes from stands behind it in brackets. A limit on what is sampled counts with a margin",
-        "from the number of samples: standard errors by the curve's own scatter, more of few steps (Student's t), or",
-        "by the tokens that a step tells. How often each rises by chance: [counts](records/index.md).",
-        "What of them a record does not allow to check, the",
-        "doctor lists with what it lacks.",
+        "Brackets say where a threshold comes from. A limit on a sampled value has a margin for the number of samples:",
+        "standard errors by the curve's own scatter, more of few steps (Student's t), or by the tokens of a step.",
+        "How often each rises by chance: [counts](records/index.md). The doctor lists the alarms that it",
+        "could not check, with the missing columns.",
         "",
     ]
     return "\n".join([*parts, *_alarms(ALARMS.values())])
@@ -234,7 +233,7 @@ def _over_completions(name: str, facts: ConfigFacts) -> tuple[str, ...]:
 
 
 def _limit(limit: Limit) -> str:
-    return f"{limit.value:g} {limit.unit} ({limit.source})"
+    return f"{limit.value:g} {limit.text}"
 
 
 def _unit(row: MetricRow) -> str:

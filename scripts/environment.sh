@@ -177,7 +177,7 @@ make_environment() {
   case "$kind" in
     dev)
       install torch
-      install --editable '.[train,wandb,trl,tinker,ray,notify,dev]' --editable ./standin
+      install --editable '.[train,wandb,trl,tinker,ray,dev]' --editable ./standin
       ;;
     host) make_host ;;
     python) make_python ;;

@@ -35,13 +35,11 @@ EXTRAS_OF = {
     "cli/ablate.py": ("train",),
     "cli/evaluate.py": ("train",),
     "cli/train.py": ("train",),
-    "diagnostics/notices.py": ("notify",),
     "hosts/tinker": ("tinker",),
     "hosts/trl": ("trl",),
     "hosts/unsloth": ("unsloth",),
     "hosts/verl": ("verl",),
     "records/logs.py": ("train", "wandb"),
-    "records/tables.py": ("train",),
     "scoring/completions.py": ("train",),
     "scoring/model_parts.py": ("train",),
     "scoring/vllm_reference.py": ("train",),
@@ -227,7 +225,7 @@ def test_nothing_is_declared_for_nothing() -> None:
     assert declared(*TRIED_OLDEST, "unsloth", "verl") - used == set(NOT_IMPORTED)
 
 
-TRIED_OLDEST = ("train", "wandb", "trl", "tinker", "ray", "notify")
+TRIED_OLDEST = ("train", "wandb", "trl", "tinker", "ray")
 """Extras; those of verl and unsloth are in the environments of their own targets, dev is nobody's but ours."""
 
 

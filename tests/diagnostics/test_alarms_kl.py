@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from tests.diagnostics.histories import completion, history_of, look, noisy
 
-from klamp.diagnostics.alarms_kl import DOMINATES
-from klamp.diagnostics.causes import kl_pull, learning_rate
-from klamp.diagnostics.doctor import Finding, examine
+from klamp.diagnostics.causes import learning_rate
+from klamp.diagnostics.doctor import examine
 from klamp.diagnostics.history import RunSettings
 
 
@@ -68,27 +66,6 @@ def test_completions_of_a_few_prompts_make_no_spike_below_a_nat() -> None:
         history = history_of(k3=[*[0.08] * 5, last])
         history.rows[-1] = replace(history.rows[-1], prompts=prompts)
         assert (look("kl-spike", history) is not None) == rises
-
-
-def test_growth_by_a_half_each_step_is_no_spike() -> None:
-    history = history_of(k3=[0.001 * 1.5**i for i in range(20)])
-    assert not [view for view in history.replay() if look("kl-spike", view)]
-    history = history_of(exact=[*[0.0] * 13, 1.0], reward=[0.0] * 4)
-    assert look("kl-spike", history) is not None
-
-
-def test_dilution_is_less_kl_per_token_over_longer_completions() -> None:
-    short, long = noisy(10, 10, scale=0.2), noisy(14, 10, scale=0.2, seed=1)
-    high, low = noisy(0.1, 10, scale=0.002), noisy(0.075, 10, scale=0.002, seed=1)
-    found = look("dilution", history_of(exact=high + low, length=short + long))
-    assert found is not None and "1.0" in found.text
-    assert look("dilution", history_of(exact=high + high, length=short + long)) is None
-    assert look("dilution", history_of(exact=high + low, length=short + short)) is None
-    assert look("dilution", history_of(exact=low + high, length=long + short)) is None
-    nearer = [x / 3 for x in low]
-    assert look("dilution", history_of(exact=high + nearer, length=short + long)) is None, "it does come back"
-    noise = [x + (-1) ** i * 0.09 for i, x in enumerate(high + low)]
-    assert look("dilution", history_of(exact=noise, length=short + long)) is None
 
 
 # --- the distance to the reference: at the start, on the way, and for what reward -------------------------------------
@@ -244,59 +221,6 @@ def test_a_beta_that_ran_away() -> None:
     assert not raised(0.46, beta=[0.1, *[3.0] * 8])
 
 
-def priced(name: str, steps: int = 20, settings: RunSettings | None = None, **values: float) -> bool:
-    """Whether a run whose metrics stand still raises an alarm; otherwise beta .01, price .01, spread .3, KL 1 nat."""
-    curves: dict[str, Any] = {
-        "beta": [0.01] * steps,
-        "beta__price": [values.get("price", 0.01)] * steps,
-        "reward_std": [values.get("spread", 0.3)] * steps,
-        "groups__saturated": [values.get("saturated", 0.0)] * steps,
-        "kl__k3_sequence": [values.get("kl", 1.0)] * steps,
-    }
-    return look(name, history_of(settings=settings, **curves)) is not None
-
-
-def test_an_inert_kl_pulls_with_half_a_hundredth_of_the_rewards_strength() -> None:
-    limit = 0.005 * 0.3 / math.sqrt(2)
-    assert priced("kl-inert", price=0.99 * limit) and not priced("kl-inert", price=1.01 * limit)
-    assert not priced("kl-inert", price=1e-6, kl=0.04), "nothing to hold yet"
-    assert not priced("kl-inert", price=1e-6, steps=19)
-    assert not priced("kl-inert", price=1e-6, settings=RunSettings(target_kl=0.05)), "a controller lowered beta"
-    assert not priced("kl-inert", price=1e-6, saturated=1.0), "no group says how strong the reward is"
-
-
-def test_a_clip_that_never_opens_is_inert() -> None:
-    def run(over: list[float], **settings: Any) -> bool:
-        return look("kl-inert", history_of(kl__over_budget=over, beta=[0.1] * len(over), **settings)) is not None
-
-    assert run([0.0] * 20)
-    assert not run([0.0] * 19 + [0.01]) and not run([0.0] * 19)
-
-
-def test_a_kl_dominates_where_the_optimum_is_at_the_reference() -> None:
-    limit = 0.3 / math.sqrt(2 * DOMINATES.value)
-    assert priced("kl-dominates", price=1.01 * limit) and not priced("kl-dominates", price=0.99 * limit)
-    assert not priced("kl-dominates", price=50.0, steps=9)
-    assert priced("kl-dominates", price=1.01 * limit, spread=0.15, saturated=0.5), "the spread of those that have one"
-
-
-@pytest.mark.parametrize("seed", [0, 1, 2])
-def test_to_second_order_the_optimum_is_where_the_rules_have_it(seed: int) -> None:
-    """ref exp(r / p) has a KL of (s / p)^2 / 2, and earns s^2 / p more, where p is far above s."""
-    generator = torch.Generator().manual_seed(seed)
-    ref = torch.rand(50, generator=generator, dtype=torch.float64)
-    ref, reward = ref / ref.sum(), torch.rand(50, generator=generator, dtype=torch.float64)
-    s = ((ref * reward.square()).sum() - (ref * reward).sum().square()).sqrt()
-    price = 30 * s
-    optimum = ref * (reward / price).exp()
-    optimum = optimum / optimum.sum()
-    kl = (optimum * (optimum / ref).log()).sum()
-    assert float(kl) == pytest.approx(float((s / price).square() / 2), rel=0.05)
-    assert float(((optimum - ref) * reward).sum()) == pytest.approx(float(s.square() / price), rel=0.05)
-    numbers = {"beta__price": [float(price)], "reward_std": [float(s)], "kl__k3_sequence": [float(kl)]}
-    assert kl_pull(history_of(**numbers), 1) == pytest.approx(1, rel=0.05), "at the optimum the two pull alike"
-
-
 # --- what other people's logs showed ----------------------------------------------------------------------------------
 
 
@@ -309,24 +233,6 @@ def test_a_sum_over_a_completion_that_is_below_0_is_negative_too() -> None:
     assert look("negative-k1", history_of(k3=[-0.5])) is not None, "as a callback sees it, which cannot read it anew"
     assert look("negative-k1", history_of(k3=[-1e-8] * 30)) is None, "rounding"
     assert look("negative-k1", history_of(kl__k1_sequence=noisy(0.5, 12, scale=1.0))) is None
-
-
-def spike_of(*after: float) -> Finding:
-    curve = [0.0, 0.01, 0.02, 0.01, 0.02, 0.02, 8.0, *after]
-    (found,) = [f for f in examine(history_of(k3=curve)).findings if f.alarm.name == "kl-spike"]
-    return found
-
-
-def test_an_outlier_that_is_back_in_the_next_step_is_not_the_learning_rate() -> None:
-    assert spike_of().known.causes[0].startswith("the learning rate, if the KL stays there")
-    for after in ((0.02,), (0.02, 0.03, 0.02)):
-        assert "the weights moved little" in spike_of(*after).known.causes[0]
-    assert "0.02 the value after it" in spike_of(0.02).known.text
-    for after in ((7.0,), (9.0, 9.0)):
-        stayed = spike_of(*after)
-        assert stayed.known.causes[0].startswith("the learning rate: the KL rose by")
-        assert stayed.evidence.causes[0].startswith("the learning rate, if"), "what was told at that step"
-    assert spike_of(math.nan).known == spike_of(math.nan).evidence, "nothing came after it"
 
 
 def test_one_outlier_is_no_distance() -> None:
@@ -373,15 +279,15 @@ def test_a_row_that_says_no_step_is_not_taken_for_the_first() -> None:
 
 def test_a_learning_rate_is_not_blamed_for_the_scatter_of_a_large_kl() -> None:
     curve = noisy(7.0, 30, scale=0.4)
-    assert learning_rate(history_of(k3=curve)) is None
-    assert learning_rate(history_of(k3=[x + 4.0 * (i > 15) for i, x in enumerate(curve)])) is not None
-    assert learning_rate(history_of(k3=[0.5 * i for i in range(12)])) is not None, "a slope is no scatter"
+    assert not learning_rate(history_of(k3=curve))
+    assert learning_rate(history_of(k3=[x + 4.0 * (i > 15) for i, x in enumerate(curve)]))
+    assert learning_rate(history_of(k3=[0.5 * i for i in range(12)])), "a slope is no scatter"
 
 
 def test_a_kl_that_no_policy_has_is_not_the_learning_rates() -> None:
     """Single log-ratios, or numbers that are wrong: a policy that moved too fast is a few nats away."""
     far, fast = ([0.02] * 5 + [end] for end in (900.0, 0.7))
     causes = [
-        f.known.causes[0] for c in (far, fast) for f in examine(history_of(k3=c)).findings if "spike" in f.alarm.name
+        f.evidence.causes[0] for c in (far, fast) for f in examine(history_of(k3=c)).findings if "spike" in f.alarm.name
     ]
     assert [cause.split(",")[0] for cause in causes] == ["a few tokens", "the learning rate"]

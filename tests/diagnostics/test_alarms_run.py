@@ -8,11 +8,9 @@ from dataclasses import replace
 
 import pytest
 from tests.diagnostics.histories import completion, history_of, look, noisy
-from tests.report.pages import run_of
 
 from klamp.diagnostics.doctor import examine
 from klamp.diagnostics.history import History, Row, RunSettings
-from klamp.report.run import ScoreFormat
 
 
 @pytest.mark.parametrize(
@@ -77,19 +75,6 @@ def test_rewards_that_differ_by_rounding(spread: float, saturated: float, settin
     assert (look("advantage-scale", history) is not None) is alarmed
 
 
-def test_a_signal_from_equal_rewards() -> None:
-    def history(settings: RunSettings, **second: float) -> History:
-        made = history_of(settings=settings, reward=[1.0])
-        rows = [{"reward": 1.0, "advantage": 0.7}, {"reward": 1.0, "advantage": -0.7} | second]
-        made.add_completions([completion(group="2+2", **row) for row in rows])
-        return made
-
-    assert look("advantage-scale", history(RunSettings())) is not None
-    assert look("advantage-scale", history(RunSettings(kl_in_reward=True))) is None, "there the KL makes the difference"
-    assert look("advantage-scale", history(RunSettings(), reward=0.0)) is None
-    assert look("advantage-scale", history(RunSettings(), advantage=0.7)) is None
-
-
 @pytest.mark.parametrize(
     ("changes", "curves", "alarmed"),
     [
@@ -130,17 +115,6 @@ def test_retention(before: float, after: float, size: int | None, alarmed: bool)
     found = look("retention", history)
     assert (found is not None) is alarmed
     assert found is None or ("chat" in found.text and "math" not in found.text)
-
-
-def test_retention_writes_scores_as_the_report_does() -> None:
-    history = History(settings=RunSettings(rl_skill="math"))
-    history.evaluations = [Row(step=0, metrics={"chat": 0.99609375}), Row(step=5, metrics={"chat": 0.5})]
-    scores = ScoreFormat.of([run_of(scores=[(row.step, dict(row.metrics)) for row in history.evaluations])])
-    found = look("retention", history)
-    assert found is not None and found.text == f"chat went from {scores.write(0.99609375)} of 100 to 50.0 of 100"
-    history.evaluations.append(Row(step=6, metrics={"chat": 0.5, "essays": 7.0}))
-    found = look("retention", history)
-    assert found is not None and found.text == "chat went from 0.996 to 0.5", "one of them is no share"
 
 
 # --- what the reward makes of a policy --------------------------------------------------------------------------------
@@ -188,17 +162,6 @@ def test_a_reward_that_few_completions_let_jump_has_not_collapsed_and_one_that_i
     assert falls(lost) >= 25 and not falls(lost[:50])
 
 
-def paid(length: float, correlation: float) -> bool:
-    lengths = wiggle([10.0] * 10 + [length] * 10, 0.1)
-    curves = {"length": lengths, "length__reward_correlation": [correlation] * 20}
-    return look("length-exploited", history_of(**curves)) is not None
-
-
-def test_length_is_exploited_where_it_grows_and_pays() -> None:
-    assert paid(16, 0.4)
-    assert not paid(14, 0.4) and not paid(16, 0.2) and not paid(16, -0.5)
-
-
 def test_repetition_is_half_of_the_tokens_and_more_than_before() -> None:
     def repeated(start: float, now: float, steps: int = 5) -> bool:
         return look("repetition", history_of(length__repeated=[start] * 5 + [now] * steps)) is not None
@@ -234,7 +197,7 @@ def test_truncated_is_more_than_at_the_start_or_of_no_use_and_not_what_a_reward_
     assert look("truncated", history_of(length__truncated=[0.9] * 4)) is None
     curves = {"length": [10.0] * 10 + [20.0] * 10, "length__truncated": [0.0] * 10 + [0.9] * 10}
     grown = history_of(**curves, length__reward_correlation=[0.8] * 20)
-    assert look("length-exploited", grown) is not None and look("truncated", grown) is None
+    assert look("truncated", grown) is None
     assert look("truncated", history_of(**curves, length__reward_correlation=[0.1] * 20)) is not None
 
 
@@ -290,7 +253,7 @@ def test_the_trained_reward_on_held_out_prompts_is_no_skill() -> None:
     for row in history.evaluations:
         row.metrics["gsm8k/acc/mean@8"] = row.metrics["reward"]  # pyright: ignore[reportIndexIssue]
     found = look("retention", history)
-    assert found is not None and found.text == "gsm8k/acc/mean@8 went from 90.0 of 100 to 10.0 of 100"
+    assert found is not None and found.text == "gsm8k/acc/mean@8 went from 0.9 to 0.1"
 
 
 def test_without_a_number_of_examples_the_scatter_of_the_scores_is_the_margin() -> None:

@@ -23,16 +23,6 @@ def test_blame_ranks_tokens_by_their_k3() -> None:
     assert [first.share, second.share] == pytest.approx([x / sum(shares) for x in shares])
 
 
-def test_twins_are_blamed_together() -> None:
-    history = History()
-    twins = [completion(ref=(-1.0, -4.0, -0.5)) for _ in range(3)]
-    history.add_completions([completion(ref=(-1.0, -4.5, -0.5)), *twins])
-    first, second = blame(history, 1)
-    assert (first.completion, first.other_logprob, first.times) == (1, -4.0, 3)
-    assert (second.completion, second.other_logprob, second.times) == (0, -4.5, 1)
-    assert first.share + second.share == pytest.approx(1)
-
-
 def test_blame_takes_the_nearest_step_that_was_written() -> None:
     history = History()
     history.add_completions([completion(10, ref=(-2.0, -2.0, -0.5)), completion(20, ref=(-3.0, -2.0, -0.5))])
@@ -68,20 +58,6 @@ def test_a_lost_end_token() -> None:
     )
     padded = completion(trained=(True, True, False), sampled=(True, True, False), ended=True)
     assert look("end-token-lost", at_step(padded)) is None
-
-
-def sampled_by(sampler: str, *, seed: int) -> Completion:
-    """400 tokens of one position, drawn from the policy or from the reference."""
-    torch.manual_seed(seed)
-    policy, ref = torch.randn(2, 50, dtype=torch.float64).mul(0.7).log_softmax(-1)
-    tokens = (policy if sampler == "policy" else ref).exp().multinomial(400, replacement=True)
-    return completion(tokens=tuple(map(str, tokens.tolist())), policy=policy[tokens].tolist(), ref=ref[tokens].tolist())
-
-
-@pytest.mark.parametrize("seed", range(8))
-def test_k1_of_tokens_of_another_sampler_is_below_chance(seed: int) -> None:
-    assert look("negative-k1", at_step(sampled_by("ref", seed=seed))) is not None
-    assert look("negative-k1", at_step(sampled_by("policy", seed=seed))) is None
 
 
 # --- a sampler that is not the policy: where the threshold lies, and what its course and its places say of why --------
@@ -157,16 +133,6 @@ def test_a_sampler_that_cuts_its_distribution_is_no_missing_sync() -> None:
     seen.completions.clear()
     seen.add_completions([completion(tokens=tuple("a" * 60), ref=None, **sampled)])
     assert "cuts the distribution" not in cause(seen), "one token is likelier under the trainer"
-
-
-def test_first_tokens_further_apart_than_later_ones_are_a_prompt_that_was_not_seen() -> None:
-    policy = (-5.0, -3.0, -2.0, -1.0, -1.0, -1.0)
-    history = history_of(sampler__k3=[2.0])
-    tokens = {"tokens": "abcdef", "ref": None}
-    history.add_completions([completion(policy=policy, sampler=(-1.0, -1.0, -1.0, -1.0, -0.5, -0.5), **tokens)])
-    assert "first tokens are 8.0 times as far apart as later ones: the trainer does not see the prompt" in cause(
-        history
-    )
 
 
 def test_a_large_difference_everywhere_is_another_temperature_and_without_a_first_step_there_is_no_cause() -> None:

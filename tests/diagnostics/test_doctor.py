@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from dataclasses import replace
-
 import pytest
 from tests.diagnostics.histories import completion, history_of
 
@@ -101,19 +98,6 @@ def test_a_long_run_is_not_kept_whole() -> None:
 
 
 # --- what it cost, and what nobody looked at --------------------------------------------------------------------------
-
-
-def test_a_finding_says_since_when_for_how_many_steps_and_hours() -> None:
-    curves = {"k3": [0.01] * 4 + [5e3] * 6, "speed__step_seconds": [1800.0] * 10}
-    (huge,) = [f for f in examine(history_of(**curves)).findings if f.alarm.name == "huge-values"]
-    assert huge.cost == "6 steps, from step 5 to 10, 3 hours" and huge.plain()["hours"] == 3.0
-    curves["speed__step_seconds"][6] = math.nan
-    (huge,) = [f for f in examine(history_of(**curves)).findings if f.alarm.name == "huge-values"]
-    assert huge.hours is None and huge.cost == "6 steps, from step 5 to 10"
-    sparse = history_of(k3=[0.01, 5e3], speed__step_seconds=[6.0, 6.0])
-    sparse.rows[1] = replace(sparse.rows[1], step=11)
-    (huge,) = [f for f in examine(sparse).findings if f.alarm.name == "huge-values"]
-    assert huge.cost == "1 step, step 11, 0.1 minutes"
 
 
 @pytest.mark.parametrize(

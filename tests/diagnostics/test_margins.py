@@ -69,11 +69,6 @@ PAIRS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         "teacher-not-reached", {"teacher__kl": [0.3, 0.1, 0.9, 0.2, 0.1] * 11 + [0.1, 0.1, 1.4, 0.1, 0.2], **TAUGHT},
         {"teacher__kl": [0.5, 0.4, 0.6, 0.5, 0.5] * 12, **TAUGHT},
     ),
-    "a correlation in a group of 4": (
-        "teacher-prefers-wrong",
-        {"teacher__reward_correlation": [-1.0, 0.6, -0.9, 0.2, -1.0, 0.5, -0.9, 0.7, -1.0, -0.9]},
-        {"teacher__reward_correlation": [-0.8, -0.5, -0.7, -0.6, -0.8, -0.5, -0.6, -0.7, -0.6, -0.7]},
-    ),
 }  # fmt: skip
 """What is seen -> its alarm, the sound run, the one in which it is true."""
 

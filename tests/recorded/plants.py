@@ -150,11 +150,6 @@ def _pay(trainer: Trainer, told: Told, undone: ExitStack) -> None:
     undone.enter_context(patch.dict(rewards.STATE, pay=-0.1))
 
 
-def _pay_for_length_later(trainer: Trainer, told: Told, undone: ExitStack) -> None:
-    _pay(trainer, told, undone)
-    told.after_step = lambda step: rewards.STATE.update(pay=0.05) if step == 20 else None
-
-
 # settings -------------------------------------------------------------------------------------------------------------
 
 SCALED = {"loss_type": "grpo", "advantage_baseline": "mean"}
@@ -256,7 +251,6 @@ FAULTY: dict[str, Planted] = {
     "little-learning": Planted(
         changes={"learning_rate": 1e-6, "max_steps": 20, "prompts_per_step": 1}, finds={"kl-low": (20, 20)}
     ),
-    "diluted": Planted(changes=PADDED, plant=_pay_for_length_later, finds={"dilution": (21, 40)}),
     "rate-hundredfold": Planted(
         changes={**BUILT_IN, "learning_rate": 1e-2, "warmup_steps": 10, "max_steps": 40},
         finds={"reward-collapse": (3, 40), "kl-far": (3, 40), "saturated": (20, 40)},
@@ -272,36 +266,12 @@ FAULTY: dict[str, Planted] = {
         plant=_drift,
         finds={"kl-growing": (25, 32)},
     ),
-    "paid-length": Planted(
-        changes={**TINY_REWARD, "reward": f"{REWARDS}long", "learning_rate": 2e-3, "max_steps": 30},
-        finds={"length-exploited": ANY},
-    ),
     "one-word": Planted(
         changes={**TINY_REWARD, "reward": f"{REWARDS}sevens", "max_completion_length": 12, "max_steps": 60},
         finds={"repetition": ANY},
     ),
     "constant-reward": Planted(
         changes={"reward": f"{REWARDS}constant", "max_steps": 20}, finds={"saturated": (20, 20)}
-    ),
-    "beta-too-high": Planted(
-        changes={**BUILT_IN, "beta": 50.0, "max_steps": 12}, finds={"kl-dominates": ANY}, alone=True
-    ),
-    "beta-too-low": Planted(
-        changes={**BUILT_IN, "learning_rate": 3e-4, "max_steps": 40, "beta": 1e-4},
-        finds={"kl-inert": ANY},
-        alone=True,
-    ),
-    "clip-too-narrow": Planted(
-        changes={
-            **BUILT_IN,
-            "beta": 0.01,
-            "kl_clip_method": "hard",
-            "kl_clip_threshold": 0.5,
-            "kl_reference_length": 5,
-            "max_steps": 40,
-        },
-        finds={"kl-inert": ANY},
-        alone=True,
     ),
     "wrong-reference": Planted(
         changes={"ref_model": "llama-elsewhere", "beta": 0.05, "max_steps": 1},

@@ -15,10 +15,10 @@ from typing import Any
 
 import yaml
 
-from klamp.diagnostics.doctor import ALARMS_FILE, Diagnosis, examine
+from klamp.diagnostics.doctor import Diagnosis, examine
 from klamp.diagnostics.history import WRITTEN
+from klamp.names import ALARMS_FILE, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY
 from klamp.records import read_record
-from klamp.training.folders import COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY
 
 FOLDER = Path(__file__).resolve().parent
 DIGITS = 6
@@ -56,11 +56,8 @@ def write(run: Path, record: Path, diagnosis: Diagnosis) -> None:
 
 
 def said(diagnosis: Diagnosis) -> list[tuple[Any, ...]]:
-    """What was found, without the length of time that it was there."""
-    return [
-        (each.alarm.name, each.first_step, each.evidence.text, tuple(each.evidence.causes))
-        for each in diagnosis.findings
-    ]
+    """What was found, and when."""
+    return [(each.alarm.name, each.first_step, each.alarm.level) for each in diagnosis.findings]
 
 
 def lines(file: Path) -> list[dict[str, Any]]:
@@ -94,7 +91,8 @@ def _write(run: Path, record: Path, steps: Collection[int]) -> None:
     _put(record / METRICS_FILE, [{n: x for n, x in row.items() if not n.startswith(LEFT_OUT)} for row in rows])
     completions = [row for row in lines(run / COMPLETIONS) if row["step"] in steps]
     _put(record / COMPLETIONS, [{n: row[n] for n in OF_A_COMPLETION if n in row} for row in completions])
-    _put(record / ALARMS_FILE, lines(run / ALARMS_FILE))
+    told = lines(run / ALARMS_FILE)
+    _put(record / ALARMS_FILE, [{name: row[name] for name in ("step", "name", "level")} for row in told])
 
 
 def _put(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:

@@ -10,12 +10,11 @@ import re
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import pytest
 from tests.recorded.plants import RECORDED, RUNS
-from tests.recorded.record import FOLDER, lines, said, short
+from tests.recorded.record import FOLDER, lines, said
 
 from klamp.cli import main
 from klamp.diagnostics.alarms import ALARMS
@@ -59,7 +58,7 @@ def finding(record: str, alarm: str) -> Finding:
 
 
 def told(name: str) -> list[dict[str, Any]]:
-    """What was told while the run went on: alarm, step, evidence, causes."""
+    """What was told while the run went on: alarm, step, level."""
     return lines(FOLDER / name / "alarms.jsonl")
 
 
@@ -69,12 +68,7 @@ def test_every_recorded_run_is_in_the_tree() -> None:
 
 @pytest.mark.parametrize("name", RECORDED)
 def test_what_is_found_is_what_the_run_told_and_what_any_seed_must_show(name: str) -> None:
-    found = [
-        (each.alarm.name, each.first_step, each.alarm.level, each.evidence.text, list(each.evidence.causes))
-        for each in diagnosis(name).findings
-    ]
-    said = [tuple(row[each] for each in ("name", "step", "level", "evidence", "causes")) for row in told(name)]
-    assert sorted(found) == sorted(said)
+    assert sorted(said(diagnosis(name))) == sorted((row["name"], row["step"], row["level"]) for row in told(name))
     assert RUNS[name].misses(diagnosis(name)) == []
 
 
@@ -155,16 +149,6 @@ def test_a_learning_rate_is_named_and_not_the_beta() -> None:
     assert lost.first_step > collapse.first_step
 
 
-def test_a_dilution_is_longer_has_less_per_token_and_no_less_in_all() -> None:
-    end = finding("diluted", "dilution").first_step
-    length, kl, whole = (
-        fmean(curve("diluted", name)[end - 10 : end]) / fmean(curve("diluted", name)[end - 20 : end - 10])
-        for name in ("length/mean", "kl/exact", "kl/exact_sequence")
-    )
-    assert length > 1.2 and kl < 1 / 1.2 and whole > 0.9
-    assert fmean(curve("paid-for-shortness", "kl/exact_sequence")[-10:]) > 2, "the quiet one learned the same"
-
-
 def test_what_is_cut_by_design_is_cut_in_every_step() -> None:
     assert min(curve("cut-by-design-gpt2", "length/truncated")) > TRUNCATED.value
 
@@ -178,11 +162,3 @@ def test_records_are_small_and_name_no_place() -> None:
     for name in RECORDED:
         config, _ = read_config(FOLDER / name)
         assert not [value for value in config.values() if isinstance(value, str) and value.startswith(("/", "~"))]
-
-
-def test_numbers_are_shortened_wherever_they_stand() -> None:
-    assert short({"a": [1.23456789, None, "x", True], "b": 2, "c": float("inf")}) == {
-        "a": [1.23457, None, "x", True],
-        "b": 2,
-        "c": float("inf"),
-    }

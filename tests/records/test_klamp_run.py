@@ -42,7 +42,7 @@ def test_everything_is_read_and_a_caution_once_though_a_resumed_run_says_it_agai
     assert second.log_ratios() == [] and second.ended and second.reward == 1.0
     settings = history.settings
     assert (settings.beta, settings.rl_skill, settings.eval_size) == (0.04, "addition", 9)
-    assert settings.moving_reference and settings.kl_in_reward and not settings.other_reference
+    assert settings.moving_reference and not settings.other_reference
     assert read_record(folder).cautions == []
     lines(folder / "cautions.jsonl", *({"step": step, "text": text} for step, text in [(0, "a"), (0, "b"), (2, "a")]))
     assert read_record(folder).cautions == ["a", "b"]

@@ -74,7 +74,7 @@ def test_a_half_written_last_line_is_passed_over(tmp_path: Path) -> None:
         ("rows.jsonl", '{"old_log_probs": [0.1], "ref_log_prob": [0.1, 0.2]}\n', "line 1 is no completion"),
         ("rows.jsonl", '{"old_log_probs": ["a"]}\n', "line 1 is no completion"),
         ("run.wandb", "hello", "a file is no W&B run"),
-        ("rows.jsonl", b"\xff\xfe\x00", "a file is not text"),
+        ("rows.jsonl", b"\xff\xf0\x00\n", "a file is not text"),
         ("rows.jsonl", "[" * 100_000, "(?s)line 1 is not JSON.*nested too deeply"),
         ("rows.jsonl", '{"step": ' + "9" * 400 + "}", "(?s)line 1 is not JSON.*a whole number of 400 digits"),
         ("rows.jsonl", '{"step": 1, "kl": 0.', "(?s)no metric.*it holds no whole line"),

@@ -167,7 +167,7 @@ def test_swapped_models_give_a_k1_below_chance(tmp_path: Path, rows: dict[str, A
     ("changes", "alarm"),
     [
         (lambda i: {"response_mask": [1] * (LENGTH - 1) + [0] * 4}, "end-token-lost"),
-        (lambda i: {"advantages": [0.1 * i] * (LENGTH + 3)}, "advantage-scale"),  # and groups of equal rewards
+        (lambda i: {"advantages": [-11.0] * (LENGTH + 3)}, "advantage-scale"),
     ],
 )
 def test_what_is_wrong_in_verls_rows(
@@ -242,8 +242,7 @@ def test_a_token_that_its_sampler_was_certain_of_is_no_prompt_token() -> None:
     [
         ({"prompt": "2+2="}, "2+2="),
         ({"input": "2+2=", "uid": "7"}, "2+2="),
-        ({"prompt": [{"role": "system", "content": "Add."}, {"content": "2+2="}]}, "system: Add.\nmessage: 2+2="),
-        ({"prompt": [[1, 2], "x", {"content": 3}]}, ""),
+        ({"prompt": [{"role": "system", "content": "Add."}, {"content": "2+2="}]}, ""),
         ({"prompt": 5}, ""),
         ({}, ""),
     ],

@@ -152,7 +152,7 @@ def all_sampled(world: World) -> bool:
 
 
 def alarm_of_the_sampler() -> float:
-    return next(limit.value for limit in ALARMS["sampler-mismatch"].limits if "k1 or k3" in limit.unit)
+    return next(limit.value for limit in ALARMS["sampler-mismatch"].limits if "k1 or k3" in limit.text)
 
 
 def drawn(world: World) -> bool:
@@ -200,12 +200,6 @@ def long_prompts(world: World) -> bool:
 def every_curve(world: World) -> list[dict[int, float]]:
     """Each curve of the charts over steps of metrics."""
     return [each for plan in PLANS for each in world.values(*plan.curves) if each]
-
-
-def options_are_klamps(world: World) -> bool:
-    """Whether an option is advised to who trained elsewhere."""
-    elsewhere = [i for i, run in enumerate(world.runs) if run.history.source != "klamp run"]
-    return any(i in elsewhere and "_" in ALARMS[name].next_step for i, name, *_ in findings(world))
 
 
 def findings(world: World) -> list[tuple[int, str, str, int, int]]:

@@ -44,7 +44,7 @@ def test_a_finding_says_what_was_seen_and_what_to_do() -> None:
 
 def test_tokens_to_blame_are_linked_or_named_where_they_are_not_on_the_page() -> None:
     made = section(spiked())
-    assert made.one("table").rows()[1] == ["2", "13.5 %", "5.0 %", "100 %", "1", "step 7, completion 1, position 2"]
+    assert made.one("table").rows()[1] == ["2", "13.5 %", "5.0 %", "100 %", "step 7, completion 1, position 2"]
     assert (made.one("a").attributes["href"], made.one("a").attributes["data-position"]) == ("#c0", "1")
     run = spiked()
     made = parse(alarm_section([run], anchors(ranked([run]), [])))

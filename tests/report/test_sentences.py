@@ -92,7 +92,6 @@ RUNS: dict[str, Claim] = {
     "The KL was not looked at{}: {}.": Claim(
         lambda w: bool(facts.blind(w)), lambda w, where, _: facts.named(where, facts.blind(w), w)
     ),
-    "Options: {}.": entire(facts.options_are_klamps),
     "Nothing was found{}.": Claim(
         lambda w: bool(facts.quiet(w)), lambda w, where: facts.named(where, facts.quiet(w), w)
     ),

@@ -16,8 +16,8 @@ from tests.training import rewards
 from tests.training.conftest import tiny_llama
 from transformers import GenerationConfig
 
-from klamp.diagnostics.sync import START, WEIGHTS
 from klamp.errors import DataError
+from klamp.hosts.common.sync import START, WEIGHTS
 from klamp.scoring.scorer import score
 from klamp.tasks import Example, arithmetic_tokenizer
 from klamp.training import evaluation

@@ -12,11 +12,12 @@ import pytest
 from tests.training.conftest import far_away, info_of
 
 from klamp.diagnostics.alarms import ALARMS
+from klamp.diagnostics.names import settings_of_run
 from klamp.errors import TrainingStopped
 from klamp.records import read_record
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
-from klamp.training.observers import AlarmObserver, settings_of
+from klamp.training.observers import AlarmObserver
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +64,8 @@ def test_an_alarm_that_is_not_named_stops_nothing(config_of: Any, tmp_path: Path
     ],
 )
 def test_what_the_alarms_know_of_a_configuration(changes: dict[str, str], verifier: str | None) -> None:
-    settings = settings_of(TrainConfig.from_flat({"beta": 0.02, "advantage_baseline": "mean", **changes}), rl_skill="a")
+    config = TrainConfig.from_flat({"beta": 0.02, "advantage_baseline": "mean", **changes})
+    settings = settings_of_run(config.flat(), rl_skill="a")
     assert settings.verifier == verifier
     assert (settings.beta, settings.loss_type, settings.scale_rewards, settings.rl_skill) == (
         0.02,
@@ -71,7 +73,7 @@ def test_what_the_alarms_know_of_a_configuration(changes: dict[str, str], verifi
         "none",
         "a",
     )
-    others = settings_of(TrainConfig.from_flat({"beta": 0.02, **changes}))
+    others = settings_of_run(TrainConfig.from_flat({"beta": 0.02, **changes}).flat())
     assert others.loss_type == "dr_grpo, leave_one_out", "its average alone is not the recipe"
 
 

@@ -18,13 +18,13 @@ from transformers import GenerationConfig
 from klamp.core.estimators import exact_kl
 from klamp.core.objective import Weighted, grpo_loss
 from klamp.core.topk import topk_kl
+from klamp.diagnostics.names import settings_of_run
 from klamp.errors import ConfigError, DataError, KLWarning, ModelError, TrainingStopped
 from klamp.scoring import scorer as scorer_module
 from klamp.scoring.completions import select
 from klamp.scoring.model_parts import HEAD
 from klamp.scoring.scorer import Ask, score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training import observers
 from klamp.training.backends import train_run
 from klamp.training.fingerprints import check_same
 from klamp.training.folders import lines_of
@@ -415,8 +415,8 @@ def test_a_teacher_with_fewer_entries_is_refused_with_a_way_out(context_of, tmp_
         context_of(model=larger, teacher_model=folder, **ALONE)
     assert "cut the policy's padding with resize_token_embeddings(42)" in caught.value.fix
     assert context_of(model=folder, teacher_model=larger, **ALONE).teachers is not None
-    assert observers.settings_of(context_of(teacher_model=larger, teacher_coef=0.3).config).teacher_coef == 0.3
-    assert observers.settings_of(context_of().config).teacher_coef is None
+    assert settings_of_run(context_of(teacher_model=larger, teacher_coef=0.3).config.flat()).teacher_coef == 0.3
+    assert settings_of_run(context_of().config.flat()).teacher_coef is None
 
 
 def test_a_resume_with_another_teacher_is_refused(config_of, teacher, llama, tmp_path):

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 from klamp.ablation.plan import Run, run_folder
 from klamp.diagnostics.history import LARGEST
 from klamp.errors import DataError
-from klamp.tasks.files import json_of
+from klamp.files import json_of
 from klamp.tasks.paths import with_end
 from klamp.training.folders import write_whole
 

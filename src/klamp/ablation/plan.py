@@ -14,7 +14,7 @@ from typing import Any
 from klamp.config.kl import resolve_aliases
 from klamp.config.teacher import ALL_ALIASES
 from klamp.errors import ConfigError, KlampError, RunFolderError, without_credentials
-from klamp.tasks.files import yaml_of
+from klamp.files import yaml_of
 from klamp.tasks.paths import with_end
 from klamp.training.backends import check_backend
 from klamp.training.config import TrainConfig, field_owners

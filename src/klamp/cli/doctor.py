@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from klamp.cli.flags import read_options
 from klamp.cli.options import DoctorOptions
@@ -16,10 +16,12 @@ from klamp.diagnostics.alarms import check_names
 from klamp.diagnostics.doctor import Diagnosis, Finding, examine
 from klamp.diagnostics.history import History
 from klamp.diagnostics.names import read_pairs
-from klamp.diagnostics.sync import SyncReport
 from klamp.errors import DataError, KlampError
 from klamp.report.run import judged
 from klamp.report.text import count
+
+if TYPE_CHECKING:
+    from klamp.hosts.common.sync import SyncReport
 
 HEALTHY, ALARMED, UNREADABLE = 0, 1, 2
 
@@ -121,8 +123,6 @@ def show(diagnosis: Diagnosis, path: Path) -> None:
         )
     for finding in diagnosis.findings:
         _show_finding(finding)
-    if diagnosis.options:
-        show_paragraph(diagnosis.options, label="options")
     checked = diagnosis.concerned - len(diagnosis.unchecked)
     say(f"\n{judged([diagnosis])}; {checked} of {diagnosis.concerned} were checked")
     if diagnosis.blind:
@@ -144,21 +144,19 @@ def _show_finding(finding: Finding) -> None:
     alarm = finding.alarm
     since = f"step {finding.first_step}" + (f", and {finding.steps - 1} more" if finding.steps > 1 else "")
     say(f"\n{alarm.level}: {alarm.name}: {alarm.text} ({since})")
-    show_paragraph(finding.known.text, label="seen")
-    show_paragraph(finding.cost, label="cost")
-    for rank, cause in enumerate(finding.known.causes, start=1):
-        show_paragraph(cause, label=f"likely {rank}" if len(finding.known.causes) > 1 else "likely")
+    show_paragraph(finding.evidence.text, label="seen")
+    for rank, cause in enumerate(finding.evidence.causes, start=1):
+        show_paragraph(cause, label=f"likely {rank}" if len(finding.evidence.causes) > 1 else "likely")
     show_paragraph(alarm.means, label="means")
     show_paragraph(alarm.next_step, label="next step")
     if finding.evidence.tokens:
         written = finding.evidence.tokens[0].step
         near = "" if written == finding.first_step else ", the nearest that was written"
-        headings = ("token", "completion", "position", "log policy", "log other", "share of the k3", "times")
+        headings = ("token", "completion", "position", "log policy", "log other", "share of the k3")
         rows = [
             (
                 *(repr(each.token), str(each.completion), str(each.position)),
                 *(f"{each.policy_logprob:.3f}", f"{each.other_logprob:.3f}", f"{100 * each.share:.0f} %"),
-                str(each.times),
             )
             for each in finding.evidence.tokens
         ]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
 from pathlib import Path
@@ -16,13 +15,12 @@ from klamp.cli.prepare import prepared_text
 from klamp.cli.text import MISSING, duration, fixed, is_main_process, say, show_table
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
-from klamp.diagnostics.notices import URLS, notice
 from klamp.errors import TrainingStopped
 from klamp.tasks.base import NO_REWARD
 from klamp.training.backends import Runner, check_backend, train_run
 from klamp.training.config import TrainConfig
 from klamp.training.folders import checkpoint_folders
-from klamp.training.observers import AlarmNotices, RunInfo, RunSummary
+from klamp.training.observers import RunInfo, RunSummary
 
 
 def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner | None = None) -> int:
@@ -57,10 +55,8 @@ def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner |
 
 def _train(request: TrainRequest, console: Console, runner: Runner | None) -> None:
     display = Display(console)
-    notices = [AlarmNotices(notice())] if os.environ.get(URLS) else []
     try:
-        observers = [display, *notices]
-        summary = (runner or _trainer(console))(request.config, observers)
+        summary = (runner or _trainer(console))(request.config, [display])
     except TrainingStopped as stopped:
         if display.info is not None and stopped.resumable:
             left = tuple(name for name in request.config.run.stop_on if name not in display.raised)

@@ -9,21 +9,19 @@ from itertools import pairwise
 from statistics import fmean
 from typing import Literal, TypeAlias
 
-from klamp.diagnostics.history import History, Row
+from klamp.diagnostics.history import History
 
 Level: TypeAlias = Literal["alarm", "note"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Limit:
-    """A threshold of an alarm: a number, its unit, and where it comes from."""
+    """A threshold of an alarm."""
 
     value: float
-    """The number itself."""
-    unit: str
-    """The unit of the number."""
-    source: str
-    """Where the number comes from."""
+    """The number."""
+    text: str
+    """Its unit and what it applies to; where it comes from, in brackets."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,9 +41,7 @@ class Blamed:
     other_logprob: float
     """Its log-probability under the reference (for a sampler mismatch, under the sampler), in nats."""
     share: float
-    """Its share of the k3 of all tokens that were written in the step, equal ones counted with it."""
-    times: int = 1
-    """In how many of the completions it stands at this place with these log-probabilities."""
+    """Its share of the k3 of all tokens that were written in the step."""
 
 
 @dataclass(frozen=True)
@@ -62,6 +58,9 @@ class Evidence:
 
 Rule: TypeAlias = Callable[[History], Evidence | None]
 """Looks at a run as it stands after a step or an evaluation; None: nothing is wrong. Looks only at the last steps."""
+
+
+Decorator: TypeAlias = Callable[[Rule], Rule]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -83,10 +82,28 @@ class Alarm:
     says which tokens the model wrote), `evaluations`, `settings.NAME`."""
     limits: Sequence[Limit]
     """The thresholds that it uses."""
-    later: Callable[[History, Evidence, Sequence[Row]], Evidence] | None = None
-    """What the logged steps after it say of what was seen; asked in a record that has some."""
-    level: Level = "alarm"
+    level: Level
     """`note`: information, which fails no check unless it is asked to."""
+
+
+ALARMS: dict[str, Alarm] = {}
+"""Name of an alarm -> the alarm; complete once `klamp.diagnostics.alarms` is imported."""
+KL = "kl/k3|kl/exact|kl/k1"
+"""What most alarms about the KL need: one of these metrics."""
+
+
+def alarm(name: str, *, needs: Sequence[str], limits: Sequence[Limit] = (), level: Level = "alarm") -> Decorator:
+    """Make a rule an alarm. Its docstring has three paragraphs: what it finds, what that means, what to do."""
+
+    def register(rule: Rule) -> Rule:
+        text, means, do = (" ".join(part.split()) for part in (rule.__doc__ or "\n\n\n\n").split("\n\n"))
+        text = (text if text[1:2].isupper() else text[:1].lower() + text[1:]).rstrip(".")
+        ALARMS[name] = Alarm(
+            name=name, text=text, means=means, next_step=do, rule=rule, needs=needs, limits=limits, level=level
+        )
+        return rule
+
+    return register
 
 
 def number(value: float) -> str:

@@ -1,84 +1,96 @@
-"""The rules about the KL: its estimates, its jumps and its dilution; how far the policy is from its reference; and
-how strongly beta pulls against the reward. What each finding means: `alarms`.
-"""
+"""The alarms about the KL: its estimates, its jumps, and how far the policy is from its reference."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 from itertools import pairwise
-from statistics import fmean, median, stdev
+from statistics import fmean, stdev
 
-from klamp.diagnostics import causes
-from klamp.diagnostics.alarm import Evidence, Limit, is_apart, is_beyond, noise, number, tokens_told
+from klamp.diagnostics.alarm import KL, Evidence, Limit, alarm, is_apart, is_beyond, noise, number, tokens_told
 from klamp.diagnostics.alarms_run import not_trained
-from klamp.diagnostics.alarms_tokens import blame, improbable_k1
-from klamp.diagnostics.causes import kl_pull, spread_within_groups
-from klamp.diagnostics.history import EARLY, History, Row, bounded
+from klamp.diagnostics.alarms_tokens import blame
+from klamp.diagnostics.causes import last_jump, learning_rate, likely_causes, no_kl, pays_for_length
+from klamp.diagnostics.history import EARLY, History
 
-NEGATIVE_STEPS = Limit(
-    value=20, unit="steps in a row", source="by chance alone, one in a million: KL is never negative, k1 is unbiased"
-)
-NEGATIVE_K1 = Limit(value=1e-4, unit="nats per token below 0", source="the size of the step-zero limit")
+NEGATIVE_STEPS = Limit(20, "steps in a row below 0 (by chance alone, one in a million)")
+NEGATIVE_K1 = Limit(1e-4, "nats per token below 0, their mean (the size of the step-zero limit)")
+NEGATIVE_FEW = Limit(8, "steps in a row below 0, and as many standard errors (Student's t: 5 in 100,000)")
 NEGATIVE_AT_ONCE = Limit(
-    value=0.1,
-    unit="nats per token below 0 in one step, of few tokens 14 in all, or 14 per completion",
-    source="E[exp(-k1)] <= 1: one in a million over 140 tokens, or over one completion",
+    0.1, "nats per token below 0 in one step, and 14 per completion or in all (E[exp(-k1)] <= 1: one in a million)"
 )
 NEGATIVE_COMPLETION = 14.0
-NEGATIVE_FEW = Limit(
-    value=8,
-    unit="steps in a row, and as many standard errors below 0 by their own scatter",
-    source="the share of Student's t beyond that is 5 in 100,000",
-)
-FAR_WINDOW, FAR_RATIO, FAR_FLOOR = 5, 10.0, 0.05
-FAR_ERRORS, FAR_NOISE = 3.0, 20
-K3_FAR = Limit(
-    value=FAR_RATIO,
-    unit=f"times k1 (and the exact KL), mean over {FAR_WINDOW} steps, k3 above {FAR_FLOOR} nats per token",
-    source="both estimate the same KL; the floor is the GRPO tutorial's lower target",
-)
-FAR_AT_ONCE = Limit(
-    value=100, unit="times k1 in one step, k3 above 1 nat per token", source="seen in the field: k3 1635, k1 .003"
-)
+FAR_WINDOW, FAR_FLOOR, FAR_ERRORS, FAR_NOISE = 5, 0.05, 3.0, 20
+K3_FAR = Limit(10, f"times k1 (and the exact KL), mean over {FAR_WINDOW} steps, k3 above {FAR_FLOOR} nats per token")
+FAR_AT_ONCE = Limit(100, "times k1 in one step, k3 above 1 nat per token (seen in the field: k3 1635, k1 .003)")
 SPIKE_MEMORY, SPIKE_ERRORS, SAME_KL = 20, 6.0, 1e-4
-SPIKE = Limit(
-    value=3,
-    unit="times the highest of the 20 steps before; of samples twice in a row, or far beyond their scatter",
-    source="klamp's choice",
-)
+SPIKE = Limit(3, "times the highest of the 20 steps before; of samples twice in a row, or far beyond their scatter")
 SPIKE_FLOOR = Limit(
-    value=0.2,
-    unit="nats per token; 1 where there are fewer than 5 steps to compare with, or fewer than 16 prompts in a step",
-    source="the GRPO tutorial's warning sign (docs/sources.md)",
+    0.2, "nats per token (the GRPO tutorial's warning sign); 1 with fewer than 5 steps before, or 16 prompts in a step"
 )
 SPIKE_PROMPTS = 16
 """With fewer prompts per step than this, the KL changes from step to step just because the prompts do."""
-AFTERWARDS = 2
-"""Steps after a jump that tell whether the policy moved."""
-OUTLIER = (
-    "one batch, or a few tokens that the reference finds hardly possible: the weights moved little, so the learning "
-    "rate is not to blame. Look at the tokens of that step; bound the log-ratio (kl_max_log_ratio)"
+STEP_ZERO = Limit(1e-4, "nats per token before the first update (equal kernels give about 1e-6)")
+STEP_ZERO_OTHERS = Limit(
+    3e-3, "nats per token, and 4 standard errors, in another trainer's record (bfloat16 explains it)"
 )
-DILUTION = Limit(
-    value=1.2,
-    unit="times longer and as much less KL per token, last 10 steps against the 10 before",
-    source="klamp's choice; each change must exceed 3 standard errors",
+REFERENCE_DIFFERS = Limit(0.02, "nats per token before the first update, to a reference that was chosen")
+DETACHED_WINDOW, DETACHED_ERRORS = 5, 4.0
+DETACHED = Limit(
+    0.01,
+    "of the KL that a change of the reward by 4 standard errors proves, after 20 steps (Pinsker: a reward of range R "
+    "that changed by d needs 2 (d / R)^2 nats per completion)",
 )
-DILUTION_FLOOR = 1e-3
-"""Nats per token below which a falling KL is noise."""
-DILUTION_KEPT = Limit(value=0.9, unit="of the KL per completion is still there", source="else it is no dilution")
+STILL = Limit(20, "steps in a row at exactly 0 (no update rounds to nothing in all tokens)")
+FELL = Limit(
+    0.01,
+    "of the lower KL of the 2 steps before, above 0.02 nats per token, in one step (seen: .47 to 0 where a resume made "
+    "the checkpoint the reference); at equal intervals it is a reference that is reset on purpose",
+)
+FAR_STEPS = 5
+FAR = Limit(
+    1.0,
+    f"nats per token, mean of {FAR_STEPS} steps without the largest (seen: a language model was best at .5 and fell "
+    "into one word at 1.6 to 1.9)",
+)
+FAR_COMPLETION = Limit(8.0, "nats per completion besides (an answer of one token may need 3 to be right)")
+GROWING = Limit(
+    1.3,
+    "times the KL of the 10 steps before, twice in a row and by 3 standard errors, above 0.1 nats per token, while the "
+    "reward did not rise by 1",
+)
+GROWING_FLOOR = 0.1
+HIGH = Limit(0.2, "nats per token, mean of 5 steps without the largest (the GRPO tutorial, docs/sources.md)")
+LOW = Limit(0.01, "nats per token, mean of 5 steps without the largest, after 20 (the GRPO tutorial, docs/sources.md)")
+RUNAWAY_WINDOW = 10
+RUNAWAY = Limit(
+    30,
+    f"times the first beta, while beta times the KL per completion outweighs the reward, {RUNAWAY_WINDOW} steps (seen: "
+    "from 0.03 to 32, the score from 99 to 87)",
+)
 
 
+@alarm(
+    "negative-k1",
+    needs=("kl/k1|kl/k1_sequence|kl/k3",),
+    limits=(NEGATIVE_STEPS, NEGATIVE_FEW, NEGATIVE_K1, NEGATIVE_AT_ONCE),
+)
 def negative_k1(history: History) -> Evidence | None:
-    """Finds an estimate that is below 0 step after step, or in one step by more than chance."""
+    """The KL is negative beyond chance.
+
+    A KL is never negative if the policy sampled the tokens, and a k3 never is. So another policy sampled them (an old
+    sampler, another temperature, top-p), the mask is wrong, or the signs are swapped.
+
+    Compare the log-probabilities of sampler and trainer on the same tokens; check that the mask covers the completion
+    only and that the log-ratio is policy - reference.
+    """
     at_once = {"kl/k1": NEGATIVE_AT_ONCE.value, "kl/k3": NEGATIVE_AT_ONCE.value, "kl/k1_sequence": NEGATIVE_COMPLETION}
     for name, limit in at_once.items():
         unit = "completion" if name.endswith("sequence") else "token"
         value = history.latest.get(name, 0.0)
         if value < -limit and (unit == "completion" or value < -NEGATIVE_COMPLETION / tokens_told(history)):
             return Evidence(f"{name} is {number(history.latest[name])} nats per {unit} in this step")
-    return next(filter(None, (_below_zero(history, name) for name in at_once)), None) or improbable_k1(history)
+    return next(filter(None, (_below_zero(history, name) for name in at_once)), None)
 
 
 def _below_zero(history: History, name: str) -> Evidence | None:
@@ -92,9 +104,17 @@ def _below_zero(history: History, name: str) -> Evidence | None:
     return Evidence(f"the last {len(values)} values of {name} are below 0, {number(fmean(values))} nats on average")
 
 
+@alarm("k3-far-above-k1", needs=("kl/k1", "kl/k3"), limits=(K3_FAR, FAR_AT_ONCE))
 def k3_far_above_k1(history: History) -> Evidence | None:
-    """Finds k3 far above k1, although both estimate the same KL."""
-    for window, ratio, floor in ((FAR_WINDOW, FAR_RATIO, FAR_FLOOR), (1, FAR_AT_ONCE.value, 1.0)):
+    """K3 is far above k1.
+
+    Both estimate the same KL. k3 grows with ref/policy, so a few tokens that the reference finds far likelier dominate
+    it: padding or masked tokens, a shift by one, or a vocabulary that the policy has cut.
+
+    Look at the tokens named here. If they are padding, end tokens or always at the same place, fix the mask; if they
+    are real, set kl_max_log_ratio or measure the exact KL.
+    """
+    for window, ratio, floor in ((FAR_WINDOW, K3_FAR.value, FAR_FLOOR), (1, FAR_AT_ONCE.value, 1.0)):
         k1, k3 = history.together(window, "kl/k1", "kl/k3")
         if len(k1) < window or not math.isfinite(sum(history.latest.get(x, math.nan) for x in ("kl/k1", "kl/k3"))):
             continue
@@ -109,8 +129,16 @@ def k3_far_above_k1(history: History) -> Evidence | None:
     return None
 
 
+@alarm("kl-spike", needs=(KL,), limits=(SPIKE, SPIKE_FLOOR))
 def kl_spike(history: History) -> Evidence | None:
-    """Finds a KL that jumped: in one step, or of samples that scatter in a step and the one after it."""
+    """The KL jumped.
+
+    If the KL stays high, an update moved the policy far: learning rate, extreme rewards or advantages, or no gradient
+    clipping. If it is back in the next step, a few tokens caused most of it.
+
+    Look at the tokens named here and at the step's rewards; if these fell, go back to an earlier checkpoint. If the KL
+    stays high, lower the learning rate or max_grad_norm, or raise beta.
+    """
     prompts = (history.rows[-1].prompts if history.rows else None) or history.settings.prompts or SPIKE_PROMPTS
     exact = history.kl_name() == "kl/exact"
     for stays in (1,) if exact else (1, 2):
@@ -121,8 +149,7 @@ def kl_spike(history: History) -> Evidence | None:
         if now < (1.0 if few else SPIKE_FLOOR.value) or now <= SPIKE.value * highest:
             continue
         if stays == 2 or len(before) < 5 or exact or _stands_out(before, now):
-            jump = causes.last_jump if stays == 1 else causes.learning_rate
-            why = causes.likely_causes(history, jump, causes.stale_sampler)
+            why = likely_causes(history, last_jump if stays == 1 else learning_rate)
             said = f"{number(max(before))} was the highest of {len(before)} before"
             text = f"{history.kl_name()} jumped to {number(now)} nats per token, {said}"
             return Evidence(text, blame(history, history.step), why)
@@ -135,102 +162,16 @@ def _stands_out(before: Sequence[float], now: float) -> bool:
     return len(logs) < 2 or abs(math.log(max(abs(now), 1e-9)) - fmean(logs)) > SPIKE_ERRORS * noise(logs)
 
 
-def after_spike(history: History, seen: Evidence, after: Sequence[Row]) -> Evidence:
-    """What the steps after a jump say of it: it was back at once, or it stayed.
-
-    Args:
-        history: the run up to the jump.
-        seen: what was seen when it rose.
-        after: the logged steps after it.
-    """
-    name = history.kl_name()
-    now, before = history.kl(1)[-1], median([*history.last(name, 5, before=1), 0.0])
-    then = [bounded(row.metrics[name]) for row in after[:AFTERWARDS] if math.isfinite(row.metrics.get(name, math.nan))]
-    if not then:
-        return seen
-    if max(then) < before + min((now - before) / 2, max(causes.JUMP, before)) and not history.settings.moving_reference:
-        return Evidence(f"{seen.text}, {number(then[0])} the value after it", seen.tokens, [OUTLIER])
-    view = History(settings=history.settings, rows=[*history.rows, *after[:AFTERWARDS]])
-    return Evidence(seen.text, seen.tokens, causes.likely_causes(view, causes.learning_rate, causes.stale_sampler))
-
-
-def dilution(history: History) -> Evidence | None:
-    """Finds a KL per token that falls because completions grow."""
-    name, (kl, length) = history.kl_name(), history.together(20, history.kl_name(), "length/mean")
-    if len(kl) < 20 or fmean(kl[:10]) < DILUTION_FLOOR:
-        return None
-    kl_ratio, length_ratio = (fmean(x[10:]) / max(fmean(x[:10]), 1e-12) for x in (kl, length))
-    changed = all(is_apart(x[:10], x[10:], errors=3) for x in (kl, length))
-    diluted = length_ratio > DILUTION.value and kl_ratio < 1 / DILUTION.value
-    if not changed or not diluted or kl_ratio * length_ratio < DILUTION_KEPT.value:
-        return None
-    return Evidence(
-        f"{name} went from {number(fmean(kl[:10]))} to {number(fmean(kl[10:]))} nats per token while completions grew "
-        f"from {number(fmean(length[:10]))} to {number(fmean(length[10:]))} tokens (means of 10 values): the KL of a "
-        f"whole completion is about {number(kl_ratio * length_ratio)} times what it was"
-    )
-
-
-STEP_ZERO = Limit(
-    value=1e-4,
-    unit="nats per token before the first update",
-    source="equal kernels give about 1e-6; a hundred times that leaves room for two implementations of one model",
-)
-STEP_ZERO_OTHERS = Limit(
-    value=3e-3,
-    unit="nats per token, in the record of another trainer, and 4 standard errors of as many tokens as it tells",
-    source="what bfloat16 against float32 explains: .02 to .07 on average in size",
-)
-DETACHED_WINDOW, DETACHED_ERRORS = 5, 4.0
-DETACHED = Limit(
-    value=0.01,
-    unit="of the KL that the reward's change proves; after 20 steps, a change of 4 standard errors",
-    source="Pinsker: a reward of range R that changed by d needs 2 (d / R)^2 nats per completion",
-)
-STILL = Limit(value=20, unit="steps in a row at exactly 0", source="no update rounds to nothing in all tokens")
-FELL = Limit(
-    value=0.01,
-    unit="of the lower KL of the 2 steps before, which were above 0.02 nats per token, in one step; again and again "
-    "after equally many steps, it is a reference that is reset on purpose",
-    source="seen: .47 to 0 where a resume made the reference of the checkpoint",
-)
-HIGH = Limit(
-    value=0.2,
-    unit="nats per token, mean of 5 steps without the largest",
-    source="the GRPO tutorial's warning signs (docs/sources.md)",
-)
-LOW = Limit(
-    value=0.01,
-    unit="nats per token, mean of 5 steps without the largest, after 20",
-    source="the GRPO tutorial's warning signs (docs/sources.md)",
-)
-REFERENCE_DIFFERS = Limit(
-    value=0.02,
-    unit="nats per token before the first update, to a reference that was chosen",
-    source="klamp's choice: the smallest KL that a run is held at (docs/controllers.md)",
-)
-FAR_STEPS = 5
-FAR = Limit(
-    value=1.0,
-    unit=f"nats per token, mean of {FAR_STEPS} steps without the largest",
-    source="seen: a language model was best at .5 and fell into one word at 1.6 to 1.9; digits end at .1 to .3",
-)
-FAR_COMPLETION = Limit(
-    value=8.0,
-    unit="nats per completion besides",
-    source="an answer of one token may need 3 to be right: that is not far",
-)
-GROWING = Limit(
-    value=1.3,
-    unit="times the KL of the 10 steps before, twice in a row and by 3 standard errors, above 0.1 nats per token, "
-    "while the reward did not rise by 1",
-    source="klamp's choice",
-)
-GROWING_FLOOR = 0.1
-
-
+@alarm("step-zero-kl", needs=(KL,), limits=(STEP_ZERO, STEP_ZERO_OTHERS))
 def step_zero(history: History) -> Evidence | None:
-    """Finds a KL in the first step, before anything was updated."""
+    """KL is not 0 before the first update.
+
+    Policy and reference differ before training: dropout, an adapter that is not zero at the start, another data type or
+    kernel, other weights, or tokens that only one of them sees.
+
+    Score one batch twice with the policy (the two must agree), then with the reference. Put both into eval() and one
+    dtype; compare tokens, mask and temperature.
+    """
     names = ("kl/exact", "kl/k1") if history.settings.k3_over_updates else ("kl/k3", "kl/exact", "kl/k1")
     name, kl = _first_kl(history, names)
     elsewhere = history.settings.other_kernels
@@ -241,8 +182,16 @@ def step_zero(history: History) -> Evidence | None:
     return Evidence(text, blame(history, history.step))
 
 
+@alarm("reference-differs", needs=("kl/k3|kl/exact",), limits=(REFERENCE_DIFFERS,))
 def reference_differs(history: History) -> Evidence | None:
-    """Finds a reference that was chosen and is far from the model that training starts from."""
+    """The chosen reference is far from the model that is trained.
+
+    The reference is not the model that training starts from (an older checkpoint, a wrong path, another chat template
+    or precision), so the KL pulls the policy away from its own start.
+
+    Check the path of the reference. Leave it out to hold the policy where it starts; if the distance is intended, set
+    target_kl above it.
+    """
     name, kl = _first_kl(history, ("kl/exact", "kl/k3"))
     limit = REFERENCE_DIFFERS.value
     if not history.settings.other_reference or not kl > limit:
@@ -253,8 +202,16 @@ def reference_differs(history: History) -> Evidence | None:
     return Evidence(text, blame(history, history.step))
 
 
+@alarm("detached-reference", needs=(KL,), limits=(DETACHED, STILL, FELL))
 def detached_reference(history: History) -> Evidence | None:
-    """Finds a reward that changed by more than a policy so near to its reference could have, or a KL that vanished."""
+    """The KL is about 0 although the policy should have moved.
+
+    Nothing trains the policy; the reference follows it (shared weights, an adapter that stays on); a resume made the
+    checkpoint the reference; or the sampler is another model than the scored one.
+
+    After a resume, load the model that training started from as the reference. Else change one weight of the policy by
+    hand: the reference's log-probabilities must not move, the sampler's must.
+    """
     if (vanished := _vanished(history)) is not None:
         return vanished
     window = DETACHED_WINDOW
@@ -328,18 +285,32 @@ def _first_kl(history: History, names: Sequence[str]) -> tuple[str, float]:
     return next(((name, first[name]) for name in names if name in first), ("", 0.0))
 
 
+@alarm("kl-far", needs=(KL, "length/mean"), limits=(FAR, FAR_COMPLETION))
 def kl_far(history: History) -> Evidence | None:
-    """Finds a policy that is far from its reference, however it got there."""
+    """The policy is far from its reference.
+
+    The average token is at least e times likelier under the policy than under the reference, unless a few tokens
+    dominate a k3. Mostly the policy gave up its language: words repeat, other skills are lost.
+
+    Read completions, and ask the policy something else than the task. Lower the learning rate, raise beta, or hold a
+    target_kl.
+    """
     kl, length = _settled(history, FAR_STEPS), history.last("length/mean", FAR_STEPS)
     if kl is None or not length or kl <= FAR.value or kl * fmean(length) <= FAR_COMPLETION.value:
         return None
     whole = number(kl * fmean(length))
     text = f"the KL is {number(kl)} nats per token, {whole} per completion, {MIDDLE}"
-    return Evidence(text, blame(history, history.step), _why_far(history))
+    return Evidence(text, blame(history, history.step), likely_causes(history, learning_rate, no_kl, pays_for_length))
 
 
+@alarm("kl-growing", needs=(KL, "reward"), limits=(GROWING,))
 def kl_growing(history: History) -> Evidence | None:
-    """Finds a KL that goes on growing although the reward does not."""
+    """The KL goes on growing, and the reward does not.
+
+    The policy moves away and gains nothing. Mostly the optimizer adds up noise, or the reward is at its maximum.
+
+    End the run at the step where the reward stopped rising, lower the learning rate, or hold a target_kl.
+    """
     name, (kl, reward) = history.kl_name(), history.together(30, history.kl_name(), "reward")
     if len(kl) < 30 or fmean(kl[20:]) < GROWING_FLOOR:
         return None
@@ -353,24 +324,32 @@ def kl_growing(history: History) -> Evidence | None:
     return Evidence(
         f"{name} grew from {number(fmean(parts[0]))} to {number(fmean(parts[2]))} nats per token, and the reward went "
         f"from {number(fmean(early))} to {number(fmean(late))} (means of 10 values, 20 apart)",
-        causes=_why_far(history),
+        causes=likely_causes(history, learning_rate, no_kl, pays_for_length),
     )
 
 
-def _why_far(history: History) -> list[str]:
-    return causes.likely_causes(
-        history, causes.learning_rate, causes.weak_kl, causes.stale_sampler, causes.pays_for_length, causes.repeats
-    )
-
-
+@alarm("kl-high", needs=(KL,), limits=(HIGH,), level="note")
 def kl_high(history: History) -> Evidence | None:
-    """Finds a policy that is far from its reference."""
+    """KL above 0.2, a tutorial's warning sign.
+
+    The GRPO tutorial takes it for drifting too much (docs/sources.md). Alone it proves nothing: a language model was
+    best at 0.5 and kept its other skills; digits are learned at 0.1.
+
+    Read completions and look at the retained skills. If both are well, leave it.
+    """
     kl = _settled(history, 5)
     return Evidence(f"the KL is {number(kl)} nats per token, {MIDDLE}") if kl is not None and kl > HIGH.value else None
 
 
+@alarm("kl-low", needs=(KL,), limits=(LOW,), level="note")
 def kl_low(history: History) -> Evidence | None:
-    """Finds a policy that is still near to its reference after the first steps."""
+    """KL below 0.01, a tutorial's sign of not learning enough.
+
+    The policy is near the reference after 20 steps. That is right if the reward is high or a KL holds the policy; else
+    the updates are small.
+
+    Look at the reward. If it stands still, raise the learning rate or lower beta.
+    """
     kl = _settled(history, 20)
     return (
         Evidence(f"the KL is {number(kl)} nats per token, {MIDDLE}") if kl is not None and abs(kl) < LOW.value else None
@@ -386,31 +365,16 @@ def _settled(history: History, steps: int) -> float | None:
     return fmean(sorted(values)[:-1]) if len(values) == 5 else None
 
 
-RUNAWAY_WINDOW = 10
-RUNAWAY = Limit(
-    value=30,
-    unit=f"times the first beta, while beta times the KL per completion outweighs the reward, {RUNAWAY_WINDOW} steps",
-    source="klamp's choice; seen: from 0.03 to 32 at a target of 0.08 nats per token, the score from 99 to 87",
-)
-INERT_STEPS = 20
-INERT = Limit(
-    value=0.005,
-    unit=f"of the reward's pull, {INERT_STEPS} steps, once the KL is above 0.05 nats per completion; or a clip whose "
-    "budget no completion exceeded in any of them",
-    source="klamp's choice: the KL's pull is price sqrt(2 KL) / s, 1 at the optimum (s: the reward's standard "
-    "deviation within groups)",
-)
-INERT_KL = 0.05
-DOMINATES_STEPS = 10
-DOMINATES = Limit(
-    value=0.02,
-    unit=f"nats per completion: the KL (s / price)^2 / 2 of the optimum is below it, {DOMINATES_STEPS} steps",
-    source="to second order, see docs/where-it-ends.md: the reward can rise by s^2 / price at most, a fifth of s",
-)
-
-
+@alarm("beta-runaway", needs=("beta", "beta/price", "kl/k3_sequence", "reward"), limits=(RUNAWAY,))
 def beta_runaway(history: History) -> Evidence | None:
-    """Finds a controller that raised beta until the KL costs more than the reward gives."""
+    """Beta grew until the KL outweighs the reward.
+
+    A schedule or a controller raised beta: the target is below what the reward needs, or the KL does not react to beta.
+    The pull to the reference exceeds the advantages, and the policy may lose what it learned.
+
+    Raise target_kl to the KL at which the reward had risen, fix beta, or bound it (beta_max); `klamp explain` says
+    whether the target can be reached.
+    """
     betas, prices, kls, rewards = history.together(RUNAWAY_WINDOW, "beta", "beta/price", "kl/k3_sequence", "reward")
     start = next((value for value in history.first("beta", EARLY) if value > 0), None)
     if len(betas) < RUNAWAY_WINDOW or start is None:
@@ -421,51 +385,4 @@ def beta_runaway(history: History) -> Evidence | None:
     return Evidence(
         f"beta went from {number(start)} to {number(fmean(betas))}; the KL of a completion costs {number(cost)} of "
         f"reward, and its reward is {number(gain)} in size (means of {RUNAWAY_WINDOW} values)"
-    )
-
-
-def kl_inert(history: History) -> Evidence | None:
-    """Finds a KL that is paid for and does nothing: its pull is lost beside the reward's, or its clip never opens."""
-    if len(history.rows) < INERT_STEPS or not history.penalized or history.settings.target_kl is not None:
-        return None
-    over = history.last("kl/over_budget", INERT_STEPS)
-    if len(over) == INERT_STEPS and max(over) == 0 and not any(history.last("kl/after_clip", INERT_STEPS)):
-        budget, before = history.last("kl/budget", 1), history.last("kl/before_clip", INERT_STEPS)
-        return Evidence(
-            f"in {INERT_STEPS} steps no completion exceeded the clip's budget"
-            + (f" of {number(budget[0])} nats" if budget else "")
-            + (f"; their mean KL was {number(fmean(before))}" if before else "")
-            + ": the KL is 0 in the loss"
-        )
-    name = "kl/exact_sequence" if "kl/exact_sequence" in history.latest else "kl/k3_sequence"
-    kl, pull = history.last(name, INERT_STEPS), kl_pull(history, INERT_STEPS)
-    if len(kl) < INERT_STEPS or fmean(kl) < INERT_KL or pull is None or pull >= INERT.value:
-        return None
-    price = fmean(history.last("beta/price", INERT_STEPS))
-    return Evidence(
-        f"the KL pulls with {100 * pull:.2g} % of the reward's strength, means of {INERT_STEPS}: {number(price)} of "
-        f"reward per nat of a completion, whose KL is {number(fmean(kl))} nats"
-    )
-
-
-def kl_dominates(history: History) -> Evidence | None:
-    """Finds a beta at which even the optimum stays at the reference."""
-    free = history.latest.get("kl/budget", 0.0) >= DOMINATES.value  # what lies below a clip's budget costs nothing
-    prices = [] if free or not history.penalized else history.last("beta/price", DOMINATES_STEPS)
-    return outweighs(history, prices, "reference")
-
-
-def outweighs(history: History, prices: Sequence[float], anchor: str) -> Evidence | None:
-    """Finds prices, of the last steps, at which even the optimum stays at an anchor."""
-    spread = spread_within_groups(history, DOMINATES_STEPS)
-    if len(prices) < DOMINATES_STEPS or spread is None or min(prices) <= 0:
-        return None
-    price = fmean(prices)
-    optimum = (spread / price) * (spread / price) / 2
-    if optimum >= DOMINATES.value:
-        return None
-    return Evidence(
-        f"a nat of a completion costs {number(price)} of reward, and rewards differ by {number(spread)} within their "
-        f"groups: the best policy is about {number(optimum)} nats per completion from the {anchor}, and earns about "
-        f"{number(spread * spread / price)} more than it"
     )

@@ -1,4 +1,4 @@
-"""The rules about rewards, advantages, lengths, values out of range, retained skills and settings."""
+"""The alarms about rewards, advantages, lengths, values out of range, retained skills and settings."""
 
 from __future__ import annotations
 
@@ -7,43 +7,53 @@ from itertools import pairwise
 from statistics import fmean, median
 
 from klamp.diagnostics import causes
-from klamp.diagnostics.alarm import LONG, Evidence, Limit, is_apart, least_and_most, noise, number
-from klamp.diagnostics.causes import PAYS, REPEATED
+from klamp.diagnostics.alarm import LONG, Evidence, Limit, alarm, is_apart, least_and_most, noise, number
+from klamp.diagnostics.causes import PAYS
 from klamp.diagnostics.history import EARLY, WRITTEN, History
 
-HUGE = Limit(
-    value=1e3,
-    unit="in a KL, a gradient norm or a loss; or a value that is not finite",
-    source="the k3 bug report (docs/sources.md): 1e5 was '100,000x normal'",
-)
+HUGE = Limit(1e3, "in a KL, a gradient norm or a loss (docs/sources.md); or a value that is not finite")
 WATCHED = ("kl/k1", "kl/k3", "kl/exact", "sampler/k3", "train/grad_norm", "train/loss", "train/kl_penalty")
-NOISE = Limit(
-    value=1e-3,
-    unit="of the reward's size, as the standard deviation within groups that have one",
-    source="klamp's choice: dividing by it makes advantages of size 1 out of rounding",
-)
-ADVANTAGE = Limit(
-    value=10,
-    unit="in size",
-    source="divided by its std, no advantage exceeds (G - 1)/sqrt(G): 10 needs a group of 102",
-)
+NOISE = Limit(1e-3, "of the reward's size, as the standard deviation within groups that have one")
+ADVANTAGE = Limit(10, "in size (divided by its std, no advantage exceeds (G - 1)/sqrt(G): 10 needs a group of 102)")
 DROPPED = Limit(
-    value=0.05,
-    unit="of the score before training, and 3 standard errors: by the number of examples, else by the scatter of 6 "
+    0.05,
+    "of the score before training, and 3 standard errors: by the number of examples, else by the scatter of 6 "
     "evaluations or more, else as of 50 examples",
-    source="klamp's choice; falling scores are a warning sign of the GRPO tutorial (docs/sources.md)",
 )
 FEW_EXAMPLES, MANY_SCORES = 50, 6
-IDLE = Limit(
-    value=20,
-    unit="steps in a row, or all of the first 5 and more, with a gradient of exactly 0, or a learning rate (and a KL)",
-    source="no gradient of a model rounds to 0; a warm-up is at 0 in one step",
-)
+IDLE = Limit(20, "steps in a row, or all of the first 5 and more, with a gradient or a learning rate of exactly 0")
 IDLE_START = 5
+COLLAPSE_WINDOWS, COLLAPSE_MEMORY, COLLAPSE_ERRORS = (5, 20), 100, 6
+COLLAPSE = Limit(
+    0.3,
+    f"of the best mean of 5 steps (of 20 with more noise) among the {COLLAPSE_MEMORY} before, which is lost; and half "
+    f"of the reward's standard deviation within groups, and {COLLAPSE_ERRORS} standard errors",
+)
+REPEATED = Limit(0.5, "of the tokens stand in a pair of tokens that was in their completion before, mean of 5 steps")
+MORE_REPEATED = Limit(0.2, "more of them than in the first 5 steps (a task may want repetition)")
+SATURATED_STEPS, SATURATED_GROUPS = 20, 60
+SATURATED = Limit(
+    0.99, f"of the groups have equal rewards, mean of {SATURATED_STEPS} steps, or of {SATURATED_GROUPS} prompts"
+)
+TRUNCATED = Limit(0.25, "of the completions, mean over 5 steps")
+USELESS = 0.6
+MORE_TRUNCATED = Limit(
+    0.1,
+    "more of them than in the first 5 steps, in which there were fewer; or as many from the start, and equal "
+    f"rewards in {100 * USELESS:.0f} % of the groups; unless the reward pays for length",
+)
 
 
+@alarm("huge-values", needs=("|".join((*WATCHED, "completions")),), limits=(HUGE,))
 def huge_values(history: History) -> Evidence | None:
-    """Finds values a thousand times larger than they should be, or not finite."""
+    """Values of a thousand and more, or not finite.
+
+    A large KL or gradient has exploded: k3 is exponential in how far a token is below the reference. Gradient clipping
+    then hides it. A nan may also be a mean over nothing.
+
+    Find the first step. Lower the learning rate, bound the log-ratio, compute the ratio in float32, check that the same
+    tokens reach both models.
+    """
     found = {
         name: value
         for name, value in history.latest.items()
@@ -75,8 +85,15 @@ def _broken_before(history: History) -> list[str]:
     ]
 
 
+@alarm("not-trained", needs=("train/grad_norm|train/learning_rate|completions",), limits=(IDLE,))
 def not_trained(history: History) -> Evidence | None:
-    """Finds a run whose weights do not move: no learning rate, no gradient, or no token that is trained on."""
+    """Nothing trains the policy.
+
+    The learning rate is 0, the gradient is 0, or no token counts.
+
+    Print the learning rate, the parameters with requires_grad and their gradients, and the sum of the loss mask, in one
+    step.
+    """
     written = [each for step in sorted(history.completions)[-WRITTEN:] for each in history.completions[step]]
     if len(history.completions) >= WRITTEN and not any(any(each.is_trained) for each in written):
         text = f"no token of the last {len(written)} completions that were kept is trained on"
@@ -121,8 +138,16 @@ def _idle(history: History, name: str) -> str:
     return f"all {len(values)} steps" if whole else ""
 
 
+@alarm("advantage-scale", needs=("reward_std|advantage/max|completions",), limits=(ADVANTAGE, NOISE))
 def advantage_scale(history: History) -> Evidence | None:
-    """Finds advantages that are too large, from what is logged of them or from the rewards."""
+    """Advantages are out of scale.
+
+    The policy gradient is as large as the advantages. Causes: a reward that is not of order 1, a division by a standard
+    deviation that is only rounding, or a critic. beta then has another meaning.
+
+    Print rewards and advantages of one group. Scale the reward to order 1, give groups without variance the advantage
+    0, or leave the division out (scale_rewards='none').
+    """
     last = history.latest
     largest = max((abs(last[name]) for name in ("advantage/max", "advantage/min") if name in last), default=0.0)
     rows = [each for each in history.completions.get(history.step, []) if each.advantage is not None]
@@ -138,29 +163,18 @@ def advantage_scale(history: History) -> Evidence | None:
             f"rewards of about {number(last.get('reward', 0.0))} differ by {number(spread / active)} within their "
             f"groups and {'are' if how else 'may be'} divided by that"
         )
-    return _signal_from_nothing(history)
-
-
-def _signal_from_nothing(history: History) -> Evidence | None:
-    """Finds advantages in groups whose rewards are all equal."""
-    if history.settings.kl_in_reward:
-        return None
-    groups: dict[str, list[tuple[float, float]]] = {}
-    for each in history.completions.get(history.step, []):
-        if each.reward is not None and each.advantage is not None and each.group:
-            groups.setdefault(each.group, []).append((each.reward, each.advantage))
-    for pairs in groups.values():
-        rewards, advantages = zip(*pairs, strict=True)
-        if len(pairs) > 1 and max(rewards) == min(rewards) and max(advantages) - min(advantages) > 1e-6:
-            return Evidence(
-                f"{len(pairs)} completions of one prompt have the same reward {number(rewards[0])} and advantages from "
-                f"{number(min(advantages))} to {number(max(advantages))}"
-            )
     return None
 
 
+@alarm("dr-grpo-with-kl", needs=("settings.loss_type", "settings.verifier"))
 def dr_grpo_with_kl(history: History) -> Evidence | None:
-    """Finds a KL under Dr. GRPO where the reward comes from rules."""
+    """A KL under dr_grpo with a rule-based verifier.
+
+    Dr. GRPO leaves the KL out: a rule is right however far the policy moves, so the KL only holds the policy back, and
+    it is one more source of large gradients.
+
+    Set beta to 0, or say why the skills of the reference must be kept and watch them.
+    """
     settings = history.settings
     if settings.loss_type != "dr_grpo" or settings.verifier != "rules" or not history.penalized:
         return None
@@ -169,8 +183,15 @@ def dr_grpo_with_kl(history: History) -> Evidence | None:
     return Evidence(f"loss_type is dr_grpo, {said}, the reward is a rule's")
 
 
+@alarm("retention", needs=("evaluations",), limits=(DROPPED,))
 def retention(history: History) -> Evidence | None:
-    """Finds a held-out score that fell; neither that of the trained skill nor the trained reward itself."""
+    """A held-out score fell.
+
+    Another skill: mostly old knowledge is forgotten, and the forward KL on the new task predicts it (arXiv 2509.04259).
+    The task itself: mostly the policy games the reward or learns its prompts by heart.
+
+    Raise beta or lower target_kl, train fewer steps, or mix the old skill into the prompts.
+    """
     if len(history.evaluations) < 2:
         return None
     before, now = history.evaluations[0].metrics, history.evaluations[-1].metrics
@@ -180,14 +201,8 @@ def retention(history: History) -> Evidence | None:
         if skill.endswith("reward") or "rewards/" in skill:
             continue
         if old - new > max(DROPPED.value * (1.0 if 0 <= old <= 1 else abs(old)), _noise(skill, history)):
-            worst.append((old - new, f"{skill} went from {_score(old, history)} to {_score(new, history)}"))
+            worst.append((old - new, f"{skill} went from {number(old)} to {number(new)}"))
     return Evidence("; ".join(text for _, text in sorted(worst, reverse=True))) if worst else None
-
-
-def _score(value: float, history: History) -> str:
-    """A score as the report and the terminal write it: of 100, where all scores lie between 0 and 1."""
-    shares = all(0 <= each <= 1 for row in history.evaluations for each in row.metrics.values())
-    return f"{100 * value:.1f} of 100" if shares else number(value)
 
 
 def _noise(skill: str, history: History) -> float:
@@ -199,39 +214,15 @@ def _noise(skill: str, history: History) -> float:
     return 3 * math.sqrt(2 * share * (1 - share) / (size or FEW_EXAMPLES)) if 0 <= share <= 1 else 0.0
 
 
-COLLAPSE_WINDOWS, COLLAPSE_MEMORY, COLLAPSE_ERRORS = (5, 20), 100, 6
-COLLAPSE = Limit(
-    value=0.3,
-    unit=f"of the best mean of 5 steps (of 20, where there is more noise) among the {COLLAPSE_MEMORY} before, which is "
-    "lost; and as much as half of the reward's standard deviation within groups, and "
-    f"{COLLAPSE_ERRORS} standard errors",
-    source="klamp's choice; seen: .67 to .004 at a learning rate a hundred times too high. The best of 100 is high by "
-    "chance, so the noise is that of the whole stretch",
-)
-LONGER = Limit(
-    value=1.5,
-    unit="times the length of the first 10 steps, mean of the last 10, by more than 4 standard errors",
-    source="klamp's choice",
-)
-MORE_REPEATED = Limit(value=0.2, unit="more of them than in the first 5 steps", source="a task may want repetition")
-SATURATED_STEPS, SATURATED_GROUPS = 20, 60
-SATURATED = Limit(
-    value=0.99,
-    unit=f"of the groups have equal rewards, mean of {SATURATED_STEPS} steps, or of {SATURATED_GROUPS} prompts",
-    source="klamp's choice: 99 % right in groups of 8 leaves 92 %",
-)
-TRUNCATED = Limit(value=0.25, unit="of the completions, mean over 5 steps", source="klamp's choice")
-USELESS = 0.6
-MORE_TRUNCATED = Limit(
-    value=0.1,
-    unit="more of them than in the first 5 steps, in which there were fewer; or as many from the start, and equal "
-    f"rewards in {100 * USELESS:.0f} % of the groups; unless the reward pays for length",
-    source="answers that are cut by design, and rewarded all the same, are no fault",
-)
-
-
+@alarm("reward-collapse", needs=("reward",), limits=(COLLAPSE,))
 def reward_collapse(history: History) -> Evidence | None:
-    """Finds a reward that has fallen far below its best."""
+    """The reward collapsed.
+
+    Mostly the learning rate is too high: the policy left what it knew within a few steps, and if no completion earns
+    anything, nothing brings it back. Harder prompts, or another reward, look the same.
+
+    Go back to a checkpoint from before the fall. Lower the learning rate first; then hold the KL (target_kl).
+    """
     return next(filter(None, (_fallen(history, window) for window in COLLAPSE_WINDOWS)), None)
 
 
@@ -247,62 +238,52 @@ def _fallen(history: History, window: int) -> Evidence | None:
         return None
     return Evidence(
         f"the reward fell from {number(best)} to {number(fmean(now))}, means of {window} steps",
-        causes=causes.likely_causes(
-            history, causes.learning_rate, causes.stale_sampler, causes.weak_kl, causes.repeats
-        ),
+        causes=causes.likely_causes(history, causes.learning_rate, causes.no_kl),
     )
 
 
-def length_exploited(history: History) -> Evidence | None:
-    """Finds completions that grow because the reward pays for length."""
-    start, now = history.first("length/mean", 10), history.last("length/mean", 10)
-    pays = history.last("length/reward_correlation", 10)
-    if len(history.rows) < 20 or min(map(len, (start, now, pays))) < 10:
-        return None
-    if fmean(now) < LONGER.value * fmean(start) or not is_apart(start, now, errors=4) or fmean(pays) < PAYS.value:
-        return None
-    return Evidence(
-        f"completions grew from {number(fmean(start))} to {number(fmean(now))} tokens, and within groups the longer "
-        f"ones earn more (correlation {fmean(pays):.2f} over 10 steps)",
-        causes=causes.likely_causes(history, causes.pays_for_length, causes.repeats, causes.weak_kl),
-    )
-
-
+@alarm("repetition", needs=("length/repeated",), limits=(REPEATED, MORE_REPEATED))
 def repetition(history: History) -> Evidence | None:
-    """Finds completions that say the same words over and over."""
+    """Completions repeat themselves.
+
+    Mostly the policy has collapsed into a word or a phrase that the reward likes; if its entropy is gone too, sampling
+    finds no way out.
+
+    Go back to an earlier checkpoint. Let the reward count a thing once, raise beta or hold a target_kl, and watch
+    prompts that are not of the task.
+    """
     start, now = history.first("length/repeated", 5), history.last("length/repeated", 5)
     if min(len(start), len(now)) < 5 or fmean(now) < REPEATED.value:
         return None
-    rose = is_apart(
-        start, now, errors=3.5 if len(history.rows) > LONG else 3, curve=history.last("length/repeated", EARLY)
-    )
+    errors = 3.5 if len(history.rows) > LONG else 3.0
+    rose = is_apart(start, now, errors=errors, curve=history.last("length/repeated", EARLY))
     if fmean(now) - fmean(start) < MORE_REPEATED.value or not rose:
         return None
-    entropy = history.first("policy/entropy", 5), history.last("policy/entropy", 5)
-    lost = f"; the entropy went from {number(fmean(entropy[0]))} to {number(fmean(entropy[1]))}" if all(entropy) else ""
     return Evidence(
         f"{100 * fmean(now):.0f} % of the tokens stand in a pair that was in their completion before, "
-        f"{100 * fmean(start):.0f} % in the first steps{lost}",
-        causes=causes.likely_causes(history, causes.pays_for_length, causes.weak_kl, causes.learning_rate),
+        f"{100 * fmean(start):.0f} % in the first steps",
+        causes=causes.likely_causes(history, causes.pays_for_length, causes.no_kl, causes.learning_rate),
     )
 
 
+@alarm("saturated", needs=("groups/saturated",), limits=(SATURATED,))
 def saturated(history: History) -> Evidence | None:
-    """Finds a run in which no group has a spread of rewards any more."""
+    """Nothing is left to learn from the reward: it is equal within groups.
+
+    Advantages to a group's mean are 0: the reward has no gradient, and only a KL and noise move the policy.
+
+    If the task is learned, end here. If all completions fail, make the task easier or fix the reward; if all say the
+    same, go back and hold the KL.
+    """
     steps = max(SATURATED_STEPS, math.ceil(SATURATED_GROUPS / (history.settings.prompts or SATURATED_GROUPS)))
     values = history.last("groups/saturated", steps)
     if len(values) < steps or fmean(values) < SATURATED.value:
         return None
     rewards = history.last("reward", SATURATED_STEPS)
     at = f" at {number(fmean(rewards))}" if rewards else ""
-    entropy = history.last("policy/entropy", 5)
-    certain = f", the entropy is {number(fmean(entropy))} nats per token" if entropy else ""
     return Evidence(
-        f"{100 * fmean(values):.3g} % of the groups of {steps} steps have equal rewards{at}{certain}",
-        causes=[
-            *_why_saturated(history, rewards),
-            *causes.likely_causes(history, causes.repeats, causes.pays_for_length),
-        ],
+        f"{100 * fmean(values):.3g} % of the groups of {steps} steps have equal rewards{at}",
+        causes=[*_why_saturated(history, rewards), *causes.likely_causes(history, causes.pays_for_length)],
     )
 
 
@@ -320,8 +301,16 @@ def _why_saturated(history: History, rewards: list[float]) -> list[str]:
     return ["completions of a prompt earn the same: learned (end the run, or take harder prompts), failed, or gamed"]
 
 
+@alarm("truncated", needs=("length/truncated",), limits=(TRUNCATED, MORE_TRUNCATED))
 def truncated(history: History) -> Evidence | None:
-    """Finds many completions that end at the length limit, where that is no part of the task."""
+    """Many completions are cut at the length limit.
+
+    The reward judges unfinished answers, unless they are left out, and the KL misses what would have followed.
+    Completions grew, or the limit was too low from the start.
+
+    Read some. If they grow by filler, fix the reward; if answers need the room, raise max_completion_length, or leave
+    such completions out (mask_truncated_completions).
+    """
     curve, pays = history.last("length/truncated", EARLY), history.last("length/reward_correlation", 5)
     start, now = history.first("length/truncated", 5), curve[-5:]
     if len(now) < 5 or fmean(now) <= TRUNCATED.value or (pays and fmean(pays) >= PAYS.value):
@@ -336,5 +325,5 @@ def truncated(history: History) -> Evidence | None:
     earlier = few or f", {100 * fmean(start):.0f} % in the first"
     return Evidence(
         f"{100 * fmean(now):.0f} % of the completions were cut at the length limit, mean of 5{earlier}",
-        causes=causes.likely_causes(history, causes.pays_for_length, causes.repeats),
+        causes=causes.likely_causes(history, causes.pays_for_length),
     )

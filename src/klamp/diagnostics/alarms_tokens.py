@@ -1,27 +1,30 @@
-"""The rules about single tokens, the search for the tokens to blame for a KL, and a sampler that is not the policy."""
+"""The alarms about single tokens and about the sampler, and the search for the tokens to blame for a KL."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from statistics import fmean, stdev
+from collections.abc import Mapping
+from statistics import fmean
 
-from klamp.diagnostics.alarm import Blamed, Evidence, Limit, is_beyond, least_and_most, number
-from klamp.diagnostics.causes import MISMATCH
+from klamp.diagnostics.alarm import Blamed, Evidence, Limit, alarm, is_beyond, least_and_most, number
 from klamp.diagnostics.history import Completion, History, Side
+from klamp.diagnostics.statistics import k3
 
 MANY = 5
-PROMPT = Limit(value=1, unit="token that the model did not write", source="the KL and the reward are about its own")
-END_TOKEN = Limit(
-    value=0.5,
-    unit="of the completions that ended, their last token left out of the loss",
-    source="klamp's choice: without it no length is ever learned",
-)
-SURPRISE = Limit(
-    value=5,
-    unit="standard errors below 0 over the tokens of a step, at least 200",
-    source="E[exp(-k1)] <= 1 under the policy bounds the lower tail",
-)
+MISMATCH = Limit(0.01, "nats per token, k1 or k3 (seen in the field: healthy about .002)")
+PROMPT = Limit(1, "token that the model did not write")
+END_TOKEN = Limit(0.5, "of the completions that ended, their last token left out of the loss")
+OTHER_KERNELS = Limit(0.1, "nats per token, k3, before the first update (data types and kernels explain .003 at most)")
+STEADY = 5
+"""Steps until which the mean counts with a margin by tokens; later the scatter of 2 and 4 times as many does."""
+ONE_SIDED = 50
+"""Tokens of which not one is likelier under the policy: other weights or kernels make some of them so."""
+SAME = 1e-4
+"""Nats by which arithmetic alone sets the two apart."""
+GREW = 4.0
+"""Times as far apart as before the first update: the mismatch came with the updates."""
+COURSE, START_LIKE = 20, 1.5
+"""Steps over which the distances of sampler and reference are compared, and how many times they differ at most."""
 
 
 def blame(history: History, step: int, *, against: Side = "ref") -> list[Blamed]:
@@ -35,37 +38,36 @@ def blame(history: History, step: int, *, against: Side = "ref") -> list[Blamed]
     if not history.completions:
         return []
     nearest = min(history.completions, key=lambda written: abs(written - step))
-    found: dict[tuple[str, int, float, float], list[tuple[float, int]]] = {}
-    for index, each in enumerate(history.completions[nearest]):
-        other = (each.ref if against == "ref" else each.sampler) or ()
-        for position, delta in each.log_ratios(against):
-            token = (str(each.tokens[position]), position, each.policy[position], other[position])
-            found.setdefault(token, []).append((k3(delta), index))
-    sums = {token: sum(value for value, _ in seen) for token, seen in found.items()}
-    total = sum(sums.values())
+    found = [
+        (k3(delta), index, position, each)
+        for index, each in enumerate(history.completions[nearest])
+        for position, delta in each.log_ratios(against)
+    ]
+    total = sum(value for value, *_ in found)
     return [
         Blamed(
             step=nearest,
-            completion=found[token][0][1],
-            position=token[1],
-            token=token[0],
-            policy_logprob=token[2],
-            other_logprob=token[3],
-            share=sums[token] / total,
-            times=len(found[token]),
+            completion=index,
+            position=position,
+            token=str(each.tokens[position]),
+            policy_logprob=each.policy[position],
+            other_logprob=(getattr(each, against) or ())[position],
+            share=value / total,
         )
-        for token in sorted(sums, key=lambda token: -sums[token])[:MANY]
-        if sums[token] > 0
+        for value, index, position, each in sorted(found, key=lambda row: -row[0])[:MANY]
+        if value > 0
     ]
 
 
-def k3(delta: float) -> float:
-    """The estimator k3 of one log-ratio, bounded so that sums of it stay finite."""
-    return math.expm1(min(-delta, 600.0)) + delta
-
-
+@alarm("mask-on-prompt", needs=("completions", "sampler_logprobs"), limits=(PROMPT,))
 def mask_on_prompt(history: History) -> Evidence | None:
-    """Finds a loss mask that covers tokens which the model did not write."""
+    """The loss mask covers tokens that the model did not write.
+
+    Prompt tokens or a tool's answers are trained on: they get the group's advantage and a KL, though the policy did not
+    choose them.
+
+    Decode one sequence with its mask. The mask must begin at the first token of the completion.
+    """
     rows = history.completions.get(history.step, [])
     wrong: list[tuple[list[int], int, Completion]] = []
     for index, each in enumerate(rows):
@@ -82,8 +84,15 @@ def mask_on_prompt(history: History) -> Evidence | None:
     )
 
 
+@alarm("end-token-lost", needs=("completions",), limits=(END_TOKEN,))
 def end_token_lost(history: History) -> Evidence | None:
-    """Finds a loss mask that leaves out the last token of completions that ended."""
+    """The loss mask leaves out the end token.
+
+    The reward does not teach the model when to stop, so length may drift. Common if the end token is also the padding
+    token and the mask is made by comparing with it.
+
+    Make the mask from lengths, and let it include the first end token.
+    """
     rows = [each for each in history.completions.get(history.step, []) if each.ended is not False]
     rows = [each for each in rows if any(each.is_trained) and any(each.is_sampled)]
     lost = [each for each in rows if not each.is_trained[_last_written(each)]]
@@ -97,48 +106,16 @@ def _last_written(row: Completion) -> int:
     return max(i for i, sampled in enumerate(row.is_sampled) if sampled)
 
 
-def improbable_k1(history: History) -> Evidence | None:
-    """Finds a k1 that is below 0 by more than chance, over the tokens of one step."""
-    deltas = [delta for each in history.completions.get(history.step, []) for _, delta in each.log_ratios()]
-    if len(deltas) < 200 or fmean(deltas) >= 0:  # the second spares most steps the exact variance below
-        return None
-    error = stdev(deltas) / math.sqrt(len(deltas))
-    if fmean(deltas) >= -SURPRISE.value * error or error == 0:
-        return None
-    return Evidence(
-        f"k1 is {number(fmean(deltas))} nats per token over {len(deltas)} tokens, {number(-fmean(deltas) / error)} "
-        "standard errors below 0"
-    )
-
-
-OTHER_KERNELS = Limit(
-    value=0.1,
-    unit="nats per token, k3, before the first update: more than data types or kernels explain",
-    source="klamp's choice; bfloat16 against float32 was .02 to .07 on average in size, so .003 at most in k3",
-)
-UNSEEN = Limit(
-    value=2.0,
-    unit="times further apart at first tokens than later: the prompt was not seen",
-    source="klamp's choice; a completion is its own context after a few tokens",
-)
-STEADY = 5
-"""Steps until which the mean counts with a margin by tokens; later the scatter of 2 and 4 times as many does."""
-ONE_SIDED = 50
-"""Tokens of which not one is likelier under the policy: other weights or kernels make some of them so."""
-SAME = 1e-4
-"""Nats by which arithmetic alone sets the two apart."""
-GREW = 4.0
-"""Times as far apart as before the first update: it came with the updates, else nothing is said of that."""
-COURSE = 20
-"""Steps over which two distances are held against each other; the KL has doubled in them, else they tell nothing."""
-START_LIKE = 1.5
-"""Times that two distances of one pair of models differ at most, as two estimates of them."""
-LATER = 4
-"""Tokens of a completion after which it has a context of its own."""
-
-
+@alarm("sampler-mismatch", needs=("sampler/k3|sampler/k1|sampler/abs",), limits=(MISMATCH, OTHER_KERNELS))
 def sampler_mismatch(history: History) -> Evidence | None:
-    """Finds a sampler and a trainer that give the sampled tokens different probabilities."""
+    """Sampler and trainer disagree about the sampled tokens.
+
+    The sampling model is not the scored one: weights or an adapter not synced, other kernels or data types, top-p or
+    top-k, another temperature or prompt. Every estimate assumes that the policy sampled.
+
+    Look at both k1 and k3: k1 can cancel where k3 shows a single bad token. Sync the weights, sample from the whole
+    distribution, or correct for the difference (kl_off_policy).
+    """
     sizes = _sizes(history.latest)
     if not any(_beyond_chance(history, name) for name in sizes):
         return None
@@ -168,7 +145,7 @@ def _sizes(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def causes_of(history: History) -> list[str]:
-    """What a mismatch comes from, as far as its course and its places show it; nothing where the start is not known.
+    """What a mismatch comes from, as far as its course shows it; nothing if the start is not known.
 
     Before the first update the weights of sampler and trainer are the same, whatever is synced later.
     """
@@ -195,16 +172,9 @@ def causes_of(history: History) -> list[str]:
     if first[name] <= OTHER_KERNELS.value:
         slightly = "a temperature or truncation (top-p, top-k) that is a little different"
         return [f"{since}: other data types or kernels, or {slightly}"]
-    at_start, later = _distances(history.completions.get(history.rows[0].step, []))
-    if at_start and later and fmean(at_start) > UNSEEN.value * fmean(later):
-        return [
-            f"{since}, and first tokens are {fmean(at_start) / max(fmean(later), 1e-9):.1f} times as far apart as "
-            "later ones: the trainer does not see the prompt that was sampled from (attention mask, chat template, "
-            "truncation)"
-        ]
     return [
         f"{since}: the trainer scores with another temperature, another prompt or template, or without the adapter (or "
-        "with one) that the sampler has"
+        "with one) that the sampler has. klamp.check_sync says which"
     ]
 
 
@@ -221,17 +191,3 @@ def _of_start(history: History) -> str | None:
         f"the sampler still has the weights that training started from: it is as far from the policy as the reference "
         f"is ({number(sampler[-1])} and {number(kl[-1])} nats per token). New weights, or the adapter, never reach it"
     )
-
-
-def _distances(completions: Sequence[Completion]) -> tuple[list[float], list[float]]:
-    """The sizes of the log-ratios of sampler and policy at the first sampled token, and at those with a context."""
-    at_start: list[float] = []
-    later: list[float] = []
-    for each in completions:
-        begins = next((i for i, own in enumerate(each.is_sampled) if own), 0)
-        for position, delta in each.log_ratios("sampler"):
-            if position == begins:
-                at_start.append(abs(delta))
-            elif position >= begins + LATER:
-                later.append(abs(delta))
-    return at_start, later

@@ -1,19 +1,17 @@
-"""Examines a run's history with every alarm, afterwards or while it happens, in any trainer: then each alarm is told
-once, and may stop the run.
-"""
+"""Examines a run with every alarm, afterwards or while it happens: then an alarm is told once, and may stop it."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
-from typing import Any
+from typing import Any, TypeAlias
 
 from klamp.diagnostics.alarm import Alarm, Evidence
 from klamp.diagnostics.alarms import ALARMS, check_names
 from klamp.diagnostics.alarms_kl import is_reset
 from klamp.diagnostics.history import EARLY, Completion, History, Row, RunSettings
+from klamp.errors import KLWarning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,31 +28,13 @@ class Finding:
     """The number of steps in which it was there."""
     evidence: Evidence
     """What was seen when it rose."""
-    later: Evidence | None = None
-    """What the steps after it say of it, where they say something."""
-    hours: float | None = None
-    """What the steps in which it was there took, where the record says."""
-
-    @property
-    def known(self) -> Evidence:
-        """What is known of it: what was seen, or what the steps after it make of that."""
-        return self.later or self.evidence
-
-    @property
-    def cost(self) -> str:
-        """Since when, and for how many steps and hours."""
-        first, last, hours = self.first_step, self.last_step, self.hours or 0.0
-        time, unit = (f"{hours:.3g}", "hour") if hours >= 1 else (f"{60 * hours:.2g}", "minute")
-        took = "" if self.hours is None else f", {time} {unit}" + "s" * (time != "1")
-        steps = f"{self.steps}{' logged' * (last - first >= self.steps)} step" + "s" * (self.steps > 1)
-        return f"{steps}, " + (f"from step {first} to {last}" if last > first else f"step {first}") + took
 
     @property
     def in_a_line(self) -> str:
         """The step, the name, what was seen, and the likeliest cause."""
-        likely = "".join(f"; likely {cause}" for cause in self.known.causes[:1])
+        likely = "".join(f"; likely {cause}" for cause in self.evidence.causes[:1])
         name, text = self.alarm.name, self.alarm.text
-        return f"alarm after step {self.first_step}: {name}: {text} ({self.known.text}{likely})"
+        return f"alarm after step {self.first_step}: {name}: {text} ({self.evidence.text}{likely})"
 
     @property
     def record(self) -> dict[str, Any]:
@@ -70,9 +50,8 @@ class Finding:
             "first_step": self.first_step,
             "last_step": self.last_step,
             "steps": self.steps,
-            "hours": self.hours,
-            "evidence": self.known.text,
-            "causes": list(self.known.causes),
+            "evidence": self.evidence.text,
+            "causes": list(self.evidence.causes),
             "means": self.alarm.means,
             "next_step": self.alarm.next_step,
             "tokens": [asdict(token) for token in self.evidence.tokens],
@@ -102,13 +81,6 @@ class Diagnosis:
         return "no KL to the reference was found in the record"
 
     @property
-    def options(self) -> str:
-        """Whose names the options in the next steps have, where the run is another trainer's; else empty."""
-        named = any("_" in each.alarm.next_step for each in self.findings)
-        elsewhere = self.history.settings.other_kernels
-        return "as klamp and TRL call them; another trainer may name or lack them" if named and elsewhere else ""
-
-    @property
     def empty(self) -> bool:
         """Whether nothing in the record could be checked."""
         return not self.findings and (self.history.is_empty or len(self.unchecked) == self.concerned)
@@ -125,11 +97,7 @@ class Diagnosis:
 
 
 def examine(history: History) -> Diagnosis:
-    """Run every alarm over a run, step by step, as if it happened again.
-
-    Args:
-        history: the run; as much of it as the record holds.
-    """
+    """Run every alarm over a run, or what the record holds of it, step by step, as if it happened again."""
     if is_reset(history):
         history.settings = replace(history.settings, moving_reference=True)
     raised: dict[str, dict[int, Evidence]] = {}
@@ -143,19 +111,7 @@ def examine(history: History) -> Diagnosis:
         name: ", ".join(" or ".join(need.split("|")) for need in alarm.needs if held.isdisjoint(need.split("|")))
         for name, alarm in ALARMS.items()
     }
-    findings = [
-        Finding(
-            alarm=ALARMS[name],
-            first_step=min(seen),
-            last_step=max(seen),
-            steps=len(seen),
-            evidence=seen[min(seen)],
-            later=_in_hindsight(ALARMS[name], history, min(seen), seen[min(seen)]),
-            hours=_hours(history, seen),
-        )
-        for name, seen in raised.items()
-        if not lacks[name]
-    ]
+    findings = [_finding(ALARMS[name], seen) for name, seen in raised.items() if not lacks[name]]
     findings.sort(key=lambda finding: (finding.alarm.level != "alarm", finding.first_step))
     taught = any(name.startswith(TEACHER) for name in held)
     asked = [name for name, alarm in ALARMS.items() if taught or not alarm.needs[0].startswith(TEACHER)]
@@ -163,20 +119,9 @@ def examine(history: History) -> Diagnosis:
     return Diagnosis(history=history, findings=findings, unchecked=unchecked, concerned=len(asked))
 
 
-def _in_hindsight(alarm: Alarm, history: History, step: int, seen: Evidence) -> Evidence | None:
-    """What was seen at a step, with what the steps after it say of that."""
-    before, after = ([row for row in history.rows if (row.step > step) == late] for late in (False, True))
-    if alarm.later is None or not after:
-        return None
-    return alarm.later(History(settings=history.settings, rows=before), seen, after)
-
-
-def _hours(history: History, seen: Collection[int]) -> float | None:
-    """What these steps took, each with those since the one that was logged before it (the first alone)."""
-    took = [(row.step, row.metrics.get("speed/step_seconds", math.nan)) for row in history.rows]
-    took = [(min(seen) - 1, 0.0), *(each for each in took if each[0] >= min(seen))]
-    gaps = [(b[0] - a[0]) * b[1] for a, b in pairwise(took) if b[0] in seen]
-    return sum(gaps) / 3600 if gaps and all(map(math.isfinite, gaps)) else None
+def _finding(alarm: Alarm, seen: Mapping[int, Evidence]) -> Finding:
+    first = min(seen)
+    return Finding(alarm=alarm, first_step=first, last_step=max(seen), steps=len(seen), evidence=seen[first])
 
 
 TEACHER = "teacher/"
@@ -194,10 +139,20 @@ def _held(history: History) -> set[str]:
     return held | {name for name, there in more.items() if there}
 
 
-ABOUT = "klamp_report.json"
-"""What `klamp.trl.ReportCallback` writes beside TRL's log: settings, versions, model, data, KL, times."""
-ALARMS_FILE = "alarms.jsonl"
-"""The file that alarms of a run are written to as they rise, one `Finding.record` a line."""
+Tell: TypeAlias = Callable[[Finding], object]
+"""A function that tells a person of an alarm."""
+
+
+def tell_of(finding: Finding, tells: Sequence[Tell]) -> None:
+    """Tell of an alarm, not of a note; an error in a function is a warning, since no run ends for a notice."""
+    for tell in tells if finding.alarm.level == "alarm" else ():
+        try:
+            tell(finding)
+        except Exception as error:  # of whatever service it is
+            text = f"the notice of {finding.alarm.name} was not sent: {type(error).__name__}: {error}"
+            warnings.warn(text, KLWarning, stacklevel=2)
+
+
 LATE = 150
 """Steps at the end of a run (at its beginning `EARLY`) that are kept: no rule looks at more."""
 
@@ -221,19 +176,9 @@ class AlarmWatch:
         self.stopped_by: Finding | None = None
 
     def keep(
-        self,
-        *,
-        rows: Iterable[Row] = (),
-        evaluations: Iterable[Row] = (),
-        completions: Iterable[Completion] = (),
+        self, *, rows: Iterable[Row] = (), evaluations: Iterable[Row] = (), completions: Iterable[Completion] = ()
     ) -> None:
-        """Take up what is known of the run and look at nothing yet: what came before a checkpoint, or before a step.
-
-        Args:
-            rows: metrics of steps.
-            evaluations: scores.
-            completions: of steps, which come before their metrics.
-        """
+        """Add what came before a checkpoint, or the completions before their step's metrics, and examine nothing."""
         self.history.rows.extend(rows)
         del self.history.rows[EARLY:-LATE]
         self.history.evaluations.extend(evaluations)
@@ -255,7 +200,7 @@ class AlarmWatch:
             evidence = alarm.rule(self.history)
             if evidence is None:
                 continue
-            finding = Finding(alarm=alarm, first_step=step, last_step=step, steps=1, evidence=evidence)
+            finding = _finding(alarm, {step: evidence})
             if name in self.stop_on and self.stopped_by is None:
                 self.stopped_by = finding
             if name not in self.told:

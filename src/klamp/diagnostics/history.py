@@ -11,7 +11,7 @@ import math
 import reprlib
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
@@ -43,8 +43,6 @@ class RunSettings:
     """Whether the reference is another model than the one that training starts from."""
     moving_reference: bool = False
     """Whether the reference follows the policy."""
-    kl_in_reward: bool = False
-    """Whether the KL is taken from the reward."""
     k3_over_updates: bool = False
     """Whether a step's kl/k3 is a mean over all of its updates, so that the first one's is not 0."""
     other_kernels: bool = False
@@ -122,18 +120,14 @@ class Completion:
 
 
 def check_lengths(lists: Mapping[str, Sequence[Any] | None]) -> None:
-    """Refuse the sequences of a completion where they are not equally long.
-
-    Raises:
-        ValueError: some differ in length.
-    """
+    """Refuse sequences of a completion that differ in length, with a ValueError."""
     lengths = {name: len(values) for name, values in lists.items() if values is not None}
     if len(set(lengths.values())) > 1:
         raise ValueError(f"lists of different lengths: {lengths}")
 
 
 def numbers_of(values: object) -> array[float]:
-    """A list in a line of a record as numbers, NaN where it has none; 8 bytes each, since a long run has millions.
+    """A list in a line of a record as numbers, 8 bytes each, since a long run has millions; null is NaN.
 
     Raises:
         TypeError, ValueError, OverflowError: it is no list of numbers.
@@ -142,12 +136,35 @@ def numbers_of(values: object) -> array[float]:
 
 
 def texts_of(values: object) -> list[str]:
-    """A list of tokens in a line of a record as texts, equal ones held once.
+    """A list of tokens in a line of a record as texts, equal ones held once."""
+    return [sys.intern(str(value)) for value in list_of(values)]
+
+
+def completion_of(step: int, row: Mapping[str, Any]) -> Completion:
+    """A row of klamp's completions.jsonl as a completion.
 
     Raises:
-        TypeError: it is no list.
+        KeyError, TypeError, ValueError, OverflowError: it is none.
     """
-    return [sys.intern(str(value)) for value in list_of(values)]
+
+    def given(name: str, read: Callable[[Any], Any]) -> Any:
+        return None if row.get(name) is None else read(row[name])
+
+    return Completion(
+        step=step,
+        tokens=texts_of(row["tokens"]),
+        policy=numbers_of(row["policy_logprobs"]),
+        ref=given("ref_logprobs", numbers_of),
+        teacher=given("teacher_logprobs", numbers_of),
+        sampler=given("sampler_logprobs", numbers_of),
+        trained=given("trained", flags_of),
+        sampled=every(len(row["tokens"])),  # nothing else stands in these rows
+        ended=given("ended", bool),
+        group=str(row.get("prompt", "")),
+        prompt=str(row.get("prompt", "")),
+        reward=given("reward", float),
+        advantage=given("advantage", float),
+    )
 
 
 @lru_cache(maxsize=4096)
@@ -156,18 +173,14 @@ def every(length: int) -> Sequence[bool]:
     return (True,) * length
 
 
-def flags_of(values: Iterable[object]) -> Sequence[bool]:
-    """A flag for each token; where all are True, in no memory of its own."""
-    found = [bool(value) for value in values]
+def flags_of(values: object) -> Sequence[bool]:
+    """A list of flags in a line of a record; if all are True, in no memory of its own."""
+    found = [bool(value) for value in list_of(values)]
     return every(len(found)) if all(found) else found
 
 
 def list_of(values: object) -> Sequence[Any]:
-    """A list in a line of a record.
-
-    Raises:
-        TypeError: it is none.
-    """
+    """A list in a line of a record, with a TypeError if it is none."""
     if not isinstance(values, list | tuple):
         raise TypeError(f"{reprlib.repr(values)} where a list belongs, with one entry per token")
     return values
@@ -253,8 +266,6 @@ class History:
     """Column that speaks of a KL and was not read -> what it is; empty where nobody knows."""
     changes: Mapping[int, str] = field(default_factory=dict)
     """Step -> what a resume after it changed, in words."""
-    former: Sequence[tuple[int, RunSettings]] = ()
-    """The settings before each of them, and the last step in which they were in force; in order."""
 
     @property
     def is_empty(self) -> bool:
@@ -344,8 +355,7 @@ class History:
             ((row.step, 2, row) for row in sorted(self.evaluations, key=lambda row: row.step)),
             key=lambda event: event[:2],
         )
-        for step, kind, event in events:
-            view.settings = next((each for until, each in self.former if step <= until), self.settings)
+        for _, kind, event in events:
             if isinstance(event, Row):
                 (view.rows if kind == 1 else view.evaluations).append(event)
                 yield view

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,6 +33,9 @@ STEP_NAMES = (
 )
 """The names under which a logged row may hold its step, the best first."""
 
+COUNTS = re.compile(r"^(?!tim).*?(^|[/_ .])(step|iteration|iter|update)s?(_?(num|idx|index|count|id))?$", re.IGNORECASE)
+"""How other names of a step look."""
+
 STEP = re.compile(r"\s*(?:[a-z]+[ _:=]*)?(\d{1,3}(?:,\d{3})+|\d+(?:\.\d*)?)\s*(?:/.*)?$", re.IGNORECASE)
 """How a step is written as a text."""
 
@@ -52,14 +55,12 @@ OURS = "policy/logp_mean"
 RULES = ("accuracy", "exact", "match", "math", "format", "verif", "correct", "rule", "regex", "gsm8k", "unit_test")
 """Parts of a reward function's name that say that it is a rule."""
 
+OWN_RULES = ("exact_match", "math_verify", "format_regex")
+"""klamp's reward functions that are rules."""
+
 
 def known(name: str, theirs: Mapping[str, str] = NAMES) -> str | None:
-    """The name that klamp has for a logged metric; None where it has none.
-
-    Args:
-        name: as it was logged.
-        theirs: the names of other trainers that count, see `recorded.names_in`.
-    """
+    """klamp's name of a logged metric, None if it has none; `theirs`: see `recorded.names_in`."""
     bare = name.removeprefix("train/")
     for candidate in (name, bare, bare.removesuffix("/mean")):
         if candidate in theirs or candidate in METRICS:
@@ -74,13 +75,7 @@ SETTING = re.compile(r"coe?f|beta|target|weight|tau|time|timing|type|estimator|c
 
 
 def unread_kls(logged: Collection[str], read: Collection[str]) -> dict[str, str]:
-    """The names of a record that speak of a KL and were not read -> what they are, as far as that is known; none twice,
-    as its least and its largest beside its mean.
-
-    Args:
-        logged: all names.
-        read: those that were read.
-    """
+    """The logged names of a KL that were not read -> what they are, if known; not the extremes beside a mean."""
     beside = {name.rpartition("/")[0] + end for name in logged if name.endswith("/avg") for end in ("/min", "/max")}
     left = sorted(name for name in {*logged} - beside - {*read} if KL.search(name) and not SETTING.search(name))
     left = [name for name in left if not name.startswith(EVALUATION_PREFIXES)]
@@ -100,26 +95,17 @@ def read_pairs(pairs: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for pair in pairs:
         name, _, theirs = pair.partition("=")
-        if not (name and theirs):
-            raise ConfigError(
-                "a pair of names has no = with a name on either side",
-                got=pair,
-                why="it says which metric of klamp a name in the record stands for",
-                fix="write OURS=THEIRS, for example kl=my_kl; the path stands before the flags",
-            )
         ours = SHORT_NAMES.get(name, name)
+        if not (name and theirs) or ours in found:
+            raise ConfigError(
+                "--map takes pairs of names, one for each metric",
+                got=pair,
+                why=f"{ours} has two names" if ours in found else "there is no = with a name on either side",
+                fix="write OURS=THEIRS once for a metric, for example kl=my_kl; the path comes before the flags",
+            )
         if ours not in METRICS:
             short = ", ".join(f"{short} ({full})" for short, full in SHORT_NAMES.items())
-            raise unknown_name(
-                "metric", name, [*SHORT_NAMES, *METRICS], why=f"short names: {short}; else those of klamp's metrics"
-            )
-        if ours in found:
-            raise ConfigError(
-                "a metric is given two names",
-                got=f"{found[ours]} and {theirs} for {ours}",
-                why="a step has one value of it",
-                fix="leave one of the two out",
-            )
+            raise unknown_name("metric", name, [*SHORT_NAMES, *METRICS], why=f"short names: {short}; else klamp's own")
         found[ours] = theirs
     return found
 
@@ -127,7 +113,7 @@ def read_pairs(pairs: Iterable[str]) -> dict[str, str]:
 def translate(
     logged: Mapping[str, object], names: Mapping[str, str] | None = None, theirs: Mapping[str, str] = NAMES
 ) -> dict[str, float]:
-    """The known metrics of a logged row under klamp's names; where two mean the same, klamp's own name comes first.
+    """The known metrics of a logged row under klamp's names; if two mean the same, klamp's own name comes first.
 
     Args:
         logged: name -> value.
@@ -165,12 +151,7 @@ def _is_own(name: str) -> bool:
 
 
 def evaluations(logged: Mapping[str, object], *, every: bool = False) -> dict[str, float]:
-    """The scores of evaluations in a logged row: skill -> score.
-
-    Args:
-        logged: name -> value.
-        every: whether every name is a score, as klamp logs them; else those that speak of rewards, accuracy and so on.
-    """
+    """The scores of evaluations in a logged row: skill -> score; `every`: all names are scores, as klamp logs them."""
     found: dict[str, float] = {}
     for name, value in logged.items():
         prefix = next((prefix for prefix in EVALUATION_PREFIXES if name.startswith(prefix)), None)
@@ -183,56 +164,26 @@ def evaluations(logged: Mapping[str, object], *, every: bool = False) -> dict[st
     return found
 
 
-def _written(value: object) -> float | None:
-    """The number of a step, as a number or as a text has it."""
-    said = STEP.match(value) if isinstance(value, str) else None
-    return as_number(said[1].replace(",", "") if said else value)
-
-
 def step_of(logged: Mapping[str, object]) -> int | None:
     """The step that a logged row belongs to; of `5/200` and `step 5` the 5, of `1,500` the 1500."""
-    for name in STEP_NAMES:
-        step = _written(logged.get(name))
+    for name in (*STEP_NAMES, *filter(COUNTS.search, logged)):
+        value = logged.get(name)
+        text = STEP.match(value) if isinstance(value, str) else None
+        step = as_number(text[1].replace(",", "") if text else value)
         if step is not None and math.isfinite(step):
             return int(step)
     return None
 
 
-COUNTS = re.compile(r"(^|[/_ .])(step|iteration|iter|update)s?(_?(num|idx|index|count|id))?$", re.IGNORECASE)
-"""How the name of a column shows that counts steps."""
-
-
-def step_column(rows: Sequence[Mapping[str, object]]) -> str | None:
-    """The name of a column that counts steps where none has a known name: whole numbers that never fall."""
-    if any(step_of(row) is not None for row in rows):
-        return None
-    columns: dict[str, list[float]] = {}
-    for row in rows:
-        for name in filter(COUNTS.search, row):
-            columns.setdefault(name, []).append(math.nan if (x := _written(row[name])) is None else x)
-    rising = (name for name, x in columns.items() if len(x) > 1 and x == sorted(x) and x[0] < x[-1])
-    return next((name for name in rising if all(x.is_integer() for x in columns[name])), None)
-
-
-def verifier_of(logged: set[str]) -> Verifier | None:
-    """Whether all reward functions are rules, judged by their names; None where the names do not tell.
-
-    Args:
-        logged: names of all metrics; TRL's rewards/NAME/mean say how its reward functions are called.
-    """
+def verifier_of(logged: Collection[str]) -> Verifier | None:
+    """`rules` if the names of all reward functions (TRL's rewards/NAME/mean) are those of rules."""
     parts = [name.removeprefix("train/").split("/") for name in logged]
     rewards = [part[1].lower() for part in parts if len(part) == 3 and part[::2] == ["rewards", "mean"]]
     return "rules" if rewards and all(any(word in name for word in RULES) for name in rewards) else None
 
 
 def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[str, str] | None = None) -> RunSettings:
-    """The settings of a run, as far as its arguments and the names of its metrics tell.
-
-    Args:
-        config: arguments as TRL or Unsloth name them, or none.
-        logged: names of all metrics.
-        names: as in `translate`.
-    """
+    """The settings of a run, as far as its arguments (as TRL names them) and the names of its metrics say."""
     over_updates = (
         OVER_UPDATES in logged and "kl/k3" not in logged and (names or {}).get("kl/k3", OVER_UPDATES) == OVER_UPDATES
     )
@@ -250,18 +201,38 @@ def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[s
     return settings
 
 
+def settings_of_run(values: Mapping[str, Any], *, rl_skill: str | None = None) -> RunSettings:
+    """The settings in a klamp run's config.yaml; `rl_skill`: the skill that is trained."""
+    loss, reward = values.get("loss_type"), str(values.get("reward") or "")
+    rules = reward.partition(":")[0] in OWN_RULES or (values.get("task") == "arithmetic" and not reward)
+    others = values.get("advantage_baseline") == "leave_one_out"
+    named = any(values.get(name) for name in ("teacher_model", "teacher_url", "teacher_models"))
+    teacher = named or values.get("teacher_kind") in ("ema", "periodic", "live")
+    coefficient = values.get("teacher_coef") if teacher else None
+    return RunSettings(
+        beta=values.get("beta"),
+        target_kl=values.get("target_kl"),
+        # Dr. GRPO's baseline is the group's mean; klamp's default only averages over tokens as it does.
+        loss_type=f"{loss}, leave_one_out" if others else loss,
+        verifier="rules" if rules else None,
+        scale_rewards=values.get("scale_rewards") or ("none" if loss == "dr_grpo" else "std"),
+        other_reference=values.get("ref_model") is not None,
+        moving_reference=values.get("reference") in ("ema", "periodic"),
+        prompts=values.get("prompts_per_step"),
+        rl_skill=rl_skill,
+        eval_size=values.get("eval_size"),
+        teacher_coef=coefficient or None,
+        k3_over_updates=values.get("backend") == "verl" and values.get("num_iterations", 1) > 1,
+    )
+
+
 def is_verl_line(line: Mapping[str, Any]) -> bool:
     """Whether a line is one of verl's file logger: a step and its data."""
     return "step" in line and isinstance(line.get("data"), dict)
 
 
 def flat(line: Mapping[str, Any], depth: int = 3) -> dict[str, Any]:
-    """A logged line as one row; of verl's file logger its data, with the step, and null as NaN, which JSON cannot hold.
-
-    Args:
-        line: as it was read.
-        depth: how many names, one within the other, are joined by `/`.
-    """
+    """A logged line as one row, nested names joined by `/`; of verl's file logger the data and step, null as NaN."""
     verls, found = is_verl_line(line), dict[str, Any]()
     for name, value in (line["data"] if verls else line).items():
         inner = flat(value, depth - 1) if depth and isinstance(value, dict) else {"": value}

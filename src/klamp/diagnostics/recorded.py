@@ -44,10 +44,9 @@ OTHER_KL: Mapping[str, str] = {name: what for logs in LOGS.values() for name, wh
 
 
 def names_in(logged: Collection[str]) -> Mapping[str, str]:
-    """The name of another trainer -> klamp's, as the names of a record tell whose it is.
+    """The name of another trainer -> klamp's, for a record that has these names.
 
-    Args:
-        logged: all names in it; with a KL under klamp's own name it is klamp's, and only names without a mark count.
+    A KL under klamp's own name makes it klamp's record: then only names without a mark count.
     """
     found = dict(NAMES)
     if any(name.removeprefix("train/").startswith("kl/") for name in logged):

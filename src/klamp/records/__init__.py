@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
 from klamp.diagnostics.history import History
-from klamp.errors import KlampError
+from klamp.files import with_end
 from klamp.records.files import json_lines, refuse_names, text_lines, unreadable
-from klamp.records.klamp_run import is_klamp_run, read_klamp_run
+from klamp.records.klamp_run import is_klamp_run, read_klamp_run, with_report
 from klamp.records.logs import (
     EVENTS,
     event_folders,
@@ -23,10 +22,7 @@ from klamp.records.logs import (
     read_wandb,
 )
 from klamp.records.rollouts import is_rollout, read_rollouts, step_in
-from klamp.records.tables import read_tables
 from klamp.records.texts import CONSOLE, PRINTED
-from klamp.records.trl_run import with_report
-from klamp.tasks.paths import with_end
 
 TOKEN_EXPORT = "step_*/rank_*.jsonl"
 TEXTS = (".csv", ".tsv", ".log", ".txt")
@@ -55,19 +51,18 @@ def _read_file(path: Path, names: Mapping[str, str] | None) -> History:
     kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
     if path.match(EVENTS) or kind == ".wandb":
         return (read_wandb if kind == ".wandb" else read_tensorboard)(path, names)
-    table = kind == ".parquet"
-    start = [] if table else list(islice((line.lstrip() for line in text_lines(path) if line.strip()), 2))
+    start = list(islice((line.lstrip() for line in text_lines(path) if line.strip()), 2))
     lists = kind == ".json" or [line.strip() for line in start[:1]] == ["["]
     if lists and [line[:2] for line in start] != ['{"', '{"']:  # else an object in each line
         return read_trl_state(path, names)
     first, printed = "".join(start[:1]), kind != ".jsonl"
     if PRINTED.match(first) or (first[:1] not in "{[" and (printed or PRINTED.search(first) or CONSOLE.search(first))):
         return read_text(path, names)
-    row = None if table else next(json_lines(path), None)
-    if not table and (row is None or not is_rollout(row)):
+    row = next(json_lines(path), None)
+    if row is None or not is_rollout(row):
         return read_metrics(path, names)
     refuse_names(names, path, why=COMPUTED)
-    return read_tables([path]) if table else read_rollouts([path])
+    return read_rollouts([path])
 
 
 def _read_folder(path: Path, names: Mapping[str, str] | None) -> History:
@@ -76,7 +71,7 @@ def _read_folder(path: Path, names: Mapping[str, str] | None) -> History:
         return read_klamp_run(path)
     state, runs = find_state(path), find_offline_run(path)
     if state is not None:
-        return with_report(_with_arguments(read_trl_state(state, names), path), path)
+        return with_report(read_trl_state(state, names), path)
     if len(runs) > 1:
         folders = ", ".join(run.parent.name for run in runs)
         raise unreadable("several W&B runs lie in one folder", path, why=folders, fix="name one of them")
@@ -85,34 +80,15 @@ def _read_folder(path: Path, names: Mapping[str, str] | None) -> History:
     return _read_lines(path, names) if not event_folders(path) else read_tensorboard(path, names)
 
 
-def _with_arguments(history: History, path: Path) -> History:
-    """A trainer state, with the arguments of the run from TensorBoard files below the folder, if there are any."""
-    if not event_folders(path):
-        return history
-    try:
-        logged = read_tensorboard(path)
-    except KlampError:  # several runs, or no tensorboard: the state alone will do
-        return history
-    mine, said = history.settings, logged.settings
-    history.config = logged.config
-    known = {name: getattr(said, name) for name in ("beta", "loss_type", "scale_rewards")}
-    history.settings = replace(mine, **{name: value for name, value in known.items() if getattr(mine, name) is None})
-    return history
-
-
 def _read_lines(path: Path, names: Mapping[str, str] | None) -> History:
     """Read the JSONL files of a folder, of metrics or of completions."""
     exported = [*path.glob(TOKEN_EXPORT), *path.glob(f"token_exports/{TOKEN_EXPORT}")]
     exported.sort(key=lambda file: (step_in(file), file))
     files = sorted(path.glob("*.jsonl"))
     numbered = sorted((file for file in files if file.stem.isdigit()), key=lambda file: int(file.stem))
-    tables = sorted([*path.glob("*.parquet"), *path.glob("completions/*.parquet")])
-    if exported or numbered or tables:
+    if exported or numbered:
         refuse_names(names, path, why=COMPUTED)
-        if not (exported or numbered):
-            return read_tables(tables)
-        source = "prime-rl token export" if exported else "verl rollouts"
-        return read_rollouts(exported or numbered, source=source)
+        return read_rollouts(exported or numbered, source="prime-rl token export" if exported else "verl rollouts")
     if (path / "metrics.jsonl").is_file():
         return read_metrics(path / "metrics.jsonl", names)
     files = files or sorted(file for end in TEXTS for file in path.glob(f"*{end}"))

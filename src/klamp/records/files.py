@@ -8,24 +8,24 @@ import gzip
 import io
 import json
 import zlib
-from codecs import BOM_UTF8, BOM_UTF16_BE, BOM_UTF16_LE
+from codecs import BOM_UTF16_BE, BOM_UTF16_LE
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
 from klamp.errors import ConfigError, DataError, unknown_name
-from klamp.tasks.files import json_of, yaml_of
-from klamp.tasks.paths import with_end
+from klamp.files import json_of, with_end, yaml_of
 
 Read = TypeVar("Read")
 
 FORMATS = (
-    "a klamp run folder, TRL's trainer_state.json (it lies in each checkpoint-N) or its completions/*.parquet, a "
+    "a klamp run folder, TRL's trainer_state.json (in each checkpoint-N), a "
     "TensorBoard folder, a W&B offline run (of another: the chart's CSV, or its history as JSONL), verl's file log "
     "(trainer.logger=[console,file]), lines that transformers or verl printed, a notebook's table as text, JSONL of "
     "metrics or of completions with token log-probabilities"
 )
 ZIPPED = b"\x1f\x8b"
+HALF_WRITTEN = ("unexpected end of data", "truncated data")
 
 
 def unreadable(what: str, path: Path, *, why: str, fix: str = "") -> DataError:
@@ -52,41 +52,25 @@ def object_in(path: Path) -> dict[str, Any]:
     return found
 
 
-def byte_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a text file in UTF-8, of one in UTF-16 or one that is zipped too, without the mark at its start.
+def text_lines(path: Path) -> Iterator[str]:
+    """The lines of a text file in UTF-8 or UTF-16, gzipped or not; the end of a killed program's file may be missing.
 
     Raises:
-        DataError: it is zipped, and damaged.
+        DataError: it is no text, or gzipped and damaged.
     """
     with with_end(path).open("rb") as plain:
         file = gzip.GzipFile(fileobj=plain) if plain.peek(2)[:2] == ZIPPED else plain
         try:
-            if file.peek(2)[:2] in (BOM_UTF16_LE, BOM_UTF16_BE):
-                yield from (line.encode("utf-8") for line in io.TextIOWrapper(file, "utf-16"))
-                return
-            for number, line in enumerate(file):
-                yield line.removeprefix(BOM_UTF8) if number == 0 else line
+            wide = file.peek(2)[:2] in (BOM_UTF16_LE, BOM_UTF16_BE)
+            yield from io.TextIOWrapper(file, "utf-16" if wide else "utf-8-sig", newline="\n")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-            raise unreadable("a zipped file is damaged", path, why=shortened(error)) from error
-
-
-def text_lines(path: Path) -> Iterator[str]:
-    """The lines of a text file, see `byte_lines`.
-
-    Raises:
-        DataError: it is no text.
-    """
-    try:
-        yield from (line.decode("utf-8") for line in byte_lines(path))
-    except UnicodeError as error:
-        raise _no_text(path, error) from error
-
-
-def _no_text(path: Path, error: UnicodeError) -> DataError:
-    """The error for a file that is not UTF-8; one without a zero byte is likely text in another encoding."""
-    binary = isinstance(error, UnicodeDecodeError) and b"\0" in error.object
-    fix = "" if binary else f"write it anew in UTF-8: iconv -f LATIN1 -t UTF-8 {path.name} > utf8{path.suffix}"
-    return unreadable("a file is not text in UTF-8", path, why=shortened(error), fix=fix)
+            raise unreadable("a gzipped file is damaged", path, why=shortened(error)) from error
+        except UnicodeDecodeError as error:
+            if error.reason not in HALF_WRITTEN:
+                fix = "" if b"\0" in error.object else f"iconv -f LATIN1 -t UTF-8 {path.name} > utf8{path.suffix}"
+                raise unreadable("a file is not text in UTF-8", path, why=shortened(error), fix=fix) from error
+        except UnicodeError as error:
+            raise unreadable("a file is not text in UTF-8", path, why=shortened(error)) from error
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
@@ -97,21 +81,17 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     Raises:
         DataError: when it comes to another line that is not an object.
     """
-    numbered = enumerate(byte_lines(path), start=1)
+    numbered = enumerate(text_lines(path), start=1)
     for number, line in numbered:
         if not line.strip():
             continue
         try:
-            found = json_of(line.decode("utf-8"))
+            found = json_of(line)
         except (ValueError, RecursionError) as error:
-            no_text = isinstance(error, UnicodeDecodeError)
-            half = error.reason == "unexpected end of data" if no_text else isinstance(error, json.JSONDecodeError)
-            if half and next(numbered, None) is None:
+            if isinstance(error, json.JSONDecodeError) and next(numbered, None) is None:
                 return
-            if no_text:
-                raise _no_text(path, error) from error
-            mend = f"mend line {number}, or leave it out: sed {number}d {path.name} > rest.jsonl" if number > 1 else ""
-            raise unreadable(f"line {number} is not JSON", path, why=shortened(error), fix=mend) from error
+            fix = f"fix line {number}, or leave it out: sed {number}d {path.name} > rest.jsonl" if number > 1 else ""
+            raise unreadable(f"line {number} is not JSON", path, why=shortened(error), fix=fix) from error
         for row in found if isinstance(found, list) else [found]:
             if not isinstance(row, dict):
                 raise unreadable(f"line {number} is no JSON object", path, why=f"it is a {type(row).__name__}")
@@ -121,16 +101,10 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def each_row(
     rows: Iterable[Any], path: Path, read: Callable[[Mapping[str, Any]], Read], *, what: str = "line {} is damaged"
 ) -> Iterator[Read]:
-    """What each row of a file becomes.
-
-    Args:
-        rows: objects, as they were read.
-        path: the file, for the message.
-        read: from a row to what it says; raises as Python does where a value is missing or of another type.
-        what: the message, with a place for the row's number.
+    """What `read` makes of each row of a file.
 
     Raises:
-        DataError: one that cannot be read so.
+        DataError: a row that `read` cannot use; `what` has a place for its number.
     """
     for number, row in enumerate(rows, start=1):
         try:
@@ -149,18 +123,13 @@ def shortened(error: Exception) -> str:
     return " ".join(str(error).split())[:200]
 
 
-def check_logged(names: Mapping[str, str] | None, logged: Collection[str], path: Path) -> None:
-    """Refuse names that stand in no row of a record.
-
-    Args:
-        names: klamp's name of a metric -> that in the record; None: none were given.
-        logged: all names in the record that hold numbers.
-        path: where the record is.
+def check_logged(names: Mapping[str, str], logged: Collection[str], path: Path) -> None:
+    """Refuse names (klamp's name of a metric -> that in the record) that no row of a record has.
 
     Raises:
         UnknownNameError: lists names that are there, and names the nearest.
     """
-    for theirs in (names or {}).values():
+    for theirs in names.values():
         if theirs not in logged:
             there = ", ".join(sorted(logged)[:12]) or "no number"
             raise unknown_name(f"number in the rows of {path}", theirs, logged, why=f"it has {there}")
@@ -169,14 +138,9 @@ def check_logged(names: Mapping[str, str] | None, logged: Collection[str], path:
 def refuse_names(names: Mapping[str, str] | None, path: Path, *, why: str) -> None:
     """Refuse names for a record whose metrics have klamp's names already.
 
-    Args:
-        names: klamp's name of a metric -> that in the record; None or empty: none were given.
-        path: where the record is.
-        why: what kind of record it is.
-
     Raises:
         ConfigError: names were given.
     """
     if names:
-        given = ", ".join(f"{ours}={theirs}" for ours, theirs in names.items())
-        raise ConfigError("the record has no names to map", got=f"{given} for {path}", why=why, fix="leave --map out")
+        got = f"{', '.join(f'{ours}={theirs}' for ours, theirs in names.items())} for {path}"
+        raise ConfigError("the record has no names to map", got=got, why=why, fix="leave --map out")

@@ -1,26 +1,28 @@
-"""Reads the folder of a klamp run: config.yaml, metrics.jsonl, completions.jsonl, answers.jsonl, summary.json; and
-finds the runs of a sweep's folder.
-"""
+"""Reads the folder of a klamp run or of a sweep, and what ReportCallback writes beside TRL's log."""
 
 from __future__ import annotations
 
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from klamp.config.describe import describe_anchors
-from klamp.diagnostics.doctor import ABOUT
-from klamp.diagnostics.history import History, Row, answer_of
+from klamp.diagnostics.history import History, Row, answer_of, completion_of
+from klamp.diagnostics.names import settings_of, settings_of_run
 from klamp.errors import without_credentials
+from klamp.names import ABOUT, ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, RUNS, SUMMARY, VERSIONS
 from klamp.records.files import each_row, json_lines, object_in, unreadable
-from klamp.records.trl_run import folder_of
-from klamp.training.config import TrainConfig
-from klamp.training.folders import ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, RUNS, SUMMARY, VERSIONS
-from klamp.training.observers import completion_of, settings_of
-from klamp.training.resumed import config_of, in_force, told
+
+if TYPE_CHECKING:
+    from klamp.training.config import TrainConfig
+
+
+SAID = ("beta", "loss_type", "scale_rewards")
+"""Settings that the arguments of a TRL run say, and its log does not."""
+NUMBER = re.compile(r"(\d+(?:\.\d+)?)")
+"""Sorts names by the numbers in them: beta-0 before beta-0.01 before beta-0.1."""
 
 
 def is_klamp_run(path: Path) -> bool:
@@ -29,53 +31,67 @@ def is_klamp_run(path: Path) -> bool:
 
 
 def read_klamp_run(path: Path) -> History:
-    """Read the history of a klamp run.
-
-    Args:
-        path: its folder.
+    """Read the history of a klamp run from its folder.
 
     Raises:
         DataError: its files are damaged.
-        ConfigError: its configuration is impossible in this version; fields that it does not know are passed over.
     """
-    values, config = read_config(path)
     written = object_in(path / CONFIG)
+    values, changes = _in_force(written)
     summary = object_in(path / SUMMARY) if (path / SUMMARY).is_file() else {}
     skill = summary.get("rl_skill")
     if not isinstance(skill, str | None):
         raise unreadable("the skill that is trained is no text", path / SUMMARY, why=f"it is a {type(skill).__name__}")
-    history = History(source="klamp run", settings=settings_of(config, rl_skill=skill), config=values)
-    history.changes = told(written)
-    history.former = [
-        (step, settings_of(config_of(in_force(written, step)), rl_skill=skill)) for step in history.changes
-    ]
+    try:
+        settings = settings_of_run(values, rl_skill=skill)
+    except TypeError as error:
+        raise unreadable("a configuration is damaged", path / CONFIG, why=str(error)) from error
+    history = History(source="klamp run", settings=settings, config=_shown(values), changes=changes)
     for scores, row in each_row(json_lines(path / METRICS_FILE), path / METRICS_FILE, _rows_of):
         history.evaluations += [scores] if scores.metrics else []
         history.rows += [row] if row.metrics else []
-    if (path / COMPLETIONS).is_file():
-        rows, read = json_lines(path / COMPLETIONS), lambda row: completion_of(int(row["step"]), row)
-        history.add_completions(each_row(rows, path / COMPLETIONS, read))
-    if (path / ANSWERS).is_file():
-        history.answers += each_row(json_lines(path / ANSWERS), path / ANSWERS, answer_of)
+    add_tokens(history, path)
     if (path / CAUTIONS).is_file():  # a resumed run says them again
         history.cautions += dict.fromkeys(str(row.get("text", "")) for row in json_lines(path / CAUTIONS))
     return history
 
 
-def read_config(path: Path, step: float = math.inf) -> tuple[dict[str, Any], TrainConfig]:
-    """The configuration of a klamp run: as it was written, and as this version reads it.
+def add_tokens(history: History, folder: Path) -> None:
+    """Add the completions and the answers of evaluations that a klamp run, or ReportCallback in TRL, wrote.
 
-    Args:
-        path: its folder.
-        step: in which it was in force; by default the last.
+    Raises:
+        DataError: a damaged file.
+    """
+    if (file := folder / COMPLETIONS).is_file():
+        history.add_completions(each_row(json_lines(file), file, lambda row: completion_of(int(row["step"]), row)))
+    if (file := folder / ANSWERS).is_file():
+        history.answers += each_row(json_lines(file), file, answer_of)
+
+
+def read_config(path: Path, step: float = math.inf) -> tuple[dict[str, Any], TrainConfig]:
+    """The configuration of a klamp run as it was written, and as this version reads it, in a step (default: the last).
 
     Raises:
         DataError: it is no YAML.
-        ConfigError: it is impossible in this version; fields that it does not know are passed over.
+        ConfigError: it is impossible in this version; unknown fields are ignored.
     """
+    from klamp.training.resumed import config_of, in_force
+
     values = in_force(object_in(path / CONFIG), step)
-    shown = {name: without_credentials(value) if isinstance(value, str) else value for name, value in values.items()}
-    return shown, config_of(values)
+    return _shown(values), config_of(values)
+
+
+def _in_force(written: dict[str, Any]) -> tuple[dict[str, Any], Mapping[int, str]]:
+    """The fields of a config.yaml that are in force now, and what resumes changed: step -> text."""
+    if "history" not in written:
+        return written, {}
+    from klamp.training.resumed import in_force, told
+
+    return in_force(written), told(written)
+
+
+def _shown(values: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: without_credentials(value) if isinstance(value, str) else value for name, value in values.items()}
 
 
 def _rows_of(row: Mapping[str, Any]) -> tuple[Row, Row]:
@@ -109,6 +125,8 @@ def read_details(path: Path) -> Details:
     """
     if not (path.is_dir() and is_klamp_run(path)):
         return _of_trl(path)
+    from klamp.config.describe import describe_anchors
+
     config = read_config(path)[1]
     summary = object_in(path / SUMMARY) if (path / SUMMARY).is_file() else {}
     reward = f", reward {config.task.reward}" if config.task.reward else ""
@@ -121,8 +139,29 @@ def read_details(path: Path) -> Details:
     )
 
 
+def folder_of(path: Path) -> Path | None:
+    """The folder in which ReportCallback wrote, for a TRL run or one of its checkpoints; None: it did not."""
+    return next((folder for folder in (path, path.parent) if (folder / ABOUT).is_file()), None)
+
+
+def with_report(history: History, path: Path) -> History:
+    """The history of a TRL run with what ReportCallback wrote beside its log.
+
+    Raises:
+        DataError: a damaged file.
+    """
+    folder = folder_of(path)
+    if folder is None:
+        return history
+    history.config = _shown(object_in(folder / ABOUT).get("config") or {})
+    said = settings_of(history.config, set())
+    known = {name: getattr(said, name) for name in SAID if getattr(history.settings, name) is None}
+    history.settings = replace(history.settings, **known)
+    add_tokens(history, folder)
+    return history
+
+
 def _of_trl(path: Path) -> Details:
-    """What klamp's callback wrote beside TRL's log; nothing where there was none."""
     folder = folder_of(path)
     if folder is None:
         return Details()
@@ -136,19 +175,12 @@ def _of_trl(path: Path) -> Details:
 
 
 def runs_in(path: Path) -> tuple[list[Path], list[Path]]:
-    """The runs in a sweep's folder, by name, and the folders there that hold no run; nothing for any other folder.
-
-    Args:
-        path: a folder, or anything else.
-    """
+    """The runs in a sweep's folder, by name, and the folders there that hold no run; nothing for any other path."""
     if not path.is_dir() or is_klamp_run(path) or not (path / RUNS).is_dir():
         return [], []
-    folders = sorted((folder for folder in (path / RUNS).iterdir() if folder.is_dir()), key=_in_order)
+    folders = sorted(
+        (folder for folder in (path / RUNS).iterdir() if folder.is_dir()),
+        key=lambda folder: [float(x) if x[:1].isdigit() else x for x in NUMBER.split(folder.name)],
+    )
     good = [folder for folder in folders if is_klamp_run(folder)]
     return good, [folder for folder in folders if folder not in good] if good else []
-
-
-def _in_order(folder: Path) -> list[tuple[float, str]]:
-    """A key that sorts names by the numbers in them: beta-0 before beta-0.01 before beta-0.1."""
-    parts = re.split(r"(\d+(?:\.\d+)?)", folder.name)
-    return [(float(part), "") if i % 2 else (0.0, part) for i, part in enumerate(parts)]

@@ -24,72 +24,55 @@ from klamp.diagnostics.names import (
     known,
     number_names,
     settings_of,
-    step_column,
     step_of,
     translate,
     unread_kls,
 )
 from klamp.diagnostics.recorded import names_in
 from klamp.errors import missing_library
+from klamp.files import followed, with_end
 from klamp.records.files import check_logged, each_row, json_lines, object_in, shortened, unreadable
 from klamp.records.texts import rows_by_metric, rows_in
-from klamp.tasks.paths import followed, with_end
 
 Names = Mapping[str, str]
 """klamp's name of a metric -> that in the record, before the names that klamp knows."""
 Logged = Sequence[tuple[int, Mapping[str, Any]]]
 """Step -> what was logged of it."""
+SUMMARY = "train_runtime"
+"""A name that only the last row has, which sums up a run."""
 CLOCKS = ("_timestamp", "_runtime", "Wall time")
-"""W&B's and TensorBoard's names of the time of a row, in seconds."""
-INSTANT = 0.01
-"""Seconds within which rows are written at once, long after their steps."""
+"""W&B's and TensorBoard's names of the time of a row."""
 ALIVE = ("train/loss", "train/policy_loss", "train/grad_norm")
 """Where one of them is a number, training went on: what is NaN in every row was not measured."""
 
 
 def _history(
-    source: str,
-    rows: Logged,
-    config: Mapping[str, Any],
-    names: Names | None,
-    path: Path,
-    *,
-    ours: bool = True,
+    source: str, rows: Logged, config: Mapping[str, Any], names: Names | None, path: Path, *, ours: bool = True
 ) -> History:
-    """The history of a run as it was logged, row by row.
-
-    Args:
-        source: who wrote the record, in words.
-        rows: step -> what was logged of it.
-        config: the arguments of the run, as far as they were logged.
-        names: see `Names`.
-        path: where the record is, for messages.
-        ours: whether klamp may have written it; every name of an evaluation is a score there.
-    """
+    """The history of logged rows; `ours`: klamp may have written them, and all names of an evaluation are scores."""
     logged = {name for _, row in rows for name in row}
     theirs, lost = names_in(logged), _unmeasured(rows, logged)
     rows = [(step, {name: value for name, value in row.items() if name not in lost}) for step, row in rows]
     names = _kl_as_it_is(rows, names or {}, logged, theirs)
-    numbers = number_names(row for _, row in rows if not _sums_up(row)) - {*CLOCKS}
+    numbers = number_names(row for _, row in rows if SUMMARY not in row) - {*CLOCKS}
     check_logged(names, numbers | lost, path)
     history = History(source=source, settings=settings_of(config, logged, names), config=config)
     read = {*names.values(), *(name for name in logged if (n := known(name, theirs)) and n not in names)}
     history.unread = unread_kls({name for _, row in rows for name in row}, read)
     history.cautions += _no_numbers(rows, theirs, lost)
     seen: set[int] = set()
-    for (step, row), seconds in zip(rows, _seconds(rows), strict=True):
+    for step, row in rows:
         scores, metrics = evaluations(row, every=ours and OURS in logged), translate(row, names, theirs)
         if scores:
             history.evaluations.append(Row(step=step, metrics=scores))
-        if metrics and not _sums_up(row):
+        if metrics and SUMMARY not in row:
             if step in seen and step < history.rows[-1].step:  # the run went back: what it does again counts
                 history.rows = [each for each in history.rows if each.step < step]
             if history.rows and step == history.rows[-1].step:  # one of several rows of the step may lack a value
                 numbers_of_it = {name: value for name, value in metrics.items() if not math.isnan(value)}
                 metrics = {**history.rows.pop().metrics, **numbers_of_it}
             seen.add(step)
-            took = {} if math.isnan(seconds) else {"speed/step_seconds": seconds}
-            history.rows.append(Row(step=step, metrics=took | metrics))
+            history.rows.append(Row(step=step, metrics=metrics))
     return history
 
 
@@ -112,16 +95,8 @@ def _kl_as_it_is(rows: Logged, names: Names, logged: set[str], theirs: Names) ->
 
 def _no_numbers(rows: Logged, theirs: Names, lost: set[str]) -> list[str]:
     """What a reader should know of values that were not read: NaN in every row, or no number at all."""
-    said = [
-        f"{name} is NaN in every row while training went on: nobody measured it (TRL and Unsloth do not at beta 0)"
-        for name in sorted(lost)
-        if (known(name, theirs) or "").startswith("kl/")
-    ]
-    said += [
-        f"{name} is empty in every row: nobody measured it"
-        for name in sorted({name for _, row in rows for name in row})
-        if (known(name, theirs) or "").startswith("kl/") and all(row.get(name) is None for _, row in rows)
-    ]
+    text = "is NaN in every row while training went on: nobody measured it (TRL and Unsloth do not at beta 0)"
+    said = [f"{name} {text}" for name in sorted(lost) if (known(name, theirs) or "").startswith("kl/")]
     wrong: dict[str, list[tuple[int, object]]] = {}
     for step, row in rows:
         for name, value in row.items():
@@ -133,15 +108,9 @@ def _no_numbers(rows: Logged, theirs: Names, lost: set[str]) -> list[str]:
     return said
 
 
-def _sums_up(row: Mapping[str, object]) -> bool:
-    """Whether a row is the last one, which sums up the run."""
-    return "train_runtime" in row
-
-
 def _of_rows(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None, path: Path, **more: Any) -> History:
     """The history of rows that say their step themselves; where none does they are counted, and that is said."""
-    column = step_column(rows)
-    steps = [step_of(row) if column is None else step_of({"step": row.get(column)}) for row in rows]
+    steps = list(map(step_of, rows))
     counted = all(step is None for step in steps)
     numbered: list[tuple[int, Mapping[str, Any]]] = []
     last = next((step for step in steps if step is not None), 0)
@@ -153,16 +122,6 @@ def _of_rows(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None
         history.settings = replace(history.settings, steps_counted=True)
         history.cautions.append("no column says the step: rows are counted, and the first need not be the first step")
     return history
-
-
-def _seconds(rows: Logged) -> Iterator[float]:
-    """The seconds of a step in each row, from when the rows were written; NaN where they do not say that."""
-    before, then = -1, math.nan
-    for step, row in rows:
-        now = next((x for name in CLOCKS if (x := as_number(row.get(name))) is not None), math.nan)
-        yield (now - then) / (step - before) if step > before and now - then > INSTANT else math.nan
-        if step != before and not math.isnan(now):
-            before, then = step, now
 
 
 # --- JSONL ----------------------------------------------------------------------------------------------------
@@ -179,13 +138,12 @@ def read_metrics(path: Path, names: Names | None = None) -> History:
     verls = bool(lines) and is_verl_line(lines[0])
     rows = list(map(flat, lines))
     first = next(filter(None, rows), {})
-    nothing = "it holds no whole line" if path.stat().st_size else "the file is empty"
     history = _of_rows("verl file log" if verls else "JSONL metrics", rows, names, path)
     if not (history.rows or (verls and history.evaluations)):
         raise unreadable(
             "no metric and no token log-probabilities were found",
             path,
-            why=f"the first line has {', '.join(list(first)[:12])}" if first else nothing,
+            why=f"the first line has {', '.join(list(first)[:12])}" if first else "it holds no whole line",
             fix="metrics: a line per step with names as TRL, verl or klamp write them (kl, reward, ...), or --map with "
             "your own; completions: old_log_probs and ref_log_prob (or policy_logprobs and ref_logprobs), one number "
             "per token",
@@ -200,19 +158,15 @@ def read_text(path: Path, names: Names | None = None) -> History:
         DataError: it has no row, or none with a metric that klamp knows.
         UnknownNameError: no row has one of `names`.
     """
-    return _known("text of a log", rows_in(path), names, path)
+    return _with_metrics("text of a log", rows_in(path), names, path)
 
 
-def _known(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None, path: Path) -> History:
-    """As `_of_rows`, where some row has a metric that klamp knows."""
+def _with_metrics(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None, path: Path) -> History:
     history = _of_rows(source, rows, names, path)
     if not history.rows:
-        raise unreadable(
-            f"no metric that klamp knows stands in a {source}",
-            path,
-            why=f"its first row has {', '.join(list(rows[0])[:12])}",
-            fix="say with --map what a column is, for example kl=Value",
-        )
+        why = f"its first row has {', '.join(list(rows[0])[:12])}"
+        fix = "say with --map what a column is, for example kl=Value"
+        raise unreadable(f"a {source} has no metric that klamp knows", path, why=why, fix=fix)
     return history
 
 
@@ -244,7 +198,7 @@ def read_trl_state(path: Path, names: Names | None = None) -> History:
     found = object_in(path)
     logs = found.get("log_history")
     if logs is None and (rows := rows_by_metric(found)):
-        return _known("table by metric", rows, names, path)
+        return _with_metrics("table by metric", rows, names, path)
     if not isinstance(logs, list):
         raise unreadable("a trainer state has no log_history", path, why="without logged rows there is no history")
     rows = list(each_row(logs, path, flat, what="row {} of log_history is damaged"))
@@ -301,7 +255,6 @@ def _read_events(path: Path) -> tuple[dict[int, dict[str, float]], dict[str, Any
     for name in events.Tags()["scalars"]:
         for event in events.Scalars(name):
             rows.setdefault(event.step, {})[name] = float(event.value)
-            rows[event.step]["_timestamp"] = event.wall_time
     config: dict[str, Any] = {}
     for name in events.Tags()["tensors"]:
         if name.startswith("args"):

@@ -36,10 +36,8 @@ TRAINED = ("trained", "loss_mask", "response_mask", "completion_mask")
 TOKENS = ("tokens", "token_ids", "responses", "response_ids", "completion_ids")
 GROUP = ("uid", "group", "prompt", "input")
 PROMPT = ("prompt", "input", "question")
-PADDING = (0.0, -1.0)
-"""The value that some records hold for the sampler's log-probability where there is no token."""
 UNWRITTEN = (0.0, -1.0)
-"""What verl pads the log-probabilities of the policy and of the sampler with."""
+"""What verl pads the log-probabilities of the policy and of the sampler with; others pad the sampler with either."""
 CERTAIN = -1.0
 """A token that its sampler was certain of is above this under the policy; a prompt token mostly is not."""
 
@@ -99,7 +97,7 @@ def completion_of(row: Mapping[str, Any], *, default_step: int = 1) -> Completio
         sampled=_sampled(cut["policy"], cut["sampler"], cut["trained"]),
         ended=_ended(row),
         group=str(_first(row, GROUP) or ""),
-        prompt=_text(_first(row, PROMPT)),
+        prompt=prompt if isinstance(prompt := _first(row, PROMPT), str) else "",
         reward=_one(row, ("reward", "score", "rewards")),
         advantage=_one(row, ("advantage", "advantages")),
     )
@@ -107,7 +105,7 @@ def completion_of(row: Mapping[str, Any], *, default_step: int = 1) -> Completio
 
 def _without_padding(sampler: Sequence[float] | None, trained: Sequence[bool] | None, length: int) -> int:
     """The number of tokens before the padding on the right."""
-    while sampler and trained and length and not trained[length - 1] and sampler[length - 1] in PADDING:
+    while sampler and trained and length and not trained[length - 1] and sampler[length - 1] in UNWRITTEN:
         length -= 1
     return length
 
@@ -119,7 +117,7 @@ def _sampled(
     if sampler is None:
         return None
     rows = zip(policy, sampler, trained or every(len(policy)), strict=True)
-    return flags_of(_is_drawn(p, s, on) for p, s, on in rows)
+    return flags_of([_is_drawn(p, s, on) for p, s, on in rows])
 
 
 def _is_drawn(policy: float, sampler: float, trained: bool) -> bool:
@@ -141,14 +139,6 @@ def _ended(row: Mapping[str, Any]) -> bool | None:
 
 def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((row[name] for name in names if row.get(name) is not None), None)
-
-
-def _text(value: Any) -> str:
-    """A prompt as one text; a conversation becomes the texts of its messages."""
-    if isinstance(value, list):
-        messages = [each for each in value if isinstance(each, dict) and isinstance(each.get("content"), str)]
-        return "\n".join(f"{each.get('role', 'message')}: {each['content']}" for each in messages)
-    return value if isinstance(value, str) else ""
 
 
 def _numbers(values: Any) -> Sequence[float] | None:

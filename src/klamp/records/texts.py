@@ -70,10 +70,8 @@ def _printed(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
 
 
 def _table(lines: Sequence[str], path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a table, one column of which counts steps: tabs, commas, semicolons, bars or spaces lie between."""
-    between = max("\t;|,", key=lines[0].count)
-    if between == ";":  # then a comma is a decimal point
-        lines = [line.replace(",", ".") for line in lines]
+    """The rows of a table, one column of which counts steps, with tabs, commas, bars or spaces between columns."""
+    between = max("\t|,", key=lines[0].count)
     if between not in lines[0]:  # columns that stand under one another
         lines = [GAP.sub("\t", line.strip()) for line in lines]
         between = "\t"
@@ -105,9 +103,7 @@ def _columns(head: Sequence[str], path: Path) -> list[str]:
 
 
 def rows_by_metric(found: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The rows of an object {metric: {step: value}}, as NeMo-RL writes its metrics, or {metric: [value, ...]}; none
-    where it is another one.
-    """
+    """The rows of an object {metric: {step: value}}, as NeMo-RL writes it, or {metric: [value, ...]}; else none."""
     lists = {name: values for name, values in found.items() if isinstance(values, list) and values}
     plain = not any(isinstance(value, list | dict) for values in lists.values() for value in values)
     if plain and len(set(map(len, lists.values()))) == 1:

@@ -69,9 +69,6 @@ def alarm_section(runs: Sequence[ReportRun], anchors: Anchors) -> Html:
         for why, names in blind.items()
         if why
     ]
-    parts += [
-        element("p", f"Options: {text}.", class_="aside") for text in {run.diagnosis.options for run in runs} - {""}
-    ]
     return join([*_cautions(runs), *parts, *_unchecked(runs)])
 
 
@@ -97,7 +94,7 @@ def _finding(runs: Sequence[ReportRun], number: int, findings: Mapping[int, Find
     sign = element("span", symbol, f" {number}", class_="sign")
     where = f"in {len(findings)} of {len(runs)} runs" if several else _since(next(iter(findings.values())))
     seen = [_seen(runs[run].name if several else "", finding) for run, finding in findings.items()]
-    causes = dict.fromkeys(cause for finding in findings.values() for cause in finding.known.causes)
+    causes = dict.fromkeys(cause for finding in findings.values() for cause in finding.evidence.causes)
     likely = [("Likely", [element("dd", cause) for cause in causes])] if causes else []
     facts = [
         ("Seen", seen),
@@ -125,7 +122,7 @@ def _since(finding: Finding) -> str:
 
 
 def _seen(run: str, finding: Finding) -> Html:
-    text = finding.known.text
+    text = finding.evidence.text
     return element("dd", element("b", run), f", {_since(finding)}: {text}") if run else element("dd", text)
 
 
@@ -138,7 +135,7 @@ def _tokens(runs: Sequence[ReportRun], findings: Mapping[int, Finding], anchors:
         for token in finding.evidence.tokens[: FEW if several else None]:
             row = _blamed(token, shown(read(token.token), longest=NARROW), anchors, run)
             rows.append([*row, runs[run].name] if several else row)
-    headings = ("token", "policy", "other", "share of the k3", "times", "where", *(("run",) if several else ()))
+    headings = ("token", "policy", "other", "share of the k3", "where", *(("run",) if several else ()))
     return [plain_table(headings, rows, caption="tokens to blame")] if rows else []
 
 
@@ -150,7 +147,6 @@ def _blamed(token: Blamed, text: str, anchors: Anchors, run: int) -> list[str]:
         probability(token.policy_logprob),
         probability(token.other_logprob),
         f"{100 * token.share:.0f} %",
-        f"×{token.times}" if token.times > 1 else "1",
         place if number is None or each is None else jump(each, number, token.position),
     ]
 

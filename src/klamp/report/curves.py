@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from klamp.config.choices import STEP_FACTORS
-from klamp.diagnostics.causes import MISMATCH
+from klamp.diagnostics.alarms_tokens import MISMATCH
 from klamp.diagnostics.doctor import Finding
 from klamp.diagnostics.metrics import METRICS
 from klamp.diagnostics.names import as_number

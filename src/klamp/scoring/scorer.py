@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from klamp.core.topk import asked_tokens
 from klamp.core.types import Direction
-from klamp.diagnostics.statistics import pad_tokens
 from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import (
     HEAD,
@@ -323,6 +322,11 @@ def score(model: nn.Module, completions: Completions, *, temperature: float) -> 
     logits = logits[:, -length - 1 : -1].float() / temperature
     chosen = logits.gather(-1, completions.ids.unsqueeze(-1)).squeeze(-1)
     return Scores(logits=logits, logprobs=chosen - logits.logsumexp(-1))
+
+
+def pad_tokens(x: Tensor, length: int) -> Tensor:
+    """A [B, t] tensor with zeros appended on the right: [B, length]."""
+    return torch.nn.functional.pad(x, (0, length - x.shape[1]))
 
 
 def joined(parts: Sequence[Scores], length: int) -> Scores:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from klamp.errors import DataError, brief, missing_library, unknown_name
+from klamp.files import json_of
 from klamp.tasks.base import ARITHMETIC_TASK, HUB, Example, Task, TaskConfig, short_name
 from klamp.tasks.paths import at_home
 from klamp.tasks.prompts import prompt_text
@@ -22,11 +22,6 @@ if TYPE_CHECKING:
 Row = Mapping[str, Any]
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
-
-LONGEST_NUMBER = 300
-"""Digits of the longest whole number that is read; a float holds up to 308."""
-LARGEST_YAML = 1_000_000
-"""Values and their characters that a YAML text stands for at most, what its aliases repeat counted each time."""
 
 _HELD_OUT_SHARE = 10
 """Without a file of held-out rows, one row in this many is held out, for each skill."""
@@ -144,57 +139,6 @@ def _json_rows(file: Path) -> list[Row]:
     except (OSError, ValueError, RecursionError) as error:
         raise _unreadable(place, error) from error
     return rows
-
-
-def json_of(text: str) -> Any:
-    """What a JSON text holds.
-
-    Raises:
-        ValueError: it is no JSON, or holds half of a surrogate pair, or a whole number that is larger than every float.
-        RecursionError: it is nested too deeply.
-    """
-    found = json.loads(text, parse_int=_whole_number)
-    if "\\ud" in text or "\\uD" in text:
-        json.dumps(found, ensure_ascii=False).encode("utf-8")
-    return found
-
-
-def yaml_of(text: str, loader: type | None = None) -> Any:
-    """What a YAML text holds, read by one of yaml's loaders, or its safe one.
-
-    Raises:
-        ValueError: it is no YAML, or its aliases make it larger than `LARGEST_YAML`: some lines can stand for billions
-            of values. The message has one line.
-    """
-    import yaml
-
-    try:
-        reader: Any = (loader or yaml.SafeLoader)(text)
-        node = reader.get_single_node()
-        if _size(node, {}) > LARGEST_YAML:
-            raise ValueError("it is too large: its aliases (*NAME) repeat what they name again and again")
-        return None if node is None else reader.construct_document(node)
-    except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
-    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:  # its constructors' own
-        raise ValueError(" ".join(str(error).split())) from error
-
-
-def _size(node: Any, known: dict[int, int]) -> int:
-    """How many values and characters a node of YAML stands for; one that holds itself stands for too many."""
-    inside = node if isinstance(node, tuple) else getattr(node, "value", ())
-    if isinstance(inside, str):
-        return 1 + len(inside)
-    if id(inside) not in known:
-        known[id(inside)] = LARGEST_YAML + 1
-        known[id(inside)] = 1 + sum(_size(each, known) for each in inside)
-    return known[id(inside)]
-
-
-def _whole_number(digits: str) -> int:
-    if len(digits) > LONGEST_NUMBER:
-        raise ValueError(f"a whole number of {len(digits)} digits: {digits[:12]}...")
-    return int(digits)
 
 
 def _object(value: Any) -> Row:

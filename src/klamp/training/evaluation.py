@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from klamp.diagnostics.sync import SyncReport
 from klamp.errors import DataError
 from klamp.hosts.common.sampler_weights import check_sync
+from klamp.hosts.common.sync import SyncReport
 from klamp.scoring.completions import Completions
 from klamp.scoring.scorer import score
 from klamp.tasks.base import Example

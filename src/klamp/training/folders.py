@@ -9,21 +9,18 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
+from klamp import names
 from klamp.errors import RunFolderError
+from klamp.files import json_of
 from klamp.tasks.base import short_name
-from klamp.tasks.files import json_of
 from klamp.tasks.paths import at_home, with_end
 from klamp.training.config import TrainConfig
 
 Row: TypeAlias = Mapping[str, Any]
 Read = TypeVar("Read")
 
-CONFIG = "config.yaml"
-"""The file by which the folder of a run is known."""
-METRICS_FILE, COMPLETIONS, ANSWERS = "metrics.jsonl", "completions.jsonl", "answers.jsonl"
-CAUTIONS = "cautions.jsonl"
-VERSIONS, SUMMARY = "versions.json", "summary.json"
-"""What else it writes."""
+CONFIG, METRICS_FILE, COMPLETIONS, ANSWERS = names.CONFIG, names.METRICS_FILE, names.COMPLETIONS, names.ANSWERS
+CAUTIONS, VERSIONS, SUMMARY, RUNS = names.CAUTIONS, names.VERSIONS, names.SUMMARY, names.RUNS
 SCORE = "eval/"
 """How the name of a skill's score begins in metrics.jsonl."""
 CHECKPOINTS = "checkpoints"
@@ -44,8 +41,6 @@ FOR_VERL = "verl"
 """The folder inside a run's folder that holds what klamp and verl tell each other."""
 BEGUN = (*BESIDE, LOCK, f".{CONFIG}.part", FOR_VERL)
 """What may lie in the folder of a run that was killed before anything could be lost with it."""
-RUNS = "runs"
-"""The folder inside an ablation's folder that holds one folder per run."""
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:

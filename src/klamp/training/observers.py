@@ -10,26 +10,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from klamp.diagnostics.doctor import ALARMS_FILE, AlarmWatch, Finding
-from klamp.diagnostics.history import (
-    Completion,
-    Row,
-    RunSettings,
-    every,
-    flags_of,
-    list_of,
-    numbers_of,
-    texts_of,
-)
-from klamp.diagnostics.notices import Tell, tell_of
+from klamp.diagnostics.doctor import AlarmWatch, Finding
+from klamp.diagnostics.history import Row, RunSettings, completion_of
+from klamp.diagnostics.names import settings_of_run
 from klamp.errors import TrainingStopped
-from klamp.tasks.base import ARITHMETIC_TASK
+from klamp.names import ALARMS_FILE
 from klamp.tasks.cache import Progress
 from klamp.training.config import TrainConfig
 from klamp.training.folders import COMPLETIONS, METRICS_FILE, each_readable, lines_of, lines_until, scores_of
-
-RULES = ("exact_match", "math_verify", "format_regex")
-"""klamp's reward functions that are rules."""
 
 SAID_ELSEWHERE = ("step-zero-kl",)
 """Alarms that the trainer words itself, as a caution; they are written down and can stop a run."""
@@ -114,21 +102,6 @@ class Observer:
         """Called last, even after an error, and once only."""
 
 
-class AlarmNotices(Observer):
-    """An observer that tells a person of each alarm.
-
-    Args:
-        tell: what is called with an alarm, see `klamp.diagnostics.notices`.
-    """
-
-    def __init__(self, tell: Tell) -> None:
-        self.tell = tell
-
-    def on_alarm(self, finding: Finding) -> None:
-        """Tell of it, where it is no note."""
-        tell_of(finding, [self.tell])
-
-
 def progress_of(observers: Sequence[Observer]) -> Progress:
     """What slow loading is told to: every observer."""
 
@@ -155,7 +128,7 @@ class AlarmObserver(Observer):
 
     def on_start(self, info: RunInfo) -> None:
         """Keep the configuration, and take up what was seen and reported before a checkpoint."""
-        settings = settings_of(info.config, rl_skill=self.rl_skill)
+        settings = settings_of_run(info.config.flat(), rl_skill=self.rl_skill)
         self.watch = AlarmWatch(settings, told=names_in(info.output_dir / ALARMS_FILE), stop_on=self.stop_on)
         lines = lines_until(info.output_dir / METRICS_FILE, info.start_step) if info.start_step else []
         kept = lines_until(info.output_dir / COMPLETIONS, info.start_step) if info.start_step else []
@@ -202,56 +175,3 @@ def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
 def names_in(file: Path) -> set[str]:
     """The names of the alarms in an alarms.jsonl; none where the file does not exist."""
     return {row["name"] for row in lines_of(file) if isinstance(row.get("name"), str)}
-
-
-def settings_of(config: TrainConfig, *, rl_skill: str | None = None) -> RunSettings:
-    """The settings of a configuration that alarms need.
-
-    Args:
-        config: of the run.
-        rl_skill: the skill that is trained.
-    """
-    kl, reward, others = config.kl, config.task.reward, config.loss.advantage_baseline == "leave_one_out"
-    rules = reward.partition(":")[0] in RULES or (config.task.task == ARITHMETIC_TASK and not reward)
-    return RunSettings(
-        beta=kl.beta,
-        target_kl=kl.target_kl,
-        # The recipe has the group's mean as its baseline; klamp's default shares its average over tokens alone.
-        loss_type=", ".join((config.loss.loss_type, *(["leave_one_out"] if others else []))),
-        verifier="rules" if rules else None,
-        scale_rewards=config.loss.scale,
-        other_reference=config.model.ref_model is not None,
-        moving_reference=kl.reference in ("ema", "periodic"),
-        kl_in_reward=kl.kl_placement != "loss",
-        prompts=config.rollout.prompts_per_step,
-        rl_skill=rl_skill,
-        eval_size=config.task.eval_size,
-        teacher_coef=config.teacher.teacher_coef if config.teacher.there else None,
-    )
-
-
-def completion_of(step: int, row: Mapping[str, Any]) -> Completion:
-    """A row of completions.jsonl as a completion for the alarms.
-
-    Raises:
-        KeyError, TypeError, ValueError, OverflowError: it is none.
-    """
-
-    def given(name: str, read: Callable[[Any], Any]) -> Any:
-        return None if row.get(name) is None else read(row[name])
-
-    return Completion(
-        step=step,
-        tokens=texts_of(row["tokens"]),
-        policy=numbers_of(row["policy_logprobs"]),
-        ref=given("ref_logprobs", numbers_of),
-        teacher=given("teacher_logprobs", numbers_of),
-        sampler=given("sampler_logprobs", numbers_of),
-        trained=given("trained", lambda flags: flags_of(list_of(flags))),
-        sampled=every(len(row["tokens"])),  # nothing else stands in these rows
-        ended=given("ended", bool),
-        group=str(row.get("prompt", "")),
-        prompt=str(row.get("prompt", "")),
-        reward=given("reward", float),
-        advantage=given("advantage", float),
-    )

@@ -19,12 +19,11 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
-from klamp.diagnostics.statistics import pad_tokens
 from klamp.scoring import vllm_reference
 from klamp.scoring.completions import Completions, select
 from klamp.scoring.model_parts import Predictions, Traits
 from klamp.scoring.probe import probe
-from klamp.scoring.scorer import Ask, Scorer, Scores
+from klamp.scoring.scorer import Ask, Scorer, Scores, pad_tokens
 from klamp.tasks import check_prompts
 from klamp.tasks.base import Task
 from klamp.training.config import TrainConfig

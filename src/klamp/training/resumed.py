@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from klamp.errors import ConfigError, KLWarning, RunFolderError
+from klamp.files import json_of, yaml_of
 from klamp.tasks.base import has_own_prompts
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder
-from klamp.tasks.files import json_of, yaml_of
 from klamp.tasks.paths import at_home
 from klamp.training.config import TrainConfig, field_owners, reference_kind
 from klamp.training.folders import CONFIG, OWN, SEAL, checkpoint_folders, number_of, policy_folder, policy_in

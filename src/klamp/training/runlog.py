@@ -15,8 +15,9 @@ import torch
 import yaml
 
 from klamp._version import __version__
-from klamp.diagnostics.doctor import ALARMS_FILE, Finding
+from klamp.diagnostics.doctor import Finding
 from klamp.errors import ConfigError, RunFolderError
+from klamp.names import ALARMS_FILE
 from klamp.training.checkpoint import tidy
 from klamp.training.config import TrainConfig
 from klamp.training.folders import (

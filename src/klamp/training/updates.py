@@ -20,17 +20,16 @@ from klamp.core.penalty import kl_metrics
 from klamp.core.term import carries_kl
 from klamp.core.types import Batch, Direction
 from klamp.diagnostics.metrics import Counted, averaged_over
-from klamp.diagnostics.statistics import (
+from klamp.errors import NonFiniteError
+from klamp.hosts.common.control import check_kl, held_kl
+from klamp.hosts.common.step_metrics import (
     StepRecord,
-    pad_tokens,
     repeated_pairs,
     reward_length_correlation,
     step_metrics,
 )
-from klamp.errors import NonFiniteError
-from klamp.hosts.common.control import check_kl, held_kl
 from klamp.scoring.completions import select
-from klamp.scoring.scorer import Ask, Scores, TeacherKL, joined
+from klamp.scoring.scorer import Ask, Scores, TeacherKL, joined, pad_tokens
 from klamp.tasks.base import NO_REWARD
 from klamp.training.context import Context
 from klamp.training.rollouts import Rollout, exact_of

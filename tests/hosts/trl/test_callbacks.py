@@ -132,7 +132,7 @@ def test_what_the_arguments_say() -> None:
         output_dir="out", beta=0.1, target_kl=0.2, kl_placement="advantage", kl_estimator="k1", use_cpu=True, bf16=False
     )
     settings = settings_of_arguments(args)
-    assert (settings.beta, settings.target_kl, settings.kl_in_reward) == (0.1, 0.2, True)
+    assert (settings.beta, settings.target_kl) == (0.1, 0.2)
     plain = settings_of_arguments(GRPOConfig(output_dir="out", beta=0.3, loss_type="dr_grpo", use_cpu=True, bf16=False))
     assert (plain.beta, plain.loss_type, plain.target_kl, plain.moving_reference) == (0.3, "dr_grpo", None, False)
 

@@ -14,9 +14,9 @@ from tests.hosts.common.fake_vllm import put_in_place
 from tests.hosts.trl.hosts import generated, klamp_trainer, model, plain_logits, plain_logprobs, saved, stock_trainer
 
 from klamp.config import KLConfig
-from klamp.diagnostics.sync import START, WEIGHTS
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.sampler_weights import pack_nothing
+from klamp.hosts.common.sync import START, WEIGHTS
 from klamp.hosts.trl.grpo_trainer import _check_engine
 from klamp.hosts.trl.measure import sync_report, watch_sampler
 from klamp.trl import attach

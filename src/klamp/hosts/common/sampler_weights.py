@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 
 from klamp.core.arguments import POSITIVE, check_number
-from klamp.diagnostics.sync import HIDDEN, NO_ADAPTER, RAW, START, START_HEAD, TRUNCATED, WEIGHTS, SyncReport, compare
 from klamp.errors import ConfigError, ShapeError
+from klamp.hosts.common.sync import HIDDEN, NO_ADAPTER, RAW, START, START_HEAD, TRUNCATED, WEIGHTS, SyncReport, compare
 
 
 def check_sync(

@@ -13,7 +13,7 @@ from klamp.core.penalty import kl_metrics
 from klamp.core.term import Distances, Gate, KLTerm, require_reference
 from klamp.core.types import Batch
 from klamp.diagnostics.metrics import Counted, averaged_over
-from klamp.diagnostics.statistics import largest_log_ratios
+from klamp.hosts.common.step_metrics import largest_log_ratios
 
 
 class Window:

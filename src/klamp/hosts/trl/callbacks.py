@@ -11,12 +11,12 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from klamp.diagnostics.doctor import ALARMS_FILE, AlarmWatch, Finding
+from klamp.diagnostics.doctor import AlarmWatch, Finding, Tell, tell_of
 from klamp.diagnostics.history import RunSettings
 from klamp.diagnostics.names import evaluations, settings_of, translate
-from klamp.diagnostics.notices import Tell, tell_of
 from klamp.errors import KLWarning
 from klamp.hosts.common.kl_fields import kl_config
+from klamp.names import ALARMS_FILE
 
 
 class DoctorCallback(TrainerCallback):
@@ -28,8 +28,7 @@ class DoctorCallback(TrainerCallback):
 
     Args:
         stop_on: names of alarms that end the run: a checkpoint is saved, and `train()` returns.
-        on_alarm: who is told of an alarm besides, once, on the main process: a function of your own, or
-            `klamp.diagnostics.notices.notice(...)`, which sends it to a person.
+        on_alarm: a function that is called with each alarm, once, on the main process, for example to send a message.
         other_reference: whether the reference is another model than the one that training starts from;
             `klamp.trl.GRPOTrainer` says so itself where it is given a ref_model.
 
@@ -124,7 +123,6 @@ def settings_of_arguments(args: Any, *, other_reference: bool = False) -> RunSet
         beta=kl.beta,
         target_kl=kl.target_kl,
         moving_reference=moving or kl.reference in ("ema", "periodic"),
-        kl_in_reward=kl.kl_placement != "loss",
     )
 
 

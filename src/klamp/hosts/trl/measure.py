@@ -14,14 +14,14 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum
 from klamp.core.term import Gate, Placement, carries_kl
-from klamp.diagnostics.statistics import repeated_pairs, reward_length_correlation
-from klamp.diagnostics.sync import SAME, SyncReport
 from klamp.errors import KLWarning
 from klamp.hosts.common.coefficient import batch_of, loss_mask
 from klamp.hosts.common.control import beta_metrics, held_kl, mean_spread
 from klamp.hosts.common.rollout import Generation
 from klamp.hosts.common.sampler_weights import check_sync
+from klamp.hosts.common.step_metrics import repeated_pairs, reward_length_correlation
 from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
+from klamp.hosts.common.sync import SAME, SyncReport
 from klamp.hosts.trl.exact import exact_kl_of, weights_are_split
 from klamp.hosts.trl.grpo_config import reward_scale
 from klamp.hosts.trl.session import Scoring
@@ -156,7 +156,7 @@ def watch_sampler(trainer: Any, output: Any) -> None:
         return
     mask = loss_mask(output) & told.isfinite()
     gap = float((told - own)[mask].abs().mean()) if bool(mask.any()) else 0.0
-    if gap <= max(SAME.value, FURTHER * session.sync_gap):
+    if gap <= max(SAME, FURTHER * session.sync_gap):
         return
     session.sync_gap = gap
     report = sync_report(trainer, output)

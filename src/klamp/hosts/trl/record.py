@@ -16,11 +16,11 @@ from transformers import TrainerCallback
 
 from klamp._version import __version__
 from klamp.config.describe import describe_anchors
-from klamp.diagnostics.doctor import ABOUT
 from klamp.errors import KLWarning
 from klamp.hosts.common.coefficient import loss_mask
 from klamp.hosts.common.kl_fields import kl_config, teacher_config
 from klamp.hosts.trl.exact import weights_are_split
+from klamp.names import ABOUT
 
 COMPLETIONS, ANSWERS, STATE = "completions.jsonl", "answers.jsonl", "trainer_state.json"
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "datasets", "vllm", "deepspeed")

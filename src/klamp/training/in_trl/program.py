@@ -21,7 +21,6 @@ from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from klamp.core.advantages import group_advantages
-from klamp.diagnostics.notices import URLS, notice
 from klamp.errors import KLWarning, TrainingStopped
 from klamp.hosts.common.rollout import LENGTH_COLUMN
 from klamp.hosts.common.sampler_weights import pack_nothing
@@ -60,8 +59,7 @@ def train(config: TrainConfig, folder: Path, *, begin: Callable[[], None]) -> No
         KlampError: what does not fit, before any work, or a reward or a KL that cannot be used.
     """
     run = config.run
-    tell = notice() if os.environ.get(URLS) else None
-    doctor = DoctorCallback(run.stop_on, on_alarm=tell, other_reference=config.model.ref_model is not None)
+    doctor = DoctorCallback(run.stop_on, other_reference=config.model.ref_model is not None)
     report = ReportCallback(every=run.log_completions_every, completions=run.log_completions, answers=run.log_answers)
     with models.former_names():
         trainer = trainer_of(config, folder, [report, doctor, Fingerprints()])

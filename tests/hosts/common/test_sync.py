@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from klamp.diagnostics.sync import COARSE, OF_SAMPLER, OF_TRAINER, SAME, START, WEIGHTS, Reported, compare
+from klamp.hosts.common.sync import COARSE, OF_SAMPLER, OF_TRAINER, SAME, START, WEIGHTS, Reported, compare
 
 
 def test_the_gap_is_the_mean_size_of_the_differences_of_finite_numbers_and_without_any_it_explains_nothing() -> None:
@@ -22,7 +22,7 @@ def test_the_gap_is_the_mean_size_of_the_differences_of_finite_numbers_and_witho
 @pytest.mark.parametrize(
     ("right", "other", "nearest"),
     [
-        (SAME.value, 0.0, WEIGHTS),  # the same, whatever else fits better
+        (SAME, 0.0, WEIGHTS),  # the same, whatever else fits better
         (0.5, 0.2, WEIGHTS),  # not clearly nearer
         (0.5, 0.1, START),
         (0.01, 0.0, START),  # data types could explain it, and another reading does so exactly
@@ -33,8 +33,8 @@ def test_another_reading_is_named_only_where_it_is_clearly_nearer(right: float, 
 
 
 def test_what_is_right_within_data_types() -> None:
-    assert Reported(side="sampler", gaps={WEIGHTS: COARSE.value}).is_right
-    assert not Reported(side="sampler", gaps={WEIGHTS: COARSE.value * 1.01}).is_right
+    assert Reported(side="sampler", gaps={WEIGHTS: COARSE}).is_right
+    assert not Reported(side="sampler", gaps={WEIGHTS: COARSE * 1.01}).is_right
 
 
 @pytest.mark.parametrize("side", ["sampler", "trainer"])

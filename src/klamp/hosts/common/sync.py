@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from klamp.diagnostics.alarm import Limit, number
+from klamp.diagnostics.alarm import number
 from klamp.errors import DataError
 
 WEIGHTS = "weights"
@@ -19,16 +19,10 @@ WEIGHTS = "weights"
 RAW, TRUNCATED, HIDDEN = "temperature 1", "truncated", "prompt hidden"
 NO_ADAPTER, START, START_HEAD = "adapter off", "weights of the start", "head of the start"
 
-SAME = Limit(
-    value=1e-3,
-    unit="nats per token, mean size of the difference, within which two numbers are the same",
-    source="klamp's choice; float32 kernels differ by 1e-6",
-)
-COARSE = Limit(
-    value=0.1,
-    unit="nats per token, mean size, that data types may explain",
-    source="klamp's choice; bfloat16 against float32 was .02 to .07",
-)
+SAME = 1e-3
+"""Mean difference in nats per token within which two numbers are the same; float32 kernels differ by 1e-6."""
+COARSE = 0.1
+"""Nats per token, mean size, that data types may explain; bfloat16 against float32 was .02 to .07."""
 NEARER = 3.0
 """How many times nearer another reading has to be than the right one, to be named."""
 
@@ -65,12 +59,12 @@ class Reported:
         """The reading that explains the numbers: another one than the right one only where it is clearly nearer."""
         best = min(self.gaps, key=lambda name: self.gaps[name])
         right = self.gaps[WEIGHTS]
-        return best if right > SAME.value and self.gaps[best] * NEARER < right else WEIGHTS
+        return best if right > SAME and self.gaps[best] * NEARER < right else WEIGHTS
 
     @property
     def is_right(self) -> bool:
         """Whether the numbers are those of the weights, as far as data types and kernels allow."""
-        return self.nearest == WEIGHTS and self.gaps[WEIGHTS] <= COARSE.value
+        return self.nearest == WEIGHTS and self.gaps[WEIGHTS] <= COARSE
 
     @property
     def text(self) -> str:
@@ -80,9 +74,9 @@ class Reported:
             meaning = (OF_SAMPLER if self.side == "sampler" else OF_TRAINER)[nearest]
             near = number(self.gaps[nearest])
             return f"the {self.side} is {number(gap)} nats per token off, and {near} with '{nearest}': {meaning}"
-        if gap <= SAME.value:
+        if gap <= SAME:
             return f"the {self.side} has the weights' log-probabilities ({number(gap)} nats per token)"
-        if gap <= COARSE.value:
+        if gap <= COARSE:
             return f"the {self.side} has them to {number(gap)} nats per token, as other data types or kernels do"
         return f"the {self.side} is {number(gap)} nats per token off, and no reading that was tried explains it"
 

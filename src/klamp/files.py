@@ -1,0 +1,99 @@
+"""Reading what users name: paths (`~` is the home folder, a pipe or a device is refused), JSON and YAML."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+LONGEST_NUMBER = 300
+"""Digits of the longest whole number that is read: a float holds up to 308, and nothing counts so far."""
+LARGEST_YAML = 1_000_000
+"""Values and their characters that a YAML text stands for at most, what its aliases repeat counted each time."""
+
+
+def at_home(name: str | Path) -> Path:
+    """The path that a name stands for, with the home folder in the place of `~`; one of nobody stands as it is."""
+    with suppress(RuntimeError):
+        return Path(name).expanduser()
+    return Path(name)
+
+
+def followed(path: Path) -> Path:
+    """The path behind all links; links in a circle are left as they are, for whoever reads there to say so."""
+    return Path(os.path.realpath(path))
+
+
+def with_end(path: Path) -> Path:
+    """A path that may be read: of a file, a folder, or nothing, for its reader to say so.
+
+    Raises:
+        OSError: it is a pipe or a device, from which more may come for ever, or nothing.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "it is a pipe or a device, which may have no end", str(path))
+    return path
+
+
+def json_of(text: str) -> Any:
+    """What a JSON text holds.
+
+    Raises:
+        ValueError: it is none; or a text in it is none: half of a surrogate pair, which cannot be shown or written; or
+            a whole number in it is larger than every float.
+        RecursionError: it is nested too deeply.
+    """
+    found = json.loads(text, parse_int=_whole_number)
+    if "\\ud" in text or "\\uD" in text:
+        json.dumps(found, ensure_ascii=False).encode("utf-8")
+    return found
+
+
+def yaml_of(text: str, loader: type | None = None) -> Any:
+    """What a YAML text holds.
+
+    Args:
+        text: of the file.
+        loader: one of yaml's; None: the safe one.
+
+    Raises:
+        ValueError: it is none, or a value in it is none (a month 13), or its aliases make it larger than `LARGEST_YAML`
+            (some lines can stand for billions of values); the message has one line.
+    """
+    import yaml
+
+    try:
+        reader: Any = (loader or yaml.SafeLoader)(text)
+        node = reader.get_single_node()
+        if _size(node, {}) > LARGEST_YAML:
+            raise ValueError("it is too large: its aliases (*NAME) repeat what they name again and again")
+        return None if node is None else reader.construct_document(node)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
+    except (yaml.YAMLError, ValueError, TypeError, LookupError, AttributeError) as error:  # its constructors' own
+        raise ValueError(" ".join(str(error).split())) from error
+
+
+def _size(node: Any, known: dict[int, int]) -> int:
+    """How many values and characters a node of YAML stands for; one that holds itself stands for too many.
+
+    Args:
+        node: one of yaml's, or a key with its value.
+        known: the sizes of those that were seen.
+    """
+    inside = node if isinstance(node, tuple) else getattr(node, "value", ())
+    if isinstance(inside, str):
+        return 1 + len(inside)
+    if id(inside) not in known:
+        known[id(inside)] = LARGEST_YAML + 1
+        known[id(inside)] = 1 + sum(_size(each, known) for each in inside)
+    return known[id(inside)]
+
+
+def _whole_number(digits: str) -> int:
+    if len(digits) > LONGEST_NUMBER:
+        raise ValueError(f"a whole number of {len(digits)} digits: {digits[:12]}...")
+    return int(digits)

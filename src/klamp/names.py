@@ -1,0 +1,13 @@
+"""The names of the files in a run's folder."""
+
+CONFIG = "config.yaml"
+"""The file by which the folder of a run is known."""
+METRICS_FILE, COMPLETIONS, ANSWERS = "metrics.jsonl", "completions.jsonl", "answers.jsonl"
+CAUTIONS = "cautions.jsonl"
+VERSIONS, SUMMARY = "versions.json", "summary.json"
+ALARMS_FILE = "alarms.jsonl"
+"""The file that alarms of a run are written to as they rise, one `Finding.record` a line."""
+RUNS = "runs"
+"""The folder inside an ablation's folder that holds one folder per run."""
+ABOUT = "klamp_report.json"
+"""What `klamp.trl.ReportCallback` writes beside TRL's log: settings, versions, model, data, KL, times."""

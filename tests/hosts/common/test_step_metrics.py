@@ -1,0 +1,176 @@
+"""The metrics of a step against plain loops over its tokens, whatever stands in the masked places."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+
+from klamp.diagnostics.metrics import METRICS
+from klamp.hosts.common.step_metrics import (
+    StepRecord,
+    largest_log_ratios,
+    repeated_pairs,
+    reward_length_correlation,
+    step_metrics,
+)
+
+ROWS, TOKENS, GROUP = 12, 7, 4
+
+
+def record_of(seed: int = 0, *, rows: int = ROWS) -> StepRecord:
+    """A step with completions of all lengths, one of them without any trained token, and some tokens without a KL."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def drawn(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    lengths = torch.randint(1, TOKENS + 1, (rows,), generator=generator)
+    mask = torch.arange(TOKENS) < lengths[:, None]
+    mask[3] = False
+    policy = -drawn(rows, TOKENS).abs()
+    rewards = drawn(rows)
+    rewards[4:8] = 0.5
+    return StepRecord(
+        mask=mask,
+        kl_mask=mask & (torch.rand(rows, TOKENS, generator=generator) > 0.2),
+        policy=policy,
+        sampler=policy + 0.01 * drawn(rows, TOKENS),
+        entropy=drawn(rows, TOKENS).abs(),
+        rewards=rewards,
+        ended=torch.rand(rows, generator=generator) > 0.4,
+        lengths=lengths,
+        ref=policy + 0.4 * drawn(rows, TOKENS),
+        original=policy + 0.7 * drawn(rows, TOKENS),
+        exact=drawn(rows, TOKENS).abs(),
+        exact_forward=drawn(rows, TOKENS).abs(),
+        exact_rows=torch.arange(rows) % GROUP < 2,
+        repeated=torch.arange(rows) % 3,
+    )
+
+
+def plainly(record: StepRecord) -> dict[str, float]:
+    """The same numbers, token by token in Python floats."""
+    rows = range(len(record.rewards))
+
+    def at(mask: torch.Tensor, i: int) -> list[int]:
+        return [t for t in range(TOKENS) if mask[i, t]]
+
+    trained = [(i, t) for i in rows for t in at(record.mask, i)]
+    carried = [(i, t) for i in rows for t in at(record.kl_mask, i)]
+    measured = [i for i in rows if record.exact_rows[i]]
+    exact = [(i, t) for i in measured for t in at(record.kl_mask, i)]
+
+    def mean(values) -> float:
+        values = list(values)
+        return sum(values) / len(values)
+
+    def k3(delta: float) -> float:
+        return math.exp(-delta) - 1 + delta
+
+    def over(what: torch.Tensor, places) -> float:
+        return mean(float(what[p]) for p in places)
+
+    def delta(other: torch.Tensor, place) -> float:
+        return float(record.policy[place]) - float(other[place])
+
+    groups = [[float(record.rewards[i]) for i in range(g, g + GROUP)] for g in range(0, len(record.rewards), GROUP)]
+    spreads = [math.sqrt(sum((x - mean(g)) ** 2 for x in g) / (GROUP - 1)) for g in groups]
+    mismatch = [float(record.sampler[p]) - float(record.policy[p]) for p in trained]
+    sizes = sorted(abs(delta(record.ref, p)) for p in carried)
+    lengths = [[float(record.lengths[i]) for i in range(g, g + GROUP)] for g in range(0, len(record.rewards), GROUP)]
+    pairs = [
+        (r - mean(a), n - mean(b)) for a, b in zip(groups, lengths, strict=True) for r, n in zip(a, b, strict=True)
+    ]
+    correlation = sum(r * n for r, n in pairs) / math.sqrt(sum(r * r for r, _ in pairs) * sum(n * n for _, n in pairs))
+    return {
+        "reward": mean(x for g in groups for x in g),
+        "reward_std": mean(spreads),
+        "groups/saturated": mean(float(len(set(g)) == 1) for g in groups),
+        "length/mean": mean(float(n) for n in record.lengths),
+        "length/repeated": float(sum(record.repeated)) / float(sum(record.lengths)),
+        "length/truncated": mean(float(not ended) for ended in record.ended),
+        "length/reward_correlation": correlation,
+        "policy/entropy": over(record.entropy, trained),
+        "policy/logp_mean": over(record.policy, trained),
+        "ref/logp_mean": over(record.ref, trained),
+        "sampler/k1": mean(mismatch),
+        "sampler/k3": mean(k3(x) for x in mismatch),
+        "kl/k1": mean(delta(record.ref, p) for p in carried),
+        "kl/k3": mean(k3(delta(record.ref, p)) for p in carried),
+        "kl/k1_sequence": sum(delta(record.ref, p) for p in carried) / len(rows),
+        "kl/k3_sequence": sum(k3(delta(record.ref, p)) for p in carried) / len(rows),
+        "kl/k1_original": mean(delta(record.original, p) for p in carried),
+        "kl/k3_original": mean(k3(delta(record.original, p)) for p in carried),
+        "kl/log_ratio_max": sizes[-1],
+        "kl/log_ratio_p99": sizes[min(len(sizes) - 1, int(0.99 * len(sizes)))],
+        "kl/exact": over(record.exact, exact),
+        "kl/exact_forward": over(record.exact_forward, exact),
+        "kl/exact_sequence": sum(float(record.exact[p]) for p in exact) / len(measured),
+    }
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_repeated_pairs_are_counted_as_one_would_by_hand(seed):
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, 3, (6, 9), generator=generator)
+    mask = torch.arange(9) < torch.tensor([9, 5, 2, 1, 0, 7])[:, None]
+    expected = []
+    for row, on in zip(ids, mask, strict=True):
+        tokens = row[on].tolist()
+        pairs = list(pairwise(tokens))
+        expected.append(sum(pair in pairs[:i] for i, pair in enumerate(pairs)))
+    assert repeated_pairs(ids, mask).tolist() == expected
+    assert repeated_pairs(ids[:, :1], mask[:, :1]).tolist() == [0] * 6
+
+
+def test_a_correlation_needs_a_spread_within_groups():
+    rewards, lengths = torch.tensor([0.0, 0, 1, 1]), torch.tensor([3, 4, 5, 6])
+    assert reward_length_correlation(rewards, lengths, 2) is None, "between groups alone"
+    assert float(reward_length_correlation(rewards, lengths, 4)) == pytest.approx(2 / math.sqrt(5))
+    assert reward_length_correlation(torch.rand(4), torch.ones(4), 4) is None
+
+
+@pytest.mark.parametrize("seed", [0, 1])
+def test_the_metrics_are_those_of_plain_loops(seed):
+    record = record_of(seed)
+    expected = plainly(record)
+    assert expected["groups/saturated"] == pytest.approx(1 / 3) and expected["kl/k1"] != expected["kl/k1_sequence"]
+    found = step_metrics(record, group_size=GROUP)
+    assert found.keys() == expected.keys() <= METRICS.keys()
+    assert found == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), -float("inf"), 1e30])
+def test_what_stands_in_masked_places_changes_nothing(poison):
+    record = record_of()
+    tokens = ("policy", "sampler", "entropy", "ref", "original", "exact", "exact_forward")
+    spoiled = {name: torch.where(record.mask, getattr(record, name), poison) for name in tokens}
+    assert step_metrics(replace(record, **spoiled), group_size=GROUP) == step_metrics(record, group_size=GROUP)
+
+
+@pytest.mark.parametrize("count", [1, 2, 99, 100, 101, 1000])
+def test_the_99th_percentile_has_99_in_100_at_or_below_it_and_is_one_of_the_values(count):
+    size = torch.randperm(count, generator=torch.Generator().manual_seed(0)).float() + 1
+    found = largest_log_ratios(torch.where(size % 2 > 0, size, -size))["kl/log_ratio_p99"].item()
+    assert found == round(found) and found >= 0.99 * count
+    assert count < 1000 or found < count, "and it is not simply the largest of many"
+
+
+@pytest.mark.parametrize(
+    ("changes", "absent", "kept"),
+    [
+        (dict.fromkeys(("ref", "original", "exact", "exact_forward", "exact_rows")), ("kl/", "ref/"), "reward"),
+        # a KL of 0 would be a measurement: a controller would lower beta for it
+        ({"kl_mask": torch.zeros(ROWS, TOKENS, dtype=torch.bool)}, ("kl/",), "ref/logp_mean"),
+        ({"exact_rows": torch.zeros(ROWS, dtype=torch.bool)}, ("kl/exact",), "kl/k3"),
+    ],
+    ids=["no reference", "no token carries a KL", "the exact KL was measured nowhere"],
+)
+def test_what_was_not_measured_is_left_out_and_nothing_is_nan(changes, absent, kept):
+    found = step_metrics(replace(record_of(), **changes), group_size=GROUP)
+    assert not [name for name in found if name.startswith(absent)]
+    assert kept in found and all(math.isfinite(value) for value in found.values())
