@@ -16,8 +16,7 @@ from klamp.config import KLConfig, KLWarning, LossConfig
 from klamp.core.estimators import ESTIMATORS
 from klamp.diagnostics.alarm import Alarm, Limit
 from klamp.diagnostics.alarms import ALARMS
-from klamp.diagnostics.metrics import METRICS, MetricRow
-from klamp.diagnostics.recorded import LOGS
+from klamp.diagnostics.metrics import LOGS, METRICS, MetricRow
 from klamp.verify.config_facts import LENGTH, ConfigFacts, measure_config
 from klamp.verify.oracle import IN_WORDS
 from klamp.verify.proofs.values import EstimatorFacts, measure_estimators

@@ -19,8 +19,7 @@ from klamp.config import KLConfig
 from klamp.core.objective import Objective, grpo_loss
 from klamp.core.term import KLTerm
 from klamp.core.types import Batch
-from klamp.diagnostics.metrics import METRICS
-from klamp.diagnostics.recorded import LOGS, NAMES
+from klamp.diagnostics.metrics import LOGS, METRICS, NAMES
 from klamp.hosts.tinker.loss import compute_grpo_kl_loss
 
 FAMILIES = sorted({name.partition("/")[0] for name in METRICS if "/" in name})

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from klamp.diagnostics.recorded import LOGS
+from klamp.diagnostics.metrics import LOGS
 from klamp.records.logs import read_metrics
 
 Rows = list[dict[str, Any]]

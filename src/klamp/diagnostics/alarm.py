@@ -139,10 +139,7 @@ def _of_few(errors: float, values: int) -> float:
 
 
 def margin(history: History, name: str, size: float, *, steps: int = 1) -> float:
-    """Four standard errors of the latest mean of k1 or k3, or of some steps, where two models are apart by a size.
-
-    Equation: log-ratios of variance v = 2 L have a k3 of mean L and standard deviation sqrt(2) L.
-    """
+    """Four standard errors of a mean of k1 or k3; log-ratios of variance 2 L have a k3 of mean L, std sqrt(2) L."""
     return 4 * ((2 * size) ** 0.5 if name.endswith("k1") else 2**0.5 * size) / (steps * tokens_told(history)) ** 0.5
 
 

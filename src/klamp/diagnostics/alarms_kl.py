@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from itertools import pairwise
 from statistics import fmean, stdev
 
+from klamp.diagnostics import causes
 from klamp.diagnostics.alarm import KL, Evidence, Limit, alarm, is_apart, is_beyond, noise, number, tokens_told
 from klamp.diagnostics.alarms_run import not_trained
 from klamp.diagnostics.alarms_tokens import blame
-from klamp.diagnostics.causes import last_jump, learning_rate, likely_causes, no_kl, pays_for_length
 from klamp.diagnostics.history import EARLY, History
 
 NEGATIVE_STEPS = Limit(20, "steps in a row below 0 (by chance alone, one in a million)")
@@ -149,7 +149,7 @@ def kl_spike(history: History) -> Evidence | None:
         if now < (1.0 if few else SPIKE_FLOOR.value) or now <= SPIKE.value * highest:
             continue
         if stays == 2 or len(before) < 5 or exact or _stands_out(before, now):
-            why = likely_causes(history, last_jump if stays == 1 else learning_rate)
+            why = causes.likely_causes(history, causes.last_jump if stays == 1 else causes.learning_rate)
             said = f"{number(max(before))} was the highest of {len(before)} before"
             text = f"{history.kl_name()} jumped to {number(now)} nats per token, {said}"
             return Evidence(text, blame(history, history.step), why)
@@ -300,7 +300,7 @@ def kl_far(history: History) -> Evidence | None:
         return None
     whole = number(kl * fmean(length))
     text = f"the KL is {number(kl)} nats per token, {whole} per completion, {MIDDLE}"
-    return Evidence(text, blame(history, history.step), likely_causes(history, learning_rate, no_kl, pays_for_length))
+    return Evidence(text, blame(history, history.step), causes.why_far(history))
 
 
 @alarm("kl-growing", needs=(KL, "reward"), limits=(GROWING,))
@@ -324,7 +324,7 @@ def kl_growing(history: History) -> Evidence | None:
     return Evidence(
         f"{name} grew from {number(fmean(parts[0]))} to {number(fmean(parts[2]))} nats per token, and the reward went "
         f"from {number(fmean(early))} to {number(fmean(late))} (means of 10 values, 20 apart)",
-        causes=likely_causes(history, learning_rate, no_kl, pays_for_length),
+        causes=causes.why_far(history),
     )
 
 
@@ -351,9 +351,9 @@ def kl_low(history: History) -> Evidence | None:
     Look at the reward. If it stands still, raise the learning rate or lower beta.
     """
     kl = _settled(history, 20)
-    return (
-        Evidence(f"the KL is {number(kl)} nats per token, {MIDDLE}") if kl is not None and abs(kl) < LOW.value else None
-    )
+    if kl is None or abs(kl) >= LOW.value:
+        return None
+    return Evidence(f"the KL is {number(kl)} nats per token, {MIDDLE}")
 
 
 MIDDLE = "mean of the last 5 but the largest"

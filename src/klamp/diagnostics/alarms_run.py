@@ -105,10 +105,8 @@ def not_trained(history: History) -> Evidence | None:
     equal, cut = (history.last(name, IDLE_START) for name in ("groups/saturated", "length/truncated"))
     if not gradient or min(equal, default=0.0) == 1:
         return None
-    if min(cut, default=0.0) == 1:
-        why = MASKED
-    else:
-        why = "frozen weights, an adapter that is not trained, a loss without a gradient, or updates that are skipped"
+    why = "frozen weights, an adapter that is not trained, a loss without a gradient, or updates that are skipped"
+    why = MASKED if min(cut, default=0.0) == 1 else why
     still = [name for name in ("train/loss", "kl/k3", "kl/k1") if history.latest.get(name) == 0]
     return Evidence(", ".join([f"train/grad_norm is 0 in {gradient}", *(f"{x} is 0" for x in still)]), (), [why])
 
@@ -156,12 +154,11 @@ def advantage_scale(history: History) -> Evidence | None:
         return Evidence(f"an advantage of {number(largest)}")
     spread, active = last.get("reward_std", 0.0), 1 - last.get("groups/saturated", 1.0)
     size = max(1.0, abs(last.get("reward", 0.0)))
-    how = history.settings.scale_rewards
-    scaled = how != "none" and history.settings.loss_type != "dr_grpo"
+    scaled = history.settings.scale_rewards != "none" and history.settings.loss_type != "dr_grpo"
     if scaled and active > 0 and 0 < spread / active < NOISE.value * size:
         return Evidence(
             f"rewards of about {number(last.get('reward', 0.0))} differ by {number(spread / active)} within their "
-            f"groups and {'are' if how else 'may be'} divided by that"
+            "groups, by which advantages may be divided"
         )
     return None
 
@@ -294,10 +291,7 @@ def _why_saturated(history: History, rewards: list[float]) -> list[str]:
     if fmean(rewards) < best - COLLAPSE.value * abs(best):
         return [f"the reward was {number(best)} once: look at the alarms before this one"]
     if abs(fmean(rewards)) < 0.02:
-        return [
-            "no completion earns anything: read some beside the reward function; take easier prompts, more completions "
-            "per prompt, or a reward for parts of an answer"
-        ]
+        return ["no completion earns anything: read some; take easier prompts, or a reward for parts of an answer"]
     return ["completions of a prompt earn the same: learned (end the run, or take harder prompts), failed, or gamed"]
 
 

@@ -17,10 +17,8 @@ END_TOKEN = Limit(0.5, "of the completions that ended, their last token left out
 OTHER_KERNELS = Limit(0.1, "nats per token, k3, before the first update (data types and kernels explain .003 at most)")
 STEADY = 5
 """Steps until which the mean counts with a margin by tokens; later the scatter of 2 and 4 times as many does."""
-ONE_SIDED = 50
-"""Tokens of which not one is likelier under the policy: other weights or kernels make some of them so."""
-SAME = 1e-4
-"""Nats by which arithmetic alone sets the two apart."""
+ONE_SIDED, SAME = 50, 1e-4
+"""Tokens of which none is likelier under the policy by so many nats: other weights or kernels make some of them so."""
 GREW = 4.0
 """Times as far apart as before the first update: the mismatch came with the updates."""
 COURSE, START_LIKE = 20, 1.5
@@ -28,13 +26,7 @@ COURSE, START_LIKE = 20, 1.5
 
 
 def blame(history: History, step: int, *, against: Side = "ref") -> list[Blamed]:
-    """The tokens with most of the k3 among the completions that were written in a step, or in the nearest one.
-
-    Args:
-        history: the run.
-        step: when the KL was seen.
-        against: the KL to the reference, or that of the sampler to the policy.
-    """
+    """The tokens with most of the k3 among the completions that were written in a step, or in the nearest one."""
     if not history.completions:
         return []
     nearest = min(history.completions, key=lambda written: abs(written - step))
@@ -145,10 +137,7 @@ def _sizes(metrics: Mapping[str, float]) -> dict[str, float]:
 
 
 def causes_of(history: History) -> list[str]:
-    """What a mismatch comes from, as far as its course shows it; nothing if the start is not known.
-
-    Before the first update the weights of sampler and trainer are the same, whatever is synced later.
-    """
+    """What a mismatch comes from, if its course shows it: before the first update the weights are the same."""
     deltas = [delta for each in history.completions.get(history.step, []) for _, delta in each.log_ratios("sampler")]
     if len(deltas) >= ONE_SIDED and min(deltas) > -SAME and fmean(deltas) > SAME:
         return [
@@ -170,8 +159,7 @@ def causes_of(history: History) -> list[str]:
         return [text] if max(_sizes(history.latest).values()) > GREW * first[name] else []
     since = f"it was there before the first update ({said}), so a missing sync alone does not explain it"
     if first[name] <= OTHER_KERNELS.value:
-        slightly = "a temperature or truncation (top-p, top-k) that is a little different"
-        return [f"{since}: other data types or kernels, or {slightly}"]
+        return [f"{since}: other data types or kernels, or a slightly different temperature, top-p or top-k"]
     return [
         f"{since}: the trainer scores with another temperature, another prompt or template, or without the adapter (or "
         "with one) that the sampler has. klamp.check_sync says which"

@@ -1,4 +1,4 @@
-"""What a run's curves show of why something went wrong, with a remedy; no cause is named without a number for it."""
+"""What a run's curves show of why something went wrong, each with its number and a remedy."""
 
 from __future__ import annotations
 
@@ -27,6 +27,11 @@ PAYS = Limit(0.3, "correlation of reward and length within groups, mean of 10 st
 def likely_causes(history: History, *causes: Cause) -> list[str]:
     """The texts of the causes that the run shows, in this order."""
     return [text for cause in causes if (text := cause(history))]
+
+
+def why_far(history: History) -> list[str]:
+    """What the run shows of why the KL is large."""
+    return likely_causes(history, learning_rate, no_kl, pays_for_length)
 
 
 def last_jump(history: History) -> str:

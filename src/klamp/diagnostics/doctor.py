@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 from klamp.diagnostics.alarm import Alarm, Evidence
 from klamp.diagnostics.alarms import ALARMS, check_names
 from klamp.diagnostics.alarms_kl import is_reset
 from klamp.diagnostics.history import EARLY, Completion, History, Row, RunSettings
-from klamp.errors import KLWarning
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,11 +84,7 @@ class Diagnosis:
         return not self.findings and (self.history.is_empty or len(self.unchecked) == self.concerned)
 
     def failed(self, names: Iterable[str] = ()) -> list[str]:
-        """The names of the findings that make a check fail.
-
-        Args:
-            names: the alarms and notes that count; none: every alarm, no note.
-        """
+        """The names of the findings that make a check fail: of these names, or without names of all alarms."""
         wanted = set(names)
         found = [finding.alarm for finding in self.findings]
         return [alarm.name for alarm in found if (alarm.name in wanted if wanted else alarm.level == "alarm")]
@@ -139,31 +133,12 @@ def _held(history: History) -> set[str]:
     return held | {name for name, there in more.items() if there}
 
 
-Tell: TypeAlias = Callable[[Finding], object]
-"""A function that tells a person of an alarm."""
-
-
-def tell_of(finding: Finding, tells: Sequence[Tell]) -> None:
-    """Tell of an alarm, not of a note; an error in a function is a warning, since no run ends for a notice."""
-    for tell in tells if finding.alarm.level == "alarm" else ():
-        try:
-            tell(finding)
-        except Exception as error:  # of whatever service it is
-            text = f"the notice of {finding.alarm.name} was not sent: {type(error).__name__}: {error}"
-            warnings.warn(text, KLWarning, stacklevel=2)
-
-
 LATE = 150
 """Steps at the end of a run (at its beginning `EARLY`) that are kept: no rule looks at more."""
 
 
 class AlarmWatch:
-    """A run under way, with the alarms that rose in it.
-
-    Args:
-        settings: what is known of the run's configuration.
-        told: names of alarms that were told before, as before a checkpoint.
-        stop_on: names of alarms that are to end the run.
+    """A run under way: `told` are the alarms that were told before a checkpoint, those in `stop_on` end the run.
 
     Raises:
         UnknownNameError: stop_on has a name that no alarm has.

@@ -105,12 +105,7 @@ class Completion:
         return every(len(self.tokens)) if self.sampled is None else self.sampled
 
     def log_ratios(self, against: Side = "ref") -> list[tuple[int, float]]:
-        """The log-ratios of the trained tokens that have both log-probabilities: (position, log-ratio).
-
-        Args:
-            against: `ref`, `teacher`: log policy - log of it; `sampler`: log sampler - log policy, whose tokens they
-                are.
-        """
+        """(position, log-ratio) of the trained tokens that have both: policy - it, or sampler - policy."""
         other: Sequence[float] | None = getattr(self, against)
         if other is None:
             return []
@@ -127,11 +122,7 @@ def check_lengths(lists: Mapping[str, Sequence[Any] | None]) -> None:
 
 
 def numbers_of(values: object) -> array[float]:
-    """A list in a line of a record as numbers, 8 bytes each, since a long run has millions; null is NaN.
-
-    Raises:
-        TypeError, ValueError, OverflowError: it is no list of numbers.
-    """
+    """A list in a line of a record as numbers, 8 bytes each, since a long run has millions; null is NaN."""
     return array("d", [math.nan if value is None else float(value) for value in list_of(values)])
 
 
@@ -141,30 +132,13 @@ def texts_of(values: object) -> list[str]:
 
 
 def completion_of(step: int, row: Mapping[str, Any]) -> Completion:
-    """A row of klamp's completions.jsonl as a completion.
-
-    Raises:
-        KeyError, TypeError, ValueError, OverflowError: it is none.
-    """
-
-    def given(name: str, read: Callable[[Any], Any]) -> Any:
-        return None if row.get(name) is None else read(row[name])
-
-    return Completion(
-        step=step,
-        tokens=texts_of(row["tokens"]),
-        policy=numbers_of(row["policy_logprobs"]),
-        ref=given("ref_logprobs", numbers_of),
-        teacher=given("teacher_logprobs", numbers_of),
-        sampler=given("sampler_logprobs", numbers_of),
-        trained=given("trained", flags_of),
-        sampled=every(len(row["tokens"])),  # nothing else stands in these rows
-        ended=given("ended", bool),
-        group=str(row.get("prompt", "")),
-        prompt=str(row.get("prompt", "")),
-        reward=given("reward", float),
-        advantage=given("advantage", float),
-    )
+    """A row of klamp's completions.jsonl as a completion; a LookupError, TypeError, ValueError, OverflowError: none."""
+    sides = {side: row.get(f"{side}_logprobs") for side in ("policy", "ref", "teacher", "sampler")}
+    read: dict[str, Any] = {side: numbers_of(values) for side, values in sides.items() if values is not None}
+    others: dict[str, Callable[[Any], Any]] = {"trained": flags_of, "ended": bool, "reward": float, "advantage": float}
+    read |= {name: kind(row[name]) for name, kind in others.items() if row.get(name) is not None}
+    tokens, prompt = texts_of(row["tokens"]), str(row.get("prompt", ""))
+    return Completion(step=step, tokens=tokens, sampled=every(len(tokens)), group=prompt, prompt=prompt, **read)
 
 
 @lru_cache(maxsize=4096)
@@ -217,11 +191,7 @@ class Answer:
 
 
 def answer_of(row: Mapping[str, Any]) -> Answer:
-    """A line of answers.jsonl as an answer.
-
-    Raises:
-        KeyError, TypeError, ValueError: it is none.
-    """
+    """A line of answers.jsonl as an answer; a KeyError, TypeError or ValueError if it is none."""
     texts = {name: str(row[name]) for name in ("skill", "question", "completion")}
     return Answer(step=int(row["step"]), score=float(row["score"]), who=str(row.get("who", "policy")), **texts)
 
@@ -312,10 +282,9 @@ class History:
             del self.completions[old]
 
     def last(self, name: str, count: int, *, before: int = 0) -> list[float]:
-        """The values of a metric in the last `count` steps that have it, the latest last, `before` of them left out.
+        """The values of a metric in the last `count` steps that have it, without the latest `before`, bounded by 1e100.
 
-        It looks back over ten times as many steps at most, passes over what is not finite, and bounds the rest by
-        1e100: no arithmetic on them overflows.
+        It looks back over ten times as many steps at most, and skips values that are not finite.
         """
         found: list[float] = []
         for row in reversed(self.rows[-10 * (count + before) :]):

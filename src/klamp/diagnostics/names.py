@@ -9,8 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from klamp.diagnostics.history import RunSettings, Verifier
-from klamp.diagnostics.metrics import METRICS
-from klamp.diagnostics.recorded import NAMES, OTHER_KL
+from klamp.diagnostics.metrics import METRICS, NAMES, OTHER_KL
 from klamp.errors import ConfigError, unknown_name
 
 SHORT_NAMES: Mapping[str, str] = {
@@ -60,7 +59,7 @@ OWN_RULES = ("exact_match", "math_verify", "format_regex")
 
 
 def known(name: str, theirs: Mapping[str, str] = NAMES) -> str | None:
-    """klamp's name of a logged metric, None if it has none; `theirs`: see `recorded.names_in`."""
+    """klamp's name of a logged metric, None if it has none; `theirs`: see `metrics.names_in`."""
     bare = name.removeprefix("train/")
     for candidate in (name, bare, bare.removesuffix("/mean")):
         if candidate in theirs or candidate in METRICS:
@@ -83,14 +82,10 @@ def unread_kls(logged: Collection[str], read: Collection[str]) -> dict[str, str]
 
 
 def read_pairs(pairs: Iterable[str]) -> dict[str, str]:
-    """What `--map` says: klamp's name of a metric -> its name in the record.
-
-    Args:
-        pairs: OURS=THEIRS; OURS is a name of `METRICS` or of `SHORT_NAMES`, THEIRS is taken as it stands.
+    """What `--map` says in pairs OURS=THEIRS: klamp's name of a metric, short or not -> its name in the record.
 
     Raises:
-        UnknownNameError: klamp has no such metric; names the nearest.
-        ConfigError: not two names with = between them, or a metric that is given twice.
+        UnknownNameError, ConfigError: klamp has no such metric; a pair without = between two names, or a second one.
     """
     found: dict[str, str] = {}
     for pair in pairs:
@@ -115,10 +110,7 @@ def translate(
 ) -> dict[str, float]:
     """The known metrics of a logged row under klamp's names; if two mean the same, klamp's own name comes first.
 
-    Args:
-        logged: name -> value.
-        names: klamp's name -> that in the row, which alone then counts for this metric and means nothing else.
-        theirs: the names of other trainers that count.
+    `names` (klamp's name -> that in the row) go before `theirs`, the names of other trainers that count.
     """
     names = names or {}
     numbers = {name: value for name in logged if (value := as_number(logged[name])) is not None}
@@ -203,26 +195,27 @@ def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[s
 
 def settings_of_run(values: Mapping[str, Any], *, rl_skill: str | None = None) -> RunSettings:
     """The settings in a klamp run's config.yaml; `rl_skill`: the skill that is trained."""
+    numbers = {name: x for name, value in values.items() if (x := as_number(value)) is not None and math.isfinite(x)}
+    whole = {name: int(x) for name, x in numbers.items()}
     loss, reward = values.get("loss_type"), str(values.get("reward") or "")
-    rules = reward.partition(":")[0] in OWN_RULES or (values.get("task") == "arithmetic" and not reward)
     others = values.get("advantage_baseline") == "leave_one_out"
+    rules = reward.partition(":")[0] in OWN_RULES or (values.get("task") == "arithmetic" and not reward)
     named = any(values.get(name) for name in ("teacher_model", "teacher_url", "teacher_models"))
     teacher = named or values.get("teacher_kind") in ("ema", "periodic", "live")
-    coefficient = values.get("teacher_coef") if teacher else None
     return RunSettings(
-        beta=values.get("beta"),
-        target_kl=values.get("target_kl"),
+        beta=numbers.get("beta"),
+        target_kl=numbers.get("target_kl"),
         # Dr. GRPO's baseline is the group's mean; klamp's default only averages over tokens as it does.
-        loss_type=f"{loss}, leave_one_out" if others else loss,
+        loss_type=f"{loss}, leave_one_out" if others else str(loss),
         verifier="rules" if rules else None,
         scale_rewards=values.get("scale_rewards") or ("none" if loss == "dr_grpo" else "std"),
         other_reference=values.get("ref_model") is not None,
         moving_reference=values.get("reference") in ("ema", "periodic"),
-        prompts=values.get("prompts_per_step"),
+        prompts=whole.get("prompts_per_step"),
         rl_skill=rl_skill,
-        eval_size=values.get("eval_size"),
-        teacher_coef=coefficient or None,
-        k3_over_updates=values.get("backend") == "verl" and values.get("num_iterations", 1) > 1,
+        eval_size=whole.get("eval_size"),
+        teacher_coef=numbers.get("teacher_coef") or None if teacher else None,
+        k3_over_updates=values.get("backend") == "verl" and whole.get("num_iterations", 1) > 1,
     )
 
 

@@ -19,11 +19,7 @@ def k3(delta: float) -> float:
 
 
 def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
-    """The metrics that a step's completions give by themselves, over trained tokens; names as in `METRICS`.
-
-    Args:
-        completions: those of one step.
-    """
+    """The metrics that the completions of a step give by themselves, over trained tokens; names as in `METRICS`."""
     found: dict[str, float] = {}
     sides: tuple[tuple[Side, str], ...] = (("ref", "kl"), ("sampler", "sampler"))
     for against, family in sides:
@@ -64,12 +60,9 @@ def _group_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     lengths = [[length for _, length in group] for group in groups.values()]
     reward, length = _from_their_means(rewards), _from_their_means(lengths)
     sizes = math.hypot(*reward) * math.hypot(*length)
-    correlation = (
-        {"length/reward_correlation": sum(r * n for r, n in zip(reward, length, strict=True)) / sizes}
-        if sizes > 1e-6
-        else {}
-    )
-    return found | correlation
+    if sizes > 1e-6:
+        found["length/reward_correlation"] = sum(r * n for r, n in zip(reward, length, strict=True)) / sizes
+    return found
 
 
 def _from_their_means(groups: Sequence[Sequence[float]]) -> list[float]:
@@ -77,10 +70,5 @@ def _from_their_means(groups: Sequence[Sequence[float]]) -> list[float]:
 
 
 def row_of(step: int, completions: Sequence[Completion]) -> Row:
-    """The row of metrics of a step that the record has completions of, and nothing else.
-
-    Args:
-        step: the step.
-        completions: those that were written in it.
-    """
+    """The row of metrics of a step of which the record has completions, and nothing else."""
     return Row(step=step, metrics=completion_metrics(completions), prompts=len({each.group for each in completions}))

@@ -30,7 +30,7 @@ COMPUTED = "it holds completions, and the metrics are computed from their tokens
 
 
 def read_record(path: Path, names: Mapping[str, str] | None = None) -> History:
-    """Read the history of a run from a file or folder in any of the known formats.
+    """Read the history of a run from a file or folder in any of the known formats; each reader raises the same errors.
 
     Args:
         path: what was written.

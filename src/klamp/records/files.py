@@ -34,11 +34,7 @@ def unreadable(what: str, path: Path, *, why: str, fix: str = "") -> DataError:
 
 
 def object_in(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file, or the names and values in a YAML file.
-
-    Raises:
-        DataError: it cannot be read, or holds something else.
-    """
+    """Read the object in a JSON file, or the names and values in a YAML file; a DataError if there is none."""
     yaml = path.suffix == ".yaml"
     parse, kind, holds = (yaml_of, "YAML", "names with values") if yaml else (json_of, "JSON", "JSON object")
     try:
@@ -53,11 +49,7 @@ def object_in(path: Path) -> dict[str, Any]:
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    """The lines of a text file in UTF-8 or UTF-16, gzipped or not; the end of a killed program's file may be missing.
-
-    Raises:
-        DataError: it is no text, or gzipped and damaged.
-    """
+    """The lines of a text file in UTF-8 or UTF-16, gzipped or not; a half-written end is left out."""
     with with_end(path).open("rb") as plain:
         file = gzip.GzipFile(fileobj=plain) if plain.peek(2)[:2] == ZIPPED else plain
         try:
@@ -65,21 +57,18 @@ def text_lines(path: Path) -> Iterator[str]:
             yield from io.TextIOWrapper(file, "utf-16" if wide else "utf-8-sig", newline="\n")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise unreadable("a gzipped file is damaged", path, why=shortened(error)) from error
-        except UnicodeDecodeError as error:
-            if error.reason not in HALF_WRITTEN:
-                fix = "" if b"\0" in error.object else f"iconv -f LATIN1 -t UTF-8 {path.name} > utf8{path.suffix}"
-                raise unreadable("a file is not text in UTF-8", path, why=shortened(error), fix=fix) from error
         except UnicodeError as error:
-            raise unreadable("a file is not text in UTF-8", path, why=shortened(error)) from error
+            if getattr(error, "reason", "") in HALF_WRITTEN:
+                return
+            binary = b"\0" in getattr(error, "object", b"")
+            fix = "" if binary else f"iconv -f LATIN1 -t UTF-8 {path.name} > utf8{path.suffix}"
+            raise unreadable("a file is not text in UTF-8", path, why=shortened(error), fix=fix) from error
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """The objects in a JSONL file, one at a time; a half-written last line, which a killed run leaves, is ignored.
 
-    A line may hold a list of objects.
-
-    Raises:
-        DataError: when it comes to another line that is not an object.
+    A line may hold a list of objects. DataError: when it comes to another line that is not an object.
     """
     numbered = enumerate(text_lines(path), start=1)
     for number, line in numbered:

@@ -31,21 +31,14 @@ def is_klamp_run(path: Path) -> bool:
 
 
 def read_klamp_run(path: Path) -> History:
-    """Read the history of a klamp run from its folder.
-
-    Raises:
-        DataError: its files are damaged.
-    """
+    """Read the history of a klamp run from its folder."""
     written = object_in(path / CONFIG)
     values, changes = _in_force(written)
     summary = object_in(path / SUMMARY) if (path / SUMMARY).is_file() else {}
     skill = summary.get("rl_skill")
     if not isinstance(skill, str | None):
         raise unreadable("the skill that is trained is no text", path / SUMMARY, why=f"it is a {type(skill).__name__}")
-    try:
-        settings = settings_of_run(values, rl_skill=skill)
-    except TypeError as error:
-        raise unreadable("a configuration is damaged", path / CONFIG, why=str(error)) from error
+    settings = settings_of_run(values, rl_skill=skill)
     history = History(source="klamp run", settings=settings, config=_shown(values), changes=changes)
     for scores, row in each_row(json_lines(path / METRICS_FILE), path / METRICS_FILE, _rows_of):
         history.evaluations += [scores] if scores.metrics else []
@@ -57,11 +50,7 @@ def read_klamp_run(path: Path) -> History:
 
 
 def add_tokens(history: History, folder: Path) -> None:
-    """Add the completions and the answers of evaluations that a klamp run, or ReportCallback in TRL, wrote.
-
-    Raises:
-        DataError: a damaged file.
-    """
+    """Add the completions and the answers of evaluations that a klamp run, or ReportCallback in TRL, wrote."""
     if (file := folder / COMPLETIONS).is_file():
         history.add_completions(each_row(json_lines(file), file, lambda row: completion_of(int(row["step"]), row)))
     if (file := folder / ANSWERS).is_file():
@@ -69,12 +58,7 @@ def add_tokens(history: History, folder: Path) -> None:
 
 
 def read_config(path: Path, step: float = math.inf) -> tuple[dict[str, Any], TrainConfig]:
-    """The configuration of a klamp run as it was written, and as this version reads it, in a step (default: the last).
-
-    Raises:
-        DataError: it is no YAML.
-        ConfigError: it is impossible in this version; unknown fields are ignored.
-    """
+    """The configuration of a klamp run in a step (the last by default), as written and as this version reads it."""
     from klamp.training.resumed import config_of, in_force
 
     values = in_force(object_in(path / CONFIG), step)
@@ -118,11 +102,7 @@ class Details:
 
 
 def read_details(path: Path) -> Details:
-    """Read the facts of a run that stand beside its history.
-
-    Raises:
-        DataError: a damaged file.
-    """
+    """Read the facts of a run that stand beside its history."""
     if not (path.is_dir() and is_klamp_run(path)):
         return _of_trl(path)
     from klamp.config.describe import describe_anchors
@@ -145,11 +125,7 @@ def folder_of(path: Path) -> Path | None:
 
 
 def with_report(history: History, path: Path) -> History:
-    """The history of a TRL run with what ReportCallback wrote beside its log.
-
-    Raises:
-        DataError: a damaged file.
-    """
+    """The history of a TRL run with what ReportCallback wrote beside its log."""
     folder = folder_of(path)
     if folder is None:
         return history

@@ -1,6 +1,4 @@
-"""Reads what trainers and trackers log of each step: JSONL of metrics (verl's file logger and many others), texts that
-they print, trainer_state.json of TRL or any transformers Trainer, TensorBoard's event files, offline runs of W&B.
-"""
+"""Reads logs of metrics: JSONL, printed texts, trainer_state.json, TensorBoard's event files, offline runs of W&B."""
 
 from __future__ import annotations
 
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from klamp.diagnostics.history import History, Row
+from klamp.diagnostics.metrics import names_in
 from klamp.diagnostics.names import (
     OURS,
     STEP_NAMES,
@@ -28,7 +27,6 @@ from klamp.diagnostics.names import (
     translate,
     unread_kls,
 )
-from klamp.diagnostics.recorded import names_in
 from klamp.errors import missing_library
 from klamp.files import followed, with_end
 from klamp.records.files import check_logged, each_row, json_lines, object_in, shortened, unreadable
@@ -128,12 +126,7 @@ def _of_rows(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None
 
 
 def read_metrics(path: Path, names: Names | None = None) -> History:
-    """Read the history in a JSONL file with the metrics of one step per line.
-
-    Raises:
-        DataError: no line has a metric that klamp knows.
-        UnknownNameError: no row has one of `names`.
-    """
+    """Read the history in a JSONL file with the metrics of one step per line."""
     lines = list(json_lines(path))
     verls = bool(lines) and is_verl_line(lines[0])
     rows = list(map(flat, lines))
@@ -152,12 +145,7 @@ def read_metrics(path: Path, names: Names | None = None) -> History:
 
 
 def read_text(path: Path, names: Names | None = None) -> History:
-    """Read the history in what a trainer printed, or in a table of a notebook or of a chart.
-
-    Raises:
-        DataError: it has no row, or none with a metric that klamp knows.
-        UnknownNameError: no row has one of `names`.
-    """
+    """Read the history in what a trainer printed, or in a table of a notebook or of a chart."""
     return _with_metrics("text of a log", rows_in(path), names, path)
 
 
@@ -189,12 +177,7 @@ def _number(name: str) -> int:
 
 
 def read_trl_state(path: Path, names: Names | None = None) -> History:
-    """Read the history in a trainer_state.json.
-
-    Raises:
-        DataError: it is none.
-        UnknownNameError: no row has one of `names`.
-    """
+    """Read the history in a trainer_state.json."""
     found = object_in(path)
     logs = found.get("log_history")
     if logs is None and (rows := rows_by_metric(found)):
@@ -218,13 +201,7 @@ def event_folders(path: Path) -> list[Path]:
 
 
 def read_tensorboard(path: Path, names: Names | None = None) -> History:
-    """Read the history in a folder of event files, or in a single one, with tensorboard's own reader.
-
-    Raises:
-        DataError: several runs below the folder, or no scalars in it.
-        UnknownNameError: no row has one of `names`.
-        MissingLibrary: tensorboard is not installed.
-    """
+    """Read the history in a folder of event files, or in a single one, with tensorboard's own reader."""
     folders = [path] if path.is_file() else event_folders(path)
     found = [(*each, folder) for folder in folders if (each := _read_events(folder))[0]]  # others hold arguments alone
     found.sort(key=lambda each: min(each[0]))
@@ -286,13 +263,7 @@ def find_offline_run(path: Path) -> list[Path]:
 
 
 def read_wandb(path: Path, names: Names | None = None) -> History:
-    """Read the history in the file of an offline run; the messages are read with wandb.
-
-    Raises:
-        DataError: it is none, or nothing was logged.
-        UnknownNameError: no row has one of `names`.
-        MissingLibrary: wandb is not installed.
-    """
+    """Read the history in the file of an offline run; the messages are read with wandb."""
     try:
         from wandb.proto import wandb_internal_pb2
     except ImportError as error:

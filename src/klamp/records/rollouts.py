@@ -48,15 +48,7 @@ def is_rollout(row: Mapping[str, Any]) -> bool:
 
 
 def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts") -> History:
-    """Read the history in files of completions.
-
-    Args:
-        files: in order of their steps.
-        source: who wrote them, in words.
-
-    Raises:
-        DataError: a line that cannot be used, or no line at all.
-    """
+    """Read the history in files of completions, in the order of their steps."""
     history, files = History(source=source, settings=RunSettings(other_kernels=True)), list(files)
     history.add_completions(chain.from_iterable(map(_completions_in, files)))
     if not history.completions:
@@ -72,11 +64,7 @@ def _completions_in(file: Path) -> Iterator[Completion]:
 
 
 def completion_of(row: Mapping[str, Any], *, default_step: int = 1) -> Completion:
-    """Turn a line into a completion.
-
-    Raises:
-        ValueError: its lists differ in length, or it has no log-probabilities of the policy.
-    """
+    """Turn a line into a completion."""
     if (given := _first(row, POLICY)) is None:
         raise ValueError(f"none of {', '.join(POLICY)}")
     policy = numbers_of(given)

@@ -1,7 +1,4 @@
-"""Reads rows of metrics from texts that are no JSON: what a trainer prints, a table of a notebook, a chart's export.
-
-Which of them a text is, its first lines say, whatever the file is called.
-"""
+"""Reads rows of metrics from texts: what a trainer prints, a table of a notebook, a chart's export."""
 
 from __future__ import annotations
 
@@ -33,11 +30,7 @@ LOOKED_AT = 200
 
 
 def rows_in(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics in a text, in order.
-
-    Raises:
-        DataError: it has none.
-    """
+    """The rows of metrics in a text, in order."""
     lines = [line.strip("\r\n") for line in text_lines(path)]
     lines = [line for line in lines if line.strip()]
     for read in (_console, _printed):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from klamp.diagnostics.doctor import AlarmWatch, Finding, Tell, tell_of
+from klamp.diagnostics.doctor import AlarmWatch, Finding
 from klamp.diagnostics.history import RunSettings
 from klamp.diagnostics.names import evaluations, settings_of, translate
 from klamp.errors import KLWarning
@@ -41,9 +41,13 @@ class DoctorCallback(TrainerCallback):
     """
 
     def __init__(
-        self, stop_on: Sequence[str] = (), *, on_alarm: Tell | None = None, other_reference: bool = False
+        self,
+        stop_on: Sequence[str] = (),
+        *,
+        on_alarm: Callable[[Finding], object] | None = None,
+        other_reference: bool = False,
     ) -> None:
-        self.tells = () if on_alarm is None else (on_alarm,)
+        self.on_alarm = on_alarm
         self.watch = AlarmWatch(RunSettings(), stop_on=(stop_on,) if isinstance(stop_on, str) else tuple(stop_on))
         self.other_reference = other_reference
         self.findings: list[Finding] = []
@@ -78,8 +82,8 @@ class DoctorCallback(TrainerCallback):
         for finding in self._look(state.global_step, logs):
             if state.is_world_process_zero:
                 _write(Path(str(args.output_dir)) / ALARMS_FILE, finding)
-                tell_of(finding, self.tells)
                 if finding.alarm.level == "alarm":
+                    self._tell(finding)
                     told = f"{finding.in_a_line}. {finding.alarm.means} Next step: {finding.alarm.next_step}"
                     warnings.warn(told, KLWarning, stacklevel=2)
         if self.stopped_by is not None and not control.should_training_stop:
@@ -89,6 +93,15 @@ class DoctorCallback(TrainerCallback):
                 warnings.warn(
                     f"training stops after step {state.global_step}: stop_on names {name}", KLWarning, stacklevel=2
                 )
+
+    def _tell(self, finding: Finding) -> None:
+        """Call on_alarm; an error in it is a warning, since no run ends for a notice."""
+        try:
+            if self.on_alarm is not None:
+                self.on_alarm(finding)
+        except Exception as error:  # of whatever service it is
+            text = f"the notice of {finding.alarm.name} was not sent: {type(error).__name__}: {error}"
+            warnings.warn(text, KLWarning, stacklevel=2)
 
     def _look(self, step: int, logs: Mapping[str, Any]) -> list[Finding]:
         scores, metrics = evaluations(logs), translate(logs)
