@@ -42,14 +42,6 @@ def test_a_name_without_a_row_has_no_reduction_and_is_refused() -> None:
         averaged_over("kl/new")
 
 
-def test_each_estimate_of_a_completions_kl_has_one_of_its_tokens() -> None:
-    """What is logged per sequence is logged per token too, in the unit that says so."""
-    for name, row in METRICS.items():
-        if name.startswith("kl/") and name.endswith("_sequence"):
-            assert METRICS[name.removesuffix("_sequence")].unit == "nats/token"
-            assert row.unit == "nats/sequence"
-
-
 # --- the names of others ---------------------------------------------------------------------------------------------
 
 

@@ -12,7 +12,6 @@ from tests.training.conftest import stored, tiny_gpt2
 from torch.utils.tensorboard import SummaryWriter
 
 from klamp.diagnostics.doctor import Diagnosis, examine
-from klamp.diagnostics.names import flat, is_verl_line
 from klamp.errors import DataError, UnknownNameError
 from klamp.records import read_record
 from klamp.records.logs import BLOCK, FILE_HEADER, FRAME, MAGIC, frames, read_metrics, read_wandb
@@ -103,21 +102,6 @@ AREAL = {
 }
 
 
-def test_areals_names_are_read_where_their_unit_is_certain_and_its_kl_is_named_once(tmp_path: Path) -> None:
-    history = read_metrics(lines(tmp_path, {"_step": 3, **AREAL}))
-    assert dict(history.rows[0].metrics) == {
-        "reward": 0.25,
-        "train/grad_norm": 0.5,
-        "train/learning_rate": 1e-6,
-        "policy/entropy": 0.3,
-        "train/policy_loss": 0.02,
-    }
-    assert (
-        list(history.unread) == ["ppo_actor/kl_rewards/avg"] and "kl_ctl" in history.unread["ppo_actor/kl_rewards/avg"]
-    )
-    assert examine(history).blind, "the KL itself is not in its log"
-
-
 @pytest.mark.parametrize(("theirs", "ours"), [
     ("act_grad_norm", "train/grad_norm"), ("act_lr", "train/learning_rate"), ("gen_len", "length/mean"),
     ("train/rollout/truncated_rate", "length/truncated"), ("train/rollout/reward_mean", "reward"),
@@ -125,13 +109,6 @@ def test_areals_names_are_read_where_their_unit_is_certain_and_its_kl_is_named_o
 def test_openrlhfs_names_of_its_progress_bar_and_of_its_rollouts(tmp_path: Path, theirs: str, ours: str) -> None:
     (row,) = read_metrics(lines(tmp_path, {"train/global_step": 4, "train/kl": 0.1, theirs: 0.5})).rows
     assert row.metrics[ours] == 0.5
-
-
-def test_what_is_about_a_kl_and_none_itself_is_not_named(tmp_path: Path) -> None:
-    more = {"kl_coef": 0.1, "target_kl": 0.1, "timing_s/kl": 3.0, "eval_kl": 0.1, "weekly": 1.0, "name": "kl"}
-    assert not read_metrics(lines(tmp_path, {"step": 1, "kl": 0.25, **more})).unread
-    mapped = read_metrics(lines(tmp_path, {"step": 1, "mine/kl": 0.25, "actor/ppo_kl": 0.1}), {"kl/k3": "mine/kl"})
-    assert list(mapped.unread) == ["actor/ppo_kl"] and mapped.unread["actor/ppo_kl"].startswith("between the policy")
 
 
 def test_a_sum_over_a_completion_becomes_a_kl_per_token_where_lengths_are_logged(tmp_path: Path) -> None:
@@ -219,17 +196,6 @@ def test_a_null_of_verls_is_a_number_that_json_could_not_hold(tmp_path: Path) ->
     history = read_metrics(lines(tmp_path, logged_by_verl([0.0])[0]))
     assert not history.rows
     assert [row.step for row in history.evaluations] == [0], "a validation alone is a log of verl's too"
-
-
-def test_a_line_of_verls_becomes_one_row() -> None:
-    assert flat({"step": 3, "data": {"actor": {"kl_loss": 0.1}, "perf/x": 1}}) == {
-        "actor/kl_loss": 0.1,
-        "perf/x": 1,
-        "step": 3,
-    }
-    other = {"step": 3, "data": "gsm8k", "kl": 0.1}
-    assert not is_verl_line(other)
-    assert flat(other) == other
 
 
 def test_names_of_ones_own(tmp_path: Path) -> None:
@@ -358,16 +324,6 @@ def test_no_scalars(tmp_path: Path) -> None:
         read_record(tmp_path)
 
 
-def test_names_of_ones_own_in_event_files(tmp_path: Path) -> None:
-    write(tmp_path, mine__kl=[0.0, 0.25], kl=[7.0, 7.0])
-    for path in (tmp_path, next(tmp_path.glob("events*"))):
-        history = read_record(path, {"kl/k3": "mine/kl"})
-        assert [dict(row.metrics) for row in history.rows] == [{"kl/k3": 0.0}, {"kl/k3": 0.25}]
-        with pytest.raises(UnknownNameError, match="unknown number in the rows of") as caught:
-            read_record(path, {"kl/k3": "kl/mine"})
-        assert caught.value.why == "it has kl, mine/kl"
-
-
 # --- W&B offline, written by the real wandb --------------------------------------------------------------------------
 
 
@@ -403,14 +359,6 @@ def test_an_offline_run(wandb_folder: Path) -> None:
         assert [row.metrics for row in history.evaluations] == [{"reward": 0.25}]
     alarms = {f.alarm.name: f.first_step for f in examine(history).findings}
     assert alarms == {"dr-grpo-with-kl": 1, "huge-values": 30}
-
-
-def test_names_of_ones_own_in_a_tracked_run(wandb_folder: Path) -> None:
-    rows = read_record(wandb_folder, {"kl/k1": "train/kl"}).rows
-    assert [row.metrics["kl/k1"] for row in rows] == pytest.approx([0.001 * i for i in range(1, 61)])
-    assert not any("kl/k3" in row.metrics for row in rows)
-    with pytest.raises(UnknownNameError, match="unknown number in the rows of"):
-        read_record(wandb_folder, {"kl/k1": "note"})
 
 
 def test_a_run_that_was_killed_reads_up_to_there(wandb_folder: Path, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from klamp.diagnostics.doctor import examine
-from klamp.errors import ConfigError, DataError, UnknownNameError
+from klamp.errors import ConfigError, DataError
 from klamp.records import read_record
 from klamp.records.files import json_lines
 from klamp.records.logs import FRAME
@@ -113,17 +113,6 @@ def test_the_only_jsonl_of_a_folder_is_its_record(tmp_path: Path) -> None:
     assert read_record(verls.parent).rows[0].metrics == {"kl/k3": 0.5}
 
 
-def test_names_of_ones_own_in_a_trainer_state(tmp_path: Path) -> None:
-    log = [{"step": 1, "my_kl": 0.5, "kl": 7.0}, {"step": 1, "train_runtime": 1.0, "train_loss": 0.2}]
-    (tmp_path / "trainer_state.json").write_text(json.dumps({"log_history": log}))
-    history = read_record(tmp_path, {"kl/k3": "my_kl"})
-    assert [dict(row.metrics) for row in history.rows] == [{"kl/k3": 0.5}]
-    for theirs in ("your_kl", "train_loss"):
-        with pytest.raises(UnknownNameError, match="unknown number in the rows of") as caught:
-            read_record(tmp_path, {"kl/k3": theirs})
-        assert caught.value.why == "it has kl, my_kl, step" and repr(theirs) == caught.value.got
-
-
 @pytest.mark.parametrize(
     ("name", "why"),
     [
@@ -159,12 +148,3 @@ def written(folder: Path, text: str | bytes) -> Path:
 )
 def test_a_line_ends_where_json_lines_end(tmp_path: Path, text: str | bytes, rows: list[dict[str, object]]) -> None:
     assert list(json_lines(written(tmp_path, text))) == rows
-
-
-def test_lines_are_read_as_they_are_asked_for_without_the_empty_ones(tmp_path: Path) -> None:
-    assert list(json_lines(written(tmp_path, '{"a": 1}\n\n  \n{"a": 2}\n'))) == [{"a": 1}, {"a": 2}]
-    assert list(json_lines(written(tmp_path, ""))) == []
-    found = json_lines(written(tmp_path, '{"a": 1}\n{"a": \n{"a": 3}\n'))
-    assert next(found) == {"a": 1}
-    with pytest.raises(DataError, match="line 2"):
-        next(found)

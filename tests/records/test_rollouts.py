@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -237,40 +236,11 @@ def test_a_token_that_its_sampler_was_certain_of_is_no_prompt_token() -> None:
     assert completion_of(row).sampled == [False, True, True]
 
 
-@pytest.mark.parametrize(
-    ("row", "prompt"),
-    [
-        ({"prompt": "2+2="}, "2+2="),
-        ({"input": "2+2=", "uid": "7"}, "2+2="),
-        ({"prompt": [{"role": "system", "content": "Add."}, {"content": "2+2="}]}, ""),
-        ({"prompt": 5}, ""),
-        ({}, ""),
-    ],
-)
-def test_what_was_asked(row: dict[str, Any], prompt: str) -> None:
-    assert completion_of({"policy_logprobs": [-1.0]} | row).prompt == prompt
-
-
 def test_a_log_probability_above_zero_is_refused_where_it_counts() -> None:
     row = {"policy_logprobs": [-1.0, 0.4], "ref_logprobs": [-1.0, -2.0]}
     with pytest.raises(ValueError, match="a log-probability of 0.4"):
         completion_of(row, default_step=1)
     assert list(completion_of({**row, "trained": [1, 0]}, default_step=1).policy) == [-1.0, 0.4]
-
-
-def test_numbers_are_held_as_bare_numbers(tmp_path: Path) -> None:
-    """Eight bytes for each, nothing for flags that are all set, one object for each text however often it stands."""
-    file, count = tmp_path / "completions.jsonl", 100
-    numbers = [-0.5 - i / 1000 for i in range(count)]
-    row = {f"{name}_logprobs": numbers for name in ("policy", "ref", "sampler")}
-    row |= {"trained": [1] * count, "tokens": [f"word{i % 5}" for i in range(count)]}
-    written(file, *(row | {"step": step} for step in (1, 2)))
-    held = [each for step in read_record(file).completions.values() for each in step]
-    for each in held:
-        for values in (each.policy, each.ref, each.sampler):
-            assert isinstance(values, array) and (values.typecode, len(values)) == ("d", count)
-        assert each.trained is each.sampled is held[0].trained
-    assert len({id(text) for each in held for text in each.tokens}) == 5
 
 
 def test_a_log_may_go_back_to_an_earlier_step(tmp_path: Path, capsys: Any) -> None:

@@ -13,8 +13,8 @@ from tests.hosts.common.fake_vllm import put_in_place
 from transformers import LlamaConfig, LlamaForCausalLM, TopKLogitsWarper, TopPLogitsWarper
 
 from klamp import check_sync
-from klamp.diagnostics import sync
 from klamp.errors import ConfigError, DataError, ShapeError
+from klamp.hosts.common import sync
 from klamp.hosts.common.sampler_weights import check_packing, pack_nothing, packing
 
 PROMPTS = [[1, 2, 3, 4], [5, 6]]
@@ -173,7 +173,7 @@ def test_another_data_type_is_not_called_a_fault() -> None:
     made = model()
     coarse = told(copy.deepcopy(made).to(torch.bfloat16))
     report = checked(made, coarse)
-    assert sync.SAME.value < report.sides[0].gaps[sync.WEIGHTS] < sync.COARSE.value
+    assert sync.SAME < report.sides[0].gaps[sync.WEIGHTS] < sync.COARSE
     assert report.in_sync
     assert "data types" in report.text
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from klamp.hosts.common.sync import COARSE, OF_SAMPLER, OF_TRAINER, SAME, START, WEIGHTS, Reported, compare
+from klamp.hosts.common.sync import COARSE, SAME, START, WEIGHTS, Reported, compare
 
 
 def test_the_gap_is_the_mean_size_of_the_differences_of_finite_numbers_and_without_any_it_explains_nothing() -> None:
@@ -35,10 +35,3 @@ def test_another_reading_is_named_only_where_it_is_clearly_nearer(right: float, 
 def test_what_is_right_within_data_types() -> None:
     assert Reported(side="sampler", gaps={WEIGHTS: COARSE}).is_right
     assert not Reported(side="sampler", gaps={WEIGHTS: COARSE * 1.01}).is_right
-
-
-@pytest.mark.parametrize("side", ["sampler", "trainer"])
-def test_every_reading_has_a_sentence_for_either_side(side: str) -> None:
-    assert set(OF_SAMPLER) == set(OF_TRAINER)
-    for name in OF_SAMPLER:
-        assert name in Reported(side=side, gaps={WEIGHTS: 1.0, name: 0.0}).text

@@ -11,8 +11,8 @@ import pytest
 from tests.hosts.trl.hosts import klamp_trainer, model, noisy, reward
 
 from klamp.cli import main
-from klamp.diagnostics.doctor import ABOUT
 from klamp.errors import KLWarning
+from klamp.names import ABOUT
 from klamp.records import read_record
 from klamp.trl import ReportCallback
 
