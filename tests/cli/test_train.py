@@ -228,22 +228,3 @@ def test_metrics_that_are_missing_are_dashes(tmp_path: Path, metrics: dict[str, 
     lines = summary_lines(tmp_path, final_metrics=metrics)
     assert after(lines, "nats per token") == ["-", "1e-07" if metrics else "-", "-"]
     assert after(lines, "nats per completion") == ["-", "-", "-"]
-
-
-def test_an_alarm_is_sent_where_the_surroundings_say_an_address(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    sent: list[str] = []
-
-    def alarmed(config, observers):
-        folder.mkdir(exist_ok=True)
-        for observer in observers:
-            observer.on_start(run_info(config, folder))
-            observer.on_alarm(rise("kl-spike", 2))
-            observer.on_alarm(rise("kl-high", 2))
-        return summary_of(config, folder, steps=9)
-
-    monkeypatch.setattr(train, "_trainer", lambda console: alarmed)
-    monkeypatch.setattr(train, "notice", lambda: lambda finding: sent.append(finding.alarm.name))
-    for url, told in (("", []), ("mailto://someone", ["kl-spike"])):
-        monkeypatch.setenv("APPRISE_URLS", url)
-        assert main(["train", "--max_steps", "9"]) == 0
-        assert sent == told
