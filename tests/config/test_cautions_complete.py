@@ -107,7 +107,6 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "training/test_vllm_reference.py:test_a_server_that_takes_no_texts": (
         "takes no texts", "tokenizer is the policy's is not known", "name the tokens of a text by"),
     "training/test_setup.py:test_a_reference_that_is_padded": ("The policy's entries from", "on are cut"),
-    "training/in_verl/test_run.py:test_": ("skill is read from",),
     "training/test_config.py:test_": ("rollout's first update the policy",),
 }  # fmt: skip
 """The test that has both sides of a caution -> its words."""
