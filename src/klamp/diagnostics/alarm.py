@@ -41,7 +41,7 @@ class Blamed:
     other_logprob: float
     """Its log-probability under the reference (for a sampler mismatch, under the sampler), in nats."""
     share: float
-    """Its share of the k3 of all tokens that were written in the step."""
+    """Its share of the k3 of all tokens that were written in the step, equal ones at its place counted with it."""
 
 
 @dataclass(frozen=True)

@@ -30,24 +30,25 @@ def blame(history: History, step: int, *, against: Side = "ref") -> list[Blamed]
     if not history.completions:
         return []
     nearest = min(history.completions, key=lambda written: abs(written - step))
-    found = [
-        (k3(delta), index, position, each)
-        for index, each in enumerate(history.completions[nearest])
-        for position, delta in each.log_ratios(against)
-    ]
-    total = sum(value for value, *_ in found)
+    found: dict[tuple[str, int, float, float], list[tuple[float, int]]] = {}
+    for index, each in enumerate(history.completions[nearest]):
+        other = (each.ref if against == "ref" else each.sampler) or ()
+        for position, delta in each.log_ratios(against):
+            token = (str(each.tokens[position]), position, each.policy[position], other[position])
+            found.setdefault(token, []).append((k3(delta), index))
+    sums = {token: sum(value for value, _ in seen) for token, seen in found.items()}
     return [
         Blamed(
             step=nearest,
-            completion=index,
-            position=position,
-            token=str(each.tokens[position]),
-            policy_logprob=each.policy[position],
-            other_logprob=(getattr(each, against) or ())[position],
-            share=value / total,
+            completion=found[token][0][1],
+            position=token[1],
+            token=token[0],
+            policy_logprob=token[2],
+            other_logprob=token[3],
+            share=sums[token] / sum(sums.values()),
         )
-        for value, index, position, each in sorted(found, key=lambda row: -row[0])[:MANY]
-        if value > 0
+        for token in sorted(sums, key=lambda token: -sums[token])[:MANY]
+        if sums[token] > 0
     ]
 
 

@@ -13,10 +13,8 @@ from klamp.diagnostics.history import History
 Cause: TypeAlias = Callable[[History], str]
 """Looks for one cause in the steps up to an alarm: its text, or ""."""
 
-WINDOW = 30
-"""Steps that are searched for a cause."""
-BY_NOISE = 10
-"""Steps from which a jump has to stand out of the curve's own scatter."""
+WINDOW, BY_NOISE = 30, 10
+"""Steps that are searched for a cause, and from which a jump has to stand out of the curve's own scatter."""
 JUMP = 0.15
 """Nats per token that one step moves a policy by if its learning rate is too high; healthy runs stay below 0.05."""
 FARTHEST = 20.0
