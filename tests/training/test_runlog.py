@@ -53,7 +53,7 @@ def run(llama, tmp_path_factory):
 def test_the_folder_holds_what_a_run_is(run):
     names = {p.name for p in run.folder.iterdir()}
     files = {"config.yaml", "versions.json", "metrics.jsonl", "completions.jsonl", "answers.jsonl", "summary.json"}
-    assert names == files | {"checkpoints", "tracking", "wandb", "identity.json"}
+    assert names == files | {"checkpoints", "tracking", "wandb"}
     values = yaml.safe_load((run.folder / "config.yaml").read_text())
     assert TrainConfig.from_flat(values) == run.config, "it runs again"
     assert values["report_to"] == ["tensorboard", "wandb"], "a list, as YAML has no tuples"
