@@ -157,8 +157,6 @@ def _place(name: str) -> Path:
     """The folder or file that a name stands for; that of a hub id is in the hub's cache."""
     if name == "builtin":
         return base_model_folder(BaseModelConfig())
-    if name in NAMED_MODELS:
-        return named_model_folder(name)
     place = at_home(policy_folder(name))
     if not place.exists():
         from huggingface_hub import try_to_load_from_cache

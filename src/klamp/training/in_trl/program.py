@@ -159,7 +159,8 @@ class OwnAdvantages(trl.GRPOTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         output = super()._generate_and_score_completions(inputs)
         rewards, loss, size = self._klamp.rewards, self.config.loss, len(output["advantages"])  # pyright: ignore
-        if rewards is None or not self.model.training or self.config.task.reward == NO_REWARD:
+        training = self.model is not None and self.model.training
+        if rewards is None or not training or self.config.task.reward == NO_REWARD:
             return output
         group = self.config.rollout.num_generations
         every = group_advantages(rewards.flatten(), group, scale=loss.scale, baseline=loss.advantage_baseline)
