@@ -25,7 +25,7 @@ from torch import Tensor
 import klamp
 import klamp.verl
 from klamp import Batch, KLConfig, LossConfig, TeacherConfig, Totals
-from klamp.config.loss import LOSS_TYPES, configured_price
+from klamp.config.loss import configured_price
 from klamp.core.penalty import advantages_with_kl
 from klamp.core.term import Gate
 
@@ -160,14 +160,12 @@ def tinker(case: dict[str, Any]) -> dict[str, Any]:
     from klamp.tinker import compute_grpo_kl_loss
 
     options: dict[str, Any] = {"teacher": c.teacher} if c.teacher is not None else {}
-    normalizer = "token_sum" if case.get("sum") else LOSS_TYPES[c.loss.loss_type].reduction
     loss, metrics = compute_grpo_kl_loss(
         data,
         policies,
-        cliprange=(c.loss.epsilon, c.loss.clip_high),
         kl=c.kl,
-        normalizer=normalizer,
-        surrogate=c.loss.surrogate,
+        loss=replace(c.loss, scale_rewards="none"),
+        normalizer="token_sum" if case.get("sum") else "loss_type",
         max_length=MAX_LENGTH,
         group_size=GROUP,
         totals=None if case.get("sum") else c.totals,
