@@ -318,8 +318,9 @@ def test_a_teacher_that_is_the_policy_begins_at_0(teacher: Fields, kl: float, wa
     from klamp.training.trainer import Trainer
 
     said: list[str] = []
-    context = SimpleNamespace(config=run(**teacher))
-    Trainer._check_teacher(SimpleNamespace(context=context, step=0, step_zero_kl=1e-4, warn=said.append), kl)  # type: ignore[arg-type]
+    trainer: Any = SimpleNamespace(context=SimpleNamespace(config=run(**teacher)), step=0, step_zero_kl=1e-4)
+    trainer.warn = said.append
+    Trainer._check_step_zero(trainer, {"teacher/kl": kl})
     assert ["should be about 0" in text for text in said] == [True] * warned
 
 

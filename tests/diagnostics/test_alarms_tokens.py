@@ -123,9 +123,7 @@ def test_a_sampler_that_cuts_its_distribution_is_no_missing_sync() -> None:
     k1, k3 = deltas.mean().item(), (torch.expm1(-deltas) + deltas).mean().item()
     assert k3 < 0.01 < k1
     without = history_of(sampler__k1=[k1], sampler__k3=[k3])
-    assert "before the first update (sampler/k1 was 0.0" in cause(without) and "truncation (top-p, top-k)" in cause(
-        without
-    )
+    assert "before the first update (sampler/k1 was 0.0" in cause(without) and "top-p or top-k" in cause(without)
     seen = history_of(sampler__k1=[k1], sampler__k3=[k3])
     seen.add_completions([completion(tokens=tuple("a" * 60), ref=None, **sampled)])
     assert cause(seen).startswith("each of 60 tokens is at least as likely under the sampler: it cuts")

@@ -25,8 +25,8 @@ SOURCES = sorted(
 )
 DOTTED = re.compile(r"(?<![\w./-])klamp(?:\.[A-Za-z_]\w*)+")
 PATHS = re.compile(r"(?<![\w./-])(?:src/klamp|tests|scripts|examples|benchmarks|studies|docs)/[\w./-]*\w")
-FOREIGN = {"tests/test_grpo_trainer.py", "tests/cli/test_NAME.py"}
-"""A file of another project, and a name to be filled in."""
+FOREIGN = {"tests/test_grpo_trainer.py", "tests/cli/test_NAME.py", "examples/language/smollm2"}
+"""A file of another project, a name to be filled in, and a folder that `prepare.py` writes."""
 
 
 @cache

@@ -16,7 +16,7 @@ from tests.reliability.drawn import PLAIN, TEXTS, check_readable, examples, run
 
 from klamp.cli.flags import Field, by_any_name, fields_of, read_options, train_fields
 from klamp.cli.help import COMMANDS
-from klamp.cli.options import AblateOptions, AuditOptions, DoctorOptions, ModelOptions, ReportOptions, VerifyOptions
+from klamp.cli.options import AblateOptions, AuditOptions, DoctorOptions, ReportOptions, VerifyOptions
 from klamp.config import PRESETS
 from klamp.errors import KlampError
 
@@ -106,7 +106,7 @@ def test_any_words_after_any_command(command: str, words: list[str]) -> None:
     ends_well([command, *words])
 
 
-@pytest.mark.parametrize("options", [VerifyOptions, AuditOptions, DoctorOptions, ReportOptions, ModelOptions])
+@pytest.mark.parametrize("options", [VerifyOptions, AuditOptions, DoctorOptions, ReportOptions])
 def test_options_of_commands_that_go_to_work_at_once(options: type) -> None:
     @given(words=st.lists(typed, max_size=3), more=flags(fields_of(options)))
     @examples(25)

@@ -57,6 +57,8 @@ NOT_ALONE = [
     ("trl", {"kl_early_stop": 0.1, "num_iterations": 2}, "cannot be honoured by TRL"),
     ("trl", {"reference": "remote", "reference_url": "http://there:8000"}, "cannot be honoured by TRL"),
     ("trl", {"reference_device": "cpu"}, "cannot be honoured by TRL"),
+    ("trl", {"teacher_kind": "ema"}, "cannot be honoured by TRL"),
+    ("trl", {"teacher_model": "there", "num_generations": 1, "reward": "none"}, "compares the completions"),
     ("local", {"sampler": "vllm"}, "set backend to trl"),
     *((backend, {"sampler_url": "http://there:8000"}, "set backend to trl") for backend in ("local",)),
     *((backend, {"reference": "adapter_off"}, "needs an adapter") for backend in ("local", "trl")),

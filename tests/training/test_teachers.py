@@ -344,8 +344,6 @@ def test_a_reward_that_holds_the_kl_to_the_teacher_is_another_reward(context_of,
         ({"teacher_kind": "live"}, ConfigError, "needs teacher_prompt"),
         ({"teacher_prompt": "hint"}, DataError, "has no 'hint' for the teacher"),
         ({"teacher_model": "nowhere/DIR"}, ModelError, "cannot load"),
-        ({"backend": "trl", "num_generations": 1, **ALONE}, ConfigError, "compares the completions"),
-        ({"backend": "trl", "teacher_kind": "ema"}, ConfigError, "cannot be honoured by TRL"),
     ],
 )
 def test_what_cannot_work_is_refused_before_any_work(config_of, teacher, changes, error, text):

@@ -111,8 +111,7 @@ def test_what_a_host_brings_along_is_cautioned_of_likewise(
     [
         ("klamp/trl.py", "transformers"),
         ("klamp/training/setup.py", "transformers"),
-        ("klamp/training/in_trl/run.py", "vllm"),
-        ("klamp/training/in_verl/run.py", "vllm"),
+        ("klamp/training/launch.py", "vllm"),
         ("klamp/hosts/trl/grpo_trainer.py", "vllm"),
     ],
 )
