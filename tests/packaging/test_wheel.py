@@ -18,7 +18,6 @@ import klamp
 SMALL = ("verify", "explain", "audit", "check", "doctor", "report")
 NEED_TRAIN = (
     ("train",),
-    ("train", "--backend", "tinker", "--model", "Qwen/Qwen3-8B"),
     ("ablate", "--kl_estimator", "k1", "k3"),
 )
 BELONG_TO_EXTRAS = "accelerate datasets math_verify matplotlib peft ray tensorboard tokenizers transformers"
