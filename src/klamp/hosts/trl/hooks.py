@@ -167,6 +167,8 @@ class KLMixin(Host):
                 loss = self._loss_with_penalty(model, inputs, seen, beta)
             else:
                 loss = super()._compute_loss(model, inputs)
+        if session.record is not None and len(seen) == 1:
+            session.record.take(inputs, seen[0].logprobs.detach())
         if inputs.get("ref_per_token_logps") is not None and (session.control is not None or len(seen) == 1):
             measure.after_loss(self, inputs, only_scoring(seen), beta)
         if session.teacher is not None:

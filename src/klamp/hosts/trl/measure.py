@@ -47,8 +47,6 @@ def after_loss(trainer: Any, inputs: Any, scored: Scoring, beta: float) -> None:
     session, mode = trainer._klamp, "train" if trainer.model.training else "eval"
     batch, window = batch_of(inputs, scored.logprobs.detach()), session.windows[mode]
     window.add(batch, session.term, Gate.of(batch, session.term))
-    if session.record is not None:
-        session.record.take(inputs, batch.policy_logprobs)
     with torch.no_grad():
         exact = exact_kl_of(trainer, inputs, scored.hidden)
     if exact is not None:

@@ -29,8 +29,8 @@ PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "datasets", "v
 class ReportCallback(TrainerCallback):
     """Writes into output_dir what `klamp report` shows beside the log of a TRL trainer.
 
-    Give it to `klamp.trl.GRPOTrainer`: `callbacks=[ReportCallback()]`. Completions are those of the main process, where
-    there is a KL; answers are greedy, to the first prompts of the evaluation set (else of the training set), before and
+    Give it to `klamp.trl.GRPOTrainer`: `callbacks=[ReportCallback()]`. Completions are those of the main process;
+    answers are greedy, to the first prompts of the evaluation set (else of the training set), before and
     after, and left out where the weights are divided among processes. The run is the same one to the last bit.
 
     Args:
@@ -95,7 +95,7 @@ class ReportCallback(TrainerCallback):
     def _row(self, inputs: Any, logprobs: torch.Tensor, i: int) -> dict[str, Any]:
         tokenizer, there = self.trainer._tokenizer, inputs["completion_mask"][i].bool()
         ids = inputs["completion_ids"][i][there].tolist()
-        lists = {"policy": logprobs, "ref": inputs["ref_per_token_logps"]}
+        lists = {"policy": logprobs, "ref": inputs.get("ref_per_token_logps")}
         lists["sampler"] = inputs.get("sampling_per_token_logps")
         told = {f"{name}_logprobs": x[i][there].tolist() for name, x in lists.items() if x is not None}
         return told | {
