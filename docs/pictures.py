@@ -21,8 +21,9 @@ from typing import Literal
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from klamp.ablation.plan import folder_name, read_plan
+from klamp.ablation.plan import folder_name
 from klamp.cli import main as klamp
+from klamp.cli.ablate_arguments import read_plan_file
 
 DOCS = Path(__file__).resolve().parent
 QUESTIONS = 2
@@ -51,7 +52,7 @@ def language(folder: Path) -> None:
         folder: of the study.
     """
     shutil.copy(folder / "frontier.png", DOCS / "language-frontier.png")
-    runs = [folder / "runs" / f"{folder_name(arm.name)}_seed-0" for arm in read_plan(folder).arms]
+    runs = [folder / "runs" / f"{folder_name(arm.name)}_seed-0" for arm in read_plan_file(folder / "plan.yaml").arms]
     with opened(*runs, file=folder / "pictures.html") as shown:
         shown.locator("header.bar").evaluate("bar => bar.remove()")  # it would lie over what is photographed
         shown.locator("table.answers").evaluate(REST, QUESTIONS)

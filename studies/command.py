@@ -8,16 +8,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from klamp.ablation.execute import find_folder, open_folder
-from klamp.ablation.plan import PLAN, Plan
+from klamp.ablation.execute import PLAN, open_folder
+from klamp.ablation.plan import Plan
 from klamp.cli import main as klamp
 from klamp.cli.text import exit_code, show_error
 from klamp.config import KLWarning
 from klamp.errors import KlampError
+from klamp.training.folders import free_folder
 
 
 def ablate(plan: Plan, argv: Sequence[str]) -> tuple[int, Path]:
-    """Run a study as `klamp ablate` runs any plan; the same command again goes on where it stopped.
+    """Run a study as `klamp ablate` runs any plan; the same command with its --output_dir continues what is not done.
 
     Args:
         plan: of the study.
@@ -31,7 +32,7 @@ def ablate(plan: Plan, argv: Sequence[str]) -> tuple[int, Path]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", KLWarning)  # `klamp ablate` says it once more
-            folder = Path(given.output_dir) if given.output_dir else find_folder(plan)
+            folder = Path(given.output_dir) if given.output_dir else free_folder(Path("runs"), f"ablation-{plan.name}")
             open_folder(plan, folder)
     except KlampError as error:
         show_error(error)
@@ -50,7 +51,5 @@ def parser_of(plan: Plan) -> argparse.ArgumentParser:
         description=f"{len(plan.arms)} arms; every other flag is one of `klamp ablate`, which runs the plan.",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=plan.seeds, help="that every arm is run with")
-    parser.add_argument(
-        "--output_dir", help="the folder; without it the one that holds this plan, or the next free one"
-    )
+    parser.add_argument("--output_dir", help="the folder; without it the next free one")
     return parser

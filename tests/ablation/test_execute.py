@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,15 +14,18 @@ from pathlib import Path
 import pytest
 from tests.ablation.test_one_run import numbers_of
 from tests.training.conftest import rows_of
+from tests.waiting import wait_until
 
-from klamp.ablation.execute import Result, execute, open_folder
-from klamp.ablation.executor import Update
+from klamp.ablation.execute import PLAN, check_folder, execute, load_shared, open_folder
 from klamp.ablation.local import LocalExecutor
 from klamp.ablation.one_run import perform
-from klamp.ablation.outcome import Outcome, read_outcome, write_outcome
-from klamp.ablation.plan import Plan, Run, run_folder, runs
-from klamp.errors import TrainingStopped
+from klamp.ablation.outcome import Outcome, is_done, read_outcome, write_outcome
+from klamp.ablation.plan import Arm, Plan, Run, grid, run_folder, runs
+from klamp.ablation.results import Result
+from klamp.cli.ablate_arguments import parse_ablate
+from klamp.errors import ConfigError, DataError, KlampError, RunFolderError, TrainingStopped
 from klamp.training import checkpoint
+from klamp.training.folders import checkpoint_folders
 
 pytestmark = pytest.mark.slow
 
@@ -58,27 +63,22 @@ def test_runs_that_die_fail_or_are_stopped_are_done_by_the_next_call(plan_with, 
     trouble = {names[1]: "kill", names[2]: "raise", names[3]: "wait", "until": str(tmp_path / "go on")}
     monkeypatch.setenv(TROUBLE, json.dumps(trouble))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    told: list[Update] = []
-
-    def watch(update: Update) -> None:
-        """Ctrl-C once the others have ended and the last one has taken two steps; it goes on when it has been told."""
-        told.append(update)
-        ended = {u.run for u in told if u.state in ("done", "failed")}
-        stepped = any(u.run == names[3] and u.step >= 2 for u in told)
-        if len(ended) == 3 and stepped and not any(u.state == "stopping" for u in told):
-            os.kill(os.getpid(), signal.SIGINT)
-        if update.state == "stopping":
-            (tmp_path / "go on").touch()
-
-    with pytest.raises(TrainingStopped, match="3 of 4 runs not done"):
-        execute(plan, tmp_path / "out", LocalExecutor(at_once=2), tell=watch)
     folders = [run_folder(tmp_path / "out", run) for run in every]
+
+    def interrupt() -> None:
+        """Ctrl-C once the others have ended and the last one has taken two steps; it waits until it was told."""
+        wait_until(lambda: all((own / "outcome.json").exists() for own in folders[:3]))
+        wait_until(lambda: checkpoint_folders(folders[3]) != [])
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(1)
+        (tmp_path / "go on").touch()
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(TrainingStopped):
+        execute(plan, tmp_path / "out", LocalExecutor(at_once=2))
     done, killed, broken, stopped = (read_outcome(own) for own in folders)
-    assert [u.state for u in told[:4]] == ["waiting"] * 4
-    steps = [u.step for u in told if u.run == names[0] and u.state == "running"]
-    assert steps == sorted(steps) and steps[0] == 0
     assert done is not None and done.state == "done" and stopped is None
-    assert killed is not None and "killed (SIGKILL)" in killed.error and str(folders[1] / "log.txt") in killed.error
+    assert killed is not None and "SIGKILL" in killed.error and str(folders[1] / "log.txt") in killed.error
     assert checkpoint.newest(folders[1]).name == "step-000002"
     assert broken is not None and broken.error.startswith(f"the reward function {REWARD} raised RuntimeError")
     assert "the state after step 3 is saved" in broken.error
@@ -87,11 +87,11 @@ def test_runs_that_die_fail_or_are_stopped_are_done_by_the_next_call(plan_with, 
     assert 2 <= left < 5, "it finished its step and saved it"
 
     monkeypatch.setenv(TROUBLE, "{}")
-    told.clear()
-    again = execute(plan, tmp_path / "out", InThisProcess(), tell=told.append)
-    assert [u.state for u in told[:4]] == ["kept", "waiting", "waiting", "waiting"]
+    here = InThisProcess()
+    again = execute(plan, tmp_path / "out", here)
+    assert here.ran == names[1:]
     assert [outcome.state for outcome in again.outcomes] == ["done"] * 4 and again.outcomes[0] == done
-    InThisProcess().run(every, tmp_path / "whole", lambda update: None)
+    InThisProcess().run(every, tmp_path / "whole", lambda *_: None)
     for run, own in zip(every, folders, strict=True):
         whole = run_folder(tmp_path / "whole", run)
         assert same(read_outcome(own), read_outcome(whole)), "never troubled, in another process: the same numbers"
@@ -108,26 +108,57 @@ def _check_files(result: Result) -> None:
     for i, arm in enumerate(table["rows"]):
         values = [outcome.numbers["kl/reverse"] for outcome in result.outcomes[i::2]]
         assert arm["cells"]["kl/reverse"]["mean"] == pytest.approx(sum(values) / 2)
-        assert arm["cells"]["kl/reverse"]["values"] == pytest.approx(values)
+        assert arm["cells"]["kl/reverse"]["values"] == pytest.approx({"0": values[0], "1": values[1]})
 
 
-def by_hand(run: Run, folder: Path) -> None:
-    """Done, without training."""
-    run_folder(folder, run).mkdir(parents=True, exist_ok=True)
-    ids = {"run": run.name, "arm": run.arm.name, "seed": run.seed, "values": run.arm.values}
-    write_outcome(run_folder(folder, run), Outcome(**ids, rl_skill="a", numbers={"kl/reverse": 0.1, "reward": 0.5}))
+PLAN_A = Plan(name="a", base={"max_steps": 5, "report_to": ()}, arms=grid({"beta": [0.0, 0.1]}), seeds=(0, 1))
 
 
-def done_in(folder: Path, plan: Plan) -> None:
-    """Every run of a plan, done by hand."""
-    open_folder(plan, folder)
-    for run in runs(plan):
-        by_hand(run, folder)
+def test_a_folder_holds_its_plan_and_takes_it_again(tmp_path) -> None:
+    folder = tmp_path / "out"
+    open_folder(PLAN_A, folder)
+    open_folder(replace(PLAN_A, base={"report_to": (), "max_steps": 5}), folder)
+    assert parse_ablate(["--plan", str(folder / PLAN)])[0].arms == PLAN_A.arms
+    for change in ({"base": {"max_steps": 6}}, {"seeds": (0,)}, {"arms": grid({"beta": [0.0, 0.2]})}):
+        with pytest.raises(RunFolderError, match="another ablation") as caught:
+            check_folder(replace(PLAN_A, **change), folder)
+        assert caught.value.got == str(folder / PLAN) and "--output_dir" in caught.value.fix
 
 
-def test_more_seeds_are_added_to_what_is_done(plan_with, tmp_path) -> None:
-    done_in(tmp_path, plan_with(seeds=(0, 1), max_steps=1))
-    more = plan_with(seeds=(0, 1, 2), max_steps=1)
-    here = InThisProcess(by_hand)
-    result = execute(more, tmp_path, here)
-    assert here.ran == ["beta-0_seed-2", "beta-0.05_seed-2"] and len(result.outcomes) == 6
+def test_other_files_are_never_written_over(tmp_path) -> None:
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").touch()
+    (tmp_path / "file").touch()
+    (tmp_path / "damaged").mkdir()
+    (tmp_path / "damaged" / PLAN).write_text("a: [")
+    for name in ("full", "file", "damaged"):
+        with pytest.raises(KlampError):
+            check_folder(PLAN_A, tmp_path / name)
+    (tmp_path / "empty").mkdir()
+    check_folder(PLAN_A, tmp_path / "empty")
+    check_folder(PLAN_A, tmp_path / "none")
+
+
+def test_failed_runs_are_not_done(tmp_path) -> None:
+    for run, state in zip(runs(PLAN_A), ("done", "failed"), strict=False):
+        run_folder(tmp_path, run).mkdir(parents=True)
+        write_outcome(run_folder(tmp_path, run), Outcome(run=run.name, arm=run.arm.name, seed=0, state=state))
+    assert [is_done(tmp_path, run) for run in runs(PLAN_A)] == [True, False, False, False]
+
+
+@pytest.mark.parametrize(
+    ("change", "error"),
+    [({"task": "missing.jsonl"}, DataError), ({"reward": "tests.training.rewards:nowhere"}, ConfigError)],
+)
+def test_inputs_that_cannot_be_used_are_refused_before_any_run(plan_with, change, error) -> None:
+    arms = (Arm(name="fine"), Arm(name="wrong", values=change))
+    with pytest.raises(error, match="the arm 'wrong'"):
+        load_shared(runs(replace(plan_with(seeds=(0,)), arms=arms)))
+
+
+def test_a_model_of_klamps_own_is_made_before_the_runs_and_shown(monkeypatch) -> None:
+    told = []
+    monkeypatch.setattr("klamp.training.models.make_ready", lambda spec, *, progress: progress(1, 2, 3.0))
+    monkeypatch.setattr("klamp.training.setup.open_inputs", lambda config: None)
+    load_shared(runs(Plan(arms=grid({"train_size": [2, 4], "beta": [0.0, 0.1]}))), lambda *at: told.append(at))
+    assert told == [(1, 2, 3.0)] * 2, "once for each task"

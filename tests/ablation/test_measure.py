@@ -170,27 +170,6 @@ def test_every_number_is_that_of_plain_forwards(sampled) -> None:
     assert 0 < found["reward"] < 1 and 1 < found["length"] < 6
 
 
-@pytest.mark.parametrize("coef", [0.0, 0.3])
-def test_the_kl_to_a_teacher_is_measured_whatever_its_coefficient(llama, tmp_path, coef, sampled) -> None:
-    teacher = moved()
-    given = {"teacher_model": stored(teacher, tmp_path / "teacher"), "teacher_coef": coef}
-    found = numbers_of(measured(TrainConfig.from_flat({"model": llama, **TINY, "eval_size": 3, **given}), None))
-    start = tiny_llama()
-    (_, drawn, _), _ = sampled
-    total, tokens = 0.0, int(drawn.mask.sum())
-    for i in range(len(drawn.ids)):
-        prompt, ids = drawn.prompt_ids[i][drawn.prompt_mask[i].bool()], drawn.ids[i][drawn.mask[i]]
-        ours, theirs = (
-            log_probabilities(m, torch.cat([prompt, ids])[None], 1.0)[0, len(prompt) - 1 : -1] for m in (start, teacher)
-        )
-        total += float(kl(ours, theirs).sum())
-    assert found["kl/teacher"] == pytest.approx(total / tokens, rel=1e-4) and found["kl/reverse"] < 1e-6
-    other = TrainConfig.from_flat(
-        {"model": llama, **TINY, "eval_size": 3, **given, "teacher_prompt": "of another task"}
-    )
-    assert measured(other, None).teachers is None
-
-
 def test_draws_do_not_depend_on_batches_and_few_prompts_are_the_first(sampled) -> None:
     policy, start = moved(), tiny_llama()
     prompts = {"addition": ["12+34=", "5+6=", "7+1="], "reversal": ["rev ab="]}

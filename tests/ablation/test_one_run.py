@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
+import io
 import json
-import os
+import pickle
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 from tests.training import rewards
 from tests.training.conftest import rows_of, steps_of
+from tests.waiting import wait_until
 
 from klamp.ablation import one_run
-from klamp.ablation.execute import open_folder
 from klamp.ablation.measure import measure
 from klamp.ablation.one_run import main, perform
-from klamp.ablation.outcome import COLUMNS, Outcome, read_outcome
+from klamp.ablation.outcome import Outcome, read_outcome
 from klamp.ablation.plan import Run, run_folder, runs
 from klamp.errors import TrainingStopped
 from klamp.training.folders import newest_policy
-from klamp.training.observers import Observer
 
 pytestmark = pytest.mark.slow
 
-NUMBERS = {column.name for column in COLUMNS if column.name.partition("/")[0] not in ("rl", "retained")} - {
-    "kl/teacher"
-}
+NUMBERS = {"kl/reverse", "kl/forward", "kl/reverse_sequence", "kl/forward_sequence", "length", "reward", "entropy"}
+NUMBERS |= {"beta", "price", "seconds"}
 CHANGING = ("seconds",)
 """Numbers that no seed fixes."""
 
@@ -38,16 +38,6 @@ def numbers_of(outcome: Outcome) -> dict[str, float]:
 def run(plan_with) -> Run:
     """The one with a KL."""
     return runs(plan_with())[1]
-
-
-class Steps(Observer):
-    """The steps that a run took in this session."""
-
-    def __init__(self) -> None:
-        self.steps: list[int] = []
-
-    def on_step(self, step, metrics) -> None:
-        self.steps.append(step)
 
 
 def test_a_run_leaves_its_files_and_its_outcome(run, tmp_path) -> None:
@@ -81,8 +71,7 @@ def test_a_run_that_was_interrupted_while_it_was_measured_is_not_trained_again(r
     own = run_folder(tmp_path, run)
     (own / "outcome.json").unlink()
     before = (own / "metrics.jsonl").read_text()
-    seen = Steps()
-    assert perform(run, tmp_path, seen) == whole and not seen.steps
+    assert perform(run, tmp_path) == whole
     assert (own / "metrics.jsonl").read_text() == before
 
 
@@ -119,27 +108,32 @@ def test_a_run_stopped_by_an_alarm_has_failed(plan_with, tmp_path) -> None:
     ("raised", "state", "code"),
     [(None, "done", 0), (None, "failed", 1), (KeyboardInterrupt(), "", 130), (TrainingStopped("stopped"), "", 130)],
 )
-def test_the_exit_code_of_the_program(plan_with, run, tmp_path, monkeypatch, raised, state, code) -> None:
+def test_the_exit_code_of_the_program(run, tmp_path, monkeypatch, raised, state, code) -> None:
     monkeypatch.setattr("signal.signal", lambda *_: None)
     monkeypatch.setattr("logging.basicConfig", lambda **_: None)
-    open_folder(plan_with(), tmp_path)
-    run_folder(tmp_path, run).mkdir()
+    monkeypatch.setattr(one_run, "_stop_with_the_command", lambda: None)
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(buffer=io.BytesIO(pickle.dumps(run))))
 
-    def fake(asked, folder, *observers):
+    def fake(asked, folder):
         assert (asked, folder) == (run, tmp_path)
         if raised is not None:
             raise raised
         return Outcome(run=run.name, arm="a", seed=0, state=state)
 
     monkeypatch.setattr(one_run, "perform", fake)
-    assert main(run_folder(tmp_path, run), os.getppid()) == code
+    assert main(run_folder(tmp_path, run)) == code
 
 
-def test_a_run_without_its_parent_stops_after_a_step(plan_with, run, tmp_path) -> None:
-    open_folder(plan_with(), tmp_path)
+def test_a_run_whose_command_has_died_stops_and_can_be_continued(plan_with, tmp_path) -> None:
+    (run,) = runs(plan_with(sweep={"beta": [0.05]}, seeds=(0,), max_steps=200, save_every=1, eval_every=0))
     own = run_folder(tmp_path, run)
-    own.mkdir()
-    command = [sys.executable, "-m", "klamp.ablation.one_run", str(own), "1"]
-    assert subprocess.run(command, check=False).returncode == 130
-    assert read_outcome(own) is None and newest_policy(own) is not None
-    assert perform(run, tmp_path).state == "done"
+    own.mkdir(parents=True)
+    command = [sys.executable, "-m", "klamp.ablation.one_run", str(own)]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE)
+    assert process.stdin is not None
+    process.stdin.write(pickle.dumps(run))
+    process.stdin.flush()
+    wait_until(lambda: newest_policy(own) is not None)
+    process.stdin.close()
+    assert process.wait() == 130 and read_outcome(own) is None
+    assert steps_of(own)[-1]["step"] < 200

@@ -13,13 +13,11 @@ from tests.cli.fake_trainer import write_files
 from tests.cli.test_train import save_tiny_model
 from tests.training.conftest import TINY, llama  # noqa: F401  (a fixture)
 
-from klamp.ablation import execute
-from klamp.ablation.execute import Result
-from klamp.ablation.executor import Update
+from klamp.ablation import results
 from klamp.ablation.local import LocalExecutor
 from klamp.ablation.outcome import Outcome, write_outcome
 from klamp.ablation.plan import Plan, run_folder, runs
-from klamp.ablation.table import summarise
+from klamp.ablation.results import Result, summarise
 from klamp.cli import ablate, main
 from klamp.cli.ablate import show_result, summary_lines
 from klamp.cli.options import AblateOptions
@@ -42,7 +40,7 @@ class Fake:
             if self.stop:
                 raise TrainingStopped("the ablation was stopped", got="an interrupt") from KeyboardInterrupt()
             self.ran.append(run.name)
-            tell(Update(run=run.name, state="running", step=1, steps=2, metrics={"reward": 0.5}))
+            tell(run, None)
             beta = run.config.kl.beta
             ids = {"run": run.name, "arm": run.arm.name, "seed": run.seed, "values": run.arm.values}
             if self.fail == run.name:
@@ -61,7 +59,7 @@ class Fake:
             own = run_folder(folder, run)
             own.mkdir(parents=True, exist_ok=True)
             write_outcome(own, outcome)
-            tell(Update(run=run.name, state=outcome.state, step=2, steps=2, metrics=outcome.numbers))
+            tell(run, outcome)
 
 
 @pytest.fixture
@@ -73,7 +71,7 @@ def use(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def put(executor: Fake, *, draw: bool = False) -> Fake:
         monkeypatch.setattr(ablate, "_executor", lambda options, every: executor)
         if not draw:  # pictures take their time
-            monkeypatch.setattr(execute, "write_picture", lambda outcomes, folder: ())
+            monkeypatch.setattr(results, "draw_frontier", lambda outcomes: None)
         return executor
 
     return put
@@ -86,8 +84,9 @@ def test_from_start_to_table(use, capsys) -> None:
     use(Fake(), draw=True)
     assert main(["ablate", *FLAGS]) == 0
     out = capsys.readouterr().out
-    order = ["2 arms x 2 seeds in runs/ablation-beta-001; nowhere", "beta=0, seed 0: under way", "means over seeds"]
-    positions = [out.index(part) for part in [*order, "The RL skill is addition", "table.md, table.json, frontier.png"]]
+    order = ["2 arms x 2 seeds in runs/ablation-beta-001; nowhere", "beta=0, seed 0: started"]
+    order += ["beta=0, seed 0: done, reward 0.500, KL 0.1000, length 4.0"]
+    positions = [out.index(part) for part in [*order, "means over seeds", "table.md, table.json, frontier.png"]]
     assert positions == sorted(positions) and "\x1b" not in out
     row = next(line for line in out.splitlines() if line.strip().startswith("beta=0.05  2"))
     assert "0.805" in row
@@ -105,15 +104,14 @@ def test_the_same_command_again_does_what_is_left(use, capsys) -> None:
     command = next(line for line in captured.out.splitlines() if line.strip().startswith("try again"))
     assert " ".join(FLAGS) in " ".join(captured.out.split()) and "ablate --model tiny" in command
     assert len(fake.ran) == 4
-    again = use(Fake())
-    assert main(["ablate", *FLAGS]) == 0
+    again, same = use(Fake()), ["--output_dir", "runs/ablation-beta-001"]
+    assert main(["ablate", *FLAGS, *same]) == 0
     assert again.ran == ["beta-0.05_seed-0"] and list(Path("runs").iterdir()) == [Path("runs/ablation-beta-001")]
     nothing = use(Fake())
-    assert main(["ablate", *FLAGS]) == 0 and nothing.ran == []
+    assert main(["ablate", *FLAGS, *same]) == 0 and nothing.ran == []
     assert capsys.readouterr().out.count("means over seeds") == 2, "the table is shown all the same"
-    other = use(Fake())
-    assert main(["ablate", *FLAGS, "--learning_rate", "1e-3"]) == 0
-    assert len(other.ran) == 4 and Path("runs/ablation-beta-002").is_dir()
+    assert main(["ablate", *FLAGS, *same, "--learning_rate", "1e-3"]) == 1
+    assert "holds another ablation" in capsys.readouterr().err
 
 
 def test_a_library_that_is_missing_is_said_before_the_first_run(use, capsys, monkeypatch) -> None:
@@ -153,6 +151,7 @@ def test_a_dry_run_shows_the_runs_and_does_nothing(use, capsys) -> None:
         ("--reference frozen adapter_off", "the arm 'reference=adapter_off'"),
         ("--kl_controller fixed step", "needs target_kl"),
         ("--beta -1 0", "beta must be a number >= 0"),
+        ("--backend local trl --model tiny", "klamp's own loop only"),
     ],
 )
 def test_bad_combinations_are_refused_before_any_work(use, capsys, words, said) -> None:
@@ -180,7 +179,7 @@ def test_the_real_executors(monkeypatch) -> None:
     local = ablate._executor(AblateOptions(workers=2), every)
     assert local == LocalExecutor(at_once=2, threads=local.threads)  # pyright: ignore[reportAttributeAccessIssue]
     ray = ablate._executor(AblateOptions(ray="ray://head:10001", cpus_per_run=4, gpus_per_run=0.5), every)
-    assert ray.describe() == "the Ray cluster at ray://head:10001, 4 CPU and 0.5 GPU per run"
+    assert ray.describe() == "the Ray cluster at ray://head:10001, CPUs per run: 4, GPUs per run: 0.5"
 
 
 def test_a_result_names_its_files_once_and_compares_arms(tmp_path: Path, capsys) -> None:
@@ -191,7 +190,7 @@ def test_a_result_names_its_files_once_and_compares_arms(tmp_path: Path, capsys)
     show_result(result, "klamp ablate")
     text = capsys.readouterr().out
     assert "table.md, table.json, frontier.png\n" in text
-    assert "RL skill, minus free" in text
+    assert "minus the first arm" in text
 
 
 # runs that are there already -----------------------------------------------------------------------------------------
@@ -206,11 +205,11 @@ def test_from_runs_to_table_pictures_and_lines(llama, tmp_path, monkeypatch, cap
         train_run(TrainConfig.from_flat({**values, "output_dir": name}))
     assert main(["ablate", "--runs", *names]) == 0
     out = capsys.readouterr().out
-    order = ["2 runs are compared in runs/comparison-beta-001; nothing is trained", "measuring beta-0_seed-0"]
-    order += ["means over seeds", "The RL skill is addition", "frontier.png", "beta=0: Acc="]
+    order = ["2 runs are compared in runs/comparison-001; nothing is trained", "measuring beta-0_seed-0"]
+    order += ["means over seeds", "frontier.png", "beta=0: Acc="]
     positions = [out.index(part) for part in order]
     assert positions == sorted(positions)
-    folder = Path("runs/comparison-beta-001")
+    folder = Path("runs/comparison-001")
     table = json.loads((folder / "table.json").read_text())
     assert [arm["arm"] for arm in table["rows"]] == ["beta=0", "beta=0.05"]
     accuracy, kl, kept = (table["rows"][1]["cells"][x]["mean"] for x in ("rl/after", "kl/reverse", "retained/after"))

@@ -103,7 +103,7 @@ def test_a_run_of_single_completions_is_measured_on_another_task(llama, tmp_path
     data = tmp_path / "data.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(10, 60)))
     found = as_json("--checkpoint", str(tmp_path / "run"), "--task", str(data), "--reward", "exact_match")
-    assert list(found["scores"]) == ["task"] and found["kl/teacher"] == pytest.approx(found["kl/reverse"], abs=1e-6)
+    assert list(found["scores"]) == ["task"] and found["kl/reverse"] > 0
 
 
 def test_what_it_prints(trained, capsys) -> None:

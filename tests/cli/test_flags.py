@@ -9,22 +9,11 @@ from typing import Any, Literal
 
 import pytest
 
-from klamp.ablation.plan import OWNED
-from klamp.cli import main, options
-from klamp.cli.flags import (
-    ABSENT,
-    DIFFERENCES,
-    OTHER_NAMES,
-    OTHERS,
-    by_any_name,
-    fields_of,
-    read_argv,
-    read_options,
-    train_fields,
-)
+from klamp.cli import options
+from klamp.cli.flags import ELSEWHERE, by_any_name, fields_of, read_argv, read_options, train_fields
 from klamp.cli.help import COMMANDS
 from klamp.cli.options import TrainOptions
-from klamp.config import ALIASES, PRESETS, TEACHER_ALIASES
+from klamp.config import ALIASES, TEACHER_ALIASES
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.training.config import TrainConfig, field_owners
 
@@ -148,25 +137,11 @@ def test_text_of_the_wrong_type_says_what_the_field_takes(name: str, texts: list
     assert all(text in caught.value.got for text in texts)
 
 
-def test_every_field_says_in_words_what_it_takes() -> None:
-    assert train_fields()["kl_exclude_tokens"].in_words == "any number of values, each a whole number or a text"
-    assert train_fields()["kl_estimator"].in_words == "one of k1, k2, k3, abs, exact"
-    assert [name for name, field in train_fields().items() if any(sign in field.in_words for sign in "[]{}|")] == []
-
-
 @dataclass(frozen=True, kw_only=True)
-class Base:
-    """A class of options that others build on."""
-
-    path: Path
-    """Where it is."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Example(Base):
+class Example:
     """One of everything."""
 
-    names: tuple[str, ...] = field(default=(), metadata={"word": "NAME", "least": 1})
+    names: tuple[str, ...] = field(default=(), metadata={"word": "NAME"})
     """Words,
     in two lines.
 
@@ -177,28 +152,25 @@ class Example(Base):
     """How many."""
 
 
-def test_the_fields_of_a_class_and_of_its_base() -> None:
-    path, names, kind, count = fields_of(Example, "part").values()
-    assert (path.default, path.text, path.kind, path.section) == (MISSING, "Where it is.", "PATH", "part")
-    assert (names.word, names.text, names.count) == ("NAME", "Words, in two lines.", None)
+def test_the_fields_of_a_class() -> None:
+    names, kind, count = fields_of(Example, "part").values()
+    assert (names.word, names.text, names.count, names.section) == ("NAME", "Words, in two lines.", None, "part")
     assert (kind.choices, kind.in_words) == (("b", "a"), "one of b, a, or None")
     assert (count.least, count.kind, count.in_words) == (2, "INT", "a whole number, or None")
     assert count.read(["none"], shown="--count") is None, "which is not too small"
 
 
 @pytest.mark.parametrize(
-    ("name", "texts", "what", "fix"),
+    ("name", "texts", "what"),
     [
-        ("count", ["1"], "--count takes 2 or more", ""),
-        ("names", [], "--names takes 1 or more values", ""),
-        ("kind", ["c"], "unknown --kind", "choose one of"),
-        ("kind", ["aa"], "unknown --kind", "did you mean 'a'?"),
+        ("count", ["1"], "--count takes 2 or more"),
+        ("kind", ["c"], "unknown --kind"),
     ],
 )
-def test_too_small_too_few_or_unknown(name: str, texts: list[str], what: str, fix: str) -> None:
+def test_too_small_or_unknown(name: str, texts: list[str], what: str) -> None:
     with pytest.raises(ConfigError) as caught:
         fields_of(Example)[name].read(texts, shown=f"--{name}")
-    assert caught.value.what == what and fix in caught.value.fix
+    assert caught.value.what == what
 
 
 def test_the_fields_are_the_commands_own_and_those_of_the_configuration() -> None:
@@ -206,7 +178,6 @@ def test_the_fields_are_the_commands_own_and_those_of_the_configuration() -> Non
     assert {name: field.section for name, field in configured.items()} == field_owners()
     assert {name: field.default for name, field in configured.items()} == TrainConfig().flat()
     assert train_fields().keys() - configured.keys() == TrainOptions.__dataclass_fields__.keys()
-    assert train_fields()["preset"].suggested == tuple(PRESETS)
     assert by_any_name(train_fields()).keys() == train_fields().keys() | ALIASES.keys() | TEACHER_ALIASES.keys()
     assert {alias: field.name for field in train_fields().values() for alias in field.aliases} == {
         **ALIASES,
@@ -221,11 +192,8 @@ def test_aliases_lead_to_their_field(alias: str) -> None:
         assert read_train(flag, "2") == read_train(f"{flag}=2") == {ALIASES[alias]: 2.0}
 
 
-def test_two_names_of_one_field_must_agree() -> None:
-    assert read_train("--kl_coef", "0.1", "--beta", "0.10") == {"beta": 0.1}
-    with pytest.raises(ConfigError, match=r"beta is given twice") as caught:
-        read_train("--kl_coef", "0.1", "--kl-penalty", "0.2")
-    assert caught.value.got == "0.1 and 0.2"
+def test_of_two_names_of_one_field_the_last_counts() -> None:
+    assert read_train("--kl_coef", "0.1", "--beta", "0.2") == {"beta": 0.2}
 
 
 @pytest.mark.parametrize(
@@ -263,11 +231,10 @@ def test_an_unknown_flag_names_the_nearest(flag: str, fix: str) -> None:
     assert (caught.value.got, caught.value.fix) == (flag.replace("-", "_").replace("__", "--"), fix)
 
 
-@pytest.mark.parametrize(("command", "fix"), [("train", "--config a.yml"), ("ablate", "klamp ablate --plan a.yml")])
-def test_a_file_in_the_wrong_place_is_told_where_it_goes(command: str, fix: str) -> None:
+def test_a_file_in_the_wrong_place_is_told_where_it_goes() -> None:
     with pytest.raises(ConfigError, match="a word that belongs to no flag") as caught:
-        read_argv(train_fields(), ["a.yml", "--seed", "1"], command=f"klamp {command}")
-    assert caught.value.fix == fix
+        read_train("a.yml", "--seed", "1")
+    assert "--config a.yml" in caught.value.fix
 
 
 CLASSES = [each for each in vars(options).values() if dataclasses.is_dataclass(each)]
@@ -275,8 +242,6 @@ CLASSES = [each for each in vars(options).values() if dataclasses.is_dataclass(e
 
 def test_every_class_belongs_to_a_command() -> None:
     assert {page.options for page in COMMANDS.values()} == set(CLASSES) - {options.PlanOptions}
-    assert all(issubclass(COMMANDS[command].options, options.PlanOptions) for command in ("train", "ablate"))
-    assert set(COMMANDS["ablate"].hidden) == OWNED.keys()
 
 
 @pytest.mark.parametrize("cls", CLASSES)
@@ -284,41 +249,13 @@ def test_the_options_of_a_command_keep_their_own_rules(cls: Any) -> None:
     for known in fields_of(cls).values():
         assert known.word == known.word.upper() and len(known.text) > 10
         assert known.word or known.default is not MISSING, "what must be given is a word"
-        if known.least is not None and isinstance(known.default, int | float):
-            assert known.default >= known.least
 
 
-def test_each_is_a_name_that_klamp_does_not_have_for_a_field_that_it_has() -> None:
-    assert OTHER_NAMES.keys() & by_any_name(train_fields()).keys() == set()
-    assert set(OTHER_NAMES.values()) <= train_fields().keys() and DIFFERENCES.keys() <= OTHER_NAMES.keys()
-    assert len(OTHER_NAMES) == sum(len(names.split()) for names in OTHERS.values()), "no name stands twice"
-    assert ABSENT.keys() & {*OTHER_NAMES, *by_any_name(train_fields())} == set()
-
-
-@pytest.mark.parametrize("name", ABSENT)
-def test_what_klamp_has_no_field_for_says_why(name: str) -> None:
-    with pytest.raises(UnknownNameError) as caught:
-        read_argv(train_fields(), [f"--{name}", "1"], command="klamp train")
-    assert (caught.value.why, caught.value.fix) == (ABSENT[name], "leave it out")
+def test_the_names_of_other_trainers_lead_to_fields_and_are_none() -> None:
+    assert ELSEWHERE.keys() & by_any_name(train_fields()).keys() == set()
+    assert set(ELSEWHERE.values()) <= train_fields().keys()
 
 
 @pytest.mark.parametrize("alias", TEACHER_ALIASES)
 def test_the_names_of_a_teacher_s_fields_elsewhere_are_flags(alias: str) -> None:
-    """Case: each was listed as a flag, and refused as no field of the configuration."""
-    given = read_argv(train_fields(), [f"--{alias}", "3"], command="klamp train")
-    assert [*given] == [TEACHER_ALIASES[alias]]
-
-
-@pytest.mark.parametrize("name", OTHER_NAMES)
-def test_each_is_answered_with_klamps_field_and_what_that_is(name: str) -> None:
-    with pytest.raises(UnknownNameError) as caught:
-        read_argv(train_fields(), [f"--{name.replace('_', '-')}", "1"], command="klamp train")
-    field = OTHER_NAMES[name]
-    assert caught.value.fix == f"did you mean --{field}?"
-    assert caught.value.why == DIFFERENCES.get(name, f"{field}: {train_fields()[field].text}")
-
-
-@pytest.mark.parametrize("argv", [["ablate"], ["explain", "grpo"]])
-def test_in_every_command_that_takes_the_configuration(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*argv, "--kl_loss_coef", "0.1"]) == 2
-    assert "fix: did you mean --beta?" in capsys.readouterr().err
+    assert [*read_train(f"--{alias}", "3")] == [TEACHER_ALIASES[alias]]

@@ -42,7 +42,7 @@ NOWHERE = {"ray", "check_sync", "dry_run"}
 
 def words_of(field: Field) -> st.SearchStrategy[list[str]]:
     """What may follow the flag of a field: mostly values that fit it."""
-    names = [*field.choices, *field.suggested, *(PRESETS if field.name == "preset" else ()), "None", "text"]
+    names = [*field.choices, *(PRESETS if field.name == "preset" else ()), "None", "text"]
     good = fitting.get(field.kind, names)
     return st.lists(st.one_of(st.sampled_from(good), st.sampled_from(good), typed), max_size=3, min_size=0)
 

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from klamp.ablation.plan import Run, read_plan, runs
+from klamp.ablation.plan import Run, runs
+from klamp.cli.ablate_arguments import read_plan_file
 from klamp.config import KLWarning
 from klamp.training.config import TrainConfig
 from studies import command
@@ -43,14 +44,12 @@ def test_the_example_is_the_arm_of_the_right_price(arms: dict[str, Run]) -> None
     assert others <= {"max_steps", "eval_every", "save_every", "report_to", "keep_checkpoints"}
 
 
-def test_the_plan_is_in_the_folder_and_the_same_command_finds_it_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_plan_is_in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[list[str]] = []
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(command, "klamp", lambda argv: asked.append(argv) or 0)
-    for _ in range(2):
-        code, folder = command.ablate(language_plan(), ["--seeds", "0", "1", "--workers", "2"])
-        assert (code, folder) == (0, Path("runs/ablation-language-001"))
-        assert read_plan(folder) == language_plan(seeds=(0, 1))
-    assert asked == [["ablate", "--plan", f"{folder}/plan.yaml", "--output_dir", str(folder), "--workers", "2"]] * 2
+    code, folder = command.ablate(language_plan(), ["--seeds", "0", "1", "--workers", "2"])
+    assert (code, folder) == (0, Path("runs/ablation-language-001"))
+    plan = language_plan(seeds=(0, 1))
+    assert vars(read_plan_file(folder / "plan.yaml")) == {**vars(plan), "sweep": {}}
+    assert asked == [["ablate", "--plan", f"{folder}/plan.yaml", "--output_dir", str(folder), "--workers", "2"]]

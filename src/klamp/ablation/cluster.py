@@ -12,12 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from klamp._version import __version__
-from klamp.ablation.executor import LOG, Executor, Tell
+from klamp.ablation.execute import LOG, Executor, Tell
 from klamp.ablation.one_run import perform
-from klamp.ablation.plan import PLAN, Run, run_folder
+from klamp.ablation.plan import Run, run_folder
 from klamp.config.rules import check_cluster
-from klamp.errors import ConfigError, RunFolderError, TrainingStopped, UnsupportedVersion, missing_library
+from klamp.errors import ConfigError, RunFolderError, missing_library
 
 LOCAL = "local"
 """The address of a cluster on this machine only, which ends with the ablation."""
@@ -25,13 +24,10 @@ TRAVELS = {"working_dir": ".", "excludes": ["/runs", "/.git", "/.venv*"]}
 """Ray copies the current folder to a cluster, without these and without what .gitignore names."""
 
 
-def work(run: Run, folder: Path, plan: str, version: str) -> None:
-    """Do one run on a worker; the text of the plan and the version of klamp have to be those of the command."""
-    if version != __version__:
-        got = f"{__version__}, and {version} where the ablation was started"
-        fix = f"install klamp=={version} on every node"
-        raise UnsupportedVersion("the worker has another version of klamp", got=got, fix=fix)
-    if not (folder / PLAN).is_file() or (folder / PLAN).read_text(encoding="utf-8") != plan:
+def work(run: Run, folder: Path) -> None:
+    """Do one run on a worker, which has to see its folder."""
+    own = run_folder(folder, run)
+    if not own.is_dir():
         raise RunFolderError(
             "a worker does not see the folder of the ablation",
             got=str(folder),
@@ -39,8 +35,7 @@ def work(run: Run, folder: Path, plan: str, version: str) -> None:
             fix="choose an --output_dir on a file system that all nodes share",
         )
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray sends it to a task that is cancelled
-    log = run_folder(folder, run) / LOG
-    logging.basicConfig(filename=log, level=logging.WARNING, force=True)  # the process does this run only
+    logging.basicConfig(filename=own / LOG, level=logging.WARNING, force=True)  # the process does this run only
     perform(run, folder)
 
 
@@ -59,14 +54,11 @@ class RayExecutor(Executor):
 
     def __post_init__(self) -> None:
         check_cluster(self.address, "address")
-        if self.cpus_per_run <= 0 or self.gpus_per_run < 0:
-            raise ConfigError("a run needs more than 0 CPUs and no less than 0 GPUs", got=self.describe(), fix="1, 0")
 
     def describe(self) -> str:
         """Where the runs execute, in words."""
         where = "a Ray cluster on this machine" if self.address == LOCAL else f"the Ray cluster at {self.address}"
-        gpus = f" and {self.gpus_per_run:g} GPU" if self.gpus_per_run else ""
-        return f"{where}, {self.cpus_per_run:g} CPU{gpus} per run"
+        return f"{where}, CPUs per run: {self.cpus_per_run:g}, GPUs per run: {self.gpus_per_run:g}"
 
     def run(self, runs: Sequence[Run], folder: Path, tell: Tell) -> None:
         """Run all runs, within a connection to the cluster."""
@@ -75,18 +67,13 @@ class RayExecutor(Executor):
             there = {"GPU": 0, **self.ray.cluster_resources()}  # machines may join another cluster
             if self.address == LOCAL and (there["CPU"] < self.cpus_per_run or there["GPU"] < self.gpus_per_run):
                 raise ConfigError("no run fits on this machine", got=self.describe(), fix="ask for less per run")
-            self.remote = self.ray.remote(
-                num_cpus=self.cpus_per_run,  # Ray sets OMP_NUM_THREADS to it
-                num_gpus=self.gpus_per_run,
-                retry_exceptions=[TrainingStopped],  # its machine is being taken away, and the state was saved
-                max_calls=1,  # a process per run
-            )(work)
+            options = {"num_cpus": self.cpus_per_run, "num_gpus": self.gpus_per_run}  # Ray sets OMP_NUM_THREADS
+            self.remote = self.ray.remote(**options, max_calls=1)(work)  # a process per run
             super().run(runs, folder, tell)
 
     def start(self, run: Run, folder: Path) -> Any:
         """Submit the task of a run; returns its reference."""
-        plan = (folder / PLAN).read_text(encoding="utf-8")
-        return self.remote.remote(run, folder.absolute(), plan, __version__)
+        return self.remote.remote(run, folder.absolute())
 
     def ended(self, job: Any) -> str | None:
         """How a task ended; None while it runs."""
@@ -117,8 +104,7 @@ def connected(ray: Any, address: str) -> Iterator[None]:
             "no Ray cluster can be used",
             got=f"address={address!r}",
             why=f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}",
-            fix="auto finds the cluster of this machine, local starts one, ray://HOST:10001 reaches another; if the "
-            "cluster asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
+            fix="auto, local or ray://HOST:10001; if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN",
         ) from error
     try:
         yield

@@ -1,47 +1,107 @@
-"""Runs a plan from its first run to its table and picture: checks, the folder, the files."""
+"""Runs a plan from its first run to its table and picture: the folder, the runs, the files."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, Protocol, TypeAlias
 
 import yaml
 
-from klamp.ablation.executor import Executor, Tell, Update
-from klamp.ablation.outcome import Outcome, is_done, read_outcome
-from klamp.ablation.pictures import write_picture
-from klamp.ablation.plan import PLAN, Plan, Run, folder_name, named, plain_plan, read_plan, run_folder, runs
-from klamp.ablation.table import Table, markdown, plain, summarise
-from klamp.errors import KlampError, RunFolderError
+from klamp.ablation.outcome import OUTCOME, Outcome, failed, is_done, read_outcome, write_outcome
+from klamp.ablation.plan import Plan, Run, named, plain_plan, run_folder, runs
+from klamp.ablation.results import Result, write_results
+from klamp.errors import KlampError, RunFolderError, TrainingStopped
 from klamp.tasks.cache import Progress
-from klamp.training.folders import LOCK, RUNS, free_folder, held, write_whole
+from klamp.files import yaml_of
+from klamp.training.folders import LOCK, held, write_whole
+
+PLAN, LOG = "plan.yaml", "log.txt"
+"""The file of the plan in an ablation's folder, and the one in a run's folder with the output of its process."""
+MOMENT = 0.1
+"""Seconds between two looks at the runs."""
+Tell: TypeAlias = Callable[[Run, Outcome | None], None]
+"""Receives every run when it starts (None), and when it has ended or was done before."""
 
 
-def find_folder(plan: Plan, root: Path = Path("runs")) -> Path:
-    """The folder below `root` that holds this plan or a part of it, else the next free one."""
-    stem = f"ablation-{folder_name(plan.name)}"
-    for folder in sorted(root.glob(f"{stem}-[0-9][0-9][0-9]")):
-        with suppress(RunFolderError):
-            if (folder / PLAN).exists():
-                check_folder(plan, folder)
-                return folder
-    return free_folder(root, stem)
+class Executor(Protocol):
+    """Runs the runs of a plan; a subclass starts, watches and stops the job of one run."""
+
+    at_once: int
+    """Jobs at a time."""
+
+    def describe(self) -> str: ...  # where the runs execute, in words
+    def start(self, run: Run, folder: Path) -> Any: ...  # returns the job of a run, whose folder exists
+    def ended(self, job: Any) -> str | None: ...  # how a job ended, in words; None while it runs
+    def stop(self, job: Any, *, kill: bool) -> None: ...  # asks a job to save its state and end, or kills it
+
+    def run(self, runs: Sequence[Run], folder: Path, tell: Tell) -> None:
+        """Run all runs; each leaves an outcome.json in its folder.
+
+        A run that fails, or whose process dies, is recorded as failed; the others continue. Ctrl-C raises
+        TrainingStopped, from KeyboardInterrupt, after the runs under way have saved their state.
+        """
+        from klamp.training.interrupts import deferred_interrupts
+
+        waiting, jobs, stopping = deque(runs), dict[str, tuple[Run, Any]](), False
+        try:
+            with deferred_interrupts() as interrupt:
+                while jobs or (waiting and not interrupt.asked):
+                    while waiting and len(jobs) < self.at_once and not interrupt.asked:
+                        run = waiting.popleft()
+                        own = run_folder(folder, run)
+                        own.mkdir(parents=True, exist_ok=True)
+                        (own / OUTCOME).unlink(missing_ok=True)
+                        jobs[run.name] = run, self.start(run, folder)
+                        tell(run, None)
+                    if interrupt.asked and not stopping:
+                        stopping = True
+                        for _, job in jobs.values():
+                            self.stop(job, kill=False)
+                    time.sleep(MOMENT)
+                    for name, (run, job) in list(jobs.items()):
+                        if (how := self.ended(job)) is not None:
+                            del jobs[name]
+                            if outcome := _outcome(run, run_folder(folder, run), "" if stopping else how):
+                                tell(run, outcome)
+        except KeyboardInterrupt:  # the second Ctrl-C
+            stopping = True
+        finally:
+            for _, job in jobs.values():
+                self.stop(job, kill=True)
+        if stopping:
+            raise TrainingStopped(
+                "the ablation was stopped",
+                got="an interrupt",
+                why="the runs under way saved their last completed step",
+                fix="repeat the command with the same --output_dir: it continues them",
+            ) from KeyboardInterrupt()
+
+
+def _outcome(run: Run, own: Path, how: str) -> Outcome | None:
+    """The outcome of a run that ended; without an outcome it failed, unless it was interrupted (`how` is "")."""
+    outcome = read_outcome(own)
+    if outcome is None and how:
+        outcome = failed(run, how)
+        write_outcome(own, outcome)
+    return outcome
 
 
 def check_folder(plan: Plan, folder: Path) -> None:
-    """Refuse a folder that holds other files, or another plan than this one or a part of it; nothing is written."""
+    """Refuse a folder that holds other files, or another plan; nothing is written."""
     if not (folder / PLAN).exists():
         return check_free(folder)
-    old, new = plain_plan(read_plan(folder)), plain_plan(plan)
-    same = (old["base"], old["kl_prompts"]) == (new["base"], new["kl_prompts"])
-    if not (same and old["arms"].items() <= new["arms"].items() and {*old["seeds"]} <= {*new["seeds"]}):
+    try:
+        same = yaml_of((folder / PLAN).read_text(encoding="utf-8")) == yaml_of(_text(plan))
+    except ValueError:  # damaged
+        same = False
+    if not same:
         raise RunFolderError(
             "the output folder holds another ablation",
             got=str(folder / PLAN),
-            why="one table would mix the runs of two plans; a plan can only get more arms and seeds",
+            why="one table would mix the runs of two plans",
             fix="choose another --output_dir, or repeat the command that made the folder",
         )
     return None
@@ -49,11 +109,9 @@ def check_folder(plan: Plan, folder: Path) -> None:
 
 def check_free(folder: Path) -> None:
     """Refuse a folder that is a file, or holds files."""
-    if folder.exists() and not folder.is_dir():
-        raise RunFolderError("the output folder is a file", got=str(folder), fix="choose another --output_dir")
-    if folder.is_dir() and any(each.name != LOCK for each in folder.iterdir()):
+    if folder.exists() and not (folder.is_dir() and {each.name for each in folder.iterdir()} <= {LOCK}):
         raise RunFolderError(
-            "the output folder holds other files",
+            "the output folder is not empty",
             got=str(folder),
             why="an ablation never overwrites files",
             fix="choose another --output_dir, or leave it out",
@@ -61,73 +119,52 @@ def check_free(folder: Path) -> None:
 
 
 def open_folder(plan: Plan, folder: Path) -> None:
-    """Make the folder and write the plan into it; arms and seeds may be added to a plan that it holds."""
+    """Make the folder and write the plan into it."""
     check_folder(plan, folder)
-    (folder / RUNS).mkdir(parents=True, exist_ok=True)
-    head = "# The plan of this ablation, for `klamp ablate --plan`. The same command continues what is not done.\n"
-    write_whole(folder / PLAN, head + yaml.safe_dump(plain_plan(plan), sort_keys=False, allow_unicode=True))
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / PLAN, _text(plan))
 
 
-def load_shared(waiting: Sequence[Run], progress: Progress | None = None) -> None:
-    """Make klamp's own models that are not cached, and try every task and reward once; an error names the arm."""
-    from klamp.tasks import load_task
-    from klamp.training.models import load_tokenizer, make_ready
-
-    loaded: list[object] = []
-    for run in waiting:
-        model, task = run.config.model, run.config.task
-        if (model, task) not in loaded:
-            loaded.append((model, task))
-            try:
-                for name in filter(None, {model.model, model.ref_model}):
-                    make_ready(name, progress=progress)
-                load_task(task, load_tokenizer(model.tokenizer or model.model))
-            except KlampError as error:
-                raise named(error, f"the arm {run.arm.name!r}") from error
+def _text(plan: Plan) -> str:
+    return yaml.safe_dump(plain_plan(plan), sort_keys=False, allow_unicode=True)
 
 
-class Result(NamedTuple):
-    """The outcomes of all runs, failed ones too, in the order of the plan; the table, and the files for people."""
+def load_shared(every: Sequence[Run], progress: Progress | None = None) -> None:
+    """Make klamp's own models that are not cached, and open every task and reward once; an error names the arm."""
+    from klamp.training.models import make_ready
+    from klamp.training.setup import open_inputs
 
-    folder: Path
-    outcomes: tuple[Outcome, ...]
-    table: Table
-    files: tuple[Path, ...]
+    for run in {(run.config.model, run.config.task): run for run in every}.values():
+        try:
+            for name in filter(None, {run.config.model.model, run.config.model.ref_model}):
+                make_ready(name, progress=progress)
+            open_inputs(run.config)
+        except KlampError as error:
+            raise named(error, f"the arm {run.arm.name!r}") from error
 
 
 def execute(
-    plan: Plan, folder: Path, executor: Executor, *, tell: Tell = lambda update: None, progress: Progress | None = None
+    plan: Plan, folder: Path, executor: Executor, *, tell: Tell = lambda *_: None, progress: Progress | None = None
 ) -> Result:
     """Do every run that is not done yet, then write the table and the picture.
 
     Args:
         plan: what to run.
-        folder: where; a folder with a part of this plan is continued.
+        folder: where; a folder with this plan is continued.
         executor: runs the runs.
-        tell: receives the updates of every run: first `kept` or `waiting`, then those of the executor.
+        tell: receives the runs that are done already, then those of the executor.
         progress: follows the making of a model, before the first run.
     """
     every = runs(plan)
     check_folder(plan, folder)
-    load_shared([run for run in every if not is_done(folder, run)], progress)
+    load_shared(every, progress)
     folder.mkdir(parents=True, exist_ok=True)
     with held(folder, by="klamp ablate"):
         open_folder(plan, folder)
         waiting = [run for run in every if not is_done(folder, run)]
         for run in every:
-            steps, new = run.config.run.max_steps, run in waiting
-            tell(Update(run=run.name, state="waiting" if new else "kept", step=0 if new else steps, steps=steps))
-        if waiting:
-            executor.run(waiting, folder, tell)
+            if run not in waiting:
+                tell(run, read_outcome(run_folder(folder, run)))
+        executor.run(waiting, folder, tell)
         outcomes = (read_outcome(run_folder(folder, run)) for run in every)
         return write_results([outcome for outcome in outcomes if outcome is not None], folder)
-
-
-def write_results(outcomes: Sequence[Outcome], folder: Path) -> Result:
-    """Write the table and the picture of the runs' outcomes into a folder."""
-    table = summarise(outcomes)
-    texts = {folder / "table.md": markdown(table), folder / "table.json": json.dumps(plain(table), indent=2)}
-    for file, text in texts.items():
-        file.write_text(text, encoding="utf-8")
-    files = (*texts, *write_picture(outcomes, folder))
-    return Result(folder=folder, outcomes=tuple(outcomes), table=table, files=files)

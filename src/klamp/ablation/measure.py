@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -17,13 +17,12 @@ from transformers import PreTrainedModel
 
 from klamp.ablation.outcome import Outcome
 from klamp.ablation.plan import KL_PROMPTS
-from klamp.config.teacher import TeacherConfig
 from klamp.core.masking import masked_sum
 from klamp.core.types import Direction
 from klamp.scoring.completions import select
 from klamp.scoring.model_parts import output_size
 from klamp.scoring.probe import probe
-from klamp.scoring.scorer import Ask, ExactKL, PrefixKL, Scorer, TeacherKL
+from klamp.scoring.scorer import Ask, ExactKL, Scorer
 from klamp.tasks.base import Example
 from klamp.training.config import TrainConfig
 from klamp.training.context import Context
@@ -34,14 +33,13 @@ from klamp.training.references import AdapterOffReference, FrozenReference, Loca
 from klamp.training.rollouts import completed
 from klamp.training.sampling import uniform_numbers
 from klamp.training.setup import check_same_vocabulary, device_of, load_prompts
-from klamp.training.teachers import load_teachers
 
 COMPLETIONS = 2
 """Completions per held-out prompt and direction."""
 SEED = 20_240_213
 """Seed of the draws, whatever the seed of the run."""
-SUMS = ("sequences", "tokens", "kl", "entropy", "teacher", "reward")
-"""What is summed over completions; the KLs and the entropy over their tokens, in nats."""
+SUMS = ("sequences", "tokens", "kl", "entropy", "reward")
+"""What is summed over completions; the KL and the entropy over their tokens, in nats."""
 
 
 def measure(config: TrainConfig, folder: Path, *, prompts: int | None = None) -> dict[str, float]:
@@ -53,23 +51,17 @@ def measure(config: TrainConfig, folder: Path, *, prompts: int | None = None) ->
 def numbers_of(context: Context, *, prompts: int | None = None) -> dict[str, float]:
     """The exact KL in both directions, per token and per completion, with reward, length and entropy of the policy.
 
-    With a teacher also the KL to it, on the policy's own completions, whatever its coefficient.
-
     Equation, with d_t the exact KL over the vocabulary at the t-th prefix (source: arXiv:2504.10637)::
 
         reverse   per sequence E_{y ~ policy} sum_t d_t(policy || start), per token that over E_{y ~ policy} |y|
         forward   per sequence E_{y ~ start}  sum_t d_t(start || policy), per token that over E_{y ~ start}  |y|
 
-    Value: unbiased per sequence, for completions up to max_completion_length at the temperature of training.
-
-    Args:
-        context: see `measured`.
-        prompts: held-out prompts of the trained skill, at most; None: all.
+    Unbiased per sequence, up to max_completion_length at the temperature of training, on at most `prompts` held-out
+    prompts of the trained skill (None: all). `context`: see `measured`.
     """
     held_out = context.task.evaluation[context.task.rl_skill][:prompts]
     reverse, forward = (_over(context, held_out, direction) for direction in ("reverse", "forward"))
-    taught = {} if context.teachers is None else {"kl/teacher": reverse["teacher"] / reverse["tokens"]}
-    return taught | {
+    return {
         "reward": reverse["reward"] / reverse["sequences"],
         "length": reverse["tokens"] / reverse["sequences"],
         "entropy": reverse["entropy"] / reverse["tokens"],
@@ -94,7 +86,7 @@ def _over(context: Context, prompts: Sequence[Example], direction: Direction) ->
 
 def _batch(context: Context, examples: Sequence[Example], uniforms: Tensor, direction: Direction) -> tuple[float, ...]:
     """The `SUMS` of one batch."""
-    policy, start, whole = context.scorer, cast(LocalReference, context.reference), slice(0, len(examples))
+    policy, start = context.scorer, cast(LocalReference, context.reference)
     sampler = None if direction == "reverse" else start
     completions = select(
         completed(context, [e.prompt for e in examples], uniforms=uniforms, reference=sampler), slice(None)
@@ -104,15 +96,9 @@ def _batch(context: Context, examples: Sequence[Example], uniforms: Tensor, dire
     theirs = start.score(completions, temperature=temperature, keep=every).predictions
     assert theirs is not None, "it was asked to keep them"
     exact = ExactKL(rows=every, ref=theirs, directions=(direction,))
-    taught: tuple[TeacherKL, ...] = ()
-    if context.teachers is not None and direction == "reverse":
-        scored = context.teachers.score(examples, completions, temperature=temperature, parts=(whole,))
-        taught = scored.asked(whole, PrefixKL(), None)
-    ours = policy(completions, Ask(temperature=temperature, entropy=True, exact=exact, taught=taught))
+    ours = policy(completions, Ask(temperature=temperature, entropy=True, exact=exact))
     kl = ours.exact if direction == "reverse" else ours.exact_forward
-    nats = [
-        0.0 if x is None else float(masked_sum(x.double(), completions.mask)) for x in (kl, ours.entropy, ours.teacher)
-    ]
+    nats = [0.0 if x is None else float(masked_sum(x.double(), completions.mask)) for x in (kl, ours.entropy)]
     texts = completions.texts(context.tokenizer) if direction == "reverse" else []
     reward = sum(context.task.score(e, text) for e, text in zip(examples, texts, strict=False))
     return len(examples), int(completions.mask.sum()), *nats, reward
@@ -142,23 +128,14 @@ def measured(config: TrainConfig, weights: str | Path | None) -> Context:
         traits = probe(policy)
         reference = FrozenReference(start, name="the model that training started from")
     tokenizer = load_tokenizer(model.tokenizer or model.model)
-    task, scorer = load_prompts(config, tokenizer, longest=max_length(start)), Scorer(policy, traits)
-    who = ("teacher_model", "teacher_models", "teacher_kind", "teacher_prompt", "teacher_key")
-    teacher = TeacherConfig(**{name: getattr(config.teacher, name) for name in who}, teacher_estimator="exact")
-    teachers, columns = None, {teacher.teacher_prompt, teacher.teacher_key} - {"", None}
-    held_out = replace(task, train=task.evaluation[task.rl_skill])
-    known = teacher.kind in ("frozen", "adapter_off")  # a moving teacher is gone, a server may be
-    if known and all(columns <= each.fields.keys() for each in held_out.train):  # or it is another task
-        teachers = load_teachers(replace(config, teacher=teacher), scorer, held_out, tokenizer)
     return Context(
         config=replace(config, rollout=replace(config.rollout, top_p=1.0, top_k=0)),
         output_dir=Path(),
         policy=policy,
-        scorer=scorer,
+        scorer=Scorer(policy, traits),
         reference=reference,
-        teachers=teachers,
         tokenizer=tokenizer,
-        task=task,
+        task=load_prompts(config, tokenizer, longest=max_length(start)),
         stop=end_tokens(start, tokenizer),
         vocabulary=output_size(start),
     )
@@ -167,13 +144,9 @@ def measured(config: TrainConfig, weights: str | Path | None) -> Context:
 def evaluate(
     config: TrainConfig, weights: str | Path | None, *, start: bool = True, prompts: int = KL_PROMPTS
 ) -> Outcome:
-    """Score and measure a policy as its run did.
+    """Score and measure a policy as its run did; see `measured` and `numbers_of`.
 
-    Args:
-        config: of that run.
-        weights: see `measured`.
-        start: whether the configuration's model is what the policy started from; without it, no KL and no `before`.
-        prompts: see `numbers_of`.
+    `start`: whether the configuration's model is what the policy started from; without it, no KL and no `before`.
     """
     context = measured(config, weights)
     before, numbers = dict[str, float](), dict[str, float]()
@@ -184,5 +157,5 @@ def evaluate(
             before = scores_in(replace(context, policy=reference.scorer.model, scorer=reference.scorer)).scores
         numbers = numbers_of(context, prompts=prompts)
     name, skill = str(weights or config.model.model), context.task.rl_skill
-    ids: dict[str, Any] = {"run": name, "arm": name, "seed": config.run.seed, "rl_skill": skill}
+    ids = {"run": name, "arm": name, "seed": config.run.seed, "rl_skill": skill}
     return Outcome(**ids, before=before, after=after, numbers=numbers)

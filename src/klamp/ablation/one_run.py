@@ -6,30 +6,28 @@ import gc
 import json
 import logging
 import os
+import pickle
 import signal
 import sys
+import threading
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from filelock import lock_descriptor
 
-from klamp.ablation.executor import LOG
 from klamp.ablation.measure import measure
 from klamp.ablation.outcome import Outcome, failed, write_outcome
-from klamp.ablation.plan import Run, read_plan, run_folder, runs
+from klamp.ablation.plan import Run, run_folder
 from klamp.errors import KlampError, TrainingStopped
 from klamp.training.backends import train_run
 from klamp.training.folders import CONFIG, METRICS_FILE, SUMMARY, lines_of, newest_policy
-from klamp.training.observers import Observer
 
 log = logging.getLogger(__name__)
 
 
-def perform(run: Run, folder: Path, *observers: Observer) -> Outcome:
+def perform(run: Run, folder: Path) -> Outcome:
     """Train a run to its end (from its newest checkpoint, if it has one), measure it, and write its outcome.json.
 
     An error of the run is a `failed` outcome. An interrupted run raises KeyboardInterrupt or TrainingStopped; it has no
@@ -40,7 +38,7 @@ def perform(run: Run, folder: Path, *observers: Observer) -> Outcome:
     try:
         if (summary := finished(own, run.config.run.max_steps)) is None:
             settings = replace(run.config.run, output_dir=str(own), resume=(own / CONFIG).exists())
-            summary = vars(train_run(replace(run.config, run=settings), observers))
+            summary = vars(train_run(replace(run.config, run=settings)))
         gc.collect()  # the optimizer and the graph are in cycles; the second model needs their memory
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -73,37 +71,28 @@ def finished(own: Path, steps: int) -> Mapping[str, Any] | None:
     return summary if summary["steps"] >= steps else None
 
 
-class _Orphan(Observer):
-    """Interrupts a run after a step if the command that started it has died."""
-
-    def __init__(self, parent: int) -> None:
-        self.parent = parent
-
-    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Check the parent process."""
-        if os.getppid() != self.parent:
-            raise KeyboardInterrupt("the command that started the run has died")
-
-
-def main(own: Path, parent: int) -> int:
-    """Do the run of a folder, as the plan has it, while the process `parent` lives; returns the exit code."""
+def main(own: Path) -> int:
+    """Do the run that stdin holds in its folder, until stdin is closed; returns the exit code."""
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.default_int_handler)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(levelname)s %(name)s: %(message)s")
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    ablation = own.parent.parent
-    (run,) = (run for run in runs(read_plan(ablation)) if run.name == own.name)
-    with (own / LOG).open("ab") as file:
-        with suppress(OSError):  # file systems without locks
-            lock_descriptor(file.fileno())  # an orphan may still save its last step
-        try:
-            return int(perform(run, ablation, _Orphan(parent)).state == "failed")
-        except (KeyboardInterrupt, TrainingStopped) as stopped:
-            log.warning("%s", stopped)
-            return 130
+    run = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_stop_with_the_command, daemon=True).start()
+    try:
+        return int(perform(run, own.parent.parent).state == "failed")
+    except (KeyboardInterrupt, TrainingStopped) as stopped:
+        log.warning("%s", stopped)
+        return 130
+
+
+def _stop_with_the_command() -> None:
+    """Interrupt this process when the command that started it has died, which closes stdin."""
+    sys.stdin.buffer.read()
+    os.kill(os.getpid(), signal.SIGINT)
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(Path(sys.argv[1]), int(sys.argv[2])))  # noqa: TID251  (started by klamp.ablation.local)
+    raise SystemExit(main(Path(sys.argv[1])))  # noqa: TID251  (started by klamp.ablation.local)

@@ -4,17 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-import reprlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 from klamp.ablation.plan import Run, run_folder
-from klamp.diagnostics.history import LARGEST
 from klamp.errors import DataError
 from klamp.files import json_of
-from klamp.tasks.paths import with_end
 from klamp.training.folders import write_whole
 
 OUTCOME = "outcome.json"
@@ -54,8 +51,11 @@ def read_outcome(folder: Path) -> Outcome | None:
     if not file.exists():
         return None
     try:
-        return _checked(Outcome(**json_of(with_end(file).read_text(encoding="utf-8"))))
-    except (ValueError, TypeError, RecursionError) as error:
+        outcome = Outcome(**json_of(file.read_text(encoding="utf-8")))
+        for scores in (outcome.before, outcome.after, outcome.numbers):
+            sum(scores.values(), 0.0)  # a TypeError if one is no number
+        return outcome
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(
             "the outcome of a run cannot be read",
             got=str(file),
@@ -75,18 +75,6 @@ def failed(run: Run, error: str) -> Outcome:
     return Outcome(run=run.name, arm=run.arm.name, seed=run.seed, values=run.arm.values, state="failed", error=error)
 
 
-def _checked(outcome: Outcome) -> Outcome:
-    """The outcome; a TypeError names the first field of another type, or with numbers that cannot be averaged."""
-    kinds = {"seed": int, **dict.fromkeys(("values", "before", "after", "numbers"), dict)}
-    for name, value in vars(outcome).items():
-        right = isinstance(value, kinds.get(name, str))
-        if right and name in ("before", "after", "numbers"):
-            right = all(isinstance(x, int | float) and not LARGEST < abs(x) < math.inf for x in value.values())
-        if not right:
-            raise TypeError(f"{name} is {reprlib.repr(value)}")
-    return outcome
-
-
 def retained_skills(outcome: Outcome) -> tuple[str, ...]:
     """The skills that were not trained, with a score before and after."""
     return tuple(skill for skill in outcome.after if skill != outcome.rl_skill and skill in outcome.before)
@@ -98,30 +86,8 @@ def retained(outcome: Outcome, scores: Mapping[str, float]) -> float | None:
     return sum(scores[skill] for skill in skills) / len(skills) if skills else None
 
 
-class TableColumn(NamedTuple):
-    """A number of a run; one without a heading is in table.json only."""
-
-    name: str
-    heading: str
-    read: Callable[[Outcome], float | None]
-
-    def value(self, outcome: Outcome) -> float | None:
-        """The number of a run; None if the run is not done, lacks the number, or has one that is not finite."""
-        value = self.read(outcome) if outcome.state == "done" else None
-        return value if value is not None and math.isfinite(value) else None
-
-
-def _number(name: str, heading: str = "") -> TableColumn:
-    return TableColumn(name, heading, lambda outcome: outcome.numbers.get(name))
-
-
-COLUMNS: tuple[TableColumn, ...] = (
-    TableColumn("rl/after", "RL skill (score)", lambda outcome: outcome.after.get(outcome.rl_skill)),
-    TableColumn("retained/after", "retained skills (mean score)", lambda outcome: retained(outcome, outcome.after)),
-    _number("kl/reverse", "KL(policy‖start) (nats/token)"),
-    _number("kl/forward", "KL(start‖policy) (nats/token)"),
-    _number("kl/teacher", "KL(policy‖teacher) (nats/token)"),
-    _number("length", "length (tokens)"),
-    *map(_number, ("kl/reverse_sequence", "kl/forward_sequence", "reward", "entropy", "beta", "price", "seconds")),
-)
-"""All numbers, in the order of the table."""
+def columns(outcome: Outcome) -> dict[str, float]:
+    """Column -> number of a run; without numbers that are missing or not finite, and none of a run that failed."""
+    scores = {"rl/after": outcome.after.get(outcome.rl_skill), "retained/after": retained(outcome, outcome.after)}
+    values = {**scores, **outcome.numbers} if outcome.state == "done" else {}
+    return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}

@@ -13,24 +13,15 @@ from typing import Any
 
 from klamp.config.kl import resolve_aliases
 from klamp.config.teacher import ALL_ALIASES
-from klamp.errors import ConfigError, KlampError, RunFolderError, without_credentials
-from klamp.files import yaml_of
-from klamp.tasks.paths import with_end
+from klamp.errors import ConfigError, KlampError, without_credentials
 from klamp.training.backends import check_backend
 from klamp.training.config import TrainConfig, field_owners
 from klamp.training.folders import RUNS
 
 KL_PROMPTS = 256
 """The default of `Plan.kl_prompts`."""
-PLAN = "plan.yaml"
-"""The file of the plan in an ablation's folder."""
-"""The backends with checkpoints that can be loaded as models."""
-OWNED: Mapping[str, str] = {
-    "seed": "the plan's seeds: --seeds 3, or `seeds: [0, 1, 2]` in the plan",
-    "output_dir": "the folder of the ablation: --output_dir FOLDER",
-    "resume": "the same command once more: it continues what is not done",
-}
-"""Fields that the ablation sets itself -> what to use instead."""
+OWNED = ("seed", "output_dir", "resume")
+"""Fields that the ablation sets itself."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,10 +48,6 @@ class Plan:
     def __post_init__(self) -> None:
         _refuse_twice("arm", [arm.name for arm in self.arms])
         _refuse_twice("seed", self.seeds)
-        if not (self.arms and self.seeds):
-            raise ConfigError(
-                "an ablation without arms or seeds", why="there is nothing to run", fix="name at least one"
-            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,15 +59,13 @@ class Run:
     arm: Arm
     seed: int
     config: TrainConfig
-    kl_prompts: int = KL_PROMPTS
+    kl_prompts: int
 
 
 def grid(sweep: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
     """One arm for every combination of the values of some fields (and of `preset`); the last one varies fastest."""
     fields = resolve_aliases(sweep, {*field_owners(), "preset"}, ALL_ALIASES)
     for name, values in fields.items():
-        if not values:
-            raise ConfigError(f"{name} is swept over nothing", got="no value", fix=f"give values, or leave {name} out")
         _refuse_twice(f"value of {name}", [shown(value) for value in values])
     combinations = (dict(zip(fields, values, strict=True)) for values in itertools.product(*fields.values()))
     return tuple(
@@ -91,28 +76,23 @@ def grid(sweep: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
 
 def runs(plan: Plan) -> tuple[Run, ...]:
     """All runs of a plan with their checked configurations, seed by seed; errors name the arm."""
-    base = _known(plan.base, "the base of the plan")
-    every = tuple(
-        Run(
-            name=f"{folder_name(arm.name)}_seed-{seed}",
-            arm=arm,
-            seed=seed,
-            config=_config(base, arm, seed),
-            kl_prompts=plan.kl_prompts,
-        )
-        for seed in plan.seeds
-        for arm in plan.arms
-    )
-    _refuse_twice("folder name", [run.name for run in every], fix="give the arms names that differ in letters")
+    pairs = itertools.product(plan.seeds, plan.arms)
+    every = tuple(run_of(arm, seed, _config(plan, arm, seed), plan.kl_prompts) for seed, arm in pairs)
+    _refuse_twice("folder name", [run.name for run in every])
     for one, other in itertools.combinations(every[: len(plan.arms)], 2):
         if one.config == other.config:
             raise ConfigError(
                 f"the arms {one.arm.name!r} and {other.arm.name!r} are the same",
-                got=", ".join(f"{name}={shown(value)}" for name, value in other.arm.values.items()) or "no values",
                 why="the base sets the same values, or wins over the arms' values",
                 fix="keep one of the arms, or remove their fields from the base",
             )
     return every
+
+
+def run_of(arm: Arm, seed: int, config: TrainConfig, kl_prompts: int) -> Run:
+    """The run of an arm with a seed."""
+    name = f"{folder_name(arm.name)}_seed-{seed}"
+    return Run(name=name, arm=arm, seed=seed, config=config, kl_prompts=kl_prompts)
 
 
 def run_folder(folder: Path, run: Run) -> Path:
@@ -141,7 +121,7 @@ def shown(value: Any) -> str:
 
 
 def plain_plan(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data for YAML, without credentials of URLs; `read_plan` reads it back."""
+    """The plan as plain data for YAML, as `klamp ablate --plan` reads it, without credentials of URLs."""
 
     def plain(values: Mapping[str, Any]) -> dict[str, Any]:
         lists = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
@@ -151,81 +131,32 @@ def plain_plan(plan: Plan) -> dict[str, Any]:
     return {**vars(plan), "base": plain(plan.base), "arms": arms, "seeds": list(plan.seeds)}
 
 
-def read_plan(folder: Path) -> Plan:
-    """The plan in an ablation's folder; a RunFolderError if its file is damaged, or has refused content."""
-
-    def tuples(values: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-
-    try:
-        content = yaml_of(with_end(folder / PLAN).read_text(encoding="utf-8"))
-        arms = tuple(Arm(name=str(name), values=tuples(values)) for name, values in content["arms"].items())
-        plan = Plan(**{**tuples(content), "name": str(content["name"]), "base": tuples(content["base"]), "arms": arms})
-        runs(plan)
-        return plan
-    except (OSError, KeyError, TypeError, AttributeError, ValueError) as error:
-        raise RunFolderError(
-            "the plan in the ablation's folder cannot be read",
-            got=str(folder / PLAN),
-            why=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-            fix="choose another --output_dir",
-        ) from error
-
-
-def check_measured(config: TrainConfig, where: str) -> None:
-    """Refuse a run ("in the arm 'beta=0.1'") whose checkpoints hold no model that can be loaded."""
-    if config.run.backend == "verl" and config.model.lora_r:
-        raise ConfigError(
-            "verl's adapters cannot be measured",
-            got=f"backend='verl', lora_r={config.model.lora_r} {where}",
-            why="verl keeps them in shards, and the exact KL is measured on checkpoints that can be loaded as models",
-            fix="train all weights, or set backend to trl or local",
-        )
-
-
-def check_followed(config: TrainConfig, where: str) -> None:
-    """Refuse a run that another trainer carries out."""
-    if config.run.backend != "local":
-        raise ConfigError(
-            "an ablation trains by klamp's own loop",
-            got=f"backend={config.run.backend!r} {where}",
-            why="it follows its runs step by step, and those of another trainer are that trainer's own",
-            fix="set backend to local, or run the arms one by one with klamp train and compare them with klamp report",
-        )
-
-
 def named(error: KlampError, where: str) -> KlampError:
-    """The same error, with the part of the plan that it belongs to ("the arm 'beta=0.1'")."""
+    """The same error, with the part of the plan that it belongs to."""
     return type(error)(f"{where}: {error.what}", got=error.got, why=error.why, fix=error.fix)
 
 
-def _known(values: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The values under their proper names; refuses fields that the ablation sets itself."""
+def _config(plan: Plan, arm: Arm, seed: int) -> TrainConfig:
+    """The checked configuration of a run; an error names the arm."""
     try:
-        resolved = resolve_aliases(values, set(field_owners()), ALL_ALIASES)
-    except ConfigError as error:
-        raise named(error, where) from error
-    for name in resolved.keys() & OWNED.keys():
-        raise ConfigError(
-            f"{where} sets {name}", got=shown(resolved[name]), why="the ablation sets it", fix=f"use {OWNED[name]}"
-        )
-    return resolved
-
-
-def _config(base: Mapping[str, Any], arm: Arm, seed: int) -> TrainConfig:
-    where = f"the arm {arm.name!r}"
-    own = _known(arm.values, where)
-    try:
+        base, own = (resolve_aliases(values, set(field_owners()), ALL_ALIASES) for values in (plan.base, arm.values))
+        for name in {*base, *own} & set(OWNED):
+            raise ConfigError(f"it sets {name}", why="the ablation sets it", fix="use --seeds and --output_dir")
         config = TrainConfig.from_flat({**base, **own, "seed": seed})
         check_backend(config)
+        if config.run.backend != "local":
+            raise ConfigError(
+                "an ablation trains in klamp's own loop only",
+                got=f"backend={config.run.backend!r}",
+                why="the other trainers keep their checkpoints and results in forms of their own",
+                fix="leave backend out, or run the arms one by one with klamp train",
+            )
     except ConfigError as error:
-        raise named(error, where) from error
-    check_followed(config, f"in {where}")
+        raise named(error, f"the arm {arm.name!r}") from error
     return config
 
 
-def _refuse_twice(kind: str, names: Sequence[Any], *, fix: str = "keep one") -> None:
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise ConfigError(
-            f"a {kind} stands twice", got=twice[0], why="each combination is run once, under its own name", fix=fix
-        )
+def _refuse_twice(kind: str, names: Sequence[Any]) -> None:
+    for name, count in Counter(names).items():
+        if count > 1:
+            raise ConfigError(f"a {kind} stands twice", got=name, why="each combination is run once", fix="keep one")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import itertools
 import os
 import sys
 import traceback
@@ -14,19 +13,16 @@ from textwrap import shorten
 
 from klamp._version import __version__
 from klamp.cli.flags import FALSE_WORDS
-from klamp.cli.help import COMMANDS, help_text
-from klamp.cli.text import (
-    FAILED,
-    INTERRUPTED,
-    cautions_shown,
-    exit_code,
-    of_the_system,
-    say,
-    show_error,
-)
+from klamp.cli.help import COMMANDS, help_of
+from klamp.cli.text import FAILED, INTERRUPTED, cautions_shown, exit_code, of_the_system, say, show_error
 from klamp.errors import KlampError, UnknownNameError, extra_with, missing_library, without_credentials
 
 HELP_FLAGS = ("-h", "--help")
+FLAGS = {
+    "-h, --help": "this text; after a command its own",
+    "-V, --version": "the version",
+    "--debug": "show the traceback of an error (also: KLAMP_DEBUG=1)",
+}
 
 __all__ = ["main"]
 
@@ -34,8 +30,7 @@ __all__ = ["main"]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line and return its exit code: 0 done, 1 failed, 2 wrong configuration, 130 interrupted.
 
-    Args:
-        argv: the arguments after the program's name; None: those of this process.
+    `argv` are the arguments after the program's name; None: those of this process.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     if argv is None:  # trackers keep what they find there
@@ -54,7 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             if isinstance(error, KeyboardInterrupt):
                 say("\nklamp: stopped before there was anything to save", file=sys.stderr)
                 return INTERRUPTED
-            # A name too long, no permission, a full disk: nothing that klamp could mend, in the system's words.
             shown = error if isinstance(error, KlampError) else of_the_system(error)
             show_error(shown)
             command = COMMANDS.get(words[0]) if words else None
@@ -63,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _dispatch(words: list[str]) -> int:
     if words[:1] == ["help"] and words[1:2]:  # `klamp help train` is `klamp train --help`
-        words = [words[1], "--help", *words[2:]]
+        words = [words[1], "--help"]
     if not words or words[0] in ("help", *HELP_FLAGS):
         _print_help()
         return 0
@@ -72,37 +66,28 @@ def _dispatch(words: list[str]) -> int:
         return 0
     if words[0] not in COMMANDS:
         raise _unknown_command(words[0])
-    command, argv = COMMANDS[words[0]], words[1:]
-    if not (argv or command.alone) or any(word in HELP_FLAGS for word in argv):
-        asked = [*itertools.dropwhile(lambda word: word not in HELP_FLAGS, argv)]
-        say(help_text(words[0], *asked[1:2]))  # of the part that is named after --help
+    if not (words[1:] or COMMANDS[words[0]].alone) or any(word in HELP_FLAGS for word in words):
+        say(help_of(words[0]))
         return 0
     try:
-        return importlib.import_module(f"klamp.cli.{words[0]}").run(argv)
+        return importlib.import_module(f"klamp.cli.{words[0]}").run(words[1:])
     except ModuleNotFoundError as error:
         library = (error.name or "").partition(".")[0]
-        if extra_with(library) is None or find_spec(library) is not None:  # nothing that an extra would bring
+        if extra_with(library) is None or find_spec(library) is not None:  # no extra would bring it
             raise
         raise missing_library(library, by=shorten(" ".join(["klamp", *words]), 60)) from error
 
 
 def _unknown_command(word: str) -> UnknownNameError:
-    nearest = get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
-    if word.startswith("-"):
-        nearest = ["train"]
-    fix = f"klamp {nearest[0]} {word if word.startswith('-') else ''}".rstrip() if nearest else "see klamp --help"
+    nearest = ["train"] if word.startswith("-") else get_close_matches(word, COMMANDS, n=1, cutoff=0.5)
+    flag = f" {word}" if word.startswith("-") else ""
+    fix = f"klamp {nearest[0]}{flag}" if nearest else "see klamp --help"
     return UnknownNameError("unknown command", got=repr(word), why=f"klamp has: {', '.join(COMMANDS)}", fix=fix)
 
 
 def _print_help() -> None:
-    say("usage: klamp COMMAND [flags]\n\nThe KL layer for GRPO-style training of language models.\n\ncommands:")
-    for name, command in COMMANDS.items():
-        say(f"  {name:<10} {command.summary}")
-    say("\nflags:")
-    for flags, text in (
-        ("-h, --help", "this text; after a command its own, or a part of that: klamp train --help kl"),
-        ("-V, --version", "the version"),
-        ("--debug", "show the traceback of an error (also: KLAMP_DEBUG=1)"),
-    ):
-        say(f"  {flags:<14} {text}")
+    commands = "\n".join(f"  {name:<10} {command.summary}" for name, command in COMMANDS.items())
+    flags = "\n".join(f"  {flag:<14} {text}" for flag, text in FLAGS.items())
+    say("usage: klamp COMMAND [flags]\n\nThe KL layer for GRPO-style training of language models.")
+    say(f"\ncommands:\n{commands}\n\nflags:\n{flags}")
     say("\nStart with `klamp train`: the built-in task, a few minutes on a CPU, nothing to download.")

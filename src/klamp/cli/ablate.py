@@ -8,18 +8,17 @@ from pathlib import Path
 
 from rich.console import Console
 
-from klamp.ablation.execute import Result, check_folder, check_free, find_folder
-from klamp.ablation.executor import Executor
+from klamp.ablation.execute import Executor, check_folder, check_free
 from klamp.ablation.outcome import is_done
 from klamp.ablation.plan import KL_PROMPTS, Plan, Run, runs, shown
-from klamp.ablation.table import Table, notes, number, text_table
+from klamp.ablation.results import NOTES, ArmRow, Result, text_table
 from klamp.cli.ablate_arguments import parse_ablate
 from klamp.cli.describe import describe_model, describe_task, tool
 from klamp.cli.options import AblateOptions
 from klamp.cli.text import FAILED, say, show_paragraph, show_table
 from klamp.errors import DataError, TrainingStopped, without_credentials
 from klamp.tasks.paths import at_home
-from klamp.training.config import TrainConfig
+from klamp.training.folders import free_folder
 
 
 def run(argv: Sequence[str], *, console: Console | None = None, executor: Executor | None = None) -> int:
@@ -35,14 +34,14 @@ def run(argv: Sequence[str], *, console: Console | None = None, executor: Execut
     if options.runs:
         return compare_runs(options, command)
     every = runs(plan)
-    folder = at_home(options.output_dir) if options.output_dir else find_folder(plan)
+    given = options.output_dir
+    folder = at_home(given) if given else free_folder(Path("runs"), f"ablation-{plan.name}")
     executor = executor or _executor(options, every)
     check_folder(plan, folder)
     if options.dry_run:
         show_plan(plan, every, folder=folder, executor=executor)
         return 0
-    if options.output_dir is None:
-        command += f" --output_dir {shlex.quote(str(folder))}"
+    command += "" if given else f" --output_dir {shlex.quote(str(folder))}"
     console = console or Console(highlight=False)
     return _execute(plan, every, folder=folder, executor=executor, console=console, command=command)
 
@@ -56,7 +55,7 @@ def _execute(
     from klamp.cli.display import Board
 
     say(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}; {executor.describe()}")
-    board = Board(console, every)
+    board = Board(console, len(every))
     try:
         result = execute(plan, folder, executor, tell=board.tell, progress=board.on_loading)
     except TrainingStopped as stopped:
@@ -85,10 +84,10 @@ def compare_runs(options: AblateOptions, command: str) -> int:
     """Measure the runs, write their table and picture, show them; returns the exit code."""
     import matplotlib  # noqa: F401  (if it is missing, the error comes now and not after the last measurement)
 
-    from klamp.ablation.comparison import compare, find_folder
+    from klamp.ablation.comparison import compare
 
     compared = read_runs(options)
-    folder = at_home(options.output_dir) if options.output_dir else find_folder(compared)
+    folder = at_home(options.output_dir) if options.output_dir else free_folder(Path("runs"), "comparison")
     check_free(folder)
     say(f"{len(compared)} runs are compared in {folder}; nothing is trained")
     result = compare(compared, folder, lambda run: say(f"measuring {run.name}"))
@@ -106,35 +105,27 @@ def read_runs(options: AblateOptions) -> dict[Path, Run]:
     folders = records(options.runs)
     for folder in folders:
         if not is_klamp_run(folder):
-            raise DataError(
-                "the folder holds no run",
-                got=str(folder),
-                why="a run of klamp train has a config.yaml and a metrics.jsonl; a comparison needs its checkpoint too",
-                fix="name the folders that --output_dir named",
-            )
+            fix = "name the folders that --output_dir named"
+            raise DataError("the folder holds no run of klamp train", got=str(folder), fix=fix)
     if len(folders) < 2:
-        raise DataError(
-            "one run cannot be compared",
-            got=str(folders[0]),
-            why="a comparison needs two",
-            fix=f"klamp evaluate --checkpoint {folders[0]}, or name more runs",
-        )
+        fix = f"klamp evaluate --checkpoint {folders[0]}, or name more runs"
+        raise DataError("one run cannot be compared", got=str(folders[0]), fix=fix)
     configs = [(folder, read_config(folder)[1]) for folder in folders]
     return as_runs(configs, kl_prompts=options.kl_prompts or KL_PROMPTS)
 
 
-def summary_lines(table: Table) -> list[str]:
+def summary_lines(table: Sequence[ArmRow]) -> list[str]:
     """A line for each arm, as in the GRPO tutorial: `beta=0.01: Acc=85%, KL=0.08, retention=82%`.
 
     Means over the seeds; scores between 0 and 1 as percentages.
     """
     lines: list[str] = []
-    for row in table.rows:
+    for row in table:
         means = {word: row.cells[name].mean for word, name in IN_A_LINE.items() if name in row.cells}
-        texts = (f"{w}={f'{x:.1%}' if w != 'KL' and 0 <= x <= 1 else number(x)}" for w, x in means.items())
+        texts = [f"{w}={f'{x:.1%}' if w != 'KL' and 0 <= x <= 1 else f'{x:.4g}'}" for w, x in means.items()]
         beta, ended = row.values.get("beta"), row.cells.get("beta")
-        moved = [f"beta={number(ended.mean)} at the end"] if ended and beta is not None and ended.mean != beta else []
-        lines += [f"{row.arm}: {', '.join((*texts, *moved))}"] if means else []
+        texts += [f"beta={ended.mean:.4g} at the end"] if ended and beta is not None and ended.mean != beta else []
+        lines += [f"{row.arm}: {', '.join(texts)}"] if means else []
     return lines
 
 
@@ -150,45 +141,34 @@ def show_plan(plan: Plan, every: Sequence[Run], *, folder: Path, executor: Execu
         ("where", executor.describe()),
         ("task", describe_task(first)),
         ("model", describe_model(first)),
-        ("common", _common(plan)),
+        ("common", ", ".join(f"{name}={shown(value)}" for name, value in plan.base.items())),
     ):
         show_paragraph(text, label=label)
     fields = list(dict.fromkeys(name for arm in plan.arms for name in arm.values))
-    rows = [
-        (arm.name, *(shown(run.config.flat()[name]) for name in fields))
-        for arm, run in zip(plan.arms, every, strict=False)
-    ]
+    configs = {run.arm.name: run.config.flat() for run in every}
     say()
+    rows = [(arm, *(shown(values[name]) for name in fields)) for arm, values in configs.items()]
     show_table("arms", ("arm", *fields), rows)
 
 
 def show_result(result: Result, command: str) -> int:
     """Print the table, the runs that failed, and the paths of all files; returns the exit code."""
     failures = [outcome for outcome in result.outcomes if outcome.state == "failed"]
+    headings, *rows = text_table(result.table)
     say()
-    show_table("means over seeds", *text_table(result.table))
+    show_table("means over seeds", headings, rows)
     say()
-    for note in notes(result.table):
+    for note in NOTES:
         show_paragraph(note, width=0)
     for outcome in failures:
-        log = result.folder / "runs" / outcome.run / "log.txt"
         say(f"\nfailed: {outcome.arm}, seed {outcome.seed}: {outcome.error.rstrip()}")
-        if log.exists() and str(log) not in outcome.error:
-            say(f"  log: {log}")
+        say(f"  log: {result.folder / 'runs' / outcome.run / 'log.txt'}")
     say()
     lines = [("folder", str(result.folder)), ("written", ", ".join(file.name for file in result.files))]
-    if len(failures) < len(result.outcomes) and (result.folder / "runs").exists():
+    if (result.folder / "runs").exists():
         lines.append(("look closer", f"{tool('klamp')} report {result.folder}"))
     if failures:
         lines.append(("try again", command))
     for label, text in lines:  # not wrapped, so that a command can be copied
         say(f"  {label:<12} {text}")
     return FAILED if failures else 0
-
-
-def _common(plan: Plan) -> str:
-    """The fields that all arms share and that differ from the defaults."""
-    defaults = TrainConfig().flat()
-    swept = {name for arm in plan.arms for name in arm.values}
-    set_here = {n: v for n, v in plan.base.items() if n not in swept and v != defaults.get(n)}
-    return ", ".join(f"{name}={shown(value)}" for name, value in set_here.items()) or "the defaults of klamp train"

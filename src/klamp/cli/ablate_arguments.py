@@ -9,40 +9,37 @@ from typing import Any
 
 from klamp.ablation.plan import KL_PROMPTS, OWNED, Arm, Plan, folder_name, grid
 from klamp.cli.arguments import load_yaml, mapping_of, preset_values, read_entries, read_entry, read_file
-from klamp.cli.flags import by_any_name, field_name, fields_of, split_argv, train_fields, unknown_key
+from klamp.cli.flags import field_name, fields_of, read_argv, train_fields, unknown_key
 from klamp.cli.options import AblateOptions
-from klamp.config.kl import resolve_aliases
-from klamp.config.teacher import ALL_ALIASES
 from klamp.errors import ConfigError
 from klamp.tasks.paths import at_home
 from klamp.training.config import TrainConfig
 
 DEFAULTS: Mapping[str, Any] = {"report_to": (), "keep_checkpoints": 1}
-"""Field -> an ablation's default where it is not that of `klamp train`: many runs need much room on disk."""
-
+"""Field -> an ablation's default if it differs from that of `klamp train`: many runs need much room on disk."""
 BESIDE = ("runs", "output_dir", "kl_prompts")
-"""Options of `klamp ablate` that have a meaning for runs that are there already."""
+"""Options of `klamp ablate` that have a meaning for existing runs."""
+KEYS = ("name", "base", "sweep", "arms", "seeds", "kl_prompts")
 
 
 def parse_ablate(argv: Sequence[str]) -> tuple[Plan, AblateOptions]:
     """The ablation that a command line describes, and the options of `klamp ablate` itself.
 
-    What stands further right wins: defaults < preset < --config < the plan's base < flags < what an arm sets. The file
-    of a single run may be given to --config; its seed, output_dir and resume are left out.
+    The last one of these wins: defaults, preset, --config, the plan's base, flags, what an arm sets. --config takes the
+    file of a single run, too; its seed, output_dir and resume are left out.
 
     Raises:
         UnknownNameError: an unknown flag, key, preset or choice; names the nearest.
-        ConfigError: a value that cannot be read, or that would be passed over in silence.
+        ConfigError: a value that cannot be read, or that would be ignored.
     """
-    own, flags, swept = _read(argv)
-    options = AblateOptions(**own)
-    if options.runs and (left := [name for name in (*own, *flags, *swept) if name not in BESIDE]):
-        raise ConfigError(
-            f"--{left[0]} has no meaning with --runs",
-            got=", ".join(f"--{name}" for name in left),
-            why="the runs are there: they are measured and compared as they were made",
-            fix="leave it out, or leave --runs out and let klamp ablate train",
-        )
+    own = {name: each for name, each in fields_of(AblateOptions).items() if name != "preset"}  # that may be compared
+    fields = train_fields() | own
+    several = {name for name, each in fields.items() if name not in own and each.count == 1}
+    given = read_argv(fields, argv, command="klamp ablate", several=several)
+    options = AblateOptions(**{name: value for name, value in given.items() if name in own})
+    _check_options(options, given)
+    swept = {name: values for name, values in given.items() if isinstance(values, list)}
+    flags = {name: value for name, value in given.items() if name not in (*own, *swept)}
     file = PlanFile() if options.plan is None else read_plan_file(at_home(options.plan))
     one = read_file(options.config) if options.config else {}
     base = {**{name: value for name, value in one.items() if name not in OWNED}, **file.base, **flags}
@@ -53,54 +50,30 @@ def parse_ablate(argv: Sequence[str]) -> tuple[Plan, AblateOptions]:
         raise ConfigError(
             "a plan with named arms cannot also sweep a field",
             got=f"arms in {options.plan}, and {', '.join(sweep)} with several values",
-            why="each of the two says what the arms are",
             fix="write the combinations as arms, or leave the arms out",
         )
     arms = tuple(_expanded(arm, shared=recipe, fixed={*base, *sweep}) for arm in file.arms or grid(sweep))
+    if ignored := [flag for flag in flags if all(flag in arm.values for arm in arms)]:
+        why, fix = "every arm of the plan sets it", f"leave --{ignored[0]} out, or change the arms"
+        raise ConfigError(f"--{ignored[0]} has no effect", why=why, fix=fix)
     base = {**DEFAULTS, **recipe, **base}
-    given = list(options.seeds)
-    seeds = seeds_of(given[0] if len(given) == 1 else given, "--seeds") if "seeds" in own else file.seeds
-    task = Path(str(base.get("task", "arithmetic"))).stem
-    name = file.name or "-".join(sweep) or Path(options.plan or task).stem
+    seeds = options.seeds if len(options.seeds) > 1 else seeds_of(options.seeds[0], "--seeds")
+    name = file.name or "-".join(sweep) or Path(options.plan or str(base.get("task", "arithmetic"))).stem
     kl_prompts = options.kl_prompts or file.kl_prompts or KL_PROMPTS
-    plan = Plan(name=folder_name(name), base=base, arms=arms, seeds=seeds or (0, 1, 2), kl_prompts=kl_prompts)
-    for flag, value in flags.items():
-        if all(flag in arm.values for arm in arms):
-            raise ConfigError(
-                f"--{flag} has no effect",
-                got=f"--{flag} {value}",
-                why="every arm of the plan sets it",
-                fix=f"leave --{flag} out, or change the arms",
-            )
-    return plan, options
+    seeds = seeds if "seeds" in given else file.seeds or seeds
+    return Plan(name=folder_name(name), base=base, arms=arms, seeds=seeds, kl_prompts=kl_prompts), options
 
 
-def _read(argv: Sequence[str]) -> tuple[dict[str, Any], dict[str, Any], dict[str, tuple[Any, ...]]]:
-    """The options of a command line, the fields that it sets for all arms, and those that it sweeps."""
-    own = {name: field for name, field in fields_of(AblateOptions).items() if name != "preset"}  # that may be compared
-    fields = train_fields() | own
-    several = {name for name, field in fields.items() if name not in own and field.count == 1}
-    known, given, swept = by_any_name(fields), dict[str, Any](), set[str]()
-    for name, texts in split_argv(fields, argv, command="klamp ablate", several=several).items():
-        field, shown = known[name], f"--{name}"
-        if field.name in several and len(texts) > 1:
-            given[name] = tuple(field.read([text], shown=shown) for text in texts)
-            swept.add(field.name)
-        else:
-            given[name] = field.read(texts, shown=shown)
-    given = resolve_aliases(given, set(fields), ALL_ALIASES)
-    here = given.get("ray") is None
-    for name in ("cpus_per_run", "gpus_per_run") if here else ("workers",):
-        if given.get(name) is not None:
-            raise ConfigError(
-                f"--{name} has no meaning {'without' if here else 'with'} --ray",
-                got=given[name],
-                why="a cluster starts as many runs as its CPUs and GPUs carry; here klamp counts cores and GPUs itself",
-                fix=f"leave --{name} out",
-            )
-    options = {name: value for name, value in given.items() if name in own}
-    base = {name: value for name, value in given.items() if name not in (*own, *swept)}
-    return options, base, {name: given[name] for name in given if name in swept}
+def _check_options(options: AblateOptions, given: Mapping[str, Any]) -> None:
+    """Refuse options that would be ignored."""
+    if options.runs:
+        ignored, where = [name for name in given if name not in BESIDE], "with --runs"
+    elif options.ray is None:
+        ignored, where = [name for name in given if name in ("cpus_per_run", "gpus_per_run")], "without --ray"
+    else:
+        ignored, where = [name for name in given if name == "workers"], "with --ray"
+    if ignored:
+        raise ConfigError(f"--{ignored[0]} has no meaning {where}", fix=f"leave --{ignored[0]} out")
 
 
 def _expanded(arm: Arm, *, shared: Mapping[str, Any], fixed: Collection[str]) -> Arm:
@@ -120,62 +93,44 @@ def _expanded(arm: Arm, *, shared: Mapping[str, Any], fixed: Collection[str]) ->
     return Arm(name=arm.name, values={n: v for n, v in recipe.items() if n not in fixed} | values)
 
 
-KEYS = ("name", "base", "sweep", "arms", "seeds", "kl_prompts")
-MOST_SEEDS = 1000
-
-
 @dataclass(frozen=True, kw_only=True)
 class PlanFile:
-    """What a plan's file holds."""
+    """What a plan's file holds; None or empty: the file does not have it."""
 
     name: str = ""
-    """The name of the plan."""
     base: Mapping[str, Any] = field(default_factory=dict)
-    """Field -> value for all arms."""
-    sweep: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
-    """Field -> values; every combination is an arm."""
+    sweep: Mapping[str, Sequence[Any]] = field(default_factory=dict)
     arms: tuple[Arm, ...] = ()
-    """Name of an arm -> its fields and values."""
     seeds: tuple[int, ...] | None = None
-    """Seeds of every arm; None: the file does not say."""
     kl_prompts: int | None = None
-    """Held-out prompts that the KL is measured on; None: the file does not say."""
 
 
 def read_plan_file(path: Path) -> PlanFile:
-    """The plan in a YAML file.
+    """The plan in a YAML file; a ConfigError for what cannot be read.
 
-        name: beta                     # of the folder
-        base: {max_steps: 60}          # any field of klamp train, flat or under its section; also preset
-        sweep: {beta: [0, 0.01]}       # every combination is an arm
-        arms: {no KL: {beta: 0}}       # or arms by name
-        seeds: 3                       # how many, or a list of them
-        kl_prompts: 64                 # held-out prompts that the KL is measured on; 256 if left out
-
-    Raises:
-        UnknownNameError: an unknown key or choice; names the nearest.
-        ConfigError: no such file, no valid YAML, nothing in it, or a value that cannot be read.
+    name: beta                     # of the folder
+    base: {max_steps: 60}          # any field of klamp train, flat or under its section; also preset
+    sweep: {beta: [0, 0.01]}       # every combination is an arm
+    arms: {no KL: {beta: 0}}       # or arms by name
+    seeds: 3                       # how many, or a list of them
+    kl_prompts: 64                 # held-out prompts that the KL is measured on; 256 if left out
     """
     content = load_yaml(path)
     if not content:
-        raise ConfigError(
-            f"the plan in {path} is empty",
-            why="an ablation of it would run the defaults and nothing beside them",
-            fix="sweep: {beta: [0, 0.01]}, or any of " + ", ".join(KEYS),
-        )
+        raise ConfigError(f"the plan in {path} is empty", fix="sweep: {beta: [0, 0.01]}, or arms by name")
     for key in content:
         if key not in KEYS:
             why = f"a plan has the keys {', '.join(KEYS)}; fields of klamp train stand under base, sweep and arms"
             raise unknown_key(f"key in {path}", str(key), KEYS, why=why, command="klamp ablate")
-    arms, sweep = (mapping_of(content.get(part), f"{part} in {path}") for part in ("arms", "sweep"))
+    parts = {part: mapping_of(content.get(part), f"{part} in {path}") for part in ("base", "sweep", "arms")}
     prompts = fields_of(AblateOptions)["kl_prompts"]
     return PlanFile(
         name=str(content.get("name") or ""),
-        base=read_entries(mapping_of(content.get("base"), f"base in {path}"), path),
-        sweep=dict(_values(field_name(str(key)), values, path) for key, values in sweep.items()),
+        base=read_entries(parts["base"], path),
+        sweep=dict(_values(field_name(str(key)), values, path) for key, values in parts["sweep"].items()),
         arms=tuple(
             Arm(name=str(name), values=read_entries(mapping_of(values, f"the arm {name} in {path}"), path))
-            for name, values in arms.items()
+            for name, values in parts["arms"].items()
         ),
         seeds=None if content.get("seeds") is None else seeds_of(content["seeds"], f"seeds in {path}"),
         kl_prompts=prompts.read([str(content.get("kl_prompts"))], shown=f"kl_prompts in {path}"),
@@ -183,33 +138,24 @@ def read_plan_file(path: Path) -> PlanFile:
 
 
 def seeds_of(value: object, shown: str) -> tuple[int, ...]:
-    """The seeds: from a number, that many starting at 0; from a list, the seeds in it.
-
-    Args:
-        value: what was given.
-        shown: where it stands, for the message.
-
-    Raises:
-        ConfigError: it is neither, or not at least one seed.
-    """
+    """The seeds: from a number, that many starting at 0; from a list, the seeds in it."""
     seeds: Sequence[Any] = range(value) if type(value) is int else value if isinstance(value, list) else ()
-    if not 1 <= len(seeds) <= MOST_SEEDS or not all(type(seed) is int and seed >= 0 for seed in seeds):
+    if not 1 <= len(seeds) <= 1000 or not all(type(seed) is int and seed >= 0 for seed in seeds):
         raise ConfigError(
             f"{shown} cannot be read",
             got=repr(value),
-            why="it takes how many seeds there are, or the seeds, whole numbers of at least 0",
+            why="it takes the number of seeds, or the seeds, whole numbers of at least 0",
             fix="3 stands for the seeds 0, 1 and 2",
         )
     return tuple(seeds)
 
 
-def _values(name: str, values: object, path: Path) -> tuple[str, tuple[Any, ...]]:
+def _values(name: str, values: object, path: Path) -> tuple[str, Sequence[Any]]:
     if not isinstance(values, list) or not values:
         raise ConfigError(
             f"sweep of {name} in {path} is no list",
             got=repr(values),
-            why="a field is swept over several values",
             fix=f"{name}: [{values}, ...], or move it to base",
         )
     read = [read_entry(name, value, path) for value in values]
-    return read[0][0], tuple(value for _, value in read)
+    return read[0][0], [value for _, value in read]

@@ -1,5 +1,6 @@
-"""From a command line and a YAML file to the configuration of a run: defaults < preset < file < flags; of a run that
-goes on, its own configuration stands in the place of the defaults.
+"""From a command line and a YAML file to the configuration of a run: defaults < preset < file < flags.
+
+For a run that is resumed, its own configuration replaces the defaults.
 """
 
 from __future__ import annotations
@@ -24,6 +25,10 @@ from klamp.training.config import TrainConfig, section_classes
 from klamp.training.folders import CONFIG
 from klamp.training.resumed import HISTORY
 
+NOT_IN_FILES = ("config", "dry_run", "prepare")
+"""Options that a YAML file cannot hold, only a command line."""
+FORM = "one `name: value` per line, for example `beta: 0.01`"
+
 
 @dataclass(frozen=True, kw_only=True)
 class TrainRequest:
@@ -38,24 +43,12 @@ class TrainRequest:
 
 
 def parse_train(argv: Sequence[str]) -> TrainRequest:
-    """The configuration that a command line describes.
-
-    Raises:
-        UnknownNameError: an unknown flag, key, preset or choice; names the nearest.
-        ConfigError: a value or a combination that cannot work.
-    """
+    """The configuration that a command line describes; raises a ConfigError for what cannot work."""
     return request_of(read_argv(train_fields(), argv, command="klamp train"))
 
 
 def request_of(flags: dict[str, Any]) -> TrainRequest:
-    """The configuration that flags describe, with the file and the preset that they name.
-
-    Args:
-        flags: fields of `klamp train` and their values.
-
-    Raises:
-        UnknownNameError, ConfigError: as `parse_train`.
-    """
+    """The configuration that flags (fields and their values) describe, with the file and the preset that they name."""
     file = read_file(flags["config"]) if flags.get("config") is not None else {}
     asked = file | flags
     if isinstance(folder := asked.get("resume"), str):
@@ -63,7 +56,7 @@ def request_of(flags: dict[str, Any]) -> TrainRequest:
             raise ConfigError(
                 "two folders are named",
                 got=f"resume {folder}, output_dir {flags['output_dir']}",
-                why="a run goes on in its own folder",
+                why="a run continues in its own folder",
                 fix=f"leave output_dir out; to keep the run as it is, copy {folder} and resume the copy",
             )
         asked |= {"resume": True, "output_dir": folder}
@@ -74,21 +67,14 @@ def request_of(flags: dict[str, Any]) -> TrainRequest:
 
 
 def apart(given: Mapping[str, Any], options: type[Options]) -> tuple[Options, dict[str, Any]]:
-    """What is given, in two: the options of a command, and the fields of the configuration."""
+    """The given fields in two parts: the options of a command, and the fields of the configuration."""
     own = fields_of(options).keys()
-    return (
-        options(**{name: value for name, value in given.items() if name in own}),
-        {name: value for name, value in given.items() if name not in own},
-    )
+    rest = {name: value for name, value in given.items() if name not in own}
+    return options(**{name: value for name, value in given.items() if name in own}), rest
 
 
 def preset_values(name: str | None) -> dict[str, Any]:
-    """The KL and loss fields in which a recipe differs from the defaults; without a name, none.
-
-    Raises:
-        UnknownNameError: an unknown recipe; names the nearest.
-        ConfigError: a printed formula that is no penalty on KL(policy||ref).
-    """
+    """The KL and loss fields in which a recipe differs from the defaults; without a name, none."""
     if name is None:
         return {}
     preset, defaults = find_preset(name), TrainConfig().flat()
@@ -96,45 +82,31 @@ def preset_values(name: str | None) -> dict[str, Any]:
     return {field: value for field, value in recipe.items() if value != defaults[field]}
 
 
-NOT_IN_FILES = ("config", "dry_run", "prepare")
-"""Options that a YAML file cannot hold, only a command line."""
-
-
 class _Loader(yaml.SafeLoader):
-    """YAML's safe loader, which refuses a key that stands twice instead of dropping the first."""
+    """YAML's safe loader, which refuses a repeated key instead of dropping the first."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         keys = [self.construct_object(key, deep=True) for key, _ in node.value]  # pyright: ignore
         for key, count in Counter(keys).items():
             if count > 1:
-                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} stands twice", node.start_mark)
+                raise yaml.constructor.ConstructorError(None, None, f"the key {key!r} is repeated", node.start_mark)
         return super().construct_mapping(node, deep=deep)
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """The fields that a YAML file names, under their own names, with their values.
+    """The fields that a YAML file sets, under their own names; a ConfigError for what cannot be read.
 
     Keys are the flags' names, flat or under their section (`kl: {beta: 0.01}`).
-
-    Raises:
-        UnknownNameError: an unknown key, or an unknown choice; names the nearest.
-        ConfigError: no such file, no valid YAML, a value that cannot be read, or two names of one field with
-            different values.
     """
     path = at_home(path)
     return read_entries(load_yaml(path), path)
 
 
 def read_entries(content: Mapping[Any, Any], path: Path) -> dict[str, Any]:
-    """The fields that a mapping of a YAML file names; see `read_file`.
-
-    Args:
-        content: keys as in a file, flat or under their section.
-        path: the file, for messages.
-    """
+    """The fields that a mapping of a YAML file sets, flat or under their section; `path` is for messages."""
     merged: dict[str, Any] = {}
     for section, inner in content.items():
-        if section == HISTORY and isinstance(inner, list):  # what a run's own file says of former steps
+        if section == HISTORY and isinstance(inner, list):  # the former steps of a run, in its own file
             continue
         flat = not (section in section_classes() and isinstance(inner, Mapping))
         for key, value in [(section, inner)] if flat else inner.items():
@@ -143,7 +115,7 @@ def read_entries(content: Mapping[Any, Any], path: Path) -> dict[str, Any]:
                 raise ConfigError(
                     f"{name} is given twice in {path}, with different values",
                     got=f"{merged[name]!r} and {read!r}",
-                    why="it stands under two of its names, or both flat and under its section",
+                    why="the file has two names of it, or has it flat and under its section",
                     fix="keep one",
                 )
             merged[name] = read
@@ -151,11 +123,7 @@ def read_entries(content: Mapping[Any, Any], path: Path) -> dict[str, Any]:
 
 
 def load_yaml(path: Path) -> Mapping[Any, Any]:
-    """The mapping that a YAML file holds.
-
-    Raises:
-        ConfigError: no such file, no valid YAML, or no mapping.
-    """
+    """The mapping that a YAML file holds; a ConfigError if there is no such file, no valid YAML, or no mapping."""
     try:
         content = yaml_of(with_end(path).read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
@@ -165,48 +133,22 @@ def load_yaml(path: Path) -> Mapping[Any, Any]:
         raise ConfigError("the configuration file cannot be read", got=str(path), why=reason, fix=fix) from error
     except ValueError as error:
         raise ConfigError(
-            "the configuration file is not valid YAML",
-            got=str(path),
-            why=brief(str(error)),
-            fix="one `name: value` per line, for example `beta: 0.01`",
+            "the configuration file is not valid YAML", got=str(path), why=brief(str(error)), fix=FORM
         ) from error
     return mapping_of(content, f"the configuration file {path}")
 
 
 def mapping_of(content: object, what: str) -> Mapping[Any, Any]:
-    """What stands in a part of a YAML file, by its names; nothing is no names.
-
-    Args:
-        content: as it was loaded.
-        what: the part, for the message.
-
-    Raises:
-        ConfigError: it is anything else, such as a list.
-    """
+    """The mapping in a part of a YAML file; nothing is an empty mapping, and anything else a ConfigError."""
     if content is None:
         return {}
     if not isinstance(content, Mapping):
-        raise ConfigError(
-            f"{what} holds no names",
-            got=f"{type(content).__name__}: {brief(repr(content))}",
-            why="each line says which field has which value",
-            fix="one `name: value` per line, for example `beta: 0.01`",
-        )
+        raise ConfigError(f"{what} holds no names", got=f"{type(content).__name__}: {brief(repr(content))}", fix=FORM)
     return content
 
 
 def read_entry(key: str, value: object, path: Path) -> tuple[str, Any]:
-    """The name of a field, and its value from what stands in a YAML file.
-
-    Args:
-        key: the field's name or alias.
-        value: a scalar, or a list where the field takes several values.
-        path: the file, for messages.
-
-    Raises:
-        UnknownNameError: an unknown key, or an unknown choice; names the nearest.
-        ConfigError: a value that cannot be read.
-    """
+    """The name of a field, and its value from a YAML file: a scalar, or a list for a field with several values."""
     known = {name: field for name, field in by_any_name(train_fields()).items() if name not in NOT_IN_FILES}
     if key not in known:
         why = "it is an option of the command line" if key in NOT_IN_FILES else "it is no field of the configuration"

@@ -1,137 +1,61 @@
-"""A run, or the runs of an ablation, as they go: single lines; a terminal that can draw has what moves below them."""
+"""The progress of a run, or of the runs of an ablation: single lines; a terminal has a bar and a table below them."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress_bar import ProgressBar
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
-from rich.text import Text
 
-from klamp.ablation.executor import RunState, Update
+from klamp.ablation.outcome import Outcome
 from klamp.ablation.plan import Run
 from klamp.cli.describe import describe_task
-from klamp.cli.text import GAP, MISSING, duration, fixed, say, visible
+from klamp.cli.text import MISSING, duration, fixed, say, visible
 from klamp.config.describe import describe_controller, describe_kl, describe_teacher
 from klamp.diagnostics.doctor import Finding
 from klamp.report.run import ScoreFormat
 from klamp.training.config import TrainConfig
 from klamp.training.observers import SAID_ELSEWHERE, Observer, RunInfo
 
-LOADING_LINES = 5
-"""Lines of slow work in a log, besides its first and its last."""
 
-
-def bar(title: str, done: int, total: int, text: str) -> Table:
-    """A title, a bar and a text on one line."""
-    grid = Table.grid(padding=(0, 2))
-    grid.add_column(no_wrap=True)
-    grid.add_column(min_width=10, max_width=36)
-    grid.add_column(no_wrap=True)
-    grid.add_row(Text(title, style="bold"), ProgressBar(total=max(1, total), completed=done), Text(text))
-    return grid
-
-
-class Drawn(Observer):
-    """Lines as they come; a terminal that can draw has a picture below them, which is drawn again as time passes."""
-
-    def __init__(self, console: Console) -> None:
-        self.console = console
-        self.draws = console.is_terminal and not console.is_dumb_terminal
-        self.loading: Table | None = None
-        self.started = self.clock()
-        self.live = Live(console=console, get_renderable=self.picture, refresh_per_second=4)
-
-    def clock(self) -> float:
-        """Seconds of a clock that only goes forward."""
-        return time.monotonic()
-
-    def draw(self) -> None:
-        """Begin to draw, where that can be done."""
-        if self.draws:
-            self.live.start()
-
-    def close(self) -> None:
-        """Stop drawing; the last picture stays on the screen."""
-        self.live.stop()
-
-    def say(self, text: str) -> None:
-        """Write a line at once; a reader that has left, as that of `klamp train | head`, does not end the run."""
-        with suppress(BrokenPipeError):
-            if self.console.is_terminal:  # above what is drawn there
-                self.console.print(visible(text), soft_wrap=True, highlight=False, markup=False)
-            else:
-                say(text, file=self.console.file)
-
-    def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
-        """Say how far the work before the first step is."""
-        text = f"{done}/{total}" + ("" if loss is None else f", loss {loss:.3f}")
-        due = done in (1, total) or done % max(1, total // LOADING_LINES) == 0
-        self.draw()
-        if due and not self.draws:
-            self.say(f"{what}: {text}")
-        self.loading = bar(f"{what}, once", done, total, text) if done < total else None
-
-    def picture(self) -> RenderableType:
-        """What is drawn now."""
-        return Text("") if self.loading is None else self.loading
-
-    def seconds_left(self) -> float | None:
-        """Seconds left at the speed so far; None: not known yet."""
-
-    def time_text(self) -> str:
-        """The time that has passed and the time left, as text."""
-        left = self.seconds_left()
-        passed = f"{duration(self.clock() - self.started)} elapsed"
-        return passed if left is None else f"{passed}, {duration(left)} left"
-
-
-STEP_WIDTH = 7
-"""Width of the first column of the table of steps, with the gap after it."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class StepColumn:
-    """One column of the table."""
+class StepColumn(NamedTuple):
+    """One column of the table of steps: its heading, its metric, and the function that writes a value."""
 
     title: str
-    """The column's heading."""
     metric: str
-    """The metric that the column shows; see `klamp.diagnostics.metrics`."""
-    width: int
-    """The column's width in characters."""
     write: Callable[[float], str]
-    """The function that writes a value as text."""
 
     def cell(self, metrics: Mapping[str, float]) -> str:
-        """The metric's value as text; "-" where there is none."""
+        """The metric's value as text; "-" if it is missing."""
         return self.write(metrics[self.metric]) if self.metric in metrics else MISSING
 
 
 COLUMNS = (
-    StepColumn(title="reward", metric="reward", width=6, write=fixed(3)),
-    StepColumn(title="KL k1", metric="kl/k1", width=7, write=fixed(4)),
-    StepColumn(title="KL k3", metric="kl/k3", width=6, write=fixed(4)),
-    StepColumn(title="exact", metric="kl/exact", width=6, write=fixed(4)),
-    StepColumn(title="teacher", metric="teacher/kl", width=7, write=fixed(4)),
-    StepColumn(title="over", metric="kl/over_budget", width=6, write="{:.1%}".format),
-    StepColumn(title="beta", metric="beta", width=7, write="{:.3g}".format),
-    StepColumn(title="length", metric="length/mean", width=6, write=fixed(1)),
-    StepColumn(title="entropy", metric="policy/entropy", width=7, write=fixed(3)),
-    StepColumn(title="clip", metric="policy/ratio_clipped", width=6, write="{:.1%}".format),
-    StepColumn(title="lr", metric="train/learning_rate", width=7, write="{:.3g}".format),
-    StepColumn(title="tok/s", metric="speed/tokens_per_second", width=6, write="{:,.0f}".format),
+    StepColumn("reward", "reward", fixed(3)),
+    StepColumn("KL k1", "kl/k1", fixed(4)),
+    StepColumn("KL k3", "kl/k3", fixed(4)),
+    StepColumn("exact", "kl/exact", fixed(4)),
+    StepColumn("teacher", "teacher/kl", fixed(4)),
+    StepColumn("over", "kl/over_budget", "{:.1%}".format),
+    StepColumn("beta", "beta", "{:.3g}".format),
+    StepColumn("length", "length/mean", fixed(1)),
+    StepColumn("entropy", "policy/entropy", fixed(3)),
+    StepColumn("clip", "policy/ratio_clipped", "{:.1%}".format),
+    StepColumn("lr", "train/learning_rate", "{:.3g}".format),
+    StepColumn("tok/s", "speed/tokens_per_second", "{:,.0f}".format),
 )
 LEGEND = (
     "KL in nats per token; over: completions past the KL budget; clip: tokens past a ratio bound; "
     "tok/s: sampled and trained"
 )
+ROWS, LINES, LOADING_LINES = 12, 20, 5
+"""Steps in the table of a terminal; lines for the steps of a run in a log; lines for the work before the first step."""
 
 
 def columns_for(config: TrainConfig) -> list[StepColumn]:
@@ -141,24 +65,56 @@ def columns_for(config: TrainConfig) -> list[StepColumn]:
     return [column for column in COLUMNS if column.metric not in empty]
 
 
-ROWS = 12
-"""The most steps that the table on a terminal shows."""
-LINES = 20
-"""About how many steps of a run get a line in a log."""
+class Drawn(Observer):
+    """Lines as they come, and on a terminal a bar below them."""
+
+    def __init__(self, console: Console) -> None:
+        self.console, self.draws = console, console.is_terminal and not console.is_dumb_terminal
+        times = TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")
+        self.progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times)
+        self.bar = self.progress.add_task("", visible=False)
+        self.started = time.monotonic()
+        self.live = Live(console=console, get_renderable=self.picture, refresh_per_second=4)
+
+    def move(self, description: str, done: int, total: int) -> None:
+        """Set the bar; on a terminal, begin to draw."""
+        self.progress.update(self.bar, description=description, completed=done, total=total, visible=True)
+        if self.draws:
+            self.live.start()
+
+    def close(self) -> None:
+        """Stop drawing; the last picture stays on the screen."""
+        self.live.stop()
+
+    def say(self, text: str) -> None:
+        """Write a line at once; a reader that has left, as in `klamp train | head`, does not end the run."""
+        with suppress(BrokenPipeError):
+            if self.console.is_terminal:  # above what is drawn there
+                self.console.print(visible(text), soft_wrap=True, highlight=False, markup=False)
+            else:
+                say(text, file=self.console.file)
+
+    def elapsed(self) -> str:
+        """The time since the start, as text."""
+        return f"{duration(time.monotonic() - self.started)} elapsed"
+
+    def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
+        """Show the progress of the work before the first step."""
+        self.move(f"{what}, once", done, total)
+        if not self.draws and (done in (1, total) or done % max(1, total // LOADING_LINES) == 0):
+            self.say(f"{what}: {done}/{total}" + ("" if loss is None else f", loss {loss:.3f}"))
+
+    def picture(self) -> RenderableType:
+        """The bar."""
+        return self.progress.get_renderable()
 
 
 class Display(Drawn):
-    """One run as it goes.
-
-    Evaluations, cautions and alarms are lines. So are some twenty of the steps in a log or a pipe; a terminal has the
-    last steps in a table below the lines, under a bar.
-    """
+    """One run: evaluations, cautions, alarms and some steps are lines; a terminal has the last steps in a table."""
 
     def __init__(self, console: Console) -> None:
         self.info: RunInfo | None = None
-        self.columns: Sequence[StepColumn] = COLUMNS
-        self.rows: deque[str] = deque(maxlen=ROWS)
-        self.step = 0
+        self.rows: deque[list[str]] = deque(maxlen=ROWS)
         self.before: Mapping[str, float] = {}
         self.warnings: set[str] = set()
         self.raised: set[str] = set()
@@ -166,22 +122,22 @@ class Display(Drawn):
 
     def on_start(self, info: RunInfo) -> None:
         """Write the heading of the run; its time counts from here."""
-        self.info, self.step, self.started = info, info.start_step, self.clock()
+        self.info, self.started = info, time.monotonic()
         self.columns = columns_for(info.config)
         self.say("\n".join([*heading(info), "", LEGEND]))
-        self.draw()
+        self.progress.reset(self.bar)
+        self.move("step", info.start_step, info.config.run.max_steps)
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep a step's line; a log has it for the first step, the last, and about twenty between."""
+        """Keep a step's row; a log has a line for the first step, the last, and about twenty between."""
         assert self.info is not None
-        if not (self.rows or self.draws):
-            self.say(self._titles())
-        self.step = step
-        self.rows.append(_line(str(step), [column.cell(metrics) for column in self.columns], self.columns))
         start, last = self.info.start_step, self.info.config.run.max_steps
-        every = max(1, -(-(last - start) // LINES))
-        if not self.draws and (step in (start + 1, last) or step % every == 0):
-            self.say(self.rows[-1])
+        cells = [column.cell(metrics) for column in self.columns]
+        self.rows.append([str(step), *cells])
+        self.move("step", step, last)
+        if not self.draws and (step in (start + 1, last) or step % max(1, -(-(last - start) // LINES)) == 0):
+            values = ", ".join(f"{column.title} {cell}" for column, cell in zip(self.columns, cells, strict=True))
+            self.say(f"step {step}/{last}: {values}")
 
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
         """Write the scores in a line, with their change since the start."""
@@ -193,7 +149,7 @@ class Display(Drawn):
             for skill, score in scores.items()
         }
         texts = ", ".join(f"{skill} {scale.write(score)}{changes[skill]}" for skill, score in scores.items())
-        self.say(f"  evaluation after step {step}: {texts}   [{self.time_text()}]")
+        self.say(f"  evaluation after step {step}: {texts}   [{self.elapsed()}]")
 
     def on_warning(self, text: str) -> None:
         """Write a warning; the same text is written once."""
@@ -202,42 +158,49 @@ class Display(Drawn):
             self.say(f"  caution: {text}")
 
     def on_alarm(self, finding: Finding) -> None:
-        """Write an alarm, and what to do about it; no notes, nor what a caution has told already."""
+        """Write an alarm and its next step; no notes, and nothing that a caution has."""
         self.raised.add(finding.alarm.name)
         if finding.alarm.level == "alarm" and finding.alarm.name not in SAID_ELSEWHERE:
             self.say(f"  {finding.in_a_line}\n    next step: {finding.alarm.next_step}")
 
-    def seconds_left(self) -> float | None:
-        """Seconds left at the speed so far; None before the first step."""
-        if self.info is None or self.step <= self.info.start_step:
-            return None
-        left = max(0, self.info.config.run.max_steps - self.step)
-        return (self.clock() - self.started) / (self.step - self.info.start_step) * left
-
     def picture(self) -> RenderableType:
-        """What is drawn now: a bar and the last steps; a narrow terminal cuts the columns at the right."""
+        """The bar and the last steps."""
         if self.info is None:
             return super().picture()
-        steps = self.info.config.run.max_steps
-        share = 100 * self.step / steps if steps else 100.0
-        rows = list(self.rows)[-max(1, self.console.height - 4) :]
-        return Group(
-            bar(f"step {self.step}/{steps}", self.step, steps, f"{share:.0f}%  {self.time_text()}"),
-            Text("\n".join(["", self._titles(), *rows]), no_wrap=True, overflow="ellipsis"),
-        )
+        table = Table("step", *(column.title for column in self.columns), box=None, header_style="")
+        for column in table.columns:
+            column.justify, column.no_wrap = "right", True
+        for row in list(self.rows)[-max(1, self.console.height - 4) :]:
+            table.add_row(*row)
+        return Group(super().picture(), table)
 
-    def _titles(self) -> str:
-        return _line("step", [column.title for column in self.columns], self.columns)
+
+class Board(Drawn):
+    """An ablation: a line when a run starts and when it ends."""
+
+    def __init__(self, console: Console, runs: int) -> None:
+        self.runs, self.ended = runs, 0
+        super().__init__(console)
+
+    def tell(self, run: Run, outcome: Outcome | None) -> None:
+        """Write a line for a run that starts (no outcome) or has ended."""
+        self.ended += outcome is not None
+        self.move("runs", self.ended, self.runs)
+        text = "started" if outcome is None else f"failed: {outcome.error.partition(chr(10))[0]}"
+        if outcome is not None and outcome.state == "done":
+            values = (("reward", "reward", 3), ("KL", "kl/reverse", 4), ("length", "length", 1))
+            texts = (f"{name} {fixed(n)(outcome.numbers[key])}" for name, key, n in values if key in outcome.numbers)
+            text = ", ".join(("done", *texts))
+        self.say(f"[{self.ended}/{self.runs} ended, {self.elapsed()}] {run.arm.name}, seed {run.seed}: {text}")
 
 
 def heading(info: RunInfo) -> list[str]:
     """The heading of a run: its task, model, KL and folder in a few lines."""
     config = info.config
     some = "" if info.trainable_parameters == info.parameters else f", {_count(info.trainable_parameters)} trained"
-    where = info.device
     again = f" · continued after step {info.start_step}" if info.start_step else ""
-    size = f", {_count(info.parameters)} parameters{some}" if info.parameters else ""
-    lines = [f"{describe_task(config)} · {config.model.model}{size} · {where}", f"KL: {describe_kl(config.kl)}"]
+    model = f"{config.model.model}, {_count(info.parameters)} parameters{some}"
+    lines = [f"{describe_task(config)} · {model} · {info.device}", f"KL: {describe_kl(config.kl)}"]
     if config.kl.needs_reference:
         lines.append(f"reference: {info.reference} · beta: {describe_controller(config.kl)}")
     lines += [f"teacher: {describe_teacher(config.teacher)}"] if config.teacher.there else []
@@ -252,12 +215,6 @@ def _count(parameters: int) -> str:
     return str(parameters)
 
 
-def _line(first: str, cells: list[str], columns: Sequence[StepColumn]) -> str:
-    gap = " " * GAP
-    aligned = [cell.rjust(column.width) for cell, column in zip(cells, columns, strict=True)]
-    return gap.join([first.rjust(STEP_WIDTH - GAP), *aligned])
-
-
 def skill_rows(before: Mapping[str, float], after: Mapping[str, float], trained: str = "") -> list[tuple[str, ...]]:
     """Every skill with its score before, its score after and the change, as text; the trained one first."""
     scores = ScoreFormat.fitting(before, after)
@@ -270,76 +227,3 @@ def skill_rows(before: Mapping[str, float], after: Mapping[str, float], trained:
         )
         for skill in sorted({**before, **after}, key=lambda name: name != trained)
     ]
-
-
-ENDED: tuple[RunState, ...] = ("done", "failed", "kept")
-KL = ("kl/reverse", "kl/exact", "kl/k3")
-"""The metrics that a line's KL comes from, best first: measured at the end, exact in training, k3."""
-PARTS = 4
-"""Lines per run, besides one for its start and one for its end."""
-
-
-@dataclass(kw_only=True)
-class RunRow:
-    """One run of an ablation, with all that the display shows of it."""
-
-    run: Run
-    state: RunState = "waiting"
-    step: int = 0
-    steps: int = 0
-    first: int | None = None
-    """The step at which this session started or continued the run."""
-    metrics: Mapping[str, float] = field(default_factory=dict)
-    said: int = 0
-    """The parts of its steps that have had a line."""
-
-    @property
-    def name(self) -> str:
-        """Name of the run: its arm and its seed."""
-        return f"{self.run.arm.name}, seed {self.run.seed}"
-
-    def take(self, update: Update) -> None:
-        """Keep what an event says about the run."""
-        self.state, self.steps = update.state, update.steps or self.steps
-        self.step = max(self.step, update.step)
-        if update.state == "running" and self.first is None and update.metrics:
-            self.first = update.step - 1
-        self.metrics = update.metrics or self.metrics
-
-    def numbers(self) -> str:
-        """Where the run is, its reward, its KL by the best estimate that there is, and its length, as text."""
-        kl = next((self.metrics[name] for name in KL if name in self.metrics), None)
-        length = self.metrics.get("length", self.metrics.get("length/mean"))
-        values = {"reward": (self.metrics.get("reward"), 3), "KL": (kl, 4), "length": (length, 1)}
-        texts = [f"{name} {MISSING if v is None else fixed(digits)(v)}" for name, (v, digits) in values.items()]
-        return ", ".join([f"step {self.step}/{self.steps}", *texts])
-
-
-class Board(Drawn):
-    """The display of an ablation: a line for what becomes of each run, with the time left."""
-
-    def __init__(self, console: Console, every: Sequence[Run]) -> None:
-        self.rows = {run.name: RunRow(run=run, steps=run.config.run.max_steps) for run in every}
-        super().__init__(console)
-
-    def tell(self, update: Update) -> None:
-        """Write a line when a run starts and ends, and a few between."""
-        row = self.rows[update.run]
-        before = row.state
-        row.take(update)
-        part = PARTS * row.step // row.steps if row.steps else 0
-        moved = row.state == "running" and bool(update.metrics) and part > row.said
-        if row.state not in (before, "waiting") or moved:
-            row.said = part
-            said = {"kept": "done before", "running": "under way"}.get(row.state, row.state)
-            rest = row.numbers() if row.metrics else f"{row.steps} steps"
-            text = f"failed: {update.text}" if row.state == "failed" else f"{said}, {rest}"
-            ended = sum(each.state in ENDED for each in self.rows.values())
-            self.say(f"[{ended}/{len(self.rows)} ended, {self.time_text()}] {row.name}: {text}")
-
-    def seconds_left(self) -> float | None:
-        """Seconds left at the speed so far; None before the first step."""
-        rows = self.rows.values()
-        taken = sum(row.step - row.first for row in rows if row.first is not None)
-        left = sum(row.steps - row.step for row in rows if row.state not in ENDED)
-        return (self.clock() - self.started) / taken * left if taken else None

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from klamp.ablation.outcome import Outcome, retained
-from klamp.ablation.plan import check_measured
 from klamp.cli.arguments import apart
 from klamp.cli.display import skill_rows
 from klamp.cli.flags import fields_of, read_argv, train_fields
@@ -45,11 +44,7 @@ class EvaluatedPolicy:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Evaluate a policy and print its numbers.
-
-    Raises:
-        KlampError: a checkpoint, a task or a flag that cannot be used.
-    """
+    """Evaluate a policy and print its numbers."""
     options, changes = read_request(argv)
     checkpoint = options.checkpoint or ""
     subject = find_subject(checkpoint, changes)
@@ -67,12 +62,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def read_request(argv: Sequence[str]) -> tuple[EvaluateOptions, dict[str, Any]]:
-    """The options of a command line, and the fields of the run that it replaces.
-
-    Raises:
-        UnknownNameError: an unknown flag; names the nearest.
-        ConfigError: a value that cannot be read, or no checkpoint.
-    """
+    """The options of a command line, and the fields of the run that it replaces."""
     taken = {name: train_fields()[name] for name in EVALUATED}
     given = read_argv(fields_of(EvaluateOptions) | taken, argv, command="klamp evaluate")
     options, changes = apart(given, EvaluateOptions)
@@ -86,15 +76,15 @@ def read_request(argv: Sequence[str]) -> tuple[EvaluateOptions, dict[str, Any]]:
 
 
 def find_subject(checkpoint: str, changes: Mapping[str, Any]) -> EvaluatedPolicy:
-    """The policy that `--checkpoint` names, with the configuration of its run where it has one.
+    """The policy that `--checkpoint` names, with the configuration of its run if it has one.
 
     Args:
         checkpoint: a run's folder, a checkpoint, or any model.
-        changes: fields that are others than in the run.
+        changes: fields that differ from the run's.
 
     Raises:
         RunFolderError: a run without a checkpoint.
-        ConfigError: a run whose weights cannot be had, or flags that do not fit it.
+        ConfigError: flags that do not fit the run.
         DataError: a damaged configuration.
     """
     changes = dict(changes)
@@ -113,7 +103,6 @@ def find_subject(checkpoint: str, changes: Mapping[str, Any]) -> EvaluatedPolicy
             why="the weights of a policy are in its checkpoints",
             fix="let it take its first steps, or name another run",
         )
-    check_measured(config, f"in {run / 'config.yaml'}")
     if start is not None and config.model.lora_r:
         raise ConfigError(
             "--ref_model cannot be given for an adapter",
@@ -154,13 +143,7 @@ def _config(values: Mapping[str, Any]) -> TrainConfig:
 
 
 def as_object(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> dict[str, Any]:
-    """The evaluation as an object of JSON.
-
-    Args:
-        checkpoint: as it was named.
-        subject: what was evaluated.
-        outcome: what came of it.
-    """
+    """An evaluation as JSON."""
     before, after, forgotten = retention(outcome)
     return {
         "checkpoint": checkpoint,
@@ -183,24 +166,20 @@ def retention(outcome: Outcome) -> tuple[float | None, float | None, float | Non
 
 
 def show(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> None:
-    """Print the evaluation: the skills, the KL to the start, what was kept.
-
-    Args:
-        checkpoint: as it was named.
-        subject: what was evaluated.
-        outcome: what came of it.
-    """
+    """Print the evaluation: the skills, the KL to the start, what is left of the other skills."""
     scale = ScoreFormat.fitting(outcome.before, outcome.after)
     steps = "" if subject.steps is None else f", after {subject.steps} steps"
     say(f"{checkpoint}{steps}; greedy answers to held-out prompts of {subject.config.task.task}\n")
     trained = "" if subject.start is None else outcome.rl_skill
-    rows = skill_rows(outcome.before, outcome.after, trained)
-    show_table("skills", ("", "start", "now", "change"), rows)
+    show_table("skills", ("", "start", "now", "change"), skill_rows(outcome.before, outcome.after, trained))
     say()
     if subject.start is None:
         show_paragraph("no start is known, so there is no KL and no retention: --ref_model names it", label="KL")
         return
-    show_table(f"exact KL to the start, {subject.start}, on {outcome.rl_skill}", ("", *DIRECTIONS), _kl_rows(outcome))
+    directions, units = ("reverse", "forward"), {"": "nats per token", "_sequence": "nats per completion"}
+    kls = {end: [fixed(4)(outcome.numbers[f"kl/{each}{end}"]) for each in directions] for end in units}
+    title = f"exact KL to the start, {subject.start}, on {outcome.rl_skill}"
+    show_table(title, ("", *DIRECTIONS), [(unit, *kls[end]) for end, unit in units.items()])
     before, after, forgotten = retention(outcome)
     if after is not None:
         kept, lost = scale.write(before), scale.change(0.0, forgotten).lstrip("+")
@@ -209,13 +188,4 @@ def show(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> None:
         show_paragraph(text, label="retention")
 
 
-DIRECTIONS = {"KL(policy‖start)": "reverse", "KL(start‖policy)": "forward"}
-"""Heading -> how the names of its numbers end."""
-
-
-def _kl_rows(outcome: Outcome) -> list[tuple[str, ...]]:
-    units = {"": "nats per token", "_sequence": "nats per completion"}
-    return [
-        (unit, *(fixed(4)(outcome.numbers[f"kl/{each}{end}"]) for each in DIRECTIONS.values()))
-        for end, unit in units.items()
-    ]
+DIRECTIONS = ("KL(policy‖start)", "KL(start‖policy)")

@@ -10,7 +10,7 @@ from typing import Any
 from klamp.cli.arguments import apart, request_of
 from klamp.cli.flags import fields_of, read_argv, train_fields
 from klamp.cli.options import ExplainOptions
-from klamp.cli.text import room, say, show_paragraph
+from klamp.cli.text import WIDTH, say, show_paragraph
 from klamp.config import PRESETS, find_preset
 from klamp.errors import ConfigError, KLWarning, unknown_name
 from klamp.tasks.base import NO_REWARD
@@ -22,27 +22,18 @@ LENGTH = 1000
 
 
 def run(argv: Sequence[str]) -> int:
-    """Print what the configurations do.
-
-    Raises:
-        KlampError: as `explain`.
-    """
+    """Print what the configurations do."""
     for index, explanation in enumerate(explain(argv)):
         if index:
             say()
-        say(textwrap.fill(f"{explanation.name}: {explanation.verdict}", room()))
+        say(textwrap.fill(f"{explanation.name}: {explanation.verdict}", WIDTH))
         for label, text in (*explanation.lines, *(("caution", caution) for caution in explanation.cautions)):
             show_paragraph(text, label=label)
     return 0
 
 
 def explain(argv: Sequence[str]) -> list[Explanation]:
-    """The explanations that a command line asks for; without a name, that of its flags alone.
-
-    Raises:
-        UnknownNameError: no such preset, form, flag or choice; names the nearest.
-        ConfigError: a value that cannot be read, or a combination that cannot work.
-    """
+    """The explanations that a command line asks for; without a name, that of its flags alone."""
     given = read_argv(train_fields() | fields_of(ExplainOptions), argv, command="klamp explain")
     options, flags = apart(given, ExplainOptions)
     return [_explain(options, name, flags) for name in options.names or ("these flags",)]

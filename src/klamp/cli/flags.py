@@ -1,4 +1,4 @@
-"""From argv to options by argparse: the fields of dataclasses are the flags, what stands under them is their help.
+"""The command line by argparse: the fields of dataclasses are the flags, and the texts under them are the help.
 
 argparse finds which words belong to which flag; the type of a field reads them, on a command line and in a file alike.
 """
@@ -8,12 +8,14 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import functools
+import inspect
 import itertools
 import math
 import re
+import textwrap
 import types
 import typing
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import MISSING, dataclass
 from difflib import get_close_matches
@@ -25,6 +27,7 @@ from klamp._field_texts import field_texts
 from klamp.cli.options import TrainOptions
 from klamp.errors import ConfigError, UnknownNameError, unknown_name
 
+Options = TypeVar("Options")
 TRUE_WORDS, FALSE_WORDS = ("true", "yes", "on", "1"), ("false", "no", "off", "0")
 NONE_WORDS = ("none", "null", "~")
 KINDS: Mapping[Any, tuple[str, str]] = {
@@ -35,8 +38,6 @@ KINDS: Mapping[Any, tuple[str, str]] = {
     bool: ("BOOL", "true or false"),
 }
 """Type of a value -> its name in the help, and in a sentence."""
-FILE_FLAGS = {"klamp train": "--config", "klamp ablate": "klamp ablate --plan"}
-"""Command -> what to write before a YAML file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +45,6 @@ class Field:
     """A field of a class of options as the command line sees it."""
 
     name: str
-    """The field's name."""
     section: str = ""
     """The section of the configuration that holds it; "" for a command's own."""
     hint: Any
@@ -56,11 +56,9 @@ class Field:
     word: str = ""
     """Its name in the help, for a field that is a plain word after the command and no flag."""
     least: float | None = None
-    """The smallest number allowed; for a field of several values, the fewest allowed."""
+    """The smallest number allowed."""
     aliases: tuple[str, ...] = ()
     """Other names of the field, which mean the same."""
-    suggested: tuple[str, ...] = ()
-    """Names that the help shows, for a field that takes any text."""
 
     @property
     def types(self) -> tuple[Any, ...]:
@@ -76,7 +74,7 @@ class Field:
 
     @property
     def choices(self) -> tuple[str, ...]:
-        """The names that a value may be; empty where it is no name."""
+        """The names that a value may be; empty if it is no name."""
         named = (each for each in self.types if typing.get_origin(each) is Literal)
         return tuple(str(name) for each in named for name in typing.get_args(each))
 
@@ -100,26 +98,18 @@ class Field:
         return f"{kind}, or None" if NoneType in self.types else kind
 
     def read(self, texts: Sequence[str], *, shown: str) -> Any:
-        """The field's value from its texts.
-
-        Args:
-            texts: one text per value.
-            shown: where the texts stand, for the message: `--max_steps`, or `max_steps in FILE`.
+        """The field's value from its texts; `shown` is the place of the texts: `--max_steps`, or `max_steps in FILE`.
 
         Raises:
-            UnknownNameError: a name that the field does not know; names the nearest.
+            UnknownNameError: a name that the field does not have; names the nearest.
             ConfigError: a text that is no value of the field's type, or a number below its least.
         """
         if self.count not in (None, len(texts)):
             raise self.refused(texts, shown=shown)
         values = tuple(self._one(text, texts, shown) for text in texts)
-        value = values if typing.get_origin(self.hint) is tuple else values[0]
-        if self.least is not None and value is not None:
-            size: float = len(values) if self.count is None else values[0]
-            noun = " values" if self.count is None else ""
-            if not self.least <= size < math.inf:
-                raise ConfigError(f"{shown} takes {self.least} or more{noun}", got=value, why=self.text)
-        return value
+        if self.least is not None and values[0] is not None and not self.least <= values[0] < math.inf:
+            raise ConfigError(f"{shown} takes {self.least} or more", got=values[0], why=self.text)
+        return values if typing.get_origin(self.hint) is tuple else values[0]
 
     def _one(self, text: str, texts: Sequence[str], shown: str) -> Any:
         """The value of the first type that a text fits; `true` and `null` as YAML and shells have them, too."""
@@ -148,12 +138,7 @@ class Field:
 
 
 def fields_of(cls: Any, section: str = "") -> dict[str, Field]:
-    """The fields of a class of options by name, in its order.
-
-    Args:
-        cls: a dataclass; `klamp.cli.options` says what a field's metadata can hold.
-        section: the section of the configuration that it is; "" for a command's own.
-    """
+    """The fields of a class of options by name, in its order; `klamp.cli.options` explains their metadata."""
     hints, texts = typing.get_type_hints(cls), field_texts(cls)
     return {
         each.name: Field(
@@ -167,14 +152,11 @@ def fields_of(cls: Any, section: str = "") -> dict[str, Field]:
 @functools.cache
 def train_fields() -> dict[str, Field]:
     """Every field that `klamp train` knows, by name: its own, then those of the configuration."""
-    from klamp.config import PRESETS
     from klamp.config.teacher import ALL_ALIASES
     from klamp.training.config import section_classes
 
-    own = fields_of(TrainOptions)
-    own["preset"] = dataclasses.replace(own["preset"], suggested=tuple(PRESETS))
     configured = (fields_of(cls, section) for section, cls in section_classes().items())
-    every = {name: field for part in (own, *configured) for name, field in part.items()}
+    every = {name: field for part in (fields_of(TrainOptions), *configured) for name, field in part.items()}
     every["resume"] = dataclasses.replace(every["resume"], hint=bool | str)  # a folder is output_dir besides
     for name in set(ALL_ALIASES.values()):
         aliases = tuple(alias for alias, field in ALL_ALIASES.items() if field == name)
@@ -187,135 +169,117 @@ def by_any_name(fields: Mapping[str, Field]) -> dict[str, Field]:
     return {name: field for field in fields.values() for name in (field.name, *field.aliases)}
 
 
-Options = TypeVar("Options")
-
-
 def read_options(options: type[Options], argv: Sequence[str], *, command: str) -> Options:
-    """The options of a command, read from its arguments.
-
-    Args:
-        options: their class.
-        argv: the arguments after the command.
-        command: the command, for messages.
-
-    Raises:
-        UnknownNameError: an unknown flag or choice; names the nearest.
-        ConfigError: a value that cannot be read or is missing, or a word that belongs to no flag.
-    """
+    """The options of a command, read from the arguments after it; errors as `read_argv`."""
     return options(**read_argv(fields_of(options), argv, command=command))
 
 
-def read_argv(fields: Mapping[str, Field], argv: Sequence[str], *, command: str) -> dict[str, Any]:
+def read_argv(
+    fields: Mapping[str, Field], argv: Sequence[str], *, command: str, several: Collection[str] = ()
+) -> dict[str, Any]:
     """The fields that a command line names, under their own names, with their values.
 
-    A flag that is repeated counts as it stands last, one of several values adds them up; two names of one field
-    (`--beta`, `--kl_coef`) must agree.
-
-    Raises:
-        UnknownNameError, ConfigError: as `read_options`.
-    """
-    known, texts = by_any_name(fields), split_argv(fields, argv, command=command)
-    given = {
-        name: known[name].read(each, shown=known[name].word.lower() or f"--{name}") for name, each in texts.items()
-    }
-    if given.keys() <= fields.keys():
-        return given
-    from klamp.config.kl import resolve_aliases
-    from klamp.config.teacher import ALL_ALIASES
-
-    return resolve_aliases(given, set(fields), ALL_ALIASES)
-
-
-def split_argv(
-    fields: Mapping[str, Field], argv: Sequence[str], *, command: str, several: Collection[str] = ()
-) -> dict[str, list[str]]:
-    """The texts that a command line gives to each field, by the name or alias that it used.
+    If a flag is repeated, the last one counts; the values of a flag with several add up.
 
     Args:
         fields: the fields of the command.
         argv: the arguments after the command.
         command: the command, for messages.
-        several: names of fields that take several values here, although they have one.
+        several: fields of one value that take several here; several values of theirs are a list.
 
     Raises:
-        UnknownNameError: an unknown flag; names the nearest.
-        ConfigError: a value that is missing, or a word that belongs to no flag.
+        UnknownNameError: an unknown flag or choice; names the nearest.
+        ConfigError: a value that cannot be read or is missing, or a word that belongs to no flag.
     """
-    parser = _Parser(usage=command, add_help=False, allow_abbrev=False, exit_on_error=False)
+    parser, known = _Parser(usage=command, add_help=False, allow_abbrev=False, exit_on_error=False), by_any_name(fields)
     for field in fields.values():
-        add_field(parser.add_argument, field, several=field.name in several)
-    known = by_any_name(fields)
+        add_field(parser, field, several=field.name in several)
     try:
         found, left = parser.parse_known_intermixed_args(_spelled(argv, known))
     except argparse.ArgumentError as error:
-        shown = error.argument_name or command
-        field = known.get(shown.removeprefix("--"))
-        if field is not None:
+        shown = (error.argument_name or command).partition("/")[0]
+        if field := known.get(shown.removeprefix("--")):
             raise field.refused([], shown=shown) from None
-        raise ConfigError(f"{shown}: {error.message}", fix=f"`{command} --help` says how it is called") from None
-    flag = next((word for word in left if word.startswith("-")), None)
-    if flag is not None:
+        raise ConfigError(f"{shown}: {error.message}", fix=f"`{command} --help` shows how to call it") from None
+    if flag := next((word for word in left if word.startswith("-")), None):
         flags = {f"--{name}" for name, field in known.items() if not field.word}
-        flags |= {f"--no_{field.name}" for field in fields.values() if field.is_switch}
-        why = f"`{command} --help` lists the flags"
-        raise unknown_key("flag", flag.partition("=")[0], flags, why=why, command=command)
+        flags |= {f"--no_{name}" for name, field in known.items() if field.is_switch}
+        raise unknown_key("flag", flag.partition("=")[0], flags, why=f"{command} has no such flag", command=command)
     if left:
-        takes_it = FILE_FLAGS.get(command) if left[0].endswith((".yaml", ".yml")) else None
-        raise ConfigError(
-            "a word that belongs to no flag",
-            got=left[0],
-            why=f"here {command} takes flags only",
-            fix=f"{takes_it} {left[0]}" if takes_it else f"write --NAME VALUE; `{command} --help` lists the names",
-        )
-    return {name: [each] if isinstance(each, str) else list(each) for name, each in vars(found).items()}
+        fix = f"write --NAME VALUE (for a file: --config {left[0]}); `{command} --help` lists the names"
+        raise ConfigError("a word that belongs to no flag", got=left[0], fix=fix)
+    given: dict[str, Any] = {}
+    for name, texts in vars(found).items():
+        field, each = fields[name], [texts] if isinstance(texts, str) else texts
+        shown = field.word.lower() or f"--{name}"
+        many = name in several and len(each) > 1
+        given[name] = [field.read([one], shown=shown) for one in each] if many else field.read(each, shown=shown)
+    return given
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse without its own way out: what it refuses is raised."""
+    """argparse that raises what it refuses, instead of ending the program."""
 
     def error(self, message: str) -> NoReturn:
         raise argparse.ArgumentError(None, message)
 
 
-def add_field(
-    add: Callable[..., object], field: Field, *, text: str = argparse.SUPPRESS, several: bool = False
-) -> None:
-    """Add a field to a parser, or to a part of its help.
-
-    Args:
-        add: `add_argument` of the parser or part.
-        field: what to add, with its aliases and its opposite.
-        text: its help.
-        several: whether it takes several values, although it has one.
-    """
+def add_field(group: Any, field: Field, *, several: bool = False) -> None:
+    """Add a field to a parser or a part of it, with its aliases and its opposite; `several`: it takes more values."""
     many, unset = field.count is None, argparse.SUPPRESS
+    text = _help(field).replace("%", "%%")
     if field.word:
         required = field.default is MISSING
-        words = ("+" if required else "*") if many else (None if required else "?")
-        add(field.name, metavar=field.word, nargs=words, default=unset, help=text)
+        nargs: Any = ("+" if required else "*") if many else (None if required else "?")
+        group.add_argument(field.name, metavar=field.word, nargs=nargs, default=unset, help=text)
         return
-    nargs = None if field.count in (1, None) else field.count
-    if many or several:
-        nargs = "+" if field.least or not (many or field.is_switch) else "*"
-    elif field.is_switch:
-        nargs = "?"
-    shown = {"metavar": field.kind, "nargs": nargs, "default": unset, "action": "extend" if many else "store"}
-    add(f"--{field.name}", help=text, **shown)
-    for alias in field.aliases:
-        add(f"--{alias}", help=unset, **shown)
+    nargs = "+" if (many and not field.section) or several else "*" if many else None
+    nargs = field.count if field.count not in (1, None) else "?" if field.is_switch and not several else nargs
+    group.add_argument(
+        *(f"--{name}" for name in (field.name, *field.aliases)),
+        dest=field.name,
+        metavar=field.kind,
+        nargs=nargs,
+        const="True" if nargs == "?" else None,
+        default=unset,
+        action="extend" if many else "store",
+        help=text,
+    )
     if field.is_switch:
-        add(f"--no_{field.name}", dest=field.name, action="store_const", const="False", default=unset, help=unset)
+        no = {"dest": field.name, "action": "store_const", "const": "False", "default": unset}
+        group.add_argument(f"--no_{field.name}", help=unset, **no)
+
+
+def _help(field: Field) -> str:
+    """The text of a field, its names and its default."""
+    names = f" One of {', '.join(field.choices)}." if any(name not in field.text for name in field.choices) else ""
+    default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
+    return f"{field.text}{names}" + ("" if default in (MISSING, None, "", False) else f" (default: {default})")
+
+
+def help_text(command: str, options: type[Any], extra: Collection[Field], names: Collection[str]) -> str:
+    """The help of a command: the text of its options, its words and flags by section, and the names that it knows."""
+    layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=30, width=100)
+    words = "".join(f"{field.word} " for field in fields_of(options).values() if field.word)
+    about, _, examples = (inspect.getdoc(options) or "").partition("\n\n")
+    usage, about = f"klamp {command} {words}[flags]", f"{textwrap.fill(about, 100)}\n\n{examples}"
+    parser = argparse.ArgumentParser(usage=usage, description=about, formatter_class=layout, add_help=False)
+    parser.epilog = textwrap.fill(f"names: {', '.join(names)}", 100, break_on_hyphens=False) if names else None
+    for section, part in itertools.groupby((*fields_of(options).values(), *extra), lambda field: field.section):
+        group = parser.add_argument_group(section or "options")
+        for field in part:
+            add_field(group, field)
+    return parser.format_help().rstrip()
 
 
 def _spelled(argv: Sequence[str], known: Mapping[str, Field]) -> list[str]:
     """The words with underscores in their flags, and with a value for each switch that has none."""
     words = [re.sub("^--[^=]+", lambda flag: f"--{field_name(flag[0])}", word) for word in argv]
-    switches = {f"--{name}" for name, field in known.items() if field.is_switch}
-    texts = {f"--{name}" for name, field in known.items() if str in field.types}
+    switches = {f"--{name}": str in field.types for name, field in known.items() if field.is_switch}
     truth = (*TRUE_WORDS, *FALSE_WORDS, *NONE_WORDS)
     return [
         f"{word}=True"
-        if word in switches and after.lower() not in truth and (word not in texts or after[:1] in ("", "-"))
+        if word in switches and after.lower() not in truth and (not switches[word] or after[:1] in ("", "-"))
         else word
         for word, after in itertools.zip_longest(words, words[1:], fillvalue="")
     ]
@@ -327,8 +291,7 @@ def field_name(flag: str) -> str:
 
 
 def unknown_key(kind: str, name: str, known: Collection[str], *, why: str, command: str) -> UnknownNameError:
-    """The error for a flag or key that nothing answers to: klamp's own name of what other trainers call so, else the
-    nearest, else where to look.
+    """The error for a flag or key that is unknown: klamp's name for it if another trainer has it, else the nearest.
 
     Args:
         kind: "flag", or "key in" a file.
@@ -337,86 +300,25 @@ def unknown_key(kind: str, name: str, known: Collection[str], *, why: str, comma
         why: why it is none of them.
         command: whose help lists them.
     """
-    dashes = name[: len(name) - len(name.lstrip("-"))]
-    other = field_name(name)
-    field = OTHER_NAMES.get(other, "")
-    nearest = get_close_matches(name, sorted(known), n=1, cutoff=0.6)
-    if f"{dashes}{field}" in known:
-        nearest, why = [f"{dashes}{field}"], DIFFERENCES.get(other, f"{field}: {train_fields()[field].text}")
-    elif other in ABSENT:
-        return UnknownNameError(f"unknown {kind}", got=name, why=ABSENT[other], fix="leave it out")
+    dashes = "--" if name.startswith("--") else ""
+    ours = f"{dashes}{ELSEWHERE.get(field_name(name), '')}"
+    nearest = [ours] if ours in known else get_close_matches(name, sorted(known), n=1, cutoff=0.6)
     fix = f"did you mean {nearest[0]}?" if nearest else f"see `{command} --help` for every name"
     return UnknownNameError(f"unknown {kind}", got=name, why=why, fix=fix)
 
 
-OTHERS: Mapping[str, str] = {
-    "learning_rate": "lr actor_lr peak_lr",
-    "max_steps": "steps num_steps train_steps total_steps total_training_steps "
-    "epochs num_epochs num_train_epochs total_epochs",
-    "prompts_per_step": "batch_size train_batch_size global_batch_size rollout_batch_size "
-    "per_device_train_batch_size generation_batch_size",
-    "gradient_accumulation_steps": "micro_batch_size ppo_micro_batch_size_per_gpu grad_accum num_minibatches",
-    "num_generations": "n group_size num_samples n_samples samples_per_prompt n_samples_per_prompt rollout_n",
-    "max_completion_length": "max_new_tokens max_tokens max_length response_length max_response_length",
-    "num_iterations": "mu ppo_epochs num_ppo_epochs update_epochs",
-    "beta": "kl kl_coeff kl_weight kl_lambda init_kl_coef kl_loss_coef",
-    "target_kl": "kl_target desired_kl",
-    "kl_controller": "kl_ctrl kl_ctrl_type adap_kl_ctrl adaptive_kl",
-    "kl_estimator": "kl_loss_type kl_type kl_penalty_type",
-    "epsilon": "clip_range cliprange clip_ratio clip_eps eps_clip clip_param",
-    "epsilon_high": "clip_ratio_high eps_clip_high",
-    "scale_rewards": "norm_adv_by_std_in_grpo normalize_advantages std_normalization",
-    "loss_type": "loss_agg_mode loss",
-    "model": "model_name_or_path model_name model_path base_model pretrain",
-    "ref_model": "ref_model_path reference_model ref_model_name_or_path",
-    "lora_r": "lora_rank lora",
-    "dtype": "bf16 fp16 torch_dtype precision mixed_precision",
-    "task": "dataset dataset_name data train_file train_files",
-    "reward": "reward_funcs reward_fn reward_function use_task_rewards",
-    "teacher_coef": "opd_kl_coef teacher_kl_loss_coef",
-    "teacher_tail": "loss_add_tail add_tail_bucket zero_outside_topk",
-    "teacher_placement": "use_policy_gradient",
-    "teacher_max_log_ratio": "log_prob_min_clamp loss_max_clamp",
-    "temperature": "teacher_temperature",
-    "vllm_importance_sampling_mode": "vllm_importance_sampling_correction",
-    "max_grad_norm": "grad_clip clip_grad max_norm",
-    "warmup_steps": "warmup warmup_ratio lr_warmup_steps",
-    "lr_scheduler_type": "lr_scheduler lr_schedule scheduler",
-    "save_every": "save_steps save_freq save_interval",
-    "eval_every": "eval_steps test_freq eval_freq eval_interval",
-    "keep_checkpoints": "save_total_limit",
-    "report_to": "wandb tensorboard logger log_with tracker",
-    "output_dir": "output out out_dir save_dir",
-    "resume": "resume_from_checkpoint",
-    "cpu": "use_cpu no_cuda",
+ELSEWHERE: Mapping[str, str] = {
+    **dict.fromkeys(("lr", "actor_lr"), "learning_rate"),
+    **dict.fromkeys(("steps", "epochs", "num_train_epochs", "total_training_steps"), "max_steps"),
+    **dict.fromkeys(("batch_size", "train_batch_size", "per_device_train_batch_size"), "prompts_per_step"),
+    **dict.fromkeys(("micro_batch_size", "grad_accum"), "gradient_accumulation_steps"),
+    **dict.fromkeys(("n", "group_size", "n_samples_per_prompt", "rollout_n"), "num_generations"),
+    **dict.fromkeys(("max_new_tokens", "max_tokens", "max_response_length"), "max_completion_length"),
+    **dict.fromkeys(("kl", "kl_coeff", "init_kl_coef", "kl_loss_coef"), "beta"),
+    **dict.fromkeys(("kl_loss_type", "kl_type"), "kl_estimator"),
+    **dict.fromkeys(("clip_range", "cliprange", "clip_ratio", "eps_clip"), "epsilon"),
+    **dict.fromkeys(("model_name_or_path", "model_name", "model_path", "pretrain"), "model"),
+    **dict.fromkeys(("dataset", "datasets", "dataset_name", "train_file"), "task"),
+    **dict.fromkeys(("reward_funcs", "reward_fn"), "reward"),
 }
-"""klamp's field -> what others call it, or what comes nearest to it."""
-
-OTHER_NAMES: Mapping[str, str] = {name: field for field, names in OTHERS.items() for name in names.split()}
-"""Another trainer's name -> klamp's field."""
-
-EPOCHS = "klamp counts steps, not passes over the data: one pass is (prompts of the task) / prompts_per_step steps"
-BATCH = "prompts_per_step counts the prompts of a step over all processes, with num_generations completions of each"
-PARTS = "it is the number of parts that a process's share of a step is computed in, not the size of one"
-
-DIFFERENCES: Mapping[str, str] = {
-    **dict.fromkeys(("epochs", "num_epochs", "num_train_epochs", "total_epochs"), EPOCHS),
-    **dict.fromkeys(OTHERS["prompts_per_step"].split(), BATCH),
-    **dict.fromkeys(OTHERS["gradient_accumulation_steps"].split(), PARTS),
-    "kl_loss_coef": "verl's coefficient weighs the KL as its loss_agg_mode averages it, klamp's as kl_normalizer does",
-    "kl_loss_type": "kl_estimator names the value: verl's kl is k1, mse is k2, low_var_kl is k3",
-    "use_task_rewards": "reward='none' trains on the teacher alone; with a reward both are in the loss",
-    **dict.fromkeys(("loss_add_tail", "add_tail_bucket"), "TRL's tail is teacher_tail='bucket'; sampled is unbiased"),
-    "teacher_temperature": "policy and teacher are compared at one temperature, that of sampling",
-    "warmup_ratio": "warmup_steps counts steps; it is no share of the run",
-}
-"""Another trainer's name -> how klamp's field differs, where it counts or weighs something else."""
-
-ABSENT: Mapping[str, str] = {
-    **dict.fromkeys(("lmbda", "seq_kd", "sft_alpha"), "the policy samples every answer, and the teacher scores it"),
-    **dict.fromkeys(
-        ("teacher_logprobs", "teacher_scores", "teacher_logits"),
-        "stored scores are of stored answers; the policy samples new ones, which teacher_model or teacher_url scores",
-    ),
-}
-"""Another trainer's name -> why klamp has no field for it."""
+"""What other trainers call a field -> klamp's field, or the one that comes nearest to it."""

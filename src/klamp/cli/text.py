@@ -1,11 +1,9 @@
-"""What a person reads in a terminal: numbers, tables, paragraphs, errors and cautions each once; and the exit codes."""
+"""What a person reads in a terminal: numbers, tables, paragraphs, errors and cautions; and the exit codes."""
 
 from __future__ import annotations
 
 import math
-import os
 import re
-import shutil
 import sys
 import textwrap
 import warnings
@@ -13,25 +11,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
-from klamp.errors import (
-    ConfigError,
-    DataError,
-    KlampError,
-    KLWarning,
-    ModelError,
-    RunFolderError,
-    TrainingStopped,
-    UnsupportedVersion,
-    brief,
-)
+from klamp.errors import ConfigError, DataError, KlampError, KLWarning, TrainingStopped, brief
 
+FAILED, WRONG_CONFIGURATION, INTERRUPTED = 1, 2, 130
 MISSING = "-"
-GAP = 2
-"""Spaces between the columns of a table."""
 WIDTH = 100
-"""Most columns of a paragraph."""
-
-
+"""Columns of a paragraph."""
 OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 """What a terminal would obey instead of showing it, or would show in another order, but for tabs and line ends."""
 
@@ -42,12 +27,7 @@ def visible(text: str) -> str:
 
 
 def say(text: object = "", *, file: IO[str] | None = None) -> None:
-    """Print a text and a line end: all that klamp writes to a terminal goes through here, or through rich.
-
-    Args:
-        text: what is said.
-        file: stdout if None.
-    """
+    """Print a text and a line end (None: to stdout): all that klamp writes goes through here, or through rich."""
     print(visible(str(text)), file=file, flush=True)
 
 
@@ -55,12 +35,8 @@ def fixed(digits: int) -> Callable[[float], str]:
     """A number with so many digits after the point; very small and very large ones in powers of ten."""
 
     def write(value: float) -> str:
-        size = abs(value)
-        if not math.isfinite(value):
-            return str(value)
-        if size == 0:
-            return f"{0:.{digits}f}"
-        return f"{value:.{digits}f}" if 0.5 * 10**-digits <= size < 1000 else f"{value:.0e}"
+        usual = value == 0 or not math.isfinite(value) or 0.5 * 10**-digits <= abs(value) < 1000
+        return f"{value:.{digits}f}" if usual else f"{value:.0e}"
 
     return write
 
@@ -72,65 +48,30 @@ def duration(seconds: float) -> str:
     return f"{hours}:{minutes:02d}:{left:02d}" if hours else f"{minutes}:{left:02d}"
 
 
-def room(most: int = WIDTH) -> int:
-    """Columns that a line may have: a terminal breaks a longer one anywhere, numbers too."""
-    return min(most, shutil.get_terminal_size((most, 24)).columns)
-
-
 def show_table(title: str, headings: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-    """Print a table; columns that a terminal has no room for stand below the others, with the first one again.
+    """Print a table of texts under its title; if all headings are empty, it has no head."""
+    from rich.console import Console
+    from rich.padding import Padding
+    from rich.table import Table
+    from rich.text import Text
 
-    Args:
-        title: stands above it.
-        headings: of the columns; all empty: no head.
-        rows: cells as text.
-    """
-    lines = [[visible(cell).replace("\n", "\\n") for cell in line] for line in (headings, *rows)]
-    lines = lines if any(headings) else lines[1:]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    say(title)
-    for number, part in enumerate(_parts(widths) if any(headings) else [list(range(len(widths)))]):
-        if number:
-            say()
-        for line in lines:
-            say("  " + (" " * GAP).join(line[i].ljust(widths[i]) for i in part).rstrip())
-
-
-UNBROKEN = 10_000
-"""Columns of a line of a table where no terminal breaks it."""
-
-
-def _parts(widths: Sequence[int]) -> list[list[int]]:
-    """The columns that stand beside each other, the first of all in each part."""
-    parts = [[0]]
-    for i in range(1, len(widths)):
-        if sum(widths[j] + GAP for j in (*parts[-1], i)) > room(UNBROKEN) and len(parts[-1]) > 1:
-            parts.append([0])
-        parts[-1].append(i)
-    return parts
+    lines = [[Text(visible(cell).replace("\n", "\\n")) for cell in line] for line in (headings, *rows)]
+    table = Table(box=None, show_header=any(headings), pad_edge=False, padding=(0, 2, 0, 0), header_style="")
+    for heading in lines[0]:
+        table.add_column(heading)
+    for line in lines[1:]:
+        table.add_row(*line)
+    console = Console(width=None if sys.stdout.isatty() else 10_000)  # a file has room
+    with console.capture() as capture:
+        console.print(Padding(table, (0, 0, 0, 2), expand=False))
+    say("\n".join((title, *(line.rstrip() for line in capture.get().splitlines()))))
 
 
 def show_paragraph(text: str, *, label: str = "", width: int = 12) -> None:
     """Print a text, wrapped and indented; a label stands before it in a column of its own."""
     start = f"  {label:<{width}} " if label or width else "  "
     rest = " " * len(start)
-    say(textwrap.fill(visible(text), room(), initial_indent=start, subsequent_indent=rest, break_on_hyphens=False))
-
-
-FAILED, WRONG_CONFIGURATION, INTERRUPTED = 1, 2, 130
-
-SHARED = (ConfigError, DataError, ModelError, RunFolderError, TrainingStopped, UnsupportedVersion)
-"""Errors that occur in every process of a run alike: only the first process prints them."""
-
-
-def process_rank() -> int:
-    """The number of this process among those of a launcher; 0 where there is only one."""
-    return int(os.environ.get("RANK") or os.environ.get("LOCAL_RANK") or 0)
-
-
-def is_main_process() -> bool:
-    """Whether this is the first process of a run, the only one that prints."""
-    return process_rank() == 0
+    say(textwrap.fill(visible(text), WIDTH, initial_indent=start, subsequent_indent=rest, break_on_hyphens=False))
 
 
 def exit_code(error: KlampError) -> int:
@@ -146,33 +87,30 @@ def was_interrupted(error: BaseException) -> bool:
 
 
 def of_the_system(error: OSError | SystemExit) -> DataError:
-    """The error for a file, a folder or a connection that the system did not let klamp use, in its own words; or for
-    code that klamp called and that ended the program.
-    """
+    """The error for a file or connection that the system did not let klamp use, or for code that ended the program."""
     if isinstance(error, SystemExit):
-        said = f"sys.exit({error.code!r})"
-        return DataError("what klamp called has ended the program", got=said, fix="--debug shows where it was called")
-    name = "" if error.filename is None else brief(str(error.filename))
+        got = f"sys.exit({error.code!r})"
+        return DataError("the code that klamp called ended the program", got=got, fix="--debug shows where")
     return DataError(
         "the system refused what klamp asked of it",
-        got=name or None,
+        got=None if error.filename is None else brief(str(error.filename)),
         why=error.strerror or f"{type(error).__name__}: {error}",
-        fix="check that path; --debug shows where klamp used it" if name else "--debug shows what klamp was doing",
+        fix="check that path; --debug shows where klamp used it",
     )
 
 
 def show_error(error: KlampError) -> None:
-    """Print an error's four parts to stderr; of an error that all processes share, only the first process does."""
-    if is_main_process():
-        _print_parts(error, "stopped" if was_interrupted(error) else "error")
-    elif not isinstance(error, SHARED):
-        _print_parts(error, f"error in process {process_rank()}")
+    """Print an error's four parts and its notes to stderr."""
+    notes = " ".join(note.strip() for note in getattr(error, "__notes__", ()))
+    parts = {"got": error.got, "why": error.why, "fix": error.fix, "note": notes}
+    lines = [f"\n  {name}: {text}" for name, text in parts.items() if text not in (None, "")]
+    kind = "stopped" if was_interrupted(error) else "error"
+    say(f"klamp: {kind}: {error.what}{''.join(lines)}", file=sys.stderr)
 
 
 def show_caution(text: str) -> None:
     """Print to stderr what the user should know although the run goes on."""
-    if is_main_process():
-        _write("caution", text, {})
+    say(f"klamp: caution: {text}", file=sys.stderr)
 
 
 @contextmanager
@@ -192,14 +130,3 @@ def cautions_shown() -> Iterator[None]:
 
         warnings.showwarning = show
         yield
-
-
-def _print_parts(error: KlampError, kind: str) -> None:
-    notes = " ".join(note.strip() for note in getattr(error, "__notes__", ()))
-    parts = {"got": error.got, "why": error.why, "fix": error.fix, "note": notes}
-    _write(kind, error.what, {name: str(text) for name, text in parts.items() if text not in (None, "")})
-
-
-def _write(kind: str, what: str, parts: dict[str, str]) -> None:
-    lines = [f"klamp: {kind}: {what}", *(f"  {name}: {text}" for name, text in parts.items())]
-    say("\n".join(lines), file=sys.stderr)

@@ -1,0 +1,145 @@
+"""The outcome of a run as a file; the table and the picture that are made of outcomes."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.image import imread
+from tests.ablation.outcomes import BEFORE, failed, outcome, sweep
+
+from klamp.ablation.outcome import OUTCOME, columns, read_outcome, retained, retained_skills, write_outcome
+from klamp.ablation.results import cell_of, cell_text, draw_frontier, markdown, summarise, text_table, write_results
+from klamp.errors import DataError
+
+
+def test_an_outcome_survives_its_file(tmp_path: Path) -> None:
+    assert read_outcome(tmp_path) is None
+    for each in (outcome(values={"ref_model": None}), failed()):
+        write_outcome(tmp_path, each)
+        assert read_outcome(tmp_path) == each
+    assert [file.name for file in tmp_path.iterdir()] == [OUTCOME], "nothing half written is left"
+
+
+DAMAGED = ["", "{", "[]", '{"run": "a"}', '{"run": "a", "arm": "a", "seed": 0, "before": {"addition": "good"}}']
+
+
+@pytest.mark.parametrize("text", DAMAGED)
+def test_a_damaged_file_is_named(tmp_path: Path, text: str) -> None:
+    (tmp_path / OUTCOME).write_text(text)
+    with pytest.raises(DataError) as caught:
+        read_outcome(tmp_path)
+    assert str(tmp_path / OUTCOME) in str(caught.value.got) and "delete that file" in caught.value.fix
+
+
+def test_retained_skills_were_measured_twice_and_not_trained() -> None:
+    run = outcome(before={**BEFORE, "only before": 1.0}, after={"addition": 0.9, "reversal": 0.5, "only after": 1.0})
+    assert retained_skills(run) == ("reversal",)
+    assert (retained(run, run.before), retained(run, run.after)) == (0.99, 0.5)
+    alone = outcome(before={"addition": 0.1}, after={"addition": 0.2})
+    assert retained(alone, alone.after) is None
+
+
+def test_columns_are_the_finite_numbers_of_runs_that_are_done() -> None:
+    run = outcome(numbers={"length": 4.0, "kl/reverse": math.nan, "kl/forward": math.inf})
+    assert columns(run) == {"rl/after": 0.9, "retained/after": pytest.approx(0.94), "length": 4.0}
+    assert columns(failed()) == {}
+
+
+def test_a_cell_is_the_mean_over_seeds_and_its_student_interval() -> None:
+    scores = (0.88, 0.94, 0.91)
+    (row,) = summarise([outcome(seed=i, after={"addition": score}) for i, score in enumerate(scores)])
+    cell = row.cells["rl/after"]
+    assert cell.mean == pytest.approx(0.91) and cell.values == dict(enumerate(scores))
+    half = 4.302652729911275 * 0.03 / 3**0.5  # t of 2 degrees of freedom, 97.5 %; the standard deviation is 0.03
+    assert cell.interval == pytest.approx((0.91 - half, 0.91 + half))
+    assert cell_of({0: 0.5}).interval is None and cell_of({0: 0.1 + 0.2, 1: 0.3}).interval is None, "no spread"
+
+
+def test_seeds_are_in_order_and_arms_as_they_come() -> None:
+    runs = [outcome("b", 1, after={"addition": 0.2}), outcome("a", 0), outcome("b", 0, after={"addition": 0.1})]
+    table = summarise(runs)
+    assert [row.arm for row in table] == ["b", "a"] and list(table[0].cells["rl/after"].values) == [0, 1]
+
+
+def test_a_failed_run_is_counted_shown_and_left_out_of_the_means() -> None:
+    table = summarise([outcome(seed=0), failed(seed=1), failed("beta=1", 0)])
+    first, second = table
+    assert (first.done, len(first.failures), second.done, len(second.failures)) == (1, 1, 0, 1)
+    assert first.cells["rl/after"].values == {0: 0.9} and second.cells == {}
+    page = markdown(table)
+    assert "| beta=0.01 | 1, 1 failed | 0.9 |" in page
+    assert "- failed: beta=1, seed 0: RewardError: the judge | is out to lunch\n" in page
+
+
+def test_a_value_that_is_not_finite_is_left_out_and_the_cell_says_so() -> None:
+    runs = [outcome(seed=i, numbers={"kl/reverse": kl}) for i, kl in enumerate((0.2, math.nan, 0.3, math.inf))]
+    (row,) = summarise(runs)
+    assert cell_text(row.cells["kl/reverse"], row.done) == "0.25 [-0.3853, 0.8853] (2 of 4)"
+
+
+def test_the_page_is_one_table_without_empty_columns() -> None:
+    page = markdown(summarise(sweep([{"beta": 0.0}, {"beta": 0.01}, {"beta": 0.1}])))
+    block = page.split("\n\n")[0].split("\n")
+    assert len(block) == 5 and len({line.count("|") for line in block}) == 1, "as many cells in every row"
+    assert "Student interval" in page
+    assert text_table(summarise([outcome(after={"addition": 0.9}, numbers={})])) == [
+        ("arm", "seeds", "RL skill (score)"),
+        ("beta=0.01", "1", "0.9"),
+    ]
+
+
+def test_differences_to_the_first_arm_pair_the_seeds_that_both_have() -> None:
+    runs = [outcome("a", seed, after={"addition": 0.1 * seed}) for seed in (0, 1, 2)]
+    runs += [outcome("b", seed, after={"addition": 0.2 * seed}) for seed in (1, 2, 5)]
+    first, second = summarise([*runs, failed("a", 5)])
+    assert "rl/difference" not in first.cells
+    assert second.cells["rl/difference"].values == pytest.approx({1: 0.1, 2: 0.2})
+    assert "rl/difference" not in summarise([failed("a", 0), outcome("b", 0)])[1].cells
+
+
+def test_the_files_have_every_number_of_every_seed(tmp_path: Path) -> None:
+    runs = [*sweep([{"beta": 0.0}, {"beta": 0.1, "kl_estimator": "k1"}]), failed("broken")]
+    result = write_results(runs, tmp_path)
+    assert [file.name for file in result.files] == ["table.md", "table.json", "frontier.png"]
+    rows = json.loads((tmp_path / "table.json").read_text())["rows"]
+    assert [row["arm"] for row in rows] == ["beta=0.0", "beta=0.1 kl_estimator=k1", "broken"]
+    assert rows[1]["values"] == {"beta": 0.1, "kl_estimator": "k1"}
+    assert list(rows[0]["cells"]["kl/reverse"]["values"].values()) == [run.numbers["kl/reverse"] for run in runs[:3]]
+    assert "kl/forward_sequence" in rows[0]["cells"]
+
+
+KL = {"kl/reverse_sequence": 0.3}
+HARD = {
+    "no retained skills": [outcome(after={"addition": 0.5}, before={"addition": 0.4}, numbers=KL)],
+    "a KL of nothing": [outcome(numbers={"kl/reverse_sequence": 0.0})],
+    "one arm failed": [*sweep([{"beta": 0.0}, {"beta": 0.001}]), failed("beta=9", 0)],
+    "a KL over six decades": [outcome(f"{k}", numbers={"kl/reverse_sequence": k}) for k in (1e-6, 1e-3, 1.0)],
+    "names that are no names": [outcome(arm, numbers=KL) for arm in ("$x$", "_a", "", "a$")],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", HARD)
+def test_every_picture_can_be_drawn(name: str, tmp_path: Path) -> None:
+    image = imread(write_results(HARD[name], tmp_path).files[-1])
+    assert min(image.shape[:2]) > 300 and image[..., :3].std() > 0.02, "something was drawn"
+
+
+def test_the_frontier_is_every_skill_against_the_kl_of_a_completion() -> None:
+    runs = [
+        outcome(arm, seed, numbers={"kl/reverse_sequence": kl}, after={**BEFORE, "addition": score})
+        for arm, seed, kl, score in (("free", 0, 3.0, 0.9), ("free", 1, 5.0, 1.0), ("held", 0, 0.5, 0.7))
+    ]
+    figure = draw_frontier([*runs, failed()])
+    assert figure is not None and draw_frontier([outcome(), failed()]) is None, "without a KL there is no picture"
+    titles = ["addition (trained)", "subtraction (not trained)", "reversal (not trained)"]
+    assert [axes.get_title() for axes in figure.axes] == titles
+    trained = figure.axes[0]
+    points = np.concatenate([np.asarray(cloud.get_offsets()) for cloud in trained.collections])
+    assert points == pytest.approx(np.array([(3, 0.9), (5, 1.0), (4, 0.95), (0.5, 0.7), (0.5, 0.7)]))
+    assert list(trained.lines[0].get_ydata()) == [BEFORE["addition"]] * 2, "the score before training"
+    assert [text.get_text().strip("\u200b") for text in figure.legends[0].get_texts()] == ["free", "held"]
