@@ -168,29 +168,6 @@ def test_an_address_that_nothing_answers_at_is_named() -> None:
     assert "more" not in str(error.value)
 
 
-def fake_ray() -> tuple[Any, list[Any]]:
-    """A Ray that notes its calls, and the calls."""
-    calls: list[Any] = []
-    fake = SimpleNamespace(
-        is_initialized=lambda: False,
-        init=lambda **given: calls.append(given),
-        shutdown=lambda: calls.append("shutdown"),
-    )
-    return fake, calls
-
-
-def test_a_cluster_that_was_there_is_left_alone_and_an_own_one_ends() -> None:
-    fake, calls = fake_ray()
-    with connected(SimpleNamespace(**{**vars(fake), "is_initialized": lambda: True}), "auto"):
-        pass
-    assert calls == []
-    with connected(fake, "local"):
-        assert calls[0]["include_dashboard"] is False and "runtime_env" not in calls[0]
-    assert calls[1:] == ["shutdown"]
-    with connected(fake, "auto"):
-        assert calls[2]["runtime_env"]["working_dir"] == "." and "include_dashboard" not in calls[2]
-
-
 def test_an_own_cluster_is_reached_from_this_machine_only_and_asks_for_a_token(tmp_path: Path) -> None:
     program = """
 import json, os

@@ -13,7 +13,7 @@ from itertools import accumulate
 from pathlib import Path
 
 import pytest
-from tests.waiting import SECONDS, is_running, wait_for
+from tests.waiting import is_running, wait_for
 
 from klamp.ablation import local
 from klamp.ablation.local import LocalExecutor, local_executor
@@ -182,14 +182,6 @@ def test_an_error_in_the_display_leaves_no_process_behind(executor, tmp_path) ->
     with pytest.raises(ZeroDivisionError):
         executor(body, workers=1).run(RUNS, tmp_path, broken)
     assert not is_running(int((tmp_path / "pid").read_text()))
-
-
-def test_it_works_outside_the_main_thread(executor, tmp_path) -> None:
-    given = (RUNS, tmp_path, lambda run, outcome: None)
-    thread = threading.Thread(target=executor("done()").run, args=given, daemon=True)
-    thread.start()
-    thread.join(SECONDS)
-    assert {outcome.state for outcome in outcomes(tmp_path).values()} == {"done"}
 
 
 def test_a_worker_has_its_run_its_threads_and_the_parents_modules(executor, tmp_path, monkeypatch) -> None:

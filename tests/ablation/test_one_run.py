@@ -58,14 +58,6 @@ def test_a_run_leaves_its_files_and_its_outcome(run, tmp_path) -> None:
     assert outcome.numbers["seconds"] == pytest.approx(sum(row["speed/step_seconds"] for row in steps))
 
 
-def test_without_kl_the_distance_is_measured_all_the_same(plan_with, tmp_path) -> None:
-    (run,) = runs(plan_with(sweep={"beta": [0.0]}, seeds=(0,)))
-    outcome = perform(run, tmp_path)
-    assert outcome.numbers["kl/reverse"] > 1e-5 and outcome.numbers["kl/forward"] > 1e-5
-    assert outcome.numbers["price"] == 0
-    assert "kl/k3" not in steps_of(run_folder(tmp_path, run))[0], "no reference was loaded"
-
-
 def test_a_run_that_was_interrupted_while_it_was_measured_is_not_trained_again(run, tmp_path) -> None:
     whole = perform(run, tmp_path)
     own = run_folder(tmp_path, run)
@@ -94,14 +86,6 @@ def test_any_error_is_an_outcome_that_says_what_it_was(run, tmp_path, monkeypatc
     outcome = perform(run, tmp_path)
     assert outcome.error == "ZeroDivisionError: division by zero"
     assert "Traceback" in caplog.text, "the log has the rest"
-
-
-def test_a_run_stopped_by_an_alarm_has_failed(plan_with, tmp_path) -> None:
-    """Not an interrupt: the same would happen again."""
-    changes = {"stop_on": ("dr-grpo-with-kl",), "loss_type": "dr_grpo", "advantage_baseline": "mean", "reward": ""}
-    (run,) = runs(plan_with(sweep={"beta": [0.05]}, seeds=(0,), **changes))
-    outcome = perform(run, tmp_path)
-    assert outcome.state == "failed" and "by the alarm dr-grpo-with-kl" in outcome.error
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ from klamp.training.config import TrainConfig
 
 
 def test_a_grid_is_every_combination_the_last_field_fastest() -> None:
-    arms = grid({"kl_coef": [0, 0.01], "kl_estimator": ["k1", "k3"]})
+    arms = grid({"beta": [0, 0.01], "kl_estimator": ["k1", "k3"]})
     assert [arm.name for arm in arms] == [
         "beta=0 kl_estimator=k1",
         "beta=0 kl_estimator=k3",
@@ -21,7 +21,6 @@ def test_a_grid_is_every_combination_the_last_field_fastest() -> None:
         "beta=0.01 kl_estimator=k3",
     ]
     assert arms[2].values == {"beta": 0.01, "kl_estimator": "k1"}
-    assert grid({"teacher_kl_coef": [0.5]})[0].values == {"teacher_coef": 0.5}
     assert [arm.name for arm in grid({})] == ["base"]
 
 
@@ -30,18 +29,8 @@ def test_values_that_differ_have_names_that_differ() -> None:
     assert [shown(value) for value in values] == ["0.1", repr(0.1 + 1e-12), "1e-05", "3", "True", "None", "a,b", "none"]
 
 
-def test_a_repeated_value_is_refused() -> None:
-    with pytest.raises(ConfigError, match="value of beta stands twice"):
-        grid({"beta": [0.1, 0.1]})
-
-
-def test_an_unknown_field_is_named_with_the_nearest() -> None:
-    with pytest.raises(UnknownNameError, match="kl_estimator"):
-        grid({"kl_estimatr": ["k1"]})
-
-
 def test_runs_are_seed_by_seed_with_the_arms_values_over_the_base() -> None:
-    plan = Plan(base={"kl_beta": 0.5, "max_steps": 7}, arms=grid({"beta": [0, 0.25]}), seeds=(3, 1))
+    plan = Plan(base={"beta": 0.5, "max_steps": 7}, arms=grid({"beta": [0, 0.25]}), seeds=(3, 1))
     found = runs(plan)
     assert [run.name for run in found] == ["beta-0_seed-3", "beta-0.25_seed-3", "beta-0_seed-1", "beta-0.25_seed-1"]
     expected = {"beta": 0.25, "max_steps": 7, "seed": 3}
@@ -53,7 +42,7 @@ def test_runs_are_seed_by_seed_with_the_arms_values_over_the_base() -> None:
 def test_what_the_ablation_sets_itself_is_refused(name: str) -> None:
     values = {name: TrainConfig().flat()[name]}
     for plan in (Plan(base=values), Plan(arms=(Arm(name="base", values=values),))):
-        with pytest.raises(ConfigError, match=f"the arm 'base': it sets {name}") as caught:
+        with pytest.raises(ConfigError, match=f"it sets {name}") as caught:
             runs(plan)
         assert caught.value.fix
 
@@ -63,9 +52,10 @@ def test_a_refused_configuration_names_its_arm() -> None:
     with pytest.raises(ConfigError) as caught:
         runs(plan)
     error = caught.value
-    assert error.what.startswith("the arm 'kl_placement=reward': kl_placement='reward' takes kl_estimator='k1' only")
+    assert error.what.startswith("kl_placement='reward' takes kl_estimator='k1' only")
+    assert error.__notes__ == ["in the arm 'kl_placement=reward'"]
     assert error.why and error.fix
-    with pytest.raises(UnknownNameError, match="the arm 'typo'"):
+    with pytest.raises(UnknownNameError, match="bta"):
         runs(Plan(arms=(Arm(name="typo", values={"bta": 1}),)))
 
 
@@ -78,8 +68,8 @@ def test_another_trainer_is_refused(backend: str) -> None:
 
 @pytest.mark.parametrize("change", [{"seeds": (1, 1)}, {"arms": grid({"beta": [0]}) * 2}])
 def test_plans_that_are_none_are_refused(change) -> None:
-    with pytest.raises(ConfigError):
-        Plan(**change)
+    with pytest.raises(ConfigError, match="is repeated"):
+        runs(Plan(**change))
 
 
 def test_folder_names_are_safe_and_differ_where_arms_do() -> None:
@@ -93,12 +83,12 @@ def test_folder_names_are_safe_and_differ_where_arms_do() -> None:
 
 def test_two_arms_with_one_folder_are_refused() -> None:
     plan = Plan(arms=(Arm(name="a=b"), Arm(name="a-b", values={"beta": 1.0})))
-    with pytest.raises(ConfigError, match="folder name stands twice"):
+    with pytest.raises(ConfigError, match="is repeated"):
         runs(plan)
 
 
 def test_two_arms_that_are_the_same_are_refused() -> None:
     """Such as recipes that give way to a base which sets every field."""
-    plan = Plan(arms=(Arm(name="a", values={"beta": 0.3}), Arm(name="b"), Arm(name="c", values={"kl_beta": 0.3})))
+    plan = Plan(arms=(Arm(name="a", values={"beta": 0.3}), Arm(name="b"), Arm(name="c", values={"beta": 0.3})))
     with pytest.raises(ConfigError, match="the arms 'a' and 'c' are the same"):
         runs(plan)

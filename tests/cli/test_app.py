@@ -143,10 +143,3 @@ def test_a_library_of_an_extra_that_is_missing_is_named_with_the_extra(
     assert err.startswith("klamp: error: klamp train --beta 0.1 needs transformers, which is not installed\n")
     assert re.search(r"  fix: pip install -e '/.*\[train\]'\n$", err), "of the clone"
     assert "Traceback" not in err
-
-
-@pytest.mark.parametrize("name", ["transformers.moved", "nobody_declares_this", None])
-def test_a_module_that_no_extra_brings_is_a_bug_and_stays_one(fails, name: str | None) -> None:
-    fails(ModuleNotFoundError("No module", name=name))
-    with pytest.raises(ModuleNotFoundError):
-        main(["train"])

@@ -81,10 +81,6 @@ def test_a_run_that_goes_on_is_as_it_was_but_for_what_is_named(write, tmp_path: 
         parse_train(["--resume", str(folder), "--output_dir", "other"])
 
 
-def test_an_alias_in_the_flags_wins_over_the_fields_name_in_the_file(write) -> None:
-    assert parse_train(["--config", str(write("beta: 0.5")), "--kl_coef", "0.2"]).config.kl.beta == 0.2
-
-
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_gives_its_recipe(name: str) -> None:
     config = parse_train(["--preset", name]).config
@@ -140,17 +136,6 @@ preset: grpo
         "scale_rewards": "none",
         "chat_template": None,
         "preset": "grpo",
-    }
-
-
-def test_sections_may_be_nested(write) -> None:
-    text = "kl: {kl_penalty: 0.02, target_kl: 0.1}\ntask:\n  task: rows.jsonl\nmodel: my/model\nseed: 3\n"
-    assert read_file(write(text)) == {
-        "beta": 0.02,
-        "target_kl": 0.1,
-        "task": "rows.jsonl",
-        "model": "my/model",
-        "seed": 3,
     }
 
 
@@ -233,17 +218,3 @@ def test_the_home_folder_stands_for_its_sign(write, monkeypatch: pytest.MonkeyPa
         "as a shell has it"
     )
     assert read_options(DoctorOptions, ["~/x"], command="klamp doctor").path == file.parent / "x"
-
-
-def test_two_names_that_agree_and_a_file_without_any_are_no_error(write) -> None:
-    assert read_file(write("# nothing\n")) == {}
-    assert read_file(write("beta: 0.1\nkl_penalty: 0.1\nkl: {kl_coef: 0.1}")) == {"beta": 0.1}
-
-
-def test_a_missing_file_names_the_ones_beside_it(write) -> None:
-    there = write("beta: 0.1")
-    with pytest.raises(ConfigError) as caught:
-        read_file(there.with_name("ran.yaml"))
-    assert there.name in caught.value.fix
-    with pytest.raises(ConfigError):
-        read_file(there.parent)

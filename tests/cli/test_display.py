@@ -90,11 +90,6 @@ def test_about_twenty_lines_with_the_first_and_the_last_step_written_at_once(ste
     assert display.console.file.flushed >= lines  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def test_a_continued_run_has_as_many_lines() -> None:
-    rows = rows_of(play("--max_steps", "210", start_step=10))
-    assert [row.split("/")[0] for row in rows[:3]] == ["step 11", "step 20", "step 30"]
-
-
 @pytest.mark.parametrize("terminal", [False, True])
 def test_news_are_lines(terminal: bool) -> None:
     display = play("--max_steps", "5", on=console(terminal=terminal))

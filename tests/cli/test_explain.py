@@ -11,7 +11,6 @@ from torch import Tensor
 
 from klamp.cli import main
 from klamp.cli.explain import LENGTH, explain, run
-from klamp.config import PRESETS
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.verify import worlds
 
@@ -34,17 +33,6 @@ def test_the_three_printed_forms_come_out_for_what_they_are() -> None:
     assert "-0.8851 nats per token where KL(policy||ref) is +0.8851" in text[second:third]
     assert "for tokens of the policy it is not KL(policy||ref)" in text[third:]
     assert "the gradient of neither KL" in text[third:] and "with tokens of the reference +0.8851" in text[third:]
-
-
-@pytest.mark.parametrize("name", ["dapo", "frpo"])  # every one of them: tests/verify/test_explain.py
-def test_a_preset_comes_with_its_paper(name: str) -> None:
-    assert PRESETS[name].paper in shown(name)
-
-
-def test_a_printed_form_says_where_it_is_found() -> None:
-    text = shown("exact-kl")
-    assert text.startswith("exact-kl: the value is right")
-    assert "found in the hands-on example of the GRPO tutorial (docs/sources.md)" in text
 
 
 def test_flags_and_aliases_alone() -> None:
@@ -112,11 +100,6 @@ def test_what_cannot_be_explained(argv: list[str], error: type[Exception], said:
     with pytest.raises(error, match=said):
         explain(argv)
     assert main(["explain", *argv]) == 2
-
-
-def test_a_preset_that_is_no_penalty_is_refused_by_train(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--preset", "ratio-weighted", "--dry-run"]) == 2
-    assert "klamp explain ratio-weighted" in capsys.readouterr().err
 
 
 def test_what_is_enumerated_stays_small_whatever_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:

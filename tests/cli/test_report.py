@@ -14,7 +14,7 @@ from klamp.ablation.outcome import Outcome, write_outcome
 from klamp.cli import main
 from klamp.cli.flags import read_options
 from klamp.cli.options import ReportOptions
-from klamp.cli.report import names_of, output_of, read_runs
+from klamp.cli.report import output_of, read_runs
 from klamp.cli.text import duration
 from klamp.training.config import TrainConfig
 from klamp.training.runlog import plain
@@ -114,12 +114,6 @@ def test_an_arm_without_a_pull_keeps_its_kl(tmp_path: Path) -> None:
     assert "0.61" in [each.text for each in page(free / "report.html").all(of="big")]
 
 
-def test_an_outcome_of_another_program_is_left_alone(tmp_path: Path) -> None:
-    file = lines(tmp_path / "other" / "metrics.jsonl", {"step": 1, "kl/k3": 0.1})
-    (file.parent / "outcome.json").write_text("[]")
-    assert main(["report", str(file.parent)]) == 0
-
-
 def test_what_other_trainers_write(tmp_path: Path) -> None:
     state = tmp_path / "checkpoint-7" / "trainer_state.json"
     state.parent.mkdir()
@@ -195,14 +189,6 @@ def test_where_it_writes(tmp_path: Path) -> None:
     assert output("--output", "c.html", str(tmp_path)) == Path("c.html")
 
 
-def test_names() -> None:
-    assert names_of([Path("runs/a"), Path("runs/b")]) == ["a", "b"]
-    assert names_of([Path("x/run"), Path("y/run")]) == ["x/run", "y/run"]
-    assert names_of([Path("x/a/run"), Path("x/b/run"), Path("x/other")]) == ["a/run", "b/run", "x/other"]
-    assert names_of([Path("out/checkpoint-5/trainer_state.json")]) == ["checkpoint-5"]
-    assert names_of([Path("out/metrics.jsonl"), Path("out")]) == ["out/metrics.jsonl", "out"]
-
-
 def test_the_first_line_counts_the_steps_of_every_process(tmp_path: Path) -> None:
     folder = shutil.copytree(Path(__file__).parents[1] / "recorded" / "sound", tmp_path / "run")
     rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
@@ -213,13 +199,3 @@ def test_the_first_line_counts_the_steps_of_every_process(tmp_path: Path) -> Non
     for seconds, said in ((90.0, steps * 60.0), (7200.0 * steps, 7200.0 * steps)):
         (folder / "summary.json").write_text(json.dumps({"rl_skill": "addition", "seconds": seconds}))
         assert read_runs([folder])[0].said[-1] == duration(said), "a resumed run's summary knows its last process alone"
-
-
-@pytest.mark.parametrize(
-    ("seconds", "took"), [("", "0:05"), (float("inf"), "0:05"), ("60", "1:00"), (None, "not ended")]
-)
-def test_the_first_line_passes_over_a_duration_that_is_none(tmp_path: Path, seconds: object, took: str) -> None:
-    folder = shutil.copytree(Path(__file__).parents[1] / "recorded" / "sound", tmp_path / "run")
-    (folder / "metrics.jsonl").write_text('{"step": 1, "reward": 0.5, "speed/step_seconds": 5.0}\n')
-    (folder / "summary.json").write_text(json.dumps({"rl_skill": "addition", "seconds": seconds}))
-    assert read_runs([folder])[0].said[-1] == took

@@ -14,7 +14,6 @@ from klamp.cli.text import (
     cautions_shown,
     duration,
     exit_code,
-    fixed,
     say,
     show_caution,
     show_error,
@@ -24,23 +23,6 @@ from klamp.cli.text import (
 )
 from klamp.config import KLWarning
 from klamp.errors import ConfigError, DataError, KlampError, ModelError, RewardError, TrainingStopped, UnknownNameError
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        (0.01234, "0.0123"),
-        (-0.01234, "-0.0123"),
-        (0.0, "0.0000"),
-        (1.2e-7, "1e-07"),
-        (123456.0, "1e+05"),
-        (12.5, "12.5000"),
-        (float("nan"), "nan"),
-        (float("inf"), "inf"),
-    ],
-)
-def test_fixed(value: float, text: str) -> None:
-    assert fixed(4)(value) == text
 
 
 def test_durations_are_those_of_a_clock() -> None:
@@ -137,9 +119,3 @@ def test_cautions_are_shown_once_each_and_without_pythons_format(capsys: pytest.
             warnings.warn(text, KLWarning, stacklevel=1)
     assert capsys.readouterr().err == "klamp: caution: k1 regularises nothing\nklamp: caution: another\n"
     assert warnings.showwarning is before
-
-
-def test_other_warnings_stay_as_they_are(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.warns(FutureWarning, match="soon"), cautions_shown():
-        warnings.warn("soon", FutureWarning, stacklevel=1)
-    assert "caution" not in capsys.readouterr().err

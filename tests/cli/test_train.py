@@ -87,16 +87,6 @@ def test_after_an_alarm_the_run_goes_on_without_it(
     assert captured.err.rstrip().endswith(f"train --resume {folder} --stop_on retention")
 
 
-def test_the_display_is_closed_after_an_error(folder: Path, capsys) -> None:
-    def fail(step: int) -> None:
-        raise ZeroDivisionError
-
-    console = Console(force_terminal=True, width=100, height=42)
-    with pytest.raises(ZeroDivisionError):
-        train.run(["--max_steps", "3"], console=console, runner=fake_trainer(folder, at_step=fail))
-    assert "\x1b[?25h" in capsys.readouterr().out
-
-
 def test_a_caution_is_shown_before_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--max_steps", "2", "--kl_gradient", "own"]) == 0
     err = capsys.readouterr().err
@@ -157,15 +147,6 @@ def after(lines: list[str], start: str) -> list[str]:
     return next(line.strip().removeprefix(start).split() for line in lines if line.strip().startswith(start))
 
 
-def test_skills_in_points_the_trained_one_first(tmp_path: Path) -> None:
-    lines = summary_lines(tmp_path)
-    assert "done: 200 steps in 1:12" in lines
-    assert after(lines, "addition (trained)") == ["76.2", "93.8", "+17.6"]
-    assert after(lines, "subtraction") == ["90.2", "89.5", "−0.8"]
-    skills = [line.split()[0] for line in lines if line.startswith(("  addition", "  subtraction", "  reversal"))]
-    assert skills == ["addition", "subtraction", "reversal"]
-
-
 def test_the_kl_per_token_and_per_completion_by_every_estimator(tmp_path: Path) -> None:
     lines = summary_lines(tmp_path, "--target_kl", "0.05")
     assert after(lines, "k1") == ["k3", "exact"]
@@ -174,13 +155,6 @@ def test_the_kl_per_token_and_per_completion_by_every_estimator(tmp_path: Path) 
     (beta,) = (line for line in lines if line.startswith("beta: "))
     assert beta.startswith("beta: hold controller from 0.01, towards 0.05 nats per token; price: ")
     assert "per nat of a whole completion" in beta
-
-
-def test_a_moving_reference_shows_the_distance_from_its_start_too(tmp_path: Path) -> None:
-    metrics = {"kl/k3": 0.01, "kl/k1_original": 0.2, "kl/k3_original": 0.25}
-    lines = summary_lines(tmp_path, "--reference", "ema", final_metrics=metrics)
-    assert after(lines, "from its start, per token") == ["0.2000", "0.2500", "-"]
-    assert not any("from its start" in line for line in summary_lines(tmp_path))
 
 
 def test_without_a_reference_it_says_so(tmp_path: Path) -> None:
@@ -209,10 +183,3 @@ def test_files_are_named_where_they_exist(tmp_path: Path) -> None:
     (folder / "completions.jsonl").unlink()
     assert not any(line.startswith("completions") for line in summary_lines(folder))
     assert not any(line.startswith("TensorBoard") for line in summary_lines(folder, "--report_to"))
-
-
-@pytest.mark.parametrize("metrics", [{}, {"beta": 0.3, "kl/k3": 1e-7}])
-def test_metrics_that_are_missing_are_dashes(tmp_path: Path, metrics: dict[str, float]) -> None:
-    lines = summary_lines(tmp_path, final_metrics=metrics)
-    assert after(lines, "nats per token") == ["-", "1e-07" if metrics else "-", "-"]
-    assert after(lines, "nats per completion") == ["-", "-", "-"]

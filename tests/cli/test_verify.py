@@ -5,14 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
-from typing import get_args
 
 import pytest
 import torch
 
 from klamp.cli import main
-from klamp.cli.options import Question
-from klamp.cli.verify import QUESTIONS, run
+from klamp.cli.verify import run
 from klamp.core.estimators import ESTIMATORS
 from klamp.errors import UnknownNameError
 from klamp.verify.proofs import PROOFS
@@ -76,8 +74,3 @@ def test_wrong_arguments(argv: list[str], error: type[Exception], said: str) -> 
     with pytest.raises(error, match=said):
         run(argv)
     assert main(["verify", *argv]) == 2
-
-
-def test_the_names_are_those_of_the_questions() -> None:
-    """`klamp verify --help` is there without torch, so that they are written down twice."""
-    assert set(get_args(Question)) == set(QUESTIONS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from klamp.ablation.execute import check_free
@@ -73,9 +74,8 @@ def _check_task(first: tuple[Path, TrainConfig], other: tuple[Path, TrainConfig]
 
 def _check_finished(folder: Path, steps: int) -> None:
     """Refuse a run that is not complete."""
-    try:
-        why = "" if finished(folder, steps) else f"it has no checkpoint, or no summary of {steps} steps"
-    except (ValueError, TypeError, LookupError, OSError) as error:
-        why = f"its summary is damaged: {type(error).__name__}: {error}"
-    if why:
-        raise DataError("a run is not finished", got=str(folder), why=why, fix=f"klamp train --resume {folder}")
+    with suppress(ValueError, TypeError, LookupError):  # a damaged summary
+        if finished(folder, steps):
+            return
+    why, fix = f"it has no checkpoint, or no summary of {steps} steps", f"klamp train --resume {folder}"
+    raise DataError("a run is not finished", got=str(folder), why=why, fix=fix)

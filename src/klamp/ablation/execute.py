@@ -11,11 +11,11 @@ from typing import Any, Protocol, TypeAlias
 import yaml
 
 from klamp.ablation.outcome import OUTCOME, Outcome, failed, is_done, read_outcome, write_outcome
-from klamp.ablation.plan import Plan, Run, named, plain_plan, run_folder, runs
+from klamp.ablation.plan import Plan, Run, plain_plan, run_folder, runs
 from klamp.ablation.results import Result, write_results
 from klamp.errors import KlampError, RunFolderError, TrainingStopped
-from klamp.tasks.cache import Progress
 from klamp.files import yaml_of
+from klamp.tasks.cache import Progress
 from klamp.training.folders import LOCK, held, write_whole
 
 PLAN, LOG = "plan.yaml", "log.txt"
@@ -140,20 +140,16 @@ def load_shared(every: Sequence[Run], progress: Progress | None = None) -> None:
                 make_ready(name, progress=progress)
             open_inputs(run.config)
         except KlampError as error:
-            raise named(error, f"the arm {run.arm.name!r}") from error
+            error.add_note(f"in the arm {run.arm.name!r}")
+            raise
 
 
 def execute(
     plan: Plan, folder: Path, executor: Executor, *, tell: Tell = lambda *_: None, progress: Progress | None = None
 ) -> Result:
-    """Do every run that is not done yet, then write the table and the picture.
+    """Do every run that is not done yet, then write the table and the picture; a folder with this plan is continued.
 
-    Args:
-        plan: what to run.
-        folder: where; a folder with this plan is continued.
-        executor: runs the runs.
-        tell: receives the runs that are done already, then those of the executor.
-        progress: follows the making of a model, before the first run.
+    `tell` receives the runs that are done already, then those of the executor; `progress` follows a model that is made.
     """
     every = runs(plan)
     check_folder(plan, folder)

@@ -44,8 +44,8 @@ class LocalExecutor(Executor):
         variables["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         with (own / LOG).open("wb") as log:
             # In a session of its own: Ctrl-C on the terminal reaches this process only, which passes it on once.
-            options = {"stdin": PIPE, "stdout": log, "stderr": STDOUT, "start_new_session": True}
-            process = Popen([*COMMAND, str(own)], env=variables, **options)
+            words = [*COMMAND, str(own)]
+            process = Popen(words, stdin=PIPE, stdout=log, stderr=STDOUT, env=variables, start_new_session=True)
         assert process.stdin is not None
         process.stdin.write(pickle.dumps(run))
         process.stdin.flush()

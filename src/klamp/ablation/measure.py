@@ -6,13 +6,13 @@ every run, so that arms differ by their policies and not by luck.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor
 from transformers import PreTrainedModel
 
 from klamp.ablation.outcome import Outcome
@@ -38,8 +38,6 @@ COMPLETIONS = 2
 """Completions per held-out prompt and direction."""
 SEED = 20_240_213
 """Seed of the draws, whatever the seed of the run."""
-SUMS = ("sequences", "tokens", "kl", "entropy", "reward")
-"""What is summed over completions; the KL and the entropy over their tokens, in nats."""
 
 
 def measure(config: TrainConfig, folder: Path, *, prompts: int | None = None) -> dict[str, float]:
@@ -60,7 +58,7 @@ def numbers_of(context: Context, *, prompts: int | None = None) -> dict[str, flo
     prompts of the trained skill (None: all). `context`: see `measured`.
     """
     held_out = context.task.evaluation[context.task.rl_skill][:prompts]
-    reverse, forward = (_over(context, held_out, direction) for direction in ("reverse", "forward"))
+    reverse, forward = (_sums(context, held_out, direction) for direction in ("reverse", "forward"))
     return {
         "reward": reverse["reward"] / reverse["sequences"],
         "length": reverse["tokens"] / reverse["sequences"],
@@ -72,45 +70,38 @@ def numbers_of(context: Context, *, prompts: int | None = None) -> dict[str, flo
     }
 
 
-def _over(context: Context, prompts: Sequence[Example], direction: Direction) -> dict[str, float]:
-    """The `SUMS` over the completions of some prompts, computed in batches of the size of training."""
-    examples = [e for e in prompts for _ in range(COMPLETIONS)]
-    rollout = context.config.rollout
-    uniforms = uniform_numbers(SEED, int(direction == "forward"), len(examples), rollout.max_completion_length)
-    size = rollout.prompts_per_step * rollout.num_generations
-    at_once = max(1, size // context.config.optim.gradient_accumulation_steps)
-    batches = [slice(first, first + at_once) for first in range(0, len(examples), at_once)]
-    parts = [_batch(context, examples[rows], uniforms[rows], direction) for rows in batches]
-    return dict(zip(SUMS, map(sum, zip(*parts, strict=True)), strict=True))
-
-
-def _batch(context: Context, examples: Sequence[Example], uniforms: Tensor, direction: Direction) -> tuple[float, ...]:
-    """The `SUMS` of one batch."""
+def _sums(context: Context, prompts: Sequence[Example], direction: Direction) -> Mapping[str, float]:
+    """Sums over the completions of some prompts, in batches of the size of training; KL and entropy in nats."""
     policy, start = context.scorer, cast(LocalReference, context.reference)
-    sampler = None if direction == "reverse" else start
-    completions = select(
-        completed(context, [e.prompt for e in examples], uniforms=uniforms, reference=sampler), slice(None)
-    )
-    every = torch.ones(len(examples), dtype=torch.bool, device=context.device)
-    temperature = context.config.rollout.temperature
-    theirs = start.score(completions, temperature=temperature, keep=every).predictions
-    assert theirs is not None, "it was asked to keep them"
-    exact = ExactKL(rows=every, ref=theirs, directions=(direction,))
-    ours = policy(completions, Ask(temperature=temperature, entropy=True, exact=exact))
-    kl = ours.exact if direction == "reverse" else ours.exact_forward
-    nats = [0.0 if x is None else float(masked_sum(x.double(), completions.mask)) for x in (kl, ours.entropy)]
-    texts = completions.texts(context.tokenizer) if direction == "reverse" else []
-    reward = sum(context.task.score(e, text) for e, text in zip(examples, texts, strict=False))
-    return len(examples), int(completions.mask.sum()), *nats, reward
+    config, every = context.config, [example for example in prompts for _ in range(COMPLETIONS)]
+    temperature, length = config.rollout.temperature, config.rollout.max_completion_length
+    uniforms = uniform_numbers(SEED, int(direction == "forward"), len(every), length)
+    size = config.rollout.prompts_per_step * config.rollout.num_generations // config.optim.gradient_accumulation_steps
+    sums: defaultdict[str, float] = defaultdict(float)
+    for first in range(0, len(every), max(1, size)):
+        rows = slice(first, first + max(1, size))
+        texts, sampler = [e.prompt for e in every[rows]], None if direction == "reverse" else start
+        completions = select(completed(context, texts, uniforms=uniforms[rows], reference=sampler), slice(None))
+        keep = torch.ones(len(texts), dtype=torch.bool, device=context.device)
+        theirs = start.score(completions, temperature=temperature, keep=keep).predictions
+        assert theirs is not None, "it was asked to keep them"
+        exact = ExactKL(rows=keep, ref=theirs, directions=(direction,))
+        ours = policy(completions, Ask(temperature=temperature, entropy=True, exact=exact))
+        sums["sequences"] += len(texts)
+        sums["tokens"] += int(completions.mask.sum())
+        for name, nats in (("kl", ours.exact), ("kl", ours.exact_forward), ("entropy", ours.entropy)):
+            sums[name] += 0.0 if nats is None else float(masked_sum(nats.double(), completions.mask))
+        if direction == "reverse":
+            answers = zip(every[rows], completions.texts(context.tokenizer), strict=True)
+            sums["reward"] += sum(context.task.score(example, text) for example, text in answers)
+    return sums
 
 
 def measured(config: TrainConfig, weights: str | Path | None) -> Context:
     """A context whose policy is a trained one, and whose reference is the model that its training started from.
 
-    Temperature and length are those of training; the support is not cut. With an adapter the starting model is the
-    policy with it switched off, so that there is no second set of weights.
-
-    `weights` are those of the policy or of its adapter; None: the policy is the starting model.
+    Temperature and length are those of training; the support is not cut. `weights` are those of the policy or of its
+    adapter; None: the policy is the starting model. With an adapter the start is the policy with it switched off.
     """
     device, model = device_of(config), config.model
 

@@ -26,7 +26,6 @@ class Outcome:
     arm: str
     seed: int
     values: Mapping[str, Any] = field(default_factory=dict)
-    """Field -> value that the arm sets."""
     state: Literal["done", "failed"] = "done"
     error: str = ""
     """Why it failed; the first line says what happened."""
@@ -36,8 +35,7 @@ class Outcome:
     after: Mapping[str, float] = field(default_factory=dict)
     """Skill -> greedy score on held-out prompts, before and after training."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Name -> value: the numbers of `klamp.ablation.measure`, `beta` and the `price` of KL in the last step, and the
-    `seconds` of the training steps, without evaluation, saving and measuring."""
+    """Numbers of `klamp.ablation.measure`, `beta` and `price` of the last step, `seconds` of all training steps."""
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> None:

@@ -11,11 +11,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from klamp.config.kl import resolve_aliases
-from klamp.config.teacher import ALL_ALIASES
-from klamp.errors import ConfigError, KlampError, without_credentials
+from klamp.errors import ConfigError, without_credentials
 from klamp.training.backends import check_backend
-from klamp.training.config import TrainConfig, field_owners
+from klamp.training.config import TrainConfig
 from klamp.training.folders import RUNS
 
 KL_PROMPTS = 256
@@ -45,10 +43,6 @@ class Plan:
     kl_prompts: int = KL_PROMPTS
     """Held-out prompts of the trained skill, at most, on which a policy's KL is measured."""
 
-    def __post_init__(self) -> None:
-        _refuse_twice("arm", [arm.name for arm in self.arms])
-        _refuse_twice("seed", self.seeds)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
@@ -64,10 +58,7 @@ class Run:
 
 def grid(sweep: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
     """One arm for every combination of the values of some fields (and of `preset`); the last one varies fastest."""
-    fields = resolve_aliases(sweep, {*field_owners(), "preset"}, ALL_ALIASES)
-    for name, values in fields.items():
-        _refuse_twice(f"value of {name}", [shown(value) for value in values])
-    combinations = (dict(zip(fields, values, strict=True)) for values in itertools.product(*fields.values()))
+    combinations = (dict(zip(sweep, values, strict=True)) for values in itertools.product(*sweep.values()))
     return tuple(
         Arm(name=" ".join(f"{name}={shown(value)}" for name, value in values.items()) or "base", values=values)
         for values in combinations
@@ -75,10 +66,13 @@ def grid(sweep: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
 
 
 def runs(plan: Plan) -> tuple[Run, ...]:
-    """All runs of a plan with their checked configurations, seed by seed; errors name the arm."""
+    """All runs of a plan with their checked configurations, seed by seed."""
     pairs = itertools.product(plan.seeds, plan.arms)
     every = tuple(run_of(arm, seed, _config(plan, arm, seed), plan.kl_prompts) for seed, arm in pairs)
-    _refuse_twice("folder name", [run.name for run in every])
+    if twice := [name for name, count in Counter(run.name for run in every).items() if count > 1]:
+        raise ConfigError(
+            "an arm or a seed is repeated", got=twice[0], why="each run has its own folder", fix="keep one"
+        )
     for one, other in itertools.combinations(every[: len(plan.arms)], 2):
         if one.config == other.config:
             raise ConfigError(
@@ -131,18 +125,12 @@ def plain_plan(plan: Plan) -> dict[str, Any]:
     return {**vars(plan), "base": plain(plan.base), "arms": arms, "seeds": list(plan.seeds)}
 
 
-def named(error: KlampError, where: str) -> KlampError:
-    """The same error, with the part of the plan that it belongs to."""
-    return type(error)(f"{where}: {error.what}", got=error.got, why=error.why, fix=error.fix)
-
-
 def _config(plan: Plan, arm: Arm, seed: int) -> TrainConfig:
-    """The checked configuration of a run; an error names the arm."""
+    """The checked configuration of a run; an error has the arm as its note."""
     try:
-        base, own = (resolve_aliases(values, set(field_owners()), ALL_ALIASES) for values in (plan.base, arm.values))
-        for name in {*base, *own} & set(OWNED):
+        for name in {*plan.base, *arm.values} & set(OWNED):
             raise ConfigError(f"it sets {name}", why="the ablation sets it", fix="use --seeds and --output_dir")
-        config = TrainConfig.from_flat({**base, **own, "seed": seed})
+        config = TrainConfig.from_flat({**plan.base, **arm.values, "seed": seed})
         check_backend(config)
         if config.run.backend != "local":
             raise ConfigError(
@@ -152,11 +140,6 @@ def _config(plan: Plan, arm: Arm, seed: int) -> TrainConfig:
                 fix="leave backend out, or run the arms one by one with klamp train",
             )
     except ConfigError as error:
-        raise named(error, f"the arm {arm.name!r}") from error
+        error.add_note(f"in the arm {arm.name!r}")
+        raise
     return config
-
-
-def _refuse_twice(kind: str, names: Sequence[Any]) -> None:
-    for name, count in Counter(names).items():
-        if count > 1:
-            raise ConfigError(f"a {kind} stands twice", got=name, why="each combination is run once", fix="keep one")

@@ -57,7 +57,8 @@ def parse_ablate(argv: Sequence[str]) -> tuple[Plan, AblateOptions]:
         why, fix = "every arm of the plan sets it", f"leave --{ignored[0]} out, or change the arms"
         raise ConfigError(f"--{ignored[0]} has no effect", why=why, fix=fix)
     base = {**DEFAULTS, **recipe, **base}
-    seeds = options.seeds if len(options.seeds) > 1 else seeds_of(options.seeds[0], "--seeds")
+    numbers = list(options.seeds)
+    seeds = seeds_of(numbers if len(numbers) > 1 else numbers[0], "--seeds")
     name = file.name or "-".join(sweep) or Path(options.plan or str(base.get("task", "arithmetic"))).stem
     kl_prompts = options.kl_prompts or file.kl_prompts or KL_PROMPTS
     seeds = seeds if "seeds" in given else file.seeds or seeds

@@ -7,7 +7,6 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,12 +21,11 @@ from klamp.config.describe import (
     describe_teacher,
 )
 from klamp.config.loss import configured_price
-from klamp.errors import ConfigError
 from klamp.tasks.base import NO_REWARD
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder
 from klamp.training.config import TrainConfig, field_owners
 from klamp.training.folders import run_folder
-from klamp.training.resumed import PLACE, check_resume, plain, read
+from klamp.training.resumed import check_resume
 
 if TYPE_CHECKING:  # imported for a dry run only
     from klamp.training.setup import Inputs
@@ -70,21 +68,11 @@ def describe_reference(config: TrainConfig) -> str:
 
 
 def resume_command(config: TrainConfig, folder: Path, **changes: Any) -> str:
-    """The command that continues a run: as it is, and what is to be another.
-
-    Args:
-        config: the configuration in force.
-        folder: folder of the run.
-        changes: fields to set, such as `max_steps`.
-    """
-    wanted = plain(config) | {name: list(v) if isinstance(v, tuple) else v for name, v in changes.items()}
-    written: dict[str, Any] = {}
-    with suppress(ConfigError):  # damaged
-        written = read(folder)
-    words = [tool("klamp"), "train", "--resume", str(folder)]
-    for name, value in wanted.items():
-        if name not in PLACE and value != written.get(name, value):
-            words += [f"--{name}", *map(str, value if isinstance(value, list) else [value])]
+    """The command that continues a run, with the fields that change, such as `max_steps`."""
+    words, saved = [tool("klamp"), "train", "--resume", str(folder)], config.flat()
+    for name, value in changes.items():
+        if value != saved[name]:
+            words += [f"--{name}", *map(str, value if isinstance(value, tuple) else [value])]
     return shlex.join(words)
 
 
@@ -99,13 +87,8 @@ def tool(name: str) -> str:
 def plan_text(config: TrainConfig, inputs: Inputs | str = "", argv: Sequence[str] = ()) -> str:
     """The plan of a run as text: the settings in words, then the fields that differ from the defaults.
 
-    Args:
-        config: what would run.
-        inputs: what was found when its inputs were opened, or why they could not be; empty: nobody tried.
-        argv: the arguments of `klamp train` that it was made from.
-
-    Raises:
-        RunFolderError: the run's folder holds another run, or there is none to continue.
+    `inputs` are those that were opened, or the reason why they could not be; empty: nobody tried. `argv` are the
+    arguments of `klamp train` that `config` was made from.
     """
     parts = [
         "klamp train --dry-run: prompts, tokenizer and reward are opened; nothing is started or written",

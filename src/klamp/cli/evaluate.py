@@ -38,9 +38,9 @@ class EvaluatedPolicy:
     weights: str | None
     """Folder (or id) of the policy, or of its adapter; None: it is the configuration's model."""
     start: str | None
-    """The model that training started from; None: not known."""
+    """The model that training started from, if it is known."""
     steps: int | None = None
-    """The number of steps that the checkpoint's name tells; None: it is no checkpoint."""
+    """The number of steps in the checkpoint's name, if it is a checkpoint."""
 
 
 def run(argv: Sequence[str]) -> int:

@@ -30,12 +30,7 @@ SEED = r"_seed-\d+$"
 
 
 def run(argv: Sequence[str]) -> int:
-    """Write the page of the runs.
-
-    Raises:
-        DataError: a record that cannot be read.
-        RunFolderError: the file exists and is no report, or cannot be written.
-    """
+    """Write the page of the runs."""
     options = read_options(ReportOptions, argv, command="klamp report")
     file = output_of(options)
     check_report_file(file)
@@ -60,11 +55,7 @@ def output_of(options: ReportOptions) -> Path:
 
 
 def check_report_file(file: Path) -> None:
-    """Refuse to write over a file that is no report.
-
-    Raises:
-        RunFolderError: the file exists and is none, or its folder does not exist.
-    """
+    """Refuse to write over a file that is no report, or into a folder that does not exist."""
     from klamp.report.page import GENERATOR
 
     if not file.parent.is_dir():
@@ -83,14 +74,7 @@ def check_report_file(file: Path) -> None:
 
 
 def records(paths: Sequence[Path]) -> list[Path]:
-    """The records to read, those of sweeps in the place of the sweeps' folders.
-
-    Args:
-        paths: as they were named.
-
-    Raises:
-        DataError: a record that is named twice.
-    """
+    """The records to read: for the folder of a sweep its runs; a DataError if one is named twice."""
     from klamp.records.klamp_run import runs_in
 
     found: list[Path] = []
@@ -106,11 +90,7 @@ def records(paths: Sequence[Path]) -> list[Path]:
 
 
 def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
-    """The runs, read and diagnosed.
-
-    Raises:
-        DataError: a record that cannot be read.
-    """
+    """The runs, read and diagnosed; a DataError if a record cannot be read."""
     from klamp.ablation.outcome import read_outcome
     from klamp.diagnostics.doctor import examine
     from klamp.records import read_record
