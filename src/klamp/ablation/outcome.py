@@ -52,6 +52,8 @@ def read_outcome(folder: Path) -> Outcome | None:
         outcome = Outcome(**json_of(file.read_text(encoding="utf-8")))
         for scores in (outcome.before, outcome.after, outcome.numbers):
             sum(scores.values(), 0.0)  # a TypeError if one is no number
+        if not (isinstance(outcome.arm, str) and isinstance(outcome.seed, int)):
+            raise TypeError(f"arm {outcome.arm!r}, seed {outcome.seed!r}")
         return outcome
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
         raise DataError(
