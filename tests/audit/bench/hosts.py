@@ -40,7 +40,6 @@ def liger() -> Iterator[Case]:
 
     kinds: list[dict[str, Any]] = [{"loss_type": x} for x in ("grpo", "bnpo", "dr_grpo", "dapo", "sapo", "vespo")]
     kinds += [{"loss_type": "cispo", "epsilon_high": 2.0}, {"loss_type": "grpo", "delta": 1.2}]
-    kinds += [{"loss_type": "bnpo", "epsilon_low": 0.1, "epsilon_high": 0.35}]
     kinds += [{"loss_type": "grpo", "importance_sampling_level": "sequence"}]
     for options, corrected in product(kinds, (False, True)):
         right = REVERSE if corrected else FORWARD
@@ -57,62 +56,50 @@ def torchrl() -> Iterator[Case]:
     from tensordict import TensorDict
     from torchrl.objectives.llm import CISPOLoss, GRPOLoss
 
-    def loss(w: World, kind: Any, to: str = "ref", **options: Any) -> Any:
-        host = kind(None, entropy_bonus=False, **{f"kl_to_{to}_coeff": BETA}, **options)
+    def loss(w: World, kind: Any, mean: str) -> Any:
+        host = kind(None, entropy_bonus=False, kl_to_ref_coeff=BETA, aggregation=mean)
         vars(host)["_get_cur_log_prob"] = lambda tensordict: (w.logp, SimpleNamespace(mask=w.mask), False)
         batch = TensorDict({"advantage": w.a.expand_as(w.logp)[..., None]}, batch_size=[len(w.logp)])
         keys = host.tensor_keys
         for key, x in ((keys.action, w.ids), (keys.sample_log_prob, w.old), (keys.ref_log_probs, w.ref)):
             batch[key] = x
         out = host(batch)
-        return out.loss_objective.sum() + out.get(f"loss_kl_to_{to}"), NO_SAMPLER
+        return out.loss_objective.sum() + out.loss_kl_to_ref, NO_SAMPLER
 
     for kind in (GRPOLoss, CISPOLoss):
         for mean, code in (("token_mean", "beta-off"), ("prompt_mean", "kl-forward")):
-            name = f"torchrl {kind.__name__} {mean}"
-            yield wrong(name, lambda w, k=kind, x=mean: loss(w, k, aggregation=x), code, "forward")
-    yield wrong("torchrl, KL to the inference policy", lambda w: loss(w, GRPOLoss, "inference"), "", "old none")
-    clipped = {"clip_epsilon": (0.1, 0.3)}
-    yield wrong("torchrl, clip (0.1, 0.3)", lambda w: loss(w, GRPOLoss, **clipped), "beta-off", "forward")
-
-
-@cache
-def verl_config(**policy: Any) -> Any:
-    """The configuration of verl's actor."""
-    from verl.workers.config import ActorConfig, PolicyLossConfig
-
-    batch = {"rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
-    return ActorConfig(strategy="fsdp", policy_loss=PolicyLossConfig(**policy), **batch)
+            yield wrong(f"{kind.__name__} {mean}", lambda w, k=kind, x=mean: loss(w, k, x), code, "forward")
 
 
 KINDS = {"k3": FORWARD, "k1": ZERO, "abs": SIGN, "k2": REVERSE, "k3+": REVERSE, "k1+": REVERSE}
-MODES = {"vanilla": "token-mean", "gspo": "seq-mean-token-mean", "sapo": "seq-mean-token-mean", "gpg": "token-mean"}
+MEANS = {"token-mean": ("vanilla", "gpg"), "seq-mean-token-mean": ("gspo", "sapo")}
 MASKED = {"geo_mean": "k3+", "clip_cov": "k3+", "dppo_tv": "k3+", "cispo": "k3", "kl_cov": "k3", "dppo_kl": "k3"}
 
 
 def verl() -> Iterator[Case]:
     """verl's policy losses and KLs, put together as its `ppo_loss` does."""
     from verl.trainer.ppo.core_algos import agg_loss, get_policy_loss_fn, kl_penalty
+    from verl.workers.config import ActorConfig, PolicyLossConfig
 
-    def case(mode: str, kind: str, mean: str = "token-mean", **policy: Any) -> Case:
+    def case(mode: str, kind: str, mean: str = "token-mean") -> Case:
+        policy, batch = PolicyLossConfig(loss_mode=mode), {"rollout_n": 1, "ppo_micro_batch_size_per_gpu": 1}
+        config = ActorConfig(strategy="fsdp", policy_loss=policy, **batch)
+
         def loss(w: World) -> Any:
-            config = verl_config(loss_mode=mode, **policy)
             given = {"old_log_prob": w.old, "log_prob": w.logp, "advantages": w.a.expand_as(w.logp)}
             given |= {"response_mask": w.mask, "loss_agg_mode": mean, "config": config}
             kl = kl_penalty(logprob=w.logp, ref_logprob=w.ref, kl_penalty=kind)
             kl = agg_loss(loss_mat=kl, loss_mask=w.mask, loss_agg_mode=mean)
-            extra = NO_SAMPLER | {"clip": (config.clip_ratio, config.clip_ratio)}
-            return get_policy_loss_fn(mode)(**given)[0] + BETA * kl, extra
+            return get_policy_loss_fn(mode)(**given)[0] + BETA * kl, NO_SAMPLER | {"clip": (0.2, 0.2)}
 
         return Case(f"verl {mode}, {kind}, {mean}", loss, **KINDS[kind])
 
-    for kind, mean in product(KINDS, ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum")):
+    for kind, mean in product(KINDS, (*MEANS, "seq-mean-token-sum")):
         yield case("vanilla", kind, mean)
-    for (mode, mean), kind in product(MODES.items(), ("k3", "k3+")):
-        yield case(mode, kind, mean)
+    for mean, kind in product(MEANS, ("k3", "k3+")):
+        yield from (case(mode, kind, mean) for mode in MEANS[mean])
     for mode, kind in MASKED.items():
         yield case(mode, kind)
-    yield case("dro", "k3+", dro_beta=0.1)
 
 
 def openrlhf() -> Iterator[Case]:
@@ -121,13 +108,13 @@ def openrlhf() -> Iterator[Case]:
 
     def case(kind: str, fair: bool, right: dict[str, Any], **options: Any) -> Case:
         def loss(w: World) -> Any:
-            policy, rolled = losses.PolicyLoss(**options), "is_correction_level" in options
-            value = policy(w.logp, w.old, w.a.expand_as(w.logp), w.m, w.sampler if rolled else None)
+            policy = losses.PolicyLoss(**options)
+            value = policy(w.logp, w.old, w.a.expand_as(w.logp), w.m, None)
             value = value[0] if isinstance(value, tuple) else value
             given = {"kl_estimator": kind, "unbiased_gradient": fair}
             kl = utils.compute_approx_kl(w.logp, w.ref, w.old if fair else None, **given)
             kl = losses.aggregate_loss(kl, w.m, token_level_loss=policy.token_level_loss)
-            return value + BETA * kl, {} if rolled else NO_SAMPLER
+            return value + BETA * kl, NO_SAMPLER
 
         return Case(f"OpenRLHF {kind}, unbiased {fair}, {options}", loss, **right)
 
@@ -137,9 +124,6 @@ def openrlhf() -> Iterator[Case]:
     yield case("k3", False, FORWARD, policy_loss_type="gspo")
     yield case("k3", False, FORWARD, token_level_loss=False)
     yield case("k3", True, REVERSE, dual_clip=1.5)
-    for mode, gate in (("mask", [0.5, 5.0]), ("clip", [0.9, 1.02])):
-        gates = {"is_correction_level": "token", "is_correction_mode": mode, "is_correction_threshold": gate}
-        yield case("k3", True, REVERSE, **gates)
 
 
 def openrlhf_modules() -> list[ModuleType]:
@@ -159,66 +143,53 @@ def openrlhf_modules() -> list[ModuleType]:
 
 MEAN = dict.fromkeys(("grpo", "sapo"), "sequence") | {"vespo": ""}
 MEAN |= dict.fromkeys(("bnpo", "dr_grpo", "dapo", "cispo", "luspo"), "token")
+trainer = cache(trl.build_trainer)
+UNNAMED, SEQUENCE = {"mean": ""}, {"importance_sampling_level": "sequence"}
+SETTINGS: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
+    *((kind, corrected, {"lag": kind not in ("bnpo", "dapo")}, {}) for kind, corrected in product(MEAN, (False, True))),
+    ("grpo", False, SEQUENCE, {"surrogate": "sequence"}),
+    ("grpo", True, SEQUENCE, {"kl": ("neither", "forward"), "ok": False}),
+    ("luspo", False, SEQUENCE, {}),
+    ("grpo", True, {"lag": False}, {}),
+    ("grpo", False, {"lag": False}, {}),
+    ("grpo", True, {"steps_per_generation": 4}, {}),
+    ("dapo", True, {"steps_per_generation": 4}, {}),
+    ("grpo", True, {"beta": 0.0}, {"kl": ("none",), "mean": "", "beta": None}),
+    ("grpo", True, {"epsilon_low": 0.1, "epsilon_high": 0.4}, {"surrogate": "ppo_clip(0.1, 0.4)"}),
+    ("grpo", True, {"delta": 1.15}, {}),
+    ("grpo", True, {"top_entropy_quantile": 0.4}, UNNAMED),
+    ("dapo", False, {"top_entropy_quantile": 0.2}, UNNAMED),
+    ("dapo", True, {"off_policy_mask_threshold": 0.01}, UNNAMED),
+]
+"""29 configurations: loss type, bias correction, options, and what is right. `lag`: an older policy sampled."""
 
 
-@cache
-def trainer() -> Any:
-    """One trainer for all settings."""
-    return trl.build_trainer()
-
-
-def loss_of(w: World, options: dict[str, Any], lag: bool, steps: int, beta: float) -> Any:
+def trl_loss(w: World, options: dict[str, Any], lag: bool) -> Any:
     """TRL's own loss."""
+    values = {"epsilon_low": 0.2, "epsilon_high": 2.0 if options["loss_type"] == "cispo" else 0.28, "delta": None}
+    values |= {"importance_sampling_level": "token", "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None}
+    values |= {"steps_per_generation": 1, "beta": BETA} | options
+    steps = values["current_gradient_accumulation_steps"] = values["steps_per_generation"]
     tokens, prompt = w.mask.long(), torch.ones_like(w.ids[:, :1])
     inputs = {"prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": w.ids, "completion_mask": tokens}
     inputs |= {"advantages": w.advantages, "ref_per_token_logps": w.ref, "num_items_in_batch": steps * tokens.sum()}
     inputs |= {"old_per_token_logps": w.old} if lag else {}
-    values = {"epsilon_low": 0.2, "epsilon_high": 2.0 if options["loss_type"] == "cispo" else 0.28}
-    values |= {"importance_sampling_level": "token", "delta": None, "top_entropy_quantile": 1.0}
-    values |= {"current_gradient_accumulation_steps": steps, "steps_per_generation": steps}
-    values |= {"off_policy_mask_threshold": None, **options, "beta": beta}
     scored = (w.logp, entropy(w).detach(), None)
     with trl._set(trainer(), _get_per_token_logps_and_entropies=lambda *_, **__: scored, **values):
         loss = trainer()._compute_loss(trainer().model, inputs)
-    extra = {"beta": beta, "clip": (values["epsilon_low"], values["epsilon_high"]), "sampler_logprobs": None}
+    extra = {"beta": values["beta"], "clip": (values["epsilon_low"], values["epsilon_high"]), **NO_SAMPLER}
     return loss, extra if lag else extra | {"old_logprobs": None}
 
 
-def setting(
-    loss_type: str, corrected: bool, *, lag: bool = True, steps: int = 1, beta: float = BETA, **more: Any
-) -> tuple[Case, bool]:
-    """A configuration with what is right about its loss, and whether an older policy sampled (num_iterations 2)."""
-    right = {"kl": ("reverse",) if corrected else ("forward",), "ok": corrected, "mean": MEAN[loss_type]}
-    right |= {name: more.pop(name) for name in ("kl", "ok", "surrogate", "mean") if name in more}
-    options = {"loss_type": loss_type, "use_bias_correction_kl": corrected, **more}
-    name = f"{options}, lagging {lag}, {steps} micro-batches, beta {beta}"
-    return Case(name, lambda w: loss_of(w, options, lag, steps, beta), beta=beta or None, **right), lag
-
-
-def settings() -> Iterator[tuple[Case, bool]]:
-    """29 configurations."""
-    for kind, corrected in product(MEAN, (False, True)):
-        yield setting(kind, corrected, lag=kind not in ("bnpo", "dapo"))
-    whole = {"importance_sampling_level": "sequence"}
-    yield setting("grpo", False, **whole, surrogate="sequence")
-    yield setting("grpo", True, **whole, kl=("neither", "forward"), ok=False)
-    yield setting("luspo", False, **whole)
-    yield setting("grpo", True, lag=False)
-    yield setting("grpo", False, lag=False)
-    yield setting("grpo", True, steps=4)
-    yield setting("dapo", True, steps=4)
-    yield setting("grpo", True, beta=0.0, kl=("none",), mean="")
-    yield setting("grpo", True, epsilon_low=0.1, epsilon_high=0.4, surrogate="ppo_clip(0.1, 0.4)")
-    yield setting("grpo", True, delta=1.15)
-    yield setting("grpo", True, top_entropy_quantile=0.4, mean="")
-    yield setting("dapo", False, top_entropy_quantile=0.2, mean="")
-    yield setting("dapo", True, off_policy_mask_threshold=0.01, mean="")
-
-
 def trl_cases(pick: slice = slice(None)) -> Iterator[tuple[Case, World]]:
-    """Each setting with micro-batches of its kind."""
-    for (case, lag), seed in product(settings(), (60, 61, 62, 63)[pick]):
-        yield case, make_world(seed, shape=(8, 12), lag=0.25 if lag else 0)
+    """Each configuration with micro-batches of its kind."""
+    for kind, corrected, given, more in SETTINGS:
+        options = {"loss_type": kind, "use_bias_correction_kl": corrected, **given}
+        lag = options.pop("lag", True)
+        right = {**(REVERSE if corrected else FORWARD), "codes": (), "mean": MEAN[kind], **more}
+        case = Case(f"{options}, lagging {lag}", lambda w, o=options, x=lag: trl_loss(w, o, x), **right)
+        for seed in (60, 61, 62, 63)[pick]:
+            yield case, make_world(seed, shape=(8, 12), lag=0.25 if lag else 0)
 
 
 SERVER, ASYNC = "ServerDistillationTrainer, ", "AsyncDistillationTrainer, "
@@ -235,24 +206,21 @@ HEADS: dict[str, tuple[tuple[str, ...], bool, str]] = {
 """Losses of some tokens (torchrl differentiates k3): class, sound, code. All others follow what they mean."""
 
 
-def distillations(batch: Sequences) -> Iterator[tuple[Case, str]]:
-    """18 losses of a batch, and a code of any level; a position predicts the token after it."""
+def distillations(batch: Sequences) -> Iterator[Case]:
+    """18 losses of a batch; a position predicts the token after it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        hosts = (
-            trl_distillation.distillations(),
-            liger_host.subject().distillations,
-            torchrl_host.subject().distillations,
-        )
+        all_of_them = [*trl_distillation.distillations()]
+        all_of_them += [each for host in (liger_host, torchrl_host) for each in host.subject().distillations]
     mask = torch.cat([batch.mask[:, 1:], torch.zeros_like(batch.mask[:, :1])], 1)
     given = {"logits": batch.student, "teacher_logits": batch.teacher, "mask": mask, "ids": batch.tokens.roll(-1, 1)}
+    for each in all_of_them:
 
-    def made(w: World, each: Distillation) -> tuple[torch.Tensor, dict[str, object]]:
-        return each.loss(batch), w.teacher_passed(means=each.means, temperature=each.temperature, **given)
+        def loss(w: World, each: Distillation = each) -> Any:
+            return each.loss(batch), w.teacher_passed(means=each.means, temperature=each.temperature, **given)
 
-    for each in (each for host in hosts for each in host):
         kl, ok, code = HEADS.get(each.name, ((each.means,), True, ""))
-        yield Case(each.name, lambda w, x=each: made(w, x), kl=kl, ok=ok, beta=None), code
+        yield Case(each.name, loss, kl=kl, ok=ok, codes=tuple(code.split()), beta=None)
 
 
 def make_sequences(seed: int) -> Sequences:

@@ -150,7 +150,7 @@ class Case(NamedTuple):
     loss: Callable[[World], Any]  # the loss, or the loss and what else is passed
     kl: tuple[str, ...] = ("reverse",)  # the accepted classes; () if the class is not judged
     ok: bool | None = True  # None: one micro-batch cannot show it, and the verdict has to say so
-    codes: tuple[str, ...] = ()  # one of these is among the wrong findings
+    codes: tuple[str, ...] = ()  # one of these is among the findings; of a faulty loss, among those called wrong
     beta: float | None = BETA  # the coefficient that acts; None: not judged
     surrogate: str = ""  # part of the policy loss's name
     mean: str = ""
@@ -184,7 +184,7 @@ def worth_of(case: Case, verdict: Verdict) -> str:
     if verdict.ok is None:
         return "cannot tell"
     right = verdict.ok is case.ok
-    right &= not case.codes or bool(set(case.codes) & set(verdict.codes("wrong")))
+    right &= not case.codes or bool(set(case.codes) & set(verdict.codes(*["wrong"] if case.ok is False else [])))
     right &= not case.kl or (verdict.kl or "none") in case.kl
     right &= case.beta is None or verdict.beta is None or abs(verdict.beta / case.beta - 1) <= 0.02
     right &= case.surrogate in (verdict.surrogate or case.surrogate) and case.mean in (verdict.mean or case.mean)
