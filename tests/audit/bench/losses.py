@@ -79,18 +79,14 @@ def plus(policy: Tokens, kl: Tokens, mean: Callable[[World, Tensor], Tensor] = W
 def normalised(x: Tensor, group: int, form: str) -> Tensor:
     """Rewards to advantages."""
     y = x.reshape(-1, group)
-    centred, above = y - y.mean(1, keepdim=True), y - y.median(1, keepdim=True).values
+    centred = y - y.mean(1, keepdim=True)
     return {
         "mean": centred,
         "z-score": centred / (y.std(1, keepdim=True) + 1e-4),
         "leave one out": centred * group / (group - 1),
         "batch": (y - y.mean()) / y.std(),
-        "group mean, batch deviation": centred / centred.std(),
-        "median": above / above.abs().mean(),
-        "range": (y - y.amin(1, keepdim=True)) / (y.amax(1, keepdim=True) - y.amin(1, keepdim=True)) - 0.5,
         "rank": y.argsort(1).argsort(1).to(y) / (group - 1) - 0.5,
         "none": y,
-        "clipped": (centred / (y.std(1, keepdim=True) + 1e-4)).clamp(-1.05, 1.05),
     }[form].flatten()
 
 
@@ -129,18 +125,7 @@ def advantages() -> Iterator[Case]:
 
 def without_rewards() -> Iterator[Case]:
     """Advantages after the KL, of which nothing else is known."""
-    for form in (
-        "mean",
-        "z-score",
-        "batch",
-        "group mean, batch deviation",
-        "median",
-        "range",
-        "rank",
-        "none",
-        "clipped",
-    ):
-        stale, size = form in ("batch", "range"), "mean" if form in ("median", "none", "clipped") else "summed"
-        yield Case(f"{form}, KL {size}", trained_on(form, size, stale=stale, rewards=False), beta=None)
-    for size in ("to go", "per token", "gae"):
+    for form, size in (("mean", "summed"), ("batch", "summed"), ("rank", "summed"), ("none", "mean")):
+        yield Case(f"{form}, KL {size}", trained_on(form, size, stale=form == "batch", rewards=False), beta=None)
+    for size in ("to go", "gae"):
         yield Case(f"KL {size}", trained_on("z-score", size, rewards=False), beta=None)
