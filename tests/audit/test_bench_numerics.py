@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from tests.audit.bench.losses import exact_kl, k2, k3, live_k3, plus, ppo, ratio_k3, score
-from tests.audit.bench.worlds import BETA, Case, Score, World, made_cases, make_world, pick, verdict_of, wrong
+from tests.audit.bench.worlds import BETA, Case, Score, World, made_cases, make_world, pick, verdict_of, worth_of, wrong
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -175,24 +175,15 @@ def loss_by(backend: str) -> Case:
     return Case("compiled", lambda w: function(w.logp, w.ref, w.old, w.a, w.m))
 
 
-BACKENDS = ["aot_eager", pytest.param("inductor", marks=SLOW)]
-
-
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_compiled_loss_is_named(backend: str) -> None:
-    Score([(loss_by(backend), make_world(41))]).demand(1.0)
-
-
 @pytest.mark.parametrize("watched", [False, True])
-@pytest.mark.parametrize("backend", [*BACKENDS, "once"])
-def test_where_a_second_derivative_is_refused_the_verdict_is_cannot_tell_and_never_an_exception(
-    backend: str, watched: bool
-) -> None:
+@pytest.mark.parametrize("backend", ["once", "aot_eager", pytest.param("inductor", marks=SLOW)])
+def test_where_a_second_derivative_is_refused_the_verdict_is_cannot_tell(backend: str, watched: bool) -> None:
     near, far = (w.watch() if watched else w for w in (make_world(42, drift=0, lag=0), make_world(43)))
-    verdict = verdict_of(loss_by(backend), near)
+    case = loss_by(backend)
+    verdict = verdict_of(case, near)
     assert verdict.ok is None, str(verdict)
     assert backend != "once" or "no-second-derivative" in verdict.codes(), str(verdict)
-    assert verdict_of(loss_by(backend), far).ok is not False
+    assert worth_of(case, verdict_of(case, far)) in ("right", "cannot tell" if watched else "right")
 
 
 def test_the_gradient_of_training_stays_bit_for_bit_the_same() -> None:

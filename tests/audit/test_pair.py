@@ -15,7 +15,7 @@ from klamp.tasks.arithmetic import arithmetic_tokenizer
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:?+=\n"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
-    "{{ think }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ROLE_COLON = (
@@ -57,21 +57,13 @@ def both(policy: list[int], teacher: list[int]) -> dict[str, Any]:
     return {"policy_ids": policy, "teacher_ids": teacher}
 
 
-def shown(answer: str) -> list[int]:
-    return [*prompt(), *ids(answer), END]
-
-
-FLIPPED, SPLIT, MORE, THINKER = (
-    made(LETTERS[::-1]),
-    made(),
-    made(more=("<|extra|>",)),
-    made(more=("<think>", "</think>")),
-)
+FLIPPED, SPLIT = made(LETTERS[::-1]), made()
+MORE, THINKER = made(more=("<|extra|>",)), made(more=("<think>", "</think>"))
 SPLIT.backend_tokenizer.model = models.BPE(vocab=POLICY.get_vocab(), merges=[])
 THINK, SPELT = THINKER.convert_tokens_to_ids("<think>"), [*prompt(), *(i for x in "it is 2" for i in ids(x)), END]
 OURS, THEIRS, EITHER = len(prompt(PLAIN)), len(prompt()), ([STOP, END], END)
 WITH_THINK = [*prompt(), THINK, *ANSWER]
-BY_HAND, THINKING, GOES_ON = [*ids("User: 1+1?"), *ANSWER], [*ids("so, "), *SENT], [*prompt(), *ids("so, "), *ANSWER]
+BY_HAND, GOES_ON = [*ids("User: 1+1?"), *ANSWER], [*prompt(), *ids("so, "), *ANSWER]
 CHARACTERS, TEXTS, HINTED = arithmetic_tokenizer(), ("1+1=", "it is 2"), both(SENT, [*prompt(messages=HINT), *ANSWER])
 TWO_TURNS = both(*([*prompt(), *ids("it"), END, *ids(f" is {last}, ok?")] for last in (2, 3)))
 OUTSIDE = "ids-outside"
@@ -82,11 +74,8 @@ FAULTS: list[tuple[str, Any, Any, dict[str, Any], str]] = [
     ("thread 1, another prompt", PLAIN, TEACHER, both([*ids("1+1?"), *ANSWER], PLAIN_SENT), "teacher-template"),
     ("thread 1, fixed", PLAIN, TEACHER, both(PLAIN_SENT, SENT), ""),
     ("thread 2", PLAIN, TEACHER, both(PLAIN_SENT, SENT) | {"prompt_lengths": (OURS, OURS)}, "positions"),
-    ("thread 2, by its templates", PLAIN, TEACHER, {"prompt_lengths": (OURS, OURS)}, "positions"),
     ("thread 2, fixed", PLAIN, TEACHER, both(PLAIN_SENT, SENT) | {"prompt_lengths": (OURS, THEIRS)}, ""),
     ("thread 3", BASE, TEACHER, {}, "end-id"),
-    ("thread 3, the teacher's two", BASE, TEACHER, {"end_ids": (STOP, [STOP, END])}, "end-id"),
-    ("thread 3, as lists", BASE, TEACHER, {"end_ids": ([STOP], END)}, "end-id"),
     ("thread 3, as sent", BASE, TEACHER, {"policy_ids": [*SENT[:-1], STOP], "end_ids": EITHER}, "end-id"),
     ("thread 3, it may end with either", BASE, TEACHER, {"end_ids": EITHER}, ""),
     ("threads 15 and 26", POLICY, FLIPPED, {}, "other-tokenizer answer-ids"),
@@ -94,8 +83,6 @@ FAULTS: list[tuple[str, Any, Any, dict[str, Any], str]] = [
     ("thread 40", THINKER, POLICY, both(WITH_THINK, [min(i, THINK - 1) for i in WITH_THINK]), "ids-outside answer-ids"),
     ("a row without a token", THINKER, POLICY, {"policy_ids": WITH_THINK, "vocabulary_sizes": (96, 96)}, OUTSIDE),
     ("no row", POLICY, POLICY, {"vocabulary_sizes": (100, END)}, OUTSIDE),
-    ("a row", POLICY, POLICY, {"vocabulary_sizes": (100, END + 1)}, ""),
-    ("another answer", POLICY, TEACHER, both(SENT, shown("it is 3")), "answer-ids"),
     ("behind an inner end token", POLICY, POLICY, TWO_TURNS, "answer-ids"),
     ("the same ids, other merges", POLICY, SPLIT, {}, "answer-ids"),
     ("encoded again", POLICY, POLICY, both(SPELT, SENT), "answer-ids"),
@@ -114,7 +101,6 @@ EVIDENCE: dict[str, dict[str, Any]] = {
     "thread 2": {"shift": OURS - THEIRS},
     "thread 3": {"policy": [STOP], "teacher": [END]},
     "thread 40": {"ids": [THINK]},
-    "another answer": {"at": len(ids("it is "))},
 }
 
 
@@ -133,25 +119,19 @@ def test_without_an_example_the_vocabularies_are_compared() -> None:
 
 
 SOUND: dict[str, tuple[Any, Any, Any, dict[str, Any], str, str]] = {
-    "one tokenizer": (POLICY, POLICY, TALK, {}, "", ""),
     "all that is sent": (POLICY, POLICY, TALK, both(SENT, SENT), "", ""),
-    "one base model": (BASE, BASE, TALK, {}, "", ""),
     "two copies": (POLICY, TEACHER, TALK, both(SENT, SENT), "", ""),
     "padded tokens of the teacher": (POLICY, MORE, TALK, {"vocabulary_sizes": (80, 96)}, "", "extra-tokens"),
-    "padded tokens of the policy": (MORE, POLICY, TALK, {"vocabulary_sizes": (96, 80)}, "", "extra-tokens"),
     "a special token with another name": (*RENAMED, TALK, {}, "other-tokenizer", ""),
     "a hint": (POLICY, TEACHER, TALK, HINTED | {"teacher_example": HINT}, "", ""),
     "a hint without its example": (POLICY, TEACHER, TALK, HINTED, "", "teacher-template"),
     "one model, a plain prompt": (POLICY, POLICY, TALK, both(BY_HAND, BY_HAND), "teacher-template", ""),
     "a reference": (POLICY, TEACHER, TALK, both(BY_HAND, BY_HAND) | {"who": "reference"}, "", ""),
     "a template that goes on": (POLICY, TEACHER, TALK, both(SENT, GOES_ON), "", ""),
-    "options": (POLICY, TEACHER, TALK, both(THINKING, THINKING) | {"template_options": {"think": "so, "}}, "", ""),
     "texts": (POLICY, TEACHER, TEXTS, {"prompt_lengths": (4, 4)}, "", ""),
-    "a token in front of both prompts": (POLICY, TEACHER, TEXTS, {"prompt_lengths": (5, 5)}, "", ""),
     "tokenizers' own class": (POLICY.backend_tokenizer, TEACHER.backend_tokenizer, TEXTS, {}, "", ""),
     "klamp's characters": (CHARACTERS, CHARACTERS, ("1+1=", "2"), {}, "", ""),
     "two templates": (PLAIN, TEACHER, TALK, {}, "templates-differ", "prompt-lengths"),
-    "two templates, a hint": (PLAIN, TEACHER, TALK, {"teacher_example": HINT}, "", ""),
     "another tokenization": (POLICY, POLICY, TALK, {"policy_ids": SPELT}, "retokenised", ""),
     "the same of both": (POLICY, POLICY, TALK, both(SPELT, SPELT), "", "retokenised"),
 }
@@ -168,12 +148,8 @@ def test_sound_pairs_are_not_accused(name: str) -> None:
 
 def test_what_was_not_passed_is_listed_with_the_argument_that_allows_it() -> None:
     assert len(klamp.check_pair(POLICY, POLICY).not_checked) == 7
-    given = both(SENT, SENT) | {
-        "prompt_lengths": (len(prompt()),) * 2,
-        "end_ids": (END, END),
-        "vocabulary_sizes": (80, 80),
-        "context_lengths": (99, 99),
-    }
+    given = both(SENT, SENT) | {"prompt_lengths": (len(prompt()),) * 2, "end_ids": (END, END)}
+    given |= {"vocabulary_sizes": (80, 80), "context_lengths": (99, 99)}
     assert not klamp.check_pair(POLICY, POLICY, TALK, **given).not_checked
     assert [*klamp.check_pair(POLICY, POLICY, ("1", "2"), **given).not_checked] == ["the teacher's chat template"]
 
