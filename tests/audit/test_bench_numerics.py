@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import klamp
-from klamp.core.gradients import first_only
 
 SLOW = pytest.mark.slow
 RIGHT = [
@@ -146,25 +145,10 @@ def test_no_numbers_change_a_verdict(name: str, whole: bool) -> None:
     Score([*cases()][:: 1 if whole else step]).demand(share, misnamed=misnamed)
 
 
-class Penalty(torch.autograd.Function):
-    """k3 with the gradient of the ratio times k3, differentiable once."""
-
-    @staticmethod
-    def forward(ctx: Any, logp: Tensor, ref: Tensor) -> Tensor:
-        ctx.save_for_backward(logp, ref)
-        return k3(logp - ref)
-
-    @staticmethod
-    @first_only
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        logp, ref = ctx.saved_tensors
-        return grads[0] * (logp - ref), None
-
-
 def loss_by(backend: str) -> Case:
     """A loss that torch compiles, or one that is differentiable once."""
     if backend == "once":
-        return Case("once", plus(ppo, lambda w: Penalty.apply(w.logp, w.ref)))  # type: ignore[arg-type]
+        return Case("once", plus(ppo, lambda w: klamp.kl_penalty(w.logp, w.ref, w.mask)))
 
     def loss(logp: Tensor, ref: Tensor, old: Tensor, a: Tensor, m: Tensor) -> Tensor:
         r, d = (logp - old).exp(), logp - ref

@@ -165,7 +165,6 @@ SETTINGS: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
 
 
 def trl_loss(w: World, options: dict[str, Any], lag: bool) -> Any:
-    """TRL's own loss."""
     values = {"epsilon_low": 0.2, "epsilon_high": 2.0 if options["loss_type"] == "cispo" else 0.28, "delta": None}
     values |= {"importance_sampling_level": "token", "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None}
     values |= {"steps_per_generation": 1, "beta": BETA} | options

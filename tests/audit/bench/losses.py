@@ -14,18 +14,15 @@ Tokens = Callable[[World], Tensor]
 
 
 def ppo(w: World, low: float = 0.2, high: float = 0.2, a: Tensor | None = None, r: Tensor | None = None) -> Tensor:
-    """PPO's clipped loss."""
     a, r = w.a if a is None else a, w.r if r is None else r
     return torch.maximum(-a * r, -a * r.clamp(1 - low, 1 + high))
 
 
 def k3(d: Tensor) -> Tensor:
-    """exp(-d) - 1 + d."""
     return torch.expm1(-d) + d
 
 
 def k2(w: World) -> Tensor:
-    """Half the square of the log-ratio."""
     return w.d.square() / 2
 
 
@@ -35,23 +32,19 @@ def ratio_k3(w: World) -> Tensor:
 
 
 def live_k3(w: World) -> Tensor:
-    """k3 times a ratio that is 1."""
     return w.live * k3(w.d)
 
 
 def score(w: World, weight: Tensor) -> Tensor:
-    """A detached weight times the log-probability."""
     return weight.detach() * w.logp
 
 
 def entropy(w: World) -> Tensor:
-    """The exact entropy."""
     log_p = w.logits.log_softmax(-1)
     return -(log_p.exp() * log_p).sum(-1)
 
 
 def exact_kl(w: World) -> Tensor:
-    """The exact KL(policy||ref)."""
     log_p, log_q = w.logits.log_softmax(-1), w.ref_logits.log_softmax(-1)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
@@ -66,18 +59,15 @@ def head_of(w: World, size: int = 4, *, whose: Tensor | None = None, tail: bool 
 
 
 def discounted(w: World, x: Tensor, gamma: float = 1.0) -> Tensor:
-    """The discounted sum of this and later tokens."""
     later = (w.places[None, :] - w.places[:, None]).to(x)
     return (x * w.m) @ torch.where(later >= 0, gamma**later, 0 * later).T
 
 
 def plus(policy: Tokens, kl: Tokens, mean: Callable[[World, Tensor], Tensor] = World.token) -> Tokens:
-    """One mean of a policy loss and a KL."""
     return lambda w: mean(w, policy(w) + BETA * kl(w))
 
 
 def normalised(x: Tensor, group: int, form: str) -> Tensor:
-    """Rewards to advantages."""
     y = x.reshape(-1, group)
     centred = y - y.mean(1, keepdim=True)
     return {

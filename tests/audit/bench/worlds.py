@@ -40,7 +40,6 @@ class World:
 
     @cached_property
     def logp(self) -> Tensor:
-        """The policy's log-probabilities, not a leaf."""
         return pick(self.logits, self.ids)
 
     # mask as numbers, log-ratios to the reference and to the old policy, the ratio, 1 with the gradient of log policy
@@ -53,19 +52,15 @@ class World:
     places = property(lambda self: torch.arange(self.ids.shape[1]).to(self.logits))
 
     def sums(self, x: Tensor) -> Tensor:
-        """The sum of each completion."""
         return (x * self.m).sum(1)
 
     def each(self, x: Tensor) -> Tensor:
-        """The mean of each completion."""
         return self.sums(x) / self.m.sum(1)
 
     def token(self, x: Tensor) -> Tensor:
-        """The mean over trained tokens."""
         return (x * self.m).sum() / self.m.sum()
 
     def sequence(self, x: Tensor) -> Tensor:
-        """The mean of each completion's mean."""
         return self.each(x).mean()
 
     def passed(self) -> dict[str, Any]:
@@ -83,7 +78,6 @@ class World:
         return dict.fromkeys((*self.passed(), "beta")) | given | more
 
     def watch(self) -> World:
-        """The same batch, with recording tensors."""
         w = klamp.watch(ref_logprobs=self.ref, advantages=self.advantages)
         assert w.ref_logprobs is not None and w.advantages is not None
         return replace(self, ref=w.ref_logprobs, advantages=w.advantages, watched=w)
@@ -96,7 +90,6 @@ class World:
 
 
 def pick(logits: Tensor, ids: Tensor) -> Tensor:
-    """Log-probabilities of the tokens."""
     return logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]
 
 
@@ -162,12 +155,10 @@ def wrong(name: str, loss: Callable[[World], Any], codes: str, kl: str = "") -> 
 
 
 def made_cases(made: dict[str, Any], **right: Any) -> list[Case]:
-    """Cases of losses that are computed already."""
     return [Case(name, lambda _, x=loss: x, **right) for name, loss in made.items()]
 
 
 def verdict_of(case: Case, world: World, **more: Any) -> Verdict:
-    """`klamp.check` on a case in a world."""
     made = case.loss(world)
     loss, extra = made if isinstance(made, tuple) else (made, {})
     with warnings.catch_warnings():

@@ -6,7 +6,6 @@ import copy
 import json
 import random
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -18,11 +17,9 @@ from tests.hosts.trl.test_distillation import made
 
 from klamp.audit.capture import Capture
 from klamp.audit.conclude import conclude
-from klamp.audit.verdict import Verdict, WrongKL
+from klamp.audit.verdict import WrongKL
 from klamp.config import TRL_LOSS_TYPES
 from klamp.errors import ConfigError, KLWarning
-from klamp.hosts.trl.checking import Listener
-from klamp.hosts.trl.grpo_config import UNSLOTH
 from klamp.trl import CheckCallback, check
 
 pytestmark = pytest.mark.filterwarnings("ignore::UserWarning")
@@ -170,40 +167,3 @@ def test_an_error_of_the_check_stops_no_training(policy: Any, tmp_path: Path, mo
     callback = CheckCallback((1,))
     followed(policy, tmp_path, callback)
     assert callback.verdicts[1].codes() == ("check-failed",)
-
-
-FAKE = """
-class UnslothEfficientGRPO(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, new_logps, old_logps, ref_logps, sampling_per_token_logps, lm_head, _input_ids, _mask,
-                _advantages, beta, scaler, n_chunks, extra_kwargs, upstream_scale):
-        pass
-    @staticmethod
-    def apply(new, old, ref, sampling, head, ids, mask, advantages, beta, *rest):
-        delta = new - ref
-        each = -(new - new.detach()).exp() * advantages[:, None] + beta * (delta**2 / 2)
-        return (each * mask).sum() / mask.sum(), 0, 0
-def compute_loss(self, model, inputs):
-    x = inputs
-    return UnslothEfficientGRPO.apply(x["new"], None, x["ref"], None, None, x["ids"], x["mask"], x["advantages"],
-                                      self.beta, None, 1, {}, None)[0]
-"""
-
-
-@pytest.mark.parametrize("known", [True, False])
-def test_unsloths_loss_function_is_listened_to(known: bool) -> None:
-    names: dict[str, Any] = {"torch": torch}
-    exec(FAKE if known else FAKE.replace("scaler,", "what,"), names)
-    host = type(UNSLOTH, (), {"compute_loss": names["compute_loss"], "beta": 0.1, "save": None})
-    trainer: Any = host()
-    trainer.processing_class = SimpleNamespace(pad_token_id=0, eos_token_id=1)
-    trainer.state = SimpleNamespace(global_step=0, max_steps=1)
-    new = (-3 * torch.rand(4, 9, generator=torch.Generator().manual_seed(0))).requires_grad_()
-    inputs = {"new": new, "ref": new.detach() - 0.3 * torch.arange(36).reshape(4, 9).sin().abs()}
-    inputs |= {"ids": torch.full((4, 9), 5), "mask": torch.ones(4, 9), "advantages": torch.tensor([1, -1, 0.5, -0.5])}
-    verdicts: list[Verdict] = []
-    original = names["UnslothEfficientGRPO"]
-    with Listener(trainer, verdicts.append, None):
-        trainer.compute_loss(None, inputs)
-    assert (verdicts[0].ok, verdicts[0].kl) == ((True, "reverse") if known else (None, None)), str(verdicts[0])
-    assert names["UnslothEfficientGRPO"] is original and "compute_loss" not in vars(trainer)
