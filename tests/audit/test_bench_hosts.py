@@ -1,4 +1,4 @@
-"""The losses of TRL, Liger, torchrl, verl and OpenRLHF, and of their distillation trainers."""
+"""The losses of Liger, torchrl, verl and OpenRLHF, and distillation losses; TRL's trainer: tests/hosts/trl."""
 
 from __future__ import annotations
 
@@ -32,15 +32,6 @@ HOSTS = [
 def test_losses_of_other_trainers_are_named(host: Any, watched: bool) -> None:
     world = make_world(70 + watched, shape=(8, 12), lag=0.25)
     Score(product(host(), [world.watch() if watched else world])).demand(0.889 if watched else 0.829)
-
-
-@needs("trl")
-@pytest.mark.parametrize("batches", [slice(1), pytest.param(slice(None), marks=SLOW)])
-@pytest.mark.parametrize("watched", [False, True])
-def test_the_loss_of_trls_trainer_is_named(batches: slice, watched: bool) -> None:
-    assert len(hosts.SETTINGS) == 29
-    pairs = hosts.trl_cases(batches)
-    Score((case, w.watch() if watched else w) for case, w in pairs).demand(0.837 if watched else 0.813)
 
 
 @needs("trl")

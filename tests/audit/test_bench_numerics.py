@@ -50,7 +50,6 @@ def as_lists(loss: Callable[[World], Any], w: World) -> Any:
 
 
 def checkpointed(loss: Callable[[World], Any], w: World, reentrant: bool) -> Any:
-    """The logits come out of a checkpointed block."""
     logits = checkpoint(lambda x: 2 * (x / 2), w.logits, use_reentrant=reentrant)
     assert isinstance(logits, Tensor)
     world = w.of(pick(logits, w.ids))
@@ -84,7 +83,6 @@ def layouts() -> Iterator[tuple[Case, World]]:
 
 
 def small(beta: float) -> Case:
-    """A right KL with a small coefficient."""
     made = lambda w: (w.token(ppo(w) + beta * ratio_k3(w)), {"beta": beta, "kl_in": "loss"})  # noqa: E731
     return Case(f"beta {beta:g}", made, kl=(), beta=None)
 

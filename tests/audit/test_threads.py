@@ -89,7 +89,6 @@ def losses(w: World, fixed: bool) -> Made:
 
 
 def on_logits(w: World, fixed: bool) -> Made:
-    """Faults in a loss on logits."""
     means = {"means": "forward" if fixed else "reverse"}
     (s, t), (own, its), answers = head_of(w, tail=fixed), head_of(w, whose=w.logits), w.mask & (w.places >= 3)
     log_p, log_q = w.logits.log_softmax(-1), w.ref_logits.log_softmax(-1)
@@ -115,7 +114,6 @@ def on_logits(w: World, fixed: bool) -> Made:
 
 
 def inputs(w: World, fixed: bool) -> Made:
-    """Faults in the inputs."""
     # the old log-probabilities come from the sampler's engine, so that the ratio is not 1 before any update
     trinity = w.of(w.logp, old=w.old if fixed else w.sampler)
     # trainer: the log-probability of the next token, at temperature 1; sampler: of this token, at 0.9

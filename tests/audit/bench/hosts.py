@@ -1,4 +1,4 @@
-"""Losses of TRL, Liger, torchrl, verl and OpenRLHF, called as their trainers call them."""
+"""Losses of Liger, torchrl, verl and OpenRLHF, called as their trainers call them."""
 
 from __future__ import annotations
 
@@ -6,19 +6,17 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Iterator
-from functools import cache
 from itertools import product
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
-from tests.audit.bench.losses import entropy
 from tests.audit.bench.worlds import BETA, Case, World, make_world, wrong
 
 from klamp.audit import liger as liger_host
 from klamp.audit import torchrl as torchrl_host
-from klamp.audit import trl, trl_distillation
+from klamp.audit import trl_distillation
 from klamp.audit.distillation import PROMPT, Distillation, Sequences
 
 FORWARD: dict[str, Any] = {"kl": ("forward",), "ok": False, "codes": ("kl-forward",)}
@@ -103,7 +101,6 @@ def verl() -> Iterator[Case]:
 
 
 def openrlhf() -> Iterator[Case]:
-    """OpenRLHF's policy loss and KL, put together as its actor does."""
     losses, utils = openrlhf_modules()
 
     def case(kind: str, fair: bool, right: dict[str, Any], **options: Any) -> Case:
@@ -139,56 +136,6 @@ def openrlhf_modules() -> list[ModuleType]:
     finally:
         if not hasattr(stub, "__version__"):
             del sys.modules["deepspeed"]
-
-
-MEAN = dict.fromkeys(("grpo", "sapo"), "sequence") | {"vespo": ""}
-MEAN |= dict.fromkeys(("bnpo", "dr_grpo", "dapo", "cispo", "luspo"), "token")
-trainer = cache(trl.build_trainer)
-UNNAMED, SEQUENCE = {"mean": ""}, {"importance_sampling_level": "sequence"}
-SETTINGS: list[tuple[str, bool, dict[str, Any], dict[str, Any]]] = [
-    *((kind, corrected, {"lag": kind not in ("bnpo", "dapo")}, {}) for kind, corrected in product(MEAN, (False, True))),
-    ("grpo", False, SEQUENCE, {"surrogate": "sequence"}),
-    ("grpo", True, SEQUENCE, {"kl": ("neither", "forward"), "ok": False}),
-    ("luspo", False, SEQUENCE, {}),
-    ("grpo", True, {"lag": False}, {}),
-    ("grpo", False, {"lag": False}, {}),
-    ("grpo", True, {"steps_per_generation": 4}, {}),
-    ("dapo", True, {"steps_per_generation": 4}, {}),
-    ("grpo", True, {"beta": 0.0}, {"kl": ("none",), "mean": "", "beta": None}),
-    ("grpo", True, {"epsilon_low": 0.1, "epsilon_high": 0.4}, {"surrogate": "ppo_clip(0.1, 0.4)"}),
-    ("grpo", True, {"delta": 1.15}, {}),
-    ("grpo", True, {"top_entropy_quantile": 0.4}, UNNAMED),
-    ("dapo", False, {"top_entropy_quantile": 0.2}, UNNAMED),
-    ("dapo", True, {"off_policy_mask_threshold": 0.01}, UNNAMED),
-]
-"""29 configurations: loss type, bias correction, options, and what is right. `lag`: an older policy sampled."""
-
-
-def trl_loss(w: World, options: dict[str, Any], lag: bool) -> Any:
-    values = {"epsilon_low": 0.2, "epsilon_high": 2.0 if options["loss_type"] == "cispo" else 0.28, "delta": None}
-    values |= {"importance_sampling_level": "token", "top_entropy_quantile": 1.0, "off_policy_mask_threshold": None}
-    values |= {"steps_per_generation": 1, "beta": BETA} | options
-    steps = values["current_gradient_accumulation_steps"] = values["steps_per_generation"]
-    tokens, prompt = w.mask.long(), torch.ones_like(w.ids[:, :1])
-    inputs = {"prompt_ids": prompt, "prompt_mask": prompt, "completion_ids": w.ids, "completion_mask": tokens}
-    inputs |= {"advantages": w.advantages, "ref_per_token_logps": w.ref, "num_items_in_batch": steps * tokens.sum()}
-    inputs |= {"old_per_token_logps": w.old} if lag else {}
-    scored = (w.logp, entropy(w).detach(), None)
-    with trl._set(trainer(), _get_per_token_logps_and_entropies=lambda *_, **__: scored, **values):
-        loss = trainer()._compute_loss(trainer().model, inputs)
-    extra = {"beta": values["beta"], "clip": (values["epsilon_low"], values["epsilon_high"]), **NO_SAMPLER}
-    return loss, extra if lag else extra | {"old_logprobs": None}
-
-
-def trl_cases(pick: slice = slice(None)) -> Iterator[tuple[Case, World]]:
-    """Each configuration with micro-batches of its kind."""
-    for kind, corrected, given, more in SETTINGS:
-        options = {"loss_type": kind, "use_bias_correction_kl": corrected, **given}
-        lag = options.pop("lag", True)
-        right = {**(REVERSE if corrected else FORWARD), "codes": (), "mean": MEAN[kind], **more}
-        case = Case(f"{options}, lagging {lag}", lambda w, o=options, x=lag: trl_loss(w, o, x), **right)
-        for seed in (60, 61, 62, 63)[pick]:
-            yield case, make_world(seed, shape=(8, 12), lag=0.25 if lag else 0)
 
 
 SERVER, ASYNC = "ServerDistillationTrainer, ", "AsyncDistillationTrainer, "

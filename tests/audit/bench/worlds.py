@@ -64,7 +64,6 @@ class World:
         return self.each(x).mean()
 
     def passed(self) -> dict[str, Any]:
-        """What is passed to `klamp.check` beside the loss."""
         given = {"policy_logprobs": self.logp, "mask": self.mask, "watched": self.watched, "ref_logprobs": self.ref}
         return given | {"old_logprobs": self.old, "sampler_logprobs": self.sampler, "advantages": self.advantages}
 
@@ -83,7 +82,6 @@ class World:
         return replace(self, ref=w.ref_logprobs, advantages=w.advantages, watched=w)
 
     def of(self, logp: Tensor, **more: Any) -> World:
-        """The same batch with other log-probabilities of the policy."""
         world = replace(self, **more)
         world.__dict__["logp"] = logp
         return world

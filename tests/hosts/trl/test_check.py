@@ -49,6 +49,20 @@ def test_stock_trl_before_training(loss_type: str, bias: bool, policy: Any, tmp_
     assert bias or check(trainer, means="forward").ok
 
 
+LAGGING = [{"num_iterations": 1}, {"delta": 4.0}, *({"loss_type": x} for x in sorted(TRL_LOSS_TYPES))]
+
+
+@pytest.mark.filterwarnings("ignore::klamp.KLWarning")
+@pytest.mark.parametrize("bias", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("options", [LAGGING[0], *(pytest.param(x, marks=pytest.mark.slow) for x in LAGGING[1:])])
+def test_stock_trl_with_a_lagging_policy(options: Any, bias: bool, policy: Any, tmp_path: Path) -> None:
+    callback = CheckCallback((4,))
+    given = {"use_bias_correction_kl": bias, "epsilon_high": 3.0, "temperature": 0.7, **options}
+    followed(policy, tmp_path, callback, **given)
+    (verdict,) = callback.verdicts.values()
+    assert (verdict.ok, verdict.kl) == ((True, "reverse") if bias else (False, "forward")), str(verdict)
+
+
 class Negated(trl.GRPOTrainer):
     def compute_loss(self, *given: Any, **named: Any) -> Any:
         return -super().compute_loss(*given, **named)
@@ -133,7 +147,7 @@ def test_it_takes_a_trainer_and_a_loss_without_a_kl(policy: Any, tmp_path: Path)
 
 def followed(policy: Any, folder: Path, *callbacks: CheckCallback, **options: Any) -> Any:
     steps = {"num_iterations": 2, "max_steps": 4, "gradient_accumulation_steps": 2, "learning_rate": 3e-3}
-    trainer = stock(policy, folder, **steps, **options)
+    trainer = stock(policy, folder, **{**steps, **options})
     for callback in callbacks:
         trainer.add_callback(callback)
     torch.manual_seed(1)
