@@ -19,16 +19,11 @@ def needs(package: str) -> Any:
     return pytest.mark.skipif(missing, reason=f"NOT RUN: {package} is not installed")
 
 
-HOSTS = [
-    pytest.param(hosts.liger, marks=needs("liger_kernel")),
-    pytest.param(hosts.torchrl, marks=needs("torchrl")),
-    pytest.param(hosts.verl, marks=needs("verl")),
-    pytest.param(hosts.openrlhf, marks=needs("openrlhf")),
-]
+HOSTS = {"liger_kernel": hosts.liger, "torchrl": hosts.torchrl, "verl": hosts.verl, "openrlhf": hosts.openrlhf}
 
 
 @pytest.mark.parametrize("watched", [False, pytest.param(True, marks=SLOW)])
-@pytest.mark.parametrize("host", HOSTS)
+@pytest.mark.parametrize("host", [pytest.param(x, marks=needs(name)) for name, x in HOSTS.items()])
 def test_losses_of_other_trainers_are_named(host: Any, watched: bool) -> None:
     world = make_world(70 + watched, shape=(8, 12), lag=0.25)
     Score(product(host(), [world.watch() if watched else world])).demand(0.889 if watched else 0.829)
