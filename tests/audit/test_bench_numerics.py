@@ -166,16 +166,3 @@ def test_where_a_second_derivative_is_refused_the_verdict_is_cannot_tell(backend
     assert verdict.ok is None, str(verdict)
     assert backend != "once" or "no-second-derivative" in verdict.codes(), str(verdict)
     assert worth_of(case, verdict_of(case, far)) in ("right", "cannot tell" if watched else "right")
-
-
-def test_the_gradient_of_training_stays_bit_for_bit_the_same() -> None:
-    gradients = []
-    for checked in (False, True):
-        world = make_world(44, drift=0, lag=0)
-        loss = world.token(ppo(world) + BETA * live_k3(world))
-        if checked:
-            klamp.check(loss, once=False, beta=BETA, **world.passed())
-        loss.backward()
-        assert world.logits.grad is not None
-        gradients.append(world.logits.grad)
-    assert torch.equal(*gradients)

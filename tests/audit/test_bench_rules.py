@@ -146,7 +146,9 @@ def test_a_call_site_is_checked_once_and_on_rank_0(monkeypatch: pytest.MonkeyPat
     assert looked_at(monkeypatch) == 3
 
 
-def test_the_check_draws_no_random_number_and_leaves_no_gradient() -> None:
-    before = torch.get_rng_state()
-    verdict_of(FORWARD, FIRST.watch())
+@pytest.mark.parametrize("case", [RIGHT, FORWARD])
+def test_the_check_draws_no_random_number_and_changes_no_gradient(case: Case) -> None:
+    before, loss = torch.get_rng_state(), case.loss(FIRST)
+    verdict_of(Case("", lambda _: loss), FIRST)
     assert torch.equal(before, torch.get_rng_state()) and FIRST.logits.grad is None
+    assert torch.equal(*(torch.autograd.grad(x, FIRST.logits, retain_graph=True)[0] for x in (loss, case.loss(FIRST))))
