@@ -21,7 +21,8 @@ def trainer() -> Any:
     return trl.build_trainer()
 
 
-@pytest.mark.parametrize("names", [("liger", "torchrl"), pytest.param(("trl",), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("names", [("liger", "torchrl"), ("trl",)])
 def test_the_record_has_what_the_command_prints(names: tuple[str, ...]) -> None:
     assert_documented(*names)
     assert [load_subject(name).cautions for name in names] == [()] * len(names)
