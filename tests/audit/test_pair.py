@@ -15,7 +15,7 @@ from klamp.tasks.arithmetic import arithmetic_tokenizer
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:?+=\n"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 CHATML = (
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+    "{{ think }}{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 ROLE_COLON = (
@@ -63,7 +63,7 @@ SPLIT.backend_tokenizer.model = models.BPE(vocab=POLICY.get_vocab(), merges=[])
 THINK, SPELT = THINKER.convert_tokens_to_ids("<think>"), [*prompt(), *(i for x in "it is 2" for i in ids(x)), END]
 OURS, THEIRS, EITHER = len(prompt(PLAIN)), len(prompt()), ([STOP, END], END)
 WITH_THINK = [*prompt(), THINK, *ANSWER]
-BY_HAND, GOES_ON = [*ids("User: 1+1?"), *ANSWER], [*prompt(), *ids("so, "), *ANSWER]
+BY_HAND, THINKING, GOES_ON = [*ids("User: 1+1?"), *ANSWER], [*ids("so, "), *SENT], [*prompt(), *ids("so, "), *ANSWER]
 CHARACTERS, TEXTS, HINTED = arithmetic_tokenizer(), ("1+1=", "it is 2"), both(SENT, [*prompt(messages=HINT), *ANSWER])
 OUTSIDE = "ids-outside"
 
@@ -125,6 +125,7 @@ SOUND: dict[str, tuple[Any, Any, Any, dict[str, Any], str, str]] = {
     "one model, a plain prompt": (POLICY, POLICY, TALK, both(BY_HAND, BY_HAND), "teacher-template", ""),
     "a reference": (POLICY, TEACHER, TALK, both(BY_HAND, BY_HAND) | {"who": "reference"}, "", ""),
     "a template that goes on": (POLICY, TEACHER, TALK, both(SENT, GOES_ON), "", ""),
+    "options": (POLICY, TEACHER, TALK, both(THINKING, THINKING) | {"template_options": {"think": "so, "}}, "", ""),
     "texts": (POLICY, TEACHER, TEXTS, {"prompt_lengths": (4, 4)}, "", ""),
     "tokenizers' own class": (POLICY.backend_tokenizer, TEACHER.backend_tokenizer, TEXTS, {}, "", ""),
     "two templates": (PLAIN, TEACHER, TALK, {}, "templates-differ", "prompt-lengths"),
