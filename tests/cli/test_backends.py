@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import yaml
 from tests.training.conftest import TINY, stored, tiny_llama
+from tests.waiting import SECONDS
 
 from klamp.cli import main
 from klamp.records import read_record
@@ -59,14 +60,15 @@ def test_several_processes_are_started_by_accelerate(words, tmp_path):
     assert "checksums.json" in {path.name for path in (tmp_path / "run" / "checkpoint-2").iterdir()}
 
 
+@pytest.mark.timeout(2 * SECONDS)
 def test_ctrl_c_ends_trl_and_names_the_way_on(words, tmp_path):
     run = started(["--backend", "trl", "--cpu", "--max_steps", "5000", "--save_every", "1", *words])
-    until = time.monotonic() + 300
+    until = time.monotonic() + SECONDS
     while not list((tmp_path / "run").glob("checkpoint-*/checksums.json")):
         assert run.poll() is None and time.monotonic() < until, run.communicate()[0][-3000:]
         time.sleep(0.05)
     run.send_signal(signal.SIGINT)
-    said, _ = run.communicate(timeout=60)
+    said, _ = run.communicate(timeout=SECONDS)
     assert run.returncode == 130 and f"--resume {tmp_path / 'run'}" in said
 
 

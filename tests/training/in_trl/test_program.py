@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 import torch
 from tests.training.conftest import stored, tiny_llama
+from transformers import TrainerControl, TrainerState
 
 from klamp.core.advantages import group_advantages
 from klamp.errors import ConfigError, ModelError, RunFolderError, TrainingStopped
@@ -159,3 +161,18 @@ def test_a_resume_cannot_change_what_trl_counts_by(quick):
     launch(quick(max_steps=1), [])
     with pytest.raises(ConfigError, match="cannot change num_iterations"):
         launch(quick(max_steps=2, num_iterations=4, resume=True), [])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_that_python_lost_ends_the_run_after_the_step():
+    class Lost:
+        def __del__(self) -> None:
+            signal.raise_signal(signal.SIGINT)
+
+    interrupt, step = program.CtrlC(), (None, TrainerState(), TrainerControl())
+    with interrupt.heard():
+        interrupt.on_step_end(*step)
+        Lost()
+        with pytest.raises(KeyboardInterrupt):
+            interrupt.on_step_end(*step)
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler

@@ -10,8 +10,11 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
+import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -61,8 +64,9 @@ def train(config: TrainConfig, folder: Path, *, begin: Callable[[], None]) -> No
     run = config.run
     doctor = DoctorCallback(run.stop_on, other_reference=config.model.ref_model is not None)
     report = ReportCallback(every=run.log_completions_every, completions=run.log_completions, answers=run.log_answers)
-    with models.former_names():
-        trainer = trainer_of(config, folder, [report, doctor, Fingerprints()])
+    interrupt = CtrlC()
+    with models.former_names(), interrupt.heard():
+        trainer = trainer_of(config, folder, [report, doctor, Fingerprints(), interrupt])
         begin()
         trainer.train(resume_from_checkpoint=newest_checkpoint(folder) if run.resume else None)
     if doctor.stopped_by is not None:
@@ -72,6 +76,33 @@ def train(config: TrainConfig, folder: Path, *, begin: Callable[[], None]) -> No
             why=doctor.stopped_by.alarm.means,
             fix=f"{doctor.stopped_by.alarm.next_step} Continue with: klamp train --resume {folder}",
         )
+
+
+class CtrlC(TrainerCallback):
+    """Ctrl-C ends a run at once, or after the step if Python lost the exception, as it does inside a destructor."""
+
+    asked = False
+
+    @contextmanager
+    def heard(self) -> Iterator[None]:
+        """A context in which Ctrl-C is noted."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        before = signal.signal(signal.SIGINT, self._note)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, before)
+
+    def _note(self, number: int, frame: object) -> None:
+        self.asked = True
+        raise KeyboardInterrupt
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """End the run if Ctrl-C was lost."""
+        if self.asked:
+            raise KeyboardInterrupt
 
 
 def newest_checkpoint(folder: Path) -> str | None:
