@@ -169,10 +169,11 @@ def test_ctrl_c_that_python_lost_ends_the_run_after_the_step():
         def __del__(self) -> None:
             signal.raise_signal(signal.SIGINT)
 
+    before = signal.getsignal(signal.SIGINT)
     interrupt, step = program.CtrlC(), (None, TrainerState(), TrainerControl())
     with interrupt.heard():
         interrupt.on_step_end(*step)
         Lost()
         with pytest.raises(KeyboardInterrupt):
             interrupt.on_step_end(*step)
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    assert signal.getsignal(signal.SIGINT) is before
