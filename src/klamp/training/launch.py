@@ -21,7 +21,7 @@ from klamp.training.config import TrainConfig
 from klamp.training.folders import CONFIG, VERSIONS, check_folder, make_folder, run_folder, write_whole
 from klamp.training.in_trl.arguments import trl_arguments
 from klamp.training.in_verl.overrides import Layout, command
-from klamp.training.resumed import IDENTITY, check_resume, identity, identity_in, plain
+from klamp.training.resumed import IDENTITY, check_resume, continued, identity, newest_complete, plain
 from klamp.training.runlog import versions
 
 LAUNCHED = ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
@@ -89,8 +89,9 @@ def opened(config: TrainConfig) -> Path:
 def record(config: TrainConfig, folder: Path) -> None:
     """Write what the run has: its configuration, its versions, and which model and data it is of."""
     if os.environ.get("RANK", "0") == "0":
-        run = identity_in(folder).get("run", "") if config.run.resume else ""
-        write_whole(folder / IDENTITY, json.dumps(identity(config, run=run), indent=2))
+        goes_on = config.run.resume and newest_complete(folder) is not None
+        noted = continued(config, folder) if goes_on else identity(config)
+        write_whole(folder / IDENTITY, json.dumps(noted, indent=2))
         write_whole(folder / VERSIONS, json.dumps(versions(), indent=2))
         write_whole(folder / CONFIG, yaml.safe_dump(plain(config) | {"resume": False}, sort_keys=False))
 

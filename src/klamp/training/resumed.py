@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from klamp.errors import ConfigError, KLWarning, RunFolderError
-from klamp.files import json_of, yaml_of
+from klamp.files import at_home, json_of, yaml_of
 from klamp.tasks.base import has_own_prompts
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder
-from klamp.tasks.paths import at_home
 from klamp.training.config import TrainConfig, field_owners, reference_kind
 from klamp.training.folders import CONFIG, OWN, SEAL, checkpoint_folders, number_of, policy_folder, policy_in
 
@@ -50,7 +49,7 @@ def check_resume(config: TrainConfig, folder: Path) -> tuple[int, str] | None:
         ConfigError: a field that cannot change, or another model or data.
         RunFolderError: the checkpoint does not say which run it belongs to.
     """
-    newest = _newest(folder) if config.run.resume else None
+    newest = newest_complete(folder) if config.run.resume else None
     if newest is None:
         return None
     stored = identity_in(newest if (newest / IDENTITY).is_file() or newest.name.startswith(OWN) else folder)
@@ -77,7 +76,7 @@ def check_resume(config: TrainConfig, folder: Path) -> tuple[int, str] | None:
     return step, in_words(changes)
 
 
-def _newest(folder: Path) -> Path | None:
+def newest_complete(folder: Path) -> Path | None:
     """The newest checkpoint of a run, of TRL's those that are complete; None: there is none."""
     saved = checkpoint_folders(folder)
     whole = [each for each in saved if not each.name.startswith("checkpoint-") or (each / SEAL).is_file()]
@@ -109,14 +108,18 @@ SUMMED = (".safetensors", ".bin", ".json", ".model", ".txt")
 """The files of a folder that make a model what it is."""
 
 
-def identity(config: TrainConfig, *, run: str = "") -> dict[str, Any]:
-    """What each checkpoint stores of its run.
+def identity(config: TrainConfig) -> dict[str, Any]:
+    """What each checkpoint stores of its run; a run that goes on keeps its ID and sums, see `continued`."""
+    return {"run": uuid.uuid4().hex, "config": plain(config), "sha256": sums_of(config)}
 
-    Args:
-        config: in force.
-        run: the run's ID; empty: a new one.
+
+def continued(config: TrainConfig, stored: Path) -> dict[str, Any]:
+    """The identity in a folder with the configuration that is in force now; `check_resume` has compared the sums.
+
+    Raises:
+        RunFolderError: it is missing or damaged.
     """
-    return {"run": run or uuid.uuid4().hex, "config": plain(config), "sha256": sums_of(config)}
+    return {**identity_in(stored), "config": plain(config)}
 
 
 def identity_in(checkpoint: Path) -> dict[str, Any]:

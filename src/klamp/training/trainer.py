@@ -46,7 +46,7 @@ from klamp.training.models import end_tokens
 from klamp.training.observers import AlarmObserver, Observer, RunInfo, RunSummary
 from klamp.training.optimizer import adamw, schedule_of
 from klamp.training.references import FrozenReference
-from klamp.training.resumed import IDENTITY, check_resume, identity, identity_in, plain
+from klamp.training.resumed import IDENTITY, check_resume, continued, identity
 from klamp.training.rollouts import Rollout, collect, measure_reference_length
 from klamp.training.runlog import RunLog, check_trackers
 from klamp.training.sampling import examples_of_step
@@ -166,8 +166,7 @@ def train(
     Raises:
         ConfigError: kl_coef > 0 without a reference.
         DataError: no prompts.
-        RewardError: the reward raised or ended the program, returned something that is not a finite number, or took
-            too long.
+        RewardError: the reward raised or ended the program, or returned something that is not a finite number.
     """
     if not prompts:
         raise DataError("there are no prompts", got="prompts=[]", why="a rollout needs one", fix="pass at least one")
@@ -432,7 +431,7 @@ class Trainer:
         """
         state = checkpoint.load_state(folder)
         check_same(dict(state.get("fingerprints") or {}), self.fingerprints, checkpoint=folder)
-        self.identity = {**identity_in(folder), "config": plain(self.context.config)}
+        self.identity = continued(self.context.config, folder)
         checkpoint.load_optimizer(folder, self.optimizer)
         checkpoint.load_anchors(folder, self._moving())
         with checkpoint.reading(folder):

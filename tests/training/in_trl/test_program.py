@@ -15,10 +15,11 @@ from klamp.core.advantages import group_advantages
 from klamp.errors import ConfigError, ModelError, RunFolderError, TrainingStopped
 from klamp.records import read_record
 from klamp.records.klamp_run import read_details
-from klamp.training.folders import newest_policy
+from klamp.training.folders import SEAL, newest_policy
 from klamp.training.in_trl import program
-from klamp.training.launch import launch
+from klamp.training.launch import launch, record
 from klamp.training.models import load_model
+from klamp.training.resumed import identity_in
 from klamp.training.sampling import examples_of_run
 
 CLIPPED = {"kl_clip_method": "hard", "kl_clip_threshold": 0.1, "target_kl": 0.02, "kl_controller": "step"}
@@ -177,3 +178,14 @@ def test_ctrl_c_that_python_lost_ends_the_run_after_the_step():
         with pytest.raises(KeyboardInterrupt):
             interrupt.on_step_end(*step)
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_run_keeps_its_id_once_it_has_a_checkpoint_and_a_start_that_was_cut_short_needs_none(quick, tmp_path):
+    config, folder = quick(resume=True), tmp_path / "run"
+    folder.mkdir()
+    record(config, folder)  # nothing was written: the first start ended while it loaded
+    first = identity_in(folder)
+    (folder / "checkpoint-2").mkdir()
+    (folder / "checkpoint-2" / SEAL).write_text("{}")
+    record(config, folder)
+    assert identity_in(folder) == first

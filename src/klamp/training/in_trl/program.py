@@ -35,9 +35,8 @@ from klamp.tasks.base import NO_REWARD, Example
 from klamp.training import models
 from klamp.training.checkpoint import check, seal
 from klamp.training.config import TrainConfig
-from klamp.training.folders import SEAL, checkpoint_folders
 from klamp.training.in_trl.arguments import TEACHER_PROMPT, trl_arguments, weights_dtype
-from klamp.training.resumed import IDENTITY
+from klamp.training.resumed import IDENTITY, newest_complete
 from klamp.training.sampling import examples_of_run
 from klamp.training.setup import load_prompts
 from klamp.training.teachers import check_tokens_of, teacher_prompts
@@ -111,11 +110,11 @@ def newest_checkpoint(folder: Path) -> str | None:
     Raises:
         RunFolderError: its files are not those that were fingerprinted.
     """
-    whole = [each for each in checkpoint_folders(folder) if (each / SEAL).exists()]
-    if not whole:
+    newest = newest_complete(folder)
+    if newest is None:
         return None
-    check(whole[-1])
-    return str(whole[-1])
+    check(newest)
+    return str(newest)
 
 
 def trainer_of(config: TrainConfig, folder: Path, callbacks: list[TrainerCallback]) -> GRPOTrainer:
