@@ -17,7 +17,7 @@ from klamp.cli.describe import describe_model, describe_task, tool
 from klamp.cli.options import AblateOptions
 from klamp.cli.text import FAILED, say, show_paragraph, show_table
 from klamp.errors import DataError, TrainingStopped, without_credentials
-from klamp.tasks.paths import at_home
+from klamp.files import at_home
 from klamp.training.folders import free_folder
 
 

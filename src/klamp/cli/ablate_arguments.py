@@ -12,7 +12,7 @@ from klamp.cli.arguments import load_yaml, mapping_of, preset_values, read_entri
 from klamp.cli.flags import field_name, fields_of, read_argv, train_fields, unknown_key
 from klamp.cli.options import AblateOptions
 from klamp.errors import ConfigError
-from klamp.tasks.paths import at_home
+from klamp.files import at_home
 from klamp.training.config import TrainConfig
 
 DEFAULTS: Mapping[str, Any] = {"report_to": (), "keep_checkpoints": 1}

@@ -19,8 +19,7 @@ from klamp.cli.flags import Options, by_any_name, field_name, fields_of, read_ar
 from klamp.cli.options import TrainOptions
 from klamp.config import find_preset
 from klamp.errors import ConfigError, brief
-from klamp.files import yaml_of
-from klamp.tasks.paths import at_home, with_end
+from klamp.files import at_home, with_end, yaml_of
 from klamp.training.config import TrainConfig, section_classes
 from klamp.training.folders import CONFIG
 from klamp.training.resumed import HISTORY

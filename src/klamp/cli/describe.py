@@ -84,11 +84,11 @@ def tool(name: str) -> str:
     return str(beside.relative_to(Path.cwd())) if beside.is_relative_to(Path.cwd()) else str(beside)
 
 
-def plan_text(config: TrainConfig, inputs: Inputs | str = "", argv: Sequence[str] = ()) -> str:
+def plan_text(config: TrainConfig, inputs: Inputs | None = None, argv: Sequence[str] = ()) -> str:
     """The plan of a run as text: the settings in words, then the fields that differ from the defaults.
 
-    `inputs` are those that were opened, or the reason why they could not be; empty: nobody tried. `argv` are the
-    arguments of `klamp train` that `config` was made from.
+    `inputs` are those that were opened; None: nobody tried. `argv` are the arguments of `klamp train` that `config` was
+    made from.
     """
     parts = [
         "klamp train --dry-run: prompts, tokenizer and reward are opened; nothing is started or written",
@@ -111,12 +111,11 @@ def plan_text(config: TrainConfig, inputs: Inputs | str = "", argv: Sequence[str
     return "\n\n".join(parts)
 
 
-def _in_words(config: TrainConfig, inputs: Inputs | str) -> list[tuple[str, str]]:
+def _in_words(config: TrainConfig, inputs: Inputs | None) -> list[tuple[str, str]]:
     kl, rollout, run = config.kl, config.rollout, config.run
     per_step, length = rollout.prompts_per_step * rollout.num_generations, rollout.max_completion_length
-    if isinstance(inputs, str):
-        opened = inputs and f"; not opened: {inputs}"
-    else:
+    opened = ""
+    if inputs is not None:
         opened = f"; {inputs.training} to train on, {inputs.held_out} held out; longest prompt (tokens): "
         opened += str(inputs.longest)
     going = check_resume(config, Path(run.output_dir or ""))

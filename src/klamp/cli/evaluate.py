@@ -18,10 +18,10 @@ from klamp.cli.help import EVALUATED
 from klamp.cli.options import EvaluateOptions
 from klamp.cli.text import fixed, say, show_paragraph, show_table
 from klamp.errors import ConfigError, KLWarning, RunFolderError
+from klamp.files import at_home, followed
 from klamp.records.klamp_run import read_config
 from klamp.report.run import ScoreFormat
 from klamp.tasks.base import TaskConfig
-from klamp.tasks.paths import at_home, followed
 from klamp.training.config import TrainConfig
 from klamp.training.folders import CHECKPOINTS, CONFIG, NAMED, checkpoint_folders, number_of, policy_in
 

@@ -54,8 +54,7 @@ def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
             why="klamp's own loop is for one machine",
             fix="set backend to trl or verl, and gpus; or leave --prepare out and start the run",
         )
-    inputs, shape = open_inputs(config), shape_of(config.model.model)
-    longest = 0 if isinstance(inputs, str) else inputs.longest
+    longest, shape = open_inputs(config).longest, shape_of(config.model.model)
     if backend == "verl":
         load = None if shape is None else load_in_verl(config, shape)
         commands = [shlex.join(["klamp", "train", *_words(argv)])]

@@ -14,8 +14,8 @@ from klamp.cli.options import ReportOptions
 from klamp.cli.text import duration, say, show_caution
 from klamp.diagnostics.names import as_number
 from klamp.errors import DataError, RunFolderError
+from klamp.files import followed
 from klamp.report.text import count
-from klamp.tasks.paths import followed
 
 if TYPE_CHECKING:  # imported by the command only
     from klamp.diagnostics.history import History

@@ -10,9 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from klamp.errors import DataError, brief, missing_library, unknown_name
-from klamp.files import json_of
+from klamp.files import at_home, json_of
 from klamp.tasks.base import ARITHMETIC_TASK, HUB, Example, Task, TaskConfig, short_name
-from klamp.tasks.paths import at_home
 from klamp.tasks.prompts import prompt_text
 from klamp.tasks.rewards import exact_match, with_reward
 

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from klamp.errors import ConfigError, unknown_name
-from klamp.tasks.paths import at_home, with_end
+from klamp.files import at_home, with_end
 
 
 def is_function(name: str) -> bool:

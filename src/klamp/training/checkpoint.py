@@ -31,9 +31,8 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import RunFolderError
-from klamp.files import json_of
+from klamp.files import followed, json_of
 from klamp.tasks.cache import make_readable, without_bars
-from klamp.tasks.paths import followed
 from klamp.training.folders import (
     CHECKPOINTS,
     NAMED,

@@ -30,8 +30,8 @@ from klamp.core.arguments import (
 from klamp.core.controllers import Schedule
 from klamp.diagnostics.alarms import check_names
 from klamp.errors import ConfigError, KLWarning, Refusal, refuse
+from klamp.files import at_home
 from klamp.tasks.base import NO_REWARD, TaskConfig
-from klamp.tasks.paths import at_home
 
 Backend: TypeAlias = Literal["local", "trl", "verl"]
 Sampler: TypeAlias = Literal["own", "vllm"]

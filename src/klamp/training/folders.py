@@ -11,9 +11,8 @@ from typing import Any, TypeAlias, TypeVar
 
 from klamp import names
 from klamp.errors import RunFolderError
-from klamp.files import json_of
+from klamp.files import at_home, json_of, with_end
 from klamp.tasks.base import short_name
-from klamp.tasks.paths import at_home, with_end
 from klamp.training.config import TrainConfig
 
 Row: TypeAlias = Mapping[str, Any]
