@@ -18,7 +18,7 @@ from klamp.training.folders import newest_policy
 from klamp.training.models import load_model
 
 CHANGES: dict[str, Any] = {"prompts_per_step": 4, "gradient_accumulation_steps": 2, "loss_type": "dapo"}
-CHANGES |= {"target_kl": 0.02, "kl_controller": "step"}
+CHANGES |= {"target_kl": 0.02, "kl_controller": "step", "eval_every": 2}  # an evaluation draws, in both runs
 
 
 def steps_of(folder: Path) -> list[dict[str, float]]:

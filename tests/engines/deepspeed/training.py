@@ -53,6 +53,7 @@ def settings(stage: int | None) -> dict[str, Any]:
     sharding: dict[str, Any] = {"stage": stage}
     if stage == 3:
         sharding["stage3_param_persistence_threshold"] = 0  # so small a model would not be split at all
+        sharding["stage3_gather_16bit_weights_on_model_save"] = True  # a checkpoint has whole weights
     same = ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping", "train_batch_size")
     config = {
         **dict.fromkeys(same, "auto"),
