@@ -36,7 +36,7 @@ CUDA=(
 )
 # What torch needs of Python, and what klamp does.
 WITH_TORCH=(filelock fsspec jinja2 networkx setuptools sympy typing-extensions)
-WITH_KLAMP=(jaxtyping numpy packaging pyyaml rich)
+WITH_KLAMP=(jaxtyping numpy packaging pyyaml rich safetensors)
 
 # The path of the first of the given interpreters that runs and is not too old.
 find_python() {
