@@ -10,9 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.config import LOSS_TYPES, KLConfig, LossConfig
-from klamp.config.choices import ControllerName, KLChoices
-from klamp.config.kl import CONTROLLERS
 from klamp.config.loss import LossType
+from klamp.config.rules import ControllerName, KLChoices
 from klamp.core.arguments import check_fields, choices
 from klamp.core.estimators import DIRECTIONS, ESTIMATORS
 from klamp.core.gradients import COEFFICIENTS
@@ -49,11 +48,10 @@ def test_every_default_is_among_the_choices(cls: type) -> None:
         (DIRECTIONS, Direction),
         (SURROGATES, SurrogateName),
         ({horizon for horizon, _ in COEFFICIENTS}, Horizon),
-        (CONTROLLERS, ControllerName),
         (LOSS_TYPES, LossType),
         ([gradient for horizon, gradient in COEFFICIENTS if horizon == "token"], Gradient),
     ],
-    ids=["estimators", "directions", "surrogates", "horizons", "controllers", "loss types", "gradients"],
+    ids=["estimators", "directions", "surrogates", "horizons", "loss types", "gradients"],
 )
 def test_what_a_table_holds_is_what_its_type_says(table: Any, literal: Any) -> None:
     assert set(table) == set(get_args(literal))

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.config import ALIASES, KLConfig, KLWarning
-from klamp.config.choices import ControllerName
 from klamp.config.kl import resolve_aliases
+from klamp.config.rules import ControllerName
 from klamp.core import controllers
 from klamp.core.clipping import ClipLevel
 from klamp.core.term import OffPolicy, Placement

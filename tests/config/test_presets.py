@@ -17,7 +17,7 @@ from klamp import preset
 from klamp.config import PRESETS, KLConfig, KLWarning, LossConfig, build_objective
 from klamp.core.advantages import group_advantages
 from klamp.core.objective import grpo_loss
-from klamp.core.penalty import kl_in_reward, sequence_log_ratio
+from klamp.core.penalty import sequence_log_ratio
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, UnknownNameError
 
@@ -68,7 +68,7 @@ def klamps_loss(kl: KLConfig, loss: LossConfig, s: Sampled) -> Tensor:
     """The loss of a preset, formed as klamp's trainer forms it."""
     rewards = s.rewards
     if kl.kl_placement == "reward":
-        rewards = kl_in_reward(rewards, sequence_log_ratio(s.old, s.ref, s.mask), beta=kl.beta)
+        rewards = rewards - kl.beta * sequence_log_ratio(s.old, s.ref, s.mask)
     batch = Batch(
         policy_logprobs=s.policy,
         mask=s.mask,

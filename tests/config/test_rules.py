@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.config import KLConfig, KLWarning
-from klamp.config.choices import KLChoices
-from klamp.config.rules import cautions, check_beta, refusals, wide_clip
+from klamp.config.rules import KLChoices, cautions, check_beta, refusals, wide_clip
 from klamp.errors import ConfigError
 
 

@@ -10,7 +10,7 @@ import torch
 
 from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.core.objective import Objective, grpo_loss
-from klamp.core.trust import TrustRegion
+from klamp.core.surrogates import TrustRegion
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, KLWarning
 

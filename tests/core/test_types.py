@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from klamp.core.masking import check_batch, check_logprobs, check_mask
+from klamp.core.masking import check_batch, check_logprobs
 from klamp.core.types import Batch
 from klamp.errors import (
     ConfigError,
@@ -99,11 +99,11 @@ def test_nan_beside_a_positive_logprob_is_what_is_named_and_one_just_above_zero_
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_a_mask_of_numbers_and_an_empty_one_that_is_no_part_of_a_batch_are_refused():
     with pytest.raises(TensorError, match="boolean"):
-        check_mask(MASK.long())
-    empty = torch.zeros(2, 3, dtype=torch.bool)
+        batch(mask=MASK.long())
+    empty = batch(mask=torch.zeros(2, 3, dtype=torch.bool))
     with pytest.raises(EmptyMaskError):
-        check_mask(empty)
-    check_mask(empty, part=True)
+        check_batch(empty)
+    check_batch(empty, part=True)
 
 
 def test_advantages_must_be_finite_where_they_count():

@@ -80,12 +80,7 @@ def describe_gradient(kl: KLConfig) -> str:
 
 
 def describe_clip(kl: KLConfig, *, length: float | str | None = None) -> str:
-    """The clip of the KL and its budget in nats, in words.
-
-    Args:
-        kl: the KL.
-        length: the reference length in force, in tokens or in words; None: what the configuration says.
-    """
+    """The clip of the KL and its budget in nats; `length` in force, in tokens or words, else the configuration's."""
     if kl.kl_clip_method == "none":
         return "none"
     length = kl.kl_reference_length if length is None else length
@@ -122,13 +117,7 @@ def describe_average(
     over: str = "the optimizer step, all processes",
     length: str = "max_completion_length",
 ) -> str:
-    """How a reduction turns tokens into one number, in words.
-
-    Args:
-        reduction: which one.
-        over: what `token_mean` counts the tokens of.
-        length: what `fixed_length` divides by.
-    """
+    """How a reduction makes tokens one number: `token_mean` those of `over`, `fixed_length` divides by `length`."""
     words: Mapping[Reduction, str] = {
         "token_mean": f"mean over the tokens of {over}",
         "sequence_mean": "mean over completions of the mean over tokens",
@@ -139,14 +128,7 @@ def describe_average(
 
 
 def describe_price(price: Price, *, group_size: int, of_batch: bool = False, name: str = "beta") -> str:
-    """A price in words: the reward per nat of a whole completion, and its factors.
-
-    Args:
-        price: from `price_of`.
-        group_size: completions per prompt.
-        of_batch: whether advantages that are scaled are divided by the whole batch's standard deviation.
-        name: of the coefficient.
-    """
+    """The reward per nat of a whole completion, and its factors; `of_batch`: scaled by the batch's deviation."""
     parts = [f"{name} {price.beta:g}"]
     if price.length_ratio != 1:
         compared = "more" if price.length_ratio > 1 else "fewer"

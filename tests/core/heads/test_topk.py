@@ -12,8 +12,7 @@ from tests.core.heads.naive import DIRECTIONS, OPTIONS, head, kl_inputs, naive_l
 
 from klamp.core.estimators import exact_kl
 from klamp.core.heads.kl import cut_mass, linear_head_kl, linear_kl
-from klamp.core.heads.logprobs import linear_logprobs, linear_topk
-from klamp.core.heads.picks import Leaders
+from klamp.core.heads.logprobs import Leaders, linear_logprobs, linear_topk
 from klamp.core.topk import topk_kl
 from klamp.errors import ConfigError, ShapeError, TensorError
 
