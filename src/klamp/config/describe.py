@@ -84,12 +84,10 @@ def describe_clip(kl: KLConfig, *, length: float | str | None = None) -> str:
     if kl.kl_clip_method == "none":
         return "none"
     length = kl.kl_reference_length if length is None else length
-    if not kl.use_per_token_kl_threshold:
-        budget = "nats per completion"
-    elif length is not None:
-        budget = f"nats x {length if isinstance(length, str) else f'{length:g}'} tokens"
-    else:
-        budget = "nats per token of the reference length"
+    budget = "nats per completion"
+    if kl.use_per_token_kl_threshold:
+        tokens = length if length is None or isinstance(length, str) else f"{length:g}"
+        budget = f"nats x {tokens} tokens" if tokens else "nats per token of the reference length"
     return f"{kl.kl_clip_method} clip at {kl.kl_clip_threshold:g} {budget}"
 
 
@@ -105,10 +103,9 @@ def describe_controller(kl: KLConfig) -> str:
 
 def describe_movement(kl: KLConfig) -> str:
     """How the reference moves during training, in words; empty where it does not move."""
-    return {
-        "ema": f"follows the policy, keeping {kl.reference_decay:g} of itself at every step",
-        "periodic": f"becomes the policy every {kl.reference_reset_steps} steps",
-    }.get(kl.reference, "")
+    if kl.reference == "ema":
+        return f"follows the policy, keeping {kl.reference_decay:g} of itself at every step"
+    return f"becomes the policy every {kl.reference_reset_steps} steps" if kl.reference == "periodic" else ""
 
 
 def describe_average(

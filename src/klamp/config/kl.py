@@ -27,9 +27,8 @@ def resolve_aliases(values: Mapping[str, Any], known: set[str], aliases: Mapping
     for key, value in values.items():
         name = aliases.get(key, key)
         if name not in known:
-            raise unknown_name(
-                "configuration key", key, known | aliases.keys(), why="it is no field of the configuration"
-            )
+            why = "it is no field of the configuration"
+            raise unknown_name("configuration key", key, known | aliases.keys(), why=why)
         if name in resolved and resolved[name] != value:
             raise ConfigError(
                 f"{name} is given twice, with different values",
@@ -82,7 +81,6 @@ class KLConfig(KLChoices, _OtherNames):
     """The KL term, in nats: what is measured, what its gradient does, where it enters, and how it is held.
 
     The same fields mean the same in every trainer. `beta` may be given as `kl_coef`, `kl_penalty` or `kl_beta`.
-    Numbers are Python's int and float (a bool, a tensor or a text is refused), lists of choices are tuples.
 
     Raises:
         UnknownNameError: an unknown field or choice; names the nearest.

@@ -6,7 +6,7 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ from klamp.errors import ConfigError, KLWarning
 LossType: TypeAlias = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _LossRow:
+class _LossRow(NamedTuple):
     reduction: Reduction
     scale: Scale
 
@@ -92,8 +91,9 @@ class LossConfig:
     def __post_init__(self) -> None:
         check_fields(self, {"epsilon": CLIP_LOW, "epsilon_high": CLIP_HIGH})
         self.trust  # noqa: B018  (refuses bounds that cross)
-        bounds = ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min")
-        needs = {} if self.vllm_importance_sampling_mode else dict.fromkeys(bounds, "vllm_importance_sampling_mode")
+        needs: dict[str, str] = {}
+        if self.vllm_importance_sampling_mode is None:
+            needs = {f"vllm_importance_sampling_clip_{end}": "vllm_importance_sampling_mode" for end in ("max", "min")}
         if self.surrogate == "score_function":
             needs |= dict.fromkeys(("epsilon", "epsilon_high"), "surrogate='ppo_clip' or 'cispo'")
         for text in unread(self, needs):
@@ -131,13 +131,9 @@ def divisor(reduction: Reduction, *, mean_length: float, max_length: float | Non
 
     Lengths are in tokens; without a `max_length`, the divisor of `fixed_length`, that is the mean too.
     """
-    divisors: Mapping[Reduction, float] = {
-        "token_mean": mean_length,
-        "sequence_mean": mean_length,
-        "sequence_sum": 1.0,
-        "fixed_length": float(mean_length if max_length is None else max_length),
-    }
-    return divisors[reduction]
+    if reduction == "sequence_sum":
+        return 1.0
+    return float(max_length) if reduction == "fixed_length" and max_length is not None else mean_length
 
 
 def build_objective(
@@ -223,9 +219,6 @@ def price_of(
     or the advantage; s the standard deviation of the group's rewards where advantages are divided by it (left to
     `Price.at`). A KL in the reward is divided by whatever divides the reward: its price is beta.
 
-    The policy at which the expected update of an exact configuration is zero is ref * exp(reward / price):
-    `klamp.verify.convergence` finds it.
-
     Args:
         beta, placement: the coefficient in force, and where the KL enters.
         baseline, scale, group_size: of the advantages; completions per prompt, G.
@@ -278,10 +271,8 @@ def price_at_distance(rewards: Tensor, kl: float) -> float:
 
     Equation: the p for which the mean over groups of D(1 / p) is kl (G - 1) / G. D(t) = KL(q || uniform), with q
     proportional to exp(t reward) over the G completions of a group. To second order p = s / sqrt(2 kl), s^2 the mean
-    variance within groups. D also sees groups without a spread, and rewards that cannot rise any further: two or more
-    completions at the top. Where one alone is best, the group says that there is better, not by how much: D ends at
-    log G, which a target of 0.05 nats per token asks for from 42 tokens on (G = 8). There D is the second order's,
-    where that is more, as if rewards went on as a Gaussian's do.
+    variance within groups. Where one completion alone is best, the group says that there is better, not by how much:
+    D ends at log G. There D is the second order's, where that is more, as if rewards went on as a Gaussian's do.
 
     Shapes: rewards [n, G], a group of completions in each row; `kl` in nats per completion, above 0 -> reward per nat
     of a completion, 0.0 where no price leads so far from the completions that are there.
@@ -312,10 +303,7 @@ def spread_of_group(reward_std: float, saturated: float) -> float | None:
 
 
 def spreads_of_right_or_wrong(group_size: int) -> tuple[float, float]:
-    """The least and the largest standard deviation of a group of rewards 0 and 1 that are not all equal.
-
-    Equation: sqrt(k (G - k) / (G (G - 1))), k = 1 and k = G / 2.
-    """
+    """The least and largest standard deviation of a group of rewards 0 and 1, of which 1 or half are 1."""
     pairs = group_size * (group_size - 1)
     least, most = (math.sqrt(k * (group_size - k) / pairs) for k in (1, group_size // 2))
     return least, most

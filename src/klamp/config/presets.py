@@ -39,14 +39,10 @@ class Preset:
 PRESETS: Mapping[str, Preset] = {
     "recommended": Preset(paper="docs/concepts"),
     "exact-objective": Preset(
-        kl_fields={"beta": 0.01, "kl_placement": "reward", **_K1_OVER_SEQUENCES},
-        paper="docs/where-it-ends",
+        kl_fields={"beta": 0.01, "kl_placement": "reward", **_K1_OVER_SEQUENCES}, paper="docs/where-it-ends"
     ),
     # The same optimum with the KL in the loss; kl_off_policy='sequence' makes it exact for several updates per rollout.
-    "exact-objective-loss": Preset(
-        kl_fields={"beta": 0.01, "kl_horizon": "sequence"},
-        paper="docs/where-it-ends",
-    ),
+    "exact-objective-loss": Preset(kl_fields={"beta": 0.01, "kl_horizon": "sequence"}, paper="docs/where-it-ends"),
     # The paper differentiates k3 itself; the gradient that this has is named here: forward.
     "grpo": Preset(
         kl_fields={"beta": 0.04, "kl_gradient": "forward"},

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
@@ -31,8 +31,7 @@ BETA = AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "u
 NUMBERS: Mapping[str, Numbers] = {
     **{f"kl_{name}": numbers for name, numbers in TERM_NUMBERS.items()},
     "beta": BETA,
-    "beta_min": BETA.but(BETA.why, "leave beta_min out for its default"),
-    "beta_max": BETA.but(BETA.why, "leave beta_max out for its default"),
+    **{name: BETA.but(BETA.why, f"leave {name} out for its default") for name in ("beta_min", "beta_max")},
     "kl_reference_length": AT_LEAST_1.but(
         "the budget of a completion is threshold * reference length",
         "give the usual length of a completion of the reference in tokens, or None to have it measured",
@@ -191,11 +190,7 @@ def check_server(url: str | None, field: str, *, key: str) -> None:
             fix=f"write http://HOST:PORT; what the server wants to know of you comes from {key}",
         )
     if not _is_sound(url):
-        raise ConfigError(
-            f"{field}={url!r} is no address",
-            why="the server is asked over HTTP",
-            fix="write http://HOST:PORT",
-        )
+        raise ConfigError(f"{field}={url!r} is no address", why="it is asked over HTTP", fix="write http://HOST:PORT")
 
 
 def _is_sound(url: str) -> bool:
@@ -473,10 +468,7 @@ def _without_effect(c: KLChoices) -> list[str]:
         "kl_max_log_ratio": (c.kl_estimator == "exact", "kl_estimator='k1', 'k2', 'k3' or 'abs'"),
         "kl_horizon": ((c.kl_gradient, c.kl_off_policy) == ("none", "none"), "kl_gradient='reverse' or 'forward'"),
         "kl_max_weight": (c.kl_off_policy == "none" or summed, "kl_off_policy='token' or 'sequence'"),
-        "kl_off_policy": (
-            summed,
-            "kl_off_policy='sequence' (the exact KL sums over the token; only its prefix was sampled)",
-        ),
+        "kl_off_policy": (summed, "kl_off_policy='sequence' (the exact KL sums over the token, not over its prefix)"),
         "kl_normalizer": (c.kl_placement != "loss", "kl_placement='loss'"),
         **dict.fromkeys(("kl_schedule", "kl_warmup_steps"), (c.beta == 0, "a beta above 0")),
         "kl_schedule_end": (c.kl_schedule == "constant", "kl_schedule='linear' or 'cosine'"),
@@ -500,8 +492,9 @@ def _without_effect(c: KLChoices) -> list[str]:
 
 def unread(config: Any, needs: Mapping[str, str]) -> list[str]:
     """A caution for each field that was changed and that nothing reads; `needs`: such a field -> what it needs."""
+    changed = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
     return [
         f"{name}={getattr(config, name)!r} has no effect: it needs {needed}."
         for name, needed in needs.items()
-        if getattr(config, name) != type(config).__dataclass_fields__[name].default
+        if name in changed
     ]

@@ -183,8 +183,8 @@ class TeacherConfig:
 
     def coefficient(self, step: int, steps: int) -> float:
         """The coefficient in force at a step (from 0) of so many."""
-        shape = {"warmup_steps": self.teacher_warmup_steps, "end": self.teacher_schedule_end}
-        factor = kl_schedule_factor(step, steps, schedule=self.teacher_schedule, **shape)
+        warmup, end = self.teacher_warmup_steps, self.teacher_schedule_end
+        factor = kl_schedule_factor(step, steps, schedule=self.teacher_schedule, warmup_steps=warmup, end=end)
         return self.teacher_coef * factor if self.there else 0.0
 
     def build_term(self) -> KLTerm:

@@ -24,16 +24,14 @@ ClipLevel: TypeAlias = Literal["sequence", "group", "batch"]
 ClipUnit: TypeAlias = Literal["token", "sequence"]
 
 
+CLIP_TEMPERATURE = POSITIVE.but(
+    "it is the width in nats over which the soft clip opens", "use a tenth of the total budget, or a hard clip"
+)
+
+
 def _check(method: str, temperature: float) -> None:
     check_name("KL clip method", method, get_args(ClipMethod))
-    check_number(
-        "temperature",
-        temperature,
-        POSITIVE.but(
-            "it is the width in nats over which the soft clip opens",
-            "use a temperature around a tenth of the total threshold, or method='hard'",
-        ),
-    )
+    check_number("temperature", temperature, CLIP_TEMPERATURE)
 
 
 def _check_kl(kl: Tensor, threshold: float | Tensor) -> None:

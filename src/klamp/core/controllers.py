@@ -45,21 +45,13 @@ _ROUNDING = -1e-6
 
 
 class BetaState(NamedTuple):
-    """What a controller remembers from one measurement to the next.
-
-    Attributes:
-        value: the coefficient in force.
-        level: the filtered KL, in targets; -1 before the first; `HoldController` only, as all that follow.
-        trend: how much the level rises in a step.
-        landing: where to land, by the steps so far; -1 where none told.
-        landed: 1 once beta has been raised to it, which happens once; 0 before.
-    """
+    """What a controller remembers from one measurement to the next; `HoldController` alone uses more than the value."""
 
     value: float
-    level: float = -1.0
-    trend: float = 0.0
-    landing: float = -1.0
-    landed: float = 0.0
+    level: float = -1.0  # the filtered KL, in targets; -1 before the first
+    trend: float = 0.0  # how much the level rises in a step
+    landing: float = -1.0  # where to land, by the steps so far; -1 where none told
+    landed: float = 0.0  # 1 once beta has been raised to it, which happens once
 
 
 def _checked_kl(kl: float) -> float:
@@ -194,13 +186,11 @@ class HoldController(FixedController):
     Measured: docs/controllers.md.
 
     Args:
-        value: starting coefficient.
-        target: the KL to hold, in the unit of the KL that `update` gets.
+        value, target: starting coefficient; the KL to hold, in the unit of the KL that `update` gets.
         gain: largest change of log beta in a step, in (0, 1).
         lead: steps ahead that it looks, about the lag of the KL behind the weights.
         landing: the beta that a step puts the target at; None: it does not tell. Where none does, it lands at
             0.3 / sqrt(target), for advantages of variance 1 and some five tokens. At 0 it never jumps.
-        min_value, max_value: bounds of the coefficient. From 0 a multiplicative rule never leaves.
 
     Raises:
         ConfigError: parameters out of range.
@@ -268,8 +258,7 @@ class StepController(FixedController):
     547 and the reward from .88 to .60 (docs/controllers.md). `HoldController` holds a target.
 
     Args:
-        value: starting coefficient; from 0 the rule never leaves.
-        target: the KL to hold, in the unit of the KL that `update` gets.
+        value, target: starting coefficient; the KL to hold, in the unit of the KL that `update` gets.
         up, down: factors, up >= 1 >= down > 0.
         high, low: edges of the band, as multiples of the target.
 
@@ -332,8 +321,7 @@ class ProportionalController(FixedController):
     Slow at a horizon of 100: towards 0.05 the KL stayed above 0.11 for 90 steps (docs/controllers.md).
 
     Args:
-        value: starting coefficient.
-        target: the KL to hold.
+        value, target: starting coefficient; the KL to hold.
         horizon: steps over which a saturated error multiplies beta by 1 + clip.
         clip: bound of the relative error, in (0, 1].
 

@@ -47,10 +47,8 @@ _FAR = -1.0
 BOUND = POSITIVE.but("it bounds a magnitude", "use None for no bound")
 """What bounds a weight or a log-ratio; None is no bound."""
 
-Backward = Callable[..., Any]
 
-
-def first_only(backward: Backward) -> Backward:
+def first_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """The backward pass of an autograd function that has no second derivative: it refuses to be part of a graph."""
 
     @functools.wraps(backward)

@@ -28,16 +28,13 @@ class Totals(NamedTuple):
 
     With it, `grpo_loss` divides each part by the size of the whole, so that losses and gradients of the parts, on all
     processes, add up to those of the whole batch. Counts are over all processes; tensors spare a wait for the GPU.
-
-    Attributes:
-        sequences: number of sequences in the whole batch.
-        tokens: number of unmasked tokens in the whole batch.
-        kl_tokens: number of tokens that carry the KL; differs from `tokens` where tokens are excluded from it.
     """
 
     sequences: float | Tensor
     tokens: float | Tensor
+    """Those that are trained on."""
     kl_tokens: float | Tensor
+    """Those that carry the KL, where some are excluded from it."""
 
 
 def upcast(x: Tensor) -> Tensor:

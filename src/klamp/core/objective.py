@@ -79,7 +79,7 @@ class Objective:
 SURROGATES: dict[SurrogateName, Callable[..., Tensor]] = {
     "ppo_clip": surrogates.ppo_clip,
     "cispo": surrogates.cispo,
-    "score_function": lambda policy, old, advantages, **bounds: surrogates.score_function(policy, old, advantages),
+    "score_function": surrogates.score_function,
 }
 
 
@@ -96,10 +96,8 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     Shapes: see `Batch`; the loss is a scalar.
 
     Args:
-        batch: scored completions.
-        objective: the loss.
-        totals: size of the whole batch when this is a micro-batch of it: then losses and gradients of the
-            micro-batches add up exactly to those of the whole.
+        batch, objective: scored completions, and the loss.
+        totals: size of the whole batch, of which this is a micro-batch: their losses and gradients add up exactly.
 
     Raises:
         TensorError, ShapeError, EmptyMaskError, NonFiniteError, DataError: see `check_batch`.
@@ -112,8 +110,8 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     check_instance("objective", objective, Objective, fix="use build_objective(KLConfig(...), LossConfig(...))")
     if totals is not None:
         check_totals(totals)
-    bounded = any(term.anchor == "teacher" and term.max_log_ratio is not None for _, term in objective.others)
-    check_batch(batch, part=totals is not None, bounded=bounded)
+    may_forbid = any(term.anchor == "teacher" and term.max_log_ratio is not None for _, term in objective.others)
+    check_batch(batch, part=totals is not None, bounded=may_forbid)
     for anchor in (batch.ref_logprobs, batch.teacher_logprobs):
         if anchor is not None:
             check_roles(batch.policy_logprobs, anchor)
@@ -131,6 +129,7 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
             shifted = replace(batch, advantages=advantages)
             advantages = shifted_advantages(shifted, part.term, beta=part.coefficient, gate=part.gate)
     bounds = {"clip_low": objective.clip_low, "clip_high": objective.clip_high}
+    bounds = {} if objective.surrogate == "score_function" else bounds
     tokens = SURROGATES[objective.surrogate](policy, old, advantages, **bounds)
     if objective.trust.there:
         trusted = Trusted.of(batch, objective.trust)

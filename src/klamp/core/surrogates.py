@@ -40,7 +40,7 @@ def per_token(advantages: Advantages, like: TokenValues) -> TokenValues:
 
 
 def importance_ratio(policy_logprobs: LogProbs, old_logprobs: LogProbs) -> TokenValues:
-    """The ratio r = exp(log policy - log old) of each token, with the old policy detached."""
+    """The ratio r of each token, with the old policy detached."""
     return (upcast(policy_logprobs) - upcast(old_logprobs.detach())).exp()
 
 

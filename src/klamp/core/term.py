@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from klamp.core.arguments import AT_LEAST_0, POSITIVE, check_fields
-from klamp.core.clipping import ClipLevel, ClipUnit, clip_gate, clip_kl, gate_kl, kl_budget
+from klamp.core.arguments import AT_LEAST_0, check_fields
+from klamp.core.clipping import CLIP_TEMPERATURE, ClipLevel, ClipUnit, clip_gate, clip_kl, gate_kl, kl_budget
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import BOUND, masked_log_ratio, saturated
 from klamp.core.masking import masked_sum
@@ -29,7 +29,7 @@ TERM_NUMBERS = {
     "max_weight": BOUND,
     "max_log_ratio": BOUND,
     "clip_threshold": AT_LEAST_0.but("a KL is never negative", "0.5 nats per token is the default, 0 no free budget"),
-    "clip_temperature": POSITIVE.but("it is the width of the soft clip", "use a tenth of the total budget"),
+    "clip_temperature": CLIP_TEMPERATURE,
 }
 """Which numbers the fields of `KLTerm` take; those of `KLConfig` that they come from take the same."""
 

@@ -395,9 +395,8 @@ def linear_logprobs(
 
     Args:
         hidden: last hidden states, one row per token.
-        weight: of the output head; may be tied to the embedding, or frozen.
+        weight, bias: of the output head; may be tied to the embedding, or frozen.
         targets: token ids to score, each in 0..V-1.
-        bias: of the output head.
         temperature: that the tokens were sampled at; times s for a head whose logits are divided by s (`logits_scaling`
             in Granite), over s for one whose logits are multiplied by it (`logit_scale` in Cohere).
         softcap: c, of models that bound their logits (30 in Gemma 2).
