@@ -11,7 +11,6 @@ import torch
 from klamp.core.masking import check_batch, check_logprobs
 from klamp.core.types import Batch
 from klamp.errors import (
-    ConfigError,
     DataError,
     EmptyMaskError,
     NonFiniteError,
@@ -34,29 +33,6 @@ def test_a_tensor_of_another_shape_is_refused_by_name_when_the_batch_is_built(na
         Batch(**(columns | {name: wrong}))
     with pytest.raises(ShapeError, match=name):
         dataclasses.replace(Batch(**columns), **{name: wrong})
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize("name", ["kl_weight", "gate_kl", "reference_length"])
-def test_one_number_per_completion_is_asked_for_by_name(name: str) -> None:
-    columns: dict[str, Any] = {"policy_logprobs": ONE, "mask": TRUE, "advantages": torch.zeros(1), name: torch.ones(3)}
-    with pytest.raises(ShapeError, match=f"^{name} does not have one number per completion"):
-        Batch(**columns)
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize("shape", [(3,), (2, 1), (1, 3)])
-def test_advantages_that_fit_neither_completions_nor_tokens_are_refused(shape: tuple[int, ...]) -> None:
-    two = torch.zeros(2, 3)
-    with pytest.raises(ShapeError, match="advantages"):
-        Batch(policy_logprobs=two, mask=two == 0, advantages=torch.zeros(shape))
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize("size", [0, 1.5, True])
-def test_the_size_of_a_group_is_a_whole_number(size: Any) -> None:
-    with pytest.raises(ConfigError, match="group_size must be a whole number >= 1"):
-        Batch(policy_logprobs=ONE, mask=TRUE, advantages=torch.zeros(1), group_size=size)
 
 
 # --- values ---------------------------------------------------------------------------------------------------
