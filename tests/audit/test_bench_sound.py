@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn.functional import huber_loss
 
 import klamp
-from klamp.core.trust import TrustRegion
+from klamp.core.surrogates import TrustRegion
 from klamp.core.types import Reduction
 
 SLOW = pytest.mark.slow

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.config import ALIASES, KLConfig, KLWarning
-from klamp.config.choices import ControllerName
 from klamp.config.kl import resolve_aliases
+from klamp.config.rules import ControllerName
 from klamp.core import controllers
 from klamp.core.clipping import ClipLevel
 from klamp.core.term import OffPolicy, Placement
@@ -100,11 +100,6 @@ def test_a_configuration_is_a_value() -> None:
         KLConfig(0.1)  # pyright: ignore[reportCallIssue]
 
 
-def test_replacing_a_field_checks_the_whole_again() -> None:
-    with pytest.raises(ConfigError, match="takes kl_estimator='k1' only"):
-        dataclasses.replace(KLConfig(), kl_placement="reward")
-
-
 def test_a_caution_is_said_once_where_the_configuration_is_made() -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -147,12 +142,8 @@ def test_a_combination_either_builds_everything_or_is_refused_with_a_reason(fiel
             controllers.StepController(0.2, target=0.05, up=2.0, down=0.5, high=1.2, low=0.8),
         ),
         (
-            {"target_kl": 0.05, "kl_controller": "proportional", "kl_controller_clip": 0.7},
-            controllers.ProportionalController(0.2, target=0.05, horizon=100, clip=0.7),
-        ),
-        (
-            {"target_kl": 0.05, "kl_controller": "proportional", "kl_controller_horizon": 7},
-            controllers.ProportionalController(0.2, target=0.05, horizon=7),
+            {"target_kl": 0.05, "kl_controller": "proportional", "kl_controller_clip": 0.7, "kl_controller_horizon": 7},
+            controllers.ProportionalController(0.2, target=0.05, horizon=7, clip=0.7),
         ),
     ],
     ids=lambda each: getattr(each, "get", lambda *_: "")("kl_controller", "") if isinstance(each, dict) else "",
@@ -164,26 +155,6 @@ def test_the_controller_is_the_one_that_is_named_with_its_parameters(
     assert type(found) is type(expected)
     for kl in (0.0, 0.02, 0.05, 0.3, 0.3, 0.01):
         assert found.update(kl) == expected.update(kl)
-
-
-@pytest.mark.parametrize("name", get_args(ControllerName))
-def test_the_bounds_of_beta_are_the_controllers(name: ControllerName) -> None:
-    kl = quiet(beta=0.2, target_kl=0.05, kl_controller=name, beta_min=0.15, beta_max=0.25, kl_controller_horizon=1)
-    low, high = kl.build_controller(), kl.build_controller()
-    for _ in range(40):
-        low.update(0.0)
-        high.update(5.0)
-    if name == "hold":
-        for _ in range(60):
-            low.update(0.03)  # below half of the target beta is not lowered below its start
-    moves = name != "fixed"
-    assert (low.value, high.value) == ((0.15, 0.25) if moves else (0.2, 0.2))
-
-
-def test_each_controller_starts_afresh() -> None:
-    kl = KLConfig(beta=0.2, target_kl=0.05)
-    kl.build_controller().update(5.0)
-    assert kl.build_controller().value == 0.2
 
 
 @pytest.mark.parametrize(
@@ -200,14 +171,3 @@ def test_each_controller_starts_afresh() -> None:
 def test_beta_has_bounds_on_both_sides(fields: dict[str, Any], bounds: tuple[float, float | None]) -> None:
     kl = quiet(**{"beta": 0.2, "target_kl": 0.05, **fields})
     assert kl.beta_bounds == pytest.approx(bounds) if None not in bounds else kl.beta_bounds == bounds
-
-
-@pytest.mark.parametrize("name", ["hold", "step", "proportional"])
-def test_a_rule_that_multiplies_comes_back_from_a_long_stay_at_a_kl_of_0(name: ControllerName) -> None:
-    kl = quiet(beta=0.01, target_kl=0.05, kl_controller=name, kl_controller_horizon=10, kl_controller_clip=1.0)
-    controller = kl.build_controller()
-    controller.update(0.06)
-    for _ in range(3000):
-        controller.update(0.0)
-    steps = next(step for step in range(100) if controller.update(0.1) > kl.beta)
-    assert steps <= {"hold": 50, "step": 12, "proportional": 60}[name]

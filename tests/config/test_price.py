@@ -52,12 +52,6 @@ def test_division_by_the_std_leaves_no_single_price():
     assert price(KLConfig(beta=0.04), LossConfig(advantage_baseline="mean")).at(0.1) == pytest.approx(0.04 * 4 / 3)
 
 
-def test_the_beta_in_force_can_be_another_one():
-    assert price(KLConfig(beta=0.04), LossConfig(advantage_baseline="mean"), beta=3.0).per_completion == pytest.approx(
-        4.0
-    )
-
-
 @pytest.mark.parametrize("wrong", [{"group_size": 1}, {"mean_length": 0.0}, {"max_length": 0}])
 def test_no_price_without_a_group_or_a_length(wrong):
     with pytest.raises(ConfigError, match="needs a group and lengths"):

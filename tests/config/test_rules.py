@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.config import KLConfig, KLWarning
-from klamp.config.choices import KLChoices
-from klamp.config.rules import cautions, check_beta, refusals, wide_clip
+from klamp.config.rules import KLChoices, cautions, check_beta, refusals, wide_clip
 from klamp.errors import ConfigError
 
 
@@ -180,43 +179,6 @@ def test_without_one_of_its_fields_it_is_another_combination(fields: dict[str, A
     assert not all(refusals(KLChoices(**each))[row].applies for each in fewer)
 
 
-def test_the_default_is_neither_refused_nor_warned_of() -> None:
-    assert not [row.what for row in refusals(KLChoices()) if row.applies] and cautions(KLChoices()) == []
-
-
-@pytest.mark.parametrize(
-    ("fields", "text"),
-    [
-        (
-            {"kl_estimator": "k1", "kl_gradient": "own"},
-            "an expected gradient of exactly zero on the policy's own tokens, summed over them or over a fixed length: "
-            "it regularises nothing (a mean over each completion's own length leaves a pull on the length, and "
-            "nothing else). Use",
-        ),
-        ({"kl_estimator": "k3", "kl_gradient": "own"}, "follows the gradient of KL(ref||policy) at each position"),
-        ({"kl_estimator": "abs", "kl_gradient": "own"}, "pulls down the L1 distance"),
-        ({"target_kl": 0.05, "kl_clip_method": "hard"}, "lies within the clip's free budget of 0.5 nats"),
-        (
-            {"kl_clip_method": "soft", "kl_clip_threshold": 0.1, "kl_reference_length": 50},
-            "kl_clip_temperature=1 is wide against the budget of 5 nats",
-        ),
-        (
-            {"kl_clip_method": "soft", "use_per_token_kl_threshold": False, "kl_clip_threshold": 2.0},
-            "kl_clip_temperature=1 is wide against the budget of 2 nats",
-        ),
-    ],
-)
-def test_what_does_not_do_what_its_name_says_is_warned_of(fields: dict[str, Any], text: str) -> None:
-    (caution,) = cautions(KLChoices(**fields))
-    assert text in caution
-
-
-@pytest.mark.parametrize("estimator", ["k1", "k3", "abs"])
-def test_a_gradient_that_is_not_the_kls_is_no_matter_at_beta_0(estimator: Any) -> None:
-    assert cautions(KLChoices(kl_estimator=estimator, kl_gradient="own", beta=0.0)) == []
-    assert cautions(KLChoices(kl_estimator="k2", kl_gradient="own")) == [], "k2's own gradient is the KL's"
-
-
 @given(threshold=st.floats(0.01, 2), length=st.integers(1, 200), temperature=st.floats(0.001, 5))
 def test_a_soft_clip_is_warned_of_from_a_tenth_of_the_budget_on(
     threshold: float, length: int, temperature: float
@@ -260,3 +222,9 @@ def test_a_coefficient_that_is_none_is_refused(beta: float) -> None:
         check_beta(beta, fix="mine")
     check_beta(0.0)
     check_beta(3)
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k3", "abs"])
+def test_a_gradient_that_is_not_the_kls_is_no_matter_at_beta_0(estimator: Any) -> None:
+    assert cautions(KLChoices(kl_estimator=estimator, kl_gradient="own", beta=0.0)) == []
+    assert cautions(KLChoices(kl_estimator="k2", kl_gradient="own")) == [], "k2's own gradient is the KL's"

@@ -11,7 +11,7 @@ import pytest
 from klamp.config import KLConfig, LossConfig, TeacherConfig, build_objective
 from klamp.config.teacher import TEACHER_ALIASES, refusals
 from klamp.core.term import KLTerm
-from klamp.errors import ConfigError, KLWarning, UnknownNameError
+from klamp.errors import ConfigError, UnknownNameError
 
 DIR: dict[str, Any] = {"teacher_model": "DIR"}
 URL: dict[str, Any] = {"teacher_url": "http://host:1"}
@@ -60,32 +60,6 @@ def test_every_row_of_the_table_is_among_these():
 
     reached = set[int]().union(*(rows(fields) for fields, _ in REFUSED))
     assert reached == set(range(len(refusals(TeacherConfig())))) and not rows({})
-
-
-@pytest.mark.parametrize(
-    ("tail", "said"), [("bucket", "a lower bound"), ("generalised", "0 at the teacher"), ("none", "training leaves it")]
-)
-def test_a_tail_with_a_bias_is_cautioned_with_what_it_follows(tail, said):
-    with pytest.warns(KLWarning, match=said):
-        TeacherConfig(teacher_model="DIR", teacher_estimator="topk", teacher_tail=tail)
-
-
-@pytest.mark.parametrize(
-    ("fields", "needed"),
-    [
-        ({"teacher_coef": 0.5}, "a teacher"),
-        ({"teacher_prompt": "hint"}, "a teacher"),
-        (DIR | {"teacher_top_k": 8}, "topk"),
-        (DIR | {"teacher_head": "union"}, "topk"),
-        (DIR | {"teacher_schedule_end": 0.5}, "teacher_schedule"),
-        (DIR | {"teacher_decay": 0.5}, "ema"),
-        (DIR | {"teacher_reset_steps": 5}, "periodic"),
-        (DIR | {"teacher_name": "x"}, "teacher_url"),
-    ],
-)
-def test_a_field_that_nothing_reads_is_told(fields, needed):
-    with pytest.warns(KLWarning, match=f"has no effect: it needs .*{needed}"):
-        TeacherConfig(**fields)
 
 
 def test_who_the_teacher_is():

@@ -296,7 +296,6 @@ ACCEPTED: Mapping[tuple[str, str, str], str] = {
     ("clip_kl", "threshold", "a tensor"): "a threshold for each KL",
     ("clip_kl with a threshold for each", "threshold", "a number"): "one threshold for all",
     ("clip_kl with a threshold for each", "threshold", "one number"): "one threshold for all",
-    ("update", "kl", "past every tensor"): "a controller computes with Python's floats",
     ("load_state_dict of a value", "value", "past every tensor"): "a controller computes with Python's floats",
     ("kl_budget", "reference_length", "a tensor"): "a reference length for each completion",
     ("grpo_loss of a batch", "reference_length", "a tensor"): "a reference length for each completion, or one for all",

@@ -10,7 +10,7 @@ from pathlib import Path
 import klamp
 
 ROOT = Path(klamp.__file__).parent
-CONTROLLERS = {f"{name}Controller" for name in ("Fixed", "_Target", "Hold", "Step", "Proportional")}
+CONTROLLERS = {f"{name}Controller" for name in ("Fixed", "Hold", "Step", "Proportional")}
 CHANGED = {"KLFields", "TeacherFields", *CONTROLLERS}
 """Fields of a dataclass of TRL's, which is not frozen; and what has a state."""
 BY_ORDER = {"_Field", "Numbers", "Kind", "Gate", "ActiveDropout", "KLFields", "TeacherFields", "FixedController"}

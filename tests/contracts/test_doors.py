@@ -38,13 +38,6 @@ def test_a_host_is_installed_described_pinned_and_tested(host: str) -> None:
     assert any((ROOT / "tests" / kind / host).is_dir() for kind in ("hosts", "engines"))
 
 
-@pytest.mark.parametrize("host", HOSTS)
-def test_a_host_says_what_it_supports_and_what_it_refuses(host: str) -> None:
-    found = "".join(path.read_text(encoding="utf-8") for path in (SOURCE / "hosts" / host).glob("*.py"))
-    assert "klamp.hosts.common.versions import" in found or "UnsupportedVersion" in found
-    assert "Refusal(" in found or "ConfigError(" in found
-
-
 def test_a_soft_clip_that_is_none_is_cautioned_at_every_door(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

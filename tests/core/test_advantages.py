@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from tests.core.test_clipping import double
 
 from klamp.core.advantages import group_advantages, saturated_share
-from klamp.errors import NonFiniteError, ShapeError
+from klamp.errors import NonFiniteError
 from klamp.verify.worlds import random_chain
 
 SETTINGS = [(s, b) for s in ("std", "none") for b in ("mean", "leave_one_out")]
@@ -43,12 +43,6 @@ def test_equal_rewards_give_exactly_zero_never_rounding_noise(scale, baseline, r
     rewards = torch.full((size,), reward, dtype=dtype)
     advantages = group_advantages(rewards, size, scale=scale, baseline=baseline, eps=1e-8)
     assert (advantages == 0).all()
-
-
-def test_a_saturated_group_does_not_silence_its_neighbour():
-    advantages = group_advantages(double(0.1, 0.1, 0.1, 0, 1, 1), 3)
-    assert (advantages[:3] == 0).all()
-    assert (advantages[3:] != 0).all()
 
 
 @pytest.mark.parametrize(("scale", "baseline"), SETTINGS)
@@ -96,13 +90,6 @@ def test_leave_one_out_is_unbiased_and_the_group_mean_shrinks_the_gradient(size)
     assert torch.allclose(shrunk, truth * (size - 1) / size, rtol=0, atol=1e-14)
 
 
-def test_half_precision_rewards_are_centred_in_float32():
-    rewards = torch.tensor([100.0, 100.0, 100.5, 101.0], dtype=torch.bfloat16)
-    advantages = group_advantages(rewards, 4, scale="none")
-    assert advantages.dtype == torch.float32
-    assert advantages.tolist() == [-0.375, -0.375, 0.125, 0.625]
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_reward_that_is_not_a_number_is_refused(bad):
     with pytest.raises(NonFiniteError, match="reward"):
@@ -114,13 +101,3 @@ def test_a_reward_whose_square_is_past_the_largest_number_is_refused(scale):
     with pytest.raises(NonFiniteError, match="too large for the variance"):
         group_advantages(torch.tensor([0.0, 3e38, 0.0, 3e38]), 4, scale=scale)
     assert group_advantages(torch.tensor([0.0, 1e17]), 2, scale=scale).isfinite().all()
-
-
-def test_rewards_whose_deviations_have_squares_of_0_have_no_advantage_instead_of_an_infinite_one():
-    tiny = torch.tensor([0.0, 1e-170], dtype=torch.float64)
-    assert group_advantages(tiny, 2, eps=0).tolist() == [0.0, 0.0]
-
-
-def test_a_batch_that_is_not_whole_groups_is_refused():
-    with pytest.raises(ShapeError, match="group"):
-        group_advantages(double(1, 2, 3), 2)

@@ -176,16 +176,6 @@ def test_a_term_without_its_anchor_is_refused():
         grpo_loss(carried, Objective(others=(Weighted(1.0, TEACHER),)))
 
 
-def test_a_sampler_that_is_the_policy_pulls_at_nothing():
-    batch = scored()
-    batch = replace(batch, sampler_logprobs=batch.policy_logprobs.detach().clone())
-    for value in ("k1", "k3"):
-        kl = KLTerm(anchor="sampler", value=value)
-        found = grpo_loss(batch, Objective(**SUM, beta=5.0, kl=kl))
-        assert float(found.metrics["train/kl_penalty"]) == 0 == float(found.metrics["kl/k3"])
-        torch.testing.assert_close(slope(found.loss, batch), slope(grpo_loss(batch, Objective(**SUM)).loss, batch))
-
-
 def test_a_group_of_equal_rewards_keeps_its_teacher():
     """Filters of constant rewards look at the advantages alone where no teacher is there."""
     batch = replace(scored(), advantages=group_advantages(torch.ones(4), 2, scale="std", baseline="mean"))
@@ -193,36 +183,6 @@ def test_a_group_of_equal_rewards_keeps_its_teacher():
     assert not without_gradient(batch, Objective(others=(Weighted(0.1, TEACHER),))).any()
     unscored = replace(batch, teacher_mask=torch.zeros_like(batch.mask))
     assert without_gradient(unscored, Objective(others=(Weighted(0.1, TEACHER),))).all()
-
-
-def test_the_teacher_enters_after_standardisation_and_its_coefficient_counts():
-    """Case: z-scored with the batch, a coefficient of .01 and one of 1 give the same update."""
-    batch, pulls = scored(), []
-    still = replace(batch, advantages=torch.zeros(4))
-    for coefficient in (0.01, 1.0):
-        term = replace(TEACHER, placement="advantage")
-        pulls.append(slope(grpo_loss(still, Objective(**SUM, others=(Weighted(coefficient, term),))).loss, still))
-    torch.testing.assert_close(100 * pulls[0], pulls[1])
-
-
-def test_kl_penalty_is_the_teacher_s_term_too():
-    batch = scored()
-    direct = kl_penalty(batch.policy_logprobs, batch.teacher_logprobs, batch.mask, value="k1").sum() / 4
-    found = grpo_loss(replace(batch, advantages=torch.zeros(4)), Objective(**SUM, others=(Weighted(1.0, TEACHER),)))
-    torch.testing.assert_close(found.metrics["train/teacher_penalty"], direct.detach())
-
-
-def test_of_an_answer_in_pieces_the_policy_s_tokens_are_compared():
-    """Case: a tool's answer between two turns; the last three scores of the teacher's would be taken for the turns'."""
-    mask = torch.tensor([[1, 1, 0, 0, 1]], dtype=torch.bool)
-    policy = torch.tensor([[-0.6, -0.6, -9.0, -9.0, -0.8]], requires_grad=True)
-    teacher = torch.tensor([[-0.5, -0.7, -3.0, -4.0, -0.9]])
-    batch = Batch(policy_logprobs=policy, mask=mask, advantages=torch.zeros(1), teacher_logprobs=teacher)
-    for horizon, expected in (("token", (-0.1, 0.1, 0.0, 0.0, 0.1)), ("sequence", (0.1, 0.2, 0.0, 0.0, 0.1))):
-        term = replace(TEACHER, horizon=horizon)
-        found = grpo_loss(batch, Objective(**SUM, others=(Weighted(1.0, term),)))
-        assert slope(found.loss, batch)[0].tolist() == pytest.approx(expected, abs=1e-6)
-    assert float(found.metrics["teacher/k1"]) == pytest.approx(0.1 / 3)
 
 
 def test_with_a_tool_between_the_turns_the_gradient_is_that_of_the_whole():

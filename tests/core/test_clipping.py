@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from klamp.core.clipping import clip_gate, clip_kl, gate_kl, kl_budget
-from klamp.errors import ConfigError, ShapeError
+from klamp.errors import ShapeError
 
 kl_values = st.floats(-5, 200, allow_subnormal=False)
 METHODS = ("none", "hard", "soft")
@@ -50,35 +50,6 @@ def test_the_gate_is_the_derivative_of_the_clipped_kl(method, temperature, kl, t
     assert not gate.requires_grad
 
 
-def test_at_temperature_one_a_per_token_threshold_halves_beta_instead_of_clipping():
-    gate = clip_gate(double(0.0, 0.1), 0.05, method="soft")
-    assert gate.tolist() == pytest.approx([0.4875, 0.5125], abs=5e-6)
-
-
-@given(kl=kl_values, threshold=st.floats(0, 10), temperature=st.floats(1e-4, 10))
-def test_soft_lies_above_hard_by_at_most_temperature_log_two(kl, threshold, temperature):
-    hard = clip_kl(double(kl), threshold, method="hard").item()
-    soft = clip_kl(double(kl), threshold, method="soft", temperature=temperature).item()
-    assert -1e-9 <= soft - hard <= temperature * math.log(2) + 1e-9
-    assert hard >= 0
-    assert soft >= 0
-
-
-def test_huge_kls_do_not_overflow_the_softplus():
-    kl = torch.tensor([1e5, 1e30], requires_grad=True)
-    clipped = clip_kl(kl, 0.5, method="soft", temperature=0.01)
-    clipped.sum().backward()
-    assert clipped.tolist() == pytest.approx([1e5 - 0.5, 1e30], rel=1e-6)
-    assert kl.grad.tolist() == [1.0, 1.0]
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_half_precision_kls_are_clipped_in_float32(dtype):
-    clipped = clip_kl(torch.tensor([2.0], dtype=dtype), 0.1, method="soft")
-    assert clipped.dtype == torch.float32
-    assert clipped.item() == pytest.approx(math.log1p(math.exp(1.9)), rel=1e-6)
-
-
 # --- budgets --------------------------------------------------------------------------------------------------
 
 
@@ -95,6 +66,18 @@ def test_a_budget_is_the_threshold_or_that_times_the_reference_length(threshold,
     assert budget.tolist() == pytest.approx(nats, abs=1e-6)
 
 
+@pytest.mark.parametrize("size", [None, 3])
+def test_a_gate_over_groups_needs_whole_ones(size: int | None) -> None:
+    with pytest.raises(ShapeError, match="whole number of groups"):
+        gate_kl(torch.ones(4), level="group", group_size=size, own=True)
+    assert gate_kl(torch.arange(4.0), level="group", group_size=2, own=True).tolist() == [0.5, 0.5, 2.5, 2.5]
+
+
+def test_at_temperature_one_a_per_token_threshold_halves_beta_instead_of_clipping():
+    gate = clip_gate(double(0.0, 0.1), 0.05, method="soft")
+    assert gate.tolist() == pytest.approx([0.4875, 0.5125], abs=5e-6)
+
+
 def test_filler_tokens_buy_no_budget():
     per_token_kl = double(*[0.2] * 50)
     short, long = per_token_kl.sum(), per_token_kl.sum() + 0.0 * 500
@@ -102,17 +85,3 @@ def test_filler_tokens_buy_no_budget():
     assert clip_kl(short, budget, method="hard") == clip_kl(long, budget, method="hard") > 4.9
     generated = kl_budget(0.1, per_token=True, reference_length=550)
     assert clip_kl(long, generated, method="hard") == 0.0
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize("length", [None, 0, -3])
-def test_a_threshold_per_token_needs_a_reference_length_above_0(length):
-    with pytest.raises(ConfigError, match="reference.length"):
-        kl_budget(0.1, per_token=True, reference_length=length)
-
-
-@pytest.mark.parametrize("size", [None, 3])
-def test_a_gate_over_groups_needs_whole_ones(size: int | None) -> None:
-    with pytest.raises(ShapeError, match="whole number of groups"):
-        gate_kl(torch.ones(4), level="group", group_size=size, own=True)
-    assert gate_kl(torch.arange(4.0), level="group", group_size=2, own=True).tolist() == [0.5, 0.5, 2.5, 2.5]

@@ -26,7 +26,6 @@ SLOPES = {
     "abs": lambda d: math.copysign(1.0, d),
 }
 DELTAS = (-3.0, -0.5, -0.01, 0.25, 1.0, 4.0)
-logprob = st.floats(-40.0, 0.0, allow_subnormal=False)
 logprob32 = st.floats(-40.0, 0.0, allow_subnormal=False, width=32)
 
 
@@ -74,12 +73,6 @@ def test_k3_keeps_its_sign_and_size_near_zero_in_float32(exponent):
         moved = -1.0 - float(torch.tensor(-1.0 - sign * delta))
         assert value == pytest.approx(math.expm1(-moved) + moved, rel=0.02, abs=1.2e-7 * delta)
         assert value >= 0.0
-
-
-@pytest.mark.parametrize("estimator", SAMPLED)
-def test_identical_models_have_exactly_zero_kl(estimator):
-    logprobs = -torch.rand(50, generator=torch.Generator().manual_seed(0)) * 20
-    assert (kl_estimate(logprobs, logprobs, estimator=estimator) == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])

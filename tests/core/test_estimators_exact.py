@@ -50,14 +50,6 @@ def test_gradients_pass_gradcheck(direction):
     assert torch.autograd.gradcheck(lambda x: exact_kl(x, logits(7, 2, 4), direction=direction), policy)
 
 
-def test_js_is_symmetric_and_below_log_two():
-    policy, ref = 10 * logits(8, 20, 5), 10 * logits(9, 20, 5)
-    js = exact_kl(policy, ref, direction="js")
-    assert torch.allclose(js, exact_kl(ref, policy, direction="js"), rtol=0, atol=1e-13)
-    assert js.max() <= math.log(2) + 1e-12
-    assert js.max() > 0.6
-
-
 @pytest.mark.parametrize("direction", DIRECTIONS)
 @given(pair=rows, shift=st.floats(-30, 30))
 @settings(deadline=None, max_examples=60)
@@ -79,37 +71,6 @@ def test_tokens_forbidden_in_both_models_contribute_nothing(direction):
     assert value.item() == pytest.approx(short, abs=1e-14)
     assert torch.isfinite(policy.grad).all() and (policy.grad[3:] == 0).all()
     assert policy.grad[:3].abs().max() > 1e-3
-
-
-def test_a_token_that_only_the_policy_forbids_costs_nothing_in_reverse():
-    policy, ref = torch.tensor([0.0, 0.0, -torch.inf]), torch.zeros(3)
-    policy.requires_grad_(True)
-    value = exact_kl(policy, ref)
-    value.backward()
-    assert value.item() == pytest.approx(math.log(1.5), abs=1e-6)
-    assert torch.isfinite(policy.grad).all()
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
-@pytest.mark.parametrize("direction", DIRECTIONS)
-def test_peaked_rows_stay_finite_and_pull_the_right_way(dtype, direction):
-    policy = torch.tensor([30.0, 0.0, 0.0], dtype=dtype, requires_grad=True)
-    ref = torch.tensor([0.0, 30.0, 0.0], dtype=dtype)
-    value = exact_kl(policy, ref, direction=direction)
-    assert value.dtype == torch.float32
-    assert value.item() == pytest.approx(math.log(2) if direction == "js" else 30.0, rel=1e-3)
-    value.backward()
-    assert torch.isfinite(policy.grad).all()
-    if direction == "forward":
-        assert policy.grad[0] > 0.9 and policy.grad[1] < -0.9
-
-
-def test_identical_logits_have_zero_kl_and_zero_gradient():
-    policy = logits(12, 3, 6).float().requires_grad_(True)
-    value = exact_kl(policy, policy.detach())
-    value.sum().backward()
-    assert value.abs().max() < 1e-6
-    assert policy.grad.abs().max() < 1e-6
 
 
 @pytest.mark.parametrize("direction", DIRECTIONS)
@@ -178,37 +139,3 @@ def test_nothing_flows_into_the_anchor():
         assert torch.autograd.grad(value, (policy, teacher), allow_unused=True)[1] is None
     with pytest.raises(ConfigError, match="carries the gradient"):
         exact_kl(policy.detach(), teacher)
-
-
-SHORT, TEMPERED = (1.0, 0.3, -0.4, -1.0), (0.2, 0.8, -0.1, -0.6)
-
-
-@pytest.mark.parametrize(
-    ("temperature", "value", "gradient"),
-    [
-        (0.7, 0.382592383, (0.583207486, -0.410835751, -0.115743169, -0.056628566)),
-        (1.0, 0.184367081, (0.305829538, -0.191783985, -0.068982686, -0.045062867)),
-    ],
-)
-def test_a_temperature_is_that_of_both(temperature, value, gradient):
-    """Case: with the teacher at 1 and the policy at .7 it is 0.3440, and 0 at a sharpened policy."""
-    policy, teacher = (torch.tensor(x, dtype=torch.float64)[:, None] for x in (SHORT, TEMPERED))
-    one = torch.ones(1, 1, dtype=torch.float64)
-    policy.requires_grad_(True)
-    for head in ({}, {"top_k": 4, "targets": torch.tensor([0])}):
-        found = linear_kl(one, policy, one, teacher, temperature=temperature, **head)
-        assert found.item() == pytest.approx(value, abs=1e-9)
-        assert torch.autograd.grad(found.sum(), policy)[0][:, 0].tolist() == pytest.approx(gradient, abs=1e-9)
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_a_policy_with_padding_is_cut_to_the_shared_ids():
-    policy = torch.tensor((0.8, 0.1, -0.5, 0.3, -1.0, -3.0, -3.4), dtype=torch.float64, requires_grad=True)
-    teacher = torch.tensor((0.2, 0.6, -0.1, -0.4, 0.1), dtype=torch.float64)
-    with pytest.raises(ShapeError) as caught:
-        exact_kl(policy, teacher)
-    assert "cut both to the ids that they share" in caught.value.fix
-    value = exact_kl(policy[:5], teacher)
-    assert value.item() == pytest.approx(0.203150791, abs=1e-9)
-    expected = (0.160945587, -0.135053294, -0.063393218, 0.121488696, -0.083987771, 0.0, 0.0)
-    assert torch.autograd.grad(value, policy)[0].tolist() == pytest.approx(expected, abs=1e-9)

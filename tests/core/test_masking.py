@@ -38,10 +38,6 @@ def test_each_reduction_by_hand_with_an_empty_row_counted_as_zero(reduction):
     assert loss.item() == pytest.approx(BY_HAND[reduction], abs=1e-14)
 
 
-def test_the_mean_of_a_single_token_is_that_token():
-    assert reduce_tokens(VALUES[:, :1], MASK[:, :1], "sequence_mean").item() == pytest.approx((1 + 10 + 0) / 3)
-
-
 def test_masked_sums_and_means_by_hand():
     assert masked_sum(VALUES, MASK).item() == 40.0
     assert masked_sum(VALUES, MASK, -1).tolist() == [10.0, 30.0, 0.0]
@@ -64,24 +60,6 @@ def test_padding_reaches_neither_the_value_nor_the_gradient(reduction, poison):
     assert torch.equal(dirty.grad, clean.grad)
     assert (dirty.grad[~MASK] == 0).all()
     assert (dirty.grad[MASK] > 0).all()
-
-
-@pytest.mark.parametrize("poison", POISONS)
-def test_masked_sums_and_means_are_blind_to_padding(poison):
-    dirty = torch.where(MASK, VALUES, poison)
-    for function in (masked_sum, masked_mean):
-        for dim in (None, 0, -1):
-            assert torch.equal(function(dirty, MASK, dim), function(VALUES, MASK, dim))
-
-
-@pytest.mark.parametrize("reduction", REDUCTIONS)
-@pytest.mark.parametrize("poison", POISONS)
-def test_an_all_masked_batch_never_gives_nan(reduction, poison):
-    x = torch.full((2, 3), poison, requires_grad=True)
-    loss = reduce_tokens(x, torch.zeros(2, 3, dtype=torch.bool), reduction, length=length_of(reduction))
-    loss.backward()
-    assert loss.item() == 0.0
-    assert (x.grad == 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -116,3 +94,13 @@ def test_an_unknown_reduction_is_refused_by_name_and_so_is_a_mask_that_would_bro
         reduce_tokens(VALUES, MASK, "tokenmean")
     with pytest.raises(KlampError):
         reduce_tokens(VALUES, MASK[:1], "token_mean")
+
+
+@pytest.mark.parametrize("reduction", REDUCTIONS)
+@pytest.mark.parametrize("poison", POISONS)
+def test_an_all_masked_batch_never_gives_nan(reduction, poison):
+    x = torch.full((2, 3), poison, requires_grad=True)
+    loss = reduce_tokens(x, torch.zeros(2, 3, dtype=torch.bool), reduction, length=length_of(reduction))
+    loss.backward()
+    assert loss.item() == 0.0
+    assert (x.grad == 0).all()

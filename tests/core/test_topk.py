@@ -21,9 +21,6 @@ def numbers(*shape, seed=0):
 POLICY, ANCHOR, SAMPLER = (1.5 * numbers(7, seed=seed) for seed in range(3))
 
 A = ((1.0, 0.4, -0.2, -0.6, -1.0), (0.2, 0.9, -0.1, 0.3, -0.7))
-A_GRADIENT = (0.308658063, -0.156794899, -0.030968746, -0.094604268, -0.02629015)
-B = ((1.0, 0.2, -0.3, -0.8), (0.1, 0.9, -0.2, 0.0))
-B_GRADIENT = (0.357296686, -0.220413073, -0.047039039, -0.089844574)
 C = ((math.log(0.5), math.log(0.3), math.log(0.2)), (math.log(0.75), math.log(0.15), math.log(0.1)))
 SAME = ((2.0, 1.2, 0.3, -0.4, -1.0, -1.5),) * 2
 
@@ -97,27 +94,6 @@ def test_the_gradient_of_every_sample_is_exactly_zero_at_the_anchor(direction, d
         assert (found[1] == 0).all() and (found[0].abs() <= 1e-13).all()
 
 
-def noise(gradient, mu):
-    return float(mu @ (gradient - mu @ gradient).square().sum(-1))
-
-
-@pytest.mark.parametrize("direction", DIRECTIONS[:2])
-def test_near_the_anchor_a_head_has_less_noise_than_none_and_with_a_constant_it_has_far_more(direction):
-    policy = 3 * numbers(40)
-    anchor = policy + 0.1 * numbers(40, seed=1)
-    head = likeliest(policy if direction == "reverse" else anchor, 4)
-    small, none = (noise(*samples(policy, anchor, h, direction=direction)[1:]) for h in (head, []))
-    p, y = policy.softmax(-1), torch.eye(40, dtype=torch.float64)
-    outside = torch.tensor([i not in head for i in range(40)])
-    slope = torch.zeros(40, dtype=torch.float64)
-    slope[head] = p[head]
-    # A constant 1 in head and tail: sum_S p grad log p + 1[out] grad log p_y, of mean 0.
-    constant = (slope - slope.sum() * p) + outside[:, None] * (y - p)
-    assert (p @ constant).abs().max() < 1e-15
-    large = noise(samples(policy, anchor, head, direction=direction)[1] + constant, p)
-    assert small < none < 0.02 * large
-
-
 def test_a_truncated_sampler_shows_the_generalised_kl_over_head_and_nucleus():
     policy, anchor = torch.tensor(A, dtype=torch.float64)
     nucleus = torch.where(torch.arange(5) < 3, policy, -torch.inf)
@@ -126,28 +102,6 @@ def test_a_truncated_sampler_shows_the_generalised_kl_over_head_and_nucleus():
     assert value.item() == pytest.approx(0.160210946, abs=1e-9)
     assert gradient.tolist() == pytest.approx(seen, abs=1e-9)
     assert (samples(anchor, anchor, [1], sampler=nucleus)[1][:3] == 0).all()
-
-
-@pytest.mark.parametrize(
-    ("logits", "head", "direction", "value", "gradient"),
-    [
-        (A, [1], "reverse", 0.203582276, A_GRADIENT),
-        (B, [0], "reverse", 0.273990855, B_GRADIENT),
-        (B, [1], "forward", 0.250598307, None),
-        (B, [0, 1], "js", 0.063673754, 0.098891453),
-        (C, [0], "reverse", 0.143841036, (-0.274653072, 0.164791843, 0.109861229)),
-        (SAME, [0, 1], "reverse", 0.0, (0.0,) * 6),
-        (SAME, [0, 1], "forward", 0.0, (0.0,) * 6),
-    ],
-)
-def test_heads_that_went_wrong_elsewhere(logits, head, direction, value, gradient):
-    policy, anchor = torch.tensor(logits, dtype=torch.float64)
-    found = mean(policy, anchor, head, direction=direction)
-    assert found[0].item() == pytest.approx(value, abs=1e-9)
-    if isinstance(gradient, float):
-        assert found[1].norm().item() == pytest.approx(gradient, abs=1e-9)
-    elif gradient:
-        assert found[1].tolist() == pytest.approx(gradient, abs=1e-9)
 
 
 def test_the_other_tails_follow_what_their_names_say():

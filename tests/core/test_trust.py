@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 
 import pytest
@@ -10,11 +9,10 @@ import torch
 
 from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.core.objective import Objective, grpo_loss
-from klamp.core.trust import TrustRegion
+from klamp.core.surrogates import TrustRegion
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, KLWarning
 
-LOG2 = math.log(2)
 SUM = {"surrogate": "score_function", "reduction": "sequence_sum"}
 
 

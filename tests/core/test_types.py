@@ -8,10 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from klamp.core.masking import check_batch, check_logprobs, check_mask
+from klamp.core.masking import check_batch, check_logprobs
 from klamp.core.types import Batch
 from klamp.errors import (
-    ConfigError,
     DataError,
     EmptyMaskError,
     NonFiniteError,
@@ -34,29 +33,6 @@ def test_a_tensor_of_another_shape_is_refused_by_name_when_the_batch_is_built(na
         Batch(**(columns | {name: wrong}))
     with pytest.raises(ShapeError, match=name):
         dataclasses.replace(Batch(**columns), **{name: wrong})
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize("name", ["kl_weight", "gate_kl", "reference_length"])
-def test_one_number_per_completion_is_asked_for_by_name(name: str) -> None:
-    columns: dict[str, Any] = {"policy_logprobs": ONE, "mask": TRUE, "advantages": torch.zeros(1), name: torch.ones(3)}
-    with pytest.raises(ShapeError, match=f"^{name} does not have one number per completion"):
-        Batch(**columns)
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize("shape", [(3,), (2, 1), (1, 3)])
-def test_advantages_that_fit_neither_completions_nor_tokens_are_refused(shape: tuple[int, ...]) -> None:
-    two = torch.zeros(2, 3)
-    with pytest.raises(ShapeError, match="advantages"):
-        Batch(policy_logprobs=two, mask=two == 0, advantages=torch.zeros(shape))
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize("size", [0, 1.5, True])
-def test_the_size_of_a_group_is_a_whole_number(size: Any) -> None:
-    with pytest.raises(ConfigError, match="group_size must be a whole number >= 1"):
-        Batch(policy_logprobs=ONE, mask=TRUE, advantages=torch.zeros(1), group_size=size)
 
 
 # --- values ---------------------------------------------------------------------------------------------------
@@ -99,11 +75,11 @@ def test_nan_beside_a_positive_logprob_is_what_is_named_and_one_just_above_zero_
 @pytest.mark.usefixtures("shapes_unchecked")
 def test_a_mask_of_numbers_and_an_empty_one_that_is_no_part_of_a_batch_are_refused():
     with pytest.raises(TensorError, match="boolean"):
-        check_mask(MASK.long())
-    empty = torch.zeros(2, 3, dtype=torch.bool)
+        batch(mask=MASK.long())
+    empty = batch(mask=torch.zeros(2, 3, dtype=torch.bool))
     with pytest.raises(EmptyMaskError):
-        check_mask(empty)
-    check_mask(empty, part=True)
+        check_batch(empty)
+    check_batch(empty, part=True)
 
 
 def test_advantages_must_be_finite_where_they_count():

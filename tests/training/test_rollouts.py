@@ -12,7 +12,7 @@ from tests.training.conftest import IN_REWARD, disturb
 from tests.training.test_sampling import tokens_of as tokens_in
 from torch.optim import SGD
 
-from klamp.config.choices import SMALL_VOCABULARY
+from klamp.config.rules import SMALL_VOCABULARY
 from klamp.training.rollouts import collect, measure_reference_length
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
 from klamp.training.updates import update

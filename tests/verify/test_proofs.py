@@ -18,7 +18,7 @@ from klamp.core.controllers import (
 )
 from klamp.core.estimators import DIRECTIONS, ESTIMATORS
 from klamp.core.gradients import COEFFICIENTS, kl_penalty
-from klamp.core.penalty import advantages_with_kl, kl_in_advantage, kl_in_reward
+from klamp.core.penalty import advantages_with_kl, kl_in_advantage, sequence_log_ratio
 from klamp.verify import one_step
 from klamp.verify.oracle import NOTHING_KNOWN, truths
 from klamp.verify.proofs import ESTIMATOR_PROOFS, PROOFS, gradients, steps, values, verify_all, verify_estimators
@@ -339,8 +339,8 @@ def test_a_rule_that_does_something_else(
             "in the advantage, reward-to-go; mixed groups",
         ),
         (
-            "klamp.core.penalty.kl_in_reward",
-            lambda rewards, kl, *, beta: kl_in_reward(rewards, kl, beta=-beta),
+            "klamp.core.penalty.sequence_log_ratio",
+            lambda *args, **choices: -sequence_log_ratio(*args, **choices),
             "in the reward, against the mean of the others; saturated groups",
         ),
         (

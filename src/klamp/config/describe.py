@@ -80,21 +80,14 @@ def describe_gradient(kl: KLConfig) -> str:
 
 
 def describe_clip(kl: KLConfig, *, length: float | str | None = None) -> str:
-    """The clip of the KL and its budget in nats, in words.
-
-    Args:
-        kl: the KL.
-        length: the reference length in force, in tokens or in words; None: what the configuration says.
-    """
+    """The clip of the KL and its budget in nats; `length` in force, in tokens or words, else the configuration's."""
     if kl.kl_clip_method == "none":
         return "none"
     length = kl.kl_reference_length if length is None else length
-    if not kl.use_per_token_kl_threshold:
-        budget = "nats per completion"
-    elif length is not None:
-        budget = f"nats x {length if isinstance(length, str) else f'{length:g}'} tokens"
-    else:
-        budget = "nats per token of the reference length"
+    budget = "nats per completion"
+    if kl.use_per_token_kl_threshold:
+        tokens = length if length is None or isinstance(length, str) else f"{length:g}"
+        budget = f"nats x {tokens} tokens" if tokens else "nats per token of the reference length"
     return f"{kl.kl_clip_method} clip at {kl.kl_clip_threshold:g} {budget}"
 
 
@@ -110,10 +103,9 @@ def describe_controller(kl: KLConfig) -> str:
 
 def describe_movement(kl: KLConfig) -> str:
     """How the reference moves during training, in words; empty where it does not move."""
-    return {
-        "ema": f"follows the policy, keeping {kl.reference_decay:g} of itself at every step",
-        "periodic": f"becomes the policy every {kl.reference_reset_steps} steps",
-    }.get(kl.reference, "")
+    if kl.reference == "ema":
+        return f"follows the policy, keeping {kl.reference_decay:g} of itself at every step"
+    return f"becomes the policy every {kl.reference_reset_steps} steps" if kl.reference == "periodic" else ""
 
 
 def describe_average(
@@ -122,13 +114,7 @@ def describe_average(
     over: str = "the optimizer step, all processes",
     length: str = "max_completion_length",
 ) -> str:
-    """How a reduction turns tokens into one number, in words.
-
-    Args:
-        reduction: which one.
-        over: what `token_mean` counts the tokens of.
-        length: what `fixed_length` divides by.
-    """
+    """How a reduction makes tokens one number: `token_mean` those of `over`, `fixed_length` divides by `length`."""
     words: Mapping[Reduction, str] = {
         "token_mean": f"mean over the tokens of {over}",
         "sequence_mean": "mean over completions of the mean over tokens",
@@ -139,14 +125,7 @@ def describe_average(
 
 
 def describe_price(price: Price, *, group_size: int, of_batch: bool = False, name: str = "beta") -> str:
-    """A price in words: the reward per nat of a whole completion, and its factors.
-
-    Args:
-        price: from `price_of`.
-        group_size: completions per prompt.
-        of_batch: whether advantages that are scaled are divided by the whole batch's standard deviation.
-        name: of the coefficient.
-    """
+    """The reward per nat of a whole completion, and its factors; `of_batch`: scaled by the batch's deviation."""
     parts = [f"{name} {price.beta:g}"]
     if price.length_ratio != 1:
         compared = "more" if price.length_ratio > 1 else "fewer"

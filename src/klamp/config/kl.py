@@ -1,8 +1,4 @@
-"""`KLConfig`, the one KL configuration for every trainer; checks the choices and builds controller and term.
-
-`KLConfig` holds the choices, refuses the ones that cannot work, warns of the ones that do not do what their name says,
-and builds core callables from them.
-"""
+"""`KLConfig`, the one KL configuration for every trainer; checks the choices and builds controller and term."""
 
 from __future__ import annotations
 
@@ -12,13 +8,11 @@ import math
 import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
-from klamp.config.choices import NUMBERS, ControllerName, KLChoices
-from klamp.config.rules import cautions, check_server, refusals
-from klamp.core import controllers
+from klamp.config.rules import NUMBERS, KLChoices, cautions, check_server, refusals
 from klamp.core.arguments import check_fields
-from klamp.core.controllers import Controller
+from klamp.core.controllers import Controller, FixedController, HoldController, ProportionalController, StepController
 from klamp.core.gradients import check_gradient_choice
 from klamp.core.term import KLTerm
 from klamp.errors import ConfigError, KLWarning, refuse, unknown_name
@@ -28,19 +22,13 @@ ALIASES: Mapping[str, str] = {"kl_coef": "beta", "kl_penalty": "beta", "kl_beta"
 
 
 def resolve_aliases(values: Mapping[str, Any], known: set[str], aliases: Mapping[str, str] = ALIASES) -> dict[str, Any]:
-    """Configuration values under their proper names.
-
-    Raises:
-        UnknownNameError: a key that is neither a field nor an alias; names the nearest.
-        ConfigError: a field given twice, under different names, with different values.
-    """
+    """Configuration values under their proper names; refuses unknown ones, and two that differ."""
     resolved: dict[str, Any] = {}
     for key, value in values.items():
         name = aliases.get(key, key)
         if name not in known:
-            raise unknown_name(
-                "configuration key", key, known | aliases.keys(), why="it is no field of the configuration"
-            )
+            why = "it is no field of the configuration"
+            raise unknown_name("configuration key", key, known | aliases.keys(), why=why)
         if name in resolved and resolved[name] != value:
             raise ConfigError(
                 f"{name} is given twice, with different values",
@@ -93,7 +81,6 @@ class KLConfig(KLChoices, _OtherNames):
     """The KL term, in nats: what is measured, what its gradient does, where it enters, and how it is held.
 
     The same fields mean the same in every trainer. `beta` may be given as `kl_coef`, `kl_penalty` or `kl_beta`.
-    Numbers are Python's int and float (a bool, a tensor or a text is refused), lists of choices are tuples.
 
     Raises:
         UnknownNameError: an unknown field or choice; names the nearest.
@@ -114,12 +101,23 @@ class KLConfig(KLChoices, _OtherNames):
         return cautions(self)
 
     def build_controller(self) -> Controller:
-        """A fresh controller of beta.
-
-        Raises:
-            ConfigError: parameters that the controller refuses.
-        """
-        return CONTROLLERS[self.controller_name](self)
+        """A fresh controller of beta."""
+        low, high = self.beta_bounds
+        target = math.nan if self.target_kl is None else self.target_kl  # which each of them refuses
+        if self.controller_name == "hold":
+            gain, lead = self.kl_controller_gain, self.kl_controller_lead
+            return HoldController(self.beta, target=target, gain=gain, lead=lead, min_value=low, max_value=high)
+        if self.controller_name == "step":
+            up, down, above, below = self.kl_controller_factors
+            return StepController(
+                self.beta, target=target, up=up, down=down, high=above, low=below, min_value=low, max_value=high
+            )
+        if self.controller_name == "proportional":
+            horizon, clip = self.kl_controller_horizon, self.kl_controller_clip
+            return ProportionalController(
+                self.beta, target=target, horizon=horizon, clip=clip, min_value=low, max_value=high
+            )
+        return FixedController(self.beta, min_value=low, max_value=high)
 
     def build_term(self) -> KLTerm:
         """The KL term for `grpo_loss`."""
@@ -139,39 +137,3 @@ class KLConfig(KLChoices, _OtherNames):
             clip_unit="token" if self.use_per_token_kl_threshold else "sequence",
             normalizer=self.kl_normalizer,
         )
-
-
-class _Bounds(TypedDict):
-    min_value: float
-    max_value: float | None
-
-
-class _Aim(_Bounds):
-    target: float
-
-
-def _bounds(c: KLConfig) -> _Bounds:
-    low, high = c.beta_bounds
-    return {"min_value": low, "max_value": high}
-
-
-def _aim(c: KLConfig) -> _Aim:
-    """What every controller with a target takes; no target is NaN, which each of them refuses."""
-    return {"target": math.nan if c.target_kl is None else c.target_kl, **_bounds(c)}
-
-
-def _step(c: KLConfig) -> Controller:
-    up, down, high, low = c.kl_controller_factors
-    return controllers.StepController(c.beta, up=up, down=down, high=high, low=low, **_aim(c))
-
-
-CONTROLLERS: Mapping[ControllerName, Callable[[KLConfig], Controller]] = {
-    "fixed": lambda c: controllers.FixedController(c.beta, **_bounds(c)),
-    "hold": lambda c: controllers.HoldController(
-        c.beta, gain=c.kl_controller_gain, lead=c.kl_controller_lead, **_aim(c)
-    ),
-    "step": _step,
-    "proportional": lambda c: controllers.ProportionalController(
-        c.beta, horizon=c.kl_controller_horizon, clip=c.kl_controller_clip, **_aim(c)
-    ),
-}

@@ -1,6 +1,4 @@
-"""`LossConfig`, the policy loss that a KL is added to; the objective made from both; and what a beta costs: the reward
-that is given up for one nat of KL of a whole completion.
-"""
+"""`LossConfig`, the policy loss; the objective made from it and a KL; what a beta costs: the reward for one nat."""
 
 from __future__ import annotations
 
@@ -8,27 +6,26 @@ import math
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from klamp.config.kl import KLConfig
+from klamp.config.rules import unread
 from klamp.config.teacher import TeacherConfig
 from klamp.core.advantages import Baseline, Scale
 from klamp.core.arguments import AT_LEAST_1, check_fields, check_instance, check_number
 from klamp.core.objective import Objective, SurrogateName, Weighted
-from klamp.core.surrogates import CLIP_HIGH, CLIP_LOW
+from klamp.core.surrogates import CLIP_HIGH, CLIP_LOW, TrustMode, TrustRegion
 from klamp.core.term import Placement
-from klamp.core.trust import TrustMode, TrustRegion
 from klamp.core.types import Reduction
 from klamp.errors import ConfigError, KLWarning
 
 LossType: TypeAlias = Literal["grpo", "bnpo", "dr_grpo", "dapo"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class _LossRow:
+class _LossRow(NamedTuple):
     reduction: Reduction
     scale: Scale
 
@@ -57,14 +54,11 @@ class LossConfig:
     """The policy loss that the KL is added to: surrogate, ratio bounds, average over tokens, advantages.
 
     Equation: R[surrogate_t], R by `loss_type` (see `LOSS_TYPES`, `reduce_tokens`), surrogate as in `ppo_clip`, `cispo`,
-    `score_function`. The fields are named as in TRL.
+    `score_function`. The fields are named as in TRL. `bnpo` and `dapo` are both the token mean over the whole batch of
+    an optimizer step; TRL's `bnpo` divides each micro-batch by itself.
 
-    `bnpo` and `dapo` are both token means; klamp takes the mean over the whole batch of an optimizer step
-    (micro-batches and processes add up exactly), so that here they are the same. TRL's `bnpo`
-    divides each micro-batch by itself.
-
-    The defaults are those under which klamp's sentences about gradients hold without an "about": a fixed length divides
-    every completion alike, and the mean of the others is a baseline that shrinks nothing. The papers' own are presets.
+    By default gradients are exact: a fixed length divides every completion alike, and the mean of the others is a
+    baseline that shrinks nothing. The papers' own choices are presets.
 
     Raises:
         UnknownNameError, ConfigError: unknown or impossible choices.
@@ -97,14 +91,13 @@ class LossConfig:
     def __post_init__(self) -> None:
         check_fields(self, {"epsilon": CLIP_LOW, "epsilon_high": CLIP_HIGH})
         self.trust  # noqa: B018  (refuses bounds that cross)
-        bounds = ("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min")
-        needs = {} if self.vllm_importance_sampling_mode else dict.fromkeys(bounds, "vllm_importance_sampling_mode")
+        needs: dict[str, str] = {}
+        if self.vllm_importance_sampling_mode is None:
+            needs = {f"vllm_importance_sampling_clip_{end}": "vllm_importance_sampling_mode" for end in ("max", "min")}
         if self.surrogate == "score_function":
             needs |= dict.fromkeys(("epsilon", "epsilon_high"), "surrogate='ppo_clip' or 'cispo'")
-        for name, needed in needs.items():
-            if getattr(self, name) != type(self).__dataclass_fields__[name].default:
-                text = f"{name}={getattr(self, name)!r} has no effect: it needs {needed}."
-                warnings.warn(text, KLWarning, stacklevel=3)
+        for text in unread(self, needs):
+            warnings.warn(text, KLWarning, stacklevel=3)
 
     @property
     def clip_high(self) -> float:
@@ -136,18 +129,11 @@ def kl_reduction(kl: KLConfig, loss: LossConfig) -> Reduction:
 def divisor(reduction: Reduction, *, mean_length: float, max_length: float | None = None) -> float:
     """What a reduction divides the sum over a completion's tokens by, before it takes the mean over completions.
 
-    Args:
-        reduction: which one.
-        mean_length: mean length of the completions, in tokens.
-        max_length: longest completion in tokens, the divisor of `fixed_length`; None: the mean.
+    Lengths are in tokens; without a `max_length`, the divisor of `fixed_length`, that is the mean too.
     """
-    divisors: Mapping[Reduction, float] = {
-        "token_mean": mean_length,
-        "sequence_mean": mean_length,
-        "sequence_sum": 1.0,
-        "fixed_length": float(mean_length if max_length is None else max_length),
-    }
-    return divisors[reduction]
+    if reduction == "sequence_sum":
+        return 1.0
+    return float(max_length) if reduction == "fixed_length" and max_length is not None else mean_length
 
 
 def build_objective(
@@ -159,10 +145,8 @@ def build_objective(
     `loss`, R_kl that of `kl.kl_normalizer` or R.
 
     Args:
-        kl: the KL term; its beta is the starting one.
-        loss: the policy loss.
+        kl, loss, teacher: the KL term with the starting beta; the policy loss; the second anchor, or None.
         max_length: longest completion in tokens, the divisor of dr_grpo.
-        teacher: the second anchor; None: there is none.
 
     Raises:
         ConfigError: the KL in the reward together with advantages divided by the group's std; arguments of other types.
@@ -196,19 +180,15 @@ def build_objective(
 
 @dataclass(frozen=True, kw_only=True)
 class Price:
-    """The exchange rate between reward and KL that a configuration trains at.
-
-    Attributes:
-        beta: the coefficient.
-        length_ratio: the divisor of the policy loss over that of the KL; 1 where both are reduced alike.
-        baseline_ratio: G / (G - 1) where a group's mean, own reward included, is the baseline; else 1.
-        scaled: whether advantages are divided by the group's standard deviation, so that no single number is the price.
-    """
+    """The exchange rate between reward and KL that a configuration trains at."""
 
     beta: float
     length_ratio: float = 1.0
+    """The divisor of the policy loss over that of the KL; 1 where both are reduced alike."""
     baseline_ratio: float = 1.0
+    """G / (G - 1) where a group's mean, own reward included, is the baseline; else 1."""
     scaled: bool = False
+    """Whether advantages are divided by the group's standard deviation, so that no single number is the price."""
 
     @property
     def per_completion(self) -> float:
@@ -239,19 +219,11 @@ def price_of(
     or the advantage; s the standard deviation of the group's rewards where advantages are divided by it (left to
     `Price.at`). A KL in the reward is divided by whatever divides the reward: its price is beta.
 
-    The policy at which the expected update of an exact configuration is zero is ref * exp(reward / price):
-    `klamp.verify.convergence` finds it.
-
     Args:
-        beta: the coefficient in force.
-        placement: where the KL enters.
-        baseline: of the advantages.
-        scale: of the advantages.
-        group_size: completions per prompt, G.
-        policy: how the tokens of the policy loss become a number; None: as those of the KL do.
-        kl: how the KL's do; None: as those of the policy loss.
-        mean_length: mean length of the completions, in tokens; without effect where both are reduced alike.
-        max_length: longest completion, in tokens; the divisor of `fixed_length`, likewise.
+        beta, placement: the coefficient in force, and where the KL enters.
+        baseline, scale, group_size: of the advantages; completions per prompt, G.
+        policy, kl: how the tokens of policy loss and KL become a number; None: as those of the other do.
+        mean_length, max_length: in tokens; without effect where both are reduced alike.
 
     Raises:
         ConfigError: a group of one, or lengths below one token.
@@ -280,19 +252,7 @@ def price_of(
 def configured_price(
     kl: KLConfig, loss: LossConfig, *, group_size: int, mean_length: float, max_length: int, beta: float | None = None
 ) -> Price:
-    """The price that a configuration trains at; see `price_of`.
-
-    Args:
-        kl: the KL term.
-        loss: the policy loss.
-        group_size: completions per prompt.
-        mean_length: mean length of the completions, in tokens.
-        max_length: longest completion, in tokens.
-        beta: the coefficient in force; None: the configuration's.
-
-    Raises:
-        ConfigError: a group of one, or lengths below one token.
-    """
+    """The price that a configuration trains at, see `price_of`; `beta` in force, None: the configuration's."""
     return price_of(
         kl.beta if beta is None else beta,
         placement=kl.kl_placement,
@@ -311,17 +271,11 @@ def price_at_distance(rewards: Tensor, kl: float) -> float:
 
     Equation: the p for which the mean over groups of D(1 / p) is kl (G - 1) / G. D(t) = KL(q || uniform), with q
     proportional to exp(t reward) over the G completions of a group. To second order p = s / sqrt(2 kl), s^2 the mean
-    variance within groups. D also sees groups without a spread, and rewards that cannot rise any further: two or more
-    completions at the top. Where one alone is best, the group says that there is better, not by how much: D ends at
-    log G, which a target of 0.05 nats per token asks for from 42 tokens on (G = 8). There D is the second order's,
-    where that is more, as if rewards went on as a Gaussian's do.
+    variance within groups. Where one completion alone is best, the group says that there is better, not by how much:
+    D ends at log G. There D is the second order's, where that is more, as if rewards went on as a Gaussian's do.
 
-    Args:
-        rewards: [n, G], a group of completions in each row.
-        kl: in nats per completion, above 0.
-
-    Returns:
-        In reward per nat of a completion; 0.0 where no price leads so far from the completions that are there.
+    Shapes: rewards [n, G], a group of completions in each row; `kl` in nats per completion, above 0 -> reward per nat
+    of a completion, 0.0 where no price leads so far from the completions that are there.
     """
     rewards = rewards.double().cpu()  # every step of the search reads a number
     rewards, size = rewards - rewards.amax(-1, keepdim=True), rewards.shape[-1]
@@ -344,20 +298,12 @@ def _distance(rewards: Tensor, tilt: float) -> float:
 
 
 def spread_of_group(reward_std: float, saturated: float) -> float | None:
-    """The mean standard deviation of the rewards in groups that are not saturated; None where all are.
-
-    Args:
-        reward_std: mean over all groups, in which the saturated ones are 0.
-        saturated: share of the groups whose rewards are all equal.
-    """
+    """The mean standard deviation of the rewards in groups that are not saturated, from that of all; None: all are."""
     return reward_std / (1 - saturated) if saturated < 1 else None
 
 
 def spreads_of_right_or_wrong(group_size: int) -> tuple[float, float]:
-    """The least and the largest standard deviation of a group of rewards 0 and 1 that are not all equal.
-
-    Equation: sqrt(k (G - k) / (G (G - 1))), k = 1 and k = G / 2.
-    """
+    """The least and largest standard deviation of a group of rewards 0 and 1, of which 1 or half are 1."""
     pairs = group_size * (group_size - 1)
     least, most = (math.sqrt(k * (group_size - k) / pairs) for k in (1, group_size // 2))
     return least, most

@@ -1,31 +1,185 @@
-"""Which combinations of KL choices are refused, and which are allowed with a caution; each with the way out. Addresses
-of servers and clusters are shown and kept: without user, password and query.
+"""The choices of a KL, each with what it does; which combinations are refused, and which are allowed with a caution.
+
+`KLConfig` checks them and builds from them. Addresses are shown and kept: without user, password and query.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from typing import Any, Literal, TypeAlias
 from urllib.parse import urlsplit
 
-from klamp.config.choices import BETA, KLChoices
-from klamp.core.arguments import check_number
-from klamp.core.term import OffPolicy, Placement, gates_on_itself
-from klamp.core.types import Horizon
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, INSIDE_0_1, POSITIVE, Numbers, check_number
+from klamp.core.clipping import ClipLevel
+from klamp.core.controllers import CONTROLLER_NUMBERS, HoldController, ProportionalController, Schedule, StepController
+from klamp.core.term import TERM_NUMBERS, KLTerm, OffPolicy, Placement, gates_on_itself
+from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
 from klamp.errors import ConfigError, Refusal
+
+ControllerName: TypeAlias = Literal["fixed", "hold", "step", "proportional"]
+ReferenceName: TypeAlias = Literal["auto", "frozen", "adapter_off", "ema", "periodic", "remote", "sampler"]
+DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
+
+SMALL_VOCABULARY = 4096
+"""Entries up to which the exact KL of every completion is measured; its logits are small beside the activations."""
+
+
+BETA = AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use beta=0 to train without KL")
+
+NUMBERS: Mapping[str, Numbers] = {
+    **{f"kl_{name}": numbers for name, numbers in TERM_NUMBERS.items()},
+    "beta": BETA,
+    **{name: BETA.but(BETA.why, f"leave {name} out for its default") for name in ("beta_min", "beta_max")},
+    "kl_reference_length": AT_LEAST_1.but(
+        "the budget of a completion is threshold * reference length",
+        "give the usual length of a completion of the reference in tokens, or None to have it measured",
+    ),
+    "target_kl": POSITIVE.but("a KL is never negative, and 0 would mean: never learn", "0.05 is a usual start"),
+    **{f"kl_controller_{name}": CONTROLLER_NUMBERS[name] for name in ("gain", "lead", "clip", "horizon")},
+    "kl_controller_factors": POSITIVE.but("they multiply beta and the target", "1.5, 0.75, 1.5, 0.5 are the defaults"),
+    "kl_warmup_steps": AT_LEAST_0,
+    "kl_schedule_end": FROM_0_TO_1,
+    "kl_early_stop": POSITIVE.but("a KL is never negative", "use kl_early_stop=None to never stop early"),
+    "reference_decay": INSIDE_0_1.but(
+        "the reference keeps this share of itself at every step",
+        "0.99 follows over about a hundred steps; reference='frozen' never moves",
+    ),
+    "reference_reset_steps": AT_LEAST_1,
+}
+"""Which numbers the fields of `KLConfig` take."""
+
+
+CONTROLLER_FIELDS: Mapping[ControllerName, tuple[str, ...]] = {
+    "hold": ("gain", "lead"),
+    "step": ("factors",),
+    "proportional": ("horizon", "clip"),
+}
+"""Name of a controller -> the fields kl_controller_* that it alone reads."""
+STEP_FACTORS = (StepController.up, StepController.down, StepController.high, StepController.low)
+"""What the step rule multiplies beta by, and the targets beyond which it does."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class KLChoices:
+    """The fields of `KLConfig`, not yet checked, and the properties that follow from them."""
+
+    beta: float = 0.01
+    """Coefficient of the KL, in reward (or loss) per nat. 0 trains without KL: no reference is loaded."""
+    kl_estimator: Value = "k3"
+    """Value of the KL: k1, k2, k3, abs, or exact (over the vocabulary)."""
+    kl_gradient: Gradient = KLTerm.gradient
+    """Whose gradient the loss follows: reverse KL(policy||ref), forward KL(ref||policy), the estimator's own, none."""
+    kl_horizon: Horizon = KLTerm.horizon
+    """token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."""
+    kl_placement: Placement = KLTerm.placement
+    """In the loss, in the reward (before advantages are formed), or as a shift of the advantage (after)."""
+    kl_clip_method: ClipMethod = KLTerm.clip_method
+    """How the KL is clipped at its budget: none, hard (no pull below the budget), or soft."""
+    kl_clip_threshold: float = KLTerm.clip_threshold
+    """KL budget: nats per token of the reference length, or nats in total."""
+    use_per_token_kl_threshold: bool = KLTerm.clip_unit == "token"
+    """Whether the threshold is per token (multiplied by the reference length)."""
+    kl_clip_temperature: float = KLTerm.clip_temperature
+    """Width of the soft clip in nats of the total."""
+    kl_clip_level: ClipLevel | None = None
+    """Whose KL is held against the budget: each sequence's, its group's mean, or the batch's. None: each sequence's
+    with kl_estimator='exact', kl_horizon='token', else its group's; a sampled KL leaves the sequence itself out."""
+    kl_reference_length: int | None = None
+    """Reference length in tokens; None: a data column if there is one, else measured once at the start and frozen."""
+    kl_controller: ControllerName | None = None
+    """How beta follows the KL: fixed, hold, step, proportional; None: hold with a target_kl, else fixed."""
+    target_kl: float | None = None
+    """KL to hold, in nats per token (the unit of the logged metric kl/k3)."""
+    kl_controller_gain: float = HoldController.gain
+    """hold: largest change of log beta in a step."""
+    kl_controller_lead: float = HoldController.lead
+    """hold: how many steps ahead the KL is foreseen; about its lag behind the weights."""
+    kl_controller_factors: tuple[float, float, float, float] = STEP_FACTORS
+    """step: factors up and down, and the targets above and below which they act; PPO's are 2 0.5 1.5 0.6667."""
+    kl_controller_horizon: int = 100
+    """Updates over which the proportional rule takes effect."""
+    kl_controller_clip: float = ProportionalController.clip
+    """proportional: largest relative error of the KL that counts, in (0, 1]."""
+    beta_min: float | None = None
+    """Lower bound of an adaptive beta; None: beta / 10 for hold, else beta / 100."""
+    beta_max: float | None = None
+    """Upper bound of an adaptive beta; None: 3 / sqrt(target_kl), or 10 times beta where that is more."""
+    kl_max_log_ratio: float | None = KLTerm.max_log_ratio
+    """Straight-through bound of the log-ratio in nats; how often it binds is logged."""
+    kl_off_policy: OffPolicy = KLTerm.off_policy
+    """Weigh the KL by policy/sampler: not at all, per token, or by the whole prefix (exact, noisier)."""
+    kl_max_weight: float | None = KLTerm.max_weight
+    """Upper bound of the off-policy weight policy/sampler; how often it binds is logged."""
+    kl_normalizer: Reduction | None = KLTerm.normalizer
+    """Reduction of the KL over tokens; None: that of the policy loss."""
+    kl_exclude_tokens: tuple[int | str, ...] = ()
+    """Tokens that carry no KL: ids, token strings, or `special` for all special tokens."""
+    kl_schedule: Schedule = "constant"
+    """Factor on beta over the run: constant, linear or cosine."""
+    kl_warmup_steps: int = 0
+    """Warm-up: steps over which the factor on beta grows from 0."""
+    kl_schedule_end: float = 0.0
+    """The factor on beta at the end of a linear or cosine schedule."""
+    kl_early_stop: float | None = None
+    """Skip a rollout's remaining updates once KL(old||policy) exceeds this, in nats per token."""
+    kl_monitor: bool = False
+    """Load the reference and log the KL even at beta 0."""
+    reference: ReferenceName = "auto"
+    """The reference: frozen (a copy), adapter_off, ema, periodic, remote, or the sampler (which holds each update, not
+    the run); auto: adapter_off if new, else frozen."""
+    reference_decay: float = 0.99
+    """ema: share of the old reference's weights that every step keeps, in (0, 1)."""
+    reference_reset_steps: int = 100
+    """periodic: steps after which the reference becomes the policy."""
+    reference_device: str | None = None
+    """Device of a reference with weights of its own; None: the policy's."""
+    reference_dtype: DType | None = None
+    """Data type of a reference with weights of its own; None: the policy's."""
+    reference_url: str | None = None
+    """remote: the address of the vLLM server that the reference answers at."""
+    reference_name: str | None = None
+    """remote: the model's name at a vLLM server; None: the only one that it serves."""
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether anything asks for the reference; without it none is loaded and none is scored."""
+        return self.beta > 0 or self.kl_monitor
+
+    @property
+    def clip_level(self) -> ClipLevel:
+        """The clip level in force: as named, else `sequence` where a completion's own KL may decide, else `group`."""
+        own = gates_on_itself(self.kl_estimator, self.kl_gradient, self.kl_horizon, self.kl_off_policy)
+        return self.kl_clip_level or ("sequence" if own else "group")
+
+    @property
+    def excludes(self) -> bool:
+        """Whether some tokens carry no KL."""
+        return bool(self.kl_exclude_tokens)
+
+    @property
+    def controller_name(self) -> ControllerName:
+        """The controller in force: as named, else `hold` where a target is set and beta is not 0, else `fixed`."""
+        return self.kl_controller or ("fixed" if self.target_kl is None or self.beta == 0 else "hold")
+
+    @property
+    def beta_bounds(self) -> tuple[float, float | None]:
+        """The bounds of beta in force: as set, else the defaults of the controller.
+
+        A rule that multiplies needs a lower one above 0: it does not return from a beta of 0. The upper one is some ten
+        times what advantages of variance 1 ask for.
+        """
+        name = self.controller_name
+        share = {"fixed": 0.0, "hold": 0.1}.get(name, 0.01)
+        low = share * self.beta if self.beta_min is None else self.beta_min
+        if self.beta_max is not None or name == "fixed" or self.target_kl is None:
+            return low, self.beta_max
+        return low, max(3 / math.sqrt(self.target_kl), 10 * self.beta)
 
 
 def check_server(url: str | None, field: str, *, key: str) -> None:
-    """Refuse what is no address of a server, and one with a user, a password or a query.
-
-    Args:
-        url: the address; None: there is none.
-        field: the name of the field that it stands in.
-        key: where the server's client takes a key from.
-
-    Raises:
-        ConfigError: it is no http or https URL, or more than one.
-    """
+    """Refuse what is no address of a server, and one with a user, a password or a query; its key comes from `key`."""
     if url is None:
         return
     if set(url) & {"@", "?"}:
@@ -36,33 +190,20 @@ def check_server(url: str | None, field: str, *, key: str) -> None:
             fix=f"write http://HOST:PORT; what the server wants to know of you comes from {key}",
         )
     if not _is_sound(url):
-        raise ConfigError(
-            f"{field}={url!r} is no address",
-            why="the server is asked over HTTP",
-            fix="write http://HOST:PORT",
-        )
+        raise ConfigError(f"{field}={url!r} is no address", why="it is asked over HTTP", fix="write http://HOST:PORT")
 
 
 def _is_sound(url: str) -> bool:
+    plain = url.isascii() and url.isprintable() and not set(url) & set(" \\<>\"'")
     try:
         parts = urlsplit(url)
-        in_range = parts.port is None or parts.port > 0
+        return plain and parts.port != 0 and parts.scheme in ("http", "https") and bool(parts.hostname)
     except ValueError:  # what urlsplit says of ports and of IPv6
         return False
-    plain = url.isascii() and url.isprintable() and not set(url) & set(" \\<>\"'")
-    return plain and in_range and parts.scheme in ("http", "https") and bool(parts.hostname)
 
 
 def check_cluster(address: str | None, field: str) -> None:
-    """Refuse a user, a password or a query in the address of a Ray cluster: Ray takes none, and klamp would show them.
-
-    Args:
-        address: as Ray has it; None: there is none.
-        field: the name of the field that it stands in.
-
-    Raises:
-        ConfigError: there is one.
-    """
+    """Refuse a user, a password or a query in the address of a Ray cluster: Ray takes none, klamp would show them."""
     if address is not None and set(address) & {"@", "?"}:
         raise ConfigError(
             f"{field} holds more than the address of a cluster",
@@ -80,27 +221,28 @@ MEASURED: Mapping[str, str] = {
 }
 """Name of a controller -> what it did with a target of 0.05 nats per token on the built-in task."""
 
+OWN_GRADIENT: Mapping[str, str] = {
+    "k1": "has an expected gradient of exactly zero on the policy's own tokens, summed over them or over a fixed "
+    "length: it regularises nothing (a mean over each completion's own length leaves a pull on the length, and nothing "
+    "else{kept}). Use kl_gradient='reverse'.",
+    "k3": "follows the gradient of KL(ref||policy) at each position, not that of the KL(policy||ref) that its value "
+    "estimates. Use kl_gradient='reverse', or name it: 'forward'.",
+    "abs": "pulls down the L1 distance, not a KL. Use kl_gradient='reverse'.",
+}
+"""Estimator -> what its own gradient does, where that is not the gradient of KL(policy || ref)."""
+
 SHORT = 100
 """Tokens of a short completion: a soft clip whose reference length nobody says is judged at it; klamp's choice."""
 
 
 def check_beta(beta: float, *, name: str = "beta", fix: str = "") -> None:
-    """Refuse a coefficient of the KL that is negative, not finite, or no number.
-
-    Args:
-        beta: the coefficient.
-        name: what it is called there.
-        fix: the way out; "": 0, for no KL.
-
-    Raises:
-        ConfigError: it is none.
-    """
+    """Refuse a coefficient of the KL that is negative, not finite, or no number; without a `fix`, 0 is the way out."""
     check_number(name, beta, BETA.but(BETA.why, fix or f"use {name}=0 to train without KL"))
 
 
 def refusals(c: KLChoices) -> list[Refusal]:
     """Every combination that cannot work or would not do what its name says."""
-    return [*_placement(c), *_gradient(c), *_control(c), *_reference(c), *_tokens(c)]
+    return [*_placement(c), *_gradient(c), *_control(c), *_reference_and_tokens(c)]
 
 
 def _placement(c: KLChoices) -> list[Refusal]:
@@ -199,14 +341,14 @@ def _control(c: KLChoices) -> list[Refusal]:
     ]
 
 
-def _reference(c: KLChoices) -> list[Refusal]:
+def _reference_and_tokens(c: KLChoices) -> list[Refusal]:
     of_sampler = c.reference == "sampler"
     return [
         Refusal(
-            of_sampler and c.kl_estimator == "exact",
-            "kl_estimator='exact' cannot use the sampler",
-            why="it left the log-probabilities of its tokens, not whole rows",
-            fix="use kl_estimator='k3'",
+            c.reference in ("sampler", "remote") and c.kl_estimator == "exact",
+            f"kl_estimator='exact' cannot use {'the sampler' if of_sampler else 'a remote reference'}",
+            why="it gives log-probabilities of the sampled tokens, not whole rows of logits",
+            fix="use kl_estimator='k3', or a reference on this machine",
         ),
         Refusal(
             of_sampler and (c.kl_placement != "loss" or c.controller_name != "fixed"),
@@ -221,17 +363,6 @@ def _reference(c: KLChoices) -> list[Refusal]:
             why="the reference is asked over HTTP",
             fix="set reference_url to where a vLLM server listens",
         ),
-        Refusal(
-            c.reference == "remote" and c.kl_estimator == "exact",
-            "kl_estimator='exact' cannot use a remote reference",
-            why="a server returns log-probabilities of the sampled tokens, not whole rows of logits",
-            fix="use kl_estimator='k3', or a reference on this machine",
-        ),
-    ]
-
-
-def _tokens(c: KLChoices) -> list[Refusal]:
-    return [
         Refusal(
             c.excludes and (c.kl_gradient, c.kl_horizon) == ("forward", "sequence"),
             "the forward KL over sequences cannot leave tokens out",
@@ -258,23 +389,10 @@ def cautions(c: KLChoices) -> list[str]:
     """Cautions: what a configuration may not do although its name suggests it; each with the way out."""
     in_loss, own = c.kl_placement == "loss" and c.beta > 0, c.kl_gradient == "own" and c.reference != "sampler"
     found: list[str] = []
-    if in_loss and own and c.kl_estimator == "k1":
-        found.append(
-            "kl_estimator='k1' with kl_gradient='own' has an expected gradient of exactly zero on the policy's own "
-            "tokens, summed over them or over a fixed length: it regularises nothing (a mean over each completion's "
-            "own length leaves a pull on the length, and nothing else"
-            + ("; with tokens left out it only makes the kept ones less likely" if c.excludes else "")
-            + "). Use kl_gradient='reverse'."
-        )
-    if in_loss and own and c.kl_estimator == "k3":
-        found.append(
-            "kl_estimator='k3' with kl_gradient='own' follows the gradient of KL(ref||policy) at each position, not "
-            "that of the KL(policy||ref) that its value estimates. Use kl_gradient='reverse', or name it: 'forward'."
-        )
-    if in_loss and own and c.kl_estimator == "abs":
-        found.append(
-            "kl_estimator='abs' with kl_gradient='own' pulls down the L1 distance, not a KL. Use kl_gradient='reverse'."
-        )
+    if in_loss and own and c.kl_estimator in OWN_GRADIENT:
+        kept = "; with tokens left out it only makes the kept ones less likely" if c.excludes else ""
+        said = OWN_GRADIENT[c.kl_estimator].format(kept=kept)
+        found.append(f"kl_estimator={c.kl_estimator!r} with kl_gradient='own' {said}")
     if in_loss and c.kl_gradient == "none":
         found.append(
             "kl_gradient='none' with a beta above 0 adds a number to the loss and nothing to its gradient: the KL is "
@@ -310,12 +428,8 @@ def cautions(c: KLChoices) -> list[str]:
 def wide_clip(c: KLChoices, measured_length: float | None = None) -> str:
     """The caution of a soft clip that is too wide for its budget; empty: it is not.
 
-    A budget per token is that of the reference length. Where nobody says that, it is measured when the run starts, and
-    the clip is judged then, and before that at `SHORT` tokens.
-
-    Args:
-        c: the KL.
-        measured_length: the reference length in tokens, where the configuration names none.
+    A budget per token is that of the reference length. Where the configuration names none, it is measured when the run
+    starts (`measured_length`), and the clip is judged then, and before that at `SHORT` tokens.
     """
     threshold, width = c.kl_clip_threshold, c.kl_clip_temperature
     length = c.kl_reference_length or measured_length
@@ -345,10 +459,8 @@ def _without_effect(c: KLChoices) -> list[str]:
     no_weights = c.reference in ("adapter_off", "remote", "sampler")
     summed = c.kl_estimator == "exact" and c.kl_off_policy == "token"
     needs = {
-        "kl_clip_threshold": (no_clip, clip),
-        "kl_clip_level": (no_clip, clip),
+        **dict.fromkeys(("kl_clip_threshold", "kl_clip_level", "use_per_token_kl_threshold"), (no_clip, clip)),
         "kl_clip_temperature": (c.kl_clip_method != "soft", "kl_clip_method='soft'"),
-        "use_per_token_kl_threshold": (no_clip, clip),
         "kl_reference_length": (
             no_clip or not c.use_per_token_kl_threshold,
             f"{clip}, and use_per_token_kl_threshold=True",
@@ -356,34 +468,33 @@ def _without_effect(c: KLChoices) -> list[str]:
         "kl_max_log_ratio": (c.kl_estimator == "exact", "kl_estimator='k1', 'k2', 'k3' or 'abs'"),
         "kl_horizon": ((c.kl_gradient, c.kl_off_policy) == ("none", "none"), "kl_gradient='reverse' or 'forward'"),
         "kl_max_weight": (c.kl_off_policy == "none" or summed, "kl_off_policy='token' or 'sequence'"),
-        "kl_off_policy": (
-            summed,
-            "kl_off_policy='sequence' (the exact KL sums over the token; only its prefix was sampled)",
-        ),
+        "kl_off_policy": (summed, "kl_off_policy='sequence' (the exact KL sums over the token, not over its prefix)"),
         "kl_normalizer": (c.kl_placement != "loss", "kl_placement='loss'"),
-        "kl_schedule": (c.beta == 0, "a beta above 0"),
-        "kl_warmup_steps": (c.beta == 0, "a beta above 0"),
+        **dict.fromkeys(("kl_schedule", "kl_warmup_steps"), (c.beta == 0, "a beta above 0")),
         "kl_schedule_end": (c.kl_schedule == "constant", "kl_schedule='linear' or 'cosine'"),
         "target_kl": (
             fixed,
             "kl_controller='hold' (or leave it out)" if c.kl_controller == "fixed" else "a beta above 0 to start from",
         ),
-        "kl_controller_gain": (c.controller_name != "hold", "kl_controller='hold'"),
-        "kl_controller_lead": (c.controller_name != "hold", "kl_controller='hold'"),
-        "kl_controller_factors": (c.controller_name != "step", "kl_controller='step'"),
-        "kl_controller_horizon": (c.controller_name != "proportional", "kl_controller='proportional'"),
-        "kl_controller_clip": (c.controller_name != "proportional", "kl_controller='proportional'"),
-        "beta_min": (fixed, adaptive),
-        "beta_max": (fixed, adaptive),
+        **{
+            f"kl_controller_{field}": (c.controller_name != rule, f"kl_controller={rule!r}")
+            for rule, fields in CONTROLLER_FIELDS.items()
+            for field in fields
+        },
+        **dict.fromkeys(("beta_min", "beta_max"), (fixed, adaptive)),
         "reference_decay": (c.reference != "ema", "reference='ema'"),
         "reference_reset_steps": (c.reference != "periodic", "reference='periodic'"),
-        "reference_url": (c.reference != "remote", "reference='remote'"),
-        "reference_name": (c.reference != "remote", "reference='remote'"),
-        "reference_device": (no_weights, own_weights),
-        "reference_dtype": (no_weights, own_weights),
+        **dict.fromkeys(("reference_url", "reference_name"), (c.reference != "remote", "reference='remote'")),
+        **dict.fromkeys(("reference_device", "reference_dtype"), (no_weights, own_weights)),
     }
+    return unread(c, {name: needed for name, (off, needed) in needs.items() if off})
+
+
+def unread(config: Any, needs: Mapping[str, str]) -> list[str]:
+    """A caution for each field that was changed and that nothing reads; `needs`: such a field -> what it needs."""
+    changed = {field.name for field in fields(config) if getattr(config, field.name) != field.default}
     return [
-        f"{name}={getattr(c, name)!r} has no effect: it needs {needed}."
-        for name, (off, needed) in needs.items()
-        if off and getattr(c, name) != type(c).__dataclass_fields__[name].default
+        f"{name}={getattr(config, name)!r} has no effect: it needs {needed}."
+        for name, needed in needs.items()
+        if name in changed
     ]

@@ -1,7 +1,6 @@
 """`TeacherConfig`, the second anchor: whom the policy is to become like, how the KL to it is measured, where it enters.
 
-A policy that a teacher scores is held to it by the same terms that hold one to its reference; what differs is what a
-teacher is for: it may stand in the place of a reward, and it may see another prompt than the policy.
+The terms are those of a reference; but a teacher may stand in the place of a reward, and may see another prompt.
 """
 
 from __future__ import annotations
@@ -12,18 +11,18 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from klamp.config.kl import ALIASES, accepts_aliases
-from klamp.config.rules import check_server, placement_refusals
+from klamp.config.rules import check_server, placement_refusals, unread
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, INSIDE_0_1, check_fields
 from klamp.core.controllers import Schedule, kl_schedule_factor
 from klamp.core.gradients import BOUND
 from klamp.core.term import KLTerm, OffPolicy, Placement
+from klamp.core.topk import Tail
 from klamp.core.types import Direction, Horizon
 from klamp.errors import KLWarning, Refusal, refuse
 
 TeacherKind: TypeAlias = Literal["auto", "frozen", "adapter_off", "ema", "periodic", "live", "remote"]
 TeacherEstimator: TypeAlias = Literal["k1", "k3", "exact", "topk"]
 TeacherHead: TypeAlias = Literal["student", "teacher", "union"]
-Tail: TypeAlias = Literal["sampled", "bucket", "generalised", "none"]
 
 TEACHER_ALIASES: Mapping[str, str] = {
     "teacher_kl_coef": "teacher_coef",
@@ -159,27 +158,42 @@ class TeacherConfig:
 
     def cautions(self) -> list[str]:
         """What this configuration may not do although its name suggests it; each with the way out."""
-        return cautions(self)
+        c, found = self, list[str]()
+        topk, exact = c.teacher_estimator == "topk", c.teacher_estimator == "exact"
+        if topk and c.teacher_tail in FOLLOWED and c.there:
+            same = c.teacher_direction == "js"  # of which the corrections of the generalised form cancel
+            said = FOLLOWED["generalised" if same and c.teacher_tail == "none" else c.teacher_tail]
+            found.append(f"teacher_tail={c.teacher_tail!r} {said}. Use teacher_tail='sampled'.")
+        a_teacher = "a teacher (teacher_model, teacher_url or teacher_kind) and a teacher_coef above 0"
+        needs = {
+            **dict.fromkeys(("teacher_top_k", "teacher_head", "teacher_tail"), (not topk, "teacher_estimator='topk'")),
+            "teacher_off_policy": (
+                c.teacher_off_policy == "token" and (exact or (topk and c.teacher_tail != "sampled")),
+                "teacher_off_policy='sequence' (no sampled token is in the sum; only its prefix was sampled)",
+            ),
+            "teacher_schedule_end": (c.teacher_schedule == "constant", "teacher_schedule='linear' or 'cosine'"),
+            "teacher_decay": (c.teacher_kind != "ema", "teacher_kind='ema'"),
+            "teacher_reset_steps": (c.teacher_kind != "periodic", "teacher_kind='periodic'"),
+            "teacher_name": (not c.teacher_url, "teacher_url"),
+        }
+        if not c.named:
+            who = {"teacher_model", "teacher_url", "teacher_models", "teacher_kind"}
+            return found + unread(c, {name: a_teacher for name in type(c).__dataclass_fields__ if name not in who})
+        return found + unread(c, {name: needed for name, (off, needed) in needs.items() if off})
 
     def coefficient(self, step: int, steps: int) -> float:
         """The coefficient in force at a step (from 0) of so many."""
-        factor = kl_schedule_factor(
-            step,
-            steps,
-            schedule=self.teacher_schedule,
-            warmup_steps=self.teacher_warmup_steps,
-            end=self.teacher_schedule_end,
-        )
+        warmup, end = self.teacher_warmup_steps, self.teacher_schedule_end
+        factor = kl_schedule_factor(step, steps, schedule=self.teacher_schedule, warmup_steps=warmup, end=end)
         return self.teacher_coef * factor if self.there else 0.0
 
     def build_term(self) -> KLTerm:
         """The KL term for `grpo_loss`."""
+        own = self.teacher_estimator in ("exact", "topk") and self.teacher_horizon == "token"
         return KLTerm(
             anchor="teacher",
             value=self.teacher_estimator,
-            gradient="own"
-            if self.teacher_estimator in ("exact", "topk") and self.teacher_horizon == "token"
-            else "reverse",
+            gradient="own" if own else "reverse",
             horizon=self.teacher_horizon,
             placement=self.teacher_placement,
             off_policy=self.teacher_off_policy,
@@ -265,14 +279,7 @@ def _what(c: TeacherConfig) -> list[Refusal]:
 
 
 def of_a_server(c: TeacherConfig, there: bool, *, who: str, instead: str = "") -> Refusal:
-    """What cannot be measured from its own likeliest tokens and the sampled one, which is all that a server tells.
-
-    Args:
-        c: which KL.
-        there: whether such a server is the teacher.
-        who: it, in words.
-        instead: another way out, in words.
-    """
+    """What a server cannot measure, which tells its own likeliest tokens and the sampled one; `who`: it, in words."""
     told = c.teacher_estimator in ("k1", "k3")
     told |= c.teacher_estimator == "topk" and (c.teacher_head == "teacher" or not c.teacher_top_k)
     return Refusal(
@@ -303,32 +310,3 @@ def _where(c: TeacherConfig) -> list[Refusal]:
             fix="leave it out, or use teacher_estimator='k1' or 'k3'",
         ),
     ]
-
-
-def cautions(c: TeacherConfig) -> list[str]:
-    """Cautions: a tail that follows something else, and fields that nothing reads."""
-    found: list[str] = []
-    topk, exact = c.teacher_estimator == "topk", c.teacher_estimator == "exact"
-    if topk and c.teacher_tail in FOLLOWED and c.there:
-        same = c.teacher_direction == "js"  # of which the corrections of the generalised form cancel
-        said = FOLLOWED["generalised" if same and c.teacher_tail == "none" else c.teacher_tail]
-        found.append(f"teacher_tail={c.teacher_tail!r} {said}. Use teacher_tail='sampled'.")
-    a_teacher = "a teacher (teacher_model, teacher_url or teacher_kind) and a teacher_coef above 0"
-    needs = {
-        **dict.fromkeys(("teacher_top_k", "teacher_head", "teacher_tail"), (not topk, "teacher_estimator='topk'")),
-        "teacher_off_policy": (
-            c.teacher_off_policy == "token" and (exact or (topk and c.teacher_tail != "sampled")),
-            "teacher_off_policy='sequence' (no sampled token is in the sum; only its prefix was sampled)",
-        ),
-        "teacher_schedule_end": (c.teacher_schedule == "constant", "teacher_schedule='linear' or 'cosine'"),
-        "teacher_decay": (c.teacher_kind != "ema", "teacher_kind='ema'"),
-        "teacher_reset_steps": (c.teacher_kind != "periodic", "teacher_kind='periodic'"),
-        "teacher_name": (not c.teacher_url, "teacher_url"),
-    }
-    for name, each in type(c).__dataclass_fields__.items():
-        off, needed = needs.get(name, (False, ""))
-        if not c.named and name not in ("teacher_model", "teacher_url", "teacher_models", "teacher_kind"):
-            off, needed = True, a_teacher
-        if off and getattr(c, name) != each.default:
-            found.append(f"{name}={getattr(c, name)!r} has no effect: it needs {needed}.")
-    return found

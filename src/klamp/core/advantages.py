@@ -47,11 +47,8 @@ def group_advantages(
     Shapes: [B] with the G completions of a prompt next to each other -> [B].
 
     Args:
-        rewards: one per completion.
-        group_size: completions per prompt.
-        scale: divide by the group's standard deviation, or not.
-        baseline: the group's mean, or the mean of the others.
-        eps: added to the standard deviation.
+        rewards, group_size: one per completion; completions per prompt.
+        scale, baseline, eps: the rows of the equation; `eps` is added to the standard deviation.
 
     Raises:
         TensorError: rewards that are no tensor of numbers, or that carry a gradient.

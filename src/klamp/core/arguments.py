@@ -44,22 +44,20 @@ ANY = Numbers("", lambda x: True)
 AT_LEAST_0 = Numbers(" >= 0", lambda x: x >= 0)
 AT_LEAST_1 = Numbers(" >= 1", lambda x: x >= 1)
 POSITIVE = Numbers(" > 0", lambda x: x > 0)
-SECONDS = Numbers(" > 0 and at most 1e9", lambda x: 0 < x <= 1e9, "no clock counts a wait of centuries")
 INSIDE_0_1 = Numbers(" between 0 and 1", lambda x: 0 < x < 1)
 FROM_0_TO_1 = Numbers(" in [0, 1]", lambda x: 0 <= x <= 1)
 FROM_0_BELOW_1 = Numbers(" in [0, 1)", lambda x: 0 <= x < 1)
 ABOVE_0_TO_1 = Numbers(" in (0, 1]", lambda x: 0 < x <= 1)
 
-
-LONG = 10**100
-"""A whole number from here on is described by its digits' number."""
+LARGEST = 2**63 - 1
+"""The largest whole number that a tensor holds."""
+LARGEST_FLOAT = torch.finfo(torch.float32).max
+"""The largest other number."""
 
 
 def describe(x: object) -> str:
     """What an argument is, in a few words: a value with its type, a tensor without its values."""
     dtype, shape = getattr(x, "dtype", None), getattr(x, "shape", None)
-    if isinstance(x, int) and not -LONG < x < LONG:
-        return f"a whole number of {round(x.bit_length() * math.log10(2))} digits"  # Python may refuse to write it
     if dtype is None or shape is None:
         return "None" if x is None else f"{reprlib.repr(x)} ({type(x).__name__})"
     place = f" on {x.device}" if isinstance(x, Tensor) else ""
@@ -75,32 +73,10 @@ def is_finite_number(x: object) -> TypeGuard[float]:
     return _is_number(x, whole=False) and bool(abs(x) <= sys.float_info.max)
 
 
-def check_is_number(name: str, x: object) -> None:
-    """Refuse what is no int or float; NaN and the infinities pass.
-
-    Raises:
-        ConfigError: it is something else.
-    """
-    if not _is_number(x, whole=False):
-        check_number(name, x)
-
-
 def check_number(
     name: str, x: object, numbers: Numbers = ANY, *, whole: bool = False, optional: bool = False, fix: str = ""
 ) -> None:
-    """Refuse what is no finite number of the kind that an argument takes. Text, True and tensors are no numbers.
-
-    Args:
-        name: of the argument.
-        x: its value.
-        numbers: which ones it takes.
-        whole: whether they are whole numbers (int).
-        optional: whether it may be None.
-        fix: the way out, where `numbers` has none.
-
-    Raises:
-        ConfigError: it is something else.
-    """
+    """Refuse what is no finite number of the kind that an argument takes; `fix` where `numbers` has none."""
     number = _is_number(x, whole=whole)
     if isinstance(x, int | float) and (LARGEST if isinstance(x, int) else LARGEST_FLOAT) < abs(x) < math.inf:
         fix = fix or "pass a smaller number"
@@ -141,11 +117,7 @@ def _as_number(name: str, x: object, whole: bool) -> str:
 
 
 def check_flag(name: str, x: object) -> None:
-    """Refuse what is neither True nor False.
-
-    Raises:
-        ConfigError: it is something else, also 0 and 1.
-    """
+    """Refuse what is neither True nor False, also 0 and 1."""
     if not isinstance(x, bool):
         raise ConfigError(
             f"{name} must be True or False",
@@ -186,16 +158,7 @@ MASKS = Kind(
 
 
 def check_tensors(kind: Kind, *, like: Tensor | None = None, **tensors: object) -> None:
-    """Refuse what is no tensor of a kind, or not on the device of the others.
-
-    Args:
-        kind: what they must hold.
-        like: a tensor that was checked before, on whose device they must be; None: the first of them.
-        tensors: by name.
-
-    Raises:
-        TensorError: no tensor, another data type, or another device.
-    """
+    """Refuse what is no tensor of a kind, or not on the device of the others (of `like`, which was checked before)."""
     for name, x in tensors.items():
         if not isinstance(x, Tensor):
             raise TensorError(
@@ -219,11 +182,7 @@ def check_tensors(kind: Kind, *, like: Tensor | None = None, **tensors: object) 
 
 
 def check_data(**tensors: Tensor | None) -> None:
-    """Refuse tensors that carry a gradient although they are data.
-
-    Raises:
-        TensorError: one of them requires a gradient.
-    """
+    """Refuse tensors that carry a gradient although they are data."""
     for name, x in tensors.items():
         if x is not None and x.requires_grad:
             raise TensorError(
@@ -235,13 +194,7 @@ def check_data(**tensors: Tensor | None) -> None:
 
 
 def check_roles(policy_logprobs: Tensor, ref_logprobs: Tensor) -> None:
-    """Refuse log-probabilities of which the reference's carry the gradient and the policy's none: they are swapped.
-
-    Where gradients are switched off nothing is known of their roles, and nothing refused.
-
-    Raises:
-        ConfigError: they are.
-    """
+    """Refuse log-probabilities of which the reference's carry the gradient and the policy's none: they are swapped."""
     if torch.is_grad_enabled() and ref_logprobs.requires_grad and not policy_logprobs.requires_grad:
         raise ConfigError(
             "the reference carries the gradient, and the policy none",
@@ -252,11 +205,7 @@ def check_roles(policy_logprobs: Tensor, ref_logprobs: Tensor) -> None:
 
 
 def check_values_exist(name: str, x: Tensor) -> None:
-    """Refuse a tensor on the meta device where values decide what is done.
-
-    Raises:
-        TensorError: it holds no values.
-    """
+    """Refuse a tensor on the meta device where values decide what is done."""
     if x.is_meta:
         raise TensorError(
             f"{name} is on the meta device",
@@ -267,11 +216,7 @@ def check_values_exist(name: str, x: Tensor) -> None:
 
 
 def check_instance(name: str, x: object, kind: type, *, fix: str = "") -> None:
-    """Refuse what is not of a class.
-
-    Raises:
-        ConfigError: it is something else; a dict is told how to become one.
-    """
+    """Refuse what is not of a class; a dict is told how to become one."""
     if isinstance(x, kind):
         return
     raise ConfigError(
@@ -280,12 +225,6 @@ def check_instance(name: str, x: object, kind: type, *, fix: str = "") -> None:
         why="its fields are read by name, and were checked when it was built",
         fix=fix or (f"{kind.__name__}(**{name})" if isinstance(x, dict) else f"pass a {kind.__name__}"),
     )
-
-
-LARGEST = 2**63 - 1
-"""The largest whole number that a tensor holds."""
-LARGEST_FLOAT = torch.finfo(torch.float32).max
-"""The largest other number."""
 
 
 @dataclass(frozen=True)
@@ -327,17 +266,10 @@ def choices(cls: type) -> Mapping[str, tuple[Any, ...]]:
 
 
 def check_fields(config: object, numbers: Mapping[str, Numbers] = MappingProxyType({})) -> None:
-    """Refuse what no field of this configuration takes. Types that are not named below are not looked at.
+    """Refuse what no field of this dataclass takes; `numbers` says which ones a field takes, else every finite one.
 
     Choices of a Literal by name; int and float (finite, and no bool); bool; str; tuples of these; other configurations.
-
-    Args:
-        config: an instance of a dataclass.
-        numbers: which numbers the fields of this name take; the others take every finite one.
-
-    Raises:
-        UnknownNameError: a value that is none of its field's choices; names the nearest.
-        ConfigError: a value of another type, or a number out of range.
+    Fields of other types are not looked at.
     """
     for field in _fields(type(config)):
         _check(field, getattr(config, field.name), numbers.get(field.name, ANY))
@@ -377,7 +309,16 @@ def _check_tuple(field: _Field, x: object, numbers: Numbers) -> None:
     words = {int: "whole numbers", float: "numbers", str: "texts"}
     text = " or ".join(words.get(kind, f"{kind.__name__}(...)") for kind in kinds)
     count = None if parts[-1] is Ellipsis else len(parts)
-    for i, each in enumerate(_elements(field, x, count, text)):
+    if not isinstance(x, tuple) or count not in (None, len(cast("tuple[object, ...]", x))):
+        listed = tuple(cast("list[object]", x)) if isinstance(x, list | tuple) else (x,)
+        right_length = count in (None, len(listed))
+        raise ConfigError(
+            f"{field.name} must be a tuple of {f'{count} ' if count else ''}{text}",
+            got=describe(cast(object, x)),
+            why="a tuple cannot change, and each of its elements has a meaning of its own",
+            fix=f"{field.name}={listed!r}" if right_length and isinstance(x, list | int | str) else field.fix,
+        )
+    for i, each in enumerate(cast("tuple[object, ...]", x)):
         if float in kinds:
             check_number(f"{field.name}[{i}]", each, numbers, fix=field.fix)
         elif not isinstance(each, kinds) or isinstance(each, bool):
@@ -387,19 +328,3 @@ def _check_tuple(field: _Field, x: object, numbers: Numbers) -> None:
                 why="nothing else can stand for a token" if int in kinds else "each of them is a name",
                 fix=field.fix,
             )
-
-
-def _elements(field: _Field, x: object, count: int | None, text: str) -> tuple[object, ...]:
-    """The elements of a tuple of the right length; of anything else the error."""
-    listed = cast("list[object] | tuple[object, ...]", x if isinstance(x, list | tuple) else [x])
-    right_length = count in (None, len(listed))
-    if isinstance(x, tuple) and right_length:
-        return tuple(listed)
-    why = "a configuration cannot change, and a list can" if isinstance(x, list) else "it can hold several"
-    why = "a single text would be read letter by letter" if isinstance(x, str) else why
-    raise ConfigError(
-        f"{field.name} must be a tuple of {f'{count} ' if count else ''}{text}",
-        got=describe(cast(object, x)),
-        why=why if right_length else f"each of the {count} has a meaning of its own",
-        fix=f"{field.name}={tuple(listed)!r}" if right_length and isinstance(x, list | int | str) else field.fix,
-    )

@@ -24,16 +24,14 @@ ClipLevel: TypeAlias = Literal["sequence", "group", "batch"]
 ClipUnit: TypeAlias = Literal["token", "sequence"]
 
 
+CLIP_TEMPERATURE = POSITIVE.but(
+    "it is the width in nats over which the soft clip opens", "use a tenth of the total budget, or a hard clip"
+)
+
+
 def _check(method: str, temperature: float) -> None:
     check_name("KL clip method", method, get_args(ClipMethod))
-    check_number(
-        "temperature",
-        temperature,
-        POSITIVE.but(
-            "it is the width in nats over which the soft clip opens",
-            "use a temperature around a tenth of the total threshold, or method='hard'",
-        ),
-    )
+    check_number("temperature", temperature, CLIP_TEMPERATURE)
 
 
 def _check_kl(kl: Tensor, threshold: float | Tensor) -> None:
@@ -72,10 +70,8 @@ def clip_kl(
     Shapes: any; `threshold` broadcasts.
 
     Args:
-        kl: KL in nats.
-        threshold: where the penalty begins, in the same unit.
-        method: `none`, `hard` or `soft`.
-        temperature: width of the soft transition, in nats.
+        kl, threshold: KL, and where the penalty begins, in nats.
+        method, temperature: `none`, `hard` or `soft`; width of the soft transition, in nats.
 
     Raises:
         UnknownNameError: an unknown method.
@@ -105,10 +101,6 @@ def clip_gate(
 
     Equation: none 1; hard 1[kl > threshold], and 1 wherever the threshold is 0, so that a clip at 0 is no clip; soft
     sigmoid((kl - threshold) / temperature).
-
-    Raises:
-        UnknownNameError: an unknown method.
-        ConfigError: a temperature that is not positive.
     """
     _check(method, temperature)
     kl = upcast(kl.detach())
@@ -123,10 +115,6 @@ def clip_gate(
 @overload
 def kl_budget(threshold: float, *, per_token: bool, reference_length: float | None) -> float: ...
 @overload
-def kl_budget(threshold: float, *, per_token: Literal[False], reference_length: float | Tensor | None) -> float: ...
-@overload
-def kl_budget(threshold: float, *, per_token: Literal[True], reference_length: Tensor) -> Tensor: ...
-@overload
 def kl_budget(threshold: float, *, per_token: bool, reference_length: float | Tensor | None) -> float | Tensor: ...
 def kl_budget(threshold: float, *, per_token: bool, reference_length: float | Tensor | None) -> float | Tensor:
     """Total KL budget of one completion in nats.
@@ -137,8 +125,7 @@ def kl_budget(threshold: float, *, per_token: bool, reference_length: float | Te
     own mean length measured once. Threshold times the *generated* length hands out budget per filler token.
 
     Args:
-        threshold: nats per token, or nats.
-        per_token: which of the two.
+        threshold, per_token: nats per token, or nats.
         reference_length: tokens; a number, or one per sequence.
 
     Raises:
@@ -182,15 +169,9 @@ def gate_kl(
     is E_others[f'(m)] grad KL, whatever the estimator of K. With `own` the two are correlated: right only where the
     gradient is that of the exact KL with the prefixes held fixed, and then that of f(mean of the members).
 
-    Args:
-        sequence_kl: of each sequence, in nats.
-        level: whose KL decides.
-        group_size: completions per prompt, next to each other; for `group`.
-        own: whether a sequence's own KL counts in its mean.
-        measured: sequences whose KL was measured, the others count in no mean; None: all. Where none is left, m is 0.
+    `measured` are the sequences that count in a mean (None: all); where none is left, m is 0.
 
     Raises:
-        UnknownNameError: an unknown level.
         ShapeError: the batch is not a whole number of groups.
         ConfigError: the mean of the others, and there are none; or level `sequence` without `own`.
     """

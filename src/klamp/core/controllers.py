@@ -20,7 +20,6 @@ from klamp.core.arguments import (
     POSITIVE,
     check_fields,
     check_instance,
-    check_is_number,
     check_number,
     describe,
     is_finite_number,
@@ -46,25 +45,18 @@ _ROUNDING = -1e-6
 
 
 class BetaState(NamedTuple):
-    """What a controller remembers from one measurement to the next.
-
-    Attributes:
-        value: the coefficient in force.
-        level: the filtered KL, in targets; -1 before the first; `HoldController` only, as all that follow.
-        trend: how much the level rises in a step.
-        landing: where to land, by the steps so far; -1 where none told.
-        landed: 1 once beta has been raised to it, which happens once; 0 before.
-    """
+    """What a controller remembers from one measurement to the next; `HoldController` alone uses more than the value."""
 
     value: float
-    level: float = -1.0
-    trend: float = 0.0
-    landing: float = -1.0
-    landed: float = 0.0
+    level: float = -1.0  # the filtered KL, in targets; -1 before the first
+    trend: float = 0.0  # how much the level rises in a step
+    landing: float = -1.0  # where to land, by the steps so far; -1 where none told
+    landed: float = 0.0  # 1 once beta has been raised to it, which happens once
 
 
 def _checked_kl(kl: float) -> float:
-    check_is_number("kl", kl)
+    if not isinstance(kl, float):
+        check_number("kl", kl)
     if not is_finite_number(kl) or kl < _ROUNDING:
         raise NonFiniteError(
             "a controller needs a finite KL that is not negative",
@@ -77,14 +69,7 @@ def _checked_kl(kl: float) -> float:
 
 @dataclass(eq=False)
 class FixedController:
-    """A constant coefficient.
-
-    Equation: beta_{n+1} = beta_n.
-
-    Args:
-        value: the coefficient, >= 0.
-        min_value: lower bound of the coefficient.
-        max_value: upper bound of the coefficient; None for none.
+    """A constant coefficient, beta_{n+1} = beta_n, from `min_value` to `max_value` (None: no bound).
 
     Raises:
         ConfigError: a value outside its bounds, or bounds that cross.
@@ -116,17 +101,13 @@ class FixedController:
         self._take(self._start(float(self.value)))
 
     def _start(self, value: float) -> BetaState:
-        """The state before the first measurement."""
         return BetaState(value)
 
     def _take(self, state: BetaState) -> None:
         self.state, self.value = state, state.value
 
     def start_at(self, value: float) -> None:
-        """Begin anew at a coefficient (the nearest within the bounds) that another controller came to.
-
-        What the rule takes for its start is the lower one of the two: it may go down to where it was told to start.
-        """
+        """Begin anew at a coefficient, bounded, that another controller came to; the rule's start is the lower one."""
         begun = self._bounded(value)
         self._take(self._start(self._bounded(min(value, self.value)))._replace(value=begun))
 
@@ -135,15 +116,10 @@ class FixedController:
         return math.inf if self.max_value is None else self.max_value
 
     def _bounded(self, value: float) -> float:
-        """The nearest coefficient within the bounds."""
         return min(max(value, self.min_value), self._upper)
 
     def update(self, kl: float, n_steps: int = 1) -> float:
-        """Take in a measured KL and return the new coefficient.
-
-        Args:
-            kl: exact KL or mean k3, in the unit of the target.
-            n_steps: how many steps (of the horizon's unit) this measurement stands for.
+        """Take in a measured KL (exact, or the mean of k3) that stands for `n_steps`; return the new coefficient.
 
         Raises:
             NonFiniteError: a KL that is NaN, infinite or negative.
@@ -160,7 +136,6 @@ class FixedController:
         return bounded if math.isfinite(bounded.value) else state
 
     def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
-        """The state after a KL that was checked, before the bounds of beta."""
         return state
 
     _saved: ClassVar[tuple[str, ...]] = ("value",)
@@ -192,12 +167,7 @@ Controller = FixedController
 
 
 @dataclass(eq=False, kw_only=True)
-class _TargetController(FixedController):
-    target: float
-
-
-@dataclass(eq=False, kw_only=True)
-class HoldController(_TargetController):
+class HoldController(FixedController):
     """Holds the KL at its target: acts in the log domain, on a filtered KL some steps ahead, and slowly.
 
     The KL lags the weights by some ten steps and jitters by some 15 %, so that what is measured now is neither where
@@ -216,13 +186,11 @@ class HoldController(_TargetController):
     Measured: docs/controllers.md.
 
     Args:
-        value: starting coefficient.
-        target: the KL to hold, in the unit of the KL that `update` gets.
+        value, target: starting coefficient; the KL to hold, in the unit of the KL that `update` gets.
         gain: largest change of log beta in a step, in (0, 1).
         lead: steps ahead that it looks, about the lag of the KL behind the weights.
         landing: the beta that a step puts the target at; None: it does not tell. Where none does, it lands at
             0.3 / sqrt(target), for advantages of variance 1 and some five tokens. At 0 it never jumps.
-        min_value, max_value: bounds of the coefficient. From 0 a multiplicative rule never leaves.
 
     Raises:
         ConfigError: parameters out of range.
@@ -230,6 +198,7 @@ class HoldController(_TargetController):
     Source: proportional-derivative control in the log domain, in velocity form; Holt's linear smoothing
     """
 
+    target: float
     gain: float = 0.05
     lead: float = 12.0
     landing: float | None = None
@@ -279,7 +248,7 @@ def _filtered(state: BetaState, kl: float, n_steps: int) -> tuple[float, float]:
 
 
 @dataclass(eq=False, kw_only=True)
-class StepController(_TargetController):
+class StepController(FixedController):
     """Multiplies beta when the KL leaves a band around the target.
 
     Equation: beta * up if kl > high * target; beta * down if kl < low * target; else beta.
@@ -289,11 +258,9 @@ class StepController(_TargetController):
     547 and the reward from .88 to .60 (docs/controllers.md). `HoldController` holds a target.
 
     Args:
-        value: starting coefficient.
-        target: the KL to hold, in the unit of the KL that `update` gets.
+        value, target: starting coefficient; the KL to hold, in the unit of the KL that `update` gets.
         up, down: factors, up >= 1 >= down > 0.
         high, low: edges of the band, as multiples of the target.
-        min_value, max_value: bounds of the coefficient. From 0 a multiplicative rule never leaves.
 
     Raises:
         ConfigError: parameters out of range.
@@ -301,6 +268,7 @@ class StepController(_TargetController):
     Source: the GRPO tutorial (defaults; docs/sources.md); PPO arXiv:1707.06347
     """
 
+    target: float
     up: float = 1.5
     down: float = 0.75
     high: float = 1.5
@@ -345,7 +313,7 @@ def adaptive_kl_coefficient(kl_divergence: float, target_kl: float = 0.05, *, kl
 
 
 @dataclass(eq=False, kw_only=True)
-class ProportionalController(_TargetController):
+class ProportionalController(FixedController):
     """Ziegler's rule: beta grows or shrinks in proportion to the clipped relative error.
 
     Equation: beta * (1 + clip(kl / target - 1, -clip, clip) * n_steps / horizon).
@@ -353,11 +321,9 @@ class ProportionalController(_TargetController):
     Slow at a horizon of 100: towards 0.05 the KL stayed above 0.11 for 90 steps (docs/controllers.md).
 
     Args:
-        value: starting coefficient.
-        target: the KL to hold.
+        value, target: starting coefficient; the KL to hold.
         horizon: steps over which a saturated error multiplies beta by 1 + clip.
         clip: bound of the relative error, in (0, 1].
-        min_value, max_value: bounds of the coefficient.
 
     Raises:
         ConfigError: parameters out of range; in `update`, n_steps > horizon (the factor could turn negative).
@@ -365,6 +331,7 @@ class ProportionalController(_TargetController):
     Source: arXiv:1909.08593
     """
 
+    target: float
     horizon: int
     clip: float = 0.2
 
@@ -383,7 +350,7 @@ class ProportionalController(_TargetController):
 def kl_schedule_factor(
     step: int, total_steps: int, *, schedule: Schedule = "constant", warmup_steps: int = 0, end: float = 0.0
 ) -> float:
-    """The factor on beta at a step, in [0, 1].
+    """The factor on beta at a step (from 0) of so many, in [0, 1].
 
     Equation (w = warmup_steps, x = (step - w) / (total_steps - w), e = end)::
 
@@ -391,13 +358,6 @@ def kl_schedule_factor(
         constant    1
         linear      1 - (1 - e) x
         cosine      e + (1 - e) (1 + cos(pi x)) / 2
-
-    Args:
-        step: steps done, from 0.
-        total_steps: steps of the run.
-        schedule: `constant`, `linear` or `cosine`.
-        warmup_steps: steps of linear growth from 0.
-        end: factor at the end, in [0, 1].
 
     Raises:
         UnknownNameError: an unknown schedule.

@@ -28,7 +28,6 @@ class EstimatorRow:
     """An estimator and its properties, each proven by enumeration in the tests."""
 
     name: str
-    """The name used in every configuration."""
     formula: str
     """The value, in terms of delta = log policy - log ref."""
     value: TokenFunction
@@ -107,11 +106,7 @@ ESTIMATORS: dict[str, EstimatorRow] = {
 
 
 def log_ratio(policy_logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"]) -> Tensor:
-    """The log-ratio delta = log policy - log ref in nats, formed in float32 or wider.
-
-    Raises:
-        ShapeError: the two differ in shape.
-    """
+    """The log-ratio delta = log policy - log ref in nats, formed in float32 or wider."""
     if policy_logprobs.shape != ref_logprobs.shape:
         raise ShapeError(
             "policy and reference log-probabilities differ in shape",
@@ -140,11 +135,6 @@ def kl_estimate(
     Gradient: that of the formula. As a loss, k1 has expected gradient 0, k2 that of KL(policy || ref), k3 that of
     KL(ref || policy). Use `kl_penalty` to choose the gradient.
     Shapes: any, equal -> the same. float16 and bfloat16 are computed in float32; nothing is clamped.
-
-    Args:
-        policy_logprobs: log-probabilities of the sampled tokens under the policy.
-        ref_logprobs: the same tokens under the reference.
-        estimator: `k1`, `k2`, `k3` or `abs`.
 
     Raises:
         TensorError: no tensors, no floating-point numbers, or two devices.
@@ -190,14 +180,6 @@ def _expectation(log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.where(plain.isfinite(), value + (plain - plain.detach()), plain)
 
 
-def _reverse(log_policy: Tensor, log_ref: Tensor) -> Tensor:
-    return _expectation(log_policy, log_ref)
-
-
-def _forward(log_policy: Tensor, log_ref: Tensor) -> Tensor:
-    return _expectation(log_ref, log_policy)
-
-
 def _js(log_policy: Tensor, log_ref: Tensor) -> Tensor:
     both_empty = torch.isneginf(log_policy) & torch.isneginf(log_ref)
     a, b = (torch.where(both_empty, torch.zeros_like(x), x) for x in (log_policy, log_ref))
@@ -206,7 +188,11 @@ def _js(log_policy: Tensor, log_ref: Tensor) -> Tensor:
     return (_expectation(log_policy, log_mean) + _expectation(log_ref, log_mean)) / 2
 
 
-DIRECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {"reverse": _reverse, "forward": _forward, "js": _js}
+DIRECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "reverse": _expectation,
+    "forward": lambda log_policy, log_ref: _expectation(log_ref, log_policy),
+    "js": _js,
+}
 
 
 def exact_kl(
@@ -230,11 +216,6 @@ def exact_kl(
     Gradient: exact for the prefix, in the policy alone, 0 where the value is NaN; it leaves out what a token does to
     later prefixes (see `kl_penalty`, horizon).
     Shapes: [..., V], [..., V] -> [...].
-
-    Args:
-        policy_logits: unnormalised log-probabilities of the policy.
-        ref_logits: the same of the reference.
-        direction: `reverse`, `forward` or `js`.
 
     Raises:
         TensorError: no tensors, no floating-point numbers, or two devices.

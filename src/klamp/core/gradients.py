@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from klamp.core.arguments import FLOATS, MASKS, POSITIVE, check_number, check_roles, check_tensors
-from klamp.core.estimators import ESTIMATORS, log_ratio, needs_logits
+from klamp.core.estimators import ESTIMATORS, TokenFunction, log_ratio, needs_logits
 from klamp.core.masking import future_sum, masked
 from klamp.core.types import Estimator, Gradient, Horizon, LogProbs, Mask, TokenValues, Value
 from klamp.errors import ConfigError, ShapeError, TensorError, check_name
@@ -47,18 +47,13 @@ _FAR = -1.0
 BOUND = POSITIVE.but("it bounds a magnitude", "use None for no bound")
 """What bounds a weight or a log-ratio; None is no bound."""
 
-Backward = Callable[..., Any]
 
-
-def first_only(backward: Backward) -> Backward:
-    """The backward pass of an autograd function that has no second derivative: it refuses to be part of a graph.
-
-    Under torch.compile, which traces backward passes with gradients switched on, nothing is refused.
-    """
+def first_only(backward: Callable[..., Any]) -> Callable[..., Any]:
+    """The backward pass of an autograd function that has no second derivative: it refuses to be part of a graph."""
 
     @functools.wraps(backward)
     def checked(ctx: Any, *grads: Any) -> Any:
-        if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # which traces it with gradients on
             raise ConfigError(
                 "klamp's losses have no second derivative",
                 got="a backward pass with create_graph=True",
@@ -72,12 +67,7 @@ def first_only(backward: Backward) -> Backward:
 
 
 def applied(function: type[torch.autograd.Function], *given: Any) -> Any:
-    """What an autograd function of klamp's returns.
-
-    Raises:
-        ConfigError: it was called inside torch.func (grad, vmap, jvp, ...).
-        TensorError: an inference tensor would have to be kept for the backward pass.
-    """
+    """What an autograd function of klamp's returns; torch.func and inference tensors are refused."""
     try:
         return cast(Any, function).apply(*given)
     except RuntimeError as error:
@@ -115,10 +105,7 @@ class _WithGradient(torch.autograd.Function):
 
 
 def with_gradient(value: Tensor, coefficient: Tensor, policy_logprobs: Tensor) -> Tensor:
-    """A tensor that has this value, and whose gradient is coefficient * grad policy_logprobs.
-
-    Equation: sg(value) + sg(coefficient) (log policy - sg(log policy)).
-    """
+    """sg(value) + sg(coefficient) (log policy - sg(log policy)): a value with another gradient."""
     return cast(Tensor, applied(_WithGradient, value.detach(), coefficient.detach(), policy_logprobs))
 
 
@@ -160,47 +147,25 @@ def _weigh(log_w: Tensor, x: Tensor) -> Tensor:
     return torch.where(x.isinf() | (x == 0), x, log_w.exp() * x)
 
 
-def _weighted_k3(log_w: Tensor, delta: Tensor) -> Tensor:
-    """w (exp(-delta) - 1 + delta) without overflow in the factors."""
+def _weigh_k3(function: TokenFunction, log_w: Tensor, delta: Tensor, sign: float, rest: Tensor | float) -> Tensor:
+    """w function(delta), which is w (sign exp(-delta) + rest), without overflow in the factors."""
     near = delta > _FAR
     safe = torch.where(near, delta, torch.zeros_like(delta))
-    large = (log_w - delta).exp()
-    far = torch.where(large.isinf(), large, large + log_w.exp() * (delta - 1))  # a quarter of `large` at least
-    return torch.where(near, _weigh(log_w, torch.expm1(-safe) + safe), far)
+    large = sign * (log_w - delta).exp()
+    far = torch.where(large.isinf(), large, large + log_w.exp() * rest)  # a quarter of `large` at least
+    return torch.where(near, _weigh(log_w, function(safe)), far)
 
 
 def weighted_value(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
     """The off-policy weight times the estimator, in nats, without overflow in the factors: w value(delta)."""
-    if value == "k3":
-        return _weighted_k3(log_w, delta)
-    return _weigh(log_w, ESTIMATORS[value].value(delta))
+    function = ESTIMATORS[value].value
+    return _weigh_k3(function, log_w, delta, 1.0, delta - 1) if value == "k3" else _weigh(log_w, function(delta))
 
 
-def _weighted_one_minus_u(log_w: Tensor, delta: Tensor) -> Tensor:
-    """w (1 - exp(-delta)) without overflow in the factors."""
-    near = delta > _FAR
-    safe = torch.where(near, delta, torch.zeros_like(delta))
-    large = (log_w - delta).exp()
-    far = torch.where(large.isinf(), -large, log_w.exp() - large)  # more than half of `large`
-    return torch.where(near, _weigh(log_w, -torch.expm1(-safe)), far)
-
-
-def _token_reverse(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
-    return _weigh(log_w, delta)
-
-
-def _token_forward(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
-    return _weighted_one_minus_u(log_w, delta)
-
-
-def _token_own(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
-    if value == "k3":
-        return _weighted_one_minus_u(log_w, delta)
-    return _weigh(log_w, ESTIMATORS[value].derivative(delta))
-
-
-def _no_gradient(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
-    return torch.zeros_like(delta)
+def _weighted_slope(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
+    """The same of the estimator's derivative; of k3 w (1 - u), the coefficient of the forward KL."""
+    slope = ESTIMATORS[value].derivative
+    return _weigh_k3(slope, log_w, delta, -1.0, 1.0) if value == "k3" else _weigh(log_w, slope(delta))
 
 
 def _sequence_reverse(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
@@ -209,18 +174,14 @@ def _sequence_reverse(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
     return _weigh(log_w, delta) + future_sum(weighted_value(unbiased, log_w, delta))
 
 
-def _sequence_forward(value: Estimator, log_w: Tensor, delta: Tensor) -> Tensor:
-    return _weighted_one_minus_u(log_w, delta.cumsum(-1))
-
-
 COEFFICIENTS: dict[tuple[str, str], Callable[[Estimator, Tensor, Tensor], Tensor]] = {
-    ("token", "reverse"): _token_reverse,
-    ("token", "forward"): _token_forward,
-    ("token", "own"): _token_own,
-    ("token", "none"): _no_gradient,
+    ("token", "reverse"): lambda value, log_w, delta: _weigh(log_w, delta),
+    ("token", "forward"): lambda value, log_w, delta: _weighted_slope("k3", log_w, delta),
+    ("token", "own"): _weighted_slope,
+    ("token", "none"): lambda value, log_w, delta: torch.zeros_like(delta),
     ("sequence", "reverse"): _sequence_reverse,
-    ("sequence", "forward"): _sequence_forward,
-    ("sequence", "none"): _no_gradient,
+    ("sequence", "forward"): lambda value, log_w, delta: _weighted_slope("k3", log_w, delta.cumsum(-1)),
+    ("sequence", "none"): lambda value, log_w, delta: torch.zeros_like(delta),
 }
 """(horizon, gradient) -> c_t from the estimator, log w and delta: the table at the top of this module."""
 
@@ -239,12 +200,7 @@ def saturated(value: Tensor, delta: Tensor) -> Tensor:
 
 
 def check_gradient_choice(value: str, gradient: str, horizon: str) -> None:
-    """Refuse unknown names of estimators, gradients and horizons, and combinations without a meaning.
-
-    Raises:
-        UnknownNameError: an unknown value, gradient or horizon.
-        ConfigError: gradient `own` with horizon `sequence`.
-    """
+    """Refuse unknown names of estimators, gradients and horizons, and gradient `own` with horizon `sequence`."""
     check_name("KL estimator", value, get_args(Value))
     check_name("KL gradient", gradient, get_args(Gradient))
     check_name("KL horizon", horizon, get_args(Horizon))
@@ -271,15 +227,8 @@ def penalty_from_weights(
     """The penalty of `kl_penalty` for a log-ratio and log-weight that were computed (and detached) before.
 
     `kl_mask` marks the tokens that carry the KL, and `delta` is 0 elsewhere. The value of the others is 0; with
-    horizon `sequence` they keep a gradient, for what they do to the KL of later tokens. In a sequence whose gradient is
-    finite, values end at `saturation`, so that a loss is finite wherever its gradient is.
-
-    Gradient: `reverse` is that of the generalised KL over the kept tokens (top of this module), whatever the value;
-    `forward` that of its counterpart sum_v (ref_v log(ref_v / policy_v) - ref_v + policy_v).
-    Value: with `kl_mask` k3 alone is unbiased for it.
-
-    Raises:
-        ConfigError: gradient `forward` with horizon `sequence` and tokens without a KL.
+    horizon `sequence` they keep a gradient, for what they do to the KL of later tokens. The gradient is that of the
+    generalised KL over the kept tokens (top of this module), for which k3 alone is unbiased.
     """
     check_gradient_choice(value, gradient, horizon)
     if kl_mask is not None and (horizon, gradient) == ("sequence", "forward"):
@@ -327,12 +276,9 @@ def kl_penalty(
     Shapes: all [B, T] -> [B, T]. float16 and bfloat16 are computed in float32.
 
     Args:
-        policy_logprobs: log-probabilities under the policy, with gradient.
-        ref_logprobs: log-probabilities under the reference.
+        policy_logprobs, ref_logprobs: log-probabilities of the sampled tokens, the policy's with gradient.
         mask: True = a token that counts.
-        value: estimator of the forward value.
-        gradient: which divergence's gradient flows.
-        horizon: `token` or `sequence`.
+        value, gradient, horizon: the estimator of the forward value, and the row of the table.
         behavior_logprobs: log-probabilities under whoever sampled; None means the policy itself.
         max_weight: truncate the off-policy weight there (biased; off by default).
         max_log_ratio: bound the log-ratio there, straight-through (off by default).
@@ -380,7 +326,7 @@ def exact_penalty(
     surrogate: TokenValues | None = None,
     kl_mask: Mask | None = None,
 ) -> TokenValues:
-    """The penalty whose value is the exact KL over the vocabulary at each sampled position, in nats.
+    """The penalty whose value is the exact KL over the vocabulary at each sampled position, in nats. [B, T]
 
     Equation: gradient of term t = w_t grad exact_t, plus, with horizon `sequence`, sg(sum_{j > t} rho_j exact_j)
     grad log policy_t: the Rao-Blackwellised gradient of the KL over sequences.
@@ -389,9 +335,8 @@ def exact_penalty(
     at t is summed over, not sampled. `log_w` holds inclusive weights; this function shifts them by one.
     Gradient: `reverse` and `own` differentiate `exact`; `forward` differentiates `surrogate`, the exact forward KL.
     `kl_mask` marks the positions that carry the KL; with horizon `sequence` the others keep the gradient of later ones.
-    Where it depends on the token that was drawn there, horizon `token` follows sum_s P(s) k(s) KL(s), the prefixes' P
-    and the share k of kept draws held fixed, and horizon `sequence` the gradient of nothing: `KLConfig` refuses that.
-    Shapes: all [B, T] -> [B, T].
+    Where it depends on the drawn token, horizon `token` holds the share of kept draws at each prefix fixed; `KLConfig`
+    refuses horizon `sequence`, which follows no gradient.
 
     Source: arXiv:2504.10637
     """

@@ -13,11 +13,9 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from klamp.core.arguments import (
-    MASKS,
     POSITIVE,
     check_instance,
     check_number,
-    check_tensors,
     check_values_exist,
     describe,
 )
@@ -30,16 +28,13 @@ class Totals(NamedTuple):
 
     With it, `grpo_loss` divides each part by the size of the whole, so that losses and gradients of the parts, on all
     processes, add up to those of the whole batch. Counts are over all processes; tensors spare a wait for the GPU.
-
-    Attributes:
-        sequences: number of sequences in the whole batch.
-        tokens: number of unmasked tokens in the whole batch.
-        kl_tokens: number of tokens that carry the KL; differs from `tokens` where tokens are excluded from it.
     """
 
     sequences: float | Tensor
     tokens: float | Tensor
+    """Those that are trained on."""
     kl_tokens: float | Tensor
+    """Those that carry the KL, where some are excluded from it."""
 
 
 def upcast(x: Tensor) -> Tensor:
@@ -48,11 +43,7 @@ def upcast(x: Tensor) -> Tensor:
 
 
 def masked(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
-    """The values in float32 or wider, with exactly 0 wherever the mask is False, even over NaN and inf.
-
-    Raises:
-        ShapeError: the mask has another shape than the values.
-    """
+    """The values in float32 or wider, with exactly 0 wherever the mask is False, even over NaN and inf."""
     if x.shape != mask.shape:
         raise ShapeError(
             "the mask does not fit the values",
@@ -105,17 +96,10 @@ def reduce_tokens(
     Gradient: that of the equation; masked positions get exactly 0.
 
     Args:
-        x: per-token values.
-        mask: True = counts.
-        reduction: which equation.
-        length: L of `fixed_length`.
+        x, mask: values of tokens; True = counts.
+        reduction, length: which equation; L of `fixed_length`.
         denominator: replaces the denominator by that of the whole batch, so that micro-batches add up exactly.
         counted: the tokens that n_i counts, where those are fewer than the ones that are summed.
-
-    Raises:
-        UnknownNameError: an unknown reduction.
-        ConfigError: `fixed_length` without a length.
-        ShapeError: mask and values differ in shape.
 
     Source: GRPO arXiv:2402.03300 (sequence_mean), DAPO arXiv:2503.14476 (token_mean), Dr. GRPO arXiv:2503.20783
     (fixed_length).
@@ -133,18 +117,7 @@ def reduce_tokens(
 def total_denominator(
     totals: Totals, reduction: Reduction, *, length: int | None = None, part: LossPart = "policy"
 ) -> float | Tensor:
-    """The denominator of a reduction over the whole batch that `totals` describes.
-
-    Args:
-        totals: size of the whole batch.
-        reduction: which reduction.
-        length: L of `fixed_length`.
-        part: of the loss: `policy` counts the tokens that are trained on, `kl` those that carry the KL.
-
-    Raises:
-        ConfigError: `fixed_length` without a length.
-        UnknownNameError: an unknown reduction.
-    """
+    """The denominator of a reduction over the whole batch; part `kl` counts only the tokens that carry the KL."""
     check_name("reduction", reduction, get_args(Reduction))
     if reduction == "token_mean":
         return totals.kl_tokens if part == "kl" else totals.tokens
@@ -160,35 +133,13 @@ def total_denominator(
     return totals.sequences * length
 
 
-def suffix_sum(x: TokenValues) -> TokenValues:
-    """The sum from each position to the end: y_t = sum_{j >= t} x_j."""
-    return x.flip(-1).cumsum(-1).flip(-1)
-
-
 def future_sum(x: TokenValues) -> TokenValues:
     """The sum over the positions after each one: y_t = sum_{j > t} x_j."""
-    return suffix_sum(torch.nn.functional.pad(x, (0, 1))[..., 1:])
+    return torch.nn.functional.pad(x, (0, 1))[..., 1:].flip(-1).cumsum(-1).flip(-1)
 
 
 # Log-probabilities rounded in bfloat16 can end just above zero.
 POSITIVE_TOLERANCE = 1e-2
-
-
-def check_mask(mask: Mask, *, part: bool = False) -> None:
-    """Refuse a mask that is not boolean, or that is False everywhere (allowed for a part of a batch).
-
-    Raises:
-        TensorError: the mask is not boolean.
-        EmptyMaskError: every position is masked.
-    """
-    check_tensors(MASKS, mask=mask)
-    if not part and not bool(mask.any()):
-        raise EmptyMaskError(
-            "the mask is False everywhere",
-            got=f"shape {tuple(mask.shape)}",
-            why="there is no token to average over",
-            fix="check that completions are not empty and that the mask marks the completion, not the prompt",
-        )
 
 
 def _describe(bad: Tensor, x: Tensor) -> str:
@@ -197,12 +148,7 @@ def _describe(bad: Tensor, x: Tensor) -> str:
 
 
 def check_logprobs(name: str, logprobs: Tensor, mask: Mask, *, fix: str = "") -> None:
-    """Refuse values at unmasked positions that no log-probability of a sampled token can have.
-
-    Raises:
-        NonFiniteError: NaN, +inf, or -inf (a token that was sampled has a probability).
-        DataError: a value above 0: a probability above 1.
-    """
+    """Refuse values at unmasked positions that no log-probability of a sampled token can have."""
     x = logprobs.detach()
     finite = x.isfinite()
     bad = mask & ~(finite & (x <= POSITIVE_TOLERANCE))
@@ -228,17 +174,16 @@ def check_logprobs(name: str, logprobs: Tensor, mask: Mask, *, fix: str = "") ->
 
 
 def check_batch(batch: Batch, *, part: bool = False, bounded: bool = False) -> None:
-    """Checks the values of a batch (or of a part of one) before any loss is computed; its shapes it checked itself.
+    """Check the values of a batch before any loss is computed; its shapes it checked itself.
 
     Args:
         batch: scored completions.
-        part: whether it is a part, which may have no tokens to train on.
+        part: whether it is a part of one, which may have no tokens to train on.
         bounded: whether the log-ratio to the teacher is, so that a token may have no probability under it.
 
     Raises:
         TensorError: tensors without values (on the meta device).
-        ShapeError: a batch without tokens.
-        EmptyMaskError: nothing to train on.
+        ShapeError, EmptyMaskError: a batch without tokens, or without one to train on.
         NonFiniteError: NaN or infinite log-probabilities or advantages.
         DataError: log-probabilities above 0, or a `kl_weight` that is negative or not finite.
     """
@@ -250,7 +195,13 @@ def check_batch(batch: Batch, *, part: bool = False, bounded: bool = False) -> N
             why="there is nothing to average over",
             fix="leave empty batches out",
         )
-    check_mask(batch.mask, part=part)
+    if not part and not bool(batch.mask.any()):
+        raise EmptyMaskError(
+            "the mask is False everywhere",
+            got=f"shape {tuple(batch.mask.shape)}",
+            why="there is no token to average over",
+            fix="check that completions are not empty and that the mask marks the completion, not the prompt",
+        )
     for name in ("policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs"):
         x: Tensor | None = getattr(batch, name)
         if x is not None:
@@ -275,11 +226,7 @@ def check_batch(batch: Batch, *, part: bool = False, bounded: bool = False) -> N
 
 
 def check_totals(totals: Totals) -> None:
-    """Refuse the size of a whole batch that is none; numbers on a device are not looked at.
-
-    Raises:
-        ConfigError: no `Totals`, or a number in it that is not positive.
-    """
+    """Refuse the size of a whole batch that is not positive; numbers on a device are not looked at."""
     check_instance("totals", totals, Totals, fix="Totals(sequences=..., tokens=..., kl_tokens=...)")
     for name, x in totals._asdict().items():
         if not isinstance(x, Tensor):

@@ -12,29 +12,11 @@ from torch import Tensor
 
 from klamp.core import surrogates
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_fields, check_instance, check_number, check_roles
-from klamp.core.masking import (
-    Totals,
-    check_batch,
-    check_totals,
-    masked,
-    masked_mean,
-    reduce_tokens,
-    total_denominator,
-)
+from klamp.core.masking import Totals, check_batch, check_totals, masked, masked_mean, reduce_tokens, total_denominator
 from klamp.core.penalty import kl_metrics, shifted_advantages, token_penalty
+from klamp.core.surrogates import Trusted, TrustRegion
 from klamp.core.term import Distances, Gate, KLTerm, carries_kl
-from klamp.core.trust import Trusted, TrustRegion
-from klamp.core.types import (
-    Advantages,
-    Anchor,
-    Batch,
-    LossOutput,
-    LossPart,
-    Mask,
-    Reduction,
-    TokenValues,
-)
-from klamp.errors import check_name
+from klamp.core.types import Advantages, Anchor, Batch, LossOutput, LossPart, Mask, Reduction, TokenValues
 
 SurrogateName: TypeAlias = Literal["ppo_clip", "cispo", "score_function"]
 
@@ -94,12 +76,10 @@ class Objective:
         return tuple(each for each in (Weighted(self.beta, self.kl), *self.others) if each.coefficient > 0)
 
 
-SURROGATES: dict[SurrogateName, Callable[[Objective, Tensor, Tensor, Tensor], Tensor]] = {
-    "ppo_clip": lambda o, policy, old, a: surrogates.ppo_clip(
-        policy, old, a, clip_low=o.clip_low, clip_high=o.clip_high
-    ),
-    "cispo": lambda o, policy, old, a: surrogates.cispo(policy, old, a, clip_low=o.clip_low, clip_high=o.clip_high),
-    "score_function": lambda o, policy, old, a: surrogates.score_function(policy, old, a),
+SURROGATES: dict[SurrogateName, Callable[..., Tensor]] = {
+    "ppo_clip": surrogates.ppo_clip,
+    "cispo": surrogates.cispo,
+    "score_function": surrogates.score_function,
 }
 
 
@@ -116,10 +96,8 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     Shapes: see `Batch`; the loss is a scalar.
 
     Args:
-        batch: scored completions.
-        objective: the loss.
-        totals: size of the whole batch when this is a micro-batch of it: then losses and gradients of the
-            micro-batches add up exactly to those of the whole.
+        batch, objective: scored completions, and the loss.
+        totals: size of the whole batch, of which this is a micro-batch: their losses and gradients add up exactly.
 
     Raises:
         TensorError, ShapeError, EmptyMaskError, NonFiniteError, DataError: see `check_batch`.
@@ -132,8 +110,8 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     check_instance("objective", objective, Objective, fix="use build_objective(KLConfig(...), LossConfig(...))")
     if totals is not None:
         check_totals(totals)
-    bounded = any(term.anchor == "teacher" and term.max_log_ratio is not None for _, term in objective.others)
-    check_batch(batch, part=totals is not None, bounded=bounded)
+    may_forbid = any(term.anchor == "teacher" and term.max_log_ratio is not None for _, term in objective.others)
+    check_batch(batch, part=totals is not None, bounded=may_forbid)
     for anchor in (batch.ref_logprobs, batch.teacher_logprobs):
         if anchor is not None:
             check_roles(batch.policy_logprobs, anchor)
@@ -150,8 +128,9 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
         if part.term.placement == "advantage":
             shifted = replace(batch, advantages=advantages)
             advantages = shifted_advantages(shifted, part.term, beta=part.coefficient, gate=part.gate)
-    check_name("surrogate", objective.surrogate, SURROGATES)
-    tokens = SURROGATES[objective.surrogate](objective, policy, old, advantages)
+    bounds = {"clip_low": objective.clip_low, "clip_high": objective.clip_high}
+    bounds = {} if objective.surrogate == "score_function" else bounds
+    tokens = SURROGATES[objective.surrogate](policy, old, advantages, **bounds)
     if objective.trust.there:
         trusted = Trusted.of(batch, objective.trust)
         tokens, metrics = trusted.weights * tokens, trusted.metrics(batch)
@@ -164,9 +143,7 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
             loss = loss + kl_loss
     metrics["beta"] = torch.as_tensor(objective.beta, dtype=policy.dtype)
     if objective.surrogate == "ppo_clip":
-        clipped = surrogates.ratio_clipped(
-            policy.detach(), old, advantages, clip_low=objective.clip_low, clip_high=objective.clip_high
-        )
+        clipped = surrogates.ratio_clipped(policy.detach(), old, advantages, **bounds)
         metrics["policy/ratio_clipped"] = masked_mean(clipped.float(), batch.mask)
     for coefficient, term in (Weighted(objective.beta, objective.kl), *objective.others):
         if coefficient <= 0 and batch.anchor_logprobs(term.anchor) is not None:
@@ -220,11 +197,6 @@ def without_gradient(batch: Batch, objective: Objective) -> Bool[Tensor, " batch
 
     A pass that only serves the gradient can leave them out; values and metrics still need them. Where the KL is
     clipped and `gate_kl` is None, the gate is computed from the batch's own log-probabilities, as `grpo_loss` does.
-
-    Shapes: see `Batch` -> [B].
-
-    Raises:
-        ConfigError: as `Gate.of`.
     """
     advantages = batch.advantages if batch.advantages.ndim == 2 else batch.advantages.unsqueeze(-1)
     moved = ((advantages != 0) & batch.mask).any(-1)

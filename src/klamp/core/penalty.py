@@ -29,7 +29,7 @@ from klamp.core.masking import future_sum, masked, masked_mean, masked_sum, upca
 from klamp.core.surrogates import per_token
 from klamp.core.term import Distances, Gate, KLTerm, carries_kl, require_reference
 from klamp.core.types import Advantages, Batch, Horizon, LogProbs, Mask, TokenValues
-from klamp.errors import ConfigError, NonFiniteError, ShapeError
+from klamp.errors import ConfigError, NonFiniteError
 
 
 def sequence_log_ratio(
@@ -40,38 +40,6 @@ def sequence_log_ratio(
     It is a sum, never a mean over the completion's own length: a mean can be lowered by writing more.
     """
     return masked_sum(masked_log_ratio(policy_logprobs, ref_logprobs, mask, max_log_ratio=max_log_ratio), mask, -1)
-
-
-def kl_in_reward(
-    rewards: Float[Tensor, " batch"],
-    sequence_kl: Float[Tensor, " batch"],
-    *,
-    beta: float,
-) -> Float[Tensor, " batch"]:
-    """The rewards minus beta times each completion's KL, before advantages are formed.
-
-    Equation: r_i - beta * k_i, with k_i = `sequence_log_ratio` in nats per sequence.
-
-    Sampler: the policy.
-    Gradient: none here; through the score function it is the gradient of KL(policy || ref) over sequences, provided
-    that the advantages are not divided by the group's standard deviation: in a saturated group that division makes
-    beta drop out. Tokens can be left out of k_i by their position only: left out by what they are, the gradient is
-    that of no KL (one number per completion cannot hold delta_t for its own token and k3_j for the later ones).
-    Shapes: [B], [B] -> [B].
-
-    Raises:
-        ShapeError: one KL per reward is needed.
-
-    Source: arXiv:1909.08593; kl-placement and its failure with std-normalised advantages: docs/concepts
-    """
-    if rewards.shape != sequence_kl.shape:
-        raise ShapeError(
-            "rewards and KL differ in shape",
-            got=f"rewards {tuple(rewards.shape)}, sequence_kl {tuple(sequence_kl.shape)}",
-            why="each completion has one reward and one KL, summed over its tokens",
-            fix="use sequence_log_ratio to get one KL per completion",
-        )
-    return upcast(rewards) - beta * sequence_kl.detach()
 
 
 def kl_in_advantage(
@@ -95,9 +63,6 @@ def kl_in_advantage(
     `token` that of the KL at each sampled prefix; with `kl_mask` of the generalised KL over the kept tokens, see
     `klamp.core.gradients`.
     Shapes: advantages [B] or [B, T], the others [B, T] -> [B, T]. `beta` may be a tensor that broadcasts over [B, T].
-
-    Raises:
-        ShapeError: shapes differ.
 
     Source: FRPO arXiv:2601.10201 (reward-to-go)
     """
@@ -143,8 +108,7 @@ def token_penalty(
     Shapes: see `Batch` -> [B, T].
 
     Args:
-        batch: scored completions.
-        term: which KL.
+        batch, term: scored completions, and which KL.
         gate: its clip, from `Gate.of`; None: no clip.
         known: the batch's distances; None: they are formed.
 
@@ -206,15 +170,18 @@ def _check_finite(kl: Tensor) -> None:
 def shifted_rewards(
     rewards: Float[Tensor, " batch"], batch: Batch, term: KLTerm, *, beta: float
 ) -> Float[Tensor, " batch"]:
-    """The rewards minus beta times the KL of each completion (k1 summed over it), before advantages are formed. [B]
+    """The rewards minus beta (times `kl_weight`) times the KL of each completion, before advantages are formed. [B]
 
-    As `kl_in_reward`, with the sequence's `kl_weight` on beta and without a clip, for which see `advantages_with_kl`.
-    `batch.policy_logprobs` are those of the policy that sampled the tokens.
+    Equation: r_i - beta k_i, with k_i = `sequence_log_ratio` in nats, of the policy that sampled. Without a clip, for
+    which see `advantages_with_kl`.
+    Gradient: none here; through the score function it is the gradient of KL(policy || ref) over sequences, provided
+    that the advantages are not divided by the group's standard deviation: in a saturated group that division makes
+    beta drop out. Tokens can be left out of k_i by their position only: left out by what they are, the gradient is
+    that of no KL (one number per completion cannot hold delta_t for its own token and k3_j for the later ones).
 
-    Raises:
-        ConfigError: the batch has no reference log-probabilities.
+    Source: arXiv:1909.08593; kl-placement and its failure with std-normalised advantages: docs/concepts
     """
-    return kl_in_reward(rewards, _spent(batch, term), beta=beta)
+    return upcast(rewards) - beta * _spent(batch, term)
 
 
 def _spent(batch: Batch, term: KLTerm) -> Float[Tensor, " batch"]:
@@ -241,9 +208,6 @@ def advantages_with_kl(
 
     Gradient: through the score function E[g_i] grad KL(policy || ref). The gate comes after the baseline: that of
     r - beta g k would hold the others' gates, which depend on this completion's tokens.
-
-    Raises:
-        ConfigError: the batch has no reference log-probabilities.
     """
     if gate is None:
         return advantages(shifted_rewards(rewards, batch, term, beta=beta))
@@ -256,9 +220,6 @@ def shifted_advantages(batch: Batch, term: KLTerm, *, beta: float, gate: Gate | 
     As `kl_in_advantage`, with the clip's factor and the sequence's `kl_weight` on beta. The KL to a reference is that
     of the old policy, which sampled the tokens. To a teacher it is that of the present one: under the surrogate's
     ratios the old one's would follow KL(policy || teacher) less KL(policy || old).
-
-    Raises:
-        ConfigError: the batch has no log-probabilities of the anchor.
     """
     batch, now = batch.towards(term.anchor), batch.policy_logprobs.detach()
     old = now if batch.old_logprobs is None or term.anchor == "teacher" else batch.old_logprobs
@@ -278,13 +239,7 @@ def shifted_advantages(batch: Batch, term: KLTerm, *, beta: float, gate: Gate | 
 
 
 def kl_metrics(batch: Batch, term: KLTerm, known: Distances | None = None) -> dict[str, Tensor]:
-    """The logged values of a batch's KL: detached scalars, named as in the metrics table; a teacher's by its name.
-
-    Args:
-        batch: scored completions.
-        term: which KL.
-        known: the batch's distances; None: they are formed where there is an anchor.
-    """
+    """The logged values of a batch's KL: detached scalars, named as in the metrics table; a teacher's by its name."""
     if term.anchor == "teacher":
         return _teacher_metrics(batch.towards("teacher"), known or Distances.of(batch, term))
     metrics: dict[str, Tensor] = {}
@@ -312,7 +267,6 @@ def kl_metrics(batch: Batch, term: KLTerm, known: Distances | None = None) -> di
 
 
 def _teacher_metrics(batch: Batch, known: Distances) -> dict[str, Tensor]:
-    """Those of a batch towards its teacher: k1, and the KL as it is asked for; k3 where that is of tokens."""
     delta, carried = known.bounded, known.carried
     value = ESTIMATORS["k3"].value(delta) if batch.exact_kl is None else batch.exact_kl.detach()
     return {

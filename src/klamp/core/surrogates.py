@@ -1,17 +1,36 @@
-"""The policy losses, per token, each to be minimised: its gradient raises the probability of good tokens.
+"""The policy losses, per token, and the trust region to the sampler that weighs them.
 
-r = policy / old = exp(log policy - log old), A = advantage, sg = stop-gradient. All take [B, T] log-probabilities and
-advantages [B] or [B, T], and return [B, T].
+Each loss is to be minimised: its gradient raises the probability of good tokens. All take [B, T] log-probabilities and
+advantages [B] or [B, T], and return [B, T]. r = policy / old = exp(log policy - log old), A = advantage, sg =
+stop-gradient.
+
+The trust region says which of the sampler's tokens the loss still listens to, and by how much; all is counted.
+w = old policy / sampler of a token, or of its whole completion (a product, the ratio of the sequences). With w as the
+weight, the surrogate's gradient is that of tokens which the old policy drew; bounding it trades that for less noise:
+
+    truncate    min(max(w, low), high): biased towards the sampler, and bounded
+    mask        w where low <= w <= high, else 0: what is far is dropped
+
+DeepSeek-V3.2's mask is another: it drops completions of a negative advantage which the policy has left, those whose
+mean log(sampler / policy) exceeds a threshold. Each of them changes which objective is followed.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
+from typing import Literal, TypeAlias
+
 import torch
+from jaxtyping import Bool, Float
 from torch import Tensor
 
-from klamp.core.arguments import AT_LEAST_0, FROM_0_TO_1, check_number
-from klamp.core.masking import upcast
-from klamp.core.types import Advantages, LogProbs, TokenValues
+from klamp.core.arguments import AT_LEAST_0, FROM_0_TO_1, POSITIVE, check_fields, check_number
+from klamp.core.estimators import log_ratio
+from klamp.core.gradients import share_of
+from klamp.core.masking import masked, masked_sum, upcast
+from klamp.core.types import Advantages, Batch, LogProbs, TokenValues
+from klamp.errors import ConfigError
 
 
 def per_token(advantages: Advantages, like: TokenValues) -> TokenValues:
@@ -21,7 +40,7 @@ def per_token(advantages: Advantages, like: TokenValues) -> TokenValues:
 
 
 def importance_ratio(policy_logprobs: LogProbs, old_logprobs: LogProbs) -> TokenValues:
-    """The ratio r = exp(log policy - log old) of each token, with the old policy detached."""
+    """The ratio r of each token, with the old policy detached."""
     return (upcast(policy_logprobs) - upcast(old_logprobs.detach())).exp()
 
 
@@ -34,11 +53,7 @@ CLIP_LOW, CLIP_HIGH = FROM_0_TO_1.but(*_BOUNDS), AT_LEAST_0.but(*_BOUNDS)
 
 
 def check_clip_range(clip_low: float, clip_high: float) -> None:
-    """Refuse ratio bounds that are no distances from 1.
-
-    Raises:
-        ConfigError: clip_low outside [0, 1], or clip_high negative.
-    """
+    """Refuse ratio bounds that are no distances from 1."""
     check_number("clip_low", clip_low, CLIP_LOW)
     check_number("clip_high", clip_high, CLIP_HIGH)
 
@@ -120,3 +135,107 @@ def ratio_clipped(
     ratio = importance_ratio(policy_logprobs.detach(), old_logprobs)
     a = per_token(advantages, ratio)
     return ((ratio < 1 - clip_low) & (a < 0)) | ((ratio > 1 + clip_high) & (a > 0))
+
+
+TrustMode: TypeAlias = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
+
+TRUST_NUMBERS = {
+    "high": POSITIVE.but("it bounds a ratio of probabilities from above", "3.0 is TRL's"),
+    "low": AT_LEAST_0.but("it bounds a ratio of probabilities from below", "leave it out for no lower bound"),
+    "threshold": POSITIVE.but("it is a mean log-ratio in nats per token", "0.5 is a usual value"),
+}
+"""Which numbers the bounds take."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrustRegion:
+    """What bounds the weight old policy / sampler of the policy loss, and which completions are dropped.
+
+    Raises:
+        ConfigError: bounds that no ratio can lie between.
+
+    Source: truncated importance sampling arXiv:1802.01561 (V-trace); the mask arXiv:2512.02556 (DeepSeek-V3.2)
+    """
+
+    mode: TrustMode | None = None
+    """By token or by sequence, truncated or masked; None: no weight."""
+    low: float | None = None
+    """Lower bound of the ratio; None: 0."""
+    high: float | None = 3.0
+    """Upper bound of the ratio; None: none."""
+    threshold: float | None = None
+    """Mean log(sampler / policy) in nats per token past which a completion of negative advantage is dropped."""
+
+    def __post_init__(self) -> None:
+        check_fields(self, TRUST_NUMBERS)
+        if self.low is not None and self.high is not None and self.low >= self.high:
+            raise ConfigError(
+                "the bounds of the ratio to the sampler cross",
+                got=f"low={self.low:g}, high={self.high:g}",
+                why="no ratio lies between them",
+                fix="a lower bound below 1, an upper one above 1",
+            )
+
+    @property
+    def there(self) -> bool:
+        """Whether it does anything."""
+        return self.mode is not None or self.threshold is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trusted:
+    """What a trust region leaves of a batch."""
+
+    weights: TokenValues
+    """Factor on each token's surrogate, detached. [B, T]"""
+    cut: Bool[Tensor, "batch tokens"]
+    """True = the token's weight was bounded, or it was dropped."""
+    dropped: Bool[Tensor, " batch"]
+    """True = nothing is left of the completion."""
+
+    @classmethod
+    def of(cls, batch: Batch, region: TrustRegion) -> Trusted:
+        """The weights of a batch, which has its sampler's log-probabilities."""
+        if batch.sampler_logprobs is None:
+            raise ConfigError(
+                "a trust region needs the sampler's log-probabilities",
+                got="sampler_logprobs=None",
+                why="the weight is old policy / sampler",
+                fix="pass what the sampler reported for its tokens, or leave the trust region out",
+            )
+        policy, mask = batch.policy_logprobs.detach(), batch.mask
+        old = policy if batch.old_logprobs is None else batch.old_logprobs.detach()
+        ratio = masked(log_ratio(old, batch.sampler_logprobs.detach()), mask)
+        weights, outside = torch.ones_like(ratio), torch.zeros_like(mask)
+        if region.mode is not None:
+            log_w = ratio.sum(-1, keepdim=True).expand_as(ratio) if region.mode.startswith("sequence") else ratio
+            low = -math.inf if not region.low else math.log(region.low)
+            high = math.inf if region.high is None else math.log(region.high)
+            outside = (log_w < low) | (log_w > high)
+            bounded = log_w.clamp(low, high).exp()
+            weights = torch.where(outside, 0.0, bounded) if region.mode.endswith("mask") else bounded
+        if region.threshold is not None:
+            away = masked(log_ratio(batch.sampler_logprobs.detach(), policy), mask)
+            mean = away.sum(-1) / mask.sum(-1).clamp(min=1)
+            left = (mean > region.threshold) & (_advantage(batch) < 0)
+            outside = outside | left[:, None]
+            weights = torch.where(left[:, None], 0.0, weights)
+        cut = outside & mask
+        return cls(weights=weights, cut=cut, dropped=mask.any(-1) & ~((weights > 0) & mask).any(-1))
+
+    def metrics(self, batch: Batch) -> dict[str, Tensor]:
+        """Shares of tokens, of completions, and of the advantage's size, that were cut."""
+        size = per_token(batch.advantages, self.weights).abs()
+        total = masked_sum(size, batch.mask)
+        return {
+            "sampler/tokens_cut": share_of(self.cut, batch.mask),
+            "sampler/sequences_cut": self.dropped.float().mean(),
+            "sampler/advantage_cut": masked_sum(size, self.cut) / total.clamp(min=torch.finfo(total.dtype).tiny),
+        }
+
+
+def _advantage(batch: Batch) -> Float[Tensor, " batch"]:
+    """The advantage of each completion: where tokens have one of their own, their mean."""
+    if batch.advantages.ndim == 1:
+        return batch.advantages
+    return masked_sum(batch.advantages, batch.mask, -1) / batch.mask.sum(-1).clamp(min=1)

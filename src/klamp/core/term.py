@@ -13,8 +13,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from klamp.core.arguments import AT_LEAST_0, POSITIVE, check_fields
-from klamp.core.clipping import ClipLevel, ClipUnit, clip_gate, clip_kl, gate_kl, kl_budget
+from klamp.core.arguments import AT_LEAST_0, check_fields
+from klamp.core.clipping import CLIP_TEMPERATURE, ClipLevel, ClipUnit, clip_gate, clip_kl, gate_kl, kl_budget
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import BOUND, masked_log_ratio, saturated
 from klamp.core.masking import masked_sum
@@ -29,16 +29,15 @@ TERM_NUMBERS = {
     "max_weight": BOUND,
     "max_log_ratio": BOUND,
     "clip_threshold": AT_LEAST_0.but("a KL is never negative", "0.5 nats per token is the default, 0 no free budget"),
-    "clip_temperature": POSITIVE.but("it is the width of the soft clip", "use a tenth of the total budget"),
+    "clip_temperature": CLIP_TEMPERATURE,
 }
 """Which numbers the fields of `KLTerm` take; those of `KLConfig` that they come from take the same."""
 
 
 def gates_on_itself(value: TermValue, gradient: Gradient, horizon: Horizon, off_policy: OffPolicy) -> bool:
-    """Whether a completion's own KL may decide its clip: where the gradient is that of this KL, prefixes held fixed.
+    """Whether a completion's own KL may decide its clip: f'(K) grad K is then the gradient of f(K) at its prefixes.
 
-    That is the exact KL with horizon `token`: f'(K) grad K is then the gradient of f(K) at the sampled prefixes. Any
-    other gradient holds a sampled token (or another divergence) that the gate would be correlated with.
+    Any other gradient holds a sampled token (or another divergence) that the gate would be correlated with.
     """
     return value == "exact" and gradient != "forward" and horizon == "token" and off_policy != "sequence"
 
@@ -106,11 +105,7 @@ def carries_kl(batch: Batch) -> Mask:
 
 
 def require_reference(batch: Batch) -> Tensor:
-    """The reference's log-probabilities.
-
-    Raises:
-        ConfigError: the batch has none.
-    """
+    """The reference's log-probabilities; a batch without them is refused."""
     if batch.ref_logprobs is None:
         raise ConfigError(
             "beta is positive and the batch has no reference log-probabilities",
@@ -137,11 +132,7 @@ class Distances:
 
     @classmethod
     def of(cls, batch: Batch, term: KLTerm) -> Distances:
-        """Those of a batch to the term's anchor.
-
-        Raises:
-            ConfigError: the batch has no log-probabilities of it.
-        """
+        """Those of a batch to the term's anchor."""
         batch, bound = batch.towards(term.anchor), term.max_log_ratio
         carried = carries_kl(batch)
         delta = masked_log_ratio(batch.policy_logprobs, require_reference(batch), carried)
@@ -163,11 +154,7 @@ class Gate:
 
     @classmethod
     def of(cls, batch: Batch, term: KLTerm, known: Distances | None = None) -> Gate | None:
-        """The gate of a batch under a term, whose distances may be known; None where the term has no clip.
-
-        Raises:
-            ConfigError: no reference, or a threshold per token without a reference length.
-        """
+        """The gate of a batch under a term, whose distances may be known; None where the term has no clip."""
         if term.clip_method == "none":
             return None
         batch = batch.towards(term.anchor)
@@ -175,8 +162,9 @@ class Gate:
         length, per_token = batch.reference_length, term.clip_unit == "token"
         budget = kl_budget(term.clip_threshold, per_token=per_token, reference_length=length)
         limit = torch.as_tensor(budget, dtype=kl.dtype, device=kl.device).expand_as(kl)
-        factor = clip_gate(kl, limit, method=term.clip_method, temperature=term.clip_temperature)
-        clipped = clip_kl(kl, limit, method=term.clip_method, temperature=term.clip_temperature)
+        factor, clipped = (
+            clip(kl, limit, method=term.clip_method, temperature=term.clip_temperature) for clip in (clip_gate, clip_kl)
+        )
         return cls(kl, limit, factor, clipped)
 
     def apply(self, penalty: TokenValues, kl_mask: Mask) -> TokenValues:
@@ -216,16 +204,10 @@ def sequence_gate_kl(
     only where `gates_on_itself` and the KL is exact.
 
     Args:
-        batch: whole groups, or parts of them that `gather` puts together; with `exact_kl` only where every sequence
-            has it. Sequences without a trained token count in no mean.
-        term: says the level.
-        gather: the tensors of all processes, one after the other; None: this batch is all.
-        rank: the place of this process among them.
+        batch, term: whole groups, or parts of them that `gather` puts together; with `exact_kl` only where every
+            sequence has it. Sequences without a trained token count in no mean.
+        gather, rank: the tensors of all processes, one after the other (None: this batch is all); the own place there.
         known: the batch's distances; None: they are formed.
-
-    Raises:
-        ConfigError: no reference; or a group (or batch) of one, whose KL is a sampled one.
-        ShapeError: the batch is not a whole number of groups.
     """
     batch = batch.towards(term.anchor)
     kl, measured = sequence_kl(batch, term, known), batch.mask.any(-1)

@@ -68,10 +68,7 @@ def _plain(direction: str, log_p: Tensor, log_q: Tensor) -> tuple[Tensor, Tensor
 
 
 def asked_tokens(targets: Int[Tensor, "*shape"], head: Int[Tensor, "*shape k"]) -> Int[Tensor, "*shape entries"]:
-    """The tokens whose log-probabilities under the policy are asked for at each position: a head's, and the target.
-
-    Shapes: [...], [..., K] -> [..., K + 1]; the target also in the place of a -1.
-    """
+    """The tokens to score at each position: a head's (for -1 the target), and the target. [..., K] -> [..., K + 1]"""
     target = targets.unsqueeze(-1)
     return torch.cat([torch.where(head < 0, target, head), target], -1)
 
@@ -134,10 +131,9 @@ def topk_kl(
     Shapes: [..., K], [..., K], [...] x 3 -> [...]; K may be 0. float16 and bfloat16 are computed in float32.
 
     Args:
-        policy_head: log-probabilities of the head's tokens under the policy, with gradient.
-        anchor_head: the same tokens under the anchor, normalised over the whole vocabulary like the policy's.
-        policy_target: of the sampled token under the policy, with gradient.
-        anchor_target: of the sampled token under the anchor.
+        policy_head, anchor_head: log-probabilities of the head's tokens, normalised over the whole vocabulary; the
+            policy's with gradient.
+        policy_target, anchor_target: those of the sampled token.
         outside: True = the sampled token is not in the head.
         direction: `reverse` = KL(policy || anchor), `forward` = KL(anchor || policy), or `js` as in `exact_kl`.
         tail: `sampled`, as above. Others follow another divergence, and ignore the sampled token: `bucket` one entry
@@ -199,13 +195,7 @@ def topk_kl_of(
 ) -> Float[Tensor, "*shape"]:
     """`topk_kl` of tokens that stand in one row: those of the head, and last the one that was sampled.
 
-    Shapes: [..., K + 1] x 3, kept [..., K] -> [...].
-
-    Args:
-        policy: log-probabilities under the policy, with gradient.
-        anchor: under the anchor.
-        ids: the tokens; in the head any where `kept` is False.
-        direction, tail, log_weight, kept: see `topk_kl`.
+    Shapes: [..., K + 1] x 3, kept [..., K] -> [...]; `ids` may be any where `kept` is False.
     """
     same = ids[..., :-1] == ids[..., -1:]
     outside = ~(same if kept is None else same & kept).any(-1)

@@ -104,11 +104,7 @@ class Batch:
         ]
 
     def towards(self, anchor: Anchor) -> Batch:
-        """The batch as a KL to this anchor sees it: what the anchor says stands where the reference's numbers do.
-
-        Raises:
-            ConfigError: the batch holds nothing of that anchor.
-        """
+        """The batch as a KL to this anchor sees it: what the anchor says stands where the reference's numbers do."""
         if anchor == "reference":
             return self
         found = self.anchor_logprobs(anchor)
@@ -166,22 +162,17 @@ def _check_shapes(batch: Batch) -> None:
             why="it holds one number per token of each completion",
             fix="policy_logprobs[None] for a single completion",
         )
-    for name, x in {"mask": batch.mask, **_given(batch, *_PER_TOKEN, "kl_mask", "teacher_mask")}.items():
-        if x.shape != shape:
+    lengths = batch.reference_length
+    of_each = ("reference_length",) if isinstance(lengths, Tensor) and lengths.ndim else ()
+    tokens = {"mask": batch.mask, **_given(batch, *_PER_TOKEN, "kl_mask", "teacher_mask")}
+    for name, x in (tokens | _given(batch, *_PER_SEQUENCE, *of_each)).items():
+        if x.shape != (shape if name in tokens else shape[:1]):
+            wanted = "the shape of policy_logprobs" if name in tokens else "one number per completion"
             raise ShapeError(
-                f"{name} does not have the shape of policy_logprobs",
+                f"{name} does not have {wanted}",
                 got=f"{name} {tuple(x.shape)}, policy_logprobs {tuple(shape)}",
-                why="all of them describe the same tokens",
-                fix="score the same completions, padded to the same length",
-            )
-    one_number = isinstance(batch.reference_length, Tensor) and batch.reference_length.ndim > 0
-    for name, x in _given(batch, *_PER_SEQUENCE, *(["reference_length"] if one_number else [])).items():
-        if x.shape != shape[:1]:
-            raise ShapeError(
-                f"{name} does not have one number per completion",
-                got=f"{name} {tuple(x.shape)}, policy_logprobs {tuple(shape)}",
-                why="it says something about each completion as a whole",
-                fix=f"pass {name} as [B]",
+                why="all of them describe the same completions",
+                fix="score the same tokens, padded to the same length" if name in tokens else f"pass {name} as [B]",
             )
     if batch.advantages.shape not in (shape, shape[:1]):
         raise ShapeError(
@@ -195,12 +186,7 @@ def _check_shapes(batch: Batch) -> None:
 class LossOutput(NamedTuple):
     """What `grpo_loss` gives: the loss to call `backward` on, in units of reward, and what was measured on the way.
 
-    Gradient: that of `grpo_loss`, in `loss` only; metrics are detached.
-    Shapes: scalars.
-
-    Attributes:
-        loss: scalar with gradient.
-        metrics: name -> detached scalar tensor; names as in `klamp.diagnostics.metrics.METRICS` (docs/metrics.md).
+    All are scalars; the metrics (docs/metrics.md) are detached.
     """
 
     loss: Float[Tensor, ""]

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from klamp.config.choices import STEP_FACTORS
+from klamp.config.rules import STEP_FACTORS
 from klamp.diagnostics.alarms_tokens import MISMATCH
 from klamp.diagnostics.doctor import Finding
 from klamp.diagnostics.metrics import METRICS

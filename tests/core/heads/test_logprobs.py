@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -15,7 +13,6 @@ from klamp.core.estimators import exact_kl
 from klamp.core.heads import tiles
 from klamp.core.heads.kl import linear_kl
 from klamp.core.heads.logprobs import linear_logprobs
-from klamp.errors import ConfigError, ShapeError, TensorError
 
 # --- linear_logprobs --------------------------------------------------------------------------------------
 
@@ -52,23 +49,6 @@ def test_any_sizes(n, h, v, tile_rows, tile_bytes):
         assert close(kl, exact_kl(hidden @ weight.t(), ref_hidden @ ref_weight.t()))
 
 
-def test_a_tied_weight_adds_both_gradients():
-    _, weight, _, targets = head()
-    hidden = torch.tanh(weight[targets])
-    ours, naive = (f(hidden, weight, targets).sum() for f in (linear_logprobs, naive_logprobs))
-    assert close(*(torch.autograd.grad(x, weight, retain_graph=True)[0] for x in (ours, naive)))
-
-
-def test_without_grad_nothing_is_kept(any_tiles):
-    hidden, weight, _, targets = head()
-    expected = linear_logprobs(hidden, weight, targets)
-    with torch.no_grad():
-        ours = linear_logprobs(hidden, weight, targets)
-        kl = linear_kl(hidden, weight, hidden, weight)
-    assert not ours.requires_grad and not kl.requires_grad
-    assert torch.equal(ours, expected) and (kl == 0).all()
-
-
 def test_no_rows():
     hidden, weight, bias, targets = head(0)
     logprobs, entropy = linear_logprobs(hidden, weight, targets, bias=bias, return_entropy=True)
@@ -79,29 +59,6 @@ def test_no_rows():
 
 
 # --- refusals ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("change", "error", "message"),
-    [
-        ({"hidden": torch.zeros(3, 5)}, ShapeError, "do not fit together"),
-        ({"weight": torch.zeros(7)}, ShapeError, "do not fit together"),
-        ({"bias": torch.zeros(6)}, ShapeError, "do not fit together"),
-        ({"targets": torch.zeros(2, dtype=torch.long)}, ShapeError, "targets do not fit"),
-        ({"targets": torch.zeros(3)}, TensorError, "targets must hold whole numbers"),
-        ({"targets": torch.tensor([0, 7, 1])}, ConfigError, "outside the vocabulary"),
-        ({"targets": torch.tensor([0, -100, 1])}, ConfigError, "-100"),
-        ({"weight": torch.zeros(7, 4, dtype=torch.bfloat16)}, ConfigError, "differ in type"),
-        ({"temperature": 0.0}, ConfigError, "temperature must be a number > 0"),
-        ({"temperature": math.nan}, ConfigError, "temperature must be a number > 0"),
-        ({"softcap": -1.0}, ConfigError, "softcap must be a number > 0"),
-    ],
-)
-def test_what_cannot_work_is_refused(shapes_unchecked, change, error, message):
-    good = {"hidden": torch.zeros(3, 4), "weight": torch.zeros(7, 4), "targets": torch.zeros(3, dtype=torch.long)}
-    with pytest.raises(error, match=message) as caught:
-        linear_logprobs(**(good | change))
-    assert caught.value.got is not None and caught.value.why and caught.value.fix
 
 
 # --- in company -------------------------------------------------------------------------------------------

@@ -7,8 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from tests.core.heads.naive import head, naive_logprobs
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -18,24 +16,6 @@ from torch.utils._pytree import tree_leaves
 from klamp.core.heads import tiles
 from klamp.core.heads.kl import linear_kl
 from klamp.core.heads.logprobs import linear_logprobs
-
-
-@given(rows=st.integers(0, 40), entries=st.integers(1, 60), tile_rows=st.integers(1, 9), tile_bytes=st.integers(1, 400))
-def test_slices_cover_everything_once_and_stay_within_the_size_of_a_tile(
-    rows: int, entries: int, tile_rows: int, tile_bytes: int
-) -> None:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tiles, "TILE_ROWS", tile_rows)
-        patch.setattr(tiles, "TILE_BYTES", tile_bytes)
-        columns, chunks = tiles.tiles(torch.empty(rows, 2), torch.empty(entries, 2))
-    for slices, total in ((columns, entries), (chunks, rows)):
-        assert [i for s in slices for i in range(s.start, s.stop)] == list(range(total))
-        lengths = [s.stop - s.start for s in slices]
-        assert not lengths or max(lengths) - min(lengths) <= 1
-    assert all(s.stop - s.start <= tile_rows for s in chunks)
-    widest = max(s.stop - s.start for s in columns)
-    assert 4 * widest * max(1, min(tile_rows, rows)) <= max(tile_bytes, 4 * max(1, min(tile_rows, rows)))
-
 
 # --- memory, counted and not measured: the same on every machine, with every allocator ------------------------------
 

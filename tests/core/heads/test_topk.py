@@ -13,9 +13,8 @@ from tests.core.heads.naive import DIRECTIONS, OPTIONS, head, kl_inputs, naive_l
 from klamp.core.estimators import exact_kl
 from klamp.core.heads.kl import cut_mass, linear_head_kl, linear_kl
 from klamp.core.heads.logprobs import linear_logprobs, linear_topk
-from klamp.core.heads.picks import Leaders
 from klamp.core.topk import topk_kl
-from klamp.errors import ConfigError, ShapeError, TensorError
+from klamp.errors import ShapeError
 
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-4, torch.bfloat16: 0.25}
 LEARNS = ((True, True), (True, False), (False, True))
@@ -76,20 +75,6 @@ def test_one_target_is_the_same_as_a_row_of_one(any_tiles, learns, options):
     assert torch.equal(one, row[:, 0])
     assert all(torch.equal(*pair) for pair in zip(slopes, gradients(row[:, 0], inputs), strict=True))
     assert torch.equal(linear_topk(*inputs, 3, targets=targets, **options).target_logprobs, one)
-
-
-def test_leaders_are_those_of_the_whole_row_whatever_the_tiles_and_where_much_is_forbidden():
-    z = torch.randn(5, 300, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    z[1], z[2] = z[1].sort().values, z[2].sort(descending=True).values
-    z[3, 4:], z[4] = -math.inf, -math.inf
-    for k in (1, 7, 40, 300):
-        for width in (3, 50, 300):
-            leaders = Leaders(k)
-            for start in range(0, 300, width):
-                leaders.see(z[:, start : start + width].contiguous(), start)
-            values, ids = leaders.ranked()
-            assert torch.equal(values, z.topk(k, 1).values) and torch.equal(z.gather(1, ids), values)
-            assert all(len(set(row)) == k for row in ids.tolist())
 
 
 def dense_topk(p, q, ids, targets, **options):
@@ -163,20 +148,3 @@ def test_a_reference_with_padding_and_a_policy_with_padding(any_tiles):
         same(*pair, [policy], [policy])
     with pytest.raises(ShapeError, match="lacks a token"):
         linear_kl(one, ref, one, policy.detach())
-
-
-@pytest.mark.usefixtures("shapes_unchecked")
-def test_a_head_of_a_broken_number_of_tokens_is_refused():
-    hidden, weight, _, targets = head()
-    with pytest.raises(ConfigError, match="top_k"):
-        linear_kl(hidden, weight, hidden, weight, top_k=1.5, targets=targets)
-
-
-def test_what_is_asked_for_and_cannot_be():
-    hidden, weight, _, targets = head()
-    with pytest.raises(TensorError, match="targets must be"):
-        linear_kl(hidden, weight, hidden, weight, top_k=2)
-    with pytest.raises(ConfigError, match="outside the vocabulary"):
-        linear_logprobs(hidden, weight, targets[:, None] + 23)
-    with pytest.raises(ConfigError, match="k must be"):
-        linear_topk(hidden, weight, -1)

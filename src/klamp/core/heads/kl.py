@@ -346,19 +346,15 @@ def linear_kl(  # noqa: PLR0913  (two models, and what the KL is over)
     padded vocabulary): the shared tokens' terms count (see `topk_kl`), nothing is renormalised; see `cut_mass`.
 
     Args:
-        policy_hidden: last hidden states of the policy.
-        policy_weight: of its output head.
-        ref_hidden: last hidden states of the reference at the same tokens.
-        ref_weight: of its output head; may be the same tensor as the policy's.
+        policy_hidden, ref_hidden: last hidden states of both models at the same tokens.
+        policy_weight, ref_weight: of their output heads; may be one tensor.
         direction: `reverse` = KL(policy || ref), `forward` = KL(ref || policy), or `js`.
         top_k: tokens in the head, the policy's likeliest; None: the whole vocabulary, and no sample.
         tail: what stands for the other tokens, see `topk_kl`.
         targets: the sampled tokens; `top_k` needs them.
         log_weight: log(policy / sampler) of the targets; None: 0, on-policy.
-        policy_bias: of the policy's output head. An entry that it sets to -inf has probability 0.
-        ref_bias: of the reference's output head.
-        temperature: both models' logits are divided by it.
-        softcap: bound on both models' logits before the temperature (30 in Gemma 2).
+        policy_bias, ref_bias: of their output heads. An entry that is set to -inf has probability 0.
+        temperature, softcap: both models' logits are divided by it; their bound before that (30 in Gemma 2).
 
     Raises:
         ShapeError: shapes that do not fit.

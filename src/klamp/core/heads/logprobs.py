@@ -28,7 +28,7 @@ multiplied by exp(peak - log Z). The target's own term stays apart, in the backw
 1 - p_t = -expm1(log p_t), exact where p_t is nearly 1.
 
 Of several tokens per row, t_1 ... t_K with incoming gradients g_k and g their sum, all is found in the same walk; also
-the k likeliest, which are targets that the walk itself finds (`picks`)::
+the k likeliest, which are targets that the walk itself finds (`Leaders`)::
 
     d loss / d z_v = (sum over k with t_k = v of g_k) - g p_v
     d loss / d h = sum_k g_k s_k w_k - g sum_v p_v s_v w_v           the last sum is kept where only h learns
@@ -45,7 +45,6 @@ from torch.nn.functional import embedding_bag
 
 from klamp.core.arguments import AT_LEAST_0, IDS, check_flag, check_number, check_tensors
 from klamp.core.gradients import applied, first_only
-from klamp.core.heads.picks import Leaders, Picks
 from klamp.core.heads.tiles import (
     Head,
     Owner,
@@ -63,6 +62,77 @@ from klamp.core.heads.tiles import (
 )
 from klamp.core.masking import upcast
 from klamp.errors import ConfigError, ShapeError
+
+BLOCK = 16
+"""Entries of a tile that are looked at together: only where their largest is among a row's k is each one compared."""
+
+
+class Picks:
+    """The token ids that are asked for in each row, [N, K], sorted so that a tile finds its own at once.
+
+    A row may name a token more than once: `rows` and `ids` hold each of its tokens once, [U]. `order` are the places
+    [N K] where they were asked for, sorted, and `group` says which of the U stands there.
+    """
+
+    def __init__(self, ids: Tensor) -> None:
+        self.height = len(ids)
+        flat, self.order = torch.sort(ids.flatten(), stable=True)
+        rows = self.order // max(1, ids.shape[1])
+        first = torch.ones_like(rows, dtype=torch.bool)
+        first[1:] = (flat[1:] != flat[:-1]) | (rows[1:] != rows[:-1])
+        self.group = first.cumsum(0) - 1
+        self.rows, self.ids = rows[first], flat[first]
+
+    def within(self, rows: slice, entries: slice) -> tuple[Tensor, Tensor, Tensor]:
+        """Which of the tokens lie in a tile, and their row and column there."""
+        ends = torch.tensor((entries.start, entries.stop), device=self.ids.device)
+        first, end = (int(place) for place in torch.searchsorted(self.ids, ends))
+        found = torch.arange(first, end, device=self.ids.device)
+        row = self.rows[found] - rows.start
+        if rows.start > 0 or rows.stop < self.height:
+            found, row = (x[(row >= 0) & (row < rows.stop - rows.start)] for x in (found, row))
+        return found, row, self.ids[found] - entries.start
+
+
+class Leaders:
+    """The k largest entries of some rows and their ids, in the tiles that were seen so far."""
+
+    def __init__(self, k: int) -> None:
+        self.k = k
+        self.values = self.ids = torch.empty(0)
+
+    def see(self, z: Tensor, start: int) -> None:
+        """Takes in a tile, whose first column is the entry `start` of the vocabulary."""
+        if self.values.numel() == 0:
+            self.values, self.ids = z[:, :0], torch.empty_like(z[:, :0], dtype=torch.long)
+        ids = torch.arange(start, start + z.shape[1], device=z.device).expand(z.shape)
+        if self.values.shape[1] == self.k > 0:
+            z, ids = _challengers(z, ids, self.values.amin(1, keepdim=True))
+        values, ids = torch.cat((self.values, z), 1), torch.cat((self.ids, ids), 1)
+        best, order = values.topk(min(self.k, values.shape[1]), 1, sorted=False)
+        self.ids = ids.gather(1, order)
+        self.values = best.clamp_(min=torch.finfo(z.dtype).min)  # above what pads challengers, and is no entry
+
+    def ranked(self) -> tuple[Tensor, Tensor]:
+        """The entries and their ids, the largest first."""
+        values, order = self.values.sort(1, descending=True)
+        return torch.where(values > torch.finfo(values.dtype).min, values, -torch.inf), self.ids.gather(1, order)
+
+
+def _challengers(z: Tensor, ids: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]:
+    """The entries of a tile above their row's limit, packed to the left, with some others; and their ids."""
+    stride = z.shape[1] // BLOCK
+    whole = z[:, : stride * BLOCK].view(len(z), BLOCK, stride)
+    row, block = (whole.amax(1) > limit).nonzero(as_tuple=True)
+    some = whole[row, :, block]
+    which, member = (some > limit[row]).nonzero(as_tuple=True)
+    row, column = row[which], member * stride + block[which]
+    count = torch.bincount(row, minlength=len(z))
+    place = torch.arange(len(row), device=z.device) - (count.cumsum(0) - count)[row]
+    found = z.new_full((len(z), int(count.max())), -torch.inf)
+    names = torch.zeros_like(found, dtype=torch.long)
+    found[row, place], names[row, place] = some[which, member], ids[0, column]
+    return torch.cat((found, z[:, stride * BLOCK :]), 1), torch.cat((names, ids[:, stride * BLOCK :]), 1)
 
 
 class Scores(NamedTuple):
@@ -325,9 +395,8 @@ def linear_logprobs(
 
     Args:
         hidden: last hidden states, one row per token.
-        weight: of the output head; may be tied to the embedding, or frozen.
+        weight, bias: of the output head; may be tied to the embedding, or frozen.
         targets: token ids to score, each in 0..V-1.
-        bias: of the output head.
         temperature: that the tokens were sampled at; times s for a head whose logits are divided by s (`logits_scaling`
             in Granite), over s for one whose logits are multiplied by it (`logit_scale` in Cohere).
         softcap: c, of models that bound their logits (30 in Gemma 2).

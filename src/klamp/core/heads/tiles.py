@@ -160,16 +160,7 @@ def head_gradients(
     make: MakeGradient,
     place: Place | None = None,
 ) -> list[Tensor | None]:
-    """Gradients of hidden, weight and bias, computed only for the rows whose incoming gradient is not 0.
-
-    Args:
-        grad: d loss / d output of each row, or whether there is one.
-        hidden: hidden states of all rows.
-        head: weight and bias.
-        needs: which of the three gradients are wanted.
-        make: gives the gradient of a tile for the rows that were chosen.
-        place: where the weight gradient is written; None: into new memory.
-    """
+    """Gradients of hidden, weight and bias, as far as `needs`, only for the rows whose incoming `grad` is not 0."""
     live = grad != 0
     index: Tensor | slice = slice(None) if bool(live.all()) else live.nonzero()[:, 0]
     some = hidden[index]
@@ -191,13 +182,8 @@ class Kept:
 
     def __init__(self, hidden: Tensor, weight: Tensor, heads: int) -> None:
         self.d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        self.columns = tiles(hidden, weight)[0]  # those of the forward pass, however few rows learn
+        self.place: Place = self.d_weight, tiles(hidden, weight)[0]  # of the forward pass, however few rows learn
         self.rows = min(hidden.shape[0], weight.shape[1] // heads)
-
-    @property
-    def place(self) -> Place:
-        """The weight gradient and the slices of the vocabulary that it is to be written in."""
-        return self.d_weight, self.columns
 
     def room(self, entries: slice, head: int) -> Tensor:
         """The memory for the products of one head with these vocabulary entries, [rows, entries]."""
@@ -215,10 +201,7 @@ def owner_of(weight: Tensor) -> Owner:
 
 
 def keep(owner: Owner, hidden: Tensor, weight: Tensor, *, heads: int = 1) -> Kept | None:
-    """Memory to keep products in; None where that is slower, or where another call of this weight holds some already.
-
-    Two waiting calls with room each would be two [V, H] at a time, where the backward passes need one after the other.
-    """
+    """Memory to keep products in; None where that is slower, or where another call of this weight waits with some."""
     if hidden.shape[0] == 0 or weight.numel() < KEEP_FROM or weight.shape[1] < heads or owner in _waiting:
         return None
     _waiting[owner] = kept = Kept(hidden, weight, heads)

@@ -15,7 +15,7 @@ from klamp.core.advantages import Baseline, group_advantages
 from klamp.core.clipping import clip_gate, clip_kl, kl_budget
 from klamp.core.controllers import ProportionalController, StepController
 from klamp.core.estimators import kl_estimate
-from klamp.core.penalty import kl_in_advantage, kl_in_reward
+from klamp.core.penalty import kl_in_advantage
 from klamp.errors import ConfigError, NonFiniteError
 from klamp.verify.one_step import Rewards, StepReport, examine_config, scene
 from klamp.verify.oracle import gradient_of
@@ -56,9 +56,7 @@ def _saturated() -> list[Check]:
     """Checks groups of equal rewards: division by the group's std makes beta drop out of a KL in the reward."""
     spent = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
     rewards = torch.ones(4, dtype=torch.float64)
-    small, large = (
-        group_advantages(kl_in_reward(rewards, spent, beta=beta), 4, scale="std", eps=0.0) for beta in (0.01, 1.0)
-    )
+    small, large = (group_advantages(rewards - beta * spent, 4, scale="std", eps=0.0) for beta in (0.01, 1.0))
     noise = torch.full((4,), 0.1, dtype=torch.float64)
     return [
         is_equal(
@@ -87,8 +85,8 @@ def _lengths() -> list[Check]:
     mask = torch.tensor([[True] * 2 + [False] * 8, [True] * 10])
     delta = torch.where(mask, 1.0 / mask.sum(-1, keepdim=True).double(), 0.0)
     means = delta.sum(-1) / mask.sum(-1)
-    by_mean = group_advantages(kl_in_reward(torch.ones(2).double(), means, beta=0.1), 2, scale="std")
-    by_sum = group_advantages(kl_in_reward(torch.ones(2).double(), delta.sum(-1), beta=0.1), 2, scale="none")
+    by_mean = group_advantages(1 - 0.1 * means, 2, scale="std")
+    by_sum = group_advantages(1 - 0.1 * delta.sum(-1), 2, scale="none")
     shifted = kl_in_advantage(torch.zeros(2).double(), delta, torch.zeros_like(delta), mask, beta=0.1)
     return [
         is_true(
