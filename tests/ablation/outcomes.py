@@ -7,7 +7,7 @@ import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from klamp.ablation.outcome import Outcome
+from klamp.ablation.results import Outcome
 
 BEFORE = {"addition": 0.62, "subtraction": 0.97, "reversal": 0.99}
 

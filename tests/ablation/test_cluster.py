@@ -23,8 +23,8 @@ from tests.waiting import wait_for
 from klamp.ablation.cluster import RayExecutor, connected, load_ray, work
 from klamp.ablation.execute import execute
 from klamp.ablation.one_run import perform
-from klamp.ablation.outcome import Outcome, read_outcome
 from klamp.ablation.plan import Arm, Plan, Run, run_folder, runs
+from klamp.ablation.results import Outcome, read_outcome
 from klamp.errors import ConfigError, RunFolderError, TrainingStopped, UnsupportedVersion
 
 pytestmark = pytest.mark.slow
@@ -73,14 +73,6 @@ def run_of(base: dict[str, Any]) -> Callable[..., Run]:
     return make
 
 
-def numbers_of(outcome: Outcome | None) -> dict[str, Any]:
-    """What a seed fixes; wall times are not."""
-    assert outcome is not None
-    assert outcome.state == "done", outcome.error
-    numbers = {name: value for name, value in outcome.numbers.items() if name != "seconds"}
-    return {"before": outcome.before, "after": outcome.after, **numbers}
-
-
 def nothing(run: Run, outcome: Outcome | None) -> None:
     """Told of a run; says nothing."""
 
@@ -107,10 +99,7 @@ def test_a_run_whose_worker_is_killed_goes_on_from_its_checkpoint(
     killed = run_of("killed", "kills_once", 1)
     RayExecutor().run([killed], folder, nothing)
     assert int((folder / "killed").read_text()) != os.getpid()
-    perform(killed, tmp_path)
-    assert numbers_of(read_outcome(run_folder(folder, killed))) == numbers_of(
-        read_outcome(run_folder(tmp_path, killed))
-    )
+    assert read_outcome(run_folder(folder, killed)) == perform(killed, tmp_path)
 
 
 @pytest.mark.usefixtures("ray_cluster")
@@ -134,8 +123,7 @@ def test_ctrl_c_lets_the_step_end_and_the_run_goes_on_from_there(
     saved = sorted(file.name for file in (own / "checkpoints").iterdir())
     assert saved == ["step-000001", "step-000002"], "the step under way was ended and saved"
     RayExecutor().run([run], folder, nothing)
-    perform(run, tmp_path)
-    assert numbers_of(read_outcome(own)) == numbers_of(read_outcome(run_folder(tmp_path, run)))
+    assert read_outcome(own) == perform(run, tmp_path)
 
 
 @pytest.mark.usefixtures("ray_cluster")

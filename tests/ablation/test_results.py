@@ -11,8 +11,20 @@ import pytest
 from matplotlib.image import imread
 from tests.ablation.outcomes import BEFORE, failed, outcome, sweep
 
-from klamp.ablation.outcome import OUTCOME, read_outcome, retained, retained_skills, write_outcome
-from klamp.ablation.results import cell_of, cell_text, draw_frontier, markdown, summarise, text_table, write_results
+from klamp.ablation.results import (
+    OUTCOME,
+    cell_of,
+    cell_text,
+    draw_frontier,
+    markdown,
+    read_outcome,
+    retained,
+    retained_skills,
+    summarise,
+    text_table,
+    write_outcome,
+    write_results,
+)
 from klamp.errors import DataError
 
 
@@ -53,14 +65,12 @@ def test_a_cell_is_the_mean_over_seeds_and_its_student_interval() -> None:
     assert cell_of({0: 0.5}).interval is None and cell_of({0: 0.1 + 0.2, 1: 0.3}).interval is None, "no spread"
 
 
-def test_a_failed_run_is_counted_shown_and_left_out_of_the_means() -> None:
+def test_a_failed_run_is_counted_and_left_out_of_the_means() -> None:
     table = summarise([outcome(seed=0), failed(seed=1), failed("beta=1", 0)])
     first, second = table
-    assert (first.done, len(first.failures), second.done, len(second.failures)) == (1, 1, 0, 1)
+    assert (first.done, first.failed, second.done, second.failed) == (1, 1, 0, 1)
     assert first.cells["rl/after"].values == {0: 0.9} and second.cells == {}
-    page = markdown(table)
-    assert "| beta=0.01 | 1, 1 failed | 0.9 |" in page
-    assert "- failed: beta=1, seed 0: RewardError: the judge | is out to lunch\n" in page
+    assert "| beta=0.01 | 1, 1 failed | 0.9 |" in markdown(table)
 
 
 def test_a_value_that_is_not_finite_is_left_out_and_the_cell_says_so() -> None:

@@ -64,17 +64,9 @@ def test_messages_without_a_template_are_refused(plain: Any) -> None:
         prompt_text([{"role": "user", "content": "a"}], TaskConfig(), plain, where="row 4")
 
 
-@pytest.mark.parametrize("value", [None, "", "  \n", []])
-def test_an_empty_prompt_names_its_row(chat: Any, value: Any) -> None:
-    with pytest.raises(DataError, match="row 7 has an empty prompt"):
-        prompt_text(value, TaskConfig(), chat, where="row 7")
-
-
-@pytest.mark.parametrize(
-    "value", [5, {"role": "user"}, ["hi"], [{"role": "user"}], [{"role": "user", "content": None}]]
-)
-def test_a_prompt_of_another_type_names_its_row(chat: Any, value: Any) -> None:
-    with pytest.raises(DataError, match="row 7 has a prompt of the wrong type"):
+@pytest.mark.parametrize("value", [None, "  \n", [], 5, {"role": "user"}, ["hi"], [{"role": "user", "content": None}]])
+def test_a_prompt_that_is_none_names_its_row(chat: Any, value: Any) -> None:
+    with pytest.raises(DataError, match="row 7 has no prompt"):
         prompt_text(value, TaskConfig(), chat, where="row 7")
 
 

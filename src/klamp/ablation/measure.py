@@ -15,8 +15,8 @@ from typing import cast
 import torch
 from transformers import PreTrainedModel
 
-from klamp.ablation.outcome import Outcome
 from klamp.ablation.plan import KL_PROMPTS
+from klamp.ablation.results import Outcome
 from klamp.core.masking import masked_sum
 from klamp.core.types import Direction
 from klamp.scoring.completions import select
