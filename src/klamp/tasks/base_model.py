@@ -1,12 +1,10 @@
 """The small base model of the built-in task: a Llama that is trained from scratch once, and the cache that it is in.
 
-It is the starting point that RL needs and a download would otherwise provide: good at addition but not finished, and
-near perfect at the skills that RL does not see, so that what a KL term keeps (or fails to keep) shows up.
-
-Its training rows are of all skills, with additions in which carries are sometimes forgotten. The model learns additions
-thoroughly from that corpus and ends up with its habits: a known share of its samples is wrong, and where the corpus is
-wrong more often than right, so is the model's best guess. RL has something to correct. (A model that has seen too few
-additions would be a fragile starting point: whether it can carry would turn on the seed and the machine.)
+It is good at addition but not finished, and near perfect at the skills that RL does not see, so that what a KL term
+keeps (or fails to keep) shows up. Its training rows are of all skills, with additions in which carries are sometimes
+forgotten. The model learns these habits: a known share of its samples is wrong, and so is its best guess where the rows
+are wrong more often than right. A model that has seen too few additions would be a fragile starting point instead:
+whether it can carry would turn on the seed and the machine.
 """
 
 from __future__ import annotations

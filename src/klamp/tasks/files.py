@@ -5,7 +5,6 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,9 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Row = Mapping[str, Any]
-
 SUFFIXES = (".jsonl", ".json", ".parquet")
-
 _HELD_OUT_SHARE = 10
 """Without a file of held-out rows, one row in this many is held out, for each skill."""
 
@@ -39,16 +36,11 @@ def rows_task(
     *,
     held_out: Sequence[Row] | None = None,
 ) -> Task:
-    """The task of data rows.
+    """The task of data rows with one prompt each, by the columns, sizes, seed and reward of a configuration.
 
     All rows that are not held out are trained on, whatever their skill; the most frequent skill counts as the RL skill.
-
-    Args:
-        rows: one prompt each.
-        config: its columns, sizes, seed and reward are used.
-        tokenizer: for the chat template.
-        held_out: rows to evaluate on; None: a tenth of each skill's prompts, by a hash of their text, so that equal
-            prompts never end up on both sides.
+    Without rows of its own, `held_out` is a tenth of each skill's prompts, by a hash of their text, so that equal
+    prompts never end up on both sides.
 
     Raises:
         DataError: a row that cannot be used, or too few prompts to hold some out.
@@ -191,9 +183,8 @@ def _example(row: Row, where: str, config: TaskConfig, tokenizer: PreTrainedToke
 def split(examples: Sequence[Example], config: TaskConfig) -> tuple[list[Example], list[Example]]:
     """Divide examples into training and evaluation: a tenth of each skill's, at most `eval_size`, is held out."""
     held_out: set[str] = set()
-    ordered = sorted(examples, key=lambda e: e.skill)
-    for _, group in groupby(ordered, key=lambda e: e.skill):
-        prompts = sorted({e.prompt for e in group}, key=lambda p: _hash(p, config.task_seed))
+    for skill in {e.skill for e in examples}:
+        prompts = sorted({e.prompt for e in examples if e.skill == skill}, key=lambda p: _hash(p, config.task_seed))
         held_out.update(prompts[: min(config.eval_size, max(1, len(prompts) // _HELD_OUT_SHARE))])
     train = [e for e in examples if e.prompt not in held_out]
     if not train:
@@ -218,7 +209,7 @@ def _hash(prompt: str, seed: int) -> int:
 
 def _by_skill(examples: Iterable[Example], rl_skill: str, config: TaskConfig) -> dict[str, tuple[Example, ...]]:
     """Held-out examples per skill, the RL skill first, the others in the order in which they appear."""
-    found: dict[str, list[Example]] = {rl_skill: []}
+    found = {rl_skill: list[Example]()}
     for example in examples:
         found.setdefault(example.skill, []).append(example)
     if not found[rl_skill]:

@@ -88,21 +88,11 @@ def _is_message(value: Any) -> bool:
 
 
 def check_prompts(
-    examples: Sequence[Example],
-    tokenizer: PreTrainedTokenizerBase,
-    max_model_length: int | None,
-    max_new_tokens: int,
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, max_model_length: int | None, max_new_tokens: int
 ) -> int:
-    """Refuse prompts that are empty, cannot be tokenized, or leave no room for a completion.
+    """Refuse prompts that are empty, cannot be tokenized, or leave no room for a completion of `max_new_tokens`.
 
-    Args:
-        examples: all prompts of a run, in the order of the data.
-        tokenizer: of the model that is trained; special tokens are not added.
-        max_model_length: how many tokens the model can hold, prompt and completion together; None: no limit.
-        max_new_tokens: how many tokens a completion may have.
-
-    Returns:
-        The tokens of the longest prompt.
+    `max_model_length` is for both together; None: no limit. Returns the tokens of the longest prompt.
 
     Raises:
         DataError: the first prompt that does not work, by its row.
@@ -116,11 +106,11 @@ def check_prompts(
             length, what, why = 0, f"prompt {row} cannot be tokenized", f"{type(error).__name__}: {error}"
         if room is not None and length > max(0, room):
             what = f"prompt {row} is too long: {length} tokens, and the limit is {max(0, room)}"
-            why = f"the model holds {max_model_length} tokens, and a completion may take {max_new_tokens} of them"
+            why = f"there is room for {max_model_length} tokens, and a completion may take {max_new_tokens} of them"
         elif length > 0:
             longest = max(longest, length)
             continue
-        fix = "remove or repair this row; a long one fits if a completion is allowed fewer tokens"
+        fix = "remove or repair this row, or change max_completion_length (of verl also max_prompt_length)"
         raise DataError(what, got=brief(repr(example.prompt)), why=why, fix=fix)
     return longest
 

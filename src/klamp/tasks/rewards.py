@@ -30,8 +30,8 @@ from klamp.tasks.base import NO_REWARD, Example, RewardFunction, Task, checked, 
 
 NEEDS_ANSWER = ("exact_match", "math_verify")
 """The named rewards that compare with the ground truth."""
-
-_MATH_SECONDS = 5
+MATH_SECONDS = 5
+"""The longest that math-verify takes for each of its parts."""
 
 
 def named_reward(name: str) -> Callable[[Example, str], float]:
@@ -79,11 +79,11 @@ def exact_match(example: Example, completion: str) -> float:
 
 
 def math_verify(example: Example, completion: str) -> bool:
-    """Whether answer and completion are the same mathematics; each part has `_MATH_SECONDS` in the main thread."""
+    """Whether answer and completion are the same mathematics."""
     from math_verify import parse, verify
 
     # math-verify keeps time with a signal, which Python allows in the main thread only; elsewhere there is no limit
-    seconds = _MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
+    seconds = MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
     # an answer such as \frac{1}{2} is only recognised between dollar signs, a bare word only without them
     gold = parse(f"${example.answer.strip().strip('$')}$", parsing_timeout=seconds)  # pyright: ignore
     gold += parse(example.answer, parsing_timeout=seconds)  # pyright: ignore
