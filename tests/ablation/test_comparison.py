@@ -12,11 +12,10 @@ from tests.training.conftest import TINY
 from klamp.ablation import one_run
 from klamp.ablation.execute import compare
 from klamp.ablation.one_run import perform
-from klamp.ablation.plan import NO_VARIANT, SAME_TASK, Plan, as_runs, grid, runs
+from klamp.ablation.plan import Plan, as_runs, grid, runs
 from klamp.errors import DataError, RunFolderError
-from klamp.tasks.base import TaskConfig
 from klamp.training.backends import train_run
-from klamp.training.config import TrainConfig, field_owners
+from klamp.training.config import TrainConfig
 from klamp.training.resumed import plain
 
 pytestmark = pytest.mark.slow
@@ -66,11 +65,6 @@ def test_arms_are_named_by_what_differs_and_seeds_are_no_difference(tmp_path) ->
     assert {run.kl_prompts for run in found.values()} == {7}
     seeds = as_runs(given[1:])
     assert [run.arm.name for run in seeds.values()] == ["base", "base"]
-
-
-def test_what_is_no_variant_is_a_field() -> None:
-    assert set(NO_VARIANT) <= field_owners().keys()
-    assert set(SAME_TASK) <= vars(TaskConfig()).keys()
 
 
 def test_other_tasks_are_refused(tmp_path) -> None:

@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 from klamp.ablation.execute import PLAN, LocalExecutor, check_folder, execute, load_shared, open_folder
 from klamp.ablation.one_run import perform
 from klamp.ablation.plan import Arm, Plan, Run, grid, run_folder, runs
-from klamp.ablation.results import Outcome, Result, is_done, read_outcome, write_outcome
+from klamp.ablation.results import Result, read_outcome
 from klamp.cli.ablate_arguments import parse_ablate
 from klamp.errors import ConfigError, DataError, KlampError, RunFolderError, TrainingStopped
 from klamp.training import checkpoint
@@ -130,13 +130,6 @@ def test_other_files_are_never_written_over(tmp_path) -> None:
     (tmp_path / "empty").mkdir()
     for name in ("empty", "none"):
         check_folder(tmp_path / name, PLAN_A)
-
-
-def test_failed_runs_are_not_done(tmp_path) -> None:
-    for run, state in zip(runs(PLAN_A), ("done", "failed"), strict=False):
-        run_folder(tmp_path, run).mkdir(parents=True)
-        write_outcome(run_folder(tmp_path, run), Outcome(run=run.name, arm=run.arm.name, seed=0, state=state))
-    assert [is_done(tmp_path, run) for run in runs(PLAN_A)] == [True, False, False, False]
 
 
 @pytest.mark.parametrize(

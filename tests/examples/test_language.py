@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from examples.language.tasks import SKILLS, WORDS, happy_words, score_contained, score_happy, score_label, words
+from examples.language.tasks import SKILLS, WORDS, happy_words, score_contained, score_happy, words
 from tests.hosts.trl.hosts import tokenizer as bpe_tokenizer
 
 from klamp.tasks import Example, TaskConfig, load_task
@@ -73,15 +73,6 @@ def test_a_task_holds_out_a_fifth_and_keeps_the_other_skills(name: str, tokenize
     assert task.read == {"own-answers"}
     small = load_task(TaskConfig(task=f"{TASKS}:{name}", train_size=10, eval_size=7), tokenizer)
     assert small.train == task.train[:10] and {len(rows) for rows in small.evaluation.values()} == {7}
-
-
-def test_scores_follow_the_skill(tokenizer: Any) -> None:
-    task = load_task(TaskConfig(task=f"{TASKS}:describe_distinct", eval_size=1), tokenizer)
-    (describe,), (capital,) = task.evaluation["describe"], task.evaluation["capitals"]
-    assert task.score(describe, "happy happy joyful") == 2 / 8
-    assert task.score(capital, f"I think it is {capital.answer.split('|')[0]}.") == 1
-    assert task.score(capital, "happy happy") == 0
-    assert score_label(Example(prompt="q", answer="positive"), " Positive.") == 1
 
 
 def test_a_data_set_of_reasoning_gym_is_scored_by_its_own_rules(tokenizer: Any) -> None:

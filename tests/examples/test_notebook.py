@@ -74,9 +74,3 @@ def test_it_reads_the_reports_numbers(printed: tuple[str, Path]) -> None:
     assert lines["beta"][:2] == ["0.01", "reward/nat"]
     page = (printed[1] / "runs" / "first-run" / "report.html").read_text(encoding="utf-8")
     assert lines["Reward"][0] in page
-
-
-def test_it_is_kept_without_outputs() -> None:
-    code = [cell for cell in CELLS if cell["cell_type"] == "code"]
-    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
-    assert len({cell["id"] for cell in CELLS}) == len(CELLS)

@@ -56,15 +56,6 @@ def tiny_qwen(folder: Path) -> str:
     return str(folder)
 
 
-def test_a_step_is_whole_groups_and_its_kl_has_a_target(example: ModuleType, tmp_path: Path) -> None:
-    args = example.arguments(example.Options(output_dir=str(tmp_path)))
-    assert args.generation_batch_size == 64 and args.num_generations == 8
-    assert args.per_device_train_batch_size % args.num_generations == 0, "each prompt is run once"
-    assert (args.beta, args.target_kl, args.fast_scoring) == (0.01, 0.01, True)
-    assert args.gradient_checkpointing is False, "it would take the cache away from fast_scoring"
-    assert args.model_init_kwargs == {"dtype": "float32"}
-
-
 @pytest.mark.parametrize(
     ("text", "reward"),
     [("so 6 * 12 = 72", 1.0), ("72.0", 1.0), ("it is 1,072", 0.0), ("no idea", 0.0), ("72 or 27", 0.0)],

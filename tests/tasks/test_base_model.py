@@ -26,7 +26,7 @@ from klamp.tasks.arithmetic import (
     score_exact,
 )
 from klamp.tasks.base import is_held_out
-from klamp.tasks.base_model import IGNORED, cache_root, careless_sum, corpus, stored, train_base_model, training_tensors
+from klamp.tasks.base_model import IGNORED, careless_sum, corpus, stored, train_base_model, training_tensors
 
 TINY = {"hidden_size": 16, "layers": 1, "heads": 2, "steps": 6, "batch_size": 8}
 
@@ -167,13 +167,6 @@ def test_rows_come_from_the_training_side_in_the_mixture_that_was_asked_for(chan
     assert all(eval(p[:-1]) == int(a) for p, a in sums)
 
 
-def test_only_additions_are_careless() -> None:
-    rows = list(corpus(8000))
-    right = {kind: [eval(p[:-1]) == int(a) for p, a in rows if kind in p] for kind in "+-"}
-    assert all(right["-"])
-    assert sum(right["+"]) / len(right["+"]) == pytest.approx(0.63, abs=0.04)
-
-
 def test_labels_are_the_next_tokens_of_the_completion_alone() -> None:
     tokenizer = arithmetic_tokenizer()
     tokens, labels = training_tensors(iter([("1+2=", "3"), ("rev abcd=", "dcba")]))
@@ -186,13 +179,6 @@ def test_labels_are_the_next_tokens_of_the_completion_alone() -> None:
         known = target[:-1] != IGNORED
         shifted = row[1:][known]
         assert ((shifted == target[:-1][known]) | (shifted == tokenizer.pad_token_id)).all()
-
-
-def test_the_root_follows_the_environment(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setenv("KLAMP_CACHE", "~/elsewhere")
-    assert cache_root() == Path.home() / "elsewhere"
-    monkeypatch.delenv("KLAMP_CACHE")
-    assert cache_root() == Path.home() / ".cache" / "klamp"
 
 
 def test_a_folder_appears_when_it_is_whole(tmp_path: Path) -> None:
@@ -243,6 +229,13 @@ def test_what_is_killed_on_the_way_leaves_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_cache_that_cannot_be_written_is_found_out_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ModelError, match="cannot be written") as caught:
+        stored(tmp_path / "file" / "model", lambda empty: pytest.fail("there was work"))
+    assert "KLAMP_CACHE" in str(caught.value)
+
+
 def test_the_quicker_process_wins(tmp_path: Path) -> None:
     folder = tmp_path / "model"
 
@@ -254,10 +247,3 @@ def test_the_quicker_process_wins(tmp_path: Path) -> None:
     stored(folder, write)
     assert (folder / "weights").read_text() == "theirs"
     assert [each.name for each in tmp_path.iterdir()] == ["model"]
-
-
-def test_a_cache_that_cannot_be_written_is_found_out_before_any_work(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    with pytest.raises(ModelError, match="cannot be written") as caught:
-        stored(tmp_path / "file" / "model", lambda empty: pytest.fail("there was work"))
-    assert "KLAMP_CACHE" in str(caught.value)

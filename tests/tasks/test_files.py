@@ -61,16 +61,6 @@ def test_the_split_is_stable_disjoint_and_moves_with_the_seed(tmp_path: Path) ->
     assert held_out(load(path, task_seed=1)) != held_out(task)
 
 
-def test_sizes_are_upper_limits(tmp_path: Path) -> None:
-    path = write(tmp_path, ROWS)
-    assert len(load(path, eval_size=2).evaluation["task"]) == 2
-    small = load(path, train_size=10)
-    assert len(small.train) == 10
-    everything = [e.prompt for e in load(path).train]
-    assert [p for p in everything if p in {e.prompt for e in small.train}] == [e.prompt for e in small.train]
-    assert len(load(path, train_size=1000, eval_size=1000).train) == 36
-
-
 def test_columns_can_have_any_name(tmp_path: Path) -> None:
     rows = [{"q": f"{i}", "gold": None if i else "x", "kind": "b" if i % 3 else "a", "n": i + 1.0} for i in range(30)]
     options = {"prompt_column": "q", "answer_column": "gold", "skill_column": "kind", "reference_length_column": "n"}
@@ -146,7 +136,7 @@ def test_columns_that_are_not_there_or_not_usable(tmp_path: Path, options: dict[
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="does not exist"):
+    with pytest.raises(DataError, match=r"(?s)cannot be read.*missing.jsonl.*FileNotFoundError"):
         load(str(tmp_path / "missing.jsonl"))
     for name in ("damaged.parquet", "damaged.json", "damaged.jsonl"):
         (tmp_path / name).write_bytes(b"[\xff\xfe")

@@ -33,8 +33,10 @@ def test_a_template_is_used_where_there_is_one_unless_told_otherwise(plain: Any,
     assert uses_chat_template(TaskConfig(), chat)
     assert not uses_chat_template(TaskConfig(), plain)
     assert not uses_chat_template(TaskConfig(chat_template=False), chat)
-    with pytest.raises(ConfigError, match="no chat template"):
-        uses_chat_template(TaskConfig(chat_template=True), plain)
+    with pytest.raises(DataError, match="chat_template is not set"):
+        prompt_text("hi", TaskConfig(chat_template=True), plain, where="row 1")
+    with pytest.raises(ConfigError, match="row 4 holds chat messages"):
+        prompt_text([{"role": "user", "content": "a"}], TaskConfig(), plain, where="row 4")
 
 
 @pytest.mark.parametrize(
@@ -57,11 +59,6 @@ def test_without_a_template_text_stays_as_it_is(plain: Any, chat: Any) -> None:
     assert prompt_text(" 1+1=", TaskConfig(), plain, where="row 1") == " 1+1="
     assert prompt_text("1+1=", TaskConfig(chat_template=False), chat, where="row 1") == "1+1="
     assert prompt_text("1+1=", TaskConfig(system_prompt="add"), plain, where="row 1") == "add\n\n1+1="
-
-
-def test_messages_without_a_template_are_refused(plain: Any) -> None:
-    with pytest.raises(ConfigError, match="row 4 holds chat messages"):
-        prompt_text([{"role": "user", "content": "a"}], TaskConfig(), plain, where="row 4")
 
 
 @pytest.mark.parametrize("value", [None, "  \n", [], 5, {"role": "user"}, ["hi"], [{"role": "user", "content": None}]])

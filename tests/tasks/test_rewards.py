@@ -24,7 +24,7 @@ EXAMPLE = Example(prompt="<user>2+2?", answer="4", fields=ROW)
 
 
 def score(function: Callable[..., Any], completion: str = "4", example: Example = EXAMPLE) -> float:
-    return checked(adapt(function, name="mod:f"), name="mod:f")(example, completion)
+    return checked(adapt(function), name="mod:f")(example, completion)
 
 
 @pytest.mark.parametrize(("completion", "expected"), [("4", 1), (" 4\n", 1), ("44", 0), ("", 0), ("four", 0)])
@@ -51,13 +51,6 @@ def test_math_verify_compares_the_mathematics(answer: str, completion: str, expe
     assert named_reward("math_verify")(Example(prompt="?", answer=answer), completion) == expected
 
 
-def test_math_verify_works_off_the_main_thread() -> None:
-    reward = named_reward("math_verify")
-    with ThreadPoolExecutor(1) as pool:
-        assert pool.submit(reward, EXAMPLE, r"\boxed{4}").result() == 1.0
-        assert pool.submit(reward, EXAMPLE, r"\boxed{5}").result() == 0.0
-
-
 @pytest.mark.parametrize(
     ("pattern", "completion", "expected"),
     [
@@ -75,7 +68,7 @@ def test_format_regex_searches_and_anchors_ask_for_the_whole(pattern: str, compl
 @pytest.mark.parametrize(
     "name",
     [
-        *("format_regex:", "format_regex:(", "no_such_module_at_all:f", "~/nowhere.py:f", "torch:tensor"),
+        *("format_regex:(", "no_such_module_at_all:f", "~/nowhere.py:f"),
     ],
 )
 def test_what_cannot_be_built_is_a_configuration_error(name: str) -> None:
@@ -113,11 +106,6 @@ def test_a_column_that_the_row_lacks_is_named() -> None:
         score(lambda completion, solution: 1.0)
 
 
-def test_a_function_without_arguments_is_refused() -> None:
-    with pytest.raises(ConfigError, match="takes no argument"):
-        adapt(lambda: 1.0, name="mod:f")
-
-
 def test_trl_style_gets_lists_of_one() -> None:
     def reward(prompts: list[str], completions: list[str], level: list[int], **kwargs: Any) -> list[float]:
         assert prompts == ["2+2?"]
@@ -127,17 +115,6 @@ def test_trl_style_gets_lists_of_one() -> None:
 
     assert score(reward) == 3.0
     assert score(lambda completions: [len(c) for c in completions], "12345") == 5.0
-
-
-def test_trl_style_gets_messages_where_the_prompt_is_messages() -> None:
-    messages = [{"role": "user", "content": "2+2?"}]
-    example = Example(prompt="<user>2+2?", fields={"prompt": messages, "answer": "4"})
-
-    def reward(completions: list[Any], prompts: list[Any]) -> list[float]:
-        assert prompts == [messages]
-        return [float(c[0]["content"] == "4" and c[0]["role"] == "assistant") for c in completions]
-
-    assert score(reward, example=example) == 1.0
 
 
 @pytest.mark.parametrize("returned", [[], [1.0, 2.0], 1.0, None, [None]])
@@ -158,13 +135,6 @@ def test_module_and_function_from_the_path(tmp_path: Path, monkeypatch: pytest.M
         named_reward("klamp_rewards_on_path:onne")
     with pytest.raises(UnknownNameError):
         named_reward("klamp_rewards_on_path:constant")
-
-
-def test_module_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "klamp_rewards_in_cwd.py").write_text(REWARDS)
-    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])  # as under a console script
-    monkeypatch.chdir(tmp_path)
-    assert named_reward("klamp_rewards_in_cwd:one")(EXAMPLE, "4") == 1.0
 
 
 def test_a_module_that_fails_to_import_says_why(tmp_path: Path) -> None:
@@ -228,3 +198,28 @@ def test_an_exception_becomes_a_reward_error_that_keeps_its_cause() -> None:
     with pytest.raises(RewardError, match=r"(?s)my_reward raised ValueError.*'two'.*what is 1\+1\?") as caught:
         checked(broken, name="my_reward")(QUESTION, "two")
     assert isinstance(caught.value.__cause__, ValueError)
+
+
+def test_math_verify_works_off_the_main_thread() -> None:
+    reward = named_reward("math_verify")
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(reward, EXAMPLE, r"\boxed{4}").result() == 1.0
+        assert pool.submit(reward, EXAMPLE, r"\boxed{5}").result() == 0.0
+
+
+def test_trl_style_gets_messages_where_the_prompt_is_messages() -> None:
+    messages = [{"role": "user", "content": "2+2?"}]
+    example = Example(prompt="<user>2+2?", fields={"prompt": messages, "answer": "4"})
+
+    def reward(completions: list[Any], prompts: list[Any]) -> list[float]:
+        assert prompts == [messages]
+        return [float(c[0]["content"] == "4" and c[0]["role"] == "assistant") for c in completions]
+
+    assert score(reward, example=example) == 1.0
+
+
+def test_module_in_the_working_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "klamp_rewards_in_cwd.py").write_text(REWARDS)
+    monkeypatch.setattr(sys, "path", [p for p in sys.path if p])  # as under a console script
+    monkeypatch.chdir(tmp_path)
+    assert named_reward("klamp_rewards_in_cwd:one")(EXAMPLE, "4") == 1.0

@@ -27,10 +27,9 @@ log = logging.getLogger(__name__)
 
 
 def perform(run: Run, folder: Path) -> Outcome:
-    """Train a run to its end (from its newest checkpoint, if it has one), measure it, and write its outcome.json.
+    """Train a run in the folder of its ablation (from its newest checkpoint), measure it, and write its outcome.json.
 
-    An error of the run is a `failed` outcome. An interrupted run raises KeyboardInterrupt or TrainingStopped; it has no
-    outcome, and the next call continues it. `folder` is that of the ablation.
+    An error of the run is a `failed` outcome. An interrupt is raised; the next call continues the run.
     """
     own = run_folder(folder, run)
     own.mkdir(parents=True, exist_ok=True)

@@ -56,7 +56,7 @@ class TaskConfig:
     """The task of a run: which prompts are trained on, how completions are scored, what is held out.
 
     Raises:
-        ConfigError: a size is below its minimum, or the task is not named.
+        ConfigError: a size is below its minimum.
     """
 
     task: str = "arithmetic"
@@ -88,13 +88,6 @@ class TaskConfig:
 
     def __post_init__(self) -> None:
         check_fields(self, {"train_size": AT_LEAST_0, "eval_size": AT_LEAST_1})
-        if not self.task:
-            raise ConfigError(
-                "no task is named",
-                got=repr(self.task),
-                why="there is nothing to train on",
-                fix='set task to "arithmetic", the path of a data file or module:function',
-            )
 
 
 @dataclass(frozen=True, kw_only=True)

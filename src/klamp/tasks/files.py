@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from klamp.errors import DataError, brief, missing_library, unknown_name
-from klamp.files import at_home, json_of
+from klamp.files import at_home, json_of, with_end
 from klamp.tasks.base import ARITHMETIC_TASK, HUB, Example, Task, TaskConfig, short_name
 from klamp.tasks.prompts import prompt_text
 from klamp.tasks.rewards import exact_match, with_reward
@@ -77,15 +77,9 @@ def read_rows(path: str) -> list[Row]:
     if file.suffix.lower() not in SUFFIXES:
         known = (ARITHMETIC_TASK, f"{HUB}NAME", *(f"PATH{suffix}" for suffix in SUFFIXES), "module:function")
         raise unknown_name("task", path, known)
-    if not file.is_file():
-        raise DataError(
-            "the data file does not exist",
-            got=path,
-            why=f"looked for {file.absolute()}",
-            fix="check the path; a relative one starts at the working directory",
-        )
-    place = str(file)
+    place = str(file.absolute())
     try:
+        with_end(file)
         if file.suffix.lower() == ".parquet":
             from pyarrow import parquet
 
@@ -98,7 +92,7 @@ def read_rows(path: str) -> list[Row]:
             for number, line in enumerate(lines, start=1):
                 place = f"line {number} of {file.name}: {brief(line)}"
                 rows += [_object(json_of(line))] if line.strip() else []
-    except Exception as error:  # pyarrow has a dozen unrelated errors for a damaged file
+    except Exception as error:  # there is no file, or one of a dozen unrelated errors of pyarrow
         raise DataError(
             "the data file cannot be read",
             got=place,

@@ -14,20 +14,8 @@ if TYPE_CHECKING:
 
 
 def uses_chat_template(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Whether prompts are written with the tokenizer's chat template; by default if the tokenizer has one.
-
-    Raises:
-        ConfigError: a template is asked for, and the tokenizer has none.
-    """
-    has_one = bool(getattr(tokenizer, "chat_template", None))
-    if config.chat_template and not has_one:
-        raise ConfigError(
-            "the tokenizer has no chat template",
-            got="chat_template=True",
-            why="there is nothing to turn messages into text with",
-            fix="use a chat model's tokenizer, or leave chat_template unset",
-        )
-    return has_one if config.chat_template is None else config.chat_template
+    """Whether prompts are written with the tokenizer's chat template; by default if the tokenizer has one."""
+    return bool(tokenizer.chat_template) if config.chat_template is None else config.chat_template
 
 
 def prompt_text(value: Any, config: TaskConfig, tokenizer: PreTrainedTokenizerBase, *, where: str) -> str:
@@ -57,12 +45,12 @@ def prompt_text(value: Any, config: TaskConfig, tokenizer: PreTrainedTokenizerBa
         text = tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=not continued, continue_final_message=continued
         )
-    except Exception as error:  # templates raise jinja errors of their own, e.g. for a role they do not know
+    except Exception as error:  # no template, or a jinja error of its own, e.g. for a role
         raise DataError(
             f"the chat template refuses {where}",
             got=[message["role"] for message in messages],
             why=str(error),
-            fix="write the messages in the roles and the order that this tokenizer's template expects",
+            fix="write the messages in the roles and the order that the template expects, or set chat_template=false",
         ) from error
     return str(text)
 

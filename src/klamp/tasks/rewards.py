@@ -39,7 +39,7 @@ def named_reward(name: str) -> Callable[[Example, str], float]:
 
     Raises:
         UnknownNameError: no such reward.
-        ConfigError: the pattern, the module or the function cannot be used.
+        ConfigError: the pattern or the module cannot be used.
     """
     kind, _, rest = name.partition(":")
     if name == "exact_match":
@@ -49,7 +49,7 @@ def named_reward(name: str) -> Callable[[Example, str], float]:
     elif kind == "format_regex":
         function = _format_regex(rest)
     elif is_function(name):
-        function = adapt(import_function(name, what="reward function"), name=name)
+        function = adapt(import_function(name, what="reward function"))
     else:
         raise unknown_name("reward", name, (*NEEDS_ANSWER, "format_regex:PATTERN", "module:function", NO_REWARD))
     return checked(function, name=name)
@@ -94,41 +94,25 @@ def _format_regex(pattern: str) -> RewardFunction:
     try:
         expression = re.compile(pattern, re.DOTALL)
     except re.error as error:
-        expression, reason = None, str(error)
-    else:
-        reason = "an empty pattern is found anywhere"
-    if not pattern or expression is None:
-        raise ConfigError(
-            "format_regex needs a regular expression",
-            got=repr(pattern),
-            why=reason,
-            fix="write format_regex:PATTERN in the syntax of Python's re module",
-        )
+        fix = "write format_regex:PATTERN in the syntax of Python's re module"
+        raise ConfigError("format_regex needs a regular expression", got=pattern, why=str(error), fix=fix) from error
     return lambda _, completion: expression.search(completion) is not None
 
 
-def adapt(function: Callable[..., Any], *, name: str) -> RewardFunction:
+def adapt(function: Callable[..., Any]) -> RewardFunction:
     """Turn a user's function into one of (example, completion); the top of this file says how it may be written.
 
-    Raises:
-        ConfigError: the function takes nothing, or does not say what it takes, as one in C.
+    One that does not say what it takes, as some in C, gets the completion alone.
     """
     try:
         parameters = inspect.signature(function).parameters
     except (ValueError, TypeError):
         parameters = {}
-    if not parameters:
-        raise ConfigError(
-            f"the reward function {name} takes no argument that is known",
-            got=name,
-            why="it has to be given the completion",
-            fix="define it as function(completion, **fields)",
-        )
     named = {p.name for p in parameters.values() if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)}
     everything = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
     # `def f(prompt, completion)` is clear enough: a parameter of that name wins over the first place
     by_name = "completion" in named
-    first = "completion" if by_name else next(iter(parameters))
+    first = "completion" if by_name else next(iter(parameters), "")
 
     def taken(fields: Mapping[str, Any]) -> dict[str, Any]:
         return {key: value for key, value in fields.items() if everything or key in named}
