@@ -18,7 +18,7 @@ from tests.waiting import wait_until
 from klamp.ablation.execute import PLAN, LocalExecutor, check_folder, execute, load_shared, open_folder
 from klamp.ablation.one_run import perform
 from klamp.ablation.plan import Arm, Plan, Run, grid, run_folder, runs
-from klamp.ablation.results import Result, read_outcome
+from klamp.ablation.results import read_outcome
 from klamp.cli.ablate_arguments import parse_ablate
 from klamp.errors import ConfigError, DataError, KlampError, RunFolderError, TrainingStopped
 from klamp.training import checkpoint
@@ -87,21 +87,7 @@ def test_runs_that_die_fail_or_are_stopped_are_done_by_the_next_call(plan_with, 
         whole = run_folder(tmp_path / "whole", run)
         assert read_outcome(own) == read_outcome(whole), "never troubled, in another process: the same numbers"
         assert rows_of(own) == rows_of(whole)
-    _check_files(again)
-
-
-def _check_files(result: Result) -> None:
-    assert {file.name for file in result.files} == {"table.md", "table.json", "frontier.png"}
-    assert all(file.stat().st_size > 0 for file in result.files)
-    table = json.loads((result.folder / "table.json").read_text())
-    assert [(arm["arm"], arm["done"], arm["failed"]) for arm in table["rows"]] == [
-        ("beta=0", 2, 0),
-        ("beta=0.05", 2, 0),
-    ]
-    for i, arm in enumerate(table["rows"]):
-        values = [outcome.numbers["kl/reverse"] for outcome in result.outcomes[i::2]]
-        assert arm["cells"]["kl/reverse"]["mean"] == pytest.approx(sum(values) / 2)
-        assert arm["cells"]["kl/reverse"]["values"] == pytest.approx({"0": values[0], "1": values[1]})
+    assert {file.name for file in again.files} == {"table.md", "table.json", "frontier.png"}
 
 
 PLAN_A = Plan(name="a", base={"max_steps": 5, "report_to": ()}, arms=grid({"beta": [0.0, 0.1]}), seeds=(0, 1))

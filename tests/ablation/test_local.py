@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
-from tests.waiting import is_running, wait_for
+from tests.waiting import wait_for
 
 from klamp.ablation import execute
 from klamp.ablation.execute import LocalExecutor, local_executor
-from klamp.ablation.plan import Plan, Run, grid, run_folder, runs
+from klamp.ablation.plan import Plan, grid, run_folder, runs
 from klamp.ablation.results import Outcome, read_outcome
 from klamp.errors import ConfigError, TrainingStopped
 
@@ -135,18 +135,6 @@ def test_a_second_interrupt_kills(executor, tmp_path) -> None:
     assert set(outcomes(tmp_path).values()) == {None}
 
 
-def test_an_error_in_the_display_leaves_no_process_behind(executor, tmp_path) -> None:
-    def broken(run: Run, outcome: Outcome | None) -> None:
-        wait_for(tmp_path / "pid")
-        raise ZeroDivisionError
-
-    body = f"Path({str(tmp_path)!r}, 'part').write_text(str(os.getpid())); Path({str(tmp_path)!r}, 'part').rename("
-    body += f"Path({str(tmp_path)!r}, 'pid')); nap()"
-    with pytest.raises(ZeroDivisionError):
-        executor(body, workers=1).run(RUNS, tmp_path, broken)
-    assert not is_running(int((tmp_path / "pid").read_text()))
-
-
 def test_a_worker_has_its_run_its_threads_and_the_parents_modules(executor, tmp_path, monkeypatch) -> None:
     """And a process group of its own: Ctrl-C on the terminal must reach it once, through the parent."""
     (tmp_path / "mine").mkdir()
@@ -176,13 +164,9 @@ def test_the_cores_are_shared_out_and_a_gpu_is_not(monkeypatch, cores, count, as
     assert local_executor(count, workers=asked, cpu=True).threads == 7, "what the user set is kept"
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
     assert local_executor(count, workers=asked).at_once == (asked or 1)
-
-
-def test_windows_is_refused_in_words(monkeypatch) -> None:
     monkeypatch.setattr(os, "name", "nt")
-    with pytest.raises(ConfigError, match="does not run on Windows") as caught:
+    with pytest.raises(ConfigError, match=r"(?s)does not run on Windows.*WSL"):
         local_executor(1, cpu=True)
-    assert "WSL" in caught.value.fix
 
 
 def test_an_old_outcome_does_not_stand_for_a_run_that_died(executor, tmp_path) -> None:

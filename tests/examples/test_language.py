@@ -37,18 +37,10 @@ def test_happy_words_are_counted_in_any_case_and_as_whole_words() -> None:
     assert score_happy("happy " * 20) == 1
 
 
-@pytest.mark.parametrize(
-    ("answer", "completion", "score"),
-    [
-        ("Paris", "The capital of France is paris.", 1),
-        ("Paris", "Parisian life", 0),
-        ("small|little|tiny", 'The opposite of "big" is "Little".', 1),
-        ("small|little|tiny", "It is smaller.", 0),
-        ("Port of Spain", "Spain has a port", 0),
-    ],
-)
-def test_an_answer_is_a_whole_word(answer: str, completion: str, score: int) -> None:
-    assert score_contained(Example(prompt="q", answer=answer), completion) == score
+def test_an_answer_is_a_whole_word() -> None:
+    answer = Example(prompt="q", answer="small|little|Port of Spain")
+    scores = {"It is 'Little'.": 1, "It is smaller.": 0, "Spain has a port": 0, "port of spain": 1}
+    assert {text: score_contained(answer, text) for text in scores} == scores
 
 
 def test_no_question_gives_its_answer_away_and_rows_are_distinct() -> None:

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripts.checkouts import commit_of, cut, package, stub, undecorated
-from scripts.fetched_trainers import subject_of
+from scripts.checkouts import cut, package, stub, undecorated
 
 FILE = '''
 import torch
@@ -52,9 +51,3 @@ def test_a_file_is_imported_without_its_package_and_without_what_it_does_not_use
     module = importlib.import_module("tiny_host.losses")
     module.scale = 2
     assert module.Trainer().step(1) == 5
-
-
-def test_the_title_has_the_version_of_an_unpacked_wheel(tmp_path: Path) -> None:
-    assert commit_of(tmp_path) == "" and subject_of("slime", tmp_path).title == "slime"
-    (tmp_path / "trinity_rft-0.6.0.dist-info").mkdir()
-    assert subject_of("Trinity-RFT", tmp_path).title == "Trinity-RFT 0.6.0"

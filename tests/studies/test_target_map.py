@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import pytest
 
-from klamp.config import KLWarning
-from klamp.training.config import TrainConfig
-from studies.target_map import CELLS, MARK, RECORD, TARGETS, judged, read, share, text
+from studies.target_map import MARK, RECORD, TARGETS, judged, read, share, text
 
 
 def found(**changes: Any) -> dict[str, Any]:
     return {"in_band": 1.0, "last": 1.0, "moved": 1.1, **changes}
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_a_cell_is_a_configuration_that_holds_a_target(cell: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)
-        config = TrainConfig.from_flat(CELLS[cell])
-    assert config.kl.controller_name == "hold" and config.kl.target_kl == float(cell.partition(",")[0])
 
 
 def test_a_seed_below_four_fifths_makes_its_cell_red_and_what_was_not_run_says_so() -> None:

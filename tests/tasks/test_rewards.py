@@ -36,15 +36,11 @@ def test_exact_match_leaves_out_white_space_around(completion: str, expected: in
     ("answer", "completion", "expected"),
     [
         ("4", r"It is \boxed{4}.", 1),
-        ("4", "so the answer is 4", 1),
         ("4", "so the answer is 5", 0),
-        ("1/2", r"$\frac{1}{2}$", 1),
         (r"\frac{1}{2}", "0.5", 1),
         (r"$\frac{1}{2}$", r"\boxed{\frac{2}{4}}", 1),
         ("x^2+1", "$1+x^2$", 1),
-        ("4", "", 0),
         ("4", r"\frac{", 0),
-        ("1,000", "1000", 1),
     ],
 )
 def test_math_verify_compares_the_mathematics(answer: str, completion: str, expected: int) -> None:
@@ -55,8 +51,6 @@ def test_math_verify_compares_the_mathematics(answer: str, completion: str, expe
     ("pattern", "completion", "expected"),
     [
         (r"<think>.*</think>", "oh <think>a\nb</think> 4", 1),
-        (r"<think>.*</think>", "<think>a", 0),
-        (r"\A\d+\Z", "12", 1),
         (r"\A\d+\Z", "12 a", 0),
         (r"a:b", "xa:bx", 1),
     ],
