@@ -19,12 +19,12 @@ from tests.ablation import rewards
 from tests.training.conftest import TINY, stored, tiny_llama
 from tests.waiting import wait_for
 
-from klamp.ablation.cluster import RayExecutor, load_ray
+from klamp.ablation.cluster import RayExecutor, load_ray, work
 from klamp.ablation.execute import execute
 from klamp.ablation.one_run import perform
 from klamp.ablation.plan import Arm, Plan, Run, run_folder, runs
 from klamp.ablation.results import Outcome, read_outcome
-from klamp.errors import ConfigError, TrainingStopped, UnsupportedVersion
+from klamp.errors import ConfigError, RunFolderError, TrainingStopped, UnsupportedVersion
 
 pytestmark = pytest.mark.slow
 

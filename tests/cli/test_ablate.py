@@ -164,7 +164,7 @@ def test_inputs_that_no_run_could_use_are_refused_before_any_run(use, capsys) ->
     fake = use(Fake())
     assert main(["ablate", "--model", "tiny", "--task", "arithmetic", "nothing.jsonl", "--output_dir", "out"]) == 1
     err = capsys.readouterr().err
-    assert "the data file cannot be read" in err and "note: in the arm 'task=nothing.jsonl'" in err
+    assert "the data file does not exist" in err and "note: in the arm 'task=nothing.jsonl'" in err
     assert not fake.ran and not Path("out").exists()
 
 

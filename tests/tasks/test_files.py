@@ -136,7 +136,7 @@ def test_columns_that_are_not_there_or_not_usable(tmp_path: Path, options: dict[
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"(?s)cannot be read.*missing.jsonl.*FileNotFoundError"):
+    with pytest.raises(DataError, match="does not exist"):
         load(str(tmp_path / "missing.jsonl"))
     for name in ("damaged.parquet", "damaged.json", "damaged.jsonl"):
         (tmp_path / name).write_bytes(b"[\xff\xfe")

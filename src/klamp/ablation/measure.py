@@ -141,5 +141,5 @@ def evaluate(
         with reference.sampling_model():  # switches an adapter off
             before = scores_in(replace(context, policy=reference.scorer.model, scorer=reference.scorer)).scores
         numbers = numbers_of(context, prompts=prompts)
-    name, scores = str(weights or config.model.model), {"before": before, "after": after}
-    return Outcome(run=name, arm=name, seed=config.run.seed, rl_skill=context.task.rl_skill, numbers=numbers, **scores)
+    name, skill, seed = str(weights or config.model.model), context.task.rl_skill, config.run.seed
+    return Outcome(run=name, arm=name, seed=seed, rl_skill=skill, before=before, after=after, numbers=numbers)

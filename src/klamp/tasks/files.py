@@ -78,6 +78,8 @@ def read_rows(path: str) -> list[Row]:
         known = (ARITHMETIC_TASK, f"{HUB}NAME", *(f"PATH{suffix}" for suffix in SUFFIXES), "module:function")
         raise unknown_name("task", path, known)
     place = str(file.absolute())
+    if not file.exists():
+        raise DataError("the data file does not exist", got=path, why=f"looked for {place}", fix="check the path")
     try:
         with_end(file)
         if file.suffix.lower() == ".parquet":
@@ -92,7 +94,7 @@ def read_rows(path: str) -> list[Row]:
             for number, line in enumerate(lines, start=1):
                 place = f"line {number} of {file.name}: {brief(line)}"
                 rows += [_object(json_of(line))] if line.strip() else []
-    except Exception as error:  # there is no file, or one of a dozen unrelated errors of pyarrow
+    except Exception as error:  # pyarrow has a dozen unrelated errors for a damaged file
         raise DataError(
             "the data file cannot be read",
             got=place,
