@@ -159,7 +159,7 @@ def as_runs(given: Sequence[tuple[Path, TrainConfig]], *, kl_prompts: int = KL_P
     flat = [config.flat() for _, config in given]
     names = [name for name in flat[0] if name not in NO_VARIANT and len({repr(values[name]) for values in flat}) > 1]
     for name in (name for name in names if hasattr(given[0][1].task, name) and name not in SAME_TASK):
-        other = next(i for i, values in enumerate(flat) if values[name] != flat[0][name])
+        other = next(i for i, values in enumerate(flat) if repr(values[name]) != repr(flat[0][name]))
         raise DataError(
             "these runs had different tasks",
             got=" and ".join(f"{name} is {shown(flat[i][name])!r} in {given[i][0]}" for i in (0, other)),

@@ -57,13 +57,15 @@ def train(config: TrainConfig, folder: Path, *, begin: Callable[[], None]) -> No
     run = config.run
     doctor = DoctorCallback(run.stop_on, other_reference=config.model.ref_model is not None)
     report = ReportCallback(every=run.log_completions_every, completions=run.log_completions, answers=run.log_answers)
-    with models.former_names(), deferred_interrupts() as interrupt:
-        trainer = trainer_of(config, folder, [report, doctor, Fingerprints(), Stop(interrupt)])
+    stop = Stop()
+    with models.former_names():
+        trainer = trainer_of(config, folder, [report, doctor, Fingerprints(), stop])
         begin()
         newest = newest_complete(folder) if run.resume else None
         if newest is not None:
             check(newest)
-        trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+        with deferred_interrupts() as stop.interrupt:
+            trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
     if doctor.stopped_by is not None:
         raise TrainingStopped(
             f"an alarm stopped the run after update {trainer.state.global_step} of {trainer.state.max_steps}",
@@ -164,8 +166,7 @@ class Trainer(GRPOTrainer, OwnAdvantages):
 class Stop(TrainerCallback):
     """Ends the run after the step in which a signal came, as in klamp's own loop; a second one ends it at once."""
 
-    def __init__(self, interrupt: Interrupt) -> None:
-        self.interrupt = interrupt
+    interrupt: Interrupt
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """End the run if a signal came."""
