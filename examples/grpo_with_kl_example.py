@@ -22,7 +22,7 @@ import torch
 from tinker.types import TensorData
 
 from klamp import group_advantages
-from klamp.tasks import BaseModelConfig, Example, TaskConfig, arithmetic_task, load_base_model
+from klamp.tasks import Example, TaskConfig, arithmetic_task, load_base_model
 from klamp.tinker import compute_grpo_kl_loss, compute_reference_logprobs
 from klamp.tinker.testing import serve
 
@@ -113,7 +113,7 @@ async def train_step(
 
 async def main(config: Config) -> None:
     """Train for a few steps at the stand-in."""
-    model, tokenizer = load_base_model(BaseModelConfig())
+    model, tokenizer = load_base_model()
     task = arithmetic_task(TaskConfig(train_size=1024))
     with serve(model, tokenizer, name=config.model_name) as standin:
         service_client = tinker.ServiceClient(base_url=standin.url, api_key=standin.api_key)

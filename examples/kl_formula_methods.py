@@ -23,7 +23,7 @@ from trl_train import DEBUG, Train, train
 
 from klamp import exact_kl
 from klamp.cli import main as command
-from klamp.tasks import BaseModelConfig, load_base_model
+from klamp.tasks import load_base_model
 from klamp.verify import explain_form
 
 PROMPTS = ["47+85=", "38+47=", "96+29="]
@@ -44,7 +44,7 @@ def method_1(max_steps: int) -> dict[float, Any]:
 
 def method_2(policy: torch.nn.Module, samples: int = 20_000) -> None:
     """The formula as it is and as the report first wanted it, over tokens that the policy samples."""
-    reference, tokenizer = load_base_model(BaseModelConfig())
+    reference, tokenizer = load_base_model()
     inputs = tokenizer(PROMPTS, return_tensors="pt", padding=True, return_token_type_ids=False)
     with torch.no_grad():
         policy_logits, ref_logits = (model.eval()(**inputs).logits[:, -1].double() for model in (policy, reference))

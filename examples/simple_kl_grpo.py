@@ -20,7 +20,7 @@ from datasets import Dataset
 from transformers import PrinterCallback, set_seed
 from transformers.utils import logging
 
-from klamp.tasks import BaseModelConfig, TaskConfig, arithmetic_task, load_base_model
+from klamp.tasks import TaskConfig, arithmetic_task, load_base_model
 from klamp.trl import GRPOConfig, GRPOTrainer, effective
 
 METHODS: dict[str, dict[str, Any]] = {
@@ -44,7 +44,7 @@ COLUMNS = {"reward": "reward", "kl/k3": "KL per token", "kl/k3_sequence": "KL in
 def run(method: dict[str, Any], *, steps: int, beta: float, folder: str) -> list[dict[str, float]]:
     """One training run; what was logged at each step."""
     set_seed(0)
-    model, tokenizer = load_base_model(BaseModelConfig())
+    model, tokenizer = load_base_model()
     task = arithmetic_task(TaskConfig(train_size=512))
     examples = {example.prompt: example for example in task.train}
 

@@ -22,7 +22,7 @@ from torch.optim import AdamW
 from torch.utils.tensorboard import SummaryWriter
 
 from klamp.core.masking import masked_mean
-from klamp.tasks import BaseModelConfig, TaskConfig, arithmetic_task, load_base_model
+from klamp.tasks import TaskConfig, arithmetic_task, load_base_model
 from klamp.training.config import OptimConfig, RolloutConfig
 from klamp.training.loop import compute_kl_divergence, compute_loss, train
 
@@ -102,7 +102,7 @@ def main() -> None:
     rollout = RolloutConfig(prompts_per_step=16, num_generations=8, max_completion_length=8)  # rollout_batch_size 128
     optim = OptimConfig(gradient_accumulation_steps=2, max_grad_norm=1.0)
 
-    model, tokenizer = load_base_model(BaseModelConfig())
+    model, tokenizer = load_base_model()
     task = arithmetic_task(TaskConfig(train_size=512))
     examples = {example.prompt: example for example in task.train}
 

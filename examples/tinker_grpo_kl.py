@@ -30,7 +30,7 @@ import torch
 from tinker import types
 
 from klamp import KLConfig, group_advantages
-from klamp.tasks import BaseModelConfig, Example, Task, TaskConfig, arithmetic_task, load_base_model
+from klamp.tasks import Example, Task, TaskConfig, arithmetic_task, load_base_model
 from klamp.tinker import build_datum, compute_reference_logprobs, forward_backward_kl, strip_for_builtin
 
 if TYPE_CHECKING:
@@ -180,7 +180,7 @@ def service_of(local: bool, folder: Path | None) -> Iterator[tuple[Any, Standin 
         return
     from klamp.tinker.testing import serve
 
-    model, tokenizer = load_base_model(BaseModelConfig())
+    model, tokenizer = load_base_model()
     kept = None if folder is None else folder / "service"
     with serve(model, tokenizer, name="klamp/arithmetic", folder=kept) as standin:
         yield tinker.ServiceClient(base_url=standin.url, api_key=standin.api_key), standin

@@ -6,15 +6,15 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from klamp.tasks.base_model import BaseModelConfig, base_model_folder, load_base_model
+from klamp.tasks.base_model import base_model_folder, load_base_model
 
 
 def taught() -> Path:
     """Its folder."""
-    folder = base_model_folder(BaseModelConfig())
+    folder = base_model_folder()
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        load_base_model(BaseModelConfig())
+        load_base_model()
     return folder
 
 

@@ -12,7 +12,6 @@ from tests.training.conftest import TINY, disturb, rows_of, stored, tiny_llama
 
 from klamp.ablation import measure as module
 from klamp.ablation.measure import evaluate, measure, measured, numbers_of
-from klamp.errors import ModelError
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
 from klamp.tasks import arithmetic_tokenizer
@@ -170,16 +169,6 @@ def test_every_number_is_that_of_plain_forwards(sampled) -> None:
     assert 0 < found["reward"] < 1 and 1 < found["length"] < 6
 
 
-def test_draws_do_not_depend_on_batches_and_few_prompts_are_the_first(sampled) -> None:
-    policy, start = moved(), tiny_llama()
-    prompts = {"addition": ["12+34=", "5+6=", "7+1="], "reversal": ["rev ab="]}
-    whole = numbers_of(pair_of(policy, start, length=5, prompts=prompts))
-    assert len({float(u[0, 0]) for _, _, u in sampled}) == 2, "each direction has draws of its own"
-    assert numbers_of(pair_of(policy, start, length=5, prompts=prompts, rows=4)) == pytest.approx(whole, rel=1e-5)
-    fewer = pair_of(policy, start, length=5, prompts={"addition": prompts["addition"][:2]})
-    assert numbers_of(pair_of(policy, start, length=5, prompts=prompts), prompts=2) == numbers_of(fewer)
-
-
 def trained(llama: str, folder: Path, **changes) -> TrainConfig:
     values = {"model": llama, **TINY, "max_steps": 2, "eval_size": 3, "save_every": 1, **changes}
     config = TrainConfig.from_flat({**values, "output_dir": str(folder)})
@@ -237,10 +226,3 @@ def test_the_scores_are_those_that_the_run_itself_found(llama, tmp_path, changes
     assert found.rl_skill == "addition" and found.state == "done"
     assert found.numbers == measure(config, folder)
     assert found.numbers["kl/reverse"] > 1e-5, "something was learned"
-
-
-def test_two_models_of_another_vocabulary_have_no_kl(llama, tmp_path) -> None:
-    other = stored(tiny_llama(vocab_size=60), tmp_path / "other")
-    config = TrainConfig.from_flat({"model": llama, **TINY})
-    with pytest.raises(ModelError, match="another vocabulary"):
-        evaluate(config, other)

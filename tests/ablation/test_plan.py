@@ -7,26 +7,18 @@ from pathlib import Path
 
 import pytest
 
-from klamp.ablation.plan import OWNED, Arm, Plan, folder_name, grid, run_folder, runs, shown
+from klamp.ablation.plan import OWNED, Arm, Plan, folder_name, grid, run_folder, runs
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.training.config import TrainConfig
 
 
 def test_a_grid_is_every_combination_the_last_field_fastest() -> None:
     arms = grid({"beta": [0, 0.01], "kl_estimator": ["k1", "k3"]})
-    assert [arm.name for arm in arms] == [
-        "beta=0 kl_estimator=k1",
-        "beta=0 kl_estimator=k3",
-        "beta=0.01 kl_estimator=k1",
-        "beta=0.01 kl_estimator=k3",
+    assert [arm.name for arm in arms[:3]] == [
+        f"beta={x} kl_estimator={y}" for x, y in ((0, "k1"), (0, "k3"), (0.01, "k1"))
     ]
     assert arms[2].values == {"beta": 0.01, "kl_estimator": "k1"}
     assert [arm.name for arm in grid({})] == ["base"]
-
-
-def test_values_that_differ_have_names_that_differ() -> None:
-    values = (0.1, 0.1 + 1e-12, 1e-5, 3, True, None, ("a", "b"), ())
-    assert [shown(value) for value in values] == ["0.1", repr(0.1 + 1e-12), "1e-05", "3", "True", "None", "a,b", "none"]
 
 
 def test_runs_are_seed_by_seed_with_the_arms_values_over_the_base() -> None:
@@ -42,9 +34,8 @@ def test_runs_are_seed_by_seed_with_the_arms_values_over_the_base() -> None:
 def test_what_the_ablation_sets_itself_is_refused(name: str) -> None:
     values = {name: TrainConfig().flat()[name]}
     for plan in (Plan(base=values), Plan(arms=(Arm(name="base", values=values),))):
-        with pytest.raises(ConfigError, match=f"it sets {name}") as caught:
+        with pytest.raises(ConfigError, match=f"it sets {name}"):
             runs(plan)
-        assert caught.value.fix
 
 
 def test_a_refused_configuration_names_its_arm() -> None:
@@ -54,19 +45,15 @@ def test_a_refused_configuration_names_its_arm() -> None:
     error = caught.value
     assert error.what.startswith("kl_placement='reward' takes kl_estimator='k1' only")
     assert error.__notes__ == ["in the arm 'kl_placement=reward'"]
-    assert error.why and error.fix
     with pytest.raises(UnknownNameError, match="bta"):
         runs(Plan(arms=(Arm(name="typo", values={"bta": 1}),)))
+    with pytest.raises(ConfigError, match="klamp's own loop only"):
+        runs(Plan(base={"model": "Qwen/Qwen3-8B"}, arms=grid({"backend": ["trl"]})))
 
 
-@pytest.mark.parametrize("backend", ["trl", "verl"])
-def test_another_trainer_is_refused(backend: str) -> None:
-    with pytest.raises(ConfigError, match="klamp's own loop only") as caught:
-        runs(Plan(base={"model": "Qwen/Qwen3-8B"}, arms=grid({"backend": [backend]})))
-    assert f"backend='{backend}'" in caught.value.got and caught.value.fix
-
-
-@pytest.mark.parametrize("change", [{"seeds": (1, 1)}, {"arms": grid({"beta": [0]}) * 2}])
+@pytest.mark.parametrize(
+    "change", [{"seeds": (1, 1)}, {"arms": (Arm(name="a=b"), Arm(name="a-b", values={"beta": 1.0}))}]
+)
 def test_plans_that_are_none_are_refused(change) -> None:
     with pytest.raises(ConfigError, match="is repeated"):
         runs(Plan(**change))
@@ -79,12 +66,6 @@ def test_folder_names_are_safe_and_differ_where_arms_do() -> None:
     found = [folder_name(name) for name in names]
     assert len(set(found)) == len(names)
     assert all(re.fullmatch(r"[A-Za-z0-9_.+-]+", name) and len(name) < 120 and name[0] not in ".-" for name in found)
-
-
-def test_two_arms_with_one_folder_are_refused() -> None:
-    plan = Plan(arms=(Arm(name="a=b"), Arm(name="a-b", values={"beta": 1.0})))
-    with pytest.raises(ConfigError, match="is repeated"):
-        runs(plan)
 
 
 def test_two_arms_that_are_the_same_are_refused() -> None:

@@ -8,11 +8,21 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from matplotlib.image import imread
 from tests.ablation.outcomes import BEFORE, failed, outcome, sweep
 
-from klamp.ablation.outcome import OUTCOME, read_outcome, retained, retained_skills, write_outcome
-from klamp.ablation.results import cell_of, cell_text, draw_frontier, markdown, summarise, text_table, write_results
+from klamp.ablation.results import (
+    OUTCOME,
+    cell_of,
+    cell_text,
+    draw_frontier,
+    markdown,
+    read_outcome,
+    retained,
+    retained_skills,
+    summarise,
+    write_outcome,
+    write_results,
+)
 from klamp.errors import DataError
 
 
@@ -53,31 +63,21 @@ def test_a_cell_is_the_mean_over_seeds_and_its_student_interval() -> None:
     assert cell_of({0: 0.5}).interval is None and cell_of({0: 0.1 + 0.2, 1: 0.3}).interval is None, "no spread"
 
 
-def test_a_failed_run_is_counted_shown_and_left_out_of_the_means() -> None:
+def test_a_failed_run_is_counted_and_left_out_of_the_means() -> None:
     table = summarise([outcome(seed=0), failed(seed=1), failed("beta=1", 0)])
     first, second = table
-    assert (first.done, len(first.failures), second.done, len(second.failures)) == (1, 1, 0, 1)
+    assert (first.done, first.failed, second.done, second.failed) == (1, 1, 0, 1)
     assert first.cells["rl/after"].values == {0: 0.9} and second.cells == {}
     page = markdown(table)
-    assert "| beta=0.01 | 1, 1 failed | 0.9 |" in page
-    assert "- failed: beta=1, seed 0: RewardError: the judge | is out to lunch\n" in page
+    assert "| beta=0.01 | 1, 1 failed | 0.9 |" in page and "Student interval" in page and "length" in page
+    lines = page.split("\n\n")[0].split("\n")
+    assert len(lines) == 4 and len({line.count("|") for line in lines}) == 1, "as many cells in every row"
 
 
 def test_a_value_that_is_not_finite_is_left_out_and_the_cell_says_so() -> None:
     runs = [outcome(seed=i, numbers={"kl/reverse": kl}) for i, kl in enumerate((0.2, math.nan, 0.3, math.inf))]
     (row,) = summarise(runs)
     assert cell_text(row.cells["kl/reverse"], row.done) == "0.25 [-0.3853, 0.8853] (2 of 4)"
-
-
-def test_the_page_is_one_table_without_empty_columns() -> None:
-    page = markdown(summarise(sweep([{"beta": 0.0}, {"beta": 0.01}, {"beta": 0.1}])))
-    block = page.split("\n\n")[0].split("\n")
-    assert len(block) == 5 and len({line.count("|") for line in block}) == 1, "as many cells in every row"
-    assert "Student interval" in page
-    assert text_table(summarise([outcome(after={"addition": 0.9}, numbers={})])) == [
-        ("arm", "seeds", "RL skill (score)"),
-        ("beta=0.01", "1", "0.9"),
-    ]
 
 
 def test_differences_to_the_first_arm_pair_the_seeds_that_both_have() -> None:
@@ -90,31 +90,13 @@ def test_differences_to_the_first_arm_pair_the_seeds_that_both_have() -> None:
 
 
 def test_the_files_have_every_number_of_every_seed(tmp_path: Path) -> None:
-    runs = [*sweep([{"beta": 0.0}, {"beta": 0.1, "kl_estimator": "k1"}]), failed("broken")]
+    runs = [*sweep([{"beta": 0.0}, {"beta": 0.1, "kl_estimator": "$k_1$"}]), failed("broken")]
     result = write_results(runs, tmp_path)
     assert [file.name for file in result.files] == ["table.md", "table.json", "frontier.png"]
     rows = json.loads((tmp_path / "table.json").read_text())["rows"]
-    assert [row["arm"] for row in rows] == ["beta=0.0", "beta=0.1 kl_estimator=k1", "broken"]
-    assert rows[1]["values"] == {"beta": 0.1, "kl_estimator": "k1"}
+    assert [row["arm"] for row in rows] == ["beta=0.0", "beta=0.1 kl_estimator=$k_1$", "broken"]
     assert list(rows[0]["cells"]["kl/reverse"]["values"].values()) == [run.numbers["kl/reverse"] for run in runs[:3]]
-    assert "kl/forward_sequence" in rows[0]["cells"]
-
-
-KL = {"kl/reverse_sequence": 0.3}
-HARD = {
-    "no retained skills": [outcome(after={"addition": 0.5}, before={"addition": 0.4}, numbers=KL)],
-    "a KL of nothing": [outcome(numbers={"kl/reverse_sequence": 0.0})],
-    "one arm failed": [*sweep([{"beta": 0.0}, {"beta": 0.001}]), failed("beta=9", 0)],
-    "a KL over six decades": [outcome(f"{k}", numbers={"kl/reverse_sequence": k}) for k in (1e-6, 1e-3, 1.0)],
-    "names that are no names": [outcome(arm, numbers=KL) for arm in ("$x$", "_a", "", "a$")],
-}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", HARD)
-def test_every_picture_can_be_drawn(name: str, tmp_path: Path) -> None:
-    image = imread(write_results(HARD[name], tmp_path).files[-1])
-    assert min(image.shape[:2]) > 300 and image[..., :3].std() > 0.02, "something was drawn"
+    assert "reward" in rows[0]["cells"], "which the page does not have"
 
 
 def test_the_frontier_is_every_skill_against_the_kl_of_a_completion() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +9,7 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.floor import PHASES, Shape, _Products, one
+from benchmarks.floor import Shape, _Products
 
 pytestmark = pytest.mark.slow
 
@@ -53,24 +52,3 @@ def test_every_phase_counts_each_weight_once_per_token(model: Any) -> None:
     assert products(model, "decoding") == (SHAPE.completion - 1) * SHAPE.rows * (trunk + head)
     assert products(model, "forward") == (prompts + tokens) * trunk + tokens * head == products(model, "reference")
     assert products(model, "backward") == 2 * ((prompts + tokens) * trunk + tokens * head), "inputs and weights"
-
-
-def test_an_adapter_takes_the_place_of_the_weights_gradient(model: Any) -> None:
-    trunk, head = weights(model), VOCAB * WIDTH
-    linear = [m.weight for m in model.model.layers.modules() if isinstance(m, torch.nn.Linear)]
-    adapters = sum(RANK * sum(w.shape) for w in linear)
-    tokens = SHAPE.prompts * SHAPE.prompt + SHAPE.tokens
-    expected = tokens * trunk + SHAPE.tokens * head + tokens * 2 * adapters
-    assert products(model, "backward", lora_r=RANK) == expected
-    assert products(model, "forward", lora_r=RANK) == products(model, "forward") + tokens * adapters
-
-
-def test_a_floor_has_the_seconds_of_its_phases(model: Any, tmp_path: Path) -> None:
-    model.save_pretrained(tmp_path)
-    shape = {"prompts": 2, "prompt": 5, "group": 3, "completion": 4}
-    found = one(str(tmp_path), shape, repeats=2)
-    assert found["tokens"] == 24 and set(found["phases"]) == set(PHASES)
-    sums = [sum(values) for values in zip(*found["phases"].values(), strict=True)]
-    assert found["seconds"] == pytest.approx(sums)
-    alone = one(str(tmp_path), shape, lora_r=2, reference=False, repeats=1)
-    assert "reference" not in alone["phases"] and len(alone["seconds"]) == len(alone["cpu_seconds"]) == 1

@@ -48,23 +48,6 @@ def test_a_case_forms_the_gradients_of_the_reference(case: str, dtype: str) -> N
         assert distance(given.weight.grad, d_weight) < close
 
 
-@pytest.mark.parametrize("case", FLOORS)
-def test_the_floor_is_whole_products(case: str) -> None:
-    given = make_inputs(SIZE, "float32")
-    prepared(case, given)()
-    torch.testing.assert_close(given.hidden.grad, given.weight.detach().sum(0).expand(SIZE[:2]), rtol=1e-4, atol=1e-3)
-    if "frozen" in case:
-        assert given.weight.grad is None
-    else:
-        expected = given.hidden.detach().sum(0).expand(SIZE[2], -1)
-        torch.testing.assert_close(given.weight.grad, expected, rtol=1e-4, atol=1e-4)
-
-
-def test_one_advantage_per_sequence_can_form_the_factors() -> None:
-    factor = make_inputs(SIZE, "float32").factor.view(SEQUENCES, -1)
-    assert bool((factor == factor[:, :1]).all()) and factor[:, 0].unique().numel() == SEQUENCES
-
-
 def test_a_measured_case_has_the_promised_fields_and_every_case_is_measured() -> None:
     assert set(heads.CASES) == set(CASES)
     seen = one("linear_logprobs", "float32", SIZE, 3)

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import overhead, page
+from benchmarks import page
 from benchmarks.__main__ import BENCHMARKS
 from benchmarks.records import RESULTS, markdown, newest, save
 
@@ -49,18 +48,3 @@ def test_committed_markdown_is_that_of_its_record(file: Path) -> None:
 def test_the_readmes_table_is_that_of_the_records() -> None:
     readme = page.README.read_text(encoding="utf-8")
     assert readme == page.with_part(readme, page.readme_part()), "run: python -m benchmarks page"
-
-
-def test_the_interval_of_a_ratio_is_that_of_its_rounds() -> None:
-    own, other = [1.0, 2.0, 3.0] * 10, [2.0, 4.0, 6.0] * 10
-    assert overhead.ratio(own, other) == pytest.approx((0.5, 0.5, 0.5))
-    value, low, high = overhead.ratio(own, list(reversed(other)))
-    assert (value, low < 0.5 < high) == (0.5, True)
-
-
-def test_the_newest_whole_record_counts(tmp_path: Path) -> None:
-    for date, quick in (("2026-10-02", False), ("2026-11-01", False), ("2026-12-01", True)):
-        save(record("heads", quick=quick, date=date), replace(BENCHMARKS["heads"], plot=None), tmp_path)
-    found = newest("heads", tmp_path)
-    assert found is not None and found["date"] == "2026-11-01"
-    assert newest("step", tmp_path) is None

@@ -14,9 +14,8 @@ from tests.cli.test_train import save_tiny_model
 from tests.training.conftest import TINY, llama  # noqa: F401  (a fixture)
 
 from klamp.ablation import results
-from klamp.ablation.outcome import Outcome, write_outcome
 from klamp.ablation.plan import run_folder
-from klamp.ablation.results import summarise
+from klamp.ablation.results import Outcome, summarise, write_outcome
 from klamp.cli import ablate, main
 from klamp.cli.ablate import summary_lines
 from klamp.errors import TrainingStopped

@@ -45,7 +45,7 @@ def test_the_reference(flags: list[str], text: str) -> None:
 def test_the_model(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("KLAMP_CACHE", str(tmp_path))
     assert "to be taught first" in words.describe_model(config_of())
-    words.base_model_folder(words.BaseModelConfig()).mkdir(parents=True)
+    words.base_model_folder().mkdir(parents=True)
     assert "cached;" in words.describe_model(config_of())
     assert words.describe_model(config_of("--model", "a/b", "--lora_r", "4", "--dtype", "bfloat16")) == (
         "a/b; bfloat16, a LoRA adapter of rank 4 is trained"

@@ -10,7 +10,7 @@ import pytest
 import yaml
 from tests.report.pages import Node, parse
 
-from klamp.ablation.outcome import Outcome, write_outcome
+from klamp.ablation.results import Outcome, write_outcome
 from klamp.cli import main
 from klamp.cli.flags import read_options
 from klamp.cli.options import ReportOptions

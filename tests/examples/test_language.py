@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import yaml
-from examples.language.tasks import SKILLS, WORDS, happy_words, score_contained, score_happy, score_label, words
+from examples.language.tasks import SKILLS, WORDS, happy_words, score_contained, score_happy, words
 from tests.hosts.trl.hosts import tokenizer as bpe_tokenizer
 
 from klamp.tasks import Example, TaskConfig, load_task
@@ -37,18 +37,10 @@ def test_happy_words_are_counted_in_any_case_and_as_whole_words() -> None:
     assert score_happy("happy " * 20) == 1
 
 
-@pytest.mark.parametrize(
-    ("answer", "completion", "score"),
-    [
-        ("Paris", "The capital of France is paris.", 1),
-        ("Paris", "Parisian life", 0),
-        ("small|little|tiny", 'The opposite of "big" is "Little".', 1),
-        ("small|little|tiny", "It is smaller.", 0),
-        ("Port of Spain", "Spain has a port", 0),
-    ],
-)
-def test_an_answer_is_a_whole_word(answer: str, completion: str, score: int) -> None:
-    assert score_contained(Example(prompt="q", answer=answer), completion) == score
+def test_an_answer_is_a_whole_word() -> None:
+    answer = Example(prompt="q", answer="small|little|Port of Spain")
+    scores = {"It is 'Little'.": 1, "It is smaller.": 0, "Spain has a port": 0, "port of spain": 1}
+    assert {text: score_contained(answer, text) for text in scores} == scores
 
 
 def test_no_question_gives_its_answer_away_and_rows_are_distinct() -> None:
@@ -73,15 +65,6 @@ def test_a_task_holds_out_a_fifth_and_keeps_the_other_skills(name: str, tokenize
     assert task.read == {"own-answers"}
     small = load_task(TaskConfig(task=f"{TASKS}:{name}", train_size=10, eval_size=7), tokenizer)
     assert small.train == task.train[:10] and {len(rows) for rows in small.evaluation.values()} == {7}
-
-
-def test_scores_follow_the_skill(tokenizer: Any) -> None:
-    task = load_task(TaskConfig(task=f"{TASKS}:describe_distinct", eval_size=1), tokenizer)
-    (describe,), (capital,) = task.evaluation["describe"], task.evaluation["capitals"]
-    assert task.score(describe, "happy happy joyful") == 2 / 8
-    assert task.score(capital, f"I think it is {capital.answer.split('|')[0]}.") == 1
-    assert task.score(capital, "happy happy") == 0
-    assert score_label(Example(prompt="q", answer="positive"), " Positive.") == 1
 
 
 def test_a_data_set_of_reasoning_gym_is_scored_by_its_own_rules(tokenizer: Any) -> None:

@@ -10,10 +10,8 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import torch
 from tests.examples.test_trl import run
 from tests.hosts.trl import hosts
-from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from klamp.records import read_record
 
@@ -34,35 +32,9 @@ def example() -> ModuleType:
 
 def tiny_qwen(folder: Path) -> str:
     """Random weights and a tokenizer that was trained here, in the files of a model."""
-    tokenizer = hosts.tokenizer()
-    torch.manual_seed(0)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer),
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=512,
-        initializer_range=0.2,
-        tie_word_embeddings=True,
-        bos_token_id=None,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.pad_token_id,
-    )
-    Qwen2ForCausalLM(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    hosts.saved(hosts.model(tie_word_embeddings=True), folder)
     (folder / "chat_template.jinja").write_text(TEMPLATE, encoding="utf-8")
     return str(folder)
-
-
-def test_a_step_is_whole_groups_and_its_kl_has_a_target(example: ModuleType, tmp_path: Path) -> None:
-    args = example.arguments(example.Options(output_dir=str(tmp_path)))
-    assert args.generation_batch_size == 64 and args.num_generations == 8
-    assert args.per_device_train_batch_size % args.num_generations == 0, "each prompt is run once"
-    assert (args.beta, args.target_kl, args.fast_scoring) == (0.01, 0.01, True)
-    assert args.gradient_checkpointing is False, "it would take the cache away from fast_scoring"
-    assert args.model_init_kwargs == {"dtype": "float32"}
 
 
 @pytest.mark.parametrize(

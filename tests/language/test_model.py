@@ -7,10 +7,7 @@ import math
 from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
-from examples.language.tasks import score_happy
-from tests.language.conftest import SMOLLM2
 
 from klamp.cli import main
 from klamp.scoring.scorer import score
@@ -57,42 +54,3 @@ def test_a_run_that_is_stopped_goes_on_with_the_same_numbers(tmp_path: Path) -> 
     assert main(["report", str(whole)]) == 0
     page = (whole / "report.html").read_text(encoding="utf-8")
     assert "What is the capital of" in page and "before" in page
-
-
-def test_trl_takes_the_folder(tmp_path: Path, tokenizer: Any) -> None:
-    from datasets import Dataset
-    from peft import LoraConfig
-
-    from klamp.trl import GRPOConfig, GRPOTrainer
-
-    questions = [
-        {"prompt": [{"role": "user", "content": f"Describe {thing} in one sentence."}]} for thing in ("a cat", "snow")
-    ]
-
-    def happy(completions: list[Any], **_: Any) -> list[float]:
-        return [score_happy(turns[0]["content"]) + 0.01 * len(turns[0]["content"]) for turns in completions]
-
-    trainer = GRPOTrainer(
-        model=SMOLLM2,
-        reward_funcs=happy,
-        args=GRPOConfig(
-            output_dir=str(tmp_path),
-            use_cpu=True,
-            bf16=False,
-            beta=0.15,
-            per_device_train_batch_size=4,
-            num_generations=4,
-            max_completion_length=8,
-            max_steps=2,
-            learning_rate=5e-4,
-            report_to="none",
-            save_strategy="no",
-            logging_steps=1,
-        ),
-        train_dataset=Dataset.from_list(questions),
-        peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM"),
-    )
-    trainer.train()
-    logged = [row for row in trainer.state.log_history if "kl/k3" in row]
-    assert len(logged) == 2 and logged[0]["kl/k3"] == pytest.approx(0, abs=1e-6)
-    assert all(math.isfinite(row["kl/k3"]) and math.isfinite(row["loss"]) for row in logged)

@@ -17,7 +17,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.reliability.drawn import LINES, check_readable, check_says_what, examples, run, values
 
-from klamp.ablation.outcome import Outcome, read_outcome
+from klamp.ablation.results import Outcome, read_outcome
 from klamp.config import KLConfig
 from klamp.diagnostics.history import answer_of
 from klamp.errors import KlampError

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from scripts.checkouts import Options, commit_of, cut, package, stub, undecorated
-from scripts.fetched_trainers import TRAINERS, main, subject_of
+from scripts.checkouts import cut, package, stub, undecorated
 
 FILE = '''
 import torch
@@ -52,31 +51,3 @@ def test_a_file_is_imported_without_its_package_and_without_what_it_does_not_use
     module = importlib.import_module("tiny_host.losses")
     module.scale = 2
     assert module.Trainer().step(1) == 5
-
-
-def test_what_is_not_given_of_an_object_is_off() -> None:
-    options = Options(clip=0.2)
-    assert options.clip == 0.2 and options.anything is None
-
-
-def test_the_title_has_the_version_of_an_unpacked_wheel(tmp_path: Path) -> None:
-    assert commit_of(tmp_path) == "" and subject_of("slime", tmp_path).title == "slime"
-    (tmp_path / "trinity_rft-0.6.0.dist-info").mkdir()
-    assert subject_of("Trinity-RFT", tmp_path).title == "Trinity-RFT 0.6.0"
-
-
-def test_a_missing_folder_is_told_and_skipped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([str(tmp_path)]) == 0
-    said = capsys.readouterr().out.splitlines()
-    assert [line.partition(":")[0] for line in said if "skipped" in line] == list(TRAINERS)
-
-
-def test_a_folder_without_the_file_is_a_row_that_raises(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "AReaL").mkdir()
-    assert main([str(tmp_path), "AReaL"]) == 0
-    assert "rl_loss_weight=0: raises FileNotFoundError" in capsys.readouterr().out
-
-
-def test_an_unknown_name_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SystemExit):
-        main([str(tmp_path), "slim"])

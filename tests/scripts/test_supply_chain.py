@@ -59,18 +59,11 @@ def test_what_was_decided_by_hand_is_needed_has_a_reason_and_is_on_the_page() ->
 @pytest.mark.parametrize(
     ("fields", "licence", "allowed"),
     [
-        ({"License-Expression": "MIT"}, "MIT", True),
         ({"License-Expression": "MPL-2.0 AND (Apache-2.0 OR MIT)"}, "MPL-2.0 AND (Apache-2.0 OR MIT)", True),
         ({"License-Expression": "MIT OR GPL-3.0-only", "License": "MIT"}, "MIT OR GPL-3.0-only", False),
         ({"License": "Apache License, Version 2.0"}, "Apache-2.0", True),
-        (
-            {"License": "MIT OR Apache-2.0", "Classifier": "License :: OSI Approved :: MIT License"},
-            "MIT OR Apache-2.0",
-            True,
-        ),
         ({"License": "see the file", "Classifier": "License :: OSI Approved :: BSD License"}, "BSD", True),
         ({"Classifier": "License :: OSI Approved :: GNU Affero General Public License v3"}, "GNU Affero", False),
-        ({"License": "Proprietary"}, "Proprietary", False),
         ({}, "", False),
     ],
 )
@@ -81,9 +74,3 @@ def test_a_licence_is_what_the_metadata_says(fields: dict[str, str], licence: st
     each: Any = SimpleNamespace(metadata=metadata)
     assert licence_of(each).startswith(licence)
     assert (refused({"some": ("1.0", licence_of(each))}) == {}) == allowed
-
-
-def test_a_licence_that_is_not_allowed_fails(monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
-    monkeypatch.setattr(supply_chain, "installed", lambda: {"some": ("1.0", "AGPL-3.0-only"), "other": ("2.0", "")})
-    assert supply_chain.licences(record=False) == 1
-    assert "some: AGPL-3.0-only" in (said := capsys.readouterr().err) and "other: unknown" in said

@@ -7,16 +7,12 @@ from itertools import combinations
 from pathlib import Path
 
 import pytest
-import yaml
 
 from klamp.ablation.plan import Run, runs
 from klamp.cli.ablate_arguments import read_plan_file
 from klamp.config import KLWarning
-from klamp.training.config import TrainConfig
 from studies import command
-from studies.language import KL_PROMPTS, NO_KL, RIGHT, language_plan
-
-EXAMPLE = Path(__file__).resolve().parents[2] / "examples" / "language" / "describe.yaml"
+from studies.language import KL_PROMPTS, NO_KL, language_plan
 
 
 @pytest.fixture
@@ -34,14 +30,6 @@ def test_arms_differ_in_the_kl_and_in_nothing_else(arms: dict[str, Run]) -> None
     assert {run.kl_prompts for run in arms.values()} == {KL_PROMPTS}
     control = arms[NO_KL.name].config.kl
     assert control.beta == 0 and control.needs_reference, "its KL is measured"
-
-
-def test_the_example_is_the_arm_of_the_right_price(arms: dict[str, Run]) -> None:
-    """But for its length, how often it evaluates and saves, and where it reports to."""
-    example = TrainConfig.from_flat(yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))).flat()
-    arm = arms[f"beta {RIGHT:g}"].config.flat()
-    others = {name for name in example if example[name] != arm[name]}
-    assert others <= {"max_steps", "eval_every", "save_every", "report_to", "keep_checkpoints"}
 
 
 def test_the_plan_is_in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,28 +2,15 @@
 
 from __future__ import annotations
 
-import random
-import warnings
 from typing import Any
 
 import pytest
 
-from klamp.config import KLWarning
-from klamp.training.config import TrainConfig
-from studies.small_language import HAPPY, PLACES, SENTENCES, VERBS, story, vocabulary
-from studies.target_map import CELLS, MARK, RECORD, TARGETS, judged, read, share, text
+from studies.target_map import MARK, RECORD, TARGETS, judged, read, share, text
 
 
 def found(**changes: Any) -> dict[str, Any]:
     return {"in_band": 1.0, "last": 1.0, "moved": 1.1, **changes}
-
-
-@pytest.mark.parametrize("cell", CELLS)
-def test_a_cell_is_a_configuration_that_holds_a_target(cell: str) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)
-        config = TrainConfig.from_flat(CELLS[cell])
-    assert config.kl.controller_name == "hold" and config.kl.target_kl == float(cell.partition(",")[0])
 
 
 def test_a_seed_below_four_fifths_makes_its_cell_red_and_what_was_not_run_says_so() -> None:
@@ -48,12 +35,3 @@ def test_a_run_is_judged_from_20_steps_after_it_first_reached_its_target() -> No
 def test_the_page_is_what_the_record_says() -> None:
     page = RECORD.with_suffix(".md").read_text(encoding="utf-8")
     assert page.partition(MARK)[2].strip() == text(read(RECORD)), "run: python -m studies.target_map --cells"
-
-
-def test_a_story_has_more_words_than_a_completion_and_one_adjective_in_twelve_is_happy() -> None:
-    happy, other, nouns = vocabulary()
-    assert not set(happy) & {*other, *nouns, *VERBS, *PLACES}
-    told = [story(random.Random(seed), nouns[0]).split() for seed in range(200)]
-    assert min(map(len, told)) > 100
-    adjectives = SENTENCES * 3 * len(told)
-    assert abs(sum(word in happy for words in told for word in words) / adjectives - HAPPY) < 0.01

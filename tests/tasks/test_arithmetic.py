@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 import string
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -63,12 +62,6 @@ def test_held_out_prompts_never_turn_up_in_training_whatever_the_seed() -> None:
     assert all(is_held_out(prompt, HELD_OUT_SHARE) for prompt in held_out)
 
 
-def test_a_skill_that_runs_out_of_prompts_gives_what_it_has() -> None:
-    found = examples("subtraction", 5_000, seed=0, held_out=True)
-    assert len({e.prompt for e in found}) == len(found)
-    assert 300 < len(found) < 90 * 91 // 2  # about an eighth of all pairs
-
-
 def test_the_task_trains_addition_and_watches_the_rest() -> None:
     task = load_task(TaskConfig(train_size=20, eval_size=7), arithmetic_tokenizer())
     assert task.rl_skill == RL_SKILL
@@ -80,14 +73,6 @@ def test_the_task_trains_addition_and_watches_the_rest() -> None:
     assert len(load_task(TaskConfig(), arithmetic_tokenizer()).train) == 4096
 
 
-def test_the_reward_is_exact() -> None:
-    task = load_task(TaskConfig(train_size=5, eval_size=1), arithmetic_tokenizer())
-    example = task.train[0]
-    assert task.score(example, example.answer) == 1.0
-    for wrong in ("", example.answer + " ", " " + example.answer, example.answer + "0", example.answer[:-1]):
-        assert task.score(example, wrong) == 0.0
-
-
 @pytest.mark.parametrize(
     "option",
     [{"system_prompt": "be brief"}, {"eval_split": "held.jsonl"}, {"skill_column": "s"}, {"chat_template": True}],
@@ -97,23 +82,12 @@ def test_options_that_would_do_nothing_are_refused(option: dict[str, object]) ->
         load_task(TaskConfig(**option), arithmetic_tokenizer())  # pyright: ignore
 
 
-def test_an_unknown_task_names_the_nearest() -> None:
+def test_a_task_that_there_is_not_and_a_size_that_cannot_be_are_refused() -> None:
     with pytest.raises(UnknownNameError, match="did you mean 'arithmetic'"):
         load_task(TaskConfig(task="arithmetics"), arithmetic_tokenizer())
-
-
-@pytest.mark.parametrize(
-    ("changes", "what"),
-    [
-        ({"task": ""}, "no task is named"),
-        ({"train_size": -1}, "train_size must be a whole number >= 0"),
-        ({"eval_size": 0}, "eval_size must be a whole number >= 1"),
-    ],
-)
-def test_a_configuration_that_cannot_work_is_refused(changes: dict[str, Any], what: str) -> None:
-    with pytest.raises(ConfigError, match=what) as caught:
-        TaskConfig(**changes)
-    assert str(next(iter(changes.values()))) in str(caught.value.got) and caught.value.fix
+    for changes in ({"train_size": -1}, {"eval_size": 0}):
+        with pytest.raises(ConfigError):
+            TaskConfig(**changes)  # pyright: ignore
 
 
 def test_one_character_is_one_token_and_text_survives_the_round_trip() -> None:
@@ -126,19 +100,3 @@ def test_one_character_is_one_token_and_text_survives_the_round_trip() -> None:
     assert tokenizer.pad_token_id not in (None, tokenizer.eos_token_id)
     padded: Any = [tokenizer.pad_token_id, *ids[:2], tokenizer.eos_token_id]
     assert tokenizer.decode(padded, skip_special_tokens=True) == "01"
-
-
-def test_a_saved_tokenizer_loads_as_any_other(tmp_path: Path) -> None:
-    from transformers import AutoTokenizer
-
-    tokenizer = arithmetic_tokenizer()
-    tokenizer.save_pretrained(tmp_path)
-    loaded = AutoTokenizer.from_pretrained(tmp_path, local_files_only=True)
-    assert loaded.get_vocab() == tokenizer.get_vocab()
-    assert loaded.padding_side == "left"
-    assert (loaded.eos_token_id, loaded.pad_token_id) == (tokenizer.eos_token_id, tokenizer.pad_token_id)
-    batch = loaded(["1+1=", "11+11="], padding=True)
-    assert batch["input_ids"][0][:2] == [loaded.pad_token_id] * 2 and batch["attention_mask"][0] == [0, 0, 1, 1, 1, 1]
-    text = "rev abcd=dcba"
-    assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
-    assert loaded.decode(loaded(text)["input_ids"]) == text

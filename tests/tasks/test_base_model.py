@@ -1,11 +1,13 @@
-"""The base model: the same for the same configuration, cached whole or not at all; the rows that it is taught."""
+"""The base model: the same bits for the same recipe, cached whole or not at all; the rows that it is taught."""
 
 from __future__ import annotations
 
 import json
+import os
 import random
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from stat import S_IMODE
 from typing import Any
 
 import pytest
@@ -13,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from klamp.errors import ModelError
-from klamp.tasks import BaseModelConfig, base_model_folder, load_base_model
 from klamp.tasks import base_model as module
+from klamp.tasks import base_model_folder, load_base_model
 from klamp.tasks.arithmetic import (
     HELD_OUT_SHARE,
     MAX_COMPLETION_LENGTH,
@@ -24,15 +26,22 @@ from klamp.tasks.arithmetic import (
     score_exact,
 )
 from klamp.tasks.base import is_held_out
-from klamp.tasks.base_model import IGNORED, careless_sum, corpus, train_base_model, training_tensors
+from klamp.tasks.base_model import IGNORED, careless_sum, corpus, stored, train_base_model, training_tensors
 
-TINY = BaseModelConfig(hidden_size=16, layers=1, heads=2, steps=6, batch_size=8)
+TINY = {"hidden_size": 16, "layers": 1, "heads": 2, "steps": 6, "batch_size": 8}
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A cache of its own for each test."""
+@pytest.fixture
+def changed(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Another recipe."""
+    return lambda **changes: monkeypatch.setattr(module, "RECIPE", {**module.RECIPE, **changes})
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changed: Callable[..., None]) -> Path:
+    """A cache of its own, and a tiny model."""
     monkeypatch.setenv("KLAMP_CACHE", str(tmp_path / "cache"))
+    changed(**TINY)
     return tmp_path / "cache"
 
 
@@ -41,66 +50,59 @@ def bits(model: torch.nn.Module) -> list[bytes]:
 
 
 def test_the_second_load_trains_nothing_and_gives_identical_bits(cache: Path) -> None:
-    calls: list[tuple[int, int, float]] = []
-
-    def progress(what: str, step: int, steps: int, loss: float | None) -> None:
-        assert loss is not None
-        calls.append((step, steps, loss))
-
-    model, tokenizer = load_base_model(TINY, progress=progress)
-    assert [(step, steps) for step, steps, _ in calls] == [(i, 6) for i in range(1, 7)]
+    calls: list[Any] = []
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    model, tokenizer = load_base_model(progress=lambda *call: calls.append(call))
+    assert torch.equal(torch.rand(3), expected), "the caller's random state is left alone"
+    assert [(step, steps) for _, step, steps, _ in calls] == [(i, 6) for i in range(1, 7)]
     assert all(0 < loss < 10 for *_, loss in calls)
-    again, tokenizer_again = load_base_model(TINY, progress=progress)
+    again, tokenizer_again = load_base_model(progress=lambda *call: calls.append(call))
     assert len(calls) == 6
     assert bits(again) == bits(model)
     assert tokenizer_again.get_vocab() == tokenizer.get_vocab()
     assert tokenizer_again.padding_side == "left"
     assert not model.training
-    assert [p.name for p in cache.iterdir()] == [base_model_folder(TINY).name]
-    assert json.loads((base_model_folder(TINY) / "base_model.json").read_text()) == module.taught(TINY)
+    assert [p.name for p in cache.iterdir()] == [base_model_folder().name]
+    assert json.loads((base_model_folder() / "base_model.json").read_text()) == module.RECIPE
 
 
-def test_same_seed_same_weights_another_seed_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    torch.manual_seed(5)
-    expected = torch.rand(3)
-    torch.manual_seed(5)
-    first = bits(train_base_model(TINY))
-    assert torch.equal(torch.rand(3), expected), "the caller's random state is left alone"
-    assert bits(train_base_model(TINY)) == first
-    monkeypatch.setattr(module, "SEED", 1)
-    assert bits(train_base_model(TINY)) != first
+@pytest.mark.usefixtures("cache")
+def test_the_seed_decides_the_weights(changed: Callable[..., None]) -> None:
+    first = bits(train_base_model())
+    assert bits(train_base_model()) == first
+    changed(seed=1)
+    assert bits(train_base_model()) != first
 
 
-@pytest.mark.parametrize("change", [{"steps": 7}, {"layers": 2}])
-def test_every_choice_has_a_folder_of_its_own(change: dict[str, Any]) -> None:
-    assert base_model_folder(replace(TINY, **change)) != base_model_folder(TINY)
-    assert base_model_folder(replace(TINY)) == base_model_folder(TINY)
-
-
-def test_a_new_recipe_or_other_training_rows_do_not_reuse_old_models(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = [base_model_folder(TINY)]
+def test_another_recipe_or_other_training_rows_have_a_folder_of_their_own(
+    changed: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = [base_model_folder(), base_model_folder()]
     monkeypatch.setitem(SKILLS, "reversal", lambda rng: ("rev ab=", "ba"))
-    found.append(base_model_folder(TINY))
-    monkeypatch.setattr(module, "RECIPE", module.RECIPE + 1)
-    assert len({*found, base_model_folder(TINY)}) == 3
+    found.append(base_model_folder())
+    for change in ({"recipe": 2}, {"steps": 7}):
+        changed(**change)
+        found.append(base_model_folder())
+    assert len({*found}) == 4
 
 
-@pytest.mark.parametrize("damage", ["cut", "missing", "garbage", "lacking"])
+@pytest.mark.usefixtures("cache")
+@pytest.mark.parametrize("damage", ["cut", "garbage", "lacking"])
 def test_a_damaged_cache_says_which_folder_to_delete(damage: str) -> None:
-    load_base_model(TINY)
-    folder = base_model_folder(TINY)
+    load_base_model()
+    folder = base_model_folder()
     weights = next(folder.glob("*.safetensors"))
     if damage == "cut":
         weights.write_bytes(weights.read_bytes()[:-100])
-    elif damage == "missing":
-        weights.unlink()
     elif damage == "lacking":
         tensors = load_file(weights)
         save_file({name: x for name, x in tensors.items() if "up_proj" not in name}, weights, metadata={"format": "pt"})
     else:
         (folder / "config.json").write_text("{")
     with pytest.raises(ModelError, match=f"(?s)cannot be read.*{folder.name}.*delete this folder"):
-        load_base_model(TINY)
+        load_base_model()
 
 
 @torch.no_grad()
@@ -126,7 +128,7 @@ def test_the_default_model_leaves_rl_something_to_gain_and_something_to_lose(
     default_base_model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KLAMP_CACHE", str(default_base_model.parent))
-    model, tokenizer = load_base_model(BaseModelConfig())
+    model, tokenizer = load_base_model()
     sampled, greedy = (accuracies(model, tokenizer, sample=s) for s in (True, False))
     assert 0.4 <= sampled["addition"] <= 0.8
     assert 0.5 <= greedy["addition"] <= 0.85  # room to gain 15 points
@@ -140,44 +142,22 @@ def share(left: int, right: int, value: int, draws: int = 4000) -> float:
     return sum(careless_sum(left, right, rng) == value for _ in range(draws)) / draws
 
 
-def test_without_carelessness_every_sum_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CARELESSNESS", 0.0)
-    for left in range(10, 100):
-        for right in range(10, 100):
-            assert careless_sum(left, right, random.Random(0)) == left + right
-
-
-@pytest.mark.parametrize(
-    ("left", "right", "slip", "odds"),
-    [
-        (17, 27, 34, 0.6),  # a heavy column, 7 + 7: the carry is lost with the full odds
-        (16, 27, 33, 0.3),  # a light one, 6 + 7: with half of them
-        (70, 70, 40, 0.6),  # the tens, likewise
-        (60, 70, 30, 0.3),
-    ],
-)
-def test_carries_are_forgotten_as_often_as_documented(left: int, right: int, slip: int, odds: float) -> None:
-    assert share(left, right, slip) == pytest.approx(odds, abs=0.03)
-    assert share(left, right, left + right) == pytest.approx(1 - odds, abs=0.03)
+def test_carries_are_forgotten_as_often_as_documented() -> None:
+    # a heavy column, 7 + 7: the carry is lost with the full odds; a light one, 6 + 7: with half; the tens likewise
+    for left, right, slip, odds in ((17, 27, 34, 0.6), (16, 27, 33, 0.3), (70, 70, 40, 0.6), (60, 70, 30, 0.3)):
+        assert share(left, right, slip) == pytest.approx(odds, abs=0.03)
+        assert share(left, right, left + right) == pytest.approx(1 - odds, abs=0.03)
     assert share(14, 25, 39) == 1.0, "without a carry it is never wrong"
 
 
-def test_rows_come_from_the_training_side_in_the_mixture_that_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "CARELESSNESS", 0.0)
+def test_rows_come_from_the_training_side_in_the_mixture_that_was_asked_for(changed: Callable[..., None]) -> None:
+    changed(carelessness=0.0)
     rows = list(corpus(4000))
     assert not any(is_held_out(prompt, HELD_OUT_SHARE) for prompt, _ in rows)
     sums = [(p, a) for p, a in rows if "+" in p]
     assert len(sums) / len(rows) == pytest.approx(0.46, abs=0.03)
     assert sum(p.startswith("rev") for p, _ in rows) / len(rows) == pytest.approx(0.13, abs=0.03)
     assert all(eval(p[:-1]) == int(a) for p, a in sums)
-
-
-def test_only_additions_are_careless_and_the_seed_decides() -> None:
-    rows = list(corpus(8000, seed=3))
-    assert rows == list(corpus(8000, seed=3)) != list(corpus(8000, seed=4))
-    right = {kind: [eval(p[:-1]) == int(a) for p, a in rows if kind in p] for kind in "+-"}
-    assert all(right["-"])
-    assert sum(right["+"]) / len(right["+"]) == pytest.approx(0.63, abs=0.04)
 
 
 def test_labels_are_the_next_tokens_of_the_completion_alone() -> None:
@@ -192,3 +172,71 @@ def test_labels_are_the_next_tokens_of_the_completion_alone() -> None:
         known = target[:-1] != IGNORED
         shifted = row[1:][known]
         assert ((shifted == target[:-1][known]) | (shifted == tokenizer.pad_token_id)).all()
+
+
+def test_a_folder_appears_when_it_is_whole(tmp_path: Path) -> None:
+    folder = tmp_path / "cache" / "model"
+
+    def write(empty: Path) -> None:
+        assert list(empty.iterdir()) == [] and not folder.exists()
+        (empty / "weights").write_text("all of them")
+
+    assert stored(folder, write) == stored(folder, lambda _: pytest.fail("it is there")) == folder
+    assert (folder / "weights").read_text() == "all of them"
+    assert [each.name for each in folder.parent.iterdir()] == ["model"]
+
+
+@pytest.fixture(params=[0o022, 0o077], ids=oct)
+def umask(request: pytest.FixtureRequest) -> Iterator[int]:
+    before = os.umask(request.param)
+    yield request.param
+    os.umask(before)
+
+
+def test_a_model_is_as_readable_as_other_files(tmp_path: Path, umask: int) -> None:
+    def write(empty: Path) -> None:
+        save_file({"weight": torch.zeros(1)}, empty / "model.safetensors")
+        (empty / "inner").mkdir(0o700)
+        (empty / "program").touch(0o700)
+        (empty / "inner" / "link").symlink_to("/proc/version")
+
+    stored(tmp_path / "model", write)
+    found = {path.relative_to(tmp_path).as_posix(): S_IMODE(path.lstat().st_mode) for path in tmp_path.rglob("*")}
+    del found["model/inner/link"]
+    file, folder = 0o666 & ~umask, 0o777 & ~umask
+    assert found == {
+        "model": folder,
+        "model/inner": folder,
+        "model/model.safetensors": file,
+        "model/program": file | 0o700,
+    }
+
+
+def test_what_is_killed_on_the_way_leaves_nothing(tmp_path: Path) -> None:
+    def write(empty: Path) -> None:
+        (empty / "weights").write_text("half of th")
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        stored(tmp_path / "model", write)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_cache_that_cannot_be_written_is_found_out_before_any_work(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    with pytest.raises(ModelError, match="cannot be written") as caught:
+        stored(tmp_path / "file" / "model", lambda empty: pytest.fail("there was work"))
+    assert "KLAMP_CACHE" in str(caught.value)
+
+
+def test_the_quicker_process_wins(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+
+    def write(empty: Path) -> None:
+        (empty / "weights").write_text("ours")
+        folder.mkdir()
+        (folder / "weights").write_text("theirs")
+
+    stored(folder, write)
+    assert (folder / "weights").read_text() == "theirs"
+    assert [each.name for each in tmp_path.iterdir()] == ["model"]

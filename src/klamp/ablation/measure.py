@@ -10,13 +10,12 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import torch
-from transformers import PreTrainedModel
 
-from klamp.ablation.outcome import Outcome
 from klamp.ablation.plan import KL_PROMPTS
+from klamp.ablation.results import Outcome
 from klamp.core.masking import masked_sum
 from klamp.core.types import Direction
 from klamp.scoring.completions import select
@@ -100,24 +99,19 @@ def _sums(context: Context, prompts: Sequence[Example], direction: Direction) ->
 def measured(config: TrainConfig, weights: str | Path | None) -> Context:
     """A context whose policy is a trained one, and whose reference is the model that its training started from.
 
-    Temperature and length are those of training; the support is not cut. `weights` are those of the policy or of its
-    adapter; None: the policy is the starting model. With an adapter the start is the policy with it switched off.
+    Temperature and length are those of training; the support is not cut. `weights` are the policy's or its adapter's;
+    None: the policy is the starting model. With an adapter the start is the policy with it switched off.
     """
     device, model = device_of(config), config.model
-
-    def loaded(spec: str) -> PreTrainedModel:
-        return load_model(spec, model.dtype).to(device)  # pyright: ignore[reportArgumentType]
-
-    start = loaded(model.model)
+    start: Any = load_model(model.model, model.dtype).to(device)  # pyright: ignore[reportArgumentType]
+    policy = start
     if model.lora_r:
         policy = with_adapter(start, model, None if weights is None else Path(weights)).to(device).eval()
-        traits = probe(policy)
-        reference: LocalReference = AdapterOffReference(policy, traits=traits)
-    else:
-        policy = start if weights is None else loaded(str(weights))
+    elif weights is not None:
+        policy = load_model(str(weights), model.dtype).to(device)  # pyright: ignore[reportArgumentType]
         check_same_vocabulary(start, policy, larger=True)  # padding that a run cut
-        traits = probe(policy)
-        reference = FrozenReference(start, name="the model that training started from")
+    traits = probe(policy)
+    reference = AdapterOffReference(policy, traits=traits) if model.lora_r else FrozenReference(start)
     tokenizer = load_tokenizer(model.tokenizer or model.model)
     return Context(
         config=replace(config, rollout=replace(config.rollout, top_p=1.0, top_k=0)),
@@ -147,6 +141,5 @@ def evaluate(
         with reference.sampling_model():  # switches an adapter off
             before = scores_in(replace(context, policy=reference.scorer.model, scorer=reference.scorer)).scores
         numbers = numbers_of(context, prompts=prompts)
-    name, skill = str(weights or config.model.model), context.task.rl_skill
-    ids = {"run": name, "arm": name, "seed": config.run.seed, "rl_skill": skill}
-    return Outcome(**ids, before=before, after=after, numbers=numbers)
+    name, skill, seed = str(weights or config.model.model), context.task.rl_skill, config.run.seed
+    return Outcome(run=name, arm=name, seed=seed, rl_skill=skill, before=before, after=after, numbers=numbers)

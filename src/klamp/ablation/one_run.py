@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import logging
 import os
 import pickle
@@ -18,27 +17,25 @@ from typing import Any
 import torch
 
 from klamp.ablation.measure import measure
-from klamp.ablation.outcome import Outcome, failed, write_outcome
 from klamp.ablation.plan import Run, run_folder
+from klamp.ablation.results import Outcome, failed, write_outcome
 from klamp.errors import KlampError, TrainingStopped
 from klamp.training.backends import train_run
-from klamp.training.folders import CONFIG, METRICS_FILE, SUMMARY, lines_of, newest_policy
+from klamp.training.folders import CONFIG, SUMMARY, newest_policy, row_of
 
 log = logging.getLogger(__name__)
 
 
 def perform(run: Run, folder: Path) -> Outcome:
-    """Train a run to its end (from its newest checkpoint, if it has one), measure it, and write its outcome.json.
+    """Train a run in the folder of its ablation (from its newest checkpoint), measure it, and write its outcome.json.
 
-    An error of the run is a `failed` outcome. An interrupted run raises KeyboardInterrupt or TrainingStopped; it has no
-    outcome, and the next call continues it. `folder` is that of the ablation.
+    An error of the run is a `failed` outcome. An interrupt is raised; the next call continues the run.
     """
     own = run_folder(folder, run)
     own.mkdir(parents=True, exist_ok=True)
     try:
-        if (summary := finished(own, run.config.run.max_steps)) is None:
-            settings = replace(run.config.run, output_dir=str(own), resume=(own / CONFIG).exists())
-            summary = vars(train_run(replace(run.config, run=settings)))
+        settings = replace(run.config.run, output_dir=str(own), resume=(own / CONFIG).exists())
+        summary = finished(own, settings.max_steps) or vars(train_run(replace(run.config, run=settings)))
         gc.collect()  # the optimizer and the graph are in cycles; the second model needs their memory
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -49,26 +46,24 @@ def perform(run: Run, folder: Path) -> Outcome:
         log.exception("the run failed")
         text = str(error) if isinstance(error, KlampError) else f"{type(error).__name__}: {error}"
         outcome = failed(run, "\n".join((text, *getattr(error, "__notes__", ()))))
-    write_outcome(own, outcome)
-    return outcome
+    return write_outcome(own, outcome)
 
 
 def outcome_of(run: Run, own: Path, summary: Mapping[str, Any]) -> Outcome:
     """Measure a finished run in its folder; `summary` is the content of its summary.json."""
     numbers = measure(run.config, own, prompts=run.kl_prompts)
-    numbers["seconds"] = sum(row.get("speed/step_seconds", 0.0) for row in lines_of(own / METRICS_FILE))
-    last = summary["final_metrics"]
-    numbers |= {ours: last[name] for ours, name in (("beta", "beta"), ("price", "beta/price")) if name in last}
+    numbers |= {name: value for name, value in summary["final_metrics"].items() if name == "beta"}
     scores = {name: summary[name] for name in ("rl_skill", "before", "after")}
     return Outcome(run=run.name, arm=run.arm.name, seed=run.seed, values=run.arm.values, numbers=numbers, **scores)
 
 
 def finished(own: Path, steps: int) -> Mapping[str, Any] | None:
     """The summary of the run in a folder if its training has all its steps, else None."""
-    if not (own / SUMMARY).exists() or newest_policy(own) is None:
+    file = own / SUMMARY
+    if not file.exists() or newest_policy(own) is None:
         return None
-    summary = json.loads((own / SUMMARY).read_text(encoding="utf-8"))
-    return summary if summary["steps"] >= steps else None
+    summary = row_of(file.read_text(encoding="utf-8"))
+    return summary if summary is not None and summary["steps"] >= steps else None
 
 
 def main(own: Path) -> int:
@@ -95,4 +90,4 @@ def _stop_with_the_command() -> None:
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(Path(sys.argv[1])))  # noqa: TID251  (started by klamp.ablation.local)
+    raise SystemExit(main(Path(sys.argv[1])))  # noqa: TID251  (started by klamp.ablation.execute)

@@ -1,8 +1,9 @@
-"""The plan of an ablation: arms (what differs) times seeds (how often); plain data, nothing is loaded."""
+"""The plan of an ablation: arms (what differs) times seeds (how often), or runs that exist; nothing is loaded."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import zlib
 from collections import Counter
@@ -11,7 +12,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from klamp.errors import ConfigError, without_credentials
+import yaml
+
+from klamp.errors import ConfigError, DataError, without_credentials
 from klamp.training.backends import check_backend
 from klamp.training.config import TrainConfig
 from klamp.training.folders import RUNS
@@ -20,6 +23,13 @@ KL_PROMPTS = 256
 """The default of `Plan.kl_prompts`."""
 OWNED = ("seed", "output_dir", "resume")
 """Fields that the ablation sets itself."""
+NO_VARIANT = (
+    *("seed", "output_dir", "resume", "report_to", "eval_every", "save_every", "keep_checkpoints"),
+    *("log_completions", "log_completions_every", "log_answers", "exact_kl_completions", "cpu", "stop_on"),
+)
+"""Fields that may differ between runs of one variant: they change what is written, not what is learned."""
+SAME_TASK = ("train_size",)
+"""Fields of a task that change neither the held-out prompts nor their scores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,10 +69,11 @@ class Run:
 def grid(sweep: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
     """One arm for every combination of the values of some fields (and of `preset`); the last one varies fastest."""
     combinations = (dict(zip(sweep, values, strict=True)) for values in itertools.product(*sweep.values()))
-    return tuple(
-        Arm(name=" ".join(f"{name}={shown(value)}" for name, value in values.items()) or "base", values=values)
-        for values in combinations
-    )
+    return tuple(map(_arm, combinations))
+
+
+def _arm(values: Mapping[str, Any]) -> Arm:
+    return Arm(name=" ".join(f"{name}={shown(value)}" for name, value in values.items()) or "base", values=values)
 
 
 def runs(plan: Plan) -> tuple[Run, ...]:
@@ -114,15 +125,10 @@ def shown(value: Any) -> str:
     return without_credentials(str(value))
 
 
-def plain_plan(plan: Plan) -> dict[str, Any]:
-    """The plan as plain data for YAML, as `klamp ablate --plan` reads it, without credentials of URLs."""
-
-    def plain(values: Mapping[str, Any]) -> dict[str, Any]:
-        lists = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-        return {name: without_credentials(v) if isinstance(v, str) else v for name, v in lists.items()}
-
-    arms = {arm.name: plain(arm.values) for arm in plan.arms}
-    return {**vars(plan), "base": plain(plan.base), "arms": arms, "seeds": list(plan.seeds)}
+def plan_text(plan: Plan) -> str:
+    """The plan as YAML, as `klamp ablate --plan` reads it, without credentials of URLs."""
+    plain = json.loads(json.dumps({**vars(plan), "arms": {arm.name: arm.values for arm in plan.arms}}))
+    return without_credentials(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
 
 
 def _config(plan: Plan, arm: Arm, seed: int) -> TrainConfig:
@@ -143,3 +149,32 @@ def _config(plan: Plan, arm: Arm, seed: int) -> TrainConfig:
         error.add_note(f"in the arm {arm.name!r}")
         raise
     return config
+
+
+def as_runs(given: Sequence[tuple[Path, TrainConfig]], *, kl_prompts: int = KL_PROMPTS) -> dict[Path, Run]:
+    """The runs of some folders; the fields in which they differ name their arms.
+
+    A DataError refuses different tasks, and one variant twice with the same seed.
+    """
+    flat = [config.flat() for _, config in given]
+    names = [name for name in flat[0] if name not in NO_VARIANT and len({repr(values[name]) for values in flat}) > 1]
+    for name in (name for name in names if hasattr(given[0][1].task, name) and name not in SAME_TASK):
+        other = next(i for i, values in enumerate(flat) if repr(values[name]) != repr(flat[0][name]))
+        raise DataError(
+            "these runs had different tasks",
+            got=" and ".join(f"{name} is {shown(flat[i][name])!r} in {given[i][0]}" for i in (0, other)),
+            why="their scores are of different prompts or rewards",
+            fix="name runs of one task, or score each with klamp evaluate --checkpoint FOLDER --task NAME",
+        )
+    found: dict[str, tuple[Path, Run]] = {}
+    for (folder, config), values in zip(given, flat, strict=True):
+        run = run_of(_arm({name: values[name] for name in names}), config.run.seed, config, kl_prompts)
+        if run.name in found:
+            raise DataError(
+                "two runs are the same variant with the same seed",
+                got=f"{found[run.name][0]} and {folder}",
+                why=f"both are {run.name}: their numbers would count twice",
+                fix="name one of them",
+            )
+        found[run.name] = folder, run
+    return dict(found.values())

@@ -1,19 +1,26 @@
-"""The results of an ablation: a table (for each arm the mean over seeds with Student's interval), and a picture."""
+"""The outcome of each run, as a file, and what is made of all of them: a table (for each arm the mean over seeds with
+Student's interval), and a picture."""
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from statistics import fmean, stdev
-from typing import TYPE_CHECKING, Any, NamedTuple
+from statistics import fmean
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-from klamp.ablation.outcome import Outcome, columns, retained_skills
+from klamp.ablation.plan import Run, run_folder
+from klamp.errors import DataError
+from klamp.files import json_of
+from klamp.training.folders import write_whole
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+OUTCOME = "outcome.json"
+"""The file in the folder of a run that is done or has failed."""
 CONFIDENCE = 0.95
 """Of every interval."""
 HEADINGS = {
@@ -36,6 +43,82 @@ NOTES = (
 
 
 @dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """The result of one run: done or failed, its numbers, its scores."""
+
+    run: str
+    arm: str
+    seed: int
+    values: Mapping[str, Any] = field(default_factory=dict)
+    state: Literal["done", "failed"] = "done"
+    error: str = ""
+    """Why it failed; the first line says what happened."""
+    rl_skill: str = ""
+    """The trained skill; the others are the retained ones."""
+    before: Mapping[str, float] = field(default_factory=dict)
+    after: Mapping[str, float] = field(default_factory=dict)
+    """Skill -> greedy score on held-out prompts, before and after training."""
+    numbers: Mapping[str, float] = field(default_factory=dict)
+    """Numbers of `klamp.ablation.measure`, and the `beta` of the last step."""
+
+
+def write_outcome(folder: Path, outcome: Outcome) -> Outcome:
+    """Write the outcome into a run's folder, completely or not at all; returns it."""
+    write_whole(folder / OUTCOME, json.dumps(asdict(outcome), indent=2))
+    return outcome
+
+
+def read_outcome(folder: Path) -> Outcome | None:
+    """Read the outcome from a run's folder; None if the run is neither done nor failed, a DataError if damaged."""
+    file = folder / OUTCOME
+    if not file.exists():
+        return None
+    try:
+        outcome = Outcome(**json_of(file.read_text(encoding="utf-8")))
+        for scores in (outcome.before, outcome.after, outcome.numbers):
+            sum(scores.values(), 0.0)  # a TypeError if one is no number
+        if not (isinstance(outcome.arm, str) and isinstance(outcome.seed, int)):
+            raise TypeError(f"arm {outcome.arm!r}, seed {outcome.seed!r}")
+        return outcome
+    except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
+        raise DataError(
+            "the outcome of a run cannot be read",
+            got=str(file),
+            why=f"{type(error).__name__}: {error}",
+            fix="delete that file; the same `klamp ablate` command then makes it again",
+        ) from error
+
+
+def is_done(folder: Path, run: Run) -> bool:
+    """Whether a run in the folder of an ablation is done; a failed run is not."""
+    outcome = read_outcome(run_folder(folder, run))
+    return outcome is not None and outcome.state == "done"
+
+
+def failed(run: Run, error: str) -> Outcome:
+    """The outcome of a run that failed; the first line of the error says what happened."""
+    return Outcome(run=run.name, arm=run.arm.name, seed=run.seed, values=run.arm.values, state="failed", error=error)
+
+
+def retained_skills(outcome: Outcome) -> tuple[str, ...]:
+    """The skills that were not trained, with a score before and after."""
+    return tuple(skill for skill in outcome.after if skill != outcome.rl_skill and skill in outcome.before)
+
+
+def retained(outcome: Outcome, scores: Mapping[str, float]) -> float | None:
+    """The mean score (`outcome.before` or `outcome.after`) of the skills that were not trained; None without any."""
+    skills = retained_skills(outcome)
+    return sum(scores[skill] for skill in skills) / len(skills) if skills else None
+
+
+def columns(outcome: Outcome) -> dict[str, float]:
+    """Column -> number of a run; without numbers that are missing or not finite, and none of a run that failed."""
+    scores = {"rl/after": outcome.after.get(outcome.rl_skill), "retained/after": retained(outcome, outcome.after)}
+    values = {**scores, **outcome.numbers} if outcome.state == "done" else {}
+    return {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+
+
+@dataclass(frozen=True, kw_only=True)
 class Cell:
     """One number of an arm: the mean over its seeds, with Student's interval if the seeds have a spread."""
 
@@ -47,12 +130,12 @@ class Cell:
 
 @dataclass(frozen=True, kw_only=True)
 class ArmRow:
-    """One arm: its values, how many of its runs are done, why others failed, and its cells by the name of a column."""
+    """One arm: its values, how many of its runs are done and failed, and its cells by the name of a column."""
 
     arm: str
     values: Mapping[str, Any]
     done: int
-    failures: tuple[str, ...]
+    failed: int
     cells: Mapping[str, Cell]
 
 
@@ -71,12 +154,10 @@ def cell_of(by_seed: Mapping[int, float]) -> Cell:
     The interval takes the values for normal noise over seeds; there is none if they agree to rounding. Source: Student.
     """
     values, interval = tuple(by_seed.values()), None
-    spread = stdev(values) if len(values) > 1 else 0.0
-    if spread > 1e-12 * max(map(abs, values)):
+    if max(values) - min(values) > 1e-12 * max(map(abs, values)):
         from scipy import stats
 
-        error = spread / len(values) ** 0.5
-        low, high = stats.t.interval(CONFIDENCE, len(values) - 1, loc=fmean(values), scale=error)
+        low, high = stats.t.interval(CONFIDENCE, len(values) - 1, loc=fmean(values), scale=stats.sem(values))
         interval = float(low), float(high)
     return Cell(values=by_seed, mean=fmean(values), interval=interval)
 
@@ -94,9 +175,8 @@ def summarise(outcomes: Sequence[Outcome]) -> list[ArmRow]:
             control = rows[0].cells[name].values if name in rows[0].cells else {}
             if pairs := {seed: x - control[seed] for seed, x in by_seed.get(name, {}).items() if seed in control}:
                 by_seed[difference] = pairs
-        failures = tuple(f"seed {run.seed}: {run.error}" for run in runs if run.state == "failed")
-        cells, done = {name: cell_of(values) for name, values in by_seed.items()}, len(runs) - len(failures)
-        rows.append(ArmRow(arm=arm, values=runs[0].values, done=done, failures=failures, cells=cells))
+        done, cells = sum(run.state == "done" for run in runs), {name: cell_of(each) for name, each in by_seed.items()}
+        rows.append(ArmRow(arm=arm, values=runs[0].values, done=done, failed=len(runs) - done, cells=cells))
     return rows
 
 
@@ -113,17 +193,16 @@ def text_table(table: Sequence[ArmRow]) -> list[tuple[str, ...]]:
     names = [name for name in HEADINGS if any(name in row.cells for row in table)]
     lines = [("arm", "seeds", *(HEADINGS[name] for name in names))]
     for row in table:
-        seeds = f"{row.done}, {len(row.failures)} failed" if row.failures else str(row.done)
+        seeds = f"{row.done}, {row.failed} failed" if row.failed else str(row.done)
         lines.append((row.arm, seeds, *(cell_text(row.cells.get(name), row.done) for name in names)))
     return lines
 
 
 def markdown(table: Sequence[ArmRow]) -> str:
-    """The table as a Markdown page: the table, the runs that failed, and how to read it."""
+    """The table as a Markdown page, and how to read it."""
     heading, *rows = (f"| {' | '.join(cell.replace('|', '/') for cell in line)} |" for line in text_table(table))
     rule = "|---" * (heading.count(" | ") + 1) + "|"
-    failures = [f"- failed: {row.arm}, {' '.join(text.split())}" for row in table for text in row.failures]
-    return "\n\n".join(("\n".join((heading, rule, *rows)), *failures, *NOTES)) + "\n"
+    return "\n\n".join(("\n".join((heading, rule, *rows)), *NOTES)) + "\n"
 
 
 def draw_frontier(outcomes: Sequence[Outcome]) -> Figure | None:

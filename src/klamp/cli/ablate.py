@@ -8,10 +8,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from klamp.ablation.execute import Executor, check_folder, check_free
-from klamp.ablation.outcome import is_done
-from klamp.ablation.plan import KL_PROMPTS, Plan, Run, runs, shown
-from klamp.ablation.results import NOTES, ArmRow, Result, text_table
+from klamp.ablation.execute import Executor, check_folder
+from klamp.ablation.plan import KL_PROMPTS, Plan, Run, as_runs, runs, shown
+from klamp.ablation.results import NOTES, ArmRow, Result, is_done, text_table
 from klamp.cli.ablate_arguments import parse_ablate
 from klamp.cli.describe import describe_model, describe_task, tool
 from klamp.cli.options import AblateOptions
@@ -37,7 +36,7 @@ def run(argv: Sequence[str], *, console: Console | None = None, executor: Execut
     given = options.output_dir
     folder = at_home(given) if given else free_folder(Path("runs"), f"ablation-{plan.name}")
     executor = executor or _executor(options, every)
-    check_folder(plan, folder)
+    check_folder(folder, plan)
     if options.dry_run:
         show_plan(plan, every, folder=folder, executor=executor)
         return 0
@@ -68,7 +67,7 @@ def _execute(
 
 def _executor(options: AblateOptions, every: Sequence[Run]) -> Executor:
     if options.ray is None:
-        from klamp.ablation.local import local_executor
+        from klamp.ablation.execute import local_executor
 
         return local_executor(len(every), workers=options.workers, cpu=all(each.config.run.cpu for each in every))
     from klamp.ablation.cluster import RayExecutor
@@ -84,11 +83,11 @@ def compare_runs(options: AblateOptions, command: str) -> int:
     """Measure the runs, write their table and picture, show them; returns the exit code."""
     import matplotlib  # noqa: F401  (if it is missing, the error comes now and not after the last measurement)
 
-    from klamp.ablation.comparison import compare
+    from klamp.ablation.execute import compare
 
     compared = read_runs(options)
     folder = at_home(options.output_dir) if options.output_dir else free_folder(Path("runs"), "comparison")
-    check_free(folder)
+    check_folder(folder)
     say(f"{len(compared)} runs are compared in {folder}; nothing is trained")
     result = compare(compared, folder, lambda run: say(f"measuring {run.name}"))
     code = show_result(result, command)
@@ -98,7 +97,6 @@ def compare_runs(options: AblateOptions, command: str) -> int:
 
 def read_runs(options: AblateOptions) -> dict[Path, Run]:
     """The named runs; of the folder of an ablation, all of its runs. A DataError if they cannot be compared."""
-    from klamp.ablation.comparison import as_runs
     from klamp.cli.report import records
     from klamp.records.klamp_run import is_klamp_run, read_config
 

@@ -22,7 +22,7 @@ from klamp.config.describe import (
 )
 from klamp.config.loss import configured_price
 from klamp.tasks.base import NO_REWARD
-from klamp.tasks.base_model import BaseModelConfig, base_model_folder
+from klamp.tasks.base_model import base_model_folder
 from klamp.training.config import TrainConfig, field_owners
 from klamp.training.folders import run_folder
 from klamp.training.resumed import check_resume
@@ -45,7 +45,7 @@ def describe_model(config: TrainConfig) -> str:
     """The model of a run, and which of its weights are trained, in words."""
     model, name = config.model, config.model.model
     if name == BUILTIN:
-        cached = base_model_folder(BaseModelConfig()).is_dir()
+        cached = base_model_folder().is_dir()
         name += f": a small Llama for arithmetic, {'cached' if cached else 'to be taught first, a few minutes'}"
     moves = f"a LoRA adapter of rank {model.lora_r} is trained" if model.lora_r else "all weights are trained"
     return f"{name}; {model.dtype}, {moves}"

@@ -13,8 +13,8 @@ from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from klamp.ablation.outcome import Outcome
 from klamp.ablation.plan import Run
+from klamp.ablation.results import Outcome
 from klamp.cli.describe import describe_task
 from klamp.cli.text import MISSING, duration, fixed, say, visible
 from klamp.config.describe import describe_controller, describe_kl, describe_teacher

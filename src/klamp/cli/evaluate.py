@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from klamp.ablation.outcome import Outcome, retained
+from klamp.ablation.results import Outcome, retained
 from klamp.cli.arguments import apart
 from klamp.cli.display import skill_rows
 from klamp.cli.flags import fields_of, read_argv, train_fields

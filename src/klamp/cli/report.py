@@ -91,7 +91,7 @@ def records(paths: Sequence[Path]) -> list[Path]:
 
 def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
     """The runs, read and diagnosed; a DataError if a record cannot be read."""
-    from klamp.ablation.outcome import read_outcome
+    from klamp.ablation.results import read_outcome
     from klamp.diagnostics.doctor import examine
     from klamp.records import read_record
     from klamp.records.klamp_run import is_klamp_run, read_details

@@ -15,10 +15,10 @@ from klamp.tasks.base import (
     TaskConfig,
     checked,
     has_own_prompts,
+    import_function,
 )
-from klamp.tasks.base_model import BaseModelConfig, base_model_folder, load_base_model
+from klamp.tasks.base_model import base_model_folder, load_base_model
 from klamp.tasks.files import file_task, rows_task
-from klamp.tasks.functions import import_function
 from klamp.tasks.prompts import check_prompts, prompt_text
 from klamp.tasks.rewards import named_reward, with_reward
 
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 __all__ = [
-    "BaseModelConfig",
     "Example",
     "Task",
     "TaskConfig",
@@ -52,38 +51,25 @@ def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
         ConfigError: options that do not fit this kind of task, or a function that returns no task.
     """
     if config.task == ARITHMETIC_TASK:
-        _refuse_unused(config)
+        for name in ("eval_split", "skill_column", "reference_length_column", "chat_template", "system_prompt"):
+            if getattr(config, name):
+                raise ConfigError(
+                    f"{name} has no meaning for the task {config.task}",
+                    got=f"{name}={getattr(config, name)!r}",
+                    why="its prompts are bare sums and words, as the base model learned them, not read from a file",
+                    fix=f"leave {name} unset",
+                )
         task = arithmetic_task(config)
     elif has_own_prompts(config.task):
-        task = _own_task(config, tokenizer)
+        task = import_function(config.task, what="task")(config, tokenizer)
+        if not isinstance(task, Task):
+            raise ConfigError(
+                f"{config.task} returned no task",
+                got=type(task).__name__,
+                why="the function is called with the TaskConfig and the tokenizer, and what it returns is trained on",
+                fix="return a klamp.tasks.Task; klamp.tasks.rows_task makes one of rows",
+            )
+        task = replace(task, score=checked(task.score, name=config.task))
     else:
         task = file_task(config, tokenizer)
     return with_reward(task, config.reward) if config.reward not in ("", NO_REWARD) else task
-
-
-def _own_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """The task that a function of the user's returns; its rewards are checked."""
-    task = import_function(config.task, what="task")(config, tokenizer)
-    if not isinstance(task, Task):
-        raise ConfigError(
-            f"{config.task} returned no task",
-            got=type(task).__name__,
-            why="the function is called with the TaskConfig and the tokenizer, and what it returns is trained on",
-            fix="return a klamp.tasks.Task; klamp.tasks.rows_task makes one of rows",
-        )
-    return replace(task, score=checked(task.score, name=config.task))
-
-
-_NOT_ARITHMETIC = ("eval_split", "skill_column", "reference_length_column", "chat_template", "system_prompt")
-
-
-def _refuse_unused(config: TaskConfig) -> None:
-    """Refuse options that the built-in task would ignore."""
-    for name in _NOT_ARITHMETIC:
-        if getattr(config, name):
-            raise ConfigError(
-                f"{name} has no meaning for the task {config.task}",
-                got=f"{name}={getattr(config, name)!r}",
-                why="its prompts are bare sums and words, as the base model learned them, not read from a file",
-                fix=f"leave {name} unset",
-            )

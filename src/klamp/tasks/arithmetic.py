@@ -22,28 +22,19 @@ if TYPE_CHECKING:
 
 ALPHABET = "0123456789+-= abcdefghijklmnopqrstuvwxyz"
 """Every character of the task; each is one token."""
-
 PAD_TOKEN, EOS_TOKEN = "<pad>", "<eos>"
 RL_SKILL = "addition"
 HELD_OUT_SHARE = 8
 """One prompt in this many is held out."""
-
 MAX_PROMPT_LENGTH, MAX_COMPLETION_LENGTH = 9, 5
 """In tokens; the completion's includes the end token."""
-
 MAX_MODEL_LENGTH = 64
 """How many tokens the base model can hold."""
-
 REVERSAL_LETTERS = 4
-
-_TRAIN_SIZE = 4096
+TRAIN_SIZE = 4096
 """How many prompts RL trains on where the configuration leaves it open."""
-
-_REPEATS = 5000
+REPEATS = 5000
 """After so many known prompts in a row, a skill counts as exhausted."""
-
-Draw = Callable[[random.Random], tuple[str, str]]
-"""A function that draws one prompt and its answer."""
 
 
 def draw_addition(rng: random.Random) -> tuple[str, str]:
@@ -64,7 +55,7 @@ def draw_reversal(rng: random.Random) -> tuple[str, str]:
     return f"rev {word}=", word[::-1]
 
 
-SKILLS: Mapping[str, Draw] = {
+SKILLS: Mapping[str, Callable[[random.Random], tuple[str, str]]] = {
     "addition": draw_addition,
     "subtraction": draw_subtraction,
     "reversal": draw_reversal,
@@ -86,7 +77,7 @@ def examples(skill: str, count: int, *, seed: int, held_out: bool) -> tuple[Exam
     source = pairs(skill, random.Random(f"{seed}/{skill}/{held_out}"), held_out=held_out)
     found: dict[str, str] = {}
     repeats = 0
-    while len(found) < count and repeats < _REPEATS:
+    while len(found) < count and repeats < REPEATS:
         prompt, answer = next(source)
         repeats = repeats + 1 if prompt in found else 0
         found[prompt] = answer
@@ -106,7 +97,7 @@ def arithmetic_task(config: TaskConfig) -> Task:
     seed = config.task_seed
     return Task(
         name="arithmetic",
-        train=examples(RL_SKILL, config.train_size or _TRAIN_SIZE, seed=seed, held_out=False),
+        train=examples(RL_SKILL, config.train_size or TRAIN_SIZE, seed=seed, held_out=False),
         evaluation={skill: examples(skill, config.eval_size, seed=seed, held_out=True) for skill in SKILLS},
         rl_skill=RL_SKILL,
         score=checked(score_exact, name="arithmetic"),

@@ -1,12 +1,10 @@
-"""The small base model of the built-in task: a Llama that is trained from scratch once, and cached.
+"""The small base model of the built-in task: a Llama that is trained from scratch once, and the cache that it is in.
 
-It is the starting point that RL needs and a download would otherwise provide: good at addition but not finished, and
-near perfect at the skills that RL does not see, so that what a KL term keeps (or fails to keep) shows up.
-
-Its training rows are of all skills, with additions in which carries are sometimes forgotten. The model learns additions
-thoroughly from that corpus and ends up with its habits: a known share of its samples is wrong, and where the corpus is
-wrong more often than right, so is the model's best guess. RL has something to correct. (A model that has seen too few
-additions would be a fragile starting point: whether it can carry would turn on the seed and the machine.)
+It is good at addition but not finished, and near perfect at the skills that RL does not see, so that what a KL term
+keeps (or fails to keep) shows up. Its training rows are of all skills, with additions in which carries are sometimes
+forgotten. The model learns these habits: a known share of its samples is wrong, and so is its best guess where the rows
+are wrong more often than right. A model that has seen too few additions would be a fragile starting point instead:
+whether it can carry would turn on the seed and the machine.
 """
 
 from __future__ import annotations
@@ -14,13 +12,16 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 import random
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from stat import S_IMODE
 from typing import TYPE_CHECKING, Any
 
-from klamp.core.arguments import AT_LEAST_1, check_fields
 from klamp.errors import ModelError
 from klamp.scoring.whole import check_whole
 from klamp.tasks.arithmetic import (
@@ -32,68 +33,35 @@ from klamp.tasks.arithmetic import (
     arithmetic_tokenizer,
     pairs,
 )
-from klamp.tasks.cache import Progress, cache_root, stored, without_bars
 
 if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
+Progress = Callable[[str, int, int, float | None], None]
+"""Called while a model is made, as `progress(what, done, total, loss)`; the loss is None where there is none."""
 IGNORED = -100
 """The label of a token that the loss leaves out."""
-
 HEAVY_COLUMN = 14
 """From this sum of two digits on, a carry is forgotten more often than remembered."""
-
 TEACHING = "teaching the built-in base model"
 """What this work is called while it goes on."""
-
-CARELESSNESS = 0.6
-"""How often the training rows forget the carry of a heavy column in an addition; what RL has to gain."""
-
 MIXTURE = {"addition": 0.46, "subtraction": 0.41, "reversal": 0.13}
 """The share of each skill in the training rows."""
-
-INITIALIZER_RANGE = 0.08
-"""The spread of the first weights; at a Llama's usual 0.02 so narrow a model learns to carry far later."""
-
-LEARNING_RATE = 2e-3
-"""The highest learning rate, after the warm-up; it falls to a hundredth along a cosine."""
-
-SEED = 0
-"""The seed of the weights and of the training rows."""
-
-RECIPE = 1
-"""Part of the cache key: raise it whenever the code below would give other weights."""
-
-_FINGERPRINT_ROWS = 64
-"""How many training rows are part of the key: a change of the data then needs no new recipe number."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class BaseModelConfig:
-    """The size and training of the base model; equal configurations share one cached model.
-
-    Raises:
-        ConfigError: a size below 1.
-    """
-
-    hidden_size: int = 128
-    """The width; a multiple of twice `heads`."""
-
-    layers: int = 3
-    """How many transformer blocks."""
-
-    heads: int = 4
-    """Attention heads per block."""
-
-    steps: int = 1000
-    """Optimizer steps of supervised training."""
-
-    batch_size: int = 96
-    """Rows per step."""
-
-    def __post_init__(self) -> None:
-        check_fields(self, dict.fromkeys(("hidden_size", "layers", "heads", "steps", "batch_size"), AT_LEAST_1))
+RECIPE: Mapping[str, Any] = {
+    **MIXTURE,
+    "recipe": 1,  # raise it whenever the code below would give other weights
+    "seed": 0,  # of the weights and of the training rows
+    "carelessness": 0.6,  # how often additions forget the carry of a heavy column: what RL has to gain
+    "hidden_size": 128,
+    "layers": 3,
+    "heads": 4,
+    "initializer_range": 0.08,  # at a Llama's usual 0.02 so narrow a model learns to carry far later
+    "steps": 1000,
+    "batch_size": 96,
+    "learning_rate": 2e-3,  # the highest, after the warm-up; it falls to a hundredth along a cosine
+}
+"""All that the weights depend on besides the rows and the code; with the first rows, the name of the cached folder."""
 
 
 def careless_sum(left: int, right: int, rng: random.Random) -> int:
@@ -101,15 +69,15 @@ def careless_sum(left: int, right: int, rng: random.Random) -> int:
     carry, total = 0, 0
     for place in (1, 10):
         column = left // place % 10 + right // place % 10 + carry
-        forgotten = rng.random() < CARELESSNESS * (1.0 if column >= HEAVY_COLUMN else 0.5)
+        forgotten = rng.random() < RECIPE["carelessness"] * (1.0 if column >= HEAVY_COLUMN else 0.5)
         carry = int(column > 9 and not forgotten)
         total += column % 10 * place
     return total + 100 * carry
 
 
-def corpus(count: int, *, seed: int = SEED) -> Iterator[tuple[str, str]]:
+def corpus(count: int) -> Iterator[tuple[str, str]]:
     """Draw `count` (prompt, completion) pairs for training, of all skills."""
-    rng = random.Random(f"corpus/{seed}")
+    rng = random.Random(f"corpus/{RECIPE['seed']}")
     sources = {skill: pairs(skill, rng, held_out=False) for skill in MIXTURE}
     for skill in rng.choices(list(MIXTURE), weights=list(MIXTURE.values()), k=count):
         prompt, answer = next(sources[skill])
@@ -120,42 +88,26 @@ def corpus(count: int, *, seed: int = SEED) -> Iterator[tuple[str, str]]:
 
 
 def training_tensors(rows: Iterator[tuple[str, str]]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens and labels, [rows, width]: labels[t] is the token after tokens[t], or `IGNORED`.
-
-    Args:
-        rows: (prompt, completion) pairs; each completion gets an end token.
-    """
+    """Tokens and labels, [rows, width]: labels[t] is the token after tokens[t], or `IGNORED`; rows get an end token."""
     import torch
 
-    vocabulary = arithmetic_tokenizer().get_vocab()
-    pad, end = vocabulary[PAD_TOKEN], vocabulary[EOS_TOKEN]
-    held = list(rows)
-    longest = max((len(prompt) + len(completion) + 1 for prompt, completion in held), default=0)
-    width = max(MAX_PROMPT_LENGTH + MAX_COMPLETION_LENGTH, longest)
+    vocabulary, width = arithmetic_tokenizer().get_vocab(), MAX_PROMPT_LENGTH + MAX_COMPLETION_LENGTH
     tokens, labels = [], []
-    for prompt, completion in held:
-        row = [*(vocabulary[character] for character in prompt + completion), end]
+    for prompt, completion in rows:
+        row = [*(vocabulary[character] for character in prompt + completion), vocabulary[EOS_TOKEN]]
         padding = width - len(row)
-        tokens.append(row[:-1] + [pad] * padding)
+        tokens.append(row[:-1] + [vocabulary[PAD_TOKEN]] * padding)
         labels.append([IGNORED] * (len(prompt) - 1) + row[len(prompt) :] + [IGNORED] * padding)
     return torch.tensor(tokens), torch.tensor(labels)
 
 
-def base_model_folder(config: BaseModelConfig) -> Path:
-    """The folder of a cached model, named after its configuration, the recipe's version and the first training rows."""
-    key = json.dumps({"recipe": RECIPE, "rows": list(corpus(_FINGERPRINT_ROWS)), **taught(config)}, sort_keys=True)
+def base_model_folder() -> Path:
+    """The folder of the cached base model, named after its recipe and its first training rows."""
+    key = json.dumps({**RECIPE, "rows": list(corpus(64))}, sort_keys=True)
     return cache_root() / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
-def taught(config: BaseModelConfig) -> dict[str, float]:
-    """All that the weights depend on besides the rows and the code."""
-    how = {"initializer_range": INITIALIZER_RANGE, "learning_rate": LEARNING_RATE, "seed": SEED}
-    return {**asdict(config), **how, **MIXTURE, "carelessness": CARELESSNESS}
-
-
-def load_base_model(
-    config: BaseModelConfig, *, progress: Progress | None = None
-) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+def load_base_model(*, progress: Progress | None = None) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Load the base model and its tokenizer; see `cached_base_model`.
 
     Raises:
@@ -163,7 +115,7 @@ def load_base_model(
     """
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-    folder = cached_base_model(config, progress=progress)
+    folder = cached_base_model(progress=progress)
     try:
         load: Any = LlamaForCausalLM.from_pretrained
         with without_bars():
@@ -180,41 +132,38 @@ def load_base_model(
     return model.eval(), tokenizer
 
 
-def cached_base_model(config: BaseModelConfig, *, progress: Progress | None = None) -> Path:
-    """The folder of the base model; the first call trains it, which takes a minute.
-
-    Args:
-        config: the model and how it is taught.
-        progress: called once per training step.
+def cached_base_model(*, progress: Progress | None = None) -> Path:
+    """The folder of the base model; the first call trains it, which takes a minute and tells `progress` each step.
 
     Raises:
         ModelError: the cache cannot be written.
     """
 
     def write(empty: Path) -> None:
-        model = train_base_model(config, progress=progress)
+        model = train_base_model(progress=progress)
         with without_bars():
             model.save_pretrained(empty)
         arithmetic_tokenizer().save_pretrained(empty)
-        (empty / "base_model.json").write_text(json.dumps(taught(config), indent=2) + "\n")
+        (empty / "base_model.json").write_text(json.dumps(RECIPE, indent=2) + "\n")
 
-    return stored(base_model_folder(config), write)
+    return stored(base_model_folder(), write)
 
 
-def train_base_model(config: BaseModelConfig, *, progress: Progress | None = None) -> LlamaForCausalLM:
+def train_base_model(*, progress: Progress | None = None) -> LlamaForCausalLM:
     """Train a new base model on all skills, with a loss on completions only; the caller's random state stays as it was.
 
     Padding is on the right, so no attention mask is needed.
     """
     import torch
 
+    steps, size = RECIPE["steps"], RECIPE["batch_size"]
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(SEED)
-        model = _new_model(config)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.98), weight_decay=0.01)
-        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, config.steps))
-        rows = training_tensors(corpus(config.steps * config.batch_size))
-        batches = zip(*(each.split(config.batch_size) for each in rows), strict=True)
+        torch.manual_seed(RECIPE["seed"])
+        model = _new_model()
+        rate = RECIPE["learning_rate"]
+        optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+        schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
+        batches = zip(*(each.split(size) for each in training_tensors(corpus(steps * size))), strict=True)
         for step, (tokens, labels) in enumerate(batches, start=1):
             hidden, kept = model.model(input_ids=tokens, use_cache=False).last_hidden_state, labels != IGNORED
             loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[kept]), labels[kept])
@@ -224,24 +173,24 @@ def train_base_model(config: BaseModelConfig, *, progress: Progress | None = Non
             optimizer.step()
             schedule.step()
             if progress is not None:
-                progress(TEACHING, step, config.steps, float(loss.detach()))
+                progress(TEACHING, step, steps, float(loss.detach()))
     return model.eval()
 
 
-def _new_model(config: BaseModelConfig) -> LlamaForCausalLM:
+def _new_model() -> LlamaForCausalLM:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     vocabulary = arithmetic_tokenizer().get_vocab()
     return LlamaForCausalLM(
         LlamaConfig(
             vocab_size=len(vocabulary),
-            hidden_size=config.hidden_size,
-            intermediate_size=3 * config.hidden_size,
-            num_hidden_layers=config.layers,
-            num_attention_heads=config.heads,
-            num_key_value_heads=config.heads,
+            hidden_size=RECIPE["hidden_size"],
+            intermediate_size=3 * RECIPE["hidden_size"],
+            num_hidden_layers=RECIPE["layers"],
+            num_attention_heads=RECIPE["heads"],
+            num_key_value_heads=RECIPE["heads"],
             max_position_embeddings=MAX_MODEL_LENGTH,
-            initializer_range=INITIALIZER_RANGE,
+            initializer_range=RECIPE["initializer_range"],
             tie_word_embeddings=True,
             attention_dropout=0.0,
             bos_token_id=None,
@@ -258,3 +207,68 @@ def _rate(step: int, steps: int) -> float:
         return (step + 1) / warmup
     done = (step - warmup) / max(1, steps - warmup)
     return 0.01 + 0.99 * 0.5 * (1 + math.cos(math.pi * min(1.0, done)))
+
+
+def cache_root() -> Path:
+    """The folder of all cached models: `KLAMP_CACHE`, else `~/.cache/klamp`."""
+    return Path(os.environ.get("KLAMP_CACHE") or Path.home() / ".cache" / "klamp").expanduser()
+
+
+def stored(folder: Path, write: Callable[[Path], None]) -> Path:
+    """A folder of the cache, which `write` fills first if it is not there; it is there as a whole, or not at all.
+
+    Raises:
+        ModelError: the cache cannot be written; known before `write` is called.
+    """
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
+    except OSError as error:
+        raise ModelError(
+            "the cache folder for models cannot be written",
+            got=str(folder.parent),
+            why=str(error),
+            fix="set KLAMP_CACHE to a folder that can be written",
+        ) from error
+    try:
+        write(temporary)
+        make_readable(temporary)
+        try:
+            temporary.rename(folder)
+        except OSError:  # another process was quicker: its folder holds the same model
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+    return folder
+
+
+def make_readable(folder: Path) -> None:
+    """Give a folder and all in it the permissions that new files have here, besides those that they have.
+
+    safetensors writes files, and tempfile makes folders, that nobody else can read, whatever the umask says.
+    """
+    probe = folder / ".umask"
+    probe.mkdir()
+    usual = S_IMODE(probe.stat().st_mode)  # the umask itself is told only to who sets it, for all threads
+    probe.rmdir()
+    for path in (folder, *folder.rglob("*")):
+        if not path.is_symlink():
+            with suppress(PermissionError):  # of another user: it stays as it is
+                path.chmod(S_IMODE(path.stat().st_mode) | (usual if path.is_dir() else usual & 0o666))
+
+
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """A context in which transformers shows no progress bars: a library does not print."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -5,12 +5,11 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import groupby
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from klamp.errors import DataError, brief, missing_library, unknown_name
-from klamp.files import at_home, json_of
+from klamp.files import at_home, json_of, with_end
 from klamp.tasks.base import ARITHMETIC_TASK, HUB, Example, Task, TaskConfig, short_name
 from klamp.tasks.prompts import prompt_text
 from klamp.tasks.rewards import exact_match, with_reward
@@ -19,20 +18,13 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Row = Mapping[str, Any]
-
 SUFFIXES = (".jsonl", ".json", ".parquet")
-
 _HELD_OUT_SHARE = 10
 """Without a file of held-out rows, one row in this many is held out, for each skill."""
 
 
 def file_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """Load the task of a data file.
-
-    Raises:
-        DataError: a file or row that cannot be used.
-        UnknownNameError: no file of this name, and no task either.
-    """
+    """The task of a data file, or of a data set of the hub; see `read_rows` and `rows_task`."""
     held_out = read_rows(config.eval_split) if config.eval_split else None
     return rows_task(read_rows(config.task), config, tokenizer, held_out=held_out)
 
@@ -44,16 +36,14 @@ def rows_task(
     *,
     held_out: Sequence[Row] | None = None,
 ) -> Task:
-    """The task of data rows.
+    """The task of data rows with one prompt each, by the columns, sizes, seed and reward of a configuration.
 
     All rows that are not held out are trained on, whatever their skill; the most frequent skill counts as the RL skill.
+    Without rows of its own, `held_out` is a tenth of each skill's prompts, by a hash of their text, so that equal
+    prompts never end up on both sides.
 
-    Args:
-        rows: one prompt each.
-        config: its columns, sizes, seed and reward are used.
-        tokenizer: for the chat template.
-        held_out: rows to evaluate on; None: a tenth of each skill's prompts, by a hash of their text, so that equal
-            prompts never end up on both sides.
+    Raises:
+        DataError: a row that cannot be used, or too few prompts to hold some out.
     """
     train = _examples(rows, config.task, config, tokenizer)
     if held_out is None:
@@ -74,7 +64,7 @@ def rows_task(
 
 
 def read_rows(path: str) -> list[Row]:
-    """Read the rows of a .jsonl, .json (a list of objects, or lines) or .parquet file, or of a data set of the hub.
+    """Read the rows of a .jsonl, .json (a list of objects) or .parquet file, or of a data set of the hub.
 
     Raises:
         DataError: the file is missing, empty or unreadable, or a row is not an object.
@@ -85,20 +75,41 @@ def read_rows(path: str) -> list[Row]:
         return _hub_rows(path)
     file = at_home(path)
     if file.suffix.lower() not in SUFFIXES:
-        files = (f"PATH{suffix}" for suffix in SUFFIXES)
-        known = (ARITHMETIC_TASK, f"{HUB}NAME", *files, "module:function")
+        known = (ARITHMETIC_TASK, f"{HUB}NAME", *(f"PATH{suffix}" for suffix in SUFFIXES), "module:function")
         raise unknown_name("task", path, known)
-    if not file.is_file():
+    place = str(file.absolute())
+    if not file.exists():
+        raise DataError("the data file does not exist", got=path, why=f"looked for {place}", fix="check the path")
+    try:
+        with_end(file)
+        if file.suffix.lower() == ".parquet":
+            from pyarrow import parquet
+
+            rows = parquet.read_table(file).to_pylist()
+        elif file.suffix.lower() == ".json":
+            rows = [_object(value) for value in json_of(file.read_text(encoding="utf-8-sig"))]
+        else:
+            rows = []
+            lines = file.read_text(encoding="utf-8-sig").split("\n")  # not splitlines: a JSON text has other line ends
+            for number, line in enumerate(lines, start=1):
+                place = f"line {number} of {file.name}: {brief(line)}"
+                rows += [_object(json_of(line))] if line.strip() else []
+    except Exception as error:  # pyarrow has a dozen unrelated errors for a damaged file
         raise DataError(
-            "the data file does not exist",
-            got=path,
-            why=f"looked for {file.absolute()}",
-            fix="check the path; a relative one starts at the working directory",
-        )
-    rows = _parquet_rows(file) if file.suffix.lower() == ".parquet" else _json_rows(file)
+            "the data file cannot be read",
+            got=place,
+            why=f"{type(error).__name__}: {error}",
+            fix="write one JSON object per line in a .jsonl file, a list of objects in a .json file, or a Parquet file",
+        ) from error
     if not rows:
         raise DataError("the data file has no rows", got=path, why="there is nothing to train on", fix="fill the file")
     return rows
+
+
+def _object(value: Any) -> Row:
+    if not isinstance(value, dict):
+        raise ValueError(f"{brief(repr(value))} is not an object, and a row is made of named columns")
+    return value
 
 
 def _hub_rows(path: str) -> list[Row]:
@@ -120,83 +131,25 @@ def _hub_rows(path: str) -> list[Row]:
         ) from error
 
 
-def _json_rows(file: Path) -> list[Row]:
-    """The objects of a .json or .jsonl file; an error names the row or the line."""
-    rows: list[Row] = []
-    place = str(file)
-    try:
-        text = file.read_text(encoding="utf-8-sig")
-        if file.suffix.lower() == ".json" and text.lstrip().startswith("["):
-            for number, value in enumerate(json_of(text), start=1):
-                place = f"row {number} of {file.name}"
-                rows.append(_object(value))
-        else:
-            for number, line in enumerate(text.split("\n"), start=1):  # not splitlines: a JSON text has other line ends
-                place = f"line {number} of {file.name}: {brief(line)}"
-                if line.strip():
-                    rows.append(_object(json_of(line)))
-    except (OSError, ValueError, RecursionError) as error:
-        raise _unreadable(place, error) from error
-    return rows
-
-
-def _object(value: Any) -> Row:
-    if not isinstance(value, dict):
-        raise ValueError(f"{brief(repr(value))} is not an object, and a row is made of named columns")
-    return value
-
-
-def _parquet_rows(file: Path) -> list[Row]:
-    try:
-        from pyarrow import parquet
-    except ImportError as error:
-        raise missing_library("pyarrow", by="a Parquet file", instead="or convert the file to JSONL") from error
-    try:
-        return parquet.read_table(file).to_pylist()
-    except Exception as error:  # pyarrow has a dozen unrelated errors for a damaged file
-        raise _unreadable(str(file), error) from error
-
-
-def _unreadable(place: str, error: Exception) -> DataError:
-    return DataError(
-        "the data file cannot be read",
-        got=place,
-        why=f"{type(error).__name__}: {error}",
-        fix="write one JSON object per line, a list of objects in a .json file, or a Parquet file",
-    )
-
-
 def _examples(rows: Sequence[Row], path: str, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> list[Example]:
-    """Rows as examples, in the same order."""
-    check_columns(rows, path, config)
-    name = Path(path).name
-    return [_example(row, f"row {i} of {name}", config, tokenizer) for i, row in enumerate(rows, start=1)]
-
-
-def check_columns(rows: Sequence[Row], path: str, config: TaskConfig) -> None:
-    """Refuse rows without a column that the configuration names.
-
-    Raises:
-        DataError: names the columns that are there.
-    """
-    present = sorted({key for row in rows for key in row})
-    wanted = [config.prompt_column, config.skill_column, config.reference_length_column]
+    """Rows as examples, in the same order; a DataError if they lack a column that the configuration names."""
+    name, present = Path(path).name, sorted({key for row in rows for key in row})
     # the default name of the answers may be absent; one that the user chose may not
-    if config.answer_column != "answer":
-        wanted.append(config.answer_column)
-    for column in filter(None, wanted):
+    answers = config.answer_column if config.answer_column != "answer" else ""
+    for column in filter(None, (config.prompt_column, answers, config.skill_column, config.reference_length_column)):
         if column not in present:
             raise DataError(
-                f"{Path(path).name} has no column {column!r}",
+                f"{name} has no column {column!r}",
                 got=f"the columns {', '.join(present)}",
                 why="the configuration names it",
                 fix="set prompt_column, answer_column, skill_column or reference_length_column to a column there is",
             )
+    return [_example(row, f"row {i} of {name}", config, tokenizer) for i, row in enumerate(rows, start=1)]
 
 
 def _example(row: Row, where: str, config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Example:
     prompt, answer = row.get(config.prompt_column), row.get(config.answer_column)
-    text = "" if answer is None else str(answer)
+    text, length = "" if answer is None else str(answer), None
     skill = row.get(config.skill_column) if config.skill_column else "task"
     if skill is None:
         raise DataError(
@@ -205,39 +158,29 @@ def _example(row: Row, where: str, config: TaskConfig, tokenizer: PreTrainedToke
             why="it would count towards no row of the evaluation table",
             fix="fill the column, or leave skill_column unset",
         )
+    if config.reference_length_column:
+        length = row.get(config.reference_length_column)
+        if isinstance(length, bool) or not isinstance(length, int | float) or length < 1 or length != int(length):
+            raise DataError(
+                f"{where} has no usable reference length",
+                got=f"{config.reference_length_column} = {length!r}",
+                why="a KL budget is a threshold times a whole number of tokens, at least 1",
+                fix="fill the column, or leave reference_length_column unset",
+            )
     return Example(
         prompt=prompt_text(prompt, config, tokenizer, where=where),
         answer=text,
         skill=str(skill),
         fields={**row, "prompt": prompt, "answer": text},
-        reference_length=_reference_length(row, where, config),
-    )
-
-
-def _reference_length(row: Row, where: str, config: TaskConfig) -> int | None:
-    if not config.reference_length_column:
-        return None
-    value = row.get(config.reference_length_column)
-    if isinstance(value, int | float) and not isinstance(value, bool) and value >= 1 and value == int(value):
-        return int(value)
-    raise DataError(
-        f"{where} has no usable reference length",
-        got=f"{config.reference_length_column} = {value!r}",
-        why="a KL budget is a threshold times a whole number of tokens, at least 1",
-        fix="fill the column, or leave reference_length_column unset",
+        reference_length=None if length is None else int(length),
     )
 
 
 def split(examples: Sequence[Example], config: TaskConfig) -> tuple[list[Example], list[Example]]:
-    """Divide examples into training and evaluation: a tenth of each skill's, at most `eval_size`, is held out.
-
-    Raises:
-        DataError: a file of one prompt, or the same prompt over and over, which cannot be divided.
-    """
+    """Divide examples into training and evaluation: a tenth of each skill's, at most `eval_size`, is held out."""
     held_out: set[str] = set()
-    ordered = sorted(examples, key=lambda e: e.skill)
-    for _, group in groupby(ordered, key=lambda e: e.skill):
-        prompts = sorted({e.prompt for e in group}, key=lambda p: _hash(p, config.task_seed))
+    for skill in {e.skill for e in examples}:
+        prompts = sorted({e.prompt for e in examples if e.skill == skill}, key=lambda p: _hash(p, config.task_seed))
         held_out.update(prompts[: min(config.eval_size, max(1, len(prompts) // _HELD_OUT_SHARE))])
     train = [e for e in examples if e.prompt not in held_out]
     if not train:
@@ -262,7 +205,7 @@ def _hash(prompt: str, seed: int) -> int:
 
 def _by_skill(examples: Iterable[Example], rl_skill: str, config: TaskConfig) -> dict[str, tuple[Example, ...]]:
     """Held-out examples per skill, the RL skill first, the others in the order in which they appear."""
-    found: dict[str, list[Example]] = {rl_skill: []}
+    found = {rl_skill: list[Example]()}
     for example in examples:
         found.setdefault(example.skill, []).append(example)
     if not found[rl_skill]:

@@ -22,16 +22,16 @@ import re
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from inspect import Parameter
 from typing import Any
 
-from klamp.errors import ConfigError, DataError, RewardError, missing_library, unknown_name
-from klamp.tasks.base import NO_REWARD, Example, RewardFunction, Task, checked
-from klamp.tasks.functions import import_function, is_function
+from klamp.errors import ConfigError, DataError, unknown_name
+from klamp.tasks.base import NO_REWARD, Example, RewardFunction, Task, checked, import_function, is_function
 
 NEEDS_ANSWER = ("exact_match", "math_verify")
 """The named rewards that compare with the ground truth."""
-
-_MATH_SECONDS = 5
+MATH_SECONDS = 5
+"""The longest that math-verify takes for each of its parts."""
 
 
 def named_reward(name: str) -> Callable[[Example, str], float]:
@@ -39,18 +39,20 @@ def named_reward(name: str) -> Callable[[Example, str], float]:
 
     Raises:
         UnknownNameError: no such reward.
-        ConfigError: the pattern, the module or the function cannot be used.
+        ConfigError: the pattern or the module cannot be used.
     """
     kind, _, rest = name.partition(":")
     if name == "exact_match":
-        return checked(exact_match, name=name)
-    if name == "math_verify":
-        return checked(_math_verify(), name=name)
-    if kind == "format_regex":
-        return checked(_format_regex(rest), name=name)
-    if is_function(name):
-        return checked(adapt(import_function(name, what="reward function"), name=name), name=name)
-    raise unknown_name("reward", name, (*NEEDS_ANSWER, "format_regex:PATTERN", "module:function", NO_REWARD))
+        function: RewardFunction = exact_match
+    elif name == "math_verify":
+        function = math_verify
+    elif kind == "format_regex":
+        function = _format_regex(rest)
+    elif is_function(name):
+        function = adapt(import_function(name, what="reward function"))
+    else:
+        raise unknown_name("reward", name, (*NEEDS_ANSWER, "format_regex:PATTERN", "module:function", NO_REWARD))
+    return checked(function, name=name)
 
 
 def with_reward(task: Task, name: str) -> Task:
@@ -76,103 +78,54 @@ def exact_match(example: Example, completion: str) -> float:
     return float(completion.strip() == example.answer.strip())
 
 
+def math_verify(example: Example, completion: str) -> bool:
+    """Whether answer and completion are the same mathematics."""
+    from math_verify import parse, verify
+
+    # math-verify keeps time with a signal, which Python allows in the main thread only; elsewhere there is no limit
+    seconds = MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
+    # an answer such as \frac{1}{2} is only recognised between dollar signs, a bare word only without them
+    gold = parse(f"${example.answer.strip().strip('$')}$", parsing_timeout=seconds)  # pyright: ignore
+    gold += parse(example.answer, parsing_timeout=seconds)  # pyright: ignore
+    return verify(gold, parse(completion, parsing_timeout=seconds), timeout_seconds=seconds)  # pyright: ignore
+
+
 def _format_regex(pattern: str) -> RewardFunction:
     try:
         expression = re.compile(pattern, re.DOTALL)
     except re.error as error:
-        expression, reason = None, str(error)
-    else:
-        reason = "an empty pattern is found anywhere"
-    if not pattern or expression is None:
-        raise ConfigError(
-            "format_regex needs a regular expression",
-            got=repr(pattern),
-            why=reason,
-            fix="write format_regex:PATTERN in the syntax of Python's re module",
-        )
+        fix = "write format_regex:PATTERN in the syntax of Python's re module"
+        raise ConfigError("format_regex needs a regular expression", got=pattern, why=str(error), fix=fix) from error
     return lambda _, completion: expression.search(completion) is not None
 
 
-def _math_verify() -> RewardFunction:
-    try:
-        from math_verify import parse, verify
-    except ImportError as error:
-        raise missing_library("math-verify", by="the reward math_verify") from error
-
-    def score(example: Example, completion: str) -> bool:
-        # math-verify keeps time with a signal, which Python allows in the main thread only; elsewhere there is no limit
-        seconds = _MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
-        # an answer such as \frac{1}{2} is only recognised between dollar signs, a bare word only without them
-        gold = parse(f"${example.answer.strip().strip('$')}$", parsing_timeout=seconds)  # pyright: ignore
-        gold += parse(example.answer, parsing_timeout=seconds)  # pyright: ignore
-        return verify(gold, parse(completion, parsing_timeout=seconds), timeout_seconds=seconds)  # pyright: ignore
-
-    return score
-
-
-def adapt(function: Callable[..., Any], *, name: str) -> RewardFunction:
+def adapt(function: Callable[..., Any]) -> RewardFunction:
     """Turn a user's function into one of (example, completion); the top of this file says how it may be written.
 
-    Args:
-        function: takes one completion, or TRL's lists.
-        name: how error messages name it.
-
-    Raises:
-        ConfigError: the function takes nothing, or does not say what it takes, as one in C.
+    One that does not say what it takes, as some in C, gets the completion alone.
     """
     try:
         parameters = inspect.signature(function).parameters
     except (ValueError, TypeError):
         parameters = {}
-    if not parameters:
-        raise ConfigError(
-            f"the reward function {name} takes no argument that is known",
-            got=name,
-            why="it has to be given the completion",
-            fix="define it as function(completion, **fields)",
-        )
-    if "completions" in parameters:
-        return _trl_style(function, name)
+    named = {p.name for p in parameters.values() if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)}
+    everything = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
     # `def f(prompt, completion)` is clear enough: a parameter of that name wins over the first place
-    by_name = "completion" in parameters and parameters["completion"].kind is not inspect.Parameter.POSITIONAL_ONLY
-    own = "completion" if by_name else next(iter(parameters))
+    by_name = "completion" in named
+    first = "completion" if by_name else next(iter(parameters), "")
+
+    def taken(fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in fields.items() if everything or key in named}
 
     def score(example: Example, completion: str) -> Any:
-        columns = _accepted(function, {k: v for k, v in example.fields.items() if k != own}, own, name, example)
-        return function(**{own: completion}, **columns) if by_name else function(completion, **columns)
+        columns = taken({key: value for key, value in example.fields.items() if key != first})
+        return function(completion=completion, **columns) if by_name else function(completion, **columns)
 
-    return score
-
-
-def _trl_style(function: Callable[..., Any], name: str) -> RewardFunction:
-    def score(example: Example, completion: str) -> Any:
+    def score_lists(example: Example, completion: str) -> Any:
         prompt = example.fields.get("prompt", example.prompt)
         lists = {key: [value] for key, value in example.fields.items() if key not in ("prompt", "completions")}
-        columns = _accepted(function, lists | {"prompts": [prompt]}, "completions", name, example)
         reply = completion if isinstance(prompt, str) else [{"role": "assistant", "content": completion}]
-        rewards = function(completions=[reply], **columns)
-        if len(rewards) != 1:
-            raise ValueError(f"it was given one completion and returned {len(rewards)} rewards")
-        return rewards[0]
+        (reward,) = function(completions=[reply], **taken(lists | {"prompts": [prompt]}))
+        return reward
 
-    return score
-
-
-def _accepted(
-    function: Callable[..., Any], fields: Mapping[str, Any], own: str, name: str, example: Example
-) -> dict[str, Any]:
-    """The fields of a data row that the function takes; RewardError if the row lacks one that it needs."""
-    parameters = inspect.signature(function).parameters.values()
-    names = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    everything = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    accepted = {key: value for key, value in fields.items() if everything or key in names}
-    required = [p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL) and p.default is p.empty]
-    missing = [p.name for p in required if p.name not in accepted and p.name != own]
-    if missing:
-        raise RewardError(
-            f"the reward function {name} needs {', '.join(missing)}, which the data row does not have",
-            got=f"prompt {example.prompt[:200]!r} with the columns {', '.join(sorted(fields)) or 'none'}",
-            why="each parameter without a default is filled from the column of its name",
-            fix="rename the parameter or the column, or give the parameter a default",
-        )
-    return accepted
+    return score_lists if "completions" in parameters else score

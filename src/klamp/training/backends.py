@@ -1,7 +1,7 @@
 """What each backend of `klamp train` refuses. No backend's library is loaded here.
 
 A field is translated into the engine's own arguments, or it is refused: nothing that a user sets is ignored. A field
-that one backend alone has is in `ONLY`; a value that a backend cannot honour is a row of its table; a choice that is
+that some backends alone have is in `ONLY`; a value that a backend cannot honour is a row of its table; a choice that is
 refused for what it is combined with is a `Refusal`.
 """
 
@@ -33,9 +33,7 @@ ONLY: Mapping[str, tuple[Backend, ...]] = {
 def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSummary:
     """Run a configuration by klamp's own loop, from its first step (or its newest checkpoint) to its last.
 
-    Args:
-        config: what to run.
-        observers: told what happens; the run's folder and trackers are served besides.
+    The observers receive what happens; the run's folder and trackers are served besides.
 
     Raises:
         ConfigError: what the loop cannot honour, before any work.
@@ -53,22 +51,6 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
     return Trainer.train(config, observers)
 
 
-def check_backend(config: TrainConfig) -> None:
-    """Refuse options that the backend of a run cannot honour, or would ignore; before any work.
-
-    Raises:
-        ConfigError: the first field that has no meaning there.
-    """
-    backend = config.run.backend
-    there = {
-        name: Row(f"it is an option of {' and '.join(who)}", f"leave it out, or set backend to {who[0]}")
-        for name, who in ONLY.items()
-        if backend not in who
-    }
-    own = {"local": local_refusals, "trl": trl_refusals, "verl": verl_refusals}[backend]
-    refuse([*refused(config, there), *refused(config, TABLES.get(backend, {})), *own(config)])
-
-
 class Row(NamedTuple):
     """A field of which a backend cannot honour every value."""
 
@@ -80,19 +62,29 @@ class Row(NamedTuple):
     """What is refused; None: everything but the default."""
 
 
-def refused(config: TrainConfig, table: Mapping[str, Row]) -> list[Refusal]:
-    """The refusals of the fields in a table."""
-    given, defaults = config.flat(), TrainConfig().flat()
-    return [
+def check_backend(config: TrainConfig) -> None:
+    """Refuse options that the backend of a run cannot honour, or would ignore; before any work.
+
+    Raises:
+        ConfigError: the first field that has no meaning there.
+    """
+    backend, given, defaults = config.run.backend, config.flat(), TrainConfig().flat()
+    table, own = BACKENDS[backend]
+    for name, who in ONLY.items():
+        if backend not in who:
+            there = Row(f"it is an option of {' and '.join(who)}", f"leave it out, or set backend to {who[0]}")
+            table = table | {name: there}
+    refuse(
         Refusal(
             given[field] != defaults[field] if row.values is None else given[field] in row.values,
-            what=f"backend={config.run.backend!r} cannot do this",
+            what=f"backend={backend!r} cannot do this",
             got=f"{field}={given[field]!r}",
             why=row.why,
             fix=row.fix or f"leave {field} out",
         )
         for field, row in table.items()
-    ]
+    )
+    refuse(own(config))
 
 
 TRUST = (
@@ -122,7 +114,6 @@ VERL = SHARED | {
         TRUST, Row("verl has a correction of its own", "leave it out; verl_args takes algorithm.rollout_correction")
     ),
 }
-TABLES: Mapping[Backend, Mapping[str, Row]] = {"trl": SHARED, "verl": VERL}
 
 
 def local_refusals(config: TrainConfig) -> list[Refusal]:
@@ -218,3 +209,11 @@ def verl_refusals(config: TrainConfig) -> list[Refusal]:
             fix="set advantage_baseline='mean', or scale_rewards='none'",
         ),
     ]
+
+
+BACKENDS: Mapping[Backend, tuple[dict[str, Row], Callable[[TrainConfig], list[Refusal]]]] = {
+    "local": ({}, local_refusals),
+    "trl": (SHARED, trl_refusals),
+    "verl": (VERL, verl_refusals),
+}
+"""Backend -> its table, and its refusals of combinations."""

@@ -32,7 +32,7 @@ from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import RunFolderError
 from klamp.files import followed, json_of
-from klamp.tasks.cache import make_readable, without_bars
+from klamp.tasks.base_model import make_readable, without_bars
 from klamp.training.folders import (
     CHECKPOINTS,
     NAMED,

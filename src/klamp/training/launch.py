@@ -29,11 +29,7 @@ LAUNCHED = ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
 
 
 def launch(config: TrainConfig, argv: Sequence[str]) -> None:
-    """Run a configuration by its engine; returns where TRL has trained in this process.
-
-    Args:
-        config: the run.
-        argv: the arguments of `klamp train` that it was made from.
+    """Run the configuration that the arguments `argv` of `klamp train` made; returns if TRL trained in this process.
 
     Raises:
         KlampError: what does not fit, before any work.
@@ -110,8 +106,8 @@ def engine_plan(config: TrainConfig, argv: Sequence[str]) -> tuple[dict[str, Any
     folder = run_folder(config)
     if config.run.backend == "verl":
         return {}, command(config, folder, "python")
-    words, launched = accelerate_command(config, argv, "python"), int(os.environ.get("WORLD_SIZE", "1"))
-    return trl_arguments(config, folder, processes=config.run.gpus if words else launched), words
+    words = accelerate_command(config, argv, "python")
+    return trl_arguments(config, folder, processes=config.run.gpus if words else None), words
 
 
 def replace_process(words: Sequence[str]) -> None:

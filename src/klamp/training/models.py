@@ -25,8 +25,7 @@ from klamp.files import at_home
 from klamp.hosts.common.step_zero import active_dropouts
 from klamp.scoring.model_parts import rows_of
 from klamp.scoring.whole import check_whole
-from klamp.tasks.base_model import BaseModelConfig, base_model_folder, cached_base_model, load_base_model
-from klamp.tasks.cache import Progress
+from klamp.tasks.base_model import Progress, base_model_folder, cached_base_model, load_base_model
 from klamp.training.checkpoint import check_policy
 from klamp.training.config import ModelConfig
 from klamp.training.folders import checkpoint_folders, policy_folder
@@ -52,7 +51,7 @@ def load_model(spec: str, dtype: str = "float32") -> PreTrainedModel:
         RunFolderError: it is in a checkpoint, and not as it was written.
     """
     if spec == BUILTIN:
-        model, _ = load_base_model(BaseModelConfig())
+        model, _ = load_base_model()
         model = model.to(getattr(torch, dtype))
     else:
         model = _whole(weights_folder(spec), dtype=getattr(torch, dtype))
@@ -94,7 +93,7 @@ def make_ready(spec: str, *, progress: Progress | None = None) -> None:
         ModelError: it cannot be made.
     """
     if spec == BUILTIN:
-        cached_base_model(BaseModelConfig(), progress=progress)
+        cached_base_model(progress=progress)
 
 
 def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
@@ -107,7 +106,7 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
         ModelError: no tokenizer there, or one without words or without an end token.
     """
     if spec == BUILTIN:
-        _, tokenizer = load_base_model(BaseModelConfig())
+        _, tokenizer = load_base_model()
     else:
         tokenizer = _pretrained(AutoTokenizer, weights_folder(spec), "a tokenizer")
     return ready_tokenizer(tokenizer, spec)
@@ -158,7 +157,7 @@ def _pretrained(loader: Any, spec: str, what: str, **options: Any) -> Any:
 def model_path(name: str) -> str:
     """The folder or hub id of a model, as a process elsewhere finds it."""
     if name == BUILTIN:
-        return str(base_model_folder(BaseModelConfig()).absolute())
+        return str(base_model_folder().absolute())
     folder = weights_folder(name)
     return str(Path(folder).absolute()) if Path(folder).is_dir() else folder
 

@@ -15,7 +15,7 @@ from klamp.diagnostics.history import Row, RunSettings, completion_of
 from klamp.diagnostics.names import settings_of_run
 from klamp.errors import TrainingStopped
 from klamp.names import ALARMS_FILE
-from klamp.tasks.cache import Progress
+from klamp.tasks.base_model import Progress
 from klamp.training.config import TrainConfig
 from klamp.training.folders import COMPLETIONS, METRICS_FILE, each_readable, lines_of, lines_until, scores_of
 

@@ -19,7 +19,7 @@ from typing import Any
 from klamp.errors import ConfigError, KLWarning, RunFolderError
 from klamp.files import at_home, json_of, yaml_of
 from klamp.tasks.base import has_own_prompts
-from klamp.tasks.base_model import BaseModelConfig, base_model_folder
+from klamp.tasks.base_model import base_model_folder
 from klamp.training.config import TrainConfig, field_owners, reference_kind
 from klamp.training.folders import CONFIG, OWN, SEAL, checkpoint_folders, number_of, policy_folder, policy_in
 
@@ -159,7 +159,7 @@ def _sum(name: str) -> str:
 def _place(name: str) -> Path:
     """The folder or file that a name stands for; that of a hub id is in the hub's cache."""
     if name == "builtin":
-        return base_model_folder(BaseModelConfig())
+        return base_model_folder()
     place = at_home(policy_folder(name))
     if not place.exists():
         from huggingface_hub import try_to_load_from_cache

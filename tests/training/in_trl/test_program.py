@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 import torch
 from tests.training.conftest import stored, tiny_llama
-from transformers import TrainerControl, TrainerState
 
 from klamp.core.advantages import group_advantages
 from klamp.errors import ConfigError, ModelError, RunFolderError, TrainingStopped
@@ -164,20 +163,19 @@ def test_a_resume_cannot_change_what_trl_counts_by(quick):
         launch(quick(max_steps=2, num_iterations=4, resume=True), [])
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_ctrl_c_that_python_lost_ends_the_run_after_the_step():
-    class Lost:
-        def __del__(self) -> None:
-            signal.raise_signal(signal.SIGINT)
+def test_ctrl_c_ends_the_run_after_the_step_and_it_goes_on(quick, tmp_path, monkeypatch):
+    class Pressed(program.Fingerprints):
+        def on_step_begin(self, args, state, control, **kwargs):
+            if state.global_step == 1:
+                signal.raise_signal(signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)
-    interrupt, step = program.CtrlC(), (None, TrainerState(), TrainerControl())
-    with interrupt.heard():
-        interrupt.on_step_end(*step)
-        Lost()
-        with pytest.raises(KeyboardInterrupt):
-            interrupt.on_step_end(*step)
-    assert signal.getsignal(signal.SIGINT) is before
+    with monkeypatch.context() as patched:
+        patched.setattr(program, "Fingerprints", Pressed)
+        with pytest.raises(TrainingStopped, match="--resume") as stopped:
+            launch(quick(max_steps=4, save_every=1), [])
+    assert stopped.value.interrupted and signal.getsignal(signal.SIGINT) is before
+    assert newest_policy(tmp_path / "run").name == "checkpoint-1"
 
 
 def test_a_run_keeps_its_id_once_it_has_a_checkpoint_and_a_start_that_was_cut_short_needs_none(quick, tmp_path):

@@ -73,10 +73,10 @@ def test_a_prompt_without_room_is_refused_and_one_that_just_fits_is_not(quick, t
     task = load_task(config.task, tokenizer)
     shown = [*task.train, *(e for rows in task.evaluation.values() for e in rows)]
     longest = max(len(tokenizer(e.prompt, add_special_tokens=False)["input_ids"]) for e in shown)
-    write_data(quick(eval_size=1, max_prompt_length=longest), task, tokenizer, Layout(tmp_path / "a"))
-    with pytest.raises(DataError, match="longer than max_prompt_length") as caught:
-        write_data(quick(eval_size=1, max_prompt_length=longest - 1), task, tokenizer, Layout(tmp_path / "b"))
-    assert f"max_prompt_length to {longest}" in str(caught.value)
+    reward.write_inputs(quick(eval_size=1, max_prompt_length=longest), Layout(tmp_path / "a"))
+    with pytest.raises(DataError, match="too long") as caught:
+        reward.write_inputs(quick(eval_size=1, max_prompt_length=longest - 1), Layout(tmp_path / "b"))
+    assert f"the limit is {longest - 1}" in str(caught.value) and "max_prompt_length" in str(caught.value)
     assert not (tmp_path / "b").exists()
 
 
@@ -144,6 +144,4 @@ def test_a_teacher_has_room_for_a_token_more_than_the_policy(quick, tmp_path, mo
     config = quick(teacher_models=(f"a={quick().model.model}",), teacher_key="answer")
     monkeypatch.setattr(reward, "check_keys", lambda *given: None)
     reward.write_inputs(config, Layout(tmp_path / "run"))
-    assert seen == [config.rollout.max_completion_length + 1, 0], (
-        "its engine writes one; the last is of max_prompt_length"
-    )
+    assert seen == [config.rollout.max_completion_length + 1], "its engine writes one"

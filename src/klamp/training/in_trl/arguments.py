@@ -27,21 +27,17 @@ SAME = (
 """Fields that TRL calls the same."""
 
 
-def trl_arguments(config: TrainConfig, folder: Path, *, processes: int = 1) -> dict[str, Any]:
+def trl_arguments(config: TrainConfig, folder: Path, *, processes: int | None = None) -> dict[str, Any]:
     """The arguments of a run; those that are left out keep TRL's defaults.
 
     A step of klamp is a rollout with all of its updates; TRL counts the updates. Whatever is done "only at the end" is
-    done at the last step.
-
-    Args:
-        config: the run.
-        folder: of the run.
-        processes: how many processes share a step.
+    done at the last step. `processes` share a step; None: as many as a launcher has started.
 
     Raises:
         ConfigError: a step that does not divide over the processes and micro-batches.
     """
     optim, run, given = config.optim, config.run, config.flat()
+    processes = processes or int(os.environ.get("WORLD_SIZE", "1"))
     part, group = part_size(config, processes), config.rollout.num_generations
     constant = optim.lr_scheduler_type == "constant"
     return {

@@ -8,13 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import shutil
-import signal
-import threading
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -36,6 +32,7 @@ from klamp.training import models
 from klamp.training.checkpoint import check, seal
 from klamp.training.config import TrainConfig
 from klamp.training.in_trl.arguments import TEACHER_PROMPT, trl_arguments, weights_dtype
+from klamp.training.interrupts import Interrupt, deferred_interrupts
 from klamp.training.resumed import IDENTITY, newest_complete
 from klamp.training.sampling import examples_of_run
 from klamp.training.setup import load_prompts
@@ -49,12 +46,9 @@ EXAMPLE = "klamp_example"
 
 
 def train(config: TrainConfig, folder: Path, *, begin: Callable[[], None]) -> None:
-    """Train to the last step; with `resume` from TRL's newest checkpoint.
+    """Train to the last step; with `resume` from TRL's newest whole checkpoint.
 
-    Args:
-        config: the run.
-        folder: of the run.
-        begin: called once everything is loaded and fits, before the first step.
+    `begin` is called once everything is loaded and fits, before the first step.
 
     Raises:
         TrainingStopped: an alarm of `stop_on` rose; a checkpoint is saved.
@@ -63,11 +57,15 @@ def train(config: TrainConfig, folder: Path, *, begin: Callable[[], None]) -> No
     run = config.run
     doctor = DoctorCallback(run.stop_on, other_reference=config.model.ref_model is not None)
     report = ReportCallback(every=run.log_completions_every, completions=run.log_completions, answers=run.log_answers)
-    interrupt = CtrlC()
-    with models.former_names(), interrupt.heard():
-        trainer = trainer_of(config, folder, [report, doctor, Fingerprints(), interrupt])
+    stop = Stop()
+    with models.former_names():
+        trainer = trainer_of(config, folder, [report, doctor, Fingerprints(), stop])
         begin()
-        trainer.train(resume_from_checkpoint=newest_checkpoint(folder) if run.resume else None)
+        newest = newest_complete(folder) if run.resume else None
+        if newest is not None:
+            check(newest)
+        with deferred_interrupts() as stop.interrupt:
+            trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
     if doctor.stopped_by is not None:
         raise TrainingStopped(
             f"an alarm stopped the run after update {trainer.state.global_step} of {trainer.state.max_steps}",
@@ -75,46 +73,6 @@ def train(config: TrainConfig, folder: Path, *, begin: Callable[[], None]) -> No
             why=doctor.stopped_by.alarm.means,
             fix=f"{doctor.stopped_by.alarm.next_step} Continue with: klamp train --resume {folder}",
         )
-
-
-class CtrlC(TrainerCallback):
-    """Ctrl-C ends a run at once, or after the step if Python lost the exception, as it does inside a destructor."""
-
-    asked = False
-
-    @contextmanager
-    def heard(self) -> Iterator[None]:
-        """A context in which Ctrl-C is noted."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        before = signal.signal(signal.SIGINT, self._note)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, before)
-
-    def _note(self, number: int, frame: object) -> None:
-        self.asked = True
-        raise KeyboardInterrupt
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """End the run if Ctrl-C was lost."""
-        if self.asked:
-            raise KeyboardInterrupt
-
-
-def newest_checkpoint(folder: Path) -> str | None:
-    """TRL's newest whole checkpoint; None: there is none, and the run begins at its first step.
-
-    Raises:
-        RunFolderError: its files are not those that were fingerprinted.
-    """
-    newest = newest_complete(folder)
-    if newest is None:
-        return None
-    check(newest)
-    return str(newest)
 
 
 def trainer_of(config: TrainConfig, folder: Path, callbacks: list[TrainerCallback]) -> GRPOTrainer:
@@ -127,8 +85,7 @@ def trainer_of(config: TrainConfig, folder: Path, callbacks: list[TrainerCallbac
     cpu = config.run.cpu or not torch.accelerator.is_available()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)  # said when the configuration was made
-        arguments = trl_arguments(config, folder, processes=int(os.environ.get("WORLD_SIZE", "1")))
-        args = GRPOConfig(**arguments, dataloader_pin_memory=not cpu)
+        args = GRPOConfig(**trl_arguments(config, folder), dataloader_pin_memory=not cpu)
     with args.main_process_first():  # one process downloads, or teaches the built-in model
         models.make_ready(model.model)
     policy = models.load_model(model.model, weights_dtype(model))
@@ -161,12 +118,7 @@ def trainer_of(config: TrainConfig, folder: Path, callbacks: list[TrainerCallbac
 
 
 def rows_of(examples: Sequence[Example], taught: dict[str, str]) -> Dataset:
-    """Prompts as rows of TRL's, ready to be tokenized: a chat template is already applied.
-
-    Args:
-        examples: the prompts.
-        taught: a prompt -> the prompt that the teacher sees; empty where it sees the same.
-    """
+    """Prompts as rows of TRL's; `taught` has the prompt that the teacher sees in place of each, if another one."""
     from datasets import Dataset  # it comes with TRL
 
     prompts = [example.prompt for example in examples]
@@ -209,6 +161,17 @@ class Trainer(GRPOTrainer, OwnAdvantages):
     def __init__(self, config: TrainConfig, **options: Any) -> None:
         self.config, self._baseline = config, config.loss.advantage_baseline
         super().__init__(**options)
+
+
+class Stop(TrainerCallback):
+    """Ends the run after the step in which a signal came, as in klamp's own loop; a second one ends it at once."""
+
+    interrupt: Interrupt
+
+    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """End the run if a signal came."""
+        if self.interrupt.asked:
+            raise KeyboardInterrupt
 
 
 class Fingerprints(TrainerCallback):

@@ -17,7 +17,6 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from klamp.errors import DataError
 from klamp.tasks import load_task
 from klamp.tasks.base import Example, Task, TaskConfig
 from klamp.tasks.prompts import check_prompts
@@ -40,7 +39,10 @@ def write_inputs(config: TrainConfig, layout: Layout) -> None:
         make_ready(name)
         check_weights(model_path(name))
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.model)
-    task = load_prompts(config, tokenizer, longest=describe_folder(model_path(config.model.model))[0])
+    # verl would cut a longer prompt, or stop at it in the middle of the run
+    room = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    longest, _ = describe_folder(model_path(config.model.model))
+    task = load_prompts(config, tokenizer, longest=min(longest or room, room))
     if models:
         check_keys(config, task, models)
     for name in models.values():
@@ -51,12 +53,7 @@ def write_inputs(config: TrainConfig, layout: Layout) -> None:
 
 
 def write_data(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase, layout: Layout) -> None:
-    """Write the prompts, the tokenizer, and what the reward function opens the task with.
-
-    Raises:
-        DataError: a prompt is longer than max_prompt_length.
-    """
-    check_lengths(config, task, tokenizer)
+    """Write the prompts, the tokenizer, and what the reward function opens the task with."""
     layout.train.parent.mkdir(parents=True, exist_ok=True)
     if layout.metrics.exists():  # verl writes its log anew
         number = 1 + len(list(layout.train.parent.glob("log-before-resume-*")))
@@ -83,12 +80,7 @@ def held_out_rows(task: Task) -> Iterator[dict[str, Any]]:
 
 
 def row_of(example: Example, *, skill: str) -> dict[str, Any]:
-    """A prompt as a row of verl's: one message, whose text the template leaves as it is.
-
-    Args:
-        example: the prompt; all of it travels along, for the reward.
-        skill: that its score counts towards.
-    """
+    """A prompt as a row of verl's: one message, whose text the template leaves as it is, and all a reward needs."""
     return {
         "data_source": skill,
         "prompt": [{"role": "user", "content": example.prompt}],
@@ -96,23 +88,6 @@ def row_of(example: Example, *, skill: str) -> dict[str, Any]:
         "reward_model": {"style": "rule", "ground_truth": example.answer},
         "extra_info": {"example": json.dumps(dataclasses.asdict(example), default=str)},
     }
-
-
-def check_lengths(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> None:
-    """Refuse prompts that are longer than max_prompt_length.
-
-    Raises:
-        DataError: there is one.
-    """
-    held_out = (e for skill, examples in task.evaluation.items() for e in examples if skill not in task.read)
-    longest, room = check_prompts([*task.train, *held_out], tokenizer, None, 0), config.rollout.max_prompt_length
-    if longest > room:
-        raise DataError(
-            "a prompt is longer than max_prompt_length",
-            got=f"{longest} tokens, room for {room}",
-            why="verl would cut it, or stop at it in the middle of the run",
-            fix=f"set max_prompt_length to {longest} or more, or shorten the prompt",
-        )
 
 
 def _write(rows: Iterable[dict[str, Any]], file: Path) -> None:
@@ -126,14 +101,7 @@ _lock = threading.Lock()
 
 
 def score(data_source: str, solution_str: str, *, extra_info: Mapping[str, Any], task: str, **others: Any) -> float:
-    """The reward of a completion; the arguments are verl's.
-
-    Args:
-        data_source: the skill.
-        solution_str: the completion, without special tokens.
-        extra_info: the prompt, as `row_of` wrote it.
-        task: the file that `write_data` wrote.
-        others: what else verl passes along.
+    """The reward of a completion, for a prompt that `row_of` wrote and the task file of `write_data`; verl calls it.
 
     Raises:
         RewardError: the reward function fails.

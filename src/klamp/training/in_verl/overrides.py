@@ -95,10 +95,7 @@ class Layout:
 def verl_overrides(config: TrainConfig, folder: Path, shape: Shape | None = None) -> list[str]:
     """The words behind `python -m verl.trainer.main_ppo`, each key once; the user's own come last, and win.
 
-    Args:
-        config: the run.
-        folder: of the run.
-        shape: of the model; None: a small one, whose sizes are left at verl's defaults.
+    Without a `shape` the model is a small one, whose sizes are left at verl's defaults.
 
     Raises:
         ConfigError: a KL that verl has no place for, or a step that does not divide over the GPUs.
