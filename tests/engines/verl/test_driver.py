@@ -13,6 +13,7 @@ from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
 from tests.engines.verl.actor import Step, actor_loss, gradient
 from tests.engines.verl.test_hooks import AVERAGES
+from tests.engines.verl.test_overrides import IN_REWARD
 from torch import Tensor
 from verl.trainer.ppo.v1 import trainer_base
 
@@ -25,7 +26,7 @@ from klamp.core.types import Batch
 from klamp.errors import ConfigError
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.verl.driver import BETA, Driver, StepSettings, columns
-from klamp.hosts.verl.fields_in_verl import IN_REWARD, LOSS_FIELDS, name_of
+from klamp.hosts.verl.fields_in_verl import LOSS_FIELDS, name_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 
@@ -46,6 +47,7 @@ TERMS: dict[str, dict[str, Any]] = {
         "kl_horizon": "sequence",
     },
     "a KL in the reward, clipped": {**CLIPPED, **IN_REWARD},
+    "a KL in the reward, bounded": {**IN_REWARD, "kl_max_log_ratio": 0.3},
     "a target": {"target_kl": 0.05},
     "a schedule": {"kl_warmup_steps": 3, "kl_schedule": "linear"},
 }

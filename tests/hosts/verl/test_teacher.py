@@ -85,7 +85,7 @@ def test_a_teacher_alone_needs_klamp_in_every_process() -> None:
         ({"teacher_model": None, "teacher_kind": "adapter_off"}, "teacher_kind='adapter_off'"),
         ({"teacher_prompt": "hint"}, "teacher_prompt='hint'"),
         ({"teacher_estimator": "exact"}, "teacher_estimator='exact'"),
-        (HEAD, "teacher_tail='sampled' of a head"),
+        (HEAD, "a head of teacher_top_k=8 tokens"),
         (HEAD | {"teacher_head": "student", "teacher_tail": "bucket"}, "a head of teacher_top_k=8 tokens"),
         (HEAD | {"teacher_direction": "reverse", "teacher_tail": "bucket"}, "a head of teacher_top_k=8 tokens"),
         (HEAD | {"teacher_tail": "bucket", "teacher_off_policy": "token"}, "teacher_off_policy='token' of a head"),

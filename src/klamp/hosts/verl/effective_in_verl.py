@@ -11,26 +11,27 @@ from klamp.config.loss import Price, price_of
 from klamp.core.advantages import Baseline, Scale
 from klamp.core.arguments import describe
 from klamp.core.term import Placement
-from klamp.errors import ConfigError
+from klamp.core.types import Reduction
+from klamp.errors import ConfigError, KlampError
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.common.versions import told_version
-from klamp.hosts.verl.fields_in_verl import controlled, is_ours, loss_kl, needs_driver, reward_kl
+from klamp.hosts.verl.fields_in_verl import is_driven, is_ours, loss_kl
 from klamp.hosts.verl.teacher import has_head, teacher_of
 
 BASELINES: Mapping[str, Baseline] = {"grpo": "mean", "rloo": "leave_one_out"}
 """verl's advantages whose baseline is known here; GRPO's holds the completion's own reward."""
+REDUCTIONS: Mapping[str, Reduction] = {
+    "token-mean": "token_mean",
+    "seq-mean-token-mean": "sequence_mean",
+    "seq-mean-token-sum": "sequence_sum",
+    "seq-mean-token-sum-norm": "fixed_length",
+    "token-sum": "sequence_sum",
+}
+"""verl's loss_agg_mode -> how klamp calls that average; of a sum, the tokens that carry the KL change nothing."""
 
 
 def price(config: Any, beta: float, placement: Placement) -> Price | str:
-    """The price of a coefficient, or why it is not known.
-
-    verl averages the policy loss of `vanilla` and the KL by the same loss_agg_mode.
-
-    Args:
-        config: verl's whole configuration.
-        beta: the coefficient.
-        placement: where the KL enters.
-    """
+    """The price of a coefficient, or why it is not known; `vanilla` averages policy loss and KL alike."""
     estimator, size = config["algorithm"]["adv_estimator"], int(config["actor_rollout_ref"]["rollout"]["n"])
     mode = (config["actor_rollout_ref"]["actor"].get("policy_loss") or {}).get("loss_mode", "vanilla")
     if estimator not in BASELINES:
@@ -58,25 +59,6 @@ OWN: Mapping[str, tuple[str, str]] = {
 """verl's own types: (value, gradient as a loss); `klamp audit verl` measures them."""
 WITHOUT_TAIL = "that of the plain sum over these words, which is not 0 at the teacher"
 ALIASES: Mapping[str, str] = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
-AVERAGES: Mapping[str, str] = {
-    "token-mean": describe_average("token_mean", over="the mini-batch"),
-    "seq-mean-token-mean": describe_average("sequence_mean"),
-    "seq-mean-token-sum": describe_average("sequence_sum"),
-    "seq-mean-token-sum-norm": describe_average("fixed_length", length="loss_scale_factor, else the padded length"),
-    "token-sum": "sum over the tokens of the mini-batch",
-}
-READ = (
-    "actor_rollout_ref.actor.use_kl_loss",
-    "actor_rollout_ref.actor.loss_agg_mode",
-    "actor_rollout_ref.model",
-    "actor_rollout_ref.rollout.n",
-    "algorithm.use_kl_in_reward",
-    "algorithm.adv_estimator",
-    "algorithm.kl_penalty",
-    "algorithm.kl_ctrl.horizon",
-    "data.train_batch_size",
-)
-"""Keys that every whole configuration of verl has, and that are read here whatever they say."""
 
 
 def effective(config: Any) -> Effective:
@@ -88,11 +70,24 @@ def effective(config: Any) -> Effective:
     Raises:
         ConfigError: no whole configuration; a name of klamp's that cannot be read, or that asks for what is refused.
     """
-    for path in READ:
-        _check_has(config, path)
-    actor, algorithm = config["actor_rollout_ref"]["actor"], config["algorithm"]
-    in_loss, in_reward = bool(actor["use_kl_loss"]), bool(algorithm["use_kl_in_reward"])
-    mode = actor["loss_agg_mode"]
+    try:
+        return _effective(config)
+    except KlampError:
+        raise
+    except (KeyError, TypeError, IndexError, AttributeError) as error:
+        raise ConfigError(
+            f"this is no whole configuration of verl: {type(error).__name__}: {error}",
+            got=describe(config),
+            why="actor, algorithm, model, rollout and data decide together what the KL does",
+            fix="pass the configuration that verl's trainer gets, composed by Hydra: its parts and all defaults",
+        ) from error
+
+
+def _effective(config: Any) -> Effective:
+    policy = config["actor_rollout_ref"]
+    mode, in_reward = policy["actor"]["loss_agg_mode"], bool(config["algorithm"]["use_kl_in_reward"])
+    in_loss = bool(policy["actor"]["use_kl_loss"])
+    reference = _reference(policy["model"])
     return Effective(
         host=told_version("verl"),
         terms=(
@@ -100,27 +95,17 @@ def effective(config: Any) -> Effective:
             *([_in_reward(config)] if in_reward else []),
             *([_to_teacher(config["distillation"])] if _distills(config) else []),
         ),
-        normalizer=f"{AVERAGES.get(mode, 'unknown')} (loss_agg_mode={mode})",
-        reference=_reference(config["actor_rollout_ref"]["model"])
-        if in_loss or in_reward
-        else "none: use_kl_loss and use_kl_in_reward are off",
+        normalizer=f"{_average(mode)} (loss_agg_mode={mode})",
+        reference=reference if in_loss or in_reward else "none: use_kl_loss and use_kl_in_reward are off",
         notes=_notes(config, in_loss, in_reward),
     )
 
 
-def _check_has(config: Any, path: str) -> None:
-    """Refuse a configuration without a key."""
-    inner = config
-    for key in path.split("."):
-        try:
-            inner = inner[key]
-        except (KeyError, TypeError, IndexError, AttributeError) as error:
-            raise ConfigError(
-                f"this is no whole configuration of verl: it has no {path}",
-                got=describe(config),
-                why="actor, algorithm, model, rollout and data decide together what the KL does",
-                fix="pass the configuration that verl's trainer gets, composed by Hydra: its parts and all defaults",
-            ) from error
+def _average(mode: str) -> str:
+    if mode == "token-sum":
+        return "sum over the tokens of the mini-batch"
+    length = "loss_scale_factor, else the padded length"
+    return describe_average(REDUCTIONS[mode], over="the mini-batch", length=length) if mode in REDUCTIONS else "unknown"
 
 
 def _in_loss(config: Any) -> EffectiveTerm:
@@ -128,23 +113,17 @@ def _in_loss(config: Any) -> EffectiveTerm:
     name, beta = actor["kl_loss_type"], actor["kl_loss_coef"]
     if is_ours(name):
         kl = loss_kl(name, float(beta))
-        price = _price(config, beta, kl.kl_placement)
-        return EffectiveTerm.of(
-            kl, beta=beta, price=price, controller=describe_controller(kl) if needs_driver(kl) else "fixed"
-        )
+        moves = describe_controller(kl) if is_driven(kl) else "fixed"
+        return EffectiveTerm.of(kl, beta=beta, price=_price(config, beta, kl.kl_placement), controller=moves)
     value, gradient = _own(name)
     return _of_verl("loss", value, gradient, beta, _price(config, beta, "loss"), "fixed")
 
 
 def _in_reward(config: Any) -> EffectiveTerm:
-    name, control = config["algorithm"]["kl_penalty"], config["algorithm"]["kl_ctrl"]
-    beta, moves = control["kl_coef"], _moves(control)
-    price = _price(config, beta, "reward")
-    if is_ours(name):
-        return EffectiveTerm.of(reward_kl(name), beta=beta, price=price, controller=moves)
-    value = _own(name)[0]
-    gradient = DIVERGENCES["reverse"] if value == "k1" else "that of no divergence"
-    return _of_verl("reward", value, gradient, beta, price, moves)
+    control, value = config["algorithm"]["kl_ctrl"], _own(config["algorithm"]["kl_penalty"])[0]
+    kind, beta, target = control["type"], control["kl_coef"], control["target_kl"]
+    moves = "fixed" if kind == "fixed" else f"{kind} from {beta:g}, towards {target:g} nats per token"
+    return _of_verl("reward", value, _as_reward(value), beta, _price(config, beta, "reward"), moves)
 
 
 def _distills(config: Any) -> bool:
@@ -163,7 +142,7 @@ def _to_teacher(section: Any) -> EffectiveTerm:
     head, shifts = name == "forward_kl_topk", bool(options["use_policy_gradient"])
     value, gradient = (f"over {options['topk']} of the teacher's words", WITHOUT_TAIL) if head else _own(name)
     if shifts:
-        gradient = OWN["kl"][1] if head else DIVERGENCES["reverse"] if value == "k1" else "that of no divergence"
+        gradient = OWN["kl"][1] if head else _as_reward(value)
     weight = coefficient if options["use_task_rewards"] else 1.0
     found = _of_verl("advantage" if shifts else "loss", value, gradient, weight, "that of beta", "fixed")
     return replace(
@@ -176,13 +155,6 @@ def _price(config: Any, beta: float, placement: Placement) -> str:
     if isinstance(found, str):
         return f"unknown: {found}"
     return describe_price(found, group_size=int(config["actor_rollout_ref"]["rollout"]["n"]))
-
-
-def _moves(control: Any) -> str:
-    kind, beta, target = control["type"], control["kl_coef"], control["target_kl"]
-    if is_ours(kind):
-        return describe_controller(controlled(kind, beta=beta, target_kl=target))
-    return "fixed" if kind == "fixed" else f"{kind} from {beta:g}, towards {target:g} nats per token"
 
 
 def _of_verl(
@@ -208,6 +180,10 @@ def _own(name: str) -> tuple[str, str]:
     return value, OWN["mse"][1] if name.endswith("+") else gradient
 
 
+def _as_reward(value: str) -> str:
+    return DIVERGENCES["reverse"] if value == "k1" else "that of no divergence"
+
+
 def _reference(model: Any) -> str:
     ranks = (model.get("lora_rank"), (model.get("lora") or {}).get("rank"))  # FSDP's, Megatron's
     adapter = any((rank or 0) > 0 for rank in ranks) or model.get("lora_adapter_path") is not None
@@ -219,9 +195,7 @@ def _notes(config: Any, in_loss: bool, in_reward: bool) -> tuple[str, ...]:
     control, name = algorithm["kl_ctrl"], actor["kl_loss_type"]
     completions = int(config["data"]["train_batch_size"]) * int(config["actor_rollout_ref"]["rollout"]["n"])
     callback = (config.get("trainer") or {}).get("checkpoint_callback_class")
-    driven = str(callback).endswith("klamp.verl.Driver")
-    own = not is_ours(algorithm["kl_penalty"])
-    value = _own(algorithm["kl_penalty"])[0] if own else "k1"
+    driven, value = str(callback).endswith("klamp.verl.Driver"), _own(algorithm["kl_penalty"])[0]
     rows = [
         (in_loss and in_reward, "the KL counts twice: in the loss and in the reward"),
         (
@@ -236,12 +210,12 @@ def _notes(config: Any, in_loss: bool, in_reward: bool) -> tuple[str, ...]:
             "when the KL is low",
         ),
         (
-            in_reward and control["type"] != "fixed" and not (is_ours(control["type"]) and driven),
+            in_reward and control["type"] != "fixed",
             "verl's checkpoints do not hold the controller: on resume beta starts at kl_coef",
         ),
         (
-            in_loss and not driven and is_ours(name) and needs_driver(loss_kl(name)),
-            "this KL needs ++trainer.checkpoint_callback_class=klamp.verl.Driver, without which it raises",
+            in_loss and not driven and is_ours(name) and is_driven(loss_kl(name)),
+            "this KL needs ++trainer.checkpoint_callback_class=klamp.verl.Driver",
         ),
         *(_of_teacher(config, config["distillation"]["distillation_loss"], in_loss) if _distills(config) else ()),
     ]

@@ -6,21 +6,21 @@ from klamp.config import KLConfig
 from klamp.config.teacher import TeacherConfig
 from klamp.errors import Refusal, refuse
 from klamp.hosts.common.kl_fields import host_refusals
-from klamp.hosts.verl.fields_in_verl import IN_REWARD, LOSS_FIELDS, TERM_FIELDS, name_of, needs_driver, written
+from klamp.hosts.verl.fields_in_verl import LOSS_FIELDS, is_driven, name_of, needs_driver, written
 from klamp.hosts.verl.teacher import teacher_refusals, teacher_values
 
 ACTOR = "actor_rollout_ref.actor"
 IMPORTED = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=klamp.verl.registered"
 """Has klamp's names registered in every process of verl's."""
 DRIVEN = "++trainer.checkpoint_callback_class=klamp.verl.Driver"
-"""Has klamp's part in verl's trainer made there: see `klamp.hosts.verl.driver`."""
 
 
 def overrides(kl: KLConfig, teacher: TeacherConfig | None = None) -> list[str]:
     """The arguments of `python -m verl.trainer.main_ppo` that give a run this KL, and this teacher, one per element.
 
-    With a KL in the reward they also set `algorithm.norm_adv_by_std_in_grpo=False`: in a group whose rewards are all
-    equal the division by the standard deviation cancels beta, so that every beta > 0 would be the same.
+    A plain KL in the reward is verl's own `kl`, which is k1. With a KL in the reward they also set
+    `algorithm.norm_adv_by_std_in_grpo=False`: in a group whose rewards are all equal the division by the standard
+    deviation cancels beta, so that every beta > 0 would be the same.
 
     A KL that needs whole groups, the tokens, or a coefficient that moves is settled in verl's trainer, by
     `klamp.verl.Driver`, and travels with the batch to the workers' loss: then `kl_loss_type` names it wherever it
@@ -39,24 +39,22 @@ def overrides(kl: KLConfig, teacher: TeacherConfig | None = None) -> list[str]:
     """
     taught = teacher if teacher is not None and teacher.there else None
     refuse([*verl_refusals(kl), *(teacher_refusals(taught) if taught else ())])
-    driven = needs_driver(kl)
-    in_reward = kl.needs_reference and kl.kl_placement == "reward" and not driven
-    in_loss = kl.needs_reference and not in_reward
-    found = [f"{ACTOR}.use_kl_loss={in_loss}", f"algorithm.use_kl_in_reward={in_reward}"]
+    shifts_reward = kl.needs_reference and kl.kl_placement == "reward"
+    by_verl = shifts_reward and not needs_driver(kl) and kl.kl_max_log_ratio is None
+    in_loss = kl.needs_reference and not by_verl
+    found = [f"{ACTOR}.use_kl_loss={in_loss}", f"algorithm.use_kl_in_reward={by_verl}"]
     if in_loss:
         name = name_of(kl, LOSS_FIELDS)
         found += [f"{ACTOR}.kl_loss_coef={kl.beta!r}", f"{ACTOR}.kl_loss_type={written(name)}"]
-    if in_reward:
-        name = name_of(kl, [field for field in TERM_FIELDS if field not in IN_REWARD])
-        found += [f"algorithm.kl_penalty={written(name)}"]
-        found += ["algorithm.kl_ctrl.type=fixed", f"algorithm.kl_ctrl.kl_coef={kl.beta!r}"]
-    if kl.needs_reference and kl.kl_placement == "reward":
+    if by_verl:
+        found += ["algorithm.kl_penalty=kl", "algorithm.kl_ctrl.type=fixed", f"algorithm.kl_ctrl.kl_coef={kl.beta!r}"]
+    if shifts_reward:
         found.append("algorithm.norm_adv_by_std_in_grpo=False")
-    if kl.needs_reference and driven:
+    if in_loss and is_driven(kl):
         found.append(DRIVEN)
     if taught is not None:
         found += [f"{key}={written(value)}" for key, value in teacher_values(taught).items()]
-    return [*found, IMPORTED] if kl.needs_reference or taught is not None else found
+    return [*found, IMPORTED] if in_loss or taught is not None else found
 
 
 def verl_refusals(kl: KLConfig) -> list[Refusal]:
