@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any
 
 from klamp.core.arguments import AT_LEAST_1, check_fields
 from klamp.errors import ModelError
-from klamp.scoring.whole import check_whole
 from klamp.tasks.arithmetic import (
     EOS_TOKEN,
     MAX_COMPLETION_LENGTH,
@@ -162,6 +161,8 @@ def load_base_model(
         ModelError: the cached folder is damaged, or the cache cannot be written.
     """
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from klamp.scoring.model_parts import check_whole
 
     folder = cached_base_model(config, progress=progress)
     try:

@@ -27,8 +27,8 @@ from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE
 from klamp.hosts.common.control import KLControl, held_kl, mean_spread, read_state
 from klamp.hosts.common.rollout import Alone, Generation, prepared
 from klamp.hosts.common.window import Window
-from klamp.hosts.verl.effective_in_verl import BASELINES, REDUCTIONS, divides_by_std, price
 from klamp.hosts.verl.fields_in_verl import is_driven, is_ours, loss_kl
+from klamp.hosts.verl.overrides import BASELINES, REDUCTIONS, divides_by_std, price
 
 TRAINER = "verl.trainer.ppo.v1.trainer_base"
 STATE = "klamp_state.json"
