@@ -236,17 +236,6 @@ def test_the_exact_kl_is_that_of_the_logits_with_its_gradient(name, learning):
             assert_same_gradient(gradients(policy, ours.sum()), gradients(policy, expected.sum()))
 
 
-def test_two_heads_of_different_form_meet_in_their_logits():
-    """A reference with an adapted head keeps logits, the policy hidden states."""
-    policy, ref, data = made("qwen2, tied, grouped keys"), made("lora on the head"), completions()
-    rows = torch.ones(12, dtype=torch.bool)
-    with torch.no_grad():
-        kept = Scorer(ref, probe(ref))(data, Ask(temperature=1.0, keep=rows)).predictions
-        found = Scorer(policy, probe(policy))(data, Ask(temperature=1.0, exact=ExactKL(rows=rows, ref=kept)))
-        logits = [score(m, data, temperature=1.0).logits for m in (policy, ref)]
-    torch.testing.assert_close(found.exact[data.mask], exact_kl(*logits)[data.mask], rtol=1e-4, atol=1e-5)
-
-
 def test_only_unmasked_tokens_reach_the_head(monkeypatch):
     seen = []
     usual = scorer_module.token_logprobs
@@ -254,30 +243,6 @@ def test_only_unmasked_tokens_reach_the_head(monkeypatch):
     model, data = made("qwen2, tied, grouped keys"), completions()
     Scorer(model, probe(model))(data, Ask(temperature=1.0))
     assert seen == [int(data.mask.sum())] and seen[0] < data.mask.numel() * 0.8
-
-
-def test_a_long_prompt_is_run_once_for_its_group():
-    """Tokens through the decoder, counted."""
-    torch.manual_seed(0)
-    model = Qwen2ForCausalLM(Qwen2Config(**(SIZES | {"max_position_embeddings": 512}))).eval()
-    data = completions(groups=2)
-    ids = torch.randint(1, V, (2, 200), generator=torch.Generator().manual_seed(0)).repeat_interleave(4, 0)
-    data = replace(data, prompt_ids=ids, prompt_mask=torch.ones_like(ids))
-    counted: dict[str, list[int]] = {}
-
-    def tokens(traits: Traits) -> torch.Tensor:
-        seen = counted.setdefault(traits.sharing, [])
-        handle = model.model.register_forward_hook(
-            lambda m, a, k, out: seen.append(k["input_ids"].numel()), with_kwargs=True
-        )
-        scores = Scorer(model, traits)(data, Ask(temperature=1.0))
-        handle.remove()
-        return scores.logprobs
-
-    plainly, shared = tokens(Traits(head=True)), tokens(probe(model))
-    torch.testing.assert_close(shared, plainly, rtol=0, atol=1e-5)
-    assert counted["no"] == [8 * (200 + T - 1)]
-    assert counted["gradient"] == [2 * 200, 8 * (T - 1)]
 
 
 def test_checkpointed_activations_are_scored_the_plain_way():
@@ -333,18 +298,6 @@ def test_where_frequencies_follow_the_length_long_rows_are_scored_with_their_pro
         assert_same_gradient(gradients(model, (found * WEIGHTS).sum()), expected_gradient)
     assert OpenedModel(model, traits).is_steady(P + 3) and not OpenedModel(model, traits).is_steady(P + 4)
     assert OpenedModel(made("qwen2, tied, grouped keys"), traits).is_steady(10**9)
-
-
-def test_low_precision_is_opened_too():
-    model, data = made("qwen2, tied, grouped keys").bfloat16(), completions()
-    traits = probe(model)
-    assert traits == Traits(head=True, sharing="gradient")
-    with torch.no_grad():
-        ours = Scorer(model, traits)(data, Ask(temperature=1.0)).logprobs
-        expected = score(model, data, temperature=1.0).logprobs
-        exact = score(model.float(), data, temperature=1.0).logprobs
-    ours_off, theirs_off = ((x - exact)[data.mask].abs().max() for x in (ours, expected))
-    assert ours_off <= 2 * theirs_off + 1e-3
 
 
 def cost_of(buckets: list[list[int]], lengths: list[int], ahead: int, overhead: int) -> int:

@@ -23,7 +23,6 @@ from klamp.core.objective import Objective, grpo_loss
 from klamp.core.penalty import advantages_with_kl
 from klamp.core.term import Gate, sequence_gate_kl
 from klamp.core.types import Batch
-from klamp.errors import ConfigError
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.verl.driver import BETA, Driver, StepSettings, columns
 from klamp.hosts.verl.fields_in_verl import LOSS_FIELDS, name_of
@@ -149,14 +148,6 @@ def test_the_loss_is_klamps_own(term: str, average: str) -> None:
         for part in (slice(0, 2), slice(2, 3), slice(3, 6))
     ]
     torch.testing.assert_close(torch.stack(parts).sum(), expected, rtol=0, atol=1e-8)
-
-
-@pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("term", ["a hard clip", "excluded tokens", "a KL in the advantage", "a target", "a schedule"])
-def test_without_the_driver_it_raises(term: str) -> None:
-    name = name_of(KLConfig(**TERMS[term]), LOSS_FIELDS)
-    with pytest.raises(ConfigError, match="klamp.verl.Driver"):
-        actor_loss(Step.random(), use_kl_loss=True, kl_loss_type=name, kl_loss_coef=0.3)
 
 
 class Queue:

@@ -99,21 +99,6 @@ def test_a_client_that_never_answers_runs_into_the_timeout():
     assert client.now == 0
 
 
-def test_cancelling_it_cancels_the_requests():
-    client = FakeSampler(delays=dict.fromkeys((10, 12, 15, 17), 3600))
-
-    async def scenario():
-        task = asyncio.ensure_future(compute_reference_logprobs(client, PROMPTS, RESPONSES))
-        await asyncio.sleep(0.01)
-        assert client.now == 4
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    skipping(scenario())
-    assert client.now == 0
-
-
 class _Suffix(FakeSampler):
     """The newer form: an awaitable, and a suffix on request; an older server refuses with the SDK's own words."""
 
@@ -147,12 +132,6 @@ def test_a_server_that_scores_no_suffix_is_asked_for_everything():
     client.server_is_new = False
     assert compute(client, concurrency=1) == expected()
     assert client.suffixes == [1, None, None, None, None]
-
-
-def test_another_runtime_error_is_no_reason_to_ask_again():
-    client = _Suffix(faults={10: [RuntimeError("cannot schedule new futures after shutdown")]})
-    with pytest.raises(ModelError, match="cannot schedule new futures"):
-        compute(client)
 
 
 class _Older:

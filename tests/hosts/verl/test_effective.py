@@ -100,16 +100,6 @@ def test_a_kl_in_both_places_is_two_terms_each_with_its_own_beta() -> None:
     assert effective(config(kl_loss_type=target) | callback).notes == ()
 
 
-@pytest.mark.parametrize(("kind", "text"), [("fixed", "fixed"), ("adaptive", "adaptive from 0.001, towards 0.1 nats")])
-@pytest.mark.parametrize(("name", "value"), [("kl", "k1"), ("low_var_kl", "k3")])
-def test_verls_own_in_the_reward(kind: str, text: str, name: str, value: str) -> None:
-    control = {**CONFIG["algorithm"]["kl_ctrl"], "type": kind}
-    (term,) = effective(config(use_kl_loss=False, use_kl_in_reward=True, kl_penalty=name, kl_ctrl=control)).terms
-    assert (term.term, term.value, term.placement) == ("verl's own", value, "taken from the reward")
-    assert term.controller.startswith(text)
-    assert (term.gradient == "KL(policy||ref)") == (value == "k1")
-
-
 @pytest.mark.parametrize(
     ("name", "value", "gradient"),
     [

@@ -71,12 +71,6 @@ def test_without_a_teacher_nothing_is_said_of_one(teacher: TeacherConfig | None)
     assert not any("distillation" in word for word in overrides(kl))
 
 
-def test_a_teacher_alone_needs_klamp_in_every_process() -> None:
-    found = overrides(KLConfig(beta=0), TeacherConfig(**MODEL))
-    assert "actor_rollout_ref.actor.use_kl_loss=False" in found
-    assert any("VERL_USE_EXTERNAL_MODULES=klamp.verl.registered" in word for word in found)
-
-
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
