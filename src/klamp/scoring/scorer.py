@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -293,4 +293,5 @@ def joined(parts: Sequence[Scores], length: int) -> Scores:
         given = [torch.zeros_like(logprobs) if x is None else x for x, logprobs in found]
         return torch.cat([pad_tokens(x.detach(), length) for x in given])
 
-    return Scores(**{name: whole(name) for name in MEASURED if any(getattr(part, name) is not None for part in parts)})
+    found: Any = {name: whole(name) for name in MEASURED if any(getattr(part, name) is not None for part in parts)}
+    return Scores(**found)

@@ -6,7 +6,7 @@ import asyncio
 import concurrent.futures
 import inspect
 import math
-from collections.abc import Sequence, Sized
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, POSITIVE, check_number, describe
@@ -172,7 +172,7 @@ def _places(answer: Answer, top_k: int) -> list[Place]:
 
 def _sequences(prompts: Any, responses: Any) -> tuple[list[list[int]], list[list[int]]]:
     """The token ids of both, one list for each response."""
-    if not (isinstance(prompts, Sized) and isinstance(responses, Sized) and len(prompts) == len(responses)):
+    if not (isinstance(prompts, Collection) and isinstance(responses, Collection) and len(prompts) == len(responses)):
         raise DataError(
             "prompt_tokens and response_tokens must hold one list of token ids per response each",
             got=f"{describe(prompts)} and {describe(responses)}",
