@@ -98,16 +98,13 @@ HOST_SIGNATURES = {
         "build_datum": "(prompt, response, advantages, logprobs, ref_logprobs=None, *, teacher_logprobs=None, "
         "teacher_head=None, mask=None, kl_mask=None)",
         "check": "(loss, data, logprobs_list, *, beta=None, means='reverse', **more)",
-        "compute_grpo_kl_loss": "(data, logprobs_list, kl_coef=None, cliprange=None, kl=None, *, loss=None, "
-        "teacher=None, normalizer='loss_type', max_length=None, group_size=None, totals=None)",
+        "compute_grpo_kl_loss": "(data, logprobs_list, kl_coef=None, cliprange=None, kl=None, **options)",
         "compute_reference_logprobs": "(ref_client, prompt_tokens, response_tokens, *, concurrency=64, timeout=300.0)",
-        "compute_teacher_head": "(teacher_client, prompt_tokens, response_tokens, top_k, *, vocabulary=None, "
-        "concurrency=64, timeout=300.0)",
+        "compute_teacher_head": "(teacher_client, prompt_tokens, response_tokens, top_k, *, concurrency=64, "
+        "timeout=300.0)",
         "count_tokens": "(data)",
-        "effective": "(kl_coef=None, cliprange=None, kl=None, *, loss=None, teacher=None, normalizer='loss_type', "
-        "max_length=None, group_size=None, totals=None)",
-        "forward_backward_kl": "(client, data, kl_coef=None, cliprange=None, kl=None, *, loss=None, "
-        "teacher=None, normalizer='loss_type', max_length=None, group_size=None, totals=None)",
+        "effective": "(kl_coef=None, cliprange=None, kl=None, **options)",
+        "forward_backward_kl": "(client, data, kl_coef=None, cliprange=None, kl=None, **options)",
         "strip_for_builtin": "(datums)",
     },
     "klamp.trl": {

@@ -10,8 +10,6 @@ from tests.waiting import SECONDS
 from tinker import types
 
 from klamp_standin import serve
-from klamp_standin.checkpoints import Checkpoints
-from klamp_standin.protocol import Refused
 
 DATA = [
     types.Datum(
@@ -66,15 +64,3 @@ def test_a_snapshot_stays_when_the_weights_move(trainer, service):
         assert still.compute_logprobs(prompt).result(timeout=SECONDS) == before
     moved = ready(trainer.save_weights_and_get_sampling_client())
     assert moved.compute_logprobs(prompt).result(timeout=SECONDS) != before
-
-
-@pytest.mark.parametrize("path", ["weights/a", "tinker://run/weights", "tinker://run/weights/a/b", "tinker://../x/y"])
-def test_a_path_that_is_none_is_refused(path, tmp_path):
-    with pytest.raises(Refused, match="is no checkpoint"):
-        Checkpoints(tmp_path).load(path)
-
-
-def test_a_name_is_not_taken_twice(trainer):
-    trainer.save_state("twice").result(timeout=SECONDS)
-    with pytest.raises(Exception, match="exists already"):
-        trainer.save_state("twice").result(timeout=SECONDS)

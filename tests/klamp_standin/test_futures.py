@@ -28,13 +28,6 @@ def test_requests_of_a_run_are_carried_out_by_number(worker):
     assert done == [0, 1, 2, 3]
 
 
-def test_a_request_waits_for_the_one_before_it(worker):
-    worker.submit("1", dict, lane="run", number=1)
-    assert worker.wait("1", 0.1) is None
-    worker.skip("run", 0)
-    assert worker.wait("1", SECONDS) == {}
-
-
 def test_the_same_request_is_carried_out_once(worker):
     done = []
     for _ in range(3):
@@ -66,8 +59,3 @@ def test_a_late_result_is_held_back_and_holds_up_nobody(worker, monkeypatch):
     assert worker.wait("other", SECONDS) == {} and clock[-1] == 100.0
     assert worker.wait("late", 0.125) is None and clock[-1] == 100.125
     assert worker.wait("late", SECONDS) == {} and clock[-1] == 100.5
-
-
-def test_an_unknown_request_is_refused(worker):
-    with pytest.raises(Refused, match="no request 'x'"):
-        worker.wait("x", 0.1)

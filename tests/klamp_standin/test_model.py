@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-
 import pytest
 import tinker
 import torch
@@ -13,7 +11,6 @@ from tests.waiting import SECONDS
 from tinker import types
 
 from klamp_standin import serve, tiny_model
-from klamp_standin.model import BaseModel, LoraShape, Trained
 
 SEQUENCES = [[1, 2, 3, 4, 5, 6], [7, 8, 9], [10, 11, 12, 13]]
 
@@ -110,15 +107,6 @@ def test_a_loss_over_the_wire_is_autograd(double, client, name):
     assert_equal_gradients(double, expected)
 
 
-def test_gradients_of_several_calls_add_up_and_a_forward_pass_adds_none(double, client):
-    data = datums(weights=noise(1.0))
-    client.forward_backward(data[:1], "cross_entropy").result(timeout=SECONDS)
-    client.forward(data, "cross_entropy").result(timeout=SECONDS)
-    client.forward_backward(data[1:], "cross_entropy").result(timeout=SECONDS)
-    _, expected = reference_gradient(double, lambda i, x: -(noise(1.0)(i, len(x)) * x).sum())
-    assert_equal_gradients(double, expected)
-
-
 def test_an_optimizer_step_is_that_of_torch(double, client):
     before = {name: tensor.detach().clone() for name, tensor in double.weights().items()}
     params = {"learning_rate": 0.01, "beta1": 0.8, "beta2": 0.9, "eps": 1e-8, "weight_decay": 0.1}
@@ -138,46 +126,3 @@ def test_an_optimizer_step_is_that_of_torch(double, client):
         assert not tensor.equal(before[name])
         assert tensor.grad is None
         torch.testing.assert_close(tensor, plain[name], rtol=1e-9, atol=1e-12)
-
-
-def test_a_fresh_adapter_is_the_base_model_and_a_moved_one_leaves_it_alone():
-    base = BaseModel(tiny_model())
-    ids = torch.tensor([SEQUENCES[0]])
-    original = base.model(ids).logits
-    run = Trained(weights=base.fresh(LoraShape(rank=2), 0))
-    drawn = [base.fresh(LoraShape(rank=2), seed).tensors for seed in (0, 1)]
-    assert [all(x.equal(run.weights.tensors[name]) for name, x in each.items()) for each in drawn] == [True, False]
-    with base.sampler(run.weights) as model:
-        assert model(ids).logits.equal(original)
-    with torch.no_grad():
-        for tensor in run.weights.tensors.values():
-            tensor.add_(0.1)
-    with base.sampler(run.weights) as model:
-        assert (model(ids).logits - original).abs().max() > 0.1
-    with base.sampler(None) as model:
-        assert model(ids).logits.equal(original)
-
-
-def test_runs_of_one_base_model_do_not_mix():
-    base = BaseModel(tiny_model())
-    one, other = (Trained(weights=base.fresh(LoraShape(rank=2), seed)) for seed in (0, 1))
-    kept = copy.deepcopy(other.weights.tensors)
-    loss = base.logprobs(one.weights, [[1, 2]], [torch.tensor([2, 3])])[0].sum()
-    loss.backward()
-    one.step({"learning_rate": 0.1, "beta1": 0.9, "beta2": 0.9, "eps": 1e-8})
-    assert all(other.weights.tensors[name].equal(tensor) for name, tensor in kept.items())
-    assert all(tensor.grad is None for tensor in other.weights.tensors.values())
-
-
-@pytest.mark.parametrize(
-    ("shape", "part"),
-    [
-        ({"train_mlp": False, "train_attn": False}, "lm_head"),
-        ({"train_unembed": False, "train_attn": False}, "mlp"),
-        ({"train_mlp": False, "train_unembed": False}, "self_attn"),
-    ],
-)
-def test_an_adapter_sits_where_it_is_asked_for(shape, part):
-    tensors = BaseModel(tiny_model()).fresh(LoraShape(rank=2, **shape), 0).tensors
-    assert tensors
-    assert all(part in name for name in tensors)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import socket
@@ -12,9 +11,6 @@ import urllib.request
 import pytest
 import tinker
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from tests.reliability.drawn import examples
 from tests.standin import ready
 from tests.waiting import SECONDS
 from tinker import types
@@ -67,37 +63,6 @@ def test_what_does_not_fit_is_an_http_error_with_the_reason(standin, path, body,
     assert (found, words in answer["error"]) == (status, True), answer
 
 
-@pytest.mark.parametrize(
-    ("changes", "words"),
-    [
-        ({"num_samples": 0}, "num_samples is 0"),
-        ({"topk_sample_logprobs": 2}, "does not have topk_sample_logprobs"),
-        ({"topk_prompt_logprobs": -1}, "topk_prompt_logprobs -1"),
-        ({"prompt_logprobs_last_n": 1}, "needs prompt_logprobs"),
-        ({"prompt_logprobs_last_n": 3, "prompt_logprobs": True}, "1 to 2"),
-        ({"prompt": {"chunks": []}}, "prompt"),
-        ({"sampling_params": {"max_tokens": 4, "stop": "a"}}, "needs a tokenizer"),
-    ],
-)
-def test_a_request_for_samples_that_cannot_be_met_is_refused(standin, changes, words):
-    session = {"session_id": words, "sampling_session_seq_id": 0, "base_model": standin.base_model}
-    _, answer = post(standin, "create_sampling_session", session)
-    chunks = [{"type": "encoded_text", "tokens": [1, 2, 3]}]
-    body = {"sampling_session_id": answer["sampling_session_id"], "seq_id": 1, "num_samples": 1}
-    body |= {"prompt": {"chunks": chunks}, "sampling_params": {"max_tokens": 4}}
-    status, answer = post(standin, "asample", body | changes)
-    if status == 200:  # what only the draw can find is the result's
-        _, answer = post(standin, "retrieve_future", {"request_id": answer["request_id"]})
-    assert words in answer["error"]
-
-
-def test_it_listens_on_the_loopback_interface_only(standin):
-    host, port = standin._server.socket.getsockname()
-    assert host == "127.0.0.1" and standin.url == f"http://127.0.0.1:{port}"
-    with socket.create_connection((host, port), timeout=SECONDS):
-        pass
-
-
 def raw(standin, lines, body=b""):
     """The status of a request as it is written, once the connection is closed after it."""
     with socket.create_connection(standin._server.server_address, timeout=SECONDS) as client:
@@ -123,13 +88,6 @@ def test_another_name_and_a_body_without_an_end_are_refused_at_once(standin, lin
     assert standin.requests == asked
 
 
-def test_it_has_the_names_of_this_machine_and_waits_for_no_body(standin, monkeypatch):
-    for host in ("localhost", "LOCALHOST:80", "127.0.0.1", "[::1]:8000"):
-        assert post(standin, "create_session", {}, Host=host)[0] == 200
-    monkeypatch.setattr("klamp_standin.server.BODY_SECONDS", 0.05)
-    assert raw(standin, [HOST, KEY, "Content-Length: 9"], b"{") == 0
-
-
 def test_requests_are_counted_by_route_and_tokens_by_use(standin, reference, trainer):
     asked, spent = standin.requests.copy(), standin.tokens.copy()
     reference.compute_logprobs(PROMPT).result(timeout=SECONDS)
@@ -150,14 +108,6 @@ def test_draws_depend_on_the_number_of_the_request_and_not_on_the_server():
             found = [client.sample(PROMPT, 4, DRAWN).result(timeout=SECONDS).sequences for _ in range(2)]
             drawn.append([[row.tokens for row in rows] for rows in found])
     assert drawn[0] == drawn[1] and drawn[0][0] != drawn[0][1]
-
-
-def test_capabilities_name_the_model(standin, service):
-    if hasattr(getattr(tinker, "RestClient", None), "get_server_capabilities"):
-        found = tinker.RestClient().get_server_capabilities().result(timeout=SECONDS)
-    else:
-        found = service.get_server_capabilities()
-    assert [model.model_name for model in found.supported_models] == [standin.base_model]
 
 
 def test_it_serves_a_model_and_tokenizer_of_ones_own():
@@ -188,13 +138,6 @@ def test_a_fault_strikes_after_so_many_and_so_often():
     assert [bool(forever.strike("asample", scoring=s)) for s in (True, False, True)] == [True, False, True]
 
 
-def test_a_dropped_request_is_sent_again_and_carried_out_once(standin, reference):
-    standin.inject(Fault(kind="drop", route="asample"))
-    before = standin.tokens["prompt"]
-    assert len(reference.compute_logprobs(PROMPT).result(timeout=SECONDS)) == 4
-    assert standin.tokens["prompt"] == before + 4
-
-
 def test_none_and_nan_arrive_where_they_were_put(standin, reference, trainer):
     standin.inject(Fault(kind="none", route="asample", scoring=True))
     assert [x is None for x in reference.compute_logprobs(PROMPT).result(timeout=SECONDS)] == [True, False, False, True]
@@ -206,30 +149,3 @@ def test_none_and_nan_arrive_where_they_were_put(standin, reference, trainer):
     outputs = trainer.forward_backward([DATUM], "cross_entropy").result(timeout=SECONDS).loss_fn_outputs
     assert [math.isnan(x) for x in outputs[0]["logprobs"].data] == [False, False, False, True]
     assert all(torch.isfinite(x.grad).all() for x in standin.weights().values())
-
-
-HEADS = (
-    *(
-        "POST /api/v1/create_session HTTP/1.1",
-        "GET /api/v1/healthz HTTP/1.0",
-        "POST / HTTP/9.9",
-        "PUT / HTTP/1.1",
-        "",
-        "\0",
-    ),
-    *(HOST, "Host: x", KEY, "Content-Length: 2", "Content-Length: -2", "Content-Length: 99999999999", ": x", " folded"),
-    *("Transfer-Encoding: chunked", "Content-Type: application/x-protobuf", "X" * 70_000, "Connection: keep-alive"),
-)
-
-
-@given(lines=st.lists(st.sampled_from(HEADS), max_size=7), body=st.binary(max_size=20))
-@examples(60)
-def test_whatever_is_sent_is_answered_or_left_at_once_and_the_next_one_is_served(shared_standin, lines, body):
-    address = shared_standin._server.server_address
-    with contextlib.suppress(ConnectionError), socket.create_connection(address, timeout=SECONDS) as client:
-        client.sendall("\r\n".join((*lines, "", "")).encode() + body)
-        with contextlib.suppress(OSError):  # it may be closed already
-            client.shutdown(socket.SHUT_WR)
-        while client.recv(1 << 16):
-            pass
-    assert post(shared_standin, "session_heartbeat", {})[0] == 200

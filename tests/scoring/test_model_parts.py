@@ -13,7 +13,6 @@ from transformers import DynamicCache
 from klamp.core.estimators import exact_kl
 from klamp.core.topk import topk_kl
 from klamp.scoring.model_parts import (
-    AHEAD,
     OpenedModel,
     OutputHead,
     Predictions,
@@ -21,7 +20,6 @@ from klamp.scoring.model_parts import (
     RoomyLayer,
     Traits,
     cache_rows,
-    checkpoints,
     divergence,
     head_kl,
     head_of,
@@ -40,14 +38,6 @@ def numbers(*shape: int, seed: int = 0) -> torch.Tensor:
 
 def head(**changes: object) -> OutputHead:
     return OutputHead(numbers(V, H, seed=1), numbers(V, seed=2), 2.0, 0.5)._replace(**changes)
-
-
-def test_the_logits_of_a_head_are_capped_and_then_scaled() -> None:
-    hidden, given = numbers(N, H), head()
-    raw = hidden @ given.weight.t() + given.bias
-    assert torch.allclose(given.logits(hidden), 0.5 * 2.0 * torch.tanh(raw / 2.0))
-    assert torch.allclose(head(softcap=None, scale=1.0, bias=None).logits(hidden), hidden @ given.weight.t())
-    assert head().logits(hidden.bfloat16().float()).dtype == torch.float32
 
 
 @pytest.mark.parametrize("entropy", [False, True])
@@ -130,17 +120,6 @@ def test_of_a_teacher_with_more_entries_the_shared_ones_count_from_logits_as_fro
     assert torch.allclose(cut, mass_beyond(Predictions(values=larger.logits(), head=None), V, temperature=0.7))
 
 
-def test_predictions_are_padded_and_moved() -> None:
-    found = Predictions(values=numbers(2, 3, H), head=head())
-    padded = found.padded(5)
-    assert padded.values.shape == (2, 5, H)
-    assert torch.equal(padded.values[:, :3], found.values)
-    assert (padded.values[:, 3:] == 0).all()
-    moved = found.to(torch.device("meta"))
-    assert moved.head is not None
-    assert {moved.values.device.type, moved.head.weight.device.type} == {"meta"}
-
-
 def test_the_head_of_a_model_is_a_plain_linear_layer_or_none() -> None:
     model = tiny_llama(tie_word_embeddings=False)
     found = head_of(model)
@@ -202,13 +181,6 @@ def test_positions_by_columns_count_the_padding_that_was_cut_off() -> None:
     assert not torch.allclose(by_tokens, expected, atol=1e-3)
 
 
-def test_gradient_checkpointing_is_seen_while_it_is_in_force() -> None:
-    model = tiny_llama()
-    assert not checkpoints(model.train())
-    model.gradient_checkpointing_enable()
-    assert checkpoints(model) and not checkpoints(model.eval())
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("room", [0, 1, 5])
 def test_rows_of_a_cache_are_a_copy(room: int) -> None:
@@ -244,14 +216,3 @@ def test_appending_in_place_is_appending(room: int) -> None:
         expected, found = plain.update(*more, layer_idx=0), roomy.update(*more, layer_idx=0)
         assert all(map(torch.equal, expected, found))
         assert roomy.get_seq_length() == plain.get_seq_length()
-
-
-@pytest.mark.parametrize(("room", "tokens", "copies"), [(3, 3, 0), (3, 4, 1), (1000, AHEAD, 0), (1000, AHEAD + 1, 1)])
-def test_memory_is_taken_for_many_tokens_and_not_for_all(room: int, tokens: int, copies: int) -> None:
-    cache = DynamicCache()
-    cache.update(*states(2, 5, seed=0), layer_idx=0)
-    roomy = cache_rows(cache, torch.tensor([0, 1]), room=room)
-    held = roomy.layers[0].held[0]
-    assert held.shape[2] == 5 + min(room, AHEAD)
-    places = [roomy.update(*states(2, 1, seed=step), layer_idx=0)[0].data_ptr() for step in range(tokens)]
-    assert len(set(places)) == 1 + copies

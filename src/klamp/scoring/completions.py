@@ -11,14 +11,12 @@ from transformers import PreTrainedTokenizerBase
 
 @dataclass(frozen=True, kw_only=True)
 class Completions:
-    """B sampled completions with their prompts; prompts are left-padded, completions right-padded."""
+    """B sampled completions [B, T], padded on the right, with their prompts [B, P], padded on the left."""
 
     prompt_ids: Tensor
-    """[B, P] token ids of the prompts, padded on the left."""
     prompt_mask: Tensor
-    """[B, P] mask of the prompts: 1 on tokens, 0 on padding."""
+    """1 on tokens, 0 on padding."""
     ids: Tensor
-    """[B, T] token ids of the completions, padded on the right."""
     mask: Tensor
     """[B, T] bool; True up to and including the end token."""
     sampler_logprobs: Tensor

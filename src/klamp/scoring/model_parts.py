@@ -2,15 +2,13 @@
 
 Log-probabilities are then computed where they are needed and nowhere else, and a prompt's keys and values are computed
 once for all of its completions. Whether a model can be opened so is found out by trying: `klamp.scoring.probe`.
-
-transformers appends to a cache by making a new one, token after token: with long prompts a generation copies more than
-it computes. Here memory is taken for many tokens at once, and each token is written into it.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, TypeAlias, cast
 
@@ -24,12 +22,10 @@ from klamp.core.heads.logprobs import logprobs_of
 from klamp.core.heads.tiles import opaque
 from klamp.core.topk import Tail, asked_tokens, head_mass, topk_kl, topk_kl_of
 from klamp.core.types import Direction
-from klamp.errors import ModelError
+from klamp.errors import ModelError, brief
 
 Sharing: TypeAlias = Literal["no", "values", "gradient"]
-"""Whether completions can be run on the cache of their prompt: not at all, without gradient, or with it."""
 Positions: TypeAlias = Literal["tokens", "columns"]
-"""What a token's position counts: the tokens before it, or those and the padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,9 +35,9 @@ class Traits:
     head: bool = False
     """Whether the model's logits are its last hidden states through its output head."""
     sharing: Sharing = "no"
-    """Whether the model's cache can be shared by completions of one prompt, and with gradient or without."""
+    """Whether the model's cache can be shared by completions of one prompt: not, without gradient, or with it."""
     positions: Positions = "tokens"
-    """How the positions that the model is told are counted; a choice of the caller."""
+    """What a position that the model is told counts: tokens alone, or padding too; a choice of the caller."""
 
 
 class OutputHead(NamedTuple):
@@ -79,7 +75,8 @@ class Predictions:
 
     def padded(self, length: int) -> Predictions:
         """The predictions [R, t, ...] with zeros appended: [R, length, ...]."""
-        return replace(self, values=nn.functional.pad(self.values, (0, 0, 0, length - self.values.shape[1])))
+        whole = [0, 0] * (self.values.ndim - 2)
+        return replace(self, values=nn.functional.pad(self.values, (*whole, 0, length - self.values.shape[1])))
 
     def logits(self) -> Tensor:
         """The predictions as logits in float32, [..., V]."""
@@ -99,10 +96,6 @@ class Told(Predictions):
     def entries(self) -> int:
         """Unknown."""
         return 0
-
-    def padded(self, length: int) -> Told:
-        """The predictions [R, t, ...] with zeros appended: [R, length, ...]."""
-        return replace(self, values=nn.functional.pad(self.values, (0, 0, 0, 0, 0, length - self.values.shape[1])))
 
     def likeliest(self, k: int) -> Tensor:
         """The ids of its k likeliest tokens, [N, k]."""
@@ -150,17 +143,9 @@ def divergence(policy: Predictions, ref: Predictions, *, temperature: float, dir
         p, q = own.log_softmax(-1), other.log_softmax(-1)[..., : own.shape[-1]]  # as in `linear_kl`, not renormalised
         outside = torch.zeros_like(p[..., 0], dtype=torch.bool)
         return topk_kl(p, q, p[..., 0], q[..., 0], outside, direction=direction)
-    return linear_kl(
-        policy.values,
-        ours.weight,
-        ref.values,
-        theirs.weight,
-        direction=direction,
-        policy_bias=ours.bias,
-        ref_bias=theirs.bias,
-        temperature=temperature / ours.scale,
-        softcap=ours.softcap,
-    )
+    heads = {"policy_bias": ours.bias, "ref_bias": theirs.bias}
+    scale: Any = {"temperature": temperature / ours.scale, "softcap": ours.softcap}
+    return linear_kl(policy.values, ours.weight, ref.values, theirs.weight, direction=direction, **heads, **scale)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -168,13 +153,11 @@ class PrefixKL:
     """A KL that is summed at each prefix: over the vocabulary, or over a head of it and a tail (`topk_kl`)."""
 
     direction: Direction = "reverse"
-    """Which way."""
     top_k: int | None = None
     """Tokens of the head; None: the whole vocabulary."""
     head: Literal["student", "teacher", "union"] = "student"
     """Whose likeliest tokens the head is."""
     tail: Tail = "sampled"
-    """What stands for the rest."""
 
 
 HEAD = ("student_mass", "teacher_mass", "overlap_ratio", "cut_mass")
@@ -205,16 +188,10 @@ def head_kl(
     """The KL to a teacher over a head of tokens at N positions, in nats, with gradient in the policy. -> [N]
 
     With it what is seen of the head, without gradient, [N] each: its mass under either model, and the share of the
-    policy's likeliest tokens that are among the teacher's.
-
-    Args:
-        scored: of the policy in one walk: its likeliest tokens, `theirs` (any token in the place of -1), the target.
-        teacher: its predictions; of a larger vocabulary, with the same ids, the shared part counts.
-        theirs: [N, K] ids of the teacher's likeliest tokens, -1 where the policy has none such; [N, 0] where the head
-            is the student's.
-        how: which KL.
-        temperature: of both models.
-        log_weight: log(policy / sampler) of the targets, detached; None: 0.
+    policy's likeliest tokens that are among the teacher's. `scored` is one walk of the policy: its likeliest tokens,
+    `theirs` (any token in the place of -1), the target. `theirs` [N, K] are the ids of the teacher's likeliest, -1
+    where the policy has none such; [N, 0] where the head is the student's. `log_weight` is log(policy / sampler) of the
+    targets, detached.
     """
     count = scored.ids.shape[1] - 1 - theirs.shape[1]
     student, usable = scored.ids[:, :count], theirs >= 0
@@ -264,8 +241,7 @@ def walked_divergence(
     if walk is None or how.top_k is None:
         kl, head = divergence(policy, teacher, temperature=temperature, direction=how.direction), dict[str, Tensor]()
     else:
-        scored, theirs = walk
-        kl, head = head_kl(scored, teacher, theirs, how, temperature=temperature, log_weight=log_weight)
+        kl, head = head_kl(walk[0], teacher, walk[1], how, temperature=temperature, log_weight=log_weight)
     return kl, head | {"cut_mass": mass_beyond(teacher, policy.entries, temperature=temperature)}
 
 
@@ -280,13 +256,7 @@ def prefix_divergence(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The KL to a teacher at N positions, in nats, with gradient in the policy, [N]; and what is seen of it, as `HEAD`.
 
-    Args:
-        policy: its predictions.
-        teacher: those of the teacher.
-        targets: [N] the sampled tokens.
-        how: which KL.
-        temperature: of both models.
-        log_weight: log(policy / sampler) of the targets, detached; None: 0.
+    `targets` [N] are the sampled tokens, `log_weight` their log(policy / sampler), detached; None: 0.
     """
     walk = None
     if how.top_k is not None:
@@ -309,17 +279,7 @@ def output_size(model: nn.Module) -> int:
 def check_same_vocabulary(
     anchor: nn.Module, policy: nn.Module, *, who: str = "reference", larger: bool = False
 ) -> None:
-    """Refuse an anchor that cannot be compared with a policy token by token.
-
-    Args:
-        anchor: the model.
-        policy: the policy.
-        who: what the anchor is.
-        larger: whether it may have more entries, as one whose vocabulary was padded further.
-
-    Raises:
-        ModelError: it has another vocabulary.
-    """
+    """Refuse an anchor of another vocabulary; `larger`: it may have more entries, if it was padded further."""
     theirs, ours = output_size(anchor), output_size(policy)
     if theirs != ours and not (larger and theirs > ours):
         raise ModelError(
@@ -328,6 +288,25 @@ def check_same_vocabulary(
             why="log-probabilities of the same token ids would speak of different tokens",
             fix=f"use a {who} of the same model family"
             + f", or cut the policy's padding with resize_token_embeddings({theirs})" * (theirs < ours),
+        )
+
+
+def check_whole(found: Mapping[str, Iterable[str]], *, folder: str, spare: bool = True) -> None:
+    """Refuse weights that are not all from a model's files: a loader fills with random numbers what is not there.
+
+    `found` is transformers' own: under `missing_keys` the model's tensors that are not in the files (what is tied to
+    another one, or computed, is none), under `unexpected_keys` those that the model has no place for, which a file may
+    have to spare, as of a head that the model does not use.
+    """
+    lacks, left = (sorted(found.get(name, ())) for name in ("missing_keys", "unexpected_keys"))
+    if lacks or (left and not spare):
+        parts = {"missing": lacks, "without a place in the model": left}
+        told = (f"{what}: {brief(', '.join(names))}" for what, names in parts.items() if names)
+        raise ModelError(
+            "the weights are not those of the model",
+            got="; ".join((folder, *told)),
+            why="a missing tensor would be random numbers, trained and measured as if they were the model's",
+            fix="get the whole folder again; a tensor under another name has to have the one that the model gives it",
         )
 
 
@@ -349,8 +328,7 @@ def _logit_scale(config: Any) -> float:
 def steady_length(config: Any) -> int | None:
     """The longest sequence in which a token's values do not depend on later tokens; None: any length.
 
-    Some rotary frequencies follow the longest sequence of a pass: those of `dynamic` past the model's length, those of
-    `longrope` (Phi-3 with a long context) past the length that it was first trained on.
+    Rotary frequencies of `dynamic` and `longrope` (Phi-3) follow the longest sequence of a pass from some length on.
     """
     given = getattr(config, "rope_parameters", None) or {}
     bounds = [
@@ -364,10 +342,7 @@ def steady_length(config: Any) -> int | None:
 class OpenedModel:
     """A causal language model (with or without adapter) whose decoder, head and cache are used separately.
 
-    Args:
-        model: the model.
-        traits: what it allows.
-        prompt_width: columns of the whole batch's prompts, from which positions of the kind `columns` are counted.
+    Positions of the kind `columns` are counted from `prompt_width`, the columns of the whole batch's prompts.
     """
 
     def __init__(self, model: nn.Module, traits: Traits, *, prompt_width: int | None = None) -> None:
@@ -402,8 +377,8 @@ class OpenedModel:
             ids: [b, t] the tokens of prompts with their completions, or what follows the cache.
             prompt_mask: [b, P], 1 on tokens of the left-padded prompts.
             keep: number of positions, at most t.
-            cache: keys and values of what came before; it is changed.
-            use_cache: whether to make one.
+            cache: keys and values of what came before; it is changed. None: `use_cache` says whether one is made.
+            use_cache: see there.
         """
         past, width = 0 if cache is None else int(cache.get_seq_length()), prompt_mask.shape[1]
         columns = torch.arange(past, past + ids.shape[1], device=ids.device)
@@ -445,7 +420,7 @@ AHEAD = 128
 
 
 class RoomyLayer(DynamicLayer):
-    """A layer of a cache that appends in place; for passes without gradient.
+    """A layer of a cache that appends in place, without gradient; transformers makes a new one at every token.
 
     Its keys and values are the used part of longer tensors. Where those are full, longer ones take their place.
     """
@@ -491,12 +466,9 @@ class RoomyLayer(DynamicLayer):
 
 
 def cache_rows(cache: Any, rows: Tensor, *, room: int = 0) -> Any:
-    """A copy of a cache with some of its rows, each as often as asked for.
+    """A copy of a cache of transformers with some of its rows, each as often as asked for.
 
-    Args:
-        cache: of transformers; it is left as it is.
-        rows: [B] which.
-        room: tokens that will be appended to it at most, without gradient; 0: with gradient, or nobody knows.
+    `room`: tokens that will be appended to it at most, without gradient; 0: with gradient, or nobody knows.
     """
     found = copy.copy(cache)
     found.layers = [_layer_rows(layer, rows, room) for layer in cache.layers]

@@ -1,7 +1,5 @@
-"""Plans forward passes over completions with little padding, and runs no prompt twice.
-
-Two ways, the same result. Plain: prompt and completion in one row. Shared: every distinct prompt once, then the
-completions on its keys and values, differentiable through them.
+"""Plans forward passes over completions with little padding, each with its prompt, or each distinct prompt run once
+and the completions on its keys and values, differentiable through them: two ways, the same result.
 """
 
 from __future__ import annotations
@@ -27,23 +25,13 @@ class PassPlan:
     """Whether each distinct prompt is run once, before the completions."""
     buckets: list[list[int]]
     """The rows of each pass over completions; each row in one of them."""
-    tokens: int
-    """Tokens of all passes, padding included, plus PASS_TOKENS for each."""
 
 
 def bucketed(lengths: Sequence[int], *, ahead: int, overhead: int) -> tuple[list[list[int]], int]:
-    """Groups rows of similar length, so that padding and the number of passes together cost least.
+    """Groups rows of similar length so that padding and passes together cost least: the rows of each, and the cost.
 
     Equation: minimise sum over buckets of (rows * (ahead + longest) + overhead); exact, by dynamic programming over
     the distinct lengths, longest first.
-
-    Args:
-        lengths: tokens of each row.
-        ahead: tokens that every row has besides.
-        overhead: cost of a pass, in tokens.
-
-    Returns:
-        The rows of each bucket, and the cost.
     """
     order = sorted(range(len(lengths)), key=lambda i: (-lengths[i], i))
     starts = [i for i, row in enumerate(order) if i == 0 or lengths[row] != lengths[order[i - 1]]]
@@ -63,12 +51,6 @@ def plan_of(lengths: Sequence[int], *, prompts: int, prompt_length: int, can_sha
     """The cheaper of two plans: each completion with its prompt, or prompts once and completions on their cache.
 
     A completion's last token predicts nothing that is asked for and is not run.
-
-    Args:
-        lengths: tokens of each completion, at least 1.
-        prompts: distinct prompts among them.
-        prompt_length: of the longest prompt.
-        can_share: whether the model's cache allows it.
     """
     inputs = [max(0, n - 1) for n in lengths]
     plain, plain_cost = bucketed(inputs, ahead=prompt_length, overhead=PASS_TOKENS)
@@ -76,20 +58,18 @@ def plan_of(lengths: Sequence[int], *, prompts: int, prompt_length: int, can_sha
         shared, cost = bucketed(inputs, ahead=0, overhead=PASS_TOKENS)
         cost += prompts * prompt_length + PASS_TOKENS
         if cost < plain_cost:
-            return PassPlan(shared=True, buckets=shared, tokens=cost)
-    return PassPlan(shared=False, buckets=plain, tokens=plain_cost)
+            return PassPlan(shared=True, buckets=shared)
+    return PassPlan(shared=False, buckets=plain)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prefix:
-    """Prompts that were run once, with their cache."""
+    """Prompts that were run once, with their cache; `which` [B] is the number of each row's prompt."""
 
     last: Tensor
     """[U, 1, H or V] predictions at the end of the prompts."""
     cache: object
-    """The keys and values of the prompts."""
     which: Tensor
-    """[B] number of each row's prompt."""
 
 
 def distinct(ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,15 +89,7 @@ def run_rows(
 ) -> tuple[Tensor, Tensor]:
     """The model's predictions at every unmasked token of some completions; with gradient where that is enabled.
 
-    Args:
-        opened: the model.
-        completions: B of them, of T tokens.
-        rows: the ones to run, at least one.
-        can_share: whether prompts may be run once.
-        plan: of those rows; None: the cheapest.
-
-    Returns:
-        Values [n, H or V], and the place of each in the flattened [B * T] tokens.
+    Returns values [n, H or V], and the place of each in the flattened [B * T] tokens; without a plan, by the cheapest.
     """
     prompt_mask = completions.prompt_mask[rows]
     first = int((prompt_mask.sum(0) == 0).long().sum())  # columns that are padding in all of them
@@ -127,7 +99,7 @@ def run_rows(
         lengths = completions.mask[rows].sum(-1).tolist()
         plan = plan_of(lengths, prompts=len(unique_ids), prompt_length=ids.shape[1], can_share=can_share)
         if not opened.is_steady(ids.shape[1] + max(lengths)):  # one pass, since its longest row is in all of them
-            plan = PassPlan(shared=False, buckets=[list(range(len(rows)))], tokens=plan.tokens)
+            plan = PassPlan(shared=False, buckets=[list(range(len(rows)))])
     prefix = run_prompts(opened, unique_ids, unique_mask, which) if plan.shared else None
     places = torch.arange(completions.ids.numel(), device=ids.device).view(completions.ids.shape)
     values, found = [], []

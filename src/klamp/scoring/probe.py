@@ -20,27 +20,22 @@ from klamp.scoring.passes import PassPlan, run_rows
 SMALL_PARAMETERS = 8
 """So many of the smallest trained tensors have their gradient compared; norms and biases of the first layers."""
 
-APART = PassPlan(shared=False, buckets=[[0, 2], [1, 3]], tokens=0)
-"""The plan in which the example's rows are run with their prompts, in two passes."""
-TOGETHER = PassPlan(shared=False, buckets=[[0, 1, 2, 3]], tokens=0)
-"""The plan in which the example's rows are run with their prompts, in one pass."""
-SHARED = PassPlan(shared=True, buckets=[[0, 2], [1, 3]], tokens=0)
-"""The plan in which the example's rows are run on the cache of their prompts."""
+APART = PassPlan(shared=False, buckets=[[0, 2], [1, 3]])
+TOGETHER = PassPlan(shared=False, buckets=[[0, 1, 2, 3]])
+SHARED = PassPlan(shared=True, buckets=[[0, 2], [1, 3]])
+"""The plans in which the example's rows are run with their prompts, in two passes or in one, and on their cache."""
 LOW_GRADIENT = 0.03
 """Share of its largest entry by which a gradient in bfloat16 may be off, besides the noise that is measured: 0.024 was
 seen in all with 28 layers; without the gradient that goes through the cache, 0.21 and more."""
 
 
 def probe(model: nn.Module) -> Traits:
-    """Try out a model and say what it allows.
+    """Try out a model and say what it allows; one that raises at any of it is used the plain way.
 
     The head: whether the last hidden states through it give the model's own log-probabilities. Its cache: whether
     completions of unequal length on the keys and values of left-padded prompts score the same as in one row, and give
-    the same gradient in a few small weights; and whether it is made in training mode. A model that raises at any of it
-    is used the plain way.
-
-    What counts as the same is judged by how far the plain way moves when its rows are run in one pass instead of two,
-    which in exact arithmetic changes nothing.
+    the same gradient in a few small weights; and whether it is made in training mode. What counts as the same is judged
+    by how far the plain way moves when its rows are run in one pass instead of two.
     """
     completions, plain = example(model), Traits()
     expected, also = (_logprobs(model, completions, plain, plan) for plan in (APART, TOGETHER))
@@ -89,9 +84,7 @@ def _scored(model: nn.Module, completions: Completions, traits: Traits, plan: Pa
     return found[places.argsort()]
 
 
-def _logprobs(model: nn.Module, completions: Completions, traits: Traits, plan: PassPlan) -> Tensor:
-    with torch.no_grad():
-        return _scored(model, completions, traits, plan)
+_logprobs = torch.no_grad()(_scored)
 
 
 def _gradient(

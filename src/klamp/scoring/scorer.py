@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,6 @@ from klamp.scoring.model_parts import (
     Predictions,
     PrefixKL,
     TokenScores,
-    Told,
     Traits,
     checkpoints,
     divergence,
@@ -33,6 +32,9 @@ from klamp.scoring.model_parts import (
     walked_divergence,
 )
 from klamp.scoring.passes import run_rows
+
+MEASURED = ("logprobs", "entropy", "exact", "exact_forward")
+"""The fields of `Scores` that hold a number for each token, [B, T], and are kept from one pass to the next."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +48,8 @@ class Scores:
     entropy: Tensor | None = None
     """[B, T] in nats, detached; None where nobody asked for it."""
     exact: Tensor | None = None
-    """[B, T] exact KL(policy||ref) in nats; 0 where it is not measured."""
+    """[B, T] exact KL(policy||ref) in nats; 0 where it is not measured; `exact_forward` likewise KL(ref||policy)."""
     exact_forward: Tensor | None = None
-    """[B, T] exact KL(ref||policy) in nats; 0 where it is not measured."""
     teacher: Tensor | None = None
     """[B, T] KL to the teacher at each prefix, with gradient; 0 where no teacher scored."""
     head: Mapping[str, Tensor] = field(default_factory=dict)
@@ -58,43 +59,30 @@ class Scores:
 
     def rows(self, part: slice) -> Scores:
         """The scores of some rows, without logits and predictions."""
-
-        def cut(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x[part]
-
-        return Scores(
-            logprobs=self.logprobs[part],
-            entropy=cut(self.entropy),
-            exact=cut(self.exact),
-            exact_forward=cut(self.exact_forward),
-            teacher=cut(self.teacher),
-        )
+        found = {name: getattr(self, name) for name in (*MEASURED, "teacher")}
+        return Scores(**{name: x[part] for name, x in found.items() if x is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactKL:
-    """A request to measure the exact KL too: in which rows, against what, with which gradient."""
+    """A request to measure the exact KL too: in which rows [B] bool, against what, with which gradient."""
 
     rows: Tensor
-    """[B] bool: rows in which the exact KL is measured."""
     ref: Predictions
     """[R, T, ...] predictions of the reference for these rows."""
     directions: tuple[Direction, ...] = ("reverse", "forward")
-    """The directions that are measured."""
     learns: tuple[Direction, ...] = ()
     """The directions whose gradient is needed."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TeacherKL:
-    """A request to measure the KL to a teacher at each prefix, with gradient where there is one: in which rows."""
+    """A request to measure the KL to a teacher at each prefix, with gradient where there is one: in which rows [B]."""
 
     rows: Tensor
-    """[B] bool: rows that this teacher scored."""
     anchor: Predictions
     """[R, T, ...] predictions of the teacher for these rows."""
     how: PrefixKL
-    """Which KL."""
     sampler: Tensor | None = None
     """[B, T] log-probabilities under who sampled; None: the policy did, and the tail has the weight 1."""
 
@@ -106,11 +94,8 @@ class Ask:
     temperature: float
     """The temperature of the sampler, so that all models are compared at the same one."""
     entropy: bool = False
-    """Whether the entropy is measured."""
     exact: ExactKL | None = None
-    """How the exact KL is measured; None: not at all."""
     taught: tuple[TeacherKL, ...] = ()
-    """How the KL to each teacher is measured."""
     keep: Tensor | None = None
     """[B] bool: rows whose predictions are returned, with gradient where there is one."""
     learns: Tensor | None = None
@@ -124,14 +109,9 @@ EXACT = {"reverse": "exact", "forward": "exact_forward"}
 
 
 class Scorer(nn.Module):
-    """A causal LM that scores completions; wrap this, not the model, for data parallelism.
+    """A causal LM, with an adapter or not, that scores completions by what `klamp.scoring.probe` found it to allow.
 
-    Equation: log softmax(logits / temperature) at each token of the completion, exact up to rounding whichever way
-    it is computed.
-
-    Args:
-        model: any causal LM, with an adapter or not.
-        traits: what it allows; see `klamp.scoring.probe`.
+    Equation: log softmax(logits / temperature) at each token of the completion, up to rounding.
     """
 
     def __init__(self, model: nn.Module, traits: Traits | None = None) -> None:
@@ -141,11 +121,9 @@ class Scorer(nn.Module):
 
     def can_share(self) -> bool:
         """Whether the cache of prompts can be used now; gradient checkpointing forbids it in training mode."""
-        if checkpoints(self.model):
-            return False
-        if torch.is_grad_enabled():
-            return self.traits.sharing == "gradient"
-        return self.traits.sharing == "gradient" or (self.traits.sharing == "values" and not self.model.training)
+        without = not torch.is_grad_enabled() and not self.model.training
+        shared = self.traits.sharing == "gradient" or (self.traits.sharing == "values" and without)
+        return shared and not checkpoints(self.model)
 
     def forward(self, completions: Completions, ask: Ask) -> Scores:
         """Score completions, with gradient where that is enabled and asked for."""
@@ -164,12 +142,11 @@ class Scorer(nn.Module):
                 with torch.set_grad_enabled(grad):
                     pieces.add(opened, *run_rows(opened, completions, rows, can_share=self.can_share()))
         scores = pieces.scores()
-        return scores if len(runs[0][0]) or not torch.is_grad_enabled() else self._anchored(scores)
-
-    def _anchored(self, scores: Scores) -> Scores:
-        """The scores plus 0 times every weight: data parallelism must see all weights even without a gradient."""
+        if len(runs[0][0]) or not torch.is_grad_enabled():
+            return scores
+        # 0 times every weight: data parallelism must see all weights even without a gradient
         nothing = sum((p.flatten()[:1].sum() * 0 for p in self.model.parameters() if p.requires_grad), torch.zeros(()))
-        return Scores(**{**vars(scores), "logprobs": scores.logprobs + nothing})
+        return replace(scores, logprobs=scores.logprobs + nothing)
 
 
 Pair: TypeAlias = tuple[Tensor, Predictions, Predictions]
@@ -180,8 +157,8 @@ class _Pieces:
 
     def __init__(self, completions: Completions, ask: Ask) -> None:
         self.completions, self.ask = completions, ask
-        self.places: dict[str, list[Tensor]] = {}
-        self.values: dict[str, list[Tensor]] = {}
+        self.noted: dict[str, list[tuple[Tensor, Tensor]]] = {}
+        """Name -> values with their places among the flattened tokens."""
         self.head: Predictions | None = None
 
     def add(self, opened: OpenedModel, values: Tensor, places: Tensor) -> None:
@@ -207,8 +184,7 @@ class _Pieces:
             self._note("predictions", values[at], where)
 
     def _note(self, name: str, values: Tensor, places: Tensor) -> None:
-        self.values.setdefault(name, []).append(values)
-        self.places.setdefault(name, []).append(places)
+        self.noted.setdefault(name, []).append((values, places))
 
     def _among(self, rows: Tensor, places: Tensor) -> tuple[Tensor, Tensor]:
         """Which positions lie in some rows, and their places once the other rows are left out."""
@@ -259,55 +235,35 @@ class _Pieces:
 
     def scores(self) -> Scores:
         """The scores of all tokens, [B, T]."""
-        exact = () if self.ask.exact is None else self.ask.exact.directions
-        return Scores(
-            logprobs=self._whole("logprobs", wanted=True),  # pyright: ignore[reportArgumentType]
-            entropy=self._whole("entropy", wanted=self.ask.entropy),
-            exact=self._whole("exact", wanted="reverse" in exact),
-            exact_forward=self._whole("exact_forward", wanted="forward" in exact),
-            teacher=self._whole("teacher", wanted=bool(self.ask.taught)),
-            head={name: whole for name in HEAD if (whole := self._whole(name, wanted=name in self.values)) is not None},
-            predictions=self._kept(),
-        )
+        asked = [EXACT[each] for each in ([] if self.ask.exact is None else self.ask.exact.directions)]
+        asked += ["entropy"] * self.ask.entropy + ["teacher"] * bool(self.ask.taught)
+        head = {name: self._whole(name) for name in HEAD if name in self.noted}
+        found = {name: self._whole(name) for name in ("logprobs", *asked)}
+        return Scores(**found, head=head, predictions=self._kept())
 
-    def _whole(self, name: str, *, wanted: bool) -> Tensor | None:
-        if not wanted:
-            return None
+    def _whole(self, name: str) -> Tensor:
         ids, known = self.completions.ids, self.ask.known
         before = getattr(known, name, None)
         whole = torch.zeros(ids.shape, device=ids.device) if before is None else before[:, : ids.shape[1]]
-        if name not in self.values:
+        if name not in self.noted:
             return whole
-        values, places = torch.cat(self.values[name]), torch.cat(self.places[name])
+        values, places = map(torch.cat, zip(*self.noted[name], strict=True))
         at = (places // ids.shape[1], places % ids.shape[1])
         return whole.to(values.dtype).index_put(at, values)
 
     def _kept(self) -> Predictions | None:
         if self.ask.keep is None or self.head is None:
             return None
-        values, places = torch.cat(self.values["predictions"]), torch.cat(self.places["predictions"])
+        values, places = map(torch.cat, zip(*self.noted["predictions"], strict=True))
         rows, length = int(self.ask.keep.sum()), self.completions.ids.shape[1]
         whole = values.new_zeros(rows * length, values.shape[1]).index_copy(0, places, values)
         return Predictions(values=whole.view(rows, length, values.shape[1]), head=self.head.head)
 
 
-def told_scores(rows: Sequence[Sequence[object]], completions: Completions, top_k: int | None) -> Scores:
-    """The scores of completions of whose every token a server told what `Told` holds; without a k, of no head."""
-    values = torch.zeros(*completions.ids.shape, (top_k or 0) + 1, 2)
-    values[completions.mask.cpu()] = torch.tensor([place for row in rows for place in row]).view(-1, *values.shape[2:])
-    values = values.to(completions.ids.device)
-    return Scores(logprobs=values[:, :, -1, 1], predictions=None if top_k is None else Told(values=values, head=None))
-
-
 def score(model: nn.Module, completions: Completions, *, temperature: float) -> Scores:
-    """Score completions with gradient (wrap in `torch.no_grad()` where none is wanted).
+    """Score completions with gradient by any causal LM, at the sampler's temperature.
 
     Equation: log softmax(logits / temperature) at each token of the completion.
-
-    Args:
-        model: any causal LM; wrapped (DDP, LoRA) or not.
-        completions: B completions of T tokens.
-        temperature: that of the sampler, so that policy, reference and sampler speak of the same distribution.
     """
     ids = torch.cat([completions.prompt_ids, completions.ids], dim=1)
     mask = torch.cat([completions.prompt_mask, completions.mask.to(completions.prompt_mask.dtype)], dim=1)
@@ -332,15 +288,10 @@ def pad_tokens(x: Tensor, length: int) -> Tensor:
 def joined(parts: Sequence[Scores], length: int) -> Scores:
     """The detached scores of consecutive parts as one, [B, length], without logits and predictions."""
 
-    def whole(name: str) -> Tensor | None:
-        found: list[Tensor | None] = [getattr(part, name) for part in parts]
-        if all(x is None for x in found):
-            return None
-        shapes = [part.logprobs for part in parts]
-        given = [torch.zeros_like(like) if x is None else x for x, like in zip(found, shapes, strict=True)]
+    def whole(name: str) -> Tensor:
+        found = [(getattr(part, name), part.logprobs) for part in parts]
+        given = [torch.zeros_like(logprobs) if x is None else x for x, logprobs in found]
         return torch.cat([pad_tokens(x.detach(), length) for x in given])
 
-    logprobs = torch.cat([pad_tokens(part.logprobs.detach(), length) for part in parts])
-    return Scores(
-        logprobs=logprobs, entropy=whole("entropy"), exact=whole("exact"), exact_forward=whole("exact_forward")
-    )
+    found: Any = {name: whole(name) for name in MEASURED if any(getattr(part, name) is not None for part in parts)}
+    return Scores(**found)

@@ -2,10 +2,8 @@
 
 A sequence is sent to `/v1/completions` as a prompt of token ids with `prompt_logprobs`; the numbers of its tokens, and
 of the k likeliest at each place where a head is asked for, come back with their ids. One token is generated and thrown
-away. The numbers are those of the model itself: no temperature, penalty or
-truncation of a request or of the server's defaults enters them.
-
-`connect` checks such a server before any work.
+away. The numbers are those of the model itself: no temperature, penalty or truncation of a request or of the server's
+defaults enters them. `connect` checks such a server before any work.
 """
 
 from __future__ import annotations
@@ -28,27 +26,24 @@ from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import ConfigError, KLWarning, ModelError, unknown_name
 from klamp.scoring.completions import Completions, kept_ids
-from klamp.scoring.scorer import Scores, told_scores
+from klamp.scoring.model_parts import Told
+from klamp.scoring.scorer import Scores
 
 KEY = "KLAMP_REFERENCE_KEY"
 """The environment variable whose value is sent as a bearer token; it is in no message and no file of klamp's."""
 TRIES = 4
 TIMEOUT_SECONDS = 120.0
-"""Longest silence of a server."""
 FAILURES = (OSError, HTTPException, ValueError, RecursionError)
-"""What comes where no answer does: refusals and failures of the server, of the network, no JSON, no address."""
 FINAL = {*range(400, 500), 501} - {429}
 """The statuses of a refusal, which is not asked again."""
 AT_ONCE = 32
 """Sequences in a request: the server batches them, and the answer stays within megabytes."""
 CONCURRENT = 4
-"""Requests under way."""
 PROBES = 8
 """Prompts whose tokens are compared."""
 ABOVE_ZERO = 1e-3
 """What rounding may add to a log-probability of 0."""
 LOWEST = torch.finfo(torch.float32).min
-"""The lowest log-probability."""
 
 Entry = dict[str, dict[str, Any]] | None
 """What a server says of one position: a token's id -> its log-probability and rank; of the first position nothing."""
@@ -66,10 +61,6 @@ class VLLMReference:
         url: where the server listens, without `/v1`.
         name: the model's name at the server.
         top_k: how many of its likeliest tokens it is asked for at each position; None: no head is made of them.
-
-    Raises:
-        ModelError: in `score`, the server does not answer, or answers with something else than was asked.
-        ConfigError: in `score`, the temperature is not 1.
     """
 
     def __init__(self, url: str, name: str, top_k: int | None = None) -> None:
@@ -79,15 +70,15 @@ class VLLMReference:
         """Ask the server for the log-probabilities of the completions, and for its likeliest tokens."""
         prompts = kept_ids(completions.prompt_ids, completions.prompt_mask)
         rows = self.told(prompts, kept_ids(completions.ids, completions.mask), temperature=temperature)
-        return told_scores(rows, completions, self.top_k if self.head else None)
+        values = torch.zeros(*completions.ids.shape, self.top_k + 1, 2)
+        values[completions.mask.cpu()] = torch.tensor([place for row in rows for place in row]).view(
+            -1, *values.shape[2:]
+        )
+        values = values.to(completions.ids.device)
+        return Scores(logprobs=values[:, :, -1, 1], predictions=Told(values=values, head=None) if self.head else None)
 
     def told(self, prompts: list[list[int]], completions: list[list[int]], *, temperature: float) -> list[list[Place]]:
-        """What the server says of every token of some completions.
-
-        Args:
-            prompts: the ids before each completion.
-            completions: the ids that are scored.
-            temperature: that of the sampler.
+        """What the server says of every token of some completions, each behind the ids of its prompt.
 
         Raises:
             ModelError: the server does not answer, or answers with something else than was asked.
@@ -97,29 +88,21 @@ class VLLMReference:
             raise ConfigError(
                 "a vLLM server scores at temperature 1 only",
                 got=f"temperature={temperature:g}, a server at {self.url}",
-                why="klamp compares policy and anchor at the sampling temperature, and vLLM returns the "
-                "log-probabilities of prompts before any temperature: their difference is not 0 even between "
-                "equal models (.34 nats per token were measured at temperature .6)",
+                why="klamp compares policy and anchor at the sampling temperature, and vLLM returns log-probabilities "
+                "of prompts before any temperature: their difference is not 0 even between equal models",
                 fix="set temperature=1, or keep the model on this machine (reference='frozen', teacher_model)",
             )
         sequences = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         parts = [sequences[start : start + AT_ONCE] for start in range(0, len(sequences), AT_ONCE)]
         with ThreadPoolExecutor(CONCURRENT) as pool:
-            rows = [row for part in pool.map(self._scored, parts) for row in part]
+            said = [
+                entries for part in pool.map(lambda part: self.entries(part, self.top_k), parts) for entries in part
+            ]
+        rows = [self._places(ids, entries) for ids, entries in zip(sequences, said, strict=True)]
         return [row[len(row) - len(tokens) :] for row, tokens in zip(rows, completions, strict=True)]
 
-    def _scored(self, sequences: list[list[int]]) -> list[list[Place]]:
-        """What is said of all tokens but the first of each sequence."""
-        return [
-            self._places(ids, told) for ids, told in zip(sequences, self.entries(sequences, self.top_k), strict=True)
-        ]
-
     def entries(self, prompts: Sequence[list[int]] | Sequence[str], top_k: int = 0) -> list[list[Entry]]:
-        """What the server says of every position of some prompts, given as ids or as texts.
-
-        Raises:
-            ModelError: the server does not answer, or refuses, or answers something else.
-        """
+        """What the server says of every position of some prompts, given as ids or as texts."""
         settings = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": top_k, "add_special_tokens": False}
         answer = ask(f"{self.url}/v1/completions", {"model": self.name, "prompt": list(prompts), **settings})
         try:
@@ -135,6 +118,7 @@ class VLLMReference:
         return found
 
     def _places(self, ids: list[int], entries: list[Entry]) -> list[Place]:
+        """What is said of all tokens of a sequence but the first."""
         try:
             places = [self._place(token, entry or {}) for token, entry in zip(ids[1:], entries[1:], strict=True)]
             numbers = [number for place in places for token, number in place if token >= 0]
@@ -181,28 +165,17 @@ def failed(url: str, why: str) -> ModelError:
 
 
 class Asked(NamedTuple):
-    """What a run will ask a server for."""
+    """What a run will ask a server for; `longest` are the tokens of the longest prompt and the longest completion."""
 
     top_k: int | None
-    """Its likeliest tokens at each position; None: no head is made of them."""
     temperature: float
-    """That of the sampler."""
     longest: tuple[int, int]
-    """The tokens of the longest prompt, and of the longest completion."""
 
 
 def connect(
     url: str, name: str | None, asked: Asked, *, prompts: list[str], tokenizer: PreTrainedTokenizerBase, who: Who
 ) -> VLLMReference:
-    """The server at an address, found to fit a run.
-
-    Args:
-        url: the address, with `/v1` or without.
-        name: of the model that is meant; None: the only one that is served.
-        asked: what the run will ask for.
-        prompts: some of those that the server will see.
-        tokenizer: of the policy.
-        who: which of the anchors it is.
+    """The server at an address, with `/v1` or without, found to fit a run; without a name its only model is meant.
 
     Raises:
         ModelError: the server does not answer, has no such model, returns no log-probabilities or fewer of the
@@ -220,7 +193,6 @@ def connect(
 
 
 def _name(url: str, asked: str | None, who: Who) -> str:
-    """The model that is meant, of those that a server names."""
     answer = ask(f"{url}/v1/models")
     try:
         names = sorted(str(card["id"]) for card in answer["data"])
@@ -260,22 +232,14 @@ def _check_tokenizer(reference: VLLMReference, tokenizer: PreTrainedTokenizerBas
         if list(mine[1:]) != other:
             raise ModelError(
                 "the server has another tokenizer than the policy",
-                got=f"{text[:80]!r}: {_start(other)} at the server, {_start(list(mine[1:]))} here (after the first)",
+                got=f"{text[:80]!r}: {other[:12]} at the server, {list(mine[1:13])} here (after the first)",
                 why="log-probabilities of the same token ids would speak of different tokens",
                 fix="serve a model of the same family with the policy's tokenizer (vLLM: --tokenizer)",
             )
 
 
-def _start(ids: list[int]) -> str:
-    return f"{len(ids)} tokens {ids[:12]}"
-
-
 def ask(url: str, content: dict[str, Any] | None = None) -> Any:
-    """Ask a server: POST where there is something to say, else GET.
-
-    Args:
-        url: the address.
-        content: what is sent as JSON.
+    """Ask a server: POST where there is something to say, as JSON, else GET.
 
     Raises:
         ModelError: no answer; what the server refuses (status 400 to 499, or 501) is not asked again.

@@ -23,7 +23,6 @@ from stat import S_IMODE
 from typing import TYPE_CHECKING, Any
 
 from klamp.errors import ModelError
-from klamp.scoring.whole import check_whole
 from klamp.tasks.arithmetic import (
     EOS_TOKEN,
     MAX_COMPLETION_LENGTH,
@@ -114,6 +113,8 @@ def load_base_model(*, progress: Progress | None = None) -> tuple[LlamaForCausal
         ModelError: the cached folder is damaged, or the cache cannot be written.
     """
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from klamp.scoring.model_parts import check_whole
 
     folder = cached_base_model(progress=progress)
     try:

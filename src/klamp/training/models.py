@@ -23,8 +23,7 @@ from transformers import (
 from klamp.errors import ModelError
 from klamp.files import at_home
 from klamp.hosts.common.step_zero import active_dropouts
-from klamp.scoring.model_parts import rows_of
-from klamp.scoring.whole import check_whole
+from klamp.scoring.model_parts import check_whole, rows_of
 from klamp.tasks.base_model import Progress, base_model_folder, cached_base_model, load_base_model
 from klamp.training.checkpoint import check_policy
 from klamp.training.config import ModelConfig

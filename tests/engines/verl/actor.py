@@ -73,16 +73,10 @@ def actor_loss(
     columns: Mapping[str, Tensor] | None = None,
     **options: Any,
 ) -> tuple[Tensor, dict[str, Any]]:
-    """(loss, metrics) of `verl.workers.utils.losses.ppo_loss`.
+    """(loss, metrics) of `verl.workers.utils.losses.ppo_loss`; `options` are fields of ActorConfig.
 
-    Args:
-        step: what is scored.
-        loss_mode: of the policy loss.
-        tokens: trained tokens of the whole mini-batch, where the step is a part of it.
-        rows: completions of it.
-        nested: as verl's newer trainers pass them, without padding; every token of a completion is then trained on.
-        columns: what klamp's driver added to the batch, [B] or [B, T]; advantages win over the step's.
-        options: fields of ActorConfig.
+    Where the step is a part of a mini-batch, that has so many trained tokens and rows. Nested, every token is trained
+    on. `columns` are what klamp's driver added to the batch.
     """
     added = dict(columns or {})
     if "advantages" in added:

@@ -7,13 +7,11 @@ from collections.abc import Iterator
 import pytest
 import torch.optim.optimizer as optimizers
 import verl.trainer.distillation.losses as distillation
-import verl.trainer.ppo.core_algos as algorithms
 from verl.workers.utils import losses
 
 from klamp.verl import register
 
-HOOKED = ((algorithms, "kl_penalty"), (algorithms, "get_kl_controller"), (losses, "kl_penalty"), (losses, "ppo_loss"))
-HOOKED += ((distillation, "ppo_loss"),)
+HOOKED = ((losses, "kl_penalty"), (losses, "ppo_loss"), (distillation, "ppo_loss"))
 REGISTRIES = ("DISTILLATION_LOSS_REGISTRY", "DISTILLATION_SETTINGS_REGISTRY")
 
 

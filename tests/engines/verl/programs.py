@@ -90,35 +90,21 @@ ADOPT_ORPHANS = 36
 
 
 class Running:
-    """A run under way, and what it printed so far.
-
-    Args:
-        process: klamp's program.
-        output: the file that it prints into; verl's own output is in the folder of the run.
-        others: processes of this one that have nothing to do with it.
-    """
+    """A run under way, what it printed so far, and the processes that have nothing to do with it."""
 
     def __init__(self, process: subprocess.Popen[str], output: Path, others: set[int]) -> None:
         self.process, self.output, self.others = process, output, others
         self.until = time.monotonic() + LIMIT
 
     def wait(self) -> int:
-        """The exit code.
-
-        Raises:
-            AssertionError: it takes too long.
-        """
+        """The exit code, if it does not take too long."""
         try:
             return self.process.wait(self.until - time.monotonic())
         except subprocess.TimeoutExpired:
             raise AssertionError(f"more than {LIMIT} s: {self.said()[-3000:]}") from None
 
     def wait_for(self, text: str, file: Path) -> None:
-        """Return once a file holds a text.
-
-        Raises:
-            AssertionError: the run is over without it, or takes too long.
-        """
+        """Return once a file holds a text."""
         while not (file.exists() and text in file.read_text(encoding="utf-8", errors="replace")):
             assert self.process.poll() is None and time.monotonic() < self.until, self.said()[-3000:]
             time.sleep(0.1)
@@ -128,11 +114,7 @@ class Running:
         return self.output.read_text(encoding="utf-8", errors="replace")
 
     def left(self, *, patience: float = 0.0) -> dict[int, str]:
-        """The processes that it has started and that still run, whoever has adopted them: id -> name.
-
-        Args:
-            patience: seconds that those have to vanish that were killed.
-        """
+        """The processes that it has started and that still run, after some seconds of patience: id -> name."""
         until = time.monotonic() + patience
         while (found := descendants(without=self.others)) and time.monotonic() < until:
             time.sleep(0.1)
@@ -141,12 +123,7 @@ class Running:
 
 @contextmanager
 def started(words: Sequence[str], place: Path) -> Iterator[Running]:
-    """klamp's command line in a session of its own; whatever is left of it in the end is killed.
-
-    Args:
-        words: behind `klamp`.
-        place: a folder for what it needs besides that of the run.
-    """
+    """klamp's command line in a session of its own; whatever is left of it in the end is killed."""
     output, others = place / "output.txt", set(descendants())
     path = [str(HERE), str(distributions(place)), *filter(None, [os.environ.get("PYTHONPATH")])]
     adopt_orphans(True)
@@ -173,32 +150,15 @@ def started(words: Sequence[str], place: Path) -> Iterator[Running]:
 
 
 def training(folder: Path, *, gpus: int = 1, verl: Mapping[str, Any] | None = None, **fields: Any) -> list[str]:
-    """The words of a training run on the CPU.
-
-    Args:
-        folder: of the run.
-        gpus: workers, each with an engine; none of them is a GPU.
-        verl: arguments of verl, which win over those above.
-        fields: of klamp's configuration.
-    """
-    arguments = with_engines(gpus) | dict(verl or {})
+    """The words of a training run on the CPU, with some workers, each with an engine; arguments of verl's own win."""
+    arguments = ARGUMENTS | {"+ray_kwargs.ray_init.num_gpus": gpus} | dict(verl or {})
     flags = {"output_dir": folder, "backend": "verl", "gpus": gpus, "report_to": "none", **fields}
     return [
         "train",
         *(word for name, value in flags.items() for word in (f"--{name}", str(value))),
         "--verl_args",
-        *as_words(arguments),
+        *(f"{key}={value}" for key, value in arguments.items()),
     ]
-
-
-def with_engines(count: int) -> dict[str, Any]:
-    """The arguments of verl for some workers, each with an engine."""
-    return ARGUMENTS | {"+ray_kwargs.ray_init.num_gpus": count}
-
-
-def as_words(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments of verl as its command line has them."""
-    return [f"{key}={value}" for key, value in arguments.items()]
 
 
 def distributions(place: Path) -> Path:
@@ -219,11 +179,7 @@ def adopt_orphans(wanted: bool) -> None:
 
 
 def descendants(*, without: set[int] | None = None) -> dict[int, str]:
-    """The processes that this one has started, and those that these have started: id -> name; zombies are over.
-
-    Args:
-        without: processes that are left out, with all that they have started.
-    """
+    """The processes that this one has started, and those that these have started: id -> name; zombies are over."""
     found: dict[int, str] = {}
     waiting = [psutil.Process()]
     while waiting:

@@ -5,11 +5,7 @@ No run is started here: `tests/engines/verl/test_whole_runs.py` makes whole ones
 
 from __future__ import annotations
 
-import json
 import math
-import shlex
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -25,31 +21,24 @@ from tests.engines.programs import ROOT
 from tests.engines.verl.actor import Step, actor_loss, gradient
 from tests.engines.verl.test_overrides import composed
 from tests.training.conftest import stored, tiny_llama
-from transformers import AutoTokenizer
-from verl.trainer.ppo.ray_trainer import RayPPOTrainer
 from verl.trainer.ppo.reward import get_custom_reward_fn
 from verl.trainer.ppo.utils import create_rl_sampler, need_critic, need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass, validate_config
 from verl.utils.dataset.rl_dataset import RLHFDataset
 from verl.utils.tokenizer.continuous_token_wiring import create_continuous_token_builder
 from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_cosine_schedule_with_warmup
-from verl.utils.tracking import Tracking
 
-from klamp.cli.arguments import parse_train
-from klamp.cli.describe import plan_text
 from klamp.config import build_objective
 from klamp.core.advantages import group_advantages
 from klamp.core.objective import grpo_loss
-from klamp.records import read_record
 from klamp.tasks import load_task
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl.data import write_data
-from klamp.training.in_verl.overrides import AS_IT_STANDS, Layout, load_in_verl, verl_overrides
+from klamp.training.in_verl.overrides import Layout, load_in_verl, verl_overrides
 from klamp.training.models import load_tokenizer
 from klamp.training.optimizer import schedule_of
 from klamp.training.sampling import encode_prompts, examples_of_step
 from klamp.training.sizing import Shape, sizes_of
-from klamp.verl import effective
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 
@@ -64,8 +53,6 @@ SMALL: dict[str, Any] = {
     "eval_size": 3,
     "reward": "tests.training.rewards:digits",
 }
-MESSAGES = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}\n{% endfor %}"
-TEMPLATE = MESSAGES + "{% if add_generation_prompt %}=>{% endif %}"
 
 
 @pytest.fixture(scope="module")
@@ -147,43 +134,6 @@ class _Rank:
     @staticmethod
     def get_vllm_max_lora_rank(rank: int) -> int:
         return rank
-
-
-def test_verls_program_takes_the_command_of_a_dry_run(model, tmp_path) -> None:
-    """Pasted into a shell as it was printed, with Hydra's own flag to print the configuration and start nothing."""
-    words = ["--backend", "verl", "--model", model, "--output_dir", str(tmp_path / "a run, of {mine}"), "--seed", "3"]
-    text = plan_text(
-        parse_train([*words, "--kl_gradient", "forward", "--verl_args", "+new.key='a b'", "--dry_run"]).config
-    )
-    told = text.partition("once klamp has made the folder\n")[2]
-    line = told.replace("  python ", f"{shlex.quote(sys.executable)} ", 1) + " --cfg job"
-    done = subprocess.run(["bash", "-c", line], check=False, capture_output=True, text=True, cwd=tmp_path, timeout=300)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = OmegaConf.create(done.stdout)
-    assert found.data.train_files == str(Layout(tmp_path / "a run, of {mine}").train)
-    assert found.actor_rollout_ref.model.custom_chat_template == AS_IT_STANDS
-    assert found.actor_rollout_ref.actor.kl_loss_type == "klamp:kl_gradient=forward"
-    assert (found.data.seed, found.new.key) == (3, "a b")
-
-
-def test_values_land_where_they_should(config_of, tmp_path) -> None:
-    given = {"seed": 3, "learning_rate": 2e-5, "warmup_steps": 2, "temperature": 0.7, "adam_beta2": 0.95, "top_p": 0.9}
-    found = in_verl(config_of(**given, num_iterations=3, save_every=2, eval_every=0, keep_checkpoints=4), tmp_path)
-    layout, actor, rollout = Layout(tmp_path), found.actor_rollout_ref.actor, found.actor_rollout_ref.rollout
-    assert (found.data.train_files, found.data.val_files) == (str(layout.train), str(layout.held_out))
-    assert (actor.optim.lr, list(actor.optim.betas), actor.optim.lr_warmup_steps) == (2e-5, [0.9, 0.95], 2)
-    assert (actor.ppo_epochs, actor.ppo_micro_batch_size_per_gpu) == (3, 16)
-    assert (rollout.n, rollout.temperature, rollout.top_p, rollout.top_k, rollout.seed) == (4, 0.7, 0.9, -1, 3)
-    assert (rollout.prompt_length, rollout.response_length, rollout.dtype) == (40, 6, "float32")
-    assert (rollout.val_kwargs.temperature, rollout.val_kwargs.do_sample) == (0, False)
-    assert (found.trainer.total_training_steps, found.trainer.save_freq, found.trainer.test_freq) == (5, 2, 5)
-    assert found.trainer.max_actor_ckpt_to_keep == 4 and found.trainer.resume_mode == "disable"
-    assert found.trainer.default_local_dir == str(layout.checkpoints)
-    variables = found.ray_kwargs.ray_init.runtime_env.env_vars
-    assert variables.VERL_FILE_LOGGER_PATH == str(layout.metrics)
-    assert variables.VERL_USE_EXTERNAL_MODULES == "klamp.verl.registered"
-    assert found.actor_rollout_ref.model.custom_chat_template == AS_IT_STANDS
-    assert not effective(found).notes
 
 
 LOSSES = [
@@ -286,18 +236,6 @@ def test_prompts_have_the_tokens_and_the_order_of_klamps_own_loop(config_of, tmp
     check_ids(config_of(), tmp_path)
 
 
-def test_a_chat_template_is_applied_once(model, config_of, tmp_path) -> None:
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.add_tokens(["<user>", "<system>", "=>", "\n"])
-    tokenizer.chat_template = TEMPLATE
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"{i}+{i}=", "answer": "x"}) + "\n" for i in range(12)))
-    given = {"task": str(data), "reward": "exact_match", "system_prompt": "1+1", "eval_size": 2, "train_size": 0}
-    task = check_ids(config_of(**given, tokenizer=str(tmp_path / "tokenizer")), tmp_path / "run")
-    assert task.train[0].prompt.startswith("<system>1+1\n<user>") and task.train[0].prompt.endswith("=>")
-
-
 def test_verl_scores_with_the_task(config_of, tmp_path) -> None:
     """The function that verl's reward managers load and call, on rows of verl's data set."""
     config = config_of()
@@ -311,20 +249,3 @@ def test_verl_scores_with_the_task(config_of, tmp_path) -> None:
         told, truth = {**row["extra_info"], "num_turns": 2}, row["reward_model"]["ground_truth"]
         reward = score(data_source=row["data_source"], solution_str=text, ground_truth=truth, extra_info=told)
         assert reward == task.score(task.train[order[i]], text)
-
-
-def test_what_verl_logs_is_read_by_the_doctor(tmp_path, monkeypatch) -> None:
-    """verl's own names for scores, and its own file, in the folder of a run."""
-    layout = Layout(tmp_path)
-    monkeypatch.setenv("VERL_FILE_LOGGER_PATH", str(layout.metrics))
-    rated = {"acc": [1.0, 0.0, 0.25, 0.75], "reward": [1.0, 0.0, 0.25, 0.75]}
-    skills, prompts = np.array(["addition", "addition", "sorting 2", "sorting 2"]), ["a", "b", "c", "d"]
-    scores = RayPPOTrainer._val_metrics_update(None, skills, prompts, rated, [np.array([2, 2, 2, 2])])
-    logger = Tracking("klamp", "run", ["file"])
-    logger.log(scores, step=0)
-    logger.log({"critic/score/mean": np.float32(0.5), "actor/grad_norm": 0.25, "val-core/x": 1}, step=1)
-    logger.finish()
-    history = read_record(tmp_path)
-    assert {0.5} == set(history.evaluations[0].metrics.values())
-    (row,) = history.rows
-    assert (row.step, row.metrics["reward"], row.metrics["train/grad_norm"]) == (1, 0.5, 0.25)

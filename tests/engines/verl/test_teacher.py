@@ -21,13 +21,12 @@ from verl.utils.torch_functional import logprobs_from_logits
 from verl.workers.config import ActorConfig, DistillationConfig
 
 from klamp import KLConfig
-from klamp.cli.prepare import SPREAD
 from klamp.config.teacher import TeacherConfig
 from klamp.core.objective import Objective, Weighted, grpo_loss
 from klamp.core.topk import topk_kl
 from klamp.core.types import Batch
 from klamp.errors import ConfigError
-from klamp.hosts.verl.teacher import has_head, named, teacher_name
+from klamp.hosts.verl.teacher import has_head, named
 from klamp.verl import effective, overrides, register
 
 pytestmark = [pytest.mark.gate, pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")]
@@ -224,36 +223,6 @@ def distillation(config: DictConfig) -> DistillationConfig:
 
 
 @pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("fields", [{}, {"teacher_estimator": "k3", "teacher_coef": 0.25}])
-def test_a_teacher_comes_back(fields: dict[str, Any]) -> None:
-    teacher = TeacherConfig(teacher_model=MODEL, **fields)
-    config = composed(overrides(KLConfig(beta=0.02), teacher))
-    found = distillation(config)
-    (model,) = found.teacher_models.values()
-    assert (model.model_path, model.num_replicas, model.world_size) == (MODEL, 1, 1)
-    options = found.distillation_loss
-    assert options.loss_mode == teacher_name(teacher) and options.distillation_loss_coef == teacher.teacher_coef
-    assert options.use_task_rewards and not options.use_policy_gradient
-    assert options.loss_max_clamp is None and options.log_prob_min_clamp is None
-    to_reference, to_teacher = effective(config).terms
-    assert to_reference.beta == 0.02 and to_teacher.beta == teacher.teacher_coef
-    assert MODEL in to_teacher.term and to_teacher.gradient.endswith("KL(policy||teacher)")
-
-
-@pytest.mark.usefixtures("registered")
-@pytest.mark.parametrize("models", [("math=/models/a",), ("math=/models/a", "code=/models/b")])
-def test_a_teacher_is_spread_by_what_prepare_advises(models: tuple[str, ...]) -> None:
-    several = len(models) > 1
-    teacher = TeacherConfig(
-        teacher_models=models if several else (), teacher_key="subject" if several else "",
-        teacher_model=None if several else MODEL,
-    )  # fmt: skip
-    advice = SPREAD.partition("--verl_args ")[2].format(2, 2 * len(models)).split()
-    found = distillation(composed([*overrides(KLConfig(beta=0), teacher), *advice]))
-    assert [each.world_size for each in found.teacher_models.values()] == [2] * len(models)
-
-
-@pytest.mark.usefixtures("registered")
 def test_a_head_comes_back() -> None:
     head = {"teacher_direction": "forward", "teacher_head": "teacher", "teacher_tail": "bucket", "teacher_top_k": 7}
     teacher = TeacherConfig(teacher_model=MODEL, teacher_estimator="topk", **head)
@@ -285,12 +254,3 @@ ROWS = re.findall(r"^\|[^|]*\|[^|]*\| `([\w/.]+):(\d+)` \| `([^`]+)` \|$", PAGE.
 def test_the_page_names_the_line_of_verl_that_forbids_it(file: str, number: str, text: str) -> None:
     lines = (Path(verl.__file__).parent / file).read_text(encoding="utf-8").splitlines()
     assert text in lines[int(number) - 1]
-
-
-def test_the_page_names_a_line_for_each_of_them() -> None:
-    assert len(ROWS) == 11
-
-
-def test_without_klamp_the_names_mean_nothing() -> None:
-    with pytest.raises(ValueError, match="Unsupported loss mode: klamp"):
-        losses.DistillationLossConfig(loss_mode="klamp")

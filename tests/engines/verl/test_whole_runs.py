@@ -6,7 +6,6 @@ Scores differ from run to run (verl draws its own sample), so that numbers are a
 from __future__ import annotations
 
 import math
-import re
 import signal
 from collections.abc import Sequence
 from pathlib import Path
@@ -14,14 +13,13 @@ from typing import Any
 
 import pytest
 import torch
-from tests.engines.verl.programs import LIMIT, TEACHER, as_words, started, training, with_engines
+from tests.engines.verl.programs import LIMIT, TEACHER, started, training
 from tests.training.lies import cells, folder_of, loaded, scores, spans
-from transformers import AutoTokenizer
 
 from klamp.cli import main
 from klamp.records import read_record
 from klamp.training.folders import lines_of
-from klamp.training.models import load_model, model_path
+from klamp.training.models import load_model
 
 pytestmark = [pytest.mark.usefixtures("default_base_model"), pytest.mark.timeout(2 * LIMIT + 60)]
 
@@ -38,7 +36,6 @@ SIZES: dict[str, Any] = {
     "eval_size": 4,
     "eval_every": 0,
 }
-PAGE = Path(__file__).resolve().parents[3] / "docs" / "verl.md"
 SAME = 1e-5
 """Bound on the mean difference between two kernels' log-probabilities under the same weights, in float32."""
 SAME_TOKEN = 1e-4
@@ -91,50 +88,6 @@ def test_a_short_run(tmp_path: Path) -> None:
     assert main(evaluate.replace("RUN", str(folder)).split()[1:]) == 0
     given = option.replace("FOLDER", str(folder_of(folder, "verl"))).split()
     assert given[0] == "--model" and torch.equal(scores(load_model(given[1])), scores(model))
-
-
-def test_a_teacher_trains_a_student_by_the_commands_of_the_page(tmp_path: Path) -> None:
-    """What verl logs of the first step is the log-ratio of both models in transformers, of the answers that it kept."""
-    shown = re.findall(r"^klamp (train .*--output_dir runs/(\w+))$", PAGE.read_text(encoding="utf-8"), re.M)
-    words = {name: command.replace("runs/", f"{tmp_path}/").split() for command, name in shown}
-    assert list(words) == ["teacher", "student"]
-    assert main([*words["teacher"], "--report_to", "none"]) == 0
-    sizes = {**SIZES, "train_size": 64, "report_to": "none"}
-    flags = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    arguments = ["--verl_args", *as_words(with_engines(1) | TEACHER)]
-    with started([*words["student"], *flags, *arguments], tmp_path / "around") as running:
-        assert running.wait() == 0, running.said()[-5000:]
-    folder = tmp_path / "student"
-    rows = [row.metrics for row in read_record(folder).rows]
-    assert len(rows) == 4
-    first = lines_of(folder / "verl" / "rollouts" / "1.jsonl")
-    teacher = words["student"][words["student"].index("--teacher_model") + 1]
-    expected = log_ratio(first, str(folder / "verl" / "tokenizer"), model_path("builtin"), teacher)
-    assert abs(expected) > 100 * SAME, "they are two models"
-    assert rows[0]["teacher/k1"] == pytest.approx(expected, abs=SAME)
-    assert all(row["teacher/kl"] > 0 for row in rows)
-    assert "actor/pg_loss" not in logged_names(folder), "the teacher is all that it learns from"
-
-
-def log_ratio(answers: Sequence[dict[str, Any]], tokenizer: str, policy: str, teacher: str) -> float:
-    """The mean over tokens of log policy - log teacher, of answers that verl kept."""
-    words = AutoTokenizer.from_pretrained(tokenizer)
-    models = [load_model(name, "float32").eval() for name in (policy, teacher)]
-    total, count = 0.0, 0
-    for row in answers:
-        prompt, answer = (words(row[name], add_special_tokens=False)["input_ids"] for name in ("input", "output"))
-        answer += [words.eos_token_id] * (len(answer) < SIZES["max_completion_length"])  # verl keeps the text alone
-        ids = torch.tensor([prompt + answer])
-        with torch.no_grad():
-            scores = [model(ids).logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0] for model in models]
-        total += float((scores[0] - scores[1])[len(prompt) - 1 :].sum())
-        count += len(answer)
-    return total / count
-
-
-def logged_names(folder: Path) -> set[str]:
-    """Whatever verl logged something under."""
-    return {name for row in lines_of(folder / "verl.jsonl") for name in row["data"]}
 
 
 CONTROLLED: dict[str, Any] = {"beta": 0.04, "target_kl": 0.005, "kl_controller": "proportional"}

@@ -18,9 +18,6 @@ ENVIRONMENT = {
 }
 """vLLM on one core of a CPU, without a network; its workers find the tests."""
 
-ASKED = "IMITATE_AMX"
-"""The variable that has a program imitate a processor with AMX: "1"; see `amx.py`."""
-
 
 def result_of(program: Path, *words: str) -> Any:
     """The JSON object in the last line that a program prints.

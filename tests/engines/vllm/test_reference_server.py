@@ -18,7 +18,7 @@ from klamp.errors import ConfigError, ModelError, UnknownNameError
 from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import PrefixKL
 from klamp.scoring.scorer import Ask, Scorer, TeacherKL, score
-from klamp.scoring.vllm_reference import KEY, VLLMReference, ask
+from klamp.scoring.vllm_reference import KEY, VLLMReference
 from klamp.tasks import load_task
 from klamp.training.config import TrainConfig
 from klamp.training.models import load_model, load_tokenizer
@@ -128,25 +128,6 @@ def test_the_head_of_a_teacher_has_the_kl_and_the_gradient_of_a_local_one(
         far = float((here_is - away_is).norm() / here_is.norm())
         print(f"{direction}: {len(here_is)} numbers, {far:.1e} apart")
         assert far < 1e-4
-
-
-@torch.no_grad()
-def test_its_numbers_know_no_temperature(connected: Callable[..., VLLMReference], server: str, folder: str) -> None:
-    ids = list(range(3, 30))
-    content = {"model": "start", "prompt": [ids], "prompt_logprobs": 0, "max_tokens": 1}
-    entries = [
-        ask(f"{server}/v1/completions", {**content, **more})["choices"][0]["prompt_logprobs"][1:]
-        for more in ({"temperature": 1.0}, {"temperature": 0.6}, {})
-    ]
-    assert entries[0] == entries[1] == entries[2]
-    model = load_model(folder)
-    completions = random_completions(model.config.vocab_size)
-    false = (
-        connected().score(completions, temperature=1.0).logprobs - score(model, completions, temperature=0.6).logprobs
-    )
-    assert float(false[completions.mask].abs().mean()) > 0.3, "what would have counted as a KL of equal models"
-    with pytest.raises(ConfigError, match="temperature 1 only"):
-        connected(temperature=0.6)
 
 
 def test_what_does_not_fit_is_refused(connected: Callable[..., VLLMReference], monkeypatch: pytest.MonkeyPatch) -> None:

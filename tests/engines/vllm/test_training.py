@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.engines.vllm.programs import ASKED, result_of
+from tests.engines.vllm.programs import result_of
 from tests.engines.vllm.servers import vllm_server
 from tests.engines.vllm.weights import FLAGS
 
@@ -69,12 +69,8 @@ def test_a_server_follows_the_policy(default_base_model: Path, tmp_path: Path, m
     assert course[0] < 1e-6 < 1e-3 < course[-1], "the teacher is the model that training started from"
 
 
-@pytest.mark.parametrize("amx", ["0", "1"])
-def test_bfloat16_and_two_updates_per_rollout(
-    default_base_model: Path, monkeypatch: pytest.MonkeyPatch, amx: str
-) -> None:
+def test_bfloat16_and_two_updates_per_rollout(default_base_model: Path) -> None:
     """vLLM's numbers differ by bfloat16's rounding, and the second update has moved on: the weights bound both."""
-    monkeypatch.setenv(ASKED, amx)
     found = ran(sampler="vllm", dtype="bfloat16", num_iterations=2, kl_max_weight=1.05, max_steps=3)
     first, *others = found["rows"]
     assert 1e-5 < max(found["differences"][::2]) < 0.5, "of the first update after each rollout"
@@ -94,12 +90,3 @@ def test_fast_scoring_has_trls_numbers_of_vllms_completions(default_base_model: 
     assert max(found["apart"]["engine"]) < SAME, "vLLM follows the policy"
     assert max(found["apart"]["ratio"]) < SAME, "so that TRL's correction is 1"
     assert found["kl"][0] < 1e-6 < 1e-3 < found["kl"][-1], "the policy has moved"
-
-
-@pytest.mark.gate
-def test_an_engine_that_packs_as_with_amx_is_refused_before_the_first_step(
-    default_base_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(ASKED, "1")
-    error = result_of(HERE / "refused.py", str(default_base_model))["error"]
-    assert error.startswith("vLLM packs the model's weights on this CPU\n  got: a kernel for AMX, for torch.bfloat16")

@@ -13,14 +13,12 @@ from types import SimpleNamespace
 from typing import Any
 
 from safetensors.torch import load_file, save_file
-from tests.engines.vllm.amx import imitate_if_asked
 from torch import Tensor
 from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.nccl_engine import NCCLWeightTransferEngine
 
 from klamp.hosts.common.sampler_weights import pack_nothing
 
-imitate_if_asked()
 pack_nothing()  # in the server's worker too; packed weights are dropped, and new ones could not be loaded
 
 LIMIT = 240

@@ -10,7 +10,7 @@ import torch
 from tests.hosts.tinker.fakes import FakeDatum, fake_batch
 
 from klamp.errors import DataError, EmptyMaskError, KlampError, NonFiniteError, ShapeError, TensorError
-from klamp.hosts.tinker.datums import number_row, read_rows, token_ids
+from klamp.hosts.tinker.datums import read_rows, token_ids
 from klamp.tinker import build_datum, strip_for_builtin
 
 tinker = pytest.importorskip("tinker")
@@ -36,18 +36,6 @@ def test_alignment():
     assert datum.loss_fn_inputs["target_tokens"].dtype == "int64"
 
 
-def test_a_prompt_of_one_token_and_numbers_per_token():
-    datum = build_datum([5], RESPONSE, [2.0, -1.0], torch.tensor(LOGPROBS), kl_mask=[1, 0])
-    assert datum.model_input.to_ints() == [5, 8]
-    assert rows(datum) == {
-        "target_tokens": [8, 9],
-        "advantages": [2, -1],
-        "logprobs": [-0.5, -0.25],
-        "mask": [1, 1],
-        "kl_mask": [1, 0],
-    }
-
-
 @pytest.mark.parametrize("make", [np.array, torch.tensor], ids=["numpy", "torch"])
 def test_arrays_of_other_libraries(make):
     given = build_datum(make(PROMPT), make(RESPONSE), make(2.0), make(LOGPROBS), make(REF))
@@ -55,10 +43,17 @@ def test_arrays_of_other_libraries(make):
     assert given.model_input.to_ints() == [5, 6, 7, 8]
 
 
-def test_tokens_that_are_not_trained_on_have_no_advantage():
-    datum = build_datum(PROMPT, RESPONSE, 2.0, LOGPROBS, REF, mask=[1, 0])
-    assert rows(datum)["advantages"] == [0, 0, 2, 0]
-    assert rows(datum)["mask"] == [0, 0, 1, 0]
+def test_tokens_that_are_not_trained_on_have_no_advantage_and_numbers_are_per_token():
+    datum = build_datum([5], RESPONSE, [2.0, -1.0], torch.tensor(LOGPROBS), mask=[1, 0], kl_mask=[1, 0])
+    assert datum.model_input.to_ints() == [5, 8]
+    assert rows(datum) == {
+        "target_tokens": [8, 9],
+        "advantages": [2, 0],
+        "logprobs": [-0.5, -0.25],
+        "mask": [1, 0],
+        "kl_mask": [1, 0],
+    }
+    assert {value.dtype for name, value in datum.loss_fn_inputs.items() if name != "target_tokens"} == {"float32"}
 
 
 def test_stripping_leaves_what_a_built_in_loss_takes_and_the_datum_as_it_was():
@@ -93,18 +88,21 @@ def test_stripping_a_mask_takes_the_advantages_that_it_hid():
     [
         ({"prompt": []}, DataError, "at least one token of prompt"),
         ({"response": [], "logprobs": []}, DataError, "at least one token of prompt"),
-        ({"logprobs": [-0.5]}, ShapeError, "logprobs does not have one number per token"),
-        ({"ref_logprobs": [0.0, 0.0, *REF]}, ShapeError, "ref_logprobs does not have one number per token"),
-        ({"advantages": [1.0]}, ShapeError, "advantages does not have one number per token"),
-        ({"mask": [1]}, ShapeError, "mask does not have one number per token"),
+        *(
+            ({name: values}, ShapeError, f"{name} does not have one number per token")
+            for name, values in {
+                "logprobs": [-0.5],
+                "ref_logprobs": [0.0, *REF],
+                "advantages": [1.0],
+                "mask": [1],
+            }.items()
+        ),
         ({"logprobs": [-0.5, None]}, DataError, "logprobs is no row of numbers"),
         ({"prompt": [5, 1.5, 7]}, DataError, r"^prompt must hold token ids\n  got: 1.5 \(float\) at position 1"),
         ({"response": torch.tensor([8.0, 9.0])}, DataError, r"^response must hold token ids\n  got: 8.0"),
         ({"response": [8, -100]}, DataError, "got: -100"),
         ({"response": [True, 9]}, DataError, "got: True"),
         ({"prompt": "text"}, DataError, "got: 't'"),
-        ({"prompt": 5}, DataError, r"got: 5 \(int\)"),
-        ({"prompt": [[5]]}, DataError, r"^prompt must hold token ids"),
         ({"response": None}, DataError, "got: None"),
     ],
 )
@@ -155,7 +153,7 @@ def test_a_reference_is_read_where_all_have_one_and_exclusions_where_one_has() -
     assert rows.totals == (1.0, 2.0, 1.0)
 
 
-@pytest.mark.parametrize("data", [None, [], {}, {"loss_fn_inputs": {}}, "text", 5, datum()], ids=str)
+@pytest.mark.parametrize("data", [None, [], {"loss_fn_inputs": {}}, "text", datum()], ids=str)
 def test_what_is_no_list_of_datums_is_refused(data: Any) -> None:
     with pytest.raises(DataError, match="there are no datums|datum 0 has no loss_fn_inputs"):
         read_rows(data)
@@ -171,12 +169,11 @@ def test_what_is_no_list_of_datums_is_refused(data: Any) -> None:
             for name in ("target_tokens", "advantages", "logprobs")
         ),
         *(
-            ({name: torch.ones(2)}, ShapeError, f"datum 0: {name} does not have the length")
+            ({name: torch.ones(2)}, ShapeError, f"datum 0: {name} does not have one number per token")
             for name in ("advantages", "logprobs", "ref_logprobs", "mask")
         ),
-        ({"target_tokens": torch.zeros(1, 3)}, ShapeError, "datum 0: target_tokens does not have the length"),
+        ({"target_tokens": torch.zeros(1, 3)}, ShapeError, "datum 0: target_tokens does not have one number"),
         ({"logprobs": [0.0, None, -1.0]}, DataError, "datum 0: logprobs is no row of numbers"),
-        ({"logprobs": {}}, DataError, "datum 0: logprobs is no row of numbers"),
         ({"logprobs": torch.tensor([0.0, float("nan"), -1.0])}, NonFiniteError, "datum 0: logprobs holds"),
         ({"ref_logprobs": torch.tensor([0.0, 0.5, -1.0])}, DataError, "datum 0: ref_logprobs holds"),
         ({"advantages": torch.tensor([0.0, float("inf"), 1.0])}, NonFiniteError, "datum 0: an advantage is"),
@@ -196,9 +193,7 @@ def test_a_row_that_cannot_be_read_is_refused_with_its_datum(
     [
         ([], ShapeError, "logprobs_list does not hold one row"),
         (None, ShapeError, "logprobs_list does not hold one row"),
-        ({0: torch.zeros(3)}, ShapeError, "logprobs_list does not hold one row"),
         ([[-1.0, -1.0, -1.0]], TensorError, r"logprobs_list\[0\] must be a torch.Tensor"),
-        ([{"logprobs": [-1.0]}], TensorError, r"logprobs_list\[0\] must be a torch.Tensor"),
         ([torch.tensor([7, 8, 9])], TensorError, r"logprobs_list\[0\] must hold floating-point numbers"),
         ([torch.zeros(4)], ShapeError, "datum 0: the policy's log-probabilities do not have the length"),
         ([torch.tensor([0.0, float("nan"), 0.0])], NonFiniteError, "datum 0: the policy's row"),
@@ -211,16 +206,8 @@ def test_the_policys_rows_are_checked_by_name(logprobs: Any, error: type[KlampEr
     assert caught.value.got and caught.value.why and caught.value.fix
 
 
-def test_numbers_keep_their_precision_and_lose_their_gradient() -> None:
-    assert number_row("x", np.array([1.0])).dtype == torch.float64
-    assert number_row("x", [True, False]).dtype == torch.bool
-    assert not number_row("x", torch.ones(1, requires_grad=True)).requires_grad
-
-
 @pytest.mark.parametrize(
-    "tokens",
-    [[5, 6], (5, 6), range(5, 7), np.array([5, 6]), torch.tensor([5, 6]), [np.int64(5), torch.tensor(6)]],
-    ids=str,
+    "tokens", [range(5, 7), np.array([5, 6]), torch.tensor([5, 6]), [np.int64(5), torch.tensor(6)]], ids=str
 )
 def test_token_ids_come_in_many_forms(tokens: Any) -> None:
     found = token_ids("prompt", tokens)

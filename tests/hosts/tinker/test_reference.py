@@ -13,7 +13,6 @@ import torch
 from tests.hosts.tinker.fakes import FakeSampler, score, skipping
 
 from klamp.errors import ConfigError, DataError, ModelError, NonFiniteError, ShapeError
-from klamp.hosts.tinker.reference import response_part
 from klamp.tinker import compute_reference_logprobs
 from klamp.tinker.testing import Fault, tiny_model
 
@@ -54,29 +53,22 @@ def test_an_empty_response_costs_no_request():
 
 
 def test_answers_without_the_first_none_are_understood():
-    answers = {10: [score([1, 2, 3, 10])[1:]], 15: [score([4, 5, 13, 14, 15])[1:]]}
+    answers = {10: [score([1, 2, 3, 10])[1:]], 15: [[None, None, *score([4, 5, 13, 14, 15])[2:]]]}
     assert compute(FakeSampler(faults=answers)) == expected()
 
 
-@pytest.mark.parametrize("bad", [None, math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("bad", [None, math.nan, -math.inf])
 def test_a_response_with_a_hole_is_refused_and_the_sequence_named(bad):
     answer = score([4, 5, 13, 14, 15])
     answer[3] = bad
-    with pytest.raises(NonFiniteError, match=r"sequence 2: .*\n  got: (None|nan|inf|-inf) at token 1 of the response"):
+    with pytest.raises(NonFiniteError, match=r"sequence 2: .*\n  got: (None|nan|-inf) at token 1 of the response"):
         compute(FakeSampler(faults={15: [answer]}))
 
 
-def test_a_hole_in_the_prompt_does_not_matter():
-    answer = [None, None, *score([4, 5, 13, 14, 15])[2:]]
-    assert compute(FakeSampler(faults={15: [answer]})) == expected()
-
-
-@pytest.mark.parametrize("count", [0, 2, 3, 6])
+@pytest.mark.parametrize("count", [0, 3, 6])
 def test_answers_of_another_length_are_refused(count):
     with pytest.raises(ShapeError, match="sequence 2: "):
-        response_part(2, [-1.0] * count, 2, 3)
-    with pytest.raises(ShapeError, match="sequence 2: "):
-        response_part(2, None, 2, 3)
+        compute(FakeSampler(faults={15: [[-1.0] * count]}))
 
 
 REQUEST = httpx.Request("POST", "http://127.0.0.1/asample")
@@ -86,18 +78,10 @@ def status(code):
     return tinker.APIStatusError("status", response=httpx.Response(code, request=REQUEST), body=None)
 
 
-def failed(category):
-    return tinker.RequestFailedError("failed", "id", getattr(tinker.types.RequestErrorCategory, category))
-
-
-FINAL = [*(status(code) for code in (400, 404, 503)), failed("User"), failed("Server"), ValueError("bug")]
-
-
-@pytest.mark.parametrize("error", FINAL, ids=repr)
+@pytest.mark.parametrize("error", [status(503), ValueError("bug")], ids=repr)
 def test_what_the_sdk_gives_up_ends_it(error):
-    client = FakeSampler(faults={15: [error]})
     with pytest.raises(ModelError, match="sequence 2: the reference refuses") as caught:
-        compute(client)
+        compute(FakeSampler(faults={15: [error]}))
     assert caught.value.__cause__ is error and caught.value.why and caught.value.fix
 
 
@@ -112,21 +96,6 @@ def test_a_client_that_never_answers_runs_into_the_timeout():
     client = FakeSampler(delays={15: 3600})
     with pytest.raises(ModelError, match="sequence 2: the reference did not answer in time\n  got: nothing within 2 s"):
         compute(client, timeout=2, run=skipping)
-    assert client.now == 0
-
-
-def test_cancelling_it_cancels_the_requests():
-    client = FakeSampler(delays=dict.fromkeys((10, 12, 15, 17), 3600))
-
-    async def scenario():
-        task = asyncio.ensure_future(compute_reference_logprobs(client, PROMPTS, RESPONSES))
-        await asyncio.sleep(0.01)
-        assert client.now == 4
-        task.cancel()
-        with pytest.raises(asyncio.CancelledError):
-            await task
-
-    skipping(scenario())
     assert client.now == 0
 
 
@@ -165,12 +134,6 @@ def test_a_server_that_scores_no_suffix_is_asked_for_everything():
     assert client.suffixes == [1, None, None, None, None]
 
 
-def test_another_runtime_error_is_no_reason_to_ask_again():
-    client = _Suffix(faults={10: [RuntimeError("cannot schedule new futures after shutdown")]})
-    with pytest.raises(ModelError, match="cannot schedule new futures"):
-        compute(client)
-
-
 class _Older:
     """The form before awaitable futures: a plain concurrent future, and no suffix."""
 
@@ -180,30 +143,16 @@ class _Older:
         return future
 
 
-class _Direct:
-    """A fake that answers with the list itself."""
-
-    def compute_logprobs(self, prompt):
-        return score(prompt.to_ints())
-
-
-@pytest.mark.parametrize("client", [_Older(), _Direct()], ids=["future", "list"])
-def test_other_forms_of_clients(client):
-    assert compute(client) == expected()
-
-
-@pytest.mark.parametrize("wrong", [None, 7])
-@pytest.mark.parametrize("name", ["prompt_tokens", "response_tokens"])
-def test_what_holds_no_sequences_is_refused_in_words(name, wrong):
-    given = {"prompt_tokens": PROMPTS, "response_tokens": RESPONSES, name: wrong}
-    with pytest.raises(DataError, match=f"^{name} must hold one list of token ids per response") as caught:
-        asyncio.run(compute_reference_logprobs(FakeSampler(), **given))
-    assert str(wrong) in str(caught.value.got) and caught.value.why and caught.value.fix
+def test_a_client_of_plain_futures():
+    assert compute(_Older()) == expected()
 
 
 def test_refusals():
-    with pytest.raises(DataError, match="prompts and responses differ in number"):
-        compute(FakeSampler(), PROMPTS[:-1])
+    words = "must hold one list of token ids per response"
+    for prompts in (PROMPTS[:-1], None, 7):
+        with pytest.raises(DataError, match=words) as caught:
+            compute(FakeSampler(), prompts)
+        assert caught.value.got and caught.value.why and caught.value.fix
     with pytest.raises(DataError, match="sequence 1: the prompt is empty"):
         compute(FakeSampler(), [[1], []], [[2], [3]])
     with pytest.raises(ConfigError, match="concurrency must be a whole number >= 1"):
@@ -256,12 +205,6 @@ def test_over_http_a_service_that_does_not_answer(reference, standin):
     standin.inject(Fault(kind="slow", route="asample", seconds=60, times=None))
     with pytest.raises(ModelError, match="did not answer in time"):
         compute(reference, timeout=0.2)
-
-
-def test_over_http_a_service_that_fails(reference, standin):
-    standin.inject(Fault(kind="fail", route="asample", times=None))
-    with pytest.raises(ModelError, match="sequence 0: the reference refuses to score the sequence"):
-        compute(reference, concurrency=1)
 
 
 @pytest.mark.filterwarnings("error::FutureWarning")

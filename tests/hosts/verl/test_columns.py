@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.hosts.verl.test_fields_in_verl import IN_REWARD
 
 from klamp.config import KLConfig
 from klamp.config.loss import Price
@@ -14,7 +15,6 @@ from klamp.errors import ConfigError, NonFiniteError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.verl.driver import BETA, StepSettings, by_prompt, columns, for_all_rows
-from klamp.hosts.verl.fields_in_verl import IN_REWARD
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
@@ -71,10 +71,12 @@ def test_what_carries_no_kl_is_marked_and_made_up_for() -> None:
     assert by_row[KL_SCALE].tolist() == [1.5, 1.0, 2.0, 1.5]
 
 
-def test_a_kl_in_the_reward_shifts_the_advantages_by_its_deviation_from_the_group() -> None:
-    kl = KLConfig(beta=0.3, **IN_REWARD)  # pyright: ignore[reportArgumentType]
+@pytest.mark.parametrize("bound", [None, 0.3])
+def test_a_kl_in_the_reward_shifts_the_advantages_by_its_deviation_from_the_group(bound: float | None) -> None:
+    kl = KLConfig(beta=0.3, kl_max_log_ratio=bound, **IN_REWARD)  # pyright: ignore[reportArgumentType]
     x = sampled()
-    spent = (log_ratios(x) * x["response_mask"]).sum(-1)
+    delta = log_ratios(x) if bound is None else log_ratios(x).clamp(-bound, bound)
+    spent = (delta * x["response_mask"]).sum(-1)
     centred = spent - (spent + spent[[2, 3, 0, 1]]) / 2
     for leave_one_out, factor in ((False, 1.0), (True, 2.0)):
         added, _ = of(kl, replace(SETTINGS, leave_one_out=leave_one_out))
@@ -93,12 +95,9 @@ def test_the_controller_takes_in_the_kl_of_the_step() -> None:
         assert added[BETA].tolist() == [beta] * 4 and metrics["beta"] == metrics["beta/price"] == beta
         alone.update(metrics["kl/k3"], metrics, x["rm_scores"][[1, 3, 0, 2]].view(2, 2))
     assert control.controller.value != 0.3
+    assert "beta/price" not in of(kl, replace(SETTINGS, price=None))[1], "none is known"
     with pytest.raises(NonFiniteError):
         columns(x | {"ref_log_prob": torch.full((4, 3), torch.nan)}, PROMPTS, control, None, SETTINGS)
-
-
-def test_without_a_known_price_none_is_logged() -> None:
-    assert "beta/price" not in of(KLConfig(target_kl=0.05), replace(SETTINGS, price=None))[1]
 
 
 def test_incomplete_groups_are_refused() -> None:

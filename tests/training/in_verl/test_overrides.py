@@ -14,7 +14,7 @@ from tests.training.in_trl.test_arguments import SHARED, names_of
 
 from klamp.config import KLConfig, TeacherConfig
 from klamp.errors import ConfigError
-from klamp.hosts.verl.fields_in_verl import CONTROLLER_FIELDS, LOSS_FIELDS
+from klamp.hosts.verl.fields_in_verl import LOSS_FIELDS
 from klamp.hosts.verl.overrides import overrides
 from klamp.tasks.base import TaskConfig
 from klamp.training.backends import TRUST
@@ -115,7 +115,7 @@ def test_another_value_is_another_argument(field: str):
 
 
 def test_the_fields_of_a_name_are_all_tried():
-    assert {*LOSS_FIELDS, *CONTROLLER_FIELDS} <= set(TRANSLATED)
+    assert set(LOSS_FIELDS) <= set(TRANSLATED)
 
 
 def test_the_kl_is_that_of_the_host_word_for_word():

@@ -31,7 +31,7 @@ KLAMP_KEYS = (*ANCHORS, *HEAD, "mask", "kl_mask")
 
 Place: TypeAlias = list[tuple[int, float]]
 """Of one token ids with their log-probabilities: a teacher's likeliest, by rank, and last the one that is there."""
-NO_TOKEN = (-1, 0.0)
+NO_TOKEN = -1
 """Stands among a teacher's likeliest where there is none."""
 
 
@@ -49,9 +49,6 @@ def build_datum(
 ) -> Any:
     """One completion as a `tinker.Datum`, everything aligned with the tokens that it speaks of.
 
-    The rows `advantages`, `logprobs`, `mask`, and where given those of the anchors and `kl_mask`, are float32 tensors
-    of `target_tokens`'s length; the SDK converts only lists of the keys that it knows, and refuses bools.
-
     Args:
         prompt: token ids, at least one.
         response: token ids of the completion, the end token included, at least one.
@@ -65,8 +62,7 @@ def build_datum(
         kl_mask: 1 = the token carries the KL (`kl_exclude_tokens`); None: as `mask`.
 
     Raises:
-        DataError: no prompt, no response, a token id that is no whole number, or None among the numbers.
-        ShapeError: a row that has another length than the response.
+        DataError, ShapeError: no prompt, no response, no token ids, no numbers, or another number of them than tokens.
         UnsupportedVersion: the SDK is missing or outside the range.
     """
     tinker = load_tinker()
@@ -78,62 +74,60 @@ def build_datum(
             why="the first token of a sequence has no log-probability",
             fix="start the prompt with the beginning-of-sequence token; leave out completions without a token",
         )
-    trained = _response_row("mask", [1.0] * len(response) if mask is None else mask, len(response)) != 0
+    trained = number_row("mask", [1.0] * len(response) if mask is None else mask, len(response)) != 0
     spread = number_row("advantages", advantages).float()
     spread = spread.expand(len(response)) if spread.ndim == 0 else spread
-    rows = {
-        "advantages": masked(_response_row("advantages", spread, len(response)), trained),
-        "logprobs": _response_row("logprobs", logprobs, len(response)),
-        "mask": trained.float(),
-    }
-    head, taught = None, teacher_logprobs
+    given: dict[str, Any] = {"ref_logprobs": ref_logprobs, "teacher_logprobs": teacher_logprobs, "kl_mask": kl_mask}
+    head: dict[str, Tensor] = {}
     if teacher_head is not None:
-        head, taught = _told(teacher_head, response, teacher_logprobs)
-    given = {"ref_logprobs": ref_logprobs, "teacher_logprobs": taught, "kl_mask": kl_mask}
-    for name, values in given.items():
-        if values is not None:
-            rows[name] = _response_row(name, values, len(response))
+        places = _check_head(teacher_head, response, teacher_logprobs)
+        given["teacher_logprobs"] = places[:, -1, 1]
+        head = {HEAD[0]: places[:, :-1, 0].long(), HEAD[1]: places[:, :-1, 1].float()}
+    rows = {
+        "advantages": masked(number_row("advantages", spread, len(response)), trained),
+        "logprobs": number_row("logprobs", logprobs, len(response)).float(),
+        "mask": trained.float(),
+        **{name: number_row(name, x, len(response)).float() for name, x in given.items() if x is not None},
+        **head,
+    }
     full = prompt + response
     inputs = {"target_tokens": torch.tensor(full[1:], dtype=torch.int64)}
-    inputs |= {name: torch.cat([torch.zeros(len(prompt) - 1), row]) for name, row in rows.items()}
-    for name, values, none in zip(HEAD, head or (), NO_TOKEN, strict=head is not None):
-        inputs[name] = torch.cat([values.new_full((len(prompt) - 1, values.shape[1]), none), values])
+    for name, row in rows.items():
+        of_prompt = row.new_full((len(prompt) - 1, *row.shape[1:]), NO_TOKEN if name == HEAD[0] else 0)
+        inputs[name] = torch.cat([of_prompt, row])
     return tinker.Datum(
         model_input=tinker.ModelInput.from_ints(full[:-1]),
         loss_fn_inputs={name: tinker.TensorData.from_torch(row) for name, row in inputs.items()},
     )
 
 
-def _told(places: Sequence[Place], response: Sequence[int], given: object) -> tuple[tuple[Tensor, Tensor], Tensor]:
-    """The ids and log-probabilities of a teacher's head, [T, K] each, and its log-probabilities of the tokens, [T]."""
-    told = number_row("teacher_head", places)
-    fits = told.ndim == 3 and told.shape[1] > 0 and told.shape[2] == 2 and told[:, -1, 0].tolist() == list(response)
-    if not fits or given is not None:
+def _check_head(head: Sequence[Place], response: Sequence[int], teacher_logprobs: object) -> Tensor:
+    """What `compute_teacher_head` returned for a response, as numbers: [T, K + 1, 2]"""
+    places = number_row("teacher_head", head)
+    fits = places.ndim == 3 and places.shape[1] > 0 and places.shape[2] == 2
+    fits = fits and places[:, -1, 0].tolist() == list(response)
+    if not fits or teacher_logprobs is not None:
         raise DataError(
             "teacher_head does not tell what a teacher says of this response",
-            got="teacher_logprobs besides" if fits else f"{tuple(told.shape)} numbers for {len(response)} tokens",
-            why="for each token it holds pairs of an id and its log-probability, as many as for every other token, and "
-            "last the pair of the token itself",
+            got="teacher_logprobs besides" if fits else f"{tuple(places.shape)} numbers for {len(response)} tokens",
+            why="for each token it holds as many pairs of an id and its log-probability, and last the token's own",
             fix="pass what compute_teacher_head returned for this response, and leave teacher_logprobs out",
         )
-    return (told[:, :-1, 0].long(), told[:, :-1, 1].float()), told[:, -1, 1].float()
+    return places
 
 
 def strip_for_builtin(datums: Sequence[Any]) -> list[Any]:
     """The datums without the keys that the service's built-in losses refuse: those of the anchors, mask, kl_mask.
 
-    A built-in loss sees every position, so that advantages are set to 0 where the mask was 0. The arguments stay as
-    they are.
-
-    Raises:
-        UnsupportedVersion: the SDK is missing or outside the range.
+    A built-in loss sees every position, so that advantages are set to 0 where the mask was 0.
     """
     stripped = []
     for datum in datums:
         inputs = {name: value for name, value in datum.loss_fn_inputs.items() if name not in KLAMP_KEYS}
         if "mask" in datum.loss_fn_inputs and "advantages" in inputs:
             trained = datum.loss_fn_inputs["mask"].to_torch() != 0
-            inputs["advantages"] = tensor_data(masked(inputs["advantages"].to_torch(), trained))
+            shown = masked(inputs["advantages"].to_torch(), trained).float()
+            inputs["advantages"] = load_tinker().TensorData.from_torch(shown)
         stripped.append(with_inputs(datum, inputs))
     return stripped
 
@@ -145,47 +139,24 @@ def with_inputs(datum: Any, inputs: dict[str, Any]) -> Any:
     return load_tinker().Datum(model_input=datum.model_input, loss_fn_inputs=inputs, **kept)
 
 
-def tensor_data(row: Tensor) -> Any:
-    """A row of numbers as the SDK sends it, in float32."""
-    return load_tinker().TensorData.from_torch(row.detach().float())
-
-
-def _response_row(name: str, values: Sequence[float] | Tensor, length: int) -> Tensor:
-    row = number_row(name, values).float()
-    if row.shape != (length,):
-        raise ShapeError(
-            f"{name} does not have one number per token of the response",
-            got=f"{name} {tuple(row.shape)}, response ({length},)",
-            why="each number belongs to one token",
-            fix="pass the values of the response only; build_datum adds the zeros of the prompt",
-        )
-    return row
-
-
 @dataclass(frozen=True, kw_only=True)
 class Rows:
-    """The data of B datums, padded on the right to N positions; without gradient."""
+    """The data of B datums, padded on the right to N positions, [B, N] each; without gradient.
+
+    Of the anchors None where a datum has none, of `kl_mask` where it is the mask; the teacher's head is [B, N, K], -1
+    where it has no token, and `lengths` are the positions of each datum.
+    """
 
     mask: Tensor
-    """True = a token to train on. [B, N]"""
     advantages: Tensor
-    """The advantages, one per position. [B, N]"""
     logprobs: Tensor
-    """The log-probabilities under whoever sampled the tokens, in nats. [B, N]"""
-    ref_logprobs: Tensor | None
-    """The log-probabilities under the reference, in nats; None where a datum has none. [B, N]"""
-    teacher_logprobs: Tensor | None
-    """The same under the teacher. [B, N]"""
-    kl_mask: Tensor | None
-    """True = the token carries the KL; None: the same as `mask`. [B, N]"""
-    targets: Tensor
-    """The tokens. [B, N]"""
+    ref_logprobs: Tensor | None = None
+    teacher_logprobs: Tensor | None = None
+    kl_mask: Tensor | None = None
+    target_tokens: Tensor
     head: Tensor
-    """The teacher's likeliest tokens, -1 where there is none. [B, N, K]"""
     head_logprobs: Tensor
-    """Their log-probabilities under it. [B, N, K]"""
     lengths: tuple[int, ...]
-    """The number of positions of each datum."""
 
     @property
     def totals(self) -> Totals:
@@ -209,16 +180,11 @@ class Rows:
         )
 
     def policy(self, logprobs_list: Sequence[Tensor]) -> Tensor:
-        """The policy's log-probabilities padded to [B, N, K + 1], the target's last, with gradient; each checked.
-
-        Raises:
-            TensorError, ShapeError, NonFiniteError: rows that do not fit the datums; the datum is named.
-        """
+        """The policy's log-probabilities padded to [B, N, K + 1], the target's last, with gradient; each checked."""
         if not isinstance(logprobs_list, Sequence) or len(logprobs_list) != len(self.lengths):
-            found = f"{len(logprobs_list)} rows" if isinstance(logprobs_list, Sequence) else describe(logprobs_list)
             raise ShapeError(
                 "logprobs_list does not hold one row of log-probabilities per datum",
-                got=f"{len(self.lengths)} datums, {found}",
+                got=f"{len(self.lengths)} datums, {describe(logprobs_list)}",
                 why="the row at position i is that of the datum at position i",
                 fix="pass both as forward_backward_custom hands them to the loss",
             )
@@ -230,9 +196,7 @@ class Rows:
                     f"datum {i}: the policy's log-probabilities do not have the length of target_tokens",
                     got=f"log-probabilities {tuple(row.shape)}, target_tokens ({length},), {k} tokens of a head",
                     why="each log-probability belongs to one token",
-                    fix="use forward_backward_kl, which asks for those of the head too"
-                    if k
-                    else "pass target_tokens as a 1-D row of token ids",
+                    fix="pass target_tokens as a 1-D row of ids; forward_backward_kl asks for those of a head too",
                 )
             each = row.reshape(length, -1).T
             check_logprobs(f"datum {i}: the policy's row", each, self.mask[i, :length].expand_as(each))
@@ -240,7 +204,7 @@ class Rows:
 
     def asked(self) -> list[Any]:
         """The `target_tokens` to send: the tokens, or where there is a head its tokens too, see `asked_tokens`."""
-        rows = zip(self.targets, self.head, self.lengths, strict=True)
+        rows = zip(self.target_tokens, self.head, self.lengths, strict=True)
         wide = [asked_tokens(targets[:length], head[:length]) for targets, head, length in rows]
         return [load_tinker().TensorData.from_torch(row if self.head.shape[2] else row[:, 0]) for row in wide]
 
@@ -250,23 +214,10 @@ def read_rows(
 ) -> Rows:
     """Read and check the data of datums (the SDK's, or anything with `loss_fn_inputs`).
 
-    Keys: `target_tokens`, `advantages`, `logprobs` always; `ref_logprobs` and
-    `teacher_logprobs` where a KL to them is asked for; `mask` (1 = train
-    on the token), else every position counts at which log-probability, advantage or reference is not exactly 0;
-    `kl_mask` (1 = the token carries the KL), else as `mask`.
-
-    Args:
-        data: datums of one call.
-        reference: whether a KL to the reference is asked for, so that every datum needs `ref_logprobs`.
-        teacher: whether one to a teacher is, likewise `teacher_logprobs`.
-        exclusions: whether tokens are excluded from the KL, so that every datum needs `kl_mask`.
-        top_k: tokens of the teacher's head, which every datum then needs.
-
-    Raises:
-        DataError: no datums, a missing key, or something that is no row of numbers.
-        ShapeError: a row of another length than `target_tokens`.
-        NonFiniteError: NaN or infinities, or positive log-probabilities, at a position that counts.
-        EmptyMaskError: no datum has a token to train on.
+    Keys: `target_tokens`, `advantages`, `logprobs` always; `ref_logprobs` and `teacher_logprobs` where they are asked
+    for, or all datums have them; `kl_mask` (1 = the token carries the KL) where it is, or one has it; a head where
+    `top_k` is above 0; `mask` (1 = train on the token), else every position counts at which log-probability, advantage
+    or reference is not exactly 0.
     """
     _check_datums(data)
     asked = zip(ANCHORS, (reference, teacher), strict=True)
@@ -274,8 +225,7 @@ def read_rows(
     has_kl_mask = exclusions or any("kl_mask" in datum.loss_fn_inputs for datum in data)
     rows = [_read(i, datum.loss_fn_inputs, anchors, has_kl_mask) for i, datum in enumerate(data)]
     heads = [_read_head(i, datum.loss_fn_inputs, rows[i]["mask"], top_k) for i, datum in enumerate(data)]
-    mask = pad([row["mask"] for row in rows])
-    if not bool(mask.any()):
+    if not any(bool(row["mask"].any()) for row in rows):
         raise EmptyMaskError(
             "no datum has a token to train on",
             got=f"{len(rows)} datums",
@@ -283,35 +233,23 @@ def read_rows(
             fix="check that responses are not empty and that the masks mark them",
         )
     return Rows(
-        mask=mask,
-        advantages=pad([row["advantages"] for row in rows]),
-        logprobs=pad([row["logprobs"] for row in rows]),
-        ref_logprobs=pad([row["ref_logprobs"] for row in rows]) if "ref_logprobs" in anchors else None,
-        teacher_logprobs=pad([row["teacher_logprobs"] for row in rows]) if "teacher_logprobs" in anchors else None,
-        kl_mask=pad([row["kl_mask"] for row in rows]) if has_kl_mask else None,
-        targets=pad([row["target_tokens"] for row in rows]),
-        head=pad_sequence([ids for ids, _ in heads], batch_first=True, padding_value=NO_TOKEN[0]),
+        **{name: pad([row[name] for row in rows]) for name in rows[0]},
+        head=pad_sequence([ids for ids, _ in heads], batch_first=True, padding_value=NO_TOKEN),
         head_logprobs=pad([logprobs for _, logprobs in heads]),
         lengths=tuple(len(row["mask"]) for row in rows),
     )
 
 
 def _check_datums(data: object) -> None:
-    if not isinstance(data, Sequence) or len(data) == 0:
+    listed = data if isinstance(data, Sequence) else ()
+    bad = [i for i, each in enumerate(listed) if not isinstance(getattr(each, "loss_fn_inputs", None), Mapping)]
+    if not listed or bad:
         raise DataError(
-            "there are no datums",
-            got=describe(data),
-            why="a loss is taken over the datums of one step, a list of them",
+            f"datum {bad[0]} has no loss_fn_inputs" if bad else "there are no datums",
+            got=describe(listed[bad[0]] if bad else data),
+            why="a loss is taken over a list of datums, which hold their rows of numbers there, by name",
             fix="pass a list of what klamp.tinker.build_datum makes",
         )
-    for i, datum in enumerate(data):
-        if not isinstance(getattr(datum, "loss_fn_inputs", None), Mapping):
-            raise DataError(
-                f"datum {i} has no loss_fn_inputs",
-                got=describe(datum),
-                why="a datum holds its rows of numbers there, by name",
-                fix="build datums with klamp.tinker.build_datum",
-            )
 
 
 def pad(rows: Iterable[Tensor]) -> Tensor:
@@ -320,16 +258,15 @@ def pad(rows: Iterable[Tensor]) -> Tensor:
 
 
 def _read(i: int, inputs: Mapping[str, Any], anchors: Sequence[str], has_kl_mask: bool) -> dict[str, Tensor]:
-    targets = _row(i, inputs, "target_tokens")
-    names = ["advantages", "logprobs", *anchors]
-    rows = {name: _row(i, inputs, name, len(targets)) for name in names}
+    length, logprobs = _key(i, inputs, "target_tokens").numel(), ("logprobs", *anchors)
+    rows = {name: _key(i, inputs, name, length) for name in ("target_tokens", "advantages", *logprobs)}
     if "mask" in inputs:
-        rows["mask"] = _row(i, inputs, "mask", len(targets)) != 0
+        rows["mask"] = _key(i, inputs, "mask", length) != 0
     else:
-        rows["mask"] = torch.stack([row != 0 for row in rows.values()]).any(0)
+        rows["mask"] = torch.stack([rows[name] != 0 for name in ("advantages", *logprobs)]).any(0)
     if has_kl_mask:
-        rows["kl_mask"] = _row(i, inputs, "kl_mask", len(targets)) != 0
-    for name in names[1:]:
+        rows["kl_mask"] = _key(i, inputs, "kl_mask", length) != 0
+    for name in logprobs:
         check_logprobs(f"datum {i}: {name}", rows[name][None], rows["mask"][None])
     if not bool((rows["advantages"].isfinite() | ~rows["mask"]).all()):
         raise NonFiniteError(
@@ -338,16 +275,13 @@ def _read(i: int, inputs: Mapping[str, Any], anchors: Sequence[str], has_kl_mask
             why="it would turn the whole update into NaN",
             fix="check the rewards; group_advantages never returns NaN for finite rewards",
         )
-    return rows | {"target_tokens": targets}
+    return rows
 
 
 def _read_head(i: int, inputs: Mapping[str, Any], mask: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """The first `top_k` tokens of a datum's head and their log-probabilities, [N, top_k] each."""
     if not top_k:
         return torch.zeros(len(mask), 0, dtype=torch.long), torch.zeros(len(mask), 0)
-    if missing := [name for name in HEAD if name not in inputs]:
-        raise _missing(i, inputs, missing[0])
-    ids, logprobs = (number_row(f"datum {i}: {name}", inputs[name]) for name in HEAD)
+    ids, logprobs = (_key(i, inputs, name) for name in HEAD)
     if ids.shape != logprobs.shape or ids.ndim != 2 or len(ids) != len(mask) or ids.shape[1] < top_k:
         raise ShapeError(
             f"datum {i}: the teacher's head does not fit",
@@ -360,38 +294,19 @@ def _read_head(i: int, inputs: Mapping[str, Any], mask: Tensor, top_k: int) -> t
     return ids[:, :top_k].long(), logprobs[:, :top_k]
 
 
-def _row(i: int, inputs: Mapping[str, Any], name: str, length: int | None = None) -> Tensor:
-    """One key of a datum as a row of numbers, detached."""
+def _key(i: int, inputs: Mapping[str, Any], name: str, length: int | None = None) -> Tensor:
     if name not in inputs:
-        raise _missing(i, inputs, name)
-    row = number_row(f"datum {i}: {name}", inputs[name])
-    if row.ndim != 1 or length not in (None, len(row)):
-        raise ShapeError(
-            f"datum {i}: {name} does not have the length of target_tokens",
-            got=f"{name} {tuple(row.shape)}" + ("" if length is None else f", target_tokens ({length},)"),
-            why="position t of every row speaks of token t + 1 of prompt and response; the SDK does not check it",
-            fix="build datums with klamp.tinker.build_datum, which aligns them",
+        raise DataError(
+            f"datum {i} has no {name!r} in loss_fn_inputs",
+            got=f"keys: {', '.join(sorted(inputs))}",
+            why="the loss reads it; a KL whose anchor is left out silently would be trained without",
+            fix="pass the result of compute_reference_logprobs or compute_teacher_head to klamp.tinker.build_datum",
         )
-    return row
+    return number_row(f"datum {i}: {name}", inputs[name], length)
 
 
-def _missing(i: int, inputs: Mapping[str, Any], name: str) -> DataError:
-    by = "compute_teacher_head" if name in HEAD else "compute_reference_logprobs" if name in ANCHORS else None
-    return DataError(
-        f"datum {i} has no {name!r} in loss_fn_inputs",
-        got=f"keys: {', '.join(sorted(inputs))}",
-        why="a KL needs its anchor; leaving it out silently would train without one" if by else "the loss reads it",
-        fix="build datums with klamp.tinker.build_datum"
-        + (f", with the result of {by}; or leave that KL out" if by else ""),
-    )
-
-
-def number_row(name: str, values: Any) -> Tensor:
-    """Numbers as a detached tensor in their own precision; integers and booleans stay what they are.
-
-    Raises:
-        DataError: something among them is no number.
-    """
+def number_row(name: str, values: Any, length: int | None = None) -> Tensor:
+    """Numbers as a detached tensor in their own precision; integers and booleans stay what they are. [length]"""
     try:
         row: Tensor = values.to_torch() if hasattr(values, "to_torch") else torch.as_tensor(values)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -401,15 +316,18 @@ def number_row(name: str, values: Any) -> Tensor:
             why="None inside a datum would become NaN without a word",
             fix="pass one number per token",
         ) from error
+    if length is not None and row.shape != (length,):
+        raise ShapeError(
+            f"{name} does not have one number per token",
+            got=f"{name} {tuple(row.shape)}, {length} tokens",
+            why="each number belongs to one token; the SDK does not check it",
+            fix="pass the values of the response only to build_datum, which adds the zeros of the prompt",
+        )
     return row.detach()
 
 
 def token_ids(name: str, tokens: Any) -> list[int]:
-    """Token ids as a list of ints; a list, an array or a tensor of whole numbers.
-
-    Raises:
-        DataError: something among them is no whole number >= 0.
-    """
+    """Token ids as a list of ints; a list, an array or a tensor of whole numbers >= 0."""
     found = tokens.tolist() if hasattr(tokens, "tolist") else tokens
     listed = list(found) if isinstance(found, Iterable) else None
     bad = [i for i, token in enumerate(listed or ()) if not _is_id(token)]

@@ -5,18 +5,17 @@ from __future__ import annotations
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 
 from klamp.config import KLConfig, LossConfig
-from klamp.config.describe import describe_average, describe_price
-from klamp.config.loss import build_objective, price_of
+from klamp.config.describe import describe_average
+from klamp.config.loss import build_objective
 from klamp.config.rules import check_beta
 from klamp.config.teacher import TeacherConfig, of_a_server
-from klamp.core.arguments import AT_LEAST_1, check_instance, check_number, describe
+from klamp.core.arguments import AT_LEAST_1, check_instance, check_number
 from klamp.core.masking import Totals, check_totals
 from klamp.core.objective import Objective
 from klamp.core.surrogates import check_clip_range
-from klamp.core.types import Anchor
 from klamp.errors import ConfigError, KLWarning, Refusal, check_name, refuse
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.common.versions import told_version
@@ -24,7 +23,19 @@ from klamp.hosts.tinker.datums import Rows, read_rows
 
 Normalizer: TypeAlias = Literal["loss_type", "token_sum"]
 """The average that the loss type names, or a plain sum over all tokens, as the service's built-in losses compute."""
-CLIPRANGE = 0.2
+
+
+class Options(TypedDict, total=False):
+    """The further arguments of `compute_grpo_kl_loss`."""
+
+    loss: LossConfig | None
+    teacher: TeacherConfig | None
+    normalizer: Normalizer
+    max_length: int | None
+    group_size: int | None
+    totals: Totals | None
+
+
 PLAIN_SUM = Totals(sequences=1.0, tokens=1.0, kl_tokens=1.0)
 """A mean over the tokens of a step with one token is a sum."""
 
@@ -35,16 +46,11 @@ class LossSettings:
 
     objective: Objective
     kl: KLConfig
-    loss: LossConfig
     teacher: TeacherConfig | None
     """The teacher; None: there is none, or its coefficient is 0."""
     totals: Totals | None
     group_size: int | None
-
-    @property
-    def anchors(self) -> set[Anchor]:
-        """The anchors that the loss needs: those with a coefficient above 0 whose KL is not in the rewards."""
-        return {each.term.anchor for each in self.objective.terms if each.term.placement != "reward"}
+    ignored: tuple[str, ...]
 
     @property
     def head(self) -> TeacherConfig | None:
@@ -52,11 +58,12 @@ class LossSettings:
         return self.teacher if self.teacher is not None and self.teacher.teacher_estimator == "topk" else None
 
     def read(self, data: Sequence[Any]) -> Rows:
-        """Read the datums and check that they hold what this loss needs."""
+        """Read the datums and check that they hold what this loss needs: no anchor whose KL is in the rewards."""
+        anchors = {each.term.anchor for each in self.objective.terms if each.term.placement != "reward"}
         return read_rows(
             data,
-            reference="reference" in self.anchors,
-            teacher="teacher" in self.anchors,
+            reference="reference" in anchors,
+            teacher="teacher" in anchors,
             exclusions=self.objective.beta > 0 and self.kl.excludes,
             top_k=0 if self.head is None else self.head.teacher_top_k,
         )
@@ -64,8 +71,9 @@ class LossSettings:
 
 def make_settings(
     kl_coef: float | None = None,
-    cliprange: float | tuple[float, float] | None = None,
+    cliprange: float | None = None,
     kl: KLConfig | None = None,
+    *,
     loss: LossConfig | None = None,
     teacher: TeacherConfig | None = None,
     normalizer: Normalizer = "loss_type",
@@ -87,17 +95,25 @@ def make_settings(
     if totals is not None:
         check_totals(totals)
     refuse(_refusals(beta, kl, teacher, normalizer))
-    for text in _without_effect(kl_coef, kl, loss, teacher):
+    ignored = _without_effect(kl_coef, kl, loss, teacher)
+    for text in ignored:
         warnings.warn(text, KLWarning, stacklevel=3)
     objective = build_objective(kl, around, max_length=1 if max_length is None else max_length, teacher=teacher)
     objective = replace(objective, beta=beta, max_length=max_length)
     if normalizer == "token_sum":
         objective, totals = replace(objective, reduction="token_mean"), PLAIN_SUM
-    return LossSettings(objective=objective, kl=kl, loss=around, teacher=teacher, totals=totals, group_size=group_size)
+    return LossSettings(
+        objective=objective,
+        kl=kl,
+        teacher=teacher,
+        totals=totals,
+        group_size=group_size,
+        ignored=ignored,
+    )
 
 
-def _policy_loss(loss: LossConfig | None, cliprange: float | tuple[float, float] | None) -> LossConfig:
-    """The policy loss; without a configuration PPO's with these bounds, as a mean over the tokens."""
+def _policy_loss(loss: LossConfig | None, cliprange: float | None) -> LossConfig:
+    """The policy loss; without a configuration PPO's with this bound, as a mean over the tokens."""
     if loss is not None:
         check_instance("loss", loss, LossConfig)
         if cliprange is not None:
@@ -108,28 +124,17 @@ def _policy_loss(loss: LossConfig | None, cliprange: float | tuple[float, float]
                 fix="leave cliprange out",
             )
         return loss
-    bounds = CLIPRANGE if cliprange is None else cliprange
-    low_high = (bounds, bounds) if isinstance(bounds, int | float) else bounds
-    if not isinstance(low_high, tuple | list) or len(low_high) != 2:
-        raise ConfigError(
-            "cliprange must be a number, or two: below 1 and above 1",
-            got=describe(cliprange),
-            why="the ratio of policy and sampler is clipped to [1 - below, 1 + above]",
-            fix="cliprange=0.2 is the default, cliprange=(0.2, 0.28) is DAPO's",
-        )
-    low, high = low_high
-    check_clip_range(low, high)
-    return LossConfig(loss_type="dapo", epsilon=low, epsilon_high=high, scale_rewards="none")
+    bound = 0.2 if cliprange is None else cliprange
+    check_clip_range(bound, bound)
+    return LossConfig(loss_type="dapo", epsilon=bound, scale_rewards="none")
 
 
 def _refusals(beta: float, kl: KLConfig, teacher: TeacherConfig | None, normalizer: Normalizer) -> list[Refusal]:
-    served = [] if teacher is None else [of_a_server(teacher, teacher.there, who="a sampling client")]
     return [
-        *served,
+        *([] if teacher is None else [of_a_server(teacher, teacher.there, who="a sampling client")]),
         Refusal(
             beta > 0 and kl.kl_estimator == "exact",
             "kl_estimator='exact' cannot be computed through Tinker",
-            got=f"beta={beta:g}",
             why="the service returns the log-probabilities of chosen tokens, not whole rows of logits",
             fix="use kl_estimator='k3' (its value is unbiased, its gradient the same in expectation)",
         ),
@@ -143,10 +148,6 @@ def _refusals(beta: float, kl: KLConfig, teacher: TeacherConfig | None, normaliz
     ]
 
 
-REFERENCES = {
-    "reference": "ref_logprobs of the datums, whoever computed them (compute_reference_logprobs)",
-    "sampler": "the sampler: logprobs of the datums",
-}
 UNREAD = ("kl_early_stop", *(each.name for each in fields(KLConfig) if each.name.startswith("reference")))
 """Fields of `KLConfig` that no call of the loss reads, but for reference='sampler'."""
 UNREAD_LOSS = ("scale_rewards", "advantage_baseline", "vllm_importance_sampling_mode")
@@ -155,24 +156,16 @@ UNREAD_LOSS = ("scale_rewards", "advantage_baseline", "vllm_importance_sampling_
 
 def effective(
     kl_coef: float | None = None,
-    cliprange: float | tuple[float, float] | None = None,
+    cliprange: float | None = None,
     kl: KLConfig | None = None,
-    *,
-    loss: LossConfig | None = None,
-    teacher: TeacherConfig | None = None,
-    normalizer: Normalizer = "loss_type",
-    max_length: int | None = None,
-    group_size: int | None = None,
-    totals: Totals | None = None,
+    **options: Unpack[Options],
 ) -> Effective:
-    """What the KL of a call with these arguments will really do, in words; needs neither datums nor the SDK.
-
-    The arguments are those of `compute_grpo_kl_loss`.
+    """What the KL of a call of `compute_grpo_kl_loss` with these arguments will really do; needs no datums, no SDK.
 
     Raises:
         UnknownNameError, ConfigError: arguments that the call would refuse.
     """
-    settings = make_settings(kl_coef, cliprange, kl, loss, teacher, normalizer, max_length, group_size, totals)
+    settings = make_settings(kl_coef, cliprange, kl, **options)
     kl, teacher, beta = settings.kl, settings.teacher, settings.objective.beta
     terms: list[EffectiveTerm] = []
     if beta > 0:
@@ -181,18 +174,16 @@ def effective(
     if teacher is not None:
         row = "teacher_logprobs" if settings.head is None else "teacher_head"
         terms.append(EffectiveTerm.to_teacher(teacher, who=f"{row} of the datums", coefficient=teacher.teacher_coef))
-    over = "the call" if totals is None else "the step that totals= describes"
-    average = f"sum over the tokens of {over} (normalizer='token_sum')"
-    if normalizer == "loss_type":
-        length = "max_length" if max_length is None else str(max_length)
-        average = describe_average(settings.objective.reduction, over=over, length=length)
-        average += f" (loss_type={settings.loss.loss_type!r})"
+    average = describe_average(settings.objective.reduction, over="the call, or of totals=", length="max_length")
+    if settings.totals is PLAIN_SUM:
+        average = "sum over the tokens of the call"
+    reference = "logprobs of the datums: the sampler" if kl.reference == "sampler" else "ref_logprobs of the datums"
     return Effective(
         host=f"{told_version('tinker')}, forward_backward_custom",
         terms=tuple(terms),
         normalizer=average,
-        reference=REFERENCES[settings.objective.kl.anchor] if beta > 0 else "none is read: the coefficient is 0",
-        notes=(*_without_effect(kl_coef, kl, loss, teacher), *(_notes(kl, group_size) if beta > 0 else ())),
+        reference=reference if beta > 0 else "none is read: the coefficient is 0",
+        notes=settings.ignored,
     )
 
 
@@ -201,17 +192,15 @@ def _price(objective: Objective) -> str:
     term = objective.kl
     if term.placement == "loss" and term.normalizer not in (None, objective.reduction):
         return "unknown: the KL has an average of its own, and the caller forms the advantages"
-    price = price_of(objective.beta, placement=term.placement, baseline="leave_one_out", scale="none", group_size=2)
-    text = describe_price(price, group_size=2)
+    price = f"{objective.beta:g} reward per nat of a whole completion"
     if term.placement == "reward":
-        return text
-    return f"{text}, if advantages are rewards less the mean of the others; for any other it is unknown here"
+        return price
+    return f"{price}, if advantages are rewards less the mean of the others; for any other it is unknown here"
 
 
 def _without_effect(
     kl_coef: float | None, kl: KLConfig, loss: LossConfig | None, teacher: TeacherConfig | None
 ) -> tuple[str, ...]:
-    """What the configuration asks for and no call of the loss does."""
     in_reward = kl.kl_placement == "reward" or (teacher is not None and teacher.teacher_placement == "reward")
     moves = kl.controller_name != "fixed" or kl.kl_schedule != "constant" or kl.kl_warmup_steps > 0
     grows = teacher is not None and (teacher.teacher_schedule != "constant" or teacher.teacher_warmup_steps > 0)
@@ -223,18 +212,7 @@ def _without_effect(
          "anchor's) from each reward before you form advantages, or use placement 'advantage'"),
         (moves and kl_coef is None, "a call keeps no state: nothing moves beta, unless the caller passes "
          "kl_coef=controller.value, with controller = kl.build_controller()"),
-        (grows, "a call keeps no state: nothing moves teacher_coef, unless the caller passes "
-         "teacher=dataclasses.replace(teacher, teacher_coef=teacher.coefficient(step, steps), "
-         "teacher_schedule='constant', teacher_warmup_steps=0)"),
+        (grows, "a call keeps no state: nothing moves teacher_coef, unless the caller passes a teacher with "
+         "teacher_coef=teacher.coefficient(step, steps), and without schedule and warm-up"),
         (bool(unread), f"without effect here: {', '.join(unread)}"),
-    ])  # fmt: skip
-
-
-def _notes(kl: KLConfig, group_size: int | None) -> tuple[str, ...]:
-    own = kl.kl_normalizer
-    return that_apply([
-        (kl.kl_placement == "loss" and own is not None, f"the KL has an average of its own (kl_normalizer={own!r})"),
-        (kl.kl_clip_method != "none" and group_size is None, "the clip is gated on groups: without group_size the call "
-         "is refused"),
-        (kl.excludes, "kl_mask of the datums says which tokens carry no KL: build_datum(kl_mask=...)"),
     ])  # fmt: skip

@@ -14,7 +14,7 @@ from torch import nn
 from trl.trainer import grpo_trainer
 
 from klamp.errors import ConfigError, ModelError
-from klamp.scoring.whole import check_whole
+from klamp.scoring.model_parts import check_whole
 
 
 def own_reference(model: Any, ref_model: Any, args: Any, *, peft: bool) -> nn.Module | None:

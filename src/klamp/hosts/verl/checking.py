@@ -16,7 +16,6 @@ from klamp.hosts.verl.driver import BETA
 AT = (1, 10, 100, 1000)
 """The micro-batches of a process that are checked: in the first one the policy is the reference."""
 VERDICTS: list[Verdict] = []
-"""The verdicts of this process."""
 
 
 def checked(ppo_loss: Callable[..., Any]) -> Callable[..., Any]:

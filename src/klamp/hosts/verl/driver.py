@@ -22,65 +22,47 @@ from torch import Tensor
 from klamp.config import KLConfig
 from klamp.config.loss import Price
 from klamp.core.term import Gate
-from klamp.core.types import Reduction
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH
 from klamp.hosts.common.control import KLControl, held_kl, mean_spread, read_state
 from klamp.hosts.common.rollout import Alone, Generation, prepared
 from klamp.hosts.common.window import Window
-from klamp.hosts.verl.effective_in_verl import BASELINES, divides_by_std, price
-from klamp.hosts.verl.fields_in_verl import is_ours, loss_kl, needs_driver
+from klamp.hosts.verl.fields_in_verl import is_driven, is_ours, loss_kl
+from klamp.hosts.verl.overrides import BASELINES, REDUCTIONS, divides_by_std, price
 
 TRAINER = "verl.trainer.ppo.v1.trainer_base"
 STATE = "klamp_state.json"
 """The file in a checkpoint of verl's that holds what klamp has to continue from."""
-READ = ("uid", "responses", "response_mask", "rm_scores", "old_log_probs", "ref_log_prob", "advantages")
-
-BETA = "klamp_beta"
-"""The coefficient in force; a number in every row."""
-
-PER_ROW = (BETA, KL_SCALE, GATE_KL, REFERENCE_LENGTH)
-PER_TOKEN = (KL_MASK,)
-
-REDUCTIONS: Mapping[str, Reduction] = {
-    "token-mean": "token_mean",
-    "seq-mean-token-mean": "sequence_mean",
-    "seq-mean-token-sum": "sequence_sum",
-    "seq-mean-token-sum-norm": "fixed_length",
-    "token-sum": "sequence_sum",
-}
-"""verl's loss_agg_mode -> how klamp calls that average; of a sum, the tokens that carry the KL change nothing."""
-
 SAMPLER = "rollout_log_probs"
 """verl's column of what the engine reported; not every engine does."""
+READ = ("uid", "responses", "response_mask", "rm_scores", "old_log_probs", "ref_log_prob", "advantages", SAMPLER)
+BETA = "klamp_beta"
+"""The coefficient in force; a number in every row."""
+PER_ROW = (BETA, KL_SCALE, GATE_KL, REFERENCE_LENGTH)
+PER_TOKEN = (KL_MASK,)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSettings:
-    """How verl's configuration makes a loss of it.
-
-    Attributes:
-        loss_agg_mode: verl's average over tokens.
-        group_size: completions per prompt.
-        beta: the coefficient in force.
-        price: at that coefficient; None: not known for these advantages.
-        leave_one_out: whether a completion's advantage leaves its own reward out of what it is compared with.
-    """
+    """How verl's configuration makes a loss of the step's KL."""
 
     loss_agg_mode: str
     group_size: int
     beta: float
+    """The coefficient in force."""
     price: Price | None
+    """At that coefficient; None: not known for these advantages."""
     leave_one_out: bool
+    """Whether a completion's advantage leaves its own reward out of what it is compared with."""
 
 
 class Driver:
     """Settles what a KL needs a whole batch for, and keeps its controller with verl's checkpoints.
 
-    verl (0.9.1 or newer) makes one in its trainer where `trainer.checkpoint_callback_class=klamp.verl.Driver`, which
-    `overrides` sets. After the advantages are formed it adds to the batch what the loss in the workers needs: beta of
-    the step, the tokens that carry the KL, the KL and reference length of each completion's clip; with the KL in the
-    reward or the advantage it shifts the advantages. The KL of the step that the controller goes by is that of the
+    verl makes one in its trainer where `trainer.checkpoint_callback_class=klamp.verl.Driver`, which `overrides` sets.
+    After the advantages are formed it adds to the batch what the loss in the workers needs: beta of the step, the
+    tokens that carry the KL, the KL and reference length of each completion's clip; with the KL in the reward or the
+    advantage it shifts the advantages. The KL of the step that the controller goes by is that of the
     policy which the updates begin with. Its measurements join verl's metrics, under klamp's names.
 
     Args:
@@ -98,21 +80,21 @@ class Driver:
     def on_save(self, **_: Any) -> None:
         """Nothing: the state is in the checkpoint before verl calls it complete."""
 
-    def extend(self, trainer: Any, batch: Any, metrics: dict[str, Any]) -> Any:
-        """Put klamp's columns into verl's queue, and klamp's measurements into its metrics; the batch that has them."""
+    def extend(self, form: Callable[[], Any], trainer: Any, _batch: Any, metrics: dict[str, Any]) -> Any:
+        """Form the advantages; then put klamp's columns into verl's queue, and its measurements into the metrics."""
+        batch = form()
         if self.control is None:
             return batch
         beta = self.control.beta(trainer.global_steps - 1, trainer.total_training_steps)
-        queue = importlib.import_module("transfer_queue")
-        data = queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[*READ, SAMPLER])
-        nested, mask = data["response_mask"].is_nested, data["response_mask"]
-        padded = data.to_padded_tensor()
+        queue: Any = importlib.import_module("transfer_queue")
+        data = queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[*READ])
+        mask, padded = data["response_mask"], data.to_padded_tensor()
         real = torch.tensor([not tag.get("is_padding", False) for tag in batch.tags])
         sampled = {name: padded[name][real] for name in list(padded.keys()) if name != "uid"}
         prompts = [str(uid) for uid, kept in zip(data.get("uid").tolist(), real.tolist(), strict=True) if kept]
         added, found = columns(sampled, prompts, self.control, trainer.tokenizer, self._settings(beta))
         added = for_all_rows(added, real, {"advantages": padded["advantages"]})
-        if nested:
+        if mask.is_nested:
             added = _nested(added, mask)
         metrics.update(found)
         fields = importlib.import_module("tensordict").TensorDict(added, batch_size=len(batch))
@@ -130,44 +112,35 @@ class Driver:
             leave_one_out=BASELINES.get(self.config["algorithm"]["adv_estimator"]) == "leave_one_out",
         )
 
-    def save(self, trainer: Any) -> None:
-        """Write the state of the controllers into the checkpoint that verl is about to make."""
-        state = {name: control.state_dict() for name, control in self._controls(trainer).items()}
-        if not state:
-            return
-        folder = Path(self.config["trainer"]["default_local_dir"]) / f"global_step_{trainer.global_steps}"
-        folder.mkdir(parents=True, exist_ok=True)
-        beside = folder / f"{STATE}.new"
-        beside.write_text(json.dumps(state), encoding="utf-8")
-        beside.replace(folder / STATE)
+    def save(self, save: Callable[[], Any], trainer: Any) -> Any:
+        """Write the controller's state into the folder of the checkpoint, before verl makes it."""
+        if self.control is not None:
+            folder = self._folder(trainer)
+            folder.mkdir(parents=True, exist_ok=True)
+            beside = folder / f"{STATE}.new"
+            beside.write_text(json.dumps({"loss": self.control.state_dict()}), encoding="utf-8")
+            beside.replace(folder / STATE)
+        return save()
 
-    def load(self, trainer: Any) -> None:
-        """Continue from the checkpoint that verl has loaded, if it has.
+    def load(self, load: Callable[[], Any], trainer: Any) -> Any:
+        """Have verl load its checkpoint, if there is one, and continue from the controller's state in it.
 
         Raises:
             RunFolderError, ConfigError: the state is damaged.
         """
-        controls = self._controls(trainer)
-        if not trainer.global_steps or not controls:
-            return
-        file = self._checkpoint(trainer.global_steps) / STATE
-        if not file.is_file():
-            warnings.warn(f"{file} is missing: beta starts at its configured value", KLWarning, stacklevel=2)
-            return
-        for name, state in read_state(file).items():
-            if name in controls:
-                controls[name].load_state_dict(state)
+        found = load()
+        if trainer.global_steps and self.control is not None:
+            options = self.config["trainer"]
+            given = options["resume_mode"] == "resume_path"
+            file = (Path(options["resume_from_path"]) if given else self._folder(trainer)) / STATE
+            if not file.is_file():
+                warnings.warn(f"{file} is missing: beta starts at its configured value", KLWarning, stacklevel=2)
+            elif (state := read_state(file).get("loss")) is not None:
+                self.control.load_state_dict(state)
+        return found
 
-    def _checkpoint(self, step: int) -> Path:
-        options = self.config["trainer"]
-        if options["resume_mode"] == "resume_path":
-            return Path(options["resume_from_path"])
-        return Path(options["default_local_dir"]) / f"global_step_{step}"
-
-    def _controls(self, trainer: Any) -> dict[str, KLControl]:
-        rewarded = getattr(trainer, "kl_ctrl_in_reward", None)  # only klamp's own has a control
-        found = {"loss": self.control, "reward": getattr(rewarded, "control", None)}
-        return {name: control for name, control in found.items() if control is not None}
+    def _folder(self, trainer: Any) -> Path:
+        return Path(self.config["trainer"]["default_local_dir"]) / f"global_step_{trainer.global_steps}"
 
 
 def _control(config: Any) -> KLControl | None:
@@ -177,7 +150,7 @@ def _control(config: Any) -> KLControl | None:
         return None
     kl = loss_kl(actor["kl_loss_type"], float(actor["kl_loss_coef"]))
     _check_advantages(kl, algorithm)
-    return KLControl(kl) if needs_driver(kl) else None
+    return KLControl(kl) if is_driven(kl) else None
 
 
 def _check_advantages(kl: KLConfig, algorithm: Any) -> None:
@@ -195,27 +168,25 @@ def _check_advantages(kl: KLConfig, algorithm: Any) -> None:
 def _nested(added: Mapping[str, Tensor], mask: Any) -> dict[str, Tensor]:
     """Per-token columns without padding, as verl's queue has them."""
     lengths = mask.offsets().diff().tolist()
-    return {
-        name: column
-        if name in PER_ROW
-        else torch.nested.as_nested_tensor(
-            [row[:length] for row, length in zip(column, lengths, strict=True)], layout=torch.jagged
-        )
-        for name, column in added.items()
-    }
+
+    def ragged(column: Tensor) -> Tensor:
+        rows = [row[:length] for row, length in zip(column, lengths, strict=True)]
+        return torch.nested.as_nested_tensor(rows, layout=torch.jagged)
+
+    return {name: column if name in PER_ROW else ragged(column) for name, column in added.items()}
 
 
 def hook(trainer: Any) -> None:
     """Let verl's trainer class call the driver where it has formed advantages, and around checkpoints; once."""
     if hasattr(trainer._compute_advantage, "__wrapped__"):
         return
-    trainer._compute_advantage = _hooked(trainer._compute_advantage, _advantages)
-    trainer._save_checkpoint = _hooked(trainer._save_checkpoint, _saving)
-    trainer._load_checkpoint = _hooked(trainer._load_checkpoint, _loading)
+    trainer._compute_advantage = _hooked(trainer._compute_advantage, Driver.extend)
+    trainer._save_checkpoint = _hooked(trainer._save_checkpoint, Driver.save)
+    trainer._load_checkpoint = _hooked(trainer._load_checkpoint, Driver.load)
 
 
 def _hooked(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
-    """A method of verl's trainer; where a driver is there, `ours` calls it and the driver."""
+    """A method of verl's trainer; where a driver is there, its method calls the trainer's."""
 
     @functools.wraps(original)
     def method(self: Any, *args: Any, **named: Any) -> Any:
@@ -226,31 +197,15 @@ def _hooked(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
     return method
 
 
-def _advantages(driver: Driver, form: Callable[[], Any], trainer: Any, _batch: Any, metrics: dict[str, Any]) -> Any:
-    return driver.extend(trainer, form(), metrics)
-
-
-def _saving(driver: Driver, save: Callable[[], Any], trainer: Any) -> Any:
-    driver.save(trainer)
-    return save()
-
-
-def _loading(driver: Driver, load: Callable[[], Any], trainer: Any) -> Any:
-    found = load()
-    driver.load(trainer)
-    return found
-
-
 def columns(
     sampled: Mapping[str, Tensor], prompts: Sequence[str], control: KLControl, tokenizer: Any, settings: StepSettings
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """(columns, metrics): what is added to the batch in the order of its rows, and what was measured, klamp's names.
+    """What is added to the batch in the order of its rows, and what was measured, by klamp's names.
 
     The advantages are among the columns where the KL shifts them. The controller takes in the KL of the step.
 
     Args:
-        sampled: verl's columns of the whole batch by verl's names, tokens at the left, padded at the right, [B, T]; of
-            the rewards (`rm_scores`) one number for each completion [B], or for each token.
+        sampled: verl's columns of the whole batch, padded at the right, [B, T]; `rm_scores` [B] or [B, T].
         prompts: verl's uid of each row: which prompt a completion belongs to.
         control: of the run.
         tokenizer: finds the excluded tokens.
@@ -258,7 +213,7 @@ def columns(
 
     Raises:
         ConfigError: a prompt with more or fewer completions than the others; see `prepared`.
-        NonFiniteError: a KL that is NaN or infinite, see `klamp.hosts.common.control.check_kl`.
+        NonFiniteError: a KL that is NaN or infinite.
     """
     order = by_prompt(prompts, settings.group_size)
     generation = _generation(sampled, order, settings.group_size)
@@ -276,16 +231,14 @@ def columns(
     back = torch.argsort(order)
     added = {name: found[name][back] for name in (*PER_ROW, *PER_TOKEN) if name in found}
     if control.kl.kl_placement != "loss":
-        added["advantages"] = _per_token(found["advantages"], generation.inputs["completion_mask"])[back]
+        shifted = found["advantages"]
+        shifted = shifted if shifted.ndim == 2 else shifted.unsqueeze(-1)
+        added["advantages"] = (shifted * generation.inputs["completion_mask"])[back]
     return added | {BETA: torch.full((len(order),), settings.beta, dtype=torch.float64)}, metrics
 
 
 def by_prompt(prompts: Sequence[str], group_size: int) -> Tensor:
-    """The order of the rows in which the completions of a prompt stand next to each other. [B]
-
-    Raises:
-        ConfigError: some prompt has more or fewer completions than `group_size`.
-    """
+    """The order of the rows in which the completions of a prompt stand next to each other. [B]"""
     order = sorted(range(len(prompts)), key=lambda row: prompts[row])
     sizes = set(Counter(prompts).values())
     if sizes != {group_size}:
@@ -306,13 +259,7 @@ def _taken(control: KLControl, settings: StepSettings) -> float:
 
 
 def for_all_rows(added: Mapping[str, Tensor], real: Tensor, original: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The columns of a batch to which verl has added rows that only fill it up; those carry no KL.
-
-    Args:
-        added: columns of the rows that are real.
-        real: which rows they are, [B] bool.
-        original: columns of all rows that were there before.
-    """
+    """The columns of the `real` rows, [B] bool, in a batch that verl has filled up with rows; those carry no KL."""
     found = {}
     for name, column in added.items():
         everywhere = torch.zeros_like(column[:1]) if name in PER_TOKEN else column[:1]
@@ -344,12 +291,6 @@ def _generation(sampled: Mapping[str, Tensor], order: Tensor, group_size: int) -
 
 
 def _measured(generation: Generation, found: Mapping[str, Any], control: KLControl) -> dict[str, float]:
-    batch = replace(generation, inputs=found).batch()
-    term = control.kl.build_term()
-    window = Window()
+    batch, term, window = replace(generation, inputs=found).batch(), control.kl.build_term(), Window()
     window.add(batch, term, Gate.of(batch, term))
     return window.emit(Alone())
-
-
-def _per_token(advantages: Tensor, mask: Tensor) -> Tensor:
-    return (advantages if advantages.ndim == 2 else advantages.unsqueeze(-1)) * mask

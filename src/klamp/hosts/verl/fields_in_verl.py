@@ -17,19 +17,11 @@ from klamp.config.teacher import TeacherConfig
 from klamp.errors import ConfigError, unknown_name
 
 PREFIX = "klamp"
-TERM_FIELDS = ("kl_estimator", "kl_gradient", "kl_horizon", "kl_off_policy", "kl_max_weight", "kl_max_log_ratio")
-"""The fields that a name in the place of `kl_penalty` may set, and that verl's losses honour by themselves."""
 _ELSEWHERE = ("beta", "kl_normalizer", "kl_early_stop", "kl_monitor")
 LOSS_FIELDS = tuple(
     each.name for each in fields(KLConfig) if each.name not in _ELSEWHERE and not each.name.startswith("reference")
 )
 """What a name in the place of `kl_loss_type` may say: all but what is refused; beta is verl's `kl_loss_coef`."""
-CONTROLLER_FIELDS = tuple(name for name in LOSS_FIELDS if name.startswith(("kl_controller", "beta_")))
-"""What a name in the place of `kl_ctrl.type` may say; beta and the target are verl's `kl_coef` and `target_kl`."""
-IN_REWARD = {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}
-"""What a KL in the reward is, as in klamp everywhere."""
-
-_DEFAULTS = KLConfig()
 
 
 def is_ours(name: object) -> bool:
@@ -38,66 +30,35 @@ def is_ours(name: object) -> bool:
 
 
 def name_of(kl: KLConfig | TeacherConfig, places: Iterable[str]) -> str:
-    """The name for some fields of a KL; fields with their default are left out.
-
-    Args:
-        kl: the KL, to the reference or to a teacher.
-        places: the fields that the place can hold.
-    """
+    """The name for those fields of a KL that a place can hold; fields with their default are left out."""
     values, defaults = {field: getattr(kl, field) for field in places}, type(kl)
     changed = [f"{field}={value}" for field, value in values.items() if value != getattr(defaults, field)]
     return f"{PREFIX}:{','.join(changed)}" if changed else PREFIX
 
 
 @functools.cache
-def loss_kl(name: str, beta: float = _DEFAULTS.beta) -> KLConfig:
-    """The KL that a name in the place of `kl_loss_type` stands for.
-
-    Args:
-        name: of the KL.
-        beta: verl's `kl_loss_coef`.
+def loss_kl(name: str, beta: float = KLConfig.beta) -> KLConfig:
+    """The KL that a name in the place of `kl_loss_type` stands for; beta is verl's `kl_loss_coef`.
 
     Raises:
         ConfigError: the name cannot be read, or what it asks for is refused.
     """
-    return KLConfig(**_read(name, LOSS_FIELDS), beta=beta)
-
-
-@functools.cache
-def reward_kl(name: str) -> KLConfig:
-    """The KL in the reward that a name stands for: k1, summed over the completion.
-
-    Raises:
-        ConfigError: the name cannot be read, or what it asks for is refused.
-    """
-    return KLConfig(**{**IN_REWARD, **_read(name, TERM_FIELDS)})
+    return KLConfig(**_read(name), beta=beta)
 
 
 def needs_driver(kl: KLConfig) -> bool:
-    """Whether a KL needs what only verl's trainer has, where the whole batch is: groups, tokens, the step.
-
-    A plain KL in the reward has a hook of its own there.
-    """
+    """Whether a KL needs what only verl's trainer has, where the whole batch is: groups, tokens, the step."""
     moves = kl.kl_schedule != "constant" or kl.kl_warmup_steps > 0
     of_batch = kl.kl_clip_method != "none" or kl.excludes or kl.kl_placement == "advantage"
     return moves or of_batch or kl.controller_name != "fixed"
 
 
-def controlled(name: str, *, beta: float, target_kl: float) -> KLConfig:
-    """A KL with the controller that a name stands for.
-
-    Args:
-        name: of the controller.
-        beta: verl's `kl_coef`, where it starts.
-        target_kl: verl's `target_kl`, in nats per token.
-
-    Raises:
-        ConfigError: the name cannot be read, or what it asks for is refused.
-    """
-    return KLConfig(**IN_REWARD, **_read(name, CONTROLLER_FIELDS), beta=beta, target_kl=target_kl)
+def is_driven(kl: KLConfig) -> bool:
+    """Whether klamp's driver settles a KL that `kl_loss_type` names; into the reward it comes in no other way."""
+    return needs_driver(kl) or kl.kl_placement == "reward"
 
 
-def _read(name: str, known: tuple[str, ...]) -> dict[str, Any]:
+def _read(name: str) -> dict[str, Any]:
     """The fields behind the colon, which are written as the arguments of a call in Python; a bare word is a text."""
     call = _as_call(name.partition(":")[2])
     fields = [each.arg for each in call.keywords] if call else []
@@ -106,12 +67,12 @@ def _read(name: str, known: tuple[str, ...]) -> dict[str, Any]:
             f"{name!r} cannot be read as a KL of klamp",
             got=name.partition(":")[2],
             why="behind the colon it takes FIELD=VALUE, each field once, with commas between them",
-            fix=f"{PREFIX}:{known[1]}=..., or {PREFIX} alone for the defaults",
+            fix=f"{PREFIX}:{LOSS_FIELDS[1]}=..., or {PREFIX} alone for the defaults",
         )
     for field in fields:
-        if field not in known:
+        if field not in LOSS_FIELDS:
             why = "a name can hold what this place of verl's configuration has no field for"
-            raise unknown_name(f"field in {name!r}", str(field), known, why=why)
+            raise unknown_name(f"field in {name!r}", str(field), LOSS_FIELDS, why=why)
     return {str(each.arg): _value(each.value) for each in call.keywords}
 
 
@@ -130,23 +91,16 @@ def _value(node: ast.expr) -> Any:
         return ast.unparse(node)  # a word
 
 
-PLAIN = re.compile(r"[A-Za-z_/][A-Za-z0-9_/.\-]*")
-"""Texts that Hydra reads as they stand."""
-
-WORDS = ("true", "false", "null", "nan", "inf")
-"""Texts that Hydra takes for something else than a text."""
+PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z_/][a-z0-9_/.\-]*", re.IGNORECASE)
+"""Texts that Hydra reads as they stand, and as texts."""
 
 
 def written(value: object) -> str:
-    """A value as the right side of an override: KEY=VALUE.
-
-    Args:
-        value: None, a bool, a number, a text, or a sequence or mapping of such.
-    """
+    """A value (a text, number, bool, None, or sequences and mappings of such) as the right side of KEY=VALUE."""
     if value is None:
         return "null"
     if isinstance(value, str):
-        return value if PLAIN.fullmatch(value) and value.lower() not in WORDS else _quoted(value)
+        return value if PLAIN.fullmatch(value) else _quoted(value)
     if isinstance(value, tuple | list):
         return f"[{','.join(map(written, value))}]"
     if isinstance(value, Mapping):

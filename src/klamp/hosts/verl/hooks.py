@@ -17,39 +17,33 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from klamp.core.gradients import masked_log_ratio
 from klamp.core.types import Batch
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, gated_penalty
-from klamp.hosts.common.control import KLControl, check_kl
 from klamp.hosts.common.versions import check_version, out_of_range
 from klamp.hosts.verl.checking import checked
 from klamp.hosts.verl.driver import BETA, PER_ROW, PER_TOKEN
-from klamp.hosts.verl.fields_in_verl import controlled, is_ours, loss_kl, needs_driver, reward_kl
+from klamp.hosts.verl.fields_in_verl import is_ours, loss_kl, needs_driver
 from klamp.hosts.verl.teacher import LOSSES as DISTILLATION
 from klamp.hosts.verl.teacher import register_losses
 
 LOSSES, ALGORITHMS = "verl.workers.utils.losses", "verl.trainer.ppo.core_algos"
 ARGUMENTS = ("logprob", "ref_logprob", "kl_penalty")
-"""The arguments of verl's `kl_penalty`."""
 MASK, OLD = "response_mask", "old_log_probs"
 IN_LOSS = (MASK, OLD, *PER_ROW, *PER_TOKEN)
 """What the KL in the loss may need of the actor's batch."""
 Penalty: TypeAlias = Callable[[Tensor, Tensor, str], Tensor]
-
 
 _batch: dict[str, Tensor] = {}
 """The batch of the actor's loss that is being computed, padded."""
 
 
 def register(*, check: bool = False) -> None:
-    """Make klamp's KL known to verl in this process: in its losses, its reward, its controllers.
+    """Make klamp's KL known to verl's losses in this process.
 
     From then on verl's configuration takes `klamp` or `klamp:FIELD=VALUE,...` as
 
     - `actor.kl_loss_type`: the KL in the loss, per token in nats, value and gradient as `kl_penalty`'s of klamp;
-    - `algorithm.kl_penalty`: k1, for a KL in the reward;
-    - `algorithm.kl_ctrl.type`: a controller of the KL in the reward, from `kl_coef` towards `target_kl`;
     - `distillation.distillation_loss.loss_mode`: the KL to a teacher, with names of `TeacherConfig`'s fields.
 
     Every other name means what it meant. To be called in every process, before verl's workers are imported:
@@ -73,9 +67,7 @@ def register(*, check: bool = False) -> None:
     if found != ARGUMENTS or losses.kl_penalty is not algorithms.kl_penalty:
         got = f"verl {installed}, whose kl_penalty takes {', '.join(found)}"
         raise out_of_range("verl", got=got)
-    losses.kl_penalty = _by_name(losses.kl_penalty, penalty_in_loss)
-    algorithms.kl_penalty = _by_name(algorithms.kl_penalty, penalty_in_reward)
-    algorithms.get_kl_controller = _controller_by_name(algorithms.get_kl_controller)
+    losses.kl_penalty = _by_name(losses.kl_penalty)
     distillation: Any = importlib.import_module(DISTILLATION)
     loss = _with_batch(losses.ppo_loss)
     distillation.ppo_loss = losses.ppo_loss = checked(loss) if check else loss
@@ -122,70 +114,12 @@ def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
     return gated_penalty(batch, term, known.get(KL_SCALE))
 
 
-def penalty_in_reward(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
-    """k1 of each token in nats; verl masks it, weighs it and takes it from the reward. [B, T]
-
-    Raises:
-        ConfigError: a name that cannot be read, or that asks for anything but k1; log-probabilities with a gradient.
-    """
-    bound = reward_kl(name).kl_max_log_ratio
-    if logprob.requires_grad:
-        raise ConfigError(
-            "klamp's KL in the reward was asked for a gradient",
-            got=f"the name {name!r}",
-            why="a part of verl that klamp does not know uses it in a loss, where it would do nothing",
-            fix="use klamp's names in actor.kl_loss_type and algorithm only",
-        )
-    everywhere = torch.ones_like(logprob, dtype=torch.bool)
-    return masked_log_ratio(logprob, ref_logprob, everywhere, max_log_ratio=bound)
-
-
-class RewardController:
-    """A controller of klamp's for a KL in the reward, as verl's `apply_kl_penalty` calls it.
-
-    verl measures k1, a mean over tokens, then over completions. Where noise makes it negative, it counts as 0.
-
-    Args:
-        name: of the controller.
-        kl_ctrl: verl's `algorithm.kl_ctrl`, for `kl_coef` and `target_kl`.
-
-    Raises:
-        ConfigError: a name that cannot be read, or numbers that the controller refuses.
-    """
-
-    def __init__(self, name: str, kl_ctrl: Any) -> None:
-        kl = controlled(name, beta=kl_ctrl.kl_coef, target_kl=kl_ctrl.target_kl)
-        self.control = KLControl(kl)
-
-    @property
-    def value(self) -> float:
-        """The beta in force."""
-        return self.control.controller.value
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Adjust beta to the KL of a step; verl's `n_steps` (a number of completions) is not used.
-
-        Raises:
-            NonFiniteError: a KL that is NaN or infinite, as in every host: see `klamp.hosts.common.control.check_kl`.
-        """
-        check_kl(current_kl)
-        self.control.update(max(current_kl, 0.0))
-
-
-def _by_name(original: Penalty, ours: Penalty) -> Penalty:
+def _by_name(original: Penalty) -> Penalty:
     def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
-        chosen = ours if is_ours(kl_penalty) else original
+        chosen = penalty_in_loss if is_ours(kl_penalty) else original
         return chosen(logprob, ref_logprob, kl_penalty)
 
     return kl_penalty
-
-
-def _controller_by_name(original: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    def get_kl_controller(kl_ctrl: Any) -> Any:
-        ours = is_ours(kl_ctrl.type)
-        return RewardController(kl_ctrl.type, kl_ctrl) if ours else original(kl_ctrl)
-
-    return get_kl_controller
 
 
 def _with_batch(original: Callable[..., Any]) -> Callable[..., Any]:

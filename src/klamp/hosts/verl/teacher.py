@@ -42,7 +42,6 @@ CHOICES: Mapping[str, tuple[object, ...]] = {
 OF_A_TOKEN = ("teacher_estimator", "teacher_horizon", "teacher_off_policy")
 """Those of them that k1 and k3 have."""
 DISTILLATION = "distillation"
-"""The section of verl's configuration."""
 ONE = f"{DISTILLATION}.teacher_models.teacher_model"
 """The teacher that every configuration has; the settings of its engine are those of others too."""
 
@@ -76,11 +75,7 @@ def named() -> dict[str, TeacherConfig]:
 
 
 def teacher_of(name: str) -> TeacherConfig:
-    """The KL to a teacher that a name stands for; of a head verl's `topk` says how large.
-
-    Raises:
-        UnknownNameError: no such name is registered.
-    """
+    """The KL to a teacher that a registered name stands for; of a head verl's `topk` says how large."""
     if name not in named():
         raise unknown_name("KL to a teacher", name, tuple(named()), why="verl knows registered names only")
     return named()[name]
@@ -102,9 +97,6 @@ def kl_to_teacher(
 
     verl weighs it by `distillation_loss_coef` beside its policy loss. Where it trains on the teacher alone its weight
     is 1 whatever was asked for, so that the coefficient is put in here.
-
-    Raises:
-        ConfigError: verl was told to make an advantage of it.
     """
     options = distillation_config.distillation_loss
     if options.use_policy_gradient:
@@ -137,7 +129,8 @@ def _measured(batch: Batch, data: Any) -> dict[str, Any]:
 def _batch(teacher: TeacherConfig, model_output: Mapping[str, Any], data: Any) -> Batch:
     """What verl hands to a loss of distillation, in klamp's words."""
     responses = functools.partial(importlib.import_module(PADDING).no_padding_2_padding, data=data)
-    mask, old = (_padded(data[name]) for name in ("response_mask", "old_log_probs"))
+    columns = (data[name] for name in ("response_mask", "old_log_probs"))
+    mask, old = (each.to_padded_tensor(0) if each.is_nested else each for each in columns)
     kl: Tensor | None = None
     if has_head(teacher):
         plain, policy_mass, teacher_mass = (
@@ -160,22 +153,12 @@ def _batch(teacher: TeacherConfig, model_output: Mapping[str, Any], data: Any) -
     )
 
 
-def _padded(column: Tensor) -> Tensor:
-    return column.to_padded_tensor(0) if column.is_nested else column
-
-
 def _of_a_token(teacher: TeacherConfig, policy: Tensor, scored: Tensor, mask: Tensor, old: Tensor) -> Tensor:
     """The KL of a head of no tokens, from the sampled one alone. [B, T]"""
-    weighed = teacher.teacher_off_policy != "none"
-    return topk_kl(
-        policy.unsqueeze(-1)[..., :0],
-        scored.to(policy).unsqueeze(-1)[..., :0],
-        policy,
-        scored.to(policy),
-        mask,
-        direction=teacher.teacher_direction,
-        log_weight=policy.detach() - old if weighed else None,
-    )
+    scored, no_head = scored.to(policy), policy.unsqueeze(-1)[..., :0]
+    weight = None if teacher.teacher_off_policy == "none" else policy.detach() - old
+    direction = teacher.teacher_direction
+    return topk_kl(no_head, no_head, policy, scored, mask, direction=direction, log_weight=weight)
 
 
 def _with_tail(tail: Tail, plain: Tensor, policy_mass: Tensor, teacher_mass: Tensor) -> Tensor:
@@ -271,21 +254,16 @@ def teacher_refusals(teacher: TeacherConfig) -> list[Refusal]:
 
 def _of_heads(c: TeacherConfig) -> list[Refusal]:
     head = has_head(c)
-    way_out = "set teacher_direction='forward', teacher_head='teacher' and another teacher_tail, or teacher_top_k=0"
+    as_verl_has_it = (c.teacher_direction, c.teacher_head) == ("forward", "teacher") and c.teacher_tail != "sampled"
     return [
         Refusal(
-            head and (c.teacher_direction != "forward" or c.teacher_head != "teacher"),
+            head and not as_verl_has_it,
             f"a head of teacher_top_k={c.teacher_top_k} tokens cannot be honoured by verl",
-            got=f"teacher_direction={c.teacher_direction!r}, teacher_head={c.teacher_head!r}",
-            why="where it has logits it computes the forward KL over the teacher's likeliest tokens, whichever loss is "
-            "asked for",
-            fix=way_out,
-        ),
-        Refusal(
-            head and c.teacher_tail == "sampled",
-            "teacher_tail='sampled' of a head cannot be honoured by verl",
-            why="of what the teacher's engine says it drops the sampled token where that is not among the likeliest",
-            fix=way_out,
+            got=f"teacher_direction={c.teacher_direction!r}, teacher_head={c.teacher_head!r}, "
+            f"teacher_tail={c.teacher_tail!r}",
+            why="where it has logits it computes the forward KL over the teacher's likeliest tokens, and drops the "
+            "sampled token where that is none of them",
+            fix="set teacher_direction='forward', teacher_head='teacher' and another teacher_tail, or teacher_top_k=0",
         ),
         Refusal(
             head and c.teacher_off_policy != "none",
