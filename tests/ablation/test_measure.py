@@ -18,12 +18,12 @@ from klamp.scoring.scorer import Scorer
 from klamp.tasks import arithmetic_tokenizer
 from klamp.tasks.base import Example, Task
 from klamp.training import checkpoint
+from klamp.training.anchors import FrozenReference
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
-from klamp.training.context import Context
 from klamp.training.folders import scores_of
-from klamp.training.models import end_tokens, load_model
-from klamp.training.references import FrozenReference
+from klamp.training.models import load_model
+from klamp.training.setup import Context
 
 pytestmark = pytest.mark.slow
 
@@ -45,13 +45,10 @@ def pair_of(policy, start, *, length: int, prompts: dict[str, list[str]], rows: 
     return Context(
         config=TrainConfig.from_flat({**rollout, "prompts_per_step": rows // 2, "cpu": True}),
         output_dir=Path(),
-        policy=policy,
         scorer=Scorer(policy, probe(policy)),
         reference=FrozenReference(start),
         tokenizer=tokenizer,
         task=task,
-        stop=end_tokens(start, tokenizer),
-        vocabulary=len(tokenizer),
     )
 
 

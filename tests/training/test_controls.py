@@ -10,8 +10,8 @@ from safetensors.torch import save_model
 from tests.training.conftest import IN_REWARD, disturb, steps_of, tiny_llama
 
 from klamp.training import checkpoint
+from klamp.training.anchors import MovingReference
 from klamp.training.backends import train_run
-from klamp.training.references import MovingReference
 
 pytestmark = pytest.mark.slow
 

@@ -33,10 +33,9 @@ from klamp.scoring.completions import select
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.config import RolloutConfig
 from klamp.training.loop import compute_kl_divergence, compute_loss, grpo_microbatch_step, log_train, train
-from klamp.training.optimizer import adamw
 from klamp.training.rollouts import collect
 from klamp.training.trainer import Trainer
-from klamp.training.updates import update
+from klamp.training.updates import adamw, update
 
 V = 6
 """Tokens of the enumerated vocabulary."""

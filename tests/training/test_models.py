@@ -20,6 +20,7 @@ from klamp.errors import KlampError, KLWarning, ModelError
 from klamp.scoring.model_parts import output_size, takes
 from klamp.tasks import BaseModelConfig
 from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.training.anchors import check_tokens_of
 from klamp.training.config import ModelConfig
 from klamp.training.models import (
     BUILTIN,
@@ -34,7 +35,6 @@ from klamp.training.models import (
     weights_folder,
     with_adapter,
 )
-from klamp.training.teachers import check_tokens_of
 
 
 def says_all(error: KlampError) -> bool:

@@ -14,7 +14,7 @@ from klamp.errors import ConfigError, KLWarning, TrainingStopped
 from klamp.training import checkpoint
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
-from klamp.training.optimizer import MASTERS, MasterAdamW, adamw, schedule_of
+from klamp.training.updates import MASTERS, MasterAdamW, adamw, schedule_of
 
 FULL = {"dtype": "bfloat16", "lr_scheduler_type": "constant", "warmup_steps": 0}
 

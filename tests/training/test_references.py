@@ -12,9 +12,9 @@ from torch.optim import SGD
 from transformers import LlamaForCausalLM
 
 from klamp.scoring.scorer import score
+from klamp.training.anchors import AdapterOffReference, FrozenReference
 from klamp.training.backends import train_run
 from klamp.training.observers import Observer
-from klamp.training.references import AdapterOffReference, FrozenReference
 from klamp.training.rollouts import collect
 from klamp.training.updates import update
 

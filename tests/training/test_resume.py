@@ -19,8 +19,7 @@ from tests.training.conftest import IN_REWARD, StopAfter, full_disk, rows_of, st
 from klamp.errors import NonFiniteError, RewardError, RunFolderError, TrainingStopped
 from klamp.training import checkpoint, trainer, updates
 from klamp.training.backends import train_run
-from klamp.training.observers import Observer
-from klamp.training.runlog import TRACKERS, tensorboard
+from klamp.training.observers import TRACKERS, Observer, tensorboard
 
 pytestmark = pytest.mark.slow
 

@@ -179,7 +179,7 @@ def test_an_edited_config_yaml_is_refused_and_nothing_is_written(begun, tmp_path
 
 
 def test_another_task_under_the_same_name_is_refused(begun, tmp_path, monkeypatch):
-    monkeypatch.setattr("klamp.training.fingerprints._task", lambda task: "other")
+    monkeypatch.setattr("klamp.training.evaluation._task", lambda task: "other")
     with pytest.raises(ConfigError, match="the task is another one than it was") as caught:
         go_on(begun(), tmp_path / "run")
     assert "klamp train --model" in caught.value.fix

@@ -22,8 +22,7 @@ from klamp.diagnostics.metrics import METRICS
 from klamp.errors import RunFolderError
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
-from klamp.training.observers import Observer, RunSummary
-from klamp.training.runlog import RunLog, versions
+from klamp.training.observers import Observer, RunLog, RunSummary, versions
 
 SKILLS = ("addition", "subtraction", "reversal")
 
@@ -235,7 +234,7 @@ def test_cautions_are_written_with_the_steps_done_and_go_with_what_a_resumed_run
 def test_a_disk_that_is_full_at_the_beginning_or_the_end_is_said(tmp_path, monkeypatch):
     log = RunLog()
     log.on_start(info_of(tmp_path, 0))
-    monkeypatch.setattr("klamp.training.runlog.write_whole", full_disk)
+    monkeypatch.setattr("klamp.training.observers.write_whole", full_disk)
     for done, words in ((0, "cannot be written\n"), (2, "cannot be written any more")):
         with pytest.raises(RunFolderError, match=f"(?s){words}.*No space left") as caught:
             RunLog().on_start(info_of(tmp_path, done))

@@ -114,7 +114,7 @@ def test_a_second_update_scores_the_skipped_rows_anew(context_of):
     _, second, counted = updated(context, rollout, BETA)
     assert counted.scoring + counted.learning == 24 and counted.scoring > 0
     kept = rollout.mask & (rollout.advantages == 0)[:, None]
-    assert (second.policy_logprobs - first.policy_logprobs)[kept].abs().mean() > 1e-3
+    assert (second.scores.logprobs - first.scores.logprobs)[kept].abs().mean() > 1e-3
 
 
 @pytest.mark.parametrize(

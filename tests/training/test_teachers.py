@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import re
 from dataclasses import replace
 
@@ -13,6 +12,7 @@ from tests.hosts.teachers import KINDS, at_prefixes
 from tests.training.answering import VLLMServer, answering
 from tests.training.conftest import disturb, rows_of, steps_of, stored, tiny_llama
 from tests.training.test_resume import StopAfter, assert_same_run
+from torch.optim import SGD
 from transformers import GenerationConfig
 
 from klamp.core.estimators import exact_kl
@@ -26,13 +26,12 @@ from klamp.scoring.model_parts import HEAD
 from klamp.scoring.scorer import Ask, score
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.backends import train_run
-from klamp.training.fingerprints import check_same
+from klamp.training.evaluation import check_same
 from klamp.training.folders import lines_of
 from klamp.training.models import load_model
-from klamp.training.observers import completion_of
 from klamp.training.resumed import check_resume
 from klamp.training.rollouts import collect
-from klamp.training.updates import UpdateOutput, batch_of, completion_row, reward_correlation, taught_of
+from klamp.training.updates import completion_row, measured, scored_batch, taught_of, update
 
 ALONE = {"reward": "none", "beta": 0.0}
 
@@ -44,7 +43,7 @@ def scored(context, **changes):
     whole = slice(0, len(rollout.texts))
     ask = Ask(temperature=context.config.rollout.temperature, taught=taught_of(context, rollout, whole))
     scores = context.scorer(rollout.completions, ask)
-    return rollout, scores, batch_of(context, rollout, whole, scores, objective)
+    return rollout, scores, scored_batch(context, rollout, whole, scores, objective)
 
 
 def logits_of(model, completions, temperature):
@@ -188,7 +187,7 @@ def test_a_micro_batch_has_the_teacher_s_numbers_of_its_own_rows(context_of, tea
     for row in range(len(rollout.texts)):
         part = slice(row, row + 1)
         scores = context.scorer(select(rollout.completions, part), Ask(temperature=1.0))
-        batch, length = batch_of(context, rollout, part, scores, context.objective), int(rollout.mask[row].sum())
+        batch, length = scored_batch(context, rollout, part, scores, context.objective), int(rollout.mask[row].sum())
         widths.add(batch.mask.shape[1])
         assert torch.equal(batch.teacher_logprobs[0, :length], rollout.taught.logprobs[row, :length])
         assert batch.mask[0].sum() == length and batch.teacher_logprobs[batch.mask].all()
@@ -259,7 +258,7 @@ def test_each_of_several_teachers_has_its_kl(config_of, teacher, llama, tmp_path
     train_run(config_of(**given, **ALONE))
     (row,) = steps_of(tmp_path / "run")
     assert abs(row["teacher/kl.b"]) < 1e-5 < 0.01 < row["teacher/kl"] < row["teacher/kl.a"]
-    assert row["teacher/unscored.a"] == row["teacher/unscored.b"] == row["teacher/unscored"] == 0
+    assert row["teacher/unscored"] == 0
 
 
 def test_what_is_seen_of_each_of_several_teachers(config_of, teacher, llama, tmp_path):
@@ -302,22 +301,15 @@ def test_a_coefficient_that_is_0_in_a_step_still_has_its_kl(config_of, teacher, 
 
 def test_a_completion_that_is_written_has_the_teacher_s_numbers(context_of, teacher):
     context = context_of(teacher_model=teacher, **ALONE)
-    rollout, scores, _ = scored(context)
-    scored_by = rollout.mask.clone()
-    scored_by[:, 0] = False
-    rollout = replace(rollout, taught=replace(rollout.taught, scored=scored_by))
-    unmeasured = {"entropy": None, "exact": None, "exact_forward": None, "losses": {}, "grad_norm": 0.0, "kl_old": 0.0}
-    output = UpdateOutput(policy_logprobs=scores.logprobs.detach(), **unmeasured)
-    row = completion_row(context, rollout, output, 0)
-    length = int(rollout.mask[0].sum())
-    assert row["teacher_logprobs"] == [None, *rollout.taught.logprobs[0, 1:length].tolist()]
-    assert math.isnan(completion_of(1, row).teacher[0])
-    likelier = (rollout.taught.logprobs - scores.logprobs.detach()) * scored_by
-    rewards = likelier.sum(-1) / scored_by.sum(-1).clamp(min=1)
+    rollout, _, _ = scored(context)
+    likelier = rollout.taught.logprobs - rollout.completions.sampler_logprobs
+    likelier = torch.where(rollout.mask, likelier, 0.0).sum(-1) / rollout.mask.sum(-1).clamp(min=1)
     for sign in (1, -1):
-        given = replace(rollout, rewards=sign * rewards)
-        found = reward_correlation(context, given, rollout.taught, scores.logprobs.detach())
-        assert found["teacher/reward_correlation"] == pytest.approx(sign)
+        given = replace(rollout, rewards=sign * likelier)
+        output = update(context, SGD(context.policy.parameters(), lr=0.0), given, context.objective)
+        assert measured(context, given, [output])["teacher/reward_correlation"] == pytest.approx(sign, abs=1e-4)
+    row = completion_row(context, rollout, output, 0)
+    assert row["teacher_logprobs"] == rollout.taught.logprobs[0, : int(rollout.mask[0].sum())].tolist()
 
 
 def test_a_reward_that_holds_the_kl_to_the_teacher_is_another_reward(context_of, teacher):

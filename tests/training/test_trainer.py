@@ -228,7 +228,7 @@ def test_a_record_holds_the_step_as_it_was_before_the_update(context_of):
     record = step_record(context, rollout, output)
     length = context.config.rollout.max_completion_length
     assert record.mask.shape == record.policy.shape == record.exact.shape == (12, length)
-    assert torch.equal(record.policy[record.mask], output.policy_logprobs[rollout.mask])
+    assert torch.equal(record.policy[record.mask], output.scores.logprobs[rollout.mask])
     assert torch.equal(record.ref[record.mask], rollout.ref_logprobs[rollout.mask])
     assert torch.equal(record.lengths, rollout.completions.mask.sum(-1))
     assert record.original is None

@@ -184,10 +184,10 @@ def test_an_update_reports_what_the_policy_was_before_it(context_of):
     context.policy.load_state_dict(start)
     for i, row in enumerate(plain.rows_of(context, rollout)):
         kept = slice(0, len(row.tokens))
-        torch.testing.assert_close(output.policy_logprobs[i, kept], row.policy.detach(), rtol=0, atol=1e-5)
-        torch.testing.assert_close(output.exact[i, kept], row.exact.detach(), rtol=0, atol=1e-5)
-        torch.testing.assert_close(output.exact_forward[i, kept], row.exact_forward.detach(), rtol=0, atol=1e-5)
-    assert not output.policy_logprobs.requires_grad and not output.entropy.requires_grad
+        torch.testing.assert_close(output.scores.logprobs[i, kept], row.policy.detach(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(output.scores.exact[i, kept], row.exact.detach(), rtol=0, atol=1e-5)
+        torch.testing.assert_close(output.scores.exact_forward[i, kept], row.exact_forward.detach(), rtol=0, atol=1e-5)
+    assert not output.scores.logprobs.requires_grad and not output.scores.entropy.requires_grad
 
 
 def test_gradient_clipping_shortens_the_step_and_keeps_its_direction(context_of):

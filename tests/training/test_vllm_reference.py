@@ -24,9 +24,9 @@ from klamp.scoring import vllm_reference
 from klamp.scoring.scorer import score
 from klamp.scoring.vllm_reference import ABOVE_ZERO, KEY, VLLMReference, ask
 from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.training.anchors import connect
 from klamp.training.backends import train_run
 from klamp.training.models import load_model
-from klamp.training.references import connect
 from klamp.training.rollouts import collect, measure_reference_length
 
 NAMES = st.sampled_from(["", "4", "id", "index", "data"])

@@ -41,10 +41,12 @@ from klamp.training.folders import (
     SEAL,
     SUMMARY,
     checkpoint_folders,
+    checkpoints,
     lost,
     number_of,
     part_of,
     sync,
+    tidy,
     write_whole,
 )
 
@@ -111,19 +113,6 @@ def save(
     sync(folder.parent)
     tidy(output_dir, keep=keep)
     return folder
-
-
-def tidy(output_dir: Path, *, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and what a killed run left half written."""
-    for part in (output_dir / CHECKPOINTS).glob(f".{OWN}*"):
-        shutil.rmtree(part, ignore_errors=True)
-    for old in checkpoints(output_dir)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def checkpoints(output_dir: Path) -> list[Path]:
-    """The checkpoints of a run of klamp's own loop, oldest first."""
-    return [folder for folder in checkpoint_folders(output_dir) if folder.name.startswith(OWN)]
 
 
 def newest(output_dir: Path) -> Path | None:

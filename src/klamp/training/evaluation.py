@@ -1,12 +1,18 @@
-"""What is asked of a run's weights: every skill on held-out prompts, whose answers are decoded greedily or read; and
-whether the completions that the run kept are those of the weights that wrote them.
+"""What is asked of a run's weights.
+
+`evaluate` asks for every skill on held-out prompts, whose answers are decoded greedily or read. `check_completions`
+asks whether the completions that a run kept are those of the weights that wrote them. `fingerprints` are of what a run
+learns from: its task, its chat template, and the models that score its completions. A text has its SHA-256. A model has
+the log-probabilities of a few fixed tokens, so that one behind a server has a fingerprint too.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +20,20 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from klamp.errors import DataError
+from klamp.errors import ConfigError, DataError
 from klamp.hosts.common.sampler_weights import check_sync
 from klamp.hosts.common.sync import SyncReport
 from klamp.scoring.completions import Completions
 from klamp.scoring.scorer import score
-from klamp.tasks.base import Example
+from klamp.tasks.base import Example, Task
+from klamp.training.anchors import LocalReference, MovingReference, Reference
 from klamp.training.config import TrainConfig
-from klamp.training.context import Context
 from klamp.training.folders import COMPLETIONS, checkpoint_folders, lines_of, number_of, policy_in
 from klamp.training.models import load_model, load_tokenizer, with_adapter
-from klamp.training.references import LocalReference
+from klamp.training.resumed import new_run
 from klamp.training.rollouts import completed
 from klamp.training.sampling import encode_prompts
+from klamp.training.setup import Context
 
 BATCH = 256
 """Prompts that are answered at a time."""
@@ -130,14 +137,15 @@ def probabilities(
 
 
 def answers_as_completions(
-    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, device: torch.device
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, device: torch.device, longest: int | None = None
 ) -> Completions:
-    """The answers as if they had been sampled; no end token is added, for an answer may go on after its sentence."""
+    """The answers (their first tokens) as if they had been sampled; no end token is added: an answer may go on."""
     prompt_ids, prompt_mask = encode_prompts([e.prompt for e in examples], tokenizer, device)
     given: Any = tokenizer(
         [e.answer for e in examples], return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
     )
-    ids, mask = given["input_ids"].to(device), given["attention_mask"].bool().to(device)
+    ids = given["input_ids"][:, :longest].to(device)
+    mask = given["attention_mask"][:, :longest].bool().to(device)
     return Completions(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
@@ -211,3 +219,75 @@ def _by_step(file: Path) -> dict[int, list[dict[str, Any]]]:
         if len(rows) < ROWS:
             rows.append(row)
     return kept
+
+
+# fingerprints ---------------------------------------------------------------------------------------------------------
+
+PROBES, PROBE_TOKENS = 4, 8
+"""Prompts whose first tokens are scored, and how many."""
+SAME = 0.05
+"""Nats by which the log-probabilities of one model may differ: other kernels, other batches."""
+THAT_STAY = ("frozen", "remote", "adapter_off")
+"""Kinds of a teacher whose weights never change; those of the others are in the checkpoint."""
+
+
+def fingerprints(context: Context) -> dict[str, Any]:
+    """Name -> SHA-256, or log-probabilities in nats, of a run that is loaded."""
+    template = getattr(context.tokenizer, "chat_template", None)
+    found: dict[str, Any] = {"chat template": _sha256(template), "task": _task(context.task)}
+    start = context.original or context.reference  # a moving reference has moved
+    if start is not None and not isinstance(start, MovingReference):
+        found["reference"] = _scores(context, start)
+    teachers = context.teachers
+    if teachers is not None and context.config.teacher.kind in THAT_STAY:
+        found |= {f"teacher {key}".strip(): _scores(context, model) for key, model in teachers.models.items()}
+    return found
+
+
+def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], *, checkpoint: Path) -> None:
+    """Refuse to go on with another task, template, reference or teacher than a run was started with.
+
+    Args:
+        saved: the fingerprints in the checkpoint.
+        now: those of what is loaded; what only one of the two has is not compared.
+        checkpoint: its folder.
+
+    Raises:
+        ConfigError: names the first that differs.
+    """
+    for name in saved.keys() & now.keys():
+        if difference := _difference(saved[name], now[name]):
+            raise ConfigError(
+                f"the {name} is another one than it was",
+                got=difference,
+                why="the run would go on towards another policy, and its curve would not show it",
+                fix=f"use the {name} that the run was started with, or {new_run(checkpoint)}",
+            )
+
+
+def _difference(saved: Any, now: Any) -> str:
+    """How two fingerprints differ; empty: they do not."""
+    if isinstance(saved, str) or isinstance(now, str):
+        return "" if saved == now else f"SHA-256 {saved}, now {now}"
+    far = max((abs(x - y) for x, y in zip(saved, now, strict=False)), default=0.0)
+    if len(saved) == len(now) and far <= SAME:
+        return ""
+    return f"log-probabilities of the same tokens differ by up to {far:.3g} nats"
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
+
+
+def _task(task: Task) -> str:
+    """The prompts as the policy sees them and their answers, of training and evaluation."""
+    rows = {"": task.train, **task.evaluation}
+    return _sha256({skill: [(each.prompt, each.answer) for each in examples] for skill, examples in rows.items()})
+
+
+def _scores(context: Context, model: Reference) -> list[float]:
+    """The log-probabilities of the first tokens of a few prompts, each behind its own prompt."""
+    examples = [replace(each, answer=each.prompt) for each in context.task.train[:PROBES]]
+    given = answers_as_completions(examples, context.tokenizer, context.device, longest=PROBE_TOKENS)
+    logprobs = model.score(given, temperature=context.config.rollout.temperature).logprobs
+    return [round(x, 4) for x in logprobs[given.mask].tolist()]

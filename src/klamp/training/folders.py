@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -98,6 +99,19 @@ def checkpoint_folders(folder: Path) -> list[Path]:
     """
     inside = [*(folder / CHECKPOINTS).glob("*"), *folder.glob("checkpoint-*")]
     return sorted((each for each in inside if NAMED.fullmatch(each.name) and each.is_dir()), key=number_of)
+
+
+def tidy(output_dir: Path, *, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints, and what a killed run left half written."""
+    for part in (output_dir / CHECKPOINTS).glob(f".{OWN}*"):
+        shutil.rmtree(part, ignore_errors=True)
+    for old in checkpoints(output_dir)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """The checkpoints of a run of klamp's own loop, oldest first."""
+    return [folder for folder in checkpoint_folders(output_dir) if folder.name.startswith(OWN)]
 
 
 def newest_policy(folder: Path) -> Path | None:

@@ -21,8 +21,8 @@ from klamp.training.config import TrainConfig
 from klamp.training.folders import CONFIG, VERSIONS, check_folder, make_folder, run_folder, write_whole
 from klamp.training.in_trl.arguments import trl_arguments
 from klamp.training.in_verl.overrides import Layout, command
+from klamp.training.observers import versions
 from klamp.training.resumed import IDENTITY, check_resume, continued, identity, newest_complete, plain
-from klamp.training.runlog import versions
 
 LAUNCHED = ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
 """What torchrun and `accelerate launch` tell their processes."""

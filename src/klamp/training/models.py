@@ -28,7 +28,7 @@ from klamp.scoring.whole import check_whole
 from klamp.tasks.base_model import BaseModelConfig, base_model_folder, cached_base_model, load_base_model
 from klamp.tasks.cache import Progress
 from klamp.training.checkpoint import check_policy
-from klamp.training.config import ModelConfig
+from klamp.training.config import ModelConfig, TrainConfig
 from klamp.training.folders import checkpoint_folders, policy_folder
 from klamp.training.sizing import Shape
 
@@ -315,6 +315,12 @@ def former_names() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", r".*gradient_checkpointing.*deprecated", FutureWarning)
         yield
+
+
+def device_of(config: TrainConfig) -> torch.device:
+    """The device of a run: the accelerator if there is one, unless the run stays on the CPU."""
+    on_cpu = config.run.cpu or not torch.accelerator.is_available()
+    return (None if on_cpu else torch.accelerator.current_accelerator()) or torch.device("cpu")
 
 
 def max_length(model: nn.Module) -> int | None:

@@ -29,7 +29,7 @@ PLACE = ("output_dir", "resume")
 IDENTIFIED = ("model", "ref_model", "teacher_model", "tokenizer", "task", "eval_split")
 """Fields that name a model or data: another name of the same contents is the same run."""
 ADDRESSES = ("reference_url", "teacher_url")
-"""Fields that say where a server is: its answers are compared, see `klamp.training.fingerprints`."""
+"""Fields that say where a server is: its answers are compared, see `klamp.training.evaluation`."""
 MAY_CHANGE = (
     *("max_steps", "learning_rate", "max_grad_norm", "beta", "target_kl", "kl_controller", "stop_on"),
     *("save_every", "keep_checkpoints", "eval_every"),

@@ -22,10 +22,9 @@ from klamp.scoring.completions import Completions, select
 from klamp.scoring.model_parts import Predictions
 from klamp.scoring.scorer import Ask, ExactKL, Scores, joined
 from klamp.tasks.base import NO_REWARD, Example
-from klamp.training.context import Context
-from klamp.training.references import LocalReference, score_rows
+from klamp.training.anchors import LocalReference, Taught, score_rows
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
-from klamp.training.teachers import Taught
+from klamp.training.setup import Context
 
 LENGTH_PROMPTS = 64
 """Prompts by whose completions the reference's length is measured."""
@@ -133,48 +132,31 @@ def rate(
         beta: coefficient in force, for a KL in the reward.
         others: further KL terms in force.
     """
-    texts = completions.texts(context.tokenizer)
-    rewards = rewards_of(context, chosen, texts)
-    mask = completions.mask
+    texts, mask = completions.texts(context.tokenizer), completions.mask
+    rewards = [context.task.score(example, text) for example, text in zip(chosen, texts, strict=True)]
     if context.config.rollout.mask_truncated_completions:
         mask = mask & completions.ended[:, None]
     kl_mask = kl_tokens(completions.ids, mask, context.excluded)
+    lengths = context.control.reference_lengths([e.reference_length for e in chosen])
     rollout = Rollout(
         examples=chosen,
         texts=texts,
         completions=completions,
         mask=mask,
         kl_mask=kl_mask,
-        rewards=rewards,
+        rewards=torch.tensor(rewards, dtype=torch.float32, device=context.device),
         advantages=torch.zeros(len(chosen), device=context.device),
         totals=totals_of(mask, kl_mask),
-        reference_length=_reference_length(context, chosen),
+        reference_length=None if None in lengths else torch.tensor(lengths, dtype=torch.float32, device=context.device),
     )
     rollout = _with_teacher(context, _with_reference(context, rollout))
     terms = [each for each in (Weighted(beta, context.objective.kl), *others) if each.coefficient > 0]
     return _with_advantages(context, _with_policy_pass(context, rollout, terms), terms)
 
 
-def rewards_of(context: Context, examples: Sequence[Example], texts: Sequence[str]) -> Tensor:
-    """The task's rewards, [B]."""
-    rewards = [context.task.score(example, text) for example, text in zip(examples, texts, strict=True)]
-    return torch.tensor(rewards, dtype=torch.float32, device=context.device)
-
-
 def totals_of(mask: Tensor, kl_mask: Tensor) -> Totals:
-    """The counts of a whole step.
-
-    Args:
-        mask: tokens to train on, [B, T].
-        kl_mask: those of them that carry the KL, [B, T].
-    """
-    sequences, tokens, kl_tokens = (max(1.0, float(x)) for x in (mask.shape[0], mask.sum(), kl_mask.sum()))
-    return Totals(sequences, tokens, kl_tokens)
-
-
-def _reference_length(context: Context, examples: Sequence[Example]) -> Tensor | None:
-    lengths = context.control.reference_lengths([e.reference_length for e in examples])
-    return None if None in lengths else torch.tensor(lengths, dtype=torch.float32, device=context.device)
+    """The counts of a whole step, of its tokens to train on and those that carry the KL, both [B, T]."""
+    return Totals(*(max(1.0, float(x)) for x in (mask.shape[0], mask.sum(), kl_mask.sum())))
 
 
 def _with_reference(context: Context, rollout: Rollout) -> Rollout:
@@ -213,43 +195,43 @@ def exact_of(context: Context, rollout: Rollout, part: slice, *, learns: tuple[D
     return ExactKL(rows=rows, ref=ref, directions=context.exact_directions, learns=learns)
 
 
+@torch.no_grad()
 def _with_policy_pass(context: Context, rollout: Rollout, terms: Sequence[Weighted]) -> Rollout:
     """Score the rollout with the policy before its update, if a clip or a KL in the reward needs it."""
     term = next((t for _, t in terms if t.clip_method != "none" or t.placement == "reward"), None)
     if term is None:
         return rollout
-    before = _policy_pass(context, rollout)
-    rollout = replace(rollout, old_logprobs=before.logprobs, before=before)
-    if term.clip_method == "none":
-        return rollout
-    exact = before.exact if rollout.exact_rows is not None and bool(rollout.exact_rows.all()) else None
-    batch = replace(_before_updates(context, rollout), exact_kl=exact)
-    return replace(rollout, gate_kl=sequence_gate_kl(batch, term))
-
-
-@torch.no_grad()
-def _policy_pass(context: Context, rollout: Rollout) -> Scores:
     found: list[Scores] = []
     for part in context.parts(len(rollout.texts)):
         ask = Ask(temperature=context.config.rollout.temperature, entropy=True, exact=exact_of(context, rollout, part))
         found.append(context.scorer(select(rollout.completions, part), ask))
-    return joined(found, rollout.mask.shape[1])
+    before = joined(found, rollout.mask.shape[1])
+    rollout = replace(rollout, old_logprobs=before.logprobs, before=before)
+    if term.clip_method == "none":
+        return rollout
+    exact, size = before.exact if context.exact_everywhere else None, context.config.rollout.num_generations
+    batch = replace(batch_of(context, rollout, before.logprobs), exact_kl=exact, group_size=size)
+    return replace(rollout, gate_kl=sequence_gate_kl(batch, term))
 
 
-def _before_updates(context: Context, rollout: Rollout) -> Batch:
-    """The rollout as a batch, scored by the policy before its first update."""
-    assert rollout.old_logprobs is not None
+def batch_of(context: Context, rollout: Rollout, logprobs: Tensor, part: slice = slice(None)) -> Batch:
+    """A part of the rollout as a batch, with the policy's log-probabilities [b, t], t <= T."""
+    length = logprobs.shape[1]
+
+    def cut(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x[part, :length] if x.ndim == 2 else x[part]
+
     return Batch(
-        policy_logprobs=rollout.old_logprobs,
-        mask=rollout.mask,
-        kl_mask=rollout.kl_mask,
-        advantages=rollout.advantages,
-        ref_logprobs=rollout.ref_logprobs,
-        teacher_logprobs=None if rollout.taught is None else rollout.taught.logprobs,
-        teacher_mask=None if rollout.taught is None else rollout.taught.scored,
-        gate_kl=rollout.gate_kl,
-        reference_length=rollout.reference_length,
-        group_size=context.config.rollout.num_generations,
+        policy_logprobs=logprobs,
+        mask=rollout.mask[part, :length],
+        kl_mask=rollout.kl_mask[part, :length] if context.config.kl.excludes else None,
+        advantages=rollout.advantages[part],
+        old_logprobs=cut(rollout.old_logprobs),
+        ref_logprobs=cut(rollout.ref_logprobs),
+        sampler_logprobs=cut(rollout.completions.sampler_logprobs),
+        gate_kl=cut(rollout.gate_kl),
+        teacher_logprobs=None if rollout.taught is None else cut(rollout.taught.logprobs),
+        reference_length=cut(rollout.reference_length),
     )
 
 
@@ -265,18 +247,12 @@ def _with_advantages(context: Context, rollout: Rollout, terms: Sequence[Weighte
     found = plain = advantages(rewards)
     for beta, term in terms:
         if term.placement == "reward":
-            batch = _before_updates(context, rollout)
+            assert rollout.old_logprobs is not None
+            batch = batch_of(context, rollout, rollout.old_logprobs)
             gate = Gate.of(batch, term)
             shifted = advantages_with_kl(rewards, batch, term, beta=beta, gate=gate, advantages=advantages)
             found = shifted if found is plain else found + shifted - plain
     return replace(rollout, advantages=found)
-
-
-def needs_reference_length(context: Context) -> bool:
-    """Whether a clip needs a reference length that neither the user nor the data gives."""
-    wanted = context.reference is not None and context.objective.kl.needs_reference_length
-    column = [example.reference_length for example in context.task.train]
-    return wanted and None in context.control.reference_lengths(column)
 
 
 def measure_reference_length(context: Context) -> None:
@@ -288,13 +264,14 @@ def measure_reference_length(context: Context) -> None:
     Raises:
         ConfigError: the reference is on a server that scores tokens.
     """
-    if not needs_reference_length(context):
-        return
     reference = context.original or context.reference  # where a resume asks for it, a moving one has moved
+    needed = reference is not None and context.objective.kl.needs_reference_length
+    if not needed or None not in context.control.reference_lengths([e.reference_length for e in context.task.train]):
+        return
     if not isinstance(reference, LocalReference):
         raise ConfigError(
             "the reference length cannot be measured with a remote reference",
-            got="no reference" if reference is None else reference.describe(),
+            got=reference.describe(),
             why="the server is asked to score tokens, not to sample them",
             fix="set kl_reference_length, or give it as a data column",
         )

@@ -21,12 +21,12 @@ from klamp.errors import DataError
 from klamp.tasks import load_task
 from klamp.tasks.base import Example, Task, TaskConfig
 from klamp.tasks.prompts import check_prompts
+from klamp.training.anchors import check_keys, check_tokens_of
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl.overrides import TEACHER, Layout
 from klamp.training.models import check_weights, describe_folder, load_tokenizer, make_ready, model_path
 from klamp.training.sampling import examples_of_run
 from klamp.training.setup import load_prompts
-from klamp.training.teachers import check_keys, check_tokens_of
 
 
 def write_inputs(config: TrainConfig, layout: Layout) -> None:
