@@ -61,13 +61,6 @@ def flags(known: Mapping[str, Field]) -> st.SearchStrategy[list[str]]:
     return st.lists(one, max_size=5).map(lambda given: [word for flag, words in given for word in (flag, *words)])
 
 
-@pytest.fixture(autouse=True)
-def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that was read to its end has ended well; nothing trains."""
-    monkeypatch.setattr("klamp.cli.train._train", lambda *given: None)
-    monkeypatch.setattr("klamp.cli.ablate._execute", lambda *given, **named: 0)
-
-
 def ends_well(words: Sequence[str]) -> None:
     """Run a command line in an empty folder."""
     with tempfile.TemporaryDirectory() as folder, contextlib.chdir(folder):

@@ -82,7 +82,6 @@ class LocalReference(Reference):
         return replace(scores, logprobs=scores.logprobs.to(home), predictions=found)
 
     def describe(self) -> str:
-        """Where the model comes from, in words."""
         return self.name
 
 
@@ -107,7 +106,6 @@ class AdapterOffReference(LocalReference):
 
     @contextmanager
     def sampling_model(self) -> Iterator[nn.Module]:
-        """A context with the policy, its adapter switched off."""
         with self.model.disable_adapter():  # pyright: ignore[reportCallIssue]
             yield self.model
 
@@ -141,7 +139,6 @@ class MovingReference(FrozenReference):
 
     @torch.no_grad()
     def after_step(self, policy: nn.Module, step: int) -> None:
-        """Move towards the policy, or become its copy."""
         if self.decay is None and (self.reset_steps is None or step % self.reset_steps):
             return
         share = 1.0 if self.decay is None else 1.0 - self.decay
@@ -157,7 +154,6 @@ class MovingReference(FrozenReference):
                 rounded.copy_(mine)
 
     def weights(self) -> nn.Module | None:
-        """The weights of the copy, which are nowhere else: of ema the average."""
         return self.average
 
 
@@ -170,15 +166,9 @@ def score_rows(
     parts: Sequence[slice],
     keep: Tensor | None = None,
 ) -> tuple[Tensor, Predictions | None]:
-    """Log-probabilities [B, T] of some completions, 0 in the others, and predictions [R, T, ...] for the kept ones.
+    """Log-probabilities [B, T] of the completions `rows`, 0 in the others; predictions [R, T, ...] of those in `keep`.
 
-    Args:
-        model: who scores, one micro-batch after the other.
-        given: all completions.
-        rows: those to score, [B] bool.
-        temperature: that of the sampler.
-        parts: the micro-batches.
-        keep: those of `rows` to keep predictions of, [B] bool; None: none.
+    The parts are scored one after the other; rows and keep are [B] bool.
     """
     logprobs, found = torch.zeros(given.ids.shape, device=given.ids.device), list[Predictions]()
     for part in parts:
@@ -197,31 +187,28 @@ def score_rows(
     return logprobs, replace(found[-1], values=torch.cat([each.values for each in found]))
 
 
+def of_part(predictions: Predictions, rows: Tensor, part: slice) -> Predictions | None:
+    """Of predictions for the completions `rows`, [B] bool, those for a part of the batch; None: it has none."""
+    first, count = int(rows[: part.start].sum()), int(rows[part].sum())
+    return replace(predictions, values=predictions.values[first : first + count]) if count else None
+
+
 @dataclass(frozen=True, kw_only=True)
 class Taught:
     """How the teachers of a rollout scored its B completions of T tokens."""
 
-    logprobs: Tensor
-    """[B, T] log-probabilities of the tokens, each under its own teacher."""
+    logprobs: Tensor  # [B, T] log-probabilities of the tokens, each under its own teacher
     parts: tuple[tuple[Tensor, Predictions], ...] = ()
     """Of each teacher, [B] bool the rows that it scored, and [R, T, ...] its predictions for them."""
 
     def asked(self, part: slice, how: PrefixKL, sampler: Tensor | None) -> tuple[TeacherKL, ...]:
         """What a scorer needs to measure the KL at each prefix of a part of the rollout.
 
-        Args:
-            part: which completions.
-            how: which KL.
-            sampler: [B, T] log-probabilities under who sampled, for the weight of the tail; None: the policy did.
+        `sampler`: [B, T] log-probabilities under who sampled, for the weight of the tail; None: the policy did.
         """
-        found: list[TeacherKL] = []
-        for rows, predictions in self.parts:
-            first, count = int(rows[: part.start].sum()), int(rows[part].sum())
-            if count:
-                anchor = replace(predictions, values=predictions.values[first : first + count])
-                weighed = None if sampler is None else sampler[part]
-                found.append(TeacherKL(rows=rows[part], anchor=anchor, how=how, sampler=weighed))
-        return tuple(found)
+        anchors = [(rows[part], of_part(predictions, rows, part)) for rows, predictions in self.parts]
+        weighed = None if sampler is None else sampler[part]
+        return tuple(TeacherKL(rows=r, anchor=a, how=how, sampler=weighed) for r, a in anchors if a is not None)
 
 
 class Teachers:
@@ -263,14 +250,7 @@ class Teachers:
     def score(
         self, examples: Sequence[Example], given: Completions, *, temperature: float, parts: Sequence[slice]
     ) -> Taught:
-        """Score a rollout: every row by its own teacher, whose numbers return to that row.
-
-        Args:
-            examples: the prompt of each completion.
-            given: the completions.
-            temperature: that of the sampler, for policy and teacher alike.
-            parts: the micro-batches of the step.
-        """
+        """Score a rollout in parts: every row by its own teacher, whose numbers return to that row."""
         logprobs, kept = torch.zeros(given.ids.shape, device=given.ids.device), list[tuple[Tensor, Predictions]]()
         keys, seen = [self.key(e) for e in examples], self.completions(examples, given)
         for key, model in self.models.items():
@@ -385,11 +365,7 @@ def connect(
 ) -> vllm_reference.VLLMReference:
     """The reference that answers at `reference_url`, or the teacher at `teacher_url`, found to fit the run.
 
-    Args:
-        config: of the run.
-        task: its prompts, or those that the teacher sees.
-        tokenizer: of its policy.
-        who: which of the two.
+    `task` has the prompts that it sees.
 
     Raises:
         ModelError, ConfigError: it does not fit; see `klamp.scoring.vllm_reference`.

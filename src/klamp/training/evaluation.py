@@ -12,9 +12,9 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from klamp.hosts.common.sampler_weights import check_sync
 from klamp.hosts.common.sync import SyncReport
 from klamp.scoring.completions import Completions
 from klamp.scoring.scorer import score
-from klamp.tasks.base import Example, Task
+from klamp.tasks.base import Example
 from klamp.training.anchors import LocalReference, MovingReference, Reference
 from klamp.training.config import TrainConfig
 from klamp.training.folders import COMPLETIONS, checkpoint_folders, lines_of, number_of, policy_in
@@ -35,22 +35,16 @@ from klamp.training.rollouts import completed
 from klamp.training.sampling import encode_prompts
 from klamp.training.setup import Context
 
-BATCH = 256
-"""Prompts that are answered at a time."""
-READ_AT_ONCE = 16
-"""Answers whose logits are held at a time."""
-ROWS = 8
-"""Completions of a step that are scored again."""
+BATCH = 256  # prompts that are answered at a time
+READ_AT_ONCE = 16  # answers whose logits are held at a time
+ROWS = 8  # completions of a step that are scored again
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """What an evaluation found."""
 
-    scores: dict[str, float]
-    """Skill -> mean score."""
-    answers: list[dict[str, object]]
-    """The first answers of each skill, as lines of answers.jsonl."""
+    scores: dict[str, float]  # skill -> mean score
+    answers: list[dict[str, Any]]  # the first answers of each skill, as lines of answers.jsonl
 
 
 def evaluate(context: Context) -> Evaluation:
@@ -59,55 +53,47 @@ def evaluate(context: Context) -> Evaluation:
     def logprobs(given: Completions) -> Tensor:
         return score(context.policy, given, temperature=1.0).logprobs
 
-    scores: dict[str, float] = {}
-    answers: list[dict[str, object]] = []
+    scores, answers = dict[str, float](), list[dict[str, Any]]()
     for skill, examples in context.task.evaluation.items():
         if skill in context.task.read:
             rated = probabilities(examples, context.tokenizer, context.device, logprobs)
         else:
-            texts = [text for part in _parts(examples, BATCH) for text in _greedy(context, part)]
-            rated = [context.task.score(e, t) for e, t in zip(examples, texts, strict=True)]
-            shown = slice(context.config.run.log_answers)
-            answers += _rows(examples[shown], texts[shown], rated[shown])
+            rows = _answered(context, examples, [each.prompt for each in examples])
+            rated = [row["score"] for row in rows]
+            answers += rows[: context.config.run.log_answers]
         scores[skill] = sum(rated) / max(1, len(examples))
-    return Evaluation(scores=scores, answers=answers)
+    return Evaluation(scores, answers)
 
 
-def _greedy(context: Context, examples: Sequence[Example]) -> list[str]:
-    return completed(context, [e.prompt for e in examples], uniforms=None).texts(context.tokenizer)
-
-
-def _rows(examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float]) -> list[dict[str, object]]:
+def _answered(
+    context: Context, examples: Sequence[Example], prompts: Sequence[str], reference: LocalReference | None = None
+) -> list[dict[str, Any]]:
+    """The greedy answers of the policy, or of a reference, and their scores."""
+    parts = (completed(context, part, uniforms=None, reference=reference) for part in _parts(prompts, BATCH))
+    texts = [text for part in parts for text in part.texts(context.tokenizer)]
     return [
-        {"skill": e.skill, "question": e.question, "completion": text, "score": rating}
-        for e, text, rating in zip(examples, texts, scores, strict=True)
+        {"skill": e.skill, "question": e.question, "completion": text, "score": context.task.score(e, text)}
+        for e, text in zip(examples, texts, strict=True)
     ]
 
 
-def teacher_answers(context: Context) -> list[dict[str, object]]:
-    """What the teachers that can write here answer greedily, each behind the prompt that it sees; as `answers`.
-
-    Args:
-        context: the run; held-out prompts without a teacher's prompt or key have no answer of a teacher.
-    """
+def teacher_answers(context: Context) -> list[dict[str, Any]]:
+    """What the teachers that can write here answer greedily, each behind the prompt that it sees; as `answers`."""
     task, teachers, shown = context.task, context.teachers, context.config.run.log_answers
     if teachers is None:
         return []
-    written = [rows for skill, rows in task.evaluation.items() if skill not in task.read]
-    every = [each for rows in written for each in rows[:shown]]
-    answers: list[dict[str, object]] = []
+    every = [each for skill, rows in task.evaluation.items() if skill not in task.read for each in rows[:shown]]
+    answers: list[dict[str, Any]] = []
     for key, model in teachers.models.items():
         examples = [each for each in every if teachers.key(each) == key and teachers.prompt(each) is not None]
         if examples and isinstance(model, LocalReference):
-            prompts = [str(teachers.prompt(each)) for each in examples]
-            texts = completed(context, prompts, uniforms=None, reference=model).texts(context.tokenizer)
-            rated = [task.score(each, text) for each, text in zip(examples, texts, strict=True)]
-            answers += [{**row, "who": "teacher"} for row in _rows(examples, texts, rated)]
+            rows = _answered(context, examples, [str(teachers.prompt(each)) for each in examples], model)
+            answers += [{**row, "who": "teacher"} for row in rows]
     return answers
 
 
-def _parts(examples: Sequence[Example], size: int) -> Iterator[Sequence[Example]]:
-    return (examples[i : i + size] for i in range(0, len(examples), size))
+def _parts(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (items[i : i + size] for i in range(0, len(items), size))
 
 
 def probabilities(
@@ -120,11 +106,7 @@ def probabilities(
 
     Equation: exp(mean over t of log p(answer_t | prompt, answer_<t)), one over the answer's perplexity; in (0, 1].
 
-    Args:
-        examples: with the answers.
-        tokenizer: the model's.
-        device: where the tokens go.
-        logprobs_of: gives [B, T] log-probabilities of the completions' tokens under the model, in nats.
+    `logprobs_of` gives [B, T] log-probabilities of the completions' tokens under the model, in nats.
     """
     rated: list[float] = []
     for part in _parts(examples, READ_AT_ONCE):
@@ -161,10 +143,6 @@ def check_completions(config: TrainConfig, folder: Path) -> Iterator[tuple[int, 
 
     The first step's weights are those of the model that the run started from; those of step N + 1 are in the checkpoint
     of step N.
-
-    Args:
-        config: of the run.
-        folder: its folder.
 
     Raises:
         DataError: the run kept no completions of such a step, or none with a sampler's log-probabilities.
@@ -223,18 +201,17 @@ def _by_step(file: Path) -> dict[int, list[dict[str, Any]]]:
 
 # fingerprints ---------------------------------------------------------------------------------------------------------
 
-PROBES, PROBE_TOKENS = 4, 8
-"""Prompts whose first tokens are scored, and how many."""
-SAME = 0.05
-"""Nats by which the log-probabilities of one model may differ: other kernels, other batches."""
-THAT_STAY = ("frozen", "remote", "adapter_off")
-"""Kinds of a teacher whose weights never change; those of the others are in the checkpoint."""
+PROBES, PROBE_TOKENS = 4, 8  # prompts whose first tokens are scored, and how many
+SAME = 0.05  # nats by which the log-probabilities of one model may differ: other kernels, other batches
+THAT_STAY = ("frozen", "remote", "adapter_off")  # teachers whose weights never change; others are in the checkpoint
 
 
 def fingerprints(context: Context) -> dict[str, Any]:
     """Name -> SHA-256, or log-probabilities in nats, of a run that is loaded."""
     template = getattr(context.tokenizer, "chat_template", None)
-    found: dict[str, Any] = {"chat template": _sha256(template), "task": _task(context.task)}
+    rows = {"": context.task.train, **context.task.evaluation}  # the prompts as the policy sees them
+    texts = {skill: [(each.prompt, each.answer) for each in examples] for skill, examples in rows.items()}
+    found: dict[str, Any] = {"chat template": _sha256(template), "task": _sha256(texts)}
     start = context.original or context.reference  # a moving reference has moved
     if start is not None and not isinstance(start, MovingReference):
         found["reference"] = _scores(context, start)
@@ -247,13 +224,10 @@ def fingerprints(context: Context) -> dict[str, Any]:
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], *, checkpoint: Path) -> None:
     """Refuse to go on with another task, template, reference or teacher than a run was started with.
 
-    Args:
-        saved: the fingerprints in the checkpoint.
-        now: those of what is loaded; what only one of the two has is not compared.
-        checkpoint: its folder.
+    What only one of the two has is not compared.
 
     Raises:
-        ConfigError: names the first that differs.
+        ConfigError: names the first fingerprint that differs.
     """
     for name in saved.keys() & now.keys():
         if difference := _difference(saved[name], now[name]):
@@ -277,12 +251,6 @@ def _difference(saved: Any, now: Any) -> str:
 
 def _sha256(content: Any) -> str:
     return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
-
-
-def _task(task: Task) -> str:
-    """The prompts as the policy sees them and their answers, of training and evaluation."""
-    rows = {"": task.train, **task.evaluation}
-    return _sha256({skill: [(each.prompt, each.answer) for each in examples] for skill, examples in rows.items()})
 
 
 def _scores(context: Context, model: Reference) -> list[float]:

@@ -22,7 +22,7 @@ from klamp._version import __version__
 from klamp.diagnostics.doctor import AlarmWatch, Finding
 from klamp.diagnostics.history import Row, RunSettings, completion_of
 from klamp.diagnostics.names import settings_of_run
-from klamp.errors import ConfigError, RunFolderError, TrainingStopped
+from klamp.errors import ConfigError, TrainingStopped
 from klamp.names import ALARMS_FILE
 from klamp.tasks.cache import Progress
 from klamp.training.config import TrainConfig
@@ -56,42 +56,27 @@ SAID_ELSEWHERE = ("step-zero-kl",)
 class RunInfo:
     """What is known of a run before its first step."""
 
-    config: TrainConfig
-    """The configuration in force."""
-    output_dir: Path
-    """The folder of the run."""
-    start_step: int
-    """0, or the step a resumed run continues from."""
-    parameters: int
-    """Parameters of the policy without those of an adapter."""
-    trainable_parameters: int
-    """The number of parameters that are trained."""
-    reference: str
-    """Where the reference comes from, in words; "none" at beta 0."""
-    device: str
-    """The device of the policy."""
-    changes: str = ""
-    """What a resume changed, in words."""
+    config: TrainConfig  # the configuration in force
+    output_dir: Path  # the folder of the run
+    start_step: int  # 0, or the step a resumed run continues from
+    parameters: int  # parameters of the policy without those of an adapter
+    trainable_parameters: int  # the number of parameters that are trained
+    reference: str  # where the reference comes from, in words; "none" at beta 0
+    device: str  # the device of the policy
+    changes: str = ""  # what a resume changed, in words
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSummary:
     """What a run achieved."""
 
-    output_dir: Path
-    """The folder of the run."""
-    steps: int
-    """The number of steps that are done."""
-    seconds: float
-    """The time that this process took, in seconds."""
-    rl_skill: str
-    """The skill that was trained."""
-    before: Mapping[str, float]
-    """Skill -> score before training."""
-    after: Mapping[str, float]
-    """Skill -> score after training."""
-    final_metrics: Mapping[str, float] = field(default_factory=dict)
-    """The metrics of the last step."""
+    output_dir: Path  # the folder of the run
+    steps: int  # the number of steps that are done
+    seconds: float  # the time that this process took, in seconds
+    rl_skill: str  # the skill that was trained
+    before: Mapping[str, float]  # skill -> score before training
+    after: Mapping[str, float]  # skill -> score after training
+    final_metrics: Mapping[str, float] = field(default_factory=dict)  # the metrics of the last step
 
 
 class Observer:
@@ -150,17 +135,13 @@ class AlarmObserver(Observer):
         self.tell, self.rl_skill, self.stop_on = tell, rl_skill, tuple(stop_on)
         self.watch = AlarmWatch(RunSettings(), stop_on=stop_on)
 
-    @property
-    def stopped_by(self) -> Finding | None:
-        """The alarm of stop_on that rose first."""
-        return self.watch.stopped_by
-
     def on_start(self, info: RunInfo) -> None:
         """Keep the configuration, and take up what was seen and reported before a checkpoint."""
         settings = settings_of_run(info.config.flat(), rl_skill=self.rl_skill)
-        self.watch = AlarmWatch(settings, told=names_in(info.output_dir / ALARMS_FILE), stop_on=self.stop_on)
-        lines = lines_until(info.output_dir / METRICS_FILE, info.start_step) if info.start_step else []
-        kept = lines_until(info.output_dir / COMPLETIONS, info.start_step) if info.start_step else []
+        told = {row["name"] for row in lines_of(info.output_dir / ALARMS_FILE) if isinstance(row.get("name"), str)}
+        self.watch = AlarmWatch(settings, told=told, stop_on=self.stop_on)
+        done = info.start_step or -1
+        lines, kept = (lines_until(info.output_dir / name, done) for name in (METRICS_FILE, COMPLETIONS))
         self.watch.keep(
             rows=[Row(step=row["step"], metrics=_numbers(row)) for row in lines if not scores_of(row)],
             evaluations=[Row(step=row["step"], metrics=scores) for row in lines if (scores := scores_of(row))],
@@ -168,25 +149,22 @@ class AlarmObserver(Observer):
         )
 
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
-        """Keep the completions of the step, which come before its metrics."""
         self.watch.keep(completions=[completion_of(step, row) for row in rows])
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Examine the run with the metrics of this step."""
         self._report(self.watch.step(step, metrics))
 
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
-        """Examine the run with these scores."""
         self._report(self.watch.evaluation(step, scores))
 
     def _report(self, findings: Sequence[Finding]) -> None:
         for finding in findings:
             self.tell(lambda observer, finding=finding: observer.on_alarm(finding))
 
-    def stop(self, step: int, max_steps: int) -> TrainingStopped:
-        """The error that ends a run at an alarm of stop_on."""
-        finding = self.stopped_by
-        assert finding is not None
+    def stopped(self, step: int, max_steps: int) -> TrainingStopped | None:
+        """The error that ends a run at the first alarm of stop_on; None: none of them rose."""
+        if (finding := self.watch.stopped_by) is None:
+            return None
         alarm, evidence = finding.alarm, finding.evidence
         return TrainingStopped(
             f"training was stopped after step {step} of {max_steps} by the alarm {alarm.name}: {alarm.text}",
@@ -199,11 +177,6 @@ class AlarmObserver(Observer):
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
     return {name: x for name, x in row.items() if name != "step" and isinstance(x, int | float)}
-
-
-def names_in(file: Path) -> set[str]:
-    """The names of the alarms in an alarms.jsonl; none where the file does not exist."""
-    return {row["name"] for row in lines_of(file) if isinstance(row.get("name"), str)}
 
 
 # the files of a run ---------------------------------------------------------------------------------------------------
@@ -226,12 +199,10 @@ def versions() -> dict[str, str]:
 
 
 class Tracker(NamedTuple):
-    """Where metrics are shown besides the run's own files."""
+    """Where metrics are shown besides the run's own files: `log` shows the values of a step, `close` ends it."""
 
     log: Callable[[Mapping[str, float], int], object]
-    """Shows the values of a step."""
     close: Callable[[], object]
-    """Writes what is left."""
 
 
 def tensorboard(folder: Path, config: TrainConfig, done: int) -> Tracker:
@@ -276,15 +247,6 @@ def check_trackers(config: TrainConfig) -> None:
         )
 
 
-def _refused(path: Path, error: OSError, *, done: int) -> RunFolderError:
-    """The error for a run that cannot write before its first step, or before the first one that it goes on with."""
-    if not done:
-        return unwritable(path, f"{type(error).__name__}: {error}")
-    found = lost(path, error)
-    found.add_note(f"  the checkpoint of step {done} is as it was")
-    return found
-
-
 class RunLog(Observer):
     """An observer that writes the files of a run and feeds the trackers."""
 
@@ -303,7 +265,10 @@ class RunLog(Observer):
         self.folder = info.output_dir
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._write_configuration(self.folder, info)
+            past = read(self.folder) if info.start_step and (self.folder / CONFIG).is_file() else {}
+            now = with_history(info.config, past, info.start_step)
+            if now != past | {name: now[name] for name in PLACE}:  # a resume that changes nothing writes nothing
+                write_whole(self.folder / CONFIG, yaml.safe_dump(now, sort_keys=False))
             write_whole(self.folder / VERSIONS, json.dumps(versions(), indent=2))
             for name in (METRICS_FILE, COMPLETIONS, ANSWERS, ALARMS_FILE, CAUTIONS):
                 _keep_until(self.folder / name, info.start_step or -1)
@@ -311,39 +276,31 @@ class RunLog(Observer):
             for name in info.config.run.report_to:
                 self.trackers.append(TRACKERS[name](self.folder, info.config, info.start_step))
         except OSError as error:
-            raise _refused(self.folder, error, done=info.start_step) from error
+            if not info.start_step:
+                raise unwritable(self.folder, f"{type(error).__name__}: {error}") from error
+            found = lost(self.folder, error)
+            found.add_note(f"  the checkpoint of step {info.start_step} is as it was")
+            raise found from error
         self.step = info.start_step
         self.said = {str(row.get("text")) for row in lines_of(self.folder / CAUTIONS)}
 
-    def _write_configuration(self, folder: Path, info: RunInfo) -> None:
-        """Write what is in force from here on, and what was before; a resume that changes nothing writes nothing."""
-        past = read(folder) if info.start_step and (folder / CONFIG).is_file() else {}
-        now = with_history(info.config, past, info.start_step)
-        if now != past | {name: now[name] for name in PLACE}:
-            write_whole(folder / CONFIG, yaml.safe_dump(now, sort_keys=False))
-
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the metrics as a line of metrics.jsonl, and to the trackers."""
         self.step = step
         self._append(METRICS_FILE, {"step": step, **metrics})
         self._track(metrics, step)
 
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
-        """Write the scores as eval/SKILL, to the same places as metrics."""
         named = {f"{SCORE}{skill}": value for skill, value in scores.items()}
         self._append(METRICS_FILE, {"step": step, **named})
         self._track(named, step)
 
     def on_answers(self, step: int, rows: list[dict[str, object]]) -> None:
-        """Write the answers as lines of answers.jsonl."""
         self._append(ANSWERS, *({"step": step, **row} for row in rows))
 
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
-        """Write the completions as lines of completions.jsonl."""
         self._append(COMPLETIONS, *({"step": step, **row} for row in rows))
 
     def on_alarm(self, finding: Finding) -> None:
-        """Write the alarm as a line of alarms.jsonl."""
         self._append(ALARMS_FILE, finding.record)
 
     def on_warning(self, text: str) -> None:
@@ -353,7 +310,6 @@ class RunLog(Observer):
             self._append(CAUTIONS, {"step": self.step, "text": text})
 
     def on_end(self, summary: RunSummary) -> None:
-        """Write the summary."""
         content = {name: value for name, value in vars(summary).items() if name != "output_dir"}
         with self._writing() as folder:
             write_whole(folder / SUMMARY, json.dumps(content, indent=2))

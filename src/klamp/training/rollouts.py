@@ -22,7 +22,7 @@ from klamp.scoring.completions import Completions, select
 from klamp.scoring.model_parts import Predictions
 from klamp.scoring.scorer import Ask, ExactKL, Scores, joined
 from klamp.tasks.base import NO_REWARD, Example
-from klamp.training.anchors import LocalReference, Taught, score_rows
+from klamp.training.anchors import LocalReference, Taught, of_part, score_rows
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
 from klamp.training.setup import Context
 
@@ -34,40 +34,24 @@ LENGTH_PROMPTS = 64
 class Rollout:
     """The data of a step: B completions, those of a prompt next to each other."""
 
-    examples: Sequence[Example]
-    """[B] the prompts, each repeated for its group."""
-    texts: Sequence[str]
-    """[B] the completions as text."""
-    completions: Completions
-    """The tokens of prompts and completions."""
-    mask: Tensor
-    """[B, T] bool: tokens to train on."""
-    kl_mask: Tensor
-    """[B, T] bool: tokens that carry the KL."""
-    rewards: Tensor
-    """[B] rewards of the task, without any KL."""
-    advantages: Tensor
-    """[B] advantages."""
-    totals: Totals
-    """The counts of the whole step."""
-    ref_logprobs: Tensor | None = None
-    """[B, T] log-probabilities under the reference; None where none is loaded."""
-    original_logprobs: Tensor | None = None
-    """[B, T] under the model that a moving reference started from."""
-    exact_rows: Tensor | None = None
-    """[B] bool: completions whose exact KL is measured."""
+    examples: Sequence[Example]  # [B] the prompts, each repeated for its group
+    texts: Sequence[str]  # [B] the completions as text
+    completions: Completions  # the tokens of prompts and completions
+    mask: Tensor  # [B, T] bool: tokens to train on
+    kl_mask: Tensor  # [B, T] bool: tokens that carry the KL
+    rewards: Tensor  # [B] rewards of the task, without any KL
+    advantages: Tensor  # [B] advantages
+    totals: Totals  # the counts of the whole step
+    ref_logprobs: Tensor | None = None  # [B, T] log-probabilities under the reference; None where none is loaded
+    original_logprobs: Tensor | None = None  # [B, T] under the model that a moving reference started from
+    exact_rows: Tensor | None = None  # [B] bool: completions whose exact KL is measured
     ref_predictions: Predictions | None = None
     """[sum(exact_rows), T, ...] predictions of the reference for the rows of `exact_rows`."""
-    taught: Taught | None = None
-    """What the teacher said of the completions; None where there is none."""
-    gate_kl: Tensor | None = None
-    """[B] KL (nats per sequence) that decides the clip."""
-    reference_length: Tensor | None = None
-    """[B] reference lengths in tokens."""
-    old_logprobs: Tensor | None = None
-    """[B, T] log-probabilities before the first update; None until then."""
-    before: Scores | None = None
-    """What a pass of the policy before the first update found; None once there was one."""
+    taught: Taught | None = None  # what the teacher said of the completions; None where there is none
+    gate_kl: Tensor | None = None  # [B] KL (nats per sequence) that decides the clip
+    reference_length: Tensor | None = None  # [B] reference lengths in tokens
+    old_logprobs: Tensor | None = None  # [B, T] log-probabilities before the first update; None until then
+    before: Scores | None = None  # what a pass of the policy before the first update found; None once there was one
 
 
 def collect(
@@ -75,12 +59,7 @@ def collect(
 ) -> Rollout:
     """Sample completions for the prompts of a step, score and reward them.
 
-    Args:
-        context: the run.
-        examples: the prompts of the step.
-        step: number of the step; with the seed it determines every draw.
-        beta: coefficient in force, for a KL in the reward.
-        others: further KL terms in force.
+    Step and seed determine every draw. beta and others are the KL terms in force, for a KL in the reward.
     """
     rollout = context.config.rollout
     chosen = [example for example in examples for _ in range(rollout.num_generations)]
@@ -92,13 +71,9 @@ def collect(
 def completed(
     context: Context, prompts: Sequence[str], *, uniforms: Tensor | None, reference: LocalReference | None = None
 ) -> Completions:
-    """One completion of each prompt.
+    """One completion of each prompt by the policy, or by the reference.
 
-    Args:
-        context: the run.
-        prompts: as texts.
-        uniforms: numbers to draw by, [B, max_completion_length]; None decodes greedily.
-        reference: who writes them in the policy's place.
+    `uniforms`: numbers to draw by, [B, max_completion_length]; None decodes greedily.
     """
     ids, mask = encode_prompts(prompts, context.tokenizer, context.device)
     scorer = context.scorer if reference is None else reference.scorer
@@ -123,15 +98,7 @@ def rate(
     beta: float,
     others: Sequence[Weighted] = (),
 ) -> Rollout:
-    """Add masks, rewards, reference scores and advantages to sampled completions.
-
-    Args:
-        context: the run.
-        chosen: the prompt of each completion, the group of a prompt next to each other.
-        completions: the completions, whoever sampled them.
-        beta: coefficient in force, for a KL in the reward.
-        others: further KL terms in force.
-    """
+    """Add masks, rewards, reference scores and advantages to sampled completions, a group next to each other."""
     texts, mask = completions.texts(context.tokenizer), completions.mask
     rewards = [context.task.score(example, text) for example, text in zip(chosen, texts, strict=True)]
     if context.config.rollout.mask_truncated_completions:
@@ -149,7 +116,10 @@ def rate(
         totals=totals_of(mask, kl_mask),
         reference_length=None if None in lengths else torch.tensor(lengths, dtype=torch.float32, device=context.device),
     )
-    rollout = _with_teacher(context, _with_reference(context, rollout))
+    rollout = _with_reference(context, rollout)
+    if context.teachers is not None:
+        how = {"temperature": context.config.rollout.temperature, "parts": list(context.parts(len(texts)))}
+        rollout = replace(rollout, taught=context.teachers.score(chosen, completions, **how))
     terms = [each for each in (Weighted(beta, context.objective.kl), *others) if each.coefficient > 0]
     return _with_advantages(context, _with_policy_pass(context, rollout, terms), terms)
 
@@ -175,24 +145,12 @@ def _with_reference(context: Context, rollout: Rollout) -> Rollout:
     return replace(rollout, ref_logprobs=logprobs, exact_rows=exact_rows, ref_predictions=predictions)
 
 
-def _with_teacher(context: Context, rollout: Rollout) -> Rollout:
-    if context.teachers is None:
-        return rollout
-    temperature, parts = context.config.rollout.temperature, list(context.parts(len(rollout.texts)))
-    taught = context.teachers.score(rollout.examples, rollout.completions, temperature=temperature, parts=parts)
-    return replace(rollout, taught=taught)
-
-
 def exact_of(context: Context, rollout: Rollout, part: slice, *, learns: tuple[Direction, ...] = ()) -> ExactKL | None:
     """What a scorer needs to measure the exact KL of a part of the rollout; None where it is measured in no row."""
-    if rollout.exact_rows is None or rollout.ref_predictions is None:
+    rows, predictions = rollout.exact_rows, rollout.ref_predictions
+    if rows is None or predictions is None or (ref := of_part(predictions, rows, part)) is None:
         return None
-    rows = rollout.exact_rows[part]
-    first, count = int(rollout.exact_rows[: part.start].sum()), int(rows.sum())
-    if not count:
-        return None
-    ref = replace(rollout.ref_predictions, values=rollout.ref_predictions.values[first : first + count])
-    return ExactKL(rows=rows, ref=ref, directions=context.exact_directions, learns=learns)
+    return ExactKL(rows=rows[part], ref=ref, directions=context.exact_directions, learns=learns)
 
 
 @torch.no_grad()

@@ -45,11 +45,11 @@ from klamp.training.config import TrainConfig, reference_kind
 from klamp.training.folders import POLICY
 from klamp.training.models import (
     BUILTIN,
-    describe_folder,
     device_of,
     end_tokens,
     former_names,
     input_size,
+    length_of,
     load_model,
     load_tokenizer,
     make_ready,
@@ -64,32 +64,20 @@ from klamp.training.observers import Observer, progress_of
 class Context:
     """The shared parts of a run."""
 
-    config: TrainConfig
-    """The configuration in force."""
-    output_dir: Path
-    """The folder of the run."""
-    scorer: Scorer
-    """The policy's scorer."""
-    tokenizer: PreTrainedTokenizerBase
-    """The tokenizer of the policy."""
-    task: Task
-    """The prompts and the reward."""
-    reference: Reference | None = None
-    """The reference model; None where nothing here needs it."""
+    config: TrainConfig  # the configuration in force
+    output_dir: Path  # the folder of the run
+    scorer: Scorer  # the policy's scorer
+    tokenizer: PreTrainedTokenizerBase  # the tokenizer of the policy
+    task: Task  # the prompts and the reward
+    reference: Reference | None = None  # the reference model; None where nothing here needs it
     original: Reference | None = None
     """The model that a moving reference started from; None where the reference does not move."""
-    teachers: Teachers | None = None
-    """Who scores as the second anchor; None where there is none."""
-    stop: list[int] = field(init=False)
-    """The ids that end a completion."""
-    vocabulary: int = field(init=False)
-    """The number of entries that the policy gives a logit to."""
-    objective: Objective = field(init=False)
-    """The loss; its beta is the one at the start."""
-    excluded: list[int] = field(init=False)
-    """The ids of tokens that carry no KL."""
-    control: KLControl = field(init=False)
-    """beta and the reference length, as in every host."""
+    teachers: Teachers | None = None  # who scores as the second anchor; None where there is none
+    stop: list[int] = field(init=False)  # the ids that end a completion
+    vocabulary: int = field(init=False)  # the number of entries that the policy gives a logit to
+    objective: Objective = field(init=False)  # the loss; its beta is the one at the start
+    excluded: list[int] = field(init=False)  # the ids of tokens that carry no KL
+    control: KLControl = field(init=False)  # beta and the reference length, as in every host
 
     def __post_init__(self) -> None:
         config = self.config
@@ -163,10 +151,7 @@ def check_alone() -> None:
 def load_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, longest: int | None) -> Task:
     """The task of a run, each of whose prompts leaves room for a completion.
 
-    Args:
-        config: of the run.
-        tokenizer: of its model.
-        longest: tokens that the model can hold, prompt and completion together; None: no limit.
+    `longest`: tokens that the model can hold, prompt and completion together; None: no limit.
 
     Raises:
         DataError, RewardError, UnknownNameError: a task or a prompt that cannot be used.
@@ -186,12 +171,9 @@ def held_out(task: Task) -> list[Example]:
 class Inputs:
     """What was found when the inputs of a run were opened."""
 
-    training: int
-    """Prompts to train on."""
-    held_out: int
-    """Prompts that are held out, of all skills."""
-    longest: int
-    """Tokens of the longest prompt."""
+    training: int  # prompts to train on
+    held_out: int  # prompts that are held out, of all skills
+    longest: int  # tokens of the longest prompt
 
 
 def open_inputs(config: TrainConfig) -> Inputs:
@@ -205,7 +187,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
     model, named = config.model.model, config.model.tokenizer or config.model.model
     # the built-in model may have to be taught first; its tokenizer need not
     tokenizer = ready_tokenizer(arithmetic_tokenizer(), named) if named == BUILTIN else load_tokenizer(named)
-    room = MAX_MODEL_LENGTH if model == BUILTIN else describe_folder(model)[0]
+    room = MAX_MODEL_LENGTH if model == BUILTIN else length_of(model)
     task = load_task(config.task, tokenizer)
     every = [*task.train, *held_out(task)]
     longest = check_prompts(every, tokenizer, room, config.rollout.max_completion_length)
@@ -213,13 +195,7 @@ def open_inputs(config: TrainConfig) -> Inputs:
 
 
 def build(config: TrainConfig, folder: Path, observers: Sequence[Observer], *, resumed: Path | None = None) -> Context:
-    """Load all that a run needs: policy with its adapter, scorer, anchors, task.
-
-    Args:
-        config: of the run.
-        folder: of the run.
-        observers: told how far slow loading is.
-        resumed: the checkpoint whose policy it is.
+    """Load all that a run needs: policy (of the checkpoint `resumed`) with its adapter, scorer, anchors, task.
 
     Raises:
         ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.

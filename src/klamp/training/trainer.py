@@ -7,7 +7,7 @@ Trainer     the loop of a configuration: schedule, evaluation, checkpoints, alar
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -30,7 +30,7 @@ from klamp.training.evaluation import check_same, evaluate, fingerprints, teache
 from klamp.training.folders import METRICS_FILE, checkpoints, lines_until, number_of, opened_folder, scores_of
 from klamp.training.interrupts import Interrupt, deferred_interrupts
 from klamp.training.observers import AlarmObserver, Observer, RunInfo, RunLog, RunSummary, check_trackers
-from klamp.training.resumed import IDENTITY, check_resume, continued, identity
+from klamp.training.resumed import IDENTITY, check_resume, identity
 from klamp.training.rollouts import Rollout, collect, measure_reference_length
 from klamp.training.sampling import examples_of_step
 from klamp.training.setup import Context, build, check_alone
@@ -49,12 +49,9 @@ from klamp.training.updates import (
 class Step(NamedTuple):
     """What one step of GRPO gave."""
 
-    rollout: Rollout
-    """The completions that were trained on."""
-    first: UpdateOutput
-    """What its first update measured."""
-    metrics: dict[str, float]
-    """Name -> value, names as in `klamp.diagnostics.metrics`."""
+    rollout: Rollout  # the completions that were trained on
+    first: UpdateOutput  # what its first update measured
+    metrics: dict[str, float]  # name -> value, names as in `klamp.diagnostics.metrics`
 
 
 def take_step(
@@ -85,22 +82,14 @@ def take_step(
             break
         rollout = with_old_logprobs(rollout, outputs[0])
     metrics = measured(context, rollout, outputs) | {"train/learning_rate": rate}
-    metrics |= control_metrics(context, beta, metrics)
-    if others:
-        metrics["teacher/coef"] = coefficient
-    kl = held_kl(metrics, exact_everywhere=context.exact_everywhere)
-    if kl is not None:
+    metrics |= control_metrics(context, beta, metrics) | ({"teacher/coef": coefficient} if others else {})
+    if (kl := held_kl(metrics, exact_everywhere=context.exact_everywhere)) is not None:
         context.control.update(kl, metrics, rollout.rewards.view(-1, config.rollout.num_generations))
     return Step(rollout, outputs[0], metrics)
 
 
 class Trainer:
-    """A run of a configuration: how far it is, what it measured last, and whom it tells.
-
-    Args:
-        context: the run, loaded by `klamp.training.setup.build`.
-        observers: told what happens.
-    """
+    """A run of a configuration: how far it is, what it measured last, and the observers that are told of it."""
 
     step_zero_kl = STEP_ZERO_KL
     """KL per token before the first update that is worth a warning."""
@@ -131,10 +120,6 @@ class Trainer:
     def train(cls, config: TrainConfig, observers: Sequence[Observer]) -> RunSummary:
         """Run a configuration to its last step, from its newest checkpoint if it is to be resumed.
 
-        Args:
-            config: what to run.
-            observers: told what happens; the run's folder and trackers are served besides.
-
         Raises:
             KlampError: bad input before any work, or an error in the run with its state saved; see `klamp.errors`.
         """
@@ -150,7 +135,8 @@ class Trainer:
                 if saved is not None:
                     run.resume(saved)
                 run.tell(lambda o: o.on_start(run.info()))
-                run.warn(*run.cautions(), *run.noted)
+                context = run.context
+                run.warn(*chat_cautions(config.task, context.tokenizer, context.stop), *run.noted)
                 return run.run()
             finally:
                 for observer in everyone:
@@ -191,10 +177,9 @@ class Trainer:
     def begin(self) -> None:
         """Measure the reference's length if a clip needs it; evaluate, unless the records hold these scores."""
         measure_reference_length(self.context)
-        if not self.before:
-            self.before = self.after = self.evaluate()
-        elif self.is_due(self.context.config.run.eval_every) and not self.after:
+        if not self.before or (self.is_due(self.context.config.run.eval_every) and not self.after):
             self.after = self.evaluate()
+            self.before = self.before or self.after
 
     def train_step(self) -> dict[str, float]:
         """Take the next step; returns its metrics."""
@@ -202,7 +187,8 @@ class Trainer:
         steps = context.config.run.max_steps
         step = take_step(context, self.optimizer, self.prompts(self.step), step=self.step, total_steps=steps)
         self.schedule.step()
-        self._check_step_zero(step.metrics)
+        if self.step == 0:
+            self._check_step_zero(step.metrics)
         self._show_completions(step)
         self.step += 1
         for anchor in (context.reference, context.teachers):
@@ -228,8 +214,8 @@ class Trainer:
             self.save()
         if self.step == run.max_steps:
             return
-        if self.alarms.stopped_by is not None:
-            raise self.alarms.stop(self.step, run.max_steps)
+        if stopped := self.alarms.stopped(self.step, run.max_steps):
+            raise stopped
         if interrupt.asked:
             raise KeyboardInterrupt
 
@@ -303,16 +289,11 @@ class Trainer:
         """
         state = checkpoint.load_state(folder)
         check_same(dict(state.get("fingerprints") or {}), self.fingerprints, checkpoint=folder)
-        self.identity = continued(self.context.config, folder)
+        self.identity = identity(self.context.config, folder)
         checkpoint.load_optimizer(folder, self.optimizer)
         checkpoint.load_anchors(folder, self._moving())
         with checkpoint.reading(folder):
-            known = {
-                name: state["schedule"][name]
-                for name in (*self.schedule.state_dict(), "rise")
-                if name in state["schedule"]
-            }
-            self.schedule.load_state_dict({**known, "lr_lambdas": [None]})  # the function is not saved
+            self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None]})  # the function is not saved
             if repr(self.schedule.last_epoch) != repr(state["step"]):
                 raise TypeError(f"last_epoch of the schedule is {self.schedule.last_epoch!r}")
             optim = self.context.config.optim
@@ -343,15 +324,9 @@ class Trainer:
         for text in texts:
             self.tell(lambda o, text=text: o.on_warning(text))
 
-    def cautions(self) -> Iterable[str]:
-        """What the user should know before the first step."""
-        return chat_cautions(self.context.config.task, self.context.tokenizer, self.context.stop)
-
     def _check_step_zero(self, metrics: Mapping[str, float]) -> None:
         """Warn if an anchor is the policy itself, and the KL to it before the first update is not 0."""
         context, config, teacher = self.context, self.context.config, self.context.config.teacher
-        if self.step:
-            return
         itself = teacher.kind in OF_THE_POLICY or teacher.teacher_model == config.model.model
         kl = abs(metrics.get("teacher/kl", 0.0))
         if itself and not teacher.teacher_prompt and kl > self.step_zero_kl:
@@ -370,26 +345,18 @@ class Trainer:
         run = self.context.config.run
         if not run.log_completions or (self.step and (self.step + 1) % run.log_completions_every):
             return
-        shown = range(min(run.log_completions, len(step.rollout.texts)))
-        rows = [completion_row(self.context, step.rollout, step.first, i) for i in shown]
+        shown = min(run.log_completions, len(step.rollout.texts))
+        rows = [completion_row(self.context, step.rollout, step.first, i) for i in range(shown)]
         self.tell(lambda o: o.on_completions(self.step + 1, rows))
 
     def stopped(self, step: int, folder: Path | None) -> TrainingStopped:
-        """The error that ends an interrupted run.
-
-        Args:
-            step: the step to continue from.
-            folder: its checkpoint; None: there is none.
-        """
-        return TrainingStopped(
-            f"training was stopped after step {self.step} of {self.context.config.run.max_steps}",
-            got="an interrupt",
-            resumable=folder is not None,
-            why=f"the state after step {step} is saved in {folder}" if folder else "no step was saved yet",
-            fix=f"continue with: klamp train --resume {self.context.output_dir}"
-            if folder
-            else "start it again in another folder, or in this one from its first step, with --resume",
-        )
+        """The error that ends an interrupted run, with the step to continue from and its checkpoint."""
+        why, fix = "no step was saved yet", "start it again in another folder, or in this one, with --resume"
+        if folder is not None:
+            why = f"the state after step {step} is saved in {folder}"
+            fix = f"continue with: klamp train --resume {self.context.output_dir}"
+        what = f"training was stopped after step {self.step} of {self.context.config.run.max_steps}"
+        return TrainingStopped(what, got="an interrupt", resumable=folder is not None, why=why, fix=fix)
 
     def info(self) -> RunInfo:
         """What is known before the first step."""

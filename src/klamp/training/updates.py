@@ -44,16 +44,12 @@ from klamp.training.setup import Context
 class UpdateOutput:
     """What one update measured."""
 
-    scores: Scores
-    """The policy's scores of the rollout before the update, detached."""
+    scores: Scores  # the policy's scores of the rollout before the update, detached
     losses: dict[str, float]
     """train/loss, train/policy_loss, train/kl_penalty of the whole step, and what else is measured in the loss."""
-    grad_norm: float
-    """Norm of the gradient before clipping."""
-    kl_old: float
-    """k3 of KL(old||policy) in nats per token; 0 in a rollout's first update."""
-    stopped: bool = False
-    """Whether the optimizer step was left out because that exceeds kl_early_stop."""
+    grad_norm: float  # norm of the gradient before clipping
+    kl_old: float  # k3 of KL(old||policy) in nats per token; 0 in a rollout's first update
+    stopped: bool = False  # whether the optimizer step was left out because that exceeds kl_early_stop
 
 
 def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: Objective) -> UpdateOutput:
@@ -186,9 +182,9 @@ def by_teacher(context: Context, rollout: Rollout, part: slice, batch: Batch, sc
     for key, rows in rows_of_each(context, rollout).items():
         if not key:
             continue
-        mask = batch.mask & rows[part][:, None]
-        kl = kl_metrics(replace(batch, teacher_mask=mask), context.objective.others[0].term)["teacher/kl"]
-        sums = {"kl": kl.double() * mask.sum()}
+        mask, scored = batch.mask & rows[part][:, None], carries_kl(batch.towards("teacher"))
+        kl = kl_metrics(replace(batch, teacher_mask=mask & scored), context.objective.others[0].term)["teacher/kl"]
+        sums = {"kl": kl.double() * mask.sum(), "unscored": (mask & ~scored).sum().double()}
         sums |= {name: masked_sum(each, mask).double() for name, each in scores.head.items()}
         found |= {f"teacher/{name}{key}": torch.stack([total, mask.sum().double()]) for name, total in sums.items()}
     return found
@@ -349,10 +345,6 @@ class MasterAdamW(AdamW):
     A bfloat16 number has 8 bits: at a rate of 1e-6 a step is far below the last of them, and most weights would never
     move. Moments are float32 too. A weight that is float32 already is its own master. All that runs the model
     (sampling, scoring, the heads, the reference) uses the 16-bit weights alone.
-
-    Args:
-        weights: those that are trained, in any data type.
-        options: of torch's AdamW.
     """
 
     def __init__(self, weights: Iterable[Tensor], **options: Any) -> None:
@@ -373,12 +365,10 @@ class MasterAdamW(AdamW):
             weight.copy_(master)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients of the weights; the masters hold theirs during a step only."""
-        for weight in self.weights:
+        for weight in self.weights:  # the masters hold theirs during a step only
             weight.grad = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Moments and settings, as those of any optimizer, and the masters."""
         return {**super().state_dict(), MASTERS: self.masters}
 
     @torch.no_grad()
