@@ -186,7 +186,7 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     """
     there, inside = os.path.lexists(folder), folder.iterdir() if folder.is_dir() else ()
     full = not all(each.name in BEGUN or (each.name == CHECKPOINTS and not any(each.iterdir())) for each in inside)
-    is_run, what = (folder / CONFIG).exists(), ""
+    is_run, what, why, fix = (folder / CONFIG).exists(), "", "", ""
     if there and not folder.is_dir():
         what = f"the output folder is {'a file' if folder.exists() else 'a link that leads nowhere'}"
         why, fix = "a run writes several files into a folder", "choose another --output_dir"

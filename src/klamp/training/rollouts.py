@@ -223,8 +223,9 @@ def measure_reference_length(context: Context) -> None:
         ConfigError: the reference is on a server that scores tokens.
     """
     reference = context.original or context.reference  # where a resume asks for it, a moving one has moved
-    needed = reference is not None and context.objective.kl.needs_reference_length
-    if not needed or None not in context.control.reference_lengths([e.reference_length for e in context.task.train]):
+    if reference is None or not context.objective.kl.needs_reference_length:
+        return
+    if None not in context.control.reference_lengths([e.reference_length for e in context.task.train]):
         return
     if not isinstance(reference, LocalReference):
         raise ConfigError(

@@ -249,7 +249,7 @@ def _policy(start: nn.Module, config: TrainConfig, resumed: Path | None) -> nn.M
         with former_names():  # transformers 5.23 calls it activation_checkpointing_enable
             policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
         policy.train()
-    return policy.to(device_of(config))
+    return policy.to(device_of(config))  # pyright: ignore[reportArgumentType]
 
 
 def _references(
