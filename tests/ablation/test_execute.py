@@ -70,11 +70,11 @@ def test_runs_that_die_fail_or_are_stopped_are_done_by_the_next_call(plan_with, 
     done, killed, broken, stopped = (read_outcome(own) for own in folders)
     assert done is not None and done.state == "done" and stopped is None
     assert killed is not None and "SIGKILL" in killed.error and str(folders[1] / "log.txt") in killed.error
-    assert checkpoint.newest(folders[1]).name == "step-000002"
+    assert checkpoint.checkpoints(folders[1])[-1].name == "step-000002"
     assert broken is not None and broken.error.startswith(f"the reward function {REWARD} raised RuntimeError")
     assert "the state after step 3 is saved" in broken.error
     assert "Traceback" in (folders[2] / "log.txt").read_text()
-    left = checkpoint.load_state(checkpoint.newest(folders[3]))["step"]
+    left = checkpoint.load_state(checkpoint.checkpoints(folders[3])[-1])["step"]
     assert 2 <= left < 5, "it finished its step and saved it"
 
     monkeypatch.setenv(TROUBLE, "{}")

@@ -17,12 +17,12 @@ from klamp.scoring.scorer import Scorer
 from klamp.tasks import arithmetic_tokenizer
 from klamp.tasks.base import Example, Task
 from klamp.training import checkpoint
+from klamp.training.anchors import FrozenReference
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
-from klamp.training.context import Context
 from klamp.training.folders import scores_of
-from klamp.training.models import end_tokens, load_model
-from klamp.training.references import FrozenReference
+from klamp.training.models import load_model
+from klamp.training.setup import Context
 
 pytestmark = pytest.mark.slow
 
@@ -44,13 +44,10 @@ def pair_of(policy, start, *, length: int, prompts: dict[str, list[str]], rows: 
     return Context(
         config=TrainConfig.from_flat({**rollout, "prompts_per_step": rows // 2, "cpu": True}),
         output_dir=Path(),
-        policy=policy,
         scorer=Scorer(policy, probe(policy)),
         reference=FrozenReference(start),
         tokenizer=tokenizer,
         task=task,
-        stop=end_tokens(start, tokenizer),
-        vocabulary=len(tokenizer),
     )
 
 
@@ -194,7 +191,7 @@ def test_it_is_always_the_starting_model_that_is_measured_against(llama, tmp_pat
         changes = {**changes, "ref_model": stored(other, tmp_path / "other")}
     config = trained(llama, tmp_path / "run", top_p=0.9, **changes)
     found = measure(config, tmp_path / "run")
-    at = checkpoint.newest(tmp_path / "run") / "policy"
+    at = checkpoint.checkpoints(tmp_path / "run")[-1] / "policy"
     if "lora_r" in changes:
         from peft import PeftModel
 
@@ -220,7 +217,7 @@ def test_nothing_is_cut_from_the_support_and_a_run_without_a_step_has_not_moved(
 def test_the_scores_are_those_that_the_run_itself_found(llama, tmp_path, changes) -> None:
     folder = tmp_path / "run"
     config = trained(llama, folder, eval_size=7, **changes)
-    found = evaluate(config, checkpoint.newest(folder) / "policy")
+    found = evaluate(config, checkpoint.checkpoints(folder)[-1] / "policy")
     evaluations = [scores for row in rows_of(folder) if (scores := scores_of(row))]
     assert found.before == evaluations[0] and found.after == evaluations[-1]
     assert found.rl_skill == "addition" and found.state == "done"

@@ -146,7 +146,7 @@ def test_a_config_file_stands_below_the_plan(tmp_path) -> None:
 
 def test_the_configuration_of_a_single_run_is_a_base(tmp_path) -> None:
     """It has every field; what belongs to that run alone is left out."""
-    from klamp.training.runlog import plain
+    from klamp.training.resumed import plain
 
     config = TrainConfig.from_flat({"max_steps": 7, "seed": 9, "output_dir": "there", "beta": 0.2})
     file = write(tmp_path, yaml.safe_dump(plain(config)), "config.yaml")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +62,8 @@ def test_the_resume_command_continues_with_this_configuration(tmp_path: Path) ->
     again = parse_train(command[command.index("train") + 1 :]).config
     assert again.flat() == now.flat() | {"max_steps": 400, "output_dir": str(folder), "resume": True}
     assert command[-4:] == ["--resume", str(folder), "--max_steps", "400"]
+    other = replace(now, kl=replace(now.kl, beta=0.7))  # stopped while it loaded, before config.yaml was written
+    assert shlex.split(words.resume_command(other, folder))[-2:] == ["--beta", "0.7"]
 
 
 def test_tools_are_called_so_that_the_shell_finds_them(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

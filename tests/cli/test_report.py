@@ -17,7 +17,7 @@ from klamp.cli.options import ReportOptions
 from klamp.cli.report import output_of, read_runs
 from klamp.cli.text import duration
 from klamp.training.config import TrainConfig
-from klamp.training.runlog import plain
+from klamp.training.resumed import plain
 
 
 def lines(file: Path, *rows: dict) -> Path:

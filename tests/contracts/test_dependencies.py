@@ -47,7 +47,7 @@ EXTRAS_OF = {
     "trl.py": ("trl",),
     "training": ("train",),
     "training/in_trl": ("train", "trl"),
-    "training/runlog.py": ("train", "wandb"),
+    "training/observers.py": ("train", "wandb"),
 }
 
 # Not klamp's to declare: there if and because what is examined or compiled for is there.

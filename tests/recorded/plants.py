@@ -22,7 +22,7 @@ from tests.training.planted import ARITHMETIC, Told, alarms, trained
 
 from klamp.diagnostics.doctor import Diagnosis
 from klamp.training import rollouts
-from klamp.training.references import MovingReference
+from klamp.training.anchors import MovingReference
 from klamp.training.trainer import Trainer
 
 Plant = Callable[[Trainer, Told, ExitStack], None]

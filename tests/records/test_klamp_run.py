@@ -13,7 +13,7 @@ from klamp.errors import DataError
 from klamp.records import read_record
 from klamp.records.klamp_run import Details, read_details, runs_in
 from klamp.training.config import TrainConfig
-from klamp.training.runlog import plain
+from klamp.training.resumed import plain
 
 
 @pytest.fixture

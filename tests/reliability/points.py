@@ -19,8 +19,8 @@ import transformers.modeling_utils
 from tensorboard.summary.writer.record_writer import RecordWriter
 
 from klamp.scoring.scorer import Scorer
-from klamp.training import checkpoint, evaluation, folders, rollouts, runlog, sampling
-from klamp.training.references import MovingReference
+from klamp.training import checkpoint, evaluation, folders, observers, rollouts, sampling
+from klamp.training.anchors import MovingReference
 
 
 def die() -> None:
@@ -174,7 +174,7 @@ POINTS: dict[str, Point] = {
     "while the configuration is written": half_of(".config.yaml.part"),
     "before the configuration is in its place": before(Path, "replace", last="config.yaml"),
     "while a metrics line is written": half_of("metrics.jsonl"),
-    "between a metrics line and TensorBoard": before(runlog.RunLog, "_track"),
+    "between a metrics line and TensorBoard": before(observers.RunLog, "_track"),
     "while TensorBoard's file is written": tracked,
     "while completions are written": half_of("completions.jsonl"),
     "while answers are written": half_of("answers.jsonl"),

@@ -23,8 +23,6 @@ from torch import Tensor
 import klamp
 from klamp.core.advantages import group_advantages, saturated_share
 from klamp.core.clipping import ClipLevel, clip_gate, gate_kl
-from klamp.core.gradients import log_weights, truncated_share
-from klamp.core.penalty import kl_in_advantage, sequence_log_ratio
 from klamp.core.surrogates import cispo, importance_ratio, ppo_clip, ratio_clipped, score_function
 from klamp.core.types import ClipMethod, Direction, Estimator, Gradient, Horizon
 from klamp.errors import KlampError
@@ -158,22 +156,6 @@ def test_kl_penalty(batch: Drawn, chosen: dict[str, Any], corrected: bool) -> No
     assert same(found, dirty[0]) and same(slope, dirty[1])
 
 
-@given(batch=batches(forbidden=True), chosen=choices, corrected=st.booleans())
-@examples(60)
-def test_kl_penalty_where_a_model_rules_tokens_out_stays_infinite_and_under_the_mask_nothing(
-    batch: Drawn, chosen: dict[str, Any], corrected: bool
-) -> None:
-    behavior = batch.behavior if corrected else None
-    found, slope = value_and_slope(
-        lambda x: klamp.kl_penalty(x, batch.ref, batch.mask, behavior_logprobs=behavior, **chosen), batch.policy
-    )
-    assert (found[~batch.mask] == 0).all() and (slope[~batch.mask] == 0).all()
-    clean = batch.mask.any(-1) & (
-        batch.mask <= (batch.policy.isfinite() & batch.ref.isfinite() & batch.behavior.isfinite())
-    ).all(-1)
-    assert not found[clean].isnan().any(), "another row's token reaches no row"
-
-
 @given(batch=batches(forbidden=True), direction=st.sampled_from(get_args(Direction)), alike=st.booleans())
 @examples(80)
 def test_exact_kl_is_not_negative_and_nan_only_where_a_model_has_no_token_left(
@@ -279,24 +261,6 @@ def test_advantages_are_finite_or_the_rewards_are_refused(
     assert found.dtype == (torch.float64 if dtype == torch.float64 else torch.float32) and found.shape == drawn.shape
     assert found.isfinite().all()
     assert 0 <= saturated_share(drawn, size) <= 1 or not len(drawn)
-
-
-@given(batch=batches(), beta=st.sampled_from([0.0, 1e-30, 0.04, 1e5]), data=st.data())
-@examples(60)
-def test_the_kl_in_reward_and_advantage_sees_nothing_under_the_mask(
-    batch: Drawn, beta: float, data: st.DataObject
-) -> None:
-    bound, horizon = data.draw(st.sampled_from([None, 10.0])), data.draw(st.sampled_from(get_args(Horizon)))
-    rows = torch.randn(batch.policy.shape[0])
-    found = []
-    for policy, ref, behavior in ((batch.policy, batch.ref, batch.behavior), batch.poisoned()):
-        spent = sequence_log_ratio(policy, ref, batch.mask, max_log_ratio=bound)
-        weights = log_weights(policy, behavior, batch.mask, horizon=horizon, max_weight=bound)
-        share = truncated_share(policy, behavior, batch.mask, horizon=horizon, max_weight=10.0)
-        shifted = kl_in_advantage(rows, policy, ref, batch.mask, beta=beta, horizon=horizon, max_log_ratio=bound)
-        found.append((spent, weights, share, shifted))
-    for clean, dirty in zip(*found, strict=True):
-        assert same(clean, dirty) and clean.isfinite().all()
 
 
 CONTROLLERS: Mapping[str, Callable[[float, float, float], Any]] = {

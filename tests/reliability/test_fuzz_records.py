@@ -26,7 +26,7 @@ from klamp.training.checkpoint import load_state
 from klamp.training.config import TrainConfig
 from klamp.training.folders import each_readable, lines_of
 from klamp.training.observers import AlarmObserver
-from klamp.training.runlog import plain
+from klamp.training.resumed import plain
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # as a user has it
 

@@ -143,15 +143,6 @@ def test_masked_tokens_on_either_side_or_between_change_nothing(
 
 
 @given(case=cases(), data=st.data())
-@examples(30)
-def test_the_order_of_the_sequences_changes_nothing(case: tuple[Batch, Objective], data: st.DataObject) -> None:
-    batch, objective = case
-    order = shuffled(batch, data)
-    (loss, slope), (again, moved) = measured(batch, objective), measured(rows_of(batch, order), objective)
-    assert close(again, loss) and close(moved, slope[order])
-
-
-@given(case=cases(), data=st.data())
 @examples(50)
 def test_micro_batches_add_up_to_the_whole(case: tuple[Batch, Objective], data: st.DataObject) -> None:
     batch, objective = case
@@ -166,21 +157,6 @@ def test_micro_batches_add_up_to_the_whole(case: tuple[Batch, Objective], data: 
     loss, slope = measured(batch, objective)
     assert close(torch.stack([part[0] for part in parts]).sum(), loss)
     assert close(torch.cat([part[1] for part in parts]), slope[list(order)])
-
-
-@given(case=cases(), copies=st.integers(2, 3))
-@examples(20)
-def test_a_batch_that_stands_there_twice_has_the_same_loss(case: tuple[Batch, Objective], copies: int) -> None:
-    batch, objective = case
-    if objective.kl.clip_level == "batch":  # the mean of the others has its double among them
-        batch = (
-            replace(batch, gate_kl=sequence_gate_kl(batch, objective.kl))
-            if objective.kl.clip_method != "none"
-            else batch
-        )
-    loss, slope = measured(batch, objective)
-    again, slopes = measured(rows_of(batch, list(range(len(batch.mask))) * copies), objective)
-    assert close(again, loss) and close(slopes, torch.cat([slope] * copies) / copies)
 
 
 @given(case=cases(), factor=st.sampled_from([0.5, 2.0, 8.0]))

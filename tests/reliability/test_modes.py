@@ -16,13 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from tests.reliability.objectives import OBJECTIVES, inputs, loss_and_slopes
-from torch import Tensor
 
-from klamp.core.estimators import exact_kl
-from klamp.core.gradients import kl_penalty
-from klamp.core.heads.kl import linear_kl
-from klamp.core.heads.logprobs import linear_logprobs
-from klamp.core.masking import masked_sum
 from klamp.core.objective import Objective, grpo_loss
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -61,17 +55,6 @@ def test_under_autocast_and_deterministic_algorithms_the_losses_are_what_they_ar
     assert all(a.dtype == b.dtype and torch.equal(a, b) for a, b in zip(plain, found, strict=True))
 
 
-def test_heads_are_deterministic() -> None:
-    hidden, weight = (torch.randn(n, 8).requires_grad_(True) for n in (40, 50))
-    found = []
-    for _ in range(2):
-        with deterministic():
-            value = linear_logprobs(hidden, weight, torch.arange(40)).sum()
-            value = value + linear_kl(hidden, weight, hidden * 2, weight).sum()
-            found.append((value.detach(), *torch.autograd.grad(value, (hidden, weight))))
-    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
-
-
 @CASES
 @pytest.mark.parametrize("mode", [torch.inference_mode, torch.no_grad])
 def test_values_without_gradients_are_those_with_them(
@@ -94,33 +77,6 @@ def test_log_probabilities_that_were_scored_under_inference_mode_are_data_like_a
         scored = {name: getattr(batch, name).clone() for name in names}
     plain, found = loss_and_slopes(objective, batch), loss_and_slopes(objective, batch, **scored)
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
-
-
-def test_logits_of_the_reference_may_come_from_inference_mode() -> None:
-    policy = torch.randn(3, 5, requires_grad=True)
-    with torch.inference_mode():
-        ref = torch.randn(3, 5)
-    for direction in ("reverse", "forward", "js"):
-        found, wanted = (exact_kl(policy, each, direction=direction).sum() for each in (ref, ref.clone()))
-        slopes = [torch.autograd.grad(each, policy)[0] for each in (found, wanted)]
-        assert torch.equal(found, wanted) and torch.equal(*slopes)
-
-
-def test_a_penalty_that_is_computed_again_in_the_backward_pass_is_the_same() -> None:
-    """Checkpointing of activations runs the forward pass twice."""
-    from torch.utils.checkpoint import checkpoint
-
-    batch = inputs()
-
-    def penalty(x: Tensor) -> Tensor:
-        return masked_sum(kl_penalty(x * 1.5, batch.ref_logprobs, batch.mask, horizon="sequence"), batch.mask)
-
-    slopes = []
-    for again in ({}, {"use_reentrant": False}, {"use_reentrant": True}):
-        x = batch.policy_logprobs.detach().requires_grad_(True)
-        (checkpoint(penalty, x, **again) if again else penalty(x)).backward()
-        slopes.append(x.grad)
-    assert torch.equal(slopes[0], slopes[1]) and torch.equal(slopes[0], slopes[2])
 
 
 @pytest.mark.slow

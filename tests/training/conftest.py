@@ -14,9 +14,8 @@ from transformers.utils import logging
 
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.config import TrainConfig
-from klamp.training.context import Context
 from klamp.training.observers import Observer, RunInfo
-from klamp.training.setup import build
+from klamp.training.setup import Context, build
 
 logging.disable_progress_bar()
 

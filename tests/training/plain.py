@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from klamp.training.config import TrainConfig
-from klamp.training.context import Context
 from klamp.training.rollouts import Rollout
+from klamp.training.setup import Context
 
 
 @dataclass

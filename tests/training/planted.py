@@ -12,8 +12,7 @@ from tests.training.conftest import TINY
 from klamp.diagnostics.doctor import Diagnosis, Finding, examine
 from klamp.records import read_record
 from klamp.training.config import TrainConfig
-from klamp.training.observers import Observer
-from klamp.training.runlog import RunLog
+from klamp.training.observers import Observer, RunLog
 from klamp.training.setup import build
 from klamp.training.trainer import Trainer
 

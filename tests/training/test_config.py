@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 import warnings
 
 import pytest
@@ -15,8 +14,6 @@ from klamp.training.config import (
     RolloutConfig,
     RunConfig,
     TrainConfig,
-    field_owners,
-    section_classes,
 )
 
 
@@ -26,11 +23,6 @@ def test_flat_values_make_the_same_configuration_again():
     assert config.run.report_to == ("tensorboard", "wandb"), "lists become tuples"
     assert TrainConfig.from_flat(config.flat()) == config
     assert TrainConfig.from_flat({}) == TrainConfig()
-
-
-def test_no_two_sections_share_a_field_name():
-    every = [f.name for cls in section_classes().values() for f in dataclasses.fields(cls)]
-    assert len(every) == len(set(every)) == len(field_owners())
 
 
 @pytest.mark.parametrize("alias", ["kl_coef", "kl_penalty", "kl_beta"])
@@ -69,11 +61,6 @@ def test_an_early_stop_that_never_comes_is_warned_of():
         TrainConfig.from_flat({"kl_early_stop": 0.1, "num_iterations": 2})
 
 
-def test_a_section_is_a_configuration_not_a_dict():
-    with pytest.raises(ConfigError, match=r"rollout must be a RolloutConfig(?s:.*)RolloutConfig\(\*\*rollout\)"):
-        TrainConfig(rollout={"num_generations": 4})
-
-
 NAN = float("nan")
 SECTIONS = (ModelConfig, RolloutConfig, OptimConfig, RunConfig)
 
@@ -88,24 +75,11 @@ SECTIONS = (ModelConfig, RolloutConfig, OptimConfig, RunConfig)
         (RolloutConfig, {"temperature": NAN}, "temperature"),
         (RolloutConfig, {"temperature": 1e-300}, "temperature"),
         (RolloutConfig, {"top_p": 0.0}, "top_p"),
-        (RolloutConfig, {"top_p": 1.1}, "top_p"),
-        (OptimConfig, {"learning_rate": 0.0}, "learning_rate"),
-        *(
-            (OptimConfig, {"adam_beta1": x}, r"(?s)adam_beta1 must be a number in \[0, 1\).*default")
-            for x in (2.0, NAN)
-        ),
-        (OptimConfig, {"adam_beta2": 1.0}, r"adam_beta2 must be a number in \[0, 1\)"),
-        (OptimConfig, {"max_grad_norm": -1.0}, "max_grad_norm"),
-        (OptimConfig, {"num_iterations": 0}, "num_iterations"),
-        (OptimConfig, {"gradient_accumulation_steps": 0}, "gradient_accumulation_steps"),
+        (OptimConfig, {"adam_beta1": NAN}, r"(?s)adam_beta1 must be a number in \[0, 1\).*default"),
         (OptimConfig, {"lr_scheduler_type": "cosin"}, "did you mean 'cosine'"),
-        (ModelConfig, {"dtype": "float23"}, "did you mean 'float32'"),
         (ModelConfig, {"lora_r": -1}, "lora_r"),
-        (RunConfig, {"max_steps": -1}, "max_steps"),
         (RunConfig, {"stop_on": ("kl-spik",)}, "did you mean 'kl-spike'"),
-        (RunConfig, {"keep_checkpoints": 0}, "keep_checkpoints"),
         *((RunConfig, {"seed": seed}, "seed") for seed in (-1, 2**32, 10**400)),
-        (RunConfig, {"max_steps": 10**400}, "max_steps"),
     ],
 )
 def test_values_that_cannot_work_are_refused_by_name(section, values, named):
@@ -122,11 +96,3 @@ def test_a_section_is_read_only_takes_names_only_and_its_defaults_work(section):
         setattr(made, name, getattr(made, name))
     with pytest.raises(TypeError):
         section(getattr(made, name))
-
-
-@pytest.mark.parametrize("section", SECTIONS)
-def test_every_choice_of_a_literal_is_accepted(section):
-    for name, hint in typing.get_type_hints(section).items():
-        if typing.get_origin(hint) is typing.Literal:
-            for choice in typing.get_args(hint):
-                assert getattr(section(**{name: choice}), name) == choice

@@ -62,18 +62,6 @@ def test_a_skill_that_is_read_is_scored_by_the_probability_of_its_answers(contex
     assert 0 < expected["reversal"] != expected["addition"] < 1
 
 
-def test_the_first_answers_of_each_skill_are_kept_with_their_questions(context_of):
-    context = context_of(eval_size=7, log_answers=2)
-    found = evaluate(context)
-    assert [row["skill"] for row in found.answers] == [skill for skill in context.task.evaluation for _ in range(2)]
-    for row, example in zip(
-        found.answers, (e for rows in context.task.evaluation.values() for e in rows[:2]), strict=True
-    ):
-        assert row["question"] == example.question == example.prompt
-        assert row["score"] == rewards.digits(str(row["completion"]))
-    assert evaluate(context_of(eval_size=7, log_answers=0)).answers == []
-
-
 EXAMPLES = [
     Example(prompt="47+85=", answer="132"),
     Example(prompt="rev abcd=", answer="dcba"),
@@ -107,13 +95,6 @@ def test_they_are_the_geometric_means_of_the_tokens_probabilities(monkeypatch: p
         assert found == pytest.approx(expected, rel=1e-5)
     assert len(set(expected)) == 3 and all(0 < value < 1 for value in expected)
     assert probabilities([], tokenizer, torch.device("cpu"), logprobs) == []
-
-
-def test_a_certain_answer_has_probability_one() -> None:
-    found = probabilities(
-        EXAMPLES, arithmetic_tokenizer(), torch.device("cpu"), lambda given: torch.where(given.mask, 0.0, torch.nan)
-    )
-    assert found == [1.0, 1.0, 1.0], "what stands in the padding does not count"
 
 
 KEPT: dict[str, Any] = {"save_every": 1, "log_completions_every": 1, "log_completions": 8, "keep_checkpoints": 9}

@@ -11,8 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from tests.training.conftest import full_disk
-from tests.waiting import wait_for, wait_until
+from tests.waiting import wait_for
 
 from klamp.errors import RunFolderError
 from klamp.training.backends import train_run
@@ -25,11 +24,8 @@ from klamp.training.folders import (
     free_folder,
     held,
     make_folder,
-    newest_policy,
     opened_folder,
-    policy_folder,
     run_folder,
-    sync,
     write_whole,
 )
 from klamp.training.observers import Observer
@@ -119,35 +115,12 @@ def test_the_folder_is_made_and_a_given_one_taken(tmp_path, monkeypatch):
     assert [make_folder(given) for _ in range(2)] == [(tmp_path / "a" / "b", True), (tmp_path / "a" / "b", False)]
 
 
-def test_a_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
-    monkeypatch.setattr(Path, "mkdir", full_disk)
-    with pytest.raises(RunFolderError, match=r"(?s)cannot be written.*No space"):
-        make_folder(TrainConfig.from_flat({"output_dir": str(tmp_path / "a")}))
-
-
 def test_checkpoints_are_found_whoever_wrote_them_oldest_first(tmp_path):
     names = ["step-000002", "step-000010", "checkpoint-4", "checkpoint-30", "global_step_5"]
     for name in (*names, "something"):
         (tmp_path / "checkpoints" / name).mkdir(parents=True)
     assert [each.name for each in checkpoint_folders(tmp_path)] == [names[i] for i in (0, 2, 4, 1, 3)]
     assert checkpoint_folders(tmp_path / "nowhere") == []
-
-
-@pytest.mark.parametrize(
-    ("names", "expected"),
-    [
-        ((), None),
-        (("step-000002", "step-000010"), "step-000010/policy"),
-        (("checkpoint-2", "checkpoint-10"), "checkpoint-10"),
-        (("global_step_2", "global_step_10"), "global_step_10/actor/huggingface"),
-        (("step-000002", "step-000002.bak"), "step-000002/policy"),
-    ],
-)
-def test_the_newest_policy(tmp_path: Path, names: tuple[str, ...], expected: str | None) -> None:
-    for name in names:
-        (tmp_path / "checkpoints" / name).mkdir(parents=True)
-    found = newest_policy(tmp_path)
-    assert found == (None if expected is None else tmp_path / "checkpoints" / expected)
 
 
 # the lock -----------------------------------------------------------------------------------------------------------
@@ -178,35 +151,11 @@ def test_a_second_one_is_refused_until_the_first_is_gone(tmp_path):
     assert not (tmp_path / LOCK).exists()
 
 
-def test_a_folder_that_is_deleted_meanwhile_ends_nothing(tmp_path):
-    with held(tmp_path / "..", by="x"):
-        (tmp_path / ".." / LOCK).unlink()
-
-
 def can_hold(folder: Path) -> bool:
     """Whether nobody has the lock."""
     with suppress(RunFolderError), held(folder, by="y"):
         return True
     return False
-
-
-def test_a_holder_that_was_killed_does_not_live_on_in_its_children(tmp_path):
-    reader, writer = os.pipe()
-    holder = os.fork()
-    if not holder:
-        with held(tmp_path, by="x"):
-            orphan = os.fork()
-            if orphan:
-                os.write(writer, str(orphan).encode())
-            time.sleep(240)
-        os._exit(0)
-    orphan = int(os.read(reader, 20))
-    os.kill(holder, signal.SIGKILL)
-    os.waitpid(holder, 0)
-    try:
-        wait_until(lambda: can_hold(tmp_path))  # the orphan lets go first thing, but when it gets to it nobody knows
-    finally:
-        os.kill(orphan, signal.SIGKILL)
 
 
 def test_a_file_system_without_locks_is_refused_in_words(tmp_path, monkeypatch):
@@ -232,31 +181,6 @@ def test_a_file_is_replaced_by_one_that_is_on_the_disk(tmp_path, monkeypatch):
     write_whole(file, "één")
     assert file.read_text(encoding="utf-8") == "één" and list(tmp_path.iterdir()) == [file]
     assert order == [False, True], "the text before the move, the name after it"
-
-
-def test_one_that_cannot_be_written_leaves_the_old_one(tmp_path, monkeypatch):
-    file = tmp_path / "a.txt"
-    write_whole(file, "old")
-
-    monkeypatch.setattr(os, "fsync", full_disk)
-    with pytest.raises(OSError, match="No space"):
-        write_whole(file, "new")
-    assert file.read_text() == "old"
-
-
-def test_a_system_that_opens_no_folder_is_not_waited_for(tmp_path, monkeypatch):
-    monkeypatch.delattr(os, "O_DIRECTORY")
-    monkeypatch.setattr(os, "open", lambda *_: pytest.fail("Windows refuses that"))
-    sync(tmp_path)
-
-
-def test_a_checkpoint_stands_for_the_weights_in_it(tmp_path) -> None:
-    (tmp_path / "policy").mkdir(parents=True)
-    inside = str(tmp_path / "policy")
-    assert policy_folder(str(tmp_path)) == policy_folder(inside) == inside
-    (tmp_path / "config.json").touch()
-    assert policy_folder(str(tmp_path)) == str(tmp_path), "a model that has a folder of that name"
-    assert policy_folder("owner/name") == "owner/name"
 
 
 def test_a_folder_that_holds_nothing_in_the_end_goes(config_of, tmp_path):

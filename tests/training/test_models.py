@@ -13,49 +13,26 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from tests.training.conftest import tiny_gpt2, tiny_llama
+from tests.training.conftest import tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from klamp.errors import KlampError, KLWarning, ModelError
-from klamp.scoring.model_parts import output_size, takes
+from klamp.errors import KlampError, ModelError
 from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.config import ModelConfig
 from klamp.training.models import (
-    BUILTIN,
     check_weights,
-    describe_folder,
     end_tokens,
+    length_of,
     load_model,
     load_tokenizer,
-    loadable,
-    make_ready,
-    max_length,
     weights_folder,
     with_adapter,
 )
-from klamp.training.teachers import check_tokens_of
 
 
 def says_all(error: KlampError) -> bool:
     """Whether an error has its four parts."""
     return all((error.what, error.got is not None, error.why, error.fix))
-
-
-@pytest.mark.parametrize("kind", ["llama", "gpt2"])
-def test_dropout_is_off_even_in_training_mode(kind, request, tmp_path):
-    folder = shutil.copytree(request.getfixturevalue(kind), tmp_path / "model")
-    settings = json.loads((folder / "config.json").read_text())
-    settings |= {"attention_dropout": 0.5} if kind == "llama" else {"attn_pdrop": 0.5}
-    (folder / "config.json").write_text(json.dumps(settings))
-    ids = torch.arange(2, 30)[None]
-    raw = AutoModelForCausalLM.from_pretrained(folder).train()
-    assert not torch.equal(raw(ids).logits, raw(ids).logits), "as it was saved, it does drop out"
-    model = load_model(str(folder))
-    assert not model.training
-    with torch.no_grad():
-        calm = model(ids).logits
-        model.train()
-        assert torch.equal(model(ids).logits, calm) and torch.equal(model(ids).logits, calm)
 
 
 SMALL = {"vocab_size": 60, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -79,20 +56,6 @@ def test_dropout_is_off_wherever_an_architecture_keeps_it(kind, tmp_path):
         calm = model(ids).logits
         model.train()
         assert all(torch.equal(model(ids).logits, calm) for _ in range(3))
-
-
-def test_weights_come_in_the_data_type_asked_for(llama):
-    assert {p.dtype for p in load_model(llama, "bfloat16").parameters()} == {torch.bfloat16}
-    assert {p.dtype for p in load_model(llama).parameters()} == {torch.float32}
-
-
-def test_a_tokenizer_is_ready_for_left_padding(tmp_path):
-    tokenizer = arithmetic_tokenizer()
-    tokenizer.padding_side, tokenizer.pad_token = "right", None
-    tokenizer.save_pretrained(tmp_path)
-    loaded = load_tokenizer(str(tmp_path))
-    assert loaded.padding_side == "left"
-    assert loaded.pad_token_id == loaded.eos_token_id == tokenizer.eos_token_id
 
 
 def changed(folder: Path, target: Path, pattern: str, change: Callable[[Path], object]) -> str:
@@ -170,20 +133,6 @@ def test_an_adapter_of_which_a_part_is_not_there_or_would_be_left_out_is_refused
         assert says_all(caught.value)
 
 
-def test_generation_settings_that_are_none_are_refused(llama, tmp_path):
-    folder = changed(llama, tmp_path / "model", "generation_config.json", lambda file: file.write_text("null"))
-    with pytest.raises(ModelError, match="generation settings cannot be read"):
-        describe_folder(folder)
-
-
-def test_a_folder_without_a_tokenizer_is_refused(llama, tmp_path):
-    folder = changed(llama, tmp_path / "model", "tokenizer*", Path.unlink)
-    load_model(folder)
-    with pytest.raises(ModelError, match="tokenizer") as caught:
-        load_tokenizer(folder)
-    assert says_all(caught.value) and "--tokenizer" in caught.value.fix
-
-
 @pytest.mark.parametrize("kind", ["GPT2", "Qwen2", "GPTNeoX", "OPT", "Cohere", "Llama"])
 def test_a_folder_without_a_tokenizer_is_told_so_before_its_prompts_are_blamed(kind, tmp_path):
     """Of most kinds transformers 5 makes a tokenizer of special tokens alone."""
@@ -195,12 +144,6 @@ def test_a_folder_without_a_tokenizer_is_told_so_before_its_prompts_are_blamed(k
     assert set(arithmetic_tokenizer().get_vocab()) <= set(load_tokenizer(str(tmp_path)).get_vocab())
 
 
-def test_a_teacher_without_a_tokenizer_is_cautioned_of(tmp_path):
-    transformers.Qwen2Config().save_pretrained(tmp_path)
-    with pytest.warns(KLWarning, match="has no tokenizer beside it"):
-        check_tokens_of(str(tmp_path), arithmetic_tokenizer())
-
-
 def test_a_tokenizer_without_an_end_token_is_refused(tmp_path):
     tokenizer = arithmetic_tokenizer()
     tokenizer.eos_token = None
@@ -208,13 +151,6 @@ def test_a_tokenizer_without_an_end_token_is_refused(tmp_path):
     with pytest.raises(ModelError, match="no end token") as caught:
         load_tokenizer(str(tmp_path))
     assert says_all(caught.value)
-
-
-def test_a_name_that_is_nowhere_is_refused(monkeypatch):
-    monkeypatch.setattr("klamp.training.models.unreachable", lambda: "")
-    with pytest.raises(ModelError, match="cannot load") as caught:
-        load_model("klamp-tests/there-is-no-such-model")
-    assert "neither as a folder nor on the hub" in caught.value.why
 
 
 def test_an_adapter_starts_as_nothing_and_trains_only_itself():
@@ -244,24 +180,6 @@ def test_end_tokens_are_the_tokenizers_and_the_models():
         assert end_tokens(model, tokenizer) == expected
 
 
-def test_what_a_model_says_about_itself():
-    llama, gpt2 = tiny_llama(), tiny_gpt2()
-    assert (max_length(llama), max_length(gpt2), max_length(torch.nn.Linear(1, 1))) == (64, 64, None)
-    assert output_size(llama) == output_size(gpt2) == len(arithmetic_tokenizer())
-    adapted = with_adapter(llama, ModelConfig(lora_r=1))
-    for model in (adapted, gpt2):
-        assert takes(model, "position_ids") and not takes(model, "wings")
-
-
-def test_what_is_ready_or_not_klamps_own_is_left_alone(monkeypatch):
-    made = []
-    monkeypatch.setattr("klamp.training.models.cached_base_model", lambda **_: made.append("it"))
-    make_ready("a-folder")
-    assert made == []
-    make_ready(BUILTIN)
-    assert made == ["it"]
-
-
 @pytest.fixture
 def offline(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """A hub that does not answer; the list holds what was asked."""
@@ -284,7 +202,7 @@ def test_a_checkpoint_of_klamps_is_a_model(llama: str, tmp_path: Path) -> None:
     assert (weights_folder(llama), weights_folder("owner/name")) == (llama, "owner/name"), "as they are"
     assert load_model(str(step)).config.model_type == "llama"
     assert load_tokenizer(str(step)).eos_token_id is not None
-    assert describe_folder(str(step))[0] == describe_folder(llama)[0]
+    assert length_of(str(step)) == length_of(llama) == 64
 
 
 def test_a_run_names_its_newest_checkpoint(llama: str, tmp_path: Path) -> None:
@@ -305,43 +223,17 @@ def test_an_adapter_is_no_model(tmp_path: Path, inside: str) -> None:
 
 
 def test_a_hub_that_does_not_answer_is_said_at_once(offline: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    def never(*given: object, **options: object) -> None:
-        raise AssertionError("the loader was asked, which tries for most of a minute")
-
-    monkeypatch.setattr("transformers.AutoModelForCausalLM.from_pretrained", never)
-    with pytest.raises(ModelError, match="the hub cannot be reached") as caught:
+    with pytest.raises(ModelError, match="cannot load a causal language model") as caught:
         load_model("nobody/nothing")
-    assert "does not answer: ConnectionError" in caught.value.why and "HF_ENDPOINT" in caught.value.fix
-    assert len(offline) == 1
-
-
-def test_a_hub_that_nobody_may_ask_is_said_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "does not answer: ConnectionError" in caught.value.why and len(offline) == 1
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    with pytest.raises(ModelError, match="the hub cannot be reached") as caught:
+    with pytest.raises(ModelError, match="cannot load a tokenizer") as caught:
         load_tokenizer("nobody/nothing")
-    assert "HF_HUB_OFFLINE" in caught.value.why
+    assert "HF_HUB_OFFLINE" in caught.value.why and len(offline) == 1
 
 
-def test_the_hubs_cache_is_read_where_the_hub_is_silent(
-    offline: list[str], llama: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    snapshot = tmp_path / "models--owner--name" / "snapshots" / "abc"
-    shutil.copytree(llama, snapshot)
-    (tmp_path / "models--owner--name" / "refs").mkdir()
-    (tmp_path / "models--owner--name" / "refs" / "main").write_text("abc", encoding="utf-8")
-    real = huggingface_hub.snapshot_download
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda spec, **o: real(spec, cache_dir=tmp_path, **o))
-    assert Path(loadable("owner/name", "a model")) == snapshot
-    assert load_model("owner/name").config.model_type == "llama"
-
-
-@pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "a/b/c"])
+@pytest.mark.parametrize("name", ["/no/such/folder", "./nothing", "a/b/c", __file__])
 def test_a_path_is_not_asked_of_the_hub(name: str, offline: list[str]) -> None:
-    with pytest.raises(ModelError, match="cannot load a model") as caught:
-        loadable(name, "a model")
-    assert "no folder" in caught.value.why and not offline
-
-
-def test_a_file_is_no_model_folder() -> None:
-    with pytest.raises(ModelError, match="is no folder"):
-        load_model(__file__)
+    with pytest.raises(ModelError, match="cannot load a causal") as caught:
+        load_model(name)
+    assert caught.value.got == name and not offline

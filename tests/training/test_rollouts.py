@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -44,15 +43,6 @@ def test_groups_stand_together_and_every_completion_has_its_own_reward(context_o
     )
 
 
-def test_a_step_is_drawn_from_seed_and_number_alone(context_of):
-    context, other = context_of(), context_of(seed=1)
-    first = tokens_of(rollout_of(context, step=3))
-    rollout_of(context, step=4)
-    assert tokens_of(rollout_of(context, step=3)) == first
-    assert tokens_of(rollout_of(context, step=4)) != first
-    assert tokens_of(rollout_of(other, step=3)) != first
-
-
 def test_truncated_completions_can_be_left_out(context_of):
     rollout = rollout_of(context_of(mask_truncated_completions=True))
     ended = rollout.completions.ended
@@ -62,16 +52,6 @@ def test_truncated_completions_can_be_left_out(context_of):
     assert rollout.totals.sequences == 12
     everything = rollout_of(context_of())
     assert torch.equal(everything.mask, everything.completions.mask)
-
-
-@pytest.mark.parametrize(
-    ("asked", "estimator", "measured"),
-    [(None, "k3", 4), (1, "k3", 1), (3, "k3", 3), (99, "k3", 4), (1, "exact", 4)],
-)
-def test_the_exact_kl_is_measured_on_the_first_completions_of_each_group(context_of, asked, estimator, measured):
-    rollout = rollout_of(context_of(exact_kl_completions=asked, kl_estimator=estimator))
-    assert rollout.exact_rows.tolist() == ([True] * measured + [False] * (4 - measured)) * 3
-    assert len(rollout.ref_predictions.values) == 3 * measured
 
 
 @pytest.mark.parametrize(
@@ -157,15 +137,6 @@ def test_it_is_measured_once_and_only_where_a_budget_needs_it(context_of, change
     assert context.control.reference_length == known
 
 
-def test_it_is_not_measured_where_every_row_brings_its_own(context_of, tmp_path):
-    file = tmp_path / "rows.jsonl"
-    file.write_text("\n".join(json.dumps({"prompt": f"{i}+1=", "answer": "2", "n": 3 + i}) for i in range(4)))
-    settings = {"task": str(file), "eval_split": str(file), "reference_length_column": "n"}
-    context = context_of(**settings, **CLIP)
-    measure_reference_length(context)
-    assert context.control.reference_length is None
-
-
 # how a step is divided, and on how much of it the exact KL is measured ----------------------------------------
 
 
@@ -179,12 +150,6 @@ def test_parts_cover_every_row_once_in_order_and_near_equal(context_of, rows, pa
     assert max(sizes) - min(sizes) <= 1
 
 
-def test_small_vocabularies_have_their_exact_kl_everywhere_and_large_ones_once_a_group(context_of):
-    context = context_of()
-    assert context.exact_completions == 4
-    assert replace(context, vocabulary=SMALL_VOCABULARY + 1).exact_completions == 1
-
-
 @pytest.mark.parametrize(
     ("changes", "vocabulary", "both"),
     [
@@ -196,8 +161,9 @@ def test_small_vocabularies_have_their_exact_kl_everywhere_and_large_ones_once_a
     ],
 )
 def test_the_forward_kl_of_a_large_vocabulary_is_measured_where_it_is_asked_for(context_of, changes, vocabulary, both):
-    context = replace(context_of(beta=0.1, **changes), vocabulary=vocabulary)
+    context = context_of(beta=0.1, **changes)
+    context.vocabulary = vocabulary
     assert context.exact_directions == (("reverse", "forward") if both else ("reverse",))
     rollout = collect(context, context.task.train[:3], step=0, beta=0.1)
     output = update(context, SGD(context.policy.parameters(), lr=0.0), rollout, context.objective)
-    assert output.exact is not None and (output.exact_forward is not None) == both
+    assert output.scores.exact is not None and (output.scores.exact_forward is not None) == both

@@ -4,26 +4,22 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import yaml
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from tensorboard.summary.writer.record_writer import RecordWriter
-from tests.training.conftest import TINY, full_disk, info_of, rows_of, steps_of
+from tests.training.conftest import TINY, full_disk, info_of, rows_of
 
 from klamp._version import __version__
 from klamp.diagnostics.metrics import METRICS
 from klamp.errors import RunFolderError
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
-from klamp.training.observers import Observer, RunSummary
-from klamp.training.runlog import RunLog, versions
+from klamp.training.observers import RunLog, RunSummary, versions
 
 SKILLS = ("addition", "subtraction", "reversal")
 
@@ -81,16 +77,6 @@ def test_every_metric_is_in_the_table(run):
     assert promised <= seen
 
 
-def test_the_summary_is_that_of_the_run(run):
-    found = json.loads((run.folder / "summary.json").read_text())
-    first, _, last = [row for row in rows_of(run.folder) if "reward" not in row]
-    assert found["before"] == {s: first[f"eval/{s}"] for s in SKILLS} == dict(run.summary.before)
-    assert found["after"] == {s: last[f"eval/{s}"] for s in SKILLS} == dict(run.summary.after)
-    assert (found["steps"], found["rl_skill"]) == (4, "addition")
-    assert found["final_metrics"]["kl/k3"] == steps_of(run.folder)[-1]["kl/k3"]
-    assert found["seconds"] > 0
-
-
 def test_completions_carry_tokens_and_their_log_probabilities(run):
     lines = (run.folder / "completions.jsonl").read_text().splitlines()
     rows = [json.loads(line) for line in lines]
@@ -146,49 +132,6 @@ def test_a_resumed_run_drops_the_lines_of_steps_it_will_do_again(tmp_path):
     assert rows_of(tmp_path)[-1] == {"step": 3, "reward": 0.3}
 
 
-def test_a_file_that_loses_no_line_is_not_written(tmp_path):
-    log = RunLog()
-    file = tmp_path / "metrics.jsonl"
-    file.write_text('{"step": 1}\n{"step": 2}\n')
-    os.utime(file, ns=(1, 1))
-    log.on_start(info_of(tmp_path, 2))
-    assert file.stat().st_mtime_ns == 1
-    file.write_text('{"step": 1}\n{"step": 2}')  # killed before the end of the line
-    log.on_start(info_of(tmp_path, 2))
-    log.on_step(3, {})
-    assert rows_of(tmp_path) == [{"step": 1}, {"step": 2}, {"step": 3}]
-
-
-def test_a_run_killed_while_it_drops_lines_loses_none(tmp_path, monkeypatch):
-    lines = '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
-    names = ("metrics.jsonl", "completions.jsonl", "answers.jsonl", "alarms.jsonl", "cautions.jsonl")
-
-    def killed(part, file):
-        raise KeyboardInterrupt
-
-    for killed_at in names:
-        for name in names:
-            (tmp_path / name).write_text(lines)
-        usual = Path.replace
-
-        def replace(part, file, killed_at=killed_at, usual=usual):
-            assert part.read_text(), "it is written whole before it takes the other's place"
-            return killed(part, file) if file.name == killed_at else usual(part, file)
-
-        log = RunLog()
-        with monkeypatch.context() as patch:
-            patch.setattr(Path, "replace", replace)
-            with pytest.raises(KeyboardInterrupt):
-                log.on_start(info_of(tmp_path, 2))
-        assert (tmp_path / killed_at).read_text() == lines
-
-
-def test_the_configuration_of_a_run_that_begins_anew_continues_none(config_of, tmp_path):
-    """Else the file, given to a run in another folder, would look for one to continue there."""
-    RunLog().on_start(info_of(tmp_path, 0, config_of(resume=True)))
-    assert "resume: false" in (tmp_path / "config.yaml").read_text()
-
-
 @pytest.mark.parametrize("kept", [["step-000002"], []])
 def test_tensorboard_shows_no_point_twice(config_of, tmp_path, kept):
     given = {"report_to": ("tensorboard",), "max_steps": 4, "save_every": 2}
@@ -207,12 +150,6 @@ def test_tensorboard_shows_no_point_twice(config_of, tmp_path, kept):
     events.Reload()
     assert [event.step for event in events.Scalars("reward")] == [1, 2, 3, 4]
     assert [event.step for event in events.Scalars("eval/addition")] == [0, 2, 4]
-
-
-def test_a_folder_that_the_system_refuses_is_said(tmp_path):
-    (tmp_path / "file").write_text("")
-    with pytest.raises(RunFolderError, match="(?s)cannot be written.*NotADirectoryError"):
-        RunLog().on_start(info_of(tmp_path / "file" / "run", 0))
 
 
 def test_cautions_are_written_with_the_steps_done_and_go_with_what_a_resumed_run_repeats(tmp_path):
@@ -235,7 +172,7 @@ def test_cautions_are_written_with_the_steps_done_and_go_with_what_a_resumed_run
 def test_a_disk_that_is_full_at_the_beginning_or_the_end_is_said(tmp_path, monkeypatch):
     log = RunLog()
     log.on_start(info_of(tmp_path, 0))
-    monkeypatch.setattr("klamp.training.runlog.write_whole", full_disk)
+    monkeypatch.setattr("klamp.training.observers.write_whole", full_disk)
     for done, words in ((0, "cannot be written\n"), (2, "cannot be written any more")):
         with pytest.raises(RunFolderError, match=f"(?s){words}.*No space left") as caught:
             RunLog().on_start(info_of(tmp_path, done))
@@ -243,25 +180,3 @@ def test_a_disk_that_is_full_at_the_beginning_or_the_end_is_said(tmp_path, monke
     summary = RunSummary(output_dir=tmp_path, steps=1, seconds=1.0, rl_skill="a", before={}, after={})
     with pytest.raises(RunFolderError, match=r"(?s)any more.*No space left"):
         log.on_end(summary)
-
-
-class Fills(Observer):
-    """Lets the disk be full for TensorBoard's file from some step on."""
-
-    def __init__(self, step: int, patch: pytest.MonkeyPatch) -> None:
-        self.step, self.patch = step, patch
-
-    def on_step(self, step, metrics):
-        if step == self.step:
-            error = OSError(28, "No space left on device")
-            self.patch.setattr(RecordWriter, "write", lambda *_: (_ for _ in ()).throw(error))
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_disk_that_is_full_for_tensorboard_ends_the_run_with_what_is_whole(config_of, tmp_path, monkeypatch):
-    given = {"report_to": ("tensorboard",), "save_every": 1}
-    with monkeypatch.context() as patch, pytest.raises(RunFolderError, match=r"(?s)any more.*No space left") as caught:
-        train_run(config_of(**given), [Fills(2, patch)])
-    whole = tmp_path / "run" / "checkpoints" / "step-000002"
-    assert caught.value.__notes__ == [f"  the state after step 2 is saved in {whole}"]
-    assert train_run(config_of(**given, resume=True)).steps == 4

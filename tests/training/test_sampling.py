@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import torch
@@ -23,7 +22,6 @@ from klamp.training import sampling
 from klamp.training.config import RolloutConfig
 from klamp.training.models import end_tokens, load_model
 from klamp.training.sampling import (
-    BLOCK,
     InverseSampler,
     decode,
     draw,
@@ -60,22 +58,6 @@ def model(request):
     return AutoModelForCausalLM.from_pretrained(request.getfixturevalue(request.param)).eval()
 
 
-def test_uniform_numbers_depend_on_seed_and_step_alone():
-    first = uniform_numbers(5, 7, 6, 4)
-    assert torch.equal(first, uniform_numbers(5, 7, 6, 4))
-    assert not torch.equal(first, uniform_numbers(5, 8, 6, 4))
-    assert not torch.equal(first, uniform_numbers(6, 7, 6, 4))
-    assert first.dtype == torch.float64 and 0 <= first.min() and first.max() < 1
-
-
-def test_prompts_are_padded_on_the_left():
-    tokenizer = arithmetic_tokenizer()
-    tokenizer.padding_side = "right"
-    ids, mask = encode_prompts(["1+1=", "2="], tokenizer, CPU)
-    assert mask.tolist() == [[1, 1, 1, 1], [0, 0, 1, 1]]
-    assert ids[1].tolist() == [tokenizer.pad_token_id] * 2 + tokenizer.convert_tokens_to_ids(["2", "="])
-
-
 # whole completions ---------------------------------------------------------------------------------------------------
 
 
@@ -106,22 +88,6 @@ def test_each_token_is_the_draw_of_a_plain_forward_at_its_own_number(model):
                 logits = model(torch.tensor([prompt + tokens[:t]])).logits[0, -1].double() / 0.8
             cumulative = logits.softmax(-1).cumsum(-1)
             assert token == int(torch.searchsorted(cumulative, uniforms[row, t], right=True))
-
-
-def test_the_mask_ends_with_the_first_end_token(model):
-    completions = sample(model)
-    stop, pad = set(end_tokens(model, arithmetic_tokenizer())), arithmetic_tokenizer().pad_token_id
-    assert len(stop) > 2, "the model's own end tokens are among them"
-    assert 0 < completions.ended.sum() < len(PROMPTS)
-    for ids, mask, logprobs, ended in zip(
-        completions.ids, completions.mask, completions.sampler_logprobs, completions.ended, strict=True
-    ):
-        kept = int(mask.sum())
-        assert mask.tolist() == [True] * kept + [False] * (len(mask) - kept)
-        ends = [int(i) in stop for i in ids[:kept]]
-        assert not any(ends[:-1]) and ends[-1] == bool(ended)
-        assert ended or kept == LENGTH
-        assert (ids[kept:] == pad).all() and (logprobs[kept:] == 0).all() and (logprobs[:kept] < 0).all()
 
 
 # the model's own generation settings ---------------------------------------------------------------------------------
@@ -156,25 +122,6 @@ def test_the_models_own_generation_settings_are_neither_used_nor_lost(adapter, g
     assert base.generation_config is kept and kept.to_dict() == before
 
 
-@pytest.mark.parametrize("training", [False, True])
-def test_gradient_checkpointing_does_not_change_what_is_sampled(training):
-    model = tiny_llama()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.train(training)
-    found = sample(model)
-    assert model.training == training, "it is as it was"
-    assert tokens_of(found) == tokens_of(sample(tiny_llama()))
-
-
-def test_the_settings_come_back_after_a_failure_too(tmp_path: Path):
-    model = loud(tiny_llama())
-    kept = model.generation_config
-    bad = torch.full((1, 2), 10_000)
-    with pytest.raises(IndexError):
-        generate(model, bad, torch.ones_like(bad), rollout=RolloutConfig(), stop=[1], pad=0, uniforms=None)
-    assert model.generation_config is kept
-
-
 def test_every_epoch_holds_every_prompt_once():
     picked = [row for step in range(10) for row in examples_of_step(step, 10, size=3, seed=0)]
     epochs = [picked[i : i + 10] for i in range(0, 30, 10)]
@@ -194,15 +141,6 @@ def drawn(scores: torch.Tensor, uniforms: torch.Tensor, **rollout: float) -> tup
     return only.argmax(-1), sampler.logprobs[0][:, 0]
 
 
-def test_evenly_spread_numbers_draw_every_token_in_proportion():
-    scores = torch.randn(1, 42, generator=torch.Generator().manual_seed(3)) * 2
-    n = 20_000
-    tokens, _ = drawn(scores, (torch.arange(n, dtype=torch.float64) + 0.5) / n, temperature=0.7)
-    expected = n * (scores[0].double() / 0.7).softmax(-1)
-    counts = torch.bincount(tokens, minlength=42)
-    assert ((counts - expected).abs() <= 1.01).all(), "a count is off its share by at most one draw"
-
-
 @pytest.mark.parametrize(("rollout", "kept"), [({"top_k": 3}, 3), ({"top_p": 0.6}, 2), ({"top_k": 2, "top_p": 0.9}, 2)])
 def test_truncation_keeps_the_likeliest_tokens_and_renormalises(rollout, kept):
     probs = torch.tensor([0.1, 0.4, 0.05, 0.3, 0.15])
@@ -213,8 +151,8 @@ def test_truncation_keeps_the_likeliest_tokens_and_renormalises(rollout, kept):
 
 
 @settings(deadline=None, max_examples=60)
-@given(size=st.integers(1, 3 * BLOCK + 5), seed=st.integers(0, 10**6), spread=st.floats(0.1, 30), gaps=st.booleans())
-def test_blocks_of_the_vocabulary_change_no_draw(size, seed, spread, gaps):
+@given(size=st.integers(1, 773), seed=st.integers(0, 10**6), spread=st.floats(0.1, 30), gaps=st.booleans())
+def test_a_draw_inverts_the_cumulative_distribution(size, seed, spread, gaps):
     """Against the whole cumulative sum in float64, at numbers well inside a token's interval and at its very ends."""
     generator = torch.Generator().manual_seed(seed)
     scores = torch.randn(1, size, generator=generator) * spread

@@ -12,7 +12,6 @@ from tests.training.conftest import steps_of, stored, tiny_llama
 
 from klamp.ablation.measure import evaluate
 from klamp.errors import ConfigError, DataError, KlampError, KLWarning, ModelError, RunFolderError, UnknownNameError
-from klamp.tasks.arithmetic import arithmetic_tokenizer
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
 from klamp.training.folders import newest_policy
@@ -55,12 +54,6 @@ def file_of(folder: Path, *rows: dict) -> str:
 )
 def test_what_cannot_be_used_is_refused(config_of, changes, kind, words):
     refused(config_of(**changes), kind, words)
-
-
-def test_a_folder_with_another_run_in_it_is_refused(config_of, tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("")
-    refused(config_of(), RunFolderError, "holds another run")
 
 
 def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(config_of, tmp_path):
@@ -117,19 +110,6 @@ def test_prompts_that_leave_no_room_for_a_completion_are_refused(config_of, tmp_
     train_run(config_of(task=task, eval_split=task, max_completion_length=5, max_steps=0))
 
 
-@pytest.mark.parametrize(
-    ("rows", "match"),
-    [
-        ([{"prompt": "", "answer": "2"}], "prompt"),
-        ([{"prompt": "1+1=", "answer": "2"}, {"answer": "2"}], "prompt"),
-        ([{"prompt": "naïve", "answer": "2"}], "cannot be tokenized"),
-    ],
-)
-def test_rows_that_cannot_be_used_are_refused(config_of, tmp_path, rows, match):
-    task = file_of(tmp_path, *rows)
-    refused(config_of(task=task, eval_split=task), DataError, match)
-
-
 # what is built -------------------------------------------------------------------------------------------------------
 
 
@@ -157,13 +137,6 @@ def test_the_same_seed_makes_the_same_adapter(context_of):
     first = weights()
     assert torch.equal(first, weights())
     assert not torch.equal(first, weights(seed=1))
-
-
-def test_a_tokenizer_of_another_folder_is_used(context_of, tmp_path):
-    other = arithmetic_tokenizer()
-    other.model_max_length = 12
-    other.save_pretrained(tmp_path / "tokenizer")
-    assert context_of(tokenizer=str(tmp_path / "tokenizer")).tokenizer.model_max_length == 12
 
 
 # what a dry run opens -----------------------------------------------------------------------------------------------
@@ -210,24 +183,3 @@ def test_a_model_of_a_folder_says_how_much_it_holds(cached_nowhere: Path) -> Non
 def test_what_would_stop_a_run_is_an_error(flat: dict[str, str], text: str) -> None:
     with pytest.raises(KlampError, match=text):
         opened(**flat)
-
-
-@pytest.mark.parametrize(
-    ("flat", "text"),
-    [
-        ({"prompt_column": "question"}, "has no column 'question'"),
-        ({"answer_column": "solution"}, "has no column 'solution'"),
-        ({"eval_split": "held_out.jsonl"}, "does not exist"),
-    ],
-)
-def test_a_column_that_is_missing_is_an_error_whatever_the_tokenizer(
-    cached_nowhere: Path, flat: dict[str, str], text: str
-) -> None:
-    with pytest.raises(DataError, match=text):
-        opened(task=rows(cached_nowhere, prompts=["1+1=", "2+2="]), **flat)
-
-
-def test_a_folder_that_holds_no_model_is_an_error_though_the_tokenizer_is_elsewhere(cached_nowhere: Path) -> None:
-    (cached_nowhere / "empty").mkdir()
-    with pytest.raises(ModelError, match="a model's configuration"):
-        opened(model=str(cached_nowhere / "empty"), tokenizer="builtin")

@@ -88,18 +88,11 @@ def test_sequences_without_a_gradient_get_no_backward_pass_and_leave_every_numbe
     assert counted.scoring == (0 if rollout.before is not None else round(24 * share))
     names = output.losses.keys() - {"policy/skipped"}
     assert {n: output.losses[n] for n in names} == pytest.approx({n: whole.losses[n] for n in names}, abs=1e-6)
-    for name in ("policy_logprobs", "entropy", "exact", "exact_forward"):
-        ours, theirs = getattr(output, name), getattr(whole, name)
+    for name in ("logprobs", "entropy", "exact", "exact_forward"):
+        ours, theirs = getattr(output.scores, name), getattr(whole.scores, name)
         assert (ours is None) == (theirs is None) == (name.startswith("exact") and context.reference is None)
         if ours is not None:
             torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-5)
-
-
-def test_a_rollout_without_any_signal_has_a_gradient_of_zero(context_of):
-    context = context_of(beta=0.0, reward="tests.training.rewards:constant", max_grad_norm=0.0)
-    found, output, counted = updated(context, rollout_of(context, beta=0.0), 0.0)
-    assert output.losses["policy/skipped"] == 1 and counted.learning == 0
-    assert all((g == 0).all() for g in found.values()) and output.grad_norm == 0
 
 
 def test_a_second_update_scores_the_skipped_rows_anew(context_of):
@@ -114,7 +107,7 @@ def test_a_second_update_scores_the_skipped_rows_anew(context_of):
     _, second, counted = updated(context, rollout, BETA)
     assert counted.scoring + counted.learning == 24 and counted.scoring > 0
     kept = rollout.mask & (rollout.advantages == 0)[:, None]
-    assert (second.policy_logprobs - first.policy_logprobs)[kept].abs().mean() > 1e-3
+    assert (second.scores.logprobs - first.scores.logprobs)[kept].abs().mean() > 1e-3
 
 
 @pytest.mark.parametrize(

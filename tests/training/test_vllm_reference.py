@@ -6,8 +6,6 @@
 from __future__ import annotations
 
 import copy
-import math
-import socket
 from contextlib import suppress
 from dataclasses import replace
 
@@ -19,14 +17,14 @@ from tests.ports import kept_port
 from tests.training.answering import VLLMServer, answering, in_turn
 from tests.training.conftest import assert_same_course, disturb
 
-from klamp.errors import ConfigError, KlampError, KLWarning, ModelError, UnknownNameError
+from klamp.errors import ConfigError, KlampError, KLWarning, ModelError
 from klamp.scoring import vllm_reference
 from klamp.scoring.scorer import score
-from klamp.scoring.vllm_reference import ABOVE_ZERO, KEY, VLLMReference, ask
+from klamp.scoring.vllm_reference import KEY, VLLMReference, ask
 from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.training.anchors import connect
 from klamp.training.backends import train_run
 from klamp.training.models import load_model
-from klamp.training.references import connect
 from klamp.training.rollouts import collect, measure_reference_length
 
 NAMES = st.sampled_from(["", "4", "id", "index", "data"])
@@ -97,23 +95,6 @@ def test_a_run_equals_the_run_with_a_frozen_reference(config_of, tmp_path):
     assert all("kl/exact" not in row for row in away)
 
 
-@pytest.mark.parametrize("path", ["", "/", "/v1", "/v1/"])
-def test_the_address_is_the_servers_with_or_without_v1(found, server_of, path):
-    reference = found(server_of(), path)
-    assert isinstance(reference, VLLMReference)
-    assert reference.describe().startswith("start on the server at http://127.0.0.1:")
-    assert reference.weights() is None
-
-
-@pytest.mark.parametrize(
-    "answer", [(404, {"detail": "Not Found"}), (200, {"data": 3}), (200, []), (200, {"data": [1]})]
-)
-def test_a_server_that_lists_no_models_is_refused(answer, context, config_of):
-    with in_turn(answer) as (url, asked), pytest.raises(ModelError, match="does not answer as it should"):
-        connect(config_of(reference="remote", reference_url=url), context.task, context.tokenizer)
-    assert asked == [None]
-
-
 def test_what_a_remote_reference_cannot_do_is_refused_before_the_run(config_of, context_of):
     with pytest.raises(ConfigError, match="reference_url"):
         config_of(reference="remote")
@@ -150,16 +131,6 @@ def test_an_answer_s_numbers_are_its_own_behind_any_prompt(monkeypatch):
     monkeypatch.setattr(VLLMReference, "entries", entries)
     found = VLLMReference("http://h", "x").told([[7, 7, 1], [1], [1]], [[2, 3], [2, 3], [2]], temperature=1.0)
     assert found == [[[(2, -0.5)], [(3, -0.3)]], [[(2, -0.9)], [(3, -0.2)]], [[(2, -0.9)]]]
-
-
-def test_one_of_several_models_has_to_be_named(found, server_of):
-    assert found(server_of(names=("a", "start")), reference_name="start").describe().startswith("start on")
-    for names, told in (("b", "a"), "it names a, b"), ((), "it names none"):
-        with pytest.raises(ConfigError, match="does not serve one model") as error:
-            found(server_of(names=names))
-        assert told in str(error.value)
-    with pytest.raises(UnknownNameError, match="did you mean 'start'"):
-        found(server_of(), reference_name="start-2")
 
 
 def test_a_server_for_shorter_sequences_is_refused(found, server_of, context):
@@ -245,56 +216,12 @@ def test_whatever_a_server_answers_it_is_connected_or_refused(context, config_of
             act()
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(said=entries)
-@example(said=[None, {"4": {"logprob": 10**400}}])
-@example(said=[None, {"4": {"logprob": "-1"}}])
-@example(said=[None, {"4": {"logprob": True}}])
-def test_whatever_entries_are_answered_they_are_log_probabilities_or_refused(told, said):
-    url, answers = told
-    answers[True] = {"choices": [{"index": 0, "prompt_logprobs": said}]}
-    with suppress(ModelError):
-        (row,) = VLLMReference(url, "a").told([[3]], [[4]], temperature=1.0)
-        ((token, number),) = row[0]
-        assert said[1]["4"]["logprob"] == number <= ABOVE_ZERO and math.isfinite(number) and type(number) is not bool
-        assert token == 4
-
-
-@pytest.mark.parametrize("entry", [3, "x", {"x": {}}, {}, None, [[]]])
-def test_tokens_of_a_text_that_are_not_named_are_refused(context, config_of, server_of, entry):
-    server = server_of()
-
-    def answer(path, asked, headers):
-        if asked and isinstance(asked["prompt"][0], str):
-            said = [{"index": i, "prompt_logprobs": [None, entry]} for i in range(len(asked["prompt"]))]
-            return 200, {"choices": said}
-        return server.answer(path, asked, headers)
-
-    with answering(answer) as url, pytest.raises(ModelError):
-        connect(config_of(reference="remote", reference_url=url), context.task, context.tokenizer)
-
-
 @pytest.mark.parametrize("failure", [(503, {}), (500, {}), (429, {}), (200, b"no JSON"), (200, b"\xff\xfe\xff")])
 def test_a_failure_of_a_moment_is_asked_again(failure, waits):
     with in_turn(failure, failure, (200, {"a": 1})) as (url, asked):
         assert ask(url, {"b": 2}) == {"a": 1}
     assert asked == [{"b": 2}] * 3
     assert waits == [0.1, 0.2]
-
-
-@pytest.mark.parametrize("code", [400, 401, 404, 501])
-def test_a_refusal_is_not(code):
-    refusal = (code, {"error": {"message": "not   that\nmodel"}})
-    with in_turn(refusal) as (url, asked), pytest.raises(ModelError) as error:
-        ask(url, {})
-    assert len(asked) == 1
-    assert str(code) in error.value.why and "not that" in error.value.why
-
-
-def test_silence_is_a_failure(monkeypatch):
-    monkeypatch.setattr(vllm_reference, "TIMEOUT_SECONDS", 0.05)
-    with socket.create_server(("127.0.0.1", 0)) as silent, pytest.raises(ModelError, match="TimeoutError"):
-        ask(f"http://127.0.0.1:{silent.getsockname()[1]}/")
 
 
 def test_the_key_is_sent_to_this_server_and_seen_nowhere_else(monkeypatch):

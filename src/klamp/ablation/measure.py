@@ -19,19 +19,18 @@ from klamp.ablation.results import Outcome
 from klamp.core.masking import masked_sum
 from klamp.core.types import Direction
 from klamp.scoring.completions import select
-from klamp.scoring.model_parts import output_size
+from klamp.scoring.model_parts import check_same_vocabulary
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Ask, ExactKL, Scorer
 from klamp.tasks.base import Example
+from klamp.training.anchors import AdapterOffReference, FrozenReference, LocalReference
 from klamp.training.config import TrainConfig
-from klamp.training.context import Context
 from klamp.training.evaluation import evaluate as scores_in
 from klamp.training.folders import newest_policy
-from klamp.training.models import end_tokens, load_model, load_tokenizer, max_length, with_adapter
-from klamp.training.references import AdapterOffReference, FrozenReference, LocalReference
+from klamp.training.models import device_of, load_model, load_tokenizer, max_length, with_adapter
 from klamp.training.rollouts import completed
 from klamp.training.sampling import uniform_numbers
-from klamp.training.setup import check_same_vocabulary, device_of, load_prompts
+from klamp.training.setup import Context, load_prompts
 
 COMPLETIONS = 2
 """Completions per held-out prompt and direction."""
@@ -116,13 +115,10 @@ def measured(config: TrainConfig, weights: str | Path | None) -> Context:
     return Context(
         config=replace(config, rollout=replace(config.rollout, top_p=1.0, top_k=0)),
         output_dir=Path(),
-        policy=policy,
         scorer=Scorer(policy, traits),
         reference=reference,
         tokenizer=tokenizer,
         task=load_prompts(config, tokenizer, longest=max_length(start)),
-        stop=end_tokens(start, tokenizer),
-        vocabulary=output_size(start),
     )
 
 
@@ -139,7 +135,7 @@ def evaluate(
     if start:
         reference = cast(LocalReference, context.reference)
         with reference.sampling_model():  # switches an adapter off
-            before = scores_in(replace(context, policy=reference.scorer.model, scorer=reference.scorer)).scores
+            before = scores_in(replace(context, scorer=reference.scorer)).scores
         numbers = numbers_of(context, prompts=prompts)
     name, skill, seed = str(weights or config.model.model), context.task.rl_skill, config.run.seed
     return Outcome(run=name, arm=name, seed=seed, rl_skill=skill, before=before, after=after, numbers=numbers)

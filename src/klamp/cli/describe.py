@@ -7,6 +7,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +22,12 @@ from klamp.config.describe import (
     describe_teacher,
 )
 from klamp.config.loss import configured_price
+from klamp.errors import ConfigError
 from klamp.tasks.base import NO_REWARD
 from klamp.tasks.base_model import base_model_folder
 from klamp.training.config import TrainConfig, field_owners
 from klamp.training.folders import run_folder
-from klamp.training.resumed import check_resume
+from klamp.training.resumed import MAY_CHANGE, check_resume, plain, read
 
 if TYPE_CHECKING:  # imported for a dry run only
     from klamp.training.setup import Inputs
@@ -68,11 +70,15 @@ def describe_reference(config: TrainConfig) -> str:
 
 
 def resume_command(config: TrainConfig, folder: Path, **changes: Any) -> str:
-    """The command that continues a run, with the fields that change, such as `max_steps`."""
-    words, saved = [tool("klamp"), "train", "--resume", str(folder)], config.flat()
-    for name, value in changes.items():
-        if value != saved[name]:
-            words += [f"--{name}", *map(str, value if isinstance(value, tuple) else [value])]
+    """The command that continues a run, with the fields that differ from what its folder holds, or that change."""
+    words, saved = [tool("klamp"), "train", "--resume", str(folder)], plain(config)
+    wanted = {name: saved[name] for name in MAY_CHANGE} | changes
+    with suppress(ConfigError):  # nothing is written yet
+        saved = read(folder)
+    for name, value in wanted.items():
+        each = list(value) if isinstance(value, list | tuple) else [value]
+        if each != (saved[name] if isinstance(saved[name], list) else [saved[name]]):
+            words += [f"--{name}", *map(str, each)]
     return shlex.join(words)
 
 

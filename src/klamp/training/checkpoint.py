@@ -41,10 +41,12 @@ from klamp.training.folders import (
     SEAL,
     SUMMARY,
     checkpoint_folders,
+    checkpoints,
     lost,
     number_of,
     part_of,
     sync,
+    tidy,
     write_whole,
 )
 
@@ -77,7 +79,7 @@ def save(
     Args:
         output_dir: folder of the run.
         step: steps done.
-        policy: the policy; with an adapter, only the adapter is written.
+        policy: of a policy with an adapter, only the adapter is written.
         tokenizer: saved with the weights.
         optimizer: its moments.
         anchors: weights of a reference or teacher that moves, by name.
@@ -113,24 +115,12 @@ def save(
     return folder
 
 
-def tidy(output_dir: Path, *, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and what a killed run left half written."""
-    for part in (output_dir / CHECKPOINTS).glob(f".{OWN}*"):
-        shutil.rmtree(part, ignore_errors=True)
-    for old in checkpoints(output_dir)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def checkpoints(output_dir: Path) -> list[Path]:
-    """The checkpoints of a run of klamp's own loop, oldest first."""
-    return [folder for folder in checkpoint_folders(output_dir) if folder.name.startswith(OWN)]
-
-
-def newest(output_dir: Path) -> Path | None:
-    """The newest checkpoint of a run; None if it was killed before its first.
+def whole_newest(output_dir: Path) -> Path | None:
+    """The newest checkpoint, each of its files read and compared; None if the run was killed before its first.
 
     Raises:
-        RunFolderError: the run had checkpoints, and has none of klamp's own loop now.
+        RunFolderError: the run had checkpoints, and has none of klamp's own loop now; or it is damaged, which names the
+            newest one that is whole.
     """
     saved = checkpoints(output_dir)
     if not saved and (checkpoint_folders(output_dir) or (output_dir / SUMMARY).exists()):
@@ -140,19 +130,9 @@ def newest(output_dir: Path) -> Path | None:
             why="resume continues a run from its newest checkpoint, with the backend that wrote it",
             fix="check --output_dir and --backend, or start anew without --resume in another folder",
         )
+    if saved:
+        check(saved[-1])
     return saved[-1] if saved else None
-
-
-def whole_newest(output_dir: Path) -> Path | None:
-    """The newest checkpoint, each of its files read and compared; None if the run was killed before its first.
-
-    Raises:
-        RunFolderError: it is damaged; names the newest one that is whole.
-    """
-    folder = newest(output_dir)
-    if folder is not None:
-        check(folder)
-    return folder
 
 
 @contextmanager
@@ -173,7 +153,7 @@ def damaged(checkpoint: Path, error: Exception) -> RunFolderError:
     kind = checkpoint.name.rstrip("0123456789")
     number = number_of(checkpoint) if NAMED.fullmatch(checkpoint.name) else 0  # a copy may be called anything
     older = [each for each in checkpoint_folders(checkpoint.parent.parent) if each.name.startswith(kind)]
-    whole = next((each for each in reversed(older) if number_of(each) < number and is_whole(each)), None)
+    whole = next((each for each in reversed(older) if number_of(each) < number and _is_whole(each)), None)
     return RunFolderError(
         "the checkpoint is damaged",
         got=str(checkpoint),
@@ -181,6 +161,14 @@ def damaged(checkpoint: Path, error: Exception) -> RunFolderError:
         fix="delete that folder; "
         + (f"{whole} is whole, and the run goes on from there then" if whole else "there is no whole one before it"),
     )
+
+
+def _is_whole(checkpoint: Path) -> bool:
+    try:
+        check(checkpoint)
+    except RunFolderError:
+        return False
+    return True
 
 
 # checksums ------------------------------------------------------------------------------------------------------------
@@ -204,46 +192,24 @@ def checksums(folder: Path, inside: Path | None = None) -> dict[str, str]:
     return sums
 
 
-def changed(folder: Path, inside: Path | None = None) -> list[str]:
-    """The files of a checkpoint that are not those that were written, those without a checksum included.
-
-    Args:
-        folder: of the checkpoint.
-        inside: the folder in it whose files are compared; None: all are.
-
-    Raises:
-        OSError, ValueError, TypeError, AttributeError: the checksums are missing, or cannot be read.
-    """
-    written = json_of((folder / SEAL).read_text(encoding="utf-8"))
-    present, within = checksums(folder, inside), inside or folder
-    names = {name for name in written if (folder / name).is_relative_to(within)} | present.keys()
-    return sorted(name for name in names if written.get(name) != present.get(name))
-
-
-def is_whole(checkpoint: Path) -> bool:
-    """Whether a checkpoint's files are those that were written."""
-    try:
-        return not changed(checkpoint)
-    except UNREADABLE:
-        return False
-
-
 def check(checkpoint: Path, inside: Path | None = None) -> None:
-    """Refuse a checkpoint, of whichever backend, whose files (see `changed`) are not those that were written.
+    """Refuse a checkpoint, of whichever backend, whose files are not those that were written.
+
+    `inside`: the folder in it whose files alone are compared.
 
     Raises:
         RunFolderError: it is damaged; names the newest one that is whole.
     """
     with reading(checkpoint):
-        if names := changed(checkpoint, inside):
-            raise ValueError(f"{', '.join(names)} changed on the disk since it was written")
+        written = json_of((checkpoint / SEAL).read_text(encoding="utf-8"))
+        present, within = checksums(checkpoint, inside), inside or checkpoint
+        names = {name for name in written if (checkpoint / name).is_relative_to(within)} | present.keys()
+        if changed := sorted(name for name in names if written.get(name) != present.get(name)):
+            raise ValueError(f"{', '.join(changed)} changed on the disk since it was written")
 
 
 def check_policy(folder: Path) -> None:
-    """Refuse weights in a checkpoint that are not those that were written; other folders are not looked at.
-
-    Args:
-        folder: of the model or adapter.
+    """Refuse the weights of a model or adapter in a checkpoint that are not those that were written.
 
     Raises:
         RunFolderError: they are damaged; names the newest checkpoint that is whole.

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_type_hints
 
 from klamp.config import KLConfig, LossConfig, TeacherConfig, build_objective
-from klamp.config.kl import ALIASES, resolve_aliases
+from klamp.config.kl import resolve_aliases
 from klamp.config.rules import DType, check_cluster, check_server
 from klamp.config.teacher import ALL_ALIASES
 from klamp.core.arguments import (
@@ -28,7 +28,7 @@ from klamp.core.arguments import (
 )
 from klamp.core.controllers import Schedule
 from klamp.diagnostics.alarms import check_names
-from klamp.errors import ConfigError, KLWarning, Refusal, refuse
+from klamp.errors import KLWarning, Refusal, refuse
 from klamp.files import at_home
 from klamp.tasks.base import NO_REWARD, TaskConfig
 
@@ -240,16 +240,7 @@ class TrainConfig:
         check_fields(self)
         length = self.rollout.max_completion_length
         build_objective(self.kl, self.loss, max_length=length, teacher=self.teacher)
-        refuse(_anchor_refusals(self))
-        if self.run.resume and self.run.output_dir is None:
-            raise ConfigError(
-                "resume needs output_dir",
-                got="output_dir=None",
-                why="a run is continued from the checkpoints in its folder",
-                fix="pass the folder of the run: --output_dir runs/NAME --resume",
-            )
-        _check_precision(self.model)
-        _check_texts(self.flat())
+        refuse(_refusals(self))
         for text in self._cautions():
             warnings.warn(text, KLWarning, stacklevel=3)
 
@@ -273,6 +264,8 @@ class TrainConfig:
                 )
             top_p, top_k = self.rollout.top_p, self.rollout.top_k
             yield f"top_p={top_p:g} and top_k={top_k} cut the sampler: {said} sample the whole policy."
+        if self.model.master_weights == "none" and (self.model.dtype == "float32" or self.model.lora_r):
+            yield "master_weights='none' has no effect: float32 weights, which all LoRA adapters are, have no copies."
         if self.kl.kl_early_stop is not None and once:
             yield (
                 f"kl_early_stop={self.kl.kl_early_stop!r} has no effect: it needs num_iterations of 2 or more, since "
@@ -310,11 +303,38 @@ def field_owners() -> dict[str, str]:
     return {f.name: name for name, cls in section_classes().items() for f in dataclasses.fields(cls)}
 
 
-def _anchor_refusals(c: TrainConfig) -> list[Refusal]:
-    """What cannot work of reward, group and anchors together."""
+USER = re.compile(r"[A-Za-z][\w+.-]*://[^/?#\s]*@")
+"""The beginning of a URL that names a user."""
+
+
+def _refusals(c: TrainConfig) -> Iterator[Refusal]:
+    """What cannot work of several sections together, and texts that klamp may not write down as they stand."""
+    for name, value in c.flat().items():
+        texts = value if isinstance(value, tuple) else (value,)
+        yield Refusal(
+            any(isinstance(text, str) and USER.search(text) for text in texts),
+            f"{name} holds a URL with a user or a password",
+            got=" ".join(map(str, texts)),
+            why="it would be shown, and written into the run's folder",
+            fix="leave them out; what reads the URL takes them from its own environment variables or files",
+        )
     kl, teacher, size = c.kl, c.teacher, c.rollout.num_generations
     silent = c.task.reward == NO_REWARD
-    return [
+    yield from [
+        Refusal(
+            c.run.resume and c.run.output_dir is None,
+            "resume needs output_dir",
+            got="output_dir=None",
+            why="a run is continued from the checkpoints in its folder",
+            fix="pass the folder of the run: --output_dir runs/NAME --resume",
+        ),
+        Refusal(
+            c.model.dtype == "float16" and not c.model.lora_r,
+            "dtype='float16' cannot train all weights",
+            got="dtype='float16', lora_r=0",
+            why="its range is too small for gradients and moments, and klamp scales no loss: four steps ruin a model",
+            fix="use dtype='bfloat16', which takes the same memory, or lora_r=16: an adapter is float32 in any case",
+        ),
         Refusal(
             silent and not teacher.there,
             f"reward={NO_REWARD!r} needs a teacher",
@@ -373,61 +393,3 @@ def reference_kind(config: TrainConfig) -> str:
     if config.kl.reference != "auto":
         return config.kl.reference
     return "adapter_off" if config.model.lora_r and config.model.ref_model is None else "frozen"
-
-
-def _check_precision(model: ModelConfig) -> None:
-    """Refuse to train all weights of a float16 model; warn of master_weights where there are none.
-
-    Raises:
-        ConfigError: dtype `float16` without an adapter.
-    """
-    if model.dtype == "float16" and not model.lora_r:
-        raise ConfigError(
-            "dtype='float16' cannot train all weights",
-            got="dtype='float16', lora_r=0",
-            why="its range is too small for gradients and moments, and klamp scales no loss: four steps ruin a model",
-            fix="use dtype='bfloat16', which takes the same memory, or lora_r=16: an adapter is float32 in any case",
-        )
-    if model.master_weights == "none" and (model.dtype == "float32" or model.lora_r):
-        warnings.warn(
-            "master_weights='none' has no effect: float32 weights, which all LoRA adapters are, have no copies.",
-            KLWarning,
-            stacklevel=4,
-        )
-
-
-USER = re.compile(r"[A-Za-z][\w+.-]*://[^/?#\s]*@")
-"""The beginning of a URL that names a user."""
-
-
-def _check_texts(values: Mapping[str, Any]) -> None:
-    """Refuse URLs with a user or a password in fields whose text klamp writes and passes on as it stands.
-
-    Args:
-        values: of all fields.
-
-    Raises:
-        ConfigError: there is one.
-    """
-    for name, value in values.items():
-        texts = value if isinstance(value, tuple) else (value,)
-        if any(isinstance(text, str) and USER.search(text) for text in texts):
-            raise ConfigError(
-                f"{name} holds a URL with a user or a password",
-                got=" ".join(map(str, texts)),
-                why="it would be shown, and written into the run's folder",
-                fix="leave them out; what reads the URL takes them from its own environment variables or files",
-            )
-
-
-__all__ = [
-    "ALIASES",
-    "ModelConfig",
-    "OptimConfig",
-    "RolloutConfig",
-    "RunConfig",
-    "TrainConfig",
-    "field_owners",
-    "reference_kind",
-    "section_classes",
-]

@@ -1,49 +1,50 @@
-"""What is asked of a run's weights: every skill on held-out prompts, whose answers are decoded greedily or read; and
-whether the completions that the run kept are those of the weights that wrote them.
+"""What is asked of a run's weights.
+
+`evaluate` asks for every skill on held-out prompts, whose answers are decoded greedily or read. `check_completions`
+asks whether the completions that a run kept are those of the weights that wrote them. `fingerprints` are of what a run
+learns from: its task, its chat template, and the models that score its completions. A text has its SHA-256. A model has
+the log-probabilities of a few fixed tokens, so that one behind a server has a fingerprint too.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
-from klamp.errors import DataError
+from klamp.errors import ConfigError, DataError
 from klamp.hosts.common.sampler_weights import check_sync
 from klamp.hosts.common.sync import SyncReport
 from klamp.scoring.completions import Completions
 from klamp.scoring.scorer import score
 from klamp.tasks.base import Example
+from klamp.training.anchors import LocalReference, MovingReference, Reference
 from klamp.training.config import TrainConfig
-from klamp.training.context import Context
 from klamp.training.folders import COMPLETIONS, checkpoint_folders, lines_of, number_of, policy_in
 from klamp.training.models import load_model, load_tokenizer, with_adapter
-from klamp.training.references import LocalReference
+from klamp.training.resumed import new_run
 from klamp.training.rollouts import completed
 from klamp.training.sampling import encode_prompts
+from klamp.training.setup import Context
 
-BATCH = 256
-"""Prompts that are answered at a time."""
-READ_AT_ONCE = 16
-"""Answers whose logits are held at a time."""
-ROWS = 8
-"""Completions of a step that are scored again."""
+BATCH = 256  # prompts that are answered at a time
+READ_AT_ONCE = 16  # answers whose logits are held at a time
+ROWS = 8  # completions of a step that are scored again
 
 
-@dataclass(frozen=True, kw_only=True)
-class Evaluation:
+class Evaluation(NamedTuple):
     """What an evaluation found."""
 
-    scores: dict[str, float]
-    """Skill -> mean score."""
-    answers: list[dict[str, object]]
-    """The first answers of each skill, as lines of answers.jsonl."""
+    scores: dict[str, float]  # skill -> mean score
+    answers: list[dict[str, Any]]  # the first answers of each skill, as lines of answers.jsonl
 
 
 def evaluate(context: Context) -> Evaluation:
@@ -52,55 +53,47 @@ def evaluate(context: Context) -> Evaluation:
     def logprobs(given: Completions) -> Tensor:
         return score(context.policy, given, temperature=1.0).logprobs
 
-    scores: dict[str, float] = {}
-    answers: list[dict[str, object]] = []
+    scores, answers = dict[str, float](), list[dict[str, Any]]()
     for skill, examples in context.task.evaluation.items():
         if skill in context.task.read:
             rated = probabilities(examples, context.tokenizer, context.device, logprobs)
         else:
-            texts = [text for part in _parts(examples, BATCH) for text in _greedy(context, part)]
-            rated = [context.task.score(e, t) for e, t in zip(examples, texts, strict=True)]
-            shown = slice(context.config.run.log_answers)
-            answers += _rows(examples[shown], texts[shown], rated[shown])
+            rows = _answered(context, examples, [each.prompt for each in examples])
+            rated = [row["score"] for row in rows]
+            answers += rows[: context.config.run.log_answers]
         scores[skill] = sum(rated) / max(1, len(examples))
-    return Evaluation(scores=scores, answers=answers)
+    return Evaluation(scores, answers)
 
 
-def _greedy(context: Context, examples: Sequence[Example]) -> list[str]:
-    return completed(context, [e.prompt for e in examples], uniforms=None).texts(context.tokenizer)
-
-
-def _rows(examples: Sequence[Example], texts: Sequence[str], scores: Sequence[float]) -> list[dict[str, object]]:
+def _answered(
+    context: Context, examples: Sequence[Example], prompts: Sequence[str], reference: LocalReference | None = None
+) -> list[dict[str, Any]]:
+    """The greedy answers of the policy, or of a reference, and their scores."""
+    parts = (completed(context, part, uniforms=None, reference=reference) for part in _parts(prompts, BATCH))
+    texts = [text for part in parts for text in part.texts(context.tokenizer)]
     return [
-        {"skill": e.skill, "question": e.question, "completion": text, "score": rating}
-        for e, text, rating in zip(examples, texts, scores, strict=True)
+        {"skill": e.skill, "question": e.question, "completion": text, "score": context.task.score(e, text)}
+        for e, text in zip(examples, texts, strict=True)
     ]
 
 
-def teacher_answers(context: Context) -> list[dict[str, object]]:
-    """What the teachers that can write here answer greedily, each behind the prompt that it sees; as `answers`.
-
-    Args:
-        context: the run; held-out prompts without a teacher's prompt or key have no answer of a teacher.
-    """
+def teacher_answers(context: Context) -> list[dict[str, Any]]:
+    """What the teachers that can write here answer greedily, each behind the prompt that it sees; as `answers`."""
     task, teachers, shown = context.task, context.teachers, context.config.run.log_answers
     if teachers is None:
         return []
-    written = [rows for skill, rows in task.evaluation.items() if skill not in task.read]
-    every = [each for rows in written for each in rows[:shown]]
-    answers: list[dict[str, object]] = []
+    every = [each for skill, rows in task.evaluation.items() if skill not in task.read for each in rows[:shown]]
+    answers: list[dict[str, Any]] = []
     for key, model in teachers.models.items():
         examples = [each for each in every if teachers.key(each) == key and teachers.prompt(each) is not None]
         if examples and isinstance(model, LocalReference):
-            prompts = [str(teachers.prompt(each)) for each in examples]
-            texts = completed(context, prompts, uniforms=None, reference=model).texts(context.tokenizer)
-            rated = [task.score(each, text) for each, text in zip(examples, texts, strict=True)]
-            answers += [{**row, "who": "teacher"} for row in _rows(examples, texts, rated)]
+            rows = _answered(context, examples, [str(teachers.prompt(each)) for each in examples], model)
+            answers += [{**row, "who": "teacher"} for row in rows]
     return answers
 
 
-def _parts(examples: Sequence[Example], size: int) -> Iterator[Sequence[Example]]:
-    return (examples[i : i + size] for i in range(0, len(examples), size))
+def _parts(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (items[i : i + size] for i in range(0, len(items), size))
 
 
 def probabilities(
@@ -113,11 +106,7 @@ def probabilities(
 
     Equation: exp(mean over t of log p(answer_t | prompt, answer_<t)), one over the answer's perplexity; in (0, 1].
 
-    Args:
-        examples: with the answers.
-        tokenizer: the model's.
-        device: where the tokens go.
-        logprobs_of: gives [B, T] log-probabilities of the completions' tokens under the model, in nats.
+    `logprobs_of` gives [B, T] log-probabilities of the completions' tokens under the model, in nats.
     """
     rated: list[float] = []
     for part in _parts(examples, READ_AT_ONCE):
@@ -130,14 +119,15 @@ def probabilities(
 
 
 def answers_as_completions(
-    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, device: torch.device
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, device: torch.device, longest: int | None = None
 ) -> Completions:
-    """The answers as if they had been sampled; no end token is added, for an answer may go on after its sentence."""
+    """The answers (their first tokens) as if they had been sampled; no end token is added: an answer may go on."""
     prompt_ids, prompt_mask = encode_prompts([e.prompt for e in examples], tokenizer, device)
     given: Any = tokenizer(
         [e.answer for e in examples], return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
     )
-    ids, mask = given["input_ids"].to(device), given["attention_mask"].bool().to(device)
+    ids = given["input_ids"][:, :longest].to(device)
+    mask = given["attention_mask"][:, :longest].bool().to(device)
     return Completions(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
@@ -153,10 +143,6 @@ def check_completions(config: TrainConfig, folder: Path) -> Iterator[tuple[int, 
 
     The first step's weights are those of the model that the run started from; those of step N + 1 are in the checkpoint
     of step N.
-
-    Args:
-        config: of the run.
-        folder: its folder.
 
     Raises:
         DataError: the run kept no completions of such a step, or none with a sampler's log-probabilities.
@@ -211,3 +197,65 @@ def _by_step(file: Path) -> dict[int, list[dict[str, Any]]]:
         if len(rows) < ROWS:
             rows.append(row)
     return kept
+
+
+# fingerprints ---------------------------------------------------------------------------------------------------------
+
+PROBES, PROBE_TOKENS = 4, 8  # prompts whose first tokens are scored, and how many
+SAME = 0.05  # nats by which the log-probabilities of one model may differ: other kernels, other batches
+THAT_STAY = ("frozen", "remote", "adapter_off")  # teachers whose weights never change; others are in the checkpoint
+
+
+def fingerprints(context: Context) -> dict[str, Any]:
+    """Name -> SHA-256, or log-probabilities in nats, of a run that is loaded."""
+    template = getattr(context.tokenizer, "chat_template", None)
+    rows = {"": context.task.train, **context.task.evaluation}  # the prompts as the policy sees them
+    texts = {skill: [(each.prompt, each.answer) for each in examples] for skill, examples in rows.items()}
+    found: dict[str, Any] = {"chat template": _sha256(template), "task": _sha256(texts)}
+    start = context.original or context.reference  # a moving reference has moved
+    if start is not None and not isinstance(start, MovingReference):
+        found["reference"] = _scores(context, start)
+    teachers = context.teachers
+    if teachers is not None and context.config.teacher.kind in THAT_STAY:
+        found |= {f"teacher {key}".strip(): _scores(context, model) for key, model in teachers.models.items()}
+    return found
+
+
+def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], *, checkpoint: Path) -> None:
+    """Refuse to go on with another task, template, reference or teacher than a run was started with.
+
+    What only one of the two has is not compared.
+
+    Raises:
+        ConfigError: names the first fingerprint that differs.
+    """
+    for name in saved.keys() & now.keys():
+        if difference := _difference(saved[name], now[name]):
+            raise ConfigError(
+                f"the {name} is another one than it was",
+                got=difference,
+                why="the run would go on towards another policy, and its curve would not show it",
+                fix=f"use the {name} that the run was started with, or {new_run(checkpoint)}",
+            )
+
+
+def _difference(saved: Any, now: Any) -> str:
+    """How two fingerprints differ; empty: they do not."""
+    if isinstance(saved, str) or isinstance(now, str):
+        return "" if saved == now else f"SHA-256 {saved}, now {now}"
+    far = max((abs(x - y) for x, y in zip(saved, now, strict=False)), default=0.0)
+    if len(saved) == len(now) and far <= SAME:
+        return ""
+    return f"log-probabilities of the same tokens differ by up to {far:.3g} nats"
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
+
+
+def _scores(context: Context, model: Reference) -> list[float]:
+    """The log-probabilities of the first tokens of a few prompts, each behind its own prompt."""
+    examples = [replace(each, answer=each.prompt) for each in context.task.train[:PROBES]]
+    given = answers_as_completions(examples, context.tokenizer, context.device, longest=PROBE_TOKENS)
+    logprobs = model.score(given, temperature=context.config.rollout.temperature).logprobs
+    return [round(x, 4) for x in logprobs[given.mask].tolist()]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -20,33 +21,21 @@ Read = TypeVar("Read")
 
 CONFIG, METRICS_FILE, COMPLETIONS, ANSWERS = names.CONFIG, names.METRICS_FILE, names.COMPLETIONS, names.ANSWERS
 CAUTIONS, VERSIONS, SUMMARY, RUNS = names.CAUTIONS, names.VERSIONS, names.SUMMARY, names.RUNS
-SCORE = "eval/"
-"""How the name of a skill's score begins in metrics.jsonl."""
-CHECKPOINTS = "checkpoints"
-"""The folder inside a run's folder that holds one folder per checkpoint."""
-SEAL = "checksums.json"
-"""The file in a checkpoint that holds its checksums; where it is, the checkpoint was complete."""
-POLICY = "policy"
-"""The folder inside a checkpoint of klamp's that holds its weights."""
-OWN = "step-"
-"""How the names of the checkpoints of klamp's own loop begin."""
-NAMED = re.compile(r"(step-|checkpoint-|global_step_)\d+", re.ASCII)
-"""The name of a checkpoint; a copy or a backup that somebody made beside it has another one."""
-LOCK = ".lock"
-"""The file by which a folder is locked."""
-BESIDE = ("log.txt", "outcome.json")
-"""The files that `klamp ablate` keeps in a run's folder."""
-FOR_VERL = "verl"
-"""The folder inside a run's folder that holds what klamp and verl tell each other."""
+SCORE = "eval/"  # how the name of a skill's score begins in metrics.jsonl
+CHECKPOINTS = "checkpoints"  # the folder inside a run's folder that holds one folder per checkpoint
+SEAL = "checksums.json"  # the file in a checkpoint that holds its checksums; where it is, the checkpoint was complete
+POLICY = "policy"  # the folder inside a checkpoint of klamp's that holds its weights
+OWN = "step-"  # how the names of the checkpoints of klamp's own loop begin
+NAMED = re.compile(r"(step-|checkpoint-|global_step_)\d+", re.ASCII)  # a checkpoint; a copy beside it has another name
+LOCK = ".lock"  # the file by which a folder is locked
+BESIDE = ("log.txt", "outcome.json")  # the files that `klamp ablate` keeps in a run's folder
+FOR_VERL = "verl"  # the folder inside a run's folder that holds what klamp and verl tell each other
 BEGUN = (*BESIDE, LOCK, f".{CONFIG}.part", FOR_VERL)
 """What may lie in the folder of a run that was killed before anything could be lost with it."""
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
-    """The objects of one of these files, one a line; none where the file does not exist.
-
-    A line that is none, as a killed process leaves, is passed over.
-    """
+    """The objects of one of these files, one a line; a line that is none, as a killed process leaves, is left out."""
     if not file.exists():
         return []
     rows = map(row_of, with_end(file).read_text(encoding="utf-8", errors="replace").splitlines())
@@ -75,9 +64,8 @@ def step_of(row: Mapping[str, Any] | None) -> float:
 
 def scores_of(row: Mapping[str, Any]) -> dict[str, float]:
     """The scores of an evaluation in a line of metrics.jsonl: skill -> score; none in the line of a step."""
-    scores = {name.removeprefix(SCORE): row[name] for name in row if name.startswith(SCORE)}
-    # A damaged line has others than numbers.
-    return {name: score for name, score in scores.items() if isinstance(score, int | float)}
+    scores = {name.removeprefix(SCORE): value for name, value in row.items() if name.startswith(SCORE)}
+    return {name: value for name, value in scores.items() if isinstance(value, int | float)}  # a line may be damaged
 
 
 def row_of(line: str) -> dict[str, Any] | None:
@@ -91,43 +79,38 @@ def row_of(line: str) -> dict[str, Any] | None:
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """The checkpoints in the folder of a run, oldest first: klamp's own (step-N) and verl's (global_step_N) are in
-    `checkpoints`, TRL's (checkpoint-N) beside it.
-
-    Args:
-        folder: of the run.
-    """
+    `checkpoints`, TRL's (checkpoint-N) beside it."""
     inside = [*(folder / CHECKPOINTS).glob("*"), *folder.glob("checkpoint-*")]
     return sorted((each for each in inside if NAMED.fullmatch(each.name) and each.is_dir()), key=number_of)
 
 
+def tidy(output_dir: Path, *, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints, and what a killed run left half written."""
+    for part in (output_dir / CHECKPOINTS).glob(f".{OWN}*"):
+        shutil.rmtree(part, ignore_errors=True)
+    for old in checkpoints(output_dir)[:-keep]:
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def checkpoints(output_dir: Path) -> list[Path]:
+    """The checkpoints of a run of klamp's own loop, oldest first."""
+    return [folder for folder in checkpoint_folders(output_dir) if folder.name.startswith(OWN)]
+
+
 def newest_policy(folder: Path) -> Path | None:
-    """The model (or adapter) in a run's newest checkpoint, whoever trained; None where it has none.
-
-    verl's checkpoints hold a model only where all weights are trained: an adapter of theirs is in shards.
-
-    Args:
-        folder: of the run.
-    """
+    """The model (or adapter; verl's is in shards) in a run's newest checkpoint; None: there is none."""
     saved = checkpoint_folders(folder)
     return policy_in(saved[-1]) if saved else None
 
 
 def policy_in(checkpoint: Path) -> Path:
-    """Where a checkpoint has its model (or adapter), whoever trained.
-
-    Args:
-        checkpoint: one of a run's, see `checkpoint_folders`.
-    """
+    """Where a checkpoint of `checkpoint_folders` has its model (or adapter), whoever trained."""
     inside = {"step": POLICY, "global": "actor/huggingface"}
     return checkpoint / inside.get(re.split("[-_]", checkpoint.name)[0], "")
 
 
 def policy_folder(name: str) -> str:
-    """The folder of the weights where a checkpoint of klamp's is named; any other name as it is.
-
-    Args:
-        name: a folder, or a hub id.
-    """
+    """The folder of the weights where a checkpoint of klamp's is named; any other folder or hub id as it is."""
     given = at_home(name)
     inside = given / POLICY
     return str(inside) if inside.is_dir() and not (given / "config.json").exists() else name
@@ -144,9 +127,8 @@ def run_folder(config: TrainConfig) -> Path:
     Raises:
         RunFolderError: it holds another run, there is none to continue, or nothing can be written there.
     """
-    name = short_name(config.task.task) or "run"
     given = config.run.output_dir
-    folder = Path(given) if given else free_folder(Path("runs"), name)
+    folder = Path(given) if given else free_folder(Path("runs"), short_name(config.task.task) or "run")
     check_folder(folder, resume=config.run.resume)
     above = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
     if not (above.is_dir() and os.access(above, os.W_OK)):
@@ -160,10 +142,8 @@ def make_folder(config: TrainConfig) -> tuple[Path, bool]:
     Raises:
         RunFolderError: it holds another run, there is none to continue, or it cannot be made.
     """
-    while True:
-        given = config.run.output_dir
-        if given and Path(given).is_dir():  # what it holds is looked at once nobody else can write there
-            return Path(given), False
+    given = config.run.output_dir
+    while not (given and Path(given).is_dir()):  # what it holds is looked at once nobody else can write there
         folder = run_folder(config)
         try:
             folder.mkdir(parents=True)
@@ -172,11 +152,12 @@ def make_folder(config: TrainConfig) -> tuple[Path, bool]:
             continue
         except (OSError, ValueError) as error:  # a name with a NUL, which a YAML file can hold
             raise unwritable(folder, f"{type(error).__name__}: {error}") from error
+    return Path(given), False
 
 
 @contextmanager
 def opened_folder(config: TrainConfig) -> Iterator[Path]:
-    """The folder of the run, locked.
+    """The folder of the run, locked; it goes again if the run was refused before it wrote anything.
 
     Raises:
         RunFolderError: it holds another run, or one that is under way; or there is none to continue.
@@ -187,8 +168,8 @@ def opened_folder(config: TrainConfig) -> Iterator[Path]:
             check_folder(folder, resume=config.run.resume)  # another run may have been here since it was made
             yield folder
     finally:
-        if made:
-            with suppress(OSError):  # it goes if the run was refused before it wrote anything
+        with suppress(OSError):
+            if made:
                 folder.rmdir()
 
 
@@ -203,31 +184,21 @@ def check_folder(folder: Path, *, resume: bool) -> None:
     Raises:
         RunFolderError: the folder holds a run (or anything else) and resume is off; or resume is on and it holds none.
     """
-    held = folder.is_dir() and not all(
-        each.name in BEGUN or (each.name == CHECKPOINTS and not any(each.iterdir())) for each in folder.iterdir()
-    )
-    if os.path.lexists(folder) and not folder.is_dir():
-        raise RunFolderError(
-            f"the output folder is {'a file' if folder.exists() else 'a link that leads nowhere'}",
-            got=str(folder),
-            why="a run writes several files into a folder",
-            fix="choose another --output_dir",
-        )
-    if held and not resume:
-        what = "another run" if (folder / CONFIG).exists() else "other files"
-        raise RunFolderError(
-            f"the output folder holds {what}",
-            got=str(folder),
-            why="a run never writes over what is there",
-            fix="choose another --output_dir, delete the folder, or continue that run with --resume",
-        )
-    if resume and (held or not folder.exists()) and not (folder / CONFIG).exists():
-        raise RunFolderError(
-            "there is no run to continue in the output folder",
-            got=str(folder),
-            why=f"it has no {CONFIG}",
-            fix="check --output_dir, or leave --resume out",
-        )
+    there, inside = os.path.lexists(folder), folder.iterdir() if folder.is_dir() else ()
+    full = not all(each.name in BEGUN or (each.name == CHECKPOINTS and not any(each.iterdir())) for each in inside)
+    is_run, what, why, fix = (folder / CONFIG).exists(), "", "", ""
+    if there and not folder.is_dir():
+        what = f"the output folder is {'a file' if folder.exists() else 'a link that leads nowhere'}"
+        why, fix = "a run writes several files into a folder", "choose another --output_dir"
+    elif full and not resume:
+        what = f"the output folder holds {'another run' if is_run else 'other files'}"
+        why = "a run never writes over what is there"
+        fix = "choose another --output_dir, delete the folder, or continue that run with --resume"
+    elif resume and not is_run and (full or not there):
+        what, why = "there is no run to continue in the output folder", f"it has no {CONFIG}"
+        fix = "check --output_dir, or leave --resume out"
+    if what:
+        raise RunFolderError(what, got=str(folder), why=why, fix=fix)
 
 
 def lost(folder: Path, error: Exception) -> RunFolderError:
@@ -253,12 +224,7 @@ def part_of(file: Path) -> Path:
 
 
 def write_whole(file: Path, text: str) -> None:
-    """Write a text beside a file and move it to its place.
-
-    Args:
-        file: is replaced if it is there.
-        text: its new content.
-    """
+    """Write a text beside a file and move it to its place, once it is on the disk."""
     part = part_of(file)
     with part.open("w", encoding="utf-8") as stream:
         stream.write(text)
@@ -281,11 +247,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def held(folder: Path, *, by: str) -> Iterator[None]:
-    """A context in which no other process can take the folder; the system drops the lock when this process ends.
-
-    Args:
-        folder: of a run or an ablation.
-        by: the command, as a person knows it.
+    """A context in which no other process can take the folder; `by` is the command, as a person knows it.
 
     Raises:
         RunFolderError: another process has it, or the file system has no locks.

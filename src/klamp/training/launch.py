@@ -21,8 +21,8 @@ from klamp.training.config import TrainConfig
 from klamp.training.folders import CONFIG, VERSIONS, check_folder, make_folder, run_folder, write_whole
 from klamp.training.in_trl.arguments import trl_arguments
 from klamp.training.in_verl.overrides import Layout, command
-from klamp.training.resumed import IDENTITY, check_resume, continued, identity, newest_complete, plain
-from klamp.training.runlog import versions
+from klamp.training.observers import versions
+from klamp.training.resumed import IDENTITY, check_resume, identity, newest_complete, plain
 
 LAUNCHED = ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
 """What torchrun and `accelerate launch` tell their processes."""
@@ -86,7 +86,7 @@ def record(config: TrainConfig, folder: Path) -> None:
     """Write what the run has: its configuration, its versions, and which model and data it is of."""
     if os.environ.get("RANK", "0") == "0":
         goes_on = config.run.resume and newest_complete(folder) is not None
-        noted = continued(config, folder) if goes_on else identity(config)
+        noted = identity(config, folder if goes_on else None)
         write_whole(folder / IDENTITY, json.dumps(noted, indent=2))
         write_whole(folder / VERSIONS, json.dumps(versions(), indent=2))
         write_whole(folder / CONFIG, yaml.safe_dump(plain(config) | {"resume": False}, sort_keys=False))

@@ -15,7 +15,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -26,7 +25,7 @@ from klamp.hosts.common.step_zero import active_dropouts
 from klamp.scoring.model_parts import check_whole, rows_of
 from klamp.tasks.base_model import Progress, base_model_folder, cached_base_model, load_base_model
 from klamp.training.checkpoint import check_policy
-from klamp.training.config import ModelConfig
+from klamp.training.config import ModelConfig, TrainConfig
 from klamp.training.folders import checkpoint_folders, policy_folder
 from klamp.training.sizing import Shape
 
@@ -69,46 +68,26 @@ def _whole(spec: str, **options: Any) -> PreTrainedModel:
 
 
 def check_weights(folder: str) -> None:
-    """Refuse a model that another process is about to load, without its weights being read.
-
-    Args:
-        folder: of the model; a hub id is left to who loads it.
-
-    Raises:
-        ModelError, RunFolderError: as `load_model`.
-    """
+    """Refuse the model of a folder, as `load_model` does, without reading its weights; a hub id is left alone."""
     if Path(folder).is_dir():
         _whole(folder, device_map="meta")
 
 
 def make_ready(spec: str, *, progress: Progress | None = None) -> None:
-    """Make a model of klamp's own that is not in the cache yet; any other name is left alone.
-
-    Args:
-        spec: see `load_model`.
-        progress: told how far the built-in model is, where it has to be taught first.
-
-    Raises:
-        ModelError: it cannot be made.
-    """
+    """Teach the built-in model if it is named and not in the cache yet; any other name is left alone."""
     if spec == BUILTIN:
         cached_base_model(progress=progress)
 
 
 def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model, ready for left padding.
-
-    Args:
-        spec: `builtin`, a local folder (also of a checkpoint of klamp's), or a hub id.
+    """Load the tokenizer of a model (see `load_model`), ready for left padding.
 
     Raises:
         ModelError: no tokenizer there, or one without words or without an end token.
     """
     if spec == BUILTIN:
-        _, tokenizer = load_base_model()
-    else:
-        tokenizer = _pretrained(AutoTokenizer, weights_folder(spec), "a tokenizer")
-    return ready_tokenizer(tokenizer, spec)
+        return ready_tokenizer(load_base_model()[1], spec)
+    return ready_tokenizer(_pretrained(AutoTokenizer, weights_folder(spec), "a tokenizer"), spec)
 
 
 def ready_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
@@ -139,18 +118,33 @@ def ready_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrained
 
 
 def _pretrained(loader: Any, spec: str, what: str, **options: Any) -> Any:
-    source = loadable(spec, what)
+    """What a loader of transformers finds in a folder or under a hub id; of a hub that is silent, in its cache."""
+    folder = Path(spec).exists()
+    silent = "" if folder else unreachable() if HUB_ID.fullmatch(spec) else "an id of the hub reads OWNER/NAME"
     try:
-        return loader.from_pretrained(source, trust_remote_code=False, **options)
+        return loader.from_pretrained(spec, trust_remote_code=False, local_files_only=bool(silent), **options)
     except Exception as error:  # the loaders raise a dozen types; all mean the same to the user
-        here = "in that folder" if Path(source).is_dir() else "under that name, neither as a folder nor on the hub"
+        here = "in that folder" if folder else f"in the hub's cache; {silent}" if silent else "on the hub"
         raise ModelError(
             f"cannot load {what}",
             got=spec,
             why=f"there is none {here}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}",
             fix="check the path; a model folder needs config.json and weights, and the tokenizer's files or "
-            "--tokenizer FOLDER",
+            "--tokenizer FOLDER; builtin needs no hub",
         ) from error
+
+
+def unreachable() -> str:
+    """Why the hub cannot be asked for a model; empty: it answers."""
+    from huggingface_hub import constants, get_session
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set, so that nobody asks"
+    try:
+        get_session().head(constants.ENDPOINT, timeout=WAIT)
+    except Exception as error:  # that of requests or of httpx, as the version has it
+        return f"{constants.ENDPOINT} does not answer: {type(error).__name__}: {str(error)[:200]}"
+    return ""
 
 
 def model_path(name: str) -> str:
@@ -163,9 +157,6 @@ def model_path(name: str) -> str:
 
 def weights_folder(spec: str) -> str:
     """The folder of the weights where a checkpoint of klamp's is named; any other name as it is.
-
-    Args:
-        spec: a folder, or a hub id.
 
     Raises:
         ModelError: the folder holds an adapter alone, or a whole run.
@@ -190,57 +181,6 @@ def weights_folder(spec: str) -> str:
             fix=f"name one of them; the newest is {checkpoints[-1]}",
         )
     return str(folder)
-
-
-def unreachable() -> str:
-    """Why the hub cannot be asked for a model; empty: it answers."""
-    from huggingface_hub import constants, get_session
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set, so that nobody asks"
-    try:
-        get_session().head(constants.ENDPOINT, timeout=WAIT)
-    except Exception as error:  # that of requests or of httpx, as the version has it
-        return f"{constants.ENDPOINT} does not answer: {type(error).__name__}: {str(error)[:200]}"
-    return ""
-
-
-def loadable(spec: str, what: str) -> str:
-    """What a loader can be given for a name: a folder, or an id of a hub that answers.
-
-    Where the hub does not answer, the folder of its cache stands for the id: a loader would try for most of a minute.
-
-    Args:
-        spec: a folder or a hub id.
-        what: what is looked for, for the error.
-
-    Raises:
-        ModelError: there is no such folder, and no such id either, or none that could be had.
-    """
-    if Path(spec).is_dir():
-        return spec
-    if Path(spec).exists():
-        raise ModelError(f"{spec} is no folder", why=f"{what} is a folder or a hub id", fix="pass the folder")
-    if not HUB_ID.fullmatch(spec):
-        raise ModelError(
-            f"cannot load {what}",
-            got=spec,
-            why="there is no folder of that name, and an id of the hub reads OWNER/NAME",
-            fix="check the path; a relative one starts at the working directory",
-        )
-    if not (silent := unreachable()):
-        return spec
-    from huggingface_hub import snapshot_download
-
-    try:
-        return snapshot_download(spec, local_files_only=True)
-    except Exception as error:  # a dozen types; all mean that there is no copy
-        raise ModelError(
-            f"cannot load {what}: the hub cannot be reached",
-            got=spec,
-            why=f"there is no folder of that name, nor a copy in the hub's cache; {silent}",
-            fix="pass a folder, or go online (a mirror: HF_ENDPOINT=https://...); builtin needs no hub",
-        ) from error
 
 
 def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path | None = None) -> nn.Module:
@@ -315,10 +255,15 @@ def former_names() -> Iterator[None]:
         yield
 
 
+def device_of(config: TrainConfig) -> torch.device:
+    """The device of a run: the accelerator if there is one, unless the run stays on the CPU."""
+    on_cpu = config.run.cpu or not torch.accelerator.is_available()
+    return (None if on_cpu else torch.accelerator.current_accelerator()) or torch.device("cpu")
+
+
 def max_length(model: nn.Module) -> int | None:
     """The longest sequence (in tokens) that the model can take; None where it does not say."""
-    config = getattr(model, "config", None)
-    return getattr(config, "max_position_embeddings", None)
+    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
 
 
 def input_size(model: nn.Module) -> int:
@@ -328,51 +273,27 @@ def input_size(model: nn.Module) -> int:
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that end a completion: the tokenizer's, and those that the model's generation settings add."""
-    return ends_with(getattr(model, "generation_config", None), tokenizer)
-
-
-def ends_with(settings: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Ids that end a completion: the tokenizer's, and those that generation settings add."""
-    given = getattr(settings, "eos_token_id", None)
+    given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
     extra = given if isinstance(given, list) else [] if given is None else [given]
     return sorted({int(tokenizer.eos_token_id), *map(int, extra)})  # pyright: ignore[reportArgumentType]
 
 
+def _configuration(spec: str) -> Any:
+    """A model's configuration, without its weights."""
+    return _pretrained(AutoConfig, weights_folder(spec), "a model's configuration")
+
+
+def length_of(spec: str) -> int | None:
+    """The longest sequence (in tokens) of a folder's or a hub id's model, without loading it; None: it does not say."""
+    return getattr(_configuration(spec), "max_position_embeddings", None)
+
+
 def shape_of(spec: str) -> Shape | None:
-    """What of a model decides its memory, from its configuration alone; None: it is one of klamp's own, all small.
-
-    Args:
-        spec: a local folder, or a hub id.
-
-    Raises:
-        ModelError: it holds no model.
-    """
+    """What of a model decides its memory, from its configuration alone; None: it is klamp's own, which is small."""
     if spec == BUILTIN:
         return None
-    what = "a model's configuration"
-    config = _pretrained(AutoConfig, loadable(weights_folder(spec), what), what)
+    config = _configuration(spec)
     inner: Any = config.get_text_config()
     with former_names(), torch.device("meta"):
         parameters = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
     return Shape(parameters, inner.num_hidden_layers, inner.hidden_size, inner.vocab_size, inner.num_attention_heads)
-
-
-def describe_folder(folder: str) -> tuple[int | None, GenerationConfig | None]:
-    """The longest sequence (in tokens) of a model and its generation settings, without loading it; None: not said.
-
-    Args:
-        folder: or hub id.
-
-    Raises:
-        ModelError: it holds no model.
-    """
-    folder = loadable(weights_folder(folder), "a model's configuration")
-    config = _pretrained(AutoConfig, folder, "a model's configuration")
-    try:
-        settings = GenerationConfig.from_pretrained(folder)
-    except OSError:
-        settings = None
-    except Exception as error:  # as in _pretrained
-        file, why = f"{folder}/generation_config.json", f"{type(error).__name__}: {error}"
-        raise ModelError("a model's generation settings cannot be read", got=file, why=why, fix="mend it") from error
-    return getattr(config, "max_position_embeddings", None), settings

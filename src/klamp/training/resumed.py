@@ -29,7 +29,7 @@ PLACE = ("output_dir", "resume")
 IDENTIFIED = ("model", "ref_model", "teacher_model", "tokenizer", "task", "eval_split")
 """Fields that name a model or data: another name of the same contents is the same run."""
 ADDRESSES = ("reference_url", "teacher_url")
-"""Fields that say where a server is: its answers are compared, see `klamp.training.fingerprints`."""
+"""Fields that say where a server is: its answers are compared, see `klamp.training.evaluation`."""
 MAY_CHANGE = (
     *("max_steps", "learning_rate", "max_grad_norm", "beta", "target_kl", "kl_controller", "stop_on"),
     *("save_every", "keep_checkpoints", "eval_every"),
@@ -40,10 +40,6 @@ MAY_CHANGE = (
 
 def check_resume(config: TrainConfig, folder: Path) -> tuple[int, str] | None:
     """The steps that are done, and what a resume changes in words; None: no step is done, so that all may change.
-
-    Args:
-        config: as it is to be from now on.
-        folder: of the run.
 
     Raises:
         ConfigError: a field that cannot change, or another model or data.
@@ -78,9 +74,8 @@ def check_resume(config: TrainConfig, folder: Path) -> tuple[int, str] | None:
 
 def newest_complete(folder: Path) -> Path | None:
     """The newest checkpoint of a run, of TRL's those that are complete; None: there is none."""
-    saved = checkpoint_folders(folder)
-    whole = [each for each in saved if not each.name.startswith("checkpoint-") or (each / SEAL).is_file()]
-    return whole[-1] if whole else None
+    saved = reversed(checkpoint_folders(folder))
+    return next((each for each in saved if not each.name.startswith("checkpoint-") or (each / SEAL).is_file()), None)
 
 
 def new_run(checkpoint: Path) -> str:
@@ -108,18 +103,14 @@ SUMMED = (".safetensors", ".bin", ".json", ".model", ".txt")
 """The files of a folder that make a model what it is."""
 
 
-def identity(config: TrainConfig) -> dict[str, Any]:
-    """What each checkpoint stores of its run; a run that goes on keeps its ID and sums, see `continued`."""
-    return {"run": uuid.uuid4().hex, "config": plain(config), "sha256": sums_of(config)}
-
-
-def continued(config: TrainConfig, stored: Path) -> dict[str, Any]:
-    """The identity in a folder with the configuration that is in force now; `check_resume` has compared the sums.
+def identity(config: TrainConfig, stored: Path | None = None) -> dict[str, Any]:
+    """What each checkpoint stores of its run; a run that goes on keeps the ID and the sums that a folder stores.
 
     Raises:
-        RunFolderError: it is missing or damaged.
+        RunFolderError: they are missing or damaged.
     """
-    return {**identity_in(stored), "config": plain(config)}
+    known = {"run": uuid.uuid4().hex, "sha256": sums_of(config)} if stored is None else identity_in(stored)
+    return {**known, "config": plain(config)}
 
 
 def identity_in(checkpoint: Path) -> dict[str, Any]:
@@ -215,21 +206,12 @@ def in_force(values: Mapping[str, Any], step: float = math.inf) -> dict[str, Any
 
 
 def with_history(config: TrainConfig, past: Mapping[str, Any], step: int) -> dict[str, Any]:
-    """What config.yaml holds from a resume on.
-
-    Args:
-        config: in force from now on.
-        past: what the file held, see `read`.
-        step: the steps done; what was noted of later ones is undone.
-    """
+    """What config.yaml holds from a resume after `step` on; what it held (see `read`) of later steps is undone."""
     now = plain(config) | {"resume": False}
-    entries, after = list[dict[str, Any]](), now
-    for until in sorted({step, *(min(step, each[UNTIL]) for each in history_of(past))}, reverse=True):
-        before = in_force(past, until)
-        changes = _changes(before, after)
-        entries += [{UNTIL: until, **{name: old for name, (old, _) in changes.items()}}] if changes else []
-        after = before
-    return now | ({HISTORY: entries[::-1]} if entries else {})
+    entries = [each for each in history_of(past) if each[UNTIL] < step]
+    if changes := _changes(in_force(past, step), now):
+        entries.append({UNTIL: step, **{name: old for name, (old, _) in changes.items()}})
+    return now | ({HISTORY: entries} if entries else {})
 
 
 def told(values: Mapping[str, Any]) -> dict[int, str]:

@@ -22,10 +22,9 @@ from klamp.scoring.completions import Completions, select
 from klamp.scoring.model_parts import Predictions
 from klamp.scoring.scorer import Ask, ExactKL, Scores, joined
 from klamp.tasks.base import NO_REWARD, Example
-from klamp.training.context import Context
-from klamp.training.references import LocalReference, score_rows
+from klamp.training.anchors import LocalReference, Taught, of_part, score_rows
 from klamp.training.sampling import encode_prompts, generate, uniform_numbers
-from klamp.training.teachers import Taught
+from klamp.training.setup import Context
 
 LENGTH_PROMPTS = 64
 """Prompts by whose completions the reference's length is measured."""
@@ -35,40 +34,24 @@ LENGTH_PROMPTS = 64
 class Rollout:
     """The data of a step: B completions, those of a prompt next to each other."""
 
-    examples: Sequence[Example]
-    """[B] the prompts, each repeated for its group."""
-    texts: Sequence[str]
-    """[B] the completions as text."""
-    completions: Completions
-    """The tokens of prompts and completions."""
-    mask: Tensor
-    """[B, T] bool: tokens to train on."""
-    kl_mask: Tensor
-    """[B, T] bool: tokens that carry the KL."""
-    rewards: Tensor
-    """[B] rewards of the task, without any KL."""
-    advantages: Tensor
-    """[B] advantages."""
-    totals: Totals
-    """The counts of the whole step."""
-    ref_logprobs: Tensor | None = None
-    """[B, T] log-probabilities under the reference; None where none is loaded."""
-    original_logprobs: Tensor | None = None
-    """[B, T] under the model that a moving reference started from."""
-    exact_rows: Tensor | None = None
-    """[B] bool: completions whose exact KL is measured."""
+    examples: Sequence[Example]  # [B] the prompts, each repeated for its group
+    texts: Sequence[str]  # [B] the completions as text
+    completions: Completions  # the tokens of prompts and completions
+    mask: Tensor  # [B, T] bool: tokens to train on
+    kl_mask: Tensor  # [B, T] bool: tokens that carry the KL
+    rewards: Tensor  # [B] rewards of the task, without any KL
+    advantages: Tensor  # [B] advantages
+    totals: Totals  # the counts of the whole step
+    ref_logprobs: Tensor | None = None  # [B, T] log-probabilities under the reference; None where none is loaded
+    original_logprobs: Tensor | None = None  # [B, T] under the model that a moving reference started from
+    exact_rows: Tensor | None = None  # [B] bool: completions whose exact KL is measured
     ref_predictions: Predictions | None = None
     """[sum(exact_rows), T, ...] predictions of the reference for the rows of `exact_rows`."""
-    taught: Taught | None = None
-    """What the teacher said of the completions; None where there is none."""
-    gate_kl: Tensor | None = None
-    """[B] KL (nats per sequence) that decides the clip."""
-    reference_length: Tensor | None = None
-    """[B] reference lengths in tokens."""
-    old_logprobs: Tensor | None = None
-    """[B, T] log-probabilities before the first update; None until then."""
-    before: Scores | None = None
-    """What a pass of the policy before the first update found; None once there was one."""
+    taught: Taught | None = None  # what the teacher said of the completions; None where there is none
+    gate_kl: Tensor | None = None  # [B] KL (nats per sequence) that decides the clip
+    reference_length: Tensor | None = None  # [B] reference lengths in tokens
+    old_logprobs: Tensor | None = None  # [B, T] log-probabilities before the first update; None until then
+    before: Scores | None = None  # what a pass of the policy before the first update found; None once there was one
 
 
 def collect(
@@ -76,12 +59,7 @@ def collect(
 ) -> Rollout:
     """Sample completions for the prompts of a step, score and reward them.
 
-    Args:
-        context: the run.
-        examples: the prompts of the step.
-        step: number of the step; with the seed it determines every draw.
-        beta: coefficient in force, for a KL in the reward.
-        others: further KL terms in force.
+    Step and seed determine every draw. beta and others are the KL terms in force, for a KL in the reward.
     """
     rollout = context.config.rollout
     chosen = [example for example in examples for _ in range(rollout.num_generations)]
@@ -93,13 +71,9 @@ def collect(
 def completed(
     context: Context, prompts: Sequence[str], *, uniforms: Tensor | None, reference: LocalReference | None = None
 ) -> Completions:
-    """One completion of each prompt.
+    """One completion of each prompt by the policy, or by the reference.
 
-    Args:
-        context: the run.
-        prompts: as texts.
-        uniforms: numbers to draw by, [B, max_completion_length]; None decodes greedily.
-        reference: who writes them in the policy's place.
+    `uniforms`: numbers to draw by, [B, max_completion_length]; None decodes greedily.
     """
     ids, mask = encode_prompts(prompts, context.tokenizer, context.device)
     scorer = context.scorer if reference is None else reference.scorer
@@ -124,57 +98,35 @@ def rate(
     beta: float,
     others: Sequence[Weighted] = (),
 ) -> Rollout:
-    """Add masks, rewards, reference scores and advantages to sampled completions.
-
-    Args:
-        context: the run.
-        chosen: the prompt of each completion, the group of a prompt next to each other.
-        completions: the completions, whoever sampled them.
-        beta: coefficient in force, for a KL in the reward.
-        others: further KL terms in force.
-    """
-    texts = completions.texts(context.tokenizer)
-    rewards = rewards_of(context, chosen, texts)
-    mask = completions.mask
+    """Add masks, rewards, reference scores and advantages to sampled completions, a group next to each other."""
+    texts, mask = completions.texts(context.tokenizer), completions.mask
+    rewards = [context.task.score(example, text) for example, text in zip(chosen, texts, strict=True)]
     if context.config.rollout.mask_truncated_completions:
         mask = mask & completions.ended[:, None]
     kl_mask = kl_tokens(completions.ids, mask, context.excluded)
+    lengths = context.control.reference_lengths([e.reference_length for e in chosen])
     rollout = Rollout(
         examples=chosen,
         texts=texts,
         completions=completions,
         mask=mask,
         kl_mask=kl_mask,
-        rewards=rewards,
+        rewards=torch.tensor(rewards, dtype=torch.float32, device=context.device),
         advantages=torch.zeros(len(chosen), device=context.device),
         totals=totals_of(mask, kl_mask),
-        reference_length=_reference_length(context, chosen),
+        reference_length=None if None in lengths else torch.tensor(lengths, dtype=torch.float32, device=context.device),
     )
-    rollout = _with_teacher(context, _with_reference(context, rollout))
+    rollout = _with_reference(context, rollout)
+    if context.teachers is not None:
+        how = {"temperature": context.config.rollout.temperature, "parts": list(context.parts(len(texts)))}
+        rollout = replace(rollout, taught=context.teachers.score(chosen, completions, **how))
     terms = [each for each in (Weighted(beta, context.objective.kl), *others) if each.coefficient > 0]
     return _with_advantages(context, _with_policy_pass(context, rollout, terms), terms)
 
 
-def rewards_of(context: Context, examples: Sequence[Example], texts: Sequence[str]) -> Tensor:
-    """The task's rewards, [B]."""
-    rewards = [context.task.score(example, text) for example, text in zip(examples, texts, strict=True)]
-    return torch.tensor(rewards, dtype=torch.float32, device=context.device)
-
-
 def totals_of(mask: Tensor, kl_mask: Tensor) -> Totals:
-    """The counts of a whole step.
-
-    Args:
-        mask: tokens to train on, [B, T].
-        kl_mask: those of them that carry the KL, [B, T].
-    """
-    sequences, tokens, kl_tokens = (max(1.0, float(x)) for x in (mask.shape[0], mask.sum(), kl_mask.sum()))
-    return Totals(sequences, tokens, kl_tokens)
-
-
-def _reference_length(context: Context, examples: Sequence[Example]) -> Tensor | None:
-    lengths = context.control.reference_lengths([e.reference_length for e in examples])
-    return None if None in lengths else torch.tensor(lengths, dtype=torch.float32, device=context.device)
+    """The counts of a whole step, of its tokens to train on and those that carry the KL, both [B, T]."""
+    return Totals(*(max(1.0, float(x)) for x in (mask.shape[0], mask.sum(), kl_mask.sum())))
 
 
 def _with_reference(context: Context, rollout: Rollout) -> Rollout:
@@ -193,63 +145,51 @@ def _with_reference(context: Context, rollout: Rollout) -> Rollout:
     return replace(rollout, ref_logprobs=logprobs, exact_rows=exact_rows, ref_predictions=predictions)
 
 
-def _with_teacher(context: Context, rollout: Rollout) -> Rollout:
-    if context.teachers is None:
-        return rollout
-    temperature, parts = context.config.rollout.temperature, list(context.parts(len(rollout.texts)))
-    taught = context.teachers.score(rollout.examples, rollout.completions, temperature=temperature, parts=parts)
-    return replace(rollout, taught=taught)
-
-
 def exact_of(context: Context, rollout: Rollout, part: slice, *, learns: tuple[Direction, ...] = ()) -> ExactKL | None:
     """What a scorer needs to measure the exact KL of a part of the rollout; None where it is measured in no row."""
-    if rollout.exact_rows is None or rollout.ref_predictions is None:
+    rows, predictions = rollout.exact_rows, rollout.ref_predictions
+    if rows is None or predictions is None or (ref := of_part(predictions, rows, part)) is None:
         return None
-    rows = rollout.exact_rows[part]
-    first, count = int(rollout.exact_rows[: part.start].sum()), int(rows.sum())
-    if not count:
-        return None
-    ref = replace(rollout.ref_predictions, values=rollout.ref_predictions.values[first : first + count])
-    return ExactKL(rows=rows, ref=ref, directions=context.exact_directions, learns=learns)
+    return ExactKL(rows=rows[part], ref=ref, directions=context.exact_directions, learns=learns)
 
 
+@torch.no_grad()
 def _with_policy_pass(context: Context, rollout: Rollout, terms: Sequence[Weighted]) -> Rollout:
     """Score the rollout with the policy before its update, if a clip or a KL in the reward needs it."""
     term = next((t for _, t in terms if t.clip_method != "none" or t.placement == "reward"), None)
     if term is None:
         return rollout
-    before = _policy_pass(context, rollout)
-    rollout = replace(rollout, old_logprobs=before.logprobs, before=before)
-    if term.clip_method == "none":
-        return rollout
-    exact = before.exact if rollout.exact_rows is not None and bool(rollout.exact_rows.all()) else None
-    batch = replace(_before_updates(context, rollout), exact_kl=exact)
-    return replace(rollout, gate_kl=sequence_gate_kl(batch, term))
-
-
-@torch.no_grad()
-def _policy_pass(context: Context, rollout: Rollout) -> Scores:
     found: list[Scores] = []
     for part in context.parts(len(rollout.texts)):
         ask = Ask(temperature=context.config.rollout.temperature, entropy=True, exact=exact_of(context, rollout, part))
         found.append(context.scorer(select(rollout.completions, part), ask))
-    return joined(found, rollout.mask.shape[1])
+    before = joined(found, rollout.mask.shape[1])
+    rollout = replace(rollout, old_logprobs=before.logprobs, before=before)
+    if term.clip_method == "none":
+        return rollout
+    exact, size = before.exact if context.exact_everywhere else None, context.config.rollout.num_generations
+    batch = replace(batch_of(context, rollout, before.logprobs), exact_kl=exact, group_size=size)
+    return replace(rollout, gate_kl=sequence_gate_kl(batch, term))
 
 
-def _before_updates(context: Context, rollout: Rollout) -> Batch:
-    """The rollout as a batch, scored by the policy before its first update."""
-    assert rollout.old_logprobs is not None
+def batch_of(context: Context, rollout: Rollout, logprobs: Tensor, part: slice = slice(None)) -> Batch:
+    """A part of the rollout as a batch, with the policy's log-probabilities [b, t], t <= T."""
+    length = logprobs.shape[1]
+
+    def cut(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x[part, :length] if x.ndim == 2 else x[part]
+
     return Batch(
-        policy_logprobs=rollout.old_logprobs,
-        mask=rollout.mask,
-        kl_mask=rollout.kl_mask,
-        advantages=rollout.advantages,
-        ref_logprobs=rollout.ref_logprobs,
-        teacher_logprobs=None if rollout.taught is None else rollout.taught.logprobs,
-        teacher_mask=None if rollout.taught is None else rollout.taught.scored,
-        gate_kl=rollout.gate_kl,
-        reference_length=rollout.reference_length,
-        group_size=context.config.rollout.num_generations,
+        policy_logprobs=logprobs,
+        mask=rollout.mask[part, :length],
+        kl_mask=rollout.kl_mask[part, :length] if context.config.kl.excludes else None,
+        advantages=rollout.advantages[part],
+        old_logprobs=cut(rollout.old_logprobs),
+        ref_logprobs=cut(rollout.ref_logprobs),
+        sampler_logprobs=cut(rollout.completions.sampler_logprobs),
+        gate_kl=cut(rollout.gate_kl),
+        teacher_logprobs=None if rollout.taught is None else cut(rollout.taught.logprobs),
+        reference_length=cut(rollout.reference_length),
     )
 
 
@@ -265,18 +205,12 @@ def _with_advantages(context: Context, rollout: Rollout, terms: Sequence[Weighte
     found = plain = advantages(rewards)
     for beta, term in terms:
         if term.placement == "reward":
-            batch = _before_updates(context, rollout)
+            assert rollout.old_logprobs is not None
+            batch = batch_of(context, rollout, rollout.old_logprobs)
             gate = Gate.of(batch, term)
             shifted = advantages_with_kl(rewards, batch, term, beta=beta, gate=gate, advantages=advantages)
             found = shifted if found is plain else found + shifted - plain
     return replace(rollout, advantages=found)
-
-
-def needs_reference_length(context: Context) -> bool:
-    """Whether a clip needs a reference length that neither the user nor the data gives."""
-    wanted = context.reference is not None and context.objective.kl.needs_reference_length
-    column = [example.reference_length for example in context.task.train]
-    return wanted and None in context.control.reference_lengths(column)
 
 
 def measure_reference_length(context: Context) -> None:
@@ -288,13 +222,15 @@ def measure_reference_length(context: Context) -> None:
     Raises:
         ConfigError: the reference is on a server that scores tokens.
     """
-    if not needs_reference_length(context):
-        return
     reference = context.original or context.reference  # where a resume asks for it, a moving one has moved
+    if reference is None or not context.objective.kl.needs_reference_length:
+        return
+    if None not in context.control.reference_lengths([e.reference_length for e in context.task.train]):
+        return
     if not isinstance(reference, LocalReference):
         raise ConfigError(
             "the reference length cannot be measured with a remote reference",
-            got="no reference" if reference is None else reference.describe(),
+            got=reference.describe(),
             why="the server is asked to score tokens, not to sample them",
             fix="set kl_reference_length, or give it as a data column",
         )

@@ -26,25 +26,15 @@ from klamp.scoring.model_parts import OpenedModel, Traits, cache_rows
 from klamp.scoring.passes import distinct, run_prompts
 from klamp.training.config import RolloutConfig, TrainConfig
 
-BLOCK = 256
-"""How many neighbouring tokens are summed to a block before single tokens are looked at."""
 DROP_AT = 0.75
 """Ended completions are taken out of the cache once no more than this share of its rows goes on: copying costs time."""
 
 
 def examples_of_step(step: int, rows: int, *, size: int, seed: int) -> list[int]:
-    """The rows of a step's prompts: consecutive slices of a fresh order in every epoch.
-
-    Args:
-        step: number of the step, from 0.
-        rows: how many prompts there are.
-        size: prompts per step.
-        seed: of the run.
-    """
+    """Which of `rows` prompts a step (from 0) takes: consecutive slices of a fresh order in every epoch."""
     picked: list[int] = []
-    position = step * size
     while len(picked) < size:
-        epoch, offset = divmod(position + len(picked), rows)
+        epoch, offset = divmod(step * size + len(picked), rows)
         generator = torch.Generator().manual_seed((seed * 7919 + epoch) % 2**63)
         order = torch.randperm(rows, generator=generator)[offset:].tolist()
         picked += order[: size - len(picked)]
@@ -169,16 +159,10 @@ def decode(
     uniforms: Tensor | None,
     traits: Traits,
 ) -> tuple[Tensor, Tensor]:
-    """Completions and the log-probabilities of their tokens, [B, t], t <= length; arbitrary after an end token.
+    """Completions of a model whose cache can be shared, and their log-probabilities; see `generate`.
 
     What a completion draws depends on its own prompt and tokens alone, so neither the shared prompts nor the batch it
-    is in change it, but for rounding.
-
-    Args:
-        model: the policy, whose cache can be shared.
-        prompt_ids, prompt_mask: left-padded prompts, [B, P].
-        rollout, stop, uniforms: as in `generate`.
-        traits: that its cache can be shared.
+    is in change it, but for rounding. Shapes: [B, t] each, t <= length; arbitrary after an end token.
     """
     opened, device, length = OpenedModel(model, traits), prompt_ids.device, rollout.max_completion_length
     warpers = warpers_of(rollout)
@@ -224,8 +208,8 @@ def draw(
 ) -> tuple[Tensor, Tensor]:
     """The next token of each sequence, and its log-probability under the distribution it is drawn from, in nats.
 
-    Equation: the first token at which the cumulative distribution exceeds the uniform number, in float64. The sum
-    runs over blocks of tokens and then within one, so that few of the float64 numbers are ever formed.
+    Equation: the first token at which the cumulative distribution exceeds the uniform number, in float64; the last
+    possible one where rounding puts the number past the end.
 
     Shapes: scores [B, V], uniforms [B] in [0, 1), float64 -> [B], [B].
     """
@@ -233,37 +217,12 @@ def draw(
     if len(warpers):
         scaled = warpers(None, scaled)  # pyright: ignore[reportArgumentType]
     top = scaled.amax(-1, keepdim=True)
-    weights = (scaled - top).exp_()
-    blocks = _block_sums(weights)
-    block, left = _invert(blocks, uniforms.to(weights.device).unsqueeze(-1), total=True)
-    inside = block * BLOCK + torch.arange(BLOCK, device=weights.device)
-    beyond = inside >= weights.shape[1]
-    within = weights.gather(-1, inside.clamp(max=weights.shape[1] - 1)).double().masked_fill(beyond, 0.0)
-    token = block * BLOCK + _invert(within, left, total=False)[0]
-    logprob = scaled.gather(-1, token) - top - blocks.sum(-1, keepdim=True).log()
+    cumulative = (scaled - top).exp_().cumsum(-1, dtype=torch.float64)
+    total = cumulative[:, -1:]
+    at = torch.minimum(uniforms.to(total.device)[:, None] * total, total.nextafter(torch.zeros_like(total)))
+    token = torch.searchsorted(cumulative, at, right=True)
+    logprob = scaled.gather(-1, token) - top - total.log()
     return token.squeeze(-1), logprob.float().squeeze(-1)
-
-
-def _block_sums(weights: Tensor) -> Tensor:
-    """The sums of each BLOCK neighbours, in float64; the last block may be shorter."""
-    whole = weights.shape[1] // BLOCK * BLOCK
-    parts = [weights[:, :whole].unflatten(-1, (-1, BLOCK)).sum(-1, dtype=torch.float64)] if whole else []
-    if whole < weights.shape[1]:
-        parts.append(weights[:, whole:].sum(-1, keepdim=True, dtype=torch.float64))
-    return torch.cat(parts, dim=-1)
-
-
-def _invert(weights: Tensor, at: Tensor, *, total: bool) -> tuple[Tensor, Tensor]:
-    """The first entry at which the cumulative sum exceeds `at` times the total, and how far into it that is. [B, 1]
-
-    The last possible entry, not the last of all, where rounding puts the number past the end.
-    """
-    cumulative = weights.cumsum(-1)
-    end = cumulative[:, -1:]
-    limit = torch.minimum(at * end if total else at, end.nextafter(torch.zeros_like(end)))
-    index = (cumulative <= limit).sum(-1, keepdim=True)
-    before = torch.where(index > 0, cumulative.gather(-1, (index - 1).clamp(min=0)), 0.0)
-    return index, limit - before
 
 
 class InverseSampler(LogitsProcessor):

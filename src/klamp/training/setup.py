@@ -1,37 +1,55 @@
-"""Prepares a run up to its first step: everything is loaded and checked, every refusal happens here."""
+"""Prepares a run up to its first step: everything is loaded and checked, every refusal happens here.
+
+`Context` is what all parts of a run share; `build` loads it.
+"""
 
 from __future__ import annotations
 
 import copy
 import os
-import warnings
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase, set_seed
 
-from klamp.errors import ConfigError, KLWarning, ModelError
+from klamp.config import build_objective
+from klamp.config.rules import SMALL_VOCABULARY
+from klamp.core.objective import Objective
+from klamp.core.types import Direction
+from klamp.errors import ConfigError, ModelError
+from klamp.hosts.common.control import KLControl
+from klamp.hosts.common.rollout import excluded_ids
 from klamp.hosts.common.versions import caution_beside
-from klamp.scoring.model_parts import check_same_vocabulary, output_size
+from klamp.scoring.model_parts import output_size
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
 from klamp.tasks import check_prompts, load_task
 from klamp.tasks.arithmetic import MAX_MODEL_LENGTH, arithmetic_tokenizer
-from klamp.tasks.base import Task
+from klamp.tasks.base import Example, Task
 from klamp.training import checkpoint
-from klamp.training.config import ModelConfig, TrainConfig, reference_kind
-from klamp.training.context import Context
+from klamp.training.anchors import (
+    FrozenReference,
+    Reference,
+    Teachers,
+    connect,
+    load_reference,
+    load_teachers,
+    of_policy,
+    placed,
+)
+from klamp.training.config import TrainConfig, reference_kind
 from klamp.training.folders import POLICY
 from klamp.training.models import (
     BUILTIN,
-    describe_folder,
+    device_of,
     end_tokens,
     former_names,
     input_size,
+    length_of,
     load_model,
     load_tokenizer,
     make_ready,
@@ -40,8 +58,79 @@ from klamp.training.models import (
     with_adapter,
 )
 from klamp.training.observers import Observer, progress_of
-from klamp.training.references import AdapterOffReference, FrozenReference, MovingReference, Reference, connect
-from klamp.training.teachers import check_tokens_of, load_teachers
+
+
+@dataclass(kw_only=True)
+class Context:
+    """The shared parts of a run."""
+
+    config: TrainConfig  # the configuration in force
+    output_dir: Path  # the folder of the run
+    scorer: Scorer  # the policy's scorer
+    tokenizer: PreTrainedTokenizerBase  # the tokenizer of the policy
+    task: Task  # the prompts and the reward
+    reference: Reference | None = None  # the reference model; None where nothing here needs it
+    original: Reference | None = None
+    """The model that a moving reference started from; None where the reference does not move."""
+    teachers: Teachers | None = None  # who scores as the second anchor; None where there is none
+    stop: list[int] = field(init=False)  # the ids that end a completion
+    vocabulary: int = field(init=False)  # the number of entries that the policy gives a logit to
+    objective: Objective = field(init=False)  # the loss; its beta is the one at the start
+    excluded: list[int] = field(init=False)  # the ids of tokens that carry no KL
+    control: KLControl = field(init=False)  # beta and the reference length, as in every host
+
+    def __post_init__(self) -> None:
+        config = self.config
+        length = config.rollout.max_completion_length
+        self.stop, self.vocabulary = end_tokens(self.policy, self.tokenizer), output_size(self.policy)
+        self.objective = build_objective(config.kl, config.loss, max_length=length, teacher=config.teacher)
+        self.excluded = excluded_ids(config.kl.kl_exclude_tokens, self.tokenizer)
+        self.control = KLControl(config.kl)
+
+    @property
+    def policy(self) -> nn.Module:
+        """The model being trained."""
+        return self.scorer.model
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the policy."""
+        return next(self.policy.parameters()).device
+
+    @property
+    def pad(self) -> int:
+        """The id of the padding token."""
+        return int(self.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
+
+    @property
+    def exact_completions(self) -> int:
+        """How many completions of a group have their exact KL measured; all where the loss is made of it."""
+        size, asked = self.config.rollout.num_generations, self.config.run.exact_kl_completions
+        if self.config.kl.kl_estimator == "exact":
+            return size
+        if asked is not None:
+            return min(asked, size)
+        return size if self.vocabulary <= SMALL_VOCABULARY else 1
+
+    @property
+    def exact_everywhere(self) -> bool:
+        """Whether those are all completions."""
+        return self.exact_completions >= self.config.rollout.num_generations
+
+    @property
+    def exact_directions(self) -> tuple[Direction, ...]:
+        """The directions of the exact KL that are measured; for a large vocabulary the reverse one only."""
+        kl, asked = self.config.kl, self.config.run.exact_kl_completions
+        in_loss = kl.kl_estimator == "exact" and kl.kl_gradient == "forward"
+        if self.vocabulary <= SMALL_VOCABULARY or asked is not None or in_loss:
+            return ("reverse", "forward")
+        return ("reverse",)
+
+    def parts(self, rows: int) -> Iterator[slice]:
+        """The parts, nearly equal, that `rows` completions are computed in: gradient_accumulation_steps of them."""
+        count = min(rows, self.config.optim.gradient_accumulation_steps)
+        bounds = torch.linspace(0, rows, count + 1).round().long().tolist()
+        return (slice(a, b) for a, b in pairwise(bounds) if b > a)
 
 
 def check_alone() -> None:
@@ -59,45 +148,32 @@ def check_alone() -> None:
         )
 
 
-def on_cpu(config: TrainConfig) -> bool:
-    """Whether a run stays on the CPU: it is asked to, or there is no accelerator."""
-    return config.run.cpu or not torch.accelerator.is_available()
-
-
-def device_of(config: TrainConfig) -> torch.device:
-    """The device of a run."""
-    found = None if on_cpu(config) else torch.accelerator.current_accelerator()
-    return found or torch.device("cpu")
-
-
 def load_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, longest: int | None) -> Task:
     """The task of a run, each of whose prompts leaves room for a completion.
 
-    Args:
-        config: of the run.
-        tokenizer: of its model.
-        longest: tokens that the model can hold, prompt and completion together; None: no limit.
+    `longest`: tokens that the model can hold, prompt and completion together; None: no limit.
 
     Raises:
         DataError, RewardError, UnknownNameError: a task or a prompt that cannot be used.
     """
     caution_beside("transformers")
     task = load_task(config.task, tokenizer)
-    every = [*task.train, *(example for rows in task.evaluation.values() for example in rows)]
-    check_prompts(every, tokenizer, longest, config.rollout.max_completion_length)
+    check_prompts([*task.train, *held_out(task)], tokenizer, longest, config.rollout.max_completion_length)
     return task
+
+
+def held_out(task: Task) -> list[Example]:
+    """The held-out prompts of all skills."""
+    return [example for rows in task.evaluation.values() for example in rows]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Inputs:
     """What was found when the inputs of a run were opened."""
 
-    training: int
-    """Prompts to train on."""
-    held_out: int
-    """Prompts that are held out, of all skills."""
-    longest: int
-    """Tokens of the longest prompt."""
+    training: int  # prompts to train on
+    held_out: int  # prompts that are held out, of all skills
+    longest: int  # tokens of the longest prompt
 
 
 def open_inputs(config: TrainConfig) -> Inputs:
@@ -105,39 +181,21 @@ def open_inputs(config: TrainConfig) -> Inputs:
 
     A tokenizer of a hub is downloaded as the run would.
 
-    Args:
-        config: what would run.
-
     Raises:
         ModelError, DataError, RewardError, ConfigError: what would stop the run before its first step.
     """
-    given, task = config.model, config.task
-    named = given.tokenizer or given.model
-    tokenizer, longest = _tokenizer(config, named)
-    found = load_task(task, tokenizer)
-    held_out = [example for rows in found.evaluation.values() for example in rows]
-    tokens = check_prompts([*found.train, *held_out], tokenizer, longest, config.rollout.max_completion_length)
-    return Inputs(training=len(found.train), held_out=len(held_out), longest=tokens)
-
-
-def _tokenizer(config: TrainConfig, named: str) -> tuple[PreTrainedTokenizerBase, int | None]:
-    """The tokenizer, and how many tokens the model can hold; None: it does not say."""
-    builtin = config.model.model == BUILTIN
+    model, named = config.model.model, config.model.tokenizer or config.model.model
     # the built-in model may have to be taught first; its tokenizer need not
     tokenizer = ready_tokenizer(arithmetic_tokenizer(), named) if named == BUILTIN else load_tokenizer(named)
-    if builtin:
-        return tokenizer, MAX_MODEL_LENGTH
-    return tokenizer, describe_folder(config.model.model)[0]
+    room = MAX_MODEL_LENGTH if model == BUILTIN else length_of(model)
+    task = load_task(config.task, tokenizer)
+    every = [*task.train, *held_out(task)]
+    longest = check_prompts(every, tokenizer, room, config.rollout.max_completion_length)
+    return Inputs(training=len(task.train), held_out=len(every) - len(task.train), longest=longest)
 
 
 def build(config: TrainConfig, folder: Path, observers: Sequence[Observer], *, resumed: Path | None = None) -> Context:
-    """Load all that a run needs: policy with its adapter, scorer, anchors, task.
-
-    Args:
-        config: of the run.
-        folder: of the run.
-        observers: told how far slow loading is.
-        resumed: the checkpoint whose policy it is.
+    """Load all that a run needs: policy (of the checkpoint `resumed`) with its adapter, scorer, anchors, task.
 
     Raises:
         ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.
@@ -146,123 +204,70 @@ def build(config: TrainConfig, folder: Path, observers: Sequence[Observer], *, r
     make_ready(name, progress=progress_of(observers))
     start = load_model(name, config.model.dtype)
     tokenizer = load_tokenizer(config.model.tokenizer or name)
-    _check_vocabulary(start, tokenizer, config.model)
-    task = load_prompts(config, tokenizer, longest=max_length(start))
-    stop, remote = end_tokens(start, tokenizer), None
-    if kind == "remote":
-        remote = connect(config, task, tokenizer)
-    copied = None
-    if kind == "frozen":  # before the policy has an adapter: its padding may be cut
-        named = config.model.ref_model is not None
-        copied = load_reference(config, start, tokenizer) if named else copy.deepcopy(start)
-    vocabulary = output_size(start)
-    policy = _policy(start, config, resumed)
-    scorer = Scorer(policy, probe(policy))
-    reference, original = (remote, None) if remote else _references(config, kind, scorer, copied)
-    return Context(
-        config=config,
-        output_dir=folder,
-        policy=policy,
-        tokenizer=tokenizer,
-        task=task,
-        stop=stop,
-        vocabulary=vocabulary,
-        scorer=scorer,
-        reference=reference,
-        original=original,
-        teachers=load_teachers(config, scorer, task, tokenizer),
-    )
-
-
-def _check_vocabulary(model: nn.Module, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
-    size = input_size(model)
-    if len(tokenizer) > size:
+    if len(tokenizer) > (size := input_size(start)):
         raise ModelError(
             "the tokenizer has more tokens than the model",
             got=f"tokenizer {len(tokenizer)}, model {size} ({config.model})",
             why="some prompts would have no embedding",
             fix="use the model's own tokenizer",
         )
+    task = load_prompts(config, tokenizer, longest=max_length(start))
+    remote = connect(config, task, tokenizer) if kind == "remote" else None
+    copied = None
+    if kind == "frozen":  # before the policy has an adapter: its padding may be cut
+        named = config.model.ref_model is not None
+        copied = load_reference(config, start, tokenizer) if named else copy.deepcopy(start)
+    policy = _policy(start, config, resumed)
+    scorer = Scorer(policy, probe(policy))
+    reference, original = (remote, None) if remote else _references(config, kind, scorer, copied)
+    return Context(
+        config=config,
+        output_dir=folder,
+        scorer=scorer,
+        tokenizer=tokenizer,
+        task=task,
+        reference=reference,
+        original=original,
+        teachers=load_teachers(config, scorer, task, tokenizer),
+    )
 
 
 def _policy(start: nn.Module, config: TrainConfig, resumed: Path | None) -> nn.Module:
+    """The model that is trained: with its adapter, of a checkpoint where a run goes on, on its device."""
+    model, policy = config.model, start
     set_seed(config.run.seed)  # adapters start from random numbers
-    policy = _resumed(start, config, resumed) if resumed else start
-    if config.model.lora_r and not resumed:
-        policy = with_adapter(start, config.model)  # pyright: ignore
-    if config.model.gradient_checkpointing:
+    try:
+        if model.lora_r:
+            policy = with_adapter(start, model, resumed and resumed / POLICY)  # pyright: ignore
+        elif resumed:
+            policy = load_model(str(resumed / POLICY), model.dtype)
+    except ModelError as error:
+        if resumed is None:
+            raise
+        raise checkpoint.damaged(resumed, error) from error
+    if model.gradient_checkpointing:
         with former_names():  # transformers 5.23 calls it activation_checkpointing_enable
             policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
         policy.train()
-    return policy.to(device_of(config))
-
-
-def _resumed(start: nn.Module, config: TrainConfig, folder: Path) -> nn.Module:
-    """Load the policy of a checkpoint."""
-    try:
-        if config.model.lora_r:
-            return with_adapter(start, config.model, folder / POLICY)  # pyright: ignore
-        return load_model(str(folder / POLICY), config.model.dtype)
-    except ModelError as error:
-        raise checkpoint.damaged(folder, error) from error
+    return policy.to(device_of(config))  # pyright: ignore[reportArgumentType]
 
 
 def _references(
     config: TrainConfig, kind: str, scorer: Scorer, copied: nn.Module | None
 ) -> tuple[Reference | None, Reference | None]:
     """The reference of a run, and for a moving one the model that it started from."""
-    policy, traits = scorer.model, scorer.traits
-    if kind in ("none", "sampler"):
-        return None, None
+    kl, policy, traits = config.kl, scorer.model, scorer.traits
+    moves = {"decay": kl.reference_decay, "reset_steps": kl.reference_reset_steps}
+    if copied is not None:
+        named = config.model.ref_model
+        name, known = (f"{named}, frozen", None) if named else ("a frozen copy of the starting policy", traits)
+        return FrozenReference(placed(copied, config), name=name, traits=known), None
     if kind == "adapter_off":
-        return AdapterOffReference(policy, traits=traits), None
-    if kind in ("ema", "periodic"):
-        decay, every = (config.kl.reference_decay, None) if kind == "ema" else (None, config.kl.reference_reset_steps)
-        started = policy
-        if config.run.resume:  # the policy as it was before the first step
-            started = _policy(load_model(config.model.model, config.model.dtype), config, None)
-        copies = [_placed(copy.deepcopy(started), config) for _ in range(2)]
-        moving = MovingReference(copies[0], decay=decay, reset_steps=every, traits=traits)
-        return moving, FrozenReference(copies[1], traits=traits)
-    assert copied is not None
-    placed, named = _placed(copied, config), config.model.ref_model
-    if named is None:
-        return FrozenReference(placed, traits=traits), None
-    return FrozenReference(placed, name=f"{named}, frozen"), None
-
-
-def load_reference(config: TrainConfig, policy: Any, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The model that ref_model names. What the policy's vocabulary is padded with beyond the reference's is cut.
-
-    Entries that the tokenizer does not have mean nothing, and under a reference without them the KL would be infinite.
-
-    Raises:
-        ModelError: there is none, or its tokens are others than the policy's.
-    """
-    assert config.model.ref_model is not None
-    model = load_model(config.model.ref_model, config.model.dtype)
-    check_tokens_of(config.model.ref_model, tokenizer, who="reference")
-    if len(tokenizer) <= (entries := output_size(model)) < output_size(policy):
-        text = f"The policy's entries from {entries} on are cut: the tokenizer has none of them, nor has the reference."
-        warnings.warn(text, KLWarning, stacklevel=2)
-        policy.resize_token_embeddings(entries)
-    check_same_vocabulary(model, policy, larger=True)
-    return model
-
-
-def _placed(model: nn.Module, config: TrainConfig) -> nn.Module:
-    """The reference's weights on the device and in the data type that the configuration names."""
-    kl = config.kl
-    dtype = None if kl.reference_dtype is None else getattr(torch, kl.reference_dtype)
-    try:
-        device = device_of(config) if kl.reference_device is None else torch.device(kl.reference_device)
-        return model.to(device=device, dtype=dtype)
-    except (RuntimeError, AssertionError) as error:  # torch's own, also where it was built without CUDA
-        if kl.reference_device is None:
-            raise
-        raise ConfigError(
-            "reference_device cannot be used",
-            got=kl.reference_device,
-            why=str(error).partition("\n")[0],
-            fix="name a device of this machine (cpu, cuda:1), or leave it out for the policy's",
-        ) from error
+        return of_policy(kind, policy, traits, **moves), None
+    if kind not in ("ema", "periodic"):
+        return None, None
+    started = policy
+    if config.run.resume:  # the policy as it was before the first step
+        started = _policy(load_model(config.model.model, config.model.dtype), config, None)
+    moving, original = (placed(copy.deepcopy(started), config) for _ in range(2))
+    return of_policy(kind, moving, traits, **moves), FrozenReference(original, traits=traits)

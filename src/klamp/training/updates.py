@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
 
 from klamp.config.loss import configured_price, spread_of_group
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
-from klamp.core.masking import masked_mean, masked_sum
+from klamp.core.masking import masked_mean, masked_sum, upcast
 from klamp.core.objective import Objective, grpo_loss, without_gradient
 from klamp.core.penalty import kl_metrics
 from klamp.core.term import carries_kl
@@ -31,65 +34,22 @@ from klamp.hosts.common.step_metrics import (
 from klamp.scoring.completions import select
 from klamp.scoring.scorer import Ask, Scores, TeacherKL, joined, pad_tokens
 from klamp.tasks.base import NO_REWARD
-from klamp.training.context import Context
-from klamp.training.rollouts import Rollout, exact_of
-from klamp.training.teachers import Taught
+from klamp.training.anchors import Taught
+from klamp.training.config import TrainConfig
+from klamp.training.rollouts import Rollout, batch_of, exact_of
+from klamp.training.setup import Context
 
 
 @dataclass(frozen=True, kw_only=True)
 class UpdateOutput:
     """What one update measured."""
 
-    policy_logprobs: Tensor
-    """[B, T] log-probabilities of the policy before the update."""
-    entropy: Tensor | None
-    """[B, T] entropy of the policy."""
-    exact: Tensor | None
-    """[B, T] exact KL(policy||ref) in nats; None where it is not measured."""
-    exact_forward: Tensor | None
-    """[B, T] exact KL(ref||policy) in nats."""
+    scores: Scores  # the policy's scores of the rollout before the update, detached
     losses: dict[str, float]
-    """train/loss, train/policy_loss, train/kl_penalty of the whole step, and the gate's metrics."""
-    grad_norm: float
-    """Norm of the gradient before clipping."""
-    kl_old: float
-    """k3 of KL(old||policy) in nats per token; 0 in a rollout's first update."""
-    stopped: bool = False
-    """Whether the optimizer step was left out because that exceeds kl_early_stop."""
-
-
-def batch_of(context: Context, rollout: Rollout, part: slice, scores: Scores, objective: Objective) -> Batch:
-    """A part of the rollout as the batch that the loss takes."""
-    length = scores.logprobs.shape[1]
-
-    def cut(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[part, :length] if x.ndim == 2 else x[part]
-
-    in_loss = objective.beta > 0 and objective.kl.value == "exact"
-    return Batch(
-        policy_logprobs=scores.logprobs,
-        mask=rollout.mask[part, :length],
-        kl_mask=rollout.kl_mask[part, :length] if context.config.kl.excludes else None,
-        advantages=rollout.advantages[part],
-        old_logprobs=cut(rollout.old_logprobs),
-        ref_logprobs=cut(rollout.ref_logprobs),
-        sampler_logprobs=rollout.completions.sampler_logprobs[part, :length],
-        exact_kl=scores.exact if in_loss else None,
-        exact_kl_forward=scores.exact_forward if in_loss and objective.kl.gradient == "forward" else None,
-        gate_kl=cut(rollout.gate_kl),
-        teacher_logprobs=None if rollout.taught is None else cut(rollout.taught.logprobs),
-        teacher_mask=None if rollout.taught is None else cut(rollout.taught.scored),
-        teacher_kl=scores.teacher,
-        reference_length=cut(rollout.reference_length),
-    )
-
-
-def learning_rows(context: Context, rollout: Rollout, objective: Objective) -> Tensor:
-    """Which completions the update has a gradient in; the others need no backward pass. [B] bool"""
-    blank = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
-    scores = Scores(logprobs=blank if rollout.old_logprobs is None else rollout.old_logprobs)
-    batch = batch_of(context, rollout, slice(0, len(rollout.texts)), scores, objective)
-    return ~without_gradient(batch, objective)
+    """train/loss, train/policy_loss, train/kl_penalty of the whole step, and what else is measured in the loss."""
+    grad_norm: float  # norm of the gradient before clipping
+    kl_old: float  # k3 of KL(old||policy) in nats per token; 0 in a rollout's first update
+    stopped: bool = False  # whether the optimizer step was left out because that exceeds kl_early_stop
 
 
 def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: Objective) -> UpdateOutput:
@@ -101,149 +61,63 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
         NonFiniteError: the loss, the gradient or the KL is NaN or infinite; the weights are as they were before.
     """
     learns = learning_rows(context, rollout, objective)
-    seen: list[Scores] = []
+    seen, of_each = list[Scores](), dict[str, Tensor]()
     sums: dict[str, Tensor | float] = {"policy/skipped": (~learns).sum() / rollout.totals.sequences}
     optimizer.zero_grad()
     for part in context.parts(len(rollout.texts)):
-        ask = _ask(context, rollout, part, objective, learns)
-        scores: Scores = context.scorer(select(rollout.completions, part), ask)
-        batch = batch_of(context, rollout, part, scores, objective)
+        scores: Scores = context.scorer(
+            select(rollout.completions, part), _ask(context, rollout, part, objective, learns)
+        )
+        batch = scored_batch(context, rollout, part, scores, objective)
         output = grpo_loss(batch, objective, totals=rollout.totals)
         output.loss.backward()
         seen.append(scores)
-        measured = {name: x.double() for name, x in (output.metrics | {"train/loss": output.loss.detach()}).items()}
-        measured |= head_means(batch, scores)
-        for name, value in (
-            added_parts(measured, rollout, part) | by_teacher(context, rollout, part, batch, scores)
-        ).items():
-            sums[name] = sums.get(name, 0.0) + value
-    found = joined(seen, rollout.mask.shape[1])
-    losses = {name: float(x) for name, x in (sums | _exact_mean(context, rollout, found)).items()}
-    check_held(context, losses)
-    kl_old = kl_from_old(rollout, found.logprobs)
-    bound = context.config.kl.kl_early_stop
+        found = {"train/loss": output.loss.detach()} | output.metrics | _head_means(batch, scores)
+        _add(sums, added_parts(found, rollout, part))
+        _add(of_each, by_teacher(context, rollout, part, batch, scores))
+    scores = joined(seen, rollout.mask.shape[1])
+    if scores.exact is not None and context.exact_everywhere:
+        sums["kl/exact"] = masked_sum(scores.exact, rollout.kl_mask).double() / rollout.totals.kl_tokens
+    losses = {name: float(x) for name, x in sums.items()}
+    losses |= {name: float(total) / float(count) for name, (total, count) in of_each.items() if count}
+    if (kl := held_kl(losses, exact_everywhere=context.exact_everywhere)) is not None:
+        check_kl(kl)  # the controller could not go by it
+    kl_old, bound = kl_from_old(rollout, scores.logprobs), context.config.kl.kl_early_stop
     stopped = bound is not None and kl_old > bound
-    grad_norm = 0.0 if stopped else _step(context, optimizer, losses["train/loss"])
     return UpdateOutput(
-        policy_logprobs=found.logprobs,
-        entropy=found.entropy,
-        exact=found.exact if rollout.exact_rows is not None else None,
-        exact_forward=found.exact_forward if rollout.exact_rows is not None else None,
-        losses=named_losses(losses),
-        grad_norm=grad_norm,
+        scores=scores,
+        losses={"train/kl_penalty": 0.0} | {name: x for name, x in losses.items() if name not in OF_ALL_TOKENS},
+        grad_norm=0.0 if stopped else _step(context, optimizer, losses["train/loss"]),
         kl_old=kl_old,
         stopped=stopped,
     )
 
 
-CARRIED = ("kl/log_ratio_clamped", "kl/k3_saturated")
-"""Means over the tokens that carry the KL; where there are none, none is measured."""
-_KEPT = (
-    "train/loss",
-    "train/policy_loss",
-    "train/kl_penalty",
-    "policy/ratio_clipped",
-    "kl/weights_truncated",
-    *CARRIED,
-    "kl/budget",
-    "kl/before_clip",
-    "kl/after_clip",
-    "kl/over_budget",
-    "policy/skipped",
-    "sampler/tokens_cut",
-    "sampler/sequences_cut",
-    "sampler/advantage_cut",
-    "train/teacher_penalty",
-    "teacher/kl",
-    "teacher/k1",
-    "teacher/log_ratio_clamped",
-    "teacher/unscored",
-    "teacher/student_mass",
-    "teacher/teacher_mass",
-    "teacher/overlap_ratio",
-    "teacher/cut_mass",
-)
+OF_ALL_TOKENS = ("beta", "kl/k1", "kl/k3", "kl/k3_sequence", "kl/exact")
+"""What the loss measures of its parts, and is logged as `step_metrics` and the controller have it."""
 
 
-def named_losses(losses: Mapping[str, float]) -> dict[str, float]:
-    """What is logged of the sums of a step."""
-    found = {"train/kl_penalty": 0.0} | {name: losses[name] for name in _KEPT if name in losses}
-    each = {name: losses[TOKENS + name] for name in losses if TOKENS + name in losses}
-    return found | {name: losses[name] / tokens for name, tokens in each.items() if tokens}
+def _add(sums: dict[str, Any], found: Mapping[str, Any]) -> None:
+    for name, value in found.items():
+        sums[name] = sums.get(name, 0.0) + value
 
 
-TOKENS = "tokens of "
-"""Stands before the name of a sum over tokens, with which it is the number of them."""
+def learning_rows(context: Context, rollout: Rollout, objective: Objective) -> Tensor:
+    """Which completions the update has a gradient in; the others need no backward pass. [B] bool"""
+    logprobs = torch.zeros(rollout.mask.shape, device=rollout.mask.device)
+    scores = Scores(logprobs=logprobs if rollout.old_logprobs is None else rollout.old_logprobs)
+    return ~without_gradient(scored_batch(context, rollout, slice(0, len(rollout.texts)), scores, objective), objective)
 
 
-def head_means(batch: Batch, scores: Scores) -> dict[str, Tensor]:
-    """What was seen of the teacher beside the KL to it at each prefix, means over the tokens that it scored."""
-    carried = carries_kl(batch.towards("teacher")) if scores.head else batch.mask
-    return {f"teacher/{name}": masked_mean(each, carried).double() for name, each in scores.head.items()}
-
-
-def rows_of_each(context: Context, rollout: Rollout) -> dict[str, Tensor]:
-    """What stands behind a metric's name -> [B] bool the completions it is of: all, and each of several teachers'."""
-    teachers, found = context.teachers, {"": torch.ones_like(rollout.completions.ended)}
-    if teachers is None or len(teachers.models) < 2:
-        return found
-    for key in teachers.models:
-        rows = [teachers.key(each) == key for each in rollout.examples]
-        found[f".{key}"] = torch.tensor(rows, device=rollout.mask.device)
-    return found
-
-
-def by_teacher(context: Context, rollout: Rollout, part: slice, batch: Batch, scores: Scores) -> dict[str, Tensor]:
-    """Of each of several teachers, sums over its tokens and the number of these; none of a single one."""
-    found = dict[str, Tensor]()
-    for key, rows in rows_of_each(context, rollout).items():
-        if not key:
-            continue
-        carried, term = carries_kl(batch.towards("teacher")), context.objective.others[0].term
-        asked = batch.mask & rows[part][:, None]
-        mask = carried & asked
-        total = kl_metrics(replace(batch, teacher_mask=mask), term)["teacher/kl"].double() * mask.sum()
-        sums = {"kl": (total, mask), "unscored": ((asked & ~carried).sum().double(), asked)}
-        sums |= {name: (masked_sum(each, mask).double(), mask) for name, each in scores.head.items()}
-        for name, (value, counted) in sums.items():
-            found |= {f"teacher/{name}{key}": value, f"{TOKENS}teacher/{name}{key}": counted.sum()}
-    return found
-
-
-def _exact_mean(context: Context, rollout: Rollout, found: Scores) -> dict[str, Tensor]:
-    """The mean exact KL in nats per token, where every completion has it."""
-    if found.exact is None or rollout.exact_rows is None or not context.exact_everywhere:
-        return {}
-    measured = rollout.kl_mask & rollout.exact_rows[:, None]
-    return {"kl/exact": masked_sum(found.exact.detach(), measured).double() / rollout.totals.kl_tokens}
-
-
-def check_held(context: Context, sums: Mapping[str, float]) -> None:
-    """Refuse to take an optimizer step whose KL the controller could not go by.
-
-    Raises:
-        NonFiniteError: see `klamp.hosts.common.control.check_kl`.
-    """
-    kl = held_kl(sums, exact_everywhere=context.exact_everywhere)
-    if kl is not None:
-        check_kl(kl)
-
-
-def added_parts(metrics: Mapping[str, Tensor | float], rollout: Rollout, part: slice) -> dict[str, Tensor | float]:
-    """What each metric of a part adds to that of the step, by its reduction in `METRICS`; what is no mean is left out.
-
-    Raises:
-        ConfigError: a metric that is not in `METRICS`.
-    """
-    totals = rollout.totals
-    shares: dict[Counted | None, float] = {
-        "completions": (part.stop - part.start) / float(totals.sequences),
-        "tokens": float(rollout.mask[part].sum()) / float(totals.tokens),
-        "KL tokens": float(rollout.kl_mask[part].sum()) / float(totals.kl_tokens),
-        "parts": 1.0,
-    }
-    counted: dict[str, Counted | None] = {name: averaged_over(name) for name in metrics}
-    return {name: value * shares[counted[name]] for name, value in metrics.items() if counted[name] is not None}
+def scored_batch(context: Context, rollout: Rollout, part: slice, scores: Scores, objective: Objective) -> Batch:
+    """A part of the rollout as the batch that the loss takes."""
+    in_loss = objective.beta > 0 and objective.kl.value == "exact"
+    return replace(
+        batch_of(context, rollout, scores.logprobs, part),
+        exact_kl=scores.exact if in_loss else None,
+        exact_kl_forward=scores.exact_forward if in_loss and objective.kl.gradient == "forward" else None,
+        teacher_kl=scores.teacher,
+    )
 
 
 def _ask(context: Context, rollout: Rollout, part: slice, objective: Objective, learns: Tensor) -> Ask:
@@ -270,6 +144,52 @@ def taught_of(context: Context, rollout: Rollout, part: slice) -> tuple[TeacherK
     return rollout.taught.asked(part, context.teachers.how, sampler)
 
 
+def added_parts(metrics: Mapping[str, Tensor], rollout: Rollout, part: slice) -> dict[str, Tensor]:
+    """What each metric of a part adds to that of the step, by its reduction in `METRICS`; what is no mean is left out.
+
+    Raises:
+        ConfigError: a metric that is not in `METRICS`.
+    """
+    totals = rollout.totals
+    shares: dict[Counted | None, float] = {
+        "completions": (part.stop - part.start) / float(totals.sequences),
+        "tokens": float(rollout.mask[part].sum()) / float(totals.tokens),
+        "KL tokens": float(rollout.kl_mask[part].sum()) / float(totals.kl_tokens),
+        "parts": 1.0,
+    }
+    counted: dict[str, Counted | None] = {name: averaged_over(name) for name in metrics}
+    return {name: x.double() * shares[counted[name]] for name, x in metrics.items() if counted[name] is not None}
+
+
+def _head_means(batch: Batch, scores: Scores) -> dict[str, Tensor]:
+    """What was seen of the teacher beside the KL to it at each prefix, means over the tokens that it scored."""
+    carried = carries_kl(batch.towards("teacher")) if scores.head else batch.mask
+    return {f"teacher/{name}": masked_mean(each, carried) for name, each in scores.head.items()}
+
+
+def rows_of_each(context: Context, rollout: Rollout) -> dict[str, Tensor]:
+    """What stands behind a metric's name -> [B] bool the completions it is of: all, and each of several teachers'."""
+    teachers, found = context.teachers, {"": torch.ones_like(rollout.completions.ended)}
+    for key in teachers.models if teachers is not None and len(teachers.models) > 1 else ():
+        rows = [teachers is not None and teachers.key(each) == key for each in rollout.examples]
+        found[f".{key}"] = torch.tensor(rows, device=rollout.mask.device)
+    return found
+
+
+def by_teacher(context: Context, rollout: Rollout, part: slice, batch: Batch, scores: Scores) -> dict[str, Tensor]:
+    """Of each of several teachers, a metric's sum over its tokens and the number of these; none of a single one."""
+    found = dict[str, Tensor]()
+    for key, rows in rows_of_each(context, rollout).items():
+        if not key:
+            continue
+        mask, scored = batch.mask & rows[part][:, None], carries_kl(batch.towards("teacher"))
+        kl = kl_metrics(replace(batch, teacher_mask=mask & scored), context.objective.others[0].term)["teacher/kl"]
+        sums = {"kl": kl.double() * mask.sum(), "unscored": (mask & ~scored).sum().double()}
+        sums |= {name: masked_sum(each, mask).double() for name, each in scores.head.items()}
+        found |= {f"teacher/{name}{key}": torch.stack([total, mask.sum().double()]) for name, total in sums.items()}
+    return found
+
+
 def kl_from_old(rollout: Rollout, policy: Tensor) -> float:
     """How far the policy has moved since the rollout: KL(old||policy) as k3, over the whole step."""
     if rollout.old_logprobs is None:
@@ -284,71 +204,65 @@ def _step(context: Context, optimizer: Optimizer, loss: float) -> float:
     grad_norm = float(clip_grad_norm_(parameters, bound if bound > 0 else float("inf")))
     if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         optimizer.zero_grad()
-        raise not_finite("the loss or its gradient is not finite", f"loss {loss}, gradient norm {grad_norm}")
+        raise NonFiniteError(
+            "the loss or its gradient is not finite",
+            got=f"loss {loss}, gradient norm {grad_norm}",
+            why="an optimizer step with it would destroy the weights",
+            fix="look at kl/log_ratio_max and policy/ratio_clipped of the last steps; lower the learning rate, or set "
+            "kl_max_log_ratio",
+        )
     optimizer.step()
     return grad_norm
 
 
-def not_finite(what: str, got: str) -> NonFiniteError:
-    """The error for a loss that no optimizer step may be taken with."""
-    return NonFiniteError(
-        what,
-        got=got,
-        why="an optimizer step with it would destroy the weights",
-        fix="look at kl/log_ratio_max and policy/ratio_clipped of the last steps; lower the learning rate, or set "
-        "kl_max_log_ratio",
-    )
-
-
 def with_old_logprobs(rollout: Rollout, output: UpdateOutput) -> Rollout:
     """The rollout with the log-probabilities of the first update: later updates take their ratios to them."""
-    old = output.policy_logprobs if rollout.old_logprobs is None else rollout.old_logprobs
+    old = output.scores.logprobs if rollout.old_logprobs is None else rollout.old_logprobs
     return replace(rollout, old_logprobs=old, before=None)
 
 
+# what a step measured -------------------------------------------------------------------------------------------------
+
+CARRIED = ("kl/log_ratio_clamped", "kl/k3_saturated")
+"""Means over the tokens that carry the KL; where there are none, none is measured."""
 OF_THE_LAST = (
     *("policy/ratio_clipped", "kl/weights_truncated"),
     *("sampler/tokens_cut", "sampler/sequences_cut", "sampler/advantage_cut"),
 )
-"""What tells how far the updates of a step went from who sampled: before the first of them the ratio is 1."""
+"""How far the updates of a step went from who sampled: before the first of them the ratio is 1."""
 
 
 def measured(context: Context, rollout: Rollout, outputs: Sequence[UpdateOutput]) -> dict[str, float]:
     """What a step gave, by the names of `METRICS`: that of its tokens before the first update, and of its updates."""
-    record = step_record(context, rollout, outputs[0])
+    first, last, size = outputs[0], outputs[-1], context.config.rollout.num_generations
     compared = context.config.task.reward != NO_REWARD
-    metrics = step_metrics(record, group_size=context.config.rollout.num_generations if compared else 1)
+    metrics = step_metrics(step_record(context, rollout, first), group_size=size if compared else 1)
     has_kl = "kl/k3" in metrics
-    metrics |= {name: x for name, x in outputs[0].losses.items() if has_kl or name not in CARRIED}
+    metrics |= {name: x for name, x in first.losses.items() if has_kl or name not in CARRIED}
     done = [o for o in outputs if not o.stopped]
     metrics["train/grad_norm"] = sum(o.grad_norm for o in done) / max(1, len(done))
     metrics["policy/updates"] = float(len(done))
     if rollout.taught is not None:
-        metrics |= end_probability(context, rollout, rollout.taught)
-        metrics |= reward_correlation(context, rollout, rollout.taught, outputs[0].policy_logprobs)
+        metrics |= _teacher_metrics(context, rollout, rollout.taught, first.scores.logprobs)
     if len(outputs) > 1:
-        metrics["policy/kl_old"] = outputs[-1].kl_old
-    return metrics | {name: outputs[-1].losses[name] for name in OF_THE_LAST if name in outputs[-1].losses}
+        metrics["policy/kl_old"] = last.kl_old
+    return metrics | {name: last.losses[name] for name in OF_THE_LAST if name in last.losses}
 
 
-def end_probability(context: Context, rollout: Rollout, taught: Taught) -> dict[str, float]:
-    """The mean probability that the teacher gives to the end of the completions that have one; a silent killer."""
-    last = rollout.completions.mask.sum(-1).clamp(min=1) - 1
-    there = rollout.completions.ended & taught.mask(rollout.mask).gather(1, last[:, None])[:, 0]
-    probability = torch.where(there, taught.logprobs.gather(1, last[:, None])[:, 0].exp(), 0.0).double()
-    found = dict[str, float]()
+def _teacher_metrics(context: Context, rollout: Rollout, taught: Taught, policy: Tensor) -> dict[str, float]:
+    """Two of the teacher, and of each of several.
+
+    end: the mean probability that it gives to the end of the completions that have one; a silent killer.
+    reward_correlation: within groups, of the reward and of what it finds likelier than the policy, per token.
+    """
+    ended = (rollout.completions.mask.sum(-1).clamp(min=1) - 1)[:, None]
+    there = rollout.completions.ended & rollout.mask.gather(1, ended)[:, 0]
+    end = torch.where(there, taught.logprobs.gather(1, ended)[:, 0].exp(), 0.0).double()
+    likelier = masked_mean(masked_log_ratio(taught.logprobs, policy, rollout.mask), rollout.mask, -1)
+    size, found = context.config.rollout.num_generations, dict[str, float]()
     for key, rows in rows_of_each(context, rollout).items():
         if count := int(there[rows].sum()):
-            found[f"teacher/end{key}"] = float(probability[rows].sum()) / count
-    return found
-
-
-def reward_correlation(context: Context, rollout: Rollout, taught: Taught, policy: Tensor) -> dict[str, float]:
-    """The correlation within groups of the reward and of what the teacher finds likelier than the policy, per token."""
-    mask, size = taught.mask(rollout.mask), context.config.rollout.num_generations
-    likelier = masked_mean(masked_log_ratio(taught.logprobs, policy, mask), mask, -1)
-    found = dict[str, float]()
-    for key, rows in rows_of_each(context, rollout).items():
+            found[f"teacher/end{key}"] = float(end[rows].sum()) / count
         correlation = reward_length_correlation(rollout.rewards[rows], likelier[rows], size)
         found |= {} if correlation is None else {f"teacher/reward_correlation{key}": float(correlation)}
     return found
@@ -356,28 +270,25 @@ def reward_correlation(context: Context, rollout: Rollout, taught: Taught, polic
 
 def step_record(context: Context, rollout: Rollout, output: UpdateOutput) -> StepRecord:
     """The tokens of a step, before its first update, as `step_metrics` takes them."""
+    completions, scores = rollout.completions, output.scores
+    tokens = {
+        "mask": rollout.mask,
+        "kl_mask": rollout.kl_mask,
+        "policy": scores.logprobs,
+        "sampler": completions.sampler_logprobs,
+        "entropy": scores.entropy,
+        "ref": rollout.ref_logprobs,
+        "original": rollout.original_logprobs,
+        "exact": scores.exact,
+        "exact_forward": scores.exact_forward,
+    }
     length = context.config.rollout.max_completion_length
-
-    def padded(x: Tensor) -> Tensor:
-        return pad_tokens(x, length) if x.ndim == 2 else x
-
-    def known(x: Tensor | None) -> Tensor | None:
-        return None if x is None else padded(x)
-
     return StepRecord(
-        mask=padded(rollout.mask),
-        kl_mask=padded(rollout.kl_mask),
-        policy=padded(output.policy_logprobs),
-        sampler=padded(rollout.completions.sampler_logprobs),
-        entropy=known(output.entropy),
+        **{name: None if x is None else pad_tokens(x, length) for name, x in tokens.items()},  # pyright: ignore
         rewards=rollout.rewards,
-        ended=rollout.completions.ended,
-        lengths=rollout.completions.mask.sum(-1),
-        repeated=repeated_pairs(rollout.completions.ids, rollout.completions.mask),
-        ref=known(rollout.ref_logprobs),
-        original=known(rollout.original_logprobs),
-        exact=known(output.exact),
-        exact_forward=known(output.exact_forward),
+        ended=completions.ended,
+        lengths=completions.mask.sum(-1),
+        repeated=repeated_pairs(completions.ids, completions.mask),
         exact_rows=rollout.exact_rows,
     )
 
@@ -398,12 +309,6 @@ def control_metrics(context: Context, beta: float, metrics: Mapping[str, float])
     return context.control.metrics(price, spread_of_group(metrics["reward_std"], metrics["groups/saturated"]))
 
 
-def speed(tokens: float, seconds: float) -> dict[str, float]:
-    """How long a step took, and its tokens per second; without these where the clock stood still."""
-    found = {"speed/step_seconds": seconds}
-    return found | {"speed/tokens_per_second": tokens / seconds} if seconds > 0 else found
-
-
 def completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: int) -> dict[str, object]:
     """A completion with its tokens and their log-probabilities, as a line of completions.jsonl."""
     mask = rollout.completions.mask[i]
@@ -415,7 +320,7 @@ def completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: 
         "reward": float(rollout.rewards[i]),
         "advantage": float(rollout.advantages[i]),
         "tokens": context.tokenizer.convert_ids_to_tokens(ids),
-        "policy_logprobs": output.policy_logprobs[i][mask].tolist(),
+        "policy_logprobs": output.scores.logprobs[i][mask].tolist(),
         "ended": bool(rollout.completions.ended[i]),
         "sampler_logprobs": rollout.completions.sampler_logprobs[i][mask].tolist(),
     }
@@ -423,8 +328,76 @@ def completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: 
         row["trained"] = rollout.mask[i][mask].tolist()
     if rollout.ref_logprobs is not None:
         row["ref_logprobs"] = rollout.ref_logprobs[i][mask].tolist()
-    if (taught := rollout.taught) is not None:
-        scored = taught.mask(rollout.mask)[i][mask].tolist()
-        logprobs = zip(taught.logprobs[i][mask].tolist(), scored, strict=True)
-        row["teacher_logprobs"] = [each if there else None for each, there in logprobs]
+    if rollout.taught is not None:
+        row["teacher_logprobs"] = rollout.taught.logprobs[i][mask].tolist()
     return row
+
+
+# the optimizer --------------------------------------------------------------------------------------------------------
+
+MASTERS = "masters"
+"""The key of the masters in the optimizer's saved state."""
+
+
+class MasterAdamW(AdamW):
+    """AdamW on float32 copies of the weights, the masters; after every step the weights are the copies, rounded.
+
+    A bfloat16 number has 8 bits: at a rate of 1e-6 a step is far below the last of them, and most weights would never
+    move. Moments are float32 too. A weight that is float32 already is its own master. All that runs the model
+    (sampling, scoring, the heads, the reference) uses the 16-bit weights alone.
+    """
+
+    def __init__(self, weights: Iterable[Tensor], **options: Any) -> None:
+        self.weights = list(weights)
+        self.masters = [upcast(weight.detach()) for weight in self.weights]
+        super().__init__(self.masters, **options)
+        self.register_step_pre_hook(lambda *_: self._take_gradients())
+        self.register_step_post_hook(lambda *_: self._round())
+
+    def _take_gradients(self) -> None:
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            master.grad = None if weight.grad is None else upcast(weight.grad)
+
+    @torch.no_grad()
+    def _round(self) -> None:
+        for weight, master in zip(self.weights, self.masters, strict=True):
+            master.grad = None
+            weight.copy_(master)
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for weight in self.weights:  # the masters hold theirs during a step only
+            weight.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), MASTERS: self.masters}
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Continue from a saved state; one without masters continues from the weights as they are."""
+        super().load_state_dict({name: x for name, x in state_dict.items() if name != MASTERS})
+        for master, weight, saved in zip(
+            self.masters, self.weights, state_dict.get(MASTERS, self.weights), strict=True
+        ):
+            master.copy_(saved)
+            weight.copy_(master)
+
+
+def adamw(policy: nn.Module, config: TrainConfig) -> AdamW:
+    """AdamW on the weights of a policy that are trained, or on float32 copies of them."""
+    weights = [p for p in policy.parameters() if p.requires_grad]
+    copies = config.model.master_weights == "float32" and any(p.dtype == torch.bfloat16 for p in weights)
+    return (MasterAdamW if copies else AdamW)(
+        weights,
+        lr=config.optim.learning_rate,
+        betas=(config.optim.adam_beta1, config.optim.adam_beta2),
+        weight_decay=config.optim.weight_decay,
+        fused=all(p.device.type in ("cpu", "cuda") for p in weights),  # one pass over the weights and moments
+    )
+
+
+def schedule_of(optimizer: Optimizer, config: TrainConfig) -> LambdaLR:
+    """The schedule of the learning rate over the steps of a run; all updates of a step have one rate."""
+    optim, steps = config.optim, config.run.max_steps
+    name = "constant_with_warmup" if optim.lr_scheduler_type == "constant" else optim.lr_scheduler_type
+    warmup = min(optim.warmup_steps, steps)
+    return get_scheduler(name, optimizer, num_warmup_steps=warmup, num_training_steps=steps)  # pyright: ignore

@@ -36,9 +36,9 @@ from klamp.training.config import TrainConfig
 from klamp.training.in_verl.data import write_data
 from klamp.training.in_verl.overrides import Layout, load_in_verl, verl_overrides
 from klamp.training.models import load_tokenizer
-from klamp.training.optimizer import schedule_of
 from klamp.training.sampling import encode_prompts, examples_of_step
 from klamp.training.sizing import Shape, sizes_of
+from klamp.training.updates import schedule_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 

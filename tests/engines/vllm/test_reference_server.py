@@ -20,9 +20,9 @@ from klamp.scoring.model_parts import PrefixKL
 from klamp.scoring.scorer import Ask, Scorer, TeacherKL, score
 from klamp.scoring.vllm_reference import KEY, VLLMReference
 from klamp.tasks import load_task
+from klamp.training.anchors import connect
 from klamp.training.config import TrainConfig
 from klamp.training.models import load_model, load_tokenizer
-from klamp.training.references import connect
 
 SECRET = "a-key-of-this-test"
 COUNT, PROMPT, LENGTH = 72, 9, 30

@@ -29,6 +29,7 @@ from klamp.hosts.trl.grpo_trainer import GRPOTrainer
 from klamp.hosts.trl.record import ReportCallback
 from klamp.tasks.base import NO_REWARD, Example
 from klamp.training import models
+from klamp.training.anchors import check_tokens_of, teacher_prompts
 from klamp.training.checkpoint import check, seal
 from klamp.training.config import TrainConfig
 from klamp.training.in_trl.arguments import TEACHER_PROMPT, trl_arguments, weights_dtype
@@ -36,7 +37,6 @@ from klamp.training.interrupts import Interrupt, deferred_interrupts
 from klamp.training.resumed import IDENTITY, newest_complete
 from klamp.training.sampling import examples_of_run
 from klamp.training.setup import load_prompts
-from klamp.training.teachers import check_tokens_of, teacher_prompts
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -20,12 +20,12 @@ from transformers import PreTrainedTokenizerBase
 from klamp.tasks import load_task
 from klamp.tasks.base import Example, Task, TaskConfig
 from klamp.tasks.prompts import check_prompts
+from klamp.training.anchors import check_keys, check_tokens_of
 from klamp.training.config import TrainConfig
 from klamp.training.in_verl.overrides import TEACHER, Layout
-from klamp.training.models import check_weights, describe_folder, load_tokenizer, make_ready, model_path
+from klamp.training.models import check_weights, length_of, load_tokenizer, make_ready, model_path
 from klamp.training.sampling import examples_of_run
 from klamp.training.setup import load_prompts
-from klamp.training.teachers import check_keys, check_tokens_of
 
 
 def write_inputs(config: TrainConfig, layout: Layout) -> None:
@@ -41,12 +41,12 @@ def write_inputs(config: TrainConfig, layout: Layout) -> None:
     tokenizer = load_tokenizer(config.model.tokenizer or config.model.model)
     # verl would cut a longer prompt, or stop at it in the middle of the run
     room = config.rollout.max_prompt_length + config.rollout.max_completion_length
-    longest, _ = describe_folder(model_path(config.model.model))
+    longest = length_of(model_path(config.model.model))
     task = load_prompts(config, tokenizer, longest=min(longest or room, room))
     if models:
         check_keys(config, task, models)
     for name in models.values():
-        longest, _ = describe_folder(model_path(name))
+        longest = length_of(model_path(name))
         check_prompts(task.train, tokenizer, longest, config.rollout.max_completion_length + 1)  # verl's takes one more
         check_tokens_of(name, tokenizer)
     write_data(config, task, tokenizer, layout)
