@@ -12,7 +12,6 @@ from klamp.core import gradients
 from klamp.core.estimators import ESTIMATORS
 from klamp.verify.direction import (
     USES,
-    SampleMean,
     answer_direction,
     direction_worlds,
     draw,
@@ -39,16 +38,10 @@ def test_samples_agree_with_the_expectation_and_their_error_shrinks() -> None:
     chain = random_chain(0, vocab=4, length=2)
     exact = expected(chain, klamps_k3).item()
     few, many = (draw(chain, klamps_k3, samples=n, seed=1) for n in (1_000, 100_000))
-    assert many.fits(exact)
-    assert few.error / many.error == pytest.approx(10, rel=0.3)
+    assert abs(many[0] - exact) < 5 * many[1]
+    assert few[1] / many[1] == pytest.approx(10, rel=0.3)
     assert draw(chain, klamps_k3, samples=1_000, seed=1) == few
     assert draw(chain, klamps_k3, samples=1_000, seed=2) != few
-
-
-def test_a_mean_that_is_off_does_not_fit() -> None:
-    assert not SampleMean(mean=1.0, error=0.01).fits(1.1)
-    assert SampleMean(mean=1.0, error=0.01).fits(1.04)
-    assert SampleMean(mean=1.23456, error=0.0123).text == "1.235 +- 0.01"
 
 
 def test_the_answer() -> None:
@@ -94,7 +87,7 @@ def test_it_fails_when_k3_is_another_formula(value, monkeypatch: pytest.MonkeyPa
 
 
 def test_it_fails_when_the_samples_do_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("klamp.verify.direction.printed_form", reversed_form)
+    monkeypatch.setattr("klamp.verify.direction.printed_k3", reversed_form)
     assert "far: the samples agree" in failed(20_000)
 
 
