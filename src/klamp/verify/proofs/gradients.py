@@ -120,12 +120,13 @@ def prove_sequences() -> list[Check]:
     ]
     whole: dict[Sampler, str] = {"policy": "horizon sequence", "other": "off-policy, prefix ratio"}
     for sampler, where in whole.items():
-        rows += [
+        more: list[Claim] = [
             (f"{where}, value k1", penalty("k1", "reverse", "sequence", sampler=sampler), "reverse", sampler),
             (f"{where}, value k3", penalty("k3", "reverse", "sequence", sampler=sampler), "reverse", sampler),
             (f"{where}, exact", _exact("sequence", sampler), "reverse", sampler),
             (f"{where}, gradient forward", penalty("k3", "forward", "sequence", sampler=sampler), "forward", sampler),
         ]
+        rows += more
     return _over_completions(rows)
 
 
@@ -338,11 +339,12 @@ def _gated() -> Iterator[Check]:
         clip = {"kl_clip_method": "hard", "kl_clip_threshold": threshold, "use_per_token_kl_threshold": False}
         return examine_config(KLConfig(**clip | choices), scene=world).kl.gradient
 
-    exact, soft = {"kl_estimator": "exact"}, {"kl_clip_method": "soft", "kl_clip_temperature": 1e-4}
+    exact: dict[str, Any] = {"kl_estimator": "exact"}
+    soft = exact | {"kl_clip_method": "soft", "kl_clip_temperature": 1e-4}
     for claim, found, name in (
         ("hard clip at 0: no clip", gradient(0.0, **exact), "local"),
         ("hard clip at 1,000 nats: no pull", gradient(1000.0, **exact), "zero"),
-        ("soft clip far below the KL: no clip", gradient(1e-3, **exact, **soft), "local"),
+        ("soft clip far below the KL: no clip", gradient(1e-3, **soft), "local"),
         ("in the reward, hard clip at 0: no clip", gradient(0.0, **IN_REWARD), "reverse"),
         ("in the reward, hard clip at 1,000 nats: no pull", gradient(1000.0, **IN_REWARD), "zero"),
     ):
