@@ -101,7 +101,7 @@ def measure(fields: Mapping[str, str]) -> ConfigFacts:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)
         kl = KLConfig(**fields)  # pyright: ignore[reportArgumentType]
-        return measure_config(kl, LossConfig(scale_rewards="none"), length=100)
+        return measure_config(kl, LossConfig(scale_rewards="none"))
 
 
 def metrics_page() -> str:

@@ -19,7 +19,7 @@ from klamp.cli.help import COMMANDS, EVALUATED, help_of
 from klamp.cli.text import WIDTH
 from klamp.config import PRESETS
 from klamp.diagnostics.alarms import ALARMS
-from klamp.verify.printed_formulas import FORMS
+from klamp.verify.explain import FORMS
 
 IN_A_PLAN = [name for name in train_fields() if name not in ("seed", "output_dir", "resume", "prepare")]
 FIELDS = {"train": [*train_fields()], "ablate": IN_A_PLAN, "evaluate": EVALUATED}

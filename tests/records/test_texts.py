@@ -114,36 +114,6 @@ def test_a_damaged_zip_is_refused_and_a_bad_line_named(tmp_path: Path) -> None:
     assert "fix line 2" in caught.value.fix
 
 
-def test_a_dump_by_metric_is_a_record_and_any_other_object_is_none(tmp_path: Path) -> None:
-    file = tmp_path / "metrics.json"
-    file.write_text(
-        json.dumps({"train/kl_penalty": {"1": 0.0, "2": 0.1}, "train/reward": {"2": 0.5}}), encoding="utf-8"
-    )
-    history = read_record(file)
-    assert [dict(row.metrics) for row in history.rows] == [{"kl/k3": 0.0}, {"kl/k3": 0.1, "reward": 0.5}]
-    file.write_text(json.dumps({"a": {"b": 1}}), encoding="utf-8")
-    with pytest.raises(DataError, match="no log_history"):
-        read_record(file)
-
-
-def test_an_object_of_lists_is_a_record_where_they_are_equally_long(tmp_path: Path) -> None:
-    file, lists = tmp_path / "history.json", {"step": [5, 10], "kl": [0.0, 0.1], "reward": [0.5, 0.25]}
-    file.write_text(json.dumps({**lists, "beta": 0.04}), encoding="utf-8")
-    assert [(row.step, dict(row.metrics)) for row in read_record(file).rows] == [
-        (5, {"kl/k3": 0.0, "reward": 0.5}),
-        (10, {"kl/k3": 0.1, "reward": 0.25}),
-    ]
-    assert read_record(file).source == "table by metric"
-    file.write_text(json.dumps({"policy": [-1.0, -2.0], "ref": [-1.5, -2.5]}), encoding="utf-8")
-    with pytest.raises(DataError, match="no metric that klamp knows") as caught:
-        read_record(file)
-    assert caught.value.why == "its first row has policy, ref"
-    for other in ({**lists, "kl": [0.1]}, {"mask": [[1, 0]], "loss": [[0.5, 0.5]]}):
-        file.write_text(json.dumps(other), encoding="utf-8")
-        with pytest.raises(DataError, match="no log_history"):
-            read_record(file)
-
-
 @pytest.mark.parametrize("name", ["train.log", "train.json", "train.jsonl"])
 def test_text_in_another_encoding_is_told_how_to_write_it_anew_and_bytes_are_not(tmp_path: Path, name: str) -> None:
     file = tmp_path / name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tests.report.pages import parse, run_of
 
-from klamp.report.settings_section import settings_section
+from klamp.report.page import settings_section
 
 
 def run(name: str = "a", **config):

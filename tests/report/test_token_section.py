@@ -8,7 +8,7 @@ from tests.report.pages import Node, completion, parse, run_of
 
 from klamp.report.completions import ranked
 from klamp.report.run import ReportRun
-from klamp.report.token_section import FRAME, PATIENCE, fitting, said, token_section
+from klamp.report.tokens import FRAME, PATIENCE, fitting, said, token_section
 
 
 def many(count: int) -> ReportRun:
@@ -128,6 +128,6 @@ def test_worst_tokens_stand_in_their_context() -> None:
 
 def test_the_search_for_what_fits_ends(monkeypatch) -> None:
     run, drawn = many(3 * PATIENCE), []
-    monkeypatch.setattr("klamp.report.token_section.card", lambda *given, **_: drawn.append(given) or "x" * 1000)
+    monkeypatch.setattr("klamp.report.tokens.card", lambda *given, **_: drawn.append(given) or "x" * 1000)
     assert len(fitting([run], ranked([run]), room=FRAME + 2500)) == 2
     assert len(drawn) == 2 + PATIENCE

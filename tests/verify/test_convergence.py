@@ -150,5 +150,3 @@ def test_what_is_claimed_to_be_exact():
         for loss in ("fixed length", "token mean")
     }
     assert exact == in_reward | over_sequences
-    assert not claims_exact(KLConfig(kl_horizon="sequence", kl_normalizer="sequence_mean"), LOSSES["fixed length"])
-    assert not claims_exact(KLConfig(kl_horizon="sequence", kl_clip_method="hard"), LossConfig(loss_type="dr_grpo"))

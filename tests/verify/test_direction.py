@@ -12,13 +12,11 @@ from klamp.core import gradients
 from klamp.core.estimators import ESTIMATORS
 from klamp.verify.direction import (
     USES,
-    SampleMean,
     answer_direction,
     direction_worlds,
     draw,
     klamps_k3,
     reversed_form,
-    sampling_worlds,
 )
 from klamp.verify.oracle import expected, reverse_kl
 from klamp.verify.worlds import random_chain
@@ -39,16 +37,10 @@ def test_samples_agree_with_the_expectation_and_their_error_shrinks() -> None:
     chain = random_chain(0, vocab=4, length=2)
     exact = expected(chain, klamps_k3).item()
     few, many = (draw(chain, klamps_k3, samples=n, seed=1) for n in (1_000, 100_000))
-    assert many.fits(exact)
-    assert few.error / many.error == pytest.approx(10, rel=0.3)
+    assert abs(many[0] - exact) < 5 * many[1]
+    assert few[1] / many[1] == pytest.approx(10, rel=0.3)
     assert draw(chain, klamps_k3, samples=1_000, seed=1) == few
     assert draw(chain, klamps_k3, samples=1_000, seed=2) != few
-
-
-def test_a_mean_that_is_off_does_not_fit() -> None:
-    assert not SampleMean(mean=1.0, error=0.01).fits(1.1)
-    assert SampleMean(mean=1.0, error=0.01).fits(1.04)
-    assert SampleMean(mean=1.23456, error=0.0123).text == "1.235 +- 0.01"
 
 
 def test_the_answer() -> None:
@@ -70,20 +62,6 @@ def test_the_answer() -> None:
     assert any("KL(ref||policy), the other direction" in words for words in answer.words)
 
 
-def test_the_numbers_of_the_samplers_by_hand() -> None:
-    worlds = sampling_worlds()
-    world = worlds["policy"]
-    assert (world.on_policy, worlds["older policy"].on_policy) == (True, False)
-    assert all(torch.equal(each.policy_logits, world.policy_logits) for each in worlds.values())
-    p, q = (world.logprobs(who)[0].detach().exp() for who in ("policy", "ref"))
-    _, uses = answer_direction(samples=1_000).tables
-    reverse, forward = (p * (p / q).log()).sum().item(), (q * (q / p).log()).sum().item()
-    assert f"KL(p||r) = {reverse:.4f}, KL(r||p) = {forward:.4f}" in uses.title
-    back = ((p**2 / q).sum() - 1).item() - reverse
-    assert float(uses.rows[1][2]) == pytest.approx(back, rel=1e-3)
-    assert back > 100 * reverse
-
-
 @pytest.mark.parametrize(
     "value",
     [lambda d: torch.expm1(d) - d, lambda d: -(torch.expm1(-d) + d), lambda d: torch.expm1(-d) + d + 1e-6],
@@ -94,7 +72,7 @@ def test_it_fails_when_k3_is_another_formula(value, monkeypatch: pytest.MonkeyPa
 
 
 def test_it_fails_when_the_samples_do_not_agree(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("klamp.verify.direction.printed_form", reversed_form)
+    monkeypatch.setattr("klamp.verify.direction.printed_k3", reversed_form)
     assert "far: the samples agree" in failed(20_000)
 
 

@@ -13,13 +13,13 @@ from klamp.config import KLConfig, LossConfig
 from klamp.verify import convergence, one_step
 from klamp.verify.config_facts import measure_config
 from klamp.verify.explain import Setting, explain_config
-from klamp.verify.mixes import FIXED
 from klamp.verify.proofs.anchors import taught_by
 
 pytestmark = [
     pytest.mark.usefixtures("shapes_unchecked"),  # checked in tests/core; here they would cost minutes
     pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning"),
 ]
+FIXED = convergence.LOSSES["fixed length"]
 SEQUENCE, NO_KL = {"horizon": "sequence"}, (("beta", 0.0),)
 STD, MEAN, OWN_LENGTH = (
     replace(FIXED, **{name: value})
@@ -59,11 +59,11 @@ LOCAL = (("beta", 0.02),)
         (NO_KL, {}, FIXED, SILENT, "at the teacher ("),
         (NO_KL, {"direction": "js", "estimator": "topk"}, FIXED, SILENT, "at the teacher ("),
         (NO_KL, SEQUENCE, FIXED, Setting(), "at the optimum of E[reward] - price KL(policy||teacher): teacher exp("),
-        (NO_KL, {}, FIXED, Setting(), "0.12 nats from the optimum teacher exp(reward / price), at that of each prefix"),
+        (NO_KL, {}, FIXED, Setting(), "0.12 nats from the optimum teacher exp(reward / price): KL"),
         (BOTH, SEQUENCE, FIXED, Setting(), "at the optimum of E[reward] - price KL(policy||mix): mix exp("),
         (BOTH, SEQUENCE, FIXED, SILENT, "at the mix ("),
         (LOCAL, {}, FIXED, SILENT, r"\S+ nats from the mix \("),
-        (LOCAL, {}, FIXED, Setting(), r"\S+ nats from the optimum mix \S+ / price\), at that of each prefix"),
+        (LOCAL, {}, FIXED, Setting(), r"\S+ nats from the optimum mix \S+ / price\): KL"),
         (LOCAL, SEQUENCE, FIXED, Setting(), r"\S+ nats from the optimum mix exp\(reward / price\): KL"),
         (NO_KL, SEQUENCE, OWN_LENGTH, Setting(), r"\S+ nats from the optimum teacher exp\(reward / price\): KL"),
         (NO_KL, SEQUENCE, STD, Setting(), r"\S+ nats from the nearest optimum teacher exp\S+ / price\), price"),
@@ -78,7 +78,6 @@ def test_where_it_ends(kl, teacher, loss, setting, start) -> None:
     pattern = start if "\\" in start or ".*" in start else re.escape(start).replace(r"0\.12", r"\S+")
     assert re.match(pattern, lines.get("ends", ""))
     assert bool(start) == ("ends" in lines)
-    assert ("each prefix" in lines.get("ends", "")) == ("each prefix" in start)
 
 
 def test_prices_and_the_mix(briefly: None) -> None:
@@ -114,7 +113,7 @@ def test_the_gradient_to_the_teacher_is_named_as_it_is_measured(teacher, named, 
     if teacher.get("direction") == "forward":
         turned = one_step.exact_kl
         monkeypatch.setattr(one_step, "exact_kl", lambda *models, direction: turned(*models, direction="reverse"))
-        facts = measure_config(KLConfig(beta=0.0), FIXED, length=1, teacher=taught_by(**teacher))
+        facts = measure_config(KLConfig(beta=0.0), FIXED, teacher=taught_by(**teacher))
         assert facts.position.follows.name == "reverse" and abs(facts.value_bias) > 0.01
 
 
@@ -135,7 +134,7 @@ def test_the_sampler_has_no_fixed_point_and_no_price() -> None:
 
 
 def test_a_reduction_bends_or_does_not_in_each_world(briefly: None) -> None:
-    token, own = (measure_config(KLConfig(), replace(FIXED, loss_type=each), length=9) for each in ("dapo", "grpo"))
+    token, own = (measure_config(KLConfig(), replace(FIXED, loss_type=each)) for each in ("dapo", "grpo"))
     assert token.kept == pytest.approx((1.0, 1.0)) and 0.9 < own.kept[0] < own.kept[1] - 0.01 < 0.99
     verdict, _, text = tell((("beta", 0.1),), None, replace(FIXED, loss_type="dapo"))
     assert "bent" not in verdict and "by world" not in text and "longer" not in text

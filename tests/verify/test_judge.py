@@ -1,8 +1,6 @@
-"""Judging functions whose faults are known: each fault is found, and a faultless one has none."""
+"""Judging functions whose faults are known: each fault is found."""
 
 from __future__ import annotations
-
-import math
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from torch import Tensor
 
 from klamp.core.gradients import kl_penalty
 from klamp.errors import ShapeError, UnknownNameError
-from klamp.verify.judge import DTYPES, FAR, Probe, judge
+from klamp.verify.judge import judge
 
 
 def k1(policy: Tensor, ref: Tensor) -> Tensor:
@@ -61,60 +59,28 @@ def test_numbers_of_value_and_gradient() -> None:
     assert biased.value.expected == pytest.approx(1.1 * biased.value.reverse_kl)
     assert biased.value.lowest < 0 < biased.value.standard_deviation
     found = judge(k3)
-    assert (found.gradient.cosine_forward, found.value.lowest >= 0) == (pytest.approx(1.0), True)
+    assert found.value.lowest >= 0
     assert 0 < found.gradient.cosine_reverse < 0.99
     assert judge(k1).gradient.cosine_reverse == 0.0
     assert judge(k2).gradient.share == pytest.approx(1.0)
 
 
-def test_a_function_that_computes_in_float32_is_still_recognised_and_klamps_own_has_no_fault() -> None:
+def test_a_function_that_computes_in_float32_is_still_recognised() -> None:
     found = judge(lambda p, r: k3(p.float(), r.float()))
     assert (found.value.estimates, found.gradient.follows.name) == ("KL(policy||ref)", "forward")
-    assert judge(klamps).faults == []
-    assert judge(k1, use="reward").faults == []
 
 
 def test_a_clamp_is_found_where_it_is() -> None:
     found = judge(clamped_k3)
-    assert found.clamp.above == pytest.approx(11.0, abs=1e-4)  # e^-d - 1 + d = 10 from there on
-    assert found.clamp.below is not None
-    assert torch.expm1(torch.tensor(-found.clamp.below)) + found.clamp.below == pytest.approx(10.0, abs=1e-3)
-    assert any("exactly zero above a log-ratio of +11 nats" in fault for fault in found.faults)
-    assert judge(k3).clamp == judge(k2).clamp
-    assert judge(k3).clamp.above is None
+    below, above = found.clamp
+    assert above == pytest.approx(11.0, abs=1e-4)  # e^-d - 1 + d = 10 from there on
+    assert below is not None
+    assert torch.expm1(torch.tensor(-below)) + below == pytest.approx(10.0, abs=1e-3)
+    assert judge(k3).clamp == judge(k2).clamp == (None, None)
 
 
-def test_a_detached_value_has_no_gradient_of_its_own() -> None:
-    found = judge(lambda p, r: (p - r).detach())
-    assert found.clamp.everywhere
-    assert found.faults[-1] == "it carries no gradient of its own"
-
-
-def test_what_breaks_at_thirty_nats_is_reported_by_type() -> None:
-    found = judge(k3)
-    assert found.probe(torch.float16, -FAR).fault == "the value is inf"
-    assert found.probe(torch.float32, -FAR).fault == ""
-    assert found.probe(torch.float16, FAR).pulls_back
-    assert [probe.dtype for probe in found.probes] == [dtype for dtype in DTYPES for _ in range(2)]
-    assert any(fault == "at -30 nats the value is inf (float16)" for fault in found.faults)
-    with pytest.raises(UnknownNameError, match="probe"):
-        found.probe(torch.float16, 1.0)
-
-
-def test_a_wrong_sign_and_a_dead_gradient_are_told_apart() -> None:
-    away, dead = Probe(dtype=torch.float32, log_ratio=-30.0, value=1.0, gradient=1.0), clamped_k3
-    assert away.fault == "the gradient pushes away from the reference"
-    assert judge(dead).probe(torch.float32, FAR).fault == "the gradient is zero"
-    assert not Probe(dtype=torch.float32, log_ratio=30.0, value=math.nan, gradient=0.0).alive
-
-
-def test_an_exception_in_a_low_precision_is_a_finding_and_in_float64_the_callers() -> None:
-    def picky(policy: Tensor, ref: Tensor) -> Tensor:
-        if policy.dtype == torch.float16:
-            raise RuntimeError("not implemented for Half")
-        return k3(policy, ref)
-
-    assert judge(picky).probe(torch.float16, FAR).fault == "it raises RuntimeError: not implemented for Half"
+def test_a_detached_value_has_no_gradient_of_its_own_and_an_exception_is_the_callers() -> None:
+    assert judge(lambda p, r: (p - r).detach()).clamp == (0, 0)
     with pytest.raises(ZeroDivisionError):
         judge(lambda p, r: p / (1 // 0))
 
@@ -125,7 +91,6 @@ def test_what_returns_no_number_per_token_is_refused(function) -> None:
         judge(function)
 
 
-def test_an_unknown_use_is_refused_and_the_name_is_kept() -> None:
+def test_an_unknown_use_is_refused() -> None:
     with pytest.raises(UnknownNameError, match="use"):
         judge(k1, use="advantage")  # type: ignore[arg-type]
-    assert (judge(k1).name, judge(k1, name="mine").name, judge(k1, use="reward").use) == ("k1", "mine", "reward")

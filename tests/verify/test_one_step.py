@@ -11,6 +11,7 @@ import torch
 from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
+from klamp.core.masking import Totals
 from klamp.core.objective import grpo_loss
 from klamp.core.penalty import advantages_with_kl, shifted_advantages, token_penalty
 from klamp.core.term import Gate, sequence_gate_kl
@@ -72,9 +73,7 @@ def test_the_value_of_an_unbiased_estimator_is_the_kl_over_completions() -> None
     for estimator, unbiased in (("k1", True), ("k3", True), ("exact", True), ("k2", False)):
         found = examine_config(KLConfig(kl_estimator=estimator), scene=world).kl
         assert (abs(found.value_bias) < 1e-12) == unbiased
-    exact = examine_config(KLConfig(kl_estimator="exact"), scene=world).kl
     sampled = examine_config(KLConfig(kl_estimator="k1"), scene=world).kl
-    assert 0 < exact.value_variance < sampled.value_variance
     assert sampled.value == pytest.approx(reverse_kl(world.chain).item(), abs=1e-12)
 
 
@@ -92,7 +91,6 @@ def test_a_group_of_one_agrees_with_the_oracle_itself() -> None:
     found = examine_config(KLConfig(kl_estimator="k2", kl_gradient="reverse"), scene=world).kl
     assert torch.allclose(found.gradient, by_hand.gradient, rtol=0, atol=1e-12)
     assert found.value == pytest.approx(by_hand.value, abs=1e-12)
-    assert found.value_variance == pytest.approx(by_hand.value_variance, abs=1e-12)
     assert found.gradient_variance == pytest.approx(by_hand.gradient_variance, abs=1e-12)
 
 
@@ -116,17 +114,16 @@ def test_the_expected_step_is_the_mean_of_sampled_steps() -> None:
                 advantages=group_advantages(world.rewards[list(group)], 2, scale="std"),
                 ref_logprobs=drawn.ref_logprobs,
             )
-            step = grpo_loss(batch, objective).loss
+            step = grpo_loss(batch, objective, totals=Totals(2, 2 * world.mean_length, 2 * world.mean_length)).loss
             (cache[group],) = torch.autograd.grad(step, world.chain.policy_logits, retain_graph=True)
         total += cache[group] / len(rows)
     whole = found.policy_gradient + kl.beta * found.kl.gradient
     assert (total - whole).norm() < 0.05 * whole.norm()
 
 
-def test_reductions_change_the_gradient_and_expected_denominators_are_those_of_a_large_batch() -> None:
+def test_reductions_change_the_gradient_and_divide_by_the_expected_numbers() -> None:
     kl, chain = KLConfig(), random_chain(5, length=3)
-    alone = Scene(chain=chain, group_size=1)
-    large = Scene(chain=chain, group_size=1, denominators="expected")
+    large = Scene(chain=chain, group_size=1)
     y = enumerate_outcomes(chain)
     mean_length = (y.probs * y.mask.sum(-1)).sum().item()
     by_token = examine_config(kl, LossConfig(loss_type="dapo", scale_rewards="none"), scene=large)
@@ -134,21 +131,8 @@ def test_reductions_change_the_gradient_and_expected_denominators_are_those_of_a
     assert by_token.kl.follows.factor == pytest.approx(1 / mean_length)
     fixed = examine_config(kl, LossConfig(loss_type="dr_grpo"), scene=large)
     assert (fixed.kl.follows.name, fixed.kl.follows.factor) == ("local", pytest.approx(1 / 3))
-    by_mean = examine_config(kl, LossConfig(loss_type="grpo", scale_rewards="none"), scene=alone)
+    by_mean = examine_config(kl, LossConfig(loss_type="grpo", scale_rewards="none"), scene=large)
     assert by_mean.kl.follows.name == "none of these"
-
-
-def test_a_clip_closes_the_gate_and_counts_it() -> None:
-    world = scene(0, length=2)
-    choices = {"kl_clip_method": "hard", "use_per_token_kl_threshold": False, "kl_estimator": "exact"}
-    shut = examine_config(KLConfig(kl_clip_threshold=100.0, **choices), scene=world)
-    wide = examine_config(KLConfig(kl_clip_threshold=0.0, **choices), scene=world)
-    half = examine_config(KLConfig(kl_clip_threshold=0.9, **choices), scene=world)
-    assert (shut.kl.follows.name, shut.gate) == ("zero", 0.0)
-    assert (wide.kl.follows.name, wide.gate) == ("local", pytest.approx(1.0))
-    assert half.gate is not None
-    assert 0.1 < half.gate < 0.9
-    assert examine_config(KLConfig(), scene=world).gate is None
 
 
 PLACED = {
@@ -160,7 +144,7 @@ PLACED = {
 }
 
 
-CLIPS = [("none", None), *itertools.product(("hard", "soft"), (None, "group", "batch"))]
+CLIPS = [("none", None), *itertools.product(("hard", "soft"), (None, "group"))]
 
 
 def scored(kl: KLConfig, pair: list[int], *, by: Outcomes, old: Outcomes) -> Batch:
@@ -229,7 +213,7 @@ def test_in_a_large_batch_a_gate_of_the_batch_is_the_same_for_every_group() -> N
     y = enumerate_outcomes(chain)
     minus_delta = y.ref_logprobs - y.policy_logprobs
     kl_of_batch = (y.probs * (minus_delta.expm1() - minus_delta).sum(-1)).sum().item()
-    world = Scene(chain=chain, denominators="expected")
+    world = Scene(chain=chain)
     choices = {"kl_clip_method": "hard", "kl_clip_level": "batch", "use_per_token_kl_threshold": False}
     shut, wide = (
         examine_config(KLConfig(kl_clip_threshold=kl_of_batch + step, **choices), scene=world) for step in (0.01, -0.01)

@@ -173,8 +173,7 @@ def test_a_report_gives_bias_against_the_reverse_kl_and_nothing_but_its_value_of
     assert examine(chain, log_ratio).value_bias == pytest.approx(0.0, abs=1e-12)
     assert examine(chain, lambda y: 3 * log_ratio(y)).value_bias == pytest.approx(2 * reverse_kl(chain).item())
     still = examine(chain, lambda y: torch.ones_like(y.probs))
-    assert (still.value, still.value_variance) == (pytest.approx(1.0, abs=1e-14), pytest.approx(0.0, abs=1e-28))
-    assert (still.follows.name, still.gradient_variance) == ("zero", 0.0)
+    assert (still.value, still.follows.name, still.gradient_variance) == (pytest.approx(1.0, abs=1e-14), "zero", 0.0)
 
 
 def test_truths_ignore_who_samples_and_reach_past_a_truncated_sampler():
@@ -245,7 +244,7 @@ def test_a_pull_has_angle_and_share_over_all_worlds() -> None:
     known[0]["forward"] = torch.tensor([3.0])
     found = pull_of([torch.tensor([2.0]), torch.tensor([0.0])], known)
     assert found.follows == ("forward", pytest.approx(2 / 3))
-    assert (found.cosine_reverse, found.cosine_forward) == (pytest.approx(0.5**0.5), pytest.approx(1.0))
+    assert found.cosine_reverse == pytest.approx(0.5**0.5)
     assert found.share == pytest.approx(1.0)
     still = pull_of([torch.zeros(1)] * 2, known)
     assert (still.follows.name, still.cosine_reverse, still.share) == ("zero", 0.0, 0.0)

@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from klamp.errors import UnknownNameError
-from klamp.verify.explain import Explanation
+from klamp.verify.explain import FORMS, Explanation, explain_form
 from klamp.verify.judge import judge_value
 from klamp.verify.oracle import expected_pull, in_reward
-from klamp.verify.printed_formulas import FORMS, explain_form
 from klamp.verify.worlds import random_positions
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
@@ -49,7 +48,6 @@ def test_what_each_estimates_and_whose_gradient_it_follows(
     assert judge_value(form.value, positions).estimates == estimates
     loss = in_reward(form.value) if form.use == "reward" else form.value
     assert expected_pull(positions, loss).follows == (follows, pytest.approx(factor))
-    assert ("at 30 nats" in dict(explained(name).lines)) == (name in ("ratio-weighted", "k3-as-loss"))
 
 
 @functools.cache
@@ -71,7 +69,7 @@ def test_the_verdict_follows_from_the_numbers(name: str, words: str, monkeypatch
     assert words in explained(name).verdict
     other = "k3-as-loss" if name != "k3-as-loss" else "k1-as-loss"
     swapped = FORMS[name]._replace(function=FORMS[other].function, use=FORMS[other].use)
-    monkeypatch.setattr("klamp.verify.printed_formulas.FORMS", {name: swapped})
+    monkeypatch.setattr("klamp.verify.explain.FORMS", {name: swapped})
     assert words not in explain_form(name).verdict
 
 
@@ -80,7 +78,6 @@ def test_the_numbers_of_the_lines() -> None:
     assert value == "+9.3731 nats per token where KL(policy||ref) is +0.8851"
     assert ("", "with tokens of the reference +0.8851") in explained("ratio-weighted").lines
     assert "cosine 0.510 to 0.996 with KL(policy||ref)" in dict(explained("exact-kl").lines)["sequence"]
-    assert "float16" in dict(explained("k3-as-loss").lines)["at 30 nats"]
 
 
 def test_another_name_is_refused() -> None:

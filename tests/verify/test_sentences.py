@@ -17,7 +17,7 @@ from torch import Tensor
 from klamp.config import KLConfig, LossConfig
 from klamp.config.teacher import TeacherConfig
 from klamp.errors import ConfigError
-from klamp.verify import explain, mixes
+from klamp.verify import explain
 from klamp.verify.config_facts import NO_KL, bare_teacher, bare_term
 from klamp.verify.explain import Explanation, explain_config
 from klamp.verify.one_step import Scene, StepReport, examine_config
@@ -82,7 +82,7 @@ class Told:
         return re.sub(r"(teacher|sampler)(?=[)|])", "ref", dict(self.said.lines)[label])
 
     def examine(self, chain: Chain, loss: LossConfig | None = None) -> Seen:
-        scene = Scene(chain=chain, group_size=1, denominators="expected")
+        scene = Scene(chain=chain, group_size=1)
         if isinstance(self.config, TeacherConfig):
             taught = bare_teacher(self.config)
             return chain.towards("teacher"), examine_config(NO_KL, loss, scene=scene, teacher=taught)
@@ -192,8 +192,7 @@ def told_of(kl: dict, teacher: dict | None, loss: dict) -> Told | None:
 @pytest.fixture(autouse=True)
 def not_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a configuration ends is for test_explain_anchors.py and test_convergence.py."""
-    for module in (explain, mixes):
-        monkeypatch.setattr(module, "where_it_ends", lambda *_, **__: "(not followed)")
+    monkeypatch.setattr(explain, "where_it_ends", lambda *_, **__: "(not followed)")
 
 
 @settings(max_examples=20, phases=[Phase.explicit, Phase.generate])  # shrinking takes minutes

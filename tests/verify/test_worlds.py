@@ -10,9 +10,9 @@ import torch
 from klamp.errors import ConfigError, ShapeError
 from klamp.verify.worlds import (
     Chain,
+    Outcomes,
     count_prefixes,
     enumerate_outcomes,
-    list_completions,
     list_prefixes,
     one_position,
     prefix_probs,
@@ -29,16 +29,13 @@ def test_the_probabilities_of_all_completions_sum_to_one(eos, sampler):
     assert (outcomes.probs > 0).all()
 
 
+def completions(outcomes: Outcomes) -> list[tuple[int, ...]]:
+    return [tuple(token for token in row if token >= 0) for row in outcomes.tokens.tolist()]
+
+
 def test_completions_are_all_words_that_end_at_eos_or_at_the_last_position():
     words = {w[: w.index(1) + 1] if 1 in w else w for w in itertools.product(range(3), repeat=3)}
-    assert sorted(list_completions(3, 3, eos=1)) == sorted(words)
-
-
-def test_the_mask_covers_each_completion_up_to_and_including_eos():
-    outcomes = enumerate_outcomes(random_chain(0, vocab=3, length=3, eos=1))
-    for tokens, mask in zip(outcomes.tokens.tolist(), outcomes.mask.tolist(), strict=True):
-        length = tokens.index(1) + 1 if 1 in tokens else 3
-        assert mask == [t < length for t in range(3)]
+    assert sorted(completions(enumerate_outcomes(random_chain(0, vocab=3, length=3, eos=1)))) == sorted(words)
 
 
 def test_padding_holds_zero_logprobs_in_every_column():
@@ -54,7 +51,7 @@ def test_each_logprob_is_read_from_the_row_of_its_own_prefix():
     chain = random_chain(3, vocab=3, length=3, eos=0, sampler="other")
     rows = {prefix: i for i, prefix in enumerate(list_prefixes(3, 3, eos=0))}
     outcomes = enumerate_outcomes(chain)
-    for n, completion in enumerate(list_completions(3, 3, eos=0)):
+    for n, completion in enumerate(completions(outcomes)):
         for t, token in enumerate(completion):
             row = rows[completion[:t]]
             for who in ("policy", "ref", "sampler"):
@@ -74,9 +71,10 @@ def test_on_policy_the_sampler_is_the_detached_policy():
 
 def test_prefix_probabilities_are_sums_over_the_completions_that_pass_through():
     chain = random_chain(4, vocab=3, length=3, sampler="other")
-    outcomes, completions = enumerate_outcomes(chain), list_completions(3, 3, eos=0)
+    outcomes = enumerate_outcomes(chain)
+    words = completions(outcomes)
     for prefix, prob in zip(list_prefixes(3, 3, eos=0), prefix_probs(chain, "sampler"), strict=True):
-        through = [i for i, c in enumerate(completions) if len(c) > len(prefix) and c[: len(prefix)] == prefix]
+        through = [i for i, c in enumerate(words) if len(c) > len(prefix) and c[: len(prefix)] == prefix]
         assert prob.item() == pytest.approx(outcomes.probs[through].sum().item(), abs=1e-14)
 
 

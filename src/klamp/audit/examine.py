@@ -164,7 +164,7 @@ def audit_term(term: Term) -> TermFinding:
         near_bias, near = near_reference(function, term.use)
         return TermFinding(
             term=term,
-            judgement=judge(function, name=term.name, use=term.use),
+            judgement=judge(function, use=term.use),
             whole_bias=whole_bias(term),
             turns=tuple(turn for side in (-1, 1) if (turn := _turn(function, side, term.use)) is not None),
             near_bias=near_bias,

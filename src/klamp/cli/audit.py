@@ -217,12 +217,11 @@ def _short(followed: Followed | None) -> str:
 
 def _clamped(judgement: Judgement) -> list[float]:
     """The log-ratios at which a clamp stops the gradient, as far out as rounding lets one see."""
-    ends = (judgement.clamp.below, judgement.clamp.above)
-    return [end for end in ends if end is not None and abs(end) < FAR]
+    return [end for end in judgement.clamp if end is not None and abs(end) < FAR]
 
 
 def _stops(judgement: Judgement) -> str:
-    if judgement.clamp.everywhere:
+    if judgement.clamp == (0, 0):
         return "everywhere"
     return ", ".join(f"{end:+.3g}" for end in _clamped(judgement)) or MISSING
 

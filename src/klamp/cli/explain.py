@@ -14,8 +14,7 @@ from klamp.cli.text import WIDTH, say, show_paragraph
 from klamp.config import PRESETS, find_preset
 from klamp.errors import ConfigError, KLWarning, unknown_name
 from klamp.tasks.base import NO_REWARD
-from klamp.verify.explain import Explanation, Setting, explain_config
-from klamp.verify.printed_formulas import FORMS, explain_form
+from klamp.verify.explain import FORMS, Explanation, Setting, explain_config, explain_form
 
 LENGTH = 1000
 """Completion length in tokens where neither a flag nor the configuration says one."""

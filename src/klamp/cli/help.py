@@ -50,7 +50,7 @@ COMMANDS = {
     "explain": Command(
         "what a configuration's KL does, in words and numbers",
         options.ExplainOptions,
-        lists=("klamp.config:PRESETS", "klamp.verify.printed_formulas:FORMS"),
+        lists=("klamp.config:PRESETS", "klamp.verify.explain:FORMS"),
     ),
     "audit": Command(
         "what the KL of an installed trainer, or of any function, does",

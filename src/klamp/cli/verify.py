@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from klamp.cli.flags import read_options
 from klamp.cli.options import VerifyOptions
 from klamp.cli.text import FAILED, say, show_paragraph, show_table
+from klamp.verify.convergence import answer_convergence
 from klamp.verify.direction import answer_direction
-from klamp.verify.mixes import answer_ends
 from klamp.verify.proofs import PROOFS, Check, run_section
 from klamp.verify.proofs.check import Answer
 from klamp.verify.proofs.values import EstimatorFacts, measure_estimators
 
-QUESTIONS: dict[str, Callable[[], Answer]] = {"direction": answer_direction, "convergence": answer_ends}
+QUESTIONS: dict[str, Callable[[], Answer]] = {"direction": answer_direction, "convergence": answer_convergence}
 
 
 def run(argv: Sequence[str]) -> int:

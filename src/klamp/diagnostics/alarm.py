@@ -138,14 +138,14 @@ def _of_few(errors: float, values: int) -> float:
     return math.sqrt(nu * math.expm1(errors * errors * (nu - 1.5) / (nu - 1) ** 2))
 
 
-def margin(history: History, name: str, size: float, *, steps: int = 1) -> float:
-    """Four standard errors of a mean of k1 or k3; log-ratios of variance 2 L have a k3 of mean L, std sqrt(2) L."""
-    return 4 * ((2 * size) ** 0.5 if name.endswith("k1") else 2**0.5 * size) / (steps * tokens_told(history)) ** 0.5
-
-
 def is_beyond(history: History, name: str, value: float, limit: float, *, steps: int = 1) -> bool:
-    """Whether a mean of k1 or k3 lies beyond a limit by more than its `margin`; tokens are counted only past it."""
-    return abs(value) > limit and abs(value) > limit + margin(history, name, limit, steps=steps)
+    """Whether a mean of k1 or k3 lies beyond a limit by more than four standard errors; log-ratios of variance 2 L have
+    a k3 of mean L and std sqrt(2) L. Tokens are counted only past the limit.
+    """
+    if abs(value) <= limit:
+        return False
+    deviation = (2 * limit) ** 0.5 if name.endswith("k1") else 2**0.5 * limit
+    return abs(value) > limit + 4 * deviation / (steps * tokens_told(history)) ** 0.5
 
 
 FEW_TOKENS = 200

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from klamp.diagnostics import alarms_kl, alarms_run, alarms_teacher, alarms_tokens
+from klamp.diagnostics import alarms_kl, alarms_run, alarms_tokens
 from klamp.diagnostics.alarm import ALARMS
 from klamp.errors import check_name
 
-__all__ = ["ALARMS", "alarms_kl", "alarms_run", "alarms_teacher", "alarms_tokens", "check_names"]
+__all__ = ["ALARMS", "alarms_kl", "alarms_run", "alarms_tokens", "check_names"]
 
 
 def check_names(names: Iterable[str]) -> None:

@@ -340,3 +340,8 @@ LARGEST = 1e100
 def bounded(value: float) -> float:
     """The nearest value that no arithmetic on it overflows with."""
     return min(max(value, -LARGEST), LARGEST)
+
+
+def k3(delta: float) -> float:
+    """The estimator k3 of one log-ratio, bounded so that sums of it stay finite."""
+    return math.expm1(min(-delta, 600.0)) + delta

@@ -11,7 +11,9 @@ from klamp.files import with_end
 from klamp.records.files import json_lines, refuse_names, text_lines, unreadable
 from klamp.records.klamp_run import is_klamp_run, read_klamp_run, with_report
 from klamp.records.logs import (
+    CONSOLE,
     EVENTS,
+    PRINTED,
     event_folders,
     find_offline_run,
     find_state,
@@ -22,7 +24,6 @@ from klamp.records.logs import (
     read_wandb,
 )
 from klamp.records.rollouts import is_rollout, read_rollouts, step_in
-from klamp.records.texts import CONSOLE, PRINTED
 
 TOKEN_EXPORT = "step_*/rank_*.jsonl"
 TEXTS = (".csv", ".tsv", ".log", ".txt")

@@ -10,7 +10,7 @@ from klamp.diagnostics.doctor import Finding
 from klamp.report.completions import Shown
 from klamp.report.run import ReportRun, judged
 from klamp.report.text import Html, element, join, plain_table, probability, shown
-from klamp.report.token_section import NARROW, jump
+from klamp.report.tokens import NARROW, jump
 
 FEW = 3
 """How many tokens to blame are shown of each run, where there are several runs."""

@@ -8,8 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self, TypeAlias
 
-from klamp.diagnostics.history import Completion
-from klamp.diagnostics.statistics import k3
+from klamp.diagnostics.history import Completion, k3
 from klamp.report.run import ReportRun
 
 Anchor: TypeAlias = Literal["reference", "teacher", "sampler"]

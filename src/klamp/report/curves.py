@@ -182,14 +182,9 @@ def _target(config: Mapping[str, Any]) -> list[Line]:
     target = as_number(config.get("target_kl"))
     if target is None:
         return []
-    lines = _level(config, "target_kl", "target")
+    lines = [Line(label=f"target {short(target)}", low=target)]
     if config.get("kl_controller") == "step" and config.get("beta") != 0:
         _, _, above, below = config.get("kl_controller_factors") or STEP_FACTORS
         low, high = below * target, above * target
         lines.insert(0, Line(label=f"beta rests from {short(low)} to {short(high)}", low=low, high=high))
     return lines
-
-
-def _level(config: Mapping[str, Any], name: str, label: str) -> list[Line]:
-    value = as_number(config.get(name))
-    return [] if value is None else [Line(label=f"{label} {short(value)}", low=value)]

@@ -7,6 +7,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
+from typing import Any
 
 from klamp._version import __version__
 from klamp.diagnostics.history import Answer, Question, answers_of
@@ -17,9 +18,8 @@ from klamp.report.completions import Shown, ranked
 from klamp.report.curves import charts
 from klamp.report.headlines import COLUMNS, WINDOW, side_by_side, tiles
 from klamp.report.run import ReportRun, ScoreFormat, judged
-from klamp.report.settings_section import settings_section
-from klamp.report.text import MISSING, Html, count, element, join, plain_table, shorten
-from klamp.report.token_section import fitting, token_section
+from klamp.report.text import MISSING, Html, count, element, join, plain_table, setting, shorten
+from klamp.report.tokens import fitting, token_section
 
 LIMIT = 2_000_000
 """The largest size of a page, in bytes."""
@@ -27,7 +27,7 @@ POINTS = 40_000
 """About how many points all curves of a page have together."""
 GENERATOR = "klamp report"
 LONGEST = 400
-"""Characters of an answer that are shown."""
+"""Characters of an answer, or of a value of a setting, that are shown."""
 MOST = 40
 """Questions that are shown."""
 STYLES, SCRIPTS = (("page.css", "charts.css", "tokens.css"), ("theme.js", "plot.js", "charts.js", "tokens.js"))
@@ -212,6 +212,34 @@ def _cell(answer: Answer | None, scores: ScoreFormat) -> Html:
         return Html(MISSING)
     text = shorten(answer.completion.strip(), LONGEST) or "(nothing)"
     return join([element("q", text), element("small", f"score {scores.write(answer.score)}")])
+
+
+def settings_section(runs: Sequence[ReportRun]) -> Html:
+    """Every field of the configurations, the changes at a resume, and the software versions."""
+    changes = [f"{run.name}, after step {step}: {text}" for run in runs for step, text in run.history.changes.items()]
+    return join(
+        [
+            _table("field", "value", [(run.name, run.config) for run in runs], lacks="configuration"),
+            *([element("h3", "Changed at a resume")] if changes else []),
+            *(element("p", text) for text in changes),
+            element("h3", "Versions", id="versions"),
+            _table("package", "version", [(run.name, run.versions) for run in runs], lacks="versions"),
+        ]
+    )
+
+
+def _table(name: str, value: str, columns: Sequence[tuple[str, Mapping[str, Any]]], *, lacks: str) -> Html:
+    """One row per name, one column per run."""
+    names = list(dict.fromkeys(name for _, values in columns for name in values))
+    if not names:
+        return element("p", f"The record does not hold the {lacks}.", class_="missing")
+    headings = (name, *(run if len(columns) > 1 else value for run, _ in columns))
+    rows = [(element("code", each), *(_value(values, each) for _, values in columns)) for each in names]
+    return plain_table(headings, rows, caption=lacks, classes="settings")
+
+
+def _value(values: Mapping[str, Any], name: str) -> str:
+    return shorten(setting(values[name]), LONGEST) if name in values else MISSING
 
 
 @cache

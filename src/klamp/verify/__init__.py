@@ -7,10 +7,9 @@
 `klamp.verify.judge` judges a KL function that somebody else wrote.
 """
 
-from klamp.verify.explain import Explanation, explain_config
+from klamp.verify.explain import Explanation, explain_config, explain_form
 from klamp.verify.one_step import Scene, StepReport, examine_config, scene
 from klamp.verify.oracle import Report, examine
-from klamp.verify.printed_formulas import explain_form
 from klamp.verify.proofs import Check, verify_all, verify_estimators
 from klamp.verify.worlds import Chain, Outcomes, one_position, random_chain
 

@@ -1,23 +1,18 @@
 """Measures what the KL of a configuration does: where it pulls, over single tokens and whole completions.
 
 Everything is measured by enumeration through klamp's own loss (`examine_config`), without the clip, so that what is
-named is the term itself; the clip has a measurement of its own.
+named is the term itself.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass, replace
+from functools import partial
 
-import torch
-
-from klamp.config import KLConfig, KLWarning, LossConfig
+from klamp.config import KLConfig, LossConfig
 from klamp.config.teacher import TeacherConfig
-from klamp.core.clipping import clip_gate, kl_budget
-from klamp.core.gradients import kl_penalty
-from klamp.verify.judge import Probe, probe_far
-from klamp.verify.one_step import Scene, StepReport, examine_config, scene
+from klamp.verify.one_step import Scene, StepReport, examine_config, quietly, scene
 from klamp.verify.oracle import Pull, Truths, cosine, gradient_of, local_kl, pull_of, truths
 from klamp.verify.worlds import Sampler, Who
 
@@ -26,16 +21,11 @@ LENGTH = 3
 """Longest completion of the worlds of whole completions, in tokens."""
 JS = "JS(policy, teacher)"
 NO_KL = KLConfig(beta=0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class ClipFacts:
-    """How far a clip is open at different KLs; `budget` in nats per completion."""
-
-    budget: float
-    """The KL at which the penalty begins, in nats per completion."""
-    at: dict[float, float]
-    """KL in units of the budget -> factor on the gradient."""
+TERM = (
+    *("kl_estimator", "kl_gradient", "kl_horizon", "kl_placement", "kl_max_log_ratio", "kl_off_policy"),
+    *("kl_max_weight", "kl_normalizer"),
+)
+"""The fields of a KL term, without its coefficient and clip."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,40 +39,23 @@ class ConfigFacts:
     noise: float
     """Standard deviation of one completion's gradient, in units of the norm of its mean; infinite where that is zero, 0
     where no completion has a gradient."""
-    in_loss: Pull
-    """The gradient over whole completions, with the reduction and the advantages of the policy loss."""
     kept: tuple[float, float]
-    """Least and largest cosine of that gradient with the summed one, by world, since lengths differ: 1 where the
-    reduction only scales it, 0 where it makes one of nothing."""
+    """Least and largest cosine, by world, of the gradient as the policy loss reduces it with the summed one: 1 where
+    the reduction only scales it, 0 where it makes one of nothing."""
     off_policy: Pull
     """The gradient at one position for tokens of an older policy, as in the second update of a rollout."""
     still: bool
     """Of a teacher or the sampler: whether the gradient of every completion is 0 where the policy is that."""
-    value: float
-    """Expected value of the KL's part of the loss over one completion, in nats; NaN where it is not in the loss."""
     value_bias: float
-    """The expected value minus KL(policy||ref), divided by KL(policy||ref)."""
-    gate: ClipFacts | None
-    """How far the clip is open; None without a clip."""
-
-    @property
-    def pays(self) -> bool:
-        """Whether its coefficient is a price of a nat: of the divergence that it follows."""
-        return self.position.follows.factor > 0
-
-    probes: tuple[Probe, ...]
-    """One token at +-30 nats in every floating-point type; () where the KL is not made of log-probabilities."""
+    """The KL's part of the loss minus KL(policy||ref), divided by KL(policy||ref); NaN where it is not in the loss."""
 
 
-def measure_config(
-    kl: KLConfig, loss: LossConfig, *, length: float, teacher: TeacherConfig | None = None
-) -> ConfigFacts:
+def measure_config(kl: KLConfig, loss: LossConfig, *, teacher: TeacherConfig | None = None) -> ConfigFacts:
     """Measures what the KL of a configuration does, by enumeration.
 
     Args:
         kl: the KL; its beta does not matter.
         loss: the policy loss around it.
-        length: reference length in tokens, where the configuration names none.
         teacher: then it is the KL to that which is measured, without the other.
 
     Raises:
@@ -92,6 +65,8 @@ def measure_config(
     term = (teacher or kl).build_term()
     anchor: Who = "ref" if term.anchor == "reference" else term.anchor
     direction = "reverse" if teacher is None else teacher.teacher_direction
+
+    unbounded = {"epsilon": 1.0, "epsilon_high": 1e9, "scale_rewards": "none"}  # no bound of a ratio binds
 
     def examine(scenes: list[Scene], loss: LossConfig | None = None) -> list[StepReport]:
         return [examine_config(bare, loss, scene=each, teacher=taught) for each in scenes]
@@ -112,15 +87,11 @@ def measure_config(
         position=pull(positions, examine(positions)),
         sequence=whole,
         noise=_noise(whole, found),
-        in_loss=averaged,
         kept=_kept(whole, averaged, found, reduced),
-        off_policy=pull(older, examine(older, _unbounded(loss))),
+        off_policy=pull(older, examine(older, quietly(LossConfig, surrogate=loss.surrogate, **unbounded))),
         still=anchor != "ref"
         and all(r.kl.gradient_variance + r.kl.gradient.norm() < 1e-10 for r in examine(arrived, loss)),
-        value=value / len(found) if in_loss else math.nan,
         value_bias=value / target - 1 if in_loss and target else math.nan,
-        gate=_gate(kl, length=length) if taught is None and kl.kl_clip_method != "none" else None,
-        probes=_probes(kl) if taught is None and in_loss and kl.kl_estimator != "exact" else (),
     )
 
 
@@ -133,51 +104,26 @@ def _known(world: Scene, anchor: Who) -> Truths:
 
 
 def _world(seed: int, *, length: int, sampler: Sampler = "policy") -> Scene:
-    """A scene with groups of one, each a small part of a large batch."""
-    return scene(seed, vocab=3, length=length, sampler=sampler, group_size=1, denominators="expected")
+    """A scene with groups of one."""
+    return scene(seed, vocab=3, length=length, sampler=sampler, group_size=1)
 
 
 def bare_term(kl: KLConfig) -> KLConfig:
     """The KL term alone: beta 1, no clip, no controller, no excluded tokens."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)
-        return KLConfig(
-            beta=1.0,
-            kl_estimator=kl.kl_estimator,
-            kl_gradient=kl.kl_gradient,
-            kl_horizon=kl.kl_horizon,
-            kl_placement=kl.kl_placement,
-            kl_max_log_ratio=kl.kl_max_log_ratio,
-            kl_off_policy=kl.kl_off_policy,
-            kl_max_weight=kl.kl_max_weight,
-            kl_normalizer=kl.kl_normalizer,
-            reference="sampler" if kl.reference == "sampler" else "auto",
-        )
+    reference = "sampler" if kl.reference == "sampler" else "auto"
+    return quietly(KLConfig, beta=1.0, reference=reference, **{name: getattr(kl, name) for name in TERM})
 
 
 def bare_teacher(teacher: TeacherConfig, coef: float = 1.0) -> TeacherConfig:
     """A KL to a teacher with this coefficient, and of a head, which covers a world of three words, no more than one."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)
-        return replace(teacher, teacher_coef=coef, teacher_top_k=min(teacher.teacher_top_k, 1))
-
-
-def _unbounded(loss: LossConfig) -> LossConfig:
-    """A policy loss whose ratio bounds never bind and whose advantages are not scaled."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)
-        return LossConfig(surrogate=loss.surrogate, epsilon=1.0, epsilon_high=1e9, scale_rewards="none")
+    return quietly(partial(replace, teacher), teacher_coef=coef, teacher_top_k=min(teacher.teacher_top_k, 1))
 
 
 def _noise(pull: Pull, reports: list[StepReport]) -> float:
     spread = math.sqrt(sum(report.kl.gradient_variance for report in reports))
     if pull.follows.name == "zero":
         return math.inf if spread > 1e-9 else 0.0
-    return spread / float(_joined(reports).norm())
-
-
-def _joined(reports: list[StepReport]) -> torch.Tensor:
-    return torch.cat([report.kl.gradient.flatten() for report in reports])
+    return spread / math.hypot(*(float(report.kl.gradient.norm()) for report in reports))
 
 
 def _kept(whole: Pull, averaged: Pull, found: list[StepReport], reduced: list[StepReport]) -> tuple[float, float]:
@@ -187,27 +133,3 @@ def _kept(whole: Pull, averaged: Pull, found: list[StepReport], reduced: list[St
         return same, same
     cosines = [cosine(a.kl.gradient, b.kl.gradient) for a, b in zip(reduced, found, strict=True)]
     return min(cosines), max(cosines)
-
-
-def _gate(kl: KLConfig, *, length: float) -> ClipFacts:
-    reference = kl.kl_reference_length or length
-    budget = float(kl_budget(kl.kl_clip_threshold, per_token=kl.use_per_token_kl_threshold, reference_length=reference))
-    sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0], dtype=torch.float64)
-    method, temperature = kl.kl_clip_method, kl.kl_clip_temperature
-    factors = clip_gate(sizes * budget, budget, method=method, temperature=temperature)
-    return ClipFacts(budget=budget, at=dict(zip(sizes.tolist(), factors.tolist(), strict=True)))
-
-
-def _probes(kl: KLConfig) -> tuple[Probe, ...]:
-    def penalty(policy: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
-        return kl_penalty(
-            policy,
-            ref,
-            torch.ones_like(policy, dtype=torch.bool),
-            value="k3" if kl.kl_estimator == "exact" else kl.kl_estimator,
-            gradient=kl.kl_gradient,
-            horizon=kl.kl_horizon,
-            max_log_ratio=kl.kl_max_log_ratio,
-        )
-
-    return probe_far(penalty)

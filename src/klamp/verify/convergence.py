@@ -7,32 +7,41 @@ counted, with klamp's own `grpo_loss` and `group_advantages` on it, so that the 
 
 The end is found by following the update: the gradient in the natural metric of a table of logits, in steps of
 1 / beta, in which the exact objective of one token is there at once.
+
+With a teacher and horizon `sequence` the optimum of E[reward] - beta KL(policy||ref) - coef KL(policy||teacher) is
+
+    log policy = (reward + beta log ref + coef log teacher) / (beta + coef) + const
+
+since the two KLs are (beta + coef) KL(policy||mix) and a constant, where the mix is the end without a reward. So beta +
+coef is the price of a nat away from the mix.
 """
 
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from klamp.config import KLConfig, KLWarning, LossConfig, build_objective
+from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.config.loss import Price, configured_price, divisor, kl_reduction, price_of
 from klamp.config.teacher import TeacherConfig
 from klamp.core.objective import grpo_loss
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
-from klamp.verify.one_step import Scene, advantages_in_groups, less_kl, scores_of
+from klamp.verify.one_step import Scene, advantages_in_groups, less_kl, quietly, scores_of
 from klamp.verify.oracle import gradient_of
 from klamp.verify.proofs.check import Answer, Check, TextTable, is_equal, is_true
 from klamp.verify.worlds import Chain, count_prefixes, enumerate_outcomes, prefix_probs
 
 BETA = 0.2
 """Of the configurations whose end is shown; the price of a nat follows from it."""
+COEF = 0.3
+"""Of the teachers whose end is shown."""
 REACHED = 1e-4
 """Distance to the optimum, in nats, below which a configuration has reached it."""
 UPDATES = 600
@@ -69,8 +78,6 @@ class End:
     """Mean length in tokens."""
     optimal_length: float
     """Mean length of the optimum."""
-    ended: Scene
-    """The world with its policy there."""
 
     @property
     def exact(self) -> bool:
@@ -100,13 +107,7 @@ def _world(*, seed: int, vocab: int, length: int, eos: int | None) -> Scene:
 
 
 def follow(kl: KLConfig, loss: LossConfig, world: Scene, teacher: TeacherConfig | None = None) -> End:
-    """Follow the expected update of a configuration to its end.
-
-    Args:
-        kl: the KL term, with a beta above 0 or a teacher beside it.
-        loss: the policy loss around it.
-        world: where.
-        teacher: the second anchor; None: there is none.
+    """Follow the expected update of a configuration, with a beta above 0 or a teacher, to its end.
 
     Raises:
         ConfigError: tokens that carry no KL; the worlds here have none.
@@ -125,18 +126,21 @@ def follow(kl: KLConfig, loss: LossConfig, world: Scene, teacher: TeacherConfig 
     to_teacher = 0.0 if teacher is None else teacher_price(teacher, loss, group_size=world.group_size).per_completion
     coefficients = kl.beta + (0.0 if teacher is None else teacher.teacher_coef)
     start = logits = world.chain.logprobs("policy").detach()
+    moved = world
     rate, before, size = 0.5, math.inf, math.inf
     for _ in range(UPDATES):
-        update, divided_by = natural_update(kl, loss, _moved(world, logits), teacher)
-        pull = divided_by / coefficients * update
+        gradient, divided_by = expected_step(kl, loss, moved, teacher)
+        metric = prefix_probs(moved.chain, "policy").detach()[:, None] * logits.exp()  # of the policy's probabilities
+        pull = divided_by / coefficients * gradient / metric
         # Not of what is taken of it, so that a small rate is not a standstill; a shift of a whole row changes nothing.
         size = (pull - (logits.exp() * pull).sum(-1, keepdim=True)).abs().amax().item()
         if size < STILL or not math.isfinite(size) or (logits - start).abs().amax() > FAR:
             break
         logits = (logits - min(rate, LARGEST_MOVE / size) * pull).log_softmax(-1)
+        moved = replace(world, chain=replace(world.chain, policy_logits=logits))
         rate = min(1.0, 1.25 * rate) if size < before else max(SLOWEST, 0.5 * rate)
         before = size
-    return _describe(_moved(world, logits), to_ref, to_teacher, stands=size < STILL)
+    return _describe(moved, to_ref, to_teacher, stands=size < STILL)
 
 
 def teacher_price(teacher: TeacherConfig, loss: LossConfig, *, group_size: int) -> Price:
@@ -148,22 +152,6 @@ def teacher_price(teacher: TeacherConfig, loss: LossConfig, *, group_size: int) 
         scale=loss.scale,
         group_size=group_size,
     )
-
-
-def _moved(world: Scene, logits: Tensor) -> Scene:
-    return replace(world, chain=replace(world.chain, policy_logits=logits))
-
-
-def natural_update(
-    kl: KLConfig, loss: LossConfig, world: Scene, teacher: TeacherConfig | None = None
-) -> tuple[Tensor, float]:
-    """The expected gradient of a step in the metric of the policy's own probabilities, and what the KL is divided by.
-
-    Equation: grad_{s,v} / (P(s) policy(v|s)).
-    """
-    gradient, divided_by = expected_step(kl, loss, world, teacher)
-    probs = world.chain.logprobs("policy").detach().exp()
-    return gradient / (prefix_probs(world.chain, "policy").detach()[:, None] * probs), divided_by
 
 
 def expected_step(
@@ -227,7 +215,6 @@ def _describe(world: Scene, to_ref: float, to_teacher: float, *, stands: bool) -
         optimal_kl=_kl(best, ref),
         length=float((probs * lengths).sum()),
         optimal_length=float((best.exp() * lengths).sum()),
-        ended=world,
     )
 
 
@@ -256,24 +243,24 @@ def _kl(first: Tensor, second: Tensor) -> float:
     return float((first.exp() * (first - second)).sum())
 
 
+TERMS: Mapping[str, Mapping[str, Any]] = {
+    "loss, k3, sequence": {"kl_horizon": "sequence"},
+    "loss, k1, sequence": {"kl_estimator": "k1", "kl_horizon": "sequence"},
+    "loss, exact, sequence": {"kl_estimator": "exact", "kl_horizon": "sequence"},
+    "advantage, k1, sequence": {"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence"},
+    "reward, k1": {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"},
+    "loss, k3, token": {},
+    "loss, exact, token": {"kl_estimator": "exact"},
+    "advantage, k1, token": {"kl_estimator": "k1", "kl_placement": "advantage"},
+    "loss, k3, gradient own": {"kl_gradient": "own"},
+    "loss, k1, gradient own": {"kl_estimator": "k1", "kl_gradient": "own"},
+}
+"""The KL terms, by what they are: placement, value, horizon, gradient."""
+
+
 def terms() -> Mapping[str, KLConfig]:
-    """The KL terms, by what they are: placement, value, horizon, gradient."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)  # k1 as a loss is here to be shown
-        return {
-            "loss, k3, sequence": KLConfig(beta=BETA, kl_horizon="sequence"),
-            "loss, k1, sequence": KLConfig(beta=BETA, kl_estimator="k1", kl_horizon="sequence"),
-            "loss, exact, sequence": KLConfig(beta=BETA, kl_estimator="exact", kl_horizon="sequence"),
-            "advantage, k1, sequence": KLConfig(
-                beta=BETA, kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence"
-            ),
-            "reward, k1": KLConfig(beta=BETA, kl_estimator="k1", kl_placement="reward", kl_horizon="sequence"),
-            "loss, k3, token": KLConfig(beta=BETA),
-            "loss, exact, token": KLConfig(beta=BETA, kl_estimator="exact"),
-            "advantage, k1, token": KLConfig(beta=BETA, kl_estimator="k1", kl_placement="advantage"),
-            "loss, k3, gradient own": KLConfig(beta=BETA, kl_gradient="own"),
-            "loss, k1, gradient own": KLConfig(beta=BETA, kl_estimator="k1", kl_gradient="own"),
-        }
+    """The configurations of `TERMS`; k1 as a loss is here to be shown, without its caution."""
+    return {name: quietly(KLConfig, beta=BETA, **choices) for name, choices in TERMS.items()}
 
 
 LOSSES: Mapping[str, LossConfig] = {
@@ -286,17 +273,13 @@ LOSSES: Mapping[str, LossConfig] = {
 
 
 def claims_exact(kl: KLConfig, loss: LossConfig) -> bool:
-    """Whether klamp says that this configuration ends at the optimum of E[reward] - price KL(policy||ref).
+    """Whether klamp says that a configuration of the table ends at the optimum of E[reward] - price KL(policy||ref).
 
     In the reward: under every reduction and baseline. In the loss or the advantage: over the sequence, where a
     completion's own length divides nothing. Never where advantages are divided by the group's standard deviation.
     """
-    if loss.scale == "std" or kl.kl_clip_method != "none" or kl.excludes:
-        return False
-    if kl.kl_placement == "reward":
-        return True
-    own_length = loss.loss_type == "grpo" if kl.kl_normalizer is None else kl.kl_normalizer == "sequence_mean"
-    return kl.kl_gradient == "reverse" and kl.kl_horizon == "sequence" and not own_length
+    over_sequences = kl.kl_gradient == "reverse" and kl.kl_horizon == "sequence" and loss.loss_type != "grpo"
+    return loss.scale != "std" and (kl.kl_placement == "reward" or over_sequences)
 
 
 @cache
@@ -306,12 +289,38 @@ def ends(term: str, loss: str) -> tuple[End, ...]:
 
 
 def answer_convergence() -> Answer:
-    """Which settings reach the optimum that they claim, and where do the others end?"""
-    pairs = [(term, loss) for term in terms() for loss in LOSSES if _possible(term, loss)]
+    """Which settings reach the optimum that they claim?"""
+    rows, checks = list[tuple[str, ...]](), list[Check]()
+    for term, kl in terms().items():
+        cells = [term]
+        for name, loss in LOSSES.items():
+            if kl.kl_placement == "reward" and loss.scale == "std":
+                cells.append("refused")
+                continue
+            found, scaled = ends(term, name), loss.scale == "std"  # scaled: no single number is the price
+            worst = max(end.nearest if scaled else end.distance for end in found)
+            stands, exact = all(end.stands for end in found), all(end.exact for end in found)
+            cells.append("runs away" if not stands else "exact" if worst < REACHED else f"{worst:.2g}")
+            if claims_exact(kl, loss):
+                claim, least = f"{term}; {name}: ends at the optimum", f"below {REACHED:g} nats"
+                checks.append(is_true(claim, exact, f"at most {worst:.0e} nats away", expected=least))
+                claim = f"{term}; {name}: at the price that is printed"
+                checks.append(is_equal(claim, found[-1].price, BETA, tolerance=1e-6))
+            else:
+                claim, most = f"{term}; {name}: does not, and klamp does not say so", f"above {REACHED:g} nats"
+                text = f"{worst:.2g} nats away" if stands else "does not stand still"
+                checks.append(is_true(claim, not exact, text, expected=most))
+        rows.append(tuple(cells))
+    table = TextTable(
+        title="distance to the optimum, KL(policy||optimum) in nats, the largest of 1, 3 and 6 tokens (with std: "
+        "to that of the price that fits best)",
+        columns=("KL, beta 0.2", *LOSSES),
+        rows=tuple(rows),
+    )
     return Answer(
         question="Where does each configuration end, and is that the optimum ref exp(reward / price)?",
-        tables=(_distances(),),
-        checks=tuple(check for term, loss in pairs for check in _checks(term, loss)) + tuple(_baselines()),
+        tables=(table,),
+        checks=(*checks, *_baselines()),
         words=(
             "The expected update of the whole system (term, reduction, baseline, scaling of advantages) is followed "
             "until it is zero. Where a configuration claims to be exact it ends at the optimum of E[reward] - price "
@@ -322,57 +331,6 @@ def answer_convergence() -> Answer:
             "told; k1 as a loss never stands still.",
         ),
     )
-
-
-def _possible(term: str, loss: str) -> bool:
-    """The KL in the reward is refused where advantages are divided by the standard deviation."""
-    return not (terms()[term].kl_placement == "reward" and LOSSES[loss].scale == "std")
-
-
-def _distances() -> TextTable:
-    rows = tuple(
-        (term, *(_cell(term, loss) if _possible(term, loss) else "refused" for loss in LOSSES)) for term in terms()
-    )
-    return TextTable(
-        title="distance to the optimum, KL(policy||optimum) in nats, the largest of 1, 3 and 6 tokens (with std: "
-        "to that of the price that fits best)",
-        columns=("KL, beta 0.2", *LOSSES),
-        rows=rows,
-    )
-
-
-def _cell(term: str, loss: str) -> str:
-    if not all(end.stands for end in ends(term, loss)):
-        return "runs away"
-    worst = _worst(term, loss)
-    return "exact" if worst < REACHED else f"{worst:.2g}"
-
-
-def _worst(term: str, loss: str) -> float:
-    """The largest distance to the optimum, in nats; to that of the best price where no single number is the price."""
-    scaled = LOSSES[loss].scale == "std"
-    return max(end.nearest if scaled else end.distance for end in ends(term, loss))
-
-
-def _checks(term: str, loss: str) -> Iterator[Check]:
-    kl, around = terms()[term], LOSSES[loss]
-    found, claimed = ends(term, loss), claims_exact(kl, around)
-    worst = _worst(term, loss)
-    if claimed:
-        yield is_true(
-            f"{term}; {loss}: ends at the optimum",
-            all(end.exact for end in found),
-            f"at most {worst:.0e} nats away",
-            expected=f"below {REACHED:g} nats",
-        )
-        yield is_equal(f"{term}; {loss}: at the price that is printed", found[-1].price, BETA, tolerance=1e-6)
-    else:
-        yield is_true(
-            f"{term}; {loss}: does not, and klamp does not say so",
-            not all(end.exact for end in found),
-            "does not stand still" if not all(end.stands for end in found) else f"{worst:.2g} nats away",
-            expected=f"above {REACHED:g} nats",
-        )
 
 
 def _baselines() -> Iterator[Check]:

@@ -8,55 +8,32 @@ expectation by enumeration, and a seeded Monte Carlo mean with its standard erro
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from klamp.core.estimators import kl_estimate
-from klamp.core.gradients import kl_penalty
 from klamp.verify.oracle import (
     NOTHING_KNOWN,
     Loss,
     expected,
     expected_pull,
     forward_kl,
+    per_outcome,
     reverse_kl,
     variance,
 )
 from klamp.verify.proofs.check import Answer, Check, TextTable, is_equal, is_true
+from klamp.verify.proofs.gradients import penalty, printed_k3
+from klamp.verify.proofs.values import estimate
 from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, one_position, random_chain
 
 SAMPLES = 100_000
 ALLOWED_ERRORS = 5.0
 """Standard errors that a seeded sample mean may be off; more is a wrong formula, not bad luck."""
 
-PRINTED = "exp(ref - policy) - (ref - policy) - 1"
-REVERSED = "exp(policy - ref) - (policy - ref) - 1"
-
-
-@dataclass(frozen=True, kw_only=True)
-class SampleMean:
-    """The mean of a formula over drawn completions, with its standard error."""
-
-    mean: float
-    """The mean over the drawn completions."""
-    error: float
-    """Standard error of the mean, from the exact variance: samples that miss a rare token do not know of it."""
-
-    @property
-    def text(self) -> str:
-        """The mean and its standard error as text: `0.0452 +- 0.0002`."""
-        return f"{self.mean:.4g} +- {self.error:.1g}"
-
-    def fits(self, value: float) -> bool:
-        """Whether the mean agrees with this value, up to `ALLOWED_ERRORS` standard errors."""
-        return abs(self.mean - value) <= ALLOWED_ERRORS * self.error + 1e-12
-
-
-def printed_form(y: Outcomes) -> Tensor:
-    """The k3 formula as TRL and others print it, written out."""
-    return torch.exp(-y.log_ratio) + y.log_ratio - 1
+klamps_k3 = estimate("k3")
+klamps_penalty = penalty("k3", "reverse", sampler="other")
+"""The penalty that klamp uses by default: the value k3 with the gradient of KL(policy||ref)."""
 
 
 def reversed_form(y: Outcomes) -> Tensor:
@@ -64,31 +41,22 @@ def reversed_form(y: Outcomes) -> Tensor:
     return torch.exp(y.log_ratio) - y.log_ratio - 1
 
 
-def klamps_k3(y: Outcomes) -> Tensor:
-    """The k3 estimator of klamp, per token."""
-    return kl_estimate(y.policy_logprobs, y.ref_logprobs, estimator="k3")
-
-
-def klamps_penalty(y: Outcomes) -> Tensor:
-    """The penalty that klamp uses by default: the value k3 with the gradient of KL(policy||ref)."""
-    behavior = y.sampler_logprobs
-    return kl_penalty(y.policy_logprobs, y.ref_logprobs, y.mask, value="k3", behavior_logprobs=behavior)
-
-
-def draw(chain: Chain, loss: Loss, *, samples: int, seed: int) -> SampleMean:
-    """Mean of a formula (summed over tokens) over completions drawn from the chain's sampler.
-
-    Args:
-        chain: the world.
-        loss: the formula, per token.
-        samples: completions to draw.
-        seed: of the draws; the same seed gives the same completions.
+def draw(chain: Chain, loss: Loss, *, samples: int, seed: int) -> tuple[float, float]:
+    """Mean of a formula (summed over tokens) over so many completions drawn from the chain's sampler, and its standard
+    error: from the exact variance, since samples that miss a rare token do not know of it.
     """
-    outcomes = enumerate_outcomes(chain)
-    values = torch.where(outcomes.mask, loss(outcomes).detach(), 0.0).sum(-1)
-    generator = torch.Generator().manual_seed(seed)
-    drawn = values[torch.multinomial(outcomes.probs, samples, replacement=True, generator=generator)]
-    return SampleMean(mean=drawn.mean().item(), error=math.sqrt(variance(chain, loss).item() / samples))
+    outcomes, generator = enumerate_outcomes(chain), torch.Generator().manual_seed(seed)
+    drawn = torch.multinomial(outcomes.probs, samples, replacement=True, generator=generator)
+    mean = per_outcome(loss, outcomes).detach()[drawn].mean().item()
+    return mean, math.sqrt(variance(chain, loss).item() / samples)
+
+
+def _fits(drawn: tuple[float, float], value: float) -> bool:
+    return abs(drawn[0] - value) <= ALLOWED_ERRORS * drawn[1] + 1e-12
+
+
+def _text(drawn: tuple[float, float]) -> str:
+    return f"{drawn[0]:.4g} +- {drawn[1]:.1g}"
 
 
 def answer_direction(*, samples: int = SAMPLES) -> Answer:
@@ -117,16 +85,17 @@ def answer_direction(*, samples: int = SAMPLES) -> Answer:
 
 def direction_worlds() -> dict[str, Chain]:
     """Pairs of policy and reference: near each other, a tutorial's example, far apart, and whole completions."""
-    near = torch.tensor([0.5, 0.3, 0.2], dtype=torch.float64).log()
+    near = _logs(0.5, 0.3, 0.2)
     return {
         "near": one_position(near, near + torch.tensor([0.1, -0.1, 0.05], dtype=torch.float64)),
-        ".7 .2 .1 | .8 .1 .1": one_position(
-            torch.tensor([0.7, 0.2, 0.1], dtype=torch.float64).log(),
-            torch.tensor([0.8, 0.1, 0.1], dtype=torch.float64).log(),
-        ),
+        ".7 .2 .1 | .8 .1 .1": one_position(_logs(0.7, 0.2, 0.1), _logs(0.8, 0.1, 0.1)),
         "far": random_chain(0, vocab=5, length=1, eos=None),
         "whole completions": random_chain(1, vocab=3, length=3),
     }
+
+
+def _logs(*probs: float) -> Tensor:
+    return torch.tensor(probs, dtype=torch.float64).log()
 
 
 def _values(samples: int) -> tuple[TextTable, list[Check]]:
@@ -136,16 +105,19 @@ def _values(samples: int) -> tuple[TextTable, list[Check]]:
     for index, (name, chain) in enumerate(direction_worlds().items()):
         target, other = reverse_kl(chain).item(), forward_kl(chain).item()
         exact, back = expected(chain, klamps_k3).item(), expected(chain, reversed_form).item()
-        drawn = draw(chain, printed_form, samples=samples, seed=index)
-        drawn_back = draw(chain, reversed_form, samples=samples, seed=index)
-        rows.append((name, f"{target:.4g}", f"{other:.4g}", f"{exact:.4g}", drawn.text, f"{back:.4g}", drawn_back.text))
+        forms = (printed_k3, reversed_form)
+        drawn, drawn_back = (draw(chain, form, samples=samples, seed=index) for form in forms)
+        numbers = (f"{x:.4g}" for x in (target, other, exact))
+        rows.append((name, *numbers, _text(drawn), f"{back:.4g}", _text(drawn_back)))
+        outcomes = enumerate_outcomes(chain)
+        gap = (klamps_k3(outcomes) - printed_k3(outcomes))[outcomes.mask].abs().max()
         checks += [
             is_equal(f"{name}: E[printed] = KL(policy||ref)", exact, target),
-            is_equal(f"{name}: klamp's k3 is the printed formula", _difference(chain), 0.0),
+            is_equal(f"{name}: klamp's k3 is the printed formula", gap, 0.0),
             is_true(
                 f"{name}: the samples agree",
-                drawn.fits(target),
-                f"{abs(drawn.mean - target) / drawn.error:.1f} standard errors off",
+                _fits(drawn, target),
+                f"{abs(drawn[0] - target) / drawn[1]:.1f} standard errors off",
                 expected=f"at most {ALLOWED_ERRORS:g}",
             ),
             is_true(
@@ -156,25 +128,22 @@ def _values(samples: int) -> tuple[TextTable, list[Check]]:
             ),
         ]
     columns = ("world", "KL(p||r)", "KL(r||p)", "printed: exact", "sampled", "reversed: exact", "sampled")
-    title = f"printed: {PRINTED}; reversed: {REVERSED}; p policy, r reference, tokens of the policy"
+    title = (
+        "printed: exp(ref - policy) - (ref - policy) - 1; reversed: exp(policy - ref) - (policy - ref) - 1; p policy, "
+        "r reference, tokens of the policy"
+    )
     return TextTable(title=title, columns=columns, rows=tuple(rows)), checks
 
 
-def _difference(chain: Chain) -> float:
-    outcomes = enumerate_outcomes(chain)
-    gap = (klamps_k3(outcomes) - printed_form(outcomes))[outcomes.mask]
-    return gap.abs().max().item()
-
-
 USES: tuple[tuple[str, str, Loss, str, str], ...] = (
-    ("policy", "printed (k3)", printed_form, "KL(p||r)", "forward"),
+    ("policy", "printed (k3)", printed_k3, "KL(p||r)", "forward"),
     ("policy", "reversed", reversed_form, "-", NOTHING_KNOWN),
     ("policy", "klamp's default", klamps_penalty, "KL(p||r)", "reverse"),
-    ("reference", "printed (k3)", printed_form, "-", NOTHING_KNOWN),
+    ("reference", "printed (k3)", printed_k3, "-", NOTHING_KNOWN),
     ("reference", "reversed", reversed_form, "KL(r||p)", "forward"),
-    ("older policy", "printed (k3)", printed_form, "-", NOTHING_KNOWN),
-    ("older policy", "w x printed, differentiated", lambda y: y.weight * printed_form(y), "KL(p||r)", "reverse"),
-    ("older policy", "sg(w) x printed", lambda y: y.weight.detach() * printed_form(y), "KL(p||r)", "forward"),
+    ("older policy", "printed (k3)", printed_k3, "-", NOTHING_KNOWN),
+    ("older policy", "w x printed, differentiated", lambda y: y.weight * printed_k3(y), "KL(p||r)", "reverse"),
+    ("older policy", "sg(w) x printed", lambda y: y.weight.detach() * printed_k3(y), "KL(p||r)", "forward"),
     ("older policy", "klamp, weighted", klamps_penalty, "KL(p||r)", "reverse"),
 )
 """Who drew the tokens, which formula is averaged, what its mean and its expected gradient should be ("-": neither)."""
@@ -182,9 +151,8 @@ USES: tuple[tuple[str, str, Loss, str, str], ...] = (
 
 def sampling_worlds() -> dict[str, Chain]:
     """One policy, one reference and three samplers; one token is likely under the policy only."""
-    policy = torch.tensor([0.60, 0.25, 0.10, 0.05], dtype=torch.float64).log()
-    ref = torch.tensor([0.70, 0.2699, 0.0001, 0.03], dtype=torch.float64).log()
-    older = torch.tensor([0.50, 0.30, 0.15, 0.05], dtype=torch.float64).log()
+    policy, ref = _logs(0.60, 0.25, 0.10, 0.05), _logs(0.70, 0.2699, 0.0001, 0.03)
+    older = _logs(0.50, 0.30, 0.15, 0.05)
     return {
         "policy": one_position(policy, ref),
         "reference": one_position(policy, ref, ref),
@@ -206,10 +174,10 @@ def _uses(samples: int) -> tuple[TextTable, list[Check]]:
         name = next((name for name, kl in known.items() if abs(exact - kl) < 1e-9), "-")
         pull = expected_pull([chain], loss)
         words, angle = pull.follows.in_words, f"{pull.cosine_reverse:.3f}"
-        rows.append((sampler, formula, f"{exact:.4g}", drawn.text, name, words, angle))
+        rows.append((sampler, formula, f"{exact:.4g}", _text(drawn), name, words, angle))
         claim = f"tokens of the {sampler}, {formula}"
-        measured = f"{exact:.6g}, {name}; gradient of {words}; sampled {drawn.text}"
-        right = name == value and pull.follows.is_exactly(gradient) and drawn.fits(exact)
+        measured = f"{exact:.6g}, {name}; gradient of {words}; sampled {_text(drawn)}"
+        right = name == value and pull.follows.is_exactly(gradient) and _fits(drawn, exact)
         checks.append(is_true(claim, right, measured, expected=f"{value}; {gradient}"))
     title = f"KL(p||r) = {target:.4f}, KL(r||p) = {other:.4f}; p policy, r reference, w = policy/sampler"
     columns = ("tokens from", "formula", "exact", "sampled", "which is", "as a loss, gradient of", "cos")

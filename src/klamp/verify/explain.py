@@ -1,8 +1,10 @@
-"""What a KL term does, in plain words: measured facts turned into sentences.
+"""What a KL term, or a formula that is printed somewhere as a KL, does in plain words: measured facts as sentences.
 
 >>> from klamp.config import KLConfig, LossConfig
 >>> explain_config(KLConfig(kl_gradient="forward"), LossConfig(), name="mine").verdict
 'Pulls the policy along the gradient of KL(ref||policy), token by token.'
+>>> explain_form("k1-as-loss").verdict
+'the value is right; the expected gradient is zero, so it regularises nothing.'
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
 
 from klamp.config import KLConfig, LossConfig
 from klamp.config.describe import (
@@ -24,13 +29,18 @@ from klamp.config.describe import (
 from klamp.config.loss import Price, configured_price, kl_reduction
 from klamp.config.rules import wide_clip
 from klamp.config.teacher import TeacherConfig
+from klamp.core.clipping import clip_gate, kl_budget
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.term import KLTerm, gates_on_itself
+from klamp.core.term import KLTerm
 from klamp.core.types import Direction
-from klamp.verify.config_facts import JS, LENGTH, NO_KL, ConfigFacts, measure_config
-from klamp.verify.judge import far_faults
-from klamp.verify.mixes import teacher_lines, where_it_ends
-from klamp.verify.oracle import Pull
+from klamp.errors import check_name
+from klamp.verify.config_facts import JS, LENGTH, NO_KL, ConfigFacts, bare_teacher, bare_term, measure_config
+from klamp.verify.convergence import BETA, COEF, follow, teacher_price, worlds
+from klamp.verify.judge import KLFunction, Use, ValueFinding, as_loss, judge_value
+from klamp.verify.one_step import Scene
+from klamp.verify.oracle import TOLERANCE, Loss, Pull, expected, expected_pull, in_reward
+from klamp.verify.proofs.values import exact
+from klamp.verify.worlds import random_chain, random_positions
 
 Line = tuple[str, str]
 """A label and a text."""
@@ -117,18 +127,14 @@ def explain_config(
 
 def _of_kl(kl: KLConfig, loss: LossConfig, setting: Setting, *, alone: bool) -> tuple[str, list[Line]]:
     """Verdict and lines of the KL to the reference or the sampler."""
-    facts, reduction = measure_config(kl, loss, length=setting.length), kl_reduction(kl, loss)
+    facts, reduction = measure_config(kl, loss), kl_reduction(kl, loss)
     measured, proximal = _measured(kl, facts), kl.reference == "sampler"
     if kl.beta == 0:
         return "No pull: beta is 0; the KL is only measured and logged.", [x for x in measured if x[0] == "value"]
     lines = [("" if i else "equation", _towards(text, kl)) for i, text in enumerate(equations(kl, loss))]
-    lines += [*measured, ("limits", _limits(kl, facts, setting))]
-    if facts.probes:
-        moves = facts.position.follows.name != "zero"
-        faults = far_faults([probe for probe in facts.probes if moves or not probe.finite])
-        lines.append(("at 30 nats", "; ".join(faults) or "finite in float32, bfloat16 and float16"))
-    clipped = facts.gate is not None
-    if setting.rewarded and facts.pays and not proximal:
+    lines += [*measured, ("limits", _limits(kl, setting))]
+    clipped = kl.kl_clip_method != "none"
+    if setting.rewarded and facts.position.follows.factor > 0 and not proximal:
         price = describe_price(setting.price(kl, loss), group_size=setting.group_size)
         lines.append(("price", price + ", above the budget" * clipped))
     if alone and not proximal and not clipped and not kl.excludes:
@@ -139,17 +145,36 @@ def _of_kl(kl: KLConfig, loss: LossConfig, setting: Setting, *, alone: bool) -> 
 
 def _of_teacher(kl: KLConfig, loss: LossConfig, setting: Setting, teacher: TeacherConfig) -> tuple[str, list[Line]]:
     """Verdict and lines of the KL to a teacher, which a KL to the reference may stand beside."""
-    facts, reduction = measure_config(NO_KL, loss, length=setting.length, teacher=teacher), kl_reduction(NO_KL, loss)
+    facts, reduction = measure_config(NO_KL, loss, teacher=teacher), kl_reduction(NO_KL, loss)
     head = " (a head of 1 in these worlds)" * (teacher.teacher_estimator == "topk" and teacher.teacher_top_k > 0)
     lines = [("teacher", f"{describe_teacher(teacher)}{head}"), *_measured(teacher, facts)]
-    size = setting.group_size if setting.rewarded else 0
-    if not size:
-        loss = replace(loss, advantage_baseline="leave_one_out")  # nothing is compared
+    if not setting.rewarded:  # nothing is compared
+        loss, setting = replace(loss, advantage_baseline="leave_one_out"), replace(setting, group_size=2)
     held = kl.beta > 0 and kl.reference != "sampler"
-    price = replace(setting, group_size=size or 2).price(kl, loss) if held else None
-    more = teacher_lines(kl, loss, teacher, price, size=size)
-    lines += [line for line in more if line[0] != "price" or facts.pays]
+    to_ref = setting.price(kl, loss) if held else None
+    lines += _shared(kl, loss, setting, teacher, to_ref, pays=facts.position.follows.factor > 0)
     return _towards(verdict_of(facts, reduction), teacher), lines
+
+
+def _shared(
+    kl: KLConfig, loss: LossConfig, setting: Setting, teacher: TeacherConfig, to_ref: Price | None, *, pays: bool
+) -> list[Line]:
+    """The price of a teacher, its mix with a reference that costs `to_ref`, and where the run ends."""
+    price, lines = teacher_price(teacher, loss, group_size=setting.group_size), list[Line]()
+    if pays:
+        words = describe_price(price, group_size=setting.group_size, name="teacher_coef")
+        silent = "none: without a reward a coefficient is only a share of the steps"
+        lines.append(("price", f"to the teacher: {words}" if setting.rewarded else silent))
+    if to_ref is not None and (kl.kl_clip_method != "none" or kl.excludes):
+        return lines
+    if to_ref is not None and teacher.teacher_direction == "reverse" and kl.kl_gradient == "reverse":
+        beta, coef = to_ref.per_completion, price.per_completion
+        mix = f"ref^{beta / (beta + coef):.3g} teacher^{coef / (beta + coef):.3g}"
+        scaled = " x the standard deviation of a group's rewards" if setting.rewarded and price.scaled else ""
+        costs = f"over whole completions a nat away from it costs {beta + coef:.3g}{scaled}"
+        lines.append(("mix", f"{mix}, normalised: {costs}"))
+    who = "teacher" if to_ref is None else "mix"
+    return [*lines, ("ends", where_it_ends(kl, loss, teacher, who, rewarded=setting.rewarded))]
 
 
 def _measured(anchor: KLConfig | TeacherConfig, facts: ConfigFacts) -> list[Line]:
@@ -198,7 +223,7 @@ def verdict_of(facts: ConfigFacts, reduction: str, *, proximal: bool = False, up
 
 
 def _value(term: KLTerm, facts: ConfigFacts, direction: Direction) -> str:
-    if math.isnan(facts.value):
+    if math.isnan(facts.value_bias):
         where = f"it stands in the {term.placement}, not in the loss"
         return f"k1, an unbiased sample of KL(policy||ref){_bounds(term)}; {where}"
     right = abs(facts.value_bias) < 1e-9
@@ -246,14 +271,18 @@ def _advice(term: KLTerm, facts: ConfigFacts) -> str:
     return f"; {'teacher' if term.anchor == 'teacher' else 'kl'}_off_policy='{term.horizon}' corrects that{cut}"
 
 
-def _limits(kl: KLConfig, facts: ConfigFacts, setting: Setting) -> str:
+def _limits(kl: KLConfig, setting: Setting) -> str:
     parts: list[str] = []
-    if facts.gate is not None:
-        clip, gate = describe_clip(kl, length=kl.kl_reference_length or setting.length), facts.gate
-        budget = f" = {gate.budget:g} nats per completion" if kl.use_per_token_kl_threshold else ""
-        at = ", ".join(f"{100 * factor:.3g} % at {size:g}" for size, factor in gate.at.items())
+    if kl.kl_clip_method != "none":
+        length, per_token = kl.kl_reference_length or setting.length, kl.use_per_token_kl_threshold
+        budget = float(kl_budget(kl.kl_clip_threshold, per_token=per_token, reference_length=length))
+        sizes = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0], dtype=torch.float64)
+        factors = clip_gate(sizes * budget, budget, method=kl.kl_clip_method, temperature=kl.kl_clip_temperature)
+        at = ", ".join(f"{100 * factor:.3g} % at {size:g}" for size, factor in zip(sizes, factors, strict=True))
         none = "always open" if kl.kl_clip_method == "hard" else "half open at a KL of 0, further above"
-        parts.append(f"{clip}{budget}; gate {f'open by KL in budgets: {at}' if gate.budget else none}")
+        nats = f" = {budget:g} nats per completion" if per_token else ""
+        gate = f"open by KL in budgets: {at}" if budget else none
+        parts.append(f"{describe_clip(kl, length=length)}{nats}; gate {gate}")
     if kl.kl_max_log_ratio is not None and kl.kl_estimator != "exact":
         bound = kl.kl_max_log_ratio
         parts.append(f"log-ratio bounded at +-{bound:g} nats, straight-through: the gradient stays, at that size")
@@ -265,29 +294,9 @@ def _limits(kl: KLConfig, facts: ConfigFacts, setting: Setting) -> str:
     return "; ".join(parts) or "none: no clip, and nothing is cut off"
 
 
-EXACT = "sum_v policy_v (log policy_v - log ref_v)"
-COEFFICIENTS: Mapping[tuple[str, str], str] = {
-    ("token", "reverse"): "{w}delta_t",
-    ("token", "forward"): "{w}(1 - exp(-delta_t))",
-    ("sequence", "reverse"): "({w}delta_t + sum over later j of {wj}{value}_j)",
-    ("sequence", "forward"): "({w}1 - product over j <= t of ref_j/{by}_j)",
-}
-OWN: Mapping[str, str] = {
-    "k1": "{w}1",
-    "k2": "{w}delta_t",
-    "k3": "{w}(1 - exp(-delta_t))",
-    "abs": "{w}sign(delta_t)",
-}
-WEIGHTS: Mapping[str, tuple[str, str]] = {
-    "none": ("", ""),
-    "token": ("w_t ", ", w_t = policy_t/sampler_t"),
-    "sequence": ("rho_t ", ", rho_t = product of policy/sampler up to t"),
-}
-
-
 def equations(kl: KLConfig, loss: LossConfig) -> list[str]:
-    """The equations of a configuration's KL: what is added where, and its gradient; delta = log policy - log ref."""
-    gate = "" if kl.kl_clip_method == "none" else f", times {_gate(kl)}"
+    """What the KL of a configuration adds, and where; delta = log policy - log ref."""
+    gate = "" if kl.kl_clip_method == "none" else ", times the gate"
     if kl.kl_placement == "reward" and gate:
         return [f"advantage = A[reward] - beta * A[sum_t delta_t]{gate}; A: how advantages are formed of rewards"]
     if kl.kl_placement == "reward":
@@ -295,36 +304,141 @@ def equations(kl: KLConfig, loss: LossConfig) -> list[str]:
     if kl.kl_placement == "advantage":
         shift = "sum over j >= t of delta_j" if kl.kl_horizon == "sequence" else "delta_t"
         return [f"advantage_t = advantage_t - beta * {shift}{gate}, after the advantages are formed"]
-    value, gradient = _penalty(kl)
-    average = describe_average(kl_reduction(kl, loss))
-    return [
-        f"loss = policy loss + beta * R[penalty], R: {average}",
-        f"penalty_t = {value}",
-        f"gradient of penalty_t = {gradient}{gate}",
-    ]
-
-
-def _penalty(kl: KLConfig) -> tuple[str, str]:
-    """The value of a token's penalty, and its gradient."""
-    weight, where = WEIGHTS[kl.kl_off_policy]
+    added = f"loss = policy loss + beta * R[penalty], R: {describe_average(kl_reduction(kl, loss))}"
     if kl.kl_estimator == "exact":
-        turned = "sum_v ref_v (log ref_v - log policy_v)" if kl.kl_gradient == "forward" else EXACT
-        later = ", and sum over later j of exact_j times grad log policy_t" if kl.kl_horizon == "sequence" else ""
-        return EXACT, "0" if kl.kl_gradient == "none" else f"grad {turned}{later}"
+        return [added, "penalty_t = sum_v policy_v (log policy_v - log ref_v)"]
     formula = ESTIMATORS[kl.kl_estimator].formula.replace("delta", "delta_t")
-    value = f"{weight}({formula}){where}" if weight else formula
-    if kl.kl_gradient == "none":
-        return value, "0"
-    slope = OWN[kl.kl_estimator] if kl.kl_gradient == "own" else COEFFICIENTS[kl.kl_horizon, kl.kl_gradient]
-    wj, by = ("rho_j ", "sampler") if weight else ("", "policy")
-    summed = "k3" if kl.kl_estimator == "k3" else "delta"
-    return value, f"{slope.format(w=weight, wj=wj, value=summed, by=by)} grad log policy_t"
+    weight, where = {
+        "none": ("", ""),
+        "token": ("w_t ", ", w_t = policy_t/sampler_t"),
+        "sequence": ("rho_t ", ", rho_t = product of policy/sampler up to t"),
+    }[kl.kl_off_policy]
+    return [added, f"penalty_t = {weight}({formula}){where}" if weight else f"penalty_t = {formula}"]
 
 
-def _gate(kl: KLConfig) -> str:
-    own = gates_on_itself(kl.kl_estimator, kl.kl_gradient, kl.kl_horizon, kl.kl_off_policy)
-    others = f"{' other' * (not own)} completions, their mean,"
-    whose = {"sequence": "completion", "group": f"prompt's{others}"}.get(kl.clip_level, f"batch's{others}")
-    if kl.kl_clip_method == "hard":
-        return f"1 where the KL of the {whose} is above the budget, 0 below" if kl.kl_clip_threshold else "1"
-    return f"sigmoid((KL of the {whose} - budget) / {kl.kl_clip_temperature:g})"
+MOVING = ("ema", "periodic", "live")
+"""Anchors that are made of the policy again and again."""
+
+
+def where_it_ends(kl: KLConfig, loss: LossConfig, teacher: TeacherConfig | None, who: str, *, rewarded: bool) -> str:
+    """The fixed point of the expected update in the largest world of `klamp verify convergence`, held to `who`."""
+    held, moved = who != "teacher", teacher is not None and teacher.teacher_schedule != "constant"
+    moved |= held and (kl.controller_name != "fixed" or kl.kl_schedule != "constant" or kl.reference in MOVING)
+    if moved or (teacher is not None and teacher.kind in MOVING):
+        return "not known: a coefficient moves, or an anchor with the policy"
+    world = worlds()[-1] if rewarded else Scene(chain=worlds()[-1].chain)
+    taught = None if teacher is None else bare_teacher(teacher, COEF)
+    end = follow(replace(bare_term(kl), beta=BETA) if held else NO_KL, loss, world, taught)
+    coefficients = [f"beta {BETA:g}"] * held + [f"teacher_coef {COEF:g}"] * (teacher is not None)
+    at = f"completions of up to {world.chain.length} tokens, all counted, {', '.join(coefficients)}"
+    if not end.stands:
+        return f"nowhere: {end.kl:.2g} nats from the {who.replace('ref', 'reference')} it is still moving ({at})"
+    if not rewarded:
+        return f"{'at' if end.exact else f'{end.distance:.2g} nats from'} the {who} ({at})"
+    target = f"{who} exp(reward / price)"
+    if end.exact:
+        return f"at the optimum of E[reward] - price KL(policy||{who}): {target} ({at})"
+    away = f"{end.distance:.2g} nats from the optimum {target}"
+    if loss.scale == "std":
+        away = f"{end.nearest:.2g} nats from the nearest optimum {target}, price {end.price:.2g}"
+    against = f"KL {end.kl:.2f} against {end.optimal_kl:.2f}, length {end.length:.2f} against {end.optimal_length:.2f}"
+    return f"{away}: {against} ({at})"
+
+
+class Form(NamedTuple):
+    """A formula that is passed around as a KL, and how it is used."""
+
+    found: str
+    """Where it is printed; see docs/sources.md."""
+    prints: str
+    """What is printed there."""
+    function: KLFunction | None
+    """The formula of log policy and log ref, token by token; None: the sum over the whole vocabulary."""
+    instead: str
+    """What it is in klamp, and how to have what is wanted there."""
+    use: Use = "loss"
+    """Whether it is differentiated there as a loss, or taken from the reward."""
+
+    @property
+    def value(self) -> Loss:
+        """The formula over the oracle's outcomes."""
+        return exact if self.function is None else as_loss(self.function)
+
+
+FORMS: Mapping[str, Form] = {
+    "k1-as-loss": Form(
+        "the from-scratch guide",
+        "log policy - log ref, its mean times kl_coef is added to the loss",
+        lambda policy, ref: policy - ref,
+        "kl_estimator='k1', kl_gradient='own'; with kl_gradient='reverse' the same value has the gradient it lacks",
+    ),
+    "minus-k1": Form(
+        "the Tinker guide",
+        "kl_coef * (log ref - log policy) is added to the loss",
+        lambda policy, ref: ref - policy,
+        "no such term; kl_estimator='k1' with kl_gradient='reverse' has the right sign, and the value's gradient",
+    ),
+    "ratio-weighted": Form(
+        "the GRPO tutorial",
+        "exp(log policy - log ref) * (log policy - log ref), summed over tokens, is taken from the reward",
+        lambda policy, ref: (policy - ref).exp() * (policy - ref),
+        "no such term; use kl_estimator='k1' with kl_placement='reward' and kl_horizon='sequence', or "
+        "kl_estimator='exact' in the loss, as in the tutorial's hands-on example (klamp explain exact-kl)",
+        use="reward",
+    ),
+    "exact-kl": Form(
+        "the hands-on example of the GRPO tutorial",
+        "sum over the vocabulary of policy * (log policy - log ref), at each position, as the KL",
+        None,
+        "kl_estimator='exact'",
+    ),
+    "k3-as-loss": Form(
+        "the k3 bug report, from TRL",
+        "exp(log ref - log policy) - (log ref - log policy) - 1, times beta, is added to the loss",
+        lambda policy, ref: (ref - policy).exp() - (ref - policy) - 1,
+        "kl_estimator='k3', kl_gradient='own'; with kl_gradient='reverse' the same value has its own gradient",
+    ),
+}
+"""Name of a formula -> the formula."""
+
+
+def explain_form(name: str) -> Explanation:
+    """Explains what a printed formula is and does; every number is measured by enumeration.
+
+    Args:
+        name: `k1-as-loss`, `minus-k1`, `ratio-weighted`, `exact-kl` or `k3-as-loss`.
+
+    Raises:
+        UnknownNameError: there is no such formula; names the nearest.
+    """
+    check_name("printed formula", name, FORMS)
+    form, positions = FORMS[name], random_positions(3)
+    loss = in_reward(form.value) if form.use == "reward" else form.value
+    value, pull = judge_value(form.value, positions), expected_pull(positions, loss)
+    swapped = [expected(replace(world, sampler_logits=world.ref_logits), form.value).item() for world in positions]
+    under_ref = sum(swapped) / len(swapped)
+    whole = expected_pull([random_chain(seed, vocab=3, length=3) for seed in range(4)], loss)
+    lines: list[Line] = [
+        ("prints", form.prints),
+        ("found in", f"{form.found} (docs/sources.md)"),
+        ("value", f"{value.expected:+.4f} nats per token where KL(policy||ref) is {value.reverse_kl:+.4f}"),
+        ("", f"with tokens of the reference {under_ref:+.4f}"),
+        ("pull", f"at one position {describe_pull(pull)}"),
+        ("sequence", f"over whole completions, of up to 3 tokens: {describe_pull(whole)}"),
+        ("in klamp", form.instead),
+    ]
+    gradient = f"it follows the gradient of {pull.follows.in_words}"
+    if pull.follows.name == "zero":
+        gradient = "the expected gradient is zero, so it regularises nothing"
+    verdict = f"{_value_verdict(value, under_ref)}; {gradient}."
+    return Explanation(name=name, verdict=verdict, lines=tuple(lines), cautions=())
+
+
+def _value_verdict(value: ValueFinding, under_ref: float) -> str:
+    if value.estimates == "KL(policy||ref)":
+        return "the value is right"
+    if value.estimates == "minus KL(policy||ref)":
+        return "the sign is wrong, a reward for leaving the reference"
+    if abs(under_ref - value.reverse_kl) < TOLERANCE:
+        return "for tokens of the policy it is not KL(policy||ref), only for tokens of the reference it would be"
+    return "it is not KL(policy||ref)"

@@ -16,10 +16,11 @@ import dataclasses
 import functools
 import itertools
 import math
+import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
 from jaxtyping import Float, Int
@@ -34,12 +35,12 @@ from klamp.core.objective import LossOutput, Objective, Weighted, grpo_loss
 from klamp.core.penalty import advantages_with_kl, shifted_rewards
 from klamp.core.term import Gate, KLTerm, sequence_gate_kl, sequence_kl
 from klamp.core.topk import distinct, topk_kl
-from klamp.core.types import Batch, Reduction
-from klamp.errors import ConfigError
+from klamp.core.types import Batch
+from klamp.errors import ConfigError, KLWarning
 from klamp.verify.oracle import Report, Truths, gradient_of, report, truths
 from klamp.verify.worlds import Chain, Outcomes, Sampler, enumerate_outcomes, random_chain
 
-Denominators: TypeAlias = Literal["group", "expected"]
+Built = TypeVar("Built")
 Rewards: TypeAlias = Literal["equal", "mixed"]
 
 MAX_GROUPS = 10_000
@@ -48,6 +49,8 @@ MAX_GROUPS = 10_000
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Scene:
     """A world in which steps are taken: a chain, a reward for each of its completions, a group size.
+
+    A group is a part of a large batch: means divide by the expected numbers of completions and tokens.
 
     Raises:
         ConfigError: too many groups to enumerate.
@@ -59,9 +62,6 @@ class Scene:
     """Reward of each completion, in the order of `enumerate_outcomes`; a single one: all equal (saturated)."""
     group_size: int = 2
     """Completions per group; 1 only with the KL in the loss."""
-    denominators: Denominators = "group"
-    """What means divide by: the group's own counts (the group is the batch), or the expected ones (it is a part of a
-    large batch)."""
 
     def __post_init__(self) -> None:
         count = len(self.outcomes.probs)
@@ -97,15 +97,10 @@ class Scene:
         """The gradients that a KL term may be meant to follow here, by name."""
         return truths(self.chain)
 
-    @functools.cached_property
-    def lengths(self) -> Float[Tensor, " outcomes"]:
-        """The number of tokens of each completion."""
-        return self.outcomes.mask.sum(-1).double()
-
     @property
     def mean_length(self) -> float:
         """The expected number of tokens of a completion."""
-        return float((self.outcomes.probs * self.lengths).sum())
+        return float((self.outcomes.probs * self.outcomes.mask.sum(-1)).sum())
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -128,13 +123,12 @@ def scene(
     sampler: Sampler = "policy",
     rewards: Rewards = "equal",
     group_size: int = 2,
-    denominators: Denominators = "group",
 ) -> Scene:
     """A random scene; with `mixed` rewards half of the completions get 1, the others 0."""
     chain = random_chain(seed, vocab=vocab, length=length, sampler=sampler)
     count = len(enumerate_outcomes(chain).probs)
     given = torch.arange(count) % 2 if rewards == "mixed" else torch.zeros(1)
-    return Scene(chain=chain, rewards=given.double(), group_size=group_size, denominators=denominators)
+    return Scene(chain=chain, rewards=given.double(), group_size=group_size)
 
 
 def examine_config(
@@ -153,7 +147,10 @@ def examine_config(
         ConfigError: a combination that `build_objective` refuses; excluded tokens that the scene's chain does not have.
     """
     _check_exclusions(kl, scene.chain.vocab)
-    loss, objective = _objective(kl, loss, scene, teacher)
+    objective = build_objective(kl, loss or _PLAIN_LOSS, max_length=scene.chain.length, teacher=teacher)
+    if loss is None:
+        loss, plain_kl = _PLAIN_LOSS, dataclasses.replace(objective.kl, normalizer="sequence_sum")
+        objective = dataclasses.replace(objective, reduction="sequence_sum", kl=plain_kl)
     _, probs = scene.groups
     losses, gates = _take_steps(scene, objective, loss, kl, teacher)
     if teacher is None:
@@ -169,55 +166,9 @@ def examine_config(
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Scores:
-    """What a batch holds of the completions of every group, by the names of `Batch`. Each [groups, size, tokens]
-
-    What carries a gradient is cut off the chain, so that one backward pass through the steps of all groups leaves each
-    group's gradient in its own rows; `joined` takes these to the chain's logits.
-    """
-
-    attached: dict[str, Tensor]
-    """What carries a gradient, as it comes from the chain."""
-    fields: dict[str, Tensor]
-    """Everything; what carries a gradient as a leaf of its own."""
-
-    @classmethod
-    def of(cls, scored: dict[str, Tensor], rows: Tensor) -> _Scores:
-        """The scores of groups, given those of each completion and the completions of each group."""
-        fields = {name: x[rows] for name, x in scored.items()}
-        attached = {name: x for name, x in fields.items() if x.requires_grad}
-        leaves = {name: x.detach().requires_grad_() for name, x in attached.items()}
-        return cls(attached=attached, fields=fields | leaves)
-
-    def groups(self) -> list[dict[str, Tensor]]:
-        """The scores of one group after the other."""
-        each = zip(*(x.unbind() for x in self.fields.values()), strict=True)
-        return [dict(zip(self.fields, group, strict=True)) for group in each]
-
-    def joined(self, losses: Float[Tensor, " groups"]) -> Float[Tensor, " groups"]:
-        """Losses of the groups, with the same values and with gradients to the chain."""
-        leaves = [self.fields[name] for name in self.attached]
-        found = torch.autograd.grad(losses.sum(), leaves, retain_graph=True, materialize_grads=True)
-        linear = [(g * (x - x.detach())).flatten(1).sum(-1) for g, x in zip(found, self.attached.values(), strict=True)]
-        return losses.detach() + torch.stack(linear).sum(0)
-
-
 _PLAIN_LOSS = LossConfig(
     loss_type="grpo", surrogate="score_function", scale_rewards="none", advantage_baseline="leave_one_out"
 )
-
-
-def _objective(
-    kl: KLConfig, loss: LossConfig | None, scene: Scene, teacher: TeacherConfig | None
-) -> tuple[LossConfig, Objective]:
-    if loss is not None:
-        return loss, build_objective(kl, loss, max_length=scene.chain.length, teacher=teacher)
-    plain: Reduction = "sequence_sum"
-    objective = build_objective(kl, _PLAIN_LOSS, max_length=scene.chain.length, teacher=teacher)
-    return _PLAIN_LOSS, dataclasses.replace(
-        objective, reduction=plain, kl=dataclasses.replace(objective.kl, normalizer=plain)
-    )
 
 
 def scores_of(
@@ -272,19 +223,28 @@ def _take_steps(
 ) -> tuple[Float[Tensor, " groups"], Float[Tensor, " groups"] | None]:
     """The loss of every group, with gradient to the chain, and the share of it that is over budget where there is one.
 
-    As a trainer forms it: the gate and the advantages before the update, then the loss.
+    As a trainer forms it: the gate and the advantages before the update, then the loss. What carries a gradient is cut
+    off the chain, so that one backward pass leaves each group's gradient in its own rows, and joined to it again.
     """
     rows, _ = scene.groups
-    scores = _Scores.of(scores_of(scene.outcomes, objective, kl, teacher), rows)
+    scores = {name: x[rows] for name, x in scores_of(scene.outcomes, objective, kl, teacher).items()}
+    attached = {name: x for name, x in scores.items() if x.requires_grad}
+    leaves = {name: x.detach().requires_grad_() for name, x in attached.items()}
     gates = _gates(scene, objective, kl) if objective.beta > 0 and objective.kl.clip_method != "none" else None
     advantages = _advantages(scene, objective, loss, kl, gates)
-    totals = None if scene.denominators == "group" else _totals(scene, kl)
+    y, size = scene.outcomes, float(scene.group_size)
+    kl_tokens = (y.probs * _kl_mask(kl, y).sum(-1)).sum().item() or 1.0  # 1: none carries a KL
+    totals = Totals(size, size * scene.mean_length, size * kl_tokens)
     outputs: list[LossOutput] = []
-    for index, group in enumerate(scores.groups()):
+    for index in range(len(rows)):
+        group = {name: x[index] for name, x in (scores | leaves).items()}
         gate = None if gates is None else gates[index]
         batch = _batch(scene, kl, group, advantages=advantages[index], gate_kl=gate)
         outputs.append(grpo_loss(batch, objective, totals=totals))
-    losses = scores.joined(torch.stack([output.loss for output in outputs]))
+    whole = torch.stack([output.loss for output in outputs]).sum()
+    slopes = torch.autograd.grad(whole, list(leaves.values()), retain_graph=True, materialize_grads=True)
+    linear = [(g * (x - x.detach())).flatten(1).sum(-1) for g, x in zip(slopes, attached.values(), strict=True)]
+    losses = torch.stack([output.loss.detach() for output in outputs]) + torch.stack(linear).sum(0)
     return losses, None if gates is None else torch.stack([output.metrics["kl/over_budget"] for output in outputs])
 
 
@@ -313,8 +273,6 @@ def _gates(scene: Scene, objective: Objective, kl: KLConfig) -> Float[Tensor, "g
     if objective.kl.clip_level != "batch":
         everyone = _before(scene, objective, kl, rows.flatten())
         return sequence_gate_kl(everyone, objective.kl).view(rows.shape)
-    if scene.denominators == "group":
-        return torch.stack([sequence_gate_kl(_before(scene, objective, kl, group), objective.kl) for group in rows])
     everyone = _before(scene, objective, kl, torch.arange(len(scene.outcomes.probs)))
     return (scene.outcomes.probs * sequence_kl(everyone, objective.kl)).sum().expand(rows.shape)
 
@@ -335,13 +293,6 @@ def _check_exclusions(kl: KLConfig, vocab: int) -> None:
 def _kl_mask(kl: KLConfig, y: Outcomes) -> Tensor:
     excluded = torch.tensor([token for token in kl.kl_exclude_tokens if isinstance(token, int)])
     return y.mask & ~torch.isin(y.tokens, excluded)
-
-
-def _totals(scene: Scene, kl: KLConfig) -> Totals:
-    """The expected numbers of sequences, tokens and KL tokens of a group."""
-    y, size = scene.outcomes, float(scene.group_size)
-    kl_tokens = (y.probs * _kl_mask(kl, y).sum(-1)).sum().item()
-    return Totals(size, size * scene.mean_length, size * kl_tokens)
 
 
 def _advantages(
@@ -378,6 +329,13 @@ def advantages_in_groups(rewards: Float[Tensor, "groups size"], loss: LossConfig
         return rewards
     found = group_advantages(rewards.flatten(), size, scale=loss.scale, baseline=loss.advantage_baseline)
     return found.view(rewards.shape)
+
+
+def quietly(kind: Callable[..., Built], **choices: Any) -> Built:
+    """A configuration without the caution that it may deserve: it is here to be shown, or a part of one that was."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KLWarning)
+        return kind(**choices)
 
 
 @functools.cache

@@ -64,7 +64,6 @@ class Report(NamedTuple):
     Attributes:
         value: the expected value of the loss.
         value_bias: `value` minus KL(policy || ref).
-        value_variance: the variance of the loss over completions.
         gradient: the expected gradient with respect to the policy's logits.
         gradient_variance: the trace of the gradient's covariance over completions.
         follows: the known gradient that the expected gradient is a multiple of.
@@ -72,7 +71,6 @@ class Report(NamedTuple):
 
     value: float
     value_bias: float
-    value_variance: float
     gradient: Table
     gradient_variance: float
     follows: Followed
@@ -98,24 +96,17 @@ def report(
     known: Truths | None = None,
     anchor: Who = "ref",
 ) -> Report:
-    """Compares losses that were computed before, one per draw, with every known gradient; see `examine`.
+    """Compares losses, one for each draw of these probabilities, with the `truths` about a KL to `anchor`.
 
-    Args:
-        chain: the world.
-        probs: how likely each draw is; they sum to 1.
-        losses: the loss of each draw, with gradient to the chain's policy.
-        known: the chain's `truths`, where they are at hand.
-        anchor: whom the truths are about: of a KL to the teacher, the teacher stands in the reference's place.
+    `known`: these truths, where they are at hand.
     """
     measured = chain.towards(anchor)
-    values = losses.detach()
-    value = (probs * values).sum()
+    value = (probs * losses.detach()).sum()
     gradients = _gradients(losses, chain)
     gradient = torch.einsum("n,npv->pv", probs, gradients)
     return Report(
         value=value.item(),
         value_bias=(value - reverse_kl(measured)).item(),
-        value_variance=(probs * (values - value) ** 2).sum().item(),
         gradient=gradient,
         gradient_variance=(probs * (gradients - gradient).square().sum(dim=(-2, -1))).sum().item(),
         follows=name_gradient([gradient], [truths(measured) if known is None else known], tolerance=TOLERANCE),
@@ -184,9 +175,9 @@ def truths(chain: Chain) -> Truths:
         "local_forward": gradient_of(local_kl(chain, direction="forward"), chain),
     }
     if not chain.on_policy:
-        exact["local_sampled"] = gradient_of(local_kl(chain, prefixes="sampler"), chain)
-        forward = local_kl(chain, direction="forward", prefixes="sampler")
-        exact["local_sampled_forward"] = gradient_of(forward, chain)
+        sampled = local_kl(chain, prefixes="sampler"), local_kl(chain, direction="forward", prefixes="sampler")
+        names = ("local_sampled", "local_sampled_forward")
+        exact |= {name: gradient_of(kl, chain) for name, kl in zip(names, sampled, strict=True)}
     return exact
 
 
@@ -298,39 +289,29 @@ class Pull:
     """The known gradient that it is a multiple of."""
     cosine_reverse: float
     """Cosine with the gradient of KL(policy||ref) of whole completions; 0 for a gradient of zero."""
-    cosine_forward: float
-    """Cosine with the gradient of KL(ref||policy) of whole completions; 0 for a gradient of zero."""
     share: float
     """The multiple of the gradient of KL(policy||ref) that lies closest: 1 all of it, 0 none, -1 the opposite."""
-    cosines: tuple[float, float] = (0.0, 0.0)
+    cosines: tuple[float, float]
     """Least and largest cosine with the gradient of KL(policy||ref), by world."""
 
 
 def pull_of(gradients: Sequence[Tensor], known: Sequence[Truths], *, tolerance: float = 1e-7) -> Pull:
     """Compares measured gradients, one per world, with those of both KLs; takes what `name_gradient` takes."""
     follows = name_gradient(gradients, known, tolerance=tolerance)
-    measured = _joined(gradients)
-    reverse, forward = (_joined([truth[name] for truth in known]) for name in ("reverse", "forward"))
-    moves = follows.name != "zero"
-    each = zip(gradients, known, strict=True)
-    cosines = [cosine(one, truth["reverse"]) if moves else 0.0 for one, truth in each]
+    if follows.name == "zero":
+        return Pull(follows=follows, cosine_reverse=0.0, share=0.0, cosines=(0.0, 0.0))
+    measured, reverse = _joined(gradients), _joined([truth["reverse"] for truth in known])
+    cosines = [cosine(one, truth["reverse"]) for one, truth in zip(gradients, known, strict=True)]
     return Pull(
         follows=follows,
-        cosine_reverse=cosine(measured, reverse) if moves else 0.0,
-        cosine_forward=cosine(measured, forward) if moves else 0.0,
-        share=((measured @ reverse) / (reverse @ reverse)).item() if moves else 0.0,
+        cosine_reverse=cosine(measured, reverse),
+        share=((measured @ reverse) / (reverse @ reverse)).item(),
         cosines=(min(cosines), max(cosines)),
     )
 
 
 def expected_pull(chains: Sequence[Chain], loss: Loss, *, tolerance: float = 1e-7) -> Pull:
-    """Where the expected gradient of a loss points, over these worlds.
-
-    Args:
-        chains: the worlds.
-        loss: as for `examine`.
-        tolerance: largest relative distance that still counts as the same gradient.
-    """
+    """Where the expected gradient of a loss (see `examine`) points, over these worlds; see `pull_of`."""
     gradients = [expected_gradient(chain, loss) for chain in chains]
     return pull_of(gradients, [truths(chain) for chain in chains], tolerance=tolerance)
 

@@ -145,11 +145,9 @@ def one_position(
     teacher_logits: Float[Tensor, " vocab"] | None = None,
 ) -> Chain:
     """A chain of length 1: a single choice among V tokens."""
+    sampler, teacher = (None if logits is None else logits[None] for logits in (sampler_logits, teacher_logits))
     return Chain(
-        policy_logits=policy_logits[None],
-        ref_logits=ref_logits[None],
-        sampler_logits=None if sampler_logits is None else sampler_logits[None],
-        teacher_logits=None if teacher_logits is None else teacher_logits[None],
+        policy_logits=policy_logits[None], ref_logits=ref_logits[None], sampler_logits=sampler, teacher_logits=teacher
     )
 
 
@@ -218,31 +216,13 @@ def count_prefixes(vocab: int, length: int, *, eos: int | None) -> int:
     return sum(branches**depth for depth in range(length))
 
 
-def list_completions(vocab: int, length: int, *, eos: int | None) -> list[Prefix]:
-    """Every completion, whether or not a sampler can produce it: the order of the rows of `Outcomes`."""
-    completions: list[Prefix] = []
-    for prefix in list_prefixes(vocab, length, eos=eos):
-        last = len(prefix) + 1 == length
-        completions += [(*prefix, token) for token in range(vocab) if last or token == eos]
-    return completions
-
-
 def prefix_probs(chain: Chain, who: Who) -> Float[Tensor, " prefixes"]:
     """The probability that a model's completion begins with each prefix; differentiable for the policy."""
-    step = torch.softmax(chain.logits(who), dim=-1)
-    probs = step.new_ones(1)
-    for parents, tokens in _index_prefixes(chain.vocab, chain.length, chain.eos):
-        probs = torch.cat([probs, probs[parents] * step[parents, tokens]])
-    return probs
-
-
-@cache
-def _index_prefixes(vocab: int, length: int, eos: int | None) -> list[tuple[Tensor, Tensor]]:
-    """For the prefixes of one token, of two and so on: the rows of the prefixes before them, and their last tokens."""
-    prefixes = list_prefixes(vocab, length, eos=eos)
-    row = {prefix: index for index, prefix in enumerate(prefixes)}
-    by_length = [[prefix for prefix in prefixes if len(prefix) == size] for size in range(1, length)]
-    return [(torch.tensor([row[p[:-1]] for p in group]), torch.tensor([p[-1] for p in group])) for group in by_length]
+    tokens, rows = _index_completions(chain.vocab, chain.length, chain.eos)
+    logprobs = chain.logprobs(who)
+    probs = _at_tokens(logprobs, rows, tokens).sum(dim=-1).exp()
+    passed = tokens >= 0
+    return probs.new_zeros(len(logprobs)).index_add(0, rows[passed], probs[:, None].expand_as(rows)[passed])
 
 
 def enumerate_outcomes(chain: Chain, *, unreachable: bool = False) -> Outcomes:
@@ -271,12 +251,13 @@ def enumerate_outcomes(chain: Chain, *, unreachable: bool = False) -> Outcomes:
 @cache
 def _index_completions(vocab: int, length: int, eos: int | None) -> tuple[Tensor, Tensor]:
     """The tokens of all completions, and the table row of the prefix before each token; -1 and 0 after the end."""
-    row = {p: index for index, p in enumerate(list_prefixes(vocab, length, eos=eos))}
+    row = {prefix: index for index, prefix in enumerate(list_prefixes(vocab, length, eos=eos))}
     tokens, rows = [], []
-    for completion in list_completions(vocab, length, eos=eos):
-        padding = length - len(completion)
-        tokens.append([*completion, *[-1] * padding])
-        rows.append([*(row[completion[:t]] for t in range(len(completion))), *[0] * padding])
+    for prefix in row:
+        last, padding = len(prefix) + 1 == length, length - len(prefix) - 1
+        for token in (token for token in range(vocab) if last or token == eos):
+            tokens.append([*prefix, token, *[-1] * padding])
+            rows.append([*(row[prefix[:t]] for t in range(len(prefix) + 1)), *[0] * padding])
     return torch.tensor(tokens), torch.tensor(rows)
 
 

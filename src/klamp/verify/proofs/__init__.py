@@ -8,8 +8,15 @@ from collections.abc import Mapping
 
 from klamp.verify.proofs.anchors import prove_noise, prove_teacher, prove_wrong_forms
 from klamp.verify.proofs.check import Check, Proof, run_section
-from klamp.verify.proofs.gradients import prove_formulas, prove_gradients, prove_sequence_formulas, prove_sequences
-from klamp.verify.proofs.steps import prove_clipping, prove_controllers, prove_placement
+from klamp.verify.proofs.gradients import (
+    prove_clipping,
+    prove_controllers,
+    prove_formulas,
+    prove_gradients,
+    prove_placement,
+    prove_sequence_formulas,
+    prove_sequences,
+)
 from klamp.verify.proofs.values import prove_gaussians, prove_numerics, prove_values
 
 ESTIMATOR_PROOFS: Mapping[str, Proof] = {

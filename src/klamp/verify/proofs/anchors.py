@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import math
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, get_args
@@ -17,13 +16,22 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from klamp.config import KLConfig, KLWarning, LossConfig, build_objective
+from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.config.teacher import TeacherConfig, TeacherHead
 from klamp.core.advantages import group_advantages
 from klamp.core.penalty import token_penalty
 from klamp.core.types import Batch, Direction
-from klamp.verify.one_step import Scene, examine_config, scene, scores_of, teacher_kl
-from klamp.verify.oracle import Loss, expected_gradient, gradient_of, local_kl, per_outcome, reverse_kl, truths
+from klamp.verify.one_step import Scene, examine_config, quietly, scene, scores_of, teacher_kl
+from klamp.verify.oracle import (
+    Loss,
+    expected,
+    expected_gradient,
+    gradient_of,
+    local_kl,
+    per_outcome,
+    reverse_kl,
+    truths,
+)
 from klamp.verify.proofs.check import EXACT, Check, follows, is_equal, is_true
 from klamp.verify.worlds import Chain, Outcomes, Who, enumerate_outcomes, one_position, random_chain, truncate_top_p
 
@@ -39,10 +47,9 @@ WEIGHTS = {
 
 
 def taught_by(**choices: Any) -> TeacherConfig:
-    """A teacher's KL with coefficient 1; cautions are not repeated, since forms that earn one are here to be shown."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)
-        return TeacherConfig(teacher_model="teacher", **{f"teacher_{name}": value for name, value in choices.items()})
+    """A teacher's KL with coefficient 1, and with these choices, whose names begin with `teacher_`."""
+    fields = {f"teacher_{name}": value for name, value in choices.items()}
+    return quietly(TeacherConfig, teacher_model="teacher", **fields)
 
 
 def as_loss(teacher: TeacherConfig) -> Loss:
@@ -75,27 +82,21 @@ def _means() -> Iterator[Check]:
         chain = random_chain(1, vocab=VOCAB, length=2, sampler="policy" if weights == "none" else "other")
         choices = {"direction": direction, "horizon": horizon, "off_policy": weights}
         sampled = ("k1", "k3") if direction == "reverse" else ()
-        claimed = _claimed(chain, direction, horizon, weights)
+        taught, who = chain.towards("teacher"), "sampler" if weights == "token" else "policy"
+        exact = reverse_kl(taught) if horizon == "sequence" else local_kl(taught, direction=direction, prefixes=who)
+        kl = exact.item(), gradient_of(exact, taught)
         forms = {name: [taught_by(estimator=name, **choices)] for name in (*sampled, "exact")}
         forms[f"a head of 0 to {VOCAB} and a tail"] = list(heads(**choices))
         for form, teachers in forms.items():
             claim = f"{direction}, horizon {horizon}, {form}; {WEIGHTS[weights]}"
-            yield is_equal(f"{claim}: value and gradient", max(_error(chain, claimed, each) for each in teachers), 0.0)
+            yield is_equal(f"{claim}: value and gradient", max(_error(chain, kl, each) for each in teachers), 0.0)
 
 
-def _error(chain: Chain, claimed: tuple[Tensor, Tensor], teacher: TeacherConfig) -> float:
-    """The largest error of a KL's value (nats) and gradient (a share of it), against those of what is claimed."""
-    (kl, gradient), y = claimed, enumerate_outcomes(chain)
-    found = (y.probs * per_outcome(as_loss(teacher), y)).sum()
-    off = (gradient_of(found, chain) - gradient).norm() / gradient.norm()
-    return max(abs((found - kl).item()), off.item())
-
-
-def _claimed(chain: Chain, direction: Direction, horizon: str, weights: str) -> tuple[Tensor, Tensor]:
-    """Value and gradient of the KL to the teacher by its definition: of completions, or of whose prefixes."""
-    taught, who = chain.towards("teacher"), "sampler" if weights == "token" else "policy"
-    kl = reverse_kl(taught) if horizon == "sequence" else local_kl(taught, direction=direction, prefixes=who)
-    return kl.detach(), gradient_of(kl, taught)
+def _error(chain: Chain, kl: tuple[float, Tensor], teacher: TeacherConfig) -> float:
+    """The largest error of a KL's value (nats) and gradient (a share of it), against those by definition."""
+    (value, gradient), loss = kl, as_loss(teacher)
+    off = (expected_gradient(chain, loss) - gradient).norm() / gradient.norm()
+    return max(abs(expected(chain, loss).item() - value), off.item())
 
 
 def _placements() -> Iterator[Check]:
@@ -120,10 +121,8 @@ def _followed(claim: str, chain: Chain, gradient: Tensor, name: str, *, to: Who 
 
 
 def proximal(coef: float) -> KLConfig:
-    """A KL to whoever drew the tokens, without the caution that it is no more than that."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)
-        return KLConfig(beta=coef, reference="sampler", kl_off_policy="token")
+    """A KL to whoever drew the tokens."""
+    return quietly(KLConfig, beta=coef, reference="sampler", kl_off_policy="token")
 
 
 def _sampler() -> Iterator[Check]:

@@ -6,7 +6,6 @@ import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from klamp.verify.oracle import IN_WORDS, NOTHING_KNOWN, Truths, name_gradient
@@ -107,16 +106,10 @@ def follows(
     words, measured = (x.replace("||ref", f"||{anchor}").replace("(ref|", f"({anchor}|") for x in texts)
     passed = found.is_exactly(name, factor=factor, tolerance=EXACT)
     if passed and name != NOTHING_KNOWN:
-        measured += f" (error {_distance(gradients, known, name, factor):.0e})"
+        targets = [factor * truths[name] for truths in known]
+        sizes = [truths["reverse"].norm() for truths in known]
+        errors = [(a - b).norm() / size for a, b, size in zip(gradients, targets, sizes, strict=True)]
+        measured += f" (error {max(errors):.0e})"
     return Check(
         claim=claim, expected=words if factor == 1 else f"{factor:.4g} x {words}", measured=measured, passed=passed
     )
-
-
-def _distance(gradients: Sequence[Tensor], known: Sequence[Truths], name: str, factor: float) -> float:
-    """The largest distance between gradient and known gradient over the worlds, relative to that of KL(policy||ref)."""
-    errors: list[float] = []
-    for gradient, truths in zip(gradients, known, strict=True):
-        target = torch.zeros_like(gradient) if name == "zero" else factor * truths[name]
-        errors.append(((gradient - target).norm() / truths["reverse"].norm()).item())
-    return max(errors)

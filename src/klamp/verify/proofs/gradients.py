@@ -1,57 +1,73 @@
-"""Checks of the gradients: which divergence each penalty follows, at one position and over completions."""
+"""Checks of the gradients: which divergence each penalty follows, at one position, over completions and in whole steps,
+with the KL in the reward or the advantage, under clips and budgets; and of the controllers of beta.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import get_args
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, get_args
 
 import torch
 from torch import Tensor
 
-from klamp.core.estimators import exact_kl
+from klamp.config import KLConfig, LossConfig, build_objective
+from klamp.config.loss import configured_price
+from klamp.core.advantages import Baseline, group_advantages
+from klamp.core.clipping import clip_gate, clip_kl, kl_budget
+from klamp.core.controllers import ProportionalController, StepController
+from klamp.core.estimators import exact_kl, kl_estimate
 from klamp.core.gradients import exact_penalty, kl_penalty, log_weights
+from klamp.core.penalty import kl_in_advantage
 from klamp.core.types import Estimator, Gradient, Horizon
-from klamp.verify.oracle import NOTHING_KNOWN, Loss, Truths, expected_gradient, truths
-from klamp.verify.proofs.check import Check, follows, is_true
+from klamp.errors import ConfigError, NonFiniteError
+from klamp.verify.one_step import Rewards, Scene, examine_config, scene
+from klamp.verify.oracle import NOTHING_KNOWN, Loss, Truths, expected_gradient, gradient_of, truths
+from klamp.verify.proofs.check import Check, follows, is_equal, is_true
 from klamp.verify.worlds import Chain, Outcomes, Sampler, one_position, random_chain, random_positions
 
 VALUES: tuple[Estimator, ...] = get_args(Estimator)
 OWN: Mapping[Estimator, str] = {"k1": "zero", "k2": "reverse", "k3": "forward", "abs": "L1 distance"}
 """What each estimator's own gradient is, tokens sampled from the policy."""
-
-SAMPLED: dict[Sampler, str] = {"policy": "tokens of the policy", "other": "tokens of another sampler, weighted"}
-"""Who sampled, and how the claims say it."""
+Claim = tuple[str, Loss, str, Sampler]
+"""What a loss follows: words, the loss, the name of the known gradient, who sampled."""
 
 
 def prove_gradients() -> list[Check]:
     """Checks the gradients of `kl_penalty` at one position, for tokens of the policy and of another sampler."""
     checks = [_check(f"{name} as a loss (its own gradient)", [penalty(name, "own")], OWN[name]) for name in VALUES]
-    named: tuple[tuple[Gradient, str], ...] = (("reverse", "reverse"), ("forward", "forward"), ("none", "zero"))
-    for sampler, where in SAMPLED.items():
-        for gradient, followed in named:
-            losses = [penalty(name, gradient, sampler=sampler) for name in VALUES]
-            checks.append(_check(f"gradient {gradient}, whichever the value; {where}", losses, followed, sampler))
+    followed: dict[Gradient, str] = {"reverse": "reverse", "forward": "forward", "none": "zero"}
+    sampled: dict[Sampler, str] = {"policy": "tokens of the policy", "other": "tokens of another sampler, weighted"}
+    for sampler, where in sampled.items():
+        for gradient, name in followed.items():
+            losses = [penalty(value, gradient, sampler=sampler) for value in VALUES]
+            checks.append(_check(f"gradient {gradient}, whichever the value; {where}", losses, name, sampler))
     return checks
 
 
 def prove_formulas() -> list[Check]:
     """Checks the gradients of plain formulas that are differentiated as they are written, without klamp."""
-    rows: tuple[tuple[str, Loss, str, Sampler], ...] = (
+    rows: list[Claim] = [
         ("k1 as a loss, tokens of the policy", lambda y: y.log_ratio, "zero", "policy"),
         ("k1 as a loss, tokens of another sampler", lambda y: y.log_ratio, NOTHING_KNOWN, "other"),
         ("w k1 differentiated", lambda y: y.weight * y.log_ratio, "reverse", "other"),
         ("sg(w) k2", lambda y: y.weight.detach() * _k2(y), "reverse", "other"),
         ("w k2 differentiated: that of E[k2]", lambda y: y.weight * _k2(y), "E[k2]", "other"),
-        ("w k3 differentiated (DeepSeek-V3.2, RPG)", lambda y: y.weight * _k3(y), "reverse", "other"),
-        ("sg(w) k3", lambda y: y.weight.detach() * _k3(y), "forward", "other"),
+        ("w k3 differentiated (DeepSeek-V3.2, RPG)", lambda y: y.weight * printed_k3(y), "reverse", "other"),
+        ("sg(w) k3", lambda y: y.weight.detach() * printed_k3(y), "forward", "other"),
         ("k1 in the reward", lambda y: y.log_ratio.detach() * y.policy_logprobs, "reverse", "policy"),
-        ("k3 in the reward", lambda y: _k3(y).detach() * y.policy_logprobs, "reverse - forward", "policy"),
+        ("k3 in the reward", _k3_in_reward, "reverse - forward", "policy"),
         ("k2 in the reward", lambda y: _k2(y).detach() * y.policy_logprobs, NOTHING_KNOWN, "policy"),
-    )
-    checks = [_check(claim, [loss], followed, sampler) for claim, loss, followed, sampler in rows]
-    size = _size_near_the_reference()
+    ]
+    policy, direction = (chain.policy_logits.detach()[0] for chain in random_positions(2, vocab=4))
+    near = one_position(policy, policy + 0.02 * direction)
+    size = (expected_gradient(near, _k3_in_reward).norm() / truths(near)["reverse"].norm()).item()
     text = f"{100 * size:.2g} % of the gradient of KL(policy||ref)"
-    return [*checks, is_true("k3 in the reward, near the reference: cancels", size < 0.05, text, expected="below 5 %")]
+    return [
+        *(_check(claim, [loss], name, sampler) for claim, loss, name, sampler in rows),
+        is_true("k3 in the reward, near the reference: cancels", size < 0.05, text, expected="below 5 %"),
+    ]
 
 
 def penalty(value: Estimator, gradient: Gradient, horizon: Horizon = "token", *, sampler: Sampler = "policy") -> Loss:
@@ -75,32 +91,27 @@ def _known(chain: Chain) -> Truths:
     """The known gradients at one position, with those of E[k2], of the L1 distance and of reverse minus forward."""
     exact = truths(chain)
     log_p, log_q = chain.logprobs("policy")[0], chain.logprobs("ref")[0]
-    mean_k2 = (log_p.exp() * (log_p - log_q) ** 2 / 2).sum()
-    l1 = (log_p.exp() - log_q.exp()).abs().sum()
-    (k2_gradient,) = torch.autograd.grad(mean_k2, chain.policy_logits, retain_graph=True)
-    (l1_gradient,) = torch.autograd.grad(l1, chain.policy_logits)
-    both = exact["reverse"] - exact["forward"]
-    return exact | {"E[k2]": k2_gradient, "L1 distance": l1_gradient, "reverse - forward": both}
-
-
-def _size_near_the_reference() -> float:
-    policy, direction = (chain.policy_logits.detach()[0] for chain in random_positions(2, vocab=4))
-    chain = one_position(policy, policy + 0.02 * direction)
-    gradient = expected_gradient(chain, lambda y: _k3(y).detach() * y.policy_logprobs)
-    return (gradient.norm() / truths(chain)["reverse"].norm()).item()
+    more = {"E[k2]": log_p.exp() @ (log_p - log_q) ** 2 / 2, "L1 distance": (log_p.exp() - log_q.exp()).abs().sum()}
+    exact |= {name: gradient_of(value, chain) for name, value in more.items()}
+    return exact | {"reverse - forward": exact["reverse"] - exact["forward"]}
 
 
 def _k2(y: Outcomes) -> Tensor:
     return y.log_ratio**2 / 2
 
 
-def _k3(y: Outcomes) -> Tensor:
+def printed_k3(y: Outcomes) -> Tensor:
+    """The k3 formula as TRL and others print it, written out."""
     return (-y.log_ratio).exp() - 1 + y.log_ratio
+
+
+def _k3_in_reward(y: Outcomes) -> Tensor:
+    return printed_k3(y).detach() * y.policy_logprobs
 
 
 def prove_sequences() -> list[Check]:
     """Checks `kl_penalty` and the exact KL on short chains with an end token."""
-    rows: list[tuple[str, Loss, str, Sampler]] = [
+    rows: list[Claim] = [
         ("horizon token, value k2", penalty("k2", "reverse", "token"), "local", "policy"),
         ("horizon token, value k3", penalty("k3", "reverse", "token"), "local", "policy"),
         ("horizon token, exact", _exact("token"), "local", "policy"),
@@ -109,32 +120,47 @@ def prove_sequences() -> list[Check]:
     ]
     whole: dict[Sampler, str] = {"policy": "horizon sequence", "other": "off-policy, prefix ratio"}
     for sampler, where in whole.items():
-        losses: list[tuple[str, Loss, str]] = [
-            ("value k1", penalty("k1", "reverse", "sequence", sampler=sampler), "reverse"),
-            ("value k3", penalty("k3", "reverse", "sequence", sampler=sampler), "reverse"),
-            ("exact", _exact("sequence", sampler), "reverse"),
-            ("gradient forward", penalty("k3", "forward", "sequence", sampler=sampler), "forward"),
+        more: list[Claim] = [
+            (f"{where}, value k1", penalty("k1", "reverse", "sequence", sampler=sampler), "reverse", sampler),
+            (f"{where}, value k3", penalty("k3", "reverse", "sequence", sampler=sampler), "reverse", sampler),
+            (f"{where}, exact", _exact("sequence", sampler), "reverse", sampler),
+            (f"{where}, gradient forward", penalty("k3", "forward", "sequence", sampler=sampler), "forward", sampler),
         ]
-        rows.extend((f"{where}, {name}", loss, follows, sampler) for name, loss, follows in losses)
-    return [_check_sequences(*row) for row in rows]
+        rows += more
+    return _over_completions(rows)
 
 
 def prove_sequence_formulas() -> list[Check]:
     """Checks the same for formulas that are differentiated as they are written, without klamp."""
-    rows: list[tuple[str, Loss, str, Sampler]] = [
-        ("half the square of the summed log-ratio", lambda y: y.log_ratio.sum(-1) ** 2 / 2, "reverse", "policy"),
-        ("k1 reward-to-go (FRPO)", lambda y: _to_go(y.log_ratio).detach() * y.policy_logprobs, "reverse", "policy"),
-        ("prefix-product ratio times k3, differentiated", lambda y: _prefix_ratio(y) * _k3(y), "reverse", "other"),
-        ("token ratio times k3, differentiated", lambda y: y.weight * _k3(y), "local_sampled", "other"),
-        ("geometric-mean ratio times k3 (GSPO's)", lambda y: _mean_ratio(y) * _k3(y), NOTHING_KNOWN, "other"),
-        ("k1 as a loss, over the sequence", lambda y: y.log_ratio, "zero", "policy"),
-    ]
-    return [_check_sequences(*row) for row in rows]
+    return _over_completions(
+        [
+            ("half the square of the summed log-ratio", lambda y: y.log_ratio.sum(-1) ** 2 / 2, "reverse", "policy"),
+            ("k1 reward-to-go (FRPO)", lambda y: _to_go(y.log_ratio).detach() * y.policy_logprobs, "reverse", "policy"),
+            (
+                "prefix-product ratio times k3, differentiated",
+                lambda y: _prefix_ratio(y) * printed_k3(y),
+                "reverse",
+                "other",
+            ),
+            ("token ratio times k3, differentiated", lambda y: y.weight * printed_k3(y), "local_sampled", "other"),
+            (
+                "geometric-mean ratio times k3 (GSPO's)",
+                lambda y: _mean_ratio(y) * printed_k3(y),
+                NOTHING_KNOWN,
+                "other",
+            ),
+            ("k1 as a loss, over the sequence", lambda y: y.log_ratio, "zero", "policy"),
+        ]
+    )
 
 
-def _check_sequences(claim: str, loss: Loss, name: str, sampler: Sampler) -> Check:
-    chains = [random_chain(seed, vocab=3, length=3, sampler=sampler) for seed in (0, 1)]
-    return follows(claim, [expected_gradient(chain, loss) for chain in chains], [truths(c) for c in chains], name)
+def _over_completions(rows: Sequence[Claim]) -> list[Check]:
+    checks: list[Check] = []
+    for claim, loss, name, sampler in rows:
+        chains = [random_chain(seed, vocab=3, length=3, sampler=sampler) for seed in (0, 1)]
+        gradients = [expected_gradient(chain, loss) for chain in chains]
+        checks.append(follows(claim, gradients, list(map(truths, chains)), name))
+    return checks
 
 
 def _exact(horizon: Horizon, sampler: Sampler = "policy") -> Loss:
@@ -158,3 +184,198 @@ def _prefix_ratio(y: Outcomes) -> Tensor:
 def _mean_ratio(y: Outcomes) -> Tensor:
     log_w = torch.where(y.mask, y.policy_logprobs - y.sampler_logprobs, 0.0).sum(-1, keepdim=True)
     return (log_w / y.mask.sum(-1, keepdim=True)).exp()
+
+
+IN_REWARD: dict[str, Any] = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}
+REWARD = KLConfig(**IN_REWARD)
+
+
+def prove_placement() -> list[Check]:
+    """Checks every place of the KL through a whole step, with groups of two, saturated and mixed."""
+    return [*_places(), *_saturated(), *_lengths(), *_prices()]
+
+
+def _places() -> Iterator[Check]:
+    to_go = KLConfig(kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")
+    rows = (
+        ("in the reward, against the mean of the others", REWARD, None, "reverse", 1.0),
+        ("in the advantage, reward-to-go", to_go, None, "reverse", 1.0),
+        ("in the advantage, token by token", replace(to_go, kl_horizon="token"), None, "local", 1.0),
+        # dr_grpo divides by the longest length (2), the group's mean holds a completion's own KL: (2 - 1)/2.
+        (
+            "in the reward, against the group's mean of 2, dr_grpo",
+            REWARD,
+            LossConfig(advantage_baseline="mean"),
+            "reverse",
+            0.25,
+        ),
+    )
+    kinds: dict[Rewards, str] = {"equal": "saturated groups", "mixed": "mixed groups"}
+    for claim, kl, loss, name, factor in rows:
+        for rewards, kind in kinds.items():
+            world = scene(0, length=2, rewards=rewards)
+            found = examine_config(kl, loss, scene=world).kl.gradient
+            yield follows(f"{claim}; {kind}", [found], [world.truths], name, factor=factor)
+
+
+def _saturated() -> list[Check]:
+    """Checks groups of equal rewards: division by the group's std makes beta drop out of a KL in the reward."""
+    spent = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
+    rewards = torch.ones(4, dtype=torch.float64)
+    small, large = (group_advantages(rewards - beta * spent, 4, scale="std", eps=0.0) for beta in (0.01, 1.0))
+    world, sizes = scene(0, length=2), list[float]()
+    for beta in (0.01, 1.0):
+        kl = KLConfig(beta=beta, kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")
+        found = examine_config(kl, LossConfig(scale_rewards="std"), scene=world)
+        sizes.append(beta * float(found.kl.gradient.norm()))
+    noise = torch.full((4,), 0.1, dtype=torch.float64)
+    return [
+        is_equal(
+            "in the reward, divided by the std: 100 times beta gives the same advantages", _most(large - small), 0.0
+        ),
+        _refuses("that", lambda: build_objective(REWARD, LossConfig(scale_rewards="std"), max_length=1)),
+        is_equal(
+            "in the advantage, after the division: 100 times beta is 100 times the pull", sizes[1] / sizes[0], 100.0
+        ),
+        is_equal("a group whose rewards are all equal", _most(group_advantages(noise, 4, scale="std")), 0.0),
+    ]
+
+
+def _most(x: Tensor) -> Tensor:
+    return x.abs().max()
+
+
+def _lengths() -> list[Check]:
+    """Checks what length does to the same KL, spread over a short and over a long completion of equal reward."""
+    mask = torch.tensor([[True] * 2 + [False] * 8, [True] * 10])
+    delta = torch.where(mask, 1.0 / mask.sum(-1, keepdim=True).double(), 0.0)
+    means = delta.sum(-1) / mask.sum(-1)
+    by_mean = group_advantages(1 - 0.1 * means, 2, scale="std")
+    by_sum = group_advantages(1 - 0.1 * delta.sum(-1), 2, scale="none")
+    shifted = kl_in_advantage(torch.zeros(2).double(), delta, torch.zeros_like(delta), mask, beta=0.1)
+    return [
+        is_true(
+            "a mean over the own length in the reward: the longest completion wins",
+            by_mean[1] > 0 > by_mean[0],
+            f"advantages {by_mean[0].item():+.3f} (2 tokens), {by_mean[1].item():+.3f} (10 tokens)",
+        ),
+        is_equal("a sum over the completion: equal nats, equal advantages", (by_sum[1] - by_sum[0]).abs(), 0.0),
+        is_equal("in the advantage: equal nats, equal shift of the first token", shifted[0, 0] - shifted[1, 0], 0.0),
+    ]
+
+
+def _prices() -> list[Check]:
+    """Checks what a nat of a whole completion costs in reward, from the two halves of the expected update.
+
+    The half without a KL is -a grad E[reward], the half of the KL is b grad KL(policy||ref): the price is b / a.
+    """
+    k3 = KLConfig(beta=0.1, kl_horizon="sequence")
+    k1 = replace(k3, kl_estimator="k1")
+    terms = {
+        "loss, k3": k3,
+        "loss, k1": k1,
+        "advantage, k1": replace(k1, kl_placement="advantage"),
+        "reward, k1": replace(k1, kl_placement="reward"),
+        "loss, k3, a sum beside a fixed length": replace(k3, kl_normalizer="sequence_sum"),
+        "loss, k3, a token mean beside a fixed length": replace(k3, kl_normalizer="token_mean"),
+    }
+    world = scene(0, length=2, rewards="mixed", group_size=3)
+    reward = gradient_of((world.outcomes.policy_logprobs.sum(-1).exp() * world.rewards).sum(), world.chain)
+    reverse = world.truths["reverse"]
+    checks: list[Check] = []
+    for name, kl in terms.items():
+        for baseline in get_args(Baseline):
+            loss = LossConfig(loss_type="dr_grpo", advantage_baseline=baseline)
+            price = configured_price(kl, loss, group_size=3, mean_length=world.mean_length, max_length=2).per_completion
+            step = examine_config(kl, loss, scene=world)
+            earned, paid = _multiple(-step.policy_gradient, reward), _multiple(kl.beta * step.kl.gradient, reverse)
+            claim = f"{name}; {baseline} of 3: {price:.4g} reward per nat of a completion at beta {kl.beta:g}"
+            checks.append(is_equal(claim, paid / earned, price))
+    return checks
+
+
+def _multiple(gradient: Tensor, of: Tensor) -> Tensor:
+    return (gradient * of).sum() / of.square().sum()
+
+
+def prove_clipping() -> list[Check]:
+    """Checks clips, gates and budgets against the numbers that they should give."""
+    budget = kl_budget(0.1, per_token=True, reference_length=50)
+    kl = torch.tensor([2.0, 8.0], dtype=torch.float64)
+    hard = clip_kl(kl, 5.0, method="hard")
+    soft = clip_kl(kl, 5.0, method="soft")
+    quantiles = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
+    leak = clip_gate(0.05 + 0.5 * torch.special.ndtri(quantiles), 0.1, method="hard").mean()
+    wide = clip_gate(torch.tensor([0.0, 0.1], dtype=torch.float64), 0.05, method="soft")
+    return [
+        is_equal("0.1 nats per token x 50 tokens", budget, 5.0),
+        is_equal("hard: max(0, 2 - 5) + max(0, 8 - 5)", hard.sum(), 3.0),
+        is_equal(
+            "soft: softplus(2 - 5) + softplus(8 - 5)", soft.sum(), math.log1p(math.exp(-3)) + math.log1p(math.exp(3))
+        ),
+        is_equal("hard: slope below and above, by autograd", _slope("hard", 2.0) + 10 * _slope("hard", 8.0), 10.0),
+        is_equal("soft: slope sigmoid(8 - 5), by autograd", _slope("soft", 8.0), 1 / (1 + math.exp(-3))),
+        is_equal("soft, temperature 1, per-token units: gate at KL 0, threshold .05", wide[0], 0.4875, tolerance=5e-5),
+        is_equal("the same at KL .1: half of beta everywhere, no clip", wide[1], 0.5125, tolerance=5e-5),
+        is_equal("relu of one noisy KL (.05 +- .5, threshold .1): open", leak, 0.46, tolerance=5e-4),
+        *_gated(),
+        _refuses("a clipped k1-as-loss", lambda: KLConfig(kl_estimator="k1", kl_gradient="own", kl_clip_method="hard")),
+    ]
+
+
+def _slope(method: str, kl: float) -> float:
+    x = torch.tensor(kl, dtype=torch.float64, requires_grad=True)
+    (slope,) = torch.autograd.grad(clip_kl(x, 5.0, method=method), x)  # pyright: ignore[reportArgumentType]
+    return slope.item()
+
+
+def _gated() -> Iterator[Check]:
+    """Checks the clip inside a whole step: gated by the exact KL, and by sampled KLs of the other one of two."""
+    world = scene(0, length=2)
+
+    def gradient(threshold: float, world: Scene = world, **choices: Any) -> Tensor:
+        clip = {"kl_clip_method": "hard", "kl_clip_threshold": threshold, "use_per_token_kl_threshold": False}
+        return examine_config(KLConfig(**clip | choices), scene=world).kl.gradient
+
+    exact: dict[str, Any] = {"kl_estimator": "exact"}
+    soft = exact | {"kl_clip_method": "soft", "kl_clip_temperature": 1e-4}
+    for claim, found, name in (
+        ("hard clip at 0: no clip", gradient(0.0, **exact), "local"),
+        ("hard clip at 1,000 nats: no pull", gradient(1000.0, **exact), "zero"),
+        ("soft clip far below the KL: no clip", gradient(1e-3, **soft), "local"),
+        ("in the reward, hard clip at 0: no clip", gradient(0.0, **IN_REWARD), "reverse"),
+        ("in the reward, hard clip at 1,000 nats: no pull", gradient(1000.0, **IN_REWARD), "zero"),
+    ):
+        yield follows(claim, [found], [world.truths], name)
+    two = scene(1, length=2)
+    k3 = kl_estimate(two.outcomes.policy_logprobs, two.outcomes.ref_logprobs, estimator="k3").sum(-1).detach()
+    over = float(two.outcomes.probs[k3 > 0.3].sum())  # how often the other one is over budget
+    for place, choices, name in (("in the loss, k3", {}, "local"), ("in the reward, k1", IN_REWARD, "reverse")):
+        claim = f"{place}, hard clip at .3 nats: gated by the other of two"
+        yield follows(claim, [gradient(0.3, two, **choices)], [two.truths], name, factor=over)
+
+
+def prove_controllers() -> list[Check]:
+    """Checks what each controller does to beta (step, PPO's, Ziegler's) and refuses."""
+    step = [StepController(0.01, target=0.05).update(kl) for kl in (0.08, 0.05, 0.02)]
+    ppo = [StepController(1.0, target=0.1, up=2, down=0.5, high=1.5, low=1 / 1.5).update(kl) for kl in (0.2, 0.06)]
+    ziegler = ProportionalController(0.2, target=6.0, horizon=10_000)
+    return [
+        is_equal("step: KL above 1.5 targets", step[0], 0.01 * 1.5),
+        is_equal("step: KL on target", step[1], 0.01),
+        is_equal("step: KL below half a target", step[2], 0.01 * 0.75),
+        is_equal("PPO's rule: doubles above 1.5 targets", ppo[0], 2.0),
+        is_equal("PPO's rule: halves below a target / 1.5", ppo[1], 0.5),
+        is_equal("proportional: x (1 + 0.2 n / horizon), saturated", ziegler.update(60.0, 256), 0.2 * 1.00512),
+        _refuses("proportional: more steps than the horizon", lambda: ziegler.update(6.0, 20_000)),
+        _refuses("a KL of NaN", lambda: ziegler.update(math.nan)),
+        _refuses("a negative KL (a mean of k1)", lambda: ziegler.update(-0.1)),
+    ]
+
+
+def _refuses(claim: str, act: object) -> Check:
+    try:
+        result = act()  # pyright: ignore
+    except (ConfigError, NonFiniteError) as error:
+        return is_true(f"{claim} is refused", True, error.what, expected="refused")
+    return is_true(f"{claim} is refused", False, f"accepted: {result}", expected="refused")

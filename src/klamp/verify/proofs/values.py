@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import get_args
 
@@ -26,12 +27,11 @@ from klamp.verify.worlds import (
 )
 
 NAMES: tuple[Estimator, ...] = get_args(Estimator)
-UNBIASED: tuple[Estimator, ...] = ("k1", "k3")
 
 
 def prove_values() -> list[Check]:
     """Checks bias, sign and support of the estimators and of the exact KL."""
-    return [*_bias(), *_signs(), *_exact(), *_truncated()]
+    return [*_estimators(), *_exact(), *_truncated()]
 
 
 def prove_gaussians() -> list[Check]:
@@ -41,29 +41,20 @@ def prove_gaussians() -> list[Check]:
     """
     checks: list[Check] = []
     for m in (0.1, 1.0):
-        mean, spread = {}, {}
-        for name in ("k1", "k2", "k3"):
-            mean[name], spread[name] = _moments(name, m)
-        checks += [
-            is_equal(f"Gaussians {m:g} apart: E[k1] = m^2/2", mean["k1"], m**2 / 2),
-            is_equal(f"Gaussians {m:g} apart: E[k3] = m^2/2", mean["k3"], m**2 / 2),
-            is_equal(f"Gaussians {m:g} apart: E[k2] - KL = m^4/8", mean["k2"] - m**2 / 2, m**4 / 8),
-            is_equal(f"Gaussians {m:g} apart: Var k1 = m^2", spread["k1"], m**2),
-            is_equal(f"Gaussians {m:g} apart: Var k2 = m^4/2 + m^6/4", spread["k2"], m**4 / 2 + m**6 / 4),
-            is_equal(f"Gaussians {m:g} apart: Var k3 = exp(m^2) - 1 - m^2", spread["k3"], math.expm1(m**2) - m**2),
-        ]
-    noise = {kl: [_moments(name, math.sqrt(2 * kl))[1] for name in ("k1", "k3")] for kl in (0.62, 0.64)}
-    crossed = noise[0.62][1] < noise[0.62][0] and noise[0.64][1] > noise[0.64][0]
-    ratios = f"Var k3/Var k1 = {noise[0.62][1] / noise[0.62][0]:.3f}, then {noise[0.64][1] / noise[0.64][0]:.3f}"
-    checks.append(
-        is_true(
-            "Gaussian log-ratios: k3 is noisier than k1 beyond 0.63 nats",
-            crossed,
-            ratios,
-            expected="crossed at 0.62..0.64",
-        )
-    )
-    return checks
+        (k1, var_k1), (k2, var_k2), (k3, var_k3) = (_moments(name, m) for name in ("k1", "k2", "k3"))
+        claims = {
+            "E[k1] = m^2/2": (k1, m**2 / 2),
+            "E[k3] = m^2/2": (k3, m**2 / 2),
+            "E[k2] - KL = m^4/8": (k2 - m**2 / 2, m**4 / 8),
+            "Var k1 = m^2": (var_k1, m**2),
+            "Var k2 = m^4/2 + m^6/4": (var_k2, m**4 / 2 + m**6 / 4),
+            "Var k3 = exp(m^2) - 1 - m^2": (var_k3, math.expm1(m**2) - m**2),
+        }
+        checks += [is_equal(f"Gaussians {m:g} apart: {claim}", *numbers) for claim, numbers in claims.items()]
+    before, after = (_moments("k3", math.sqrt(2 * kl))[1] / _moments("k1", math.sqrt(2 * kl))[1] for kl in (0.62, 0.64))
+    claim, ratios = "Gaussian log-ratios: k3 is noisier than k1 beyond 0.63 nats", f"{before:.3f}, then {after:.3f}"
+    text, crossed = f"Var k3/Var k1 = {ratios}", "crossed at 0.62..0.64"
+    return [*checks, is_true(claim, before < 1 < after, text, expected=crossed)]
 
 
 def estimate(name: Estimator) -> Loss:
@@ -75,40 +66,25 @@ def estimate(name: Estimator) -> Loss:
     return loss
 
 
-def _worlds() -> list[Chain]:
-    return [*random_positions(3, vocab=4), random_chain(3)]
-
-
-def _bias() -> list[Check]:
-    checks: list[Check] = []
-    for name in UNBIASED:
-        errors = [(expected(chain, estimate(name)) - reverse_kl(chain)).abs().item() for chain in _worlds()]
-        checks.append(is_equal(f"E[{name}] - KL(policy||ref)", max(errors), 0.0))
-    over = min((expected(chain, estimate("abs")) / reverse_kl(chain)).item() for chain in _worlds())
-    checks.append(is_true("abs over-estimates", over > 1.0, f"at least {over:.3g} times KL(policy||ref)"))
-    near, nearer = (_bias_near(size) for size in (0.02, 0.01))
-    checks.append(is_equal("k2's bias is of third order: at half the distance 1/8", near / nearer, 8.0, tolerance=0.15))
-    return checks
-
-
-def _bias_near(size: float) -> float:
-    """The bias of k2 where the reference is near the policy."""
+def _estimators() -> Iterator[Check]:
+    worlds = [*random_positions(3, vocab=4), random_chain(3)]
+    for name in ("k1", "k3"):
+        errors = [_bias_of(name, chain).abs().item() for chain in worlds]
+        yield is_equal(f"E[{name}] - KL(policy||ref)", max(errors), 0.0)
+    over = min((expected(chain, estimate("abs")) / reverse_kl(chain)).item() for chain in worlds)
+    yield is_true("abs over-estimates", over > 1.0, f"at least {over:.3g} times KL(policy||ref)")
     policy, direction = (chain.policy_logits.detach()[0] for chain in random_positions(2, vocab=4))
-    chain = one_position(policy, policy + size * direction)
-    return (expected(chain, estimate("k2")) - reverse_kl(chain)).item()
-
-
-def _signs() -> list[Check]:
-    checks: list[Check] = []
+    near, nearer = (_bias_of("k2", one_position(policy, policy + size * direction)) for size in (0.02, 0.01))
+    yield is_equal("k2's bias is of third order: at half the distance 1/8", near / nearer, 8.0, tolerance=0.15)
     for name in NAMES:
-        rows = [enumerate_outcomes(chain) for chain in _worlds()]
-        lowest = min(kl_estimate(y.policy_logprobs, y.ref_logprobs, estimator=name)[y.mask].min().item() for y in rows)
-        non_negative = ESTIMATORS[name].non_negative
-        words = "never negative" if non_negative else "of either sign"
-        checks.append(
-            is_true(f"{name} is {words}", (lowest >= 0) == non_negative, f"lowest {lowest:.3g}", expected=words)
-        )
-    return checks
+        lowest = min(estimate(name)(y)[y.mask].min().item() for y in map(enumerate_outcomes, worlds))
+        words = "never negative" if ESTIMATORS[name].non_negative else "of either sign"
+        right = (lowest >= 0) == ESTIMATORS[name].non_negative
+        yield is_true(f"{name} is {words}", right, f"lowest {lowest:.3g}", expected=words)
+
+
+def _bias_of(name: Estimator, chain: Chain) -> Tensor:
+    return expected(chain, estimate(name)) - reverse_kl(chain)
 
 
 def exact(y: Outcomes) -> Tensor:
@@ -150,48 +126,40 @@ def _moments(name: Estimator, m: float) -> tuple[float, float]:
 
 def prove_numerics() -> list[Check]:
     """Checks log-ratios of +-30 nats, and masked positions that hold -inf and NaN."""
-    return [*(_pull(dtype) for dtype in DTYPES), *(_forward(dtype) for dtype in DTYPES), *_masked(), _cancellation()]
+    return [*_reverse_slopes(), *_forward_slopes(), *_masked(), _cancellation()]
 
 
-def _pull(dtype: torch.dtype) -> Check:
+def _reverse_slopes() -> Iterator[Check]:
     """Checks gradient='reverse': the slope at one token is its log-ratio, for every value."""
-    found: list[str] = []
-    right = True
-    for delta in (FAR, -FAR):
-        slopes = {_slope(value, "reverse", dtype, delta) for value in NAMES}
-        right &= slopes == {delta}
-        found.append("/".join(f"{slope:+g}" for slope in sorted(slopes)))
-    text = f"slopes {' and '.join(found)}"
-    return is_true(f"{_name(dtype)}, +-30 nats, gradient reverse", right, text, expected="slopes +30 and -30")
+    for dtype in DTYPES:
+        slopes = {delta: {_slope(value, "reverse", dtype, delta) for value in NAMES} for delta in (FAR, -FAR)}
+        text = " and ".join("/".join(f"{slope:+g}" for slope in sorted(found)) for found in slopes.values())
+        right = all(found == {delta} for delta, found in slopes.items())
+        claim = f"{_name(dtype)}, +-30 nats, gradient reverse"
+        yield is_true(claim, right, f"slopes {text}", expected="slopes +30 and -30")
 
 
-def _forward(dtype: torch.dtype) -> Check:
+def _forward_slopes() -> Iterator[Check]:
     """Checks gradient='forward': 1 - ref/policy, which float16 holds only where the log-ratio is bounded."""
-    bound = 10.0 if dtype == torch.float16 else None
-    far = FAR if bound is None else bound
-    slopes = [_slope("k3", "forward", dtype, delta, bound) for delta in (FAR, -FAR)]
-    wanted = [-math.expm1(-far), -math.expm1(far)]
-    right = all(abs(got / want - 1) < 5e-3 for got, want in zip(slopes, wanted, strict=True))
-    extra = ", kl_max_log_ratio 10" if bound else ""
-    return is_true(
-        f"{_name(dtype)}, +-30 nats, gradient forward{extra}",
-        right,
-        f"slopes {slopes[0]:+.3g} and {slopes[1]:+.3g}",
-        expected=f"slopes {wanted[0]:+.3g} and {wanted[1]:+.3g}",
-    )
+    for dtype in DTYPES:
+        bound = 10.0 if dtype == torch.float16 else None
+        slopes = [_slope("k3", "forward", dtype, delta, bound) for delta in (FAR, -FAR)]
+        wanted = [-math.expm1(-(bound or FAR)), -math.expm1(bound or FAR)]
+        right = all(abs(got / want - 1) < 5e-3 for got, want in zip(slopes, wanted, strict=True))
+        claim = f"{_name(dtype)}, +-30 nats, gradient forward{', kl_max_log_ratio 10' if bound else ''}"
+        got, want = (f"slopes {above:+.3g} and {below:+.3g}" for above, below in (slopes, wanted))
+        yield is_true(claim, right, got, expected=want)
 
 
-def _masked() -> list[Check]:
+def _masked() -> Iterator[Check]:
     """Checks that masked positions reach neither value nor gradient, whatever they hold."""
-    checks: list[Check] = []
     for poison in (-math.inf, math.nan):
         policy = torch.tensor([[-1.0, poison]], requires_grad=True)
         ref, mask = torch.tensor([[-2.0, poison]]), torch.tensor([[True, False]])
         total = kl_penalty(policy, ref, mask).sum()
         (slope,) = torch.autograd.grad(total, policy)
         finite = bool(total.isfinite() and slope.isfinite().all() and slope[0, 1] == 0)
-        checks.append(is_true(f"a masked {poison} changes nothing", finite, f"slopes {slope.tolist()[0]}"))
-    return checks
+        yield is_true(f"a masked {poison} changes nothing", finite, f"slopes {slope.tolist()[0]}")
 
 
 def _cancellation() -> Check:
@@ -251,18 +219,17 @@ class EstimatorFacts:
 def measure_estimators() -> list[EstimatorFacts]:
     """Every estimator, and the exact KL over the vocabulary, in the oracle's one-position worlds."""
     rows = [(name, ESTIMATORS[name].formula, estimate(name)) for name in NAMES]
-    return [_measure(*row) for row in (*rows, ("exact", "sum_v policy_v delta_v", exact))]
-
-
-def _measure(name: str, formula: str, loss: Loss) -> EstimatorFacts:
-    chains = random_positions(3)
-    value = judge_value(loss, chains)
-    return EstimatorFacts(
-        name=name,
-        formula=formula,
-        bias=value.relative_bias,
-        deviation=value.standard_deviation / value.reverse_kl,
-        lowest=value.lowest,
-        as_loss=judge_gradient(loss, chains).follows,
-        in_reward=judge_gradient(in_reward(loss), chains).follows,
-    )
+    chains, facts = random_positions(3), list[EstimatorFacts]()
+    for name, formula, loss in (*rows, ("exact", "sum_v policy_v delta_v", exact)):
+        value = judge_value(loss, chains)
+        found = EstimatorFacts(
+            name=name,
+            formula=formula,
+            bias=value.relative_bias,
+            deviation=value.standard_deviation / value.reverse_kl,
+            lowest=value.lowest,
+            as_loss=judge_gradient(loss, chains).follows,
+            in_reward=judge_gradient(in_reward(loss), chains).follows,
+        )
+        facts.append(found)
+    return facts
