@@ -36,7 +36,7 @@ from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_c
 from verl.utils.tracking import Tracking
 
 from klamp.cli.arguments import parse_train
-from klamp.cli.describe import plan_text
+from klamp.cli.train import plan_text
 from klamp.config import build_objective
 from klamp.core.advantages import group_advantages
 from klamp.core.objective import grpo_loss
