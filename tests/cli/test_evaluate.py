@@ -114,7 +114,7 @@ def test_what_it_prints(trained, capsys) -> None:
     lines = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
     assert lines["addition"][:2] == ["addition", "(trained)"]
     assert lines["subtraction"][2] == f"{100 * found['scores']['subtraction']:.1f}"
-    assert f"{found['kl/reverse']:.4f}" in out and f"{found['kl/forward_sequence']:.4f}" in out
+    assert f"{found['kl/reverse']:.4g}" in out and f"{found['kl/forward_sequence']:.4g}" in out
     assert "retention" in out and f"{100 * found['retained']['after']:.1f} of " in out
     assert out.startswith(f"{trained}, after 4 steps; ")
 
@@ -128,7 +128,7 @@ def test_a_model_without_a_start_says_what_is_missing(llama, capsys) -> None:  #
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--kl_prompts", "3"], "--checkpoint is missing"),
+        (["--kl_prompts", "3"], "klamp evaluate: the following arguments are required: --checkpoint"),
         (["--checkpoint", "x", "--beta", "0.1"], "unknown flag"),
         (["--checkpoint", "no/such/folder/here"], "cannot load"),
     ],

@@ -82,7 +82,7 @@ def run(argv: Sequence[str]) -> int:
     return FAILED if failed else 0
 
 
-def _synced(path: Path) -> Mapping[int, SyncReport]:
+def _synced(path: Path) -> dict[int, SyncReport]:
     """Step -> whose log-probabilities sampler and trainer reported.
 
     Raises:
@@ -98,7 +98,7 @@ def _synced(path: Path) -> Mapping[int, SyncReport]:
             why="it scores kept completions again, with the weights that the configuration and the checkpoints name",
             fix="klamp doctor runs/NAME --check-sync; for another trainer, call klamp.check_sync(model, ...)",
         )
-    return check_completions(read_config(path)[1], path)
+    return dict(check_completions(read_config(path)[1], path))
 
 
 def show(diagnosis: Diagnosis, path: Path) -> None:

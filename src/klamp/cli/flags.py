@@ -140,7 +140,8 @@ def read_argv(
     try:
         found, left = parser.parse_known_intermixed_args([re.sub("^--[^=]+", _with_underscores, x) for x in argv])
     except argparse.ArgumentError as error:
-        raise ConfigError(f"{error.argument_name or command}: {error.message}", fix=fix) from None
+        named = (error.argument_name or command).partition("/")[0]  # without its aliases
+        raise ConfigError(f"{named}: {error.message}", fix=fix) from None
     if left:
         flags = [flag for action in parser._actions for flag in action.option_strings]
         unknown = next((word.partition("=")[0] for word in left if word.startswith("-")), left[0])
@@ -174,7 +175,7 @@ def add_field(group: Any, field: Field, *, several: bool = False) -> None:
     shared = {"default": argparse.SUPPRESS, "help": text, "type": field.read}
     if field.word:
         nargs: Any = ("+" if many else None) if field.default is MISSING else "*" if many else "?"
-        group.add_argument(field.name, metavar=field.word, nargs=nargs, **shared)
+        group.add_argument(field.name, metavar=field.word, nargs=nargs, **shared | {"default": None})
         return
     names = [f"--{name}" for name in (field.name, *field.aliases)]
     if field.is_switch and not field.section:
