@@ -83,7 +83,7 @@ def test_from_start_to_table(use, capsys) -> None:
     assert main(["ablate", *FLAGS]) == 0
     out = capsys.readouterr().out
     order = ["2 arms x 2 seeds in runs/ablation-beta-001; nowhere", "beta=0, seed 0: started"]
-    order += ["beta=0, seed 0: done, reward 0.5, kl/reverse 0.1, length 4"]
+    order += ["[1/4 ended] beta=0, seed 0: done"]
     positions = [out.index(part) for part in [*order, "means over seeds", "table.md, table.json, frontier.png"]]
     assert positions == sorted(positions) and "\x1b" not in out
     row = next(line for line in out.splitlines() if line.strip().startswith("beta=0.05  2"))

@@ -12,8 +12,7 @@ from tests.report.pages import Node, parse
 
 from klamp.ablation.outcome import Outcome, write_outcome
 from klamp.cli import main
-from klamp.cli.commands import read_command
-from klamp.cli.report import output_of, read_runs
+from klamp.cli.report import read_runs
 from klamp.cli.text import duration
 from klamp.training.config import TrainConfig
 from klamp.training.runlog import plain
@@ -168,16 +167,6 @@ def test_what_is_refused(
     captured = capsys.readouterr()
     assert text in captured.err and captured.out == ""
     assert not list(tmp_path.iterdir())
-
-
-def test_where_it_writes(tmp_path: Path) -> None:
-    def output(*argv: str) -> Path:
-        return output_of(read_command("report", argv)[0])
-
-    assert output(str(tmp_path)) == tmp_path / "report.html"
-    assert output(str(tmp_path / "x.jsonl")) == Path("report.html")
-    assert output("a", "b", "--output=c.html") == Path("c.html")
-    assert output("--output", "c.html", str(tmp_path)) == Path("c.html")
 
 
 def test_the_first_line_counts_the_steps_of_every_process(tmp_path: Path) -> None:

@@ -6,7 +6,6 @@ Several values of a flag, or of a field in a plan's YAML file, are compared.
 from __future__ import annotations
 
 import shlex
-import time
 from collections.abc import Mapping, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -22,7 +21,7 @@ from klamp.ablation.results import NOTES, ArmRow, Result, text_table
 from klamp.cli.arguments import load_yaml, mapping_of, preset_values, read_entries, read_file
 from klamp.cli.commands import AblateOptions, fields_after, read_command
 from klamp.cli.display import Drawn
-from klamp.cli.text import FAILED, duration, number, say, show_paragraph, show_table
+from klamp.cli.text import FAILED, number, say, show_paragraph, show_table
 from klamp.errors import ConfigError, TrainingStopped, unknown_name, without_credentials
 from klamp.files import at_home
 from klamp.training.folders import free_folder
@@ -59,20 +58,13 @@ def _execute(
 
     from klamp.ablation.execute import execute
 
-    started, ended = time.monotonic(), list[Run]()
-    drawn = Drawn(console)
+    drawn, ended = Drawn(console), list[Run]()
 
     def tell(run: Run, outcome: Outcome | None) -> None:
-        text = "started" if outcome is None else outcome.state
-        if outcome is not None:
-            ended.append(run)
-            reason = outcome.error.partition("\n")[0]
-            shown = {name: outcome.numbers.get(name) for name in ("reward", "kl/reverse", "length")}
-            text += f": {reason}" * bool(reason)
-            text += "".join(f", {name} {number(value)}" for name, value in shown.items() if value is not None)
+        ended.extend([] if outcome is None else [run])
+        text = "started" if outcome is None else f"{outcome.state} {outcome.error.partition(chr(10))[0]}".rstrip()
         drawn.move("runs", len(ended), len(every))
-        took = duration(time.monotonic() - started)
-        drawn.say(f"[{len(ended)}/{len(every)} ended, {took}] {run.arm.name}, seed {run.seed}: {text}")
+        drawn.say(f"[{len(ended)}/{len(every)} ended] {run.arm.name}, seed {run.seed}: {text}")
 
     say(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}; {executor.describe()}")
     with closing(drawn):

@@ -78,20 +78,12 @@ class _Loader(yaml.SafeLoader):
 
 
 def read_file(path: str | Path) -> dict[str, Any]:
-    """The fields that a YAML file sets, under their own names; a ConfigError for what cannot be read.
-
-    Keys are the flags' names, flat or under their section (`kl: {beta: 0.01}`).
-    """
-    path = at_home(path)
-    return read_entries(load_yaml(path), path)
+    """The fields that a YAML file sets; its keys are the flags' names, flat or under their section."""
+    return read_entries(load_yaml(at_home(path)), at_home(path))
 
 
 def read_entries(content: Mapping[Any, Any], path: Path, several: Collection[str] = ()) -> dict[str, Any]:
-    """The fields that a mapping of a YAML file sets, flat or under their section, read as flags would be.
-
-    Raises:
-        ConfigError: for what cannot be read, with a note that names the file.
-    """
+    """The fields that a mapping of a YAML file sets, read as flags would be; a note of a ConfigError names the file."""
     fields = {"preset": fields_of(TrainOptions)["preset"], **configured_fields()}
     names = {name: field.name for field in fields.values() for name in (field.name, *field.aliases)}
     words, seen = list[str](), set[str]()

@@ -19,8 +19,7 @@ from klamp.diagnostics.history import Verifier
 
 @dataclass(frozen=True, kw_only=True)
 class BaseOptions:
-    """Where a configuration comes from. If a field is set more than once, the last one of these wins: defaults,
-    --preset, --config, flags."""
+    """Where a configuration comes from."""
 
     config: str | None = None
     """A YAML file of flags' names and values, flat or by section (kl, loss, task, ...)."""
@@ -32,8 +31,8 @@ class BaseOptions:
 class TrainOptions(BaseOptions):
     """Train a model with GRPO; without arguments the built-in task.
 
-    The built-in task is arithmetic for a small model: minutes on a CPU, no download. If a field is set more than once,
-    the last one of these wins: defaults, --preset, --config, flags.
+    That is arithmetic for a small model: minutes on a CPU, no download. The last one of these wins: defaults, --preset,
+    --config, flags.
 
       klamp train
       klamp train --config config_demo.yaml --kl_penalty 0.01 --output_dir out --max_steps 500
@@ -85,12 +84,10 @@ class AblateOptions(BaseOptions):
 class EvaluateOptions:
     """Score an existing run or model, and its exact KL to its start.
 
-    Every skill is scored on its held-out prompts, as the run itself did, and compared with the start. A run's folder,
-    or one of its checkpoints, includes its task and its start; for any other model give --task and --ref_model (here:
-    the start).
+    A run's folder, or one of its checkpoints, includes its task and its start; for any other model give --task and
+    --ref_model (here: the start).
 
       klamp evaluate --checkpoint output_beta_0.01
-      klamp evaluate --checkpoint runs/arithmetic-001/checkpoints/step-000080 --json
       klamp evaluate --checkpoint DIR --ref_model START --task data.jsonl --reward math_verify
     """
 
@@ -106,8 +103,7 @@ class EvaluateOptions:
 class VerifyOptions:
     """Prove klamp's claims on this machine, in seconds.
 
-    Values, gradients, placements, clips, controllers and number types are checked by enumerating small worlds in
-    float64. The exit code is 1 if a claim fails.
+    They are checked by enumerating small worlds in float64. The exit code is 1 if a claim fails.
 
       klamp verify               # every claim
       klamp verify direction     # is GRPO's k3 formula backwards? for whose tokens is it right?
@@ -122,9 +118,8 @@ class VerifyOptions:
 class ExplainOptions(BaseOptions):
     """What a configuration's KL does, in words and numbers.
 
-    Which divergence it pulls towards, which share of the sequence's gradient it keeps, where it clips, its price, its
-    cost, its cautions. Nothing is loaded or trained; gradients are measured by enumeration. Every field of klamp train
-    can be given as a flag.
+    Nothing is loaded or trained; gradients are measured by enumeration. Every field of klamp train can be given as a
+    flag.
 
       klamp explain recommended
       klamp explain config_demo.yaml --length 2000
@@ -142,13 +137,10 @@ class ExplainOptions(BaseOptions):
 class AuditOptions:
     """What the KL of an installed trainer, or of any function, does.
 
-    The KL runs through the enumeration oracle: the bias of its value, the divergence whose gradient it follows, where
-    that gradient stops, how far out it is right in each floating-point type; of distillation also its noise at the
-    teacher, padding, and a teacher of a larger vocabulary. The exit code is 0 if each KL follows the divergence that it
-    names, 1 if one does not, 2 if a name cannot be audited, 3 if a KL could not be computed.
+    The exit code is 0 if each KL follows the divergence that it names, 1 if one does not, 2 if a name cannot be
+    audited, 3 if a KL could not be computed.
 
       klamp audit trl
-      klamp audit my_losses:kl
       klamp audit my_losses:distil --means forward
     """
 
@@ -162,11 +154,9 @@ class AuditOptions:
 class CheckOptions:
     """Whether the KL in a micro-batch is right, from a file.
 
-    Prints the verdict of klamp.check on a capture file: the policy loss, the KL and its coefficient that explain the
-    gradient, and what is wrong. Needs neither torch nor the trainer. The exit code is 0 if nothing is wrong, 1 if
-    something is, 2 if the file cannot be read, 3 if the capture cannot tell.
+    Needs neither torch nor the trainer. The exit code is 0 if nothing is wrong, 1 if something is, 2 if the file cannot
+    be read, 3 if the capture cannot tell.
 
-      klamp check check.safetensors
       klamp check check.safetensors --json
     """
 
@@ -185,7 +175,6 @@ class DoctorOptions:
     JSONL of completions with token log-probabilities (klamp's, prime-rl's and verl's names). The exit code is 0 for a
     healthy run, 1 if an alarm rose, 2 if the record cannot be read or holds nothing to check.
 
-      klamp doctor runs/arithmetic-001
       klamp doctor outputs/checkpoint-500/trainer_state.json --loss_type dr_grpo --verifier rules
       klamp doctor runs/arithmetic-001 --check-sync
       klamp doctor outputs --json --fail-on huge-values kl-spike
@@ -214,10 +203,8 @@ class DoctorOptions:
 class ReportOptions:
     """One HTML file that shows a run, or compares several.
 
-    Headline numbers, alarms, curves over steps, completions with every token shaded by its log-ratio, configuration and
-    versions. Several runs are compared: their curves in the same charts, their numbers and configurations side by side.
+    Headline numbers, alarms, curves, completions with every token shaded by its log-ratio, configuration, versions.
 
-      klamp report runs/arithmetic-001
       klamp report runs/arithmetic-001 runs/arithmetic-002 --output compared.html
       klamp report sweeps/beta
     """
@@ -229,18 +216,21 @@ class ReportOptions:
 
 
 class Command(NamedTuple):
-    """A command: its function takes the arguments after its word, prints to stdout and returns the exit code."""
+    """A command: its function takes the arguments after its word, prints to stdout and returns the exit code.
+
+    Attributes:
+        function: where it is in klamp.cli, `module:function`; `klamp.cli.main` shows the KlampErrors that it raises.
+        options: the class of the command's own options.
+        alone: whether the command works without arguments; if not, its help is shown then.
+        refusal: the exit code of any error; None: that of the error's kind.
+        lists: where the names are that the command knows, for its help: `module:attribute`.
+    """
 
     function: str
-    """Where it is in klamp.cli: `module:function`. `klamp.cli.main` shows the KlampErrors that it raises."""
     options: type[Any]
-    """The class of the command's own options."""
     alone: bool = False
-    """Whether the command works without arguments; if not, its help is shown then."""
     refusal: int | None = None
-    """The exit code of any error; None: that of the error's kind."""
     lists: tuple[str, ...] = ()
-    """Where the names are that the command knows (presets, hosts, alarms), for its help: `module:attribute`."""
 
     @property
     def summary(self) -> str:

@@ -43,11 +43,7 @@ ROWS, LINES, LOADING_LINES = 12, 20, 5
 
 
 class Drawn(Observer):
-    """Lines as they come, and on a terminal a bar below them; the last picture stays on the screen.
-
-    Args:
-        console: where it is drawn; None: stdout.
-    """
+    """Lines as they come, and on a terminal a bar below them; the last picture stays. Without a console on stdout."""
 
     def __init__(self, console: Console | None = None) -> None:
         self.console = console or Console(highlight=False)
@@ -59,7 +55,6 @@ class Drawn(Observer):
         self.live = Live(console=self.console, get_renderable=self.picture, refresh_per_second=4)
 
     def close(self) -> None:
-        """Stop drawing."""
         self.live.stop()
 
     def move(self, description: str, done: int, total: int) -> None:
@@ -83,7 +78,6 @@ class Drawn(Observer):
             self.say(f"{what}: {done}/{total}" + ("" if loss is None else f", loss {loss:.3f}"))
 
     def picture(self) -> RenderableType:
-        """The bar."""
         return self.progress.get_renderable()
 
 
@@ -139,7 +133,6 @@ class Display(Drawn):
             self.say(f"  {finding.in_a_line}\n    next step: {finding.alarm.next_step}")
 
     def picture(self) -> RenderableType:
-        """The bar and the last steps."""
         rows = list(self.rows)[-max(1, self.console.height - 4) :]
         table = Table(box=None, header_style="")
         for title in dict.fromkeys(title for title in ("step", *COLUMNS) for row in rows if title in row):
@@ -147,9 +140,6 @@ class Display(Drawn):
         for row in rows:
             table.add_row(*(row.get(str(column.header), MISSING) for column in table.columns))
         return Group(super().picture(), table)
-
-
-# in words ------------------------------------------------------------------------------------------------------------
 
 
 MONITOR = "; --kl_monitor loads one, and measures the KL all the same"
@@ -184,13 +174,9 @@ def heading(info: RunInfo) -> dict[str, str]:
 
 def skill_rows(before: Mapping[str, float], after: Mapping[str, float], trained: str = "") -> list[tuple[str, ...]]:
     """Every skill with its score before, its score after and the change, as text; the trained one first."""
-    scores = ScoreFormat.fitting(before, after)
-    return [
-        (
-            f"{skill} (trained)" if skill == trained else skill,
-            scores.write(before.get(skill)),
-            scores.write(after.get(skill)),
-            scores.change(before.get(skill), after.get(skill)),
-        )
-        for skill in sorted({**before, **after}, key=lambda name: name != trained)
-    ]
+    scores, rows = ScoreFormat.fitting(before, after), list[tuple[str, ...]]()
+    for skill in sorted({**before, **after}, key=lambda name: name != trained):
+        was, now = before.get(skill), after.get(skill)
+        name = f"{skill} (trained)" if skill == trained else skill
+        rows.append((name, scores.write(was), scores.write(now), scores.change(was, now)))
+    return rows

@@ -27,11 +27,7 @@ if TYPE_CHECKING:
 
 
 def run_check(argv: Sequence[str]) -> int:
-    """Print the verdict on a capture file; 0 sound, 1 wrong, 3 cannot tell.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Print the verdict on a capture file; 0 sound, 1 wrong, 3 cannot tell, a DataError if it cannot be read."""
     from klamp.audit.capture import Capture
     from klamp.audit.conclude import conclude
 
@@ -42,11 +38,7 @@ def run_check(argv: Sequence[str]) -> int:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Examine a record and print what was found; 0 sound, 1 not sound.
-
-    Raises:
-        KlampError: it cannot be read, or holds nothing to check.
-    """
+    """Examine a record and print what was found; 0 sound, 1 not sound, a KlampError if nothing can be checked."""
     from klamp.records import read_record
 
     options: DoctorOptions = read_command("doctor", argv)[0]
@@ -58,13 +50,9 @@ def run(argv: Sequence[str]) -> int:
     diagnosis = examine(history)
     reports = _synced(options.path) if options.check_sync else {}
     if diagnosis.empty and not reports:
-        raise DataError(
-            "nothing in the record can be checked",
-            got=str(options.path),
-            why=f"it has {', '.join(sorted(history.names))}" if history.names else "no step was logged",
-            fix="log a KL, a gradient norm or a loss at every step (TRL: logging_steps=1), or say with --map what "
-            "the record calls them",
-        )
+        why = f"it has {', '.join(sorted(history.names))}" if history.names else "no step was logged"
+        fix = "log a KL or a loss at every step (TRL: logging_steps=1), or say with --map what the record calls them"
+        raise DataError("nothing in the record can be checked", got=str(options.path), why=why, fix=fix)
     failed = diagnosis.failed(options.fail_on)
     failed += [f"sync at step {step}" for step, report in reports.items() if not report.in_sync]
     if options.json:
@@ -73,36 +61,23 @@ def run(argv: Sequence[str]) -> int:
         show(diagnosis, options.path)
         show_sync(reports)
     if diagnosis.blind and not failed and not options.fail_on:
-        raise DataError(
-            "no alarm, and the KL was not looked at",
-            got=str(options.path),
-            why=diagnosis.blind,
-            fix="log a KL, say with --map what a column is, or with --beta 0 that there is none",
-        )
+        why, fix = diagnosis.blind, "log a KL, say with --map what a column is, or with --beta 0 that there is none"
+        raise DataError("no alarm, and the KL was not looked at", got=str(options.path), why=why, fix=fix)
     return FAILED if failed else 0
 
 
 def _synced(path: Path) -> dict[int, SyncReport]:
-    """Step -> whose log-probabilities sampler and trainer reported.
-
-    Raises:
-        DataError: no run of klamp's, or one whose completions cannot be scored again.
-    """
+    """Step -> whose log-probabilities sampler and trainer reported; a DataError if they cannot be scored again."""
     from klamp.records.klamp_run import is_klamp_run, read_config
     from klamp.training.evaluation import check_completions
 
     if not is_klamp_run(path):
-        raise DataError(
-            "--check-sync takes the folder of a klamp run",
-            got=str(path),
-            why="it scores kept completions again, with the weights that the configuration and the checkpoints name",
-            fix="klamp doctor runs/NAME --check-sync; for another trainer, call klamp.check_sync(model, ...)",
-        )
+        fix = "klamp doctor runs/NAME --check-sync; for another trainer, call klamp.check_sync(model, ...)"
+        raise DataError("--check-sync takes the folder of a klamp run", got=str(path), fix=fix)
     return dict(check_completions(read_config(path)[1], path))
 
 
 def show(diagnosis: Diagnosis, path: Path) -> None:
-    """Print what was found in the record at a path."""
     history = diagnosis.history
     say(f"{path}: {history.source}, {count(len(history.rows), 'logged step')} up to step {history.step}")
     for step, text in history.changes.items():
@@ -124,7 +99,6 @@ def show(diagnosis: Diagnosis, path: Path) -> None:
 
 
 def show_sync(reports: Mapping[int, SyncReport]) -> None:
-    """Print what sampler and trainer reported at each step."""
     for step, report in reports.items():
         say(f"\nsync at step {step}: {'yes' if report.in_sync else 'NO'}, {count(report.tokens, 'token')}")
         for side in report.sides:
@@ -156,10 +130,8 @@ def as_object(
     diagnosis: Diagnosis, path: Path, failed: Sequence[str], reports: Mapping[int, SyncReport]
 ) -> dict[str, Any]:
     """A diagnosis as JSON; `failed` names what fails the check."""
-    synced = [
-        {"step": step, "in_sync": each.in_sync, "gaps": {side.side: dict(side.gaps) for side in each.sides}}
-        for step, each in reports.items()
-    ]
+    gaps = {step: {side.side: dict(side.gaps) for side in each.sides} for step, each in reports.items()}
+    synced = [{"step": step, "in_sync": each.in_sync, "gaps": gaps[step]} for step, each in reports.items()]
     return {
         "path": str(path),
         "source": diagnosis.history.source,

@@ -26,19 +26,15 @@ OF_ANY_TASK = ("eval_size", "task_seed")
 
 
 class EvaluatedPolicy(NamedTuple):
-    """The policy that is evaluated: its configuration, whose model is the start, or without one the policy."""
+    """The policy that is evaluated: its weights (None: the configuration's model), and where it started, if known."""
 
     config: TrainConfig
     weights: str | None
-    """Folder (or id) of the policy, or of its adapter; None: it is the configuration's model."""
     start: str | None
-    """The model that training started from, if it is known."""
     steps: int | None = None
-    """The number of steps in the checkpoint's name, if it is a checkpoint."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Evaluate a policy and print its numbers."""
     options, changes = read_command("evaluate", argv)
     subject = find_subject(options.checkpoint, changes)
     from transformers.utils.logging import disable_progress_bar
@@ -55,13 +51,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def find_subject(checkpoint: str, changes: Mapping[str, Any]) -> EvaluatedPolicy:
-    """The policy that `--checkpoint` names: a run's newest, or any; `changes` are fields that differ from the run's.
-
-    Raises:
-        RunFolderError: a run without a checkpoint.
-        ConfigError: flags that do not fit the run.
-        DataError: a damaged configuration.
-    """
+    """The policy that `--checkpoint` names: a run's newest, or any; `changes` are fields that differ from the run's."""
     changes = dict(changes)
     start = changes.pop("ref_model", None)
     inside = _in_a_run(followed(at_home(checkpoint)))
@@ -75,8 +65,9 @@ def find_subject(checkpoint: str, changes: Mapping[str, Any]) -> EvaluatedPolicy
     if start is not None and read_config(run)[1].model.lora_r:
         why, fix = "its start is the model that it was trained on", "leave --ref_model out"
         raise ConfigError("--ref_model cannot be given for an adapter", got=start, why=why, fix=fix)
-    updates = read_config(run)[1].optim.num_iterations if saved.name.startswith("checkpoint-") else 1
-    steps = number_of(saved) // updates
+    steps = number_of(saved) // (
+        read_config(run)[1].optim.num_iterations if saved.name.startswith("checkpoint-") else 1
+    )
     values = read_config(run, steps)[1].flat() | {"resume": False, "output_dir": None}
     if start is not None:
         values |= {"model": start, "tokenizer": values["tokenizer"] or values["model"]}
@@ -87,10 +78,7 @@ def find_subject(checkpoint: str, changes: Mapping[str, Any]) -> EvaluatedPolicy
 
 
 def _in_a_run(folder: Path) -> tuple[Path, Path | None] | None:
-    """The run that a folder is or belongs to, and the checkpoint that it names; None: it belongs to no run.
-
-    Of a run, the newest checkpoint; None where it has none yet.
-    """
+    """The run that a folder is or belongs to, and the checkpoint that it names (of a run the newest, if it has one)."""
     if (folder / CONFIG).is_file():
         saved = checkpoint_folders(folder)
         return folder, saved[-1] if saved else None
@@ -108,7 +96,6 @@ def _config(values: Mapping[str, Any]) -> TrainConfig:
 
 
 def as_object(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> dict[str, Any]:
-    """An evaluation as JSON."""
     before, after, forgotten = retention(outcome)
     return {
         "checkpoint": checkpoint,

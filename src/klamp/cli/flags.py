@@ -32,22 +32,20 @@ class Field:
     """A field of a class of options as the command line sees it."""
 
     name: str
-    section: str = ""
-    """The section of the configuration that holds it; "" for a command's own."""
+    section: str
+    """Of the configuration; "" for a command's own."""
     types: tuple[Any, ...]
     """The types that one value may have."""
     count: int | None
     """How many values the field takes; None: any number, as a tuple."""
     default: Any
-    """The field's default; `dataclasses.MISSING`: a value has to be given."""
+    """`dataclasses.MISSING`: a value has to be given."""
     text: str
-    """The field's documentation: the text below it in its class."""
+    """What its class says under it."""
     word: str = ""
     """Its name in the help, for a field that is a plain word after the command and no flag."""
     least: float | None = None
-    """The smallest number allowed."""
     aliases: tuple[str, ...] = ()
-    """Other names of the field, which mean the same."""
 
     @property
     def choices(self) -> tuple[str, ...]:
@@ -136,15 +134,16 @@ def read_argv(
     parser = _Parser(usage=command, add_help=False, allow_abbrev=False, exit_on_error=False)
     for field in fields.values():
         add_field(parser, field, several=field.name in several)
+    words = [re.sub("^--[^=]+", lambda flag: f"--{flag[0][2:].replace('-', '_')}", word) for word in argv]
     fix = f"`{command} --help` shows how to call it"
     try:
-        found, left = parser.parse_known_intermixed_args([re.sub("^--[^=]+", _with_underscores, x) for x in argv])
+        found, left = parser.parse_known_intermixed_args(words)
     except argparse.ArgumentError as error:
         named = (error.argument_name or command).partition("/")[0]  # without its aliases
         raise ConfigError(f"{named}: {error.message}", fix=fix) from None
     if left:
-        flags = [flag for action in parser._actions for flag in action.option_strings]
         unknown = next((word.partition("=")[0] for word in left if word.startswith("-")), left[0])
+        flags = parser._option_string_actions
         raise unknown_name("flag or word", unknown, flags, why=f"{command} has no such flag", fix=fix)
     given = vars(found)
     for name, value in given.items():
@@ -153,10 +152,6 @@ def read_argv(
         elif isinstance(value, list):
             given[name] = tuple(value)
     return given
-
-
-def _with_underscores(flag: re.Match[str]) -> str:
-    return f"--{flag[0][2:].replace('-', '_')}"
 
 
 class _Parser(argparse.ArgumentParser):

@@ -21,23 +21,15 @@ if TYPE_CHECKING:  # imported by the command only
     from klamp.records.klamp_run import Details
     from klamp.report.run import ReportRun
 
-FILE = "report.html"
-LOOKED_AT = 2000
-"""Characters of a file by whose beginning a report is known."""
-SEED = r"_seed-\d+$"
-"""Pattern of the end of a run's name in a sweep: its seed."""
-COMMON = ("trainer_state.json", "metrics.jsonl", "completions.jsonl")
-"""Names of files that do not tell runs apart."""
-
 
 def run(argv: Sequence[str]) -> int:
-    """Write the page of the runs."""
     options: ReportOptions = read_command("report", argv)[0]
-    file = output_of(options)
+    alone = options.runs[0] if len(options.runs) == 1 and options.runs[0].is_dir() else Path()
+    file = options.output or alone / "report.html"
     from klamp.report.page import GENERATOR, render
     from klamp.report.run import judged
 
-    if file.is_file() and f'content="{GENERATOR} ' not in file.read_text("utf-8", errors="replace")[:LOOKED_AT]:
+    if file.is_file() and f'content="{GENERATOR} ' not in file.read_text("utf-8", errors="replace")[:2000]:
         why, fix = "it would be written over", "choose another --output"
         raise RunFolderError("the file exists and is no report", got=str(file), why=why, fix=fix)
     runs = read_runs(records(options.runs))
@@ -49,12 +41,6 @@ def run(argv: Sequence[str]) -> int:
     words = f"{count(len(runs), 'run')}, {judged([run.diagnosis for run in runs])}"
     say(f"{file}: {words}, {len(page.encode()) / 1000:.0f} kB")
     return 0
-
-
-def output_of(options: ReportOptions) -> Path:
-    """The path of the report: as named, else in the folder of the only run, else in the current folder."""
-    alone = options.runs[0] if len(options.runs) == 1 and options.runs[0].is_dir() else Path()
-    return options.output or alone / FILE
 
 
 def records(paths: Sequence[Path]) -> list[Path]:
@@ -90,7 +76,7 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
             ReportRun(
                 name=name,
                 path=str(path),
-                group=re.sub(SEED, "", name),
+                group=re.sub(r"_seed-\d+$", "", name),  # in a sweep
                 diagnosis=examine(history),
                 config=history.config,
                 said=_said(details, history),
@@ -116,7 +102,8 @@ def _said(details: Details, history: History) -> list[str]:
 
 def names_of(paths: Sequence[Path]) -> list[str]:
     """A short name for each path: its last part, or the whole path if several end alike."""
-    places = [followed(path.parent if path.name in COMMON and path.parent.name else path) for path in paths]
+    common = ("trainer_state.json", "metrics.jsonl", "completions.jsonl")  # tell no runs apart
+    places = [followed(path.parent if path.name in common and path.parent.name else path) for path in paths]
     names = [place.name for place in places]
     whole = names if len(set(names)) == len(names) else list(map(str, places))
     return whole if len(set(whole)) == len(whole) else list(map(str, paths))

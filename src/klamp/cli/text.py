@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
-from klamp.errors import ConfigError, DataError, KlampError, KLWarning, brief
+from klamp.errors import ConfigError, DataError, KlampError, KLWarning
 
 FAILED, WRONG_CONFIGURATION, INTERRUPTED = 1, 2, 130
 MISSING = "-"
@@ -81,16 +81,14 @@ def of_the_system(error: OSError | SystemExit) -> DataError:
     if isinstance(error, SystemExit):
         got = f"sys.exit({error.code!r})"
         return DataError("the code that klamp called ended the program", got=got, fix="--debug shows where")
-    return DataError(
-        "the system refused what klamp asked of it",
-        got=None if error.filename is None else brief(str(error.filename)),
-        why=error.strerror or f"{type(error).__name__}: {error}",
-        fix="check that path; --debug shows where klamp used it",
+    why, fix = (
+        error.strerror or f"{type(error).__name__}: {error}",
+        "check that path; --debug shows where klamp used it",
     )
+    return DataError("the system refused what klamp asked of it", got=error.filename, why=why, fix=fix)
 
 
 def show_error(error: KlampError) -> None:
-    """Print an error's four parts and its notes to stderr."""
     notes = " ".join(note.strip() for note in getattr(error, "__notes__", ()))
     kind = "stopped" if exit_code(error) == INTERRUPTED else "error"
     say(f"klamp: {kind}: {error}" + (f"\n  note: {notes}" if notes else ""), file=sys.stderr)

@@ -80,14 +80,10 @@ def _trainer(console: Console) -> Runner:
     return train_run
 
 
-# before the run ------------------------------------------------------------------------------------------------------
-
-
 def plan_text(config: TrainConfig, inputs: Inputs | None = None, argv: Sequence[str] = ()) -> str:
-    """The plan of a run as text: the settings in words, then the fields that differ from the defaults.
+    """The plan of a run as text: its settings in words, then the fields that differ from the defaults.
 
-    `inputs` are those that were opened; None: nobody tried. `argv` are the arguments of `klamp train` that `config` was
-    made from.
+    `inputs` are those that were opened, if any; `argv` what `config` was made from.
     """
     lines = (
         textwrap.fill(f"{name:<11} {text}", WIDTH, initial_indent="  ", subsequent_indent=" " * 14)
@@ -133,9 +129,6 @@ def _as_yaml(values: Mapping[str, Any]) -> str:
     return textwrap.indent(text, "  ").rstrip()
 
 
-# after the run -------------------------------------------------------------------------------------------------------
-
-
 ESTIMATORS = ("k1", "k3", "exact")
 ROWS = {"": "nats per token", "_sequence": "nats per completion", "_original": "from its start, per token"}
 
@@ -154,9 +147,7 @@ def print_summary(config: TrainConfig, summary: RunSummary) -> None:
         for text, values in rows.items()
         if values.count(None) < len(ESTIMATORS)
     ]
-    if kl.reference == "sampler" and summary.steps:
-        say(f"KL from the sampler (last update): {number(metrics.get('policy/kl_old', 0.0))} nats per token")
-    elif rows:
+    if rows:
         show_table("KL from the reference (last step)", ("", *ESTIMATORS), rows)
     else:
         why = "no step was taken" if kl.needs_reference else f"beta is 0, so no reference was loaded{MONITOR}"
@@ -174,8 +165,8 @@ def _files(config: TrainConfig, summary: RunSummary) -> dict[str, str]:
     """The paths of the run's files that exist, and the commands that go on from here."""
     folder, saved = summary.output_dir, checkpoint_folders(summary.output_dir)
     lines = {"run": str(folder)}
-    lines |= {name: str(folder / f"{name}.jsonl") for name in ("metrics", "completions")}
-    lines = {name: path for name, path in lines.items() if Path(path).exists()}
+    for name in ("metrics", "completions"):
+        lines |= {name: str(file)} if (file := folder / f"{name}.jsonl").exists() else {}
     if saved:
         lines["checkpoints"] = f"{saved[-1].parent}: {', '.join(path.name for path in saved)}"
     if "tensorboard" in config.run.report_to:

@@ -85,7 +85,6 @@ def _measured(check: Check) -> str:
 
 
 def run_explain(argv: Sequence[str]) -> int:
-    """Print what the configurations do."""
     for index, explanation in enumerate(explain(argv)):
         if index:
             say()
