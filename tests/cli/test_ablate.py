@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -112,13 +111,6 @@ def test_the_same_command_again_does_what_is_left(use, capsys) -> None:
     assert "holds another ablation" in capsys.readouterr().err
 
 
-def test_a_library_that_is_missing_is_said_before_the_first_run(use, capsys, monkeypatch) -> None:
-    fake = use(Fake(), draw=True)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["ablate", *FLAGS]) != 0
-    assert "matplotlib" in capsys.readouterr().err and fake.ran == []
-
-
 def test_an_interrupt_says_how_to_go_on(use, capsys) -> None:
     use(Fake(stop=True))
     assert main(["ablate", *FLAGS]) == 130
@@ -159,14 +151,6 @@ def test_bad_combinations_are_refused_before_any_work(use, capsys, words, said) 
         err = capsys.readouterr().err
         assert said in err and "fix:" in err
     assert not fake.ran and not Path("runs").exists()
-
-
-def test_inputs_that_no_run_could_use_are_refused_before_any_run(use, capsys) -> None:
-    fake = use(Fake())
-    assert main(["ablate", "--model", "tiny", "--task", "arithmetic", "nothing.jsonl", "--output_dir", "out"]) == 1
-    err = capsys.readouterr().err
-    assert "the data file does not exist" in err and "note: in the arm 'task=nothing.jsonl'" in err
-    assert not fake.ran and not Path("out").exists()
 
 
 # runs that are there already -----------------------------------------------------------------------------------------

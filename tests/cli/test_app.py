@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from tests.docs.pages import ROOT
@@ -112,23 +111,6 @@ def test_help_loads_only_what_it_shows() -> None:
     for argv, loaded in zip(calls, map(set, lines), strict=True):
         unwanted = HEAVY - {"numpy"} if argv in WITH_TORCH else {*HEAVY, "torch"}  # torch brings numpy
         assert not loaded & unwanted, argv
-
-
-def test_a_real_process(tmp_path: Path) -> None:
-    """`python -m klamp.cli`: code 2 and four parts on stderr; nothing heavy is imported."""
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "klamp.cli", "train", "--kl_penlty", "0.1"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 2
-    assert "klamp: error: unknown flag or word\n  got: '--kl_penlty'\n" in done.stderr
-    assert "fix: did you mean '--kl_penalty'?" in done.stderr
-    loaded = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
-    assert "torch" in loaded
-    assert not loaded & {"transformers", "accelerate", "datasets", "peft", "tensorboard", "wandb"}
 
 
 def test_a_library_of_an_extra_that_is_missing_is_named_with_the_extra(

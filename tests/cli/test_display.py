@@ -10,8 +10,7 @@ from rich.console import Console
 from tests.cli.fake_trainer import AFTER, BEFORE, metrics_at, rise, run_info
 
 from klamp.cli.arguments import parse_train
-from klamp.cli.display import COLUMNS, LEGEND, ROWS, Display, Drawn, heading, skill_rows
-from klamp.diagnostics.metrics import METRICS
+from klamp.cli.display import LEGEND, ROWS, Display, Drawn, skill_rows
 
 
 class Log(io.StringIO):
@@ -61,14 +60,6 @@ def drawn(display: Display) -> list[str]:
     shown = console(terminal=False, width=display.console.width)
     shown.print(display.picture())
     return [line.rstrip() for line in shown.file.getvalue().splitlines()]  # pyright: ignore
-
-
-def test_the_heading_says_what_the_run_is() -> None:
-    lines = heading(run_info(parse_train(["--target_kl", "0.05"]).config, Path("out")))
-    assert lines["KL"] == "k3, gradient reverse per token, in the loss"
-    assert lines["beta"] == "hold controller from 0.01, towards 0.05 nats per token"
-    assert lines["folder"] == "out" and "parameters, on cpu" in lines["model"] and "resume" not in lines
-    assert heading(run_info(parse_train([]).config, Path("out"), start_step=7))["resume"].startswith("after step 7")
 
 
 @pytest.mark.parametrize(("steps", "lines"), [(5, 5), (20, 20), (205, 20), (10_000, 21)])
@@ -122,11 +113,6 @@ def test_the_picture_is_never_larger_than_the_terminal(width: int, height: int) 
 
 def test_a_reader_that_leaves_ends_nothing() -> None:
     assert rows_of(play("--max_steps", "1")) and play("--max_steps", "1", on=Console(file=Gone())).rows
-
-
-def test_columns_are_metrics_that_the_run_logs() -> None:
-    assert all(metric in METRICS for metric in COLUMNS.values())
-    assert "over" not in rows_of(play("--max_steps", "1"))[0]
 
 
 def test_the_trained_skill_comes_first_and_a_missing_score_is_a_dash() -> None:

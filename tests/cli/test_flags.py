@@ -9,7 +9,7 @@ import pytest
 from tests.reliability.drawn import BOMBS
 
 from klamp.cli.arguments import parse_train, read_file
-from klamp.cli.commands import COMMANDS, fields_after, read_command
+from klamp.cli.commands import fields_after, read_command
 from klamp.cli.flags import configured_fields, read_argv
 from klamp.config import ALIASES, PRESETS, TEACHER_ALIASES
 from klamp.errors import ConfigError, UnknownNameError
@@ -247,7 +247,3 @@ def test_the_home_folder_stands_for_its_sign(write, monkeypatch: pytest.MonkeyPa
         assert parse_train(argv).config.run.output_dir == str(file.parent / "runs" / "x")
     assert parse_train(["--output_dir", "~klamp-nobody/x"]).config.run.output_dir == "~klamp-nobody/x", "as a shell"
     assert read_command("doctor", ["~/x"])[0].path == file.parent / "x"
-
-
-def test_every_class_of_options_has_a_text_for_each_field() -> None:
-    assert [name for command in COMMANDS for name, field in fields_after(command).items() if not field.text] == []

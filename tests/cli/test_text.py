@@ -10,9 +10,7 @@ from rich.console import Console
 
 from klamp.cli.display import Display
 from klamp.cli.text import (
-    WIDTH,
     cautions_shown,
-    duration,
     exit_code,
     say,
     show_caution,
@@ -22,10 +20,6 @@ from klamp.cli.text import (
 )
 from klamp.config import KLWarning
 from klamp.errors import ConfigError, DataError, KlampError, ModelError, RewardError, TrainingStopped, UnknownNameError
-
-
-def test_durations_are_those_of_a_clock() -> None:
-    assert (duration(61.6), duration(3661), duration(-1)) == ("1:02", "1:01:01", "0:00")
 
 
 def test_a_table_is_aligned_and_without_headings_it_has_no_head(capsys: pytest.CaptureFixture[str]) -> None:
@@ -65,16 +59,6 @@ def test_what_a_terminal_would_obey_is_shown(capsys: pytest.CaptureFixture[str])
     assert (out + err).count(SHOWN) == 10 and not set(out + err) & set("\x07\x9b\r\u202e")
     assert out.splitlines()[-1] == f"  x{' ' * (len(SHOWN) + 1)}  1", "and a table is aligned by what is shown"
     assert SHOWN + r"\n  b" in out and "\t" in out and r"\ud800" in out
-
-
-def test_paragraphs_are_wrapped_under_their_label(capsys: pytest.CaptureFixture[str]) -> None:
-    show_paragraph("word " * 60, label="label")
-    lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("  label        word")
-    assert all(line.startswith(" " * 15 + "word") for line in lines[1:])
-    assert max(map(len, lines)) <= WIDTH
-    show_paragraph("text", width=0)
-    assert capsys.readouterr().out == "  text\n"
 
 
 def stopped_by(cause: BaseException | None) -> TrainingStopped:

@@ -92,24 +92,6 @@ def test_after_an_alarm_the_run_goes_on_without_it(
     assert captured.err.rstrip().endswith(f"train --resume {folder} --stop_on retention")
 
 
-def test_a_caution_is_shown_before_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--max_steps", "2", "--kl_gradient", "own"]) == 0
-    err = capsys.readouterr().err
-    assert err.count("klamp: caution: kl_estimator='k3' with kl_gradient='own'") == 1
-    assert "KLWarning" not in err
-
-
-@pytest.mark.parametrize("terminal", ["dumb", "unknown"])
-def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
-    terminal: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    monkeypatch.setenv("TERM", terminal)
-    console = Console(force_terminal=True, width=100)
-    train.run(["--max_steps", "2"], console=console)
-    text = capsys.readouterr().out
-    assert "\x1b" not in text and "━" not in text and "12,345" in text
-
-
 def save_tiny_model(folder: Path) -> None:
     """A model of some thousand random weights that speaks the built-in task's characters."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -157,34 +139,6 @@ def test_the_kl_per_token_and_per_completion_by_every_estimator(tmp_path: Path) 
     assert after(lines, "nats per completion") == ["0.06258", "0.06158", "0.06198"]
     (beta,) = (line for line in lines if line.startswith("beta: "))
     assert beta.startswith("beta: hold controller from 0.01, towards 0.05 nats per token; ")
-
-
-def test_without_a_reference_it_says_so(tmp_path: Path) -> None:
-    lines = summary_lines(tmp_path, "--beta", "0")
-    assert any("no reference was loaded; --kl_monitor loads one" in " ".join(lines) for line in lines)
-    assert not any("nats per token" in line for line in lines)
-
-
-def test_no_step_is_called_that(tmp_path: Path) -> None:
-    lines = summary_lines(tmp_path, "--max_steps", "0", steps=0, final_metrics={})
-    assert "done: no step was taken (--max_steps 0); the model was evaluated, in 1:12" in lines
-    assert "KL from the reference: not measured; no step was taken" in lines
-    assert not any(line.strip().startswith(("nats per", "beta:")) for line in lines)
-
-
-def test_files_are_named_where_they_exist(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    write_files(parse_train([]).config, folder)
-    lines = summary_lines(folder)
-    assert after(lines, "metrics") == [str(folder / "metrics.jsonl")]
-    assert after(lines, "completions") == [str(folder / "completions.jsonl")]
-    assert after(lines, "checkpoints") == [f"{folder / 'checkpoints'}:", "step-000100"]
-    assert after(lines, "TensorBoard")[-2:] == ["--logdir", str(folder)]
-    assert after(lines, "look at it")[-2:] == ["report", str(folder)]
-    assert after(lines, "continue")[-3:] == [str(folder), "--max_steps", "400"]
-    (folder / "completions.jsonl").unlink()
-    assert not any(line.startswith("completions") for line in summary_lines(folder))
-    assert not any(line.startswith("TensorBoard") for line in summary_lines(folder, "--report_to"))
 
 
 # before the run ------------------------------------------------------------------------------------------------------
