@@ -23,7 +23,7 @@ from playwright.sync_api import Page, sync_playwright
 
 from klamp.ablation.plan import folder_name
 from klamp.cli import main as klamp
-from klamp.cli.ablate_arguments import read_plan_file
+from klamp.cli.ablate import parse_ablate
 
 DOCS = Path(__file__).resolve().parent
 QUESTIONS = 2
@@ -52,7 +52,8 @@ def language(folder: Path) -> None:
         folder: of the study.
     """
     shutil.copy(folder / "frontier.png", DOCS / "language-frontier.png")
-    runs = [folder / "runs" / f"{folder_name(arm.name)}_seed-0" for arm in read_plan_file(folder / "plan.yaml").arms]
+    plan, _ = parse_ablate(["--plan", str(folder / "plan.yaml")])
+    runs = [folder / "runs" / f"{folder_name(arm.name)}_seed-0" for arm in plan.arms]
     with opened(*runs, file=folder / "pictures.html") as shown:
         shown.locator("header.bar").evaluate("bar => bar.remove()")  # it would lie over what is photographed
         shown.locator("table.answers").evaluate(REST, QUESTIONS)

@@ -70,20 +70,13 @@ class KlampError(Exception):
     def __init__(self, what: str, *, got: object = None, why: str = "", fix: str = "") -> None:
         what, why, fix = map(without_credentials, (what, why, fix))
         shown = without_credentials(str(got))
-        got = got if shown == str(got) else shown
-        self.what, self.got, self.why, self.fix = what, got, why, fix
-        parts = [what]
-        if got is not None:
-            parts.append(f"  got: {brief(shown, LONGEST_PART)}")
-        if why:
-            parts.append(f"  why: {brief(why, LONGEST_PART)}")
-        if fix:
-            parts.append(f"  fix: {fix}")
-        self.text = "\n".join(parts)
-        super().__init__(self.text)
+        self.what, self.got, self.why, self.fix = what, got if shown == str(got) else shown, why, fix
+        super().__init__(str(self))
 
     def __str__(self) -> str:
-        return self.text
+        got = "" if self.got is None else brief(str(self.got), LONGEST_PART)
+        parts = {"got": got, "why": brief(self.why, LONGEST_PART), "fix": self.fix}
+        return "\n".join([self.what, *(f"  {name}: {text}" for name, text in parts.items() if text)])
 
 
 class ConfigError(KlampError, ValueError):
@@ -206,24 +199,41 @@ def check_name(kind: str, name: object, known: Iterable[str | None]) -> None:
         raise unknown_name(kind, name, [each for each in names if each is not None])
 
 
-ELSEWHERE = {"kl": "k1", "mse": "k2", "full": "exact", "low_var_kl": "k3"}
-"""klamp's name for what verl means by another, and TRL's PPO by all but the last."""
+ELSEWHERE = {
+    "kl": "k1",
+    "mse": "k2",
+    "full": "exact",
+    "low_var_kl": "k3",
+    "lr": "learning_rate",
+    "epochs": "max_steps",
+    "dataset": "task",
+    "model_name_or_path": "model",
+    "batch_size": "prompts_per_step",
+    "group_size": "num_generations",
+    "max_new_tokens": "max_completion_length",
+    "kl_coeff": "beta",
+    "init_kl_coef": "beta",
+    "kl_loss_coef": "beta",
+    "cliprange": "epsilon",
+}
+"""Name in other trainers (verl, TRL's PPO) -> klamp's name for that, or for what comes nearest."""
 
 
-def unknown_name(kind: str, name: object, known: Iterable[str], *, why: str = "") -> UnknownNameError:
+def unknown_name(kind: str, name: object, known: Iterable[str], *, why: str = "", fix: str = "") -> UnknownNameError:
     """The error for a name that is not in a table, with the nearest known name as the fix.
 
     Args:
         kind: what the name stands for, e.g. "KL estimator".
-        name: the name that was given.
+        name: the name that was given; a flag has its dashes.
         known: the names that exist.
         why: an optional reason; by default the list of known names.
+        fix: what to do if no known name is near; by default the list of known names.
     """
     names = sorted(known)
-    nearest = get_close_matches(str(name), names, n=1, cutoff=0.5)
-    fix = f"did you mean {nearest[0]!r}?" if nearest else f"choose one of: {', '.join(names)}"
-    if (meant := ELSEWHERE.get(str(name))) in names:
-        fix = f"did you mean {meant!r}? Other trainers (verl, TRL's PPO) mean that by {name!r}"
+    dashes, plain = "--" * str(name).startswith("--"), str(name).removeprefix("--")
+    nearest = [each for each in (f"{dashes}{ELSEWHERE.get(plain)}",) if each in names]
+    nearest = nearest or get_close_matches(str(name), names, n=1, cutoff=0.5)
+    fix = f"did you mean {nearest[0]!r}?" if nearest else fix or f"choose one of: {', '.join(names)}"
     return UnknownNameError(f"unknown {kind}", got=brief(repr(name)), why=why or f"known: {', '.join(names)}", fix=fix)
 
 

@@ -19,7 +19,7 @@ from klamp.ablation.execute import PLAN, LocalExecutor, check_folder, execute, l
 from klamp.ablation.one_run import perform
 from klamp.ablation.plan import Arm, Plan, Run, grid, run_folder, runs
 from klamp.ablation.results import read_outcome
-from klamp.cli.ablate_arguments import parse_ablate
+from klamp.cli.ablate import parse_ablate
 from klamp.errors import ConfigError, DataError, KlampError, RunFolderError, TrainingStopped
 from klamp.training import checkpoint
 from klamp.training.folders import checkpoint_folders

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,11 +12,12 @@ from tests.cli.test_train import save_tiny_model
 from tests.training.conftest import TINY, llama  # noqa: F401  (a fixture)
 
 from klamp.ablation import results
-from klamp.ablation.plan import run_folder
+from klamp.ablation.plan import Arm, run_folder, runs
 from klamp.ablation.results import Outcome, summarise, write_outcome
 from klamp.cli import ablate, main
-from klamp.cli.ablate import summary_lines
-from klamp.errors import TrainingStopped
+from klamp.cli.ablate import DEFAULTS, parse_ablate, summary_lines
+from klamp.config import PRESETS
+from klamp.errors import ConfigError, TrainingStopped
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
 
@@ -82,7 +81,7 @@ def test_from_start_to_table(use, capsys) -> None:
     assert main(["ablate", *FLAGS]) == 0
     out = capsys.readouterr().out
     order = ["2 arms x 2 seeds in runs/ablation-beta-001; nowhere", "beta=0, seed 0: started"]
-    order += ["beta=0, seed 0: done, reward 0.500, KL 0.1000, length 4.0"]
+    order += ["[1/4 ended] beta=0, seed 0: done"]
     positions = [out.index(part) for part in [*order, "means over seeds", "table.md, table.json, frontier.png"]]
     assert positions == sorted(positions) and "\x1b" not in out
     row = next(line for line in out.splitlines() if line.strip().startswith("beta=0.05  2"))
@@ -111,13 +110,6 @@ def test_the_same_command_again_does_what_is_left(use, capsys) -> None:
     assert "holds another ablation" in capsys.readouterr().err
 
 
-def test_a_library_that_is_missing_is_said_before_the_first_run(use, capsys, monkeypatch) -> None:
-    fake = use(Fake(), draw=True)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert main(["ablate", *FLAGS]) != 0
-    assert "matplotlib" in capsys.readouterr().err and fake.ran == []
-
-
 def test_an_interrupt_says_how_to_go_on(use, capsys) -> None:
     use(Fake(stop=True))
     assert main(["ablate", *FLAGS]) == 130
@@ -129,16 +121,16 @@ def test_an_interrupt_says_how_to_go_on(use, capsys) -> None:
 # dry run -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_dry_run_shows_the_runs_and_does_nothing(use, capsys) -> None:
+def test_a_dry_run_prints_a_plan_that_can_be_run_and_does_nothing(use, capsys) -> None:
     fake = use(Fake())
-    words = [*FLAGS, "--kl_clip_method", "none", "hard", "--dry_run"]
-    assert main(["ablate", *words]) == 0
-    out = " ".join(capsys.readouterr().out.split())
-    assert "runs 8: 4 arms x 2 seeds (0, 1)" in out and "steps 16 in all" in out
-    assert "folder runs/ablation-beta-kl_clip_method-001 (0 done, 8 to run)" in out and "where nowhere" in out
-    assert "common report_to=none, keep_checkpoints=1, model=tiny, max_steps=2, eval_size=2" in out
-    assert "beta=0.05 kl_clip_method=hard 0.05 hard" in out
+    words = [*FLAGS, "--kl_clip_method", "none", "hard"]
+    assert main(["ablate", *words, "--dry_run"]) == 0
+    first, count, where, plan = capsys.readouterr().out.replace("\n\n", "\n", 1).split("\n", 3)
+    assert "nothing is started" in first and where == "nowhere"
+    assert count == "4 arms x 2 seeds in runs/ablation-beta-kl_clip_method-001, 0 of 8 done; 16 steps"
     assert not fake.ran and not Path("runs").exists()
+    Path("plan.yaml").write_text(plan)
+    assert plan_of("--plan plan.yaml") == plan_of(" ".join(words))
 
 
 @pytest.mark.parametrize(
@@ -158,17 +150,6 @@ def test_bad_combinations_are_refused_before_any_work(use, capsys, words, said) 
         err = capsys.readouterr().err
         assert said in err and "fix:" in err
     assert not fake.ran and not Path("runs").exists()
-
-
-def test_inputs_that_no_run_could_use_are_refused_before_any_run(use, capsys) -> None:
-    fake = use(Fake())
-    assert main(["ablate", "--model", "tiny", "--task", "arithmetic", "nothing.jsonl", "--output_dir", "out"]) == 1
-    err = capsys.readouterr().err
-    assert "the data file does not exist" in err and "note: in the arm 'task=nothing.jsonl'" in err
-    assert not fake.ran and not Path("out").exists()
-
-
-# the real thing ------------------------------------------------------------------------------------------------------
 
 
 # runs that are there already -----------------------------------------------------------------------------------------
@@ -199,17 +180,12 @@ def test_the_lines_of_the_tutorial() -> None:
     lines = summary_lines(summarise(sweep([{"beta": 0.0}, {"beta": 0.1}], seeds=2)))
     assert [line.partition(":")[0] for line in lines] == ["beta=0.0", "beta=0.1"]
     assert all(", KL=" in line and line.count("%") == 2 for line in lines)
-    held, moved = sweep([{"beta": 0.01}, {"beta": 0.02}], seeds=1)
-    found = [replace(each, numbers={**each.numbers, "beta": b}) for each, b in ((held, 0.01), (moved, 0.572))]
-    ended = summary_lines(summarise(found))
-    assert ["at the end" in line for line in ended] == [False, True] and ended[1].endswith("beta=0.572 at the end")
 
 
 @pytest.mark.parametrize(
     ("names", "said"),
     [
-        (["run"], "one run cannot be compared"),
-        (["run", "empty"], "the folder holds no run"),
+        (["run", "empty"], "empty"),
         (["run", "run"], "a run is named twice"),
     ],
 )
@@ -219,3 +195,127 @@ def test_what_is_no_two_runs_is_refused(names, said, tmp_path, monkeypatch, caps
     Path("empty").mkdir()
     assert main(["ablate", "--runs", *names]) == 1
     assert said in capsys.readouterr().err and not Path("runs").exists()
+
+
+# the plan ------------------------------------------------------------------------------------------------------------
+
+
+def plan_of(words: str):
+    return parse_ablate(words.split())[0]
+
+
+def test_several_values_are_swept_and_one_is_for_all() -> None:
+    plan = plan_of("--beta 0 0.001 0.01 0.1 --seeds 3 --max-steps 5 --cpu --kl_estimator k1")
+    assert [arm.values for arm in plan.arms] == [{"beta": b} for b in (0.0, 0.001, 0.01, 0.1)]
+    assert plan.seeds == (0, 1, 2) and plan.name == "beta"
+    assert plan.base == {**DEFAULTS, "max_steps": 5, "cpu": True, "kl_estimator": "k1"}
+    assert len(runs(plan)) == 12 and runs(plan)[0].config.run.report_to == ()
+    plan = plan_of("--kl-coef 0 0.1 --use_per_token_kl_threshold True False --kl_clip_method none hard soft")
+    assert len(plan.arms) == 12 and plan.name == "beta-use_per_token_kl_threshold-kl_clip_method"
+    assert plan.arms[-1].values == {"beta": 0.1, "use_per_token_kl_threshold": False, "kl_clip_method": "soft"}
+    plan = plan_of("--beta 0 0.1 --kl_exclude_tokens special 3 --report_to tensorboard")
+    assert len(plan.arms) == 2 and plan.base["kl_exclude_tokens"] == ("special", 3)
+    assert plan.base["report_to"] == ("tensorboard",), "trackers are off only where nobody asks for them"
+
+
+@pytest.mark.parametrize(
+    ("words", "seeds"), [("", (0, 1, 2)), ("--seeds 5", (0, 1, 2, 3, 4)), ("--seeds 5 7 11", (5, 7, 11))]
+)
+def test_one_number_of_seeds_is_how_many_several_are_those_and_one_arm_is_enough(words, seeds) -> None:
+    plan = plan_of(f"--beta 0.1 {words}")
+    assert plan.seeds == seeds and plan.name == "arithmetic"
+    assert [(arm.name, arm.values) for arm in plan.arms] == [("base", {})]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--bta 0 1", "--beta"),
+        ("--seed 1", "--seeds"),
+        ("--beta 0 x", "--beta: 'x'"),
+        ("--beta 0 1 --seeds 0", "seeds 0, 1 and 2"),
+        ("--beta 0 1 --workers 0", "1 or more"),
+        ("--gpus_per_run 1", "--gpus_per_run has no meaning without --ray"),
+        ("--ray local --workers 2", "--workers has no meaning with --ray"),
+        ("--runs a b --beta 0 0.1", "--beta has no meaning with --runs"),
+        ("--runs a b --dry_run", "--dry_run has no meaning with --runs"),
+        ("--plan nowhere.yaml", "cannot be read"),
+        ("--preset nothing", "unknown preset"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused(words, said) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_ablate(words.split())
+    assert said in str(caught.value)
+
+
+def test_presets_are_for_all_arms_or_swept_and_give_way_to_flags(tmp_path) -> None:
+    """Of a recipe in the base nothing is left in an arm with its own."""
+    plan = plan_of("--preset dr_grpo --beta 0 0.1 --kl_estimator k1")
+    (off, on) = (run.config for run in runs(plan)[:2])
+    assert on.loss == PRESETS["dr_grpo"].loss and (off.kl.beta, on.kl.beta) == (0, 0.1)
+    assert on.kl.kl_estimator == "k1"
+    for run in runs(plan_of("--preset grpo dr_grpo recommended --max_steps 7"))[:3]:
+        preset = PRESETS[run.arm.name.partition("=")[2]]
+        assert (run.config.kl, run.config.loss, run.config.run.max_steps) == (preset.kl, preset.loss, 7)
+    file = write(tmp_path, "base: {preset: dr_grpo}\narms: {a: {}, b: {preset: grpo}, c: {preset: grpo, beta: 0.7}}\n")
+    a, b, c = (run.config for run in runs(plan_of(f"--plan {file}"))[:3])
+    assert (a.loss, b.loss, c.loss) == (PRESETS["dr_grpo"].loss, PRESETS["grpo"].loss, PRESETS["grpo"].loss)
+    assert b.kl == PRESETS["grpo"].kl and c.kl.beta == 0.7
+
+
+def write(folder: Path, text: str, name: str = "plan.yaml") -> Path:
+    (folder / name).write_text(text)
+    return folder / name
+
+
+def test_a_plan_file_with_flags_over_it_and_a_configuration_below(tmp_path) -> None:
+    text = "name: mine\nbase: {kl: {beta: 0.2}, max-steps: 9}\nseeds: [4, 5]\nkl_prompts: 12\n"
+    text += "arms: {free: , hard clip: {kl: {kl_clip_method: hard}, kl_clip_threshold: 0.05}}\n"
+    file = write(tmp_path, text)
+    plan = plan_of(f"--plan {file}")
+    assert plan.arms == (
+        Arm(name="free"),
+        Arm(name="hard clip", values={"kl_clip_method": "hard", "kl_clip_threshold": 0.05}),
+    )
+    assert (plan.name, plan.seeds, plan.kl_prompts) == ("mine", (4, 5), 12)
+    assert plan.base == {**DEFAULTS, "beta": 0.2, "max_steps": 9}
+    over = plan_of(f"--plan {file} --max_steps 3 --seeds 1")
+    assert over.base == {**DEFAULTS, "beta": 0.2, "max_steps": 3} and over.seeds == (0,)
+    config = write(
+        tmp_path, "max_steps: 1\nnum_generations: 4\npreset: dapo\nseed: 9\noutput_dir: there\n", "config.yaml"
+    )
+    below = plan_of(f"--plan {file} --config {config}")
+    assert (below.base["max_steps"], below.base["num_generations"]) == (9, 4)
+    assert runs(below)[0].config.loss == PRESETS["dapo"].loss and runs(below)[0].config.run.seed == 4
+    with pytest.raises(ConfigError, match="named arms cannot also sweep"):
+        plan_of(f"--plan {file} --beta 0.1 0.3")
+    with pytest.raises(ConfigError, match="--kl_clip_method has no effect"):
+        plan_of(f"--plan {write(tmp_path, 'arms: {a: {kl_clip_method: none}}')} --kl_clip_method soft")
+    swept = plan_of(f"--plan {write(tmp_path, 'sweep: {beta: [0, 1], kl_estimator: [k1, k3]}')} --kl_estimator k2")
+    assert [arm.name for arm in swept.arms] == ["beta=0", "beta=1"] and swept.base["kl_estimator"] == "k2"
+
+
+def test_the_plan_that_an_ablation_writes_can_be_read(tmp_path) -> None:
+    from klamp.ablation.execute import open_folder
+
+    plan = plan_of("--beta 0 1e-05 --kl_exclude_tokens special --max_steps 3 --reward format_regex:a+ --seeds 2")
+    open_folder(plan, tmp_path / "out")
+    assert plan_of(f"--plan {tmp_path / 'out' / 'plan.yaml'}") == plan
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("arm: {}", "beta: 0.1", "base: {bta: 1}", "base: 3", "arms: [a, b]", "arms: {a: 3}"),
+        *("arms: {a: {kl_estimator: k9}}", "sweep: {beta: [x]}", "sweep: {bta: [1]}", "kl_prompts: 0", "a: ["),
+        *("seeds: 0", "seeds: [1, -2]", "seeds: true", "seeds: 1000000", "seeds: []"),
+    ],
+)
+def test_what_is_wrong_in_a_plan_is_refused(tmp_path, text) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_of(f"--plan {write(tmp_path, text)}")
+    assert (
+        "seeds cannot be read" in str(caught.value)
+        or "plan.yaml" in f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+    )

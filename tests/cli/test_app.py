@@ -5,13 +5,13 @@ from __future__ import annotations
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from tests.docs.pages import ROOT
 
 import klamp
 from klamp.cli import main
-from klamp.cli.help import COMMANDS
+from klamp.cli.commands import COMMANDS
 from klamp.errors import ModelError, TrainingStopped
 
 
@@ -28,24 +28,15 @@ def fails(monkeypatch: pytest.MonkeyPatch):
     return with_error
 
 
-@pytest.mark.parametrize("argv", [[], ["--help"], ["-h"], ["help"]])
-def test_help_names_every_command(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(argv) == 0
-    out = capsys.readouterr().out
-    assert all(f"{name} " in out and command.summary in out for name, command in COMMANDS.items())
-    assert max(map(len, out.splitlines())) <= 100
-
-
-@pytest.mark.parametrize("argv", [["--version"], ["-V"], ["version"]])
+@pytest.mark.parametrize("argv", [["--version"], ["-V"]])
 def test_version(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(argv) == 0
     assert capsys.readouterr().out == f"klamp {klamp.__version__}\n"
 
 
-@pytest.mark.parametrize(("word", "fix"), [("trian", "klamp train"), ("--max_steps", "klamp train --max_steps")])
-def test_an_unknown_command_names_the_nearest(word: str, fix: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([word, "5"]) == 2
-    assert f"  fix: {fix}\n" in capsys.readouterr().err
+def test_an_unknown_command_names_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["trian", "5"]) == 2
+    assert "  fix: did you mean 'train'?\n" in capsys.readouterr().err
 
 
 def test_an_error_is_one(fails, capsys: pytest.CaptureFixture[str]) -> None:
@@ -73,29 +64,35 @@ def test_an_interrupt_is_130(fails, capsys: pytest.CaptureFixture[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("argv", "value", "shown"),
-    [
-        (["train", "--debug"], "", True),
-        (["--debug", "train"], "", True),
-        (["train"], "1", True),
-        (["train"], "0", False),
-        (["train"], "", False),
-    ],
+    ("argv", "shown"), [(["train", "--debug"], True), (["--debug", "train"], True), (["train"], False)]
 )
-def test_debug_shows_the_traceback(
-    argv: list[str], value: str, shown: bool, fails, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    monkeypatch.setenv("KLAMP_DEBUG", value)
+def test_debug_shows_the_traceback(argv: list[str], shown: bool, fails, capsys) -> None:
     fails(ModelError("no tokenizer"))
     assert main(argv) == 1
     err = capsys.readouterr().err
     assert ("Traceback (most recent call last)" in err) == shown and "klamp: error: no tokenizer" in err
 
 
+def test_a_stdout_that_lacks_letters_and_one_that_is_closed_end_no_command_with_a_traceback() -> None:
+    command = f"{sys.executable} -m klamp.cli"
+    run = "tests/recorded/sound"
+    for line in (
+        f"PYTHONIOENCODING=ascii {command} explain grpo",
+        f"{command} doctor {run} | true",
+        f"{command} --help | true",
+    ):
+        done = subprocess.run(line, shell=True, capture_output=True, text=True, check=False, cwd=ROOT)
+        assert "Traceback" not in done.stderr and "UnicodeEncodeError" not in done.stderr, done.stderr
+    lacking = f'PYTHONIOENCODING=ascii {sys.executable} -c "from klamp.cli import main; import klamp.cli.train as t\n'
+    lacking += "t.run = lambda argv: print('KL(policy\u2016start)')\nmain(['train'])\""
+    done = subprocess.run(lacking, shell=True, capture_output=True, text=True, check=False, cwd=ROOT)
+    assert done.stdout == "KL(policy\\u2016start)\n", done.stderr
+
+
 HEAVY = {"accelerate", "datasets", "matplotlib", "numpy", "peft", "rich", "scipy", "transformers"}
 """Libraries that no help needs; for some torch comes on top, and for the doctor yaml, in which its alarms stand."""
 CONFIGURED = ("evaluate", "explain", "train", "ablate")
-WITH_TORCH = [*([name, "-h"] for name in CONFIGURED), ["ablate", "--help", "all"]]
+WITH_TORCH = [[name, "-h"] for name in CONFIGURED]
 WITHOUT_TORCH = [["--help"], ["--version"], [], *([name, "-h"] for name in COMMANDS if name not in CONFIGURED)]
 
 
@@ -114,23 +111,6 @@ def test_help_loads_only_what_it_shows() -> None:
     for argv, loaded in zip(calls, map(set, lines), strict=True):
         unwanted = HEAVY - {"numpy"} if argv in WITH_TORCH else {*HEAVY, "torch"}  # torch brings numpy
         assert not loaded & unwanted, argv
-
-
-def test_a_real_process(tmp_path: Path) -> None:
-    """`python -m klamp.cli`: code 2 and four parts on stderr; nothing heavy is imported."""
-    done = subprocess.run(
-        [sys.executable, "-X", "importtime", "-m", "klamp.cli", "train", "--kl_penlty", "0.1"],
-        capture_output=True,
-        text=True,
-        check=False,
-        cwd=tmp_path,
-    )
-    assert done.returncode == 2
-    assert "klamp: error: unknown flag\n  got: --kl_penlty\n" in done.stderr
-    assert "fix: did you mean --kl_penalty?" in done.stderr
-    loaded = {line.rsplit("|", 1)[-1].strip().split(".")[0] for line in done.stderr.splitlines() if "|" in line}
-    assert "torch" in loaded
-    assert not loaded & {"transformers", "accelerate", "datasets", "peft", "tensorboard", "wandb"}
 
 
 def test_a_library_of_an_extra_that_is_missing_is_named_with_the_extra(

@@ -99,15 +99,6 @@ def test_verl_is_started_with_its_inputs_in_the_folder(words, tmp_path, monkeypa
     assert (inner / "log-before-resume-1.jsonl").is_file(), "verl writes its log anew"
 
 
-@pytest.mark.parametrize("backend", ["trl", "verl"])
-def test_a_folder_that_holds_another_run_is_refused(backend, words, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(launch, "check_version", lambda host: "a stand-in")
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text("beta: 0.1\n")
-    assert main(["train", "--backend", backend, *words]) == 1
-    assert "holds another run" in capsys.readouterr().err
-
-
 def test_several_processes_need_a_name_of_their_folder(words, monkeypatch, capsys):
     monkeypatch.setattr(launch, "check_version", lambda host: "a stand-in")
     monkeypatch.setenv("WORLD_SIZE", "2")

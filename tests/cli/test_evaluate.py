@@ -89,23 +89,6 @@ def test_another_task_brings_its_own_reward(trained, tmp_path) -> None:
     assert list(found["scores"]) == ["task"] and found["kl/reverse"] > 0
 
 
-def test_a_run_of_single_completions_is_measured_on_another_task(llama, tmp_path) -> None:  # noqa: F811
-    values = {
-        **TINY,
-        "model": llama,
-        "eval_size": 3,
-        "max_steps": 1,
-        "reward": "none",
-        "num_generations": 1,
-        "beta": 0.0,
-    }
-    train_run(TrainConfig.from_flat(values | {"output_dir": str(tmp_path / "run"), "teacher_model": llama}))
-    data = tmp_path / "data.jsonl"
-    data.write_text("".join(json.dumps({"prompt": f"{i}+1=", "answer": str(i + 1)}) + "\n" for i in range(10, 60)))
-    found = as_json("--checkpoint", str(tmp_path / "run"), "--task", str(data), "--reward", "exact_match")
-    assert list(found["scores"]) == ["task"] and found["kl/reverse"] >= 0
-
-
 def test_what_it_prints(trained, capsys) -> None:
     assert main(["evaluate", "--checkpoint", str(trained)]) == 0
     out = capsys.readouterr().out
@@ -114,21 +97,15 @@ def test_what_it_prints(trained, capsys) -> None:
     lines = {line.split()[0]: line.split() for line in out.splitlines() if line.strip()}
     assert lines["addition"][:2] == ["addition", "(trained)"]
     assert lines["subtraction"][2] == f"{100 * found['scores']['subtraction']:.1f}"
-    assert f"{found['kl/reverse']:.4f}" in out and f"{found['kl/forward_sequence']:.4f}" in out
+    assert f"{found['kl/reverse']:.4g}" in out and f"{found['kl/forward_sequence']:.4g}" in out
     assert "retention" in out and f"{100 * found['retained']['after']:.1f} of " in out
     assert out.startswith(f"{trained}, after 4 steps; ")
-
-
-def test_a_model_without_a_start_says_what_is_missing(llama, capsys) -> None:  # noqa: F811
-    assert main(["evaluate", "--checkpoint", llama, "--eval_size", "2", "--cpu"]) == 0
-    out = capsys.readouterr().out
-    assert "--ref_model" in out and "retention " not in out
 
 
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (["--kl_prompts", "3"], "--checkpoint is missing"),
+        (["--kl_prompts", "3"], "klamp evaluate: the following arguments are required: --checkpoint"),
         (["--checkpoint", "x", "--beta", "0.1"], "unknown flag"),
         (["--checkpoint", "no/such/folder/here"], "cannot load"),
     ],

@@ -1,232 +1,249 @@
-"""From argv to options: texts to values, both spellings, switches, words, the fields of a run."""
+"""From argv and YAML to options and configurations: types, spellings, switches, files, presets, resumes."""
 
 from __future__ import annotations
 
-import dataclasses
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import pytest
+from tests.reliability.drawn import BOMBS
 
-from klamp.cli import options
-from klamp.cli.flags import ELSEWHERE, by_any_name, fields_of, read_argv, read_options, train_fields
-from klamp.cli.help import COMMANDS
-from klamp.cli.options import TrainOptions
-from klamp.config import ALIASES, TEACHER_ALIASES
+from klamp.cli.arguments import parse_train, read_file
+from klamp.cli.commands import fields_after, read_command
+from klamp.cli.flags import configured_fields, read_argv
+from klamp.config import ALIASES, PRESETS, TEACHER_ALIASES
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.training.config import TrainConfig, field_owners
 
-
-@dataclass(frozen=True, kw_only=True)
-class Words:
-    """A command of words and flags."""
-
-    path: Path = field(metadata={"word": "PATH"})
-    """The first word."""
-    more: tuple[str, ...] = field(default=(), metadata={"word": "MORE"})
-    """All words after it."""
-    quick: bool = False
-    """A switch."""
-    size: int = 1
-    """A number."""
-    names: tuple[str, ...] = ()
-    """Any number of names."""
-
-
-def read(*argv: str) -> Words:
-    return read_options(Words, argv, command="klamp it")
+DEMO = Path(__file__).resolve().parents[2] / "examples" / "config_demo.yaml"
 
 
 def read_train(*argv: str) -> dict[str, Any]:
-    return read_argv(train_fields(), argv, command="klamp train")
+    return read_argv(fields_after("train"), argv, command="klamp train")
 
 
-@pytest.mark.parametrize(
-    ("argv", "expected"),
-    [
-        (["a"], Words(path=Path("a"))),
-        (["a", "b", "c"], Words(path=Path("a"), more=("b", "c"))),
-        (["--size", "3", "a", "b"], Words(path=Path("a"), more=("b",), size=3)),
-        (["a", "--size=3", "b"], Words(path=Path("a"), more=("b",), size=3)),
-        (["--quick", "a"], Words(path=Path("a"), quick=True)),
-        (["--quick", "true", "a"], Words(path=Path("a"), quick=True)),
-        (["--quick", "--no-quick", "a"], Words(path=Path("a"))),
-        (["a", "--names", "x", "y"], Words(path=Path("a"), names=("x", "y"))),
-        (["a", "--names", "x", "--names", "y"], Words(path=Path("a"), names=("x", "y"))),
-        (["a", "--size", "1", "--size", "2"], Words(path=Path("a"), size=2)),
-    ],
-)
-def test_words_and_flags_in_any_order(argv: list[str], expected: Words) -> None:
-    assert read(*argv) == expected
+@pytest.fixture
+def write(tmp_path: Path):
+    def save(text: str) -> Path:
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return path
+
+    return save
 
 
-@pytest.mark.parametrize(
-    ("argv", "what", "fix"),
-    [
-        ([], "klamp it: the following arguments are required: PATH", "klamp it --help"),
-        (["--quick"], "klamp it: the following arguments are required: PATH", "klamp it --help"),
-        (["a", "--siez", "3"], "unknown flag", "did you mean --size?"),
-        (["a", "-s"], "unknown flag", "see `klamp it --help` for every name"),
-        (["a", "--size", "many"], "--size cannot be read", "for example 1 (the default)"),
-        (["a", "--size"], "--size cannot be read", "for example 1 (the default)"),
-        (["a", "--path", "b"], "unknown flag", "see `klamp it --help` for every name"),
-        (["a", "--no_quick=1"], "--no_quick: ignored explicit argument '1'", "klamp it --help"),
-    ],
-)
-def test_what_cannot_be_read(argv: list[str], what: str, fix: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        read(*argv)
-    assert caught.value.what == what
-    assert fix in caught.value.fix
+# a command line ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", sorted(train_fields()))
+@pytest.mark.parametrize("name", sorted(configured_fields()))
 def test_every_field_is_a_flag_in_both_spellings_and_its_default_survives_its_own_text(name: str) -> None:
-    known = train_fields()[name]
+    known = configured_fields()[name]
     words = [*map(str, known.default if isinstance(known.default, tuple) else (known.default,))]
     for flag in (f"--{name}", f"--{name.replace('_', '-')}"):
         (value,) = read_train(flag, *words).values()
         assert value == known.default and type(value) is type(known.default)
 
 
-@pytest.mark.parametrize(
-    ("name", "texts", "value"),
-    [
-        ("learning_rate", ["1e-6"], 1e-6),
-        ("beta", ["1"], 1.0),
-        ("target_kl", ["none"], None),
-        ("scale_rewards", ["none"], "none"),
-        ("scale_rewards", ["None"], None),
-        ("resume", ["true"], True),
-        ("resume", ["off"], False),
-        ("chat_template", ["NO"], False),
-        ("chat_template", ["null"], None),
-        ("kl_exclude_tokens", ["1", "2"], (1, 2)),
-        ("kl_exclude_tokens", ["7", "special"], (7, "special")),
-        ("report_to", [], ()),
-        ("kl_controller_factors", ["2", "0.5", "1", "1"], (2.0, 0.5, 1.0, 1.0)),
-        ("system_prompt", ["None"], "None"),
-    ],
-)
-def test_reading(name: str, texts: list[str], value: object) -> None:
-    found = train_fields()[name].read(texts, shown=name)
-    assert found == value
-    assert type(found) is type(value)
+def test_the_fields_are_those_of_the_configuration() -> None:
+    assert {name: field.section for name, field in configured_fields().items()} == field_owners()
+    assert {name: field.default for name, field in configured_fields().items()} == TrainConfig().flat()
+    assert [name for name, field in configured_fields().items() if len(field.text) < 10] == []
 
 
-@dataclass(frozen=True, kw_only=True)
-class Example:
-    """One of everything."""
-
-    names: tuple[str, ...] = field(default=(), metadata={"word": "NAME"})
-    """Words,
-    in two lines.
-
-    And what the help leaves out."""
-    kind: Literal["b", "a"] | None = None
-    """Which."""
-    count: int | None = field(default=None, metadata={"least": 2})
-    """How many."""
-
-
-def test_the_fields_of_a_class() -> None:
-    names, kind, count = fields_of(Example, "part").values()
-    assert (names.word, names.text, names.count, names.section) == ("NAME", "Words, in two lines.", None, "part")
-    assert (kind.choices, kind.in_words) == (("b", "a"), "one of b, a, or None")
-    assert (count.least, count.kind, count.in_words) == (2, "INT", "a whole number, or None")
-    assert count.read(["none"], shown="--count") is None, "which is not too small"
-
-
-@pytest.mark.parametrize(
-    ("name", "texts", "what"),
-    [
-        ("count", ["1"], "--count takes 2 or more"),
-        ("kind", ["c"], "unknown --kind"),
-    ],
-)
-def test_too_small_or_unknown(name: str, texts: list[str], what: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        fields_of(Example)[name].read(texts, shown=f"--{name}")
-    assert caught.value.what == what
-
-
-def test_the_fields_are_the_commands_own_and_those_of_the_configuration() -> None:
-    configured = {name: field for name, field in train_fields().items() if field.section}
-    assert {name: field.section for name, field in configured.items()} == field_owners()
-    assert {name: field.default for name, field in configured.items()} == TrainConfig().flat()
-    assert train_fields().keys() - configured.keys() == TrainOptions.__dataclass_fields__.keys()
-    assert by_any_name(train_fields()).keys() == train_fields().keys() | ALIASES.keys() | TEACHER_ALIASES.keys()
-    assert {alias: field.name for field in train_fields().values() for alias in field.aliases} == {
-        **ALIASES,
-        **TEACHER_ALIASES,
-    }
-    assert [name for name, field in train_fields().items() if len(field.text) < 10] == []
-
-
-@pytest.mark.parametrize("alias", sorted(ALIASES))
-def test_aliases_lead_to_their_field(alias: str) -> None:
+@pytest.mark.parametrize(("alias", "name"), (ALIASES | TEACHER_ALIASES).items())
+def test_aliases_lead_to_their_field(alias: str, name: str) -> None:
     for flag in (f"--{alias}", f"--{alias.replace('_', '-')}"):
-        assert read_train(flag, "2") == read_train(f"{flag}=2") == {ALIASES[alias]: 2.0}
-
-
-def test_of_two_names_of_one_field_the_last_counts() -> None:
-    assert read_train("--kl_coef", "0.1", "--beta", "0.2") == {"beta": 0.2}
+        assert [*read_train(flag, "2")] == [*read_train(f"{flag}=2")] == [name]
 
 
 @pytest.mark.parametrize(
     ("argv", "given"),
     [
-        (["--mask-truncated-completions"], {"mask_truncated_completions": True}),
-        (["--mask_truncated_completions", "false"], {"mask_truncated_completions": False}),
-        (["--mask_truncated_completions=0"], {"mask_truncated_completions": False}),
-        (["--chat_template"], {"chat_template": True}),
-        (["--no-chat-template"], {"chat_template": False}),
-        (["--chat_template", "None"], {"chat_template": None}),
-        (["--report_to", "tensorboard", "wandb"], {"report_to": ("tensorboard", "wandb")}),
-        (["--report-to"], {"report_to": ()}),
-        (["--system_prompt=--think"], {"system_prompt": "--think"}),
+        ("--learning_rate 1e-6 --beta 1", {"learning_rate": 1e-6, "beta": 1.0}),
+        ("--kl_coef 0.1 --beta 0.2", {"beta": 0.2}),
+        ("--target_kl none --scale_rewards none", {"target_kl": None, "scale_rewards": "none"}),
+        ("--resume", {"resume": True}),
+        ("--resume runs/a --no_cpu", {"resume": "runs/a", "cpu": False}),
+        (
+            "--mask-truncated-completions --chat_template NO",
+            {"mask_truncated_completions": True, "chat_template": False},
+        ),
+        (
+            "--mask_truncated_completions=0 --chat_template null",
+            {"mask_truncated_completions": False, "chat_template": None},
+        ),
+        ("--kl_exclude_tokens 7 special --report-to", {"kl_exclude_tokens": (7, "special"), "report_to": ()}),
+        ("--kl_controller_factors 2 0.5 1 1", {"kl_controller_factors": (2.0, 0.5, 1.0, 1.0)}),
+        ("--report_to a --report_to b", {"report_to": ("a", "b")}),
+        ("--system_prompt=--think --seed -1", {"system_prompt": "--think", "seed": -1}),
     ],
 )
-def test_switches_several_values_and_dashes(argv: list[str], given: dict[str, Any]) -> None:
-    assert read_train(*argv, "--seed", "-1") == given | {"seed": -1}
+def test_values_are_typed_as_their_fields(argv: str, given: dict[str, Any]) -> None:
+    assert read_train(*argv.split()) == given
+    assert [*map(type, read_train(*argv.split()).values())] == [*map(type, given.values())]
+
+
+def test_words_and_flags_of_a_command_come_in_any_order() -> None:
+    for words in ("--json log --fail_on a b --map x=y", "log --map x=y --fail-on a --fail-on b --json"):
+        options, rest = read_command("doctor", words.split())
+        assert (options.path, options.json, options.fail_on, options.map) == (Path("log"), True, ("a", "b"), ("x=y",))
+        assert not options.check_sync and rest == {}
+    assert read_command("explain", ["--beta", "1", "a", "b"])[0].names == ("a", "b")
 
 
 @pytest.mark.parametrize(
-    ("flag", "fix"),
+    ("command", "argv", "said"),
     [
-        ("--max_stepz", "did you mean --max_steps?"),
-        ("--kl-bets", "did you mean --kl_beta?"),
-        ("--no-resumee", "did you mean --no_resume?"),
-        ("--dry", "did you mean --dry_run?"),
-        ("--lr", "did you mean --learning_rate?"),
-        ("--qqqqqqqq", "see `klamp train --help` for every name"),
+        ("train", "--max_stepz 1", "did you mean '--max_steps'"),
+        ("train", "--kl-bets 1", "did you mean '--kl_beta'"),
+        ("train", "--no-resumee", "did you mean '--no_resume'"),
+        ("train", "--lr 1", "did you mean '--learning_rate'"),
+        ("train", "--batch-size 8", "did you mean '--prompts_per_step'"),
+        ("train", "--qqqqqqqq", "`klamp train --help`"),
+        ("train", "a.yml --seed 1", "'a.yml'"),
+        ("train", "--beta x", "--beta: 'x' is no FLOAT"),
+        ("train", "--beta", "expected one argument"),
+        ("train", "--kl_estimator k9", "did you mean"),
+        ("train", "--no_cpu=1", "--no_cpu"),
+        ("doctor", "", "PATH"),
+        ("doctor", "a --path b", "unknown flag"),
+        ("doctor", "a --beta -3", "0 or more"),
+        ("doctor", "a --beta nan", "0 or more"),
+        ("evaluate", "--kl_prompts 3", "--checkpoint"),
+        ("evaluate", "--checkpoint x --beta 0.1", "unknown flag"),
     ],
 )
-def test_an_unknown_flag_names_the_nearest(flag: str, fix: str) -> None:
-    with pytest.raises(UnknownNameError) as caught:
-        read_train(flag, "1")
-    assert (caught.value.got, caught.value.fix) == (flag.replace("-", "_").replace("__", "--"), fix)
+def test_what_cannot_be_read_is_refused_with_the_way_out(command: str, argv: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_command(command, argv.split())
+    assert said in str(caught.value) and caught.value.fix
 
 
-def test_a_file_in_the_wrong_place_is_told_where_it_goes() -> None:
-    with pytest.raises(ConfigError, match="a word that belongs to no flag") as caught:
-        read_train("a.yml", "--seed", "1")
-    assert "--config a.yml" in caught.value.fix
+# a configuration -----------------------------------------------------------------------------------------------------
 
 
-CLASSES = [each for each in vars(options).values() if dataclasses.is_dataclass(each)]
+@pytest.mark.parametrize("beta", ["0.0", "0.001", "0.01", "0.1"])
+def test_the_command_lines_of_the_grpo_tutorial(beta: str) -> None:
+    argv = ["--config", str(DEMO), "--kl_penalty", beta, "--output_dir", f"output_beta_{beta}", "--max_steps", "5000"]
+    config = parse_train(argv).config
+    assert (config.kl.beta, config.kl.target_kl, config.run.max_steps) == (float(beta), 0.05, 5000)
+    assert config.kl.controller_name == ("fixed" if beta == "0.0" else "hold"), "beta 0 means: without KL"
+    assert read_file(DEMO) == {"beta": 0.01, "target_kl": 0.05}
 
 
-def test_every_class_belongs_to_a_command() -> None:
-    assert {page.options for page in COMMANDS.values()} == set(CLASSES) - {options.PlanOptions}
+def test_the_flags_of_the_k3_bug_report() -> None:
+    config = parse_train(["--kl-beta", "0.0", "--num-generations", "8", "--max-steps", "100"]).config
+    assert (config.kl.beta, config.rollout.num_generations, config.run.max_steps) == (0.0, 8, 100)
 
 
-def test_the_names_of_other_trainers_lead_to_fields_and_are_none() -> None:
-    assert ELSEWHERE.keys() & by_any_name(train_fields()).keys() == set()
-    assert set(ELSEWHERE.values()) <= train_fields().keys()
+def test_flags_win_over_the_file_and_the_file_over_the_preset(write) -> None:
+    file = write("kl_gradient: reverse\nepsilon: 0.1\nmax_steps: 7\n")
+    config = parse_train(["--preset", "grpo", "--config", str(file), "--epsilon", "0.3"]).config
+    assert config.kl.beta == PRESETS["grpo"].kl.beta == 0.04
+    assert (config.kl.kl_gradient, config.loss.epsilon, config.run.max_steps) == ("reverse", 0.3, 7)
+    file = write("preset: dapo\n")
+    assert parse_train(["--config", str(file)]).config.loss.loss_type == "dapo"
+    assert parse_train(["--config", str(file), "--preset", "grpo"]).config.loss.loss_type == "grpo"
+    with pytest.raises(UnknownNameError, match="dapo"):
+        parse_train(["--preset", "dappo"])
 
 
-@pytest.mark.parametrize("alias", TEACHER_ALIASES)
-def test_the_names_of_a_teacher_s_fields_elsewhere_are_flags(alias: str) -> None:
-    assert [*read_train(f"--{alias}", "3")] == [TEACHER_ALIASES[alias]]
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_every_preset_gives_its_recipe(name: str) -> None:
+    config = parse_train(["--preset", name]).config
+    assert (config.kl, config.loss) == (PRESETS[name].kl, PRESETS[name].loss)
+
+
+def test_a_run_that_goes_on_is_as_it_was_but_for_what_is_named(write, monkeypatch) -> None:
+    folder = write("beta: 0.3\nlearning_rate: 1e-5\noutput_dir: moved\nhistory: [{until: 2, beta: 0.1}]\n").parent
+    (folder / "run.yaml").rename(folder / "config.yaml")
+    config = parse_train(["--resume", str(folder), "--beta", ".5"]).config
+    assert (config.kl.beta, config.optim.learning_rate, config.run.resume) == (0.5, 1e-5, True)
+    assert config.run.output_dir == str(folder)
+    assert parse_train(["--beta", ".5", "--output_dir", str(folder), "--resume"]).config == config
+    monkeypatch.setenv("HOME", str(folder.parent))
+    assert parse_train([f"--resume=~/{folder.name}", "--beta", ".5"]).config == config
+    with pytest.raises(ConfigError, match="two folders are named"):
+        parse_train(["--resume", str(folder), "--output_dir", "other"])
+
+
+# a file --------------------------------------------------------------------------------------------------------------
+
+
+def test_only_the_whole_is_checked_not_its_parts(write) -> None:
+    """A controller without its target in the file is fine where the flags give the target."""
+    file = write("kl_controller: proportional\n")
+    with pytest.raises(ConfigError, match="needs target_kl"):
+        parse_train(["--config", str(file)])
+    assert parse_train(["--config", str(file), "--target_kl", "0.1"]).config.kl.controller_name == "proportional"
+
+
+def test_a_file_is_read_as_flags_would_be(write) -> None:
+    text = """
+learning_rate: 1e-5        # YAML itself reads this as a text
+max-steps: 500
+kl: {beta: 1, kl_exclude_tokens: 7}
+resume: yes
+target_kl: null
+report_to: [tensorboard, wandb]
+kl_controller_factors: [2, 0.5, 1, 1]
+system_prompt: "- be brief"
+preset: grpo
+"""
+    assert read_file(write(text)) == {
+        "learning_rate": 1e-5,
+        "max_steps": 500,
+        "beta": 1.0,
+        "kl_exclude_tokens": (7,),
+        "resume": True,
+        "target_kl": None,
+        "report_to": ("tensorboard", "wandb"),
+        "kl_controller_factors": (2.0, 0.5, 1.0, 1.0),
+        "system_prompt": "- be brief",
+        "preset": "grpo",
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("lr: 3", "did you mean '--learning_rate'"),
+        ("kl: {betta: 1}", "did you mean '--beta'"),
+        ("dry_run: true", "unknown flag"),
+        ("config: a", "unknown flag"),
+        ("max_steps: true", "--max_steps"),
+        ("max_steps: null", "--max_steps"),
+        ("max_steps: [1, 2]", "'2'"),
+        ("kl_exclude_tokens: [{a: 1}]", "kl_exclude_tokens cannot be read"),
+        ("beta: {x: 1}", "beta cannot be read"),
+        ("beta: 0.1\nkl_penalty: 0.2", "kl_penalty cannot be read"),
+        ("beta: 0.1\nkl: {beta: 0.2}", "beta cannot be read"),
+        ("beta: 0.1\nbeta: 0.2", "not valid YAML"),
+        ("beta: [0.1", "not valid YAML"),
+        ("- beta", "holds no names"),
+        ("beta", "holds no names"),
+    ],
+)
+def test_what_a_file_cannot_mean_is_refused_with_its_name(write, text: str, said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_file(write(text))
+    whole = f"{caught.value} {getattr(caught.value, '__notes__', '')}"
+    assert said in whole and "run.yaml" in whole
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("bomb", BOMBS)
+def test_a_file_that_stands_for_billions_of_values_is_refused(write, bomb: str) -> None:
+    for text in (BOMBS[bomb], f"{BOMBS[bomb]}task: *last\n"):
+        with pytest.raises(ConfigError, match=r"(?s)not valid YAML.*(aliases|too deeply)"):
+            read_file(write(text))
+    assert read_file(write("kl: &kl {beta: 0.1}\nkl_estimator: k1\n")) == {"beta": 0.1, "kl_estimator": "k1"}
+
+
+def test_the_home_folder_stands_for_its_sign(write, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = write("output_dir: ~/runs/x\n")
+    monkeypatch.setenv("HOME", str(file.parent))
+    for argv in (["--config", "~/run.yaml"], ["--output_dir=~/runs/x"]):
+        assert parse_train(argv).config.run.output_dir == str(file.parent / "runs" / "x")
+    assert parse_train(["--output_dir", "~klamp-nobody/x"]).config.run.output_dir == "~klamp-nobody/x", "as a shell"
+    assert read_command("doctor", ["~/x"])[0].path == file.parent / "x"

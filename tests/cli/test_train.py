@@ -6,16 +6,21 @@ import contextlib
 import dataclasses
 import io
 import json
+import shlex
 from pathlib import Path
 
 import pytest
+import yaml
 from rich.console import Console
 from tests.cli.fake_trainer import fake_trainer, rise, run_info, summary_of, write_files
 
 from klamp.cli import main, train
-from klamp.cli.arguments import parse_train
-from klamp.cli.train import print_summary
-from klamp.errors import TrainingStopped
+from klamp.cli.arguments import parse_train, read_entries
+from klamp.cli.display import settings
+from klamp.cli.train import plan_text, print_summary, resume_command
+from klamp.errors import ConfigError, RunFolderError, TrainingStopped
+from klamp.training.config import TrainConfig
+from klamp.training.folders import opened_folder, run_folder
 
 
 @pytest.fixture
@@ -33,16 +38,16 @@ def use(monkeypatch: pytest.MonkeyPatch, folder: Path, **settings) -> None:
 def test_from_start_to_summary_on_a_pipe(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--max_steps", "40", "--kl-beta", "0.02"]) == 0
     out = capsys.readouterr().out
-    order = ["folder: ", "evaluation after step 0", "step 2/40: reward", "evaluation after step 40", "done: 40 steps"]
+    order = ["folder  ", "evaluation after step 0", "step 2/40: reward", "evaluation after step 40", "done: 40 steps"]
     positions = [out.index(part) for part in order]
     assert positions == sorted(positions)
     assert "\x1b" not in out
-    assert "beta 0.02," in out
+    assert "beta 0.02," in out and "fixed at 0.02" in out and "KL k3 0." in out
 
 
 def test_on_a_terminal_it_is_drawn(folder: Path, capsys) -> None:
     console = Console(force_terminal=True, width=100, height=42)
-    assert train.run(["--max_steps", "3"], console=console, runner=fake_trainer(folder, loading=3)) == 0
+    assert train.run(["--max_steps", "3"], console=console) == 0
     text = capsys.readouterr().out
     assert "\x1b[?25h" in text, "the cursor is shown again"
     assert text.rindex("3/3") < text.rindex("12,345") < text.index("done: 3 steps")
@@ -87,24 +92,6 @@ def test_after_an_alarm_the_run_goes_on_without_it(
     assert captured.err.rstrip().endswith(f"train --resume {folder} --stop_on retention")
 
 
-def test_a_caution_is_shown_before_the_run(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", "--max_steps", "2", "--kl_gradient", "own"]) == 0
-    err = capsys.readouterr().err
-    assert err.count("klamp: caution: kl_estimator='k3' with kl_gradient='own'") == 1
-    assert "KLWarning" not in err
-
-
-@pytest.mark.parametrize("terminal", ["dumb", "unknown"])
-def test_a_terminal_that_cannot_move_its_cursor_gets_lines(
-    terminal: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys
-) -> None:
-    monkeypatch.setenv("TERM", terminal)
-    console = Console(force_terminal=True, width=100)
-    train.run(["--max_steps", "2"], console=console, runner=fake_trainer(folder))
-    text = capsys.readouterr().out
-    assert "\x1b" not in text and "━" not in text and "12,345" in text
-
-
 def save_tiny_model(folder: Path) -> None:
     """A model of some thousand random weights that speaks the built-in task's characters."""
     from transformers import LlamaConfig, LlamaForCausalLM
@@ -128,10 +115,8 @@ def test_the_real_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "addition (trained)" in out
     rows = [json.loads(line) for line in (tmp_path / "out" / "metrics.jsonl").read_text().splitlines()]
     last = [row for row in rows if "kl/k3" in row][-1]
-    assert next(line for line in out.splitlines() if line.startswith("  nats per token")).split()[3:] == [
-        "0.0000" if value == 0 else f"{value:.4f}" if abs(value) >= 5e-5 else f"{value:.0e}"
-        for value in (last["kl/k1"], last["kl/k3"], last["kl/exact"])
-    ]
+    shown = next(line for line in out.splitlines() if line.startswith("  nats per token")).split()[3:]
+    assert shown == [f"{last[name]:.4g}" for name in ("kl/k1", "kl/k3", "kl/exact")]
 
 
 def summary_lines(folder: Path, *flags: str, **changes: object) -> list[str]:
@@ -150,36 +135,73 @@ def after(lines: list[str], start: str) -> list[str]:
 def test_the_kl_per_token_and_per_completion_by_every_estimator(tmp_path: Path) -> None:
     lines = summary_lines(tmp_path, "--target_kl", "0.05")
     assert after(lines, "k1") == ["k3", "exact"]
-    assert after(lines, "nats per token") == ["0.0120", "0.0128", "0.0129"]
-    assert after(lines, "nats per completion") == ["0.0626", "0.0616", "0.0620"]
+    assert after(lines, "nats per token") == ["0.01201", "0.01281", "0.01291"]
+    assert after(lines, "nats per completion") == ["0.06258", "0.06158", "0.06198"]
     (beta,) = (line for line in lines if line.startswith("beta: "))
-    assert beta.startswith("beta: hold controller from 0.01, towards 0.05 nats per token; price: ")
-    assert "per nat of a whole completion" in beta
+    assert beta.startswith("beta: hold controller from 0.01, towards 0.05 nats per token; ")
 
 
-def test_without_a_reference_it_says_so(tmp_path: Path) -> None:
-    lines = summary_lines(tmp_path, "--beta", "0")
-    assert any("no reference was loaded; --kl_monitor loads one" in " ".join(lines) for line in lines)
-    assert not any("nats per token" in line for line in lines)
+# before the run ------------------------------------------------------------------------------------------------------
 
 
-def test_no_step_is_called_that(tmp_path: Path) -> None:
-    lines = summary_lines(tmp_path, "--max_steps", "0", steps=0, final_metrics={})
-    assert "done: no step was taken (--max_steps 0); the model was evaluated, in 1:12" in lines
-    assert "KL from the reference: not measured; no step was taken" in lines
-    assert not any(line.strip().startswith(("nats per", "beta:")) for line in lines)
+def plan(*flags: str) -> str:
+    return plan_text(parse_train(flags).config)
 
 
-def test_files_are_named_where_they_exist(tmp_path: Path) -> None:
-    folder = tmp_path / "run"
-    write_files(parse_train([]).config, folder)
-    lines = summary_lines(folder)
-    assert after(lines, "metrics") == [str(folder / "metrics.jsonl")]
-    assert after(lines, "completions") == [str(folder / "completions.jsonl")]
-    assert after(lines, "checkpoints") == [f"{folder / 'checkpoints'}:", "step-000100"]
-    assert after(lines, "TensorBoard")[-2:] == ["--logdir", str(folder)]
-    assert after(lines, "look at it")[-2:] == ["report", str(folder)]
-    assert after(lines, "continue")[-3:] == [str(folder), "--max_steps", "400"]
-    (folder / "completions.jsonl").unlink()
-    assert not any(line.startswith("completions") for line in summary_lines(folder))
-    assert not any(line.startswith("TensorBoard") for line in summary_lines(folder, "--report_to"))
+@pytest.mark.parametrize(
+    ("flags", "text"),
+    [
+        ([], "frozen"),
+        (["--beta", "0"], "none: beta is 0, so no reference is loaded; --kl_monitor loads one"),
+        (["--lora_r", "8"], "adapter_off"),
+        (["--ref_model", "my/model"], "frozen: my/model"),
+        (["--reference", "ema"], "ema: follows the policy, keeping 0.99 of itself at every step"),
+    ],
+)
+def test_the_reference_in_words(flags: list[str], text: str) -> None:
+    assert settings(parse_train(flags).config)["reference"].startswith(text)
+
+
+def test_the_configuration_is_yaml_and_the_run_it_describes(folder: Path) -> None:
+    argv = ["--preset", "dapo", "--beta", "0.1", "--target_kl", "0.2", "--report_to", "--kl_exclude_tokens", "1", "2"]
+    printed = plan(*argv).partition("as a YAML file takes it")[2].partition("\n\n")[2]
+    assert TrainConfig.from_flat(read_entries(yaml.safe_load(printed), Path())) == parse_train(argv).config
+
+
+def test_the_inputs_are_opened_and_nothing_is_started(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+    def never(*args: object, **others: object) -> None:
+        raise AssertionError("weights were loaded, or the trainer was started")
+
+    monkeypatch.setattr("klamp.training.models.load_base_model", never)
+    monkeypatch.setattr(train, "_trainer", never)
+    assert main(["train", "--dry-run", "--train_size", "7", "--eval_size", "2", "--max_steps", "7"]) == 0
+    out = capsys.readouterr().out
+    assert "task        arithmetic; 7 to train on, 6 held out; longest prompt (tokens): 9" in out
+    assert "steps       7, each 32 prompts x 8 completions = 256" in out
+    assert list(folder.parent.iterdir()) == []
+    assert main(["train", "--dry-run", "--reward", "no_such_module:score"]) == 2
+    assert "the module of a reward function cannot be imported" in capsys.readouterr().err
+
+
+def test_the_folder_is_the_one_that_the_trainer_takes(folder: Path) -> None:
+    for flags in ([], ["--output_dir", "here"], ["--task", "my.tasks:chess"]):
+        config = parse_train(flags).config
+        expected = run_folder(config)
+        assert f"folder      {expected}\n" in plan(*flags)
+        with opened_folder(config) as opened:
+            assert opened == expected
+    folder.mkdir()
+    (folder / "config.yaml").touch()
+    with pytest.raises(RunFolderError, match="another run"):
+        plan("--output_dir", "out")
+
+
+def test_the_plan_of_a_resume_says_what_changes_or_why_it_cannot(folder: Path) -> None:
+    now = parse_train(["--beta", "0.1"]).config
+    write_files(now, folder)
+    assert "resume      after step 100; changed: beta 0.1 -> 0.5\n" in plan("--resume", "out", "--beta", "0.5")
+    with pytest.raises(ConfigError, match="cannot change seed"):
+        plan("--resume", "out", "--seed", "3")
+    command = shlex.split(resume_command(folder, "--max_steps", "400"))
+    again = parse_train(command[command.index("train") + 1 :]).config
+    assert again.flat() == now.flat() | {"max_steps": 400, "output_dir": str(folder), "resume": True}

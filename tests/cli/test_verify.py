@@ -1,18 +1,18 @@
-"""`klamp verify`: every check shown, exit code 1 when one fails, the questions."""
+"""`klamp verify`: every check shown, exit code 1 when one fails, the questions; `klamp explain`: what is said."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import io
+from pathlib import Path
 
 import pytest
 import torch
 
 from klamp.cli import main
-from klamp.cli.verify import run
+from klamp.cli.verify import LENGTH, explain, run, run_explain
 from klamp.core.estimators import ESTIMATORS
-from klamp.errors import UnknownNameError
 from klamp.verify.proofs import PROOFS
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
@@ -56,21 +56,87 @@ def test_a_question_is_answered_in_numbers_and_words() -> None:
     assert text.rsplit(",", 1)[0] == again.rsplit(",", 1)[0]
 
 
-def test_an_answer_that_does_not_hold_is_not_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    break_k3(monkeypatch)
-    code, text = shown("direction")
-    assert code == 1
-    assert "As a value it is right" not in text
+def test_wrong_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "directoin"]) == main(["verify", "direction", "--samples", "3"]) == 2
+    assert "did you mean 'direction'" in capsys.readouterr().err
+
+
+# klamp explain -------------------------------------------------------------------------------------------------------
+
+
+def explained(*argv: str) -> str:
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        assert run_explain(argv) == 0
+    return " ".join(out.getvalue().split())
+
+
+def test_the_three_printed_forms_come_out_for_what_they_are() -> None:
+    text = explained("k1-as-loss", "minus-k1", "ratio-weighted")
+    first, second, third = (text.index(f"{name}: ") for name in ("k1-as-loss", "minus-k1", "ratio-weighted"))
+    assert first < second < third
+    assert "the expected gradient is zero, so it regularises nothing" in text[first:second]
+    assert "the sign is wrong, a reward for leaving the reference" in text[second:third]
+    assert "-0.8851 nats per token where KL(policy||ref) is +0.8851" in text[second:third]
+    assert "for tokens of the policy it is not KL(policy||ref)" in text[third:]
+    assert "the gradient of neither KL" in text[third:] and "with tokens of the reference +0.8851" in text[third:]
+
+
+def test_flags_and_aliases_alone() -> None:
+    text = explained("--kl_penalty", "0.04", "--kl-gradient", "own", "--kl_estimator", "k3", "--length", "1000")
+    assert text.startswith("these flags: Pulls the policy along the gradient of KL(ref||policy)")
+    assert "0.04 reward per nat of a whole completion" in text
+    assert "caution kl_estimator='k3' with kl_gradient='own' follows the gradient" in text
+
+
+def test_a_file_and_flags_on_top_of_it(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("preset: grpo\nmax_completion_length: 200\n", encoding="utf-8")
+    text = explained(str(file), "--beta", "0.1")
+    assert "gradient of KL(ref||policy)" in text
+    assert "per nat of a whole completion" in text and "beta 0.1 x 1.14" in text
+    assert "DeepSeekMath" in text
+    assert "gradient of KL(policy||ref), token by token" in explained("grpo", "--kl_gradient", "reverse")
+
+
+def test_a_teacher_by_flags_and_from_a_file(tmp_path: Path) -> None:
+    """With and without a reward; one whose coefficient is 0 is none."""
+    text = explained("--teacher_model", "DIR", "--teacher_coef", "0.3", "--teacher_horizon", "sequence", "--beta", "0")
+    assert "DIR: 0.3 x k1, KL(policy||teacher)" in text and "at the optimum" in text
+    file = tmp_path / "run.yaml"
+    file.write_text("teacher_model: DIR\nreward: none\nbeta: 0\nnum_generations: 1\n", encoding="utf-8")
+    text = explained(str(file))
+    assert "ends at the teacher (" in text and "ref)" not in text
+    assert explained("dapo", "--teacher_model", "DIR", "--teacher_coef", "0") == explained("dapo")
 
 
 @pytest.mark.parametrize(
-    ("argv", "error", "said"),
+    ("argv", "length"),
     [
-        (["directoin"], UnknownNameError, "did you mean 'direction'"),
-        (["direction", "--samples", "3"], UnknownNameError, "--samples"),
+        ([], LENGTH),
+        (["--max_completion_length", "64"], 64),
+        (["--max_completion_length", "64", "--kl_reference_length", "30"], 30),
+        (["--kl_reference_length", "30", "--length", "7"], 7),
     ],
 )
-def test_wrong_arguments(argv: list[str], error: type[Exception], said: str) -> None:
-    with pytest.raises(error, match=said):
-        run(argv)
-    assert main(["verify", *argv]) == 2
+def test_the_expected_length(argv: list[str], length: int) -> None:
+    summed = ["--kl_normalizer", "sequence_sum", "--loss_type", "dapo", "--advantage_baseline", "leave_one_out"]
+    (found,) = explain([*summed, "--beta", "0.5", *argv])
+    assert f"= beta 0.5 x {length:g} " in dict(found.lines)["price"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["grpoo"], "did you mean 'grpo'"),
+        (["grpo", "--kl_betta", "1"], "kl_beta"),
+        (["minus-k1", "--beta", "1"], "takes no flags"),
+        (["grpo", "--length", "0"], "1 or more"),
+        (["--preset", "minus-k1"], "no penalty"),
+        (["nowhere.yaml"], "cannot be read"),
+        (["ppo", "--scale_rewards", "std"], "group's std"),
+    ],
+)
+def test_what_cannot_be_explained(argv: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *argv]) == 2
+    assert said in capsys.readouterr().err

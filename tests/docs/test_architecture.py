@@ -117,10 +117,3 @@ def test_the_walk_of_a_token_is_the_one_that_a_step_takes(trained: list[Call]) -
 
 def test_the_walk_of_beta_is_the_one_that_a_run_takes(trained: list[Call]) -> None:
     assert missing_from(walk("beta"), trained) == []
-
-
-def test_a_walk_in_another_order_is_not_taken(trained: list[Call]) -> None:
-    first, second, *rest = walk("a token")
-    turned, longer = [second, first, *rest], [first, second, ("core/term.py", "KLTerm.nowhere"), *rest]
-    assert missing_from(turned, last_round(turned, trained)) != []
-    assert missing_from(longer, last_round(longer, trained)) != []

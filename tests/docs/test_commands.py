@@ -9,8 +9,8 @@ import pytest
 from tests.docs.pages import DOCS, ROOT
 
 from klamp.cli.arguments import parse_train
-from klamp.cli.explain import explain
-from klamp.cli.help import COMMANDS
+from klamp.cli.commands import COMMANDS
+from klamp.cli.verify import explain
 
 PAGES = {page.name: page.read_text(encoding="utf-8") for page in (ROOT / "README.md", *sorted(DOCS.rglob("*.md")))}
 BLOCK = re.compile(r"^```(?:sh|text)?\n(.*?)^```$", re.M | re.S)

@@ -60,20 +60,6 @@ def test_every_name_and_path_exists(file: Path) -> None:
     assert [path for path in sorted(paths) if not (ROOT / path).exists() and not (ROOT / f"{path}.md").exists()] == []
 
 
-@pytest.mark.parametrize(
-    ("name", "there"),
-    [
-        ("klamp.core.gradients.kl_penalty", True),
-        ("klamp.config.kl.KLConfig.kl_gradient", True),
-        ("klamp.core.gradients.nothing", False),
-        ("klamp.adapters.trl", False),
-        ("klamp.core.gradients.kl_penalty.nothing", False),
-    ],
-)
-def test_a_name_that_is_not_there_is_seen(name: str, there: bool) -> None:
-    assert is_there(name) is there
-
-
 @pytest.mark.parametrize("host", ["trl", "verl"])  # Unsloth's page lists what differs from TRL's
 def test_every_field_stands_in_the_table_of_options(host: str) -> None:
     page = (DOCS / f"{host}.md").read_text(encoding="utf-8")

@@ -14,9 +14,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.reliability.drawn import PLAIN, TEXTS, check_readable, examples, run
 
-from klamp.cli.flags import Field, by_any_name, fields_of, read_options, train_fields
-from klamp.cli.help import COMMANDS
-from klamp.cli.options import AblateOptions, AuditOptions, DoctorOptions, ReportOptions, VerifyOptions
+from klamp.cli.commands import COMMANDS, AblateOptions, fields_after, read_command
+from klamp.cli.flags import Field, fields_of
 from klamp.config import PRESETS
 from klamp.errors import KlampError
 
@@ -49,7 +48,8 @@ def words_of(field: Field) -> st.SearchStrategy[list[str]]:
 
 def flags(known: Mapping[str, Field]) -> st.SearchStrategy[list[str]]:
     """Some flags of a command, some of them misspelled, with words after them."""
-    every = {name: field for name, field in known.items() if name not in NOWHERE and not field.word}
+    named = ((name, field) for field in known.values() for name in (field.name, *field.aliases))
+    every = {name: field for name, field in named if name not in NOWHERE and not field.word}
     if not every:
         return st.just([])
     one = st.sampled_from(sorted(every)).flatmap(
@@ -75,7 +75,7 @@ def ends_well(words: Sequence[str]) -> None:
         check_readable(run(words))
 
 
-@given(words=flags(by_any_name(train_fields())), dry=st.booleans())
+@given(words=flags(fields_after("train")), dry=st.booleans())
 @example(words=["--seed", "-1"], dry=False)
 @example(words=["--seed", str(2**70)], dry=False)
 @examples(150)
@@ -83,14 +83,14 @@ def test_klamp_train(words: list[str], dry: bool) -> None:
     ends_well(["train", *(["--dry_run"] if dry else []), *words])
 
 
-@given(words=flags(by_any_name(train_fields()) | fields_of(AblateOptions)))
+@given(words=flags(fields_after("ablate")))
 @examples(80)
 def test_klamp_ablate(words: list[str]) -> None:
     ends_well(["ablate", "--dry_run", *words])
 
 
 @given(
-    words=flags(by_any_name(train_fields())),
+    words=flags(fields_after("train")),
     names=st.lists(st.sampled_from([*PRESETS, "k3", "x.yaml", ""]), max_size=2),
 )
 @examples(6)
@@ -107,13 +107,13 @@ def test_any_words_after_any_command(command: str, words: list[str]) -> None:
     ends_well([command, *words])
 
 
-@pytest.mark.parametrize("options", [VerifyOptions, AuditOptions, DoctorOptions, ReportOptions])
-def test_options_of_commands_that_go_to_work_at_once(options: type) -> None:
-    @given(words=st.lists(typed, max_size=3), more=flags(fields_of(options)))
+@pytest.mark.parametrize("command", ["verify", "audit", "doctor", "report"])
+def test_options_of_commands_that_go_to_work_at_once(command: str) -> None:
+    @given(words=st.lists(typed, max_size=3), more=flags(fields_after(command)))
     @examples(25)
     def read(words: list[str], more: list[str]) -> None:
         with contextlib.suppress(KlampError):
-            read_options(options, [*words, *more], command="klamp command")
+            read_command(command, [*words, *more])
 
     read()
 
@@ -155,7 +155,7 @@ def with_file(words: Sequence[str], text: bytes) -> None:
         check_readable(run(words))
 
 
-@given(text=texts(by_any_name(train_fields())))
+@given(text=texts(fields_after("train")))
 @examples(100)
 def test_a_configuration_file(text: bytes) -> None:
     with_file(["train", "--dry_run", "--config", "file.yaml"], text)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from klamp.ablation.plan import Run, runs
-from klamp.cli.ablate_arguments import read_plan_file
+from klamp.cli.ablate import parse_ablate
 from klamp.config import KLWarning
 from studies import command
 from studies.language import KL_PROMPTS, NO_KL, language_plan
@@ -39,5 +39,5 @@ def test_the_plan_is_in_a_new_folder(tmp_path: Path, monkeypatch: pytest.MonkeyP
     code, folder = command.ablate(language_plan(), ["--seeds", "0", "1", "--workers", "2"])
     assert (code, folder) == (0, Path("runs/ablation-language-001"))
     plan = language_plan(seeds=(0, 1))
-    assert vars(read_plan_file(folder / "plan.yaml")) == {**vars(plan), "sweep": {}}
+    assert parse_ablate(["--plan", str(folder / "plan.yaml")])[0] == plan
     assert asked == [["ablate", "--plan", f"{folder}/plan.yaml", "--output_dir", str(folder), "--workers", "2"]]

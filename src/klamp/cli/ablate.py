@@ -1,35 +1,41 @@
-"""`klamp ablate`: parse, show, run, sum up; with --runs, the comparison of existing runs."""
+"""`klamp ablate`: parse, show, run, sum up; with --runs, the comparison of existing runs.
+
+Several values of a flag, or of a field in a plan's YAML file, are compared.
+"""
 
 from __future__ import annotations
 
 import shlex
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import yaml
 from rich.console import Console
 
 from klamp.ablation.execute import Executor, check_folder
-from klamp.ablation.plan import KL_PROMPTS, Plan, Run, as_runs, runs, shown
-from klamp.ablation.results import NOTES, ArmRow, Result, is_done, text_table
-from klamp.cli.ablate_arguments import parse_ablate
-from klamp.cli.describe import describe_model, describe_task, tool
-from klamp.cli.options import AblateOptions
-from klamp.cli.text import FAILED, say, show_paragraph, show_table
-from klamp.errors import DataError, TrainingStopped, without_credentials
+from klamp.ablation.plan import KL_PROMPTS, OWNED, Arm, Plan, Run, as_runs, folder_name, grid, plain_plan, runs
+from klamp.ablation.results import NOTES, ArmRow, Outcome, Result, is_done, text_table
+from klamp.cli.arguments import load_yaml, mapping_of, preset_values, read_entries, read_file
+from klamp.cli.commands import AblateOptions, fields_after, read_command
+from klamp.cli.display import Drawn
+from klamp.cli.text import FAILED, number, say, show_paragraph, show_table
+from klamp.errors import ConfigError, TrainingStopped, unknown_name, without_credentials
 from klamp.files import at_home
 from klamp.training.folders import free_folder
+
+DEFAULTS: Mapping[str, Any] = {"report_to": (), "keep_checkpoints": 1}
+"""Field -> an ablation's default if it differs from that of `klamp train`: many runs need much room on disk."""
 
 
 def run(argv: Sequence[str], *, console: Console | None = None, executor: Executor | None = None) -> int:
     """Run an ablation, or compare existing runs; returns 1 if a run failed.
 
-    Args:
-        argv: the arguments after `ablate`.
-        console: for the progress of the runs; None: stdout.
-        executor: runs them; None: processes on this machine, or the Ray cluster of --ray.
+    `console` shows the progress of the runs; `executor` runs them, None: processes here, or the Ray cluster of --ray.
     """
     plan, options = parse_ablate(argv)
-    command = shlex.join([tool("klamp"), "ablate", *map(without_credentials, argv)])
+    command = shlex.join(["klamp", "ablate", *map(without_credentials, argv)])
     if options.runs:
         return compare_runs(options, command)
     every = runs(plan)
@@ -41,27 +47,31 @@ def run(argv: Sequence[str], *, console: Console | None = None, executor: Execut
         show_plan(plan, every, folder=folder, executor=executor)
         return 0
     command += "" if given else f" --output_dir {shlex.quote(str(folder))}"
-    console = console or Console(highlight=False)
     return _execute(plan, every, folder=folder, executor=executor, console=console, command=command)
 
 
 def _execute(
-    plan: Plan, every: Sequence[Run], *, folder: Path, executor: Executor, console: Console, command: str
+    plan: Plan, every: Sequence[Run], *, folder: Path, executor: Executor, console: Console | None, command: str
 ) -> int:
     import matplotlib  # noqa: F401  (if it is missing, the error comes now and not after the last run)
 
     from klamp.ablation.execute import execute
-    from klamp.cli.display import Board
+
+    drawn, ended = Drawn(console), list[Run]()
+
+    def tell(run: Run, outcome: Outcome | None) -> None:
+        ended.extend([] if outcome is None else [run])
+        text = "started" if outcome is None else f"{outcome.state} {outcome.error.partition(chr(10))[0]}".rstrip()
+        drawn.move("runs", len(ended), len(every))
+        drawn.say(f"[{len(ended)}/{len(every)} ended] {run.arm.name}, seed {run.seed}: {text}")
 
     say(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}; {executor.describe()}")
-    board = Board(console, len(every))
-    try:
-        result = execute(plan, folder, executor, tell=board.tell, progress=board.on_loading)
-    except TrainingStopped as stopped:
-        stopped.fix = f"continue with: {command}"
-        raise
-    finally:
-        board.close()
+    with closing(drawn):
+        try:
+            result = execute(plan, folder, executor, tell=tell, progress=drawn.on_loading)
+        except TrainingStopped as stopped:
+            stopped.fix = f"continue with: {command}"
+            raise
     return show_result(result, command)
 
 
@@ -72,81 +82,109 @@ def _executor(options: AblateOptions, every: Sequence[Run]) -> Executor:
         return local_executor(len(every), workers=options.workers, cpu=all(each.config.run.cpu for each in every))
     from klamp.ablation.cluster import RayExecutor
 
-    return RayExecutor(address=options.ray, cpus_per_run=options.cpus_per_run, gpus_per_run=options.gpus_per_run)
+    cpus = 1.0 if options.cpus_per_run is None else options.cpus_per_run
+    return RayExecutor(address=options.ray, cpus_per_run=cpus, gpus_per_run=options.gpus_per_run or 0.0)
 
 
-IN_A_LINE = {"Acc": "rl/after", "KL": "kl/reverse", "retention": "retained/after"}
-"""Word in the summary's lines -> column: the three numbers of the GRPO tutorial."""
+def parse_ablate(argv: Sequence[str]) -> tuple[Plan, AblateOptions]:
+    """The ablation that a command line describes, and the options of `klamp ablate` itself.
 
+    The last one of these wins: defaults, preset, --config, the plan's base, flags, what an arm sets. --config takes the
+    file of a single run, too; its seed, output_dir and resume are left out.
 
-def compare_runs(options: AblateOptions, command: str) -> int:
-    """Measure the runs, write their table and picture, show them; returns the exit code."""
-    import matplotlib  # noqa: F401  (if it is missing, the error comes now and not after the last measurement)
-
-    from klamp.ablation.execute import compare
-
-    compared = read_runs(options)
-    folder = at_home(options.output_dir) if options.output_dir else free_folder(Path("runs"), "comparison")
-    check_folder(folder)
-    say(f"{len(compared)} runs are compared in {folder}; nothing is trained")
-    result = compare(compared, folder, lambda run: say(f"measuring {run.name}"))
-    code = show_result(result, command)
-    say("\n".join(("", *summary_lines(result.table))))
-    return code
-
-
-def read_runs(options: AblateOptions) -> dict[Path, Run]:
-    """The named runs; of the folder of an ablation, all of its runs. A DataError if they cannot be compared."""
-    from klamp.cli.report import records
-    from klamp.records.klamp_run import is_klamp_run, read_config
-
-    folders = records(options.runs)
-    for folder in folders:
-        if not is_klamp_run(folder):
-            fix = "name the folders that --output_dir named"
-            raise DataError("the folder holds no run of klamp train", got=str(folder), fix=fix)
-    if len(folders) < 2:
-        fix = f"klamp evaluate --checkpoint {folders[0]}, or name more runs"
-        raise DataError("one run cannot be compared", got=str(folders[0]), fix=fix)
-    configs = [(folder, read_config(folder)[1]) for folder in folders]
-    return as_runs(configs, kl_prompts=options.kl_prompts or KL_PROMPTS)
-
-
-def summary_lines(table: Sequence[ArmRow]) -> list[str]:
-    """A line for each arm, as in the GRPO tutorial: `beta=0.01: Acc=85%, KL=0.08, retention=82%`.
-
-    Means over the seeds; scores between 0 and 1 as percentages.
+    Raises:
+        UnknownNameError: an unknown flag, key, preset or choice; names the nearest.
+        ConfigError: a value that cannot be read, or that would be ignored.
     """
-    lines: list[str] = []
-    for row in table:
-        means = {word: row.cells[name].mean for word, name in IN_A_LINE.items() if name in row.cells}
-        texts = [f"{w}={f'{x:.1%}' if w != 'KL' and 0 <= x <= 1 else f'{x:.4g}'}" for w, x in means.items()]
-        beta, ended = row.values.get("beta"), row.cells.get("beta")
-        texts += [f"beta={ended.mean:.4g} at the end"] if ended and beta is not None and ended.mean != beta else []
-        lines += [f"{row.arm}: {', '.join(texts)}"] if means else []
-    return lines
+    fields = fields_after("ablate")
+    several = {name for name, each in fields.items() if (each.section or name == "preset") and each.count == 1}
+    options, flags = read_command("ablate", argv, several)
+    _check_options(options, flags)
+    flags |= {} if options.preset is None else {"preset": options.preset}
+    plan, path = read_plan(options.plan), Path(options.plan or "")
+    one = read_file(options.config) if options.config else {}
+    base, sweep = (read_entries(mapping_of(plan.get(x), f"{x} in {path}"), path, several) for x in ("base", "sweep"))
+    values = {**{name: value for name, value in one.items() if name not in OWNED}, **base, **sweep, **flags}
+    sweep = {name: value for name, value in values.items() if isinstance(value, list)}
+    base = {name: value for name, value in values.items() if name not in sweep}
+    arms = tuple(
+        Arm(name=str(name), values=read_entries(mapping_of(values, f"the arm {name} in {path}"), path))
+        for name, values in mapping_of(plan.get("arms"), f"arms in {path}").items()
+    )
+    if arms and sweep:
+        got, fix = f"arms, and several values of {', '.join(sweep)}", "write the combinations as arms"
+        raise ConfigError("a plan with named arms cannot also sweep a field", got=got, fix=fix)
+    arms, preset = arms or grid(sweep), base.pop("preset", None)
+    if any("preset" in arm.values for arm in arms):
+        arms, preset = tuple(_with_recipe(arm, preset, values) for arm in arms), None
+    if ignored := [flag for flag in flags if flag not in sweep and all(flag in arm.values for arm in arms)]:
+        why, fix = "every arm of the plan sets it", f"leave --{ignored[0]} out, or change the arms"
+        raise ConfigError(f"--{ignored[0]} has no effect", why=why, fix=fix)
+    asked = options.seeds[0] if len(options.seeds) == 1 else list(options.seeds) or plan.get("seeds", 3)
+    name = plan.get("name") or "-".join(sweep) or Path(options.plan or str(base.get("task", "arithmetic"))).stem
+    return Plan(
+        name=folder_name(str(name)),
+        base={**DEFAULTS, **preset_values(preset), **base},
+        arms=arms,
+        seeds=seeds_of(asked),
+        kl_prompts=options.kl_prompts or plan.get("kl_prompts", KL_PROMPTS),
+    ), options
+
+
+def _with_recipe(arm: Arm, preset: str | None, fixed: Mapping[str, Any]) -> Arm:
+    """The arm with the fields of its preset (else of that of the base), but for the fixed ones, which win."""
+    values = {"preset": preset, **arm.values}
+    recipe = preset_values(values.pop("preset"))
+    return Arm(name=arm.name, values={name: value for name, value in recipe.items() if name not in fixed} | values)
+
+
+def _check_options(options: AblateOptions, flags: Mapping[str, Any]) -> None:
+    """Refuse options that would be ignored."""
+    given = [*flags, *(name for name, value in vars(options).items() if value not in (None, False, ()))]
+    ignored, where = {"cpus_per_run", "gpus_per_run"}.intersection(given), "without --ray"
+    if options.ray is not None:
+        ignored, where = {"workers"}.intersection(given), "with --ray"
+    if options.runs:
+        ignored, where = set(given) - {"runs", "output_dir", "kl_prompts"}, "with --runs"
+    if ignored:
+        raise ConfigError(f"--{min(ignored)} has no meaning {where}", fix=f"leave --{min(ignored)} out")
+
+
+def read_plan(file: str | None) -> Mapping[str, Any]:
+    """What a plan's YAML file holds; a ConfigError for what cannot be read.
+
+    name: beta                     # of the folder
+    base: {max_steps: 60}          # any field of klamp train, flat or under its section; also preset
+    sweep: {beta: [0, 0.01]}       # every combination is an arm
+    arms: {no KL: {beta: 0}}       # or arms by name
+    seeds: 3                       # how many, or a list of them
+    kl_prompts: 64                 # held-out prompts that the KL is measured on; 256 if left out
+    """
+    content, keys = load_yaml(at_home(file)) if file else {}, ("name", "base", "sweep", "arms", "seeds", "kl_prompts")
+    if unknown := [str(key) for key in content if key not in keys]:
+        why = f"a plan has the keys {', '.join(keys)}; fields of klamp train stand under base, sweep and arms"
+        raise unknown_name(f"key in {file}", unknown[0], keys, why=why)
+    prompts = content.get("kl_prompts", KL_PROMPTS)
+    if type(prompts) is not int or prompts < 1:
+        raise ConfigError(f"kl_prompts in {file} cannot be read", got=repr(prompts), fix="a whole number of 1 or more")
+    return content
+
+
+def seeds_of(value: object) -> tuple[int, ...]:
+    """The seeds: from a number, that many starting at 0; from a list, the seeds in it."""
+    seeds: Sequence[Any] = range(value) if type(value) is int else value if isinstance(value, list) else ()
+    if not 1 <= len(seeds) <= 1000 or not all(type(seed) is int and seed >= 0 for seed in seeds):
+        why = "they are a number of seeds, or the seeds, whole numbers of at least 0"
+        raise ConfigError("seeds cannot be read", got=repr(value), why=why, fix="3 stands for the seeds 0, 1 and 2")
+    return tuple(seeds)
 
 
 def show_plan(plan: Plan, every: Sequence[Run], *, folder: Path, executor: Executor) -> None:
-    """Print the plan of an ablation; nothing is started, loaded or written."""
-    first = every[0].config
+    """Print the plan of an ablation, as a file takes it; nothing is started, loaded or written."""
+    done, steps = sum(is_done(folder, run) for run in every), sum(run.config.run.max_steps for run in every)
     say("klamp ablate --dry_run: nothing is started, loaded or written\n")
-    done = sum(is_done(folder, run) for run in every)
-    for label, text in (
-        ("runs", f"{len(every)}: {len(plan.arms)} arms x {len(plan.seeds)} seeds ({', '.join(map(str, plan.seeds))})"),
-        ("steps", f"{sum(run.config.run.max_steps for run in every):,} in all"),
-        ("folder", f"{folder} ({done} done, {len(every) - done} to run)"),
-        ("where", executor.describe()),
-        ("task", describe_task(first)),
-        ("model", describe_model(first)),
-        ("common", ", ".join(f"{name}={shown(value)}" for name, value in plan.base.items())),
-    ):
-        show_paragraph(text, label=label)
-    fields = list(dict.fromkeys(name for arm in plan.arms for name in arm.values))
-    configs = {run.arm.name: run.config.flat() for run in every}
-    say()
-    rows = [(arm, *(shown(values[name]) for name in fields)) for arm, values in configs.items()]
-    show_table("arms", ("arm", *fields), rows)
+    say(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}, {done} of {len(every)} done; {steps:,} steps")
+    say(f"{executor.describe()}\n\n{yaml.safe_dump(plain_plan(plan), sort_keys=False, width=10**6).rstrip()}")
 
 
 def show_result(result: Result, command: str) -> int:
@@ -162,11 +200,40 @@ def show_result(result: Result, command: str) -> int:
         say(f"\nfailed: {outcome.arm}, seed {outcome.seed}: {outcome.error.rstrip()}")
         say(f"  log: {result.folder / 'runs' / outcome.run / 'log.txt'}")
     say()
-    lines = [("folder", str(result.folder)), ("written", ", ".join(file.name for file in result.files))]
+    say(f"  folder       {result.folder}")  # not wrapped, as a command, so that it can be copied
+    say(f"  written      {', '.join(file.name for file in result.files)}")
     if (result.folder / "runs").exists():
-        lines.append(("look closer", f"{tool('klamp')} report {result.folder}"))
+        say(f"  look closer  klamp report {result.folder}")
     if failures:
-        lines.append(("try again", command))
-    for label, text in lines:  # not wrapped, so that a command can be copied
-        say(f"  {label:<12} {text}")
+        say(f"  try again    {command}")
     return FAILED if failures else 0
+
+
+def compare_runs(options: AblateOptions, command: str) -> int:
+    """Measure the runs, write their table and picture, show them; returns the exit code."""
+    import matplotlib  # noqa: F401  (if it is missing, the error comes now and not after the last measurement)
+
+    from klamp.ablation.execute import compare
+    from klamp.cli.report import records
+    from klamp.records.klamp_run import read_config
+
+    configs = [(folder, read_config(folder)[1]) for folder in records(options.runs)]
+    compared = as_runs(configs, kl_prompts=options.kl_prompts or KL_PROMPTS)
+    folder = at_home(options.output_dir) if options.output_dir else free_folder(Path("runs"), "comparison")
+    check_folder(folder)
+    say(f"{len(compared)} runs are compared in {folder}; nothing is trained")
+    result = compare(compared, folder, lambda run: say(f"measuring {run.name}"))
+    code = show_result(result, command)
+    say("\n".join(("", *summary_lines(result.table))))
+    return code
+
+
+def summary_lines(table: Sequence[ArmRow]) -> list[str]:
+    """A line for each arm, as in the GRPO tutorial: `beta=0.01: Acc=85.0%, KL=0.08, retention=82.0%`."""
+    named = {"Acc": "rl/after", "KL": "kl/reverse", "retention": "retained/after"}
+    lines: list[str] = []
+    for row in table:
+        means = {word: row.cells[name].mean for word, name in named.items() if name in row.cells}
+        texts = [f"{w}={f'{x:.1%}' if w != 'KL' and 0 <= x <= 1 else number(x)}" for w, x in means.items()]
+        lines += [f"{row.arm}: {', '.join(texts)}"] if means else []
+    return lines

@@ -5,7 +5,6 @@ It runs where the trainer is installed, and asks for nothing beyond klamp's base
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
 from klamp.audit import load_function, load_subject
@@ -13,11 +12,10 @@ from klamp.audit.distillation import Against, DistillationFinding
 from klamp.audit.examine import Audit, Reach, TermFinding, audit
 from klamp.audit.function import check_function
 from klamp.audit.verdict import EXIT_CODES
-from klamp.cli.flags import read_options
-from klamp.cli.options import AuditOptions
+from klamp.cli.commands import AuditOptions, read_command
 from klamp.cli.text import MISSING, say, show_caution, show_table
 from klamp.verify.judge import FAR, Judgement
-from klamp.verify.oracle import Followed
+from klamp.verify.oracle import NOTHING_KNOWN, Followed
 
 
 def run(argv: Sequence[str]) -> int:
@@ -26,7 +24,7 @@ def run(argv: Sequence[str]) -> int:
     Raises:
         KlampError: a host that is not there, a function that cannot be had.
     """
-    options = read_options(AuditOptions, argv, command="klamp audit")
+    options: AuditOptions = read_command("audit", argv)[0]
     legends: dict[str, None] = {}
     codes = {EXIT_CODES[True]}
     for name in options.names:
@@ -35,26 +33,22 @@ def run(argv: Sequence[str]) -> int:
             show_caution(caution)
         result = audit(subject)
         show_audit(result)
-        codes.add(_checked(name, options.means) if ":" in name and subject.terms else exit_code(result))
+        if ":" in name and subject.terms:
+            verdict = check_function(load_function(name), means=options.means)
+            say(f"{verdict}\n")
+            codes.add(verdict.exit_code)
+        else:
+            codes |= exit_codes(result)
         legends |= dict.fromkeys([LEGEND] * bool(subject.terms) + [DISTILLATION_LEGEND] * bool(subject.distillations))
     say("\n\n".join(legends))
     return next(code for code in EXIT_CODES.values() if code in codes)
 
 
-def _checked(name: str, means: str) -> int:
-    """Print the verdict of `klamp.check` on a function; its exit code."""
-    verdict = check_function(load_function(name), means=means)
-    say(f"{verdict}\n")
-    return verdict.exit_code
-
-
-def exit_code(result: Audit) -> int:
-    """0: each KL follows the divergence that it names; 1: one does not; 3: one could not be computed."""
-    rows = [(row(x)[HEADINGS.index("gradient")], "reverse", x.error) for x in result.findings]
-    column = OF_DISTILLATION.index("gradient")
-    rows += [(distillation_row(x)[column], x.term.means, x.error) for x in result.distillations]
-    wrong = [not error and not re.fullmatch(rf"(\d\S* )?{means}( near)?", cell) for cell, means, error in rows]
-    return EXIT_CODES[False if any(wrong) else None if any(error for _, _, error in rows) else True]
+def exit_codes(result: Audit) -> set[int]:
+    """0: a KL follows the divergence that it names; 1: it does not; 3: it could not be computed."""
+    rows = [(gradient_of(x)[0], "reverse", x.error) for x in result.findings]
+    rows += [(distillation_gradient_of(x)[0], x.term.means, x.error) for x in result.distillations]
+    return {EXIT_CODES[None if error else SHORT.get(x.name) == means and x.factor > 0] for x, means, error in rows}
 
 
 def show_audit(result: Audit) -> None:
@@ -106,17 +100,32 @@ SHORT = {
 UNBIASED = 1e-5
 
 
+NOTHING = Followed(NOTHING_KNOWN, 0.0)
+
+
+def gradient_of(finding: TermFinding) -> tuple[Followed, str]:
+    """Whose gradient a term follows, and " near" where only tokens close to the reference follow it."""
+    if finding.judgement is None:
+        return NOTHING, ""
+    whole, near = finding.judgement.gradient.follows, finding.near
+    if not finding.token_by_token:
+        return finding.on_policy or NOTHING, ""
+    return (near, " near") if near and near.name in SHORT and whole.name not in SHORT else (whole, "")
+
+
 def row(finding: TermFinding) -> tuple[str, ...]:
     """The cells of one term, under `HEADINGS`."""
     judgement = finding.judgement
     if judgement is None or finding.off_policy is None:
         return (finding.term.name, "raises", *[MISSING] * (len(HEADINGS) - 2))
+    followed, near = gradient_of(finding)
+    ends = ", ".join(f"{end:+.3g}" for end in _clamped(judgement))
     return (
         finding.term.name,
         _bias(finding.whole_bias if _moved(finding) else judgement.value.relative_bias),
-        _gradient(finding, judgement),
+        f"{_short(followed)}{near}",
         _short(finding.off_policy),
-        _stops(judgement),
+        "everywhere" if judgement.clamp.everywhere else ends or MISSING,
         *map(_reach, finding.reach),
     )
 
@@ -138,8 +147,7 @@ def sentences(finding: TermFinding) -> list[str]:
         found.append(f"{name}: one token alone follows {alone}; completions of several tokens follow neither.")
     if _moved(finding):
         found.append(f"{name}: the value of one token alone is right; of several it is {_bias(finding.whole_bias)}.")
-    for turn in finding.turns:
-        found.append(f"{name}: a token beyond {turn:+.3g} nats is pushed away from the reference.")
+    found += [f"{name}: a token beyond {turn:+.3g} nats is pushed away from the reference." for turn in finding.turns]
     if _clamped(judgement) and abs(judgement.value.relative_bias) > UNBIASED:
         kl = judgement.value.reverse_kl
         found.append(
@@ -149,17 +157,24 @@ def sentences(finding: TermFinding) -> list[str]:
     return found
 
 
+def distillation_gradient_of(finding: DistillationFinding) -> tuple[Followed, str]:
+    """Whose gradient a distillation loss follows, and " near" where only a student close to its teacher follows it."""
+    whole, near = (each.follows if each else NOTHING for each in (finding.gradient, finding.near))
+    return (near, " near") if near.name in SHORT and whole.name not in SHORT else (whole, "")
+
+
 def distillation_row(finding: DistillationFinding) -> tuple[str, ...]:
     """The cells of one distillation loss, under `OF_DISTILLATION`."""
     term = finding.term
     if finding.error:
         return (term.name, term.means, "raises", *[MISSING] * (len(OF_DISTILLATION) - 3))
     larger = finding.larger if isinstance(finding.larger, float) else None
+    followed, near = distillation_gradient_of(finding)
     return (
         term.name,
         term.means,
         _divergence(finding.value),
-        _followed(finding),
+        f"{_short(followed)}{near}" if near else _divergence(finding.gradient),
         _divergence(finding.far) if finding.far else "not finite",
         f"{finding.noise:.0%}" if finding.noise > UNBIASED else "0",
         MISSING if abs(finding.padding - 1) < UNBIASED else f"x{finding.padding:.2g}",
@@ -170,23 +185,16 @@ def distillation_row(finding: DistillationFinding) -> tuple[str, ...]:
 
 def distillation_sentences(finding: DistillationFinding) -> list[str]:
     """The sentences below the table: what the cells of a distillation loss do not say."""
-    name = finding.term.name
+    name, found = finding.term.name, list[str]()
     if finding.error:
         return [f"{name}: raises {finding.error}."]
-    found = [f"{name}: {finding.elsewhere:.0%} of its gradient falls on prompt or padding."] * (
-        finding.elsewhere > UNBIASED
-    )
+    if finding.elsewhere > UNBIASED:
+        found.append(f"{name}: {finding.elsewhere:.0%} of its gradient falls on prompt or padding.")
     if finding.leaks:
         found.append(f"{name}: a token that the teacher forbids makes the gradient NaN, even where nothing is trained.")
     if isinstance(finding.larger, str):
         found.append(f"{name}: of a teacher with three more entries it raises {finding.larger}.")
     return found
-
-
-def _followed(finding: DistillationFinding) -> str:
-    whole, near = _divergence(finding.gradient), finding.near
-    named = finding.gradient and finding.gradient.follows.name in SHORT
-    return f"{_short(near.follows)} near" if near and not named and near.follows.name in SHORT else whole
 
 
 def _divergence(found: Against | None) -> str:
@@ -199,35 +207,18 @@ def _bias(bias: float) -> str:
     return "unbiased" if abs(bias) < UNBIASED else f"{bias:+.1%}"
 
 
-def _gradient(finding: TermFinding, judgement: Judgement) -> str:
-    if not finding.token_by_token:
-        return _short(finding.on_policy)
-    whole, near = _short(judgement.gradient.follows), _short(finding.near)
-    return f"{near} near" if whole == "neither" and near != "neither" else whole
-
-
-def _short(followed: Followed | None) -> str:
-    if followed is None or followed.name not in SHORT:
-        return "neither"
-    factor, name = followed.factor, SHORT[followed.name]
-    if name == "zero" or abs(factor - 1) < 1e-4:
+def _short(followed: Followed) -> str:
+    factor, name = followed.factor, SHORT.get(followed.name, "neither")
+    if name in ("zero", "neither") or abs(factor - 1) < 1e-4:
         return name
     return f"-{name}" if abs(factor + 1) < 1e-4 else f"{factor:.3g} {name}"
 
 
 def _clamped(judgement: Judgement) -> list[float]:
     """The log-ratios at which a clamp stops the gradient, as far out as rounding lets one see."""
-    return [end for end in judgement.clamp if end is not None and abs(end) < FAR]
-
-
-def _stops(judgement: Judgement) -> str:
-    if judgement.clamp == (0, 0):
-        return "everywhere"
-    return ", ".join(f"{end:+.3g}" for end in _clamped(judgement)) or MISSING
+    ends = (judgement.clamp.below, judgement.clamp.above)
+    return [end for end in ends if end is not None and abs(end) < FAR]
 
 
 def _reach(reach: Reach) -> str:
-    if reach.everywhere:
-        return f"±{FAR:g}"
-    low = f"{reach.low}" if reach.low else "0"
-    return f"{low} +{reach.high} {reach.failure}"
+    return f"±{FAR:g}" if reach.everywhere else f"{reach.low} +{reach.high} {reach.failure}"

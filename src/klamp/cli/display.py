@@ -1,55 +1,39 @@
-"""The progress of a run, or of the runs of an ablation: single lines; a terminal has a bar and a table below them."""
+"""A run in words, and its progress: single lines; a terminal has a bar and a table below them."""
 
 from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
-from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from klamp.ablation.plan import Run
-from klamp.ablation.results import Outcome
-from klamp.cli.describe import describe_task
-from klamp.cli.text import MISSING, duration, fixed, say, visible
-from klamp.config.describe import describe_controller, describe_kl, describe_teacher
+from klamp.cli.text import MISSING, number, say, visible
+from klamp.config.describe import describe_controller, describe_kl, describe_movement, describe_teacher
 from klamp.diagnostics.doctor import Finding
 from klamp.report.run import ScoreFormat
-from klamp.training.config import TrainConfig
+from klamp.training.config import TrainConfig, reference_kind
 from klamp.training.observers import SAID_ELSEWHERE, Observer, RunInfo
 
-
-class StepColumn(NamedTuple):
-    """One column of the table of steps: its heading, its metric, and the function that writes a value."""
-
-    title: str
-    metric: str
-    write: Callable[[float], str]
-
-    def cell(self, metrics: Mapping[str, float]) -> str:
-        """The metric's value as text; "-" if it is missing."""
-        return self.write(metrics[self.metric]) if self.metric in metrics else MISSING
-
-
-COLUMNS = (
-    StepColumn("reward", "reward", fixed(3)),
-    StepColumn("KL k1", "kl/k1", fixed(4)),
-    StepColumn("KL k3", "kl/k3", fixed(4)),
-    StepColumn("exact", "kl/exact", fixed(4)),
-    StepColumn("teacher", "teacher/kl", fixed(4)),
-    StepColumn("over", "kl/over_budget", "{:.1%}".format),
-    StepColumn("beta", "beta", "{:.3g}".format),
-    StepColumn("length", "length/mean", fixed(1)),
-    StepColumn("entropy", "policy/entropy", fixed(3)),
-    StepColumn("clip", "policy/ratio_clipped", "{:.1%}".format),
-    StepColumn("lr", "train/learning_rate", "{:.3g}".format),
-    StepColumn("tok/s", "speed/tokens_per_second", "{:,.0f}".format),
-)
+COLUMNS = {
+    "reward": "reward",
+    "KL k1": "kl/k1",
+    "KL k3": "kl/k3",
+    "exact": "kl/exact",
+    "teacher": "teacher/kl",
+    "over": "kl/over_budget",
+    "beta": "beta",
+    "length": "length/mean",
+    "entropy": "policy/entropy",
+    "clip": "policy/ratio_clipped",
+    "lr": "train/learning_rate",
+    "tok/s": "speed/tokens_per_second",
+}
+"""Heading of a column in the table of steps -> its metric."""
 LEGEND = (
     "KL in nats per token; over: completions past the KL budget; clip: tokens past a ratio bound; "
     "tok/s: sampled and trained"
@@ -58,33 +42,26 @@ ROWS, LINES, LOADING_LINES = 12, 20, 5
 """Steps in the table of a terminal; lines for the steps of a run in a log; lines for the work before the first step."""
 
 
-def columns_for(config: TrainConfig) -> list[StepColumn]:
-    """The columns that a run of this configuration has."""
-    empty = {"kl/over_budget"} if config.kl.kl_clip_method == "none" else set()
-    empty |= set() if config.teacher.there else {"teacher/kl"}
-    return [column for column in COLUMNS if column.metric not in empty]
-
-
 class Drawn(Observer):
-    """Lines as they come, and on a terminal a bar below them."""
+    """Lines as they come, and on a terminal a bar below them; the last picture stays. Without a console on stdout."""
 
-    def __init__(self, console: Console) -> None:
-        self.console, self.draws = console, console.is_terminal and not console.is_dumb_terminal
+    def __init__(self, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        self.draws = self.console.is_terminal and not self.console.is_dumb_terminal
         times = TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")
         self.progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times)
         self.bar = self.progress.add_task("", visible=False)
         self.started = time.monotonic()
-        self.live = Live(console=console, get_renderable=self.picture, refresh_per_second=4)
+        self.live = Live(console=self.console, get_renderable=self.picture, refresh_per_second=4)
+
+    def close(self) -> None:
+        self.live.stop()
 
     def move(self, description: str, done: int, total: int) -> None:
         """Set the bar; on a terminal, begin to draw."""
         self.progress.update(self.bar, description=description, completed=done, total=total, visible=True)
         if self.draws:
             self.live.start()
-
-    def close(self) -> None:
-        """Stop drawing; the last picture stays on the screen."""
-        self.live.stop()
 
     def say(self, text: str) -> None:
         """Write a line at once; a reader that has left, as in `klamp train | head`, does not end the run."""
@@ -94,10 +71,6 @@ class Drawn(Observer):
             else:
                 say(text, file=self.console.file)
 
-    def elapsed(self) -> str:
-        """The time since the start, as text."""
-        return f"{duration(time.monotonic() - self.started)} elapsed"
-
     def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
         """Show the progress of the work before the first step."""
         self.move(f"{what}, once", done, total)
@@ -105,26 +78,25 @@ class Drawn(Observer):
             self.say(f"{what}: {done}/{total}" + ("" if loss is None else f", loss {loss:.3f}"))
 
     def picture(self) -> RenderableType:
-        """The bar."""
         return self.progress.get_renderable()
 
 
 class Display(Drawn):
     """One run: evaluations, cautions, alarms and some steps are lines; a terminal has the last steps in a table."""
 
-    def __init__(self, console: Console) -> None:
-        self.info: RunInfo | None = None
-        self.rows: deque[list[str]] = deque(maxlen=ROWS)
-        self.before: Mapping[str, float] = {}
+    info: RunInfo | None = None
+    before: Mapping[str, float] = {}
+
+    def __init__(self, console: Console | None = None) -> None:
+        self.rows: deque[dict[str, str]] = deque(maxlen=ROWS)
         self.warnings: set[str] = set()
         self.raised: set[str] = set()
         super().__init__(console)
 
     def on_start(self, info: RunInfo) -> None:
-        """Write the heading of the run; its time counts from here."""
+        """Write what the run is; its time counts from here."""
         self.info, self.started = info, time.monotonic()
-        self.columns = columns_for(info.config)
-        self.say("\n".join([*heading(info), "", LEGEND]))
+        self.say("\n".join([*(f"{label:<11} {text}" for label, text in heading(info).items()), "", LEGEND]))
         self.progress.reset(self.bar)
         self.move("step", info.start_step, info.config.run.max_steps)
 
@@ -132,24 +104,21 @@ class Display(Drawn):
         """Keep a step's row; a log has a line for the first step, the last, and about twenty between."""
         assert self.info is not None
         start, last = self.info.start_step, self.info.config.run.max_steps
-        cells = [column.cell(metrics) for column in self.columns]
-        self.rows.append([str(step), *cells])
+        cells = {title: number(metrics[name]) for title, name in COLUMNS.items() if name in metrics}
+        self.rows.append({"step": str(step), **cells})
         self.move("step", step, last)
         if not self.draws and (step in (start + 1, last) or step % max(1, -(-(last - start) // LINES)) == 0):
-            values = ", ".join(f"{column.title} {cell}" for column, cell in zip(self.columns, cells, strict=True))
-            self.say(f"step {step}/{last}: {values}")
+            self.say(f"step {step}/{last}: {', '.join(f'{title} {cell}' for title, cell in cells.items())}")
 
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
         """Write the scores in a line, with their change since the start."""
-        first = self.info is not None and step == self.info.start_step
-        self.before = scores if first else self.before
-        scale = ScoreFormat.fitting(self.before, scores)
-        changes = {
-            skill: "" if first or skill not in self.before else f" ({scale.change(self.before[skill], score)})"
+        before, self.before = self.before, self.before or scores
+        scale = ScoreFormat.fitting(before, scores)
+        texts = [
+            f"{skill} {scale.write(score)}" + f" ({scale.change(before.get(skill), score)})" * (skill in before)
             for skill, score in scores.items()
-        }
-        texts = ", ".join(f"{skill} {scale.write(score)}{changes[skill]}" for skill, score in scores.items())
-        self.say(f"  evaluation after step {step}: {texts}   [{self.elapsed()}]")
+        ]
+        self.say(f"  evaluation after step {step}: {', '.join(texts)}")
 
     def on_warning(self, text: str) -> None:
         """Write a warning; the same text is written once."""
@@ -164,66 +133,50 @@ class Display(Drawn):
             self.say(f"  {finding.in_a_line}\n    next step: {finding.alarm.next_step}")
 
     def picture(self) -> RenderableType:
-        """The bar and the last steps."""
-        if self.info is None:
-            return super().picture()
-        table = Table("step", *(column.title for column in self.columns), box=None, header_style="")
-        for column in table.columns:
-            column.justify, column.no_wrap = "right", True
-        for row in list(self.rows)[-max(1, self.console.height - 4) :]:
-            table.add_row(*row)
+        rows = list(self.rows)[-max(1, self.console.height - 4) :]
+        table = Table(box=None, header_style="")
+        for title in dict.fromkeys(title for title in ("step", *COLUMNS) for row in rows if title in row):
+            table.add_column(title, justify="right", no_wrap=True)
+        for row in rows:
+            table.add_row(*(row.get(str(column.header), MISSING) for column in table.columns))
         return Group(super().picture(), table)
 
 
-class Board(Drawn):
-    """An ablation: a line when a run starts and when it ends."""
-
-    def __init__(self, console: Console, runs: int) -> None:
-        self.runs, self.ended = runs, 0
-        super().__init__(console)
-
-    def tell(self, run: Run, outcome: Outcome | None) -> None:
-        """Write a line for a run that starts (no outcome) or has ended."""
-        self.ended += outcome is not None
-        self.move("runs", self.ended, self.runs)
-        text = "started" if outcome is None else f"failed: {outcome.error.partition(chr(10))[0]}"
-        if outcome is not None and outcome.state == "done":
-            values = (("reward", "reward", 3), ("KL", "kl/reverse", 4), ("length", "length", 1))
-            texts = (f"{name} {fixed(n)(outcome.numbers[key])}" for name, key, n in values if key in outcome.numbers)
-            text = ", ".join(("done", *texts))
-        self.say(f"[{self.ended}/{self.runs} ended, {self.elapsed()}] {run.arm.name}, seed {run.seed}: {text}")
+MONITOR = "; --kl_monitor loads one, and measures the KL all the same"
+"""Follows the words that there is no reference."""
 
 
-def heading(info: RunInfo) -> list[str]:
-    """The heading of a run: its task, model, KL and folder in a few lines."""
-    config = info.config
-    some = "" if info.trainable_parameters == info.parameters else f", {_count(info.trainable_parameters)} trained"
-    again = f" · continued after step {info.start_step}" if info.start_step else ""
-    model = f"{config.model.model}, {_count(info.parameters)} parameters{some}"
-    lines = [f"{describe_task(config)} · {model} · {info.device}", f"KL: {describe_kl(config.kl)}"]
-    if config.kl.needs_reference:
-        lines.append(f"reference: {info.reference} · beta: {describe_controller(config.kl)}")
-    lines += [f"teacher: {describe_teacher(config.teacher)}"] if config.teacher.there else []
-    lines += [f"changed: {info.changes}"] if info.changes else []
-    return [*lines, f"folder: {info.output_dir}{again}"]
+def settings(config: TrainConfig) -> dict[str, str]:
+    """The task, the model and the KL of a run, in words."""
+    kl, model, kind = config.kl, config.model, reference_kind(config)
+    trained = f"a LoRA adapter of rank {model.lora_r} is trained" if model.lora_r else "all weights are trained"
+    who = describe_movement(kl) if kind in ("ema", "periodic") else model.ref_model or kl.reference_url or ""
+    who = f"beta is 0, so no reference is loaded{MONITOR}" if kind == "none" else who
+    return {
+        "task": config.task.task + (f", reward {config.task.reward}" if config.task.reward else ""),
+        "model": f"{model.model}; {model.dtype}, {trained}",
+        "reference": f"{kind}: {who}" if who else kind,
+        "teacher": describe_teacher(config.teacher),
+        "KL": describe_kl(kl),
+        "beta": describe_controller(kl) if kl.needs_reference else "0: it trains without KL",
+    }
 
 
-def _count(parameters: int) -> str:
-    for size, letter in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
-        if parameters >= size:
-            return f"{parameters / size:.3g}{letter}"
-    return str(parameters)
+def heading(info: RunInfo) -> dict[str, str]:
+    """What a run is, in words, as it starts."""
+    lines = settings(info.config)
+    lines["model"] += f" ({info.trainable_parameters:,} of {info.parameters:,} parameters, on {info.device})"
+    lines |= (
+        {"resume": f"after step {info.start_step}; changed: {info.changes or 'nothing'}"} if info.start_step else {}
+    )
+    return {**lines, "folder": str(info.output_dir)}
 
 
 def skill_rows(before: Mapping[str, float], after: Mapping[str, float], trained: str = "") -> list[tuple[str, ...]]:
     """Every skill with its score before, its score after and the change, as text; the trained one first."""
-    scores = ScoreFormat.fitting(before, after)
-    return [
-        (
-            f"{skill} (trained)" if skill == trained else skill,
-            scores.write(before.get(skill)),
-            scores.write(after.get(skill)),
-            scores.change(before.get(skill), after.get(skill)),
-        )
-        for skill in sorted({**before, **after}, key=lambda name: name != trained)
-    ]
+    scores, rows = ScoreFormat.fitting(before, after), list[tuple[str, ...]]()
+    for skill in sorted({**before, **after}, key=lambda name: name != trained):
+        was, now = before.get(skill), after.get(skill)
+        name = f"{skill} (trained)" if skill == trained else skill
+        rows.append((name, scores.write(was), scores.write(now), scores.change(was, now)))
+    return rows

@@ -1,4 +1,7 @@
-"""`klamp doctor PATH`: what is wrong with a run, whoever wrote its record; the exit code is for CI."""
+"""`klamp doctor PATH`: what is wrong with a run, whoever wrote its record; `klamp check FILE`: with a micro-batch's KL.
+
+Neither needs torch; their exit codes are for CI.
+"""
 
 from __future__ import annotations
 
@@ -9,108 +12,72 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from klamp.cli.flags import read_options
-from klamp.cli.options import DoctorOptions
-from klamp.cli.text import of_the_system, say, show_error, show_paragraph, show_table
+from klamp.cli.commands import CheckOptions, DoctorOptions, read_command
+from klamp.cli.text import FAILED, say, show_paragraph, show_table
 from klamp.diagnostics.alarms import check_names
 from klamp.diagnostics.doctor import Diagnosis, Finding, examine
-from klamp.diagnostics.history import History
+from klamp.diagnostics.history import RunSettings
 from klamp.diagnostics.names import read_pairs
-from klamp.errors import DataError, KlampError
+from klamp.errors import DataError
 from klamp.report.run import judged
 from klamp.report.text import count
 
 if TYPE_CHECKING:
     from klamp.hosts.common.sync import SyncReport
 
-HEALTHY, ALARMED, UNREADABLE = 0, 1, 2
+
+def run_check(argv: Sequence[str]) -> int:
+    """Print the verdict on a capture file; 0 sound, 1 wrong, 3 cannot tell, a DataError if it cannot be read."""
+    from klamp.audit.capture import Capture
+    from klamp.audit.conclude import conclude
+
+    options: CheckOptions = read_command("check", argv)[0]
+    verdict = conclude(Capture.load(options.path))
+    say(verdict.to_json() if options.json else verdict)
+    return verdict.exit_code
 
 
 def run(argv: Sequence[str]) -> int:
-    """Examine a record; 1 where it is not sound, 2 where it cannot be read or holds nothing to check."""
-    options = read_options(DoctorOptions, argv, command="klamp doctor")
+    """Examine a record and print what was found; 0 sound, 1 not sound, a KlampError if nothing can be checked."""
+    from klamp.records import read_record
+
+    options: DoctorOptions = read_command("doctor", argv)[0]
     check_names(options.fail_on)
-    names = read_pairs(options.map)
-    try:
-        diagnosis = _examined(options, names)
-        reports = _synced(options.path) if options.check_sync else {}
-    except (KlampError, OSError) as error:
-        show_error(error if isinstance(error, KlampError) else of_the_system(error))
-        return UNREADABLE
-    history = diagnosis.history
+    history = read_record(options.path, read_pairs(options.map))
+    said = {each.name: getattr(options, each.name, None) for each in dataclasses.fields(RunSettings)}
+    given = {name: value for name, value in said.items() if value is not None}
+    history.settings = dataclasses.replace(history.settings, **given)
+    diagnosis = examine(history)
+    reports = _synced(options.path) if options.check_sync else {}
     if diagnosis.empty and not reports:
-        show_error(_nothing_to_check(options.path, history))
-        return UNREADABLE
+        why = f"it has {', '.join(sorted(history.names))}" if history.names else "no step was logged"
+        fix = "log a KL or a loss at every step (TRL: logging_steps=1), or say with --map what the record calls them"
+        raise DataError("nothing in the record can be checked", got=str(options.path), why=why, fix=fix)
     failed = diagnosis.failed(options.fail_on)
     failed += [f"sync at step {step}" for step, report in reports.items() if not report.in_sync]
-    blind = "" if options.fail_on else diagnosis.blind
     if options.json:
         say(json.dumps(as_object(diagnosis, options.path, failed, reports), indent=2))
     else:
         show(diagnosis, options.path)
         show_sync(reports)
-    if blind and not failed:
-        show_error(_not_looked_at(options.path, blind))
-        return UNREADABLE
-    return ALARMED if failed else HEALTHY
-
-
-def _examined(options: DoctorOptions, names: Mapping[str, str]) -> Diagnosis:
-    """What the alarms find in a record.
-
-    Raises:
-        KlampError: it cannot be read.
-    """
-    from klamp.records import read_record
-
-    history = read_record(options.path, names)
-    said = {name: getattr(options, name) for name in ("beta", "loss_type", "verifier")}
-    given = {name: value for name, value in said.items() if value is not None}
-    history.settings = dataclasses.replace(history.settings, **given)
-    return examine(history)
+    if diagnosis.blind and not failed and not options.fail_on:
+        why, fix = diagnosis.blind, "log a KL, say with --map what a column is, or with --beta 0 that there is none"
+        raise DataError("no alarm, and the KL was not looked at", got=str(options.path), why=why, fix=fix)
+    return FAILED if failed else 0
 
 
 def _synced(path: Path) -> dict[int, SyncReport]:
-    """Step -> whose log-probabilities sampler and trainer reported.
-
-    Raises:
-        DataError: no run of klamp's, or one whose completions cannot be scored again.
-    """
+    """Step -> whose log-probabilities sampler and trainer reported; a DataError if they cannot be scored again."""
     from klamp.records.klamp_run import is_klamp_run, read_config
     from klamp.training.evaluation import check_completions
 
     if not is_klamp_run(path):
-        raise DataError(
-            "--check-sync takes the folder of a klamp run",
-            got=str(path),
-            why="it scores kept completions again, with the weights that the configuration and the checkpoints name",
-            fix="klamp doctor runs/NAME --check-sync; for another trainer, call klamp.check_sync(model, ...)",
-        )
+        fix = "klamp doctor runs/NAME --check-sync; for another trainer, call klamp.check_sync(model, ...)"
+        raise DataError("--check-sync takes the folder of a klamp run", got=str(path), fix=fix)
     return dict(check_completions(read_config(path)[1], path))
 
 
-def _nothing_to_check(path: Path, history: History) -> DataError:
-    logged = sorted(history.names)
-    return DataError(
-        "nothing in the record can be checked",
-        got=str(path),
-        why=f"it has {', '.join(logged[:8])}{', ...' * (len(logged) > 8)}" if logged else "no step was logged",
-        fix="log a KL, a gradient norm or a loss at every step (TRL: logging_steps=1), or say with --map what "
-        "the record calls them",
-    )
-
-
-def _not_looked_at(path: Path, why: str) -> DataError:
-    return DataError(
-        "no alarm, and the KL was not looked at",
-        got=str(path),
-        why=why,
-        fix="log a KL, say with --map what a column is, or with --beta 0 that there is none",
-    )
-
-
 def show(diagnosis: Diagnosis, path: Path) -> None:
-    """Print what was found in the record at a path."""
     history = diagnosis.history
     say(f"{path}: {history.source}, {count(len(history.rows), 'logged step')} up to step {history.step}")
     for step, text in history.changes.items():
@@ -118,9 +85,8 @@ def show(diagnosis: Diagnosis, path: Path) -> None:
     for caution in history.cautions:
         show_paragraph(caution, label="caution")
     for name, what in history.unread.items():
-        show_paragraph(
-            f"{name}: {what or f'what it is can be said, as --map kl={name} (a k3) or k1={name}'}", label="not read"
-        )
+        known = what or f"what it is can be said, as --map kl={name} (a k3) or k1={name}"
+        show_paragraph(f"{name}: {known}", label="not read")
     for finding in diagnosis.findings:
         _show_finding(finding)
     checked = diagnosis.concerned - len(diagnosis.unchecked)
@@ -133,7 +99,6 @@ def show(diagnosis: Diagnosis, path: Path) -> None:
 
 
 def show_sync(reports: Mapping[int, SyncReport]) -> None:
-    """Print what sampler and trainer reported at each step."""
     for step, report in reports.items():
         say(f"\nsync at step {step}: {'yes' if report.in_sync else 'NO'}, {count(report.tokens, 'token')}")
         for side in report.sides:
@@ -141,43 +106,32 @@ def show_sync(reports: Mapping[int, SyncReport]) -> None:
 
 
 def _show_finding(finding: Finding) -> None:
-    alarm = finding.alarm
+    alarm, evidence = finding.alarm, finding.evidence
     since = f"step {finding.first_step}" + (f", and {finding.steps - 1} more" if finding.steps > 1 else "")
     say(f"\n{alarm.level}: {alarm.name}: {alarm.text} ({since})")
-    show_paragraph(finding.evidence.text, label="seen")
-    for rank, cause in enumerate(finding.evidence.causes, start=1):
-        show_paragraph(cause, label=f"likely {rank}" if len(finding.evidence.causes) > 1 else "likely")
+    show_paragraph(evidence.text, label="seen")
+    for rank, cause in enumerate(evidence.causes, start=1):
+        show_paragraph(cause, label=f"likely {rank}" if len(evidence.causes) > 1 else "likely")
     show_paragraph(alarm.means, label="means")
     show_paragraph(alarm.next_step, label="next step")
-    if finding.evidence.tokens:
-        written = finding.evidence.tokens[0].step
-        near = "" if written == finding.first_step else ", the nearest that was written"
+    if evidence.tokens:
         headings = ("token", "completion", "position", "log policy", "log other", "share of the k3")
         rows = [
             (
                 *(repr(each.token), str(each.completion), str(each.position)),
                 *(f"{each.policy_logprob:.3f}", f"{each.other_logprob:.3f}", f"{100 * each.share:.0f} %"),
             )
-            for each in finding.evidence.tokens
+            for each in evidence.tokens
         ]
-        show_table(f"  tokens to blame, step {written}{near}", headings, rows)
+        show_table(f"  tokens to blame, step {evidence.tokens[0].step}", headings, rows)
 
 
 def as_object(
     diagnosis: Diagnosis, path: Path, failed: Sequence[str], reports: Mapping[int, SyncReport]
 ) -> dict[str, Any]:
-    """A diagnosis as JSON.
-
-    Args:
-        diagnosis: what was found.
-        path: where the record is.
-        failed: names that fail the check.
-        reports: step -> whose log-probabilities sampler and trainer reported.
-    """
-    synced = [
-        {"step": step, "in_sync": each.in_sync, "gaps": {side.side: dict(side.gaps) for side in each.sides}}
-        for step, each in reports.items()
-    ]
+    """A diagnosis as JSON; `failed` names what fails the check."""
+    gaps = {step: {side.side: dict(side.gaps) for side in each.sides} for step, each in reports.items()}
+    synced = [{"step": step, "in_sync": each.in_sync, "gaps": gaps[step]} for step, each in reports.items()]
     return {
         "path": str(path),
         "source": diagnosis.history.source,

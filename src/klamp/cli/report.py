@@ -9,8 +9,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from klamp.cli.flags import read_options
-from klamp.cli.options import ReportOptions
+from klamp.cli.commands import ReportOptions, read_command
 from klamp.cli.text import duration, say, show_caution
 from klamp.diagnostics.names import as_number
 from klamp.errors import DataError, RunFolderError
@@ -22,21 +21,17 @@ if TYPE_CHECKING:  # imported by the command only
     from klamp.records.klamp_run import Details
     from klamp.report.run import ReportRun
 
-FILE = "report.html"
-LOOKED_AT = 2000
-"""Characters of a file by whose beginning a report is known."""
-SEED = r"_seed-\d+$"
-"""Pattern of the end of a run's name in a sweep: its seed."""
-
 
 def run(argv: Sequence[str]) -> int:
-    """Write the page of the runs."""
-    options = read_options(ReportOptions, argv, command="klamp report")
-    file = output_of(options)
-    check_report_file(file)
-    from klamp.report.page import render
+    options: ReportOptions = read_command("report", argv)[0]
+    alone = options.runs[0] if len(options.runs) == 1 and options.runs[0].is_dir() else Path()
+    file = options.output or alone / "report.html"
+    from klamp.report.page import GENERATOR, render
     from klamp.report.run import judged
 
+    if file.is_file() and f'content="{GENERATOR} ' not in file.read_text("utf-8", errors="replace")[:2000]:
+        why, fix = "it would be written over", "choose another --output"
+        raise RunFolderError("the file exists and is no report", got=str(file), why=why, fix=fix)
     runs = read_runs(records(options.runs))
     for each in runs:
         if each.history.is_empty:
@@ -46,31 +41,6 @@ def run(argv: Sequence[str]) -> int:
     words = f"{count(len(runs), 'run')}, {judged([run.diagnosis for run in runs])}"
     say(f"{file}: {words}, {len(page.encode()) / 1000:.0f} kB")
     return 0
-
-
-def output_of(options: ReportOptions) -> Path:
-    """The path of the report: as named, else in the folder of the only run, else in the current folder."""
-    alone = options.runs[0] if len(options.runs) == 1 and options.runs[0].is_dir() else Path()
-    return options.output or alone / FILE
-
-
-def check_report_file(file: Path) -> None:
-    """Refuse to write over a file that is no report, or into a folder that does not exist."""
-    from klamp.report.page import GENERATOR
-
-    if not file.parent.is_dir():
-        raise RunFolderError("the folder of the report does not exist", got=str(file.parent), fix="make it first")
-    if file.is_dir():
-        raise RunFolderError("--output names a folder", got=str(file), fix=f"--output {file / FILE}")
-    if not file.is_file():
-        return
-    if f'content="{GENERATOR} ' not in file.read_text(encoding="utf-8", errors="replace")[:LOOKED_AT]:
-        raise RunFolderError(
-            "the file exists and is no report",
-            got=str(file),
-            why="it would be written over",
-            fix="choose another --output",
-        )
 
 
 def records(paths: Sequence[Path]) -> list[Path]:
@@ -106,7 +76,7 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
             ReportRun(
                 name=name,
                 path=str(path),
-                group=re.sub(SEED, "", name),
+                group=re.sub(r"_seed-\d+$", "", name),  # in a sweep
                 diagnosis=examine(history),
                 config=history.config,
                 said=_said(details, history),
@@ -119,10 +89,7 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
 
 
 def _said(details: Details, history: History) -> list[str]:
-    """What a run was, when, and how long it took, in words; nothing where its record does not say.
-
-    Of a run that was resumed the seconds are those of its last process: all of its steps took longer.
-    """
+    """What a run was, when, and how long its steps took, in words; nothing where its record does not say."""
     if not details.words:
         return []
     model, task, kl = details.words
@@ -134,12 +101,9 @@ def _said(details: Details, history: History) -> list[str]:
 
 
 def names_of(paths: Sequence[Path]) -> list[str]:
-    """A short name for each path: its last part, or as many parts as make it different from the others."""
-    common = ("trainer_state.json", "metrics.jsonl", "completions.jsonl")  # names that tell no runs apart
-    places = [path.parent if path.name in common and path.parent.name else path for path in paths]
-    whole = [followed(place).parts for place in places]
-    for length in range(1, max(map(len, whole)) + 1):
-        names = ["/".join(part[-length:]) for part in whole]
-        if len(set(names)) == len(names):
-            return names
-    return [str(path) for path in paths]
+    """A short name for each path: its last part, or the whole path if several end alike."""
+    common = ("trainer_state.json", "metrics.jsonl", "completions.jsonl")  # tell no runs apart
+    places = [followed(path.parent if path.name in common and path.parent.name else path) for path in paths]
+    names = [place.name for place in places]
+    whole = names if len(set(names)) == len(names) else list(map(str, places))
+    return whole if len(set(whole)) == len(whole) else list(map(str, paths))

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import math
+import functools
 import re
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import IO, Any
 
-from klamp.errors import ConfigError, DataError, KlampError, KLWarning, TrainingStopped, brief
+from klamp.errors import ConfigError, DataError, KlampError, KLWarning
 
 FAILED, WRONG_CONFIGURATION, INTERRUPTED = 1, 2, 130
 MISSING = "-"
@@ -31,14 +31,9 @@ def say(text: object = "", *, file: IO[str] | None = None) -> None:
     print(visible(str(text)), file=file, flush=True)
 
 
-def fixed(digits: int) -> Callable[[float], str]:
-    """A number with so many digits after the point; very small and very large ones in powers of ten."""
-
-    def write(value: float) -> str:
-        usual = value == 0 or not math.isfinite(value) or 0.5 * 10**-digits <= abs(value) < 1000
-        return f"{value:.{digits}f}" if usual else f"{value:.0e}"
-
-    return write
+def number(value: float) -> str:
+    """A number as text, with four digits; large ones whole, with commas."""
+    return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.4g}"
 
 
 def duration(seconds: float) -> str:
@@ -78,12 +73,7 @@ def exit_code(error: KlampError) -> int:
     """The exit code of an error: 2 for a wrong configuration, 130 after Ctrl-C, 1 for all others."""
     if isinstance(error, ConfigError):
         return WRONG_CONFIGURATION
-    return INTERRUPTED if was_interrupted(error) else FAILED
-
-
-def was_interrupted(error: BaseException) -> bool:
-    """Whether training was stopped by Ctrl-C rather than by something that went wrong."""
-    return isinstance(error, TrainingStopped) and error.interrupted
+    return INTERRUPTED if getattr(error, "interrupted", False) else FAILED
 
 
 def of_the_system(error: OSError | SystemExit) -> DataError:
@@ -91,21 +81,17 @@ def of_the_system(error: OSError | SystemExit) -> DataError:
     if isinstance(error, SystemExit):
         got = f"sys.exit({error.code!r})"
         return DataError("the code that klamp called ended the program", got=got, fix="--debug shows where")
-    return DataError(
-        "the system refused what klamp asked of it",
-        got=None if error.filename is None else brief(str(error.filename)),
-        why=error.strerror or f"{type(error).__name__}: {error}",
-        fix="check that path; --debug shows where klamp used it",
+    why, fix = (
+        error.strerror or f"{type(error).__name__}: {error}",
+        "check that path; --debug shows where klamp used it",
     )
+    return DataError("the system refused what klamp asked of it", got=error.filename, why=why, fix=fix)
 
 
 def show_error(error: KlampError) -> None:
-    """Print an error's four parts and its notes to stderr."""
     notes = " ".join(note.strip() for note in getattr(error, "__notes__", ()))
-    parts = {"got": error.got, "why": error.why, "fix": error.fix, "note": notes}
-    lines = [f"\n  {name}: {text}" for name, text in parts.items() if text not in (None, "")]
-    kind = "stopped" if was_interrupted(error) else "error"
-    say(f"klamp: {kind}: {error.what}{''.join(lines)}", file=sys.stderr)
+    kind = "stopped" if exit_code(error) == INTERRUPTED else "error"
+    say(f"klamp: {kind}: {error}" + (f"\n  note: {notes}" if notes else ""), file=sys.stderr)
 
 
 def show_caution(text: str) -> None:
@@ -116,17 +102,15 @@ def show_caution(text: str) -> None:
 @contextmanager
 def cautions_shown() -> Iterator[None]:
     """Within this context, KLWarnings are printed as cautions, each text once; other warnings stay as they are."""
-    seen: set[str] = set()
+    usual, once = warnings.showwarning, functools.cache(show_caution)
+
+    def show(message: Warning | str, category: type[Warning], *where: Any, **named: Any) -> None:
+        if issubclass(category, KLWarning):
+            once(str(message))
+        else:
+            usual(message, category, *where, **named)
+
     with warnings.catch_warnings():
         warnings.simplefilter("always", KLWarning)
-        usual = warnings.showwarning
-
-        def show(message: Warning | str, category: type[Warning], *where: Any, **named: Any) -> None:
-            if not issubclass(category, KLWarning):
-                usual(message, category, *where, **named)
-            elif str(message) not in seen:
-                seen.add(str(message))
-                show_caution(str(message))
-
         warnings.showwarning = show
         yield

@@ -2,85 +2,69 @@
 
 from __future__ import annotations
 
+import shlex
+import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
+import yaml
 from rich.console import Console
 
 from klamp.cli.arguments import parse_train
-from klamp.cli.describe import MONITOR, plan_text, resume_command, tool
-from klamp.cli.display import Display, skill_rows
+from klamp.cli.display import MONITOR, Display, settings, skill_rows
 from klamp.cli.prepare import prepared_text
-from klamp.cli.text import MISSING, duration, fixed, say, show_table
+from klamp.cli.text import MISSING, WIDTH, duration, number, say, show_table
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
 from klamp.errors import TrainingStopped
 from klamp.tasks.base import NO_REWARD
 from klamp.training.backends import Runner, check_backend, train_run
 from klamp.training.config import TrainConfig
-from klamp.training.folders import checkpoint_folders
-from klamp.training.observers import RunInfo, RunSummary
+from klamp.training.folders import checkpoint_folders, run_folder
+from klamp.training.observers import RunSummary
+from klamp.training.resumed import check_resume
+
+if TYPE_CHECKING:  # imported for a dry run only
+    from klamp.training.setup import Inputs
 
 
-def run(argv: Sequence[str], *, console: Console | None = None, runner: Runner | None = None) -> int:
-    """Train, or show what would be trained.
-
-    Args:
-        argv: the arguments after `train`.
-        console: draws the run as it goes; None: one for stdout.
-        runner: what trains; None: `train_run` of `klamp.training.backends`.
-
-    Raises:
-        KlampError: whatever stops the run.
-    """
-    request = parse_train(argv)
-    check_backend(request.config)
-    if request.options.prepare:
-        say(prepared_text(argv, request.config))
-    elif request.options.dry_run:
+def run(argv: Sequence[str], *, console: Console | None = None) -> int:
+    """Train, or show what would be trained; `console` draws the run as it goes, None: one for stdout."""
+    config, options = parse_train(argv)
+    check_backend(config)
+    if options.prepare:
+        say(prepared_text(argv, config))
+    elif options.dry_run:
         from klamp.training.setup import open_inputs
 
-        say(plan_text(request.config, open_inputs(request.config), argv))
-    elif request.config.run.backend != "local":
+        say(plan_text(config, open_inputs(config), argv))
+    elif config.run.backend != "local":
         from klamp.training.launch import launch
 
-        launch(request.config, argv)
+        launch(config, argv)
     else:
-        _train(request.config, console or Console(highlight=False), runner)
+        _train(config, console or Console(highlight=False))
     return 0
 
 
-def _train(config: TrainConfig, console: Console, runner: Runner | None) -> None:
-    display = Display(console)
-    try:
-        summary = (runner or _trainer(console))(config, [display])
-    except TrainingStopped as stopped:
-        if display.info is not None and stopped.resumable:
-            left = tuple(name for name in config.run.stop_on if name not in display.raised)
-            stopped.fix = f"continue with: {resume_command(config, display.info.output_dir, stop_on=left)}"
-        raise
-    except KeyboardInterrupt as stop:
-        raise _stopped(config, display.info) or stop from stop
-    finally:
-        display.close()
+def _train(config: TrainConfig, console: Console) -> None:
+    with closing(Display(console)) as display:
+        try:
+            summary = _trainer(console)(config, [display])
+        except TrainingStopped as stopped:
+            if display.info is not None and stopped.resumable:
+                left = tuple(name for name in config.run.stop_on if name not in display.raised)
+                more = ["--stop_on", *left] if left != config.run.stop_on else []
+                stopped.fix = f"continue with: {resume_command(display.info.output_dir, *more)}"
+            raise
     print_summary(config, summary)
 
 
-def _stopped(config: TrainConfig, info: RunInfo | None) -> TrainingStopped | None:
-    """The error of an interrupt before the first step of a process, or after its last; None: nothing is saved."""
-    loading = config.run.output_dir if config.run.resume else None
-    folder = Path(loading or "") if info is None else info.output_dir
-    saved = checkpoint_folders(folder) if info is not None or loading else []
-    if not saved:
-        return None
-    return TrainingStopped(
-        "the run was stopped while no step was under way",
-        got="an interrupt",
-        resumable=True,
-        why=f"its newest checkpoint, {saved[-1]}, is as it was",
-        fix=f"continue with: {resume_command(config, folder, stop_on=config.run.stop_on)}",
-    )
+def resume_command(folder: Path, *more: str) -> str:
+    """The command that continues a run, with what changes."""
+    return shlex.join(["klamp", "train", "--resume", str(folder), *more])
 
 
 def _trainer(console: Console) -> Runner:
@@ -96,6 +80,55 @@ def _trainer(console: Console) -> Runner:
     return train_run
 
 
+def plan_text(config: TrainConfig, inputs: Inputs | None = None, argv: Sequence[str] = ()) -> str:
+    """The plan of a run as text: its settings in words, then the fields that differ from the defaults.
+
+    `inputs` are those that were opened, if any; `argv` what `config` was made from.
+    """
+    lines = (
+        textwrap.fill(f"{name:<11} {text}", WIDTH, initial_indent="  ", subsequent_indent=" " * 14)
+        for name, text in _plan(config, inputs).items()
+    )
+    defaults = TrainConfig().flat()
+    changed = {name: value for name, value in config.flat().items() if value != defaults[name]}
+    parts = [
+        "klamp train --dry-run: prompts, tokenizer and reward are opened; nothing is started or written",
+        "\n".join(lines),
+        f"what differs from the defaults, as a YAML file takes it\n\n{_as_yaml(changed)}",
+    ]
+    if config.run.backend != "local":
+        from klamp.training.launch import engine_plan
+
+        arguments, words = engine_plan(config, argv)
+        if arguments:
+            parts.append(f"the arguments of klamp.trl.GRPOConfig\n\n{_as_yaml(arguments)}")
+        if words:
+            parts.append(f"the command that runs it, once klamp has made the folder\n\n  {shlex.join(words)}")
+    return "\n\n".join(parts)
+
+
+def _plan(config: TrainConfig, inputs: Inputs | None) -> dict[str, str]:
+    kl, rollout, run = config.kl, config.rollout, config.run
+    size, length, lines = rollout.num_generations, rollout.max_completion_length, settings(config)
+    if inputs is not None:
+        counts = f"{inputs.training} to train on, {inputs.held_out} held out"
+        lines["task"] += f"; {counts}; longest prompt (tokens): {inputs.longest}"
+    if going := check_resume(config, Path(run.output_dir or "")):
+        lines["resume"] = f"after step {going[0]}; changed: {going[1] or 'nothing'}"
+    if kl.needs_reference and config.task.reward != NO_REWARD and kl.reference != "sampler":
+        price = configured_price(kl, config.loss, group_size=size, mean_length=length, max_length=length)
+        lines["price"] = describe_price(price, group_size=size)
+    completions = f"{rollout.prompts_per_step} prompts x {size} completions = {rollout.prompts_per_step * size}"
+    lines["steps"] = f"{run.max_steps}, each {completions} of up to {length} tokens"
+    return {**lines, "folder": str(run_folder(config))}
+
+
+def _as_yaml(values: Mapping[str, Any]) -> str:
+    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
+    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10**6)
+    return textwrap.indent(text, "  ").rstrip()
+
+
 ESTIMATORS = ("k1", "k3", "exact")
 ROWS = {"": "nats per token", "_sequence": "nats per completion", "_original": "from its start, per token"}
 
@@ -108,53 +141,37 @@ def print_summary(config: TrainConfig, summary: RunSummary) -> None:
     headings = ("", "before", "after", "change")
     show_table("skill (held out)", headings, skill_rows(summary.before, summary.after, summary.rl_skill))
     say()
-    if kl.reference == "sampler" and kl.beta > 0 and summary.steps:
-        moved = metrics.get("policy/kl_old", 0.0)
-        say(f"KL from the sampler (last update): {moved:.4f} nats per token; beta: {describe_controller(kl)}")
-    elif kl.needs_reference and summary.steps:
-        show_table("KL from the reference (last step)", ("", *ESTIMATORS), _kl_rows(metrics))
-        say(_beta_text(config, metrics))
+    rows = {text: [metrics.get(f"kl/{estimator}{end}") for estimator in ESTIMATORS] for end, text in ROWS.items()}
+    rows = [
+        (text, *(MISSING if x is None else number(x) for x in values))
+        for text, values in rows.items()
+        if values.count(None) < len(ESTIMATORS)
+    ]
+    if rows:
+        show_table("KL from the reference (last step)", ("", *ESTIMATORS), rows)
     else:
         why = "no step was taken" if kl.needs_reference else f"beta is 0, so no reference was loaded{MONITOR}"
         say(f"KL from the reference: not measured; {why}")
+    if kl.needs_reference and summary.steps:
+        say(f"beta: {describe_controller(kl)}; {number(metrics.get('beta', kl.beta))} in the last step")
     if "teacher/kl" in metrics:
-        end = f"; it gives the policy's ends a probability of {metrics['teacher/end']:.3f}" * ("teacher/end" in metrics)
-        say(f"KL to the teacher (last step): {metrics['teacher/kl']:.4f} nats per token{end}")
+        say(f"KL to the teacher (last step): {number(metrics['teacher/kl'])} nats per token")
     say()
-    for name, text in _files(config, summary):  # not wrapped, so that a command can be copied
+    for name, text in _files(config, summary).items():  # not wrapped, so that a command can be copied
         say(f"{name:<12} {text}")
 
 
-def _kl_rows(metrics: Mapping[str, float]) -> list[tuple[str, ...]]:
-    rows: list[tuple[str, ...]] = []
-    for suffix, name in ROWS.items():
-        names = [f"kl/{estimator}{suffix}" for estimator in ESTIMATORS]
-        if suffix != "_original" or metrics.keys() & names:  # only a moving reference has left its start
-            rows.append((name, *(fixed(4)(metrics[each]) if each in metrics else MISSING for each in names)))
-    return rows
-
-
-def _beta_text(config: TrainConfig, metrics: Mapping[str, float]) -> str:
-    kl, size = config.kl, config.rollout.num_generations
-    beta = metrics.get("beta", kl.beta)
-    if "length/mean" not in metrics or config.task.reward == NO_REWARD:
-        return f"beta: {beta:.3g} ({'fixed' if kl.controller_name == 'fixed' else describe_controller(kl)})"
-    lengths = {"mean_length": metrics["length/mean"], "max_length": config.rollout.max_completion_length}
-    price = configured_price(kl, config.loss, group_size=size, beta=beta, **lengths)
-    return f"beta: {describe_controller(kl)}; price: {describe_price(price, group_size=size)}"
-
-
-def _files(config: TrainConfig, summary: RunSummary) -> list[tuple[str, str]]:
-    """The paths of the run's files; only files that exist are named."""
-    folder = summary.output_dir
-    files = {"metrics": folder / "metrics.jsonl", "completions": folder / "completions.jsonl"}
-    lines = [("run", f"{folder}"), *((name, str(file)) for name, file in files.items() if file.exists())]
-    saved = checkpoint_folders(folder)
+def _files(config: TrainConfig, summary: RunSummary) -> dict[str, str]:
+    """The paths of the run's files that exist, and the commands that go on from here."""
+    folder, saved = summary.output_dir, checkpoint_folders(summary.output_dir)
+    lines = {"run": str(folder)}
+    for name in ("metrics", "completions"):
+        lines |= {name: str(file)} if (file := folder / f"{name}.jsonl").exists() else {}
     if saved:
-        lines.append(("checkpoints", f"{saved[-1].parent}: {', '.join(path.name for path in saved)}"))
+        lines["checkpoints"] = f"{saved[-1].parent}: {', '.join(path.name for path in saved)}"
     if "tensorboard" in config.run.report_to:
-        lines.append(("TensorBoard", f"{tool('tensorboard')} --logdir {folder}"))
-    lines.append(("look at it", f"{tool('klamp')} report {folder}"))
+        lines["TensorBoard"] = f"tensorboard --logdir {folder}"
+    lines["look at it"] = f"klamp report {folder}"
     if saved:
-        lines.append(("continue", resume_command(config, folder, max_steps=max(1, 2 * summary.steps))))
+        lines["continue"] = resume_command(folder, "--max_steps", str(max(1, 2 * summary.steps)))
     return lines

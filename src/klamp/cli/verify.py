@@ -1,34 +1,56 @@
-"""`klamp verify`: klamp's claims, proven on this machine; exit code 1 if one of them fails."""
+"""`klamp verify`: klamp's claims, proven on this machine; `klamp explain`: what a KL term does, measured likewise."""
 
 from __future__ import annotations
 
+import textwrap
 import time
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
-from klamp.cli.flags import read_options
-from klamp.cli.options import VerifyOptions
-from klamp.cli.text import FAILED, say, show_paragraph, show_table
+from klamp.cli.arguments import config_of, with_file
+from klamp.cli.commands import ExplainOptions, VerifyOptions, read_command
+from klamp.cli.text import FAILED, WIDTH, say, show_paragraph, show_table
+from klamp.config import PRESETS, find_preset
+from klamp.errors import ConfigError, KLWarning, unknown_name
+from klamp.tasks.base import NO_REWARD
 from klamp.verify.convergence import answer_convergence
 from klamp.verify.direction import answer_direction
+from klamp.verify.explain import FORMS, Explanation, Setting, explain_config, explain_form
 from klamp.verify.proofs import PROOFS, Check, run_section
 from klamp.verify.proofs.check import Answer
-from klamp.verify.proofs.values import EstimatorFacts, measure_estimators
+from klamp.verify.proofs.values import measure_estimators
 
-QUESTIONS: dict[str, Callable[[], Answer]] = {"direction": answer_direction, "convergence": answer_convergence}
+QUESTIONS = {"direction": answer_direction, "convergence": answer_convergence}
+LENGTH = 1000
+"""Completion length in tokens where neither a flag nor the configuration says one."""
 
 
 def run(argv: Sequence[str]) -> int:
     """Run every proof, or answer one question; 1 where a check fails."""
-    options = read_options(VerifyOptions, argv, command="klamp verify")
+    options: VerifyOptions = read_command("verify", argv)[0]
     started = time.perf_counter()
     checks = show_proofs() if options.question is None else show_answer(QUESTIONS[options.question]())
-    return conclude(checks, time.perf_counter() - started)
+    failed = [check for check in checks if not check.passed]
+    say()
+    if not failed:
+        say(f"{len(checks)} of {len(checks)} checks passed, in {time.perf_counter() - started:.1f} s")
+        return 0
+    say(f"{len(failed)} of {len(checks)} checks FAILED:")
+    for check in failed:
+        say(f"  {check.section}: {check.claim}: {_measured(check)}")
+    return FAILED
 
 
 def show_proofs() -> list[Check]:
     """Run every proof and print it, section by section; returns the checks."""
     headings = ("estimator", "per token", "value", "deviation/KL", "as a loss it follows", "in the reward it follows")
-    show_table("the estimators, tokens of the policy", headings, [_cells(each) for each in measure_estimators()])
+    rows = [
+        (x.name, x.formula, x.bias_text, f"{x.deviation:.2f}", x.as_loss.in_words, x.in_reward.in_words)
+        for x in measure_estimators()
+    ]
+    show_table("the estimators, tokens of the policy", headings, rows)
     checks: list[Check] = []
     for section, proof in PROOFS.items():
         found = run_section(section, proof)
@@ -38,7 +60,7 @@ def show_proofs() -> list[Check]:
     return checks
 
 
-def show_answer(answer: Answer) -> list[Check]:
+def show_answer(answer: Answer) -> Sequence[Check]:
     """Print an answered question; returns its checks."""
     say(f"{answer.question}\n")
     for table in answer.tables:
@@ -46,45 +68,60 @@ def show_answer(answer: Answer) -> list[Check]:
         say()
     show_checks(answer.checks, "what this rests on")
     say()
-    if answer.passed:
-        for paragraph in answer.words:
-            show_paragraph(paragraph, width=0)
-    return list(answer.checks)
+    for paragraph in answer.words if answer.passed else ():
+        show_paragraph(paragraph, width=0)
+    return answer.checks
 
 
 def show_checks(checks: Sequence[Check], title: str) -> None:
     """Print checks: ok with what was measured, or FAIL with what was expected."""
-    rows = [
-        ("ok" if check.passed else "FAIL", check.claim, check.measured if check.passed else _failure(check))
-        for check in checks
-    ]
+    rows = [("ok" if check.passed else "FAIL", check.claim, _measured(check)) for check in checks]
     show_table(title, ("", "", ""), rows)
 
 
-def conclude(checks: Sequence[Check], seconds: float) -> int:
-    """Print how many checks passed; returns the exit code."""
-    failed = [check for check in checks if not check.passed]
-    say()
-    if not failed:
-        say(f"{len(checks)} of {len(checks)} checks passed, in {seconds:.1f} s")
-        return 0
-    say(f"{len(failed)} of {len(checks)} checks FAILED:")
-    for check in failed:
-        section = f"{check.section}: " if check.section else ""
-        say(f"  {section}{check.claim}: {_failure(check)}")
-    return FAILED
+def _measured(check: Check) -> str:
+    return check.measured if check.passed else f"expected {check.expected}, got {check.measured}"
 
 
-def _failure(check: Check) -> str:
-    return f"expected {check.expected}, got {check.measured}"
+def run_explain(argv: Sequence[str]) -> int:
+    for index, explanation in enumerate(explain(argv)):
+        if index:
+            say()
+        say(textwrap.fill(f"{explanation.name}: {explanation.verdict}", WIDTH))
+        for label, text in (*explanation.lines, *(("caution", caution) for caution in explanation.cautions)):
+            show_paragraph(text, label=label)
+    return 0
 
 
-def _cells(facts: EstimatorFacts) -> tuple[str, ...]:
-    return (
-        facts.name,
-        facts.formula,
-        facts.bias_text,
-        f"{facts.deviation:.2f}",
-        facts.as_loss.in_words,
-        facts.in_reward.in_words,
-    )
+def explain(argv: Sequence[str]) -> list[Explanation]:
+    """The explanations that a command line asks for; without a name, that of its flags alone."""
+    options, flags = read_command("explain", argv)
+    return [_explain(options, name, flags) for name in options.names or ("these flags",)]
+
+
+def _explain(options: ExplainOptions, name: str, flags: Mapping[str, Any]) -> Explanation:
+    if name in FORMS and flags:  # some are presets, too
+        why, fix = "it is explained as it is printed", "klamp explain --preset NAME ... for a configuration"
+        raise ConfigError("a printed form takes no flags", got=f"{name}, {', '.join(flags)}", why=why, fix=fix)
+    if name in FORMS:
+        return explain_form(name)
+    if name.endswith((".yaml", ".yml")):
+        options = replace(options, config=options.config or name)
+    elif name in PRESETS:
+        options = replace(options, preset=options.preset or name)
+    elif options.names:
+        why = "it is no preset, no printed form, no .yaml"
+        raise unknown_name("preset, printed form or file", name, {*PRESETS, *FORMS}, why=why)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KLWarning)  # the explanation says the same, in its place
+        values = with_file(options, flags)
+        config, preset, longest = config_of(values), values.get("preset"), values.get("max_completion_length")
+        setting = Setting(
+            length=options.length or config.kl.kl_reference_length or longest or LENGTH,
+            max_length=longest,
+            group_size=config.rollout.num_generations,
+            paper=find_preset(preset).paper if preset else "",
+            rewarded=config.task.reward != NO_REWARD,
+            updates=config.optim.num_iterations,
+        )
+        return explain_config(config.kl, config.loss, name=name, setting=setting, teacher=config.teacher)
