@@ -62,7 +62,7 @@ class Listener:
         self.reference: Tensor | None = None
 
     def __enter__(self) -> Listener:
-        self._keep("_get_per_token_logps_and_entropies", lambda result: self.scores.append(result[0]))
+        self._keep("_get_per_token_logps_and_entropies", self._keep_scores)
         self._keep("_read", lambda result: self.scores.append(result[1]))
         self._keep("_get_last_hidden_state", self.hidden.append)
         inner = self.trainer.compute_loss
@@ -80,6 +80,10 @@ class Listener:
             names.pop, name
         )
         names[name] = value
+
+    def _keep_scores(self, result: Any) -> None:
+        if result[0] is not None:  # Unsloth's own method returns hidden states to its loss function
+            self.scores.append(result[0])
 
     def _keep(self, name: str, keep: Callable[[Any], None]) -> None:
         inner: Any = getattr(self.trainer, name, None)
