@@ -20,8 +20,8 @@ from tests.audit.bench.worlds import BETA, Case, Score, World, make_world, wrong
 
 from klamp.audit import liger as liger_host
 from klamp.audit import torchrl as torchrl_host
-from klamp.audit import trl_distillation
-from klamp.audit.distillation import PROMPT, Distillation, Sequences
+from klamp.audit import trl as trl_host
+from klamp.audit.examine import PROMPT, Distillation, Sequences
 
 FORWARD: dict[str, Any] = {"kl": ("forward",), "ok": False, "codes": ("kl-forward",)}
 REVERSE: dict[str, Any] = {"kl": ("reverse",), "ok": True}
@@ -160,11 +160,11 @@ def distillations(batch: Sequences) -> Iterator[Case]:
     """18 losses of a batch; a position predicts the token after it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        all_of_them = [*trl_distillation.distillations()]
-        all_of_them += [each for host in (liger_host, torchrl_host) for each in host.subject().distillations]
+        all_of_them = [*trl_host.distillations()]
+        all_of_them += [each for host in (liger_host, torchrl_host) for each in host.subject().losses]
     mask = torch.cat([batch.mask[:, 1:], torch.zeros_like(batch.mask[:, :1])], 1)
     given = {"logits": batch.student, "teacher_logits": batch.teacher, "mask": mask, "ids": batch.tokens.roll(-1, 1)}
-    for each in all_of_them:
+    for each in (x for x in all_of_them if isinstance(x, Distillation)):
 
         def loss(w: World, each: Distillation = each) -> Any:
             return each.loss(batch), w.teacher_passed(means=each.means, temperature=each.temperature, **given)

@@ -90,15 +90,13 @@ def load_subject(name: str, *, means: Direction = "reverse") -> Subject:
 
 
 def _load(name: str, host: Host, installed: str) -> Subject:
-    from klamp.audit.examine import kl_of_one_token
-
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # theirs, on import and on deprecated options; not about the KL
             logging.disable(logging.WARNING)
             subject: Subject = importlib.import_module(f"klamp.audit.{name}").subject()
-            for term in subject.terms[:1]:  # whatever has moved shows here
-                kl_of_one_token(term)
+            for loss in subject.losses[:1]:  # whatever has moved shows here
+                loss.verdict()
             return subject
     except KlampError:
         raise
@@ -130,22 +128,16 @@ def function_subject(path: str, *, means: Direction = "reverse") -> Subject:
     """
     import torch
 
-    from klamp.audit.examine import Subject, Term
-    from klamp.audit.function import called
+    from klamp.audit.examine import Distillation, Subject, Term, called
 
     function = load_function(path)
     if _takes(function, 4) and not _takes(function, 2):
-        from klamp.audit.distillation import Distillation
-
         loss = Distillation(name=path, loss=lambda batch: function(*batch.aligned), means=means)
-        return Subject(title=path, distillations=(loss,))
+        return Subject(title=path, losses=(loss,))
     policy = torch.full((2, 3), -1.0, dtype=torch.float64)
     forms = f"it is called as {CONTRACT}, or as {DISTILLATION_CONTRACT}, with float64 tensors and nothing else"
     called(function, policy, policy - 0.5, name=path, forms=forms)
-    return Subject(
-        title=path,
-        terms=(Term.of_function("as a loss", function), Term.of_function("in the reward", function, use="reward")),
-    )
+    return Subject(title=path, losses=(Term(name=path, function=function, means=means),))
 
 
 def load_function(path: str) -> Callable[..., Any]:

@@ -19,9 +19,8 @@ from torch import Tensor
 
 from klamp.audit.capture import Capture
 from klamp.audit.conclude import NEAR_ZERO, conclude
-from klamp.audit.findings import finding
 from klamp.audit.forms import roundoff
-from klamp.audit.verdict import Finding, Verdict
+from klamp.audit.verdict import Finding, Verdict, finding
 from klamp.errors import ConfigError, KLWarning, ShapeError, TensorError
 
 Numbers: TypeAlias = "Tensor | Sequence[Tensor] | Sequence[float]"
@@ -139,7 +138,7 @@ def check(  # noqa: PLR0913
         ConfigError: arguments that do not go together.
     """
     if not isinstance(loss, Tensor):
-        from klamp.audit.function import check_function
+        from klamp.audit.examine import check_function
 
         return check_function(loss, example=example, means=means)
     key = _key(loss, once)

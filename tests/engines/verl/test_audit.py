@@ -10,15 +10,7 @@ from tests.engines.verl.actor import Step, actor_loss
 from torch import Tensor
 
 from klamp.audit import load_subject
-from klamp.audit.examine import Audit, audit
 from klamp.audit.verl import reward_kl
-
-DEFAULT = "kl_loss_type=low_var_kl (k3) (default)"
-
-
-@pytest.fixture(scope="module")
-def audited() -> Audit:
-    return audit(load_subject("verl"))
 
 
 def kl_part(policy: Tensor, ref: Tensor, **options: object) -> Tensor:
@@ -29,19 +21,8 @@ def kl_part(policy: Tensor, ref: Tensor, **options: object) -> Tensor:
     return with_kl - without
 
 
-def test_the_version_is_one_that_was_tried(audited: Audit) -> None:
-    assert audited.subject.title.startswith("verl 0.9.1,")
-    assert audited.subject.cautions == ()
-
-
-def test_k3_has_no_gradient_past_its_clamp(audited: Audit) -> None:
+def test_k3_has_no_gradient_past_its_clamp() -> None:
     """Its value stops at 10: exp(x) - x - 1 = 10 at x = 2.6109 below the reference, and at 11 - exp(-11) above."""
-    (default,) = [finding for finding in audited.findings if finding.term.name == DEFAULT]
-    judgement = default.judgement
-    assert judgement is not None
-    below, above = judgement.clamp.below, judgement.clamp.above
-    assert below == pytest.approx(-2.610869, abs=1e-5)
-    assert above == pytest.approx(10.999983, abs=1e-5)
     for log_ratio, dead in ((-2.60, False), (-2.62, True), (10.9, False), (11.1, True)):
         policy = torch.tensor([[-20.0]], dtype=torch.float64, requires_grad=True)
         loss = kl_part(policy, policy.detach() - log_ratio)
@@ -91,3 +72,4 @@ def test_in_the_reward_only_k1_is_right(kind: str, follows: str) -> None:
 
 def test_the_page_shows_what_the_command_prints() -> None:
     assert_documented("verl")
+    assert load_subject("verl").cautions == ()

@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import TrainerCallback
 
-from klamp.audit.distillation import of_beta
-from klamp.audit.findings import finding
+from klamp.audit.examine import of_beta
 from klamp.audit.micro_batch import check as check_loss
-from klamp.audit.trl_distillation import GivenLogits
-from klamp.audit.verdict import Verdict
+from klamp.audit.trl import GivenLogits
+from klamp.audit.verdict import Verdict, finding
 from klamp.core.arguments import describe
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.coefficient import TEACHER, loss_mask
