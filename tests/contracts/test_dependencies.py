@@ -55,7 +55,7 @@ GUESTS = {
     "audit/liger.py": {"liger-kernel"},
     "audit/torchrl.py": {"torchrl", "tensordict"},
     "audit/trl.py": {"trl", "datasets", "tokenizers", "transformers"},
-    "audit/verl.py": {"verl", "tensordict"},
+    "audit/verl.py": {"verl"},
     "hosts/common/sampler_weights.py": {"vllm", "transformers"},
     "tasks/files.py": {"datasets"},
     "tinker/testing.py": {"klamp-standin"},

@@ -48,7 +48,7 @@ HOSTS = {
         "trl>=1.7.1,<=1.16.0",
         "GRPOTrainer's loss with each option that changes its KL, and the trainers for distillation",
     ),
-    "verl": Host("verl==0.9.1", "every kl_loss_type, as a loss and in the reward, and every loss_mode of distillation"),
+    "verl": Host("verl==0.9.1", "every kl_loss_type, as a loss and in the reward"),
     "liger": Host("liger-kernel==0.8.5", "the chunked GRPO loss and JSD"),
     "torchrl": Host("torchrl==0.14.1", "GRPOLoss, its k3 estimate, the KL in the reward, DistillationLoss"),
 }
