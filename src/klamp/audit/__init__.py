@@ -59,7 +59,7 @@ def load_subject(name: str, *, means: Direction = "reverse") -> Subject:
 
     Args:
         name: of the package, or of the function.
-        means: the divergence that a function of four arguments, a loss of distillation, is meant to be.
+        means: the divergence that a function is meant to follow.
 
     Raises:
         UnknownNameError: neither a host nor of the form `module:function`.
@@ -116,12 +116,11 @@ DISTILLATION_CONTRACT = "function(student_logits [B, T, V], teacher_logits [B, T
 
 
 def function_subject(path: str, *, means: Direction = "reverse") -> Subject:
-    """Prepare a function for an audit: a KL, as a loss and as a number in the reward, or a loss of distillation.
+    """Prepare a function for an audit: a KL or a whole loss, or, with four arguments, a loss of distillation.
 
     Args:
-        path: `module:function` or `module:Class.method`; modules of the working directory are found too. One that
-            cannot be called without four arguments is a loss of distillation: the mean over the tokens of its mask.
-        means: the divergence that a loss of distillation is meant to be.
+        path: `module:function` or `module:Class.method`; modules of the working directory are found too.
+        means: the divergence that is meant.
 
     Raises:
         ConfigError: it cannot be imported, is not callable, or not with what it would be audited with.

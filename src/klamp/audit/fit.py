@@ -121,12 +121,7 @@ class _Problem(NamedTuple):
 
 
 def explain(tokens: Tokens, *, simple: bool = False) -> Explanation:
-    """Find the simplest explanation of a gradient.
-
-    Args:
-        tokens: the trained tokens.
-        simple: leave out the stages with a gate, a bound or a free factor.
-    """
+    """Find the simplest explanation of a gradient; `simple` leaves out a gate, a bound and a free factor."""
     part = np.zeros_like(tokens.gradient) if tokens.policy_part is None else tokens.policy_part
     size = np.abs(tokens.gradient) + np.abs(part)
     used = np.flatnonzero(np.abs(tokens.log_r) <= FARTHEST)
@@ -389,12 +384,6 @@ def at_zero(t: Tokens, second: Array, third: Array, mean: Mean) -> AtZero | None
 
     A ratio gives -a A w to both derivatives, a fixed weight nothing. Any other policy loss (sapo) is fitted apart for
     positive and negative advantages, if they have values enough.
-
-    Args:
-        t: tokens whose log-ratio is 0.
-        second: the second derivative of the loss by each log-probability.
-        third: the third one.
-        mean: the mean that the KL is under.
     """
     u = t.weights(mean)
     a = np.zeros_like(u) if t.advantage is None else t.advantage

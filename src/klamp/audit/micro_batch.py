@@ -421,19 +421,8 @@ def _along(g: Sequence[Tensor], direction: Tensor) -> list[Tensor] | None:
     return [torch.zeros_like(x) if y is None else y for x, y in zip(g, found, strict=True)]
 
 
-COPIES = (
-    "View",
-    "UnsafeView",
-    "Reshape",
-    "Expand",
-    "Squeeze",
-    "Unsqueeze",
-    "Transpose",
-    "TBackward",
-    "Slice",
-    "Select",
-)
-COPIES += ("Index", "Alias", "Clone", "ToCopy", "Mul")
+COPIES = ("View", "UnsafeView", "Reshape", "Expand", "Squeeze", "Unsqueeze", "Transpose", "TBackward", "Slice")
+COPIES += ("Select", "Index", "Alias", "Clone", "ToCopy", "Mul")
 """Operations, by the start of their names, that make a copy of log-probabilities."""
 
 

@@ -48,14 +48,7 @@ def subject() -> Subject:
 def subject_of_loss(
     title: str, loss: Callable[..., Tensor], defaults: Mapping[str, Any], *, notes: tuple[str, ...]
 ) -> Subject:
-    """The subject of a loss that has the options of TRL's GRPO: one term per option.
-
-    Args:
-        title: the name of the package and its version.
-        loss: a `HostLoss` that takes those options as keywords.
-        defaults: the option -> the host's default.
-        notes: for the reader.
-    """
+    """The subject of a `HostLoss` that takes the options of TRL's GRPO as keywords: one term per option."""
     option, default = "use_bias_correction_kl", bool(defaults["use_bias_correction_kl"])
     terms: dict[str, dict[str, Any]] = {
         marked(option, each, default): {option: each} for each in (default, not default)
@@ -77,15 +70,8 @@ def build_trainer() -> Any:
     from trl import GRPOConfig, GRPOTrainer
 
     with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            output_dir=folder,
-            beta=0.0,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            num_generations=2,
-            per_device_train_batch_size=2,
-        )
+        sizes = {"num_generations": 2, "per_device_train_batch_size": 2}
+        config = GRPOConfig(output_dir=folder, beta=0.0, use_cpu=True, bf16=False, report_to="none", **sizes)
         trainer = GRPOTrainer(
             model=_tiny_model(),
             args=config,
@@ -98,16 +84,7 @@ def build_trainer() -> Any:
 
 
 def kl_loss(trainer: Any, policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    """The KL part of TRL's loss, as a `HostLoss`.
-
-    Args:
-        trainer: from `build_trainer`.
-        policy: log-probabilities of the policy.
-        ref: of the reference.
-        old: of the policy that sampled.
-        mask: True on the tokens of the completions.
-        options: fields of GRPOConfig to set meanwhile.
-    """
+    """The KL part of TRL's loss, as a `HostLoss`; `options` are fields of GRPOConfig to set meanwhile."""
     tokens = mask.long()
     inputs = {
         "prompt_ids": torch.ones_like(tokens[:, :1]),
@@ -131,15 +108,8 @@ def kl_loss(trainer: Any, policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor
 def _tiny_model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=4,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        max_position_embeddings=16,
-    )
-    return LlamaForCausalLM(config).train()
+    sizes = {"vocab_size": 4, "hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 16}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, num_attention_heads=1, **sizes)).train()
 
 
 def _tiny_tokenizer() -> Any:
@@ -172,7 +142,7 @@ def _set(trainer: Any, **values: Any):
 
 
 TOP = 3
-"""The teacher's likeliest tokens that a server gives, of the audit's six."""
+"""The teacher's likeliest tokens that a server gives, of the audit's twenty."""
 
 
 class Trainer(NamedTuple):
@@ -316,13 +286,7 @@ def _on_policy(batch: Sequences) -> dict[str, Tensor]:
 
 
 def _of_server(logps: Tensor, tokens: Tensor, top: int) -> list[dict[str, dict[str, float]]]:
-    """What vLLM says of each token but the first: the `top` likeliest there, by rank, and the token itself.
-
-    Args:
-        logps: [L, V]; those after the last token are left over.
-        tokens: [L] or fewer.
-        top: how many of the likeliest.
-    """
+    """What vLLM says of each token [L] but the first: the `top` likeliest there, by rank, and the token itself."""
     places = []
     for row, token in zip(logps.detach(), tokens[1:].tolist(), strict=False):
         order = row.argsort(descending=True).tolist()
