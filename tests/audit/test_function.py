@@ -69,9 +69,7 @@ def k3(policy: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
         (Term(name="", loss=lambda p, q, old, m: p.detach().mean()), None, None),
     ],
 )
-def test_a_term_of_a_trainer_is_judged_in_loss_or_reward(
-    term: Term, kl: str | None, ok: bool | None
-) -> None:
+def test_a_term_of_a_trainer_is_judged_in_loss_or_reward(term: Term, kl: str | None, ok: bool | None) -> None:
     verdict = audit(Subject(title="it", losses=(term,)))[""]
     assert (verdict.kl, verdict.ok) == (kl, ok), str(verdict)
     assert ("off-mask-gradient" in verdict.codes("wrong")) == (kl == "forward")
