@@ -2,7 +2,7 @@
 
 `estimators.md` comes from `klamp.core.estimators.ESTIMATORS` and from what `klamp.verify` measures, `metrics.md` from
 `klamp.diagnostics.metrics.METRICS`, `alarms.md` from `klamp.diagnostics.alarms.ALARMS`, and `findings.md` from
-`klamp.audit.findings`. A test compares the committed pages with what this writes.
+`klamp.audit.verdict`. A test compares the committed pages with what this writes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
-from klamp.audit.findings import table
+from klamp.audit.verdict import findings_table
 from klamp.config import KLConfig, KLWarning, LossConfig
 from klamp.core.estimators import ESTIMATORS
 from klamp.diagnostics.alarm import Alarm, Limit
@@ -166,9 +166,8 @@ def _alarms(alarms: Iterable[Alarm]) -> list[str]:
 
 def findings_page() -> str:
     """The page on the findings of `klamp.check`."""
-    rows = [
-        (f"`{code}`", row["level"], _plain(row["what"]), _plain(row.get("fix", ""))) for code, row in table().items()
-    ]
+    table = findings_table()
+    rows = [(f"`{code}`", x["level"], _plain(x["what"]), _plain(x.get("fix", ""))) for code, x in table.items()]
     parts = ["# Findings of klamp.check", "", NOTICE]
     parts += ["As [klamp.check](check.md) prints them. Braces stand for a number."]
     return "\n".join([*parts, "", *_table(("code", "level", "finding", "fix"), rows), ""])

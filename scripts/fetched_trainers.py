@@ -25,9 +25,8 @@ import torch
 from scripts.checkouts import Options, Unused, commit_of, cut, nothing, package, stub, undecorated
 from torch import Tensor
 
-from klamp.audit.distillation import PROMPT, Distillation, Sequences
-from klamp.audit.examine import Subject, audit
-from klamp.cli.audit import DISTILLATION_LEGEND, show_audit
+from klamp.audit.examine import PROMPT, Distillation, Sequences, Subject, audit
+from klamp.cli.audit import LEGEND, show_audit
 from klamp.cli.text import say
 from klamp.core.types import Direction
 
@@ -63,7 +62,7 @@ def subject_of(name: str, folder: Path) -> Subject:
         )
         for mode in TRAINERS[name]
     )
-    return Subject(title=f"{name} {commit_of(folder)}".rstrip(), distillations=losses, notes=NOTES.get(name, ()))
+    return Subject(title=f"{name} {commit_of(folder)}".rstrip(), losses=losses, notes=NOTES.get(name, ()))
 
 
 def _logps(logits: Tensor, tokens: Tensor) -> Tensor:
@@ -506,8 +505,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not folder.is_dir():
             say(f"{name}: there is no folder {folder}; skipped.\n")
             continue
-        show_audit(audit(subject_of(name, folder.resolve())))
-    say(DISTILLATION_LEGEND)
+        subject = subject_of(name, folder.resolve())
+        show_audit(subject, audit(subject))
+    say(LEGEND)
     return 0
 
 

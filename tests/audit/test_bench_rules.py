@@ -1,21 +1,26 @@
-"""Each rule of the check is needed: with it a case is named, without it the same case is misnamed or accused."""
+"""Each rule of the check is needed: with it a case is named, without it the same case is misnamed or accused.
+
+And which tensor was passed to `klamp.check`: a copy is refused, a path around it is seen, nothing is ignored.
+"""
 
 from __future__ import annotations
 
 import math
-import warnings
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.audit.bench.losses import advantages, k2, k3, plus, ppo, ratio_k3
+from tests.audit.bench.losses import advantages, exact_kl, k2, k3, plus, ppo, ratio_k3
 from tests.audit.bench.worlds import BETA, Case, World, make_world, verdict_of, worth_of, wrong
 from tests.audit.test_bench_numerics import small
+from torch import Tensor
 
 import klamp
 from klamp.audit import conclude, fit, forms, inputs, micro_batch
-from klamp.audit.verdict import Verdict
+from klamp.errors import ConfigError, TensorError
 
 RIGHT = Case("right", plus(ppo, ratio_k3))
 K2 = Case("k2", plus(ppo, k2))
@@ -34,7 +39,7 @@ INFINITE[0, 0], ENDS[0, 2] = -math.inf, 99
 PADS = torch.where(NEAR.mask & (NEAR.places >= 4), 7, 1)
 
 
-def clamped(w: World) -> torch.Tensor:
+def clamped(w: World) -> Tensor:
     r = w.log_r.clamp(-3, 3).exp()
     return w.token(-w.a * r + BETA * r * k3(w.d))
 
@@ -123,32 +128,52 @@ def test_a_single_pad_at_the_end_and_other_ids_are_no_padding() -> None:
     assert verdict_of(RIGHT, NEAR, ids=ids, pad=7, eos=7).ok is True
 
 
-def looked_at(monkeypatch: pytest.MonkeyPatch, *, once: bool = True) -> int:
-    """How many verdicts are worked out in three steps of one loop."""
-    found: list[Verdict] = []
-    monkeypatch.setattr(micro_batch, "_SEEN", {})
-    monkeypatch.setattr(micro_batch, "conclude", lambda x: found.append(conclude.conclude(x)) or found[-1])
-    for step in range(3):
-        world = make_world(116 + step)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            klamp.check(RIGHT.loss(world), once=once, **world.passed())
-    return len(found)
-
-
-def test_a_call_site_is_checked_once_and_on_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (looked_at(monkeypatch), looked_at(monkeypatch, once=False)) == (1, 3)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
-    for rank, looks in ((1, 0), (0, 1)):
-        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
-        assert looked_at(monkeypatch) == looks
-    monkeypatch.setattr(micro_batch, "_checked_before", lambda *_: None)
-    assert looked_at(monkeypatch) == 3
-
-
 @pytest.mark.parametrize("case", [RIGHT, FORWARD])
 def test_the_check_draws_no_random_number_and_changes_no_gradient(case: Case) -> None:
     before, loss = torch.get_rng_state(), case.loss(FIRST)
     verdict_of(Case("", lambda _: loss), FIRST)
     assert torch.equal(before, torch.get_rng_state()) and FIRST.logits.grad is None
     assert torch.equal(*(torch.autograd.grad(x, FIRST.logits, retain_graph=True)[0] for x in (loss, case.loss(FIRST))))
+
+
+COPIES: list[Callable[[Tensor], Tensor]] = [lambda x: x * 1.0, lambda x: x[None][0], lambda x: x[:, :-1]]
+
+
+@pytest.mark.parametrize("copy", COPIES)
+def test_a_copy_of_the_log_probabilities_is_refused(copy: Callable[[Tensor], Tensor]) -> None:
+    w = make_world(1)
+    with pytest.raises(TensorError, match="not computed from this policy_logprobs"):
+        klamp.check(w.token(ppo(w)), policy_logprobs=copy(w.logp), once=False)
+
+
+def test_no_capture_is_promised_of_a_loss_on_logits_alone(tmp_path: Path) -> None:
+    w = make_world(1)
+    given = {"policy_logprobs": w.logp, "mask": w.mask, **w.logits_passed()}
+    with pytest.raises(ConfigError, match="writes no capture"):
+        klamp.check(w.token(exact_kl(w)), save=tmp_path / "it", once=False, **given)
+    assert klamp.check(w.token(exact_kl(w)), once=False, **given).kl == "reverse"
+
+
+@pytest.mark.parametrize(("beta", "right"), [(-0.05, -0.05), (0.05, 0.05), (0.05, -0.05), (-0.05, 0.05)])
+def test_an_exact_kl_beside_is_right_with_the_sign_of_the_beta_that_was_passed(beta: float, right: float) -> None:
+    case = Case("", lambda w: (w.token(ppo(w) + right * exact_kl(w)), {"beta": beta, **w.logits_passed()}))
+    verdict = verdict_of(case, make_world(1), sampler_logprobs=None)
+    assert (verdict.kl, verdict.ok) == (("reverse", True) if beta == right else ("away", False))
+
+
+@pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
+def test_rank_0_checks_a_call_site_once_and_tries_again_where_it_cannot_tell(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answers(steps: int) -> list[tuple[bool | None, bool]]:
+        found = []
+        for step in range(steps):
+            w = make_world(1, lag=0, drift=0.0 if step < 1 else 0.3)
+            loss = w.token(-w.live * w.a + 0.05 * klamp.kl_penalty(w.logp, w.ref, w.mask))
+            verdict = klamp.check(loss, **w.passed() | {"old_logprobs": None, "sampler_logprobs": None}, beta=0.05)
+            found.append((verdict.ok, "earlier call" in verdict.summary))
+        return found
+
+    monkeypatch.setattr(micro_batch, "_SEEN", {})
+    assert answers(5) == [(None, False), (True, False), (True, True), (True, True), (True, True)]
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)
+    assert answers(2) == [(None, False)] * 2

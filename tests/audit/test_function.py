@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from klamp.audit import load_function, load_subject
+from klamp.audit.examine import Subject, Term, audit
 from klamp.cli import main
 from klamp.errors import ConfigError
 
@@ -48,12 +49,30 @@ def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return name
 
 
-def test_a_function_is_audited_as_a_loss_and_in_the_reward_and_so_is_a_method_of_a_class(module: str) -> None:
-    subject = load_subject(f"{module}:k1")
-    assert subject.title == f"{module}:k1"
-    assert [(term.name, term.use) for term in subject.terms] == [("as a loss", "loss"), ("in the reward", "reward")]
+def test_a_function_and_a_method_of_a_class_are_found(module: str) -> None:
+    assert audit(load_subject(f"{module}:k1"))[f"{module}:k1"].kl == "zero"
     policy, ref = torch.tensor([3.0]), torch.tensor([1.0])
     assert load_function(f"{module}:Losses.k2")(policy, ref).tolist() == [2.0]
+
+
+def k3(policy: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
+    return torch.expm1(ref - policy) - (ref - policy)
+
+
+@pytest.mark.parametrize(
+    ("term", "kl", "ok"),
+    [
+        (Term(name="", function=lambda p, q: p - q, in_reward=True), "reverse", True),
+        (Term(name="", function=k3, in_reward=True), "k3", False),
+        (Term(name="", loss=lambda p, q, old, m: ((p - old).exp() * k3(p, q) * m).sum() / m.sum()), "reverse", True),
+        (Term(name="", loss=lambda p, q, old, m: k3(p, q).mean()), "forward", False),
+        (Term(name="", loss=lambda p, q, old, m: p.detach().mean()), None, None),
+    ],
+)
+def test_a_term_of_a_trainer_is_judged_in_loss_or_reward(term: Term, kl: str | None, ok: bool | None) -> None:
+    verdict = audit(Subject(title="it", losses=(term,)))[""]
+    assert (verdict.kl, verdict.ok) == (kl, ok), str(verdict)
+    assert ("off-mask-gradient" in verdict.codes("wrong")) == (kl == "forward")
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def k2_subject() -> Subject:
-    return Subject(title="fake", terms=(Term.of_function("k2", lambda p, ref: (p - ref).square() / 2),))
+    return Subject(title="fake", losses=(Term(name="k2", loss=lambda p, ref, old, mask: (p - ref).square().mean()),))
 
 
 @pytest.mark.parametrize("name", ["trl", "verl", "liger", "torchrl"])
@@ -76,10 +76,10 @@ def test_a_host_that_cannot_be_imported_is_no_crash(fake) -> None:
 
 
 def test_a_host_whose_kl_has_moved_is_found_out_before_the_audit(fake) -> None:
-    def moved(policy: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
+    def moved(*_: torch.Tensor) -> torch.Tensor:
         raise AttributeError("'Trainer' object has no attribute 'beta'")
 
-    fake(lambda: Subject(title="fake", terms=(Term.of_function("moved", moved),)))
+    fake(lambda: Subject(title="fake", losses=(Term(name="moved", loss=moved),)))
     with pytest.raises(UnsupportedVersion, match="has no attribute 'beta'"):
         load_subject("fake")
 

@@ -9,26 +9,20 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.audit.bench.losses import k2, k3, plus, ppo
+from tests.audit.bench.worlds import Case, make_world, verdict_of
 
-import klamp
 from klamp.audit.verdict import Verdict
 from klamp.cli import main
+
+KLS = {"sound": k2, "wrong": lambda w: k3(w.d), "open": lambda w: torch.sin(9 * w.d)}
 
 
 def captured(path: Path, kind: str) -> Verdict:
     """A capture of a small loss: its KL is k2 (sound), k3 differentiated (wrong) or a sine (cannot tell)."""
-    generator = torch.Generator().manual_seed(0)
-    policy = (-3 * torch.rand(6, 9, generator=generator)).requires_grad_()
-    ref = (policy.detach() + 0.3 * torch.randn(6, 9, generator=generator)).clamp(max=-1e-3)
-    delta, mask = policy - ref, torch.ones(6, 9, dtype=torch.bool)
-    kl = {"sound": delta**2 / 2, "wrong": torch.expm1(-delta) + delta, "open": torch.sin(9 * delta)}[kind]
-    advantages = torch.tensor([1.0, -1.0, 0.5, -0.5, 2.0, -2.0])
-    loss = (-(policy - policy.detach()).exp() * advantages[:, None] + 0.1 * kl).mean()
-    given = {"policy_logprobs": policy, "ref_logprobs": ref, "mask": mask, "advantages": advantages, "beta": 0.1}
-    return klamp.check(loss, save=path, once=False, **given)  # type: ignore[arg-type]
+    return verdict_of(Case(kind, plus(ppo, KLS[kind])), make_world(), save=path, sampler_logprobs=None)
 
 
-@pytest.mark.filterwarnings("ignore::klamp.KLWarning")
 @pytest.mark.parametrize(("kind", "code"), [("sound", 0), ("wrong", 1), ("open", 3)])
 def test_the_verdict_of_a_file(kind: str, code: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     verdict = captured(tmp_path / "it.safetensors", kind)
@@ -45,7 +39,6 @@ def test_what_cannot_be_read_is_no_verdict(tmp_path: Path, capsys: pytest.Captur
     assert "klamp: error" in capsys.readouterr().err
 
 
-@pytest.mark.filterwarnings("ignore::klamp.KLWarning")
 def test_it_loads_neither_torch_nor_transformers(tmp_path: Path) -> None:
     captured(tmp_path / "it.safetensors", "wrong")
     code = "import sys; from klamp.cli import main; code = main(['check', 'it.safetensors']); "

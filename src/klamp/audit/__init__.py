@@ -48,7 +48,7 @@ HOSTS = {
         "trl>=1.7.1,<=1.16.0",
         "GRPOTrainer's loss with each option that changes its KL, and the trainers for distillation",
     ),
-    "verl": Host("verl==0.9.1", "every kl_loss_type, as a loss and in the reward, and every loss_mode of distillation"),
+    "verl": Host("verl==0.9.1", "every kl_loss_type, as a loss and in the reward"),
     "liger": Host("liger-kernel==0.8.5", "the chunked GRPO loss and JSD"),
     "torchrl": Host("torchrl==0.14.1", "GRPOLoss, its k3 estimate, the KL in the reward, DistillationLoss"),
 }
@@ -59,7 +59,7 @@ def load_subject(name: str, *, means: Direction = "reverse") -> Subject:
 
     Args:
         name: of the package, or of the function.
-        means: the divergence that a function of four arguments, a loss of distillation, is meant to be.
+        means: the divergence that a function is meant to follow.
 
     Raises:
         UnknownNameError: neither a host nor of the form `module:function`.
@@ -90,15 +90,13 @@ def load_subject(name: str, *, means: Direction = "reverse") -> Subject:
 
 
 def _load(name: str, host: Host, installed: str) -> Subject:
-    from klamp.audit.examine import kl_of_one_token
-
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # theirs, on import and on deprecated options; not about the KL
             logging.disable(logging.WARNING)
             subject: Subject = importlib.import_module(f"klamp.audit.{name}").subject()
-            for term in subject.terms[:1]:  # whatever has moved shows here
-                kl_of_one_token(term)
+            for loss in subject.losses[:1]:  # whatever has moved shows here
+                loss.verdict()
             return subject
     except KlampError:
         raise
@@ -118,34 +116,27 @@ DISTILLATION_CONTRACT = "function(student_logits [B, T, V], teacher_logits [B, T
 
 
 def function_subject(path: str, *, means: Direction = "reverse") -> Subject:
-    """Prepare a function for an audit: a KL, as a loss and as a number in the reward, or a loss of distillation.
+    """Prepare a function for an audit: a KL or a whole loss, or, with four arguments, a loss of distillation.
 
     Args:
-        path: `module:function` or `module:Class.method`; modules of the working directory are found too. One that
-            cannot be called without four arguments is a loss of distillation: the mean over the tokens of its mask.
-        means: the divergence that a loss of distillation is meant to be.
+        path: `module:function` or `module:Class.method`; modules of the working directory are found too.
+        means: the divergence that is meant.
 
     Raises:
         ConfigError: it cannot be imported, is not callable, or not with what it would be audited with.
     """
     import torch
 
-    from klamp.audit.examine import Subject, Term
-    from klamp.audit.function import called
+    from klamp.audit.examine import Distillation, Subject, Term, called
 
     function = load_function(path)
     if _takes(function, 4) and not _takes(function, 2):
-        from klamp.audit.distillation import Distillation
-
         loss = Distillation(name=path, loss=lambda batch: function(*batch.aligned), means=means)
-        return Subject(title=path, distillations=(loss,))
+        return Subject(title=path, losses=(loss,))
     policy = torch.full((2, 3), -1.0, dtype=torch.float64)
     forms = f"it is called as {CONTRACT}, or as {DISTILLATION_CONTRACT}, with float64 tensors and nothing else"
     called(function, policy, policy - 0.5, name=path, forms=forms)
-    return Subject(
-        title=path,
-        terms=(Term.of_function("as a loss", function), Term.of_function("in the reward", function, use="reward")),
-    )
+    return Subject(title=path, losses=(Term(name=path, function=function, means=means),))
 
 
 def load_function(path: str) -> Callable[..., Any]:

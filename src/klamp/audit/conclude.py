@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 
 from klamp.audit.capture import Capture, in_order, trained_tokens
-from klamp.audit.findings import finding
 from klamp.audit.fit import MEANS, AtZero, Explanation, Fit, at_zero, explain
 from klamp.audit.forms import Array, Tokens, k3
 from klamp.audit.inputs import advantage_form, examine_inputs
-from klamp.audit.verdict import Finding, Verdict
+from klamp.audit.verdict import Finding, Verdict, finding
 
 RIGHT = {"reverse": ("reverse", "squared"), "forward": ("forward",)}
 """What was meant -> the classes of KL that are right."""

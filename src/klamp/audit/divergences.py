@@ -200,9 +200,9 @@ def _headed(heads: Array, log_s: Array, log_t: Array, s: Array, t: Array) -> Ite
     yield "forward", "KL(teacher||student)", "no tail", s * (t * inside).sum(1, keepdims=True) - t * inside
     ratio = np.where(heads, -np.exp(-ell), -t_out / s_out)
     yield "forward", "KL(teacher||student)", "bucket", _centred(s, ratio)
-    with np.errstate(divide="ignore"):
-        hs, ht = (np.where(heads, x, -np.inf) for x in (log_s, log_t))
-    hs, ht = (x - np.logaddexp.reduce(x, axis=1, keepdims=True) for x in (hs, ht))
+    hs, ht = (np.where(heads, x, -np.inf) for x in (log_s, log_t))
+    with np.errstate(invalid="ignore"):  # a position without a head
+        hs, ht = (x - np.logaddexp.reduce(x, axis=1, keepdims=True) for x in (hs, ht))
     ps, pt = np.exp(hs), np.exp(ht)
     gap = np.where(heads, hs - np.where(heads, ht, 0), 0.0)
     yield "reverse", "KL(student||teacher)", "renormalised", _centred(ps, gap)

@@ -1,77 +1,161 @@
-"""Examines the KL of an installed trainer: which value, which gradient, how far from the reference it still works.
+"""Audits functions and the losses of installed trainers: each is judged as `klamp.check` judges a micro-batch.
 
-A `Term` is one KL term of one host, behind a function that returns the KL part of the host's own loss for one
-completion, its coefficient taken out. `audit_term` sends it through `judge` (tokens from the policy, one position), and
-beyond what that can show: near the reference, where nothing is clamped; through completions of several tokens, from
-the policy and from an older one; and through every floating-point type.
+A function that returns one number per token is a KL: it is tried at any log-ratio. One that returns a scalar may hold a
+policy loss too: what the reference changes in its gradient is the KL's part. A loss of a trainer is computed by the
+trainer's own code, on a drawn batch with padding and a policy that has moved since the rollout.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from klamp.audit.distillation import Distillation, DistillationFinding, examine_distillation, told
-from klamp.errors import ShapeError
-from klamp.verify.judge import (
-    DTYPES,
-    FAR,
-    SCAN_STEP,
-    TOLERANCE,
-    Judgement,
-    KLFunction,
-    Use,
-    as_loss,
-    judge,
-    judge_value,
-    one_token,
-)
-from klamp.verify.oracle import Followed, Loss, expected, expected_pull, in_reward, reverse_kl
-from klamp.verify.worlds import Chain, Outcomes, Sampler, random_chain, random_positions
+from klamp.audit.capture import Capture
+from klamp.audit.conclude import conclude, judge_kinds
+from klamp.audit.fit import Explanation, explain
+from klamp.audit.forms import Array, Tokens, roundoff
+from klamp.audit.logits import check_logits
+from klamp.audit.verdict import Finding, Verdict, finding
+from klamp.core.arguments import describe
+from klamp.core.types import Direction
+from klamp.errors import ConfigError
 
-CompletionLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""(policy_logprobs, ref_logprobs, old_logprobs), each [1, T] -> the KL of the completion: a scalar, coefficient 1."""
 HostLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(policy_logprobs, ref_logprobs, old_logprobs, mask), each [B, T] -> the KL part of the host's own loss of a batch,
-coefficient 1: a scalar. `old` are those of the policy that sampled; the mask is True on the tokens of completions."""
+"""(policy_logprobs, ref_logprobs, old_logprobs, mask), each [B, T] -> the KL part of a loss, coefficient 1."""
+KLFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
+"""(policy_logprobs, ref_logprobs), each [B, T] -> [B, T], or a whole loss."""
+PROMPT = 2
+"""Tokens of the prompt before each drawn completion."""
 
-NEAR_SPREAD = 0.2
-"""Standard deviation of the logits near the reference: no log-ratio exceeds a nat there."""
-LOCAL = {"zero": "zero", "reverse": "local", "forward": "local_forward"}
-"""Gradient at one position -> the same over completions, each token answering for itself."""
+
+class Sequences(NamedTuple):
+    """What a trainer has of a batch of prompts and completions.
+
+    Attributes:
+        student: logits [B, L, V]; those at a position are of the token after it; carries the gradient.
+        teacher: the same of the teacher, [B, L, W].
+        tokens: prompt, completion, padding, [B, L].
+        mask: True on the tokens of the completion, [B, L].
+    """
+
+    student: Tensor
+    teacher: Tensor
+    tokens: Tensor
+    mask: Tensor
+
+    @property
+    def aligned(self) -> Sequences:
+        """The same with the logits of each token at its own position, for losses whose caller shifts: [B, L - 1]."""
+        return Sequences(self.student[:, :-1], self.teacher[:, :-1], self.tokens[:, 1:], self.mask[:, 1:])
+
+    @classmethod
+    def drawn(cls) -> Sequences:
+        """Four completions of at most ten tokens that the student sampled, in float32."""
+        g = torch.Generator().manual_seed(0)
+        student = 1.5 * torch.randn(4, PROMPT + 10, 20, generator=g)
+        teacher = student + 0.7 * torch.randn(student.shape, generator=g)
+        ids = torch.multinomial(student.softmax(-1).flatten(0, 1), 1, generator=g).view(4, -1)
+        places = torch.arange(PROMPT + 10)
+        mask = (places >= PROMPT) & (places < PROMPT + torch.tensor([10, 10, 7, 4])[:, None])
+        return cls(student.requires_grad_(), teacher, ids.roll(1, 1), mask)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Distillation:
+    """A loss of distillation: the mean over the trained tokens, or over the completions, of a batch.
+
+    Attributes:
+        name: of the function or class, and the options that make it compute this loss.
+        loss: the trainer's own loss of a batch, coefficient 1.
+        means: the divergence between student (policy) and teacher that its name promises.
+        temperature: what it divides the logits of both by.
+    """
+
+    name: str
+    loss: Callable[[Sequences], Tensor]
+    means: Direction
+    temperature: float = 1.0
+
+    def verdict(self) -> Verdict:
+        """What its gradient in the student's logits follows."""
+        batch = Sequences.drawn()
+        mask = torch.cat([batch.mask[:, 1:], torch.zeros_like(batch.mask[:, :1])], 1)  # a position predicts the next
+        known = {"mask": mask, "ids": batch.tokens.roll(-1, 1), "means": self.means, "temperature": self.temperature}
+        return check_logits(self.loss(batch), batch.student, batch.teacher, beta=None, **known)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Term:
-    """One KL term of a host."""
+    """A KL of a trainer: in its loss, or in the reward.
+
+    Attributes:
+        name: of the function or class, and the option that makes it compute this term.
+        loss: the KL part of a batch's loss; None: there is a function.
+        function: the KL of each token.
+        in_reward: whether the function's value is taken from the reward.
+        means: the divergence that is meant.
+    """
 
     name: str
-    """The name of the function or class, and the option that makes it compute this term."""
-    completion: CompletionLoss
-    """The host's KL of one completion, summed over its tokens."""
+    loss: HostLoss | None = None
     function: KLFunction | None = None
-    """The same token by token, where the host has such a function; None: it is found through `completion`."""
-    use: Use = "loss"
-    """Whether the host differentiates the term as a loss, or takes it from the reward."""
+    in_reward: bool = False
+    means: Direction = "reverse"
 
-    @classmethod
-    def of_function(cls, name: str, function: KLFunction, *, use: Use = "loss") -> Term:
-        """The term of a function of [B, T] log-probabilities under policy and reference."""
-        return cls(name=name, completion=lambda p, ref, old: function(p, ref).sum(), function=function, use=use)
+    def verdict(self) -> Verdict:
+        """What its gradient in the policy's log-probabilities follows."""
+        if self.function is not None and not self.in_reward:
+            return check_function(self.function, means=self.means)
+        g = torch.Generator().manual_seed(0)
+        policy = (-0.2 - 3.8 * torch.rand(6, 12, generator=g)).requires_grad_()
+        ref, old = ((policy.detach() + x * torch.randn(6, 12, generator=g)).clamp(max=-1e-3) for x in (0.3, 0.25))
+        mask = torch.arange(12) < torch.tensor([12, 12, 9, 7, 5, 4])[:, None]
+        known = {"policy_logprobs": policy, "ref_logprobs": ref, "old_logprobs": old}
+        if self.loss is not None:
+            loss = self.loss(policy, ref, old, mask)
+        else:
+            assert self.function is not None
+            known["advantages"] = -self.function(policy.detach(), ref)
+            loss = (-known["advantages"] * policy)[mask].mean()
+        known["gradient"] = torch.autograd.grad(loss, policy)[0]
+        arrays = {name: x.detach().double().numpy() for name, x in known.items()} | {"mask": mask.numpy()}
+        return conclude(Capture(arrays=arrays, facts={"means": self.means}))
 
-    @classmethod
-    def of_mean(cls, name: str, loss: HostLoss) -> Term:
-        """The term of a loss that is, for a batch of one completion, the mean over its tokens."""
 
-        def completion(policy: Tensor, ref: Tensor, old: Tensor) -> Tensor:
-            return loss(policy, ref, old, torch.ones(policy.shape, dtype=torch.bool)) * policy.shape[-1]
+@dataclass(frozen=True, kw_only=True)
+class Subject:
+    """What is audited.
 
-        return cls(name=name, completion=completion)
+    Attributes:
+        title: the name of the package and its version.
+        losses: the default first.
+        notes: facts read from the installed package, a sentence each.
+        cautions: why the result may not hold, such as an untried version.
+    """
+
+    title: str
+    losses: tuple[Term | Distillation, ...] = ()
+    notes: tuple[str, ...] = ()
+    cautions: tuple[str, ...] = ()
+
+
+def audit(subject: Subject) -> dict[str, Verdict]:
+    """The verdict on each loss by its name; an exception that the trainer raises is the finding `check-failed`."""
+    return {each.name: _audited(each) for each in subject.losses}
+
+
+def _audited(each: Term | Distillation) -> Verdict:
+    try:
+        return each.verdict()
+    except Exception as error:  # whatever the trainer raises is the finding
+        cause = error.__cause__ or error
+        what = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}".rstrip(": .")
+        return Verdict.of([finding("check-failed", error=what)])
 
 
 def marked(option: str, value: object, default: object) -> str:
@@ -79,219 +163,113 @@ def marked(option: str, value: object, default: object) -> str:
     return f"{option}={value}" + (" (default)" if value == default else "")
 
 
-@dataclass(frozen=True, kw_only=True)
-class Subject:
-    """The KL terms and distillation losses of a trainer, and notes for the reader."""
-
-    title: str
-    """The name of the package and its version."""
-    terms: tuple[Term, ...] = ()
-    """Its KL terms, the default first."""
-    distillations: tuple[Distillation, ...] = ()
-    """Its distillation losses, the default first."""
-    notes: tuple[str, ...] = ()
-    """Facts read from the installed package, a sentence each."""
-    cautions: tuple[str, ...] = ()
-    """Why the result may not hold, such as an untried version."""
+def of_beta(beta: float) -> Direction:
+    """The divergence that the `beta` of GKD and its kin names."""
+    return "forward" if beta == 0 else "reverse" if beta == 1 else "js"
 
 
-@dataclass(frozen=True, kw_only=True)
-class TermFinding:
-    """What was found out about one term."""
-
-    term: Term
-    """The term that was examined."""
-    judgement: Judgement | None = None
-    """Value, gradient, clamps and probes at one position; None where the host refused to compute it."""
-    whole_bias: float = 0.0
-    """Relative bias of the value over completions of several tokens, against KL(policy||ref) of these."""
-    turns: tuple[float, ...] = ()
-    """The log-ratios, in nats, from which on a token is pushed away from the reference, though it is pulled before."""
-    near_bias: float = 0.0
-    """Relative bias of the value near the reference."""
-    near: Followed | None = None
-    """Whose gradient it follows near the reference, where no clamp is reached."""
-    on_policy: Followed | None = None
-    """Whose gradient it follows over completions of several tokens that the policy sampled."""
-    off_policy: Followed | None = None
-    """The same, with completions that an older policy sampled and the host was told so."""
-    reach: tuple[Reach, ...] = ()
-    """How far from the reference the gradient is right, for each of `DTYPES`."""
-    error: str = ""
-    """The exception that the host raised; "" where it raised none."""
-
-    @property
-    def token_by_token(self) -> bool:
-        """Whether the gradient over whole completions is that of single tokens, with nothing added.
-
-        False where tokens get in each other's way, as under a ratio of the whole completion.
-        """
-        if self.judgement is None or self.on_policy is None:
-            return True
-        single = self.judgement.gradient.follows.name
-        return single not in LOCAL or self.on_policy.name in (single, LOCAL[single])
+REACH = 3.0
+"""The largest log-ratio that is tried, in nats."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Audit:
-    """The findings about all KL terms of a trainer."""
+def check_function(
+    function: Callable[..., Tensor], *, example: tuple[Tensor, Tensor] | None = None, means: str = "reverse"
+) -> Verdict:
+    """The verdict on a function of (policy_logprobs, ref_logprobs), [B, T] each, that returns [B, T] or a scalar.
 
-    subject: Subject
-    """What was audited."""
-    findings: tuple[TermFinding, ...]
-    """The findings, one per term."""
-    distillations: tuple[DistillationFinding, ...] = ()
-    """Those of the distillation losses."""
-
-
-def audit(subject: Subject) -> Audit:
-    """Examines every KL term of a trainer; an exception that the trainer raises becomes the finding.
+    Args:
+        function: the KL, or a whole loss.
+        example: log-probabilities that it accepts; None: 8 completions of 8 tokens in float64.
+        means: the divergence that is meant.
 
     Raises:
-        ShapeError: a function does not return one number per token.
+        ConfigError: the function cannot be called so, or returns no tensor with a gradient.
     """
-    return Audit(
-        subject=subject,
-        findings=tuple(map(audit_term, subject.terms)),
-        distillations=tuple(map(examine_distillation, subject.distillations)),
+    policy = torch.linspace(-4, -0.2, 64, dtype=torch.float64).reshape(8, 8) if example is None else example[0].detach()
+    generator = torch.Generator().manual_seed(0)
+    shuffled = torch.randperm(policy.numel(), generator=generator)
+    steps = torch.linspace(-REACH, REACH, policy.numel() + 1, dtype=torch.float64)[1:][shuffled].reshape(policy.shape)
+    delta = steps.to(policy)
+    value, gradient = called(function, policy, policy - delta)
+    value_at, at = called(function, policy, policy)
+    per_token = value.ndim > 0
+    pull = gradient if per_token else gradient - at
+    near = called(function, policy, policy - 0.05)[1]  # a token beyond a clamp is not one that the function leaves out
+    moved = np.abs(gradient) + np.abs(at) + np.abs(near) > 0
+    reacts = bool(np.any(np.abs(pull[moved]) > 1e-6 * np.abs(gradient).max(initial=0))) if moved.any() else False
+    summary = f"a function of {policy.numel()} tokens, {str(policy.dtype).removeprefix('torch.')}, up to {REACH:g} nats"
+    if not reacts:
+        return Verdict.of([_inert(value, value_at, bool(moved.any()))], summary=summary, kl="none")
+    tokens = _tokens(policy, delta, pull, moved)
+    explained = explain(tokens)
+    kl, findings = _named(explained, means, tokens)
+    found = explained.fits[0].kl.name if kl != "unknown" and explained.fits and explained.fits[0].kl else ""
+    if per_token and bool((value < 0).any()) and bool(value_at.abs().max() < 1e-6):
+        findings.append(finding("value-negative"))
+    return Verdict.of(
+        findings,
+        summary=summary,
+        found=f"KL, gradient {found}" if found else "",
+        kl=kl,
+        not_checked={"masks, means, beta and the numbers of a batch": "check a micro-batch"},
     )
 
 
-def audit_term(term: Term) -> TermFinding:
-    """Examines one KL term of a trainer."""
-    function = term.function or per_token(term)
-    try:
-        near_bias, near = near_reference(function, term.use)
-        return TermFinding(
-            term=term,
-            judgement=judge(function, use=term.use),
-            whole_bias=whole_bias(term),
-            turns=tuple(turn for side in (-1, 1) if (turn := _turn(function, side, term.use)) is not None),
-            near_bias=near_bias,
-            near=near,
-            on_policy=over_completions(term, sampler="policy"),
-            off_policy=over_completions(term, sampler="other"),
-            reach=tuple(measure_reach(function, dtype, use=term.use) for dtype in DTYPES),
-        )
-    except ShapeError:
-        raise
-    except Exception as error:  # whatever the host raises is the finding
-        return TermFinding(term=term, error=told(error))
+FORMS = "it is called as function(policy_logprobs, ref_logprobs), with the shape of the example"
 
 
-def kl_of_one_token(term: Term) -> float:
-    """The value of a term for one token whose log-ratio to the reference is half a nat."""
-    policy = torch.tensor([[-1.0]], dtype=torch.float64)
-    return term.completion(policy.clone().requires_grad_(), policy - 0.5, policy).item()
+def called(
+    function: Callable[..., Tensor], policy: Tensor, ref: Tensor, *, name: str = "the function", forms: str = FORMS
+) -> tuple[Tensor, Array]:
+    """The value of a foreign function, and the gradient of its sum in the policy's log-probabilities.
 
-
-def per_token(term: Term) -> KLFunction:
-    """A term as a function of [B, T] tokens, each token being scored as a completion of length 1."""
-
-    def function(policy: Tensor, ref: Tensor) -> Tensor:
-        pairs = zip(policy.reshape(-1, 1, 1), ref.reshape(-1, 1, 1), strict=True)
-        return torch.stack([term.completion(p, r, p.detach()) for p, r in pairs]).reshape(policy.shape)
-
-    return function
-
-
-def near_reference(function: KLFunction, use: Use = "loss") -> tuple[float, Followed]:
-    """The relative bias of the value, and the gradient that is followed, where policy and reference are close."""
-    chains = random_positions(3, spread=NEAR_SPREAD)
-    value, loss = judge_value(as_loss(function), chains), as_loss(function, use)
-    return value.relative_bias, expected_pull(chains, loss, tolerance=TOLERANCE).follows
-
-
-def over_completions(term: Term, *, sampler: Sampler) -> Followed:
-    """The gradient that a term follows over completions of one and two tokens, in several enumerated worlds."""
-    loss = _of_completions(term)
-    used = in_reward(loss) if term.use == "reward" else loss
-    return expected_pull(_completions(sampler), used, tolerance=TOLERANCE).follows
-
-
-def whole_bias(term: Term) -> float:
-    """The relative bias of a term's value over completions of one and two tokens that the policy samples."""
-    chains = _completions("policy")
-    found = sum(expected(chain, _of_completions(term)).item() for chain in chains)
-    return found / sum(reverse_kl(chain).item() for chain in chains) - 1
-
-
-def _completions(sampler: Sampler) -> list[Chain]:
-    return [random_chain(seed, vocab=3, length=2, sampler=sampler) for seed in range(3)]
-
-
-def _of_completions(term: Term) -> Loss:
-    def loss(y: Outcomes) -> Tensor:
-        rows = zip(y.policy_logprobs, y.ref_logprobs, y.sampler_logprobs, y.mask, strict=True)
-        return torch.stack([term.completion(*(x[mask][None] for x in row)) for *row, mask in rows])
-
-    return loss
-
-
-def _turn(function: KLFunction, side: int, use: Use) -> float | None:
-    """The log-ratio from which on a token's gradient pushes away; None: it never does, or does so from the start."""
-
-    def pulls(size: float) -> bool:
-        return one_token(function, torch.float64, side * size, use)[1] * side > 0
-
-    sizes = [SCAN_STEP * (i + 1) for i in range(round(FAR / SCAN_STEP))]
-    away = next((size for size in sizes if one_token(function, torch.float64, side * size, use)[1] * side < 0), None)
-    return side * (away - SCAN_STEP) if away is not None and pulls(SCAN_STEP) else None
-
-
-WRONG = 0.1
-"""A gradient is wrong when it is off by more than this share of the float64 one."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Reach:
-    """The range of log-ratios, in whole nats, in which value and gradient are right in one floating-point type."""
-
-    dtype: torch.dtype
-    """The floating-point type of the log-probabilities."""
-    low: int
-    """The lowest log-ratio of the range, 0 or less."""
-    high: int
-    """The highest log-ratio of the range, 0 or more."""
-    failure: str = ""
-    """What happens first beyond them: inf, nan, zero, off, or raises; empty where nothing does."""
-
-    @property
-    def everywhere(self) -> bool:
-        """Whether no log-ratio that was tried went wrong."""
-        return -self.low == self.high == FAR
-
-
-def measure_reach(function: KLFunction, dtype: torch.dtype, *, use: Use = "loss") -> Reach:
-    """Raises the log-ratio nat by nat, up to `FAR`, until the gradient differs from that in float64.
-
-    Args:
-        function: (policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T].
-        dtype: type of both arguments.
-        use: whether the function is differentiated, or its value is the coefficient.
+    Raises:
+        ConfigError: it takes other arguments, fails, or returns no tensor.
     """
-    low, below = _walk(function, dtype, -1, use)
-    high, above = _walk(function, dtype, 1, use)
-    return Reach(dtype=dtype, low=-low, high=high, failure=below or above)
-
-
-def _walk(function: KLFunction, dtype: torch.dtype, side: int, use: Use) -> tuple[int, str]:
-    for size in range(1, int(FAR) + 1):
-        failure = _compare(function, dtype, side * size, use)
-        if failure:
-            return size - 1, failure
-    return int(FAR), ""
-
-
-def _compare(function: KLFunction, dtype: torch.dtype, log_ratio: int, use: Use) -> str:
-    _, right = one_token(function, torch.float64, log_ratio, use)
+    leaf, value, cause = policy.detach().clone().requires_grad_(), None, None
     try:
-        value, got = one_token(function, dtype, log_ratio, use)
-    except Exception:  # a foreign function may raise anything; the judge quotes it
-        return "raises"
-    for number in (value, got):
-        if not math.isfinite(number):
-            return "nan" if math.isnan(number) else "inf"
-    if right == 0 or abs(got - right) <= WRONG * abs(right):
-        return ""
-    return "zero" if got == 0 else "off"
+        value = function(leaf, ref.detach())
+        got = f"it returned {describe(value)}"
+    except (Exception, SystemExit) as error:  # the user's code, which may raise anything
+        got, cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", error
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        fix = "name a function of that form, or wrap yours: lambda policy, ref: yours(policy, ref, mask)"
+        raise ConfigError(f"{name} cannot be called as an audit calls it", got=got, why=forms, fix=fix) from cause
+    gradient = torch.autograd.grad(value.sum(), leaf, allow_unused=True)[0] if value.requires_grad else None
+    array = np.zeros(policy.shape) if gradient is None else gradient.double().cpu().numpy()
+    return value.detach(), array
+
+
+def _inert(value: Tensor, at: Tensor, trained: bool) -> Finding:
+    if not trained:
+        return finding("kl-detached")
+    if bool((value - at).abs().max() > 0):
+        what = "the reference changes the loss's value and not its gradient (k1 differentiated, or a detached KL)"
+        return finding("kl-zero", what=what)
+    return finding("kl-absent", seen=": the reference changes neither value nor gradient")
+
+
+def _tokens(policy: Tensor, delta: Tensor, pull: Array, moved: Array) -> Tokens:
+    rows = np.broadcast_to(np.arange(len(pull)).reshape(-1, *[1] * (pull.ndim - 1)), pull.shape)[moved]
+    logp = policy.double().cpu().numpy()[moved]
+    return Tokens(
+        gradient=pull[moved],
+        policy=logp,
+        ref=(policy - delta).double().cpu().numpy()[moved],
+        row=np.unique(rows, return_inverse=True)[1],
+        eps=roundoff(torch.finfo(policy.dtype).eps),
+    )
+
+
+def _named(explained: Explanation, means: str, tokens: Tokens) -> tuple[str, list[Finding]]:
+    if explained.stage == "unknown":
+        away = float((tokens.gradient * tokens.d < 0).mean())
+        return "unknown", [
+            finding("unknown", what=f"no known KL has this gradient; it pushes {away:.0%} of tokens away")
+        ]
+    fit = explained.fits[0]
+    direction = fit.signs[1] if explained.stage == "free" else int(np.sign(fit.b))
+    kl, findings = judge_kinds(explained.kinds, direction, means)
+    if fit.bounds is not None:
+        findings.append(finding("kl-clamped", low=fit.bounds[0], high=fit.bounds[1]))
+    return kl, findings

@@ -32,6 +32,8 @@ CLOSE = 8.0
 """Forms are accepted beside the best one if their residual is within this factor of its own."""
 MARGIN = 2.0
 """How much larger than just visible a KL has to be before its absence is called so."""
+BLOCK = 2**16
+"""Numbers of the candidates' columns that are looked at in one pass."""
 FREE_TOKENS = 8
 """Tokens beyond the number of free parameters that the fit with a factor of each completion needs."""
 
@@ -119,12 +121,7 @@ class _Problem(NamedTuple):
 
 
 def explain(tokens: Tokens, *, simple: bool = False) -> Explanation:
-    """Find the simplest explanation of a gradient.
-
-    Args:
-        tokens: the trained tokens.
-        simple: leave out the stages with a gate, a bound or a free factor.
-    """
+    """Find the simplest explanation of a gradient; `simple` leaves out a gate, a bound and a free factor."""
     part = np.zeros_like(tokens.gradient) if tokens.policy_part is None else tokens.policy_part
     size = np.abs(tokens.gradient) + np.abs(part)
     used = np.flatnonzero(np.abs(tokens.log_r) <= FARTHEST)
@@ -178,25 +175,34 @@ def _alone(problem: _Problem, means: tuple[Mean, ...]) -> Iterator[Fit]:
 def _pairs(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]:
     """Each policy loss (or none) with each KL: all KLs of a policy loss in one pass, the likely ones refined."""
     used, kls = problem.used, problem.kls
-    y = (problem.target / problem.noise)[used]
+    y, rows = (problem.target / problem.noise)[used], max(8, BLOCK // max(used.size, 1))
     for w, u in means if kls else ():
-        plain = np.stack([problem.scaled(form, u) for form in kls])
+        plain = np.empty((len(kls), used.size))
+        for row, form in zip(plain, kls, strict=True):
+            row[:] = problem.scaled(form, u)
         for policy in problem.policies or [None]:
-            forms, columns, rest, left = kls, plain, y, plain
-            if policy is not None:
-                x, inside = problem.scaled(policy, w), advantage_forms(problem.tokens, policy)
-                forms = [*kls, *inside]
-                columns = np.concatenate([plain, *[problem.scaled(form, u)[None] for form in inside]])
-                rest, left = _without(y, x), _without(columns, x)
-            power, size = np.square(left).sum(1), np.square(columns).sum(1)
-            known = power > 1e-14 * size
-            b = np.where(known, left @ rest / np.where(known, power, 1), 0.0)
-            chi2 = np.square(rest[None] - b[:, None] * left).sum(1) / used.size
-            # The noise grows with b, so a pair that looks poor at first may pass.
-            growth = np.square(1 + 2 * problem.tokens.eps * np.abs(b[:, None] * columns)).max(1)
+            x = None if policy is None else problem.scaled(policy, w)
+            rest = y if x is None else _without(y, x)
+            inside = [] if policy is None else advantage_forms(problem.tokens, policy)
+            blocks = [plain[i : i + rows] for i in range(0, len(plain), rows)]
+            blocks += [np.stack([problem.scaled(form, u) for form in inside])] if inside else []
+            slopes = [_slopes(block, x, rest, problem.tokens.eps) for block in blocks]
+            b, chi2, growth = (np.concatenate(each) for each in zip(*slopes, strict=True))
             hopeful = np.argsort(chi2)[: 6 if problem.policies else None]
-            for i in (i for i in hopeful if known[i] and chi2[i] < ACCEPTED * growth[i]):
-                yield _refined(problem, policy, forms[i], (w, u), float(b[i]))
+            for i in (i for i in hopeful if chi2[i] < ACCEPTED * growth[i]):
+                yield _refined(problem, policy, [*kls, *inside][i], (w, u), float(b[i]))
+
+
+def _slopes(columns: Array, x: Array | None, rest: Array, eps: float) -> tuple[Array, Array, Array]:
+    """Of each column, beside the policy loss x: its coefficient, its chi2, and by how much the noise grows with it."""
+    left = columns if x is None else _without(columns, x)
+    power, size = np.square(left).sum(1), np.square(columns).sum(1)
+    known = power > 1e-14 * size
+    b = np.where(known, left @ rest / np.where(known, power, 1), 0.0)
+    chi2 = np.square(rest[None] - b[:, None] * left).sum(1) / rest.size
+    # The noise grows with b, so a pair that looks poor at first may pass.
+    growth = np.square(1 + 2 * eps * np.abs(b[:, None] * columns)).max(1)
+    return b, chi2, np.where(known, growth, 0.0)
 
 
 def _without(y: Array, x: Array) -> Array:
@@ -274,12 +280,12 @@ def _voted(
         return None
     gate = np.zeros_like(p)
     gate[used] = carries[best]
-    gated, on = policy._replace(values=policy.values * gate), float(gate[used].mean())
+    gated, on = policy._replace(factor=policy.factor * gate), float(gate[used].mean())
     if kl is None:
         push = problem.column(gated, means[0])
         slope = problem.slope(push)
         return Fit(policy=gated, kl=None, a=slope, w=means[0], chi2=problem.chi2(slope * push), on=on)
-    pulled = kl._replace(values=kl.values * gate) if joint else kl
+    pulled = kl._replace(factor=kl.factor * gate) if joint else kl
     return replace(_refined(problem, gated, pulled, means, float(b[best])), on=on)
 
 
@@ -307,7 +313,7 @@ def _bounded(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]
         for side in (x & beyond for x in (t.d < 0, t.d > 0)):
             held[side] = np.median(pull[side]) if side.any() else 0.0
         cut = np.where(beyond, np.where(np.abs(unit * pull) < sigma, 0.0, held), c)
-        whole = _refined(problem, fit.policy, fit.kl._replace(values=cut), (fit.w or "token", fit.u), fit.b)
+        whole = _refined(problem, fit.policy, fit.kl._replace(factor=cut), (fit.w or "token", fit.u), fit.b)
         yield replace(whole, bounds=(float(low), float(high)))
 
 
@@ -327,7 +333,7 @@ def _free(problem: _Problem) -> Iterator[Fit]:
     bases = [np.zeros_like(push)] if t.policy_part is not None else [push, push * t.r]
     forms = [form for form in problem.kls if not form.coupled and form.kind not in ("zero", "old")]
     if t.policy_part is None and np.allclose(t.r, 1):  # a constant of each completion is the policy loss's
-        courses = distinct([form._replace(values=form.values - t.average(form.values)) for form in forms])
+        courses = distinct(form._replace(factor=form.factor - t.average(form.factor)) for form in forms)
         forms = [form._replace(kinds=x.kinds) for x in courses for form in forms if form.name == x.name]
     for form in forms:
         for base in bases[: 1 if np.allclose(t.r, 1) else 2]:
@@ -378,12 +384,6 @@ def at_zero(t: Tokens, second: Array, third: Array, mean: Mean) -> AtZero | None
 
     A ratio gives -a A w to both derivatives, a fixed weight nothing. Any other policy loss (sapo) is fitted apart for
     positive and negative advantages, if they have values enough.
-
-    Args:
-        t: tokens whose log-ratio is 0.
-        second: the second derivative of the loss by each log-probability.
-        third: the third one.
-        mean: the mean that the KL is under.
     """
     u = t.weights(mean)
     a = np.zeros_like(u) if t.advantage is None else t.advantage

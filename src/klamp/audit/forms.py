@@ -7,9 +7,10 @@ dropped, and its name is kept as an alias. NumPy only.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property
+from itertools import chain
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -128,22 +129,27 @@ class Form(NamedTuple):
     Attributes:
         name: what is printed.
         kind: the class of a KL's gradient; of a policy loss, its base name.
-        values: the gradient of each token, per unit of coefficient and weight.
+        factor: the gradient of each token, per unit of coefficient and weight, and of `push`.
         coupled: whether a token's gradient depends on other tokens of its completion.
         aliases: names of forms that give the same numbers on this batch, up to a factor.
         kinds: the classes of the form and of its aliases.
         scaled: whether an alias has another size, so that no coefficient is known.
-        factor: of a policy loss: s, what it multiplies the advantage with.
+        push: of a policy loss: -A, which the factor s multiplies; shared by all forms.
     """
 
     name: str
     kind: str
-    values: Array
+    factor: Array
     coupled: bool = False
     aliases: tuple[str, ...] = ()
     kinds: tuple[str, ...] = ()
     scaled: bool = False
-    factor: Array | None = None
+    push: Array | None = None
+
+    @property
+    def values(self) -> Array:
+        """The gradient of each token, per unit of coefficient and weight."""
+        return self.factor if self.push is None else self.factor * self.push
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -217,13 +223,13 @@ def policy_forms(t: Tokens) -> list[Form]:
     """The policy losses: -A s of each, for each sampler weight; none without advantages."""
     if t.advantage is None or not np.any(t.advantage):
         return []
-    forms = []
-    for suffix, weight in _sampler_weights(t):
-        for name, s in _surrogates(t, plain=bool(suffix)):
-            if not (name.startswith("cispo(0.") and np.ptp(s) == 0):  # a cap below every ratio: the plain loss
-                factor = s * weight
-                forms.append(Form(name + suffix, name.partition("(")[0], -t.advantage * factor, factor=factor))
-    return distinct(forms)
+    push = -t.advantage
+    return distinct(
+        Form(name + suffix, name.partition("(")[0], s * weight, push=push)
+        for suffix, weight in _sampler_weights(t)
+        for name, s in _surrogates(t, plain=bool(suffix))
+        if not (name.startswith("cispo(0.") and np.ptp(s) == 0)  # a cap below every ratio: the plain loss
+    )
 
 
 def _surrogates(t: Tokens, *, plain: bool) -> Iterator[tuple[str, Array]]:
@@ -267,7 +273,7 @@ def _sampler_weights(t: Tokens) -> Iterator[tuple[str, Array]]:
 
 def advantage_forms(t: Tokens, policy: Form) -> list[Form]:
     """KLs that the loss subtracts from the advantages: they carry the policy loss's own factor."""
-    if t.ref is None or policy.factor is None:
+    if t.ref is None:
         return []
     pulls = {name: policy.factor * course for name, course in t.courses.items()}
     return [
@@ -281,14 +287,14 @@ def advantage_forms(t: Tokens, policy: Form) -> list[Form]:
 
 def kl_forms(t: Tokens) -> list[Form]:
     """The KLs that the batch can show: without a reference only the constant and those to the old policy."""
-    forms = list(_kls(t, ""))
-    if t.sampler is not None and t.ref is not None:
-        log_w = t.policy - t.sampler
-        for cap in (np.inf, 2.0, 3.0, 5.0, 10.0):
-            weighted = replace(t, old=t.policy - np.minimum(log_w, np.log(cap)))
-            name = " (policy / sampler" + (")" if cap == np.inf else f", at most {cap:g})")
-            forms += [form for form in _kls(weighted, name) if "ratio" in form.name.replace("log-ratio", "")]
-    return distinct(forms)
+    return distinct(chain(_kls(t, ""), _weighted_kls(t)))
+
+
+def _weighted_kls(t: Tokens) -> Iterator[Form]:
+    for cap in (np.inf, 2.0, 3.0, 5.0, 10.0) if t.sampler is not None and t.ref is not None else ():
+        weighted = replace(t, old=t.policy - np.minimum(t.policy - t.sampler, np.log(cap)))
+        name = " (policy / sampler" + (")" if cap == np.inf else f", at most {cap:g})")
+        yield from (form for form in _kls(weighted, name) if "ratio" in form.name.replace("log-ratio", ""))
 
 
 def _kls(t: Tokens, suffix: str) -> Iterator[Form]:
@@ -310,22 +316,24 @@ SAME = 1e-10
 """1 - |cosine| below which two columns are one."""
 
 
-def distinct(forms: list[Form]) -> list[Form]:
+def distinct(forms: Iterable[Form]) -> list[Form]:
     """The forms whose columns differ in direction; each takes over the names of the ones that it stands for."""
     kept: list[Form] = []
-    units: list[Array] = []
+    sizes: list[float] = []
     for form in forms:
-        size = np.linalg.norm(form.values)
+        values = form.values
+        size = float(np.linalg.norm(values))
         if size == 0:
             continue
-        unit = form.values / size
-        twin = next((i for i, x in enumerate(units) if 1 - abs(x @ unit) < SAME), None)
+        other = values if form.push is None else values * form.push
+        cosines = (x.factor @ other / (each * size) for x, each in zip(kept, sizes, strict=True))
+        twin, cosine = next(((i, x) for i, x in enumerate(cosines) if 1 - abs(x) < SAME), (None, 0.0))
         if twin is None:
             kept.append(form._replace(kinds=(form.kind,)))
-            units.append(unit)
+            sizes.append(size)
         else:
             first = kept[twin]
             kinds = first.kinds if form.kind in first.kinds else (*first.kinds, form.kind)
-            scaled = first.scaled or abs(size / np.linalg.norm(first.values) - 1) > 0.02 or unit @ units[twin] < 0
+            scaled = first.scaled or abs(size / sizes[twin] - 1) > 0.02 or cosine < 0
             kept[twin] = first._replace(aliases=(*first.aliases, form.name), kinds=kinds, scaled=scaled)
     return kept

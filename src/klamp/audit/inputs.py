@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from klamp.audit.findings import finding
 from klamp.audit.forms import Array, Tokens, k3
-from klamp.audit.verdict import Finding
+from klamp.audit.verdict import Finding, finding
 
 ROUNDING = 1e-5
 """A log-probability this far above 0 is still rounding."""

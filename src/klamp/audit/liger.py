@@ -15,8 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klamp.audit.distillation import Distillation, Sequences, of_beta
-from klamp.audit.examine import Subject, marked
+from klamp.audit.examine import Distillation, Sequences, Subject, marked, of_beta
 from klamp.audit.trl import subject_of_loss
 
 LONGEST = 256
@@ -37,7 +36,7 @@ def subject() -> Subject:
             "Its Triton kernels of the same losses need a GPU and are not audited.",
         ),
     )
-    return replace(subject, distillations=tuple(map(_distillation, (0.5, 0.0, 1.0))))
+    return replace(subject, losses=(*subject.losses, *map(_distillation, (0.5, 0.0, 1.0))))
 
 
 def _distillation(beta: float) -> Distillation:

@@ -12,10 +12,9 @@ from torch import Tensor
 
 from klamp.audit.conclude import judge_kinds
 from klamp.audit.divergences import Divergence, Positions, explain_logits, is_mean, log_softmax
-from klamp.audit.findings import finding
 from klamp.audit.fit import explain
 from klamp.audit.forms import Array, Tokens, roundoff
-from klamp.audit.verdict import Finding, Verdict
+from klamp.audit.verdict import Finding, Verdict, finding
 from klamp.errors import ConfigError, ShapeError, TensorError
 
 POSITIONS = 64

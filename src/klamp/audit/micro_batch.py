@@ -19,9 +19,8 @@ from torch import Tensor
 
 from klamp.audit.capture import Capture
 from klamp.audit.conclude import NEAR_ZERO, conclude
-from klamp.audit.findings import finding
 from klamp.audit.forms import roundoff
-from klamp.audit.verdict import Finding, Verdict
+from klamp.audit.verdict import Finding, Verdict, finding
 from klamp.errors import ConfigError, KLWarning, ShapeError, TensorError
 
 Numbers: TypeAlias = "Tensor | Sequence[Tensor] | Sequence[float]"
@@ -139,7 +138,7 @@ def check(  # noqa: PLR0913
         ConfigError: arguments that do not go together.
     """
     if not isinstance(loss, Tensor):
-        from klamp.audit.function import check_function
+        from klamp.audit.examine import check_function
 
         return check_function(loss, example=example, means=means)
     key = _key(loss, once)
@@ -422,19 +421,8 @@ def _along(g: Sequence[Tensor], direction: Tensor) -> list[Tensor] | None:
     return [torch.zeros_like(x) if y is None else y for x, y in zip(g, found, strict=True)]
 
 
-COPIES = (
-    "View",
-    "UnsafeView",
-    "Reshape",
-    "Expand",
-    "Squeeze",
-    "Unsqueeze",
-    "Transpose",
-    "TBackward",
-    "Slice",
-    "Select",
-)
-COPIES += ("Index", "Alias", "Clone", "ToCopy", "Mul")
+COPIES = ("View", "UnsafeView", "Reshape", "Expand", "Squeeze", "Unsqueeze", "Transpose", "TBackward", "Slice")
+COPIES += ("Select", "Index", "Alias", "Clone", "ToCopy", "Mul")
 """Operations, by the start of their names, that make a copy of log-probabilities."""
 
 

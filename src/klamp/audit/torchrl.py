@@ -14,8 +14,7 @@ from types import SimpleNamespace
 import torch
 from torch import Tensor
 
-from klamp.audit.distillation import Distillation, Sequences
-from klamp.audit.examine import Subject, Term
+from klamp.audit.examine import Distillation, Sequences, Subject, Term
 
 
 def subject() -> Subject:
@@ -25,14 +24,10 @@ def subject() -> Subject:
     loss = GRPOLoss(None)
     return Subject(
         title=f"torchrl {version('torchrl')}, GRPOLoss",
-        terms=(
-            Term.of_mean("GRPOLoss, kl_to_ref_coeff", kl_loss),
-            Term.of_function(
-                "k3_kl_token_estimate(ref, policy)", lambda policy, ref: k3_kl_token_estimate(ref, policy)
-            ),
-            Term.of_function("KLComputation, in the reward", reward_kl, use="reward"),
-        ),
-        distillations=(
+        losses=(
+            Term(name="GRPOLoss, kl_to_ref_coeff", loss=kl_loss),
+            Term(name="k3_kl_token_estimate(ref, policy)", function=lambda p, q: k3_kl_token_estimate(q, p)),
+            Term(name="KLComputation, in the reward", function=reward_kl, in_reward=True),
             Distillation(name="DistillationLoss, kl_direction=reverse (default)", loss=distillation, means="reverse"),
         ),
         notes=(f"kl_to_ref_coeff is {loss.kl_to_ref_coeff} by default: without it there is no KL in the loss.",),

@@ -1,25 +1,31 @@
 """Audits TRL: the KL in the loss of a real `GRPOTrainer`, and the losses of its trainers for distillation.
 
-Its KL is a few lines in the middle of `GRPOTrainer._compute_loss`. So that method is called as it is, on a trainer
-built by TRL's own constructor around a model of two thousand weights, with the log-probabilities of the audit in the
-place of the model's. The loss at beta 1 less the loss at beta 0, advantages 0, is the KL part, with its gradient.
+GRPOTrainer's KL is a few lines in the middle of `GRPOTrainer._compute_loss`. So that method is called as it is, on a
+trainer built by TRL's own constructor around a model of two thousand weights, with the log-probabilities of the audit
+in the place of the model's. The loss at beta 1 less the loss at beta 0, advantages 0, is the KL part.
+
+A trainer for distillation is made without its constructor, which would load two models: its student and teacher are
+stand-ins whose last hidden states are the logits of the audit and whose head is the identity. The teacher of a server
+is answered for in the form that TRL's own client reads.
 """
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import tempfile
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from klamp.audit.examine import Subject, Term, marked
-from klamp.audit.trl_distillation import distillations
+from klamp.audit.examine import PROMPT, Distillation, Sequences, Subject, Term, marked, of_beta
 
 
 def subject() -> Subject:
@@ -36,20 +42,13 @@ def subject() -> Subject:
             "Log-probabilities reach the KL in float32, whatever the model's type.",
         ),
     )
-    return dataclasses.replace(subject, distillations=distillations())
+    return dataclasses.replace(subject, losses=(*subject.losses, *distillations()))
 
 
 def subject_of_loss(
     title: str, loss: Callable[..., Tensor], defaults: Mapping[str, Any], *, notes: tuple[str, ...]
 ) -> Subject:
-    """The subject of a loss that has the options of TRL's GRPO: one term per option.
-
-    Args:
-        title: the name of the package and its version.
-        loss: a `HostLoss` that takes those options as keywords.
-        defaults: the option -> the host's default.
-        notes: for the reader.
-    """
+    """The subject of a `HostLoss` that takes the options of TRL's GRPO as keywords: one term per option."""
     option, default = "use_bias_correction_kl", bool(defaults["use_bias_correction_kl"])
     terms: dict[str, dict[str, Any]] = {
         marked(option, each, default): {option: each} for each in (default, not default)
@@ -57,8 +56,9 @@ def subject_of_loss(
     terms["sequence-level ratio, bias correction"] = {"importance_sampling_level": "sequence", option: True}
     return Subject(
         title=title,
-        terms=tuple(
-            Term.of_mean(name, functools.partial(loss, loss_type="grpo", **options)) for name, options in terms.items()
+        losses=tuple(
+            Term(name=name, loss=functools.partial(loss, loss_type="grpo", **options))
+            for name, options in terms.items()
         ),
         notes=notes,
     )
@@ -70,15 +70,8 @@ def build_trainer() -> Any:
     from trl import GRPOConfig, GRPOTrainer
 
     with tempfile.TemporaryDirectory() as folder:
-        config = GRPOConfig(
-            output_dir=folder,
-            beta=0.0,
-            use_cpu=True,
-            bf16=False,
-            report_to="none",
-            num_generations=2,
-            per_device_train_batch_size=2,
-        )
+        sizes = {"num_generations": 2, "per_device_train_batch_size": 2}
+        config = GRPOConfig(output_dir=folder, beta=0.0, use_cpu=True, bf16=False, report_to="none", **sizes)
         trainer = GRPOTrainer(
             model=_tiny_model(),
             args=config,
@@ -91,16 +84,7 @@ def build_trainer() -> Any:
 
 
 def kl_loss(trainer: Any, policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, **options: Any) -> Tensor:
-    """The KL part of TRL's loss, as a `HostLoss`.
-
-    Args:
-        trainer: from `build_trainer`.
-        policy: log-probabilities of the policy.
-        ref: of the reference.
-        old: of the policy that sampled.
-        mask: True on the tokens of the completions.
-        options: fields of GRPOConfig to set meanwhile.
-    """
+    """The KL part of TRL's loss, as a `HostLoss`; `options` are fields of GRPOConfig to set meanwhile."""
     tokens = mask.long()
     inputs = {
         "prompt_ids": torch.ones_like(tokens[:, :1]),
@@ -124,15 +108,8 @@ def kl_loss(trainer: Any, policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor
 def _tiny_model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=4,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        max_position_embeddings=16,
-    )
-    return LlamaForCausalLM(config).train()
+    sizes = {"vocab_size": 4, "hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 16}
+    return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, num_attention_heads=1, **sizes)).train()
 
 
 def _tiny_tokenizer() -> Any:
@@ -162,3 +139,216 @@ def _set(trainer: Any, **values: Any):
     finally:
         for owner, name, value in before:
             setattr(owner, name, value)
+
+
+TOP = 3
+"""The teacher's likeliest tokens that a server gives, of the audit's twenty."""
+
+
+class Trainer(NamedTuple):
+    """A trainer whose loss is audited: its class, its configuration, how its loss is called, what else it can be."""
+
+    trainer: str
+    config: str
+    loss: Callable[[Any, Sequences], Tensor]
+    choices: tuple[dict[str, Any], ...]
+
+
+def distillations() -> tuple[Distillation, ...]:
+    """One for each trainer and choice of the divergence; the default of each trainer first."""
+    return tuple(_distillation(each, choice) for each in _trainers() for choice in each.choices)
+
+
+def _trainers() -> tuple[Trainer, ...]:
+    experimental = "trl.experimental."
+    betas = tuple({"beta": beta} for beta in (1.0, 0.5, 0.0))
+    server = ({"beta": 1.0}, {"beta": 1.0, "loss_add_tail": False}, {"beta": 0.5})
+    return (
+        Trainer(
+            "trl.DistillationTrainer", "trl.DistillationConfig", _stable, (*betas, {"beta": 1.0, "temperature": 2.0})
+        ),
+        Trainer(f"{experimental}gkd.GKDTrainer", f"{experimental}gkd.GKDConfig", _gkd, betas[1:] + betas[:1]),
+        Trainer(
+            f"{experimental}server_distillation.ServerDistillationTrainer",
+            f"{experimental}server_distillation.ServerDistillationConfig",
+            _server,
+            (*server, {"beta": 0.0, "loss_top_k": TOP}, {"beta": 0.0, "loss_top_k": TOP, "loss_add_tail": False}),
+        ),
+        Trainer(
+            f"{experimental}async_distillation.AsyncDistillationTrainer",
+            f"{experimental}async_distillation.AsyncDistillationConfig",
+            _asynchronous,
+            ({"beta": 0.0, "teacher_top_k": TOP}, {"beta": 1.0, "teacher_top_k": TOP}),
+        ),
+    )
+
+
+def _distillation(host: Trainer, choice: dict[str, Any]) -> Distillation:
+    config = _named(host.config)
+    defaults = {each.name: each.default for each in dataclasses.fields(config)}
+    changed = {name: value for name, value in choice.items() if name == "beta" or value != defaults[name]}
+    options = ", ".join(f"{name}={value}" for name, value in changed.items())
+    options += " (default)" * all(value == defaults[name] for name, value in choice.items())
+    settings = {**defaults, **choice}
+    settings["temperature"] = choice.get("temperature", 1.0)
+    return Distillation(
+        name=f"{host.trainer.rpartition('.')[2]}, {options}",
+        loss=lambda batch: host.loss(_without_models(_named(host.trainer), settings), batch),
+        means=of_beta(choice["beta"]),
+        temperature=settings["temperature"],
+    )
+
+
+def _named(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    return getattr(__import__(module, fromlist=[name]), name)
+
+
+def _without_models(kind: type, settings: dict[str, Any]) -> Any:
+    """A trainer of this class, with the attributes that its loss reads."""
+    trainer: Any = object.__new__(kind)
+    vars(trainer).update(
+        {name: settings[name] for name in ("beta", "temperature", "loss_top_k", "loss_add_tail") if name in settings},
+        reverse_kl_top_1_mode=settings.get("reverse_kl_top_1_mode"),
+        args=SimpleNamespace(**{**settings, "report_to": []}),
+        accelerator=_Accelerator(),
+        state=SimpleNamespace(global_step=0),
+        model=SimpleNamespace(training=True),
+        current_gradient_accumulation_steps=1,
+        model_kwarg_keys=set(),
+        _is_vlm=False,
+        _forward_redirection=lambda wrapper, original, method, *given, **named: method(*given, **named),
+        _teacher_ids=["teacher"],
+        _metrics={"train": defaultdict(list)},
+        _step_forward_tokens=0.0,
+        _step_trained_tokens=0.0,
+        _step_seq_len_weighted=0.0,
+        _step_samples=0.0,
+        _step_forward_s=0.0,
+    )
+    return trainer
+
+
+def _stable(trainer: Any, batch: Sequences) -> Tensor:
+    trainer.teacher_model = GivenLogits(batch.teacher)
+    loss, *_ = trainer._compute_loss(GivenLogits(batch.student), _on_policy(batch), batch.mask.sum())
+    return loss
+
+
+def _gkd(trainer: Any, batch: Sequences) -> Tensor:
+    trainer.teacher_model = GivenLogits(batch.teacher)
+    inputs = {
+        "input_ids": batch.tokens,
+        "attention_mask": torch.ones_like(batch.tokens),
+        "labels": batch.tokens.masked_fill(~batch.mask, -100),
+    }
+    return trainer.compute_loss(GivenLogits(batch.student), inputs, num_items_in_batch=batch.mask.sum())
+
+
+def _server(trainer: Any, batch: Sequences) -> Tensor:
+    trainer.teacher_client = SimpleNamespace(get_sequence_logprobs=functools.partial(_server_scores, batch.teacher))
+    return trainer.compute_loss(GivenLogits(batch.student), _on_policy(batch))
+
+
+def _asynchronous(trainer: Any, batch: Sequences) -> Tensor:
+    count, length = batch.tokens.shape
+    scores = [_of_server(row.log_softmax(-1), ids, TOP) for row, ids in zip(batch.teacher, batch.tokens, strict=True)]
+    ids = torch.full((count, length, TOP + 1), -1)
+    logps = torch.full((count, length, TOP + 1), -torch.inf)
+    for row, places in enumerate(scores):
+        for place, found in enumerate(places, start=1):
+            ids[row, place, : len(found)] = torch.tensor([int(token) for token in found])
+            logps[row, place, : len(found)] = torch.tensor([each["logprob"] for each in found.values()])
+    inputs = {
+        "input_ids": batch.tokens,
+        "attention_mask": torch.ones_like(batch.tokens),
+        "completion_mask": batch.mask.long(),
+        "position_ids": torch.arange(length).expand(count, length),
+        "teacher_topk_ids": ids,
+        "teacher_topk_logprobs": logps,
+        "global_n_tokens": batch.mask.sum()[None].float(),
+        "global_n_forward_tokens": torch.tensor([float(count * length)]),
+        "mean_seq_len": torch.tensor([float(length)]),
+    }
+    packed = batch.student.reshape(1, -1, batch.student.shape[-1])  # as the trainer packs rows without padding
+    return trainer._compute_loss(GivenLogits(packed), inputs)
+
+
+def _on_policy(batch: Sequences) -> dict[str, Tensor]:
+    """A batch as the trainers that sample by themselves have it; padding stands after the completions."""
+    prompt, completion = batch.tokens.split([PROMPT, batch.tokens.shape[1] - PROMPT], dim=1)
+    return {
+        "prompt_ids": prompt,
+        "prompt_mask": torch.ones_like(prompt),
+        "completion_ids": completion,
+        "completion_mask": batch.mask[:, PROMPT:].long(),
+    }
+
+
+def _of_server(logps: Tensor, tokens: Tensor, top: int) -> list[dict[str, dict[str, float]]]:
+    """What vLLM says of each token [L] but the first: the `top` likeliest there, by rank, and the token itself."""
+    places = []
+    for row, token in zip(logps.detach(), tokens[1:].tolist(), strict=False):
+        order = row.argsort(descending=True).tolist()
+        known = order[:top] + [token] * (token not in order[:top])
+        places.append({str(v): {"logprob": row[v].item(), "rank": order.index(v) + 1} for v in known})
+    return places
+
+
+def _server_scores(
+    teacher: Tensor,
+    sequences: Sequence[list[int]],
+    prompt_lengths: Sequence[int],
+    top_logprobs: int,
+    temperature: float,
+) -> dict[str, list[Any]]:
+    """The answer of TRL's client, by the client's own reading of what vLLM says."""
+    from trl.generation.vllm_client import VLLMClient
+
+    answers = []
+    for row, sequence, length in zip(teacher, sequences, prompt_lengths, strict=True):
+        said = [None, *_of_server((row / temperature).log_softmax(-1), torch.tensor(sequence), top_logprobs)]
+        answers.append(VLLMClient._format_sequence_logprobs({"prompt_logprobs": said}, sequence, length, top_logprobs))
+    return {name: [each[name] for each in answers] for name in answers[0]}
+
+
+class _Config:
+    """Of a model that scales and caps nothing."""
+
+    def get_text_config(self) -> _Config:
+        return self
+
+
+class GivenLogits(torch.nn.Module):
+    """A model whose logits are given: they are its last hidden states, and its head is the identity."""
+
+    def __init__(self, logits: Tensor) -> None:
+        super().__init__()
+        self.logits, self.config = logits, _Config()
+
+    def base_model(self, **_: Any) -> Any:
+        return SimpleNamespace(last_hidden_state=self.logits)
+
+    def forward(self, **_: Any) -> Any:
+        return SimpleNamespace(logits=self.logits)
+
+    def get_output_embeddings(self) -> Any:
+        return SimpleNamespace(weight=torch.eye(self.logits.shape[-1], dtype=self.logits.dtype), bias=None)
+
+
+class _Accelerator:
+    """Of one process."""
+
+    num_processes, is_main_process = 1, False
+
+    def unwrap_model(self, model: Any) -> Any:
+        return model
+
+    def autocast(self) -> Any:
+        return contextlib.nullcontext()
+
+    def reduce(self, x: Tensor, reduction: str = "sum") -> Tensor:
+        return x
+
+    def gather_for_metrics(self, x: Tensor) -> Tensor:
+        return x

@@ -11,6 +11,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import cache
+from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from klamp.errors import KlampError
@@ -21,6 +23,10 @@ LEVELS: tuple[Level, ...] = ("wrong", "cannot tell", "warning", "note")
 """Worst first: the order in which findings are printed."""
 EXIT_CODES: dict[bool | None, int] = {False: 1, None: 3, True: 0}
 """Answer -> exit code of `klamp check` and `klamp audit`, the worst first."""
+
+
+ANSWERS: dict[bool | None, str] = {True: "sound", False: "WRONG", None: "cannot tell"}
+"""`Verdict.ok` in words."""
 
 
 class WrongKL(KlampError, ValueError):
@@ -108,8 +114,7 @@ class Verdict:
         return json.dumps({"schema": "klamp.check/1", **asdict(self)}, default=str, allow_nan=False, indent=1)
 
     def __str__(self) -> str:
-        answer = {True: "sound", False: "WRONG", None: "cannot tell"}[self.ok]
-        lines = [f"klamp check: {answer}" + f"; {self.summary}" * bool(self.summary)]
+        lines = [f"klamp check: {ANSWERS[self.ok]}" + f"; {self.summary}" * bool(self.summary)]
         lines += [f"  found    {self.found}"] * bool(self.found)
         for finding in self.findings:
             label = {"wrong": "WRONG", "cannot tell": "CANNOT TELL"}.get(finding.level, finding.level)
@@ -119,6 +124,21 @@ class Verdict:
             open_points = (f"{what} ({how})" if how else what for what, how in self.not_checked.items())
             lines.append(f"  not checked: {', '.join(open_points)}")
         return "\n".join(lines)
+
+
+@cache
+def findings_table() -> dict[str, dict[str, str]]:
+    """Code -> level, sentence (what) and way out (fix)."""
+    import yaml
+
+    return yaml.safe_load((Path(__file__).parent / "findings.yaml").read_text(encoding="utf-8"))
+
+
+def finding(code: str, **evidence: Any) -> Finding:
+    """The finding of this code, its sentence filled with the evidence."""
+    row = findings_table()[code]
+    what = row["what"].format_map(evidence)
+    return Finding(code=code, level=row["level"], what=what, evidence=evidence, fix=row.get("fix", ""))  # type: ignore[arg-type]
 
 
 def _of_level(level: Level) -> Callable[..., Finding]:

@@ -1,4 +1,4 @@
-"""Audits verl: every `kl_loss_type` of its `kl_penalty`, in its loss and in its reward, and its distillation.
+"""Audits verl: every `kl_loss_type` of its `kl_penalty`, in its loss and in its reward.
 
 The loss side is the `kl_penalty` that `verl.workers.utils.losses.ppo_loss` calls, under the name that it calls it by.
 The reward side is `apply_kl_penalty`.
@@ -8,6 +8,7 @@ The reward side is `apply_kl_penalty`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from importlib.metadata import version
 from typing import Any
 
@@ -15,7 +16,6 @@ import torch
 from torch import Tensor
 
 from klamp.audit.examine import Subject, Term, marked
-from klamp.audit.verl_distillation import distillations
 
 LOSS_TYPES = ("low_var_kl", "kl", "abs", "mse", "low_var_kl+", "kl+", "abs+", "full")
 REWARD_TYPES = ("kl", "abs", "mse", "low_var_kl")
@@ -31,11 +31,7 @@ def subject() -> Subject:
     kind = defaults["kl_loss_type"]
     return Subject(
         title=f"verl {version('verl')}, ppo_loss and apply_kl_penalty",
-        terms=(
-            *(_loss_term(name, default=kind) for name in LOSS_TYPES),
-            *(_reward_term(name) for name in REWARD_TYPES),
-        ),
-        distillations=distillations(),
+        losses=(*(_in_loss(name, kind) for name in LOSS_TYPES), *map(_in_reward, REWARD_TYPES)),
         notes=(f"use_kl_loss is {defaults['use_kl_loss']} by default: without it there is no KL in the loss.",),
     )
 
@@ -56,20 +52,18 @@ def reward_kl(policy: Tensor, ref: Tensor, *, kind: str) -> Tensor:
     return -data.batch["token_level_rewards"]
 
 
-def _loss_term(kind: str, *, default: str) -> Term:
+def _in_loss(kind: str, default: str) -> Term:
     from verl.workers.utils import losses
 
-    def function(policy: Tensor, ref: Tensor) -> Tensor:
-        return losses.kl_penalty(logprob=policy, ref_logprob=ref, kl_penalty=kind)
+    return Term(
+        name=marked("kl_loss_type", _with_alias(kind), _with_alias(default)),
+        function=lambda policy, ref: losses.kl_penalty(logprob=policy, ref_logprob=ref, kl_penalty=kind),
+    )
 
-    return Term.of_function(marked("kl_loss_type", _with_alias(kind), _with_alias(default)), function)
 
-
-def _reward_term(kind: str) -> Term:
-    def function(policy: Tensor, ref: Tensor) -> Tensor:
-        return reward_kl(policy, ref, kind=kind)
-
-    return Term.of_function(f"in the reward, kl_penalty={_with_alias(kind)}", function, use="reward")
+def _in_reward(kind: str) -> Term:
+    function = functools.partial(reward_kl, kind=kind)
+    return Term(name=f"in the reward, kl_penalty={_with_alias(kind)}", function=function, in_reward=True)
 
 
 def _with_alias(kind: str) -> str:

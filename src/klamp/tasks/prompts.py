@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from klamp.audit.conversation import turn_end
+from klamp.audit.pair import turn_end
 from klamp.errors import ConfigError, DataError, brief
 from klamp.tasks.base import Example, TaskConfig
 

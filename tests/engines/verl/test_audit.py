@@ -10,14 +10,7 @@ from tests.engines.verl.actor import Step, actor_loss
 from torch import Tensor
 
 from klamp.audit import load_subject
-from klamp.audit.examine import Audit, audit
-
-DEFAULT = "kl_loss_type=low_var_kl (k3) (default)"
-
-
-@pytest.fixture(scope="module")
-def audited() -> Audit:
-    return audit(load_subject("verl"))
+from klamp.audit.verl import reward_kl
 
 
 def kl_part(policy: Tensor, ref: Tensor, **options: object) -> Tensor:
@@ -28,9 +21,13 @@ def kl_part(policy: Tensor, ref: Tensor, **options: object) -> Tensor:
     return with_kl - without
 
 
-def test_the_version_is_one_that_was_tried(audited: Audit) -> None:
-    assert audited.subject.title.startswith("verl 0.9.1,")
-    assert audited.subject.cautions == ()
+def test_k3_has_no_gradient_past_its_clamp() -> None:
+    """Its value stops at 10: exp(x) - x - 1 = 10 at x = 2.6109 below the reference, and at 11 - exp(-11) above."""
+    for log_ratio, dead in ((-2.60, False), (-2.62, True), (10.9, False), (11.1, True)):
+        policy = torch.tensor([[-20.0]], dtype=torch.float64, requires_grad=True)
+        loss = kl_part(policy, policy.detach() - log_ratio)
+        (slope,) = torch.autograd.grad(loss, policy)
+        assert (slope.item() == 0) == dead
 
 
 @pytest.mark.parametrize(
@@ -62,5 +59,17 @@ def test_an_enumeration_of_its_own(kind: str, follows: str) -> None:
     assert_follows(gradient, follows, policy, ref)
 
 
+@pytest.mark.parametrize(("kind", "follows"), [("kl", "reverse"), ("mse", "none of them"), ("abs", "none of them")])
+def test_in_the_reward_only_k1_is_right(kind: str, follows: str) -> None:
+    policy, ref = make_world()
+
+    def loss(p: Tensor, q: Tensor, token: int) -> Tensor:
+        return reward_kl(p[token].view(1, 1), q[token].view(1, 1), kind=kind).squeeze() * p[token]
+
+    _, gradient = expected_loss(loss, policy, ref)
+    assert_follows(gradient, follows, policy, ref)
+
+
 def test_the_page_shows_what_the_command_prints() -> None:
     assert_documented("verl")
+    assert load_subject("verl").cautions == ()

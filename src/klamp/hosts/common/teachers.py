@@ -6,8 +6,7 @@ import warnings
 from collections.abc import Collection
 from typing import Any
 
-from klamp.audit.conversation import PROBE
-from klamp.audit.pair import check_pair
+from klamp.audit.pair import PROBE, check_pair
 from klamp.config.teacher import TeacherConfig
 from klamp.errors import DataError, KLWarning, ModelError
 from klamp.scoring.model_parts import PrefixKL

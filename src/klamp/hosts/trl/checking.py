@@ -20,11 +20,10 @@ from torch import Tensor
 from torch.nn.functional import pad
 from transformers import TrainerCallback
 
-from klamp.audit.distillation import of_beta
-from klamp.audit.findings import finding
+from klamp.audit.examine import of_beta
 from klamp.audit.micro_batch import check as check_loss
-from klamp.audit.trl_distillation import GivenLogits
-from klamp.audit.verdict import Verdict
+from klamp.audit.trl import GivenLogits
+from klamp.audit.verdict import Verdict, finding
 from klamp.core.arguments import describe
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.coefficient import TEACHER, loss_mask
@@ -62,7 +61,7 @@ class Listener:
         self.reference: Tensor | None = None
 
     def __enter__(self) -> Listener:
-        self._keep("_get_per_token_logps_and_entropies", lambda result: self.scores.append(result[0]))
+        self._keep("_get_per_token_logps_and_entropies", self._keep_scores)
         self._keep("_read", lambda result: self.scores.append(result[1]))
         self._keep("_get_last_hidden_state", self.hidden.append)
         inner = self.trainer.compute_loss
@@ -80,6 +79,10 @@ class Listener:
             names.pop, name
         )
         names[name] = value
+
+    def _keep_scores(self, result: Any) -> None:
+        if result[0] is not None:  # Unsloth's own method returns hidden states to its loss function
+            self.scores.append(result[0])
 
     def _keep(self, name: str, keep: Callable[[Any], None]) -> None:
         inner: Any = getattr(self.trainer, name, None)
