@@ -21,7 +21,7 @@ from klamp.report.run import judged
 from klamp.report.text import count
 
 if TYPE_CHECKING:
-    from klamp.hosts.common.sync import SyncReport
+    from klamp.hosts.common.sampler_weights import SyncReport
 
 HEALTHY, ALARMED, UNREADABLE = 0, 1, 2
 

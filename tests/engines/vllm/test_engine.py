@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from tests.engines.vllm.programs import result_of
 
-from klamp.hosts.common.sync import START, START_HEAD, WEIGHTS
+from klamp.hosts.common.sampler_weights import START, START_HEAD, WEIGHTS
 
 HERE = Path(__file__).parent
 

@@ -93,12 +93,3 @@ def test_fast_scoring_has_trls_numbers_of_vllms_completions(default_base_model: 
     assert max(found["apart"]["engine"]) < SAME, "vLLM follows the policy"
     assert max(found["apart"]["ratio"]) < SAME, "so that TRL's correction is 1"
     assert found["kl"][0] < 1e-6 < 1e-3 < found["kl"][-1], "the policy has moved"
-
-
-@pytest.mark.gate
-def test_an_engine_that_packs_as_with_amx_is_refused_before_the_first_step(
-    default_base_model: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv(ASKED, "1")
-    error = result_of(HERE / "refused.py", str(default_base_model))["error"]
-    assert error.startswith("vLLM packs the model's weights on this CPU\n  got: a kernel for AMX, for torch.bfloat16")
