@@ -154,9 +154,9 @@ def run_fast(setting: Setting, folder: str, seen: Seen) -> None:
 
 def run_uncut(setting: Setting, folder: str, seen: Seen) -> None:
     """As `run_fast`, with the micro-batches that TRL has cut."""
-    from klamp.hosts.trl import fast_prompts
+    from klamp.hosts.trl import fast_scoring
 
-    fast_prompts.cuts_anew = lambda trainer: False
+    fast_scoring.cuts_anew = lambda trainer: False
     run_fast(setting, folder, seen)
 
 

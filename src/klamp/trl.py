@@ -22,15 +22,13 @@ from klamp.config.teacher import TeacherConfig  # noqa: E402
 from klamp.core.arguments import check_instance, describe  # noqa: E402
 from klamp.errors import ConfigError  # noqa: E402
 from klamp.hosts.common.effective import Effective, EffectiveTerm  # noqa: E402
-from klamp.hosts.trl.callbacks import DoctorCallback  # noqa: E402
+from klamp.hosts.trl.callbacks import DoctorCallback, ReportCallback  # noqa: E402
 from klamp.hosts.trl.checking import CheckCallback, check  # noqa: E402
 from klamp.hosts.trl.distillation import DistillationConfig, DistillationTrainer, attached, in_force  # noqa: E402
 from klamp.hosts.trl.effective_in_trl import read_effective  # noqa: E402
 from klamp.hosts.trl.grpo_config import GRPOConfig, host_class  # noqa: E402
 from klamp.hosts.trl.grpo_trainer import GRPOTrainer, attach_to  # noqa: E402
 from klamp.hosts.trl.hooks import KLMixin  # noqa: E402
-from klamp.hosts.trl.record import ReportCallback  # noqa: E402
-from klamp.hosts.unsloth import checking as _  # noqa: E402, F401  (for its effect)
 from klamp.hosts.unsloth.hooks import read_effective_on_unsloth, unsloth_hook  # noqa: E402
 
 __all__ = [

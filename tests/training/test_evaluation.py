@@ -17,7 +17,7 @@ from tests.training.conftest import tiny_llama
 from transformers import GenerationConfig
 
 from klamp.errors import DataError
-from klamp.hosts.common.sync import START, WEIGHTS
+from klamp.hosts.common.sampler_weights import START, WEIGHTS
 from klamp.scoring.scorer import score
 from klamp.tasks import Example, arithmetic_tokenizer
 from klamp.training import evaluation

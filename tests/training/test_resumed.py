@@ -16,7 +16,6 @@ from klamp.records.klamp_run import read_config
 from klamp.training import checkpoint
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
-from klamp.training.folders import lines_of
 from klamp.training.resumed import (
     IDENTITY,
     check_resume,
@@ -193,9 +192,8 @@ def test_a_kl_can_come_and_go_and_a_clip_has_its_length_measured(begun, tmp_path
 
 
 @pytest.mark.slow
-def test_a_finished_run_goes_on_at_a_rate_that_rises_and_says_so(begun, tmp_path):
+def test_a_finished_run_goes_on_by_the_longer_plan(begun, tmp_path):
     source = begun(lr_scheduler_type="cosine", max_steps=3, warmup_steps=2)
     folder = go_on(source, tmp_path / "run", max_steps=6)
     rates = [row["train/learning_rate"] for row in steps_of(folder)][3:]
-    assert rates == pytest.approx([2.134e-3, 2.5e-3, 7.322e-4], rel=1e-3), "half of the rise, then as planned"
-    assert "learning rate goes up" in lines_of(folder / "cautions.jsonl")[-1]["text"]
+    assert rates == pytest.approx([4.268e-3, 2.5e-3, 7.322e-4], rel=1e-3)

@@ -23,7 +23,7 @@ from klamp.report.run import judged
 from klamp.report.text import count
 
 if TYPE_CHECKING:
-    from klamp.hosts.common.sync import SyncReport
+    from klamp.hosts.common.sampler_weights import SyncReport
 
 
 def run_check(argv: Sequence[str]) -> int:

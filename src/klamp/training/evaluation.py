@@ -21,8 +21,7 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import ConfigError, DataError
-from klamp.hosts.common.sampler_weights import check_sync
-from klamp.hosts.common.sync import SyncReport
+from klamp.hosts.common.sampler_weights import SyncReport, check_sync
 from klamp.scoring.completions import Completions
 from klamp.scoring.scorer import score
 from klamp.tasks.base import Example

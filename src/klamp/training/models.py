@@ -54,7 +54,7 @@ def load_model(spec: str, dtype: str = "float32") -> PreTrainedModel:
     else:
         model = _whole(weights_folder(spec), dtype=getattr(torch, dtype))
     for dropout in active_dropouts(model):
-        dropout.switch_off()
+        setattr(dropout.holder, dropout.name, 0.0)
     return model.eval()
 
 

@@ -296,9 +296,7 @@ class Trainer:
             self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None]})  # the function is not saved
             if repr(self.schedule.last_epoch) != repr(state["step"]):
                 raise TypeError(f"last_epoch of the schedule is {self.schedule.last_epoch!r}")
-            optim = self.context.config.optim
-            risen = go_on_from(self.schedule, state["step"], optim.learning_rate, warmup=optim.warmup_steps)
-            self.noted += filter(None, [risen])
+            go_on_from(self.schedule, state["step"], self.context.config.optim.learning_rate)
             self.context.control.load_state_dict(state)
             self.step = state["step"]
         self.saved = (self.step, folder)

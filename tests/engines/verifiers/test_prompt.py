@@ -17,7 +17,7 @@ from verifiers import SingleTurnEnv
 from verifiers.trainers.grpo_trainer import GRPOTrainer
 
 from klamp import check_sync
-from klamp.hosts.common.sync import HIDDEN, WEIGHTS, SyncReport
+from klamp.hosts.common.sampler_weights import HIDDEN, WEIGHTS, SyncReport
 
 TEMPERATURE = 0.9
 LENGTH = 8

@@ -44,13 +44,7 @@ def test_without_a_kl_it_says_so_and_two_are_shown_one_after_the_other() -> None
 @pytest.mark.parametrize(
     ("options", "value", "gradient"),
     [
-        ({}, "k1", "reverse, per token: KL(policy||teacher)"),
         ({"teacher_horizon": "sequence"}, "k1", "reverse, per sequence: KL(policy||teacher)"),
-        (
-            {"teacher_estimator": "exact", "teacher_direction": "forward"},
-            "exact",
-            "own, per token: KL(teacher||policy)",
-        ),
         (
             {"teacher_estimator": "topk", "teacher_direction": "js", "teacher_head": "union", "teacher_top_k": 5},
             "topk of the union's 5 likeliest and a sampled tail",

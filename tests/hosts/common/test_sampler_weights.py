@@ -9,13 +9,12 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tests.hosts.common.fake_vllm import put_in_place
 from transformers import LlamaConfig, LlamaForCausalLM, TopKLogitsWarper, TopPLogitsWarper
 
 from klamp import check_sync
 from klamp.errors import ConfigError, DataError, ShapeError
-from klamp.hosts.common import sync
-from klamp.hosts.common.sampler_weights import check_packing, pack_nothing, packing
+from klamp.hosts.common import sampler_weights as sync
+from klamp.hosts.common.sampler_weights import SAME, START, WEIGHTS, Reported, compare
 
 PROMPTS = [[1, 2, 3, 4], [5, 6]]
 COMPLETIONS = [[7, 8, 9, 3, 2], [4, 4, 1]]
@@ -108,19 +107,6 @@ def test_a_stale_model_is_told_from_a_stale_head(side: str, tied: bool) -> None:
     assert half.gaps[sync.START_HEAD] < 1e-6
 
 
-@pytest.mark.parametrize("without", ["model", "start"])
-def test_a_model_without_a_head_of_its_own_has_no_reading_with_another_head(
-    without: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    start = model()
-    made = moved(start)
-    told_first = told(made)
-    monkeypatch.setattr(made if without == "model" else start, "get_output_embeddings", lambda: None)
-    report = checked(made, told_first, start=start)
-    assert report.in_sync
-    assert all(sync.START_HEAD not in side.gaps and sync.START in side.gaps for side in report.sides)
-
-
 @pytest.mark.parametrize("side", ["sampler", "trainer"])
 def test_another_temperature_is_named(side: str) -> None:
     made = model()
@@ -175,7 +161,7 @@ def test_another_data_type_is_not_called_a_fault() -> None:
     report = checked(made, coarse)
     assert sync.SAME < report.sides[0].gaps[sync.WEIGHTS] < sync.COARSE
     assert report.in_sync
-    assert "data types" in report.text
+    assert "data types" in str(report)
 
 
 def test_what_no_reading_explains_is_said_to_be_unexplained() -> None:
@@ -184,7 +170,7 @@ def test_what_no_reading_explains_is_said_to_be_unexplained() -> None:
     noise = [[value + float(torch.randn(())) for value in row] for row in told(made)]
     report = checked(made, noise, start=model(3))
     assert not report.in_sync
-    assert "no reading that was tried explains it" in report.text
+    assert "no reading that was tried explains it" in str(report)
 
 
 def test_tokens_without_a_number_are_left_out() -> None:
@@ -208,26 +194,25 @@ def test_lists_that_do_not_fit_are_refused() -> None:
         checked(made, told(made), temperature=0.0)
 
 
-@pytest.mark.parametrize("amx", [False, True])
-def test_what_packs_is_what_vllm_says(monkeypatch, amx):
-    vllm, kernels = put_in_place(monkeypatch, amx=amx), ["oneDNN", "a kernel for AMX"]
-    assert packing(torch.float32) == kernels[:1]
-    assert packing(torch.bfloat16) == kernels[: 1 + amx]
-    vllm._custom_ops._supports_onednn = False
-    assert packing(torch.bfloat16) == kernels[1 : 1 + amx], "the processor's own kernel is there all the same"
-    pack_nothing()
-    assert packing(torch.bfloat16) == []
-    del vllm._custom_ops._supports_onednn, vllm.model_executor.layers.utils.check_cpu_sgl_kernel
-    check_packing(torch.bfloat16)  # a vLLM without the switches
-    put_in_place(monkeypatch, amx=True, cpu=False)
-    check_packing(torch.bfloat16)  # on a GPU nothing is packed
+def test_the_gap_is_the_mean_size_of_the_differences_of_finite_numbers_and_without_any_it_explains_nothing() -> None:
+    reported = torch.tensor([-1.0, -2.0, float("nan"), -3.0])
+    readings = {WEIGHTS: torch.tensor([-1.5, -2.0, -9.0, -2.0]), START: torch.tensor([float("nan"), -2.0, -2.0, -3.0])}
+    side = compare({"sampler": reported}, readings).sides[0]
+    assert side.gaps == {WEIGHTS: pytest.approx(0.5), START: 0.0}
+    lost = torch.full((2,), float("nan"))
+    side = compare({"sampler": torch.tensor([-1.0, -1.0])}, {WEIGHTS: torch.tensor([-5.0, -5.0]), START: lost}).sides[0]
+    assert side.gaps[START] == float("inf")
+    assert side.nearest == WEIGHTS
 
 
-def test_the_refusal_names_the_kernels_the_type_and_the_way_out(monkeypatch):
-    put_in_place(monkeypatch, amx=True)
-    with pytest.raises(ConfigError, match="vLLM packs the model's weights on this CPU") as error:
-        check_packing(torch.bfloat16)
-    assert error.value.got == "oneDNN and a kernel for AMX, for torch.bfloat16"
-    assert "new weights do not reach the packed copies" in error.value.why
-    for way in ("sampler='own'", "use_vllm=False", "GPU", f"{pack_nothing.__module__}.{pack_nothing.__name__}()"):
-        assert way in error.value.fix
+@pytest.mark.parametrize(
+    ("right", "other", "nearest"),
+    [
+        (SAME, 0.0, WEIGHTS),  # the same, whatever else fits better
+        (0.5, 0.2, WEIGHTS),  # not clearly nearer
+        (0.5, 0.1, START),
+        (0.01, 0.0, START),  # data types could explain it, and another reading does so exactly
+    ],
+)
+def test_another_reading_is_named_only_where_it_is_clearly_nearer(right: float, other: float, nearest: str) -> None:
+    assert Reported(side="sampler", gaps={WEIGHTS: right, START: other}).nearest == nearest

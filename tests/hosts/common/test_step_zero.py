@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from klamp.hosts.common.step_zero import active_dropouts, likely_reasons, step_zero_text
+from klamp.hosts.common.step_zero import active_dropouts, likely_reasons
 
 
 def test_why_the_kl_is_not_zero_at_the_start() -> None:
@@ -34,17 +31,8 @@ def test_dropout_that_a_layer_keeps_as_a_number_is_named() -> None:
     (reason,) = likely_reasons(policy, None, adapter=False)
     assert "attention_dropout above 0" in reason and "disable_dropout does not" in reason
     for dropout in active_dropouts(policy):
-        dropout.switch_off()
+        setattr(dropout.holder, dropout.name, 0.0)
     assert (policy.model.layers[0].self_attn.attention_dropout, likely_reasons(policy, None, adapter=False)) == (0, [])
-
-
-def test_a_number_in_the_settings_alone_is_the_last_guess() -> None:
-    policy = nn.Linear(2, 2)
-    policy.config = SimpleNamespace(attn_pdrop=0.1)  # pyright: ignore[reportAttributeAccessIssue]
-    assert "if a layer reads it" in likely_reasons(policy, None, adapter=False)[0]
-    assert likely_reasons(policy, nn.Linear(2, 2).double(), adapter=False) == [
-        "data types: the policy is torch.float32, the reference torch.float64"
-    ]
 
 
 def test_weights_are_suspected_only_where_they_were_loaded() -> None:
@@ -52,12 +40,3 @@ def test_weights_are_suspected_only_where_they_were_loaded() -> None:
     assert "loaded from a path" in likely_reasons(policy, reference, adapter=False)[0]
     assert likely_reasons(policy, reference, adapter=False, loaded=False) == []
     assert likely_reasons(policy, reference, adapter=True) == []
-
-
-def test_every_reason_that_is_seen_is_said() -> None:
-    policy = nn.Sequential(nn.Linear(2, 2), nn.Dropout(0.1))
-    found = likely_reasons(policy, nn.Linear(2, 2).to(torch.bfloat16), adapter=False)
-    assert ["dropout" in found[0], "torch.bfloat16" in found[1]] == [True, True]
-    text = step_zero_text(0.0123, found)
-    assert "1.23e-02 nats per token" in text and found[0] in text and found[1] in text
-    assert "mask that covers the prompt" in step_zero_text(0.1, []), "where to look without a reason"

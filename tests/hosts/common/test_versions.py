@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 import tomllib
 from importlib import metadata
 from pathlib import Path
@@ -28,17 +26,8 @@ ROOT = Path(__file__).resolve().parents[3]
         ("trl", "1.10.0", True),
         ("trl", "1.10.0.dev3", False),
         ("trl", "2.0.0rc1", True),
-        ("trl", "2.0", True),
-        ("tinker", "0.24.9", False),
-        ("tinker", "0.25", True),
-        ("tinker", "0.38.9rc1", True),
-        ("tinker", "0.39.0rc1", True),
-        ("verl", "0.9.0", False),
-        ("verl", "0.9.1", True),
-        ("verl", "0.10.0", True),
         ("unsloth", "2026.10.6", False),
         ("unsloth", "2026.10.7", True),
-        ("unsloth_zoo", "2026.10.10", True),
     ],
 )
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
@@ -61,17 +50,8 @@ def test_a_floor_and_no_cap(monkeypatch: pytest.MonkeyPatch, host: str, installe
         ("trl", "1.10.0", False),
         ("trl", "1.16.3", False),  # a patch of a series that was tried
         ("trl", "1.17.0", True),
-        ("trl", "2.0", True),
-        ("tinker", "0.39.0", True),
-        ("verl", "0.9.4", False),
-        ("verl", "0.10.0", True),
-        ("unsloth_zoo", "2026.11.1", True),
         ("unsloth", "2026.10.9", False),
         ("unsloth", "2026.11.1", True),
-        ("transformers", "5.23.7", False),
-        ("transformers", "5.24.0", True),
-        ("vllm", "0.32.1", False),
-        ("vllm", "0.33.0", True),
         ("vllm", "0.24.0", False),
     ],
 )
@@ -106,19 +86,6 @@ def test_what_a_host_brings_along_is_cautioned_of_likewise(
     assert told_version("vllm") == "vllm 0.40.1"
 
 
-@pytest.mark.parametrize(
-    ("file", "host"),
-    [
-        ("klamp/trl.py", "transformers"),
-        ("klamp/training/setup.py", "transformers"),
-        ("klamp/training/launch.py", "vllm"),
-        ("klamp/hosts/trl/grpo_trainer.py", "vllm"),
-    ],
-)
-def test_who_uses_it_asks(file: str, host: str) -> None:
-    assert f'caution_beside("{host}")' in (ROOT / "src" / file).read_text(encoding="utf-8")
-
-
 def test_what_is_tried_is_named_in_the_docs_and_asked_for_by_the_newest() -> None:
     page = (ROOT / "docs" / "records" / "newest.md").read_text(encoding="utf-8")
     assert [host for host in TRIED if f"| `{host}` | {TRIED[host].upto} |" not in page] == []
@@ -137,12 +104,6 @@ def test_what_the_tests_run_against_is_what_was_tried(host: str) -> None:
     tried, floor = Version(TRIED[host].upto).release, Requirement(TRIED[host].needed).specifier
     assert [Version(each.version) for each in floor] == [min(pins)] * (host != "vllm"), "TRL and verl say which vLLM"
     assert host == "unsloth" or max(pins).release[: len(tried)] == tried
-
-
-def test_a_cap_stands_only_with_its_reason() -> None:
-    lines = (ROOT / "pyproject.toml").read_text(encoding="utf-8").splitlines()
-    capped = [line for line in lines if re.search(r'"[\w.\[\]-]+[^"]*[<~][^"]*"', line) and ">=" in line]
-    assert capped and [line for line in capped if "#" not in line] == []
 
 
 def test_a_host_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,20 +126,3 @@ def test_the_range_is_the_one_that_the_package_declares(host: str) -> None:
     ]
     declared = {str(each.specifier) for each in wanted if each.name == host}
     assert declared == {str(Requirement(TRIED[host].needed).specifier)}
-
-
-def test_importing_needs_no_sdk_and_the_loss_neither() -> None:
-    code = """
-import sys
-sys.modules["tinker"] = None
-import torch
-from types import SimpleNamespace
-from klamp.tinker import build_datum, compute_grpo_kl_loss
-rows = {"target_tokens": torch.tensor([1, 2]), "advantages": torch.ones(2), "logprobs": -torch.ones(2)}
-rows["ref_logprobs"] = rows["logprobs"]
-loss, _ = compute_grpo_kl_loss([SimpleNamespace(loss_fn_inputs=rows)], [-torch.ones(2)])
-print(loss.item())
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.strip() == "-1.0"

@@ -10,16 +10,7 @@ import pytest
 import torch
 import trl
 from peft import LoraConfig
-from tests.hosts.trl.hosts import (
-    PROMPTS,
-    arguments,
-    dataset,
-    gradient_of,
-    model,
-    noisy,
-    saved,
-    tokenizer,
-)
+from tests.hosts.trl.hosts import PROMPTS, arguments, dataset, gradient_of, model, noisy, saved, tokenizer
 
 from klamp.config.teacher import TeacherConfig
 from klamp.core.estimators import exact_kl

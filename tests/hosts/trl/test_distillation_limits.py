@@ -18,7 +18,7 @@ from trl.experimental.server_distillation import ServerDistillationTrainer
 from klamp.config import KLConfig
 from klamp.config.teacher import TeacherConfig
 from klamp.core.estimators import exact_kl
-from klamp.errors import ConfigError, KLWarning, ModelError, NonFiniteError, UnsupportedVersion
+from klamp.errors import ConfigError, ModelError, NonFiniteError, UnsupportedVersion
 from klamp.hosts.trl import teacher as taught
 from klamp.hosts.trl.callbacks import settings_of_arguments
 from klamp.trl import DistillationConfig, DistillationTrainer, attach, effective
@@ -35,19 +35,13 @@ def teacher(base: Any) -> Any:
     ("options", "words"),
     [
         ({"teacher_url": "http://h:1"}, "one frozen teacher"),
-        ({"teacher_kind": "ema"}, "one frozen teacher"),
-        ({"teacher_kind": "adapter_off"}, "one frozen teacher"),
-        ({"teacher_models": ["a=x", "b=y"], "teacher_key": "k"}, "one frozen teacher"),
-        ({"teacher_prompt": "hint"}, "behind the student's own prompts"),
         ({"teacher_coef": 0.0}, "teacher_coef above 0"),
         ({"teacher_estimator": "k1", "teacher_placement": "advantage"}, "in its loss"),
         ({"teacher_estimator": "k1", "teacher_off_policy": "token"}, "no log-probabilities of the sampler"),
         ({"teacher_estimator": "exact", "teacher_direction": "js", "beta": 0.0}, "name two divergences"),
-        ({"teacher_estimator": "exact", "beta": 0.3}, "name two divergences"),
         ({"teacher_estimator": "k3", "beta": 0.0}, "teacher_direction='forward' is not what k3"),
         ({"teacher_estimator": "k3", "top_p": 0.9}, "cannot be combined with top_p"),
         (TOPK | {"generation_kwargs": {"temperature": 0.2, "top_k": 5}}, "cannot be combined with top_k, temperature"),
-        ({"teacher_estimater": "k1"}, "teacher_estimater"),
     ],
 )
 def test_what_trl_cannot_do_is_refused_before_a_model_is_loaded(
@@ -56,20 +50,6 @@ def test_what_trl_cannot_do_is_refused_before_a_model_is_loaded(
     with pytest.raises((ConfigError, TypeError)) as caught:
         settings(DistillationConfig, tmp_path, **options)
     assert words in str(caught.value)
-
-
-def test_what_needs_no_sample_may_be_drawn_in_any_way(tmp_path: Path) -> None:
-    settings(DistillationConfig, tmp_path, **EXACT, top_p=0.9, generation_kwargs={"max_time": 9.0})
-    with pytest.warns(KLWarning, match="bucket"):
-        settings(DistillationConfig, tmp_path, **TOPK, teacher_tail="bucket", top_p=0.9)
-    settings(DistillationConfig, tmp_path, **TOPK, generation_kwargs={"max_time": 9.0, "temperature": 0.7})
-
-
-def test_klamps_fields_are_the_command_lines_too(tmp_path: Path) -> None:
-    line = ["--output_dir", str(tmp_path), "--use_cpu", "--bf16", "false", "--teacher_estimator", "topk"]
-    line += ["--teacher_top_k", "7", "--beta", "0"]
-    (args,) = trl.TrlParser((DistillationConfig,)).parse_args_and_config(line)  # type: ignore[arg-type]
-    assert (args.teacher_estimator, args.teacher_top_k, args.teacher_direction) == ("topk", 7, "forward")
 
 
 def test_another_trainer_with_klamps_fields_stops_before_its_first_step(

@@ -13,7 +13,7 @@ from tests.hosts.trl.hosts import generated, plain_logits, with_kl
 from klamp.config import KLConfig
 from klamp.core.estimators import exact_kl
 from klamp.errors import ConfigError
-from klamp.hosts.trl.exact import check_exact, why_not_exact
+from klamp.hosts.trl.reference import exact_rows, why_not_exact
 
 
 def test_the_exact_kl_of_a_sample_is_the_sum_over_the_vocabulary(trainer: Any, base: Any) -> None:
@@ -27,9 +27,6 @@ def test_the_exact_kl_of_a_sample_is_the_sum_over_the_vocabulary(trainer: Any, b
     mask = inputs["completion_mask"][::2]
     expected = (exact * mask).sum() / mask.sum()
     assert trainer._metrics["train"]["kl/exact"] == [pytest.approx(expected.item(), rel=1e-4)]
-    with_kl(trainer, KLConfig(beta=0.4), exact_kl_completions=0)
-    assert "klamp_ref_hidden" not in generated(trainer)
-    trainer.args.exact_kl_completions = None
 
 
 @pytest.mark.parametrize(
@@ -42,12 +39,12 @@ def test_the_exact_kl_of_a_sample_is_the_sum_over_the_vocabulary(trainer: Any, b
 def test_what_keeps_a_trainer_from_it(
     trainer: Any, monkeypatch: pytest.MonkeyPatch, name: str, value: object, reason: str
 ) -> None:
-    assert why_not_exact(trainer) == ""
-    check_exact(trainer)
+    exact = KLConfig(beta=0.4, kl_estimator="exact")
+    assert (exact_rows(trainer, None), exact_rows(trainer, KLConfig(beta=0.4)), exact_rows(trainer, exact)) == (0, 1, 2)
     monkeypatch.setattr(trainer, name, value)
-    assert reason in why_not_exact(trainer)
+    assert reason in why_not_exact(trainer) and exact_rows(trainer, KLConfig(beta=0.4)) == 0
     with pytest.raises(ConfigError, match="kl_estimator='exact' cannot be honoured") as caught:
-        check_exact(trainer)
+        exact_rows(trainer, exact)
     assert reason in caught.value.why
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +15,7 @@ from tests.hosts.trl.hosts import arguments, build, generated, gradient_of, klam
 from klamp.config import KLConfig
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.trl import fast_scoring
-from klamp.hosts.trl.fast_scoring import why_not_fast, why_not_these
+from klamp.hosts.trl.fast_scoring import why_not_these
 from klamp.trl import GRPOConfig, attach
 
 MASK = torch.tensor([[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]])
@@ -27,57 +26,12 @@ def fast(base: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     return klamp_trainer(base, tmp_path_factory.mktemp("limits"), beta=0.3, fast_scoring=True)
 
 
-def test_nothing_forbids_it(fast: Any) -> None:
-    assert why_not_fast(fast) == ""
-    assert why_not_these(fast, MASK, 2, {"pixel_values": None, "compute_aux_loss": False}) == ""
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "value", "words"),
-    [
-        ("trainer", "is_fsdp_enabled", True, "FSDP or ZeRO-3"),
-        ("args", "torch_compile", True, "compiled"),
-        ("args", "cast_lm_head_to_fp32", True, "cast_lm_head_to_fp32"),
-        ("model", "hf_device_map", {"": 0, "lm_head": 1}, "several devices"),
-        ("model", "peft_config", {"default": SimpleNamespace(is_prompt_learning=True)}, "virtual tokens"),
-    ],
-)
-def test_what_a_trainer_has_that_forbids_it(
-    fast: Any, owner: str, name: str, value: object, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    holder = fast if owner == "trainer" else getattr(fast, owner)
-    monkeypatch.setattr(holder, name, value, raising=False)
-    assert words in why_not_fast(fast)
-
-
-def test_a_fused_loss_forbids_it(fast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fast.args, "use_liger_kernel", True)
-    monkeypatch.setattr(fast_scoring, "liger_bypasses", lambda: True)
-    assert "Liger's kernel" in why_not_fast(fast)
-    monkeypatch.setattr(fast_scoring, "liger_bypasses", lambda: False)
-    assert why_not_fast(fast) == "", "later versions of TRL only swap layers"
-
-
-def test_split_sequences_forbid_it(fast: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    split = SimpleNamespace(cp_enabled=True)  # not in the oldest Accelerate
-    monkeypatch.setattr(type(fast.accelerator), "parallelism_config", split, raising=False)
-    assert "split over processes" in why_not_fast(fast)
-
-
 def test_dropout_forbids_it(tmp_path: Path) -> None:
     adapter = LoraConfig(r=2, target_modules="all-linear", task_type="CAUSAL_LM", lora_dropout=0.1)
     with pytest.warns(match=r"in spite of fast_scoring: dropout is on \(p\)"):
         klamp_trainer(model(), tmp_path, fast_scoring=True, trainer={"peft_config": adapter})
     with pytest.raises(ConfigError, match="dropout is on"):
         klamp_trainer(model(), tmp_path, fast_scoring="require", trainer={"peft_config": adapter})
-
-
-def test_klamps_class_in_the_place_of_trls_is_no_subclass_of_somebody_else(
-    fast: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(trl, "GRPOTrainer", type(fast))
-    assert why_not_fast(fast) == ""
-    assert fast_scoring.learning_rows(fast, generated(fast), 0.0) is not None
 
 
 def test_a_subclass_that_scores_by_itself_keeps_its_own(base: Any, tmp_path: Path) -> None:
@@ -107,13 +61,6 @@ def test_an_adapted_head_is_left_to_trl(base: Any, tmp_path: Path) -> None:
 )
 def test_what_completions_have_that_forbids_it(fast: Any, mask: torch.Tensor, others: Any, words: str) -> None:
     assert words in why_not_these(fast, mask, 2, others)
-
-
-def test_the_entropy_bonus_is_left_to_trl_where_it_needs_a_gradient(fast: Any, monkeypatch: Any) -> None:
-    monkeypatch.setattr(fast, "_entropy_bonus_enabled", True)
-    assert "entropy's gradient" in why_not_these(fast, MASK, 2, {})
-    with torch.no_grad():
-        assert why_not_these(fast, MASK, 2, {}) == ""
 
 
 def test_a_reason_is_said_once_and_trl_does_the_work(base: Any, tmp_path: Path) -> None:

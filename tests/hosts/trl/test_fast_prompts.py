@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from tests.hosts.trl.hosts import generated, klamp_trainer, model, rows_of, run, saved
+from tests.hosts.trl.hosts import generated, klamp_trainer, rows_of, run, saved
 from tests.hosts.trl.test_fast_scoring import LORA, PLAIN, SMALL, cached, of_steps
 from tests.hosts.trl.test_matrix import LOSS_TYPES
-from transformers import GenerationConfig
 
 from klamp.errors import ConfigError
-from klamp.hosts.trl.fast_prompts import OWN_MEAN, cut, keeps_sums, prompts_once, why_not_once
+from klamp.hosts.trl.fast_scoring import OWN_MEAN, cut, keeps_sums
 
 __all__ = ["cached"]
 
@@ -45,31 +43,6 @@ def test_the_completions_are_those_of_generation_without(
     assert "generate" not in vars(trainer.accelerator.unwrap_model(trainer.model))
 
 
-def test_prompts_that_are_all_different_are_left_to_transformers(
-    base: Any, tmp_path: Path, cached: list[tuple[bool, int]]
-) -> None:
-    trainer = klamp_trainer(base, tmp_path, fast_scoring="require")
-    cached.clear()
-    generated(trainer, rows=rows_of(4, 1))
-    assert cached == []
-
-
-def test_a_model_without_a_cache_in_training_mode_is_left_to_transformers(
-    base: Any, tmp_path: Path, cached: list[tuple[bool, int]]
-) -> None:
-    """As those of a sliding window in older transformers, which make one in evaluation only."""
-    trainer = klamp_trainer(base, tmp_path, fast_scoring="require")
-    traits = trainer._klamp.fast.traits
-    traits.update({key: replace(each, sharing="values") for key, each in traits.items()})
-    for training in (True, False):
-        trainer.model.train(training)
-        cached.clear()
-        with torch.no_grad(), prompts_once(trainer):
-            ids, mask = torch.ones(4, 3, dtype=torch.long), torch.ones(4, 3, dtype=torch.long)
-            trainer.model.generate(ids, attention_mask=mask, generation_config=GenerationConfig(max_new_tokens=2))
-        assert cached == ([] if training else [(False, 1)])
-
-
 def test_a_cache_of_ones_own_is_said_once_and_refused_where_required(base: Any, tmp_path: Path) -> None:
     own = {"generation_kwargs": {"cache_implementation": "static"}}
     trainer = klamp_trainer(copy.deepcopy(base), tmp_path, fast_scoring=True, **own)
@@ -80,23 +53,6 @@ def test_a_cache_of_ones_own_is_said_once_and_refused_where_required(base: Any, 
     assert len(trainer._klamp.fast.told) == 1
     with pytest.raises(ConfigError, match="fast_scoring='require' cannot be honoured"):
         generated(klamp_trainer(base, tmp_path, fast_scoring="require", **own))
-
-
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        ({}, ""),
-        ({"generation_config": GenerationConfig(max_new_tokens=4)}, ""),
-        ({"generation_config": GenerationConfig(num_beams=2)}, "beams"),
-        ({"generation_config": GenerationConfig(use_cache=False)}, "no cache"),
-        ({"generation_config": GenerationConfig(prompt_lookup_num_tokens=2)}, "prompt_lookup_num_tokens"),
-        ({"pixel_values": torch.zeros(1)}, "more than tokens (pixel_values)"),
-        ({"pixel_values": None, "disable_compile": True}, ""),
-    ],
-)
-def test_why_not(options: dict[str, Any], reason: str) -> None:
-    said = why_not_once(model(), options)
-    assert reason in said and bool(said) == bool(reason)
 
 
 OF_MICRO_BATCHES = ("kl", "entropy", "is_ratio")
@@ -154,24 +110,6 @@ def test_the_gradient_of_a_step_is_that_without(base: Any, tmp_path: Path, loss_
         own = {name: value for name, value in row.items() if name not in OF_MICRO_BATCHES and "time" not in name}
         assert {name: other[name] for name in own} == pytest.approx(own, abs=SMALL, rel=SMALL, nan_ok=True)
     assert all(torch.allclose(one, two, atol=SMALL) for one, two in zip(weights, moved, strict=True))
-
-
-@pytest.mark.parametrize(
-    ("attribute", "value"),
-    [
-        ("loss_type", "bnpo"),
-        ("top_entropy_quantile", 0.5),
-        ("_entropy_bonus_enabled", True),
-        ("aux_loss_enabled", True),
-    ],
-)
-def test_what_is_divided_by_a_micro_batchs_own_count_is_left_alone(
-    base: Any, tmp_path: Path, attribute: str, value: Any
-) -> None:
-    trainer = copy.copy(klamp_trainer(base, tmp_path, fast_scoring="require", **ACCUMULATED))
-    assert keeps_sums(trainer)
-    setattr(trainer, attribute, value)
-    assert not keeps_sums(trainer)
 
 
 def test_steps_that_are_made_of_two_generations_are_left_alone(base: Any, tmp_path: Path) -> None:

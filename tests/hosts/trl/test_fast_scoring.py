@@ -15,21 +15,11 @@ from tests.hosts.trl.hosts import (
     klamp_trainer,
     model,
     noisy,
-    plain_logits,
-    plain_logprobs,
     run,
     saved,
     stock_trainer,
 )
-from tests.hosts.trl.test_matrix import (
-    BETA,
-    INPUTS,
-    LOSS_TYPES,
-    OPTIONS,
-    SOME,
-    _recorded,
-    loss_and_gradient,
-)
+from tests.hosts.trl.test_matrix import BETA, INPUTS, LOSS_TYPES, OPTIONS, SOME, _recorded, loss_and_gradient
 
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.hosts.trl import fast_scoring
@@ -110,70 +100,8 @@ def test_every_loss_and_its_gradient_is_that_of_trl(pair: Any, loss_type: str, o
     assert fast._klamp.fast.told == ({OWN} if option == "entropy bonus" else set()), "the scoring was klamp's"
 
 
-MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
-
-
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("missing", [False, True])
-def test_the_weights_of_an_engines_log_probabilities_are_those_of_trl(
-    pair: Any, mode: str, missing: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Old policy, reference, weights and loss, with log-probabilities as vLLM gives them; one may be missing."""
-    made, (stock, fast, _) = {}, pair
-    fast._klamp.fast.told.clear()
-    plain = generated(stock)
-    with torch.no_grad():
-        own = plain_logprobs(plain_logits(stock.model, plain), plain)
-    drawn = own + 0.05 * torch.randn(own.shape, generator=torch.Generator().manual_seed(4))
-    if missing:
-        drawn[1, 0] = torch.nan
-    lengths = plain["completion_mask"].sum(-1)
-    said = [row[:length].tolist() for row, length in zip(drawn, lengths, strict=True)]
-    for name, trainer in (("stock", stock), ("fast", fast)):
-        monkeypatch.setattr(trainer, "_generate_single_turn", _engine(trainer, said))
-        monkeypatch.setattr(trainer, "use_vllm", True)
-        monkeypatch.setattr(trainer, "vllm_importance_sampling_mode", mode)
-        trainer._metrics["train"].clear()
-        trainer.state.num_input_tokens_seen = 0
-        made[name] = generated(trainer)
-    if made["stock"]["importance_sampling_ratio"].isnan().any():
-        assert missing
-        pytest.skip("this TRL has no weight where the engine left a log-probability out")
-    assert made["stock"]["importance_sampling_ratio"].std() > 0.01
-    padding = made["stock"]["completion_mask"] == 0  # where some versions of TRL score the token of padding
-    for name, value in made["stock"].items():
-        if isinstance(value, torch.Tensor):
-            one, two = (
-                each.masked_fill(padding, 0) if each.shape == padding.shape else each
-                for each in (made["fast"][name], value)
-            )
-            torch.testing.assert_close(one, two, rtol=SMALL, atol=SMALL, equal_nan=True)
-    for metric, values in stock._metrics["train"].items():
-        assert fast._metrics["train"][metric] == pytest.approx(values, abs=SMALL, rel=SMALL), metric
-    for loss_type in LOSS_TYPES if mode.startswith("token") else LOSS_TYPES[:-2]:  # vespo takes no sequence's weight
-        expected, gradient = loss_and_gradient(stock, made["stock"], {"loss_type": loss_type})
-        found, found_gradient = loss_and_gradient(fast, made["fast"], {"loss_type": loss_type})
-        assert found == pytest.approx(expected, abs=SMALL, rel=SMALL), loss_type
-        assert (found_gradient - gradient).abs().max() <= SMALL * max(1.0, float(gradient.abs().max())), loss_type
-    assert not fast._klamp.fast.told
-
-
-def _engine(trainer: Any, logprobs: list[list[float]]) -> Any:
-    """The trainer's own generation, as if an engine had reported these log-probabilities with it."""
-    inner = trainer._generate_single_turn
-
-    def generate(*args: Any) -> Any:
-        trainer.use_vllm = False
-        ids, _ = inner(*args)
-        trainer.use_vllm = True
-        return ids, logprobs
-
-    return generate
-
-
 LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)}
 RUNS: dict[str, dict[str, Any]] = {
-    "several updates, accumulation": {"num_iterations": 2, "gradient_accumulation_steps": 2, "num_generations": 4},
     "four micro-batches, two epochs": {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 4,
@@ -182,14 +110,10 @@ RUNS: dict[str, dict[str, Any]] = {
         "num_generations": 8,
         "epsilon": 0.01,
     },
-    "several micro-batches, klamp's k2": {"gradient_accumulation_steps": 2, "num_generations": 4, "kl_estimator": "k2"},
-    "one micro-batch of each generation": {"steps_per_generation": 1, "gradient_accumulation_steps": 2},
     "misaligned": {"steps_per_generation": 4, "gradient_accumulation_steps": 2, "loss_type": "cispo"},
     "no KL": {"beta": 0.0, "loss_type": "grpo", "importance_sampling_level": "sequence", "num_iterations": 2},
-    "adapter": {"trainer": LORA},
     "adapter, checkpointing": {"trainer": LORA, "gradient_checkpointing": True},
     "adapter that was trained before": {"before": LORA["peft_config"], "num_iterations": 2},
-    "checkpointing": {"gradient_checkpointing": True},
     "evaluation": {"eval_strategy": "steps", "eval_steps": 1, "per_device_eval_batch_size": 4},
     "truncated": {"mask_truncated_completions": True, "max_completion_length": 24, "loss_type": "luspo"},
     "klamp's k3": {"kl_estimator": "k3", "num_iterations": 2},
@@ -263,25 +187,6 @@ def test_only_completions_with_a_gradient_are_run_with_one(base: Any, folder: Pa
     assert trainer._klamp.learns is None
 
 
-def test_weights_that_are_elsewhere_are_said_and_not_passed_over(
-    base: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    trainer = klamp_trainer(base, folder, beta=0.3, fast_scoring=True)
-    trainer._klamp.fast.traits.clear()
-    monkeypatch.setattr(trainer.accelerator.state, "device", torch.device("cpu", 1))
-    fast_scoring.settle(trainer)
-    assert trainer._klamp.fast.traits, "accelerate numbers the CPU by process"
-    trainer._klamp.fast.traits.clear()
-    monkeypatch.setattr(trainer.accelerator.state, "device", torch.device("meta"))
-    fast_scoring.settle(trainer)
-    call = fast_scoring._trial(trainer.model)
-    with pytest.warns(match="the weights are not where the trainer computes"):
-        assert fast_scoring.scored(trainer, (trainer.model,), call, hidden=False) is None
-    trainer._klamp.fast.required = True
-    with pytest.raises(ConfigError, match="cannot be honoured"):
-        fast_scoring.scored(trainer, (trainer.model,), call, hidden=False)
-
-
 def test_off_by_default_and_none_but_a_bool_or_require(base: Any, folder: Path) -> None:
     assert klamp_trainer(base, folder)._klamp.fast is None
     with pytest.raises(UnknownNameError, match="fast_scoring"):
@@ -321,9 +226,3 @@ def test_positions_are_counted_as_trl_counts_them(folder: Path) -> None:
     trainer = klamp_trainer(made, folder, fast_scoring="require")
     (traits,) = trainer._klamp.fast.traits.values()
     assert traits.positions == "columns"
-
-
-def test_effective_says_what_is_in_force(base: Any, folder: Path) -> None:
-    said = str(effective(klamp_trainer(base, folder, beta=0.3, fast_scoring=True)))
-    assert "completions are scored by klamp: each distinct prompt once, no padding in the head" in said
-    assert "scored by klamp" not in str(effective(klamp_trainer(base, folder, beta=0.3)))

@@ -46,10 +46,10 @@ EXPECTED = {
 
 def test_every_name_that_klamp_adds_to_trls_log_is_in_the_table(tmp_path: Path) -> None:
     """Those that a stock run of the same kind does not have, whatever is switched on."""
-    more = {"kl_off_policy": "token", "kl_max_weight": 2.0, "log_completions": True}
+    more = {"kl_off_policy": "token", "kl_max_weight": 2.0}
     options = {name: value for name, value in OPTIONS.items() if not name.startswith("kl_")}
     base = saved(model(), tmp_path / "base")  # TRL loads its own reference from there
-    stock = stock_trainer(base, tmp_path, **options, log_completions=True)
+    stock = stock_trainer(base, tmp_path, **options)
     ours = klamp_trainer(base, tmp_path, **OPTIONS, **more)
     for trainer in (stock, ours):
         trainer.train()
@@ -59,21 +59,6 @@ def test_every_name_that_klamp_adds_to_trls_log_is_in_the_table(tmp_path: Path) 
     assert names >= EXPECTED | {"kl/weights_truncated", "kl/k3_max"}
     assert added >= EXPECTED | {f"eval_{name}" for name in EXPECTED}
     assert all(isinstance(row.get(name, 0.0), float) for row in ours.state.log_history for name in added - own)
-
-
-def test_they_are_in_the_completions_table(tmp_path: Path) -> None:
-    import pandas
-
-    options = {name: value for name, value in OPTIONS.items() if "eval" not in name and name != "trainer"}
-    trainer = klamp_trainer(model(), tmp_path, **options, log_completions=True)
-    trainer.train()
-    table = pandas.read_parquet(tmp_path / "completions" / "completions_00002.parquet")
-    row = next(row for row in trainer.state.log_history if row["step"] == 2)
-    assert len(table) == 8
-    assert table["kl/k3_sequence"].mean() == pytest.approx(row["kl/k3_sequence"], rel=1e-5)
-    assert table["kl/log_ratio_max"].max() == pytest.approx(row["kl/log_ratio_max"], rel=1e-5)
-    assert table["length"].mean() == pytest.approx(row["completions/mean_length"])
-    assert table["kl/k1_sequence"].sum() / table["length"].sum() == pytest.approx(row["kl/k1"], rel=1e-5)
 
 
 def test_the_numbers_are_those_of_the_whole_step_however_it_is_split(tmp_path: Path) -> None:

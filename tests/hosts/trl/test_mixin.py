@@ -15,7 +15,6 @@ from tests.hosts.trl.hosts import (
     generated,
     gradient_of,
     klamp_trainer,
-    model,
     plain_logits,
     plain_logprobs,
     rows_of,
@@ -25,7 +24,7 @@ from tests.hosts.trl.hosts import (
 
 from klamp.config import KLConfig
 from klamp.core.clipping import kl_budget
-from klamp.errors import ConfigError, KLWarning, NonFiniteError, UnsupportedVersion
+from klamp.errors import ConfigError, NonFiniteError, UnsupportedVersion
 from klamp.hosts.trl.grpo_config import liger_bypasses
 from klamp.trl import attach
 
@@ -119,17 +118,6 @@ def test_beta_moves_at_the_end_of_an_optimizer_step_only(base: Any, tmp_path: An
         expected.append(expected[-1] * (1.5 if row["kl/k3"] > 0.0015 else 0.75 if row["kl/k3"] < 0.0005 else 1))
     assert used == [pytest.approx(beta) for beta in expected for _ in range(4)]
     assert expected[1] == pytest.approx(0.3) and expected[2] == pytest.approx(0.45)
-
-
-def test_the_kl_before_the_first_update_is_checked(tmp_path: Any) -> None:
-    dropping = model(attention_dropout=0.0)
-    trainer = klamp_trainer(dropping, tmp_path, beta=0.1)
-    trainer.model.model.layers[0].mlp.add_module("dropout", torch.nn.Dropout(0.5))
-    mlp = trainer.model.model.layers[0].mlp
-    inner = mlp.forward
-    mlp.forward = lambda x: mlp.dropout(inner(x))
-    with pytest.warns(KLWarning, match=r"before the first update.*dropout \(1 layers"):
-        trainer.train()
 
 
 def test_a_step_without_a_token_that_carries_the_kl_measures_none(base: Any, tmp_path: Any) -> None:

@@ -62,3 +62,27 @@ def test_length_scale_metrics_and_beta_are_those_of_all_processes(ranks: list[di
     assert ranks[0]["rows"] == ranks[1]["rows"]
     assert ranks[0]["beta"] == ranks[1]["beta"]
     assert len({row[0] for row in ranks[0]["rows"]}) > 1
+
+
+@pytest.fixture(scope="module")
+def distilled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    return found_by_ranks("tests.hosts.trl.children_distillation", tmp_path_factory.mktemp("ranks"))
+
+
+def test_untouched_distillation_has_the_numbers_of_the_stock_class(distilled: list[dict[str, Any]]) -> None:
+    for found in distilled:
+        assert found["untouched"] == found["stock"]
+
+
+@pytest.mark.parametrize("name", ["exact", "topk"])
+def test_both_processes_distil_to_the_same_weights_and_metrics(distilled: list[dict[str, Any]], name: str) -> None:
+    assert distilled[0][name] == distilled[1][name]
+    for row in distilled[0][name]["rows"]:
+        assert row["loss"] == pytest.approx(row["teacher/kl"], abs=1e-4), "the mean over the tokens of both"
+
+
+def test_the_exact_kl_gives_trls_own_loss_and_weights(distilled: list[dict[str, Any]]) -> None:
+    own, stock = distilled[0]["exact"], distilled[0]["stock"]
+    for row, other in zip(own["rows"], stock["rows"], strict=True):
+        assert {key: row[key] for key in other} == pytest.approx(other, abs=1e-4)
+    assert own["weights"] == pytest.approx(stock["weights"], abs=1e-5)

@@ -8,11 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.hosts.trl.hosts import klamp_trainer, model, noisy, reward
+from tests.hosts.trl.hosts import klamp_trainer, model, reward
 
 from klamp.cli import main
 from klamp.errors import KLWarning
-from klamp.names import ABOUT
 from klamp.records import read_record
 from klamp.trl import ReportCallback
 
@@ -45,20 +44,6 @@ def test_every_section_of_the_report_is_filled(folder: Path, capsys: pytest.Capt
     assert named and task.startswith("a data set of ") and "reward " in task
     assert kl == "KL: k3, gradient reverse per token, in the loss"
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", day) and re.fullmatch(r"\d+:\d\d", took) and verdict.startswith("no alarm")
-
-
-def test_the_first_line_names_the_teacher_too(tmp_path: Path) -> None:
-    trainer = klamp_trainer(
-        model(),
-        tmp_path,
-        trainer={"callbacks": [ReportCallback()], "teacher_model": noisy(model())},
-        **QUICK,
-        teacher_coef=0.5,
-    )
-    trainer.train()
-    told = json.loads((tmp_path / ABOUT).read_text())["kl"]
-    assert told.startswith("k3, gradient reverse per token, in the loss; to the teacher ")
-    assert told.endswith(": 0.5 x k1, KL(policy||teacher) per token, in the loss")
 
 
 def test_completions_have_the_log_probabilities_of_policy_and_reference(folder: Path) -> None:
@@ -96,12 +81,3 @@ def test_a_reward_that_cannot_score_an_answer_ends_no_run(tmp_path: Path) -> Non
     with pytest.warns(KLWarning, match="report has no answers: RuntimeError: one alone"):
         trained(tmp_path, max_steps=1, reward=refuses)
     assert not (tmp_path / "answers.jsonl").exists()
-
-
-def test_a_record_without_the_callback_reads_as_before(tmp_path: Path) -> None:
-    trainer = trained(tmp_path, callback=False, max_steps=1)
-    trainer.save_state()
-    history = read_record(tmp_path)
-    assert not history.completions and not history.answers
-    assert main(["report", str(tmp_path)]) == 0
-    assert 'class="lead"' not in (tmp_path / "report.html").read_text(encoding="utf-8")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import peft
@@ -17,7 +16,7 @@ from tests.hosts.trl.hosts import arguments, build, klamp_trainer, model, noisy,
 
 from klamp.config import KLConfig
 from klamp.errors import ConfigError, KLWarning, ModelError
-from klamp.hosts.trl.reference import follow_policy, fresh_copy, frozen_copy, own_reference
+from klamp.hosts.trl.reference import frozen_copy
 from klamp.trl import attach, effective
 
 LORA = {"peft_config": peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], init_lora_weights=False)}
@@ -139,42 +138,12 @@ def test_a_reference_without_a_beta_is_said_to_be_unused(tmp_path: Path) -> None
         klamp_trainer(model(), tmp_path, trainer={"ref_model": model(seed=3)})
 
 
-def test_what_trl_can_load_again_is_left_to_it(tmp_path: Path) -> None:
-    """A folder, or a name that looks like one of the Hub; what exists in memory only is copied."""
-    args = SimpleNamespace(trust_remote_code=False, model_init_kwargs=None)
-    base = model()
-    for name, copied in (
-        ("someone/model", False),
-        (saved(base, tmp_path / "here"), False),
-        ("", True),
-        ("./away", True),
-    ):
-        base.config._name_or_path = name
-        made = own_reference(base, None, args, peft=False)
-        assert (made is not None) == copied, name
-        assert made is not base
-    base.config._name_or_path = "./away"
-    assert own_reference(base, None, args, peft=True) is None, "an adapter that is off is the reference"
-    assert own_reference("someone/model", None, args, peft=False) is None
-
-
-@pytest.mark.parametrize("copied", [frozen_copy, fresh_copy])
-def test_a_copy_has_the_weights_alone_and_moves_nobodys_seeds(copied: Any) -> None:
+def test_a_copy_has_the_weights_alone_and_moves_nobodys_seeds() -> None:
     base = noisy(model()).to(torch.bfloat16)
     base.forward = lambda *_, **__: None  # as TRL's fused head does, by a closure over the original
     state = torch.get_rng_state()
-    made = copied(base)
+    made = frozen_copy(base)
     assert torch.equal(torch.get_rng_state(), state)
     assert {x.dtype for x in made.parameters()} == {torch.bfloat16}
     assert all(torch.equal(a, b) for a, b in zip(made.parameters(), base.parameters(), strict=True))
     assert made.forward.__func__ is type(base).forward
-
-
-def test_one_callback_moves_the_reference_however_often_it_is_asked_for(tmp_path: Path) -> None:
-    trainer = klamp_trainer(model(), tmp_path, beta=0.1, reference="ema")
-    kind = trl.trainer.callbacks.SyncRefModelCallback
-    follow_policy(trainer)
-    assert [type(each) for each in trainer.callback_handler.callbacks].count(kind) == 1
-    still = klamp_trainer(model(), tmp_path, beta=0.1)
-    follow_policy(still)
-    assert [type(each) for each in still.callback_handler.callbacks].count(kind) == 0

@@ -38,7 +38,6 @@ from klamp.core.objective import Objective, Weighted, grpo_loss
 from klamp.core.topk import topk_kl
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, DataError, ModelError
-from klamp.hosts.trl import teacher as teacher_module
 from klamp.trl import GRPOConfig, effective
 
 COEF = 0.6
@@ -240,18 +239,6 @@ def test_a_tail_is_weighed_by_who_sampled(base: Any, teacher: Any, tmp_path: Pat
     torch.testing.assert_close(loss.detach(), COEF * kl[mask].mean().detach(), rtol=1e-4, atol=1e-6)
 
 
-def test_the_policy_itself_teaches_behind_another_prompt(base: Any, tmp_path: Path) -> None:
-    hints = [f"{text} the days are seven" for text in PROMPTS]
-    options = {"teacher_kind": "live", "teacher_prompt": "hint", "teacher_coef": COEF, "teacher_estimator": "k3"}
-    trainer = klamp_trainer(noisy(base), tmp_path, trainer={"train_dataset": dataset(hint=hints)}, **options)
-    found = generated(trainer, rows=rows_of(hint=hints))
-    call = {**found, "prompt_ids": None}
-    ids, mask = teacher_module._told(trainer, rows_of(hint=hints), "hint", found["completion_ids"].device)
-    expected = plain_logprobs(plain_logits(trainer.model, {**call, "prompt_ids": ids, "prompt_mask": mask}), found)
-    written = found["completion_mask"].bool()
-    torch.testing.assert_close(found["klamp_teacher_logprobs"][written], expected[written], rtol=1e-4, atol=1e-5)
-
-
 def test_a_run_has_a_folder_as_its_teacher_and_needs_no_reward(base: Any, teacher: Any, tmp_path: Path) -> None:
     """Rewards that are all equal have no gradient: what moves the weights is the teacher."""
     options = {"teacher_model": saved(teacher, tmp_path / "teacher"), "teacher_coef": 1.0, "max_steps": 2}
@@ -268,25 +255,16 @@ def _nothing(completions: list[str], **_: Any) -> list[float]:
     return [0.0] * len(completions)
 
 
-def test_stock_numbers_are_untouched_where_no_field_is_set(base: Any, tmp_path: Path) -> None:
-    args = arguments(folder=tmp_path)
-    assert args.teacher_config() is None and args.kl_config() is None
-    assert arguments(folder=tmp_path, teacher_coef=0.0, teacher_model="x").teacher_config() is not None
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [
         ({"teacher_url": "http://h:1", "teacher_estimator": "exact"}, "cannot use a server"),
         ({"teacher_kind": "live", "teacher_estimator": "topk"}, "output head moves between"),
-        ({"teacher_kind": "ema"}, "teacher_kind='ema' cannot be honoured by TRL"),
         ({"teacher_models": ["a=x", "b=y"], "teacher_key": "k"}, "klamp scores a whole batch with one teacher"),
-        ({"teacher_model": "x", "teacher_estimator": "k1", "teacher_placement": "reward"}, "in the reward|'reward'"),
         (
             {"teacher_model": "x", "teacher_placement": "advantage", "loss_type": "vespo"},
             "'advantage' cannot be combined with loss_type='vespo'",
         ),
-        ({"teacher_model": "x", "teacher_estimater": "k1"}, "teacher_estimater"),
     ],
 )
 def test_what_trl_cannot_do_is_refused_before_a_model_is_loaded(options: dict[str, Any], words: str) -> None:

@@ -9,15 +9,7 @@ import peft
 import pytest
 import torch
 import trl
-from tests.hosts.trl.hosts import (
-    arguments,
-    build,
-    klamp_trainer,
-    model,
-    run,
-    saved,
-    stock_trainer,
-)
+from tests.hosts.trl.hosts import arguments, build, klamp_trainer, model, run, saved, stock_trainer
 
 from klamp.errors import KLWarning
 from klamp.trl import GRPOConfig, GRPOTrainer, effective

@@ -65,18 +65,16 @@ def gated_penalty(batch: Batch, term: KLTerm, scale: Tensor | None = None) -> Te
 
 
 class Coefficient(float):
-    """A beta whose product with a per-token KL is beta times klamp's penalty in its place.
+    """A beta whose product with a per-token KL is beta times klamp's penalty, [B, T], in its place.
 
-    It is what the host's attribute `beta` holds while the host computes its loss: compared and printed it is the
-    number, and the one product with a tensor is the host's own `beta * per_token_kl`. So the host masks and normalises
-    the penalty itself, exactly as it would its own.
+    The host's attribute `beta` holds it while the host computes its loss: the one product with a tensor is the host's
+    own `beta * per_token_kl`. So the host masks and normalises the penalty exactly as it would its own.
     """
 
     uses: int
     _penalty: Callable[[], Tensor]
 
     def __new__(cls, value: float, penalty: Callable[[], Tensor]) -> Coefficient:
-        """A float of that value; `penalty` gives beta times the penalty, [B, T]."""
         made = super().__new__(cls, value)
         made.uses, made._penalty = 0, penalty
         return made
@@ -107,15 +105,6 @@ def stopped_calling(got: str, *, host: str = "the host") -> UnsupportedVersion:
 
 
 def check_once(times: int, what: str, *, host: str = "the host") -> None:
-    """Raise if one loss of a host did not come by a place of klamp's exactly once.
-
-    Args:
-        times: how often it did.
-        what: is counted.
-        host: whose loss it is.
-
-    Raises:
-        UnsupportedVersion: it did not: the KL would be missing from the loss, or count twice.
-    """
+    """Raise if one loss of a host came by a place of klamp's `times` times, and not once."""
     if times != 1:
         raise stopped_calling(f"{times} {what} in one loss, where there should be 1", host=host)

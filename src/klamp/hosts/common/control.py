@@ -1,7 +1,4 @@
-"""beta from one optimizer step to the next, by the KL that was measured: for every trainer.
-
-klamp's own trainers, TRL, Unsloth and verl's controller all go by this; what a checkpoint must hold of it is here too.
-"""
+"""beta from one optimizer step to the next, in every trainer, and what a checkpoint must hold of it."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import json
 import math
 import sys
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,18 +28,11 @@ OWN = ("reference_length", "last_kl")
 NEVER_ZERO = sys.float_info.min
 """What a host sees in place of a beta of 0 while klamp wants the reference scored: hosts drop it at exactly 0."""
 
-SMALL = 1e-9
-"""Relative difference of two rates that is none."""
-
 
 def held_kl(metrics: Mapping[str, float], *, exact_everywhere: bool) -> float | None:
-    """The KL of a step that the controller holds, in nats per token.
+    """The KL of a step that the controller holds, in nats per token: the exact one if every completion has it, else k3.
 
-    The exact KL where every completion has it, else k3; None where no token carried a KL, so that none was measured.
-
-    Args:
-        metrics: of the whole step, names as in `klamp.diagnostics.metrics`.
-        exact_everywhere: whether the exact KL of every completion is measured.
+    None: no token carried a KL, so that none was measured.
     """
     if exact_everywhere and "kl/exact" in metrics:
         return metrics["kl/exact"]
@@ -52,13 +42,8 @@ def held_kl(metrics: Mapping[str, float], *, exact_everywhere: bool) -> float | 
 def check_kl(kl: float) -> None:
     """Stop a run whose measured KL (nats per token) is NaN or infinite, in every trainer.
 
-    It is an error, not a step that is left out, because it never comes alone. A NaN is a NaN in the log-probabilities
-    that the loss is made of too. An infinite k3 is a sampled token to which the policy gives 89 nats less than the
-    reference: so it is not a token of this policy, and sampler, weights or mask are not what they seem. Leaving beta as
-    it is and training on would hide either. The loss stays finite where its gradient is, see `kl_penalty`.
-
-    Trainers call it before the optimizer step, so that weights, moments and beta are those of the step before.
-    `klamp train` saves that state and says where; a host's own loop ends with what its newest checkpoint holds.
+    An infinite k3 is a sampled token to which the policy gives 89 nats less than the reference: so sampler, weights or
+    mask are not what they seem. Trainers call it before the optimizer step, which changes nothing then.
 
     Raises:
         NonFiniteError: it is one of the two.
@@ -78,12 +63,8 @@ def check_kl(kl: float) -> None:
 def beta_metrics(price: Price, spread: float | None) -> dict[str, float]:
     """beta in force, and the reward that it takes for one nat of a whole completion.
 
-    Where advantages are divided by a group's standard deviation, each group has a price of its own; logged is the one
-    at the mean of those deviations, and none where all groups are saturated.
-
-    Args:
-        price: at the beta in force.
-        spread: mean standard deviation of the rewards within groups that are not saturated; None: there is none.
+    If advantages are divided by a group's standard deviation, each group has a price of its own; logged is the one at
+    `spread`, the mean deviation of groups that are not saturated, and none if all are (None).
     """
     if price.scaled and spread is None:
         return {"beta": price.beta}
@@ -101,16 +82,8 @@ def landing_beta(target_kl: float, metrics: Mapping[str, float], rewards: Tensor
     """The beta at which the optimum lies about `target_kl` from the reference, by the rewards of this step.
 
     Equation: beta is what has the price p at which ref exp(reward / p) is L target_kl nats per completion away, L the
-    tokens of a completion; see `price_at_distance`. Where advantages are divided by a group's standard deviation, the
-    price is the one at the mean of those deviations.
-
-    Args:
-        target_kl: in nats per token.
-        metrics: of the step, with `beta_metrics` in them.
-        rewards: [n, G] of the step's completions, a group in each row; None: a host does not tell.
-
-    Returns:
-        None where the step does not tell; 0.0 where its rewards leave no room for so large a KL.
+    tokens of a completion; see `price_at_distance`. `metrics` are the step's, with `beta_metrics`; `rewards` [n, G] has
+    a group in each row. None: the step does not tell; 0.0: its rewards leave no room for so large a KL.
     """
     price, length = metrics.get("beta/price", 0.0), metrics.get("length/mean", 0.0)
     if rewards is None or not (price > 0 and length > 0):
@@ -125,7 +98,7 @@ class KLControl:
         self.kl = kl
         self.controller = kl.build_controller()
         self.asked: Mapping[str, Any] = {"name": kl.controller_name, **asdict(self.controller)}
-        """The controller as it was configured: a resumed run compares it with that of the checkpoint."""
+        """The controller as it was configured, which a resume compares."""
         self.reference_length: float | None = kl.kl_reference_length
         """Reference length in tokens where the data gives none; None: not measured yet."""
         self.last_kl: float | None = None
@@ -134,7 +107,7 @@ class KLControl:
         """The KL of a checkpoint's last step, from the resume until the first step after it; else None."""
 
     def beta(self, step: int, total_steps: int) -> float:
-        """The coefficient in force at a step (from 0) of a run of `total_steps`."""
+        """The coefficient in force at a step, from 0."""
         kl = self.kl
         factor = kl_schedule_factor(
             step, total_steps, schedule=kl.kl_schedule, warmup_steps=kl.kl_warmup_steps, end=kl.kl_schedule_end
@@ -147,16 +120,7 @@ class KLControl:
         return max(beta, NEVER_ZERO) if self.kl.needs_reference else beta
 
     def update(self, kl: float, metrics: Mapping[str, float] | None = None, rewards: Tensor | None = None) -> None:
-        """Take in the KL of an optimizer step; the next step's beta goes by it.
-
-        Args:
-            kl: in nats per token.
-            metrics: of the step, where it has them; they tell where a controller that lands should.
-            rewards: see `landing_beta`.
-
-        Raises:
-            NonFiniteError: see `check_kl`; nothing has changed then.
-        """
+        """Take in the KL of an optimizer step, in nats per token; for `metrics` and `rewards` see `landing_beta`."""
         check_kl(kl)
         before, self.kl_before = self.kl_before, None
         if before is not None and self.kl.reference != "periodic" and (text := resumed_text(before, kl)):
@@ -167,11 +131,7 @@ class KLControl:
         self.last_kl = kl
 
     def reference_lengths(self, column: Sequence[float | None]) -> list[float | None]:
-        """The reference length of each row in tokens: the user's number, else the row's own, else the measured one.
-
-        Args:
-            column: what the data says of each row.
-        """
+        """The reference length of each row in tokens: the user's number, else the data's, else the measured one."""
         if self.kl.kl_reference_length is not None:
             return [self.kl.kl_reference_length] * len(column)
         return [self.reference_length if length is None else length for length in column]
@@ -204,13 +164,9 @@ class KLControl:
 
         A fixed beta is the configured one. Another controller goes on where it was, if it is configured as it was;
         else it begins anew: at the configured beta if that has changed, at the beta in force if anything else has.
-
-        Raises:
-            ConfigError: no state, or a number in it is missing.
         """
         _check_state(state)
-        asked = state.get("asked", {**self.asked, "name": state["controller_name"]})
-        saved = FixedController(0.0)
+        asked, saved = state["asked"], FixedController(0.0)
         saved.load_state_dict(state["controller"])
         if self.kl.controller_name != "fixed" and asked == self.asked:
             self.controller.load_state_dict(state["controller"])
@@ -225,11 +181,10 @@ class KLControl:
 
 def _check_state(state: Mapping[str, Any]) -> None:
     check_instance("state", state, Mapping, fix="pass what state_dict returned")
-    missing = [name for name in ("controller_name", "controller", *OWN) if name not in state]
+    missing = [name for name in ("controller_name", "controller", "asked", *OWN) if name not in state]
     wrong = [name for name in OWN if not (state.get(name) is None or is_finite_number(state[name]))]
-    asked = state.get("asked", {"value": 0.0})
+    asked, length = state.get("asked"), state.get("reference_length")
     wrong += [] if isinstance(asked, Mapping) and is_finite_number(asked.get("value")) else ["asked"]
-    length = state.get("reference_length")
     if not wrong and length is not None and length <= 0:
         wrong.append("reference_length")
     if missing or wrong:
@@ -242,15 +197,9 @@ def _check_state(state: Mapping[str, Any]) -> None:
 
 
 def read_state(file: Path) -> Mapping[str, Any]:
-    """What klamp left in a host's checkpoint, to be given to `KLControl.load_state_dict`.
-
-    Raises:
-        RunFolderError: the file is damaged.
-    """
+    """What klamp left in a host's checkpoint, to be given to `KLControl.load_state_dict`."""
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(found, dict):
-            raise TypeError(f"it holds a {type(found).__name__}")
+        return dict(json.loads(file.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, RecursionError) as error:
         raise RunFolderError(
             "klamp's state in the checkpoint cannot be read",
@@ -258,53 +207,12 @@ def read_state(file: Path) -> Mapping[str, Any]:
             why=f"{type(error).__name__}: {error}",
             fix="continue from another checkpoint",
         ) from error
-    return found
 
 
-def go_on_from(schedule: LambdaLR, steps: int, rate: float, *, warmup: int = 0, updates: int = 1) -> str:
-    """Have a schedule go on by its own plan at the rate that is asked for now, whatever its saved state says.
-
-    Equation: rate_n = rate (plan_n - rise left_n), where left falls from 1 to 0 over `warmup` steps, and rate * rise is
-    what the plan is above the rate that the saved state would have taken next. A rate that is lower now counts at once,
-    a higher one is reached over a warm-up; where nothing changed, the rates are those of a run that never stopped.
-
-    Args:
-        schedule: made for what is asked for now, with the saved state loaded; it saves its rise with its state.
-        steps: how often it was advanced.
-        rate: the peak of the learning rate.
-        warmup: steps of the run in which a rate that is higher now is reached; 0: at once.
-        updates: how often it is advanced in a step of the run, all of whose updates have one rate.
-
-    Returns:
-        What to tell the user where the rate goes up; empty: it does not.
-    """
-    saved: Any = schedule  # an attribute of one's own is saved and loaded with the others
-    plans = [getattr(plan, "plan", plan) for plan in schedule.lr_lambdas]
-    before, saved.rise = schedule.get_last_lr()[0], getattr(schedule, "rise", None) or [0, 0.0, 0, 1]
-    schedule.lr_lambdas = [_risen(saved, plan) for plan in plans]
-    text, planned = "", rate * plans[0](steps)
-    if abs(rate * schedule.lr_lambdas[0](steps) - before) > SMALL * rate:
-        saved.rise = [steps, max(0.0, planned - before) / (rate or 1.0), warmup, updates]
-    if saved.rise[0] == steps and saved.rise[1] > SMALL:
-        over = f"over {warmup} steps (warmup_steps)" if warmup else "at once, since warmup_steps is 0"
-        text = f"The learning rate goes up at this resume, from {before:.3g} to {planned:.3g}, {over}."
-    if not saved.rise[0]:  # as it was: it saves what a run saves that never stopped
-        schedule.lr_lambdas = plans
-        del saved.rise
-    schedule.last_epoch, saved.base_lrs = steps, [rate] * len(plans)
+def go_on_from(schedule: LambdaLR, steps: int, rate: float) -> None:
+    """Have a schedule whose saved state is loaded go on by its own plan, at the peak rate that is asked for now."""
+    schedule.last_epoch = steps
+    schedule.base_lrs[:] = [rate] * len(schedule.base_lrs)
     schedule._last_lr = [rate * plan(steps) for plan in schedule.lr_lambdas]
     for group, now in zip(schedule.optimizer.param_groups, schedule._last_lr, strict=True):
         group["lr"], group["initial_lr"] = now, rate
-    return text
-
-
-def _risen(saved: Any, plan: Callable[[int], float]) -> Callable[[int], float]:
-    """The plan's factor at a count, less what is left of the rise."""
-
-    def factor(count: int) -> float:
-        since, rise, warmup, updates = saved.rise
-        left = 1 - ((count - since) // updates + 1) / warmup if warmup else 0.0
-        return plan(count) - rise * max(0.0, left)
-
-    factor.plan = plan  # pyright: ignore[reportFunctionMemberAccess]  (a schedule that goes on twice has one rise)
-    return factor

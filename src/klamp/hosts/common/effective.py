@@ -44,15 +44,7 @@ class EffectiveTerm:
     def of(
         cls, kl: KLConfig, *, beta: float, price: str, controller: str | None = None, clip: str | None = None
     ) -> EffectiveTerm:
-        """klamp's term of a configuration.
-
-        Args:
-            kl: the KL.
-            beta: the coefficient in force.
-            price: what it costs there.
-            controller: how it moves; None: as the configuration says.
-            clip: its budget; None: as the configuration says.
-        """
+        """klamp's term of a configuration; controller and clip None: as the configuration says."""
         return cls(
             term="klamp's",
             beta=beta,

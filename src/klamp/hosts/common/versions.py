@@ -29,29 +29,14 @@ class Tried(NamedTuple):
 
 _SENT = "a trainer's weights are sent into vLLM, and what it packs or renames of them changes from version to version"
 _PARTS = "klamp calls the body and the head of a model apart, which transformers names and calls otherwise now and then"
-_UNSLOTH = ("klamp.trl on Unsloth", "the KL enters in the middle of Unsloth's loss, which changes from week to week")
+_INSIDE = "the KL enters inside the host's own loss, which changes from version to version"
+_SDK = "the SDK changes what its methods return and which keys a datum may have; a lost KL is worse than an error"
 TRIED: Mapping[str, Tried] = {
-    "trl": Tried(
-        "trl>=1.10",
-        "1.16",
-        "klamp.trl",
-        "the KL enters in the middle of TRL's own loss, which changes from version to version",
-    ),
-    "unsloth_zoo": Tried("unsloth_zoo>=2026.10.7", "2026.10.9", *_UNSLOTH),
-    "unsloth": Tried("unsloth>=2026.10.7", "2026.10.9", *_UNSLOTH),
-    "verl": Tried(
-        "verl>=0.9.1",
-        "0.9",
-        "klamp.verl",
-        "the KL enters where verl looks up the name of its own, which changes from version to version",
-    ),
-    "tinker": Tried(
-        "tinker>=0.25",
-        "0.38",
-        "klamp.tinker",
-        "the SDK changes what its methods return and which keys a datum may have; a KL that is silently left out is "
-        "worse than an error",
-    ),
+    "trl": Tried("trl>=1.10", "1.16", "klamp.trl", _INSIDE),
+    "unsloth_zoo": Tried("unsloth_zoo>=2026.10.7", "2026.10.9", "klamp.trl on Unsloth", _INSIDE),
+    "unsloth": Tried("unsloth>=2026.10.7", "2026.10.9", "klamp.trl on Unsloth", _INSIDE),
+    "verl": Tried("verl>=0.9.1", "0.9", "klamp.verl", _INSIDE),
+    "tinker": Tried("tinker>=0.25", "0.38", "klamp.tinker", _SDK),
     "transformers": Tried("transformers>=4.56.2", "5.23", "klamp", _PARTS),
     "vllm": Tried("vllm", "0.32", "klamp", _SENT),  # which of them: TRL's and verl's to say
 }
@@ -59,14 +44,9 @@ TRIED: Mapping[str, Tried] = {
 
 
 def check_version(host: str) -> str:
-    """The installed version of a host; one that is newer than those that were tried is cautioned of, once.
-
-    Raises:
-        MissingLibrary: the host is not installed.
-        UnsupportedVersion: it is older than the oldest that works.
-    """
+    """The installed version of a host; refuses one that is missing or too old, cautions once of a newer one."""
     needed, _, by, _ = TRIED[host]
-    if (installed := _installed(host)) is None:
+    if (installed := installed_version(host)) is None:
         raise missing_library(host, by=by)
     if not Requirement(needed).specifier.contains(installed, prereleases=True):
         raise out_of_range(host, got=f"{host} {installed}")
@@ -75,13 +55,14 @@ def check_version(host: str) -> str:
 
 
 def caution_beside(*hosts: str) -> None:
-    """Caution likewise of what a host brings along, whose oldest version is the host's to ask for."""
+    """Caution likewise of what a host brings along."""
     for host in hosts:
-        if installed := _installed(host):
+        if installed := installed_version(host):
             _caution(host, installed)
 
 
-def _installed(host: str) -> str | None:
+def installed_version(host: str) -> str | None:
+    """The installed version of a package; None: it is missing."""
     for name in (host, f"{host}-cpu"):  # vLLM's build for CPUs is a package of its own
         with suppress(metadata.PackageNotFoundError):
             return metadata.version(name)
@@ -90,7 +71,6 @@ def _installed(host: str) -> str | None:
 
 @functools.cache
 def _caution(host: str, installed: str) -> None:
-    """Say that a version is newer than what was tried; a patch of a series that was tried is none."""
     _, upto, by, why = TRIED[host]
     tried = Version(upto).release
     if Version(installed).release[: len(tried)] > tried:
@@ -113,17 +93,12 @@ def out_of_range(host: str, *, got: str) -> UnsupportedVersion:
 
 def told_version(host: str) -> str:
     """A host with its version, in words; also where it is not installed."""
-    installed = _installed(host)
+    installed = installed_version(host)
     return f"{host}, not installed here" if installed is None else f"{host} {installed}"
 
 
 @functools.cache
 def load_tinker() -> Any:
-    """The module `tinker`, or the error that says how to install it.
-
-    Raises:
-        MissingLibrary: it is not installed.
-        UnsupportedVersion: it is outside the range.
-    """
+    """The module `tinker`, or the error that says how to install it."""
     check_version("tinker")
     return importlib.import_module("tinker")

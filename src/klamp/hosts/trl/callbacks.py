@@ -1,22 +1,33 @@
-"""The alarms of `klamp doctor` in the loop of transformers."""
+"""Callbacks for a TRL trainer: the alarms of `klamp doctor` in the loop, and the files that `klamp report` shows."""
 
 from __future__ import annotations
 
 import json
+import platform
+import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, is_dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+import torch
+from transformers import TrainerCallback
 
+from klamp._version import __version__
+from klamp.config.describe import describe_anchors
 from klamp.diagnostics.doctor import AlarmWatch, Finding
 from klamp.diagnostics.history import RunSettings
 from klamp.diagnostics.names import evaluations, settings_of, translate
 from klamp.errors import KLWarning
-from klamp.hosts.common.kl_fields import kl_config
-from klamp.names import ALARMS_FILE
+from klamp.hosts.common.coefficient import loss_mask
+from klamp.hosts.common.kl_fields import read_again
+from klamp.hosts.common.versions import installed_version
+from klamp.hosts.trl.reference import weights_are_split
+from klamp.names import ABOUT, ALARMS_FILE
+
+COMPLETIONS, ANSWERS, STATE = "completions.jsonl", "answers.jsonl", "trainer_state.json"
+PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "datasets", "vllm", "deepspeed")
 
 
 class DoctorCallback(TrainerCallback):
@@ -30,11 +41,10 @@ class DoctorCallback(TrainerCallback):
         stop_on: names of alarms that end the run: a checkpoint is saved, and `train()` returns.
         on_alarm: a function that is called with each alarm, once, on the main process, for example to send a message.
         other_reference: whether the reference is another model than the one that training starts from;
-            `klamp.trl.GRPOTrainer` says so itself where it is given a ref_model.
+            `klamp.trl.GRPOTrainer` says so itself.
 
     Attributes:
         findings: every alarm and note that rose, the first first.
-        stopped_by: the alarm of stop_on that ended the run; None: none did.
 
     Raises:
         UnknownNameError: stop_on has a name that no alarm has.
@@ -54,12 +64,10 @@ class DoctorCallback(TrainerCallback):
 
     @property
     def stopped_by(self) -> Finding | None:
-        """The alarm of stop_on that ended the run."""
+        """The alarm of stop_on that ended the run; None: none did."""
         return self.watch.stopped_by
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Take up the settings; a run that is continued is read from its log, and what was told is not told again."""
         settings = settings_of_arguments(args, other_reference=self.other_reference)
         self.watch = AlarmWatch(settings, stop_on=self.watch.stop_on)
@@ -68,20 +76,13 @@ class DoctorCallback(TrainerCallback):
             self._look(int(row.get("step", 0)), row)
         self.watch.stopped_by = None
 
-    def on_log(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: Mapping[str, Any] | None = None,
-        **kwargs: Any,
-    ) -> None:
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         """Look at a logged row; warn of what is new, and stop the run where it was asked for."""
         if not logs or "train_runtime" in logs:  # the last row sums up the run
             return
         for finding in self._look(state.global_step, logs):
             if state.is_world_process_zero:
-                _write(Path(str(args.output_dir)) / ALARMS_FILE, finding)
+                _append(Path(str(args.output_dir)) / ALARMS_FILE, [finding.record])
                 if finding.alarm.level == "alarm":
                     self._tell(finding)
                     told = f"{finding.in_a_line}. {finding.alarm.means} Next step: {finding.alarm.next_step}"
@@ -89,10 +90,8 @@ class DoctorCallback(TrainerCallback):
         if self.stopped_by is not None and not control.should_training_stop:
             control.should_training_stop = control.should_save = True
             if state.is_world_process_zero:
-                name = self.stopped_by.alarm.name
-                warnings.warn(
-                    f"training stops after step {state.global_step}: stop_on names {name}", KLWarning, stacklevel=2
-                )
+                text = f"training stops after step {state.global_step}: stop_on names {self.stopped_by.alarm.name}"
+                warnings.warn(text, KLWarning, stacklevel=2)
 
     def _tell(self, finding: Finding) -> None:
         """Call on_alarm; an error in it is a warning, since no run ends for a notice."""
@@ -113,34 +112,150 @@ class DoctorCallback(TrainerCallback):
 
 
 def settings_of_arguments(args: Any, *, other_reference: bool = False) -> RunSettings:
-    """What the alarms need of a GRPOConfig or DistillationConfig, TRL's or klamp's.
-
-    Args:
-        args: the trainer's arguments.
-        other_reference: whether the reference is another model than the one that training starts from.
-    """
-    given = asdict(args) if is_dataclass(args) and not isinstance(args, type) else vars(args)
+    """What the alarms need of a GRPOConfig or DistillationConfig, TRL's or klamp's."""
+    given = vars(args)
     if "num_generations" not in given:  # in distillation TRL's beta names a divergence
         return settings_of({name: value for name, value in given.items() if name != "beta"}, set())
-    batch, group = (getattr(args, name, None) for name in ("generation_batch_size", "num_generations"))
-    prompts = batch // group if batch and group else None
-    settings = replace(settings_of(given, set()), other_reference=other_reference, prompts=prompts)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)  # said when the arguments were made
-        kl = kl_config(args)
-    moving = bool(getattr(args, "sync_ref_model", False))
-    if kl is None:
-        return replace(settings, moving_reference=moving)
+    batch, group = given.get("generation_batch_size"), given["num_generations"]
     return replace(
-        settings,
-        beta=kl.beta,
-        target_kl=kl.target_kl,
-        moving_reference=moving or kl.reference in ("ema", "periodic"),
+        settings_of(given, set()),
+        target_kl=given.get("target_kl"),
+        other_reference=other_reference,
+        moving_reference=bool(given.get("sync_ref_model")),
+        prompts=batch // group if batch and group else None,
     )
 
 
-def _write(file: Path, finding: Finding) -> None:
-    """Append a finding to a run's list of alarms."""
+def _append(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Append rows to a file of JSON lines."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as lines:
-        lines.write(json.dumps(finding.record) + "\n")
+        lines.writelines(json.dumps(row) + "\n" for row in rows)
+
+
+class ReportCallback(TrainerCallback):
+    """Writes into output_dir what `klamp report` shows beside the log of a TRL trainer.
+
+    Give it to `klamp.trl.GRPOTrainer`: `callbacks=[ReportCallback()]`. Completions are those of the main process;
+    answers are greedy, to the first prompts of the evaluation set (else of the training set), before and
+    after, and left out where the weights are divided among processes. The run is the same one to the last bit.
+
+    Args:
+        every: steps between those whose completions are written.
+        completions: how many of a step.
+        answers: how many prompts are answered before and after.
+    """
+
+    def __init__(self, *, every: int = 10, completions: int = 8, answers: int = 4) -> None:
+        self.every, self.completions, self.answers = every, completions, answers
+        self.trainer: Any = None
+        self.about: dict[str, Any] = {}
+        self.step, self.written = 0, 0
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Write the settings, and answer before the first step; a run that goes on keeps what was written."""
+        if self.trainer is None or not state.is_world_process_zero:
+            return
+        self.folder = Path(str(args.output_dir))
+        self.folder.mkdir(parents=True, exist_ok=True)
+        for name in (STATE, *((COMPLETIONS, ANSWERS) if state.global_step == 0 else ())):
+            (self.folder / name).unlink(missing_ok=True)
+        self.about, self.started = about(self.trainer), time.monotonic()
+        self._write()
+        if state.global_step == 0:
+            self._answer(0)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Answer after the last step; write the log, which TRL leaves in checkpoints alone, and how long it took."""
+        if self.trainer is None or not state.is_world_process_zero:
+            return
+        self._answer(state.global_step)
+        state.save_to_json(str(self.folder / STATE))
+        self.about["seconds"] = time.monotonic() - self.started
+        self._write()
+
+    def _write(self) -> None:
+        (self.folder / ABOUT).write_text(json.dumps(self.about, indent=1, default=str), encoding="utf-8")
+
+    def take(self, inputs: Any, logprobs: torch.Tensor) -> None:
+        """Write completions of a micro-batch with the policy's log-probabilities [B, T], as many as are due."""
+        trainer, step = self.trainer, self.trainer.state.global_step + 1
+        self.step, self.written = step, self.written if self.step == step else 0
+        due = (step == 1 or step % self.every == 0) and trainer.model.training and trainer.is_world_process_zero()
+        rows = range(min(self.completions - self.written, len(logprobs)) if due else 0)
+        self.written += len(rows)
+        if rows:
+            _append(self.folder / COMPLETIONS, [self._row(inputs, logprobs, i) for i in rows])
+
+    def _row(self, inputs: Any, logprobs: torch.Tensor, i: int) -> dict[str, Any]:
+        tokenizer, there = self.trainer._tokenizer, inputs["completion_mask"][i].bool()
+        ids = inputs["completion_ids"][i][there].tolist()
+        lists = {"policy": logprobs, "ref": inputs.get("ref_per_token_logps")}
+        lists["sampler"] = inputs.get("sampling_per_token_logps")
+        told = {f"{name}_logprobs": x[i][there].tolist() for name, x in lists.items() if x is not None}
+        return told | {
+            "step": self.step,
+            "prompt": tokenizer.decode(inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()]),
+            "completion": tokenizer.decode(ids, skip_special_tokens=True),
+            "advantage": float(inputs["advantages"][i].flatten()[0]),
+            "tokens": tokenizer.convert_ids_to_tokens(ids),
+            "trained": loss_mask(inputs)[i][there].tolist(),
+            "ended": bool(ids) and ids[-1] == tokenizer.eos_token_id,
+        }
+
+    def _answer(self, step: int) -> None:
+        """Answer the first prompts; what goes wrong there ends no run."""
+        held_out, train = self.trainer.eval_dataset, self.trainer.train_dataset
+        rows, skill = (held_out, "held out") if hasattr(held_out, "select") else (train, "training prompts")
+        if weights_are_split(self.trainer) or not hasattr(rows, "select"):
+            return
+        try:
+            found = [answered(self.trainer, rows[i]) for i in range(min(self.answers, len(rows)))]
+        except Exception as error:  # a prompt, a reward or a model of another kind
+            said = f"klamp's report has no answers: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+            warnings.warn(said, KLWarning, stacklevel=2)
+            return
+        _append(self.folder / ANSWERS, [{"step": step, "skill": skill, **row} for row in found])
+
+
+def about(trainer: Any) -> dict[str, Any]:
+    """Settings, versions, model, data and KL of a trainer."""
+    args, rows = trainer.args, trainer.train_dataset
+    kl, taught = read_again(args)
+    versions = {"klamp": __version__, "python": platform.python_version()}
+    versions |= {name: found for name in PACKAGES if (found := installed_version(name))}
+    named = getattr(getattr(rows, "info", None), "dataset_name", None) or "a data set"
+    sized = f" of {len(rows):,} prompts" if hasattr(rows, "__len__") else ""
+    own = f"TRL's own, beta {args.beta:g}" if args.beta else "none: beta is 0"
+    return {
+        "model": getattr(trainer.model.config, "_name_or_path", "") or type(trainer.model).__name__,
+        "task": f"{named}{sized}, reward {', '.join(trainer.reward_func_names)}",
+        "kl": own if kl is None else describe_anchors(kl, taught),
+        "config": args.to_dict(),
+        "versions": versions,
+    }
+
+
+def answered(trainer: Any, example: dict[str, Any]) -> dict[str, Any]:
+    """A greedy answer of a trainer's policy, and the sum of its rewards that are plain functions."""
+    tokenizer, model = trainer._tokenizer, trainer.accelerator.unwrap_model(trainer.model)
+    prompt, training = example["prompt"], model.training
+    chat = not isinstance(prompt, str)
+    text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False) if chat else prompt
+    options = {"add_special_tokens": not chat, "return_token_type_ids": False}  # generate takes no types of tokens
+    given = tokenizer(text, return_tensors="pt", **options).to(model.device)
+    ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
+    model.eval()
+    try:
+        ids = model.generate(**given, do_sample=False, max_new_tokens=trainer.args.max_completion_length, **ends)
+    finally:
+        model.train(training)
+    answer = tokenizer.decode(ids[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
+    columns = {name: [value] for name, value in example.items() if name not in ("prompt", "completion")}
+    said = [[{"role": "assistant", "content": answer}]] if chat else [answer]
+    score = 0.0
+    for function, weight in zip(trainer.reward_funcs, trainer.reward_weights.tolist(), strict=True):
+        if not isinstance(function, torch.nn.Module):
+            score += weight * float(function(prompts=[prompt], completions=said, **columns)[0] or 0.0)
+    question = "\n".join(str(each.get("content", "")) for each in prompt) if chat else prompt
+    return {"question": question, "completion": answer, "score": score}

@@ -27,7 +27,7 @@ from klamp.audit.verdict import Verdict, finding
 from klamp.core.arguments import describe
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.coefficient import TEACHER, loss_mask
-from klamp.hosts.trl.exact import plain_model, predicted
+from klamp.hosts.trl.reference import plain_model, predicted
 
 REF, OLD, SAMPLER = (f"{name}_per_token_logps" for name in ("ref", "old", "sampling"))
 SHIFT, EQUAL = 0.3, 0.02
@@ -40,16 +40,12 @@ Means = Literal["reverse", "forward", "js"]
 class Listener:
     """Keeps the tensors of a trainer's loss while it is entered, and hands verdicts to `tell`.
 
-    Args:
-        trainer: any trainer with a `compute_loss`.
-        tell: takes verdicts, until one is on advantages that are not all 0.
-        means: the divergence that is meant; None: as the trainer's arguments say.
-        save: where to write a capture file.
-        move: whether to move a reference that equals the policy; only if nothing is trained on the loss.
+    It does so until one is on advantages that are not all 0. `save` is a capture file; `move`: a reference that equals
+    the policy is moved, only if nothing is trained on the loss.
     """
 
     others: ClassVar[list[Callable[[Any], None]]] = []
-    """What listens to the losses of other packages; see `klamp.hosts.unsloth.checking`."""
+    """What listens to the losses of other packages; see `klamp.hosts.unsloth.hooks`."""
 
     def __init__(
         self, trainer: Any, tell: Callable[[Verdict], Any], means: Means | None, *, save: Any = None, move: bool = False

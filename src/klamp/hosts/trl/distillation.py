@@ -7,7 +7,6 @@ klamp's penalty, from hidden states and output heads, without the matrix of logi
 from __future__ import annotations
 
 import inspect
-import warnings
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
@@ -15,22 +14,20 @@ from typing import Any
 import torch
 import trl
 from torch import Tensor
-from trl.trainer import distillation_trainer
 
 from klamp.config.describe import PLACEMENTS, TAUGHT, describe_average
 from klamp.config.teacher import TeacherConfig
 from klamp.core.types import Direction
-from klamp.errors import ConfigError, KLWarning, Refusal, refuse
+from klamp.errors import ConfigError, Refusal, refuse
 from klamp.hosts.common.coefficient import TEACHER, check_once, loss_mask
 from klamp.hosts.common.control import check_kl
 from klamp.hosts.common.effective import Effective, EffectiveTerm
-from klamp.hosts.common.kl_fields import PASSED, TeacherFields, teacher_config
+from klamp.hosts.common.kl_fields import PASSED, TeacherFields, read_again, teacher_config
 from klamp.hosts.common.teachers import check_tokens
 from klamp.hosts.common.versions import check_version
 from klamp.hosts.trl import teacher
-from klamp.hosts.trl.exact import plain_model, predicted, weights_are_split
 from klamp.hosts.trl.grpo_config import not_klamps_trainer
-from klamp.hosts.trl.reference import check_folder, own_reference
+from klamp.hosts.trl.reference import check_folder, own_reference, placed, plain_model, predicted, weights_are_split
 from klamp.scoring.model_parts import check_same_vocabulary, token_logprobs
 from klamp.scoring.probe import probe
 
@@ -106,9 +103,7 @@ class DistillationTrainer(trl.DistillationTrainer):
     """The teacher, and the batches of the present loss with what it says of them; None: the loss is TRL's own."""
 
     def __init__(self, model: Any, teacher_model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", KLWarning)  # said when the arguments were made
-            config = None if args is None else teacher_config(args)
+        config = None if args is None else read_again(args)[1]
         if config is None or args is None:
             super().__init__(model, teacher_model, args, *more, **options)
             return
@@ -120,10 +115,7 @@ class DistillationTrainer(trl.DistillationTrainer):
         if isinstance(named, str):
             check_tokens(teacher.tokenizer_of(named), self._tokenizer, name=named)
         join(self, config, other)
-        if self.is_deepspeed_enabled:
-            self.teacher_model = distillation_trainer.prepare_deepspeed(other, self.accelerator)
-        else:
-            self.teacher_model = self.accelerator.prepare_model(other, evaluation_mode=True)
+        self.teacher_model = placed(self, other)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's loss; an error where it does not go through klamp's hook."""

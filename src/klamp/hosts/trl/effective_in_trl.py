@@ -14,22 +14,14 @@ from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.common.versions import check_version
 from klamp.hosts.trl.grpo_config import liger_bypasses, reward_scale
 from klamp.hosts.trl.measure import group_size, price_in
-from klamp.hosts.trl.reference import without_a_model
+from klamp.hosts.trl.reference import describe_reference
 from klamp.hosts.trl.teacher import effective_term
 
 
 def read_effective(
     trainer: Any, *, host: str = "TRL", loss_types: Mapping[str, Reduction | None] = TRL_LOSS_TYPES
 ) -> Effective:
-    """What the KL of a trainer of TRL's kind will really do: klamp's, an attached one, or the host's own.
-
-    Read from the trainer, not from what it was asked for. Changes nothing.
-
-    Args:
-        trainer: a `trl.GRPOTrainer`.
-        host: whose loss it has.
-        loss_types: how the host's loss types make tokens one number.
-    """
+    """See `klamp.trl.effective`; `host` is whose loss the trainer has."""
     session = getattr(trainer, "_klamp", None)
     kl = None if session is None else session.kl
     term = _stock(trainer, host, loss_types) if kl is None else _klamp(trainer, kl, loss_types)
@@ -37,7 +29,7 @@ def read_effective(
         host=f"trl {check_version('trl')}, {type(trainer).__name__}",
         terms=tuple(each for each in (term, effective_term(trainer)) if each is not None),
         normalizer=f"{_average(trainer.loss_type, loss_types)} ({host}'s own, loss_type={trainer.loss_type!r})",
-        reference=_reference(trainer, host) if session is None or not session.reference else session.reference,
+        reference=describe_reference(trainer, getattr(session, "reference", "") or f"loaded by {host}"),
         notes=_notes(trainer, kl, host, loss_types),
     )
 
@@ -86,13 +78,6 @@ def _stock(trainer: Any, host: str, loss_types: Mapping[str, Reduction | None]) 
         else f"forward: {DIVERGENCES['forward']}",
         placement=PLACEMENTS["loss"],
     )
-
-
-def _reference(trainer: Any, host: str) -> str:
-    if trainer.beta == 0:
-        return "none: beta is 0"
-    policy = trainer.accelerator.unwrap_model(trainer.model)
-    return without_a_model(policy) if trainer.ref_model is None else f"loaded by {host}"
 
 
 def _notes(trainer: Any, kl: KLConfig | None, host: str, loss_types: Mapping[str, Reduction | None]) -> tuple[str, ...]:

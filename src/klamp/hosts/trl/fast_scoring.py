@@ -1,7 +1,10 @@
 """klamp's scorer in the place of TRL's scoring method: each distinct prompt once, no padding in the head, no logits.
 
 What the method returns is TRL's up to rounding, gradient included. A model is tried out first, on a few tokens and
-against TRL's own method; where it, an input or a setting forbids fast scoring, TRL's method does the work.
+against TRL's own method; if it, an input or a setting forbids fast scoring, TRL's method does the work.
+
+In generation by transformers each distinct prompt is run once, and its completions go on from its cache. The rows of an
+optimizer step are cut into micro-batches in the order of their prompts, if that changes neither loss nor gradient.
 """
 
 from __future__ import annotations
@@ -22,16 +25,24 @@ from klamp.core.objective import Objective, Weighted, without_gradient
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import GATE_KL, batch_of, loss_mask
 from klamp.hosts.common.step_zero import active_dropouts
-from klamp.hosts.trl.exact import plain_model, weights_are_split
 from klamp.hosts.trl.grpo_config import liger_bypasses
+from klamp.hosts.trl.reference import plain_model, weights_are_split
 from klamp.scoring.completions import Completions
-from klamp.scoring.model_parts import OpenedModel, Positions, Traits
+from klamp.scoring.model_parts import OpenedModel, Positions, Traits, cache_name, cache_rows
+from klamp.scoring.passes import distinct, run_prompts
 from klamp.scoring.probe import example, probe
 from klamp.scoring.scorer import Ask, Scorer
 
 POSITIONS: tuple[Positions, ...] = ("columns", "tokens")
 """How models may count positions where nobody tells them: most by columns, padding included."""
-FIRST_PASS = "; generation by transformers runs each distinct prompt once"
+KNOWN = ("disable_compile", "generation_config", "synced_gpus")
+"""What `generate` may be asked for besides tokens."""
+SETTINGS = ("assistant_early_exit", "cache_implementation", "penalty_alpha", "prompt_lookup_num_tokens")
+"""Settings of a generation that bring a cache or a way of decoding of their own."""
+OWN_MEAN = ("bnpo",)
+"""Loss types that divide by the tokens of a micro-batch: there it counts which completions are together."""
+SCORING = "_get_per_token_logps_and_entropies"
+"""The method of TRL's trainer whose place is taken."""
 NO_GRADIENT = (
     "with fast_scoring the model's cache cannot carry a prompt's gradient (gradient checkpointing takes the cache "
     "away): prompts are run once in passes without gradient only; gradient_checkpointing=False is faster"
@@ -40,8 +51,6 @@ NO_GRADIENT = (
 
 @dataclass
 class FastScoring:
-    """What is known of a trainer's fast scoring."""
-
     required: bool
     """Whether TRL's own scoring is refused."""
     reason: str = ""
@@ -59,22 +68,18 @@ class FastScoring:
         shared = all(each.sharing == "gradient" for each in self.traits.values())
         once = "each distinct prompt once" if shared else "each completion with its prompt where the cache is no help"
         apart = "".join(f"; but not where {reason}" for reason in sorted(self.told))
-        first = FIRST_PASS if shared else ""
+        first = "; generation by transformers runs each distinct prompt once" if shared else ""
         return f"completions are scored by klamp: {once}, no padding in the head, no logits held{first}{apart}"
 
 
 def asked_for(args: Any) -> FastScoring | None:
-    """Fast scoring as a trainer's arguments ask for it; None where they do not."""
+    """Fast scoring as a trainer's arguments ask for it."""
     wanted = getattr(args, "fast_scoring", False)
     return FastScoring(required=wanted == "require") if wanted else None
 
 
 def settle(trainer: Any) -> None:
-    """Find out what a trainer's models allow, once they are where they will be used.
-
-    Raises:
-        ConfigError: fast scoring is required and impossible.
-    """
+    """Find out what a trainer's models allow, once they are where they will be used."""
     fast = trainer._klamp.fast
     if fast is None or fast.reason or fast.traits:
         return
@@ -94,11 +99,7 @@ def settle(trainer: Any) -> None:
 
 
 def fall_back(trainer: Any, reason: str, *, what: str = "TRL's own scoring") -> None:
-    """Say once that TRL's own way is taken, and why.
-
-    Raises:
-        ConfigError: fast scoring is required.
-    """
+    """Say once that TRL's own way is taken, and why."""
     fast = trainer._klamp.fast
     if fast.required:
         raise ConfigError(
@@ -113,7 +114,7 @@ def fall_back(trainer: Any, reason: str, *, what: str = "TRL's own scoring") -> 
 
 
 def _tried_out(trainer: Any, model: Any) -> tuple[Traits, str]:
-    """What a model allows; and why fast scoring cannot use it, "" where it can."""
+    """What a model allows; and why fast scoring cannot use it, "" if it can."""
     unwrapped = trainer.accelerator.unwrap_model(model)
     plain = grpo_trainer.disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs)
     with plain:
@@ -161,7 +162,6 @@ def _same_as_host(trainer: Any, model: Any, call: dict[str, Any], traits: Traits
 
 
 def _is_mixed(trainer: Any) -> bool:
-    """Whether a trainer computes in mixed precision."""
     return trainer.accelerator.mixed_precision not in ("no", None)
 
 
@@ -215,16 +215,7 @@ Found = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 def scored(trainer: Any, args: tuple[Any, ...], options: dict[str, Any], *, hidden: bool) -> Found | None:
-    """What TRL's scoring method was asked, by klamp's scorer; None where TRL has to do it.
-
-    Args:
-        trainer: with a session.
-        args, options: what the method was called with.
-        hidden: whether the hidden states are wanted.
-
-    Raises:
-        ConfigError: fast scoring is required and impossible.
-    """
+    """What TRL's scoring method was asked with `args` and `options`, by klamp's scorer; None if TRL has to do it."""
     session = trainer._klamp
     if session.fast is None or session.fast.reason:
         return None
@@ -297,13 +288,7 @@ def replaced(model: nn.Module, method: str, function: Any) -> Iterator[None]:
 
 
 def learning_rows(trainer: Any, inputs: Any, beta: float) -> Tensor | None:
-    """Which completions of a micro-batch have a gradient; None: all may. [B] bool
-
-    Args:
-        trainer: whose loss it is; only of TRL's own is it known.
-        inputs: the micro-batch.
-        beta: klamp's coefficient in force.
-    """
+    """Which completions of a micro-batch have a gradient, as far as TRL's own loss tells; None: all may. [B] bool"""
     session = trainer._klamp
     if session.fast is None or trainer._host_class("_compute_loss") is not grpo_trainer.GRPOTrainer:
         return None
@@ -320,26 +305,26 @@ def learning_rows(trainer: Any, inputs: Any, beta: float) -> Tensor | None:
     return ~without_gradient(batch, Objective(beta=beta if controlled else 0.0, kl=session.term, others=others))
 
 
-SCORING = "_get_per_token_logps_and_entropies"
-"""The method of TRL's trainer whose place is taken."""
-
-
 def why_not_fast(trainer: Any) -> str:
-    """Why no completion of a trainer can be scored fast, in words; "" where nothing of its settings forbids it."""
+    """Why no completion of a trainer can be scored fast, in words; "" if its settings do not forbid it."""
     args, models = trainer.args, [each for each in (trainer.model, trainer.ref_model) if each is not None]
-    owner = trainer._host_class(SCORING)
-    dropouts = sorted({each.name for each in active_dropouts(trainer.accelerator.unwrap_model(trainer.model))})
+    owner, policy = trainer._host_class(SCORING), trainer.accelerator.unwrap_model(trainer.model)
+    dropouts = sorted({each.name for each in active_dropouts(policy)})
+    devices = [getattr(plain_model(trainer, model), "hf_device_map", None) for model in models]
+    virtual_tokens = any(getattr(x, "is_prompt_learning", False) for x in getattr(policy, "peft_config", {}).values())
+    parallel = getattr(trainer.accelerator, "parallelism_config", None)
+    split_sequences = any(getattr(parallel, f"{kind}_enabled", False) for kind in ("cp", "sp", "tp"))
     rows = [
         (owner is not grpo_trainer.GRPOTrainer, f"{owner.__name__} scores completions in a way of its own"),
         (weights_are_split(trainer), "FSDP or ZeRO-3 splits the weights layer by layer, and processes would run the "
          "layers unequally often"),
-        (_sequences_are_split(trainer), "sequences or matrices are split over processes"),
+        (split_sequences, "sequences or matrices are split over processes"),
         (args.use_liger_kernel and liger_bypasses(), "the loss is computed in Liger's kernel"),
         (args.torch_compile, "the model is compiled (torch_compile)"),
-        (getattr(args, "cast_lm_head_to_fp32", False), "cast_lm_head_to_fp32 gives the head another type than the "
+        (args.cast_lm_head_to_fp32, "cast_lm_head_to_fp32 gives the head another type than the "
          "hidden states"),
-        (any(_on_devices(trainer, model) > 1 for model in models), "the model is spread over several devices"),
-        (_adds_tokens(trainer), "the adapter adds virtual tokens to the prompt"),
+        (any(len({*(each or {}).values()}) > 1 for each in devices), "the model is spread over several devices"),
+        (virtual_tokens, "the adapter adds virtual tokens to the prompt"),
         (bool(dropouts), f"dropout is on ({', '.join(dropouts)}), and a prompt that is run once would be dropped out "
          "once: set disable_dropout=True, or lora_dropout=0"),
     ]  # fmt: skip
@@ -347,13 +332,9 @@ def why_not_fast(trainer: Any) -> str:
 
 
 def why_not_these(trainer: Any, mask: Tensor, length: int, others: dict[str, Any]) -> str:
-    """Why these completions cannot be scored fast, in words; "" where they can.
+    """Why these completions cannot be scored fast, in words; "" if they can.
 
-    Args:
-        trainer: whose method was called.
-        mask: [B, P + T], 0 on padding.
-        length: T.
-        others: what the method was asked besides: pictures, types of tokens, a router's loss.
+    `mask` [B, P + T] is 0 on padding, T is `length`; `others` are pictures, types of tokens, a router's loss.
     """
     given = [name for name, value in others.items() if value is not None and value is not False]
     if "compute_aux_loss" in given:
@@ -369,15 +350,119 @@ def why_not_these(trainer: Any, mask: Tensor, length: int, others: dict[str, Any
     return ""
 
 
-def _sequences_are_split(trainer: Any) -> bool:
-    found = getattr(trainer.accelerator, "parallelism_config", None)
-    return any(getattr(found, f"{kind}_enabled", False) for kind in ("cp", "sp", "tp"))
+@contextmanager
+def prompts_once(trainer: Any) -> Iterator[None]:
+    """A context in which `generate` of a trainer's model runs each distinct prompt once, if that is possible."""
+    fast = trainer._klamp.fast
+    causal = None if fast is None or fast.reason else plain_model(trainer, trainer.model)
+    traits = None if fast is None or causal is None else fast.traits.get(id(causal))
+    if causal is None or traits is None or traits.sharing == "no":
+        yield
+        return
+    inner = causal.generate
+
+    def generate(input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any) -> Any:
+        given = {"input_ids": input_ids, "attention_mask": attention_mask} | options
+        if input_ids is None or attention_mask is None:
+            return inner(**given)
+        reason = why_not_once(causal, options)
+        if reason:
+            fall_back(trainer, reason, what="transformers' own first pass")
+        apart = reason or not Scorer(causal, traits).can_share()
+        cache = None if apart else _cache_of_prompts(causal, input_ids, attention_mask, options)
+        return inner(**given, **({} if cache is None else {cache_name(causal): cache}))
+
+    with replaced(causal, "generate", generate):
+        yield
 
 
-def _on_devices(trainer: Any, model: Any) -> int:
-    return len(set((getattr(plain_model(trainer, model), "hf_device_map", None) or {}).values()))
+def why_not_once(causal: nn.Module, options: dict[str, Any]) -> str:
+    """Why a generation with these options cannot begin with prompts that were run before, in words; "" if it can."""
+    others = sorted(name for name, value in options.items() if name not in KNOWN and value is not None)
+    if others:
+        return f"the input is more than tokens ({', '.join(others)})"
+    settings = _settings(causal, options)
+    own = [name for name in SETTINGS if getattr(settings, name, None) is not None]
+    several = max(getattr(settings, name, None) or 1 for name in ("num_beams", "num_return_sequences")) > 1
+    if own or several or getattr(settings, "use_cache", None) is False:
+        return f"the generation has a cache or a way of decoding of its own ({', '.join(own) or 'beams, no cache'})"
+    return ""
 
 
-def _adds_tokens(trainer: Any) -> bool:
-    adapters = getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
-    return any(getattr(each, "is_prompt_learning", False) for each in adapters.values())
+def _settings(causal: nn.Module, options: dict[str, Any]) -> Any:
+    return options.get("generation_config") or getattr(causal, "generation_config", None)
+
+
+def _cache_of_prompts(causal: nn.Module, ids: Tensor, mask: Tensor, options: dict[str, Any]) -> Any:
+    """The keys and values of all of the prompts but their last token; None if that saves nothing or is not exact.
+
+    `generate` itself runs the last token, for each completion.
+    """
+    longest = getattr(_settings(causal, options), "max_new_tokens", None) or 1
+    opened = OpenedModel(causal, Traits())  # the model as it is called, so that its wrappers count
+    if ids.shape[1] < 2 or not opened.is_steady(ids.shape[1] + longest):
+        return None
+    some, their_mask, which = distinct(ids[:, :-1], mask[:, :-1])
+    if len(some) == len(ids):
+        return None
+    return cache_rows(run_prompts(opened, some, their_mask, which).cache, which, room=longest)
+
+
+def cuts_anew(trainer: Any) -> bool:
+    """Whether a trainer's micro-batches are to be put together anew."""
+    fast = trainer._klamp.fast
+    return fast is not None and not fast.reason and keeps_sums(trainer)
+
+
+def keeps_sums(trainer: Any) -> bool:
+    """Whether an optimizer step has several micro-batches, and the same loss and gradient however it is cut."""
+    steps = (trainer.args.steps_per_generation, trainer.args.gradient_accumulation_steps)
+    return (
+        trainer.args.gradient_accumulation_steps > 1
+        and max(steps) % min(steps) == 0  # else some optimizer steps take their rows out of two generation batches
+        and trainer._host_class("_compute_loss") is grpo_trainer.GRPOTrainer
+        and trainer.loss_type not in OWN_MEAN
+        and trainer.top_entropy_quantile == 1.0
+        and not trainer._entropy_bonus_enabled
+        and not trainer.aux_loss_enabled
+    )
+
+
+def cut(batches: list[dict[str, Any]], accumulated: int) -> list[dict[str, Any]]:
+    """Micro-batches of the same sizes, the rows of each optimizer step in the order of their prompts.
+
+    An optimizer step takes `accumulated` of them. If a field has no value for each row, nothing changes.
+    """
+    found = list[dict[str, Any]]()
+    for first in range(0, len(batches), accumulated):
+        part = batches[first : first + accumulated]
+        sizes = [len(batch["prompt_ids"]) for batch in part]
+        whole = {name: _joined([batch[name] for batch in part], sizes) for name in part[0]}
+        if any(value is NotImplemented for value in whole.values()):
+            return batches
+        order = distinct(whole["prompt_ids"], whole["prompt_mask"])[2].argsort(stable=True)
+        found += [{name: _rows(value, rows) for name, value in whole.items()} for rows in order.split(sizes)]
+    return found
+
+
+def _is_of_all(value: Any) -> bool:
+    return value is None or (isinstance(value, Tensor) and value.ndim == 0)
+
+
+def _joined(values: list[Any], sizes: list[int]) -> Any:
+    """A field of several micro-batches as that of one; NotImplemented: it has no value for each row."""
+    first = values[0]
+    if _is_of_all(first):
+        return first
+    # Patches of pictures, for one, are more than rows.
+    if not isinstance(first, Tensor | list) or [len(value) for value in values] != sizes:
+        return NotImplemented
+    if isinstance(first, Tensor):
+        return torch.cat(values)
+    return [row for value in values for row in value]
+
+
+def _rows(value: Any, rows: Tensor) -> Any:
+    if _is_of_all(value):
+        return value
+    return value[rows.to(value.device)] if isinstance(value, Tensor) else [value[row] for row in rows.tolist()]

@@ -26,10 +26,7 @@ from klamp.hosts.common.kl_fields import (
 
 
 class OwnBeta(float):
-    """A beta of klamp's term alone: a number like any other, by which no tensor can be multiplied.
-
-    So a trainer that is not klamp's stops where it multiplies its own KL by it, instead of training with that.
-    """
+    """A beta by which no tensor can be multiplied: a trainer that is not klamp's stops there."""
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
@@ -50,26 +47,16 @@ def not_klamps_trainer(kind: str = "GRPO", config: str = "KLConfig") -> ConfigEr
 class GRPOConfig(KLFields, trl.GRPOConfig):
     """`trl.GRPOConfig` with every field of `klamp.KLConfig` and `klamp.TeacherConfig`.
 
-    All of TRL's fields and defaults stay, `beta=0.0` included. klamp's fields are None until they are set. While all
-    are None, the loss is TRL's own, KL included; once one is set (whichever, `beta` and its other names aside), TRL's
-    KL is replaced by klamp's term, in which the fields that are still None have klamp's defaults.
-
-    Where a field of klamp's is set, only a trainer of klamp's can train with them: TRL's own raises a ConfigError.
+    All of TRL's fields and defaults stay, `beta=0.0` included. While klamp's fields are all None, the loss is TRL's
+    own, KL included; once one is set (`beta` and its other names aside), TRL's KL is replaced by klamp's term, in which
+    None stands for klamp's defaults. TRL's own trainer then raises a ConfigError.
 
     Raises:
         UnknownNameError, ConfigError: a choice that klamp refuses, or that cannot work in TRL; with the reason.
     """
 
     taken = False
-    """Whether a trainer of klamp's is asking, see `get_warmup_steps`."""
-
-    exact_kl_completions: int | None = field(
-        default=None,
-        metadata={
-            "help": "Completions per group whose exact KL is measured, besides k1 and k3 of all. Unset: 1 where a KL "
-            "field is set, else 0; with kl_estimator=exact always all. Changes no loss."
-        },
-    )
+    """Whether these are the arguments of a trainer of klamp's."""
 
     fast_scoring: bool | str = field(
         default=False,
@@ -101,14 +88,10 @@ class GRPOConfig(KLFields, trl.GRPOConfig):
     def _asks(self) -> bool:
         """Whether any field of klamp's is set, `beta` aside."""
         set_here = touched(self) or touched(self, TeacherConfig)
-        return bool(set_here or self.fast_scoring or self.exact_kl_completions)
+        return bool(set_here or self.fast_scoring)
 
     def get_warmup_steps(self, num_training_steps: int) -> int:
-        """As in TRL: every trainer asks for it before its first step, and here that is when TRL's own is refused.
-
-        Raises:
-            ConfigError: a field of klamp's is set, and the trainer is not klamp's.
-        """
+        """As in TRL, whose trainer asks for it before its first step, and is refused here."""
         if self._asks and not self.taken:
             raise not_klamps_trainer()
         return super().get_warmup_steps(num_training_steps)
@@ -117,13 +100,8 @@ class GRPOConfig(KLFields, trl.GRPOConfig):
         """As in TRL, with plain numbers."""
         return {**super().to_dict(), "beta": float(self.beta)}
 
-    def kl_config(self) -> KLConfig | None:
-        """The KL term that these arguments describe; None while TRL's own is left alone."""
-        return kl_config(self)
-
-    def teacher_config(self) -> TeacherConfig | None:
-        """The KL to a teacher that these arguments describe; None where they name none."""
-        return teacher_config(self)
+    kl_config = kl_config
+    teacher_config = teacher_config
 
 
 def check_arguments(
@@ -134,19 +112,7 @@ def check_arguments(
     loss_types: Mapping[str, Reduction | None] = TRL_LOSS_TYPES,
     more: Sequence[Refusal] = (),
 ) -> None:
-    """Refuse combinations that the arguments of a trainer of TRL's kind make impossible.
-
-    Args:
-        kl: the KL.
-        args: the trainer's arguments.
-        host: whose loss it has.
-        loss_types: how the host's loss types make tokens one number.
-        more: what this host alone refuses.
-
-    Raises:
-        UnknownNameError: a loss type that klamp does not know; names the nearest.
-        ConfigError: with the reason.
-    """
+    """Refuse combinations that the arguments of a trainer of TRL's kind make impossible; `more`: of this host alone."""
     check_name("loss_type", args.loss_type, loss_types)
     own = loss_types[args.loss_type]
     of_loss = [
@@ -163,7 +129,7 @@ def check_arguments(
             fix="leave one of the two out",
         ),
         Refusal(
-            getattr(args, "use_liger_loss", False) or (args.use_liger_kernel and liger_bypasses()),
+            args.use_liger_kernel and liger_bypasses(),
             "Liger's fused loss cannot carry klamp's KL",
             why="TRL below 1.14 hands the whole loss, KL included, to a fused kernel that never looks at klamp's term",
             fix="set use_liger_kernel=False, or use trl>=1.14, where it only swaps layers",
@@ -203,7 +169,7 @@ def placement_refusals(kl: KLConfig, args: Any) -> list[Refusal]:
             fix="set scale_rewards='none', or kl_placement='advantage' (the KL enters after the division)",
         ),
         Refusal(
-            in_reward and getattr(args, "multi_objective_aggregation", "") == "normalize_then_sum",
+            in_reward and args.multi_objective_aggregation == "normalize_then_sum",
             "kl_placement='reward' cannot be combined with multi_objective_aggregation='normalize_then_sum'",
             why="the advantages are then divided by standard deviations, which cancels beta in a group of equal "
             "rewards",
@@ -233,19 +199,9 @@ def liger_bypasses() -> bool:
 
 
 def check_reference(kl: KLConfig, args: Any, *, adapters: Collection[str], chosen: bool) -> None:
-    """Refuse a reference that TRL cannot have for this policy; before TRL is asked for it.
-
-    Args:
-        kl: the KL.
-        args: the trainer's arguments.
-        adapters: the names of the policy's PEFT adapters.
-        chosen: whether the caller passes a reference.
-
-    Raises:
-        ConfigError: with the reason.
-    """
+    """Refuse a reference that TRL cannot have for a policy with these adapters; before TRL is asked for it."""
     off, moving = kl.reference == "adapter_off", kl.reference in ("ema", "periodic")
-    rows: list[Refusal] = [
+    refuse([
         Refusal(
             off and not adapters,
             "reference='adapter_off' needs a model with a PEFT adapter",
@@ -277,8 +233,7 @@ def check_reference(kl: KLConfig, args: Any, *, adapters: Collection[str], chose
             why="TRL moves the reference's weights towards the policy's one by one, and an adapter is not among them",
             fix="leave reference and sync_ref_model unset",
         ),
-    ]
-    refuse(rows)
+    ])  # fmt: skip
 
 
 UNSLOTH = "_UnslothGRPOTrainer"
@@ -291,11 +246,7 @@ def host_class(cls: type) -> type | None:
 
 
 def refuse_classes() -> None:
-    """Refuse klamp's own config and trainer classes while TRL's are Unsloth's.
-
-    Raises:
-        ConfigError: Unsloth has put its own classes in the place of TRL's.
-    """
+    """Refuse klamp's own config and trainer classes while TRL's are Unsloth's."""
     if host_class(trl.GRPOTrainer) is not None:
         raise ConfigError(
             "klamp.trl.GRPOConfig and klamp.trl.GRPOTrainer cannot be used once Unsloth has patched TRL",

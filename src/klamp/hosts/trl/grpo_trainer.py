@@ -2,36 +2,32 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
+import torch
 import trl
-from trl.trainer import grpo_trainer
 
 from klamp.config import KLConfig
 from klamp.config.teacher import TeacherConfig
 from klamp.errors import ConfigError, KLWarning, Refusal, refuse
 from klamp.hosts.common.control import NEVER_ZERO
-from klamp.hosts.common.kl_fields import PASSED, kl_config, teacher_config, touched, warn_without_kl
+from klamp.hosts.common.kl_fields import PASSED, read_again, touched, warn_without_kl
 from klamp.hosts.common.rollout import excluded_ids
-from klamp.hosts.common.sampler_weights import check_packing
 from klamp.hosts.common.teachers import check_tokens
 from klamp.hosts.common.versions import caution_beside
 from klamp.hosts.trl import fast_scoring, teacher
-from klamp.hosts.trl.callbacks import DoctorCallback
-from klamp.hosts.trl.exact import check_exact, why_not_exact
+from klamp.hosts.trl.callbacks import DoctorCallback, ReportCallback
 from klamp.hosts.trl.grpo_config import check_arguments, check_reference, refuse_classes, settle_reference
 from klamp.hosts.trl.hooks import KLMixin
-from klamp.hosts.trl.record import ReportCallback
 from klamp.hosts.trl.reference import (
     check_folder,
+    exact_rows,
     follow_policy,
-    fresh_copy,
-    install_reference,
+    frozen_copy,
     own_reference,
-    without_a_model,
+    prepared_model,
 )
 from klamp.hosts.trl.session import Session
 from klamp.scoring.model_parts import check_same_vocabulary, output_size
@@ -41,22 +37,16 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
     """`trl.GRPOTrainer` with klamp's KL; takes the same arguments, and `ref_model`.
 
     With a stock `trl.GRPOConfig`, or with no KL field set, loss and gradients are TRL's own; klamp's metrics are logged
-    where there is a KL.
+    where there is a KL. A model that lives in memory only is copied for the reference, which TRL would load by a name.
 
     Args:
-        model: as in TRL. One that lives in memory only is copied for the reference, where TRL would load it again from
-            a path that does not exist.
-        reward_funcs: as in TRL.
-        args: `klamp.trl.GRPOConfig` (or TRL's own).
-        positional: TRL's further arguments.
+        model, reward_funcs, args, positional, options: as in TRL; `args` may be a `klamp.trl.GRPOConfig`.
         ref_model: the reference: a model, or a name or folder to load; None: TRL's own choice. It is frozen, and
             prepared as TRL prepares its own.
         teacher_model: the teacher, as a model; None: the one that the arguments name, if they do.
-        options: TRL's further arguments by name.
 
     Raises:
-        ConfigError: a KL option that cannot work in TRL, or a vLLM in this process that packs its weights (on a CPU);
-            with the reason.
+        ConfigError: a KL option that cannot work in TRL, with the reason.
         ModelError: the reference is the policy itself, or a folder lacks some of its model's weights.
         UnsupportedVersion: while training: TRL's loss does not take the KL where klamp puts it.
     """
@@ -74,10 +64,8 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
         refuse_classes()
         for each in (model, ref_model):
             check_folder(each)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", KLWarning)  # said when the arguments were made
-            kl = None if args is None else kl_config(args)
-            taught = _taught(args, teacher_model)
+        kl, config = (None, None) if args is None else read_again(args)
+        taught = _taught(config, teacher_model)
         peft = options.get("peft_config") is not None or hasattr(model, "peft_config")
         wanted = args is not None and (args.beta != 0 if kl is None else kl.needs_reference)
         if ref_model is not None and not wanted:
@@ -88,19 +76,20 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
             check_reference(kl, args, adapters=adapters, chosen=ref_model is not None)
         own = own_reference(model, ref_model, args, peft=peft) if wanted else None
         self._klamp = Session.of(kl)
-        with _built_with(args, reference=wanted and own is None and not off):
-            super().__init__(model, reward_funcs, args, *positional, **options)
+        asked, args = args, copy.copy(args)
+        if asked is not None:
+            loads = wanted and own is None and not off  # TRL loads a reference if beta is not 0
+            args.beta = (float(args.beta) or NEVER_ZERO) if loads else 0.0
+            args.sync_ref_model = args.sync_ref_model and loads
+        super().__init__(model, reward_funcs, args, *positional, **options)
+        if asked is not None:
+            args.beta, args.sync_ref_model = asked.beta, asked.sync_ref_model
         apart = off and hasattr(model, "peft_config")
         _join(self, kl, own, chosen=ref_model is not None, apart=apart, taught=(taught, teacher_model))
 
 
-def _taught(args: Any, given: Any) -> TeacherConfig | None:
-    """The KL to a teacher that a trainer is built with; None: there is none.
-
-    Raises:
-        ConfigError: a teacher without a field that says what is to be done with it, or the other way round.
-    """
-    config = None if args is None else teacher_config(args)
+def _taught(config: TeacherConfig | None, given: Any) -> TeacherConfig | None:
+    """The KL to a teacher that a trainer is built with; None: there is none."""
     nobody = config is not None and config.teacher_model == PASSED
     refuse([
         Refusal(
@@ -120,21 +109,6 @@ def _taught(args: Any, given: Any) -> TeacherConfig | None:
     return config if config is not None and config.there else None
 
 
-@contextmanager
-def _built_with(args: Any, *, reference: bool) -> Iterator[None]:
-    """A context for building a TRL trainer: beta has the value that makes TRL load a reference, or none."""
-    if args is None:
-        yield
-        return
-    before = args.beta, args.sync_ref_model
-    args.beta = (float(args.beta) or NEVER_ZERO) if reference else 0.0
-    args.sync_ref_model = args.sync_ref_model and reference
-    try:
-        yield
-    finally:
-        args.beta, args.sync_ref_model = before
-
-
 def _join(
     trainer: Any,
     kl: KLConfig | None,
@@ -149,7 +123,9 @@ def _join(
     That may be another model than the one that training starts from: the caller's (`chosen`), or the one below an
     adapter that is trained already (`apart`).
     """
-    _check_engine(trainer)
+    if getattr(trainer, "vllm_generation", None) is not None:
+        caution_beside("vllm")
+    trainer.args.taken = True
     trainer._klamp = session = Session.of(kl)
     session.fast = fast_scoring.asked_for(trainer.args)
     policy = trainer.accelerator.unwrap_model(trainer.model)
@@ -163,10 +139,10 @@ def _join(
             name = model.config._name_or_path or "that was passed"
             check_tokens(teacher.tokenizer_of(name), trainer._tokenizer, name=name, who="reference")
     trainer.beta = float(trainer.args.beta)
+    if reference is not None and kl is not None and kl.reference_dtype is not None:
+        reference.to(getattr(torch, kl.reference_dtype))
     if own is not None:
-        install_reference(trainer, own, dtype=None if kl is None else kl.reference_dtype)
-    elif kl is not None and kl.reference_dtype is not None and trainer.ref_model is not None:
-        trainer.ref_model.to(getattr(grpo_trainer.torch, kl.reference_dtype))
+        trainer.ref_model = prepared_model(trainer, own)
     if trainer.ref_model is not None:
         follow_policy(trainer)
     session.expected_zero, session.starts_at_reference = not apart, not (chosen or apart)
@@ -175,59 +151,17 @@ def _join(
             callback.other_reference = callback.other_reference or chosen or apart
         if isinstance(callback, ReportCallback):
             callback.trainer, session.record = trainer, callback
-    session.reference = _described(trainer, policy, copied=own is not None, chosen=chosen)
-    _choose_exact(trainer, kl)
+    session.reference = (
+        "the model passed as ref_model" if chosen else "a frozen copy in memory" if own is not None else ""
+    )
+    session.exact_rows = exact_rows(trainer, kl)
     session.teacher = None if taught[0] is None else teacher.join(trainer, taught[0], taught[1])
     fast_scoring.settle(trainer)
     trainer._refresh_beta()
 
 
-def _check_engine(trainer: Any) -> None:
-    """Refuse an engine in this process that would not take the policy's weights: vLLM on a CPU, which packs them."""
-    engine = getattr(getattr(trainer, "vllm_generation", None), "llm", None)
-    if engine is not None:
-        caution_beside("vllm")
-        check_packing(engine.llm_engine.model_config.dtype)
-
-
-def _choose_exact(trainer: Any, kl: KLConfig | None) -> None:
-    """How many completions of a group have their exact KL measured: all if the loss needs it, else one."""
-    session, asked = trainer._klamp, getattr(trainer.args, "exact_kl_completions", None)
-    if kl is not None and kl.kl_estimator == "exact":
-        check_exact(trainer)
-        asked = trainer.num_generations
-    elif asked is None:
-        asked = 0 if kl is None else 1
-    measured = session.control is not None or trainer.beta != 0
-    session.exact_rows = 0 if not measured or why_not_exact(trainer) else min(asked, trainer.num_generations)
-    session.exact_everywhere = session.exact_rows == trainer.num_generations
-
-
-def _described(trainer: Any, policy: Any, *, copied: bool, chosen: bool) -> str:
-    if trainer.beta == 0:
-        return "none: beta is 0"
-    if trainer.ref_model is None:
-        return without_a_model(policy)
-    loaded = f"loaded by {trainer._host}"
-    source = "the model passed as ref_model" if chosen else "a frozen copy in memory" if copied else loaded
-    if trainer.args.sync_ref_model:
-        share, steps = trainer.args.ref_model_mixup_alpha, trainer.args.ref_model_sync_steps
-        return f"{source}, moved by a share of {share:g} towards the policy every {steps} steps"
-    return source
-
-
 def attach_to(trainer: Any, kl: KLConfig, hook: type[KLMixin], *, ref_model: Any) -> Any:
-    """Give a trainer that is built already the KL of a configuration. Returns the trainer.
-
-    Args:
-        trainer: a `trl.GRPOTrainer`, or an instance of a subclass of it.
-        kl: the whole KL term.
-        hook: the class that has to come before the trainer's own.
-        ref_model: the reference, or None.
-
-    Raises:
-        ConfigError: no TRL trainer, one that has trained already, or an option that cannot work in it.
-    """
+    """See `klamp.trl.attach`; `hook` is the class that has to come before the trainer's own."""
     if not isinstance(trainer, trl.GRPOTrainer) or isinstance(trainer, KLMixin):
         raise ConfigError(
             "attach takes a trl.GRPOTrainer that klamp is not attached to yet",
@@ -258,7 +192,7 @@ def attach_to(trainer: Any, kl: KLConfig, hook: type[KLMixin], *, ref_model: Any
     args.beta = kl.beta
     own = ref_model
     if own is None and kl.needs_reference and trainer.ref_model is None and not adapters:
-        own = fresh_copy(trainer.accelerator.unwrap_model(trainer.model))
+        own = frozen_copy(trainer.accelerator.unwrap_model(trainer.model))
     trainer.__class__ = type(f"KL{type(trainer).__name__}", (hook, type(trainer)), {})
     _join(trainer, kl, own, chosen=ref_model is not None, apart=kl.reference == "adapter_off")
     return trainer

@@ -7,22 +7,22 @@ penalty, and TRL masks and normalises it with the policy loss, whatever the loss
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from klamp.config import TRL_LOSS_TYPES, KLConfig
 from klamp.core.advantages import Baseline
 from klamp.core.types import Reduction
 from klamp.errors import KLWarning, Refusal
 from klamp.hosts.common.coefficient import KL_SCALE, TEACHER, Coefficient, batch_of, check_once, gated_penalty
-from klamp.hosts.common.control import NEVER_ZERO
+from klamp.hosts.common.control import NEVER_ZERO, go_on_from
 from klamp.hosts.common.rollout import Generation, needs_old_logprobs, prepared
-from klamp.hosts.trl import exact, fast_prompts, fast_scoring, measure, teacher
-from klamp.hosts.trl.session import Scoring, Session, load_state, only_scoring, save_state, settings_kept
+from klamp.hosts.trl import fast_scoring, measure, reference, teacher
+from klamp.hosts.trl.session import Scoring, Session, load_state, only_scoring, save_state
 
 if TYPE_CHECKING:
     from trl import GRPOTrainer as Host
@@ -49,7 +49,6 @@ class KLMixin(Host):
         return ()
 
     def _caution(self, text: str) -> None:
-        """Say a caution to the user."""
         warnings.warn(text[0].upper() + text[1:], KLWarning, stacklevel=3)
 
     def _refresh_beta(self) -> float:
@@ -66,9 +65,9 @@ class KLMixin(Host):
         wanted = session.needs_hidden
         fast = fast_scoring.scored(self, (model, *args), kwargs, hidden=wanted)
         if fast is None:
-            with exact.hidden_states(self, model, wanted=wanted) as kept:
+            with reference.hidden_states(self, model, wanted=wanted) as kept:
                 result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-            hidden = exact.of_completions(kept, result[0])
+            hidden = reference.of_completions(kept, result[0])
         else:
             result, hidden = (*fast[:2], None), fast[2]
         if session.seen is not None:
@@ -89,48 +88,44 @@ class KLMixin(Host):
         before = getattr(self, "_buffered_inputs", None)
         inputs = super()._prepare_inputs(generation_batch)
         args, buffered = cast(Any, self.args), cast(Any, self._buffered_inputs)
-        if buffered is before or not fast_prompts.cuts_anew(self):
+        if buffered is before or not fast_scoring.cuts_anew(self):
             return inputs
-        anew = fast_prompts.cut(buffered, args.gradient_accumulation_steps)
+        anew = fast_scoring.cut(buffered, args.gradient_accumulation_steps)
         self._buffered_inputs = cast(Any, anew)
         return anew[self._step % args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         session, beta = self._klamp, self._refresh_beta()
         fast_scoring.settle(self)
-        with session.listening() as seen, fast_prompts.prompts_once(self):
+        with session.listening() as seen, fast_scoring.prompts_once(self):
             output = super()._generate_and_score_completions(inputs)
         measure.watch_sampler(self, output)
         if session.teacher is not None:
             teacher.keep_scores(self, inputs, output)
-        referred = output.get("ref_per_token_logps") is not None
-        if not referred or (session.control is None and not seen):
-            return output if session.teacher is None else self._taught(output, seen)
-        exact.keep_reference(self, output, seen[-1].hidden)  # TRL scores the reference last
+        referred = session.control is not None and output.get("ref_per_token_logps") is not None
+        if not referred and session.teacher is None:
+            return output
         old = self._old_scoring(output, seen)
-        whole = exact.exact_kl_of(self, output, old.hidden) if old is not None and session.exact_everywhere else None
-        generation = Generation(
-            inputs=output,
-            old_logprobs=None if old is None else old.logprobs,
-            exact_kl=None if whole is None else whole[0],
-            rows=inputs,
-            lengths=torch.tensor(session.lengths, device=output["completion_ids"].device),
-            group_size=measure.group_size(self),
-            accelerator=self.accelerator,
-            scorable=session.scorable,
-        )
-        if session.control is not None:
+        old_logprobs = None if old is None else old.logprobs
+        if session.control is not None and referred:
+            reference.keep_reference(self, output, seen[-1].hidden)  # TRL scores the reference last
+            whole = None
+            if old is not None and session.term.value == "exact":
+                whole = reference.exact_kl_of(self, output, old.hidden)
+            generation = Generation(
+                inputs=output,
+                old_logprobs=old_logprobs,
+                exact_kl=None if whole is None else whole[0],
+                rows=inputs,
+                lengths=torch.tensor(session.lengths, device=output["completion_ids"].device),
+                group_size=measure.group_size(self),
+                accelerator=self.accelerator,
+                scorable=session.scorable,
+            )
             reduction = self._loss_types[self.loss_type]
             output = prepared(generation, session.control, self._tokenizer, beta=beta, reduction=reduction)
-        measure.completions_table(self, generation)
         if session.teacher is not None:
-            output["advantages"] = teacher.in_advantages(self, output, generation.old_logprobs)
-        return output
-
-    def _taught(self, output: Any, seen: list[Scoring]) -> Any:
-        """A generation batch without a reference; the KL to the teacher is in its advantages, if it is to be there."""
-        old = self._old_scoring(output, seen)
-        output["advantages"] = teacher.in_advantages(self, output, None if old is None else old.logprobs)
+            output["advantages"] = teacher.in_advantages(self, output, old_logprobs)
         return output
 
     def _old_scoring(self, output: Any, seen: list[Scoring]) -> Scoring | None:
@@ -141,7 +136,7 @@ class KLMixin(Host):
             return made[0] if made else Scoring(output["old_per_token_logps"])
         terms = [session.term] * (output.get("ref_per_token_logps") is not None)
         terms += [] if session.teacher is None else [session.teacher.term]
-        if not (any(map(needs_old_logprobs, terms)) or (self.log_completions and seen)):
+        if not any(map(needs_old_logprobs, terms)):
             return None
         # the same tokens that the reference was asked for, or where there is none the teacher
         given = (seen[-1].positional, seen[-1].options) if seen else ((), teacher.scoring_call(self, output))
@@ -186,7 +181,7 @@ class KLMixin(Host):
             taught = teacher.penalty(self, inputs, scored.logprobs, scored.hidden)
             if not referred or beta == 0 or term.placement != "loss":
                 return torch.zeros_like(scored.logprobs) + taught
-            batch = exact.with_exact(self, batch_of(inputs, scored.logprobs), inputs, scored.hidden)
+            batch = reference.with_exact(self, batch_of(inputs, scored.logprobs), inputs, scored.hidden)
             return beta * gated_penalty(batch, term, inputs.get(KL_SCALE)) + taught
 
         coefficient = Coefficient(outer or NEVER_ZERO, penalty)
@@ -204,27 +199,11 @@ class KLMixin(Host):
         super()._save_checkpoint(model, trial)
         save_state(self, trial)
 
-    @contextmanager
-    def _answered(self) -> Iterator[None]:
-        """A time in which klamp's arguments answer, as a trainer of klamp's is asking."""
-        asked: Any = self.args
-        before, asked.taken = getattr(asked, "taken", False), True
-        try:
-            yield
-        finally:
-            asked.taken = before
-
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's training; DeepSpeed asks for the schedule before TRL does."""
-        with self._answered():
-            return super().train(*args, **kwargs)
-
-    def create_scheduler(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's schedule, for whoever makes it before training."""
-        with self._answered():
-            return super().create_scheduler(*args, **kwargs)
-
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        with settings_kept(self, hosts_schedule=type(self).create_scheduler is KLMixin.create_scheduler):
-            super()._load_optimizer_and_scheduler(checkpoint)
+        """Moments and step are the checkpoint's, the learning rate the one asked for, unless groups have their own."""
+        schedule = self.lr_scheduler
+        rates = {*getattr(schedule, "base_lrs", ())}
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if isinstance(schedule, LambdaLR) and len(rates) == 1:
+            go_on_from(schedule, schedule.last_epoch, *rates)
         load_state(self, checkpoint)

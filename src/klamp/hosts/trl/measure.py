@@ -2,28 +2,23 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from klamp.config.loss import Price, price_of
-from klamp.core.estimators import ESTIMATORS
-from klamp.core.gradients import masked_log_ratio
-from klamp.core.masking import masked_sum
 from klamp.core.term import Gate, Placement, carries_kl
 from klamp.errors import KLWarning
 from klamp.hosts.common.coefficient import batch_of, loss_mask
 from klamp.hosts.common.control import beta_metrics, held_kl, mean_spread
-from klamp.hosts.common.rollout import Generation
-from klamp.hosts.common.sampler_weights import check_sync
+from klamp.hosts.common.sampler_weights import SAME, SyncReport, check_sync
 from klamp.hosts.common.step_metrics import repeated_pairs, reward_length_correlation
 from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
-from klamp.hosts.common.sync import SAME, SyncReport
-from klamp.hosts.trl.exact import exact_kl_of, weights_are_split
 from klamp.hosts.trl.grpo_config import reward_scale
+from klamp.hosts.trl.reference import exact_kl_of, weights_are_split
 from klamp.hosts.trl.session import Scoring
 
 ROWS = 4
@@ -39,11 +34,7 @@ def group_size(trainer: Any) -> int:
 
 
 def after_loss(trainer: Any, inputs: Any, scored: Scoring, beta: float) -> None:
-    """Add a micro-batch to the measurements; at the end of an optimizer step log, check, and adjust beta.
-
-    Raises:
-        NonFiniteError: the KL of an optimizer step is NaN or infinite; the host has not taken the step yet.
-    """
+    """Add a micro-batch to the measurements; at the end of an optimizer step log, check, and adjust beta."""
     session, mode = trainer._klamp, "train" if trainer.model.training else "eval"
     batch, window = batch_of(inputs, scored.logprobs.detach()), session.windows[mode]
     window.add(batch, session.term, Gate.of(batch, session.term))
@@ -56,7 +47,7 @@ def after_loss(trainer: Any, inputs: Any, scored: Scoring, beta: float) -> None:
     found = window.emit(trainer.accelerator)
     price = price_in(trainer, beta, "loss" if session.kl is None else session.kl.kl_placement)
     found |= (beta_metrics if session.control is None else session.control.metrics)(price, session.spread)
-    kl = held_kl(found, exact_everywhere=session.exact_everywhere)
+    kl = held_kl(found, exact_everywhere=session.term.value == "exact")
     if mode == "train" and kl is not None:
         _check_step_zero(trainer, found["kl/k3"])
         if session.control is not None:
@@ -66,13 +57,7 @@ def after_loss(trainer: Any, inputs: Any, scored: Scoring, beta: float) -> None:
 
 
 def price_in(trainer: Any, beta: float, placement: Placement) -> Price:
-    """The price of a coefficient in a trainer of TRL's kind, which divides its policy loss and its KL by the same.
-
-    Args:
-        trainer: whose options and class say how advantages are formed.
-        beta: the coefficient.
-        placement: where the KL enters.
-    """
+    """The price of a coefficient in a trainer of TRL's kind, which divides its policy loss and its KL by the same."""
     return price_of(
         beta,
         placement=placement,
@@ -85,10 +70,7 @@ def price_in(trainer: Any, beta: float, placement: Placement) -> Price:
 def after_rewards(trainer: Any, completion_ids: list[Any], rewards: Tensor) -> None:
     """Keep the rewards for what follows; log how far completions repeat themselves, and whether the longer earn more.
 
-    Args:
-        trainer: whose log it is.
-        completion_ids: the token ids of this process's completions.
-        rewards: of each completion by each function, of all processes; NaN where there is none. [B, functions]
+    `rewards` [B, functions] are those of all processes, NaN if there is none; the ids those of this process.
     """
     session = trainer._klamp
     groups = (rewards * trainer.reward_weights.to(rewards.device)).nansum(-1).view(-1, group_size(trainer))
@@ -114,7 +96,7 @@ def after_rewards(trainer: Any, completion_ids: list[Any], rewards: Tensor) -> N
 def _check_step_zero(trainer: Any, kl: float) -> None:
     session = trainer._klamp
     first, session.expected_zero = session.expected_zero, False
-    if not first or trainer.state.global_step > 0 or session.resumed or not kl > STEP_ZERO_KL:
+    if not first or trainer.state.global_step > 0 or not kl > STEP_ZERO_KL:
         return
     policy, chosen = trainer.accelerator.unwrap_model(trainer.model), not session.starts_at_reference
     new = hasattr(policy, "peft_config") and "ref" not in policy.peft_config
@@ -125,41 +107,19 @@ def _check_step_zero(trainer: Any, kl: float) -> None:
         warnings.warn(step_zero_text(kl, reasons), KLWarning, stacklevel=2)
 
 
-def completions_table(trainer: Any, generation: Generation) -> None:
-    """The columns that klamp adds to the completions table: each completion's KL in nats, and its length."""
-    if not trainer.log_completions or generation.old_logprobs is None:
-        return
-    batch = generation.batch()
-    assert batch.ref_logprobs is not None
-    delta = masked_log_ratio(batch.policy_logprobs, batch.ref_logprobs, carries_kl(batch))
-    columns: dict[str, Tensor] = {
-        f"kl/{name}_sequence": masked_sum(ESTIMATORS[name].value(delta), carries_kl(batch), -1) for name in ("k1", "k3")
-    }
-    columns["kl/log_ratio_max"] = delta.abs().amax(-1)
-    columns["length"] = generation.lengths.to(torch.float32)
-    for name, values in columns.items():
-        trainer._logs["extra"][name].extend(gather_object(values.tolist()))
-
-
 def watch_sampler(trainer: Any, output: Any) -> None:
-    """Warn once, with the likely cause, where the sampler's log-probabilities are not those of the policy.
-
-    Args:
-        trainer: klamp's, whose policy it is; its weights are those that the completions were sampled with.
-        output: the generation batch; nothing happens where the sampler tells no log-probabilities.
-    """
+    """Warn once, with the likely cause, where the sampler's log-probabilities are not those of the policy."""
     session = trainer._klamp
     told, own = output.get("sampling_per_token_logps"), output.get("old_per_token_logps")
-    if told is None or own is None or session.out_of_sync or weights_are_split(trainer):
+    if told is None or own is None or weights_are_split(trainer):
         return
     mask = loss_mask(output) & told.isfinite()
     gap = float((told - own)[mask].abs().mean()) if bool(mask.any()) else 0.0
     if gap <= max(SAME, FURTHER * session.sync_gap):
         return
-    session.sync_gap = gap
     report = sync_report(trainer, output)
-    session.out_of_sync = not report.in_sync
-    if session.out_of_sync:
+    session.sync_gap = gap if report.in_sync else math.inf
+    if not report.in_sync:
         trainer._caution(f"sampler and trainer are out of sync at step {trainer.state.global_step + 1}: {report}")
 
 

@@ -1,4 +1,8 @@
-"""The reference of a TRL trainer: TRL's own, a model that the caller gives, or a copy in memory."""
+"""The models of a TRL trainer: the reference, their hidden states and output heads, and the exact KL made of these.
+
+The reference is TRL's own, a model that the caller gives, or a copy in memory. A hook on the backbone keeps the last
+hidden states of the forward passes that TRL does anyway; the sum over the vocabulary is made without the logits.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +10,29 @@ import copy
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from trl.trainer import grpo_trainer
 
+from klamp.config import KLConfig
+from klamp.core.types import Batch, Direction
 from klamp.errors import ConfigError, ModelError
-from klamp.scoring.model_parts import check_whole
+from klamp.hosts.common.coefficient import loss_mask
+from klamp.scoring.model_parts import Predictions, check_whole, divergence, head_of
+
+REF_HIDDEN = "klamp_ref_hidden"
+"""In a batch: per row the reference's hidden states [T, H], or None where the exact KL is not measured."""
 
 
 def own_reference(model: Any, ref_model: Any, args: Any, *, peft: bool) -> nn.Module | None:
     """The reference that klamp must supply, made before TRL patches the policy; None where TRL makes its own.
 
-    Args:
-        model: what the trainer is built with, a model or a name.
-        ref_model: what the caller passes as the reference: a model, a name or folder, or None.
-        args: how TRL loads models.
-        peft: whether the policy is or will be a PEFT model, whose reference is the model without its adapter.
-
-    Raises:
-        ModelError: the reference is the policy itself, or not all of its weights are where TRL would load it.
+    The policy and the reference are models, or names and folders; of a PEFT model (`peft`) the reference is the model
+    without its adapter.
     """
     if isinstance(ref_model, str):
         options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
@@ -41,19 +46,16 @@ def own_reference(model: Any, ref_model: Any, args: Any, *, peft: bool) -> nn.Mo
             why="it would be trained along, and the KL would be 0 for ever",
             fix="pass ref_model=copy.deepcopy(model)",
         )
-    if ref_model is None and not peft and isinstance(model, nn.Module) and not _can_be_loaded_again(model):
+    if ref_model is not None or peft or not isinstance(model, nn.Module):
+        return ref_model
+    if not _can_be_loaded_again(model):
         return frozen_copy(model)
-    if ref_model is None and not peft and isinstance(model, nn.Module):  # TRL loads it again by its name
-        check_folder(cast(Any, model.config)._name_or_path)
-    return ref_model
+    check_folder(cast(Any, model.config)._name_or_path)  # TRL loads it again by its name
+    return None
 
 
 def check_folder(name: Any) -> None:
-    """Refuse a folder that TRL is about to load and that lacks some of the model's weights; all else is let be.
-
-    Raises:
-        ModelError: names the tensors.
-    """
+    """Refuse a folder that TRL is about to load and that lacks some of the model's weights; all else is let be."""
     found: Any = {}
     if isinstance(name, str) and Path(name).is_dir():
         with suppress(Exception):  # whatever else is wrong with it, TRL says so in its own words
@@ -64,62 +66,27 @@ def check_folder(name: Any) -> None:
 
 def _can_be_loaded_again(model: Any) -> bool:
     """Whether the name that the model carries is a folder that exists, or looks like one of the Hub."""
-    name = str(getattr(model.config, "_name_or_path", "") or "")
-    hub = bool(name) and not name.startswith((".", "/", "~")) and name.count("/") <= 1
-    return hub or Path(name).is_dir() if name else False
+    name = str(getattr(model.config, "_name_or_path", None) or "")
+    return bool(name) and (Path(name).is_dir() or (name[0] not in "./~" and name.count("/") <= 1))
 
 
-def frozen_copy(model: nn.Module) -> nn.Module:
+def frozen_copy(model: Any) -> nn.Module:
     """A copy of a model in memory, without anything that a trainer attached to the original."""
-    if _split_weights(model):  # what ZeRO-3 bound to the original would be copied with it
-        return fresh_copy(model)
-    made = copy.deepcopy(model)
-    made.__dict__.pop("forward", None)
-    return made
-
-
-def fresh_copy(model: Any) -> nn.Module:
-    """A newly built model with the same class and weights, for a policy that TRL or DeepSpeed has changed already."""
+    split = [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
+    if not split:
+        made = copy.deepcopy(model)
+        made.__dict__.pop("forward", None)
+        return made
+    # what DeepSpeed's ZeRO-3 bound to the original would be copied with it
     with torch.random.fork_rng(devices=[]):  # a run's draws stay what they were
         made = type(model)(copy.deepcopy(model.config))
-    with whole_weights(model):
-        made.load_state_dict(model.state_dict())
-    return made.to(dtype=next(model.parameters()).dtype, device=next(model.parameters()).device)
-
-
-@contextmanager
-def whole_weights(model: nn.Module) -> Iterator[None]:
-    """A context in which each process holds all weights of a model, though DeepSpeed's ZeRO-3 splits them."""
-    split = _split_weights(model)
-    if not split:
-        yield
-        return
     with importlib.import_module("deepspeed").zero.GatheredParameters(split):
-        yield
-
-
-def _split_weights(model: nn.Module) -> list[nn.Parameter]:
-    """The parameters that ZeRO-3 splits: it gives each a number of its own."""
-    return [parameter for parameter in model.parameters() if hasattr(parameter, "ds_id")]
-
-
-def install_reference(trainer: Any, model: Any, *, dtype: str | None) -> None:
-    """Make a model the trainer's reference, prepared as TRL prepares its own.
-
-    Raises:
-        ConfigError: an option of TRL that can only be applied where TRL loads the reference itself.
-    """
-    if dtype is not None:
-        model.to(getattr(torch, dtype))
-    trainer.ref_model = prepared_model(trainer, model)
+        made.load_state_dict(model.state_dict())
+    return made.to(dtype=split[0].dtype, device=split[0].device)
 
 
 def prepared_model(trainer: Any, model: Any) -> Any:
-    """A frozen model, prepared as TRL prepares its reference.
-
-    Raises:
-        ConfigError: an option of TRL that can only be applied where TRL loads the model itself.
-    """
+    """A frozen model, prepared as TRL prepares its reference."""
     args = trainer.args
     model.requires_grad_(False).eval()
     if args.disable_dropout:
@@ -133,6 +100,11 @@ def prepared_model(trainer: Any, model: Any) -> Any:
             why="the cast is part of how TRL loads its own reference",
             fix="save the reference to a folder and build the model from it, or use trl>=1.14",
         )
+    return placed(trainer, model)
+
+
+def placed(trainer: Any, model: Any) -> Any:
+    """A model that is not trained, where and as the trainer's accelerator has it."""
     if trainer.is_deepspeed_enabled:
         return grpo_trainer.prepare_deepspeed(model, trainer.accelerator)
     if trainer.is_fsdp_enabled:
@@ -140,13 +112,19 @@ def prepared_model(trainer: Any, model: Any) -> Any:
     return trainer.accelerator.prepare_model(model, evaluation_mode=True)
 
 
-def without_a_model(policy: Any) -> str:
-    """What TRL scores as the reference where it has no model of its own, in words.
-
-    Of an adapter that was there before, TRL keeps a frozen copy named `ref`; a new one it switches off.
-    """
-    kept = "ref" in getattr(policy, "peft_config", {})
-    return "a frozen copy of the starting adapter" if kept else "the policy with its adapter off"
+def describe_reference(trainer: Any, source: str) -> str:
+    """What a TRL trainer scores as the reference, in words; `source`: where a model of its own comes from."""
+    if trainer.beta == 0:
+        return "none: beta is 0"
+    if (
+        trainer.ref_model is None
+    ):  # TRL keeps a frozen copy of an adapter that was there before; it switches off a new one
+        kept = "ref" in getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
+        return "a frozen copy of the starting adapter" if kept else "the policy with its adapter off"
+    if trainer.args.sync_ref_model:
+        share, steps = trainer.args.ref_model_mixup_alpha, trainer.args.ref_model_sync_steps
+        return f"{source}, moved by a share of {share:g} towards the policy every {steps} steps"
+    return source
 
 
 def follow_policy(trainer: Any) -> None:
@@ -156,3 +134,137 @@ def follow_policy(trainer: Any) -> None:
         trainer.add_callback(
             grpo_trainer.SyncRefModelCallback(ref_model=trainer.ref_model, accelerator=trainer.accelerator)
         )
+
+
+def plain_model(trainer: Any, model: Any) -> Any:
+    """The transformers model under accelerate's and PEFT's wrappers."""
+    model = trainer.accelerator.unwrap_model(model)
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def why_not_exact(trainer: Any) -> str:
+    """Why this trainer cannot give the exact KL to its reference, in words; "" where it can."""
+    if trainer.args.sync_ref_model:
+        return "the reference moves between the pass and the loss, and its output head with it"
+    return why_no_head(trainer, trainer.model)
+
+
+def why_no_head(trainer: Any, model: Any) -> str:
+    """Why a model's hidden states and output head cannot be had in this trainer, in words; "" where they can."""
+    if trainer._never_exact:
+        return trainer._never_exact
+    if weights_are_split(trainer):
+        return "the output head is spread over processes"
+    model = plain_model(trainer, model)
+    head = None if model.base_model is model else head_of(model)
+    if head is None:
+        return "the model has no backbone and plain output head that could be told apart"
+    return "" if head.scale == 1 else f"the model multiplies its logits by {head.scale:g}"
+
+
+def weights_are_split(trainer: Any) -> bool:
+    """Whether no process has all weights: under FSDP, and under the third stage of DeepSpeed's ZeRO."""
+    stage = trainer.accelerator.state.deepspeed_plugin.zero_stage if trainer.is_deepspeed_enabled else 0
+    return trainer.is_fsdp_enabled or stage == 3
+
+
+def exact_rows(trainer: Any, kl: KLConfig | None) -> int:
+    """How many completions of a group have their exact KL measured: all if the loss needs it, else one if it can be."""
+    if kl is None:
+        return 0
+    reason = why_not_exact(trainer)
+    if kl.kl_estimator != "exact":
+        return 0 if reason else 1
+    if reason:
+        raise no_sum("kl_estimator", "exact", trainer, reason)
+    return trainer.num_generations
+
+
+def no_sum(field: str, value: str, trainer: Any, reason: str) -> ConfigError:
+    """The error for a KL that is summed over the vocabulary, of a model without what that needs."""
+    return ConfigError(
+        f"{field}={value!r} cannot be honoured for this model",
+        got=type(trainer.model).__name__,
+        why=f"it is summed over the vocabulary from hidden states and output head, and {reason}",
+        fix=f"use {field}='k3'",
+    )
+
+
+@contextmanager
+def hidden_states(trainer: Any, model: Any, *, wanted: bool) -> Iterator[list[Tensor]]:
+    """A context that collects the last hidden states of every forward pass of a model, [B, P + T, H] each."""
+    kept: list[Tensor] = []
+    if not wanted:
+        yield kept
+        return
+
+    def keep(_module: Any, _inputs: Any, output: Any) -> None:
+        kept.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
+
+    handle = plain_model(trainer, model).base_model.register_forward_hook(keep)
+    try:
+        yield kept
+    finally:
+        handle.remove()
+
+
+def of_completions(kept: list[Tensor], logprobs: Tensor | None) -> Tensor | None:
+    """The hidden states from which the tokens of these log-probabilities [B, T] were predicted, [B, T, H].
+
+    None if none were kept, or if the host scores elsewhere and gives no log-probabilities here (Unsloth's loss).
+    """
+    return None if not kept or logprobs is None else torch.cat(kept)[:, -logprobs.shape[1] - 1 : -1]
+
+
+def keep_reference(trainer: Any, output: dict[str, Any], hidden: Tensor | None) -> None:
+    """Put the reference's hidden states, for the chosen rows, into a generation batch."""
+    session = trainer._klamp
+    if hidden is None or not session.exact_rows:
+        return
+    rows, first = len(hidden), trainer.accelerator.process_index * len(hidden)
+    size = trainer.num_generations
+    chosen = [(first + row) % size < session.exact_rows for row in range(rows)]
+    output[REF_HIDDEN] = [hidden[row].clone() if chosen[row] else None for row in range(rows)]
+
+
+def exact_kl_of(
+    trainer: Any, inputs: Any, hidden: Tensor | None, *, direction: Direction = "reverse"
+) -> tuple[Tensor, Tensor] | None:
+    """The exact KL of a batch [B, T], 0 where it is not measured, and where it is measured [B, T].
+
+    `inputs` has the reference's hidden states; the KL has the gradient of `hidden`, the policy's [B, T, H].
+    """
+    kept = inputs.get(REF_HIDDEN)
+    if hidden is None or kept is None:
+        return None
+    rows = torch.tensor([states is not None for states in kept], device=hidden.device)
+    where = loss_mask(inputs) & rows[:, None]
+    whole = torch.zeros(where.shape, dtype=torch.float32, device=hidden.device)
+    if not bool(where.any()):
+        return whole, where
+    ref_states = torch.stack([states for states in kept if states is not None])[where[rows]]
+    policy_model = plain_model(trainer, trainer.model)
+    ref_model = policy_model if trainer.ref_model is None else plain_model(trainer, trainer.ref_model)
+    policy, ref = predicted(policy_model, hidden[where]), predicted(ref_model, ref_states)
+    values = divergence(policy, ref, temperature=trainer.temperature, direction=direction)
+    return whole.masked_scatter(where, values.float()), where
+
+
+def predicted(model: Any, states: Tensor) -> Predictions:
+    head = head_of(model)
+    assert head is not None  # see `why_not_exact`
+    return Predictions(values=states.to(device=head.weight.device, dtype=head.weight.dtype), head=head)
+
+
+def with_exact(trainer: Any, batch: Batch, inputs: Any, hidden: Tensor | None) -> Batch:
+    """The batch with the exact KL that its loss is made of; `token_penalty` refuses a batch without it."""
+    term = trainer._klamp.term
+    if term.value != "exact":
+        return batch
+
+    def exact(direction: Direction) -> Tensor | None:
+        found = exact_kl_of(trainer, inputs, hidden, direction=direction)
+        return None if found is None else found[0]
+
+    forward = exact("forward") if term.gradient == "forward" else None
+    return replace(batch, exact_kl=exact("reverse"), exact_kl_forward=forward)

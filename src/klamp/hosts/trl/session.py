@@ -10,14 +10,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from torch.optim.lr_scheduler import LambdaLR
-from transformers import TrainingArguments
 
 from klamp.config import KLConfig
 from klamp.core.term import KLTerm
 from klamp.hosts.common.coefficient import check_once
-from klamp.hosts.common.control import KLControl, go_on_from, read_state
-from klamp.hosts.common.window import Window
+from klamp.hosts.common.control import KLControl, read_state
+from klamp.hosts.common.step_metrics import Window
 from klamp.hosts.trl.fast_scoring import FastScoring
 from klamp.hosts.trl.teacher import Teacher
 
@@ -38,27 +36,21 @@ class Scoring:
 class Session:
     """Everything that klamp keeps for one trainer."""
 
-    kl: KLConfig | None
-    """None: TRL's own KL is left alone; it is measured all the same where there is one."""
     control: KLControl | None
+    """None: TRL's own KL is left alone; it is measured all the same where there is one."""
     term: KLTerm
     windows: dict[str, Window]
     """The measurements of the present step in each mode, train and eval."""
     reference: str = ""
-    """Where the reference comes from, in words."""
+    """Where a reference comes from that klamp supplies, in words."""
     expected_zero: bool = True
     """Whether policy and reference should be equal before the first update."""
     starts_at_reference: bool = True
     """Whether the reference has the weights that training started from."""
     sync_gap: float = 0.0
-    """How far off the sampler's log-probabilities were when they were last looked into, nats per token."""
-    out_of_sync: bool = False
-    """Whether the user was told that the sampler is out of sync."""
-    resumed: bool = False
+    """How far off the sampler's log-probabilities were at the last look, nats per token; infinite: the user knows."""
     exact_rows: int = 0
     """How many completions of a group have their exact KL measured."""
-    exact_everywhere: bool = False
-    """Whether every completion has its exact KL measured."""
     losses: int = 0
     """The number of losses that went through klamp's hook."""
     lengths: list[int] = field(default_factory=list)
@@ -82,13 +74,16 @@ class Session:
 
     @classmethod
     def of(cls, kl: KLConfig | None) -> Session:
-        """A new session."""
         return cls(
-            kl=kl,
             control=None if kl is None else KLControl(kl),
             term=KLTerm() if kl is None else kl.build_term(),
             windows={mode: Window() for mode in ("train", "eval")},
         )
+
+    @property
+    def kl(self) -> KLConfig | None:
+        """The configuration of klamp's KL."""
+        return None if self.control is None else self.control.kl
 
     @property
     def needs_hidden(self) -> bool:
@@ -98,11 +93,7 @@ class Session:
 
     @contextmanager
     def listening(self, learns: Tensor | None = None) -> Iterator[list[Scoring]]:
-        """A context that collects the calls of TRL's scoring method.
-
-        Args:
-            learns: which completions have a gradient in it, [B]; None: any may.
-        """
+        """A context that collects the calls of TRL's scoring method; `learns` as in the field of this name."""
         outer, seen = (self.seen, self.learns), list[Scoring]()
         self.seen, self.learns = seen, learns
         try:
@@ -112,11 +103,7 @@ class Session:
 
 
 def only_scoring(seen: list[Scoring]) -> Scoring:
-    """The single call of TRL's scoring method inside a loss; its log-probabilities are those of the KL.
-
-    Raises:
-        UnsupportedVersion: there was none, or more than one.
-    """
+    """The single call of TRL's scoring method inside a loss; its log-probabilities are those of the KL."""
     check_once(len(seen), "calls of _get_per_token_logps_and_entropies")
     return seen[0]
 
@@ -134,15 +121,11 @@ def save_state(trainer: Any, trial: Any) -> None:
 
 
 def load_state(trainer: Any, folder: str | None) -> None:
-    """Continue from a checkpoint, see `KLControl.load_state_dict`; where one side has no KL of klamp's, with a warning.
-
-    Raises:
-        RunFolderError, ConfigError: the state is damaged.
-    """
+    """Continue from a checkpoint, see `KLControl.load_state_dict`; warn if one side has no KL of klamp's."""
     session = trainer._klamp
     if folder is None:
         return
-    session.resumed = True
+    session.expected_zero = False
     path = Path(folder) / STATE
     if session.control is not None and path.exists():
         session.control.load_state_dict(read_state(path))
@@ -156,28 +139,3 @@ def load_state(trainer: Any, folder: str | None) -> None:
             f"the checkpoint {folder} was written with klamp's KL, and no KL field is set now: beta={trainer.beta:g} "
             "is that of TRL's own. Set the fields that the run was started with."
         )
-
-
-SETTINGS = ("weight_decay", "betas", "eps", "momentum")
-"""What a checkpoint's optimizer holds and the arguments say."""
-
-
-@contextmanager
-def settings_kept(trainer: Any, *, hosts_schedule: bool) -> Iterator[None]:
-    """A context for loading a checkpoint's optimizer and schedule: moments and step are the checkpoint's.
-
-    `SETTINGS` are those asked for now, and so is the learning rate, unless groups have rates of their own.
-
-    Args:
-        trainer: whose arguments say what is asked for.
-        hosts_schedule: whether the schedule is TRL's; another goes on as whoever made it says.
-    """
-    asked = [{name: group[name] for name in SETTINGS if name in group} for group in trainer.optimizer.param_groups]
-    schedule, rates = trainer.lr_scheduler, list(getattr(trainer.lr_scheduler, "base_lrs", []))
-    yield
-    for group, settings in zip(trainer.optimizer.param_groups, asked, strict=True):
-        group.update(settings)
-    if hosts_schedule and isinstance(schedule, LambdaLR) and len(set(rates)) == 1:
-        warmup = TrainingArguments.get_warmup_steps(trainer.args, max(trainer.args.max_steps, 0))
-        if said := go_on_from(schedule, schedule.last_epoch, rates[0], warmup=warmup):
-            trainer._caution(said)

@@ -9,7 +9,7 @@ from itertools import islice
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoTokenizer
 from trl.trainer import grpo_trainer
 
@@ -20,11 +20,10 @@ from klamp.core.types import Batch
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import TEACHER, batch_of
 from klamp.hosts.common.effective import EffectiveTerm
+from klamp.hosts.common.step_metrics import Window
 from klamp.hosts.common.teachers import check_tokens, no_prompt, prefix_kl
-from klamp.hosts.common.window import Window
-from klamp.hosts.trl.exact import plain_model, predicted, why_no_head
 from klamp.hosts.trl.fast_scoring import Call
-from klamp.hosts.trl.reference import check_folder, prepared_model
+from klamp.hosts.trl.reference import check_folder, no_sum, plain_model, predicted, prepared_model, why_no_head
 from klamp.scoring.model_parts import Predictions, PrefixKL, Told, check_same_vocabulary, prefix_divergence
 from klamp.scoring.vllm_reference import PROBES, Asked, VLLMReference, connect
 
@@ -58,13 +57,7 @@ class Teacher:
 
 
 def join(trainer: Any, config: TeacherConfig, given: Any) -> Teacher:
-    """Load the teacher, or take the one that is given, and prepare it as TRL prepares a reference.
-
-    Raises:
-        ModelError: a teacher with other entries or tokens than the policy, a folder that lacks weights, or a server
-            that does not fit.
-        ConfigError: a teacher made by switching off an adapter that is not there, or one whose KL cannot be had.
-    """
+    """Load the teacher, or take the one that is given, and prepare it as TRL prepares a reference."""
     policy = trainer.accelerator.unwrap_model(trainer.model)
     if config.kind == "adapter_off" and not hasattr(policy, "peft_config"):
         raise ConfigError(
@@ -100,12 +93,7 @@ def _check_prefixes(trainer: Any, teacher: Teacher) -> None:
     models = [trainer.model] if teacher.model is None else [trainer.model, teacher.model]
     reasons = [why_no_head(trainer, model) for model in models if teacher.how is not None]
     if reason := next(filter(None, reasons), ""):
-        raise ConfigError(
-            f"teacher_estimator={teacher.config.teacher_estimator!r} cannot be honoured for this model",
-            got=type(trainer.model).__name__,
-            why=f"it is summed over words from hidden states and output head, and {reason}",
-            fix="use teacher_estimator='k3' or 'k1'",
-        )
+        raise no_sum("teacher_estimator", teacher.config.teacher_estimator, trainer, reason)
 
 
 def _server(trainer: Any, config: TeacherConfig) -> VLLMReference:
@@ -169,10 +157,9 @@ def _ids(trainer: Any, rows: Sequence[Mapping[str, Any]], column: str) -> list[l
 
 def _told(trainer: Any, rows: Sequence[Mapping[str, Any]], column: str, device: torch.device) -> tuple[Tensor, Tensor]:
     """The prompts of a column, padded on the left: ids and mask, [B, P]."""
-    ids = [torch.tensor(each, device=device).flip(0) for each in _ids(trainer, rows, column)]
-    mask = nn.utils.rnn.pad_sequence([torch.ones_like(each) for each in ids], batch_first=True)
-    padded = nn.utils.rnn.pad_sequence(ids, batch_first=True, padding_value=trainer._tokenizer.pad_token_id)
-    return padded.flip(1), mask.flip(1)
+    ids = [torch.tensor(each, device=device) for each in _ids(trainer, rows, column)]
+    mask = grpo_trainer.pad([torch.ones_like(each) for each in ids], padding_value=0, padding_side="left")
+    return grpo_trainer.pad(ids, padding_value=trainer._tokenizer.pad_token_id, padding_side="left"), mask
 
 
 def in_advantages(trainer: Any, inputs: Mapping[str, Any], old_logprobs: Tensor | None) -> Tensor:

@@ -1,10 +1,12 @@
-"""klamp's KL in the GRPO trainer that Unsloth rewrites: what is refused, what is overridden, `attach`."""
+"""klamp's KL in the GRPO trainer that Unsloth rewrites: its refusals and hooks, `attach`, `effective`, `check`."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,28 +17,17 @@ from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_mean
 from klamp.core.term import require_reference
 from klamp.core.types import Batch, Reduction
-from klamp.errors import ConfigError, Refusal
+from klamp.errors import ConfigError, Refusal, UnsupportedVersion
 from klamp.hosts.common.coefficient import KL_SCALE, batch_of, check_once, gated_penalty, stopped_calling
 from klamp.hosts.common.effective import Effective
 from klamp.hosts.common.versions import check_version
 from klamp.hosts.trl import measure
+from klamp.hosts.trl.checking import Listener
 from klamp.hosts.trl.effective_in_trl import read_effective
 from klamp.hosts.trl.grpo_config import host_class
-from klamp.hosts.trl.hooks import KLMixin
+from klamp.hosts.trl.hooks import Host, KLMixin
 from klamp.hosts.trl.session import Scoring, Session
-from klamp.hosts.unsloth.loss_function import (
-    Added,
-    Call,
-    Columns,
-    LossWithKL,
-    in_place,
-    loss_function,
-)
-
-if TYPE_CHECKING:
-    from trl import GRPOTrainer as Host
-else:
-    Host = object
+from klamp.hosts.unsloth.loss_function import LOSS, Added, Call, Columns, LossWithKL, in_place, loss_function
 
 LOSS_TYPES: Mapping[str, Reduction | None] = {**TRL_LOSS_TYPES, "bnpo": "token_mean"}
 """How Unsloth's loss types make tokens a number: as TRL's, but bnpo by the tokens of the whole batch."""
@@ -120,13 +111,7 @@ class UnslothMixin(KLMixin, ByPosition):
 
 
 class Step:
-    """What klamp adds to one loss of one micro-batch.
-
-    Args:
-        trainer: a trainer with klamp's hooks.
-        inputs: the micro-batch, by position.
-        beta: the coefficient in force.
-    """
+    """What klamp adds to one loss of one micro-batch, whose inputs are ordered by position."""
 
     def __init__(self, trainer: Any, inputs: Mapping[str, Any], beta: float) -> None:
         self.trainer, self.inputs, self.beta = trainer, dict(inputs), beta
@@ -175,11 +160,7 @@ def _host_mean(batch: Batch) -> Tensor:
 
 
 def unsloth_hook(trainer: Any) -> type[UnslothMixin]:
-    """The class that must come before Unsloth's trainer class in the order of inheritance.
-
-    Raises:
-        UnsupportedVersion: an Unsloth that was not tried, or whose loss is not where it was.
-    """
+    """The class that must come before Unsloth's trainer class; refuses an Unsloth that does not fit."""
     check_version("unsloth_zoo")
     check_version("unsloth")
     host = host_class(type(trainer))
@@ -200,3 +181,20 @@ def read_effective_on_unsloth(trainer: Any) -> Effective:
     own = any(term.term == "Unsloth's own" for term in found.terms)
     note = f"{K3_STOPS}, and nothing says so" if own else f"{K3_STOPS}; klamp's KL has none of these clamps"
     return replace(found, host=f"unsloth {check_version('unsloth')}, {found.host}", notes=(*found.notes, note))
+
+
+def listen(listener: Listener) -> None:
+    """For `check`: keep the arguments of Unsloth's loss function; if klamp does not know it, the verdict is open."""
+    if (host := host_class(type(listener.trainer))) is None:
+        return
+    with suppress(UnsupportedVersion):
+        names, original = loss_function(host)
+
+        def apply(*given: Any) -> Any:
+            listener.calls.append(Call(*given))
+            return original.apply(*given)
+
+        listener.put(names, LOSS, SimpleNamespace(apply=apply, forward=original.forward))
+
+
+Listener.others.append(listen)

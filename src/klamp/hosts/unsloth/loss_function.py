@@ -63,18 +63,12 @@ class Added(NamedTuple):
 
 
 class LossWithKL:
-    """Unsloth's loss with klamp's KL in the place of its own, weighted as Unsloth weights its own.
-
-    Args:
-        original: Unsloth's autograd function.
-        adds: what to add, from the arguments of the call.
-    """
+    """Unsloth's loss with klamp's KL in the place of its own, weighted as Unsloth weights its own."""
 
     def __init__(self, original: Any, adds: Callable[[Call], Added]) -> None:
         self.original, self.adds, self.calls = original, adds, 0
 
     def apply(self, *args: Any) -> tuple[Any, ...]:
-        """The function that Unsloth calls; it returns what Unsloth's own would return."""
         if len(args) != len(Call._fields):
             raise stopped_calling(f"{len(args)} arguments where {len(Call._fields)} were expected", host="Unsloth")
         self.calls += 1
@@ -123,11 +117,7 @@ LOSS = "UnslothEfficientGRPO"
 
 
 def loss_function(host: type) -> tuple[dict[str, Any], Any]:
-    """Unsloth's loss function, and the namespace in which its compute_loss looks that function up.
-
-    Raises:
-        UnsupportedVersion: it is not there, or takes other arguments.
-    """
+    """Unsloth's loss function, and the namespace in which its compute_loss looks that function up."""
     names = inspect.unwrap(vars(host)["compute_loss"]).__globals__
     function = names.get(LOSS)
     taken = [] if function is None else list(inspect.signature(function.forward).parameters)[1:]
@@ -156,26 +146,18 @@ class Columns:
     Unsloth scores a text batch with the padding moved to the right of each row and keeps the last columns of that, so
     many that every completion fits: more than the longest completion has, with prompt tokens in front and another shift
     in every row. Only the mask says what is what.
-
-    Attributes:
-        index: its column; 0 where it has none. [B, T]
-        present: whether it has one. [B, T] bool
-        width: number of Unsloth's columns, W.
     """
 
     index: Tensor
+    """The column of each token; 0 if it has none. [B, T]"""
     present: Tensor
+    """Whether it has one. [B, T] bool"""
     width: int
+    """Number of Unsloth's columns, W."""
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any], width: int, *, pad_id: int) -> Columns:
-        """Find the columns for a batch of Unsloth's.
-
-        Args:
-            inputs: the host's tensors.
-            width: number of Unsloth's columns.
-            pad_id: the padding token, by which Unsloth tells what to move.
-        """
+        """Find the columns for a batch; Unsloth tells by the padding token what to move."""
         completion = inputs["completion_ids"]
         length = completion.shape[1]
         if "max_left_pad" not in inputs:  # nothing was moved: images keep their places
@@ -197,11 +179,7 @@ class Columns:
         return values.new_zeros(len(values), self.width).scatter_add(1, self.index, kept)
 
     def check(self, inputs: Mapping[str, Any], host_ids: Tensor, host_mask: Tensor) -> None:
-        """Raise an error if Unsloth trains on other tokens than the ones found here.
-
-        Raises:
-            UnsupportedVersion: another token stands in a column, or Unsloth trains on one that is not found.
-        """
+        """Raise an error if Unsloth trains on other tokens than the ones found here."""
         trained = self.take(host_mask.bool())
         same = (self.take(host_ids) == inputs["completion_ids"]) | ~trained
         if not bool(same.all()) or int(trained.sum()) != int(host_mask.sum()):

@@ -26,7 +26,7 @@ from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH
 from klamp.hosts.common.control import KLControl, held_kl, mean_spread, read_state
 from klamp.hosts.common.rollout import Alone, Generation, prepared
-from klamp.hosts.common.window import Window
+from klamp.hosts.common.step_metrics import Window
 from klamp.hosts.verl.fields_in_verl import is_driven, is_ours, loss_kl
 from klamp.hosts.verl.overrides import BASELINES, REDUCTIONS, divides_by_std, price
 

@@ -23,10 +23,9 @@ from klamp.core.advantages import group_advantages
 from klamp.errors import KLWarning, TrainingStopped
 from klamp.hosts.common.rollout import LENGTH_COLUMN
 from klamp.hosts.common.sampler_weights import pack_nothing
-from klamp.hosts.trl.callbacks import DoctorCallback
+from klamp.hosts.trl.callbacks import DoctorCallback, ReportCallback
 from klamp.hosts.trl.grpo_config import GRPOConfig
 from klamp.hosts.trl.grpo_trainer import GRPOTrainer
-from klamp.hosts.trl.record import ReportCallback
 from klamp.tasks.base import NO_REWARD, Example
 from klamp.training import models
 from klamp.training.anchors import check_tokens_of, teacher_prompts
