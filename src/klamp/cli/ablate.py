@@ -11,11 +11,10 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-import yaml
 from rich.console import Console
 
 from klamp.ablation.execute import Executor, check_folder
-from klamp.ablation.plan import KL_PROMPTS, OWNED, Arm, Plan, Run, as_runs, folder_name, grid, plain_plan, runs
+from klamp.ablation.plan import KL_PROMPTS, OWNED, Arm, Plan, Run, as_runs, folder_name, grid, plan_text, runs
 from klamp.ablation.results import NOTES, ArmRow, Outcome, Result, is_done, text_table
 from klamp.cli.arguments import load_yaml, mapping_of, preset_values, read_entries, read_file
 from klamp.cli.commands import AblateOptions, fields_after, read_command
@@ -184,7 +183,7 @@ def show_plan(plan: Plan, every: Sequence[Run], *, folder: Path, executor: Execu
     done, steps = sum(is_done(folder, run) for run in every), sum(run.config.run.max_steps for run in every)
     say("klamp ablate --dry_run: nothing is started, loaded or written\n")
     say(f"{len(plan.arms)} arms x {len(plan.seeds)} seeds in {folder}, {done} of {len(every)} done; {steps:,} steps")
-    say(f"{executor.describe()}\n\n{yaml.safe_dump(plain_plan(plan), sort_keys=False, width=10**6).rstrip()}")
+    say(f"{executor.describe()}\n\n{plan_text(plan).rstrip()}")
 
 
 def show_result(result: Result, command: str) -> int:
