@@ -70,7 +70,7 @@ def build_trainer() -> Any:
     from trl import GRPOConfig, GRPOTrainer
 
     with tempfile.TemporaryDirectory() as folder:
-        sizes = {"num_generations": 2, "per_device_train_batch_size": 2}
+        sizes: dict[str, Any] = {"num_generations": 2, "per_device_train_batch_size": 2}
         config = GRPOConfig(output_dir=folder, beta=0.0, use_cpu=True, bf16=False, report_to="none", **sizes)
         trainer = GRPOTrainer(
             model=_tiny_model(),
@@ -108,7 +108,7 @@ def kl_loss(trainer: Any, policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor
 def _tiny_model() -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    sizes = {"vocab_size": 4, "hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 16}
+    sizes: dict[str, Any] = {"vocab_size": 4, "hidden_size": 8, "intermediate_size": 8, "max_position_embeddings": 16}
     return LlamaForCausalLM(LlamaConfig(num_hidden_layers=1, num_attention_heads=1, **sizes)).train()
 
 
