@@ -100,8 +100,13 @@ class GRPOConfig(KLFields, trl.GRPOConfig):
         """As in TRL, with plain numbers."""
         return {**super().to_dict(), "beta": float(self.beta)}
 
-    kl_config = kl_config
-    teacher_config = teacher_config
+    def kl_config(self) -> KLConfig | None:
+        """The KL of this configuration; None: klamp adds none, and TRL's own beta stands."""
+        return kl_config(self)
+
+    def teacher_config(self) -> TeacherConfig | None:
+        """The teacher of this configuration; None: there is none."""
+        return teacher_config(self)
 
 
 def check_arguments(
