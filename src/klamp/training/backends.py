@@ -99,6 +99,7 @@ SHARED = {
         "use surrogate='ppo_clip': at the first update of a rollout its gradient is the same",
         ("score_function",),
     ),
+    "exact_kl_completions": Row("the exact KL beside another estimator is measured in klamp's own loop"),
     "max_steps": Row("the engine has no run without a step", "set max_steps to 1 or more", (0,)),
 }
 VERL = SHARED | {
@@ -106,7 +107,6 @@ VERL = SHARED | {
     "dtype": Row("how verl scales a float16 loss was not tried with klamp's KL", "use dtype='bfloat16'", ("float16",)),
     "cpu": Row("verl runs on GPUs and NPUs", "leave cpu out, or use another backend"),
     "mask_truncated_completions": Row("verl trains on every completion that its engine returns"),
-    "exact_kl_completions": Row("verl's workers give the log-probabilities of the sampled tokens alone"),
     "stop_on": Row("verl takes no callback that could stop it", "leave it out; `klamp doctor RUN` reads the log"),
     "log_completions_every": Row("verl writes the completions of every step"),
     "lr_scheduler_type": Row("verl's schedules are constant and cosine", "use cosine or constant", ("linear",)),

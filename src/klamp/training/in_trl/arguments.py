@@ -106,7 +106,6 @@ def _anchors(config: TrainConfig) -> dict[str, Any]:
     Without a KL beta 0 alone, so that TRL loads no reference. A teacher's model is a path, its prompts have a column.
     """
     kl, teacher = dataclasses.asdict(config.kl), config.teacher
-    kl["exact_kl_completions"] = config.run.exact_kl_completions
     values = {name: value for name, value in kl.items() if value is not None} if config.kl.needs_reference else {}
     values |= {"beta": config.kl.beta if values else 0.0}
     if not teacher.there:
