@@ -27,15 +27,10 @@ WHOLE = ("segments", "ids")
 
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """What a verdict is computed from.
+    """What a verdict is computed from."""
 
-    Attributes:
-        arrays: Name -> array.
-        facts: Scalars: eps, dtype, loss, beta, means, clip, group_size, pad, eos, host, around, findings, ...
-    """
-
-    arrays: dict[str, Any]
-    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    arrays: dict[str, Any]  # name -> array
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])  # scalars: eps, dtype, beta, ..., and findings
 
     def save(self, path: str | Path) -> None:
         """Write the capture as a safetensors file."""

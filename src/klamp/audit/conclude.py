@@ -14,21 +14,18 @@ import numpy as np
 
 from klamp.audit.capture import Capture, in_order, trained_tokens
 from klamp.audit.fit import MEANS, AtZero, Explanation, Fit, at_zero, explain
-from klamp.audit.forms import Array, Tokens, k3
+from klamp.audit.forms import Array, k3
 from klamp.audit.inputs import advantage_form, examine_inputs
 from klamp.audit.verdict import Finding, Verdict, finding
 
-RIGHT = {"reverse": ("reverse", "squared"), "forward": ("forward",)}
-"""What was meant -> the classes of KL that are right."""
+RIGHT = {"reverse": ("reverse", "squared"), "forward": ("forward",)}  # what was meant -> the classes that are right
 CODES = {"old": "kl-other-anchor", "k3": "kl-k3-in-advantage"}
 """Class of KL -> the finding that calls it wrong, where it is not `kl-CLASS`."""
 CONSTANT = "it is the same for each token, whatever the reference says (k1 differentiated)"
-BETA_OFF, BETA_AGREE = 0.05, 0.02
-"""From which share on a beta is another one; within which all accepted forms have to agree on it."""
-ENOUGH = 30
-"""Trained tokens below which the verdict asks for more."""
-NEAR_ZERO = 0.02
-"""RMS log-ratio below which the derivatives at the reference are read."""
+BETA_OFF = 0.05  # from which share on a beta is another one
+BETA_AGREE = 0.02  # within which share all accepted forms have to agree on it
+ENOUGH = 30  # trained tokens below which the verdict asks for more
+NEAR_ZERO = 0.02  # RMS log-ratio below which the derivatives at the reference are read
 SHOWN_BY = {
     "the KL": ("ref_logprobs", "pass ref_logprobs"),
     "the policy loss": ("advantages", "pass advantages"),
@@ -346,7 +343,7 @@ class _Reading:
         what = "no known policy loss and KL explain this gradient"
         if self.t.eps > 1e-4:
             what = "the log-probabilities are too coarse to explain the gradient"
-        self.say("unknown", what=what, bins=_bins(self.t, self.explained))
+        self.say("unknown", what=what)
 
     # how large
 
@@ -455,23 +452,3 @@ def _kinds_at_zero(seen: AtZero) -> tuple[tuple[str, ...], float]:
     if abs(nearest - seen.ratio) > 0.15:
         return ("neither", "reverse"), 1.0
     return (AT_ZERO[nearest],), 2.0 if nearest == 1.5 else 1.0
-
-
-def _bins(t: Tokens, explained: Explanation) -> list[dict[str, float]]:
-    """The part of the gradient that the policy loss does not explain, against the log-ratio, in eight bins."""
-    if t.ref is None or not np.any(t.d):
-        return []
-    fit = explained.fits[0] if explained.fits else None
-    rest: Array = t.gradient if t.policy_part is None else t.gradient - t.policy_part
-    if fit is not None and fit.policy is not None and fit.w is not None and t.policy_part is None:
-        rest = rest - fit.a * fit.policy.values * t.weights(fit.w)
-    place = np.clip(np.searchsorted(np.quantile(t.d, np.linspace(0, 1, 9)), t.d, side="right") - 1, 0, 7)
-    bins = [place == i for i in range(8) if (place == i).any()]
-    return [
-        {
-            "log_ratio": float(t.d[x].mean()),
-            "gradient": float(rest[x].mean()),
-            "pulled_back": float((rest[x] * t.d[x] > 0).mean()),
-        }
-        for x in bins
-    ]

@@ -14,36 +14,23 @@ import numpy as np
 
 from klamp.audit.forms import Array
 
-ACCEPTED = 3e-4
-"""The largest residual of an accepted divergence, as a share of the gradient, in float32."""
+ACCEPTED = 3e-4  # the largest residual of an accepted divergence, as a share of the gradient, in float32
 BETAS = (0.5, 0.1, 0.9, 0.25, 0.75)
 TEMPERATURES = (2.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.5, 3.0, 4.0, 5.0)
 
 
 class Divergence(NamedTuple):
-    """What the gradient of some positions follows.
+    """What the gradient of some positions follows."""
 
-    Attributes:
-        kind: reverse, forward, js, sampled, cross-entropy, entropy, none, unknown.
-        name: in words.
-        head: full, no tail, bucket, generalised, renormalised, teacher renormalised.
-        chosen: who chose the head: teacher, student, with the sample, "".
-        temperatures: of student and teacher.
-        scale: the coefficient of each position, [N].
-        beside: the second term: "", cross-entropy or entropy.
-        residual: the share of the gradient that is not explained.
-        size: the largest number of tokens in a head; 0: the whole vocabulary.
-    """
-
-    kind: str
-    name: str
-    head: str
-    chosen: str
-    temperatures: tuple[float, float]
-    scale: Array
-    beside: str
-    residual: float
-    size: int = 0
+    kind: str  # reverse, forward, js, sampled, cross-entropy, entropy, none, unknown
+    name: str  # in words
+    head: str  # full, no tail, bucket, generalised, renormalised, teacher renormalised
+    chosen: str  # who chose the head: teacher, student, with the sample, ""
+    temperatures: tuple[float, float]  # of student and teacher
+    scale: Array  # the coefficient of each position, [N]
+    beside: str  # the second term: "", cross-entropy or entropy
+    residual: float  # the share of the gradient that is not explained
+    size: int = 0  # the largest number of tokens in a head; 0: the whole vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,28 +38,17 @@ class Positions:
     """Trained positions of a batch.
 
     Shapes: N positions, V entries.
-
-    Attributes:
-        gradient: d loss / d student logits, [N, V].
-        student: Logits, [N, V].
-        teacher: Logits, [N, V].
-        ids: The sampled tokens, [N].
-        eps: Unit roundoff of the logits.
-        temperature: What the trainer divides the logits by.
-        row: The sequence of each position, [N].
-        length: The number of trained positions of each position's sequence, [N].
-        beta: The mixture of a JS divergence, if the trainer has one.
     """
 
-    gradient: Array
-    student: Array
-    teacher: Array
-    ids: Array | None = None
-    eps: float = 6e-8
-    temperature: float = 1.0
-    row: Array | None = None
-    length: Array | None = None
-    beta: float | None = None
+    gradient: Array  # d loss / d student logits, [N, V]
+    student: Array  # logits, [N, V]
+    teacher: Array  # logits, [N, V]
+    ids: Array | None = None  # the sampled tokens, [N]
+    eps: float = 6e-8  # unit roundoff of the logits
+    temperature: float = 1.0  # what the trainer divides the logits by
+    row: Array | None = None  # the sequence of each position, [N]
+    length: Array | None = None  # the number of trained positions of each position's sequence, [N]
+    beta: float | None = None  # the mixture of a JS divergence, if the trainer has one
 
     @property
     def tolerance(self) -> float:

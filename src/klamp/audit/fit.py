@@ -26,28 +26,16 @@ from klamp.audit.forms import FARTHEST, Array, Form, Tokens, advantage_forms, di
 Mean: TypeAlias = str
 MEANS: tuple[Mean, ...] = ("token", "sequence")
 
-ACCEPTED = 25.0
-"""The largest residual per token, in units of the rounding noise, squared, that explains a gradient."""
-CLOSE = 8.0
-"""Forms are accepted beside the best one if their residual is within this factor of its own."""
-MARGIN = 2.0
-"""How much larger than just visible a KL has to be before its absence is called so."""
-BLOCK = 2**16
-"""Numbers of the candidates' columns that are looked at in one pass."""
-FREE_TOKENS = 8
-"""Tokens beyond the number of free parameters that the fit with a factor of each completion needs."""
+ACCEPTED = 25.0  # the largest residual per token, in units of the rounding noise, squared, that explains a gradient
+CLOSE = 8.0  # forms are accepted beside the best one if their residual is within this factor of its own
+MARGIN = 2.0  # how much larger than just visible a KL has to be before its absence is called so
+BLOCK = 2**16  # numbers of the candidates' columns that are looked at in one pass
+FREE_TOKENS = 8  # tokens beyond the number of free parameters that the fit with a factor of each completion needs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """One explanation that was accepted, or the best one that was not.
-
-    Attributes:
-        b_error: How far b may be off because of rounding.
-        on: The share of tokens that carry the policy loss.
-        bounds: The log-ratios beyond which the KL has no gradient, or a constant one.
-        signs: In the fit with a factor of each completion: the sign of the policy loss and of the KL.
-    """
+    """One explanation that was accepted, or the best one that was not."""
 
     policy: Form | None
     kl: Form | None
@@ -56,26 +44,20 @@ class Fit:
     chi2: float = np.inf
     w: Mean | None = None
     u: Mean | None = None
-    b_error: float = 0.0
-    on: float = 1.0
-    bounds: tuple[float, float] | None = None
-    signs: tuple[int, int] = (0, 0)
+    b_error: float = 0.0  # how far b may be off because of rounding
+    on: float = 1.0  # the share of tokens that carry the policy loss
+    bounds: tuple[float, float] | None = None  # the log-ratios beyond which the KL has no gradient, or a constant one
+    signs: tuple[int, int] = (0, 0)  # at stage `free`: the sign of the policy loss and of the KL
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What a gradient is made of.
-
-    Attributes:
-        fits: The accepted ones, the best first; at stage `unknown` the best one that was not accepted, if any.
-        b_seen: The smallest |b| that would have stood out of the rounding.
-        same_means: Whether the two means are one on this batch: completions of one length, or a single one.
-    """
+    """What a gradient is made of."""
 
     stage: str
-    fits: tuple[Fit, ...]
-    b_seen: float = np.inf
-    same_means: bool = False
+    fits: tuple[Fit, ...]  # the accepted ones, the best first; at stage `unknown` the best of the others, if any
+    b_seen: float = np.inf  # the smallest |b| that would have stood out of the rounding
+    same_means: bool = False  # whether the two means are one on this batch: completions of one length, or a single one
 
     @property
     def best(self) -> Fit | None:
@@ -366,17 +348,11 @@ def _by_row(problem: _Problem, kl: Form, base: Array, keep: Array, spare: int) -
 
 
 class AtZero(NamedTuple):
-    """What the second and third derivative say where the policy is the reference.
+    """What the second and third derivative say where the policy is the reference."""
 
-    Attributes:
-        first: c' times the coefficient b.
-        ratio: c'' / c'; NaN where c' is 0.
-        visible: whether `first` stands out of the rounding.
-    """
-
-    first: float
-    ratio: float
-    visible: bool
+    first: float  # c' times the coefficient b
+    ratio: float  # c'' / c'; NaN where c' is 0
+    visible: bool  # whether `first` stands out of the rounding
 
 
 def at_zero(t: Tokens, second: Array, third: Array, mean: Mean) -> AtZero | None:

@@ -12,7 +12,6 @@ is answered for in the form that TRL's own client reads.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import tempfile
@@ -141,8 +140,7 @@ def _set(trainer: Any, **values: Any):
             setattr(owner, name, value)
 
 
-TOP = 3
-"""The teacher's likeliest tokens that a server gives, of the audit's twenty."""
+TOP = 3  # the teacher's likeliest tokens that a server gives, of the audit's twenty
 
 
 class Trainer(NamedTuple):
@@ -174,12 +172,6 @@ def _trainers() -> tuple[Trainer, ...]:
             _server,
             (*server, {"beta": 0.0, "loss_top_k": TOP}, {"beta": 0.0, "loss_top_k": TOP, "loss_add_tail": False}),
         ),
-        Trainer(
-            f"{experimental}async_distillation.AsyncDistillationTrainer",
-            f"{experimental}async_distillation.AsyncDistillationConfig",
-            _asynchronous,
-            ({"beta": 0.0, "teacher_top_k": TOP}, {"beta": 1.0, "teacher_top_k": TOP}),
-        ),
     )
 
 
@@ -210,7 +202,7 @@ def _without_models(kind: type, settings: dict[str, Any]) -> Any:
     vars(trainer).update(
         {name: settings[name] for name in ("beta", "temperature", "loss_top_k", "loss_add_tail") if name in settings},
         reverse_kl_top_1_mode=settings.get("reverse_kl_top_1_mode"),
-        args=SimpleNamespace(**{**settings, "report_to": []}),
+        args=SimpleNamespace(**settings),
         accelerator=_Accelerator(),
         state=SimpleNamespace(global_step=0),
         model=SimpleNamespace(training=True),
@@ -218,13 +210,7 @@ def _without_models(kind: type, settings: dict[str, Any]) -> Any:
         model_kwarg_keys=set(),
         _is_vlm=False,
         _forward_redirection=lambda wrapper, original, method, *given, **named: method(*given, **named),
-        _teacher_ids=["teacher"],
         _metrics={"train": defaultdict(list)},
-        _step_forward_tokens=0.0,
-        _step_trained_tokens=0.0,
-        _step_seq_len_weighted=0.0,
-        _step_samples=0.0,
-        _step_forward_s=0.0,
     )
     return trainer
 
@@ -248,30 +234,6 @@ def _gkd(trainer: Any, batch: Sequences) -> Tensor:
 def _server(trainer: Any, batch: Sequences) -> Tensor:
     trainer.teacher_client = SimpleNamespace(get_sequence_logprobs=functools.partial(_server_scores, batch.teacher))
     return trainer.compute_loss(GivenLogits(batch.student), _on_policy(batch))
-
-
-def _asynchronous(trainer: Any, batch: Sequences) -> Tensor:
-    count, length = batch.tokens.shape
-    scores = [_of_server(row.log_softmax(-1), ids, TOP) for row, ids in zip(batch.teacher, batch.tokens, strict=True)]
-    ids = torch.full((count, length, TOP + 1), -1)
-    logps = torch.full((count, length, TOP + 1), -torch.inf)
-    for row, places in enumerate(scores):
-        for place, found in enumerate(places, start=1):
-            ids[row, place, : len(found)] = torch.tensor([int(token) for token in found])
-            logps[row, place, : len(found)] = torch.tensor([each["logprob"] for each in found.values()])
-    inputs = {
-        "input_ids": batch.tokens,
-        "attention_mask": torch.ones_like(batch.tokens),
-        "completion_mask": batch.mask.long(),
-        "position_ids": torch.arange(length).expand(count, length),
-        "teacher_topk_ids": ids,
-        "teacher_topk_logprobs": logps,
-        "global_n_tokens": batch.mask.sum()[None].float(),
-        "global_n_forward_tokens": torch.tensor([float(count * length)]),
-        "mean_seq_len": torch.tensor([float(length)]),
-    }
-    packed = batch.student.reshape(1, -1, batch.student.shape[-1])  # as the trainer packs rows without padding
-    return trainer._compute_loss(GivenLogits(packed), inputs)
 
 
 def _on_policy(batch: Sequences) -> dict[str, Tensor]:
@@ -343,12 +305,6 @@ class _Accelerator:
 
     def unwrap_model(self, model: Any) -> Any:
         return model
-
-    def autocast(self) -> Any:
-        return contextlib.nullcontext()
-
-    def reduce(self, x: Tensor, reduction: str = "sum") -> Tensor:
-        return x
 
     def gather_for_metrics(self, x: Tensor) -> Tensor:
         return x
