@@ -77,13 +77,7 @@ def _not_checked(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[st
 
 
 def judge_kinds(kinds: Sequence[str], direction: int, means: str) -> tuple[str, list[Finding]]:
-    """The class of a KL in one word, and what is wrong with it.
-
-    Args:
-        kinds: the classes that the numbers leave open.
-        direction: -1 if the KL is subtracted from the loss.
-        means: the divergence that is meant.
-    """
+    """The class of a KL in one word, and what is wrong with it; direction -1: the KL is subtracted from the loss."""
     right, names = RIGHT.get(means, ()), " or ".join(kinds)
     if direction < 0 and not set(kinds) & {"zero", "old"}:
         return "away", [finding("kl-away", kinds=kinds)]
@@ -115,7 +109,6 @@ class _Reading:
         self.open: dict[str, str] = {}
 
     def say(self, code: str, **evidence: Any) -> None:
-        """Add a finding."""
         self.findings.append(finding(code, **evidence))
 
     def verdict(self) -> Verdict:
@@ -184,11 +177,6 @@ class _Reading:
                     self.t, self.explained = t, found
                     return
 
-    @property
-    def fit(self) -> Fit | None:
-        """The best accepted explanation."""
-        return self.explained.best
-
     def _scale(self, *, agreed: bool = False) -> float:
         """The size of the policy loss's coefficient, which beta is relative to; 0: not known, or not agreed on."""
         fits = [x for x in self.policy.fits if x.policy is not None] if self.policy.best is not None else []
@@ -217,7 +205,7 @@ class _Reading:
     # which KL
 
     def _divergence(self) -> None:
-        t, fit = self.t, self.fit
+        t, fit = self.t, self.explained.best
         near = t.ref is not None and t.distance <= NEAR_ZERO
         if near and (fit is None or fit.kl is None or len(self.explained.kinds) > 1) and self._at_the_reference():
             return
@@ -269,8 +257,9 @@ class _Reading:
         readings = [x for mean in MEANS if (x := at_zero(self.t, second, third, mean)) is not None]
         visible = [x for x in readings if x.visible]
         if not visible:
-            if readings and self.fit is not None and self.fit.kl is not None and "zero" in self.explained.kinds:
-                self._judge(("zero",), self.fit.b)
+            fit = self.explained.best
+            if readings and fit is not None and fit.kl is not None and "zero" in self.explained.kinds:
+                self._judge(("zero",), fit.b)
                 return True
             return False
         seen = visible[0]
@@ -349,7 +338,7 @@ class _Reading:
 
     def _size(self) -> float | None:
         """The coefficient relative to the policy loss, if all accepted forms agree on it; is it the one passed?"""
-        fit, asked, scale = self.fit, self.beta, self._scale()
+        fit, asked, scale = self.explained.best, self.beta, self._scale()
         if fit is not None and fit.kl is not None and scale and np.isfinite(self.explained.b_seen):
             self.seen_beta = self.explained.b_seen / scale
         beta, blur = self.measured, 0.0
@@ -396,7 +385,7 @@ class _Reading:
         return next((f": {name}" for name, x in causes.items() if x and abs(factor / x - 1) < 0.01), "")
 
     def _mean(self) -> str | None:
-        fit = self.fit
+        fit = self.explained.best
         pairs = {(x.w, x.u) for x in self.explained.fits}
         if fit is None or self.explained.stage == "free" or len(pairs) != 1:
             return None
@@ -422,7 +411,7 @@ class _Reading:
         return line
 
     def _found(self, beta: float | None) -> str:
-        fit = self.fit
+        fit = self.explained.best
         if fit is None:
             return ""
         first = self.policy.best

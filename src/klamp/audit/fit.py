@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -118,7 +119,7 @@ def explain(tokens: Tokens, *, simple: bool = False) -> Explanation:
     stages = _stages(problem, means, simple=simple)
     found, fits = next(((stage, kept) for stage, each in stages if (kept := _accepted(each))), ("unknown", []))
     if not fits:
-        fits = sorted(_alone(problem, means), key=_by_chi2)[:1]
+        fits = sorted(_alone(problem, means), key=attrgetter("chi2"))[:1]
     seen = _visible(problem, fits, means)
     return Explanation(stage=found, fits=tuple(fits), b_seen=seen, same_means=same)
 
@@ -139,7 +140,7 @@ def _stages(problem: _Problem, means: tuple[Mean, ...], *, simple: bool) -> Iter
 
 
 def _accepted(fits: Iterable[Fit]) -> list[Fit]:
-    found = sorted((fit for fit in fits if fit.chi2 < ACCEPTED), key=_by_chi2)
+    found = sorted((fit for fit in fits if fit.chi2 < ACCEPTED), key=attrgetter("chi2"))
     return [fit for fit in found if fit.chi2 <= max(1.0, CLOSE * found[0].chi2)]
 
 
@@ -279,7 +280,7 @@ def _bounded(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]
     far, plain = np.abs(t.d), [x for x in problem.kls if not x.coupled and x.kind not in RARE]
     shares = [share for share in (0.5, 0.25, 0.1) if share * used.size >= 7]
     inner = [problem._replace(used=used[far[used] <= np.quantile(far[used], x)], kls=plain) for x in shares]
-    for fit in (fit for near in inner for fit in sorted(_pairs(near, means), key=_by_chi2)):
+    for fit in (fit for near in inner for fit in sorted(_pairs(near, means), key=attrgetter("chi2"))):
         if fit.chi2 >= ACCEPTED or fit.kl is None or fit.u is None:
             continue
         push = 0.0 if fit.policy is None or fit.w is None else fit.a * problem.column(fit.policy, fit.w)
@@ -297,10 +298,6 @@ def _bounded(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]
         cut = np.where(beyond, np.where(np.abs(unit * pull) < sigma, 0.0, held), c)
         whole = _refined(problem, fit.policy, fit.kl._replace(factor=cut), (fit.w or "token", fit.u), fit.b)
         yield replace(whole, bounds=(float(low), float(high)))
-
-
-def _by_chi2(fit: Fit) -> float:
-    return fit.chi2
 
 
 def _free(problem: _Problem) -> Iterator[Fit]:

@@ -208,7 +208,7 @@ def _prefix_kl(scale: Array, log_s: Array, log_t: Array) -> str:
 def _described(best: Divergence) -> str:
     student, teacher = best.temperatures
     heat = "" if student == teacher == 1 else f", temperatures {student:g} and {teacher:g}"
-    head = "" if best.head == "full" else f", top-{best.size}, {best.head}" + f" ({best.chosen})" * bool(best.chosen)
+    head = "" if best.head == "full" else f", top-{best.size}, {best.head}"
     return best.name + head + heat + f", and {best.beside}" * bool(best.beside)
 
 
