@@ -87,7 +87,8 @@ def trained_tokens(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Token
     """The tokens under the mask, ordered by completion."""
     places = np.sort(_places(arrays), kind="stable")
     rows, row = np.unique(places, return_inverse=True)
-    picked = {name: in_order(arrays, arrays[name]) for name in SCORES if name in arrays}
+    scores = (name for name in SCORES if name in arrays and name not in ("second", "third"))
+    picked = {name.removesuffix("_logprobs"): in_order(arrays, arrays[name]) for name in scores}
     advantage = arrays.get("advantages")
     if advantage is not None:
         of_segment = advantage.ndim == 1 and "segments" in arrays and advantage.size == rows.size
@@ -103,13 +104,9 @@ def trained_tokens(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Token
         gradient=in_order(arrays, arrays["gradient"]),
         policy=in_order(arrays, arrays["policy_logprobs"]),
         row=row,
-        ref=picked.get("ref_logprobs"),
-        old=picked.get("old_logprobs"),
-        sampler=picked.get("sampler_logprobs"),
         advantage=advantage,
-        baseline=picked.get("baseline"),
-        policy_part=picked.get("policy_part"),
         group=group,
         eps=float(facts.get("eps", 6e-8)),
         clip=(float(clip[0]), float(clip[1])) if clip else None,
+        **picked,
     )

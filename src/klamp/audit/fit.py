@@ -62,7 +62,7 @@ class Explanation:
 
     @property
     def best(self) -> Fit | None:
-        """The best accepted explanation; None: nothing was accepted."""
+        """The best one; None: nothing was accepted."""
         return self.fits[0] if self.fits and self.stage != "unknown" else None
 
     @property
@@ -98,7 +98,6 @@ class _Problem(NamedTuple):
         return float(np.square(residual).sum() / max(self.used.size, 1))
 
     def slope(self, column: Array) -> float:
-        """The coefficient of one column alone."""
         x, y = (column / self.noise)[self.used], (self.target / self.noise)[self.used]
         return float(x @ y / max(x @ x, 1e-300))
 

@@ -45,7 +45,6 @@ class Tokens:
 
     @cached_property
     def d_old(self) -> Array:
-        """The log-ratio of the old policy to the reference."""
         return self.d - self.log_r
 
     @cached_property
@@ -60,7 +59,6 @@ class Tokens:
 
     @cached_property
     def r(self) -> Array:
-        """The ratio policy / old."""
         return np.exp(np.clip(self.log_r, -50, 50))
 
     @cached_property
@@ -126,7 +124,6 @@ class Form(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The name and its aliases."""
         return (self.name, *self.aliases)
 
 
