@@ -57,10 +57,6 @@ HOSTS = {
 def load_subject(name: str, *, means: Direction = "reverse") -> Subject:
     """Find what a name stands for: a package of the table, or `module:function`.
 
-    Args:
-        name: of the package, or of the function.
-        means: the divergence that a function is meant to follow.
-
     Raises:
         UnknownNameError: neither a host nor of the form `module:function`.
         UnsupportedVersion: the host is not installed, cannot be imported, or has its KL elsewhere in this version.
@@ -116,15 +112,7 @@ DISTILLATION_CONTRACT = "function(student_logits [B, T, V], teacher_logits [B, T
 
 
 def function_subject(path: str, *, means: Direction = "reverse") -> Subject:
-    """Prepare a function for an audit: a KL or a whole loss, or, with four arguments, a loss of distillation.
-
-    Args:
-        path: `module:function` or `module:Class.method`; modules of the working directory are found too.
-        means: the divergence that is meant.
-
-    Raises:
-        ConfigError: it cannot be imported, is not callable, or not with what it would be audited with.
-    """
+    """Prepare a function for an audit: a KL or a whole loss, or, with four arguments, a loss of distillation."""
     import torch
 
     from klamp.audit.examine import Distillation, Subject, Term, called
@@ -140,7 +128,7 @@ def function_subject(path: str, *, means: Direction = "reverse") -> Subject:
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """Import the function that `module:function` names.
+    """Import the function that `module:function` or `module:Class.method` names; the working directory is searched too.
 
     Raises:
         UnknownNameError: the module has no such function; names the nearest.

@@ -27,15 +27,10 @@ WHOLE = ("segments", "ids")
 
 @dataclass(frozen=True, kw_only=True)
 class Capture:
-    """What a verdict is computed from.
+    """What a verdict is computed from."""
 
-    Attributes:
-        arrays: Name -> array.
-        facts: Scalars: eps, dtype, loss, beta, means, clip, group_size, pad, eos, host, around, findings, ...
-    """
-
-    arrays: dict[str, Any]
-    facts: dict[str, Any] = field(default_factory=dict[str, Any])
+    arrays: dict[str, Any]  # name -> array
+    facts: dict[str, Any] = field(default_factory=dict[str, Any])  # scalars: eps, dtype, beta, ..., and findings
 
     def save(self, path: str | Path) -> None:
         """Write the capture as a safetensors file."""
@@ -92,7 +87,8 @@ def trained_tokens(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Token
     """The tokens under the mask, ordered by completion."""
     places = np.sort(_places(arrays), kind="stable")
     rows, row = np.unique(places, return_inverse=True)
-    picked = {name: in_order(arrays, arrays[name]) for name in SCORES if name in arrays}
+    scores = (name for name in SCORES if name in arrays and name not in ("second", "third"))
+    picked = {name.removesuffix("_logprobs"): in_order(arrays, arrays[name]) for name in scores}
     advantage = arrays.get("advantages")
     if advantage is not None:
         of_segment = advantage.ndim == 1 and "segments" in arrays and advantage.size == rows.size
@@ -108,13 +104,9 @@ def trained_tokens(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Token
         gradient=in_order(arrays, arrays["gradient"]),
         policy=in_order(arrays, arrays["policy_logprobs"]),
         row=row,
-        ref=picked.get("ref_logprobs"),
-        old=picked.get("old_logprobs"),
-        sampler=picked.get("sampler_logprobs"),
         advantage=advantage,
-        baseline=picked.get("baseline"),
-        policy_part=picked.get("policy_part"),
         group=group,
         eps=float(facts.get("eps", 6e-8)),
         clip=(float(clip[0]), float(clip[1])) if clip else None,
+        **picked,
     )

@@ -14,21 +14,18 @@ import numpy as np
 
 from klamp.audit.capture import Capture, in_order, trained_tokens
 from klamp.audit.fit import MEANS, AtZero, Explanation, Fit, at_zero, explain
-from klamp.audit.forms import Array, Tokens, k3
+from klamp.audit.forms import Array, k3
 from klamp.audit.inputs import advantage_form, examine_inputs
 from klamp.audit.verdict import Finding, Verdict, finding
 
-RIGHT = {"reverse": ("reverse", "squared"), "forward": ("forward",)}
-"""What was meant -> the classes of KL that are right."""
+RIGHT = {"reverse": ("reverse", "squared"), "forward": ("forward",)}  # what was meant -> the classes that are right
 CODES = {"old": "kl-other-anchor", "k3": "kl-k3-in-advantage"}
 """Class of KL -> the finding that calls it wrong, where it is not `kl-CLASS`."""
 CONSTANT = "it is the same for each token, whatever the reference says (k1 differentiated)"
-BETA_OFF, BETA_AGREE = 0.05, 0.02
-"""From which share on a beta is another one; within which all accepted forms have to agree on it."""
-ENOUGH = 30
-"""Trained tokens below which the verdict asks for more."""
-NEAR_ZERO = 0.02
-"""RMS log-ratio below which the derivatives at the reference are read."""
+BETA_OFF = 0.05  # from which share on a beta is another one
+BETA_AGREE = 0.02  # within which share all accepted forms have to agree on it
+ENOUGH = 30  # trained tokens below which the verdict asks for more
+NEAR_ZERO = 0.02  # RMS log-ratio below which the derivatives at the reference are read
 SHOWN_BY = {
     "the KL": ("ref_logprobs", "pass ref_logprobs"),
     "the policy loss": ("advantages", "pass advantages"),
@@ -80,13 +77,7 @@ def _not_checked(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[st
 
 
 def judge_kinds(kinds: Sequence[str], direction: int, means: str) -> tuple[str, list[Finding]]:
-    """The class of a KL in one word, and what is wrong with it.
-
-    Args:
-        kinds: the classes that the numbers leave open.
-        direction: -1 if the KL is subtracted from the loss.
-        means: the divergence that is meant.
-    """
+    """The class of a KL in one word, and what is wrong with it; direction -1: the KL is subtracted from the loss."""
     right, names = RIGHT.get(means, ()), " or ".join(kinds)
     if direction < 0 and not set(kinds) & {"zero", "old"}:
         return "away", [finding("kl-away", kinds=kinds)]
@@ -118,7 +109,6 @@ class _Reading:
         self.open: dict[str, str] = {}
 
     def say(self, code: str, **evidence: Any) -> None:
-        """Add a finding."""
         self.findings.append(finding(code, **evidence))
 
     def verdict(self) -> Verdict:
@@ -187,11 +177,6 @@ class _Reading:
                     self.t, self.explained = t, found
                     return
 
-    @property
-    def fit(self) -> Fit | None:
-        """The best accepted explanation."""
-        return self.explained.best
-
     def _scale(self, *, agreed: bool = False) -> float:
         """The size of the policy loss's coefficient, which beta is relative to; 0: not known, or not agreed on."""
         fits = [x for x in self.policy.fits if x.policy is not None] if self.policy.best is not None else []
@@ -220,7 +205,7 @@ class _Reading:
     # which KL
 
     def _divergence(self) -> None:
-        t, fit = self.t, self.fit
+        t, fit = self.t, self.explained.best
         near = t.ref is not None and t.distance <= NEAR_ZERO
         if near and (fit is None or fit.kl is None or len(self.explained.kinds) > 1) and self._at_the_reference():
             return
@@ -272,8 +257,9 @@ class _Reading:
         readings = [x for mean in MEANS if (x := at_zero(self.t, second, third, mean)) is not None]
         visible = [x for x in readings if x.visible]
         if not visible:
-            if readings and self.fit is not None and self.fit.kl is not None and "zero" in self.explained.kinds:
-                self._judge(("zero",), self.fit.b)
+            fit = self.explained.best
+            if readings and fit is not None and fit.kl is not None and "zero" in self.explained.kinds:
+                self._judge(("zero",), fit.b)
                 return True
             return False
         seen = visible[0]
@@ -346,13 +332,13 @@ class _Reading:
         what = "no known policy loss and KL explain this gradient"
         if self.t.eps > 1e-4:
             what = "the log-probabilities are too coarse to explain the gradient"
-        self.say("unknown", what=what, bins=_bins(self.t, self.explained))
+        self.say("unknown", what=what)
 
     # how large
 
     def _size(self) -> float | None:
         """The coefficient relative to the policy loss, if all accepted forms agree on it; is it the one passed?"""
-        fit, asked, scale = self.fit, self.beta, self._scale()
+        fit, asked, scale = self.explained.best, self.beta, self._scale()
         if fit is not None and fit.kl is not None and scale and np.isfinite(self.explained.b_seen):
             self.seen_beta = self.explained.b_seen / scale
         beta, blur = self.measured, 0.0
@@ -399,7 +385,7 @@ class _Reading:
         return next((f": {name}" for name, x in causes.items() if x and abs(factor / x - 1) < 0.01), "")
 
     def _mean(self) -> str | None:
-        fit = self.fit
+        fit = self.explained.best
         pairs = {(x.w, x.u) for x in self.explained.fits}
         if fit is None or self.explained.stage == "free" or len(pairs) != 1:
             return None
@@ -425,7 +411,7 @@ class _Reading:
         return line
 
     def _found(self, beta: float | None) -> str:
-        fit = self.fit
+        fit = self.explained.best
         if fit is None:
             return ""
         first = self.policy.best
@@ -455,23 +441,3 @@ def _kinds_at_zero(seen: AtZero) -> tuple[tuple[str, ...], float]:
     if abs(nearest - seen.ratio) > 0.15:
         return ("neither", "reverse"), 1.0
     return (AT_ZERO[nearest],), 2.0 if nearest == 1.5 else 1.0
-
-
-def _bins(t: Tokens, explained: Explanation) -> list[dict[str, float]]:
-    """The part of the gradient that the policy loss does not explain, against the log-ratio, in eight bins."""
-    if t.ref is None or not np.any(t.d):
-        return []
-    fit = explained.fits[0] if explained.fits else None
-    rest: Array = t.gradient if t.policy_part is None else t.gradient - t.policy_part
-    if fit is not None and fit.policy is not None and fit.w is not None and t.policy_part is None:
-        rest = rest - fit.a * fit.policy.values * t.weights(fit.w)
-    place = np.clip(np.searchsorted(np.quantile(t.d, np.linspace(0, 1, 9)), t.d, side="right") - 1, 0, 7)
-    bins = [place == i for i in range(8) if (place == i).any()]
-    return [
-        {
-            "log_ratio": float(t.d[x].mean()),
-            "gradient": float(rest[x].mean()),
-            "pulled_back": float((rest[x] * t.d[x] > 0).mean()),
-        }
-        for x in bins
-    ]

@@ -8,42 +8,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import NamedTuple
 
 import numpy as np
 
 from klamp.audit.forms import Array
 
-ACCEPTED = 3e-4
-"""The largest residual of an accepted divergence, as a share of the gradient, in float32."""
+ACCEPTED = 3e-4  # the largest residual of an accepted divergence, as a share of the gradient, in float32
 BETAS = (0.5, 0.1, 0.9, 0.25, 0.75)
 TEMPERATURES = (2.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.5, 3.0, 4.0, 5.0)
 
 
 class Divergence(NamedTuple):
-    """What the gradient of some positions follows.
+    """What the gradient of some positions follows."""
 
-    Attributes:
-        kind: reverse, forward, js, sampled, cross-entropy, entropy, none, unknown.
-        name: in words.
-        head: full, no tail, bucket, generalised, renormalised, teacher renormalised.
-        chosen: who chose the head: teacher, student, with the sample, "".
-        temperatures: of student and teacher.
-        scale: the coefficient of each position, [N].
-        beside: the second term: "", cross-entropy or entropy.
-        residual: the share of the gradient that is not explained.
-        size: the largest number of tokens in a head; 0: the whole vocabulary.
-    """
-
-    kind: str
-    name: str
-    head: str
-    chosen: str
-    temperatures: tuple[float, float]
-    scale: Array
-    beside: str
-    residual: float
-    size: int = 0
+    kind: str  # reverse, forward, js, sampled, cross-entropy, entropy, none, unknown
+    name: str  # in words
+    head: str  # full, no tail, bucket, generalised, renormalised, teacher renormalised
+    temperatures: tuple[float, float]  # of student and teacher
+    scale: Array  # the coefficient of each position, [N]
+    beside: str  # the second term: "", cross-entropy or entropy
+    residual: float  # the share of the gradient that is not explained
+    size: int = 0  # the largest number of tokens in a head; 0: the whole vocabulary
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,28 +38,17 @@ class Positions:
     """Trained positions of a batch.
 
     Shapes: N positions, V entries.
-
-    Attributes:
-        gradient: d loss / d student logits, [N, V].
-        student: Logits, [N, V].
-        teacher: Logits, [N, V].
-        ids: The sampled tokens, [N].
-        eps: Unit roundoff of the logits.
-        temperature: What the trainer divides the logits by.
-        row: The sequence of each position, [N].
-        length: The number of trained positions of each position's sequence, [N].
-        beta: The mixture of a JS divergence, if the trainer has one.
     """
 
-    gradient: Array
-    student: Array
-    teacher: Array
-    ids: Array | None = None
-    eps: float = 6e-8
-    temperature: float = 1.0
-    row: Array | None = None
-    length: Array | None = None
-    beta: float | None = None
+    gradient: Array  # d loss / d student logits, [N, V]
+    student: Array  # logits, [N, V]
+    teacher: Array  # logits, [N, V]
+    ids: Array | None = None  # the sampled tokens, [N]
+    eps: float = 6e-8  # unit roundoff of the logits
+    temperature: float = 1.0  # what the trainer divides the logits by
+    row: Array | None = None  # the sequence of each position, [N]
+    length: Array | None = None  # the number of trained positions of each position's sequence, [N]
+    beta: float | None = None  # the mixture of a JS divergence, if the trainer has one
 
     @property
     def tolerance(self) -> float:
@@ -90,10 +66,8 @@ def explain_logits(p: Positions) -> list[Divergence]:
     """The divergences that explain the gradient, the best first; empty where none does."""
     size = np.linalg.norm(p.gradient, axis=1)
     if not np.any(size > 0):
-        return [Divergence("none", "no gradient", "full", "", (1.0, 1.0), size, "", 0.0)]
-    steps = [(heats, False) for heats in _temperatures(p)]
-    steps += [(heats, True) for heats in _temperatures(p)]
-    for heats, second in steps:  # one term at any temperature, before two terms
+        return [Divergence("none", "no gradient", "full", (1.0, 1.0), size, "", 0.0)]
+    for second, heats in product((False, True), _temperatures(p)):  # one term at any temperature, before two terms
         found = sorted(_candidates(p, heats, second=second), key=lambda x: x.residual)
         good = [x for x in found if x.residual < p.tolerance]
         if good:
@@ -129,15 +103,11 @@ def _candidates(p: Positions, heats: tuple[float, float], *, second: bool) -> It
                 for k in {int(heads.sum(1).min()), int(heads.sum(1).max()) - 1}:
                     terms += _headed(ranked < k, log_s, log_t, s, t) if k > 1 else []
     size = 0 if heads is None else int(heads.sum(1).max())
-    chosen = "" if heads is None else _chooser(heads, log_s, log_t, p.ids)
     for kind, name, column in () if second else simple:
-        yield _fitted(p, Divergence(kind, name, "full", "", heats, column, "", 0.0), column, None)
+        yield _fitted(p, Divergence(kind, name, "full", heats, column, "", 0.0), column, None)
     for kind, name, head, column in terms:
         for other, extra in beside:
-            whole = head == "full"
-            form = Divergence(
-                kind, name, head, "" if whole else chosen, heats, column, other, 0.0, 0 if whole else size
-            )
+            form = Divergence(kind, name, head, heats, column, other, 0.0, 0 if head == "full" else size)
             yield _fitted(p, form, column, extra)
 
 
@@ -172,22 +142,6 @@ def head_of(gradient: Array, s: Array) -> Array | None:
     counts = off.sum(1)
     vocabulary = s.shape[1]
     return off if 1 < counts.max() <= vocabulary // 2 else None
-
-
-def _chooser(heads: Array, log_s: Array, log_t: Array, ids: Array | None) -> str:
-    counts = heads.sum(1)
-    for name, scores in (("teacher", log_t), ("student", log_s)):
-        for extra in (False, True) if ids is not None else (False,):
-            right = 0
-            for row, count in enumerate(counts):
-                head = set(np.flatnonzero(heads[row]))
-                y = -1 if ids is None else int(ids[row])
-                order = np.argsort(-scores[row])
-                best = set(order[: count - (extra and y not in order[:count])])
-                right += head <= (best | ({y} if extra else set()))
-            if right >= 0.9 * len(counts):
-                return name + " with the sample" * extra
-    return ""
 
 
 def _headed(heads: Array, log_s: Array, log_t: Array, s: Array, t: Array) -> Iterator[tuple[str, str, str, Array]]:

@@ -17,6 +17,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from typing import NamedTuple, TypeAlias
 
 import numpy as np
@@ -26,28 +27,16 @@ from klamp.audit.forms import FARTHEST, Array, Form, Tokens, advantage_forms, di
 Mean: TypeAlias = str
 MEANS: tuple[Mean, ...] = ("token", "sequence")
 
-ACCEPTED = 25.0
-"""The largest residual per token, in units of the rounding noise, squared, that explains a gradient."""
-CLOSE = 8.0
-"""Forms are accepted beside the best one if their residual is within this factor of its own."""
-MARGIN = 2.0
-"""How much larger than just visible a KL has to be before its absence is called so."""
-BLOCK = 2**16
-"""Numbers of the candidates' columns that are looked at in one pass."""
-FREE_TOKENS = 8
-"""Tokens beyond the number of free parameters that the fit with a factor of each completion needs."""
+ACCEPTED = 25.0  # the largest residual per token, in units of the rounding noise, squared, that explains a gradient
+CLOSE = 8.0  # forms are accepted beside the best one if their residual is within this factor of its own
+MARGIN = 2.0  # how much larger than just visible a KL has to be before its absence is called so
+BLOCK = 2**16  # numbers of the candidates' columns that are looked at in one pass
+FREE_TOKENS = 8  # tokens beyond the number of free parameters that the fit with a factor of each completion needs
 
 
 @dataclass(frozen=True, kw_only=True)
 class Fit:
-    """One explanation that was accepted, or the best one that was not.
-
-    Attributes:
-        b_error: How far b may be off because of rounding.
-        on: The share of tokens that carry the policy loss.
-        bounds: The log-ratios beyond which the KL has no gradient, or a constant one.
-        signs: In the fit with a factor of each completion: the sign of the policy loss and of the KL.
-    """
+    """One explanation that was accepted, or the best one that was not."""
 
     policy: Form | None
     kl: Form | None
@@ -56,30 +45,24 @@ class Fit:
     chi2: float = np.inf
     w: Mean | None = None
     u: Mean | None = None
-    b_error: float = 0.0
-    on: float = 1.0
-    bounds: tuple[float, float] | None = None
-    signs: tuple[int, int] = (0, 0)
+    b_error: float = 0.0  # how far b may be off because of rounding
+    on: float = 1.0  # the share of tokens that carry the policy loss
+    bounds: tuple[float, float] | None = None  # the log-ratios beyond which the KL has no gradient, or a constant one
+    signs: tuple[int, int] = (0, 0)  # at stage `free`: the sign of the policy loss and of the KL
 
 
 @dataclass(frozen=True, kw_only=True)
 class Explanation:
-    """What a gradient is made of.
-
-    Attributes:
-        fits: The accepted ones, the best first; at stage `unknown` the best one that was not accepted, if any.
-        b_seen: The smallest |b| that would have stood out of the rounding.
-        same_means: Whether the two means are one on this batch: completions of one length, or a single one.
-    """
+    """What a gradient is made of."""
 
     stage: str
-    fits: tuple[Fit, ...]
-    b_seen: float = np.inf
-    same_means: bool = False
+    fits: tuple[Fit, ...]  # the accepted ones, the best first; at stage `unknown` the best of the others, if any
+    b_seen: float = np.inf  # the smallest |b| that would have stood out of the rounding
+    same_means: bool = False  # whether the two means are one on this batch: completions of one length, or a single one
 
     @property
     def best(self) -> Fit | None:
-        """The best accepted explanation; None: nothing was accepted."""
+        """The best one; None: nothing was accepted."""
         return self.fits[0] if self.fits and self.stage != "unknown" else None
 
     @property
@@ -115,7 +98,6 @@ class _Problem(NamedTuple):
         return float(np.square(residual).sum() / max(self.used.size, 1))
 
     def slope(self, column: Array) -> float:
-        """The coefficient of one column alone."""
         x, y = (column / self.noise)[self.used], (self.target / self.noise)[self.used]
         return float(x @ y / max(x @ x, 1e-300))
 
@@ -136,7 +118,7 @@ def explain(tokens: Tokens, *, simple: bool = False) -> Explanation:
     stages = _stages(problem, means, simple=simple)
     found, fits = next(((stage, kept) for stage, each in stages if (kept := _accepted(each))), ("unknown", []))
     if not fits:
-        fits = sorted(_alone(problem, means), key=_by_chi2)[:1]
+        fits = sorted(_alone(problem, means), key=attrgetter("chi2"))[:1]
     seen = _visible(problem, fits, means)
     return Explanation(stage=found, fits=tuple(fits), b_seen=seen, same_means=same)
 
@@ -157,7 +139,7 @@ def _stages(problem: _Problem, means: tuple[Mean, ...], *, simple: bool) -> Iter
 
 
 def _accepted(fits: Iterable[Fit]) -> list[Fit]:
-    found = sorted((fit for fit in fits if fit.chi2 < ACCEPTED), key=_by_chi2)
+    found = sorted((fit for fit in fits if fit.chi2 < ACCEPTED), key=attrgetter("chi2"))
     return [fit for fit in found if fit.chi2 <= max(1.0, CLOSE * found[0].chi2)]
 
 
@@ -297,7 +279,7 @@ def _bounded(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]
     far, plain = np.abs(t.d), [x for x in problem.kls if not x.coupled and x.kind not in RARE]
     shares = [share for share in (0.5, 0.25, 0.1) if share * used.size >= 7]
     inner = [problem._replace(used=used[far[used] <= np.quantile(far[used], x)], kls=plain) for x in shares]
-    for fit in (fit for near in inner for fit in sorted(_pairs(near, means), key=_by_chi2)):
+    for fit in (fit for near in inner for fit in sorted(_pairs(near, means), key=attrgetter("chi2"))):
         if fit.chi2 >= ACCEPTED or fit.kl is None or fit.u is None:
             continue
         push = 0.0 if fit.policy is None or fit.w is None else fit.a * problem.column(fit.policy, fit.w)
@@ -315,10 +297,6 @@ def _bounded(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]
         cut = np.where(beyond, np.where(np.abs(unit * pull) < sigma, 0.0, held), c)
         whole = _refined(problem, fit.policy, fit.kl._replace(factor=cut), (fit.w or "token", fit.u), fit.b)
         yield replace(whole, bounds=(float(low), float(high)))
-
-
-def _by_chi2(fit: Fit) -> float:
-    return fit.chi2
 
 
 def _free(problem: _Problem) -> Iterator[Fit]:
@@ -366,17 +344,11 @@ def _by_row(problem: _Problem, kl: Form, base: Array, keep: Array, spare: int) -
 
 
 class AtZero(NamedTuple):
-    """What the second and third derivative say where the policy is the reference.
+    """What the second and third derivative say where the policy is the reference."""
 
-    Attributes:
-        first: c' times the coefficient b.
-        ratio: c'' / c'; NaN where c' is 0.
-        visible: whether `first` stands out of the rounding.
-    """
-
-    first: float
-    ratio: float
-    visible: bool
+    first: float  # c' times the coefficient b
+    ratio: float  # c'' / c'; NaN where c' is 0
+    visible: bool  # whether `first` stands out of the rounding
 
 
 def at_zero(t: Tokens, second: Array, third: Array, mean: Mean) -> AtZero | None:

@@ -18,41 +18,25 @@ from numpy.typing import NDArray
 
 Array: TypeAlias = NDArray[Any]
 
-FARTHEST = 3.0
-"""Tokens whose policy moved farther from the old policy, in nats, are left out of the fit."""
+FARTHEST = 3.0  # tokens whose policy moved farther from the old policy, in nats, are left out of the fit
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tokens:
-    """The trained tokens of a micro-batch, completion after completion, each array [n].
+    """The trained tokens of a micro-batch, completion after completion, each array [n]."""
 
-    Attributes:
-        gradient: d loss / d log-probability.
-        policy: Log-probabilities under the policy.
-        row: The completion of each token, 0 to B - 1, ascending.
-        ref: Log-probabilities under the reference or teacher.
-        old: Log-probabilities under the old policy.
-        sampler: Log-probabilities as the sampler reported them.
-        advantage: The advantage of each token.
-        baseline: What the loss subtracts from the log-ratio.
-        policy_part: The part of the gradient that comes from the advantages, if the loss was watched.
-        group: The prompt of each completion, [B].
-        eps: Unit roundoff of the log-probabilities.
-        clip: The clip range of the trainer, as distances from 1.
-    """
-
-    gradient: Array
-    policy: Array
-    row: Array
-    ref: Array | None = None
-    old: Array | None = None
-    sampler: Array | None = None
-    advantage: Array | None = None
-    baseline: Array | None = None
-    policy_part: Array | None = None
-    group: Array | None = None
-    eps: float = 6e-8
-    clip: tuple[float, float] | None = None
+    gradient: Array  # d loss / d log-probability
+    policy: Array  # log-probabilities under the policy
+    row: Array  # the completion of each token, 0 to B - 1, ascending
+    ref: Array | None = None  # log-probabilities under the reference or teacher
+    old: Array | None = None  # log-probabilities under the old policy
+    sampler: Array | None = None  # log-probabilities as the sampler reported them
+    advantage: Array | None = None  # the advantage of each token
+    baseline: Array | None = None  # what the loss subtracts from the log-ratio
+    policy_part: Array | None = None  # the part of the gradient that comes from the advantages, if the loss was watched
+    group: Array | None = None  # the prompt of each completion, [B]
+    eps: float = 6e-8  # unit roundoff of the log-probabilities
+    clip: tuple[float, float] | None = None  # the clip range of the trainer, as distances from 1
 
     @cached_property
     def d(self) -> Array:
@@ -61,7 +45,6 @@ class Tokens:
 
     @cached_property
     def d_old(self) -> Array:
-        """The log-ratio of the old policy to the reference."""
         return self.d - self.log_r
 
     @cached_property
@@ -76,7 +59,6 @@ class Tokens:
 
     @cached_property
     def r(self) -> Array:
-        """The ratio policy / old."""
         return np.exp(np.clip(self.log_r, -50, 50))
 
     @cached_property
@@ -124,27 +106,16 @@ def roundoff(*spacings: float) -> float:
 
 
 class Form(NamedTuple):
-    """One candidate.
+    """One candidate."""
 
-    Attributes:
-        name: what is printed.
-        kind: the class of a KL's gradient; of a policy loss, its base name.
-        factor: the gradient of each token, per unit of coefficient and weight, and of `push`.
-        coupled: whether a token's gradient depends on other tokens of its completion.
-        aliases: names of forms that give the same numbers on this batch, up to a factor.
-        kinds: the classes of the form and of its aliases.
-        scaled: whether an alias has another size, so that no coefficient is known.
-        push: of a policy loss: -A, which the factor s multiplies; shared by all forms.
-    """
-
-    name: str
-    kind: str
-    factor: Array
-    coupled: bool = False
-    aliases: tuple[str, ...] = ()
-    kinds: tuple[str, ...] = ()
-    scaled: bool = False
-    push: Array | None = None
+    name: str  # what is printed
+    kind: str  # the class of a KL's gradient; of a policy loss, its base name
+    factor: Array  # the gradient of each token, per unit of coefficient and weight, and of `push`
+    coupled: bool = False  # whether a token's gradient depends on other tokens of its completion
+    aliases: tuple[str, ...] = ()  # names of forms that give the same numbers on this batch, up to a factor
+    kinds: tuple[str, ...] = ()  # the classes of the form and of its aliases
+    scaled: bool = False  # whether an alias has another size, so that no coefficient is known
+    push: Array | None = None  # of a policy loss: -A, which the factor s multiplies; shared by all forms
 
     @property
     def values(self) -> Array:
@@ -153,7 +124,6 @@ class Form(NamedTuple):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The name and its aliases."""
         return (self.name, *self.aliases)
 
 
@@ -312,8 +282,7 @@ def _kls(t: Tokens, suffix: str) -> Iterator[Form]:
             yield Form(name + suffix, kind, column, coupled)
 
 
-SAME = 1e-10
-"""1 - |cosine| below which two columns are one."""
+SAME = 1e-10  # 1 - |cosine| below which two columns are one
 
 
 def distinct(forms: Iterable[Form]) -> list[Form]:

@@ -14,12 +14,9 @@ import numpy as np
 from klamp.audit.forms import Array, Tokens, k3
 from klamp.audit.verdict import Finding, finding
 
-ROUNDING = 1e-5
-"""A log-probability this far above 0 is still rounding."""
-MISMATCH = 0.1
-"""The median difference between sampler and trainer, in nats, from which on they disagree about more than rounding."""
-EXPLAINED = 1e-3
-"""The largest residual, as a share of the advantages, at which a form of them is accepted."""
+ROUNDING = 1e-5  # a log-probability this far above 0 is still rounding
+MISMATCH = 0.1  # the median difference between sampler and trainer, in nats, that is more than rounding
+EXPLAINED = 1e-3  # the largest residual, as a share of the advantages, at which a form of them is accepted
 LOGPROBS = ("policy_logprobs", "ref_logprobs", "old_logprobs", "sampler_logprobs")
 
 
@@ -80,21 +77,13 @@ def _ends(ids: Any, mask: Any, facts: Mapping[str, Any]) -> Iterator[Finding]:
 
 
 class AdvantageForm(NamedTuple):
-    """How the advantages were formed.
+    """How the advantages were formed."""
 
-    Attributes:
-        name: in words; "" where nothing fits.
-        kl: whether a KL is in them; None: it may be.
-        beta: its coefficient, in the unit of the advantages (of the rewards for a z-score); None: not known.
-        kind: the class of the KL that is in them: reverse (k1), k3, sign.
-        sum: the sum over a prompt's completions, where it is not 0 and no rewards were passed.
-    """
-
-    name: str = ""
-    kl: bool | None = None
-    beta: float | None = None
-    kind: str = "reverse"
-    sum: float | None = None
+    name: str = ""  # in words; "" where nothing fits
+    kl: bool | None = None  # whether a KL is in them; None: it may be
+    beta: float | None = None  # its coefficient, in the advantages' unit (a z-score: the rewards'); None: not known
+    kind: str = "reverse"  # the class of the KL that is in them: reverse (k1), k3, sign
+    sum: float | None = None  # the sum over a prompt's completions, where it is not 0 and no rewards were passed
 
 
 def advantage_form(t: Tokens, rewards: Array | None) -> AdvantageForm:

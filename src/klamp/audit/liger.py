@@ -18,8 +18,6 @@ from torch import Tensor
 from klamp.audit.examine import Distillation, Sequences, Subject, marked, of_beta
 from klamp.audit.trl import subject_of_loss
 
-LONGEST = 256
-
 
 def subject() -> Subject:
     """Prepare the KL of the installed Liger for an audit; its loss has the options of TRL's."""
@@ -71,7 +69,7 @@ def kl_loss(policy: Tensor, ref: Tensor, old: Tensor, mask: Tensor, **options: A
             ref_per_token_logps=ref,
             old_per_token_logps=old,
             beta=beta,
-            max_completion_length=LONGEST,
+            max_completion_length=256,
             **options,
         )[0]
         for beta in (1.0, 0.0)

@@ -17,10 +17,8 @@ from klamp.audit.forms import Array, Tokens, roundoff
 from klamp.audit.verdict import Finding, Verdict, finding
 from klamp.errors import ConfigError, ShapeError, TensorError
 
-POSITIONS = 64
-"""Positions that are looked at."""
-HEATS = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5, 2.0)
-"""Temperatures at which log-probabilities are compared with logits."""
+POSITIONS = 64  # positions that are looked at
+HEATS = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5, 2.0)  # temperatures that log-probabilities may be at
 
 
 def check_logits(
@@ -210,7 +208,7 @@ def _prefix_kl(scale: Array, log_s: Array, log_t: Array) -> str:
 def _described(best: Divergence) -> str:
     student, teacher = best.temperatures
     heat = "" if student == teacher == 1 else f", temperatures {student:g} and {teacher:g}"
-    head = "" if best.head == "full" else f", top-{best.size}, {best.head}" + f" ({best.chosen})" * bool(best.chosen)
+    head = "" if best.head == "full" else f", top-{best.size}, {best.head}"
     return best.name + head + heat + f", and {best.beside}" * bool(best.beside)
 
 

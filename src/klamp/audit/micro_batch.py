@@ -296,7 +296,6 @@ class _Batch:
         return array
 
     def add(self, **named: Any) -> None:
-        """Take up the tensors that were passed."""
         if named.get("segments") is not None:
             self.arrays["segments"] = self.wide("segments", named.pop("segments")).astype(int)
         for name, x in named.items():

@@ -12,7 +12,6 @@ is answered for in the form that TRL's own client reads.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import tempfile
@@ -20,7 +19,7 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -141,59 +140,34 @@ def _set(trainer: Any, **values: Any):
             setattr(owner, name, value)
 
 
-TOP = 3
-"""The teacher's likeliest tokens that a server gives, of the audit's twenty."""
-
-
-class Trainer(NamedTuple):
-    """A trainer whose loss is audited: its class, its configuration, how its loss is called, what else it can be."""
-
-    trainer: str
-    config: str
-    loss: Callable[[Any, Sequences], Tensor]
-    choices: tuple[dict[str, Any], ...]
+TOP = 3  # the teacher's likeliest tokens that a server gives, of the audit's twenty
 
 
 def distillations() -> tuple[Distillation, ...]:
     """One for each trainer and choice of the divergence; the default of each trainer first."""
-    return tuple(_distillation(each, choice) for each in _trainers() for choice in each.choices)
-
-
-def _trainers() -> tuple[Trainer, ...]:
-    experimental = "trl.experimental."
     betas = tuple({"beta": beta} for beta in (1.0, 0.5, 0.0))
-    server = ({"beta": 1.0}, {"beta": 1.0, "loss_add_tail": False}, {"beta": 0.5})
-    return (
-        Trainer(
-            "trl.DistillationTrainer", "trl.DistillationConfig", _stable, (*betas, {"beta": 1.0, "temperature": 2.0})
-        ),
-        Trainer(f"{experimental}gkd.GKDTrainer", f"{experimental}gkd.GKDConfig", _gkd, betas[1:] + betas[:1]),
-        Trainer(
-            f"{experimental}server_distillation.ServerDistillationTrainer",
-            f"{experimental}server_distillation.ServerDistillationConfig",
+    server = ({"beta": 1.0}, {"beta": 1.0, "loss_add_tail": False}, {"beta": 0.5}, {"beta": 0.0, "loss_top_k": TOP})
+    trainers: dict[str, tuple[Callable[[Any, Sequences], Tensor], tuple[dict[str, Any], ...]]] = {
+        "trl.Distillation": (_stable, (*betas, {"beta": 1.0, "temperature": 2.0})),
+        "trl.experimental.gkd.GKD": (_gkd, betas[1:] + betas[:1]),
+        "trl.experimental.server_distillation.ServerDistillation": (
             _server,
-            (*server, {"beta": 0.0, "loss_top_k": TOP}, {"beta": 0.0, "loss_top_k": TOP, "loss_add_tail": False}),
+            (*server, {"beta": 0.0, "loss_top_k": TOP, "loss_add_tail": False}),
         ),
-        Trainer(
-            f"{experimental}async_distillation.AsyncDistillationTrainer",
-            f"{experimental}async_distillation.AsyncDistillationConfig",
-            _asynchronous,
-            ({"beta": 0.0, "teacher_top_k": TOP}, {"beta": 1.0, "teacher_top_k": TOP}),
-        ),
-    )
+    }
+    return tuple(_distillation(name, loss, each) for name, (loss, choices) in trainers.items() for each in choices)
 
 
-def _distillation(host: Trainer, choice: dict[str, Any]) -> Distillation:
-    config = _named(host.config)
-    defaults = {each.name: each.default for each in dataclasses.fields(config)}
+def _distillation(name: str, loss: Callable[[Any, Sequences], Tensor], choice: dict[str, Any]) -> Distillation:
+    defaults = {each.name: each.default for each in dataclasses.fields(_named(f"{name}Config"))}
     changed = {name: value for name, value in choice.items() if name == "beta" or value != defaults[name]}
     options = ", ".join(f"{name}={value}" for name, value in changed.items())
     options += " (default)" * all(value == defaults[name] for name, value in choice.items())
     settings = {**defaults, **choice}
     settings["temperature"] = choice.get("temperature", 1.0)
     return Distillation(
-        name=f"{host.trainer.rpartition('.')[2]}, {options}",
-        loss=lambda batch: host.loss(_without_models(_named(host.trainer), settings), batch),
+        name=f"{name.rpartition('.')[2]}Trainer, {options}",
+        loss=lambda batch: loss(_without_models(_named(f"{name}Trainer"), settings), batch),
         means=of_beta(choice["beta"]),
         temperature=settings["temperature"],
     )
@@ -210,21 +184,17 @@ def _without_models(kind: type, settings: dict[str, Any]) -> Any:
     vars(trainer).update(
         {name: settings[name] for name in ("beta", "temperature", "loss_top_k", "loss_add_tail") if name in settings},
         reverse_kl_top_1_mode=settings.get("reverse_kl_top_1_mode"),
-        args=SimpleNamespace(**{**settings, "report_to": []}),
-        accelerator=_Accelerator(),
+        args=SimpleNamespace(**settings),
+        accelerator=SimpleNamespace(
+            num_processes=1, is_main_process=False, unwrap_model=lambda model: model, gather_for_metrics=lambda x: x
+        ),
         state=SimpleNamespace(global_step=0),
         model=SimpleNamespace(training=True),
         current_gradient_accumulation_steps=1,
         model_kwarg_keys=set(),
         _is_vlm=False,
         _forward_redirection=lambda wrapper, original, method, *given, **named: method(*given, **named),
-        _teacher_ids=["teacher"],
         _metrics={"train": defaultdict(list)},
-        _step_forward_tokens=0.0,
-        _step_trained_tokens=0.0,
-        _step_seq_len_weighted=0.0,
-        _step_samples=0.0,
-        _step_forward_s=0.0,
     )
     return trainer
 
@@ -248,30 +218,6 @@ def _gkd(trainer: Any, batch: Sequences) -> Tensor:
 def _server(trainer: Any, batch: Sequences) -> Tensor:
     trainer.teacher_client = SimpleNamespace(get_sequence_logprobs=functools.partial(_server_scores, batch.teacher))
     return trainer.compute_loss(GivenLogits(batch.student), _on_policy(batch))
-
-
-def _asynchronous(trainer: Any, batch: Sequences) -> Tensor:
-    count, length = batch.tokens.shape
-    scores = [_of_server(row.log_softmax(-1), ids, TOP) for row, ids in zip(batch.teacher, batch.tokens, strict=True)]
-    ids = torch.full((count, length, TOP + 1), -1)
-    logps = torch.full((count, length, TOP + 1), -torch.inf)
-    for row, places in enumerate(scores):
-        for place, found in enumerate(places, start=1):
-            ids[row, place, : len(found)] = torch.tensor([int(token) for token in found])
-            logps[row, place, : len(found)] = torch.tensor([each["logprob"] for each in found.values()])
-    inputs = {
-        "input_ids": batch.tokens,
-        "attention_mask": torch.ones_like(batch.tokens),
-        "completion_mask": batch.mask.long(),
-        "position_ids": torch.arange(length).expand(count, length),
-        "teacher_topk_ids": ids,
-        "teacher_topk_logprobs": logps,
-        "global_n_tokens": batch.mask.sum()[None].float(),
-        "global_n_forward_tokens": torch.tensor([float(count * length)]),
-        "mean_seq_len": torch.tensor([float(length)]),
-    }
-    packed = batch.student.reshape(1, -1, batch.student.shape[-1])  # as the trainer packs rows without padding
-    return trainer._compute_loss(GivenLogits(packed), inputs)
 
 
 def _on_policy(batch: Sequences) -> dict[str, Tensor]:
@@ -312,19 +258,13 @@ def _server_scores(
     return {name: [each[name] for each in answers] for name in answers[0]}
 
 
-class _Config:
-    """Of a model that scales and caps nothing."""
-
-    def get_text_config(self) -> _Config:
-        return self
-
-
 class GivenLogits(torch.nn.Module):
     """A model whose logits are given: they are its last hidden states, and its head is the identity."""
 
     def __init__(self, logits: Tensor) -> None:
         super().__init__()
-        self.logits, self.config = logits, _Config()
+        self.logits, self.config = logits, SimpleNamespace()  # which scales and caps nothing
+        self.config.get_text_config = lambda: self.config
 
     def base_model(self, **_: Any) -> Any:
         return SimpleNamespace(last_hidden_state=self.logits)
@@ -334,21 +274,3 @@ class GivenLogits(torch.nn.Module):
 
     def get_output_embeddings(self) -> Any:
         return SimpleNamespace(weight=torch.eye(self.logits.shape[-1], dtype=self.logits.dtype), bias=None)
-
-
-class _Accelerator:
-    """Of one process."""
-
-    num_processes, is_main_process = 1, False
-
-    def unwrap_model(self, model: Any) -> Any:
-        return model
-
-    def autocast(self) -> Any:
-        return contextlib.nullcontext()
-
-    def reduce(self, x: Tensor, reduction: str = "sum") -> Tensor:
-        return x
-
-    def gather_for_metrics(self, x: Tensor) -> Tensor:
-        return x
