@@ -91,11 +91,7 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
 
 
 def ready_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
-    """Give a tokenizer a padding token and left padding.
-
-    Raises:
-        ModelError: it has no end token, or no token that is text: transformers makes such a one where there is none.
-    """
+    """Give a tokenizer a padding token and left padding."""
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ModelError(
             "the tokenizer is missing",
@@ -156,11 +152,7 @@ def model_path(name: str) -> str:
 
 
 def weights_folder(spec: str) -> str:
-    """The folder of the weights where a checkpoint of klamp's is named; any other name as it is.
-
-    Raises:
-        ModelError: the folder holds an adapter alone, or a whole run.
-    """
+    """The folder of the weights where a checkpoint of klamp's is named; any other name as it is."""
     given = at_home(spec)
     if not given.is_dir() or (given / "config.json").exists():
         return spec if not given.is_dir() else str(given)
@@ -184,12 +176,7 @@ def weights_folder(spec: str) -> str:
 
 
 def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path | None = None) -> nn.Module:
-    """Put a LoRA adapter on a model, a fresh one or that of a checkpoint.
-
-    Raises:
-        ModelError: the target modules are not in the model, or the checkpoint holds no whole adapter of it.
-        RunFolderError: the adapter is not as it was written.
-    """
+    """Put a LoRA adapter on a model, a fresh one or that of a checkpoint."""
     from peft import PeftModel, get_peft_model
 
     if checkpoint is not None:
@@ -229,11 +216,7 @@ def adapter_config(config: ModelConfig) -> Any:
 
 @contextmanager
 def adapter_errors(config: ModelConfig) -> Iterator[None]:
-    """A context in which peft's refusal of an adapter is klamp's.
-
-    Raises:
-        ModelError: the target modules are not in the model.
-    """
+    """A context in which peft's refusal of an adapter is klamp's."""
     try:
         yield
     except ValueError as error:

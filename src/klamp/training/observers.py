@@ -232,11 +232,7 @@ TRACKERS: Mapping[str, Callable[[Path, TrainConfig, int], Tracker]] = {"tensorbo
 
 
 def check_trackers(config: TrainConfig) -> None:
-    """Refuse a tracker that is unknown or not installed.
-
-    Raises:
-        ConfigError: names it.
-    """
+    """Refuse a tracker that is unknown or not installed."""
     missing = [name for name in config.run.report_to if name not in TRACKERS or find_spec(name) is None]
     if missing:
         raise ConfigError(

@@ -134,11 +134,7 @@ class Context:
 
 
 def check_alone() -> None:
-    """Refuse several processes: each of them would train a model of its own.
-
-    Raises:
-        ConfigError: a launcher started more than one.
-    """
+    """Refuse several processes: each of them would train a model of its own."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError(
             "klamp's own loop runs in one process, on one device",

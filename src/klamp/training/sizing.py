@@ -74,11 +74,7 @@ class Sizes(NamedTuple):
 
 
 def part_size(config: TrainConfig, processes: int) -> int:
-    """Completions that a process of TRL or verl computes at once.
-
-    Raises:
-        ConfigError: the completions of a step do not divide over processes and micro-batches.
-    """
+    """Completions that a process of TRL or verl computes at once."""
     completions = config.rollout.prompts_per_step * config.rollout.num_generations
     parts = config.optim.gradient_accumulation_steps
     if completions % (processes * parts):

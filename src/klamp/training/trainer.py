@@ -281,12 +281,7 @@ class Trainer:
         return (number_of(saved[-1]), saved[-1]) if saved else (0, None)
 
     def resume(self, folder: Path) -> None:
-        """Continue from a checkpoint, whose policy is loaded.
-
-        Raises:
-            RunFolderError: it is damaged.
-            ConfigError: the task, the reference or the teacher is another one than it was.
-        """
+        """Continue from a checkpoint, whose policy is loaded."""
         state = checkpoint.load_state(folder)
         check_same(dict(state.get("fingerprints") or {}), self.fingerprints, checkpoint=folder)
         self.identity = identity(self.context.config, folder)

@@ -145,11 +145,7 @@ def taught_of(context: Context, rollout: Rollout, part: slice) -> tuple[TeacherK
 
 
 def added_parts(metrics: Mapping[str, Tensor], rollout: Rollout, part: slice) -> dict[str, Tensor]:
-    """What each metric of a part adds to that of the step, by its reduction in `METRICS`; what is no mean is left out.
-
-    Raises:
-        ConfigError: a metric that is not in `METRICS`.
-    """
+    """What each metric of a part adds to that of the step, by its reduction in `METRICS`; only means count."""
     totals = rollout.totals
     shares: dict[Counted | None, float] = {
         "completions": (part.stop - part.start) / float(totals.sequences),

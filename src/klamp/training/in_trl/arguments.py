@@ -32,9 +32,6 @@ def trl_arguments(config: TrainConfig, folder: Path, *, processes: int | None = 
 
     A step of klamp is a rollout with all of its updates; TRL counts the updates. Whatever is done "only at the end" is
     done at the last step. `processes` share a step; None: as many as a launcher has started.
-
-    Raises:
-        ConfigError: a step that does not divide over the processes and micro-batches.
     """
     optim, run, given = config.optim, config.run, config.flat()
     processes = processes or int(os.environ.get("WORLD_SIZE", "1"))
