@@ -214,11 +214,8 @@ class Taught:
 class Teachers:
     """All teachers of a run: one, or one for each value of the data's column.
 
-    Args:
-        config: says which KL, and where prompts and keys stand.
-        models: key -> who scores; "" where there is one.
-        tokenizer: of the policy, which is the teachers' too.
-        prompts: a prompt -> the text that the teacher sees in its place; empty: the same.
+    `models`: key -> who scores; "" where there is one. `prompts`: a prompt -> the text that the teacher sees in its
+    place; empty: the same.
     """
 
     def __init__(
@@ -282,9 +279,8 @@ def of_policy(
         return LocalReference(model, name="the policy itself", traits=traits)
     if kind == "adapter_off":
         return AdapterOffReference(model, traits=traits)
-    if kind == "ema":
-        return MovingReference(model, decay=decay, traits=traits)
-    return MovingReference(model, reset_steps=reset_steps, traits=traits)
+    moves = {"decay": decay} if kind == "ema" else {"reset_steps": reset_steps}
+    return MovingReference(model, traits=traits, **moves)  # pyright: ignore[reportArgumentType]
 
 
 def load_reference(config: TrainConfig, policy: Any, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:

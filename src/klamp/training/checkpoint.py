@@ -76,15 +76,8 @@ def save(
 ) -> Path:
     """Write the checkpoint of a step completely or not at all, and delete all but the newest `keep`.
 
-    Args:
-        output_dir: folder of the run.
-        step: steps done.
-        policy: of a policy with an adapter, only the adapter is written.
-        tokenizer: saved with the weights.
-        optimizer: its moments.
-        anchors: weights of a reference or teacher that moves, by name.
-        documents: name of a JSON file -> its content.
-        keep: how many checkpoints to leave.
+    Of a policy with an adapter, only the adapter is written. `anchors`: weights of a reference or teacher that moves,
+    by name. `documents`: name of a JSON file -> its content.
 
     Raises:
         RunFolderError: the disk is full, or the folder is gone.

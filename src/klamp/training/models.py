@@ -11,13 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from klamp.errors import ModelError
 from klamp.files import at_home
@@ -31,8 +25,6 @@ from klamp.training.sizing import Shape
 
 BUILTIN = "builtin"
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-WAIT = 5.0
-"""Seconds that the hub has to answer; its own libraries try for most of a minute."""
 
 
 def load_model(spec: str, dtype: str = "float32") -> PreTrainedModel:
@@ -114,13 +106,12 @@ def ready_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrained
 
 
 def _pretrained(loader: Any, spec: str, what: str, **options: Any) -> Any:
-    """What a loader of transformers finds in a folder or under a hub id; of a hub that is silent, in its cache."""
-    folder = Path(spec).exists()
-    silent = "" if folder else unreachable() if HUB_ID.fullmatch(spec) else "an id of the hub reads OWNER/NAME"
+    """What a loader of transformers finds in a folder or under a hub id."""
+    is_id = not Path(spec).exists() and bool(HUB_ID.fullmatch(spec))
     try:
-        return loader.from_pretrained(spec, trust_remote_code=False, local_files_only=bool(silent), **options)
+        return loader.from_pretrained(spec, trust_remote_code=False, local_files_only=not is_id, **options)
     except Exception as error:  # the loaders raise a dozen types; all mean the same to the user
-        here = "in that folder" if folder else f"in the hub's cache; {silent}" if silent else "on the hub"
+        here = "on the hub, or in its cache" if is_id else "at that path; an id of the hub reads OWNER/NAME"
         raise ModelError(
             f"cannot load {what}",
             got=spec,
@@ -128,19 +119,6 @@ def _pretrained(loader: Any, spec: str, what: str, **options: Any) -> Any:
             fix="check the path; a model folder needs config.json and weights, and the tokenizer's files or "
             "--tokenizer FOLDER; builtin needs no hub",
         ) from error
-
-
-def unreachable() -> str:
-    """Why the hub cannot be asked for a model; empty: it answers."""
-    from huggingface_hub import constants, get_session
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set, so that nobody asks"
-    try:
-        get_session().head(constants.ENDPOINT, timeout=WAIT)
-    except Exception as error:  # that of requests or of httpx, as the version has it
-        return f"{constants.ENDPOINT} does not answer: {type(error).__name__}: {str(error)[:200]}"
-    return ""
 
 
 def model_path(name: str) -> str:

@@ -23,18 +23,11 @@ from klamp.diagnostics.doctor import AlarmWatch, Finding
 from klamp.diagnostics.history import Row, RunSettings, completion_of
 from klamp.diagnostics.names import settings_of_run
 from klamp.errors import ConfigError, TrainingStopped
-from klamp.names import ALARMS_FILE
+from klamp.names import ALARMS_FILE, ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS
 from klamp.tasks.base_model import Progress
 from klamp.training.config import TrainConfig
 from klamp.training.folders import (
-    ANSWERS,
-    CAUTIONS,
-    COMPLETIONS,
-    CONFIG,
-    METRICS_FILE,
     SCORE,
-    SUMMARY,
-    VERSIONS,
     each_readable,
     lines_of,
     lines_until,

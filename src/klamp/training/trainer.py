@@ -59,12 +59,7 @@ def take_step(
 ) -> Step:
     """One step of GRPO: sample and score completions, update the policy, measure, adjust beta.
 
-    Args:
-        context: the run.
-        optimizer: of its policy.
-        examples: the prompts of the step.
-        step: its number, from 0; with the seed it determines every draw.
-        total_steps: of the run, by which beta and the teacher's coefficient are scheduled.
+    `step` counts from 0, and with the seed it determines every draw.
 
     Raises:
         RewardError: the reward failed; the weights are as they were.
@@ -106,7 +101,6 @@ class Trainer:
         self.metrics: dict[str, float] = {}
         self.after: dict[str, float] = {}
         self.changes = ""
-        self.noted: list[str] = []
         self.whole = True
         """Whether the weights are those of the last step done, and not half way through the next one."""
         self.optimizer.register_step_pre_hook(self._begin_update)
@@ -136,7 +130,7 @@ class Trainer:
                     run.resume(saved)
                 run.tell(lambda o: o.on_start(run.info()))
                 context = run.context
-                run.warn(*chat_cautions(config.task, context.tokenizer, context.stop), *run.noted)
+                run.warn(*chat_cautions(config.task, context.tokenizer, context.stop))
                 return run.run()
             finally:
                 for observer in everyone:

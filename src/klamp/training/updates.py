@@ -25,12 +25,7 @@ from klamp.core.types import Batch, Direction
 from klamp.diagnostics.metrics import Counted, averaged_over
 from klamp.errors import NonFiniteError
 from klamp.hosts.common.control import check_kl, held_kl
-from klamp.hosts.common.step_metrics import (
-    StepRecord,
-    repeated_pairs,
-    reward_length_correlation,
-    step_metrics,
-)
+from klamp.hosts.common.step_metrics import StepRecord, repeated_pairs, reward_length_correlation, step_metrics
 from klamp.scoring.completions import select
 from klamp.scoring.scorer import Ask, Scores, TeacherKL, joined, pad_tokens
 from klamp.tasks.base import NO_REWARD
