@@ -78,9 +78,6 @@ def save(
 
     Of a policy with an adapter, only the adapter is written. `anchors`: weights of a reference or teacher that moves,
     by name. `documents`: name of a JSON file -> its content.
-
-    Raises:
-        RunFolderError: the disk is full, or the folder is gone.
     """
     folder = output_dir / CHECKPOINTS / f"{OWN}{step:06d}"
     part = part_of(folder)

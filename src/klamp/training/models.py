@@ -16,7 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from klamp.errors import ModelError
 from klamp.files import at_home
 from klamp.hosts.common.step_zero import active_dropouts
-from klamp.scoring.model_parts import check_whole, rows_of
+from klamp.scoring.model_parts import check_whole
 from klamp.tasks.base_model import Progress, base_model_folder, cached_base_model, load_base_model
 from klamp.training.checkpoint import check_policy
 from klamp.training.config import ModelConfig, TrainConfig
@@ -32,9 +32,7 @@ def load_model(spec: str, dtype: str = "float32") -> PreTrainedModel:
 
     Dropout is off for good: with it, the policy would differ from the reference before the first step.
 
-    Args:
-        spec: `builtin`, a local folder (also of a checkpoint of klamp's), or a hub id.
-        dtype: data type of the weights.
+    `spec`: `builtin`, a local folder (also of a checkpoint of klamp's), or a hub id.
 
     Raises:
         ModelError: the folder or id holds no causal LM, or one that lacks a tensor; names those.
@@ -72,11 +70,7 @@ def make_ready(spec: str, *, progress: Progress | None = None) -> None:
 
 
 def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model (see `load_model`), ready for left padding.
-
-    Raises:
-        ModelError: no tokenizer there, or one without words or without an end token.
-    """
+    """Load the tokenizer of a model (see `load_model`), ready for left padding."""
     if spec == BUILTIN:
         return ready_tokenizer(load_base_model()[1], spec)
     return ready_tokenizer(_pretrained(AutoTokenizer, weights_folder(spec), "a tokenizer"), spec)
@@ -225,11 +219,6 @@ def device_of(config: TrainConfig) -> torch.device:
 def max_length(model: nn.Module) -> int | None:
     """The longest sequence (in tokens) that the model can take; None where it does not say."""
     return getattr(getattr(model, "config", None), "max_position_embeddings", None)
-
-
-def input_size(model: nn.Module) -> int:
-    """Number of vocabulary entries that the model has an embedding for."""
-    return rows_of(model.get_input_embeddings())  # pyright: ignore
 
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:

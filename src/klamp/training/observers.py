@@ -246,11 +246,7 @@ class RunLog(Observer):
         self.said: set[str] = set()
 
     def on_start(self, info: RunInfo) -> None:
-        """Write configuration and versions; on resume, delete what is of later steps, and what a killed run left.
-
-        A run that goes on from its first step is written anew, as one that was never killed: whoever takes its
-        configuration for another run continues none.
-        """
+        """Write configuration and versions; on resume, delete what is of later steps, and what a killed run left."""
         self.folder = info.output_dir
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -5,6 +5,7 @@ Estimates by arithmetic, for whoever has to begin somewhere; none of them change
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -71,6 +72,11 @@ class Sizes(NamedTuple):
     gathered: float
     sync: float
     machine: float
+
+
+def started_processes() -> int:
+    """The processes that a launcher has started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def part_size(config: TrainConfig, processes: int) -> int:

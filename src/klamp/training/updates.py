@@ -50,10 +50,8 @@ class UpdateOutput:
 def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: Objective) -> UpdateOutput:
     """Do one optimizer step with the whole rollout.
 
-    The gradient equals that of the whole batch at once: every part divides by the totals of the step.
-
-    Raises:
-        NonFiniteError: the loss, the gradient or the KL is NaN or infinite; the weights are as they were before.
+    The gradient equals that of the whole batch at once: every part divides by the totals of the step. After a
+    NonFiniteError the weights are as they were.
     """
     learns = learning_rows(context, rollout, objective)
     seen, of_each = list[Scores](), dict[str, Tensor]()
