@@ -214,11 +214,8 @@ class Taught:
 class Teachers:
     """All teachers of a run: one, or one for each value of the data's column.
 
-    Args:
-        config: says which KL, and where prompts and keys stand.
-        models: key -> who scores; "" where there is one.
-        tokenizer: of the policy, which is the teachers' too.
-        prompts: a prompt -> the text that the teacher sees in its place; empty: the same.
+    `models`: key -> who scores; "" where there is one. `prompts`: a prompt -> the text that the teacher sees in its
+    place; empty: the same.
     """
 
     def __init__(
@@ -282,18 +279,14 @@ def of_policy(
         return LocalReference(model, name="the policy itself", traits=traits)
     if kind == "adapter_off":
         return AdapterOffReference(model, traits=traits)
-    if kind == "ema":
-        return MovingReference(model, decay=decay, traits=traits)
-    return MovingReference(model, reset_steps=reset_steps, traits=traits)
+    moves = {"decay": decay} if kind == "ema" else {"reset_steps": reset_steps}
+    return MovingReference(model, traits=traits, **moves)  # pyright: ignore[reportArgumentType]
 
 
 def load_reference(config: TrainConfig, policy: Any, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
     """The model that ref_model names. What the policy's vocabulary is padded with beyond the reference's is cut.
 
     Entries that the tokenizer does not have mean nothing, and under a reference without them the KL would be infinite.
-
-    Raises:
-        ModelError: there is none, or its tokens are others than the policy's.
     """
     assert config.model.ref_model is not None
     model = load_model(config.model.ref_model, config.model.dtype)
@@ -307,11 +300,7 @@ def load_reference(config: TrainConfig, policy: Any, tokenizer: PreTrainedTokeni
 
 
 def placed(model: nn.Module, config: TrainConfig) -> nn.Module:
-    """The reference's weights on the device and in the data type that the configuration names.
-
-    Raises:
-        ConfigError: the device cannot be used.
-    """
+    """The reference's weights on the device and in the data type that the configuration names."""
     kl = config.kl
     dtype = None if kl.reference_dtype is None else getattr(torch, kl.reference_dtype)
     try:
@@ -330,12 +319,7 @@ def placed(model: nn.Module, config: TrainConfig) -> nn.Module:
 def load_teachers(
     config: TrainConfig, scorer: Scorer, task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> Teachers | None:
-    """The teachers of a run, ready to score; None if it has none.
-
-    Raises:
-        ModelError: a teacher that cannot be loaded, or with other tokens than the policy.
-        DataError: a prompt without its teacher's prompt or key.
-    """
+    """The teachers of a run, ready to score; None if it has none."""
     kl = config.teacher
     if not kl.there:
         return None
@@ -366,9 +350,6 @@ def connect(
     """The reference that answers at `reference_url`, or the teacher at `teacher_url`, found to fit the run.
 
     `task` has the prompts that it sees.
-
-    Raises:
-        ModelError, ConfigError: it does not fit; see `klamp.scoring.vllm_reference`.
     """
     given, rollout = config.flat(), config.rollout
     longest = check_prompts(task.train, tokenizer, None, rollout.max_completion_length)
@@ -391,11 +372,7 @@ def check_tokens_of(name: str, ours: PreTrainedTokenizerBase, *, who: Who = "tea
 
 
 def teacher_prompts(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """A prompt -> the prompt that the teacher sees; empty where it sees the same. Held-out ones may be without.
-
-    Raises:
-        DataError: a training row without it, or two of them of one prompt with two prompts for the teacher.
-    """
+    """A prompt -> the prompt that the teacher sees; empty where it sees the same. Held-out ones may be without."""
     column, found = config.teacher.teacher_prompt, dict[str, str]()
     if not column:
         return found
@@ -418,11 +395,7 @@ def teacher_prompts(config: TrainConfig, task: Task, tokenizer: PreTrainedTokeni
 
 
 def check_keys(config: TrainConfig, task: Task, models: Mapping[str, str]) -> None:
-    """Refuse prompts whose key names no teacher.
-
-    Raises:
-        DataError: names the keys that there are.
-    """
+    """Refuse prompts whose key names no teacher."""
     column = config.teacher.teacher_key
     for example in task.train if column else ():
         key = str(example.fields.get(column))

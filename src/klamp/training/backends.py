@@ -63,11 +63,7 @@ class Row(NamedTuple):
 
 
 def check_backend(config: TrainConfig) -> None:
-    """Refuse options that the backend of a run cannot honour, or would ignore; before any work.
-
-    Raises:
-        ConfigError: the first field that has no meaning there.
-    """
+    """Refuse options that the backend of a run cannot honour, or would ignore; before any work."""
     backend, given, defaults = config.run.backend, config.flat(), TrainConfig().flat()
     table, own = BACKENDS[backend]
     for name, who in ONLY.items():

@@ -76,18 +76,8 @@ def save(
 ) -> Path:
     """Write the checkpoint of a step completely or not at all, and delete all but the newest `keep`.
 
-    Args:
-        output_dir: folder of the run.
-        step: steps done.
-        policy: of a policy with an adapter, only the adapter is written.
-        tokenizer: saved with the weights.
-        optimizer: its moments.
-        anchors: weights of a reference or teacher that moves, by name.
-        documents: name of a JSON file -> its content.
-        keep: how many checkpoints to leave.
-
-    Raises:
-        RunFolderError: the disk is full, or the folder is gone.
+    Of a policy with an adapter, only the adapter is written. `anchors`: weights of a reference or teacher that moves,
+    by name. `documents`: name of a JSON file -> its content.
     """
     folder = output_dir / CHECKPOINTS / f"{OWN}{step:06d}"
     part = part_of(folder)
@@ -116,12 +106,7 @@ def save(
 
 
 def whole_newest(output_dir: Path) -> Path | None:
-    """The newest checkpoint, each of its files read and compared; None if the run was killed before its first.
-
-    Raises:
-        RunFolderError: the run had checkpoints, and has none of klamp's own loop now; or it is damaged, which names the
-            newest one that is whole.
-    """
+    """The newest checkpoint, each of its files read and compared; None if the run was killed before its first."""
     saved = checkpoints(output_dir)
     if not saved and (checkpoint_folders(output_dir) or (output_dir / SUMMARY).exists()):
         raise RunFolderError(
@@ -137,11 +122,7 @@ def whole_newest(output_dir: Path) -> Path | None:
 
 @contextmanager
 def reading(checkpoint: Path) -> Iterator[None]:
-    """A context in which an error of reading is that of a damaged checkpoint.
-
-    Raises:
-        RunFolderError: names the newest whole checkpoint before it.
-    """
+    """A context in which an error of reading is that of a damaged checkpoint."""
     try:
         yield
     except UNREADABLE as error:
@@ -196,9 +177,6 @@ def check(checkpoint: Path, inside: Path | None = None) -> None:
     """Refuse a checkpoint, of whichever backend, whose files are not those that were written.
 
     `inside`: the folder in it whose files alone are compared.
-
-    Raises:
-        RunFolderError: it is damaged; names the newest one that is whole.
     """
     with reading(checkpoint):
         written = json_of((checkpoint / SEAL).read_text(encoding="utf-8"))
@@ -209,11 +187,7 @@ def check(checkpoint: Path, inside: Path | None = None) -> None:
 
 
 def check_policy(folder: Path) -> None:
-    """Refuse the weights of a model or adapter in a checkpoint that are not those that were written.
-
-    Raises:
-        RunFolderError: they are damaged; names the newest checkpoint that is whole.
-    """
+    """Refuse the weights of a model or adapter in a checkpoint that are not those that were written."""
     inside = followed(folder)
     for checkpoint in (inside, inside.parent):
         if (checkpoint / SEAL).exists() or (checkpoint / STATE_FILE).exists():
@@ -224,11 +198,7 @@ def check_policy(folder: Path) -> None:
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
-    """Read the JSON state of a checkpoint.
-
-    Raises:
-        RunFolderError: it is missing or damaged, or of another step.
-    """
+    """Read the JSON state of a checkpoint."""
     with reading(checkpoint):
         state = json_of((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         if missing := sorted(STATE - state.keys()):
@@ -239,22 +209,14 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
 
 
 def load_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
-    """Load the saved moments into the optimizer; only tensors and numbers are read, no code is run.
-
-    Raises:
-        RunFolderError: they are missing, damaged, or those of other weights.
-    """
+    """Load the saved moments into the optimizer; only tensors and numbers are read, no code is run."""
     with reading(checkpoint):
         saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
         optimizer.load_state_dict(saved)
 
 
 def load_anchors(checkpoint: Path, anchors: Mapping[str, nn.Module]) -> None:
-    """Load the weights of a reference or a teacher that moves, by name.
-
-    Raises:
-        RunFolderError: they are missing or damaged.
-    """
+    """Load the weights of a reference or a teacher that moves, by name."""
     with reading(checkpoint):
         for name, model in anchors.items():
             load_model(model, str(checkpoint / f"{name}.safetensors"))

@@ -142,10 +142,6 @@ def check_completions(config: TrainConfig, folder: Path) -> Iterator[tuple[int, 
 
     The first step's weights are those of the model that the run started from; those of step N + 1 are in the checkpoint
     of step N.
-
-    Raises:
-        DataError: the run kept no completions of such a step, or none with a sampler's log-probabilities.
-        ModelError: weights cannot be loaded.
     """
     kept = _by_step(folder / COMPLETIONS)
     counted = config.optim.num_iterations if config.run.backend == "trl" else 1  # TRL counts updates
@@ -224,9 +220,6 @@ def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], *, checkpoint: 
     """Refuse to go on with another task, template, reference or teacher than a run was started with.
 
     What only one of the two has is not compared.
-
-    Raises:
-        ConfigError: names the first fingerprint that differs.
     """
     for name in saved.keys() & now.keys():
         if difference := _difference(saved[name], now[name]):

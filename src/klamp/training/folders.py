@@ -122,11 +122,7 @@ def number_of(checkpoint: Path) -> int:
 
 
 def run_folder(config: TrainConfig) -> Path:
-    """The path of the folder that a run will write; nothing is created.
-
-    Raises:
-        RunFolderError: it holds another run, there is none to continue, or nothing can be written there.
-    """
+    """The path of the folder that a run will write; nothing is created."""
     given = config.run.output_dir
     folder = Path(given) if given else free_folder(Path("runs"), short_name(config.task.task) or "run")
     check_folder(folder, resume=config.run.resume)
@@ -137,11 +133,7 @@ def run_folder(config: TrainConfig) -> Path:
 
 
 def make_folder(config: TrainConfig) -> tuple[Path, bool]:
-    """Make the folder that a run will write, in one step that only one process can win; and whether it was new.
-
-    Raises:
-        RunFolderError: it holds another run, there is none to continue, or it cannot be made.
-    """
+    """Make the folder that a run will write, in one step that only one process can win; and whether it was new."""
     given = config.run.output_dir
     while not (given and Path(given).is_dir()):  # what it holds is looked at once nobody else can write there
         folder = run_folder(config)
@@ -157,11 +149,7 @@ def make_folder(config: TrainConfig) -> tuple[Path, bool]:
 
 @contextmanager
 def opened_folder(config: TrainConfig) -> Iterator[Path]:
-    """The folder of the run, locked; it goes again if the run was refused before it wrote anything.
-
-    Raises:
-        RunFolderError: it holds another run, or one that is under way; or there is none to continue.
-    """
+    """The folder of the run, locked; it goes again if the run was refused before it wrote anything."""
     folder, made = make_folder(config)
     try:
         with held(folder, by="klamp train"):
@@ -179,11 +167,7 @@ def free_folder(root: Path, name: str) -> Path:
 
 
 def check_folder(folder: Path, *, resume: bool) -> None:
-    """Refuse to write over another run, or to continue one that is not there.
-
-    Raises:
-        RunFolderError: the folder holds a run (or anything else) and resume is off; or resume is on and it holds none.
-    """
+    """Refuse to write over another run, or to continue one that is not there."""
     there, inside = os.path.lexists(folder), folder.iterdir() if folder.is_dir() else ()
     full = not all(each.name in BEGUN or (each.name == CHECKPOINTS and not any(each.iterdir())) for each in inside)
     is_run, what, why, fix = (folder / CONFIG).exists(), "", "", ""
@@ -247,11 +231,7 @@ def sync(path: Path) -> None:
 
 @contextmanager
 def held(folder: Path, *, by: str) -> Iterator[None]:
-    """A context in which no other process can take the folder; `by` is the command, as a person knows it.
-
-    Raises:
-        RunFolderError: another process has it, or the file system has no locks.
-    """
+    """A context in which no other process can take the folder; `by` is the command, as a person knows it."""
     from filelock import FileLock, Timeout  # part of the extra `train`; who only reads a run needs no lock
 
     lock = FileLock(folder / LOCK)

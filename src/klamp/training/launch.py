@@ -15,7 +15,7 @@ from typing import Any
 
 import yaml
 
-from klamp.errors import ConfigError, TrainingStopped
+from klamp.errors import TrainingStopped
 from klamp.hosts.common.versions import caution_beside, check_version
 from klamp.training.config import TrainConfig
 from klamp.training.folders import CONFIG, VERSIONS, check_folder, make_folder, run_folder, write_whole
@@ -23,6 +23,7 @@ from klamp.training.in_trl.arguments import trl_arguments
 from klamp.training.in_verl.overrides import Layout, command
 from klamp.training.observers import versions
 from klamp.training.resumed import IDENTITY, check_resume, identity, newest_complete, plain
+from klamp.training.setup import check_processes
 
 LAUNCHED = ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
 """What torchrun and `accelerate launch` tell their processes."""
@@ -60,20 +61,8 @@ def launch(config: TrainConfig, argv: Sequence[str]) -> None:
 
 
 def opened(config: TrainConfig) -> Path:
-    """The folder of a run, which is made, or taken up where a run is continued; of several processes by the first.
-
-    Raises:
-        RunFolderError: it holds another run, there is none to continue, or it cannot be written.
-        ConfigError: a resume that changes what cannot change, or several processes that cannot agree.
-    """
-    several, verl = os.environ.get("WORLD_SIZE", "1") != "1", config.run.backend == "verl"
-    if several and (verl or config.run.output_dir is None):
-        raise ConfigError(
-            "backend='verl' runs in one process" if verl else "several processes need output_dir",
-            got=f"WORLD_SIZE={os.environ['WORLD_SIZE']}, output_dir={config.run.output_dir}",
-            why="verl starts its processes itself" if verl else "each of them would take another free folder",
-            fix="start it without a launcher" if verl else "name it: --output_dir runs/NAME",
-        )
+    """The folder of a run, which is made, or taken up where a run is continued; of several processes by the first."""
+    check_processes(config)
     if os.environ.get("RANK", "0") != "0":
         return Path(config.run.output_dir or "")
     folder, _ = make_folder(config)

@@ -96,8 +96,6 @@ def compute_loss(
         advantages: one per response or per token.
         response_mask: True on response tokens.
         ref_log_probs: under the reference; needed where kl_coef > 0.
-        kl_coef: coefficient of the KL.
-        cliprange: ratio bound on either side of 1.
         kl: any other KL term; its beta replaces kl_coef.
         totals: size of the whole batch when this is a micro-batch of it.
 
@@ -171,12 +169,8 @@ def grpo_microbatch_step(
 
     Args:
         model: the policy; or its `Scorer`, which `Trainer` uses: the same numbers, for less memory and time.
-        completions: B sampled completions.
         advantages: [B] or [B, T].
         old_log_probs: under the policy at rollout time; None: the policy itself.
-        ref_model: the frozen reference.
-        kl_coef: coefficient of the KL.
-        cliprange: ratio bound on either side of 1.
         temperature: that of the sampler.
         totals: size of the whole batch; with it, micro-batches add up exactly to the batch.
 
@@ -254,17 +248,11 @@ def train(
 
     Args:
         model: the policy, a causal LM; changed in place.
-        tokenizer: its tokenizer.
         prompts: taken in order, over and over.
         reward: (prompt, completion) -> number.
-        optimizer: over the model's parameters.
         ref_model: the frozen reference; needed where kl_coef > 0.
-        kl_coef: coefficient of the KL.
-        steps: optimizer steps.
         rollout: group size, lengths, temperature; the defaults of `RolloutConfig`.
         optim: micro-batches per step and the bound of the gradient's norm; the defaults of `OptimConfig`.
-        seed: of the sampling.
-        writer: a TensorBoard SummaryWriter.
 
     Returns:
         One dictionary of numbers per step, as given to `log_train`: `loss`, `policy_loss`, `kl_penalty`, `grad_norm`,
@@ -309,11 +297,6 @@ def train(
 
 def log_train(step: int, metrics: Mapping[str, float], *, writer: ScalarWriter | None = None) -> str:
     """Record a step: TensorBoard scalars `train/NAME` and one line to the logger `klamp.training.loop`.
-
-    Args:
-        step: number of the step, from 1.
-        metrics: name -> value; `loss`, `grad_norm`, `reward` and `kl_penalty` come first in the line.
-        writer: a TensorBoard SummaryWriter; gets `train/loss`, `train/kl_penalty` and the rest.
 
     Returns:
         The line: `Step 1 | Loss: 0.1234 | Grad norm: 0.5678 | Reward: 0.5000 | KL penalty: 0.0012`.

@@ -11,18 +11,12 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from klamp.errors import ModelError
 from klamp.files import at_home
 from klamp.hosts.common.step_zero import active_dropouts
-from klamp.scoring.model_parts import check_whole, rows_of
+from klamp.scoring.model_parts import check_whole
 from klamp.tasks.base_model import Progress, base_model_folder, cached_base_model, load_base_model
 from klamp.training.checkpoint import check_policy
 from klamp.training.config import ModelConfig, TrainConfig
@@ -31,8 +25,6 @@ from klamp.training.sizing import Shape
 
 BUILTIN = "builtin"
 HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-WAIT = 5.0
-"""Seconds that the hub has to answer; its own libraries try for most of a minute."""
 
 
 def load_model(spec: str, dtype: str = "float32") -> PreTrainedModel:
@@ -40,9 +32,7 @@ def load_model(spec: str, dtype: str = "float32") -> PreTrainedModel:
 
     Dropout is off for good: with it, the policy would differ from the reference before the first step.
 
-    Args:
-        spec: `builtin`, a local folder (also of a checkpoint of klamp's), or a hub id.
-        dtype: data type of the weights.
+    `spec`: `builtin`, a local folder (also of a checkpoint of klamp's), or a hub id.
 
     Raises:
         ModelError: the folder or id holds no causal LM, or one that lacks a tensor; names those.
@@ -80,22 +70,14 @@ def make_ready(spec: str, *, progress: Progress | None = None) -> None:
 
 
 def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
-    """Load the tokenizer of a model (see `load_model`), ready for left padding.
-
-    Raises:
-        ModelError: no tokenizer there, or one without words or without an end token.
-    """
+    """Load the tokenizer of a model (see `load_model`), ready for left padding."""
     if spec == BUILTIN:
         return ready_tokenizer(load_base_model()[1], spec)
     return ready_tokenizer(_pretrained(AutoTokenizer, weights_folder(spec), "a tokenizer"), spec)
 
 
 def ready_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
-    """Give a tokenizer a padding token and left padding.
-
-    Raises:
-        ModelError: it has no end token, or no token that is text: transformers makes such a one where there is none.
-    """
+    """Give a tokenizer a padding token and left padding."""
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         raise ModelError(
             "the tokenizer is missing",
@@ -118,13 +100,12 @@ def ready_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrained
 
 
 def _pretrained(loader: Any, spec: str, what: str, **options: Any) -> Any:
-    """What a loader of transformers finds in a folder or under a hub id; of a hub that is silent, in its cache."""
-    folder = Path(spec).exists()
-    silent = "" if folder else unreachable() if HUB_ID.fullmatch(spec) else "an id of the hub reads OWNER/NAME"
+    """What a loader of transformers finds in a folder or under a hub id."""
+    is_id = not Path(spec).exists() and bool(HUB_ID.fullmatch(spec))
     try:
-        return loader.from_pretrained(spec, trust_remote_code=False, local_files_only=bool(silent), **options)
+        return loader.from_pretrained(spec, trust_remote_code=False, local_files_only=not is_id, **options)
     except Exception as error:  # the loaders raise a dozen types; all mean the same to the user
-        here = "in that folder" if folder else f"in the hub's cache; {silent}" if silent else "on the hub"
+        here = "on the hub, or in its cache" if is_id else "at that path; an id of the hub reads OWNER/NAME"
         raise ModelError(
             f"cannot load {what}",
             got=spec,
@@ -132,19 +113,6 @@ def _pretrained(loader: Any, spec: str, what: str, **options: Any) -> Any:
             fix="check the path; a model folder needs config.json and weights, and the tokenizer's files or "
             "--tokenizer FOLDER; builtin needs no hub",
         ) from error
-
-
-def unreachable() -> str:
-    """Why the hub cannot be asked for a model; empty: it answers."""
-    from huggingface_hub import constants, get_session
-
-    if constants.HF_HUB_OFFLINE:
-        return "HF_HUB_OFFLINE is set, so that nobody asks"
-    try:
-        get_session().head(constants.ENDPOINT, timeout=WAIT)
-    except Exception as error:  # that of requests or of httpx, as the version has it
-        return f"{constants.ENDPOINT} does not answer: {type(error).__name__}: {str(error)[:200]}"
-    return ""
 
 
 def model_path(name: str) -> str:
@@ -156,11 +124,7 @@ def model_path(name: str) -> str:
 
 
 def weights_folder(spec: str) -> str:
-    """The folder of the weights where a checkpoint of klamp's is named; any other name as it is.
-
-    Raises:
-        ModelError: the folder holds an adapter alone, or a whole run.
-    """
+    """The folder of the weights where a checkpoint of klamp's is named; any other name as it is."""
     given = at_home(spec)
     if not given.is_dir() or (given / "config.json").exists():
         return spec if not given.is_dir() else str(given)
@@ -184,12 +148,7 @@ def weights_folder(spec: str) -> str:
 
 
 def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path | None = None) -> nn.Module:
-    """Put a LoRA adapter on a model, a fresh one or that of a checkpoint.
-
-    Raises:
-        ModelError: the target modules are not in the model, or the checkpoint holds no whole adapter of it.
-        RunFolderError: the adapter is not as it was written.
-    """
+    """Put a LoRA adapter on a model, a fresh one or that of a checkpoint."""
     from peft import PeftModel, get_peft_model
 
     if checkpoint is not None:
@@ -229,11 +188,7 @@ def adapter_config(config: ModelConfig) -> Any:
 
 @contextmanager
 def adapter_errors(config: ModelConfig) -> Iterator[None]:
-    """A context in which peft's refusal of an adapter is klamp's.
-
-    Raises:
-        ModelError: the target modules are not in the model.
-    """
+    """A context in which peft's refusal of an adapter is klamp's."""
     try:
         yield
     except ValueError as error:
@@ -264,11 +219,6 @@ def device_of(config: TrainConfig) -> torch.device:
 def max_length(model: nn.Module) -> int | None:
     """The longest sequence (in tokens) that the model can take; None where it does not say."""
     return getattr(getattr(model, "config", None), "max_position_embeddings", None)
-
-
-def input_size(model: nn.Module) -> int:
-    """Number of vocabulary entries that the model has an embedding for."""
-    return rows_of(model.get_input_embeddings())  # pyright: ignore
 
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:

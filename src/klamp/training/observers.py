@@ -23,18 +23,11 @@ from klamp.diagnostics.doctor import AlarmWatch, Finding
 from klamp.diagnostics.history import Row, RunSettings, completion_of
 from klamp.diagnostics.names import settings_of_run
 from klamp.errors import ConfigError, TrainingStopped
-from klamp.names import ALARMS_FILE
+from klamp.names import ALARMS_FILE, ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS
 from klamp.tasks.base_model import Progress
 from klamp.training.config import TrainConfig
 from klamp.training.folders import (
-    ANSWERS,
-    CAUTIONS,
-    COMPLETIONS,
-    CONFIG,
-    METRICS_FILE,
     SCORE,
-    SUMMARY,
-    VERSIONS,
     each_readable,
     lines_of,
     lines_until,
@@ -232,11 +225,7 @@ TRACKERS: Mapping[str, Callable[[Path, TrainConfig, int], Tracker]] = {"tensorbo
 
 
 def check_trackers(config: TrainConfig) -> None:
-    """Refuse a tracker that is unknown or not installed.
-
-    Raises:
-        ConfigError: names it.
-    """
+    """Refuse a tracker that is unknown or not installed."""
     missing = [name for name in config.run.report_to if name not in TRACKERS or find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -257,11 +246,7 @@ class RunLog(Observer):
         self.said: set[str] = set()
 
     def on_start(self, info: RunInfo) -> None:
-        """Write configuration and versions; on resume, delete what is of later steps, and what a killed run left.
-
-        A run that goes on from its first step is written anew, as one that was never killed: whoever takes its
-        configuration for another run continues none.
-        """
+        """Write configuration and versions; on resume, delete what is of later steps, and what a killed run left."""
         self.folder = info.output_dir
         try:
             self.folder.mkdir(parents=True, exist_ok=True)

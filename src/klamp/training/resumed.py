@@ -39,12 +39,7 @@ MAY_CHANGE = (
 
 
 def check_resume(config: TrainConfig, folder: Path) -> tuple[int, str] | None:
-    """The steps that are done, and what a resume changes in words; None: no step is done, so that all may change.
-
-    Raises:
-        ConfigError: a field that cannot change, or another model or data.
-        RunFolderError: the checkpoint does not say which run it belongs to.
-    """
+    """The steps that are done, and what a resume changes in words; None: no step is done, so that all may change."""
     newest = newest_complete(folder) if config.run.resume else None
     if newest is None:
         return None
@@ -104,21 +99,13 @@ SUMMED = (".safetensors", ".bin", ".json", ".model", ".txt")
 
 
 def identity(config: TrainConfig, stored: Path | None = None) -> dict[str, Any]:
-    """What each checkpoint stores of its run; a run that goes on keeps the ID and the sums that a folder stores.
-
-    Raises:
-        RunFolderError: they are missing or damaged.
-    """
+    """What each checkpoint stores of its run; a run that goes on keeps the ID and the sums that a folder stores."""
     known = {"run": uuid.uuid4().hex, "sha256": sums_of(config)} if stored is None else identity_in(stored)
     return {**known, "config": plain(config)}
 
 
 def identity_in(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint stores of its run.
-
-    Raises:
-        RunFolderError: it is missing or damaged.
-    """
+    """What a checkpoint stores of its run."""
     try:
         found = json_of((checkpoint / IDENTITY).read_text(encoding="utf-8"))
         return {"run": str(found["run"]), "config": dict(found["config"]), "sha256": dict(found["sha256"])}
@@ -165,11 +152,7 @@ def _place(name: str) -> Path:
 
 
 def read(folder: Path) -> dict[str, Any]:
-    """All fields of a run's config.yaml, those that it lacks at their defaults, and its history.
-
-    Raises:
-        ConfigError: it cannot be read, or is impossible in this version.
-    """
+    """All fields of a run's config.yaml, those that it lacks at their defaults, and its history."""
     try:
         found = dict(yaml_of((folder / CONFIG).read_text(encoding="utf-8")) or {})
     except (OSError, ValueError, TypeError) as error:
@@ -179,11 +162,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 
 def config_of(values: Mapping[str, Any]) -> TrainConfig:
-    """The configuration that a config.yaml holds; what is no field of this version is passed over.
-
-    Raises:
-        ConfigError: it is impossible in this version.
-    """
+    """The configuration that a config.yaml holds; what is no field of this version is passed over."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", KLWarning)  # the run gave it when it was started
         return TrainConfig.from_flat({name: value for name, value in values.items() if name in field_owners()})

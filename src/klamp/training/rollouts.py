@@ -218,9 +218,6 @@ def measure_reference_length(context: Context) -> None:
 
     Equation: mean number of tokens (end token included) of one completion each of 64 training prompts, sampled from
     the reference at the run's temperature.
-
-    Raises:
-        ConfigError: the reference is on a server that scores tokens.
     """
     reference = context.original or context.reference  # where a resume asks for it, a moving one has moved
     if reference is None or not context.objective.kl.needs_reference_length:

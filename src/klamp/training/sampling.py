@@ -96,14 +96,8 @@ def generate(
     With `traits` that say the cache can be shared, equal prompts are run once, and completions that have ended leave
     the batch; otherwise it is `generate` of transformers. The tokens are the same.
 
-    Args:
-        model: the policy, unwrapped.
-        prompt_ids, prompt_mask: left-padded prompts, [B, P].
-        rollout: length limit, temperature, truncation.
-        stop: ids that end a completion.
-        pad: id of the padding token.
-        uniforms: [B, max_completion_length] numbers in [0, 1); None decodes greedily.
-        traits: what the model allows; None: nothing is known of it.
+    The prompts are left-padded, [B, P]. `stop`: ids that end a completion. `uniforms`: [B, max_completion_length]
+    numbers in [0, 1); None decodes greedily.
     """
     with _plain_generation(model):
         options: dict[str, Any] = {"rollout": rollout, "stop": stop, "uniforms": uniforms}

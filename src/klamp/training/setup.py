@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -24,7 +23,7 @@ from klamp.errors import ConfigError, ModelError
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.common.rollout import excluded_ids
 from klamp.hosts.common.versions import caution_beside
-from klamp.scoring.model_parts import output_size
+from klamp.scoring.model_parts import output_size, rows_of
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
 from klamp.tasks import check_prompts, load_task
@@ -48,7 +47,6 @@ from klamp.training.models import (
     device_of,
     end_tokens,
     former_names,
-    input_size,
     length_of,
     load_model,
     load_tokenizer,
@@ -58,6 +56,7 @@ from klamp.training.models import (
     with_adapter,
 )
 from klamp.training.observers import Observer, progress_of
+from klamp.training.sizing import started_processes
 
 
 @dataclass(kw_only=True)
@@ -133,28 +132,24 @@ class Context:
         return (slice(a, b) for a, b in pairwise(bounds) if b > a)
 
 
-def check_alone() -> None:
-    """Refuse several processes: each of them would train a model of its own.
-
-    Raises:
-        ConfigError: a launcher started more than one.
-    """
-    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError(
-            "klamp's own loop runs in one process, on one device",
-            got=f"WORLD_SIZE={os.environ['WORLD_SIZE']}",
-            why="TRL and verl distribute a run, with the same configuration of the KL",
-            fix="start it without a launcher; for several GPUs use --backend trl or --backend verl",
-        )
+def check_processes(config: TrainConfig) -> None:
+    """Refuse several processes, except for TRL in a folder that all of them know."""
+    backend, folder = config.run.backend, config.run.output_dir
+    if started_processes() == 1 or (backend == "trl" and folder is not None):
+        return
+    why, fix = {
+        "local": ("each would train its own model", "for several GPUs use --backend trl or --backend verl"),
+        "verl": ("verl starts its processes itself", "start it without a launcher"),
+        "trl": ("each of them would take another free folder", "name it: --output_dir runs/NAME"),
+    }[backend]
+    what = "several processes need output_dir" if backend == "trl" else f"backend={backend!r} runs in one process"
+    raise ConfigError(what, got=f"WORLD_SIZE={started_processes()}, output_dir={folder}", why=why, fix=fix)
 
 
 def load_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, longest: int | None) -> Task:
     """The task of a run, each of whose prompts leaves room for a completion.
 
     `longest`: tokens that the model can hold, prompt and completion together; None: no limit.
-
-    Raises:
-        DataError, RewardError, UnknownNameError: a task or a prompt that cannot be used.
     """
     caution_beside("transformers")
     task = load_task(config.task, tokenizer)
@@ -177,13 +172,7 @@ class Inputs:
 
 
 def open_inputs(config: TrainConfig) -> Inputs:
-    """Open the tokenizer, the prompts and the reward of a run as the run itself will, without its weights.
-
-    A tokenizer of a hub is downloaded as the run would.
-
-    Raises:
-        ModelError, DataError, RewardError, ConfigError: what would stop the run before its first step.
-    """
+    """Open the tokenizer, the prompts and the reward of a run as the run itself will, without its weights."""
     model, named = config.model.model, config.model.tokenizer or config.model.model
     # the built-in model may have to be taught first; its tokenizer need not
     tokenizer = ready_tokenizer(arithmetic_tokenizer(), named) if named == BUILTIN else load_tokenizer(named)
@@ -195,16 +184,12 @@ def open_inputs(config: TrainConfig) -> Inputs:
 
 
 def build(config: TrainConfig, folder: Path, observers: Sequence[Observer], *, resumed: Path | None = None) -> Context:
-    """Load all that a run needs: policy (of the checkpoint `resumed`) with its adapter, scorer, anchors, task.
-
-    Raises:
-        ModelError, DataError, RewardError, UnknownNameError: whatever does not fit, before any work.
-    """
+    """Load all that a run needs: policy (of the checkpoint `resumed`) with its adapter, scorer, anchors, task."""
     name, kind = config.model.model, reference_kind(config)
     make_ready(name, progress=progress_of(observers))
     start = load_model(name, config.model.dtype)
     tokenizer = load_tokenizer(config.model.tokenizer or name)
-    if len(tokenizer) > (size := input_size(start)):
+    if len(tokenizer) > (size := rows_of(start.get_input_embeddings())):
         raise ModelError(
             "the tokenizer has more tokens than the model",
             got=f"tokenizer {len(tokenizer)}, model {size} ({config.model})",

@@ -5,6 +5,7 @@ Estimates by arithmetic, for whoever has to begin somewhere; none of them change
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -73,12 +74,13 @@ class Sizes(NamedTuple):
     machine: float
 
 
-def part_size(config: TrainConfig, processes: int) -> int:
-    """Completions that a process of TRL or verl computes at once.
+def started_processes() -> int:
+    """The processes that a launcher has started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
 
-    Raises:
-        ConfigError: the completions of a step do not divide over processes and micro-batches.
-    """
+
+def part_size(config: TrainConfig, processes: int) -> int:
+    """Completions that a process of TRL or verl computes at once."""
     completions = config.rollout.prompts_per_step * config.rollout.num_generations
     parts = config.optim.gradient_accumulation_steps
     if completions % (processes * parts):

@@ -33,7 +33,7 @@ from klamp.training.observers import AlarmObserver, Observer, RunInfo, RunLog, R
 from klamp.training.resumed import IDENTITY, check_resume, identity
 from klamp.training.rollouts import Rollout, collect, measure_reference_length
 from klamp.training.sampling import examples_of_step
-from klamp.training.setup import Context, build, check_alone
+from klamp.training.setup import Context, build, check_processes
 from klamp.training.updates import (
     UpdateOutput,
     adamw,
@@ -59,16 +59,7 @@ def take_step(
 ) -> Step:
     """One step of GRPO: sample and score completions, update the policy, measure, adjust beta.
 
-    Args:
-        context: the run.
-        optimizer: of its policy.
-        examples: the prompts of the step.
-        step: its number, from 0; with the seed it determines every draw.
-        total_steps: of the run, by which beta and the teacher's coefficient are scheduled.
-
-    Raises:
-        RewardError: the reward failed; the weights are as they were.
-        NonFiniteError: a loss, a gradient or a KL that is not finite.
+    `step` counts from 0, and with the seed it determines every draw. After a RewardError the weights are as they were.
     """
     config, rate = context.config, float(optimizer.param_groups[0]["lr"])
     beta, coefficient = context.control.beta(step, total_steps), config.teacher.coefficient(step, total_steps)
@@ -106,7 +97,6 @@ class Trainer:
         self.metrics: dict[str, float] = {}
         self.after: dict[str, float] = {}
         self.changes = ""
-        self.noted: list[str] = []
         self.whole = True
         """Whether the weights are those of the last step done, and not half way through the next one."""
         self.optimizer.register_step_pre_hook(self._begin_update)
@@ -118,12 +108,8 @@ class Trainer:
 
     @classmethod
     def train(cls, config: TrainConfig, observers: Sequence[Observer]) -> RunSummary:
-        """Run a configuration to its last step, from its newest checkpoint if it is to be resumed.
-
-        Raises:
-            KlampError: bad input before any work, or an error in the run with its state saved; see `klamp.errors`.
-        """
-        check_alone()
+        """Run a configuration to its last step, from its newest checkpoint if it is to be resumed."""
+        check_processes(config)
         check_trackers(config)
         with opened_folder(config) as folder:
             everyone = [RunLog(), *observers]
@@ -136,19 +122,14 @@ class Trainer:
                     run.resume(saved)
                 run.tell(lambda o: o.on_start(run.info()))
                 context = run.context
-                run.warn(*chat_cautions(config.task, context.tokenizer, context.stop), *run.noted)
+                run.warn(*chat_cautions(config.task, context.tokenizer, context.stop))
                 return run.run()
             finally:
                 for observer in everyone:
                     observer.close()
 
     def run(self) -> RunSummary:
-        """Take all steps that are left.
-
-        Raises:
-            TrainingStopped: interrupted, or an alarm of stop_on; the state is saved.
-            KlampError: a reward or a loss that cannot be used; the state is saved.
-        """
+        """Take all steps that are left; if the run ends early, the state is saved."""
         started = time.perf_counter()
         self.begin()
         with deferred_interrupts() as interrupt:
@@ -200,11 +181,7 @@ class Trainer:
         return step.metrics | {"speed/step_seconds": seconds, "speed/tokens_per_second": tokens / seconds}
 
     def end_step(self, metrics: dict[str, float], interrupt: Interrupt) -> None:
-        """Tell of a step that is done, evaluate and save where that is due.
-
-        Raises:
-            KeyboardInterrupt, TrainingStopped: it was interrupted, or an alarm of stop_on ends it.
-        """
+        """Tell of a step that is done, evaluate and save where that is due; raise if the run ends early."""
         run = self.context.config.run
         self.metrics = metrics
         self.tell(lambda o: o.on_step(self.step, metrics))
@@ -281,12 +258,7 @@ class Trainer:
         return (number_of(saved[-1]), saved[-1]) if saved else (0, None)
 
     def resume(self, folder: Path) -> None:
-        """Continue from a checkpoint, whose policy is loaded.
-
-        Raises:
-            RunFolderError: it is damaged.
-            ConfigError: the task, the reference or the teacher is another one than it was.
-        """
+        """Continue from a checkpoint, whose policy is loaded."""
         state = checkpoint.load_state(folder)
         check_same(dict(state.get("fingerprints") or {}), self.fingerprints, checkpoint=folder)
         self.identity = identity(self.context.config, folder)

@@ -25,12 +25,7 @@ from klamp.core.types import Batch, Direction
 from klamp.diagnostics.metrics import Counted, averaged_over
 from klamp.errors import NonFiniteError
 from klamp.hosts.common.control import check_kl, held_kl
-from klamp.hosts.common.step_metrics import (
-    StepRecord,
-    repeated_pairs,
-    reward_length_correlation,
-    step_metrics,
-)
+from klamp.hosts.common.step_metrics import StepRecord, repeated_pairs, reward_length_correlation, step_metrics
 from klamp.scoring.completions import select
 from klamp.scoring.scorer import Ask, Scores, TeacherKL, joined, pad_tokens
 from klamp.tasks.base import NO_REWARD
@@ -55,10 +50,8 @@ class UpdateOutput:
 def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: Objective) -> UpdateOutput:
     """Do one optimizer step with the whole rollout.
 
-    The gradient equals that of the whole batch at once: every part divides by the totals of the step.
-
-    Raises:
-        NonFiniteError: the loss, the gradient or the KL is NaN or infinite; the weights are as they were before.
+    The gradient equals that of the whole batch at once: every part divides by the totals of the step. After a
+    NonFiniteError the weights are as they were.
     """
     learns = learning_rows(context, rollout, objective)
     seen, of_each = list[Scores](), dict[str, Tensor]()
@@ -145,11 +138,7 @@ def taught_of(context: Context, rollout: Rollout, part: slice) -> tuple[TeacherK
 
 
 def added_parts(metrics: Mapping[str, Tensor], rollout: Rollout, part: slice) -> dict[str, Tensor]:
-    """What each metric of a part adds to that of the step, by its reduction in `METRICS`; what is no mean is left out.
-
-    Raises:
-        ConfigError: a metric that is not in `METRICS`.
-    """
+    """What each metric of a part adds to that of the step, by its reduction in `METRICS`; only means count."""
     totals = rollout.totals
     shares: dict[Counted | None, float] = {
         "completions": (part.stop - part.start) / float(totals.sequences),

@@ -13,7 +13,7 @@ from klamp.config.loss import LossType
 from klamp.tasks.base import NO_REWARD
 from klamp.training.config import ModelConfig, RolloutConfig, TrainConfig
 from klamp.training.models import model_path
-from klamp.training.sizing import part_size
+from klamp.training.sizing import part_size, started_processes
 
 TEACHER_PROMPT = "klamp_teacher_prompt"
 """The column of the text that the teacher sees in the place of a prompt."""
@@ -32,12 +32,9 @@ def trl_arguments(config: TrainConfig, folder: Path, *, processes: int | None = 
 
     A step of klamp is a rollout with all of its updates; TRL counts the updates. Whatever is done "only at the end" is
     done at the last step. `processes` share a step; None: as many as a launcher has started.
-
-    Raises:
-        ConfigError: a step that does not divide over the processes and micro-batches.
     """
     optim, run, given = config.optim, config.run, config.flat()
-    processes = processes or int(os.environ.get("WORLD_SIZE", "1"))
+    processes = processes or started_processes()
     part, group = part_size(config, processes), config.rollout.num_generations
     constant = optim.lr_scheduler_type == "constant"
     return {

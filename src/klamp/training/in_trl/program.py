@@ -48,10 +48,6 @@ def train(config: TrainConfig, folder: Path, *, begin: Callable[[], None]) -> No
     """Train to the last step; with `resume` from TRL's newest whole checkpoint.
 
     `begin` is called once everything is loaded and fits, before the first step.
-
-    Raises:
-        TrainingStopped: an alarm of `stop_on` rose; a checkpoint is saved.
-        KlampError: what does not fit, before any work, or a reward or a KL that cannot be used.
     """
     run = config.run
     doctor = DoctorCallback(run.stop_on, other_reference=config.model.ref_model is not None)
@@ -75,11 +71,7 @@ def train(config: TrainConfig, folder: Path, *, begin: Callable[[], None]) -> No
 
 
 def trainer_of(config: TrainConfig, folder: Path, callbacks: list[TrainerCallback]) -> GRPOTrainer:
-    """TRL's trainer with klamp's KL, for a run.
-
-    Raises:
-        ModelError, DataError, RewardError, ConfigError: whatever does not fit.
-    """
+    """TRL's trainer with klamp's KL, for a run."""
     model, rollout = config.model, config.rollout
     cpu = config.run.cpu or not torch.accelerator.is_available()
     with warnings.catch_warnings():

@@ -29,11 +29,7 @@ from klamp.training.setup import load_prompts
 
 
 def write_inputs(config: TrainConfig, layout: Layout) -> None:
-    """Check that model, task and teachers fit together, and write what verl reads.
-
-    Raises:
-        ModelError, DataError, RewardError: whatever does not fit.
-    """
+    """Check that model, task and teachers fit together, and write what verl reads."""
     models = config.teacher.models if config.teacher.there else {}
     for name in (config.model.model, *models.values()):
         make_ready(name)
@@ -101,11 +97,7 @@ _lock = threading.Lock()
 
 
 def score(data_source: str, solution_str: str, *, extra_info: Mapping[str, Any], task: str, **others: Any) -> float:
-    """The reward of a completion, for a prompt that `row_of` wrote and the task file of `write_data`; verl calls it.
-
-    Raises:
-        RewardError: the reward function fails.
-    """
+    """The reward of a completion, for a prompt that `row_of` wrote and the task file of `write_data`; verl calls it."""
     with _lock:  # verl asks from several threads
         return open_task(task).score(Example(**json.loads(extra_info["example"])), solution_str)
 

@@ -96,9 +96,6 @@ def verl_overrides(config: TrainConfig, folder: Path, shape: Shape | None = None
     """The words behind `python -m verl.trainer.main_ppo`, each key once; the user's own come last, and win.
 
     Without a `shape` the model is a small one, whose sizes are left at verl's defaults.
-
-    Raises:
-        ConfigError: a KL that verl has no place for, or a step that does not divide over the GPUs.
     """
     layout, sizes = Layout(folder), None if shape is None else sizes_of(load_in_verl(config, shape))
     given = config.flat()
