@@ -92,6 +92,8 @@ def _read_lines(path: Path, names: Mapping[str, str] | None) -> History:
         return read_rollouts(exported or numbered, source="prime-rl token export" if exported else "verl rollouts")
     if (path / "metrics.jsonl").is_file():
         return read_metrics(path / "metrics.jsonl", names)
+    if (path / "metrics.json").is_file():
+        return _read_file(path / "metrics.json", names)
     files = files or sorted(file for end in TEXTS for file in path.glob(f"*{end}"))
     if len(files) == 1:
         return _read_file(files[0], names)

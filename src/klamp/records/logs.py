@@ -168,12 +168,15 @@ LOOKED_AT = 200
 
 def read_text(path: Path, names: Names | None = None) -> History:
     """Read the history in what a trainer printed, or in a table of a notebook or of a chart."""
-    rows = _rows_in(path)
-    history = _of_rows("text of a log", rows, names, path)
+    return _with_metrics("text of a log", _rows_in(path), names, path)
+
+
+def _with_metrics(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None, path: Path) -> History:
+    history = _of_rows(source, rows, names, path)
     if not history.rows:
         why = f"its first row has {', '.join(list(rows[0])[:12])}"
         fix = "say with --map what a column is, for example kl=Value"
-        raise unreadable("a text of a log has no metric that klamp knows", path, why=why, fix=fix)
+        raise unreadable(f"a {source} has no metric that klamp knows", path, why=why, fix=fix)
     return history
 
 
@@ -265,12 +268,25 @@ def read_trl_state(path: Path, names: Names | None = None) -> History:
     """Read the history in a trainer_state.json."""
     found = object_in(path)
     logs = found.get("log_history")
+    if logs is None and (by_metric := _by_metric(found)):
+        return _with_metrics("table by metric", by_metric, names, path)
     if not isinstance(logs, list):
         raise unreadable("a trainer state has no log_history", path, why="without logged rows there is no history")
     rows = list(each_row(logs, path, flat, what="row {} of log_history is damaged"))
     others = {*STEP_NAMES} - {"step"}  # the trainer's own count, whatever else is logged
     rows = [{name: value for name, value in row.items() if name not in others or "step" not in row} for row in rows]
     return _of_rows("TRL trainer state", rows, names, path, ours=False)
+
+
+def _by_metric(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an object {metric: {step: value}}, as NeMo-RL writes its metrics.json; none of any other object."""
+    if not all(isinstance(values, dict) and all(map(str.isdigit, values)) for values in found.values()):
+        return []
+    steps = sorted({int(step) for values in found.values() for step in values})
+    return [
+        {"step": step, **{name: values[str(step)] for name, values in found.items() if str(step) in values}}
+        for step in steps
+    ]
 
 
 # --- TensorBoard ----------------------------------------------------------------------------------------------
