@@ -22,13 +22,10 @@ class MetricRow:
     name: str
     """The name as it is logged; the part before the slash is its family."""
     unit: str
-    """The unit of the value."""
     better: Better
-    """Whether higher values are better, lower ones, or neither."""
     reduction: str
     """How it is reduced over the batch of a step: a mean over completions, tokens, KL tokens; a sum over parts."""
     text: str
-    """What the metric says, in a sentence."""
 
 
 METRICS: dict[str, MetricRow] = {

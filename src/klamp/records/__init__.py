@@ -82,7 +82,6 @@ def _read_folder(path: Path, names: Mapping[str, str] | None) -> History:
 
 
 def _read_lines(path: Path, names: Mapping[str, str] | None) -> History:
-    """Read the JSONL files of a folder, of metrics or of completions."""
     exported = [*path.glob(TOKEN_EXPORT), *path.glob(f"token_exports/{TOKEN_EXPORT}")]
     exported.sort(key=lambda file: (step_in(file), file))
     files = sorted(path.glob("*.jsonl"))

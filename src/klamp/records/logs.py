@@ -155,7 +155,6 @@ PRINTED = re.compile(r"\{'[^{}]*\}")
 ROW = re.compile(r"\{['\"][^{}]*\}")
 """The same, or an object of JSON behind the time and the level of a log."""
 NUMPY = re.compile(r"\b(?:np|numpy)\.\w+\(([^()]*)\)")
-"""A number as numpy writes it."""
 BARE = re.compile(r"(?<![\w'])-?(nan|inf|NaN|Infinity|null|true|false)(?![\w'])")
 """A number that is none of Python's literals."""
 GAP = re.compile(r" {2,}")
@@ -181,7 +180,6 @@ def _with_metrics(source: str, rows: Sequence[Mapping[str, Any]], names: Names |
 
 
 def _rows_in(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics in a text, in order."""
     lines = [line.strip("\r\n") for line in text_lines(path)]
     lines = [line for line in lines if line.strip()]
     for read in (_console, _printed):
@@ -320,7 +318,6 @@ def read_tensorboard(path: Path, names: Names | None = None) -> History:
 
 
 def _read_events(path: Path) -> tuple[dict[int, dict[str, float]], dict[str, Any]]:
-    """Read the metrics (step -> name -> value), and the arguments if transformers wrote them as text."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
@@ -341,7 +338,6 @@ def _read_events(path: Path) -> tuple[dict[int, dict[str, float]], dict[str, Any
 
 
 def _value(text: str) -> Any:
-    """What a text of JSON says; the text itself, where it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

@@ -98,7 +98,6 @@ def completion_of(row: Mapping[str, Any], *, default_step: int = 1) -> Completio
 
 
 def _without_padding(sampler: Sequence[float] | None, trained: Sequence[bool] | None, length: int) -> int:
-    """The number of tokens before the padding on the right."""
     while sampler and trained and length and not trained[length - 1] and sampler[length - 1] in UNWRITTEN:
         length -= 1
     return length

@@ -46,7 +46,6 @@ from klamp.verify.proofs.values import exact
 from klamp.verify.worlds import random_chain, random_positions
 
 Line = tuple[str, str]
-"""A label and a text."""
 
 MEASURED: Mapping[Direction, str] = {"reverse": "KL(policy||ref)", "forward": "KL(ref||policy)", "js": JS}
 STRAIGHT = 0.9999
@@ -58,7 +57,6 @@ class Explanation:
     """What a KL term does, ready to be printed."""
 
     name: str
-    """The name of what was explained."""
     verdict: str
     """What it does, in a sentence."""
     lines: tuple[Line, ...]
@@ -76,11 +74,8 @@ class Setting:
     max_length: int | None = None
     """Longest completion in tokens; None: the expected one."""
     group_size: int = 8
-    """Completions per prompt."""
     paper: str = ""
-    """The paper that the recipe comes from."""
     rewarded: bool = True
-    """Whether a reward is trained on."""
     updates: int | None = None
     """Updates on each batch of completions; None: unknown."""
 
@@ -129,7 +124,6 @@ def explain_config(
 
 
 def _of_kl(kl: KLConfig, loss: LossConfig, setting: Setting, *, alone: bool) -> tuple[str, list[Line]]:
-    """Verdict and lines of the KL to the reference or the sampler."""
     facts, reduction = measure_config(kl, loss), kl_reduction(kl, loss)
     measured, proximal = _measured(kl, facts), kl.reference == "sampler"
     if kl.beta == 0:
@@ -397,7 +391,6 @@ class Form(NamedTuple):
     found: str
     """Where it is printed; see docs/sources.md."""
     prints: str
-    """What is printed there."""
     function: KLFunction | None
     """The formula of log policy and log ref, token by token; None: the sum over the whole vocabulary."""
     instead: str
@@ -445,7 +438,6 @@ FORMS: Mapping[str, Form] = {
         "kl_estimator='k3', kl_gradient='own'; with kl_gradient='reverse' the same value has its own gradient",
     ),
 }
-"""Name of a formula -> the formula."""
 
 
 def explain_form(name: str) -> Explanation:
