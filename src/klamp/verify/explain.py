@@ -131,9 +131,8 @@ def _of_kl(kl: KLConfig, loss: LossConfig, setting: Setting, *, alone: bool) -> 
     lines = [("" if i else "equation", _towards(text, kl)) for i, text in enumerate(equations(kl, loss))]
     lines += [*measured, ("limits", _limits(kl, setting))]
     if kl.kl_placement == "loss" and kl.kl_estimator != "exact":
-        choices = {"value": kl.kl_estimator, "gradient": kl.kl_gradient, "horizon": kl.kl_horizon}
-        one = torch.ones(1, 1, dtype=torch.bool)
-        penalty = partial(kl_penalty, mask=one, max_log_ratio=kl.kl_max_log_ratio, **choices)
+        choices = {"value": kl.kl_estimator, "gradient": kl.kl_gradient, "max_log_ratio": kl.kl_max_log_ratio}
+        penalty = partial(kl_penalty, mask=torch.ones(1, 1, dtype=torch.bool), horizon=kl.kl_horizon, **choices)
         faults = far_faults(penalty, moves=facts.position.follows.name != "zero")
         lines.append(("at 30 nats", faults or "finite in float32, bfloat16 and float16"))
     clipped = kl.kl_clip_method != "none"
@@ -468,9 +467,9 @@ def explain_form(name: str) -> Explanation:
         *([("at 30 nats", faults)] if faults else []),
         ("in klamp", form.instead),
     ]
+    gradient = f"it follows the gradient of {pull.follows.in_words}"
     still = "the expected gradient is zero, so it regularises nothing"
-    gradient = f"it follows the gradient of {pull.follows.in_words}" if moves else still
-    verdict = f"{_value_verdict(value, under_ref)}; {gradient}."
+    verdict = f"{_value_verdict(value, under_ref)}; {gradient if moves else still}."
     return Explanation(name=name, verdict=verdict, lines=tuple(lines), cautions=())
 
 
