@@ -38,7 +38,7 @@ def test_a_name_without_a_row_has_no_reduction_and_is_refused() -> None:
     assert averaged_over("kl/k3") == "KL tokens"
     assert averaged_over("policy/logp_mean") == "tokens"
     assert averaged_over("kl/log_ratio_max") is None
-    with pytest.raises(ConfigError, match="no row in METRICS"):
+    with pytest.raises(ConfigError, match="metric of metrics.yaml"):
         averaged_over("kl/new")
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import functools
+import itertools
+import math
 import warnings
 
 import pytest
+import torch
 
 from klamp.config import PRESETS, KLConfig, LossConfig
+from klamp.core.gradients import kl_penalty
 from klamp.verify import convergence
 from klamp.verify.explain import Explanation, Setting, equations, explain_config
 
@@ -61,6 +65,7 @@ def test_the_verdict_is_measured_not_looked_up(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setitem(gradients.COEFFICIENTS, ("token", "reverse"), turned)
     found = explain_config(KLConfig(), LossConfig(), name="mine")
     assert "neither KL: cosine -1.000" in found.verdict
+    assert "pushes away" in line(found, "at 30 nats")
 
 
 def test_the_price_is_that_of_the_reduction_the_baseline_the_scale_and_the_group() -> None:
@@ -120,6 +125,31 @@ def lines(**choices: object) -> list[str]:
         return equations(KLConfig(**choices), LossConfig())
 
 
+def evaluate(formula: str, policy: float, ref: float) -> float:
+    """A printed coefficient (or value) of one token, as arithmetic."""
+    words = {"ref_t/policy_t": str(math.exp(ref - policy)), "delta_t": f"({policy - ref})", "^": "**", "|": ""}
+    if formula.startswith("|"):
+        return abs(policy - ref)
+    for word, number in words.items():
+        formula = formula.replace(word, number)
+    return eval(formula, {"exp": math.exp, "sign": lambda x: math.copysign(1, x)})
+
+
+@pytest.mark.parametrize(
+    ("value", "gradient"), list(itertools.product(("k1", "k2", "k3", "abs"), ("reverse", "forward", "own")))
+)
+def test_value_and_coefficient_of_one_token_are_what_kl_penalty_computes(value: str, gradient: str) -> None:
+    for policy, ref in ((-0.5, -1.5), (-2.0, -0.25)):
+        leaf = torch.tensor([[policy]], dtype=torch.float64, requires_grad=True)
+        reference, mask = torch.tensor([[ref]], dtype=torch.float64), torch.tensor([[True]])
+        result = kl_penalty(leaf, reference, mask, value=value, gradient=gradient)  # type: ignore[arg-type]
+        (slope,) = torch.autograd.grad(result.sum(), leaf)
+        _, printed, backward = lines(kl_estimator=value, kl_gradient=gradient)
+        coefficient = backward.removeprefix("gradient of penalty_t = ").removesuffix(" grad log policy_t")
+        assert evaluate(printed.removeprefix("penalty_t = "), policy, ref) == pytest.approx(result.item())
+        assert evaluate(coefficient, policy, ref) == pytest.approx(slope.item())
+
+
 def test_what_is_added_and_where() -> None:
     assert lines()[1] == "penalty_t = exp(-delta_t) - 1 + delta_t"
     assert lines(kl_off_policy="token")[1].startswith("penalty_t = w_t (exp(-delta_t)")
@@ -127,3 +157,9 @@ def test_what_is_added_and_where() -> None:
     k1 = {"kl_estimator": "k1", "kl_horizon": "sequence"}
     assert lines(**k1, kl_placement="reward")[0].startswith("reward = reward - beta * sum_t delta_t")
     assert "sum over j >= t of delta_j" in lines(**k1, kl_placement="advantage")[0]
+    assert lines(kl_gradient="none")[-1] == "gradient of penalty_t = 0"
+    assert lines(kl_off_policy="token")[2] == "gradient of penalty_t = w_t delta_t grad log policy_t"
+    prefix = lines(kl_off_policy="sequence", kl_horizon="sequence")
+    assert prefix[2] == "gradient of penalty_t = (rho_t delta_t + sum over later j of rho_j k3_j) grad log policy_t"
+    assert "sum over later j of exact_j" in lines(kl_estimator="exact", kl_horizon="sequence")[2]
+    assert lines(kl_estimator="exact", kl_gradient="forward")[2].endswith("sum_v ref_v (log ref_v - log policy_v)")

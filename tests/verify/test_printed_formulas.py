@@ -78,6 +78,8 @@ def test_the_numbers_of_the_lines() -> None:
     assert value == "+9.3731 nats per token where KL(policy||ref) is +0.8851"
     assert ("", "with tokens of the reference +0.8851") in explained("ratio-weighted").lines
     assert "cosine 0.510 to 0.996 with KL(policy||ref)" in dict(explained("exact-kl").lines)["sequence"]
+    assert "float16" in dict(explained("k3-as-loss").lines)["at 30 nats"]
+    assert [name for name in FORMS if "at 30 nats" in dict(explained(name).lines)] == ["ratio-weighted", "k3-as-loss"]
 
 
 def test_another_name_is_refused() -> None:

@@ -19,7 +19,6 @@ class Limit:
     """A threshold of an alarm."""
 
     value: float
-    """The number."""
     text: str
     """Its unit and what it applies to; where it comes from, in brackets."""
 
@@ -29,7 +28,6 @@ class Blamed:
     """A token that has a large part in a KL."""
 
     step: int
-    """The step that it was sampled in."""
     completion: int
     """The number of its completion among those that were written in the step, from 0."""
     position: int
@@ -37,7 +35,6 @@ class Blamed:
     token: str
     """The token as text, or its id."""
     policy_logprob: float
-    """Its log-probability under the policy, in nats."""
     other_logprob: float
     """Its log-probability under the reference (for a sampler mismatch, under the sampler), in nats."""
     share: float
@@ -49,7 +46,6 @@ class Evidence:
     """What a rule found wrong in a run: a sentence, and tokens to blame."""
 
     text: str
-    """One sentence with the numbers."""
     tokens: Sequence[Blamed] = ()
     """The tokens to blame, the worst first."""
     causes: Sequence[str] = ()
@@ -60,9 +56,6 @@ Rule: TypeAlias = Callable[[History], Evidence | None]
 """Looks at a run as it stands after a step or an evaluation; None: nothing is wrong. Looks only at the last steps."""
 
 
-Decorator: TypeAlias = Callable[[Rule], Rule]
-
-
 @dataclass(frozen=True, kw_only=True)
 class Alarm:
     """A named alarm: what it looks for, what that means, what to do."""
@@ -70,18 +63,13 @@ class Alarm:
     name: str
     """The name that `--stop-on` and `--fail-on` take."""
     text: str
-    """What it finds, in a few words."""
     means: str
-    """What usually causes it."""
     next_step: str
-    """What to do."""
     rule: Rule
-    """The function that looks for it in a run."""
     needs: Sequence[str]
     """What a record must hold: metrics (`a|b`: one of them), `completions`, `sampler_logprobs` in them (or what else
     says which tokens the model wrote), `evaluations`, `settings.NAME`."""
     limits: Sequence[Limit]
-    """The thresholds that it uses."""
     level: Level
     """`note`: information, which fails no check unless it is asked to."""
 
@@ -92,7 +80,9 @@ KL = "kl/k3|kl/exact|kl/k1"
 """What most alarms about the KL need: one of these metrics."""
 
 
-def alarm(name: str, *, needs: Sequence[str], limits: Sequence[Limit] = (), level: Level = "alarm") -> Decorator:
+def alarm(
+    name: str, *, needs: Sequence[str], limits: Sequence[Limit] = (), level: Level = "alarm"
+) -> Callable[[Rule], Rule]:
     """Make a rule an alarm. Its docstring has three paragraphs: what it finds, what that means, what to do."""
 
     def register(rule: Rule) -> Rule:

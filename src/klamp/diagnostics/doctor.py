@@ -17,15 +17,11 @@ class Finding:
     """An alarm that rose in a run: when, and what was seen."""
 
     alarm: Alarm
-    """The alarm that rose."""
     first_step: int
-    """The step after which it rose."""
     last_step: int
     """The latest step in which it was still there."""
     steps: int
-    """The number of steps in which it was there."""
     evidence: Evidence
-    """What was seen when it rose."""
 
     @property
     def in_a_line(self) -> str:
@@ -61,7 +57,6 @@ class Diagnosis:
     """Everything that the alarms found in a run."""
 
     history: History
-    """The run that was examined."""
     findings: Sequence[Finding]
     """Alarms first, then notes, each by the step in which it rose."""
     unchecked: dict[str, str]
@@ -125,12 +120,9 @@ TEACHER = "teacher/"
 def _held(history: History) -> set[str]:
     """What a record holds, in the words of `Alarm.needs`."""
     held = history.names | {f"settings.{name}" for name, value in asdict(history.settings).items() if value is not None}
-    more = {
-        "completions": bool(history.completions),
-        "sampler_logprobs": history.tells_sampler,
-        "evaluations": len(history.evaluations) > 1,
-    }
-    return held | {name for name, there in more.items() if there}
+    held |= {"completions"} if history.completions else set()
+    held |= {"sampler_logprobs"} if history.tells_sampler else set()
+    return held | ({"evaluations"} if len(history.evaluations) > 1 else set())
 
 
 LATE = 150

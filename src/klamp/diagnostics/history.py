@@ -42,7 +42,6 @@ class RunSettings:
     other_reference: bool = False
     """Whether the reference is another model than the one that training starts from."""
     moving_reference: bool = False
-    """Whether the reference follows the policy."""
     k3_over_updates: bool = False
     """Whether a step's kl/k3 is a mean over all of its updates, so that the first one's is not 0."""
     other_kernels: bool = False
@@ -50,11 +49,9 @@ class RunSettings:
     steps_counted: bool = False
     """Whether the record says no steps, so that its first row need not be the first step."""
     prompts: int | None = None
-    """Prompts per step."""
     rl_skill: str | None = None
     """The evaluated skill that is trained; the others should be kept."""
     eval_size: int | None = None
-    """Examples per evaluated skill."""
     teacher_coef: float | None = None
     """Coefficient of the KL to a teacher; None also where there is none."""
 
@@ -70,9 +67,7 @@ class Completion:
     policy: Sequence[float]
     """Log-probabilities under the policy being trained; NaN where there is none."""
     ref: Sequence[float] | None = None
-    """Log-probabilities under the reference; NaN where there is none."""
     teacher: Sequence[float] | None = None
-    """Log-probabilities under the teacher; NaN where there is none."""
     sampler: Sequence[float] | None = None
     """Log-probabilities under whoever sampled the tokens; NaN where there is none."""
     trained: Sequence[bool] | None = None
@@ -84,9 +79,7 @@ class Completion:
     group: str = ""
     """A name that the completions of one prompt share."""
     prompt: str = ""
-    """The prompt, where the record has it."""
     reward: float | None = None
-    """The reward of the completion."""
     advantage: float | None = None
     """The advantage of the completion; where tokens have their own, the one that is largest in size."""
 
@@ -167,7 +160,6 @@ class Row:
     step: int
     """The number of the step, from 1; the metrics are those before its first update."""
     metrics: Mapping[str, float]
-    """Name of a metric -> its value."""
     prompts: int | None = None
     """How many prompts the metrics rest on, where they were counted from completions alone."""
 
@@ -177,15 +169,11 @@ class Answer:
     """A greedy answer to a held-out question."""
 
     step: int
-    """How many steps were done."""
     skill: str
-    """The skill that the question tests."""
     question: str
     """The prompt, without a template."""
     completion: str
-    """What was written."""
     score: float
-    """The score of the answer."""
     who: str = "policy"
     """Who wrote it: policy or teacher."""
 
@@ -217,11 +205,9 @@ class History:
     source: str = "klamp run"
     """Who wrote the record, in words."""
     settings: RunSettings = field(default_factory=RunSettings)
-    """What is known of the configuration."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """All that the record says of the configuration, by the names of who wrote it."""
     rows: list[Row] = field(default_factory=list)
-    """The logged steps, in order."""
     evaluations: list[Row] = field(default_factory=list)
     """Number of steps done -> (skill -> mean score)."""
     completions: dict[int, list[Completion]] = field(default_factory=dict)
@@ -229,7 +215,6 @@ class History:
     tells_sampler: bool = False
     """Whether some completion says which of its tokens the model wrote."""
     answers: list[Answer] = field(default_factory=list)
-    """Answers of evaluations, in order."""
     cautions: list[str] = field(default_factory=list)
     """What the run was warned of, in words."""
     unread: Mapping[str, str] = field(default_factory=dict)

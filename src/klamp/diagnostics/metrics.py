@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias
 
 import yaml
 
-from klamp.errors import ConfigError
+from klamp.errors import check_name
 
 Better: TypeAlias = Literal["higher", "lower", "neither"]
 Counted: TypeAlias = Literal["completions", "tokens", "KL tokens", "parts"]
@@ -22,13 +22,10 @@ class MetricRow:
     name: str
     """The name as it is logged; the part before the slash is its family."""
     unit: str
-    """The unit of the value."""
     better: Better
-    """Whether higher values are better, lower ones, or neither."""
     reduction: str
     """How it is reduced over the batch of a step: a mean over completions, tokens, KL tokens; a sum over parts."""
     text: str
-    """What the metric says, in a sentence."""
 
 
 METRICS: dict[str, MetricRow] = {
@@ -51,15 +48,9 @@ def averaged_over(name: str) -> Counted | None:
     """What the parts of a step count by when their means are joined; None: no mean, such as a maximum.
 
     Raises:
-        ConfigError: a name that is not in `METRICS`.
+        UnknownNameError: it has no row in metrics.yaml, without which its parts would be averaged wrongly, unseen.
     """
-    if name not in METRICS:
-        raise ConfigError(
-            "a metric has no row in METRICS",
-            got=name,
-            why="without its reduction the parts of a step would be averaged wrongly, and nobody would see it",
-            fix="add a row with its unit and reduction to klamp/diagnostics/metrics.yaml",
-        )
+    check_name("metric of metrics.yaml", name, METRICS)
     return _COUNTED.get(METRICS[name].reduction)
 
 

@@ -116,7 +116,7 @@ def translate(
     numbers = {name: value for name in logged if (value := as_number(logged[name])) is not None}
     found = {ours: numbers[theirs] for ours, theirs in names.items() if theirs in numbers}
     taken = set(names.values())
-    for name in sorted(numbers, key=lambda name: not _is_own(name)):
+    for name in sorted(numbers, key=lambda name: known(name) not in (name, name.removeprefix("train/"))):
         ours = known(name, theirs)
         if ours is not None and ours not in names and name not in taken:
             found.setdefault(ours, numbers[name])
@@ -136,10 +136,6 @@ def as_number(value: object) -> float | None:
         return float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else None
     except (ValueError, OverflowError):
         return None
-
-
-def _is_own(name: str) -> bool:
-    return known(name) in (name, name.removeprefix("train/"))
 
 
 def evaluations(logged: Mapping[str, object], *, every: bool = False) -> dict[str, float]:

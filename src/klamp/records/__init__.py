@@ -82,7 +82,6 @@ def _read_folder(path: Path, names: Mapping[str, str] | None) -> History:
 
 
 def _read_lines(path: Path, names: Mapping[str, str] | None) -> History:
-    """Read the JSONL files of a folder, of metrics or of completions."""
     exported = [*path.glob(TOKEN_EXPORT), *path.glob(f"token_exports/{TOKEN_EXPORT}")]
     exported.sort(key=lambda file: (step_in(file), file))
     files = sorted(path.glob("*.jsonl"))
@@ -92,6 +91,8 @@ def _read_lines(path: Path, names: Mapping[str, str] | None) -> History:
         return read_rollouts(exported or numbered, source="prime-rl token export" if exported else "verl rollouts")
     if (path / "metrics.jsonl").is_file():
         return read_metrics(path / "metrics.jsonl", names)
+    if (path / "metrics.json").is_file():
+        return _read_file(path / "metrics.json", names)
     files = files or sorted(file for end in TEXTS for file in path.glob(f"*{end}"))
     if len(files) == 1:
         return _read_file(files[0], names)

@@ -33,7 +33,11 @@ def is_klamp_run(path: Path) -> bool:
 def read_klamp_run(path: Path) -> History:
     """Read the history of a klamp run from its folder."""
     written = object_in(path / CONFIG)
-    values, changes = _in_force(written)
+    values, changes = written, dict[int, str]()
+    if "history" in written:
+        from klamp.training.resumed import in_force, told
+
+        values, changes = in_force(written), told(written)
     summary = object_in(path / SUMMARY) if (path / SUMMARY).is_file() else {}
     skill = summary.get("rl_skill")
     if not isinstance(skill, str | None):
@@ -65,15 +69,6 @@ def read_config(path: Path, step: float = math.inf) -> tuple[dict[str, Any], Tra
     return _shown(values), config_of(values)
 
 
-def _in_force(written: dict[str, Any]) -> tuple[dict[str, Any], Mapping[int, str]]:
-    """The fields of a config.yaml that are in force now, and what resumes changed: step -> text."""
-    if "history" not in written:
-        return written, {}
-    from klamp.training.resumed import in_force, told
-
-    return in_force(written), told(written)
-
-
 def _shown(values: Mapping[str, Any]) -> dict[str, Any]:
     return {name: without_credentials(value) if isinstance(value, str) else value for name, value in values.items()}
 
@@ -92,7 +87,6 @@ class Details:
     """What is known of a run besides its history; empty where its folder is not klamp's."""
 
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Name of a package -> its version."""
     words: Sequence[str] = ()
     """Its model, task and KL."""
     when: float | None = None

@@ -155,7 +155,6 @@ PRINTED = re.compile(r"\{'[^{}]*\}")
 ROW = re.compile(r"\{['\"][^{}]*\}")
 """The same, or an object of JSON behind the time and the level of a log."""
 NUMPY = re.compile(r"\b(?:np|numpy)\.\w+\(([^()]*)\)")
-"""A number as numpy writes it."""
 BARE = re.compile(r"(?<![\w'])-?(nan|inf|NaN|Infinity|null|true|false)(?![\w'])")
 """A number that is none of Python's literals."""
 GAP = re.compile(r" {2,}")
@@ -168,17 +167,19 @@ LOOKED_AT = 200
 
 def read_text(path: Path, names: Names | None = None) -> History:
     """Read the history in what a trainer printed, or in a table of a notebook or of a chart."""
-    rows = _rows_in(path)
-    history = _of_rows("text of a log", rows, names, path)
+    return _with_metrics("text of a log", _rows_in(path), names, path)
+
+
+def _with_metrics(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None, path: Path) -> History:
+    history = _of_rows(source, rows, names, path)
     if not history.rows:
         why = f"its first row has {', '.join(list(rows[0])[:12])}"
         fix = "say with --map what a column is, for example kl=Value"
-        raise unreadable("a text of a log has no metric that klamp knows", path, why=why, fix=fix)
+        raise unreadable(f"a {source} has no metric that klamp knows", path, why=why, fix=fix)
     return history
 
 
 def _rows_in(path: Path) -> list[dict[str, Any]]:
-    """The rows of metrics in a text, in order."""
     lines = [line.strip("\r\n") for line in text_lines(path)]
     lines = [line for line in lines if line.strip()]
     for read in (_console, _printed):
@@ -265,12 +266,25 @@ def read_trl_state(path: Path, names: Names | None = None) -> History:
     """Read the history in a trainer_state.json."""
     found = object_in(path)
     logs = found.get("log_history")
+    if logs is None and (by_metric := _by_metric(found)):
+        return _with_metrics("table by metric", by_metric, names, path)
     if not isinstance(logs, list):
         raise unreadable("a trainer state has no log_history", path, why="without logged rows there is no history")
     rows = list(each_row(logs, path, flat, what="row {} of log_history is damaged"))
     others = {*STEP_NAMES} - {"step"}  # the trainer's own count, whatever else is logged
     rows = [{name: value for name, value in row.items() if name not in others or "step" not in row} for row in rows]
     return _of_rows("TRL trainer state", rows, names, path, ours=False)
+
+
+def _by_metric(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The rows of an object {metric: {step: value}}, as NeMo-RL writes its metrics.json; none of any other object."""
+    if not all(isinstance(values, dict) and all(map(str.isdigit, values)) for values in found.values()):
+        return []
+    steps = sorted({int(step) for values in found.values() for step in values})
+    return [
+        {"step": step, **{name: values[str(step)] for name, values in found.items() if str(step) in values}}
+        for step in steps
+    ]
 
 
 # --- TensorBoard ----------------------------------------------------------------------------------------------
@@ -304,7 +318,6 @@ def read_tensorboard(path: Path, names: Names | None = None) -> History:
 
 
 def _read_events(path: Path) -> tuple[dict[int, dict[str, float]], dict[str, Any]]:
-    """Read the metrics (step -> name -> value), and the arguments if transformers wrote them as text."""
     try:
         from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     except ImportError as error:
@@ -325,7 +338,6 @@ def _read_events(path: Path) -> tuple[dict[int, dict[str, float]], dict[str, Any
 
 
 def _value(text: str) -> Any:
-    """What a text of JSON says; the text itself, where it is none."""
     try:
         return json.loads(text)
     except (ValueError, RecursionError):

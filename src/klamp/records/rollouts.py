@@ -98,7 +98,6 @@ def completion_of(row: Mapping[str, Any], *, default_step: int = 1) -> Completio
 
 
 def _without_padding(sampler: Sequence[float] | None, trained: Sequence[bool] | None, length: int) -> int:
-    """The number of tokens before the padding on the right."""
     while sampler and trained and length and not trained[length - 1] and sampler[length - 1] in UNWRITTEN:
         length -= 1
     return length
@@ -107,18 +106,11 @@ def _without_padding(sampler: Sequence[float] | None, trained: Sequence[bool] | 
 def _sampled(
     policy: Sequence[float], sampler: Sequence[float] | None, trained: Sequence[bool] | None
 ) -> Sequence[bool] | None:
-    """Which tokens the sampler drew; None: it reported nothing, so that nobody knows."""
+    """Which tokens the sampler drew: it scored them, or was certain as the policy nearly is; None: nobody knows."""
     if sampler is None:
         return None
     rows = zip(policy, sampler, trained or every(len(policy)), strict=True)
-    return flags_of([_is_drawn(p, s, on) for p, s, on in rows])
-
-
-def _is_drawn(policy: float, sampler: float, trained: bool) -> bool:
-    """Whether the sampler drew a token: it scored it, or was certain of it as the policy nearly is."""
-    if sampler == 0.0 or math.isnan(sampler):
-        return policy > CERTAIN and trained
-    return (policy, sampler) != UNWRITTEN
+    return flags_of([(p > CERTAIN and on) if s == 0.0 or math.isnan(s) else (p, s) != UNWRITTEN for p, s, on in rows])
 
 
 def _ended(row: Mapping[str, Any]) -> bool | None:

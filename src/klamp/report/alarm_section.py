@@ -73,7 +73,6 @@ def alarm_section(runs: Sequence[ReportRun], anchors: Anchors) -> Html:
 
 
 def _of(names: Sequence[str], runs: Sequence[ReportRun]) -> str:
-    """Which of the runs are meant, where there are several."""
     return f" in {', '.join(names)}" if len(runs) > 1 else ""
 
 
@@ -93,7 +92,10 @@ def _finding(runs: Sequence[ReportRun], number: int, findings: Mapping[int, Find
     symbol = element("span", "▲" if alarm.level == "alarm" else "●", aria_hidden="true")
     sign = element("span", symbol, f" {number}", class_="sign")
     where = f"in {len(findings)} of {len(runs)} runs" if several else _since(next(iter(findings.values())))
-    seen = [_seen(runs[run].name if several else "", finding) for run, finding in findings.items()]
+    seen = [
+        element("dd", *([element("b", runs[run].name), f", {_since(found)}: "] if several else []), found.evidence.text)
+        for run, found in findings.items()
+    ]
     causes = dict.fromkeys(cause for finding in findings.values() for cause in finding.evidence.causes)
     likely = [("Likely", [element("dd", cause) for cause in causes])] if causes else []
     facts = [
@@ -119,11 +121,6 @@ def _finding(runs: Sequence[ReportRun], number: int, findings: Mapping[int, Find
 
 def _since(finding: Finding) -> str:
     return f"step {finding.first_step}" + (f", and {finding.steps - 1} more" if finding.steps > 1 else "")
-
-
-def _seen(run: str, finding: Finding) -> Html:
-    text = finding.evidence.text
-    return element("dd", element("b", run), f", {_since(finding)}: {text}") if run else element("dd", text)
 
 
 def _tokens(runs: Sequence[ReportRun], findings: Mapping[int, Finding], anchors: Anchors) -> list[Html]:

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from klamp.report.text import Html, count, data_table, element, rounded, short
 
@@ -18,7 +19,6 @@ class Series:
     """One curve of a chart."""
 
     label: str
-    """The name of the curve in the legend."""
     points: Mapping[float, float]
     """Step -> value, in the order of steps; NaN and infinities are gaps."""
     slot: int = 0
@@ -32,23 +32,18 @@ class Line:
     """A level or band in a chart, to compare the curves with."""
 
     label: str
-    """The name of the level or band."""
     low: float
     """The level, or the lower edge of the band."""
     high: float | None = None
     """The upper edge of the band; None: it is a level."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Mark:
-    """The mark of an alarm on the axis of steps."""
+class Mark(NamedTuple):
+    """The mark of an alarm on the axis of steps: the step after which it rose, its number on the page, its name."""
 
     step: int
-    """The step after which the alarm rose."""
     number: int
-    """The number of the alarm on the page."""
     name: str
-    """The name of the alarm."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,9 +53,7 @@ class Chart:
     name: str
     """The id of the chart, unique on the page; letters, digits and hyphens."""
     title: str
-    """The title, in a few words."""
     unit: str
-    """The unit of the values."""
     curves: Mapping[str, str]
     """Metric -> its label, the most important first."""
     include: Sequence[float] = (0.0,)
@@ -68,13 +61,9 @@ class Chart:
     decimals: int | None = None
     """Decimals of the values in the legend; None: as many as four digits need."""
     text: str = ""
-    """A note below the curves."""
     series: Sequence[Series] = ()
-    """The curves of the runs."""
     lines: Sequence[Line] = ()
-    """The targets, as levels and bands."""
     marks: Sequence[Mark] = ()
-    """The alarms that rose over these metrics."""
 
 
 def render_chart(chart: Chart, *, most: int = 400) -> Html:
@@ -112,7 +101,7 @@ def _plot(chart: Chart) -> str:
         "decimals": chart.decimals,
         "slots": [series.slot for series in chart.series],
         "lines": [[line.low, line.high] for line in chart.lines],
-        "marks": [[mark.step, mark.number] for mark in chart.marks],
+        "marks": [mark[:2] for mark in chart.marks],
     }
     return json.dumps(found, separators=(",", ":"), allow_nan=False)
 
@@ -177,7 +166,6 @@ def _legend(chart: Chart) -> list[Html]:
 
 
 def _entry(group: Sequence[Series], decimals: int | None) -> Html:
-    """A line with the latest value of each curve."""
     first = group[0]
     latest = [[*series.points.values()][-1] for series in group if series.points]
     return element(

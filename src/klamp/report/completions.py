@@ -22,9 +22,7 @@ class Shown:
     """A completion on the page, together with equal ones."""
 
     run: int
-    """The number of its run."""
     completion: Completion
-    """The completion as the record has it."""
     index: int
     """Its place among the completions of its step, from 0; of equal ones, the place of the first."""
     times: int
@@ -34,7 +32,6 @@ class Shown:
     ratios: Sequence[float]
     """log policy - log other of each token; NaN if one is missing, or the token is not trained on."""
     blamed: frozenset[int] = frozenset()
-    """The positions of tokens that an alarm blames."""
 
     @property
     def worst(self) -> float:
@@ -116,7 +113,6 @@ def _ratios(each: Completion, against: Anchor | None) -> array[float]:
 
 
 def _blamed_tokens(run: ReportRun) -> Mapping[tuple[int, int], frozenset[int]]:
-    """The positions that alarms blame: (step, completion) -> positions."""
     found: dict[tuple[int, int], frozenset[int]] = {}
     for finding in run.diagnosis.findings:
         for token in finding.evidence.tokens:

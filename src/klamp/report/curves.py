@@ -17,7 +17,6 @@ from klamp.report.run import OURS, ReportRun, ScoreFormat, skills_of, slots_of
 from klamp.report.text import short
 
 SKILLS = 12
-"""The most skills that get a curve."""
 
 
 PLANS: tuple[Chart, ...] = (

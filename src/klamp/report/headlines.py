@@ -26,11 +26,8 @@ class Headline:
     """One of the most important numbers of a run."""
 
     label: str
-    """What the number is."""
     value: str
-    """The number, as text."""
     unit: str = ""
-    """The unit of the number."""
     detail: str = ""
     """Where the number was at the beginning, or how high it was."""
     over: str = ""
@@ -168,6 +165,4 @@ def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]
 
 
 def _both(headline: Headline | None) -> Html:
-    if headline is None:
-        return Html(MISSING)
-    return join([element("b", headline.value), element("small", headline.detail)])
+    return join([element("b", headline.value), element("small", headline.detail)]) if headline else Html(MISSING)

@@ -29,7 +29,6 @@ GENERATOR = "klamp report"
 LONGEST = 400
 """Characters of an answer, or of a value of a setting, that are shown."""
 MOST = 40
-"""Questions that are shown."""
 STYLES, SCRIPTS = (("page.css", "charts.css", "tokens.css"), ("theme.js", "plot.js", "charts.js", "tokens.js"))
 
 
@@ -229,7 +228,6 @@ def settings_section(runs: Sequence[ReportRun]) -> Html:
 
 
 def _table(name: str, value: str, columns: Sequence[tuple[str, Mapping[str, Any]]], *, lacks: str) -> Html:
-    """One row per name, one column per run."""
     names = list(dict.fromkeys(name for _, values in columns for name in values))
     if not names:
         return element("p", f"The record does not hold the {lacks}.", class_="missing")

@@ -22,17 +22,14 @@ class ReportRun:
     name: str
     """A short name, different from those of the other runs."""
     path: str
-    """The path of its record."""
     group: str = ""
     """Runs of one group look alike in charts, as seeds of one configuration do; empty: it looks like no other."""
     diagnosis: Diagnosis
-    """Its history, and what the alarms found in it."""
     config: Mapping[str, Any] = field(default_factory=dict)
     """The configuration; empty where the record does not hold it."""
     said: Sequence[str] = ()
     """Its model, task, KL, day and duration in words, as far as they are known: the first line of the page."""
     versions: Mapping[str, str] = field(default_factory=dict)
-    """Name of a package -> its version."""
     kl_after: float | None = None
     """Exact KL(policy‖start) in nats per token, measured once after training on held-out prompts; None: it was not."""
     kl_after_sequence: float | None = None

@@ -175,7 +175,6 @@ def setting(value: object) -> str:
 
 
 Read = Callable[[str], str]
-"""Turns a token of a run into text."""
 
 
 def reader(tokens: Iterable[str]) -> Read:
@@ -187,7 +186,6 @@ def reader(tokens: Iterable[str]) -> Read:
 
 @cache
 def _bytes() -> dict[str, int]:
-    """The byte that each letter of a byte-level vocabulary stands for."""
     plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in plain]
     return {chr(byte): byte for byte in plain} | {chr(0x100 + i): byte for i, byte in enumerate(others)}

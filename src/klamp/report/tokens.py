@@ -27,7 +27,6 @@ from klamp.report.text import (
 WORST = 15
 """Rows of the table of the worst tokens."""
 BEFORE, AFTER = 8, 4
-"""Tokens before and after a worst token in its context."""
 FRAME = 30_000
 """Bytes of the page that are reserved for the tables above the completions."""
 NARROW = 24
@@ -132,7 +131,6 @@ def _worst_table(runs: Sequence[ReportRun], completions: Mapping[int, Shown]) ->
 
 
 def _context(texts: Sequence[str], position: int, shade: str) -> Html:
-    """The tokens before and after a token."""
     first, end = max(0, position - BEFORE), position + 1 + AFTER
     before = "…" * (first > 0) + "".join(texts[first:position])
     after = "".join(texts[position + 1 : end]) + "…" * (end < len(texts))
@@ -177,7 +175,6 @@ def _select(name: str, label: str, options: Sequence[tuple[str, str]]) -> Html:
 EDGES = (0.1, 0.3, 1.0, 3.0)
 """Sizes of a log-ratio, in nats, at which the shade changes."""
 PROMPT = 2000
-"""The most characters of a prompt that are shown."""
 DISTANCES: Mapping[Anchor, str] = {"reference": "KL", "teacher": "KL to the teacher", "sampler": "mismatch"}
 """What the distance to a model is called on a card."""
 

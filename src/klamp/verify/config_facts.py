@@ -104,7 +104,6 @@ def _known(world: Scene, anchor: Who) -> Truths:
 
 
 def _world(seed: int, *, length: int, sampler: Sampler = "policy") -> Scene:
-    """A scene with groups of one."""
     return scene(seed, vocab=3, length=length, sampler=sampler, group_size=1)
 
 

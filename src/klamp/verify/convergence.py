@@ -45,7 +45,6 @@ COEF = 0.3
 REACHED = 1e-4
 """Distance to the optimum, in nats, below which a configuration has reached it."""
 UPDATES = 600
-"""Most updates that are followed."""
 STILL = 1e-7
 """Size of an update, in nats of a logit, at which the policy stands still."""
 SLOWEST = 0.02
@@ -73,11 +72,9 @@ class End:
     kl: float
     """KL(policy||ref) where it ended."""
     optimal_kl: float
-    """KL(optimum||ref)."""
     length: float
     """Mean length in tokens."""
     optimal_length: float
-    """Mean length of the optimum."""
 
     @property
     def exact(self) -> bool:

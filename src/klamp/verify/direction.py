@@ -99,7 +99,6 @@ def _logs(*probs: float) -> Tensor:
 
 
 def _values(samples: int) -> tuple[TextTable, list[Check]]:
-    """Both formulas with tokens of the policy, against both KLs."""
     rows: list[tuple[str, ...]] = []
     checks: list[Check] = []
     for index, (name, chain) in enumerate(direction_worlds().items()):

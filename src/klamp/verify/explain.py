@@ -13,6 +13,8 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -31,19 +33,19 @@ from klamp.config.rules import wide_clip
 from klamp.config.teacher import TeacherConfig
 from klamp.core.clipping import clip_gate, kl_budget
 from klamp.core.estimators import ESTIMATORS
+from klamp.core.gradients import kl_penalty
 from klamp.core.term import KLTerm
 from klamp.core.types import Direction
 from klamp.errors import check_name
 from klamp.verify.config_facts import JS, LENGTH, NO_KL, ConfigFacts, bare_teacher, bare_term, measure_config
 from klamp.verify.convergence import BETA, COEF, follow, teacher_price, worlds
-from klamp.verify.judge import KLFunction, Use, ValueFinding, as_loss, judge_value
+from klamp.verify.judge import DTYPES, FAR, KLFunction, Use, ValueFinding, as_loss, judge_value, one_token
 from klamp.verify.one_step import Scene
 from klamp.verify.oracle import TOLERANCE, Loss, Pull, expected, expected_pull, in_reward
 from klamp.verify.proofs.values import exact
 from klamp.verify.worlds import random_chain, random_positions
 
 Line = tuple[str, str]
-"""A label and a text."""
 
 MEASURED: Mapping[Direction, str] = {"reverse": "KL(policy||ref)", "forward": "KL(ref||policy)", "js": JS}
 STRAIGHT = 0.9999
@@ -55,7 +57,6 @@ class Explanation:
     """What a KL term does, ready to be printed."""
 
     name: str
-    """The name of what was explained."""
     verdict: str
     """What it does, in a sentence."""
     lines: tuple[Line, ...]
@@ -73,11 +74,8 @@ class Setting:
     max_length: int | None = None
     """Longest completion in tokens; None: the expected one."""
     group_size: int = 8
-    """Completions per prompt."""
     paper: str = ""
-    """The paper that the recipe comes from."""
     rewarded: bool = True
-    """Whether a reward is trained on."""
     updates: int | None = None
     """Updates on each batch of completions; None: unknown."""
 
@@ -126,13 +124,17 @@ def explain_config(
 
 
 def _of_kl(kl: KLConfig, loss: LossConfig, setting: Setting, *, alone: bool) -> tuple[str, list[Line]]:
-    """Verdict and lines of the KL to the reference or the sampler."""
     facts, reduction = measure_config(kl, loss), kl_reduction(kl, loss)
     measured, proximal = _measured(kl, facts), kl.reference == "sampler"
     if kl.beta == 0:
         return "No pull: beta is 0; the KL is only measured and logged.", [x for x in measured if x[0] == "value"]
     lines = [("" if i else "equation", _towards(text, kl)) for i, text in enumerate(equations(kl, loss))]
     lines += [*measured, ("limits", _limits(kl, setting))]
+    if kl.kl_placement == "loss" and kl.kl_estimator != "exact":
+        choices = {"value": kl.kl_estimator, "gradient": kl.kl_gradient, "max_log_ratio": kl.kl_max_log_ratio}
+        penalty = partial(kl_penalty, mask=torch.ones(1, 1, dtype=torch.bool), horizon=kl.kl_horizon, **choices)
+        faults = far_faults(penalty, moves=facts.position.follows.name != "zero")
+        lines.append(("at 30 nats", faults or "finite in float32, bfloat16 and float16"))
     clipped = kl.kl_clip_method != "none"
     if setting.rewarded and facts.position.follows.factor > 0 and not proximal:
         price = describe_price(setting.price(kl, loss), group_size=setting.group_size)
@@ -294,8 +296,35 @@ def _limits(kl: KLConfig, setting: Setting) -> str:
     return "; ".join(parts) or "none: no clip, and nothing is cut off"
 
 
+def far_faults(function: KLFunction, use: Use = "loss", *, moves: bool) -> str:
+    """What is wrong with a token at +-30 nats, and in which floating-point types; `moves`: it has to pull back."""
+    found: dict[str, list[str]] = {}
+    for dtype, far in product(DTYPES, (FAR, -FAR)):
+        value, slope = one_token(function, dtype, far, use)
+        faults = [f"the {name} is {x}" for name, x in (("value", value), ("gradient", slope)) if not math.isfinite(x)]
+        if moves and slope * far <= 0:
+            faults.append(f"the gradient {'pushes away from the reference' if slope else 'is zero'}")
+        if faults:
+            found.setdefault(f"at {far:+g} nats {faults[0]}", []).append(str(dtype).removeprefix("torch."))
+    return "; ".join(f"{fault} ({', '.join(types)})" for fault, types in found.items())
+
+
+EXACT = "sum_v policy_v (log policy_v - log ref_v)"
+SLOPES: Mapping[tuple[str, str], str] = {
+    ("token", "reverse"): "{w}delta_t",
+    ("token", "forward"): "{w}(1 - exp(-delta_t))",
+    ("sequence", "reverse"): "({w}delta_t + sum over later j of {later}_j)",
+    ("sequence", "forward"): "({w}1 - product over j <= t of ref_j/{by}_j)",
+    ("k1", "own"): "{w}1",
+    ("k2", "own"): "{w}delta_t",
+    ("k3", "own"): "{w}(1 - exp(-delta_t))",
+    ("abs", "own"): "{w}sign(delta_t)",
+}
+"""(horizon, or value of an own gradient; gradient) -> the coefficient of grad log policy_t."""
+
+
 def equations(kl: KLConfig, loss: LossConfig) -> list[str]:
-    """What the KL of a configuration adds, and where; delta = log policy - log ref."""
+    """What the KL of a configuration adds, and where, and its gradient; delta = log policy - log ref."""
     gate = "" if kl.kl_clip_method == "none" else ", times the gate"
     if kl.kl_placement == "reward" and gate:
         return [f"advantage = A[reward] - beta * A[sum_t delta_t]{gate}; A: how advantages are formed of rewards"]
@@ -306,14 +335,24 @@ def equations(kl: KLConfig, loss: LossConfig) -> list[str]:
         return [f"advantage_t = advantage_t - beta * {shift}{gate}, after the advantages are formed"]
     added = f"loss = policy loss + beta * R[penalty], R: {describe_average(kl_reduction(kl, loss))}"
     if kl.kl_estimator == "exact":
-        return [added, "penalty_t = sum_v policy_v (log policy_v - log ref_v)"]
-    formula = ESTIMATORS[kl.kl_estimator].formula.replace("delta", "delta_t")
-    weight, where = {
-        "none": ("", ""),
-        "token": ("w_t ", ", w_t = policy_t/sampler_t"),
-        "sequence": ("rho_t ", ", rho_t = product of policy/sampler up to t"),
-    }[kl.kl_off_policy]
-    return [added, f"penalty_t = {weight}({formula}){where}" if weight else f"penalty_t = {formula}"]
+        value = EXACT
+        slope = "grad " + ("sum_v ref_v (log ref_v - log policy_v)" if kl.kl_gradient == "forward" else EXACT)
+        slope += ", and sum over later j of exact_j times grad log policy_t" * (kl.kl_horizon == "sequence")
+    else:
+        value = ESTIMATORS[kl.kl_estimator].formula.replace("delta", "delta_t")
+        weight, where = {
+            "none": ("", ""),
+            "token": ("w_t ", ", w_t = policy_t/sampler_t"),
+            "sequence": ("rho_t ", ", rho_t = product of policy/sampler up to t"),
+        }[kl.kl_off_policy]
+        value = f"{weight}({value}){where}" if weight else value
+        later, by = "k3" if kl.kl_estimator == "k3" else "delta", "policy"
+        if weight:
+            later, by = f"rho_j {later}", "sampler"
+        row = kl.kl_estimator if kl.kl_gradient == "own" else kl.kl_horizon
+        slope = SLOPES.get((row, kl.kl_gradient), "").format(w=weight, later=later, by=by) + " grad log policy_t"
+    slope = "0" if kl.kl_gradient == "none" else slope
+    return [added, f"penalty_t = {value}", f"gradient of penalty_t = {slope}{gate}"]
 
 
 MOVING = ("ema", "periodic", "live")
@@ -351,7 +390,6 @@ class Form(NamedTuple):
     found: str
     """Where it is printed; see docs/sources.md."""
     prints: str
-    """What is printed there."""
     function: KLFunction | None
     """The formula of log policy and log ref, token by token; None: the sum over the whole vocabulary."""
     instead: str
@@ -399,7 +437,6 @@ FORMS: Mapping[str, Form] = {
         "kl_estimator='k3', kl_gradient='own'; with kl_gradient='reverse' the same value has its own gradient",
     ),
 }
-"""Name of a formula -> the formula."""
 
 
 def explain_form(name: str) -> Explanation:
@@ -418,6 +455,8 @@ def explain_form(name: str) -> Explanation:
     swapped = [expected(replace(world, sampler_logits=world.ref_logits), form.value).item() for world in positions]
     under_ref = sum(swapped) / len(swapped)
     whole = expected_pull([random_chain(seed, vocab=3, length=3) for seed in range(4)], loss)
+    moves = pull.follows.name != "zero"
+    faults = "" if form.function is None else far_faults(form.function, form.use, moves=moves)
     lines: list[Line] = [
         ("prints", form.prints),
         ("found in", f"{form.found} (docs/sources.md)"),
@@ -425,12 +464,12 @@ def explain_form(name: str) -> Explanation:
         ("", f"with tokens of the reference {under_ref:+.4f}"),
         ("pull", f"at one position {describe_pull(pull)}"),
         ("sequence", f"over whole completions, of up to 3 tokens: {describe_pull(whole)}"),
+        *([("at 30 nats", faults)] if faults else []),
         ("in klamp", form.instead),
     ]
     gradient = f"it follows the gradient of {pull.follows.in_words}"
-    if pull.follows.name == "zero":
-        gradient = "the expected gradient is zero, so it regularises nothing"
-    verdict = f"{_value_verdict(value, under_ref)}; {gradient}."
+    still = "the expected gradient is zero, so it regularises nothing"
+    verdict = f"{_value_verdict(value, under_ref)}; {gradient if moves else still}."
     return Explanation(name=name, verdict=verdict, lines=tuple(lines), cautions=())
 
 

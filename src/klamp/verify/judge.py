@@ -47,9 +47,7 @@ class ValueFinding:
     """The quantity that it estimates without bias: KL(policy||ref), KL(ref||policy), these with a minus, zero, or
     "neither KL"."""
     expected: float
-    """The expected value of the function."""
     reverse_kl: float
-    """KL(policy||ref)."""
     relative_bias: float
     """(expected - KL(policy||ref)) / KL(policy||ref)."""
     standard_deviation: float
@@ -63,9 +61,7 @@ class Judgement:
     """What was found out about one function."""
 
     value: ValueFinding
-    """What the function estimates."""
     gradient: Pull
-    """Where the function's gradient points."""
     clamp: tuple[float | None, float | None]
     """The log-ratios (nats) below and above which the gradient is exactly zero, in float64; None: it never is. Both are
     0 where the value is detached."""

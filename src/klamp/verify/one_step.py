@@ -278,7 +278,6 @@ def _gates(scene: Scene, objective: Objective, kl: KLConfig) -> Float[Tensor, "g
 
 
 def _check_exclusions(kl: KLConfig, vocab: int) -> None:
-    """Refuse excluded tokens that this world does not have."""
     unknown = [name for name in kl.kl_exclude_tokens if not isinstance(name, int) or not 0 <= name < vocab]
     if not unknown:
         return

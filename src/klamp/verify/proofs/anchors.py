@@ -21,6 +21,7 @@ from klamp.config.teacher import TeacherConfig, TeacherHead
 from klamp.core.advantages import group_advantages
 from klamp.core.penalty import token_penalty
 from klamp.core.types import Batch, Direction
+from klamp.verify.config_facts import NO_KL
 from klamp.verify.one_step import Scene, examine_config, quietly, scene, scores_of, teacher_kl
 from klamp.verify.oracle import (
     Loss,
@@ -36,7 +37,6 @@ from klamp.verify.proofs.check import EXACT, Check, follows, is_equal, is_true
 from klamp.verify.worlds import Chain, Outcomes, Who, enumerate_outcomes, one_position, random_chain, truncate_top_p
 
 VOCAB = 4
-NO_KL = KLConfig(beta=0.0)
 DIRECTIONS: tuple[Direction, ...] = get_args(Direction)
 WEIGHTS = {
     "none": "tokens of the policy",

@@ -19,13 +19,9 @@ class Check:
     """A claim, what was measured of it, and whether the measurement agrees."""
 
     claim: str
-    """What klamp claims, in words."""
     expected: str
-    """What the measurement should give."""
     measured: str
-    """What the measurement gave."""
     passed: bool
-    """Whether the two agree."""
     section: str = ""
     """The part of the proof that it belongs to."""
 
@@ -35,11 +31,8 @@ class TextTable:
     """A table of texts, ready to be printed."""
 
     title: str
-    """What the table shows."""
     columns: tuple[str, ...]
-    """The headings of the columns."""
     rows: tuple[tuple[str, ...], ...]
-    """The cells, row by row."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,9 +40,7 @@ class Answer:
     """A question about a formula or a configuration, with numbers, checks and an explanation."""
 
     question: str
-    """The question."""
     tables: tuple[TextTable, ...]
-    """The tables of numbers."""
     checks: tuple[Check, ...]
     """What the answer rests on, each passed or failed."""
     words: tuple[str, ...]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import get_args
 
 import torch
@@ -178,11 +179,8 @@ def _slope(
     value: Estimator, gradient: Gradient, dtype: torch.dtype, delta: float, max_log_ratio: float | None = None
 ) -> float:
     """d penalty / d log policy of one token; NaN where the penalty is not finite."""
-
-    def penalty(policy: Tensor, ref: Tensor) -> Tensor:
-        mask = torch.ones_like(policy, dtype=torch.bool)
-        return kl_penalty(policy, ref, mask, value=value, gradient=gradient, max_log_ratio=max_log_ratio)
-
+    choices = {"value": value, "gradient": gradient, "max_log_ratio": max_log_ratio}
+    penalty = partial(kl_penalty, mask=torch.ones(1, 1, dtype=torch.bool), **choices)
     reached, slope = one_token(penalty, dtype, delta)
     return slope if math.isfinite(reached) else math.nan
 
@@ -196,7 +194,6 @@ class EstimatorFacts:
     """The measured properties of one estimator, tokens of the policy, at a KL of about 0.9 nats per token."""
 
     name: str
-    """The name of the estimator, as in every configuration."""
     formula: str
     """The value in terms of delta = log policy - log ref."""
     bias: float
