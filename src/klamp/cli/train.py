@@ -105,10 +105,7 @@ def _trainer(console: Console) -> Runner:
 
 
 def plan_text(config: TrainConfig, inputs: Inputs | None = None, argv: Sequence[str] = ()) -> str:
-    """The plan of a run as text: its settings in words, then the fields that differ from the defaults.
-
-    `inputs` are those that were opened, if any; `argv` what `config` was made from.
-    """
+    """The plan of a run as text: its settings in words, then what differs from the defaults; `argv` made `config`."""
     lines = (
         textwrap.fill(f"{name:<11} {text}", WIDTH, initial_indent="  ", subsequent_indent=" " * 14)
         for name, text in _plan(config, inputs).items()
