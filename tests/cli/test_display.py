@@ -40,7 +40,7 @@ def text_of(display: Drawn) -> str:
 
 def play(*flags: str, start_step: int = 0, steps: int | None = None, on: Console | None = None) -> Display:
     """A display that has followed a run, or its first steps."""
-    display, config = Display(on or console(terminal=False)), parse_train(flags).config
+    display, config = Display(on or console(terminal=False)), parse_train(flags)[0]
     display.on_start(run_info(config, Path("out"), start_step=start_step))
     if not start_step:
         display.on_evaluation(0, BEFORE)

@@ -125,44 +125,44 @@ def test_what_cannot_be_read_is_refused_with_the_way_out(command: str, argv: str
 @pytest.mark.parametrize("beta", ["0.0", "0.001", "0.01", "0.1"])
 def test_the_command_lines_of_the_grpo_tutorial(beta: str) -> None:
     argv = ["--config", str(DEMO), "--kl_penalty", beta, "--output_dir", f"output_beta_{beta}", "--max_steps", "5000"]
-    config = parse_train(argv).config
+    config = parse_train(argv)[0]
     assert (config.kl.beta, config.kl.target_kl, config.run.max_steps) == (float(beta), 0.05, 5000)
     assert config.kl.controller_name == ("fixed" if beta == "0.0" else "hold"), "beta 0 means: without KL"
     assert read_file(DEMO) == {"beta": 0.01, "target_kl": 0.05}
 
 
 def test_the_flags_of_the_k3_bug_report() -> None:
-    config = parse_train(["--kl-beta", "0.0", "--num-generations", "8", "--max-steps", "100"]).config
+    config = parse_train(["--kl-beta", "0.0", "--num-generations", "8", "--max-steps", "100"])[0]
     assert (config.kl.beta, config.rollout.num_generations, config.run.max_steps) == (0.0, 8, 100)
 
 
 def test_flags_win_over_the_file_and_the_file_over_the_preset(write) -> None:
     file = write("kl_gradient: reverse\nepsilon: 0.1\nmax_steps: 7\n")
-    config = parse_train(["--preset", "grpo", "--config", str(file), "--epsilon", "0.3"]).config
+    config = parse_train(["--preset", "grpo", "--config", str(file), "--epsilon", "0.3"])[0]
     assert config.kl.beta == PRESETS["grpo"].kl.beta == 0.04
     assert (config.kl.kl_gradient, config.loss.epsilon, config.run.max_steps) == ("reverse", 0.3, 7)
     file = write("preset: dapo\n")
-    assert parse_train(["--config", str(file)]).config.loss.loss_type == "dapo"
-    assert parse_train(["--config", str(file), "--preset", "grpo"]).config.loss.loss_type == "grpo"
+    assert parse_train(["--config", str(file)])[0].loss.loss_type == "dapo"
+    assert parse_train(["--config", str(file), "--preset", "grpo"])[0].loss.loss_type == "grpo"
     with pytest.raises(UnknownNameError, match="dapo"):
         parse_train(["--preset", "dappo"])
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_every_preset_gives_its_recipe(name: str) -> None:
-    config = parse_train(["--preset", name]).config
+    config = parse_train(["--preset", name])[0]
     assert (config.kl, config.loss) == (PRESETS[name].kl, PRESETS[name].loss)
 
 
 def test_a_run_that_goes_on_is_as_it_was_but_for_what_is_named(write, monkeypatch) -> None:
     folder = write("beta: 0.3\nlearning_rate: 1e-5\noutput_dir: moved\nhistory: [{until: 2, beta: 0.1}]\n").parent
     (folder / "run.yaml").rename(folder / "config.yaml")
-    config = parse_train(["--resume", str(folder), "--beta", ".5"]).config
+    config = parse_train(["--resume", str(folder), "--beta", ".5"])[0]
     assert (config.kl.beta, config.optim.learning_rate, config.run.resume) == (0.5, 1e-5, True)
     assert config.run.output_dir == str(folder)
-    assert parse_train(["--beta", ".5", "--output_dir", str(folder), "--resume"]).config == config
+    assert parse_train(["--beta", ".5", "--output_dir", str(folder), "--resume"])[0] == config
     monkeypatch.setenv("HOME", str(folder.parent))
-    assert parse_train([f"--resume=~/{folder.name}", "--beta", ".5"]).config == config
+    assert parse_train([f"--resume=~/{folder.name}", "--beta", ".5"])[0] == config
     with pytest.raises(ConfigError, match="two folders are named"):
         parse_train(["--resume", str(folder), "--output_dir", "other"])
 
@@ -175,7 +175,7 @@ def test_only_the_whole_is_checked_not_its_parts(write) -> None:
     file = write("kl_controller: proportional\n")
     with pytest.raises(ConfigError, match="needs target_kl"):
         parse_train(["--config", str(file)])
-    assert parse_train(["--config", str(file), "--target_kl", "0.1"]).config.kl.controller_name == "proportional"
+    assert parse_train(["--config", str(file), "--target_kl", "0.1"])[0].kl.controller_name == "proportional"
 
 
 def test_a_file_is_read_as_flags_would_be(write) -> None:
@@ -244,6 +244,6 @@ def test_the_home_folder_stands_for_its_sign(write, monkeypatch: pytest.MonkeyPa
     file = write("output_dir: ~/runs/x\n")
     monkeypatch.setenv("HOME", str(file.parent))
     for argv in (["--config", "~/run.yaml"], ["--output_dir=~/runs/x"]):
-        assert parse_train(argv).config.run.output_dir == str(file.parent / "runs" / "x")
-    assert parse_train(["--output_dir", "~klamp-nobody/x"]).config.run.output_dir == "~klamp-nobody/x", "as a shell"
+        assert parse_train(argv)[0].run.output_dir == str(file.parent / "runs" / "x")
+    assert parse_train(["--output_dir", "~klamp-nobody/x"])[0].run.output_dir == "~klamp-nobody/x", "as a shell"
     assert read_command("doctor", ["~/x"])[0].path == file.parent / "x"

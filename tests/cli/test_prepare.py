@@ -75,7 +75,7 @@ def test_trl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told = _accelerate_takes(shlex.split(launch)[3:])
     assert told.num_processes == 4 and told.use_deepspeed and told.zero_stage == 2 and told.mixed_precision == "bf16"
     assert told.module and told.training_script == "klamp.cli" and told.training_script_args[0] == "train"
-    config = parse_train(told.training_script_args[1:]).config
+    config = parse_train(told.training_script_args[1:])[0]
     parts = config.optim.gradient_accumulation_steps
     assert 128 * 8 // 4 // parts == 2 and config.model.gradient_checkpointing and config.model.dtype == "float32"
     assert config.rollout.sampler_url == "http://127.0.0.1:8001"
@@ -103,7 +103,7 @@ def test_verl(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "verl[vllm]" in install and "vLLM 0.24.0" in install
     assert start == "klamp train --config verl.yaml" and look == "klamp report runs/gsm8k-verl"
     assert "actor/huggingface" in text
-    config = parse_train(shlex.split(start)[2:]).config
+    config = parse_train(shlex.split(start)[2:])[0]
     told = dict(word.split("=", 1) for word in verl_overrides(config, folder / "run", shape_of("seven")))
     assert told["actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu"] == "4"
     assert told["actor_rollout_ref.model.enable_gradient_checkpointing"] == "True"
@@ -147,7 +147,7 @@ def test_a_teacher_that_its_gpu_cannot_hold_is_spread(folder: Path, capsys: pyte
     assert "15 GB of weights over 2 of 24 GB, 0.5 of it for vLLM" in text
     given = re.search(r"GPUs of a teacher: --verl_args (\S+) (\S+)", text)
     assert given and given[2] == "distillation.n_gpus_per_node=2" and given[1].endswith("tensor_model_parallel_size=2")
-    config = parse_train([*words("verl"), "--teacher_model", "seven", "--verl_args", *given.groups()]).config
+    config = parse_train([*words("verl"), "--teacher_model", "seven", "--verl_args", *given.groups()])[0]
     told = dict(word.split("=", 1) for word in verl_overrides(config, folder / "run", shape_of("seven")))
     assert told["distillation.n_gpus_per_node"] == "2", "in the place of the one that stood there"
     text = " ".join(prepared("verl", capsys, "--gpu_memory", "6", "--teacher_model", "seven").split())
@@ -259,5 +259,5 @@ def test_slurm_starts_what_klamp_takes(folder: Path) -> None:
     subprocess.run(["bash", "-n", str(file)], check=True)
     start = file.read_text(encoding="utf-8").strip().splitlines()[-1].removeprefix(".venv-verl/bin/klamp train ")
     told = start.replace('"$1"', words("verl")[1]).replace('"${#machines[@]}"', "2").replace('"$head:$port"', "n1:6379")
-    config = parse_train(shlex.split(told.replace(' "${@:2}"', ""))).config
+    config = parse_train(shlex.split(told.replace(' "${@:2}"', "")))[0]
     assert (config.run.machines, config.run.gpus, config.run.ray_address) == (2, 8, "n1:6379")

@@ -73,6 +73,25 @@ def test_a_stopped_run_says_how_to_continue(
     assert "done:" not in captured.out
 
 
+@pytest.mark.parametrize("started", [False, True])
+def test_between_steps_ctrl_c_names_the_command_with_what_the_folder_lacks(
+    folder: Path, started: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(config, observers):
+        for observer in observers if started else ():
+            observer.on_start(run_info(config, folder))
+        raise KeyboardInterrupt
+
+    write_files(parse_train(["--beta", "0.1"])[0], folder)
+    monkeypatch.setattr(train, "_trainer", lambda console: interrupted)
+    assert main(["train", "--resume", str(folder), "--beta", "0.5"]) == 130
+    text = capsys.readouterr().err
+    assert "klamp: stopped: the run was stopped while no step was under way" in text
+    assert text.rstrip().endswith(f"train --resume {folder} --beta 0.5")
+    assert main(["train", "--output_dir", "new"]) == 130  # nothing is saved there
+    assert started or "continues what a run has saved" in capsys.readouterr().err
+
+
 def test_after_an_alarm_the_run_goes_on_without_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -120,7 +139,7 @@ def test_the_real_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsy
 
 
 def summary_lines(folder: Path, *flags: str, **changes: object) -> list[str]:
-    config = parse_train(flags).config
+    config = parse_train(flags)[0]
     out = io.StringIO()
     summary = dataclasses.replace(summary_of(config, folder, steps=200), **changes)  # pyright: ignore
     with contextlib.redirect_stdout(out):
@@ -145,7 +164,7 @@ def test_the_kl_per_token_and_per_completion_by_every_estimator(tmp_path: Path) 
 
 
 def plan(*flags: str) -> str:
-    return plan_text(parse_train(flags).config)
+    return plan_text(parse_train(flags)[0])
 
 
 @pytest.mark.parametrize(
@@ -159,13 +178,13 @@ def plan(*flags: str) -> str:
     ],
 )
 def test_the_reference_in_words(flags: list[str], text: str) -> None:
-    assert settings(parse_train(flags).config)["reference"].startswith(text)
+    assert settings(parse_train(flags)[0])["reference"].startswith(text)
 
 
 def test_the_configuration_is_yaml_and_the_run_it_describes(folder: Path) -> None:
     argv = ["--preset", "dapo", "--beta", "0.1", "--target_kl", "0.2", "--report_to", "--kl_exclude_tokens", "1", "2"]
     printed = plan(*argv).partition("as a YAML file takes it")[2].partition("\n\n")[2]
-    assert TrainConfig.from_flat(read_entries(yaml.safe_load(printed), Path())) == parse_train(argv).config
+    assert TrainConfig.from_flat(read_entries(yaml.safe_load(printed), Path())) == parse_train(argv)[0]
 
 
 def test_the_inputs_are_opened_and_nothing_is_started(folder: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
@@ -185,7 +204,7 @@ def test_the_inputs_are_opened_and_nothing_is_started(folder: Path, monkeypatch:
 
 def test_the_folder_is_the_one_that_the_trainer_takes(folder: Path) -> None:
     for flags in ([], ["--output_dir", "here"], ["--task", "my.tasks:chess"]):
-        config = parse_train(flags).config
+        config = parse_train(flags)[0]
         expected = run_folder(config)
         assert f"folder      {expected}\n" in plan(*flags)
         with opened_folder(config) as opened:
@@ -197,11 +216,11 @@ def test_the_folder_is_the_one_that_the_trainer_takes(folder: Path) -> None:
 
 
 def test_the_plan_of_a_resume_says_what_changes_or_why_it_cannot(folder: Path) -> None:
-    now = parse_train(["--beta", "0.1"]).config
+    now = parse_train(["--beta", "0.1"])[0]
     write_files(now, folder)
     assert "resume      after step 100; changed: beta 0.1 -> 0.5\n" in plan("--resume", "out", "--beta", "0.5")
     with pytest.raises(ConfigError, match="cannot change seed"):
         plan("--resume", "out", "--seed", "3")
-    command = shlex.split(resume_command(folder, "--max_steps", "400"))
-    again = parse_train(command[command.index("train") + 1 :]).config
+    command = shlex.split(resume_command(now, folder, max_steps=400))
+    again = parse_train(command[command.index("train") + 1 :])[0]
     assert again.flat() == now.flat() | {"max_steps": 400, "output_dir": str(folder), "resume": True}

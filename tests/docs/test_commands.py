@@ -49,7 +49,7 @@ def test_what_a_page_tells_to_type_is_a_command(page: str) -> None:
 def test_a_run_that_is_shown_is_understood(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(ROOT)
     words = shlex.split(re.sub(r"--config \S+", "--config examples/config_demo.yaml", command))[2:]
-    assert parse_train(words).config
+    assert parse_train(words)[0]
 
 
 @pytest.mark.parametrize("command", [line for line in WHOLE if line.startswith("klamp explain ")])
@@ -61,10 +61,10 @@ def test_an_explanation_that_is_shown_can_be_had(command: str, monkeypatch: pyte
 
 @pytest.mark.parametrize("flags", [each for each in NEWCOMERS if each.startswith("--")])
 def test_flags_for_newcomers_are_understood(flags: str) -> None:
-    assert parse_train(shlex.split(flags)).config
+    assert parse_train(shlex.split(flags))[0]
 
 
 @pytest.mark.parametrize("entry", [each for each in NEWCOMERS if re.fullmatch(r"\w+: \S+", each)])
 def test_entries_of_a_file_for_newcomers_are_understood(entry: str) -> None:
     name, value = entry.split(": ")
-    assert str(parse_train([f"--{name}", value]).config.flat()[name]) == value
+    assert str(parse_train([f"--{name}", value])[0].flat()[name]) == value

@@ -163,7 +163,7 @@ def test_an_edited_config_yaml_is_refused_and_nothing_is_written(begun, tmp_path
     text = (folder / "config.yaml").read_text()
     (folder / "config.yaml").write_text(text.replace("num_iterations: 2", edit) if edit else "")
     before = content(folder)
-    config = parse_train(["--resume", str(folder), "--max_steps", "6"]).config
+    config = parse_train(["--resume", str(folder), "--max_steps", "6"])[0]
     with pytest.raises(ConfigError, match=f"a resume cannot change {named}"):
         train_run(config)
     assert content(folder) == before

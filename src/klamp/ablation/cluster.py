@@ -28,12 +28,8 @@ def work(run: Run, folder: Path) -> None:
     """Do one run on a worker, which has to see its folder."""
     own = run_folder(folder, run)
     if not own.is_dir():
-        raise RunFolderError(
-            "a worker does not see the folder of the ablation",
-            got=str(folder),
-            why="it writes its checkpoints and its outcome there",
-            fix="choose an --output_dir on a file system that all nodes share",
-        )
+        fix = "choose an --output_dir on a file system that all nodes share"
+        raise RunFolderError("a worker does not see the folder of the ablation", got=str(folder), fix=fix)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray sends it to a task that is cancelled
     logging.basicConfig(filename=own / LOG, level=logging.WARNING, force=True)  # the process does this run only
     perform(run, folder)
@@ -41,11 +37,7 @@ def work(run: Run, folder: Path) -> None:
 
 @dataclass(kw_only=True)
 class RayExecutor(Executor):
-    """Runs every run of a plan as a Ray task.
-
-    Ray repeats a run whose worker dies (killed, out of memory, lost machine), by default three times, from its
-    checkpoint. It does not repeat a run that fails with its own error.
-    """
+    """Runs every run of a plan as a Ray task; Ray repeats one whose worker dies, three times, from its checkpoint."""
 
     address: str = LOCAL
     """`auto`, `ray://HOST:10001`, `HOST:6379`, or `local`."""

@@ -44,11 +44,7 @@ class Executor(Protocol):
     def stop(self, job: Any, *, kill: bool) -> None: ...  # asks a job to save its state and end, or kills it
 
     def run(self, runs: Sequence[Run], folder: Path, tell: Tell) -> None:
-        """Run all runs; each leaves an outcome.json in its folder.
-
-        A run that fails, or whose process dies, is recorded as failed; the others continue. Ctrl-C raises
-        TrainingStopped, from KeyboardInterrupt, after the runs under way have saved their state.
-        """
+        """Run all runs; each leaves an outcome.json. After Ctrl-C, TrainingStopped, when those under way have saved."""
         from klamp.training.interrupts import deferred_interrupts
 
         waiting, jobs, stopping = deque(runs), list[tuple[Run, Any]](), False
@@ -82,12 +78,10 @@ class Executor(Protocol):
             for _, job in jobs:
                 self.stop(job, kill=True)
         if stopping:
-            raise TrainingStopped(
-                "the ablation was stopped",
-                got="an interrupt",
-                why="the runs under way saved their last completed step",
-                fix="repeat the command with the same --output_dir: it continues them",
-            ) from KeyboardInterrupt()
+            why = "the runs under way saved their last completed step"
+            fix = "repeat the command with the same --output_dir: it continues them"
+            stopped = TrainingStopped("the ablation was stopped", got="an interrupt", why=why, fix=fix)
+            raise stopped from KeyboardInterrupt()
 
 
 @dataclass(kw_only=True)
@@ -135,10 +129,7 @@ class LocalExecutor(Executor):
 
 
 def local_executor(count: int, *, workers: int | None = None, cpu: bool = False) -> LocalExecutor:
-    """The executor for this machine: one process per core, or one on a GPU; OMP_NUM_THREADS is kept if set.
-
-    `count` includes the completed runs: the number of threads must not depend on what is left.
-    """
+    """One process per core, or one on a GPU; `count` includes completed runs, so that the threads stay the same."""
     import torch
 
     if os.name == "nt":

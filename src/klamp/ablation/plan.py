@@ -81,16 +81,11 @@ def runs(plan: Plan) -> tuple[Run, ...]:
     pairs = itertools.product(plan.seeds, plan.arms)
     every = tuple(run_of(arm, seed, _config(plan, arm, seed), plan.kl_prompts) for seed, arm in pairs)
     if twice := [name for name, count in Counter(run.name for run in every).items() if count > 1]:
-        raise ConfigError(
-            "an arm or a seed is repeated", got=twice[0], why="each run has its own folder", fix="keep one"
-        )
+        raise ConfigError("an arm or a seed is repeated", got=twice[0], fix="keep one: each run has its own folder")
     for one, other in itertools.combinations(every[: len(plan.arms)], 2):
         if one.config == other.config:
-            raise ConfigError(
-                f"the arms {one.arm.name!r} and {other.arm.name!r} are the same",
-                why="the base sets the same values, or wins over the arms' values",
-                fix="keep one of the arms, or remove their fields from the base",
-            )
+            fix = "keep one of the arms, or remove their fields from the base"
+            raise ConfigError(f"the arms {one.arm.name!r} and {other.arm.name!r} are the same", fix=fix)
     return every
 
 
@@ -139,12 +134,8 @@ def _config(plan: Plan, arm: Arm, seed: int) -> TrainConfig:
         config = TrainConfig.from_flat({**plan.base, **arm.values, "seed": seed})
         check_backend(config)
         if config.run.backend != "local":
-            raise ConfigError(
-                "an ablation trains in klamp's own loop only",
-                got=f"backend={config.run.backend!r}",
-                why="the other trainers keep their checkpoints and results in forms of their own",
-                fix="leave backend out, or run the arms one by one with klamp train",
-            )
+            fix = "leave backend out, or run the arms one by one with klamp train"
+            raise ConfigError("an ablation trains in klamp's own loop only", got=config.run.backend, fix=fix)
     except ConfigError as error:
         error.add_note(f"in the arm {arm.name!r}")
         raise
@@ -160,21 +151,14 @@ def as_runs(given: Sequence[tuple[Path, TrainConfig]], *, kl_prompts: int = KL_P
     names = [name for name in flat[0] if name not in NO_VARIANT and len({repr(values[name]) for values in flat}) > 1]
     for name in (name for name in names if hasattr(given[0][1].task, name) and name not in SAME_TASK):
         other = next(i for i, values in enumerate(flat) if repr(values[name]) != repr(flat[0][name]))
-        raise DataError(
-            "these runs had different tasks",
-            got=" and ".join(f"{name} is {shown(flat[i][name])!r} in {given[i][0]}" for i in (0, other)),
-            why="their scores are of different prompts or rewards",
-            fix="name runs of one task, or score each with klamp evaluate --checkpoint FOLDER --task NAME",
-        )
+        got = " and ".join(f"{name} is {shown(flat[i][name])!r} in {given[i][0]}" for i in (0, other))
+        fix = "name runs of one task, or score each with klamp evaluate --checkpoint FOLDER --task NAME"
+        raise DataError("these runs had different tasks", got=got, fix=fix)
     found: dict[str, tuple[Path, Run]] = {}
     for (folder, config), values in zip(given, flat, strict=True):
         run = run_of(_arm({name: values[name] for name in names}), config.run.seed, config, kl_prompts)
         if run.name in found:
-            raise DataError(
-                "two runs are the same variant with the same seed",
-                got=f"{found[run.name][0]} and {folder}",
-                why=f"both are {run.name}: their numbers would count twice",
-                fix="name one of them",
-            )
+            got = f"{found[run.name][0]} and {folder}, both {run.name}"
+            raise DataError("two runs are the same variant with the same seed", got=got, fix="name one of them")
         found[run.name] = folder, run
     return dict(found.values())

@@ -81,12 +81,9 @@ def read_outcome(folder: Path) -> Outcome | None:
             raise TypeError(f"arm {outcome.arm!r}, seed {outcome.seed!r}")
         return outcome
     except (ValueError, TypeError, AttributeError, OverflowError, RecursionError) as error:
-        raise DataError(
-            "the outcome of a run cannot be read",
-            got=str(file),
-            why=f"{type(error).__name__}: {error}",
-            fix="delete that file; the same `klamp ablate` command then makes it again",
-        ) from error
+        why = f"{type(error).__name__}: {error}"
+        fix = "delete that file; the same `klamp ablate` command then makes it again"
+        raise DataError("the outcome of a run cannot be read", got=str(file), why=why, fix=fix) from error
 
 
 def is_done(folder: Path, run: Run) -> bool:

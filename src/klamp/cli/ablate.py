@@ -1,7 +1,4 @@
-"""`klamp ablate`: parse, show, run, sum up; with --runs, the comparison of existing runs.
-
-Several values of a flag, or of a field in a plan's YAML file, are compared.
-"""
+"""`klamp ablate`: parse, show, run, sum up; with --runs, the comparison of existing runs."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from klamp.ablation.execute import Executor, check_folder
+from klamp.ablation.execute import Executor, check_folder, compare, execute, local_executor
 from klamp.ablation.plan import KL_PROMPTS, OWNED, Arm, Plan, Run, as_runs, folder_name, grid, plan_text, runs
 from klamp.ablation.results import NOTES, ArmRow, Outcome, Result, is_done, text_table
 from klamp.cli.arguments import load_yaml, mapping_of, preset_values, read_entries, read_file
@@ -29,10 +26,7 @@ DEFAULTS: Mapping[str, Any] = {"report_to": (), "keep_checkpoints": 1}
 
 
 def run(argv: Sequence[str], *, console: Console | None = None, executor: Executor | None = None) -> int:
-    """Run an ablation, or compare existing runs; returns 1 if a run failed.
-
-    `console` shows the progress of the runs; `executor` runs them, None: processes here, or the Ray cluster of --ray.
-    """
+    """Run an ablation, or compare existing runs; 1 if one failed. `executor`: None is processes here, or --ray's."""
     plan, options = parse_ablate(argv)
     command = shlex.join(["klamp", "ablate", *map(without_credentials, argv)])
     if options.runs:
@@ -54,8 +48,6 @@ def _execute(
 ) -> int:
     import matplotlib  # noqa: F401  (if it is missing, the error comes now and not after the last run)
 
-    from klamp.ablation.execute import execute
-
     drawn, ended = Drawn(console), list[Run]()
 
     def tell(run: Run, outcome: Outcome | None) -> None:
@@ -76,8 +68,6 @@ def _execute(
 
 def _executor(options: AblateOptions, every: Sequence[Run]) -> Executor:
     if options.ray is None:
-        from klamp.ablation.execute import local_executor
-
         return local_executor(len(every), workers=options.workers, cpu=all(each.config.run.cpu for each in every))
     from klamp.ablation.cluster import RayExecutor
 
@@ -90,10 +80,6 @@ def parse_ablate(argv: Sequence[str]) -> tuple[Plan, AblateOptions]:
 
     The last one of these wins: defaults, preset, --config, the plan's base, flags, what an arm sets. --config takes the
     file of a single run, too; its seed, output_dir and resume are left out.
-
-    Raises:
-        UnknownNameError: an unknown flag, key, preset or choice; names the nearest.
-        ConfigError: a value that cannot be read, or that would be ignored.
     """
     fields = fields_after("ablate")
     several = {name for name, each in fields.items() if (each.section or name == "preset") and each.count == 1}
@@ -212,7 +198,6 @@ def compare_runs(options: AblateOptions, command: str) -> int:
     """Measure the runs, write their table and picture, show them; returns the exit code."""
     import matplotlib  # noqa: F401  (if it is missing, the error comes now and not after the last measurement)
 
-    from klamp.ablation.execute import compare
     from klamp.cli.report import records
     from klamp.records.klamp_run import read_config
 

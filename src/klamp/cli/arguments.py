@@ -1,7 +1,4 @@
-"""From a command line and a YAML file to the configuration of a run: defaults < preset < file < flags.
-
-For a run that is resumed, its own configuration replaces the defaults.
-"""
+"""From a command line and a YAML file to a configuration: defaults or a resumed run's < preset < file < flags."""
 
 from __future__ import annotations
 
@@ -9,7 +6,7 @@ import dataclasses
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import yaml
 
@@ -25,17 +22,10 @@ from klamp.training.resumed import HISTORY
 FORM = "one `name: value` per line, for example `beta: 0.01`"
 
 
-class TrainRequest(NamedTuple):
-    """What a command line of `klamp train` asks for: the configuration of the run, and the options of the command."""
-
-    config: TrainConfig
-    options: TrainOptions
-
-
-def parse_train(argv: Sequence[str]) -> TrainRequest:
-    """The configuration that a command line describes; raises a ConfigError for what cannot work."""
+def parse_train(argv: Sequence[str]) -> tuple[TrainConfig, TrainOptions]:
+    """The configuration that a command line describes, and the options of `klamp train` itself."""
     options, flags = read_command("train", argv)
-    return TrainRequest(config_of(with_file(options, flags), output_dir=flags.get("output_dir")), options)
+    return config_of(with_file(options, flags), output_dir=flags.get("output_dir")), options
 
 
 def with_file(options: BaseOptions, flags: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""`klamp audit NAME`: what the KL of an installed trainer, or of any function, really does; one table.
-
-It runs where the trainer is installed, and asks for nothing beyond klamp's base dependencies.
-"""
+"""`klamp audit NAME`: what the KL of an installed trainer, or of any function, really does; one table."""
 
 from __future__ import annotations
 
@@ -23,11 +20,7 @@ verdict    that of klamp.check, on a drawn batch with padding and a policy that 
 
 
 def run(argv: Sequence[str]) -> int:
-    """Audit what is named: hosts, or `module:function`. Returns the exit code, as `klamp check` does.
-
-    Raises:
-        KlampError: a host that is not there, a function that cannot be had.
-    """
+    """Audit what is named: hosts, or `module:function`. Returns the exit code, as `klamp check` does."""
     options: AuditOptions = read_command("audit", argv)[0]
     codes = {EXIT_CODES[True]}
     for name in options.names:

@@ -216,21 +216,13 @@ class ReportOptions:
 
 
 class Command(NamedTuple):
-    """A command: its function takes the arguments after its word, prints to stdout and returns the exit code.
+    """A command: its function takes the arguments after its word, prints to stdout and returns the exit code."""
 
-    Attributes:
-        function: where it is in klamp.cli, `module:function`; `klamp.cli.main` shows the KlampErrors that it raises.
-        options: the class of the command's own options.
-        alone: whether the command works without arguments; if not, its help is shown then.
-        refusal: the exit code of any error; None: that of the error's kind.
-        lists: where the names are that the command knows, for its help: `module:attribute`.
-    """
-
-    function: str
+    function: str  # where it is in klamp.cli, `module:function`
     options: type[Any]
-    alone: bool = False
-    refusal: int | None = None
-    lists: tuple[str, ...] = ()
+    alone: bool = False  # whether it works without arguments; if not, its help is shown then
+    refusal: int | None = None  # the exit code of any error; None: that of the error's kind
+    lists: tuple[str, ...] = ()  # where the names are that it knows, for its help: `module:attribute`
 
     @property
     def summary(self) -> str:

@@ -166,9 +166,8 @@ def heading(info: RunInfo) -> dict[str, str]:
     """What a run is, in words, as it starts."""
     lines = settings(info.config)
     lines["model"] += f" ({info.trainable_parameters:,} of {info.parameters:,} parameters, on {info.device})"
-    lines |= (
-        {"resume": f"after step {info.start_step}; changed: {info.changes or 'nothing'}"} if info.start_step else {}
-    )
+    if info.start_step:
+        lines["resume"] = f"after step {info.start_step}; changed: {info.changes or 'nothing'}"
     return {**lines, "folder": str(info.output_dir)}
 
 

@@ -1,7 +1,4 @@
-"""`klamp doctor PATH`: what is wrong with a run, whoever wrote its record; `klamp check FILE`: with a micro-batch's KL.
-
-Neither needs torch; their exit codes are for CI.
-"""
+"""`klamp doctor PATH`: what is wrong with a run; `klamp check FILE`: with a micro-batch's KL. Neither needs torch."""
 
 from __future__ import annotations
 

@@ -65,9 +65,8 @@ def find_subject(checkpoint: str, changes: Mapping[str, Any]) -> EvaluatedPolicy
     if start is not None and read_config(run)[1].model.lora_r:
         why, fix = "its start is the model that it was trained on", "leave --ref_model out"
         raise ConfigError("--ref_model cannot be given for an adapter", got=start, why=why, fix=fix)
-    steps = number_of(saved) // (
-        read_config(run)[1].optim.num_iterations if saved.name.startswith("checkpoint-") else 1
-    )
+    updates = read_config(run)[1].optim.num_iterations if saved.name.startswith("checkpoint-") else 1
+    steps = number_of(saved) // updates
     values = read_config(run, steps)[1].flat() | {"resume": False, "output_dir": None}
     if start is not None:
         values |= {"model": start, "tokenizer": values["tokenizer"] or values["model"]}
@@ -96,7 +95,6 @@ def _config(values: Mapping[str, Any]) -> TrainConfig:
 
 
 def as_object(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> dict[str, Any]:
-    before, after, forgotten = retention(outcome)
     return {
         "checkpoint": checkpoint,
         "weights": subject.weights or subject.config.model.model,
@@ -106,7 +104,7 @@ def as_object(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> di
         "rl_skill": outcome.rl_skill,
         "scores": dict(outcome.after),
         "before": dict(outcome.before),
-        "retained": {"before": before, "after": after, "forgotten": forgotten},
+        "retained": dict(zip(("before", "after", "forgotten"), retention(outcome), strict=True)),
         **outcome.numbers,
     }
 

@@ -32,18 +32,12 @@ class Field:
     """A field of a class of options as the command line sees it."""
 
     name: str
-    section: str
-    """Of the configuration; "" for a command's own."""
-    types: tuple[Any, ...]
-    """The types that one value may have."""
-    count: int | None
-    """How many values the field takes; None: any number, as a tuple."""
-    default: Any
-    """`dataclasses.MISSING`: a value has to be given."""
-    text: str
-    """What its class says under it."""
-    word: str = ""
-    """Its name in the help, for a field that is a plain word after the command and no flag."""
+    section: str  # of the configuration; "" for a command's own
+    types: tuple[Any, ...]  # that one value may have
+    count: int | None  # how many values it takes; None: any number, as a tuple
+    default: Any  # dataclasses.MISSING: a value has to be given
+    text: str  # what its class says under it
+    word: str = ""  # its name in the help, if it is a plain word after the command and no flag
     least: float | None = None
     aliases: tuple[str, ...] = ()
 
@@ -126,10 +120,6 @@ def read_argv(
 
     If a flag is repeated, the last one counts; the values of a flag with several add up. A field in `several` takes
     more values than one, which are a list.
-
-    Raises:
-        UnknownNameError: an unknown flag; names the nearest.
-        ConfigError: a value that cannot be read or is missing, or a word that belongs to no flag.
     """
     parser = _Parser(usage=command, add_help=False, allow_abbrev=False, exit_on_error=False)
     for field in fields.values():
@@ -200,10 +190,8 @@ def help_text(command: str, options: type[Any], fields: Mapping[str, Field], nam
     parts = (inspect.getdoc(options) or "").split("\n\n")
     about = "\n\n".join(part if part.startswith("  ") else textwrap.fill(part, 100) for part in parts)
     listed = textwrap.fill(f"names: {', '.join(names)}", 100, break_on_hyphens=False) if names else None
-    usage = f"klamp {command} {words}[flags]"
-    parser = argparse.ArgumentParser(
-        usage=usage, description=about, epilog=listed, formatter_class=layout, add_help=False
-    )
+    texts = {"usage": f"klamp {command} {words}[flags]", "description": about, "epilog": listed}
+    parser = argparse.ArgumentParser(**texts, formatter_class=layout, add_help=False)
     for section, part in itertools.groupby(fields.values(), lambda field: field.section):
         group = parser.add_argument_group(section or "options")
         for field in part:

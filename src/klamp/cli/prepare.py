@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from contextlib import suppress
 from urllib.parse import urlsplit
 
-from klamp.cli.flags import TRUE_WORDS
 from klamp.cli.text import WIDTH
 from klamp.errors import ConfigError, ModelError
 from klamp.training.config import TrainConfig
@@ -36,24 +35,15 @@ LIES = {
 
 
 def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
-    """What `--prepare` prints for the arguments of `klamp train`; the inputs are opened, nothing is started or written.
-
-    Raises:
-        ConfigError: a backend that is not launched elsewhere.
-        ModelError, DataError, RewardError: what would stop the run before its first step.
-    """
+    """What `--prepare` prints for the arguments of `klamp train`; the inputs are opened, nothing is written."""
     from klamp.training.in_verl.overrides import load_in_verl
     from klamp.training.models import shape_of
     from klamp.training.setup import open_inputs
 
     backend, folder = config.run.backend, run_folder(config)
     if backend not in INSTALL:
-        raise ConfigError(
-            "--prepare is for a run that is launched on several GPUs",
-            got=f"backend={backend!r}",
-            why="klamp's own loop is for one machine",
-            fix="set backend to trl or verl, and gpus; or leave --prepare out and start the run",
-        )
+        fix = "set backend to trl or verl, and gpus; or leave --prepare out and start the run"
+        raise ConfigError("--prepare is for a run that is launched on several GPUs", got=f"{backend=}", fix=fix)
     longest, shape = open_inputs(config).longest, shape_of(config.model.model)
     if backend == "verl":
         load = None if shape is None else load_in_verl(config, shape)
@@ -127,8 +117,7 @@ def _teachers_server(config: TrainConfig, longest: int) -> list[str]:
 
 def _words(argv: Sequence[str]) -> list[str]:
     """The arguments without --prepare."""
-    at = argv.index("--prepare")
-    return [*argv[:at], *argv[at + (2 if argv[at + 1 : at + 2] and argv[at + 1] in TRUE_WORDS else 1) :]]
+    return [word for word in argv if word != "--prepare"]
 
 
 def _trl(argv: Sequence[str], config: TrainConfig, shape: Shape | None, longest: int) -> tuple[Load | None, list[str]]:

@@ -7,28 +7,26 @@ import re
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+from klamp.ablation.results import read_outcome
 from klamp.cli.commands import ReportOptions, read_command
 from klamp.cli.text import duration, say, show_caution
+from klamp.diagnostics.doctor import examine
+from klamp.diagnostics.history import History
 from klamp.diagnostics.names import as_number
 from klamp.errors import DataError, RunFolderError
 from klamp.files import followed
+from klamp.records import read_record
+from klamp.records.klamp_run import Details, is_klamp_run, read_details, runs_in
+from klamp.report.page import GENERATOR, render
+from klamp.report.run import ReportRun, judged
 from klamp.report.text import count
-
-if TYPE_CHECKING:  # imported by the command only
-    from klamp.diagnostics.history import History
-    from klamp.records.klamp_run import Details
-    from klamp.report.run import ReportRun
 
 
 def run(argv: Sequence[str]) -> int:
     options: ReportOptions = read_command("report", argv)[0]
     alone = options.runs[0] if len(options.runs) == 1 and options.runs[0].is_dir() else Path()
     file = options.output or alone / "report.html"
-    from klamp.report.page import GENERATOR, render
-    from klamp.report.run import judged
-
     if file.is_file() and f'content="{GENERATOR} ' not in file.read_text("utf-8", errors="replace")[:2000]:
         why, fix = "it would be written over", "choose another --output"
         raise RunFolderError("the file exists and is no report", got=str(file), why=why, fix=fix)
@@ -45,8 +43,6 @@ def run(argv: Sequence[str]) -> int:
 
 def records(paths: Sequence[Path]) -> list[Path]:
     """The records to read: for the folder of a sweep its runs; a DataError if one is named twice."""
-    from klamp.records.klamp_run import runs_in
-
     found: list[Path] = []
     for path in paths:
         good, without = runs_in(path)
@@ -61,12 +57,6 @@ def records(paths: Sequence[Path]) -> list[Path]:
 
 def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
     """The runs, read and diagnosed; a DataError if a record cannot be read."""
-    from klamp.ablation.results import read_outcome
-    from klamp.diagnostics.doctor import examine
-    from klamp.records import read_record
-    from klamp.records.klamp_run import is_klamp_run, read_details
-    from klamp.report.run import ReportRun
-
     runs: list[ReportRun] = []
     for path, name in zip(paths, names_of(paths), strict=True):
         history, details = read_record(path), read_details(path)

@@ -81,10 +81,7 @@ def of_the_system(error: OSError | SystemExit) -> DataError:
     if isinstance(error, SystemExit):
         got = f"sys.exit({error.code!r})"
         return DataError("the code that klamp called ended the program", got=got, fix="--debug shows where")
-    why, fix = (
-        error.strerror or f"{type(error).__name__}: {error}",
-        "check that path; --debug shows where klamp used it",
-    )
+    why, fix = error.strerror or f"{type(error).__name__}: {error}", "check that path; --debug shows where it was used"
     return DataError("the system refused what klamp asked of it", got=error.filename, why=why, fix=fix)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext
+from contextlib import closing, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,13 +18,13 @@ from klamp.cli.prepare import prepared_text
 from klamp.cli.text import MISSING, WIDTH, duration, number, say, show_table
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
-from klamp.errors import TrainingStopped
+from klamp.errors import ConfigError, TrainingStopped
 from klamp.tasks.base import NO_REWARD
 from klamp.training.backends import Runner, check_backend, train_run
 from klamp.training.config import TrainConfig
 from klamp.training.folders import checkpoint_folders, run_folder
 from klamp.training.observers import RunSummary
-from klamp.training.resumed import check_resume
+from klamp.training.resumed import MAY_CHANGE, check_resume, plain, read
 
 if TYPE_CHECKING:  # imported for a dry run only
     from klamp.training.setup import Inputs
@@ -56,15 +56,39 @@ def _train(config: TrainConfig, console: Console) -> None:
         except TrainingStopped as stopped:
             if display.info is not None and stopped.resumable:
                 left = tuple(name for name in config.run.stop_on if name not in display.raised)
-                more = ["--stop_on", *left] if left != config.run.stop_on else []
-                stopped.fix = f"continue with: {resume_command(display.info.output_dir, *more)}"
+                stopped.fix = f"continue with: {resume_command(config, display.info.output_dir, stop_on=left)}"
             raise
+        except KeyboardInterrupt as stop:
+            raise _between_steps(config, display) or stop from stop
     print_summary(config, summary)
 
 
-def resume_command(folder: Path, *more: str) -> str:
-    """The command that continues a run, with what changes."""
-    return shlex.join(["klamp", "train", "--resume", str(folder), *more])
+def _between_steps(config: TrainConfig, display: Display) -> TrainingStopped | None:
+    """The error of an interrupt while a run loads, or after its last step; None: it has saved nothing."""
+    folder = display.info.output_dir if display.info else Path(config.run.output_dir or "")
+    saved = checkpoint_folders(folder) if display.info or config.run.resume else []
+    if not saved:
+        return None
+    return TrainingStopped(
+        "the run was stopped while no step was under way",
+        got="an interrupt",
+        resumable=True,
+        why=f"its newest checkpoint, {saved[-1]}, is as it was",
+        fix=f"continue with: {resume_command(config, folder)}",
+    )
+
+
+def resume_command(config: TrainConfig, folder: Path, **changes: Any) -> str:
+    """The command that continues a run, with the fields that differ from what its folder holds, or that change."""
+    words, saved = ["klamp", "train", "--resume", str(folder)], plain(config)
+    wanted = {name: saved[name] for name in MAY_CHANGE} | changes
+    with suppress(ConfigError):  # nothing is written yet
+        saved = read(folder)
+    for name, value in wanted.items():
+        each = list(value) if isinstance(value, list | tuple) else [value]
+        if each != (saved[name] if isinstance(saved[name], list) else [saved[name]]):
+            words += [f"--{name}", *map(str, each)]
+    return shlex.join(words)
 
 
 def _trainer(console: Console) -> Runner:
@@ -81,16 +105,13 @@ def _trainer(console: Console) -> Runner:
 
 
 def plan_text(config: TrainConfig, inputs: Inputs | None = None, argv: Sequence[str] = ()) -> str:
-    """The plan of a run as text: its settings in words, then the fields that differ from the defaults.
-
-    `inputs` are those that were opened, if any; `argv` what `config` was made from.
-    """
+    """The plan of a run as text: its settings in words, then what differs from the defaults; `argv` made `config`."""
     lines = (
         textwrap.fill(f"{name:<11} {text}", WIDTH, initial_indent="  ", subsequent_indent=" " * 14)
         for name, text in _plan(config, inputs).items()
     )
-    defaults = TrainConfig().flat()
-    changed = {name: value for name, value in config.flat().items() if value != defaults[name]}
+    defaults = plain(TrainConfig())
+    changed = {name: value for name, value in plain(config).items() if value != defaults[name]}
     parts = [
         "klamp train --dry-run: prompts, tokenizer and reward are opened; nothing is started or written",
         "\n".join(lines),
@@ -124,8 +145,7 @@ def _plan(config: TrainConfig, inputs: Inputs | None) -> dict[str, str]:
 
 
 def _as_yaml(values: Mapping[str, Any]) -> str:
-    plain = {name: list(value) if isinstance(value, tuple) else value for name, value in values.items()}
-    text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10**6)
+    text = yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True, width=10**6)
     return textwrap.indent(text, "  ").rstrip()
 
 
@@ -173,5 +193,5 @@ def _files(config: TrainConfig, summary: RunSummary) -> dict[str, str]:
         lines["TensorBoard"] = f"tensorboard --logdir {folder}"
     lines["look at it"] = f"klamp report {folder}"
     if saved:
-        lines["continue"] = resume_command(folder, "--max_steps", str(max(1, 2 * summary.steps)))
+        lines["continue"] = resume_command(config, folder, max_steps=max(1, 2 * summary.steps))
     return lines

@@ -52,23 +52,15 @@ def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
     """
     if config.task == ARITHMETIC_TASK:
         for name in ("eval_split", "skill_column", "reference_length_column", "chat_template", "system_prompt"):
-            if getattr(config, name):
-                raise ConfigError(
-                    f"{name} has no meaning for the task {config.task}",
-                    got=f"{name}={getattr(config, name)!r}",
-                    why="its prompts are bare sums and words, as the base model learned them, not read from a file",
-                    fix=f"leave {name} unset",
-                )
+            if value := getattr(config, name):
+                what, why = f"{name} has no meaning for the task {config.task}", "its prompts are bare sums and words"
+                raise ConfigError(what, got=f"{name}={value!r}", why=why, fix=f"leave {name} unset")
         task = arithmetic_task(config)
     elif has_own_prompts(config.task):
         task = import_function(config.task, what="task")(config, tokenizer)
         if not isinstance(task, Task):
-            raise ConfigError(
-                f"{config.task} returned no task",
-                got=type(task).__name__,
-                why="the function is called with the TaskConfig and the tokenizer, and what it returns is trained on",
-                fix="return a klamp.tasks.Task; klamp.tasks.rows_task makes one of rows",
-            )
+            fix = "return a klamp.tasks.Task; klamp.tasks.rows_task makes one of rows"
+            raise ConfigError(f"{config.task} returned no task", got=type(task).__name__, fix=fix)
         task = replace(task, score=checked(task.score, name=config.task))
     else:
         task = file_task(config, tokenizer)

@@ -137,12 +137,7 @@ def is_held_out(text: str, share: int) -> bool:
 
 
 def import_function(name: str, *, what: str) -> Callable[..., Any]:
-    """Import a function by its name, `module:function` or `path/to/file.py:function`.
-
-    Raises:
-        ConfigError: the module cannot be imported.
-        UnknownNameError: the module has no such function; `what` it is for is in the message.
-    """
+    """Import a function by its name, `module:function` or `path/to/file.py:function`; `what` it is for is in errors."""
     module, _, function = name.rpartition(":")
     # a console script does not have the working directory on its path; at the end of the path it hides nothing
     if "" not in sys.path and str(Path.cwd()) not in sys.path:
@@ -179,12 +174,9 @@ def checked(function: RewardFunction, *, name: str) -> Callable[[Example, str], 
         except (RewardError, KeyboardInterrupt):
             raise
         except BaseException as error:  # sys.exit, a cancelled task of asyncio
-            raise RewardError(
-                f"the reward function {name} raised {type(error).__name__}",
-                got=f"{error}\n{where}",
-                why="a completion without a reward cannot be trained on",
-                fix="make the function return a number for every completion, 0 where it cannot be judged",
-            ) from error
+            what = f"the reward function {name} raised {type(error).__name__}"
+            fix = "make the function return a number for every completion, 0 where it cannot be judged"
+            raise RewardError(what, got=f"{error}\n{where}", fix=fix) from error
         number = _as_float(value)
         if number is not None and abs(number) <= LARGEST_REWARD:
             return number

@@ -1,10 +1,8 @@
 """The small base model of the built-in task: a Llama that is trained from scratch once, and the cache that it is in.
 
 It is good at addition but not finished, and near perfect at the skills that RL does not see, so that what a KL term
-keeps (or fails to keep) shows up. Its training rows are of all skills, with additions in which carries are sometimes
-forgotten. The model learns these habits: a known share of its samples is wrong, and so is its best guess where the rows
-are wrong more often than right. A model that has seen too few additions would be a fragile starting point instead:
-whether it can carry would turn on the seed and the machine.
+keeps (or fails to keep) shows up. In its training rows carries are sometimes forgotten, and it learns that habit. A
+model that had seen too few additions would be a fragile start: whether it can carry would turn on the seed.
 """
 
 from __future__ import annotations
@@ -124,21 +122,14 @@ def load_base_model(*, progress: Progress | None = None) -> tuple[LlamaForCausal
         check_whole(found, folder=str(folder))
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception as error:
-        raise ModelError(
-            "the cached base model cannot be read",
-            got=str(folder),
-            why=f"{type(error).__name__}: {' '.join(str(error).split())}",
-            fix="delete this folder; the next run trains the model again",
-        ) from error
+        why = f"{type(error).__name__}: {' '.join(str(error).split())}"
+        fix = "delete this folder; the next run trains the model again"
+        raise ModelError("the cached base model cannot be read", got=str(folder), why=why, fix=fix) from error
     return model.eval(), tokenizer
 
 
 def cached_base_model(*, progress: Progress | None = None) -> Path:
-    """The folder of the base model; the first call trains it, which takes a minute and tells `progress` each step.
-
-    Raises:
-        ModelError: the cache cannot be written.
-    """
+    """The folder of the base model; the first call trains it, which takes a minute and tells `progress` each step."""
 
     def write(empty: Path) -> None:
         model = train_base_model(progress=progress)
@@ -151,10 +142,7 @@ def cached_base_model(*, progress: Progress | None = None) -> Path:
 
 
 def train_base_model(*, progress: Progress | None = None) -> LlamaForCausalLM:
-    """Train a new base model on all skills, with a loss on completions only; the caller's random state stays as it was.
-
-    Padding is on the right, so no attention mask is needed.
-    """
+    """Train a new base model, with a loss on completions; padding is on the right, so no attention mask is needed."""
     import torch
 
     steps, size = RECIPE["steps"], RECIPE["batch_size"]
@@ -216,23 +204,15 @@ def cache_root() -> Path:
 
 
 def stored(folder: Path, write: Callable[[Path], None]) -> Path:
-    """A folder of the cache, which `write` fills first if it is not there; it is there as a whole, or not at all.
-
-    Raises:
-        ModelError: the cache cannot be written; known before `write` is called.
-    """
+    """A folder of the cache, which `write` fills first if it is not there; it is there as a whole, or not at all."""
     if folder.is_dir():
         return folder
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
     except OSError as error:
-        raise ModelError(
-            "the cache folder for models cannot be written",
-            got=str(folder.parent),
-            why=str(error),
-            fix="set KLAMP_CACHE to a folder that can be written",
-        ) from error
+        what, fix = "the cache folder for models cannot be written", "set KLAMP_CACHE to a folder that can be written"
+        raise ModelError(what, got=str(folder.parent), why=str(error), fix=fix) from error
     try:
         write(temporary)
         make_readable(temporary)
@@ -247,10 +227,7 @@ def stored(folder: Path, write: Callable[[Path], None]) -> Path:
 
 
 def make_readable(folder: Path) -> None:
-    """Give a folder and all in it the permissions that new files have here, besides those that they have.
-
-    safetensors writes files, and tempfile makes folders, that nobody else can read, whatever the umask says.
-    """
+    """Give all in a folder the permissions of new files here: safetensors and tempfile ignore the umask."""
     probe = folder / ".umask"
     probe.mkdir()
     usual = S_IMODE(probe.stat().st_mode)  # the umask itself is told only to who sets it, for all threads

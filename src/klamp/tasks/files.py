@@ -64,13 +64,7 @@ def rows_task(
 
 
 def read_rows(path: str) -> list[Row]:
-    """Read the rows of a .jsonl, .json (a list of objects) or .parquet file, or of a data set of the hub.
-
-    Raises:
-        DataError: the file is missing, empty or unreadable, or a row is not an object.
-        MissingLibrary: a data set of the hub, and no datasets.
-        UnknownNameError: the name does not look like a data file at all.
-    """
+    """Read the rows of a .jsonl, .json (a list of objects) or .parquet file, or of a data set of the hub."""
     if path.startswith(HUB):
         return _hub_rows(path)
     file = at_home(path)
@@ -138,12 +132,8 @@ def _examples(rows: Sequence[Row], path: str, config: TaskConfig, tokenizer: Pre
     answers = config.answer_column if config.answer_column != "answer" else ""
     for column in filter(None, (config.prompt_column, answers, config.skill_column, config.reference_length_column)):
         if column not in present:
-            raise DataError(
-                f"{name} has no column {column!r}",
-                got=f"the columns {', '.join(present)}",
-                why="the configuration names it",
-                fix="set prompt_column, answer_column, skill_column or reference_length_column to a column there is",
-            )
+            fix = "set prompt_column, answer_column, skill_column or reference_length_column to a column there is"
+            raise DataError(f"{name} has no column {column!r}", got=f"the columns {', '.join(present)}", fix=fix)
     return [_example(row, f"row {i} of {name}", config, tokenizer) for i, row in enumerate(rows, start=1)]
 
 
@@ -152,21 +142,14 @@ def _example(row: Row, where: str, config: TaskConfig, tokenizer: PreTrainedToke
     text, length = "" if answer is None else str(answer), None
     skill = row.get(config.skill_column) if config.skill_column else "task"
     if skill is None:
-        raise DataError(
-            f"{where} has no skill",
-            got=f"{config.skill_column} is empty",
-            why="it would count towards no row of the evaluation table",
-            fix="fill the column, or leave skill_column unset",
-        )
+        fix = "fill the column, or leave skill_column unset"
+        raise DataError(f"{where} has no skill", got=f"{config.skill_column} is empty", fix=fix)
     if config.reference_length_column:
         length = row.get(config.reference_length_column)
         if isinstance(length, bool) or not isinstance(length, int | float) or length < 1 or length != int(length):
-            raise DataError(
-                f"{where} has no usable reference length",
-                got=f"{config.reference_length_column} = {length!r}",
-                why="a KL budget is a threshold times a whole number of tokens, at least 1",
-                fix="fill the column, or leave reference_length_column unset",
-            )
+            got, why = f"{config.reference_length_column} = {length!r}", "it is a whole number of tokens, at least 1"
+            fix = "fill the column, or leave reference_length_column unset"
+            raise DataError(f"{where} has no usable reference length", got=got, why=why, fix=fix)
     return Example(
         prompt=prompt_text(prompt, config, tokenizer, where=where),
         answer=text,
@@ -184,12 +167,9 @@ def split(examples: Sequence[Example], config: TaskConfig) -> tuple[list[Example
         held_out.update(prompts[: min(config.eval_size, max(1, len(prompts) // _HELD_OUT_SHARE))])
     train = [e for e in examples if e.prompt not in held_out]
     if not train:
-        raise DataError(
-            "there are too few different prompts to hold some out",
-            got=f"{len(held_out)} different prompts in {len(examples)} rows",
-            why="evaluation needs prompts that are not trained on",
-            fix="add rows, or name a file of held-out rows (eval_split)",
-        )
+        got = f"{len(held_out)} different prompts in {len(examples)} rows"
+        fix = "add rows, or name a file of held-out rows (eval_split)"
+        raise DataError("there are too few different prompts to hold some out", got=got, fix=fix)
     return train, [e for e in examples if e.prompt in held_out]
 
 
@@ -209,10 +189,7 @@ def _by_skill(examples: Iterable[Example], rl_skill: str, config: TaskConfig) ->
     for example in examples:
         found.setdefault(example.skill, []).append(example)
     if not found[rl_skill]:
-        raise DataError(
-            f"no held-out row is of the skill that is trained, {rl_skill!r}",
-            got=f"the skills {', '.join(sorted(k for k, v in found.items() if v))}",
-            why="there would be no telling whether training helped",
-            fix="add such rows to the held-out file, or leave skill_column unset",
-        )
+        got = f"the skills {', '.join(sorted(skill for skill, rows in found.items() if rows))}"
+        fix = "add such rows to the held-out file, or leave skill_column unset"
+        raise DataError(f"no held-out row is of the skill that is trained, {rl_skill!r}", got=got, fix=fix)
     return {skill: tuple(_sample(rows, config.eval_size, config.task_seed)) for skill, rows in found.items()}

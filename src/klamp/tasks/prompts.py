@@ -31,12 +31,9 @@ def prompt_text(value: Any, config: TaskConfig, tokenizer: PreTrainedTokenizerBa
     messages = _messages(value, where)
     if not uses_chat_template(config, tokenizer):
         if not isinstance(value, str):
-            raise ConfigError(
-                f"{where} holds chat messages, and no chat template is used",
-                got=f"chat_template={config.chat_template}",
-                why="only a template says how a model expects messages to be written",
-                fix="use a tokenizer with a chat template, or a column of plain text",
-            )
+            what = f"{where} holds chat messages, and no chat template is used"
+            fix = "use a tokenizer with a chat template, or a column of plain text"
+            raise ConfigError(what, got=f"chat_template={config.chat_template}", fix=fix)
         return f"{config.system_prompt}\n\n{value}" if config.system_prompt else value
     if config.system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system_prompt}, *messages]
@@ -46,12 +43,9 @@ def prompt_text(value: Any, config: TaskConfig, tokenizer: PreTrainedTokenizerBa
             messages, tokenize=False, add_generation_prompt=not continued, continue_final_message=continued
         )
     except Exception as error:  # no template, or a jinja error of its own, e.g. for a role
-        raise DataError(
-            f"the chat template refuses {where}",
-            got=[message["role"] for message in messages],
-            why=str(error),
-            fix="write the messages in the roles and the order that the template expects, or set chat_template=false",
-        ) from error
+        roles = [message["role"] for message in messages]
+        fix = "write the messages in the roles and the order that the template expects, or set chat_template=false"
+        raise DataError(f"the chat template refuses {where}", got=roles, why=str(error), fix=fix) from error
     return str(text)
 
 
@@ -60,12 +54,8 @@ def _messages(value: Any, where: str) -> list[dict[str, str]]:
     messages = [{"role": "user", "content": value}] if isinstance(value, str) else value
     if isinstance(messages, Sequence) and messages and all(map(_is_message, messages)):
         return [{"role": message["role"], "content": message["content"]} for message in messages]
-    raise DataError(
-        f"{where} has no prompt",
-        got=brief(repr(value)),
-        why="a prompt is a text with something in it, or a list of messages with a role and a content",
-        fix="remove or repair this row",
-    )
+    why = "a prompt is a text with something in it, or a list of messages with a role and a content"
+    raise DataError(f"{where} has no prompt", got=brief(repr(value)), why=why, fix="remove or repair this row")
 
 
 def _is_message(value: Any) -> bool:

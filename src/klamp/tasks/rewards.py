@@ -56,20 +56,13 @@ def named_reward(name: str) -> Callable[[Example, str], float]:
 
 
 def with_reward(task: Task, name: str) -> Task:
-    """A task with the reward of a name.
-
-    Raises:
-        DataError: the reward compares with an answer, and an example has none.
-    """
+    """A task with the reward of a name; a DataError if it compares with an answer, and an example has none."""
     rows = [*task.train, *(example for held_out in task.evaluation.values() for example in held_out)]
     for example in rows if name in NEEDS_ANSWER else ():
         if not example.answer.strip():
-            raise DataError(
-                f"the reward {name} needs an answer, and an example has none",
-                got=f"prompt {example.prompt[:200]!r}",
-                why="every completion of it would score 0, and nothing could be learned from it",
-                fix="name another reward, or the column of answers (answer_column), or remove rows without one",
-            )
+            what = f"the reward {name} needs an answer, and an example has none"
+            fix = "name another reward, or the column of answers (answer_column), or remove rows without one"
+            raise DataError(what, got=f"prompt {example.prompt[:200]!r}", fix=fix)
     return replace(task, score=named_reward(name))
 
 
@@ -100,10 +93,7 @@ def _format_regex(pattern: str) -> RewardFunction:
 
 
 def adapt(function: Callable[..., Any]) -> RewardFunction:
-    """Turn a user's function into one of (example, completion); the top of this file says how it may be written.
-
-    One that does not say what it takes, as some in C, gets the completion alone.
-    """
+    """Turn a user's function into one of (example, completion); one in C that says no parameters gets the latter."""
     try:
         parameters = inspect.signature(function).parameters
     except (ValueError, TypeError):
