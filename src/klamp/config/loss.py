@@ -219,11 +219,7 @@ def price_of(
     or the advantage; s the standard deviation of the group's rewards where advantages are divided by it (left to
     `Price.at`). A KL in the reward is divided by whatever divides the reward: its price is beta.
 
-    Args:
-        beta, placement: the coefficient in force, and where the KL enters.
-        baseline, scale, group_size: of the advantages; completions per prompt, G.
-        policy, kl: how the tokens of policy loss and KL become a number; None: as those of the other do.
-        mean_length, max_length: in tokens; without effect where both are reduced alike.
+    Without `policy` and `kl`, the reductions of policy loss and KL, both are reduced alike; lengths are in tokens.
 
     Raises:
         ConfigError: a group of one, or lengths below one token.

@@ -104,7 +104,6 @@ def _why_no_number(x: object, whole: bool) -> str:
 
 
 def _as_number(name: str, x: object, whole: bool) -> str:
-    """The call that was probably meant."""
     kind = int if whole else float
     if isinstance(x, str):
         try:
@@ -229,8 +228,6 @@ def check_instance(name: str, x: object, kind: type, *, fix: str = "") -> None:
 
 @dataclass(frozen=True)
 class _Field:
-    """What a field of a dataclass takes."""
-
     name: str
     default: Any
     optional: bool

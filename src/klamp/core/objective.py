@@ -162,8 +162,6 @@ PENALTIES: Mapping[Anchor, str] = {
 
 
 class _Part(NamedTuple):
-    """A KL term in force with what it knows of a batch."""
-
     coefficient: float
     term: KLTerm
     known: Distances
@@ -176,14 +174,9 @@ class _Part(NamedTuple):
 
 
 def _penalty(batch: Batch, part: _Part, objective: Objective, totals: Totals | None) -> Float[Tensor, ""]:
-    """A term's penalty as one number, without its coefficient.
-
-    To a teacher it is divided by all tokens that are trained on: one that the teacher did not score is a gap in what is
-    known, and the price of a nat stays what it is.
-    """
     penalty = token_penalty(batch, part.term, part.gate, known=part.known)
     reduction, seen = part.term.normalizer or objective.reduction, batch.kl_mask
-    if part.term.anchor == "teacher":
+    if part.term.anchor == "teacher":  # a token that it did not score is a gap in what is known: the price stays
         return _reduce(penalty, batch.mask, batch.mask, reduction, objective, totals)
     counted = batch.mask if seen is None else batch.mask & seen
     return _reduce(penalty, batch.mask, counted, reduction, objective, totals, part="kl")
@@ -206,7 +199,6 @@ def without_gradient(batch: Batch, objective: Objective) -> Bool[Tensor, " batch
 
 
 def _pulled(batch: Batch, term: KLTerm) -> Bool[Tensor, " batch"]:
-    """Which sequences a KL in force has a gradient in. [B]"""
     if term.placement == "reward" or (term.placement == "loss" and term.gradient == "none"):
         return torch.zeros_like(batch.mask[:, 0])
     gate = Gate.of(batch, term)

@@ -134,7 +134,6 @@ _PER_SEQUENCE = ("kl_weight", "gate_kl")
 
 
 def _given(batch: Batch, *names: str) -> dict[str, Tensor]:
-    """The tensors of a batch that are there."""
     return {name: x for name in names if (x := getattr(batch, name)) is not None}
 
 

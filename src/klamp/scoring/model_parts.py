@@ -185,13 +185,11 @@ def head_kl(
     temperature: float,
     log_weight: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The KL to a teacher over a head of tokens at N positions, in nats, with gradient in the policy. -> [N]
+    """The KL to a teacher over a head of tokens at N positions, in nats, with gradient, [N]; and `HEAD`'s metrics.
 
-    With it what is seen of the head, without gradient, [N] each: its mass under either model, and the share of the
-    policy's likeliest tokens that are among the teacher's. `scored` is one walk of the policy: its likeliest tokens,
-    `theirs` (any token in the place of -1), the target. `theirs` [N, K] are the ids of the teacher's likeliest, -1
-    where the policy has none such; [N, 0] where the head is the student's. `log_weight` is log(policy / sampler) of the
-    targets, detached.
+    `scored` is one walk of the policy: its likeliest tokens, `theirs` (any token in the place of -1), the target.
+    `theirs` [N, K] are the ids of the teacher's likeliest, -1 where the policy has none such, [N, 0] for the student's
+    head. `log_weight` is log(policy / sampler) of the targets, detached.
     """
     count = scored.ids.shape[1] - 1 - theirs.shape[1]
     student, usable = scored.ids[:, :count], theirs >= 0
@@ -371,14 +369,8 @@ class OpenedModel:
     ) -> tuple[Tensor, Any]:
         """Runs the model: its predictions at the last `keep` positions, [b, keep, H or V], and the cache.
 
-        Padding on the right is not masked: nothing that counts looks at it.
-
-        Args:
-            ids: [b, t] the tokens of prompts with their completions, or what follows the cache.
-            prompt_mask: [b, P], 1 on tokens of the left-padded prompts.
-            keep: number of positions, at most t.
-            cache: keys and values of what came before; it is changed. None: `use_cache` says whether one is made.
-            use_cache: see there.
+        `ids` [b, t] are prompts with their completions, or what follows the cache, which is changed. `prompt_mask`
+        [b, P] is 1 on tokens of the left-padded prompts; padding on the right needs none: nothing looks at it.
         """
         past, width = 0 if cache is None else int(cache.get_seq_length()), prompt_mask.shape[1]
         columns = torch.arange(past, past + ids.shape[1], device=ids.device)

@@ -106,7 +106,6 @@ def _bound(model: nn.Module, expected: Tensor, also: Tensor, *, low: float = 1e-
 
 
 def _agrees(attempt: Callable[[], Tensor], expected: Tensor, close: float) -> bool:
-    """Whether a trial runs without an error and gives the expected result."""
     try:
         return bool(((attempt() - expected).abs() <= close).all())
     except Exception:  # models refuse in a dozen ways: unknown arguments, missing caches, other shapes

@@ -78,12 +78,7 @@ class VLLMReference:
         return Scores(logprobs=values[:, :, -1, 1], predictions=Told(values=values, head=None) if self.head else None)
 
     def told(self, prompts: list[list[int]], completions: list[list[int]], *, temperature: float) -> list[list[Place]]:
-        """What the server says of every token of some completions, each behind the ids of its prompt.
-
-        Raises:
-            ModelError: the server does not answer, or answers with something else than was asked.
-            ConfigError: the temperature is not 1.
-        """
+        """What the server says of every token of some completions, each behind the ids of its prompt."""
         if temperature != 1:
             raise ConfigError(
                 "a vLLM server scores at temperature 1 only",
@@ -118,7 +113,6 @@ class VLLMReference:
         return found
 
     def _places(self, ids: list[int], entries: list[Entry]) -> list[Place]:
-        """What is said of all tokens of a sequence but the first."""
         try:
             places = [self._place(token, entry or {}) for token, entry in zip(ids[1:], entries[1:], strict=True)]
             numbers = [number for place in places for token, number in place if token >= 0]
@@ -211,7 +205,6 @@ def _name(url: str, asked: str | None, who: Who) -> str:
 
 
 def _check_tokenizer(reference: VLLMReference, tokenizer: PreTrainedTokenizerBase, prompts: list[str]) -> None:
-    """Refuse a server whose tokens are not the policy's; the first id of a prompt is not told, and not compared."""
     texts = [prompt + str(tokenizer.eos_token) for prompt in prompts]
     ours = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     try:
@@ -239,12 +232,7 @@ def _check_tokenizer(reference: VLLMReference, tokenizer: PreTrainedTokenizerBas
 
 
 def ask(url: str, content: dict[str, Any] | None = None) -> Any:
-    """Ask a server: POST where there is something to say, as JSON, else GET.
-
-    Raises:
-        ModelError: no answer; what the server refuses (status 400 to 499, or 501) is not asked again.
-        ConfigError: the key in the environment is none.
-    """
+    """Ask a server, by POST if there is content, as JSON, else by GET; what it refuses (`FINAL`) is not asked again."""
     data = None if content is None else json.dumps(content).encode()
     request = urllib.request.Request(url, data=data, headers={"Content-Type": "application/json"})
     if authorization := _bearer():
@@ -272,7 +260,6 @@ def _bearer() -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Why there is no answer, in one line: with what the server says to it."""
     text = f"{type(error).__name__}: {error}"
     if isinstance(error, HTTPError):
         with suppress(*FAILURES):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from tests.engines.verl.actor import Step, actor_loss
 
-from klamp.hosts.verl import checking
+from klamp.hosts.verl import hooks
 from klamp.verl import register
 
 BETA = 0.1
@@ -16,10 +16,10 @@ pytestmark = [pytest.mark.gate, pytest.mark.filterwarnings("ignore::klamp.errors
 @pytest.fixture
 def verdicts(untouched: None, monkeypatch: pytest.MonkeyPatch) -> list:
     """What is found out in this test, at each micro-batch."""
-    monkeypatch.setattr(checking, "VERDICTS", [])
-    monkeypatch.setattr(checking, "AT", range(10))
+    monkeypatch.setattr(hooks, "VERDICTS", [])
+    monkeypatch.setattr(hooks, "AT", range(10))
     register(check=True)
-    return checking.VERDICTS
+    return hooks.VERDICTS
 
 
 @pytest.mark.parametrize("nested", [False, True])
@@ -41,6 +41,6 @@ def test_without_a_kl_and_with_a_check_that_fails(verdicts: list, monkeypatch: p
     step = Step.random(12, 9)
     bare, _ = actor_loss(step)
     assert [x.ok for x in verdicts] == [True] and "the KL" in verdicts[0].not_checked, str(verdicts[0])
-    monkeypatch.setattr(checking, "check", lambda *_, **__: 1 / 0)
+    monkeypatch.setattr(hooks, "check_loss", lambda *_, **__: 1 / 0)
     again, _ = actor_loss(step)
     assert again == bare and len(verdicts) == 1

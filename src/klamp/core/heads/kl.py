@@ -263,7 +263,6 @@ def _check_pair(hidden: Tensor, head: Weights, ref_hidden: Tensor, ref_head: Wei
 
 
 def _normaliser(hidden: Tensor, head: Head, part: slice) -> Tensor:
-    """log sum exp of the logits of a part of the vocabulary, [N]."""
     some = head._replace(weight=head.weight[part], bias=None if head.bias is None else head.bias[part])
     return score(Products(some, hidden, None), hidden.new_empty(len(hidden), 0).long()).normaliser
 

@@ -104,7 +104,6 @@ class Tile:
 
 
 def _split(total: int, most: int) -> Tiles:
-    """Cuts 0 ... total into slices of nearly equal length, none longer than `most`."""
     count = math.ceil(total / most)
     return [slice(total * i // count, total * (i + 1) // count) for i in range(count)]
 
@@ -117,7 +116,6 @@ def tiles(hidden: Tensor, weight: Tensor) -> tuple[Tiles, Tiles]:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Adds a @ b to the total, in the precision of the total."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:

@@ -239,7 +239,6 @@ def _chosen(logits: Tensor, completion: Sequence[int]) -> Tensor:
 
 
 def _flat(completions: Sequence[Sequence[int]], values: Sequence[Sequence[Any]], side: str) -> Tensor:
-    """The numbers of all completions in one line, NaN for None."""
     lengths = [len(each) for each in completions], [len(each) for each in values]
     if lengths[0] != lengths[1] or not sum(lengths[0]):
         raise ShapeError(

@@ -108,7 +108,6 @@ def _head_kl(rows: Rows, policy: Tensor, teacher: TeacherConfig) -> tuple[Tensor
 
 
 def _check_finite(loss: Tensor, policy: Tensor) -> None:
-    """Refuse a loss or gradient that is not finite: sent to the service, it would spoil the weights."""
     slope = torch.autograd.grad(loss, policy, retain_graph=True)[0] if loss.requires_grad else torch.zeros_like(policy)
     bad = (~slope.isfinite()).flatten(1).any(-1).nonzero().flatten().tolist()
     if bad or not bool(loss.detach().isfinite()):
@@ -149,11 +148,7 @@ def forward_backward_kl(
 
     Args:
         client: a `TrainingClient`, or the SDK's future of one, which is waited for: in async code await it before.
-        data: datums as `build_datum` makes them.
-        kl_coef: this argument and the others are those of `compute_grpo_kl_loss`.
-        cliprange: see there.
-        kl: see there.
-        options: loss, teacher, normalizer, max_length, group_size, totals.
+        data, kl_coef, cliprange, kl, options: as in `compute_grpo_kl_loss`.
 
     Returns:
         What the client returns: a future of `ForwardBackwardOutput`, with the loss's metrics in its `metrics`. Submit

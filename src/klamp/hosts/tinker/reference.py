@@ -79,10 +79,8 @@ async def compute_teacher_head(
     Args:
         teacher_client: a `SamplingClient`, see `compute_reference_logprobs`.
         prompt_tokens: one list of ids per response; the teacher's own prompts, if it sees others than the policy.
-        response_tokens: the responses.
+        response_tokens, concurrency, timeout: as in `compute_reference_logprobs`.
         top_k: how many, `TeacherConfig.teacher_top_k`; 0: the tokens of the responses alone.
-        concurrency: see there.
-        timeout: see there.
 
     Returns:
         What `build_datum(teacher_head=)` takes: one list per response, with a list of pairs for each of its tokens:
@@ -100,7 +98,6 @@ async def compute_teacher_head(
 async def _ask_all(
     client: Any, prompt_tokens: object, response_tokens: object, concurrency: int, timeout: float, top_k: int = -1
 ) -> list[Answer]:
-    """The answers for all sequences, in their order; with a top_k of a teacher, else of a reference."""
     load_tinker()
     check_number("concurrency", concurrency, AT_LEAST_1, whole=True)
     check_number("timeout", timeout, POSITIVE)
@@ -171,7 +168,6 @@ def _places(answer: Answer, top_k: int) -> list[Place]:
 
 
 def _sequences(prompts: Any, responses: Any) -> tuple[list[list[int]], list[list[int]]]:
-    """The token ids of both, one list for each response."""
     if not (isinstance(prompts, Collection) and isinstance(responses, Collection) and len(prompts) == len(responses)):
         raise DataError(
             "prompt_tokens and response_tokens must hold one list of token ids per response each",

@@ -94,7 +94,6 @@ class DoctorCallback(TrainerCallback):
                 warnings.warn(text, KLWarning, stacklevel=2)
 
     def _tell(self, finding: Finding) -> None:
-        """Call on_alarm; an error in it is a warning, since no run ends for a notice."""
         try:
             if self.on_alarm is not None:
                 self.on_alarm(finding)
@@ -127,7 +126,6 @@ def settings_of_arguments(args: Any, *, other_reference: bool = False) -> RunSet
 
 
 def _append(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
-    """Append rows to a file of JSON lines."""
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("a", encoding="utf-8") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in rows)
@@ -204,7 +202,6 @@ class ReportCallback(TrainerCallback):
         }
 
     def _answer(self, step: int) -> None:
-        """Answer the first prompts; what goes wrong there ends no run."""
         held_out, train = self.trainer.eval_dataset, self.trainer.train_dataset
         rows, skill = (held_out, "held out") if hasattr(held_out, "select") else (train, "training prompts")
         if weights_are_split(self.trainer) or not hasattr(rows, "select"):

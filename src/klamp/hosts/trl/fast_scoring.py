@@ -72,12 +72,6 @@ class FastScoring:
         return f"completions are scored by klamp: {once}, no padding in the head, no logits held{first}{apart}"
 
 
-def asked_for(args: Any) -> FastScoring | None:
-    """Fast scoring as a trainer's arguments ask for it."""
-    wanted = getattr(args, "fast_scoring", False)
-    return FastScoring(required=wanted == "require") if wanted else None
-
-
 def settle(trainer: Any) -> None:
     """Find out what a trainer's models allow, once they are where they will be used."""
     fast = trainer._klamp.fast
@@ -332,10 +326,7 @@ def why_not_fast(trainer: Any) -> str:
 
 
 def why_not_these(trainer: Any, mask: Tensor, length: int, others: dict[str, Any]) -> str:
-    """Why these completions cannot be scored fast, in words; "" if they can.
-
-    `mask` [B, P + T] is 0 on padding, T is `length`; `others` are pictures, types of tokens, a router's loss.
-    """
+    """Why these completions cannot be scored fast, "" if they can; `others` are pictures, types of tokens, ..."""
     given = [name for name, value in others.items() if value is not None and value is not False]
     if "compute_aux_loss" in given:
         return "the router's auxiliary loss is made of whole rows, padding included"
@@ -394,10 +385,7 @@ def _settings(causal: nn.Module, options: dict[str, Any]) -> Any:
 
 
 def _cache_of_prompts(causal: nn.Module, ids: Tensor, mask: Tensor, options: dict[str, Any]) -> Any:
-    """The keys and values of all of the prompts but their last token; None if that saves nothing or is not exact.
-
-    `generate` itself runs the last token, for each completion.
-    """
+    """The keys and values of the prompts but their last token; None if that saves nothing or is not exact."""
     longest = getattr(_settings(causal, options), "max_new_tokens", None) or 1
     opened = OpenedModel(causal, Traits())  # the model as it is called, so that its wrappers count
     if ids.shape[1] < 2 or not opened.is_steady(ids.shape[1] + longest):

@@ -86,7 +86,6 @@ class GRPOConfig(KLFields, trl.GRPOConfig):
 
     @property
     def _asks(self) -> bool:
-        """Whether any field of klamp's is set, `beta` aside."""
         set_here = touched(self) or touched(self, TeacherConfig)
         return bool(set_here or self.fast_scoring)
 

@@ -89,7 +89,6 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
 
 
 def _taught(config: TeacherConfig | None, given: Any) -> TeacherConfig | None:
-    """The KL to a teacher that a trainer is built with; None: there is none."""
     nobody = config is not None and config.teacher_model == PASSED
     refuse([
         Refusal(
@@ -118,16 +117,13 @@ def _join(
     apart: bool = False,
     taught: tuple[TeacherConfig | None, Any] = (None, None),
 ) -> None:
-    """Give a trainer its session, its teacher, and the reference where klamp supplies one.
-
-    That may be another model than the one that training starts from: the caller's (`chosen`), or the one below an
-    adapter that is trained already (`apart`).
-    """
+    """Set up a trainer; its reference is `chosen` by the caller, or `apart`: the model below a trained adapter."""
     if getattr(trainer, "vllm_generation", None) is not None:
         caution_beside("vllm")
     trainer.args.taken = True
     trainer._klamp = session = Session.of(kl)
-    session.fast = fast_scoring.asked_for(trainer.args)
+    wanted = getattr(trainer.args, "fast_scoring", False)
+    session.fast = fast_scoring.FastScoring(required=wanted == "require") if wanted else None
     policy = trainer.accelerator.unwrap_model(trainer.model)
     if kl is not None:
         excluded_ids(kl.kl_exclude_tokens, trainer._tokenizer)

@@ -45,7 +45,6 @@ class KLMixin(Host):
 
     @staticmethod
     def _refusals(kl: KLConfig) -> Sequence[Refusal]:
-        """What this host alone refuses."""
         return ()
 
     def _caution(self, text: str) -> None:

@@ -68,10 +68,7 @@ def price_in(trainer: Any, beta: float, placement: Placement) -> Price:
 
 
 def after_rewards(trainer: Any, completion_ids: list[Any], rewards: Tensor) -> None:
-    """Keep the rewards for what follows; log how far completions repeat themselves, and whether the longer earn more.
-
-    `rewards` [B, functions] are those of all processes, NaN if there is none; the ids those of this process.
-    """
+    """Keep the rewards of all processes, [B, functions]; log repetition, and whether longer completions earn more."""
     session = trainer._klamp
     groups = (rewards * trainer.reward_weights.to(rewards.device)).nansum(-1).view(-1, group_size(trainer))
     session.lengths = [len(ids) for ids in completion_ids]

@@ -29,11 +29,7 @@ REF_HIDDEN = "klamp_ref_hidden"
 
 
 def own_reference(model: Any, ref_model: Any, args: Any, *, peft: bool) -> nn.Module | None:
-    """The reference that klamp must supply, made before TRL patches the policy; None where TRL makes its own.
-
-    The policy and the reference are models, or names and folders; of a PEFT model (`peft`) the reference is the model
-    without its adapter.
-    """
+    """The reference that klamp must supply, made before TRL patches the policy; None: TRL makes its own."""
     if isinstance(ref_model, str):
         options = {"trust_remote_code": args.trust_remote_code, **(args.model_init_kwargs or {})}
         if isinstance(model, nn.Module):
@@ -209,10 +205,7 @@ def hidden_states(trainer: Any, model: Any, *, wanted: bool) -> Iterator[list[Te
 
 
 def of_completions(kept: list[Tensor], logprobs: Tensor | None) -> Tensor | None:
-    """The hidden states from which the tokens of these log-probabilities [B, T] were predicted, [B, T, H].
-
-    None if none were kept, or if the host scores elsewhere and gives no log-probabilities here (Unsloth's loss).
-    """
+    """The hidden states that these tokens were predicted from, [B, T, H]; None if a host (Unsloth) scores elsewhere."""
     return None if not kept or logprobs is None else torch.cat(kept)[:, -logprobs.shape[1] - 1 : -1]
 
 
@@ -230,10 +223,7 @@ def keep_reference(trainer: Any, output: dict[str, Any], hidden: Tensor | None) 
 def exact_kl_of(
     trainer: Any, inputs: Any, hidden: Tensor | None, *, direction: Direction = "reverse"
 ) -> tuple[Tensor, Tensor] | None:
-    """The exact KL of a batch [B, T], 0 where it is not measured, and where it is measured [B, T].
-
-    `inputs` has the reference's hidden states; the KL has the gradient of `hidden`, the policy's [B, T, H].
-    """
+    """The exact KL of a batch, 0 where it is not measured, and where it is; with gradient in `hidden`. [B, T] each"""
     kept = inputs.get(REF_HIDDEN)
     if hidden is None or kept is None:
         return None
@@ -262,9 +252,7 @@ def with_exact(trainer: Any, batch: Batch, inputs: Any, hidden: Tensor | None) -
     if term.value != "exact":
         return batch
 
-    def exact(direction: Direction) -> Tensor | None:
-        found = exact_kl_of(trainer, inputs, hidden, direction=direction)
-        return None if found is None else found[0]
-
-    forward = exact("forward") if term.gradient == "forward" else None
-    return replace(batch, exact_kl=exact("reverse"), exact_kl_forward=forward)
+    wanted: dict[str, Direction] = {"exact_kl": "reverse"}
+    wanted |= {"exact_kl_forward": "forward"} if term.gradient == "forward" else {}
+    found = {name: exact_kl_of(trainer, inputs, hidden, direction=way) for name, way in wanted.items()}
+    return replace(batch, **{name: measured[0] for name, measured in found.items() if measured is not None})

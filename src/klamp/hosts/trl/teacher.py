@@ -147,7 +147,6 @@ def scoring_call(
 
 
 def _ids(trainer: Any, rows: Sequence[Mapping[str, Any]], column: str) -> list[list[int]]:
-    """The prompts of a column, tokenized as TRL tokenizes its own."""
     for row in rows:
         if not row.get(column):
             raise no_prompt(column, row)

@@ -123,11 +123,7 @@ class Driver:
         return save()
 
     def load(self, load: Callable[[], Any], trainer: Any) -> Any:
-        """Have verl load its checkpoint, if there is one, and continue from the controller's state in it.
-
-        Raises:
-            RunFolderError, ConfigError: the state is damaged.
-        """
+        """Have verl load its checkpoint, if there is one, and continue from the controller's state in it."""
         found = load()
         if trainer.global_steps and self.control is not None:
             options = self.config["trainer"]
@@ -144,7 +140,6 @@ class Driver:
 
 
 def _control(config: Any) -> KLControl | None:
-    """The control of a KL that needs the driver; None where there is none."""
     actor, algorithm = config["actor_rollout_ref"]["actor"], config["algorithm"]
     if not actor["use_kl_loss"] or not is_ours(actor["kl_loss_type"]):
         return None
@@ -202,18 +197,8 @@ def columns(
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """What is added to the batch in the order of its rows, and what was measured, by klamp's names.
 
-    The advantages are among the columns where the KL shifts them. The controller takes in the KL of the step.
-
-    Args:
-        sampled: verl's columns of the whole batch, padded at the right, [B, T]; `rm_scores` [B] or [B, T].
-        prompts: verl's uid of each row: which prompt a completion belongs to.
-        control: of the run.
-        tokenizer: finds the excluded tokens.
-        settings: of the run and the step.
-
-    Raises:
-        ConfigError: a prompt with more or fewer completions than the others; see `prepared`.
-        NonFiniteError: a KL that is NaN or infinite.
+    `sampled` are verl's columns of the whole batch, padded at the right, [B, T] (`rm_scores` also [B]), `prompts` its
+    uid of each row. Advantages are added where the KL shifts them. The controller takes in the KL of the step.
     """
     order = by_prompt(prompts, settings.group_size)
     generation = _generation(sampled, order, settings.group_size)

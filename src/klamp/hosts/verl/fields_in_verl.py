@@ -38,11 +38,7 @@ def name_of(kl: KLConfig | TeacherConfig, places: Iterable[str]) -> str:
 
 @functools.cache
 def loss_kl(name: str, beta: float = KLConfig.beta) -> KLConfig:
-    """The KL that a name in the place of `kl_loss_type` stands for; beta is verl's `kl_loss_coef`.
-
-    Raises:
-        ConfigError: the name cannot be read, or what it asks for is refused.
-    """
+    """The KL that a name in the place of `kl_loss_type` stands for; beta is verl's `kl_loss_coef`."""
     return KLConfig(**_read(name), beta=beta)
 
 

@@ -1,4 +1,4 @@
-"""The places in which verl looks up a KL by its name, and klamp's functions for klamp's names there.
+"""The places in which verl looks up a KL by its name, klamp's functions there, and `klamp.check` of the actor's loss.
 
 verl gives `kl_penalty` log-probabilities alone. What else a KL needs, the mask, the old log-probabilities and the
 columns of klamp's driver, is in the batch of the actor's loss around it, which is kept at hand while that is computed.
@@ -11,17 +11,19 @@ import copy
 import functools
 import importlib
 import inspect
+import logging
 from collections.abc import Callable
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 
+from klamp.audit.micro_batch import check as check_loss
+from klamp.audit.verdict import Verdict
 from klamp.core.types import Batch
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, gated_penalty
 from klamp.hosts.common.versions import check_version, out_of_range
-from klamp.hosts.verl.checking import checked
 from klamp.hosts.verl.driver import BETA, PER_ROW, PER_TOKEN
 from klamp.hosts.verl.fields_in_verl import is_ours, loss_kl, needs_driver
 from klamp.hosts.verl.teacher import LOSSES as DISTILLATION
@@ -32,6 +34,9 @@ ARGUMENTS = ("logprob", "ref_logprob", "kl_penalty")
 MASK, OLD = "response_mask", "old_log_probs"
 IN_LOSS = (MASK, OLD, *PER_ROW, *PER_TOKEN)
 """What the KL in the loss may need of the actor's batch."""
+AT = (1, 10, 100, 1000)
+"""The micro-batches of a process that are checked: in the first one the policy is the reference."""
+VERDICTS: list[Verdict] = []
 Penalty: TypeAlias = Callable[[Tensor, Tensor, str], Tensor]
 
 _batch: dict[str, Tensor] = {}
@@ -75,12 +80,7 @@ def register(*, check: bool = False) -> None:
 
 
 def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
-    """klamp's per-token penalty in nats, without coefficient; verl masks, averages and weighs it. [B, T]
-
-    Raises:
-        ConfigError: a name that cannot be read, or one that needs klamp's driver, which is not there; another loss than
-            the actor's.
-    """
+    """klamp's per-token penalty in nats, without coefficient; verl masks, averages and weighs it. [B, T]"""
     kl, known = loss_kl(name), _batch
     term = kl.build_term()
     if not known:
@@ -133,7 +133,8 @@ def _with_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         try:
             _batch.update({name: each.bool() if name in (MASK, *PER_TOKEN) else each for name, each in padded.items()})
             if BETA in _batch:
-                config = _with_coefficient(config, float(padded[BETA][0]))
+                config = copy.copy(config)  # verl's settings cannot be written to
+                object.__setattr__(config, "kl_loss_coef", float(padded[BETA][0]))
             return original(config, model_output, data, dp_group)
         finally:
             _batch.clear()
@@ -141,8 +142,40 @@ def _with_batch(original: Callable[..., Any]) -> Callable[..., Any]:
     return ppo_loss
 
 
-def _with_coefficient(config: Any, beta: float) -> Any:
-    """verl's settings of the actor with another coefficient; they share everything else, and cannot be written to."""
-    changed = copy.copy(config)
-    object.__setattr__(changed, "kl_loss_coef", beta)
-    return changed
+def checked(ppo_loss: Callable[..., Any]) -> Callable[..., Any]:
+    """verl's actor loss, which checks some micro-batches on rank 0: warns of what is wrong, and logs each verdict."""
+    losses: Any = importlib.import_module(LOSSES)
+    calls = 0
+
+    @functools.wraps(ppo_loss)
+    def with_check(config: Any, model_output: Any, data: Any, dp_group: Any = None) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls not in AT:
+            return ppo_loss(config, model_output, data, dp_group)
+        padded, scores = losses.no_padding_2_padding, list[Any]()
+        losses.no_padding_2_padding = lambda *given: scores.append(padded(*given)) or scores[-1]
+        try:
+            result = ppo_loss(config, model_output, data, dp_group)
+        finally:
+            losses.no_padding_2_padding = padded
+        try:
+            VERDICTS.append(_verdict(config, result[0], scores[0], data))
+            logging.getLogger("klamp").info("micro-batch %d: %s", calls, VERDICTS[-1])
+        except Exception:  # a check stops no training
+            logging.getLogger("klamp").warning("the check of micro-batch %d failed", calls, exc_info=True)
+        return result
+
+    return with_check
+
+
+def _verdict(config: Any, loss: Any, policy: Any, data: Any) -> Verdict:
+    names = {"response_mask": "mask", "old_log_probs": "old_logprobs", "rollout_log_probs": "sampler_logprobs"}
+    names |= {"advantages": "advantages", "responses": "ids"}
+    names |= {"ref_log_prob": "ref_logprobs"} if config.use_kl_loss else {}
+    found = data.select(*names, BETA, strict=False).to_padded_tensor()
+    beta = float(found[BETA][0]) if BETA in found else config.kl_loss_coef
+    more: dict[str, Any] = {"beta": beta, "kl_in": "loss"} if config.use_kl_loss else {}
+    clip = (config.clip_ratio_low, config.clip_ratio_high)
+    given = {ours: found[theirs] for theirs, ours in names.items() if theirs in found}
+    return check_loss(loss, policy_logprobs=policy, clip=clip, once=False, host="verl", **given, **more)
