@@ -189,7 +189,7 @@ def build(config: TrainConfig, folder: Path, observers: Sequence[Observer], *, r
     make_ready(name, progress=progress_of(observers))
     start = load_model(name, config.model.dtype)
     tokenizer = load_tokenizer(config.model.tokenizer or name)
-    if len(tokenizer) > (size := rows_of(start.get_input_embeddings())):
+    if len(tokenizer) > (size := rows_of(start.get_input_embeddings())):  # pyright: ignore[reportArgumentType]
         raise ModelError(
             "the tokenizer has more tokens than the model",
             got=f"tokenizer {len(tokenizer)}, model {size} ({config.model})",
