@@ -29,7 +29,8 @@ def work(run: Run, folder: Path) -> None:
     own = run_folder(folder, run)
     if not own.is_dir():
         fix = "choose an --output_dir on a file system that all nodes share"
-        raise RunFolderError("a worker does not see the folder of the ablation", got=str(folder), fix=fix)
+        why = "it writes its checkpoints and its outcome there"
+        raise RunFolderError("a worker does not see the folder of the ablation", got=str(folder), why=why, fix=fix)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray sends it to a task that is cancelled
     logging.basicConfig(filename=own / LOG, level=logging.WARNING, force=True)  # the process does this run only
     perform(run, folder)

@@ -81,11 +81,12 @@ def runs(plan: Plan) -> tuple[Run, ...]:
     pairs = itertools.product(plan.seeds, plan.arms)
     every = tuple(run_of(arm, seed, _config(plan, arm, seed), plan.kl_prompts) for seed, arm in pairs)
     if twice := [name for name, count in Counter(run.name for run in every).items() if count > 1]:
-        raise ConfigError("an arm or a seed is repeated", got=twice[0], fix="keep one: each run has its own folder")
+        raise ConfigError("an arm or a seed is repeated", got=twice[0], why="each has a folder", fix="keep one")
     for one, other in itertools.combinations(every[: len(plan.arms)], 2):
         if one.config == other.config:
+            what = f"the arms {one.arm.name!r} and {other.arm.name!r} are the same"
             fix = "keep one of the arms, or remove their fields from the base"
-            raise ConfigError(f"the arms {one.arm.name!r} and {other.arm.name!r} are the same", fix=fix)
+            raise ConfigError(what, why="the base sets the same values, or wins over theirs", fix=fix)
     return every
 
 
@@ -135,7 +136,8 @@ def _config(plan: Plan, arm: Arm, seed: int) -> TrainConfig:
         check_backend(config)
         if config.run.backend != "local":
             fix = "leave backend out, or run the arms one by one with klamp train"
-            raise ConfigError("an ablation trains in klamp's own loop only", got=config.run.backend, fix=fix)
+            why = "the other trainers keep their checkpoints in forms of their own"
+            raise ConfigError("an ablation trains in klamp's own loop only", got=config.run.backend, why=why, fix=fix)
     except ConfigError as error:
         error.add_note(f"in the arm {arm.name!r}")
         raise
@@ -153,12 +155,13 @@ def as_runs(given: Sequence[tuple[Path, TrainConfig]], *, kl_prompts: int = KL_P
         other = next(i for i, values in enumerate(flat) if repr(values[name]) != repr(flat[0][name]))
         got = " and ".join(f"{name} is {shown(flat[i][name])!r} in {given[i][0]}" for i in (0, other))
         fix = "name runs of one task, or score each with klamp evaluate --checkpoint FOLDER --task NAME"
-        raise DataError("these runs had different tasks", got=got, fix=fix)
+        raise DataError("these runs had different tasks", got=got, why="their scores are of other prompts", fix=fix)
     found: dict[str, tuple[Path, Run]] = {}
     for (folder, config), values in zip(given, flat, strict=True):
         run = run_of(_arm({name: values[name] for name in names}), config.run.seed, config, kl_prompts)
         if run.name in found:
             got = f"{found[run.name][0]} and {folder}, both {run.name}"
-            raise DataError("two runs are the same variant with the same seed", got=got, fix="name one of them")
+            what, why = "two runs are the same variant with the same seed", "their numbers would count twice"
+            raise DataError(what, got=got, why=why, fix="name one of them")
         found[run.name] = folder, run
     return dict(found.values())

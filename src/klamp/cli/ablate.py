@@ -124,7 +124,6 @@ def _with_recipe(arm: Arm, preset: str | None, fixed: Mapping[str, Any]) -> Arm:
 
 
 def _check_options(options: AblateOptions, flags: Mapping[str, Any]) -> None:
-    """Refuse options that would be ignored."""
     given = [*flags, *(name for name, value in vars(options).items() if value not in (None, False, ()))]
     ignored, where = {"cpus_per_run", "gpus_per_run"}.intersection(given), "without --ray"
     if options.ray is not None:

@@ -177,7 +177,6 @@ def add_field(group: Any, field: Field, *, several: bool = False) -> None:
 
 
 def _help(field: Field) -> str:
-    """The text of a field, its names and its default."""
     names = f" One of {', '.join(field.choices)}." if any(name not in field.text for name in field.choices) else ""
     default = " ".join(map(str, field.default)) if isinstance(field.default, tuple) else field.default
     return f"{field.text}{names}" + ("" if default in (MISSING, None, "", False) else f" (default: {default})")

@@ -42,8 +42,10 @@ def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
 
     backend, folder = config.run.backend, run_folder(config)
     if backend not in INSTALL:
+        why = "klamp's own loop is for one machine"
         fix = "set backend to trl or verl, and gpus; or leave --prepare out and start the run"
-        raise ConfigError("--prepare is for a run that is launched on several GPUs", got=f"{backend=}", fix=fix)
+        what = "--prepare is for a run that is launched on several GPUs"
+        raise ConfigError(what, got=f"{backend=}", why=why, fix=fix)
     longest, shape = open_inputs(config).longest, shape_of(config.model.model)
     if backend == "verl":
         load = None if shape is None else load_in_verl(config, shape)
@@ -116,7 +118,6 @@ def _teachers_server(config: TrainConfig, longest: int) -> list[str]:
 
 
 def _words(argv: Sequence[str]) -> list[str]:
-    """The arguments without --prepare."""
     return [word for word in argv if word != "--prepare"]
 
 

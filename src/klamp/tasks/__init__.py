@@ -60,7 +60,8 @@ def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
         task = import_function(config.task, what="task")(config, tokenizer)
         if not isinstance(task, Task):
             fix = "return a klamp.tasks.Task; klamp.tasks.rows_task makes one of rows"
-            raise ConfigError(f"{config.task} returned no task", got=type(task).__name__, fix=fix)
+            what, why = f"{config.task} returned no task", "what it returns is trained on"
+            raise ConfigError(what, got=type(task).__name__, why=why, fix=fix)
         task = replace(task, score=checked(task.score, name=config.task))
     else:
         task = file_task(config, tokenizer)

@@ -176,7 +176,8 @@ def checked(function: RewardFunction, *, name: str) -> Callable[[Example, str], 
         except BaseException as error:  # sys.exit, a cancelled task of asyncio
             what = f"the reward function {name} raised {type(error).__name__}"
             fix = "make the function return a number for every completion, 0 where it cannot be judged"
-            raise RewardError(what, got=f"{error}\n{where}", fix=fix) from error
+            why = "a completion without a reward cannot be trained on"
+            raise RewardError(what, got=f"{error}\n{where}", why=why, fix=fix) from error
         number = _as_float(value)
         if number is not None and abs(number) <= LARGEST_REWARD:
             return number

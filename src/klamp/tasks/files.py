@@ -133,7 +133,8 @@ def _examples(rows: Sequence[Row], path: str, config: TaskConfig, tokenizer: Pre
     for column in filter(None, (config.prompt_column, answers, config.skill_column, config.reference_length_column)):
         if column not in present:
             fix = "set prompt_column, answer_column, skill_column or reference_length_column to a column there is"
-            raise DataError(f"{name} has no column {column!r}", got=f"the columns {', '.join(present)}", fix=fix)
+            what, why = f"{name} has no column {column!r}", "the configuration names it"
+            raise DataError(what, got=f"the columns {', '.join(present)}", why=why, fix=fix)
     return [_example(row, f"row {i} of {name}", config, tokenizer) for i, row in enumerate(rows, start=1)]
 
 
@@ -143,7 +144,8 @@ def _example(row: Row, where: str, config: TaskConfig, tokenizer: PreTrainedToke
     skill = row.get(config.skill_column) if config.skill_column else "task"
     if skill is None:
         fix = "fill the column, or leave skill_column unset"
-        raise DataError(f"{where} has no skill", got=f"{config.skill_column} is empty", fix=fix)
+        why = "it would count towards no row of the evaluation table"
+        raise DataError(f"{where} has no skill", got=f"{config.skill_column} is empty", why=why, fix=fix)
     if config.reference_length_column:
         length = row.get(config.reference_length_column)
         if isinstance(length, bool) or not isinstance(length, int | float) or length < 1 or length != int(length):
@@ -169,7 +171,8 @@ def split(examples: Sequence[Example], config: TaskConfig) -> tuple[list[Example
     if not train:
         got = f"{len(held_out)} different prompts in {len(examples)} rows"
         fix = "add rows, or name a file of held-out rows (eval_split)"
-        raise DataError("there are too few different prompts to hold some out", got=got, fix=fix)
+        why = "evaluation needs prompts that are not trained on"
+        raise DataError("there are too few different prompts to hold some out", got=got, why=why, fix=fix)
     return train, [e for e in examples if e.prompt in held_out]
 
 
@@ -191,5 +194,6 @@ def _by_skill(examples: Iterable[Example], rl_skill: str, config: TaskConfig) ->
     if not found[rl_skill]:
         got = f"the skills {', '.join(sorted(skill for skill, rows in found.items() if rows))}"
         fix = "add such rows to the held-out file, or leave skill_column unset"
-        raise DataError(f"no held-out row is of the skill that is trained, {rl_skill!r}", got=got, fix=fix)
+        why = "there would be no telling whether training helped"
+        raise DataError(f"no held-out row is of the skill that is trained, {rl_skill!r}", got=got, why=why, fix=fix)
     return {skill: tuple(_sample(rows, config.eval_size, config.task_seed)) for skill, rows in found.items()}

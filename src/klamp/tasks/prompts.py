@@ -32,8 +32,9 @@ def prompt_text(value: Any, config: TaskConfig, tokenizer: PreTrainedTokenizerBa
     if not uses_chat_template(config, tokenizer):
         if not isinstance(value, str):
             what = f"{where} holds chat messages, and no chat template is used"
+            why = "only a template says how a model expects messages to be written"
             fix = "use a tokenizer with a chat template, or a column of plain text"
-            raise ConfigError(what, got=f"chat_template={config.chat_template}", fix=fix)
+            raise ConfigError(what, got=f"chat_template={config.chat_template}", why=why, fix=fix)
         return f"{config.system_prompt}\n\n{value}" if config.system_prompt else value
     if config.system_prompt and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": config.system_prompt}, *messages]

@@ -60,9 +60,9 @@ def with_reward(task: Task, name: str) -> Task:
     rows = [*task.train, *(example for held_out in task.evaluation.values() for example in held_out)]
     for example in rows if name in NEEDS_ANSWER else ():
         if not example.answer.strip():
-            what = f"the reward {name} needs an answer, and an example has none"
+            what, why = f"the reward {name} needs an answer, and an example has none", "every completion would score 0"
             fix = "name another reward, or the column of answers (answer_column), or remove rows without one"
-            raise DataError(what, got=f"prompt {example.prompt[:200]!r}", fix=fix)
+            raise DataError(what, got=f"prompt {example.prompt[:200]!r}", why=why, fix=fix)
     return replace(task, score=named_reward(name))
 
 

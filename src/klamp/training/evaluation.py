@@ -176,7 +176,6 @@ def check_completions(config: TrainConfig, folder: Path) -> Iterator[tuple[int, 
 
 
 def _policy(config: TrainConfig, checkpoint: Path) -> Any:
-    """The policy of a checkpoint."""
     model, saved = config.model, policy_in(checkpoint)
     if model.lora_r:
         return with_adapter(load_model(model.model, model.dtype), model, saved).eval()

@@ -229,7 +229,6 @@ def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int
 
 
 def _configuration(spec: str) -> Any:
-    """A model's configuration, without its weights."""
     return _pretrained(AutoConfig, weights_folder(spec), "a model's configuration")
 
 

@@ -251,7 +251,6 @@ def _take_steps(
 def _batch(
     scene: Scene, kl: KLConfig, scores: dict[str, Tensor], *, advantages: Tensor, gate_kl: Tensor | None = None
 ) -> Batch:
-    """A batch of the completions with these scores."""
     return Batch(
         **scores,  # pyright: ignore[reportArgumentType]
         advantages=advantages,

@@ -196,7 +196,6 @@ def _sized(config: TrainConfig, sizes: Sizes) -> dict[str, Any]:
 
 
 def _loss(loss: LossConfig, longest: int) -> dict[str, Any]:
-    """The policy loss and its advantages."""
     reduction, estimator = LOSS_TYPES[loss.loss_type].reduction, "algorithm.adv_estimator"
     scaled = {estimator: "grpo", "algorithm.norm_adv_by_std_in_grpo": loss.scale == "std"}
     return {

@@ -238,7 +238,6 @@ def _other_heads() -> Iterator[Check]:
 
 
 def _logprobs(y: Outcomes, first: int | None = None) -> tuple[Tensor, Tensor]:
-    """Of policy and teacher, over the first tokens alone."""
     return y.policy_logits[..., :first].log_softmax(-1), y.teacher_logits[..., :first].log_softmax(-1)
 
 
