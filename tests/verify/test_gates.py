@@ -59,7 +59,7 @@ def clip(x: Tensor, method: str) -> tuple[Tensor, Tensor]:
 
 
 def world_of(seed: int, size: int) -> Scene:
-    return Scene(chain=random_chain(seed, length=2), group_size=size)
+    return Scene(chain=random_chain(seed, length=2), group_size=size, whole_batch=True)
 
 
 def kl_of_each(scene: Scene, kl: KLConfig) -> Tensor:

@@ -50,7 +50,7 @@ MAX_GROUPS = 10_000
 class Scene:
     """A world in which steps are taken: a chain, a reward for each of its completions, a group size.
 
-    A group is a part of a large batch: means divide by the expected numbers of completions and tokens.
+    Means divide by the expected numbers of completions and tokens of a group, as in a large batch.
 
     Raises:
         ConfigError: too many groups to enumerate.
@@ -62,6 +62,8 @@ class Scene:
     """Reward of each completion, in the order of `enumerate_outcomes`; a single one: all equal (saturated)."""
     group_size: int = 2
     """Completions per group; 1 only with the KL in the loss."""
+    whole_batch: bool = False
+    """Whether the mean KL of the group itself decides a clip of level `batch`; else the expected KL does."""
 
     def __post_init__(self) -> None:
         count = len(self.outcomes.probs)
@@ -272,6 +274,8 @@ def _gates(scene: Scene, objective: Objective, kl: KLConfig) -> Float[Tensor, "g
     if objective.kl.clip_level != "batch":
         everyone = _before(scene, objective, kl, rows.flatten())
         return sequence_gate_kl(everyone, objective.kl).view(rows.shape)
+    if scene.whole_batch:
+        return torch.stack([sequence_gate_kl(_before(scene, objective, kl, group), objective.kl) for group in rows])
     everyone = _before(scene, objective, kl, torch.arange(len(scene.outcomes.probs)))
     return (scene.outcomes.probs * sequence_kl(everyone, objective.kl)).sum().expand(rows.shape)
 
