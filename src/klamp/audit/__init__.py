@@ -87,8 +87,7 @@ def load_subject(name: str, *, means: Direction = "reverse") -> Subject:
 
 def _load(name: str, host: Host, installed: str) -> Subject:
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # theirs, on import and on deprecated options; not about the KL
+        with warnings.catch_warnings(action="ignore"):  # theirs, on import and on deprecated options; not about the KL
             logging.disable(logging.WARNING)
             subject: Subject = importlib.import_module(f"klamp.audit.{name}").subject()
             for loss in subject.losses[:1]:  # whatever has moved shows here

@@ -78,8 +78,7 @@ def reward_kl(policy: Tensor, ref: Tensor) -> Tensor:
     from tensordict import TensorDict
     from torchrl.envs.llm.transforms.kl import KLComputation
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # nested tensors call themselves a prototype
+    with warnings.catch_warnings(action="ignore"):  # nested tensors call themselves a prototype
         rewards = torch.nested.as_nested_tensor(list(torch.zeros_like(policy)[..., None]), layout=torch.strided)
     step = TensorDict(
         {"log_probs": {"full": policy.detach()}, "ref_log_probs": {"full": ref}, "reward": rewards},

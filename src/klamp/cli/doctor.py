@@ -55,8 +55,8 @@ def run(argv: Sequence[str]) -> int:
     if options.json:
         say(json.dumps(as_object(diagnosis, options.path, failed, reports), indent=2))
     else:
-        show(diagnosis, options.path)
-        show_sync(reports)
+        _show(diagnosis, options.path)
+        _show_sync(reports)
     if diagnosis.blind and not failed and not options.fail_on:
         why, fix = diagnosis.blind, "log a KL, say with --map what a column is, or with --beta 0 that there is none"
         raise DataError("no alarm, and the KL was not looked at", got=str(options.path), why=why, fix=fix)
@@ -74,7 +74,7 @@ def _synced(path: Path) -> dict[int, SyncReport]:
     return dict(check_completions(read_config(path)[1], path))
 
 
-def show(diagnosis: Diagnosis, path: Path) -> None:
+def _show(diagnosis: Diagnosis, path: Path) -> None:
     history = diagnosis.history
     say(f"{path}: {history.source}, {count(len(history.rows), 'logged step')} up to step {history.step}")
     for step, text in history.changes.items():
@@ -95,7 +95,7 @@ def show(diagnosis: Diagnosis, path: Path) -> None:
         show_paragraph(f"not checked, the record has no {said}", label=name, width=22)
 
 
-def show_sync(reports: Mapping[int, SyncReport]) -> None:
+def _show_sync(reports: Mapping[int, SyncReport]) -> None:
     for step, report in reports.items():
         say(f"\nsync at step {step}: {'yes' if report.in_sync else 'NO'}, {count(report.tokens, 'token')}")
         for side in report.sides:

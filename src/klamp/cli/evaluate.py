@@ -35,6 +35,7 @@ class EvaluatedPolicy(NamedTuple):
 
 
 def run(argv: Sequence[str]) -> int:
+    """Evaluate a policy and print its scores, or one JSON object of them; returns the exit code."""
     options, changes = read_command("evaluate", argv)
     subject = find_subject(options.checkpoint, changes)
     from transformers.utils.logging import disable_progress_bar
@@ -44,7 +45,7 @@ def run(argv: Sequence[str]) -> int:
     disable_progress_bar()
     outcome = evaluate(subject.config, subject.weights, start=subject.start is not None, prompts=options.kl_prompts)
     if options.json:
-        say(json.dumps(as_object(options.checkpoint, subject, outcome), indent=2))
+        say(json.dumps(_as_object(options.checkpoint, subject, outcome), indent=2))
     else:
         show(options.checkpoint, subject, outcome)
     return 0
@@ -89,12 +90,11 @@ def _in_a_run(folder: Path) -> tuple[Path, Path | None] | None:
 
 
 def _config(values: Mapping[str, Any]) -> TrainConfig:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)  # of a KL that nobody is about to train with
+    with warnings.catch_warnings(action="ignore", category=KLWarning):  # of a KL that nobody is about to train with
         return TrainConfig.from_flat(values)
 
 
-def as_object(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> dict[str, Any]:
+def _as_object(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> dict[str, Any]:
     return {
         "checkpoint": checkpoint,
         "weights": subject.weights or subject.config.model.model,

@@ -24,6 +24,7 @@ from klamp.report.text import count
 
 
 def run(argv: Sequence[str]) -> int:
+    """Write the page of one or several runs; returns the exit code."""
     options: ReportOptions = read_command("report", argv)[0]
     alone = options.runs[0] if len(options.runs) == 1 and options.runs[0].is_dir() else Path()
     file = options.output or alone / "report.html"

@@ -86,6 +86,7 @@ def of_the_system(error: OSError | SystemExit) -> DataError:
 
 
 def show_error(error: KlampError) -> None:
+    """Print to stderr why a command ended, with its notes."""
     notes = " ".join(note.strip() for note in getattr(error, "__notes__", ()))
     kind = "stopped" if exit_code(error) == INTERRUPTED else "error"
     say(f"klamp: {kind}: {error}" + (f"\n  note: {notes}" if notes else ""), file=sys.stderr)

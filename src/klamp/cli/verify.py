@@ -84,6 +84,7 @@ def _measured(check: Check) -> str:
 
 
 def run_explain(argv: Sequence[str]) -> int:
+    """Print the explanations that a command line asks for; returns the exit code."""
     for index, explanation in enumerate(explain(argv)):
         if index:
             say()
@@ -112,8 +113,7 @@ def _explain(options: ExplainOptions, name: str, flags: Mapping[str, Any]) -> Ex
     elif options.names:
         why = "it is no preset, no printed form, no .yaml"
         raise unknown_name("preset, printed form or file", name, {*PRESETS, *FORMS}, why=why)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)  # the explanation says the same, in its place
+    with warnings.catch_warnings(action="ignore", category=KLWarning):  # the explanation says the same, in its place
         values = with_file(options, flags)
         config, preset, longest = config_of(values), values.get("preset"), values.get("max_completion_length")
         setting = Setting(

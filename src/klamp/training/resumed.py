@@ -163,8 +163,7 @@ def read(folder: Path) -> dict[str, Any]:
 
 def config_of(values: Mapping[str, Any]) -> TrainConfig:
     """The configuration that a config.yaml holds; what is no field of this version is passed over."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)  # the run gave it when it was started
+    with warnings.catch_warnings(action="ignore", category=KLWarning):  # the run gave it when it was started
         return TrainConfig.from_flat({name: value for name, value in values.items() if name in field_owners()})
 
 

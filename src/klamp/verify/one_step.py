@@ -335,8 +335,7 @@ def advantages_in_groups(rewards: Float[Tensor, "groups size"], loss: LossConfig
 
 def quietly(kind: Callable[..., Built], **choices: Any) -> Built:
     """A configuration without the caution that it may deserve: it is here to be shown, or a part of one that was."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)
+    with warnings.catch_warnings(action="ignore", category=KLWarning):
         return kind(**choices)
 
 

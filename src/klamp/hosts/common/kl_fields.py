@@ -100,8 +100,7 @@ def teacher_config(args: Any) -> TeacherConfig | None:
 
 def read_again(args: Any) -> tuple[KLConfig | None, TeacherConfig | None]:
     """Both configurations of a host's arguments, without the warnings that were given when these were made."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)
+    with warnings.catch_warnings(action="ignore", category=KLWarning):
         return kl_config(args), teacher_config(args)
 
 

@@ -107,8 +107,7 @@ class Listener:
         loss = result[0] if isinstance(result, tuple) else result
         if self.done or not loss.requires_grad:  # an evaluation
             return result
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", KLWarning)
+        with warnings.catch_warnings(action="ignore", category=KLWarning):
             verdict = _attempt(lambda: self._verdict(loss, inputs))
         if shift is not None:
             verdict = replace(verdict, findings=(*verdict.findings, finding("reference-moved", shift=SHIFT)))

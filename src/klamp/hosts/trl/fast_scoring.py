@@ -51,6 +51,8 @@ NO_GRADIENT = (
 
 @dataclass
 class FastScoring:
+    """Whether and how klamp scores the completions of one of TRL's trainers."""
+
     required: bool
     """Whether TRL's own scoring is refused."""
     reason: str = ""

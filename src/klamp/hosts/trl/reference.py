@@ -241,6 +241,7 @@ def exact_kl_of(
 
 
 def predicted(model: Any, states: Tensor) -> Predictions:
+    """What a model's head makes of hidden states, computed where the head lies."""
     head = head_of(model)
     assert head is not None  # see `why_not_exact`
     return Predictions(values=states.to(device=head.weight.device, dtype=head.weight.dtype), head=head)
@@ -251,7 +252,6 @@ def with_exact(trainer: Any, batch: Batch, inputs: Any, hidden: Tensor | None) -
     term = trainer._klamp.term
     if term.value != "exact":
         return batch
-
     wanted: dict[str, Direction] = {"exact_kl": "reverse"}
     wanted |= {"exact_kl_forward": "forward"} if term.gradient == "forward" else {}
     found = {name: exact_kl_of(trainer, inputs, hidden, direction=way) for name, way in wanted.items()}

@@ -61,8 +61,7 @@ def teacher_name(teacher: TeacherConfig) -> str:
 def named() -> dict[str, TeacherConfig]:
     """Every name that is registered, and the KL that it stands for."""
     found = dict[str, TeacherConfig]()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)
+    with warnings.catch_warnings(action="ignore", category=KLWarning):
         for values in itertools.product(*CHOICES.values()):
             fields: Any = dict(zip(CHOICES, values, strict=True))
             try:

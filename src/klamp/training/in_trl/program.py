@@ -74,8 +74,7 @@ def trainer_of(config: TrainConfig, folder: Path, callbacks: list[TrainerCallbac
     """TRL's trainer with klamp's KL, for a run."""
     model, rollout = config.model, config.rollout
     cpu = config.run.cpu or not torch.accelerator.is_available()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", KLWarning)  # said when the configuration was made
+    with warnings.catch_warnings(action="ignore", category=KLWarning):  # said when the configuration was made
         args = GRPOConfig(**trl_arguments(config, folder), dataloader_pin_memory=not cpu)
     with args.main_process_first():  # one process downloads, or teaches the built-in model
         models.make_ready(model.model)
