@@ -11,13 +11,13 @@ from tests.training.conftest import TINY, rows_of, steps_of, stored, tiny_llama
 
 from klamp.cli.arguments import parse_train
 from klamp.errors import ConfigError, RunFolderError
+from klamp.names import IDENTITY
 from klamp.records import read_record
 from klamp.records.klamp_run import read_config
 from klamp.training import checkpoint
 from klamp.training.backends import train_run
 from klamp.training.config import TrainConfig
 from klamp.training.resumed import (
-    IDENTITY,
     check_resume,
     identity,
     identity_in,

@@ -22,8 +22,6 @@ from klamp.errors import ConfigError, ShapeError, check_name
 
 ClipLevel: TypeAlias = Literal["sequence", "group", "batch"]
 ClipUnit: TypeAlias = Literal["token", "sequence"]
-
-
 CLIP_TEMPERATURE = POSITIVE.but(
     "it is the width in nats over which the soft clip opens", "use a tenth of the total budget, or a hard clip"
 )

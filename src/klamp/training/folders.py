@@ -20,7 +20,8 @@ Row: TypeAlias = Mapping[str, Any]
 Read = TypeVar("Read")
 
 CONFIG, METRICS_FILE, COMPLETIONS, ANSWERS = names.CONFIG, names.METRICS_FILE, names.COMPLETIONS, names.ANSWERS
-CAUTIONS, VERSIONS, SUMMARY, RUNS = names.CAUTIONS, names.VERSIONS, names.SUMMARY, names.RUNS
+CAUTIONS, VERSIONS, RUNS = names.CAUTIONS, names.VERSIONS, names.RUNS
+SUMMARY, IDENTITY = names.SUMMARY, names.IDENTITY
 SCORE = "eval/"  # how the name of a skill's score begins in metrics.jsonl
 CHECKPOINTS = "checkpoints"  # the folder inside a run's folder that holds one folder per checkpoint
 SEAL = "checksums.json"  # the file in a checkpoint that holds its checksums; where it is, the checkpoint was complete

@@ -18,11 +18,11 @@ import yaml
 from klamp.errors import TrainingStopped
 from klamp.hosts.common.versions import caution_beside, check_version
 from klamp.training.config import TrainConfig
-from klamp.training.folders import CONFIG, VERSIONS, check_folder, make_folder, run_folder, write_whole
+from klamp.training.folders import CONFIG, IDENTITY, VERSIONS, check_folder, make_folder, run_folder, write_whole
 from klamp.training.in_trl.arguments import trl_arguments
 from klamp.training.in_verl.overrides import Layout, command
 from klamp.training.observers import versions
-from klamp.training.resumed import IDENTITY, check_resume, identity, newest_complete, plain
+from klamp.training.resumed import check_resume, identity, newest_complete, plain
 from klamp.training.setup import check_processes
 
 LAUNCHED = ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")

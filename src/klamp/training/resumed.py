@@ -21,9 +21,9 @@ from klamp.files import at_home, json_of, yaml_of
 from klamp.tasks.base import has_own_prompts
 from klamp.tasks.base_model import base_model_folder
 from klamp.training.config import TrainConfig, field_owners, reference_kind
-from klamp.training.folders import CONFIG, OWN, SEAL, checkpoint_folders, number_of, policy_folder, policy_in
+from klamp.training.folders import CONFIG, IDENTITY, OWN, SEAL, checkpoint_folders, number_of, policy_folder, policy_in
 
-HISTORY, UNTIL, IDENTITY = "history", "until", "identity.json"
+HISTORY, UNTIL = "history", "until"
 PLACE = ("output_dir", "resume")
 """Fields that say where a run is, and are no part of it."""
 IDENTIFIED = ("model", "ref_model", "teacher_model", "tokenizer", "task", "eval_split")

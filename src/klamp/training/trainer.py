@@ -27,10 +27,10 @@ from klamp.training import checkpoint
 from klamp.training.anchors import FrozenReference
 from klamp.training.config import TrainConfig
 from klamp.training.evaluation import check_same, evaluate, fingerprints, teacher_answers
-from klamp.training.folders import METRICS_FILE, checkpoints, lines_until, number_of, opened_folder, scores_of
+from klamp.training.folders import IDENTITY, METRICS_FILE, checkpoints, lines_until, number_of, opened_folder, scores_of
 from klamp.training.interrupts import Interrupt, deferred_interrupts
 from klamp.training.observers import AlarmObserver, Observer, RunInfo, RunLog, RunSummary, check_trackers
-from klamp.training.resumed import IDENTITY, check_resume, identity
+from klamp.training.resumed import check_resume, identity
 from klamp.training.rollouts import Rollout, collect, measure_reference_length
 from klamp.training.sampling import examples_of_step
 from klamp.training.setup import Context, build, check_processes

@@ -17,6 +17,7 @@ from tests.engines.verl.programs import LIMIT, TEACHER, started, training
 from tests.training.lies import cells, folder_of, loaded, scores, spans
 
 from klamp.cli import main
+from klamp.names import IDENTITY
 from klamp.records import read_record
 from klamp.training.folders import lines_of
 from klamp.training.models import load_model
@@ -75,6 +76,8 @@ def test_a_short_run(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     rows = run(folder, max_steps=2, beta=0.04, teacher_model="builtin", teacher_estimator="k3", verl=TEACHER)
     assert len(rows) == 2
+    saved = folder / "checkpoints" / "global_step_2" / IDENTITY
+    assert saved.read_text(encoding="utf-8") == (folder / IDENTITY).read_text(encoding="utf-8")
     assert abs(rows[0]["kl/k3"]) < 1e-6 < rows[1]["kl/k3"], "the reference is the policy it began with"
     differences = logged(folder, ENGINE)
     assert len(differences) == 2 and max(differences) < SAME_TOKEN, "vLLM follows the actor"

@@ -9,6 +9,7 @@ from __future__ import annotations
 import functools
 import importlib
 import json
+import shutil
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from klamp.hosts.common.rollout import Alone, Generation, prepared
 from klamp.hosts.common.step_metrics import Window
 from klamp.hosts.verl.fields_in_verl import is_driven, is_ours, loss_kl
 from klamp.hosts.verl.overrides import BASELINES, REDUCTIONS, divides_by_std, price
+from klamp.names import IDENTITY
 
 TRAINER = "verl.trainer.ppo.v1.trainer_base"
 STATE = "klamp_state.json"
@@ -113,10 +115,12 @@ class Driver:
         )
 
     def save(self, save: Callable[[], Any], trainer: Any) -> Any:
-        """Write the controller's state into the folder of the checkpoint, before verl makes it."""
+        """Write the state, and which run of `klamp train` it is, into the checkpoint before verl makes it."""
+        folder = self._folder(trainer)
+        folder.mkdir(parents=True, exist_ok=True)
+        if (identity := folder.parents[1] / IDENTITY).is_file():
+            shutil.copyfile(identity, folder / IDENTITY)
         if self.control is not None:
-            folder = self._folder(trainer)
-            folder.mkdir(parents=True, exist_ok=True)
             beside = folder / f"{STATE}.new"
             beside.write_text(json.dumps({"loss": self.control.state_dict()}), encoding="utf-8")
             beside.replace(folder / STATE)

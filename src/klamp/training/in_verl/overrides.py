@@ -75,6 +75,7 @@ ALWAYS: Mapping[str, Any] = {
     "critic.enable": False,
     "trainer.total_epochs": 1,
     "trainer.project_name": "klamp",
+    "++trainer.checkpoint_callback_class": "klamp.verl.Driver",
     f"{CHECKPOINT}.load_contents": RESUMED,
 }
 
