@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.records import Benchmark, table
-from klamp.diagnostics.alarms import ALARMS
-from klamp.diagnostics.doctor import examine
-from klamp.diagnostics.history import History, Row, RunSettings
+from klamp.doctor.alarms import ALARMS
+from klamp.doctor.examine import examine
+from klamp.doctor.history import History, Row, RunSettings
 
 Floats, Ints = NDArray[np.float64], NDArray[np.int64]
 

@@ -93,10 +93,10 @@ class Seen:
 
 
 def run_klamp(setting: Setting, folder: str, seen: Seen) -> None:
-    """`klamp.training.backends.train_run`, with its defaults where TRL has no setting of the same meaning."""
-    from klamp.training.backends import train_run
-    from klamp.training.config import TrainConfig
-    from klamp.training.observers import Observer
+    """`klamp.lab.backends.train_run`, with its defaults where TRL has no setting of the same meaning."""
+    from klamp.lab.backends import train_run
+    from klamp.lab.config import TrainConfig
+    from klamp.lab.observers import Observer
 
     class Watch(Observer):
         def on_evaluation(self, step: int, scores: Any) -> None:

@@ -1,7 +1,7 @@
 """Writes the pages that are made from tables of the code: `python docs/generate.py`.
 
 `estimators.md` comes from `klamp.core.estimators.ESTIMATORS` and from what `klamp.verify` measures, `metrics.md` from
-`klamp.diagnostics.metrics.METRICS`, `alarms.md` from `klamp.diagnostics.alarms.ALARMS`, and `findings.md` from
+`klamp.doctor.metrics.METRICS`, `alarms.md` from `klamp.doctor.alarms.ALARMS`, and `findings.md` from
 `klamp.audit.verdict`. A test compares the committed pages with what this writes.
 """
 
@@ -14,9 +14,9 @@ from pathlib import Path
 from klamp.audit.verdict import findings_table
 from klamp.config import KLConfig, KLWarning, LossConfig
 from klamp.core.estimators import ESTIMATORS
-from klamp.diagnostics.alarm import Alarm, Limit
-from klamp.diagnostics.alarms import ALARMS
-from klamp.diagnostics.metrics import LOGS, METRICS, MetricRow
+from klamp.doctor.alarm import Alarm, Limit
+from klamp.doctor.alarms import ALARMS
+from klamp.doctor.metrics import LOGS, METRICS, MetricRow
 from klamp.verify.config_facts import LENGTH, ConfigFacts, measure_config
 from klamp.verify.oracle import IN_WORDS
 from klamp.verify.proofs.values import EstimatorFacts, measure_estimators

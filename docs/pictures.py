@@ -21,9 +21,9 @@ from typing import Literal
 from PIL import Image
 from playwright.sync_api import Page, sync_playwright
 
-from klamp.ablation.plan import folder_name
 from klamp.cli import main as klamp
 from klamp.cli.ablate import parse_ablate
+from klamp.lab.ablate.plan import folder_name
 
 DOCS = Path(__file__).resolve().parent
 QUESTIONS = 2

@@ -22,7 +22,7 @@ import torch
 from tinker.types import TensorData
 
 from klamp import group_advantages
-from klamp.tasks import Example, TaskConfig, arithmetic_task, load_base_model
+from klamp.lab.tasks import Example, TaskConfig, arithmetic_task, load_base_model
 from klamp.tinker import compute_grpo_kl_loss, compute_reference_logprobs
 from klamp.tinker.testing import serve
 

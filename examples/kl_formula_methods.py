@@ -23,7 +23,7 @@ from trl_train import DEBUG, Train, train
 
 from klamp import exact_kl
 from klamp.cli import main as command
-from klamp.tasks import load_base_model
+from klamp.lab.tasks import load_base_model
 from klamp.verify import explain_form
 
 PROMPTS = ["47+85=", "38+47=", "96+29="]

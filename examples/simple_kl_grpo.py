@@ -20,7 +20,7 @@ from datasets import Dataset
 from transformers import PrinterCallback, set_seed
 from transformers.utils import logging
 
-from klamp.tasks import TaskConfig, arithmetic_task, load_base_model
+from klamp.lab.tasks import TaskConfig, arithmetic_task, load_base_model
 from klamp.trl import GRPOConfig, GRPOTrainer, effective
 
 METHODS: dict[str, dict[str, Any]] = {

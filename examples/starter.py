@@ -22,7 +22,7 @@ from torch.optim import AdamW
 from torch.utils.tensorboard import SummaryWriter
 
 from klamp.core.masking import masked_mean
-from klamp.tasks import TaskConfig, arithmetic_task, load_base_model
+from klamp.lab.tasks import TaskConfig, arithmetic_task, load_base_model
 from klamp.training.config import OptimConfig, RolloutConfig
 from klamp.training.loop import compute_kl_divergence, compute_loss, train
 

@@ -30,7 +30,7 @@ import torch
 from tinker import types
 
 from klamp import KLConfig, group_advantages
-from klamp.tasks import Example, Task, TaskConfig, arithmetic_task, load_base_model
+from klamp.lab.tasks import Example, Task, TaskConfig, arithmetic_task, load_base_model
 from klamp.tinker import build_datum, compute_reference_logprobs, forward_backward_kl, strip_for_builtin
 
 if TYPE_CHECKING:

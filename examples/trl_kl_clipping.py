@@ -22,9 +22,9 @@ from datasets import Dataset
 from transformers import PrinterCallback, set_seed
 from transformers.utils import logging
 
-from klamp.tasks import load_task
-from klamp.tasks.base import TaskConfig
-from klamp.training.models import load_model, load_tokenizer
+from klamp.lab.models import load_model, load_tokenizer
+from klamp.lab.tasks import load_task
+from klamp.lab.tasks.base import TaskConfig
 from klamp.trl import GRPOConfig, GRPOTrainer
 
 PER_TOKEN, LENGTH = 0.05, 3.5  # nats per token; tokens that the base model usually answers with

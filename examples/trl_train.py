@@ -24,9 +24,9 @@ from peft import LoraConfig
 from transformers import HfArgumentParser, TrainerCallback
 from transformers.utils import logging
 
-from klamp.tasks import load_task
-from klamp.tasks.base import TaskConfig
-from klamp.training.models import load_model, load_tokenizer
+from klamp.lab.models import load_model, load_tokenizer
+from klamp.lab.tasks import load_task
+from klamp.lab.tasks.base import TaskConfig
 from klamp.trl import GRPOConfig, GRPOTrainer, effective
 
 DEBUG = {

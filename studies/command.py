@@ -8,13 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from klamp.ablation.execute import PLAN, open_folder
-from klamp.ablation.plan import Plan
 from klamp.cli import main as klamp
 from klamp.cli.text import exit_code, show_error
 from klamp.config import KLWarning
 from klamp.errors import KlampError
-from klamp.training.folders import free_folder
+from klamp.lab.ablate.execute import PLAN, open_folder
+from klamp.lab.ablate.plan import Plan
+from klamp.lab.folders import free_folder
 
 
 def ablate(plan: Plan, argv: Sequence[str]) -> tuple[int, Path]:

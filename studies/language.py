@@ -11,7 +11,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from klamp.ablation.plan import Arm, Plan
+from klamp.lab.ablate.plan import Arm, Plan
 from studies.command import ablate
 
 NAME = "language"

@@ -19,7 +19,7 @@ from examples.language.tasks import score_happy
 
 from benchmarks.measure import isolated
 from benchmarks.records import table
-from klamp.tasks.base_model import cache_root, stored
+from klamp.lab.tasks.base_model import cache_root, stored
 from studies.small_language import RECIPE, teach
 
 RECORD = Path(__file__).resolve().parent / "results" / "target-map.jsonl"
@@ -86,10 +86,10 @@ def happy_words(completion: str, **_: object) -> float:
 
 def one(cell: str, seed: int) -> dict[str, Any]:
     """Run a cell once: how well the target was held, and the KL and beta of every step."""
-    from klamp.records import read_record
-    from klamp.training.backends import train_run
-    from klamp.training.config import TrainConfig
-    from klamp.training.launch import launch
+    from klamp.doctor.readers import read_record
+    from klamp.lab.backends import train_run
+    from klamp.lab.config import TrainConfig
+    from klamp.lab.engines.launch import launch
 
     values = {"max_steps": 150, "seed": seed, **CELLS[cell]}
     sparse = {"eval_every": 0, "save_every": 0, "report_to": (), "log_completions": 0, "eval_size": 8}

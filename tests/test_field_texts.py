@@ -9,7 +9,7 @@ import pytest
 
 from klamp._field_texts import field_texts
 from klamp.config import KLConfig, LossConfig
-from klamp.training.config import section_classes
+from klamp.lab.config import section_classes
 
 
 @dataclass

@@ -12,7 +12,7 @@ from typing import Any
 import reasoning_gym
 from reasoning_gym.utils import extract_answer
 
-from klamp.tasks import Example, Task, TaskConfig, prompt_text
+from klamp.lab.tasks import Example, Task, TaskConfig, prompt_text
 
 
 def leg_counting(config: TaskConfig, tokenizer: Any) -> Task:

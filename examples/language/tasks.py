@@ -24,8 +24,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from klamp.tasks import Example, Task, TaskConfig, prompt_text, rows_task
-from klamp.tasks.base import is_held_out
+from klamp.lab.tasks import Example, Task, TaskConfig, prompt_text, rows_task
+from klamp.lab.tasks.base import is_held_out
 
 WORDS = Path(__file__).resolve().parent / "words"
 MOST_WORDS = 8

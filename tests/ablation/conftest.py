@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.training.conftest import TINY, llama  # noqa: F401  (a fixture)
 
-from klamp.ablation.plan import Plan, grid
+from klamp.lab.ablate.plan import Plan, grid
 
 SMALL: dict[str, Any] = {**TINY, "eval_size": 3, "max_steps": 4}
 

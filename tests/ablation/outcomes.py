@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from klamp.ablation.results import Outcome
+from klamp.lab.ablate.results import Outcome
 
 BEFORE = {"addition": 0.62, "subtraction": 0.97, "reversal": 0.99}
 

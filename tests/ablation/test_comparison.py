@@ -9,14 +9,14 @@ import pytest
 import yaml
 from tests.training.conftest import TINY
 
-from klamp.ablation import one_run
-from klamp.ablation.execute import compare
-from klamp.ablation.one_run import perform
-from klamp.ablation.plan import Plan, as_runs, grid, runs
 from klamp.errors import DataError, RunFolderError
-from klamp.training.backends import train_run
-from klamp.training.config import TrainConfig
-from klamp.training.resumed import plain
+from klamp.lab.ablate import one_run
+from klamp.lab.ablate.execute import compare
+from klamp.lab.ablate.one_run import perform
+from klamp.lab.ablate.plan import Plan, as_runs, grid, runs
+from klamp.lab.backends import train_run
+from klamp.lab.config import TrainConfig
+from klamp.lab.resumed import plain
 
 pytestmark = pytest.mark.slow
 

@@ -15,14 +15,14 @@ import pytest
 from tests.training.conftest import rows_of
 from tests.waiting import wait_until
 
-from klamp.ablation.execute import PLAN, LocalExecutor, check_folder, execute, load_shared, open_folder
-from klamp.ablation.one_run import perform
-from klamp.ablation.plan import Arm, Plan, Run, grid, run_folder, runs
-from klamp.ablation.results import read_outcome
 from klamp.cli.ablate import parse_ablate
 from klamp.errors import ConfigError, DataError, KlampError, RunFolderError, TrainingStopped
-from klamp.training import checkpoint
-from klamp.training.folders import checkpoint_folders
+from klamp.lab import checkpoint
+from klamp.lab.ablate.execute import PLAN, LocalExecutor, check_folder, execute, load_shared, open_folder
+from klamp.lab.ablate.one_run import perform
+from klamp.lab.ablate.plan import Arm, Plan, Run, grid, run_folder, runs
+from klamp.lab.ablate.results import read_outcome
+from klamp.lab.folders import checkpoint_folders
 
 pytestmark = pytest.mark.slow
 

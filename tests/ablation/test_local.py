@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 from tests.waiting import wait_for
 
-from klamp.ablation import execute
-from klamp.ablation.execute import LocalExecutor, local_executor
-from klamp.ablation.plan import Plan, grid, run_folder, runs
-from klamp.ablation.results import Outcome, read_outcome, write_outcome
 from klamp.errors import ConfigError, TrainingStopped
+from klamp.lab.ablate import execute
+from klamp.lab.ablate.execute import LocalExecutor, local_executor
+from klamp.lab.ablate.plan import Plan, grid, run_folder, runs
+from klamp.lab.ablate.results import Outcome, read_outcome, write_outcome
 
 RUNS = runs(Plan(base={"max_steps": 3}, arms=grid({"beta": [0.0, 0.1, 0.2, 0.3]}), seeds=(0,)))
 

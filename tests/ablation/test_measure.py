@@ -10,19 +10,19 @@ import torch
 from tests.training import rewards
 from tests.training.conftest import TINY, disturb, rows_of, stored, tiny_llama
 
-from klamp.ablation import measure as module
-from klamp.ablation.measure import evaluate, measure, measured, numbers_of
+from klamp.lab import checkpoint
+from klamp.lab.ablate import measure as module
+from klamp.lab.ablate.measure import evaluate, measure, measured, numbers_of
+from klamp.lab.anchors import FrozenReference
+from klamp.lab.backends import train_run
+from klamp.lab.config import TrainConfig
+from klamp.lab.folders import scores_of
+from klamp.lab.models import load_model
+from klamp.lab.setup import Context
+from klamp.lab.tasks import arithmetic_tokenizer
+from klamp.lab.tasks.base import Example, Task
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
-from klamp.tasks import arithmetic_tokenizer
-from klamp.tasks.base import Example, Task
-from klamp.training import checkpoint
-from klamp.training.anchors import FrozenReference
-from klamp.training.backends import train_run
-from klamp.training.config import TrainConfig
-from klamp.training.folders import scores_of
-from klamp.training.models import load_model
-from klamp.training.setup import Context
 
 pytestmark = pytest.mark.slow
 

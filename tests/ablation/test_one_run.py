@@ -12,12 +12,12 @@ from tests.training import rewards
 from tests.training.conftest import steps_of
 from tests.waiting import wait_until
 
-from klamp.ablation import one_run
-from klamp.ablation.measure import measure
-from klamp.ablation.one_run import perform
-from klamp.ablation.plan import Run, run_folder, runs
-from klamp.ablation.results import read_outcome
-from klamp.training.folders import newest_policy
+from klamp.lab.ablate import one_run
+from klamp.lab.ablate.measure import measure
+from klamp.lab.ablate.one_run import perform
+from klamp.lab.ablate.plan import Run, run_folder, runs
+from klamp.lab.ablate.results import read_outcome
+from klamp.lab.folders import newest_policy
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,7 @@ def test_a_run_whose_command_has_died_stops_and_can_be_continued(plan_with, tmp_
     (run,) = runs(plan_with(sweep={"beta": [0.05]}, seeds=(0,), max_steps=200, save_every=1, eval_every=0))
     own = run_folder(tmp_path, run)
     own.mkdir(parents=True)
-    command = [sys.executable, "-m", "klamp.ablation.one_run", str(own)]
+    command = [sys.executable, "-m", "klamp.lab.ablate.one_run", str(own)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE)
     assert process.stdin is not None
     process.stdin.write(pickle.dumps(run))

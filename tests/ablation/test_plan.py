@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from klamp.ablation.plan import OWNED, Arm, Plan, folder_name, grid, run_folder, runs
 from klamp.errors import ConfigError, UnknownNameError
-from klamp.training.config import TrainConfig
+from klamp.lab.ablate.plan import OWNED, Arm, Plan, folder_name, grid, run_folder, runs
+from klamp.lab.config import TrainConfig
 
 
 def test_a_grid_is_every_combination_the_last_field_fastest() -> None:

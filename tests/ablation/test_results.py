@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from tests.ablation.outcomes import BEFORE, failed, outcome, sweep
 
-from klamp.ablation.results import (
+from klamp.errors import DataError
+from klamp.lab.ablate.results import (
     OUTCOME,
     cell_of,
     cell_text,
@@ -23,7 +24,6 @@ from klamp.ablation.results import (
     write_outcome,
     write_results,
 )
-from klamp.errors import DataError
 
 
 def test_an_outcome_survives_its_file(tmp_path: Path) -> None:

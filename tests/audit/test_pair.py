@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 import klamp
 from klamp.errors import DataError
-from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 
 LETTERS = "abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789 .,:?+=\n"
 SPECIAL = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")

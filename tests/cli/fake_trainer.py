@@ -9,13 +9,13 @@ from pathlib import Path
 
 import yaml
 
-from klamp.diagnostics.alarm import Evidence
-from klamp.diagnostics.alarms import ALARMS
-from klamp.diagnostics.doctor import Finding
+from klamp.doctor.alarm import Evidence
+from klamp.doctor.alarms import ALARMS
+from klamp.doctor.examine import Finding
+from klamp.lab.config import TrainConfig
+from klamp.lab.observers import Observer, RunInfo, RunSummary
+from klamp.lab.resumed import identity
 from klamp.names import IDENTITY
-from klamp.training.config import TrainConfig
-from klamp.training.observers import Observer, RunInfo, RunSummary
-from klamp.training.resumed import identity
 
 BEFORE = {"addition": 0.7617, "subtraction": 0.9023, "reversal": 1.0}
 AFTER = {"addition": 0.9375, "subtraction": 0.8945, "reversal": 0.9961}

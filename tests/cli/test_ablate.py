@@ -11,15 +11,15 @@ from tests.cli.fake_trainer import write_files
 from tests.cli.test_train import save_tiny_model
 from tests.training.conftest import TINY, llama  # noqa: F401  (a fixture)
 
-from klamp.ablation import results
-from klamp.ablation.plan import Arm, run_folder, runs
-from klamp.ablation.results import Outcome, summarise, write_outcome
 from klamp.cli import ablate, main
 from klamp.cli.ablate import DEFAULTS, parse_ablate, summary_lines
 from klamp.config import PRESETS
 from klamp.errors import ConfigError, TrainingStopped
-from klamp.training.backends import train_run
-from klamp.training.config import TrainConfig
+from klamp.lab.ablate import results
+from klamp.lab.ablate.plan import Arm, run_folder, runs
+from klamp.lab.ablate.results import Outcome, summarise, write_outcome
+from klamp.lab.backends import train_run
+from klamp.lab.config import TrainConfig
 
 
 class Fake:
@@ -297,7 +297,7 @@ def test_a_plan_file_with_flags_over_it_and_a_configuration_below(tmp_path) -> N
 
 
 def test_the_plan_that_an_ablation_writes_can_be_read(tmp_path) -> None:
-    from klamp.ablation.execute import open_folder
+    from klamp.lab.ablate.execute import open_folder
 
     plan = plan_of("--beta 0 1e-05 --kl_exclude_tokens special --max_steps 3 --reward format_regex:a+ --seeds 2")
     open_folder(plan, tmp_path / "out")

@@ -16,8 +16,8 @@ from tests.training.conftest import TINY, stored, tiny_llama
 from tests.waiting import SECONDS
 
 from klamp.cli import main
-from klamp.records import read_record
-from klamp.training import launch
+from klamp.doctor.readers import read_record
+from klamp.lab.engines import launch
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("reward", "num_generations", "max_completion_length", "train_size")
@@ -74,7 +74,7 @@ def test_ctrl_c_ends_trl_and_names_the_way_on(words, tmp_path):
 
 def test_a_program_of_its_own_takes_the_place_of_this_process():
     """Its exit code is that of `klamp train`, and a signal is its own."""
-    code = "from klamp.training.launch import replace_process; import sys; print('before')\n"
+    code = "from klamp.lab.engines.launch import replace_process; import sys; print('before')\n"
     code += "replace_process([sys.executable, '-c', 'import os, sys; print(os.getpid()); sys.exit(7)'])"
     run = subprocess.Popen([sys.executable, "-c", code], env=AROUND, stdout=subprocess.PIPE, text=True)
     said, _ = run.communicate(timeout=60)

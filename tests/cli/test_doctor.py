@@ -11,7 +11,7 @@ import pytest
 from tests.training.conftest import stored, tiny_llama
 
 from klamp.cli import main
-from klamp.diagnostics.alarms import ALARMS
+from klamp.doctor.alarms import ALARMS
 
 
 def state(folder: Path, *kl: float, **more: float) -> str:
@@ -205,7 +205,7 @@ def test_no_alarm_is_not_green_where_no_kl_was_looked_at(tmp_path: Path, capsys:
 
 def test_the_doctor_loads_neither_torch_nor_the_trainer() -> None:
     run = Path(__file__).parents[1] / "recorded" / "sound"
-    heavy = "sorted({'torch', 'transformers', 'klamp.training', 'klamp.core'} & {*sys.modules})"
+    heavy = "sorted({'torch', 'transformers', 'klamp.lab', 'klamp.core'} & {*sys.modules})"
     code = f"import sys; from klamp.cli import main; main(['doctor', {str(run)!r}]); print({heavy})"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.splitlines()[-1] == "[]"

@@ -13,9 +13,9 @@ from tests.training.conftest import TINY, llama, rows_of, stored  # noqa: F401  
 
 from klamp.cli import main
 from klamp.cli.evaluate import find_subject, run
-from klamp.training.backends import train_run
-from klamp.training.config import TrainConfig
-from klamp.training.folders import scores_of
+from klamp.lab.backends import train_run
+from klamp.lab.config import TrainConfig
+from klamp.lab.folders import scores_of
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ from klamp.cli.commands import fields_after, read_command
 from klamp.cli.flags import configured_fields, read_argv
 from klamp.config import ALIASES, PRESETS, TEACHER_ALIASES
 from klamp.errors import ConfigError, UnknownNameError
-from klamp.training.config import TrainConfig, field_owners
+from klamp.lab.config import TrainConfig, field_owners
 
 DEMO = Path(__file__).resolve().parents[2] / "examples" / "config_demo.yaml"
 

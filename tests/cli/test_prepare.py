@@ -14,9 +14,9 @@ from transformers import Qwen2Config
 
 from klamp.cli import main
 from klamp.cli.arguments import parse_train
-from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training.in_verl.overrides import verl_overrides
-from klamp.training.models import shape_of
+from klamp.lab.engines.verl.overrides import verl_overrides
+from klamp.lab.models import shape_of
+from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 
 ROOT = Path(__file__).resolve().parents[2]
 SEVEN = {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28}

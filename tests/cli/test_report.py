@@ -9,10 +9,10 @@ import pytest
 import yaml
 from tests.report.pages import Node, parse
 
-from klamp.ablation.results import Outcome, write_outcome
 from klamp.cli import main
-from klamp.training.config import TrainConfig
-from klamp.training.resumed import plain
+from klamp.lab.ablate.results import Outcome, write_outcome
+from klamp.lab.config import TrainConfig
+from klamp.lab.resumed import plain
 
 
 def lines(file: Path, *rows: dict) -> Path:

@@ -19,8 +19,8 @@ from klamp.cli.arguments import parse_train, read_entries
 from klamp.cli.display import settings
 from klamp.cli.train import plan_text, print_summary, resume_command
 from klamp.errors import ConfigError, RunFolderError, TrainingStopped
-from klamp.training.config import TrainConfig
-from klamp.training.folders import opened_folder, run_folder
+from klamp.lab.config import TrainConfig
+from klamp.lab.folders import opened_folder, run_folder
 
 
 @pytest.fixture
@@ -115,7 +115,7 @@ def save_tiny_model(folder: Path) -> None:
     """A model of some thousand random weights that speaks the built-in task's characters."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from klamp.tasks import arithmetic_tokenizer
+    from klamp.lab.tasks import arithmetic_tokenizer
 
     tokenizer = arithmetic_tokenizer()
     sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -191,7 +191,7 @@ def test_the_inputs_are_opened_and_nothing_is_started(folder: Path, monkeypatch:
     def never(*args: object, **others: object) -> None:
         raise AssertionError("weights were loaded, or the trainer was started")
 
-    monkeypatch.setattr("klamp.training.models.load_base_model", never)
+    monkeypatch.setattr("klamp.lab.models.load_base_model", never)
     monkeypatch.setattr(train, "_trainer", never)
     assert main(["train", "--dry-run", "--train_size", "7", "--eval_size", "2", "--max_steps", "7"]) == 0
     out = capsys.readouterr().out

@@ -7,7 +7,7 @@ import pytest
 from klamp.config import KLConfig
 from klamp.config.rules import check_cluster, check_server
 from klamp.errors import ConfigError, KlampError, without_credentials
-from klamp.training.config import RolloutConfig
+from klamp.lab.config import RolloutConfig
 
 
 @pytest.mark.parametrize("url", ["http://host", "https://host:8000/v1/", "http://127.0.0.1:9", "http://[::1]:8000/a"])

@@ -22,7 +22,7 @@ from klamp.hosts.common.control import KLControl
 from klamp.hosts.common.kl_fields import warn_without_kl
 from klamp.hosts.common.step_zero import resumed_text
 from klamp.hosts.common.teachers import check_tokens
-from klamp.training.config import TrainConfig
+from klamp.lab.config import TrainConfig
 from klamp.verify.one_step import Scene, StepReport, examine_config
 from klamp.verify.oracle import cosine, forward_kl, gradient_of, local_kl, per_outcome, reverse_kl
 from klamp.verify.proofs.anchors import as_loss
@@ -315,7 +315,7 @@ def test_another_kl_after_a_resume_is_laid_to_the_reference_as_a_likelihood() ->
     [({"teacher_kind": "ema"}, 0.1, True), ({"teacher_kind": "ema"}, 0.0, False), (DIR, 0.1, False)],
 )
 def test_a_teacher_that_is_the_policy_begins_at_0(teacher: Fields, kl: float, warned: bool) -> None:
-    from klamp.training.trainer import Trainer
+    from klamp.lab.trainer import Trainer
 
     said: list[str] = []
     trainer: Any = SimpleNamespace(context=SimpleNamespace(config=run(**teacher)), step=0, step_zero_kl=1e-4)

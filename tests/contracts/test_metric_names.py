@@ -19,14 +19,14 @@ from klamp.config import KLConfig
 from klamp.core.objective import Objective, grpo_loss
 from klamp.core.term import KLTerm
 from klamp.core.types import Batch
-from klamp.diagnostics.metrics import LOGS, METRICS, NAMES
+from klamp.doctor.metrics import LOGS, METRICS, NAMES
 from klamp.hosts.tinker.loss import compute_grpo_kl_loss
 
 FAMILIES = sorted({name.partition("/")[0] for name in METRICS if "/" in name})
 NAME = re.compile(rf"({'|'.join(FAMILIES)})/[a-z0-9_]+(/[a-z0-9_]+)?")
 SOURCE = Path(klamp.__file__).parent
 LOGGING = ("core", "diagnostics", "hosts", "records", "report", "tinker", "training")
-"""The rooms that log a run or read its log; the columns of an ablation's table are those of `klamp.ablation`."""
+"""The rooms that log a run or read its log; the columns of an ablation's table are those of `klamp.lab.ablate`."""
 
 
 @pytest.mark.parametrize("host", LOGS)

@@ -17,10 +17,10 @@ from klamp.audit.trl import build_trainer
 from klamp.config.loss import LossConfig, build_objective
 from klamp.core.objective import grpo_loss
 from klamp.core.types import Batch
+from klamp.lab.sampling import Completions
 from klamp.scoring.scorer import score
 from klamp.tinker import forward_backward_kl
 from klamp.tinker.testing import serve, tiny_model
-from klamp.training.sampling import Completions
 from klamp_standin.model import BaseModel, LoraShape
 
 BETA, LENGTH = 0.3, 8

@@ -7,9 +7,9 @@ from typing import Any
 
 import torch
 
-from klamp.diagnostics.alarm import Evidence
-from klamp.diagnostics.alarms import ALARMS
-from klamp.diagnostics.history import Completion, History, Row, RunSettings
+from klamp.doctor.alarm import Evidence
+from klamp.doctor.alarms import ALARMS
+from klamp.doctor.history import Completion, History, Row, RunSettings
 
 NAMES = {"k1": "kl/k1", "k3": "kl/k3", "exact": "kl/exact", "length": "length/mean", "reward": "reward"}
 

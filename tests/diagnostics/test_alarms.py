@@ -13,11 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.diagnostics.histories import completion, history_of
 
-from klamp.diagnostics import causes
-from klamp.diagnostics.alarm import is_apart, least_and_most, noise
-from klamp.diagnostics.alarms import ALARMS, check_names
-from klamp.diagnostics.history import History, RunSettings
-from klamp.diagnostics.metrics import METRICS
+from klamp.doctor import causes
+from klamp.doctor.alarm import is_apart, least_and_most, noise
+from klamp.doctor.alarms import ALARMS, check_names
+from klamp.doctor.history import History, RunSettings
+from klamp.doctor.metrics import METRICS
 from klamp.errors import UnknownNameError
 
 FOREIGN = {"sampler/abs", "advantage/max"}

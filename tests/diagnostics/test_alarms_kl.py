@@ -9,9 +9,9 @@ import pytest
 import torch
 from tests.diagnostics.histories import history_of, look, noisy
 
-from klamp.diagnostics.causes import learning_rate
-from klamp.diagnostics.doctor import examine
-from klamp.diagnostics.history import RunSettings
+from klamp.doctor.causes import learning_rate
+from klamp.doctor.examine import examine
+from klamp.doctor.history import RunSettings
 
 
 def test_negative_k1_takes_twenty_steps_in_a_row() -> None:

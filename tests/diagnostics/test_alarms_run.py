@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from tests.diagnostics.histories import completion, history_of, look, noisy
 
-from klamp.diagnostics.doctor import examine
-from klamp.diagnostics.history import History, Row, RunSettings
+from klamp.doctor.examine import examine
+from klamp.doctor.history import History, Row, RunSettings
 
 
 @pytest.mark.parametrize(

@@ -6,8 +6,8 @@ from typing import Any
 
 from tests.diagnostics.histories import completion, history_of, look
 
-from klamp.diagnostics.doctor import examine
-from klamp.diagnostics.history import RunSettings
+from klamp.doctor.examine import examine
+from klamp.doctor.history import RunSettings
 
 
 def rises(name: str, *, settings: RunSettings | None = None, **curves: Any) -> bool:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from tests.diagnostics.histories import completion, history_of
 
-from klamp.diagnostics.doctor import LATE, AlarmWatch, examine
-from klamp.diagnostics.history import EARLY, WRITTEN, Row, RunSettings
+from klamp.doctor.examine import LATE, AlarmWatch, examine
+from klamp.doctor.history import EARLY, WRITTEN, Row, RunSettings
 
 
 def run_of_trouble():

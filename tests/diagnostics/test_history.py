@@ -7,7 +7,7 @@ import math
 import pytest
 from tests.diagnostics.histories import completion, history_of
 
-from klamp.diagnostics.history import Row, RunSettings
+from klamp.doctor.history import Row, RunSettings
 
 
 def test_the_last_values_of_a_metric_skip_steps_without_it_and_the_kl_is_the_least_noisy_one() -> None:

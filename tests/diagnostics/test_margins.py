@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from tests.diagnostics.histories import history_of
 
-from klamp.diagnostics.doctor import examine
-from klamp.diagnostics.history import RunSettings
+from klamp.doctor.examine import examine
+from klamp.doctor.history import RunSettings
 
 WILD = [0.01, 0.09, 0.02, 0.08, 0.01, 0.06, 0.03, 0.12, 0.02, 0.05]
 SOLVED = [0.5, 0.25, 0.75, 0.5, 1.0, 0.5, 0.75, 0.75, 0.5, 0.25]

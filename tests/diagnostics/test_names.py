@@ -8,8 +8,7 @@ from typing import get_args
 
 import pytest
 
-from klamp.diagnostics.metrics import METRICS, Better, MetricRow, averaged_over
-from klamp.diagnostics.names import (
+from klamp.doctor.columns import (
     SHORT_NAMES,
     evaluations,
     known,
@@ -19,6 +18,7 @@ from klamp.diagnostics.names import (
     translate,
     verifier_of,
 )
+from klamp.doctor.metrics import METRICS, Better, MetricRow, averaged_over
 from klamp.errors import ConfigError, UnknownNameError
 
 

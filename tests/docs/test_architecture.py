@@ -17,9 +17,9 @@ from tests.docs.pages import DOCS, ROOT, load
 from tests.training.conftest import TINY, stored, tiny_llama
 
 from klamp.cli.report import read_runs
+from klamp.lab.backends import train_run
+from klamp.lab.config import TrainConfig
 from klamp.report.page import render
-from klamp.training.backends import train_run
-from klamp.training.config import TrainConfig
 
 SOURCE = ROOT / "src" / "klamp"
 PAGE = (DOCS / "architecture.md").read_text(encoding="utf-8")

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 from tests.docs.pages import DOCS
 
-from klamp.diagnostics.doctor import examine
-from klamp.records import read_record
+from klamp.doctor.examine import examine
+from klamp.doctor.readers import read_record
 
 PAGE = (DOCS / "from-scratch.md").read_text(encoding="utf-8")
 STEPS = re.findall(r"```python\n(.*?)```\n+```text\n(.*?)```", PAGE, re.S)

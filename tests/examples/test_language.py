@@ -10,9 +10,9 @@ import yaml
 from examples.language.tasks import SKILLS, WORDS, happy_words, score_contained, score_happy, words
 from tests.hosts.trl.hosts import tokenizer as bpe_tokenizer
 
-from klamp.tasks import Example, TaskConfig, load_task
-from klamp.tasks.base import is_held_out
-from klamp.training.config import TrainConfig
+from klamp.lab.config import TrainConfig
+from klamp.lab.tasks import Example, TaskConfig, load_task
+from klamp.lab.tasks.base import is_held_out
 
 TASKS = "examples/language/tasks.py"
 

@@ -13,7 +13,7 @@ import pytest
 from tests.examples.test_trl import run
 from tests.hosts.trl import hosts
 
-from klamp.records import read_record
+from klamp.doctor.readers import read_record
 
 pytestmark = pytest.mark.slow
 

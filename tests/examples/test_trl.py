@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from klamp.tasks import load_task
-from klamp.tasks.base import TaskConfig
-from klamp.training.models import load_tokenizer
+from klamp.lab.models import load_tokenizer
+from klamp.lab.tasks import load_task
+from klamp.lab.tasks.base import TaskConfig
 
 pytestmark = pytest.mark.slow
 

@@ -434,7 +434,7 @@ def ends(case: dict[str, Any]) -> dict[str, Any]:
 
 def known_alarms() -> set[str]:
     """The names of klamp's alarms."""
-    from klamp.diagnostics.alarms import ALARMS
+    from klamp.doctor.alarms import ALARMS
 
     return set(ALARMS)
 
@@ -446,8 +446,8 @@ def recorded_runs() -> list[str]:
 
 def alarms(record: str) -> dict[str, int]:
     """The alarms that rise in a recorded run, with the step after which each rises."""
-    from klamp.diagnostics.doctor import examine
-    from klamp.records import read_record
+    from klamp.doctor.examine import examine
+    from klamp.doctor.readers import read_record
 
     return {each.alarm.name: each.first_step for each in examine(read_record(RECORDED / record)).findings}
 

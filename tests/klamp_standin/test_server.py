@@ -15,7 +15,7 @@ from tests.standin import ready
 from tests.waiting import SECONDS
 from tinker import types
 
-from klamp.tasks import arithmetic_tokenizer
+from klamp.lab.tasks import arithmetic_tokenizer
 from klamp_standin import serve, tiny_model
 from klamp_standin.faults import Fault, FaultPlan
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from klamp.training.models import load_model, load_tokenizer
+from klamp.lab.models import load_model, load_tokenizer
 
 SMOLLM2 = "examples/language/smollm2"
 """What examples/language/prepare.py writes."""

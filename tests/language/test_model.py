@@ -10,9 +10,9 @@ from typing import Any
 import torch
 
 from klamp.cli import main
+from klamp.lab.evaluation import probabilities
+from klamp.lab.tasks import TaskConfig, load_task
 from klamp.scoring.scorer import score
-from klamp.tasks import TaskConfig, load_task
-from klamp.training.evaluation import probabilities
 
 RUN = "train --config examples/language/describe.yaml --report_to none --eval_size 1 --num_generations 4"
 RUN += " --prompts_per_step 2 --max_completion_length 12 --eval_every 0 --log_completions_every 1 --warmup_steps 0"

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from klamp.diagnostics.metrics import LOGS
-from klamp.records.logs import read_metrics
+from klamp.doctor.metrics import LOGS
+from klamp.doctor.readers.logs import read_metrics
 
 STEPS = range(1, 4)
 

@@ -9,11 +9,11 @@ import pytest
 import yaml
 from tests.records.test_records import lines
 
+from klamp.doctor.readers import read_record
+from klamp.doctor.readers.klamp_run import Details, read_details, runs_in
 from klamp.errors import DataError
-from klamp.records import read_record
-from klamp.records.klamp_run import Details, read_details, runs_in
-from klamp.training.config import TrainConfig
-from klamp.training.resumed import plain
+from klamp.lab.config import TrainConfig
+from klamp.lab.resumed import plain
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ def test_the_versions_and_the_configuration(tmp_path: Path) -> None:
 def test_a_run_without_versions_and_other_records(tmp_path: Path) -> None:
     assert read_details(tmp_path) == read_details(tmp_path / "trainer_state.json") == Details()
     found = read_details(klamp_run(tmp_path / "run"))
-    assert found.words[0] == "builtin" and found.versions == {}
+    assert found.versions == {} and found.words == ()
 
 
 def test_a_sweep(tmp_path: Path) -> None:

@@ -11,10 +11,10 @@ from tests.records.test_records import lines
 from tests.training.conftest import stored, tiny_gpt2
 from torch.utils.tensorboard import SummaryWriter
 
-from klamp.diagnostics.doctor import Diagnosis, examine
+from klamp.doctor.examine import Diagnosis, examine
+from klamp.doctor.readers import read_record
+from klamp.doctor.readers.logs import BLOCK, FILE_HEADER, FRAME, MAGIC, frames, read_metrics, read_wandb
 from klamp.errors import DataError, UnknownNameError
-from klamp.records import read_record
-from klamp.records.logs import BLOCK, FILE_HEADER, FRAME, MAGIC, frames, read_metrics, read_wandb
 
 
 def test_a_line_is_a_step_under_klamps_names_and_without_a_step_it_is_counted(tmp_path: Path) -> None:
@@ -227,7 +227,7 @@ def trl_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    from klamp.tasks.arithmetic import arithmetic_tokenizer
+    from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 
     folder = tmp_path_factory.mktemp("trl")
     model = stored(tiny_gpt2(), folder / "model")  # GPT-2 comes with dropout, and TRL leaves it on

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from klamp.diagnostics.doctor import examine
+from klamp.doctor.examine import examine
+from klamp.doctor.readers import read_record
+from klamp.doctor.readers.files import json_lines
+from klamp.doctor.readers.logs import FRAME
 from klamp.errors import ConfigError, DataError
-from klamp.records import read_record
-from klamp.records.files import json_lines
-from klamp.records.logs import FRAME
 
 
 def lines(path: Path, *rows: object) -> Path:

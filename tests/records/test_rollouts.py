@@ -13,10 +13,10 @@ from tests.training.conftest import disturb, tiny_llama
 from torch import Tensor, nn
 
 from klamp.cli import main
-from klamp.diagnostics.doctor import Diagnosis, examine
-from klamp.records import read_record
-from klamp.records.rollouts import completion_of
-from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.doctor.examine import Diagnosis, examine
+from klamp.doctor.readers import read_record
+from klamp.doctor.readers.rollouts import completion_of
+from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 
 PROMPT, LENGTH, ROWS = 5, 12, 24
 

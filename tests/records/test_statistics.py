@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from tests.diagnostics.histories import completion
 
-from klamp.records.rollouts import completion_metrics, row_of
+from klamp.doctor.readers.rollouts import completion_metrics, row_of
 
 
 def test_metrics_are_over_trained_tokens_and_what_is_not_there_is_no_metric() -> None:

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tests.records.test_records import lines
 
+from klamp.doctor.readers import read_record
 from klamp.errors import DataError
-from klamp.records import read_record
 
 VERL = "(TaskRunner pid=1) step:{0} - actor/kl_loss:0.00{0} - critic/score/mean:0.5 - training/global_step:{0} - x:nan"
 TRL = "  5%|#   | {0}/30 [00:01<00:20]{{'loss': 0.1, 'grad_norm': nan, 'kl': 0.00{0}, 'reward': 0.5, 'step': {0}}}"

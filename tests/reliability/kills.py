@@ -28,8 +28,8 @@ from tests.training import children
 from tests.training.conftest import stored, tiny_llama
 
 from klamp.config import KLWarning
-from klamp.training.backends import train_run
-from klamp.training.config import TrainConfig
+from klamp.lab.backends import train_run
+from klamp.lab.config import TrainConfig
 
 AT_RANDOM = "at a random time"
 """The point that is none: the process is killed from outside."""

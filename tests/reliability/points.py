@@ -18,9 +18,9 @@ import torch
 import transformers.modeling_utils
 from tensorboard.summary.writer.record_writer import RecordWriter
 
+from klamp.lab import checkpoint, evaluation, folders, observers, rollouts, sampling
+from klamp.lab.anchors import MovingReference
 from klamp.scoring.scorer import Scorer
-from klamp.training import checkpoint, evaluation, folders, observers, rollouts, sampling
-from klamp.training.anchors import MovingReference
 
 
 def die() -> None:

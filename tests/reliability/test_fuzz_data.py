@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.reliability.drawn import LINES, check_readable, check_says_why, examples, run, values
 
 from klamp.errors import KlampError
-from klamp.tasks import TaskConfig, arithmetic_tokenizer, load_task
+from klamp.lab.tasks import TaskConfig, arithmetic_tokenizer, load_task
 
 COLUMNS = ("prompt", "answer", "skill", "length")
 

@@ -22,10 +22,10 @@ from tests.reliability.test_fuzz_records import damages
 from tests.training.conftest import stored, tiny_llama
 
 from klamp.errors import KlampError, RunFolderError
-from klamp.tasks import Example, named_reward
-from klamp.tasks.base import LARGEST_REWARD
-from klamp.training.checkpoint import SEAL, check, seal
-from klamp.training.models import check_weights, length_of, load_model, load_tokenizer
+from klamp.lab.checkpoint import SEAL, check, seal
+from klamp.lab.models import check_weights, length_of, load_model, load_tokenizer
+from klamp.lab.tasks import Example, named_reward
+from klamp.lab.tasks.base import LARGEST_REWARD
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # as a user has it
 

@@ -17,16 +17,16 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from tests.reliability.drawn import LINES, check_readable, check_says_what, examples, run, values
 
-from klamp.ablation.results import Outcome, read_outcome
 from klamp.config import KLConfig
-from klamp.diagnostics.history import answer_of
+from klamp.doctor.history import answer_of
 from klamp.errors import KlampError
 from klamp.hosts.common.control import KLControl, read_state
-from klamp.training.checkpoint import load_state
-from klamp.training.config import TrainConfig
-from klamp.training.folders import each_readable, lines_of
-from klamp.training.observers import AlarmObserver
-from klamp.training.resumed import plain
+from klamp.lab.ablate.results import Outcome, read_outcome
+from klamp.lab.checkpoint import load_state
+from klamp.lab.config import TrainConfig
+from klamp.lab.folders import each_readable, lines_of
+from klamp.lab.observers import AlarmObserver
+from klamp.lab.resumed import plain
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # as a user has it
 

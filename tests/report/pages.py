@@ -9,8 +9,8 @@ from typing import Any
 
 from tests.diagnostics.histories import completion, history_of
 
-from klamp.diagnostics.doctor import examine
-from klamp.diagnostics.history import Completion, Row, RunSettings
+from klamp.doctor.examine import examine
+from klamp.doctor.history import Completion, Row, RunSettings
 from klamp.report.run import ReportRun
 
 VOID = ("meta", "input", "link", "br")

@@ -6,8 +6,8 @@ import re
 
 from tests.report.pages import Node, completion, parse, run_of
 
-from klamp.diagnostics.alarms import ALARMS
-from klamp.diagnostics.history import RunSettings
+from klamp.doctor.alarms import ALARMS
+from klamp.doctor.history import RunSettings
 from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
 from klamp.report.completions import ranked
 from klamp.report.run import ReportRun

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from tests.report.pages import Node, parse, run_of
 
-from klamp.diagnostics.history import Answer, Row
+from klamp.doctor.history import Answer, Row
 from klamp.report.headlines import headlines
 from klamp.report.page import LONGEST, answer_section
 from klamp.report.run import ReportRun, ScoreFormat

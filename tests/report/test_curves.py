@@ -7,12 +7,16 @@ from typing import Any
 import pytest
 from tests.report.pages import run_of
 
+from klamp.config.rules import STEP_FACTORS
 from klamp.core.controllers import StepController
-from klamp.diagnostics.history import RunSettings
-from klamp.diagnostics.metrics import METRICS
+from klamp.doctor.history import RunSettings
+from klamp.doctor.metrics import METRICS
 from klamp.report.alarm_section import numbered
 from klamp.report.curves import PLANS, anchor_curves, charts, levels_of
 from klamp.report.run import OURS
+
+FACTORS = [*STEP_FACTORS]
+STEPPED = {"target_kl": 0.1, "kl_controller": "step", "kl_controller_factors": FACTORS}
 
 
 def test_every_curve_is_a_metric() -> None:
@@ -97,7 +101,11 @@ def test_several_runs_have_a_chart_per_metric_and_a_curve_per_run() -> None:
 def test_a_target_is_drawn_where_all_runs_have_it() -> None:
     def both(other: float) -> list[list[str]]:
         runs = [
-            run_of(name=n, k3=[0.1], details={"config": {"target_kl": t, "kl_controller": "step"}})
+            run_of(
+                name=n,
+                k3=[0.1],
+                details={"config": {**STEPPED, "target_kl": t}},
+            )
             for n, t in (("a", 0.1), ("b", other))
         ]
         return [[line.label for line in chart.lines] for chart in charts(runs, {})]
@@ -118,19 +126,19 @@ def lines(chart: str, curves: dict[str, list[float]] | None = None, **config: An
 
 def test_a_target_with_the_band_of_its_controller() -> None:
     band = [(pytest.approx(0.05), pytest.approx(0.15)), (0.1, None)]
-    assert lines("kl", target_kl=0.1, kl_controller="step") == band
+    assert lines("kl", target_kl=0.1, kl_controller="step", kl_controller_factors=FACTORS) == band
     factors = [2.0, 0.5, 1.2, 0.8]
     own = lines("kl", target_kl=0.1, kl_controller="step", kl_controller_factors=factors)
     assert own == [(pytest.approx(0.08), pytest.approx(0.12)), (0.1, None)]
     assert lines("kl", target_kl=0.1) == [(0.1, None)]
     assert lines("kl", target_kl=0.1, kl_controller="proportional") == [(0.1, None)]
-    assert lines("kl", target_kl=0.1, kl_controller="step", beta=0.0) == [(0.1, None)]
+    assert lines("kl", target_kl=0.1, kl_controller="step", kl_controller_factors=FACTORS, beta=0.0) == [(0.1, None)]
     assert lines("kl", target_kl=None) == lines("reward", target_kl=0.1) == []
 
 
 @pytest.mark.parametrize(("kl", "rests"), [(0.051, True), (0.149, True), (0.049, False), (0.151, False)])
 def test_in_the_band_beta_does_rest(kl: float, rests: bool) -> None:
-    run = run_of(details={"config": {"target_kl": 0.1, "kl_controller": "step"}}, k3=[0.1])
+    run = run_of(details={"config": STEPPED}, k3=[0.1])
     (band,) = [line for line in levels_of(run, "kl") if line.high is not None]
     controller = StepController(1.0, target=0.1)
     assert (controller.update(kl) == 1.0) is rests is (band.low <= kl <= (band.high or 0))

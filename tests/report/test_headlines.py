@@ -7,7 +7,7 @@ import math
 import pytest
 from tests.report.pages import parse, run_of
 
-from klamp.diagnostics.history import RunSettings
+from klamp.doctor.history import RunSettings
 from klamp.report.headlines import Headline, headlines, side_by_side, tiles
 from klamp.report.run import ReportRun, ScoreFormat, skills_of, slots_of
 

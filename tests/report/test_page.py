@@ -10,7 +10,7 @@ import re
 import pytest
 from tests.report.pages import Node, completion, parse, run_of
 
-from klamp.diagnostics.history import RunSettings
+from klamp.doctor.history import RunSettings
 from klamp.errors import DataError
 from klamp.report import page as module
 from klamp.report.page import LIMIT, render

@@ -6,9 +6,9 @@ import pytest
 import torch
 from tests.training.test_sampling import sample
 
+from klamp.lab.models import load_model
 from klamp.scoring.completions import Completions, select
 from klamp.scoring.scorer import score
-from klamp.training.models import load_model
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2"])

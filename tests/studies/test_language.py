@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from klamp.ablation.plan import Run, runs
 from klamp.cli.ablate import parse_ablate
 from klamp.config import KLWarning
+from klamp.lab.ablate.plan import Run, runs
 from studies import command
 from studies.language import KL_PROMPTS, NO_KL, language_plan
 

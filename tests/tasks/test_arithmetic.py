@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from klamp.errors import ConfigError, UnknownNameError
-from klamp.tasks import TaskConfig, arithmetic_tokenizer, load_task
-from klamp.tasks.arithmetic import (
+from klamp.lab.tasks import TaskConfig, arithmetic_tokenizer, load_task
+from klamp.lab.tasks.arithmetic import (
     ALPHABET,
     HELD_OUT_SHARE,
     MAX_COMPLETION_LENGTH,
@@ -22,7 +22,7 @@ from klamp.tasks.arithmetic import (
     examples,
     pairs,
 )
-from klamp.tasks.base import is_held_out
+from klamp.lab.tasks.base import is_held_out
 
 
 def expected_answer(prompt: str) -> str:

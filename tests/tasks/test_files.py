@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from klamp.errors import DataError, MissingLibrary, UnknownNameError
-from klamp.tasks import Task, TaskConfig, arithmetic_tokenizer, load_task
-from klamp.tasks.files import read_rows
+from klamp.lab.tasks import Task, TaskConfig, arithmetic_tokenizer, load_task
+from klamp.lab.tasks.files import read_rows
 
 ROWS: list[dict[str, Any]] = [{"prompt": f"{i}+1=", "answer": i + 1} for i in range(40)]
 

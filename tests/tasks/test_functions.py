@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from klamp.errors import ConfigError, RewardError, UnknownNameError
-from klamp.tasks import Example, Task, TaskConfig, arithmetic_tokenizer, load_task, rows_task
-from klamp.tasks.base import has_own_prompts, short_name
+from klamp.lab.tasks import Example, Task, TaskConfig, arithmetic_tokenizer, load_task, rows_task
+from klamp.lab.tasks.base import has_own_prompts, short_name
 
 
 def doubled(config: TaskConfig, tokenizer: Any) -> Task:

@@ -20,7 +20,7 @@ def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
     """A child that calls the function, which must be importable."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read when the server loads torch; two processes share two cores
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["klamp.training.trainer", "tests.training.children", "tests.reliability.kills"])
+    context.set_forkserver_preload(["klamp.lab.trainer", "tests.training.children", "tests.reliability.kills"])
     child = context.Process(target=target, args=arguments, daemon=True)
     child.start()
     return child
@@ -42,9 +42,9 @@ def paused_run(values: dict[str, Any], step: int, here: str, on: str, told: str)
     import torch
 
     from klamp.errors import KlampError
-    from klamp.training.backends import train_run
-    from klamp.training.config import TrainConfig
-    from klamp.training.observers import Observer
+    from klamp.lab.backends import train_run
+    from klamp.lab.config import TrainConfig
+    from klamp.lab.observers import Observer
 
     class Pause(Observer):
         def on_step(self, done: int, metrics: object) -> None:

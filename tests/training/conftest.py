@@ -12,10 +12,10 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
-from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training.config import TrainConfig
-from klamp.training.observers import Observer, RunInfo
-from klamp.training.setup import Context, build
+from klamp.lab.config import TrainConfig
+from klamp.lab.observers import Observer, RunInfo
+from klamp.lab.setup import Context, build
+from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 
 logging.disable_progress_bar()
 

@@ -11,9 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klamp.training.config import TrainConfig
-from klamp.training.rollouts import Rollout
-from klamp.training.setup import Context
+from klamp.lab.config import TrainConfig
+from klamp.lab.rollouts import Rollout
+from klamp.lab.setup import Context
 
 
 @dataclass

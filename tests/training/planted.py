@@ -9,12 +9,12 @@ from typing import Any
 
 from tests.training.conftest import TINY
 
-from klamp.diagnostics.doctor import Diagnosis, Finding, examine
-from klamp.records import read_record
-from klamp.training.config import TrainConfig
-from klamp.training.observers import Observer, RunLog
-from klamp.training.setup import build
-from klamp.training.trainer import Trainer
+from klamp.doctor.examine import Diagnosis, Finding, examine
+from klamp.doctor.readers import read_record
+from klamp.lab.config import TrainConfig
+from klamp.lab.observers import Observer, RunLog
+from klamp.lab.setup import build
+from klamp.lab.trainer import Trainer
 
 ARITHMETIC: dict[str, Any] = {
     "model": "builtin",

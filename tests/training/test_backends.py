@@ -8,8 +8,8 @@ import pytest
 from tests.training.conftest import IN_REWARD
 
 from klamp.errors import ConfigError
-from klamp.training.backends import ONLY, check_backend
-from klamp.training.config import TrainConfig
+from klamp.lab.backends import ONLY, check_backend
+from klamp.lab.config import TrainConfig
 
 MODEL = {"model": "some/model"}
 NO_LOSS = ({"surrogate": "score_function"}, "no such loss")

@@ -16,16 +16,16 @@ from tests.training.conftest import TINY, disturb, rows_of, tiny_llama
 from tests.training.test_sampling import sample
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from klamp.ablation.measure import measure
 from klamp.errors import RunFolderError
+from klamp.lab import checkpoint
+from klamp.lab.ablate.measure import measure
+from klamp.lab.backends import train_run
+from klamp.lab.checkpoint import SEAL, seal
+from klamp.lab.config import TrainConfig
+from klamp.lab.evaluation import check_completions
+from klamp.lab.models import check_weights, load_model, with_adapter
+from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 from klamp.scoring.scorer import score
-from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training import checkpoint
-from klamp.training.backends import train_run
-from klamp.training.checkpoint import SEAL, seal
-from klamp.training.config import TrainConfig
-from klamp.training.evaluation import check_completions
-from klamp.training.models import check_weights, load_model, with_adapter
 
 Damage = Callable[[Path], object]
 

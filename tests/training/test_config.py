@@ -8,7 +8,7 @@ import warnings
 import pytest
 
 from klamp.errors import ConfigError, KlampError, KLWarning, UnknownNameError
-from klamp.training.config import (
+from klamp.lab.config import (
     ModelConfig,
     OptimConfig,
     RolloutConfig,

@@ -9,9 +9,9 @@ import torch
 from safetensors.torch import save_model
 from tests.training.conftest import IN_REWARD, disturb, steps_of, tiny_llama
 
-from klamp.training import checkpoint
-from klamp.training.anchors import MovingReference
-from klamp.training.backends import train_run
+from klamp.lab import checkpoint
+from klamp.lab.anchors import MovingReference
+from klamp.lab.backends import train_run
 
 pytestmark = pytest.mark.slow
 

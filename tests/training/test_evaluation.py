@@ -18,13 +18,13 @@ from transformers import GenerationConfig
 
 from klamp.errors import DataError
 from klamp.hosts.common.sampler_weights import START, WEIGHTS
+from klamp.lab import evaluation
+from klamp.lab.backends import train_run
+from klamp.lab.config import TrainConfig
+from klamp.lab.evaluation import check_completions, evaluate, probabilities
+from klamp.lab.folders import COMPLETIONS, lines_of
+from klamp.lab.tasks import Example, arithmetic_tokenizer
 from klamp.scoring.scorer import score
-from klamp.tasks import Example, arithmetic_tokenizer
-from klamp.training import evaluation
-from klamp.training.backends import train_run
-from klamp.training.config import TrainConfig
-from klamp.training.evaluation import check_completions, evaluate, probabilities
-from klamp.training.folders import COMPLETIONS, lines_of
 
 
 def by_hand(context) -> dict[str, float]:
@@ -90,7 +90,7 @@ def test_they_are_the_geometric_means_of_the_tokens_probabilities(monkeypatch: p
 
     expected = read_by_hand(model, tokenizer, EXAMPLES)
     for at_once in (16, 2, 1):
-        monkeypatch.setattr("klamp.training.evaluation.READ_AT_ONCE", at_once)
+        monkeypatch.setattr("klamp.lab.evaluation.READ_AT_ONCE", at_once)
         found = probabilities(EXAMPLES, tokenizer, torch.device("cpu"), logprobs)
         assert found == pytest.approx(expected, rel=1e-5)
     assert len(set(expected)) == 3 and all(0 < value < 1 for value in expected)

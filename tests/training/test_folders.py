@@ -14,9 +14,9 @@ import pytest
 from tests.waiting import wait_for
 
 from klamp.errors import RunFolderError
-from klamp.training.backends import train_run
-from klamp.training.config import TrainConfig
-from klamp.training.folders import (
+from klamp.lab.backends import train_run
+from klamp.lab.config import TrainConfig
+from klamp.lab.folders import (
     CONFIG,
     LOCK,
     check_folder,
@@ -28,7 +28,7 @@ from klamp.training.folders import (
     run_folder,
     write_whole,
 )
-from klamp.training.observers import Observer
+from klamp.lab.observers import Observer
 
 
 def test_folders_are_numbered_and_never_taken_twice(tmp_path):

@@ -10,8 +10,8 @@ from tests.training import children
 from tests.training.conftest import TINY
 from tests.training.test_resume import assert_same_run
 
-from klamp.training import checkpoint
-from klamp.training.backends import train_run
+from klamp.lab import checkpoint
+from klamp.lab.backends import train_run
 
 LONG = {**TINY, "beta": 0.05, "max_steps": 6, "eval_every": 2, "save_every": 3}
 

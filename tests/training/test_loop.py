@@ -16,8 +16,9 @@ from torch.utils.tensorboard import SummaryWriter
 
 from klamp.config import KLConfig
 from klamp.core.masking import Totals
-from klamp.diagnostics.doctor import examine
-from klamp.diagnostics.metrics import METRICS
+from klamp.doctor.examine import examine
+from klamp.doctor.metrics import METRICS
+from klamp.doctor.readers import read_record
 from klamp.errors import (
     ConfigError,
     DataError,
@@ -28,14 +29,13 @@ from klamp.errors import (
     ShapeError,
     TensorError,
 )
-from klamp.records import read_record
+from klamp.lab.config import RolloutConfig
+from klamp.lab.rollouts import collect
+from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
+from klamp.lab.trainer import Trainer
+from klamp.lab.updates import adamw, update
 from klamp.scoring.completions import select
-from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training.config import RolloutConfig
 from klamp.training.loop import compute_kl_divergence, compute_loss, grpo_microbatch_step, log_train, train
-from klamp.training.rollouts import collect
-from klamp.training.trainer import Trainer
-from klamp.training.updates import adamw, update
 
 V = 6
 """Tokens of the enumerated vocabulary."""

@@ -16,9 +16,8 @@ from tests.training.conftest import tiny_llama
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from klamp.errors import KlampError, ModelError
-from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training.config import ModelConfig
-from klamp.training.models import (
+from klamp.lab.config import ModelConfig
+from klamp.lab.models import (
     check_weights,
     end_tokens,
     length_of,
@@ -27,6 +26,7 @@ from klamp.training.models import (
     weights_folder,
     with_adapter,
 )
+from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 
 
 def says_all(error: KlampError) -> bool:

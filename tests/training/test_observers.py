@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 from tests.training.conftest import far_away, info_of
 
-from klamp.diagnostics.alarms import ALARMS
+from klamp.doctor.alarms import ALARMS
+from klamp.doctor.readers import read_record
 from klamp.errors import TrainingStopped
-from klamp.records import read_record
-from klamp.training.backends import train_run
-from klamp.training.config import TrainConfig
-from klamp.training.observers import AlarmObserver
+from klamp.lab.backends import train_run
+from klamp.lab.config import TrainConfig
+from klamp.lab.observers import AlarmObserver
 
 
 @pytest.fixture(scope="module")

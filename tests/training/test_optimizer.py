@@ -11,10 +11,10 @@ from tests.training.test_resume import weights_of
 from torch.optim import AdamW
 
 from klamp.errors import ConfigError, KLWarning, TrainingStopped
-from klamp.training import checkpoint
-from klamp.training.backends import train_run
-from klamp.training.config import TrainConfig
-from klamp.training.updates import MASTERS, MasterAdamW, adamw, schedule_of
+from klamp.lab import checkpoint
+from klamp.lab.backends import train_run
+from klamp.lab.config import TrainConfig
+from klamp.lab.updates import MASTERS, MasterAdamW, adamw, schedule_of
 
 FULL = {"dtype": "bfloat16", "lr_scheduler_type": "constant", "warmup_steps": 0}
 

@@ -11,12 +11,12 @@ from tests.training.test_sampling import sample
 from torch.optim import SGD
 from transformers import LlamaForCausalLM
 
+from klamp.lab.anchors import AdapterOffReference, FrozenReference
+from klamp.lab.backends import train_run
+from klamp.lab.observers import Observer
+from klamp.lab.rollouts import collect
+from klamp.lab.updates import update
 from klamp.scoring.scorer import score
-from klamp.training.anchors import AdapterOffReference, FrozenReference
-from klamp.training.backends import train_run
-from klamp.training.observers import Observer
-from klamp.training.rollouts import collect
-from klamp.training.updates import update
 
 
 def copied(module: torch.nn.Module) -> dict[str, torch.Tensor]:

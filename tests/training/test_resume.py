@@ -17,9 +17,9 @@ from tests.training import rewards
 from tests.training.conftest import IN_REWARD, StopAfter, full_disk, rows_of, steps_of
 
 from klamp.errors import NonFiniteError, RewardError, RunFolderError, TrainingStopped
-from klamp.training import checkpoint, trainer, updates
-from klamp.training.backends import train_run
-from klamp.training.observers import TRACKERS, Observer, tensorboard
+from klamp.lab import checkpoint, trainer, updates
+from klamp.lab.backends import train_run
+from klamp.lab.observers import TRACKERS, Observer, tensorboard
 
 pytestmark = pytest.mark.slow
 

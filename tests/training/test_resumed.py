@@ -10,22 +10,14 @@ import pytest
 from tests.training.conftest import TINY, rows_of, steps_of, stored, tiny_llama
 
 from klamp.cli.arguments import parse_train
+from klamp.doctor.readers import read_record
+from klamp.doctor.readers.klamp_run import in_force, told
 from klamp.errors import ConfigError, RunFolderError
+from klamp.lab import checkpoint
+from klamp.lab.backends import train_run
+from klamp.lab.config import TrainConfig
+from klamp.lab.resumed import check_resume, identity, identity_in, plain, read_config, with_history
 from klamp.names import IDENTITY
-from klamp.records import read_record
-from klamp.records.klamp_run import read_config
-from klamp.training import checkpoint
-from klamp.training.backends import train_run
-from klamp.training.config import TrainConfig
-from klamp.training.resumed import (
-    check_resume,
-    identity,
-    identity_in,
-    in_force,
-    plain,
-    told,
-    with_history,
-)
 
 BEGUN = {**TINY, "max_steps": 2, "eval_every": 0, "save_every": 0, "beta": 0.1, "warmup_steps": 0}
 BEGUN |= {"lr_scheduler_type": "constant", "eval_size": 1}

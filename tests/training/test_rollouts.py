@@ -12,9 +12,9 @@ from tests.training.test_sampling import tokens_of as tokens_in
 from torch.optim import SGD
 
 from klamp.config.rules import SMALL_VOCABULARY
-from klamp.training.rollouts import collect, measure_reference_length
-from klamp.training.sampling import encode_prompts, generate, uniform_numbers
-from klamp.training.updates import update
+from klamp.lab.rollouts import collect, measure_reference_length
+from klamp.lab.sampling import encode_prompts, generate, uniform_numbers
+from klamp.lab.updates import update
 
 
 def rollout_of(context, *, step=0, prompts=3, beta=0.1):

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from klamp.errors import ConfigError
-from klamp.training.backends import train_run
-from klamp.training.interrupts import deferred_interrupts
-from klamp.training.trainer import Trainer
+from klamp.lab.backends import train_run
+from klamp.lab.interrupts import deferred_interrupts
+from klamp.lab.trainer import Trainer
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, [4]), (1, [1, 2, 3, 4]), (3, [3, 4]), (9, [4])])

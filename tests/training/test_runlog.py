@@ -15,11 +15,11 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tests.training.conftest import TINY, full_disk, info_of, rows_of
 
 from klamp._version import __version__
-from klamp.diagnostics.metrics import METRICS
+from klamp.doctor.metrics import METRICS
 from klamp.errors import RunFolderError
-from klamp.training.backends import train_run
-from klamp.training.config import TrainConfig
-from klamp.training.observers import RunLog, RunSummary, versions
+from klamp.lab.backends import train_run
+from klamp.lab.config import TrainConfig
+from klamp.lab.observers import RunLog, RunSummary, versions
 
 SKILLS = ("addition", "subtraction", "reversal")
 
@@ -172,7 +172,7 @@ def test_cautions_are_written_with_the_steps_done_and_go_with_what_a_resumed_run
 def test_a_disk_that_is_full_at_the_beginning_or_the_end_is_said(tmp_path, monkeypatch):
     log = RunLog()
     log.on_start(info_of(tmp_path, 0))
-    monkeypatch.setattr("klamp.training.observers.write_whole", full_disk)
+    monkeypatch.setattr("klamp.lab.observers.write_whole", full_disk)
     for done, words in ((0, "cannot be written\n"), (2, "cannot be written any more")):
         with pytest.raises(RunFolderError, match=f"(?s){words}.*No space left") as caught:
             RunLog().on_start(info_of(tmp_path, done))

@@ -13,15 +13,10 @@ from tests.scoring.test_scorer import MODELS, made, stretched
 from tests.training.conftest import disturb, tiny_llama
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from klamp.scoring.completions import Completions
-from klamp.scoring.model_parts import Traits
-from klamp.scoring.probe import probe
-from klamp.scoring.scorer import score
-from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training import sampling
-from klamp.training.config import RolloutConfig
-from klamp.training.models import end_tokens, load_model
-from klamp.training.sampling import (
+from klamp.lab import sampling
+from klamp.lab.config import RolloutConfig
+from klamp.lab.models import end_tokens, load_model
+from klamp.lab.sampling import (
     InverseSampler,
     decode,
     draw,
@@ -31,6 +26,11 @@ from klamp.training.sampling import (
     uniform_numbers,
     warpers_of,
 )
+from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
+from klamp.scoring.completions import Completions
+from klamp.scoring.model_parts import Traits
+from klamp.scoring.probe import probe
+from klamp.scoring.scorer import score
 
 CPU = torch.device("cpu")
 PROMPTS = ["1+1=", "rev abcde=", "123+456=", "7-2=", "q", "rev zz=", "99-98=", "100+999="]

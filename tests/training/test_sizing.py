@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from tests.training.conftest import stored, tiny_llama
 
-from klamp.training.models import shape_of
-from klamp.training.sizing import GB, Load, Shape, reasons, sizes_of
+from klamp.lab.models import shape_of
+from klamp.lab.sizing import GB, Load, Shape, reasons, sizes_of
 
 SMALL = Shape(494_032_768, 24, 896, 151_936, 14)  # Qwen2.5-0.5B
 SEVEN = Shape(7_615_616_512, 28, 3584, 152_064, 28)  # Qwen2.5-7B

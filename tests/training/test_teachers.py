@@ -16,18 +16,18 @@ from torch.optim import SGD
 from transformers import GenerationConfig
 
 from klamp.core.objective import grpo_loss
-from klamp.diagnostics.names import settings_of_run
+from klamp.doctor.columns import settings_of_run
 from klamp.errors import ConfigError, DataError, KLWarning, ModelError, TrainingStopped
+from klamp.lab.backends import train_run
+from klamp.lab.evaluation import check_same
+from klamp.lab.folders import lines_of
+from klamp.lab.models import load_model
+from klamp.lab.resumed import check_resume
+from klamp.lab.rollouts import collect
+from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
+from klamp.lab.updates import completion_row, measured, scored_batch, taught_of, update
 from klamp.scoring.completions import select
 from klamp.scoring.scorer import Ask, score
-from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training.backends import train_run
-from klamp.training.evaluation import check_same
-from klamp.training.folders import lines_of
-from klamp.training.models import load_model
-from klamp.training.resumed import check_resume
-from klamp.training.rollouts import collect
-from klamp.training.updates import completion_row, measured, scored_batch, taught_of, update
 
 ALONE = {"reward": "none", "beta": 0.0}
 

@@ -8,11 +8,11 @@ import pytest
 from tests.training.conftest import TINY, disturb, steps_of
 
 from klamp.core.controllers import StepController
-from klamp.training.backends import train_run
-from klamp.training.config import TrainConfig
-from klamp.training.observers import Observer
-from klamp.training.trainer import Trainer
-from klamp.training.updates import control_metrics
+from klamp.lab.backends import train_run
+from klamp.lab.config import TrainConfig
+from klamp.lab.observers import Observer
+from klamp.lab.trainer import Trainer
+from klamp.lab.updates import control_metrics
 
 
 class Recorder(Observer):

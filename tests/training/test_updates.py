@@ -11,10 +11,10 @@ from tests.training.conftest import IN_ADVANTAGE, IN_REWARD, disturb
 from torch.optim import SGD, AdamW
 
 from klamp.errors import NonFiniteError
+from klamp.lab import updates
+from klamp.lab.rollouts import collect
+from klamp.lab.updates import update, with_old_logprobs
 from klamp.scoring import passes
-from klamp.training import updates
-from klamp.training.rollouts import collect
-from klamp.training.updates import update, with_old_logprobs
 
 pytestmark = pytest.mark.slow
 

@@ -18,14 +18,14 @@ from tests.training.answering import VLLMServer, answering, in_turn
 from tests.training.conftest import assert_same_course, disturb
 
 from klamp.errors import ConfigError, KlampError, KLWarning, ModelError
+from klamp.lab.anchors import connect
+from klamp.lab.backends import train_run
+from klamp.lab.models import load_model
+from klamp.lab.rollouts import collect, measure_reference_length
+from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 from klamp.scoring import vllm_reference
 from klamp.scoring.scorer import score
 from klamp.scoring.vllm_reference import KEY, VLLMReference, ask
-from klamp.tasks.arithmetic import arithmetic_tokenizer
-from klamp.training.anchors import connect
-from klamp.training.backends import train_run
-from klamp.training.models import load_model
-from klamp.training.rollouts import collect, measure_reference_length
 
 NAMES = st.sampled_from(["", "4", "id", "index", "data"])
 

@@ -9,11 +9,11 @@ import pytest
 from tests.training import tabular
 from tests.training.conftest import steps_of
 
-from klamp.records import read_record
-from klamp.training.backends import train_run
-from klamp.training.checkpoint import checkpoints
-from klamp.training.config import TrainConfig
-from klamp.training.launch import launch
+from klamp.doctor.readers import read_record
+from klamp.lab.backends import train_run
+from klamp.lab.checkpoint import checkpoints
+from klamp.lab.config import TrainConfig
+from klamp.lab.engines.launch import launch
 
 pytestmark = pytest.mark.slow
 

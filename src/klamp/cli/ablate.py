@@ -10,16 +10,16 @@ from typing import Any
 
 from rich.console import Console
 
-from klamp.ablation.execute import Executor, check_folder, compare, execute, local_executor
-from klamp.ablation.plan import KL_PROMPTS, OWNED, Arm, Plan, Run, as_runs, folder_name, grid, plan_text, runs
-from klamp.ablation.results import NOTES, ArmRow, Outcome, Result, is_done, text_table
 from klamp.cli.arguments import load_yaml, mapping_of, preset_values, read_entries, read_file
 from klamp.cli.commands import AblateOptions, fields_after, read_command
 from klamp.cli.display import Drawn
 from klamp.cli.text import FAILED, number, say, show_paragraph, show_table
 from klamp.errors import ConfigError, TrainingStopped, unknown_name, without_credentials
 from klamp.files import at_home
-from klamp.training.folders import free_folder
+from klamp.lab.ablate.execute import Executor, check_folder, compare, execute, local_executor
+from klamp.lab.ablate.plan import KL_PROMPTS, OWNED, Arm, Plan, Run, as_runs, folder_name, grid, plan_text, runs
+from klamp.lab.ablate.results import NOTES, ArmRow, Outcome, Result, is_done, text_table
+from klamp.lab.folders import free_folder
 
 DEFAULTS: Mapping[str, Any] = {"report_to": (), "keep_checkpoints": 1}
 """Field -> an ablation's default if it differs from that of `klamp train`: many runs need much room on disk."""
@@ -69,7 +69,7 @@ def _execute(
 def _executor(options: AblateOptions, every: Sequence[Run]) -> Executor:
     if options.ray is None:
         return local_executor(len(every), workers=options.workers, cpu=all(each.config.run.cpu for each in every))
-    from klamp.ablation.cluster import RayExecutor
+    from klamp.lab.ablate.cluster import RayExecutor
 
     cpus = 1.0 if options.cpus_per_run is None else options.cpus_per_run
     return RayExecutor(address=options.ray, cpus_per_run=cpus, gpus_per_run=options.gpus_per_run or 0.0)
@@ -198,7 +198,7 @@ def compare_runs(options: AblateOptions, command: str) -> int:
     import matplotlib  # noqa: F401  (if it is missing, the error comes now and not after the last measurement)
 
     from klamp.cli.report import records
-    from klamp.records.klamp_run import read_config
+    from klamp.lab.resumed import read_config
 
     configs = [(folder, read_config(folder)[1]) for folder in records(options.runs)]
     compared = as_runs(configs, kl_prompts=options.kl_prompts or KL_PROMPTS)

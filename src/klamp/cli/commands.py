@@ -14,7 +14,7 @@ from pkgutil import resolve_name
 from typing import Any, Literal, NamedTuple
 
 from klamp.cli.flags import Field, configured_fields, fields_of, help_text, read_argv
-from klamp.diagnostics.history import Verifier
+from klamp.doctor.history import Verifier
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,7 +239,7 @@ COMMANDS = {
     "explain": Command("verify:run_explain", ExplainOptions, lists=RECIPES),
     "audit": Command("audit:run", AuditOptions, refusal=2, lists=("klamp.audit:HOSTS",)),
     "check": Command("doctor:run_check", CheckOptions, refusal=2),
-    "doctor": Command("doctor:run", DoctorOptions, refusal=2, lists=("klamp.diagnostics.alarms:ALARMS",)),
+    "doctor": Command("doctor:run", DoctorOptions, refusal=2, lists=("klamp.doctor.alarms:ALARMS",)),
     "report": Command("report:run", ReportOptions),
 }
 """Word after `klamp` -> the command."""

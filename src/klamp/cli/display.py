@@ -14,10 +14,10 @@ from rich.table import Table
 
 from klamp.cli.text import MISSING, number, say, visible
 from klamp.config.describe import describe_controller, describe_kl, describe_movement, describe_teacher
-from klamp.diagnostics.doctor import Finding
+from klamp.doctor.examine import Finding
+from klamp.lab.config import TrainConfig, reference_kind
+from klamp.lab.observers import SAID_ELSEWHERE, Observer, RunInfo
 from klamp.report.run import ScoreFormat
-from klamp.training.config import TrainConfig, reference_kind
-from klamp.training.observers import SAID_ELSEWHERE, Observer, RunInfo
 
 COLUMNS = {
     "reward": "reward",

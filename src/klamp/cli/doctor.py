@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from klamp.cli.commands import CheckOptions, DoctorOptions, read_command
 from klamp.cli.text import FAILED, say, show_paragraph, show_table
-from klamp.diagnostics.alarms import check_names
-from klamp.diagnostics.doctor import Diagnosis, Finding, examine
-from klamp.diagnostics.history import RunSettings
-from klamp.diagnostics.names import read_pairs
+from klamp.doctor.alarms import check_names
+from klamp.doctor.columns import read_pairs
+from klamp.doctor.examine import Diagnosis, Finding, examine
+from klamp.doctor.history import RunSettings
 from klamp.errors import DataError
 from klamp.report.run import judged
 from klamp.report.text import count
@@ -36,7 +36,7 @@ def run_check(argv: Sequence[str]) -> int:
 
 def run(argv: Sequence[str]) -> int:
     """Examine a record and print what was found; 0 sound, 1 not sound, a KlampError if nothing can be checked."""
-    from klamp.records import read_record
+    from klamp.doctor.readers import read_record
 
     options: DoctorOptions = read_command("doctor", argv)[0]
     check_names(options.fail_on)
@@ -65,8 +65,9 @@ def run(argv: Sequence[str]) -> int:
 
 def _synced(path: Path) -> dict[int, SyncReport]:
     """Step -> whose log-probabilities sampler and trainer reported; a DataError if they cannot be scored again."""
-    from klamp.records.klamp_run import is_klamp_run, read_config
-    from klamp.training.evaluation import check_completions
+    from klamp.doctor.readers.klamp_run import is_klamp_run
+    from klamp.lab.evaluation import check_completions
+    from klamp.lab.resumed import read_config
 
     if not is_klamp_run(path):
         fix = "klamp doctor runs/NAME --check-sync; for another trainer, call klamp.check_sync(model, ...)"

@@ -9,17 +9,17 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from klamp.ablation.results import Outcome, retained
 from klamp.cli.commands import read_command
 from klamp.cli.display import skill_rows
 from klamp.cli.text import number, say, show_paragraph, show_table
 from klamp.errors import ConfigError, KLWarning, RunFolderError
 from klamp.files import at_home, followed
-from klamp.records.klamp_run import read_config
+from klamp.lab.ablate.results import Outcome, retained
+from klamp.lab.config import TrainConfig
+from klamp.lab.folders import CHECKPOINTS, CONFIG, NAMED, checkpoint_folders, number_of, policy_in
+from klamp.lab.resumed import read_config
+from klamp.lab.tasks.base import TaskConfig
 from klamp.report.run import ScoreFormat
-from klamp.tasks.base import TaskConfig
-from klamp.training.config import TrainConfig
-from klamp.training.folders import CHECKPOINTS, CONFIG, NAMED, checkpoint_folders, number_of, policy_in
 
 OF_ANY_TASK = ("eval_size", "task_seed")
 """Fields of a task that another task takes over from it."""
@@ -40,7 +40,7 @@ def run(argv: Sequence[str]) -> int:
     subject = find_subject(options.checkpoint, changes)
     from transformers.utils.logging import disable_progress_bar
 
-    from klamp.ablation.measure import evaluate
+    from klamp.lab.ablate.measure import evaluate
 
     disable_progress_bar()
     outcome = evaluate(subject.config, subject.weights, start=subject.start is not None, prompts=options.kl_prompts)

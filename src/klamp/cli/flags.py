@@ -102,7 +102,7 @@ def fields_of(cls: Any, section: str = "") -> dict[str, Field]:
 def configured_fields() -> dict[str, Field]:
     """Every field of a run's configuration by name."""
     from klamp.config.teacher import ALL_ALIASES
-    from klamp.training.config import section_classes
+    from klamp.lab.config import section_classes
 
     parts = (fields_of(cls, section) for section, cls in section_classes().items())
     every = {name: field for part in parts for name, field in part.items()}

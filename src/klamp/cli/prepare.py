@@ -10,9 +10,9 @@ from urllib.parse import urlsplit
 
 from klamp.cli.text import WIDTH
 from klamp.errors import ConfigError, ModelError
-from klamp.training.config import TrainConfig
-from klamp.training.folders import run_folder
-from klamp.training.sizing import ENGINE, GB, SPARE, Load, Shape, load_of, reasons, sizes_of, spread
+from klamp.lab.config import TrainConfig
+from klamp.lab.folders import run_folder
+from klamp.lab.sizing import ENGINE, GB, SPARE, Load, Shape, load_of, reasons, sizes_of, spread
 
 HOST, PORT = "127.0.0.1", 8001
 """Where TRL's server of vLLM is told to listen: 8000 may be a teacher's."""
@@ -36,9 +36,9 @@ LIES = {
 
 def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
     """What `--prepare` prints for the arguments of `klamp train`; the inputs are opened, nothing is written."""
-    from klamp.training.in_verl.overrides import load_in_verl
-    from klamp.training.models import shape_of
-    from klamp.training.setup import open_inputs
+    from klamp.lab.engines.verl.overrides import load_in_verl
+    from klamp.lab.models import shape_of
+    from klamp.lab.setup import open_inputs
 
     backend, folder = config.run.backend, run_folder(config)
     if backend not in INSTALL:
@@ -88,7 +88,7 @@ def _sizes(config: TrainConfig, load: Load) -> str:
 
 def _served(config: TrainConfig, name: str, share: float) -> tuple[int, str]:
     """Over how many GPUs of its own a vLLM that has a share of each spreads a model; in words whether they will do."""
-    from klamp.training.models import shape_of
+    from klamp.lab.models import shape_of
 
     with suppress(ModelError):  # of a name that the server alone knows
         if name and (shape := shape_of(name)):
@@ -102,7 +102,7 @@ def _served(config: TrainConfig, name: str, share: float) -> tuple[int, str]:
 
 def _teachers_server(config: TrainConfig, longest: int) -> list[str]:
     """The command that starts the server of a teacher, in the data type that the policy computes in."""
-    from klamp.training.models import model_path
+    from klamp.lab.models import model_path
 
     c, dtype = config.teacher, "bfloat16" if config.run.gpus > 1 else config.model.dtype
     if not c.there or c.teacher_url is None:
@@ -123,7 +123,7 @@ def _words(argv: Sequence[str]) -> list[str]:
 
 def _trl(argv: Sequence[str], config: TrainConfig, shape: Shape | None, longest: int) -> tuple[Load | None, list[str]]:
     """Half of the GPUs train, by DeepSpeed, the other half serve vLLM; one alone does both."""
-    from klamp.training.models import model_path, shape_of
+    from klamp.lab.models import model_path, shape_of
 
     gpus, prompts, words = config.run.gpus, config.rollout.prompts_per_step, _words(argv)
     training = max((n for n in range(1, gpus // 2 + 1) if prompts % n == 0), default=1)

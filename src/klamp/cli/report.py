@@ -8,16 +8,18 @@ from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
-from klamp.ablation.results import read_outcome
 from klamp.cli.commands import ReportOptions, read_command
 from klamp.cli.text import duration, say, show_caution
-from klamp.diagnostics.doctor import examine
-from klamp.diagnostics.history import History
-from klamp.diagnostics.names import as_number
+from klamp.config.describe import describe_anchors
+from klamp.doctor.columns import as_number
+from klamp.doctor.examine import examine
+from klamp.doctor.history import History
+from klamp.doctor.readers import read_record
+from klamp.doctor.readers.klamp_run import Details, is_klamp_run, read_details, runs_in
 from klamp.errors import DataError, RunFolderError
 from klamp.files import followed
-from klamp.records import read_record
-from klamp.records.klamp_run import Details, is_klamp_run, read_details, runs_in
+from klamp.lab.ablate.results import read_outcome
+from klamp.lab.resumed import read_config
 from klamp.report.page import GENERATOR, render
 from klamp.report.run import ReportRun, judged
 from klamp.report.text import count
@@ -70,7 +72,7 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
                 group=re.sub(r"_seed-\d+$", "", name),  # in a sweep
                 diagnosis=examine(history),
                 config=history.config,
-                said=_said(details, history),
+                said=_said(path, details, history),
                 versions=details.versions,
                 kl_after=measured.get("kl/reverse"),
                 kl_after_sequence=measured.get("kl/reverse_sequence"),
@@ -79,11 +81,19 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
     return runs
 
 
-def _said(details: Details, history: History) -> list[str]:
+def _words(path: Path) -> Sequence[str]:
+    """The model, the task and the KL of a klamp run."""
+    config = read_config(path)[1]
+    reward = f", reward {config.task.reward}" if config.task.reward else ""
+    return config.model.model, f"{config.task.task}{reward}", describe_anchors(config.kl, config.teacher)
+
+
+def _said(path: Path, details: Details, history: History) -> list[str]:
     """What a run was, when, and how long its steps took, in words; nothing where its record does not say."""
-    if not details.words:
+    words = _words(path) if is_klamp_run(path) else details.words
+    if not words:
         return []
-    model, task, kl = details.words
+    model, task, kl = words
     day = [] if details.when is None else [f"{datetime.fromtimestamp(details.when):%Y-%m-%d}"]
     steps = sum(row.metrics.get("speed/step_seconds", 0.0) for row in history.rows)
     known = [time for time in (as_number(details.seconds), steps) if time is not None and math.isfinite(time)]

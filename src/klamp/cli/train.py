@@ -19,15 +19,15 @@ from klamp.cli.text import MISSING, WIDTH, duration, number, say, show_table
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
 from klamp.errors import ConfigError, TrainingStopped
-from klamp.tasks.base import NO_REWARD
-from klamp.training.backends import Runner, check_backend, train_run
-from klamp.training.config import TrainConfig
-from klamp.training.folders import checkpoint_folders, run_folder
-from klamp.training.observers import RunSummary
-from klamp.training.resumed import MAY_CHANGE, check_resume, plain, read
+from klamp.lab.backends import Runner, check_backend, train_run
+from klamp.lab.config import TrainConfig
+from klamp.lab.folders import checkpoint_folders, run_folder
+from klamp.lab.observers import RunSummary
+from klamp.lab.resumed import MAY_CHANGE, check_resume, plain, read
+from klamp.lab.tasks.base import NO_REWARD
 
 if TYPE_CHECKING:  # imported for a dry run only
-    from klamp.training.setup import Inputs
+    from klamp.lab.setup import Inputs
 
 
 def run(argv: Sequence[str], *, console: Console | None = None) -> int:
@@ -37,11 +37,11 @@ def run(argv: Sequence[str], *, console: Console | None = None) -> int:
     if options.prepare:
         say(prepared_text(argv, config))
     elif options.dry_run:
-        from klamp.training.setup import open_inputs
+        from klamp.lab.setup import open_inputs
 
         say(plan_text(config, open_inputs(config), argv))
     elif config.run.backend != "local":
-        from klamp.training.launch import launch
+        from klamp.lab.engines.launch import launch
 
         launch(config, argv)
     else:
@@ -97,7 +97,7 @@ def _trainer(console: Console) -> Runner:
         from huggingface_hub.utils import enable_progress_bars
         from transformers.utils import logging
 
-        import klamp.training.trainer  # noqa: F401
+        import klamp.lab.trainer  # noqa: F401
 
         logging.disable_progress_bar()  # a bar per checkpoint would tear the display apart
         enable_progress_bars()  # downloads keep theirs: they come before it
@@ -118,7 +118,7 @@ def plan_text(config: TrainConfig, inputs: Inputs | None = None, argv: Sequence[
         f"what differs from the defaults, as a YAML file takes it\n\n{_as_yaml(changed)}",
     ]
     if config.run.backend != "local":
-        from klamp.training.launch import engine_plan
+        from klamp.lab.engines.launch import engine_plan
 
         arguments, words = engine_plan(config, argv)
         if arguments:

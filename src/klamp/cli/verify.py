@@ -14,7 +14,7 @@ from klamp.cli.commands import ExplainOptions, VerifyOptions, read_command
 from klamp.cli.text import FAILED, WIDTH, say, show_paragraph, show_table
 from klamp.config import PRESETS, find_preset
 from klamp.errors import ConfigError, KLWarning, unknown_name
-from klamp.tasks.base import NO_REWARD
+from klamp.lab.tasks.base import NO_REWARD
 from klamp.verify.convergence import answer_convergence
 from klamp.verify.direction import answer_direction
 from klamp.verify.explain import FORMS, Explanation, Setting, explain_config, explain_form

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 
-from klamp.diagnostics.alarm import Blamed
-from klamp.diagnostics.alarms import ALARMS
-from klamp.diagnostics.doctor import Finding
+from klamp.doctor.alarm import Blamed
+from klamp.doctor.alarms import ALARMS
+from klamp.doctor.examine import Finding
 from klamp.report.completions import Shown
 from klamp.report.run import ReportRun, judged
 from klamp.report.text import Html, element, join, plain_table, probability, shown

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, Self, TypeAlias
 
-from klamp.diagnostics.history import Completion, k3
+from klamp.doctor.history import Completion, k3
 from klamp.report.run import ReportRun
 
 Anchor: TypeAlias = Literal["reference", "teacher", "sampler"]

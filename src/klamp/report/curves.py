@@ -6,11 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from klamp.config.rules import STEP_FACTORS
-from klamp.diagnostics.alarms_tokens import MISMATCH
-from klamp.diagnostics.doctor import Finding
-from klamp.diagnostics.metrics import METRICS
-from klamp.diagnostics.names import as_number
+from klamp.doctor.alarms_tokens import MISMATCH
+from klamp.doctor.columns import as_number
+from klamp.doctor.examine import Finding
+from klamp.doctor.metrics import METRICS
 from klamp.report.chart import Chart, Line, Mark, Series
 from klamp.report.headlines import KL
 from klamp.report.run import OURS, ReportRun, ScoreFormat, skills_of, slots_of
@@ -182,8 +181,8 @@ def _target(config: Mapping[str, Any]) -> list[Line]:
     if target is None:
         return []
     lines = [Line(label=f"target {short(target)}", low=target)]
-    if config.get("kl_controller") == "step" and config.get("beta") != 0:
-        _, _, above, below = config.get("kl_controller_factors") or STEP_FACTORS
+    if config.get("kl_controller") == "step" and config.get("beta") != 0 and config.get("kl_controller_factors"):
+        _, _, above, below = config["kl_controller_factors"]
         low, high = below * target, above * target
         lines.insert(0, Line(label=f"beta rests from {short(low)} to {short(high)}", low=low, high=high))
     return lines

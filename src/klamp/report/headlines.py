@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from klamp.diagnostics.history import bounded
+from klamp.doctor.history import bounded
 from klamp.report.chart import key
 from klamp.report.run import ReportRun, ScoreFormat, skills_of, slots_of
 from klamp.report.text import MISSING, Html, element, join, short

@@ -10,7 +10,7 @@ from importlib.resources import files
 from typing import Any
 
 from klamp._version import __version__
-from klamp.diagnostics.history import Answer, Question, answers_of
+from klamp.doctor.history import Answer, Question, answers_of
 from klamp.errors import DataError
 from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
 from klamp.report.chart import render_chart

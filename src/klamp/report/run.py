@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from klamp.diagnostics.doctor import Diagnosis
-from klamp.diagnostics.history import History
+from klamp.doctor.examine import Diagnosis
+from klamp.doctor.history import History
 from klamp.report.text import MINUS, MISSING, Read, count, reader, rounded
 
 OURS = "klamp run"

@@ -1,1 +1,1 @@
-"""klamp's own trainer: rollouts, references, updates, checkpoints; transformers and peft are used here."""
+"""The door to klamp's own loop: `klamp.training.loop`, five functions, and `klamp.training.config`, their options."""

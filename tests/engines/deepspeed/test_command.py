@@ -13,9 +13,9 @@ from tests.engines.programs import ROOT, said_by
 from tests.training.conftest import stored, tiny_llama
 from tests.training.in_trl.conftest import QUICK
 
-from klamp.records import read_record
-from klamp.training.folders import newest_policy
-from klamp.training.models import load_model
+from klamp.doctor.readers import read_record
+from klamp.lab.folders import newest_policy
+from klamp.lab.models import load_model
 
 CHANGES: dict[str, Any] = {"prompts_per_step": 4, "gradient_accumulation_steps": 2, "loss_type": "dapo"}
 CHANGES |= {"target_kl": 0.02, "kl_controller": "step", "eval_every": 2}  # an evaluation draws, in both runs

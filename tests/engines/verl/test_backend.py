@@ -31,14 +31,14 @@ from verl.utils.torch_functional import get_constant_schedule_with_warmup, get_c
 from klamp.config import build_objective
 from klamp.core.advantages import group_advantages
 from klamp.core.objective import grpo_loss
-from klamp.tasks import load_task
-from klamp.training.config import TrainConfig
-from klamp.training.in_verl.data import write_data
-from klamp.training.in_verl.overrides import Layout, load_in_verl, verl_overrides
-from klamp.training.models import load_tokenizer
-from klamp.training.sampling import encode_prompts, examples_of_step
-from klamp.training.sizing import Shape, sizes_of
-from klamp.training.updates import schedule_of
+from klamp.lab.config import TrainConfig
+from klamp.lab.engines.verl.data import write_data
+from klamp.lab.engines.verl.overrides import Layout, load_in_verl, verl_overrides
+from klamp.lab.models import load_tokenizer
+from klamp.lab.sampling import encode_prompts, examples_of_step
+from klamp.lab.sizing import Shape, sizes_of
+from klamp.lab.tasks import load_task
+from klamp.lab.updates import schedule_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 

@@ -17,10 +17,10 @@ from tests.engines.verl.programs import LIMIT, TEACHER, started, training
 from tests.training.lies import cells, folder_of, loaded, scores, spans
 
 from klamp.cli import main
+from klamp.doctor.readers import read_record
+from klamp.lab.folders import lines_of
+from klamp.lab.models import load_model
 from klamp.names import IDENTITY
-from klamp.records import read_record
-from klamp.training.folders import lines_of
-from klamp.training.models import load_model
 
 pytestmark = [pytest.mark.usefixtures("default_base_model"), pytest.mark.timeout(2 * LIMIT + 60)]
 

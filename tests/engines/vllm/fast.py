@@ -16,10 +16,10 @@ from tests.engines.vllm.weights import use_here
 from tests.hosts.trl.hosts import reward
 from torch import Tensor
 
+from klamp.lab.models import load_tokenizer
+from klamp.lab.tasks import load_task
+from klamp.lab.tasks.base import TaskConfig
 from klamp.scoring import passes
-from klamp.tasks import load_task
-from klamp.tasks.base import TaskConfig
-from klamp.training.models import load_tokenizer
 from klamp.trl import GRPOConfig, GRPOTrainer
 
 generation.LLM = functools.partial(generation.LLM, dtype="float32", enforce_eager=True)

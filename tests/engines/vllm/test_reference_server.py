@@ -15,14 +15,14 @@ from tests.training.conftest import TINY, disturb, steps_of, stored, tiny_llama
 from klamp.cli import main
 from klamp.core.types import Direction
 from klamp.errors import ConfigError, ModelError, UnknownNameError
+from klamp.lab.anchors import connect
+from klamp.lab.config import TrainConfig
+from klamp.lab.models import load_model, load_tokenizer
+from klamp.lab.tasks import load_task
 from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import PrefixKL
 from klamp.scoring.scorer import Ask, Scorer, TeacherKL, score
 from klamp.scoring.vllm_reference import KEY, VLLMReference
-from klamp.tasks import load_task
-from klamp.training.anchors import connect
-from klamp.training.config import TrainConfig
-from klamp.training.models import load_model, load_tokenizer
 
 SECRET = "a-key-of-this-test"
 COUNT, PROMPT, LENGTH = 72, 9, 30

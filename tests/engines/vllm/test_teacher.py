@@ -9,7 +9,7 @@ from tests.engines.vllm.servers import vllm_server
 from tests.engines.vllm.test_training import SAME, ran
 from tests.training.conftest import disturb
 
-from klamp.training.models import load_model, load_tokenizer
+from klamp.lab.models import load_model, load_tokenizer
 
 OPTIONS = {"teacher_estimator": "topk", "teacher_head": "teacher", "teacher_top_k": 8, "reward": "none", "beta": 0.0}
 

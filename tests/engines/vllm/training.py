@@ -13,8 +13,8 @@ import trl.generation.vllm_generation as generation
 from tests.engines.vllm.weights import use_here
 
 from klamp.cli import main
-from klamp.records import read_record
-from klamp.training.folders import COMPLETIONS, lines_of
+from klamp.doctor.readers import read_record
+from klamp.lab.folders import COMPLETIONS, lines_of
 
 # TRL asks for no data type, and vLLM would take bfloat16 for float32 weights.
 DTYPE = "bfloat16" if "bfloat16" in sys.argv else "float32"  # noqa: TID251  (a program of its own)

@@ -28,7 +28,7 @@ from klamp.hosts.common.rollout import (
     reference_lengths,
     shifted,
 )
-from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 
 ROWS, LENGTH, GROUP = 8, 5, 4
 TOKENIZER = arithmetic_tokenizer()

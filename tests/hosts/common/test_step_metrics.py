@@ -12,7 +12,7 @@ import torch
 from klamp.core.estimators import kl_estimate
 from klamp.core.term import KLTerm
 from klamp.core.types import Batch
-from klamp.diagnostics.metrics import METRICS
+from klamp.doctor.metrics import METRICS
 from klamp.hosts.common.rollout import Alone
 from klamp.hosts.common.step_metrics import (
     StepRecord,

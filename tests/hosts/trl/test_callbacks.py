@@ -12,10 +12,10 @@ from tests.hosts.trl.hosts import klamp_trainer, model, noisy, saved, stock_trai
 from tests.training.conftest import disturb
 from transformers import TrainerCallback
 
-from klamp.diagnostics.doctor import Finding, examine
+from klamp.doctor.examine import Finding, examine
+from klamp.doctor.readers import read_record
 from klamp.errors import KLWarning, UnknownNameError
 from klamp.hosts.trl.callbacks import settings_of_arguments
-from klamp.records import read_record
 from klamp.trl import DoctorCallback, GRPOConfig
 
 JUMPS: dict[str, Any] = {"learning_rate": 1e-4, "max_steps": 8, "beta": 0.05, "warmup_steps": 0}

@@ -9,7 +9,7 @@ import pytest
 import torch
 from tests.hosts.trl.hosts import dataset, klamp_trainer, model, saved, stock_trainer
 
-from klamp.diagnostics.metrics import METRICS
+from klamp.doctor.metrics import METRICS
 
 OPTIONS: dict[str, Any] = {
     "beta": 0.2,

@@ -11,8 +11,8 @@ import pytest
 from tests.hosts.trl.hosts import klamp_trainer, model, reward
 
 from klamp.cli import main
+from klamp.doctor.readers import read_record
 from klamp.errors import KLWarning
-from klamp.records import read_record
 from klamp.trl import ReportCallback
 
 QUICK: dict[str, Any] = {"max_steps": 3, "beta": 0.05, "kl_gradient": "reverse", "learning_rate": 1e-3}

@@ -15,7 +15,7 @@ from klamp.errors import ConfigError, NonFiniteError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.verl.driver import BETA, StepSettings, by_prompt, columns, for_all_rows
-from klamp.tasks.arithmetic import arithmetic_tokenizer
+from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 

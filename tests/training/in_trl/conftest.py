@@ -9,7 +9,7 @@ import pytest
 from tests.hosts.trl.conftest import precision
 from tests.training.conftest import TINY
 
-from klamp.training.config import TrainConfig
+from klamp.lab.config import TrainConfig
 
 __all__ = ["precision", "quick"]
 

@@ -10,11 +10,11 @@ import pytest
 
 from klamp.config import KLConfig, TeacherConfig
 from klamp.errors import ConfigError
-from klamp.tasks.base import TaskConfig
-from klamp.training.backends import ONLY
-from klamp.training.config import TrainConfig
-from klamp.training.in_trl.arguments import trl_arguments, weights_dtype
-from klamp.training.sizing import part_size
+from klamp.lab.backends import ONLY
+from klamp.lab.config import TrainConfig
+from klamp.lab.engines.trl.arguments import trl_arguments, weights_dtype
+from klamp.lab.sizing import part_size
+from klamp.lab.tasks.base import TaskConfig
 
 FOLDER = Path("runs/one")
 

@@ -11,15 +11,15 @@ import torch
 from tests.training.conftest import stored, tiny_llama
 
 from klamp.core.advantages import group_advantages
+from klamp.doctor.readers import read_record
+from klamp.doctor.readers.klamp_run import read_details
 from klamp.errors import ConfigError, ModelError, RunFolderError, TrainingStopped
-from klamp.records import read_record
-from klamp.records.klamp_run import read_details
-from klamp.training.folders import SEAL, newest_policy
-from klamp.training.in_trl import program
-from klamp.training.launch import launch, record
-from klamp.training.models import load_model
-from klamp.training.resumed import identity_in
-from klamp.training.sampling import examples_of_run
+from klamp.lab.engines.launch import launch, record
+from klamp.lab.engines.trl import program
+from klamp.lab.folders import SEAL, newest_policy
+from klamp.lab.models import load_model
+from klamp.lab.resumed import identity_in
+from klamp.lab.sampling import examples_of_run
 
 CLIPPED = {"kl_clip_method": "hard", "kl_clip_threshold": 0.1, "target_kl": 0.02, "kl_controller": "step"}
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from klamp.training.config import TrainConfig
+from klamp.lab.config import TrainConfig
 
 
 @pytest.fixture

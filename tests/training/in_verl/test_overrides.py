@@ -16,12 +16,12 @@ from klamp.config import KLConfig, TeacherConfig
 from klamp.errors import ConfigError
 from klamp.hosts.verl.fields_in_verl import LOSS_FIELDS
 from klamp.hosts.verl.overrides import overrides
-from klamp.tasks.base import TaskConfig
-from klamp.training.backends import TRUST
-from klamp.training.config import TrainConfig
-from klamp.training.in_verl import overrides as module
-from klamp.training.in_verl.overrides import TEACHER, command, verl_overrides
-from klamp.training.models import model_path
+from klamp.lab.backends import TRUST
+from klamp.lab.config import TrainConfig
+from klamp.lab.engines.verl import overrides as module
+from klamp.lab.engines.verl.overrides import TEACHER, command, verl_overrides
+from klamp.lab.models import model_path
+from klamp.lab.tasks.base import TaskConfig
 
 FOLDER = Path("runs/one")
 K1 = {"kl_estimator": "k1", "kl_horizon": "sequence"}

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from klamp.core.arguments import POSITIVE, check_number
-from klamp.diagnostics.alarm import number
+from klamp.doctor.alarm import number
 from klamp.errors import DataError, ShapeError
 
 WEIGHTS = "weights"

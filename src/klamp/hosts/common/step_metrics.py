@@ -18,7 +18,7 @@ from klamp.core.masking import masked_mean, masked_sum
 from klamp.core.penalty import kl_metrics
 from klamp.core.term import Distances, Gate, KLTerm, require_reference
 from klamp.core.types import Batch
-from klamp.diagnostics.metrics import Counted, averaged_over
+from klamp.doctor.metrics import Counted, averaged_over
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,7 +186,7 @@ class Window:
         self.sums[name] = self.sums.get(name, empty) + both
 
     def emit(self, accelerator: Any) -> dict[str, float]:
-        """The means of the step over all processes, names as in `klamp.diagnostics.metrics`; and start again."""
+        """The means of the step over all processes, names as in `klamp.doctor.metrics`; and start again."""
         if not self.sums:
             return {}
         names = sorted(self.sums)

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
-from klamp.diagnostics.alarms_kl import REFERENCE_DIFFERS, STEP_ZERO
+from klamp.doctor.alarms_kl import REFERENCE_DIFFERS, STEP_ZERO
 
 STEP_ZERO_KL = STEP_ZERO.value
 """KL in nats per token above which a policy that has not been updated and its reference are not the same model."""

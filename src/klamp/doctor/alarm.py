@@ -1,0 +1,159 @@
+"""The types of an alarm and of what it finds, and the arithmetic that the rules share."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import fmean
+from typing import Literal, TypeAlias
+
+from klamp.doctor.history import History
+
+Level: TypeAlias = Literal["alarm", "note"]
+
+
+@dataclass(frozen=True)
+class Limit:
+    """A threshold of an alarm."""
+
+    value: float
+    text: str
+    """Its unit and what it applies to; where it comes from, in brackets."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Blamed:
+    """A token that has a large part in a KL."""
+
+    step: int
+    completion: int
+    """The number of its completion among those that were written in the step, from 0."""
+    position: int
+    """Its place among the completion's tokens, from 0."""
+    token: str
+    """The token as text, or its id."""
+    policy_logprob: float
+    other_logprob: float
+    """Its log-probability under the reference (for a sampler mismatch, under the sampler), in nats."""
+    share: float
+    """Its share of the k3 of all tokens that were written in the step, equal ones at its place counted with it."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """What a rule found wrong in a run: a sentence, and tokens to blame."""
+
+    text: str
+    tokens: Sequence[Blamed] = ()
+    """The tokens to blame, the worst first."""
+    causes: Sequence[str] = ()
+    """What the run itself shows of why, with a remedy each; the likeliest first."""
+
+
+Rule: TypeAlias = Callable[[History], Evidence | None]
+"""Looks at a run as it stands after a step or an evaluation; None: nothing is wrong. Looks only at the last steps."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Alarm:
+    """A named alarm: what it looks for, what that means, what to do."""
+
+    name: str
+    """The name that `--stop-on` and `--fail-on` take."""
+    text: str
+    means: str
+    next_step: str
+    rule: Rule
+    needs: Sequence[str]
+    """What a record must hold: metrics (`a|b`: one of them), `completions`, `sampler_logprobs` in them (or what else
+    says which tokens the model wrote), `evaluations`, `settings.NAME`."""
+    limits: Sequence[Limit]
+    level: Level
+    """`note`: information, which fails no check unless it is asked to."""
+
+
+ALARMS: dict[str, Alarm] = {}
+"""Name of an alarm -> the alarm; complete once `klamp.doctor.alarms` is imported."""
+KL = "kl/k3|kl/exact|kl/k1"
+"""What most alarms about the KL need: one of these metrics."""
+
+
+def alarm(
+    name: str, *, needs: Sequence[str], limits: Sequence[Limit] = (), level: Level = "alarm"
+) -> Callable[[Rule], Rule]:
+    """Make a rule an alarm. Its docstring has three paragraphs: what it finds, what that means, what to do."""
+
+    def register(rule: Rule) -> Rule:
+        text, means, do = (" ".join(part.split()) for part in (rule.__doc__ or "\n\n\n\n").split("\n\n"))
+        text = (text if text[1:2].isupper() else text[:1].lower() + text[1:]).rstrip(".")
+        ALARMS[name] = Alarm(
+            name=name, text=text, means=means, next_step=do, rule=rule, needs=needs, limits=limits, level=level
+        )
+        return rule
+
+    return register
+
+
+def number(value: float) -> str:
+    """A number with three significant digits, as text."""
+    return f"{value:.3g}"
+
+
+LONG = 20
+"""Values of a curve in whose scatter a single jump is little."""
+
+
+def is_apart(a: Sequence[float], b: Sequence[float], *, errors: float, curve: Sequence[float] = ()) -> bool:
+    """Whether stretches of a curve differ by more than so many standard errors, by their scatter or a long curve's."""
+    if min(len(a), len(b)) < 2:
+        return False
+    whole = curve if len(curve) >= LONG else ()
+    error = math.hypot(*(noise(whole or x) / math.sqrt(len(x)) for x in (a, b)))
+    return abs(fmean(a) - fmean(b)) > _of_few(errors, len(whole) or len(a) + len(b) - 1) * error
+
+
+def least_and_most(values: Sequence[float]) -> tuple[float, float]:
+    """Between which bounds the mean lies that a curve scatters around: 3 standard errors by its own scatter."""
+    size = _of_few(3.0, len(values)) * noise(values) / math.sqrt(len(values))
+    return fmean(values) - size, fmean(values) + size
+
+
+def _of_few(errors: float, values: int) -> float:
+    """The multiple of an error by few values that is as seldom as that of a normal law: Student's t (Gaver and Kafadar,
+    1984). Differences of neighbours have 2/3 as many degrees of freedom as values less one.
+    """
+    nu = max(2 * (values - 1) / 3, 2.0)
+    return math.sqrt(nu * math.expm1(errors * errors * (nu - 1.5) / (nu - 1) ** 2))
+
+
+def is_beyond(history: History, name: str, value: float, limit: float, *, steps: int = 1) -> bool:
+    """Whether a mean of k1 or k3 lies beyond a limit by more than four standard errors; log-ratios of variance 2 L have
+    a k3 of mean L and std sqrt(2) L. Tokens are counted only past the limit.
+    """
+    if abs(value) <= limit:
+        return False
+    deviation = (2 * limit) ** 0.5 if name.endswith("k1") else 2**0.5 * limit
+    return abs(value) > limit + 4 * deviation / (steps * tokens_told(history)) ** 0.5
+
+
+FEW_TOKENS = 200
+"""Tokens of a step whose record tells neither them nor the length of a completion; no step has fewer, mostly."""
+
+
+def tokens_told(history: History) -> float:
+    """The tokens of the latest step, or the least that its record tells."""
+    rows, last = history.completions.get(history.step, []), history.latest
+    told = sum(len(each.log_ratios()) for each in rows) or last.get("length/mean", 0.0) * (
+        history.settings.prompts or 1
+    )
+    if len(history.rows) == 1:  # a running total
+        told = max(told, last.get("length/total", 0.0))
+    return max(told, 1.0) if 0 < told < math.inf else FEW_TOKENS
+
+
+def noise(*stretches: Sequence[float]) -> float:
+    """The standard deviation of a curve around its own trend, from the differences of neighbours in these stretches."""
+    steps = [x - y for values in stretches for x, y in pairwise(values)]
+    return math.sqrt(fmean(x * x for x in steps) / 2) if steps else 0.0

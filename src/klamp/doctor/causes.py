@@ -1,0 +1,80 @@
+"""What a run's curves show of why something went wrong, each with its number and a remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from itertools import pairwise
+from statistics import fmean
+from typing import TypeAlias
+
+from klamp.doctor.alarm import Limit, number
+from klamp.doctor.history import History
+
+Cause: TypeAlias = Callable[[History], str]
+"""Looks for one cause in the steps up to an alarm: its text, or ""."""
+
+WINDOW, BY_NOISE = 30, 10
+"""Steps that are searched for a cause, and from which a jump has to stand out of the curve's own scatter."""
+JUMP = 0.15
+"""Nats per token that one step moves a policy by if its learning rate is too high; healthy runs stay below 0.05."""
+FARTHEST = 20.0
+"""Nats per token, more than a policy is from a reference whose every token is as likely as one in 100 million."""
+PAYS = Limit(0.3, "correlation of reward and length within groups, mean of 10 steps")
+
+
+def likely_causes(history: History, *causes: Cause) -> list[str]:
+    """The texts of the causes that the run shows, in this order."""
+    return [text for cause in causes if (text := cause(history))]
+
+
+def why_far(history: History) -> list[str]:
+    """What the run shows of why the KL is large."""
+    return likely_causes(history, learning_rate, no_kl, pays_for_length)
+
+
+def last_jump(history: History) -> str:
+    """Shows that the last step may have moved the policy far; the next one decides."""
+    return _rate(history, next((b - a for a, b in pairwise(history.kl(2))), 0.0), ", if the KL stays there")
+
+
+def learning_rate(history: History) -> str:
+    """Shows that single steps moved the policy far, and it stayed there: the learning rate is too high."""
+    kl = history.kl(WINDOW)
+    largest = max((min(b, c) - a for a, b, c in zip(kl, kl[1:], kl[2:], strict=False)), default=0.0)
+    bends = [a - 2 * b + c for a, b, c in zip(kl, kl[1:], kl[2:], strict=False)]  # a slope has none, noise has sqrt(6)
+    scattered = len(kl) > BY_NOISE and largest < 4 * (fmean(x * x for x in bends) / 6) ** 0.5
+    return "" if scattered else _rate(history, largest, "")
+
+
+def _rate(history: History, largest: float, if_so: str) -> str:
+    if largest <= JUMP:
+        return ""
+    if largest > FARTHEST:
+        return (
+            f"a few tokens, or numbers that are wrong: {number(largest)} nats per token is farther than a policy "
+            "moves. k3 is exponential in single log-ratios: bound them (kl_max_log_ratio), and check mask and shift"
+        )
+    rates = history.last("train/learning_rate", WINDOW)
+    rate = f" (up to {number(max(rates))})" if rates else ""
+    return (
+        f"the learning rate{rate}{if_so}: the KL rose by {number(largest)} nats per token from one logged step to the "
+        "next. Take a tenth of it, or lower max_grad_norm"
+    )
+
+
+def no_kl(history: History) -> str:
+    """Shows that no KL to a reference holds the policy."""
+    absent = history.latest.get("beta", history.settings.beta) == 0
+    text = "no KL to a reference holds the policy (beta is 0). Set beta, or target_kl, which finds one"
+    return text if absent else ""
+
+
+def pays_for_length(history: History) -> str:
+    """Shows that longer completions of a prompt earn more."""
+    values = history.last("length/reward_correlation", WINDOW)
+    if not values or fmean(values) < PAYS.value:
+        return ""
+    return (
+        f"the reward pays for length: within groups the two correlate by {fmean(values):.2f}. Score the answer alone, "
+        "or let length cost something"
+    )

@@ -1,0 +1,332 @@
+"""A run as the alarms see it: metrics by step, evaluations, some completions token by token, settings.
+
+The trainer fills one step by step, readers of records fill one at once; the names of the metrics are those of
+`klamp.doctor.metrics`, whoever wrote the record.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+import reprlib
+import sys
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, TypeAlias
+
+Verifier: TypeAlias = Literal["rules", "model"]
+Side: TypeAlias = Literal["ref", "teacher", "sampler"]
+
+EARLY = 50
+"""Steps at the beginning of a run that rules may look back to."""
+WRITTEN = 3
+"""Steps with completions, the latest, that rules may look at besides the first."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What is known of a run's configuration; None where the record does not say."""
+
+    beta: float | None = None
+    """Coefficient of the KL at the start."""
+    target_kl: float | None = None
+    """The KL that a controller holds by setting beta, in nats per token."""
+    loss_type: str | None = None
+    """grpo, dr_grpo, ..., as in TRL."""
+    verifier: Verifier | None = None
+    """What gives the reward: rules that are right by construction, or a model."""
+    scale_rewards: str | None = None
+    """`std` where advantages are divided by the group's standard deviation, else `none`."""
+    other_reference: bool = False
+    """Whether the reference is another model than the one that training starts from."""
+    moving_reference: bool = False
+    k3_over_updates: bool = False
+    """Whether a step's kl/k3 is a mean over all of its updates, so that the first one's is not 0."""
+    other_kernels: bool = False
+    """Whether policy and reference may have other data types or kernels: another trainer wrote the record."""
+    steps_counted: bool = False
+    """Whether the record says no steps, so that its first row need not be the first step."""
+    prompts: int | None = None
+    rl_skill: str | None = None
+    """The evaluated skill that is trained; the others should be kept."""
+    eval_size: int | None = None
+    teacher_coef: float | None = None
+    """Coefficient of the KL to a teacher; None also where there is none."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion:
+    """One completion, token by token; all sequences have equal length. It may begin with the tokens of its prompt."""
+
+    step: int
+    """The step that it was sampled in, from 1."""
+    tokens: Sequence[str]
+    """The tokens as text, or their ids."""
+    policy: Sequence[float]
+    """Log-probabilities under the policy being trained; NaN where there is none."""
+    ref: Sequence[float] | None = None
+    teacher: Sequence[float] | None = None
+    sampler: Sequence[float] | None = None
+    """Log-probabilities under whoever sampled the tokens; NaN where there is none."""
+    trained: Sequence[bool] | None = None
+    """The loss mask; None: every token is trained on."""
+    sampled: Sequence[bool] | None = None
+    """Which tokens the model wrote; False: prompt, or a tool's answer. None: all of them."""
+    ended: bool | None = None
+    """Whether it ends with an end token, rather than at the length limit."""
+    group: str = ""
+    """A name that the completions of one prompt share."""
+    prompt: str = ""
+    reward: float | None = None
+    advantage: float | None = None
+    """The advantage of the completion; where tokens have their own, the one that is largest in size."""
+
+    def __post_init__(self) -> None:
+        names = ("tokens", "policy", "ref", "teacher", "sampler", "trained", "sampled")
+        check_lengths({name: getattr(self, name) for name in names})
+
+    @property
+    def is_trained(self) -> Sequence[bool]:
+        """Which tokens are trained on."""
+        return every(len(self.tokens)) if self.trained is None else self.trained
+
+    @property
+    def is_sampled(self) -> Sequence[bool]:
+        """Which tokens the model wrote."""
+        return every(len(self.tokens)) if self.sampled is None else self.sampled
+
+    def log_ratios(self, against: Side = "ref") -> list[tuple[int, float]]:
+        """(position, log-ratio) of the trained tokens that have both: policy - it, or sampler - policy."""
+        other: Sequence[float] | None = getattr(self, against)
+        if other is None:
+            return []
+        above, below = (other, self.policy) if against == "sampler" else (self.policy, other)
+        rows = enumerate(zip(above, below, self.is_trained, strict=True))
+        return [(i, delta) for i, (a, b, trained) in rows if trained and math.isfinite(delta := a - b)]
+
+
+def check_lengths(lists: Mapping[str, Sequence[Any] | None]) -> None:
+    """Refuse sequences of a completion that differ in length, with a ValueError."""
+    lengths = {name: len(values) for name, values in lists.items() if values is not None}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(f"lists of different lengths: {lengths}")
+
+
+def numbers_of(values: object) -> array[float]:
+    """A list in a line of a record as numbers, 8 bytes each, since a long run has millions; null is NaN."""
+    return array("d", [math.nan if value is None else float(value) for value in list_of(values)])
+
+
+def texts_of(values: object) -> list[str]:
+    """A list of tokens in a line of a record as texts, equal ones held once."""
+    return [sys.intern(str(value)) for value in list_of(values)]
+
+
+def completion_of(step: int, row: Mapping[str, Any]) -> Completion:
+    """A row of klamp's completions.jsonl as a completion; a LookupError, TypeError, ValueError, OverflowError: none."""
+    sides = {side: row.get(f"{side}_logprobs") for side in ("policy", "ref", "teacher", "sampler")}
+    read: dict[str, Any] = {side: numbers_of(values) for side, values in sides.items() if values is not None}
+    others: dict[str, Callable[[Any], Any]] = {"trained": flags_of, "ended": bool, "reward": float, "advantage": float}
+    read |= {name: kind(row[name]) for name, kind in others.items() if row.get(name) is not None}
+    tokens, prompt = texts_of(row["tokens"]), str(row.get("prompt", ""))
+    return Completion(step=step, tokens=tokens, sampled=every(len(tokens)), group=prompt, prompt=prompt, **read)
+
+
+@lru_cache(maxsize=4096)
+def every(length: int) -> Sequence[bool]:
+    """True for each of so many tokens; held once for each length, since most completions of a long run have it."""
+    return (True,) * length
+
+
+def flags_of(values: object) -> Sequence[bool]:
+    """A list of flags in a line of a record; if all are True, in no memory of its own."""
+    found = [bool(value) for value in list_of(values)]
+    return every(len(found)) if all(found) else found
+
+
+def list_of(values: object) -> Sequence[Any]:
+    """A list in a line of a record, with a TypeError if it is none."""
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{reprlib.repr(values)} where a list belongs, with one entry per token")
+    return values
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The metrics of one step."""
+
+    step: int
+    """The number of the step, from 1; the metrics are those before its first update."""
+    metrics: Mapping[str, float]
+    prompts: int | None = None
+    """How many prompts the metrics rest on, where they were counted from completions alone."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Answer:
+    """A greedy answer to a held-out question."""
+
+    step: int
+    skill: str
+    question: str
+    """The prompt, without a template."""
+    completion: str
+    score: float
+    who: str = "policy"
+    """Who wrote it: policy or teacher."""
+
+
+def answer_of(row: Mapping[str, Any]) -> Answer:
+    """A line of answers.jsonl as an answer; a KeyError, TypeError or ValueError if it is none."""
+    texts = {name: str(row[name]) for name in ("skill", "question", "completion")}
+    return Answer(step=int(row["step"]), score=float(row["score"]), who=str(row.get("who", "policy")), **texts)
+
+
+Question: TypeAlias = tuple[str, str]
+"""(skill, question)."""
+
+
+def answers_of(
+    answers: Sequence[Answer], evaluation: Literal["first", "last"], *, who: str = "policy"
+) -> dict[Question, Answer]:
+    """The answers of the first evaluation, which is before training, or of the last one."""
+    answers = [answer for answer in answers if answer.who == who]
+    steps = [answer.step for answer in answers]
+    step = (min if evaluation == "first" else max)(steps, default=0)
+    return {(answer.skill, answer.question): answer for answer in answers if answer.step == step}
+
+
+@dataclass(kw_only=True)
+class History:
+    """The record of a run, or of the part of it that has happened."""
+
+    source: str = "klamp run"
+    """Who wrote the record, in words."""
+    settings: RunSettings = field(default_factory=RunSettings)
+    config: Mapping[str, Any] = field(default_factory=dict)
+    """All that the record says of the configuration, by the names of who wrote it."""
+    rows: list[Row] = field(default_factory=list)
+    evaluations: list[Row] = field(default_factory=list)
+    """Number of steps done -> (skill -> mean score)."""
+    completions: dict[int, list[Completion]] = field(default_factory=dict)
+    """Step -> the completions that were written in it; of a run under way, those that rules may look at."""
+    tells_sampler: bool = False
+    """Whether some completion says which of its tokens the model wrote."""
+    answers: list[Answer] = field(default_factory=list)
+    cautions: list[str] = field(default_factory=list)
+    """What the run was warned of, in words."""
+    unread: Mapping[str, str] = field(default_factory=dict)
+    """Column that speaks of a KL and was not read -> what it is; empty where nobody knows."""
+    changes: Mapping[int, str] = field(default_factory=dict)
+    """Step -> what a resume after it changed, in words."""
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether the record holds nothing at all."""
+        return not (self.rows or self.evaluations or self.completions)
+
+    @property
+    def step(self) -> int:
+        """The number of the latest step."""
+        last = [rows[-1].step for rows in (self.rows, self.evaluations) if rows]
+        return max(last, default=0)
+
+    @property
+    def latest(self) -> Mapping[str, float]:
+        """The metrics of the latest step; none before the first."""
+        return self.rows[-1].metrics if self.rows else {}
+
+    @property
+    def names(self) -> set[str]:
+        """The names of the metrics that some step has."""
+        return {name for row in self.rows for name in row.metrics}
+
+    @property
+    def measures_kl(self) -> bool:
+        """Whether some step has a KL to the reference, or to a teacher."""
+        kinds = ("exact", "k3", "k1", "exact_sequence", "k3_sequence", "k1_sequence")
+        return not self.names.isdisjoint({"teacher/kl", *(f"kl/{kind}" for kind in kinds)})
+
+    @property
+    def penalized(self) -> bool:
+        """Whether a KL holds the policy: the last beta is above 0, or, where no beta is known, a KL is logged."""
+        beta = self.latest.get("beta", self.settings.beta)
+        return beta > 0 if beta is not None else any(name.startswith("kl/") for name in self.latest)
+
+    def add_completions(self, completions: Iterable[Completion]) -> None:
+        """Add completions to the steps that they were written in."""
+        for each in completions:
+            self.completions.setdefault(each.step, []).append(each)
+            self.tells_sampler |= each.sampled is not None
+
+    def forget_completions(self) -> None:
+        """Drop the completions that no rule looks at any more."""
+        for old in sorted(self.completions)[1:-WRITTEN]:
+            del self.completions[old]
+
+    def last(self, name: str, count: int, *, before: int = 0) -> list[float]:
+        """The values of a metric in the last `count` steps that have it, without the latest `before`, bounded by 1e100.
+
+        It looks back over ten times as many steps at most, and skips values that are not finite.
+        """
+        found: list[float] = []
+        for row in reversed(self.rows[-10 * (count + before) :]):
+            if math.isfinite(row.metrics.get(name, math.nan)):
+                found.append(bounded(row.metrics[name]))
+            if len(found) == count + before:
+                break
+        return found[before:][::-1]
+
+    def together(self, count: int, *names: str) -> list[list[float]]:
+        """The values of several metrics in the last `count` steps that have all of them, as in `last`."""
+        each = (row.metrics for row in self.rows[-10 * count :])
+        found = [row for row in each if all(math.isfinite(row.get(name, math.nan)) for name in names)][-count:]
+        return [[bounded(row[name]) for row in found] for name in names]
+
+    def first(self, name: str, count: int) -> list[float]:
+        """The values of a metric in the first `count` steps, where they have it; finite and bounded as in `last`."""
+        values = (row.metrics.get(name, math.nan) for row in self.rows[:count])
+        return [bounded(value) for value in values if math.isfinite(value)]
+
+    def kl_name(self) -> str:
+        """The name of the KL per token with the least noise that the latest step has: exact, k3, k1; else empty."""
+        names = ("kl/exact", "kl/k3", "kl/k1")
+        return next((name for name in names if math.isfinite(self.latest.get(name, math.nan))), "")
+
+    def kl(self, count: int) -> list[float]:
+        """The values of that KL, as `last` has them; none where the latest step has no KL."""
+        name = self.kl_name()
+        return self.last(name, count) if name else []
+
+    def replay(self) -> Iterator[History]:
+        """The run as it was after each step and evaluation; always the same object, which grows."""
+        view = History(source=self.source, settings=self.settings)
+        events = heapq.merge(
+            ((step, 0, step) for step in sorted(self.completions)),
+            ((row.step, 1, row) for row in sorted(self.rows, key=lambda row: row.step)),
+            ((row.step, 2, row) for row in sorted(self.evaluations, key=lambda row: row.step)),
+            key=lambda event: event[:2],
+        )
+        for _, kind, event in events:
+            if isinstance(event, Row):
+                (view.rows if kind == 1 else view.evaluations).append(event)
+                yield view
+            else:
+                view.add_completions(self.completions[event])
+                view.forget_completions()
+
+
+LARGEST = 1e100
+"""No arithmetic on values of this size overflows."""
+
+
+def bounded(value: float) -> float:
+    """The nearest value that no arithmetic on it overflows with."""
+    return min(max(value, -LARGEST), LARGEST)
+
+
+def k3(delta: float) -> float:
+    """The estimator k3 of one log-ratio, bounded so that sums of it stay finite."""
+    return math.expm1(min(-delta, 600.0)) + delta

@@ -1,0 +1,102 @@
+"""Readers of run records: files that klamp or another program wrote become a `History` for doctor and report."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from pathlib import Path
+
+from klamp.doctor.history import History
+from klamp.doctor.readers.files import json_lines, refuse_names, text_lines, unreadable
+from klamp.doctor.readers.klamp_run import is_klamp_run, read_klamp_run, with_report
+from klamp.doctor.readers.logs import (
+    CONSOLE,
+    EVENTS,
+    PRINTED,
+    event_folders,
+    find_offline_run,
+    find_state,
+    read_metrics,
+    read_tensorboard,
+    read_text,
+    read_trl_state,
+    read_wandb,
+)
+from klamp.doctor.readers.rollouts import is_rollout, read_rollouts, step_in
+from klamp.files import with_end
+
+TOKEN_EXPORT = "step_*/rank_*.jsonl"
+TEXTS = (".csv", ".tsv", ".log", ".txt")
+COMPUTED = "it holds completions, and the metrics are computed from their tokens"
+
+
+def read_record(path: Path, names: Mapping[str, str] | None = None) -> History:
+    """Read the history of a run from a file or folder in any of the known formats; each reader raises the same errors.
+
+    Args:
+        path: what was written.
+        names: klamp's name of a metric -> that in the record, before the names that klamp knows.
+
+    Raises:
+        DataError: there is nothing there, or nothing that can be read.
+        UnknownNameError: no row has one of `names`.
+        ConfigError: `names` for a record whose metrics have klamp's names already.
+        MissingLibrary: the library that reads the format is not installed.
+    """
+    if not path.exists():
+        raise unreadable("there is nothing to examine", path, why="the path does not exist")
+    return _read_folder(path, names) if path.is_dir() else _read_file(with_end(path), names)
+
+
+def _read_file(path: Path, names: Mapping[str, str] | None) -> History:
+    kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
+    if path.match(EVENTS) or kind == ".wandb":
+        return (read_wandb if kind == ".wandb" else read_tensorboard)(path, names)
+    start = list(islice((line.lstrip() for line in text_lines(path) if line.strip()), 2))
+    lists = kind == ".json" or [line.strip() for line in start[:1]] == ["["]
+    if lists and [line[:2] for line in start] != ['{"', '{"']:  # else an object in each line
+        return read_trl_state(path, names)
+    first, printed = "".join(start[:1]), kind != ".jsonl"
+    if PRINTED.match(first) or (first[:1] not in "{[" and (printed or PRINTED.search(first) or CONSOLE.search(first))):
+        return read_text(path, names)
+    row = next(json_lines(path), None)
+    if row is None or not is_rollout(row):
+        return read_metrics(path, names)
+    refuse_names(names, path, why=COMPUTED)
+    return read_rollouts([path])
+
+
+def _read_folder(path: Path, names: Mapping[str, str] | None) -> History:
+    if is_klamp_run(path):
+        refuse_names(names, path, why="it is the folder of a klamp run, whose metrics have klamp's names")
+        return read_klamp_run(path)
+    state, runs = find_state(path), find_offline_run(path)
+    if state is not None:
+        return with_report(read_trl_state(state, names), path)
+    if len(runs) > 1:
+        folders = ", ".join(run.parent.name for run in runs)
+        raise unreadable("several W&B runs lie in one folder", path, why=folders, fix="name one of them")
+    if runs:
+        return read_wandb(runs[0], names)
+    return _read_lines(path, names) if not event_folders(path) else read_tensorboard(path, names)
+
+
+def _read_lines(path: Path, names: Mapping[str, str] | None) -> History:
+    exported = [*path.glob(TOKEN_EXPORT), *path.glob(f"token_exports/{TOKEN_EXPORT}")]
+    exported.sort(key=lambda file: (step_in(file), file))
+    files = sorted(path.glob("*.jsonl"))
+    numbered = sorted((file for file in files if file.stem.isdigit()), key=lambda file: int(file.stem))
+    if exported or numbered:
+        refuse_names(names, path, why=COMPUTED)
+        return read_rollouts(exported or numbered, source="prime-rl token export" if exported else "verl rollouts")
+    if (path / "metrics.jsonl").is_file():
+        return read_metrics(path / "metrics.jsonl", names)
+    if (path / "metrics.json").is_file():
+        return _read_file(path / "metrics.json", names)
+    files = files or sorted(file for end in TEXTS for file in path.glob(f"*{end}"))
+    if len(files) == 1:
+        return _read_file(files[0], names)
+    if files:
+        lie = ", ".join(file.name for file in files)
+        raise unreadable("several logs lie in one folder", path, why=lie, fix="name one of them")
+    raise unreadable("a folder with no record of a run", path, why="it holds none of the files that klamp knows")

@@ -1,0 +1,205 @@
+"""Reads JSONL files with a completion and its tokens' log-probabilities per line: klamp's, prime-rl's, verl's.
+
+prime-rl exports whole sequences (`trainer.enable_token_export`), prompt included, where the sampler's log-probability
+is 0.0; verl keeps the response apart, padded on the right.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain, pairwise
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import Any
+
+from klamp.doctor.history import (
+    Completion,
+    History,
+    Row,
+    RunSettings,
+    Side,
+    bounded,
+    check_lengths,
+    every,
+    flags_of,
+    k3,
+    numbers_of,
+    texts_of,
+)
+from klamp.doctor.readers.files import each_row, json_lines, unreadable
+
+UNKNOWN = "?"
+"""What stands for a token in records that name none."""
+LARGEST = 0.01
+"""The largest value that a log-probability may have by rounding."""
+POLICY = ("policy_logprobs", "trainer_logprobs", "old_log_probs", "log_probs", "logprobs")
+REF = ("ref_logprobs", "ref_log_prob", "ref_log_probs", "reference_logprobs")
+TEACHER = ("teacher_logprobs", "teacher_log_probs")
+SAMPLER = ("sampler_logprobs", "inference_logprobs", "rollout_log_probs", "sampling_logprobs")
+TRAINED = ("trained", "loss_mask", "response_mask", "completion_mask")
+TOKENS = ("tokens", "token_ids", "responses", "response_ids", "completion_ids")
+GROUP = ("uid", "group", "prompt", "input")
+PROMPT = ("prompt", "input", "question")
+UNWRITTEN = (0.0, -1.0)
+"""What verl pads the log-probabilities of the policy and of the sampler with; others pad the sampler with either."""
+CERTAIN = -1.0
+"""A token that its sampler was certain of is above this under the policy; a prompt token mostly is not."""
+
+
+def is_rollout(row: Mapping[str, Any]) -> bool:
+    """Whether a line holds log-probabilities of tokens, or one of a completion and its reference, which is refused."""
+    return isinstance(_first(row, POLICY), list) or None not in (_first(row, POLICY), _first(row, REF))
+
+
+def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts") -> History:
+    """Read the history in files of completions, in the order of their steps."""
+    history, files = History(source=source, settings=RunSettings(other_kernels=True)), list(files)
+    history.add_completions(chain.from_iterable(map(_completions_in, files)))
+    if not history.completions:
+        raise unreadable("there are no completions", files[0] if files else Path(), why="the files are empty")
+    history.rows = [row_of(step, history.completions[step]) for step in sorted(history.completions)]
+    return history
+
+
+def _completions_in(file: Path) -> Iterator[Completion]:
+    step = step_in(file)
+    what = "line {} is no completion with log-probabilities"
+    return each_row(json_lines(file), file, lambda row: completion_of(row, default_step=step), what=what)
+
+
+def completion_of(row: Mapping[str, Any], *, default_step: int = 1) -> Completion:
+    """Turn a line into a completion."""
+    if (given := _first(row, POLICY)) is None:
+        raise ValueError(f"none of {', '.join(POLICY)}")
+    policy = numbers_of(given)
+    sampler, mask, tokens = _numbers(_first(row, SAMPLER)), _first(row, TRAINED), _first(row, TOKENS)
+    trained = flags_of(mask) if isinstance(mask, list) else None
+    lists = {"policy": policy, "ref": _numbers(_first(row, REF)), "sampler": sampler, "trained": trained}
+    lists["teacher"] = _numbers(_first(row, TEACHER))
+    lists["tokens"] = texts_of(tokens) if isinstance(tokens, list) else [UNKNOWN] * len(policy)
+    check_lengths(lists)
+    on = trained if trained is not None else every(len(policy))
+    if any(value > LARGEST for value, counts in zip(policy, on, strict=True) if counts):
+        raise ValueError(f"a log-probability of {max(policy):g}: they are never above 0 (are they probabilities?)")
+    keep = _without_padding(sampler, trained, len(policy))
+    cut: dict[str, Any] = {name: None if values is None else values[:keep] for name, values in lists.items()}
+    return Completion(
+        step=int(row.get("step", default_step)),
+        **cut,
+        sampled=_sampled(cut["policy"], cut["sampler"], cut["trained"]),
+        ended=_ended(row),
+        group=str(_first(row, GROUP) or ""),
+        prompt=prompt if isinstance(prompt := _first(row, PROMPT), str) else "",
+        reward=_one(row, ("reward", "score", "rewards")),
+        advantage=_one(row, ("advantage", "advantages")),
+    )
+
+
+def _without_padding(sampler: Sequence[float] | None, trained: Sequence[bool] | None, length: int) -> int:
+    while sampler and trained and length and not trained[length - 1] and sampler[length - 1] in UNWRITTEN:
+        length -= 1
+    return length
+
+
+def _sampled(
+    policy: Sequence[float], sampler: Sequence[float] | None, trained: Sequence[bool] | None
+) -> Sequence[bool] | None:
+    """Which tokens the sampler drew: it scored them, or was certain as the policy nearly is; None: nobody knows."""
+    if sampler is None:
+        return None
+    rows = zip(policy, sampler, trained or every(len(policy)), strict=True)
+    return flags_of([(p > CERTAIN and on) if s == 0.0 or math.isnan(s) else (p, s) != UNWRITTEN for p, s, on in rows])
+
+
+def _ended(row: Mapping[str, Any]) -> bool | None:
+    if isinstance(row.get("ended"), bool):
+        return row["ended"]
+    cut = row.get("is_truncated", row.get("truncated"))
+    if isinstance(cut, bool):
+        return not cut
+    reason = row.get("finish_reason")
+    return reason != "length" if isinstance(reason, str) else None
+
+
+def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
+    return next((row[name] for name in names if row.get(name) is not None), None)
+
+
+def _numbers(values: Any) -> Sequence[float] | None:
+    return numbers_of(values) if isinstance(values, list) else None
+
+
+def _one(row: Mapping[str, Any], names: Sequence[str]) -> float | None:
+    """A number; of a list, the number that is largest in size."""
+    value = _first(row, names)
+    if isinstance(value, list):
+        numbers = [float(each) for each in value if each is not None]
+        return max(numbers, key=abs, default=None)
+    return None if value is None else float(value)
+
+
+def step_in(file: Path) -> int:
+    """The step in the name of a file: 12.jsonl, or step_12/rank_0.jsonl."""
+    for name in (file.stem, file.parent.name):
+        found = re.fullmatch(r"(?:step[_-])?(\d+)", name)
+        if found:
+            return int(found[1])
+    return 1
+
+
+def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """The metrics that the completions of a step give by themselves, over trained tokens; names as in `METRICS`."""
+    found: dict[str, float] = {}
+    sides: tuple[tuple[Side, str], ...] = (("ref", "kl"), ("sampler", "sampler"))
+    for against, family in sides:
+        if deltas := [delta for each in completions for _, delta in each.log_ratios(against)]:
+            found |= {f"{family}/k1": fmean(deltas), f"{family}/k3": fmean(map(k3, deltas))}
+    rewards = [each.reward for each in completions if each.reward is not None]
+    if rewards:
+        found["reward"] = fmean(map(bounded, rewards))
+    ended = [each.ended for each in completions if each.ended is not None]
+    if ended:
+        found["length/truncated"] = 1 - fmean(ended)
+    lengths = [sum(each.is_sampled) for each in completions]
+    if lengths:
+        found["length/mean"] = fmean(lengths)
+        found["length/repeated"] = sum(map(_repeated, completions)) / max(sum(lengths), 1)
+    found |= _group_metrics(completions)
+    return {name: value for name, value in found.items() if not math.isnan(value)}
+
+
+def _repeated(completion: Completion) -> int:
+    """How many of the tokens that the model wrote stand in a pair of neighbours that was there before."""
+    written = [token for token, sampled in zip(completion.tokens, completion.is_sampled, strict=True) if sampled]
+    pairs = list(pairwise(written)) if any(token != UNKNOWN for token in written) else []
+    return len(pairs) - len(set(pairs))
+
+
+def _group_metrics(completions: Sequence[Completion]) -> dict[str, float]:
+    """What rewards say within groups, where every group is named, is whole, and has two completions or more."""
+    groups: dict[str, list[tuple[float, float]]] = {}
+    for each in completions:
+        if each.reward is None or not each.group:
+            return {}
+        groups.setdefault(each.group, []).append((bounded(each.reward), float(sum(each.is_sampled))))
+    if len(set(map(len, groups.values()))) != 1 or min(map(len, groups.values())) < 2:
+        return {}
+    rewards = [[reward for reward, _ in group] for group in groups.values()]
+    found = {"reward_std": fmean(map(stdev, rewards)), "groups/saturated": fmean(len({*x}) == 1 for x in rewards)}
+    lengths = [[length for _, length in group] for group in groups.values()]
+    reward, length = _from_their_means(rewards), _from_their_means(lengths)
+    sizes = math.hypot(*reward) * math.hypot(*length)
+    if sizes > 1e-6:
+        found["length/reward_correlation"] = sum(r * n for r, n in zip(reward, length, strict=True)) / sizes
+    return found
+
+
+def _from_their_means(groups: Sequence[Sequence[float]]) -> list[float]:
+    return [value - fmean(group) for group in groups for value in group]
+
+
+def row_of(step: int, completions: Sequence[Completion]) -> Row:
+    """The row of metrics of a step of which the record has completions, and nothing else."""
+    return Row(step=step, metrics=completion_metrics(completions), prompts=len({each.group for each in completions}))

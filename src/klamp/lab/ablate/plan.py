@@ -1,0 +1,167 @@
+"""The plan of an ablation: arms (what differs) times seeds (how often), or runs that exist; nothing is loaded."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import re
+import zlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from klamp.errors import ConfigError, DataError, without_credentials
+from klamp.lab.backends import check_backend
+from klamp.lab.config import TrainConfig
+from klamp.lab.folders import RUNS
+
+KL_PROMPTS = 256
+"""The default of `Plan.kl_prompts`."""
+OWNED = ("seed", "output_dir", "resume")
+"""Fields that the ablation sets itself."""
+NO_VARIANT = (
+    *("seed", "output_dir", "resume", "report_to", "eval_every", "save_every", "keep_checkpoints"),
+    *("log_completions", "log_completions_every", "log_answers", "exact_kl_completions", "cpu", "stop_on"),
+)
+"""Fields that may differ between runs of one variant: they change what is written, not what is learned."""
+SAME_TASK = ("train_size",)
+"""Fields of a task that change neither the held-out prompts nor their scores."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Arm:
+    """One variant: a name, and the fields that it sets."""
+
+    name: str
+    values: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Plan:
+    """A common base, arms, and seeds."""
+
+    name: str = "ablation"
+    base: Mapping[str, Any] = field(default_factory=dict)
+    """Field -> value of all arms; an arm's own value replaces it."""
+    arms: tuple[Arm, ...] = (Arm(name="base"),)
+    """The arms that are compared; the first one is the control."""
+    seeds: tuple[int, ...] = (0, 1, 2)
+    kl_prompts: int = KL_PROMPTS
+    """Held-out prompts of the trained skill, at most, on which a policy's KL is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One arm with one seed."""
+
+    name: str
+    """Also the name of its folder; unique in the plan."""
+    arm: Arm
+    seed: int
+    config: TrainConfig
+    kl_prompts: int
+
+
+def grid(sweep: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
+    """One arm for every combination of the values of some fields (and of `preset`); the last one varies fastest."""
+    combinations = (dict(zip(sweep, values, strict=True)) for values in itertools.product(*sweep.values()))
+    return tuple(map(_arm, combinations))
+
+
+def _arm(values: Mapping[str, Any]) -> Arm:
+    return Arm(name=" ".join(f"{name}={shown(value)}" for name, value in values.items()) or "base", values=values)
+
+
+def runs(plan: Plan) -> tuple[Run, ...]:
+    """All runs of a plan with their checked configurations, seed by seed."""
+    pairs = itertools.product(plan.seeds, plan.arms)
+    every = tuple(run_of(arm, seed, _config(plan, arm, seed), plan.kl_prompts) for seed, arm in pairs)
+    if twice := [name for name, count in Counter(run.name for run in every).items() if count > 1]:
+        raise ConfigError("an arm or a seed is repeated", got=twice[0], why="each has a folder", fix="keep one")
+    for one, other in itertools.combinations(every[: len(plan.arms)], 2):
+        if one.config == other.config:
+            what = f"the arms {one.arm.name!r} and {other.arm.name!r} are the same"
+            fix = "keep one of the arms, or remove their fields from the base"
+            raise ConfigError(what, why="the base sets the same values, or wins over theirs", fix=fix)
+    return every
+
+
+def run_of(arm: Arm, seed: int, config: TrainConfig, kl_prompts: int) -> Run:
+    """The run of an arm with a seed."""
+    name = f"{folder_name(arm.name)}_seed-{seed}"
+    return Run(name=name, arm=arm, seed=seed, config=config, kl_prompts=kl_prompts)
+
+
+def run_folder(folder: Path, run: Run) -> Path:
+    """The folder of a run in the folder of the ablation."""
+    return folder / RUNS / run.name
+
+
+def folder_name(name: str) -> str:
+    """An arm's name made into the name of a folder: "beta=0.01 kl_estimator=k1" -> "beta-0.01_kl_estimator-k1".
+
+    If letters are lost, a checksum of the name follows, so that different arms have different folders.
+    """
+    plain = re.sub(r"\s+", "_", name.strip()).replace("=", "-")
+    safe = re.sub(r"[^\w.+-]", "-", plain, flags=re.ASCII).strip("-._")[:100]
+    return safe if safe and safe == plain else f"{safe}-{zlib.crc32(name.encode()):08x}".lstrip("-")
+
+
+def shown(value: Any) -> str:
+    """A value as text in an arm's name."""
+    if isinstance(value, float):
+        text = f"{value:g}"
+        return text if float(text) == value else repr(value)
+    if isinstance(value, list | tuple):
+        return ",".join(map(shown, value)) or "none"
+    return without_credentials(str(value))
+
+
+def plan_text(plan: Plan) -> str:
+    """The plan as YAML, as `klamp ablate --plan` reads it, without credentials of URLs."""
+    plain = json.loads(json.dumps({**vars(plan), "arms": {arm.name: arm.values for arm in plan.arms}}))
+    return without_credentials(yaml.safe_dump(plain, sort_keys=False, allow_unicode=True))
+
+
+def _config(plan: Plan, arm: Arm, seed: int) -> TrainConfig:
+    """The checked configuration of a run; an error has the arm as its note."""
+    try:
+        for name in {*plan.base, *arm.values} & set(OWNED):
+            raise ConfigError(f"it sets {name}", why="the ablation sets it", fix="use --seeds and --output_dir")
+        config = TrainConfig.from_flat({**plan.base, **arm.values, "seed": seed})
+        check_backend(config)
+        if config.run.backend != "local":
+            fix = "leave backend out, or run the arms one by one with klamp train"
+            why = "the other trainers keep their checkpoints in forms of their own"
+            raise ConfigError("an ablation trains in klamp's own loop only", got=config.run.backend, why=why, fix=fix)
+    except ConfigError as error:
+        error.add_note(f"in the arm {arm.name!r}")
+        raise
+    return config
+
+
+def as_runs(given: Sequence[tuple[Path, TrainConfig]], *, kl_prompts: int = KL_PROMPTS) -> dict[Path, Run]:
+    """The runs of some folders; the fields in which they differ name their arms.
+
+    A DataError refuses different tasks, and one variant twice with the same seed.
+    """
+    flat = [config.flat() for _, config in given]
+    names = [name for name in flat[0] if name not in NO_VARIANT and len({repr(values[name]) for values in flat}) > 1]
+    for name in (name for name in names if hasattr(given[0][1].task, name) and name not in SAME_TASK):
+        other = next(i for i, values in enumerate(flat) if repr(values[name]) != repr(flat[0][name]))
+        got = " and ".join(f"{name} is {shown(flat[i][name])!r} in {given[i][0]}" for i in (0, other))
+        fix = "name runs of one task, or score each with klamp evaluate --checkpoint FOLDER --task NAME"
+        raise DataError("these runs had different tasks", got=got, why="their scores are of other prompts", fix=fix)
+    found: dict[str, tuple[Path, Run]] = {}
+    for (folder, config), values in zip(given, flat, strict=True):
+        run = run_of(_arm({name: values[name] for name in names}), config.run.seed, config, kl_prompts)
+        if run.name in found:
+            got = f"{found[run.name][0]} and {folder}, both {run.name}"
+            what, why = "two runs are the same variant with the same seed", "their numbers would count twice"
+            raise DataError(what, got=got, why=why, fix="name one of them")
+        found[run.name] = folder, run
+    return dict(found.values())

@@ -1,0 +1,252 @@
+"""What is asked of a run's weights.
+
+`evaluate` asks for every skill on held-out prompts, whose answers are decoded greedily or read. `check_completions`
+asks whether the completions that a run kept are those of the weights that wrote them. `fingerprints` are of what a run
+learns from: its task, its chat template, and the models that score its completions. A text has its SHA-256. A model has
+the log-probabilities of a few fixed tokens, so that one behind a server has a fingerprint too.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedTokenizerBase
+
+from klamp.errors import ConfigError, DataError
+from klamp.hosts.common.sampler_weights import SyncReport, check_sync
+from klamp.lab.anchors import LocalReference, MovingReference, Reference
+from klamp.lab.config import TrainConfig
+from klamp.lab.folders import COMPLETIONS, checkpoint_folders, lines_of, number_of, policy_in
+from klamp.lab.models import load_model, load_tokenizer, with_adapter
+from klamp.lab.resumed import new_run
+from klamp.lab.rollouts import completed
+from klamp.lab.sampling import encode_prompts
+from klamp.lab.setup import Context
+from klamp.lab.tasks.base import Example
+from klamp.scoring.completions import Completions
+from klamp.scoring.scorer import score
+
+BATCH = 256  # prompts that are answered at a time
+READ_AT_ONCE = 16  # answers whose logits are held at a time
+ROWS = 8  # completions of a step that are scored again
+
+
+class Evaluation(NamedTuple):
+    """What an evaluation found."""
+
+    scores: dict[str, float]  # skill -> mean score
+    answers: list[dict[str, Any]]  # the first answers of each skill, as lines of answers.jsonl
+
+
+def evaluate(context: Context) -> Evaluation:
+    """Decode every held-out prompt greedily and score it; a skill of `Task.read` is read instead."""
+
+    def logprobs(given: Completions) -> Tensor:
+        return score(context.policy, given, temperature=1.0).logprobs
+
+    scores, answers = dict[str, float](), list[dict[str, Any]]()
+    for skill, examples in context.task.evaluation.items():
+        if skill in context.task.read:
+            rated = probabilities(examples, context.tokenizer, context.device, logprobs)
+        else:
+            rows = _answered(context, examples, [each.prompt for each in examples])
+            rated = [row["score"] for row in rows]
+            answers += rows[: context.config.run.log_answers]
+        scores[skill] = sum(rated) / max(1, len(examples))
+    return Evaluation(scores, answers)
+
+
+def _answered(
+    context: Context, examples: Sequence[Example], prompts: Sequence[str], reference: LocalReference | None = None
+) -> list[dict[str, Any]]:
+    """The greedy answers of the policy, or of a reference, and their scores."""
+    parts = (completed(context, part, uniforms=None, reference=reference) for part in _parts(prompts, BATCH))
+    texts = [text for part in parts for text in part.texts(context.tokenizer)]
+    return [
+        {"skill": e.skill, "question": e.question, "completion": text, "score": context.task.score(e, text)}
+        for e, text in zip(examples, texts, strict=True)
+    ]
+
+
+def teacher_answers(context: Context) -> list[dict[str, Any]]:
+    """What the teachers that can write here answer greedily, each behind the prompt that it sees; as `answers`."""
+    task, teachers, shown = context.task, context.teachers, context.config.run.log_answers
+    if teachers is None:
+        return []
+    every = [each for skill, rows in task.evaluation.items() if skill not in task.read for each in rows[:shown]]
+    answers: list[dict[str, Any]] = []
+    for key, model in teachers.models.items():
+        examples = [each for each in every if teachers.key(each) == key and teachers.prompt(each) is not None]
+        if examples and isinstance(model, LocalReference):
+            rows = _answered(context, examples, [str(teachers.prompt(each)) for each in examples], model)
+            answers += [{**row, "who": "teacher"} for row in rows]
+    return answers
+
+
+def _parts(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
+    return (items[i : i + size] for i in range(0, len(items), size))
+
+
+def probabilities(
+    examples: Sequence[Example],
+    tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
+    logprobs_of: Callable[[Completions], Tensor],
+) -> list[float]:
+    """The probability that a model gives each token of an example's answer, at temperature 1.
+
+    Equation: exp(mean over t of log p(answer_t | prompt, answer_<t)), one over the answer's perplexity; in (0, 1].
+
+    `logprobs_of` gives [B, T] log-probabilities of the completions' tokens under the model, in nats.
+    """
+    rated: list[float] = []
+    for part in _parts(examples, READ_AT_ONCE):
+        given = answers_as_completions(part, tokenizer, device)
+        with torch.no_grad():
+            logprobs = logprobs_of(given).double()
+        means = torch.where(given.mask, logprobs, 0.0).sum(-1) / given.mask.sum(-1)
+        rated += means.exp().tolist()
+    return rated
+
+
+def answers_as_completions(
+    examples: Sequence[Example], tokenizer: PreTrainedTokenizerBase, device: torch.device, longest: int | None = None
+) -> Completions:
+    """The answers (their first tokens) as if they had been sampled; no end token is added: an answer may go on."""
+    prompt_ids, prompt_mask = encode_prompts([e.prompt for e in examples], tokenizer, device)
+    given: Any = tokenizer(
+        [e.answer for e in examples], return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
+    )
+    ids = given["input_ids"][:, :longest].to(device)
+    mask = given["attention_mask"][:, :longest].bool().to(device)
+    return Completions(
+        prompt_ids=prompt_ids,
+        prompt_mask=prompt_mask,
+        ids=ids,
+        mask=mask,
+        sampler_logprobs=torch.zeros_like(ids, dtype=torch.float32),
+        ended=torch.ones(len(ids), dtype=torch.bool, device=device),
+    )
+
+
+def check_completions(config: TrainConfig, folder: Path) -> Iterator[tuple[int, SyncReport]]:
+    """What sampler and trainer reported, at each step whose weights are at hand: (step, report), the first step first.
+
+    The first step's weights are those of the model that the run started from; those of step N + 1 are in the checkpoint
+    of step N.
+    """
+    kept = _by_step(folder / COMPLETIONS)
+    counted = config.optim.num_iterations if config.run.backend == "trl" else 1  # TRL counts updates
+    weights = {1: None, **{number_of(saved) // counted + 1: saved for saved in checkpoint_folders(folder)}}
+    steps = sorted(weights.keys() & kept.keys())
+    if not steps:
+        raise DataError(
+            "no completions can be scored again",
+            got=f"completions of steps {sorted(kept) or 'none'}, weights of steps {sorted(weights)}",
+            why="a step's weights are those before it: the model of the start, or the checkpoint of the step before",
+            fix="set log_completions_every=1; where transformers generates for TRL, a sampler tells nothing",
+        )
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.model)
+    start = load_model(config.model.model, config.model.dtype)
+    for step in steps:
+        saved, rows = weights[step], kept[step]
+        moved = saved is not None and not config.model.lora_r  # with an adapter, the start is the policy without it
+        yield (
+            step,
+            check_sync(
+                start if saved is None else _policy(config, saved),
+                [tokenizer(row["prompt"], add_special_tokens=False)["input_ids"] for row in rows],  # pyright: ignore
+                [tokenizer.convert_tokens_to_ids(row["tokens"]) for row in rows],  # pyright: ignore
+                [row["sampler_logprobs"] for row in rows],
+                trainer_logprobs=[row["policy_logprobs"] for row in rows],
+                temperature=config.rollout.temperature,
+                top_k=config.rollout.top_k,
+                top_p=config.rollout.top_p,
+                start=start if moved else None,
+            ),
+        )
+
+
+def _policy(config: TrainConfig, checkpoint: Path) -> Any:
+    model, saved = config.model, policy_in(checkpoint)
+    if model.lora_r:
+        return with_adapter(load_model(model.model, model.dtype), model, saved).eval()
+    return load_model(str(saved), model.dtype)
+
+
+def _by_step(file: Path) -> dict[int, list[dict[str, Any]]]:
+    """The first completions of each step that have the log-probabilities of a sampler."""
+    kept: dict[int, list[dict[str, Any]]] = {}
+    for row in lines_of(file):
+        told = [value for value in row.get("sampler_logprobs") or () if value is not None and math.isfinite(value)]
+        rows = kept.setdefault(int(row["step"]), []) if told else []
+        if len(rows) < ROWS:
+            rows.append(row)
+    return kept
+
+
+# fingerprints ---------------------------------------------------------------------------------------------------------
+
+PROBES, PROBE_TOKENS = 4, 8  # prompts whose first tokens are scored, and how many
+SAME = 0.05  # nats by which the log-probabilities of one model may differ: other kernels, other batches
+THAT_STAY = ("frozen", "remote", "adapter_off")  # teachers whose weights never change; others are in the checkpoint
+
+
+def fingerprints(context: Context) -> dict[str, Any]:
+    """Name -> SHA-256, or log-probabilities in nats, of a run that is loaded."""
+    template = getattr(context.tokenizer, "chat_template", None)
+    rows = {"": context.task.train, **context.task.evaluation}  # the prompts as the policy sees them
+    texts = {skill: [(each.prompt, each.answer) for each in examples] for skill, examples in rows.items()}
+    found: dict[str, Any] = {"chat template": _sha256(template), "task": _sha256(texts)}
+    start = context.original or context.reference  # a moving reference has moved
+    if start is not None and not isinstance(start, MovingReference):
+        found["reference"] = _scores(context, start)
+    teachers = context.teachers
+    if teachers is not None and context.config.teacher.kind in THAT_STAY:
+        found |= {f"teacher {key}".strip(): _scores(context, model) for key, model in teachers.models.items()}
+    return found
+
+
+def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], *, checkpoint: Path) -> None:
+    """Refuse to go on with another task, template, reference or teacher than a run was started with.
+
+    What only one of the two has is not compared.
+    """
+    for name in saved.keys() & now.keys():
+        if difference := _difference(saved[name], now[name]):
+            raise ConfigError(
+                f"the {name} is another one than it was",
+                got=difference,
+                why="the run would go on towards another policy, and its curve would not show it",
+                fix=f"use the {name} that the run was started with, or {new_run(checkpoint)}",
+            )
+
+
+def _difference(saved: Any, now: Any) -> str:
+    """How two fingerprints differ; empty: they do not."""
+    if isinstance(saved, str) or isinstance(now, str):
+        return "" if saved == now else f"SHA-256 {saved}, now {now}"
+    far = max((abs(x - y) for x, y in zip(saved, now, strict=False)), default=0.0)
+    if len(saved) == len(now) and far <= SAME:
+        return ""
+    return f"log-probabilities of the same tokens differ by up to {far:.3g} nats"
+
+
+def _sha256(content: Any) -> str:
+    return hashlib.sha256(json.dumps(content, default=str).encode()).hexdigest()
+
+
+def _scores(context: Context, model: Reference) -> list[float]:
+    """The log-probabilities of the first tokens of a few prompts, each behind its own prompt."""
+    examples = [replace(each, answer=each.prompt) for each in context.task.train[:PROBES]]
+    given = answers_as_completions(examples, context.tokenizer, context.device, longest=PROBE_TOKENS)
+    logprobs = model.score(given, temperature=context.config.rollout.temperature).logprobs
+    return [round(x, 4) for x in logprobs[given.mask].tolist()]

@@ -1,0 +1,248 @@
+"""Loads policies and tokenizers: the built-in one, local folders, checkpoints of klamp's, hub ids, LoRA adapters."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from klamp.errors import ModelError
+from klamp.files import at_home
+from klamp.hosts.common.step_zero import active_dropouts
+from klamp.lab.checkpoint import check_policy
+from klamp.lab.config import ModelConfig, TrainConfig
+from klamp.lab.folders import checkpoint_folders, policy_folder
+from klamp.lab.sizing import Shape
+from klamp.lab.tasks.base_model import Progress, base_model_folder, cached_base_model, load_base_model
+from klamp.scoring.model_parts import check_whole
+
+BUILTIN = "builtin"
+HUB_ID = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
+
+
+def load_model(spec: str, dtype: str = "float32") -> PreTrainedModel:
+    """Load a causal language model with every dropout off, in evaluation mode.
+
+    Dropout is off for good: with it, the policy would differ from the reference before the first step.
+
+    `spec`: `builtin`, a local folder (also of a checkpoint of klamp's), or a hub id.
+
+    Raises:
+        ModelError: the folder or id holds no causal LM, or one that lacks a tensor; names those.
+        RunFolderError: it is in a checkpoint, and not as it was written.
+    """
+    if spec == BUILTIN:
+        model, _ = load_base_model()
+        model = model.to(getattr(torch, dtype))
+    else:
+        model = _whole(weights_folder(spec), dtype=getattr(torch, dtype))
+    for dropout in active_dropouts(model):
+        setattr(dropout.holder, dropout.name, 0.0)
+    return model.eval()
+
+
+def _whole(spec: str, **options: Any) -> PreTrainedModel:
+    """The model of a folder or hub id, all of whose weights are in its files, and those that were written there."""
+    check_policy(Path(spec))
+    kind = "a causal language model"
+    model, found = _pretrained(AutoModelForCausalLM, spec, kind, output_loading_info=True, **options)
+    check_whole(found, folder=spec)
+    return model
+
+
+def check_weights(folder: str) -> None:
+    """Refuse the model of a folder, as `load_model` does, without reading its weights; a hub id is left alone."""
+    if Path(folder).is_dir():
+        _whole(folder, device_map="meta")
+
+
+def make_ready(spec: str, *, progress: Progress | None = None) -> None:
+    """Teach the built-in model if it is named and not in the cache yet; any other name is left alone."""
+    if spec == BUILTIN:
+        cached_base_model(progress=progress)
+
+
+def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a model (see `load_model`), ready for left padding."""
+    if spec == BUILTIN:
+        return ready_tokenizer(load_base_model()[1], spec)
+    return ready_tokenizer(_pretrained(AutoTokenizer, weights_folder(spec), "a tokenizer"), spec)
+
+
+def ready_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
+    """Give a tokenizer a padding token and left padding."""
+    if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
+        raise ModelError(
+            "the tokenizer is missing",
+            got=name,
+            why="no files of a tokenizer are there, and without its words every text has no tokens",
+            fix="put tokenizer.json and tokenizer_config.json there (AutoTokenizer.from_pretrained(ITS_MODEL)"
+            ".save_pretrained(FOLDER)), or pass --tokenizer FOLDER",
+        )
+    if tokenizer.eos_token_id is None:
+        raise ModelError(
+            "the tokenizer has no end token",
+            got=name,
+            why="without it no completion ends before the length limit",
+            fix="set eos_token in the tokenizer's configuration, or pass another --tokenizer",
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.padding_side = "left"
+    return tokenizer
+
+
+def _pretrained(loader: Any, spec: str, what: str, **options: Any) -> Any:
+    """What a loader of transformers finds in a folder or under a hub id."""
+    is_id = not Path(spec).exists() and bool(HUB_ID.fullmatch(spec))
+    try:
+        return loader.from_pretrained(spec, trust_remote_code=False, local_files_only=not is_id, **options)
+    except Exception as error:  # the loaders raise a dozen types; all mean the same to the user
+        here = "on the hub, or in its cache" if is_id else "at that path; an id of the hub reads OWNER/NAME"
+        raise ModelError(
+            f"cannot load {what}",
+            got=spec,
+            why=f"there is none {here}: {type(error).__name__}: {str(error).partition(chr(10))[0][:300]}",
+            fix="check the path; a model folder needs config.json and weights, and the tokenizer's files or "
+            "--tokenizer FOLDER; builtin needs no hub",
+        ) from error
+
+
+def model_path(name: str) -> str:
+    """The folder or hub id of a model, as a process elsewhere finds it."""
+    if name == BUILTIN:
+        return str(base_model_folder().absolute())
+    folder = weights_folder(name)
+    return str(Path(folder).absolute()) if Path(folder).is_dir() else folder
+
+
+def weights_folder(spec: str) -> str:
+    """The folder of the weights where a checkpoint of klamp's is named; any other name as it is."""
+    given = at_home(spec)
+    if not given.is_dir() or (given / "config.json").exists():
+        return spec if not given.is_dir() else str(given)
+    folder = Path(policy_folder(str(given)))
+    if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
+        raise ModelError(
+            "the folder holds a LoRA adapter, not a model",
+            got=spec,
+            why="an adapter is trained further by the run that it belongs to, and is no model by itself",
+            fix="continue that run with --resume, or merge it first: peft.AutoPeftModelForCausalLM.from_pretrained("
+            f"{str(folder)!r}).merge_and_unload().save_pretrained(FOLDER), with --tokenizer {folder}",
+        )
+    if checkpoints := checkpoint_folders(given):
+        raise ModelError(
+            "the folder holds a run, not a model",
+            got=spec,
+            why="each of its checkpoints is a model of its own",
+            fix=f"name one of them; the newest is {checkpoints[-1]}",
+        )
+    return str(folder)
+
+
+def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path | None = None) -> nn.Module:
+    """Put a LoRA adapter on a model, a fresh one or that of a checkpoint."""
+    from peft import PeftModel, get_peft_model
+
+    if checkpoint is not None:
+        check_policy(checkpoint)
+        try:
+            with former_names():
+                policy = PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
+                found = policy.load_adapter(str(checkpoint), "default", is_trainable=True)  # tells what the first keeps
+        except Exception as error:  # as in _pretrained
+            raise ModelError(
+                "cannot load the LoRA adapter",
+                got=str(checkpoint),
+                why=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}",
+                fix="check that the folder holds an adapter of this model",
+            ) from error
+        missing = [name for name in found.missing_keys if "lora_" in name]
+        told = {"missing_keys": missing, "unexpected_keys": found.unexpected_keys}
+        check_whole(told, folder=str(checkpoint), spare=False)
+        return policy
+    with adapter_errors(config), former_names():
+        return get_peft_model(model, adapter_config(config))
+
+
+def adapter_config(config: ModelConfig) -> Any:
+    """The LoRA adapter of a run, as peft is told of it."""
+    from peft import LoraConfig
+
+    targets = config.lora_target_modules
+    return LoraConfig(
+        r=config.lora_r,
+        lora_alpha=config.lora_alpha,
+        lora_dropout=0.0,
+        target_modules=targets[0] if targets == ("all-linear",) else list(targets),
+        task_type="CAUSAL_LM",
+    )
+
+
+@contextmanager
+def adapter_errors(config: ModelConfig) -> Iterator[None]:
+    """A context in which peft's refusal of an adapter is klamp's."""
+    try:
+        yield
+    except ValueError as error:
+        if "target" not in str(error).lower():
+            raise
+        raise ModelError(
+            "the LoRA adapter does not fit the model",
+            got=f"lora_target_modules={config.lora_target_modules}",
+            why=str(error),
+            fix="use all-linear, or names of linear modules of the model",
+        ) from error
+
+
+@contextmanager
+def former_names() -> Iterator[None]:
+    """A context in which nobody is told that peft and TRL call transformers by former names: no user can change it."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", r".*gradient_checkpointing.*deprecated", FutureWarning)
+        yield
+
+
+def device_of(config: TrainConfig) -> torch.device:
+    """The device of a run: the accelerator if there is one, unless the run stays on the CPU."""
+    on_cpu = config.run.cpu or not torch.accelerator.is_available()
+    return (None if on_cpu else torch.accelerator.current_accelerator()) or torch.device("cpu")
+
+
+def max_length(model: nn.Module) -> int | None:
+    """The longest sequence (in tokens) that the model can take; None where it does not say."""
+    return getattr(getattr(model, "config", None), "max_position_embeddings", None)
+
+
+def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Ids that end a completion: the tokenizer's, and those that the model's generation settings add."""
+    given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    extra = given if isinstance(given, list) else [] if given is None else [given]
+    return sorted({int(tokenizer.eos_token_id), *map(int, extra)})  # pyright: ignore[reportArgumentType]
+
+
+def _configuration(spec: str) -> Any:
+    return _pretrained(AutoConfig, weights_folder(spec), "a model's configuration")
+
+
+def length_of(spec: str) -> int | None:
+    """The longest sequence (in tokens) of a folder's or a hub id's model, without loading it; None: it does not say."""
+    return getattr(_configuration(spec), "max_position_embeddings", None)
+
+
+def shape_of(spec: str) -> Shape | None:
+    """What of a model decides its memory, from its configuration alone; None: it is klamp's own, which is small."""
+    if spec == BUILTIN:
+        return None
+    config = _configuration(spec)
+    inner: Any = config.get_text_config()
+    with former_names(), torch.device("meta"):
+        parameters = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+    return Shape(parameters, inner.num_hidden_layers, inner.hidden_size, inner.vocab_size, inner.num_attention_heads)

@@ -1,0 +1,335 @@
+"""The hooks by which a run tells observers what happens; the trainer itself prints nothing.
+
+`AlarmObserver` lets every alarm examine the run. `RunLog` writes the run's folder and feeds TensorBoard and W&B.
+"""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import yaml
+
+from klamp._version import __version__
+from klamp.doctor.columns import settings_of_run
+from klamp.doctor.examine import AlarmWatch, Finding
+from klamp.doctor.history import Row, RunSettings, completion_of
+from klamp.doctor.readers.klamp_run import PLACE
+from klamp.errors import ConfigError, TrainingStopped
+from klamp.lab.config import TrainConfig
+from klamp.lab.folders import (
+    SCORE,
+    each_readable,
+    lines_of,
+    lines_until,
+    lost,
+    row_of,
+    scores_of,
+    step_of,
+    tidy,
+    unwritable,
+    write_whole,
+)
+from klamp.lab.resumed import plain, read, with_history
+from klamp.lab.tasks.base_model import Progress
+from klamp.names import ALARMS_FILE, ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS
+
+SAID_ELSEWHERE = ("step-zero-kl",)
+"""Alarms that the trainer words itself, as a caution; they are written down and can stop a run."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunInfo:
+    """What is known of a run before its first step."""
+
+    config: TrainConfig  # the configuration in force
+    output_dir: Path  # the folder of the run
+    start_step: int  # 0, or the step a resumed run continues from
+    parameters: int  # parameters of the policy without those of an adapter
+    trainable_parameters: int  # the number of parameters that are trained
+    reference: str  # where the reference comes from, in words; "none" at beta 0
+    device: str  # the device of the policy
+    changes: str = ""  # what a resume changed, in words
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSummary:
+    """What a run achieved."""
+
+    output_dir: Path  # the folder of the run
+    steps: int  # the number of steps that are done
+    seconds: float  # the time that this process took, in seconds
+    rl_skill: str  # the skill that was trained
+    before: Mapping[str, float]  # skill -> score before training
+    after: Mapping[str, float]  # skill -> score after training
+    final_metrics: Mapping[str, float] = field(default_factory=dict)  # the metrics of the last step
+
+
+class Observer:
+    """The hooks of a run, for a subclass to override."""
+
+    def on_loading(self, what: str, done: int, total: int, loss: float | None) -> None:
+        """Called while something slow happens before the run: `done` of `total`, with its loss where it has one."""
+
+    def on_start(self, info: RunInfo) -> None:
+        """Called before the first step."""
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Called when step `step` (from 1) is done; the metrics are described in `klamp.doctor.metrics`."""
+
+    def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
+        """Called when the skills were evaluated after `step` steps: skill -> mean score."""
+
+    def on_answers(self, step: int, rows: list[dict[str, object]]) -> None:
+        """Called with some greedy answers of an evaluation."""
+
+    def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
+        """Called with a sample of the step's completions."""
+
+    def on_checkpoint(self, step: int, folder: Path) -> None:
+        """Called when a checkpoint was written."""
+
+    def on_alarm(self, finding: Finding) -> None:
+        """Called when an alarm rose, once per alarm in a run; see `klamp.doctor.alarms`."""
+
+    def on_warning(self, text: str) -> None:
+        """Called with a caution: what the user should know, and what to do."""
+
+    def on_end(self, summary: RunSummary) -> None:
+        """Called when the run is over."""
+
+    def close(self) -> None:
+        """Called last, even after an error, and once only."""
+
+
+def progress_of(observers: Sequence[Observer]) -> Progress:
+    """What slow loading is told to: every observer."""
+
+    def progress(what: str, done: int, total: int, loss: float | None) -> None:
+        for observer in observers:
+            observer.on_loading(what, done, total, loss)
+
+    return progress
+
+
+class AlarmObserver(Observer):
+    """An observer that lets every alarm examine the run after each step and evaluation, and tells the others of it."""
+
+    def __init__(
+        self, tell: Callable[[Callable[[Observer], None]], None], *, rl_skill: str, stop_on: Sequence[str] = ()
+    ) -> None:
+        self.tell, self.rl_skill, self.stop_on = tell, rl_skill, tuple(stop_on)
+        self.watch = AlarmWatch(RunSettings(), stop_on=stop_on)
+
+    def on_start(self, info: RunInfo) -> None:
+        """Keep the configuration, and take up what was seen and reported before a checkpoint."""
+        settings = settings_of_run(info.config.flat(), rl_skill=self.rl_skill)
+        told = {row["name"] for row in lines_of(info.output_dir / ALARMS_FILE) if isinstance(row.get("name"), str)}
+        self.watch = AlarmWatch(settings, told=told, stop_on=self.stop_on)
+        done = info.start_step or -1
+        lines, kept = (lines_until(info.output_dir / name, done) for name in (METRICS_FILE, COMPLETIONS))
+        self.watch.keep(
+            rows=[Row(step=row["step"], metrics=_numbers(row)) for row in lines if not scores_of(row)],
+            evaluations=[Row(step=row["step"], metrics=scores) for row in lines if (scores := scores_of(row))],
+            completions=each_readable(kept, lambda row: completion_of(row["step"], row)),
+        )
+
+    def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
+        self.watch.keep(completions=[completion_of(step, row) for row in rows])
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._report(self.watch.step(step, metrics))
+
+    def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
+        self._report(self.watch.evaluation(step, scores))
+
+    def _report(self, findings: Sequence[Finding]) -> None:
+        for finding in findings:
+            self.tell(lambda observer, finding=finding: observer.on_alarm(finding))
+
+    def stopped(self, step: int, max_steps: int) -> TrainingStopped | None:
+        """The error that ends a run at the first alarm of stop_on; None: none of them rose."""
+        if (finding := self.watch.stopped_by) is None:
+            return None
+        alarm, evidence = finding.alarm, finding.evidence
+        return TrainingStopped(
+            f"training was stopped after step {step} of {max_steps} by the alarm {alarm.name}: {alarm.text}",
+            got=evidence.text,
+            resumable=True,
+            why=" ".join((*evidence.causes[:1], alarm.means, alarm.next_step)),
+            fix="mend that and start again, or leave the name out of stop_on and continue with --resume",
+        )
+
+
+def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
+    return {name: x for name, x in row.items() if name != "step" and isinstance(x, int | float)}
+
+
+# the files of a run ---------------------------------------------------------------------------------------------------
+
+PACKAGES = (
+    *("torch", "transformers", "trl", "peft", "datasets", "tokenizers", "safetensors"),
+    *("verl", "ray", "vllm"),
+)
+
+
+def versions() -> dict[str, str]:
+    """The versions of klamp, Python and the packages that numbers depend on."""
+    found = {"klamp": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "not installed"
+    return found | {"torch_threads": str(torch.get_num_threads())}
+
+
+class Tracker(NamedTuple):
+    """Where metrics are shown besides the run's own files: `log` shows the values of a step, `close` ends it."""
+
+    log: Callable[[Mapping[str, float], int], object]
+    close: Callable[[], object]
+
+
+def tensorboard(folder: Path, config: TrainConfig, done: int) -> Tracker:
+    """Scalars in the folder `tracking` of a run; what a killed run left of steps after `done` is no longer shown."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    purge = (done + 1 if done else 0) if config.run.resume else None
+    writer = SummaryWriter(str(folder / "tracking"), purge_step=purge)
+
+    def log(values: Mapping[str, float], step: int) -> None:
+        for name, value in values.items():
+            writer.add_scalar(name, value, step)
+        writer.flush()
+
+    return Tracker(log, writer.close)
+
+
+def wandb(folder: Path, config: TrainConfig, done: int) -> Tracker:
+    """A run of Weights & Biases, with its files in the run's folder."""
+    import wandb
+
+    run = wandb.init(project="klamp", dir=str(folder), config=plain(config))
+    return Tracker(lambda values, step: run.log(dict(values), step=step), run.finish)
+
+
+TRACKERS: Mapping[str, Callable[[Path, TrainConfig, int], Tracker]] = {"tensorboard": tensorboard, "wandb": wandb}
+
+
+def check_trackers(config: TrainConfig) -> None:
+    """Refuse a tracker that is unknown or not installed."""
+    missing = [name for name in config.run.report_to if name not in TRACKERS or find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            "a tracker cannot be used",
+            got=f"report_to={config.run.report_to}",
+            why=f"klamp does not know it, or it is not installed: {', '.join(missing)}",
+            fix=f"use {' or '.join(TRACKERS)}, install its package, or leave it out of report_to",
+        )
+
+
+class RunLog(Observer):
+    """An observer that writes the files of a run and feeds the trackers."""
+
+    def __init__(self) -> None:
+        self.trackers: list[Tracker] = []
+        self.folder: Path | None = None
+        self.step = 0
+        self.said: set[str] = set()
+
+    def on_start(self, info: RunInfo) -> None:
+        """Write configuration and versions; on resume, delete what is of later steps, and what a killed run left."""
+        self.folder = info.output_dir
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            past = read(self.folder) if info.start_step and (self.folder / CONFIG).is_file() else {}
+            now = with_history(info.config, past, info.start_step)
+            if now != past | {name: now[name] for name in PLACE}:  # a resume that changes nothing writes nothing
+                write_whole(self.folder / CONFIG, yaml.safe_dump(now, sort_keys=False))
+            write_whole(self.folder / VERSIONS, json.dumps(versions(), indent=2))
+            for name in (METRICS_FILE, COMPLETIONS, ANSWERS, ALARMS_FILE, CAUTIONS):
+                _keep_until(self.folder / name, info.start_step or -1)
+            tidy(self.folder, keep=info.config.run.keep_checkpoints)
+            for name in info.config.run.report_to:
+                self.trackers.append(TRACKERS[name](self.folder, info.config, info.start_step))
+        except OSError as error:
+            if not info.start_step:
+                raise unwritable(self.folder, f"{type(error).__name__}: {error}") from error
+            found = lost(self.folder, error)
+            found.add_note(f"  the checkpoint of step {info.start_step} is as it was")
+            raise found from error
+        self.step = info.start_step
+        self.said = {str(row.get("text")) for row in lines_of(self.folder / CAUTIONS)}
+
+    def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.step = step
+        self._append(METRICS_FILE, {"step": step, **metrics})
+        self._track(metrics, step)
+
+    def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
+        named = {f"{SCORE}{skill}": value for skill, value in scores.items()}
+        self._append(METRICS_FILE, {"step": step, **named})
+        self._track(named, step)
+
+    def on_answers(self, step: int, rows: list[dict[str, object]]) -> None:
+        self._append(ANSWERS, *({"step": step, **row} for row in rows))
+
+    def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
+        self._append(COMPLETIONS, *({"step": step, **row} for row in rows))
+
+    def on_alarm(self, finding: Finding) -> None:
+        self._append(ALARMS_FILE, finding.record)
+
+    def on_warning(self, text: str) -> None:
+        """Write the caution as a line of cautions.jsonl, with the number of steps done; each one once in a run."""
+        if text not in self.said:
+            self.said.add(text)
+            self._append(CAUTIONS, {"step": self.step, "text": text})
+
+    def on_end(self, summary: RunSummary) -> None:
+        content = {name: value for name, value in vars(summary).items() if name != "output_dir"}
+        with self._writing() as folder:
+            write_whole(folder / SUMMARY, json.dumps(content, indent=2))
+
+    @contextmanager
+    def _writing(self) -> Iterator[Path]:
+        """A context with the run's folder, in which a full disk is an error of klamp."""
+        assert self.folder is not None
+        try:
+            yield self.folder
+        except OSError as error:
+            raise lost(self.folder, error) from error
+
+    def _append(self, name: str, *rows: Mapping[str, object]) -> None:
+        with self._writing() as folder, (folder / name).open("a", encoding="utf-8") as file:
+            file.write("".join(f"{json.dumps(row)}\n" for row in rows))
+
+    def _track(self, values: Mapping[str, float], step: int) -> None:
+        with self._writing():
+            for tracker in self.trackers:
+                tracker.log(values, step)
+
+    def close(self) -> None:
+        """Close the trackers, each as far as it can: one that could not write fails at its end too."""
+        while self.trackers:
+            with suppress(OSError):
+                self.trackers.pop().close()
+
+
+def _keep_until(file: Path, step: int) -> None:
+    """Delete the lines of later steps, which a resumed run writes again, and those that nobody can read."""
+    if not file.exists():
+        return
+    text = file.read_text(encoding="utf-8", errors="replace")
+    kept = "".join(f"{line}\n" for line in text.splitlines() if step_of(row_of(line)) <= step)
+    if kept != text:
+        write_whole(file, kept)

@@ -1,0 +1,237 @@
+"""The data of one step: sampled completions, rewards, the reference's scores, advantages; the reference's length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from klamp.core.advantages import group_advantages
+from klamp.core.masking import Totals
+from klamp.core.objective import Weighted
+from klamp.core.penalty import advantages_with_kl
+from klamp.core.term import Gate, sequence_gate_kl
+from klamp.core.types import Batch, Direction
+from klamp.errors import ConfigError
+from klamp.hosts.common.rollout import kl_tokens
+from klamp.lab.anchors import LocalReference, Taught, of_part, score_rows
+from klamp.lab.sampling import encode_prompts, generate, uniform_numbers
+from klamp.lab.setup import Context
+from klamp.lab.tasks.base import NO_REWARD, Example
+from klamp.scoring.completions import Completions, select
+from klamp.scoring.model_parts import Predictions
+from klamp.scoring.scorer import Ask, ExactKL, Scores, joined
+
+LENGTH_PROMPTS = 64
+"""Prompts by whose completions the reference's length is measured."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rollout:
+    """The data of a step: B completions, those of a prompt next to each other."""
+
+    examples: Sequence[Example]  # [B] the prompts, each repeated for its group
+    texts: Sequence[str]  # [B] the completions as text
+    completions: Completions  # the tokens of prompts and completions
+    mask: Tensor  # [B, T] bool: tokens to train on
+    kl_mask: Tensor  # [B, T] bool: tokens that carry the KL
+    rewards: Tensor  # [B] rewards of the task, without any KL
+    advantages: Tensor  # [B] advantages
+    totals: Totals  # the counts of the whole step
+    ref_logprobs: Tensor | None = None  # [B, T] log-probabilities under the reference; None where none is loaded
+    original_logprobs: Tensor | None = None  # [B, T] under the model that a moving reference started from
+    exact_rows: Tensor | None = None  # [B] bool: completions whose exact KL is measured
+    ref_predictions: Predictions | None = None
+    """[sum(exact_rows), T, ...] predictions of the reference for the rows of `exact_rows`."""
+    taught: Taught | None = None  # what the teacher said of the completions; None where there is none
+    gate_kl: Tensor | None = None  # [B] KL (nats per sequence) that decides the clip
+    reference_length: Tensor | None = None  # [B] reference lengths in tokens
+    old_logprobs: Tensor | None = None  # [B, T] log-probabilities before the first update; None until then
+    before: Scores | None = None  # what a pass of the policy before the first update found; None once there was one
+
+
+def collect(
+    context: Context, examples: Sequence[Example], *, step: int, beta: float, others: Sequence[Weighted] = ()
+) -> Rollout:
+    """Sample completions for the prompts of a step, score and reward them.
+
+    Step and seed determine every draw. beta and others are the KL terms in force, for a KL in the reward.
+    """
+    rollout = context.config.rollout
+    chosen = [example for example in examples for _ in range(rollout.num_generations)]
+    uniforms = uniform_numbers(context.config.run.seed, step, len(chosen), rollout.max_completion_length)
+    completions = completed(context, [e.prompt for e in chosen], uniforms=uniforms)
+    return rate(context, chosen, completions, beta=beta, others=others)
+
+
+def completed(
+    context: Context, prompts: Sequence[str], *, uniforms: Tensor | None, reference: LocalReference | None = None
+) -> Completions:
+    """One completion of each prompt by the policy, or by the reference.
+
+    `uniforms`: numbers to draw by, [B, max_completion_length]; None decodes greedily.
+    """
+    ids, mask = encode_prompts(prompts, context.tokenizer, context.device)
+    scorer = context.scorer if reference is None else reference.scorer
+    with nullcontext(context.policy) if reference is None else reference.sampling_model() as model:
+        return generate(
+            model,
+            ids,
+            mask,
+            rollout=context.config.rollout,
+            stop=context.stop,
+            pad=context.pad,
+            uniforms=uniforms,
+            traits=scorer.traits,
+        )
+
+
+def rate(
+    context: Context,
+    chosen: Sequence[Example],
+    completions: Completions,
+    *,
+    beta: float,
+    others: Sequence[Weighted] = (),
+) -> Rollout:
+    """Add masks, rewards, reference scores and advantages to sampled completions, a group next to each other."""
+    texts, mask = completions.texts(context.tokenizer), completions.mask
+    rewards = [context.task.score(example, text) for example, text in zip(chosen, texts, strict=True)]
+    if context.config.rollout.mask_truncated_completions:
+        mask = mask & completions.ended[:, None]
+    kl_mask = kl_tokens(completions.ids, mask, context.excluded)
+    lengths = context.control.reference_lengths([e.reference_length for e in chosen])
+    rollout = Rollout(
+        examples=chosen,
+        texts=texts,
+        completions=completions,
+        mask=mask,
+        kl_mask=kl_mask,
+        rewards=torch.tensor(rewards, dtype=torch.float32, device=context.device),
+        advantages=torch.zeros(len(chosen), device=context.device),
+        totals=totals_of(mask, kl_mask),
+        reference_length=None if None in lengths else torch.tensor(lengths, dtype=torch.float32, device=context.device),
+    )
+    rollout = _with_reference(context, rollout)
+    if context.teachers is not None:
+        how = {"temperature": context.config.rollout.temperature, "parts": list(context.parts(len(texts)))}
+        rollout = replace(rollout, taught=context.teachers.score(chosen, completions, **how))
+    terms = [each for each in (Weighted(beta, context.objective.kl), *others) if each.coefficient > 0]
+    return _with_advantages(context, _with_policy_pass(context, rollout, terms), terms)
+
+
+def totals_of(mask: Tensor, kl_mask: Tensor) -> Totals:
+    """The counts of a whole step, of its tokens to train on and those that carry the KL, both [B, T]."""
+    return Totals(*(max(1.0, float(x)) for x in (mask.shape[0], mask.sum(), kl_mask.sum())))
+
+
+def _with_reference(context: Context, rollout: Rollout) -> Rollout:
+    if context.reference is None:
+        return rollout
+    everyone = torch.ones_like(rollout.mask[:, 0])
+    places = torch.arange(len(rollout.texts), device=context.device) % context.config.rollout.num_generations
+    rows = places < context.exact_completions  # the first of each group, however the step is divided
+    how: dict[str, Any] = {"temperature": context.config.rollout.temperature}
+    how["parts"] = list(context.parts(len(rollout.texts)))
+    logprobs, predictions = score_rows(context.reference, rollout.completions, everyone, keep=rows, **how)
+    if context.original is not None:
+        original, _ = score_rows(context.original, rollout.completions, everyone, **how)
+        rollout = replace(rollout, original_logprobs=original)
+    exact_rows = rows if isinstance(context.reference, LocalReference) else None
+    return replace(rollout, ref_logprobs=logprobs, exact_rows=exact_rows, ref_predictions=predictions)
+
+
+def exact_of(context: Context, rollout: Rollout, part: slice, *, learns: tuple[Direction, ...] = ()) -> ExactKL | None:
+    """What a scorer needs to measure the exact KL of a part of the rollout; None where it is measured in no row."""
+    rows, predictions = rollout.exact_rows, rollout.ref_predictions
+    if rows is None or predictions is None or (ref := of_part(predictions, rows, part)) is None:
+        return None
+    return ExactKL(rows=rows[part], ref=ref, directions=context.exact_directions, learns=learns)
+
+
+@torch.no_grad()
+def _with_policy_pass(context: Context, rollout: Rollout, terms: Sequence[Weighted]) -> Rollout:
+    """Score the rollout with the policy before its update, if a clip or a KL in the reward needs it."""
+    term = next((t for _, t in terms if t.clip_method != "none" or t.placement == "reward"), None)
+    if term is None:
+        return rollout
+    found: list[Scores] = []
+    for part in context.parts(len(rollout.texts)):
+        ask = Ask(temperature=context.config.rollout.temperature, entropy=True, exact=exact_of(context, rollout, part))
+        found.append(context.scorer(select(rollout.completions, part), ask))
+    before = joined(found, rollout.mask.shape[1])
+    rollout = replace(rollout, old_logprobs=before.logprobs, before=before)
+    if term.clip_method == "none":
+        return rollout
+    exact, size = before.exact if context.exact_everywhere else None, context.config.rollout.num_generations
+    batch = replace(batch_of(context, rollout, before.logprobs), exact_kl=exact, group_size=size)
+    return replace(rollout, gate_kl=sequence_gate_kl(batch, term))
+
+
+def batch_of(context: Context, rollout: Rollout, logprobs: Tensor, part: slice = slice(None)) -> Batch:
+    """A part of the rollout as a batch, with the policy's log-probabilities [b, t], t <= T."""
+    length = logprobs.shape[1]
+
+    def cut(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x[part, :length] if x.ndim == 2 else x[part]
+
+    return Batch(
+        policy_logprobs=logprobs,
+        mask=rollout.mask[part, :length],
+        kl_mask=rollout.kl_mask[part, :length] if context.config.kl.excludes else None,
+        advantages=rollout.advantages[part],
+        old_logprobs=cut(rollout.old_logprobs),
+        ref_logprobs=cut(rollout.ref_logprobs),
+        sampler_logprobs=cut(rollout.completions.sampler_logprobs),
+        gate_kl=cut(rollout.gate_kl),
+        teacher_logprobs=None if rollout.taught is None else cut(rollout.taught.logprobs),
+        reference_length=cut(rollout.reference_length),
+    )
+
+
+def _with_advantages(context: Context, rollout: Rollout, terms: Sequence[Weighted]) -> Rollout:
+    rewards, loss = rollout.rewards, context.config.loss
+    if context.config.task.reward == NO_REWARD:  # the task's own score is measured, and not trained on
+        return replace(rollout, advantages=torch.zeros_like(rewards))
+
+    def advantages(rewards: Tensor) -> Tensor:
+        size = context.config.rollout.num_generations
+        return group_advantages(rewards, size, scale=loss.scale, baseline=loss.advantage_baseline)
+
+    found = plain = advantages(rewards)
+    for beta, term in terms:
+        if term.placement == "reward":
+            assert rollout.old_logprobs is not None
+            batch = batch_of(context, rollout, rollout.old_logprobs)
+            gate = Gate.of(batch, term)
+            shifted = advantages_with_kl(rewards, batch, term, beta=beta, gate=gate, advantages=advantages)
+            found = shifted if found is plain else found + shifted - plain
+    return replace(rollout, advantages=found)
+
+
+def measure_reference_length(context: Context) -> None:
+    """Measure and set the run's reference length, where a clip needs one that nobody gives.
+
+    Equation: mean number of tokens (end token included) of one completion each of 64 training prompts, sampled from
+    the reference at the run's temperature.
+    """
+    reference = context.original or context.reference  # where a resume asks for it, a moving one has moved
+    if reference is None or not context.objective.kl.needs_reference_length:
+        return
+    if None not in context.control.reference_lengths([e.reference_length for e in context.task.train]):
+        return
+    if not isinstance(reference, LocalReference):
+        raise ConfigError(
+            "the reference length cannot be measured with a remote reference",
+            got=reference.describe(),
+            why="the server is asked to score tokens, not to sample them",
+            fix="set kl_reference_length, or give it as a data column",
+        )
+    prompts, seed = [e.prompt for e in context.task.train[:LENGTH_PROMPTS]], context.config.run.seed
+    uniforms = uniform_numbers(seed, -1, len(prompts), context.config.rollout.max_completion_length)
+    completions = completed(context, prompts, uniforms=uniforms, reference=reference)
+    context.control.take_length(float(completions.mask.sum(-1).to(torch.float64).mean()))

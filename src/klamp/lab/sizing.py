@@ -1,0 +1,202 @@
+"""How much a GPU computes and keeps at once: a part of a step, checkpointing, offloading, the engine's share of memory.
+
+Estimates by arithmetic, for whoever has to begin somewhere; none of them changes a loss. Each is told with its reason.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from klamp.errors import ConfigError
+from klamp.lab.config import TrainConfig, reference_kind
+
+GB = 1e9
+MIXED, ALONE, ENGINE = 16, 4, 2
+"""Bytes of a trained parameter (float32 weight, gradient, two moments of Adam), of a frozen one, of an engine's."""
+LAYER, LOGIT = 34, 12
+"""Bytes for backward of a token in a layer, per hidden unit (bfloat16, attention never held); of a logit, its float32
+copy and gradient. The first: Korthikanti et al. 2022, section 4.1, without the scores of attention."""
+SPARE = 0.1
+"""Of a GPU's memory: CUDA itself, buffers of communication, fragments."""
+ASLEEP, BUFFER = 2.0, 2.2
+"""GB that verl's vLLM keeps while it sleeps (graphs and context; weights and cache are given back), and of the buffer
+that new weights reach it through (update_weights_bucket_megabytes)."""
+
+
+class Shape(NamedTuple):
+    """What of a model decides its memory."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    vocabulary: int
+    heads: int
+
+
+class Load(NamedTuple):
+    """What a run asks of its GPUs: `share` completions of a step from each, of up to `tokens` with their prompts.
+
+    The weights are divided over `gpus` of `memory` GB. An engine is `apart`, on GPUs of its own, or shares them, over
+    up to `together` of one machine. `frozen`: parameters of a reference and a teacher beside.
+    """
+
+    shape: Shape
+    gpus: int
+    together: int
+    memory: float
+    tokens: int
+    share: int
+    adapter: bool
+    frozen: int
+    apart: bool
+
+
+class Sizes(NamedTuple):
+    """What was chosen: completions at once, what waits in the machine's memory while an engine samples, its share of
+    the GPU's and how many hold its weights together; whether it fits; and the amounts in GB that decided it: of a GPU
+    while it trains (`gathered`: what FSDP holds whole), while new weights travel (`sync`), and of a machine's memory.
+    """
+
+    micro: int
+    checkpointing: bool
+    offload: bool
+    engine_share: float
+    tensor_parallel: int
+    fits: bool
+    state: float
+    left: float
+    each: float
+    spared: float
+    gathered: float
+    sync: float
+    machine: float
+
+
+def started_processes() -> int:
+    """The processes that a launcher has started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def part_size(config: TrainConfig, processes: int) -> int:
+    """Completions that a process of TRL or verl computes at once."""
+    completions = config.rollout.prompts_per_step * config.rollout.num_generations
+    parts = config.optim.gradient_accumulation_steps
+    if completions % (processes * parts):
+        raise ConfigError(
+            "the completions of a step do not divide over processes and micro-batches",
+            got=f"{completions} completions, {processes} processes, gradient_accumulation_steps={parts}",
+            why="every process has the same number of micro-batches of the same size",
+            fix=f"make prompts_per_step * num_generations a multiple of {processes * parts}",
+        )
+    return completions // (processes * parts)
+
+
+def load_of(config: TrainConfig, shape: Shape, *, gpus: int, prompt: int, apart: bool, teacher: int = 0) -> Load:
+    """The load of a run on the GPUs that train it, with room for prompts of so many tokens."""
+    completions = config.rollout.prompts_per_step * config.rollout.num_generations
+    return Load(
+        shape=shape,
+        gpus=gpus,
+        together=config.run.gpus,
+        memory=config.run.gpu_memory,
+        tokens=prompt + config.rollout.max_completion_length,
+        share=max(1, completions // (gpus * config.optim.gradient_accumulation_steps)),
+        adapter=config.model.lora_r > 0,
+        frozen=shape.parameters * (reference_kind(config) == "frozen") + teacher,
+        apart=apart,
+    )
+
+
+def sizes_of(load: Load) -> Sizes:
+    """Choose sizes for a load."""
+    shape, billions = load.shape, load.shape.parameters / GB
+    if load.apart:  # ZeRO-2: weights, reference and teacher whole, in bfloat16
+        state, frozen = billions * (2 + (0 if load.adapter else 14 / load.gpus)), 2 * load.frozen / GB
+    else:  # the reference is offloaded
+        state, frozen = billions * (ALONE if load.adapter else MIXED) / load.gpus, 0
+    offload, usable = not load.apart and state > load.memory / 3, load.memory * (1 - SPARE)
+    ends, gathered = 2 * shape.vocabulary * shape.hidden / GB, 0.0
+    if not load.apart:  # embedding, head and two layers in bfloat16, and the float32 gradient of the largest
+        layer = max(0.0, billions - ends) / shape.layers
+        gathered = 2 * (ends + 2 * layer) + (0 if load.adapter else 4 * max(ends, layer))
+    left = usable - state - frozen - gathered - (0 if load.apart else ASLEEP)
+    awake = usable - state * (not offload)
+    logits = LOGIT * shape.vocabulary
+    kept, thin = (
+        load.tokens * (n * shape.hidden + logits) / GB for n in (LAYER * shape.layers, 2 * shape.layers + LAYER)
+    )
+    checkpointing = kept > left / 8
+    each = thin if checkpointing else kept
+    engine_share = max(0.2, min(0.6, int(20 * awake / load.memory) / 20))
+    able, room = spread(shape, load.together), engine_share * load.memory
+    parallel = next((n for n in able if ENGINE * billions / n <= room / 2), able[-1])
+    shard, engine = billions / load.gpus, ENGINE * billions / parallel
+    sync = engine + shard * (ALONE if offload or load.adapter else 12) + 2 * ends + BUFFER
+    waits = (ALONE if load.adapter else 12) * shard * offload + ALONE * load.frozen / GB / load.gpus
+    return Sizes(
+        micro=max((n for n in divisors(load.share) if n * each <= left / 2), default=1),
+        checkpointing=checkpointing,
+        offload=offload,
+        engine_share=engine_share,
+        tensor_parallel=parallel,
+        fits=each <= left and (load.apart or (engine < room <= awake and sync <= usable)),
+        state=state,
+        left=left,
+        each=each,
+        spared=kept - thin,
+        gathered=gathered,
+        sync=sync,
+        machine=load.together * (waits + engine * load.adapter),  # beside an adapter vLLM sleeps with its weights there
+    )
+
+
+def reasons(load: Load, sizes: Sizes) -> Iterator[tuple[str, str]]:
+    """Each choice, and why, in words."""
+    if load.apart:
+        beside = f"{load.memory * (1 - SPARE) - sizes.state - sizes.left:.1f} (frozen models)"
+    else:
+        beside = f"{sizes.gathered:.1f} (what FSDP gathers), {ASLEEP:g} (vLLM asleep: no weights, no cache)"
+    yield (
+        f"{sizes.micro} of {load.share} completions at once",
+        f"one takes {sizes.each:.1f} GB ({load.tokens:,} tokens); of {load.memory:g} GB less {sizes.state:.1f} "
+        f"(weights, gradients, Adam), {beside}, {load.memory * SPARE:.0f} (spare), {sizes.left:.1f} are left, half of "
+        "which are planned with",
+    )
+    on = "on" if sizes.checkpointing else "off"
+    yield f"gradient checkpointing {on}", f"it spares {sizes.spared:.1f} GB a completion, and computes layers twice"
+    if not load.apart:
+        where = "offloaded" if sizes.offload else "on the GPU"
+        yield f"weights and optimizer {where} while sampling", f"{sizes.state:.0f} GB of each GPU"
+        if load.frozen:
+            yield "reference offloaded", f"{ALONE * load.frozen / load.gpus / GB:.1f} GB, needed once a step"
+        engine = ENGINE * load.shape.parameters / sizes.tensor_parallel / GB
+        spent = f"{sizes.engine_share:g} of the memory for vLLM, an engine's weights divided by {sizes.tensor_parallel}"
+        yield spent, f"{engine:.1f} GB, and at least as much is to be left for its cache"
+        yield "new weights for vLLM", f"{sizes.sync:.0f} GB of a GPU at the peak, with what trains beside it"
+        if sizes.machine:
+            yield f"{sizes.machine:.1f} GB of each machine's own memory", "for all that is offloaded"
+    if sizes.fits and sizes.each > sizes.left / 2:
+        yield "this is tight", "one completion takes more than half of what is left: try two steps before the run"
+    if not sizes.fits:
+        yield "this is likely out of memory", f"take {_way_out(load)}"
+
+
+def _way_out(load: Load) -> str:
+    others = "an adapter (lora_r), or shorter completions"
+    if load.apart:
+        return f"more GPUs, {others}, or verl, which divides all weights"
+    enough = next((n for n in range(2, 17) if sizes_of(load._replace(gpus=n * load.gpus)).fits), 0)
+    more = f"{enough * load.gpus} GPUs in all (gpus, machines)" if enough else "more memory in each"
+    return f"{more}, {others}. Not tried: verl's offload_policy (strategy fsdp2) trains from the machine's memory"
+
+
+def divisors(number: int) -> list[int]:
+    """The divisors of a number, the smallest first."""
+    return [n for n in range(1, number + 1) if number % n == 0]
+
+
+def spread(shape: Shape, gpus: int) -> list[int]:
+    """Over how many of some GPUs an engine can divide a model's attention, the fewest first."""
+    return [n for n in divisors(gpus) if shape.heads % n == 0]

@@ -1,0 +1,68 @@
+"""Tasks: prompts, held-out prompts and rewards, from the built-in task, data files, or a function of yours."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from klamp.errors import ConfigError
+from klamp.lab.tasks.arithmetic import arithmetic_task, arithmetic_tokenizer
+from klamp.lab.tasks.base import (
+    ARITHMETIC_TASK,
+    NO_REWARD,
+    Example,
+    Task,
+    TaskConfig,
+    checked,
+    has_own_prompts,
+    import_function,
+)
+from klamp.lab.tasks.base_model import base_model_folder, load_base_model
+from klamp.lab.tasks.files import file_task, rows_task
+from klamp.lab.tasks.prompts import check_prompts, prompt_text
+from klamp.lab.tasks.rewards import named_reward, with_reward
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+__all__ = [
+    "Example",
+    "Task",
+    "TaskConfig",
+    "arithmetic_task",
+    "arithmetic_tokenizer",
+    "base_model_folder",
+    "check_prompts",
+    "checked",
+    "load_base_model",
+    "load_task",
+    "named_reward",
+    "prompt_text",
+    "rows_task",
+]
+
+
+def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
+    """Load the task that a configuration names; its prompts are ready to be tokenized.
+
+    Raises:
+        UnknownNameError: no task or reward of this name.
+        DataError: rows that cannot be used.
+        ConfigError: options that do not fit this kind of task, or a function that returns no task.
+    """
+    if config.task == ARITHMETIC_TASK:
+        for name in ("eval_split", "skill_column", "reference_length_column", "chat_template", "system_prompt"):
+            if value := getattr(config, name):
+                what, why = f"{name} has no meaning for the task {config.task}", "its prompts are bare sums and words"
+                raise ConfigError(what, got=f"{name}={value!r}", why=why, fix=f"leave {name} unset")
+        task = arithmetic_task(config)
+    elif has_own_prompts(config.task):
+        task = import_function(config.task, what="task")(config, tokenizer)
+        if not isinstance(task, Task):
+            fix = "return a klamp.lab.tasks.Task; klamp.lab.tasks.rows_task makes one of rows"
+            what, why = f"{config.task} returned no task", "what it returns is trained on"
+            raise ConfigError(what, got=type(task).__name__, why=why, fix=fix)
+        task = replace(task, score=checked(task.score, name=config.task))
+    else:
+        task = file_task(config, tokenizer)
+    return with_reward(task, config.reward) if config.reward not in ("", NO_REWARD) else task
