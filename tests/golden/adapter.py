@@ -27,7 +27,8 @@ import klamp.verl
 from klamp import Batch, KLConfig, LossConfig, TeacherConfig, Totals
 from klamp.config.loss import configured_price
 from klamp.core.penalty import advantages_with_kl
-from klamp.core.term import Gate
+from klamp.core.term import prepare
+from klamp.core.types import Scored, held_anchors
 
 TOTALS = Totals(sequences=11.0, tokens=47.0, kl_tokens=41.0)
 RECORDED = Path(__file__).parents[1] / "recorded"
@@ -81,22 +82,27 @@ def teacher_kl(c: TeacherConfig, w: World) -> Tensor | None:
     return klamp.topk_kl(*heads, w.logprobs("policy"), w.logprobs("teacher"), outside, **options)
 
 
+def kl_mask_of(c: Configured, w: World) -> Tensor | None:
+    """The tokens that carry the KL; None: all."""
+    excluded = torch.tensor([x for x in c.kl.kl_exclude_tokens if isinstance(x, int)], dtype=torch.long)
+    return w.mask & ~torch.isin(w.ids, excluded) if c.kl.excludes else None
+
+
 def batch_of(c: Configured, w: World, *, on_policy: bool) -> Batch:
     """The batch of a case, without a KL in its rewards."""
     logits, exact = w.logits, c.kl.kl_estimator == "exact"
-    excluded = torch.tensor([x for x in c.kl.kl_exclude_tokens if isinstance(x, int)], dtype=torch.long)
+    anchors = held_anchors(w.logprobs("ref"), w.logprobs("sampler"), mask=kl_mask_of(c, w))
+    if exact:
+        kl, forward = (klamp.exact_kl(logits["policy"], logits["ref"], direction=d) for d in ("reverse", "forward"))
+        anchors["reference"] = anchors["reference"]._replace(kl=kl, forward_kl=forward)
+    if c.teacher is not None:
+        anchors["teacher"] = Scored(w.logprobs("teacher"), kl=teacher_kl(c.teacher, w))
     return Batch(
         policy_logprobs=w.logprobs("policy"),
         mask=w.mask,
         advantages=c.advantages(w.rewards),
         old_logprobs=None if on_policy else w.logprobs("old"),
-        ref_logprobs=w.logprobs("ref"),
-        sampler_logprobs=w.logprobs("sampler"),
-        teacher_logprobs=None if c.teacher is None else w.logprobs("teacher"),
-        exact_kl=klamp.exact_kl(logits["policy"], logits["ref"]) if exact else None,
-        exact_kl_forward=klamp.exact_kl(logits["policy"], logits["ref"], direction="forward") if exact else None,
-        teacher_kl=None if c.teacher is None else teacher_kl(c.teacher, w),
-        kl_mask=w.mask & ~torch.isin(w.ids, excluded) if c.kl.excludes else None,
+        anchors=anchors,
         reference_length=c.kl.kl_reference_length,
         group_size=GROUP,
     )
@@ -107,10 +113,9 @@ def grpo_loss(case: dict[str, Any]) -> dict[str, Any]:
     c, w = Configured.of(case), world(case)
     objective = klamp.build_objective(c.kl, c.loss, max_length=MAX_LENGTH, teacher=c.teacher)
     batch = batch_of(c, w, on_policy=case["on_policy"])
-    for beta, term in objective.terms:
+    for beta, term in objective.active:
         if term.placement == "reward":
-            gate = Gate.of(batch, term)
-            found = advantages_with_kl(w.rewards, batch, term, beta=beta, gate=gate, advantages=c.advantages)
+            found = advantages_with_kl(w.rewards, prepare(batch, term), beta=beta, advantages=c.advantages)
             batch = replace(batch, advantages=found)
     loss, metrics = klamp.grpo_loss(batch, objective, totals=c.totals)
     bounded = c.teacher is not None and c.teacher.teacher_max_log_ratio is not None
@@ -154,8 +159,8 @@ def tinker(case: dict[str, Any]) -> dict[str, Any]:
         if head is not None:
             rows["teacher_head_tokens"] = row(head, -1)
             rows["teacher_head_logprobs"] = row(taught.gather(-1, head).detach())
-        if b.kl_mask is not None:
-            rows["kl_mask"] = row(b.kl_mask.double())
+        if (kl_mask := kl_mask_of(c, w)) is not None:
+            rows["kl_mask"] = row(kl_mask.double())
         data.append(Datum(**rows))
     from klamp.tinker import compute_grpo_kl_loss
 

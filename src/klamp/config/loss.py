@@ -165,16 +165,15 @@ def build_objective(
             "beta > 0",
             fix=f"set scale_rewards='none', or {inside[0]}='advantage' (the KL enters after the division)",
         )
+    taught_terms = () if taught is None else (Weighted(taught.teacher_coef, taught.build_term()),)
     return Objective(
         surrogate=loss.surrogate,
         clip_low=loss.epsilon,
         clip_high=loss.clip_high,
         reduction=LOSS_TYPES[loss.loss_type].reduction,
         max_length=max_length,
-        beta=kl.beta,
-        kl=kl.build_term(),
+        terms=(Weighted(kl.beta, kl.build_term()), *taught_terms),
         trust=loss.trust,
-        others=() if taught is None else (Weighted(taught.teacher_coef, taught.build_term()),),
     )
 
 

@@ -198,6 +198,7 @@ class TeacherConfig:
             placement=self.teacher_placement,
             off_policy=self.teacher_off_policy,
             max_log_ratio=self.teacher_max_log_ratio,
+            mean_over="trained",
         )
 
 

@@ -6,6 +6,7 @@ in a masked position (padding, -inf, NaN) changes neither the value nor the grad
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import NamedTuple, get_args
 
 import torch
@@ -19,7 +20,7 @@ from klamp.core.arguments import (
     check_values_exist,
     describe,
 )
-from klamp.core.types import Batch, LossPart, Mask, Reduction, TokenValues
+from klamp.core.types import Batch, LossPart, Mask, Reduction, Scored, TokenValues, argument_of
 from klamp.errors import ConfigError, DataError, EmptyMaskError, NonFiniteError, ShapeError, check_name
 
 
@@ -147,7 +148,11 @@ def _describe(bad: Tensor, x: Tensor) -> str:
     return f"{int(bad.sum())} of {bad.numel()} tokens, the first at {index} with value {float(x[index])}"
 
 
-def check_logprobs(name: str, logprobs: Tensor, mask: Mask, *, fix: str = "") -> None:
+SCORING = "check the scoring pass: dtype overflow, logits masked with -inf at the sampled token, or a mask over padding"
+BOUND_IT = f"{SCORING}; if the model rules out what was sampled, teacher_max_log_ratio bounds its pull, and counts it"
+
+
+def check_logprobs(name: str, logprobs: Tensor, mask: Mask, *, fix: str = SCORING) -> None:
     """Refuse values at unmasked positions that no log-probability of a sampled token can have."""
     x = logprobs.detach()
     finite = x.isfinite()
@@ -160,9 +165,7 @@ def check_logprobs(name: str, logprobs: Tensor, mask: Mask, *, fix: str = "") ->
             f"{name} holds values that no log-probability of a sampled token can have",
             got=_describe(lost, x),
             why="NaN and infinities would spread into the loss and from there into the weights",
-            fix=fix
-            or "check the scoring pass: dtype overflow, logits masked with -inf at the sampled token, or a mask that "
-            "covers padding",
+            fix=fix,
         )
     raise DataError(
         f"{name} holds log-probabilities above 0",
@@ -173,19 +176,19 @@ def check_logprobs(name: str, logprobs: Tensor, mask: Mask, *, fix: str = "") ->
     )
 
 
-def check_batch(batch: Batch, *, part: bool = False, bounded: bool = False) -> None:
+def check_batch(batch: Batch, *, part: bool = False, bounded: Collection[str] = ()) -> None:
     """Check the values of a batch before any loss is computed; its shapes it checked itself.
 
     Args:
         batch: scored completions.
         part: whether it is a part of one, which may have no tokens to train on.
-        bounded: whether the log-ratio to the teacher is, so that a token may have no probability under it.
+        bounded: anchors whose log-ratio is bounded, so that a token may have no probability under them.
 
     Raises:
         TensorError: tensors without values (on the meta device).
         ShapeError, EmptyMaskError: a batch without tokens, or without one to train on.
         NonFiniteError: NaN or infinite log-probabilities or advantages.
-        DataError: log-probabilities above 0, or a `kl_weight` that is negative or not finite.
+        DataError: log-probabilities above 0, or a weight of an anchor that is negative or not finite.
     """
     check_values_exist("policy_logprobs", batch.policy_logprobs)
     if batch.mask.numel() == 0:
@@ -202,26 +205,24 @@ def check_batch(batch: Batch, *, part: bool = False, bounded: bool = False) -> N
             why="there is no token to average over",
             fix="check that completions are not empty and that the mask marks the completion, not the prompt",
         )
-    for name in ("policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs"):
-        x: Tensor | None = getattr(batch, name)
-        if x is not None:
-            check_logprobs(name, x, batch.mask)
-    if batch.teacher_logprobs is not None:
-        seen = batch.mask if batch.teacher_mask is None else batch.mask & batch.teacher_mask
-        check_logprobs(
-            "teacher_logprobs",
-            batch.teacher_logprobs,
-            seen & ~batch.teacher_logprobs.isneginf() if bounded else seen,
-            fix="a teacher gives no probability to what was sampled: set teacher_max_log_ratio to bound its pull (it "
-            "is counted), or use a teacher with the policy's vocabulary",
-        )
+    check_logprobs("policy_logprobs", batch.policy_logprobs, batch.mask)
+    if batch.old_logprobs is not None:
+        check_logprobs("old_logprobs", batch.old_logprobs, batch.mask)
+    for anchor, scored in batch.anchors.items():
+        _check_anchor(anchor, scored, batch.mask, bounded=anchor in bounded)
     _check_advantages(batch.advantages, batch.mask)
-    if batch.kl_weight is not None and not bool(((batch.kl_weight >= 0) & batch.kl_weight.isfinite()).all()):
+
+
+def _check_anchor(anchor: str, scored: Scored, mask: Mask, *, bounded: bool) -> None:
+    counted = mask if scored.mask is None else mask & scored.mask
+    counted = counted & ~scored.logprobs.isneginf() if bounded else counted
+    check_logprobs(argument_of(anchor), scored.logprobs, counted, fix=BOUND_IT)
+    if scored.weight is not None and not bool(((scored.weight >= 0) & scored.weight.isfinite()).all()):
         raise DataError(
-            "kl_weight must hold one finite number >= 0 per sequence",
-            got=f"kl_weight={describe(batch.kl_weight)}",
-            why="it is the factor on each sequence's KL; a negative one would reward leaving the reference",
-            fix="leave kl_weight out",
+            "the weights of an anchor must be one finite number >= 0 per sequence",
+            got=f"anchors[{anchor!r}].weight={describe(scored.weight)}",
+            why="it is the factor on each sequence's KL; a negative one would reward leaving the anchor",
+            fix="leave weight out",
         )
 
 

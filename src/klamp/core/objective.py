@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, TypeAlias
 
@@ -13,10 +13,10 @@ from torch import Tensor
 from klamp.core import surrogates
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_fields, check_instance, check_number, check_roles
 from klamp.core.masking import Totals, check_batch, check_totals, masked, masked_mean, reduce_tokens, total_denominator
-from klamp.core.penalty import kl_metrics, shifted_advantages, token_penalty
+from klamp.core.penalty import HELD, kl_metrics, penalty_name, shifted_advantages, token_penalty
 from klamp.core.surrogates import Trusted, TrustRegion
-from klamp.core.term import Distances, Gate, KLTerm, carries_kl
-from klamp.core.types import Advantages, Anchor, Batch, LossOutput, LossPart, Mask, Reduction, TokenValues
+from klamp.core.term import KLTerm, Prepared, measure, prepare
+from klamp.core.types import Advantages, Batch, LossOutput, LossPart, Mask, Reduction, TokenValues
 
 SurrogateName: TypeAlias = Literal["ppo_clip", "cispo", "score_function"]
 
@@ -25,9 +25,9 @@ OBJECTIVE_NUMBERS = {
     "clip_low": surrogates.CLIP_LOW,
     "clip_high": surrogates.CLIP_HIGH,
     "max_length": AT_LEAST_1,
-    "beta": AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use beta=0 for no KL"),
 }
 """Which numbers the fields of `Objective` take."""
+COEFFICIENT = AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use beta=0 for no KL")
 
 
 class Weighted(NamedTuple):
@@ -42,7 +42,7 @@ class Objective:
     """Which loss `grpo_loss` computes: the surrogate, its KL terms with their coefficients, the average over tokens.
 
     Equation: R[surrogate_t] + beta R_kl[penalty_t] + ..., see `grpo_loss`. `build_objective` makes one from a
-    `KLConfig` and a `LossConfig`; `dataclasses.replace(objective, beta=controller.value)` sets the beta of a step.
+    `KLConfig` and a `LossConfig`; `objective.weighted(reference=controller.value)` sets the beta of a step.
     """
 
     surrogate: SurrogateName = "ppo_clip"
@@ -55,25 +55,31 @@ class Objective:
     """How per-token values become one number."""
     max_length: int | None = None
     """L of the reduction `fixed_length`."""
-    beta: float = 0.0
-    """Coefficient of the KL; 0 takes it out of the loss altogether."""
-    kl: KLTerm = field(default_factory=KLTerm)
-    """The KL itself."""
+    terms: tuple[Weighted, ...] = ()
+    """KL terms, each with its coefficient; coefficient 0 takes one out of the loss altogether."""
     trust: TrustRegion = field(default_factory=TrustRegion)
     """What bounds the policy loss's weight old policy / sampler; by default nothing."""
-    others: tuple[Weighted, ...] = ()
-    """KL terms to further anchors, each with its coefficient; 0 takes one out."""
 
     def __post_init__(self) -> None:
         check_fields(self, OBJECTIVE_NUMBERS)
-        for coefficient, term in self.others:
-            check_number("coefficient of a KL", coefficient, OBJECTIVE_NUMBERS["beta"])
+        for coefficient, term in self.terms:
+            check_number("coefficient of a KL", coefficient, COEFFICIENT)
             check_instance("term", term, KLTerm)
 
     @property
-    def terms(self) -> tuple[Weighted, ...]:
-        """The KL terms that are in force: those whose coefficient is above 0."""
-        return tuple(each for each in (Weighted(self.beta, self.kl), *self.others) if each.coefficient > 0)
+    def active(self) -> tuple[Weighted, ...]:
+        """The KL terms whose coefficient is above 0."""
+        return tuple(weighted for weighted in self.terms if weighted.coefficient > 0)
+
+    @property
+    def beta(self) -> float:
+        """The coefficient of the KL to the reference or the sampler; 0 without one."""
+        return next((coefficient for coefficient, term in self.terms if term.anchor in HELD), 0.0)
+
+    def weighted(self, **coefficients: float) -> Objective:
+        """The objective with other coefficients: anchor -> coefficient of its terms."""
+        terms = (Weighted(coefficients.get(term.anchor, old), term) for old, term in self.terms)
+        return replace(self, terms=tuple(terms))
 
 
 SURROGATES: dict[SurrogateName, Callable[..., Tensor]] = {
@@ -110,76 +116,58 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     check_instance("objective", objective, Objective, fix="use build_objective(KLConfig(...), LossConfig(...))")
     if totals is not None:
         check_totals(totals)
-    may_forbid = any(term.anchor == "teacher" and term.max_log_ratio is not None for _, term in objective.others)
-    check_batch(batch, part=totals is not None, bounded=may_forbid)
-    for anchor in (batch.ref_logprobs, batch.teacher_logprobs):
-        if anchor is not None:
-            check_roles(batch.policy_logprobs, anchor)
-    policy = masked(batch.policy_logprobs, batch.mask)
-    old = policy.detach() if batch.old_logprobs is None else masked(batch.old_logprobs, batch.mask)
-    metrics: dict[str, Tensor] = {}
-    # what is in the reward was priced before, and needs no anchor here
-    needed = [
-        x for x in objective.terms if x.term.placement != "reward" or batch.anchor_logprobs(x.term.anchor) is not None
-    ]
-    parts = [_Part.of(batch, each) for each in needed]
+    bounded = {term.anchor for _, term in objective.terms if term.max_log_ratio is not None}
+    check_batch(batch, part=totals is not None, bounded=bounded)
+    for scored in batch.anchors.values():
+        check_roles(batch.policy_logprobs, scored.logprobs)
+    policy, mask = masked(batch.policy_logprobs, batch.mask), batch.mask
+    old = policy.detach() if batch.old_logprobs is None else masked(batch.old_logprobs, mask)
+    parts = _parts(batch, objective)
     advantages: Advantages = batch.advantages
-    for part in parts:
-        if part.term.placement == "advantage":
-            shifted = replace(batch, advantages=advantages)
-            advantages = shifted_advantages(shifted, part.term, beta=part.coefficient, gate=part.gate)
+    for coefficient, prepared in parts:
+        if coefficient > 0 and prepared.term.placement == "advantage":
+            advantages = shifted_advantages(advantages, prepared, beta=coefficient)
     bounds = {"clip_low": objective.clip_low, "clip_high": objective.clip_high}
     bounds = {} if objective.surrogate == "score_function" else bounds
-    tokens = SURROGATES[objective.surrogate](policy, old, advantages, **bounds)
+    tokens, metrics = SURROGATES[objective.surrogate](policy, old, advantages, **bounds), dict[str, Tensor]()
     if objective.trust.there:
         trusted = Trusted.of(batch, objective.trust)
         tokens, metrics = trusted.weights * tokens, trusted.metrics(batch)
-    loss = _reduce(tokens, batch.mask, batch.mask, objective.reduction, objective, totals)
+    loss = _reduce(tokens, mask, mask, objective.reduction, objective, totals)
     metrics["train/policy_loss"] = loss.detach()
-    for part in parts:
-        if part.term.placement == "loss":
-            kl_loss = part.coefficient * _penalty(batch, part, objective, totals)
-            metrics[PENALTIES[part.term.anchor]] = kl_loss.detach()
+    for coefficient, prepared in parts:
+        if coefficient > 0 and prepared.term.placement == "loss":
+            kl_loss = coefficient * _mean_penalty(prepared, objective, totals)
+            metrics[penalty_name(prepared.term.anchor)] = kl_loss.detach()
             loss = loss + kl_loss
+        metrics |= kl_metrics(prepared)
     metrics["beta"] = torch.as_tensor(objective.beta, dtype=policy.dtype)
     if objective.surrogate == "ppo_clip":
         clipped = surrogates.ratio_clipped(policy.detach(), old, advantages, **bounds)
-        metrics["policy/ratio_clipped"] = masked_mean(clipped.float(), batch.mask)
-    for coefficient, term in (Weighted(objective.beta, objective.kl), *objective.others):
-        if coefficient <= 0 and batch.anchor_logprobs(term.anchor) is not None:
-            metrics |= kl_metrics(batch, term)
-    for part in parts:
-        metrics |= kl_metrics(batch, part.term, part.known) | ({} if part.gate is None else part.gate.metrics())
+        metrics["policy/ratio_clipped"] = masked_mean(clipped.float(), mask)
     return LossOutput(loss, metrics)
-
-
-PENALTIES: Mapping[Anchor, str] = {
-    "reference": "train/kl_penalty",
-    "sampler": "train/kl_penalty",
-    "teacher": "train/teacher_penalty",
-}
-"""Anchor -> the metric that its part of the loss is logged under."""
 
 
 class _Part(NamedTuple):
     coefficient: float
-    term: KLTerm
-    known: Distances
-    gate: Gate | None
-
-    @classmethod
-    def of(cls, batch: Batch, weighted: Weighted) -> _Part:
-        known = Distances.of(batch, weighted.term)
-        return cls(*weighted, known, Gate.of(batch, weighted.term, known))
+    prepared: Prepared
 
 
-def _penalty(batch: Batch, part: _Part, objective: Objective, totals: Totals | None) -> Float[Tensor, ""]:
-    penalty = token_penalty(batch, part.term, part.gate, known=part.known)
-    reduction, seen = part.term.normalizer or objective.reduction, batch.kl_mask
-    if part.term.anchor == "teacher":  # a token that it did not score is a gap in what is known: the price stays
-        return _reduce(penalty, batch.mask, batch.mask, reduction, objective, totals)
-    counted = batch.mask if seen is None else batch.mask & seen
-    return _reduce(penalty, batch.mask, counted, reduction, objective, totals, part="kl")
+def _parts(batch: Batch, objective: Objective) -> list[_Part]:
+    """The terms to compute: those in force, and those whose anchor scored the batch, for their metrics."""
+    parts: list[_Part] = []
+    for coefficient, term in objective.terms:
+        if coefficient > 0 and (term.placement != "reward" or term.anchor in batch.anchors):
+            parts.append(_Part(coefficient, prepare(batch, term)))
+        elif term.anchor in batch.anchors:
+            parts.append(_Part(0.0, measure(batch, term)))
+    return parts
+
+
+def _mean_penalty(prepared: Prepared, objective: Objective, totals: Totals | None) -> Float[Tensor, ""]:
+    term, mask, penalty = prepared.term, prepared.batch.mask, token_penalty(prepared)
+    counted, part = (mask, "policy") if term.mean_over == "trained" else (prepared.carried, "kl")
+    return _reduce(penalty, mask, counted, term.normalizer or objective.reduction, objective, totals, part=part)
 
 
 def without_gradient(batch: Batch, objective: Objective) -> Bool[Tensor, " batch"]:
@@ -189,11 +177,11 @@ def without_gradient(batch: Batch, objective: Objective) -> Bool[Tensor, " batch
     (and so in the advantages), it has no gradient, no token carries it, or its clip is closed.
 
     A pass that only serves the gradient can leave them out; values and metrics still need them. Where the KL is
-    clipped and `gate_kl` is None, the gate is computed from the batch's own log-probabilities, as `grpo_loss` does.
+    clipped and its anchor has no `gate`, the gate is computed from the batch's own log-probabilities.
     """
     advantages = batch.advantages if batch.advantages.ndim == 2 else batch.advantages.unsqueeze(-1)
     moved = ((advantages != 0) & batch.mask).any(-1)
-    for _, term in objective.terms:
+    for _, term in objective.active:
         moved = moved | _pulled(batch, term)
     return ~moved
 
@@ -201,9 +189,9 @@ def without_gradient(batch: Batch, objective: Objective) -> Bool[Tensor, " batch
 def _pulled(batch: Batch, term: KLTerm) -> Bool[Tensor, " batch"]:
     if term.placement == "reward" or (term.placement == "loss" and term.gradient == "none"):
         return torch.zeros_like(batch.mask[:, 0])
-    gate = Gate.of(batch, term)
-    carried = carries_kl(batch.towards(term.anchor)).any(-1)
-    return carried if gate is None else carried & (gate.factor > 0)
+    prepared = prepare(batch, term)
+    carried = prepared.carried.any(-1)
+    return carried if prepared.gate is None else carried & (prepared.gate.factor > 0)
 
 
 def _reduce(

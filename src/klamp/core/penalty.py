@@ -9,7 +9,6 @@ the reference.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 from jaxtyping import Float
@@ -27,8 +26,8 @@ from klamp.core.gradients import (
 )
 from klamp.core.masking import future_sum, masked, masked_mean, masked_sum, upcast
 from klamp.core.surrogates import per_token
-from klamp.core.term import Distances, Gate, KLTerm, carries_kl, require_reference
-from klamp.core.types import Advantages, Batch, Horizon, LogProbs, Mask, TokenValues
+from klamp.core.term import KLTerm, Prepared
+from klamp.core.types import Advantages, Horizon, LogProbs, Mask, TokenValues
 from klamp.errors import ConfigError, NonFiniteError
 
 
@@ -75,102 +74,86 @@ def kl_in_advantage(
     return per_token(advantages, delta) - beta * shift
 
 
-def _log_weights(batch: Batch, term: KLTerm) -> Tensor:
+def _log_weights(prepared: Prepared) -> Tensor:
     """The off-policy log-weights of the penalty; the prefix ratio runs over all trained tokens, excluded ones too."""
+    term, batch = prepared.term, prepared.batch
     if term.off_policy == "none" or (term.of_prefixes and term.off_policy == "token"):
         return torch.zeros_like(masked(batch.policy_logprobs.detach(), batch.mask))
-    if batch.sampler_logprobs is None:
+    sampler = batch.logprobs_of("sampler")
+    if sampler is None:
         raise ConfigError(
             "kl_off_policy needs the sampler's log-probabilities",
             got="sampler_logprobs=None",
             why="the weight is policy / sampler",
             fix="pass what the sampler reported for its tokens, or kl_off_policy='none'",
         )
-    return log_weights(
-        batch.policy_logprobs,
-        batch.sampler_logprobs,
-        batch.mask,
-        horizon=term.weight_horizon,
-        max_weight=term.max_weight,
-    )
+    horizon = term.weight_horizon
+    return log_weights(batch.policy_logprobs, sampler, batch.mask, horizon=horizon, max_weight=term.max_weight)
 
 
-def token_penalty(
-    batch: Batch, term: KLTerm, gate: Gate | None = None, *, known: Distances | None = None
-) -> TokenValues:
+def token_penalty(prepared: Prepared) -> TokenValues:
     """The penalty of each token of a batch in nats, without beta: what a loss adds.
 
-    Equation: c_i * gate_i(penalty_it), penalty as in `kl_penalty` (or `exact_penalty`), c_i the sequence's `kl_weight`.
-    A KL that is read at each prefix and holds a sampled tail (`topk_kl`) was given the token's own weight there.
+    Equation: c_i * gate_i(penalty_it), penalty as in `kl_penalty` (or `exact_penalty`), c_i the sequence's weight. A KL
+    that is read at each prefix and holds a sampled tail (`topk_kl`) was given the token's own weight there.
 
-    Sampler: the policy, or with `off_policy` whoever `sampler_logprobs` belong to.
-    Value and gradient: the term's, clipped where a gate is given; masked and excluded tokens are exactly 0.
+    Sampler: the policy, or with `off_policy` the batch's sampler.
+    Value and gradient: the term's, clipped if it has a clip; masked and excluded tokens are exactly 0.
     Shapes: see `Batch` -> [B, T].
 
     Args:
-        batch, term: scored completions, and which KL.
-        gate: its clip, from `Gate.of`; None: no clip.
-        known: the batch's distances; None: they are formed.
+        prepared: the term on scored completions, from `prepare`.
 
     Raises:
-        ConfigError: the anchor, its exact KL or the sampler's log-probabilities are asked for and missing.
-        NonFiniteError: the KL to a teacher at some prefix is not finite.
+        ConfigError: the KL at each prefix or the sampler's log-probabilities are asked for and missing.
+        NonFiniteError: the KL at some prefix is not finite.
     """
-    batch = batch.towards(term.anchor)
-    kl_mask, log_w = carries_kl(batch), _log_weights(batch, term)
-    excluded = None if batch.kl_mask is None else kl_mask
-    if term.value in ("exact", "topk"):
-        if batch.exact_kl is None:
-            name = "teacher_kl" if term.anchor == "teacher" else "exact_kl"
-            raise ConfigError(
-                f"the estimator {term.value!r} needs the KL of the batch at each prefix",
-                got=f"{name}=None",
-                why="it is summed over the vocabulary (or a head of it), from both models' distributions",
-                fix=f"set Batch.{name} = exact_kl(policy_logits, ref_logits)",
-            )
-        known_kl = masked(batch.exact_kl, kl_mask)
-        if term.anchor == "teacher":
-            _check_finite(known_kl.detach())
+    term, batch, log_w = prepared.term, prepared.batch, _log_weights(prepared)
+    choices = {"gradient": term.gradient, "horizon": term.horizon, "kl_mask": prepared.excluded}
+    if term.of_prefixes:
+        kl, forward = (_of_prefixes(prepared, x) for x in (prepared.scored.kl, prepared.scored.forward_kl))
         penalty = exact_penalty(
-            batch.policy_logprobs,
-            known_kl,
-            log_w,
-            batch.mask,
-            gradient=term.gradient,
-            horizon=term.horizon,
-            surrogate=None if batch.exact_kl_forward is None else masked(batch.exact_kl_forward, kl_mask),
-            kl_mask=excluded,
+            batch.policy_logprobs, _required(kl, term), log_w, batch.mask, surrogate=forward, **choices
         )
     else:
         penalty = penalty_from_weights(
-            batch.policy_logprobs,
-            (known or Distances.of(batch, term)).bounded,
-            log_w,
-            batch.mask,
-            value=term.value,
-            gradient=term.gradient,
-            horizon=term.horizon,
-            kl_mask=excluded,
+            batch.policy_logprobs, prepared.bounded, log_w, batch.mask, value=term.value, **choices
         )
-    penalty = penalty if gate is None else gate.apply(penalty, kl_mask)
-    return penalty if batch.kl_weight is None else penalty * batch.kl_weight.unsqueeze(-1)
+    penalty = penalty if prepared.gate is None else prepared.gate.apply(penalty, prepared.carried)
+    return penalty if prepared.scored.weight is None else penalty * prepared.scored.weight.unsqueeze(-1)
 
 
-def _check_finite(kl: Tensor) -> None:
-    if not bool(kl.isfinite().all()):
+def _of_prefixes(prepared: Prepared, kl: TokenValues | None) -> TokenValues | None:
+    """The KL at the prefixes of tokens that carry it, 0 elsewhere. [B, T]"""
+    if kl is None:
+        return None
+    kl = masked(kl, prepared.carried)
+    finite = kl.detach().isfinite()
+    if not bool(finite.all()):
         raise NonFiniteError(
-            "the KL to the teacher is infinite or NaN",
-            got=f"{int((~kl.isfinite()).sum())} of {kl.numel()} tokens",
+            f"the KL to the {prepared.term.anchor} is infinite or NaN",
+            got=f"{int((~finite).sum())} of {kl.numel()} tokens",
             why="one of the two forbids a word that the other allows, or a row of logits is no distribution",
-            fix="use teacher_direction='js', which is finite for any two, or teacher_estimator='k1' with "
-            "teacher_max_log_ratio; tokens that the teacher did not score are False in Batch.teacher_mask",
+            fix="use a divergence that is finite for any two (teacher_direction='js'), or an estimator of the sampled "
+            "tokens with a bound (teacher_estimator='k1', teacher_max_log_ratio); tokens that the anchor did not "
+            "score are False in its mask",
         )
+    return kl
 
 
-def shifted_rewards(
-    rewards: Float[Tensor, " batch"], batch: Batch, term: KLTerm, *, beta: float
-) -> Float[Tensor, " batch"]:
-    """The rewards minus beta (times `kl_weight`) times the KL of each completion, before advantages are formed. [B]
+def _required(kl: TokenValues | None, term: KLTerm) -> TokenValues:
+    if kl is None:
+        raise ConfigError(
+            f"the estimator {term.value!r} needs the KL of the batch at each prefix",
+            got=f"anchors[{term.anchor!r}].kl=None",
+            why="it is summed over the vocabulary (or a head of it), from both models' distributions",
+            fix="set Scored.kl = exact_kl(policy_logits, ref_logits)",
+        )
+    return kl
+
+
+def shifted_rewards(rewards: Float[Tensor, " batch"], prepared: Prepared, *, beta: float) -> Float[Tensor, " batch"]:
+    """The rewards minus beta (times the sequence's weight) times the KL of each completion, before advantages. [B]
 
     Equation: r_i - beta k_i, with k_i = `sequence_log_ratio` in nats, of the policy that sampled. Without a clip, for
     which see `advantages_with_kl`.
@@ -181,97 +164,92 @@ def shifted_rewards(
 
     Source: arXiv:1909.08593; kl-placement and its failure with std-normalised advantages: docs/concepts
     """
-    return upcast(rewards) - beta * _spent(batch, term)
+    return upcast(rewards) - beta * _spent(prepared)
 
 
-def _spent(batch: Batch, term: KLTerm) -> Float[Tensor, " batch"]:
-    batch = batch.towards(term.anchor)
-    spent = sequence_log_ratio(
-        batch.policy_logprobs, require_reference(batch), carries_kl(batch), max_log_ratio=term.max_log_ratio
-    )
-    return spent if batch.kl_weight is None else spent * batch.kl_weight
+def _spent(prepared: Prepared) -> Float[Tensor, " batch"]:
+    spent = masked_sum(prepared.bounded, prepared.carried, -1)
+    return spent if prepared.scored.weight is None else spent * prepared.scored.weight
 
 
 def advantages_with_kl(
-    rewards: Float[Tensor, " batch"],
-    batch: Batch,
-    term: KLTerm,
-    *,
-    beta: float,
-    gate: Gate | None,
-    advantages: Callable[[Tensor], Tensor],
+    rewards: Float[Tensor, " batch"], prepared: Prepared, *, beta: float, advantages: Callable[[Tensor], Tensor]
 ) -> Float[Tensor, " batch"]:
-    """The advantages of rewards from which the KL of each completion was taken, clipped where a gate is given. [B]
+    """The advantages of rewards from which the KL of each completion was taken, clipped if the term has a clip. [B]
 
-    Equation: A(r) - beta g_i A(k)_i, A = `advantages`, g the gate's factor, k as in `shifted_rewards`; without a gate
+    Equation: A(r) - beta g_i A(k)_i, A = `advantages`, g the gate's factor, k as in `shifted_rewards`; without a clip
     A(r - beta k), the same wherever A is linear (scale `none`).
 
     Gradient: through the score function E[g_i] grad KL(policy || ref). The gate comes after the baseline: that of
     r - beta g k would hold the others' gates, which depend on this completion's tokens.
     """
-    if gate is None:
-        return advantages(shifted_rewards(rewards, batch, term, beta=beta))
-    return advantages(rewards) - beta * gate.factor * advantages(_spent(batch, term))
+    if prepared.gate is None:
+        return advantages(shifted_rewards(rewards, prepared, beta=beta))
+    return advantages(rewards) - beta * prepared.gate.factor * advantages(_spent(prepared))
 
 
-def shifted_advantages(batch: Batch, term: KLTerm, *, beta: float, gate: Gate | None = None) -> TokenValues:
+def shifted_advantages(advantages: Advantages, prepared: Prepared, *, beta: float) -> TokenValues:
     """Advantages minus beta times the KL of each token (or of it and all later ones), in units of the advantage. [B, T]
 
-    As `kl_in_advantage`, with the clip's factor and the sequence's `kl_weight` on beta. The KL to a reference is that
+    As `kl_in_advantage`, with the clip's factor and the sequence's weight on beta. The KL to a reference is that
     of the old policy, which sampled the tokens. To a teacher it is that of the present one: under the surrogate's
     ratios the old one's would follow KL(policy || teacher) less KL(policy || old).
     """
-    batch, now = batch.towards(term.anchor), batch.policy_logprobs.detach()
+    term, batch, now = prepared.term, prepared.batch, prepared.batch.policy_logprobs.detach()
     old = now if batch.old_logprobs is None or term.anchor == "teacher" else batch.old_logprobs
-    factor = torch.ones_like(batch.mask[:, 0], dtype=old.dtype) if gate is None else gate.factor
-    if batch.kl_weight is not None:
-        factor = factor * batch.kl_weight
+    factor = torch.ones_like(batch.mask[:, 0], dtype=old.dtype) if prepared.gate is None else prepared.gate.factor
+    if prepared.scored.weight is not None:
+        factor = factor * prepared.scored.weight
     return kl_in_advantage(
-        batch.advantages,
+        advantages,
         old,
-        require_reference(replace(batch, policy_logprobs=old)),
-        carries_kl(batch),
+        prepared.scored.logprobs,
+        prepared.carried,
         beta=beta * factor.unsqueeze(-1),
         horizon=term.horizon,
         max_log_ratio=term.max_log_ratio,
-        kl_mask=batch.kl_mask,
+        kl_mask=prepared.excluded,
     )
 
 
-def kl_metrics(batch: Batch, term: KLTerm, known: Distances | None = None) -> dict[str, Tensor]:
-    """The logged values of a batch's KL: detached scalars, named as in the metrics table; a teacher's by its name."""
-    if term.anchor == "teacher":
-        return _teacher_metrics(batch.towards("teacher"), known or Distances.of(batch, term))
-    metrics: dict[str, Tensor] = {}
-    if batch.ref_logprobs is not None or term.anchor == "sampler":
-        known = known or Distances.of(batch, term)
-        delta, carried = known.log_ratio, known.carried
-        k3 = ESTIMATORS["k3"].value(delta)
-        metrics = {"kl/k1": masked_mean(delta, carried), "kl/k3": masked_mean(k3, carried)}
-        metrics["kl/k3_sequence"] = masked_sum(k3, carried, -1).mean()
-        metrics["kl/log_ratio_max"] = delta.abs().amax()
-        metrics["kl/k3_saturated"] = saturated_share(known.bounded, carried)
-        if term.max_log_ratio is not None:
-            metrics["kl/log_ratio_clamped"] = share_of(delta.abs() > term.max_log_ratio, carried)
-    if batch.exact_kl is not None:
-        metrics["kl/exact"] = masked_mean(batch.exact_kl.detach(), carries_kl(batch))
-    if batch.sampler_logprobs is not None and term.max_weight is not None:
-        metrics["kl/weights_truncated"] = truncated_share(
-            batch.policy_logprobs,
-            batch.sampler_logprobs,
-            batch.mask,
-            horizon=term.weight_horizon,
-            max_weight=term.max_weight,
-        )
+HELD = ("reference", "sampler")
+"""Anchors whose KL is the run's own, logged as `kl/...`; that to any other anchor is logged under the anchor's name."""
+
+
+def kl_metrics(prepared: Prepared) -> dict[str, Tensor]:
+    """The logged values of a KL term on a batch: detached scalars, named as in the metrics table."""
+    gate = {} if prepared.gate is None else prepared.gate.metrics()
+    return gate | (_held_metrics(prepared) if prepared.term.anchor in HELD else _anchor_metrics(prepared))
+
+
+def _held_metrics(prepared: Prepared) -> dict[str, Tensor]:
+    term, batch, delta, carried = prepared.term, prepared.batch, prepared.log_ratio, prepared.carried
+    k3, kl, sampler = ESTIMATORS["k3"].value(delta), prepared.scored.kl, batch.logprobs_of("sampler")
+    metrics = {"kl/k1": masked_mean(delta, carried), "kl/k3": masked_mean(k3, carried)}
+    metrics["kl/k3_sequence"] = masked_sum(k3, carried, -1).mean()
+    metrics["kl/log_ratio_max"] = delta.abs().amax()
+    metrics["kl/k3_saturated"] = saturated_share(prepared.bounded, carried)
+    if term.max_log_ratio is not None:
+        metrics["kl/log_ratio_clamped"] = share_of(delta.abs() > term.max_log_ratio, carried)
+    if kl is not None:
+        metrics["kl/exact"] = masked_mean(kl.detach(), carried)
+    if sampler is not None and term.max_weight is not None:
+        bounds = {"horizon": term.weight_horizon, "max_weight": term.max_weight}
+        metrics["kl/weights_truncated"] = truncated_share(batch.policy_logprobs, sampler, batch.mask, **bounds)
     return metrics
 
 
-def _teacher_metrics(batch: Batch, known: Distances) -> dict[str, Tensor]:
-    delta, carried = known.bounded, known.carried
-    value = ESTIMATORS["k3"].value(delta) if batch.exact_kl is None else batch.exact_kl.detach()
+def _anchor_metrics(prepared: Prepared) -> dict[str, Tensor]:
+    name, delta, carried, kl = prepared.term.anchor, prepared.bounded, prepared.carried, prepared.scored.kl
+    value = ESTIMATORS["k3"].value(delta) if kl is None else kl.detach()
     return {
-        "teacher/k1": masked_mean(delta, carried),
-        "teacher/kl": masked_mean(value, carried),
-        "teacher/log_ratio_clamped": share_of(known.log_ratio != delta, carried),
-        "teacher/unscored": share_of(~carried, batch.mask),
+        f"{name}/k1": masked_mean(delta, carried),
+        f"{name}/kl": masked_mean(value, carried),
+        f"{name}/log_ratio_clamped": share_of(prepared.log_ratio != delta, carried),
+        f"{name}/unscored": share_of(~carried, prepared.batch.mask),
     }
+
+
+def penalty_name(anchor: str) -> str:
+    """The metric that a term's part of the loss is logged under."""
+    return "train/kl_penalty" if anchor in HELD else f"train/{anchor}_penalty"

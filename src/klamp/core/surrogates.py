@@ -196,7 +196,8 @@ class Trusted:
     @classmethod
     def of(cls, batch: Batch, region: TrustRegion) -> Trusted:
         """The weights of a batch, which has its sampler's log-probabilities."""
-        if batch.sampler_logprobs is None:
+        sampler = batch.logprobs_of("sampler")
+        if sampler is None:
             raise ConfigError(
                 "a trust region needs the sampler's log-probabilities",
                 got="sampler_logprobs=None",
@@ -205,7 +206,7 @@ class Trusted:
             )
         policy, mask = batch.policy_logprobs.detach(), batch.mask
         old = policy if batch.old_logprobs is None else batch.old_logprobs.detach()
-        ratio = masked(log_ratio(old, batch.sampler_logprobs.detach()), mask)
+        ratio = masked(log_ratio(old, sampler.detach()), mask)
         weights, outside = torch.ones_like(ratio), torch.zeros_like(mask)
         if region.mode is not None:
             log_w = ratio.sum(-1, keepdim=True).expand_as(ratio) if region.mode.startswith("sequence") else ratio
@@ -215,7 +216,7 @@ class Trusted:
             bounded = log_w.clamp(low, high).exp()
             weights = torch.where(outside, 0.0, bounded) if region.mode.endswith("mask") else bounded
         if region.threshold is not None:
-            away = masked(log_ratio(batch.sampler_logprobs.detach(), policy), mask)
+            away = masked(log_ratio(sampler.detach(), policy), mask)
             mean = away.sum(-1) / mask.sum(-1).clamp(min=1)
             left = (mean > region.threshold) & (_advantage(batch) < 0)
             outside = outside | left[:, None]

@@ -6,7 +6,7 @@ What it does to the loss, the reward or the advantage: `klamp.core.penalty`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 import torch
@@ -18,7 +18,18 @@ from klamp.core.clipping import CLIP_TEMPERATURE, ClipLevel, ClipUnit, clip_gate
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import BOUND, masked_log_ratio, saturated
 from klamp.core.masking import masked_sum
-from klamp.core.types import Anchor, Batch, ClipMethod, Gradient, Horizon, Mask, Reduction, TokenValues, Value
+from klamp.core.types import (
+    Batch,
+    ClipMethod,
+    Gradient,
+    Horizon,
+    Mask,
+    Reduction,
+    Scored,
+    TokenValues,
+    Value,
+    argument_of,
+)
 from klamp.errors import ConfigError
 
 Placement: TypeAlias = Literal["loss", "reward", "advantage"]
@@ -51,8 +62,8 @@ class KLTerm:
     checks are not repeated here.
     """
 
-    anchor: Anchor = "reference"
-    """Whom it holds the policy to: which fields of a batch it reads, see `Batch.towards`."""
+    anchor: str = "reference"
+    """Whom it holds the policy to: a name in `Batch.anchors`."""
     value: TermValue = "k3"
     """Estimator of the value; `exact` and `topk` read it from the batch, with its gradient."""
     gradient: Gradient = "reverse"
@@ -79,6 +90,9 @@ class KLTerm:
     """What the threshold is for: a token (times the reference length), or the whole sequence."""
     normalizer: Reduction | None = None
     """Reduction of the KL; None: that of the surrogate."""
+    mean_over: Literal["carried", "trained"] = "carried"
+    """Which tokens a mean counts: those that carry the KL, or all that are trained on, so that a token without a score
+    is a gap and does not raise the price of the others."""
 
     def __post_init__(self) -> None:
         check_fields(self, TERM_NUMBERS)
@@ -99,44 +113,64 @@ class KLTerm:
         return self.clip_method != "none" and self.clip_unit == "token"
 
 
-def carries_kl(batch: Batch) -> Mask:
-    """Which tokens carry the KL: trained on, and not excluded. [B, T]"""
-    return batch.mask if batch.kl_mask is None else batch.mask & batch.kl_mask
-
-
-def require_reference(batch: Batch) -> Tensor:
-    """The reference's log-probabilities; a batch without them is refused."""
-    if batch.ref_logprobs is None:
+def scored_by(batch: Batch, anchor: str) -> Scored:
+    """What an anchor says about the batch; a batch that it has not scored is refused."""
+    if anchor not in batch.anchors:
+        name = argument_of(anchor)
         raise ConfigError(
-            "beta is positive and the batch has no reference log-probabilities",
-            got="ref_logprobs=None",
-            why="a KL needs a reference; leaving it out silently would train without one",
-            fix="score the batch with the reference, or set beta=0",
+            f"a KL to the {anchor} is asked for and the batch has no log-probabilities of it",
+            got=f"{name}=None",
+            why="a KL needs its anchor; leaving the term out silently would train without it",
+            fix=f"score the batch with the {anchor}: Batch(anchors={{{anchor!r}: Scored(logprobs)}}), or set the "
+            "coefficient of that KL (beta) to 0",
         )
-    return batch.ref_logprobs
+    return batch.anchors[anchor]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Distances:
-    """How far the policy is from a term's anchor at each token of a batch, in nats, detached. All [B, T].
+def carries_kl(batch: Batch, anchor: str = "reference") -> Mask:
+    """Which tokens carry the KL to an anchor: trained on, scored by it, and not excluded. [B, T]"""
+    mask = batch.anchors[anchor].mask if anchor in batch.anchors else None
+    return batch.mask if mask is None else batch.mask & mask
 
-    Gate, penalty and metrics are made of it. The anchor of a term enters here, and beside it as the batch's exact KL.
-    """
 
+@dataclass(frozen=True)
+class Prepared:
+    """A KL term on one batch: what its penalty, its gate and its metrics are made of, computed once and detached."""
+
+    term: KLTerm
+    batch: Batch
+    scored: Scored
+    """What the term's anchor says."""
     carried: Mask
-    """True = the token carries the KL."""
+    """True = the token carries the KL. [B, T]"""
     log_ratio: TokenValues
-    """log policy - log anchor; 0 where a token carries no KL."""
+    """log policy - log anchor; 0 where a token carries no KL. [B, T]"""
     bounded: TokenValues
-    """The same within the term's bound, `max_log_ratio`."""
+    """The same within the term's bound, `max_log_ratio`. [B, T]"""
+    gate: Gate | None = None
+    """Its clip; None: the term has no clip."""
 
-    @classmethod
-    def of(cls, batch: Batch, term: KLTerm) -> Distances:
-        """Those of a batch to the term's anchor."""
-        batch, bound = batch.towards(term.anchor), term.max_log_ratio
-        carried = carries_kl(batch)
-        delta = masked_log_ratio(batch.policy_logprobs, require_reference(batch), carried)
-        return cls(carried=carried, log_ratio=delta, bounded=delta if bound is None else delta.clamp(-bound, bound))
+    @property
+    def excluded(self) -> Mask | None:
+        """The tokens that carry the KL if some may be left out, else None. [B, T]"""
+        return None if self.scored.mask is None else self.carried
+
+
+def measure(batch: Batch, term: KLTerm) -> Prepared:
+    """A term on a batch, without its clip.
+
+    Raises:
+        ConfigError: the batch has no log-probabilities of the term's anchor.
+    """
+    scored, carried, bound = scored_by(batch, term.anchor), carries_kl(batch, term.anchor), term.max_log_ratio
+    delta = masked_log_ratio(batch.policy_logprobs, scored.logprobs, carried)
+    return Prepared(term, batch, scored, carried, delta, delta if bound is None else delta.clamp(-bound, bound))
+
+
+def prepare(batch: Batch, term: KLTerm) -> Prepared:
+    """A term on a batch, with its clip."""
+    prepared = measure(batch, term)
+    return prepared if term.clip_method == "none" else replace(prepared, gate=Gate.of(prepared))
 
 
 @dataclass(frozen=True)
@@ -153,14 +187,11 @@ class Gate:
     """The KL after the clip."""
 
     @classmethod
-    def of(cls, batch: Batch, term: KLTerm, known: Distances | None = None) -> Gate | None:
-        """The gate of a batch under a term, whose distances may be known; None where the term has no clip."""
-        if term.clip_method == "none":
-            return None
-        batch = batch.towards(term.anchor)
-        kl = batch.gate_kl if batch.gate_kl is not None else sequence_gate_kl(batch, term, known=known)
-        length, per_token = batch.reference_length, term.clip_unit == "token"
-        budget = kl_budget(term.clip_threshold, per_token=per_token, reference_length=length)
+    def of(cls, prepared: Prepared) -> Gate:
+        """The gate of a term that has a clip."""
+        term, kl, length = prepared.term, prepared.scored.gate, prepared.batch.reference_length
+        kl = sequence_gate_kl(prepared) if kl is None else kl
+        budget = kl_budget(term.clip_threshold, per_token=term.clip_unit == "token", reference_length=length)
         limit = torch.as_tensor(budget, dtype=kl.dtype, device=kl.device).expand_as(kl)
         factor, clipped = (
             clip(kl, limit, method=term.clip_method, temperature=term.clip_temperature) for clip in (clip_gate, clip_kl)
@@ -191,12 +222,7 @@ class Gate:
 
 
 def sequence_gate_kl(
-    batch: Batch,
-    term: KLTerm,
-    *,
-    gather: Callable[[Tensor], Tensor] | None = None,
-    rank: int = 0,
-    known: Distances | None = None,
+    prepared: Prepared, *, gather: Callable[[Tensor], Tensor] | None = None, rank: int = 0
 ) -> Float[Tensor, " batch"]:
     """The KL (nats per sequence) that decides the clip of each sequence of a batch, see `gate_kl`.
 
@@ -204,30 +230,29 @@ def sequence_gate_kl(
     only where `gates_on_itself` and the KL is exact.
 
     Args:
-        batch, term: whole groups, or parts of them that `gather` puts together; with `exact_kl` only where every
-            sequence has it. Sequences without a trained token count in no mean.
+        prepared: the term on whole groups, or on parts of them that `gather` puts together; with a KL at each prefix
+            only if every sequence has it. Sequences without a trained token count in no mean.
         gather, rank: the tensors of all processes, one after the other (None: this batch is all); the own place there.
-        known: the batch's distances; None: they are formed.
     """
-    batch = batch.towards(term.anchor)
-    kl, measured = sequence_kl(batch, term, known), batch.mask.any(-1)
+    term, batch = prepared.term, prepared.batch
+    kl, measured = sequence_kl(prepared), batch.mask.any(-1)
     everywhere = torch.stack([kl, measured.to(kl.dtype)], -1)
     everywhere = everywhere if gather is None else gather(everywhere)
     alone = gates_on_itself(term.value, term.gradient, term.horizon, term.off_policy)
-    own = batch.exact_kl is not None and alone
-    found = gate_kl(
+    own = prepared.scored.kl is not None and alone
+    means = gate_kl(
         everywhere[:, 0],
         level="group" if term.clip_level == "sequence" and not own else term.clip_level,
         group_size=batch.group_size,
         own=own,
         measured=everywhere[:, 1] > 0,
     )
-    return found[rank * len(kl) :][: len(kl)]
+    return means[rank * len(kl) :][: len(kl)]
 
 
-def sequence_kl(batch: Batch, term: KLTerm, known: Distances | None = None) -> Float[Tensor, " batch"]:
+def sequence_kl(prepared: Prepared) -> Float[Tensor, " batch"]:
     """The KL of each sequence over the tokens that carry it, in nats: exact where every sequence has that, else k3."""
-    if batch.exact_kl is not None:
-        return masked_sum(batch.exact_kl.detach(), carries_kl(batch), -1)
-    known = known or Distances.of(batch, term)
-    return masked_sum(saturated(ESTIMATORS["k3"].value(known.bounded), known.bounded), known.carried, -1)
+    if prepared.scored.kl is not None:
+        return masked_sum(prepared.scored.kl.detach(), prepared.carried, -1)
+    k3 = saturated(ESTIMATORS["k3"].value(prepared.bounded), prepared.bounded)
+    return masked_sum(k3, prepared.carried, -1)

@@ -7,7 +7,8 @@ Glossary (one sign, everywhere):
     sampler     whoever drew the tokens, as it reported itself  (behaviour policy, mu)
     ref         the reference, which the run started from
     teacher     a second anchor, which the policy is to become like
-    log_ratio   policy - ref, in nats; positive where the policy is likelier than the reference
+    anchor      whom a KL holds the policy to: the reference, a teacher, the sampler, or any other scored model
+    log_ratio   policy - anchor, in nats; positive where the policy is likelier than the anchor
     mask        True = a token to train on
     reverse     KL(policy || ref), what "the KL" means in RL fine-tuning
     forward     KL(ref || policy)
@@ -17,19 +18,18 @@ Shapes: B sequences, T completion positions, V vocabulary entries. Log-probabili
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal, NamedTuple, TypeAlias
+from collections.abc import Mapping
+from dataclasses import InitVar, dataclass, field, replace
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from klamp.core.arguments import AT_LEAST_1, FLOATS, MASKS, POSITIVE, REALS, check_data, check_number, check_tensors
-from klamp.errors import ConfigError, ShapeError
+from klamp.errors import ShapeError
 
 Estimator: TypeAlias = Literal["k1", "k2", "k3", "abs"]
 Value: TypeAlias = Literal[Estimator, "exact"]
-Anchor: TypeAlias = Literal["reference", "teacher", "sampler"]
-"""Whom a KL holds the policy to: where it started, where it should go, who drew the tokens."""
 Direction: TypeAlias = Literal["reverse", "forward", "js"]
 Gradient: TypeAlias = Literal["reverse", "forward", "own", "none"]
 Horizon: TypeAlias = Literal["token", "sequence"]
@@ -43,15 +43,35 @@ Mask: TypeAlias = Bool[Tensor, "batch tokens"]
 Advantages: TypeAlias = Float[Tensor, "..."]
 
 
+class Scored(NamedTuple):
+    """What one anchor (a reference, a teacher, the sampler) says about the completions of a batch."""
+
+    logprobs: LogProbs
+    """Log-probabilities of the sampled tokens under the anchor, data without gradient. [B, T]"""
+    kl: TokenValues | None = None
+    """KL to the anchor at each prefix, `exact_kl` or `topk_kl`, with gradient if it is in the loss. [B, T]"""
+    forward_kl: TokenValues | None = None
+    """Exact KL(anchor || policy) at each prefix, with gradient; for value `exact` with gradient `forward`. [B, T]"""
+    mask: Mask | None = None
+    """True = the token carries the KL to the anchor; None: every trained token does, in this and all other parts of the
+    step (k1 over sequences counts later tokens by k3 if some may be left out). [B, T]"""
+    gate: Float[Tensor, " batch"] | None = None
+    """KL in nats per sequence that decides the clip; None: computed from this batch. [B]"""
+    weight: Float[Tensor, " batch"] | None = None
+    """Factor >= 0 on the KL of each sequence; None: 1. [B]"""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Batch:
-    """What `grpo_loss` takes: B completions of T tokens, with their log-probabilities in nats, already scored.
+    """What `grpo_loss` takes: B completions of T tokens, scored by the policy and by each anchor, in nats.
 
-    Sampler: whoever `sampler_logprobs` belong to; without them the old policy, without that one the policy itself.
-    Gradient: flows into `policy_logprobs`, `exact_kl`, `exact_kl_forward` and `teacher_kl`. The rest is data: a
-    gradient that other log-probabilities carry is not followed.
-    Shapes: [B, T] throughout, on one device; log-probabilities of any floating type; `advantages` also [B], and
-    `gate_kl` and `reference_length` one number per completion. Padding is whatever the mask is False for.
+    Sampler: the anchor `sampler`; without it the old policy, without that one the policy itself.
+    Gradient: flows into `policy_logprobs`, and into `kl` and `forward_kl` of each anchor. The rest is data.
+    Shapes: [B, T] throughout, on one device; log-probabilities of any floating type; `advantages` also [B].
+    Padding is whatever the mask is False for.
+
+    `ref_logprobs` and `sampler_logprobs` are short for `anchors["reference"]` and `anchors["sampler"]`; they are
+    arguments only, and are read as `logprobs_of(...)`.
 
     Raises:
         TensorError: no tensor, another data type, another device, or a gradient where there must be none.
@@ -67,84 +87,82 @@ class Batch:
     """One per completion, or one per token. [B] or [B, T]"""
     old_logprobs: LogProbs | None = None
     """Under the policy at the start of the rollout's updates; None on-policy: the policy itself, detached."""
-    ref_logprobs: LogProbs | None = None
-    """Under the reference; None only where no KL is asked for."""
-    sampler_logprobs: LogProbs | None = None
-    """Under whoever sampled, as it reported itself; for off-policy weights."""
-    exact_kl: TokenValues | None = None
-    """Exact KL(policy || ref) at each prefix, with gradient where it is the loss."""
-    exact_kl_forward: TokenValues | None = None
-    """Exact KL(ref || policy) at each prefix, with gradient; for kl_estimator='exact' with kl_gradient='forward'."""
-    kl_mask: Mask | None = None
-    """True = the token carries the KL; None: the same as `mask`, and all of the tokens carry it in every other part of
-    the step too (k1 over sequences counts later tokens by k3 where some may be left out)."""
-    kl_weight: Float[Tensor, " batch"] | None = None
-    """Factor >= 0 on the KL of each sequence; None: 1 for all."""
-    gate_kl: Float[Tensor, " batch"] | None = None
-    """KL (nats per sequence) that the clip is gated on; None: computed from this batch."""
+    anchors: Mapping[str, Scored] = field(default_factory=dict)
+    """Name -> what that anchor says. `reference`, `teacher` and `sampler` are names; any other may be added."""
     reference_length: Float[Tensor, " batch"] | float | None = None
     """Reference length in tokens that turns a per-token threshold into a budget."""
     group_size: int | None = None
     """Completions per prompt, next to each other; for a gate at group level."""
-    teacher_logprobs: LogProbs | None = None
-    """Under the teacher; None only where no KL to one is asked for."""
-    teacher_kl: TokenValues | None = None
-    """KL to the teacher at each prefix, over the vocabulary or as `topk_kl`, with gradient where it is the loss."""
-    teacher_mask: Mask | None = None
-    """True = the teacher scored the token, and it carries the KL to it; None: the same as `mask`."""
+    ref_logprobs: InitVar[LogProbs | None] = None
+    sampler_logprobs: InitVar[LogProbs | None] = None
 
-    def __post_init__(self) -> None:
+    def __post_init__(self, ref_logprobs: LogProbs | None, sampler_logprobs: LogProbs | None) -> None:
+        anchors = dict(self.anchors)
+        for name, logprobs in (("reference", ref_logprobs), ("sampler", sampler_logprobs)):
+            if logprobs is not None:
+                anchors[name] = anchors[name]._replace(logprobs=logprobs) if name in anchors else Scored(logprobs)
+        object.__setattr__(self, "anchors", anchors)
         _check_kinds(self)
         _check_shapes(self)
 
-    def anchor_logprobs(self, anchor: Anchor) -> LogProbs | None:
-        """Under the anchor; None where the batch has none."""
-        return {"reference": self.ref_logprobs, "teacher": self.teacher_logprobs, "sampler": self.sampler_logprobs}[
-            anchor
-        ]
+    def logprobs_of(self, anchor: str) -> LogProbs | None:
+        """Log-probabilities under an anchor; None if the batch has none. [B, T]"""
+        return self.anchors[anchor].logprobs if anchor in self.anchors else None
 
-    def towards(self, anchor: Anchor) -> Batch:
-        """The batch as a KL to this anchor sees it: what the anchor says stands where the reference's numbers do."""
-        if anchor == "reference":
-            return self
-        found = self.anchor_logprobs(anchor)
-        if found is None:
-            raise ConfigError(
-                f"a KL to the {anchor} is asked for and the batch has no log-probabilities of it",
-                got=f"{anchor}_logprobs=None",
-                why="leaving the term out silently would train without it",
-                fix=f"set Batch.{anchor}_logprobs, or the coefficient of that KL to 0",
-            )
-        if anchor == "sampler":
-            return replace(self, ref_logprobs=found, exact_kl=None, exact_kl_forward=None)
-        return replace(
-            self,
-            ref_logprobs=found,
-            exact_kl=self.teacher_kl,
-            exact_kl_forward=None,
-            kl_mask=self.teacher_mask,
-            kl_weight=None,
-            gate_kl=None,
-        )
+    def with_anchor(self, anchor: str, **changes: Any) -> Batch:
+        """The batch with other fields of one anchor's `Scored`."""
+        return replace(self, anchors={**self.anchors, anchor: self.anchors[anchor]._replace(**changes)})
 
 
-_SCORES = ("old_logprobs", "ref_logprobs", "sampler_logprobs", "teacher_logprobs")
-_PER_TOKEN = (*_SCORES, "exact_kl", "exact_kl_forward", "teacher_kl")
-_PER_SEQUENCE = ("kl_weight", "gate_kl")
+def held_anchors(
+    reference: LogProbs | None, sampler: LogProbs | None, *, mask: Mask | None = None, gate: Tensor | None = None
+) -> dict[str, Scored]:
+    """The anchors that a run's own KL may be to; exclusions and the clip's KL are the same for both."""
+    logprobs = {"reference": reference, "sampler": sampler}
+    return {name: Scored(x, mask=mask, gate=gate) for name, x in logprobs.items() if x is not None}
 
 
-def _given(batch: Batch, *names: str) -> dict[str, Tensor]:
-    return {name: x for name in names if (x := getattr(batch, name)) is not None}
+ARGUMENTS = {"reference": "ref_logprobs"}
+"""Anchor -> how errors call its log-probabilities; others by their name."""
+
+
+def argument_of(anchor: str) -> str:
+    """How errors call the log-probabilities of an anchor."""
+    return ARGUMENTS.get(anchor, f"{anchor}_logprobs")
+
+
+def _tokens_of(batch: Batch) -> dict[str, Tensor]:
+    """Name -> tensors of a batch with one number per token, besides the policy's and the masks."""
+    tensors = {"old_logprobs": batch.old_logprobs}
+    for anchor, scored in batch.anchors.items():
+        tensors |= {
+            argument_of(anchor): scored.logprobs,
+            f"anchors[{anchor!r}].kl": scored.kl,
+            f"anchors[{anchor!r}].forward_kl": scored.forward_kl,
+        }
+    return {name: x for name, x in tensors.items() if x is not None}
+
+
+def _masks_of(batch: Batch) -> dict[str, Tensor]:
+    masks = {f"anchors[{anchor!r}].mask": scored.mask for anchor, scored in batch.anchors.items()}
+    return {"mask": batch.mask} | {name: x for name, x in masks.items() if x is not None}
+
+
+def _sequences_of(batch: Batch) -> dict[str, Tensor]:
+    """Name -> tensors of a batch with one number per completion."""
+    values = {f"anchors[{anchor!r}].gate": scored.gate for anchor, scored in batch.anchors.items()}
+    values |= {f"anchors[{anchor!r}].weight": scored.weight for anchor, scored in batch.anchors.items()}
+    return {name: x for name, x in values.items() if x is not None}
 
 
 def _check_kinds(batch: Batch) -> None:
     policy = batch.policy_logprobs
     check_tensors(FLOATS, policy_logprobs=policy)
-    check_tensors(FLOATS, like=policy, **_given(batch, *_PER_TOKEN, *_PER_SEQUENCE))
-    check_tensors(MASKS, like=policy, mask=batch.mask, **_given(batch, "kl_mask", "teacher_mask"))
+    check_tensors(FLOATS, like=policy, **_tokens_of(batch), **_sequences_of(batch))
+    check_tensors(MASKS, like=policy, **_masks_of(batch))
     check_tensors(REALS, like=policy, advantages=batch.advantages)
     recorded = getattr(batch.advantages, "recorded_by_klamp", False)  # klamp.watch: its gradient trains nothing
-    check_data(advantages=None if recorded else batch.advantages, **_given(batch, *_PER_SEQUENCE))
+    check_data(advantages=None if recorded else batch.advantages, **_sequences_of(batch))
     check_number("group_size", batch.group_size, AT_LEAST_1, whole=True, optional=True)
     if isinstance(batch.reference_length, Tensor):
         check_tensors(REALS, reference_length=batch.reference_length)  # moved to the others' device where it is used
@@ -162,9 +180,9 @@ def _check_shapes(batch: Batch) -> None:
             fix="policy_logprobs[None] for a single completion",
         )
     lengths = batch.reference_length
-    of_each = ("reference_length",) if isinstance(lengths, Tensor) and lengths.ndim else ()
-    tokens = {"mask": batch.mask, **_given(batch, *_PER_TOKEN, "kl_mask", "teacher_mask")}
-    for name, x in (tokens | _given(batch, *_PER_SEQUENCE, *of_each)).items():
+    of_each = {"reference_length": lengths} if isinstance(lengths, Tensor) and lengths.ndim else {}
+    tokens = _masks_of(batch) | _tokens_of(batch)
+    for name, x in (tokens | _sequences_of(batch) | of_each).items():
         if x.shape != (shape if name in tokens else shape[:1]):
             wanted = "the shape of policy_logprobs" if name in tokens else "one number per completion"
             raise ShapeError(

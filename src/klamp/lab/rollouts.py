@@ -14,8 +14,8 @@ from klamp.core.advantages import group_advantages
 from klamp.core.masking import Totals
 from klamp.core.objective import Weighted
 from klamp.core.penalty import advantages_with_kl
-from klamp.core.term import Gate, sequence_gate_kl
-from klamp.core.types import Batch, Direction
+from klamp.core.term import measure, prepare, sequence_gate_kl
+from klamp.core.types import Batch, Direction, Scored, held_anchors
 from klamp.errors import ConfigError
 from klamp.hosts.common.rollout import kl_tokens
 from klamp.lab.anchors import LocalReference, Taught, of_part, score_rows
@@ -54,18 +54,16 @@ class Rollout:
     before: Scores | None = None  # what a pass of the policy before the first update found; None once there was one
 
 
-def collect(
-    context: Context, examples: Sequence[Example], *, step: int, beta: float, others: Sequence[Weighted] = ()
-) -> Rollout:
+def collect(context: Context, examples: Sequence[Example], *, step: int, terms: Sequence[Weighted]) -> Rollout:
     """Sample completions for the prompts of a step, score and reward them.
 
-    Step and seed determine every draw. beta and others are the KL terms in force, for a KL in the reward.
+    Step and seed determine every draw. `terms` are the KL terms of the step, for a KL in the reward.
     """
     rollout = context.config.rollout
     chosen = [example for example in examples for _ in range(rollout.num_generations)]
     uniforms = uniform_numbers(context.config.run.seed, step, len(chosen), rollout.max_completion_length)
     completions = completed(context, [e.prompt for e in chosen], uniforms=uniforms)
-    return rate(context, chosen, completions, beta=beta, others=others)
+    return rate(context, chosen, completions, terms=terms)
 
 
 def completed(
@@ -95,8 +93,7 @@ def rate(
     chosen: Sequence[Example],
     completions: Completions,
     *,
-    beta: float,
-    others: Sequence[Weighted] = (),
+    terms: Sequence[Weighted],
 ) -> Rollout:
     """Add masks, rewards, reference scores and advantages to sampled completions, a group next to each other."""
     texts, mask = completions.texts(context.tokenizer), completions.mask
@@ -120,7 +117,7 @@ def rate(
     if context.teachers is not None:
         how = {"temperature": context.config.rollout.temperature, "parts": list(context.parts(len(texts)))}
         rollout = replace(rollout, taught=context.teachers.score(chosen, completions, **how))
-    terms = [each for each in (Weighted(beta, context.objective.kl), *others) if each.coefficient > 0]
+    terms = [weighted for weighted in terms if weighted.coefficient > 0]
     return _with_advantages(context, _with_policy_pass(context, rollout, terms), terms)
 
 
@@ -168,8 +165,9 @@ def _with_policy_pass(context: Context, rollout: Rollout, terms: Sequence[Weight
     if term.clip_method == "none":
         return rollout
     exact, size = before.exact if context.exact_everywhere else None, context.config.rollout.num_generations
-    batch = replace(batch_of(context, rollout, before.logprobs), exact_kl=exact, group_size=size)
-    return replace(rollout, gate_kl=sequence_gate_kl(batch, term))
+    batch = replace(batch_of(context, rollout, before.logprobs), group_size=size)
+    batch = batch if exact is None else batch.with_anchor("reference", kl=exact)
+    return replace(rollout, gate_kl=sequence_gate_kl(measure(batch, term)))
 
 
 def batch_of(context: Context, rollout: Rollout, logprobs: Tensor, part: slice = slice(None)) -> Batch:
@@ -179,16 +177,17 @@ def batch_of(context: Context, rollout: Rollout, logprobs: Tensor, part: slice =
     def cut(x: Tensor | None) -> Tensor | None:
         return None if x is None else x[part, :length] if x.ndim == 2 else x[part]
 
+    carried = rollout.kl_mask[part, :length] if context.config.kl.excludes else None
+    sampler, gate = cut(rollout.completions.sampler_logprobs), cut(rollout.gate_kl)
+    anchors = held_anchors(cut(rollout.ref_logprobs), sampler, mask=carried, gate=gate)
+    if rollout.taught is not None:
+        anchors["teacher"] = Scored(rollout.taught.logprobs[part, :length])
     return Batch(
         policy_logprobs=logprobs,
         mask=rollout.mask[part, :length],
-        kl_mask=rollout.kl_mask[part, :length] if context.config.kl.excludes else None,
         advantages=rollout.advantages[part],
         old_logprobs=cut(rollout.old_logprobs),
-        ref_logprobs=cut(rollout.ref_logprobs),
-        sampler_logprobs=cut(rollout.completions.sampler_logprobs),
-        gate_kl=cut(rollout.gate_kl),
-        teacher_logprobs=None if rollout.taught is None else cut(rollout.taught.logprobs),
+        anchors=anchors,
         reference_length=cut(rollout.reference_length),
     )
 
@@ -207,8 +206,7 @@ def _with_advantages(context: Context, rollout: Rollout, terms: Sequence[Weighte
         if term.placement == "reward":
             assert rollout.old_logprobs is not None
             batch = batch_of(context, rollout, rollout.old_logprobs)
-            gate = Gate.of(batch, term)
-            shifted = advantages_with_kl(rewards, batch, term, beta=beta, gate=gate, advantages=advantages)
+            shifted = advantages_with_kl(rewards, prepare(batch, term), beta=beta, advantages=advantages)
             found = shifted if found is plain else found + shifted - plain
     return replace(rollout, advantages=found)
 
@@ -220,7 +218,7 @@ def measure_reference_length(context: Context) -> None:
     the reference at the run's temperature.
     """
     reference = context.original or context.reference  # where a resume asks for it, a moving one has moved
-    if reference is None or not context.objective.kl.needs_reference_length:
+    if reference is None or not context.objective.terms[0].term.needs_reference_length:
         return
     if None not in context.control.reference_lengths([e.reference_length for e in context.task.train]):
         return

@@ -9,7 +9,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 
 from klamp.config.teacher import OF_THE_POLICY
-from klamp.core.objective import Weighted
 from klamp.errors import KlampError, RunFolderError, TrainingStopped
 from klamp.hosts.common.control import go_on_from, held_kl
 from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
@@ -63,9 +61,8 @@ def take_step(
     """
     config, rate = context.config, float(optimizer.param_groups[0]["lr"])
     beta, coefficient = context.control.beta(step, total_steps), config.teacher.coefficient(step, total_steps)
-    others = tuple(Weighted(coefficient, term) for _, term in context.objective.others)
-    objective = replace(context.objective, beta=beta, others=others)
-    rollout = collect(context, examples, step=step, beta=beta, others=others)
+    objective = context.objective.weighted(reference=beta, sampler=beta, teacher=coefficient)
+    rollout = collect(context, examples, step=step, terms=objective.terms)
     outputs: list[UpdateOutput] = []
     for _ in range(config.optim.num_iterations):
         outputs.append(update(context, optimizer, rollout, objective))
@@ -73,7 +70,8 @@ def take_step(
             break
         rollout = with_old_logprobs(rollout, outputs[0])
     metrics = measured(context, rollout, outputs) | {"train/learning_rate": rate}
-    metrics |= control_metrics(context, beta, metrics) | ({"teacher/coef": coefficient} if others else {})
+    metrics |= control_metrics(context, beta, metrics)
+    metrics |= {"teacher/coef": coefficient} if len(objective.terms) > 1 else {}
     if (kl := held_kl(metrics, exact_everywhere=context.exact_everywhere)) is not None:
         context.control.update(kl, metrics, rollout.rewards.view(-1, config.rollout.num_generations))
     return Step(rollout, outputs[0], metrics)

@@ -20,7 +20,7 @@ from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_mean, masked_sum, upcast
 from klamp.core.objective import Objective, grpo_loss, without_gradient
 from klamp.core.penalty import kl_metrics
-from klamp.core.term import carries_kl
+from klamp.core.term import carries_kl, measure
 from klamp.core.types import Batch, Direction
 from klamp.doctor.metrics import Counted, averaged_over
 from klamp.errors import NonFiniteError
@@ -104,19 +104,18 @@ def learning_rows(context: Context, rollout: Rollout, objective: Objective) -> T
 
 def scored_batch(context: Context, rollout: Rollout, part: slice, scores: Scores, objective: Objective) -> Batch:
     """A part of the rollout as the batch that the loss takes."""
-    in_loss = objective.beta > 0 and objective.kl.value == "exact"
-    return replace(
-        batch_of(context, rollout, scores.logprobs, part),
-        exact_kl=scores.exact if in_loss else None,
-        exact_kl_forward=scores.exact_forward if in_loss and objective.kl.gradient == "forward" else None,
-        teacher_kl=scores.teacher,
-    )
+    batch, (beta, term) = batch_of(context, rollout, scores.logprobs, part), objective.terms[0]
+    if beta > 0 and term.value == "exact":
+        forward = scores.exact_forward if term.gradient == "forward" else None
+        batch = batch.with_anchor(term.anchor, kl=scores.exact, forward_kl=forward)
+    return batch if scores.teacher is None else batch.with_anchor("teacher", kl=scores.teacher)
 
 
 def _ask(context: Context, rollout: Rollout, part: slice, objective: Objective, learns: Tensor) -> Ask:
     """The request to the scorer for an update: only what is needed and not known yet."""
-    in_loss = objective.beta > 0 and objective.kl.value == "exact"
-    wanted: Direction = "forward" if objective.kl.gradient == "forward" else "reverse"
+    beta, term = objective.terms[0]
+    in_loss = beta > 0 and term.value == "exact"
+    wanted: Direction = "forward" if term.gradient == "forward" else "reverse"
     before = rollout.before
     return Ask(
         temperature=context.config.rollout.temperature,
@@ -152,7 +151,7 @@ def added_parts(metrics: Mapping[str, Tensor], rollout: Rollout, part: slice) ->
 
 def _head_means(batch: Batch, scores: Scores) -> dict[str, Tensor]:
     """What was seen of the teacher beside the KL to it at each prefix, means over the tokens that it scored."""
-    carried = carries_kl(batch.towards("teacher")) if scores.head else batch.mask
+    carried = carries_kl(batch, "teacher")
     return {f"teacher/{name}": masked_mean(each, carried) for name, each in scores.head.items()}
 
 
@@ -171,8 +170,9 @@ def by_teacher(context: Context, rollout: Rollout, part: slice, batch: Batch, sc
     for key, rows in rows_of_each(context, rollout).items():
         if not key:
             continue
-        mask, scored = batch.mask & rows[part][:, None], carries_kl(batch.towards("teacher"))
-        kl = kl_metrics(replace(batch, teacher_mask=mask & scored), context.objective.others[0].term)["teacher/kl"]
+        mask, scored = batch.mask & rows[part][:, None], carries_kl(batch, "teacher")
+        of_rows = batch.with_anchor("teacher", mask=mask & scored)
+        kl = kl_metrics(measure(of_rows, context.objective.terms[1].term))["teacher/kl"]
         sums = {"kl": kl.double() * mask.sum(), "unscored": (mask & ~scored).sum().double()}
         sums |= {name: masked_sum(each, mask).double() for name, each in scores.head.items()}
         found |= {f"teacher/{name}{key}": torch.stack([total, mask.sum().double()]) for name, total in sums.items()}

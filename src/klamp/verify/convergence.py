@@ -30,10 +30,10 @@ from torch import Tensor
 from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.config.loss import Price, configured_price, divisor, kl_reduction, price_of
 from klamp.config.teacher import TeacherConfig
-from klamp.core.objective import grpo_loss
-from klamp.core.types import Batch, Reduction
+from klamp.core.objective import Weighted, grpo_loss
+from klamp.core.types import Reduction
 from klamp.errors import ConfigError
-from klamp.verify.one_step import Scene, advantages_in_groups, less_kl, quietly, scores_of
+from klamp.verify.one_step import Scene, advantages_in_groups, batch_of, less_kl, quietly, scores_of
 from klamp.verify.oracle import gradient_of
 from klamp.verify.proofs.check import Answer, Check, TextTable, is_equal, is_true
 from klamp.verify.worlds import Chain, count_prefixes, enumerate_outcomes, prefix_probs
@@ -161,24 +161,22 @@ def expected_step(
     """
     outcomes, objective = world.outcomes, build_objective(kl, loss, max_length=world.chain.length, teacher=teacher)
     count, none = float(len(outcomes.probs)), torch.zeros_like(world.rewards)
-    batch = Batch(**scores_of(outcomes, objective, kl, teacher), advantages=none)  # pyright: ignore
+    batch = batch_of(scores_of(outcomes, objective, kl, teacher), advantages=none)
     own, of_kl = objective.reduction, kl_reduction(kl, loss)
     divided_by = {
         each: divisor(each, mean_length=world.mean_length, max_length=world.chain.length) for each in (own, of_kl)
     }
     outside = divided_by | {"sequence_mean": 1.0}  # that one divides each completion by its own length, in the loss
     rewards = less_kl(world.rewards, batch, objective.terms)
-    weighted = replace(
-        batch,
-        advantages=count * expected_advantages(world, loss, rewards) / outside[own],
-        kl_weight=count * outcomes.probs / outside[of_kl],
-    )
-    kl_term = replace(objective.kl, normalizer=_summed(of_kl))
-    whole = replace(objective, reduction=_summed(own), kl=kl_term, others=())
-    total = grpo_loss(weighted, whole).loss
-    for coefficient, term in objective.others:  # weighed as a KL to the reference is, which the teacher stands in for
-        taught = replace(batch.towards(term.anchor), advantages=none, kl_weight=count * outcomes.probs / outside[own])
-        total = total + grpo_loss(taught, replace(whole, beta=coefficient, kl=replace(term, anchor="reference"))).loss
+    batch = replace(batch, advantages=count * expected_advantages(world, loss, rewards) / outside[own])
+    reductions = {term.anchor: of_kl if position == 0 else own for position, (_, term) in enumerate(objective.terms)}
+    for anchor in batch.anchors.keys() & reductions.keys():
+        batch = batch.with_anchor(anchor, weight=count * outcomes.probs / outside[reductions[anchor]])
+    terms = [
+        Weighted(coefficient, replace(term, normalizer=_summed(reductions[term.anchor])))
+        for coefficient, term in objective.terms
+    ]
+    total = grpo_loss(batch, replace(objective, reduction=_summed(own), terms=tuple(terms))).loss
     return gradient_of(total, world.chain), divided_by[of_kl]
 
 

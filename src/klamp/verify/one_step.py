@@ -18,7 +18,7 @@ import itertools
 import math
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -32,10 +32,10 @@ from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.masking import Totals
 from klamp.core.objective import LossOutput, Objective, Weighted, grpo_loss
-from klamp.core.penalty import advantages_with_kl, shifted_rewards
-from klamp.core.term import Gate, KLTerm, sequence_gate_kl, sequence_kl
+from klamp.core.penalty import HELD, advantages_with_kl, shifted_rewards
+from klamp.core.term import KLTerm, Prepared, measure, prepare, sequence_gate_kl, sequence_kl
 from klamp.core.topk import distinct, topk_kl
-from klamp.core.types import Batch
+from klamp.core.types import Batch, Scored
 from klamp.errors import ConfigError, KLWarning
 from klamp.verify.oracle import Report, Truths, gradient_of, report, truths
 from klamp.verify.worlds import Chain, Outcomes, Sampler, enumerate_outcomes, random_chain
@@ -151,21 +151,24 @@ def examine_config(
     _check_exclusions(kl, scene.chain.vocab)
     objective = build_objective(kl, loss or _PLAIN_LOSS, max_length=scene.chain.length, teacher=teacher)
     if loss is None:
-        loss, plain_kl = _PLAIN_LOSS, dataclasses.replace(objective.kl, normalizer="sequence_sum")
-        objective = dataclasses.replace(objective, reduction="sequence_sum", kl=plain_kl)
+        loss, objective = _PLAIN_LOSS, _plain(objective)
     _, probs = scene.groups
     losses, gates = _take_steps(scene, objective, loss, kl, teacher)
-    if teacher is None:
-        coefficient, without = objective.beta, dataclasses.replace(objective, beta=0.0, kl=KLTerm())
-    else:
-        coefficient, without = teacher.teacher_coef, dataclasses.replace(objective, others=())
-    plain, _ = _take_steps(scene, without, loss, kl)
+    coefficient, without = (objective.beta, ()) if teacher is None else (teacher.teacher_coef, objective.terms[:1])
+    plain, _ = _take_steps(scene, dataclasses.replace(objective, terms=without), loss, kl)
     known, anchor = (scene.truths, "ref") if teacher is None else (None, "teacher")
     return StepReport(
         kl=report(scene.chain, probs, (losses - plain) / (coefficient or 1.0), known=known, anchor=anchor),
         gate=None if gates is None else float((probs * gates).sum()),
         policy_gradient=gradient_of((probs * plain).sum(), scene.chain),
     )
+
+
+def _plain(objective: Objective) -> Objective:
+    """The objective as a plain sum over each completion, that of its KL terms too."""
+    (beta, term), *others = objective.terms
+    terms = (Weighted(beta, dataclasses.replace(term, normalizer="sequence_sum")), *others)
+    return dataclasses.replace(objective, reduction="sequence_sum", terms=terms)
 
 
 _PLAIN_LOSS = LossConfig(
@@ -176,26 +179,41 @@ _PLAIN_LOSS = LossConfig(
 def scores_of(
     scored: Outcomes, objective: Objective, kl: KLConfig, teacher: TeacherConfig | None = None
 ) -> dict[str, Tensor]:
-    """What a batch holds of every completion, by the names of `Batch`; at beta 0 no reference. [outcomes, tokens]"""
+    """What a batch holds of every completion; at beta 0 no reference. [outcomes, tokens]
+
+    Named as the fields of `Batch`, and ANCHOR.FIELD for those of an anchor's `Scored`.
+    """
     scores = {
         "policy_logprobs": scored.policy_logprobs,
         "mask": scored.mask,
         "old_logprobs": scored.sampler_logprobs,
-        "sampler_logprobs": scored.sampler_logprobs,
+        "sampler.logprobs": scored.sampler_logprobs,
     }
-    if objective.others:
-        scores["teacher_logprobs"] = scored.teacher_logprobs
-    if teacher is not None and any(term.of_prefixes for _, term in objective.others):
-        scores["teacher_kl"] = teacher_kl(scored, teacher)
+    anchors = {term.anchor: term for _, term in objective.terms}
+    if "teacher" in anchors:
+        scores["teacher.logprobs"] = scored.teacher_logprobs
+        if teacher is not None and anchors["teacher"].of_prefixes:
+            scores["teacher.kl"] = teacher_kl(scored, teacher)
     if objective.beta == 0:
         return scores
-    scores["ref_logprobs"] = scored.ref_logprobs
+    scores["reference.logprobs"] = scored.ref_logprobs
     if kl.excludes:
-        scores["kl_mask"] = _kl_mask(kl, scored)
-    if objective.kl.value == "exact":
+        scores |= dict.fromkeys(("reference.mask", "sampler.mask"), _kl_mask(kl, scored))
+    if anchors.get("reference", KLTerm()).value == "exact":
         models = scored.policy_logits, scored.ref_logits
-        scores |= {"exact_kl": exact_kl(*models), "exact_kl_forward": exact_kl(*models, direction="forward")}
+        scores |= {"reference.kl": exact_kl(*models), "reference.forward_kl": exact_kl(*models, direction="forward")}
     return scores
+
+
+def batch_of(scores: Mapping[str, Tensor], **options: Any) -> Batch:
+    """The batch that the scores of `scores_of` make."""
+    anchors: dict[str, dict[str, Tensor]] = {}
+    for name, x in scores.items():
+        anchor, dot, field = name.partition(".")
+        if dot:
+            anchors.setdefault(anchor, {})[field] = x
+    own = {name: x for name, x in scores.items() if "." not in name}
+    return Batch(**own, anchors={name: Scored(**fields) for name, fields in anchors.items()}, **options)
 
 
 def teacher_kl(y: Outcomes, teacher: TeacherConfig) -> Float[Tensor, "outcomes tokens"]:
@@ -232,7 +250,9 @@ def _take_steps(
     scores = {name: x[rows] for name, x in scores_of(scene.outcomes, objective, kl, teacher).items()}
     attached = {name: x for name, x in scores.items() if x.requires_grad}
     leaves = {name: x.detach().requires_grad_() for name, x in attached.items()}
-    gates = _gates(scene, objective, kl) if objective.beta > 0 and objective.kl.clip_method != "none" else None
+    gates = None
+    if objective.beta > 0 and objective.terms[0].term.clip_method != "none":
+        gates = _gates(scene, objective, kl)
     advantages = _advantages(scene, objective, loss, kl, gates)
     y, size = scene.outcomes, float(scene.group_size)
     kl_tokens = (y.probs * _kl_mask(kl, y).sum(-1)).sum().item() or 1.0  # 1: none carries a KL
@@ -241,7 +261,7 @@ def _take_steps(
     for index in range(len(rows)):
         group = {name: x[index] for name, x in (scores | leaves).items()}
         gate = None if gates is None else gates[index]
-        batch = _batch(scene, kl, group, advantages=advantages[index], gate_kl=gate)
+        batch = _batch(scene, kl, group, advantages=advantages[index], gate=gate)
         outputs.append(grpo_loss(batch, objective, totals=totals))
     whole = torch.stack([output.loss for output in outputs]).sum()
     slopes = torch.autograd.grad(whole, list(leaves.values()), retain_graph=True, materialize_grads=True)
@@ -251,33 +271,33 @@ def _take_steps(
 
 
 def _batch(
-    scene: Scene, kl: KLConfig, scores: dict[str, Tensor], *, advantages: Tensor, gate_kl: Tensor | None = None
+    scene: Scene, kl: KLConfig, scores: dict[str, Tensor], *, advantages: Tensor, gate: Tensor | None = None
 ) -> Batch:
-    return Batch(
-        **scores,  # pyright: ignore[reportArgumentType]
-        advantages=advantages,
-        gate_kl=gate_kl,
-        reference_length=float(kl.kl_reference_length or scene.chain.length),
-        group_size=scene.group_size,
-    )
+    if gate is not None:
+        scores = scores | {f"{anchor}.gate": gate for anchor in HELD if f"{anchor}.logprobs" in scores}
+    length = float(kl.kl_reference_length or scene.chain.length)
+    return batch_of(scores, advantages=advantages, reference_length=length, group_size=scene.group_size)
 
 
-def _before(scene: Scene, objective: Objective, kl: KLConfig, rows: Tensor, gate_kl: Tensor | None = None) -> Batch:
+def _before(scene: Scene, objective: Objective, kl: KLConfig, rows: Tensor, gate: Tensor | None = None) -> Batch:
     """The chosen completions as the policy that drew them scored them, before its first update."""
     scores = {name: x[rows] for name, x in scores_of(scene.before, objective, kl).items()}
-    return _batch(scene, kl, scores, advantages=torch.zeros(len(rows), dtype=torch.float64), gate_kl=gate_kl)
+    return _batch(scene, kl, scores, advantages=torch.zeros(len(rows), dtype=torch.float64), gate=gate)
 
 
 def _gates(scene: Scene, objective: Objective, kl: KLConfig) -> Float[Tensor, "groups size"]:
     """The KL that gates the clip, in nats per completion; the mean of a large batch is the expected KL."""
-    rows, _ = scene.groups
-    if objective.kl.clip_level != "batch":
-        everyone = _before(scene, objective, kl, rows.flatten())
-        return sequence_gate_kl(everyone, objective.kl).view(rows.shape)
+    (rows, _), term = scene.groups, objective.terms[0].term
+
+    def before(chosen: Tensor) -> Prepared:
+        return measure(_before(scene, objective, kl, chosen), term)
+
+    if term.clip_level != "batch":
+        return sequence_gate_kl(before(rows.flatten())).view(rows.shape)
     if scene.whole_batch:
-        return torch.stack([sequence_gate_kl(_before(scene, objective, kl, group), objective.kl) for group in rows])
-    everyone = _before(scene, objective, kl, torch.arange(len(scene.outcomes.probs)))
-    return (scene.outcomes.probs * sequence_kl(everyone, objective.kl)).sum().expand(rows.shape)
+        return torch.stack([sequence_gate_kl(before(group)) for group in rows])
+    everyone = before(torch.arange(len(scene.outcomes.probs)))
+    return (scene.outcomes.probs * sequence_kl(everyone)).sum().expand(rows.shape)
 
 
 def _check_exclusions(kl: KLConfig, vocab: int) -> None:
@@ -302,25 +322,24 @@ def _advantages(
 ) -> Float[Tensor, "groups size"]:
     rows, _ = scene.groups
     rewards = scene.rewards[rows.flatten()]
-    if objective.others:
-        rewards = less_kl(rewards, _before(scene, objective, kl, rows.flatten()), objective.others)
-    if objective.beta == 0 or objective.kl.placement != "reward":
+    if objective.terms[1:]:
+        rewards = less_kl(rewards, _before(scene, objective, kl, rows.flatten()), objective.terms[1:])
+    if objective.beta == 0 or objective.terms[0].term.placement != "reward":
         return advantages_in_groups(rewards.view(rows.shape), loss)
 
     def advantages(rewards: Tensor) -> Tensor:
         return advantages_in_groups(rewards.view(rows.shape), loss).flatten()
 
     before = _before(scene, objective, kl, rows.flatten(), None if gates is None else gates.flatten())
-    gate, beta = Gate.of(before, objective.kl), objective.beta
-    found = advantages_with_kl(rewards, before, objective.kl, beta=beta, gate=gate, advantages=advantages)
-    return found.view(rows.shape)
+    beta, term = objective.terms[0]
+    return advantages_with_kl(rewards, prepare(before, term), beta=beta, advantages=advantages).view(rows.shape)
 
 
 def less_kl(rewards: Float[Tensor, " batch"], batch: Batch, terms: Iterable[Weighted]) -> Float[Tensor, " batch"]:
     """The rewards less every KL of these that is taken from them, without a clip. [B]"""
     for coefficient, term in terms:
         if coefficient > 0 and term.placement == "reward":
-            rewards = shifted_rewards(rewards, batch, term, beta=coefficient)
+            rewards = shifted_rewards(rewards, measure(batch, term), beta=coefficient)
     return rewards
 
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from klamp.core.penalty import token_penalty
-from klamp.core.term import Gate, KLTerm, carries_kl
-from klamp.core.types import Batch
+from klamp.core.term import KLTerm, prepare
+from klamp.core.types import Batch, Scored, held_anchors
 from klamp.errors import UnsupportedVersion
 
 KL_MASK, KL_SCALE = "klamp_kl_mask", "klamp_kl_scale"
@@ -35,16 +35,16 @@ def batch_of(inputs: Mapping[str, Any], policy_logprobs: Tensor) -> Batch:
     recorded = policy_logprobs.detach() if old is None else old
     sampler = inputs.get("sampling_per_token_logps")
     sampler = recorded if sampler is None else torch.where(sampler.isnan(), recorded.to(sampler), sampler)
+    ref, mask, gate = (inputs.get(name) for name in ("ref_per_token_logps", KL_MASK, GATE_KL))
+    anchors = held_anchors(ref, sampler, mask=mask, gate=gate)
+    if inputs.get(TEACHER) is not None:
+        anchors["teacher"] = Scored(inputs[TEACHER])
     return Batch(
         policy_logprobs=policy_logprobs,
         mask=loss_mask(inputs),
         advantages=inputs["advantages"],
         old_logprobs=old,
-        ref_logprobs=inputs.get("ref_per_token_logps"),
-        teacher_logprobs=inputs.get(TEACHER),
-        sampler_logprobs=sampler,
-        kl_mask=inputs.get(KL_MASK),
-        gate_kl=inputs.get(GATE_KL),
+        anchors=anchors,
         reference_length=inputs.get(REFERENCE_LENGTH),
     )
 
@@ -56,11 +56,12 @@ def gated_penalty(batch: Batch, term: KLTerm, scale: Tensor | None = None) -> Te
     those that do: `scale` [B] is the quotient of the two, settled for the whole generation batch; None: where the host
     divides by each micro-batch, this micro-batch's.
     """
-    penalty = token_penalty(batch, term, Gate.of(batch, term))
-    if batch.kl_mask is None:
+    prepared = prepare(batch, term)
+    penalty = token_penalty(prepared)
+    if prepared.excluded is None:
         return penalty
     if scale is None:
-        return penalty * (batch.mask.sum() / carries_kl(batch).sum().clamp(min=1))
+        return penalty * (batch.mask.sum() / prepared.carried.sum().clamp(min=1))
     return penalty * scale.unsqueeze(-1)
 
 

@@ -16,7 +16,7 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum
 from klamp.core.penalty import advantages_with_kl, shifted_advantages
-from klamp.core.term import Gate, KLTerm, require_reference, sequence_gate_kl
+from klamp.core.term import KLTerm, measure, prepare, scored_by, sequence_gate_kl
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, batch_of, loss_mask
@@ -63,8 +63,8 @@ class Generation:
     def batch(self) -> Batch:
         """In klamp's words, as the policy saw it before its first update."""
         assert self.old_logprobs is not None
-        batch = batch_of(self.inputs, self.old_logprobs)
-        return replace(batch, old_logprobs=self.old_logprobs, exact_kl=self.exact_kl)
+        batch = replace(batch_of(self.inputs, self.old_logprobs), old_logprobs=self.old_logprobs)
+        return batch if self.exact_kl is None else batch.with_anchor("reference", kl=self.exact_kl)
 
 
 def needs_old_logprobs(term: KLTerm) -> bool:
@@ -112,7 +112,7 @@ def gate_over_processes(generation: Generation, term: KLTerm) -> Tensor:
     """The KL that gates each of this process's sequences, in nats; groups and batches run over all processes. [B]"""
     batch = replace(generation.batch(), group_size=generation.group_size)
     accelerator = generation.accelerator
-    return sequence_gate_kl(batch, term, gather=accelerator.gather, rank=accelerator.process_index)
+    return sequence_gate_kl(measure(batch, term), gather=accelerator.gather, rank=accelerator.process_index)
 
 
 def shifted(generation: Generation, term: KLTerm, *, beta: float) -> Tensor:
@@ -122,9 +122,9 @@ def shifted(generation: Generation, term: KLTerm, *, beta: float) -> Tensor:
     its deviation from the group's mean from the advantages.
     """
     batch = generation.batch()
-    gate = Gate.of(batch, term)
+    prepared = prepare(batch, term)
     if term.placement == "advantage":
-        return shifted_advantages(batch, term, beta=beta, gate=gate)
+        return shifted_advantages(batch.advantages, prepared, beta=beta)
 
     def centred(taken: Tensor) -> Tensor:
         everywhere = generation.accelerator.gather(taken)
@@ -135,7 +135,7 @@ def shifted(generation: Generation, term: KLTerm, *, beta: float) -> Tensor:
         return found.split(len(taken))[generation.accelerator.process_index]
 
     none = batch.advantages.new_zeros(len(batch.mask))
-    shift = advantages_with_kl(none, batch, term, beta=beta, gate=gate, advantages=centred)
+    shift = advantages_with_kl(none, prepared, beta=beta, advantages=centred)
     return batch.advantages + (shift if batch.advantages.ndim == 1 else shift.unsqueeze(-1))
 
 
@@ -154,7 +154,9 @@ def reference_lengths(generation: Generation, control: KLControl) -> Tensor:
 
 def _measured(generation: Generation) -> float:
     batch, lengths = generation.batch(), generation.lengths
-    values = ESTIMATORS["k3"].value(masked_log_ratio(batch.policy_logprobs, require_reference(batch), batch.mask))
+    values = ESTIMATORS["k3"].value(
+        masked_log_ratio(batch.policy_logprobs, scored_by(batch, "reference").logprobs, batch.mask)
+    )
     sizes = [masked_sum(values, batch.mask), batch.mask.sum(), lengths.sum(), torch.tensor(len(lengths))]
     sizes = torch.stack([size.to(lengths.device, torch.float32) for size in sizes])
     kl, tokens, length, count = generation.accelerator.reduce(sizes, reduction="sum").tolist()

@@ -16,8 +16,7 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_mean, masked_sum
 from klamp.core.penalty import kl_metrics
-from klamp.core.term import Distances, Gate, KLTerm, require_reference
-from klamp.core.types import Batch
+from klamp.core.term import Prepared
 from klamp.doctor.metrics import Counted, averaged_over
 
 
@@ -157,24 +156,23 @@ class Window:
         self.log_ratios: list[Tensor] = []
 
     @torch.no_grad()
-    def add(self, batch: Batch, term: KLTerm, gate: Gate | None) -> None:
-        """Take in a micro-batch that the reference (or the teacher, whose term it is) has scored."""
-        known = Distances.of(batch, term)
-        means = kl_metrics(batch, term, known) | ({} if gate is None else gate.metrics())
+    def add(self, prepared: Prepared) -> None:
+        """Take in a micro-batch that the term's anchor has scored."""
+        batch, anchor, means = prepared.batch, prepared.term.anchor, kl_metrics(prepared)
         means.pop("kl/log_ratio_max", None)
         means["policy/logp_mean"] = masked_mean(batch.policy_logprobs, batch.mask)
-        if term.anchor == "reference":
-            means["ref/logp_mean"] = masked_mean(require_reference(batch), batch.mask)
+        if anchor == "reference":
+            means["ref/logp_mean"] = masked_mean(prepared.scored.logprobs, batch.mask)
         means["length/mean"] = batch.mask.sum(-1).double().mean()
         counts: dict[Counted | None, int | Tensor] = {
             "completions": len(batch.mask),
             "tokens": batch.mask.sum(),
-            "KL tokens": known.carried.sum(),
+            "KL tokens": prepared.carried.sum(),
         }
         for name, mean in means.items():
             self._count(name, mean.double(), torch.as_tensor(counts[averaged_over(name)], device=mean.device).double())
-        if term.anchor == "reference":
-            self.log_ratios.append(known.log_ratio[known.carried].float())
+        if anchor == "reference":
+            self.log_ratios.append(prepared.log_ratio[prepared.carried].float())
 
     def add_values(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Take in what was measured at some tokens of a micro-batch, [b, T]."""

@@ -19,7 +19,7 @@ from torch.nn.utils.rnn import pad_sequence
 from klamp.core.arguments import FLOATS, check_tensors, describe
 from klamp.core.masking import Totals, check_logprobs, masked
 from klamp.core.topk import asked_tokens
-from klamp.core.types import Batch
+from klamp.core.types import Batch, Scored, held_anchors
 from klamp.errors import DataError, EmptyMaskError, NonFiniteError, ShapeError
 from klamp.hosts.common.versions import load_tinker
 
@@ -165,18 +165,18 @@ class Rows:
         tokens, kl_tokens = (max(1.0, float(mask.sum())) for mask in (self.mask, carried))
         return Totals(sequences=float(len(self.lengths)), tokens=tokens, kl_tokens=kl_tokens)
 
-    def batch(self, policy_logprobs: Tensor, **more: Any) -> Batch:
+    def batch(self, policy_logprobs: Tensor, *, teacher_kl: Tensor | None, **options: Any) -> Batch:
         """The datums as a batch of the core under a policy; the sampler counts as the old policy."""
+        anchors = held_anchors(self.ref_logprobs, self.logprobs, mask=self.kl_mask)
+        if self.teacher_logprobs is not None:
+            anchors["teacher"] = Scored(self.teacher_logprobs, kl=teacher_kl)
         return Batch(
             policy_logprobs=policy_logprobs,
             mask=self.mask,
             advantages=self.advantages,
             old_logprobs=self.logprobs,
-            sampler_logprobs=self.logprobs,
-            ref_logprobs=self.ref_logprobs,
-            teacher_logprobs=self.teacher_logprobs,
-            kl_mask=self.kl_mask,
-            **more,
+            anchors=anchors,
+            **options,
         )
 
     def policy(self, logprobs_list: Sequence[Tensor]) -> Tensor:

@@ -126,7 +126,7 @@ def count_tokens(data: Sequence[Any]) -> Totals:
 
 def _denominator(rows: Rows, settings: LossSettings, *, part: LossPart = "policy") -> float:
     objective, totals = settings.objective, settings.totals or rows.totals
-    reduction = (objective.kl.normalizer if part == "kl" else None) or objective.reduction
+    reduction = (settings.kl.kl_normalizer if part == "kl" else None) or objective.reduction
     return float(total_denominator(totals, reduction, length=objective.max_length, part=part))
 
 

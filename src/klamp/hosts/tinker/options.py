@@ -59,7 +59,7 @@ class LossSettings:
 
     def read(self, data: Sequence[Any]) -> Rows:
         """Read the datums and check that they hold what this loss needs: no anchor whose KL is in the rewards."""
-        anchors = {each.term.anchor for each in self.objective.terms if each.term.placement != "reward"}
+        anchors = {term.anchor for _, term in self.objective.active if term.placement != "reward"}
         return read_rows(
             data,
             reference="reference" in anchors,
@@ -99,7 +99,7 @@ def make_settings(
     for text in ignored:
         warnings.warn(text, KLWarning, stacklevel=3)
     objective = build_objective(kl, around, max_length=1 if max_length is None else max_length, teacher=teacher)
-    objective = replace(objective, beta=beta, max_length=max_length)
+    objective = replace(objective.weighted(reference=beta, sampler=beta), max_length=max_length)
     if normalizer == "token_sum":
         objective, totals = replace(objective, reduction="token_mean"), PLAIN_SUM
     return LossSettings(
@@ -189,7 +189,7 @@ def effective(
 
 def _price(objective: Objective) -> str:
     """The price where a call alone determines it; its advantages are the caller's."""
-    term = objective.kl
+    term = objective.terms[0].term
     if term.placement == "loss" and term.normalizer not in (None, objective.reduction):
         return "unknown: the KL has an average of its own, and the caller forms the advantages"
     price = f"{objective.beta:g} reward per nat of a whole completion"

@@ -296,9 +296,10 @@ def learning_rows(trainer: Any, inputs: Any, beta: float) -> Tensor | None:
     if controlled and session.term.clip_method != "none" and inputs.get(GATE_KL) is None:
         return None
     batch = batch_of(inputs, torch.zeros(inputs["completion_ids"].shape, device=inputs["completion_ids"].device))
-    taught = session.teacher
-    others = () if taught is None else (Weighted(taught.coefficient(trainer), taught.term),)
-    return ~without_gradient(batch, Objective(beta=beta if controlled else 0.0, kl=session.term, others=others))
+    terms = [Weighted(beta, session.term)] if controlled else []
+    if session.teacher is not None:
+        terms.append(Weighted(session.teacher.coefficient(trainer), session.teacher.term))
+    return ~without_gradient(batch, Objective(terms=tuple(terms)))
 
 
 def why_not_fast(trainer: Any) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from klamp.config.loss import Price, price_of
-from klamp.core.term import Gate, Placement, carries_kl
+from klamp.core.term import Placement, prepare
 from klamp.errors import KLWarning
 from klamp.hosts.common.coefficient import batch_of, loss_mask
 from klamp.hosts.common.control import beta_metrics, held_kl, mean_spread
@@ -37,11 +37,12 @@ def after_loss(trainer: Any, inputs: Any, scored: Scoring, beta: float) -> None:
     """Add a micro-batch to the measurements; at the end of an optimizer step log, check, and adjust beta."""
     session, mode = trainer._klamp, "train" if trainer.model.training else "eval"
     batch, window = batch_of(inputs, scored.logprobs.detach()), session.windows[mode]
-    window.add(batch, session.term, Gate.of(batch, session.term))
+    prepared = prepare(batch, session.term)
+    window.add(prepared)
     with torch.no_grad():
         exact = exact_kl_of(trainer, inputs, scored.hidden)
     if exact is not None:
-        window.add_values("kl/exact", exact[0], exact[1] & carries_kl(batch))
+        window.add_values("kl/exact", exact[0], exact[1] & prepared.carried)
     if mode == "train" and not trainer.accelerator.sync_gradients:
         return
     found = window.emit(trainer.accelerator)

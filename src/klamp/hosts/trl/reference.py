@@ -10,7 +10,6 @@ import copy
 import importlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -252,7 +251,7 @@ def with_exact(trainer: Any, batch: Batch, inputs: Any, hidden: Tensor | None) -
     term = trainer._klamp.term
     if term.value != "exact":
         return batch
-    wanted: dict[str, Direction] = {"exact_kl": "reverse"}
-    wanted |= {"exact_kl_forward": "forward"} if term.gradient == "forward" else {}
-    found = {name: exact_kl_of(trainer, inputs, hidden, direction=way) for name, way in wanted.items()}
-    return replace(batch, **{name: measured[0] for name, measured in found.items() if measured is not None})
+    directions: dict[str, Direction] = {"kl": "reverse"}
+    directions |= {"forward_kl": "forward"} if term.gradient == "forward" else {}
+    measured = {name: exact_kl_of(trainer, inputs, hidden, direction=way) for name, way in directions.items()}
+    return batch.with_anchor("reference", **{name: kl[0] for name, kl in measured.items() if kl is not None})

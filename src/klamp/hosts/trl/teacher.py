@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, cast
 
@@ -15,7 +15,7 @@ from trl.trainer import grpo_trainer
 
 from klamp.config.teacher import TeacherConfig
 from klamp.core.penalty import shifted_advantages, token_penalty
-from klamp.core.term import KLTerm
+from klamp.core.term import KLTerm, prepare
 from klamp.core.types import Batch
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import TEACHER, batch_of
@@ -168,7 +168,8 @@ def in_advantages(trainer: Any, inputs: Mapping[str, Any], old_logprobs: Tensor 
     if teacher.term.placement != "advantage" or coefficient == 0:
         return inputs["advantages"]
     assert old_logprobs is not None
-    return shifted_advantages(batch_of(inputs, old_logprobs), teacher.term, beta=coefficient, gate=None)
+    prepared = prepare(batch_of(inputs, old_logprobs), teacher.term)
+    return shifted_advantages(inputs["advantages"], prepared, beta=coefficient)
 
 
 def penalty(trainer: Any, inputs: Mapping[str, Any], policy_logprobs: Tensor, hidden: Tensor | None) -> Tensor | float:
@@ -179,8 +180,8 @@ def penalty(trainer: Any, inputs: Mapping[str, Any], policy_logprobs: Tensor, hi
     batch = batch_of(inputs, policy_logprobs)
     if teacher.how is not None:
         kl, seen = _prefixes(trainer, inputs, batch, hidden)
-        batch, teacher.measured = replace(batch, teacher_kl=kl), (kl.detach(), seen)
-    return teacher.coefficient(trainer) * token_penalty(batch, teacher.term, None)
+        batch, teacher.measured = batch.with_anchor("teacher", kl=kl), (kl.detach(), seen)
+    return teacher.coefficient(trainer) * token_penalty(prepare(batch, teacher.term))
 
 
 def _prefixes(
@@ -199,7 +200,7 @@ def _prefixes(
         )
     weight = None
     if teacher.config.teacher_off_policy != "none":
-        weight = (batch.policy_logprobs.detach() - cast(Tensor, batch.sampler_logprobs))[where]
+        weight = (batch.policy_logprobs.detach() - cast(Tensor, batch.logprobs_of("sampler")))[where]
     how = cast(PrefixKL, teacher.how)
     options = {"temperature": trainer.temperature, "log_weight": weight}
     kl, seen = prefix_divergence(policy, anchor, ids[where], how, **options)
@@ -215,10 +216,10 @@ def after_loss(trainer: Any, inputs: Mapping[str, Any], policy_logprobs: Tensor)
     window, batch = teacher.windows[mode], batch_of(inputs, policy_logprobs.detach())
     if teacher.measured is not None:
         kl, seen = teacher.measured
-        batch = replace(batch, teacher_kl=kl)
+        batch = batch.with_anchor("teacher", kl=kl)
         for name, values in seen.items():
             window.add_values(f"teacher/{name}", values, batch.mask)
-    window.add(batch, teacher.term, None)
+    window.add(prepare(batch, teacher.term))
     if mode == "train" and not trainer.accelerator.sync_gradients:
         return
     found = window.emit(trainer.accelerator) | {"teacher/coef": teacher.coefficient(trainer)}

@@ -15,7 +15,7 @@ from klamp.config import TRL_LOSS_TYPES, KLConfig
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_mean
-from klamp.core.term import require_reference
+from klamp.core.term import scored_by
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError, Refusal, UnsupportedVersion
 from klamp.hosts.common.coefficient import KL_SCALE, batch_of, check_once, gated_penalty, stopped_calling
@@ -154,7 +154,7 @@ def _columns(trainer: Any, inputs: Mapping[str, Any], scored: Tensor) -> Columns
 @torch.no_grad()
 def _host_mean(batch: Batch) -> Tensor:
     """The number that Unsloth logs as `kl`, without its clamps: over completions the mean of their mean k3."""
-    delta = masked_log_ratio(batch.policy_logprobs, require_reference(batch), batch.mask)
+    delta = masked_log_ratio(batch.policy_logprobs, scored_by(batch, "reference").logprobs, batch.mask)
     per_row = masked_mean(ESTIMATORS["k3"].value(delta), batch.mask, -1)
     return per_row.sum() / batch.mask.any(-1).sum().clamp(min=1)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from klamp.config import KLConfig
 from klamp.config.loss import Price
-from klamp.core.term import Gate
+from klamp.core.term import prepare
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH
 from klamp.hosts.common.control import KLControl, held_kl, mean_spread, read_state
@@ -281,5 +281,5 @@ def _generation(sampled: Mapping[str, Tensor], order: Tensor, group_size: int) -
 
 def _measured(generation: Generation, found: Mapping[str, Any], control: KLControl) -> dict[str, float]:
     batch, term, window = replace(generation, inputs=found).batch(), control.kl.build_term(), Window()
-    window.add(batch, term, Gate.of(batch, term))
+    window.add(prepare(batch, term))
     return window.emit(Alone())

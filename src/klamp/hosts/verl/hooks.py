@@ -20,7 +20,7 @@ from torch import Tensor
 
 from klamp.audit.micro_batch import check as check_loss
 from klamp.audit.verdict import Verdict
-from klamp.core.types import Batch
+from klamp.core.types import Batch, held_anchors
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, gated_penalty
 from klamp.hosts.common.versions import check_version, out_of_range
@@ -105,10 +105,7 @@ def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
         mask=known[MASK],
         advantages=torch.zeros_like(logprob),
         old_logprobs=known[OLD],
-        ref_logprobs=ref_logprob,
-        sampler_logprobs=known[OLD],
-        kl_mask=known.get(KL_MASK),
-        gate_kl=known.get(GATE_KL),
+        anchors=held_anchors(ref_logprob, known[OLD], mask=known.get(KL_MASK), gate=known.get(GATE_KL)),
         reference_length=known.get(REFERENCE_LENGTH),
     )
     return gated_penalty(batch, term, known.get(KL_SCALE))

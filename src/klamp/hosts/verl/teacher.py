@@ -22,9 +22,9 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import masked_sum
 from klamp.core.penalty import token_penalty
-from klamp.core.term import OffPolicy
+from klamp.core.term import OffPolicy, prepare
 from klamp.core.topk import topk_kl
-from klamp.core.types import Batch, Direction, Horizon
+from klamp.core.types import Batch, Direction, Horizon, Scored
 from klamp.errors import ConfigError, KLWarning, Refusal, unknown_name
 from klamp.hosts.verl.fields_in_verl import name_of
 
@@ -107,18 +107,18 @@ def kl_to_teacher(
         )
     teacher = teacher_of(options.loss_mode)
     batch, coefficient = _batch(teacher, model_output, data), options.distillation_loss_coef
-    penalty = token_penalty(batch, teacher.build_term())
+    penalty = token_penalty(prepare(batch, teacher.build_term()))
     metrics = _measured(batch, data) | {"teacher/coef": coefficient}
     return penalty if options.use_task_rewards else penalty * coefficient, metrics
 
 
 def _measured(batch: Batch, data: Any) -> dict[str, Any]:
     """Means over the tokens of verl's mini-batch, each micro-batch's part of them, under klamp's names."""
-    assert batch.teacher_logprobs is not None
-    if batch.teacher_kl is not None:
-        values = {"teacher/kl": batch.teacher_kl}
+    scored = batch.anchors["teacher"]
+    if scored.kl is not None:
+        values = {"teacher/kl": scored.kl}
     else:
-        k1 = masked_log_ratio(batch.policy_logprobs, batch.teacher_logprobs, batch.mask)
+        k1 = masked_log_ratio(batch.policy_logprobs, scored.logprobs, batch.mask)
         values = {"teacher/k1": k1, "teacher/kl": ESTIMATORS["k3"].value(k1)}
     share = data["dp_size"] / (data["batch_num_tokens"] or batch.mask.sum())
     metric: Any = importlib.import_module(METRIC).Metric
@@ -146,9 +146,7 @@ def _batch(teacher: TeacherConfig, model_output: Mapping[str, Any], data: Any) -
         mask=mask.bool(),
         advantages=torch.zeros_like(policy.detach()),
         old_logprobs=old,
-        teacher_logprobs=scored,
-        sampler_logprobs=old,
-        teacher_kl=kl,
+        anchors={"teacher": Scored(scored, kl=kl), "sampler": Scored(old)},
     )
 
 

@@ -20,9 +20,10 @@ from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.config.teacher import TeacherConfig, TeacherHead
 from klamp.core.advantages import group_advantages
 from klamp.core.penalty import token_penalty
-from klamp.core.types import Batch, Direction
+from klamp.core.term import prepare
+from klamp.core.types import Direction
 from klamp.verify.config_facts import NO_KL
-from klamp.verify.one_step import Scene, examine_config, quietly, scene, scores_of, teacher_kl
+from klamp.verify.one_step import Scene, batch_of, examine_config, quietly, scene, scores_of, teacher_kl
 from klamp.verify.oracle import (
     Loss,
     expected,
@@ -58,7 +59,8 @@ def as_loss(teacher: TeacherConfig) -> Loss:
 
     def loss(y: Outcomes) -> Tensor:
         scores: dict[str, Any] = scores_of(y, objective, NO_KL, teacher)
-        return token_penalty(Batch(**scores, advantages=torch.zeros(len(y.mask))), teacher.build_term())
+        batch = batch_of(scores, advantages=torch.zeros(len(y.mask)))
+        return token_penalty(prepare(batch, teacher.build_term()))
 
     return loss
 
