@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from klamp.core.estimators import kl_estimate
-from klamp.core.gradients import kl_penalty, masked_log_ratio, saturated_share, saturation
+from klamp.core.gradients import kl_penalty, saturated_share, saturation
+from klamp.core.masking import masked_log_ratio
 
 VALUES = ("k1", "k2", "k3", "abs")
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

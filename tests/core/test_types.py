@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from klamp.core.masking import check_batch, check_logprobs
-from klamp.core.types import Batch
+from klamp.core.types import Batch, check_batch, check_logprobs
 from klamp.errors import (
     DataError,
     EmptyMaskError,

@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-
 from klamp.diagnostics.doctor import Diagnosis, examine
 from klamp.diagnostics.history import WRITTEN
-from klamp.names import ALARMS_FILE, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY
 from klamp.records import read_record
+
+from klamp.names import ALARMS_FILE, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY
 
 FOLDER = Path(__file__).resolve().parent
 DIGITS = 6

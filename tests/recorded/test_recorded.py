@@ -13,10 +13,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.recorded.plants import RECORDED, RUNS
-from tests.recorded.record import FOLDER, lines, said
-
-from klamp.cli import main
 from klamp.diagnostics.alarms import ALARMS
 from klamp.diagnostics.alarms_run import TRUNCATED
 from klamp.diagnostics.doctor import Diagnosis, Finding, examine
@@ -24,6 +20,10 @@ from klamp.records import read_record
 from klamp.records.klamp_run import read_config
 from klamp.training.folders import scores_of
 from klamp.training.observers import AlarmObserver, Observer, RunInfo
+from tests.recorded.plants import RECORDED, RUNS
+from tests.recorded.record import FOLDER, lines, said
+
+from klamp.cli import main
 
 WITH_TOKENS: dict[str, dict[str, int]] = {
     "adapter-not-zero": {"step-zero-kl": 1},

@@ -16,7 +16,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from klamp.core.arguments import FLOATS, check_roles, check_tensors
-from klamp.core.masking import upcast
+from klamp.core.masking import log_ratio, upcast
 from klamp.core.types import Direction, Estimator
 from klamp.errors import ConfigError, ShapeError, check_name
 
@@ -103,18 +103,6 @@ ESTIMATORS: dict[str, EstimatorRow] = {
         ),
     )
 }
-
-
-def log_ratio(policy_logprobs: Float[Tensor, "*shape"], ref_logprobs: Float[Tensor, "*shape"]) -> Tensor:
-    """The log-ratio delta = log policy - log ref in nats, formed in float32 or wider."""
-    if policy_logprobs.shape != ref_logprobs.shape:
-        raise ShapeError(
-            "policy and reference log-probabilities differ in shape",
-            got=f"policy {tuple(policy_logprobs.shape)}, ref {tuple(ref_logprobs.shape)}",
-            why="the log-ratio is taken token by token",
-            fix="score the same tokens with both models",
-        )
-    return upcast(policy_logprobs) - upcast(ref_logprobs)
 
 
 def kl_estimate(

@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from klamp.core.arguments import FLOATS, MASKS, POSITIVE, check_number, check_roles, check_tensors
-from klamp.core.estimators import ESTIMATORS, TokenFunction, log_ratio, needs_logits
-from klamp.core.masking import future_sum, masked
+from klamp.core.estimators import ESTIMATORS, TokenFunction, needs_logits
+from klamp.core.masking import future_sum, log_ratio, masked, masked_log_ratio
 from klamp.core.types import Estimator, Gradient, Horizon, LogProbs, Mask, TokenValues, Value
 from klamp.errors import ConfigError, ShapeError, TensorError, check_name
 
@@ -107,17 +107,6 @@ class _WithGradient(torch.autograd.Function):
 def with_gradient(value: Tensor, coefficient: Tensor, policy_logprobs: Tensor) -> Tensor:
     """sg(value) + sg(coefficient) (log policy - sg(log policy)): a value with another gradient."""
     return cast(Tensor, applied(_WithGradient, value.detach(), coefficient.detach(), policy_logprobs))
-
-
-def masked_log_ratio(
-    policy_logprobs: LogProbs, ref_logprobs: LogProbs, mask: Mask, *, max_log_ratio: float | None = None
-) -> TokenValues:
-    """The log-ratio delta = log policy - log ref in nats, detached; 0 where masked, bounded on request.
-
-    The bound is straight-through: it limits the value and the size of the coefficient, and never zeroes the gradient.
-    """
-    delta = masked(log_ratio(policy_logprobs.detach(), ref_logprobs.detach()), mask)
-    return delta if max_log_ratio is None else delta.clamp(-max_log_ratio, max_log_ratio)
 
 
 def log_weights(
@@ -230,7 +219,6 @@ def penalty_from_weights(
     horizon `sequence` they keep a gradient, for what they do to the KL of later tokens. The gradient is that of the
     generalised KL over the kept tokens (top of this module), for which k3 alone is unbiased.
     """
-    check_gradient_choice(value, gradient, horizon)
     if kl_mask is not None and (horizon, gradient) == ("sequence", "forward"):
         raise ConfigError(
             "the forward KL over sequences cannot leave tokens out",
@@ -245,7 +233,7 @@ def penalty_from_weights(
     weighted = masked(weighted_value(value, log_w, delta), carried)
     finite = coefficient.isfinite().all(-1, keepdim=True)
     weighted = torch.where(finite, saturated(weighted, delta), weighted)
-    return with_gradient(weighted, coefficient, masked(policy_logprobs, mask))
+    return with_gradient(weighted, coefficient, policy_logprobs)
 
 
 def kl_penalty(
@@ -320,10 +308,10 @@ def exact_penalty(
     exact: TokenValues,
     log_w: TokenValues,
     mask: Mask,
+    surrogate: TokenValues | None = None,
     *,
     gradient: Gradient,
     horizon: Horizon,
-    surrogate: TokenValues | None = None,
     kl_mask: Mask | None = None,
 ) -> TokenValues:
     """The penalty whose value is the exact KL over the vocabulary at each sampled position, in nats. [B, T]
@@ -340,7 +328,6 @@ def exact_penalty(
 
     Source: arXiv:2504.10637
     """
-    check_gradient_choice("exact", gradient, horizon)
     before = torch.nn.functional.pad(log_w[..., :-1], (1, 0)).exp()
     carried = mask if kl_mask is None else kl_mask
     value = masked(exact.detach(), carried) * before
@@ -360,7 +347,7 @@ def exact_penalty(
                 why="its prefixes would have to come from the reference",
                 fix="use kl_estimator='k3' with kl_gradient='forward' and kl_horizon='sequence'",
             )
-        penalty = penalty + with_gradient(torch.zeros_like(value), future_sum(value), masked(policy_logprobs, mask))
+        penalty = penalty + with_gradient(torch.zeros_like(value), future_sum(value), policy_logprobs)
     return masked(penalty, mask)
 
 

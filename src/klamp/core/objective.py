@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from klamp.core import surrogates
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_fields, check_instance, check_number, check_roles
-from klamp.core.masking import Totals, check_batch, check_totals, masked, masked_mean, reduce_tokens, total_denominator
-from klamp.core.penalty import HELD, kl_metrics, penalty_name, shifted_advantages, token_penalty
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_fields, check_instance, check_number
+from klamp.core.masking import Totals, check_totals, masked, masked_mean, reduce_tokens
+from klamp.core.penalty import HELD, kl_metrics, mean_penalty, penalty_name, shifted_advantages
 from klamp.core.surrogates import Trusted, TrustRegion
-from klamp.core.term import KLTerm, Prepared, measure, prepare
-from klamp.core.types import Advantages, Batch, LossOutput, LossPart, Mask, Reduction, TokenValues
+from klamp.core.term import KLTerm, Weighted, prepare, prepare_terms
+from klamp.core.types import Advantages, Batch, LossOutput, Reduction, check_batch
 
 SurrogateName: TypeAlias = Literal["ppo_clip", "cispo", "score_function"]
 
@@ -28,13 +28,6 @@ OBJECTIVE_NUMBERS = {
 }
 """Which numbers the fields of `Objective` take."""
 COEFFICIENT = AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use beta=0 for no KL")
-
-
-class Weighted(NamedTuple):
-    """A KL with its coefficient, in reward per nat."""
-
-    coefficient: float
-    term: KLTerm
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -118,56 +111,33 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
         check_totals(totals)
     bounded = {term.anchor for _, term in objective.terms if term.max_log_ratio is not None}
     check_batch(batch, part=totals is not None, bounded=bounded)
-    for scored in batch.anchors.values():
-        check_roles(batch.policy_logprobs, scored.logprobs)
     policy, mask = masked(batch.policy_logprobs, batch.mask), batch.mask
     old = policy.detach() if batch.old_logprobs is None else masked(batch.old_logprobs, mask)
-    parts = _parts(batch, objective)
+    terms = prepare_terms(batch, objective.terms)
     advantages: Advantages = batch.advantages
-    for coefficient, prepared in parts:
+    for coefficient, prepared in terms:
         if coefficient > 0 and prepared.term.placement == "advantage":
             advantages = shifted_advantages(advantages, prepared, beta=coefficient)
     bounds = {"clip_low": objective.clip_low, "clip_high": objective.clip_high}
     bounds = {} if objective.surrogate == "score_function" else bounds
-    tokens, metrics = SURROGATES[objective.surrogate](policy, old, advantages, **bounds), dict[str, Tensor]()
-    if objective.trust.there:
-        trusted = Trusted.of(batch, objective.trust)
-        tokens, metrics = trusted.weights * tokens, trusted.metrics(batch)
-    loss = _reduce(tokens, mask, mask, objective.reduction, objective, totals)
-    metrics["train/policy_loss"] = loss.detach()
-    for coefficient, prepared in parts:
-        if coefficient > 0 and prepared.term.placement == "loss":
-            kl_loss = coefficient * _mean_penalty(prepared, objective, totals)
-            metrics[penalty_name(prepared.term.anchor)] = kl_loss.detach()
-            loss = loss + kl_loss
-        metrics |= kl_metrics(prepared)
-    metrics["beta"] = torch.as_tensor(objective.beta, dtype=policy.dtype)
+    tokens = SURROGATES[objective.surrogate](policy, old, advantages, **bounds)
+    metrics = {"beta": torch.as_tensor(objective.beta, dtype=policy.dtype)}
     if objective.surrogate == "ppo_clip":
         clipped = surrogates.ratio_clipped(policy.detach(), old, advantages, **bounds)
         metrics["policy/ratio_clipped"] = masked_mean(clipped.float(), mask)
+    if objective.trust.there:
+        trusted = Trusted.of(batch, objective.trust)
+        tokens, metrics = trusted.weights * tokens, metrics | trusted.metrics(batch)
+    size: dict[str, Any] = {"length": objective.max_length, "totals": totals}
+    loss = reduce_tokens(tokens, mask, objective.reduction, **size)
+    metrics["train/policy_loss"] = loss.detach()
+    for coefficient, prepared in terms:
+        if coefficient > 0 and prepared.term.placement == "loss":
+            kl_loss = coefficient * mean_penalty(prepared, objective.reduction, **size)
+            metrics[penalty_name(prepared.term.anchor)] = kl_loss.detach()
+            loss = loss + kl_loss
+        metrics |= kl_metrics(prepared)
     return LossOutput(loss, metrics)
-
-
-class _Part(NamedTuple):
-    coefficient: float
-    prepared: Prepared
-
-
-def _parts(batch: Batch, objective: Objective) -> list[_Part]:
-    """The terms to compute: those in force, and those whose anchor scored the batch, for their metrics."""
-    parts: list[_Part] = []
-    for coefficient, term in objective.terms:
-        if coefficient > 0 and (term.placement != "reward" or term.anchor in batch.anchors):
-            parts.append(_Part(coefficient, prepare(batch, term)))
-        elif term.anchor in batch.anchors:
-            parts.append(_Part(0.0, measure(batch, term)))
-    return parts
-
-
-def _mean_penalty(prepared: Prepared, objective: Objective, totals: Totals | None) -> Float[Tensor, ""]:
-    term, mask, penalty = prepared.term, prepared.batch.mask, token_penalty(prepared)
-    counted, part = (mask, "policy") if term.mean_over == "trained" else (prepared.carried, "kl")
-    return _reduce(penalty, mask, counted, term.normalizer or objective.reduction, objective, totals, part=part)
 
 
 def without_gradient(batch: Batch, objective: Objective) -> Bool[Tensor, " batch"]:
@@ -192,18 +162,3 @@ def _pulled(batch: Batch, term: KLTerm) -> Bool[Tensor, " batch"]:
     prepared = prepare(batch, term)
     carried = prepared.carried.any(-1)
     return carried if prepared.gate is None else carried & (prepared.gate.factor > 0)
-
-
-def _reduce(
-    x: TokenValues,
-    mask: Mask,
-    counted: Mask,
-    reduction: Reduction,
-    objective: Objective,
-    totals: Totals | None,
-    *,
-    part: LossPart = "policy",
-) -> Float[Tensor, ""]:
-    length = objective.max_length
-    whole = None if totals is None else total_denominator(totals, reduction, length=length, part=part)
-    return reduce_tokens(x, mask, reduction, length=length, denominator=whole, counted=counted)

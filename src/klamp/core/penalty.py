@@ -18,16 +18,23 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import (
     exact_penalty,
     log_weights,
-    masked_log_ratio,
     penalty_from_weights,
     saturated_share,
     share_of,
     truncated_share,
 )
-from klamp.core.masking import future_sum, masked, masked_mean, masked_sum, upcast
+from klamp.core.masking import (
+    Totals,
+    future_sum,
+    masked_log_ratio,
+    masked_mean,
+    masked_sum,
+    reduce_tokens,
+    upcast,
+)
 from klamp.core.surrogates import per_token
-from klamp.core.term import KLTerm, Prepared
-from klamp.core.types import Advantages, Horizon, LogProbs, Mask, TokenValues
+from klamp.core.term import Prepared
+from klamp.core.types import Advantages, Horizon, LogProbs, Mask, Reduction, TokenValues
 from klamp.errors import ConfigError, NonFiniteError
 
 
@@ -78,7 +85,7 @@ def _log_weights(prepared: Prepared) -> Tensor:
     """The off-policy log-weights of the penalty; the prefix ratio runs over all trained tokens, excluded ones too."""
     term, batch = prepared.term, prepared.batch
     if term.off_policy == "none" or (term.of_prefixes and term.off_policy == "token"):
-        return torch.zeros_like(masked(batch.policy_logprobs.detach(), batch.mask))
+        return torch.zeros_like(prepared.log_ratio)
     sampler = batch.logprobs_of("sampler")
     if sampler is None:
         raise ConfigError(
@@ -108,48 +115,57 @@ def token_penalty(prepared: Prepared) -> TokenValues:
         ConfigError: the KL at each prefix or the sampler's log-probabilities are asked for and missing.
         NonFiniteError: the KL at some prefix is not finite.
     """
-    term, batch, log_w = prepared.term, prepared.batch, _log_weights(prepared)
+    term, batch, scored, log_w = prepared.term, prepared.batch, prepared.scored, _log_weights(prepared)
     choices = {"gradient": term.gradient, "horizon": term.horizon, "kl_mask": prepared.excluded}
     if term.of_prefixes:
-        kl, forward = (_of_prefixes(prepared, x) for x in (prepared.scored.kl, prepared.scored.forward_kl))
-        penalty = exact_penalty(
-            batch.policy_logprobs, _required(kl, term), log_w, batch.mask, surrogate=forward, **choices
-        )
+        _check_prefixes(prepared)
+        penalty = exact_penalty(batch.policy_logprobs, scored.kl, log_w, batch.mask, scored.forward_kl, **choices)
     else:
         penalty = penalty_from_weights(
             batch.policy_logprobs, prepared.bounded, log_w, batch.mask, value=term.value, **choices
         )
     penalty = penalty if prepared.gate is None else prepared.gate.apply(penalty, prepared.carried)
-    return penalty if prepared.scored.weight is None else penalty * prepared.scored.weight.unsqueeze(-1)
+    return penalty if scored.weight is None else penalty * scored.weight.unsqueeze(-1)
 
 
-def _of_prefixes(prepared: Prepared, kl: TokenValues | None) -> TokenValues | None:
-    """The KL at the prefixes of tokens that carry it, 0 elsewhere. [B, T]"""
+def _check_prefixes(prepared: Prepared) -> None:
+    """Refuse a batch without the KL at each prefix that a term needs, or with one that is not finite."""
+    anchor, kl = prepared.term.anchor, prepared.scored.kl
     if kl is None:
-        return None
-    kl = masked(kl, prepared.carried)
-    finite = kl.detach().isfinite()
-    if not bool(finite.all()):
+        raise ConfigError(
+            f"the estimator {prepared.term.value!r} needs the KL of the batch at each prefix",
+            got=f"anchors[{anchor!r}].kl=None",
+            why="it is summed over the vocabulary (or a head of it), from both models' distributions",
+            fix="set Scored.kl = exact_kl(policy_logits, ref_logits)",
+        )
+    lost = prepared.carried & ~kl.detach().isfinite()
+    if bool(lost.any()):
         raise NonFiniteError(
-            f"the KL to the {prepared.term.anchor} is infinite or NaN",
-            got=f"{int((~finite).sum())} of {kl.numel()} tokens",
+            f"the KL to the {anchor} is infinite or NaN",
+            got=f"{int(lost.sum())} of {kl.numel()} tokens",
             why="one of the two forbids a word that the other allows, or a row of logits is no distribution",
             fix="use a divergence that is finite for any two (teacher_direction='js'), or an estimator of the sampled "
             "tokens with a bound (teacher_estimator='k1', teacher_max_log_ratio); tokens that the anchor did not "
             "score are False in its mask",
         )
-    return kl
 
 
-def _required(kl: TokenValues | None, term: KLTerm) -> TokenValues:
-    if kl is None:
-        raise ConfigError(
-            f"the estimator {term.value!r} needs the KL of the batch at each prefix",
-            got=f"anchors[{term.anchor!r}].kl=None",
-            why="it is summed over the vocabulary (or a head of it), from both models' distributions",
-            fix="set Scored.kl = exact_kl(policy_logits, ref_logits)",
-        )
-    return kl
+def mean_penalty(
+    prepared: Prepared, reduction: Reduction, *, length: int | None, totals: Totals | None
+) -> Float[Tensor, ""]:
+    """The penalty of a batch as one number, without beta; the term's own `normalizer` comes before `reduction`."""
+    counted, part = (
+        (prepared.batch.mask, "policy") if prepared.term.mean_over == "trained" else (prepared.carried, "kl")
+    )
+    return reduce_tokens(
+        token_penalty(prepared),
+        prepared.batch.mask,
+        prepared.term.normalizer or reduction,
+        length=length,
+        totals=totals,
+        part=part,
+        counted=counted,
+    )
 
 
 def shifted_rewards(rewards: Float[Tensor, " batch"], prepared: Prepared, *, beta: float) -> Float[Tensor, " batch"]:
@@ -219,7 +235,18 @@ HELD = ("reference", "sampler")
 def kl_metrics(prepared: Prepared) -> dict[str, Tensor]:
     """The logged values of a KL term on a batch: detached scalars, named as in the metrics table."""
     gate = {} if prepared.gate is None else prepared.gate.metrics()
-    return gate | (_held_metrics(prepared) if prepared.term.anchor in HELD else _anchor_metrics(prepared))
+    return gate | (_anchor_metrics(prepared) if prepared.term.anchor not in HELD else _held_metrics(prepared))
+
+
+def _anchor_metrics(prepared: Prepared) -> dict[str, Tensor]:
+    name, delta, carried, kl = prepared.term.anchor, prepared.bounded, prepared.carried, prepared.scored.kl
+    value = ESTIMATORS["k3"].value(delta) if kl is None else kl.detach()
+    return {
+        f"{name}/k1": masked_mean(delta, carried),
+        f"{name}/kl": masked_mean(value, carried),
+        f"{name}/log_ratio_clamped": share_of(prepared.log_ratio != delta, carried),
+        f"{name}/unscored": share_of(~carried, prepared.batch.mask),
+    }
 
 
 def _held_metrics(prepared: Prepared) -> dict[str, Tensor]:
@@ -237,17 +264,6 @@ def _held_metrics(prepared: Prepared) -> dict[str, Tensor]:
         bounds = {"horizon": term.weight_horizon, "max_weight": term.max_weight}
         metrics["kl/weights_truncated"] = truncated_share(batch.policy_logprobs, sampler, batch.mask, **bounds)
     return metrics
-
-
-def _anchor_metrics(prepared: Prepared) -> dict[str, Tensor]:
-    name, delta, carried, kl = prepared.term.anchor, prepared.bounded, prepared.carried, prepared.scored.kl
-    value = ESTIMATORS["k3"].value(delta) if kl is None else kl.detach()
-    return {
-        f"{name}/k1": masked_mean(delta, carried),
-        f"{name}/kl": masked_mean(value, carried),
-        f"{name}/log_ratio_clamped": share_of(prepared.log_ratio != delta, carried),
-        f"{name}/unscored": share_of(~carried, prepared.batch.mask),
-    }
 
 
 def penalty_name(anchor: str) -> str:

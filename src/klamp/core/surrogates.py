@@ -26,9 +26,8 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 
 from klamp.core.arguments import AT_LEAST_0, FROM_0_TO_1, POSITIVE, check_fields, check_number
-from klamp.core.estimators import log_ratio
 from klamp.core.gradients import share_of
-from klamp.core.masking import masked, masked_sum, upcast
+from klamp.core.masking import log_ratio, masked, masked_sum, upcast
 from klamp.core.types import Advantages, Batch, LogProbs, TokenValues
 from klamp.errors import ConfigError
 

@@ -5,9 +5,9 @@ What it does to the loss, the reward or the advantage: `klamp.core.penalty`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from jaxtyping import Float
@@ -16,8 +16,8 @@ from torch import Tensor
 from klamp.core.arguments import AT_LEAST_0, check_fields
 from klamp.core.clipping import CLIP_TEMPERATURE, ClipLevel, ClipUnit, clip_gate, clip_kl, gate_kl, kl_budget
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.gradients import BOUND, masked_log_ratio, saturated
-from klamp.core.masking import masked_sum
+from klamp.core.gradients import BOUND, check_gradient_choice, saturated
+from klamp.core.masking import masked_log_ratio, masked_sum
 from klamp.core.types import (
     Batch,
     ClipMethod,
@@ -96,6 +96,7 @@ class KLTerm:
 
     def __post_init__(self) -> None:
         check_fields(self, TERM_NUMBERS)
+        check_gradient_choice("exact" if self.of_prefixes else self.value, self.gradient, self.horizon)
 
     @property
     def weight_horizon(self) -> Horizon:
@@ -171,6 +172,24 @@ def prepare(batch: Batch, term: KLTerm) -> Prepared:
     """A term on a batch, with its clip."""
     prepared = measure(batch, term)
     return prepared if term.clip_method == "none" else replace(prepared, gate=Gate.of(prepared))
+
+
+class Weighted(NamedTuple):
+    """A KL with its coefficient, in reward per nat."""
+
+    coefficient: float
+    term: KLTerm
+
+
+def prepare_terms(batch: Batch, terms: Sequence[Weighted]) -> list[tuple[float, Prepared]]:
+    """The terms in force, each with its coefficient; with coefficient 0 those that are only measured."""
+    prepared: list[tuple[float, Prepared]] = []
+    for coefficient, term in terms:
+        if coefficient > 0 and (term.placement != "reward" or term.anchor in batch.anchors):
+            prepared.append((coefficient, prepare(batch, term)))
+        elif term.anchor in batch.anchors:
+            prepared.append((0.0, measure(batch, term)))
+    return prepared
 
 
 @dataclass(frozen=True)

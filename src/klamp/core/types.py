@@ -18,15 +18,27 @@ Shapes: B sequences, T completion positions, V vocabulary entries. Log-probabili
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from klamp.core.arguments import AT_LEAST_1, FLOATS, MASKS, POSITIVE, REALS, check_data, check_number, check_tensors
-from klamp.errors import ShapeError
+from klamp.core.arguments import (
+    AT_LEAST_1,
+    FLOATS,
+    MASKS,
+    POSITIVE,
+    REALS,
+    check_data,
+    check_number,
+    check_roles,
+    check_tensors,
+    check_values_exist,
+    describe,
+)
+from klamp.errors import DataError, EmptyMaskError, NonFiniteError, ShapeError
 
 Estimator: TypeAlias = Literal["k1", "k2", "k3", "abs"]
 Value: TypeAlias = Literal[Estimator, "exact"]
@@ -197,6 +209,107 @@ def _check_shapes(batch: Batch) -> None:
             got=f"advantages {tuple(batch.advantages.shape)}, policy_logprobs {tuple(shape)}",
             why="an advantage belongs to a completion [B] or to a token [B, T]",
             fix="pass one advantage per completion, or one per token padded as the log-probabilities are",
+        )
+
+
+# Log-probabilities rounded in bfloat16 can end just above zero.
+POSITIVE_TOLERANCE = 1e-2
+
+
+def _describe(bad: Tensor, x: Tensor) -> str:
+    index = tuple(int(i) for i in bad.nonzero()[0])
+    return f"{int(bad.sum())} of {bad.numel()} tokens, the first at {index} with value {float(x[index])}"
+
+
+SCORING = "check the scoring pass: dtype overflow, logits masked with -inf at the sampled token, or a mask over padding"
+BOUND_IT = f"{SCORING}; if the model rules out what was sampled, teacher_max_log_ratio bounds its pull, and counts it"
+
+
+def check_logprobs(name: str, logprobs: Tensor, mask: Mask, *, fix: str = SCORING) -> None:
+    """Refuse values at unmasked positions that no log-probability of a sampled token can have."""
+    x = logprobs.detach()
+    finite = x.isfinite()
+    bad = mask & ~(finite & (x <= POSITIVE_TOLERANCE))
+    if not bool(bad.any()):
+        return
+    lost = mask & ~finite
+    if bool(lost.any()):
+        raise NonFiniteError(
+            f"{name} holds values that no log-probability of a sampled token can have",
+            got=_describe(lost, x),
+            why="NaN and infinities would spread into the loss and from there into the weights",
+            fix=fix,
+        )
+    raise DataError(
+        f"{name} holds log-probabilities above 0",
+        got=_describe(bad, x),
+        why="the logarithm of a probability is never above 0, so these are something else",
+        fix="pass log-probabilities (log_softmax, taken at the sampled token), not probabilities, logits or negative "
+        "log-likelihoods",
+    )
+
+
+def check_batch(batch: Batch, *, part: bool = False, bounded: Collection[str] = ()) -> None:
+    """Check the values of a batch before any loss is computed; its shapes it checked itself.
+
+    Args:
+        batch: scored completions.
+        part: whether it is a part of one, which may have no tokens to train on.
+        bounded: anchors whose log-ratio is bounded, so that a token may have no probability under them.
+
+    Raises:
+        TensorError: tensors without values (on the meta device).
+        ShapeError, EmptyMaskError: a batch without tokens, or without one to train on.
+        ConfigError: an anchor's log-probabilities carry the gradient and the policy's none.
+        NonFiniteError: NaN or infinite log-probabilities or advantages.
+        DataError: log-probabilities above 0, or a weight of an anchor that is negative or not finite.
+    """
+    check_values_exist("policy_logprobs", batch.policy_logprobs)
+    for scored in batch.anchors.values():
+        check_roles(batch.policy_logprobs, scored.logprobs)
+    if batch.mask.numel() == 0:
+        raise ShapeError(
+            "the batch has no tokens",
+            got=f"policy_logprobs {tuple(batch.mask.shape)}",
+            why="there is nothing to average over",
+            fix="leave empty batches out",
+        )
+    if not part and not bool(batch.mask.any()):
+        raise EmptyMaskError(
+            "the mask is False everywhere",
+            got=f"shape {tuple(batch.mask.shape)}",
+            why="there is no token to average over",
+            fix="check that completions are not empty and that the mask marks the completion, not the prompt",
+        )
+    check_logprobs("policy_logprobs", batch.policy_logprobs, batch.mask)
+    if batch.old_logprobs is not None:
+        check_logprobs("old_logprobs", batch.old_logprobs, batch.mask)
+    for anchor, scored in batch.anchors.items():
+        _check_anchor(anchor, scored, batch.mask, bounded=anchor in bounded)
+    _check_advantages(batch.advantages, batch.mask)
+
+
+def _check_anchor(anchor: str, scored: Scored, mask: Mask, *, bounded: bool) -> None:
+    counted = mask if scored.mask is None else mask & scored.mask
+    counted = counted & ~scored.logprobs.isneginf() if bounded else counted
+    check_logprobs(argument_of(anchor), scored.logprobs, counted, fix=BOUND_IT)
+    if scored.weight is not None and not bool(((scored.weight >= 0) & scored.weight.isfinite()).all()):
+        raise DataError(
+            "the weights of an anchor must be one finite number >= 0 per sequence",
+            got=f"anchors[{anchor!r}].weight={describe(scored.weight)}",
+            why="it is the factor on each sequence's KL; a negative one would reward leaving the anchor",
+            fix="leave weight out",
+        )
+
+
+def _check_advantages(advantages: Tensor, mask: Mask) -> None:
+    finite = advantages.isfinite() if advantages.ndim == 1 else advantages.isfinite() | ~mask
+    if not bool(finite.all()):
+        raise NonFiniteError(
+            "an advantage is NaN or infinite",
+            got=f"{int((~finite).sum())} of {finite.numel()}",
+            why="it would turn the whole update into NaN",
+            fix="check the rewards; group_advantages never returns NaN for finite rewards",
         )
 
 

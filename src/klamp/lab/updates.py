@@ -16,8 +16,7 @@ from transformers import get_scheduler
 
 from klamp.config.loss import configured_price, spread_of_group
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.gradients import masked_log_ratio
-from klamp.core.masking import masked_mean, masked_sum, upcast
+from klamp.core.masking import masked_log_ratio, masked_mean, masked_sum, upcast
 from klamp.core.objective import Objective, grpo_loss, without_gradient
 from klamp.core.penalty import kl_metrics
 from klamp.core.term import carries_kl, measure

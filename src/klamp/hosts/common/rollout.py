@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.gradients import masked_log_ratio
-from klamp.core.masking import masked_sum
+from klamp.core.masking import masked_log_ratio, masked_sum
 from klamp.core.penalty import advantages_with_kl, shifted_advantages
 from klamp.core.term import KLTerm, measure, prepare, scored_by, sequence_gate_kl
 from klamp.core.types import Batch, Reduction

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from klamp.core.advantages import saturated_share
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.gradients import masked_log_ratio
-from klamp.core.masking import masked_mean, masked_sum
+from klamp.core.masking import masked_log_ratio, masked_mean, masked_sum
 from klamp.core.penalty import kl_metrics
 from klamp.core.term import Prepared
 from klamp.doctor.metrics import Counted, averaged_over

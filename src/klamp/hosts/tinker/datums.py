@@ -17,9 +17,9 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from klamp.core.arguments import FLOATS, check_tensors, describe
-from klamp.core.masking import Totals, check_logprobs, masked
+from klamp.core.masking import Totals, masked
 from klamp.core.topk import asked_tokens
-from klamp.core.types import Batch, Scored, held_anchors
+from klamp.core.types import Batch, Scored, check_logprobs, held_anchors
 from klamp.errors import DataError, EmptyMaskError, NonFiniteError, ShapeError
 from klamp.hosts.common.versions import load_tinker
 

@@ -13,8 +13,7 @@ from klamp.audit.verdict import Verdict
 from klamp.config import KLConfig
 from klamp.config.teacher import TeacherConfig
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.gradients import masked_log_ratio
-from klamp.core.masking import Totals, masked_mean, total_denominator
+from klamp.core.masking import Totals, masked_log_ratio, masked_mean, total_denominator
 from klamp.core.objective import grpo_loss
 from klamp.core.topk import head_mass, topk_kl_of
 from klamp.core.types import LossPart

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from klamp.config import TRL_LOSS_TYPES, KLConfig
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.gradients import masked_log_ratio
-from klamp.core.masking import masked_mean
+from klamp.core.masking import masked_log_ratio, masked_mean
 from klamp.core.term import scored_by
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError, Refusal, UnsupportedVersion

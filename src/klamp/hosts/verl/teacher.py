@@ -19,8 +19,7 @@ from torch import Tensor
 
 from klamp.config.teacher import Tail, TeacherConfig
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.gradients import masked_log_ratio
-from klamp.core.masking import masked_sum
+from klamp.core.masking import masked_log_ratio, masked_sum
 from klamp.core.penalty import token_penalty
 from klamp.core.term import OffPolicy, prepare
 from klamp.core.topk import topk_kl
