@@ -8,13 +8,14 @@ from typing import Any, get_args
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.batches import objective_of
 
 from klamp.config import LOSS_TYPES, KLConfig, LossConfig
 from klamp.config.loss import LossType
 from klamp.config.rules import ControllerName, KLChoices
 from klamp.core.estimators import DIRECTIONS, ESTIMATORS
 from klamp.core.gradients import COEFFICIENTS
-from klamp.core.objective import SURROGATES, Objective, SurrogateName
+from klamp.core.objective import SURROGATES, SurrogateName
 from klamp.core.term import KLTerm
 from klamp.core.types import Direction, Estimator, Gradient, Horizon
 from klamp.errors import KLWarning
@@ -38,7 +39,7 @@ def test_what_a_table_holds_is_what_its_type_says(table: Any, literal: Any) -> N
 
 def test_a_term_without_a_configuration_is_the_term_of_the_default_configuration() -> None:
     assert KLConfig().build_term() == KLTerm()
-    assert (LossConfig().surrogate, LossConfig().epsilon) == (Objective().surrogate, Objective().clip_low)
+    assert (LossConfig().surrogate, LossConfig().epsilon) == (objective_of().surrogate, objective_of().clip_low)
 
 
 def test_every_field_of_the_term_is_the_configurations() -> None:

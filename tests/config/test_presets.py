@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
+from tests.batches import flat_batch
 from torch import Tensor
 
 from klamp import preset
@@ -16,7 +17,6 @@ from klamp.config import PRESETS, KLConfig, LossConfig, build_objective
 from klamp.core.advantages import group_advantages
 from klamp.core.objective import grpo_loss
 from klamp.core.penalty import sequence_log_ratio
-from klamp.core.types import Batch
 from klamp.errors import ConfigError, UnknownNameError
 
 GROUP, GROUPS, TOKENS = 4, 3, 6
@@ -67,7 +67,7 @@ def klamps_loss(kl: KLConfig, loss: LossConfig, s: Sampled) -> Tensor:
     rewards = s.rewards
     if kl.kl_placement == "reward":
         rewards = rewards - kl.beta * sequence_log_ratio(s.old, s.ref, s.mask)
-    batch = Batch(
+    batch = flat_batch(
         policy_logprobs=s.policy,
         mask=s.mask,
         advantages=group_advantages(rewards, GROUP, scale=loss.scale, baseline=loss.advantage_baseline),

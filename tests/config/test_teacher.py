@@ -96,8 +96,8 @@ def test_the_term_and_the_objective():
     term = KLTerm(anchor="teacher", value="k1", horizon="sequence", max_log_ratio=4.0, off_policy="sequence")
     assert teacher.build_term() == term
     objective = build_objective(KLConfig(), LossConfig(), max_length=4, teacher=teacher)
-    assert objective.others == ((0.5, term),) and objective.kl == KLConfig().build_term()
-    assert build_objective(KLConfig(), LossConfig(), max_length=4, teacher=TeacherConfig()).others == ()
+    assert objective.terms[1:] == ((0.5, term),) and objective.terms[0].term == KLConfig().build_term()
+    assert build_objective(KLConfig(), LossConfig(), max_length=4, teacher=TeacherConfig()).terms[1:] == ()
     whole = TeacherConfig(teacher_model="DIR", teacher_estimator="exact", teacher_direction="js").build_term()
     assert (whole.value, whole.gradient, whole.of_prefixes) == ("exact", "own", True)
     later = TeacherConfig(teacher_model="DIR", teacher_estimator="exact", teacher_horizon="sequence").build_term()

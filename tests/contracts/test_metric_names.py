@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 import torch
+from tests.batches import flat_batch, objective_of
 from tests.contracts.test_dependencies import tree_of
 from tests.hosts.tinker.fakes import fake_batch
 
 import klamp
 from klamp.config import KLConfig
-from klamp.core.objective import Objective, grpo_loss
+from klamp.core.objective import grpo_loss
 from klamp.core.term import KLTerm
 from klamp.core.types import Batch
 from klamp.doctor.metrics import LOGS, METRICS, NAMES
@@ -68,7 +69,7 @@ NO_METRICS = {"train/global_step", "train/step", "train/token_mult_prob_error", 
 def batch() -> Batch:
     generator = torch.Generator().manual_seed(1)
     policy, ref, sampler = (-torch.rand(4, 5, generator=generator) for _ in range(3))
-    return Batch(
+    return flat_batch(
         policy_logprobs=policy.requires_grad_(),
         mask=torch.ones(4, 5, dtype=torch.bool),
         advantages=torch.randn(4, generator=generator),
@@ -86,7 +87,7 @@ def test_what_grpo_loss_gives() -> None:
     for placement, clip, beta in product(("loss", "advantage", "reward"), ("none", "hard"), (0.0, 0.3)):
         bounds: Mapping[str, Any] = {"max_weight": 1.1, "max_log_ratio": 0.5, "off_policy": "token"}
         term = KLTerm(value="k1", placement=placement, clip_method=clip, **bounds)  # pyright: ignore[reportArgumentType]
-        seen |= grpo_loss(batch(), Objective(beta=beta, kl=term)).metrics.keys()
+        seen |= grpo_loss(batch(), objective_of(beta=beta, kl=term)).metrics.keys()
     assert seen <= METRICS.keys()
     assert {"train/policy_loss", "train/kl_penalty", "kl/after_clip", "kl/weights_truncated"} <= seen
 

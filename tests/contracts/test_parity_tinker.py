@@ -10,13 +10,13 @@ from __future__ import annotations
 import pytest
 import tinker
 import torch
+from tests.batches import flat_batch
 from tests.hosts.tinker.wire import ADVANTAGES, PROMPTS, RESPONSES, datums, move
 
 from klamp import KLConfig
 from klamp.audit.trl import build_trainer
 from klamp.config.loss import LossConfig, build_objective
 from klamp.core.objective import grpo_loss
-from klamp.core.types import Batch
 from klamp.lab.sampling import Completions
 from klamp.scoring.scorer import score
 from klamp.tinker import forward_backward_kl
@@ -85,7 +85,7 @@ class Step:
     def through_klamp(self, kl, loss_type):
         model = self.local_model()
         logprobs = score(model, self.completions, temperature=1.0).logprobs
-        batch = Batch(
+        batch = flat_batch(
             policy_logprobs=logprobs,
             mask=self.completions.mask,
             advantages=torch.tensor(ADVANTAGES),

@@ -7,12 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.batches import changed, flat_batch, objective_of, read, rows_of
 
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.gradients import kl_penalty
 from klamp.core.masking import Totals
-from klamp.core.objective import Objective, Weighted, grpo_loss, without_gradient
+from klamp.core.objective import Weighted, grpo_loss, without_gradient
 from klamp.core.term import KLTerm
 from klamp.core.topk import topk_kl
 from klamp.core.types import Batch
@@ -31,7 +32,7 @@ def scored(seed: int = 0, **given: torch.Tensor) -> Batch:
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 1, 1]], dtype=torch.bool)
     found = {"ref_logprobs": logprobs(), "teacher_logprobs": logprobs(), "sampler_logprobs": logprobs()} | given
     advantages = torch.tensor([1.0, -1.0, 0.0, 0.0])
-    return Batch(policy_logprobs=logprobs().requires_grad_(), mask=mask, advantages=advantages, **found)
+    return flat_batch(policy_logprobs=logprobs().requires_grad_(), mask=mask, advantages=advantages, **found)
 
 
 def slope(loss: torch.Tensor, batch: Batch) -> torch.Tensor:
@@ -42,19 +43,23 @@ def slope(loss: torch.Tensor, batch: Batch) -> torch.Tensor:
 def test_a_term_to_any_anchor_is_the_reference_s_with_other_numbers(anchor):
     """Value, gradient and metrics of the same term to each anchor, against that anchor as the reference."""
     batch = scored()
-    as_reference = replace(batch, ref_logprobs=batch.towards(anchor).ref_logprobs)
+    as_reference = changed(batch, ref_logprobs=batch.anchors[anchor].logprobs)
     for placement, horizon in itertools.product(("loss", "advantage"), ("token", "sequence")):
         term = KLTerm(anchor=anchor, value="k1", placement=placement, horizon=horizon)
-        mine = grpo_loss(batch, Objective(**SUM, others=(Weighted(0.3, term),)))
-        plain = grpo_loss(as_reference, Objective(**SUM, beta=0.3, kl=replace(term, anchor="reference")))
+        mine = grpo_loss(batch, objective_of(**SUM, others=(Weighted(0.3, term),)))
+        plain = grpo_loss(as_reference, objective_of(**SUM, beta=0.3, kl=replace(term, anchor="reference")))
         torch.testing.assert_close(mine.loss, plain.loss, rtol=0, atol=0)
         torch.testing.assert_close(slope(mine.loss, batch), slope(plain.loss, as_reference), rtol=0, atol=1e-15)
 
 
 def test_two_terms_add_up():
     batch, kl = scored(), KLTerm(value="k3", horizon="sequence")
-    both = Objective(**SUM, beta=0.2, kl=kl, others=(Weighted(0.7, TEACHER),))
-    parts = [Objective(**SUM), Objective(**SUM, beta=0.2, kl=kl), Objective(**SUM, others=(Weighted(0.7, TEACHER),))]
+    both = objective_of(**SUM, beta=0.2, kl=kl, others=(Weighted(0.7, TEACHER),))
+    parts = [
+        objective_of(**SUM),
+        objective_of(**SUM, beta=0.2, kl=kl),
+        objective_of(**SUM, others=(Weighted(0.7, TEACHER),)),
+    ]
     found, (none, ref, teacher) = grpo_loss(batch, both), [grpo_loss(batch, each) for each in parts]
     torch.testing.assert_close(found.loss, ref.loss + teacher.loss - none.loss)
     slopes = [slope(each.loss, batch) for each in (found, none, ref, teacher)]
@@ -73,7 +78,7 @@ def test_on_policy_distillation_is_the_gradient_of_the_kl_at_each_prefix():
     for old in (None, torch.tensor([0.0, 0.0, 0.0], dtype=torch.float64).log_softmax(-1)):
         logprobs = policy.log_softmax(-1)[:, None]
         weight = logprobs.detach().exp() if old is None else old[:, None].exp()
-        batch = Batch(
+        batch = flat_batch(
             policy_logprobs=logprobs,
             teacher_logprobs=teacher[:, None],
             old_logprobs=None if old is None else old[:, None],
@@ -84,11 +89,10 @@ def test_on_policy_distillation_is_the_gradient_of_the_kl_at_each_prefix():
         term = replace(TEACHER, placement="advantage")
         found = 0.0
         for row in range(3):
-            one = replace(
-                batch,
-                **{name: x[row : row + 1] for name, x in vars(batch).items() if isinstance(x, torch.Tensor)},
+            one = rows_of(batch, slice(row, row + 1))
+            found = (
+                found + weight[row, 0] * grpo_loss(one, objective_of(**surrogate, others=(Weighted(1.0, term),))).loss
             )
-            found = found + weight[row, 0] * grpo_loss(one, Objective(**surrogate, others=(Weighted(1.0, term),))).loss
         torch.testing.assert_close(torch.autograd.grad(found, policy)[0], expected, rtol=0, atol=1e-12)
 
 
@@ -97,17 +101,16 @@ def test_micro_batches_add_up_to_one_denominator_also_to_the_teacher():
     values = torch.tensor([[0.2, 0.2, 0.2, 0.2], [0.8, 0.0, 0.0, 0.0]])
     mask = torch.tensor([[1, 1, 1, 1], [1, 0, 0, 0]], dtype=torch.bool)
     policy = torch.full((2, 4), -0.5, requires_grad=True)
-    batch = Batch(
+    batch = flat_batch(
         policy_logprobs=policy, mask=mask, advantages=torch.zeros(2), teacher_logprobs=(policy - values).detach()
     )
-    objective = Objective(reduction="token_mean", others=(Weighted(1.0, TEACHER),))
+    objective = objective_of(reduction="token_mean", others=(Weighted(1.0, TEACHER),))
     whole = grpo_loss(batch, objective)
     assert whole.loss.item() == pytest.approx(0.32)
     totals = Totals(sequences=2, tokens=5, kl_tokens=5)
     parts = []
     for row in (slice(0, 1), slice(1, 2)):
-        tensors = {k: v[row] for k, v in vars(batch).items() if isinstance(v, torch.Tensor)}
-        parts.append(grpo_loss(replace(batch, **tensors), objective, totals=totals).loss)
+        parts.append(grpo_loss(rows_of(batch, row), objective, totals=totals).loss)
     assert float(sum(parts).detach()) == pytest.approx(0.32)
 
 
@@ -116,26 +119,26 @@ def test_what_the_teacher_did_not_score_is_a_gap_and_not_a_zero():
     batch = scored()
     seen = batch.mask.clone()
     seen[1] = False
-    unscored = torch.where(seen, batch.teacher_logprobs, -torch.inf)
+    unscored = torch.where(seen, read(batch, "teacher_logprobs"), -torch.inf)
     found = grpo_loss(
-        replace(batch, teacher_logprobs=unscored, teacher_mask=seen), Objective(others=(Weighted(1.0, TEACHER),))
+        changed(batch, teacher_logprobs=unscored, teacher_mask=seen), objective_of(others=(Weighted(1.0, TEACHER),))
     )
     pull = slope(found.loss, batch)
     assert pull.isfinite().all() and float(found.metrics["teacher/unscored"]) == pytest.approx(2 / 9)
-    none = slope(grpo_loss(batch, Objective()).loss, batch)
+    none = slope(grpo_loss(batch, objective_of()).loss, batch)
     torch.testing.assert_close(pull[1], none[1])
     with pytest.raises(NonFiniteError, match="teacher_logprobs"):
-        grpo_loss(replace(batch, teacher_logprobs=unscored), Objective(others=(Weighted(1.0, TEACHER),)))
+        grpo_loss(changed(batch, teacher_logprobs=unscored), objective_of(others=(Weighted(1.0, TEACHER),)))
 
 
 def test_a_word_that_the_teacher_forbids_is_refused_or_bounded_by_name_and_counted():
     batch = scored()
-    forbidden = batch.teacher_logprobs.clone()
+    forbidden = read(batch, "teacher_logprobs").clone()
     forbidden[0, 1] = -torch.inf
-    batch = replace(batch, teacher_logprobs=forbidden, advantages=torch.zeros(4))
+    batch = changed(batch, teacher_logprobs=forbidden, advantages=torch.zeros(4))
     with pytest.raises(NonFiniteError, match="teacher_max_log_ratio"):
-        grpo_loss(batch, Objective(**SUM, others=(Weighted(1.0, TEACHER),)))
-    found = grpo_loss(batch, Objective(**SUM, others=(Weighted(1.0, replace(TEACHER, max_log_ratio=5.0)),)))
+        grpo_loss(batch, objective_of(**SUM, others=(Weighted(1.0, TEACHER),)))
+    found = grpo_loss(batch, objective_of(**SUM, others=(Weighted(1.0, replace(TEACHER, max_log_ratio=5.0)),)))
     assert float(slope(found.loss, batch)[0, 1]) == pytest.approx(5 / 4)
     assert float(found.metrics["teacher/log_ratio_clamped"]) == pytest.approx(1 / 9)
     assert all(x.isfinite() for x in found.metrics.values())
@@ -151,38 +154,38 @@ def test_a_kl_over_the_vocabulary_to_a_teacher_that_forbids_a_word_is_refused_an
         else:
             kl = topk_kl(policy[..., 1:], teacher[..., 1:], p, q, out, direction=direction)
         term = replace(TEACHER, value=value, gradient="own")
-        batch = Batch(policy_logprobs=p, mask=out, advantages=torch.zeros(1), teacher_logprobs=q, teacher_kl=kl)
-        objective = Objective(**SUM, others=(Weighted(1.0, term),))
+        batch = flat_batch(policy_logprobs=p, mask=out, advantages=torch.zeros(1), teacher_logprobs=q, teacher_kl=kl)
+        objective = objective_of(**SUM, others=(Weighted(1.0, term),))
         if direction == "js":
             assert torch.autograd.grad(grpo_loss(batch, objective).loss, policy)[0].isfinite().all()
             continue
         with pytest.raises(NonFiniteError, match="the KL to the teacher is infinite"):
             grpo_loss(batch, objective)
-        grpo_loss(replace(batch, teacher_mask=~out), objective)
+        grpo_loss(changed(batch, teacher_mask=~out), objective)
 
 
 def test_a_term_without_its_anchor_is_refused():
     for anchor in ("teacher", "sampler"):
-        bare = replace(scored(), **{f"{anchor}_logprobs": None})
+        bare = changed(scored(), **{f"{anchor}_logprobs": None})
         with pytest.raises(ConfigError, match=f"a KL to the {anchor} is asked for"):
-            grpo_loss(bare, Objective(others=(Weighted(1.0, KLTerm(anchor=anchor)),)))
-        grpo_loss(bare, Objective(others=(Weighted(0.0, KLTerm(anchor=anchor)),)))
-    with pytest.raises(ConfigError, match="teacher_kl=None"):
-        grpo_loss(scored(), Objective(others=(Weighted(1.0, replace(TEACHER, value="exact", gradient="own")),)))
-    carried = replace(
+            grpo_loss(bare, objective_of(others=(Weighted(1.0, KLTerm(anchor=anchor)),)))
+        grpo_loss(bare, objective_of(others=(Weighted(0.0, KLTerm(anchor=anchor)),)))
+    with pytest.raises(ConfigError, match="kl=None"):
+        grpo_loss(scored(), objective_of(others=(Weighted(1.0, replace(TEACHER, value="exact", gradient="own")),)))
+    carried = changed(
         scored(), policy_logprobs=torch.zeros(4, 3) - 1, teacher_logprobs=(torch.zeros(4, 3) - 1).requires_grad_()
     )
     with pytest.raises(ConfigError, match="carries the gradient"):
-        grpo_loss(carried, Objective(others=(Weighted(1.0, TEACHER),)))
+        grpo_loss(carried, objective_of(others=(Weighted(1.0, TEACHER),)))
 
 
 def test_a_group_of_equal_rewards_keeps_its_teacher():
     """Filters of constant rewards look at the advantages alone where no teacher is there."""
     batch = replace(scored(), advantages=group_advantages(torch.ones(4), 2, scale="std", baseline="mean"))
-    assert without_gradient(batch, Objective()).all()
-    assert not without_gradient(batch, Objective(others=(Weighted(0.1, TEACHER),))).any()
-    unscored = replace(batch, teacher_mask=torch.zeros_like(batch.mask))
-    assert without_gradient(unscored, Objective(others=(Weighted(0.1, TEACHER),))).all()
+    assert without_gradient(batch, objective_of()).all()
+    assert not without_gradient(batch, objective_of(others=(Weighted(0.1, TEACHER),))).any()
+    unscored = changed(batch, teacher_mask=torch.zeros_like(batch.mask))
+    assert without_gradient(unscored, objective_of(others=(Weighted(0.1, TEACHER),))).all()
 
 
 def test_with_a_tool_between_the_turns_the_gradient_is_that_of_the_whole():

@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from tests.batches import flat_batch, objective_of
 
 from klamp.core.estimators import kl_estimate
 from klamp.core.gradients import (
@@ -14,8 +15,7 @@ from klamp.core.gradients import (
     saturation,
     truncated_share,
 )
-from klamp.core.objective import Objective, grpo_loss
-from klamp.core.types import Batch
+from klamp.core.objective import grpo_loss
 from klamp.errors import ConfigError
 from klamp.verify.oracle import NOTHING_KNOWN, examine, expected, expected_gradient
 from klamp.verify.worlds import enumerate_outcomes, random_chain
@@ -146,8 +146,8 @@ def test_policy_and_reference_the_wrong_way_round_are_refused():
     """Also in a batch; where both carry a gradient, or gradients are off, nobody knows that they are swapped."""
     scored, constant = torch.full((1, 2), -1.0, requires_grad=True), torch.full((1, 2), -2.0)
     mask = torch.ones(1, 2, dtype=torch.bool)
-    batch = Batch(policy_logprobs=constant, ref_logprobs=scored, mask=mask, advantages=torch.zeros(1))
-    for swapped in (lambda: kl_penalty(constant, scored, mask), lambda: grpo_loss(batch, Objective(beta=0.1))):
+    batch = flat_batch(policy_logprobs=constant, ref_logprobs=scored, mask=mask, advantages=torch.zeros(1))
+    for swapped in (lambda: kl_penalty(constant, scored, mask), lambda: grpo_loss(batch, objective_of(beta=0.1))):
         with pytest.raises(ConfigError, match="the reference carries the gradient, and the policy none"):
             swapped()
     kl_penalty(constant, constant, mask)

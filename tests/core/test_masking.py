@@ -9,9 +9,9 @@ from klamp.core.masking import (
     Totals,
     masked_mean,
     masked_sum,
-    natural_denominator,
     reduce_tokens,
     total_denominator,
+    totals_of,
 )
 from klamp.errors import ConfigError, KlampError, UnknownNameError
 
@@ -45,7 +45,7 @@ def test_masked_sums_and_means_by_hand():
     assert masked_mean(VALUES, MASK).item() == pytest.approx(40 / 6)
     assert masked_mean(VALUES, MASK, -1).tolist() == [2.5, 15.0, 0.0]
     assert masked_mean(VALUES, MASK, 0).tolist() == [5.5, 11.0, 3.0, 4.0]
-    assert natural_denominator(torch.ones(1, 1, dtype=torch.bool), "token_mean") == 1
+    assert total_denominator(totals_of(torch.ones(1, 1, dtype=torch.bool)), "token_mean") == 1
 
 
 @pytest.mark.parametrize("poison", POISONS)
@@ -74,7 +74,7 @@ def test_half_precision_is_summed_in_float32(dtype):
 @pytest.mark.parametrize(("reduction", "wanted"), [("token_mean", 6), ("sequence_mean", 3), ("fixed_length", 3 * 8)])
 def test_the_denominator_of_a_batch_is_that_of_totals_that_count_it(reduction, wanted):
     length, totals = length_of(reduction), Totals(sequences=3, tokens=6, kl_tokens=4)
-    assert float(natural_denominator(MASK, reduction, length=length)) == wanted
+    assert float(total_denominator(totals_of(MASK), reduction, length=length)) == wanted
     assert total_denominator(totals, reduction, length=length) == wanted
     with_kl = total_denominator(totals, reduction, length=length, part="kl")
     assert with_kl == (4 if reduction == "token_mean" else wanted)

@@ -7,13 +7,13 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.batches import changed, flat_batch, objective_of, read
 
 from klamp.core.estimators import exact_kl
 from klamp.core.masking import reduce_tokens
-from klamp.core.objective import Objective, grpo_loss
+from klamp.core.objective import grpo_loss
 from klamp.core.surrogates import ppo_clip
 from klamp.core.term import KLTerm
-from klamp.core.types import Batch
 from klamp.errors import KlampError
 from klamp.verify.oracle import examine
 from klamp.verify.worlds import prefix_probs, random_chain
@@ -38,7 +38,7 @@ def random_batch(seed=0, *, dtype=torch.float64, **changes):
         "sampler_logprobs": sampler,
         "group_size": 2,
     }
-    return Batch(**columns | changes)
+    return flat_batch(**columns | changes)
 
 
 def loss_and_slope(batch, objective, **kwargs):
@@ -49,7 +49,7 @@ def loss_and_slope(batch, objective, **kwargs):
 
 def kl_only(term, *, beta=1.0, skip=0):
     """The KL part of grpo_loss, one completion at a time, as a loss for the oracle; `skip` tokens carry no KL."""
-    objective = Objective(surrogate="score_function", reduction="sequence_sum", beta=beta, kl=term)
+    objective = objective_of(surrogate="score_function", reduction="sequence_sum", beta=beta, kl=term)
 
     def loss(y):
         reverse = exact_kl(y.policy_logits, y.ref_logits)
@@ -57,7 +57,7 @@ def kl_only(term, *, beta=1.0, skip=0):
         losses = []
         for n in range(len(y.probs)):
             row = slice(n, n + 1)
-            batch = Batch(
+            batch = flat_batch(
                 policy_logprobs=y.policy_logprobs[row],
                 mask=y.mask[row],
                 kl_mask=torch.arange(y.mask.shape[1])[None] >= skip,
@@ -130,27 +130,27 @@ def test_with_beta_zero_no_reference_is_needed_and_the_kl_leaves_no_trace():
     batch = random_batch(2, ref_logprobs=None, sampler_logprobs=None)
     surrogate = ppo_clip(batch.policy_logprobs, batch.old_logprobs, batch.advantages)
     by_hand = reduce_tokens(surrogate, batch.mask, "sequence_mean")
-    assert loss_and_slope(batch, Objective())[0].item() == pytest.approx(by_hand.item(), abs=1e-14)
+    assert loss_and_slope(batch, objective_of())[0].item() == pytest.approx(by_hand.item(), abs=1e-14)
 
 
 def test_placed_in_the_reward_the_loss_adds_no_second_kl():
     batch = random_batch(3)
-    with_kl = loss_and_slope(batch, Objective(beta=0.5, kl=KLTerm(value="k1", placement="reward")))
-    without = loss_and_slope(batch, Objective())
+    with_kl = loss_and_slope(batch, objective_of(beta=0.5, kl=KLTerm(value="k1", placement="reward")))
+    without = loss_and_slope(batch, objective_of())
     assert with_kl[0] == without[0]
     assert torch.equal(with_kl[1], without[1])
-    priced = Objective(beta=0.5, kl=KLTerm(value="k1", placement="reward"))
+    priced = objective_of(beta=0.5, kl=KLTerm(value="k1", placement="reward"))
     assert "kl/k3" in grpo_loss(batch, priced).metrics
-    assert "kl/k3" not in grpo_loss(replace(batch, ref_logprobs=None), priced).metrics, "it is in the reward already"
+    assert "kl/k3" not in grpo_loss(changed(batch, ref_logprobs=None), priced).metrics, "it is in the reward already"
 
 
 def test_metrics_are_detached_scalars_that_say_what_the_loss_is_made_of():
     batch = random_batch(5)
-    output = grpo_loss(batch, Objective(beta=0.3))
+    output = grpo_loss(batch, objective_of(beta=0.3))
     assert all(not m.requires_grad and m.ndim == 0 for m in output.metrics.values())
     parts = output.metrics["train/policy_loss"] + output.metrics["train/kl_penalty"]
     assert parts.item() == pytest.approx(output.loss.item(), abs=1e-14)
-    delta = (batch.policy_logprobs - batch.ref_logprobs).detach()
+    delta = (batch.policy_logprobs - read(batch, "ref_logprobs")).detach()
     k3 = (torch.exp(-delta) - 1 + delta)[batch.mask].mean()
     assert output.metrics["kl/k1"].item() == pytest.approx(delta[batch.mask].mean().item(), abs=1e-14)
     assert output.metrics["kl/k3"].item() == pytest.approx(k3.item(), abs=1e-14)
@@ -158,7 +158,7 @@ def test_metrics_are_detached_scalars_that_say_what_the_loss_is_made_of():
 
 @pytest.mark.parametrize("bounds", [(0.2, 0.2), (0.05, 0.4)])
 def test_the_share_of_clipped_ratios_is_that_of_the_trained_tokens_without_a_policy_gradient(bounds):
-    objective = Objective(clip_low=bounds[0], clip_high=bounds[1], beta=0.7, kl=KLTerm(placement="advantage"))
+    objective = objective_of(clip_low=bounds[0], clip_high=bounds[1], beta=0.7, kl=KLTerm(placement="advantage"))
     for changes in ({}, {"old_logprobs": None}):
         batch = random_batch(5, **changes)
         _, slope = loss_and_slope(batch, objective)
@@ -176,8 +176,8 @@ def test_a_soft_gate_scales_each_sequences_kl_gradient_by_its_sigmoid(placement,
     batch = replace(batch, advantages=torch.zeros(ROWS, dtype=torch.float64))
     clip = {"clip_method": "soft", "clip_threshold": 0.5, "clip_temperature": 0.1, "clip_unit": "sequence"}
     term = KLTerm(placement=placement, value=value)
-    _, clipped = loss_and_slope(batch, Objective(kl=replace(term, **clip), **choices))
-    _, free = loss_and_slope(batch, Objective(kl=term, **choices))
+    _, clipped = loss_and_slope(batch, objective_of(kl=replace(term, **clip), **choices))
+    _, free = loss_and_slope(batch, objective_of(kl=term, **choices))
     assert (free[batch.mask] != 0).all()
     gate = torch.sigmoid((gate_kl - 0.5) / 0.1)
     assert torch.allclose(clipped, gate[:, None] * free, rtol=1e-12, atol=1e-15)
@@ -189,8 +189,8 @@ def test_a_clipped_sequence_is_worth_its_clipped_kl():
     batch = replace(batch, advantages=torch.zeros(ROWS, dtype=torch.float64))
     term = KLTerm(clip_method="hard", clip_threshold=0.1, clip_unit="token", value="k1")
     choices = {"surrogate": "score_function", "reduction": "sequence_sum", "beta": 1.0}
-    output = grpo_loss(batch, Objective(kl=term, **choices))
-    k1 = torch.where(batch.mask, batch.policy_logprobs - batch.ref_logprobs, 0.0).sum(-1)
+    output = grpo_loss(batch, objective_of(kl=term, **choices))
+    k1 = torch.where(batch.mask, batch.policy_logprobs - read(batch, "ref_logprobs"), 0.0).sum(-1)
     open_rows = k1[2:] - 0.5  # the KL that the row really has, less its budget
     assert output.loss.item() == pytest.approx(open_rows.sum().item() / ROWS, abs=1e-12)
 
@@ -214,17 +214,17 @@ def test_padding_reaches_neither_the_loss_nor_the_gradient_nor_a_metric(term, su
     exact = torch.rand(ROWS, TOKENS, dtype=torch.float64)
     batch = random_batch(10, exact_kl=exact, advantages=torch.randn(ROWS, TOKENS, dtype=torch.float64))
     batch = replace(batch, mask=batch.mask & (torch.arange(ROWS) != 1)[:, None])  # a row without a token
-    objective = Objective(surrogate=surrogate, beta=0.3, kl=term)
+    objective = objective_of(surrogate=surrogate, beta=0.3, kl=term)
     clean_metrics = grpo_loss(batch, objective).metrics
     clean = loss_and_slope(batch, objective)
     assert clean[0].isfinite() and clean[1].isfinite().all() and (clean[1] != 0).any()
-    names = ("policy", "old", "ref", "sampler")
     for poison in POISONS:
-        dirty = {f"{n}_logprobs": getattr(batch, f"{n}_logprobs").detach() for n in names}
+        dirty = {"policy_logprobs": batch.policy_logprobs.detach(), "old_logprobs": batch.old_logprobs}
+        dirty |= {name: read(batch, name) for name in ("ref_logprobs", "sampler_logprobs")}
         dirty |= {"exact_kl": exact, "advantages": batch.advantages}
         dirty = {name: torch.where(batch.mask, x, poison) for name, x in dirty.items()}
         dirty["policy_logprobs"].requires_grad_(True)
-        poisoned = replace(batch, **dirty)
+        poisoned = changed(batch, **dirty)
         loss, slope = loss_and_slope(poisoned, objective)
         assert loss == clean[0]
         assert torch.equal(slope, clean[1])
@@ -247,7 +247,7 @@ def test_padding_reaches_neither_the_loss_nor_the_gradient_nor_a_metric(term, su
 )
 def test_what_the_loss_needs_and_the_batch_has_not_is_refused(changes, term, missing):
     with pytest.raises(KlampError, match=missing):
-        grpo_loss(random_batch(12, **changes), Objective(beta=0.1, kl=term))
+        grpo_loss(random_batch(12, **changes), objective_of(beta=0.1, kl=term))
 
 
 @pytest.mark.parametrize("clip", ["none", "hard", "soft"])
@@ -256,7 +256,7 @@ def test_a_token_too_far_away_for_k3_leaves_the_loss_finite_and_is_counted(clip)
     policy = batch.policy_logprobs.detach().clone()
     policy[0, 0] = -150.0
     batch = replace(batch, policy_logprobs=policy.requires_grad_(True), old_logprobs=None)
-    objective = Objective(beta=0.1, kl=KLTerm(clip_method=clip, clip_unit="sequence"))
+    objective = objective_of(beta=0.1, kl=KLTerm(clip_method=clip, clip_unit="sequence"))
     output = grpo_loss(batch, objective)
     (slope,) = torch.autograd.grad(output.loss, batch.policy_logprobs)
     assert slope.isfinite().all() and output.loss.isfinite()

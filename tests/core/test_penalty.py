@@ -6,13 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.batches import changed, flat_batch, objective_of, read
 from tests.core.test_estimators import double
 from tests.core.test_objective import loss_and_slope, random_batch
 
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import truncated_share
 from klamp.core.masking import reduce_tokens
-from klamp.core.objective import Objective, grpo_loss
+from klamp.core.objective import grpo_loss
 from klamp.core.penalty import (
     advantages_with_kl,
     kl_in_advantage,
@@ -22,8 +23,7 @@ from klamp.core.penalty import (
     token_penalty,
 )
 from klamp.core.surrogates import score_function
-from klamp.core.term import Distances, Gate, KLTerm
-from klamp.core.types import Batch
+from klamp.core.term import KLTerm, measure, prepare
 from klamp.errors import ConfigError, DataError
 from klamp.verify.oracle import examine, truths
 from klamp.verify.worlds import random_chain
@@ -42,7 +42,7 @@ TERMS = [
 
 def batch_for(term, seed=0):
     batch = random_batch(seed)
-    return replace(batch, exact_kl=batch.policy_logprobs**2) if term.value == "exact" else batch
+    return changed(batch, exact_kl=batch.policy_logprobs**2) if term.value == "exact" else batch
 
 
 @pytest.mark.parametrize("term", TERMS, ids=str)
@@ -50,11 +50,9 @@ def batch_for(term, seed=0):
 @pytest.mark.parametrize("normalizer", [None, "sequence_sum"])
 def test_grpo_loss_is_the_surrogate_plus_beta_times_the_reduced_penalty(term, reduction, normalizer):
     batch, term = batch_for(term), replace(term, normalizer=normalizer)
-    whole, slope = loss_and_slope(batch_for(term), Objective(reduction=reduction, max_length=8, beta=0.3, kl=term))
-    without, slope_without = loss_and_slope(batch_for(term), Objective(reduction=reduction, max_length=8))
-    penalty = reduce_tokens(
-        token_penalty(batch, term, Gate.of(batch, term)), batch.mask, normalizer or reduction, length=8
-    )
+    whole, slope = loss_and_slope(batch_for(term), objective_of(reduction=reduction, max_length=8, beta=0.3, kl=term))
+    without, slope_without = loss_and_slope(batch_for(term), objective_of(reduction=reduction, max_length=8))
+    penalty = reduce_tokens(token_penalty(prepare(batch, term)), batch.mask, normalizer or reduction, length=8)
     (pull,) = torch.autograd.grad(penalty, batch.policy_logprobs)
     torch.testing.assert_close(whole, without + 0.3 * penalty.detach())
     torch.testing.assert_close(slope, slope_without + 0.3 * pull)
@@ -63,10 +61,9 @@ def test_grpo_loss_is_the_surrogate_plus_beta_times_the_reduced_penalty(term, re
 @pytest.mark.parametrize("term", TERMS, ids=str)
 def test_a_weight_multiplies_the_kl_of_its_sequence(term):
     batch = batch_for(term)
-    gate = Gate.of(batch, term)
-    plain = token_penalty(batch, term, gate)
+    plain = token_penalty(prepare(batch, term))
     weight = torch.tensor([2.0, 1.0, 0.5, 3.0], dtype=torch.float64)
-    weighted = token_penalty(replace(batch, kl_weight=weight), term, gate)
+    weighted = token_penalty(prepare(changed(batch, kl_weight=weight), term))
     torch.testing.assert_close(weighted, plain * weight[:, None])
     (slope,) = torch.autograd.grad((weighted * 0.7).sum(), batch.policy_logprobs, retain_graph=True)
     (expected,) = torch.autograd.grad((plain * weight[:, None] * 0.7).sum(), batch.policy_logprobs)
@@ -78,39 +75,43 @@ def test_what_a_bound_cuts_off_is_logged_where_there_is_one(horizon):
     kl_mask = torch.ones(4, 5, dtype=torch.bool)
     kl_mask[:, 1] = False
     batch, off_policy = random_batch(kl_mask=kl_mask), "sequence" if horizon == "sequence" else "token"
-    seen = kl_metrics(batch, KLTerm(off_policy=off_policy, horizon=horizon, max_weight=1.5, max_log_ratio=0.4))
+    seen = kl_metrics(measure(batch, KLTerm(off_policy=off_policy, horizon=horizon, max_weight=1.5, max_log_ratio=0.4)))
     policy, both = batch.policy_logprobs, batch.mask & kl_mask
-    truncated = truncated_share(policy, batch.sampler_logprobs, batch.mask, horizon=horizon, max_weight=1.5)
-    clamped = ((policy - batch.ref_logprobs).abs() > 0.4)[both].sum() / both.sum()
+    truncated = truncated_share(policy, read(batch, "sampler_logprobs"), batch.mask, horizon=horizon, max_weight=1.5)
+    clamped = ((policy - read(batch, "ref_logprobs")).abs() > 0.4)[both].sum() / both.sum()
     assert 0 < truncated < 1 and 0 < clamped < 1
-    assert Distances.of(batch, KLTerm(max_log_ratio=0.4)).bounded.aminmax() == (-0.4, 0.4)
+    assert measure(batch, KLTerm(max_log_ratio=0.4)).bounded.aminmax() == (-0.4, 0.4)
     assert (seen["kl/weights_truncated"], seen["kl/log_ratio_clamped"]) == (truncated, clamped)
-    unbounded = kl_metrics(batch, KLTerm(off_policy=off_policy, horizon=horizon))
+    unbounded = kl_metrics(measure(batch, KLTerm(off_policy=off_policy, horizon=horizon)))
     assert {"kl/weights_truncated", "kl/log_ratio_clamped"}.isdisjoint(unbounded)
 
 
 @pytest.mark.parametrize("weight", [[1.0, -1.0, 1.0, 0.0], [float("nan")] * 4, [float("inf"), 1.0, 0.5, 1.0]])
 def test_a_weight_that_is_negative_or_nan_is_refused(weight):
     weight = torch.tensor(weight)
-    with pytest.raises(DataError, match="kl_weight must hold"):
-        grpo_loss(random_batch(kl_weight=weight.double()), Objective(beta=0.1))
+    with pytest.raises(DataError, match="the weights of an anchor"):
+        grpo_loss(random_batch(kl_weight=weight.double()), objective_of(beta=0.1))
 
 
 def test_rewards_are_shifted_by_the_summed_k1_times_weight_and_the_gate_comes_after_the_baseline():
     batch, term = random_batch(kl_weight=torch.tensor([1.0, 2.0, 0.0, 1.0])), KLTerm(placement="reward")
-    gate = Gate.of(batch, replace(term, clip_method="hard", clip_threshold=0.93, clip_unit="sequence"))
+    bare = prepare(batch, term)
+    clipped = prepare(batch, replace(term, clip_method="hard", clip_threshold=0.93, clip_unit="sequence"))
+    gate = clipped.gate
     assert gate is not None
     assert 0 < gate.factor.sum() < 4, "a gate that is open for some only"
     rewards = torch.tensor([1.0, 0.0, 1.0, 0.5], dtype=torch.float64)
-    k1 = ((batch.policy_logprobs - batch.ref_logprobs).detach() * batch.mask).sum(-1) * batch.kl_weight
-    shifted = shifted_rewards(rewards, batch, term, beta=0.2)
+    k1 = ((batch.policy_logprobs - read(batch, "ref_logprobs")).detach() * batch.mask).sum(-1) * read(
+        batch, "kl_weight"
+    )
+    shifted = shifted_rewards(rewards, measure(batch, term), beta=0.2)
     torch.testing.assert_close(shifted, rewards - 0.2 * k1)
     assert not shifted.requires_grad
 
     def centred(x):
         return (x.view(2, 2) - x.view(2, 2).flip(-1)).view(-1)
 
-    free, gated = (advantages_with_kl(rewards, batch, term, beta=0.2, gate=g, advantages=centred) for g in (None, gate))
+    free, gated = (advantages_with_kl(rewards, each, beta=0.2, advantages=centred) for each in (bare, clipped))
     torch.testing.assert_close(free, centred(rewards - 0.2 * k1))
     torch.testing.assert_close(gated, centred(rewards) - 0.2 * gate.factor * centred(k1))
 
@@ -122,8 +123,10 @@ def test_advantages_are_shifted_by_the_old_policys_kl(horizon):
         (batch, batch.old_logprobs),
         (replace(batch, old_logprobs=None), batch.policy_logprobs.detach()),
     ):
-        expected = kl_in_advantage(batch.advantages, old, batch.ref_logprobs, batch.mask, beta=0.2, horizon=horizon)
-        found = shifted_advantages(given, term, beta=0.2)
+        expected = kl_in_advantage(
+            batch.advantages, old, read(batch, "ref_logprobs"), batch.mask, beta=0.2, horizon=horizon
+        )
+        found = shifted_advantages(given.advantages, prepare(given, term), beta=0.2)
         torch.testing.assert_close(found, expected)
         assert not found.requires_grad
 
@@ -131,9 +134,9 @@ def test_advantages_are_shifted_by_the_old_policys_kl(horizon):
 def test_without_a_reference_every_part_says_so():
     batch, term = random_batch(ref_logprobs=None), KLTerm()
     for part in (
-        lambda: token_penalty(batch, term),
-        lambda: shifted_advantages(batch, replace(term, placement="advantage"), beta=0.1),
-        lambda: shifted_rewards(torch.ones(4), batch, term, beta=0.1),
+        lambda: token_penalty(prepare(batch, term)),
+        lambda: shifted_advantages(batch.advantages, prepare(batch, replace(term, placement="advantage")), beta=0.1),
+        lambda: shifted_rewards(torch.ones(4), measure(batch, term), beta=0.1),
     ):
         with pytest.raises(ConfigError, match="reference"):
             part()
@@ -174,6 +177,6 @@ def test_where_tokens_are_left_out_later_ones_count_by_k3_in_the_advantage_as_in
     wanted = [first + later, later, last]
     shifted = kl_in_advantage(double([0.0]), policy, ref, mask, beta=-1.0, kl_mask=kept)
     assert shifted[0].tolist() == pytest.approx(wanted)
-    batch = Batch(policy_logprobs=policy, ref_logprobs=ref, mask=mask, kl_mask=kept, advantages=double([0.0]))
-    (slope,) = torch.autograd.grad(token_penalty(batch, KLTerm(value="k1", horizon="sequence")).sum(), policy)
+    batch = flat_batch(policy_logprobs=policy, ref_logprobs=ref, mask=mask, kl_mask=kept, advantages=double([0.0]))
+    (slope,) = torch.autograd.grad(token_penalty(prepare(batch, KLTerm(value="k1", horizon="sequence"))).sum(), policy)
     assert slope[0].tolist() == pytest.approx(wanted)

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.batches import changed, flat_batch, objective_of
 
 from klamp.config import KLConfig, LossConfig, build_objective
-from klamp.core.objective import Objective, grpo_loss
+from klamp.core.objective import grpo_loss
 from klamp.core.surrogates import TrustRegion
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, KLWarning
@@ -21,11 +22,11 @@ def batch_of(ratios: list[list[float]], advantages: list[float]) -> Batch:
     policy = torch.full((len(ratios), len(ratios[0])), -3.0, dtype=torch.float64, requires_grad=True)
     sampler = (policy - torch.tensor(ratios, dtype=torch.float64).log()).detach()
     mask = torch.ones(policy.shape, dtype=torch.bool)
-    return Batch(policy_logprobs=policy, sampler_logprobs=sampler, mask=mask, advantages=torch.tensor(advantages))
+    return flat_batch(policy_logprobs=policy, sampler_logprobs=sampler, mask=mask, advantages=torch.tensor(advantages))
 
 
 def pulls(batch: Batch, region: TrustRegion) -> tuple[list[list[float]], dict[str, float]]:
-    found = grpo_loss(batch, Objective(**SUM, trust=region))
+    found = grpo_loss(batch, objective_of(**SUM, trust=region))
     slope = -len(batch.mask) * torch.autograd.grad(found.loss, batch.policy_logprobs)[0]
     return slope.tolist(), {name.removeprefix("sampler/"): float(x) for name, x in found.metrics.items()}
 
@@ -72,13 +73,13 @@ def test_unbounded_the_weighted_gradient_is_that_of_the_old_policy_and_each_boun
 
     def expected(region: TrustRegion) -> torch.Tensor:
         logprobs, drawn = of(policy.log_softmax(-1)), of(sampler)
-        batch = Batch(
+        batch = flat_batch(
             policy_logprobs=logprobs,
             sampler_logprobs=drawn,
             mask=torch.ones(9, 2, dtype=torch.bool),
             advantages=9 * drawn.sum(-1).exp() * reward,
         )
-        return torch.autograd.grad(grpo_loss(batch, Objective(**SUM, trust=region)).loss, policy)[0]
+        return torch.autograd.grad(grpo_loss(batch, objective_of(**SUM, trust=region)).loss, policy)[0]
 
     truth = -torch.autograd.grad((of(policy.log_softmax(-1)).sum(-1).exp() * reward).sum(), policy)[0]
     torch.testing.assert_close(expected(TrustRegion(mode="sequence_truncate", high=None)), truth, rtol=0, atol=1e-14)
@@ -95,9 +96,10 @@ def test_the_sampler_that_is_the_policy_changes_nothing_and_the_kl_keeps_its_own
     region = TrustRegion(mode="sequence_mask", low=0.5, high=2.0, threshold=0.1)
     found, told = pulls(batch, region)
     assert found == [[1.0, 1.0], [-1.0, -1.0]] and told["tokens_cut"] == told["sequences_cut"] == 0
-    far = replace(batch_of([[9.0, 9.0], [9.0, 9.0]], [1.0, -1.0]), ref_logprobs=torch.full((2, 2), -4.0))
+    far = changed(batch_of([[9.0, 9.0], [9.0, 9.0]], [1.0, -1.0]), ref_logprobs=torch.full((2, 2), -4.0))
     losses = [
-        grpo_loss(far, Objective(**SUM, beta=1.0, trust=t)).metrics["train/kl_penalty"] for t in (region, TrustRegion())
+        grpo_loss(far, objective_of(**SUM, beta=1.0, trust=t)).metrics["train/kl_penalty"]
+        for t in (region, TrustRegion())
     ]
     assert losses[0] == losses[1] > 0
 
@@ -105,9 +107,9 @@ def test_the_sampler_that_is_the_policy_changes_nothing_and_the_kl_keeps_its_own
 def test_what_cannot_work_is_refused():
     with pytest.raises(ConfigError, match="bounds of the ratio to the sampler cross"):
         LossConfig(vllm_importance_sampling_mode="token_mask", vllm_importance_sampling_clip_min=3.0)
-    bare = replace(batch_of([[1.0]], [1.0]), sampler_logprobs=None)
+    bare = changed(batch_of([[1.0]], [1.0]), sampler_logprobs=None)
     with pytest.raises(ConfigError, match="a trust region needs the sampler's log-probabilities"):
-        grpo_loss(bare, Objective(trust=TrustRegion(threshold=1.0)))
+        grpo_loss(bare, objective_of(trust=TrustRegion(threshold=1.0)))
     with pytest.warns(KLWarning, match="needs vllm_importance_sampling_mode"):
         LossConfig(vllm_importance_sampling_clip_max=2.0)
     loss = LossConfig(vllm_importance_sampling_mode="token_mask", off_policy_mask_threshold=0.25)

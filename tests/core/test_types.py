@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+from tests.batches import flat_batch
 
-from klamp.core.types import Batch, check_batch, check_logprobs
+from klamp.core.types import Batch, Scored, check_batch, check_logprobs
 from klamp.errors import (
     DataError,
     EmptyMaskError,
@@ -22,16 +23,23 @@ TRUE = torch.ones(1, 1, dtype=torch.bool)
 
 
 @pytest.mark.usefixtures("shapes_unchecked")
-@pytest.mark.parametrize(
-    "name", ["mask", "kl_mask", "old_logprobs", "ref_logprobs", "sampler_logprobs", "exact_kl", "exact_kl_forward"]
-)
+@pytest.mark.parametrize("name", ["mask", "old_logprobs", "ref_logprobs", "sampler_logprobs"])
 def test_a_tensor_of_another_shape_is_refused_by_name_when_the_batch_is_built(name: str) -> None:
     columns: dict[str, Any] = {"policy_logprobs": ONE, "mask": TRUE, "advantages": torch.zeros(1)}
     wrong: Any = torch.zeros(1, 2, dtype=torch.bool) if "mask" in name else torch.zeros(1, 2)
     with pytest.raises(ShapeError, match=rf"^{name} does not have the shape of policy_logprobs"):
-        Batch(**(columns | {name: wrong}))
+        flat_batch(**(columns | {name: wrong}))
     with pytest.raises(ShapeError, match=name):
-        dataclasses.replace(Batch(**columns), **{name: wrong})
+        dataclasses.replace(flat_batch(**columns), **{name: wrong})
+
+
+@pytest.mark.usefixtures("shapes_unchecked")
+@pytest.mark.parametrize("name", ["kl", "forward_kl", "mask", "gate", "weight"])
+def test_what_an_anchor_says_in_another_shape_is_refused_by_name(name: str) -> None:
+    columns: dict[str, Any] = {"policy_logprobs": ONE, "mask": TRUE, "advantages": torch.zeros(1)}
+    wrong: Any = torch.zeros(1, 2, dtype=torch.bool) if name == "mask" else torch.zeros(1, 2)
+    with pytest.raises(ShapeError, match=rf"^anchors\['x'\]\.{name} does not have"):
+        Batch(**columns, anchors={"x": Scored(ONE, **{name: wrong})})
 
 
 # --- values ---------------------------------------------------------------------------------------------------
@@ -48,7 +56,7 @@ IMPOSSIBLE = (
 
 def batch(**changes):
     columns = dict.fromkeys(("policy_logprobs", "old_logprobs", "ref_logprobs", "sampler_logprobs"), LOGPROBS)
-    return Batch(**(columns | {"mask": MASK, "advantages": torch.tensor([1.0, -1.0])} | changes))
+    return flat_batch(**(columns | {"mask": MASK, "advantages": torch.tensor([1.0, -1.0])} | changes))
 
 
 def with_value(value, row, column):

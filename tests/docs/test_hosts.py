@@ -96,7 +96,7 @@ def skyrl(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
 
 def nemo(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
     loss = names["KlampLoss"]()
-    loss.objective = replace(loss.objective, beta=BETA)
+    loss.objective = loss.objective.weighted(BETA)
     scored = {"prev": x.old, "generation": x.old, "reference_policy": x.anchor}
     given = {"advantages": x.reward} | {f"{who}_logprobs": value for who, value in scored.items()}
     data = {name: torch.cat((x.old[:1], value))[None] for name, value in given.items()}  # the prompt's token before

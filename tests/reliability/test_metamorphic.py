@@ -16,12 +16,13 @@ from typing import Any, get_args
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from tests.batches import changed, flat_batch, objective_of, read
 from tests.reliability.drawn import examples
 from torch import Tensor
 
 from klamp.core.masking import Totals, masked_sum
 from klamp.core.objective import Objective, SurrogateName, grpo_loss
-from klamp.core.term import KLTerm, carries_kl, sequence_gate_kl
+from klamp.core.term import KLTerm, carries_kl, measure, sequence_gate_kl
 from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import KL_MASK, batch_of, gated_penalty
@@ -76,9 +77,9 @@ def cases(draw: st.DrawFn) -> tuple[Batch, Objective]:
         columns["kl_mask"] = (uniform(*shape) > 0.3) | ~mask
     if draw(st.booleans()):
         columns["kl_weight"] = 4 * uniform(shape[0])
-    batch = Batch(mask=mask, reference_length=1 + uniform(shape[0]), group_size=GROUP, **columns)
+    batch = flat_batch(mask=mask, reference_length=1 + uniform(shape[0]), group_size=GROUP, **columns)
     try:
-        objective = Objective(kl=KLTerm(**term), max_length=LENGTH, **rest)
+        objective = objective_of(kl=KLTerm(**term), max_length=LENGTH, **rest)
         grpo_loss(batch, objective)
     except ConfigError:
         assume(False)
@@ -147,10 +148,10 @@ def test_masked_tokens_on_either_side_or_between_change_nothing(
 def test_micro_batches_add_up_to_the_whole(case: tuple[Batch, Objective], data: st.DataObject) -> None:
     batch, objective = case
     rows = len(batch.mask)
-    kl_mask = batch.mask if batch.kl_mask is None else batch.mask & batch.kl_mask
+    kl_mask = batch.mask if read(batch, "kl_mask") is None else batch.mask & read(batch, "kl_mask")
     totals = Totals(rows, max(1, int(batch.mask.sum())), max(1, int(kl_mask.sum())))
-    if objective.kl.clip_method != "none":
-        batch = replace(batch, gate_kl=sequence_gate_kl(batch, objective.kl))
+    if objective.terms[0].term.clip_method != "none":
+        batch = changed(batch, gate_kl=sequence_gate_kl(measure(batch, objective.terms[0].term)))
     cuts = [0, *sorted(data.draw(st.sets(st.integers(1, rows - 1), max_size=3))), rows]
     order = data.draw(st.permutations(range(rows)))
     parts = [measured(rows_of(batch, order[a:b]), objective, totals) for a, b in itertools.pairwise(cuts)]
@@ -163,9 +164,9 @@ def test_micro_batches_add_up_to_the_whole(case: tuple[Batch, Objective], data: 
 @examples(30)
 def test_the_kl_part_grows_with_beta_and_nothing_else_does(case: tuple[Batch, Objective], factor: float) -> None:
     batch, objective = case
-    if objective.kl.placement == "advantage":  # the bounds of the ratio are not linear in the advantage
+    if objective.terms[0].term.placement == "advantage":  # the bounds of the ratio are not linear in the advantage
         objective = replace(objective, surrogate="score_function")
-    parts = [measured(batch, replace(objective, beta=beta * objective.beta)) for beta in (0, 1, factor)]
+    parts = [measured(batch, objective.weighted(beta * objective.beta)) for beta in (0, 1, factor)]
     (bare, bare_slope), (one, one_slope), (more, more_slope) = parts
     assert close(more - bare, factor * (one - bare))
     assert torch.allclose(more_slope - bare_slope, factor * (one_slope - bare_slope), rtol=1e-8, atol=1e-11)
@@ -182,12 +183,12 @@ def test_the_penalty_that_hosts_add_is_that_of_the_objective_however_it_is_padde
 ) -> None:
     """A host averages over the tokens that are trained on; klamp's penalty makes that the mean over those with a KL."""
     batch, objective = case
-    term = objective.kl
+    term = objective.terms[0].term
     assume(term.value != "exact" and term.placement == "loss")
     tokens = batch.mask.shape[1]
     width = tokens + data.draw(st.integers(0, 3))
     columns, order = sorted(data.draw(st.permutations(range(width)))[:tokens]), shuffled(batch, data)
-    gate = sequence_gate_kl(replace(batch, exact_kl=None, kl_weight=None), term)
+    gate = sequence_gate_kl(measure(changed(batch, exact_kl=None, kl_weight=None), term))
     outcomes = []
     for wide, rows in ((range(tokens), list(range(len(order)))), (columns, order)):
         place = partial(_placed, columns=list(wide), rows=rows, width=width if wide is columns else tokens)
@@ -195,12 +196,12 @@ def test_the_penalty_that_hosts_add_is_that_of_the_objective_however_it_is_padde
         inputs = {
             "completion_mask": place(batch.mask).long(),
             "advantages": torch.zeros(len(rows)),
-            "ref_per_token_logps": place(batch.ref_logprobs),
+            "ref_per_token_logps": place(read(batch, "ref_logprobs")),
             "old_per_token_logps": place(batch.old_logprobs),
-            "sampling_per_token_logps": place(batch.sampler_logprobs),
+            "sampling_per_token_logps": place(read(batch, "sampler_logprobs")),
             "klamp_gate_kl": gate[rows],
             "klamp_reference_length": batch.reference_length[rows],
-            KL_MASK: None if batch.kl_mask is None else place(batch.kl_mask),
+            KL_MASK: None if read(batch, "kl_mask") is None else place(read(batch, "kl_mask")),
         }
         found = batch_of(inputs, policy)
         penalty = gated_penalty(found, term)
@@ -209,6 +210,6 @@ def test_the_penalty_that_hosts_add_is_that_of_the_objective_however_it_is_padde
         outcomes.append((mean.detach(), slope, found))
     (mean, slope, plain), (again, moved, _) = outcomes
     assert close(again, mean) and close(moved[:, columns], slope[order])
-    own = Objective(surrogate="score_function", reduction="token_mean", beta=1.0, kl=replace(term, normalizer=None))
+    own = objective_of(surrogate="score_function", reduction="token_mean", beta=1.0, kl=replace(term, normalizer=None))
     if carries_kl(plain).any():
         assert torch.allclose(grpo_loss(plain, own).loss.detach(), mean, rtol=1e-6)  # a quotient in float32

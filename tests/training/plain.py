@@ -139,9 +139,9 @@ def loss_of(context: Context, rollout: Rollout, *, beta: float, old: list[Tensor
     surrogate, penalty = [], []
     for row, a, was, gate in zip(rows, advantages_of(context, rows, beta), before, gates, strict=True):
         advantage = torch.full_like(row.policy.detach(), a)
-        if objective.kl.placement == "advantage":
+        if objective.terms[0].term.placement == "advantage":
             delta = torch.where(row.carried, was - row.ref, 0.0)
-            total = delta + later(delta) if objective.kl.horizon == "sequence" else delta
+            total = delta + later(delta) if objective.terms[0].term.horizon == "sequence" else delta
             advantage = advantage - beta * gate["factor"] * total
         ratio = (row.policy - was).exp()
         bounded = ratio.clamp(1 - objective.clip_low, 1 + objective.clip_high)
@@ -150,14 +150,14 @@ def loss_of(context: Context, rollout: Rollout, *, beta: float, old: list[Tensor
     every = [torch.ones(len(row.tokens), dtype=torch.bool) for row in rows]
     carried = [row.carried for row in rows]
     policy = _reduced(context, surrogate, every, [row.trained for row in rows], objective.reduction)
-    reduction = objective.kl.normalizer or objective.reduction
+    reduction = objective.terms[0].term.normalizer or objective.reduction
     kl = _reduced(context, penalty, carried, [row.trained for row in rows], reduction)
-    in_loss = objective.kl.placement == "loss"
+    in_loss = objective.terms[0].term.placement == "loss"
     return Losses(policy=policy, kl=beta * kl if in_loss else torch.zeros(()))
 
 
 def _delta(context: Context, row: Row) -> Tensor:
-    bound = context.objective.kl.max_log_ratio or float("inf")
+    bound = context.objective.terms[0].term.max_log_ratio or float("inf")
     return (row.policy - row.ref).detach().clamp(-bound, bound)
 
 
@@ -167,7 +167,7 @@ def _gated(penalty: Tensor, carried: Tensor, gate: dict[str, Any]) -> Tensor:
 
 def _penalty(context: Context, row: Row) -> Tensor:
     """Value and gradient of every token's penalty; an excluded token has none but for what it does to later ones."""
-    term, delta = context.objective.kl, torch.where(row.carried, _delta(context, row), 0.0)
+    term, delta = context.objective.terms[0].term, torch.where(row.carried, _delta(context, row), 0.0)
     log_w = (row.policy.detach() - row.sampler) * (term.off_policy != "none")
     if term.off_policy == "sequence":
         log_w = log_w.cumsum(0)

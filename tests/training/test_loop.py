@@ -253,7 +253,7 @@ def test_what_a_reader_takes_apart_is_what_runs(context_of, beta):
 def test_a_micro_batch_adds_what_the_trainers_adds_bit_by_bit(context_of):
     context = context_of(**PRINTED | {"max_grad_norm": 0.0})
     disturb(context.policy, size=0.03)
-    taken = collect(context, context.task.train[:4], step=0, beta=0.3)
+    taken = collect(context, context.task.train[:4], step=0, terms=context.objective.weighted(0.3).terms)
     output = update(context, torch.optim.SGD(context.policy.parameters(), lr=0.0), taken, context.objective)
     expected = {name: p.grad.clone() for name, p in context.policy.named_parameters()}
 

@@ -31,7 +31,12 @@ def trained(context, *, updates: int = 3) -> None:
     """Move the policy by real updates."""
     optimizer = SGD([p for p in context.policy.parameters() if p.requires_grad], lr=0.5)
     for step in range(updates):
-        rollout = collect(context, context.task.train[:3], step=step, beta=0.1)
+        rollout = collect(
+            context,
+            context.task.train[:3],
+            step=step,
+            terms=context.objective.weighted(0.1).terms,
+        )
         update(context, optimizer, rollout, context.objective)
 
 

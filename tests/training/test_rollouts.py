@@ -18,7 +18,12 @@ from klamp.lab.updates import update
 
 
 def rollout_of(context, *, step=0, prompts=3, beta=0.1):
-    return collect(context, context.task.train[:prompts], step=step, beta=beta)
+    return collect(
+        context,
+        context.task.train[:prompts],
+        step=step,
+        terms=context.objective.weighted(beta).terms,
+    )
 
 
 def tokens_of(rollout) -> list[list[int]]:
@@ -76,10 +81,10 @@ def test_reference_lengths_come_with_the_prompts_or_from_the_run(context_of):
     context = context_of(kl_clip_method="hard", kl_clip_threshold=0.1)
     context.control.reference_length = 9.0
     examples = [replace(e, reference_length=n) for e, n in zip(context.task.train, (None, 1, 2), strict=False)]
-    rollout = collect(context, examples, step=0, beta=0.1)
+    rollout = collect(context, examples, step=0, terms=context.objective.weighted(0.1).terms)
     assert rollout.reference_length.tolist() == [9.0] * 4 + [1.0] * 4 + [2.0] * 4
     context = context_of(kl_clip_method="hard", kl_clip_threshold=0.1, kl_reference_length=7)
-    rollout = collect(context, examples, step=0, beta=0.1)
+    rollout = collect(context, examples, step=0, terms=context.objective.weighted(0.1).terms)
     assert rollout.reference_length.tolist() == [7.0] * 12, "the user's number comes first, as in every host"
 
 
@@ -164,6 +169,6 @@ def test_the_forward_kl_of_a_large_vocabulary_is_measured_where_it_is_asked_for(
     context = context_of(beta=0.1, **changes)
     context.vocabulary = vocabulary
     assert context.exact_directions == (("reverse", "forward") if both else ("reverse",))
-    rollout = collect(context, context.task.train[:3], step=0, beta=0.1)
+    rollout = collect(context, context.task.train[:3], step=0, terms=context.objective.weighted(0.1).terms)
     output = update(context, SGD(context.policy.parameters(), lr=0.0), rollout, context.objective)
     assert output.scores.exact is not None and (output.scores.exact_forward is not None) == both

@@ -44,14 +44,19 @@ def counting(model):
 
 
 def rollout_of(context, *, step=0, beta=BETA):
-    return collect(context, context.task.train[: context.config.rollout.prompts_per_step], step=step, beta=beta)
+    return collect(
+        context,
+        context.task.train[: context.config.rollout.prompts_per_step],
+        step=step,
+        terms=context.objective.weighted(beta).terms,
+    )
 
 
 def updated(context, rollout, beta):
     """Gradient, metrics and rows of one update."""
     parameters = {name: p for name, p in context.policy.named_parameters() if p.requires_grad}
     with counting(context.policy) as counted:
-        output = update(context, SGD(parameters.values(), lr=0.0), rollout, replace(context.objective, beta=beta))
+        output = update(context, SGD(parameters.values(), lr=0.0), rollout, context.objective.weighted(beta))
     return {name: p.grad.clone() for name, p in parameters.items()}, output, counted
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.batches import changed
 from tests.hosts.teachers import KINDS, at_prefixes
 from tests.training.answering import VLLMServer, answering
 from tests.training.conftest import disturb, rows_of, steps_of, stored, tiny_llama
@@ -35,7 +36,7 @@ ALONE = {"reward": "none", "beta": 0.0}
 def scored(context, **changes):
     """A rollout, its policy's scores with the KL to the teacher, and the batch of the loss."""
     objective = context.objective
-    rollout = collect(context, context.task.train[:3], step=0, beta=objective.beta, others=objective.others)
+    rollout = collect(context, context.task.train[:3], step=0, terms=objective.terms)
     whole = slice(0, len(rollout.texts))
     ask = Ask(temperature=context.config.rollout.temperature, taught=taught_of(context, rollout, whole))
     scores = context.scorer(rollout.completions, ask)
@@ -59,7 +60,7 @@ def test_value_and_gradient_are_those_of_whole_rows(context_of, teacher, kind):
     mask, ids = rollout.mask, rollout.completions.ids
     own, theirs = (x.log_softmax(-1).gather(-1, ids[..., None])[..., 0] for x in (logits, taught))
     kl = at_prefixes(context.config.teacher, logits, taught.detach(), ids)
-    expected = replace(batch, policy_logprobs=own, teacher_logprobs=theirs.detach(), teacher_kl=kl)
+    expected = changed(batch, policy_logprobs=own, teacher_logprobs=theirs.detach(), teacher_kl=kl)
     found = []
     for each in (batch, expected):
         context.policy.zero_grad()
@@ -363,7 +364,7 @@ def test_the_sampler_as_the_anchor_needs_no_second_model(config_of, context_of, 
         config_of(reference="sampler", beta=1.0)
     with pytest.warns(KLWarning, match="proximal"):
         context = context_of(reference="sampler", beta=1.0, num_iterations=2)
-    assert context.reference is None and context.objective.kl.anchor == "sampler"
+    assert context.reference is None and context.objective.terms[0].term.anchor == "sampler"
     with pytest.warns(KLWarning):
         far, near = (
             config_of(output_dir=str(tmp_path / str(b)), reference="sampler", beta=b, num_iterations=4)

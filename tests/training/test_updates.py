@@ -67,8 +67,13 @@ def one_update(context, start, *, parts=1, examples=None):
     context.policy.load_state_dict(start)
     optim = replace(context.config.optim, gradient_accumulation_steps=parts)
     context = replace(context, config=replace(context.config, optim=optim))
-    rollout = collect(context, examples or context.task.train[:3], step=0, beta=BETA)
-    output = update(context, SGD(context.policy.parameters(), lr=1.0), rollout, replace(context.objective, beta=BETA))
+    rollout = collect(
+        context,
+        examples or context.task.train[:3],
+        step=0,
+        terms=context.objective.weighted(BETA).terms,
+    )
+    output = update(context, SGD(context.policy.parameters(), lr=1.0), rollout, context.objective.weighted(BETA))
     gradient = {name: p.grad.clone() for name, p in context.policy.named_parameters()}
     for name, p in context.policy.named_parameters():
         torch.testing.assert_close(p.detach(), start[name] - gradient[name], msg="the step is rate times gradient")
@@ -121,8 +126,8 @@ def test_shared_prompts_and_rows_by_length_change_no_update_in_any_number_of_par
     def gradient(parts):
         optim = replace(context.config.optim, gradient_accumulation_steps=parts)
         split = replace(context, config=replace(context.config, optim=optim))
-        rollout = collect(split, context.task.train[:3], step=0, beta=BETA)
-        update(split, SGD(weights.values(), lr=0.0), rollout, replace(context.objective, beta=BETA))
+        rollout = collect(split, context.task.train[:3], step=0, terms=split.objective.weighted(BETA).terms)
+        update(split, SGD(weights.values(), lr=0.0), rollout, context.objective.weighted(BETA))
         return {n: p.grad.clone() for n, p in weights.items()}
 
     expected = gradient(1)
@@ -148,8 +153,8 @@ def test_the_variants_are_all_different(context_of):
 
 def test_later_updates_take_ratios_against_the_policy_before_the_first(context_of):
     context, _ = moved(context_of(beta=BETA, max_grad_norm=0.0, loss_type="dapo"))
-    optimizer, objective = SGD(context.policy.parameters(), lr=0.5), replace(context.objective, beta=BETA)
-    rollout = collect(context, context.task.train[:3], step=0, beta=BETA)
+    optimizer, objective = SGD(context.policy.parameters(), lr=0.5), context.objective.weighted(BETA)
+    rollout = collect(context, context.task.train[:3], step=0, terms=context.objective.weighted(BETA).terms)
     before = [row.policy.detach() for row in plain.rows_of(context, rollout)]
     first = update(context, optimizer, rollout, objective)
     rollout = with_old_logprobs(rollout, first)
@@ -184,8 +189,8 @@ def test_gradient_clipping_shortens_the_step_and_keeps_its_direction(context_of)
 @pytest.mark.parametrize("broken", ["loss", "gradient"])
 def test_a_loss_that_is_not_finite_leaves_weights_and_moments_as_they_were(context_of, monkeypatch, broken):
     context, _ = moved(context_of(beta=BETA))
-    optimizer, objective = AdamW(context.policy.parameters(), lr=0.1), replace(context.objective, beta=BETA)
-    rollout = collect(context, context.task.train[:3], step=0, beta=BETA)
+    optimizer, objective = AdamW(context.policy.parameters(), lr=0.1), context.objective.weighted(BETA)
+    rollout = collect(context, context.task.train[:3], step=0, terms=context.objective.weighted(BETA).terms)
     update(context, optimizer, rollout, objective)
     weights = {name: x.clone() for name, x in context.policy.state_dict().items()}
     moments = [x.clone() for state in optimizer.state.values() for x in state.values()]
@@ -215,7 +220,7 @@ def gradient_of(context_of, **changes):
     context = context_of(beta=BETA, max_grad_norm=0.0, kl_horizon="sequence", **changes)
     disturb(context.policy, size=0.02)
     trained = {name: p for name, p in context.policy.named_parameters() if p.requires_grad}
-    rollout = collect(context, context.task.train[:3], step=0, beta=BETA)
+    rollout = collect(context, context.task.train[:3], step=0, terms=context.objective.weighted(BETA).terms)
     output = update(context, SGD(trained.values(), lr=0.0), rollout, context.objective)
     assert output.losses["train/kl_penalty"] > 0.01
     return {name: p.grad for name, p in trained.items()}, output.losses

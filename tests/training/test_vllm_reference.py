@@ -68,7 +68,12 @@ def found(context, config_of):
 @pytest.mark.parametrize("at_once", [1, 5, 32])
 def test_the_numbers_are_those_of_a_local_model(context, server_of, monkeypatch, at_once):
     monkeypatch.setattr(vllm_reference, "AT_ONCE", at_once)
-    completions = collect(context, list(context.task.train[:3]), step=0, beta=0.01).completions
+    completions = collect(
+        context,
+        list(context.task.train[:3]),
+        step=0,
+        terms=context.objective.weighted(0.01).terms,
+    ).completions
     other = copy.deepcopy(context.policy)
     disturb(other)
     local = score(other, completions, temperature=1.0).logprobs
@@ -112,7 +117,12 @@ def test_another_temperature_is_refused_before_anything_is_scored(found, server_
         found(server, temperature=0.6)
     assert "temperature=0.6" in str(error.value)
     assert server.asked == []
-    completions = collect(context, list(context.task.train[:1]), step=0, beta=0.01).completions
+    completions = collect(
+        context,
+        list(context.task.train[:1]),
+        step=0,
+        terms=context.objective.weighted(0.01).terms,
+    ).completions
     with pytest.raises(ConfigError, match="temperature 1 only"):
         VLLMReference(f"http://127.0.0.1:{kept_port()}", "start").score(completions, temperature=0.6)
 

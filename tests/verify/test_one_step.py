@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.batches import changed, flat_batch
 
 from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.core.advantages import group_advantages
@@ -14,7 +15,7 @@ from klamp.core.estimators import exact_kl
 from klamp.core.masking import Totals
 from klamp.core.objective import grpo_loss
 from klamp.core.penalty import advantages_with_kl, shifted_advantages, token_penalty
-from klamp.core.term import Gate, sequence_gate_kl
+from klamp.core.term import measure, prepare, sequence_gate_kl
 from klamp.core.types import Batch
 from klamp.errors import ConfigError
 from klamp.verify.one_step import Scene, examine_config, scene
@@ -108,7 +109,7 @@ def test_the_expected_step_is_the_mean_of_sampled_steps() -> None:
     for group in map(tuple, rows.sort(-1).values.tolist()):
         if group not in cache:
             drawn = Outcomes(*(field[list(group)] for field in y))
-            batch = Batch(
+            batch = flat_batch(
                 policy_logprobs=drawn.policy_logprobs,
                 mask=drawn.mask,
                 advantages=group_advantages(world.rewards[list(group)], 2, scale="std"),
@@ -150,7 +151,7 @@ CLIPS = [("none", None), *itertools.product(("hard", "soft"), (None, "group"))]
 def scored(kl: KLConfig, pair: list[int], *, by: Outcomes, old: Outcomes) -> Batch:
     """Two completions as one policy scores them; `old` drew them."""
     exact = kl.kl_estimator == "exact"
-    return Batch(
+    return flat_batch(
         policy_logprobs=by.policy_logprobs[pair],
         mask=by.mask[pair],
         advantages=torch.zeros(2, dtype=torch.float64),
@@ -166,9 +167,9 @@ def scored(kl: KLConfig, pair: list[int], *, by: Outcomes, old: Outcomes) -> Bat
 def kl_share(kl: KLConfig, now: Batch, before: Batch) -> torch.Tensor:
     """The KL's part of the loss of each token, per unit of beta, out of the functions that a trainer calls."""
     term = kl.build_term()
-    gate_kl = sequence_gate_kl(before, term)  # before the first update, as every trainer does
-    now, before = replace(now, gate_kl=gate_kl), replace(before, gate_kl=gate_kl)
-    gate = Gate.of(now, term)
+    gate_kl = sequence_gate_kl(measure(before, term))  # before the first update, as every trainer does
+    now, before = changed(now, gate_kl=gate_kl), changed(before, gate_kl=gate_kl)
+    gate = prepare(now, term).gate
     if term.placement == "loss":
         return token_penalty(now, term, gate)
     if term.placement == "advantage":

@@ -35,7 +35,7 @@ class Objective:
     """Which loss `grpo_loss` computes: the surrogate, its KL terms with their coefficients, the average over tokens.
 
     Equation: R[surrogate_t] + beta R_kl[penalty_t] + ..., see `grpo_loss`. `build_objective` makes one from a
-    `KLConfig` and a `LossConfig`; `objective.weighted(reference=controller.value)` sets the beta of a step.
+    `KLConfig` and a `LossConfig`; `objective.weighted(controller.value)` sets the beta of a step.
     """
 
     surrogate: SurrogateName = "ppo_clip"
@@ -69,8 +69,9 @@ class Objective:
         """The coefficient of the KL to the reference or the sampler; 0 without one."""
         return next((coefficient for coefficient, term in self.terms if term.anchor in HELD), 0.0)
 
-    def weighted(self, **coefficients: float) -> Objective:
-        """The objective with other coefficients: anchor -> coefficient of its terms."""
+    def weighted(self, beta: float, **coefficients: float) -> Objective:
+        """The objective with another `beta`, and by name with other coefficients of further anchors."""
+        coefficients |= dict.fromkeys(HELD, beta)
         terms = (Weighted(coefficients.get(term.anchor, old), term) for old, term in self.terms)
         return replace(self, terms=tuple(terms))
 

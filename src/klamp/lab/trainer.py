@@ -61,7 +61,7 @@ def take_step(
     """
     config, rate = context.config, float(optimizer.param_groups[0]["lr"])
     beta, coefficient = context.control.beta(step, total_steps), config.teacher.coefficient(step, total_steps)
-    objective = context.objective.weighted(reference=beta, sampler=beta, teacher=coefficient)
+    objective = context.objective.weighted(beta, teacher=coefficient)
     rollout = collect(context, examples, step=step, terms=objective.terms)
     outputs: list[UpdateOutput] = []
     for _ in range(config.optim.num_iterations):

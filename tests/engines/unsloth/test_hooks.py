@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import trl
+from tests.batches import flat_batch, objective_of
 from tests.engines.unsloth.hosts import PROMPTS, attached, model, move, reward, saved, tokenizer, trainer
 from torch import Tensor
 
@@ -17,8 +18,7 @@ from benchmarks.measure import isolated
 from benchmarks.step_runs import Setting, write_setting
 from benchmarks.unsloth_cpu import with_switches
 from klamp.config import KLConfig
-from klamp.core.objective import Objective, grpo_loss
-from klamp.core.types import Batch
+from klamp.core.objective import grpo_loss
 from klamp.errors import ConfigError, NonFiniteError, UnsupportedVersion
 from klamp.hosts.common.rollout import excluded_ids, kl_tokens
 from klamp.hosts.unsloth.hooks import K3_STOPS
@@ -70,7 +70,7 @@ def expected(host: Any, kl: KLConfig, inputs: dict[str, Any]) -> Tensor:
     carries = kl_tokens(inputs["completion_ids"], mask, excluded) if kl.excludes else mask
     advantages = torch.tensor(list(host._logs["advantages"])[-len(mask) :])
     length = float(kl.kl_reference_length or 1)
-    batch = Batch(
+    batch = flat_batch(
         policy_logprobs=policy, mask=mask, advantages=advantages, ref_logprobs=ref,
         kl_mask=carries if kl.excludes else None,
         group_size=4, reference_length=length, sampler_logprobs=policy.detach(),
@@ -83,8 +83,8 @@ def expected(host: Any, kl: KLConfig, inputs: dict[str, Any]) -> Tensor:
             ratio = (policy - ref).detach()
             k3 = ((torch.exp(-ratio) - 1 + ratio) * mask).sum(-1).view(-1, 4)
             taken = taken * ((k3.sum(-1, keepdim=True) - k3) / 3 > kl.kl_clip_threshold * length)
-        batch = Batch(**{**vars(batch), "advantages": advantages - taken.view(-1)})
-    objective = Objective(
+        batch = flat_batch(**{**vars(batch), "advantages": advantages - taken.view(-1)})
+    objective = objective_of(
         reduction=AVERAGES[host.loss_type], max_length=host.max_completion_length, beta=kl.beta, kl=term
     )
     return grpo_loss(batch, objective).loss

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
+from tests.batches import flat_batch
 from torch import Tensor
 from verl.workers.config import ActorConfig, PolicyLossConfig
 from verl.workers.utils import losses
@@ -53,7 +54,7 @@ class Step:
 
     def batch(self) -> Batch:
         """The same in klamp's words; whoever sampled is the old policy."""
-        return Batch(
+        return flat_batch(
             policy_logprobs=self.policy,
             mask=self.mask,
             advantages=self.advantages,

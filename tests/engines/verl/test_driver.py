@@ -11,6 +11,7 @@ import pytest
 import torch
 from omegaconf import OmegaConf
 from tensordict import NonTensorStack, TensorDict
+from tests.batches import changed, objective_of
 from tests.engines.verl.actor import Step, actor_loss, gradient
 from tests.engines.verl.test_hooks import AVERAGES
 from tests.engines.verl.test_overrides import IN_REWARD
@@ -19,9 +20,9 @@ from verl.trainer.ppo.v1 import trainer_base
 
 from klamp.config import KLConfig
 from klamp.core.advantages import group_advantages
-from klamp.core.objective import Objective, grpo_loss
+from klamp.core.objective import grpo_loss
 from klamp.core.penalty import advantages_with_kl
-from klamp.core.term import Gate, sequence_gate_kl
+from klamp.core.term import measure, prepare, sequence_gate_kl
 from klamp.core.types import Batch
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.verl.driver import BETA, Driver, StepSettings, columns
@@ -93,18 +94,18 @@ def expected_loss(step: Step, ids: Tensor, rewards: Tensor, kl: KLConfig, averag
     kl_mask = step.mask.clone()
     kl_mask &= ~torch.isin(ids, torch.tensor([int(token) for token in kl.kl_exclude_tokens], dtype=torch.long))
     length = kl.kl_reference_length
-    batch = replace(
+    batch = changed(
         step.batch(),
         kl_mask=kl_mask if kl.excludes else None,
         group_size=GROUP,
         reference_length=None if length is None else torch.full((len(ids),), float(length)),
     )
     before = replace(batch, policy_logprobs=step.old)
-    batch = replace(batch, gate_kl=sequence_gate_kl(before, term) if term.clip_method != "none" else None)
+    batch = changed(batch, gate_kl=sequence_gate_kl(measure(before, term)) if term.clip_method != "none" else None)
     if term.placement == "reward":
         batch = replace(batch, advantages=_in_reward(replace(batch, policy_logprobs=step.old), rewards, kl))
     longest = step.mask.shape[1] if average == "seq-mean-token-sum-norm" else None
-    objective = Objective(reduction=AVERAGES[average], max_length=longest, beta=0.3, kl=term)  # pyright: ignore[reportArgumentType]
+    objective = objective_of(reduction=AVERAGES[average], max_length=longest, beta=0.3, kl=term)  # pyright: ignore[reportArgumentType]
     return grpo_loss(batch, objective).loss
 
 
@@ -113,7 +114,7 @@ def _in_reward(batch: Batch, rewards: Tensor, kl: KLConfig) -> Tensor:
         return group_advantages(of, GROUP, baseline="leave_one_out", scale="none")
 
     term = kl.build_term()
-    return advantages_with_kl(rewards, batch, term, beta=0.3, gate=Gate.of(batch, term), advantages=formed)
+    return advantages_with_kl(rewards, batch, term, beta=0.3, gate=prepare(batch, term).gate, advantages=formed)
 
 
 @pytest.mark.gate

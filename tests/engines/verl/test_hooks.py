@@ -7,13 +7,14 @@ import itertools
 import pytest
 import torch
 import verl.trainer.ppo.core_algos as algorithms
+from tests.batches import objective_of
 from tests.engines.verl.actor import Step, actor_loss, gradient
 from verl import DataProto
 from verl.trainer.config import KLControlConfig
 from verl.trainer.ppo.ray_trainer import apply_kl_penalty
 from verl.workers.utils import losses
 
-from klamp.core.objective import Objective, grpo_loss
+from klamp.core.objective import grpo_loss
 from klamp.errors import ConfigError, UnsupportedVersion
 from klamp.hosts.verl import hooks
 from klamp.verl import register
@@ -48,7 +49,7 @@ def klamp_loss(step: Step, name: str, beta: float, reduction: str) -> torch.Tens
     """klamp's own loss, with the KL that a name stands for."""
     term = hooks.loss_kl(name).build_term()
     length = step.mask.shape[1] if reduction == "fixed_length" else None
-    objective = Objective(reduction=reduction, max_length=length, beta=beta, kl=term)  # pyright: ignore[reportArgumentType]
+    objective = objective_of(reduction=reduction, max_length=length, beta=beta, kl=term)  # pyright: ignore[reportArgumentType]
     return grpo_loss(step.batch(), objective).loss
 
 

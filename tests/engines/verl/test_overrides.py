@@ -12,12 +12,13 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import DictConfig, OmegaConf
+from tests.batches import objective_of
 from tests.engines.verl.actor import Step, actor_loss, gradient
 from verl.trainer.ppo.utils import need_reference_policy
 from verl.utils.config import omega_conf_to_dataclass
 
 from klamp.config import KLConfig
-from klamp.core.objective import Objective, grpo_loss
+from klamp.core.objective import grpo_loss
 from klamp.hosts.verl.fields_in_verl import loss_kl, written
 from klamp.verl import effective, overrides
 
@@ -52,7 +53,7 @@ def test_a_kl_in_the_loss_comes_back(kl: KLConfig) -> None:
     mode, average = actor.policy_loss.loss_mode, actor.loss_agg_mode
     options = {"kl_loss_type": actor.kl_loss_type, "kl_loss_coef": actor.kl_loss_coef, "loss_agg_mode": average}
     found, _ = actor_loss(step, loss_mode=mode, use_kl_loss=True, **options)
-    expected = grpo_loss(step.batch(), Objective(reduction="token_mean", beta=kl.beta, kl=kl.build_term())).loss
+    expected = grpo_loss(step.batch(), objective_of(reduction="token_mean", beta=kl.beta, kl=kl.build_term())).loss
     assert abs(found.item() - expected.item()) < 1e-9
     assert (gradient(found, step) - gradient(expected, step)).abs().max() < 1e-9
 

@@ -12,6 +12,7 @@ import torch
 import verl
 from omegaconf import DictConfig
 from tensordict import TensorDict
+from tests.batches import flat_batch, objective_of
 from tests.engines.verl.test_overrides import composed
 from torch import Tensor
 from verl.trainer.distillation import losses
@@ -22,9 +23,8 @@ from verl.workers.config import ActorConfig, DistillationConfig
 
 from klamp import KLConfig
 from klamp.config.teacher import TeacherConfig
-from klamp.core.objective import Objective, Weighted, grpo_loss
+from klamp.core.objective import Weighted, grpo_loss
 from klamp.core.topk import topk_kl
-from klamp.core.types import Batch
 from klamp.errors import ConfigError
 from klamp.hosts.verl.teacher import has_head, named
 from klamp.verl import effective, overrides, register
@@ -82,7 +82,7 @@ class World:
             weight = -self.noise if teacher.teacher_off_policy != "none" else None
             options: Any = {"direction": teacher.teacher_direction, "tail": teacher.teacher_tail, "log_weight": weight}
             kl = self.padded(topk_kl(ours, theirs, policy, said, outside, **options))
-        batch = Batch(
+        batch = flat_batch(
             policy_logprobs=self.padded(policy),
             mask=self.mask,
             advantages=self.advantages,
@@ -93,7 +93,7 @@ class World:
             teacher_kl=kl,
         )
         others = (Weighted(coefficient, teacher.build_term()),)
-        objective = Objective(reduction=AVERAGES[average], beta=BETA, kl=KLConfig().build_term(), others=others)  # pyright: ignore[reportArgumentType]
+        objective = objective_of(reduction=AVERAGES[average], beta=BETA, kl=KLConfig().build_term(), others=others)  # pyright: ignore[reportArgumentType]
         return grpo_loss(batch, objective).loss
 
     def verl_loss(

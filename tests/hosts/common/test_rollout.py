@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.batches import read
 from tests.hosts.common.several import in_processes
 from torch import Tensor
 
@@ -14,7 +15,7 @@ from klamp.config import KLConfig
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import kl_estimate
 from klamp.core.penalty import advantages_with_kl, shifted_advantages
-from klamp.core.term import Gate, KLTerm, sequence_gate_kl
+from klamp.core.term import KLTerm, measure, prepare, sequence_gate_kl
 from klamp.errors import ConfigError
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.common.rollout import (
@@ -78,7 +79,7 @@ def test_a_gate_is_that_of_the_whole_batch_at_once(level: Any, exact: Tensor | N
         processes, lambda member: gate_over_processes(generation(member, processes=processes, exact=exact), term)
     )
     whole = replace(generation(exact=exact).batch(), group_size=GROUP)
-    torch.testing.assert_close(torch.cat(found), sequence_gate_kl(whole, term))
+    torch.testing.assert_close(torch.cat(found), sequence_gate_kl(measure(whole, term)))
 
 
 def mean_of_others(x: Tensor) -> Tensor:
@@ -149,8 +150,8 @@ def test_a_column_that_one_process_lacks_is_measured_on_all() -> None:
 def test_a_policy_that_has_moved_is_no_sample_of_the_reference() -> None:
     moved = generation(apart=0.5)
     batch = moved.batch()
-    assert batch.ref_logprobs is not None
-    k3 = kl_estimate(batch.policy_logprobs, batch.ref_logprobs)[batch.mask.bool()].mean()
+    assert read(batch, "ref_logprobs") is not None
+    k3 = kl_estimate(batch.policy_logprobs, read(batch, "ref_logprobs"))[batch.mask.bool()].mean()
     with pytest.raises(ConfigError, match=rf"reference length cannot be measured\n.*KL {float(k3):.2e} nats per token"):
         reference_lengths(moved, KLControl(KLConfig(**CLIP)))
 
@@ -171,7 +172,7 @@ def test_the_kl_in_the_reward_is_the_advantage_of_lower_rewards(processes: int, 
         return shifted(made, term, beta=0.3)
 
     batch = replace(generation().batch(), group_size=GROUP, reference_length=2.0)
-    gate = Gate.of(batch, term)
+    gate = prepare(batch, term).gate
     assert gate is None or 0 < float(gate.factor.mean()) < 1, "some are over budget, some are not"
     expected = advantages_with_kl(
         rewards, batch, term, beta=0.3, gate=gate, advantages=lambda r: group_advantages(r, GROUP, scale="none")

@@ -8,9 +8,10 @@ from itertools import pairwise
 
 import pytest
 import torch
+from tests.batches import flat_batch, read
 
 from klamp.core.estimators import kl_estimate
-from klamp.core.term import KLTerm
+from klamp.core.term import KLTerm, measure
 from klamp.core.types import Batch
 from klamp.doctor.metrics import METRICS
 from klamp.hosts.common.rollout import Alone
@@ -176,16 +177,18 @@ def micro_batch(rows: slice, *, length: int = 16) -> Batch:
     generator = torch.Generator().manual_seed(1)
     policy, ref = (-torch.rand(6, length, generator=generator) for _ in range(2))
     mask = torch.rand(6, length, generator=generator) < 0.7
-    return Batch(policy_logprobs=policy[rows], ref_logprobs=ref[rows], mask=mask[rows], advantages=torch.zeros(6)[rows])
+    return flat_batch(
+        policy_logprobs=policy[rows], ref_logprobs=ref[rows], mask=mask[rows], advantages=torch.zeros(6)[rows]
+    )
 
 
 def test_uneven_parts_add_up_to_the_whole() -> None:
     window, whole = Window(), micro_batch(slice(0, 6))
     for part in (slice(0, 1), slice(1, 4), slice(4, 6)):
-        window.add(micro_batch(part), KLTerm(max_log_ratio=0.3), None)
+        window.add(measure(micro_batch(part), KLTerm(max_log_ratio=0.3)))
     found = window.emit(Alone())
-    delta = (whole.policy_logprobs - whole.ref_logprobs)[whole.mask]
-    k3 = kl_estimate(whole.policy_logprobs, whole.ref_logprobs, estimator="k3")
+    delta = (whole.policy_logprobs - read(whole, "ref_logprobs"))[whole.mask]
+    k3 = kl_estimate(whole.policy_logprobs, read(whole, "ref_logprobs"), estimator="k3")
     assert found["kl/k1"] == pytest.approx(float(delta.mean()), rel=1e-5)
     assert found["kl/k3"] == pytest.approx(float(k3[whole.mask].mean()), rel=1e-5)
     assert found["kl/k3_sequence"] == pytest.approx(float((k3 * whole.mask).sum(-1).mean()), rel=1e-5)

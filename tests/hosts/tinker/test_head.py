@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import tinker
 import torch
+from tests.batches import flat_batch, objective_of
 from tests.hosts.teachers import HAVE, KINDS, SAMPLED
 from tests.hosts.tinker.fakes import FakeSampler, score, skipping
 from tests.hosts.tinker.wire import (
@@ -25,8 +26,7 @@ from tests.hosts.tinker.wire import (
 from tests.standin import ready
 
 from klamp import TeacherConfig, topk_kl
-from klamp.core.objective import Objective, Weighted, grpo_loss
-from klamp.core.types import Batch
+from klamp.core.objective import Weighted, grpo_loss
 from klamp.errors import DataError, ModelError, NonFiniteError, ShapeError
 from klamp.tinker import (
     build_datum,
@@ -210,7 +210,7 @@ def test_the_gradient_is_that_of_a_local_teacher_with_the_same_head(taught, stan
             for name, x in zip(columns, found, strict=True):
                 columns[name].append(x)
         padded = {name: torch.nn.utils.rnn.pad_sequence(x, batch_first=True) for name, x in (rows | columns).items()}
-        batch = Batch(
+        batch = flat_batch(
             policy_logprobs=padded["policy"],
             mask=padded["mask"] != 0,
             advantages=padded["advantages"],
@@ -220,7 +220,7 @@ def test_the_gradient_is_that_of_a_local_teacher_with_the_same_head(taught, stan
             teacher_kl=padded["kl"],
         )
         others = (Weighted(0.7, config.build_term()),)
-        return grpo_loss(batch, Objective(reduction="token_mean", others=others)).loss, {}
+        return grpo_loss(batch, objective_of(reduction="token_mean", others=others)).loss, {}
 
     wide = [
         SimpleNamespace(model_input=d.model_input, loss_fn_inputs={"target_tokens": tinker.TensorData.from_torch(ids)})

@@ -10,13 +10,14 @@ import pytest
 import torch
 import trl
 from peft import LoraConfig
+from tests.batches import flat_batch
 from tests.hosts.trl.hosts import PROMPTS, arguments, dataset, gradient_of, model, noisy, saved, tokenizer
 
 from klamp.config.teacher import TeacherConfig
 from klamp.core.estimators import exact_kl
 from klamp.core.penalty import token_penalty
+from klamp.core.term import prepare
 from klamp.core.topk import distinct, topk_kl
-from klamp.core.types import Batch
 from klamp.errors import ModelError
 from klamp.trl import DistillationConfig, DistillationTrainer, DoctorCallback, effective
 
@@ -103,14 +104,14 @@ def own_penalty(trainer: Any, student: Any, teacher: Any, inputs: dict[str, Any]
             tail=c.teacher_tail,
             kept=kept,
         )
-    batch = Batch(
+    batch = flat_batch(
         policy_logprobs=logprobs.gather(-1, targets)[..., 0],
         teacher_logprobs=whole.gather(-1, targets)[..., 0].detach(),
         mask=inputs["completion_mask"].bool(),
         advantages=torch.zeros(len(targets)),
         teacher_kl=kl,
     )
-    return config.teacher_coef * token_penalty(batch, config.build_term())
+    return config.teacher_coef * token_penalty(prepare(batch, config.build_term()))
 
 
 def plain_logits64(made: Any, inputs: dict[str, Any]) -> torch.Tensor:

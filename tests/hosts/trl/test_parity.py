@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.batches import changed, flat_batch, objective_of
 from tests.hosts.trl.hosts import (
     LENGTH,
     PROMPTS,
@@ -23,10 +24,9 @@ from tests.hosts.trl.hosts import (
 from klamp.config import KLConfig
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
-from klamp.core.objective import Objective, grpo_loss
+from klamp.core.objective import grpo_loss
 from klamp.core.penalty import advantages_with_kl
-from klamp.core.term import Gate, sequence_gate_kl
-from klamp.core.types import Batch
+from klamp.core.term import measure, prepare, sequence_gate_kl
 from klamp.hosts.common.rollout import excluded_ids, kl_tokens
 
 BETA = 0.4
@@ -80,7 +80,7 @@ def own_loss(trainer: Any, base: Any, inputs: dict[str, Any], rewards: torch.Ten
     with torch.no_grad():
         ref_logits = plain_logits(base, inputs)
     exact, excluded = kl.kl_estimator == "exact", excluded_ids(kl.kl_exclude_tokens, tokenizer())
-    batch = Batch(
+    batch = flat_batch(
         policy_logprobs=plain_logprobs(logits, inputs),
         mask=mask,
         advantages=group_advantages(rewards, 2, scale="none", baseline="mean"),
@@ -93,18 +93,18 @@ def own_loss(trainer: Any, base: Any, inputs: dict[str, Any], rewards: torch.Ten
         group_size=2,
     )
     if kl.kl_clip_method != "none":
-        batch = replace(batch, gate_kl=sequence_gate_kl(batch, term))
+        batch = changed(batch, gate_kl=sequence_gate_kl(measure(batch, term)))
     if kl.kl_placement == "reward":
         found = advantages_with_kl(
             rewards,
             batch,
             term,
             beta=kl.beta,
-            gate=Gate.of(batch, term),
+            gate=prepare(batch, term).gate,
             advantages=lambda r: group_advantages(r, 2, scale="none", baseline="mean"),
         )
         batch = replace(batch, advantages=found)
-    objective = Objective(reduction=REDUCTIONS[loss_type], max_length=LENGTH, beta=kl.beta, kl=term)
+    objective = objective_of(reduction=REDUCTIONS[loss_type], max_length=LENGTH, beta=kl.beta, kl=term)
     return grpo_loss(batch, objective).loss
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 import trl
 from peft import LoraConfig
+from tests.batches import flat_batch, objective_of
 from tests.hosts.teachers import HAVE, KINDS, at_prefixes
 from tests.hosts.trl.hosts import (
     LENGTH,
@@ -34,9 +35,8 @@ from tests.training.answering import VLLMServer, answering
 from klamp.config import KLConfig
 from klamp.config.teacher import TeacherConfig
 from klamp.core.estimators import exact_kl
-from klamp.core.objective import Objective, Weighted, grpo_loss
+from klamp.core.objective import Weighted, grpo_loss
 from klamp.core.topk import topk_kl
-from klamp.core.types import Batch
 from klamp.errors import ConfigError, DataError, ModelError
 from klamp.trl import GRPOConfig, effective
 
@@ -70,7 +70,7 @@ def own_loss(trainer: Any, base: Any, teacher: Any, inputs: dict[str, Any], adva
     config = TeacherConfig(
         teacher_model="given", teacher_coef=COEF, **{k: v for k, v in options.items() if k.startswith("teacher_")}
     )
-    batch = Batch(
+    batch = flat_batch(
         policy_logprobs=own,
         mask=inputs["completion_mask"].bool(),
         advantages=advantages,
@@ -79,7 +79,7 @@ def own_loss(trainer: Any, base: Any, teacher: Any, inputs: dict[str, Any], adva
         sampler_logprobs=own.detach(),  # the policy itself
         teacher_kl=at_prefixes(config, logits, taught, inputs["completion_ids"]),
     )
-    objective = Objective(
+    objective = objective_of(
         reduction=REDUCTIONS[trainer.loss_type],  # type: ignore[arg-type]
         max_length=LENGTH,
         beta=beta,

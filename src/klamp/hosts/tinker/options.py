@@ -99,7 +99,7 @@ def make_settings(
     for text in ignored:
         warnings.warn(text, KLWarning, stacklevel=3)
     objective = build_objective(kl, around, max_length=1 if max_length is None else max_length, teacher=teacher)
-    objective = replace(objective.weighted(reference=beta, sampler=beta), max_length=max_length)
+    objective = replace(objective.weighted(beta), max_length=max_length)
     if normalizer == "token_sum":
         objective, totals = replace(objective, reduction="token_mean"), PLAIN_SUM
     return LossSettings(
