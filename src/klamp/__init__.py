@@ -31,10 +31,10 @@ if TYPE_CHECKING:  # what type checkers, editors and the documentation see; _HOM
     from klamp.core.heads.kl import linear_head_kl, linear_kl
     from klamp.core.heads.logprobs import TopTokens, linear_logprobs, linear_topk
     from klamp.core.masking import Totals
-    from klamp.core.objective import Objective, Weighted, grpo_loss
-    from klamp.core.term import KLTerm
+    from klamp.core.objective import Objective, grpo_loss
+    from klamp.core.term import KLTerm, Weighted
     from klamp.core.topk import topk_kl
-    from klamp.core.types import Batch, LossOutput
+    from klamp.core.types import Batch, LossOutput, Scored
     from klamp.errors import KLWarning
     from klamp.hosts.common.sampler_weights import check_sync
 
@@ -49,6 +49,7 @@ __all__ = [
     "LossOutput",
     "Objective",
     "ProportionalController",
+    "Scored",
     "StepController",
     "TeacherConfig",
     "TopTokens",
@@ -91,10 +92,10 @@ _NAMES = {
     "core.heads.kl": ("linear_head_kl", "linear_kl"),
     "core.heads.logprobs": ("TopTokens", "linear_logprobs", "linear_topk"),
     "core.masking": ("Totals",),
-    "core.objective": ("Objective", "Weighted", "grpo_loss"),
-    "core.term": ("KLTerm",),
+    "core.objective": ("Objective", "grpo_loss"),
+    "core.term": ("KLTerm", "Weighted"),
     "core.topk": ("topk_kl",),
-    "core.types": ("Batch", "LossOutput"),
+    "core.types": ("Batch", "LossOutput", "Scored"),
     "errors": ("KLWarning",),
     "hosts.common.sampler_weights": ("check_sync",),
 }

@@ -51,10 +51,9 @@ SIGNATURES = {
     "adaptive_kl_coefficient": "(kl_divergence, target_kl=0.05, *, kl_coefficient)",
     "preset": "(name)",
     "build_objective": "(kl, loss, *, max_length, teacher=None)",
-    "Batch": "(*, policy_logprobs, mask, advantages, old_logprobs=None, ref_logprobs=None, sampler_logprobs=None, "
-    "exact_kl=None, exact_kl_forward=None, kl_mask=None, kl_weight=None, gate_kl=None, reference_length=None, "
-    "group_size=None, "
-    "teacher_logprobs=None, teacher_kl=None, teacher_mask=None)",
+    "Batch": "(*, policy_logprobs, mask, advantages, old_logprobs=None, anchors=<factory>, reference_length=None, "
+    "group_size=None, ref_logprobs=None, sampler_logprobs=None)",
+    "Scored": "(logprobs, kl=None, forward_kl=None, mask=None, gate=None, weight=None)",
     "LossOutput": "(loss, metrics)",
     "Totals": "(sequences, tokens, kl_tokens)",
 }
@@ -68,7 +67,7 @@ FIELDS = {
     "KLTerm": "clip_level clip_method clip_temperature clip_threshold gradient horizon max_log_ratio max_weight "
     "normalizer off_policy placement value",
     "LossConfig": "advantage_baseline epsilon epsilon_high loss_type scale_rewards surrogate",
-    "Objective": "beta clip_high clip_low kl max_length others reduction surrogate",
+    "Objective": "clip_high clip_low max_length reduction surrogate terms trust",
 }
 
 OTHERS = ("KLWarning", "TeacherConfig", "TopTokens", "Verdict", "Weighted", "__version__", "check_sync")

@@ -13,10 +13,10 @@ from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.gradients import kl_penalty
 from klamp.core.masking import Totals
-from klamp.core.objective import Weighted, grpo_loss, without_gradient
-from klamp.core.term import KLTerm
+from klamp.core.objective import Objective, grpo_loss, without_gradient
+from klamp.core.term import KLTerm, Weighted
 from klamp.core.topk import topk_kl
-from klamp.core.types import Batch
+from klamp.core.types import Batch, Scored
 from klamp.errors import ConfigError, NonFiniteError
 
 TEACHER = KLTerm(anchor="teacher", value="k1", gradient="reverse", placement="loss")
@@ -205,3 +205,24 @@ def test_with_a_tool_between_the_turns_the_gradient_is_that_of_the_whole():
     mine = torch.autograd.grad((drawn.detach() * found.sum(-1)).sum(), models, retain_graph=True)
     for one, other in zip(mine, torch.autograd.grad(whole, models), strict=True):
         torch.testing.assert_close(one, other, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["checkpoint of March", "reference", "teacher"])
+def test_a_term_to_any_name_follows_the_kl_to_that_anchor(name):
+    """A new anchor is one more entry: value, gradient and metrics, by enumeration of one position."""
+    policy = torch.randn(5, dtype=torch.float64, requires_grad=True)
+    anchor = torch.randn(5, dtype=torch.float64).log_softmax(-1)
+    logprobs = policy.log_softmax(-1)
+    batch = Batch(
+        policy_logprobs=logprobs[:, None],
+        mask=torch.ones(5, 1, dtype=torch.bool),
+        advantages=torch.zeros(5),
+        anchors={name: Scored(anchor[:, None], weight=5 * logprobs.detach().exp())},  # every token, by its probability
+    )
+    term = KLTerm(anchor=name, value="k3", gradient="reverse")
+    loss, metrics = grpo_loss(batch, Objective(terms=(Weighted(0.3, term),)))
+    kl = (logprobs.exp() * (logprobs - anchor)).sum()
+    torch.testing.assert_close(loss, 0.3 * kl)
+    slopes = [torch.autograd.grad(x, policy, retain_graph=True)[0] for x in (loss, 0.3 * kl)]
+    torch.testing.assert_close(*slopes)
+    assert ("kl/k3" if name == "reference" else f"{name}/kl") in metrics

@@ -16,9 +16,9 @@ from klamp.config.rules import unread
 from klamp.config.teacher import TeacherConfig
 from klamp.core.advantages import Baseline, Scale
 from klamp.core.arguments import AT_LEAST_1, check_fields, check_instance, check_number
-from klamp.core.objective import Objective, SurrogateName, Weighted
+from klamp.core.objective import Objective, SurrogateName
 from klamp.core.surrogates import CLIP_HIGH, CLIP_LOW, TrustMode, TrustRegion
-from klamp.core.term import Placement
+from klamp.core.term import Placement, Weighted
 from klamp.core.types import Reduction
 from klamp.errors import ConfigError, KLWarning
 

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from klamp.core.advantages import group_advantages
 from klamp.core.masking import Totals
-from klamp.core.objective import Weighted
 from klamp.core.penalty import advantages_with_kl
-from klamp.core.term import measure, prepare, sequence_gate_kl
+from klamp.core.term import Weighted, measure, prepare, sequence_gate_kl
 from klamp.core.types import Batch, Direction, Scored, held_anchors
 from klamp.errors import ConfigError
 from klamp.hosts.common.rollout import kl_tokens

@@ -30,7 +30,8 @@ from torch import Tensor
 from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.config.loss import Price, configured_price, divisor, kl_reduction, price_of
 from klamp.config.teacher import TeacherConfig
-from klamp.core.objective import Weighted, grpo_loss
+from klamp.core.objective import grpo_loss
+from klamp.core.term import Weighted
 from klamp.core.types import Reduction
 from klamp.errors import ConfigError
 from klamp.verify.one_step import Scene, advantages_in_groups, batch_of, less_kl, quietly, scores_of

@@ -31,9 +31,9 @@ from klamp.config.teacher import TeacherConfig
 from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.masking import Totals
-from klamp.core.objective import LossOutput, Objective, Weighted, grpo_loss
+from klamp.core.objective import LossOutput, Objective, grpo_loss
 from klamp.core.penalty import HELD, advantages_with_kl, shifted_rewards
-from klamp.core.term import KLTerm, Prepared, measure, prepare, sequence_gate_kl, sequence_kl
+from klamp.core.term import KLTerm, Prepared, Weighted, measure, prepare, sequence_gate_kl, sequence_kl
 from klamp.core.topk import distinct, topk_kl
 from klamp.core.types import Batch, Scored
 from klamp.errors import ConfigError, KLWarning

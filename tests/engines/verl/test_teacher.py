@@ -23,7 +23,8 @@ from verl.workers.config import ActorConfig, DistillationConfig
 
 from klamp import KLConfig
 from klamp.config.teacher import TeacherConfig
-from klamp.core.objective import Weighted, grpo_loss
+from klamp.core.objective import grpo_loss
+from klamp.core.term import Weighted
 from klamp.core.topk import topk_kl
 from klamp.errors import ConfigError
 from klamp.hosts.verl.teacher import has_head, named

@@ -26,7 +26,8 @@ from tests.hosts.tinker.wire import (
 from tests.standin import ready
 
 from klamp import TeacherConfig, topk_kl
-from klamp.core.objective import Weighted, grpo_loss
+from klamp.core.objective import grpo_loss
+from klamp.core.term import Weighted
 from klamp.errors import DataError, ModelError, NonFiniteError, ShapeError
 from klamp.tinker import (
     build_datum,

@@ -35,7 +35,8 @@ from tests.training.answering import VLLMServer, answering
 from klamp.config import KLConfig
 from klamp.config.teacher import TeacherConfig
 from klamp.core.estimators import exact_kl
-from klamp.core.objective import Weighted, grpo_loss
+from klamp.core.objective import grpo_loss
+from klamp.core.term import Weighted
 from klamp.core.topk import topk_kl
 from klamp.errors import ConfigError, DataError, ModelError
 from klamp.trl import GRPOConfig, effective

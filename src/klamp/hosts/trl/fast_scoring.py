@@ -21,7 +21,8 @@ from accelerate.utils import convert_outputs_to_fp32
 from torch import Tensor, nn
 from trl.trainer import grpo_trainer
 
-from klamp.core.objective import Objective, Weighted, without_gradient
+from klamp.core.objective import Objective, without_gradient
+from klamp.core.term import Weighted
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import GATE_KL, batch_of, loss_mask
 from klamp.hosts.common.step_zero import active_dropouts
