@@ -15,8 +15,8 @@ from torch import Tensor
 from klamp import preset
 from klamp.config import PRESETS, KLConfig, LossConfig, build_objective
 from klamp.core.advantages import group_advantages
+from klamp.core.masking import masked_sum
 from klamp.core.objective import grpo_loss
-from klamp.core.penalty import sequence_log_ratio
 from klamp.errors import ConfigError, UnknownNameError
 
 GROUP, GROUPS, TOKENS = 4, 3, 6
@@ -66,7 +66,7 @@ def klamps_loss(kl: KLConfig, loss: LossConfig, s: Sampled) -> Tensor:
     """The loss of a preset, formed as klamp's trainer forms it."""
     rewards = s.rewards
     if kl.kl_placement == "reward":
-        rewards = rewards - kl.beta * sequence_log_ratio(s.old, s.ref, s.mask)
+        rewards = rewards - kl.beta * masked_sum(s.old - s.ref, s.mask, -1)
     batch = flat_batch(
         policy_logprobs=s.policy,
         mask=s.mask,

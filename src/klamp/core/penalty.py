@@ -38,16 +38,6 @@ from klamp.core.types import Advantages, Horizon, LogProbs, Mask, Reduction, Tok
 from klamp.errors import ConfigError, NonFiniteError
 
 
-def sequence_log_ratio(
-    policy_logprobs: LogProbs, ref_logprobs: LogProbs, mask: Mask, *, max_log_ratio: float | None = None
-) -> Float[Tensor, " batch"]:
-    """The sum of k1 over each sequence, in nats, detached: an unbiased sample of KL(policy || ref) over sequences.
-
-    It is a sum, never a mean over the completion's own length: a mean can be lowered by writing more.
-    """
-    return masked_sum(masked_log_ratio(policy_logprobs, ref_logprobs, mask, max_log_ratio=max_log_ratio), mask, -1)
-
-
 def kl_in_advantage(
     advantages: Advantages,
     policy_logprobs: LogProbs,
@@ -171,8 +161,8 @@ def mean_penalty(
 def shifted_rewards(rewards: Float[Tensor, " batch"], prepared: Prepared, *, beta: float) -> Float[Tensor, " batch"]:
     """The rewards minus beta (times the sequence's weight) times the KL of each completion, before advantages. [B]
 
-    Equation: r_i - beta k_i, with k_i = `sequence_log_ratio` in nats, of the policy that sampled. Without a clip, for
-    which see `advantages_with_kl`.
+    Equation: r_i - beta k_i, with k_i the sum of k1 over the completion in nats, of the policy that sampled (a mean
+    could be lowered by writing more). Without a clip, for which see `advantages_with_kl`.
     Gradient: none here; through the score function it is the gradient of KL(policy || ref) over sequences, provided
     that the advantages are not divided by the group's standard deviation: in a saturated group that division makes
     beta drop out. Tokens can be left out of k_i by their position only: left out by what they are, the gradient is

@@ -18,7 +18,7 @@ Shapes: B sequences, T completion positions, V vocabulary entries. Log-probabili
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -31,6 +31,7 @@ from klamp.core.arguments import (
     MASKS,
     POSITIVE,
     REALS,
+    Kind,
     check_data,
     check_number,
     check_roles,
@@ -134,47 +135,33 @@ def held_anchors(
     return {name: Scored(x, mask=mask, gate=gate) for name, x in logprobs.items() if x is not None}
 
 
-ARGUMENTS = {"reference": "ref_logprobs"}
-"""Anchor -> how errors call its log-probabilities; others by their name."""
-
-
 def argument_of(anchor: str) -> str:
     """How errors call the log-probabilities of an anchor."""
-    return ARGUMENTS.get(anchor, f"{anchor}_logprobs")
+    return "ref_logprobs" if anchor == "reference" else f"{anchor}_logprobs"
 
 
-def _tokens_of(batch: Batch) -> dict[str, Tensor]:
-    """Name -> tensors of a batch with one number per token, besides the policy's and the masks."""
-    tensors = {"old_logprobs": batch.old_logprobs}
+def _tensors_of(batch: Batch) -> Iterator[tuple[str, Tensor, Kind, bool]]:
+    """(name, tensor, its kind, whether it holds one number per token) for a batch, besides policy and advantages."""
+    yield "mask", batch.mask, MASKS, True
+    if batch.old_logprobs is not None:
+        yield "old_logprobs", batch.old_logprobs, FLOATS, True
     for anchor, scored in batch.anchors.items():
-        tensors |= {
-            argument_of(anchor): scored.logprobs,
-            f"anchors[{anchor!r}].kl": scored.kl,
-            f"anchors[{anchor!r}].forward_kl": scored.forward_kl,
-        }
-    return {name: x for name, x in tensors.items() if x is not None}
-
-
-def _masks_of(batch: Batch) -> dict[str, Tensor]:
-    masks = {f"anchors[{anchor!r}].mask": scored.mask for anchor, scored in batch.anchors.items()}
-    return {"mask": batch.mask} | {name: x for name, x in masks.items() if x is not None}
-
-
-def _sequences_of(batch: Batch) -> dict[str, Tensor]:
-    """Name -> tensors of a batch with one number per completion."""
-    values = {f"anchors[{anchor!r}].gate": scored.gate for anchor, scored in batch.anchors.items()}
-    values |= {f"anchors[{anchor!r}].weight": scored.weight for anchor, scored in batch.anchors.items()}
-    return {name: x for name, x in values.items() if x is not None}
+        yield argument_of(anchor), scored.logprobs, FLOATS, True
+        for name, x in scored._asdict().items():
+            if name != "logprobs" and x is not None:
+                kind = MASKS if name == "mask" else FLOATS
+                yield f"anchors[{anchor!r}].{name}", x, kind, name not in ("gate", "weight")
 
 
 def _check_kinds(batch: Batch) -> None:
     policy = batch.policy_logprobs
     check_tensors(FLOATS, policy_logprobs=policy)
-    check_tensors(FLOATS, like=policy, **_tokens_of(batch), **_sequences_of(batch))
-    check_tensors(MASKS, like=policy, **_masks_of(batch))
+    for name, x, kind, per_token in _tensors_of(batch):
+        check_tensors(kind, like=policy, **{name: x})
+        check_data(**({} if per_token else {name: x}))
     check_tensors(REALS, like=policy, advantages=batch.advantages)
     recorded = getattr(batch.advantages, "recorded_by_klamp", False)  # klamp.watch: its gradient trains nothing
-    check_data(advantages=None if recorded else batch.advantages, **_sequences_of(batch))
+    check_data(advantages=None if recorded else batch.advantages)
     check_number("group_size", batch.group_size, AT_LEAST_1, whole=True, optional=True)
     if isinstance(batch.reference_length, Tensor):
         check_tensors(REALS, reference_length=batch.reference_length)  # moved to the others' device where it is used
@@ -191,17 +178,15 @@ def _check_shapes(batch: Batch) -> None:
             why="it holds one number per token of each completion",
             fix="policy_logprobs[None] for a single completion",
         )
-    lengths = batch.reference_length
-    of_each = {"reference_length": lengths} if isinstance(lengths, Tensor) and lengths.ndim else {}
-    tokens = _masks_of(batch) | _tokens_of(batch)
-    for name, x in (tokens | _sequences_of(batch) | of_each).items():
-        if x.shape != (shape if name in tokens else shape[:1]):
-            wanted = "the shape of policy_logprobs" if name in tokens else "one number per completion"
+    lengths = [batch.reference_length] if isinstance(batch.reference_length, Tensor) else []
+    columns = [(name, x, per_token) for name, x, _, per_token in _tensors_of(batch)]
+    for name, x, per_token in (*columns, *(("reference_length", x, False) for x in lengths if x.ndim)):
+        if x.shape != (shape if per_token else shape[:1]):
             raise ShapeError(
-                f"{name} does not have {wanted}",
+                f"{name} does not have {'the shape of policy_logprobs' if per_token else 'one number per completion'}",
                 got=f"{name} {tuple(x.shape)}, policy_logprobs {tuple(shape)}",
                 why="all of them describe the same completions",
-                fix="score the same tokens, padded to the same length" if name in tokens else f"pass {name} as [B]",
+                fix="score the same tokens, padded to the same length" if per_token else f"pass {name} as [B]",
             )
     if batch.advantages.shape not in (shape, shape[:1]):
         raise ShapeError(
