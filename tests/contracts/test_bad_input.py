@@ -38,11 +38,6 @@ ALL_OF_THE_BATCH = partial(
     lambda **columns: klamp.grpo_loss(batch(**columns), OBJECTIVE),
     old_logprobs=P,
     sampler_logprobs=P,
-    exact_kl=P.abs(),
-    exact_kl_forward=P.abs(),
-    kl_mask=MASK,
-    kl_weight=torch.ones(2),
-    gate_kl=torch.ones(2),
     reference_length=5.0,
     group_size=2,
 )
@@ -224,9 +219,21 @@ CALLS: Mapping[str, Call] = {
         {
             "policy_logprobs": LOGPROBS, "mask": "mask, needed", "advantages": "per sequence, needed",
             "old_logprobs": "logprobs", "ref_logprobs": LOGPROBS, "sampler_logprobs": "logprobs",
-            "exact_kl": "logprobs", "exact_kl_forward": "logprobs", "kl_mask": "mask", "kl_weight": "per sequence",
-            "gate_kl": "per sequence", "reference_length": "positive", "group_size": "whole",
+            "reference_length": "positive", "group_size": "whole", "anchors": "config, needed",
         },
+    ),
+    "grpo_loss of an anchor": Call(
+        lambda **fields: klamp.grpo_loss(batch(anchors={"another": klamp.Scored(**fields)}), OBJECTIVE),
+        {"logprobs": P - 0.1},
+        {
+            "logprobs": LOGPROBS, "kl": "logprobs", "forward_kl": "logprobs", "mask": "mask",
+            "gate": "per sequence", "weight": "per sequence",
+        },
+    ),
+    "a term of an objective": Call(
+        lambda **fields: klamp.Objective(terms=(klamp.Weighted(**fields),)),
+        {"coefficient": 0.1, "term": klamp.KLTerm()},
+        {"coefficient": "share, needed", "term": "config, needed"},
     ),
     "grpo_loss with totals": Call(
         lambda **sizes: klamp.grpo_loss(batch(), OBJECTIVE, totals=klamp.Totals(**sizes)),
@@ -252,8 +259,8 @@ CALLS: Mapping[str, Call] = {
         klamp.Objective,
         {},
         {
-            "surrogate": "name, needed", "reduction": "name, needed", "max_length": "whole", "kl": "config, needed",
-            "clip_low": "share, needed", "clip_high": "share, needed", "beta": "share, needed",
+            "surrogate": "name, needed", "reduction": "name, needed", "max_length": "whole",
+            "clip_low": "share, needed", "clip_high": "share, needed",
         },
     ),
     "FixedController": Call(klamp.FixedController, {"value": 0.1}, BOUNDED),

@@ -55,7 +55,9 @@ class Objective:
 
     def __post_init__(self) -> None:
         check_fields(self, OBJECTIVE_NUMBERS)
-        for coefficient, term in self.terms:
+        for weighted in self.terms:
+            check_instance("terms", weighted, Weighted, fix="pass a tuple of Weighted(coefficient, KLTerm(...))")
+            coefficient, term = weighted
             check_number("coefficient of a KL", coefficient, COEFFICIENT)
             check_instance("term", term, KLTerm)
 

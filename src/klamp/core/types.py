@@ -33,6 +33,7 @@ from klamp.core.arguments import (
     REALS,
     Kind,
     check_data,
+    check_instance,
     check_number,
     check_roles,
     check_tensors,
@@ -110,7 +111,10 @@ class Batch:
     sampler_logprobs: InitVar[LogProbs | None] = None
 
     def __post_init__(self, ref_logprobs: LogProbs | None, sampler_logprobs: LogProbs | None) -> None:
+        check_instance("anchors", self.anchors, Mapping, fix="pass a dict of name -> Scored(logprobs)")
         anchors = dict(self.anchors)
+        for name, scored in anchors.items():
+            check_instance(f"anchors[{name!r}]", scored, Scored, fix="pass Scored(logprobs)")
         for name, logprobs in (("reference", ref_logprobs), ("sampler", sampler_logprobs)):
             if logprobs is not None:
                 anchors[name] = anchors[name]._replace(logprobs=logprobs) if name in anchors else Scored(logprobs)
