@@ -16,14 +16,14 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from klamp.diagnostics.doctor import Diagnosis
-from klamp.training.anchors import MovingReference
-from klamp.training.trainer import Trainer
 from tests.training import rewards
 from tests.training.conftest import disturb, stored, tiny_gpt2, tiny_llama
 from tests.training.planted import ARITHMETIC, Told, alarms, trained
 
-from klamp.training import rollouts
+from klamp.doctor.examine import Diagnosis
+from klamp.lab import rollouts
+from klamp.lab.anchors import MovingReference
+from klamp.lab.trainer import Trainer
 
 Plant = Callable[[Trainer, Told, ExitStack], None]
 Steps = tuple[int, int]

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from klamp.diagnostics.doctor import Diagnosis, examine
-from klamp.diagnostics.history import WRITTEN
-from klamp.records import read_record
 
+from klamp.doctor.examine import Diagnosis, examine
+from klamp.doctor.history import WRITTEN
+from klamp.doctor.readers import read_record
 from klamp.names import ALARMS_FILE, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY
 
 FOLDER = Path(__file__).resolve().parent

@@ -13,17 +13,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from klamp.diagnostics.alarms import ALARMS
-from klamp.diagnostics.alarms_run import TRUNCATED
-from klamp.diagnostics.doctor import Diagnosis, Finding, examine
-from klamp.records import read_record
-from klamp.records.klamp_run import read_config
-from klamp.training.folders import scores_of
-from klamp.training.observers import AlarmObserver, Observer, RunInfo
 from tests.recorded.plants import RECORDED, RUNS
 from tests.recorded.record import FOLDER, lines, said
 
 from klamp.cli import main
+from klamp.doctor.alarms import ALARMS
+from klamp.doctor.alarms_run import TRUNCATED
+from klamp.doctor.examine import Diagnosis, Finding, examine
+from klamp.doctor.readers import read_record
+from klamp.doctor.readers.klamp_run import read_config
+from klamp.lab.folders import scores_of
+from klamp.lab.observers import AlarmObserver, Observer, RunInfo
 
 WITH_TOKENS: dict[str, dict[str, int]] = {
     "adapter-not-zero": {"step-zero-kl": 1},
