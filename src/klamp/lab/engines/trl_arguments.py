@@ -97,10 +97,7 @@ def _loss(loss: LossConfig) -> dict[str, Any]:
 
 
 def _anchors(config: TrainConfig) -> dict[str, Any]:
-    """The fields of the KL and of a teacher that are set, under their own names.
-
-    Without a KL beta 0 alone, so that TRL loads no reference. A teacher's model is a path, its prompts have a column.
-    """
+    """The fields of the KL and of a teacher that are set; without a KL beta 0 alone, so that TRL loads no reference."""
     kl, teacher = dataclasses.asdict(config.kl), config.teacher
     values = {name: value for name, value in kl.items() if value is not None} if config.kl.needs_reference else {}
     values |= {"beta": config.kl.beta if values else 0.0}
