@@ -145,16 +145,17 @@ class AlarmObserver(Observer):
 
     def stopped(self, step: int, max_steps: int) -> TrainingStopped | None:
         """The error that ends a run at the first alarm of stop_on; None: none of them rose."""
-        if (finding := self.watch.stopped_by) is None:
-            return None
-        alarm, evidence = finding.alarm, finding.evidence
-        return TrainingStopped(
-            f"training was stopped after step {step} of {max_steps} by the alarm {alarm.name}: {alarm.text}",
-            got=evidence.text,
-            resumable=True,
-            why=" ".join((*evidence.causes[:1], alarm.means, alarm.next_step)),
-            fix="mend that and start again, or leave the name out of stop_on and continue with --resume",
-        )
+        finding = self.watch.stopped_by
+        return None if finding is None else stopped_by(finding, f"step {step} of {max_steps}")
+
+
+def stopped_by(finding: Finding, after: str) -> TrainingStopped:
+    """The error that ends a run at an alarm of stop_on, `after` a step or update, in words."""
+    alarm, evidence = finding.alarm, finding.evidence
+    what = f"training was stopped after {after} by the alarm {alarm.name}: {alarm.text}"
+    why = " ".join((*evidence.causes[:1], alarm.means, alarm.next_step))
+    fix = "mend that and start again, or leave the name out of stop_on and continue with --resume"
+    return TrainingStopped(what, got=evidence.text, resumable=True, why=why, fix=fix)
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:

@@ -20,7 +20,7 @@ from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from klamp.core.advantages import group_advantages
-from klamp.errors import KLWarning, TrainingStopped
+from klamp.errors import KLWarning
 from klamp.hosts.common.rollout import LENGTH_COLUMN
 from klamp.hosts.common.sampler_weights import pack_nothing
 from klamp.hosts.trl.callbacks import DoctorCallback, ReportCallback
@@ -34,6 +34,7 @@ from klamp.lab.config import TrainConfig
 from klamp.lab.engines.trl_arguments import TEACHER_PROMPT, trl_arguments, weights_dtype
 from klamp.lab.folders import newest_complete
 from klamp.lab.interrupts import Interrupt, deferred_interrupts
+from klamp.lab.observers import stopped_by
 from klamp.lab.sampling import examples_of_run
 from klamp.lab.setup import load_prompts
 from klamp.lab.tasks.base import NO_REWARD, Example
@@ -59,12 +60,8 @@ def train(config: TrainConfig, folder: Path) -> None:
         with deferred_interrupts() as ending.interrupt:
             trainer.train(resume_from_checkpoint=newest and str(newest))
     if doctor.stopped_by is not None:
-        raise TrainingStopped(
-            f"an alarm stopped the run after update {trainer.state.global_step} of {trainer.state.max_steps}",
-            got=f"stop_on={doctor.stopped_by.alarm.name}",
-            why=doctor.stopped_by.alarm.means,
-            fix=f"{doctor.stopped_by.alarm.next_step} Continue with: klamp train --resume {folder}",
-        )
+        state = trainer.state
+        raise stopped_by(doctor.stopped_by, f"update {state.global_step} of {state.max_steps}")
 
 
 def trainer_of(config: TrainConfig, folder: Path, callbacks: list[TrainerCallback]) -> GRPOTrainer:

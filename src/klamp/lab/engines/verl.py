@@ -21,7 +21,7 @@ from klamp.config import LossConfig
 from klamp.config.loss import LOSS_TYPES
 from klamp.core.types import Reduction
 from klamp.hosts.verl.fields_in_verl import written
-from klamp.hosts.verl.overrides import ACTOR, overrides
+from klamp.hosts.verl.overrides import ACTOR, REDUCTIONS, overrides
 from klamp.hosts.verl.teacher import DISTILLATION, places
 from klamp.lab.anchors import check_keys, check_tokens_of
 from klamp.lab.config import TrainConfig
@@ -34,11 +34,7 @@ from klamp.lab.tasks import load_task
 from klamp.lab.tasks.base import NO_REWARD, Example, Task, TaskConfig
 from klamp.lab.tasks.prompts import check_prompts
 
-AVERAGES: Mapping[Reduction, str] = {
-    "token_mean": "token-mean",
-    "sequence_mean": "seq-mean-token-mean",
-    "fixed_length": "seq-mean-token-sum-norm",
-}
+AVERAGES: Mapping[Reduction, str] = {reduction: mode for mode, reduction in REDUCTIONS.items()}
 """klamp's average over tokens -> verl's loss_agg_mode of the same."""
 AS_IT_STANDS = "{% for message in messages %}{{ message.content }}{% endfor %}"
 """A chat template that adds nothing: klamp's prompts are ready to be tokenized."""
