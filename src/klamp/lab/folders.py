@@ -1,5 +1,4 @@
-"""The folder of a run: its path, its lines, its checkpoints, its configuration, its lock; files that are whole at any
-time."""
+"""The folder of a run: path, lines, checkpoints, configuration and lock; files that are whole at any time."""
 
 from __future__ import annotations
 
@@ -96,10 +95,7 @@ def checkpoints(output_dir: Path) -> list[Path]:
 
 
 def newest_complete(folder: Path) -> Path | None:
-    """The newest complete checkpoint of a run; None if it has none.
-
-    A checkpoint of TRL's is complete once it has its checksums; klamp's and verl's appear when they are.
-    """
+    """The newest complete checkpoint of a run (TRL's are complete once they have checksums); None if it has none."""
     paths = reversed(checkpoint_folders(folder))
     return next((path for path in paths if not path.name.startswith("checkpoint-") or (path / SEAL).is_file()), None)
 

@@ -1,6 +1,6 @@
-"""The hooks by which a run tells observers what happens; the trainer itself prints nothing.
+"""The hooks by which a run reports what happens; the trainer itself prints nothing.
 
-`AlarmObserver` lets every alarm examine the run. `RunLog` writes the run's folder and feeds TensorBoard and W&B.
+`AlarmObserver` examines the run with every alarm. `RunLog` writes the run's folder and feeds TensorBoard and W&B.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class Observer:
 
 
 def progress_of(observers: Sequence[Observer]) -> Progress:
-    """What slow loading is told to: every observer."""
+    """A function that passes the progress of slow loading to every observer."""
 
     def progress(what: str, done: int, total: int, loss: float | None) -> None:
         for observer in observers:
@@ -109,7 +109,7 @@ def progress_of(observers: Sequence[Observer]) -> Progress:
 
 
 class AlarmObserver(Observer):
-    """An observer that lets every alarm examine the run after each step and evaluation, and tells the others of it."""
+    """Examines the run with every alarm after each step and evaluation; `tell` reaches all observers."""
 
     def __init__(
         self, tell: Callable[[Callable[[Observer], None]], None], *, rl_skill: str, stop_on: Sequence[str] = ()
@@ -226,7 +226,7 @@ class RunLog(Observer):
         self.trackers: list[Tracker] = []
         self.folder: Path | None = None
         self.step = 0
-        self.said: set[str] = set()
+        self.cautions: set[str] = set()
 
     def on_start(self, info: RunInfo) -> None:
         """Write configuration and versions; on resume, delete what is of later steps, and what a killed run left."""
@@ -243,7 +243,7 @@ class RunLog(Observer):
             folders.tidy(folder, keep=info.config.run.keep_checkpoints)
             for name in info.config.run.report_to:
                 self.trackers.append(TRACKERS[name](folder, info.config, self.step))
-            self.said = {str(row.get("text")) for row in lines_of(folder / CAUTIONS)}
+            self.cautions = {str(row.get("text")) for row in lines_of(folder / CAUTIONS)}
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.step = step
@@ -266,8 +266,8 @@ class RunLog(Observer):
 
     def on_warning(self, text: str) -> None:
         """Write the caution as a line of cautions.jsonl, with the number of steps done; each one once in a run."""
-        if text not in self.said:
-            self.said.add(text)
+        if text not in self.cautions:
+            self.cautions.add(text)
             self._append(CAUTIONS, {"step": self.step, "text": text})
 
     def on_end(self, summary: RunSummary) -> None:

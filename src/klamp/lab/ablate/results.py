@@ -1,5 +1,4 @@
-"""The outcome of each run, as a file, and what is made of all of them: a table (for each arm the mean over seeds with
-Student's interval), and a picture."""
+"""The outcome of each run as a file; of all runs a table (means over seeds with Student's interval) and a picture."""
 
 from __future__ import annotations
 

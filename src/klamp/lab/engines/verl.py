@@ -186,7 +186,7 @@ def load_in_verl(config: TrainConfig, shape: Shape) -> Load:
 
 
 def _sized(config: TrainConfig, sizes: Sizes) -> dict[str, Any]:
-    """What a large model needs set otherwise."""
+    """Settings that depend on the size of the model."""
     return {
         f"{MODEL}.enable_gradient_checkpointing": config.model.gradient_checkpointing or sizes.checkpointing,
         f"{ACTOR}.fsdp_config.param_offload": sizes.offload,
@@ -210,7 +210,7 @@ def _loss(loss: LossConfig, longest: int) -> dict[str, Any]:
 
 
 def _teacher(config: TrainConfig) -> dict[str, Any]:
-    """Where the teachers' weights are, what a row of the data names its own by, and that there is no other reward."""
+    """The folders of the teachers, the column that names the teacher of a row, and whether there is a reward."""
     if not config.teacher.there:
         return {}
     paths = map(model_path, config.teacher.models.values())
@@ -221,7 +221,7 @@ def _teacher(config: TrainConfig) -> dict[str, Any]:
 
 
 def _once(words: Iterable[str]) -> list[str]:
-    """Each key at its last value; a key that is deleted (~KEY) stands as it was given."""
+    """Each key at its last value; a deleted key (~KEY) stays."""
     last: dict[str, str] = {}
     for word in words:
         key = word.partition("=")[0].lstrip("+")
