@@ -89,7 +89,7 @@ def one(cell: str, seed: int) -> dict[str, Any]:
     from klamp.doctor.readers import read_record
     from klamp.lab.backends import train_run
     from klamp.lab.config import TrainConfig
-    from klamp.lab.engines.launch import launch
+    from klamp.lab.backends import launch
 
     values = {"max_steps": 150, "seed": seed, **CELLS[cell]}
     sparse = {"eval_every": 0, "save_every": 0, "report_to": (), "log_completions": 0, "eval_size": 8}

@@ -20,8 +20,7 @@ from tests.training.conftest import TINY, stored, tiny_llama
 from tests.waiting import wait_for
 
 from klamp.errors import ConfigError, RunFolderError, TrainingStopped, UnsupportedVersion
-from klamp.lab.ablate.cluster import RayExecutor, load_ray, work
-from klamp.lab.ablate.execute import execute
+from klamp.lab.ablate.execute import RayExecutor, execute, load_ray, work
 from klamp.lab.ablate.one_run import perform
 from klamp.lab.ablate.plan import Arm, Plan, Run, run_folder, runs
 from klamp.lab.ablate.results import Outcome, read_outcome
@@ -142,7 +141,7 @@ def test_an_own_cluster_is_reached_from_this_machine_only_and_asks_for_a_token(t
     program = """
 import json, os
 import psutil
-from klamp.lab.ablate.cluster import connected, load_ray
+from klamp.lab.ablate.execute import connected, load_ray
 ray = load_ray("local")
 with connected(ray, "local"):
     ray.get(ray.remote(lambda: None).remote(), timeout=240)

@@ -16,7 +16,7 @@ from klamp.lab.ablate.one_run import perform
 from klamp.lab.ablate.plan import Plan, as_runs, grid, runs
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
-from klamp.lab.resumed import plain
+from klamp.lab.folders import plain
 
 pytestmark = pytest.mark.slow
 

@@ -11,8 +11,8 @@ from tests.training import rewards
 from tests.training.conftest import TINY, disturb, rows_of, stored, tiny_llama
 
 from klamp.lab import checkpoint
-from klamp.lab.ablate import measure as module
-from klamp.lab.ablate.measure import evaluate, measure, measured, numbers_of
+from klamp.lab.ablate import one_run as module
+from klamp.lab.ablate.one_run import evaluate, measure, measured, numbers_of
 from klamp.lab.anchors import FrozenReference
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig

@@ -13,8 +13,7 @@ from tests.training.conftest import steps_of
 from tests.waiting import wait_until
 
 from klamp.lab.ablate import one_run
-from klamp.lab.ablate.measure import measure
-from klamp.lab.ablate.one_run import perform
+from klamp.lab.ablate.one_run import measure, perform
 from klamp.lab.ablate.plan import Run, run_folder, runs
 from klamp.lab.ablate.results import read_outcome
 from klamp.lab.folders import newest_policy

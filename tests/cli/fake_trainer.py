@@ -12,9 +12,9 @@ import yaml
 from klamp.doctor.alarm import Evidence
 from klamp.doctor.alarms import ALARMS
 from klamp.doctor.examine import Finding
+from klamp.lab.checkpoint import identity
 from klamp.lab.config import TrainConfig
 from klamp.lab.observers import Observer, RunInfo, RunSummary
-from klamp.lab.resumed import identity
 from klamp.names import IDENTITY
 
 BEFORE = {"addition": 0.7617, "subtraction": 0.9023, "reversal": 1.0}

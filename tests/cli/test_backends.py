@@ -17,7 +17,7 @@ from tests.waiting import SECONDS
 
 from klamp.cli import main
 from klamp.doctor.readers import read_record
-from klamp.lab.engines import launch
+from klamp.lab import backends
 
 ROOT = Path(__file__).resolve().parents[2]
 SMALL = ("reward", "num_generations", "max_completion_length", "train_size")
@@ -34,7 +34,7 @@ def words(tmp_path: Path) -> list[str]:
 
 def started(words: list[str]) -> subprocess.Popen[str]:
     command = [sys.executable, "-m", "klamp.cli", "train", *words]
-    around = {name: value for name, value in AROUND.items() if name not in launch.LAUNCHED}
+    around = {name: value for name, value in AROUND.items() if name not in backends.LAUNCHED}
     return subprocess.Popen(command, env=around, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
 
 
@@ -74,7 +74,7 @@ def test_ctrl_c_ends_trl_and_names_the_way_on(words, tmp_path):
 
 def test_a_program_of_its_own_takes_the_place_of_this_process():
     """Its exit code is that of `klamp train`, and a signal is its own."""
-    code = "from klamp.lab.engines.launch import replace_process; import sys; print('before')\n"
+    code = "from klamp.lab.backends import replace_process; import sys; print('before')\n"
     code += "replace_process([sys.executable, '-c', 'import os, sys; print(os.getpid()); sys.exit(7)'])"
     run = subprocess.Popen([sys.executable, "-c", code], env=AROUND, stdout=subprocess.PIPE, text=True)
     said, _ = run.communicate(timeout=60)
@@ -83,8 +83,8 @@ def test_a_program_of_its_own_takes_the_place_of_this_process():
 
 def test_verl_is_started_with_its_inputs_in_the_folder(words, tmp_path, monkeypatch):
     seen: list[list[str]] = []
-    monkeypatch.setattr(launch, "check_version", lambda host: "a stand-in")
-    monkeypatch.setattr(launch, "replace_process", lambda command: seen.append(list(command)))
+    monkeypatch.setattr(backends, "check_version", lambda host: "a stand-in")
+    monkeypatch.setattr(backends, "replace_process", lambda command: seen.append(list(command)))
     words += ["--lr_scheduler_type", "constant"]
     assert main(["train", "--backend", "verl", "--max_steps", "2", *words]) == 0
     (command,) = seen
@@ -100,7 +100,7 @@ def test_verl_is_started_with_its_inputs_in_the_folder(words, tmp_path, monkeypa
 
 
 def test_several_processes_need_a_name_of_their_folder(words, monkeypatch, capsys):
-    monkeypatch.setattr(launch, "check_version", lambda host: "a stand-in")
+    monkeypatch.setattr(backends, "check_version", lambda host: "a stand-in")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert main(["train", "--backend", "trl", *words[:-2]]) == 2
     assert "several processes need output_dir" in capsys.readouterr().err
@@ -109,7 +109,7 @@ def test_several_processes_need_a_name_of_their_folder(words, monkeypatch, capsy
 
 
 def test_a_dry_run_prints_the_arguments_of_trl(words, tmp_path, capsys, monkeypatch):
-    for name in launch.LAUNCHED:
+    for name in backends.LAUNCHED:
         monkeypatch.delenv(name, raising=False)
     assert main(["train", "--backend", "trl", "--gpus", "2", "--beta", "0.3", *words, "--dry_run"]) == 0
     told = capsys.readouterr().out.partition("the arguments of klamp.trl.GRPOConfig\n")[2]

@@ -14,7 +14,7 @@ from transformers import Qwen2Config
 
 from klamp.cli import main
 from klamp.cli.arguments import parse_train
-from klamp.lab.engines.verl.overrides import verl_overrides
+from klamp.lab.engines.verl import verl_overrides
 from klamp.lab.models import shape_of
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 

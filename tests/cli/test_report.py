@@ -12,7 +12,7 @@ from tests.report.pages import Node, parse
 from klamp.cli import main
 from klamp.lab.ablate.results import Outcome, write_outcome
 from klamp.lab.config import TrainConfig
-from klamp.lab.resumed import plain
+from klamp.lab.folders import plain
 
 
 def lines(file: Path, *rows: dict) -> Path:

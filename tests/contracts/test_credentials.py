@@ -14,7 +14,7 @@ from tests.training.answering import VLLMServer, answering
 from tests.training.conftest import TINY, stored, tiny_llama
 
 from klamp.cli import main
-from klamp.lab.resumed import read_config
+from klamp.lab.folders import read_config
 from klamp.lab.tasks import arithmetic_tokenizer
 from klamp.scoring.vllm_reference import KEY
 

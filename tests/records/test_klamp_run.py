@@ -13,7 +13,7 @@ from klamp.doctor.readers import read_record
 from klamp.doctor.readers.klamp_run import Details, read_details, runs_in
 from klamp.errors import DataError
 from klamp.lab.config import TrainConfig
-from klamp.lab.resumed import plain
+from klamp.lab.folders import plain
 
 
 @pytest.fixture

@@ -65,7 +65,7 @@ def flags(known: Mapping[str, Field]) -> st.SearchStrategy[list[str]]:
 def nothing_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     """A command that was read to its end has ended well; nothing trains."""
     monkeypatch.setattr("klamp.cli.train._train", lambda *given: None)
-    monkeypatch.setattr("klamp.lab.engines.launch.launch", lambda *given: None)
+    monkeypatch.setattr("klamp.cli.train.launch", lambda *given: None)
     monkeypatch.setattr("klamp.cli.ablate._execute", lambda *given, **named: 0)
 
 

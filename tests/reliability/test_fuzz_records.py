@@ -24,9 +24,8 @@ from klamp.hosts.common.control import KLControl, read_state
 from klamp.lab.ablate.results import Outcome, read_outcome
 from klamp.lab.checkpoint import load_state
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import each_readable, lines_of
+from klamp.lab.folders import each_readable, lines_of, plain
 from klamp.lab.observers import AlarmObserver
-from klamp.lab.resumed import plain
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # as a user has it
 

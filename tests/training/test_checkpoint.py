@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from klamp.errors import RunFolderError
 from klamp.lab import checkpoint
-from klamp.lab.ablate.measure import measure
+from klamp.lab.ablate.one_run import measure
 from klamp.lab.backends import train_run
 from klamp.lab.checkpoint import SEAL, seal
 from klamp.lab.config import TrainConfig
@@ -219,7 +219,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_one_before_it_works(run, damage
         train_run(run.config)
     error = caught.value
     assert error.got == str(run.newest) and error.why and "delete that folder" in error.fix
-    assert f"{run.newest.with_name('step-000003')} is whole" in error.fix
+    assert f"the checkpoint before it is {run.newest.with_name('step-000003')}" in error.fix
     assert rows_of(run.folder) == before, "and nothing of the run was touched"
     assert not (run.newest / "code-was-run").exists(), "nothing in a checkpoint is executed"
     shutil.rmtree(run.newest)  # as the message says

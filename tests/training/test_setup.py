@@ -11,7 +11,7 @@ import torch
 from tests.training.conftest import steps_of, stored, tiny_llama
 
 from klamp.errors import ConfigError, DataError, KlampError, KLWarning, ModelError, RunFolderError, UnknownNameError
-from klamp.lab.ablate.measure import evaluate
+from klamp.lab.ablate.one_run import evaluate
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import newest_policy

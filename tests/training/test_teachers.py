@@ -20,10 +20,10 @@ from klamp.core.objective import grpo_loss
 from klamp.doctor.columns import settings_of_run
 from klamp.errors import ConfigError, DataError, KLWarning, ModelError, TrainingStopped
 from klamp.lab.backends import train_run
+from klamp.lab.checkpoint import check_resume
 from klamp.lab.evaluation import check_same
 from klamp.lab.folders import lines_of
 from klamp.lab.models import load_model
-from klamp.lab.resumed import check_resume
 from klamp.lab.rollouts import collect
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 from klamp.lab.updates import completion_row, measured, scored_batch, taught_of, update

@@ -10,10 +10,9 @@ from tests.training import tabular
 from tests.training.conftest import steps_of
 
 from klamp.doctor.readers import read_record
-from klamp.lab.backends import train_run
+from klamp.lab.backends import launch, train_run
 from klamp.lab.checkpoint import checkpoints
 from klamp.lab.config import TrainConfig
-from klamp.lab.engines.launch import launch
 
 pytestmark = pytest.mark.slow
 

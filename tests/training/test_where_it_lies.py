@@ -15,9 +15,8 @@ from tests.training.lies import cells, folder_of, loaded, loaded_adapter, scores
 
 from klamp.cli import main
 from klamp.cli.prepare import LIES
-from klamp.lab.backends import train_run
+from klamp.lab.backends import launch, train_run
 from klamp.lab.config import TrainConfig
-from klamp.lab.engines.launch import launch
 from klamp.lab.models import load_model
 
 STEPS = {"max_steps": 2, "save_every": 1, "eval_every": 0, "eval_size": 1, "beta": 0.1, "learning_rate": 2e-2}

@@ -69,7 +69,7 @@ def _execute(
 def _executor(options: AblateOptions, every: Sequence[Run]) -> Executor:
     if options.ray is None:
         return local_executor(len(every), workers=options.workers, cpu=all(each.config.run.cpu for each in every))
-    from klamp.lab.ablate.cluster import RayExecutor
+    from klamp.lab.ablate.execute import RayExecutor
 
     cpus = 1.0 if options.cpus_per_run is None else options.cpus_per_run
     return RayExecutor(address=options.ray, cpus_per_run=cpus, gpus_per_run=options.gpus_per_run or 0.0)
@@ -198,7 +198,7 @@ def compare_runs(options: AblateOptions, command: str) -> int:
     import matplotlib  # noqa: F401  (if it is missing, the error comes now and not after the last measurement)
 
     from klamp.cli.report import records
-    from klamp.lab.resumed import read_config
+    from klamp.lab.folders import read_config
 
     configs = [(folder, read_config(folder)[1]) for folder in records(options.runs)]
     compared = as_runs(configs, kl_prompts=options.kl_prompts or KL_PROMPTS)

@@ -13,11 +13,11 @@ import yaml
 from klamp.cli.commands import BaseOptions, TrainOptions, read_command
 from klamp.cli.flags import configured_fields, fields_of, read_argv
 from klamp.config import find_preset
+from klamp.doctor.readers.klamp_run import HISTORY
 from klamp.errors import ConfigError, brief
 from klamp.files import at_home, with_end, yaml_of
 from klamp.lab.config import TrainConfig, section_classes
 from klamp.lab.folders import CONFIG
-from klamp.lab.resumed import HISTORY
 
 FORM = "one `name: value` per line, for example `beta: 0.01`"
 

@@ -67,7 +67,7 @@ def _synced(path: Path) -> dict[int, SyncReport]:
     """Step -> whose log-probabilities sampler and trainer reported; a DataError if they cannot be scored again."""
     from klamp.doctor.readers.klamp_run import is_klamp_run
     from klamp.lab.evaluation import check_completions
-    from klamp.lab.resumed import read_config
+    from klamp.lab.folders import read_config
 
     if not is_klamp_run(path):
         fix = "klamp doctor runs/NAME --check-sync; for another trainer, call klamp.check_sync(model, ...)"

@@ -16,8 +16,7 @@ from klamp.errors import ConfigError, KLWarning, RunFolderError
 from klamp.files import at_home, followed
 from klamp.lab.ablate.results import Outcome, retained
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import CHECKPOINTS, CONFIG, NAMED, checkpoint_folders, number_of, policy_in
-from klamp.lab.resumed import read_config
+from klamp.lab.folders import CONFIG, NAMED, newest_complete, number_of, policy_in, read_config, run_of
 from klamp.lab.tasks.base import TaskConfig
 from klamp.report.run import ScoreFormat
 
@@ -40,7 +39,7 @@ def run(argv: Sequence[str]) -> int:
     subject = find_subject(options.checkpoint, changes)
     from transformers.utils.logging import disable_progress_bar
 
-    from klamp.lab.ablate.measure import evaluate
+    from klamp.lab.ablate.one_run import evaluate
 
     disable_progress_bar()
     outcome = evaluate(subject.config, subject.weights, start=subject.start is not None, prompts=options.kl_prompts)
@@ -80,10 +79,9 @@ def find_subject(checkpoint: str, changes: Mapping[str, Any]) -> EvaluatedPolicy
 def _in_a_run(folder: Path) -> tuple[Path, Path | None] | None:
     """The run that a folder is or belongs to, and the checkpoint that it names (of a run the newest, if it has one)."""
     if (folder / CONFIG).is_file():
-        saved = checkpoint_folders(folder)
-        return folder, saved[-1] if saved else None
+        return folder, newest_complete(folder)
     for checkpoint in (folder, folder.parent):  # the checkpoint itself, or the model in it
-        run = checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint.parent
+        run = run_of(checkpoint)
         if NAMED.fullmatch(checkpoint.name) and (run / CONFIG).is_file():
             return run, checkpoint
     return None

@@ -36,7 +36,7 @@ LIES = {
 
 def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
     """What `--prepare` prints for the arguments of `klamp train`; the inputs are opened, nothing is written."""
-    from klamp.lab.engines.verl.overrides import load_in_verl
+    from klamp.lab.engines.verl import load_in_verl
     from klamp.lab.models import shape_of
     from klamp.lab.setup import open_inputs
 

@@ -19,7 +19,7 @@ from klamp.doctor.readers.klamp_run import Details, is_klamp_run, read_details, 
 from klamp.errors import DataError, RunFolderError
 from klamp.files import followed
 from klamp.lab.ablate.results import read_outcome
-from klamp.lab.resumed import read_config
+from klamp.lab.folders import read_config
 from klamp.report.page import GENERATOR, render
 from klamp.report.run import ReportRun, judged
 from klamp.report.text import count

@@ -19,11 +19,11 @@ from klamp.cli.text import MISSING, WIDTH, duration, number, say, show_table
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
 from klamp.errors import ConfigError, TrainingStopped
-from klamp.lab.backends import Runner, check_backend, train_run
+from klamp.lab.backends import Runner, check_backend, engine_plan, launch, train_run
+from klamp.lab.checkpoint import MAY_CHANGE, check_resume
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import checkpoint_folders, run_folder
+from klamp.lab.folders import checkpoint_folders, newest_complete, plain, read, run_folder
 from klamp.lab.observers import RunSummary
-from klamp.lab.resumed import MAY_CHANGE, check_resume, plain, read
 from klamp.lab.tasks.base import NO_REWARD
 
 if TYPE_CHECKING:  # imported for a dry run only
@@ -41,8 +41,6 @@ def run(argv: Sequence[str], *, console: Console | None = None) -> int:
 
         say(plan_text(config, open_inputs(config), argv))
     elif config.run.backend != "local":
-        from klamp.lab.engines.launch import launch
-
         launch(config, argv)
     else:
         _train(config, console or Console(highlight=False))
@@ -66,14 +64,14 @@ def _train(config: TrainConfig, console: Console) -> None:
 def _between_steps(config: TrainConfig, display: Display) -> TrainingStopped | None:
     """The error of an interrupt while a run loads, or after its last step; None: it has saved nothing."""
     folder = display.info.output_dir if display.info else Path(config.run.output_dir or "")
-    saved = checkpoint_folders(folder) if display.info or config.run.resume else []
-    if not saved:
+    newest = newest_complete(folder) if display.info or config.run.resume else None
+    if newest is None:
         return None
     return TrainingStopped(
         "the run was stopped while no step was under way",
         got="an interrupt",
         resumable=True,
-        why=f"its newest checkpoint, {saved[-1]}, is as it was",
+        why=f"its newest checkpoint, {newest}, is as it was",
         fix=f"continue with: {resume_command(config, folder)}",
     )
 
@@ -118,8 +116,6 @@ def plan_text(config: TrainConfig, inputs: Inputs | None = None, argv: Sequence[
         f"what differs from the defaults, as a YAML file takes it\n\n{_as_yaml(changed)}",
     ]
     if config.run.backend != "local":
-        from klamp.lab.engines.launch import engine_plan
-
         arguments, words = engine_plan(config, argv)
         if arguments:
             parts.append(f"the arguments of klamp.trl.GRPOConfig\n\n{_as_yaml(arguments)}")

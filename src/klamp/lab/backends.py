@@ -1,23 +1,30 @@
-"""What each backend of `klamp train` refuses. No backend's library is loaded here.
+"""The backends of `klamp train`: what each one refuses, and how a run starts: in klamp's own loop, by TRL or by verl.
 
-A field is translated into the engine's own arguments, or it is refused: nothing that a user sets is ignored. A field
-that some backends alone have is in `ONLY`; a value that a backend cannot honour is a row of its table; a choice that is
-refused for what it is combined with is a `Refusal`.
+A field is translated into the engine's own arguments, or it is refused: nothing that a user sets is ignored. No library
+of a backend is loaded before a run starts.
 """
 
 from __future__ import annotations
 
+import json
+import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
-from typing import NamedTuple, TypeAlias
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
-from klamp.config import LOSS_TYPES
-from klamp.errors import ConfigError, Refusal, refuse
+import yaml
+
+from klamp.config import LOSS_TYPES, KLConfig
+from klamp.errors import ConfigError, Refusal, TrainingStopped, refuse
 from klamp.hosts.common.kl_fields import host_refusals, one_teacher_refusals
-from klamp.hosts.verl.overrides import verl_refusals as of_verl_s_hooks
+from klamp.hosts.common.versions import caution_beside, check_version
+from klamp.hosts.verl.overrides import verl_refusals
 from klamp.hosts.verl.teacher import teacher_refusals
+from klamp.lab import folders
 from klamp.lab.config import Backend, TrainConfig
-from klamp.lab.observers import Observer, RunSummary
+from klamp.lab.folders import CONFIG, IDENTITY, VERSIONS, run_folder, write_whole
+from klamp.lab.observers import Observer, RunSummary, versions
 from klamp.lab.tasks.base import NO_REWARD
 
 Runner: TypeAlias = Callable[[TrainConfig, Sequence[Observer]], RunSummary]
@@ -28,6 +35,14 @@ ONLY: Mapping[str, tuple[Backend, ...]] = {
     "sampler_url": ("trl",),
 }
 """Field -> the backends that it has a meaning for."""
+TRUST = (
+    *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
+    "off_policy_mask_threshold",
+)
+"""Fields of the trust region to the sampler."""
+MOVING = ("ema", "periodic")  # references that move during a run
+LAUNCHED = ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
+"""Environment variables that torchrun and `accelerate launch` set in their processes."""
 
 
 def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSummary:
@@ -42,174 +57,250 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
     from klamp.lab.trainer import Trainer
 
     if config.run.backend != "local":
-        raise ConfigError(
-            "train_run trains by klamp's own loop",
-            got=f"backend={config.run.backend!r}",
-            fix="start it by klamp train, or by klamp.lab.engines.launch.launch",
-        )
+        got, fix = f"backend={config.run.backend!r}", "start it by klamp train, or by klamp.lab.backends.launch"
+        why = "TRL and verl run their own programs, and observers receive nothing from them"
+        raise ConfigError("train_run trains by klamp's own loop", got=got, why=why, fix=fix)
     check_backend(config)
     return Trainer.train(config, observers)
 
 
-class Row(NamedTuple):
-    """A field of which a backend cannot honour every value."""
+# refusals -------------------------------------------------------------------------------------------------------------
 
+
+def _beta_moves(kl: KLConfig) -> bool:
+    return kl.controller_name != "fixed" or kl.kl_schedule != "constant" or kl.kl_warmup_steps > 0
+
+
+class Rule(NamedTuple):
+    """A choice that a backend cannot honour: the fields that make it (names with spaces), why, and what to do."""
+
+    fields: str
     why: str
-    """Why it cannot."""
-    fix: str = ""
-    """What to do; empty: leave the field out."""
-    values: tuple[object, ...] | None = None
-    """What is refused; None: everything but the default."""
+    fix: str = ""  # empty: leave the field out
+    applies: Callable[[TrainConfig], bool] | None = None
+    """Whether it is refused; None: every value of the field but its default is."""
+
+
+LOCAL = (
+    Rule(
+        "reference lora_r",
+        "'adapter_off' needs an adapter: the reference is the policy with its LoRA adapter switched off",
+        "set lora_r (16 is usual), or reference='frozen'",
+        lambda c: c.kl.needs_reference and c.kl.reference == "adapter_off" and not c.model.lora_r,
+    ),
+    Rule(
+        "reference ref_model",
+        "this reference does not use ref_model: only a frozen reference is loaded from a folder of its own",
+        "leave ref_model out, or set reference='frozen'",
+        lambda c: c.kl.needs_reference and c.kl.reference not in ("auto", "frozen") and c.model.ref_model is not None,
+    ),
+)
+"""References that do not fit the model, in klamp's own loop and in TRL's."""
+ENGINES = (
+    Rule("reference", "klamp scores the sampler in its own loop", applies=lambda c: c.kl.reference == "sampler"),
+    Rule(
+        "surrogate",
+        "the engine has no such loss",
+        "use surrogate='ppo_clip': at the first update of a rollout its gradient is the same",
+        lambda c: c.loss.surrogate == "score_function",
+    ),
+    Rule("exact_kl_completions", "the exact KL beside another estimator is measured in klamp's own loop"),
+    Rule("max_steps", "the engine has no run without a step", "set 1 or more", lambda c: c.run.max_steps == 0),
+)
+TRL = (
+    *ENGINES,
+    *LOCAL,
+    Rule(
+        "surrogate epsilon loss_type",
+        "TRL's cispo has no lower bound of the ratio, and takes the mean over all tokens of the step",
+        "set epsilon=1 and loss_type='dapo'",
+        lambda c: (
+            c.loss.surrogate == "cispo"
+            and (c.loss.epsilon != 1 or LOSS_TYPES[c.loss.loss_type].reduction != "token_mean")
+        ),
+    ),
+    Rule(
+        "kl_placement advantage_baseline",
+        "klamp puts the KL into TRL's advantages once they are formed, less its mean over the whole group",
+        "set advantage_baseline='mean', or kl_placement='advantage'",
+        lambda c: c.kl.beta > 0 and c.kl.kl_placement == "reward" and c.loss.advantage_baseline == "leave_one_out",
+    ),
+    Rule(
+        "reference lora_r resume",
+        "TRL moves weights, and an adapter is not among them; its checkpoints do not hold the moved reference",
+        "leave reference out, or use backend='local'",
+        lambda c: c.kl.reference in MOVING and (c.model.lora_r > 0 or c.run.resume),
+    ),
+    Rule(
+        "num_iterations kl_controller kl_schedule kl_warmup_steps reference",
+        "TRL counts every update as a step: beta or the reference would move more often than in klamp's loop",
+        "set num_iterations=1, or a fixed beta and reference",
+        lambda c: c.optim.num_iterations > 1 and (c.kl.reference in MOVING or _beta_moves(c.kl)),
+    ),
+    Rule(
+        "num_generations",
+        "TRL compares the completions of a prompt with each other, be it without a reward",
+        "set num_generations to 2 or more",
+        lambda c: c.rollout.num_generations < 2,
+    ),
+)
+VERL = (
+    *ENGINES,
+    Rule("ref_model", "verl's reference is the model itself, as it was before training"),
+    Rule(
+        "dtype",
+        "how verl scales a float16 loss was not tried with klamp's KL",
+        "use dtype='bfloat16'",
+        lambda c: c.model.dtype == "float16",
+    ),
+    Rule("cpu", "verl runs on GPUs and NPUs", "leave cpu out, or use another backend"),
+    Rule("mask_truncated_completions", "verl trains on every completion that its engine returns"),
+    Rule("stop_on", "verl takes no callback that could stop it", "leave it out; `klamp doctor RUN` reads the log"),
+    Rule("log_completions_every", "verl writes the completions of every step"),
+    Rule(
+        "lr_scheduler_type",
+        "verl's schedules are constant and cosine",
+        applies=lambda c: c.optim.lr_scheduler_type == "linear",
+    ),
+    *(
+        Rule(name, "verl has a correction of its own", "leave it out; verl_args takes algorithm.rollout_correction")
+        for name in TRUST
+    ),
+    Rule(
+        "temperature",
+        "the engine of verl's teacher scores at temperature 1, whatever the policy is sampled and scored at",
+        "set temperature=1",
+        lambda c: c.teacher.there and c.rollout.temperature != 1,
+    ),
+    Rule(
+        "reward beta kl_monitor",
+        "without rewards verl leaves out its policy loss, and the KL to the reference with it",
+        "set beta=0, or name a reward",
+        lambda c: c.task.reward == NO_REWARD and c.kl.needs_reference,
+    ),
+    Rule(
+        "advantage_baseline loss_type scale_rewards",
+        "verl divides by the group's standard deviation where the baseline is the mean of all (grpo), and not where it "
+        "is that of the others (rloo)",
+        "set advantage_baseline='mean', or scale_rewards='none'",
+        lambda c: c.loss.advantage_baseline == "leave_one_out" and c.loss.scale == "std",
+    ),
+)
+BACKENDS: Mapping[Backend, tuple[tuple[Rule, ...], Callable[[TrainConfig], list[Refusal]]]] = {
+    "local": (LOCAL, lambda c: []),
+    "trl": (TRL, lambda c: [*host_refusals(c.kl, "TRL"), *one_teacher_refusals(c.teacher)]),
+    "verl": (VERL, lambda c: [*verl_refusals(c.kl), *teacher_refusals(c.teacher)]),
+}
+"""Backend -> its rules, and the refusals of klamp's KL inside it."""
 
 
 def check_backend(config: TrainConfig) -> None:
     """Refuse options that the backend of a run cannot honour, or would ignore; before any work."""
-    backend, given, defaults = config.run.backend, config.flat(), TrainConfig().flat()
-    table, own = BACKENDS[backend]
-    for name, who in ONLY.items():
-        if backend not in who:
-            there = Row(f"it is an option of {' and '.join(who)}", f"leave it out, or set backend to {who[0]}")
-            table = table | {name: there}
+    backend, values, defaults = config.run.backend, config.flat(), TrainConfig().flat()
+    rules, hosted = BACKENDS[backend]
+    elsewhere = (
+        Rule(field, f"it is an option of {' and '.join(owners)}", f"leave it out, or set backend to {owners[0]}")
+        for field, owners in ONLY.items()
+        if backend not in owners
+    )
     refuse(
         Refusal(
-            given[field] != defaults[field] if row.values is None else given[field] in row.values,
+            values[rule.fields] != defaults[rule.fields] if rule.applies is None else rule.applies(config),
             what=f"backend={backend!r} cannot do this",
-            got=f"{field}={given[field]!r}",
-            why=row.why,
-            fix=row.fix or f"leave {field} out",
+            got=", ".join(f"{name}={values[name]!r}" for name in rule.fields.split()),
+            why=rule.why,
+            fix=rule.fix or f"leave {rule.fields} out",
         )
-        for field, row in table.items()
+        for rule in (*elsewhere, *rules)
     )
-    refuse(own(config))
+    refuse(hosted(config))
 
 
-TRUST = (
-    *("vllm_importance_sampling_mode", "vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
-    "off_policy_mask_threshold",
-)
-"""Fields of the trust region to the sampler."""
-SHARED = {
-    "reference": Row("klamp scores the sampler in its own loop", "use a reference that is a model", ("sampler",)),
-    "surrogate": Row(
-        "the engine has no such loss",
-        "use surrogate='ppo_clip': at the first update of a rollout its gradient is the same",
-        ("score_function",),
-    ),
-    "exact_kl_completions": Row("the exact KL beside another estimator is measured in klamp's own loop"),
-    "max_steps": Row("the engine has no run without a step", "set max_steps to 1 or more", (0,)),
-}
-VERL = SHARED | {
-    "ref_model": Row("verl's reference is the model itself, as it was before training"),
-    "dtype": Row("how verl scales a float16 loss was not tried with klamp's KL", "use dtype='bfloat16'", ("float16",)),
-    "cpu": Row("verl runs on GPUs and NPUs", "leave cpu out, or use another backend"),
-    "mask_truncated_completions": Row("verl trains on every completion that its engine returns"),
-    "stop_on": Row("verl takes no callback that could stop it", "leave it out; `klamp doctor RUN` reads the log"),
-    "log_completions_every": Row("verl writes the completions of every step"),
-    "lr_scheduler_type": Row("verl's schedules are constant and cosine", "use cosine or constant", ("linear",)),
-    **dict.fromkeys(
-        TRUST, Row("verl has a correction of its own", "leave it out; verl_args takes algorithm.rollout_correction")
-    ),
-}
+# launchers ------------------------------------------------------------------------------------------------------------
 
 
-def local_refusals(config: TrainConfig) -> list[Refusal]:
-    """References that do not fit the model, for klamp's own loop and for TRL."""
-    kl, model = config.kl, config.model
-    return [
-        Refusal(
-            kl.needs_reference and kl.reference == "adapter_off" and not model.lora_r,
-            "reference='adapter_off' needs an adapter",
-            got="lora_r=0",
-            why="the reference is the policy with its LoRA adapter switched off",
-            fix="set lora_r (16 is usual), or reference='frozen'",
-        ),
-        Refusal(
-            kl.needs_reference and kl.reference not in ("auto", "frozen") and model.ref_model is not None,
-            f"reference={kl.reference!r} does not use ref_model",
-            got=f"ref_model={model.ref_model!r}",
-            why="only a frozen reference is loaded from a folder of its own",
-            fix="leave ref_model out, or set reference='frozen'",
-        ),
-    ]
+def launch(config: TrainConfig, argv: Sequence[str]) -> None:
+    """Run the configuration that the arguments `argv` of `klamp train` made; returns if TRL trained in this process.
+
+    klamp makes the run's folder and writes its configuration. The engine's program then takes the place of this
+    process, or, for TRL in one process, runs in it. Output, checkpoints, logs and processes are the engine's.
+
+    Raises:
+        KlampError: what does not fit, before any work.
+        TrainingStopped: TRL was interrupted, or an alarm of stop_on ended the run.
+    """
+    if config.run.backend == "verl":
+        check_version("verl")
+        caution_beside("vllm")
+        from klamp.lab.engines import verl
+
+        folder = opened(config)
+        verl.write_inputs(config, verl.Layout(folder))
+        record(config, folder)
+        replace_process(verl.command(config, folder, sys.executable))
+    elif command := accelerate_command(config, argv, sys.executable):
+        replace_process(command)
+    else:
+        check_version("trl")
+        from klamp.lab.engines import trl_program
+
+        folder = opened(config)
+        try:
+            trl_program.train(config, folder)
+        except KeyboardInterrupt as stop:
+            why, fix = "the run has steps left", f"continue from its newest checkpoint: --resume {folder}"
+            raise TrainingStopped("TRL was interrupted", got="Ctrl-C", why=why, fix=fix) from stop
 
 
-_trl_cannot = partial(Refusal, what="backend='trl' cannot do this")
-_verl_cannot = partial(Refusal, what="backend='verl' cannot do this")
+def opened(config: TrainConfig) -> Path:
+    """The folder of a run, made or taken up again; of several processes only the first one makes it."""
+    from klamp.lab.checkpoint import check_resume
+    from klamp.lab.setup import check_processes
+
+    check_processes(config)
+    if os.environ.get("RANK", "0") != "0":
+        return Path(config.run.output_dir or "")
+    folder, _ = folders.make_folder(config)
+    folders.check_folder(folder, resume=config.run.resume)
+    check_resume(config, folder)
+    return folder
 
 
-def trl_refusals(config: TrainConfig) -> list[Refusal]:
-    """What TRL's loop cannot do, beside what the table says."""
-    kl, loss, model = config.kl, config.loss, config.model
-    own, moves = LOSS_TYPES[loss.loss_type].reduction, kl.reference in ("ema", "periodic")
-    moving = kl.controller_name != "fixed" or kl.kl_schedule != "constant" or kl.kl_warmup_steps > 0 or moves
-    return [
-        *host_refusals(kl, "TRL"),
-        *one_teacher_refusals(config.teacher),
-        *local_refusals(config),
-        _trl_cannot(
-            loss.surrogate == "cispo" and (loss.epsilon != 1 or own != "token_mean"),
-            got=f"surrogate='cispo', epsilon={loss.epsilon:g}, loss_type={loss.loss_type!r}",
-            why="TRL's cispo has no lower bound of the ratio, and takes the mean over all tokens of the step",
-            fix="set epsilon=1 and loss_type='dapo'",
-        ),
-        _trl_cannot(
-            kl.beta > 0 and kl.kl_placement == "reward" and loss.advantage_baseline == "leave_one_out",
-            got="kl_placement='reward', advantage_baseline='leave_one_out'",
-            why="klamp puts the KL into TRL's advantages once they are formed, less its mean over the whole group",
-            fix="set advantage_baseline='mean', or kl_placement='advantage'",
-        ),
-        _trl_cannot(
-            moves and (model.lora_r > 0 or config.run.resume),
-            got=f"reference={kl.reference!r}, lora_r={model.lora_r}, resume={config.run.resume}",
-            why="TRL moves weights, and an adapter is not among them; its checkpoints do not hold the moved reference",
-            fix="leave reference out, or use backend='local'",
-        ),
-        _trl_cannot(
-            moving and config.optim.num_iterations > 1,
-            got=f"num_iterations={config.optim.num_iterations}, and a controller, a schedule or a moving reference",
-            why="TRL counts every update as a step: it would move that many times as often as in klamp's loop",
-            fix="set num_iterations=1, or a fixed beta and reference",
-        ),
-        _trl_cannot(
-            config.rollout.num_generations < 2,
-            got=f"num_generations={config.rollout.num_generations}",
-            why="TRL compares the completions of a prompt with each other, be it without a reward",
-            fix="set num_generations to 2 or more",
-        ),
-    ]
+def record(config: TrainConfig, folder: Path) -> None:
+    """Write the run's configuration, its versions, and which model and data it has."""
+    from klamp.lab.checkpoint import identity
+
+    if os.environ.get("RANK", "0") == "0":
+        goes_on = config.run.resume and folders.newest_complete(folder) is not None
+        stored = identity(config, folder if goes_on else None)
+        write_whole(folder / IDENTITY, json.dumps(stored, indent=2))
+        write_whole(folder / VERSIONS, json.dumps(versions(), indent=2))
+        write_whole(folder / CONFIG, yaml.safe_dump(folders.plain(config) | {"resume": False}, sort_keys=False))
 
 
-def verl_refusals(config: TrainConfig) -> list[Refusal]:
-    """What verl cannot do, beside what the table says."""
-    kl, loss = config.kl, config.loss
-    return [
-        *of_verl_s_hooks(kl),
-        *teacher_refusals(config.teacher),
-        _verl_cannot(
-            config.teacher.there and config.rollout.temperature != 1,
-            got=f"temperature={config.rollout.temperature:g} with a teacher",
-            why="its teacher's engine scores at temperature 1, whatever the policy is sampled and scored at",
-            fix="set temperature=1",
-        ),
-        _verl_cannot(
-            config.task.reward == NO_REWARD and kl.needs_reference,
-            got=f"reward={NO_REWARD!r}, beta={kl.beta:g}, kl_monitor={kl.kl_monitor}",
-            why="where it trains without rewards it leaves out its policy loss, and the KL to the reference with it",
-            fix="set beta=0, or name a reward",
-        ),
-        _verl_cannot(
-            loss.advantage_baseline == "leave_one_out" and loss.scale == "std",
-            got=f"advantage_baseline='leave_one_out', loss_type={loss.loss_type!r}, scale_rewards='std'",
-            why="verl divides by the group's standard deviation where the baseline is the mean of all (grpo), and not "
-            "where it is that of the others (rloo)",
-            fix="set advantage_baseline='mean', or scale_rewards='none'",
-        ),
-    ]
+def accelerate_command(config: TrainConfig, argv: Sequence[str], python: str) -> list[str]:
+    """The command that starts this `klamp train` on each GPU; empty for one GPU, or where a launcher has done so."""
+    if config.run.gpus == 1 or any(name in os.environ for name in LAUNCHED):
+        return []
+    folder = [] if config.run.output_dir else ["--output_dir", str(run_folder(config))]
+    processes = ["--multi_gpu", "--num_processes", str(config.run.gpus), "--num_machines", "1"]
+    return [python, "-m", "accelerate.commands.launch", *processes, "-m", "klamp.cli", "train", *argv, *folder]
 
 
-BACKENDS: Mapping[Backend, tuple[dict[str, Row], Callable[[TrainConfig], list[Refusal]]]] = {
-    "local": ({}, local_refusals),
-    "trl": (SHARED, trl_refusals),
-    "verl": (VERL, verl_refusals),
-}
-"""Backend -> its table, and its refusals of combinations."""
+def engine_plan(config: TrainConfig, argv: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
+    """The arguments of TRL's configuration, and the command that a run starts; for `--dry-run`."""
+    from klamp.lab.engines import verl
+    from klamp.lab.engines.trl_arguments import trl_arguments
+
+    folder = run_folder(config)
+    if config.run.backend == "verl":
+        return {}, verl.command(config, folder, "python")
+    command = accelerate_command(config, argv, "python")
+    return trl_arguments(config, folder, processes=config.run.gpus if command else None), command
+
+
+def replace_process(command: Sequence[str]) -> None:
+    """Run a command in the place of this process, so that its exit code and all signals are its own."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os.execv(command[0], list(command))

@@ -9,6 +9,7 @@
 
 A checkpoint is written to a temporary folder and renamed once it is on the disk, after the lines of its steps: a killed
 run leaves a whole checkpoint or none. Each file is read and compared with its checksum before a run goes on from it.
+A resume compares its configuration with the one in `identity.json`, and refuses what it must not change.
 """
 
 from __future__ import annotations
@@ -17,43 +18,33 @@ import hashlib
 import json
 import reprlib
 import shutil
+import uuid
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_model, save_model
 from torch import nn
 from torch.optim import Optimizer
-from transformers import PreTrainedTokenizerBase
 
-from klamp.errors import RunFolderError
-from klamp.files import followed, json_of
-from klamp.lab.folders import (
-    CHECKPOINTS,
-    NAMED,
-    OWN,
-    POLICY,
-    SEAL,
-    SUMMARY,
-    checkpoint_folders,
-    checkpoints,
-    lost,
-    number_of,
-    part_of,
-    sync,
-    tidy,
-    write_whole,
-)
-from klamp.lab.tasks.base_model import make_readable, without_bars
+from klamp.doctor.readers.klamp_run import changes_of, in_words
+from klamp.errors import ConfigError, RunFolderError
+from klamp.files import at_home, followed, json_of
+from klamp.lab import folders
+from klamp.lab.config import TrainConfig, reference_kind
+from klamp.lab.folders import CHECKPOINTS, IDENTITY, OWN, POLICY, SEAL, SUMMARY, checkpoints, sync, write_whole
+from klamp.lab.tasks.base import has_own_prompts
+from klamp.lab.tasks.base_model import base_model_folder, make_readable, without_bars
 
-STATE_FILE = "state.json"
-"""The file of a checkpoint that holds what changes from step to step besides the weights."""
-STATE = {"step", "controller", "schedule", "reference_length"}
-"""The keys that it must hold for a run to continue."""
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+STATE_FILE = "state.json"  # the file of a checkpoint that holds what changes from step to step besides the weights
+STATE = {"step", "controller", "schedule", "reference_length"}  # the keys that it must hold for a run to continue
 UNREADABLE = (
     *(OSError, ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, EOFError),
     *(UnpicklingError, SafetensorError),
@@ -61,6 +52,17 @@ UNREADABLE = (
 """What reading a damaged file can raise."""
 UNWRITABLE = (OSError, RuntimeError, SafetensorError)
 """What writing a checkpoint onto a full disk can raise: torch and safetensors have errors of their own."""
+IDENTIFIED = ("model", "ref_model", "teacher_model", "tokenizer", "task", "eval_split")
+"""Fields that name a model or data: another name of the same contents is the same run."""
+ADDRESSES = ("reference_url", "teacher_url")
+"""Fields that say where a server is: its answers are compared, see `klamp.lab.evaluation`."""
+MAY_CHANGE = (
+    *("max_steps", "learning_rate", "max_grad_norm", "beta", "target_kl", "kl_controller", "stop_on"),
+    *("save_every", "keep_checkpoints", "eval_every"),
+    *("log_completions", "log_completions_every", "log_answers", "report_to"),
+)
+"""All other fields that a resume may change: what people change after a spike, saving, evaluation and logging."""
+SUMMED = (".safetensors", ".bin", ".json", ".model", ".txt")  # the files of a folder that make a model what it is
 
 
 def save(
@@ -80,7 +82,7 @@ def save(
     by name. `documents`: name of a JSON file -> its content.
     """
     folder = output_dir / CHECKPOINTS / f"{OWN}{step:06d}"
-    part = part_of(folder)
+    part = folders.part_of(folder)
     shutil.rmtree(part, ignore_errors=True)
     try:
         part.mkdir(parents=True)
@@ -97,59 +99,25 @@ def save(
             sync(path)
     except UNWRITABLE as error:
         shutil.rmtree(part, ignore_errors=True)
-        raise lost(output_dir, error) from error
+        raise folders.unwritable(output_dir, error) from error
     shutil.rmtree(folder, ignore_errors=True)
     part.rename(folder)
     sync(folder.parent)
-    tidy(output_dir, keep=keep)
+    folders.tidy(output_dir, keep=keep)
     return folder
 
 
 def whole_newest(output_dir: Path) -> Path | None:
     """The newest checkpoint, each of its files read and compared; None if the run was killed before its first."""
     saved = checkpoints(output_dir)
-    if not saved and (checkpoint_folders(output_dir) or (output_dir / SUMMARY).exists()):
-        raise RunFolderError(
-            "there is no checkpoint to continue from",
-            got=str(output_dir / CHECKPOINTS),
-            why="resume continues a run from its newest checkpoint, with the backend that wrote it",
-            fix="check --output_dir and --backend, or start anew without --resume in another folder",
-        )
     if saved:
         check(saved[-1])
-    return saved[-1] if saved else None
-
-
-@contextmanager
-def reading(checkpoint: Path) -> Iterator[None]:
-    """A context in which an error of reading is that of a damaged checkpoint."""
-    try:
-        yield
-    except UNREADABLE as error:
-        raise damaged(checkpoint, error) from error
-
-
-def damaged(checkpoint: Path, error: Exception) -> RunFolderError:
-    """The error for a checkpoint that cannot be read; names the newest whole one before it."""
-    kind = checkpoint.name.rstrip("0123456789")
-    number = number_of(checkpoint) if NAMED.fullmatch(checkpoint.name) else 0  # a copy may be called anything
-    older = [each for each in checkpoint_folders(checkpoint.parent.parent) if each.name.startswith(kind)]
-    whole = next((each for each in reversed(older) if number_of(each) < number and _is_whole(each)), None)
-    return RunFolderError(
-        "the checkpoint is damaged",
-        got=str(checkpoint),
-        why=f"{type(error).__name__}: {error}",
-        fix="delete that folder; "
-        + (f"{whole} is whole, and the run goes on from there then" if whole else "there is no whole one before it"),
-    )
-
-
-def _is_whole(checkpoint: Path) -> bool:
-    try:
-        check(checkpoint)
-    except RunFolderError:
-        return False
-    return True
+        return saved[-1]
+    if folders.checkpoint_folders(output_dir) or (output_dir / SUMMARY).exists():
+        why = "resume continues a run from its newest checkpoint, with the backend that wrote it"
+        fix = "check --output_dir and --backend, or start anew without --resume in another folder"
+        raise RunFolderError("there is no checkpoint to continue from", got=str(output_dir), why=why, fix=fix)
+    return None
 
 
 # checksums ------------------------------------------------------------------------------------------------------------
@@ -194,6 +162,24 @@ def check_policy(folder: Path) -> None:
             check(checkpoint, inside)
 
 
+@contextmanager
+def reading(checkpoint: Path) -> Iterator[None]:
+    """A context in which an error of reading is that of a damaged checkpoint."""
+    try:
+        yield
+    except UNREADABLE as error:
+        raise damaged(checkpoint, error) from error
+
+
+def damaged(checkpoint: Path, error: Exception) -> RunFolderError:
+    """The error for a checkpoint that cannot be read; names the checkpoint before it."""
+    saved = folders.checkpoint_folders(folders.run_of(checkpoint))
+    older = saved[: saved.index(checkpoint)] if checkpoint in saved else []
+    fix = f"delete that folder; {f'the checkpoint before it is {older[-1]}' if older else 'it is the oldest one'}"
+    why = f"{type(error).__name__}: {error}"
+    return RunFolderError("the checkpoint is damaged", got=str(checkpoint), why=why, fix=fix)
+
+
 # reading --------------------------------------------------------------------------------------------------------------
 
 
@@ -203,7 +189,7 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
         state = json_of((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         if missing := sorted(STATE - state.keys()):
             raise ValueError(f"{STATE_FILE} lacks {', '.join(missing)}")
-        if repr(state["step"]) != repr(number_of(checkpoint)):
+        if repr(state["step"]) != repr(folders.number_of(checkpoint)):
             raise ValueError(f"step in {STATE_FILE} is {reprlib.repr(state['step'])}")
         return state
 
@@ -220,3 +206,87 @@ def load_anchors(checkpoint: Path, anchors: Mapping[str, nn.Module]) -> None:
     with reading(checkpoint):
         for name, model in anchors.items():
             load_model(model, str(checkpoint / f"{name}.safetensors"))
+
+
+# which run goes on ----------------------------------------------------------------------------------------------------
+
+
+def check_resume(config: TrainConfig, folder: Path) -> tuple[int, str] | None:
+    """The steps that are done, and what a resume changes in words; None: no step is done, so that all may change."""
+    newest = folders.newest_complete(folder) if config.run.resume else None
+    if newest is None:
+        return None
+    stored = identity_in(newest if (newest / IDENTITY).is_file() or newest.name.startswith(OWN) else folder)
+    was = folders.config_of(stored["config"])
+    step = folders.number_of(newest) // (was.optim.num_iterations if was.run.backend == "trl" else 1)
+    before, now, sums = folders.plain(was), folders.plain(config), sums_of(config)
+    changes = changes_of(before, now)
+    saved_sums = {name: digest for name, digest in stored["sha256"].items() if digest and sums.get(name)}
+    moved = {name for name, digest in saved_sums.items() if digest == sums[name]}
+    for name in saved_sums.keys() - moved:
+        changes[name] = (f"{before[name]} {saved_sums[name]}", f"{now[name]} {sums[name]}")
+    refused = dict.fromkeys(changes.keys() - {*MAY_CHANGE, *ADDRESSES, *moved}, "a resume continues what was saved")
+    if reference_kind(config) in ("ema", "periodic") and reference_kind(was) == "none":
+        refused["beta"] = "a reference that moves comes from the checkpoint, and the run had no reference"
+    if config.run.max_steps < step:
+        refused["max_steps"] = f"{step} steps are done; to go back, delete the newer checkpoints"
+    if name := next((name for name in changes if name in refused), ""):
+        raise ConfigError(
+            f"a resume cannot change {name}",
+            got=f"{in_words({name: changes[name]})}, after step {step} of {folder}",
+            why=refused[name],
+            fix=f"leave {name} as it was, or {new_run(newest)}",
+        )
+    return step, in_words(changes)
+
+
+def new_run(checkpoint: Path) -> str:
+    """How to start a new run from a checkpoint."""
+    return f"start a new run from that checkpoint: klamp train --model {folders.policy_in(checkpoint)} --output_dir NEW"
+
+
+def identity(config: TrainConfig, stored: Path | None = None) -> dict[str, Any]:
+    """What each checkpoint stores of its run; a run that goes on keeps the ID and the sums that a folder stores."""
+    origin = {"run": uuid.uuid4().hex, "sha256": sums_of(config)} if stored is None else identity_in(stored)
+    return {**origin, "config": folders.plain(config)}
+
+
+def identity_in(checkpoint: Path) -> dict[str, Any]:
+    """What a checkpoint stores of its run."""
+    try:
+        stored = json_of((checkpoint / IDENTITY).read_text(encoding="utf-8"))
+        return {"run": str(stored["run"]), "config": dict(stored["config"]), "sha256": dict(stored["sha256"])}
+    except (OSError, ValueError, TypeError, LookupError, AttributeError) as error:
+        what, got = "the checkpoint does not say which run it belongs to", str(checkpoint / IDENTITY)
+        why = f"it is damaged, or of an older version: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
+        raise RunFolderError(what, got=got, why=why, fix=new_run(checkpoint)) from error
+
+
+def sums_of(config: TrainConfig) -> dict[str, str]:
+    """Field -> the SHA-256 of the model or data that it names; "" if its contents are not on this machine."""
+    values = config.flat()
+    return {name: _sum(values[name]) if values[name] else "" for name in IDENTIFIED}
+
+
+def _sum(name: str) -> str:
+    place, digest = _place(name), hashlib.sha256()
+    inside = sorted(place.iterdir()) if place.is_dir() and not has_own_prompts(name) else []
+    files = [file for file in inside if file.suffix in SUMMED] or [place] * place.is_file()
+    for file in files:
+        with file.open("rb") as stream:
+            digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest() if files else ""
+
+
+def _place(name: str) -> Path:
+    """The folder or file that a name stands for; that of a hub id is in the hub's cache."""
+    if name == "builtin":
+        return base_model_folder()
+    place = at_home(folders.policy_folder(name))
+    if not place.exists():
+        from huggingface_hub import try_to_load_from_cache
+
+        with suppress(ValueError):  # no id of the hub
+            if isinstance(cached := try_to_load_from_cache(name, "config.json"), str):
+                return Path(cached).parent
+    return place

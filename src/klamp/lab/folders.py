@@ -1,23 +1,26 @@
-"""The folder of a run: which one it is, what is in it, who may write it; and files that are whole at any time."""
+"""The folder of a run: path, lines, checkpoints, configuration and lock; files that are whole at any time."""
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import shutil
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 from klamp import names
-from klamp.errors import RunFolderError
-from klamp.files import at_home, json_of, with_end
-from klamp.lab.config import TrainConfig
+from klamp.doctor.readers.files import object_in
+from klamp.doctor.readers.klamp_run import HISTORY, UNTIL, changes_of, history_of, in_force, shown
+from klamp.errors import ConfigError, KLWarning, RunFolderError
+from klamp.files import at_home, json_of, with_end, yaml_of
+from klamp.lab.config import TrainConfig, field_owners
 from klamp.lab.tasks.base import short_name
 
-Row: TypeAlias = Mapping[str, Any]
-Read = TypeVar("Read")
+Value = TypeVar("Value")
 
 CONFIG, METRICS_FILE, COMPLETIONS, ANSWERS = names.CONFIG, names.METRICS_FILE, names.COMPLETIONS, names.ANSWERS
 CAUTIONS, VERSIONS, RUNS = names.CAUTIONS, names.VERSIONS, names.RUNS
@@ -36,61 +39,54 @@ BEGUN = (*BESIDE, LOCK, f".{CONFIG}.part", FOR_VERL)
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
-    """The objects of one of these files, one a line; a line that is none, as a killed process leaves, is left out."""
+    """The objects in a JSONL file, one a line; lines that hold no object, as a killed process leaves, are left out."""
     if not file.exists():
         return []
     rows = map(row_of, with_end(file).read_text(encoding="utf-8", errors="replace").splitlines())
     return [row for row in rows if row is not None]
 
 
-def each_readable(rows: Iterable[Row], read: Callable[[Row], Read]) -> list[Read]:
-    """What lines of one of these files become, without those that miss a value or hold one of another type."""
-    found: list[Read] = []
-    for row in rows:
-        with suppress(LookupError, TypeError, ValueError, ArithmeticError):
-            found.append(read(row))
-    return found
-
-
 def lines_until(file: Path, step: int) -> list[dict[str, Any]]:
-    """Those of them that speak of a step up to this one."""
+    """The objects in a JSONL file that belong to a step up to this one."""
     return [row for row in lines_of(file) if step_of(row) <= step]
 
 
+def each_readable(rows: Iterable[Mapping[str, Any]], read: Callable[[Mapping[str, Any]], Value]) -> list[Value]:
+    """What `read` makes of each row; rows that lack a value, or hold one of another type, are left out."""
+    values: list[Value] = []
+    for row in rows:
+        with suppress(LookupError, TypeError, ValueError, ArithmeticError):
+            values.append(read(row))
+    return values
+
+
+def row_of(line: str) -> dict[str, Any] | None:
+    """The object in a line of JSON; None if it holds no object."""
+    with suppress(ValueError, RecursionError):
+        return row if isinstance(row := json_of(line), dict) else None
+    return None
+
+
 def step_of(row: Mapping[str, Any] | None) -> float:
-    """The step that a line speaks of; infinite where it names none."""
+    """The step of a row; infinite if it has no step."""
     step = None if row is None else row.get("step")
-    return step if isinstance(step, int | float) else float("inf")
+    return step if isinstance(step, int | float) else math.inf
 
 
 def scores_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """The scores of an evaluation in a line of metrics.jsonl: skill -> score; none in the line of a step."""
+    """The scores of an evaluation in a row of metrics.jsonl: skill -> score; empty for the row of a step."""
     scores = {name.removeprefix(SCORE): value for name, value in row.items() if name.startswith(SCORE)}
     return {name: value for name, value in scores.items() if isinstance(value, int | float)}  # a line may be damaged
 
 
-def row_of(line: str) -> dict[str, Any] | None:
-    """The object in a line of one of these files; None where it holds none."""
-    try:
-        row = json_of(line)
-    except (ValueError, RecursionError):
-        return None
-    return row if isinstance(row, dict) else None
+# checkpoints ----------------------------------------------------------------------------------------------------------
 
 
 def checkpoint_folders(folder: Path) -> list[Path]:
     """The checkpoints in the folder of a run, oldest first: klamp's own (step-N) and verl's (global_step_N) are in
     `checkpoints`, TRL's (checkpoint-N) beside it."""
-    inside = [*(folder / CHECKPOINTS).glob("*"), *folder.glob("checkpoint-*")]
-    return sorted((each for each in inside if NAMED.fullmatch(each.name) and each.is_dir()), key=number_of)
-
-
-def tidy(output_dir: Path, *, keep: int) -> None:
-    """Delete all but the newest `keep` checkpoints, and what a killed run left half written."""
-    for part in (output_dir / CHECKPOINTS).glob(f".{OWN}*"):
-        shutil.rmtree(part, ignore_errors=True)
-    for old in checkpoints(output_dir)[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)
+    paths = [*(folder / CHECKPOINTS).glob("*"), *folder.glob("checkpoint-*")]
+    return sorted((path for path in paths if NAMED.fullmatch(path.name) and path.is_dir()), key=number_of)
 
 
 def checkpoints(output_dir: Path) -> list[Path]:
@@ -98,36 +94,94 @@ def checkpoints(output_dir: Path) -> list[Path]:
     return [folder for folder in checkpoint_folders(output_dir) if folder.name.startswith(OWN)]
 
 
+def newest_complete(folder: Path) -> Path | None:
+    """The newest complete checkpoint of a run (TRL's are complete once they have checksums); None if it has none."""
+    paths = reversed(checkpoint_folders(folder))
+    return next((path for path in paths if not path.name.startswith("checkpoint-") or (path / SEAL).is_file()), None)
+
+
 def newest_policy(folder: Path) -> Path | None:
-    """The model (or adapter; verl's is in shards) in a run's newest checkpoint; None: there is none."""
-    saved = checkpoint_folders(folder)
-    return policy_in(saved[-1]) if saved else None
+    """The model (or adapter; verl's is in shards) in a run's newest complete checkpoint; None if it has none."""
+    newest = newest_complete(folder)
+    return newest and policy_in(newest)
 
 
 def policy_in(checkpoint: Path) -> Path:
-    """Where a checkpoint of `checkpoint_folders` has its model (or adapter), whoever trained."""
+    """The model (or adapter) in one of the `checkpoint_folders`."""
     inside = {"step": POLICY, "global": "actor/huggingface"}
     return checkpoint / inside.get(re.split("[-_]", checkpoint.name)[0], "")
 
 
 def policy_folder(name: str) -> str:
-    """The folder of the weights where a checkpoint of klamp's is named; any other folder or hub id as it is."""
-    given = at_home(name)
-    inside = given / POLICY
-    return str(inside) if inside.is_dir() and not (given / "config.json").exists() else name
+    """The folder of the weights if a checkpoint of klamp's is named; any other folder or hub id as it is."""
+    inside = at_home(name) / POLICY
+    return str(inside) if inside.is_dir() and not (inside.parent / "config.json").exists() else name
 
 
 def number_of(checkpoint: Path) -> int:
-    """The number that a checkpoint's folder ends with: steps, or for TRL's updates."""
+    """The number that a checkpoint's name ends with: steps, or for TRL's updates."""
     return int(re.split("[-_]", checkpoint.name)[-1])
+
+
+def run_of(checkpoint: Path) -> Path:
+    """The folder of the run that a checkpoint's folder belongs to."""
+    return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint.parent
+
+
+def tidy(output_dir: Path, *, keep: int) -> None:
+    """Delete all but the newest `keep` checkpoints, and what a killed run left half written."""
+    for folder in (*(output_dir / CHECKPOINTS).glob(f".{OWN}*"), *checkpoints(output_dir)[:-keep]):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+# config.yaml: what is in force now, and under `history` what was in force until which step ----------------------------
+
+
+def plain(config: TrainConfig) -> dict[str, Any]:
+    """The configuration as plain data for YAML and trackers: lists instead of tuples."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in config.flat().items()}
+
+
+def config_of(values: Mapping[str, Any]) -> TrainConfig:
+    """The configuration that a config.yaml holds; fields that this version does not have are left out."""
+    with warnings.catch_warnings(action="ignore", category=KLWarning):  # the run gave it when it was started
+        return TrainConfig.from_flat({name: value for name, value in values.items() if name in field_owners()})
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """All fields of a run's config.yaml, missing ones at their defaults, and its history."""
+    try:
+        values = dict(yaml_of((folder / CONFIG).read_text(encoding="utf-8")) or {})
+    except (OSError, ValueError, TypeError) as error:
+        why, fix = " ".join(str(error).split())[:200], "put it back, or start a new run in another folder"
+        raise ConfigError("the run's configuration cannot be read", got=folder / CONFIG, why=why, fix=fix) from error
+    return plain(config_of(values)) | ({HISTORY: entries} if (entries := history_of(values)) else {})
+
+
+def read_config(path: Path, step: float = math.inf) -> tuple[dict[str, Any], TrainConfig]:
+    """The configuration of a klamp run in a step (the last by default), as written and as this version reads it."""
+    values = in_force(object_in(path / CONFIG), step)
+    return shown(values), config_of(values)
+
+
+def with_history(config: TrainConfig, past: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """What config.yaml holds from a resume after `step` on; entries of `past` (see `read`) of later steps are gone."""
+    now = plain(config) | {"resume": False}
+    entries = [entry for entry in history_of(past) if entry[UNTIL] < step]
+    if changes := changes_of(in_force(past, step), now):
+        entries.append({UNTIL: step, **{name: old for name, (old, _) in changes.items()}})
+    return now | ({HISTORY: entries} if entries else {})
+
+
+# the folder -----------------------------------------------------------------------------------------------------------
 
 
 def run_folder(config: TrainConfig) -> Path:
     """The path of the folder that a run will write; nothing is created."""
-    given = config.run.output_dir
-    folder = Path(given) if given else free_folder(Path("runs"), short_name(config.task.task) or "run")
+    name = config.run.output_dir
+    folder = Path(name) if name else free_folder(Path("runs"), short_name(config.task.task) or "run")
     check_folder(folder, resume=config.run.resume)
-    above = next(each for each in (folder, *folder.absolute().parents) if os.path.lexists(each))
+    above = next(path for path in (folder, *folder.absolute().parents) if os.path.lexists(path))
     if not (above.is_dir() and os.access(above, os.W_OK)):
         raise unwritable(folder, f"{above} is {'not yours to write into' if above.is_dir() else 'a file'}")
     return folder
@@ -135,8 +189,8 @@ def run_folder(config: TrainConfig) -> Path:
 
 def make_folder(config: TrainConfig) -> tuple[Path, bool]:
     """Make the folder that a run will write, in one step that only one process can win; and whether it was new."""
-    given = config.run.output_dir
-    while not (given and Path(given).is_dir()):  # what it holds is looked at once nobody else can write there
+    name = config.run.output_dir
+    while not (name and Path(name).is_dir()):  # its content is checked once no other process can write there
         folder = run_folder(config)
         try:
             folder.mkdir(parents=True)
@@ -144,8 +198,8 @@ def make_folder(config: TrainConfig) -> tuple[Path, bool]:
         except FileExistsError:  # another process was faster
             continue
         except (OSError, ValueError) as error:  # a name with a NUL, which a YAML file can hold
-            raise unwritable(folder, f"{type(error).__name__}: {error}") from error
-    return Path(given), False
+            raise unwritable(folder, error) from error
+    return Path(name), False
 
 
 @contextmanager
@@ -169,38 +223,28 @@ def free_folder(root: Path, name: str) -> Path:
 
 def check_folder(folder: Path, *, resume: bool) -> None:
     """Refuse to write over another run, or to continue one that is not there."""
-    there, inside = os.path.lexists(folder), folder.iterdir() if folder.is_dir() else ()
-    full = not all(each.name in BEGUN or (each.name == CHECKPOINTS and not any(each.iterdir())) for each in inside)
+    exists, inside = os.path.lexists(folder), list(folder.iterdir()) if folder.is_dir() else []
+    full = not all(path.name in BEGUN or (path.name == CHECKPOINTS and not any(path.iterdir())) for path in inside)
     is_run, what, why, fix = (folder / CONFIG).exists(), "", "", ""
-    if there and not folder.is_dir():
+    if exists and not folder.is_dir():
         what = f"the output folder is {'a file' if folder.exists() else 'a link that leads nowhere'}"
         why, fix = "a run writes several files into a folder", "choose another --output_dir"
     elif full and not resume:
         what = f"the output folder holds {'another run' if is_run else 'other files'}"
         why = "a run never writes over what is there"
         fix = "choose another --output_dir, delete the folder, or continue that run with --resume"
-    elif resume and not is_run and (full or not there):
+    elif resume and not is_run and (full or not exists):
         what, why = "there is no run to continue in the output folder", f"it has no {CONFIG}"
         fix = "check --output_dir, or leave --resume out"
     if what:
         raise RunFolderError(what, got=str(folder), why=why, fix=fix)
 
 
-def lost(folder: Path, error: Exception) -> RunFolderError:
-    """The error for the folder of a run under way that cannot be written any more."""
-    return RunFolderError(
-        "the folder of the run cannot be written any more",
-        got=str(folder),
-        why=f"{type(error).__name__}: {' '.join(str(error).split())[:300]}",
-        fix="make room or put the folder back, then continue with --resume",
-    )
-
-
-def unwritable(folder: Path, why: str) -> RunFolderError:
-    """The error for an output folder that cannot be written."""
-    return RunFolderError(
-        "the output folder cannot be written", got=str(folder), why=why, fix="choose another --output_dir"
-    )
+def unwritable(folder: Path, cause: Exception | str) -> RunFolderError:
+    """The error for the folder of a run that cannot be written, before its first step or any more."""
+    why = cause if isinstance(cause, str) else f"{type(cause).__name__}: {' '.join(str(cause).split())[:300]}"
+    fix = "make room, or choose another --output_dir; --resume continues from a checkpoint that is there"
+    return RunFolderError("the output folder cannot be written", got=str(folder), why=why, fix=fix)
 
 
 def part_of(file: Path) -> Path:
@@ -239,12 +283,8 @@ def held(folder: Path, *, by: str) -> Iterator[None]:
     try:
         lock.acquire(blocking=False)
     except Timeout as error:
-        raise RunFolderError(
-            "another process works in the output folder",
-            got=str(folder),
-            why=f"{by} would write the same files",
-            fix="wait for it, stop it, or choose another --output_dir",
-        ) from error
+        why, fix = f"{by} would write the same files", "wait for it, stop it, or choose another --output_dir"
+        raise RunFolderError("another process works in the output folder", got=str(folder), why=why, fix=fix) from error
     except OSError as error:
         raise unwritable(folder, f"it cannot be locked: {type(error).__name__}: {error}") from error
     try:

@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
 
-HANGUP = getattr(signal, "SIGHUP", None)
-"""None on Windows."""
+HANGUP = getattr(signal, "SIGHUP", None)  # none on Windows
 ENDS = tuple(number for number in (signal.SIGINT, signal.SIGTERM, HANGUP) if number is not None)
 """The signals that end a run."""
 

@@ -1,6 +1,6 @@
-"""The hooks by which a run tells observers what happens; the trainer itself prints nothing.
+"""The hooks by which a run reports what happens; the trainer itself prints nothing.
 
-`AlarmObserver` lets every alarm examine the run. `RunLog` writes the run's folder and feeds TensorBoard and W&B.
+`AlarmObserver` examines the run with every alarm. `RunLog` writes the run's folder and feeds TensorBoard and W&B.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ import platform
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,21 +23,10 @@ from klamp.doctor.examine import AlarmWatch, Finding
 from klamp.doctor.history import Row, RunSettings, completion_of
 from klamp.doctor.readers.klamp_run import PLACE
 from klamp.errors import ConfigError, TrainingStopped
+from klamp.hosts.common.versions import installed_version
+from klamp.lab import folders
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import (
-    SCORE,
-    each_readable,
-    lines_of,
-    lines_until,
-    lost,
-    row_of,
-    scores_of,
-    step_of,
-    tidy,
-    unwritable,
-    write_whole,
-)
-from klamp.lab.resumed import plain, read, with_history
+from klamp.lab.folders import SCORE, each_readable, lines_of, lines_until, scores_of, write_whole
 from klamp.lab.tasks.base_model import Progress
 from klamp.names import ALARMS_FILE, ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS
 
@@ -111,7 +99,7 @@ class Observer:
 
 
 def progress_of(observers: Sequence[Observer]) -> Progress:
-    """What slow loading is told to: every observer."""
+    """A function that passes the progress of slow loading to every observer."""
 
     def progress(what: str, done: int, total: int, loss: float | None) -> None:
         for observer in observers:
@@ -121,7 +109,7 @@ def progress_of(observers: Sequence[Observer]) -> Progress:
 
 
 class AlarmObserver(Observer):
-    """An observer that lets every alarm examine the run after each step and evaluation, and tells the others of it."""
+    """Examines the run with every alarm after each step and evaluation; `tell` reaches all observers."""
 
     def __init__(
         self, tell: Callable[[Callable[[Observer], None]], None], *, rl_skill: str, stop_on: Sequence[str] = ()
@@ -132,14 +120,14 @@ class AlarmObserver(Observer):
     def on_start(self, info: RunInfo) -> None:
         """Keep the configuration, and take up what was seen and reported before a checkpoint."""
         settings = settings_of_run(info.config.flat(), rl_skill=self.rl_skill)
-        told = {row["name"] for row in lines_of(info.output_dir / ALARMS_FILE) if isinstance(row.get("name"), str)}
-        self.watch = AlarmWatch(settings, told=told, stop_on=self.stop_on)
+        names = {row["name"] for row in lines_of(info.output_dir / ALARMS_FILE) if isinstance(row.get("name"), str)}
+        self.watch = AlarmWatch(settings, told=names, stop_on=self.stop_on)
         done = info.start_step or -1
-        lines, kept = (lines_until(info.output_dir / name, done) for name in (METRICS_FILE, COMPLETIONS))
+        metrics, completions = (lines_until(info.output_dir / name, done) for name in (METRICS_FILE, COMPLETIONS))
         self.watch.keep(
-            rows=[Row(step=row["step"], metrics=_numbers(row)) for row in lines if not scores_of(row)],
-            evaluations=[Row(step=row["step"], metrics=scores) for row in lines if (scores := scores_of(row))],
-            completions=each_readable(kept, lambda row: completion_of(row["step"], row)),
+            rows=[Row(step=row["step"], metrics=_numbers(row)) for row in metrics if not scores_of(row)],
+            evaluations=[Row(step=row["step"], metrics=scores) for row in metrics if (scores := scores_of(row))],
+            completions=each_readable(completions, lambda row: completion_of(row["step"], row)),
         )
 
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
@@ -157,16 +145,17 @@ class AlarmObserver(Observer):
 
     def stopped(self, step: int, max_steps: int) -> TrainingStopped | None:
         """The error that ends a run at the first alarm of stop_on; None: none of them rose."""
-        if (finding := self.watch.stopped_by) is None:
-            return None
-        alarm, evidence = finding.alarm, finding.evidence
-        return TrainingStopped(
-            f"training was stopped after step {step} of {max_steps} by the alarm {alarm.name}: {alarm.text}",
-            got=evidence.text,
-            resumable=True,
-            why=" ".join((*evidence.causes[:1], alarm.means, alarm.next_step)),
-            fix="mend that and start again, or leave the name out of stop_on and continue with --resume",
-        )
+        finding = self.watch.stopped_by
+        return None if finding is None else stopped_by(finding, f"step {step} of {max_steps}")
+
+
+def stopped_by(finding: Finding, after: str) -> TrainingStopped:
+    """The error that ends a run at an alarm of stop_on, `after` a step or update, in words."""
+    alarm, evidence = finding.alarm, finding.evidence
+    what = f"training was stopped after {after} by the alarm {alarm.name}: {alarm.text}"
+    why = " ".join((*evidence.causes[:1], alarm.means, alarm.next_step))
+    fix = "mend that and start again, or leave the name out of stop_on and continue with --resume"
+    return TrainingStopped(what, got=evidence.text, resumable=True, why=why, fix=fix)
 
 
 def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
@@ -183,13 +172,9 @@ PACKAGES = (
 
 def versions() -> dict[str, str]:
     """The versions of klamp, Python and the packages that numbers depend on."""
-    found = {"klamp": __version__, "python": platform.python_version(), "platform": platform.platform()}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    return found | {"torch_threads": str(torch.get_num_threads())}
+    machine = {"klamp": __version__, "python": platform.python_version(), "platform": platform.platform()}
+    packages = {package: installed_version(package) or "not installed" for package in PACKAGES}
+    return {**machine, **packages, "torch_threads": str(torch.get_num_threads())}
 
 
 class Tracker(NamedTuple):
@@ -218,7 +203,7 @@ def wandb(folder: Path, config: TrainConfig, done: int) -> Tracker:
     """A run of Weights & Biases, with its files in the run's folder."""
     import wandb
 
-    run = wandb.init(project="klamp", dir=str(folder), config=plain(config))
+    run = wandb.init(project="klamp", dir=str(folder), config=folders.plain(config))
     return Tracker(lambda values, step: run.log(dict(values), step=step), run.finish)
 
 
@@ -227,14 +212,11 @@ TRACKERS: Mapping[str, Callable[[Path, TrainConfig, int], Tracker]] = {"tensorbo
 
 def check_trackers(config: TrainConfig) -> None:
     """Refuse a tracker that is unknown or not installed."""
-    missing = [name for name in config.run.report_to if name not in TRACKERS or find_spec(name) is None]
-    if missing:
-        raise ConfigError(
-            "a tracker cannot be used",
-            got=f"report_to={config.run.report_to}",
-            why=f"klamp does not know it, or it is not installed: {', '.join(missing)}",
-            fix=f"use {' or '.join(TRACKERS)}, install its package, or leave it out of report_to",
-        )
+    names = config.run.report_to
+    if missing := [name for name in names if name not in TRACKERS or find_spec(name) is None]:
+        why = f"klamp does not know it, or it is not installed: {', '.join(missing)}"
+        fix = f"use {' or '.join(TRACKERS)}, install its package, or leave it out of report_to"
+        raise ConfigError("a tracker cannot be used", got=f"report_to={names}", why=why, fix=fix)
 
 
 class RunLog(Observer):
@@ -244,31 +226,24 @@ class RunLog(Observer):
         self.trackers: list[Tracker] = []
         self.folder: Path | None = None
         self.step = 0
-        self.said: set[str] = set()
+        self.cautions: set[str] = set()
 
     def on_start(self, info: RunInfo) -> None:
         """Write configuration and versions; on resume, delete what is of later steps, and what a killed run left."""
-        self.folder = info.output_dir
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            past = read(self.folder) if info.start_step and (self.folder / CONFIG).is_file() else {}
-            now = with_history(info.config, past, info.start_step)
+        self.folder, self.step = info.output_dir, info.start_step
+        with self._writing() as folder:
+            folder.mkdir(parents=True, exist_ok=True)
+            past = folders.read(folder) if self.step and (folder / CONFIG).is_file() else {}
+            now = folders.with_history(info.config, past, self.step)
             if now != past | {name: now[name] for name in PLACE}:  # a resume that changes nothing writes nothing
-                write_whole(self.folder / CONFIG, yaml.safe_dump(now, sort_keys=False))
-            write_whole(self.folder / VERSIONS, json.dumps(versions(), indent=2))
+                write_whole(folder / CONFIG, yaml.safe_dump(now, sort_keys=False))
+            write_whole(folder / VERSIONS, json.dumps(versions(), indent=2))
             for name in (METRICS_FILE, COMPLETIONS, ANSWERS, ALARMS_FILE, CAUTIONS):
-                _keep_until(self.folder / name, info.start_step or -1)
-            tidy(self.folder, keep=info.config.run.keep_checkpoints)
+                _keep_until(folder / name, self.step or -1)
+            folders.tidy(folder, keep=info.config.run.keep_checkpoints)
             for name in info.config.run.report_to:
-                self.trackers.append(TRACKERS[name](self.folder, info.config, info.start_step))
-        except OSError as error:
-            if not info.start_step:
-                raise unwritable(self.folder, f"{type(error).__name__}: {error}") from error
-            found = lost(self.folder, error)
-            found.add_note(f"  the checkpoint of step {info.start_step} is as it was")
-            raise found from error
-        self.step = info.start_step
-        self.said = {str(row.get("text")) for row in lines_of(self.folder / CAUTIONS)}
+                self.trackers.append(TRACKERS[name](folder, info.config, self.step))
+            self.cautions = {str(row.get("text")) for row in lines_of(folder / CAUTIONS)}
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self.step = step
@@ -291,8 +266,8 @@ class RunLog(Observer):
 
     def on_warning(self, text: str) -> None:
         """Write the caution as a line of cautions.jsonl, with the number of steps done; each one once in a run."""
-        if text not in self.said:
-            self.said.add(text)
+        if text not in self.cautions:
+            self.cautions.add(text)
             self._append(CAUTIONS, {"step": self.step, "text": text})
 
     def on_end(self, summary: RunSummary) -> None:
@@ -307,7 +282,7 @@ class RunLog(Observer):
         try:
             yield self.folder
         except OSError as error:
-            raise lost(self.folder, error) from error
+            raise folders.unwritable(self.folder, error) from error
 
     def _append(self, name: str, *rows: Mapping[str, object]) -> None:
         with self._writing() as folder, (folder / name).open("a", encoding="utf-8") as file:
@@ -330,6 +305,6 @@ def _keep_until(file: Path, step: int) -> None:
     if not file.exists():
         return
     text = file.read_text(encoding="utf-8", errors="replace")
-    kept = "".join(f"{line}\n" for line in text.splitlines() if step_of(row_of(line)) <= step)
-    if kept != text:
-        write_whole(file, kept)
+    lines = (line for line in text.splitlines() if folders.step_of(folders.row_of(line)) <= step)
+    if (shorter := "".join(f"{line}\n" for line in lines)) != text:
+        write_whole(file, shorter)

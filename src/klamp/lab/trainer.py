@@ -21,12 +21,12 @@ from klamp.hosts.common.control import go_on_from, held_kl
 from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.lab import checkpoint
 from klamp.lab.anchors import FrozenReference
+from klamp.lab.checkpoint import check_resume, identity
 from klamp.lab.config import TrainConfig
 from klamp.lab.evaluation import check_same, evaluate, fingerprints, teacher_answers
 from klamp.lab.folders import IDENTITY, METRICS_FILE, checkpoints, lines_until, number_of, opened_folder, scores_of
 from klamp.lab.interrupts import Interrupt, deferred_interrupts
 from klamp.lab.observers import AlarmObserver, Observer, RunInfo, RunLog, RunSummary, check_trackers
-from klamp.lab.resumed import check_resume, identity
 from klamp.lab.rollouts import Rollout, collect, measure_reference_length
 from klamp.lab.sampling import examples_of_step
 from klamp.lab.setup import Context, build, check_processes

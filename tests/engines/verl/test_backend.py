@@ -32,8 +32,7 @@ from klamp.config import build_objective
 from klamp.core.advantages import group_advantages
 from klamp.core.objective import grpo_loss
 from klamp.lab.config import TrainConfig
-from klamp.lab.engines.verl.data import write_data
-from klamp.lab.engines.verl.overrides import Layout, load_in_verl, verl_overrides
+from klamp.lab.engines.verl import Layout, load_in_verl, verl_overrides, write_data
 from klamp.lab.models import load_tokenizer
 from klamp.lab.sampling import encode_prompts, examples_of_step
 from klamp.lab.sizing import Shape, sizes_of

@@ -12,7 +12,7 @@ from klamp.config import KLConfig, TeacherConfig
 from klamp.errors import ConfigError
 from klamp.lab.backends import ONLY
 from klamp.lab.config import TrainConfig
-from klamp.lab.engines.trl.arguments import trl_arguments, weights_dtype
+from klamp.lab.engines.trl_arguments import trl_arguments, weights_dtype
 from klamp.lab.sizing import part_size
 from klamp.lab.tasks.base import TaskConfig
 

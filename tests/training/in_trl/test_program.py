@@ -14,11 +14,11 @@ from klamp.core.advantages import group_advantages
 from klamp.doctor.readers import read_record
 from klamp.doctor.readers.klamp_run import read_details
 from klamp.errors import ConfigError, ModelError, RunFolderError, TrainingStopped
-from klamp.lab.engines.launch import launch, record
-from klamp.lab.engines.trl import program
+from klamp.lab.backends import launch, record
+from klamp.lab.checkpoint import identity_in
+from klamp.lab.engines import trl_program as program
 from klamp.lab.folders import SEAL, newest_policy
 from klamp.lab.models import load_model
-from klamp.lab.resumed import identity_in
 from klamp.lab.sampling import examples_of_run
 
 CLIPPED = {"kl_clip_method": "hard", "kl_clip_threshold": 0.1, "target_kl": 0.02, "kl_controller": "step"}
@@ -59,13 +59,13 @@ def test_what_a_run_leaves(quick, tmp_path):
 def test_a_run_that_goes_on_has_the_numbers_of_the_uninterrupted_one(changes, quick, tmp_path, monkeypatch):
     launch(quick(output_dir=str(tmp_path / "whole"), max_steps=4, save_every=2, **changes), [])
 
-    class Broken(program.Fingerprints):
+    class Broken(program.RunCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 3 * args.max_steps // 4:
                 raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(program, "Fingerprints", Broken)
+        patched.setattr(program, "RunCallback", Broken)
         with pytest.raises(TrainingStopped, match="--resume") as stopped:
             launch(quick(max_steps=4, save_every=2, **changes), [])
     assert stopped.value.interrupted
@@ -164,14 +164,14 @@ def test_a_resume_cannot_change_what_trl_counts_by(quick):
 
 
 def test_ctrl_c_ends_the_run_after_the_step_and_it_goes_on(quick, tmp_path, monkeypatch):
-    class Pressed(program.Fingerprints):
+    class Pressed(program.RunCallback):
         def on_step_begin(self, args, state, control, **kwargs):
             if state.global_step == 1:
                 signal.raise_signal(signal.SIGINT)
 
     before = signal.getsignal(signal.SIGINT)
     with monkeypatch.context() as patched:
-        patched.setattr(program, "Fingerprints", Pressed)
+        patched.setattr(program, "RunCallback", Pressed)
         with pytest.raises(TrainingStopped, match="--resume") as stopped:
             launch(quick(max_steps=4, save_every=1), [])
     assert stopped.value.interrupted and signal.getsignal(signal.SIGINT) is before

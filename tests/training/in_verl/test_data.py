@@ -11,9 +11,8 @@ import pytest
 from pyarrow import parquet
 
 from klamp.errors import DataError
-from klamp.lab.engines.verl import data as reward
-from klamp.lab.engines.verl.data import held_out_rows, training_rows, write_data
-from klamp.lab.engines.verl.overrides import TEACHER, Layout
+from klamp.lab.engines import verl as reward
+from klamp.lab.engines.verl import TEACHER, Layout, held_out_rows, training_rows, write_data
 from klamp.lab.models import load_tokenizer
 from klamp.lab.tasks import load_task
 from klamp.lab.tasks.base import Example, Task, TaskConfig

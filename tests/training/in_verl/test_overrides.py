@@ -18,8 +18,8 @@ from klamp.hosts.verl.fields_in_verl import LOSS_FIELDS
 from klamp.hosts.verl.overrides import overrides
 from klamp.lab.backends import TRUST
 from klamp.lab.config import TrainConfig
-from klamp.lab.engines.verl import overrides as module
-from klamp.lab.engines.verl.overrides import TEACHER, command, verl_overrides
+from klamp.lab.engines import verl as module
+from klamp.lab.engines.verl import TEACHER, command, verl_overrides
 from klamp.lab.models import model_path
 from klamp.lab.tasks.base import TaskConfig
 

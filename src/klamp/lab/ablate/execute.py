@@ -1,33 +1,30 @@
-"""Does the runs of a plan by an executor, such as the one of this machine, and writes their table and picture; the same
-of runs that are there already."""
+"""Executes the runs of a plan, in processes on this machine or on a Ray cluster; writes their table and picture.
+
+`compare` makes the same table and picture of runs that exist already.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
 import pickle
 import signal
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
 from typing import Any, Protocol, TypeAlias
 
-from klamp.errors import ConfigError, DataError, KlampError, RunFolderError, TrainingStopped
+from klamp.config.rules import check_cluster
+from klamp.errors import ConfigError, DataError, KlampError, RunFolderError, TrainingStopped, missing_library
 from klamp.files import yaml_of
+from klamp.lab.ablate import results
 from klamp.lab.ablate.plan import Plan, Run, plan_text, run_folder, runs
-from klamp.lab.ablate.results import (
-    OUTCOME,
-    Outcome,
-    Result,
-    failed,
-    is_done,
-    read_outcome,
-    write_outcome,
-    write_results,
-)
+from klamp.lab.ablate.results import Outcome, Result, read_outcome, write_outcome
 from klamp.lab.folders import LOCK, held, write_whole
 from klamp.lab.tasks.base_model import Progress
 
@@ -35,8 +32,10 @@ PLAN, LOG = "plan.yaml", "log.txt"
 """The file of the plan in an ablation's folder, and the one in a run's folder with the output of its process."""
 COMMAND = (sys.executable, "-m", "klamp.lab.ablate.one_run")
 """The folder of the run is appended; the run itself comes on stdin, which stays open as long as this process lives."""
-MOMENT = 0.1
-"""Seconds between two looks at the runs."""
+MOMENT = 0.1  # seconds between two looks at the runs
+LOCAL = "local"  # the address of a Ray cluster on this machine only, which ends with the ablation
+TRAVELS = {"working_dir": ".", "excludes": ["/runs", "/.git", "/.venv*"]}
+"""Ray copies the current folder to a cluster, without these and without what .gitignore names."""
 Tell: TypeAlias = Callable[[Run, Outcome | None], None]
 """Receives every run when it starts (None), and when it has ended or was done before."""
 
@@ -44,8 +43,7 @@ Tell: TypeAlias = Callable[[Run, Outcome | None], None]
 class Executor(Protocol):
     """Runs the runs of a plan; a subclass starts, watches and stops the job of one run."""
 
-    at_once: int
-    """Jobs at a time."""
+    at_once: int  # jobs at a time
 
     def describe(self) -> str: ...  # where the runs execute, in words
     def start(self, run: Run, folder: Path) -> Any: ...  # returns the job of a run, whose folder exists
@@ -67,18 +65,15 @@ class Executor(Protocol):
                             self.stop(job, kill=False)
                     while waiting and len(jobs) < self.at_once:
                         run = waiting.popleft()
-                        own = run_folder(folder, run)
-                        own.mkdir(parents=True, exist_ok=True)
-                        (own / OUTCOME).unlink(missing_ok=True)
-                        jobs.append((run, self.start(run, folder)))
+                        jobs.append((run, self._begin(run, folder)))
                         tell(run, None)
                     time.sleep(MOMENT)
                     for run, job in list(jobs):
-                        if (how := self.ended(job)) is not None:
+                        if (ending := self.ended(job)) is not None:
                             jobs.remove((run, job))
                             outcome = read_outcome(run_folder(folder, run))
                             if outcome is None and not stopping:
-                                outcome = write_outcome(run_folder(folder, run), failed(run, how))
+                                outcome = write_outcome(run_folder(folder, run), results.failed(run, ending))
                             if outcome is not None:
                                 tell(run, outcome)
         except KeyboardInterrupt:  # the second Ctrl-C
@@ -91,6 +86,15 @@ class Executor(Protocol):
             fix = "repeat the command with the same --output_dir: it continues them"
             stopped = TrainingStopped("the ablation was stopped", got="an interrupt", why=why, fix=fix)
             raise stopped from KeyboardInterrupt()
+
+    def _begin(self, run: Run, folder: Path) -> Any:
+        own = run_folder(folder, run)
+        own.mkdir(parents=True, exist_ok=True)
+        (own / results.OUTCOME).unlink(missing_ok=True)
+        return self.start(run, folder)
+
+
+# on this machine ------------------------------------------------------------------------------------------------------
 
 
 @dataclass(kw_only=True)
@@ -111,8 +115,8 @@ class LocalExecutor(Executor):
         variables["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         with (own / LOG).open("wb") as log:
             # In a session of its own: Ctrl-C on the terminal reaches this process only, which passes it on once.
-            words = [*COMMAND, str(own)]
-            process = Popen(words, stdin=PIPE, stdout=log, stderr=STDOUT, env=variables, start_new_session=True)
+            command = [*COMMAND, str(own)]
+            process = Popen(command, stdin=PIPE, stdout=log, stderr=STDOUT, env=variables, start_new_session=True)
         assert process.stdin is not None
         process.stdin.write(pickle.dumps(run))
         process.stdin.flush()
@@ -124,10 +128,10 @@ class LocalExecutor(Executor):
         code = process.poll()
         if code is None:
             return None
-        how = f"the process ended with code {code}" if code >= 0 else f"the process got {signal.Signals(-code).name}"
+        ending = f"the process ended with code {code}" if code >= 0 else f"the process got {signal.Signals(-code).name}"
         memory = ", as the system does if memory runs out: try fewer --workers" if code == -signal.SIGKILL else ""
         lines = [line for line in log.read_text(encoding="utf-8", errors="replace").splitlines() if line.strip()]
-        return f"{how}{memory}\nlast line of its log: {lines[-1][:300] if lines else 'none'}\nlog: {log}"
+        return f"{ending}{memory}\nlast line of its log: {lines[-1][:300] if lines else 'none'}\nlog: {log}"
 
     def stop(self, job: tuple[Popen[bytes], Path], *, kill: bool) -> None:
         """Interrupt a process, or kill it and wait for its end."""
@@ -149,17 +153,115 @@ def local_executor(count: int, *, workers: int | None = None, cpu: bool = False)
     return LocalExecutor(at_once=at_once, threads=threads)
 
 
+# on a Ray cluster -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(kw_only=True)
+class RayExecutor(Executor):
+    """Runs every run of a plan as a Ray task; Ray repeats one whose worker dies, three times, from its checkpoint."""
+
+    address: str = LOCAL  # `auto`, `ray://HOST:10001`, `HOST:6379`, or `local`
+    cpus_per_run: float = 1
+    gpus_per_run: float = 0
+
+    def __post_init__(self) -> None:
+        check_cluster(self.address, "address")
+
+    def describe(self) -> str:
+        """Where the runs execute, in words."""
+        where = "a Ray cluster on this machine" if self.address == LOCAL else f"the Ray cluster at {self.address}"
+        return f"{where}, CPUs per run: {self.cpus_per_run:g}, GPUs per run: {self.gpus_per_run:g}"
+
+    def run(self, runs: Sequence[Run], folder: Path, tell: Tell) -> None:
+        """Run all runs, within a connection to the cluster."""
+        self.ray, self.at_once = load_ray(self.address), len(runs)
+        with connected(self.ray, self.address):
+            resources = {"GPU": 0, **self.ray.cluster_resources()}  # machines may join another cluster
+            if self.address == LOCAL and (resources["CPU"] < self.cpus_per_run or resources["GPU"] < self.gpus_per_run):
+                why = f"it has {resources['CPU']:g} CPUs and {resources['GPU']:g} GPUs: every run would wait for ever"
+                raise ConfigError(
+                    "no run fits on this machine", got=self.describe(), why=why, fix="ask for less per run"
+                )
+            options = {"num_cpus": self.cpus_per_run, "num_gpus": self.gpus_per_run}  # Ray sets OMP_NUM_THREADS
+            self.remote = self.ray.remote(**options, max_calls=1)(work)  # a process per run
+            super().run(runs, folder, tell)
+
+    def start(self, run: Run, folder: Path) -> Any:
+        """Submit the task of a run; returns its reference."""
+        return self.remote.remote(run, folder.absolute())
+
+    def ended(self, job: Any) -> str | None:
+        """How a task ended; None while it runs."""
+        if not self.ray.wait([job], timeout=0)[0]:
+            return None
+        try:
+            self.ray.get(job)
+        except self.ray.exceptions.RayError as error:
+            return f"{type(error).__name__}: {str(error).strip()}"
+        return "the task ended and left no outcome"
+
+    def stop(self, job: Any, *, kill: bool) -> None:
+        """Interrupt a task, or kill its worker."""
+        self.ray.cancel(job, force=kill)
+
+
+def work(run: Run, folder: Path) -> None:
+    """Do one run on a worker, which has to see its folder."""
+    from klamp.lab.ablate.one_run import perform
+
+    own = run_folder(folder, run)
+    if not own.is_dir():
+        fix = "choose an --output_dir on a file system that all nodes share"
+        why = "it writes its checkpoints and its outcome there"
+        raise RunFolderError("a worker does not see the folder of the ablation", got=str(folder), why=why, fix=fix)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ray sends it to a task that is cancelled
+    logging.basicConfig(filename=own / LOG, level=logging.WARNING, force=True)  # the process does this run only
+    perform(run, folder)
+
+
+@contextmanager
+def connected(ray: Any, address: str) -> Iterator[None]:
+    """A context with a connection to the cluster: the existing one, or a new one that is closed at the end."""
+    if ray.is_initialized():
+        yield
+        return
+    options = {"include_dashboard": False} if address == LOCAL else {"runtime_env": TRAVELS}
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except (OSError, RuntimeError, ValueError) as error:
+        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        fix = "auto, local or ray://HOST:10001; if it asks for a token, set RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+        raise ConfigError("no Ray cluster can be used", got=f"address={address!r}", why=why, fix=fix) from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
+
+
+def load_ray(address: str) -> Any:
+    """The module `ray`; before its import, a cluster on this machine is configured to refuse other machines."""
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no usage report
+    if address == LOCAL and "ray" not in sys.modules:
+        os.environ.setdefault("RAY_AUTH_MODE", "token")
+        os.environ.setdefault("RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER", "0")  # no cluster of several machines
+    try:
+        import ray
+    except ImportError as error:
+        raise missing_library("ray", by="--ray", instead="or leave --ray out, for processes on this machine") from error
+    return ray
+
+
+# an ablation ----------------------------------------------------------------------------------------------------------
+
+
 def check_folder(folder: Path, plan: Plan | None = None) -> None:
     """Refuse a folder that holds files, except those of this plan; nothing is written."""
+    what, why = "the output folder is not empty", "an ablation never overwrites files"
+    free = not folder.exists() or (folder.is_dir() and {path.name for path in folder.iterdir()} <= {LOCK})
     if plan is not None and (folder / PLAN).exists():
         what, why = "the output folder holds another ablation", "one table would mix the runs of two plans"
-        try:
+        with suppress(ValueError):  # damaged
             free = yaml_of((folder / PLAN).read_text(encoding="utf-8")) == yaml_of(plan_text(plan))
-        except ValueError:  # damaged
-            free = False
-    else:
-        what, why = "the output folder is not empty", "an ablation never overwrites files"
-        free = not folder.exists() or (folder.is_dir() and {each.name for each in folder.iterdir()} <= {LOCK})
     if not free:
         raise RunFolderError(what, got=str(folder), why=why, fix="choose another --output_dir, or leave it out")
 
@@ -198,30 +300,33 @@ def execute(
     folder.mkdir(parents=True, exist_ok=True)
     with held(folder, by="klamp ablate"):
         open_folder(plan, folder)
-        waiting = [run for run in every if not is_done(folder, run)]
+        waiting = [run for run in every if not results.is_done(folder, run)]
         for run in every:
             if run not in waiting:
                 tell(run, read_outcome(run_folder(folder, run)))
         executor.run(waiting, folder, tell)
         outcomes = (read_outcome(run_folder(folder, run)) for run in every)
-        return write_results([outcome for outcome in outcomes if outcome is not None], folder)
+        return results.write_results([outcome for outcome in outcomes if outcome is not None], folder)
 
 
 def compare(compared: Mapping[Path, Run], folder: Path, tell: Callable[[Run], None] = lambda run: None) -> Result:
-    """Measure runs that are there already, which are only read; the table and the picture go into a free folder.
+    """Measure runs that exist already, which are only read; the table and the picture go into a free folder.
 
     `tell` receives each run before it is measured. A DataError refuses runs that are not finished.
     """
     from klamp.lab.ablate.one_run import finished, outcome_of
 
     check_folder(folder)
-    summaries = {own: finished(own, run.config.run.max_steps) for own, run in compared.items()}
-    for own in (own for own, summary in summaries.items() if summary is None):
-        why = f"it has no checkpoint, or no summary of {compared[own].config.run.max_steps} steps"
-        raise DataError("a run is not finished", got=str(own), why=why, fix=f"klamp train --resume {own}")
-    outcomes = []
+    summaries: list[Mapping[str, Any]] = []
     for own, run in compared.items():
+        summary = finished(own, run.config.run.max_steps)
+        if summary is None:
+            why = f"it has no checkpoint, or no summary of {run.config.run.max_steps} steps"
+            raise DataError("a run is not finished", got=str(own), why=why, fix=f"klamp train --resume {own}")
+        summaries.append(summary)
+    outcomes = []
+    for (own, run), summary in zip(compared.items(), summaries, strict=True):
         tell(run)
-        outcomes.append(outcome_of(run, own, summaries[own] or {}))
+        outcomes.append(outcome_of(run, own, summary))
     folder.mkdir(parents=True, exist_ok=True)
-    return write_results(outcomes, folder)
+    return results.write_results(outcomes, folder)

@@ -19,17 +19,14 @@ from klamp.lab.backends import check_backend
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import RUNS
 
-KL_PROMPTS = 256
-"""The default of `Plan.kl_prompts`."""
-OWNED = ("seed", "output_dir", "resume")
-"""Fields that the ablation sets itself."""
+KL_PROMPTS = 256  # the default of `Plan.kl_prompts`
+OWNED = ("seed", "output_dir", "resume")  # fields that the ablation sets itself
 NO_VARIANT = (
     *("seed", "output_dir", "resume", "report_to", "eval_every", "save_every", "keep_checkpoints"),
     *("log_completions", "log_completions_every", "log_answers", "exact_kl_completions", "cpu", "stop_on"),
 )
 """Fields that may differ between runs of one variant: they change what is written, not what is learned."""
-SAME_TASK = ("train_size",)
-"""Fields of a task that change neither the held-out prompts nor their scores."""
+SAME_TASK = ("train_size",)  # fields of a task that change neither the held-out prompts nor their scores
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,21 +42,17 @@ class Plan:
     """A common base, arms, and seeds."""
 
     name: str = "ablation"
-    base: Mapping[str, Any] = field(default_factory=dict)
-    """Field -> value of all arms; an arm's own value replaces it."""
-    arms: tuple[Arm, ...] = (Arm(name="base"),)
-    """The arms that are compared; the first one is the control."""
+    base: Mapping[str, Any] = field(default_factory=dict)  # field -> value of all arms; an arm's own value replaces it
+    arms: tuple[Arm, ...] = (Arm(name="base"),)  # the arms that are compared; the first one is the control
     seeds: tuple[int, ...] = (0, 1, 2)
-    kl_prompts: int = KL_PROMPTS
-    """Held-out prompts of the trained skill, at most, on which a policy's KL is measured."""
+    kl_prompts: int = KL_PROMPTS  # held-out prompts of the trained skill, at most, on which a policy's KL is measured
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
     """One arm with one seed."""
 
-    name: str
-    """Also the name of its folder; unique in the plan."""
+    name: str  # also the name of its folder; unique in the plan
     arm: Arm
     seed: int
     config: TrainConfig
@@ -68,8 +61,7 @@ class Run:
 
 def grid(sweep: Mapping[str, Sequence[Any]]) -> tuple[Arm, ...]:
     """One arm for every combination of the values of some fields (and of `preset`); the last one varies fastest."""
-    combinations = (dict(zip(sweep, values, strict=True)) for values in itertools.product(*sweep.values()))
-    return tuple(map(_arm, combinations))
+    return tuple(_arm(dict(zip(sweep, values, strict=True))) for values in itertools.product(*sweep.values()))
 
 
 def _arm(values: Mapping[str, Any]) -> Arm:
@@ -80,8 +72,8 @@ def runs(plan: Plan) -> tuple[Run, ...]:
     """All runs of a plan with their checked configurations, seed by seed."""
     pairs = itertools.product(plan.seeds, plan.arms)
     every = tuple(run_of(arm, seed, _config(plan, arm, seed), plan.kl_prompts) for seed, arm in pairs)
-    if twice := [name for name, count in Counter(run.name for run in every).items() if count > 1]:
-        raise ConfigError("an arm or a seed is repeated", got=twice[0], why="each has a folder", fix="keep one")
+    if repeated := [name for name, count in Counter(run.name for run in every).items() if count > 1]:
+        raise ConfigError("an arm or a seed is repeated", got=repeated[0], why="each has a folder", fix="keep one")
     for one, other in itertools.combinations(every[: len(plan.arms)], 2):
         if one.config == other.config:
             what = f"the arms {one.arm.name!r} and {other.arm.name!r} are the same"
@@ -130,9 +122,10 @@ def plan_text(plan: Plan) -> str:
 def _config(plan: Plan, arm: Arm, seed: int) -> TrainConfig:
     """The checked configuration of a run; an error has the arm as its note."""
     try:
-        for name in {*plan.base, *arm.values} & set(OWNED):
+        values = {**plan.base, **arm.values}
+        for name in values.keys() & OWNED:
             raise ConfigError(f"it sets {name}", why="the ablation sets it", fix="use --seeds and --output_dir")
-        config = TrainConfig.from_flat({**plan.base, **arm.values, "seed": seed})
+        config = TrainConfig.from_flat(values | {"seed": seed})
         check_backend(config)
         if config.run.backend != "local":
             fix = "leave backend out, or run the arms one by one with klamp train"
@@ -144,24 +137,25 @@ def _config(plan: Plan, arm: Arm, seed: int) -> TrainConfig:
     return config
 
 
-def as_runs(given: Sequence[tuple[Path, TrainConfig]], *, kl_prompts: int = KL_PROMPTS) -> dict[Path, Run]:
+def as_runs(configs: Sequence[tuple[Path, TrainConfig]], *, kl_prompts: int = KL_PROMPTS) -> dict[Path, Run]:
     """The runs of some folders; the fields in which they differ name their arms.
 
     A DataError refuses different tasks, and one variant twice with the same seed.
     """
-    flat = [config.flat() for _, config in given]
-    names = [name for name in flat[0] if name not in NO_VARIANT and len({repr(values[name]) for values in flat}) > 1]
-    for name in (name for name in names if hasattr(given[0][1].task, name) and name not in SAME_TASK):
-        other = next(i for i, values in enumerate(flat) if repr(values[name]) != repr(flat[0][name]))
-        got = " and ".join(f"{name} is {shown(flat[i][name])!r} in {given[i][0]}" for i in (0, other))
+    first, rows = configs[0], [config.flat() for _, config in configs]
+    names = [name for name in rows[0] if name not in NO_VARIANT and len({repr(values[name]) for values in rows}) > 1]
+    for name in (name for name in names if hasattr(first[1].task, name) and name not in SAME_TASK):
+        other, value = next(
+            (path, c.flat()[name]) for path, c in configs if repr(c.flat()[name]) != repr(rows[0][name])
+        )
+        got = f"{name} is {shown(rows[0][name])!r} in {first[0]} and {shown(value)!r} in {other}"
         fix = "name runs of one task, or score each with klamp evaluate --checkpoint FOLDER --task NAME"
         raise DataError("these runs had different tasks", got=got, why="their scores are of other prompts", fix=fix)
-    found: dict[str, tuple[Path, Run]] = {}
-    for (folder, config), values in zip(given, flat, strict=True):
+    compared: dict[Path, Run] = {}
+    for (folder, config), values in zip(configs, rows, strict=True):
         run = run_of(_arm({name: values[name] for name in names}), config.run.seed, config, kl_prompts)
-        if run.name in found:
-            got = f"{found[run.name][0]} and {folder}, both {run.name}"
+        if other := next((path for path, earlier in compared.items() if earlier.name == run.name), None):
             what, why = "two runs are the same variant with the same seed", "their numbers would count twice"
-            raise DataError(what, got=got, why=why, fix="name one of them")
-        found[run.name] = folder, run
-    return dict(found.values())
+            raise DataError(what, got=f"{other} and {folder}, both {run.name}", why=why, fix="name one of them")
+        compared[folder] = run
+    return compared

@@ -1,5 +1,4 @@
-"""The outcome of each run, as a file, and what is made of all of them: a table (for each arm the mean over seeds with
-Student's interval), and a picture."""
+"""The outcome of each run as a file; of all runs a table (means over seeds with Student's interval) and a picture."""
 
 from __future__ import annotations
 
@@ -19,10 +18,8 @@ from klamp.lab.folders import write_whole
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-OUTCOME = "outcome.json"
-"""The file in the folder of a run that is done or has failed."""
-CONFIDENCE = 0.95
-"""Of every interval."""
+OUTCOME = "outcome.json"  # the file in the folder of a run that is done or has failed
+CONFIDENCE = 0.95  # of every interval
 HEADINGS = {
     "rl/after": "RL skill (score)",
     "retained/after": "retained skills (mean score)",
@@ -51,15 +48,13 @@ class Outcome:
     seed: int
     values: Mapping[str, Any] = field(default_factory=dict)
     state: Literal["done", "failed"] = "done"
-    error: str = ""
-    """Why it failed; the first line says what happened."""
-    rl_skill: str = ""
-    """The trained skill; the others are the retained ones."""
+    error: str = ""  # why it failed; the first line says what happened
+    rl_skill: str = ""  # the trained skill; the others are the retained ones
     before: Mapping[str, float] = field(default_factory=dict)
     after: Mapping[str, float] = field(default_factory=dict)
     """Skill -> greedy score on held-out prompts, before and after training."""
     numbers: Mapping[str, float] = field(default_factory=dict)
-    """Numbers of `klamp.lab.ablate.measure`, and the `beta` of the last step."""
+    """Numbers of `klamp.lab.ablate.one_run`, and the `beta` of the last step."""
 
 
 def write_outcome(folder: Path, outcome: Outcome) -> Outcome:
@@ -105,7 +100,7 @@ def retained_skills(outcome: Outcome) -> tuple[str, ...]:
 def retained(outcome: Outcome, scores: Mapping[str, float]) -> float | None:
     """The mean score (`outcome.before` or `outcome.after`) of the skills that were not trained; None without any."""
     skills = retained_skills(outcome)
-    return sum(scores[skill] for skill in skills) / len(skills) if skills else None
+    return fmean(scores[skill] for skill in skills) if skills else None
 
 
 def columns(outcome: Outcome) -> dict[str, float]:
@@ -119,8 +114,7 @@ def columns(outcome: Outcome) -> dict[str, float]:
 class Cell:
     """One number of an arm: the mean over its seeds, with Student's interval if the seeds have a spread."""
 
-    values: Mapping[int, float]
-    """Seed -> value."""
+    values: Mapping[int, float]  # seed -> value
     mean: float
     interval: tuple[float, float] | None
 
@@ -150,13 +144,13 @@ def cell_of(by_seed: Mapping[int, float]) -> Cell:
 
     The interval takes the values for normal noise over seeds; there is none if they agree to rounding. Source: Student.
     """
-    values, interval = tuple(by_seed.values()), None
+    values, mean, interval = tuple(by_seed.values()), fmean(by_seed.values()), None
     if max(values) - min(values) > 1e-12 * max(map(abs, values)):
         from scipy import stats
 
-        low, high = stats.t.interval(CONFIDENCE, len(values) - 1, loc=fmean(values), scale=stats.sem(values))
+        low, high = stats.t.interval(CONFIDENCE, len(values) - 1, loc=mean, scale=stats.sem(values))
         interval = float(low), float(high)
-    return Cell(values=by_seed, mean=fmean(values), interval=interval)
+    return Cell(values=by_seed, mean=mean, interval=interval)
 
 
 def summarise(outcomes: Sequence[Outcome]) -> list[ArmRow]:
@@ -172,7 +166,7 @@ def summarise(outcomes: Sequence[Outcome]) -> list[ArmRow]:
             control = rows[0].cells[name].values if name in rows[0].cells else {}
             if pairs := {seed: x - control[seed] for seed, x in by_seed.get(name, {}).items() if seed in control}:
                 by_seed[difference] = pairs
-        done, cells = sum(run.state == "done" for run in runs), {name: cell_of(each) for name, each in by_seed.items()}
+        done, cells = sum(run.state == "done" for run in runs), {name: cell_of(x) for name, x in by_seed.items()}
         rows.append(ArmRow(arm=arm, values=runs[0].values, done=done, failed=len(runs) - done, cells=cells))
     return rows
 

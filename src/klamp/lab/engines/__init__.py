@@ -1,1 +1,1 @@
-"""Starts the program of another trainer, TRL's or verl's, for a run of `klamp train`."""
+"""TRL and verl as engines of `klamp train`: their arguments, TRL's program, verl's data files and reward."""

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import shutil
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ from accelerate import PartialState
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from klamp.core.advantages import group_advantages
-from klamp.errors import KLWarning, TrainingStopped
+from klamp.errors import KLWarning
 from klamp.hosts.common.rollout import LENGTH_COLUMN
 from klamp.hosts.common.sampler_weights import pack_nothing
 from klamp.hosts.trl.callbacks import DoctorCallback, ReportCallback
@@ -28,46 +28,40 @@ from klamp.hosts.trl.grpo_config import GRPOConfig
 from klamp.hosts.trl.grpo_trainer import GRPOTrainer
 from klamp.lab import models
 from klamp.lab.anchors import check_tokens_of, teacher_prompts
+from klamp.lab.backends import record
 from klamp.lab.checkpoint import check, seal
 from klamp.lab.config import TrainConfig
-from klamp.lab.engines.trl.arguments import TEACHER_PROMPT, trl_arguments, weights_dtype
+from klamp.lab.engines.trl_arguments import TEACHER_PROMPT, trl_arguments, weights_dtype
+from klamp.lab.folders import newest_complete
 from klamp.lab.interrupts import Interrupt, deferred_interrupts
-from klamp.lab.resumed import IDENTITY, newest_complete
+from klamp.lab.observers import stopped_by
 from klamp.lab.sampling import examples_of_run
 from klamp.lab.setup import load_prompts
 from klamp.lab.tasks.base import NO_REWARD, Example
+from klamp.names import IDENTITY
 
 if TYPE_CHECKING:
     from datasets import Dataset
 
-EXAMPLE = "klamp_example"
-"""The column that holds all of a prompt, for the reward."""
+EXAMPLE = "klamp_example"  # the column that holds all of a prompt, for the reward
 
 
-def train(config: TrainConfig, folder: Path, *, begin: Callable[[], None]) -> None:
-    """Train to the last step; with `resume` from TRL's newest whole checkpoint.
-
-    `begin` is called once everything is loaded and fits, before the first step.
-    """
-    run = config.run
+def train(config: TrainConfig, folder: Path) -> None:
+    """Train to the last step; with `resume` from TRL's newest whole checkpoint."""
+    run, ending = config.run, RunCallback()
     doctor = DoctorCallback(run.stop_on, other_reference=config.model.ref_model is not None)
     report = ReportCallback(every=run.log_completions_every, completions=run.log_completions, answers=run.log_answers)
-    stop = Stop()
     with models.former_names():
-        trainer = trainer_of(config, folder, [report, doctor, Fingerprints(), stop])
-        begin()
+        trainer = trainer_of(config, folder, [report, doctor, ending])
+        record(config, folder)  # once everything is loaded and fits
         newest = newest_complete(folder) if run.resume else None
         if newest is not None:
             check(newest)
-        with deferred_interrupts() as stop.interrupt:
-            trainer.train(resume_from_checkpoint=None if newest is None else str(newest))
+        with deferred_interrupts() as ending.interrupt:
+            trainer.train(resume_from_checkpoint=newest and str(newest))
     if doctor.stopped_by is not None:
-        raise TrainingStopped(
-            f"an alarm stopped the run after update {trainer.state.global_step} of {trainer.state.max_steps}",
-            got=f"stop_on={doctor.stopped_by.alarm.name}",
-            why=doctor.stopped_by.alarm.means,
-            fix=f"{doctor.stopped_by.alarm.next_step} Continue with: klamp train --resume {folder}",
-        )
+        state = trainer.state
+        raise stopped_by(doctor.stopped_by, f"update {state.global_step} of {state.max_steps}")
 
 
 def trainer_of(config: TrainConfig, folder: Path, callbacks: list[TrainerCallback]) -> GRPOTrainer:
@@ -84,7 +78,7 @@ def trainer_of(config: TrainConfig, folder: Path, callbacks: list[TrainerCallbac
     reference = model.ref_model if config.kl.needs_reference else None
     if reference is not None:
         check_tokens_of(reference, tokenizer, who="reference")
-    taught = teacher_prompts(config, task, tokenizer)
+    shown = teacher_prompts(config, task, tokenizer)
     if cpu and rollout.sampler == "vllm" and rollout.sampler_url is None:
         pack_nothing()
 
@@ -99,16 +93,16 @@ def trainer_of(config: TrainConfig, folder: Path, callbacks: list[TrainerCallbac
             ref_model=None if reference is None else models.model_path(reference),
             reward_funcs=reward,
             args=args,
-            train_dataset=rows_of([task.train[i] for i in examples_of_run(config, len(task.train))], taught),
-            eval_dataset=rows_of(task.evaluation[task.rl_skill], taught),
+            train_dataset=rows_of([task.train[i] for i in examples_of_run(config, len(task.train))], shown),
+            eval_dataset=rows_of(task.evaluation[task.rl_skill], shown),
             processing_class=tokenizer,
             peft_config=models.adapter_config(model) if model.lora_r else None,
             callbacks=callbacks,
         )
 
 
-def rows_of(examples: Sequence[Example], taught: dict[str, str]) -> Dataset:
-    """Prompts as rows of TRL's; `taught` has the prompt that the teacher sees in place of each, if another one."""
+def rows_of(examples: Sequence[Example], shown: dict[str, str]) -> Dataset:
+    """Prompts as rows of TRL's; `shown`: prompt -> the other prompt that the teacher sees in its place."""
     from datasets import Dataset  # it comes with TRL
 
     prompts = [example.prompt for example in examples]
@@ -117,7 +111,7 @@ def rows_of(examples: Sequence[Example], taught: dict[str, str]) -> Dataset:
         EXAMPLE: [json.dumps(dataclasses.asdict(example), default=str) for example in examples],
         LENGTH_COLUMN: [example.reference_length for example in examples],
     }
-    return Dataset.from_dict(columns | ({TEACHER_PROMPT: [taught.get(p, p) for p in prompts]} if taught else {}))
+    return Dataset.from_dict(columns | ({TEACHER_PROMPT: [shown.get(p, p) for p in prompts]} if shown else {}))
 
 
 class OwnAdvantages(trl.GRPOTrainer):
@@ -153,26 +147,19 @@ class Trainer(GRPOTrainer, OwnAdvantages):
         super().__init__(**options)
 
 
-class Stop(TrainerCallback):
-    """Ends the run after the step in which a signal came, as in klamp's own loop; a second one ends it at once."""
+class RunCallback(TrainerCallback):
+    """Ends a run after the step in which a signal came; evaluates after the last step; completes each checkpoint."""
 
     interrupt: Interrupt
 
     def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """End the run if a signal came."""
+        """Ask for an evaluation after the last step; end the run if a signal came."""
+        control.should_evaluate |= state.global_step >= state.max_steps
         if self.interrupt.asked:
             raise KeyboardInterrupt
 
-
-class Fingerprints(TrainerCallback):
-    """Adds to each checkpoint which model and data its run has, and the SHA-256 of its files; evaluates at the end."""
-
-    def on_step_end(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Ask for an evaluation after the last step."""
-        control.should_evaluate |= state.global_step >= state.max_steps
-
     def on_save(self, args: Any, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Write them, once every process has written its part."""
+        """Add the run's identity and the SHA-256 of all files, once every process has written its part."""
         PartialState().wait_for_everyone()
         folder = Path(str(args.output_dir)) / f"checkpoint-{state.global_step}"
         if state.is_world_process_zero:

@@ -15,8 +15,7 @@ from klamp.lab.models import model_path
 from klamp.lab.sizing import part_size, started_processes
 from klamp.lab.tasks.base import NO_REWARD
 
-TEACHER_PROMPT = "klamp_teacher_prompt"
-"""The column of the text that the teacher sees in the place of a prompt."""
+TEACHER_PROMPT = "klamp_teacher_prompt"  # the column of the text that the teacher sees in the place of a prompt
 LOSS_TYPES: Mapping[LossType, str] = {"dapo": "dapo", "grpo": "grpo", "dr_grpo": "dr_grpo", "bnpo": "dapo"}
 """klamp's loss type -> TRL's of the same average; TRL's bnpo divides each micro-batch by itself."""
 SAME = (
@@ -33,13 +32,13 @@ def trl_arguments(config: TrainConfig, folder: Path, *, processes: int | None = 
     A step of klamp is a rollout with all of its updates; TRL counts the updates. Whatever is done "only at the end" is
     done at the last step. `processes` share a step; None: as many as a launcher has started.
     """
-    optim, run, given = config.optim, config.run, config.flat()
+    optim, run, fields = config.optim, config.run, config.flat()
     processes = processes or started_processes()
     part, group = part_size(config, processes), config.rollout.num_generations
     constant = optim.lr_scheduler_type == "constant"
     return {
         "output_dir": str(folder),
-        **{name: given[name] for name in SAME},
+        **{name: fields[name] for name in SAME},
         "max_steps": run.max_steps * optim.num_iterations,
         "use_cpu": run.cpu,
         "per_device_train_batch_size": part,
@@ -98,16 +97,13 @@ def _loss(loss: LossConfig) -> dict[str, Any]:
 
 
 def _anchors(config: TrainConfig) -> dict[str, Any]:
-    """The fields of the KL and of a teacher that are set, under their own names.
-
-    Without a KL beta 0 alone, so that TRL loads no reference. A teacher's model is a path, its prompts have a column.
-    """
+    """The fields of the KL and of a teacher that are set; without a KL beta 0 alone, so that TRL loads no reference."""
     kl, teacher = dataclasses.asdict(config.kl), config.teacher
     values = {name: value for name, value in kl.items() if value is not None} if config.kl.needs_reference else {}
     values |= {"beta": config.kl.beta if values else 0.0}
     if not teacher.there:
         return values
-    fields = [field for field in dataclasses.fields(teacher) if getattr(teacher, field.name) != field.default]
-    values |= {field.name: getattr(teacher, field.name) for field in fields} | {"teacher_coef": teacher.teacher_coef}
+    changed = [field for field in dataclasses.fields(teacher) if getattr(teacher, field.name) != field.default]
+    values |= {field.name: getattr(teacher, field.name) for field in changed} | {"teacher_coef": teacher.teacher_coef}
     values |= {"teacher_model": model_path(teacher.teacher_model)} if teacher.teacher_model else {}
     return values | ({"teacher_prompt": TEACHER_PROMPT} if teacher.teacher_prompt else {})

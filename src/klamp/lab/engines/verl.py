@@ -1,43 +1,53 @@
-"""The arguments of `verl.trainer.main_ppo` that a run's configuration means, and the files between klamp and verl.
+"""`klamp train --backend verl`: verl's arguments, its data files and its reward. Nothing of verl is loaded.
 
-Nothing of verl is loaded.
+The reward is verl's `reward.custom_reward_function`, called in the processes that score completions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+import functools
+import json
+import sys
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import chdir
 from pathlib import Path
 from typing import Any
+
+from transformers import PreTrainedTokenizerBase
 
 from klamp.config import LossConfig
 from klamp.config.loss import LOSS_TYPES
 from klamp.core.types import Reduction
 from klamp.hosts.verl.fields_in_verl import written
-from klamp.hosts.verl.overrides import ACTOR, overrides
+from klamp.hosts.verl.overrides import ACTOR, REDUCTIONS, overrides
 from klamp.hosts.verl.teacher import DISTILLATION, places
+from klamp.lab.anchors import check_keys, check_tokens_of
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import CHECKPOINTS, FOR_VERL
-from klamp.lab.models import model_path, shape_of
+from klamp.lab.models import check_weights, length_of, load_tokenizer, make_ready, model_path, shape_of
+from klamp.lab.sampling import examples_of_run
+from klamp.lab.setup import load_prompts
 from klamp.lab.sizing import Load, Shape, Sizes, load_of, part_size, sizes_of
-from klamp.lab.tasks.base import NO_REWARD
+from klamp.lab.tasks import load_task
+from klamp.lab.tasks.base import NO_REWARD, Example, Task, TaskConfig
+from klamp.lab.tasks.prompts import check_prompts
 
-PROGRAM = ("-m", "verl.trainer.main_ppo")
-"""What Python runs."""
-AVERAGES: Mapping[Reduction, str] = {
-    "token_mean": "token-mean",
-    "sequence_mean": "seq-mean-token-mean",
-    "fixed_length": "seq-mean-token-sum-norm",
-}
+AVERAGES: Mapping[Reduction, str] = {reduction: mode for mode, reduction in REDUCTIONS.items()}
 """klamp's average over tokens -> verl's loss_agg_mode of the same."""
 AS_IT_STANDS = "{% for message in messages %}{{ message.content }}{% endfor %}"
 """A chat template that adds nothing: klamp's prompts are ready to be tokenized."""
-TEACHER = "klamp_teacher"
-"""The column that holds the key of a prompt's teacher."""
+TEACHER = "klamp_teacher"  # the column that holds the key of a prompt's teacher
 
 MODEL, ROLLOUT, REF = "actor_rollout_ref.model", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
 REWARD, CHECKPOINT = "reward.custom_reward_function", f"{ACTOR}.checkpoint"
-RESUMED = ("model", "optimizer", "extra")
-"""The shards that verl continues from."""
+MICRO = (
+    f"{ACTOR}.ppo_micro_batch_size_per_gpu",
+    *(f"{place}.log_prob_micro_batch_size_per_gpu" for place in (REF, ROLLOUT)),
+)
+"""The names of how many completions a GPU computes at once."""
+RESUMED = ("model", "optimizer", "extra")  # the shards that verl continues from
 ENVIRONMENT = "+ray_kwargs.ray_init.runtime_env.env_vars"
 SAME: Mapping[str, tuple[str, ...]] = {
     "prompts_per_step": ("data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"),  # an update takes the whole step
@@ -63,7 +73,7 @@ SAME: Mapping[str, tuple[str, ...]] = {
 ALWAYS: Mapping[str, Any] = {
     "data.shuffle": False,  # the rows are those of all steps, in klamp's order
     f"{ACTOR}.shuffle": False,
-    f"{REWARD}.path": "pkg://klamp.lab.engines.verl.data",
+    f"{REWARD}.path": "pkg://klamp.lab.engines.verl",
     f"{REWARD}.name": "score",
     f"{MODEL}.custom_chat_template": AS_IT_STANDS,
     f"{ACTOR}.clip_ratio_c": 1e9,  # verl's second bound of the ratio out of reach: klamp's loss has none
@@ -98,33 +108,30 @@ def verl_overrides(config: TrainConfig, folder: Path, shape: Shape | None = None
 
     Without a `shape` the model is a small one, whose sizes are left at verl's defaults.
     """
-    layout, sizes = Layout(folder), None if shape is None else sizes_of(load_in_verl(config, shape))
-    given = config.flat()
+    fields, part = config.flat(), part_size(config, config.run.gpus * config.run.machines)
+    sizes = None if shape is None else sizes_of(load_in_verl(config, shape))
     values = {
         **ALWAYS,
-        **{key: given[name] for name, keys in SAME.items() for key in keys},
-        **_files(config, layout),
+        **{key: fields[name] for name, keys in SAME.items() for key in keys},
+        **dict.fromkeys(MICRO, part if sizes is None else sizes.micro),
+        **_run(config, Layout(folder)),
         **_model(config),
-        **_steps(config),
         **_loss(config.loss, config.rollout.max_completion_length),
         **({} if sizes is None else _sized(config, sizes)),
         **_teacher(config),
     }
-    part = part_size(config, config.run.gpus * config.run.machines)
-    part = part if sizes is None else sizes.micro
-    values |= {f"{ACTOR}.ppo_micro_batch_size_per_gpu": part}
-    values |= {f"{place}.log_prob_micro_batch_size_per_gpu": part for place in (REF, ROLLOUT)}
     words = [f"{key}={written(value)}" for key, value in values.items()]
     return _once([*overrides(config.kl, config.teacher), *words, *config.run.verl_args])
 
 
 def command(config: TrainConfig, folder: Path, python: str) -> list[str]:
     """The whole command, by an interpreter, with the sizes that the model needs."""
-    return [python, *PROGRAM, *verl_overrides(config, folder, shape_of(config.model.model))]
+    return [python, "-m", "verl.trainer.main_ppo", *verl_overrides(config, folder, shape_of(config.model.model))]
 
 
-def _files(config: TrainConfig, layout: Layout) -> dict[str, Any]:
-    run = config.run
+def _run(config: TrainConfig, layout: Layout) -> dict[str, Any]:
+    """The files of a run, its steps, and where its processes start."""
+    optim, run = config.optim, config.run
     return {
         "data.train_files": str(layout.train),
         "data.val_files": str(layout.held_out),
@@ -140,6 +147,14 @@ def _files(config: TrainConfig, layout: Layout) -> dict[str, Any]:
         "hydra.run.dir": str(layout.hydra),
         # Ray's own default is whatever cluster it finds on the machine, or has been left a note of
         "+ray_kwargs.ray_init.address": run.ray_address or "local",
+        f"{ACTOR}.optim.lr_warmup_steps": min(optim.warmup_steps, run.max_steps),
+        f"{ACTOR}.optim.betas": (optim.adam_beta1, optim.adam_beta2),
+        f"{ACTOR}.optim.clip_grad": optim.max_grad_norm or float("inf"),
+        f"{ROLLOUT}.top_k": config.rollout.top_k or -1,
+        "trainer.save_freq": run.save_every or run.max_steps,
+        "trainer.test_freq": run.eval_every or run.max_steps,
+        "trainer.val_before_train": not run.resume,
+        "trainer.resume_mode": "auto" if run.resume else "disable",
     }
 
 
@@ -164,20 +179,6 @@ def _model(config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def _steps(config: TrainConfig) -> dict[str, Any]:
-    optim, run = config.optim, config.run
-    return {
-        f"{ACTOR}.optim.lr_warmup_steps": min(optim.warmup_steps, run.max_steps),
-        f"{ACTOR}.optim.betas": (optim.adam_beta1, optim.adam_beta2),
-        f"{ACTOR}.optim.clip_grad": optim.max_grad_norm or float("inf"),
-        f"{ROLLOUT}.top_k": config.rollout.top_k or -1,
-        "trainer.save_freq": run.save_every or run.max_steps,
-        "trainer.test_freq": run.eval_every or run.max_steps,
-        "trainer.val_before_train": not run.resume,
-        "trainer.resume_mode": "auto" if run.resume else "disable",
-    }
-
-
 def load_in_verl(config: TrainConfig, shape: Shape) -> Load:
     """What the run asks of its GPUs, all of which train, and sample in between."""
     gpus, prompt = config.run.gpus * config.run.machines, config.rollout.max_prompt_length
@@ -185,7 +186,7 @@ def load_in_verl(config: TrainConfig, shape: Shape) -> Load:
 
 
 def _sized(config: TrainConfig, sizes: Sizes) -> dict[str, Any]:
-    """What a large model needs set otherwise."""
+    """Settings that depend on the size of the model."""
     return {
         f"{MODEL}.enable_gradient_checkpointing": config.model.gradient_checkpointing or sizes.checkpointing,
         f"{ACTOR}.fsdp_config.param_offload": sizes.offload,
@@ -209,7 +210,7 @@ def _loss(loss: LossConfig, longest: int) -> dict[str, Any]:
 
 
 def _teacher(config: TrainConfig) -> dict[str, Any]:
-    """Where the teachers' weights are, what a row of the data names its own by, and that there is no other reward."""
+    """The folders of the teachers, the column that names the teacher of a row, and whether there is a reward."""
     if not config.teacher.there:
         return {}
     paths = map(model_path, config.teacher.models.values())
@@ -220,10 +221,93 @@ def _teacher(config: TrainConfig) -> dict[str, Any]:
 
 
 def _once(words: Iterable[str]) -> list[str]:
-    """Each key at its last value; a key that is deleted (~KEY) stands as it was given."""
+    """Each key at its last value; a deleted key (~KEY) stays."""
     last: dict[str, str] = {}
     for word in words:
         key = word.partition("=")[0].lstrip("+")
         last.pop(key, None)
         last[key] = word
     return list(last.values())
+
+
+# data and reward ------------------------------------------------------------------------------------------------------
+
+
+def write_inputs(config: TrainConfig, layout: Layout) -> None:
+    """Check that model, task and teachers fit together, and write what verl reads."""
+    models = config.teacher.models if config.teacher.there else {}
+    for name in (config.model.model, *models.values()):
+        make_ready(name)
+        check_weights(model_path(name))
+    tokenizer = load_tokenizer(config.model.tokenizer or config.model.model)
+    # verl would cut a longer prompt, or stop at it in the middle of the run
+    room = config.rollout.max_prompt_length + config.rollout.max_completion_length
+    longest = length_of(model_path(config.model.model))
+    task = load_prompts(config, tokenizer, longest=min(longest or room, room))
+    if models:
+        check_keys(config, task, models)
+    for name in models.values():
+        longest = length_of(model_path(name))
+        check_prompts(task.train, tokenizer, longest, config.rollout.max_completion_length + 1)  # verl's takes one more
+        check_tokens_of(name, tokenizer)
+    write_data(config, task, tokenizer, layout)
+
+
+def write_data(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase, layout: Layout) -> None:
+    """Write the prompts, the tokenizer, and what the reward function opens the task with."""
+    import pyarrow
+    from pyarrow import parquet
+
+    layout.train.parent.mkdir(parents=True, exist_ok=True)
+    if layout.metrics.exists():  # verl writes its log anew
+        number = 1 + len(list(layout.train.parent.glob("log-before-resume-*")))
+        layout.metrics.rename(layout.train.parent / f"log-before-resume-{number}.jsonl")
+    tokenizer.save_pretrained(str(layout.tokenizer))
+    opening = {"task": dataclasses.asdict(config.task), "tokenizer": str(layout.tokenizer), "folder": str(Path.cwd())}
+    layout.task.write_text(json.dumps(opening, indent=2), encoding="utf-8")
+    for file, rows in ((layout.train, training_rows(config, task)), (layout.held_out, held_out_rows(task))):
+        parquet.write_table(pyarrow.Table.from_pylist(list(rows)), file)
+
+
+def training_rows(config: TrainConfig, task: Task) -> Iterator[dict[str, Any]]:
+    """The prompts of all steps, in the order of klamp's own loop."""
+    key = config.teacher.teacher_key
+    for i in examples_of_run(config, len(task.train)):
+        teacher = {TEACHER: str(task.train[i].fields.get(key))} if key else {}
+        yield row_of(task.train[i], skill=task.rl_skill) | teacher
+
+
+def held_out_rows(task: Task) -> Iterator[dict[str, Any]]:
+    """The held-out prompts of every skill that is scored by an answer; verl has no place for those of `Task.read`."""
+    for skill, examples in task.evaluation.items():
+        yield from (row_of(example, skill=skill) for example in examples if skill not in task.read)
+
+
+def row_of(example: Example, *, skill: str) -> dict[str, Any]:
+    """A prompt as a row of verl's: one message, whose text the template leaves as it is, and all a reward needs."""
+    return {
+        "data_source": skill,
+        "prompt": [{"role": "user", "content": example.prompt}],
+        "ability": skill,
+        "reward_model": {"style": "rule", "ground_truth": example.answer},
+        "extra_info": {"example": json.dumps(dataclasses.asdict(example), default=str)},
+    }
+
+
+_lock = threading.Lock()
+
+
+def score(data_source: str, solution_str: str, *, extra_info: Mapping[str, Any], task: str, **others: Any) -> float:
+    """The reward of a completion, for a prompt that `row_of` wrote and the task file of `write_data`; verl calls it."""
+    with _lock:  # verl asks from several threads
+        return open_task(task).score(Example(**json.loads(extra_info["example"])), solution_str)
+
+
+@functools.cache
+def open_task(file: str) -> Task:
+    """The task of a run, loaded once per process, in the folder that the run was started from."""
+    opening = json.loads(Path(file).read_text(encoding="utf-8"))
+    if opening["folder"] not in sys.path:
+        sys.path.append(opening["folder"])  # for a reward MODULE:FUNCTION
+    with chdir(opening["folder"]):  # for data files
+        return load_task(TaskConfig(**opening["task"]), load_tokenizer(opening["tokenizer"]))

@@ -1,1 +1,0 @@
-"""`klamp train --backend verl`: verl's arguments, its data files and its reward."""
