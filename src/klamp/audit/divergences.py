@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from klamp.audit.forms import Array
+from klamp.audit.capture import Array
 
 ACCEPTED = 3e-4  # the largest residual of an accepted divergence, as a share of the gradient, in float32
 BETAS = (0.5, 0.1, 0.9, 0.25, 0.75)
@@ -50,11 +50,6 @@ class Positions:
     length: Array | None = None  # the number of trained positions of each position's sequence, [N]
     beta: float | None = None  # the mixture of a JS divergence, if the trainer has one
 
-    @property
-    def tolerance(self) -> float:
-        """The residual that rounding explains."""
-        return max(ACCEPTED, 16 * self.eps)
-
 
 def log_softmax(x: Array) -> Array:
     """Logarithms of softmax over the last dimension."""
@@ -67,12 +62,14 @@ def explain_logits(p: Positions) -> list[Divergence]:
     size = np.linalg.norm(p.gradient, axis=1)
     if not np.any(size > 0):
         return [Divergence("none", "no gradient", "full", (1.0, 1.0), size, "", 0.0)]
-    for second, heats in product((False, True), _temperatures(p)):  # one term at any temperature, before two terms
-        found = sorted(_candidates(p, heats, second=second), key=lambda x: x.residual)
-        good = [x for x in found if x.residual < p.tolerance]
-        if good:
-            near = [x for x in good if x.residual <= max(20 * good[0].residual, p.tolerance / 10)]
-            return sorted(near, key=lambda x: not is_mean(x.scale, p.length))
+    t, tolerance = p.temperature, max(ACCEPTED, 16 * p.eps)  # of what rounding explains
+    others = (x for h in TEMPERATURES for x in ((h, h), (h, 1.0), (1.0, h)))
+    temperatures = dict.fromkeys(((t, t), (t, 1.0), (1.0, 1.0), (1.0, t), *others))
+    for second, heats in product((False, True), temperatures):  # one term at any temperature, before two terms
+        forms = sorted(_candidates(p, heats, second=second), key=lambda x: x.residual)
+        limit = min(tolerance, max(20 * forms[0].residual, tolerance / 10))
+        if good := [x for x in forms if x.residual < tolerance and x.residual <= limit]:
+            return sorted(good, key=lambda x: not is_mean(x.scale, p.length))
     return []
 
 
@@ -82,40 +79,33 @@ def is_mean(scale: Array, length: Array | None) -> str:
     return next((name for name, x in means.items() if np.ptp(x) <= 0.01 * np.abs(x).max()), "")
 
 
-def _temperatures(p: Positions) -> list[tuple[float, float]]:
-    t = p.temperature
-    others = ((t, t), (t, 1.0), (1.0, 1.0), (1.0, t), *(x for h in TEMPERATURES for x in ((h, h), (h, 1.0), (1.0, h))))
-    return list(dict.fromkeys(others))
-
-
 def _candidates(p: Positions, heats: tuple[float, float], *, second: bool) -> Iterator[Divergence]:
     """Each divergence, over the vocabulary and over the head that the gradient shows; or each with a second term."""
     log_s, log_t = log_softmax(p.student / heats[0]), log_softmax(p.teacher / heats[1])
-    s, t = np.exp(log_s), np.exp(log_t)
-    simple = _simple(p, log_s, s)
-    beside = [(name, column) for name, _, column in simple] if second else [("", None)]
-    terms = [(kind, name, "full", column) for kind, name, column in _whole(log_s, log_t, s, t, p.beta)]
-    heads = head_of(p.gradient, s)
-    if heads is not None and not (second and heads.sum(1).max() < 4):  # two free numbers explain any small head
-        terms += _headed(heads, log_s, log_t, s, t)
-        if second and p.ids is not None:  # the sampled token shows in the head without belonging to it
-            for ranked in (np.argsort(np.argsort(-log_t)), np.argsort(np.argsort(-log_s))):
-                for k in {int(heads.sum(1).min()), int(heads.sum(1).max()) - 1}:
-                    terms += _headed(ranked < k, log_s, log_t, s, t) if k > 1 else []
-    size = 0 if heads is None else int(heads.sum(1).max())
+    s, simple = np.exp(log_s), _simple(p, log_s)
+    terms = [(kind, name, "full", column) for kind, name, column in _whole(log_s, log_t, p.beta)]
+    heads, size = head_of(p.gradient, s), 0
+    if heads is not None:
+        counts = heads.sum(1)
+        size = int(counts.max())
+        if not second or size > 3:  # two free numbers explain any small head
+            terms += _headed(heads, log_s, log_t)
+        if second and size > 3 and p.ids is not None:  # the sampled token shows in the head without belonging to it
+            for log_p, k in product((log_t, log_s), {int(counts.min()), size - 1} - {0, 1}):
+                terms += _headed(np.argsort(np.argsort(-log_p)) < k, log_s, log_t)
     for kind, name, column in () if second else simple:
-        yield _fitted(p, Divergence(kind, name, "full", heats, column, "", 0.0), column, None)
-    for kind, name, head, column in terms:
-        for other, extra in beside:
-            form = Divergence(kind, name, head, heats, column, other, 0.0, 0 if head == "full" else size)
-            yield _fitted(p, form, column, extra)
+        yield _fitted(p, Divergence(kind, name, "full", heats, column, "", 0.0), column)
+    for (kind, name, head, column), (_, other, *extra) in product(terms, simple if second else [("", "")]):
+        form = Divergence(kind, name, head, heats, column, other, 0.0, 0 if head == "full" else size)
+        yield _fitted(p, form, column, *extra)
 
 
 def _centred(s: Array, h: Array) -> Array:
     return s * (h - (s * h).sum(-1, keepdims=True))
 
 
-def _whole(log_s: Array, log_t: Array, s: Array, t: Array, beta: float | None) -> Iterator[tuple[str, str, Array]]:
+def _whole(log_s: Array, log_t: Array, beta: float | None) -> Iterator[tuple[str, str, Array]]:
+    s, t = np.exp(log_s), np.exp(log_t)
     yield "reverse", "KL(student||teacher)", _centred(s, log_s - log_t)
     yield "forward", "KL(teacher||student)", s - t
     mixtures = (beta, *BETAS) if beta is not None and 0 < beta < 1 else BETAS
@@ -124,10 +114,11 @@ def _whole(log_s: Array, log_t: Array, s: Array, t: Array, beta: float | None) -
         yield "js", f"JS({b:g})", _centred(s, (1 - b) * (log_s - log_m))
 
 
-def _simple(p: Positions, log_s: Array, s: Array) -> list[tuple[str, str, Array]]:
+def _simple(p: Positions, log_s: Array) -> list[tuple[str, str, Array]]:
+    s = np.exp(log_s)
     terms = [("entropy", "entropy", _centred(s, log_s))]
     if p.ids is not None:
-        score = -s.copy()
+        score = -s
         score[np.arange(len(s)), p.ids] += 1
         terms.append(("sampled", "a factor of each sampled token", score))
     return terms
@@ -139,13 +130,11 @@ def head_of(gradient: Array, s: Array) -> Array | None:
         ratio = np.where(s > 0, gradient / s, 0.0)
     middle = np.median(ratio, axis=1, keepdims=True)
     off = np.abs(ratio - middle) * s > 1e-4 * np.abs(gradient).max(1, keepdims=True)
-    counts = off.sum(1)
-    vocabulary = s.shape[1]
-    return off if 1 < counts.max() <= vocabulary // 2 else None
+    return off if 1 < off.sum(1).max() <= s.shape[1] // 2 else None
 
 
-def _headed(heads: Array, log_s: Array, log_t: Array, s: Array, t: Array) -> Iterator[tuple[str, str, str, Array]]:
-    inside = heads.astype(float)
+def _headed(heads: Array, log_s: Array, log_t: Array) -> Iterator[tuple[str, str, str, Array]]:
+    s, t, inside = np.exp(log_s), np.exp(log_t), heads.astype(float)
     s_out, t_out = (np.maximum(1 - (x * inside).sum(1, keepdims=True), 1e-30) for x in (s, t))
     ell = log_s - log_t
     yield "reverse", "KL(student||teacher)", "no tail", _centred(s, inside * (ell + 1))
@@ -168,18 +157,11 @@ def _headed(heads: Array, log_s: Array, log_t: Array, s: Array, t: Array) -> Ite
         yield "js", f"JS({b:g})", "renormalised", _centred(ps, np.where(heads, (1 - b) * (hs - log_m), 0.0))
 
 
-def _fitted(p: Positions, form: Divergence, first: Array, second: Array | None) -> Divergence:
-    """Fit one coefficient per position, and one of the second term."""
-    g, norm = p.gradient, np.maximum((first**2).sum(1), 1e-300)
-    if second is None:
-        scale = (g * first).sum(1) / norm
-        residual = g - scale[:, None] * first
-    else:
-        cross, square = (first * second).sum(1), np.maximum((second**2).sum(1), 1e-300)
-        det = norm * square - cross**2
-        det = np.where(det > 1e-9 * norm * square, det, np.inf)
-        y1, y2 = (g * first).sum(1), (g * second).sum(1)
-        scale, other = (y1 * square - y2 * cross) / det, (y2 * norm - y1 * cross) / det
-        residual = g - scale[:, None] * first - other[:, None] * second
-    off = float(np.sqrt((residual**2).sum() / max((g**2).sum(), 1e-300)))
-    return form._replace(scale=scale, residual=off)
+def _fitted(p: Positions, form: Divergence, *columns: Array) -> Divergence:
+    """Fit one coefficient per position and column."""
+    x = np.stack(columns, axis=-1)
+    to_columns = x.swapaxes(1, 2)
+    scales = np.linalg.pinv(to_columns @ x, rcond=1e-9, hermitian=True) @ to_columns @ p.gradient[..., None]
+    residual = p.gradient - (x @ scales)[..., 0]
+    off = float(np.sqrt((residual**2).sum() / max((p.gradient**2).sum(), 1e-300)))
+    return form._replace(scale=scales[:, 0, 0], residual=off)

@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from klamp.audit.conclude import judge_kinds
+from klamp.audit.capture import Array, Tokens, roundoff
+from klamp.audit.conclude import judge_kinds, off_mask
 from klamp.audit.divergences import Divergence, Positions, explain_logits, is_mean, log_softmax
 from klamp.audit.fit import explain
-from klamp.audit.forms import Array, Tokens, roundoff
 from klamp.audit.verdict import Finding, Verdict, finding
 from klamp.errors import ConfigError, ShapeError, TensorError
 
@@ -34,11 +34,11 @@ def check_logits(
 ) -> Verdict:
     """The verdict on a loss that was computed from logits [.., V], against those of a teacher."""
     if not isinstance(logits, Tensor) or not logits.requires_grad:
-        fix = "pass the tensor that the loss comes from"
-        raise TensorError("the logits have no gradient", got=type(logits).__name__, fix=fix)
+        why, fix = "the verdict follows from the gradient in them", "pass the tensor that the loss comes from"
+        raise TensorError("the logits have no gradient", got=type(logits).__name__, why=why, fix=fix)
     if teacher_logits is None:
-        fix = "pass teacher_logits=, or ref_logits="
-        raise ConfigError("a loss on logits needs the teacher's", got="teacher_logits=None", fix=fix)
+        why, fix = "the loss is compared with divergences from a teacher", "pass teacher_logits=, or ref_logits="
+        raise ConfigError("a loss on logits needs the teacher's", got="teacher_logits=None", why=why, fix=fix)
     (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)
     if gradient is None:
         raise TensorError(
@@ -47,92 +47,75 @@ def check_logits(
             why="a copy (logits / T, logits.float(), logits[:, :-1]) is another tensor than the one in the loss",
             fix="pass the tensor that the loss was computed from",
         )
-    trained, where = _places(mask, logits)
-    findings = list(_off_mask(gradient, trained))
-    positions = _positions(gradient, logits, teacher_logits, ids, where, temperature, trained=trained, beta=beta)
-    found = explain_logits(positions)
-    kl, judged = _judged(found, positions, means)
-    if kl == "unknown" and (shifted := _shifted(gradient, logits, teacher_logits, ids, where, temperature)):
-        judged = [finding("shift", what=f"the student is compared with the teacher's {shifted} position")]
+    sample = _Sample(logits, teacher_logits, mask, ids, temperature, beta)
+    sizes = gradient.detach().double().norm(dim=-1).cpu().numpy()
+    findings = list(off_mask(sizes, sample.trained, 1e-6 * max(sizes[sample.trained].max(), 1e-30)))
+    positions = sample.positions(gradient)
+    forms = explain_logits(positions)
+    kl, judged = _judged(forms, positions, means)
+    for shift, where in ((-1, "next"), (1, "previous")) if kl == "unknown" and logits.ndim == 3 else ():
+        shifted = explain_logits(sample.positions(gradient, shift))
+        if any(x.kind in ("reverse", "forward", "js") and x.head == "full" for x in shifted):
+            judged = [finding("shift", what=f"the student is compared with the teacher's {where} position")]
     return Verdict.of(
         [*findings, *judged],
-        summary=f"{int(trained.sum())} trained positions, {len(positions.student)} looked at, "
+        summary=f"{int(sample.trained.sum())} trained positions, {len(positions.student)} looked at, "
         f"vocabulary {positions.student.shape[1]}",
-        found=_described(found[0]) if found else "",
+        found=_described(forms[0]) if forms else "",
         kl=kl,
-        mean=_mean(found[0], positions) if found else None,
+        mean=_mean(forms[0], positions) if forms else None,
         not_checked={"other micro-batches": ""} | ({} if ids is not None else {"sampled terms": "pass ids"}),
     )
 
 
-def _places(mask: Any, logits: Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """The trained positions as a boolean array, and the indices of at most `POSITIONS` of them, spread evenly."""
-    shape = tuple(logits.shape[:-1])
-    trained = np.ones(shape, bool) if mask is None else np.asarray(torch.as_tensor(mask).detach().cpu()) > 0
-    if trained.shape != shape or not trained.any():
-        got = f"mask {trained.shape} with {int(trained.sum())} trained, logits {tuple(logits.shape)}"
-        fix = "pass the mask of the positions of the logits, without the last dimension"
-        raise ShapeError("mask does not fit the logits", got=got, fix=fix)
-    places = np.argwhere(trained)
-    return trained, tuple(places[np.unique(np.linspace(0, len(places) - 1, POSITIONS).astype(int))].T)
+class _Sample:
+    """At most `POSITIONS` trained positions of a batch, spread evenly."""
+
+    def __init__(self, logits: Tensor, teacher: Tensor, mask: Any, ids: Any, heat: float, beta: Any = None) -> None:
+        shape = tuple(logits.shape[:-1])
+        trained = np.ones(shape, bool) if mask is None else np.asarray(torch.as_tensor(mask).detach().cpu()) > 0
+        if trained.shape != shape or not trained.any():
+            got = f"mask {trained.shape} with {int(trained.sum())} trained, logits {tuple(logits.shape)}"
+            why, fix = "it has one value per position", "pass the mask of the positions of the logits, [..]"
+            raise ShapeError("mask does not fit the logits", got=got, why=why, fix=fix)
+        self.logits, self.teacher, self.trained, self.temperature, self.beta = logits, teacher, trained, heat, beta
+        self.ids = None if ids is None else np.asarray(torch.as_tensor(ids).detach().cpu())
+        self.where = tuple(_spread(np.argwhere(trained), POSITIONS).T)
+
+    def positions(self, gradient: Tensor, shift: int = 0) -> Positions:
+        """What the gradient is explained by; `shift`: the teacher's logits are moved to later positions."""
+        where = of_teacher = self.where
+        if shift:
+            inside = (where[1] - shift >= 0) & (where[1] - shift < self.teacher.shape[1])
+            where = tuple(x[inside] for x in where)
+            of_teacher = where[0], where[1] - shift
+        width, in_rows = min(self.logits.shape[-1], self.teacher.shape[-1]), len(where) == 2
+        return Positions(
+            gradient=_array(gradient, where)[:, :width],
+            student=_array(self.logits, where)[:, :width],
+            teacher=_array(self.teacher, of_teacher)[:, :width],
+            ids=None if self.ids is None else np.clip(self.ids[where].astype(int), 0, width - 1),
+            eps=roundoff(torch.finfo(self.logits.dtype).eps),
+            temperature=self.temperature,
+            row=where[0] if in_rows else None,
+            length=self.trained.sum(1)[where[0]] if in_rows else None,
+            beta=self.beta,
+        )
 
 
-def _array(x: Tensor, where: tuple[Any, ...], width: int | None = None) -> Array:
-    index = tuple(torch.as_tensor(i, device=x.device) for i in where)
-    return x.detach()[index][..., :width].double().cpu().numpy()
+def _spread(places: Array, count: int) -> Array:
+    return places[np.unique(np.linspace(0, len(places) - 1, count).astype(int))]
 
 
-def _positions(
-    gradient: Tensor,
-    logits: Tensor,
-    teacher: Tensor,
-    ids: Any,
-    where: tuple[Any, ...],
-    temperature: float,
-    *,
-    trained: Any = None,
-    beta: float | None = None,
-) -> Positions:
-    width = min(logits.shape[-1], teacher.shape[-1])
-    tokens = None if ids is None else np.asarray(torch.as_tensor(ids).detach().cpu())[where].astype(int)
-    return Positions(
-        gradient=_array(gradient, where, width),
-        student=_array(logits, where, width),
-        teacher=_array(teacher, where, width),
-        ids=None if tokens is None else np.clip(tokens, 0, width - 1),
-        eps=roundoff(torch.finfo(logits.dtype).eps),
-        temperature=temperature,
-        row=where[0] if len(where) == 2 else None,
-        length=None if trained is None or len(where) != 2 else trained.sum(1)[where[0]],
-        beta=beta,
-    )
+def _array(x: Tensor, where: tuple[Any, ...]) -> Array:
+    return x.detach()[tuple(torch.as_tensor(i, device=x.device) for i in where)].double().cpu().numpy()
 
 
-def _off_mask(gradient: Tensor, trained: Any) -> Iterator[Finding]:
-    size = gradient.detach().double().norm(dim=-1).cpu().numpy()
-    outside, inside = size[~trained], float(size[trained].max())
-    reached = ~(outside <= 1e-6 * max(inside, 1e-30))
-    if reached.any():
-        largest, count = float(outside[reached].max()), int(reached.sum())
-        yield finding("off-mask-gradient", count=count, size=outside.size, outside=largest, inside=inside, moved="")
-
-
-def _shifted(gradient: Tensor, logits: Tensor, teacher: Tensor, ids: Any, where: Any, temperature: float) -> str:
-    for shift, name in ((-1, "next"), (1, "previous")) if teacher.ndim == 3 else ():
-        at = where[1] - shift
-        fine = (at >= 0) & (at < teacher.shape[1])
-        kept = (where[0][fine], where[1][fine])
-        p = _positions(gradient, logits, torch.roll(teacher, shift, 1), ids, kept, temperature)
-        if any(x.kind in ("reverse", "forward", "js") and x.head == "full" for x in explain_logits(p)):
-            return name
-    return ""
-
-
-def _judged(found: Sequence[Divergence], p: Positions, means: str) -> tuple[str, list[Finding]]:
+def _judged(forms: Sequence[Divergence], p: Positions, means: str) -> tuple[str, list[Finding]]:
     """The class of the divergence, and what is wrong with it."""
-    if not found:
+    if not forms:
         return "unknown", [finding("unknown", what="no known divergence explains the gradient in the logits")]
-    best = found[0]
+    best = forms[0]
     if best.kind in ("none", "entropy"):
         return "none", [finding("kl-absent", seen=": the teacher has no part in the gradient")]
     if best.kind == "sampled":
@@ -141,7 +124,7 @@ def _judged(found: Sequence[Divergence], p: Positions, means: str) -> tuple[str,
     if (best.scale < 0).mean() > 0.9:
         kind = "away"
         findings.append(finding("kl-away"))
-    elif means not in {x.kind for x in found}:
+    elif means not in {x.kind for x in forms}:
         what = f"the gradient follows {best.name}, not the {means} divergence that was meant"
         fix = f'swap the arguments (F.kl_div(input, target) is KL(target||input)), or pass means="{kind}"'
         findings.append(replace(finding(f"kl-{kind}", means=means, name=best.name), what=what, fix=fix))
@@ -230,30 +213,31 @@ def reproduce(arrays: Mapping[str, Any], logits: Tensor, other: Tensor | None, t
 
 def _reproduced(name: str, x: Array, logits: Tensor, ids: Any, mask: Any, temperature: float) -> Iterator[Finding]:
     """Compare log-probabilities with logits at other places, other tokens and other temperatures."""
-    places = np.argwhere(mask)
-    places = places[np.unique(np.linspace(0, len(places) - 1, 4 * POSITIONS).astype(int))]
+    places = _spread(np.argwhere(mask), 4 * POSITIONS)
     gap, heat, of_logits, of_ids = np.inf, temperature, 0, 0
     for moved, other in ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)):
         at, token = places[:, 1] + moved, places[:, 1] + other
-        fine = (np.minimum(at, token) >= 0) & (np.maximum(at, token) < mask.shape[1])
-        rows, here = places[fine, 0], places[fine, 1]
-        raw = _array(logits, (rows, at[fine])) if len(rows) else np.zeros((0, 1))
-        for t in dict.fromkeys((temperature, *HEATS)) if len(rows) else ():
-            picked = np.clip(ids[rows, token[fine]], 0, raw.shape[1] - 1)
+        inside = (np.minimum(at, token) >= 0) & (np.maximum(at, token) < mask.shape[1])
+        rows = places[inside, 0]
+        if not rows.size:
+            continue
+        raw = _array(logits, (rows, at[inside]))
+        picked = np.clip(ids[rows, token[inside]], 0, raw.shape[1] - 1)
+        for t in dict.fromkeys((temperature, *HEATS)):
             expected = log_softmax(raw / t)[np.arange(len(rows)), picked]
-            typical = float(np.median(np.abs(expected - x[rows, here])))
+            typical = float(np.median(np.abs(expected - x[rows, places[inside, 1]])))
             if typical < 0.5 * gap:
                 gap, heat, of_logits, of_ids = typical, t, moved, other
     if gap > (0.02 if logits.dtype in (torch.float32, torch.float64) else 0.1):
         if name != "sampler_logprobs":
             yield finding("logits-mismatch", tensor=name, gap=gap)
         return
-    if of_logits or of_ids:
-        side = "next" if of_logits + of_ids > 0 else "previous"
+    if shift := of_logits + of_ids:
+        side = "next" if shift > 0 else "previous"
         what = f"{name} is read from the logits of the {side} place"
         if of_ids:
             what = f"{name} at each place is that of the {side} token in ids (or ids was passed unshifted)"
-        yield finding("shift", what=what, tensor=name, shift=of_logits + of_ids)
+        yield finding("shift", what=what, tensor=name, shift=shift)
     if heat != temperature:
         what = f"{name} is that of logits divided by {heat:g}, not by {temperature:g}"
         yield finding("temperature", what=what, tensor=name, heat=heat)
@@ -267,18 +251,18 @@ def beside(
     mask = arrays["mask"]
     if whole is None or tuple(logits.shape[:-1]) != mask.shape:
         return None
-    trained, where = _places(torch.as_tensor(mask), logits)
-    p = _positions(whole, logits, other, torch.as_tensor(arrays["ids"]), where, temperature, trained=trained)
+    sample = _Sample(logits, other, mask, arrays["ids"], temperature)
+    p, where = sample.positions(whole), sample.where
     score = -np.exp(log_softmax(p.student / temperature))
     score[np.arange(len(score)), p.ids] += 1
     factor = np.zeros(len(score)) if part is None else _array(part, where)
     rest = p.gradient - factor[:, None] * score / temperature
     if np.abs(rest).max() < 1e-5 * np.abs(p.gradient).max():
         return None
-    found = [x for x in explain_logits(replace(p, gradient=rest)) if x.kind in ("reverse", "forward", "js")]
-    if not found:
+    forms = [x for x in explain_logits(replace(p, gradient=rest)) if x.kind in ("reverse", "forward", "js")]
+    if not forms:
         return None
-    best, mean = found[0], _mean(found[0], p)
-    rows = trained.sum(1)[where[0]] * np.count_nonzero(trained.any(1)) if mean == "sequence" else int(trained.sum())
+    best, mean = forms[0], _mean(forms[0], p)
+    rows = mask.sum(1)[where[0]] * np.count_nonzero(mask.any(1)) if mean == "sequence" else int(mask.sum())
     shown = {name: getattr(best, name) for name in ("kind", "name", "head", "size")}
     return shown | {"mean": mean, "coefficient": float(np.median(best.scale * rows))}
