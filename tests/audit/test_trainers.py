@@ -20,7 +20,9 @@ from klamp.audit.examine import Subject
 
 @pytest.fixture(scope="module")
 def trainer() -> Any:
-    return stock_trainer(model(), beta=0.0)
+    stock = stock_trainer(model(), beta=0.0)
+    stock.current_gradient_accumulation_steps = 1
+    return stock
 
 
 @pytest.mark.slow

@@ -98,12 +98,17 @@ DISTILLATION_CONTRACT = "function(student_logits [B, T, V], teacher_logits [B, T
 
 def function_subject(path: str, *, means: Direction = "reverse") -> Subject:
     """Prepare a function for an audit: a KL or a whole loss, or, with four arguments, a loss of distillation."""
-    from klamp.audit.examine import AuditedLoss, Subject
+    import torch
+
+    from klamp.audit.examine import AuditedLoss, Subject, called
 
     function = load_function(path)
     loss = AuditedLoss(name=path, compute=function, takes="function", means=means)
     if _takes(function, 4) and not _takes(function, 2):
         loss = replace(loss, compute=lambda batch: function(*batch.aligned), takes="sequences")
+    else:
+        policy = torch.full((2, 3), -1.0, dtype=torch.float64)
+        called(function, policy, policy - 0.5)  # a function of another form is refused here
     return Subject(title=path, losses=(loss,))
 
 

@@ -101,6 +101,7 @@ class Reading:
         self.beta: float | None = self.facts.get("beta")
         self._means: str = self.facts.get("means", "reverse")
         self.t = Tokens.of(self.arrays, self.facts)
+        self._leave_out()
         self.explained = self.policy = explain(self.t)
         if (part := self.t.policy_part) is not None:  # of a watched loss the policy loss is explained by itself
             self.policy = explain(replace(self.t, gradient=part, policy_part=None, ref=None))
@@ -140,6 +141,20 @@ class Reading:
         )
 
     # what is fitted
+
+    def _leave_out(self) -> None:
+        """Drop completions that a loss leaves out: all of their gradients are 0, and their advantages are not."""
+        t = self.t
+        if t.advantage is None or "segments" in self.arrays:
+            return
+        moved = np.bincount(t.row, weights=np.abs(t.gradient)) > 0
+        left_out = ~moved & (np.bincount(t.row, weights=np.abs(t.advantage)) > 0)
+        if left_out.any() and moved.any():
+            self.say("completions-left-out", count=int(left_out.sum()), size=int(moved.size))
+            mask = self.arrays["mask"].copy()
+            mask[np.flatnonzero(mask.any(1))[left_out]] = False
+            self.arrays = {**self.arrays, "mask": mask}
+            self.t = Tokens.of(self.arrays, self.facts)
 
     def _try_shifts(self) -> None:
         """Look for a loss that compares a token with the reference or the old policy of its neighbour."""
@@ -204,6 +219,8 @@ class Reading:
             if {"reverse", "zero"} <= {*kinds} and np.ptp(t.d) <= 1e-6 * np.abs(t.d).max(initial=0):
                 kinds = tuple(dict.fromkeys((*kinds, "forward")))  # a constant log-ratio: every KL is a constant
             self._judge(kinds, fit.signs[1] if self.explained.stage == "free" else fit.b)
+            if fit.bounds is not None:
+                self.say("kl-clamped", low=fit.bounds[0], high=fit.bounds[1])
             if self.kl in RIGHT.get(self._means, ()):
                 self._cautions(fit, kinds)
 
@@ -222,8 +239,6 @@ class Reading:
             self.say("kl-squared")
         if kl is not None and kl.coupled:
             self.say("kl-coupled", form=kl.name)
-        if fit.bounds is not None:
-            self.say("kl-clamped", low=fit.bounds[0], high=fit.bounds[1])
 
     def _at_the_reference(self) -> bool:
         """Read the second and third derivative where the policy is (nearly) the reference; whether they answered."""

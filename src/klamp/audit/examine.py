@@ -128,17 +128,11 @@ class Subject:
 
 
 def audit(subject: Subject) -> dict[str, Verdict]:
-    """The verdict on each loss by its name; an exception that the trainer raises is the finding `check-failed`.
-
-    Raises:
-        ConfigError: a function of another form.
-    """
+    """The verdict on each loss by its name; an exception that the trainer raises is the finding `check-failed`."""
     verdicts = {}
     for loss in subject.losses:
         try:
             verdicts[loss.name] = loss.verdict()
-        except ConfigError:
-            raise
         except Exception as error:  # whatever the trainer raises is the finding
             cause = error.__cause__ or error
             what = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}".rstrip(": .")

@@ -144,14 +144,7 @@ def check(  # noqa: PLR0913
     if not isinstance(loss, Tensor):
         return check_function(loss, example=example, means=means)
     if policy_logprobs is None and logits is None:
-        if not _TAPPED:
-            raise ConfigError(
-                "klamp.check does not know the log-probabilities",
-                got="neither policy_logprobs nor logits",
-                why="the verdict follows from the gradient in them",
-                fix="pass policy_logprobs=, or compute the loss from klamp.tap(logp)",
-            )
-        call.policy_logprobs = _TAPPED[0]
+        call.policy_logprobs = next(iter(_TAPPED), None)
     return _once(_key(loss) if once else None, lambda: _checked(call))
 
 
@@ -181,13 +174,13 @@ def _once(key: Any, compute: Callable[[], Verdict]) -> Verdict:
         return Verdict(ok=None, not_checked={"this data-parallel rank": "rank 0 is checked"})
     calls, earlier = _SEEN.get(key, (0, None))
     calls += 1
-    again = earlier is None or (earlier.ok is None and calls & (calls - 1) == 0)
-    verdict = compute() if again else earlier
+    if earlier is not None and (earlier.ok is not None or calls & (calls - 1)):
+        _SEEN[key] = calls, earlier
+        text = [earlier.summary] * bool(earlier.summary) + ["of an earlier call here (once=False checks each call)"]
+        return replace(earlier, summary=", ".join(text))
+    verdict = compute()
     if key is not None:
         _SEEN[key] = calls, verdict
-    if not again:
-        text = [verdict.summary] * bool(verdict.summary) + ["of an earlier call here (once=False checks each call)"]
-        return replace(verdict, summary=", ".join(text))
     for wrong in (x for x in verdict.findings if x.level == "wrong"):
         warnings.warn(f"klamp check: {wrong.what}. Fix: {wrong.fix}", KLWarning, stacklevel=3)
     return verdict
