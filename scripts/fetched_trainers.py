@@ -25,7 +25,7 @@ import torch
 from scripts.checkouts import Options, Unused, commit_of, cut, nothing, package, stub, undecorated
 from torch import Tensor
 
-from klamp.audit.examine import PROMPT, Distillation, Sequences, Subject, audit
+from klamp.audit.examine import PROMPT, AuditedLoss, Sequences, Subject, audit
 from klamp.cli.audit import LEGEND, show_audit
 from klamp.cli.text import say
 from klamp.core.types import Direction
@@ -54,9 +54,10 @@ def subject_of(name: str, folder: Path) -> Subject:
         folder: its checkout.
     """
     losses = tuple(
-        Distillation(
+        AuditedLoss(
             name=mode.name,
-            loss=functools.partial(mode.loss, folder=folder, **mode.options),
+            takes="sequences",
+            compute=functools.partial(mode.loss, folder=folder, **mode.options),
             means=mode.means,
             temperature=mode.temperature,
         )

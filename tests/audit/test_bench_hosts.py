@@ -18,10 +18,8 @@ import pytest
 import torch
 from tests.audit.bench.worlds import BETA, Case, Score, World, make_world, wrong
 
-from klamp.audit import liger as liger_host
-from klamp.audit import torchrl as torchrl_host
-from klamp.audit import trl as trl_host
-from klamp.audit.examine import PROMPT, Distillation, Sequences
+from klamp.audit import trainers
+from klamp.audit.examine import PROMPT, AuditedLoss, Sequences
 
 FORWARD: dict[str, Any] = {"kl": ("forward",), "ok": False, "codes": ("kl-forward",)}
 REVERSE: dict[str, Any] = {"kl": ("reverse",), "ok": True}
@@ -158,14 +156,13 @@ def distillations(batch: Sequences) -> Iterator[Case]:
     """16 losses of a batch; a position predicts the token after it."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        all_of_them = [*trl_host.distillations()]
-        all_of_them += [each for host in (liger_host, torchrl_host) for each in host.subject().losses]
+        all_of_them = [*trainers.trl().losses, *trainers.liger().losses, *trainers.torchrl().losses]
     mask = torch.cat([batch.mask[:, 1:], torch.zeros_like(batch.mask[:, :1])], 1)
     given = {"logits": batch.student, "teacher_logits": batch.teacher, "mask": mask, "ids": batch.tokens.roll(-1, 1)}
-    for each in (x for x in all_of_them if isinstance(x, Distillation)):
+    for each in (x for x in all_of_them if x.takes == "sequences"):
 
-        def loss(w: World, each: Distillation = each) -> Any:
-            return each.loss(batch), w.teacher_passed(means=each.means, temperature=each.temperature, **given)
+        def loss(w: World, each: AuditedLoss = each) -> Any:
+            return each.compute(batch), w.teacher_passed(means=each.means, temperature=each.temperature, **given)
 
         kl, ok, code = HEADS.get(each.name, ((each.means,), True, ""))
         yield Case(each.name, loss, kl=kl, ok=ok, codes=tuple(code.split()), beta=None)

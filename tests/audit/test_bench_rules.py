@@ -54,7 +54,7 @@ def faulty(code: str, **inputs: Any) -> Case:
     return wrong(code, lambda w: (RIGHT.loss(w), inputs), code)
 
 
-BLIND = [(conclude, "examine_inputs", lambda *_: iter(())), (conclude._Reading, "_try_shifts", lambda _: None)]
+BLIND = [(conclude, "examine_inputs", lambda *_: iter(())), (conclude.Reading, "_try_shifts", lambda _: None)]
 UNSEEN = [(fit, "_visible", lambda *_: 0.0)]
 LAST_FIRST = [(fit, "_stages", lambda *args, **more: reversed([*STAGES(*args, **more)]))]
 FREE = [(fit, "_stages", lambda *args, **more: [x for x in STAGES(*args, **more) if x[0] == "free"])]

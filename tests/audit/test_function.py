@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from klamp.audit import load_function, load_subject
-from klamp.audit.examine import Subject, Term, audit
+from klamp.audit.examine import AuditedLoss, Subject, audit
 from klamp.cli import main
 from klamp.errors import ConfigError
 
@@ -62,14 +62,14 @@ def k3(policy: torch.Tensor, ref: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize(
     ("term", "kl", "ok"),
     [
-        (Term(name="", function=lambda p, q: p - q, in_reward=True), "reverse", True),
-        (Term(name="", function=k3, in_reward=True), "k3", False),
-        (Term(name="", loss=lambda p, q, old, m: ((p - old).exp() * k3(p, q) * m).sum() / m.sum()), "reverse", True),
-        (Term(name="", loss=lambda p, q, old, m: k3(p, q).mean()), "forward", False),
-        (Term(name="", loss=lambda p, q, old, m: p.detach().mean()), None, None),
+        (AuditedLoss(name="", compute=lambda p, q: p - q, takes="reward"), "reverse", True),
+        (AuditedLoss(name="", compute=k3, takes="reward"), "k3", False),
+        (AuditedLoss(name="", compute=lambda p, q, old, m: ((p - old).exp() * k3(p, q))[m].mean()), "reverse", True),
+        (AuditedLoss(name="", compute=lambda p, q, old, m: k3(p, q).mean()), "forward", False),
+        (AuditedLoss(name="", compute=lambda p, q, old, m: p.detach().mean()), None, None),
     ],
 )
-def test_a_term_of_a_trainer_is_judged_in_loss_or_reward(term: Term, kl: str | None, ok: bool | None) -> None:
+def test_a_term_of_a_trainer_is_judged_in_loss_or_reward(term: AuditedLoss, kl: str | None, ok: bool | None) -> None:
     verdict = audit(Subject(title="it", losses=(term,)))[""]
     assert (verdict.kl, verdict.ok) == (kl, ok), str(verdict)
     assert ("off-mask-gradient" in verdict.codes("wrong")) == (kl == "forward")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import types
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError
 
 import pytest
 import torch
 
-from klamp.audit import HOSTS, Host, load_subject
-from klamp.audit.examine import Subject, Term
+from klamp.audit import HOSTS, Host, load_subject, trainers
+from klamp.audit.examine import AuditedLoss, Subject
 from klamp.errors import UnknownNameError, UnsupportedVersion
 
 FAKE = Host("fakehost>=1.2.0,<=1.10.1", "a stand-in")
@@ -23,9 +22,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Puts a host into the table, with this version and this way of finding its KL."""
 
     def install(subject: Callable[[], Subject], version: str = "1.3.0") -> None:
-        module = types.ModuleType(f"{load_subject.__module__}.fake")
-        module.subject = subject  # type: ignore[attr-defined]
-        monkeypatch.setitem(sys.modules, module.__name__, module)
+        monkeypatch.setattr(trainers, "fake", subject, raising=False)
         monkeypatch.setitem(HOSTS, "fake", FAKE)
         monkeypatch.setattr("klamp.audit.version", lambda package: version)
 
@@ -33,7 +30,8 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 def k2_subject() -> Subject:
-    return Subject(title="fake", losses=(Term(name="k2", loss=lambda p, ref, old, mask: (p - ref).square().mean()),))
+    loss = AuditedLoss(name="k2", compute=lambda p, ref, old, mask: (p - ref).square().mean())
+    return Subject(title="fake", losses=(loss,))
 
 
 @pytest.mark.parametrize("name", ["trl", "verl", "liger", "torchrl"])
@@ -79,7 +77,7 @@ def test_a_host_whose_kl_has_moved_is_found_out_before_the_audit(fake) -> None:
     def moved(*_: torch.Tensor) -> torch.Tensor:
         raise AttributeError("'Trainer' object has no attribute 'beta'")
 
-    fake(lambda: Subject(title="fake", losses=(Term(name="moved", loss=moved),)))
+    fake(lambda: Subject(title="fake", losses=(AuditedLoss(name="moved", compute=moved),)))
     with pytest.raises(UnsupportedVersion, match="has no attribute 'beta'"):
         load_subject("fake")
 

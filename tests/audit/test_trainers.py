@@ -10,15 +10,19 @@ import torch
 from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
 from tests.engines.documented import assert_documented
 from tests.engines.enumeration import VOCAB, assert_follows, expected_loss, make_world
+from tests.hosts.trl.hosts import model, stock_trainer
 from torch import Tensor
 from torchrl.objectives.llm import k3_kl_token_estimate
 
-from klamp.audit import liger, load_subject, torchrl, trl
+from klamp.audit import load_subject, trainers
+from klamp.audit.examine import Subject
 
 
 @pytest.fixture(scope="module")
 def trainer() -> Any:
-    return trl.build_trainer()
+    stock = stock_trainer(model(), beta=0.0)
+    stock.current_gradient_accumulation_steps = 1
+    return stock
 
 
 @pytest.mark.slow
@@ -49,6 +53,10 @@ def enumerated(loss: Callable[..., Tensor], follows: str, *, off_policy: str = "
     assert_follows(gradient, off_policy, policy, ref)
 
 
+def grpo_loss(subject: Subject, corrected: bool) -> Callable[..., Tensor]:
+    return next(x for x in subject.losses if x.name.startswith(f"use_bias_correction_kl={corrected}")).compute
+
+
 CORRECTED = pytest.mark.parametrize(
     ("corrected", "follows", "off_policy"), [(True, "reverse", "reverse"), (False, "forward", "none of them")]
 )
@@ -56,30 +64,24 @@ CORRECTED = pytest.mark.parametrize(
 
 @CORRECTED
 def test_an_enumeration_of_its_own_of_liger(corrected: bool, follows: str, off_policy: str) -> None:
-    def loss(*given: Tensor) -> Tensor:
-        return liger.kl_loss(*given, use_bias_correction_kl=corrected)
-
-    enumerated(loss, follows, off_policy=off_policy)
+    enumerated(grpo_loss(trainers.liger(), corrected), follows, off_policy=off_policy)
 
 
 @pytest.mark.slow
 @CORRECTED
-def test_an_enumeration_of_its_own_of_trl(trainer: Any, corrected: bool, follows: str, off_policy: str) -> None:
-    def loss(*given: Tensor) -> Tensor:
-        return trl.kl_loss(trainer, *given, use_bias_correction_kl=corrected)
-
-    enumerated(loss, follows, off_policy=off_policy)
+def test_an_enumeration_of_its_own_of_trl(corrected: bool, follows: str, off_policy: str) -> None:
+    enumerated(grpo_loss(trainers.trl(), corrected), follows, off_policy=off_policy)
 
 
 def test_an_enumeration_of_its_own_of_torchrl() -> None:
-    enumerated(torchrl.kl_loss, "forward")
+    enumerated(trainers.torchrl_kl, "forward")
     policy, ref = make_world()
 
     def estimate(p: Tensor, q: Tensor, token: int) -> Tensor:
         return k3_kl_token_estimate(q[token], p[token])
 
     def reward(p: Tensor, q: Tensor, token: int) -> Tensor:
-        return torchrl.reward_kl(p[token].view(1, 1), q[token].view(1, 1)).squeeze() * p[token]
+        return trainers.torchrl_reward_kl(p[token].view(1, 1), q[token].view(1, 1)).squeeze() * p[token]
 
     for each, follows in ((estimate, "forward"), (reward, "reverse")):
         _, gradient = expected_loss(each, policy, ref)
@@ -89,8 +91,8 @@ def test_an_enumeration_of_its_own_of_torchrl() -> None:
 def test_torchrl_averages_its_kl_over_the_padding() -> None:
     """Whatever the aggregation of the objective: padding dilutes it."""
     policy, ref = torch.full((1, 2), -1.0), torch.full((1, 2), -1.5)
-    one = torchrl.kl_loss(policy, ref, policy, torch.tensor([[True, True]]))
-    padded = torchrl.kl_loss(policy, ref, policy, torch.tensor([[True, False]]))
+    one = trainers.torchrl_kl(policy, ref, policy, torch.tensor([[True, True]]))
+    padded = trainers.torchrl_kl(policy, ref, policy, torch.tensor([[True, False]]))
     assert padded == pytest.approx(one.item() / 2)
 
 

@@ -11,7 +11,7 @@ from typing import get_args, get_type_hints
 import pytest
 from torch import Tensor
 
-from klamp.audit.examine import HostLoss, Subject, Term, audit
+from klamp.audit.examine import AuditedLoss, Subject, audit
 from klamp.cli import main
 from klamp.cli.audit import HEADINGS, LEGEND, show_audit
 from klamp.cli.commands import AuditOptions
@@ -85,12 +85,13 @@ def test_the_verdict_on_a_function_is_that_of_check(
 
 
 def test_a_row_for_each_loss_and_each_finding_once(capsys: pytest.CaptureFixture[str]) -> None:
-    def token_mean(kl: Callable[[Tensor], Tensor]) -> HostLoss:
+    def token_mean(kl: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
         return lambda policy, ref, old, mask: (kl(policy - ref) * mask).sum() / mask.sum()
 
     terms = [("k2", lambda d: d.square() / 2), ("k1 (default)", lambda d: d), ("k1 again", lambda d: 2 * d)]
-    losses = (*(Term(name=name, loss=token_mean(kl)) for name, kl in terms), Term(name="it", loss=lambda *_: 1 / 0))  # type: ignore[arg-type]
-    subject = Subject(title="mine 1.0", losses=losses, notes=("beta is 0.",))
+    losses = [AuditedLoss(name=name, compute=token_mean(kl)) for name, kl in terms]
+    losses.append(AuditedLoss(name="it", compute=lambda *_: 1 / 0))  # type: ignore[arg-type, return-value]
+    subject = Subject(title="mine 1.0", losses=tuple(losses), notes=("beta is 0.",))
     show_audit(subject, audit(subject))
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "mine 1.0"

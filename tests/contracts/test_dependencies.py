@@ -51,10 +51,7 @@ EXTRAS_OF = {
 
 # Not klamp's to declare: there if and because what is examined or compiled for is there.
 GUESTS = {
-    "audit/liger.py": {"liger-kernel"},
-    "audit/torchrl.py": {"torchrl", "tensordict"},
-    "audit/trl.py": {"trl", "datasets", "tokenizers", "transformers"},
-    "audit/verl.py": {"verl"},
+    "audit/trainers.py": {"liger-kernel", "tensordict", "torchrl", "trl", "verl"},
     "hosts/common/sampler_weights.py": {"vllm", "transformers"},
     "lab/engines/trl_program.py": {"datasets"},
     "lab/tasks/files.py": {"datasets"},

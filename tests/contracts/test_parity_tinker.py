@@ -12,9 +12,9 @@ import tinker
 import torch
 from tests.batches import flat_batch
 from tests.hosts.tinker.wire import ADVANTAGES, PROMPTS, RESPONSES, datums, move
+from tests.hosts.trl.hosts import stock_trainer
 
 from klamp import KLConfig
-from klamp.audit.trl import build_trainer
 from klamp.config.loss import LossConfig, build_objective
 from klamp.core.objective import grpo_loss
 from klamp.lab.sampling import Completions
@@ -141,10 +141,9 @@ def step(service, standin):
 
 
 @pytest.fixture
-def trl_trainer(step, monkeypatch):
+def trl_trainer(step):
     """A stock GRPOTrainer that TRL's own constructor built around the training run's weights."""
-    monkeypatch.setattr("klamp.audit.trl._tiny_model", step.local_model)
-    return build_trainer()
+    return stock_trainer(step.local_model())
 
 
 def assert_same(found, expected):

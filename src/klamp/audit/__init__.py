@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import inspect
 import logging
-import operator
+import pkgutil
 import sys
 import warnings
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from packaging.requirements import Requirement
 
-from klamp.errors import ConfigError, KlampError, MissingLibrary, UnsupportedVersion, unknown_name
+from klamp.errors import ConfigError, KlampError, UnsupportedVersion, missing_library, unknown_name
 
 if TYPE_CHECKING:  # torch is loaded with the first subject: the help needs the names alone
     from klamp.audit.examine import Subject
@@ -27,7 +27,7 @@ if TYPE_CHECKING:  # torch is loaded with the first subject: the help needs the 
 
 
 class Host(NamedTuple):
-    """A package whose KL klamp can find: `subject()` of the module of its name here.
+    """A package whose KL klamp can find: by the function of its name in `klamp.audit.trainers`.
 
     Attributes:
         tried: the versions that this was tried with, as pip takes them.
@@ -36,11 +36,6 @@ class Host(NamedTuple):
 
     tried: str
     what: str
-
-    @property
-    def package(self) -> str:
-        """The name that pip installs it by."""
-        return Requirement(self.tried).name
 
 
 HOSTS = {
@@ -65,45 +60,36 @@ def load_subject(name: str, *, means: Direction = "reverse") -> Subject:
     if ":" in name:
         return function_subject(name, means=means)
     if name not in HOSTS:
-        raise unknown_name(
-            "host", name, HOSTS, why=f"klamp knows {', '.join(HOSTS)}; anything else goes by module:function"
-        )
+        why = f"klamp knows {', '.join(HOSTS)}; anything else goes by module:function"
+        raise unknown_name("host", name, HOSTS, why=why)
     host = HOSTS[name]
+    requirement = Requirement(host.tried)
     try:
-        installed = version(host.package)
+        installed = version(requirement.name)
     except PackageNotFoundError:
-        raise MissingLibrary(
-            f"{host.package} is not installed",
-            got=f"klamp audit {name}",
-            why="klamp audits the code that is installed where it runs; it holds no copy of anybody's code",
-            fix=f'run klamp in the environment that has {host.package}, or pip install "{host.tried}"',
-        ) from None
-    subject = _load(name, host, installed)
-    if Requirement(host.tried).specifier.contains(installed, prereleases=True):
-        return subject
-    caution = f"{host.package} {installed} was never tried: the audit is known to read {host.tried} rightly"
-    return replace(subject, cautions=(*subject.cautions, caution))
-
-
-def _load(name: str, host: Host, installed: str) -> Subject:
+        instead = f'or, as it was tried: pip install "{host.tried}"'
+        raise missing_library(requirement.name, by=f"klamp audit {name}", instead=instead) from None
     try:
         with warnings.catch_warnings(action="ignore"):  # theirs, on import and on deprecated options; not about the KL
             logging.disable(logging.WARNING)
-            subject: Subject = importlib.import_module(f"klamp.audit.{name}").subject()
+            subject: Subject = getattr(importlib.import_module("klamp.audit.trainers"), name)()
             for loss in subject.losses[:1]:  # whatever has moved shows here
                 loss.verdict()
-            return subject
     except KlampError:
         raise
     except Exception as error:  # a host that moved its KL may fail in any way
         raise UnsupportedVersion(
-            f"the KL of {host.package} {installed} cannot be reached",
+            f"the KL of {requirement.name} {installed} cannot be reached",
             got=f"{type(error).__name__}: {error}",
             why=f"this was tried with {host.tried}, complete with dependencies",
             fix=f'pip install "{host.tried}", or audit its function by itself: klamp audit module:function',
         ) from error
     finally:
         logging.disable(logging.NOTSET)
+    if requirement.specifier.contains(installed, prereleases=True):
+        return subject
+    caution = f"{requirement.name} {installed} was never tried: the audit is known to read {host.tried} rightly"
+    return replace(subject, cautions=(*subject.cautions, caution))
 
 
 CONTRACT = "function(policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T]"
@@ -114,39 +100,16 @@ def function_subject(path: str, *, means: Direction = "reverse") -> Subject:
     """Prepare a function for an audit: a KL or a whole loss, or, with four arguments, a loss of distillation."""
     import torch
 
-    from klamp.audit.examine import Distillation, Subject, Term, called
+    from klamp.audit.examine import AuditedLoss, Subject, called
 
     function = load_function(path)
+    loss = AuditedLoss(name=path, compute=function, takes="function", means=means)
     if _takes(function, 4) and not _takes(function, 2):
-        loss = Distillation(name=path, loss=lambda batch: function(*batch.aligned), means=means)
-        return Subject(title=path, losses=(loss,))
-    policy = torch.full((2, 3), -1.0, dtype=torch.float64)
-    forms = f"it is called as {CONTRACT}, or as {DISTILLATION_CONTRACT}, with float64 tensors and nothing else"
-    called(function, policy, policy - 0.5, name=path, forms=forms)
-    return Subject(title=path, losses=(Term(name=path, function=function, means=means),))
-
-
-def load_function(path: str) -> Callable[..., Any]:
-    """Import the function that `module:function` or `module:Class.method` names; the working directory is searched too.
-
-    Raises:
-        UnknownNameError: the module has no such function; names the nearest.
-        ConfigError: it cannot be imported, or is not callable.
-    """
-    module_name, _, attribute = path.partition(":")
-    if not module_name or not attribute:
-        raise ConfigError(
-            "this does not name a function", got=repr(path), why="it needs a module and a name", fix="module:function"
-        )
-    module = _import(module_name, path)
-    try:
-        found = operator.attrgetter(attribute)(module)
-    except AttributeError as error:
-        names = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise unknown_name("function", attribute, names, why=str(error)) from None
-    if not callable(found):
-        raise ConfigError(f"{path} is no function", got=type(found).__name__, fix=f"name one that is: {CONTRACT}")
-    return found
+        loss = replace(loss, compute=lambda batch: function(*batch.aligned), takes="sequences")
+    else:
+        policy = torch.full((2, 3), -1.0, dtype=torch.float64)
+        called(function, policy, policy - 0.5)  # a function of another form is refused here
+    return Subject(title=path, losses=(loss,))
 
 
 def _takes(function: Callable[..., Any], count: int) -> bool:
@@ -157,19 +120,36 @@ def _takes(function: Callable[..., Any], count: int) -> bool:
     return True
 
 
-def _import(name: str, path: str) -> Any:
-    here = str(Path.cwd())
-    if here not in sys.path:
+def load_function(path: str) -> Callable[..., Any]:
+    """Import the function that `module:function` or `module:Class.method` names; the working directory is searched too.
+
+    Raises:
+        UnknownNameError: the module has no such function; names the nearest.
+        ConfigError: it cannot be imported, or is not callable.
+    """
+    module, _, attribute = path.partition(":")
+    if not module or not attribute:
+        raise ConfigError(
+            "this does not name a function", got=repr(path), why="it needs a module and a name", fix="module:function"
+        )
+    if (here := str(Path.cwd())) not in sys.path:
         sys.path.insert(0, here)
     try:
-        return importlib.import_module(name)
+        function = pkgutil.resolve_name(path)
     except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
+        if isinstance(error, AttributeError) and module in sys.modules:
+            public = [x for x, value in vars(sys.modules[module]).items() if callable(value) and x[0] != "_"]
+            raise unknown_name("function", attribute, public, why=str(error)) from None
         raise ConfigError(
-            f"{name} cannot be imported",
+            f"{module} cannot be imported",
             got=f"{type(error).__name__}: {error}",
             why=f"klamp audit {path} looks in the working directory and in the installed packages",
             fix="run it where `python -c 'import ...'` of that module works",
         ) from error
+    if not callable(function):
+        why = "an audit calls it"
+        raise ConfigError(f"{path} is no function", got=type(function).__name__, why=why, fix=f"name one: {CONTRACT}")
+    return function
 
 
 __all__ = ["CONTRACT", "DISTILLATION_CONTRACT", "HOSTS", "Host", "load_function", "load_subject"]

@@ -1,7 +1,7 @@
 """One micro-batch as `klamp.check` saw it: arrays and scalars, from which a verdict follows without torch.
 
 A capture file is a safetensors file: float32 arrays, and a header with schema, host, data type and scalars. It holds no
-text and, unless `save_ids=True` asks for them, no token ids.
+text and, unless `save_ids=True` asks for them, no token ids. NumPy only.
 """
 
 from __future__ import annotations
@@ -9,13 +9,16 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 
-from klamp.audit.forms import Array, Tokens
 from klamp.errors import DataError
+
+Array: TypeAlias = NDArray[Any]
 
 SCHEMA = "klamp.check/1"
 NEEDED = ("gradient", "policy_logprobs", "mask")
@@ -56,57 +59,134 @@ class Capture:
                 arrays = {name: file.get_tensor(name) for name in list(file.keys())}
             facts = json.loads(header.get("facts", "null"))
         except (OSError, SafetensorError, ValueError) as error:
-            got = f"{type(error).__name__}: {error}"
-            raise DataError(f"{path} cannot be read as a capture", got=got, fix=fix) from error
-        if header.get("schema") != SCHEMA or not isinstance(facts, dict):
-            got = f"schema {header.get('schema')!r}"
-            raise DataError(f"{path} is no capture of klamp.check", got=got, why=f"klamp reads {SCHEMA}", fix=fix)
+            got, why = f"{type(error).__name__}: {error}", "a capture is a safetensors file with a header"
+            raise DataError(f"{path} cannot be read as a capture", got=got, why=why, fix=fix) from error
         shapes = {name: arrays[name].shape for name in (*NEEDED, *SCORES, *WHOLE) if name in arrays}
-        if any(name not in arrays for name in NEEDED) or len(set(shapes.values())) != 1 or arrays["mask"].ndim != 2:
-            why = f"it needs {', '.join(NEEDED)}, and all of one shape [B, T]"
-            raise DataError(f"{path} is not a whole capture", got=str(shapes), why=why, fix=fix)
-        whole = {k: x if k in WHOLE else x > 0 if k == "mask" else x.astype(np.float64) for k, x in arrays.items()}
-        return cls(arrays=whole, facts=facts)
+        whole = {*NEEDED} <= {*arrays} and len({*shapes.values()}) == 1 and arrays["mask"].ndim == 2
+        if header.get("schema") != SCHEMA or not isinstance(facts, dict) or not whole:
+            why = f"klamp reads {SCHEMA}, with {', '.join(NEEDED)}, all of one shape [B, T]"
+            got = f"schema {header.get('schema')!r}, arrays {shapes}"
+            raise DataError(f"{path} is not a whole capture of klamp.check", got=got, why=why, fix=fix)
+        types = dict.fromkeys(WHOLE, np.int32) | {"mask": np.bool_}
+        return cls(arrays={k: x.astype(types.get(k, np.float64)) for k, x in arrays.items()}, facts=facts)
 
 
-def _places(arrays: Mapping[str, Any]) -> Any:
-    """The completion of each trained token, as they stand: its row, or its segment of a packed row."""
-    mask = arrays["mask"]
-    rows = np.broadcast_to(np.arange(mask.shape[0])[:, None], mask.shape)
-    if (segments := arrays.get("segments")) is not None:
-        rows = rows * int(np.ptp(segments) + 1) + segments - segments.min()
-    return rows[mask]
+@dataclass(frozen=True, kw_only=True)
+class Tokens:
+    """The trained tokens of a micro-batch, completion after completion, each array [n]."""
 
+    gradient: Array  # d loss / d log-probability
+    policy: Array  # log-probabilities under the policy
+    row: Array  # the completion of each token, 0 to B - 1, ascending
+    ref: Array | None = None  # log-probabilities under the reference or teacher
+    old: Array | None = None  # log-probabilities under the old policy
+    sampler: Array | None = None  # log-probabilities as the sampler reported them
+    advantage: Array | None = None  # the advantage of each token
+    baseline: Array | None = None  # what the loss subtracts from the log-ratio
+    policy_part: Array | None = None  # the part of the gradient that comes from the advantages, if the loss was watched
+    second: Array | None = None  # the derivative of the summed gradient
+    third: Array | None = None  # the derivative of the summed second derivative
+    group: Array | None = None  # the prompt of each completion, [B]
+    eps: float = 6e-8  # unit roundoff of the log-probabilities
+    clip: tuple[float, float] | None = None  # the clip range of the trainer, as distances from 1
 
-def in_order(arrays: Mapping[str, Any], x: Any) -> Array:
-    """The values of [B, T] under the mask, ordered by completion."""
-    return x[arrays["mask"]][np.argsort(_places(arrays), kind="stable")].astype(np.float64)
-
-
-def trained_tokens(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Tokens:
-    """The tokens under the mask, ordered by completion."""
-    places = np.sort(_places(arrays), kind="stable")
-    rows, row = np.unique(places, return_inverse=True)
-    scores = (name for name in SCORES if name in arrays and name not in ("second", "third"))
-    picked = {name.removesuffix("_logprobs"): in_order(arrays, arrays[name]) for name in scores}
-    advantage = arrays.get("advantages")
-    if advantage is not None:
-        of_segment = advantage.ndim == 1 and "segments" in arrays and advantage.size == rows.size
-        wide = (
-            advantage
-            if advantage.ndim == 2
-            else np.broadcast_to(advantage[: len(arrays["mask"]), None], arrays["mask"].shape)
+    @classmethod
+    def of(cls, arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Tokens:
+        """The tokens under the mask; a completion is a row, or a segment of a packed row."""
+        mask, segments, advantage = arrays["mask"], arrays.get("segments"), arrays.get("advantages")
+        span = 1 if segments is None else int(np.ptp(segments)) + 1
+        rows = np.broadcast_to(span * np.arange(len(mask))[:, None], mask.shape)
+        rows = rows if segments is None else rows + segments - segments.min()
+        order = np.argsort(rows[mask], kind="stable")
+        completions, row = np.unique(rows[mask][order], return_inverse=True)
+        scores = {x: arrays[x] for x in ("gradient", "policy_logprobs", *SCORES) if x in arrays}
+        if advantage is not None and advantage.ndim == 1:
+            per_segment = segments is not None and advantage.size == completions.size
+            advantage = (advantage if per_segment else advantage[completions // span])[row].astype(np.float64)
+        elif advantage is not None:
+            advantage = advantage[mask][order].astype(np.float64)
+        size, clip = facts.get("group_size"), facts.get("clip")
+        return cls(
+            row=row,
+            advantage=advantage,
+            group=np.unique(completions // size, return_inverse=True)[1] if size and segments is None else None,
+            eps=float(facts.get("eps", 6e-8)),
+            clip=(float(clip[0]), float(clip[1])) if clip else None,
+            **{name.removesuffix("_logprobs"): x[mask][order].astype(np.float64) for name, x in scores.items()},
         )
-        advantage = advantage[row].astype(np.float64) if of_segment else in_order(arrays, wide)
-    size, clip = facts.get("group_size"), facts.get("clip")
-    group = np.unique(rows // size, return_inverse=True)[1] if size and "segments" not in arrays else None
-    return Tokens(
-        gradient=in_order(arrays, arrays["gradient"]),
-        policy=in_order(arrays, arrays["policy_logprobs"]),
-        row=row,
-        advantage=advantage,
-        group=group,
-        eps=float(facts.get("eps", 6e-8)),
-        clip=(float(clip[0]), float(clip[1])) if clip else None,
-        **picked,
-    )
+
+    @cached_property
+    def d(self) -> Array:
+        """The log-ratio to the reference."""
+        return self.policy - self.ref if self.ref is not None else np.zeros_like(self.policy)
+
+    @cached_property
+    def d_old(self) -> Array:
+        return self.d - self.log_r
+
+    @cached_property
+    def distance(self) -> float:
+        """The root mean square of the log-ratio to the reference."""
+        return float(np.sqrt(np.square(self.d).mean()))
+
+    @cached_property
+    def log_r(self) -> Array:
+        """The log-ratio to the old policy."""
+        return self.policy - self.old if self.old is not None else np.zeros_like(self.policy)
+
+    @cached_property
+    def r(self) -> Array:
+        return np.exp(np.clip(self.log_r, -50, 50))
+
+    @cached_property
+    def sequence_r(self) -> Array:
+        """The geometric mean of the completion's ratios."""
+        return np.exp(self.average(self.log_r))
+
+    @cached_property
+    def prefix_r(self) -> Array:
+        """The product of the completion's ratios up to the token itself."""
+        return np.exp(np.clip(self.so_far(self.log_r), -50, 50))
+
+    @cached_property
+    def lengths(self) -> Array:
+        """The number of trained tokens of each completion, [B]."""
+        return np.bincount(self.row).astype(float)
+
+    @cached_property
+    def first(self) -> Array:
+        """The place of each completion's first token, [B]."""
+        return np.concatenate([[0], np.cumsum(self.lengths)[:-1]]).astype(int)
+
+    @cached_property
+    def courses(self) -> dict[str, Array]:
+        """The log-ratios that a loss may subtract from the advantages: name -> [n]."""
+        later = {"later log-ratios": self.to_go(self.d), "later old - ref": self.to_go(self.d_old)}
+        return {"log-ratio": self.d, "old - ref": self.d_old} | later
+
+    def total(self, x: Array) -> Array:
+        """The sum of x over each token's completion, [n]."""
+        return np.bincount(self.row, weights=x)[self.row]
+
+    def average(self, x: Array) -> Array:
+        """The mean of x over each token's completion, [n]."""
+        return self.total(x) / self.lengths[self.row]
+
+    def so_far(self, x: Array) -> Array:
+        """The sum of x over the token's completion up to the token itself, [n]."""
+        sums = np.cumsum(x)
+        return sums - (sums[self.first] - x[self.first])[self.row]
+
+    def to_go(self, x: Array) -> Array:
+        """The sum of x over the token itself and the later ones of its completion, [n]."""
+        return self.total(x) - self.so_far(x) + x
+
+    def weights(self, mean: str) -> Array:
+        """What each token counts in a mean; sums to 1."""
+        counts = np.ones_like(self.policy) if mean == "token" else 1 / self.lengths[self.row]
+        return counts / counts.sum()
+
+
+def roundoff(*spacings: float) -> float:
+    """The unit roundoff of numbers that went through types of these spacings, and through float32 at best."""
+    return max(*spacings, 1.19e-7) / 2

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from klamp.audit.capture import Capture, in_order, trained_tokens
-from klamp.audit.fit import MEANS, AtZero, Explanation, Fit, at_zero, explain
-from klamp.audit.forms import Array, k3
+from klamp.audit.capture import Array, Capture, Tokens
+from klamp.audit.fit import MEANS, Fit, at_zero, explain
+from klamp.audit.forms import k3
 from klamp.audit.inputs import advantage_form, examine_inputs
 from klamp.audit.verdict import Finding, Verdict, finding
 
@@ -22,10 +22,14 @@ RIGHT = {"reverse": ("reverse", "squared"), "forward": ("forward",)}  # what was
 CODES = {"old": "kl-other-anchor", "k3": "kl-k3-in-advantage"}
 """Class of KL -> the finding that calls it wrong, where it is not `kl-CLASS`."""
 CONSTANT = "it is the same for each token, whatever the reference says (k1 differentiated)"
+UNREADABLE = {"not-finite", "gradient-not-finite", "not-log-probabilities"}
+"""Findings on numbers that no explanation can be read from."""
 BETA_OFF = 0.05  # from which share on a beta is another one
 BETA_AGREE = 0.02  # within which share all accepted forms have to agree on it
 ENOUGH = 30  # trained tokens below which the verdict asks for more
 NEAR_ZERO = 0.02  # RMS log-ratio below which the derivatives at the reference are read
+AT_ZERO = {0: "reverse", -1: "forward", 1: "swapped", 2: "reverse", 3: "squared", 1.5: "reverse", -3: "neither"}
+"""c'' / c' at the reference -> the class."""
 SHOWN_BY = {
     "the KL": ("ref_logprobs", "pass ref_logprobs"),
     "the policy loss": ("advantages", "pass advantages"),
@@ -39,30 +43,30 @@ SHOWN_BY = {
 def conclude(capture: Capture) -> Verdict:
     """The verdict on a captured micro-batch."""
     arrays, facts = capture.arrays, capture.facts
-    findings = [Finding(**each) for each in facts.get("findings", ())]
-    findings += examine_inputs(arrays, facts)
     g, mask = arrays["gradient"], arrays["mask"]
+    findings = [Finding(**fields) for fields in facts.get("findings", ())]
+    findings += examine_inputs(arrays, facts)
     if not mask.any():
         return Verdict.of([*findings, finding("empty-mask")], not_checked=_not_checked(arrays, facts))
-    findings += _outside(g, mask)
+    inside, shifts = np.sqrt(np.square(np.nan_to_num(g[mask])).mean()), {-1: "one token early", 1: "one token late"}
+    moved = [x for n, x in shifts.items() if ((g != 0) == np.roll(mask, n, axis=1)).mean() > 0.98]
+    text = f"; the loss's mask is {moved[0]}" if moved and not ((g != 0) == mask).all() else ""
+    findings += off_mask(np.abs(g), mask, 1e-7 * inside, moved=text)
     if bad := int((~np.isfinite(g[mask])).sum()):
         findings.append(finding("gradient-not-finite", count=bad, size=int(mask.sum())))
-    if {"not-finite", "gradient-not-finite", "not-log-probabilities"} & {x.code for x in findings}:
+    if UNREADABLE & {x.code for x in findings}:
         return Verdict.of(findings, not_checked=_not_checked(arrays, facts))
-    return _Reading(capture, findings).verdict()
+    return Reading(capture, findings).verdict()
 
 
-def _outside(g: Array, mask: Any) -> Iterator[Finding]:
-    inside = float(np.sqrt(np.square(np.nan_to_num(g[mask])).mean()))
-    outside = np.nan_to_num(g[~mask], nan=np.inf)
-    reached = np.abs(outside) > 1e-7 * inside
-    if reached.any() and inside > 0:
-        size = float(np.sqrt(np.square(outside[reached]).mean()))
-        shifts = {-1: "one token early", 1: "one token late"}
-        moved = [x for n, x in shifts.items() if ((g != 0) == np.roll(mask, n, axis=1)).mean() > 0.98]
-        told = f"; the loss's mask is {moved[0]}" if moved and not ((g != 0) == mask).all() else ""
-        count = int(reached.sum())
-        yield finding("off-mask-gradient", count=count, size=outside.size, inside=inside, outside=size, moved=told)
+def off_mask(sizes: Array, mask: Any, threshold: float, *, moved: str = "") -> Iterator[Finding]:
+    """Gradients outside of the mask, of which the sizes are given, beyond a threshold."""
+    outside = np.nan_to_num(sizes[~mask], nan=np.inf)
+    reached = outside[outside > threshold]
+    if reached.size and threshold > 0:
+        inside, size = (float(np.sqrt(np.square(np.nan_to_num(x)).mean())) for x in (sizes[mask], reached))
+        count = reached.size
+        yield finding("off-mask-gradient", count=count, size=outside.size, inside=inside, outside=size, moved=moved)
 
 
 def _not_checked(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> dict[str, str]:
@@ -89,17 +93,18 @@ def judge_kinds(kinds: Sequence[str], direction: int, means: str) -> tuple[str, 
     return names, [finding(CODES.get(k, f"kl-{k}"), what=what, means=means, name=k) for k in kinds]
 
 
-class _Reading:
+class Reading:
     """One capture, its explanation, and the findings that follow."""
 
     def __init__(self, capture: Capture, findings: list[Finding]) -> None:
         self.arrays, self.facts, self.findings = capture.arrays, capture.facts, findings
         self.beta: float | None = self.facts.get("beta")
         self._means: str = self.facts.get("means", "reverse")
-        self.t = trained_tokens(self.arrays, self.facts)
+        self.t = Tokens.of(self.arrays, self.facts)
         self._leave_out()
-        self.explained = explain(self.t)
-        self.policy = self._policy_alone()
+        self.explained = self.policy = explain(self.t)
+        if (part := self.t.policy_part) is not None:  # of a watched loss the policy loss is explained by itself
+            self.policy = explain(replace(self.t, gradient=part, policy_part=None, ref=None))
         if self.explained.stage == "unknown":
             self._try_shifts()
         self.form = advantage_form(self.t, self.arrays.get("rewards"))
@@ -121,8 +126,7 @@ class _Reading:
             self.say("advantages-not-centred", sum=self.form.sum)
         if self.t.policy.size < ENOUGH:
             self.say("few-tokens", count=self.t.policy.size)
-        beta = self._size()
-        mean = self._mean()
+        beta, mean = self._size(), self._mean()
         names = {" = ".join(x.policy.names[:5]) if x.policy else None for x in self.policy.fits}
         return Verdict.of(
             self.findings,
@@ -147,34 +151,24 @@ class _Reading:
         left_out = ~moved & (np.bincount(t.row, weights=np.abs(t.advantage)) > 0)
         if left_out.any() and moved.any():
             self.say("completions-left-out", count=int(left_out.sum()), size=int(moved.size))
-            kept = self.arrays["mask"].copy()
-            kept[np.flatnonzero(kept.any(1))[left_out]] = False
-            self.arrays = {**self.arrays, "mask": kept}
-            self.t = trained_tokens(self.arrays, self.facts)
-
-    def _policy_alone(self) -> Explanation:
-        """The explanation of the policy loss: by itself, where the loss was watched."""
-        part = self.t.policy_part
-        if part is None:
-            return self.explained
-        return explain(replace(self.t, gradient=part, policy_part=None, ref=None))
+            mask = self.arrays["mask"].copy()
+            mask[np.flatnonzero(mask.any(1))[left_out]] = False
+            self.arrays = {**self.arrays, "mask": mask}
+            self.t = Tokens.of(self.arrays, self.facts)
 
     def _try_shifts(self) -> None:
         """Look for a loss that compares a token with the reference or the old policy of its neighbour."""
         for name in ("ref_logprobs", "old_logprobs", "advantages"):
             x = self.arrays.get(name)
-            for shift in (-1, 1):
-                if x is None or x.ndim != 2:
-                    continue
+            for shift, where in ((-1, "next"), (1, "previous")) if x is not None and x.ndim == 2 else ():
                 mask = self.arrays["mask"].copy()
                 mask[:, -1 if shift < 0 else 0] = False
-                t = trained_tokens({**self.arrays, name: np.roll(x, shift, axis=1), "mask": mask}, self.facts)
-                found = explain(t, simple=True) if t.policy.size >= 12 else self.explained
-                if found.stage in ("KL alone", "one mean", "two means"):
-                    where = "next" if shift < 0 else "previous"
+                t = Tokens.of({**self.arrays, name: np.roll(x, shift, axis=1), "mask": mask}, self.facts)
+                explained = explain(t, simple=True) if t.policy.size >= 12 else self.explained
+                if explained.stage in ("KL alone", "one mean", "two means"):
                     what = f"the loss compares each token with {name} of the {where} token"
                     self.say("shift", what=what, tensor=name, shift=-shift)
-                    self.t, self.explained = t, found
+                    self.t, self.explained = t, explained
                     return
 
     def _scale(self, *, agreed: bool = False) -> float:
@@ -190,11 +184,10 @@ class _Reading:
         fit, t = self.policy.best, self.t
         if t.advantage is None or not np.any(t.advantage):
             return
-        if fit is None and t.policy_part is not None:  # of no known form: its direction shows all the same
-            size = np.linalg.norm(t.policy_part) * np.linalg.norm(t.advantage)
-            if t.policy_part @ t.advantage > 0.5 * size:
+        if fit is None:  # of no known form: if the loss was watched, its direction shows all the same
+            part = np.zeros_like(t.advantage) if t.policy_part is None else t.policy_part
+            if part @ t.advantage > 0.5 * np.linalg.norm(part) * np.linalg.norm(t.advantage):
                 self.say("policy-reversed")
-        if fit is None:
             return
         sign = (fit.signs[0] or 1) if self.policy.stage == "free" else 0 if fit.policy is None else np.sign(fit.a)
         if sign <= 0:
@@ -205,28 +198,29 @@ class _Reading:
     # which KL
 
     def _divergence(self) -> None:
-        t, fit = self.t, self.explained.best
+        t, fit, kinds = self.t, self.explained.best, self.explained.kinds
         near = t.ref is not None and t.distance <= NEAR_ZERO
-        if near and (fit is None or fit.kl is None or len(self.explained.kinds) > 1) and self._at_the_reference():
+        if near and (fit is None or fit.kl is None or len(kinds) > 1) and self._at_the_reference():
             return
         if fit is None:
-            self._unknown()
+            self.kl = "unknown"
+            coarse = "the log-probabilities are too coarse to explain the gradient"
+            self.say("unknown", what=coarse if t.eps > 1e-4 else "no known policy loss and KL explain this gradient")
         elif fit.kl is None:
             self.kl = None if t.ref is None else "none"
             if t.ref is not None and not self._beside():
                 self._no_kl(fit)
-        elif t.ref is None and "zero" in self.explained.kinds:
+        elif t.ref is None and "zero" in kinds:
             self.say("no-kl-looked-for")
+        elif kinds == ("zero",) and fit.policy is None and fit.b < 0 and self.beta is None:
+            self.kl = "none or zero"
+            self.say("kl-ambiguous", names="no KL at all (cross-entropy), or k1 subtracted", kinds=kinds)
         else:
-            kinds = self.explained.kinds
-            if kinds == ("zero",) and fit.policy is None and fit.b < 0 and self.beta is None:
-                self.kl = "none or zero"
-                self.say("kl-ambiguous", names="no KL at all (cross-entropy), or k1 subtracted", kinds=kinds)
-                return
-            if "reverse" in kinds and "zero" in kinds and np.ptp(t.d) <= 1e-6 * np.abs(t.d).max(initial=0):
+            if {"reverse", "zero"} <= {*kinds} and np.ptp(t.d) <= 1e-6 * np.abs(t.d).max(initial=0):
                 kinds = tuple(dict.fromkeys((*kinds, "forward")))  # a constant log-ratio: every KL is a constant
-            sign = fit.signs[1] if self.explained.stage == "free" else np.sign(fit.b)
-            self._judge(kinds, sign)
+            self._judge(kinds, fit.signs[1] if self.explained.stage == "free" else fit.b)
+            if fit.bounds is not None:
+                self.say("kl-clamped", low=fit.bounds[0], high=fit.bounds[1])
             if self.kl in RIGHT.get(self._means, ()):
                 self._cautions(fit, kinds)
 
@@ -237,8 +231,7 @@ class _Reading:
         self.findings += findings
 
     def _cautions(self, fit: Fit, kinds: Sequence[str]) -> None:
-        t, kl = self.t, fit.kl
-        drift = float(np.sqrt(np.square(t.r - 1).mean()))
+        kl, drift = fit.kl, float(np.sqrt(np.square(self.t.r - 1).mean()))
         names = () if kl is None else kl.names
         if drift > 1e-3 and not any("ratio" in name.replace("log-ratio", "") for name in names):
             self.say("no-ratio", drift=drift)
@@ -246,27 +239,23 @@ class _Reading:
             self.say("kl-squared")
         if kl is not None and kl.coupled:
             self.say("kl-coupled", form=kl.name)
-        if fit.bounds is not None:
-            self.say("kl-clamped", low=fit.bounds[0], high=fit.bounds[1])
 
     def _at_the_reference(self) -> bool:
         """Read the second and third derivative where the policy is (nearly) the reference; whether they answered."""
-        if "second" not in self.arrays:
-            return False
-        second, third = (in_order(self.arrays, self.arrays[name]) for name in ("second", "third"))
-        readings = [x for mean in MEANS if (x := at_zero(self.t, second, third, mean)) is not None]
-        visible = [x for x in readings if x.visible]
+        readings = [x for mean in MEANS if (x := at_zero(self.t, mean)) is not None]
+        visible = [x for x in readings if not np.isnan(x[1])]
         if not visible:
             fit = self.explained.best
-            if readings and fit is not None and fit.kl is not None and "zero" in self.explained.kinds:
+            answered = bool(readings) and fit is not None and fit.kl is not None and "zero" in self.explained.kinds
+            if answered and fit is not None:
                 self._judge(("zero",), fit.b)
-                return True
-            return False
-        seen = visible[0]
-        kinds, slope = _kinds_at_zero(seen)
-        if self._scale(agreed=True) and np.ptp([x.first for x in visible]) <= BETA_AGREE * abs(seen.first):
-            self.measured = seen.first / slope / self._scale()
-        self._judge(kinds, seen.first)
+            return answered
+        first, ratio = visible[0]
+        nearest = min(AT_ZERO, key=lambda x: abs(x - ratio))
+        sure = abs(nearest - ratio) <= 0.15
+        if (scale := self._scale(agreed=True)) and np.ptp([x[0] for x in visible]) <= BETA_AGREE * abs(first):
+            self.measured = first / (2.0 if sure and nearest == 1.5 else 1.0) / scale
+        self._judge((AT_ZERO[nearest],) if sure else ("neither", "reverse"), first)
         return True
 
     def _beside(self) -> bool:
@@ -283,32 +272,30 @@ class _Reading:
 
     def _no_kl(self, fit: Fit) -> None:
         """The gradient holds no KL: say whether one would have shown, and where it may be instead."""
-        t, beta, scale = self.t, self.beta, self._scale()
-        self.seen_beta = self.explained.b_seen / scale if scale else None
-        seen, self.kl = self.seen_beta, "unknown"
-        if beta == 0:
-            self.kl = "none"
-        elif self.form.kl:
-            self._judge((self.form.kind,), self.form.beta or 0.0)
-            self.say("kl-in-advantages", form=self.form.name, beta=self.form.beta)
-            self.measured = self.form.beta
-        elif self.facts.get("ref_detached") or self._in_value_only():
-            self.kl = "none"
-            self.say("kl-detached")
-        elif t.distance < 1e-6:
-            self.say("step-zero")
-        elif self.facts.get("around"):
-            self.say("path-around")
-        elif seen is None and fit.policy is None and not np.any(t.gradient):
-            self.kl = "none"
-            self.say("kl-absent", seen=": the loss has no gradient at all")
-        elif seen is None or (beta is not None and abs(beta) < seen):
-            self.say("no-power", shown="any size" if seen is None else f"{seen:.1g}", seen=seen)
-        elif self.form.kl is False or self.facts.get("kl_in") == "loss":
-            self.kl = "none"
-            self.say("kl-absent", seen=f": one with beta above {seen:.1g} would have been seen")
-        else:
-            self.say("kl-in-advantages-or-absent", seen=seen)
+        t, beta, form, scale = self.t, self.beta, self.form, self._scale()
+        self.seen_beta = seen = self.explained.b_seen / scale if scale else None
+        if beta != 0 and form.kl:
+            self._judge((form.kind,), form.beta or 0.0)
+            self.say("kl-in-advantages", form=form.name, beta=form.beta)
+            self.measured = form.beta
+            return
+        shown = "any size" if seen is None else f"{seen:.1g}"
+        silent, shows = ": the loss has no gradient at all", f": one with beta above {shown} would have been seen"
+        meant = form.kl is False or self.facts.get("kl_in") == "loss"
+        detached = self.facts.get("ref_detached") or self._in_value_only()
+        no_gradient = seen is None and fit.policy is None and not np.any(t.gradient)
+        rules = (
+            (beta == 0, "none", None),
+            (detached, "none", finding("kl-detached")),
+            (t.distance < 1e-6, "unknown", finding("step-zero")),
+            (self.facts.get("around"), "unknown", finding("path-around")),
+            (no_gradient, "none", finding("kl-absent", seen=silent)),
+            (seen is None or abs(beta or np.inf) < seen, "unknown", finding("no-power", shown=shown, seen=seen)),
+            (meant, "none", finding("kl-absent", seen=shows)),
+            (True, "unknown", finding("kl-in-advantages-or-absent", seen=seen)),
+        )
+        self.kl, absent = next((kl, absent) for holds, kl, absent in rules if holds)
+        self.findings += [] if absent is None else [absent]
 
     def _in_value_only(self) -> bool:
         """Whether the loss's value holds a KL of the given beta, found by subtracting the policy loss's value."""
@@ -327,19 +314,13 @@ class _Reading:
         rests = [loss - value for value in values if abs(loss - value) > 1e3 * noise]
         return any(abs(rest - kl) < 1e-5 * abs(kl) + 4 * noise for rest in rests for kl in kls if kl)
 
-    def _unknown(self) -> None:
-        self.kl = "unknown"
-        what = "no known policy loss and KL explain this gradient"
-        if self.t.eps > 1e-4:
-            what = "the log-probabilities are too coarse to explain the gradient"
-        self.say("unknown", what=what)
-
     # how large
 
     def _size(self) -> float | None:
         """The coefficient relative to the policy loss, if all accepted forms agree on it; is it the one passed?"""
-        fit, asked, scale = self.explained.best, self.beta, self._scale()
-        if fit is not None and fit.kl is not None and scale and np.isfinite(self.explained.b_seen):
+        fit, passed, form, scale = self.explained.best, self.beta, self.form, self._scale()
+        has_kl = fit is not None and fit.kl is not None
+        if has_kl and scale and np.isfinite(self.explained.b_seen):
             self.seen_beta = self.explained.b_seen / scale
         beta, blur = self.measured, 0.0
         if beta is None and fit is not None and fit.kl is not None and self.explained.stage != "free":
@@ -349,19 +330,18 @@ class _Reading:
                 beta, blur = betas[0], fit.b_error / abs(fit.b) if fit.b else 0.0
             elif not scale:
                 self.say("beta-scale")
-        if asked and beta is None and fit is not None and fit.kl is not None:
+        if passed and beta is None and has_kl:
             self.open["the size of the KL"] = "its scale beside the policy loss is not known"
-        divided = self.form.kl and "z-score" in self.form.name
-        if beta is None or asked is None or self.kl is None or "old" in self.kl or divided:
+        divided = form.kl and "z-score" in form.name
+        if beta is None or passed is None or self.kl is None or "old" in self.kl or divided:
             return beta
-        if asked == 0:
+        if passed == 0:
             self.say("beta-off", seen=abs(beta), passed=0.0, cause=": a KL acts although beta is 0")
-        elif abs(abs(beta / asked) - 1) > BETA_OFF + blur:
-            partly = self.facts.get("around") and abs(beta) < abs(asked) and not self.facts.get("beside")
+        elif abs(abs(beta / passed) - 1) > BETA_OFF + blur:
+            partly = self.facts.get("around") and abs(beta) < abs(passed) and not self.facts.get("beside")
             coupled = fit is not None and fit.kl is not None and (fit.kl.coupled or (fit.w or fit.u) != fit.u)
-            code = "beta-around" if partly else "beta-coupled" if coupled else "beta-off"
-            code = "beta-in-advantages" if self.form.kl else code
-            self.say(code, seen=abs(beta), passed=abs(asked), cause=self._cause(abs(beta / asked)))
+            code = "in-advantages" if form.kl else "around" if partly else "coupled" if coupled else "off"
+            self.say(f"beta-{code}", seen=abs(beta), passed=abs(passed), cause=self._cause(abs(beta / passed)))
         return beta
 
     def _cause(self, factor: float) -> str:
@@ -411,33 +391,21 @@ class _Reading:
         return line
 
     def _found(self, beta: float | None) -> str:
-        fit = self.explained.best
+        fit, first, beside = self.explained.best, self.policy.best, self.facts.get("beside")
         if fit is None:
             return ""
-        first = self.policy.best
         policy = "a policy loss" if first is None else "no policy loss" if first.policy is None else first.policy.name
         if self.explained.stage == "free":
             policy = "a policy loss with a factor of each completion"
-        parts = [policy + (f", mean over {first.w}s" if first is not None and first.w and first.policy else "")]
-        size = "" if beta is None else f" with beta {beta:.3g}"
+        policy += f", mean over {first.w}s" if first is not None and first.w and first.policy else ""
+        size = "KL" if beta is None else f"KL with beta {beta:.3g}"
         if fit.kl is not None:
             names = fit.kl.names[: 3 if len(self.explained.kinds) > 1 else 1]
-            parts.append(f"KL{size}, gradient {' = '.join(names)}")
-        elif beside := self.facts.get("beside"):
-            parts.append(f"{beside['name']}{size}, computed from the logits")
-        elif self.t.ref is not None:
-            where = f"KL{size} in the advantages" if self.form.kl else "no KL"
-            parts.append(f"KL{size} at the reference" if self.measured is not None and not self.form.kl else where)
-        return "; ".join(parts)
-
-
-AT_ZERO = {0: "reverse", -1: "forward", 1: "swapped", 2: "reverse", 3: "squared", 1.5: "reverse", -3: "neither"}
-"""c'' / c' at the reference -> the class."""
-
-
-def _kinds_at_zero(seen: AtZero) -> tuple[tuple[str, ...], float]:
-    """The classes that the derivatives at the reference leave open, and the c' that belongs to them."""
-    nearest = min(AT_ZERO, key=lambda x: abs(x - seen.ratio))
-    if abs(nearest - seen.ratio) > 0.15:
-        return ("neither", "reverse"), 1.0
-    return (AT_ZERO[nearest],), 2.0 if nearest == 1.5 else 1.0
+            return f"{policy}; {size}, gradient {' = '.join(names)}"
+        if beside:
+            return f"{policy}; {size.replace('KL', beside['name'], 1)}, computed from the logits"
+        if self.t.ref is None:
+            return policy
+        if self.form.kl:
+            return f"{policy}; {size} in the advantages"
+        return f"{policy}; " + (f"{size} at the reference" if self.measured is not None else "no KL")

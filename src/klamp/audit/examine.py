@@ -9,26 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from klamp.audit.capture import Capture
-from klamp.audit.conclude import conclude, judge_kinds
-from klamp.audit.fit import Explanation, explain
-from klamp.audit.forms import Array, Tokens, roundoff
+from klamp.audit import CONTRACT, DISTILLATION_CONTRACT
+from klamp.audit.capture import Capture, roundoff
+from klamp.audit.conclude import Reading, conclude
 from klamp.audit.logits import check_logits
-from klamp.audit.verdict import Finding, Verdict, finding
+from klamp.audit.verdict import Verdict, finding
 from klamp.core.arguments import describe
 from klamp.core.types import Direction
 from klamp.errors import ConfigError
 
-HostLoss: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
-"""(policy_logprobs, ref_logprobs, old_logprobs, mask), each [B, T] -> the KL part of a loss, coefficient 1."""
-KLFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""(policy_logprobs, ref_logprobs), each [B, T] -> [B, T], or a whole loss."""
 PROMPT = 2
 """Tokens of the prompt before each drawn completion."""
 
@@ -66,65 +60,54 @@ class Sequences(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Distillation:
-    """A loss of distillation: the mean over the trained tokens, or over the completions, of a batch.
+class AuditedLoss:
+    """A loss of a trainer, or a KL.
 
     Attributes:
         name: of the function or class, and the options that make it compute this loss.
-        loss: the trainer's own loss of a batch, coefficient 1.
-        means: the divergence between student (policy) and teacher that its name promises.
-        temperature: what it divides the logits of both by.
+        compute: the trainer's own code, at coefficient 1.
+        takes: what `compute` takes and returns: "logprobs": (policy, ref, old, mask), each [B, T] -> the KL part of a
+            loss; "function": (policy, ref) -> [B, T], or a whole loss; "reward": the same, and the value is taken from
+            the reward; "sequences": a batch -> a loss of distillation.
+        means: the divergence that its name promises.
+        temperature: what it divides the logits of student and teacher by.
     """
 
     name: str
-    loss: Callable[[Sequences], Tensor]
-    means: Direction
+    compute: Callable[..., Tensor]
+    takes: Literal["logprobs", "function", "reward", "sequences"] = "logprobs"
+    means: Direction = "reverse"
     temperature: float = 1.0
 
     def verdict(self) -> Verdict:
-        """What its gradient in the student's logits follows."""
+        """What its gradient follows."""
+        if self.takes == "function":
+            return check_function(self.compute, means=self.means)
+        if self.takes != "sequences":
+            return self._of_logprobs()
         batch = Sequences.drawn()
         mask = torch.cat([batch.mask[:, 1:], torch.zeros_like(batch.mask[:, :1])], 1)  # a position predicts the next
-        known = {"mask": mask, "ids": batch.tokens.roll(-1, 1), "means": self.means, "temperature": self.temperature}
-        return check_logits(self.loss(batch), batch.student, batch.teacher, beta=None, **known)
+        inputs = {"mask": mask, "ids": batch.tokens.roll(-1, 1), "means": self.means, "temperature": self.temperature}
+        return check_logits(self.compute(batch), batch.student, batch.teacher, beta=None, **inputs)
 
-
-@dataclass(frozen=True, kw_only=True)
-class Term:
-    """A KL of a trainer: in its loss, or in the reward.
-
-    Attributes:
-        name: of the function or class, and the option that makes it compute this term.
-        loss: the KL part of a batch's loss; None: there is a function.
-        function: the KL of each token.
-        in_reward: whether the function's value is taken from the reward.
-        means: the divergence that is meant.
-    """
-
-    name: str
-    loss: HostLoss | None = None
-    function: KLFunction | None = None
-    in_reward: bool = False
-    means: Direction = "reverse"
-
-    def verdict(self) -> Verdict:
-        """What its gradient in the policy's log-probabilities follows."""
-        if self.function is not None and not self.in_reward:
-            return check_function(self.function, means=self.means)
+    def _of_logprobs(self) -> Verdict:
         g = torch.Generator().manual_seed(0)
         policy = (-0.2 - 3.8 * torch.rand(6, 12, generator=g)).requires_grad_()
         ref, old = ((policy.detach() + x * torch.randn(6, 12, generator=g)).clamp(max=-1e-3) for x in (0.3, 0.25))
         mask = torch.arange(12) < torch.tensor([12, 12, 9, 7, 5, 4])[:, None]
-        known = {"policy_logprobs": policy, "ref_logprobs": ref, "old_logprobs": old}
-        if self.loss is not None:
-            loss = self.loss(policy, ref, old, mask)
+        tensors = {"policy_logprobs": policy, "ref_logprobs": ref, "old_logprobs": old, "mask": mask}
+        if self.takes == "reward":
+            tensors["advantages"] = -self.compute(policy.detach(), ref)
+            loss = (-tensors["advantages"] * policy)[mask].mean()
         else:
-            assert self.function is not None
-            known["advantages"] = -self.function(policy.detach(), ref)
-            loss = (-known["advantages"] * policy)[mask].mean()
-        known["gradient"] = torch.autograd.grad(loss, policy)[0]
-        arrays = {name: x.detach().double().numpy() for name, x in known.items()} | {"mask": mask.numpy()}
-        return conclude(Capture(arrays=arrays, facts={"means": self.means}))
+            loss = self.compute(policy, ref, old, mask)
+        tensors["gradient"] = torch.autograd.grad(loss, policy)[0]
+        return conclude(_captured(tensors, means=self.means))
+
+
+def _captured(tensors: dict[str, Tensor], **facts: Any) -> Capture:
+    arrays: dict[str, Any] = {name: x.detach().double().cpu().numpy() for name, x in tensors.items()}
+    return Capture(arrays=arrays | {"mask": arrays["mask"] > 0}, facts=facts)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,28 +122,22 @@ class Subject:
     """
 
     title: str
-    losses: tuple[Term | Distillation, ...] = ()
+    losses: tuple[AuditedLoss, ...] = ()
     notes: tuple[str, ...] = ()
     cautions: tuple[str, ...] = ()
 
 
 def audit(subject: Subject) -> dict[str, Verdict]:
     """The verdict on each loss by its name; an exception that the trainer raises is the finding `check-failed`."""
-    return {each.name: _audited(each) for each in subject.losses}
-
-
-def _audited(each: Term | Distillation) -> Verdict:
-    try:
-        return each.verdict()
-    except Exception as error:  # whatever the trainer raises is the finding
-        cause = error.__cause__ or error
-        what = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}".rstrip(": .")
-        return Verdict.of([finding("check-failed", error=what)])
-
-
-def marked(option: str, value: object, default: object) -> str:
-    """An option with its value, marked where that is the default: `loss_type=dapo (default)`."""
-    return f"{option}={value}" + (" (default)" if value == default else "")
+    verdicts = {}
+    for loss in subject.losses:
+        try:
+            verdicts[loss.name] = loss.verdict()
+        except Exception as error:  # whatever the trainer raises is the finding
+            cause = error.__cause__ or error
+            what = f"{type(cause).__name__}: {str(cause).partition(chr(10))[0]}".rstrip(": .")
+            verdicts[loss.name] = Verdict.of([finding("check-failed", error=what)])
+    return verdicts
 
 
 def of_beta(beta: float) -> Direction:
@@ -189,38 +166,35 @@ def check_function(
     generator = torch.Generator().manual_seed(0)
     shuffled = torch.randperm(policy.numel(), generator=generator)
     steps = torch.linspace(-REACH, REACH, policy.numel() + 1, dtype=torch.float64)[1:][shuffled].reshape(policy.shape)
-    delta = steps.to(policy)
-    value, gradient = called(function, policy, policy - delta)
+    ref = policy - steps.to(policy)
+    value, gradient = called(function, policy, ref)
     value_at, at = called(function, policy, policy)
-    per_token = value.ndim > 0
-    pull = gradient if per_token else gradient - at
+    pull = gradient if value.ndim else gradient - at
     near = called(function, policy, policy - 0.05)[1]  # a token beyond a clamp is not one that the function leaves out
-    moved = np.abs(gradient) + np.abs(at) + np.abs(near) > 0
-    reacts = bool(np.any(np.abs(pull[moved]) > 1e-6 * np.abs(gradient).max(initial=0))) if moved.any() else False
-    summary = f"a function of {policy.numel()} tokens, {str(policy.dtype).removeprefix('torch.')}, up to {REACH:g} nats"
-    if not reacts:
-        return Verdict.of([_inert(value, value_at, bool(moved.any()))], summary=summary, kl="none")
-    tokens = _tokens(policy, delta, pull, moved)
-    explained = explain(tokens)
-    kl, findings = _named(explained, means, tokens)
-    found = explained.fits[0].kl.name if kl != "unknown" and explained.fits and explained.fits[0].kl else ""
-    if per_token and bool((value < 0).any()) and bool(value_at.abs().max() < 1e-6):
+    moved = gradient.abs() + at.abs() + near.abs() > 0
+    dtype = str(policy.dtype).removeprefix("torch.")
+    summary = f"a function of {policy.numel()} tokens, {dtype}, up to {REACH:g} nats"
+    if not moved.any():
+        return Verdict.of([finding("kl-detached")], summary=summary, kl="none")
+    if not (pull[moved].abs() > 1e-6 * gradient.abs().max()).any():
+        what = "the reference changes the loss's value and not its gradient (k1 differentiated, or a detached KL)"
+        absent = finding("kl-absent", seen=": the reference changes neither value nor gradient")
+        inert = finding("kl-zero", what=what) if bool((value - value_at).abs().max() > 0) else absent
+        return Verdict.of([inert], summary=summary, kl="none")
+    tensors = {"policy_logprobs": policy, "ref_logprobs": ref, "gradient": pull, "mask": moved}
+    if policy.ndim == 1:
+        tensors = {name: x[None] for name, x in tensors.items()}
+    facts: dict[str, Any] = {"means": means, "beta": 1.0, "eps": roundoff(torch.finfo(policy.dtype).eps)}
+    verdict = Reading(_captured(tensors, **facts), []).verdict()
+    findings = [x for x in verdict.findings if x.code not in ("beta-scale", "few-tokens")]  # there is no batch
+    if value.ndim and bool((value < 0).any()) and bool(value_at.abs().max() < 1e-6):
         findings.append(finding("value-negative"))
-    return Verdict.of(
-        findings,
-        summary=summary,
-        found=f"KL, gradient {found}" if found else "",
-        kl=kl,
-        not_checked={"masks, means, beta and the numbers of a batch": "check a micro-batch"},
-    )
+    left = {"masks, means, beta and the numbers of a batch": "check a micro-batch"}
+    explanation = verdict.found.removeprefix("no policy loss; ")
+    return Verdict.of(findings, summary=summary, found=explanation, kl=verdict.kl, not_checked=left)
 
 
-FORMS = "it is called as function(policy_logprobs, ref_logprobs), with the shape of the example"
-
-
-def called(
-    function: Callable[..., Tensor], policy: Tensor, ref: Tensor, *, name: str = "the function", forms: str = FORMS
-) -> tuple[Tensor, Array]:
+def called(function: Callable[..., Tensor], policy: Tensor, ref: Tensor) -> tuple[Tensor, Tensor]:
     """The value of a foreign function, and the gradient of its sum in the policy's log-probabilities.
 
     Raises:
@@ -233,43 +207,8 @@ def called(
     except (Exception, SystemExit) as error:  # the user's code, which may raise anything
         got, cause = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}", error
     if not isinstance(value, Tensor) or not value.is_floating_point():
+        why = f"it is called as {CONTRACT}, or as {DISTILLATION_CONTRACT}"
         fix = "name a function of that form, or wrap yours: lambda policy, ref: yours(policy, ref, mask)"
-        raise ConfigError(f"{name} cannot be called as an audit calls it", got=got, why=forms, fix=fix) from cause
+        raise ConfigError("an audit cannot call the function", got=got, why=why, fix=fix) from cause
     gradient = torch.autograd.grad(value.sum(), leaf, allow_unused=True)[0] if value.requires_grad else None
-    array = np.zeros(policy.shape) if gradient is None else gradient.double().cpu().numpy()
-    return value.detach(), array
-
-
-def _inert(value: Tensor, at: Tensor, trained: bool) -> Finding:
-    if not trained:
-        return finding("kl-detached")
-    if bool((value - at).abs().max() > 0):
-        what = "the reference changes the loss's value and not its gradient (k1 differentiated, or a detached KL)"
-        return finding("kl-zero", what=what)
-    return finding("kl-absent", seen=": the reference changes neither value nor gradient")
-
-
-def _tokens(policy: Tensor, delta: Tensor, pull: Array, moved: Array) -> Tokens:
-    rows = np.broadcast_to(np.arange(len(pull)).reshape(-1, *[1] * (pull.ndim - 1)), pull.shape)[moved]
-    logp = policy.double().cpu().numpy()[moved]
-    return Tokens(
-        gradient=pull[moved],
-        policy=logp,
-        ref=(policy - delta).double().cpu().numpy()[moved],
-        row=np.unique(rows, return_inverse=True)[1],
-        eps=roundoff(torch.finfo(policy.dtype).eps),
-    )
-
-
-def _named(explained: Explanation, means: str, tokens: Tokens) -> tuple[str, list[Finding]]:
-    if explained.stage == "unknown":
-        away = float((tokens.gradient * tokens.d < 0).mean())
-        return "unknown", [
-            finding("unknown", what=f"no known KL has this gradient; it pushes {away:.0%} of tokens away")
-        ]
-    fit = explained.fits[0]
-    direction = fit.signs[1] if explained.stage == "free" else int(np.sign(fit.b))
-    kl, findings = judge_kinds(explained.kinds, direction, means)
-    if fit.bounds is not None:
-        findings.append(finding("kl-clamped", low=fit.bounds[0], high=fit.bounds[1]))
-    return kl, findings
+    return value.detach(), torch.zeros_like(policy) if gradient is None else gradient

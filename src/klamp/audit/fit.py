@@ -22,7 +22,8 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from klamp.audit.forms import FARTHEST, Array, Form, Tokens, advantage_forms, distinct, kl_forms, policy_forms
+from klamp.audit.capture import Array, Tokens
+from klamp.audit.forms import FARTHEST, Form, advantage_forms, distinct, kl_forms, policy_forms
 
 Mean: TypeAlias = str
 MEANS: tuple[Mean, ...] = ("token", "sequence")
@@ -91,36 +92,24 @@ class _Problem(NamedTuple):
         """The same for the fitted tokens, in units of the noise."""
         return (self.column(form, mean) / self.noise)[self.used]
 
-    def chi2(self, explained: Array | float, b_part: Array | float = 0.0) -> float:
-        """The residual per token, in units of the noise, squared."""
-        sigma = self.noise + 2 * self.tokens.eps * np.abs(b_part)
-        residual = ((self.target - explained) / sigma)[self.used]
-        return float(np.square(residual).sum() / max(self.used.size, 1))
-
-    def slope(self, column: Array) -> float:
-        x, y = (column / self.noise)[self.used], (self.target / self.noise)[self.used]
-        return float(x @ y / max(x @ x, 1e-300))
-
 
 def explain(tokens: Tokens, *, simple: bool = False) -> Explanation:
     """Find the simplest explanation of a gradient; `simple` leaves out a gate, a bound and a free factor."""
     part = np.zeros_like(tokens.gradient) if tokens.policy_part is None else tokens.policy_part
     size = np.abs(tokens.gradient) + np.abs(part)
     used = np.flatnonzero(np.abs(tokens.log_r) <= FARTHEST)
-    looked_at = size[used] if used.size else size
-    typical = max(float(np.median(looked_at)), 0.01 * float(np.sqrt(np.square(looked_at).mean())), 1e-100)
+    near = size[used] if used.size else size
+    typical = max(float(np.median(near)), 0.01 * float(np.sqrt(np.square(near).mean())), 1e-100)
     weights = {mean: tokens.weights(mean) for mean in MEANS}
     policies = [] if tokens.policy_part is not None else policy_forms(tokens)
     noise = 1.5 * tokens.eps * (size + typical)
     problem = _Problem(tokens.gradient - part, noise, tokens, used, policies, kl_forms(tokens), weights)
     same = bool(np.abs(weights["token"] - weights["sequence"]).max() < 1e-10)
     means = MEANS[:1] if same else MEANS
-    stages = _stages(problem, means, simple=simple)
-    found, fits = next(((stage, kept) for stage, each in stages if (kept := _accepted(each))), ("unknown", []))
-    if not fits:
-        fits = sorted(_alone(problem, means), key=attrgetter("chi2"))[:1]
-    seen = _visible(problem, fits, means)
-    return Explanation(stage=found, fits=tuple(fits), b_seen=seen, same_means=same)
+    accepted = ((stage, _accepted(fits)) for stage, fits in _stages(problem, means, simple=simple))
+    stage, fits = next(((stage, fits) for stage, fits in accepted if fits), ("unknown", []))
+    fits = fits or sorted(_alone(problem, means), key=attrgetter("chi2"))[:1]
+    return Explanation(stage=stage, fits=tuple(fits), b_seen=_visible(problem, fits, means), same_means=same)
 
 
 def _stages(problem: _Problem, means: tuple[Mean, ...], *, simple: bool) -> Iterator[tuple[str, Iterable[Fit]]]:
@@ -139,19 +128,15 @@ def _stages(problem: _Problem, means: tuple[Mean, ...], *, simple: bool) -> Iter
 
 
 def _accepted(fits: Iterable[Fit]) -> list[Fit]:
-    found = sorted((fit for fit in fits if fit.chi2 < ACCEPTED), key=attrgetter("chi2"))
-    return [fit for fit in found if fit.chi2 <= max(1.0, CLOSE * found[0].chi2)]
+    good = sorted((fit for fit in fits if fit.chi2 < ACCEPTED), key=attrgetter("chi2"))
+    return [fit for fit in good if fit.chi2 <= max(1.0, CLOSE * good[0].chi2)]
 
 
-def _alone(problem: _Problem, means: tuple[Mean, ...]) -> Iterator[Fit]:
+def _alone(problem: _Problem, means: tuple[Mean, ...]) -> list[Fit]:
     """A policy loss without a KL; where there are no advantages, no gradient at all."""
     if not problem.policies:
-        yield Fit(policy=None, kl=None, chi2=problem.chi2(0.0))
-    for mean in means:
-        for form in problem.policies:
-            column = problem.column(form, mean)
-            a = problem.slope(column)
-            yield Fit(policy=form, kl=None, a=a, w=mean, chi2=problem.chi2(a * column))
+        return [_refined(problem, None, None, (None, None))]
+    return [_refined(problem, form, None, (mean, None)) for mean in means for form in problem.policies]
 
 
 def _pairs(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]:
@@ -159,9 +144,7 @@ def _pairs(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]:
     used, kls = problem.used, problem.kls
     y, rows = (problem.target / problem.noise)[used], max(8, BLOCK // max(used.size, 1))
     for w, u in means if kls else ():
-        plain = np.empty((len(kls), used.size))
-        for row, form in zip(plain, kls, strict=True):
-            row[:] = problem.scaled(form, u)
+        plain = np.stack([problem.scaled(form, u) for form in kls])
         for policy in problem.policies or [None]:
             x = None if policy is None else problem.scaled(policy, w)
             rest = y if x is None else _without(y, x)
@@ -169,7 +152,7 @@ def _pairs(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]:
             blocks = [plain[i : i + rows] for i in range(0, len(plain), rows)]
             blocks += [np.stack([problem.scaled(form, u) for form in inside])] if inside else []
             slopes = [_slopes(block, x, rest, problem.tokens.eps) for block in blocks]
-            b, chi2, growth = (np.concatenate(each) for each in zip(*slopes, strict=True))
+            b, chi2, growth = (np.concatenate(parts) for parts in zip(*slopes, strict=True))
             hopeful = np.argsort(chi2)[: 6 if problem.policies else None]
             for i in (i for i in hopeful if chi2[i] < ACCEPTED * growth[i]):
                 yield _refined(problem, policy, [*kls, *inside][i], (w, u), float(b[i]))
@@ -179,43 +162,51 @@ def _slopes(columns: Array, x: Array | None, rest: Array, eps: float) -> tuple[A
     """Of each column, beside the policy loss x: its coefficient, its chi2, and by how much the noise grows with it."""
     left = columns if x is None else _without(columns, x)
     power, size = np.square(left).sum(1), np.square(columns).sum(1)
-    known = power > 1e-14 * size
-    b = np.where(known, left @ rest / np.where(known, power, 1), 0.0)
+    apart = power > 1e-14 * size
+    b = np.where(apart, left @ rest / np.where(apart, power, 1), 0.0)
     chi2 = np.square(rest[None] - b[:, None] * left).sum(1) / rest.size
     # The noise grows with b, so a pair that looks poor at first may pass.
     growth = np.square(1 + 2 * eps * np.abs(b[:, None] * columns)).max(1)
-    return b, chi2, np.where(known, growth, 0.0)
+    return b, chi2, np.where(apart, growth, 0.0)
 
 
 def _without(y: Array, x: Array) -> Array:
     return y - np.multiply.outer(y @ x, x) / max(x @ x, 1e-300) if y.ndim > 1 else y - (y @ x) / max(x @ x, 1e-300) * x
 
 
-def _refined(problem: _Problem, policy: Form | None, kl: Form, means: tuple[Mean, Mean], b: float) -> Fit:
+def _refined(
+    problem: _Problem, policy: Form | None, kl: Form | None, means: tuple[Mean | None, Mean | None], b: float = 0.0
+) -> Fit:
     """A pair fitted under the noise that its own KL brings along."""
-    used, pull = problem.used, problem.column(kl, means[1])
-    push = np.zeros_like(pull) if policy is None else problem.column(policy, means[0])
+    used, (push, pull) = (
+        problem.used,
+        (
+            np.zeros_like(problem.target) if form is None or mean is None else problem.column(form, mean)
+            for form, mean in zip((policy, kl), means, strict=True)
+        ),
+    )
     a, error = 0.0, 0.0
-    for _ in range(2):
+    for _ in range(1 if kl is None else 2):
         sigma = (problem.noise + 2 * problem.tokens.eps * np.abs(b * pull))[used]
         y, x, p = problem.target[used] / sigma, pull[used] / sigma, push[used] / sigma
         x_alone = _without(x, p)
         size = max(x_alone @ x_alone, 1e-300)
         b, error = float(x_alone @ y / size), float(np.sqrt(ACCEPTED * used.size / size))
         a = float(p @ (y - b * x) / max(p @ p, 1e-300))
-    chi2 = problem.chi2(a * push + b * pull, b * pull)
-    return Fit(policy=policy, kl=kl, a=a, b=b, w=means[0], u=means[1], b_error=error, chi2=chi2)
+    sigma = problem.noise + 2 * problem.tokens.eps * np.abs(b * pull)
+    chi2 = np.square(((problem.target - a * push - b * pull) / sigma)[used]).sum() / max(used.size, 1)
+    return Fit(policy=policy, kl=kl, a=a, b=b, w=means[0], u=means[1], b_error=error, chi2=float(chi2))
 
 
 def _visible(problem: _Problem, fits: list[Fit], means: tuple[Mean, ...]) -> float:
     """The |b| from which on any reverse or forward KL would have stood out, beside the fitted policy loss."""
     plain = [form for form in problem.kls if form.kind in ("reverse", "forward") and not form.coupled][:4]
-    seen = 0.0 if plain and fits else np.inf
+    smallest = 0.0 if plain and fits else np.inf
     for column in (problem.scaled(form, mean) for form in plain for mean in means if fits):
         if fits[0].policy is not None and fits[0].w is not None:
             column = _without(column, problem.scaled(fits[0].policy, fits[0].w))  # noqa: PLW2901
-        seen = max(seen, float(np.sqrt(ACCEPTED * problem.used.size / max(column @ column, 1e-300))))
-    return MARGIN * seen
+        smallest = max(smallest, float(np.sqrt(ACCEPTED * problem.used.size / max(column @ column, 1e-300))))
+    return MARGIN * smallest
 
 
 RARE = ("neither", "old", "squared")
@@ -237,7 +228,7 @@ def _gated(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]:
     for policy in bases:
         choices = [(None, False), *((kl, joint) for kl in plain for joint in (False, True))]
         choices += [(kl, True) for kl in advantage_forms(problem.tokens, policy)]
-        fits = (_voted(problem, policy, kl, each, pairs, joint=joint) for each in means for kl, joint in choices)
+        fits = (_voted(problem, policy, kl, pair, pairs, joint=joint) for pair in means for kl, joint in choices)
         yield from (fit for fit in fits if fit is not None)
 
 
@@ -262,13 +253,10 @@ def _voted(
         return None
     gate = np.zeros_like(p)
     gate[used] = carries[best]
-    gated, on = policy._replace(factor=policy.factor * gate), float(gate[used].mean())
-    if kl is None:
-        push = problem.column(gated, means[0])
-        slope = problem.slope(push)
-        return Fit(policy=gated, kl=None, a=slope, w=means[0], chi2=problem.chi2(slope * push), on=on)
-    pulled = kl._replace(factor=kl.factor * gate) if joint else kl
-    return replace(_refined(problem, gated, pulled, means, float(b[best])), on=on)
+    gated = policy._replace(factor=policy.factor * gate)
+    pulled = kl._replace(factor=kl.factor * gate) if kl is not None and joint else kl
+    fit = _refined(problem, gated, pulled, (means[0], None if kl is None else means[1]), float(b[best]))
+    return replace(fit, on=float(gate[used].mean()))
 
 
 def _bounded(problem: _Problem, means: list[tuple[Mean, Mean]]) -> Iterator[Fit]:
@@ -343,39 +331,25 @@ def _by_row(problem: _Problem, kl: Form, base: Array, keep: Array, spare: int) -
     return Fit(policy=None, kl=kl, chi2=total / spare, signs=(push, signs[1].pop()))
 
 
-class AtZero(NamedTuple):
-    """What the second and third derivative say where the policy is the reference."""
+def at_zero(t: Tokens, mean: Mean) -> tuple[float, float] | None:
+    """What the derivatives say where the policy is the reference: b c'(0), and c''(0) / c'(0), NaN if c'(0) is 0.
 
-    first: float  # c' times the coefficient b
-    ratio: float  # c'' / c'; NaN where c' is 0
-    visible: bool  # whether `first` stands out of the rounding
-
-
-def at_zero(t: Tokens, second: Array, third: Array, mean: Mean) -> AtZero | None:
-    """Read c'(0) and c''(0) off the derivatives, beside the policy loss; None: the two cannot be told apart.
-
-    A ratio gives -a A w to both derivatives, a fixed weight nothing. Any other policy loss (sapo) is fitted apart for
-    positive and negative advantages, if they have values enough.
+    None: they do not tell a KL from the policy loss beside it. A ratio gives -a A w to both derivatives, a fixed weight
+    nothing. Any other policy loss (sapo) is fitted apart for positive and negative advantages.
     """
-    u = t.weights(mean)
-    a = np.zeros_like(u) if t.advantage is None else t.advantage
-    a = a * t.r
+    if t.second is None or t.third is None:
+        return None
+    u, a = t.weights(mean), np.zeros_like(t.policy) if t.advantage is None else t.advantage * t.r
+    targets = np.stack([t.second, t.third], axis=1)
     for pushes in ([-a * u], [-a * u * (a > 0), -a * u * (a < 0)]):
-        basis = np.stack([u, *(x for x in pushes if np.any(x))])
-        if np.linalg.cond((basis / np.linalg.norm(basis, axis=1, keepdims=True)).T) > 1e4:
+        basis = np.stack([u, *(x for x in pushes if np.any(x))], axis=1)
+        if np.linalg.cond(basis / np.linalg.norm(basis, axis=0)) > 1e4:
             return None
-        (x, x_off), (y, y_off) = (_solved(basis, each) for each in (second, third))
-        blur = 100 * t.eps * (np.abs(second).max() + np.abs(t.gradient).max()) + 1e-300
-        plain = (
-            len(basis) == 1 or abs(y[1] - x[1]) * np.abs(basis[1]).max() < blur + 0.02 * np.abs(x[1] * basis[1]).max()
-        )
-        tolerance = blur + 0.02 * abs(x[0]) * u.max()
-        if max(x_off, y_off) < tolerance and (plain or len(basis) > 2):
-            visible = bool(abs(x[0]) * u.max() > 3 * blur)
-            return AtZero(float(x[0]), float(y[0] / x[0]) if visible else np.nan, visible)
+        solved = np.linalg.lstsq(basis, targets, rcond=1e-12)[0]
+        (first, second), off = solved[0], np.abs(targets - basis @ solved).max()
+        blur = 100 * t.eps * (np.abs(t.second).max() + np.abs(t.gradient).max()) + 1e-300
+        push = np.zeros(2) if len(solved) == 1 else solved[1] * np.abs(basis[:, 1]).max()
+        plain = len(solved) == 1 or abs(push[1] - push[0]) < blur + 0.02 * abs(push[0])
+        if off < blur + 0.02 * abs(first) * u.max() and (plain or len(solved) > 2):
+            return float(first), float(second / first) if abs(first) * u.max() > 3 * blur else np.nan
     return None
-
-
-def _solved(basis: Array, y: Array) -> tuple[Array, float]:
-    coefficients = np.linalg.lstsq(basis.T, y, rcond=1e-12)[0]
-    return coefficients, float(np.abs(y - coefficients @ basis).max())

@@ -8,101 +8,14 @@ dropped, and its name is kept as an alias. NumPy only.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass, replace
-from functools import cached_property
-from itertools import chain
-from typing import Any, NamedTuple, TypeAlias
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-Array: TypeAlias = NDArray[Any]
+from klamp.audit.capture import Array, Tokens
 
 FARTHEST = 3.0  # tokens whose policy moved farther from the old policy, in nats, are left out of the fit
-
-
-@dataclass(frozen=True, kw_only=True)
-class Tokens:
-    """The trained tokens of a micro-batch, completion after completion, each array [n]."""
-
-    gradient: Array  # d loss / d log-probability
-    policy: Array  # log-probabilities under the policy
-    row: Array  # the completion of each token, 0 to B - 1, ascending
-    ref: Array | None = None  # log-probabilities under the reference or teacher
-    old: Array | None = None  # log-probabilities under the old policy
-    sampler: Array | None = None  # log-probabilities as the sampler reported them
-    advantage: Array | None = None  # the advantage of each token
-    baseline: Array | None = None  # what the loss subtracts from the log-ratio
-    policy_part: Array | None = None  # the part of the gradient that comes from the advantages, if the loss was watched
-    group: Array | None = None  # the prompt of each completion, [B]
-    eps: float = 6e-8  # unit roundoff of the log-probabilities
-    clip: tuple[float, float] | None = None  # the clip range of the trainer, as distances from 1
-
-    @cached_property
-    def d(self) -> Array:
-        """The log-ratio to the reference."""
-        return self.policy - self.ref if self.ref is not None else np.zeros_like(self.policy)
-
-    @cached_property
-    def d_old(self) -> Array:
-        return self.d - self.log_r
-
-    @cached_property
-    def distance(self) -> float:
-        """The root mean square of the log-ratio to the reference."""
-        return float(np.sqrt(np.square(self.d).mean()))
-
-    @cached_property
-    def log_r(self) -> Array:
-        """The log-ratio to the old policy."""
-        return self.policy - self.old if self.old is not None else np.zeros_like(self.policy)
-
-    @cached_property
-    def r(self) -> Array:
-        return np.exp(np.clip(self.log_r, -50, 50))
-
-    @cached_property
-    def lengths(self) -> Array:
-        """The number of trained tokens of each completion, [B]."""
-        return np.bincount(self.row).astype(float)
-
-    def total(self, x: Array) -> Array:
-        """The sum of x over each token's completion, [n]."""
-        return np.bincount(self.row, weights=x)[self.row]
-
-    def average(self, x: Array) -> Array:
-        """The mean of x over each token's completion, [n]."""
-        return self.total(x) / self.lengths[self.row]
-
-    @cached_property
-    def first(self) -> Array:
-        """The place of each completion's first token, [B]."""
-        return np.concatenate([[0], np.cumsum(self.lengths)[:-1]]).astype(int)
-
-    @cached_property
-    def courses(self) -> dict[str, Array]:
-        """The log-ratios that a loss may subtract from the advantages: name -> [n]."""
-        later = {"later log-ratios": self.to_go(self.d), "later old - ref": self.to_go(self.d_old)}
-        return {"log-ratio": self.d, "old - ref": self.d_old} | later
-
-    def so_far(self, x: Array) -> Array:
-        """The sum of x over the token's completion up to the token itself, [n]."""
-        sums = np.cumsum(x)
-        return sums - (sums[self.first] - x[self.first])[self.row]
-
-    def to_go(self, x: Array) -> Array:
-        """The sum of x over the token itself and the later ones of its completion, [n]."""
-        return self.total(x) - self.so_far(x) + x
-
-    def weights(self, mean: str) -> Array:
-        """What each token counts in a mean; sums to 1."""
-        each = np.ones_like(self.policy) if mean == "token" else 1 / self.lengths[self.row]
-        return each / each.sum()
-
-
-def roundoff(*spacings: float) -> float:
-    """The unit roundoff of numbers that went through types of these spacings, and through float32 at best."""
-    return max(*spacings, 1.19e-7) / 2
 
 
 class Form(NamedTuple):
@@ -164,14 +77,10 @@ KL: dict[str, tuple[str, Callable[[Tokens], Array], bool]] = {
     "prefix ratio x log-ratio + later k3": ("reverse", lambda t: _prefix(t, k3(t.d)), True),
     "prefix ratio - prefix of ref / old": (
         "forward",
-        lambda t: -np.exp(np.clip(t.so_far(t.log_r), -50, 50)) * np.expm1(np.clip(-t.so_far(t.d), -50, 50)),
+        lambda t: -t.prefix_r * np.expm1(np.clip(-t.so_far(t.d), -50, 50)),
         True,
     ),
-    "ratio of the completion x k3": (
-        "neither",
-        lambda t: np.exp(t.average(t.log_r)) * (t.average(k3(t.d)) - np.expm1(-t.d)),
-        True,
-    ),
+    "ratio of the completion x k3": ("neither", lambda t: t.sequence_r * (t.average(k3(t.d)) - np.expm1(-t.d)), True),
     "log-ratio to the old policy (k2)": ("old", lambda t: t.log_r, False),
     "1 - exp(-log-ratio to the old policy) (k3)": ("old", lambda t: -np.expm1(-t.log_r), False),
     "exp(log-ratio to the old policy) - 1": ("old", lambda t: np.expm1(t.log_r), False),
@@ -180,9 +89,7 @@ KL: dict[str, tuple[str, Callable[[Tokens], Array], bool]] = {
 
 
 def _prefix(t: Tokens, later: Array) -> Array:
-    rho = np.exp(np.clip(t.so_far(t.log_r), -50, 50))
-    future = rho * later
-    return rho * t.d + t.to_go(future) - future
+    return t.prefix_r * t.d + t.to_go(t.prefix_r * later) - t.prefix_r * later
 
 
 CLIPS = ((0.2, 0.2), (0.2, 0.28), (0.1, 0.1), (0.3, 0.3), (0.2, 0.3))
@@ -208,22 +115,20 @@ def _surrogates(t: Tokens, *, plain: bool) -> Iterator[tuple[str, Array]]:
     if t.old is None:
         return
     yield "ratio", t.r
-    clips = dict.fromkeys((*([t.clip] if t.clip else ()), *CLIPS))
-    for low, high in list(clips)[: 1 if plain else None]:
-        on = np.where(advantage > 0, t.r <= 1 + high, t.r >= 1 - low)
-        yield f"ppo_clip({low:g}, {high:g})", t.r * on
-    yield "sequence ratio", np.exp(t.average(t.log_r))
+    passed = [t.clip] if t.clip else []
+    for low, high in list(dict.fromkeys((*passed, *CLIPS)))[: 1 if plain else None]:
+        yield f"ppo_clip({low:g}, {high:g})", t.r * np.where(advantage > 0, t.r <= 1 + high, t.r >= 1 - low)
+    yield "sequence ratio", t.sequence_r
     yield "old / policy", 1 / t.r
     yield "whole ratio", np.exp(np.clip(t.total(t.log_r), -50, 50))
     if plain:
         return
-    if t.clip:
-        yield f"cispo({t.clip[0]:g}, {t.clip[1]:g})", np.clip(t.r, 1 - t.clip[0], 1 + t.clip[1])
-    for cap in (*((t.clip[1], 1 + t.clip[1]) if t.clip else ()), *CAPS):
+    for low, high in passed:
+        yield f"cispo({low:g}, {high:g})", np.clip(t.r, 1 - low, 1 + high)
+    for cap in (*(x for _, high in passed for x in (high, 1 + high)), *CAPS):
         yield f"cispo({cap:g})", np.minimum(t.r, cap)
     for positive, negative in ((1.0, 1.05), (1.0, 1.0)):
-        heat = np.where(advantage > 0, positive, negative)
-        soft = 1 / (1 + np.exp(-heat * (t.r - 1)))
+        soft = 1 / (1 + np.exp(-np.where(advantage > 0, positive, negative) * (t.r - 1)))
         yield f"sapo({positive:g}, {negative:g})", 4 * soft * (1 - soft) * t.r
 
 
@@ -243,13 +148,9 @@ def _sampler_weights(t: Tokens) -> Iterator[tuple[str, Array]]:
 
 def advantage_forms(t: Tokens, policy: Form) -> list[Form]:
     """KLs that the loss subtracts from the advantages: they carry the policy loss's own factor."""
-    if t.ref is None:
-        return []
-    pulls = {name: policy.factor * course for name, course in t.courses.items()}
+    pulls = {} if t.ref is None else {name: policy.factor * course for name, course in t.courses.items()}
     return [
-        Form(
-            f"{policy.kind} x {name} (k1 in the advantage)", "reverse", x, name.startswith("later"), kinds=("reverse",)
-        )
+        Form(f"{policy.kind} x {name} (k1 in the advantage)", "reverse", x, name[:5] == "later", kinds=("reverse",))
         for name, x in pulls.items()
         if np.any(x)
     ]
@@ -257,21 +158,18 @@ def advantage_forms(t: Tokens, policy: Form) -> list[Form]:
 
 def kl_forms(t: Tokens) -> list[Form]:
     """The KLs that the batch can show: without a reference only the constant and those to the old policy."""
-    return distinct(chain(_kls(t, ""), _weighted_kls(t)))
-
-
-def _weighted_kls(t: Tokens) -> Iterator[Form]:
+    forms = [*_kls(t, "")]
     for cap in (np.inf, 2.0, 3.0, 5.0, 10.0) if t.sampler is not None and t.ref is not None else ():
         weighted = replace(t, old=t.policy - np.minimum(t.policy - t.sampler, np.log(cap)))
         name = " (policy / sampler" + (")" if cap == np.inf else f", at most {cap:g})")
-        yield from (form for form in _kls(weighted, name) if "ratio" in form.name.replace("log-ratio", ""))
+        forms += [form for form in _kls(weighted, name) if "ratio" in form.name.replace("log-ratio", "")]
+    return distinct(forms)
 
 
 def _kls(t: Tokens, suffix: str) -> Iterator[Form]:
     for name, (kind, values, coupled) in KL.items():
-        if (t.ref is None and kind not in ("old", "zero")) or (t.old is None and kind == "old"):
-            continue
-        if coupled and t.lengths.max() == 1:
+        anchor = t.old if kind == "old" else t.ref
+        if (anchor is None and kind != "zero") or (coupled and t.lengths.max() == 1):
             continue
         with np.errstate(over="ignore", invalid="ignore"):
             column = values(t)
@@ -287,7 +185,7 @@ SAME = 1e-10  # 1 - |cosine| below which two columns are one
 
 def distinct(forms: Iterable[Form]) -> list[Form]:
     """The forms whose columns differ in direction; each takes over the names of the ones that it stands for."""
-    kept: list[Form] = []
+    first: list[Form] = []
     sizes: list[float] = []
     for form in forms:
         values = form.values
@@ -295,14 +193,13 @@ def distinct(forms: Iterable[Form]) -> list[Form]:
         if size == 0:
             continue
         other = values if form.push is None else values * form.push
-        cosines = (x.factor @ other / (each * size) for x, each in zip(kept, sizes, strict=True))
+        cosines = (x.factor @ other / (length * size) for x, length in zip(first, sizes, strict=True))
         twin, cosine = next(((i, x) for i, x in enumerate(cosines) if 1 - abs(x) < SAME), (None, 0.0))
         if twin is None:
-            kept.append(form._replace(kinds=(form.kind,)))
+            first.append(form._replace(kinds=(form.kind,)))
             sizes.append(size)
-        else:
-            first = kept[twin]
-            kinds = first.kinds if form.kind in first.kinds else (*first.kinds, form.kind)
-            scaled = first.scaled or abs(size / sizes[twin] - 1) > 0.02 or cosine < 0
-            kept[twin] = first._replace(aliases=(*first.aliases, form.name), kinds=kinds, scaled=scaled)
-    return kept
+            continue
+        x, scaled = first[twin], abs(size / sizes[twin] - 1) > 0.02 or cosine < 0
+        names, kinds = (*x.aliases, form.name), tuple(dict.fromkeys((*x.kinds, form.kind)))
+        first[twin] = x._replace(aliases=names, kinds=kinds, scaled=x.scaled or scaled)
+    return first

@@ -6,12 +6,14 @@ that are trained, and how advantages were formed from rewards, with a KL in them
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from itertools import product
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from klamp.audit.forms import Array, Tokens, k3
+from klamp.audit.capture import Array, Tokens
+from klamp.audit.forms import k3
 from klamp.audit.verdict import Finding, finding
 
 ROUNDING = 1e-5  # a log-probability this far above 0 is still rounding
@@ -22,7 +24,7 @@ LOGPROBS = ("policy_logprobs", "ref_logprobs", "old_logprobs", "sampler_logprobs
 
 def examine_inputs(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Finding]:
     """What is wrong with the inputs themselves."""
-    mask = arrays["mask"]
+    mask, policy, sampler = (arrays.get(name) for name in ("mask", "policy_logprobs", "sampler_logprobs"))
     for name in (name for name in LOGPROBS if name in arrays):
         x = arrays[name][mask]
         if bad := int((~np.isfinite(x)).sum()):
@@ -30,14 +32,14 @@ def examine_inputs(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Itera
         elif x.size and x.max() > ROUNDING:
             yield finding("not-log-probabilities", tensor=name, largest=float(x.max()))
         elif name != "policy_logprobs":
-            yield from _shifted(name, arrays[name], arrays["policy_logprobs"], mask)
-    if "sampler_logprobs" in arrays and mask.any():
-        gap = (arrays.get("old_logprobs", arrays["policy_logprobs"]) - arrays["sampler_logprobs"])[mask]
-        if float(np.median(np.abs(gap))) > MISMATCH:
-            yield finding("sampler-mismatch", median=float(np.median(np.abs(gap))), mean=float(gap.mean()))
-        moved = np.abs(arrays["policy_logprobs"] - arrays["sampler_logprobs"])[mask]
-        if "old_logprobs" in arrays and not gap.any() and np.median(moved) > 1e-4:
-            yield finding("old-is-sampler", median=float(np.median(moved)))
+            yield from _shifted(name, arrays[name], policy, mask)
+    if sampler is not None and mask.any():
+        gap, moved = ((x - sampler)[mask] for x in (arrays.get("old_logprobs", policy), policy))
+        median, since = (float(np.median(np.abs(x))) for x in (gap, moved))
+        if median > MISMATCH:
+            yield finding("sampler-mismatch", median=median, mean=float(gap.mean()))
+        if "old_logprobs" in arrays and not gap.any() and since > 1e-4:
+            yield finding("old-is-sampler", median=since)
     if "ids" in arrays:
         yield from _ends(arrays["ids"], mask, facts)
 
@@ -45,19 +47,19 @@ def examine_inputs(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Itera
 def _shifted(name: str, x: Array, policy: Array, mask: Any) -> Iterator[Finding]:
     """A tensor whose neighbours fit the policy far better than its own places do."""
     here, early, late = (_gap(x, policy, mask, shift) for shift in (0, -1, 1))
-    there, where = (late, "next") if late[0] < early[0] else (early, "previous")
-    if there[2] >= 12 and there[0] < 0.5 * here[0] and there[1] > max(0.8, here[1] + 0.3):
+    shift, where, near = (1, "next", late) if late[0] < early[0] else (-1, "previous", early)
+    if near[2] >= 12 and near[0] < 0.5 * here[0] and near[1] > max(0.8, here[1] + 0.3):
         what = f"{name} is one token off: the value of a token stands at the {where} token's place (correlation "
-        what += f"{there[1]:.2f} there, {here[1]:.2f} in place)"
-        yield finding("shift", what=what, tensor=name, shift=1 if there is late else -1)
+        what += f"{near[1]:.2f} there, {here[1]:.2f} in place)"
+        yield finding("shift", what=what, tensor=name, shift=shift)
 
 
 def _gap(x: Array, policy: Array, mask: Any, shift: int) -> tuple[float, float, int]:
     """The median distance to the policy at a shift, the correlation, and the number of tokens."""
-    moved, there = np.roll(x, -shift, axis=1), np.roll(mask, -shift, axis=1)
+    moved, trained = np.roll(x, -shift, axis=1), np.roll(mask, -shift, axis=1)
     if shift:
-        there[:, -1 if shift > 0 else 0] = False
-    both = mask & there & np.isfinite(moved) & np.isfinite(policy)
+        trained[:, -1 if shift > 0 else 0] = False
+    both = mask & trained & np.isfinite(moved) & np.isfinite(policy)
     a, b = policy[both], moved[both]
     if a.size < 3 or a.std() == 0 or b.std() == 0:
         return np.inf, 0.0, int(a.size)
@@ -66,8 +68,8 @@ def _gap(x: Array, policy: Array, mask: Any, shift: int) -> tuple[float, float, 
 
 def _ends(ids: Any, mask: Any, facts: Mapping[str, Any]) -> Iterator[Finding]:
     pad, ends = facts.get("pad"), facts.get("eos")
-    is_end = np.isin(ids, np.atleast_1d(ends)) & mask if ends is not None else np.zeros_like(mask)
-    if after := int((((np.cumsum(is_end, axis=1) - is_end) > 0) & mask).sum()):
+    is_end = np.isin(ids, [] if ends is None else ends) & mask
+    if after := int(((np.cumsum(is_end, axis=1) > is_end) & mask).sum()):
         yield finding("after-end-trained", count=after)
     elif pad is not None:
         trailing = np.cumsum((mask & (ids != pad))[:, ::-1], axis=1)[:, ::-1] == 0
@@ -94,18 +96,16 @@ def advantage_form(t: Tokens, rewards: Array | None) -> AdvantageForm:
     if np.abs(a - t.average(a)).max() > 1e-4 * np.abs(a).max():
         return _per_token(t, a)
     group = np.zeros(t.first.size, int) if t.group is None else t.group
-    if rewards is None or rewards.size != t.first.size:
-        sums = np.bincount(group, weights=a[t.first])
-        total = float(sums[np.abs(sums).argmax()])
-        odd = total if t.group is not None and abs(total) > 1e-3 * np.abs(a).max() else None
-        return AdvantageForm(kl=False if _without_kl(t, a[t.first]) else None, sum=odd)
-    return _per_completion(t, a[t.first], rewards, group)
+    if rewards is not None and rewards.size == t.first.size:
+        return _per_completion(t, a[t.first], rewards, group)
+    sums = np.bincount(group, weights=a[t.first])
+    total = float(sums[np.abs(sums).argmax()])
+    odd = t.group is not None and abs(total) > 1e-3 * np.abs(a).max()
+    return AdvantageForm(kl=False if _without_kl(t, a[t.first]) else None, sum=total if odd else None)
 
 
 def _per_token(t: Tokens, a: Array) -> AdvantageForm:
     """Advantages that differ within a completion: a KL per token, of this token or of it and the later ones."""
-    if t.ref is None:
-        return AdvantageForm("one per token")
     courses = {
         "k1 per token, of the present policy": (t.d, "reverse"),
         "k1 per token, of the old policy": (t.d_old, "reverse"),
@@ -116,7 +116,7 @@ def _per_token(t: Tokens, a: Array) -> AdvantageForm:
         "abs per token": (np.abs(t.d), "sign"),
     }
     y = a - t.average(a)
-    for name, (course, kind) in courses.items():
+    for name, (course, kind) in courses.items() if t.ref is not None else ():
         x = course - t.average(course)
         slope = float(x @ y / max(x @ x, 1e-300))
         if np.any(np.abs(x) > 1e-12) and np.abs(y - slope * x).max() <= EXPLAINED * np.abs(y).max():
@@ -130,19 +130,20 @@ def _per_completion(t: Tokens, a: Array, rewards: Array, group: Any) -> Advantag
     for where, rows in groupings.items():
         if (name := _form_of(a, rewards, None, rows)[0]) is not None:
             return AdvantageForm(f"{name}{where} of the rewards", False)
-    found: dict[str, tuple[float, str]] = {}
-    for whose, d in (("", t.d), (" of the old policy", t.d_old)) if t.ref is not None else ():
-        for size, total in (("summed", t.total), ("mean", t.average)):
-            for kind, values in (("reverse", d), ("k3", k3(d))):
-                for where, rows in groupings.items():
-                    name, beta = _form_of(a, rewards, total(values)[t.first], rows)
-                    if name is not None and beta:
-                        which = "k1" if kind == "reverse" else "k3"
-                        found.setdefault(f"{name}{where} of the rewards minus {which}{whose}, {size}", (beta, kind))
-    if not found:
+    anchors = {"": t.d, " of the old policy": t.d_old} if t.ref is not None else {}
+    kinds: dict[str, tuple[str, Callable[[Array], Array]]] = {"k1": ("reverse", lambda d: d), "k3": ("k3", k3)}
+    sizes = {"summed": t.total, "mean": t.average}
+    forms: dict[str, tuple[float, str]] = {}
+    for whose, size, which, where in product(anchors, sizes, kinds, groupings):
+        kind, values = kinds[which]
+        kl = sizes[size](values(anchors[whose]))[t.first]
+        name, beta = _form_of(a, rewards, kl, groupings[where])
+        if name is not None and beta:
+            forms.setdefault(f"{name}{where} of the rewards minus {which}{whose}, {size}", (beta, kind))
+    if not forms:
         return AdvantageForm()
-    name, (beta, kind) = next(iter(found.items()))
-    agreed = all(abs(other / beta - 1) < 0.02 for other, _ in found.values())
+    name, (beta, kind) = next(iter(forms.items()))
+    agreed = all(abs(other / beta - 1) < 0.02 for other, _ in forms.values())
     return AdvantageForm(name, True, beta if agreed else None, kind)
 
 
@@ -153,10 +154,11 @@ def _form_of(a: Array, rewards: Array, kl: Array | None, rows: Any) -> tuple[str
     """
     count, named = np.bincount(rows), (a, rewards) if kl is None else (a, rewards, -kl)
     y, *columns = (x - (np.bincount(rows, weights=x) / count)[rows] for x in named)
-    whole, each = [rows >= 0], [rows == row for row in np.unique(rows)]
-    for name, all_parts, means in (("mean removed", whole, len(each)), ("z-score", each, None)):
-        parts = [at for at in all_parts if at.sum() > len(columns) and all(np.ptp(x[at]) > 1e-9 for x in columns)]
-        if sum(at.sum() for at in parts) - (means or len(parts)) <= len(parts) + len(columns) - 1:
+    each_row = [rows == row for row in np.unique(rows)]
+    for name, groups in (("mean removed", [rows >= 0]), ("z-score", each_row)):
+        parts = [at for at in groups if at.sum() > len(columns) and all(np.ptp(x[at]) > 1e-9 for x in columns)]
+        means = len(each_row) if name == "mean removed" else len(parts)
+        if sum(at.sum() for at in parts) - means <= len(parts) + len(columns) - 1:
             continue  # as many free numbers as advantages
         fits = [np.linalg.lstsq(np.stack(columns)[:, at].T, y[at], rcond=1e-9)[0] for at in parts]
         off = [np.abs(y[at] - x @ np.stack(columns)[:, at]).max() for at, x in zip(parts, fits, strict=True)]

@@ -1,24 +1,31 @@
-"""Checks losses on logits: distillation, an exact KL, and whether log-probabilities follow from logits."""
+"""Checks losses on logits: distillation, an exact KL, and whether log-probabilities follow from logits.
+
+A divergence D(s, t) of s = softmax(z / T) has the gradient s (h - sum s h) / T in z, with h = dD/ds. Each candidate is
+its h; a head of k tokens is found from the gradient itself, which is -s times a constant outside of it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
-from typing import Any
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from klamp.audit.conclude import judge_kinds
-from klamp.audit.divergences import Divergence, Positions, explain_logits, is_mean, log_softmax
+from klamp.audit.capture import Array, Tokens, roundoff
+from klamp.audit.conclude import judge_kinds, off_mask
 from klamp.audit.fit import explain
-from klamp.audit.forms import Array, Tokens, roundoff
 from klamp.audit.verdict import Finding, Verdict, finding
 from klamp.errors import ConfigError, ShapeError, TensorError
 
 POSITIONS = 64  # positions that are looked at
 HEATS = (1.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.1, 1.2, 1.5, 2.0)  # temperatures that log-probabilities may be at
+ACCEPTED = 3e-4  # the largest residual of an accepted divergence, as a share of the gradient, in float32
+BETAS = (0.5, 0.1, 0.9, 0.25, 0.75)
+TEMPERATURES = (2.0, 0.5, 0.6, 0.7, 0.8, 0.9, 1.5, 3.0, 4.0, 5.0)
 
 
 def check_logits(
@@ -34,11 +41,12 @@ def check_logits(
 ) -> Verdict:
     """The verdict on a loss that was computed from logits [.., V], against those of a teacher."""
     if not isinstance(logits, Tensor) or not logits.requires_grad:
-        fix = "pass the tensor that the loss comes from"
-        raise TensorError("the logits have no gradient", got=type(logits).__name__, fix=fix)
+        what, why = "a check needs policy_logprobs or logits with a gradient", "the verdict follows from that gradient"
+        fix = "pass the tensor that the loss comes from, or compute the loss from klamp.tap(logp)"
+        raise TensorError(what, got=f"logits: {type(logits).__name__}", why=why, fix=fix)
     if teacher_logits is None:
-        fix = "pass teacher_logits=, or ref_logits="
-        raise ConfigError("a loss on logits needs the teacher's", got="teacher_logits=None", fix=fix)
+        why, fix = "the loss is compared with divergences from a teacher", "pass teacher_logits=, or ref_logits="
+        raise ConfigError("a loss on logits needs the teacher's", got="teacher_logits=None", why=why, fix=fix)
     (gradient,) = torch.autograd.grad(loss, logits, retain_graph=True, allow_unused=True)
     if gradient is None:
         raise TensorError(
@@ -47,92 +55,75 @@ def check_logits(
             why="a copy (logits / T, logits.float(), logits[:, :-1]) is another tensor than the one in the loss",
             fix="pass the tensor that the loss was computed from",
         )
-    trained, where = _places(mask, logits)
-    findings = list(_off_mask(gradient, trained))
-    positions = _positions(gradient, logits, teacher_logits, ids, where, temperature, trained=trained, beta=beta)
-    found = explain_logits(positions)
-    kl, judged = _judged(found, positions, means)
-    if kl == "unknown" and (shifted := _shifted(gradient, logits, teacher_logits, ids, where, temperature)):
-        judged = [finding("shift", what=f"the student is compared with the teacher's {shifted} position")]
+    sample = _Sample(logits, teacher_logits, mask, ids, temperature, beta)
+    sizes = gradient.detach().double().norm(dim=-1).cpu().numpy()
+    findings = list(off_mask(sizes, sample.trained, 1e-6 * max(sizes[sample.trained].max(), 1e-30)))
+    positions = sample.positions(gradient)
+    forms = explain_logits(positions)
+    kl, judged = _judged(forms, positions, means)
+    for shift, where in ((-1, "next"), (1, "previous")) if kl == "unknown" and logits.ndim == 3 else ():
+        shifted = explain_logits(sample.positions(gradient, shift))
+        if any(x.kind in ("reverse", "forward", "js") and x.head == "full" for x in shifted):
+            judged = [finding("shift", what=f"the student is compared with the teacher's {where} position")]
     return Verdict.of(
         [*findings, *judged],
-        summary=f"{int(trained.sum())} trained positions, {len(positions.student)} looked at, "
+        summary=f"{int(sample.trained.sum())} trained positions, {len(positions.student)} looked at, "
         f"vocabulary {positions.student.shape[1]}",
-        found=_described(found[0]) if found else "",
+        found=_described(forms[0]) if forms else "",
         kl=kl,
-        mean=_mean(found[0], positions) if found else None,
+        mean=mean_of(forms[0], positions) if forms else None,
         not_checked={"other micro-batches": ""} | ({} if ids is not None else {"sampled terms": "pass ids"}),
     )
 
 
-def _places(mask: Any, logits: Tensor) -> tuple[Any, tuple[Any, ...]]:
-    """The trained positions as a boolean array, and the indices of at most `POSITIONS` of them, spread evenly."""
-    shape = tuple(logits.shape[:-1])
-    trained = np.ones(shape, bool) if mask is None else np.asarray(torch.as_tensor(mask).detach().cpu()) > 0
-    if trained.shape != shape or not trained.any():
-        got = f"mask {trained.shape} with {int(trained.sum())} trained, logits {tuple(logits.shape)}"
-        fix = "pass the mask of the positions of the logits, without the last dimension"
-        raise ShapeError("mask does not fit the logits", got=got, fix=fix)
-    places = np.argwhere(trained)
-    return trained, tuple(places[np.unique(np.linspace(0, len(places) - 1, POSITIONS).astype(int))].T)
+class _Sample:
+    """At most `POSITIONS` trained positions of a batch, spread evenly."""
+
+    def __init__(self, logits: Tensor, teacher: Tensor, mask: Any, ids: Any, heat: float, beta: Any = None) -> None:
+        shape = tuple(logits.shape[:-1])
+        trained = np.ones(shape, bool) if mask is None else np.asarray(torch.as_tensor(mask).detach().cpu()) > 0
+        if trained.shape != shape or not trained.any():
+            got = f"mask {trained.shape} with {int(trained.sum())} trained, logits {tuple(logits.shape)}"
+            why, fix = "it has one value per position", "pass the mask of the positions of the logits, [..]"
+            raise ShapeError("mask does not fit the logits", got=got, why=why, fix=fix)
+        self.logits, self.teacher, self.trained, self.temperature, self.beta = logits, teacher, trained, heat, beta
+        self.ids = None if ids is None else np.asarray(torch.as_tensor(ids).detach().cpu())
+        self.where = tuple(_spread(np.argwhere(trained), POSITIONS).T)
+
+    def positions(self, gradient: Tensor, shift: int = 0) -> Positions:
+        """What the gradient is explained by; `shift`: the teacher's logits are moved to later positions."""
+        where = of_teacher = self.where
+        if shift:
+            inside = (where[1] - shift >= 0) & (where[1] - shift < self.teacher.shape[1])
+            where = tuple(x[inside] for x in where)
+            of_teacher = where[0], where[1] - shift
+        width, in_rows = min(self.logits.shape[-1], self.teacher.shape[-1]), len(where) == 2
+        return Positions(
+            gradient=_array(gradient, where)[:, :width],
+            student=_array(self.logits, where)[:, :width],
+            teacher=_array(self.teacher, of_teacher)[:, :width],
+            ids=None if self.ids is None else np.clip(self.ids[where].astype(int), 0, width - 1),
+            eps=roundoff(torch.finfo(self.logits.dtype).eps),
+            temperature=self.temperature,
+            row=where[0] if in_rows else None,
+            length=self.trained.sum(1)[where[0]] if in_rows else None,
+            beta=self.beta,
+        )
 
 
-def _array(x: Tensor, where: tuple[Any, ...], width: int | None = None) -> Array:
-    index = tuple(torch.as_tensor(i, device=x.device) for i in where)
-    return x.detach()[index][..., :width].double().cpu().numpy()
+def _spread(places: Array, count: int) -> Array:
+    return places[np.unique(np.linspace(0, len(places) - 1, count).astype(int))]
 
 
-def _positions(
-    gradient: Tensor,
-    logits: Tensor,
-    teacher: Tensor,
-    ids: Any,
-    where: tuple[Any, ...],
-    temperature: float,
-    *,
-    trained: Any = None,
-    beta: float | None = None,
-) -> Positions:
-    width = min(logits.shape[-1], teacher.shape[-1])
-    tokens = None if ids is None else np.asarray(torch.as_tensor(ids).detach().cpu())[where].astype(int)
-    return Positions(
-        gradient=_array(gradient, where, width),
-        student=_array(logits, where, width),
-        teacher=_array(teacher, where, width),
-        ids=None if tokens is None else np.clip(tokens, 0, width - 1),
-        eps=roundoff(torch.finfo(logits.dtype).eps),
-        temperature=temperature,
-        row=where[0] if len(where) == 2 else None,
-        length=None if trained is None or len(where) != 2 else trained.sum(1)[where[0]],
-        beta=beta,
-    )
+def _array(x: Tensor, where: tuple[Any, ...]) -> Array:
+    return x.detach()[tuple(torch.as_tensor(i, device=x.device) for i in where)].double().cpu().numpy()
 
 
-def _off_mask(gradient: Tensor, trained: Any) -> Iterator[Finding]:
-    size = gradient.detach().double().norm(dim=-1).cpu().numpy()
-    outside, inside = size[~trained], float(size[trained].max())
-    reached = ~(outside <= 1e-6 * max(inside, 1e-30))
-    if reached.any():
-        largest, count = float(outside[reached].max()), int(reached.sum())
-        yield finding("off-mask-gradient", count=count, size=outside.size, outside=largest, inside=inside, moved="")
-
-
-def _shifted(gradient: Tensor, logits: Tensor, teacher: Tensor, ids: Any, where: Any, temperature: float) -> str:
-    for shift, name in ((-1, "next"), (1, "previous")) if teacher.ndim == 3 else ():
-        at = where[1] - shift
-        fine = (at >= 0) & (at < teacher.shape[1])
-        kept = (where[0][fine], where[1][fine])
-        p = _positions(gradient, logits, torch.roll(teacher, shift, 1), ids, kept, temperature)
-        if any(x.kind in ("reverse", "forward", "js") and x.head == "full" for x in explain_logits(p)):
-            return name
-    return ""
-
-
-def _judged(found: Sequence[Divergence], p: Positions, means: str) -> tuple[str, list[Finding]]:
+def _judged(forms: Sequence[Divergence], p: Positions, means: str) -> tuple[str, list[Finding]]:
     """The class of the divergence, and what is wrong with it."""
-    if not found:
+    if not forms:
         return "unknown", [finding("unknown", what="no known divergence explains the gradient in the logits")]
-    best = found[0]
+    best = forms[0]
     if best.kind in ("none", "entropy"):
         return "none", [finding("kl-absent", seen=": the teacher has no part in the gradient")]
     if best.kind == "sampled":
@@ -141,7 +132,7 @@ def _judged(found: Sequence[Divergence], p: Positions, means: str) -> tuple[str,
     if (best.scale < 0).mean() > 0.9:
         kind = "away"
         findings.append(finding("kl-away"))
-    elif means not in {x.kind for x in found}:
+    elif means not in {x.kind for x in forms}:
         what = f"the gradient follows {best.name}, not the {means} divergence that was meant"
         fix = f'swap the arguments (F.kl_div(input, target) is KL(target||input)), or pass means="{kind}"'
         findings.append(replace(finding(f"kl-{kind}", means=means, name=best.name), what=what, fix=fix))
@@ -212,10 +203,6 @@ def _described(best: Divergence) -> str:
     return best.name + head + heat + f", and {best.beside}" * bool(best.beside)
 
 
-def _mean(best: Divergence, p: Positions) -> str | None:
-    return None if best.kind in ("none", "sampled") or p.row is None else is_mean(best.scale, p.length) or None
-
-
 def reproduce(arrays: Mapping[str, Any], logits: Tensor, other: Tensor | None, temperature: float) -> Iterator[Finding]:
     """Whether the log-probabilities of policy, reference and sampler are those of the logits at the ids."""
     mask, ids = arrays["mask"], arrays["ids"]
@@ -230,30 +217,31 @@ def reproduce(arrays: Mapping[str, Any], logits: Tensor, other: Tensor | None, t
 
 def _reproduced(name: str, x: Array, logits: Tensor, ids: Any, mask: Any, temperature: float) -> Iterator[Finding]:
     """Compare log-probabilities with logits at other places, other tokens and other temperatures."""
-    places = np.argwhere(mask)
-    places = places[np.unique(np.linspace(0, len(places) - 1, 4 * POSITIONS).astype(int))]
+    places = _spread(np.argwhere(mask), 4 * POSITIONS)
     gap, heat, of_logits, of_ids = np.inf, temperature, 0, 0
     for moved, other in ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1)):
         at, token = places[:, 1] + moved, places[:, 1] + other
-        fine = (np.minimum(at, token) >= 0) & (np.maximum(at, token) < mask.shape[1])
-        rows, here = places[fine, 0], places[fine, 1]
-        raw = _array(logits, (rows, at[fine])) if len(rows) else np.zeros((0, 1))
-        for t in dict.fromkeys((temperature, *HEATS)) if len(rows) else ():
-            picked = np.clip(ids[rows, token[fine]], 0, raw.shape[1] - 1)
+        inside = (np.minimum(at, token) >= 0) & (np.maximum(at, token) < mask.shape[1])
+        rows = places[inside, 0]
+        if not rows.size:
+            continue
+        raw = _array(logits, (rows, at[inside]))
+        picked = np.clip(ids[rows, token[inside]], 0, raw.shape[1] - 1)
+        for t in dict.fromkeys((temperature, *HEATS)):
             expected = log_softmax(raw / t)[np.arange(len(rows)), picked]
-            typical = float(np.median(np.abs(expected - x[rows, here])))
+            typical = float(np.median(np.abs(expected - x[rows, places[inside, 1]])))
             if typical < 0.5 * gap:
                 gap, heat, of_logits, of_ids = typical, t, moved, other
     if gap > (0.02 if logits.dtype in (torch.float32, torch.float64) else 0.1):
         if name != "sampler_logprobs":
             yield finding("logits-mismatch", tensor=name, gap=gap)
         return
-    if of_logits or of_ids:
-        side = "next" if of_logits + of_ids > 0 else "previous"
+    if shift := of_logits + of_ids:
+        side = "next" if shift > 0 else "previous"
         what = f"{name} is read from the logits of the {side} place"
         if of_ids:
             what = f"{name} at each place is that of the {side} token in ids (or ids was passed unshifted)"
-        yield finding("shift", what=what, tensor=name, shift=of_logits + of_ids)
+        yield finding("shift", what=what, tensor=name, shift=shift)
     if heat != temperature:
         what = f"{name} is that of logits divided by {heat:g}, not by {temperature:g}"
         yield finding("temperature", what=what, tensor=name, heat=heat)
@@ -267,18 +255,167 @@ def beside(
     mask = arrays["mask"]
     if whole is None or tuple(logits.shape[:-1]) != mask.shape:
         return None
-    trained, where = _places(torch.as_tensor(mask), logits)
-    p = _positions(whole, logits, other, torch.as_tensor(arrays["ids"]), where, temperature, trained=trained)
+    sample = _Sample(logits, other, mask, arrays["ids"], temperature)
+    p, where = sample.positions(whole), sample.where
     score = -np.exp(log_softmax(p.student / temperature))
     score[np.arange(len(score)), p.ids] += 1
     factor = np.zeros(len(score)) if part is None else _array(part, where)
     rest = p.gradient - factor[:, None] * score / temperature
     if np.abs(rest).max() < 1e-5 * np.abs(p.gradient).max():
         return None
-    found = [x for x in explain_logits(replace(p, gradient=rest)) if x.kind in ("reverse", "forward", "js")]
-    if not found:
+    forms = [x for x in explain_logits(replace(p, gradient=rest)) if x.kind in ("reverse", "forward", "js")]
+    if not forms:
         return None
-    best, mean = found[0], _mean(found[0], p)
-    rows = trained.sum(1)[where[0]] * np.count_nonzero(trained.any(1)) if mean == "sequence" else int(trained.sum())
+    best, mean = forms[0], mean_of(forms[0], p)
+    rows = mask.sum(1)[where[0]] * np.count_nonzero(mask.any(1)) if mean == "sequence" else int(mask.sum())
     shown = {name: getattr(best, name) for name in ("kind", "name", "head", "size")}
     return shown | {"mean": mean, "coefficient": float(np.median(best.scale * rows))}
+
+
+class Divergence(NamedTuple):
+    """What the gradient of some positions follows."""
+
+    kind: str  # reverse, forward, js, sampled, cross-entropy, entropy, none, unknown
+    name: str  # in words
+    head: str  # full, no tail, bucket, generalised, renormalised, teacher renormalised
+    temperatures: tuple[float, float]  # of student and teacher
+    scale: Array  # the coefficient of each position, [N]
+    beside: str  # the second term: "", cross-entropy or entropy
+    residual: float  # the share of the gradient that is not explained
+    size: int = 0  # the largest number of tokens in a head; 0: the whole vocabulary
+
+
+@dataclass(frozen=True, kw_only=True)
+class Positions:
+    """Trained positions of a batch.
+
+    Shapes: N positions, V entries.
+    """
+
+    gradient: Array  # d loss / d student logits, [N, V]
+    student: Array  # logits, [N, V]
+    teacher: Array  # logits, [N, V]
+    ids: Array | None = None  # the sampled tokens, [N]
+    eps: float = 6e-8  # unit roundoff of the logits
+    temperature: float = 1.0  # what the trainer divides the logits by
+    row: Array | None = None  # the sequence of each position, [N]
+    length: Array | None = None  # the number of trained positions of each position's sequence, [N]
+    beta: float | None = None  # the mixture of a JS divergence, if the trainer has one
+
+
+def log_softmax(x: Array) -> Array:
+    """Logarithms of softmax over the last dimension."""
+    y = x - x.max(-1, keepdims=True)
+    return y - np.log(np.exp(y).sum(-1, keepdims=True))
+
+
+def explain_logits(p: Positions) -> list[Divergence]:
+    """The divergences that explain the gradient, the best first; empty where none does."""
+    size = np.linalg.norm(p.gradient, axis=1)
+    if not np.any(size > 0):
+        return [Divergence("none", "no gradient", "full", (1.0, 1.0), size, "", 0.0)]
+    t, tolerance = p.temperature, max(ACCEPTED, 16 * p.eps)  # of what rounding explains
+    others = (x for h in TEMPERATURES for x in ((h, h), (h, 1.0), (1.0, h)))
+    temperatures = dict.fromkeys(((t, t), (t, 1.0), (1.0, 1.0), (1.0, t), *others))
+    for second, heats in product((False, True), temperatures):  # one term at any temperature, before two terms
+        forms = sorted(_candidates(p, heats, second=second), key=lambda x: x.residual)
+        limit = min(tolerance, max(20 * forms[0].residual, tolerance / 10))
+        if good := [x for x in forms if x.residual < tolerance and x.residual <= limit]:
+            return sorted(good, key=lambda x: mean_of(x, p) is None)
+    return []
+
+
+def mean_of(best: Divergence, p: Positions) -> str | None:
+    """What the coefficients of the positions are those of: a mean over tokens, or over sequences; None: neither."""
+    if best.kind in ("none", "sampled") or p.length is None:
+        return None
+    means = {"token": best.scale, "sequence": best.scale * p.length}
+    return next((name for name, x in means.items() if np.ptp(x) <= 0.01 * np.abs(x).max()), None)
+
+
+def _candidates(p: Positions, heats: tuple[float, float], *, second: bool) -> Iterator[Divergence]:
+    """Each divergence, over the vocabulary and over the head that the gradient shows; or each with a second term."""
+    log_s, log_t = log_softmax(p.student / heats[0]), log_softmax(p.teacher / heats[1])
+    s, simple = np.exp(log_s), _simple(p, log_s)
+    terms = [(kind, name, "full", column) for kind, name, column in _whole(log_s, log_t, p.beta)]
+    heads, size = head_of(p.gradient, s), 0
+    if heads is not None:
+        counts = heads.sum(1)
+        size = int(counts.max())
+        if not second or size > 3:  # two free numbers explain any small head
+            terms += _headed(heads, log_s, log_t)
+        if second and size > 3 and p.ids is not None:  # the sampled token shows in the head without belonging to it
+            for log_p, k in product((log_t, log_s), {int(counts.min()), size - 1} - {0, 1}):
+                terms += _headed(np.argsort(np.argsort(-log_p)) < k, log_s, log_t)
+    for kind, name, column in () if second else simple:
+        yield _fitted(p, Divergence(kind, name, "full", heats, column, "", 0.0), column)
+    for (kind, name, head, column), (_, other, *extra) in product(terms, simple if second else [("", "")]):
+        form = Divergence(kind, name, head, heats, column, other, 0.0, 0 if head == "full" else size)
+        yield _fitted(p, form, column, *extra)
+
+
+def _centred(s: Array, h: Array) -> Array:
+    return s * (h - (s * h).sum(-1, keepdims=True))
+
+
+def _whole(log_s: Array, log_t: Array, beta: float | None) -> Iterator[tuple[str, str, Array]]:
+    s, t = np.exp(log_s), np.exp(log_t)
+    yield "reverse", "KL(student||teacher)", _centred(s, log_s - log_t)
+    yield "forward", "KL(teacher||student)", s - t
+    mixtures = (beta, *BETAS) if beta is not None and 0 < beta < 1 else BETAS
+    for b in dict.fromkeys(mixtures):
+        log_m = np.logaddexp(np.log1p(-b) + log_s, np.log(b) + log_t)
+        yield "js", f"JS({b:g})", _centred(s, (1 - b) * (log_s - log_m))
+
+
+def _simple(p: Positions, log_s: Array) -> list[tuple[str, str, Array]]:
+    s = np.exp(log_s)
+    terms = [("entropy", "entropy", _centred(s, log_s))]
+    if p.ids is not None:
+        score = -s
+        score[np.arange(len(s)), p.ids] += 1
+        terms.append(("sampled", "a factor of each sampled token", score))
+    return terms
+
+
+def head_of(gradient: Array, s: Array) -> Array | None:
+    """The entries whose gradient is not -s times one constant: the head; None where that is most of the vocabulary."""
+    with np.errstate(divide="ignore", invalid="ignore"):
+        ratio = np.where(s > 0, gradient / s, 0.0)
+    middle = np.median(ratio, axis=1, keepdims=True)
+    off = np.abs(ratio - middle) * s > 1e-4 * np.abs(gradient).max(1, keepdims=True)
+    return off if 1 < off.sum(1).max() <= s.shape[1] // 2 else None
+
+
+def _headed(heads: Array, log_s: Array, log_t: Array) -> Iterator[tuple[str, str, str, Array]]:
+    s, t, inside = np.exp(log_s), np.exp(log_t), heads.astype(float)
+    s_out, t_out = (np.maximum(1 - (x * inside).sum(1, keepdims=True), 1e-30) for x in (s, t))
+    ell = log_s - log_t
+    yield "reverse", "KL(student||teacher)", "no tail", _centred(s, inside * (ell + 1))
+    yield "reverse", "KL(student||teacher)", "generalised", _centred(s, inside * ell)
+    yield "reverse", "KL(student||teacher)", "bucket", _centred(s, np.where(heads, ell, np.log(s_out / t_out)))
+    yield "forward", "KL(teacher||student)", "no tail", s * (t * inside).sum(1, keepdims=True) - t * inside
+    ratio = np.where(heads, -np.exp(-ell), -t_out / s_out)
+    yield "forward", "KL(teacher||student)", "bucket", _centred(s, ratio)
+    hs, ht = (np.where(heads, x, -np.inf) for x in (log_s, log_t))
+    with np.errstate(invalid="ignore"):  # a position without a head
+        hs, ht = (x - np.logaddexp.reduce(x, axis=1, keepdims=True) for x in (hs, ht))
+    ps, pt = np.exp(hs), np.exp(ht)
+    gap = np.where(heads, hs - np.where(heads, ht, 0), 0.0)
+    yield "reverse", "KL(student||teacher)", "renormalised", _centred(ps, gap)
+    yield "forward", "KL(teacher||student)", "renormalised", ps - pt
+    yield "forward", "KL(teacher||student)", "teacher renormalised", s - pt
+    for b in BETAS[:1]:
+        with np.errstate(invalid="ignore"):
+            log_m = np.where(heads, np.logaddexp(np.log1p(-b) + hs, np.log(b) + ht), 0.0)
+        yield "js", f"JS({b:g})", "renormalised", _centred(ps, np.where(heads, (1 - b) * (hs - log_m), 0.0))
+
+
+def _fitted(p: Positions, form: Divergence, *columns: Array) -> Divergence:
+    """Fit one coefficient per position and column."""
+    x = np.stack(columns, axis=-1)
+    to_columns = x.swapaxes(1, 2)
+    scales = np.linalg.pinv(to_columns @ x, rcond=1e-9, hermitian=True) @ to_columns @ p.gradient[..., None]
+    residual = p.gradient - (x @ scales)[..., 0]
+    off = float(np.sqrt((residual**2).sum() / max((p.gradient**2).sum(), 1e-300)))
+    return form._replace(scale=scales[:, 0, 0], residual=off)

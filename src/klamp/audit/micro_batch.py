@@ -11,15 +11,18 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from klamp.audit.capture import Capture
+from klamp.audit.capture import Capture, roundoff
 from klamp.audit.conclude import NEAR_ZERO, conclude
-from klamp.audit.forms import roundoff
+from klamp.audit.examine import check_function
+from klamp.audit.logits import beside, check_logits, reproduce
 from klamp.audit.verdict import Finding, Verdict, finding
 from klamp.errors import ConfigError, KLWarning, ShapeError, TensorError
 
@@ -46,12 +49,12 @@ def watch(
     gradient is then exact, whatever the surrogate, and a shift inside the loss or a detached KL is certain.
     Shapes and numbers stay as they are; the loss's gradient in the policy does too.
     """
-    named = {"ref_logprobs": ref_logprobs, "advantages": advantages, "old_logprobs": old_logprobs}
-    copies = {k: None if x is None else x.detach().clone().requires_grad_() for k, x in named.items()}
-    for copy in copies.values():
+    tensors = ref_logprobs, advantages, old_logprobs
+    copies = [None if x is None else x.detach().clone().requires_grad_() for x in tensors]
+    for copy in copies:
         if copy is not None:
             copy.recorded_by_klamp = True  # pyright: ignore[reportAttributeAccessIssue]
-    return Watched(**copies)
+    return Watched(*copies)
 
 
 def tap(policy_logprobs: Tensor) -> Tensor:
@@ -137,172 +140,126 @@ def check(  # noqa: PLR0913
         TensorError, ShapeError: tensors that cannot be checked, or a copy that the loss was not computed from.
         ConfigError: arguments that do not go together.
     """
+    call = SimpleNamespace(**locals())
     if not isinstance(loss, Tensor):
-        from klamp.audit.examine import check_function
-
         return check_function(loss, example=example, means=means)
-    key = _key(loss, once)
-    if (known := _checked_before(key)) is not None:
-        return known
     if policy_logprobs is None and logits is None:
-        policy_logprobs = _tapped()
-    teacher = teacher_logits if teacher_logits is not None else ref_logits
-
-    def on_logits() -> Verdict:
-        from klamp.audit.logits import check_logits
-
-        if save is not None:
-            raise ConfigError("a check of logits writes no capture", got=f"save={save!r}", fix="leave save out")
-        return check_logits(loss, logits, teacher, mask=mask, ids=ids, means=means, beta=beta, temperature=temperature)
-
-    if policy_logprobs is None:
-        return _remember(key, on_logits())
-    batch = _Batch(loss, policy_logprobs, mask)
-    scores = {"ref_logprobs": ref_logprobs, "old_logprobs": old_logprobs, "sampler_logprobs": sampler_logprobs}
-    batch.add(**scores, baseline=baseline, advantages=advantages, rewards=rewards, segments=segments, ids=ids)
-    batch.facts.update(means=means, clip=clip, kl_in=kl_in, group_size=group_size, pad=pad, host=host)
-    batch.facts["beta"] = None if beta is None else float(beta)
-    batch.facts["eos"] = eos if eos is None or isinstance(eos, int) else list(eos)
-    batch.facts["temperature"] = temperature
-    if not batch.differentiate(loss_scale, watched):
-        from_logits = logits is not None and logits.requires_grad
-        return _remember(key, on_logits() if from_logits else Verdict.of([finding("not-in-loss")]))
-    if logits is not None:
-        batch.compare_logits(logits, teacher, temperature)
-    verdict = conclude(Capture(arrays=batch.arrays, facts=batch.facts))
-    if save is not None:
-        stored = {k: x for k, x in batch.arrays.items() if k != "ids" or save_ids}
-        Capture(arrays=stored, facts=batch.facts).save(save)
-    return _remember(key, verdict)
+        call.policy_logprobs = next(iter(_TAPPED), None)
+    return _once(_key(loss) if once else None, lambda: _checked(call))
 
 
-def _key(loss: Tensor, once: bool) -> Any:
-    """The call site outside of klamp and the operations of the loss; None: every call is checked."""
-    if not once:
-        return None
-    frame = sys._getframe(1)
-    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("klamp."):
-        frame = frame.f_back
-    site = ("?", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno)
-    return (*site, _operations(loss))
+def _checked(call: SimpleNamespace) -> Verdict:
+    logits, teacher = call.logits, call.ref_logits if call.teacher_logits is None else call.teacher_logits
+    if call.policy_logprobs is not None:
+        batch = _Batch(call)
+        if batch.differentiate(call.loss_scale, call.watched):
+            if logits is not None:
+                batch.compare_logits(logits, teacher, call.temperature)
+            if call.save is not None:
+                stored = {name: x for name, x in batch.arrays.items() if name != "ids" or call.save_ids}
+                Capture(arrays=stored, facts=batch.facts).save(call.save)
+            return conclude(Capture(arrays=batch.arrays, facts=batch.facts))
+        if logits is None or not logits.requires_grad:
+            return Verdict.of([finding("not-in-loss")])
+    if call.save is not None:
+        why, fix = "a capture holds log-probabilities", "leave save out"
+        raise ConfigError("a check of logits writes no capture", got=f"save={call.save!r}", why=why, fix=fix)
+    options = {name: getattr(call, name) for name in ("mask", "ids", "means", "beta", "temperature")}
+    return check_logits(call.loss, logits, teacher, **options)
 
 
-def _operations(loss: Tensor) -> tuple[Any, ...]:
-    """The names of the nearest operations of a loss and how they are joined: the same in each step of a loop."""
-    found: list[Any] = []
-    layer = [loss.grad_fn]
-    for _ in range(12):
-        layer = [parent for node in layer if node is not None for parent, _ in node.next_functions][:64]
-        found.append(tuple("-" if node is None else type(node).__name__ for node in layer))
-    return tuple(found)
-
-
-def _checked_before(key: Any) -> Verdict | None:
-    """The verdict of an earlier call here; one that could not tell is tried again at calls 2, 4, 8, ..."""
+def _once(key: Any, compute: Callable[[], Verdict]) -> Verdict:
+    """The verdict of a call site, computed at its first call; "cannot tell" is tried again at calls 2, 4, 8, ..."""
     if torch.distributed.is_available() and torch.distributed.is_initialized() and torch.distributed.get_rank():
         return Verdict(ok=None, not_checked={"this data-parallel rank": "rank 0 is checked"})
-    if key is None or key not in _SEEN:
-        return None
-    calls, verdict = _SEEN[key]
-    _SEEN[key] = (calls + 1, verdict)
-    if verdict.ok is None and (calls + 1) & calls == 0:
-        return None
-    again = [verdict.summary] * bool(verdict.summary) + ["of an earlier call here (once=False checks each call)"]
-    return replace(verdict, summary=", ".join(again))
-
-
-def _remember(key: Any, verdict: Verdict) -> Verdict:
-    """Keep a verdict for its call site, and warn of what is wrong."""
+    calls, earlier = _SEEN.get(key, (0, None))
+    calls += 1
+    if earlier is not None and (earlier.ok is not None or calls & (calls - 1)):
+        _SEEN[key] = calls, earlier
+        text = [earlier.summary] * bool(earlier.summary) + ["of an earlier call here (once=False checks each call)"]
+        return replace(earlier, summary=", ".join(text))
+    verdict = compute()
     if key is not None:
-        _SEEN[key] = (_SEEN.get(key, (1,))[0], verdict)
-    for each in verdict.findings:
-        if each.level == "wrong":
-            warnings.warn(f"klamp check: {each.what}. Fix: {each.fix}", KLWarning, stacklevel=4)
+        _SEEN[key] = calls, verdict
+    for wrong in (x for x in verdict.findings if x.level == "wrong"):
+        warnings.warn(f"klamp check: {wrong.what}. Fix: {wrong.fix}", KLWarning, stacklevel=3)
     return verdict
 
 
-def _tapped() -> Tensor:
-    if not _TAPPED:
-        raise ConfigError(
-            "klamp.check does not know the log-probabilities",
-            got="neither policy_logprobs nor logits",
-            why="the verdict follows from the gradient in them",
-            fix="pass policy_logprobs=, or compute the loss from klamp.tap(logp)",
-        )
-    return _TAPPED[0]
+def _key(loss: Tensor) -> Any:
+    """The call site outside of klamp and the nearest operations of the loss: the same in each step of a loop."""
+    frame = sys._getframe(2)
+    while frame is not None and str(frame.f_globals.get("__name__", "")).startswith("klamp."):
+        frame = frame.f_back
+    layer, layers = [loss.grad_fn], list[Any]()
+    for _ in range(12):
+        layer = [parent for node in layer if node is not None for parent, _ in node.next_functions][:64]
+        layers.append(tuple("-" if node is None else type(node).__name__ for node in layer))
+    return ("?", 0) if frame is None else (frame.f_code.co_filename, frame.f_lineno), tuple(layers)
+
+
+FACTS = ("means", "clip", "kl_in", "group_size", "pad", "eos", "temperature", "host")
+ARRAYS = ("segments", "mask", "ref_logprobs", "old_logprobs", "sampler_logprobs", "baseline", "advantages", "rewards")
+TYPES = {"ids": np.int64, "segments": np.int64, "mask": np.bool_}
+"""Array -> its type; all others are float64."""
 
 
 class _Batch:
-    """The arrays and facts of a capture, from a loss and its tensors."""
+    """The arrays and facts of a capture, from the arguments of a check."""
 
-    def __init__(self, loss: Tensor, policy: Tensor | Sequence[Tensor], mask: Tensor | Sequence[Tensor] | None) -> None:
+    def __init__(self, call: SimpleNamespace) -> None:
+        loss, policy = call.loss, call.policy_logprobs
         if loss.numel() != 1 or not loss.requires_grad:
             raise TensorError(
                 "the loss must be one number with a gradient",
                 got=f"shape {tuple(loss.shape)}, requires_grad={loss.requires_grad}",
+                why="the verdict follows from its gradient",
                 fix="pass the scalar that backward is called on",
             )
-        self.loss = loss
-        self.pieces: list[Tensor] | None = None if isinstance(policy, Tensor) else list(policy)
-        tensors = [policy] if isinstance(policy, Tensor) else self.pieces or []
-        if not tensors or not all(isinstance(x, Tensor) and x.requires_grad for x in tensors):
+        self.loss, self.is_list = loss, not isinstance(policy, Tensor)
+        self.inputs: list[Tensor] = list(policy) if self.is_list else [policy]
+        if not self.inputs or not all(isinstance(x, Tensor) and x.requires_grad for x in self.inputs):
             raise TensorError(
                 "policy_logprobs has no gradient",
                 got="a tensor with requires_grad=False",
                 why="the loss cannot have been computed from it",
                 fix="pass the tensor before .detach(), the one that the loss was computed from",
             )
-        self.inputs, dtype = tensors, tensors[0].dtype
-        self.arrays: dict[str, Any] = {}
-        self.arrays["policy_logprobs"] = self.wide("policy_logprobs", policy)
-        shape = self.arrays["policy_logprobs"].shape
-        if mask is None:
-            lengths = [len(x) for x in self.pieces] if self.pieces else [shape[1]] * shape[0]
-            self.arrays["mask"] = np.arange(shape[1])[None] < np.array(lengths)[:, None]
-        else:
-            self.arrays["mask"] = self.wide("mask", mask) > 0
-        self.facts: dict[str, Any] = {
+        dtype = self.inputs[0].dtype
+        self.facts: dict[str, Any] = {name: getattr(call, name) for name in FACTS} | {
             "dtype": str(dtype).removeprefix("torch."),
             "eps": roundoff(torch.finfo(dtype).eps, torch.finfo(loss.dtype).eps),
             "loss": float(loss.detach()),
+            "beta": None if call.beta is None else float(call.beta),
             "findings": [],
         }
-
-    def wide(self, name: str, x: Any) -> Any:
-        """A tensor, or a list of tensors, as [B, T] in float64 on the CPU."""
-        if isinstance(x, Tensor | float | int):
-            array = torch.as_tensor(x).detach().double().cpu().numpy()
-            array = array[None] if array.ndim == 1 and name not in ("advantages", "rewards") else array
-        elif len(x) and all(isinstance(each, Tensor) and each.ndim == 1 for each in x):
-            width = max(len(each) for each in x)
-            array = np.zeros((len(x), width))
-            for row, each in enumerate(x):
-                array[row, : len(each)] = each.detach().double().cpu().numpy()
-        else:
-            array = np.array([float(each) for each in x])
-        known = self.arrays.get("policy_logprobs")
-        if name == "baseline" and known is not None:
-            array = np.broadcast_to(array, known.shape)
-        if name == "advantages" and known is not None and array.ndim == 2 and array.shape[1] == 1 < known.shape[1]:
-            array = array[:, 0]
-        per_row = name in ("advantages", "rewards") and array.ndim == 1
-        if known is not None and not per_row and array.shape != known.shape:
-            what, got = f"{name} does not have the shape of policy_logprobs", f"{array.shape} beside {known.shape}"
-            raise ShapeError(what, got=got, why="all values are of the same tokens", fix="cut or pad it to [B, T]")
-        if per_row and known is not None and "segments" not in self.arrays and len(array) != len(known):
-            got = f"{len(array)} numbers for {len(known)} completions"
-            fix = "pass [B], or [B, T]; with packed rows one per segment, and segments="
-            raise ShapeError(f"{name} does not have one number per completion", got=got, fix=fix)
-        return array
+        self.arrays = {"policy_logprobs": np.atleast_2d(_dense(policy))}
+        if call.mask is None:
+            whole = [torch.ones_like(x) for x in self.inputs]
+            call.mask = whole if self.is_list else whole[0]
+        self.add(**{name: getattr(call, name) for name in (*ARRAYS, "ids")})
 
     def add(self, **named: Any) -> None:
-        if named.get("segments") is not None:
-            self.arrays["segments"] = self.wide("segments", named.pop("segments")).astype(int)
+        """Store arrays of the shape of policy_logprobs; advantages and rewards may be one number per completion."""
+        shape = self.arrays["policy_logprobs"].shape
         for name, x in named.items():
-            if x is not None:
-                self.arrays[name] = self.wide(name, x)
-        if "ids" in self.arrays:
-            self.arrays["ids"] = self.arrays["ids"].astype(int)
+            if x is None:
+                continue
+            array, per_completion = _dense(x), name in ("advantages", "rewards")
+            if name == "baseline":
+                array = np.broadcast_to(array, shape)
+            if per_completion and array.shape == (shape[0], 1):
+                array = array[:, 0]
+            array = array[None] if array.ndim == 1 and not per_completion else array
+            if per_completion and array.ndim == 1:
+                fits = "segments" in self.arrays or len(array) == shape[0]
+            else:
+                fits = array.shape == shape
+            if not fits:
+                what, why = f"{name} does not fit policy_logprobs", "all values are of the same tokens"
+                fix = "pass [B, T]" + ", or [B]; with packed rows one per segment, and segments=" * per_completion
+                raise ShapeError(what, got=f"{array.shape} beside {shape}", why=why, fix=fix)
+            self.arrays[name] = array.astype(TYPES.get(name, np.float64))
 
     def differentiate(self, scale: float, watched: Watched | None) -> bool:
         """Take d loss / d log-probability, and where it helps its own derivatives; whether the loss depends on them."""
@@ -327,14 +284,14 @@ class _Batch:
             if near or watched is not None:
                 self._higher(watched, near=near)
         except (RuntimeError, ConfigError, NotImplementedError) as error:  # a compiled or custom loss may refuse
-            told = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
-            self._say(finding("no-second-derivative", error=told))
+            text = (str(error).strip().splitlines() or [type(error).__name__])[0][:120]
+            self._say(finding("no-second-derivative", error=text))
         return True
 
-    def _store(self, name: str, parts: Sequence[Tensor] | None) -> None:
-        """Keep one tensor per input, divided by the scale of the loss; None: zeros."""
-        parts = [torch.zeros_like(x) for x in self.inputs] if parts is None else parts
-        self.arrays[name] = self.wide(name, parts if self.pieces is not None else parts[0]) / self.scale
+    def _store(self, name: str, parts: Sequence[Tensor]) -> None:
+        """Keep one tensor per input, divided by the scale of the loss."""
+        self.add(**{name: parts if self.is_list else parts[0]})
+        self.arrays[name] = self.arrays[name] / self.scale
 
     def _say(self, *findings: Finding) -> None:
         self.facts["findings"] += [vars(x) | {"evidence": dict(x.evidence)} for x in findings]
@@ -342,82 +299,58 @@ class _Batch:
     def _gradient(self, y: Tensor, *, create_graph: bool = False) -> list[Tensor] | None:
         if not y.requires_grad:
             return None
-        found = torch.autograd.grad(y, self.inputs, retain_graph=True, create_graph=create_graph, allow_unused=True)
-        if all(x is None for x in found):
+        parts = torch.autograd.grad(y, self.inputs, retain_graph=True, create_graph=create_graph, allow_unused=True)
+        if all(x is None for x in parts):
             return None
-        return [torch.zeros_like(x) if g is None else g for g, x in zip(found, self.inputs, strict=True)]
+        return [torch.zeros_like(x) if g is None else g for g, x in zip(parts, self.inputs, strict=True)]
 
     def _higher(self, watched: Watched | None, *, near: bool) -> None:
-        """The second and third derivative near the reference; of a watched loss the part of the advantages."""
-        live = self._gradient(self.loss, create_graph=True) or []
-        if not any(x.requires_grad for x in live):
-            if any(type(node).__name__.startswith("CompiledFunction") for node in nodes_of(self.loss)):
-                raise RuntimeError("it is compiled")
-        elif watched is not None:
-            self._watched(live, watched)
-        if near:
-            second = self._gradient(_sum(live), create_graph=True)
-            self._store("second", second)
-            self._store("third", None if second is None else self._gradient(_sum(second)))
+        """The second and third derivative near the reference; of a watched loss what advantages and reference do."""
+        parts = self._gradient(self.loss, create_graph=True) or []
+        total = torch.stack([x.sum() for x in parts]).sum() if parts else self.loss.detach()
+        if not total.requires_grad and any(
+            type(x).__name__.startswith("CompiledFunction") for x in nodes_of(self.loss)
+        ):
+            raise RuntimeError("it is compiled")
+        if watched is not None and total.requires_grad:
+            self._watched(total, watched)
+        for name in ("second", "third") if near else ():
+            parts = self._gradient(total, create_graph=name == "second") or [torch.zeros_like(x) for x in self.inputs]
+            total = torch.stack([x.sum() for x in parts]).sum()
+            self._store(name, parts)
 
-    def _watched(self, parts: Sequence[Tensor], watched: Watched) -> None:
-        """The advantages' part of the gradient, and where the loss uses the reference."""
-        live = [x for x in parts if x.requires_grad]
-        push = None if watched.advantages is None else _along(live, watched.advantages)
-        if push is not None:
-            dense = iter(push)
-            self._store("policy_part", [next(dense) if x.requires_grad else x for x in parts])
-            if not np.any(self.arrays["policy_part"]):
-                del self.arrays["policy_part"]
-        if watched.ref_logprobs is not None and self.pieces is None:
-            ref = watched.ref_logprobs
-            in_value, in_gradient = (
-                torch.autograd.grad(y, ref, retain_graph=True, allow_unused=True)[0] for y in (self.loss, _sum(live))
-            )
-            used = [x is not None and bool(x.abs().sum() > 0) for x in (in_value, in_gradient)]
+    def _watched(self, total: Tensor, watched: Watched) -> None:
+        """The advantages' part of the gradient, and whether the reference is in the loss's value alone."""
+
+        def through(x: Tensor, y: Tensor, *, create_graph: bool = False) -> Tensor | None:
+            return torch.autograd.grad(y, x, retain_graph=True, create_graph=create_graph, allow_unused=True)[0]
+
+        if (a := watched.advantages) is not None and (slope := through(a, self.loss, create_graph=True)) is not None:
+            push = self._gradient((slope * a.detach()).sum())  # exact for whatever is linear in the advantages
+            if push is not None and any(x.any() for x in push):
+                self._store("policy_part", push)
+        if (ref := watched.ref_logprobs) is not None and not self.is_list:
+            used = [x is not None and bool(x.any()) for x in (through(ref, self.loss), through(ref, total))]
             self.facts["ref_detached"] = used == [True, False]
-            self._inner_shift(live[0], ref)
-
-    def _inner_shift(self, g: Tensor, ref: Tensor) -> None:
-        places = np.argwhere(self.arrays["mask"])
-        offsets = set()
-        for row, at in places[np.linspace(0, len(places) - 1, min(4, len(places))).astype(int)]:
-            touched = torch.autograd.grad(g[row, at], ref, retain_graph=True, allow_unused=True)[0]
-            where = torch.nonzero(touched) if touched is not None else torch.empty(0, 2)
-            if len(where) == 1 and int(where[0, 0]) == row:
-                offsets.add(int(where[0, 1]) - int(at))
-        if len(offsets) == 1 and (offset := offsets.pop()):
-            what = f"the loss compares each token with ref_logprobs {abs(offset)} place(s) "
-            what += "after it" if offset > 0 else "before it"
-            self._say(finding("shift", what=what, tensor="ref_logprobs", shift=offset))
 
     def compare_logits(self, logits: Tensor, other: Tensor | None, temperature: float) -> None:
         """Do the log-probabilities follow from the logits; and which divergence passes beside them?"""
-        from klamp.audit.logits import beside, reproduce
-
         if "ids" not in self.arrays:
             why = "a log-probability is that of one id"
             raise ConfigError("logits need the tokens", got="ids=None", why=why, fix="pass ids=")
         self.facts["logits_seen"] = True
         self._say(*reproduce(self.arrays, logits, other, temperature))
-        if other is not None and self.facts["around"] and logits.requires_grad and self.pieces is None:
+        if other is not None and self.facts["around"] and logits.requires_grad and not self.is_list:
             self.facts["beside"] = beside(self.loss, self.inputs[0], logits, other, self.arrays, temperature)
 
 
-def _sum(parts: Sequence[Tensor]) -> Tensor:
-    return torch.stack([x.sum() for x in parts]).sum()
-
-
-def _along(g: Sequence[Tensor], direction: Tensor) -> list[Tensor] | None:
-    """The derivative of g in the direction of a tensor's own value: exact for whatever is linear in it."""
-    dummies = [torch.zeros_like(x, requires_grad=True) for x in g]
-    product = _sum([x * dummy for x, dummy in zip(g, dummies, strict=True)])
-    back = torch.autograd.grad(product, direction, create_graph=True, allow_unused=True)[0]
-    if back is None or not back.requires_grad:
-        return None
-    along = (back * direction.detach()).sum()
-    found = torch.autograd.grad(along, dummies, retain_graph=True, allow_unused=True)
-    return [torch.zeros_like(x) if y is None else y for x, y in zip(g, found, strict=True)]
+def _dense(x: Any) -> Any:
+    """A number, a tensor, or a list of them, as an array in float64 on the CPU; 1-D tensors of a list are padded."""
+    if isinstance(x, Tensor | float | int):
+        return torch.as_tensor(x).detach().double().cpu().numpy()
+    if all(isinstance(part, Tensor) and part.ndim == 1 for part in x):
+        return pad_sequence([part.detach().double().cpu() for part in x], batch_first=True).numpy()
+    return np.array([float(part) for part in x])
 
 
 COPIES = ("View", "UnsafeView", "Reshape", "Expand", "Squeeze", "Unsqueeze", "Transpose", "TBackward", "Slice")
@@ -452,6 +385,6 @@ def reaches_around(loss: Tensor, inputs: Sequence[Tensor], watched: Watched | No
     """Whether the loss reaches a parameter by a path that avoids these tensors."""
     # The nodes themselves, which keeps them alive: the id of a node that is gone may be that of another one.
     stop = {x.grad_fn for x in inputs if x.grad_fn is not None}
-    known = {id(x) for x in (*inputs, *(watched or ())) if isinstance(x, Tensor)}
+    passed = {id(x) for x in (*inputs, *(watched or ())) if isinstance(x, Tensor)}
     leaves = (getattr(node, "variable", None) for node in nodes_of(loss, stop))
-    return any(leaf is not None and id(leaf) not in known for leaf in leaves)
+    return any(leaf is not None and id(leaf) not in passed for leaf in leaves)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias
 
-from klamp.audit.verdict import Finding, Verdict, cannot_tell, note, warning, wrong
+from klamp.audit.verdict import Finding, Level, Verdict, finding
 from klamp.errors import DataError
 
 Example: TypeAlias = Sequence[Mapping[str, Any]] | tuple[str, str]
@@ -69,119 +69,93 @@ def check_pair(
     """
     passed = {name for name, value in locals().items() if value is not None}
     options, lengths, ends = template_options or {}, prompt_lengths or (None, None), end_ids or (None, None)
-    policy = Side.of("policy", policy_tokenizer, (policy_ids, lengths[0], ends[0]), example, options)
-    teacher = Side.of(who, teacher_tokenizer, (teacher_ids, lengths[1], ends[1]), teacher_example or example, options)
+    policy = Side.of("policy", policy_tokenizer, example, options, policy_ids, lengths[0], ends[0])
+    anchor = Side.of(who, teacher_tokenizer, teacher_example or example, options, teacher_ids, lengths[1], ends[1])
     answer, end = policy.split()
-    prompts = policy.prompt(answer), teacher.prompt(answer)
+    prompts = policy.prompt(answer), anchor.prompt(answer)
     used = {*(policy.sent or ()), *(answer or ()), *policy.ends}
-    findings = [*_vocabularies(policy, teacher, used, vocabulary_sizes), *_ends(policy, teacher, end)]
+    findings = [*_vocabularies(policy, anchor, used, vocabulary_sizes), *_ends(policy, anchor, end)]
     if answer:
-        findings += [*_answers(policy, teacher, answer), *_cuts(policy, teacher, prompts)]
+        findings += [*_answers(policy, anchor, answer), *_cuts(policy, anchor, prompts)]
     elif answer is None and passed & {"example", "policy_ids"}:
-        fix = "pass policy_ids and prompt_lengths"
-        findings.append(cannot_tell("not-encoded", "the ids of the policy's answer are not known", fix=fix))
-    for side, prompt, limit in zip((policy, teacher), prompts, context_lengths or (), strict=False):
+        findings.append(finding("not-encoded"))
+    for side, prompt, limit in zip((policy, anchor), prompts, context_lengths or (), strict=False):
         if (length := len(side.sent or [*(prompt or ()), *(answer or ())])) > limit:
-            what = f"the {side.name} receives {length} tokens and has {limit} positions"
-            findings.append(wrong("too-long", what, fix="shorten the prompt or the answer", length=length, limit=limit))
+            findings.append(finding("too-long", who=side.name, length=length, limit=limit))
     if who == "teacher" and example and not isinstance(example[-1], str):
-        findings += _templates(policy, teacher, prompts, hinted=teacher_example is not None)
+        findings += _templates(policy, anchor, prompts, hinted=teacher_example is not None)
     missing = {what: f"pass {name}" for name, what in OPEN.items() if name not in passed}
-    if who == "teacher" and example and (teacher.text is None or isinstance(example[-1], str)):
+    if who == "teacher" and example and (anchor.text is None or isinstance(example[-1], str)):
         missing["the teacher's chat template"] = "pass messages, and a tokenizer with a chat template"
-    summary = f"policy with {len(policy.vocabulary)} tokens, {who} with {len(teacher.vocabulary)}"
+    summary = f"policy with {len(policy.vocabulary)} tokens, {who} with {len(anchor.vocabulary)}"
     return Verdict.of(findings, summary=summary, not_checked=missing)
 
 
-def _vocabularies(policy: Side, teacher: Side, used: set[int], sizes: Any) -> Iterator[Finding]:
-    own, other, who = policy.vocabulary, teacher.vocabulary, teacher.name
+def _vocabularies(policy: Side, anchor: Side, used: set[int], sizes: Any) -> Iterator[Finding]:
+    own, other, who = policy.vocabulary, anchor.vocabulary, anchor.name
     names = {i: token for token, i in other.items()}
     differ = sorted(token for token, i in own.items() if other.get(token) != i)
     clash = {own[token] for token in differ if token in other or own[token] in names}
-    counts = {"tokens": len(differ), "of": len(own), "first": differ[0] if differ else None, "sizes": sizes}
-    fix = f"use a {who} of the same model family; a KL per token cannot align two tokenizers (GOLD and ULD do)"
+    counts = {"tokens": len(differ), "of": len(own), "others": len(other), "first": differ[0] if differ else None}
     if clash:
         i = min(clash, key=lambda i: (i not in used, i))
-        what = f"the {who} has another tokenizer than the policy: id {i} is {policy.words([i])} for the policy"
         added = {*getattr(policy.tokenizer, "get_added_vocab", dict)().values()}
-        say = warning if clash <= added and i not in used else wrong
-        yield say("other-tokenizer", f"{what} and {teacher.words([i])} for the {who}", fix=fix, id=i, **counts)
+        level: Level = "warning" if clash <= added and i not in used else "wrong"
+        words = {"ours": policy.words([i]), "theirs": anchor.words([i])}
+        yield finding("other-tokenizer", level, who=who, id=i, **words, **counts)
     elif len(own) != len(other) or len({*(sizes or ())}) > 1:
-        what = f"policy and {who} have {len(own)} and {len(other)} tokens; an id that both have is the same token"
-        yield note("extra-tokens", what, **counts)
+        yield finding("extra-tokens", who=who, sizes=sizes, **counts)
     size = max(names, default=-1) + 1 if sizes is None else sizes[1]
     if outside := sorted(i for i in used if i not in names or i >= size):
-        what = f"{len(outside)} ids of the example are not in the {who}'s vocabulary, the first is {outside[0]}"
-        yield wrong("ids-outside", what, fix=f"{fix}; never clamp ids", ids=outside[:SHOWN], size=size)
+        yield finding("ids-outside", who=who, count=len(outside), ids=outside[:SHOWN], size=size)
 
 
-def _ends(policy: Side, teacher: Side, end: int | None) -> Iterator[Finding]:
-    ours, who = policy.ends if end is None else {end}, teacher.name
-    theirs = teacher.ends & {*turn_end(teacher.tokenizer)[:1]} or teacher.ends
-    token, other = policy.words(ours), teacher.words(theirs)
-    if ours and theirs and not ours <= theirs and token != other:  # one token with two ids is another tokenizer
-        both = {"teacher": sorted(theirs), "policy": sorted(ours)}
-        what = f"the {who} ends an answer with {other} and the policy with {token} (ids "
-        what += f"{both['teacher']} and {both['policy']}): the {who} may pull the policy's end away, and answers then "
-        fix = f"give both the same end token, or first train the policy on answers that end as the {who}'s do"
-        yield (note if ours & theirs else wrong)("end-id", f"{what}grow until they are cut", fix=fix, **both)
+def _ends(policy: Side, anchor: Side, end: int | None) -> Iterator[Finding]:
+    ours = policy.ends if end is None else {end}
+    theirs = anchor.ends & {*turn_end(anchor.tokenizer)[:1]} or anchor.ends
+    words = {"ours": policy.words(ours), "theirs": anchor.words(theirs)}
+    if ours and theirs and not ours <= theirs and words["ours"] != words["theirs"]:  # else a token with two ids
+        level: Level = "note" if ours & theirs else "wrong"
+        yield finding("end-id", level, who=anchor.name, teacher=sorted(theirs), policy=sorted(ours), **words)
 
 
-def _answers(policy: Side, teacher: Side, answer: list[int]) -> Iterator[Finding]:
-    sent, who = teacher.sent is not None, teacher.name
-    ours, theirs = (answer, teacher.split()[0]) if sent else (policy.answer or answer, teacher.answer)
-    same = teacher.prompt(answer) is not None if sent else ours == theirs
+def _answers(policy: Side, anchor: Side, answer: list[int]) -> Iterator[Finding]:
+    sent = anchor.sent is not None
+    ours, theirs = (answer, anchor.split()[0]) if sent else (policy.answer or answer, anchor.answer)
+    same = anchor.prompt(answer) is not None if sent else ours == theirs
     if not same and (sent or theirs is not None):
-        at, theirs = apart(ours, theirs or []), theirs or []
-        what = f"from its token {at} on, the {who} reads the answer as {theirs[at : at + 3]} instead of "
-        fix = f"send the policy's answer ids behind the {who}'s prompt, not the text of the answer"
-        evidence = {"at": at, "policy": ours[:SHOWN], "teacher": theirs[:SHOWN]}
-        nowhere = f"the policy's answer is not among the ids that the {who} receives"
-        yield wrong("answer-ids", f"{what}{ours[at : at + 3]}" if theirs else nowhere, fix=fix, **evidence)
+        yield finding("answer-ids", who=anchor.name, **_apart(ours, theirs or [], 3))
     try:
         again = encoded(policy.tokenizer, policy.tokenizer.decode(answer, skip_special_tokens=False)) or answer
     except Exception:  # ids without a token are named by `_vocabularies`
         again = answer
     if again != answer:
-        at = apart(answer, again)
-        what = f"decoding and encoding the answer changes its ids from token {at} on: {answer[at : at + 3]} become "
-        say, fix = note if sent and same else warning, "pass on the sampled ids, never their text"
-        yield say("retokenised", f"{what}{again[at : at + 3]}", fix=fix, at=at, ids=again[:SHOWN])
+        yield finding("retokenised", "note" if sent and same else None, **_apart(answer, again, 3))
 
 
-def _cuts(policy: Side, teacher: Side, prompts: tuple[Ids, Ids]) -> Iterator[Finding]:
+def _cuts(policy: Side, anchor: Side, prompts: tuple[Ids, Ids]) -> Iterator[Finding]:
     if prompts[0] is None or prompts[1] is None:
         return
-    ours, theirs, who, cut = len(prompts[0]), len(prompts[1]), teacher.name, teacher.length
-    fix = f"cut the {who}'s log-probabilities by the {who}'s own prompt length, {theirs}"
+    ours, theirs, cut = len(prompts[0]), len(prompts[1]), anchor.length
     if cut is None and ours != theirs:
-        what = f"the {who}'s prompt has {theirs} tokens and the policy's {ours}"
-        yield note("prompt-lengths", what, fix=fix, policy=ours, teacher=theirs)
-    elif cut is not None and (teacher.sent is not None or cut == policy.length):
-        added = 0 if teacher.sent is not None else (policy.length or 0) - ours  # what both prompts have in front
+        yield finding("prompt-lengths", who=anchor.name, policy=ours, teacher=theirs)
+    elif cut is not None and (anchor.sent is not None or cut == policy.length):
+        added = 0 if anchor.sent is not None else (policy.length or 0) - ours  # what both prompts have in front
         if shift := cut - added - theirs:
-            what = (
-                f"the {who}'s answer begins at token {theirs + added} and is cut at {cut}: a shift of {shift:+d} tokens"
-            )
-            yield wrong("positions", what, fix=fix, shift=shift)
+            yield finding("positions", who=anchor.name, start=theirs + added, cut=cut, shift=shift, teacher=theirs)
 
 
 def _templates(policy: Side, teacher: Side, prompts: tuple[Ids, Ids], *, hinted: bool) -> Iterator[Finding]:
     """Does the teacher receive the prompt as its own chat template writes it?"""
-    ours, own, given = policy.text, teacher.text or "", prompts[1]
-    fix = "render the prompt with the teacher's chat template, append the policy's answer ids, and cut the teacher's "
-    fix += f"log-probabilities by the teacher's own prompt length, {len(teacher.own or ())}"
+    ours, own, received, length = policy.text, teacher.text or "", prompts[1], len(teacher.own or ())
     if teacher.sent is None and ours is not None and own not in ("", ours) and not hinted:
-        at = apart(ours, own)
-        what = f"the chat templates write the prompt differently: {ours[at : at + SHOWN]!r} for the policy and "
-        yield warning("templates-differ", f"{what}{own[at : at + SHOWN]!r} for the teacher", fix=fix, at=at)
-    elif teacher.sent is not None and given and teacher.own and given[: len(teacher.own)] != teacher.own:
-        copied = given in (prompts[0], policy.own)
-        accused = copied and policy.tokenizer is not teacher.tokenizer
-        what = "the teacher receives " + ("the policy's form of the prompt" if copied else "another prompt")
-        say = wrong if accused else warning if copied or hinted else note
-        fix = fix if copied or hinted else f"pass teacher_example if that is meant; if not, {fix}"
-        yield say("teacher-template", f"{what}; its own chat template writes {own[:SHOWN]!r}", fix=fix)
+        yield finding("templates-differ", length=length, **_apart(ours, own, SHOWN))
+    elif teacher.sent is not None and received and teacher.own and received[:length] != teacher.own:
+        copied = received in (prompts[0], policy.own)
+        other = copied and policy.tokenizer is not teacher.tokenizer
+        level: Level = "wrong" if other else "warning" if copied or hinted else "note"
+        prompt = "the policy's form of the prompt" if copied else "another prompt"
+        yield finding("teacher-template", level, prompt=prompt, theirs=own[:SHOWN], length=length)
 
 
 @dataclass(frozen=True)
@@ -195,13 +169,14 @@ class Side:
     own: Ids  # the ids of that prompt
     answer: Ids
     sent: Ids
-    length: int | None
+    length: int | None  # of the prompt that is cut off
     ends: set[int]
 
     @classmethod
-    def of(cls, name: str, tokenizer: Any, given: Sequence[Any], example: Any, options: Mapping[str, Any]) -> Side:
-        """`given`: the ids that were sent, the length that is cut off, the end ids."""
-        sent, length, ends = given
+    def of(
+        cls, name: str, tokenizer: Any, example: Any, options: Mapping[str, Any], sent: Any, length: Any, ends: Any
+    ) -> Side:
+        """One side of an example, of which the ids `sent` reach the model."""
         ends = getattr(tokenizer, "eos_token_id", None) if ends is None else ends
         ends = {int(i) for i in (ends if isinstance(ends, Iterable) else [ends]) if i is not None}
         sent = None if sent is None else [int(i) for i in sent]
@@ -213,9 +188,8 @@ class Side:
         """The ids before an answer in what was sent; if nothing was sent, its own prompt."""
         if self.sent is None or not answer:
             return self.own if self.sent is None else None
-        first = (i for i, token in enumerate(self.sent) if token == answer[0])
-        fits = [i for i in first if self.sent[i : i + len(answer)] == answer]
-        return self.sent[: fits[-1]] if fits else None
+        starts = [i for i in range(len(self.sent)) if self.sent[i : i + len(answer)] == answer]
+        return self.sent[: starts[-1]] if starts else None
 
     def split(self) -> tuple[Ids, int | None]:
         """The answer without its end, and the end id."""
@@ -254,8 +228,8 @@ def _rendered(tokenizer: Any, example: Any, options: Mapping[str, Any]) -> tuple
         why, fix = "the answer's ids are compared", "pass messages that end with the assistant's, or (prompt, answer)"
         raise DataError("the example does not end with an answer in text", got=repr(last), why=why, fix=fix)
     try:
-        asked = {"tokenize": False, "add_generation_prompt": True, **options}
-        return str(tokenizer.apply_chat_template(prompt, **asked)), last["content"]
+        options = {"tokenize": False, "add_generation_prompt": True, **options}
+        return str(tokenizer.apply_chat_template(prompt, **options)), last["content"]
     except Exception:  # no template, or one that raises errors of its own
         return None, last["content"]
 
@@ -263,13 +237,13 @@ def _rendered(tokenizer: Any, example: Any, options: Mapping[str, Any]) -> tuple
 def encoded(tokenizer: Any, text: str | None) -> Ids:
     """The ids of a text without special tokens; None: there is no text, or the tokenizer refuses it."""
     try:
-        found = None if text is None else tokenizer.encode(text, add_special_tokens=False)
+        ids = None if text is None else tokenizer.encode(text, add_special_tokens=False)
     except Exception:  # a tokenizer may refuse a character in any way
         return None
-    return None if found is None else [int(i) for i in getattr(found, "ids", found)]
+    return None if ids is None else [int(i) for i in getattr(ids, "ids", ids)]
 
 
-def apart(one: Sequence[Any], other: Sequence[Any]) -> int:
-    """Where two sequences begin to differ."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
+def _apart(ours: Sequence[Any], theirs: Sequence[Any], count: int) -> dict[str, Any]:
+    """Where two sequences begin to differ, and what each has from there on."""
+    at = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
+    return {"at": at, "ours": ours[at : at + count], "theirs": theirs[at : at + count]}

@@ -9,22 +9,20 @@ Exit codes of `klamp check` and `klamp audit`: 0 sound, 1 wrong, 2 wrong usage o
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
 from klamp.errors import KlampError
 
 Level: TypeAlias = Literal["wrong", "cannot tell", "warning", "note"]
 
-LEVELS: tuple[Level, ...] = ("wrong", "cannot tell", "warning", "note")
+LEVELS: tuple[Level, ...] = get_args(Level)
 """Worst first: the order in which findings are printed."""
 EXIT_CODES: dict[bool | None, int] = {False: 1, None: 3, True: 0}
-"""Answer -> exit code of `klamp check` and `klamp audit`, the worst first."""
-
-
+"""`Verdict.ok` -> exit code, the worst first."""
 ANSWERS: dict[bool | None, str] = {True: "sound", False: "WRONG", None: "cannot tell"}
 """`Verdict.ok` in words."""
 
@@ -117,7 +115,7 @@ class Verdict:
         lines = [f"klamp check: {ANSWERS[self.ok]}" + f"; {self.summary}" * bool(self.summary)]
         lines += [f"  found    {self.found}"] * bool(self.found)
         for finding in self.findings:
-            label = {"wrong": "WRONG", "cannot tell": "CANNOT TELL"}.get(finding.level, finding.level)
+            label = finding.level if finding.level in ("warning", "note") else finding.level.upper()
             lines.append(f"  {label:8s} {finding.what}")
             lines += [f"           fix: {finding.fix}"] * bool(finding.fix)
         if self.not_checked:
@@ -134,19 +132,8 @@ def findings_table() -> dict[str, dict[str, str]]:
     return yaml.safe_load((Path(__file__).parent / "findings.yaml").read_text(encoding="utf-8"))
 
 
-def finding(code: str, **evidence: Any) -> Finding:
-    """The finding of this code, its sentence filled with the evidence."""
-    row = findings_table()[code]
-    what = row["what"].format_map(evidence)
-    return Finding(code=code, level=row["level"], what=what, evidence=evidence, fix=row.get("fix", ""))  # type: ignore[arg-type]
-
-
-def _of_level(level: Level) -> Callable[..., Finding]:
-    def made(code: str, what: str, *, fix: str = "", **evidence: Any) -> Finding:
-        return Finding(code=code, level=level, what=what, fix=fix, evidence=evidence)
-
-    return made
-
-
-wrong, cannot_tell, warning, note = map(_of_level, LEVELS)
-"""(code, what, fix=, evidence...) -> a finding of this level."""
+def finding(code: str, level: Level | None = None, **evidence: Any) -> Finding:
+    """The finding of this code, at its own level or another; the evidence fills its sentence and its fix."""
+    row: Any = findings_table()[code]
+    what, fix = (row.get(part, "").format_map(evidence) for part in ("what", "fix"))
+    return Finding(code=code, level=level or row["level"], what=what, evidence=evidence, fix=fix)

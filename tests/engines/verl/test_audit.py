@@ -10,7 +10,7 @@ from tests.engines.verl.actor import Step, actor_loss
 from torch import Tensor
 
 from klamp.audit import load_subject
-from klamp.audit.verl import reward_kl
+from klamp.audit.trainers import verl_reward_kl as reward_kl
 
 
 def kl_part(policy: Tensor, ref: Tensor, **options: object) -> Tensor:

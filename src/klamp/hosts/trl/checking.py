@@ -22,7 +22,7 @@ from transformers import TrainerCallback
 
 from klamp.audit.examine import of_beta
 from klamp.audit.micro_batch import check as check_loss
-from klamp.audit.trl import GivenLogits
+from klamp.audit.trainers import GivenLogits
 from klamp.audit.verdict import Verdict, finding
 from klamp.core.arguments import describe
 from klamp.errors import ConfigError, KLWarning
