@@ -44,7 +44,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -52,22 +52,20 @@ from torch import Tensor
 
 from klamp.core.arguments import AT_LEAST_0, FLOATS, IDS, check_number, check_tensors
 from klamp.core.estimators import DIRECTIONS
-from klamp.core.gradients import applied, first_only
-from klamp.core.heads.logprobs import Given, Scale, logprobs_of, score
+from klamp.core.gradients import first_only
+from klamp.core.heads.logprobs import logprobs_of, score
 from klamp.core.heads.tiles import (
     Head,
-    Owner,
     Products,
     Tile,
     TileGradient,
-    cast_inputs,
+    Walk,
     check_head,
-    check_scale,
     exp_,
     head_gradients,
     keep,
     opaque,
-    owner_of,
+    run_walk,
     tiles,
 )
 from klamp.core.masking import upcast
@@ -81,8 +79,7 @@ Spare = tuple[Tile, Tile]
 class LinearKL(torch.autograd.Function):
     """The KL of each row, in nats, with a gradient for the policy only.
 
-    Takes hidden, weight and bias (or None) of the policy, the same three of the reference, (temperature, softcap), the
-    owner of the weight (see `tiles`), whether anything learns, and the direction of the KL.
+    Takes hidden, weight and bias (or None) of the policy, the same three of the reference, and the options of the walk.
     """
 
     @staticmethod
@@ -94,19 +91,16 @@ class LinearKL(torch.autograd.Function):
         ref_hidden: Tensor,
         ref_weight: Tensor,
         ref_bias: Tensor | None,
-        scale: tuple[float, float | None],
-        owner: Owner,
-        learns: bool,
-        direction: Direction,
+        walk: Walk,
     ) -> Tensor:
         """The KL of each row, [N]; keeps what the gradient needs and no matrix of logits."""
-        learns = learns and ctx.needs_input_grad[1] and weight.dtype == ref_weight.dtype
-        ctx.kept = keep(owner, hidden, weight, heads=2) if learns else None
-        policy = Products(Head(weight, bias, *scale), hidden, ctx.kept)
-        ref = Products(Head(ref_weight, ref_bias, *scale), ref_hidden, ctx.kept, which=1)
-        value, center, log_z, ref_log_z = _divergence(policy, ref, direction)
+        learns = walk.learns and ctx.needs_input_grad[1] and weight.dtype == ref_weight.dtype
+        ctx.kept = keep(walk.owner, hidden, weight, heads=2) if learns else None
+        policy = Products(Head(weight, bias, *walk.scale), hidden, ctx.kept)
+        ref = Products(Head(ref_weight, ref_bias, *walk.scale), ref_hidden, ctx.kept, which=1)
+        value, center, log_z, ref_log_z = _divergence(policy, ref, walk.direction)
         ctx.save_for_backward(hidden, weight, bias, ref_hidden, ref_weight, ref_bias, center, log_z, ref_log_z)
-        ctx.direction, ctx.scale = direction, scale
+        ctx.walk = walk
         return value
 
     @staticmethod
@@ -115,17 +109,17 @@ class LinearKL(torch.autograd.Function):
         """The gradients of the policy's hidden states and head, in one more walk over the vocabulary."""
         hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *rest = ctx.saved_tensors
         kept, ctx.kept = ctx.kept, None  # written over here: a second walk computes the products again
-        policy = Products(Head(weight, bias, *ctx.scale), hidden, kept)
-        ref = Products(Head(ref_weight, ref_bias, *ctx.scale), ref_hidden, kept, which=1)
-        slope_of, head = _SLOPES[ctx.direction], policy.head
+        policy = Products(Head(weight, bias, *ctx.walk.scale), hidden, kept)
+        ref = Products(Head(ref_weight, ref_bias, *ctx.walk.scale), ref_hidden, kept, which=1)
+        slope_of, head = _SLOPES[ctx.walk.direction], policy.head
 
-        def make(index: Tensor | slice, some: Tensor) -> TileGradient:
+        def make(index: Tensor | slice, mine: Products) -> TileGradient:
             g, center, log_z, ref_log_z = (x[index][:, None] for x in (grads[0], *rest))
-            mine, other = policy.of(index, some), ref.of(index, ref_hidden[index])
+            other = ref.of(index)
 
             def of_tile(rows: slice, entries: slice) -> Tensor:
-                z, slope = head.logits(mine.recall(rows, entries))
-                ref_z = ref.head.logits(other.recall(rows, entries))[0].to(z.dtype)
+                z, ref_z = (model.head.logits(model.recall(rows, entries)) for model in (mine, other))
+                slope, ref_z = head.slope(z), ref_z.to(z.dtype)
                 forbidden = None if bias is None else z.isneginf()
                 if ref_bias is not None:  # what rounds to p = 0 is worth 0, whatever the ratio
                     lost = ref_z.isneginf() & ((z - log_z[rows]).exp() == 0)
@@ -136,11 +130,7 @@ class LinearKL(torch.autograd.Function):
 
             return of_tile
 
-        needs = ctx.needs_input_grad[:3]
-        with torch.autocast(hidden.device.type, enabled=False):
-            place = None if kept is None else kept.place
-            found = head_gradients(grads[0], hidden, head, needs, make, place)
-        return (*found, *[None] * 7)
+        return (*head_gradients(policy, grads[0], ctx.needs_input_grad[:3], make), *[None] * 4)
 
 
 # The slopes of step 3, each in the memory of the two logits that it is given. log_z is log Z, ref_log_z is log Y.
@@ -206,7 +196,7 @@ def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[
     def walk(product: Callable[..., Tensor], visit: Callable[[int, slice, Tensor, Tensor], None]) -> None:
         for i, entries in enumerate(columns):
             for rows in chunks:
-                z, ref_z = (model.head.logits(product(model, rows, entries))[0] for model in (policy, ref))
+                z, ref_z = (model.head.logits(product(model, rows, entries)) for model in (policy, ref))
                 visit(i, rows, z, ref_z.to(z.dtype))
 
     def each_tile(i: int, rows: slice, z: Tensor, ref_z: Tensor) -> None:
@@ -244,15 +234,10 @@ def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[
     return halves.mean(0), halves[0] + lost / 2, total, ref_total
 
 
-Weights = tuple[Tensor, Tensor | None]
-Options = dict[str, Any]
-
-
-def _check_pair(hidden: Tensor, head: Weights, ref_hidden: Tensor, ref_head: Weights, scale: Scale) -> None:
-    check_head("the policy's", hidden, *head)
-    check_head("the reference's", ref_hidden, *ref_head)
-    check_scale(*scale)
-    rows, entries, ref_rows, ref_entries = hidden.shape[0], head[0].shape[0], ref_hidden.shape[0], ref_head[0].shape[0]
+def _check_pair(hidden: Tensor, policy: Head, ref_hidden: Tensor, ref: Head) -> None:
+    check_head("the policy's", hidden, policy)
+    check_head("the reference's", ref_hidden, ref)
+    rows, entries, ref_rows, ref_entries = len(hidden), len(policy.weight), len(ref_hidden), len(ref.weight)
     if rows != ref_rows or entries > ref_entries:
         raise ShapeError(
             "policy and reference differ in rows or vocabulary",
@@ -286,25 +271,22 @@ def cut_mass(
     return torch.sigmoid(more - shared)
 
 
-def _kl(
-    hidden: Tensor, head: Weights, ref_hidden: Tensor, ref_head: Weights, scale: Scale, direction: Direction
-) -> Tensor:
-    _check_pair(hidden, head, ref_hidden, ref_head, scale)
-    given = cast_inputs(hidden, *head, *(None if x is None else x.detach() for x in (ref_hidden, *ref_head)))
-    options = (scale, owner_of(head[0]), torch.is_grad_enabled(), direction)
-    with torch.autocast(hidden.device.type, enabled=False):
-        return applied(LinearKL, *given, *options)
+@opaque
+def _kl(hidden: Tensor, policy: Head, ref_hidden: Tensor, ref: Head, direction: Direction) -> Tensor:
+    _check_pair(hidden, policy, ref_hidden, ref)
+    detached = (None if x is None else x.detach() for x in (ref_hidden, ref.weight, ref.bias))
+    return run_walk(LinearKL, policy, hidden, policy.weight, policy.bias, *detached, direction=direction)
 
 
+@opaque
 def _head_kl(
-    given: Given, scale: Scale, ids: Tensor | None, targets: Tensor, anchor: Any, top_k: int, options: Options
+    hidden: Tensor, policy: Head, ids: Tensor, anchor: Tensor | tuple[Tensor, Head], *, top_k: int = 0, **options: Any
 ) -> Tensor:
-    """`topk_kl` of the policy's `top_k` likeliest tokens, or of ids; the targets come last in the anchor's numbers."""
-    scored = targets if ids is None else torch.cat((ids, targets[:, None]), 1)
-    logprobs, _, ids = logprobs_of(given, scale, scored, False, top_k)
+    """`topk_kl` over the `top_k` likeliest tokens of the policy, or over the ids; the last id is the sampled token."""
+    logprobs, _, ids = logprobs_of(hidden, policy, ids, top_k=top_k)
     if not isinstance(anchor, Tensor):
         with torch.no_grad():
-            anchor, *_ = logprobs_of(anchor, scale, ids)
+            anchor, *_ = logprobs_of(*anchor, ids)
     return topk_kl_of(logprobs, anchor, ids, **options)
 
 
@@ -365,14 +347,15 @@ def linear_kl(  # noqa: PLR0913  (two models, and what the KL is over)
     Source: arXiv:2504.10637 (the estimate), arXiv:2411.09009 (tiles)
     """
     check_name("KL direction", direction, DIRECTIONS)
-    policy, ref, scale = (policy_weight, policy_bias), (ref_weight, ref_bias), (temperature, softcap)
+    policy = Head(policy_weight, policy_bias, temperature, softcap)
+    ref = Head(ref_weight, ref_bias, temperature, softcap)
     if top_k is None:
-        return opaque(_kl, policy_hidden, policy, ref_hidden, ref, scale, direction)
+        return _kl(policy_hidden, policy, ref_hidden, ref, direction)
     check_number("top_k", top_k, AT_LEAST_0, whole=True)
-    _check_pair(policy_hidden, policy, ref_hidden, ref, scale)
+    _check_pair(policy_hidden, policy, ref_hidden, ref)
     check_tensors(IDS, like=policy_hidden, targets=targets)
     options = {"direction": direction, "tail": tail, "log_weight": log_weight}
-    return opaque(_head_kl, (policy_hidden, *policy), scale, None, targets, (ref_hidden, *ref), top_k, options)
+    return _head_kl(policy_hidden, policy, cast(Tensor, targets), (ref_hidden, ref), top_k=top_k, **options)
 
 
 def linear_head_kl(  # noqa: PLR0913  (a model, a server's answer, and what the KL is over)
@@ -422,7 +405,8 @@ def linear_head_kl(  # noqa: PLR0913  (a model, a server's answer, and what the 
             fix=f"pass both as [{len(policy_hidden)}]",
         )
     kept = server_head(head_ids, targets, top_k, torch.ones_like(head_ids, dtype=torch.bool) if kept is None else kept)
-    ids, anchor = torch.where(kept, head_ids, targets[:, None]), torch.cat((head_logprobs, target_logprobs[:, None]), 1)
+    ids = torch.cat((torch.where(kept, head_ids, targets[:, None]), targets[:, None]), 1)
+    anchor = torch.cat((head_logprobs, target_logprobs[:, None]), 1)
+    policy = Head(policy_weight, policy_bias, temperature, softcap)
     options = {"direction": direction, "tail": tail, "log_weight": log_weight, "kept": kept}
-    given = policy_hidden, policy_weight, policy_bias
-    return opaque(_head_kl, given, (temperature, softcap), ids, targets, anchor, 0, options)
+    return _head_kl(policy_hidden, policy, ids, anchor, **options)

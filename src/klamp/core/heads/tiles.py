@@ -14,9 +14,10 @@ forward pass saw. Rows beyond the first H are computed again.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -24,7 +25,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from klamp.core.arguments import FLOATS, POSITIVE, check_number, check_tensors, check_values_exist
+from klamp.core.gradients import applied
 from klamp.core.masking import upcast
+from klamp.core.types import Direction
 from klamp.errors import ConfigError, ShapeError
 
 TILE_BYTES = 4 * 2**20
@@ -37,8 +40,7 @@ Tiles = list[slice]
 TileGradient = Callable[[slice, slice], Tensor]
 # Where the weight gradient goes, slice by slice; each one is written once its rows have all been asked for
 Place = tuple[Tensor, Tiles]
-# (which rows learn, their hidden states) -> their TileGradient
-MakeGradient = Callable[[Tensor | slice, Tensor], TileGradient]
+Owner = tuple[torch.device, int]
 
 
 LOG2_E = math.log2(math.e)
@@ -71,22 +73,29 @@ class Head(NamedTuple):
             return out.copy_(linear(hidden, weight, bias))
         return torch.mm(hidden, weight.t(), out=out) if bias is None else torch.addmm(bias, hidden, weight.t(), out=out)
 
-    def logits(self, product: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits from products (whose memory they take), and d logits / d product, None where that is 1 everywhere."""
-        z = product
+    def logits(self, product: Tensor) -> Tensor:
+        """Logits from products, whose memory they take."""
         if self.softcap is not None:
-            z = z.div_(self.softcap).tanh_()
-            slope = (1 - z.square()).div_(self.temperature)
-            return z.mul_(self.softcap / self.temperature), slope
-        if self.temperature == 1.0:
-            return z, None
-        return z.div_(self.temperature), torch.full_like(z[:, :1], 1 / self.temperature)
+            return product.div_(self.softcap).tanh_().mul_(self.softcap / self.temperature)
+        return product if self.temperature == 1.0 else product.div_(self.temperature)
 
     def slope(self, logits: Tensor) -> Tensor | None:
-        """The same d logits / d product from the logits, where no products are at hand any more."""
-        if self.softcap is None:
-            return None if self.temperature == 1.0 else torch.full_like(logits, 1 / self.temperature)
-        return (1 - (logits * (self.temperature / self.softcap)).square()).div_(self.temperature)
+        """d logits / d product at each of these logits, or one for each row; None where it is 1 everywhere."""
+        if self.softcap is not None:
+            squares = (logits * (self.temperature / self.softcap)).square_()
+            return squares.neg_().add_(1).div_(self.temperature)
+        return None if self.temperature == 1.0 else torch.full_like(logits[:, :1], 1 / self.temperature)
+
+
+class Walk(NamedTuple):
+    """What the autograd functions of the heads take beside tensors."""
+
+    scale: tuple[float, float | None]  # temperature and soft cap
+    owner: Owner  # of the policy's weight, see `keep`
+    learns: bool
+    entropy: bool = False
+    top_k: int = 0  # how many of the likeliest tokens come before those that are asked for
+    direction: Direction = "reverse"
 
 
 class Tile:
@@ -150,29 +159,8 @@ def gradients(
     return [d_hidden, d_weight, d_bias]
 
 
-def head_gradients(
-    grad: Tensor,
-    hidden: Tensor,
-    head: Head,
-    needs: tuple[bool, ...],
-    make: MakeGradient,
-    place: Place | None = None,
-) -> list[Tensor | None]:
-    """Gradients of hidden, weight and bias, as far as `needs`, only for the rows whose incoming `grad` is not 0."""
-    live = grad != 0
-    index: Tensor | slice = slice(None) if bool(live.all()) else live.nonzero()[:, 0]
-    some = hidden[index]
-    found = gradients(some, head.weight, needs, make(index, some), place)
-    if found[0] is not None and isinstance(index, Tensor):
-        found[0] = torch.zeros_like(hidden, dtype=found[0].dtype).index_copy_(0, index, found[0])
-    like = (hidden, head.weight, head.bias)
-    return [None if x is None or y is None else x.to(y.dtype) for x, y in zip(found, like, strict=True)]
-
-
 KEEP_FROM = 2**20
 """Fewest entries of a weight for which this pays; below, every walk through a graph is equal to the last bit."""
-
-Owner = tuple[torch.device, int]
 
 
 class Kept:
@@ -215,9 +203,9 @@ class Products:
         self.known = 0 if kept is None else kept.rows
         self.tile = Tile(hidden)
 
-    def of(self, index: Tensor | slice, hidden: Tensor) -> Products:
+    def of(self, index: Tensor | slice) -> Products:
         """The products of some of the rows: the backward pass needs only the rows whose gradient is not 0."""
-        some = Products(self.head, hidden, self.kept, which=self.which)
+        some = Products(self.head, self.hidden[index], self.kept, which=self.which)
         if isinstance(index, Tensor):
             some.order = index[index < self.known]
             some.known = some.order.numel()
@@ -246,18 +234,47 @@ class Products:
         return self.tile.shaped(rows.stop - rows.start, entries.stop - entries.start)
 
 
+def head_gradients(
+    products: Products,
+    grad: Tensor,
+    needs: tuple[bool, ...],
+    make: Callable[[Tensor | slice, Products], TileGradient],
+) -> list[Tensor | None]:
+    """Gradients of hidden, weight and bias, as far as `needs`, only for the rows whose incoming `grad` is not 0.
+
+    `make` gets the index of these rows and their products.
+    """
+    hidden, head, kept = products.hidden, products.head, products.kept
+    live = grad != 0
+    index: Tensor | slice = slice(None) if bool(live.all()) else live.nonzero()[:, 0]
+    some = products.of(index)
+    with torch.autocast(hidden.device.type, enabled=False):
+        place = None if kept is None else kept.place
+        grads = gradients(some.hidden, head.weight, needs, make(index, some), place)
+    if grads[0] is not None and isinstance(index, Tensor):
+        grads[0] = torch.zeros_like(hidden, dtype=grads[0].dtype).index_copy_(0, index, grads[0])
+    like = (hidden, head.weight, head.bias)
+    return [None if x is None or y is None else x.to(y.dtype) for x, y in zip(grads, like, strict=True)]
+
+
+Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
 
-def opaque(function: Callable[..., Result], *given: Any) -> Result:
-    """Calls the function outside of torch.compile's graph, since which rows count depends on the data."""
-    if torch.compiler.is_compiling():
-        return cast(Any, torch.compiler).disable(function)(*given)
-    return function(*given)
+def opaque(function: Callable[Given, Result]) -> Callable[Given, Result]:
+    """Keeps calls of a function out of torch.compile's graph, since which rows count depends on the data."""
+
+    @functools.wraps(function)
+    def called(*args: Given.args, **choices: Given.kwargs) -> Result:
+        compiling = torch.compiler.is_compiling()
+        return (cast(Any, torch.compiler).disable(function) if compiling else function)(*args, **choices)
+
+    return called
 
 
-def check_head(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """Refuse hidden states and a head that do not fit together, with the reason."""
+def check_head(name: str, hidden: Tensor, head: Head) -> None:
+    """Refuse hidden states and a head that do not fit together, and a scale that no logits can be divided by."""
+    weight, bias = head.weight, head.bias
     check_tensors(FLOATS, **{f"{name} hidden states": hidden, f"{name} head's weight": weight})
     check_values_exist(f"{name} hidden states", hidden)
     if bias is not None:
@@ -278,19 +295,21 @@ def check_head(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None = 
             why="a linear layer refuses it too: one of them would have to be copied",
             fix="cast one of them, or call under torch.autocast",
         )
-
-
-def check_scale(temperature: float, softcap: float | None) -> None:
-    """Refuse a temperature or a soft cap that the logits cannot be divided by."""
     divides = POSITIVE.but("the logits are divided by it", "use that of the sampler or of the model's configuration")
-    check_number("temperature", temperature, divides)
-    check_number("softcap", softcap, divides, optional=True)
+    check_number("temperature", head.temperature, divides)
+    check_number("softcap", head.softcap, divides, optional=True)
 
 
-def cast_inputs(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors in the type that autocast would give the inputs of a linear layer; unchanged without autocast."""
-    kind = next(x for x in tensors if x is not None).device.type
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(kind)
-    return [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+def run_walk(function: type[torch.autograd.Function], head: Head, *tensors: Tensor | None, **choices: Any) -> Any:
+    """What an autograd function of the heads returns for these tensors, the first of which are hidden states.
+
+    They get the type that autocast would give the inputs of a linear layer; the function itself runs without.
+    """
+    kind = head.weight.device.type
+    if torch.is_autocast_enabled(kind):
+        dtype = torch.get_autocast_dtype(kind)
+        wide = [x is None or x.dtype == torch.float64 or not x.is_floating_point() for x in tensors]
+        tensors = tuple(x if stays or x is None else x.to(dtype) for x, stays in zip(tensors, wide, strict=True))
+    options = Walk((head.temperature, head.softcap), owner_of(head.weight), torch.is_grad_enabled(), **choices)
+    with torch.autocast(kind, enabled=False):
+        return applied(function, *tensors, options)
