@@ -13,7 +13,8 @@ import torch
 from klamp.config import PRESETS, KLConfig, LossConfig
 from klamp.core.gradients import kl_penalty
 from klamp.verify import convergence
-from klamp.verify.explain import Explanation, Setting, equations, explain_config
+from klamp.verify.explain import Setting, equations, explain_config
+from klamp.verify.judge import Explanation
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
 

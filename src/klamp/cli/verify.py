@@ -17,7 +17,8 @@ from klamp.errors import ConfigError, KLWarning, unknown_name
 from klamp.lab.tasks.base import NO_REWARD
 from klamp.verify.convergence import answer_convergence
 from klamp.verify.direction import answer_direction
-from klamp.verify.explain import FORMS, Explanation, Setting, explain_config, explain_form
+from klamp.verify.explain import Setting, explain_config
+from klamp.verify.judge import FORMS, Explanation, explain_form
 from klamp.verify.proofs import PROOFS, Check, run_section
 from klamp.verify.proofs.check import Answer
 from klamp.verify.proofs.values import measure_estimators

@@ -172,8 +172,7 @@ def mass_beyond(found: Predictions, entries: int, *, temperature: float) -> Tens
         return torch.zeros(len(found.values), device=found.values.device)
     if head is None:
         return (found.logits() / temperature).softmax(-1)[..., entries:].sum(-1)
-    options = {"temperature": temperature / head.scale, "softcap": head.softcap}
-    return cut_mass(found.values, head.weight, entries, ref_bias=head.bias, **options)
+    return cut_mass(found.values, Head(head.weight, head.bias, temperature / head.scale, head.softcap), entries)
 
 
 def head_kl(

@@ -44,6 +44,7 @@ Built = TypeVar("Built")
 Rewards: TypeAlias = Literal["equal", "mixed"]
 
 MAX_GROUPS = 10_000
+NO_KL = KLConfig(beta=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -160,9 +161,9 @@ def examine_config(
     else:
         coefficient, without = teacher.teacher_coef, dataclasses.replace(objective, others=())
     plain, _ = _take_steps(scene, without, loss, kl)
-    known, anchor = (scene.truths, "ref") if teacher is None else (None, "teacher")
+    anchor = "ref" if teacher is None else "teacher"
     return StepReport(
-        kl=report(scene.chain, probs, (losses - plain) / (coefficient or 1.0), known=known, anchor=anchor),
+        kl=report(scene.chain, probs, (losses - plain) / (coefficient or 1.0), anchor=anchor),
         gate=None if gates is None else float((probs * gates).sum()),
         policy_gradient=gradient_of((probs * plain).sum(), scene.chain),
     )

@@ -7,12 +7,8 @@ cut into tiles T_1 ... T_c, of which only one is in memory. Three steps give the
 
        log Z_i = log sum_v exp(z_v)        log Y_i = log sum_v exp(y_v)        K_i = KL(p_.|i || q_.|i)
 
-   Let m = sum_v p_v|i (y_v - z_v), the mean shift, and x_v = y_v - z_v - m. Then
-
-       Y_i / Z_i = sum_v p_v|i exp(y_v - z_v) = exp(m) sum_v p_v|i exp(x_v)
-       K_i = sum_v p_v|i (z_v - y_v) - log Z_i + log Y_i = log sum_v p_v|i exp(x_v)
-
-   and, since the p_v|i sum to 1 and the p_v|i x_v to 0, sum_v p_v|i exp(x_v) = 1 + sum_v p_v|i (exp(x_v) - 1 - x_v):
+   Let m = sum_v p_v|i (y_v - z_v), the mean shift, and x_v = y_v - z_v - m. Then K_i = -m - log Z_i + log Y_i and
+   Y_i / Z_i = exp(m) sum_v p_v|i exp(x_v). Since the p_v|i sum to 1 and the p_v|i x_v to 0,
 
        K_i = log1p(sum_v p_v|i (expm1(x_v) - x_v))        log Y_i = log Z_i + m + K_i
 
@@ -151,11 +147,7 @@ def _js_slope(z: Tensor, ref_z: Tensor, log_z: Tensor, ref_log_z: Tensor, center
     return torch.sub(log_p, log_m, out=log_m).sub_(center).mul_(exp_(log_p)).div_(2)
 
 
-_SLOPES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]] = {
-    "reverse": _reverse_slope,
-    "forward": _forward_slope,
-    "js": _js_slope,
-}
+_SLOPES: dict[str, Callable[..., Tensor]] = {"reverse": _reverse_slope, "forward": _forward_slope, "js": _js_slope}
 
 
 def _within(z: Tensor, other: Tensor, spare: Spare) -> tuple[Tensor, Tensor, Tensor]:
@@ -253,29 +245,13 @@ def _normaliser(hidden: Tensor, head: Head, part: slice) -> Tensor:
 
 
 @torch.no_grad()
-def cut_mass(
-    ref_hidden: Float[Tensor, "rows ref_width"],
-    ref_weight: Float[Tensor, "ref_vocab ref_width"],
-    entries: int,
-    *,
-    ref_bias: Float[Tensor, " ref_vocab"] | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-) -> Float[Tensor, " rows"]:
+def cut_mass(ref_hidden: Float[Tensor, "rows ref_width"], ref: Head, entries: int) -> Float[Tensor, " rows"]:
     """The probability that the reference gives to tokens from `entries` on, which the policy does not have; detached.
 
     `linear_kl` leaves it out and renormalises nothing. One forward walk; where it is not tiny, ask why.
     """
-    head = Head(ref_weight, ref_bias, temperature, softcap)
-    shared, more = (_normaliser(ref_hidden, head, part) for part in (slice(entries), slice(entries, None)))
+    shared, more = (_normaliser(ref_hidden, ref, part) for part in (slice(entries), slice(entries, None)))
     return torch.sigmoid(more - shared)
-
-
-@opaque
-def _kl(hidden: Tensor, policy: Head, ref_hidden: Tensor, ref: Head, direction: Direction) -> Tensor:
-    _check_pair(hidden, policy, ref_hidden, ref)
-    detached = (None if x is None else x.detach() for x in (ref_hidden, ref.weight, ref.bias))
-    return run_walk(LinearKL, policy, hidden, policy.weight, policy.bias, *detached, direction=direction)
 
 
 @opaque
@@ -349,10 +325,11 @@ def linear_kl(  # noqa: PLR0913  (two models, and what the KL is over)
     check_name("KL direction", direction, DIRECTIONS)
     policy = Head(policy_weight, policy_bias, temperature, softcap)
     ref = Head(ref_weight, ref_bias, temperature, softcap)
-    if top_k is None:
-        return _kl(policy_hidden, policy, ref_hidden, ref, direction)
-    check_number("top_k", top_k, AT_LEAST_0, whole=True)
     _check_pair(policy_hidden, policy, ref_hidden, ref)
+    if top_k is None:
+        detached = (None if x is None else x.detach() for x in (ref_hidden, ref_weight, ref_bias))
+        return run_walk(LinearKL, policy, policy_hidden, policy_weight, policy_bias, *detached, direction=direction)
+    check_number("top_k", top_k, AT_LEAST_0, whole=True)
     check_tensors(IDS, like=policy_hidden, targets=targets)
     options = {"direction": direction, "tail": tail, "log_weight": log_weight}
     return _head_kl(policy_hidden, policy, cast(Tensor, targets), (ref_hidden, ref), top_k=top_k, **options)
@@ -390,19 +367,14 @@ def linear_head_kl(  # noqa: PLR0913  (a model, a server's answer, and what the 
     check_tensors(IDS, head_ids=head_ids, targets=targets)
     check_tensors(FLOATS, head_logprobs=head_logprobs, target_logprobs=target_logprobs)
     check_number("top_k", top_k, AT_LEAST_0, whole=True)
-    if not head_ids.shape == head_logprobs.shape == (len(policy_hidden), *head_ids.shape[1:]) or head_ids.ndim != 2:
+    shapes = [tuple(x.shape) for x in (head_ids, head_logprobs, targets, target_logprobs)]
+    rows, entries = len(policy_hidden), head_ids.shape[-1:]
+    if shapes != [(rows, *entries)] * 2 + [(rows,)] * 2 or head_ids.ndim != 2:
         raise ShapeError(
-            "the head does not fit the hidden states",
-            got=f"head_ids {tuple(head_ids.shape)}, head_logprobs {tuple(head_logprobs.shape)}",
-            why="each row of hidden has its entries: an id and a log-probability each",
-            fix=f"pass both as [{len(policy_hidden)}, K], with kept=False where there is none",
-        )
-    if not targets.shape == target_logprobs.shape == head_ids.shape[:1]:
-        raise ShapeError(
-            "the targets do not fit the head",
-            got=f"targets {tuple(targets.shape)}, target_logprobs {tuple(target_logprobs.shape)}",
-            why="each row has one sampled token",
-            fix=f"pass both as [{len(policy_hidden)}]",
+            "the head and the targets do not fit the hidden states",
+            got=f"head_ids and head_logprobs {shapes[:2]}, targets and target_logprobs {shapes[2:]}",
+            why="each row of hidden has K entries, an id and a log-probability each, and one sampled token",
+            fix=f"pass [{rows}, K] and [{rows}], with kept=False where there is no entry",
         )
     kept = server_head(head_ids, targets, top_k, torch.ones_like(head_ids, dtype=torch.bool) if kept is None else kept)
     ids = torch.cat((torch.where(kept, head_ids, targets[:, None]), targets[:, None]), 1)

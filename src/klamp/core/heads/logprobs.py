@@ -1,15 +1,10 @@
 """Log-probabilities straight from hidden states, without the [N, V] matrix of logits.
 
-The vocabulary is walked in tiles (see `tiles`). The forward pass keeps one normaliser per tile and token; the backward
-pass needs each tile again. So products of the forward pass are kept in the memory that the gradient of the weight will
-take anyway: all of them where N <= H, those of H rows where N > H; the rest is computed again. Forward and backward
-take three matrix products (N <= H) to four (N >> H). Where the head is frozen the gradient of `linear_logprobs` is
-formed in the forward pass: two products in all.
+The vocabulary is walked in tiles. The forward pass keeps one normaliser per tile and token; the backward pass reads
+each tile's products again, or computes them (see `tiles`): three matrix products where N <= H, up to four where N is
+larger. Where the head is frozen the gradient of `linear_logprobs` is formed in the forward pass: two products in all.
+Extra memory: a few tiles, O(N H), and the gradients themselves; no second [V, H].
 
-Extra memory: a few tiles, O(N H), and the gradients themselves; no second [V, H]. Where a weight of 2^20 entries or
-more learns, its gradient is allocated in the forward pass and lives until the backward pass or until the result is
-dropped. One call per weight has it at a time: another one, before that backward pass, computes its products again, as
-a second walk through a retained graph does. Nothing is kept under no_grad, or for a weight that needs no gradient.
 Rows whose incoming gradient is exactly 0 take no part in the backward pass: they cost nothing, and whatever stands
 there (NaN too) reaches no gradient.
 

@@ -4,12 +4,14 @@ The vocabulary is walked in the outer loop and the rows in the inner one, so tha
 summed in float32 and written once: nothing of size [V, H] exists but the gradient itself. Products are rounded to the
 type of their inputs, as those of any linear layer; everything after them is float32 (float64 stays float64).
 
-The backward pass needs memory for the weight gradient, [V, H], in any case. Here it is allocated in the forward pass
-already, and lent: the slice of it that belongs to c vocabulary entries holds c H numbers, which are the products of H
-rows with these entries (of H / 2 rows where there are two heads, policy and reference). The backward pass goes through
-the vocabulary slice by slice; it reads the products of a slice, all rows, and then writes the gradient over them. A
-product is kept as the head rounded it, in the type of the weight, so the backward pass sees the very number that the
-forward pass saw. Rows beyond the first H are computed again.
+The backward pass needs memory for the weight gradient, [V, H], in any case. Where a weight of `KEEP_FROM` entries or
+more learns, it is allocated in the forward pass, and lent until the backward pass, or until the result is dropped: the
+slice that belongs to c vocabulary entries holds c H numbers, which are the products of H rows with these entries (of
+H / 2 rows for two heads, policy and reference). The backward pass goes through the vocabulary slice by slice; it reads
+the products of a slice, all rows, and then writes the gradient over them. A product is kept as the head rounded it, in
+the type of the weight, so the backward pass sees the very number that the forward pass saw. Rows beyond the first H are
+computed again, and so are all rows of a second call of a weight before its backward pass, and of a second walk through
+a retained graph.
 """
 
 from __future__ import annotations
@@ -17,7 +19,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeVar, cast
+from typing import Any, NamedTuple, TypeVar, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -38,8 +40,7 @@ TILE_ROWS = 1024
 Tiles = list[slice]
 # (rows of a tile, its vocabulary entries) -> gradient with respect to the head's product there
 TileGradient = Callable[[slice, slice], Tensor]
-# Where the weight gradient goes, slice by slice; each one is written once its rows have all been asked for
-Place = tuple[Tensor, Tiles]
+# Of a weight and of its detached copies: the device and address of their memory
 Owner = tuple[torch.device, int]
 
 
@@ -124,41 +125,6 @@ def tiles(hidden: Tensor, weight: Tensor) -> tuple[Tiles, Tiles]:
     return _split(weight.shape[0], max(1, size // (4 * rows))), _split(hidden.shape[0], rows)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
-
-
-def gradients(
-    hidden: Tensor, weight: Tensor, needs: tuple[bool, ...], of_tile: TileGradient, place: Place | None = None
-) -> list[Tensor | None]:
-    """The gradients of hidden states, weight and bias, each only where wanted, summed over the tiles in float32."""
-    wide = upcast(hidden[:0]).dtype
-    columns, chunks = tiles(hidden, weight)
-    room, columns = place or (None, columns)
-    d_weight = None if not needs[1] else torch.empty_like(weight) if room is None else room
-    d_hidden = torch.zeros_like(hidden, dtype=wide) if needs[0] else None
-    d_bias = weight.new_zeros(weight.shape[0], dtype=wide) if needs[2] else None
-    for entries in columns:
-        part = weight.new_zeros(weight[entries].shape, dtype=wide) if needs[1] and len(chunks) != 1 else None
-        for rows in chunks:
-            d = of_tile(rows, entries)
-            if d_bias is not None:
-                d_bias[entries] += d.sum(0, dtype=wide)
-            d = d.to(hidden.dtype)
-            if d_hidden is not None:
-                _add_product(d_hidden[rows], d, weight[entries])
-            if part is not None:
-                _add_product(part, d.t(), hidden[rows])
-            elif d_weight is not None:
-                torch.mm(d.t(), hidden, out=d_weight[entries])
-        if part is not None and d_weight is not None:
-            d_weight[entries] = part
-    return [d_hidden, d_weight, d_bias]
-
-
 KEEP_FROM = 2**20
 """Fewest entries of a weight for which this pays; below, every walk through a graph is equal to the last bit."""
 
@@ -168,7 +134,7 @@ class Kept:
 
     def __init__(self, hidden: Tensor, weight: Tensor, heads: int) -> None:
         self.d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        self.place: Place = self.d_weight, tiles(hidden, weight)[0]  # of the forward pass, however few rows learn
+        self.columns = tiles(hidden, weight)[0]  # of the forward pass, however few rows learn
         self.rows = min(hidden.shape[0], weight.shape[1] // heads)
 
     def room(self, entries: slice, head: int) -> Tensor:
@@ -179,11 +145,6 @@ class Kept:
 
 # Each call between its forward and its backward pass, by its weight. Nothing here keeps it alive but its graph.
 _waiting: WeakValueDictionary[Owner, Kept] = WeakValueDictionary()
-
-
-def owner_of(weight: Tensor) -> Owner:
-    """A key that is the same for a weight and for its detached copies: the device and address of its memory."""
-    return weight.device, weight.data_ptr()
 
 
 def keep(owner: Owner, hidden: Tensor, weight: Tensor, *, heads: int = 1) -> Kept | None:
@@ -244,32 +205,63 @@ def head_gradients(
 
     `make` gets the index of these rows and their products.
     """
-    hidden, head, kept = products.hidden, products.head, products.kept
     live = grad != 0
     index: Tensor | slice = slice(None) if bool(live.all()) else live.nonzero()[:, 0]
     some = products.of(index)
-    with torch.autocast(hidden.device.type, enabled=False):
-        place = None if kept is None else kept.place
-        grads = gradients(some.hidden, head.weight, needs, make(index, some), place)
+    with torch.autocast(grad.device.type, enabled=False):
+        grads = gradients(some, needs, make(index, some))
+    inputs = (products.hidden, products.head.weight, products.head.bias)
     if grads[0] is not None and isinstance(index, Tensor):
-        grads[0] = torch.zeros_like(hidden, dtype=grads[0].dtype).index_copy_(0, index, grads[0])
-    like = (hidden, head.weight, head.bias)
-    return [None if x is None or y is None else x.to(y.dtype) for x, y in zip(grads, like, strict=True)]
+        grads[0] = torch.zeros_like(products.hidden, dtype=grads[0].dtype).index_copy_(0, index, grads[0])
+    return [None if x is None or y is None else x.to(y.dtype) for x, y in zip(grads, inputs, strict=True)]
 
 
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
+def gradients(products: Products, needs: tuple[bool, ...], of_tile: TileGradient) -> list[Tensor | None]:
+    """The gradients of hidden states, weight and bias, each only where wanted, summed over the tiles in float32."""
+    hidden, weight, kept = products.hidden, products.head.weight, products.kept
+    wide = upcast(hidden[:0]).dtype
+    columns, chunks = tiles(hidden, weight)
+    columns = columns if kept is None else kept.columns
+    d_hidden = torch.zeros_like(hidden, dtype=wide) if needs[0] else None
+    d_weight = (torch.empty_like(weight) if kept is None else kept.d_weight) if needs[1] else None
+    d_bias = weight.new_zeros(weight.shape[0], dtype=wide) if needs[2] else None
+    for entries in columns:
+        part = weight.new_zeros(weight[entries].shape, dtype=wide) if needs[1] and len(chunks) != 1 else None
+        for rows in chunks:
+            d = of_tile(rows, entries)
+            if d_bias is not None:
+                d_bias[entries] += d.sum(0, dtype=wide)
+            d = d.to(hidden.dtype)
+            if d_hidden is not None:
+                _add_product(d_hidden[rows], d, weight[entries])
+            if part is not None:
+                _add_product(part, d.t(), hidden[rows])
+            elif d_weight is not None:
+                torch.mm(d.t(), hidden, out=d_weight[entries])
+        if part is not None and d_weight is not None:  # once all rows were asked for: the products lie in its memory
+            d_weight[entries] = part
+    return [d_hidden, d_weight, d_bias]
 
 
-def opaque(function: Callable[Given, Result]) -> Callable[Given, Result]:
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def opaque(function: Function) -> Function:
     """Keeps calls of a function out of torch.compile's graph, since which rows count depends on the data."""
 
     @functools.wraps(function)
-    def called(*args: Given.args, **choices: Given.kwargs) -> Result:
+    def called(*args: Any, **choices: Any) -> Any:
         compiling = torch.compiler.is_compiling()
         return (cast(Any, torch.compiler).disable(function) if compiling else function)(*args, **choices)
 
-    return called
+    return cast(Function, called)
 
 
 def check_head(name: str, hidden: Tensor, head: Head) -> None:
@@ -300,16 +292,17 @@ def check_head(name: str, hidden: Tensor, head: Head) -> None:
     check_number("softcap", head.softcap, divides, optional=True)
 
 
+@opaque
 def run_walk(function: type[torch.autograd.Function], head: Head, *tensors: Tensor | None, **choices: Any) -> Any:
     """What an autograd function of the heads returns for these tensors, the first of which are hidden states.
 
     They get the type that autocast would give the inputs of a linear layer; the function itself runs without.
     """
-    kind = head.weight.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        wide = [x is None or x.dtype == torch.float64 or not x.is_floating_point() for x in tensors]
-        tensors = tuple(x if stays or x is None else x.to(dtype) for x, stays in zip(tensors, wide, strict=True))
-    options = Walk((head.temperature, head.softcap), owner_of(head.weight), torch.is_grad_enabled(), **choices)
-    with torch.autocast(kind, enabled=False):
-        return applied(function, *tensors, options)
+    weight, stays = head.weight, (torch.float64, torch.long)
+    if torch.is_autocast_enabled(weight.device.type):
+        dtype = torch.get_autocast_dtype(weight.device.type)
+        tensors = tuple(x if x is None or x.dtype in stays else x.to(dtype) for x in tensors)
+    owner = weight.device, weight.data_ptr()
+    walk = Walk((head.temperature, head.softcap), owner, torch.is_grad_enabled(), **choices)
+    with torch.autocast(weight.device.type, enabled=False):
+        return applied(function, *tensors, walk)

@@ -21,10 +21,10 @@ from klamp.config.teacher import TeacherConfig, TeacherHead
 from klamp.core.advantages import group_advantages
 from klamp.core.penalty import token_penalty
 from klamp.core.types import Batch, Direction
-from klamp.verify.config_facts import NO_KL
-from klamp.verify.one_step import Scene, examine_config, quietly, scene, scores_of, teacher_kl
+from klamp.verify.one_step import NO_KL, Scene, examine_config, quietly, scene, scores_of, teacher_kl
 from klamp.verify.oracle import (
     Loss,
+    divergence,
     expected,
     expected_gradient,
     gradient_of,
@@ -219,17 +219,17 @@ def _other_heads() -> Iterator[Check]:
     def js(y: Outcomes, b: float = 0.99) -> Tensor:
         p, q = _logprobs(y)
         m = torch.logaddexp(p + math.log(1 - b), q + math.log(b))
-        return b * _kl(q, m) + (1 - b) * _kl(p, m)
+        return b * divergence(q, m) + (1 - b) * divergence(p, m)
 
     rows: tuple[tuple[str, Chain, Loss, float], ...] = (
         ("klamp's head of 1 and a tail, apart", four, as_loss(taught_by(estimator="topk", top_k=1)), 0.431888),
-        ("renormalised over a head of 1, apart", four, lambda y: _kl(*_logprobs(y, 1)), 0.0),
+        ("renormalised over a head of 1, apart", four, lambda y: divergence(*_logprobs(y, 1)), 0.0),
         ("JS(.99) as the reverse KL, apart", four, js, 0.004262),
         ("no tail, at the teacher", _position(SIX), no_tail, 0.152188),
         (
             "teacher renormalised, student not, at it",
             same,
-            lambda y: _kl(_logprobs(y, 2)[1], _logprobs(y)[0][..., :2]),
+            lambda y: divergence(_logprobs(y, 2)[1], _logprobs(y)[0][..., :2]),
             0.350623,
         ),
     )
@@ -239,10 +239,6 @@ def _other_heads() -> Iterator[Check]:
 
 def _logprobs(y: Outcomes, first: int | None = None) -> tuple[Tensor, Tensor]:
     return y.policy_logits[..., :first].log_softmax(-1), y.teacher_logits[..., :first].log_softmax(-1)
-
-
-def _kl(first: Tensor, second: Tensor) -> Tensor:
-    return (first.exp() * (first - second)).sum(-1)
 
 
 def _other_tails() -> Iterator[Check]:

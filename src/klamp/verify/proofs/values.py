@@ -11,11 +11,11 @@ from typing import get_args
 import torch
 from torch import Tensor
 
-from klamp.core.estimators import ESTIMATORS, exact_kl, kl_estimate
+from klamp.core.estimators import ESTIMATORS, kl_estimate
 from klamp.core.gradients import kl_penalty
 from klamp.core.types import Estimator, Gradient
-from klamp.verify.judge import DTYPES, FAR, judge_gradient, judge_value, one_token
-from klamp.verify.oracle import Followed, Loss, expected, in_reward, reverse_kl, variance
+from klamp.verify.judge import DTYPES, FAR, exact, judge_value, one_token
+from klamp.verify.oracle import Followed, Loss, expected, expected_pull, in_reward, reverse_kl, variance
 from klamp.verify.proofs.check import Check, is_equal, is_true
 from klamp.verify.worlds import (
     Chain,
@@ -86,11 +86,6 @@ def _estimators() -> Iterator[Check]:
 
 def _bias_of(name: Estimator, chain: Chain) -> Tensor:
     return expected(chain, estimate(name)) - reverse_kl(chain)
-
-
-def exact(y: Outcomes) -> Tensor:
-    """The exact KL of each position, as a loss of enumerated completions."""
-    return exact_kl(y.policy_logits, y.ref_logits)
 
 
 def _exact() -> list[Check]:
@@ -225,8 +220,8 @@ def measure_estimators() -> list[EstimatorFacts]:
             bias=value.relative_bias,
             deviation=value.standard_deviation / value.reverse_kl,
             lowest=value.lowest,
-            as_loss=judge_gradient(loss, chains).follows,
-            in_reward=judge_gradient(in_reward(loss), chains).follows,
+            as_loss=expected_pull(chains, loss).follows,
+            in_reward=expected_pull(chains, in_reward(loss)).follows,
         )
         facts.append(found)
     return facts
