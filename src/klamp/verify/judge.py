@@ -1,4 +1,4 @@
-"""Judging a KL function that somebody else wrote or printed: what it estimates, its gradient, where it stops.
+"""Judging a KL function that somebody else wrote or printed: what it estimates, whose gradient it has.
 
 A `KLFunction` maps the log-probabilities of sampled tokens under policy and reference, both `[B, T]`, to one number
 per token, `[B, T]`; whatever a trainer calls its per-token KL can be brought into that form. `judge` runs it through
@@ -8,8 +8,6 @@ the enumeration oracle in float64, with tokens sampled from the policy:
     >>> k3 = lambda policy, ref: torch.exp(ref - policy) - (ref - policy) - 1
     >>> judge(k3).value.estimates, judge(k3).gradient.follows.in_words
     ('KL(policy||ref)', 'KL(ref||policy)')
-    >>> judge(k3).clamp
-    (None, None)
     >>> explain_form("k1-as-loss").verdict
     'the value is right; the expected gradient is zero, so it regularises nothing.'
 """
@@ -32,13 +30,11 @@ from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, random_chai
 
 Line: TypeAlias = tuple[str, str]
 KLFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FAR = 30.0
 """A large log-ratio, in nats, at which value and gradient are still to be right."""
 TOLERANCE = 1e-5
 """Relative error up to which values are equal; functions that compute in float32 must still be recognised."""
-SCAN_TO, SCAN_STEP = 60.0, 0.25
-"""How far out, and how finely, a clamp is looked for, in nats."""
 
 Use: TypeAlias = Literal["loss", "reward"]
 USES: tuple[Use, ...] = get_args(Use)
@@ -67,13 +63,10 @@ class Judgement:
 
     value: ValueFinding
     gradient: Pull
-    clamp: tuple[float | None, float | None]
-    """The log-ratios (nats) below and above which the gradient is exactly zero, in float64; None: it never is. Both are
-    0 where the value is detached."""
 
 
 def judge(function: KLFunction, *, use: Use = "loss") -> Judgement:
-    """Finds out what a per-token KL function estimates, where its gradient points, and where it stops.
+    """Finds out what a per-token KL function estimates, and where its gradient points.
 
     Sampler: tokens come from the policy, and are enumerated, so that there is no sampling error.
     Value: E_policy[f] against KL(policy||ref) and KL(ref||policy).
@@ -94,7 +87,6 @@ def judge(function: KLFunction, *, use: Use = "loss") -> Judgement:
     return Judgement(
         value=judge_value(as_loss(function), chains),
         gradient=expected_pull(chains, as_loss(function, use), tolerance=TOLERANCE),
-        clamp=(_find_clamp(function, -1, use), _find_clamp(function, 1, use)),
     )
 
 
@@ -158,33 +150,16 @@ def one_token(function: KLFunction, dtype: torch.dtype, log_ratio: float, use: U
     return values.item(), 0.0 if slope is None else slope.item()
 
 
-def _find_clamp(function: KLFunction, side: int, use: Use) -> float | None:
-    """The log-ratio beyond which the gradient stays zero up to `SCAN_TO`, found to 1e-6 nats; None: there is none."""
-
-    def dead(size: float) -> bool:
-        return one_token(function, torch.float64, side * size, use)[1] == 0
-
-    sizes = [SCAN_STEP * (i + 1) for i in range(round(SCAN_TO / SCAN_STEP))]
-    last = next((size for size in reversed(sizes) if not dead(size)), 0.0)
-    if last in (0.0, sizes[-1]):
-        return None if last else 0.0
-    low, high = last, last + SCAN_STEP
-    while high - low > 1e-6:
-        middle = (low + high) / 2
-        low, high = (low, middle) if dead(middle) else (middle, high)
-    return side * round(high, 6)
-
-
 def far_faults(function: KLFunction, use: Use = "loss", *, moves: bool) -> str:
     """What is wrong with a token at +-30 nats, and in which floating-point types; `moves`: it has to pull back."""
     types: dict[str, list[str]] = {}
-    for dtype, far in product(DTYPES, (FAR, -FAR)):
+    for (name, dtype), far in product(DTYPES.items(), (FAR, -FAR)):
         value, slope = one_token(function, dtype, far, use)
-        faults = [f"the {name} is {x}" for name, x in (("value", value), ("gradient", slope)) if not math.isfinite(x)]
+        faults = [f"the {what} is {x}" for what, x in (("value", value), ("gradient", slope)) if not math.isfinite(x)]
         if moves and slope * far <= 0:
             faults.append(f"the gradient {'pushes away from the reference' if slope else 'is zero'}")
         if faults:
-            types.setdefault(f"at {far:+g} nats {faults[0]}", []).append(str(dtype).removeprefix("torch."))
+            types.setdefault(f"at {far:+g} nats {faults[0]}", []).append(name)
     return "; ".join(f"{fault} ({', '.join(names)})" for fault, names in types.items())
 
 
