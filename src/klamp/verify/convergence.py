@@ -34,7 +34,7 @@ from klamp.core.types import Batch, Reduction
 from klamp.errors import ConfigError
 from klamp.verify.one_step import Scene, advantages_in_groups, less_kl, quietly, scores_of
 from klamp.verify.oracle import divergence, gradient_of
-from klamp.verify.proofs.check import Answer, Check, TextTable, is_equal, is_true
+from klamp.verify.proofs.check import Check, ProvenAnswer, TextTable, is_equal, is_true
 from klamp.verify.worlds import Chain, count_prefixes, enumerate_outcomes, prefix_probs
 
 BETA = 0.2
@@ -289,7 +289,7 @@ def _judge_end(term: str, name: str) -> tuple[str, list[Check]]:
     return cell, [at_optimum, is_equal(claim, ends(term, name)[-1].price, BETA, tolerance=1e-6)]
 
 
-def answer_convergence() -> Answer:
+def answer_convergence() -> ProvenAnswer:
     """Which settings reach the optimum that they claim?"""
     judged = {term: [_judge_end(term, name) for name in LOSSES] for term in TERMS}
     checks = [check for cells in judged.values() for _, checks in cells for check in checks]
@@ -299,7 +299,7 @@ def answer_convergence() -> Answer:
         columns=("KL, beta 0.2", *LOSSES),
         rows=tuple((term, *(cell for cell, _ in cells)) for term, cells in judged.items()),
     )
-    return Answer(
+    return ProvenAnswer(
         question="Where does each configuration end, and is that the optimum ref exp(reward / price)?",
         tables=(table,),
         checks=(*checks, *_baselines()),

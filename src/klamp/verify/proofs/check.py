@@ -36,7 +36,7 @@ class TextTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ProvenAnswer:
     """A question about a formula or a configuration, with numbers, checks and an explanation."""
 
     question: str
