@@ -82,11 +82,7 @@ def examine(chain: Chain, loss: Loss) -> Report:
 
 
 def report(
-    chain: Chain,
-    probs: Float[Tensor, " draws"],
-    losses: Float[Tensor, " draws"],
-    *,
-    anchor: Who = "ref",
+    chain: Chain, probs: Float[Tensor, " draws"], losses: Float[Tensor, " draws"], *, anchor: Who = "ref"
 ) -> Report:
     """Compares losses, one for each draw of these probabilities, with the `truths` about a KL to `anchor`."""
     measured = chain.towards(anchor)
@@ -235,8 +231,7 @@ class Followed(NamedTuple):
 
     def is_exactly(self, name: str, *, factor: float = 1.0, tolerance: float = TOLERANCE) -> bool:
         """Whether it is this known gradient times this factor; the opposite sign is not."""
-        if name in ("zero", NOTHING_KNOWN):
-            return self.name == name
+        factor = 0.0 if name in ("zero", NOTHING_KNOWN) else factor
         return self.name == name and abs(self.factor - factor) <= tolerance
 
     @property

@@ -170,6 +170,7 @@ def _mean_ratio(y: Outcomes) -> Tensor:
 
 IN_REWARD: dict[str, Any] = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}
 REWARD = KLConfig(**IN_REWARD)
+TO_GO = KLConfig(kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")
 
 
 def prove_placement() -> list[Check]:
@@ -178,12 +179,11 @@ def prove_placement() -> list[Check]:
 
 
 def _places() -> Iterator[Check]:
-    to_go = KLConfig(kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")
     dr_grpo = LossConfig(advantage_baseline="mean")
     rows = (
         ("in the reward, against the mean of the others", REWARD, None, "reverse", 1.0),
-        ("in the advantage, reward-to-go", to_go, None, "reverse", 1.0),
-        ("in the advantage, token by token", replace(to_go, kl_horizon="token"), None, "local", 1.0),
+        ("in the advantage, reward-to-go", TO_GO, None, "reverse", 1.0),
+        ("in the advantage, token by token", replace(TO_GO, kl_horizon="token"), None, "local", 1.0),
         # dr_grpo divides by the longest length (2), the group's mean holds a completion's own KL: (2 - 1)/2.
         ("in the reward, against the group's mean of 2, dr_grpo", REWARD, dr_grpo, "reverse", 0.25),
     )
@@ -200,17 +200,15 @@ def _saturated() -> list[Check]:
     spent = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
     rewards = torch.ones(4, dtype=torch.float64)
     small, large = (group_advantages(rewards - beta * spent, 4, scale="std", eps=0.0) for beta in (0.01, 1.0))
-    world, sizes = scene(0, length=2), list[float]()
-    for beta in (0.01, 1.0):
-        kl = KLConfig(beta=beta, kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")
-        step = examine_config(kl, LossConfig(scale_rewards="std"), scene=world)
-        sizes.append(beta * float(step.kl.gradient.norm()))
+    world, scaled = scene(0, length=2), LossConfig(scale_rewards="std")
+    steps = {beta: examine_config(replace(TO_GO, beta=beta), scaled, scene=world) for beta in (0.01, 1.0)}
+    weak, strong = (beta * step.kl.gradient.norm() for beta, step in steps.items())
     noise = torch.full((4,), 0.1, dtype=torch.float64)
     std, after = "in the reward, divided by the std", "in the advantage, after the division"
     return [
         is_equal(f"{std}: 100 times beta gives the same advantages", (large - small).abs().max(), 0.0),
-        _refuses("that", lambda: build_objective(REWARD, LossConfig(scale_rewards="std"), max_length=1)),
-        is_equal(f"{after}: 100 times beta is 100 times the pull", sizes[1] / sizes[0], 100.0),
+        _refuses("that", lambda: build_objective(REWARD, scaled, max_length=1)),
+        is_equal(f"{after}: 100 times beta is 100 times the pull", strong / weak, 100.0),
         is_equal("a group whose rewards are all equal", group_advantages(noise, 4, scale="std").abs().max(), 0.0),
     ]
 
@@ -222,19 +220,18 @@ def _lengths() -> list[Check]:
     means = delta.sum(-1) / mask.sum(-1)
     by_mean = group_advantages(1 - 0.1 * means, 2, scale="std")
     by_sum = group_advantages(1 - 0.1 * delta.sum(-1), 2, scale="none")
+    text = f"advantages {by_mean[0].item():+.3f} (2 tokens), {by_mean[1].item():+.3f} (10 tokens)"
     shifted = kl_in_advantage(torch.zeros(2).double(), delta, torch.zeros_like(delta), mask, beta=0.1)
     return [
         is_true(
-            "a mean over the own length in the reward: the longest completion wins",
-            by_mean[1] > 0 > by_mean[0],
-            f"advantages {by_mean[0].item():+.3f} (2 tokens), {by_mean[1].item():+.3f} (10 tokens)",
+            "a mean over the own length in the reward: the longest completion wins", by_mean[1] > 0 > by_mean[0], text
         ),
         is_equal("a sum over the completion: equal nats, equal advantages", (by_sum[1] - by_sum[0]).abs(), 0.0),
         is_equal("in the advantage: equal nats, equal shift of the first token", shifted[0, 0] - shifted[1, 0], 0.0),
     ]
 
 
-def _prices() -> list[Check]:
+def _prices() -> Iterator[Check]:
     """Checks what a nat of a whole completion costs in reward, from the two halves of the expected update.
 
     The half without a KL is -a grad E[reward], the half of the KL is b grad KL(policy||ref): the price is b / a.
@@ -252,16 +249,13 @@ def _prices() -> list[Check]:
     world = scene(0, length=2, rewards="mixed", group_size=3)
     reward = gradient_of((world.outcomes.policy_logprobs.sum(-1).exp() * world.rewards).sum(), world.chain)
     reverse = world.truths["reverse"]
-    checks: list[Check] = []
-    for name, kl in terms.items():
-        for baseline in get_args(Baseline):
-            loss = LossConfig(loss_type="dr_grpo", advantage_baseline=baseline)
-            price = configured_price(kl, loss, group_size=3, mean_length=world.mean_length, max_length=2).per_completion
-            step = examine_config(kl, loss, scene=world)
-            earned, paid = _multiple(-step.policy_gradient, reward), _multiple(kl.beta * step.kl.gradient, reverse)
-            claim = f"{name}; {baseline} of 3: {price:.4g} reward per nat of a completion at beta {kl.beta:g}"
-            checks.append(is_equal(claim, paid / earned, price))
-    return checks
+    for (name, kl), baseline in itertools.product(terms.items(), get_args(Baseline)):
+        loss = LossConfig(loss_type="dr_grpo", advantage_baseline=baseline)
+        price = configured_price(kl, loss, group_size=3, mean_length=world.mean_length, max_length=2).per_completion
+        step = examine_config(kl, loss, scene=world)
+        earned, paid = _multiple(-step.policy_gradient, reward), _multiple(kl.beta * step.kl.gradient, reverse)
+        claim = f"{name}; {baseline} of 3: {price:.4g} reward per nat of a completion at beta {kl.beta:g}"
+        yield is_equal(claim, paid / earned, price)
 
 
 def _multiple(gradient: Tensor, of: Tensor) -> Tensor:
@@ -273,16 +267,14 @@ def prove_clipping() -> list[Check]:
     budget = kl_budget(0.1, per_token=True, reference_length=50)
     kl = torch.tensor([2.0, 8.0], dtype=torch.float64)
     hard = clip_kl(kl, 5.0, method="hard")
-    soft = clip_kl(kl, 5.0, method="soft")
+    soft, softplus = clip_kl(kl, 5.0, method="soft"), math.log1p(math.exp(-3)) + math.log1p(math.exp(3))
     quantiles = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
     leak = clip_gate(0.05 + 0.5 * torch.special.ndtri(quantiles), 0.1, method="hard").mean()
     wide = clip_gate(torch.tensor([0.0, 0.1], dtype=torch.float64), 0.05, method="soft")
     return [
         is_equal("0.1 nats per token x 50 tokens", budget, 5.0),
         is_equal("hard: max(0, 2 - 5) + max(0, 8 - 5)", hard.sum(), 3.0),
-        is_equal(
-            "soft: softplus(2 - 5) + softplus(8 - 5)", soft.sum(), math.log1p(math.exp(-3)) + math.log1p(math.exp(3))
-        ),
+        is_equal("soft: softplus(2 - 5) + softplus(8 - 5)", soft.sum(), softplus),
         is_equal("hard: slope below and above, by autograd", _slope("hard", 2.0) + 10 * _slope("hard", 8.0), 10.0),
         is_equal("soft: slope sigmoid(8 - 5), by autograd", _slope("soft", 8.0), 1 / (1 + math.exp(-3))),
         is_equal("soft, temperature 1, per-token units: gate at KL 0, threshold .05", wide[0], 0.4875, tolerance=5e-5),

@@ -16,15 +16,7 @@ from klamp.core.types import Gradient
 from klamp.verify.judge import DTYPES, FAR, exact, judge_value, one_token
 from klamp.verify.oracle import Followed, Loss, expected, expected_pull, in_reward, reverse_kl, variance
 from klamp.verify.proofs.check import Check, is_equal, is_true
-from klamp.verify.worlds import (
-    Chain,
-    Outcomes,
-    enumerate_outcomes,
-    one_position,
-    random_chain,
-    random_positions,
-    truncate_top_p,
-)
+from klamp.verify.worlds import Chain, enumerate_outcomes, one_position, random_chain, random_positions, truncate_top_p
 
 
 def prove_values() -> list[Check]:
@@ -57,11 +49,7 @@ def prove_gaussians() -> list[Check]:
 
 def estimate(name: str) -> Loss:
     """One of klamp's estimators as a loss of enumerated completions."""
-
-    def loss(y: Outcomes) -> Tensor:
-        return kl_estimate(y.policy_logprobs, y.ref_logprobs, estimator=name)  # pyright: ignore[reportArgumentType]
-
-    return loss
+    return lambda y: kl_estimate(y.policy_logprobs, y.ref_logprobs, estimator=name)  # pyright: ignore
 
 
 def _estimators() -> Iterator[Check]:
