@@ -22,6 +22,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -137,13 +138,8 @@ def follow(kl: KLConfig, loss: LossConfig, world: Scene, teacher: TeacherConfig 
 
 def teacher_price(teacher: TeacherConfig, loss: LossConfig, *, group_size: int) -> Price:
     """The price of a nat away from a teacher, whose KL is reduced as the policy loss is; see `price_of`."""
-    return price_of(
-        teacher.teacher_coef,
-        placement=teacher.teacher_placement,
-        baseline=loss.advantage_baseline,
-        scale=loss.scale,
-        group_size=group_size,
-    )
+    sizes: dict[str, Any] = {"baseline": loss.advantage_baseline, "scale": loss.scale, "group_size": group_size}
+    return price_of(teacher.teacher_coef, placement=teacher.teacher_placement, **sizes)
 
 
 def expected_step(

@@ -8,10 +8,10 @@
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import get_args
 
 import torch
 
@@ -35,22 +35,15 @@ from klamp.core.types import Direction
 from klamp.verify.convergence import BETA, COEF, follow, teacher_price, worlds
 from klamp.verify.judge import Explanation, Line, far_faults
 from klamp.verify.one_step import NO_KL, Scene, StepReport, examine_config, quietly, scene
-from klamp.verify.oracle import Pull, cosine, local_kl, pull_of, truths
-from klamp.verify.worlds import Sampler, Who
+from klamp.verify.oracle import IN_WORDS, Pull, cosine, local_kl, pull_of, say_of, truths
+from klamp.verify.worlds import Who
 
 SEEDS = range(4)
 LENGTH = 3
 """Longest completion of the worlds of whole completions, in tokens."""
-TERM = (
-    *("kl_estimator", "kl_gradient", "kl_horizon", "kl_placement", "kl_max_log_ratio", "kl_off_policy"),
-    *("kl_max_weight", "kl_normalizer"),
-)
-"""The fields of a KL term, without its coefficient and clip."""
-DIVERGENCES: Mapping[Direction, str] = {
-    "reverse": "KL(policy||ref)",
-    "forward": "KL(ref||policy)",
-    "js": "JS(policy, ref)",
-}
+TERM = ["estimator", "gradient", "horizon", "placement", "max_log_ratio", "off_policy", "max_weight", "normalizer"]
+"""The fields `kl_...` of a KL term, without its coefficient and clip."""
+DIVERGENCES: Mapping[Direction, str] = {direction: IN_WORDS[direction] for direction in get_args(Direction)}
 STRAIGHT = 0.9999
 """Cosine from which a reduction is said to scale a gradient, and not to turn it."""
 MOVING = ("ema", "periodic", "live")
@@ -99,8 +92,9 @@ def measure_config(anchor: KLConfig | TeacherConfig, loss: LossConfig) -> Config
     def pull(scenes: list[Scene], steps: list[StepReport]) -> Pull:
         return pull_of([step.kl.gradient for step in steps], [truths(world.chain.towards(who)) for world in scenes])
 
-    positions, chains = ([_world(seed, length=length) for seed in SEEDS] for length in (1, LENGTH))
-    older = [_world(seed, length=1, sampler="other") for seed in SEEDS]
+    world_of = partial(scene, vocab=3, group_size=1)
+    positions, chains = ([world_of(seed, length=length) for seed in SEEDS] for length in (1, LENGTH))
+    older = [world_of(seed, length=1, sampler="other") for seed in SEEDS]
     arrived = [replace(world, chain=replace(world.chain, policy_logits=world.chain.logits(who))) for world in chains]
     unbounded = {"epsilon": 1.0, "epsilon_high": 1e9, "scale_rewards": "none"}  # no bound of a ratio binds
     steps, reduced = examine(chains), examine(chains, loss)
@@ -119,14 +113,12 @@ def measure_config(anchor: KLConfig | TeacherConfig, loss: LossConfig) -> Config
     )
 
 
-def _world(seed: int, *, length: int, sampler: Sampler = "policy") -> Scene:
-    return scene(seed, vocab=3, length=length, sampler=sampler, group_size=1)
-
-
 def bare_term(kl: KLConfig) -> KLConfig:
     """The KL term alone: beta 1, no clip, no controller, no excluded tokens."""
     reference = "sampler" if kl.reference == "sampler" else "auto"
-    return quietly(KLConfig, beta=1.0, reference=reference, **{name: getattr(kl, name) for name in TERM})
+    return quietly(
+        KLConfig, beta=1.0, reference=reference, **{name: getattr(kl, name) for name in map("kl_{}".format, TERM)}
+    )
 
 
 def bare_teacher(teacher: TeacherConfig, coef: float = 1.0) -> TeacherConfig:
@@ -210,10 +202,10 @@ def explain_config(
 def _explain_kl(kl: KLConfig, loss: LossConfig, setting: Setting) -> tuple[str, list[Line]]:
     """Verdict and lines of the KL to the reference or the sampler."""
     facts, proximal = measure_config(kl, loss), kl.reference == "sampler"
-    measured = _measured(kl, facts)
+    measured, who = _measured(kl, facts), "sampler" if proximal else "ref"
     if kl.beta == 0:
         return "No pull: beta is 0; the KL is only measured and logged.", [x for x in measured if x[0] == "value"]
-    lines = [("" if i else "equation", _towards(text, kl)) for i, text in enumerate(equations(kl, loss))]
+    lines = [("" if i else "equation", say_of(who, text)) for i, text in enumerate(equations(kl, loss))]
     lines += [*measured, ("limits", _limits(kl, setting))]
     if kl.kl_placement == "loss" and kl.kl_estimator != "exact":
         choices = {"value": kl.kl_estimator, "gradient": kl.kl_gradient, "max_log_ratio": kl.kl_max_log_ratio}
@@ -238,7 +230,7 @@ def _explain_teacher(loss: LossConfig, setting: Setting, teacher: TeacherConfig)
         words = f"to the teacher: {describe_price(price, group_size=setting.group_size, name='teacher_coef')}"
         silent = "none: without a reward a coefficient is only a share of the steps"
         lines.append(("price", words if setting.rewarded else silent))
-    return _towards(verdict_of(facts, kl_reduction(NO_KL, loss)), teacher), lines
+    return say_of("teacher", verdict_of(facts, kl_reduction(NO_KL, loss))), lines
 
 
 def _explain_end(kl: KLConfig, loss: LossConfig, setting: Setting, teacher: TeacherConfig | None) -> list[Line]:
@@ -276,13 +268,8 @@ def _measured(anchor: KLConfig | TeacherConfig, facts: ConfigFacts) -> list[Line
     if term.anchor == "teacher":
         del lines["sequence"]
         lines["at teacher"] = f"the gradient is {still} where the policy is the teacher"
-    return [(label, _towards(text, anchor)) for label, text in lines.items()]
-
-
-def _towards(text: str, anchor: KLConfig | TeacherConfig) -> str:
-    """A sentence about the reference, said of another anchor."""
-    who = "teacher" if isinstance(anchor, TeacherConfig) else "sampler" if anchor.reference == "sampler" else "ref"
-    return re.sub(r"\bref(?=\b|_)", who, text)
+    who = "ref" if term.anchor == "reference" else term.anchor
+    return [(label, say_of(who, text)) for label, text in lines.items()]
 
 
 def verdict_of(facts: ConfigFacts, reduction: str, *, proximal: bool = False, updates: int | None = None) -> str:
@@ -307,12 +294,11 @@ def verdict_of(facts: ConfigFacts, reduction: str, *, proximal: bool = False, up
 def _value(term: KLTerm, facts: ConfigFacts, direction: Direction) -> str:
     if math.isnan(facts.value_bias):
         where = f"it stands in the {term.placement}, not in the loss"
-        return f"k1, an unbiased sample of KL(policy||ref){_bounds(term)}; {where}"
+        return f"{term.value}, an unbiased sample of KL(policy||ref){_bounds(term)}; {where}"
     right = abs(facts.value_bias) < 1e-9
     off = "unbiased for" if right else f"{100 * facts.value_bias:+.1f} % off, in the worlds measured,"
-    return (
-        f"{term.value}, in nats: {off} {DIVERGENCES[direction]}, tokens of the policy{_bounds(term) if right else ''}"
-    )
+    bounds = _bounds(term) if right else ""
+    return f"{term.value}, in nats: {off} {DIVERGENCES[direction]}, tokens of the policy{bounds}"
 
 
 def _bounds(term: KLTerm, *, weighed: bool = False) -> str:
@@ -390,11 +376,8 @@ def equations(kl: KLConfig, loss: LossConfig) -> list[str]:
         return [f"advantage_t = advantage_t - beta * {shift}{gate}, after the advantages are formed"]
     added = f"loss = policy loss + beta * R[penalty], R: {describe_average(kl_reduction(kl, loss))}"
     value, slope = _exact_equation(kl) if kl.kl_estimator == "exact" else _sampled_equation(kl)
-    return [
-        added,
-        f"penalty_t = {value}",
-        f"gradient of penalty_t = {'0' if kl.kl_gradient == 'none' else slope}{gate}",
-    ]
+    slope = "0" if kl.kl_gradient == "none" else slope
+    return [added, f"penalty_t = {value}", f"gradient of penalty_t = {slope}{gate}"]
 
 
 def _exact_equation(kl: KLConfig) -> tuple[str, str]:
@@ -421,8 +404,8 @@ def where_it_ends(kl: KLConfig, loss: LossConfig, teacher: TeacherConfig | None,
     if moved or (teacher is not None and teacher.kind in MOVING):
         return "not known: a coefficient moves, or an anchor with the policy"
     world = worlds()[-1] if rewarded else Scene(chain=worlds()[-1].chain)
-    taught = None if teacher is None else bare_teacher(teacher, COEF)
-    end = follow(replace(bare_term(kl), beta=BETA) if held else NO_KL, loss, world, taught)
+    bare = None if teacher is None else bare_teacher(teacher, COEF)
+    end = follow(replace(bare_term(kl), beta=BETA) if held else NO_KL, loss, world, bare)
     coefficients = [f"beta {BETA:g}"] * held + [f"teacher_coef {COEF:g}"] * (teacher is not None)
     at = f"completions of up to {world.chain.length} tokens, all counted, {', '.join(coefficients)}"
     if not end.stands:

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from klamp.core.estimators import exact_kl
-from klamp.errors import ShapeError, check_name, unknown_name
+from klamp.errors import ShapeError, check_name
 from klamp.verify.oracle import Loss, Pull, expected, expected_pull, forward_kl, in_reward, reverse_kl, variance
 from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, random_chain, random_positions
 
@@ -37,7 +37,6 @@ TOLERANCE = 1e-5
 """Relative error up to which values are equal; functions that compute in float32 must still be recognised."""
 
 Use: TypeAlias = Literal["loss", "reward"]
-USES: tuple[Use, ...] = get_args(Use)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +80,7 @@ def judge(function: KLFunction, *, use: Use = "loss") -> Judgement:
         ShapeError: the function does not return one number per token.
         UnknownNameError: an unknown use.
     """
-    if use not in USES:
-        raise unknown_name("use", use, USES)
+    check_name("use", use, get_args(Use))
     chains = random_positions(3)
     return Judgement(
         value=judge_value(as_loss(function), chains),
@@ -179,15 +177,11 @@ class Explanation:
 class PrintedForm(NamedTuple):
     """A formula that is passed around as a KL, and how it is used."""
 
-    document: str
-    """Where it is printed; see docs/sources.md."""
+    document: str  # where it is printed; see docs/sources.md
     prints: str
-    function: KLFunction | None
-    """The formula of log policy and log ref, token by token; None: the sum over the whole vocabulary."""
-    instead: str
-    """What it is in klamp, and how to have what is wanted there."""
-    use: Use = "loss"
-    """Whether it is differentiated there as a loss, or taken from the reward."""
+    function: KLFunction | None  # of log policy and log ref, token by token; None: the sum over the whole vocabulary
+    instead: str  # what it is in klamp, and how to have what is wanted there
+    use: Use = "loss"  # differentiated as a loss, or taken from the reward
 
     @property
     def value(self) -> Loss:

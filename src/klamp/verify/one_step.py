@@ -37,7 +37,7 @@ from klamp.core.term import Gate, KLTerm, sequence_gate_kl, sequence_kl
 from klamp.core.topk import distinct, topk_kl
 from klamp.core.types import Batch
 from klamp.errors import ConfigError, KLWarning
-from klamp.verify.oracle import Report, Truths, gradient_of, report, truths
+from klamp.verify.oracle import Report, gradient_of, report
 from klamp.verify.worlds import Chain, Outcomes, Sampler, enumerate_outcomes, random_chain
 
 Built = TypeVar("Built")
@@ -95,11 +95,6 @@ class Scene:
         rows, orders = _list_groups(len(self.outcomes.probs), self.group_size)
         return rows, orders * self.outcomes.probs[rows].prod(-1)
 
-    @functools.cached_property
-    def truths(self) -> Truths:
-        """The gradients that a KL term may be meant to follow here, by name."""
-        return truths(self.chain)
-
     @property
     def mean_length(self) -> float:
         """The expected number of tokens of a completion."""
@@ -130,8 +125,8 @@ def scene(
     """A random scene; with `mixed` rewards half of the completions get 1, the others 0."""
     chain = random_chain(seed, vocab=vocab, length=length, sampler=sampler)
     count = len(enumerate_outcomes(chain).probs)
-    given = torch.arange(count) % 2 if rewards == "mixed" else torch.zeros(1)
-    return Scene(chain=chain, rewards=given.double(), group_size=group_size)
+    values = torch.arange(count) % 2 if rewards == "mixed" else torch.zeros(1)
+    return Scene(chain=chain, rewards=values.double(), group_size=group_size)
 
 
 def examine_config(

@@ -17,7 +17,9 @@ Example:
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
@@ -51,21 +53,18 @@ IN_WORDS: Mapping[str, str] = {
 """Name of a known gradient -> the divergence whose gradient it is; those at the sampler's prefixes off-policy only."""
 
 
-class Report(NamedTuple):
-    """The expected value and gradient of a loss on one chain, with their variances; values in nats per completion.
+def say_of(who: str, text: str) -> str:
+    """A sentence about the reference, said of another anchor."""
+    return re.sub(r"\bref(?=\b|_)", who, text)
 
-    Attributes:
-        value: the expected value of the loss.
-        value_bias: `value` minus KL(policy || ref).
-        gradient: the expected gradient with respect to the policy's logits.
-        gradient_variance: the trace of the gradient's covariance over completions.
-        follows: the known gradient that the expected gradient is a multiple of.
-    """
+
+class Report(NamedTuple):
+    """The expected value and gradient of a loss on one chain, with their variances; values in nats per completion."""
 
     value: float
-    value_bias: float
-    gradient: Table
-    gradient_variance: float
+    value_bias: float  # the value minus KL(policy || ref)
+    gradient: Table  # with respect to the policy's logits
+    gradient_variance: float  # the trace of the gradient's covariance over completions
     follows: Followed
 
 
@@ -199,31 +198,24 @@ def gradient_of(scalar: Tensor, chain: Chain) -> Table:
     """The gradient of a number with respect to the policy's logits; 0 where it does not depend on them."""
     if not scalar.requires_grad:
         return torch.zeros_like(chain.policy_logits)
-    (gradient,) = torch.autograd.grad(scalar, chain.policy_logits, retain_graph=True, allow_unused=True)
-    return torch.zeros_like(chain.policy_logits) if gradient is None else gradient
+    return torch.autograd.grad(scalar, chain.policy_logits, retain_graph=True, materialize_grads=True)[0]
 
 
 def _gradients(losses: Float[Tensor, " draws"], chain: Chain) -> Float[Tensor, "draws prefixes vocab"]:
     """The gradient of each loss; in one batched pass, where the losses' own autograd functions allow it."""
-    shape = (len(losses), *chain.policy_logits.shape)
-    if not losses.requires_grad:
-        return torch.zeros(shape, dtype=torch.float64)
-    rows = torch.eye(len(losses), dtype=losses.dtype)
+    rows, leaf = torch.eye(len(losses), dtype=losses.dtype), chain.policy_logits
     try:
-        (gradients,) = torch.autograd.grad(
-            losses, chain.policy_logits, rows, retain_graph=True, allow_unused=True, is_grads_batched=True
-        )
+        grad = functools.partial(torch.autograd.grad, retain_graph=True, materialize_grads=True, is_grads_batched=True)
+        (gradients,) = grad(losses, leaf, rows)
     except RuntimeError:
         return torch.stack([gradient_of(loss, chain) for loss in losses])
-    return torch.zeros(shape, dtype=torch.float64) if gradients is None else gradients
+    return gradients.expand(len(losses), *leaf.shape)
 
 
 class Followed(NamedTuple):
-    """A known gradient and a factor: what a measured gradient turned out to be.
+    """A known gradient (a name of `IN_WORDS`) and a factor: what a measured gradient turned out to be.
 
-    Attributes:
-        name: a name of `truths`, "zero", or "none of these".
-        factor: the multiple; -1 is the same gradient with the wrong sign. 0 where the name is "zero".
+    The factor is -1 for the same gradient with the wrong sign, 0 for "zero" and for "none of these".
     """
 
     name: str

@@ -1,12 +1,8 @@
 """Language models so small that every completion can be listed, with their references, teachers and samplers.
 
-A `Chain` is a language model small enough to enumerate. For each prefix it holds one row of logits for the
-policy, one for the reference, one for a teacher and, off-policy, one for the sampler; generation ends at `eos`
-or after `length` tokens, so that completions differ in length as real ones do. One position (`one_position`)
-is the chain of length 1.
-
-`enumerate_outcomes` lists every completion that the sampler can produce, laid out as the batch that a trainer
-would see: one row per completion, log-probabilities of the sampled tokens, and a mask.
+A `Chain` holds one row of logits for each prefix and model. Generation ends at `eos` or after `length` tokens, so that
+completions differ in length as real ones do; one position (`one_position`) is the chain of length 1. Every completion
+that the sampler can produce is listed by `enumerate_outcomes`, as the batch that a trainer would see.
 
 Everything is float64. Nothing here imports klamp's core: the judge must not share code with the accused.
 """

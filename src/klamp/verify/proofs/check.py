@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from klamp.verify.oracle import IN_WORDS, NOTHING_KNOWN, Truths, name_gradient
+from klamp.verify.oracle import IN_WORDS, NOTHING_KNOWN, Truths, name_gradient, say_of
 
 EXACT = 1e-9
 """Largest error, in float64, of what is claimed to be equal."""
@@ -92,10 +92,10 @@ def follows(
     anchor: str = "ref",
 ) -> Check:
     """A check that gradients are those of the named divergence, times a factor, in every world; `anchor`: to whom."""
-    found = name_gradient(gradients, known)
-    texts = IN_WORDS.get(name, name), found.in_words
-    words, measured = (x.replace("||ref", f"||{anchor}").replace("(ref|", f"({anchor}|") for x in texts)
-    passed = found.is_exactly(name, factor=factor, tolerance=EXACT)
+    followed = name_gradient(gradients, known)
+    texts = IN_WORDS.get(name, name), followed.in_words
+    words, measured = (say_of(anchor, text) for text in texts)
+    passed = followed.is_exactly(name, factor=factor, tolerance=EXACT)
     if passed and name != NOTHING_KNOWN:
         targets = [factor * truths[name] for truths in known]
         sizes = [truths["reverse"].norm() for truths in known]

@@ -18,11 +18,12 @@ from klamp.config.loss import configured_price
 from klamp.core.advantages import Baseline, group_advantages
 from klamp.core.clipping import clip_gate, clip_kl, kl_budget
 from klamp.core.controllers import ProportionalController, StepController
-from klamp.core.estimators import ESTIMATORS, exact_kl, kl_estimate
+from klamp.core.estimators import ESTIMATORS, kl_estimate
 from klamp.core.gradients import exact_penalty, kl_penalty, log_weights
 from klamp.core.penalty import kl_in_advantage
 from klamp.core.types import Gradient, Horizon
 from klamp.errors import ConfigError, NonFiniteError
+from klamp.verify.judge import exact
 from klamp.verify.one_step import Rewards, Scene, examine_config, scene
 from klamp.verify.oracle import NOTHING_KNOWN, Loss, Truths, expected_gradient, gradient_of, in_reward, truths
 from klamp.verify.proofs.check import Check, follows, is_equal, is_true
@@ -73,12 +74,16 @@ def prove_formulas() -> list[Check]:
 
 
 def penalty(value: str, gradient: Gradient, horizon: Horizon = "token", *, sampler: Sampler = "policy") -> Loss:
-    """klamp's penalty as a loss of enumerated completions."""
+    """klamp's penalty as a loss of enumerated completions, of an estimator or `exact`."""
 
     def loss(y: Outcomes) -> Tensor:
         behavior = y.sampler_logprobs if sampler == "other" else None
-        choices = {"value": value, "gradient": gradient, "horizon": horizon, "behavior_logprobs": behavior}
-        return kl_penalty(y.policy_logprobs, y.ref_logprobs, y.mask, **choices)  # pyright: ignore[reportArgumentType]
+        choices: Any = {"gradient": gradient, "horizon": horizon}
+        if value == "exact":
+            log_w = log_weights(y.policy_logprobs, behavior, y.mask, horizon="sequence")
+            return exact_penalty(y.policy_logprobs, exact(y), log_w, y.mask, **choices)
+        choices |= {"value": value, "behavior_logprobs": behavior}
+        return kl_penalty(y.policy_logprobs, y.ref_logprobs, y.mask, **choices)
 
     return loss
 
@@ -113,7 +118,7 @@ def prove_sequences() -> list[Check]:
     rows: list[Claim] = [
         ("horizon token, value k2", "local", "policy", penalty("k2", "reverse", "token")),
         ("horizon token, value k3", "local", "policy", penalty("k3", "reverse", "token")),
-        ("horizon token, exact", "local", "policy", _exact("token")),
+        ("horizon token, exact", "local", "policy", penalty("exact", "reverse", "token")),
         ("horizon token, gradient forward", "local_forward", "policy", penalty("k3", "forward", "token")),
         ("off-policy, token ratio", "local_sampled", "other", penalty("k3", "reverse", "token", sampler="other")),
     ]
@@ -122,7 +127,7 @@ def prove_sequences() -> list[Check]:
         rows += [
             (f"{where}, value k1", "reverse", sampler, penalty("k1", "reverse", "sequence", sampler=sampler)),
             (f"{where}, value k3", "reverse", sampler, penalty("k3", "reverse", "sequence", sampler=sampler)),
-            (f"{where}, exact", "reverse", sampler, _exact("sequence", sampler)),
+            (f"{where}, exact", "reverse", sampler, penalty("exact", "reverse", "sequence", sampler=sampler)),
             (f"{where}, gradient forward", "forward", sampler, penalty("k3", "forward", "sequence", sampler=sampler)),
         ]
     return list(_follow(rows, COMPLETIONS))
@@ -144,16 +149,6 @@ def prove_sequence_formulas() -> list[Check]:
         ("k1 as a loss, over the sequence", "zero", "policy", lambda y: y.log_ratio),
     ]
     return list(_follow(rows, COMPLETIONS))
-
-
-def _exact(horizon: Horizon, sampler: Sampler = "policy") -> Loss:
-    def loss(y: Outcomes) -> Tensor:
-        behavior = y.sampler_logprobs if sampler == "other" else None
-        log_w = log_weights(y.policy_logprobs, behavior, y.mask, horizon="sequence")
-        exact = exact_kl(y.policy_logits, y.ref_logits)
-        return exact_penalty(y.policy_logprobs, exact, log_w, y.mask, gradient="reverse", horizon=horizon)
-
-    return loss
 
 
 def _to_go(x: Tensor) -> Tensor:
@@ -188,11 +183,10 @@ def _places() -> Iterator[Check]:
         ("in the reward, against the group's mean of 2, dr_grpo", REWARD, dr_grpo, "reverse", 0.25),
     )
     kinds: dict[Rewards, str] = {"equal": "saturated groups", "mixed": "mixed groups"}
-    for claim, kl, loss, name, factor in rows:
-        for rewards, kind in kinds.items():
-            world = scene(0, length=2, rewards=rewards)
-            gradient = examine_config(kl, loss, scene=world).kl.gradient
-            yield follows(f"{claim}; {kind}", [gradient], [world.truths], name, factor=factor)
+    for (claim, kl, loss, name, factor), (rewards, kind) in itertools.product(rows, kinds.items()):
+        world = scene(0, length=2, rewards=rewards)
+        gradient = examine_config(kl, loss, scene=world).kl.gradient
+        yield follows(f"{claim}; {kind}", [gradient], [truths(world.chain)], name, factor=factor)
 
 
 def _saturated() -> list[Check]:
@@ -248,7 +242,7 @@ def _prices() -> Iterator[Check]:
     }
     world = scene(0, length=2, rewards="mixed", group_size=3)
     reward = gradient_of((world.outcomes.policy_logprobs.sum(-1).exp() * world.rewards).sum(), world.chain)
-    reverse = world.truths["reverse"]
+    reverse = truths(world.chain)["reverse"]
     for (name, kl), baseline in itertools.product(terms.items(), get_args(Baseline)):
         loss = LossConfig(loss_type="dr_grpo", advantage_baseline=baseline)
         price = configured_price(kl, loss, group_size=3, mean_length=world.mean_length, max_length=2).per_completion
@@ -308,13 +302,13 @@ def _gated() -> Iterator[Check]:
         ("in the reward, hard clip at 0: no clip", gradient(0.0, **IN_REWARD), "reverse"),
         ("in the reward, hard clip at 1,000 nats: no pull", gradient(1000.0, **IN_REWARD), "zero"),
     ):
-        yield follows(claim, [pull], [world.truths], name)
+        yield follows(claim, [pull], [truths(world.chain)], name)
     two = scene(1, length=2)
     k3 = kl_estimate(two.outcomes.policy_logprobs, two.outcomes.ref_logprobs, estimator="k3").sum(-1).detach()
     over = float(two.outcomes.probs[k3 > 0.3].sum())  # how often the other one is over budget
     for place, choices, name in (("in the loss, k3", {}, "local"), ("in the reward, k1", IN_REWARD, "reverse")):
         claim = f"{place}, hard clip at .3 nats: gated by the other of two"
-        yield follows(claim, [gradient(0.3, two, **choices)], [two.truths], name, factor=over)
+        yield follows(claim, [gradient(0.3, two, **choices)], [truths(two.chain)], name, factor=over)
 
 
 def prove_controllers() -> list[Check]:
