@@ -225,11 +225,12 @@ def _explain_teacher(loss: LossConfig, setting: Setting, teacher: TeacherConfig)
     facts = measure_config(teacher, loss)
     head = " (a head of 1 in these worlds)" * (teacher.teacher_estimator == "topk" and teacher.teacher_top_k > 0)
     lines = [("teacher", f"{describe_teacher(teacher)}{head}"), *_measured(teacher, facts)]
-    if facts.position.follows.factor > 0:
+    if facts.position.follows.factor > 0 and setting.rewarded:
         price = teacher_price(teacher, loss, group_size=setting.group_size)
-        words = f"to the teacher: {describe_price(price, group_size=setting.group_size, name='teacher_coef')}"
-        silent = "none: without a reward a coefficient is only a share of the steps"
-        lines.append(("price", words if setting.rewarded else silent))
+        words = describe_price(price, group_size=setting.group_size, name="teacher_coef")
+        lines.append(("price", f"to the teacher: {words}"))
+    elif facts.position.follows.factor > 0:
+        lines.append(("price", "none: without a reward a coefficient is only a share of the steps"))
     return say_of("teacher", verdict_of(facts, kl_reduction(NO_KL, loss))), lines
 
 

@@ -63,8 +63,8 @@ BLOCK = 16
 class Picks:
     """The token ids that are asked for in each row, [N, K], sorted so that a tile finds its own at once.
 
-    A row may name a token more than once: `rows` and `ids` hold each of its tokens once, [U]. `order` are the places
-    [N K] where they were asked for, sorted, and `group` says which of the U stands there.
+    `rows` and `ids` hold each token of a row once, [U]; `order` are the places [N K] where they were asked for, sorted,
+    and `group` says which of the U each place asks for.
     """
 
     def __init__(self, ids: Tensor) -> None:
