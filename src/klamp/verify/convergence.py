@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -57,23 +57,16 @@ FAR = 50.0
 """A log-ratio to the reference, in nats, past which a policy is not coming back."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class End:
+class End(NamedTuple):
     """Where a configuration ends in one world; KL in nats per completion, with a teacher that to the mix of both."""
 
-    stands: bool
-    """Whether the policy comes to a standstill; else the rest is where it was when it was given up."""
-    distance: float
-    """KL(policy||optimum) at the price that is expected."""
-    price: float
-    """Reward per nat of a completion whose optimum is nearest to where it ended."""
-    nearest: float
-    """KL(policy||optimum) at that price."""
-    kl: float
-    """KL(policy||ref) where it ended."""
+    stands: bool  # whether the policy comes to a standstill; else the rest is where it was when it was given up
+    distance: float  # KL(policy||optimum) at the price that is expected
+    price: float  # reward per nat of a completion whose optimum is nearest to where it ended
+    nearest: float  # KL(policy||optimum) at that price
+    kl: float  # KL(policy||ref) where it ended
     optimal_kl: float
-    length: float
-    """Mean length in tokens."""
+    length: float  # mean length in tokens
     optimal_length: float
 
     @property

@@ -39,25 +39,18 @@ TOLERANCE = 1e-5
 Use: TypeAlias = Literal["loss", "reward"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ValueFinding:
+class ValueFinding(NamedTuple):
     """What the expected value of the function is, for tokens of the policy; nats per token, mean over the worlds."""
 
-    estimates: str
-    """The quantity that it estimates without bias: KL(policy||ref), KL(ref||policy), these with a minus, zero, or
-    "neither KL"."""
+    estimates: str  # KL(policy||ref), KL(ref||policy), these with a minus, zero, or "neither KL"
     expected: float
     reverse_kl: float
-    relative_bias: float
-    """(expected - KL(policy||ref)) / KL(policy||ref)."""
-    standard_deviation: float
-    """Standard deviation of one token's value, root mean square over the worlds."""
-    lowest: float
-    """Lowest value of any token; below 0 for k1 and its kin."""
+    relative_bias: float  # (expected - KL(policy||ref)) / KL(policy||ref)
+    standard_deviation: float  # of one token's value, root mean square over the worlds
+    lowest: float  # value of any token; below 0 for k1 and its kin
 
 
-@dataclass(frozen=True, kw_only=True)
-class Judgement:
+class Judgement(NamedTuple):
     """What was found out about one function."""
 
     value: ValueFinding

@@ -21,7 +21,6 @@ import functools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -258,18 +257,13 @@ def name_gradient(
     return Followed(NOTHING_KNOWN, 0.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pull:
+class Pull(NamedTuple):
     """Where an expected gradient points, over several worlds together."""
 
     follows: Followed
-    """The known gradient that it is a multiple of."""
-    cosine_reverse: float
-    """Cosine with the gradient of KL(policy||ref) of whole completions; 0 for a gradient of zero."""
-    share: float
-    """The multiple of the gradient of KL(policy||ref) that lies closest: 1 all of it, 0 none, -1 the opposite."""
-    cosines: tuple[float, float]
-    """Least and largest cosine with the gradient of KL(policy||ref), by world."""
+    cosine_reverse: float  # with the gradient of KL(policy||ref) of whole completions; 0 for a gradient of zero
+    share: float  # the nearest multiple of that gradient: 1 all of it, 0 none, -1 the opposite
+    cosines: tuple[float, float]  # least and largest cosine with that gradient, by world
 
     def in_words(self, bounds: str = "") -> str:
         """Which divergence's gradient is followed, within these bounds; with its cosines if no whole divergence's."""

@@ -20,10 +20,9 @@ cut into tiles T_1 ... T_c, of which only one is in memory. Three steps give the
 
        KL(p || q) = sum_i P_i log(P_i / Q_i) + sum_i P_i K_i
 
-   The first sum is a KL of c numbers. Only log Z_i, log Y_i and K_i are kept of a tile, [c, N] each; there is no
-   running maximum to correct. For KL(q || p) the two change places. The Jensen-Shannon divergence needs
-   m_v = (p_v + q_v) / 2, and so both normalisers of the whole vocabulary: a second walk over the tiles, once these are
-   known.
+   The first sum is a KL of c numbers. Only log Z_i, log Y_i and K_i are kept of a tile, [c, N] each. For KL(q || p) the
+   two change places. The Jensen-Shannon divergence needs m_v = (p_v + q_v) / 2, and so both normalisers of the whole
+   vocabulary: a second walk over the tiles, once these are known.
 
 3. Backwards (`_SLOPES`), with d p_v / d z_u = p_v (1[u = v] - p_u)::
 
@@ -31,9 +30,8 @@ cut into tiles T_1 ... T_c, of which only one is in memory. Three steps give the
        d KL(q || p) / d z_u = p_u - q_u
        d JS(p, q) / d z_u   = p_u (log(p_u / m_u) - KL(p || m)) / 2
 
-   In the first, sum_v p_v d log p_v is 0; in the third sum_v (p_v + q_v) / 2 d log m_v is 0 as well. What is subtracted
-   (KL(p || q), KL(p || m)) is the mean of the logarithm under p, the `center` that the forward pass saves beside log Z
-   and log Y. The slope of temperature and soft cap follows, then the products of `tiles.gradients`.
+   since sum_v p_v d log p_v and sum_v m_v d log m_v are 0. What is subtracted is the mean of the logarithm under p, the
+   `center` that the forward pass saves beside log Z and log Y.
 """
 
 from __future__ import annotations
@@ -55,7 +53,6 @@ from klamp.core.heads.tiles import (
     Products,
     Tile,
     TileGradient,
-    Walk,
     check_head,
     exp_,
     head_gradients,
@@ -69,33 +66,23 @@ from klamp.core.topk import Tail, server_head, topk_kl_of
 from klamp.core.types import Direction
 from klamp.errors import ShapeError, check_name
 
-Spare = tuple[Tile, Tile]
-
 
 class LinearKL(torch.autograd.Function):
     """The KL of each row, in nats, with a gradient for the policy only.
 
-    Takes hidden, weight and bias (or None) of the policy, the same three of the reference, and the options of the walk.
+    Takes hidden, weight and bias (or None) of the policy, the same three of the reference, and a `Walk`.
     """
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        ref_hidden: Tensor,
-        ref_weight: Tensor,
-        ref_bias: Tensor | None,
-        walk: Walk,
-    ) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
         """The KL of each row, [N]; keeps what the gradient needs and no matrix of logits."""
+        hidden, weight, bias, ref_hidden, ref_weight, ref_bias, walk = inputs
         learns = walk.learns and ctx.needs_input_grad[1] and weight.dtype == ref_weight.dtype
         ctx.kept = keep(walk.owner, hidden, weight, heads=2) if learns else None
         policy = Products(Head(weight, bias, *walk.scale), hidden, ctx.kept)
         ref = Products(Head(ref_weight, ref_bias, *walk.scale), ref_hidden, ctx.kept, which=1)
         value, center, log_z, ref_log_z = _divergence(policy, ref, walk.direction)
-        ctx.save_for_backward(hidden, weight, bias, ref_hidden, ref_weight, ref_bias, center, log_z, ref_log_z)
+        ctx.save_for_backward(*inputs[:-1], center, log_z, ref_log_z)
         ctx.walk = walk
         return value
 
@@ -150,7 +137,7 @@ def _js_slope(z: Tensor, ref_z: Tensor, log_z: Tensor, ref_log_z: Tensor, center
 _SLOPES: dict[str, Callable[..., Tensor]] = {"reverse": _reverse_slope, "forward": _forward_slope, "js": _js_slope}
 
 
-def _within(z: Tensor, other: Tensor, spare: Spare) -> tuple[Tensor, Tensor, Tensor]:
+def _within(z: Tensor, other: Tensor, spare: tuple[Tile, Tile]) -> tuple[Tensor, Tensor, Tensor]:
     """Step 1: log Z_i, log Y_i and K_i of one tile, each [n], from its logits z and y = `other`; z is overwritten."""
     x = torch.sub(other, z, out=spare[0].shaped(*z.shape))
     low, high = x.aminmax()

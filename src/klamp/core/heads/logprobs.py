@@ -5,9 +5,6 @@ each tile's products again, or computes them (see `tiles`): three matrix product
 larger. Where the head is frozen the gradient of `linear_logprobs` is formed in the forward pass: two products in all.
 Extra memory: a few tiles, O(N H), and the gradients themselves; no second [V, H].
 
-Rows whose incoming gradient is exactly 0 take no part in the backward pass: they cost nothing, and whatever stands
-there (NaN too) reaches no gradient.
-
 For one row with hidden state h and target t: logits z_v, p = softmax(z), w_v the row of the weight, s_v the slope of
 cap and temperature (1 without). The vocabulary is cut into tiles T_1 ... T_c; Z_i = sum over v in T_i of exp(z_v)::
 
@@ -16,11 +13,10 @@ cap and temperature (1 without). The vocabulary is cut into tiles T_1 ... T_c; Z
     d log p_t / d z_v = 1[v = t] - p_v
     d log p_t / d h = (1 - p_t) s_t w_t - sum over v != t of p_v s_v w_v
 
-The last line is formed in the forward pass where only the hidden states learn (`pull`). The Z in its p_v is not known
-before the last tile, so the sum is kept as sum exp(z_v - peak) s_v w_v, `peak` being the largest logit so far: where a
-tile raises the peak, the sum so far is multiplied by exp(old peak - new peak); after the last tile all of it is
-multiplied by exp(peak - log Z). The target's own term stays apart, in the backward pass too, as
-1 - p_t = -expm1(log p_t), exact where p_t is nearly 1.
+The last line is formed in the forward pass where only the hidden states learn (`pull`). Its p_v need Z, which is known
+after the last tile: so the sum is kept as sum exp(z_v - peak) s_v w_v, `peak` being the largest logit so far, scaled to
+each new peak, and at last by exp(peak - log Z). The target's own term stays apart, as 1 - p_t = -expm1(log p_t), exact
+where p_t is nearly 1.
 
 Of several tokens per row, t_1 ... t_K with incoming gradients g_k and g their sum, all is found in the same walk; also
 the k likeliest, which are targets that the walk itself finds (`Leaders`)::

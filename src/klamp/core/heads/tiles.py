@@ -40,6 +40,8 @@ TILE_ROWS = 1024
 Tiles = list[slice]
 # (rows of a tile, its vocabulary entries) -> gradient with respect to the head's product there
 TileGradient = Callable[[slice, slice], Tensor]
+# (which rows learn, their products) -> their TileGradient
+MakeGradient = Callable[[Tensor | slice, "Products"], TileGradient]
 # Of a weight and of its detached copies: the device and address of their memory
 Owner = tuple[torch.device, int]
 
@@ -51,8 +53,7 @@ def exp_(x: Tensor) -> Tensor:
     """exp(x), written over x.
 
     In float32 on a CPU it is 2 ** (x log2(e)): torch hands `exp` to a library that is slow on some processors, and
-    vectorises `exp2` itself. Of normalised exponentials (x <= 0) the product's rounding is |x| 6e-8 of the value,
-    which is what x itself, a difference of logits, was rounded by.
+    vectorises `exp2` itself. The product is rounded by no more than x, a difference of logits, was before.
     """
     if x.dtype == torch.float32 and x.device.type == "cpu":
         return x.mul_(LOG2_E).exp2_()
@@ -196,15 +197,9 @@ class Products:
 
 
 def head_gradients(
-    products: Products,
-    grad: Tensor,
-    needs: tuple[bool, ...],
-    make: Callable[[Tensor | slice, Products], TileGradient],
+    products: Products, grad: Tensor, needs: tuple[bool, ...], make: MakeGradient
 ) -> list[Tensor | None]:
-    """Gradients of hidden, weight and bias, as far as `needs`, only for the rows whose incoming `grad` is not 0.
-
-    `make` gets the index of these rows and their products.
-    """
+    """Gradients of hidden, weight and bias, as far as `needs`, only for the rows whose incoming `grad` is not 0."""
     live = grad != 0
     index: Tensor | slice = slice(None) if bool(live.all()) else live.nonzero()[:, 0]
     some = products.of(index)

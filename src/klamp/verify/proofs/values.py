@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -162,23 +162,16 @@ def _slope(
     return slope if math.isfinite(total) else math.nan
 
 
-@dataclass(frozen=True, kw_only=True)
-class EstimatorFacts:
+class EstimatorFacts(NamedTuple):
     """The measured properties of one estimator, tokens of the policy, at a KL of about 0.9 nats per token."""
 
     name: str
-    formula: str
-    """The value in terms of delta = log policy - log ref."""
-    bias: float
-    """The expected value minus KL(policy||ref), divided by KL(policy||ref)."""
-    deviation: float
-    """Standard deviation of one token's value, in units of the KL."""
-    lowest: float
-    """Lowest value of a token, in nats."""
-    as_loss: Followed
-    """The divergence whose gradient it follows when it is differentiated."""
-    in_reward: Followed
-    """The divergence whose gradient it follows when it is taken from the reward."""
+    formula: str  # in terms of delta = log policy - log ref
+    bias: float  # the expected value minus KL(policy||ref), divided by KL(policy||ref)
+    deviation: float  # standard deviation of one token's value, in units of the KL
+    lowest: float  # of any token's value, in nats
+    as_loss: Followed  # the divergence whose gradient it follows if it is differentiated
+    in_reward: Followed  # and if it is taken from the reward
 
     @property
     def bias_text(self) -> str:
@@ -192,14 +185,7 @@ def measure_estimators() -> list[EstimatorFacts]:
     chains, facts = random_positions(3), list[EstimatorFacts]()
     for name, (formula, loss) in {**losses, "exact": ("sum_v policy_v delta_v", exact)}.items():
         value = judge_value(loss, chains)
-        row = EstimatorFacts(
-            name=name,
-            formula=formula,
-            bias=value.relative_bias,
-            deviation=value.standard_deviation / value.reverse_kl,
-            lowest=value.lowest,
-            as_loss=expected_pull(chains, loss).follows,
-            in_reward=expected_pull(chains, in_reward(loss)).follows,
-        )
-        facts.append(row)
+        deviation = value.standard_deviation / value.reverse_kl
+        followed = (expected_pull(chains, use).follows for use in (loss, in_reward(loss)))
+        facts.append(EstimatorFacts(name, formula, value.relative_bias, deviation, value.lowest, *followed))
     return facts
