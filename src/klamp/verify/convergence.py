@@ -175,8 +175,8 @@ def expected_advantages(world: Scene, loss: LossConfig, rewards: Tensor) -> Tens
     """How likely a completion is, times its advantage in the mean over the others of its group. [outcomes]"""
     rows, probs = world.groups
     advantages = advantages_in_groups(rewards[rows], loss)
-    found = torch.zeros_like(rewards).index_add(0, rows.flatten(), (probs[:, None] * advantages).flatten())
-    return found / world.group_size
+    summed = torch.zeros_like(rewards).index_add(0, rows.flatten(), (probs[:, None] * advantages).flatten())
+    return summed / world.group_size
 
 
 def _describe(world: Scene, to_ref: float, to_teacher: float, *, stands: bool) -> End:

@@ -153,12 +153,12 @@ def _uses(samples: int) -> tuple[TextTable, list[Check]]:
     """Each formula as a value and as a loss, with tokens of the policy, of the reference and of an older policy."""
     worlds = sampling_worlds()
     target, other = reverse_kl(worlds["policy"]).item(), forward_kl(worlds["policy"]).item()
-    known = {"KL(p||r)": target, "KL(r||p)": other}
+    divergences = {"KL(p||r)": target, "KL(r||p)": other}
     rows, checks = list[tuple[str, ...]](), list[Check]()
     for index, (sampler, formula, loss, value, gradient) in enumerate(USES):
         chain = worlds[sampler]
         exact, drawn = expected(chain, loss).item(), draw(chain, loss, samples=samples, seed=index)
-        name = next((name for name, kl in known.items() if abs(exact - kl) < 1e-9), "-")
+        name = next((name for name, kl in divergences.items() if abs(exact - kl) < 1e-9), "-")
         pull = expected_pull([chain], loss)
         words, angle = pull.follows.in_words, f"{pull.cosine_reverse:.3f}"
         rows.append((sampler, formula, f"{exact:.4g}", _text(drawn), name, words, angle))

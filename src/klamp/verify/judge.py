@@ -113,9 +113,11 @@ def judge_value(loss: Loss, chains: Sequence[Chain]) -> ValueFinding:
         torch.stack([measure(chain).detach().double() for chain in chains])
         for measure in (lambda chain: expected(chain, loss), reverse_kl, forward_kl)
     )
-    known = {"KL(policy||ref)": reverse, "KL(ref||policy)": forward}
-    known |= {f"minus {name}": -values for name, values in known.items()} | {"zero": torch.zeros_like(reverse)}
-    names = [name for name, values in known.items() if ((means - values).abs() <= TOLERANCE * reverse).all()]
+    divergences = {"KL(policy||ref)": reverse, "KL(ref||policy)": forward}
+    divergences |= {f"minus {name}": -values for name, values in divergences.items()} | {
+        "zero": torch.zeros_like(reverse)
+    }
+    names = [name for name, values in divergences.items() if ((means - values).abs() <= TOLERANCE * reverse).all()]
     value, target = means.mean().item(), reverse.mean().item()
     return ValueFinding(
         estimates=names[0] if names else "neither KL",

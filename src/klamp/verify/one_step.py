@@ -325,8 +325,8 @@ def advantages_in_groups(rewards: Float[Tensor, "groups size"], loss: LossConfig
     size = rewards.shape[-1]
     if size == 1:
         return rewards
-    found = group_advantages(rewards.flatten(), size, scale=loss.scale, baseline=loss.advantage_baseline)
-    return found.view(rewards.shape)
+    advantages = group_advantages(rewards.flatten(), size, scale=loss.scale, baseline=loss.advantage_baseline)
+    return advantages.view(rewards.shape)
 
 
 def quietly(kind: Callable[..., Built], **choices: Any) -> Built:

@@ -234,23 +234,21 @@ class Followed(NamedTuple):
         return f"minus {words}" if abs(self.factor + 1) < 1e-6 else f"{self.factor:.4g} x {words}"
 
 
-def name_gradient(
-    gradients: Sequence[Tensor], known: Sequence[Mapping[str, Tensor]], *, tolerance: float = 1e-7
-) -> Followed:
+def name_gradient(gradients: Sequence[Tensor], worlds: Sequence[Truths], *, tolerance: float = 1e-7) -> Followed:
     """Finds the known gradient that the measured ones are a multiple of, with the same factor in all worlds.
 
     Args:
         gradients: the measured gradient of each world.
-        known: the known gradients of each world, under the same names; "reverse" must be among them.
+        worlds: the known gradients of each world, under the same names; "reverse" must be among them.
         tolerance: largest relative distance that still counts as the same.
     """
     measured = _joined(gradients)
-    if measured.norm() <= tolerance * _joined([truth["reverse"] for truth in known]).norm():
+    if measured.norm() <= tolerance * _joined([known["reverse"] for known in worlds]).norm():
         return Followed("zero", 0.0)
-    for name in known[0]:
+    for name in worlds[0]:
         if name == "zero":
             continue
-        exact = _joined([truth[name] for truth in known])
+        exact = _joined([known[name] for known in worlds])
         factor = (measured @ exact) / (exact @ exact)
         if (measured - factor * exact).norm() <= tolerance * measured.norm():
             return Followed(name, factor.item())
@@ -281,12 +279,12 @@ class Pull(NamedTuple):
         return f"cosine {low if low == high else f'{low} to {high}'} with KL(policy||ref) in the worlds measured"
 
 
-def pull_of(gradients: Sequence[Tensor], known: Sequence[Truths], *, tolerance: float = 1e-7) -> Pull:
+def pull_of(gradients: Sequence[Tensor], worlds: Sequence[Truths], *, tolerance: float = 1e-7) -> Pull:
     """Compares measured gradients, one per world, with those of both KLs; takes what `name_gradient` takes."""
-    follows = name_gradient(gradients, known, tolerance=tolerance)
+    follows = name_gradient(gradients, worlds, tolerance=tolerance)
     if follows.name == "zero":
         gradients = [torch.zeros_like(gradient) for gradient in gradients]
-    targets = [world["reverse"] for world in known]
+    targets = [known["reverse"] for known in worlds]
     measured, reverse = _joined(gradients), _joined(targets)
     cosines = [cosine(gradient, target) for gradient, target in zip(gradients, targets, strict=True)]
     return Pull(

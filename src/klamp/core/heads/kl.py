@@ -56,7 +56,7 @@ from klamp.core.heads.tiles import (
     check_head,
     exp_,
     head_gradients,
-    keep,
+    lend,
     opaque,
     run_walk,
     tiles,
@@ -78,9 +78,9 @@ class LinearKL(torch.autograd.Function):
         """The KL of each row, [N]; keeps what the gradient needs and no matrix of logits."""
         hidden, weight, bias, ref_hidden, ref_weight, ref_bias, walk = inputs
         learns = walk.learns and ctx.needs_input_grad[1] and weight.dtype == ref_weight.dtype
-        ctx.kept = keep(walk.owner, hidden, weight, heads=2) if learns else None
-        policy = Products(Head(weight, bias, *walk.scale), hidden, ctx.kept)
-        ref = Products(Head(ref_weight, ref_bias, *walk.scale), ref_hidden, ctx.kept, which=1)
+        ctx.buffer = lend(walk.owner, hidden, weight, heads=2) if learns else None
+        policy = Products(Head(weight, bias, *walk.scale), hidden, ctx.buffer)
+        ref = Products(Head(ref_weight, ref_bias, *walk.scale), ref_hidden, ctx.buffer, which=1)
         value, center, log_z, ref_log_z = _divergence(policy, ref, walk.direction)
         ctx.save_for_backward(*inputs[:-1], center, log_z, ref_log_z)
         ctx.walk = walk
@@ -91,9 +91,9 @@ class LinearKL(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The gradients of the policy's hidden states and head, in one more walk over the vocabulary."""
         hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *rest = ctx.saved_tensors
-        kept, ctx.kept = ctx.kept, None  # written over here: a second walk computes the products again
-        policy = Products(Head(weight, bias, *ctx.walk.scale), hidden, kept)
-        ref = Products(Head(ref_weight, ref_bias, *ctx.walk.scale), ref_hidden, kept, which=1)
+        buffer, ctx.buffer = ctx.buffer, None  # written over here: a second walk computes the products again
+        policy = Products(Head(weight, bias, *ctx.walk.scale), hidden, buffer)
+        ref = Products(Head(ref_weight, ref_bias, *ctx.walk.scale), ref_hidden, buffer, which=1)
         slope_of, head = _SLOPES[ctx.walk.direction], policy.head
 
         def make(index: Tensor | slice, mine: Products) -> TileGradient:

@@ -44,7 +44,7 @@ from klamp.core.heads.tiles import (
     check_head,
     exp_,
     head_gradients,
-    keep,
+    lend,
     opaque,
     run_walk,
     tiles,
@@ -241,8 +241,8 @@ class LinearLogprobs(torch.autograd.Function):
         head = Head(weight, bias, *walk.scale)
         # Only hidden learns: its gradient is linear in the incoming one, so it is formed here and never again.
         pull = walk.learns and ctx.needs_input_grad[:3] == (True, False, False)
-        ctx.kept = keep(walk.owner, hidden, weight) if walk.learns and ctx.needs_input_grad[1] else None
-        scores = score(Products(head, hidden, ctx.kept), ids, entropy=walk.entropy, pull=pull, top_k=walk.top_k)
+        ctx.buffer = lend(walk.owner, hidden, weight) if walk.learns and ctx.needs_input_grad[1] else None
+        scores = score(Products(head, hidden, ctx.buffer), ids, entropy=walk.entropy, pull=pull, top_k=walk.top_k)
         ids, logprobs = scores.ids, scores.logprobs
         if scores.pull is None:
             ctx.save_for_backward(hidden, weight, bias, ids, scores.normaliser, logprobs.clone())
@@ -263,12 +263,12 @@ class LinearLogprobs(torch.autograd.Function):
             pulled = grad * saved[0] if len(saved) == 1 else _pulled(grad, *saved)
             return (torch.where(live[:, None], pulled, 0).to(ctx.hidden_dtype), *[None] * 4)
         hidden, weight, bias, ids, normaliser, logprobs = saved
-        kept, ctx.kept = ctx.kept, None  # written over here: a second walk computes the products again
+        buffer, ctx.buffer = ctx.buffer, None  # written over here: a second walk computes the products again
 
         def make(index: Tensor | slice, some: Products) -> TileGradient:
             return _tile_gradient(some, ids[index], grad[index], normaliser[index][:, None], logprobs[index])
 
-        products = Products(Head(weight, bias, *ctx.scale), hidden, kept)
+        products = Products(Head(weight, bias, *ctx.scale), hidden, buffer)
         return (*head_gradients(products, live, ctx.needs_input_grad, make), None, None)
 
 

@@ -93,7 +93,7 @@ class Walk(NamedTuple):
     """What the autograd functions of the heads take beside tensors."""
 
     scale: tuple[float, float | None]  # temperature and soft cap
-    owner: Owner  # of the policy's weight, see `keep`
+    owner: Owner  # of the policy's weight, see `lend`
     learns: bool
     entropy: bool = False
     top_k: int = 0  # how many of the likeliest tokens come before those that are asked for
@@ -130,7 +130,7 @@ KEEP_FROM = 2**20
 """Fewest entries of a weight for which this pays; below, every walk through a graph is equal to the last bit."""
 
 
-class Kept:
+class Buffer:
     """Room for the products of the first rows of a call, in the shape of its weight gradient."""
 
     def __init__(self, hidden: Tensor, weight: Tensor, heads: int) -> None:
@@ -145,48 +145,48 @@ class Kept:
 
 
 # Each call between its forward and its backward pass, by its weight. Nothing here keeps it alive but its graph.
-_waiting: WeakValueDictionary[Owner, Kept] = WeakValueDictionary()
+_waiting: WeakValueDictionary[Owner, Buffer] = WeakValueDictionary()
 
 
-def keep(owner: Owner, hidden: Tensor, weight: Tensor, *, heads: int = 1) -> Kept | None:
+def lend(owner: Owner, hidden: Tensor, weight: Tensor, *, heads: int = 1) -> Buffer | None:
     """Memory to keep products in; None where that is slower, or where another call of this weight waits with some."""
     if hidden.shape[0] == 0 or weight.numel() < KEEP_FROM or weight.shape[1] < heads or owner in _waiting:
         return None
-    _waiting[owner] = kept = Kept(hidden, weight, heads)
-    return kept
+    _waiting[owner] = buffer = Buffer(hidden, weight, heads)
+    return buffer
 
 
 class Products:
     """The products of one head with the hidden states of a call, one tile after another in the same piece of memory."""
 
-    def __init__(self, head: Head, hidden: Tensor, kept: Kept | None, *, which: int = 0) -> None:
-        self.head, self.hidden, self.kept, self.which = head, hidden, kept, which
+    def __init__(self, head: Head, hidden: Tensor, buffer: Buffer | None, *, which: int = 0) -> None:
+        self.head, self.hidden, self.buffer, self.which = head, hidden, buffer, which
         self.order: Tensor | None = None
-        self.known = 0 if kept is None else kept.rows
+        self.stored = 0 if buffer is None else buffer.rows
         self.tile = Tile(hidden)
 
     def of(self, index: Tensor | slice) -> Products:
         """The products of some of the rows: the backward pass needs only the rows whose gradient is not 0."""
-        some = Products(self.head, self.hidden[index], self.kept, which=self.which)
+        some = Products(self.head, self.hidden[index], self.buffer, which=self.which)
         if isinstance(index, Tensor):
-            some.order = index[index < self.known]
-            some.known = some.order.numel()
+            some.order = index[index < self.stored]
+            some.stored = some.order.numel()
         return some
 
     def form(self, rows: slice, entries: slice) -> Tensor:
         """Computes the products of a tile, and keeps them where there is room; valid until the next tile."""
         product = self._empty(rows, entries)
         self.head.product(self.hidden[rows], entries, product)
-        if self.kept is not None and rows.start < self.known:
-            room = self.kept.room(entries, self.which)[rows]
+        if self.buffer is not None and rows.start < self.stored:
+            room = self.buffer.room(entries, self.which)[rows]
             room.copy_(product[: room.shape[0]])
         return product
 
     def recall(self, rows: slice, entries: slice) -> Tensor:
         """The same products as `form` gave: read where they were kept, otherwise computed again."""
-        product, end = self._empty(rows, entries), max(rows.start, min(rows.stop, self.known))
-        if self.kept is not None and end > rows.start:
-            room, first = self.kept.room(entries, self.which), slice(rows.start, end)
+        product, end = self._empty(rows, entries), max(rows.start, min(rows.stop, self.stored))
+        if self.buffer is not None and end > rows.start:
+            room, first = self.buffer.room(entries, self.which), slice(rows.start, end)
             product[: end - rows.start] = room[first if self.order is None else self.order[first]]
         if end < rows.stop:
             self.head.product(self.hidden[end : rows.stop], entries, product[end - rows.start :])
@@ -213,12 +213,12 @@ def head_gradients(
 
 def gradients(products: Products, needs: tuple[bool, ...], of_tile: TileGradient) -> list[Tensor | None]:
     """The gradients of hidden states, weight and bias, each only where wanted, summed over the tiles in float32."""
-    hidden, weight, kept = products.hidden, products.head.weight, products.kept
+    hidden, weight, buffer = products.hidden, products.head.weight, products.buffer
     wide = upcast(hidden[:0]).dtype
     columns, chunks = tiles(hidden, weight)
-    columns = columns if kept is None else kept.columns
+    columns = columns if buffer is None else buffer.columns
     d_hidden = torch.zeros_like(hidden, dtype=wide) if needs[0] else None
-    d_weight = (torch.empty_like(weight) if kept is None else kept.d_weight) if needs[1] else None
+    d_weight = (torch.empty_like(weight) if buffer is None else buffer.d_weight) if needs[1] else None
     d_bias = weight.new_zeros(weight.shape[0], dtype=wide) if needs[2] else None
     for entries in columns:
         part = weight.new_zeros(weight[entries].shape, dtype=wide) if needs[1] and len(chunks) != 1 else None

@@ -85,20 +85,20 @@ def is_true(claim: str, condition: bool | Tensor, measured: str, *, expected: st
 def follows(
     claim: str,
     gradients: Sequence[Tensor],
-    known: Sequence[Truths],
+    worlds: Sequence[Truths],
     name: str,
     *,
     factor: float = 1.0,
     anchor: str = "ref",
 ) -> Check:
     """A check that gradients are those of the named divergence, times a factor, in every world; `anchor`: to whom."""
-    followed = name_gradient(gradients, known)
+    followed = name_gradient(gradients, worlds)
     texts = IN_WORDS.get(name, name), followed.in_words
     words, measured = (say_of(anchor, text) for text in texts)
     passed = followed.is_exactly(name, factor=factor, tolerance=EXACT)
     if passed and name != NOTHING_KNOWN:
-        targets = [factor * truths[name] for truths in known]
-        sizes = [truths["reverse"].norm() for truths in known]
+        targets = [factor * truths[name] for truths in worlds]
+        sizes = [truths["reverse"].norm() for truths in worlds]
         errors = [(a - b).norm() / size for a, b, size in zip(gradients, targets, sizes, strict=True)]
         measured += f" (error {max(errors):.0e})"
     return Check(
