@@ -136,7 +136,8 @@ def _noise(pull: Pull, steps: list[StepReport]) -> float:
 def _compare(whole: Pull, averaged: Pull, steps: list[StepReport], reduced: list[StepReport]) -> tuple[float, float]:
     """How well the reduced gradient points where the summed one does."""
     if "zero" in (whole.follows.name, averaged.follows.name):
-        return (float(whole.follows.name == averaged.follows.name),) * 2
+        same = float(whole.follows.name == averaged.follows.name)
+        return same, same
     cosines = [cosine(a.kl.gradient, b.kl.gradient) for a, b in zip(reduced, steps, strict=True)]
     return min(cosines), max(cosines)
 

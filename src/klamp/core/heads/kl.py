@@ -367,5 +367,5 @@ def linear_head_kl(  # noqa: PLR0913  (a model, a server's answer, and what the 
     ids = torch.cat((torch.where(kept, head_ids, targets[:, None]), targets[:, None]), 1)
     anchor = torch.cat((head_logprobs, target_logprobs[:, None]), 1)
     policy = Head(policy_weight, policy_bias, temperature, softcap)
-    options = {"direction": direction, "tail": tail, "log_weight": log_weight, "kept": kept}
+    options: Any = {"direction": direction, "tail": tail, "log_weight": log_weight, "kept": kept}
     return _head_kl(policy_hidden, policy, ids, anchor, **options)

@@ -124,12 +124,13 @@ def prove_sequences() -> list[Check]:
     ]
     whole: dict[Sampler, str] = {"policy": "horizon sequence", "other": "off-policy, prefix ratio"}
     for sampler, where in whole.items():
-        rows += [
+        more: list[Claim] = [
             (f"{where}, value k1", "reverse", sampler, penalty("k1", "reverse", "sequence", sampler=sampler)),
             (f"{where}, value k3", "reverse", sampler, penalty("k3", "reverse", "sequence", sampler=sampler)),
             (f"{where}, exact", "reverse", sampler, penalty("exact", "reverse", "sequence", sampler=sampler)),
             (f"{where}, gradient forward", "forward", sampler, penalty("k3", "forward", "sequence", sampler=sampler)),
         ]
+        rows.extend(more)
     return list(_follow(rows, COMPLETIONS))
 
 
