@@ -68,10 +68,7 @@ from klamp.errors import ShapeError, check_name
 
 
 class LinearKL(torch.autograd.Function):
-    """The KL of each row, in nats, with a gradient for the policy only.
-
-    Takes hidden, weight and bias (or None) of the policy, the same three of the reference, and a `Walk`.
-    """
+    """The KL of each row, in nats, with a gradient for the policy only."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Tensor:

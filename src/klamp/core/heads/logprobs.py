@@ -227,10 +227,7 @@ def _tile_gradient(products: Products, ids: Tensor, grad: Tensor, normaliser: Te
 
 
 class LinearLogprobs(torch.autograd.Function):
-    """The log-probability of each row's tokens, and on request the row's entropy (without gradient); both in nats.
-
-    Takes hidden, weight, bias (or None), ids [N, K], and the options of the walk.
-    """
+    """The log-probability of each row's tokens, and on request the row's entropy (without gradient); both in nats."""
 
     @staticmethod
     def forward(
