@@ -17,7 +17,7 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.doctor.alarm import Alarm, Limit
 from klamp.doctor.alarms import ALARMS
 from klamp.doctor.metrics import LOGS, METRICS, MetricRow
-from klamp.verify.config_facts import LENGTH, ConfigFacts, measure_config
+from klamp.verify.explain import LENGTH, ConfigFacts, measure_config
 from klamp.verify.oracle import IN_WORDS
 from klamp.verify.proofs.values import EstimatorFacts, measure_estimators
 

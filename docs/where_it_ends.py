@@ -10,7 +10,7 @@ from pathlib import Path
 import matplotlib as mpl
 from matplotlib.figure import Figure
 
-from klamp.verify.convergence import ends, terms
+from klamp.verify.convergence import TERMS, ends
 
 PICTURE = Path(__file__).resolve().parent / "where-it-ends.svg"
 SHOWN = ("fixed length", "token mean", "sequence mean")
@@ -21,7 +21,7 @@ def draw() -> Figure:
     """KL against the optimum's and length against the optimum's, six tokens, one row for each term."""
     figure = Figure(figsize=(9.5, 4.6), layout="constrained")
     left, right = figure.subplots(1, 2, sharey=True)
-    names = list(terms())
+    names = list(TERMS)
     for loss, mark in zip(SHOWN, MARKS, strict=True):
         found = [ends(name, loss)[-1] for name in names]
         size = 9 - 2.2 * SHOWN.index(loss)  # equal ends lie upon each other

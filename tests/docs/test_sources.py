@@ -14,7 +14,7 @@ from tests.docs.pages import DOCS, ROOT
 from klamp.config import PRESETS
 from klamp.core.estimators import ESTIMATORS
 from klamp.doctor.alarms import ALARMS
-from klamp.verify.explain import FORMS, explain_form
+from klamp.verify.judge import FORMS, explain_form
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")
 

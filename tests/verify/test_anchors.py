@@ -15,7 +15,7 @@ from klamp.core.types import Batch
 from klamp.verify import one_step
 from klamp.verify.convergence import LOSSES, expected_step, follow, teacher_price, worlds
 from klamp.verify.one_step import Scene, examine_config, scene, scores_of
-from klamp.verify.oracle import gradient_of, local_kl, name_gradient
+from klamp.verify.oracle import gradient_of, local_kl, name_gradient, truths
 from klamp.verify.proofs import anchors
 from klamp.verify.proofs.anchors import (
     as_loss,
@@ -70,7 +70,7 @@ def test_a_step_tells_the_teacher_from_the_reference():
     other = examine_config(KLConfig(beta=0.0), scene=world, teacher=taught_by(coef=2.0))
     torch.testing.assert_close(one.kl.gradient, other.kl.gradient)
     assert one.kl.follows.is_exactly("local") and abs(one.kl.value_bias) < 1e-12
-    towards_ref = name_gradient([one.kl.gradient], [world.truths])
+    towards_ref = name_gradient([one.kl.gradient], [truths(world.chain)])
     assert towards_ref.name == "none of these"
     both = examine_config(KLConfig(beta=0.3), scene=world)
     assert both.kl.follows.is_exactly("local")

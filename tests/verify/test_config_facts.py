@@ -8,7 +8,7 @@ import math
 import pytest
 
 from klamp.config import KLConfig, LossConfig
-from klamp.verify.config_facts import measure_config
+from klamp.verify.explain import measure_config
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
 
@@ -30,7 +30,7 @@ def test_the_default_follows_the_reverse_kl_token_by_token() -> None:
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 def test_k1s_own_gradient_is_nothing_but_noise() -> None:
     facts = measure(LossConfig(loss_type="dapo"), kl_estimator="k1", kl_gradient="own")
-    assert facts.position.follows.name == facts.sequence.follows.name == "zero" and facts.kept == (1, 1)
+    assert facts.position.follows.name == facts.sequence.follows.name == "zero" and facts.reduced == (1, 1)
     assert (facts.sequence.share, facts.noise) == (0.0, math.inf)
     assert measure(kl_gradient="none").noise == 0, "no completion has a gradient"
     assert facts.off_policy.follows.name == "none of these"
@@ -39,7 +39,7 @@ def test_k1s_own_gradient_is_nothing_but_noise() -> None:
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 def test_divided_by_the_own_length_k1_is_not_null() -> None:
     facts = measure(LossConfig(loss_type="grpo"), kl_estimator="k1", kl_gradient="own")
-    assert facts.kept == (0, 0) and measure(kl_estimator="k1", kl_gradient="own").kept == (1, 1)
+    assert facts.reduced == (0, 0) and measure(kl_estimator="k1", kl_gradient="own").reduced == (1, 1)
 
 
 def test_beta_clip_and_controller_keep_the_direction() -> None:

@@ -15,13 +15,13 @@ from klamp.verify import convergence
 from klamp.verify.convergence import (
     LOSSES,
     REACHED,
+    TERMS,
     answer_convergence,
     claims_exact,
     expected_step,
     fit_price,
     follow,
     optimum,
-    terms,
     worlds,
 )
 from klamp.verify.one_step import Scene, examine_config
@@ -136,13 +136,13 @@ def test_every_claim_holds(monkeypatch):
     assert rows["reward, k1"] == ("exact", "exact", "exact", "refused")
     assert rows["loss, k3, sequence"][:2] == ("exact", "exact")
     assert rows["loss, k1, gradient own"][0] == "runs away"
-    assert set(rows) == set(terms())
+    assert set(rows) == set(TERMS)
     convergence.ends.cache_clear()
 
 
 @pytest.mark.slow
 def test_what_is_claimed_to_be_exact():
-    exact = {(term, loss) for term, kl in terms().items() for loss, of in LOSSES.items() if claims_exact(kl, of)}
+    exact = {(term, loss) for term, kl in TERMS.items() for loss, of in LOSSES.items() if claims_exact(kl, of)}
     in_reward = {("reward, k1", loss) for loss in LOSSES if "std" not in loss}
     over_sequences = {
         (term, loss)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -11,9 +12,12 @@ import pytest
 import torch
 
 from klamp.config import PRESETS, KLConfig, LossConfig
+from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import kl_penalty
 from klamp.verify import convergence
-from klamp.verify.explain import Explanation, Setting, equations, explain_config
+from klamp.verify.explain import Setting, equations, explain_config
+from klamp.verify.judge import Explanation
+from klamp.verify.proofs.values import measure_estimators
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
 
@@ -135,9 +139,7 @@ def evaluate(formula: str, policy: float, ref: float) -> float:
     return eval(formula, {"exp": math.exp, "sign": lambda x: math.copysign(1, x)})
 
 
-@pytest.mark.parametrize(
-    ("value", "gradient"), list(itertools.product(("k1", "k2", "k3", "abs"), ("reverse", "forward", "own")))
-)
+@pytest.mark.parametrize(("value", "gradient"), list(itertools.product(ESTIMATORS, ("reverse", "forward", "own"))))
 def test_value_and_coefficient_of_one_token_are_what_kl_penalty_computes(value: str, gradient: str) -> None:
     for policy, ref in ((-0.5, -1.5), (-2.0, -0.25)):
         leaf = torch.tensor([[policy]], dtype=torch.float64, requires_grad=True)
@@ -148,6 +150,14 @@ def test_value_and_coefficient_of_one_token_are_what_kl_penalty_computes(value: 
         coefficient = backward.removeprefix("gradient of penalty_t = ").removesuffix(" grad log policy_t")
         assert evaluate(printed.removeprefix("penalty_t = "), policy, ref) == pytest.approx(result.item())
         assert evaluate(coefficient, policy, ref) == pytest.approx(slope.item())
+
+
+def test_an_estimator_is_explained_as_its_row_of_the_table_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    changes = {"formula": "delta^4", "value": lambda d: d**4, "derivative": lambda d: 4 * d**3, "slope": "4 delta^3"}
+    monkeypatch.setitem(ESTIMATORS, "abs", dataclasses.replace(ESTIMATORS["abs"], **changes))
+    _, value, slope = lines(kl_estimator="abs", kl_gradient="own")
+    assert (value, slope) == ("penalty_t = delta_t^4", "gradient of penalty_t = (4 delta_t^3) grad log policy_t")
+    assert (facts := {x.name: x for x in measure_estimators()})["abs"].formula == "delta^4" and facts["abs"].bias > 1
 
 
 def test_what_is_added_and_where() -> None:

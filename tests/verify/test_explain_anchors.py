@@ -11,8 +11,7 @@ import pytest
 
 from klamp.config import KLConfig, LossConfig
 from klamp.verify import convergence, one_step
-from klamp.verify.config_facts import measure_config
-from klamp.verify.explain import Setting, explain_config
+from klamp.verify.explain import Setting, explain_config, measure_config
 from klamp.verify.proofs.anchors import taught_by
 
 pytestmark = [
@@ -113,7 +112,7 @@ def test_the_gradient_to_the_teacher_is_named_as_it_is_measured(teacher, named, 
     if teacher.get("direction") == "forward":
         turned = one_step.exact_kl
         monkeypatch.setattr(one_step, "exact_kl", lambda *models, direction: turned(*models, direction="reverse"))
-        facts = measure_config(KLConfig(beta=0.0), FIXED, teacher=taught_by(**teacher))
+        facts = measure_config(taught_by(**teacher), FIXED)
         assert facts.position.follows.name == "reverse" and abs(facts.value_bias) > 0.01
 
 
@@ -135,7 +134,7 @@ def test_the_sampler_has_no_fixed_point_and_no_price() -> None:
 
 def test_a_reduction_bends_or_does_not_in_each_world(briefly: None) -> None:
     token, own = (measure_config(KLConfig(), replace(FIXED, loss_type=each)) for each in ("dapo", "grpo"))
-    assert token.kept == pytest.approx((1.0, 1.0)) and 0.9 < own.kept[0] < own.kept[1] - 0.01 < 0.99
+    assert token.reduced == pytest.approx((1.0, 1.0)) and 0.9 < own.reduced[0] < own.reduced[1] - 0.01 < 0.99
     verdict, _, text = tell((("beta", 0.1),), None, replace(FIXED, loss_type="dapo"))
     assert "bent" not in verdict and "by world" not in text and "longer" not in text
     verdict = tell((("beta", 0.1),), None, OWN_LENGTH)[0]

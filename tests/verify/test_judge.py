@@ -23,11 +23,6 @@ def k3(policy: Tensor, ref: Tensor) -> Tensor:
     return torch.exp(ref - policy) - (ref - policy) - 1
 
 
-def clamped_k3(policy: Tensor, ref: Tensor) -> Tensor:
-    difference = (ref - policy).clamp(-20.0, 20.0)
-    return (torch.exp(difference) - difference - 1).clamp(-10.0, 10.0)
-
-
 def klamps(policy: Tensor, ref: Tensor) -> Tensor:
     return kl_penalty(policy, ref, torch.ones_like(policy, dtype=torch.bool))
 
@@ -70,17 +65,8 @@ def test_a_function_that_computes_in_float32_is_still_recognised() -> None:
     assert (found.value.estimates, found.gradient.follows.name) == ("KL(policy||ref)", "forward")
 
 
-def test_a_clamp_is_found_where_it_is() -> None:
-    found = judge(clamped_k3)
-    below, above = found.clamp
-    assert above == pytest.approx(11.0, abs=1e-4)  # e^-d - 1 + d = 10 from there on
-    assert below is not None
-    assert torch.expm1(torch.tensor(-below)) + below == pytest.approx(10.0, abs=1e-3)
-    assert judge(k3).clamp == judge(k2).clamp == (None, None)
-
-
-def test_a_detached_value_has_no_gradient_of_its_own_and_an_exception_is_the_callers() -> None:
-    assert judge(lambda p, r: (p - r).detach()).clamp == (0, 0)
+def test_a_detached_value_has_no_gradient_and_an_exception_is_the_callers() -> None:
+    assert judge(lambda p, r: (p - r).detach()).gradient.follows.name == "zero"
     with pytest.raises(ZeroDivisionError):
         judge(lambda p, r: p / (1 // 0))
 

@@ -9,8 +9,7 @@ import pytest
 import torch
 
 from klamp.errors import UnknownNameError
-from klamp.verify.explain import FORMS, Explanation, explain_form
-from klamp.verify.judge import judge_value
+from klamp.verify.judge import FORMS, Explanation, explain_form, judge_value
 from klamp.verify.oracle import expected_pull, in_reward
 from klamp.verify.worlds import random_positions
 
@@ -69,7 +68,7 @@ def test_the_verdict_follows_from_the_numbers(name: str, words: str, monkeypatch
     assert words in explained(name).verdict
     other = "k3-as-loss" if name != "k3-as-loss" else "k1-as-loss"
     swapped = FORMS[name]._replace(function=FORMS[other].function, use=FORMS[other].use)
-    monkeypatch.setattr("klamp.verify.explain.FORMS", {name: swapped})
+    monkeypatch.setattr("klamp.verify.judge.FORMS", {name: swapped})
     assert words not in explain_form(name).verdict
 
 

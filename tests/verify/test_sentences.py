@@ -18,9 +18,9 @@ from klamp.config import KLConfig, LossConfig
 from klamp.config.teacher import TeacherConfig
 from klamp.errors import ConfigError
 from klamp.verify import explain
-from klamp.verify.config_facts import NO_KL, bare_teacher, bare_term
-from klamp.verify.explain import Explanation, explain_config
-from klamp.verify.one_step import Scene, StepReport, examine_config
+from klamp.verify.explain import bare_teacher, bare_term, explain_config
+from klamp.verify.judge import Explanation
+from klamp.verify.one_step import NO_KL, Scene, StepReport, examine_config
 from klamp.verify.oracle import cosine, forward_kl, gradient_of, local_kl, reverse_kl
 from klamp.verify.worlds import Chain, Sampler, random_chain
 

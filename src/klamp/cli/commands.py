@@ -230,7 +230,7 @@ class Command(NamedTuple):
         return (self.options.__doc__ or "").partition("\n")[0]
 
 
-RECIPES = ("klamp.config:PRESETS", "klamp.verify.explain:FORMS")
+RECIPES = ("klamp.config:PRESETS", "klamp.verify.judge:FORMS")
 COMMANDS = {
     "train": Command("train:run", TrainOptions, alone=True),
     "ablate": Command("ablate:run", AblateOptions),

@@ -17,9 +17,10 @@ from klamp.errors import ConfigError, KLWarning, unknown_name
 from klamp.lab.tasks.base import NO_REWARD
 from klamp.verify.convergence import answer_convergence
 from klamp.verify.direction import answer_direction
-from klamp.verify.explain import FORMS, Explanation, Setting, explain_config, explain_form
+from klamp.verify.explain import Setting, explain_config
+from klamp.verify.judge import FORMS, Explanation, explain_form
 from klamp.verify.proofs import PROOFS, Check, run_section
-from klamp.verify.proofs.check import Answer
+from klamp.verify.proofs.check import ProvenAnswer
 from klamp.verify.proofs.values import measure_estimators
 
 QUESTIONS = {"direction": answer_direction, "convergence": answer_convergence}
@@ -60,7 +61,7 @@ def show_proofs() -> list[Check]:
     return checks
 
 
-def show_answer(answer: Answer) -> Sequence[Check]:
+def show_answer(answer: ProvenAnswer) -> Sequence[Check]:
     """Print an answered question; returns its checks."""
     say(f"{answer.question}\n")
     for table in answer.tables:

@@ -34,6 +34,8 @@ class EstimatorRow:
     """delta -> value."""
     derivative: TokenFunction
     """delta -> d value / d delta: the coefficient of grad log policy when the value itself is the loss."""
+    slope: str
+    """The derivative, in terms of delta."""
     bias: str
     """Bias of the value under samples of the policy."""
     non_negative: bool
@@ -66,6 +68,7 @@ ESTIMATORS: dict[str, EstimatorRow] = {
             formula="delta",
             value=lambda delta: delta,
             derivative=torch.ones_like,
+            slope="1",
             bias="unbiased",
             non_negative=False,
             gradient_as_loss="zero",
@@ -76,6 +79,7 @@ ESTIMATORS: dict[str, EstimatorRow] = {
             formula="delta^2 / 2",
             value=lambda delta: delta.square() / 2,
             derivative=lambda delta: delta,
+            slope="delta",
             bias="biased, third order",
             non_negative=True,
             gradient_as_loss="reverse KL",
@@ -86,6 +90,7 @@ ESTIMATORS: dict[str, EstimatorRow] = {
             formula="exp(-delta) - 1 + delta",
             value=_k3,
             derivative=lambda delta: -torch.expm1(-delta),
+            slope="1 - exp(-delta)",
             bias="unbiased where the reference's support lies within the sampler's",
             non_negative=True,
             gradient_as_loss="forward KL",
@@ -96,6 +101,7 @@ ESTIMATORS: dict[str, EstimatorRow] = {
             formula="|delta|",
             value=torch.abs,
             derivative=torch.sign,
+            slope="sign(delta)",
             bias="over-estimates",
             non_negative=True,
             gradient_as_loss="L1 distance",

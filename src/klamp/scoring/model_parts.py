@@ -19,7 +19,7 @@ from transformers.cache_utils import DynamicLayer
 from klamp.core.estimators import exact_kl
 from klamp.core.heads.kl import cut_mass, linear_kl
 from klamp.core.heads.logprobs import logprobs_of
-from klamp.core.heads.tiles import opaque
+from klamp.core.heads.tiles import Head
 from klamp.core.topk import Tail, asked_tokens, head_mass, topk_kl, topk_kl_of
 from klamp.core.types import Direction
 from klamp.errors import ModelError, brief
@@ -123,8 +123,8 @@ def token_logprobs(
     if isinstance(found, Told):
         return TokenScores(found.logprobs(targets), None, targets)
     if head is not None:
-        given, scale = (found.values, head.weight, head.bias), (temperature / head.scale, head.softcap)
-        return TokenScores(*opaque(logprobs_of, given, scale, targets, entropy, top_k))
+        policy = Head(head.weight, head.bias, temperature / head.scale, head.softcap)
+        return TokenScores(*logprobs_of(found.values, policy, targets, entropy=entropy, top_k=top_k))
     logits = found.logits() / temperature
     log_p = logits - logits.logsumexp(-1, keepdim=True)
     if entropy:
@@ -172,8 +172,7 @@ def mass_beyond(found: Predictions, entries: int, *, temperature: float) -> Tens
         return torch.zeros(len(found.values), device=found.values.device)
     if head is None:
         return (found.logits() / temperature).softmax(-1)[..., entries:].sum(-1)
-    options = {"temperature": temperature / head.scale, "softcap": head.softcap}
-    return cut_mass(found.values, head.weight, entries, ref_bias=head.bias, **options)
+    return cut_mass(found.values, Head(head.weight, head.bias, temperature / head.scale, head.softcap), entries)
 
 
 def head_kl(

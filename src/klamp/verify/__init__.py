@@ -7,7 +7,8 @@
 `klamp.verify.judge` judges a KL function that somebody else wrote.
 """
 
-from klamp.verify.explain import Explanation, explain_config, explain_form
+from klamp.verify.explain import explain_config
+from klamp.verify.judge import Explanation, explain_form
 from klamp.verify.one_step import Scene, StepReport, examine_config, scene
 from klamp.verify.oracle import Report, examine
 from klamp.verify.proofs import Check, verify_all, verify_estimators

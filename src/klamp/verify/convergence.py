@@ -20,9 +20,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -35,8 +35,8 @@ from klamp.core.term import Weighted
 from klamp.core.types import Reduction
 from klamp.errors import ConfigError
 from klamp.verify.one_step import Scene, advantages_in_groups, batch_of, less_kl, quietly, scores_of
-from klamp.verify.oracle import gradient_of
-from klamp.verify.proofs.check import Answer, Check, TextTable, is_equal, is_true
+from klamp.verify.oracle import divergence, gradient_of
+from klamp.verify.proofs.check import Check, ProvenAnswer, TextTable, is_equal, is_true
 from klamp.verify.worlds import Chain, count_prefixes, enumerate_outcomes, prefix_probs
 
 BETA = 0.2
@@ -58,23 +58,16 @@ FAR = 50.0
 """A log-ratio to the reference, in nats, past which a policy is not coming back."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class End:
+class End(NamedTuple):
     """Where a configuration ends in one world; KL in nats per completion, with a teacher that to the mix of both."""
 
-    stands: bool
-    """Whether the policy comes to a standstill; else the rest is where it was when it was given up."""
-    distance: float
-    """KL(policy||optimum) at the price that is expected."""
-    price: float
-    """Reward per nat of a completion whose optimum is nearest to where it ended."""
-    nearest: float
-    """KL(policy||optimum) at that price."""
-    kl: float
-    """KL(policy||ref) where it ended."""
+    stands: bool  # whether the policy comes to a standstill; else the rest is where it was when it was given up
+    distance: float  # KL(policy||optimum) at the price that is expected
+    price: float  # reward per nat of a completion whose optimum is nearest to where it ended
+    nearest: float  # KL(policy||optimum) at that price
+    kl: float  # KL(policy||ref) where it ended
     optimal_kl: float
-    length: float
-    """Mean length in tokens."""
+    length: float  # mean length in tokens
     optimal_length: float
 
     @property
@@ -86,14 +79,10 @@ class End:
 @cache
 def worlds() -> tuple[Scene, ...]:
     """One token out of five; three and six tokens out of three, the first of which ends the completion."""
-    return (
-        _world(seed=1, vocab=5, length=1, eos=None),
-        _world(seed=2, vocab=3, length=3, eos=0),
-        _world(seed=3, vocab=3, length=6, eos=0),
-    )
+    return tuple(_world(*sizes) for sizes in ((1, 5, 1, None), (2, 3, 3, 0), (3, 3, 6, 0)))
 
 
-def _world(*, seed: int, vocab: int, length: int, eos: int | None) -> Scene:
+def _world(seed: int, vocab: int, length: int, eos: int | None) -> Scene:
     """A policy that starts as its reference, which ends often enough that lengths differ; rewards in [0, 1]."""
     generator = torch.Generator().manual_seed(seed)
     rows = count_prefixes(vocab, length, eos=eos)
@@ -143,13 +132,8 @@ def follow(kl: KLConfig, loss: LossConfig, world: Scene, teacher: TeacherConfig 
 
 def teacher_price(teacher: TeacherConfig, loss: LossConfig, *, group_size: int) -> Price:
     """The price of a nat away from a teacher, whose KL is reduced as the policy loss is; see `price_of`."""
-    return price_of(
-        teacher.teacher_coef,
-        placement=teacher.teacher_placement,
-        baseline=loss.advantage_baseline,
-        scale=loss.scale,
-        group_size=group_size,
-    )
+    sizes: dict[str, Any] = {"baseline": loss.advantage_baseline, "scale": loss.scale, "group_size": group_size}
+    return price_of(teacher.teacher_coef, placement=teacher.teacher_placement, **sizes)
 
 
 def expected_step(
@@ -190,26 +174,25 @@ def expected_advantages(world: Scene, loss: LossConfig, rewards: Tensor) -> Tens
     """How likely a completion is, times its advantage in the mean over the others of its group. [outcomes]"""
     rows, probs = world.groups
     advantages = advantages_in_groups(rewards[rows], loss)
-    found = torch.zeros_like(rewards).index_add(0, rows.flatten(), (probs[:, None] * advantages).flatten())
-    return found / world.group_size
+    summed = torch.zeros_like(rewards).index_add(0, rows.flatten(), (probs[:, None] * advantages).flatten())
+    return summed / world.group_size
 
 
 def _describe(world: Scene, to_ref: float, to_teacher: float, *, stands: bool) -> End:
     outcomes, price = enumerate_outcomes(world.chain, unreachable=True), to_ref + to_teacher or TINY
-    ended = outcomes.policy_logprobs.detach().sum(-1)
+    ended, lengths = outcomes.policy_logprobs.detach().sum(-1), outcomes.mask.sum(-1).double()
     both = to_ref * outcomes.ref_logprobs + to_teacher * outcomes.teacher_logprobs
     ref = (both.sum(-1) / price).log_softmax(-1)
-    best, fitted = optimum(ref, world.rewards, price), fit_price(ended, ref, world.rewards)
-    lengths, nearest = outcomes.mask.sum(-1).double(), optimum(ref, world.rewards, fitted)
-    probs = ended.exp()
+    fitted = fit_price(ended, ref, world.rewards)
+    best, nearest = optimum(ref, world.rewards, price), optimum(ref, world.rewards, fitted)
     return End(
         stands=stands,
-        distance=_kl(ended, best),
+        distance=float(divergence(ended, best)),
         price=fitted,
-        nearest=_kl(ended, nearest),
-        kl=_kl(ended, ref),
-        optimal_kl=_kl(best, ref),
-        length=float((probs * lengths).sum()),
+        nearest=float(divergence(ended, nearest)),
+        kl=float(divergence(ended, ref)),
+        optimal_kl=float(divergence(best, ref)),
+        length=float((ended.exp() * lengths).sum()),
         optimal_length=float((best.exp() * lengths).sum()),
     )
 
@@ -235,30 +218,22 @@ def fit_price(ended: Tensor, ref: Tensor, rewards: Tensor) -> float:
     return 1 / high if high > 1e-12 else math.inf
 
 
-def _kl(first: Tensor, second: Tensor) -> float:
-    return float((first.exp() * (first - second)).sum())
-
-
-TERMS: Mapping[str, Mapping[str, Any]] = {
-    "loss, k3, sequence": {"kl_horizon": "sequence"},
-    "loss, k1, sequence": {"kl_estimator": "k1", "kl_horizon": "sequence"},
-    "loss, exact, sequence": {"kl_estimator": "exact", "kl_horizon": "sequence"},
-    "advantage, k1, sequence": {"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence"},
-    "reward, k1": {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"},
-    "loss, k3, token": {},
-    "loss, exact, token": {"kl_estimator": "exact"},
-    "advantage, k1, token": {"kl_estimator": "k1", "kl_placement": "advantage"},
-    "loss, k3, gradient own": {"kl_gradient": "own"},
-    "loss, k1, gradient own": {"kl_estimator": "k1", "kl_gradient": "own"},
+TERMS: Mapping[str, KLConfig] = {
+    name: quietly(KLConfig, beta=BETA, **choices)  # k1 as a loss is here to be shown, without its caution
+    for name, choices in {
+        "loss, k3, sequence": {"kl_horizon": "sequence"},
+        "loss, k1, sequence": {"kl_estimator": "k1", "kl_horizon": "sequence"},
+        "loss, exact, sequence": {"kl_estimator": "exact", "kl_horizon": "sequence"},
+        "advantage, k1, sequence": {"kl_estimator": "k1", "kl_placement": "advantage", "kl_horizon": "sequence"},
+        "reward, k1": {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"},
+        "loss, k3, token": {},
+        "loss, exact, token": {"kl_estimator": "exact"},
+        "advantage, k1, token": {"kl_estimator": "k1", "kl_placement": "advantage"},
+        "loss, k3, gradient own": {"kl_gradient": "own"},
+        "loss, k1, gradient own": {"kl_estimator": "k1", "kl_gradient": "own"},
+    }.items()
 }
 """The KL terms, by what they are: placement, value, horizon, gradient."""
-
-
-def terms() -> Mapping[str, KLConfig]:
-    """The configurations of `TERMS`; k1 as a loss is here to be shown, without its caution."""
-    return {name: quietly(KLConfig, beta=BETA, **choices) for name, choices in TERMS.items()}
-
-
 LOSSES: Mapping[str, LossConfig] = {
     "fixed length": LossConfig(loss_type="dr_grpo", scale_rewards="none", advantage_baseline="leave_one_out"),
     "token mean": LossConfig(loss_type="dapo", scale_rewards="none", advantage_baseline="leave_one_out"),
@@ -281,39 +256,38 @@ def claims_exact(kl: KLConfig, loss: LossConfig) -> bool:
 @cache
 def ends(term: str, loss: str) -> tuple[End, ...]:
     """Where a configuration of the table ends, in every world."""
-    return tuple(follow(terms()[term], LOSSES[loss], world) for world in worlds())
+    return tuple(follow(TERMS[term], LOSSES[loss], world) for world in worlds())
 
 
-def answer_convergence() -> Answer:
+def _judge_end(term: str, name: str) -> tuple[str, list[Check]]:
+    """What the table says of a configuration, and the checks of what klamp claims of it."""
+    kl, loss = TERMS[term], LOSSES[name]
+    if kl.kl_placement == "reward" and loss.scale == "std":
+        return "refused", []
+    worst = max(end.nearest if loss.scale == "std" else end.distance for end in ends(term, name))  # std: no one price
+    stands, exact = (all(getattr(end, fact) for end in ends(term, name)) for fact in ("stands", "exact"))
+    cell = "runs away" if not stands else "exact" if worst < REACHED else f"{worst:.2g}"
+    if not claims_exact(kl, loss):
+        claim, most = f"{term}; {name}: does not, and klamp does not say so", f"above {REACHED:g} nats"
+        text = f"{worst:.2g} nats away" if stands else "does not stand still"
+        return cell, [is_true(claim, not exact, text, expected=most)]
+    claim, least = f"{term}; {name}: ends at the optimum", f"below {REACHED:g} nats"
+    at_optimum = is_true(claim, exact, f"at most {worst:.0e} nats away", expected=least)
+    claim = f"{term}; {name}: at the price that is printed"
+    return cell, [at_optimum, is_equal(claim, ends(term, name)[-1].price, BETA, tolerance=1e-6)]
+
+
+def answer_convergence() -> ProvenAnswer:
     """Which settings reach the optimum that they claim?"""
-    rows, checks = list[tuple[str, ...]](), list[Check]()
-    for term, kl in terms().items():
-        cells = [term]
-        for name, loss in LOSSES.items():
-            if kl.kl_placement == "reward" and loss.scale == "std":
-                cells.append("refused")
-                continue
-            found, scaled = ends(term, name), loss.scale == "std"  # scaled: no single number is the price
-            worst = max(end.nearest if scaled else end.distance for end in found)
-            stands, exact = all(end.stands for end in found), all(end.exact for end in found)
-            cells.append("runs away" if not stands else "exact" if worst < REACHED else f"{worst:.2g}")
-            if claims_exact(kl, loss):
-                claim, least = f"{term}; {name}: ends at the optimum", f"below {REACHED:g} nats"
-                checks.append(is_true(claim, exact, f"at most {worst:.0e} nats away", expected=least))
-                claim = f"{term}; {name}: at the price that is printed"
-                checks.append(is_equal(claim, found[-1].price, BETA, tolerance=1e-6))
-            else:
-                claim, most = f"{term}; {name}: does not, and klamp does not say so", f"above {REACHED:g} nats"
-                text = f"{worst:.2g} nats away" if stands else "does not stand still"
-                checks.append(is_true(claim, not exact, text, expected=most))
-        rows.append(tuple(cells))
+    judged = {term: [_judge_end(term, name) for name in LOSSES] for term in TERMS}
+    checks = [check for cells in judged.values() for _, checks in cells for check in checks]
     table = TextTable(
         title="distance to the optimum, KL(policy||optimum) in nats, the largest of 1, 3 and 6 tokens (with std: "
         "to that of the price that fits best)",
         columns=("KL, beta 0.2", *LOSSES),
-        rows=tuple(rows),
+        rows=tuple((term, *(cell for cell, _ in cells)) for term, cells in judged.items()),
     )
-    return Answer(
+    return ProvenAnswer(
         question="Where does each configuration end, and is that the optimum ref exp(reward / price)?",
         tables=(table,),
         checks=(*checks, *_baselines()),
@@ -334,7 +308,7 @@ def _baselines() -> Iterator[Check]:
     world = worlds()[-1]
     loss = replace(LOSSES["fixed length"], advantage_baseline="mean")
     for term in ("loss, k3, sequence", "advantage, k1, sequence", "reward, k1"):
-        kl = terms()[term]
+        kl = TERMS[term]
         end = follow(kl, loss, world)
         price = configured_price(kl, loss, group_size=world.group_size, mean_length=1.0, max_length=world.chain.length)
         times = price.per_completion / BETA

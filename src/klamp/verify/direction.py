@@ -22,7 +22,7 @@ from klamp.verify.oracle import (
     reverse_kl,
     variance,
 )
-from klamp.verify.proofs.check import Answer, Check, TextTable, is_equal, is_true
+from klamp.verify.proofs.check import Check, ProvenAnswer, TextTable, is_equal, is_true
 from klamp.verify.proofs.gradients import penalty, printed_k3
 from klamp.verify.proofs.values import estimate
 from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, one_position, random_chain
@@ -59,11 +59,11 @@ def _text(drawn: tuple[float, float]) -> str:
     return f"{drawn[0]:.4g} +- {drawn[1]:.1g}"
 
 
-def answer_direction(*, samples: int = SAMPLES) -> Answer:
+def answer_direction(*, samples: int = SAMPLES) -> ProvenAnswer:
     """Answers whether the k3 formula is backwards, and for whose tokens, with exact numbers and so many draws each."""
     values, value_checks = _values(samples)
     uses, use_checks = _uses(samples)
-    return Answer(
+    return ProvenAnswer(
         question="Is the k3 formula, exp(ref - policy) - (ref - policy) - 1, backwards?",
         tables=(values, uses),
         checks=(*value_checks, *use_checks),
@@ -99,32 +99,22 @@ def _logs(*probs: float) -> Tensor:
 
 
 def _values(samples: int) -> tuple[TextTable, list[Check]]:
-    rows: list[tuple[str, ...]] = []
-    checks: list[Check] = []
+    rows, checks = list[tuple[str, ...]](), list[Check]()
     for index, (name, chain) in enumerate(direction_worlds().items()):
         target, other = reverse_kl(chain).item(), forward_kl(chain).item()
         exact, back = expected(chain, klamps_k3).item(), expected(chain, reversed_form).item()
-        forms = (printed_k3, reversed_form)
-        drawn, drawn_back = (draw(chain, form, samples=samples, seed=index) for form in forms)
+        drawn, drawn_back = (draw(chain, form, samples=samples, seed=index) for form in (printed_k3, reversed_form))
         numbers = (f"{x:.4g}" for x in (target, other, exact))
         rows.append((name, *numbers, _text(drawn), f"{back:.4g}", _text(drawn_back)))
-        outcomes = enumerate_outcomes(chain)
-        gap = (klamps_k3(outcomes) - printed_k3(outcomes))[outcomes.mask].abs().max()
+        y = enumerate_outcomes(chain)
+        gap = (klamps_k3(y) - printed_k3(y))[y.mask].abs().max()
+        off, most = f"{abs(drawn[0] - target) / drawn[1]:.1f} standard errors off", f"at most {ALLOWED_ERRORS:g}"
+        apart, error = abs(back - target) > 0.01 * target, f"{100 * (back / target - 1):+.0f} %"
         checks += [
             is_equal(f"{name}: E[printed] = KL(policy||ref)", exact, target),
             is_equal(f"{name}: klamp's k3 is the printed formula", gap, 0.0),
-            is_true(
-                f"{name}: the samples agree",
-                _fits(drawn, target),
-                f"{abs(drawn[0] - target) / drawn[1]:.1f} standard errors off",
-                expected=f"at most {ALLOWED_ERRORS:g}",
-            ),
-            is_true(
-                f"{name}: the reversed formula is something else",
-                abs(back - target) > 0.01 * target,
-                f"{100 * (back / target - 1):+.0f} %",
-                expected="not KL(policy||ref)",
-            ),
+            is_true(f"{name}: the samples agree", _fits(drawn, target), off, expected=most),
+            is_true(f"{name}: the reversed formula is something else", apart, error, expected="not KL(policy||ref)"),
         ]
     columns = ("world", "KL(p||r)", "KL(r||p)", "printed: exact", "sampled", "reversed: exact", "sampled")
     title = (
@@ -163,21 +153,18 @@ def _uses(samples: int) -> tuple[TextTable, list[Check]]:
     """Each formula as a value and as a loss, with tokens of the policy, of the reference and of an older policy."""
     worlds = sampling_worlds()
     target, other = reverse_kl(worlds["policy"]).item(), forward_kl(worlds["policy"]).item()
-    known = {"KL(p||r)": target, "KL(r||p)": other}
-    rows: list[tuple[str, ...]] = []
-    checks: list[Check] = []
+    divergences = {"KL(p||r)": target, "KL(r||p)": other}
+    rows, checks = list[tuple[str, ...]](), list[Check]()
     for index, (sampler, formula, loss, value, gradient) in enumerate(USES):
         chain = worlds[sampler]
-        exact = expected(chain, loss).item()
-        drawn = draw(chain, loss, samples=samples, seed=index)
-        name = next((name for name, kl in known.items() if abs(exact - kl) < 1e-9), "-")
+        exact, drawn = expected(chain, loss).item(), draw(chain, loss, samples=samples, seed=index)
+        name = next((name for name, kl in divergences.items() if abs(exact - kl) < 1e-9), "-")
         pull = expected_pull([chain], loss)
         words, angle = pull.follows.in_words, f"{pull.cosine_reverse:.3f}"
         rows.append((sampler, formula, f"{exact:.4g}", _text(drawn), name, words, angle))
-        claim = f"tokens of the {sampler}, {formula}"
         measured = f"{exact:.6g}, {name}; gradient of {words}; sampled {_text(drawn)}"
         right = name == value and pull.follows.is_exactly(gradient) and _fits(drawn, exact)
-        checks.append(is_true(claim, right, measured, expected=f"{value}; {gradient}"))
+        checks.append(is_true(f"tokens of the {sampler}, {formula}", right, measured, expected=f"{value}; {gradient}"))
     title = f"KL(p||r) = {target:.4f}, KL(r||p) = {other:.4f}; p policy, r reference, w = policy/sampler"
     columns = ("tokens from", "formula", "exact", "sampled", "which is", "as a loss, gradient of", "cos")
     return TextTable(title=title, columns=columns, rows=tuple(rows)), checks

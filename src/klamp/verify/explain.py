@@ -1,21 +1,17 @@
-"""What a KL term, or a formula that is printed somewhere as a KL, does in plain words: measured facts as sentences.
+"""What a KL term does in plain words: facts that are measured by enumeration, as sentences.
 
 >>> from klamp.config import KLConfig, LossConfig
 >>> explain_config(KLConfig(kl_gradient="forward"), LossConfig(), name="mine").verdict
 'Pulls the policy along the gradient of KL(ref||policy), token by token.'
->>> explain_form("k1-as-loss").verdict
-'the value is right; the expected gradient is zero, so it regularises nothing.'
 """
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import product
-from typing import NamedTuple
+from typing import get_args
 
 import torch
 
@@ -36,33 +32,114 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import kl_penalty
 from klamp.core.term import KLTerm
 from klamp.core.types import Direction
-from klamp.errors import check_name
-from klamp.verify.config_facts import JS, LENGTH, NO_KL, ConfigFacts, bare_teacher, bare_term, measure_config
 from klamp.verify.convergence import BETA, COEF, follow, teacher_price, worlds
-from klamp.verify.judge import DTYPES, FAR, KLFunction, Use, ValueFinding, as_loss, judge_value, one_token
-from klamp.verify.one_step import Scene
-from klamp.verify.oracle import TOLERANCE, Loss, Pull, expected, expected_pull, in_reward
-from klamp.verify.proofs.values import exact
-from klamp.verify.worlds import random_chain, random_positions
+from klamp.verify.judge import Explanation, Line, far_faults
+from klamp.verify.one_step import NO_KL, Scene, StepReport, examine_config, quietly, scene
+from klamp.verify.oracle import IN_WORDS, Pull, cosine, local_kl, pull_of, say_of, truths
+from klamp.verify.worlds import Who
 
-Line = tuple[str, str]
-
-MEASURED: Mapping[Direction, str] = {"reverse": "KL(policy||ref)", "forward": "KL(ref||policy)", "js": JS}
+SEEDS = range(4)
+LENGTH = 3
+"""Longest completion of the worlds of whole completions, in tokens."""
+TERM = ["estimator", "gradient", "horizon", "placement", "max_log_ratio", "off_policy", "max_weight", "normalizer"]
+"""The fields `kl_...` of a KL term, without its coefficient and clip."""
+DIVERGENCES: Mapping[Direction, str] = {direction: IN_WORDS[direction] for direction in get_args(Direction)}
 STRAIGHT = 0.9999
 """Cosine from which a reduction is said to scale a gradient, and not to turn it."""
+MOVING = ("ema", "periodic", "live")
+"""Anchors that are made of the policy again and again."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explanation:
-    """What a KL term does, ready to be printed."""
+class ConfigFacts:
+    """Everything that is measured of the KL to an anchor, which is called ref here."""
 
-    name: str
-    verdict: str
-    """What it does, in a sentence."""
-    lines: tuple[Line, ...]
-    """The facts behind the verdict, as pairs of label and text."""
-    cautions: tuple[str, ...]
-    """What it may not do although its name suggests it; each with the way out."""
+    position: Pull
+    """The gradient at one position, for tokens of the policy."""
+    sequence: Pull
+    """The gradient over whole completions of up to three tokens, summed."""
+    noise: float
+    """Standard deviation of one completion's gradient, in units of the norm of its mean; infinite where that is zero, 0
+    where no completion has a gradient."""
+    reduced: tuple[float, float]
+    """Least and largest cosine, by world, of the gradient as the policy loss reduces it with the summed one: 1 where
+    the reduction only scales it, 0 where it makes one of nothing."""
+    off_policy: Pull
+    """The gradient at one position for tokens of an older policy, as in the second update of a rollout."""
+    still: bool
+    """Of a teacher or the sampler: whether the gradient of every completion is 0 where the policy is that."""
+    value_bias: float
+    """The KL's part of the loss minus KL(policy||ref), divided by KL(policy||ref); NaN where it is not in the loss."""
+
+
+def measure_config(anchor: KLConfig | TeacherConfig, loss: LossConfig) -> ConfigFacts:
+    """Measures what a KL does, by enumeration through klamp's own loss, without its coefficient and clip.
+
+    Args:
+        anchor: the KL to the reference or the sampler, or that to a teacher.
+        loss: the policy loss around it.
+
+    Raises:
+        ConfigError: a combination that `build_objective` refuses.
+    """
+    kl, teacher = (bare_term(anchor), None) if isinstance(anchor, KLConfig) else (NO_KL, bare_teacher(anchor))
+    term, direction = anchor.build_term(), "reverse" if teacher is None else teacher.teacher_direction
+    who: Who = "ref" if term.anchor == "reference" else term.anchor
+
+    def examine(scenes: list[Scene], loss: LossConfig | None = None) -> list[StepReport]:
+        return [examine_config(kl, loss, scene=world, teacher=teacher) for world in scenes]
+
+    def pull(scenes: list[Scene], steps: list[StepReport]) -> Pull:
+        return pull_of([step.kl.gradient for step in steps], [truths(world.chain.towards(who)) for world in scenes])
+
+    world_of = partial(scene, vocab=3, group_size=1)
+    positions, chains = ([world_of(seed, length=length) for seed in SEEDS] for length in (1, LENGTH))
+    older = [world_of(seed, length=1, sampler="other") for seed in SEEDS]
+    arrived = [replace(world, chain=replace(world.chain, policy_logits=world.chain.logits(who))) for world in chains]
+    unbounded = {"epsilon": 1.0, "epsilon_high": 1e9, "scale_rewards": "none"}  # no bound of a ratio binds
+    steps, reduced = examine(chains), examine(chains, loss)
+    whole = pull(chains, steps)
+    target = sum(local_kl(world.chain.towards(who), direction=direction).item() for world in chains)
+    value = sum(step.kl.value for step in steps)
+    at_anchor = (step.kl for step in (examine(arrived, loss) if who != "ref" else ()))
+    return ConfigFacts(
+        position=pull(positions, examine(positions)),
+        sequence=whole,
+        noise=_noise(whole, steps),
+        reduced=_compare(whole, pull(chains, reduced), steps, reduced),
+        off_policy=pull(older, examine(older, quietly(LossConfig, surrogate=loss.surrogate, **unbounded))),
+        still=who != "ref" and all(kl.gradient_variance + kl.gradient.norm() < 1e-10 for kl in at_anchor),
+        value_bias=value / target - 1 if term.placement == "loss" and target else math.nan,
+    )
+
+
+def bare_term(kl: KLConfig) -> KLConfig:
+    """The KL term alone: beta 1, no clip, no controller, no excluded tokens."""
+    reference = "sampler" if kl.reference == "sampler" else "auto"
+    return quietly(
+        KLConfig, beta=1.0, reference=reference, **{name: getattr(kl, name) for name in map("kl_{}".format, TERM)}
+    )
+
+
+def bare_teacher(teacher: TeacherConfig, coef: float = 1.0) -> TeacherConfig:
+    """A KL to a teacher with this coefficient, and of a head, which covers a world of three words, no more than one."""
+    return quietly(partial(replace, teacher), teacher_coef=coef, teacher_top_k=min(teacher.teacher_top_k, 1))
+
+
+def _noise(pull: Pull, steps: list[StepReport]) -> float:
+    spread = math.sqrt(sum(step.kl.gradient_variance for step in steps))
+    if pull.follows.name == "zero":
+        return math.inf if spread > 1e-9 else 0.0
+    return spread / math.hypot(*(float(step.kl.gradient.norm()) for step in steps))
+
+
+def _compare(whole: Pull, averaged: Pull, steps: list[StepReport], reduced: list[StepReport]) -> tuple[float, float]:
+    """How well the reduced gradient points where the summed one does."""
+    if "zero" in (whole.follows.name, averaged.follows.name):
+        same = float(whole.follows.name == averaged.follows.name)
+        return same, same
+    cosines = [cosine(a.kl.gradient, b.kl.gradient) for a, b in zip(reduced, steps, strict=True)]
+    return min(cosines), max(cosines)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,35 +177,36 @@ def explain_config(
     Raises:
         ConfigError: a combination that `build_objective` refuses.
     """
-    setting, taught = setting or Setting(), teacher if teacher is not None and teacher.there else None
+    setting, teacher = setting or Setting(), teacher if teacher is not None and teacher.there else None
     around = [("paper", setting.paper)] if setting.paper else []
-    if not kl.needs_reference and taught is None:
+    if not kl.needs_reference and teacher is None:
         text = "No KL: beta is 0, no reference is loaded, and it costs nothing."
         lines = [("monitor", "kl_monitor=True loads a reference and measures the KL"), *around]
         return Explanation(name=name, verdict=text, lines=tuple(lines), cautions=())
-    parts = [_of_kl(kl, loss, setting, alone=taught is None)] if kl.needs_reference else []
-    parts += [] if taught is None else [_of_teacher(kl, loss, setting, taught)]
+    parts = [_explain_kl(kl, loss, setting)] if kl.needs_reference else []
+    parts += [] if teacher is None else [_explain_teacher(loss, setting, teacher)]
     lines = [line for _, lines in parts for line in lines]
     if kl.needs_reference:
         around.insert(0, ("control", f"beta {describe_controller(kl)}"))
     if moving := describe_movement(kl):
         around.append(("reference", f"{moving}; a KL to it does not bound the distance from the start"))
     wide = [] if kl.kl_reference_length else [wide_clip(kl, setting.length)]  # the length is the explanation's
-    cautions = (*kl.cautions(), *wide, *(() if taught is None else taught.cautions()))
+    cautions = (*kl.cautions(), *wide, *(() if teacher is None else teacher.cautions()))
     return Explanation(
         name=name,
         verdict=" ".join(verdict for verdict, _ in parts),
-        lines=(*lines, *around),
+        lines=(*lines, *_explain_end(kl, loss, setting, teacher), *around),
         cautions=tuple(dict.fromkeys(filter(None, cautions))),
     )
 
 
-def _of_kl(kl: KLConfig, loss: LossConfig, setting: Setting, *, alone: bool) -> tuple[str, list[Line]]:
-    facts, reduction = measure_config(kl, loss), kl_reduction(kl, loss)
-    measured, proximal = _measured(kl, facts), kl.reference == "sampler"
+def _explain_kl(kl: KLConfig, loss: LossConfig, setting: Setting) -> tuple[str, list[Line]]:
+    """Verdict and lines of the KL to the reference or the sampler."""
+    facts, proximal = measure_config(kl, loss), kl.reference == "sampler"
+    measured, who = _measured(kl, facts), "sampler" if proximal else "ref"
     if kl.beta == 0:
         return "No pull: beta is 0; the KL is only measured and logged.", [x for x in measured if x[0] == "value"]
-    lines = [("" if i else "equation", _towards(text, kl)) for i, text in enumerate(equations(kl, loss))]
+    lines = [("" if i else "equation", say_of(who, text)) for i, text in enumerate(equations(kl, loss))]
     lines += [*measured, ("limits", _limits(kl, setting))]
     if kl.kl_placement == "loss" and kl.kl_estimator != "exact":
         choices = {"value": kl.kl_estimator, "gradient": kl.kl_gradient, "max_log_ratio": kl.kl_max_log_ratio}
@@ -139,55 +217,51 @@ def _of_kl(kl: KLConfig, loss: LossConfig, setting: Setting, *, alone: bool) -> 
     if setting.rewarded and facts.position.follows.factor > 0 and not proximal:
         price = describe_price(setting.price(kl, loss), group_size=setting.group_size)
         lines.append(("price", price + ", above the budget" * clipped))
-    if alone and not proximal and not clipped and not kl.excludes:
-        lines.append(("ends", where_it_ends(kl, loss, None, "ref", rewarded=setting.rewarded)))
-    verdict = verdict_of(facts, reduction, proximal=proximal, updates=setting.updates)
+    verdict = verdict_of(facts, kl_reduction(kl, loss), proximal=proximal, updates=setting.updates)
     return verdict + " Clipped: see limits." * clipped, lines
 
 
-def _of_teacher(kl: KLConfig, loss: LossConfig, setting: Setting, teacher: TeacherConfig) -> tuple[str, list[Line]]:
+def _explain_teacher(loss: LossConfig, setting: Setting, teacher: TeacherConfig) -> tuple[str, list[Line]]:
     """Verdict and lines of the KL to a teacher, which a KL to the reference may stand beside."""
-    facts, reduction = measure_config(NO_KL, loss, teacher=teacher), kl_reduction(NO_KL, loss)
+    facts = measure_config(teacher, loss)
     head = " (a head of 1 in these worlds)" * (teacher.teacher_estimator == "topk" and teacher.teacher_top_k > 0)
     lines = [("teacher", f"{describe_teacher(teacher)}{head}"), *_measured(teacher, facts)]
-    if not setting.rewarded:  # nothing is compared
-        loss, setting = replace(loss, advantage_baseline="leave_one_out"), replace(setting, group_size=2)
-    held = kl.beta > 0 and kl.reference != "sampler"
-    to_ref = setting.price(kl, loss) if held else None
-    lines += _shared(kl, loss, setting, teacher, to_ref, pays=facts.position.follows.factor > 0)
-    return _towards(verdict_of(facts, reduction), teacher), lines
-
-
-def _shared(
-    kl: KLConfig, loss: LossConfig, setting: Setting, teacher: TeacherConfig, to_ref: Price | None, *, pays: bool
-) -> list[Line]:
-    """The price of a teacher, its mix with a reference that costs `to_ref`, and where the run ends."""
-    price, lines = teacher_price(teacher, loss, group_size=setting.group_size), list[Line]()
-    if pays:
+    if facts.position.follows.factor > 0 and setting.rewarded:
+        price = teacher_price(teacher, loss, group_size=setting.group_size)
         words = describe_price(price, group_size=setting.group_size, name="teacher_coef")
-        silent = "none: without a reward a coefficient is only a share of the steps"
-        lines.append(("price", f"to the teacher: {words}" if setting.rewarded else silent))
-    if to_ref is not None and (kl.kl_clip_method != "none" or kl.excludes):
-        return lines
-    if to_ref is not None and teacher.teacher_direction == "reverse" and kl.kl_gradient == "reverse":
-        beta, coef = to_ref.per_completion, price.per_completion
+        lines.append(("price", f"to the teacher: {words}"))
+    elif facts.position.follows.factor > 0:
+        lines.append(("price", "none: without a reward a coefficient is only a share of the steps"))
+    return say_of("teacher", verdict_of(facts, kl_reduction(NO_KL, loss))), lines
+
+
+def _explain_end(kl: KLConfig, loss: LossConfig, setting: Setting, teacher: TeacherConfig | None) -> list[Line]:
+    """The mix of a reference and a teacher, with its price, and where the run ends; nothing under a clip."""
+    held, lines = kl.beta > 0 and kl.reference != "sampler", list[Line]()
+    if (held and (kl.kl_clip_method != "none" or kl.excludes)) or not (held or teacher):
+        return []
+    if teacher is not None and not setting.rewarded:  # nothing is compared
+        loss, setting = replace(loss, advantage_baseline="leave_one_out"), replace(setting, group_size=2)
+    if held and teacher is not None and teacher.teacher_direction == "reverse" and kl.kl_gradient == "reverse":
+        to_teacher = teacher_price(teacher, loss, group_size=setting.group_size)
+        beta, coef = setting.price(kl, loss).per_completion, to_teacher.per_completion
         mix = f"ref^{beta / (beta + coef):.3g} teacher^{coef / (beta + coef):.3g}"
-        scaled = " x the standard deviation of a group's rewards" if setting.rewarded and price.scaled else ""
+        scaled = " x the standard deviation of a group's rewards" if setting.rewarded and to_teacher.scaled else ""
         costs = f"over whole completions a nat away from it costs {beta + coef:.3g}{scaled}"
         lines.append(("mix", f"{mix}, normalised: {costs}"))
-    who = "teacher" if to_ref is None else "mix"
+    who = "ref" if teacher is None else "mix" if held else "teacher"
     return [*lines, ("ends", where_it_ends(kl, loss, teacher, who, rewarded=setting.rewarded))]
 
 
 def _measured(anchor: KLConfig | TeacherConfig, facts: ConfigFacts) -> list[Line]:
     """What the KL to an anchor does by itself; the policy's own tokens say nothing of the sampler."""
-    term, reach = anchor.build_term(), f"over whole completions, of up to {LENGTH} tokens"
-    older = "tokens of an older policy (second update of a rollout)"
+    term, direction = anchor.build_term(), "reverse" if isinstance(anchor, KLConfig) else anchor.teacher_direction
+    older = facts.off_policy.in_words(_bounds(term, weighed=True)) + _advice(term, facts)
     lines = {
-        "value": _value(term, facts, "reverse" if isinstance(anchor, KLConfig) else anchor.teacher_direction),
-        "pull": f"at one position {describe_pull(facts.position, _bounds(term))}",
-        "sequence": f"{reach}: {describe_pull(facts.sequence, _bounds(term))}",
-        "off-policy": f"{older}: {describe_pull(facts.off_policy, _bounds(term, weighed=True))}{_advice(term, facts)}",
+        "value": _value(term, facts, direction),
+        "pull": f"at one position {facts.position.in_words(_bounds(term))}",
+        "sequence": f"over whole completions, of up to {LENGTH} tokens: {facts.sequence.in_words(_bounds(term))}",
+        "off-policy": f"tokens of an older policy (second update of a rollout): {older}",
         "noise": f"the gradient of one completion scatters by {facts.noise:.2g} times its mean, in the worlds measured",
     }
     still = "exactly 0 in every sample" if facts.still else "not 0 in every sample"
@@ -196,13 +270,8 @@ def _measured(anchor: KLConfig | TeacherConfig, facts: ConfigFacts) -> list[Line
     if term.anchor == "teacher":
         del lines["sequence"]
         lines["at teacher"] = f"the gradient is {still} where the policy is the teacher"
-    return [(label, _towards(text, anchor)) for label, text in lines.items()]
-
-
-def _towards(text: str, anchor: KLConfig | TeacherConfig) -> str:
-    """A sentence about the reference, said of another anchor."""
-    who = "teacher" if isinstance(anchor, TeacherConfig) else "sampler" if anchor.reference == "sampler" else "ref"
-    return re.sub(r"\bref(?=\b|_)", who, text)
+    who = "ref" if term.anchor == "reference" else term.anchor
+    return [(label, say_of(who, text)) for label, text in lines.items()]
 
 
 def verdict_of(facts: ConfigFacts, reduction: str, *, proximal: bool = False, updates: int | None = None) -> str:
@@ -213,13 +282,13 @@ def verdict_of(facts: ConfigFacts, reduction: str, *, proximal: bool = False, up
         return "A proximal term that follows neither KL to the sampler."
     if proximal:
         return "A proximal term: holds the later updates of a batch near who drew it, and the run to nothing."
-    one, whole, (least, most) = facts.position.follows, facts.sequence.follows, facts.kept
+    one, whole, (least, most) = facts.position.follows, facts.sequence.follows, facts.reduced
     if one.name == "zero":
         rest = f"; under {reduction} what is left pulls on the length of completions alone" if least < 1 else ""
         return f"Regularises nothing: its expected gradient, summed over tokens, is zero{rest}."
-    if one.name not in ("reverse", "forward", JS) or one.factor < 0:
-        return f"Follows neither KL: {describe_cosine(facts.position)}."
-    reach = "over whole completions" if whole.name == one.name != JS else "token by token"
+    if one.name not in DIVERGENCES or one.factor < 0:
+        return f"Follows neither KL: {facts.position.direction}."
+    reach = "over whole completions" if whole.name == one.name != "js" else "token by token"
     under = f", bent by {reduction} (cosine {least:.3f} to {most:.3f} with the sum over tokens, by world)"
     return f"Pulls the policy along the gradient of {one.in_words}, {reach}{under if least < STRAIGHT else ''}."
 
@@ -227,10 +296,11 @@ def verdict_of(facts: ConfigFacts, reduction: str, *, proximal: bool = False, up
 def _value(term: KLTerm, facts: ConfigFacts, direction: Direction) -> str:
     if math.isnan(facts.value_bias):
         where = f"it stands in the {term.placement}, not in the loss"
-        return f"k1, an unbiased sample of KL(policy||ref){_bounds(term)}; {where}"
+        return f"{term.value}, an unbiased sample of KL(policy||ref){_bounds(term)}; {where}"
     right = abs(facts.value_bias) < 1e-9
     off = "unbiased for" if right else f"{100 * facts.value_bias:+.1f} % off, in the worlds measured,"
-    return f"{term.value}, in nats: {off} {MEASURED[direction]}, tokens of the policy{_bounds(term) if right else ''}"
+    bounds = _bounds(term) if right else ""
+    return f"{term.value}, in nats: {off} {DIVERGENCES[direction]}, tokens of the policy{bounds}"
 
 
 def _bounds(term: KLTerm, *, weighed: bool = False) -> str:
@@ -241,23 +311,6 @@ def _bounds(term: KLTerm, *, weighed: bool = False) -> str:
     if weighed and term.max_weight is not None and term.off_policy != "none":
         bounds.append(f"no weight passes {term.max_weight:g}")
     return f", while {' and '.join(bounds)}" if bounds else ""
-
-
-def describe_pull(pull: Pull, bounds: str = "") -> str:
-    """Which divergence's gradient is followed, with its cosines where that is no whole divergence."""
-    follows = pull.follows
-    if follows.name == "zero":
-        return "an expected gradient of exactly zero"
-    if not follows.factor:
-        return f"the gradient of neither KL: {describe_cosine(pull)}"
-    partial = "" if follows.name in ("reverse", "forward", JS) else f"; {describe_cosine(pull)}"
-    return f"exactly the gradient of {follows.in_words}{bounds}{partial}"
-
-
-def describe_cosine(pull: Pull) -> str:
-    """How well a gradient points along that of KL(policy||ref), in each of the worlds measured."""
-    low, high = (f"{each:.3f}" for each in pull.cosines)
-    return f"cosine {low if low == high else f'{low} to {high}'} with KL(policy||ref) in the worlds measured"
 
 
 def _advice(term: KLTerm, facts: ConfigFacts) -> str:
@@ -296,31 +349,21 @@ def _limits(kl: KLConfig, setting: Setting) -> str:
     return "; ".join(parts) or "none: no clip, and nothing is cut off"
 
 
-def far_faults(function: KLFunction, use: Use = "loss", *, moves: bool) -> str:
-    """What is wrong with a token at +-30 nats, and in which floating-point types; `moves`: it has to pull back."""
-    found: dict[str, list[str]] = {}
-    for dtype, far in product(DTYPES, (FAR, -FAR)):
-        value, slope = one_token(function, dtype, far, use)
-        faults = [f"the {name} is {x}" for name, x in (("value", value), ("gradient", slope)) if not math.isfinite(x)]
-        if moves and slope * far <= 0:
-            faults.append(f"the gradient {'pushes away from the reference' if slope else 'is zero'}")
-        if faults:
-            found.setdefault(f"at {far:+g} nats {faults[0]}", []).append(str(dtype).removeprefix("torch."))
-    return "; ".join(f"{fault} ({', '.join(types)})" for fault, types in found.items())
-
-
 EXACT = "sum_v policy_v (log policy_v - log ref_v)"
 SLOPES: Mapping[tuple[str, str], str] = {
     ("token", "reverse"): "{w}delta_t",
     ("token", "forward"): "{w}(1 - exp(-delta_t))",
+    ("token", "own"): "{w}{own}",
     ("sequence", "reverse"): "({w}delta_t + sum over later j of {later}_j)",
     ("sequence", "forward"): "({w}1 - product over j <= t of ref_j/{by}_j)",
-    ("k1", "own"): "{w}1",
-    ("k2", "own"): "{w}delta_t",
-    ("k3", "own"): "{w}(1 - exp(-delta_t))",
-    ("abs", "own"): "{w}sign(delta_t)",
 }
-"""(horizon, or value of an own gradient; gradient) -> the coefficient of grad log policy_t."""
+"""(horizon, gradient) -> the coefficient of grad log policy_t."""
+WEIGHTS = {
+    "none": ("", ""),
+    "token": ("w_t ", ", w_t = policy_t/sampler_t"),
+    "sequence": ("rho_t ", ", rho_t = product of policy/sampler up to t"),
+}
+"""Off-policy weight -> what it is called, and what it is."""
 
 
 def equations(kl: KLConfig, loss: LossConfig) -> list[str]:
@@ -334,29 +377,26 @@ def equations(kl: KLConfig, loss: LossConfig) -> list[str]:
         shift = "sum over j >= t of delta_j" if kl.kl_horizon == "sequence" else "delta_t"
         return [f"advantage_t = advantage_t - beta * {shift}{gate}, after the advantages are formed"]
     added = f"loss = policy loss + beta * R[penalty], R: {describe_average(kl_reduction(kl, loss))}"
-    if kl.kl_estimator == "exact":
-        value = EXACT
-        slope = "grad " + ("sum_v ref_v (log ref_v - log policy_v)" if kl.kl_gradient == "forward" else EXACT)
-        slope += ", and sum over later j of exact_j times grad log policy_t" * (kl.kl_horizon == "sequence")
-    else:
-        value = ESTIMATORS[kl.kl_estimator].formula.replace("delta", "delta_t")
-        weight, where = {
-            "none": ("", ""),
-            "token": ("w_t ", ", w_t = policy_t/sampler_t"),
-            "sequence": ("rho_t ", ", rho_t = product of policy/sampler up to t"),
-        }[kl.kl_off_policy]
-        value = f"{weight}({value}){where}" if weight else value
-        later, by = "k3" if kl.kl_estimator == "k3" else "delta", "policy"
-        if weight:
-            later, by = f"rho_j {later}", "sampler"
-        row = kl.kl_estimator if kl.kl_gradient == "own" else kl.kl_horizon
-        slope = SLOPES.get((row, kl.kl_gradient), "").format(w=weight, later=later, by=by) + " grad log policy_t"
+    value, slope = _exact_equation(kl) if kl.kl_estimator == "exact" else _sampled_equation(kl)
     slope = "0" if kl.kl_gradient == "none" else slope
     return [added, f"penalty_t = {value}", f"gradient of penalty_t = {slope}{gate}"]
 
 
-MOVING = ("ema", "periodic", "live")
-"""Anchors that are made of the policy again and again."""
+def _exact_equation(kl: KLConfig) -> tuple[str, str]:
+    slope = "grad " + ("sum_v ref_v (log ref_v - log policy_v)" if kl.kl_gradient == "forward" else EXACT)
+    return EXACT, slope + ", and sum over later j of exact_j times grad log policy_t" * (kl.kl_horizon == "sequence")
+
+
+def _sampled_equation(kl: KLConfig) -> tuple[str, str]:
+    """Value and gradient of the penalty of an estimator, as its row of the table of estimators gives them."""
+    row, (weight, where) = ESTIMATORS[kl.kl_estimator], WEIGHTS[kl.kl_off_policy]
+    value, own = (text.replace("delta", "delta_t") for text in (row.formula, row.slope))
+    own = f"({own})" if " " in own else own
+    later, by = "k3" if row.name == "k3" else "delta", "policy"
+    if weight:
+        value, later, by = f"{weight}({value}){where}", f"rho_j {later}", "sampler"
+    slope = SLOPES.get((kl.kl_horizon, kl.kl_gradient), "")
+    return value, slope.format(w=weight, later=later, by=by, own=own) + " grad log policy_t"
 
 
 def where_it_ends(kl: KLConfig, loss: LossConfig, teacher: TeacherConfig | None, who: str, *, rewarded: bool) -> str:
@@ -366,8 +406,8 @@ def where_it_ends(kl: KLConfig, loss: LossConfig, teacher: TeacherConfig | None,
     if moved or (teacher is not None and teacher.kind in MOVING):
         return "not known: a coefficient moves, or an anchor with the policy"
     world = worlds()[-1] if rewarded else Scene(chain=worlds()[-1].chain)
-    taught = None if teacher is None else bare_teacher(teacher, COEF)
-    end = follow(replace(bare_term(kl), beta=BETA) if held else NO_KL, loss, world, taught)
+    bare = None if teacher is None else bare_teacher(teacher, COEF)
+    end = follow(replace(bare_term(kl), beta=BETA) if held else NO_KL, loss, world, bare)
     coefficients = [f"beta {BETA:g}"] * held + [f"teacher_coef {COEF:g}"] * (teacher is not None)
     at = f"completions of up to {world.chain.length} tokens, all counted, {', '.join(coefficients)}"
     if not end.stands:
@@ -382,102 +422,3 @@ def where_it_ends(kl: KLConfig, loss: LossConfig, teacher: TeacherConfig | None,
         away = f"{end.nearest:.2g} nats from the nearest optimum {target}, price {end.price:.2g}"
     against = f"KL {end.kl:.2f} against {end.optimal_kl:.2f}, length {end.length:.2f} against {end.optimal_length:.2f}"
     return f"{away}: {against} ({at})"
-
-
-class Form(NamedTuple):
-    """A formula that is passed around as a KL, and how it is used."""
-
-    found: str
-    """Where it is printed; see docs/sources.md."""
-    prints: str
-    function: KLFunction | None
-    """The formula of log policy and log ref, token by token; None: the sum over the whole vocabulary."""
-    instead: str
-    """What it is in klamp, and how to have what is wanted there."""
-    use: Use = "loss"
-    """Whether it is differentiated there as a loss, or taken from the reward."""
-
-    @property
-    def value(self) -> Loss:
-        """The formula over the oracle's outcomes."""
-        return exact if self.function is None else as_loss(self.function)
-
-
-FORMS: Mapping[str, Form] = {
-    "k1-as-loss": Form(
-        "the from-scratch guide",
-        "log policy - log ref, its mean times kl_coef is added to the loss",
-        lambda policy, ref: policy - ref,
-        "kl_estimator='k1', kl_gradient='own'; with kl_gradient='reverse' the same value has the gradient it lacks",
-    ),
-    "minus-k1": Form(
-        "the Tinker guide",
-        "kl_coef * (log ref - log policy) is added to the loss",
-        lambda policy, ref: ref - policy,
-        "no such term; kl_estimator='k1' with kl_gradient='reverse' has the right sign, and the value's gradient",
-    ),
-    "ratio-weighted": Form(
-        "the GRPO tutorial",
-        "exp(log policy - log ref) * (log policy - log ref), summed over tokens, is taken from the reward",
-        lambda policy, ref: (policy - ref).exp() * (policy - ref),
-        "no such term; use kl_estimator='k1' with kl_placement='reward' and kl_horizon='sequence', or "
-        "kl_estimator='exact' in the loss, as in the tutorial's hands-on example (klamp explain exact-kl)",
-        use="reward",
-    ),
-    "exact-kl": Form(
-        "the hands-on example of the GRPO tutorial",
-        "sum over the vocabulary of policy * (log policy - log ref), at each position, as the KL",
-        None,
-        "kl_estimator='exact'",
-    ),
-    "k3-as-loss": Form(
-        "the k3 bug report, from TRL",
-        "exp(log ref - log policy) - (log ref - log policy) - 1, times beta, is added to the loss",
-        lambda policy, ref: (ref - policy).exp() - (ref - policy) - 1,
-        "kl_estimator='k3', kl_gradient='own'; with kl_gradient='reverse' the same value has its own gradient",
-    ),
-}
-
-
-def explain_form(name: str) -> Explanation:
-    """Explains what a printed formula is and does; every number is measured by enumeration.
-
-    Args:
-        name: `k1-as-loss`, `minus-k1`, `ratio-weighted`, `exact-kl` or `k3-as-loss`.
-
-    Raises:
-        UnknownNameError: there is no such formula; names the nearest.
-    """
-    check_name("printed formula", name, FORMS)
-    form, positions = FORMS[name], random_positions(3)
-    loss = in_reward(form.value) if form.use == "reward" else form.value
-    value, pull = judge_value(form.value, positions), expected_pull(positions, loss)
-    swapped = [expected(replace(world, sampler_logits=world.ref_logits), form.value).item() for world in positions]
-    under_ref = sum(swapped) / len(swapped)
-    whole = expected_pull([random_chain(seed, vocab=3, length=3) for seed in range(4)], loss)
-    moves = pull.follows.name != "zero"
-    faults = "" if form.function is None else far_faults(form.function, form.use, moves=moves)
-    lines: list[Line] = [
-        ("prints", form.prints),
-        ("found in", f"{form.found} (docs/sources.md)"),
-        ("value", f"{value.expected:+.4f} nats per token where KL(policy||ref) is {value.reverse_kl:+.4f}"),
-        ("", f"with tokens of the reference {under_ref:+.4f}"),
-        ("pull", f"at one position {describe_pull(pull)}"),
-        ("sequence", f"over whole completions, of up to 3 tokens: {describe_pull(whole)}"),
-        *([("at 30 nats", faults)] if faults else []),
-        ("in klamp", form.instead),
-    ]
-    gradient = f"it follows the gradient of {pull.follows.in_words}"
-    still = "the expected gradient is zero, so it regularises nothing"
-    verdict = f"{_value_verdict(value, under_ref)}; {gradient if moves else still}."
-    return Explanation(name=name, verdict=verdict, lines=tuple(lines), cautions=())
-
-
-def _value_verdict(value: ValueFinding, under_ref: float) -> str:
-    if value.estimates == "KL(policy||ref)":
-        return "the value is right"
-    if value.estimates == "minus KL(policy||ref)":
-        return "the sign is wrong, a reward for leaving the reference"
-    if abs(under_ref - value.reverse_kl) < TOLERANCE:
-        return "for tokens of the policy it is not KL(policy||ref), only for tokens of the reference it would be"
-    return "it is not KL(policy||ref)"

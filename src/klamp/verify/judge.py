@@ -1,4 +1,4 @@
-"""Judging a KL function that somebody else wrote: what it estimates, what its gradient does, where it stops.
+"""Judging a KL function that somebody else wrote or printed: what it estimates, whose gradient it has.
 
 A `KLFunction` maps the log-probabilities of sampled tokens under policy and reference, both `[B, T]`, to one number
 per token, `[B, T]`; whatever a trainer calls its per-token KL can be brought into that form. `judge` runs it through
@@ -8,67 +8,57 @@ the enumeration oracle in float64, with tokens sampled from the policy:
     >>> k3 = lambda policy, ref: torch.exp(ref - policy) - (ref - policy) - 1
     >>> judge(k3).value.estimates, judge(k3).gradient.follows.in_words
     ('KL(policy||ref)', 'KL(ref||policy)')
-    >>> judge(k3).clamp
-    (None, None)
+    >>> explain_form("k1-as-loss").verdict
+    'the value is right; the expected gradient is zero, so it regularises nothing.'
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import Literal, NamedTuple, TypeAlias, get_args
 
 import torch
 from torch import Tensor
 
-from klamp.errors import ShapeError, unknown_name
-from klamp.verify import oracle
-from klamp.verify.oracle import Loss, Pull, expected, expected_gradient, in_reward, pull_of, truths
-from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, random_positions
+from klamp.core.estimators import exact_kl
+from klamp.errors import ShapeError, check_name
+from klamp.verify.oracle import Loss, Pull, expected, expected_pull, forward_kl, in_reward, reverse_kl, variance
+from klamp.verify.worlds import Chain, Outcomes, enumerate_outcomes, random_chain, random_positions
 
+Line: TypeAlias = tuple[str, str]
 KLFunction: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 FAR = 30.0
 """A large log-ratio, in nats, at which value and gradient are still to be right."""
 TOLERANCE = 1e-5
 """Relative error up to which values are equal; functions that compute in float32 must still be recognised."""
-SCAN_TO, SCAN_STEP = 60.0, 0.25
-"""How far out, and how finely, a clamp is looked for, in nats."""
 
 Use: TypeAlias = Literal["loss", "reward"]
-USES: tuple[Use, ...] = get_args(Use)
 
 
-@dataclass(frozen=True, kw_only=True)
-class ValueFinding:
+class ValueFinding(NamedTuple):
     """What the expected value of the function is, for tokens of the policy; nats per token, mean over the worlds."""
 
-    estimates: str
-    """The quantity that it estimates without bias: KL(policy||ref), KL(ref||policy), these with a minus, zero, or
-    "neither KL"."""
+    estimates: str  # KL(policy||ref), KL(ref||policy), these with a minus, zero, or "neither KL"
     expected: float
     reverse_kl: float
-    relative_bias: float
-    """(expected - KL(policy||ref)) / KL(policy||ref)."""
-    standard_deviation: float
-    """Standard deviation of one token's value, root mean square over the worlds."""
-    lowest: float
-    """Lowest value of any token; below 0 for k1 and its kin."""
+    relative_bias: float  # (expected - KL(policy||ref)) / KL(policy||ref)
+    standard_deviation: float  # of one token's value, root mean square over the worlds
+    lowest: float  # value of any token; below 0 for k1 and its kin
 
 
-@dataclass(frozen=True, kw_only=True)
-class Judgement:
+class Judgement(NamedTuple):
     """What was found out about one function."""
 
     value: ValueFinding
     gradient: Pull
-    clamp: tuple[float | None, float | None]
-    """The log-ratios (nats) below and above which the gradient is exactly zero, in float64; None: it never is. Both are
-    0 where the value is detached."""
 
 
 def judge(function: KLFunction, *, use: Use = "loss") -> Judgement:
-    """Finds out what a per-token KL function estimates, where its gradient points, and where it stops.
+    """Finds out what a per-token KL function estimates, and where its gradient points.
 
     Sampler: tokens come from the policy, and are enumerated, so that there is no sampling error.
     Value: E_policy[f] against KL(policy||ref) and KL(ref||policy).
@@ -83,13 +73,11 @@ def judge(function: KLFunction, *, use: Use = "loss") -> Judgement:
         ShapeError: the function does not return one number per token.
         UnknownNameError: an unknown use.
     """
-    if use not in USES:
-        raise unknown_name("use", use, USES)
+    check_name("use", use, get_args(Use))
     chains = random_positions(3)
     return Judgement(
         value=judge_value(as_loss(function), chains),
-        gradient=judge_gradient(as_loss(function, use), chains),
-        clamp=(_find_clamp(function, -1, use), _find_clamp(function, 1, use)),
+        gradient=expected_pull(chains, as_loss(function, use), tolerance=TOLERANCE),
     )
 
 
@@ -100,6 +88,11 @@ def as_loss(function: KLFunction, use: Use = "loss") -> Loss:
         return _call(function, outcomes.policy_logprobs, outcomes.ref_logprobs)
 
     return in_reward(loss) if use == "reward" else loss
+
+
+def exact(y: Outcomes) -> Tensor:
+    """The exact KL of each position, as a loss of enumerated completions."""
+    return exact_kl(y.policy_logits, y.ref_logits)
 
 
 def _call(function: KLFunction, policy: Tensor, ref: Tensor) -> Tensor:
@@ -116,35 +109,24 @@ def _call(function: KLFunction, policy: Tensor, ref: Tensor) -> Tensor:
 
 def judge_value(loss: Loss, chains: Sequence[Chain]) -> ValueFinding:
     """What the expected value of a loss per token is, over worlds of one position."""
-    means = torch.stack([expected(chain, loss).double() for chain in chains])
-    reverse, forward = (
-        torch.stack([kl(chain).detach() for chain in chains]) for kl in (oracle.reverse_kl, oracle.forward_kl)
+    means, reverse, forward = (
+        torch.stack([measure(chain).detach().double() for chain in chains])
+        for measure in (lambda chain: expected(chain, loss), reverse_kl, forward_kl)
     )
-    deviation = torch.stack([oracle.variance(chain, loss).double() for chain in chains]).mean().sqrt()
-    value, target = means.mean().item(), reverse.mean().item()
-    known = {
-        "KL(policy||ref)": reverse,
-        "KL(ref||policy)": forward,
-        "minus KL(policy||ref)": -reverse,
-        "minus KL(ref||policy)": -forward,
-        "zero": torch.zeros_like(reverse),
+    divergences = {"KL(policy||ref)": reverse, "KL(ref||policy)": forward}
+    divergences |= {f"minus {name}": -values for name, values in divergences.items()} | {
+        "zero": torch.zeros_like(reverse)
     }
-    names = [name for name, values in known.items() if ((means - values).abs() <= TOLERANCE * reverse).all()]
+    names = [name for name, values in divergences.items() if ((means - values).abs() <= TOLERANCE * reverse).all()]
+    value, target = means.mean().item(), reverse.mean().item()
     return ValueFinding(
         estimates=names[0] if names else "neither KL",
         expected=value,
         reverse_kl=target,
         relative_bias=(value - target) / target,
-        standard_deviation=deviation.item(),
+        standard_deviation=torch.stack([variance(chain, loss).double() for chain in chains]).mean().sqrt().item(),
         lowest=min(loss(enumerate_outcomes(chain)).min().item() for chain in chains),
     )
-
-
-def judge_gradient(loss: Loss, chains: Sequence[Chain]) -> Pull:
-    """Where the expected gradient of a loss per token points; KL(policy||ref) minus KL(ref||policy) is known too."""
-    known = [truths(chain) for chain in chains]
-    known = [exact | {"reverse - forward": exact["reverse"] - exact["forward"]} for exact in known]
-    return pull_of([expected_gradient(chain, loss) for chain in chains], known, tolerance=TOLERANCE)
 
 
 def one_token(function: KLFunction, dtype: torch.dtype, log_ratio: float, use: Use = "loss") -> tuple[float, float]:
@@ -161,18 +143,122 @@ def one_token(function: KLFunction, dtype: torch.dtype, log_ratio: float, use: U
     return values.item(), 0.0 if slope is None else slope.item()
 
 
-def _find_clamp(function: KLFunction, side: int, use: Use) -> float | None:
-    """The log-ratio beyond which the gradient stays zero up to `SCAN_TO`, found to 1e-6 nats; None: there is none."""
+def far_faults(function: KLFunction, use: Use = "loss", *, moves: bool) -> str:
+    """What is wrong with a token at +-30 nats, and in which floating-point types; `moves`: it has to pull back."""
+    types: dict[str, list[str]] = {}
+    for (name, dtype), far in product(DTYPES.items(), (FAR, -FAR)):
+        value, slope = one_token(function, dtype, far, use)
+        faults = [f"the {what} is {x}" for what, x in (("value", value), ("gradient", slope)) if not math.isfinite(x)]
+        if moves and slope * far <= 0:
+            faults.append(f"the gradient {'pushes away from the reference' if slope else 'is zero'}")
+        if faults:
+            types.setdefault(f"at {far:+g} nats {faults[0]}", []).append(name)
+    return "; ".join(f"{fault} ({', '.join(names)})" for fault, names in types.items())
 
-    def dead(size: float) -> bool:
-        return one_token(function, torch.float64, side * size, use)[1] == 0
 
-    sizes = [SCAN_STEP * (i + 1) for i in range(round(SCAN_TO / SCAN_STEP))]
-    last = next((size for size in reversed(sizes) if not dead(size)), 0.0)
-    if last in (0.0, sizes[-1]):
-        return None if last else 0.0
-    low, high = last, last + SCAN_STEP
-    while high - low > 1e-6:
-        middle = (low + high) / 2
-        low, high = (low, middle) if dead(middle) else (middle, high)
-    return side * round(high, 6)
+@dataclass(frozen=True, kw_only=True)
+class Explanation:
+    """What a KL term does, ready to be printed."""
+
+    name: str
+    verdict: str
+    """What it does, in a sentence."""
+    lines: tuple[Line, ...]
+    """The facts behind the verdict, as pairs of label and text."""
+    cautions: tuple[str, ...]
+    """What it may not do although its name suggests it; each with the way out."""
+
+
+class PrintedForm(NamedTuple):
+    """A formula that is passed around as a KL, and how it is used."""
+
+    document: str  # where it is printed; see docs/sources.md
+    prints: str
+    function: KLFunction | None  # of log policy and log ref, token by token; None: the sum over the whole vocabulary
+    instead: str  # what it is in klamp, and how to have what is wanted there
+    use: Use = "loss"  # differentiated as a loss, or taken from the reward
+
+    @property
+    def value(self) -> Loss:
+        """The formula over the oracle's outcomes."""
+        return exact if self.function is None else as_loss(self.function)
+
+
+FORMS: Mapping[str, PrintedForm] = {
+    "k1-as-loss": PrintedForm(
+        "the from-scratch guide",
+        "log policy - log ref, its mean times kl_coef is added to the loss",
+        lambda policy, ref: policy - ref,
+        "kl_estimator='k1', kl_gradient='own'; with kl_gradient='reverse' the same value has the gradient it lacks",
+    ),
+    "minus-k1": PrintedForm(
+        "the Tinker guide",
+        "kl_coef * (log ref - log policy) is added to the loss",
+        lambda policy, ref: ref - policy,
+        "no such term; kl_estimator='k1' with kl_gradient='reverse' has the right sign, and the value's gradient",
+    ),
+    "ratio-weighted": PrintedForm(
+        "the GRPO tutorial",
+        "exp(log policy - log ref) * (log policy - log ref), summed over tokens, is taken from the reward",
+        lambda policy, ref: (policy - ref).exp() * (policy - ref),
+        "no such term; use kl_estimator='k1' with kl_placement='reward' and kl_horizon='sequence', or "
+        "kl_estimator='exact' in the loss, as in the tutorial's hands-on example (klamp explain exact-kl)",
+        use="reward",
+    ),
+    "exact-kl": PrintedForm(
+        "the hands-on example of the GRPO tutorial",
+        "sum over the vocabulary of policy * (log policy - log ref), at each position, as the KL",
+        None,
+        "kl_estimator='exact'",
+    ),
+    "k3-as-loss": PrintedForm(
+        "the k3 bug report, from TRL",
+        "exp(log ref - log policy) - (log ref - log policy) - 1, times beta, is added to the loss",
+        lambda policy, ref: (ref - policy).exp() - (ref - policy) - 1,
+        "kl_estimator='k3', kl_gradient='own'; with kl_gradient='reverse' the same value has its own gradient",
+    ),
+}
+
+
+def explain_form(name: str) -> Explanation:
+    """Explains what a printed formula is and does; every number is measured by enumeration.
+
+    Args:
+        name: `k1-as-loss`, `minus-k1`, `ratio-weighted`, `exact-kl` or `k3-as-loss`.
+
+    Raises:
+        UnknownNameError: there is no such formula; names the nearest.
+    """
+    check_name("printed formula", name, FORMS)
+    form, positions = FORMS[name], random_positions(3)
+    loss = in_reward(form.value) if form.use == "reward" else form.value
+    value, pull = judge_value(form.value, positions), expected_pull(positions, loss)
+    swapped = [expected(replace(world, sampler_logits=world.ref_logits), form.value).item() for world in positions]
+    under_ref = sum(swapped) / len(swapped)
+    whole = expected_pull([random_chain(seed, vocab=3, length=3) for seed in range(4)], loss)
+    moves = pull.follows.name != "zero"
+    faults = "" if form.function is None else far_faults(form.function, form.use, moves=moves)
+    lines: list[Line] = [
+        ("prints", form.prints),
+        ("found in", f"{form.document} (docs/sources.md)"),
+        ("value", f"{value.expected:+.4f} nats per token where KL(policy||ref) is {value.reverse_kl:+.4f}"),
+        ("", f"with tokens of the reference {under_ref:+.4f}"),
+        ("pull", f"at one position {pull.in_words()}"),
+        ("sequence", f"over whole completions, of up to 3 tokens: {whole.in_words()}"),
+        *([("at 30 nats", faults)] if faults else []),
+        ("in klamp", form.instead),
+    ]
+    gradient = f"it follows the gradient of {pull.follows.in_words}"
+    still = "the expected gradient is zero, so it regularises nothing"
+    verdict = f"{_value_verdict(value, under_ref)}; {gradient if moves else still}."
+    return Explanation(name=name, verdict=verdict, lines=tuple(lines), cautions=())
+
+
+def _value_verdict(value: ValueFinding, under_ref: float) -> str:
+    if value.estimates == "KL(policy||ref)":
+        return "the value is right"
+    if value.estimates == "minus KL(policy||ref)":
+        return "the sign is wrong, a reward for leaving the reference"
+    if abs(under_ref - value.reverse_kl) < 1e-9:
+        return "for tokens of the policy it is not KL(policy||ref), only for tokens of the reference it would be"
+    return "it is not KL(policy||ref)"

@@ -37,13 +37,14 @@ from klamp.core.term import KLTerm, Prepared, Weighted, measure, prepare, sequen
 from klamp.core.topk import distinct, topk_kl
 from klamp.core.types import Batch, Scored
 from klamp.errors import ConfigError, KLWarning
-from klamp.verify.oracle import Report, Truths, gradient_of, report, truths
+from klamp.verify.oracle import Report, gradient_of, report
 from klamp.verify.worlds import Chain, Outcomes, Sampler, enumerate_outcomes, random_chain
 
 Built = TypeVar("Built")
 Rewards: TypeAlias = Literal["equal", "mixed"]
 
 MAX_GROUPS = 10_000
+NO_KL = KLConfig(beta=0.0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -94,11 +95,6 @@ class Scene:
         rows, orders = _list_groups(len(self.outcomes.probs), self.group_size)
         return rows, orders * self.outcomes.probs[rows].prod(-1)
 
-    @functools.cached_property
-    def truths(self) -> Truths:
-        """The gradients that a KL term may be meant to follow here, by name."""
-        return truths(self.chain)
-
     @property
     def mean_length(self) -> float:
         """The expected number of tokens of a completion."""
@@ -129,8 +125,8 @@ def scene(
     """A random scene; with `mixed` rewards half of the completions get 1, the others 0."""
     chain = random_chain(seed, vocab=vocab, length=length, sampler=sampler)
     count = len(enumerate_outcomes(chain).probs)
-    given = torch.arange(count) % 2 if rewards == "mixed" else torch.zeros(1)
-    return Scene(chain=chain, rewards=given.double(), group_size=group_size)
+    values = torch.arange(count) % 2 if rewards == "mixed" else torch.zeros(1)
+    return Scene(chain=chain, rewards=values.double(), group_size=group_size)
 
 
 def examine_config(
@@ -156,9 +152,9 @@ def examine_config(
     losses, gates = _take_steps(scene, objective, loss, kl, teacher)
     coefficient, without = (objective.beta, ()) if teacher is None else (teacher.teacher_coef, objective.terms[:1])
     plain, _ = _take_steps(scene, dataclasses.replace(objective, terms=without), loss, kl)
-    known, anchor = (scene.truths, "ref") if teacher is None else (None, "teacher")
+    anchor = "ref" if teacher is None else "teacher"
     return StepReport(
-        kl=report(scene.chain, probs, (losses - plain) / (coefficient or 1.0), known=known, anchor=anchor),
+        kl=report(scene.chain, probs, (losses - plain) / (coefficient or 1.0), anchor=anchor),
         gate=None if gates is None else float((probs * gates).sum()),
         policy_gradient=gradient_of((probs * plain).sum(), scene.chain),
     )
@@ -348,8 +344,8 @@ def advantages_in_groups(rewards: Float[Tensor, "groups size"], loss: LossConfig
     size = rewards.shape[-1]
     if size == 1:
         return rewards
-    found = group_advantages(rewards.flatten(), size, scale=loss.scale, baseline=loss.advantage_baseline)
-    return found.view(rewards.shape)
+    advantages = group_advantages(rewards.flatten(), size, scale=loss.scale, baseline=loss.advantage_baseline)
+    return advantages.view(rewards.shape)
 
 
 def quietly(kind: Callable[..., Built], **choices: Any) -> Built:

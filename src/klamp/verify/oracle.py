@@ -5,17 +5,9 @@ For a sampler mu and a per-completion loss l(y), a trainer that averages over sa
     E[value]    = sum_y mu(y) l(y)
     E[gradient] = sum_y sg(mu(y)) grad l(y)          (the samples are data: nothing flows through mu)
 
-Both sums are finite on a `Chain`, so both are exact. They are compared with the truths, computed from
-their definitions:
-
-    reverse         grad KL(policy || ref) over whole completions
-    forward         grad KL(ref || policy) over whole completions
-    local           E_policy sum_t grad KL(policy_t || ref_t), prefixes held fixed: all that a token horizon
-                    can reach
-    local_forward   the same for KL(ref_t || policy_t)
-    local_sampled, local_sampled_forward
-                    as local and local_forward, at the sampler's prefixes; for off-policy chains only
-    zero            no gradient at all
+Both sums are finite on a `Chain`, so both are exact. They are compared with the gradients that follow from the
+definitions of both KLs (`truths`): of whole completions, and of single positions with the prefixes held fixed, which is
+all that a token horizon can reach.
 
 Example:
     >>> from klamp.verify.worlds import random_chain
@@ -25,9 +17,10 @@ Example:
 
 from __future__ import annotations
 
+import functools
 import math
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 import torch
@@ -52,27 +45,25 @@ IN_WORDS: Mapping[str, str] = {
     "local_forward": "KL(ref||policy), prefixes held fixed",
     "local_sampled": "KL(policy||ref) at the sampler's prefixes, held fixed",
     "local_sampled_forward": "KL(ref||policy) at the sampler's prefixes, held fixed",
+    "js": "JS(policy, ref)",
     "reverse - forward": "KL(policy||ref) minus KL(ref||policy)",
     NOTHING_KNOWN: "neither KL",
 }
-"""Name of a known gradient -> the divergence whose gradient it is."""
+"""Name of a known gradient -> the divergence whose gradient it is; those at the sampler's prefixes off-policy only."""
+
+
+def say_of(who: str, text: str) -> str:
+    """A sentence about the reference, said of another anchor."""
+    return re.sub(r"\bref(?=\b|_)", who, text)
 
 
 class Report(NamedTuple):
-    """The expected value and gradient of a loss on one chain, with their variances; values in nats per completion.
-
-    Attributes:
-        value: the expected value of the loss.
-        value_bias: `value` minus KL(policy || ref).
-        gradient: the expected gradient with respect to the policy's logits.
-        gradient_variance: the trace of the gradient's covariance over completions.
-        follows: the known gradient that the expected gradient is a multiple of.
-    """
+    """The expected value and gradient of a loss on one chain, with their variances; values in nats per completion."""
 
     value: float
-    value_bias: float
-    gradient: Table
-    gradient_variance: float
+    value_bias: float  # the value minus KL(policy || ref)
+    gradient: Table  # with respect to the policy's logits
+    gradient_variance: float  # the trace of the gradient's covariance over completions
     follows: Followed
 
 
@@ -89,17 +80,9 @@ def examine(chain: Chain, loss: Loss) -> Report:
 
 
 def report(
-    chain: Chain,
-    probs: Float[Tensor, " draws"],
-    losses: Float[Tensor, " draws"],
-    *,
-    known: Truths | None = None,
-    anchor: Who = "ref",
+    chain: Chain, probs: Float[Tensor, " draws"], losses: Float[Tensor, " draws"], *, anchor: Who = "ref"
 ) -> Report:
-    """Compares losses, one for each draw of these probabilities, with the `truths` about a KL to `anchor`.
-
-    `known`: these truths, where they are at hand.
-    """
+    """Compares losses, one for each draw of these probabilities, with the `truths` about a KL to `anchor`."""
     measured = chain.towards(anchor)
     value = (probs * losses.detach()).sum()
     gradients = _gradients(losses, chain)
@@ -109,7 +92,7 @@ def report(
         value_bias=(value - reverse_kl(measured)).item(),
         gradient=gradient,
         gradient_variance=(probs * (gradients - gradient).square().sum(dim=(-2, -1))).sum().item(),
-        follows=name_gradient([gradient], [truths(measured) if known is None else known], tolerance=TOLERANCE),
+        follows=name_gradient([gradient], [truths(measured)], tolerance=TOLERANCE),
     )
 
 
@@ -139,13 +122,13 @@ def in_reward(loss: Loss) -> Loss:
 
 def reverse_kl(chain: Chain) -> Float[Tensor, ""]:
     """KL(policy || ref) = sum_y policy(y) log(policy(y) / ref(y)) over whole completions; differentiable."""
-    return _divergence(*_completion_logprobs(chain))
+    return divergence(*_completion_logprobs(chain))
 
 
 def forward_kl(chain: Chain) -> Float[Tensor, ""]:
     """KL(ref || policy) = sum_y ref(y) log(ref(y) / policy(y)) over whole completions; differentiable."""
     policy, ref = _completion_logprobs(chain)
-    return _divergence(ref, policy)
+    return divergence(ref, policy)
 
 
 def local_kl(
@@ -159,26 +142,27 @@ def local_kl(
     policy, ref = chain.logprobs("policy"), chain.logprobs("ref")
     if direction == "js":
         mean = torch.logaddexp(policy, ref) - math.log(2)
-        per_prefix = (_divergence(policy, mean) + _divergence(ref, mean)) / 2
+        per_prefix = (divergence(policy, mean) + divergence(ref, mean)) / 2
     else:
-        per_prefix = _divergence(*((policy, ref) if direction == "reverse" else (ref, policy)))
+        per_prefix = divergence(*((policy, ref) if direction == "reverse" else (ref, policy)))
     return (prefix_probs(chain, prefixes).detach() * per_prefix).sum()
 
 
 def truths(chain: Chain) -> Truths:
-    """The gradients that a KL term may be meant to follow, by name."""
-    exact = {
-        "zero": torch.zeros_like(chain.policy_logits),
-        "reverse": gradient_of(reverse_kl(chain), chain),
-        "forward": gradient_of(forward_kl(chain), chain),
-        "local": gradient_of(local_kl(chain), chain),
-        "local_forward": gradient_of(local_kl(chain, direction="forward"), chain),
+    """The gradients that a KL term may be meant to follow, by the names of `IN_WORDS`."""
+    values = {
+        "reverse": reverse_kl(chain),
+        "forward": forward_kl(chain),
+        "local": local_kl(chain),
+        "local_forward": local_kl(chain, direction="forward"),
+        "js": local_kl(chain, direction="js"),
     }
     if not chain.on_policy:
-        sampled = local_kl(chain, prefixes="sampler"), local_kl(chain, direction="forward", prefixes="sampler")
-        names = ("local_sampled", "local_sampled_forward")
-        exact |= {name: gradient_of(kl, chain) for name, kl in zip(names, sampled, strict=True)}
-    return exact
+        values["local_sampled"] = local_kl(chain, prefixes="sampler")
+        values["local_sampled_forward"] = local_kl(chain, direction="forward", prefixes="sampler")
+    exact = {name: gradient_of(value, chain) for name, value in values.items()}
+    exact["reverse - forward"] = exact["reverse"] - exact["forward"]
+    return exact | {"zero": torch.zeros_like(chain.policy_logits)}
 
 
 def per_outcome(loss: Loss, outcomes: Outcomes) -> Float[Tensor, " outcomes"]:
@@ -202,7 +186,7 @@ def _completion_logprobs(chain: Chain) -> tuple[Tensor, Tensor]:
     return everything.policy_logprobs.sum(dim=-1), everything.ref_logprobs.sum(dim=-1)
 
 
-def _divergence(first: Float[Tensor, "*rows n"], second: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
+def divergence(first: Float[Tensor, "*rows n"], second: Float[Tensor, "*rows n"]) -> Float[Tensor, "*rows"]:
     """sum exp(first) (first - second) of each row, with 0 log 0 = 0 and a gradient of 0 there."""
     possible = first > -torch.inf
     first, second = (torch.where(possible, x, 0.0) for x in (first, second))
@@ -213,31 +197,24 @@ def gradient_of(scalar: Tensor, chain: Chain) -> Table:
     """The gradient of a number with respect to the policy's logits; 0 where it does not depend on them."""
     if not scalar.requires_grad:
         return torch.zeros_like(chain.policy_logits)
-    (gradient,) = torch.autograd.grad(scalar, chain.policy_logits, retain_graph=True, allow_unused=True)
-    return torch.zeros_like(chain.policy_logits) if gradient is None else gradient
+    return torch.autograd.grad(scalar, chain.policy_logits, retain_graph=True, materialize_grads=True)[0]
 
 
 def _gradients(losses: Float[Tensor, " draws"], chain: Chain) -> Float[Tensor, "draws prefixes vocab"]:
     """The gradient of each loss; in one batched pass, where the losses' own autograd functions allow it."""
-    shape = (len(losses), *chain.policy_logits.shape)
-    if not losses.requires_grad:
-        return torch.zeros(shape, dtype=torch.float64)
-    rows = torch.eye(len(losses), dtype=losses.dtype)
+    rows, leaf = torch.eye(len(losses), dtype=losses.dtype), chain.policy_logits
     try:
-        (found,) = torch.autograd.grad(
-            losses, chain.policy_logits, rows, retain_graph=True, allow_unused=True, is_grads_batched=True
-        )
+        grad = functools.partial(torch.autograd.grad, retain_graph=True, materialize_grads=True, is_grads_batched=True)
+        (gradients,) = grad(losses, leaf, rows)
     except RuntimeError:
-        return torch.stack([gradient_of(each, chain) for each in losses])
-    return torch.zeros(shape, dtype=torch.float64) if found is None else found
+        return torch.stack([gradient_of(loss, chain) for loss in losses])
+    return gradients.expand(len(losses), *leaf.shape)
 
 
 class Followed(NamedTuple):
-    """A known gradient and a factor: what a measured gradient turned out to be.
+    """A known gradient (a name of `IN_WORDS`) and a factor: what a measured gradient turned out to be.
 
-    Attributes:
-        name: a name of `truths`, "zero", or "none of these".
-        factor: the multiple; -1 is the same gradient with the wrong sign. 0 where the name is "zero".
+    The factor is -1 for the same gradient with the wrong sign, 0 for "zero" and for "none of these".
     """
 
     name: str
@@ -245,8 +222,7 @@ class Followed(NamedTuple):
 
     def is_exactly(self, name: str, *, factor: float = 1.0, tolerance: float = TOLERANCE) -> bool:
         """Whether it is this known gradient times this factor; the opposite sign is not."""
-        if name in ("zero", NOTHING_KNOWN):
-            return self.name == name
+        factor = 0.0 if name in ("zero", NOTHING_KNOWN) else factor
         return self.name == name and abs(self.factor - factor) <= tolerance
 
     @property
@@ -258,50 +234,59 @@ class Followed(NamedTuple):
         return f"minus {words}" if abs(self.factor + 1) < 1e-6 else f"{self.factor:.4g} x {words}"
 
 
-def name_gradient(
-    gradients: Sequence[Tensor], known: Sequence[Mapping[str, Tensor]], *, tolerance: float = 1e-7
-) -> Followed:
+def name_gradient(gradients: Sequence[Tensor], worlds: Sequence[Truths], *, tolerance: float = 1e-7) -> Followed:
     """Finds the known gradient that the measured ones are a multiple of, with the same factor in all worlds.
 
     Args:
         gradients: the measured gradient of each world.
-        known: the known gradients of each world, under the same names; "reverse" must be among them.
+        worlds: the known gradients of each world, under the same names; "reverse" must be among them.
         tolerance: largest relative distance that still counts as the same.
     """
     measured = _joined(gradients)
-    if measured.norm() <= tolerance * _joined([truth["reverse"] for truth in known]).norm():
+    if measured.norm() <= tolerance * _joined([known["reverse"] for known in worlds]).norm():
         return Followed("zero", 0.0)
-    for name in known[0]:
+    for name in worlds[0]:
         if name == "zero":
             continue
-        exact = _joined([truth[name] for truth in known])
+        exact = _joined([known[name] for known in worlds])
         factor = (measured @ exact) / (exact @ exact)
         if (measured - factor * exact).norm() <= tolerance * measured.norm():
             return Followed(name, factor.item())
     return Followed(NOTHING_KNOWN, 0.0)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Pull:
+class Pull(NamedTuple):
     """Where an expected gradient points, over several worlds together."""
 
     follows: Followed
-    """The known gradient that it is a multiple of."""
-    cosine_reverse: float
-    """Cosine with the gradient of KL(policy||ref) of whole completions; 0 for a gradient of zero."""
-    share: float
-    """The multiple of the gradient of KL(policy||ref) that lies closest: 1 all of it, 0 none, -1 the opposite."""
-    cosines: tuple[float, float]
-    """Least and largest cosine with the gradient of KL(policy||ref), by world."""
+    cosine_reverse: float  # with the gradient of KL(policy||ref) of whole completions; 0 for a gradient of zero
+    share: float  # the nearest multiple of that gradient: 1 all of it, 0 none, -1 the opposite
+    cosines: tuple[float, float]  # least and largest cosine with that gradient, by world
+
+    def in_words(self, bounds: str = "") -> str:
+        """Which divergence's gradient is followed, within these bounds; with its cosines if no whole divergence's."""
+        if self.follows.name == "zero":
+            return "an expected gradient of exactly zero"
+        if not self.follows.factor:
+            return f"the gradient of neither KL: {self.direction}"
+        partial = "" if self.follows.name in ("reverse", "forward", "js") else f"; {self.direction}"
+        return f"exactly the gradient of {self.follows.in_words}{bounds}{partial}"
+
+    @property
+    def direction(self) -> str:
+        """How well the gradient points along that of KL(policy||ref), in each of the worlds measured."""
+        low, high = (f"{cosine:.3f}" for cosine in self.cosines)
+        return f"cosine {low if low == high else f'{low} to {high}'} with KL(policy||ref) in the worlds measured"
 
 
-def pull_of(gradients: Sequence[Tensor], known: Sequence[Truths], *, tolerance: float = 1e-7) -> Pull:
+def pull_of(gradients: Sequence[Tensor], worlds: Sequence[Truths], *, tolerance: float = 1e-7) -> Pull:
     """Compares measured gradients, one per world, with those of both KLs; takes what `name_gradient` takes."""
-    follows = name_gradient(gradients, known, tolerance=tolerance)
+    follows = name_gradient(gradients, worlds, tolerance=tolerance)
     if follows.name == "zero":
-        return Pull(follows=follows, cosine_reverse=0.0, share=0.0, cosines=(0.0, 0.0))
-    measured, reverse = _joined(gradients), _joined([truth["reverse"] for truth in known])
-    cosines = [cosine(one, truth["reverse"]) for one, truth in zip(gradients, known, strict=True)]
+        gradients = [torch.zeros_like(gradient) for gradient in gradients]
+    targets = [known["reverse"] for known in worlds]
+    measured, reverse = _joined(gradients), _joined(targets)
+    cosines = [cosine(gradient, target) for gradient, target in zip(gradients, targets, strict=True)]
     return Pull(
         follows=follows,
         cosine_reverse=cosine(measured, reverse),

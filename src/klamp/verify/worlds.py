@@ -1,12 +1,8 @@
 """Language models so small that every completion can be listed, with their references, teachers and samplers.
 
-A `Chain` is a language model small enough to enumerate. For each prefix it holds one row of logits for the
-policy, one for the reference, one for a teacher and, off-policy, one for the sampler; generation ends at `eos`
-or after `length` tokens, so that completions differ in length as real ones do. One position (`one_position`)
-is the chain of length 1.
-
-`enumerate_outcomes` lists every completion that the sampler can produce, laid out as the batch that a trainer
-would see: one row per completion, log-probabilities of the sampled tokens, and a mask.
+A `Chain` holds one row of logits for each prefix and model. Generation ends at `eos` or after `length` tokens, so that
+completions differ in length as real ones do; one position (`one_position`) is the chain of length 1. Every completion
+that the sampler can produce is listed by `enumerate_outcomes`, as the batch that a trainer would see.
 
 Everything is float64. Nothing here imports klamp's core: the judge must not share code with the accused.
 """
@@ -33,24 +29,15 @@ MAX_OUTCOMES = 20_000
 
 
 class Outcomes(NamedTuple):
-    """Every completion that can be sampled, as a batch with one row each; padding holds 0.
+    """Every completion that can be sampled, as a batch with one row each; padding holds 0, in `tokens` -1.
 
-    Attributes:
-        probs: mu(y), the sampler's probability of each completion; detached, sums to 1.
-        tokens: the sampled tokens; -1 after the end.
-        mask: True up to and including the last token.
-        policy_logprobs: log policy(y_t | y_<t); carries the gradient.
-        ref_logprobs: log ref(y_t | y_<t).
-        sampler_logprobs: log mu(y_t | y_<t), detached; the policy's own values when the chain is on-policy.
-        policy_logits: the policy's whole row at each sampled prefix; carries the gradient.
-        ref_logits: the reference's whole row at each sampled prefix.
-        teacher_logprobs: log teacher(y_t | y_<t).
-        teacher_logits: the teacher's whole row at each sampled prefix.
+    Log-probabilities are those of the sampled tokens, logits the whole rows at their prefixes; the policy's carry the
+    gradient. On-policy the sampler's are the policy's, detached.
     """
 
-    probs: Float[Tensor, " outcomes"]
+    probs: Float[Tensor, " outcomes"]  # the sampler's probability of each completion; they sum to 1
     tokens: Int[Tensor, "outcomes tokens"]
-    mask: Bool[Tensor, "outcomes tokens"]
+    mask: Bool[Tensor, "outcomes tokens"]  # True up to and including the last token
     policy_logprobs: Float[Tensor, "outcomes tokens"]
     ref_logprobs: Float[Tensor, "outcomes tokens"]
     sampler_logprobs: Float[Tensor, "outcomes tokens"]
@@ -70,7 +57,7 @@ class Outcomes(NamedTuple):
         return (self.policy_logprobs - self.sampler_logprobs).exp()
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class Chain:
     """A policy, a reference, a teacher and a sampler given as tables, over completions of at most `length` tokens.
 
@@ -146,9 +133,7 @@ def one_position(
 ) -> Chain:
     """A chain of length 1: a single choice among V tokens."""
     sampler, teacher = (None if logits is None else logits[None] for logits in (sampler_logits, teacher_logits))
-    return Chain(
-        policy_logits=policy_logits[None], ref_logits=ref_logits[None], sampler_logits=sampler, teacher_logits=teacher
-    )
+    return Chain(policy_logits[None], ref_logits[None], sampler, teacher)
 
 
 def random_chain(
@@ -165,27 +150,20 @@ def random_chain(
     shape = (count_prefixes(vocab, length, eos=eos), vocab)
     tables = (spread * torch.randn(shape, generator=generator, dtype=torch.float64) for _ in range(4))
     policy, ref, other, teacher = tables
-    return Chain(
-        policy_logits=policy,
-        ref_logits=ref,
-        sampler_logits=other if sampler == "other" else None,
-        teacher_logits=teacher,
-        length=length,
-        eos=eos,
-    )
+    return Chain(policy, ref, other if sampler == "other" else None, teacher, length=length, eos=eos)
 
 
 def random_positions(count: int, *, vocab: int = 5, sampler: Sampler = "policy", spread: float = 1.0) -> list[Chain]:
     """So many random worlds of a single position."""
-    return [
-        random_chain(seed, vocab=vocab, length=1, eos=None, sampler=sampler, spread=spread) for seed in range(count)
-    ]
+    sizes = {"vocab": vocab, "length": 1, "eos": None}
+    return [random_chain(seed, sampler=sampler, spread=spread, **sizes) for seed in range(count)]
 
 
 def truncate_top_p(logits: Float[Tensor, "*rows vocab"], top_p: float) -> Float[Tensor, "*rows vocab"]:
     """Nucleus sampling: -inf outside the smallest set of likeliest tokens whose mass reaches `top_p`."""
     if not 0.0 < top_p <= 1.0:
-        raise ConfigError("top_p must lie in (0, 1]", got=top_p, fix="use 1.0 for no truncation")
+        why, fix = "it is the mass that stays", "use 1.0 for no truncation"
+        raise ConfigError("top_p must lie in (0, 1]", got=top_p, why=why, fix=fix)
     ordered, order = torch.sort(torch.softmax(logits.detach(), dim=-1), dim=-1, descending=True)
     dropped = ordered.cumsum(dim=-1) - ordered >= top_p
     return logits.masked_fill(torch.zeros_like(dropped).scatter(-1, order, dropped), -torch.inf)

@@ -153,9 +153,9 @@ def test_only_wanted_gradients_are_computed(monkeypatch, wanted):
     asked = []
     real = tiles.gradients
 
-    def spy(hidden, weight, needs, *rest):
+    def spy(products, needs, of_tile):
         asked.append(tuple(needs))
-        found = real(hidden, weight, needs, *rest)
+        found = real(products, needs, of_tile)
         assert [x is not None for x in found] == list(needs)
         return found
 

@@ -166,7 +166,7 @@ def test_under_autocast_the_weight_itself_is_what_waits(rows_computed):
 
 
 def test_no_room_is_taken_where_no_weight_gradient_will_be(monkeypatch):
-    monkeypatch.setattr(tiles, "Kept", None)  # calling it would fail
+    monkeypatch.setattr(tiles, "Buffer", None)  # calling it would fail
     hidden, weight, bias, targets = head(5, WIDTH)
     with torch.no_grad():
         assert not linear_logprobs(hidden, weight, targets).requires_grad

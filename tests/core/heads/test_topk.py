@@ -13,6 +13,7 @@ from tests.core.heads.naive import DIRECTIONS, OPTIONS, head, kl_inputs, naive_l
 from klamp.core.estimators import exact_kl
 from klamp.core.heads.kl import cut_mass, linear_head_kl, linear_kl
 from klamp.core.heads.logprobs import linear_logprobs, linear_topk
+from klamp.core.heads.tiles import Head
 from klamp.core.topk import topk_kl
 from klamp.errors import ShapeError
 
@@ -137,7 +138,7 @@ def test_a_reference_with_padding_and_a_policy_with_padding(any_tiles):
     policy, ref = (torch.tensor(x, dtype=torch.float64)[:, None] for x in PADDED)  # as weights of one hidden number
     one = torch.ones(1, 1, dtype=torch.float64)
     policy.requires_grad_(True)
-    cut = cut_mass(one, ref, 5)
+    cut = cut_mass(one, Head(ref), 5)
     assert cut.item() == pytest.approx(0.000695235, abs=1e-9)
     value = linear_kl(one, policy, one, ref)
     assert value.item() == pytest.approx(0.203150791 - math.log1p(-cut) - cut.item(), abs=1e-9)

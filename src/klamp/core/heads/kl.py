@@ -7,12 +7,8 @@ cut into tiles T_1 ... T_c, of which only one is in memory. Three steps give the
 
        log Z_i = log sum_v exp(z_v)        log Y_i = log sum_v exp(y_v)        K_i = KL(p_.|i || q_.|i)
 
-   Let m = sum_v p_v|i (y_v - z_v), the mean shift, and x_v = y_v - z_v - m. Then
-
-       Y_i / Z_i = sum_v p_v|i exp(y_v - z_v) = exp(m) sum_v p_v|i exp(x_v)
-       K_i = sum_v p_v|i (z_v - y_v) - log Z_i + log Y_i = log sum_v p_v|i exp(x_v)
-
-   and, since the p_v|i sum to 1 and the p_v|i x_v to 0, sum_v p_v|i exp(x_v) = 1 + sum_v p_v|i (exp(x_v) - 1 - x_v):
+   Let m = sum_v p_v|i (y_v - z_v), the mean shift, and x_v = y_v - z_v - m. Then K_i = -m - log Z_i + log Y_i and
+   Y_i / Z_i = exp(m) sum_v p_v|i exp(x_v). Since the p_v|i sum to 1 and the p_v|i x_v to 0,
 
        K_i = log1p(sum_v p_v|i (expm1(x_v) - x_v))        log Y_i = log Z_i + m + K_i
 
@@ -24,10 +20,9 @@ cut into tiles T_1 ... T_c, of which only one is in memory. Three steps give the
 
        KL(p || q) = sum_i P_i log(P_i / Q_i) + sum_i P_i K_i
 
-   The first sum is a KL of c numbers. Only log Z_i, log Y_i and K_i are kept of a tile, [c, N] each; there is no
-   running maximum to correct. For KL(q || p) the two change places. The Jensen-Shannon divergence needs
-   m_v = (p_v + q_v) / 2, and so both normalisers of the whole vocabulary: a second walk over the tiles, once these are
-   known.
+   The first sum is a KL of c numbers. Only log Z_i, log Y_i and K_i are kept of a tile, [c, N] each. For KL(q || p) the
+   two change places. The Jensen-Shannon divergence needs m_v = (p_v + q_v) / 2, and so both normalisers of the whole
+   vocabulary: a second walk over the tiles, once these are known.
 
 3. Backwards (`_SLOPES`), with d p_v / d z_u = p_v (1[u = v] - p_u)::
 
@@ -35,16 +30,15 @@ cut into tiles T_1 ... T_c, of which only one is in memory. Three steps give the
        d KL(q || p) / d z_u = p_u - q_u
        d JS(p, q) / d z_u   = p_u (log(p_u / m_u) - KL(p || m)) / 2
 
-   In the first, sum_v p_v d log p_v is 0; in the third sum_v (p_v + q_v) / 2 d log m_v is 0 as well. What is subtracted
-   (KL(p || q), KL(p || m)) is the mean of the logarithm under p, the `center` that the forward pass saves beside log Z
-   and log Y. The slope of temperature and soft cap follows, then the products of `tiles.gradients`.
+   since sum_v p_v d log p_v and sum_v m_v d log m_v are 0. What is subtracted is the mean of the logarithm under p, the
+   `center` that the forward pass saves beside log Z and log Y.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from jaxtyping import Bool, Float, Int
@@ -52,22 +46,19 @@ from torch import Tensor
 
 from klamp.core.arguments import AT_LEAST_0, FLOATS, IDS, check_number, check_tensors
 from klamp.core.estimators import DIRECTIONS
-from klamp.core.gradients import applied, first_only
-from klamp.core.heads.logprobs import Given, Scale, logprobs_of, score
+from klamp.core.gradients import first_only
+from klamp.core.heads.logprobs import logprobs_of, score
 from klamp.core.heads.tiles import (
     Head,
-    Owner,
     Products,
     Tile,
     TileGradient,
-    cast_inputs,
     check_head,
-    check_scale,
     exp_,
     head_gradients,
-    keep,
+    lend,
     opaque,
-    owner_of,
+    run_walk,
     tiles,
 )
 from klamp.core.masking import upcast
@@ -75,38 +66,21 @@ from klamp.core.topk import Tail, server_head, topk_kl_of
 from klamp.core.types import Direction
 from klamp.errors import ShapeError, check_name
 
-Spare = tuple[Tile, Tile]
-
 
 class LinearKL(torch.autograd.Function):
-    """The KL of each row, in nats, with a gradient for the policy only.
-
-    Takes hidden, weight and bias (or None) of the policy, the same three of the reference, (temperature, softcap), the
-    owner of the weight (see `tiles`), whether anything learns, and the direction of the KL.
-    """
+    """The KL of each row, in nats, with a gradient for the policy only."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        ref_hidden: Tensor,
-        ref_weight: Tensor,
-        ref_bias: Tensor | None,
-        scale: tuple[float, float | None],
-        owner: Owner,
-        learns: bool,
-        direction: Direction,
-    ) -> Tensor:
+    def forward(ctx: Any, *inputs: Any) -> Tensor:
         """The KL of each row, [N]; keeps what the gradient needs and no matrix of logits."""
-        learns = learns and ctx.needs_input_grad[1] and weight.dtype == ref_weight.dtype
-        ctx.kept = keep(owner, hidden, weight, heads=2) if learns else None
-        policy = Products(Head(weight, bias, *scale), hidden, ctx.kept)
-        ref = Products(Head(ref_weight, ref_bias, *scale), ref_hidden, ctx.kept, which=1)
-        value, center, log_z, ref_log_z = _divergence(policy, ref, direction)
-        ctx.save_for_backward(hidden, weight, bias, ref_hidden, ref_weight, ref_bias, center, log_z, ref_log_z)
-        ctx.direction, ctx.scale = direction, scale
+        hidden, weight, bias, ref_hidden, ref_weight, ref_bias, walk = inputs
+        learns = walk.learns and ctx.needs_input_grad[1] and weight.dtype == ref_weight.dtype
+        ctx.buffer = lend(walk.owner, hidden, weight, heads=2) if learns else None
+        policy = Products(Head(weight, bias, *walk.scale), hidden, ctx.buffer)
+        ref = Products(Head(ref_weight, ref_bias, *walk.scale), ref_hidden, ctx.buffer, which=1)
+        value, center, log_z, ref_log_z = _divergence(policy, ref, walk.direction)
+        ctx.save_for_backward(*inputs[:-1], center, log_z, ref_log_z)
+        ctx.walk = walk
         return value
 
     @staticmethod
@@ -114,18 +88,18 @@ class LinearKL(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """The gradients of the policy's hidden states and head, in one more walk over the vocabulary."""
         hidden, weight, bias, ref_hidden, ref_weight, ref_bias, *rest = ctx.saved_tensors
-        kept, ctx.kept = ctx.kept, None  # written over here: a second walk computes the products again
-        policy = Products(Head(weight, bias, *ctx.scale), hidden, kept)
-        ref = Products(Head(ref_weight, ref_bias, *ctx.scale), ref_hidden, kept, which=1)
-        slope_of, head = _SLOPES[ctx.direction], policy.head
+        buffer, ctx.buffer = ctx.buffer, None  # written over here: a second walk computes the products again
+        policy = Products(Head(weight, bias, *ctx.walk.scale), hidden, buffer)
+        ref = Products(Head(ref_weight, ref_bias, *ctx.walk.scale), ref_hidden, buffer, which=1)
+        slope_of, head = _SLOPES[ctx.walk.direction], policy.head
 
-        def make(index: Tensor | slice, some: Tensor) -> TileGradient:
+        def make(index: Tensor | slice, mine: Products) -> TileGradient:
             g, center, log_z, ref_log_z = (x[index][:, None] for x in (grads[0], *rest))
-            mine, other = policy.of(index, some), ref.of(index, ref_hidden[index])
+            other = ref.of(index)
 
             def of_tile(rows: slice, entries: slice) -> Tensor:
-                z, slope = head.logits(mine.recall(rows, entries))
-                ref_z = ref.head.logits(other.recall(rows, entries))[0].to(z.dtype)
+                z, ref_z = (model.head.logits(model.recall(rows, entries)) for model in (mine, other))
+                slope, ref_z = head.slope(z), ref_z.to(z.dtype)
                 forbidden = None if bias is None else z.isneginf()
                 if ref_bias is not None:  # what rounds to p = 0 is worth 0, whatever the ratio
                     lost = ref_z.isneginf() & ((z - log_z[rows]).exp() == 0)
@@ -136,11 +110,7 @@ class LinearKL(torch.autograd.Function):
 
             return of_tile
 
-        needs = ctx.needs_input_grad[:3]
-        with torch.autocast(hidden.device.type, enabled=False):
-            place = None if kept is None else kept.place
-            found = head_gradients(grads[0], hidden, head, needs, make, place)
-        return (*found, *[None] * 7)
+        return (*head_gradients(policy, grads[0], ctx.needs_input_grad[:3], make), *[None] * 4)
 
 
 # The slopes of step 3, each in the memory of the two logits that it is given. log_z is log Z, ref_log_z is log Y.
@@ -161,14 +131,10 @@ def _js_slope(z: Tensor, ref_z: Tensor, log_z: Tensor, ref_log_z: Tensor, center
     return torch.sub(log_p, log_m, out=log_m).sub_(center).mul_(exp_(log_p)).div_(2)
 
 
-_SLOPES: dict[str, Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]] = {
-    "reverse": _reverse_slope,
-    "forward": _forward_slope,
-    "js": _js_slope,
-}
+_SLOPES: dict[str, Callable[..., Tensor]] = {"reverse": _reverse_slope, "forward": _forward_slope, "js": _js_slope}
 
 
-def _within(z: Tensor, other: Tensor, spare: Spare) -> tuple[Tensor, Tensor, Tensor]:
+def _within(z: Tensor, other: Tensor, spare: tuple[Tile, Tile]) -> tuple[Tensor, Tensor, Tensor]:
     """Step 1: log Z_i, log Y_i and K_i of one tile, each [n], from its logits z and y = `other`; z is overwritten."""
     x = torch.sub(other, z, out=spare[0].shaped(*z.shape))
     low, high = x.aminmax()
@@ -206,7 +172,7 @@ def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[
     def walk(product: Callable[..., Tensor], visit: Callable[[int, slice, Tensor, Tensor], None]) -> None:
         for i, entries in enumerate(columns):
             for rows in chunks:
-                z, ref_z = (model.head.logits(product(model, rows, entries))[0] for model in (policy, ref))
+                z, ref_z = (model.head.logits(product(model, rows, entries)) for model in (policy, ref))
                 visit(i, rows, z, ref_z.to(z.dtype))
 
     def each_tile(i: int, rows: slice, z: Tensor, ref_z: Tensor) -> None:
@@ -244,15 +210,10 @@ def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[
     return halves.mean(0), halves[0] + lost / 2, total, ref_total
 
 
-Weights = tuple[Tensor, Tensor | None]
-Options = dict[str, Any]
-
-
-def _check_pair(hidden: Tensor, head: Weights, ref_hidden: Tensor, ref_head: Weights, scale: Scale) -> None:
-    check_head("the policy's", hidden, *head)
-    check_head("the reference's", ref_hidden, *ref_head)
-    check_scale(*scale)
-    rows, entries, ref_rows, ref_entries = hidden.shape[0], head[0].shape[0], ref_hidden.shape[0], ref_head[0].shape[0]
+def _check_pair(hidden: Tensor, policy: Head, ref_hidden: Tensor, ref: Head) -> None:
+    check_head("the policy's", hidden, policy)
+    check_head("the reference's", ref_hidden, ref)
+    rows, entries, ref_rows, ref_entries = len(hidden), len(policy.weight), len(ref_hidden), len(ref.weight)
     if rows != ref_rows or entries > ref_entries:
         raise ShapeError(
             "policy and reference differ in rows or vocabulary",
@@ -268,43 +229,24 @@ def _normaliser(hidden: Tensor, head: Head, part: slice) -> Tensor:
 
 
 @torch.no_grad()
-def cut_mass(
-    ref_hidden: Float[Tensor, "rows ref_width"],
-    ref_weight: Float[Tensor, "ref_vocab ref_width"],
-    entries: int,
-    *,
-    ref_bias: Float[Tensor, " ref_vocab"] | None = None,
-    temperature: float = 1.0,
-    softcap: float | None = None,
-) -> Float[Tensor, " rows"]:
+def cut_mass(ref_hidden: Float[Tensor, "rows ref_width"], ref: Head, entries: int) -> Float[Tensor, " rows"]:
     """The probability that the reference gives to tokens from `entries` on, which the policy does not have; detached.
 
     `linear_kl` leaves it out and renormalises nothing. One forward walk; where it is not tiny, ask why.
     """
-    head = Head(ref_weight, ref_bias, temperature, softcap)
-    shared, more = (_normaliser(ref_hidden, head, part) for part in (slice(entries), slice(entries, None)))
+    shared, more = (_normaliser(ref_hidden, ref, part) for part in (slice(entries), slice(entries, None)))
     return torch.sigmoid(more - shared)
 
 
-def _kl(
-    hidden: Tensor, head: Weights, ref_hidden: Tensor, ref_head: Weights, scale: Scale, direction: Direction
-) -> Tensor:
-    _check_pair(hidden, head, ref_hidden, ref_head, scale)
-    given = cast_inputs(hidden, *head, *(None if x is None else x.detach() for x in (ref_hidden, *ref_head)))
-    options = (scale, owner_of(head[0]), torch.is_grad_enabled(), direction)
-    with torch.autocast(hidden.device.type, enabled=False):
-        return applied(LinearKL, *given, *options)
-
-
+@opaque
 def _head_kl(
-    given: Given, scale: Scale, ids: Tensor | None, targets: Tensor, anchor: Any, top_k: int, options: Options
+    hidden: Tensor, policy: Head, ids: Tensor, anchor: Tensor | tuple[Tensor, Head], *, top_k: int = 0, **options: Any
 ) -> Tensor:
-    """`topk_kl` of the policy's `top_k` likeliest tokens, or of ids; the targets come last in the anchor's numbers."""
-    scored = targets if ids is None else torch.cat((ids, targets[:, None]), 1)
-    logprobs, _, ids = logprobs_of(given, scale, scored, False, top_k)
+    """`topk_kl` over the `top_k` likeliest tokens of the policy, or over the ids; the last id is the sampled token."""
+    logprobs, _, ids = logprobs_of(hidden, policy, ids, top_k=top_k)
     if not isinstance(anchor, Tensor):
         with torch.no_grad():
-            anchor, *_ = logprobs_of(anchor, scale, ids)
+            anchor, *_ = logprobs_of(*anchor, ids)
     return topk_kl_of(logprobs, anchor, ids, **options)
 
 
@@ -365,14 +307,16 @@ def linear_kl(  # noqa: PLR0913  (two models, and what the KL is over)
     Source: arXiv:2504.10637 (the estimate), arXiv:2411.09009 (tiles)
     """
     check_name("KL direction", direction, DIRECTIONS)
-    policy, ref, scale = (policy_weight, policy_bias), (ref_weight, ref_bias), (temperature, softcap)
+    policy = Head(policy_weight, policy_bias, temperature, softcap)
+    ref = Head(ref_weight, ref_bias, temperature, softcap)
+    _check_pair(policy_hidden, policy, ref_hidden, ref)
     if top_k is None:
-        return opaque(_kl, policy_hidden, policy, ref_hidden, ref, scale, direction)
+        detached = (None if x is None else x.detach() for x in (ref_hidden, ref_weight, ref_bias))
+        return run_walk(LinearKL, policy, policy_hidden, policy_weight, policy_bias, *detached, direction=direction)
     check_number("top_k", top_k, AT_LEAST_0, whole=True)
-    _check_pair(policy_hidden, policy, ref_hidden, ref, scale)
     check_tensors(IDS, like=policy_hidden, targets=targets)
     options = {"direction": direction, "tail": tail, "log_weight": log_weight}
-    return opaque(_head_kl, (policy_hidden, *policy), scale, None, targets, (ref_hidden, *ref), top_k, options)
+    return _head_kl(policy_hidden, policy, cast(Tensor, targets), (ref_hidden, ref), top_k=top_k, **options)
 
 
 def linear_head_kl(  # noqa: PLR0913  (a model, a server's answer, and what the KL is over)
@@ -407,22 +351,18 @@ def linear_head_kl(  # noqa: PLR0913  (a model, a server's answer, and what the 
     check_tensors(IDS, head_ids=head_ids, targets=targets)
     check_tensors(FLOATS, head_logprobs=head_logprobs, target_logprobs=target_logprobs)
     check_number("top_k", top_k, AT_LEAST_0, whole=True)
-    if not head_ids.shape == head_logprobs.shape == (len(policy_hidden), *head_ids.shape[1:]) or head_ids.ndim != 2:
+    shapes = [tuple(x.shape) for x in (head_ids, head_logprobs, targets, target_logprobs)]
+    rows, entries = len(policy_hidden), head_ids.shape[-1:]
+    if shapes != [(rows, *entries)] * 2 + [(rows,)] * 2 or head_ids.ndim != 2:
         raise ShapeError(
-            "the head does not fit the hidden states",
-            got=f"head_ids {tuple(head_ids.shape)}, head_logprobs {tuple(head_logprobs.shape)}",
-            why="each row of hidden has its entries: an id and a log-probability each",
-            fix=f"pass both as [{len(policy_hidden)}, K], with kept=False where there is none",
-        )
-    if not targets.shape == target_logprobs.shape == head_ids.shape[:1]:
-        raise ShapeError(
-            "the targets do not fit the head",
-            got=f"targets {tuple(targets.shape)}, target_logprobs {tuple(target_logprobs.shape)}",
-            why="each row has one sampled token",
-            fix=f"pass both as [{len(policy_hidden)}]",
+            "the head and the targets do not fit the hidden states",
+            got=f"head_ids and head_logprobs {shapes[:2]}, targets and target_logprobs {shapes[2:]}",
+            why="each row of hidden has K entries, an id and a log-probability each, and one sampled token",
+            fix=f"pass [{rows}, K] and [{rows}], with kept=False where there is no entry",
         )
     kept = server_head(head_ids, targets, top_k, torch.ones_like(head_ids, dtype=torch.bool) if kept is None else kept)
-    ids, anchor = torch.where(kept, head_ids, targets[:, None]), torch.cat((head_logprobs, target_logprobs[:, None]), 1)
-    options = {"direction": direction, "tail": tail, "log_weight": log_weight, "kept": kept}
-    given = policy_hidden, policy_weight, policy_bias
-    return opaque(_head_kl, given, (temperature, softcap), ids, targets, anchor, 0, options)
+    ids = torch.cat((torch.where(kept, head_ids, targets[:, None]), targets[:, None]), 1)
+    anchor = torch.cat((head_logprobs, target_logprobs[:, None]), 1)
+    policy = Head(policy_weight, policy_bias, temperature, softcap)
+    options: Any = {"direction": direction, "tail": tail, "log_weight": log_weight, "kept": kept}
+    return _head_kl(policy_hidden, policy, ids, anchor, **options)

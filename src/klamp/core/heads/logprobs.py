@@ -1,17 +1,9 @@
 """Log-probabilities straight from hidden states, without the [N, V] matrix of logits.
 
-The vocabulary is walked in tiles (see `tiles`). The forward pass keeps one normaliser per tile and token; the backward
-pass needs each tile again. So products of the forward pass are kept in the memory that the gradient of the weight will
-take anyway: all of them where N <= H, those of H rows where N > H; the rest is computed again. Forward and backward
-take three matrix products (N <= H) to four (N >> H). Where the head is frozen the gradient of `linear_logprobs` is
-formed in the forward pass: two products in all.
-
-Extra memory: a few tiles, O(N H), and the gradients themselves; no second [V, H]. Where a weight of 2^20 entries or
-more learns, its gradient is allocated in the forward pass and lives until the backward pass or until the result is
-dropped. One call per weight has it at a time: another one, before that backward pass, computes its products again, as
-a second walk through a retained graph does. Nothing is kept under no_grad, or for a weight that needs no gradient.
-Rows whose incoming gradient is exactly 0 take no part in the backward pass: they cost nothing, and whatever stands
-there (NaN too) reaches no gradient.
+The vocabulary is walked in tiles. The forward pass keeps one normaliser per tile and token; the backward pass reads
+each tile's products again, or computes them (see `tiles`): three matrix products where N <= H, up to four where N is
+larger. Where the head is frozen the gradient of `linear_logprobs` is formed in the forward pass: two products in all.
+Extra memory: a few tiles, O(N H), and the gradients themselves; no second [V, H].
 
 For one row with hidden state h and target t: logits z_v, p = softmax(z), w_v the row of the weight, s_v the slope of
 cap and temperature (1 without). The vocabulary is cut into tiles T_1 ... T_c; Z_i = sum over v in T_i of exp(z_v)::
@@ -21,11 +13,10 @@ cap and temperature (1 without). The vocabulary is cut into tiles T_1 ... T_c; Z
     d log p_t / d z_v = 1[v = t] - p_v
     d log p_t / d h = (1 - p_t) s_t w_t - sum over v != t of p_v s_v w_v
 
-The last line is formed in the forward pass where only the hidden states learn (`pull`). The Z in its p_v is not known
-before the last tile, so the sum is kept as sum exp(z_v - peak) s_v w_v, `peak` being the largest logit so far: where a
-tile raises the peak, the sum so far is multiplied by exp(old peak - new peak); after the last tile all of it is
-multiplied by exp(peak - log Z). The target's own term stays apart, in the backward pass too, as
-1 - p_t = -expm1(log p_t), exact where p_t is nearly 1.
+The last line is formed in the forward pass where only the hidden states learn (`pull`). Its p_v need Z, which is known
+after the last tile: so the sum is kept as sum exp(z_v - peak) s_v w_v, `peak` being the largest logit so far, scaled to
+each new peak, and at last by exp(peak - log Z). The target's own term stays apart, as 1 - p_t = -expm1(log p_t), exact
+where p_t is nearly 1.
 
 Of several tokens per row, t_1 ... t_K with incoming gradients g_k and g their sum, all is found in the same walk; also
 the k likeliest, which are targets that the walk itself finds (`Leaders`)::
@@ -44,20 +35,18 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from klamp.core.arguments import AT_LEAST_0, IDS, check_flag, check_number, check_tensors
-from klamp.core.gradients import applied, first_only
+from klamp.core.gradients import first_only
 from klamp.core.heads.tiles import (
     Head,
-    Owner,
     Products,
     TileGradient,
-    cast_inputs,
+    Walk,
     check_head,
-    check_scale,
     exp_,
     head_gradients,
-    keep,
+    lend,
     opaque,
-    owner_of,
+    run_walk,
     tiles,
 )
 from klamp.core.masking import upcast
@@ -70,8 +59,8 @@ BLOCK = 16
 class Picks:
     """The token ids that are asked for in each row, [N, K], sorted so that a tile finds its own at once.
 
-    A row may name a token more than once: `rows` and `ids` hold each of its tokens once, [U]. `order` are the places
-    [N K] where they were asked for, sorted, and `group` says which of the U stands there.
+    `rows` and `ids` hold each token of a row once, [U]; `order` are the places [N K] where they were asked for, sorted,
+    and `group` says which of the U each place asks for.
     """
 
     def __init__(self, ids: Tensor) -> None:
@@ -87,11 +76,11 @@ class Picks:
         """Which of the tokens lie in a tile, and their row and column there."""
         ends = torch.tensor((entries.start, entries.stop), device=self.ids.device)
         first, end = (int(place) for place in torch.searchsorted(self.ids, ends))
-        found = torch.arange(first, end, device=self.ids.device)
-        row = self.rows[found] - rows.start
+        which = torch.arange(first, end, device=self.ids.device)
+        row = self.rows[which] - rows.start
         if rows.start > 0 or rows.stop < self.height:
-            found, row = (x[(row >= 0) & (row < rows.stop - rows.start)] for x in (found, row))
-        return found, row, self.ids[found] - entries.start
+            which, row = (x[(row >= 0) & (row < rows.stop - rows.start)] for x in (which, row))
+        return which, row, self.ids[which] - entries.start
 
 
 class Leaders:
@@ -129,13 +118,13 @@ def _challengers(z: Tensor, ids: Tensor, limit: Tensor) -> tuple[Tensor, Tensor]
     row, column = row[which], member * stride + block[which]
     count = torch.bincount(row, minlength=len(z))
     place = torch.arange(len(row), device=z.device) - (count.cumsum(0) - count)[row]
-    found = z.new_full((len(z), int(count.max())), -torch.inf)
-    names = torch.zeros_like(found, dtype=torch.long)
-    found[row, place], names[row, place] = some[which, member], ids[0, column]
-    return torch.cat((found, z[:, stride * BLOCK :]), 1), torch.cat((names, ids[:, stride * BLOCK :]), 1)
+    entries = z.new_full((len(z), int(count.max())), -torch.inf)
+    names = torch.zeros_like(entries, dtype=torch.long)
+    entries[row, place], names[row, place] = some[which, member], ids[0, column]
+    return torch.cat((entries, z[:, stride * BLOCK :]), 1), torch.cat((names, ids[:, stride * BLOCK :]), 1)
 
 
-class Scores(NamedTuple):
+class RowScores(NamedTuple):
     """What one walk over the vocabulary finds in N rows."""
 
     logprobs: Tensor  # [N, K]
@@ -153,13 +142,13 @@ class TopTokens(NamedTuple):
     target_logprobs: Float[Tensor, " rows"] | None
 
 
-def _together(normalisers: Tensor, entropies: Tensor | None, picked: Tensor, ids: Tensor) -> Scores:
+def _together(normalisers: Tensor, entropies: Tensor | None, picked: Tensor, ids: Tensor) -> RowScores:
     """Normaliser, entropy and log-probabilities of the whole vocabulary from those of its parts, [parts, N] each."""
     normaliser = normalisers.logsumexp(0)
     if entropies is not None:
         share = (normalisers - normaliser).exp()
         entropies = (torch.where(share > 0, share * entropies, 0) - torch.xlogy(share, share)).sum(0)
-    return Scores((picked - normaliser[:, None]).clamp_(max=0), normaliser, entropies, ids)
+    return RowScores((picked - normaliser[:, None]).clamp_(max=0), normaliser, entropies, ids)
 
 
 def _rest(logprobs: Tensor) -> Tensor:
@@ -167,7 +156,7 @@ def _rest(logprobs: Tensor) -> Tensor:
     return -torch.expm1(logprobs)
 
 
-def score(products: Products, ids: Tensor, *, entropy: bool = False, pull: bool = False, top_k: int = 0) -> Scores:
+def score(products: Products, ids: Tensor, *, entropy: bool = False, pull: bool = False, top_k: int = 0) -> RowScores:
     """One walk over the vocabulary: log-probabilities of the `top_k` likeliest and of the ids, entropy, pull."""
     hidden, head = products.hidden, products.head
     columns, chunks = tiles(hidden, head.weight)
@@ -182,9 +171,10 @@ def score(products: Products, ids: Tensor, *, entropy: bool = False, pull: bool 
     peak = torch.full_like(normalisers[0], low)
     for i, entries in enumerate(columns):
         for c, rows in enumerate(chunks):
-            z, slope = head.logits(products.form(rows, entries))
-            found, row, column = picks.within(rows, entries)
-            picked[found] = z[row, column]
+            z = head.logits(products.form(rows, entries))
+            slope = head.slope(z) if pull else None
+            which, row, column = picks.within(rows, entries)
+            picked[which] = z[row, column]
             if leaders:
                 leaders[c].see(z, entries.start)
             top = z.amax(1, keepdim=True).clamp(min=low)
@@ -198,7 +188,7 @@ def score(products: Products, ids: Tensor, *, entropy: bool = False, pull: bool 
                     p[row, column] = 0
                 if slope is not None:
                     p *= slope
-                    steep[found] = slope.expand_as(p)[row, column]
+                    steep[which] = slope.expand_as(p)[row, column]
                 new = torch.maximum(peak[rows], top[:, 0])
                 product = p.to(hidden.dtype) @ head.weight[entries]  # sum exp(z_v - top) s_v w_v of this tile
                 mean[rows] *= (peak[rows] - new).exp()[:, None]
@@ -206,7 +196,7 @@ def score(products: Products, ids: Tensor, *, entropy: bool = False, pull: bool 
                 peak[rows] = new
     logits = normalisers.new_empty(ids.numel()).scatter_(0, picks.order, picked[picks.group]).view(ids.shape)
     if leaders:
-        best, order = (torch.cat(x) for x in zip(*(each.ranked() for each in leaders), strict=True))
+        best, order = (torch.cat(x) for x in zip(*(chunk.ranked() for chunk in leaders), strict=True))
         logits, ids = torch.cat((best, logits), 1), torch.cat((order, ids), 1)
     made = _together(normalisers, entropies, logits, ids)
     if mean is None:
@@ -226,51 +216,39 @@ def _tile_gradient(products: Products, ids: Tensor, grad: Tensor, normaliser: Te
     own = own * _rest(log_p) - (total[picks.rows, 0] - own) * log_p.exp()
 
     def of_tile(rows: slice, entries: slice) -> Tensor:
-        z, slope = products.head.logits(products.recall(rows, entries))
+        z = products.head.logits(products.recall(rows, entries))
+        slope = products.head.slope(z)
         d = exp_(z.sub_(normaliser[rows])).mul_(-total[rows])
-        found, row, column = picks.within(rows, entries)
-        d[row, column] = own[found]
+        which, row, column = picks.within(rows, entries)
+        d[row, column] = own[which]
         return d if slope is None else d.mul_(slope)
 
     return of_tile
 
 
 class LinearLogprobs(torch.autograd.Function):
-    """The log-probability of each row's tokens, and on request the row's entropy (without gradient); both in nats.
-
-    Takes hidden, weight, bias (or None), ids [N, K], (temperature, softcap), the owner of the weight (see `tiles`),
-    whether anything learns, whether the entropy is wanted, and how many of the likeliest tokens come before the ids.
-    """
+    """The log-probability of each row's tokens, and on request the row's entropy (without gradient); both in nats."""
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        ids: Tensor,
-        scale: tuple[float, float | None],
-        owner: Owner,
-        learns: bool,
-        entropy: bool,
-        top_k: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, ids: Tensor, walk: Walk
     ) -> tuple[Tensor, Tensor | None, Tensor]:
         """Log-probabilities [N, K], entropies [N], ids [N, K]; keeps what the gradient needs, no matrix of logits."""
-        ctx.scale, ctx.hidden_dtype, alone = scale, hidden.dtype, ids.shape[1] == 1 and top_k == 0
-        head = Head(weight, bias, *scale)
+        ctx.scale, ctx.hidden_dtype, alone = walk.scale, hidden.dtype, ids.shape[1] == 1 and walk.top_k == 0
+        head = Head(weight, bias, *walk.scale)
         # Only hidden learns: its gradient is linear in the incoming one, so it is formed here and never again.
-        pull = learns and ctx.needs_input_grad[:3] == (True, False, False)
-        ctx.kept = keep(owner, hidden, weight) if learns and ctx.needs_input_grad[1] else None
-        found = score(Products(head, hidden, ctx.kept), ids, entropy=entropy, pull=pull, top_k=top_k)
-        ids, logprobs = found.ids, found.logprobs
-        if found.pull is None:
-            ctx.save_for_backward(hidden, weight, bias, ids, found.normaliser, logprobs.clone())
+        pull = walk.learns and ctx.needs_input_grad[:3] == (True, False, False)
+        ctx.buffer = lend(walk.owner, hidden, weight) if walk.learns and ctx.needs_input_grad[1] else None
+        scores = score(Products(head, hidden, ctx.buffer), ids, entropy=walk.entropy, pull=pull, top_k=walk.top_k)
+        ids, logprobs = scores.ids, scores.logprobs
+        if scores.pull is None:
+            ctx.save_for_backward(hidden, weight, bias, ids, scores.normaliser, logprobs.clone())
         elif alone:
-            ctx.save_for_backward(found.pull)
+            ctx.save_for_backward(scores.pull)
         else:
-            ctx.save_for_backward(found.pull, weight, ids, head.slope(logprobs + found.normaliser[:, None]))
-        ctx.mark_non_differentiable(*(x for x in (found.entropy, ids) if x is not None))
-        return logprobs, found.entropy, ids
+            ctx.save_for_backward(scores.pull, weight, ids, head.slope(logprobs + scores.normaliser[:, None]))
+        ctx.mark_non_differentiable(*(x for x in (scores.entropy, ids) if x is not None))
+        return logprobs, scores.entropy, ids
 
     @staticmethod
     @first_only
@@ -280,20 +258,15 @@ class LinearLogprobs(torch.autograd.Function):
         live = (grad != 0).any(1)
         if len(saved) != 6:
             pulled = grad * saved[0] if len(saved) == 1 else _pulled(grad, *saved)
-            return (torch.where(live[:, None], pulled, 0).to(ctx.hidden_dtype), *[None] * 8)
+            return (torch.where(live[:, None], pulled, 0).to(ctx.hidden_dtype), *[None] * 4)
         hidden, weight, bias, ids, normaliser, logprobs = saved
-        kept, ctx.kept = ctx.kept, None  # written over here: a second walk computes the products again
-        head = Head(weight, bias, *ctx.scale)
-        products = Products(head, hidden, kept)
+        buffer, ctx.buffer = ctx.buffer, None  # written over here: a second walk computes the products again
 
-        def make(index: Tensor | slice, some: Tensor) -> TileGradient:
-            g, t, norm, log_p = grad[index], ids[index], normaliser[index], logprobs[index]
-            return _tile_gradient(products.of(index, some), t, g, norm[:, None], log_p)
+        def make(index: Tensor | slice, some: Products) -> TileGradient:
+            return _tile_gradient(some, ids[index], grad[index], normaliser[index][:, None], logprobs[index])
 
-        with torch.autocast(hidden.device.type, enabled=False):
-            place = None if kept is None else kept.place
-            found = head_gradients(live, hidden, head, ctx.needs_input_grad, make, place)
-        return (*found, *[None] * 6)
+        products = Products(Head(weight, bias, *ctx.scale), hidden, buffer)
+        return (*head_gradients(products, live, ctx.needs_input_grad, make), None, None)
 
 
 def _pulled(grad: Tensor, mean: Tensor, weight: Tensor, ids: Tensor, slope: Tensor | None) -> Tensor:
@@ -322,25 +295,18 @@ def _check_targets(hidden: Tensor, weight: Tensor, targets: Tensor) -> None:
         )
 
 
-Given = tuple[Tensor, Tensor, Tensor | None]
-Scale = tuple[float, float | None]
-
-
+@opaque
 def logprobs_of(
-    given: Given, scale: Scale, targets: Tensor | None, entropy: bool = False, top_k: int = 0
+    hidden: Tensor, head: Head, targets: Tensor | None, *, entropy: bool = False, top_k: int = 0
 ) -> tuple[Tensor, Tensor | None, Tensor]:
-    """Log-probabilities [N, K], entropies and ids [N, K], of hidden states, weight and bias: `top_k`, then targets."""
-    check_head("the", *given)
-    hidden, weight, _ = given
+    """Log-probabilities [N, K], entropies and ids [N, K] of the `top_k` likeliest tokens, then of the targets."""
+    check_head("the", hidden, head)
+    ids = hidden.new_empty(len(hidden), 0, dtype=torch.long)
     if targets is not None:
-        _check_targets(hidden, weight, targets)
-    check_scale(*scale)
-    ids = hidden.new_empty(len(hidden), 0, dtype=torch.long) if targets is None else targets.long()
-    ids = ids[:, None] if ids.ndim == 1 else ids
-    options = (scale, owner_of(weight), torch.is_grad_enabled(), entropy, min(top_k, len(weight)))
-    inputs = cast_inputs(*given)
-    with torch.autocast(hidden.device.type, enabled=False):
-        return applied(LinearLogprobs, *inputs, ids, *options)
+        _check_targets(hidden, head.weight, targets)
+        ids = targets.long()[:, None] if targets.ndim == 1 else targets.long()
+    top_k = min(top_k, len(head.weight))
+    return run_walk(LinearLogprobs, head, hidden, head.weight, head.bias, ids, entropy=entropy, top_k=top_k)
 
 
 @overload
@@ -410,8 +376,8 @@ def linear_logprobs(
     """
     check_flag("return_entropy", return_entropy)
     check_tensors(IDS, targets=targets)
-    given, scale = (hidden, weight, bias), (temperature, softcap)
-    logprobs, entropy, _ = opaque(logprobs_of, given, scale, targets, return_entropy)
+    head = Head(weight, bias, temperature, softcap)
+    logprobs, entropy, _ = logprobs_of(hidden, head, targets, entropy=return_entropy)
     logprobs = logprobs.view(targets.shape)
     return (logprobs, cast(Tensor, entropy)) if return_entropy else logprobs
 
@@ -436,8 +402,7 @@ def linear_topk(
         ShapeError, ConfigError: as `linear_logprobs`, and where k is no whole number >= 0.
     """
     check_number("k", k, AT_LEAST_0, whole=True)
-    given, scale = (hidden, weight, bias), (temperature, softcap)
-    logprobs, _, ids = opaque(logprobs_of, given, scale, targets, False, k)
+    logprobs, _, ids = logprobs_of(hidden, Head(weight, bias, temperature, softcap), targets, top_k=k)
     if targets is None:
         return TopTokens(ids, logprobs, None)
     return TopTokens(ids[:, :-1], logprobs[:, :-1], logprobs[:, -1])

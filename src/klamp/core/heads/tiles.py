@@ -4,16 +4,19 @@ The vocabulary is walked in the outer loop and the rows in the inner one, so tha
 summed in float32 and written once: nothing of size [V, H] exists but the gradient itself. Products are rounded to the
 type of their inputs, as those of any linear layer; everything after them is float32 (float64 stays float64).
 
-The backward pass needs memory for the weight gradient, [V, H], in any case. Here it is allocated in the forward pass
-already, and lent: the slice of it that belongs to c vocabulary entries holds c H numbers, which are the products of H
-rows with these entries (of H / 2 rows where there are two heads, policy and reference). The backward pass goes through
-the vocabulary slice by slice; it reads the products of a slice, all rows, and then writes the gradient over them. A
-product is kept as the head rounded it, in the type of the weight, so the backward pass sees the very number that the
-forward pass saw. Rows beyond the first H are computed again.
+The backward pass needs memory for the weight gradient, [V, H], in any case. Where a weight of `KEEP_FROM` entries or
+more learns, it is allocated in the forward pass, and lent until the backward pass, or until the result is dropped: the
+slice that belongs to c vocabulary entries holds c H numbers, which are the products of H rows with these entries (of
+H / 2 rows for two heads, policy and reference). The backward pass goes through the vocabulary slice by slice; it reads
+the products of a slice, all rows, and then writes the gradient over them. A product is kept as the head rounded it, in
+the type of the weight, so the backward pass sees the very number that the forward pass saw. Rows beyond the first H are
+computed again, and so are all rows of a second call of a weight before its backward pass, and of a second walk through
+a retained graph.
 """
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar, cast
@@ -24,7 +27,9 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from klamp.core.arguments import FLOATS, POSITIVE, check_number, check_tensors, check_values_exist
+from klamp.core.gradients import applied
 from klamp.core.masking import upcast
+from klamp.core.types import Direction
 from klamp.errors import ConfigError, ShapeError
 
 TILE_BYTES = 4 * 2**20
@@ -35,10 +40,10 @@ TILE_ROWS = 1024
 Tiles = list[slice]
 # (rows of a tile, its vocabulary entries) -> gradient with respect to the head's product there
 TileGradient = Callable[[slice, slice], Tensor]
-# Where the weight gradient goes, slice by slice; each one is written once its rows have all been asked for
-Place = tuple[Tensor, Tiles]
-# (which rows learn, their hidden states) -> their TileGradient
-MakeGradient = Callable[[Tensor | slice, Tensor], TileGradient]
+# (which rows learn, their products) -> their TileGradient
+MakeGradient = Callable[[Tensor | slice, "Products"], TileGradient]
+# Of a weight and of its detached copies: the device and address of their memory
+Owner = tuple[torch.device, int]
 
 
 LOG2_E = math.log2(math.e)
@@ -48,8 +53,7 @@ def exp_(x: Tensor) -> Tensor:
     """exp(x), written over x.
 
     In float32 on a CPU it is 2 ** (x log2(e)): torch hands `exp` to a library that is slow on some processors, and
-    vectorises `exp2` itself. Of normalised exponentials (x <= 0) the product's rounding is |x| 6e-8 of the value,
-    which is what x itself, a difference of logits, was rounded by.
+    vectorises `exp2` itself. The product is rounded by no more than x, a difference of logits, was before.
     """
     if x.dtype == torch.float32 and x.device.type == "cpu":
         return x.mul_(LOG2_E).exp2_()
@@ -71,22 +75,29 @@ class Head(NamedTuple):
             return out.copy_(linear(hidden, weight, bias))
         return torch.mm(hidden, weight.t(), out=out) if bias is None else torch.addmm(bias, hidden, weight.t(), out=out)
 
-    def logits(self, product: Tensor) -> tuple[Tensor, Tensor | None]:
-        """Logits from products (whose memory they take), and d logits / d product, None where that is 1 everywhere."""
-        z = product
+    def logits(self, product: Tensor) -> Tensor:
+        """Logits from products, whose memory they take."""
         if self.softcap is not None:
-            z = z.div_(self.softcap).tanh_()
-            slope = (1 - z.square()).div_(self.temperature)
-            return z.mul_(self.softcap / self.temperature), slope
-        if self.temperature == 1.0:
-            return z, None
-        return z.div_(self.temperature), torch.full_like(z[:, :1], 1 / self.temperature)
+            return product.div_(self.softcap).tanh_().mul_(self.softcap / self.temperature)
+        return product if self.temperature == 1.0 else product.div_(self.temperature)
 
     def slope(self, logits: Tensor) -> Tensor | None:
-        """The same d logits / d product from the logits, where no products are at hand any more."""
-        if self.softcap is None:
-            return None if self.temperature == 1.0 else torch.full_like(logits, 1 / self.temperature)
-        return (1 - (logits * (self.temperature / self.softcap)).square()).div_(self.temperature)
+        """d logits / d product at each of these logits, or one for each row; None where it is 1 everywhere."""
+        if self.softcap is not None:
+            squares = (logits * (self.temperature / self.softcap)).square_()
+            return squares.neg_().add_(1).div_(self.temperature)
+        return None if self.temperature == 1.0 else torch.full_like(logits[:, :1], 1 / self.temperature)
+
+
+class Walk(NamedTuple):
+    """What the autograd functions of the heads take beside tensors."""
+
+    scale: tuple[float, float | None]  # temperature and soft cap
+    owner: Owner  # of the policy's weight, see `lend`
+    learns: bool
+    entropy: bool = False
+    top_k: int = 0  # how many of the likeliest tokens come before those that are asked for
+    direction: Direction = "reverse"
 
 
 class Tile:
@@ -115,22 +126,99 @@ def tiles(hidden: Tensor, weight: Tensor) -> tuple[Tiles, Tiles]:
     return _split(weight.shape[0], max(1, size // (4 * rows))), _split(hidden.shape[0], rows)
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    if total.dtype == a.dtype:
-        total.addmm_(a, b)
-    else:
-        total += a @ b
+KEEP_FROM = 2**20
+"""Fewest entries of a weight for which this pays; below, every walk through a graph is equal to the last bit."""
 
 
-def gradients(
-    hidden: Tensor, weight: Tensor, needs: tuple[bool, ...], of_tile: TileGradient, place: Place | None = None
+class Buffer:
+    """Room for the products of the first rows of a call, in the shape of its weight gradient."""
+
+    def __init__(self, hidden: Tensor, weight: Tensor, heads: int) -> None:
+        self.d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
+        self.columns = tiles(hidden, weight)[0]  # of the forward pass, however few rows learn
+        self.rows = min(hidden.shape[0], weight.shape[1] // heads)
+
+    def room(self, entries: slice, head: int) -> Tensor:
+        """The memory for the products of one head with these vocabulary entries, [rows, entries]."""
+        size = self.rows * (entries.stop - entries.start)
+        return self.d_weight[entries].view(-1)[head * size : (head + 1) * size].view(self.rows, -1)
+
+
+# Each call between its forward and its backward pass, by its weight. Nothing here keeps it alive but its graph.
+_waiting: WeakValueDictionary[Owner, Buffer] = WeakValueDictionary()
+
+
+def lend(owner: Owner, hidden: Tensor, weight: Tensor, *, heads: int = 1) -> Buffer | None:
+    """Memory to keep products in; None where that is slower, or where another call of this weight waits with some."""
+    if hidden.shape[0] == 0 or weight.numel() < KEEP_FROM or weight.shape[1] < heads or owner in _waiting:
+        return None
+    _waiting[owner] = buffer = Buffer(hidden, weight, heads)
+    return buffer
+
+
+class Products:
+    """The products of one head with the hidden states of a call, one tile after another in the same piece of memory."""
+
+    def __init__(self, head: Head, hidden: Tensor, buffer: Buffer | None, *, which: int = 0) -> None:
+        self.head, self.hidden, self.buffer, self.which = head, hidden, buffer, which
+        self.order: Tensor | None = None
+        self.stored = 0 if buffer is None else buffer.rows
+        self.tile = Tile(hidden)
+
+    def of(self, index: Tensor | slice) -> Products:
+        """The products of some of the rows: the backward pass needs only the rows whose gradient is not 0."""
+        some = Products(self.head, self.hidden[index], self.buffer, which=self.which)
+        if isinstance(index, Tensor):
+            some.order = index[index < self.stored]
+            some.stored = some.order.numel()
+        return some
+
+    def form(self, rows: slice, entries: slice) -> Tensor:
+        """Computes the products of a tile, and keeps them where there is room; valid until the next tile."""
+        product = self._empty(rows, entries)
+        self.head.product(self.hidden[rows], entries, product)
+        if self.buffer is not None and rows.start < self.stored:
+            room = self.buffer.room(entries, self.which)[rows]
+            room.copy_(product[: room.shape[0]])
+        return product
+
+    def recall(self, rows: slice, entries: slice) -> Tensor:
+        """The same products as `form` gave: read where they were kept, otherwise computed again."""
+        product, end = self._empty(rows, entries), max(rows.start, min(rows.stop, self.stored))
+        if self.buffer is not None and end > rows.start:
+            room, first = self.buffer.room(entries, self.which), slice(rows.start, end)
+            product[: end - rows.start] = room[first if self.order is None else self.order[first]]
+        if end < rows.stop:
+            self.head.product(self.hidden[end : rows.stop], entries, product[end - rows.start :])
+        return product
+
+    def _empty(self, rows: slice, entries: slice) -> Tensor:
+        return self.tile.shaped(rows.stop - rows.start, entries.stop - entries.start)
+
+
+def head_gradients(
+    products: Products, grad: Tensor, needs: tuple[bool, ...], make: MakeGradient
 ) -> list[Tensor | None]:
+    """Gradients of hidden, weight and bias, as far as `needs`, only for the rows whose incoming `grad` is not 0."""
+    live = grad != 0
+    index: Tensor | slice = slice(None) if bool(live.all()) else live.nonzero()[:, 0]
+    some = products.of(index)
+    with torch.autocast(grad.device.type, enabled=False):
+        grads = gradients(some, needs, make(index, some))
+    inputs = (products.hidden, products.head.weight, products.head.bias)
+    if grads[0] is not None and isinstance(index, Tensor):
+        grads[0] = torch.zeros_like(products.hidden, dtype=grads[0].dtype).index_copy_(0, index, grads[0])
+    return [None if x is None or y is None else x.to(y.dtype) for x, y in zip(grads, inputs, strict=True)]
+
+
+def gradients(products: Products, needs: tuple[bool, ...], of_tile: TileGradient) -> list[Tensor | None]:
     """The gradients of hidden states, weight and bias, each only where wanted, summed over the tiles in float32."""
+    hidden, weight, buffer = products.hidden, products.head.weight, products.buffer
     wide = upcast(hidden[:0]).dtype
     columns, chunks = tiles(hidden, weight)
-    room, columns = place or (None, columns)
-    d_weight = None if not needs[1] else torch.empty_like(weight) if room is None else room
+    columns = columns if buffer is None else buffer.columns
     d_hidden = torch.zeros_like(hidden, dtype=wide) if needs[0] else None
+    d_weight = (torch.empty_like(weight) if buffer is None else buffer.d_weight) if needs[1] else None
     d_bias = weight.new_zeros(weight.shape[0], dtype=wide) if needs[2] else None
     for entries in columns:
         part = weight.new_zeros(weight[entries].shape, dtype=wide) if needs[1] and len(chunks) != 1 else None
@@ -145,119 +233,35 @@ def gradients(
                 _add_product(part, d.t(), hidden[rows])
             elif d_weight is not None:
                 torch.mm(d.t(), hidden, out=d_weight[entries])
-        if part is not None and d_weight is not None:
+        if part is not None and d_weight is not None:  # once all rows were asked for: the products lie in its memory
             d_weight[entries] = part
     return [d_hidden, d_weight, d_bias]
 
 
-def head_gradients(
-    grad: Tensor,
-    hidden: Tensor,
-    head: Head,
-    needs: tuple[bool, ...],
-    make: MakeGradient,
-    place: Place | None = None,
-) -> list[Tensor | None]:
-    """Gradients of hidden, weight and bias, as far as `needs`, only for the rows whose incoming `grad` is not 0."""
-    live = grad != 0
-    index: Tensor | slice = slice(None) if bool(live.all()) else live.nonzero()[:, 0]
-    some = hidden[index]
-    found = gradients(some, head.weight, needs, make(index, some), place)
-    if found[0] is not None and isinstance(index, Tensor):
-        found[0] = torch.zeros_like(hidden, dtype=found[0].dtype).index_copy_(0, index, found[0])
-    like = (hidden, head.weight, head.bias)
-    return [None if x is None or y is None else x.to(y.dtype) for x, y in zip(found, like, strict=True)]
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total += a @ b
 
 
-KEEP_FROM = 2**20
-"""Fewest entries of a weight for which this pays; below, every walk through a graph is equal to the last bit."""
-
-Owner = tuple[torch.device, int]
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-class Kept:
-    """Room for the products of the first rows of a call, in the shape of its weight gradient."""
+def opaque(function: Function) -> Function:
+    """Keeps calls of a function out of torch.compile's graph, since which rows count depends on the data."""
 
-    def __init__(self, hidden: Tensor, weight: Tensor, heads: int) -> None:
-        self.d_weight = torch.empty_like(weight, memory_format=torch.contiguous_format)
-        self.place: Place = self.d_weight, tiles(hidden, weight)[0]  # of the forward pass, however few rows learn
-        self.rows = min(hidden.shape[0], weight.shape[1] // heads)
+    @functools.wraps(function)
+    def called(*args: Any, **choices: Any) -> Any:
+        compiling = torch.compiler.is_compiling()
+        return (cast(Any, torch.compiler).disable(function) if compiling else function)(*args, **choices)
 
-    def room(self, entries: slice, head: int) -> Tensor:
-        """The memory for the products of one head with these vocabulary entries, [rows, entries]."""
-        size = self.rows * (entries.stop - entries.start)
-        return self.d_weight[entries].view(-1)[head * size : (head + 1) * size].view(self.rows, -1)
+    return cast(Function, called)
 
 
-# Each call between its forward and its backward pass, by its weight. Nothing here keeps it alive but its graph.
-_waiting: WeakValueDictionary[Owner, Kept] = WeakValueDictionary()
-
-
-def owner_of(weight: Tensor) -> Owner:
-    """A key that is the same for a weight and for its detached copies: the device and address of its memory."""
-    return weight.device, weight.data_ptr()
-
-
-def keep(owner: Owner, hidden: Tensor, weight: Tensor, *, heads: int = 1) -> Kept | None:
-    """Memory to keep products in; None where that is slower, or where another call of this weight waits with some."""
-    if hidden.shape[0] == 0 or weight.numel() < KEEP_FROM or weight.shape[1] < heads or owner in _waiting:
-        return None
-    _waiting[owner] = kept = Kept(hidden, weight, heads)
-    return kept
-
-
-class Products:
-    """The products of one head with the hidden states of a call, one tile after another in the same piece of memory."""
-
-    def __init__(self, head: Head, hidden: Tensor, kept: Kept | None, *, which: int = 0) -> None:
-        self.head, self.hidden, self.kept, self.which = head, hidden, kept, which
-        self.order: Tensor | None = None
-        self.known = 0 if kept is None else kept.rows
-        self.tile = Tile(hidden)
-
-    def of(self, index: Tensor | slice, hidden: Tensor) -> Products:
-        """The products of some of the rows: the backward pass needs only the rows whose gradient is not 0."""
-        some = Products(self.head, hidden, self.kept, which=self.which)
-        if isinstance(index, Tensor):
-            some.order = index[index < self.known]
-            some.known = some.order.numel()
-        return some
-
-    def form(self, rows: slice, entries: slice) -> Tensor:
-        """Computes the products of a tile, and keeps them where there is room; valid until the next tile."""
-        product = self._empty(rows, entries)
-        self.head.product(self.hidden[rows], entries, product)
-        if self.kept is not None and rows.start < self.known:
-            room = self.kept.room(entries, self.which)[rows]
-            room.copy_(product[: room.shape[0]])
-        return product
-
-    def recall(self, rows: slice, entries: slice) -> Tensor:
-        """The same products as `form` gave: read where they were kept, otherwise computed again."""
-        product, end = self._empty(rows, entries), max(rows.start, min(rows.stop, self.known))
-        if self.kept is not None and end > rows.start:
-            room, first = self.kept.room(entries, self.which), slice(rows.start, end)
-            product[: end - rows.start] = room[first if self.order is None else self.order[first]]
-        if end < rows.stop:
-            self.head.product(self.hidden[end : rows.stop], entries, product[end - rows.start :])
-        return product
-
-    def _empty(self, rows: slice, entries: slice) -> Tensor:
-        return self.tile.shaped(rows.stop - rows.start, entries.stop - entries.start)
-
-
-Result = TypeVar("Result")
-
-
-def opaque(function: Callable[..., Result], *given: Any) -> Result:
-    """Calls the function outside of torch.compile's graph, since which rows count depends on the data."""
-    if torch.compiler.is_compiling():
-        return cast(Any, torch.compiler).disable(function)(*given)
-    return function(*given)
-
-
-def check_head(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None = None) -> None:
-    """Refuse hidden states and a head that do not fit together, with the reason."""
+def check_head(name: str, hidden: Tensor, head: Head) -> None:
+    """Refuse hidden states and a head that do not fit together, and a scale that no logits can be divided by."""
+    weight, bias = head.weight, head.bias
     check_tensors(FLOATS, **{f"{name} hidden states": hidden, f"{name} head's weight": weight})
     check_values_exist(f"{name} hidden states", hidden)
     if bias is not None:
@@ -278,19 +282,22 @@ def check_head(name: str, hidden: Tensor, weight: Tensor, bias: Tensor | None = 
             why="a linear layer refuses it too: one of them would have to be copied",
             fix="cast one of them, or call under torch.autocast",
         )
-
-
-def check_scale(temperature: float, softcap: float | None) -> None:
-    """Refuse a temperature or a soft cap that the logits cannot be divided by."""
     divides = POSITIVE.but("the logits are divided by it", "use that of the sampler or of the model's configuration")
-    check_number("temperature", temperature, divides)
-    check_number("softcap", softcap, divides, optional=True)
+    check_number("temperature", head.temperature, divides)
+    check_number("softcap", head.softcap, divides, optional=True)
 
 
-def cast_inputs(*tensors: Tensor | None) -> list[Tensor | None]:
-    """The tensors in the type that autocast would give the inputs of a linear layer; unchanged without autocast."""
-    kind = next(x for x in tensors if x is not None).device.type
-    if not torch.is_autocast_enabled(kind):
-        return list(tensors)
-    dtype = torch.get_autocast_dtype(kind)
-    return [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+@opaque
+def run_walk(function: type[torch.autograd.Function], head: Head, *tensors: Tensor | None, **choices: Any) -> Any:
+    """What an autograd function of the heads returns for these tensors, the first of which are hidden states.
+
+    They get the type that autocast would give the inputs of a linear layer; the function itself runs without.
+    """
+    weight, stays = head.weight, (torch.float64, torch.long)
+    if torch.is_autocast_enabled(weight.device.type):
+        dtype = torch.get_autocast_dtype(weight.device.type)
+        tensors = tuple(x if x is None or x.dtype in stays else x.to(dtype) for x in tensors)
+    owner = weight.device, weight.data_ptr()
+    walk = Walk((head.temperature, head.softcap), owner, torch.is_grad_enabled(), **choices)
+    with torch.autocast(weight.device.type, enabled=False):
+        return applied(function, *tensors, walk)

@@ -22,18 +22,8 @@ from klamp.core.advantages import group_advantages
 from klamp.core.penalty import token_penalty
 from klamp.core.term import prepare
 from klamp.core.types import Direction
-from klamp.verify.config_facts import NO_KL
-from klamp.verify.one_step import Scene, batch_of, examine_config, quietly, scene, scores_of, teacher_kl
-from klamp.verify.oracle import (
-    Loss,
-    expected,
-    expected_gradient,
-    gradient_of,
-    local_kl,
-    per_outcome,
-    reverse_kl,
-    truths,
-)
+from klamp.verify.one_step import NO_KL, Scene, batch_of, examine_config, quietly, scene, scores_of, teacher_kl
+from klamp.verify.oracle import Loss, divergence, expected, expected_gradient, gradient_of, local_kl, reverse_kl, truths
 from klamp.verify.proofs.check import EXACT, Check, follows, is_equal, is_true
 from klamp.verify.worlds import Chain, Outcomes, Who, enumerate_outcomes, one_position, random_chain, truncate_top_p
 
@@ -84,14 +74,14 @@ def _means() -> Iterator[Check]:
         chain = random_chain(1, vocab=VOCAB, length=2, sampler="policy" if weights == "none" else "other")
         choices = {"direction": direction, "horizon": horizon, "off_policy": weights}
         sampled = ("k1", "k3") if direction == "reverse" else ()
-        taught, who = chain.towards("teacher"), "sampler" if weights == "token" else "policy"
-        exact = reverse_kl(taught) if horizon == "sequence" else local_kl(taught, direction=direction, prefixes=who)
-        kl = exact.item(), gradient_of(exact, taught)
+        pair, who = chain.towards("teacher"), "sampler" if weights == "token" else "policy"
+        exact = reverse_kl(pair) if horizon == "sequence" else local_kl(pair, direction=direction, prefixes=who)
+        kl = exact.item(), gradient_of(exact, pair)
         forms = {name: [taught_by(estimator=name, **choices)] for name in (*sampled, "exact")}
         forms[f"a head of 0 to {VOCAB} and a tail"] = list(heads(**choices))
         for form, teachers in forms.items():
             claim = f"{direction}, horizon {horizon}, {form}; {WEIGHTS[weights]}"
-            yield is_equal(f"{claim}: value and gradient", max(_error(chain, kl, each) for each in teachers), 0.0)
+            yield is_equal(f"{claim}: value and gradient", max(_error(chain, kl, teacher) for teacher in teachers), 0.0)
 
 
 def _error(chain: Chain, kl: tuple[float, Tensor], teacher: TeacherConfig) -> float:
@@ -111,11 +101,11 @@ def _placements() -> Iterator[Check]:
     )
     world = scene(0, length=2, rewards="mixed")
     for claim, choices, name in rows:
-        found = examine_config(KLConfig(beta=0.3), scene=world, teacher=taught_by(coef=0.5, **choices))
-        yield _followed(f"{claim}, beside a reference", world.chain, found.kl.gradient, name)
+        step = examine_config(KLConfig(beta=0.3), scene=world, teacher=taught_by(coef=0.5, **choices)).kl
+        yield _followed(f"{claim}, beside a reference", world.chain, step.gradient, name)
     alone = scene(0, length=2, group_size=1)
-    found = examine_config(NO_KL, scene=alone, teacher=taught_by(placement="advantage"))
-    yield _followed("on-policy distillation: no reward, groups of one", alone.chain, found.kl.gradient, "local")
+    step = examine_config(NO_KL, scene=alone, teacher=taught_by(placement="advantage")).kl
+    yield _followed("on-policy distillation: no reward, groups of one", alone.chain, step.gradient, "local")
 
 
 def _followed(claim: str, chain: Chain, gradient: Tensor, name: str, *, to: Who = "teacher") -> Check:
@@ -133,8 +123,8 @@ def _sampler() -> Iterator[Check]:
     any_sample = step.gradient.abs().max() + step.gradient_variance
     yield is_equal("to the sampler, on-policy, coefficient 5: gradient of any sample", any_sample, 0.0)
     world = Scene(chain=random_chain(0, vocab=4, length=1, sampler="other"), group_size=1)
-    found = examine_config(proximal(1.0), scene=world).kl.gradient
-    yield _followed("to the sampler, second update of a batch", world.chain, found, "reverse", to="sampler")
+    gradient = examine_config(proximal(1.0), scene=world).kl.gradient
+    yield _followed("to the sampler, second update of a batch", world.chain, gradient, "reverse", to="sampler")
 
 
 def prove_noise() -> list[Check]:
@@ -162,7 +152,7 @@ def _of_each_sample(chain: Chain, loss: Loss) -> Tensor:
     rows = y.policy_logits.detach().requires_grad_()
     drawn = rows.log_softmax(-1).gather(-1, y.tokens.clamp(min=0)[..., None])[..., 0]
     own = y._replace(policy_logits=rows, policy_logprobs=torch.where(y.mask, drawn, 0.0))
-    return torch.autograd.grad(per_outcome(loss, own).sum(), rows)[0]
+    return torch.autograd.grad(loss(own)[own.mask].sum(), rows)[0]
 
 
 def _near_the_teacher() -> Iterator[Check]:
@@ -221,19 +211,17 @@ def _other_heads() -> Iterator[Check]:
     def js(y: Outcomes, b: float = 0.99) -> Tensor:
         p, q = _logprobs(y)
         m = torch.logaddexp(p + math.log(1 - b), q + math.log(b))
-        return b * _kl(q, m) + (1 - b) * _kl(p, m)
+        return b * divergence(q, m) + (1 - b) * divergence(p, m)
+
+    def half_renormalised(y: Outcomes) -> Tensor:
+        return divergence(_logprobs(y, 2)[1], _logprobs(y)[0][..., :2])
 
     rows: tuple[tuple[str, Chain, Loss, float], ...] = (
         ("klamp's head of 1 and a tail, apart", four, as_loss(taught_by(estimator="topk", top_k=1)), 0.431888),
-        ("renormalised over a head of 1, apart", four, lambda y: _kl(*_logprobs(y, 1)), 0.0),
+        ("renormalised over a head of 1, apart", four, lambda y: divergence(*_logprobs(y, 1)), 0.0),
         ("JS(.99) as the reverse KL, apart", four, js, 0.004262),
         ("no tail, at the teacher", _position(SIX), no_tail, 0.152188),
-        (
-            "teacher renormalised, student not, at it",
-            same,
-            lambda y: _kl(_logprobs(y, 2)[1], _logprobs(y)[0][..., :2]),
-            0.350623,
-        ),
+        ("teacher renormalised, student not, at it", same, half_renormalised, 0.350623),
     )
     for claim, chain, loss, size in rows:
         yield is_equal(f"{claim}: size of the gradient", expected_gradient(chain, loss).norm(), size, tolerance=1e-6)
@@ -241,10 +229,6 @@ def _other_heads() -> Iterator[Check]:
 
 def _logprobs(y: Outcomes, first: int | None = None) -> tuple[Tensor, Tensor]:
     return y.policy_logits[..., :first].log_softmax(-1), y.teacher_logits[..., :first].log_softmax(-1)
-
-
-def _kl(first: Tensor, second: Tensor) -> Tensor:
-    return (first.exp() * (first - second)).sum(-1)
 
 
 def _other_tails() -> Iterator[Check]:

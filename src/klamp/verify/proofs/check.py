@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from klamp.verify.oracle import IN_WORDS, NOTHING_KNOWN, Truths, name_gradient
+from klamp.verify.oracle import IN_WORDS, NOTHING_KNOWN, Truths, name_gradient, say_of
 
 EXACT = 1e-9
 """Largest error, in float64, of what is claimed to be equal."""
@@ -36,7 +36,7 @@ class TextTable:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Answer:
+class ProvenAnswer:
     """A question about a formula or a configuration, with numbers, checks and an explanation."""
 
     question: str
@@ -85,20 +85,20 @@ def is_true(claim: str, condition: bool | Tensor, measured: str, *, expected: st
 def follows(
     claim: str,
     gradients: Sequence[Tensor],
-    known: Sequence[Truths],
+    worlds: Sequence[Truths],
     name: str,
     *,
     factor: float = 1.0,
     anchor: str = "ref",
 ) -> Check:
     """A check that gradients are those of the named divergence, times a factor, in every world; `anchor`: to whom."""
-    found = name_gradient(gradients, known)
-    texts = IN_WORDS.get(name, name), found.in_words
-    words, measured = (x.replace("||ref", f"||{anchor}").replace("(ref|", f"({anchor}|") for x in texts)
-    passed = found.is_exactly(name, factor=factor, tolerance=EXACT)
+    followed = name_gradient(gradients, worlds)
+    texts = IN_WORDS.get(name, name), followed.in_words
+    words, measured = (say_of(anchor, text) for text in texts)
+    passed = followed.is_exactly(name, factor=factor, tolerance=EXACT)
     if passed and name != NOTHING_KNOWN:
-        targets = [factor * truths[name] for truths in known]
-        sizes = [truths["reverse"].norm() for truths in known]
+        targets = [factor * truths[name] for truths in worlds]
+        sizes = [truths["reverse"].norm() for truths in worlds]
         errors = [(a - b).norm() / size for a, b, size in zip(gradients, targets, sizes, strict=True)]
         measured += f" (error {max(errors):.0e})"
     return Check(

@@ -4,8 +4,9 @@ with the KL in the reward or the advantage, under clips and budgets; and of the 
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -17,83 +18,90 @@ from klamp.config.loss import configured_price
 from klamp.core.advantages import Baseline, group_advantages
 from klamp.core.clipping import clip_gate, clip_kl, kl_budget
 from klamp.core.controllers import ProportionalController, StepController
-from klamp.core.estimators import exact_kl, kl_estimate
+from klamp.core.estimators import ESTIMATORS, kl_estimate
 from klamp.core.gradients import exact_penalty, kl_penalty, log_weights
 from klamp.core.penalty import kl_in_advantage
-from klamp.core.types import Estimator, Gradient, Horizon
+from klamp.core.types import Gradient, Horizon
 from klamp.errors import ConfigError, NonFiniteError
+from klamp.verify.judge import exact
 from klamp.verify.one_step import Rewards, Scene, examine_config, scene
-from klamp.verify.oracle import NOTHING_KNOWN, Loss, Truths, expected_gradient, gradient_of, truths
+from klamp.verify.oracle import NOTHING_KNOWN, Loss, Truths, expected_gradient, gradient_of, in_reward, truths
 from klamp.verify.proofs.check import Check, follows, is_equal, is_true
-from klamp.verify.worlds import Chain, Outcomes, Sampler, one_position, random_chain, random_positions
+from klamp.verify.worlds import Chain, Outcomes, Sampler, one_position, prefix_probs, random_chain, random_positions
 
-VALUES: tuple[Estimator, ...] = get_args(Estimator)
-OWN: Mapping[Estimator, str] = {"k1": "zero", "k2": "reverse", "k3": "forward", "abs": "L1 distance"}
-"""What each estimator's own gradient is, tokens sampled from the policy."""
-Claim = tuple[str, Loss, str, Sampler]
-"""What a loss follows: words, the loss, the name of the known gradient, who sampled."""
+Claim = tuple[str, str, Sampler, *tuple[Loss, ...]]
+"""What losses follow: words, the name of the known gradient, who sampled, the losses."""
+POSITION: dict[str, Any] = {"vocab": 4, "length": 1, "eos": None}
+COMPLETIONS: dict[str, Any] = {"vocab": 3, "length": 3}
 
 
 def prove_gradients() -> list[Check]:
     """Checks the gradients of `kl_penalty` at one position, for tokens of the policy and of another sampler."""
-    checks = [_check(f"{name} as a loss (its own gradient)", [penalty(name, "own")], OWN[name]) for name in VALUES]
+    rows: list[Claim] = []
+    for name, row in ESTIMATORS.items():
+        own = row.gradient_as_loss.removesuffix(" KL")
+        rows.append((f"{name} as a loss (its own gradient)", own, "policy", penalty(name, "own")))
     followed: dict[Gradient, str] = {"reverse": "reverse", "forward": "forward", "none": "zero"}
     sampled: dict[Sampler, str] = {"policy": "tokens of the policy", "other": "tokens of another sampler, weighted"}
-    for sampler, where in sampled.items():
-        for gradient, name in followed.items():
-            losses = [penalty(value, gradient, sampler=sampler) for value in VALUES]
-            checks.append(_check(f"gradient {gradient}, whichever the value; {where}", losses, name, sampler))
-    return checks
+    for (sampler, where), (gradient, name) in itertools.product(sampled.items(), followed.items()):
+        losses = [penalty(value, gradient, sampler=sampler) for value in ESTIMATORS]
+        rows.append((f"gradient {gradient}, whichever the value; {where}", name, sampler, *losses))
+    return list(_follow(rows, POSITION))
 
 
 def prove_formulas() -> list[Check]:
     """Checks the gradients of plain formulas that are differentiated as they are written, without klamp."""
     rows: list[Claim] = [
-        ("k1 as a loss, tokens of the policy", lambda y: y.log_ratio, "zero", "policy"),
-        ("k1 as a loss, tokens of another sampler", lambda y: y.log_ratio, NOTHING_KNOWN, "other"),
-        ("w k1 differentiated", lambda y: y.weight * y.log_ratio, "reverse", "other"),
-        ("sg(w) k2", lambda y: y.weight.detach() * _k2(y), "reverse", "other"),
-        ("w k2 differentiated: that of E[k2]", lambda y: y.weight * _k2(y), "E[k2]", "other"),
-        ("w k3 differentiated (DeepSeek-V3.2, RPG)", lambda y: y.weight * printed_k3(y), "reverse", "other"),
-        ("sg(w) k3", lambda y: y.weight.detach() * printed_k3(y), "forward", "other"),
-        ("k1 in the reward", lambda y: y.log_ratio.detach() * y.policy_logprobs, "reverse", "policy"),
-        ("k3 in the reward", _k3_in_reward, "reverse - forward", "policy"),
-        ("k2 in the reward", lambda y: _k2(y).detach() * y.policy_logprobs, NOTHING_KNOWN, "policy"),
+        ("k1 as a loss, tokens of the policy", "zero", "policy", lambda y: y.log_ratio),
+        ("k1 as a loss, tokens of another sampler", NOTHING_KNOWN, "other", lambda y: y.log_ratio),
+        ("w k1 differentiated", "reverse", "other", lambda y: y.weight * y.log_ratio),
+        ("sg(w) k2", "reverse", "other", lambda y: y.weight.detach() * _k2(y)),
+        ("w k2 differentiated: that of E[k2]", "E[k2]", "other", lambda y: y.weight * _k2(y)),
+        ("w k3 differentiated (DeepSeek-V3.2, RPG)", "reverse", "other", lambda y: y.weight * printed_k3(y)),
+        ("sg(w) k3", "forward", "other", lambda y: y.weight.detach() * printed_k3(y)),
+        ("k1 in the reward", "reverse", "policy", in_reward(lambda y: y.log_ratio)),
+        ("k3 in the reward", "reverse - forward", "policy", in_reward(printed_k3)),
+        ("k2 in the reward", NOTHING_KNOWN, "policy", in_reward(_k2)),
     ]
     policy, direction = (chain.policy_logits.detach()[0] for chain in random_positions(2, vocab=4))
     near = one_position(policy, policy + 0.02 * direction)
-    size = (expected_gradient(near, _k3_in_reward).norm() / truths(near)["reverse"].norm()).item()
+    size = (expected_gradient(near, in_reward(printed_k3)).norm() / truths(near)["reverse"].norm()).item()
     text = f"{100 * size:.2g} % of the gradient of KL(policy||ref)"
     return [
-        *(_check(claim, [loss], name, sampler) for claim, loss, name, sampler in rows),
+        *_follow(rows, POSITION),
         is_true("k3 in the reward, near the reference: cancels", size < 0.05, text, expected="below 5 %"),
     ]
 
 
-def penalty(value: Estimator, gradient: Gradient, horizon: Horizon = "token", *, sampler: Sampler = "policy") -> Loss:
-    """klamp's penalty as a loss of enumerated completions."""
+def penalty(value: str, gradient: Gradient, horizon: Horizon = "token", *, sampler: Sampler = "policy") -> Loss:
+    """klamp's penalty as a loss of enumerated completions, of an estimator or `exact`."""
 
     def loss(y: Outcomes) -> Tensor:
         behavior = y.sampler_logprobs if sampler == "other" else None
-        choices = {"value": value, "gradient": gradient, "horizon": horizon, "behavior_logprobs": behavior}
-        return kl_penalty(y.policy_logprobs, y.ref_logprobs, y.mask, **choices)  # pyright: ignore[reportArgumentType]
+        choices: Any = {"gradient": gradient, "horizon": horizon}
+        if value == "exact":
+            log_w = log_weights(y.policy_logprobs, behavior, y.mask, horizon="sequence")
+            return exact_penalty(y.policy_logprobs, exact(y), log_w, y.mask, **choices)
+        choices |= {"value": value, "behavior_logprobs": behavior}
+        return kl_penalty(y.policy_logprobs, y.ref_logprobs, y.mask, **choices)
 
     return loss
 
 
-def _check(claim: str, losses: Sequence[Loss], name: str, sampler: Sampler = "policy") -> Check:
-    chains = random_positions(2, vocab=4, sampler=sampler)
-    gradients = [expected_gradient(chain, loss) for loss in losses for chain in chains]
-    return follows(claim, gradients, [_known(chain) for _ in losses for chain in chains], name)
+def _follow(rows: Iterable[Claim], sizes: Mapping[str, Any]) -> Iterator[Check]:
+    """Checks what losses follow, each in two worlds of these sizes."""
+    for claim, name, sampler, *losses in rows:
+        chains = [random_chain(seed, sampler=sampler, **sizes) for seed in (0, 1)]
+        gradients = [expected_gradient(chain, loss) for loss in losses for chain in chains]
+        yield follows(claim, gradients, [_known(chain) for chain in chains] * len(losses), name)
 
 
 def _known(chain: Chain) -> Truths:
-    """The known gradients at one position, with those of E[k2], of the L1 distance and of reverse minus forward."""
-    exact = truths(chain)
-    log_p, log_q = chain.logprobs("policy")[0], chain.logprobs("ref")[0]
-    more = {"E[k2]": log_p.exp() @ (log_p - log_q) ** 2 / 2, "L1 distance": (log_p.exp() - log_q.exp()).abs().sum()}
-    exact |= {name: gradient_of(value, chain) for name, value in more.items()}
-    return exact | {"reverse - forward": exact["reverse"] - exact["forward"]}
+    """The known gradients, with those of E[k2] and of the L1 distance, prefixes held fixed."""
+    log_p, log_q = chain.logprobs("policy"), chain.logprobs("ref")
+    rows = {"E[k2]": log_p.exp() * (log_p - log_q) ** 2 / 2, "L1 distance": (log_p.exp() - log_q.exp()).abs()}
+    reached = prefix_probs(chain, "policy").detach()
+    return truths(chain) | {name: gradient_of(reached @ terms.sum(-1), chain) for name, terms in rows.items()}
 
 
 def _k2(y: Outcomes) -> Tensor:
@@ -105,72 +113,43 @@ def printed_k3(y: Outcomes) -> Tensor:
     return (-y.log_ratio).exp() - 1 + y.log_ratio
 
 
-def _k3_in_reward(y: Outcomes) -> Tensor:
-    return printed_k3(y).detach() * y.policy_logprobs
-
-
 def prove_sequences() -> list[Check]:
     """Checks `kl_penalty` and the exact KL on short chains with an end token."""
     rows: list[Claim] = [
-        ("horizon token, value k2", penalty("k2", "reverse", "token"), "local", "policy"),
-        ("horizon token, value k3", penalty("k3", "reverse", "token"), "local", "policy"),
-        ("horizon token, exact", _exact("token"), "local", "policy"),
-        ("horizon token, gradient forward", penalty("k3", "forward", "token"), "local_forward", "policy"),
-        ("off-policy, token ratio", penalty("k3", "reverse", "token", sampler="other"), "local_sampled", "other"),
+        ("horizon token, value k2", "local", "policy", penalty("k2", "reverse", "token")),
+        ("horizon token, value k3", "local", "policy", penalty("k3", "reverse", "token")),
+        ("horizon token, exact", "local", "policy", penalty("exact", "reverse", "token")),
+        ("horizon token, gradient forward", "local_forward", "policy", penalty("k3", "forward", "token")),
+        ("off-policy, token ratio", "local_sampled", "other", penalty("k3", "reverse", "token", sampler="other")),
     ]
     whole: dict[Sampler, str] = {"policy": "horizon sequence", "other": "off-policy, prefix ratio"}
     for sampler, where in whole.items():
         more: list[Claim] = [
-            (f"{where}, value k1", penalty("k1", "reverse", "sequence", sampler=sampler), "reverse", sampler),
-            (f"{where}, value k3", penalty("k3", "reverse", "sequence", sampler=sampler), "reverse", sampler),
-            (f"{where}, exact", _exact("sequence", sampler), "reverse", sampler),
-            (f"{where}, gradient forward", penalty("k3", "forward", "sequence", sampler=sampler), "forward", sampler),
+            (f"{where}, value k1", "reverse", sampler, penalty("k1", "reverse", "sequence", sampler=sampler)),
+            (f"{where}, value k3", "reverse", sampler, penalty("k3", "reverse", "sequence", sampler=sampler)),
+            (f"{where}, exact", "reverse", sampler, penalty("exact", "reverse", "sequence", sampler=sampler)),
+            (f"{where}, gradient forward", "forward", sampler, penalty("k3", "forward", "sequence", sampler=sampler)),
         ]
-        rows += more
-    return _over_completions(rows)
+        rows.extend(more)
+    return list(_follow(rows, COMPLETIONS))
 
 
 def prove_sequence_formulas() -> list[Check]:
     """Checks the same for formulas that are differentiated as they are written, without klamp."""
-    return _over_completions(
-        [
-            ("half the square of the summed log-ratio", lambda y: y.log_ratio.sum(-1) ** 2 / 2, "reverse", "policy"),
-            ("k1 reward-to-go (FRPO)", lambda y: _to_go(y.log_ratio).detach() * y.policy_logprobs, "reverse", "policy"),
-            (
-                "prefix-product ratio times k3, differentiated",
-                lambda y: _prefix_ratio(y) * printed_k3(y),
-                "reverse",
-                "other",
-            ),
-            ("token ratio times k3, differentiated", lambda y: y.weight * printed_k3(y), "local_sampled", "other"),
-            (
-                "geometric-mean ratio times k3 (GSPO's)",
-                lambda y: _mean_ratio(y) * printed_k3(y),
-                NOTHING_KNOWN,
-                "other",
-            ),
-            ("k1 as a loss, over the sequence", lambda y: y.log_ratio, "zero", "policy"),
-        ]
-    )
-
-
-def _over_completions(rows: Sequence[Claim]) -> list[Check]:
-    checks: list[Check] = []
-    for claim, loss, name, sampler in rows:
-        chains = [random_chain(seed, vocab=3, length=3, sampler=sampler) for seed in (0, 1)]
-        gradients = [expected_gradient(chain, loss) for chain in chains]
-        checks.append(follows(claim, gradients, list(map(truths, chains)), name))
-    return checks
-
-
-def _exact(horizon: Horizon, sampler: Sampler = "policy") -> Loss:
-    def loss(y: Outcomes) -> Tensor:
-        behavior = y.sampler_logprobs if sampler == "other" else None
-        log_w = log_weights(y.policy_logprobs, behavior, y.mask, horizon="sequence")
-        exact = exact_kl(y.policy_logits, y.ref_logits)
-        return exact_penalty(y.policy_logprobs, exact, log_w, y.mask, gradient="reverse", horizon=horizon)
-
-    return loss
+    rows: list[Claim] = [
+        ("half the square of the summed log-ratio", "reverse", "policy", lambda y: y.log_ratio.sum(-1) ** 2 / 2),
+        ("k1 reward-to-go (FRPO)", "reverse", "policy", lambda y: _to_go(y.log_ratio).detach() * y.policy_logprobs),
+        (
+            "prefix-product ratio times k3, differentiated",
+            "reverse",
+            "other",
+            lambda y: _prefix_ratio(y) * printed_k3(y),
+        ),
+        ("token ratio times k3, differentiated", "local_sampled", "other", lambda y: y.weight * printed_k3(y)),
+        ("geometric-mean ratio times k3 (GSPO's)", NOTHING_KNOWN, "other", lambda y: _mean_ratio(y) * printed_k3(y)),
+        ("k1 as a loss, over the sequence", "zero", "policy", lambda y: y.log_ratio),
+    ]
+    return list(_follow(rows, COMPLETIONS))
 
 
 def _to_go(x: Tensor) -> Tensor:
@@ -178,16 +157,16 @@ def _to_go(x: Tensor) -> Tensor:
 
 
 def _prefix_ratio(y: Outcomes) -> Tensor:
-    return (y.policy_logprobs - y.sampler_logprobs).cumsum(-1).exp()
+    return y.weight.log().cumsum(-1).exp()
 
 
 def _mean_ratio(y: Outcomes) -> Tensor:
-    log_w = torch.where(y.mask, y.policy_logprobs - y.sampler_logprobs, 0.0).sum(-1, keepdim=True)
-    return (log_w / y.mask.sum(-1, keepdim=True)).exp()
+    return (y.weight.log().sum(-1, keepdim=True) / y.mask.sum(-1, keepdim=True)).exp()
 
 
 IN_REWARD: dict[str, Any] = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}
 REWARD = KLConfig(**IN_REWARD)
+TO_GO = KLConfig(kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")
 
 
 def prove_placement() -> list[Check]:
@@ -196,26 +175,19 @@ def prove_placement() -> list[Check]:
 
 
 def _places() -> Iterator[Check]:
-    to_go = KLConfig(kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")
+    dr_grpo = LossConfig(advantage_baseline="mean")
     rows = (
         ("in the reward, against the mean of the others", REWARD, None, "reverse", 1.0),
-        ("in the advantage, reward-to-go", to_go, None, "reverse", 1.0),
-        ("in the advantage, token by token", replace(to_go, kl_horizon="token"), None, "local", 1.0),
+        ("in the advantage, reward-to-go", TO_GO, None, "reverse", 1.0),
+        ("in the advantage, token by token", replace(TO_GO, kl_horizon="token"), None, "local", 1.0),
         # dr_grpo divides by the longest length (2), the group's mean holds a completion's own KL: (2 - 1)/2.
-        (
-            "in the reward, against the group's mean of 2, dr_grpo",
-            REWARD,
-            LossConfig(advantage_baseline="mean"),
-            "reverse",
-            0.25,
-        ),
+        ("in the reward, against the group's mean of 2, dr_grpo", REWARD, dr_grpo, "reverse", 0.25),
     )
     kinds: dict[Rewards, str] = {"equal": "saturated groups", "mixed": "mixed groups"}
-    for claim, kl, loss, name, factor in rows:
-        for rewards, kind in kinds.items():
-            world = scene(0, length=2, rewards=rewards)
-            found = examine_config(kl, loss, scene=world).kl.gradient
-            yield follows(f"{claim}; {kind}", [found], [world.truths], name, factor=factor)
+    for (claim, kl, loss, name, factor), (rewards, kind) in itertools.product(rows, kinds.items()):
+        world = scene(0, length=2, rewards=rewards)
+        gradient = examine_config(kl, loss, scene=world).kl.gradient
+        yield follows(f"{claim}; {kind}", [gradient], [truths(world.chain)], name, factor=factor)
 
 
 def _saturated() -> list[Check]:
@@ -223,26 +195,17 @@ def _saturated() -> list[Check]:
     spent = torch.tensor([0.5, 2.0, 1.0, 3.0], dtype=torch.float64)
     rewards = torch.ones(4, dtype=torch.float64)
     small, large = (group_advantages(rewards - beta * spent, 4, scale="std", eps=0.0) for beta in (0.01, 1.0))
-    world, sizes = scene(0, length=2), list[float]()
-    for beta in (0.01, 1.0):
-        kl = KLConfig(beta=beta, kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")
-        found = examine_config(kl, LossConfig(scale_rewards="std"), scene=world)
-        sizes.append(beta * float(found.kl.gradient.norm()))
+    world, scaled = scene(0, length=2), LossConfig(scale_rewards="std")
+    steps = {beta: examine_config(replace(TO_GO, beta=beta), scaled, scene=world) for beta in (0.01, 1.0)}
+    weak, strong = (beta * step.kl.gradient.norm() for beta, step in steps.items())
     noise = torch.full((4,), 0.1, dtype=torch.float64)
+    std, after = "in the reward, divided by the std", "in the advantage, after the division"
     return [
-        is_equal(
-            "in the reward, divided by the std: 100 times beta gives the same advantages", _most(large - small), 0.0
-        ),
-        _refuses("that", lambda: build_objective(REWARD, LossConfig(scale_rewards="std"), max_length=1)),
-        is_equal(
-            "in the advantage, after the division: 100 times beta is 100 times the pull", sizes[1] / sizes[0], 100.0
-        ),
-        is_equal("a group whose rewards are all equal", _most(group_advantages(noise, 4, scale="std")), 0.0),
+        is_equal(f"{std}: 100 times beta gives the same advantages", (large - small).abs().max(), 0.0),
+        _refuses("that", lambda: build_objective(REWARD, scaled, max_length=1)),
+        is_equal(f"{after}: 100 times beta is 100 times the pull", strong / weak, 100.0),
+        is_equal("a group whose rewards are all equal", group_advantages(noise, 4, scale="std").abs().max(), 0.0),
     ]
-
-
-def _most(x: Tensor) -> Tensor:
-    return x.abs().max()
 
 
 def _lengths() -> list[Check]:
@@ -252,19 +215,18 @@ def _lengths() -> list[Check]:
     means = delta.sum(-1) / mask.sum(-1)
     by_mean = group_advantages(1 - 0.1 * means, 2, scale="std")
     by_sum = group_advantages(1 - 0.1 * delta.sum(-1), 2, scale="none")
+    text = f"advantages {by_mean[0].item():+.3f} (2 tokens), {by_mean[1].item():+.3f} (10 tokens)"
     shifted = kl_in_advantage(torch.zeros(2).double(), delta, torch.zeros_like(delta), mask, beta=0.1)
     return [
         is_true(
-            "a mean over the own length in the reward: the longest completion wins",
-            by_mean[1] > 0 > by_mean[0],
-            f"advantages {by_mean[0].item():+.3f} (2 tokens), {by_mean[1].item():+.3f} (10 tokens)",
+            "a mean over the own length in the reward: the longest completion wins", by_mean[1] > 0 > by_mean[0], text
         ),
         is_equal("a sum over the completion: equal nats, equal advantages", (by_sum[1] - by_sum[0]).abs(), 0.0),
         is_equal("in the advantage: equal nats, equal shift of the first token", shifted[0, 0] - shifted[1, 0], 0.0),
     ]
 
 
-def _prices() -> list[Check]:
+def _prices() -> Iterator[Check]:
     """Checks what a nat of a whole completion costs in reward, from the two halves of the expected update.
 
     The half without a KL is -a grad E[reward], the half of the KL is b grad KL(policy||ref): the price is b / a.
@@ -281,17 +243,14 @@ def _prices() -> list[Check]:
     }
     world = scene(0, length=2, rewards="mixed", group_size=3)
     reward = gradient_of((world.outcomes.policy_logprobs.sum(-1).exp() * world.rewards).sum(), world.chain)
-    reverse = world.truths["reverse"]
-    checks: list[Check] = []
-    for name, kl in terms.items():
-        for baseline in get_args(Baseline):
-            loss = LossConfig(loss_type="dr_grpo", advantage_baseline=baseline)
-            price = configured_price(kl, loss, group_size=3, mean_length=world.mean_length, max_length=2).per_completion
-            step = examine_config(kl, loss, scene=world)
-            earned, paid = _multiple(-step.policy_gradient, reward), _multiple(kl.beta * step.kl.gradient, reverse)
-            claim = f"{name}; {baseline} of 3: {price:.4g} reward per nat of a completion at beta {kl.beta:g}"
-            checks.append(is_equal(claim, paid / earned, price))
-    return checks
+    reverse = truths(world.chain)["reverse"]
+    for (name, kl), baseline in itertools.product(terms.items(), get_args(Baseline)):
+        loss = LossConfig(loss_type="dr_grpo", advantage_baseline=baseline)
+        price = configured_price(kl, loss, group_size=3, mean_length=world.mean_length, max_length=2).per_completion
+        step = examine_config(kl, loss, scene=world)
+        earned, paid = _multiple(-step.policy_gradient, reward), _multiple(kl.beta * step.kl.gradient, reverse)
+        claim = f"{name}; {baseline} of 3: {price:.4g} reward per nat of a completion at beta {kl.beta:g}"
+        yield is_equal(claim, paid / earned, price)
 
 
 def _multiple(gradient: Tensor, of: Tensor) -> Tensor:
@@ -303,16 +262,14 @@ def prove_clipping() -> list[Check]:
     budget = kl_budget(0.1, per_token=True, reference_length=50)
     kl = torch.tensor([2.0, 8.0], dtype=torch.float64)
     hard = clip_kl(kl, 5.0, method="hard")
-    soft = clip_kl(kl, 5.0, method="soft")
+    soft, softplus = clip_kl(kl, 5.0, method="soft"), math.log1p(math.exp(-3)) + math.log1p(math.exp(3))
     quantiles = (torch.arange(200_000, dtype=torch.float64) + 0.5) / 200_000
     leak = clip_gate(0.05 + 0.5 * torch.special.ndtri(quantiles), 0.1, method="hard").mean()
     wide = clip_gate(torch.tensor([0.0, 0.1], dtype=torch.float64), 0.05, method="soft")
     return [
         is_equal("0.1 nats per token x 50 tokens", budget, 5.0),
         is_equal("hard: max(0, 2 - 5) + max(0, 8 - 5)", hard.sum(), 3.0),
-        is_equal(
-            "soft: softplus(2 - 5) + softplus(8 - 5)", soft.sum(), math.log1p(math.exp(-3)) + math.log1p(math.exp(3))
-        ),
+        is_equal("soft: softplus(2 - 5) + softplus(8 - 5)", soft.sum(), softplus),
         is_equal("hard: slope below and above, by autograd", _slope("hard", 2.0) + 10 * _slope("hard", 8.0), 10.0),
         is_equal("soft: slope sigmoid(8 - 5), by autograd", _slope("soft", 8.0), 1 / (1 + math.exp(-3))),
         is_equal("soft, temperature 1, per-token units: gate at KL 0, threshold .05", wide[0], 0.4875, tolerance=5e-5),
@@ -339,20 +296,20 @@ def _gated() -> Iterator[Check]:
 
     exact: dict[str, Any] = {"kl_estimator": "exact"}
     soft = exact | {"kl_clip_method": "soft", "kl_clip_temperature": 1e-4}
-    for claim, found, name in (
+    for claim, pull, name in (
         ("hard clip at 0: no clip", gradient(0.0, **exact), "local"),
         ("hard clip at 1,000 nats: no pull", gradient(1000.0, **exact), "zero"),
         ("soft clip far below the KL: no clip", gradient(1e-3, **soft), "local"),
         ("in the reward, hard clip at 0: no clip", gradient(0.0, **IN_REWARD), "reverse"),
         ("in the reward, hard clip at 1,000 nats: no pull", gradient(1000.0, **IN_REWARD), "zero"),
     ):
-        yield follows(claim, [found], [world.truths], name)
+        yield follows(claim, [pull], [truths(world.chain)], name)
     two = scene(1, length=2)
     k3 = kl_estimate(two.outcomes.policy_logprobs, two.outcomes.ref_logprobs, estimator="k3").sum(-1).detach()
     over = float(two.outcomes.probs[k3 > 0.3].sum())  # how often the other one is over budget
     for place, choices, name in (("in the loss, k3", {}, "local"), ("in the reward, k1", IN_REWARD, "reverse")):
         claim = f"{place}, hard clip at .3 nats: gated by the other of two"
-        yield follows(claim, [gradient(0.3, two, **choices)], [two.truths], name, factor=over)
+        yield follows(claim, [gradient(0.3, two, **choices)], [truths(two.chain)], name, factor=over)
 
 
 def prove_controllers() -> list[Check]:
