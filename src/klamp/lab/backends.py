@@ -14,8 +14,8 @@ from typing import NamedTuple, TypeAlias
 from klamp.config import LOSS_TYPES
 from klamp.errors import ConfigError, Refusal, refuse
 from klamp.hosts.common.kl_fields import host_refusals, one_teacher_refusals
+from klamp.hosts.verl.overrides import teacher_refusals
 from klamp.hosts.verl.overrides import verl_refusals as of_verl_s_hooks
-from klamp.hosts.verl.teacher import teacher_refusals
 from klamp.lab.config import Backend, TrainConfig
 from klamp.lab.observers import Observer, RunSummary
 from klamp.lab.tasks.base import NO_REWARD

@@ -12,9 +12,7 @@ from typing import Any
 from klamp.config import LossConfig
 from klamp.config.loss import LOSS_TYPES
 from klamp.core.types import Reduction
-from klamp.hosts.verl.fields_in_verl import written
-from klamp.hosts.verl.overrides import ACTOR, overrides
-from klamp.hosts.verl.teacher import DISTILLATION, places
+from klamp.hosts.verl.overrides import ACTOR, DISTILLATION, overrides, places, written
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import CHECKPOINTS, FOR_VERL
 from klamp.lab.models import model_path, shape_of
