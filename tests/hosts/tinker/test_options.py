@@ -12,14 +12,14 @@ from tests.hosts.tinker.fakes import fake_batch
 from klamp.config import KLConfig, KLWarning, LossConfig, TeacherConfig
 from klamp.core.masking import Totals
 from klamp.errors import ConfigError, DataError, UnknownNameError
-from klamp.hosts.tinker.loss import PLAIN_SUM, UNREAD, UNREAD_LOSS, make_settings
+from klamp.hosts.tinker.loss import PLAIN_SUM, UNREAD, UNREAD_LOSS, LossCall
 from klamp.tinker import compute_grpo_kl_loss, effective
 
 IN_REWARD = {"kl_estimator": "k1", "kl_placement": "reward", "kl_horizon": "sequence"}
 
 
 def test_every_argument_arrives_and_without_one_it_is_klamps_default() -> None:
-    default = make_settings()
+    default = LossCall()
     objective = default.objective
     assert (objective.surrogate, objective.reduction, objective.beta) == ("ppo_clip", "token_mean", KLConfig.beta)
     assert (objective.clip_low, objective.clip_high, objective.max_length) == (0.2, 0.2, None)
@@ -27,14 +27,14 @@ def test_every_argument_arrives_and_without_one_it_is_klamps_default() -> None:
     totals, teacher = Totals(sequences=4, tokens=40, kl_tokens=30), TeacherConfig(teacher_model="t", teacher_coef=0.75)
     loss = LossConfig(surrogate="cispo", epsilon=0.1, epsilon_high=0.3, off_policy_mask_threshold=0.5)
     around = {"loss": loss, "teacher": teacher, "max_length": 9, "group_size": 2, "totals": totals}
-    settings = make_settings(0.25, None, KLConfig(beta=0.5), **around)
-    objective = settings.objective
+    call = LossCall(0.25, None, KLConfig(beta=0.5), **around)
+    objective = call.objective
     assert (objective.surrogate, objective.reduction, objective.max_length) == ("cispo", "fixed_length", 9)
     assert (objective.clip_low, objective.clip_high, objective.beta) == (0.1, 0.3, 0.25)
     assert objective.trust == loss.trust and [each.coefficient for each in objective.others] == [0.75]
-    assert (settings.totals, settings.group_size) == (totals, 2)
-    plain = make_settings(loss=loss, normalizer="token_sum")
-    assert (plain.objective.reduction, plain.objective.surrogate, plain.totals) == ("token_mean", "cispo", PLAIN_SUM)
+    assert (call.whole, call.group_size) == (totals, 2)
+    plain = LossCall(loss=loss, normalizer="token_sum")
+    assert (plain.objective.reduction, plain.objective.surrogate, plain.whole) == ("token_mean", "cispo", PLAIN_SUM)
 
 
 @pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
@@ -71,10 +71,10 @@ BAD: list[tuple[dict[str, Any], str]] = [
 @pytest.mark.parametrize(("arguments", "words"), BAD, ids=str)
 def test_a_bad_argument_is_refused_in_words(arguments: dict[str, Any], words: str) -> None:
     with pytest.raises(ConfigError, match=f"^{words}") as caught:
-        make_settings(**arguments)
+        LossCall(**arguments)
     assert caught.value.why and caught.value.fix
     with pytest.raises(UnknownNameError, match="token_sum"):
-        make_settings(normalizer="token_sun")  # type: ignore[arg-type]
+        LossCall(normalizer="token_sun")  # type: ignore[arg-type]
 
 
 def notes(**arguments: Any) -> str:

@@ -74,22 +74,22 @@ def build_datum(
             why="the first token of a sequence has no log-probability",
             fix="start the prompt with the beginning-of-sequence token; leave out completions without a token",
         )
-    trained = number_row("mask", [1.0] * len(response) if mask is None else mask, len(response)) != 0
-    spread = number_row("advantages", advantages).float()
-    spread = spread.expand(len(response)) if spread.ndim == 0 else spread
-    given: dict[str, Any] = {"ref_logprobs": ref_logprobs, "teacher_logprobs": teacher_logprobs, "kl_mask": kl_mask}
+    columns: dict[str, Any] = {
+        "advantages": advantages if number_row("advantages", advantages).ndim else [float(advantages)] * len(response),
+        "logprobs": logprobs,
+        "mask": [1.0] * len(response) if mask is None else mask,
+        "ref_logprobs": ref_logprobs,
+        "teacher_logprobs": teacher_logprobs,
+        "kl_mask": kl_mask,
+    }
     head: dict[str, Tensor] = {}
     if teacher_head is not None:
         places = _check_head(teacher_head, response, teacher_logprobs)
-        given["teacher_logprobs"] = places[:, -1, 1]
+        columns["teacher_logprobs"] = places[:, -1, 1]
         head = {HEAD[0]: places[:, :-1, 0].long(), HEAD[1]: places[:, :-1, 1].float()}
-    rows = {
-        "advantages": masked(number_row("advantages", spread, len(response)), trained),
-        "logprobs": number_row("logprobs", logprobs, len(response)).float(),
-        "mask": trained.float(),
-        **{name: number_row(name, x, len(response)).float() for name, x in given.items() if x is not None},
-        **head,
-    }
+    rows = {name: number_row(name, x, len(response)).float() for name, x in columns.items() if x is not None} | head
+    trained = rows["mask"] != 0
+    rows |= {"advantages": masked(rows["advantages"], trained), "mask": trained.float()}
     full = prompt + response
     inputs = {"target_tokens": torch.tensor(full[1:], dtype=torch.int64)}
     for name, row in rows.items():
@@ -125,9 +125,8 @@ def strip_for_builtin(datums: Sequence[Any]) -> list[Any]:
     for datum in datums:
         inputs = {name: value for name, value in datum.loss_fn_inputs.items() if name not in KLAMP_KEYS}
         if "mask" in datum.loss_fn_inputs and "advantages" in inputs:
-            trained = datum.loss_fn_inputs["mask"].to_torch() != 0
-            shown = masked(inputs["advantages"].to_torch(), trained).float()
-            inputs["advantages"] = load_tinker().TensorData.from_torch(shown)
+            advantages = masked(inputs["advantages"].to_torch(), datum.loss_fn_inputs["mask"].to_torch() != 0)
+            inputs["advantages"] = load_tinker().TensorData.from_torch(advantages.float())
         stripped.append(with_inputs(datum, inputs))
     return stripped
 

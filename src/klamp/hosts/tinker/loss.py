@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 
 import torch
@@ -27,7 +28,7 @@ from klamp.core.masking import Totals, check_totals, masked_mean, total_denomina
 from klamp.core.objective import Objective, grpo_loss
 from klamp.core.topk import head_mass, topk_kl_of
 from klamp.core.types import LossPart
-from klamp.errors import ConfigError, KLWarning, NonFiniteError, Refusal, check_name, refuse
+from klamp.errors import KLWarning, NonFiniteError, Refusal, check_name, refuse
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.common.versions import load_tinker, told_version
 from klamp.hosts.tinker.datums import Rows, read_rows, with_inputs
@@ -60,23 +61,106 @@ class Options(TypedDict, total=False):
     totals: Totals | None
 
 
-@dataclass(frozen=True, kw_only=True)
-class LossSettings:
-    """What a loss is computed with, checked."""
+@dataclass(frozen=True)
+class LossCall:
+    """The arguments of `compute_grpo_kl_loss`, checked, and what follows from them; see there."""
 
-    objective: Objective
-    kl: KLConfig
-    teacher: TeacherConfig | None
-    """The teacher; None: there is none, or its coefficient is 0."""
-    totals: Totals | None
-    group_size: int | None
-    notes: tuple[str, ...]
-    """What has no effect, or another than its name suggests."""
+    kl_coef: float | None = None
+    cliprange: float | None = None
+    kl: KLConfig = KLConfig()  # noqa: RUF009  (frozen)
+    loss: LossConfig | None = None
+    teacher: TeacherConfig | None = None
+    normalizer: Normalizer = "loss_type"
+    max_length: int | None = None
+    group_size: int | None = None
+    totals: Totals | None = None
+
+    def __post_init__(self) -> None:
+        if self.teacher is not None:
+            check_instance("teacher", self.teacher, TeacherConfig)
+        if self.kl_coef is not None:
+            check_beta(self.kl_coef, name="kl_coef")
+        check_name("normalizer", self.normalizer, get_args(Normalizer))
+        check_number("group_size", self.group_size, AT_LEAST_1, whole=True, optional=True)
+        if self.totals is not None:
+            check_totals(self.totals)
+        refuse(self._refusals())
+        for note in self.notes:
+            warnings.warn(note, KLWarning, stacklevel=4)
+
+    @cached_property
+    def objective(self) -> Objective:
+        """The objective of `grpo_loss`; without `loss` PPO's as a mean over the tokens."""
+        bound = LossConfig.epsilon if self.cliprange is None else self.cliprange
+        loss = self.loss or LossConfig(loss_type="dapo", epsilon=bound, scale_rewards="none")
+        length = 1 if self.max_length is None else self.max_length
+        objective = build_objective(self.kl, loss, max_length=length, teacher=self.teacher)
+        beta = objective.beta if self.kl_coef is None else float(self.kl_coef)
+        objective = replace(objective, beta=beta, max_length=self.max_length)
+        return replace(objective, reduction="token_mean") if self.normalizer == "token_sum" else objective
+
+    @property
+    def whole(self) -> Totals | None:
+        """What the sums over tokens are divided by; None: the counts of the datums."""
+        return PLAIN_SUM if self.normalizer == "token_sum" else self.totals
 
     @property
     def head(self) -> TeacherConfig | None:
         """The teacher if its KL is computed over a head; None: there is none, or its KL is of the sampled tokens."""
-        return self.teacher if self.teacher is not None and self.teacher.teacher_estimator == "topk" else None
+        teacher = self.teacher
+        return teacher if teacher is not None and teacher.there and teacher.teacher_estimator == "topk" else None
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What has no effect, or another than its name suggests."""
+        kl, teacher = self.kl, self.teacher if self.teacher is not None and self.teacher.there else TeacherConfig()
+        moves = kl.controller_name != "fixed" or kl.kl_schedule != "constant" or kl.kl_warmup_steps > 0
+        grows = teacher.teacher_schedule != "constant" or teacher.teacher_warmup_steps > 0
+        needs = {name: needed for name, needed in UNREAD.items() if (name, kl.reference) != ("reference", "sampler")}
+        rows = [
+            (
+                "reward" in (kl.kl_placement, teacher.teacher_placement),
+                "placement 'reward': the loss adds nothing. Take coefficient * (sum of logprobs - sum of the anchor's) "
+                "from each reward before you form advantages, or use placement 'advantage'",
+            ),
+            (
+                moves and self.kl_coef is None,
+                "a call keeps no state: nothing moves beta, unless the caller passes kl_coef=controller.value, with "
+                "controller = kl.build_controller()",
+            ),
+            (
+                grows,
+                "a call keeps no state: nothing moves teacher_coef, unless the caller passes a teacher with "
+                "teacher_coef=teacher.coefficient(step, steps), and without schedule and warm-up",
+            ),
+        ]
+        return (*that_apply(rows), *unread(kl, needs), *(unread(self.loss, UNREAD_LOSS) if self.loss else ()))
+
+    def _refusals(self) -> list[Refusal]:
+        kl, teacher = self.kl, self.teacher
+        return [
+            *([] if teacher is None else [of_a_server(teacher, teacher.there, who="a sampling client")]),
+            Refusal(
+                self.cliprange is not None and self.loss is not None,
+                "cliprange and loss both give the bounds of the ratio",
+                got=f"cliprange={self.cliprange}, loss={self.loss}",
+                why="only one of them can be in force",
+                fix="leave cliprange out",
+            ),
+            Refusal(
+                self.objective.beta > 0 and kl.kl_estimator == "exact",
+                "kl_estimator='exact' cannot be computed through Tinker",
+                why="the service returns the log-probabilities of chosen tokens, not whole rows of logits",
+                fix="use kl_estimator='k3' (its value is unbiased, its gradient the same in expectation)",
+            ),
+            Refusal(
+                self.normalizer == "token_sum" and kl.kl_normalizer is not None,
+                "normalizer='token_sum' cannot be combined with kl_normalizer",
+                got=f"kl_normalizer={kl.kl_normalizer!r}",
+                why="the sum of the policy loss and a mean of the KL would weigh beta by the number of tokens",
+                fix="leave kl_normalizer out",
+            ),
+        ]
 
     def read(self, data: Sequence[Any]) -> Rows:
         """Read the datums and check that they hold what this loss needs: no anchor whose KL is in the rewards."""
@@ -90,75 +174,6 @@ class LossSettings:
         )
 
 
-def make_settings(
-    kl_coef: float | None = None,
-    cliprange: float | None = None,
-    kl: KLConfig | None = None,
-    *,
-    loss: LossConfig | None = None,
-    teacher: TeacherConfig | None = None,
-    normalizer: Normalizer = "loss_type",
-    max_length: int | None = None,
-    group_size: int | None = None,
-    totals: Totals | None = None,
-) -> LossSettings:
-    """The settings that the arguments of `compute_grpo_kl_loss` describe; see there."""
-    kl, policy_loss = KLConfig() if kl is None else kl, _policy_loss(loss, cliprange)
-    if teacher is not None:
-        check_instance("teacher", teacher, TeacherConfig)
-        teacher = teacher if teacher.there else None
-    objective = build_objective(kl, policy_loss, max_length=1 if max_length is None else max_length, teacher=teacher)
-    if kl_coef is not None:
-        check_beta(kl_coef, name="kl_coef")
-    beta = kl.beta if kl_coef is None else float(kl_coef)
-    check_name("normalizer", normalizer, get_args(Normalizer))
-    check_number("group_size", group_size, AT_LEAST_1, whole=True, optional=True)
-    if totals is not None:
-        check_totals(totals)
-    refuse(_refusals(beta, kl, teacher, normalizer))
-    notes = _notes(kl_coef, kl, loss, teacher)
-    for note in notes:
-        warnings.warn(note, KLWarning, stacklevel=3)
-    objective = replace(objective, beta=beta, max_length=max_length)
-    if normalizer == "token_sum":
-        objective, totals = replace(objective, reduction="token_mean"), PLAIN_SUM
-    return LossSettings(objective=objective, kl=kl, teacher=teacher, totals=totals, group_size=group_size, notes=notes)
-
-
-def _policy_loss(loss: LossConfig | None, cliprange: float | None) -> LossConfig:
-    """The policy loss; without a configuration PPO's with this bound, as a mean over the tokens."""
-    if loss is None:
-        bound = LossConfig.epsilon if cliprange is None else cliprange
-        return LossConfig(loss_type="dapo", epsilon=bound, scale_rewards="none")
-    if cliprange is not None:
-        raise ConfigError(
-            "cliprange and loss both give the bounds of the ratio",
-            got=f"cliprange={cliprange}, loss={loss}",
-            why="only one of them can be in force",
-            fix="leave cliprange out",
-        )
-    return loss
-
-
-def _refusals(beta: float, kl: KLConfig, teacher: TeacherConfig | None, normalizer: Normalizer) -> list[Refusal]:
-    return [
-        *([] if teacher is None else [of_a_server(teacher, teacher.there, who="a sampling client")]),
-        Refusal(
-            beta > 0 and kl.kl_estimator == "exact",
-            "kl_estimator='exact' cannot be computed through Tinker",
-            why="the service returns the log-probabilities of chosen tokens, not whole rows of logits",
-            fix="use kl_estimator='k3' (its value is unbiased, its gradient the same in expectation)",
-        ),
-        Refusal(
-            normalizer == "token_sum" and kl.kl_normalizer is not None,
-            "normalizer='token_sum' cannot be combined with kl_normalizer",
-            got=f"kl_normalizer={kl.kl_normalizer!r}",
-            why="the sum of the policy loss and a mean of the KL would weigh beta by the number of tokens",
-            fix="leave kl_normalizer out",
-        ),
-    ]
-
-
 def effective(
     kl_coef: float | None = None,
     cliprange: float | None = None,
@@ -170,17 +185,17 @@ def effective(
     Raises:
         UnknownNameError, ConfigError: arguments that the call would refuse.
     """
-    settings = make_settings(kl_coef, cliprange, kl, **options)
-    kl, teacher, beta = settings.kl, settings.teacher, settings.objective.beta
+    call = LossCall(kl_coef, cliprange, kl or KLConfig(), **options)
+    kl, teacher, beta = call.kl, call.teacher, call.objective.beta
     terms: list[EffectiveTerm] = []
     if beta > 0:
         moved = "fixed" if kl_coef is None else "the caller's: each call is passed its kl_coef"
-        terms.append(EffectiveTerm.of(kl, beta=beta, price=_price(settings.objective), controller=moved))
-    if teacher is not None:
-        row = "teacher_logprobs" if settings.head is None else "teacher_head"
+        terms.append(EffectiveTerm.of(kl, beta=beta, price=_price(call.objective), controller=moved))
+    if teacher is not None and teacher.there:
+        row = "teacher_logprobs" if call.head is None else "teacher_head"
         terms.append(EffectiveTerm.to_teacher(teacher, who=f"{row} of the datums", coefficient=teacher.teacher_coef))
-    average = describe_average(settings.objective.reduction, over="the call, or of totals=", length="max_length")
-    if settings.totals is PLAIN_SUM:
+    average = describe_average(call.objective.reduction, over="the call, or of totals=", length="max_length")
+    if call.whole is PLAIN_SUM:
         average = "sum over the tokens of the call"
     reference = "logprobs of the datums: the sampler" if kl.reference == "sampler" else "ref_logprobs of the datums"
     return Effective(
@@ -188,7 +203,7 @@ def effective(
         terms=tuple(terms),
         normalizer=average,
         reference=reference if beta > 0 else "none is read: the coefficient is 0",
-        notes=settings.notes,
+        notes=call.notes,
     )
 
 
@@ -201,33 +216,6 @@ def _price(objective: Objective) -> str:
     if term.placement == "reward":
         return price
     return f"{price}, if advantages are rewards less the mean of the others; for any other it is unknown here"
-
-
-def _notes(
-    kl_coef: float | None, kl: KLConfig, loss: LossConfig | None, teacher: TeacherConfig | None
-) -> tuple[str, ...]:
-    in_reward = kl.kl_placement == "reward" or (teacher is not None and teacher.teacher_placement == "reward")
-    moves = kl.controller_name != "fixed" or kl.kl_schedule != "constant" or kl.kl_warmup_steps > 0
-    grows = teacher is not None and (teacher.teacher_schedule != "constant" or teacher.teacher_warmup_steps > 0)
-    needs = {name: needed for name, needed in UNREAD.items() if (name, kl.reference) != ("reference", "sampler")}
-    rows = [
-        (
-            in_reward,
-            "placement 'reward': the loss adds nothing. Take coefficient * (sum of logprobs - sum of the anchor's) "
-            "from each reward before you form advantages, or use placement 'advantage'",
-        ),
-        (
-            moves and kl_coef is None,
-            "a call keeps no state: nothing moves beta, unless the caller passes kl_coef=controller.value, with "
-            "controller = kl.build_controller()",
-        ),
-        (
-            grows,
-            "a call keeps no state: nothing moves teacher_coef, unless the caller passes a teacher with "
-            "teacher_coef=teacher.coefficient(step, steps), and without schedule and warm-up",
-        ),
-    ]
-    return (*that_apply(rows), *unread(kl, needs), *(unread(loss, UNREAD_LOSS) if loss is not None else ()))
 
 
 def compute_grpo_kl_loss(
@@ -274,29 +262,29 @@ def compute_grpo_kl_loss(
 
     Source: the Tinker guide (docs/sources.md); PPO arXiv:1707.06347, DeepSeekMath arXiv:2402.03300
     """
-    settings = make_settings(kl_coef, cliprange, kl, **options)
-    return _loss(settings.read(data), logprobs_list, settings)
+    call = LossCall(kl_coef, cliprange, kl or KLConfig(), **options)
+    return _loss(call.read(data), logprobs_list, call)
 
 
-def _loss(rows: Rows, logprobs_list: Sequence[Tensor], settings: LossSettings) -> tuple[Tensor, dict[str, float]]:
-    objective, wide = settings.objective, rows.policy(logprobs_list)
+def _loss(rows: Rows, logprobs_list: Sequence[Tensor], call: LossCall) -> tuple[Tensor, dict[str, float]]:
+    objective, wide = call.objective, rows.policy(logprobs_list)
     policy, teacher_kl, masses = wide[..., -1], None, dict[str, Tensor]()
-    if settings.head is not None:
-        teacher_kl, masses = _head_kl(rows, wide, settings.head)
+    if call.head is not None:
+        teacher_kl, masses = _head_kl(rows, wide, call.head)
     batch = rows.batch(
         policy,
-        group_size=settings.group_size,
-        reference_length=settings.kl.kl_reference_length,
+        group_size=call.group_size,
+        reference_length=call.kl.kl_reference_length,
         teacher_kl=teacher_kl,
     )
-    output = grpo_loss(batch, objective, totals=settings.totals)
+    output = grpo_loss(batch, objective, totals=call.whole)
     _check_finite(output.loss, wide)
     metrics = {name: float(value) for name, value in output.metrics.items()}
     metrics |= {f"teacher/{name}": float(masked_mean(mass, rows.mask)) for name, mass in masses.items()}
     metrics |= {"beta": objective.beta, "train/loss": float(output.loss.detach())}
-    metrics["train/denominator"] = _denominator(rows, settings)
+    metrics["train/denominator"] = _denominator(rows, call)
     if "train/kl_penalty" in metrics:
-        metrics["train/kl_denominator"] = _denominator(rows, settings, part="kl")
+        metrics["train/kl_denominator"] = _denominator(rows, call, part="kl")
     return output.loss, metrics | _mismatch(rows, policy.detach())
 
 
@@ -330,8 +318,8 @@ def count_tokens(data: Sequence[Any]) -> Totals:
     return read_rows(data).totals
 
 
-def _denominator(rows: Rows, settings: LossSettings, *, part: LossPart = "policy") -> float:
-    objective, totals = settings.objective, settings.totals or rows.totals
+def _denominator(rows: Rows, call: LossCall, *, part: LossPart = "policy") -> float:
+    objective, totals = call.objective, call.whole or rows.totals
     reduction = (objective.kl.normalizer if part == "kl" else None) or objective.reduction
     return float(total_denominator(totals, reduction, length=objective.max_length, part=part))
 
@@ -367,11 +355,11 @@ def forward_backward_kl(
     """
     load_tinker()
     client = client.result() if hasattr(client, "result_async") else client  # newer SDKs hand out a future of it
-    settings = make_settings(kl_coef, cliprange, kl, **options)
-    rows = settings.read(data)
+    call = LossCall(kl_coef, cliprange, kl or KLConfig(), **options)
+    rows = call.read(data)
 
     def compute(_: Sequence[Any], logprobs_list: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        return _loss(rows, logprobs_list, settings)
+        return _loss(rows, logprobs_list, call)
 
     bare = [with_inputs(datum, {"target_tokens": x}) for datum, x in zip(data, rows.asked(), strict=True)]
     return client.forward_backward_custom(bare, compute)
