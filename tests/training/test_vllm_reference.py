@@ -121,7 +121,7 @@ def test_an_answer_s_numbers_are_its_own_behind_any_prompt(monkeypatch):
     """Case: a hint of two tokens, and answers of two and of one; at the policy's positions they were [-2, -3]."""
     told = {(7, 7, 1, 2, 3): [-2.0, -3.0, -0.5, -0.3], (1, 2, 3): [-0.9, -0.2], (1, 2): [-0.9]}
 
-    def entries(_, sequences, __):
+    def entries(_, sequences, top_k):
         numbers = ([None, *told[tuple(ids)]] for ids in sequences)
         return [
             [x if x is None else {str(i): {"logprob": x}} for i, x in zip(ids, row, strict=True)]

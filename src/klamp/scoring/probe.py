@@ -13,9 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from klamp.scoring.completions import Completions
+from klamp.scoring.completions import Completions, PassPlan, run_rows
 from klamp.scoring.model_parts import OpenedModel, Traits, head_of, token_logprobs
-from klamp.scoring.passes import PassPlan, run_rows
 
 SMALL_PARAMETERS = 8
 """So many of the smallest trained tensors have their gradient compared; norms and biases of the first layers."""
