@@ -46,7 +46,7 @@ class Completions:
 
 def kept_ids(ids: Tensor, mask: Tensor) -> list[list[int]]:
     """The ids of each row without its padding."""
-    return [row[kept.bool()].tolist() for row, kept in zip(ids, mask, strict=True)]
+    return [row[tokens.bool()].tolist() for row, tokens in zip(ids, mask, strict=True)]
 
 
 def select(completions: Completions, rows: Tensor | slice) -> Completions:

@@ -71,14 +71,16 @@ class VLLMReference:
     def score(self, completions: Completions, *, temperature: float) -> Scores:
         """Ask the server for the log-probabilities of the completions, and for its likeliest tokens."""
         prompts = kept_ids(completions.prompt_ids, completions.prompt_mask)
-        rows = self.told(prompts, kept_ids(completions.ids, completions.mask), temperature=temperature)
+        rows = self.score_tokens(prompts, kept_ids(completions.ids, completions.mask), temperature=temperature)
         values = torch.zeros(*completions.ids.shape, self.top_k + 1, 2)
         places = torch.tensor([place for row in rows for place in row])
         values[completions.mask.cpu()] = places.view(-1, *values.shape[2:])
         values = values.to(completions.ids.device)
         return Scores(logprobs=values[:, :, -1, 1], predictions=Told(values=values, head=None) if self.head else None)
 
-    def told(self, prompts: list[list[int]], completions: list[list[int]], *, temperature: float) -> list[list[Place]]:
+    def score_tokens(
+        self, prompts: list[list[int]], completions: list[list[int]], *, temperature: float
+    ) -> list[list[Place]]:
         """What the server says of every token of some completions, each behind the ids of its prompt."""
         if temperature != 1:
             raise ConfigError(
@@ -179,7 +181,7 @@ def connect(
     reference = VLLMReference(url, _name(url, name, who), top_k)
     # A server that holds only shorter sequences than the run may have refuses this one, in its own words.
     prompt, completion = ([cast(int, tokenizer.eos_token_id)] * tokens for tokens in longest)
-    reference.told([prompt], [completion], temperature=temperature)
+    reference.score_tokens([prompt], [completion], temperature=temperature)
     _check_tokenizer(reference, tokenizer, prompts[:PROBES])
     return reference
 

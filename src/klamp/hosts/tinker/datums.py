@@ -134,8 +134,8 @@ def strip_for_builtin(datums: Sequence[Any]) -> list[Any]:
 def with_inputs(datum: Any, inputs: dict[str, Any]) -> Any:
     """A datum with other `loss_fn_inputs`; where the SDK keeps a datum's origin, that is kept."""
     spans = ("model_input_spans", "loss_fn_input_spans")
-    kept = {name: getattr(datum, name) for name in spans if getattr(datum, name, None) is not None}
-    return load_tinker().Datum(model_input=datum.model_input, loss_fn_inputs=inputs, **kept)
+    origin = {name: getattr(datum, name) for name in spans if getattr(datum, name, None) is not None}
+    return load_tinker().Datum(model_input=datum.model_input, loss_fn_inputs=inputs, **origin)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -197,8 +197,8 @@ class Rows:
                     why="each log-probability belongs to one token",
                     fix="pass target_tokens as a 1-D row of ids; forward_backward_kl asks for those of a head too",
                 )
-            each = row.reshape(length, -1).T
-            check_logprobs(f"datum {i}: the policy's row", each, self.mask[i, :length].expand_as(each))
+            columns = row.reshape(length, -1).T
+            check_logprobs(f"datum {i}: the policy's row", columns, self.mask[i, :length].expand_as(columns))
         return pad([row.reshape(length, -1) for row, length in zip(logprobs_list, self.lengths, strict=True)])
 
     def asked(self) -> list[Any]:
@@ -219,8 +219,8 @@ def read_rows(
     or reference is not exactly 0.
     """
     _check_datums(data)
-    asked = zip(ANCHORS, (reference, teacher), strict=True)
-    anchors = [name for name, needed in asked if needed or all(name in each.loss_fn_inputs for each in data)]
+    needed = {"ref_logprobs": reference, "teacher_logprobs": teacher}
+    anchors = [name for name in ANCHORS if needed[name] or all(name in datum.loss_fn_inputs for datum in data)]
     has_kl_mask = exclusions or any("kl_mask" in datum.loss_fn_inputs for datum in data)
     rows = [_read(i, datum.loss_fn_inputs, anchors, has_kl_mask) for i, datum in enumerate(data)]
     heads = [_read_head(i, datum.loss_fn_inputs, rows[i]["mask"], top_k) for i, datum in enumerate(data)]
@@ -241,7 +241,7 @@ def read_rows(
 
 def _check_datums(data: object) -> None:
     listed = data if isinstance(data, Sequence) else ()
-    bad = [i for i, each in enumerate(listed) if not isinstance(getattr(each, "loss_fn_inputs", None), Mapping)]
+    bad = [i for i, datum in enumerate(listed) if not isinstance(getattr(datum, "loss_fn_inputs", None), Mapping)]
     if not listed or bad:
         raise DataError(
             f"datum {bad[0]} has no loss_fn_inputs" if bad else "there are no datums",
@@ -327,8 +327,8 @@ def number_row(name: str, values: Any, length: int | None = None) -> Tensor:
 
 def token_ids(name: str, tokens: Any) -> list[int]:
     """Token ids as a list of ints; a list, an array or a tensor of whole numbers >= 0."""
-    found = tokens.tolist() if hasattr(tokens, "tolist") else tokens
-    listed = list(found) if isinstance(found, Iterable) else None
+    values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    listed = list(values) if isinstance(values, Iterable) else None
     bad = [i for i, token in enumerate(listed or ()) if not _is_id(token)]
     if listed is None or bad:
         raise DataError(

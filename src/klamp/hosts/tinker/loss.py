@@ -164,7 +164,7 @@ class LossCall:
 
     def read(self, data: Sequence[Any]) -> Rows:
         """Read the datums and check that they hold what this loss needs: no anchor whose KL is in the rewards."""
-        anchors = {each.term.anchor for each in self.objective.terms if each.term.placement != "reward"}
+        anchors = {term.anchor for _, term in self.objective.terms if term.placement != "reward"}
         return read_rows(
             data,
             reference="reference" in anchors,
@@ -369,8 +369,8 @@ def forward_backward_kl(
 def _mismatch(rows: Rows, policy: Tensor) -> dict[str, float]:
     """KL of the sampler from the trainer in nats per token, by k1 and k3, and the largest log-ratio."""
     delta = masked_log_ratio(rows.logprobs, policy, rows.mask)
-    found = {f"sampler/{name}": float(masked_mean(ESTIMATORS[name].value(delta), rows.mask)) for name in ("k1", "k3")}
-    return found | {"sampler/log_ratio_max": float(delta.abs().max())}
+    kls = {f"sampler/{name}": float(masked_mean(ESTIMATORS[name].value(delta), rows.mask)) for name in ("k1", "k3")}
+    return kls | {"sampler/log_ratio_max": float(delta.abs().max())}
 
 
 def check(
@@ -397,10 +397,10 @@ def check(
     """
     rows = read_rows(data)
     anchor = rows.teacher_logprobs if rows.ref_logprobs is None else rows.ref_logprobs
-    given = {"mask": rows.mask, "old_logprobs": rows.logprobs, "advantages": rows.advantages, "ref_logprobs": anchor}
+    names = {"mask": rows.mask, "old_logprobs": rows.logprobs, "advantages": rows.advantages, "ref_logprobs": anchor}
     lists: dict[str, Any] = {
         name: [row[:length] for row, length in zip(x, rows.lengths, strict=True)]
-        for name, x in given.items()
+        for name, x in names.items()
         if x is not None
     }
     return check_loss(loss, policy_logprobs=list(logprobs_list), beta=beta, means=means, host="tinker", **lists, **more)

@@ -49,8 +49,7 @@ def divides_by_std(algorithm: Any) -> bool:
 
 
 K3_STOPS = "; its value stops at 10 nats, at log-ratios -2.61 and +11.0, and past them it has no gradient"
-NO_DIVERGENCE = "that of no divergence"
-NOTHING = "zero in expectation: it holds nothing"
+NOTHING, NO_DIVERGENCE = "zero in expectation: it holds nothing", "that of no divergence"
 OWN: Mapping[str, tuple[str, str]] = {
     **dict.fromkeys(("kl", "k1"), ("k1", NOTHING)),
     "abs": ("|log-ratio|", NO_DIVERGENCE),

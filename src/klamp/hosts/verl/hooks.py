@@ -199,8 +199,11 @@ def _distilled(teacher: TeacherConfig, model_output: Mapping[str, Any], data: An
         policy, scored = torch.zeros_like(kl), torch.zeros_like(kl)  # read by no KL over a head
     else:
         policy, scored = responses(model_output["log_probs"]), responses(data["teacher_logprobs"]).squeeze(-1)
-        if teacher.teacher_estimator == "topk":
-            kl = _of_a_token(teacher, policy, scored, mask.bool(), old)
+        if teacher.teacher_estimator == "topk":  # a head of no tokens: from the sampled one alone
+            weight, no_head = policy.detach() - old, policy.unsqueeze(-1)[..., :0]
+            options: Any = {"log_weight": None if teacher.teacher_off_policy == "none" else weight}
+            options["direction"] = teacher.teacher_direction
+            kl = topk_kl(no_head, no_head, policy, scored.to(policy), mask.bool(), **options)
     return Batch(
         policy_logprobs=policy,
         mask=mask.bool(),
@@ -210,14 +213,6 @@ def _distilled(teacher: TeacherConfig, model_output: Mapping[str, Any], data: An
         sampler_logprobs=old,
         teacher_kl=kl,
     )
-
-
-def _of_a_token(teacher: TeacherConfig, policy: Tensor, scored: Tensor, mask: Tensor, old: Tensor) -> Tensor:
-    """The KL of a head of no tokens, from the sampled one alone. [B, T]"""
-    scored, no_head = scored.to(policy), policy.unsqueeze(-1)[..., :0]
-    weight = None if teacher.teacher_off_policy == "none" else policy.detach() - old
-    direction = teacher.teacher_direction
-    return topk_kl(no_head, no_head, policy, scored, mask, direction=direction, log_weight=weight)
 
 
 def _with_tail(tail: Tail, plain: Tensor, policy_mass: Tensor, teacher_mass: Tensor) -> Tensor:
