@@ -6,7 +6,7 @@ The datums become one padded batch, and the loss is klamp's `grpo_loss`.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
@@ -29,7 +29,7 @@ from klamp.core.objective import Objective, grpo_loss
 from klamp.core.topk import head_mass, topk_kl_of
 from klamp.core.types import LossPart
 from klamp.errors import KLWarning, NonFiniteError, Refusal, check_name, refuse
-from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
+from klamp.hosts.common.effective import Effective, EffectiveTerm
 from klamp.hosts.common.versions import load_tinker, told_version
 from klamp.hosts.tinker.datums import Rows, read_rows, with_inputs
 
@@ -38,16 +38,27 @@ Normalizer: TypeAlias = Literal["loss_type", "token_sum"]
 PLAIN_SUM = Totals(sequences=1.0, tokens=1.0, kl_tokens=1.0)
 """A mean over the tokens of a step with one token is a sum."""
 REFERENCE_FIELDS = [field.name for field in fields(KLConfig) if field.name.startswith("reference")]
-UNREAD: Mapping[str, str] = {
+UNREAD: dict[str, str] = {
     "kl_early_stop": "a trainer that takes the optimizer step",
     **dict.fromkeys(REFERENCE_FIELDS, "a trainer that scores the reference"),
-}
-"""Fields of `KLConfig` that no call of the loss reads, but for reference='sampler', and what they need."""
-UNREAD_LOSS: Mapping[str, str] = {
     **dict.fromkeys(("scale_rewards", "advantage_baseline"), "a trainer that forms the advantages"),
     "vllm_importance_sampling_mode": "an old policy besides the sampler",
+    **dict.fromkeys(
+        ("teacher_schedule", "teacher_warmup_steps"),
+        "a caller that passes teacher_coef=teacher.coefficient(step, steps) in each call",
+    ),
 }
-"""The same fields of `LossConfig`."""
+"""Fields that no call of the loss reads, but for reference='sampler', and what they need."""
+UNREAD_WITHOUT_KL_COEF: dict[str, str] = dict.fromkeys(
+    ("kl_controller", "target_kl", "kl_schedule", "kl_warmup_steps"),
+    "kl_coef=controller.value in each call, with controller = kl.build_controller()",
+)
+IN_REWARD: dict[str, str] = dict.fromkeys(
+    ("kl_placement", "teacher_placement"),
+    "a caller that takes coefficient * (sum of logprobs - sum of the anchor's) from each reward, before the advantages "
+    "are formed; placement 'advantage' needs none",
+)
+"""What a KL in the reward needs, to which the loss adds nothing."""
 
 
 class Options(TypedDict, total=False):
@@ -114,27 +125,13 @@ class LossCall:
     def notes(self) -> tuple[str, ...]:
         """What has no effect, or another than its name suggests."""
         kl, teacher = self.kl, self.teacher if self.teacher is not None and self.teacher.there else TeacherConfig()
-        moves = kl.controller_name != "fixed" or kl.kl_schedule != "constant" or kl.kl_warmup_steps > 0
-        grows = teacher.teacher_schedule != "constant" or teacher.teacher_warmup_steps > 0
-        needs = {name: needed for name, needed in UNREAD.items() if (name, kl.reference) != ("reference", "sampler")}
-        rows = [
-            (
-                "reward" in (kl.kl_placement, teacher.teacher_placement),
-                "placement 'reward': the loss adds nothing. Take coefficient * (sum of logprobs - sum of the anchor's) "
-                "from each reward before you form advantages, or use placement 'advantage'",
-            ),
-            (
-                moves and self.kl_coef is None,
-                "a call keeps no state: nothing moves beta, unless the caller passes kl_coef=controller.value, with "
-                "controller = kl.build_controller()",
-            ),
-            (
-                grows,
-                "a call keeps no state: nothing moves teacher_coef, unless the caller passes a teacher with "
-                "teacher_coef=teacher.coefficient(step, steps), and without schedule and warm-up",
-            ),
-        ]
-        return (*that_apply(rows), *unread(kl, needs), *(unread(self.loss, UNREAD_LOSS) if self.loss else ()))
+        needs = UNREAD | (UNREAD_WITHOUT_KL_COEF if self.kl_coef is None else {})
+        if kl.reference == "sampler":
+            del needs["reference"]
+        for config in (kl, teacher):
+            needs |= {name: needed for name, needed in IN_REWARD.items() if getattr(config, name, None) == "reward"}
+        configs = (kl, teacher, self.loss or LossConfig())
+        return tuple(note for config in configs for note in unread(config, needs))
 
     def _refusals(self) -> list[Refusal]:
         kl, teacher = self.kl, self.teacher
