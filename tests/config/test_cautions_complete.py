@@ -16,7 +16,7 @@ from klamp.config import KLConfig, TeacherConfig
 ROOT = Path(__file__).resolve().parents[2]
 BESIDE = Path(__file__).with_name("test_cautions.py")
 FIELDS = {*KLConfig.__dataclass_fields__, *TeacherConfig.__dataclass_fields__}
-ROOMS = ("config", "hosts", "scoring", "training")
+ROOMS = ("config", "hosts", "scoring", "lab")
 
 
 # what is read from the code --------------------------------------------------------------------------------------
