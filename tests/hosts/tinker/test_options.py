@@ -53,7 +53,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"kl": {"beta": 0.1}}, "kl must be a KLConfig"),
     ({"loss": "ppo"}, "loss must be a LossConfig"),
     ({"teacher": "t"}, "teacher must be a TeacherConfig"),
-    *(({"cliprange": x}, "epsilon must be a number") for x in ("0.2", True, 1.5, (0.1, 0.2))),
+    *(({"cliprange": x}, "cliprange must be a number") for x in ("0.2", True, 1.5, (0.1, 0.2))),
     ({"cliprange": 0.2, "loss": LossConfig()}, "cliprange and loss both give the bounds"),
     ({"group_size": 0}, "group_size must be a whole number"),
     ({"max_length": 1.5}, "max_length must be a whole number"),

@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 import torch
 from torch import Tensor
@@ -19,16 +19,17 @@ from klamp.audit.verdict import Verdict
 from klamp.config import KLConfig, LossConfig
 from klamp.config.describe import describe_average
 from klamp.config.loss import build_objective
-from klamp.config.rules import check_beta, unread
+from klamp.config.rules import BETA, unread
 from klamp.config.teacher import TeacherConfig, of_a_server
-from klamp.core.arguments import AT_LEAST_1, check_instance, check_number
+from klamp.core.arguments import AT_LEAST_1, check_fields
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
 from klamp.core.masking import Totals, check_totals, masked_mean, total_denominator
 from klamp.core.objective import Objective, grpo_loss
+from klamp.core.surrogates import CLIP_LOW
 from klamp.core.topk import head_mass, topk_kl_of
 from klamp.core.types import LossPart
-from klamp.errors import KLWarning, NonFiniteError, Refusal, check_name, refuse
+from klamp.errors import KLWarning, NonFiniteError, Refusal, refuse
 from klamp.hosts.common.effective import Effective, EffectiveTerm
 from klamp.hosts.common.versions import load_tinker, told_version
 from klamp.hosts.tinker.datums import Rows, read_rows, with_inputs
@@ -59,6 +60,8 @@ IN_REWARD: dict[str, str] = dict.fromkeys(
     "are formed; placement 'advantage' needs none",
 )
 """What a KL in the reward needs, to which the loss adds nothing."""
+NUMBERS = {"kl_coef": BETA, "cliprange": CLIP_LOW, "max_length": AT_LEAST_1, "group_size": AT_LEAST_1}
+"""Which numbers the arguments of a call take."""
 
 
 class Options(TypedDict, total=False):
@@ -87,12 +90,7 @@ class LossCall:
     totals: Totals | None = None
 
     def __post_init__(self) -> None:
-        if self.teacher is not None:
-            check_instance("teacher", self.teacher, TeacherConfig)
-        if self.kl_coef is not None:
-            check_beta(self.kl_coef, name="kl_coef")
-        check_name("normalizer", self.normalizer, get_args(Normalizer))
-        check_number("group_size", self.group_size, AT_LEAST_1, whole=True, optional=True)
+        check_fields(self, NUMBERS)
         if self.totals is not None:
             check_totals(self.totals)
         refuse(self._refusals())
