@@ -74,8 +74,9 @@ def build_datum(
             why="the first token of a sequence has no log-probability",
             fix="start the prompt with the beginning-of-sequence token; leave out completions without a token",
         )
+    spread = number_row("advantages", advantages)
     columns: dict[str, Any] = {
-        "advantages": advantages if number_row("advantages", advantages).ndim else [float(advantages)] * len(response),
+        "advantages": spread if spread.ndim else spread.expand(len(response)),
         "logprobs": logprobs,
         "mask": [1.0] * len(response) if mask is None else mask,
         "ref_logprobs": ref_logprobs,
