@@ -16,7 +16,7 @@ from klamp.config import KLConfig, TeacherConfig
 ROOT = Path(__file__).resolve().parents[2]
 BESIDE = Path(__file__).with_name("test_cautions.py")
 FIELDS = {*KLConfig.__dataclass_fields__, *TeacherConfig.__dataclass_fields__}
-ROOMS = ("config", "hosts", "scoring", "training")
+ROOMS = ("config", "hosts", "scoring", "lab")
 
 
 # what is read from the code --------------------------------------------------------------------------------------
@@ -28,7 +28,10 @@ NO_ANCHOR = {
     "settings_kept", "settle", "fall_back", "ReportCallback._answer", "Training.warn", "watch_sampler",
 }  # fmt: skip
 """Those that say one of something else than a reference or a teacher."""
-TABLES = (("config/teacher.py", "FOLLOWED"), ("config/rules.py", "MEASURED"), ("config/rules.py", "OWN_GRADIENT"))
+TABLES = (
+    *(("config/teacher.py", "FOLLOWED"), ("config/rules.py", "MEASURED"), ("config/rules.py", "OWN_GRADIENT")),
+    *(("hosts/tinker/loss.py", table) for table in ("UNREAD", "UNREAD_WITHOUT_KL_COEF", "IN_REWARD")),
+)
 
 
 def source(file: str) -> ast.Module:
@@ -97,9 +100,11 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
     "hosts/trl/test_reference.py:test_a_reference_without_a_beta_is_said_to_be_unused": ("ref_model is passed and",),
     "hosts/common/test_teachers.py:test_another_chat_template_of_a_teacher_is_cautioned_and_a_reference_s_is_not": (
         "use a teacher with the policy's",),
-    "hosts/tinker/test_options.py:test_a_controller_or_schedule_moves_nothing": ("nothing moves beta",),
-    "hosts/tinker/test_options.py:test_a_controller_or_schedule_moves": ("nothing moves teacher_coef",),
-    "hosts/tinker/test_options.py:test_a_kl_in_the_reward_is_the_callers": ("the loss adds nothing",),
+    "hosts/tinker/test_options.py:test_a_controller_or_schedule_moves_nothing": ("kl_coef=controller.value",),
+    "hosts/tinker/test_options.py:test_a_controller_or_schedule_moves": ("teacher_coef=teacher.coefficient",),
+    "hosts/tinker/test_options.py:test_a_kl_in_the_reward_is_the_callers": ("from each reward, before",),
+    "hosts/tinker/test_options.py:test_a_field_that_no_call_reads": (
+        "a trainer that", "an old policy besides", "vllm_importance_sampling_mode"),
     "hosts/trl/test_session.py:test_": ("beta starts again from its configured",),
     "hosts/trl/test_session.py:test_a_resume_without_klamps_fields_is_told": (
         "was written with klamp's KL", "is that of TRL's own"),

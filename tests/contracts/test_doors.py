@@ -43,7 +43,7 @@ def test_a_soft_clip_that_is_none_is_cautioned_at_every_door(
 ) -> None:
     """A clip of the default width, 1 nat, around a budget that is smaller in all but long completions."""
     from klamp.cli import main
-    from klamp.hosts.verl.fields_in_verl import loss_kl
+    from klamp.hosts.verl.overrides import loss_kl
     from klamp.trl import GRPOConfig
 
     soft: dict[str, Any] = {"kl_clip_method": "soft", "kl_clip_threshold": 0.05}

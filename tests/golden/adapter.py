@@ -289,9 +289,9 @@ def verl(case: dict[str, Any]) -> dict[str, Any]:
     verl itself is not needed: its average over tokens is above, two of its helpers are replaced by the identity.
     """
     from klamp.hosts.common.control import KLControl
-    from klamp.hosts.verl import hooks, teacher
+    from klamp.hosts.verl import hooks
     from klamp.hosts.verl.driver import PER_TOKEN, StepSettings, columns
-    from klamp.hosts.verl.fields_in_verl import LOSS_FIELDS, name_of, needs_driver
+    from klamp.hosts.verl.overrides import LOSS_FIELDS, name_of, needs_driver, teacher_name
 
     c, w = Configured.of(case), world(case)
     mode, old = MEANS.get(c.loss.loss_type, "seq-mean-token-sum-norm"), w.logprobs("old").detach()
@@ -326,18 +326,16 @@ def verl(case: dict[str, Any]) -> dict[str, Any]:
         output = {"distillation_losses": (theirs.exp() * (theirs - ours)).sum(-1), "log_probs": policy}
         output |= {"student_mass": ours.exp().sum(-1), "teacher_mass": theirs.exp().sum(-1)}
         data = {**known, "teacher_logprobs": w.logprobs("teacher")[..., None], "dp_size": 1, "batch_num_tokens": 0}
-        loss_mode = teacher.teacher_name(c.teacher)
+        loss_mode = teacher_name(c.teacher)
         coef = {"distillation_loss_coef": c.teacher.teacher_coef, "use_task_rewards": True}
         asked = SimpleNamespace(loss_mode=loss_mode, use_policy_gradient=False, **coef)
         stand_in: dict[str, Any] = {
-            teacher.PADDING: SimpleNamespace(no_padding_2_padding=lambda x, data: x),
-            teacher.METRIC: SimpleNamespace(Metric=lambda kind, value: value),
+            hooks.PADDING: SimpleNamespace(no_padding_2_padding=lambda x, data: x),
+            hooks.METRIC: SimpleNamespace(Metric=lambda kind, value: value),
         }
         with patch.dict(sys.modules, stand_in):
             config = SimpleNamespace(distillation_loss=asked)
-            tokens, found = teacher.kl_to_teacher(
-                config=None, distillation_config=config, model_output=output, data=data
-            )
+            tokens, found = hooks.kl_to_teacher(config=None, distillation_config=config, model_output=output, data=data)
         loss, metrics = loss + c.teacher.teacher_coef * _averaged(tokens, w.mask, mode), metrics | found
     return summary(loss, torch.autograd.grad(loss, w.logits["policy"])[0], metrics)
 

@@ -28,11 +28,10 @@ from transformers import (
 )
 
 from klamp.core.estimators import exact_kl
-from klamp.scoring import passes
+from klamp.scoring import completions as passes
 from klamp.scoring import scorer as scorer_module
-from klamp.scoring.completions import Completions
+from klamp.scoring.completions import Completions, PassPlan, bucketed, plan_of, run_rows
 from klamp.scoring.model_parts import OpenedModel, Traits
-from klamp.scoring.passes import PassPlan, bucketed, plan_of, run_rows
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Ask, ExactKL, Scorer, score
 

@@ -14,7 +14,7 @@ from klamp.errors import NonFiniteError
 from klamp.lab import updates
 from klamp.lab.rollouts import collect
 from klamp.lab.updates import update, with_old_logprobs
-from klamp.scoring import passes
+from klamp.scoring import completions
 
 pytestmark = pytest.mark.slow
 
@@ -120,8 +120,8 @@ def test_shared_prompts_and_rows_by_length_change_no_update_in_any_number_of_par
     context = context_of(beta=BETA, max_grad_norm=0.0, **changes)
     disturb(context.policy, size=0.03)
     weights = {n: p for n, p in context.policy.named_parameters() if p.requires_grad}
-    plans, usual = [], passes.plan_of
-    monkeypatch.setattr(passes, "plan_of", lambda *a, **k: plans.append(usual(*a, **k)) or plans[-1])
+    plans, usual = [], completions.plan_of
+    monkeypatch.setattr(completions, "plan_of", lambda *a, **k: plans.append(usual(*a, **k)) or plans[-1])
 
     def gradient(parts):
         optim = replace(context.config.optim, gradient_accumulation_steps=parts)
@@ -132,7 +132,7 @@ def test_shared_prompts_and_rows_by_length_change_no_update_in_any_number_of_par
 
     expected = gradient(1)
     assert not any(plan.shared or len(plan.buckets) > 1 for plan in plans)
-    monkeypatch.setattr(passes, "PASS_TOKENS", 0)
+    monkeypatch.setattr(completions, "PASS_TOKENS", 0)
     for parts in (1, 2, 5):
         plans.clear()
         assert_equal(gradient(parts), expected, tolerance=3e-6)

@@ -131,7 +131,7 @@ def test_an_answer_s_numbers_are_its_own_behind_any_prompt(monkeypatch):
     """Case: a hint of two tokens, and answers of two and of one; at the policy's positions they were [-2, -3]."""
     told = {(7, 7, 1, 2, 3): [-2.0, -3.0, -0.5, -0.3], (1, 2, 3): [-0.9, -0.2], (1, 2): [-0.9]}
 
-    def entries(_, sequences, __):
+    def entries(_, sequences, top_k):
         numbers = ([None, *told[tuple(ids)]] for ids in sequences)
         return [
             [x if x is None else {str(i): {"logprob": x}} for i, x in zip(ids, row, strict=True)]
@@ -139,7 +139,7 @@ def test_an_answer_s_numbers_are_its_own_behind_any_prompt(monkeypatch):
         ]
 
     monkeypatch.setattr(VLLMReference, "entries", entries)
-    found = VLLMReference("http://h", "x").told([[7, 7, 1], [1], [1]], [[2, 3], [2, 3], [2]], temperature=1.0)
+    found = VLLMReference("http://h", "x").score_tokens([[7, 7, 1], [1], [1]], [[2, 3], [2, 3], [2]], temperature=1.0)
     assert found == [[[(2, -0.5)], [(3, -0.3)]], [[(2, -0.9)], [(3, -0.2)]], [[(2, -0.9)]]]
 
 
@@ -220,7 +220,7 @@ def test_whatever_a_server_answers_it_is_connected_or_refused(context, config_of
     answers.update({False: {"data": listed}, True: said})
     for act in (
         lambda: connect(config_of(reference="remote", reference_url=url), context.task, context.tokenizer),
-        lambda: VLLMReference(url, "a").told([[3]], [[4]], temperature=1.0),
+        lambda: VLLMReference(url, "a").score_tokens([[3]], [[4]], temperature=1.0),
     ):
         with suppress(KlampError):
             act()

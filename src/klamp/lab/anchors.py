@@ -353,14 +353,16 @@ def connect(
     """
     given, rollout = config.flat(), config.rollout
     longest = check_prompts(task.train, tokenizer, None, rollout.max_completion_length)
-    asked = vllm_reference.Asked(
+    return vllm_reference.connect(
+        str(given[f"{who}_url"] or ""),
+        given[f"{who}_name"],
         top_k=config.teacher.head_size if who == "teacher" else None,
         temperature=rollout.temperature,
         longest=(longest, rollout.max_completion_length),
+        prompts=[example.prompt for example in task.train[: vllm_reference.PROBES]],
+        tokenizer=tokenizer,
+        who=who,
     )
-    prompts = [example.prompt for example in task.train[: vllm_reference.PROBES]]
-    url, name = str(given[f"{who}_url"] or ""), given[f"{who}_name"]
-    return vllm_reference.connect(url, name, asked, prompts=prompts, tokenizer=tokenizer, who=who)
 
 
 def check_tokens_of(name: str, ours: PreTrainedTokenizerBase, *, who: Who = "teacher") -> None:

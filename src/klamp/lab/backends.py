@@ -19,8 +19,7 @@ from klamp.config import LOSS_TYPES, KLConfig
 from klamp.errors import ConfigError, Refusal, TrainingStopped, refuse
 from klamp.hosts.common.kl_fields import host_refusals, one_teacher_refusals
 from klamp.hosts.common.versions import caution_beside, check_version
-from klamp.hosts.verl.overrides import verl_refusals
-from klamp.hosts.verl.teacher import teacher_refusals
+from klamp.hosts.verl.overrides import teacher_refusals, verl_refusals
 from klamp.lab import folders
 from klamp.lab.config import Backend, TrainConfig
 from klamp.lab.folders import CONFIG, IDENTITY, VERSIONS, run_folder, write_whole

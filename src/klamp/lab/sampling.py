@@ -22,9 +22,8 @@ from transformers import (
 )
 
 from klamp.lab.config import RolloutConfig, TrainConfig
-from klamp.scoring.completions import Completions
+from klamp.scoring.completions import Completions, distinct, run_prompts
 from klamp.scoring.model_parts import OpenedModel, Traits, cache_rows
-from klamp.scoring.passes import distinct, run_prompts
 
 DROP_AT = 0.75
 """Ended completions are taken out of the cache once no more than this share of its rows goes on: copying costs time."""

@@ -97,10 +97,6 @@ class Told(Predictions):
         """Unknown."""
         return 0
 
-    def likeliest(self, k: int) -> Tensor:
-        """The ids of its k likeliest tokens, [N, k]."""
-        return self.values[:, :-1, 0][:, :k].long()
-
     def logprobs(self, ids: Tensor) -> Tensor:
         """The log-probabilities of some of the tokens that it told of, [N, M]; of another it is -inf."""
         same = ids[:, :, None] == self.values[:, None, :, 0].long()
@@ -116,16 +112,16 @@ class TokenScores(NamedTuple):
 
 
 def token_logprobs(
-    found: Predictions, targets: Tensor, *, temperature: float, entropy: bool = False, top_k: int = 0
+    predictions: Predictions, targets: Tensor, *, temperature: float, entropy: bool = False, top_k: int = 0
 ) -> TokenScores:
     """Scores the `top_k` likeliest tokens of each position (all where there are fewer), then the targets [N, K]."""
-    head, entropies = found.head, None
-    if isinstance(found, Told):
-        return TokenScores(found.logprobs(targets), None, targets)
+    head, entropies = predictions.head, None
+    if isinstance(predictions, Told):
+        return TokenScores(predictions.logprobs(targets), None, targets)
     if head is not None:
         policy = Head(head.weight, head.bias, temperature / head.scale, head.softcap)
-        return TokenScores(*logprobs_of(found.values, policy, targets, entropy=entropy, top_k=top_k))
-    logits = found.logits() / temperature
+        return TokenScores(*logprobs_of(predictions.values, policy, targets, entropy=entropy, top_k=top_k))
+    logits = predictions.logits() / temperature
     log_p = logits - logits.logsumexp(-1, keepdim=True)
     if entropy:
         entropies = -(log_p.detach().exp() * log_p.detach()).sum(-1)
@@ -165,14 +161,14 @@ HEAD = ("student_mass", "teacher_mass", "overlap_ratio", "cut_mass")
 
 
 @torch.no_grad()
-def mass_beyond(found: Predictions, entries: int, *, temperature: float) -> Tensor:
+def mass_beyond(predictions: Predictions, entries: int, *, temperature: float) -> Tensor:
     """The probability of tokens from `entries` on. [N, ...] -> [N]"""
-    head = found.head
-    if found.entries <= entries:
-        return torch.zeros(len(found.values), device=found.values.device)
+    values, head = predictions.values, predictions.head
+    if predictions.entries <= entries:
+        return torch.zeros(len(values), device=values.device)
     if head is None:
-        return (found.logits() / temperature).softmax(-1)[..., entries:].sum(-1)
-    return cut_mass(found.values, Head(head.weight, head.bias, temperature / head.scale, head.softcap), entries)
+        return (predictions.logits() / temperature).softmax(-1)[..., entries:].sum(-1)
+    return cut_mass(values, Head(head.weight, head.bias, temperature / head.scale, head.softcap), entries)
 
 
 def head_kl(
@@ -194,52 +190,36 @@ def head_kl(
     student, usable = scored.ids[:, :count], theirs >= 0
     new = usable & (theirs[:, :, None] != student[:, None, :]).all(-1)  # a token of both heads counts once
     every = torch.ones_like(student, dtype=torch.bool)
-    part, kept = {
+    part, counted = {
         "student": (slice(0, count), every),
         "teacher": (slice(count, -1), usable),
         "union": (slice(0, -1), torch.cat((every, new), 1)),
     }[how.head]
-    ours, ids = (torch.cat((each[:, part], each[:, -1:]), 1) for each in (scored.logprobs, scored.ids))
+    ours, ids = (torch.cat((x[:, part], x[:, -1:]), 1) for x in (scored.logprobs, scored.ids))
     with torch.no_grad():
-        found = token_logprobs(teacher, ids, temperature=temperature, top_k=0 if theirs.shape[1] else how.top_k or 0)
-    anchor, likeliest = found.logprobs[:, -ids.shape[1] :], theirs if theirs.shape[1] else found.ids[:, : -ids.shape[1]]
-    kl = topk_kl_of(ours, anchor, ids, direction=how.direction, tail=how.tail, log_weight=log_weight, kept=kept)
+        anchor = token_logprobs(teacher, ids, temperature=temperature, top_k=0 if theirs.shape[1] else how.top_k or 0)
+    logprobs = anchor.logprobs[:, -ids.shape[1] :]
+    likeliest = theirs if theirs.shape[1] else anchor.ids[:, : -ids.shape[1]]
+    kl = topk_kl_of(ours, logprobs, ids, direction=how.direction, tail=how.tail, log_weight=log_weight, kept=counted)
     if not how.top_k:
         return kl, {}
-    masses = [head_mass(each[:, :-1], kept) for each in (ours, anchor)]
+    masses = [head_mass(x[:, :-1], counted) for x in (ours, logprobs)]
     common = (student[:, :, None] == likeliest[:, None, :]).any(-1)
     return kl, dict(zip(HEAD[:3], (*masses, common.float().mean(-1)), strict=True))
 
 
 @torch.no_grad()
-def top_ids(found: Predictions, k: int, entries: int) -> Tensor:
+def top_ids(predictions: Predictions, k: int, entries: int) -> Tensor:
     """The ids of the likeliest tokens at each position, all there are where there are no k. [N, ...] -> [N, K]
 
     An id from `entries` on, where the other model's vocabulary ends, is -1.
     """
-    if isinstance(found, Told):
-        ids = found.likeliest(k)
-        return torch.where(ids < entries, ids, -1)
-    none = torch.empty(len(found.values), 0, dtype=torch.long, device=found.values.device)
-    ids = token_logprobs(found, none, temperature=1.0, top_k=k).ids  # cap and temperature keep the order
-    return torch.where(ids < entries, ids, -1)
-
-
-def walked_divergence(
-    walk: tuple[TokenScores, Tensor] | None,
-    policy: Predictions,
-    teacher: Predictions,
-    how: PrefixKL,
-    *,
-    temperature: float,
-    log_weight: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
-    """As `prefix_divergence`, after a walk over the policy's vocabulary for what `head_kl` takes; None: no head."""
-    if walk is None or how.top_k is None:
-        kl, head = divergence(policy, teacher, temperature=temperature, direction=how.direction), dict[str, Tensor]()
+    if isinstance(predictions, Told):
+        ids = predictions.values[:, :-1, 0][:, :k].long()
     else:
-        kl, head = head_kl(walk[0], teacher, walk[1], how, temperature=temperature, log_weight=log_weight)
-    return kl, head | {"cut_mass": mass_beyond(teacher, policy.entries, temperature=temperature)}
+        none = torch.empty(len(predictions.values), 0, dtype=torch.long, device=predictions.values.device)
+        ids = token_logprobs(predictions, none, temperature=1.0, top_k=k).ids  # cap and temperature keep the order
+    return torch.where(ids < entries, ids, -1)
 
 
 def prefix_divergence(
@@ -250,17 +230,22 @@ def prefix_divergence(
     *,
     temperature: float,
     log_weight: Tensor | None = None,
+    walk: tuple[TokenScores, Tensor] | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The KL to a teacher at N positions, in nats, with gradient in the policy, [N]; and what is seen of it, as `HEAD`.
 
-    `targets` [N] are the sampled tokens, `log_weight` their log(policy / sampler), detached; None: 0.
+    `targets` [N] are the sampled tokens, `log_weight` their log(policy / sampler), detached; None: 0. `walk`: what
+    `head_kl` takes, where the policy's vocabulary has been walked already.
     """
-    walk = None
-    if how.top_k is not None:
-        theirs = targets[:, None][:, :0] if how.head == "student" else top_ids(teacher, how.top_k, policy.entries)
-        asked = asked_tokens(targets, theirs)
-        walk = token_logprobs(policy, asked, temperature=temperature, top_k=how.top_k), theirs
-    return walked_divergence(walk, policy, teacher, how, temperature=temperature, log_weight=log_weight)
+    if how.top_k is None:
+        kl, head = divergence(policy, teacher, temperature=temperature, direction=how.direction), dict[str, Tensor]()
+    else:
+        if walk is None:
+            theirs = targets[:, None][:, :0] if how.head == "student" else top_ids(teacher, how.top_k, policy.entries)
+            asked = asked_tokens(targets, theirs)
+            walk = token_logprobs(policy, asked, temperature=temperature, top_k=how.top_k), theirs
+        kl, head = head_kl(walk[0], teacher, walk[1], how, temperature=temperature, log_weight=log_weight)
+    return kl, head | {"cut_mass": mass_beyond(teacher, policy.entries, temperature=temperature)}
 
 
 def rows_of(layer: nn.Linear | nn.Embedding) -> int:
@@ -288,20 +273,20 @@ def check_same_vocabulary(
         )
 
 
-def check_whole(found: Mapping[str, Iterable[str]], *, folder: str, spare: bool = True) -> None:
+def check_whole(loaded: Mapping[str, Iterable[str]], *, folder: str, spare: bool = True) -> None:
     """Refuse weights that are not all from a model's files: a loader fills with random numbers what is not there.
 
-    `found` is transformers' own: under `missing_keys` the model's tensors that are not in the files (what is tied to
+    `loaded` is transformers' own: under `missing_keys` the model's tensors that are not in the files (what is tied to
     another one, or computed, is none), under `unexpected_keys` those that the model has no place for, which a file may
     have to spare, as of a head that the model does not use.
     """
-    lacks, left = (sorted(found.get(name, ())) for name in ("missing_keys", "unexpected_keys"))
+    lacks, left = (sorted(loaded.get(name, ())) for name in ("missing_keys", "unexpected_keys"))
     if lacks or (left and not spare):
         parts = {"missing": lacks, "without a place in the model": left}
-        told = (f"{what}: {brief(', '.join(names))}" for what, names in parts.items() if names)
+        lists = (f"{what}: {brief(', '.join(names))}" for what, names in parts.items() if names)
         raise ModelError(
             "the weights are not those of the model",
-            got="; ".join((folder, *told)),
+            got="; ".join((folder, *lists)),
             why="a missing tensor would be random numbers, trained and measured as if they were the model's",
             fix="get the whole folder again; a tensor under another name has to have the one that the model gives it",
         )
@@ -319,7 +304,7 @@ def head_of(causal: nn.Module) -> OutputHead | None:
 def _logit_scale(config: Any) -> float:
     """What a model multiplies its logits by, whatever its architecture calls it."""
     factors = (getattr(config, name, None) for name in ("logit_scale", "output_multiplier", "lm_head_multiplier"))
-    return next((float(each) for each in factors if each), 1 / (getattr(config, "logits_scaling", None) or 1.0))
+    return next((float(factor) for factor in factors if factor), 1 / (getattr(config, "logits_scaling", None) or 1.0))
 
 
 def steady_length(config: Any) -> int | None:
@@ -327,10 +312,10 @@ def steady_length(config: Any) -> int | None:
 
     Rotary frequencies of `dynamic` and `longrope` (Phi-3) follow the longest sequence of a pass from some length on.
     """
-    given = getattr(config, "rope_parameters", None) or {}
+    parameters = getattr(config, "rope_parameters", None) or {}
     bounds = [
         rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        for rope in (given, *(x for x in given.values() if isinstance(x, dict)))
+        for rope in (parameters, *(x for x in parameters.values() if isinstance(x, dict)))
         if rope.get("rope_type") in ("dynamic", "longrope")
     ]
     return min(bounds, default=None)
@@ -355,13 +340,9 @@ class OpenedModel:
         """Whether a prompt gives the same values alone as it does within a sequence of this length."""
         return self.steady_length is None or length <= self.steady_length
 
-    def head(self) -> OutputHead | None:
-        """The head with its present weights."""
-        return head_of(self.causal) if self.traits.head else None
-
     def predictions(self, values: Tensor) -> Predictions:
-        """The output of `run` together with the head that it needs."""
-        return Predictions(values=values, head=self.head())
+        """The output of `run` together with the head that it needs, with its present weights."""
+        return Predictions(values=values, head=head_of(self.causal) if self.traits.head else None)
 
     def run(
         self, ids: Tensor, prompt_mask: Tensor, *, keep: int, cache: Any = None, use_cache: bool = False
@@ -444,12 +425,14 @@ class RoomyLayer(DynamicLayer):
         self._take(beam_idx, self.held[0].shape[-2] - self.get_seq_length())
 
     def _take(self, rows: Tensor, room: int) -> None:
-        length, found = self.keys.shape[-2], []
-        for states in (self.keys, self.values):
+        length = self.keys.shape[-2]
+
+        def longer(states: Tensor) -> Tensor:
             held = states.new_empty(len(rows), states.shape[1], length + room, states.shape[3])
             held[:, :, :length] = states[rows]
-            found.append(held)
-        self.held = (found[0], found[1])
+            return held
+
+        self.held = longer(self.keys), longer(self.values)
         self._use(length)
 
     def _use(self, length: int) -> None:
@@ -461,9 +444,9 @@ def cache_rows(cache: Any, rows: Tensor, *, room: int = 0) -> Any:
 
     `room`: tokens that will be appended to it at most, without gradient; 0: with gradient, or nobody knows.
     """
-    found = copy.copy(cache)
-    found.layers = [_layer_rows(layer, rows, room) for layer in cache.layers]
-    return found
+    copied = copy.copy(cache)
+    copied.layers = [_layer_rows(layer, rows, room) for layer in cache.layers]
+    return copied
 
 
 def _layer_rows(layer: Any, rows: Tensor, room: int) -> Any:

@@ -13,9 +13,8 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from klamp.scoring.completions import Completions
+from klamp.scoring.completions import Completions, PassPlan, run_rows
 from klamp.scoring.model_parts import OpenedModel, Traits, head_of, token_logprobs
-from klamp.scoring.passes import PassPlan, run_rows
 
 SMALL_PARAMETERS = 8
 """So many of the smallest trained tensors have their gradient compared; norms and biases of the first layers."""
@@ -80,8 +79,8 @@ def _scored(model: nn.Module, completions: Completions, traits: Traits, plan: Pa
     rows = torch.arange(len(completions.ids), device=completions.ids.device)
     values, places = run_rows(opened, completions, rows, can_share=plan.shared, plan=plan)
     targets = completions.ids.flatten()[places, None]
-    found = token_logprobs(opened.predictions(values), targets, temperature=1.0).logprobs[:, 0]
-    return found[places.argsort()]
+    scores = token_logprobs(opened.predictions(values), targets, temperature=1.0)
+    return scores.logprobs[places.argsort(), 0]
 
 
 _logprobs = torch.no_grad()(_scored)
@@ -92,9 +91,9 @@ def _gradient(
 ) -> Tensor:
     with torch.enable_grad():
         total = _scored(model, completions, traits, plan).sum()
-        found = torch.autograd.grad(total, weights, allow_unused=True)
-    given = (torch.zeros_like(w) if g is None else g for g, w in zip(found, weights, strict=True))
-    return torch.cat([g.flatten().float() for g in given])
+        gradients = torch.autograd.grad(total, weights, allow_unused=True)
+    pairs = zip(gradients, weights, strict=True)
+    return torch.cat([(torch.zeros_like(w) if g is None else g).flatten().float() for g, w in pairs])
 
 
 def _bound(model: nn.Module, expected: Tensor, also: Tensor, *, low: float = 1e-2) -> float:

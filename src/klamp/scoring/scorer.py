@@ -1,8 +1,8 @@
 """Scores completions: all that needs the model's weights happens in one module call, as data parallelism requires.
 
 Only unmasked tokens reach the output head, whose logits are never held (`linear_logprobs`); prompts that completions
-share are run once where that pays (`klamp.scoring.passes`); rows that take no part in the gradient get none. `score`
-gives the same numbers in the plainest way: it is what the scorer is held against, and what one reads.
+share are run once where that pays (`run_rows`); rows that take no part in the gradient get none. `score` gives the same
+numbers in the plainest way: it is what the scorer is held against, and what one reads.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from torch import Tensor, nn
 
 from klamp.core.topk import asked_tokens
 from klamp.core.types import Direction
-from klamp.scoring.completions import Completions
+from klamp.scoring.completions import Completions, run_rows
 from klamp.scoring.model_parts import (
     HEAD,
     OpenedModel,
+    OutputHead,
     Predictions,
     PrefixKL,
     TokenScores,
     Traits,
     checkpoints,
     divergence,
+    prefix_divergence,
     takes,
     token_logprobs,
     top_ids,
-    walked_divergence,
 )
-from klamp.scoring.passes import run_rows
 
 MEASURED = ("logprobs", "entropy", "exact", "exact_forward")
 """The fields of `Scores` that hold a number for each token, [B, T], and are kept from one pass to the next."""
@@ -59,8 +59,8 @@ class Scores:
 
     def rows(self, part: slice) -> Scores:
         """The scores of some rows, without logits and predictions."""
-        found = {name: getattr(self, name) for name in (*MEASURED, "teacher")}
-        return Scores(**{name: x[part] for name, x in found.items() if x is not None})
+        values = {name: getattr(self, name) for name in (*MEASURED, "teacher")}
+        return Scores(**{name: x[part] for name, x in values.items() if x is not None})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,22 +127,19 @@ class Scorer(nn.Module):
 
     def forward(self, completions: Completions, ask: Ask) -> Scores:
         """Score completions, with gradient where that is enabled and asked for."""
-        count = completions.ids.shape[0]
-        learns = ask.learns
-        if not torch.is_grad_enabled() or learns is None:
-            every = torch.arange(count, device=completions.ids.device)
-            runs = [(every, torch.is_grad_enabled())]
+        learns, with_gradient = ask.learns, torch.is_grad_enabled()
+        if not with_gradient or learns is None:
+            runs = [(torch.ones_like(completions.ended), with_gradient)]
         else:
-            others = torch.zeros_like(learns) if ask.known is not None else ~learns
-            runs = [(learns.nonzero()[:, 0], True), (others.nonzero()[:, 0], False)]
+            runs = [(learns, True), *([(~learns, False)] if ask.known is None else [])]
         opened = OpenedModel(self.model, self.traits, prompt_width=completions.prompt_ids.shape[1])
         pieces = _Pieces(completions, ask)
-        for rows, grad in runs:
-            if len(rows):
+        for chosen, grad in runs:
+            if len(rows := chosen.nonzero()[:, 0]):
                 with torch.set_grad_enabled(grad):
                     pieces.add(opened, *run_rows(opened, completions, rows, can_share=self.can_share()))
         scores = pieces.scores()
-        if len(runs[0][0]) or not torch.is_grad_enabled():
+        if bool(runs[0][0].any()) or not with_gradient:
             return scores
         # 0 times every weight: data parallelism must see all weights even without a gradient
         nothing = sum((p.flatten()[:1].sum() * 0 for p in self.model.parameters() if p.requires_grad), torch.zeros(()))
@@ -159,27 +156,27 @@ class _Pieces:
         self.completions, self.ask = completions, ask
         self.noted: dict[str, list[tuple[Tensor, Tensor]]] = {}
         """Name -> values with their places among the flattened tokens."""
-        self.head: Predictions | None = None
+        self.head: OutputHead | None = None
 
     def add(self, opened: OpenedModel, values: Tensor, places: Tensor) -> None:
         """Add the model's predictions at some positions of the flattened tokens."""
-        ask, found = self.ask, opened.predictions(values)
+        ask, policy = self.ask, opened.predictions(values)
         targets = self.completions.ids.flatten()[places]
-        taught = [(each, pair) for each in ask.taught if (pair := self._pair(each.rows, each.anchor, found, places))]
-        theirs = self._likeliest(taught, targets, found.entries)
+        pairs = [(kl, pair) for kl in ask.taught if (pair := self._pair(kl.rows, kl.anchor, policy, places))]
+        theirs = self._likeliest(pairs, targets, policy.entries)
         asked = asked_tokens(targets, theirs)
-        k = max((each.how.top_k or 0 for each, _ in taught), default=0)
-        scored = token_logprobs(found, asked, temperature=ask.temperature, entropy=ask.entropy, top_k=k)
+        k = max((kl.how.top_k or 0 for kl, _ in pairs), default=0)
+        scored = token_logprobs(policy, asked, temperature=ask.temperature, entropy=ask.entropy, top_k=k)
         logprobs = scored.logprobs[:, -1]
         self._note("logprobs", logprobs, places)
         if scored.entropy is not None:
             self._note("entropy", scored.entropy, places)
         if ask.exact is not None:
-            self._exact(ask.exact, found, places)
-        for each, pair in taught:
-            self._taught(each, pair, places, scored, theirs)
+            self._exact(ask.exact, policy, places)
+        for kl, pair in pairs:
+            self._teacher_kl(kl, pair, places, scored, theirs)
         if ask.keep is not None:
-            self.head = found
+            self.head = policy.head
             at, where = self._among(ask.keep, places)
             self._note("predictions", values[at], where)
 
@@ -194,38 +191,38 @@ class _Pieces:
         rank = rows.long().cumsum(0) - 1
         return at, rank[row[at]] * length + places[at] % length
 
-    def _pair(self, rows: Tensor, other: Predictions, found: Predictions, places: Tensor) -> Pair | None:
+    def _pair(self, rows: Tensor, other: Predictions, policy: Predictions, places: Tensor) -> Pair | None:
         """Which positions lie in some rows, and the policy's and another model's predictions there; None: none do."""
         at, where = self._among(rows, places)
         if not len(at):
             return None
         values = other.values[:, : self.completions.ids.shape[1]].flatten(0, 1)[where]
-        policy = found if len(at) == len(places) else Predictions(values=found.values[at], head=found.head)
+        policy = policy if len(at) == len(places) else replace(policy, values=policy.values[at])
         return at, policy, replace(other, values=values)
 
     @staticmethod
-    def _likeliest(taught: Sequence[tuple[TeacherKL, Pair]], targets: Tensor, entries: int) -> Tensor:
+    def _likeliest(pairs: Sequence[tuple[TeacherKL, Pair]], targets: Tensor, entries: int) -> Tensor:
         """The likeliest tokens of each position's teacher, [N, K]; [N, 0] where no head is made of them."""
-        k = max((each.how.top_k or 0 for each, _ in taught if each.how.head != "student"), default=0)
-        found = targets.new_full((len(targets), k), -1)
-        for _, (at, _, teacher) in taught if k else ():
+        k = max((kl.how.top_k or 0 for kl, _ in pairs if kl.how.head != "student"), default=0)
+        likeliest = targets.new_full((len(targets), k), -1)
+        for _, (at, _, teacher) in pairs if k else ():
             ids = top_ids(teacher, k, entries)
-            found[at, : ids.shape[1]] = ids
-        return found
+            likeliest[at, : ids.shape[1]] = ids
+        return likeliest
 
-    def _taught(self, asked: TeacherKL, pair: Pair, places: Tensor, scored: TokenScores, theirs: Tensor) -> None:
+    def _teacher_kl(self, asked: TeacherKL, pair: Pair, places: Tensor, scored: TokenScores, theirs: Tensor) -> None:
         at, policy, teacher = pair
         ours, places, weight = TokenScores(scored.logprobs[at], None, scored.ids[at]), places[at], None
         if asked.sampler is not None:
             sampler = asked.sampler[:, : self.completions.ids.shape[1]].flatten()[places]
             weight = ours.logprobs[:, -1].detach() - sampler
-        options = {"temperature": self.ask.temperature, "log_weight": weight}
-        kl, seen = walked_divergence((ours, theirs[at]), policy, teacher, asked.how, **options)
-        for name, values in {"teacher": kl, **seen}.items():
+        options: Any = {"temperature": self.ask.temperature, "log_weight": weight, "walk": (ours, theirs[at])}
+        kl, measured = prefix_divergence(policy, teacher, ours.ids[:, -1], asked.how, **options)
+        for name, values in {"teacher": kl, **measured}.items():
             self._note(name, values, places)
 
-    def _exact(self, exact: ExactKL, found: Predictions, places: Tensor) -> None:
-        if (pair := self._pair(exact.rows, exact.ref, found, places)) is None:
+    def _exact(self, exact: ExactKL, predictions: Predictions, places: Tensor) -> None:
+        if (pair := self._pair(exact.rows, exact.ref, predictions, places)) is None:
             return
         at, policy, ref = pair
         for direction in exact.directions:
@@ -235,11 +232,11 @@ class _Pieces:
 
     def scores(self) -> Scores:
         """The scores of all tokens, [B, T]."""
-        asked = [EXACT[each] for each in ([] if self.ask.exact is None else self.ask.exact.directions)]
-        asked += ["entropy"] * self.ask.entropy + ["teacher"] * bool(self.ask.taught)
+        names = [EXACT[direction] for direction in ([] if self.ask.exact is None else self.ask.exact.directions)]
+        names += ["entropy"] * self.ask.entropy + ["teacher"] * bool(self.ask.taught)
         head = {name: self._whole(name) for name in HEAD if name in self.noted}
-        found = {name: self._whole(name) for name in ("logprobs", *asked)}
-        return Scores(**found, head=head, predictions=self._kept())
+        values = {name: self._whole(name) for name in ("logprobs", *names)}
+        return Scores(**values, head=head, predictions=self._kept())
 
     def _whole(self, name: str) -> Tensor:
         ids, known = self.completions.ids, self.ask.known
@@ -252,12 +249,12 @@ class _Pieces:
         return whole.to(values.dtype).index_put(at, values)
 
     def _kept(self) -> Predictions | None:
-        if self.ask.keep is None or self.head is None:
+        if self.ask.keep is None or "predictions" not in self.noted:
             return None
         values, places = map(torch.cat, zip(*self.noted["predictions"], strict=True))
         rows, length = int(self.ask.keep.sum()), self.completions.ids.shape[1]
         whole = values.new_zeros(rows * length, values.shape[1]).index_copy(0, places, values)
-        return Predictions(values=whole.view(rows, length, values.shape[1]), head=self.head.head)
+        return Predictions(values=whole.view(rows, length, values.shape[1]), head=self.head)
 
 
 def score(model: nn.Module, completions: Completions, *, temperature: float) -> Scores:
@@ -287,11 +284,10 @@ def pad_tokens(x: Tensor, length: int) -> Tensor:
 
 def joined(parts: Sequence[Scores], length: int) -> Scores:
     """The detached scores of consecutive parts as one, [B, length], without logits and predictions."""
-
-    def whole(name: str) -> Tensor:
-        found = [(getattr(part, name), part.logprobs) for part in parts]
-        given = [torch.zeros_like(logprobs) if x is None else x for x, logprobs in found]
-        return torch.cat([pad_tokens(x.detach(), length) for x in given])
-
-    found: Any = {name: whole(name) for name in MEASURED if any(getattr(part, name) is not None for part in parts)}
-    return Scores(**found)
+    scores: Any = {}
+    for name in MEASURED:
+        pairs = [(getattr(part, name), part.logprobs) for part in parts]
+        if any(values is not None for values, _ in pairs):
+            present = [torch.zeros_like(logprobs) if values is None else values for values, logprobs in pairs]
+            scores[name] = torch.cat([pad_tokens(values.detach(), length) for values in present])
+    return Scores(**scores)

@@ -16,8 +16,10 @@ import warnings
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from functools import partial
 from http.client import HTTPException
-from typing import Any, Literal, NamedTuple, TypeAlias
+from itertools import chain
+from typing import Any, Literal, TypeAlias, cast
 from urllib.error import HTTPError
 
 import torch
@@ -69,15 +71,16 @@ class VLLMReference:
     def score(self, completions: Completions, *, temperature: float) -> Scores:
         """Ask the server for the log-probabilities of the completions, and for its likeliest tokens."""
         prompts = kept_ids(completions.prompt_ids, completions.prompt_mask)
-        rows = self.told(prompts, kept_ids(completions.ids, completions.mask), temperature=temperature)
+        rows = self.score_tokens(prompts, kept_ids(completions.ids, completions.mask), temperature=temperature)
         values = torch.zeros(*completions.ids.shape, self.top_k + 1, 2)
-        values[completions.mask.cpu()] = torch.tensor([place for row in rows for place in row]).view(
-            -1, *values.shape[2:]
-        )
+        places = torch.tensor([place for row in rows for place in row])
+        values[completions.mask.cpu()] = places.view(-1, *values.shape[2:])
         values = values.to(completions.ids.device)
         return Scores(logprobs=values[:, :, -1, 1], predictions=Told(values=values, head=None) if self.head else None)
 
-    def told(self, prompts: list[list[int]], completions: list[list[int]], *, temperature: float) -> list[list[Place]]:
+    def score_tokens(
+        self, prompts: list[list[int]], completions: list[list[int]], *, temperature: float
+    ) -> list[list[Place]]:
         """What the server says of every token of some completions, each behind the ids of its prompt."""
         if temperature != 1:
             raise ConfigError(
@@ -90,10 +93,8 @@ class VLLMReference:
         sequences = [prompt + completion for prompt, completion in zip(prompts, completions, strict=True)]
         parts = [sequences[start : start + AT_ONCE] for start in range(0, len(sequences), AT_ONCE)]
         with ThreadPoolExecutor(CONCURRENT) as pool:
-            said = [
-                entries for part in pool.map(lambda part: self.entries(part, self.top_k), parts) for entries in part
-            ]
-        rows = [self._places(ids, entries) for ids, entries in zip(sequences, said, strict=True)]
+            answers = chain.from_iterable(pool.map(partial(self.entries, top_k=self.top_k), parts))
+            rows = [self._places(ids, entries) for ids, entries in zip(sequences, answers, strict=True)]
         return [row[len(row) - len(tokens) :] for row, tokens in zip(rows, completions, strict=True)]
 
     def entries(self, prompts: Sequence[list[int]] | Sequence[str], top_k: int = 0) -> list[list[Entry]]:
@@ -102,15 +103,13 @@ class VLLMReference:
         answer = ask(f"{self.url}/v1/completions", {"model": self.name, "prompt": list(prompts), **settings})
         try:
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            found = [choice.get("prompt_logprobs") for choice in choices]
+            entries = [choice.get("prompt_logprobs") for choice in choices]
         except (KeyError, TypeError, AttributeError) as error:
             raise failed(self.url, "it does not answer as /v1/completions does") from error
-        if len(found) != len(prompts) or not all(isinstance(each, list) and each for each in found):
-            raise failed(
-                self.url,
-                "it returned no log-probabilities of the prompts: it has to know prompt_logprobs, as vLLM does",
-            )
-        return found
+        if len(entries) != len(prompts) or not all(isinstance(row, list) and row for row in entries):
+            why = "it returned no log-probabilities of the prompts: it has to know prompt_logprobs, as vLLM does"
+            raise failed(self.url, why)
+        return entries
 
     def _places(self, ids: list[int], entries: list[Entry]) -> list[Place]:
         try:
@@ -129,7 +128,7 @@ class VLLMReference:
 
     def _place(self, token: int, entry: dict[str, dict[str, Any]]) -> Place:
         """The k likeliest by rank: the token itself is told too, and is one of them only if its rank says so."""
-        best = sorted((each["rank"], int(name), each["logprob"]) for name, each in entry.items()) if self.top_k else []
+        best = sorted((row["rank"], int(name), row["logprob"]) for name, row in entry.items()) if self.top_k else []
         head = [(name, number) for rank, name, number in best if rank <= self.top_k]
         if len(head) < min(self.top_k, len(entry)):
             raise KeyError("fewer of the likeliest than were asked for")
@@ -158,18 +157,20 @@ def failed(url: str, why: str) -> ModelError:
     )
 
 
-class Asked(NamedTuple):
-    """What a run will ask a server for; `longest` are the tokens of the longest prompt and the longest completion."""
-
-    top_k: int | None
-    temperature: float
-    longest: tuple[int, int]
-
-
 def connect(
-    url: str, name: str | None, asked: Asked, *, prompts: list[str], tokenizer: PreTrainedTokenizerBase, who: Who
+    url: str,
+    name: str | None,
+    *,
+    top_k: int | None,
+    temperature: float,
+    longest: tuple[int, int],
+    prompts: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    who: Who,
 ) -> VLLMReference:
     """The server at an address, with `/v1` or without, found to fit a run; without a name its only model is meant.
+
+    `longest`: the tokens of the longest prompt and of the longest completion.
 
     Raises:
         ModelError: the server does not answer, has no such model, returns no log-probabilities or fewer of the
@@ -177,11 +178,10 @@ def connect(
         ConfigError: a name or a temperature that the server cannot honour.
     """
     url = url.rstrip("/").removesuffix("/v1")
-    reference = VLLMReference(url, _name(url, name, who), asked.top_k)
+    reference = VLLMReference(url, _name(url, name, who), top_k)
     # A server that holds only shorter sequences than the run may have refuses this one, in its own words.
-    prompt, completion = asked.longest
-    ids: Any = [tokenizer.eos_token_id] * (prompt + completion)
-    reference.told([ids[:prompt]], [ids[prompt:]], temperature=asked.temperature)
+    prompt, completion = ([cast(int, tokenizer.eos_token_id)] * tokens for tokens in longest)
+    reference.score_tokens([prompt], [completion], temperature=temperature)
     _check_tokenizer(reference, tokenizer, prompts[:PROBES])
     return reference
 
@@ -208,7 +208,7 @@ def _check_tokenizer(reference: VLLMReference, tokenizer: PreTrainedTokenizerBas
     texts = [prompt + str(tokenizer.eos_token) for prompt in prompts]
     ours = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
     try:
-        found = reference.entries(texts)
+        answers = reference.entries(texts)
     except ModelError as error:
         warnings.warn(
             f"The server at {reference.url} scores tokens and takes no texts ({error.why}): whether its tokenizer "
@@ -218,7 +218,7 @@ def _check_tokenizer(reference: VLLMReference, tokenizer: PreTrainedTokenizerBas
         )
         return
     try:
-        theirs = [[int(next(iter(entry or {}))) for entry in entries[1:]] for entries in found]
+        theirs = [[int(next(iter(entry or {}))) for entry in entries[1:]] for entries in answers]
     except (StopIteration, TypeError, ValueError) as error:
         raise failed(reference.url, "it does not name the tokens of a text by their ids") from error
     for text, mine, other in zip(texts, ours, theirs, strict=True):

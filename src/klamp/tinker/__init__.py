@@ -10,8 +10,7 @@
 
 from klamp.hosts.common.effective import Effective, EffectiveTerm
 from klamp.hosts.tinker.datums import build_datum, strip_for_builtin
-from klamp.hosts.tinker.loss import check, compute_grpo_kl_loss, count_tokens, forward_backward_kl
-from klamp.hosts.tinker.options import effective
+from klamp.hosts.tinker.loss import check, compute_grpo_kl_loss, count_tokens, effective, forward_backward_kl
 from klamp.hosts.tinker.reference import compute_reference_logprobs, compute_teacher_head
 
 __all__ = [

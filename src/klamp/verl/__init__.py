@@ -10,7 +10,8 @@ Needs verl>=0.9.1 (tried up to 0.9) where it trains; `overrides` and `effective`
 
 from klamp.hosts.common.effective import Effective, EffectiveTerm
 from klamp.hosts.verl.driver import Driver
+from klamp.hosts.verl.effective_in_verl import effective
 from klamp.hosts.verl.hooks import register
-from klamp.hosts.verl.overrides import effective, overrides
+from klamp.hosts.verl.overrides import overrides
 
 __all__ = ["Driver", "Effective", "EffectiveTerm", "effective", "overrides", "register"]

@@ -18,7 +18,7 @@ from tests.hosts.trl.hosts import klamp_trainer, model, stock_trainer
 
 from klamp import KLConfig
 from klamp.errors import ConfigError
-from klamp.scoring import passes
+from klamp.scoring import completions
 from klamp.trl import attach, effective
 
 STAGES = {"ddp": None, "zero2": 2, "zero3": 3}
@@ -93,7 +93,7 @@ def trainer_of(case: str, kind: str, folder: Path) -> Any:
 
 def main(kind: str, folder: Path) -> None:
     """Every case, one after the other."""
-    passes.PASS_TOKENS = 0  # so that short prompts are shared too
+    completions.PASS_TOKENS = 0  # so that short prompts are shared too
     found: dict[str, Any] = {}
     for case in CASES:
         started(STAGES[kind])

@@ -26,7 +26,7 @@ from klamp.core.term import measure, prepare, sequence_gate_kl
 from klamp.core.types import Batch
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.verl.driver import BETA, Driver, StepSettings, columns
-from klamp.hosts.verl.fields_in_verl import LOSS_FIELDS, name_of
+from klamp.hosts.verl.overrides import LOSS_FIELDS, name_of
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
 

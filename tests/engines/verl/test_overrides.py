@@ -19,7 +19,7 @@ from verl.utils.config import omega_conf_to_dataclass
 
 from klamp.config import KLConfig
 from klamp.core.objective import grpo_loss
-from klamp.hosts.verl.fields_in_verl import loss_kl, written
+from klamp.hosts.verl.overrides import loss_kl, written
 from klamp.verl import effective, overrides
 
 REQUIRED = ("actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=2",)

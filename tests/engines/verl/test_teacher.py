@@ -27,7 +27,7 @@ from klamp.core.objective import grpo_loss
 from klamp.core.term import Weighted
 from klamp.core.topk import topk_kl
 from klamp.errors import ConfigError
-from klamp.hosts.verl.teacher import has_head, named
+from klamp.hosts.verl.overrides import named
 from klamp.verl import effective, overrides, register
 
 pytestmark = [pytest.mark.gate, pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")]
@@ -150,7 +150,7 @@ def slope(loss: Tensor, world: World) -> Tensor:
 def test_the_loss_is_klamps_own(name: str, average: str) -> None:
     """Reward, reference and teacher at once; of a head verl's own sums are in float32."""
     teacher = named()[name]
-    head = {"teacher_top_k": HEAD} if has_head(teacher) else {}
+    head = {"teacher_top_k": HEAD} if teacher.head_size else {}
     teacher = TeacherConfig(**{**vars(teacher), **head})
     for dtype, near in ((torch.float64, 1e-6 if head else 1e-9), (torch.float32, 1e-6)):
         world = World(dtype)
@@ -179,11 +179,11 @@ def test_the_teacher_alone_has_the_coefficient_too() -> None:
 def test_what_is_measured_of_it(name: str) -> None:
     """Means over tokens, whatever the loss is averaged over, and without the coefficient."""
     world, teacher = World(torch.float64), named()[name]
-    _, metrics = world.verl_loss(name, "seq-mean-token-sum", topk=has_head(teacher))
+    _, metrics = world.verl_loss(name, "seq-mean-token-sum", topk=bool(teacher.head_size))
     delta = (world.padded(world.logprobs(world.student)) - world.padded(world.logprobs(world.teacher)))[world.mask]
     expected = {"teacher/k1": delta.mean(), "teacher/kl": ((-delta).exp() - 1 + delta).mean()}
     if name != "klamp":
-        sized = TeacherConfig(**{**vars(teacher), "teacher_top_k": HEAD if has_head(teacher) else 0})
+        sized = TeacherConfig(**{**vars(teacher), "teacher_top_k": HEAD if teacher.head_size else 0})
         alone = World(torch.float64)
         alone.advantages = torch.zeros(len(LENGTHS), dtype=torch.float64)
         whole = alone.klamp_loss(sized, "token-mean") - alone.klamp_loss(sized, "token-mean", coefficient=0.0)

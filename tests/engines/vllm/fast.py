@@ -19,12 +19,12 @@ from torch import Tensor
 from klamp.lab.models import load_tokenizer
 from klamp.lab.tasks import load_task
 from klamp.lab.tasks.base import TaskConfig
-from klamp.scoring import passes
+from klamp.scoring import completions
 from klamp.trl import GRPOConfig, GRPOTrainer
 
 generation.LLM = functools.partial(generation.LLM, dtype="float32", enforce_eager=True)
 use_here()
-passes.PASS_TOKENS = 0  # short prompts are shared too
+completions.PASS_TOKENS = 0  # short prompts are shared too
 
 
 def trained(model: str) -> dict[str, Any]:

@@ -140,7 +140,7 @@ def test_what_does_not_fit_is_refused(connected: Callable[..., VLLMReference], m
     away = connected()
     away.top_k = 21
     with pytest.raises(ModelError, match="greater than max allowed: 20"):
-        away.told([[3, 4]], [[5]], temperature=1.0)
+        away.score_tokens([[3, 4]], [[5]], temperature=1.0)
     monkeypatch.setenv(KEY, "another")
     with pytest.raises(ModelError, match=KEY) as error:
         connected()

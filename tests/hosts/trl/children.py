@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig
 from tests.hosts.trl.hosts import klamp_trainer, model, saved, stock_trainer
 
-from klamp.scoring import passes
+from klamp.scoring import completions
 
 RUNS: dict[str, dict[str, Any]] = {
     "dapo": {"loss_type": "dapo", "gradient_accumulation_steps": 2, "num_iterations": 2},
@@ -72,7 +72,7 @@ def main(folder: Path) -> None:
         ours, two, _ = run(klamp_trainer, base, folder / "out", **options)
         weights = zip(one.model.parameters(), two.model.parameters(), strict=True)
         found[name] = {"stock": stock, "ours": ours, "same weights": all(torch.equal(a, b) for a, b in weights)}
-    passes.PASS_TOKENS = 0  # so that short prompts are shared too
+    completions.PASS_TOKENS = 0  # so that short prompts are shared too
     for name, options in FAST.items():
         stock, one, _ = run(stock_trainer, base, folder / "out", **(options | PLAIN))
         fast, two, _ = run(klamp_trainer, base, folder / "out", **(options | PLAIN), fast_scoring="require")

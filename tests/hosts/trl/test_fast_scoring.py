@@ -23,7 +23,7 @@ from tests.hosts.trl.test_matrix import BETA, INPUTS, LOSS_TYPES, OPTIONS, SOME,
 
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.hosts.trl import fast_scoring
-from klamp.scoring import passes
+from klamp.scoring import completions
 from klamp.scoring.model_parts import OpenedModel
 from klamp.trl import effective
 
@@ -39,9 +39,9 @@ OWN = "the entropy bonus needs the entropy's gradient"
 @pytest.fixture(autouse=True, scope="module")
 def cheap_passes() -> Iterator[None]:
     """Prompts of a few tokens are shared too: a pass costs nothing."""
-    kept, passes.PASS_TOKENS = passes.PASS_TOKENS, 0
+    kept, completions.PASS_TOKENS = completions.PASS_TOKENS, 0
     yield
-    passes.PASS_TOKENS = kept
+    completions.PASS_TOKENS = kept
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from tests.hosts.verl.test_fields_in_verl import IN_REWARD
+from tests.hosts.verl.test_overrides import IN_REWARD
 
 from klamp.config import KLConfig
 from klamp.config.loss import Price
 from klamp.errors import ConfigError, NonFiniteError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH
 from klamp.hosts.common.control import KLControl
-from klamp.hosts.verl.driver import BETA, StepSettings, by_prompt, columns, for_all_rows
+from klamp.hosts.verl.driver import BETA, StepSettings, by_prompt, columns
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
@@ -109,13 +109,16 @@ def test_incomplete_groups_are_refused() -> None:
 
 
 def test_rows_that_fill_up_carry_no_kl_and_the_beta_of_the_others() -> None:
-    added = {
-        BETA: torch.tensor([0.3, 0.3]),
-        KL_MASK: torch.ones(2, 3, dtype=torch.bool),
-        "advantages": torch.ones(2, 3),
-    }
-    real = torch.tensor([False, True, True])
-    found = for_all_rows(added, real, {"advantages": torch.full((3, 3), 7.0)})
-    assert found[BETA].tolist() == [pytest.approx(0.3)] * 3
-    assert found[KL_MASK].any(-1).tolist() == [False, True, True]
-    assert found["advantages"][:, 0].tolist() == [7.0, 1.0, 1.0]
+    kl, tokenizer = (
+        KLConfig(kl_exclude_tokens=(1,), kl_placement="advantage", kl_estimator="k1"),
+        arithmetic_tokenizer(),
+    )
+    order, prompts = [2, 0, 1, 2, 3], [None, *PROMPTS]
+    whole = {name: x[order] for name, x in sampled().items()}
+    filled, metrics = columns(whole, prompts, KLControl(kl), tokenizer, SETTINGS)
+    alone, measured = of(kl, tokenizer=tokenizer)
+    assert metrics == measured and filled.keys() == alone.keys()
+    for name, column in filled.items():
+        torch.testing.assert_close(column[1:], alone[name])
+    assert filled[BETA].tolist() == [0.3] * 5 and not filled[KL_MASK][0].any()
+    torch.testing.assert_close(filled["advantages"][0], whole["advantages"][0])

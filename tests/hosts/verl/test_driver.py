@@ -9,12 +9,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.hosts.verl.test_fields_in_verl import IN_REWARD
+from tests.hosts.verl.test_overrides import IN_REWARD
 
 from klamp.config import KLConfig
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.verl.driver import TRAINER, Driver
-from klamp.hosts.verl.fields_in_verl import LOSS_FIELDS, name_of
+from klamp.hosts.verl.overrides import LOSS_FIELDS, name_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:kl_controller:klamp.errors.KLWarning")
 HELD = KLConfig(beta=0.3, target_kl=0.05, kl_controller="proportional")

@@ -15,7 +15,7 @@ from tests.hosts.verl.test_effective import CONFIG
 
 from klamp import KLConfig, TeacherConfig
 from klamp.errors import ConfigError, UnknownNameError
-from klamp.hosts.verl.teacher import has_head, named, teacher_name, teacher_of, teacher_refusals
+from klamp.hosts.verl.overrides import named, teacher_name, teacher_of, teacher_refusals
 from klamp.verl import effective, overrides
 
 pytestmark = pytest.mark.filterwarnings("ignore::klamp.errors.KLWarning")
@@ -53,7 +53,7 @@ def test_a_name_stands_for_one_kl(fields: dict[str, Any], name: str) -> None:
 
 def test_the_names_are_all_different_and_come_back() -> None:
     assert {teacher_name(teacher) for teacher in named().values()} == set(named())
-    heads = {name for name, teacher in named().items() if has_head(teacher)}
+    heads = {name for name, teacher in named().items() if teacher.head_size}
     assert {named()[name].teacher_tail for name in heads} == {"bucket", "generalised", "none"}
     with pytest.raises(UnknownNameError, match="teacher_estimator=k3"):
         teacher_of("klamp:teacher_estimator=k2")
@@ -86,7 +86,7 @@ def test_without_a_teacher_nothing_is_said_of_one(teacher: TeacherConfig | None)
         ({"teacher_placement": "advantage"}, "teacher_placement='advantage'"),
         ({"teacher_max_log_ratio": 3.0}, "teacher_max_log_ratio=3.0"),
         ({"teacher_schedule": "cosine"}, "teacher_schedule='cosine'"),
-        ({"teacher_warmup_steps": 3}, "teacher_schedule='constant'"),
+        ({"teacher_warmup_steps": 3}, "teacher_warmup_steps=3"),
     ],
 )
 def test_what_has_no_place_is_refused_with_its_reason(fields: dict[str, Any], text: str) -> None:

@@ -14,8 +14,7 @@ from tests.training.in_trl.test_arguments import SHARED, names_of
 
 from klamp.config import KLConfig, TeacherConfig
 from klamp.errors import ConfigError
-from klamp.hosts.verl.fields_in_verl import LOSS_FIELDS
-from klamp.hosts.verl.overrides import overrides
+from klamp.hosts.verl.overrides import LOSS_FIELDS, overrides
 from klamp.lab.backends import TRUST
 from klamp.lab.config import TrainConfig
 from klamp.lab.engines import verl as module

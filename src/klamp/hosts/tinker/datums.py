@@ -74,22 +74,23 @@ def build_datum(
             why="the first token of a sequence has no log-probability",
             fix="start the prompt with the beginning-of-sequence token; leave out completions without a token",
         )
-    trained = number_row("mask", [1.0] * len(response) if mask is None else mask, len(response)) != 0
-    spread = number_row("advantages", advantages).float()
-    spread = spread.expand(len(response)) if spread.ndim == 0 else spread
-    given: dict[str, Any] = {"ref_logprobs": ref_logprobs, "teacher_logprobs": teacher_logprobs, "kl_mask": kl_mask}
+    spread = number_row("advantages", advantages)
+    columns: dict[str, Any] = {
+        "advantages": spread if spread.ndim else spread.expand(len(response)),
+        "logprobs": logprobs,
+        "mask": [1.0] * len(response) if mask is None else mask,
+        "ref_logprobs": ref_logprobs,
+        "teacher_logprobs": teacher_logprobs,
+        "kl_mask": kl_mask,
+    }
     head: dict[str, Tensor] = {}
     if teacher_head is not None:
         places = _check_head(teacher_head, response, teacher_logprobs)
-        given["teacher_logprobs"] = places[:, -1, 1]
+        columns["teacher_logprobs"] = places[:, -1, 1]
         head = {HEAD[0]: places[:, :-1, 0].long(), HEAD[1]: places[:, :-1, 1].float()}
-    rows = {
-        "advantages": masked(number_row("advantages", spread, len(response)), trained),
-        "logprobs": number_row("logprobs", logprobs, len(response)).float(),
-        "mask": trained.float(),
-        **{name: number_row(name, x, len(response)).float() for name, x in given.items() if x is not None},
-        **head,
-    }
+    rows = {name: number_row(name, x, len(response)).float() for name, x in columns.items() if x is not None} | head
+    trained = rows["mask"] != 0
+    rows |= {"advantages": masked(rows["advantages"], trained), "mask": trained.float()}
     full = prompt + response
     inputs = {"target_tokens": torch.tensor(full[1:], dtype=torch.int64)}
     for name, row in rows.items():
@@ -125,9 +126,8 @@ def strip_for_builtin(datums: Sequence[Any]) -> list[Any]:
     for datum in datums:
         inputs = {name: value for name, value in datum.loss_fn_inputs.items() if name not in KLAMP_KEYS}
         if "mask" in datum.loss_fn_inputs and "advantages" in inputs:
-            trained = datum.loss_fn_inputs["mask"].to_torch() != 0
-            shown = masked(inputs["advantages"].to_torch(), trained).float()
-            inputs["advantages"] = load_tinker().TensorData.from_torch(shown)
+            advantages = masked(inputs["advantages"].to_torch(), datum.loss_fn_inputs["mask"].to_torch() != 0)
+            inputs["advantages"] = load_tinker().TensorData.from_torch(advantages.float())
         stripped.append(with_inputs(datum, inputs))
     return stripped
 
@@ -135,8 +135,8 @@ def strip_for_builtin(datums: Sequence[Any]) -> list[Any]:
 def with_inputs(datum: Any, inputs: dict[str, Any]) -> Any:
     """A datum with other `loss_fn_inputs`; where the SDK keeps a datum's origin, that is kept."""
     spans = ("model_input_spans", "loss_fn_input_spans")
-    kept = {name: getattr(datum, name) for name in spans if getattr(datum, name, None) is not None}
-    return load_tinker().Datum(model_input=datum.model_input, loss_fn_inputs=inputs, **kept)
+    origin = {name: getattr(datum, name) for name in spans if getattr(datum, name, None) is not None}
+    return load_tinker().Datum(model_input=datum.model_input, loss_fn_inputs=inputs, **origin)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,8 +198,8 @@ class Rows:
                     why="each log-probability belongs to one token",
                     fix="pass target_tokens as a 1-D row of ids; forward_backward_kl asks for those of a head too",
                 )
-            each = row.reshape(length, -1).T
-            check_logprobs(f"datum {i}: the policy's row", each, self.mask[i, :length].expand_as(each))
+            columns = row.reshape(length, -1).T
+            check_logprobs(f"datum {i}: the policy's row", columns, self.mask[i, :length].expand_as(columns))
         return pad([row.reshape(length, -1) for row, length in zip(logprobs_list, self.lengths, strict=True)])
 
     def asked(self) -> list[Any]:
@@ -220,8 +220,8 @@ def read_rows(
     or reference is not exactly 0.
     """
     _check_datums(data)
-    asked = zip(ANCHORS, (reference, teacher), strict=True)
-    anchors = [name for name, needed in asked if needed or all(name in each.loss_fn_inputs for each in data)]
+    needed = {"ref_logprobs": reference, "teacher_logprobs": teacher}
+    anchors = [name for name in ANCHORS if needed[name] or all(name in datum.loss_fn_inputs for datum in data)]
     has_kl_mask = exclusions or any("kl_mask" in datum.loss_fn_inputs for datum in data)
     rows = [_read(i, datum.loss_fn_inputs, anchors, has_kl_mask) for i, datum in enumerate(data)]
     heads = [_read_head(i, datum.loss_fn_inputs, rows[i]["mask"], top_k) for i, datum in enumerate(data)]
@@ -242,7 +242,7 @@ def read_rows(
 
 def _check_datums(data: object) -> None:
     listed = data if isinstance(data, Sequence) else ()
-    bad = [i for i, each in enumerate(listed) if not isinstance(getattr(each, "loss_fn_inputs", None), Mapping)]
+    bad = [i for i, datum in enumerate(listed) if not isinstance(getattr(datum, "loss_fn_inputs", None), Mapping)]
     if not listed or bad:
         raise DataError(
             f"datum {bad[0]} has no loss_fn_inputs" if bad else "there are no datums",
@@ -328,8 +328,8 @@ def number_row(name: str, values: Any, length: int | None = None) -> Tensor:
 
 def token_ids(name: str, tokens: Any) -> list[int]:
     """Token ids as a list of ints; a list, an array or a tensor of whole numbers >= 0."""
-    found = tokens.tolist() if hasattr(tokens, "tolist") else tokens
-    listed = list(found) if isinstance(found, Iterable) else None
+    values = tokens.tolist() if hasattr(tokens, "tolist") else tokens
+    listed = list(values) if isinstance(values, Iterable) else None
     bad = [i for i, token in enumerate(listed or ()) if not _is_id(token)]
     if listed is None or bad:
         raise DataError(

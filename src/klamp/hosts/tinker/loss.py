@@ -1,26 +1,215 @@
-"""klamp's loss for `forward_backward_custom`, where datums become one padded batch, and the check of any other."""
+"""klamp's loss for `forward_backward_custom`: its arguments, what they will do in words, and the check of any other.
+
+The datums become one padded batch, and the loss is klamp's `grpo_loss`.
+"""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
-from typing import Any, Literal, Unpack
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
+from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
 import torch
 from torch import Tensor
 
 from klamp.audit.micro_batch import check as check_loss
 from klamp.audit.verdict import Verdict
-from klamp.config import KLConfig
-from klamp.config.teacher import TeacherConfig
+from klamp.config import KLConfig, LossConfig
+from klamp.config.describe import describe_average
+from klamp.config.loss import build_objective
+from klamp.config.rules import BETA, unread
+from klamp.config.teacher import TeacherConfig, of_a_server
+from klamp.core.arguments import AT_LEAST_1, check_fields
 from klamp.core.estimators import ESTIMATORS
-from klamp.core.masking import Totals, masked_log_ratio, masked_mean, total_denominator
-from klamp.core.objective import grpo_loss
+from klamp.core.masking import Totals, check_totals, masked_log_ratio, masked_mean, total_denominator
+from klamp.core.objective import Objective, grpo_loss
+from klamp.core.surrogates import CLIP_LOW
 from klamp.core.topk import head_mass, topk_kl_of
 from klamp.core.types import LossPart
-from klamp.errors import NonFiniteError
-from klamp.hosts.common.versions import load_tinker
+from klamp.errors import KLWarning, NonFiniteError, Refusal, refuse
+from klamp.hosts.common.effective import Effective, EffectiveTerm
+from klamp.hosts.common.versions import load_tinker, told_version
 from klamp.hosts.tinker.datums import Rows, read_rows, with_inputs
-from klamp.hosts.tinker.options import LossSettings, Options, make_settings
+
+Normalizer: TypeAlias = Literal["loss_type", "token_sum"]
+"""The average that the loss type names, or a plain sum over all tokens, as the service's built-in losses compute."""
+PLAIN_SUM = Totals(sequences=1.0, tokens=1.0, kl_tokens=1.0)
+"""A mean over the tokens of a step with one token is a sum."""
+REFERENCE_FIELDS = [field.name for field in fields(KLConfig) if field.name.startswith("reference")]
+UNREAD: dict[str, str] = {
+    "kl_early_stop": "a trainer that takes the optimizer step",
+    **dict.fromkeys(REFERENCE_FIELDS, "a trainer that scores the reference"),
+    **dict.fromkeys(("scale_rewards", "advantage_baseline"), "a trainer that forms the advantages"),
+    "vllm_importance_sampling_mode": "an old policy besides the sampler",
+    **dict.fromkeys(
+        ("teacher_schedule", "teacher_warmup_steps"),
+        "a caller that passes teacher_coef=teacher.coefficient(step, steps) in each call",
+    ),
+}
+"""Fields that no call of the loss reads, but for reference='sampler', and what they need."""
+UNREAD_WITHOUT_KL_COEF: dict[str, str] = dict.fromkeys(
+    ("kl_controller", "target_kl", "kl_schedule", "kl_warmup_steps"),
+    "kl_coef=controller.value in each call, with controller = kl.build_controller()",
+)
+IN_REWARD: dict[str, str] = dict.fromkeys(
+    ("kl_placement", "teacher_placement"),
+    "a caller that takes coefficient * (sum of logprobs - sum of the anchor's) from each reward, before the advantages "
+    "are formed; placement 'advantage' needs none",
+)
+"""What a KL in the reward needs, to which the loss adds nothing."""
+NUMBERS = {"kl_coef": BETA, "cliprange": CLIP_LOW, "max_length": AT_LEAST_1, "group_size": AT_LEAST_1}
+"""Which numbers the arguments of a call take."""
+
+
+class Options(TypedDict, total=False):
+    """The further arguments of `compute_grpo_kl_loss`."""
+
+    loss: LossConfig | None
+    teacher: TeacherConfig | None
+    normalizer: Normalizer
+    max_length: int | None
+    group_size: int | None
+    totals: Totals | None
+
+
+@dataclass(frozen=True)
+class LossCall:
+    """The arguments of `compute_grpo_kl_loss`, checked, and what follows from them; see there."""
+
+    kl_coef: float | None = None
+    cliprange: float | None = None
+    kl: KLConfig = KLConfig()  # noqa: RUF009  (frozen)
+    loss: LossConfig | None = None
+    teacher: TeacherConfig | None = None
+    normalizer: Normalizer = "loss_type"
+    max_length: int | None = None
+    group_size: int | None = None
+    totals: Totals | None = None
+
+    def __post_init__(self) -> None:
+        check_fields(self, NUMBERS)
+        if self.totals is not None:
+            check_totals(self.totals)
+        refuse(self._refusals())
+        for note in self.notes:
+            warnings.warn(note, KLWarning, stacklevel=4)
+
+    @cached_property
+    def objective(self) -> Objective:
+        """The objective of `grpo_loss`; without `loss` PPO's as a mean over the tokens."""
+        bound = LossConfig.epsilon if self.cliprange is None else self.cliprange
+        loss = self.loss or LossConfig(loss_type="dapo", epsilon=bound, scale_rewards="none")
+        length = 1 if self.max_length is None else self.max_length
+        objective = build_objective(self.kl, loss, max_length=length, teacher=self.teacher)
+        beta = objective.beta if self.kl_coef is None else float(self.kl_coef)
+        objective = replace(objective.weighted(beta), max_length=self.max_length)
+        return replace(objective, reduction="token_mean") if self.normalizer == "token_sum" else objective
+
+    @property
+    def whole(self) -> Totals | None:
+        """What the sums over tokens are divided by; None: the counts of the datums."""
+        return PLAIN_SUM if self.normalizer == "token_sum" else self.totals
+
+    @property
+    def head(self) -> TeacherConfig | None:
+        """The teacher if its KL is computed over a head; None: there is none, or its KL is of the sampled tokens."""
+        teacher = self.teacher
+        return teacher if teacher is not None and teacher.there and teacher.teacher_estimator == "topk" else None
+
+    @cached_property
+    def notes(self) -> tuple[str, ...]:
+        """What has no effect, or another than its name suggests."""
+        kl, teacher = self.kl, self.teacher if self.teacher is not None and self.teacher.there else TeacherConfig()
+        needs = UNREAD | (UNREAD_WITHOUT_KL_COEF if self.kl_coef is None else {})
+        if kl.reference == "sampler":
+            del needs["reference"]
+        for config in (kl, teacher):
+            needs |= {name: needed for name, needed in IN_REWARD.items() if getattr(config, name, None) == "reward"}
+        configs = (kl, teacher, self.loss or LossConfig())
+        return tuple(note for config in configs for note in unread(config, needs))
+
+    def _refusals(self) -> list[Refusal]:
+        kl, teacher = self.kl, self.teacher
+        return [
+            *([] if teacher is None else [of_a_server(teacher, teacher.there, who="a sampling client")]),
+            Refusal(
+                self.cliprange is not None and self.loss is not None,
+                "cliprange and loss both give the bounds of the ratio",
+                got=f"cliprange={self.cliprange}, loss={self.loss}",
+                why="only one of them can be in force",
+                fix="leave cliprange out",
+            ),
+            Refusal(
+                self.objective.beta > 0 and kl.kl_estimator == "exact",
+                "kl_estimator='exact' cannot be computed through Tinker",
+                why="the service returns the log-probabilities of chosen tokens, not whole rows of logits",
+                fix="use kl_estimator='k3' (its value is unbiased, its gradient the same in expectation)",
+            ),
+            Refusal(
+                self.normalizer == "token_sum" and kl.kl_normalizer is not None,
+                "normalizer='token_sum' cannot be combined with kl_normalizer",
+                got=f"kl_normalizer={kl.kl_normalizer!r}",
+                why="the sum of the policy loss and a mean of the KL would weigh beta by the number of tokens",
+                fix="leave kl_normalizer out",
+            ),
+        ]
+
+    def read(self, data: Sequence[Any]) -> Rows:
+        """Read the datums and check that they hold what this loss needs: no anchor whose KL is in the rewards."""
+        anchors = {term.anchor for _, term in self.objective.active if term.placement != "reward"}
+        return read_rows(
+            data,
+            reference="reference" in anchors,
+            teacher="teacher" in anchors,
+            exclusions=self.objective.beta > 0 and self.kl.excludes,
+            top_k=0 if self.head is None else self.head.teacher_top_k,
+        )
+
+
+def effective(
+    kl_coef: float | None = None,
+    cliprange: float | None = None,
+    kl: KLConfig | None = None,
+    **options: Unpack[Options],
+) -> Effective:
+    """What the KL of a call of `compute_grpo_kl_loss` with these arguments will really do; needs no datums, no SDK.
+
+    Raises:
+        UnknownNameError, ConfigError: arguments that the call would refuse.
+    """
+    call = LossCall(kl_coef, cliprange, kl or KLConfig(), **options)
+    kl, teacher, beta = call.kl, call.teacher, call.objective.beta
+    terms: list[EffectiveTerm] = []
+    if beta > 0:
+        moved = "fixed" if kl_coef is None else "the caller's: each call is passed its kl_coef"
+        terms.append(EffectiveTerm.of(kl, beta=beta, price=_price(call.objective), controller=moved))
+    if teacher is not None and teacher.there:
+        row = "teacher_logprobs" if call.head is None else "teacher_head"
+        terms.append(EffectiveTerm.to_teacher(teacher, who=f"{row} of the datums", coefficient=teacher.teacher_coef))
+    average = describe_average(call.objective.reduction, over="the call, or of totals=", length="max_length")
+    if call.whole is PLAIN_SUM:
+        average = "sum over the tokens of the call"
+    reference = "logprobs of the datums: the sampler" if kl.reference == "sampler" else "ref_logprobs of the datums"
+    return Effective(
+        host=f"{told_version('tinker')}, forward_backward_custom",
+        terms=tuple(terms),
+        normalizer=average,
+        reference=reference if beta > 0 else "none is read: the coefficient is 0",
+        notes=call.notes,
+    )
+
+
+def _price(objective: Objective) -> str:
+    """The price where a call alone determines it; its advantages are the caller's."""
+    term = objective.terms[0].term
+    if term.placement == "loss" and term.normalizer not in (None, objective.reduction):
+        return "unknown: the KL has an average of its own, and the caller forms the advantages"
+    price = f"{objective.beta:g} reward per nat of a whole completion"
+    if term.placement == "reward":
+        return price
+    return f"{price}, if advantages are rewards less the mean of the others; for any other it is unknown here"
 
 
 def compute_grpo_kl_loss(
@@ -67,29 +256,29 @@ def compute_grpo_kl_loss(
 
     Source: the Tinker guide (docs/sources.md); PPO arXiv:1707.06347, DeepSeekMath arXiv:2402.03300
     """
-    settings = make_settings(kl_coef, cliprange, kl, **options)
-    return _loss(settings.read(data), logprobs_list, settings)
+    call = LossCall(kl_coef, cliprange, kl or KLConfig(), **options)
+    return _loss(call.read(data), logprobs_list, call)
 
 
-def _loss(rows: Rows, logprobs_list: Sequence[Tensor], settings: LossSettings) -> tuple[Tensor, dict[str, float]]:
-    objective, wide = settings.objective, rows.policy(logprobs_list)
+def _loss(rows: Rows, logprobs_list: Sequence[Tensor], call: LossCall) -> tuple[Tensor, dict[str, float]]:
+    objective, wide = call.objective, rows.policy(logprobs_list)
     policy, teacher_kl, masses = wide[..., -1], None, dict[str, Tensor]()
-    if settings.head is not None:
-        teacher_kl, masses = _head_kl(rows, wide, settings.head)
+    if call.head is not None:
+        teacher_kl, masses = _head_kl(rows, wide, call.head)
     batch = rows.batch(
         policy,
-        group_size=settings.group_size,
-        reference_length=settings.kl.kl_reference_length,
+        group_size=call.group_size,
+        reference_length=call.kl.kl_reference_length,
         teacher_kl=teacher_kl,
     )
-    output = grpo_loss(batch, objective, totals=settings.totals)
+    output = grpo_loss(batch, objective, totals=call.whole)
     _check_finite(output.loss, wide)
     metrics = {name: float(value) for name, value in output.metrics.items()}
     metrics |= {f"teacher/{name}": float(masked_mean(mass, rows.mask)) for name, mass in masses.items()}
     metrics |= {"beta": objective.beta, "train/loss": float(output.loss.detach())}
-    metrics["train/denominator"] = _denominator(rows, settings)
+    metrics["train/denominator"] = _denominator(rows, call)
     if "train/kl_penalty" in metrics:
-        metrics["train/kl_denominator"] = _denominator(rows, settings, part="kl")
+        metrics["train/kl_denominator"] = _denominator(rows, call, part="kl")
     return output.loss, metrics | _mismatch(rows, policy.detach())
 
 
@@ -123,9 +312,9 @@ def count_tokens(data: Sequence[Any]) -> Totals:
     return read_rows(data).totals
 
 
-def _denominator(rows: Rows, settings: LossSettings, *, part: LossPart = "policy") -> float:
-    objective, totals = settings.objective, settings.totals or rows.totals
-    reduction = (settings.kl.kl_normalizer if part == "kl" else None) or objective.reduction
+def _denominator(rows: Rows, call: LossCall, *, part: LossPart = "policy") -> float:
+    objective, totals = call.objective, call.whole or rows.totals
+    reduction = (call.kl.kl_normalizer if part == "kl" else None) or objective.reduction
     return float(total_denominator(totals, reduction, length=objective.max_length, part=part))
 
 
@@ -160,11 +349,11 @@ def forward_backward_kl(
     """
     load_tinker()
     client = client.result() if hasattr(client, "result_async") else client  # newer SDKs hand out a future of it
-    settings = make_settings(kl_coef, cliprange, kl, **options)
-    rows = settings.read(data)
+    call = LossCall(kl_coef, cliprange, kl or KLConfig(), **options)
+    rows = call.read(data)
 
     def compute(_: Sequence[Any], logprobs_list: Sequence[Tensor]) -> tuple[Tensor, dict[str, float]]:
-        return _loss(rows, logprobs_list, settings)
+        return _loss(rows, logprobs_list, call)
 
     bare = [with_inputs(datum, {"target_tokens": x}) for datum, x in zip(data, rows.asked(), strict=True)]
     return client.forward_backward_custom(bare, compute)
@@ -174,8 +363,8 @@ def forward_backward_kl(
 def _mismatch(rows: Rows, policy: Tensor) -> dict[str, float]:
     """KL of the sampler from the trainer in nats per token, by k1 and k3, and the largest log-ratio."""
     delta = masked_log_ratio(rows.logprobs, policy, rows.mask)
-    found = {f"sampler/{name}": float(masked_mean(ESTIMATORS[name].value(delta), rows.mask)) for name in ("k1", "k3")}
-    return found | {"sampler/log_ratio_max": float(delta.abs().max())}
+    kls = {f"sampler/{name}": float(masked_mean(ESTIMATORS[name].value(delta), rows.mask)) for name in ("k1", "k3")}
+    return kls | {"sampler/log_ratio_max": float(delta.abs().max())}
 
 
 def check(
@@ -202,10 +391,10 @@ def check(
     """
     rows = read_rows(data)
     anchor = rows.teacher_logprobs if rows.ref_logprobs is None else rows.ref_logprobs
-    given = {"mask": rows.mask, "old_logprobs": rows.logprobs, "advantages": rows.advantages, "ref_logprobs": anchor}
+    names = {"mask": rows.mask, "old_logprobs": rows.logprobs, "advantages": rows.advantages, "ref_logprobs": anchor}
     lists: dict[str, Any] = {
         name: [row[:length] for row, length in zip(x, rows.lengths, strict=True)]
-        for name, x in given.items()
+        for name, x in names.items()
         if x is not None
     }
     return check_loss(loss, policy_logprobs=list(logprobs_list), beta=beta, means=means, host="tinker", **lists, **more)

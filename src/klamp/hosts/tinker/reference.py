@@ -7,7 +7,7 @@ import concurrent.futures
 import inspect
 import math
 from collections.abc import Collection, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, POSITIVE, check_number, describe
 from klamp.errors import DataError, ModelError, NonFiniteError, ShapeError
@@ -15,15 +15,6 @@ from klamp.hosts.common.versions import load_tinker
 from klamp.hosts.tinker.datums import Place, token_ids
 
 T = TypeVar("T")
-
-
-class Answer(NamedTuple):
-    """What a client said of the sequence i: of its prompt's tokens, and of its response; None where that is empty."""
-
-    i: int
-    said: Any
-    prompt: int
-    response: list[int]
 
 
 async def compute_reference_logprobs(
@@ -57,8 +48,7 @@ async def compute_reference_logprobs(
 
     Source: the Tinker guide (docs/sources.md)
     """
-    answers = await _ask_all(ref_client, prompt_tokens, response_tokens, concurrency, timeout)
-    return [_logprobs(answer, answer.said, "reference") for answer in answers]
+    return await _score_all(ref_client, prompt_tokens, response_tokens, concurrency, timeout)
 
 
 async def compute_teacher_head(
@@ -91,27 +81,23 @@ async def compute_teacher_head(
             the likeliest tokens than were asked for.
     """
     check_number("top_k", top_k, AT_LEAST_0, whole=True)
-    answers = await _ask_all(teacher_client, prompt_tokens, response_tokens, concurrency, timeout, top_k)
-    return [_places(answer, top_k) if answer.response else [] for answer in answers]
+    return await _score_all(teacher_client, prompt_tokens, response_tokens, concurrency, timeout, top_k)
 
 
-async def _ask_all(
+async def _score_all(
     client: Any, prompt_tokens: object, response_tokens: object, concurrency: int, timeout: float, top_k: int = -1
-) -> list[Answer]:
+) -> list[list[Any]]:
     load_tinker()
     check_number("concurrency", concurrency, AT_LEAST_1, whole=True)
     check_number("timeout", timeout, POSITIVE)
-    prompts, responses = _sequences(prompt_tokens, response_tokens)
-    asker, free = Asker(await resolve(client), timeout, top_k), asyncio.Semaphore(concurrency)
+    pairs = _sequences(prompt_tokens, response_tokens)
+    asker, free = Asker(await resolve(client), pairs, timeout, top_k), asyncio.Semaphore(concurrency)
 
-    async def one(i: int, prompt: list[int], response: list[int]) -> Answer:
-        if not response:
-            return Answer(i, None, len(prompt), response)
+    async def one(i: int) -> list[Any]:
         async with free:
-            return Answer(i, await asker.ask(i, prompt + response, len(response)), len(prompt), response)
+            return await asker.score(i)
 
-    pairs = zip(prompts, responses, strict=True)
-    tasks = [asyncio.ensure_future(one(i, *pair)) for i, pair in enumerate(pairs)]
+    tasks = [asyncio.ensure_future(one(i)) for i in range(len(pairs))]
     try:
         return await asyncio.gather(*tasks)
     finally:
@@ -120,54 +106,7 @@ async def _ask_all(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _logprobs(answer: Answer, said: Sequence[float | None] | None, who: str) -> list[float]:
-    """The response's log-probabilities out of one value per token; some servers leave out the first token's None."""
-    values = _suffix(answer, said, who)
-    bad = [j for j, value in enumerate(values) if value is None or not math.isfinite(value)]
-    if bad:
-        raise NonFiniteError(
-            f"sequence {answer.i}: the {who} has no log-probability for a token of the response",
-            got=f"{values[bad[0]]} at token {bad[0]} of the response, {len(bad)} of {len(values)} tokens",
-            why="a KL without it would be NaN, or leave the token out without a word",
-            fix=f"check that the {who}'s vocabulary has the token",
-        )
-    return [float(value) for value in values if value is not None]
-
-
-def _suffix(answer: Answer, said: Sequence[T] | None, who: str) -> list[T]:
-    prompt, response = answer.prompt, len(answer.response)
-    if not response:
-        return []
-    if said is None or len(said) not in (prompt + response, prompt + response - 1):
-        raise ShapeError(
-            f"sequence {answer.i}: the {who} answered with another number of log-probabilities than there are tokens",
-            got=f"{said if said is None else len(said)} values for {prompt} + {response} tokens",
-            why="each value belongs to one token",
-            fix="check that the client scores these tokens and does not cut the sequence at its context length",
-        )
-    return list(said[len(said) - response :])
-
-
-def _places(answer: Answer, top_k: int) -> list[Place]:
-    """Of each token of the response the teacher's likeliest, and the token itself."""
-    sampled = _logprobs(answer, answer.said.prompt_logprobs, "teacher")
-    likeliest = _suffix(answer, answer.said.topk_prompt_logprobs, "teacher") if top_k else [[] for _ in sampled]
-    found = []
-    for token, logprob, pairs in zip(answer.response, sampled, likeliest, strict=True):
-        best = sorted(pairs or (), key=lambda pair: -pair[1])
-        head = [pair for pair in best if len(best) <= top_k or pair[0] != token][:top_k]
-        if len(head) < top_k:
-            raise ModelError(
-                f"sequence {answer.i}: the teacher gave fewer of its likeliest tokens than were asked for",
-                got=f"{len(head)} of {top_k}",
-                why="which tokens it leaves out may depend on the one that was sampled, and the KL would be off",
-                fix="set teacher_top_k to what the service gives",
-            )
-        found.append([*head, (token, logprob)])
-    return found
-
-
-def _sequences(prompts: Any, responses: Any) -> tuple[list[list[int]], list[list[int]]]:
+def _sequences(prompts: Any, responses: Any) -> list[tuple[list[int], list[int]]]:
     if not (isinstance(prompts, Collection) and isinstance(responses, Collection) and len(prompts) == len(responses)):
         raise DataError(
             "prompt_tokens and response_tokens must hold one list of token ids per response each",
@@ -175,34 +114,84 @@ def _sequences(prompts: Any, responses: Any) -> tuple[list[list[int]], list[list
             why="each response is scored behind its own prompt",
             fix="pass lists of lists of ints; repeat each prompt for every response of its group",
         )
-    found = [token_ids(f"prompt_tokens[{i}]", tokens) for i, tokens in enumerate(prompts)]
-    if [] in found:
-        raise DataError(
-            f"sequence {found.index([])}: the prompt is empty",
-            why="the first token of a sequence has no log-probability",
-            fix="start the prompt with the beginning-of-sequence token",
-        )
-    return found, [token_ids(f"response_tokens[{i}]", tokens) for i, tokens in enumerate(responses)]
+    pairs = []
+    for i, (prompt, response) in enumerate(zip(prompts, responses, strict=True)):
+        pairs.append((token_ids(f"prompt_tokens[{i}]", prompt), token_ids(f"response_tokens[{i}]", response)))
+        if not pairs[i][0]:
+            raise DataError(
+                f"sequence {i}: the prompt is empty",
+                why="the first token of a sequence has no log-probability",
+                fix="start the prompt with the beginning-of-sequence token",
+            )
+    return pairs
 
 
 class Asker:
-    """Asks a client for log-probabilities, of a suffix only where client and server can; with top_k -1 a reference."""
+    """Asks a client to score responses behind their prompts: a teacher, or with top_k -1 a reference."""
 
-    def __init__(self, client: Any, timeout: float, top_k: int) -> None:
+    def __init__(self, client: Any, pairs: Sequence[tuple[list[int], list[int]]], timeout: float, top_k: int) -> None:
         self.who, name = ("reference", "compute_logprobs") if top_k < 0 else ("teacher", "sample")
         self.method, self.timeout = getattr(client, name if hasattr(client, name) else f"{name}_async"), timeout
         self.suffix = "prompt_logprobs_last_n" in inspect.signature(self.method).parameters
-        self.options: dict[str, Any] = {}
+        self.pairs, self.top_k, self.options = pairs, top_k, dict[str, Any]()
         if top_k >= 0:
             once = {"num_samples": 1, "sampling_params": load_tinker().SamplingParams(max_tokens=1)}
             self.options = {**once, "include_prompt_logprobs": True, "topk_prompt_logprobs": top_k}
 
-    async def ask(self, i: int, tokens: list[int], response: int) -> Any:
-        """The client's answer for one sequence."""
-        prompt = load_tinker().ModelInput.from_ints(tokens)
+    async def score(self, i: int) -> list[Any]:
+        """The log-probabilities of response i; of a teacher with its likeliest tokens at each place."""
+        response = self.pairs[i][1]
+        if not response:
+            return []
+        answer = await self._answer(i)
+        if self.top_k < 0:
+            return self._logprobs(i, answer)
+        likeliest = self._of_response(i, answer.topk_prompt_logprobs) if self.top_k else [()] * len(response)
+        scored = zip(response, self._logprobs(i, answer.prompt_logprobs), likeliest, strict=True)
+        return [[*self._head(i, token, pairs or ()), (token, logprob)] for token, logprob, pairs in scored]
+
+    def _logprobs(self, i: int, answer: Sequence[float | None]) -> list[float]:
+        values = self._of_response(i, answer)
+        bad = [j for j, value in enumerate(values) if value is None or not math.isfinite(value)]
+        if bad:
+            raise NonFiniteError(
+                f"sequence {i}: the {self.who} has no log-probability for a token of the response",
+                got=f"{values[bad[0]]} at token {bad[0]} of the response, {len(bad)} of {len(values)} tokens",
+                why="a KL without it would be NaN, or leave the token out without a word",
+                fix=f"check that the {self.who}'s vocabulary has the token",
+            )
+        return [float(value) for value in values if value is not None]
+
+    def _of_response(self, i: int, answer: Sequence[T] | None) -> list[T]:
+        """The values of the response's tokens; some servers leave out the first token's None."""
+        prompt, response = map(len, self.pairs[i])
+        if answer is None or len(answer) not in (prompt + response, prompt + response - 1):
+            raise ShapeError(
+                f"sequence {i}: the {self.who} answered with another number of log-probabilities than there are tokens",
+                got=f"{answer if answer is None else len(answer)} values for {prompt} + {response} tokens",
+                why="each value belongs to one token",
+                fix="check that the client scores these tokens and does not cut the sequence at its context length",
+            )
+        return list(answer[len(answer) - response :])
+
+    def _head(self, i: int, token: int, pairs: Collection[tuple[int, float]]) -> Place:
+        best = sorted(pairs, key=lambda pair: -pair[1])
+        head = [pair for pair in best if len(best) <= self.top_k or pair[0] != token][: self.top_k]
+        if len(head) < self.top_k:
+            raise ModelError(
+                f"sequence {i}: the teacher gave fewer of its likeliest tokens than were asked for",
+                got=f"{len(head)} of {self.top_k}",
+                why="which tokens it leaves out may depend on the one that was sampled, and the KL would be off",
+                fix="set teacher_top_k to what the service gives",
+            )
+        return head
+
+    async def _answer(self, i: int) -> Any:
+        prompt, response = self.pairs[i]
+        tokens = load_tinker().ModelInput.from_ints(prompt + response)
         try:
             async with asyncio.timeout(self.timeout):
-                return await self._once(prompt, response)
+                return await self._ask(tokens, len(response))
         except Exception as error:
             late = isinstance(error, TimeoutError)
             raise ModelError(
@@ -212,7 +201,8 @@ class Asker:
                 fix="check the service, the base model's name and the key; then continue from the last checkpoint",
             ) from error
 
-    async def _once(self, prompt: Any, response: int) -> Any:
+    async def _ask(self, prompt: Any, response: int) -> Any:
+        """Of the response only, where client and server can."""
         if self.suffix:
             try:
                 return await resolve(self.method(prompt, prompt_logprobs_last_n=response, **self.options))

@@ -28,9 +28,8 @@ from klamp.hosts.common.coefficient import GATE_KL, batch_of, loss_mask
 from klamp.hosts.common.step_zero import active_dropouts
 from klamp.hosts.trl.grpo_config import liger_bypasses
 from klamp.hosts.trl.reference import plain_model, weights_are_split
-from klamp.scoring.completions import Completions
+from klamp.scoring.completions import Completions, distinct, run_prompts
 from klamp.scoring.model_parts import OpenedModel, Positions, Traits, cache_name, cache_rows
-from klamp.scoring.passes import distinct, run_prompts
 from klamp.scoring.probe import example, probe
 from klamp.scoring.scorer import Ask, Scorer
 

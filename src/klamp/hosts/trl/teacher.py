@@ -25,7 +25,7 @@ from klamp.hosts.common.teachers import check_tokens, no_prompt, prefix_kl
 from klamp.hosts.trl.fast_scoring import Call
 from klamp.hosts.trl.reference import check_folder, no_sum, plain_model, predicted, prepared_model, why_no_head
 from klamp.scoring.model_parts import Predictions, PrefixKL, Told, check_same_vocabulary, prefix_divergence
-from klamp.scoring.vllm_reference import PROBES, Asked, VLLMReference, connect
+from klamp.scoring.vllm_reference import PROBES, VLLMReference, connect
 
 PREDICTED = "klamp_teacher_predictions"
 """In a batch: what the teacher predicts with, [B, T, ...]: its hidden states, or what a server told."""
@@ -100,14 +100,16 @@ def _server(trainer: Any, config: TeacherConfig) -> VLLMReference:
     """The server that teaches, found to fit the first prompts, those that the teacher sees."""
     rows = list(islice(iter(trainer.train_dataset), PROBES))
     found = _ids(trainer, rows, config.teacher_prompt or "prompt")
-    asked = Asked(
+    return connect(
+        str(config.teacher_url),
+        config.teacher_name,
         top_k=config.head_size,
         temperature=trainer.temperature,
         longest=(max(map(len, found)), trainer.max_completion_length),
+        prompts=[trainer._tokenizer.decode(ids) for ids in found],
+        tokenizer=trainer._tokenizer,
+        who="teacher",
     )
-    prompts = [trainer._tokenizer.decode(ids) for ids in found]
-    options: dict[str, Any] = {"prompts": prompts, "tokenizer": trainer._tokenizer, "who": "teacher"}
-    return connect(str(config.teacher_url), config.teacher_name, asked, **options)
 
 
 @torch.no_grad()

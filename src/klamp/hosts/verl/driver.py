@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klamp.config import KLConfig
 from klamp.config.loss import Price
 from klamp.core.term import prepare
 from klamp.errors import ConfigError, KLWarning
@@ -28,8 +27,8 @@ from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE
 from klamp.hosts.common.control import KLControl, held_kl, mean_spread, read_state
 from klamp.hosts.common.rollout import Alone, Generation, prepared
 from klamp.hosts.common.step_metrics import Window
-from klamp.hosts.verl.fields_in_verl import is_driven, is_ours, loss_kl
-from klamp.hosts.verl.overrides import BASELINES, REDUCTIONS, divides_by_std, price
+from klamp.hosts.verl.effective_in_verl import BASELINES, REDUCTIONS, divides_by_std, price
+from klamp.hosts.verl.overrides import is_driven, is_ours, loss_kl
 from klamp.names import IDENTITY
 
 TRAINER = "verl.trainer.ppo.v1.trainer_base"
@@ -91,26 +90,25 @@ class Driver:
         queue: Any = importlib.import_module("transfer_queue")
         data = queue.kv_batch_get(keys=batch.keys, partition_id=batch.partition_id, select_fields=[*READ])
         mask, padded = data["response_mask"], data.to_padded_tensor()
-        real = torch.tensor([not tag.get("is_padding", False) for tag in batch.tags])
-        sampled = {name: padded[name][real] for name in list(padded.keys()) if name != "uid"}
-        prompts = [str(uid) for uid, kept in zip(data.get("uid").tolist(), real.tolist(), strict=True) if kept]
-        added, found = columns(sampled, prompts, self.control, trainer.tokenizer, self._settings(beta))
-        added = for_all_rows(added, real, {"advantages": padded["advantages"]})
+        sampled = {name: padded[name] for name in list(padded.keys()) if name != "uid"}
+        pairs = zip(data.get("uid").tolist(), batch.tags, strict=True)
+        prompts = [None if tag.get("is_padding", False) else str(uid) for uid, tag in pairs]
+        added, measured = columns(sampled, prompts, self.control, trainer.tokenizer, self._settings(beta))
         if mask.is_nested:
             added = _nested(added, mask)
-        metrics.update(found)
+        metrics.update(measured)
         fields = importlib.import_module("tensordict").TensorDict(added, batch_size=len(batch))
         return queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
 
     def _settings(self, beta: float) -> StepSettings:
         assert self.control is not None
-        found = price(self.config, beta, self.control.kl.kl_placement)
+        cost = price(self.config, beta, self.control.kl.kl_placement)
         actor, rollout = self.config["actor_rollout_ref"]["actor"], self.config["actor_rollout_ref"]["rollout"]
         return StepSettings(
             loss_agg_mode=actor["loss_agg_mode"],
             group_size=int(rollout["n"]),
             beta=beta,
-            price=None if isinstance(found, str) else found,
+            price=None if isinstance(cost, str) else cost,
             leave_one_out=BASELINES.get(self.config["algorithm"]["adv_estimator"]) == "leave_one_out",
         )
 
@@ -128,16 +126,16 @@ class Driver:
 
     def load(self, load: Callable[[], Any], trainer: Any) -> Any:
         """Have verl load its checkpoint, if there is one, and continue from the controller's state in it."""
-        found = load()
+        loaded = load()
         if trainer.global_steps and self.control is not None:
             options = self.config["trainer"]
-            given = options["resume_mode"] == "resume_path"
-            file = (Path(options["resume_from_path"]) if given else self._folder(trainer)) / STATE
+            is_named = options["resume_mode"] == "resume_path"
+            file = (Path(options["resume_from_path"]) if is_named else self._folder(trainer)) / STATE
             if not file.is_file():
                 warnings.warn(f"{file} is missing: beta starts at its configured value", KLWarning, stacklevel=2)
             elif (state := read_state(file).get("loss")) is not None:
                 self.control.load_state_dict(state)
-        return found
+        return loaded
 
     def _folder(self, trainer: Any) -> Path:
         return Path(self.config["trainer"]["default_local_dir"]) / f"global_step_{trainer.global_steps}"
@@ -148,20 +146,15 @@ def _control(config: Any) -> KLControl | None:
     if not actor["use_kl_loss"] or not is_ours(actor["kl_loss_type"]):
         return None
     kl = loss_kl(actor["kl_loss_type"], float(actor["kl_loss_coef"]))
-    _check_advantages(kl, algorithm)
+    scaled = divides_by_std(algorithm)
+    if kl.kl_placement == "reward" and (scaled or algorithm["adv_estimator"] not in BASELINES):
+        raise ConfigError(
+            "this KL in the reward needs advantages that are rewards less their group's mean, and nothing else",
+            got=f"adv_estimator={algorithm['adv_estimator']}, divided by the group's standard deviation: {scaled}",
+            why="it enters once the advantages are formed, as the deviation of each completion's KL from the group's",
+            fix="set algorithm.adv_estimator=rloo, or grpo with algorithm.norm_adv_by_std_in_grpo=False",
+        )
     return KLControl(kl) if is_driven(kl) else None
-
-
-def _check_advantages(kl: KLConfig, algorithm: Any) -> None:
-    if kl.kl_placement != "reward" or (algorithm["adv_estimator"] in BASELINES and not divides_by_std(algorithm)):
-        return
-    raise ConfigError(
-        "this KL in the reward needs advantages that are rewards less their group's mean, and nothing else",
-        got=f"adv_estimator={algorithm['adv_estimator']}, norm_adv_by_std_in_grpo="
-        f"{algorithm.get('norm_adv_by_std_in_grpo', True)}",
-        why="it enters once the advantages are formed, as the deviation of each completion's KL from the group's",
-        fix="set algorithm.adv_estimator=rloo, or grpo with algorithm.norm_adv_by_std_in_grpo=False",
-    )
 
 
 def _nested(added: Mapping[str, Tensor], mask: Any) -> dict[str, Tensor]:
@@ -179,9 +172,9 @@ def hook(trainer: Any) -> None:
     """Let verl's trainer class call the driver where it has formed advantages, and around checkpoints; once."""
     if hasattr(trainer._compute_advantage, "__wrapped__"):
         return
-    trainer._compute_advantage = _hooked(trainer._compute_advantage, Driver.extend)
-    trainer._save_checkpoint = _hooked(trainer._save_checkpoint, Driver.save)
-    trainer._load_checkpoint = _hooked(trainer._load_checkpoint, Driver.load)
+    methods = {"_compute_advantage": Driver.extend, "_save_checkpoint": Driver.save, "_load_checkpoint": Driver.load}
+    for name, ours in methods.items():
+        setattr(trainer, name, _hooked(getattr(trainer, name), ours))
 
 
 def _hooked(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[..., Any]:
@@ -197,18 +190,23 @@ def _hooked(original: Callable[..., Any], ours: Callable[..., Any]) -> Callable[
 
 
 def columns(
-    sampled: Mapping[str, Tensor], prompts: Sequence[str], control: KLControl, tokenizer: Any, settings: StepSettings
+    sampled: Mapping[str, Tensor],
+    prompts: Sequence[str | None],
+    control: KLControl,
+    tokenizer: Any,
+    settings: StepSettings,
 ) -> tuple[dict[str, Tensor], dict[str, float]]:
     """What is added to the batch in the order of its rows, and what was measured, by klamp's names.
 
     `sampled` are verl's columns of the whole batch, padded at the right, [B, T] (`rm_scores` also [B]), `prompts` its
-    uid of each row. Advantages are added where the KL shifts them. The controller takes in the KL of the step.
+    uid of each row, None for the rows that verl has filled it up with; those carry no KL. Advantages are added where
+    the KL shifts them. The controller takes in the KL of the step.
     """
     order = by_prompt(prompts, settings.group_size)
     generation = _generation(sampled, order, settings.group_size)
     reduction = REDUCTIONS.get(settings.loss_agg_mode)
-    found = prepared(generation, control, tokenizer, beta=_taken(control, settings), reduction=reduction)
-    metrics = _measured(generation, found, control)
+    inputs = prepared(generation, control, tokenizer, beta=_taken(control, settings), reduction=reduction)
+    metrics = _measured(generation, inputs, control)
     scores = sampled["rm_scores"][order]
     rewards = (scores.sum(-1) if scores.ndim == 2 else scores).view(-1, settings.group_size)
     metrics |= control.metrics(settings.price or Price(beta=settings.beta), mean_spread(rewards.double()))
@@ -217,19 +215,18 @@ def columns(
     kl = held_kl(metrics, exact_everywhere=False)
     if kl is not None:
         control.update(kl, metrics, rewards)
-    back = torch.argsort(order)
-    added = {name: found[name][back] for name in (*PER_ROW, *PER_TOKEN) if name in found}
+    added = {name: inputs[name] for name in (*PER_ROW, *PER_TOKEN) if name in inputs}
     if control.kl.kl_placement != "loss":
-        shifted = found["advantages"]
+        shifted = inputs["advantages"]
         shifted = shifted if shifted.ndim == 2 else shifted.unsqueeze(-1)
-        added["advantages"] = (shifted * generation.inputs["completion_mask"])[back]
-    return added | {BETA: torch.full((len(order),), settings.beta, dtype=torch.float64)}, metrics
+        added["advantages"] = shifted * generation.inputs["completion_mask"]
+    added[BETA] = torch.full((len(order),), settings.beta, dtype=torch.float64)
+    return {name: _for_all_rows(name, column, order, sampled) for name, column in added.items()}, metrics
 
 
-def by_prompt(prompts: Sequence[str], group_size: int) -> Tensor:
-    """The order of the rows in which the completions of a prompt stand next to each other. [B]"""
-    order = sorted(range(len(prompts)), key=lambda row: prompts[row])
-    sizes = set(Counter(prompts).values())
+def by_prompt(prompts: Sequence[str | None], group_size: int) -> Tensor:
+    """The rows that have a prompt, in an order in which the completions of one stand next to each other. [n]"""
+    sizes = set(Counter(prompt for prompt in prompts if prompt is not None).values())
     if sizes != {group_size}:
         raise ConfigError(
             "the completions of a prompt are not all in verl's batch",
@@ -237,7 +234,8 @@ def by_prompt(prompts: Sequence[str], group_size: int) -> Tensor:
             why=f"a group of rollout.n={group_size} decides together what its KL is clipped at, and is compared with",
             fix="use a trainer_mode that trains on whole groups (sync), and agent loops with one output per completion",
         )
-    return torch.tensor(order)
+    pairs = sorted((prompt, row) for row, prompt in enumerate(prompts) if prompt is not None)
+    return torch.tensor([row for _, row in pairs])
 
 
 def _taken(control: KLControl, settings: StepSettings) -> float:
@@ -247,15 +245,12 @@ def _taken(control: KLControl, settings: StepSettings) -> float:
     return settings.beta
 
 
-def for_all_rows(added: Mapping[str, Tensor], real: Tensor, original: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The columns of the `real` rows, [B] bool, in a batch that verl has filled up with rows; those carry no KL."""
-    found = {}
-    for name, column in added.items():
-        everywhere = torch.zeros_like(column[:1]) if name in PER_TOKEN else column[:1]
-        whole = original.get(name, everywhere.expand(len(real), *column.shape[1:])).clone()
-        whole[real] = column.to(whole.dtype)
-        found[name] = whole
-    return found
+def _for_all_rows(name: str, column: Tensor, order: Tensor, sampled: Mapping[str, Tensor]) -> Tensor:
+    """A column of the rows in `order` in the whole batch; the other rows carry no KL."""
+    filling = torch.zeros_like(column[:1]) if name in PER_TOKEN else column[:1]
+    rows = sampled.get(name, filling.expand(len(sampled["responses"]), *column.shape[1:])).clone()
+    rows[order] = column.to(rows.dtype)
+    return rows
 
 
 def _generation(sampled: Mapping[str, Tensor], order: Tensor, group_size: int) -> Generation:
@@ -279,7 +274,7 @@ def _generation(sampled: Mapping[str, Tensor], order: Tensor, group_size: int) -
     )
 
 
-def _measured(generation: Generation, found: Mapping[str, Any], control: KLControl) -> dict[str, float]:
-    batch, term, window = replace(generation, inputs=found).batch(), control.kl.build_term(), Window()
+def _measured(generation: Generation, inputs: Mapping[str, Any], control: KLControl) -> dict[str, float]:
+    batch, term, window = replace(generation, inputs=inputs).batch(), control.kl.build_term(), Window()
     window.add(prepare(batch, term))
     return window.emit(Alone())

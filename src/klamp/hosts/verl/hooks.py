@@ -1,4 +1,4 @@
-"""The places in which verl looks up a KL by its name, klamp's functions there, and `klamp.check` of the actor's loss.
+"""The places in which verl looks up a KL by its name, klamp's losses there, and `klamp.check` of the actor's loss.
 
 verl gives `kl_penalty` log-probabilities alone. What else a KL needs, the mask, the old log-probabilities and the
 columns of klamp's driver, is in the batch of the actor's loss around it, which is kept at hand while that is computed.
@@ -12,7 +12,7 @@ import functools
 import importlib
 import inspect
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeAlias
 
 import torch
@@ -20,16 +20,22 @@ from torch import Tensor
 
 from klamp.audit.micro_batch import check as check_loss
 from klamp.audit.verdict import Verdict
-from klamp.core.types import Batch, held_anchors
+from klamp.config.teacher import Tail, TeacherConfig
+from klamp.core.estimators import ESTIMATORS
+from klamp.core.masking import masked_log_ratio, masked_sum
+from klamp.core.penalty import token_penalty
+from klamp.core.term import prepare
+from klamp.core.topk import topk_kl
+from klamp.core.types import Batch, Scored, held_anchors
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, gated_penalty
 from klamp.hosts.common.versions import check_version, out_of_range
-from klamp.hosts.verl.driver import BETA, PER_ROW, PER_TOKEN
-from klamp.hosts.verl.fields_in_verl import is_ours, loss_kl, needs_driver
-from klamp.hosts.verl.teacher import LOSSES as DISTILLATION
-from klamp.hosts.verl.teacher import register_losses
+from klamp.hosts.verl.driver import BETA, PER_ROW, PER_TOKEN, SAMPLER
+from klamp.hosts.verl.overrides import is_ours, loss_kl, named, needs_driver, teacher_of
 
 LOSSES, ALGORITHMS = "verl.workers.utils.losses", "verl.trainer.ppo.core_algos"
+DISTILLATION = "verl.trainer.distillation.losses"
+PADDING, METRIC = "verl.workers.utils.padding", "verl.utils.metric"
 ARGUMENTS = ("logprob", "ref_logprob", "kl_penalty")
 MASK, OLD = "response_mask", "old_log_probs"
 IN_LOSS = (MASK, OLD, *PER_ROW, *PER_TOKEN)
@@ -68,29 +74,31 @@ def register(*, check: bool = False) -> None:
     losses: Any = importlib.import_module(LOSSES)
     if losses.kl_penalty.__module__ == __name__:
         return
-    found = tuple(inspect.signature(algorithms.kl_penalty).parameters)
-    if found != ARGUMENTS or losses.kl_penalty is not algorithms.kl_penalty:
-        got = f"verl {installed}, whose kl_penalty takes {', '.join(found)}"
-        raise out_of_range("verl", got=got)
+    parameters = tuple(inspect.signature(algorithms.kl_penalty).parameters)
+    if parameters != ARGUMENTS or losses.kl_penalty is not algorithms.kl_penalty:
+        raise out_of_range("verl", got=f"verl {installed}, whose kl_penalty takes {', '.join(parameters)}")
     losses.kl_penalty = _by_name(losses.kl_penalty)
     distillation: Any = importlib.import_module(DISTILLATION)
     loss = _with_batch(losses.ppo_loss)
     distillation.ppo_loss = losses.ppo_loss = checked(loss) if check else loss
-    register_losses()
+    for head in (True, False):
+        names = [name for name, teacher in named().items() if bool(teacher.head_size) == head]
+        settings = distillation.DistillationLossSettings(names=names, use_topk=head, use_estimator=not head)
+        distillation.register_distillation_loss(settings)(kl_to_teacher)
 
 
 def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
     """klamp's per-token penalty in nats, without coefficient; verl masks, averages and weighs it. [B, T]"""
-    kl, known = loss_kl(name), _batch
+    kl = loss_kl(name)
     term = kl.build_term()
-    if not known:
+    if not _batch:
         raise ConfigError(
             "klamp's KL was asked for outside of verl's actor loss",
             got=f"kl_loss_type={name!r}",
             why="which tokens are trained on, and how likely they were when they were sampled, is known in there only",
             fix="set VERL_USE_EXTERNAL_MODULES=klamp.verl.registered: then klamp is there before verl's workers are",
         )
-    if needs_driver(kl) and BETA not in known:
+    if needs_driver(kl) and BETA not in _batch:
         raise ConfigError(
             "this KL needs klamp's part in verl's trainer",
             got=f"kl_loss_type={name!r}, and a batch without {BETA}",
@@ -102,13 +110,13 @@ def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
         return torch.zeros_like(logprob)
     batch = Batch(
         policy_logprobs=logprob,
-        mask=known[MASK],
+        mask=_batch[MASK],
         advantages=torch.zeros_like(logprob),
-        old_logprobs=known[OLD],
-        anchors=held_anchors(ref_logprob, known[OLD], mask=known.get(KL_MASK), gate=known.get(GATE_KL)),
-        reference_length=known.get(REFERENCE_LENGTH),
+        old_logprobs=_batch[OLD],
+        anchors=held_anchors(ref_logprob, _batch[OLD], mask=_batch.get(KL_MASK), gate=_batch.get(GATE_KL)),
+        reference_length=_batch.get(REFERENCE_LENGTH),
     )
-    return gated_penalty(batch, term, known.get(KL_SCALE))
+    return gated_penalty(batch, term, _batch.get(KL_SCALE))
 
 
 def _by_name(original: Penalty) -> Penalty:
@@ -128,7 +136,7 @@ def _with_batch(original: Callable[..., Any]) -> Callable[..., Any]:
             return original(config, model_output, data, dp_group)
         padded = data.select(*IN_LOSS, strict=False).to_padded_tensor()
         try:
-            _batch.update({name: each.bool() if name in (MASK, *PER_TOKEN) else each for name, each in padded.items()})
+            _batch.update({name: x.bool() if name in (MASK, *PER_TOKEN) else x for name, x in padded.items()})
             if BETA in _batch:
                 config = copy.copy(config)  # verl's settings cannot be written to
                 object.__setattr__(config, "kl_loss_coef", float(padded[BETA][0]))
@@ -137,6 +145,80 @@ def _with_batch(original: Callable[..., Any]) -> Callable[..., Any]:
             _batch.clear()
 
     return ppo_loss
+
+
+def kl_to_teacher(
+    *, config: Any, distillation_config: Any, model_output: Mapping[str, Any], data: Any
+) -> tuple[Tensor, dict[str, Any]]:
+    """klamp's KL to the teacher per token, in nats, and metrics; verl masks and averages it. [B, T]
+
+    verl weighs it by `distillation_loss_coef` beside its policy loss. Where it trains on the teacher alone its weight
+    is 1 whatever was asked for, so that the coefficient is put in here.
+    """
+    options = distillation_config.distillation_loss
+    if options.use_policy_gradient:
+        raise ConfigError(
+            "klamp's KL to a teacher was asked for as an advantage of verl's",
+            got=f"loss_mode={options.loss_mode!r}, use_policy_gradient=True",
+            why="it has its own gradient, which verl would drop",
+            fix="set distillation.distillation_loss.use_policy_gradient=False",
+        )
+    teacher = teacher_of(options.loss_mode)
+    batch, coefficient = _distilled(teacher, model_output, data), options.distillation_loss_coef
+    penalty = token_penalty(prepare(batch, teacher.build_term()))
+    metrics = _teacher_metrics(batch, data) | {"teacher/coef": coefficient}
+    return penalty if options.use_task_rewards else penalty * coefficient, metrics
+
+
+def _teacher_metrics(batch: Batch, data: Any) -> dict[str, Any]:
+    """Means over the tokens of verl's mini-batch, each micro-batch's part of them, under klamp's names."""
+    scored = batch.anchors["teacher"]
+    if scored.kl is not None:
+        values = {"teacher/kl": scored.kl}
+    else:
+        k1 = masked_log_ratio(batch.policy_logprobs, scored.logprobs, batch.mask)
+        values = {"teacher/k1": k1, "teacher/kl": ESTIMATORS["k3"].value(k1)}
+    share = data["dp_size"] / (data["batch_num_tokens"] or batch.mask.sum())
+    metric: Any = importlib.import_module(METRIC).Metric
+    return {name: metric("sum", masked_sum(value, batch.mask) * share) for name, value in values.items()}
+
+
+def _distilled(teacher: TeacherConfig, model_output: Mapping[str, Any], data: Any) -> Batch:
+    """What verl hands to a loss of distillation, in klamp's words."""
+    responses = functools.partial(importlib.import_module(PADDING).no_padding_2_padding, data=data)
+    mask, old = (x.to_padded_tensor(0) if x.is_nested else x for x in (data[MASK], data[OLD]))
+    kl: Tensor | None = None
+    if teacher.head_size:
+        plain, policy_mass, teacher_mass = (
+            responses(model_output[name]) for name in ("distillation_losses", "student_mass", "teacher_mass")
+        )
+        kl = _with_tail(teacher.teacher_tail, plain, policy_mass, teacher_mass)
+        policy, scored = torch.zeros_like(kl), torch.zeros_like(kl)  # read by no KL over a head
+    else:
+        policy, scored = responses(model_output["log_probs"]), responses(data["teacher_logprobs"]).squeeze(-1)
+        if teacher.teacher_estimator == "topk":  # a head of no tokens: from the sampled one alone
+            weight, no_head = policy.detach() - old, policy.unsqueeze(-1)[..., :0]
+            options: Any = {"log_weight": None if teacher.teacher_off_policy == "none" else weight}
+            options["direction"] = teacher.teacher_direction
+            kl = topk_kl(no_head, no_head, policy, scored.to(policy), mask.bool(), **options)
+    return Batch(
+        policy_logprobs=policy,
+        mask=mask.bool(),
+        advantages=torch.zeros_like(policy.detach()),
+        old_logprobs=old,
+        anchors={"teacher": Scored(scored, kl=kl), "sampler": Scored(old)},
+    )
+
+
+def _with_tail(tail: Tail, plain: Tensor, policy_mass: Tensor, teacher_mass: Tensor) -> Tensor:
+    """The forward KL with a tail, from verl's plain sum of q log(q/p) over the head and both masses of it. [B, T]"""
+    if tail == "none":
+        return plain
+    if tail == "generalised":
+        return plain - teacher_mass + policy_mass
+    least = torch.finfo(plain.dtype).eps
+    policy, teacher = ((1 - mass).clamp(min=least) for mass in (policy_mass, teacher_mass))
+    return plain + teacher * (teacher.log() - policy.log())
 
 
 def checked(ppo_loss: Callable[..., Any]) -> Callable[..., Any]:
@@ -167,12 +249,11 @@ def checked(ppo_loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _verdict(config: Any, loss: Any, policy: Any, data: Any) -> Verdict:
-    names = {"response_mask": "mask", "old_log_probs": "old_logprobs", "rollout_log_probs": "sampler_logprobs"}
-    names |= {"advantages": "advantages", "responses": "ids"}
-    names |= {"ref_log_prob": "ref_logprobs"} if config.use_kl_loss else {}
-    found = data.select(*names, BETA, strict=False).to_padded_tensor()
-    beta = float(found[BETA][0]) if BETA in found else config.kl_loss_coef
-    more: dict[str, Any] = {"beta": beta, "kl_in": "loss"} if config.use_kl_loss else {}
+    names = {MASK: "mask", OLD: "old_logprobs", SAMPLER: "sampler_logprobs", "advantages": "advantages"}
+    names |= {"responses": "ids"} | ({"ref_log_prob": "ref_logprobs"} if config.use_kl_loss else {})
+    columns = data.select(*names, BETA, strict=False).to_padded_tensor()
+    beta = float(columns[BETA][0]) if BETA in columns else config.kl_loss_coef
+    options: dict[str, Any] = {ours: columns[theirs] for theirs, ours in names.items() if theirs in columns}
+    options |= {"beta": beta, "kl_in": "loss"} if config.use_kl_loss else {}
     clip = (config.clip_ratio_low, config.clip_ratio_high)
-    given = {ours: found[theirs] for theirs, ours in names.items() if theirs in found}
-    return check_loss(loss, policy_logprobs=policy, clip=clip, once=False, host="verl", **given, **more)
+    return check_loss(loss, policy_logprobs=policy, clip=clip, once=False, host="verl", **options)

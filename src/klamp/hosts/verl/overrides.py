@@ -1,30 +1,147 @@
-"""klamp's KL as arguments of verl's command line, what no hook of verl can carry, and what a configuration will do."""
+"""klamp's KL in verl's configuration: as a name, as arguments of verl's command line, and what has no place there.
+
+verl's configuration has room for a text only, so that a KL is written as one: `klamp:kl_gradient=forward`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+import ast
+import functools
+import itertools
+import re
+import warnings
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from typing import Any, NamedTuple, get_args
 
 from klamp.config import KLConfig
-from klamp.config.describe import DIVERGENCES, PLACEMENTS, describe_average, describe_controller, describe_price
-from klamp.config.loss import Price, price_of
-from klamp.config.teacher import TeacherConfig
-from klamp.core.advantages import Baseline, Scale
-from klamp.core.arguments import describe
-from klamp.core.term import Placement
-from klamp.core.types import Reduction
-from klamp.errors import ConfigError, KlampError, Refusal, refuse
-from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
+from klamp.config.teacher import Tail, TeacherConfig
+from klamp.core.term import OffPolicy
+from klamp.core.types import Direction, Horizon
+from klamp.errors import ConfigError, KLWarning, Refusal, refuse, unknown_name
 from klamp.hosts.common.kl_fields import host_refusals
-from klamp.hosts.common.versions import told_version
-from klamp.hosts.verl.fields_in_verl import LOSS_FIELDS, is_driven, is_ours, loss_kl, name_of, needs_driver, written
-from klamp.hosts.verl.teacher import has_head, teacher_of, teacher_refusals, teacher_values
 
-ACTOR = "actor_rollout_ref.actor"
+PREFIX = "klamp"
+_ELSEWHERE = ("beta", "kl_normalizer", "kl_early_stop", "kl_monitor")
+LOSS_FIELDS = tuple(
+    field.name for field in fields(KLConfig) if field.name not in _ELSEWHERE and not field.name.startswith("reference")
+)
+"""What a name in the place of `kl_loss_type` may say: all but what is refused; beta is verl's `kl_loss_coef`."""
+CHOICES: Mapping[str, tuple[object, ...]] = {
+    "teacher_estimator": ("k1", "k3", "topk"),
+    "teacher_direction": get_args(Direction),
+    "teacher_top_k": (TeacherConfig.teacher_top_k, 0),
+    "teacher_tail": get_args(Tail),
+    "teacher_horizon": get_args(Horizon),
+    "teacher_off_policy": get_args(OffPolicy),
+}
+"""What a name in the place of `loss_mode` may say; a head's size is verl's `topk`."""
+OF_A_TOKEN = ("teacher_estimator", "teacher_horizon", "teacher_off_policy")
+"""Those of them that k1 and k3 have."""
+
+ACTOR, DISTILLATION = "actor_rollout_ref.actor", "distillation"
+ONE = f"{DISTILLATION}.teacher_models.teacher_model"
+"""The teacher that every configuration has; the settings of its engine are those of others too."""
 IMPORTED = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=klamp.verl.registered"
 """Has klamp's names registered in every process of verl's."""
 DRIVEN = "++trainer.checkpoint_callback_class=klamp.verl.Driver"
+
+
+def is_ours(name: object) -> bool:
+    """Whether a name in verl's configuration is klamp's."""
+    return isinstance(name, str) and (name == PREFIX or name.startswith(f"{PREFIX}:"))
+
+
+def name_of(kl: KLConfig | TeacherConfig, places: Iterable[str]) -> str:
+    """The name for those fields of a KL that a place can hold; fields with their default are left out."""
+    changed = [f"{field}={getattr(kl, field)}" for field in places if _is_changed(kl, field)]
+    return f"{PREFIX}:{','.join(changed)}" if changed else PREFIX
+
+
+def _is_changed(config: KLConfig | TeacherConfig, field: str) -> bool:
+    return getattr(config, field) != getattr(type(config), field)
+
+
+@functools.cache
+def loss_kl(name: str, beta: float = KLConfig.beta) -> KLConfig:
+    """The KL that a name in the place of `kl_loss_type` stands for; beta is verl's `kl_loss_coef`.
+
+    The fields behind the colon are written as the arguments of a call in Python; a bare word is a text.
+
+    Raises:
+        ConfigError: the name cannot be read, names an unknown field, or a KL that klamp refuses.
+    """
+    arguments = name.partition(":")[2]
+    call = _as_call(arguments)
+    names = [keyword.arg for keyword in call.keywords] if call else []
+    if call is None or call.args or None in names or len(set(names)) < len(names):
+        raise ConfigError(
+            f"{name!r} cannot be read as a KL of klamp",
+            got=arguments,
+            why="behind the colon it takes FIELD=VALUE, each field once, with commas between them",
+            fix=f"{PREFIX}:{LOSS_FIELDS[1]}=..., or {PREFIX} alone for the defaults",
+        )
+    for field in names:
+        if field not in LOSS_FIELDS:
+            why = "a name can hold what this place of verl's configuration has no field for"
+            raise unknown_name(f"field in {name!r}", str(field), LOSS_FIELDS, why=why)
+    return KLConfig(**{str(keyword.arg): _value(keyword.value) for keyword in call.keywords}, beta=beta)
+
+
+def _as_call(arguments: str) -> ast.Call | None:
+    try:
+        call = ast.parse(f"{PREFIX}({arguments})", mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    return call if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else None
+
+
+def _value(node: ast.expr) -> Any:
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        return ast.unparse(node)  # a word
+
+
+def teacher_name(teacher: TeacherConfig) -> str:
+    """The name of a KL to a teacher among verl's losses of distillation."""
+    places = CHOICES if teacher.teacher_estimator == "topk" else OF_A_TOKEN
+    return name_of(teacher, [field for field in places if field != "teacher_top_k" or not teacher.head_size])
+
+
+@functools.cache
+def named() -> dict[str, TeacherConfig]:
+    """Every name that is registered, and the KL that it stands for."""
+    teachers = dict[str, TeacherConfig]()
+    with warnings.catch_warnings(action="ignore", category=KLWarning):
+        for values in itertools.product(*CHOICES.values()):
+            choices: Any = dict(zip(CHOICES, values, strict=True))
+            try:
+                teacher = TeacherConfig(teacher_model="a model", teacher_head="teacher", **choices)
+                refuse(teacher_refusals(teacher))
+            except ConfigError:
+                continue
+            teachers.setdefault(teacher_name(teacher), teacher)
+    return teachers
+
+
+def teacher_of(name: str) -> TeacherConfig:
+    """The KL to a teacher that a registered name stands for; of a head verl's `topk` says how large."""
+    if name not in named():
+        raise unknown_name("KL to a teacher", name, tuple(named()), why="verl knows registered names only")
+    return named()[name]
+
+
+def needs_driver(kl: KLConfig) -> bool:
+    """Whether a KL needs what only verl's trainer has, where the whole batch is: groups, tokens, the step."""
+    moves = kl.kl_schedule != "constant" or kl.kl_warmup_steps > 0
+    of_batch = kl.kl_clip_method != "none" or kl.excludes or kl.kl_placement == "advantage"
+    return moves or of_batch or kl.controller_name != "fixed"
+
+
+def is_driven(kl: KLConfig) -> bool:
+    """Whether klamp's driver settles a KL that `kl_loss_type` names; into the reward it comes in no other way."""
+    return needs_driver(kl) or kl.kl_placement == "reward"
 
 
 def overrides(kl: KLConfig, teacher: TeacherConfig | None = None) -> list[str]:
@@ -49,275 +166,174 @@ def overrides(kl: KLConfig, teacher: TeacherConfig | None = None) -> list[str]:
 
     Source: the fields: verl's `ppo_trainer.yaml`; the cancelling: docs/which-kl.md, question 4
     """
-    taught = teacher if teacher is not None and teacher.there else None
-    refuse([*verl_refusals(kl), *(teacher_refusals(taught) if taught else ())])
+    distilled = teacher if teacher is not None and teacher.there else None
+    refuse([*verl_refusals(kl), *(teacher_refusals(distilled) if distilled else ())])
     shifts_reward = kl.needs_reference and kl.kl_placement == "reward"
     by_verl = shifts_reward and not needs_driver(kl) and kl.kl_max_log_ratio is None
     in_loss = kl.needs_reference and not by_verl
-    found = [f"{ACTOR}.use_kl_loss={in_loss}", f"algorithm.use_kl_in_reward={by_verl}"]
+    values: dict[str, object] = {f"{ACTOR}.use_kl_loss": in_loss, "algorithm.use_kl_in_reward": by_verl}
     if in_loss:
-        name = name_of(kl, LOSS_FIELDS)
-        found += [f"{ACTOR}.kl_loss_coef={kl.beta!r}", f"{ACTOR}.kl_loss_type={written(name)}"]
+        values |= {f"{ACTOR}.kl_loss_coef": kl.beta, f"{ACTOR}.kl_loss_type": name_of(kl, LOSS_FIELDS)}
     if by_verl:
-        found += ["algorithm.kl_penalty=kl", "algorithm.kl_ctrl.type=fixed", f"algorithm.kl_ctrl.kl_coef={kl.beta!r}"]
+        control = "algorithm.kl_ctrl"
+        values |= {"algorithm.kl_penalty": "kl", f"{control}.type": "fixed", f"{control}.kl_coef": kl.beta}
     if shifts_reward:
-        found.append("algorithm.norm_adv_by_std_in_grpo=False")
-    if in_loss and is_driven(kl):
-        found.append(DRIVEN)
-    if taught is not None:
-        found += [f"{key}={written(value)}" for key, value in teacher_values(taught).items()]
-    return [*found, IMPORTED] if in_loss or taught is not None else found
+        values["algorithm.norm_adv_by_std_in_grpo"] = False
+    values |= {} if distilled is None else _teacher_values(distilled)
+    arguments = [f"{key}={written(value)}" for key, value in values.items()]
+    arguments += [DRIVEN] if in_loss and is_driven(kl) else []
+    return [*arguments, IMPORTED] if in_loss or distilled is not None else arguments
+
+
+def places(teacher: TeacherConfig) -> list[str]:
+    """Where each of them stands in verl's configuration; with several, none may have the name of the single one."""
+    several = range(1, len(teacher.teacher_models) + 1)
+    return [f"+{DISTILLATION}.teacher_models.teacher_{number}" for number in several] or [ONE]
+
+
+def _teacher_values(teacher: TeacherConfig) -> dict[str, object]:
+    """The values that give a run of verl's this teacher: its engines, one GPU for each, and its loss."""
+    models, loss = teacher.models, f"{DISTILLATION}.distillation_loss"
+    values: dict[str, object] = {
+        f"{DISTILLATION}.enabled": True,
+        f"{DISTILLATION}.nnodes": 1,
+        f"{DISTILLATION}.n_gpus_per_node": len(models),
+        f"{ONE}.inference.tensor_model_parallel_size": 1,
+        f"{loss}.loss_mode": teacher_name(teacher),
+        f"{loss}.use_task_rewards": True,
+        f"{loss}.distillation_loss_coef": teacher.teacher_coef,
+        f"{loss}.use_policy_gradient": False,
+        f"{loss}.loss_max_clamp": None,
+        f"{loss}.log_prob_min_clamp": None,
+    }
+    if teacher.head_size:
+        values[f"{loss}.topk"] = teacher.teacher_top_k
+    for place, (key, model) in zip(places(teacher), models.items(), strict=True):
+        values[f"{place}.model_path"] = model
+        if key:
+            values |= {f"{place}.key": key, f"{place}.num_replicas": 1, f"{place}.inference": f"${{{ONE}.inference}}"}
+    return values | ({f"{DISTILLATION}.teacher_key": teacher.teacher_key} if teacher.teacher_key else {})
+
+
+PLAIN = re.compile(r"(?!(?:true|false|null|nan|inf)$)[a-z_/][a-z0-9_/.\-]*", re.IGNORECASE)
+"""Texts that Hydra reads as they stand, and as texts."""
+
+
+def written(value: object) -> str:
+    """A value (a text, number, bool, None, or sequences and mappings of such) as the right side of KEY=VALUE."""
+    if value is None:
+        return "null"
+    if isinstance(value, str):
+        return value if PLAIN.fullmatch(value) else _quoted(value)
+    if isinstance(value, tuple | list):
+        return f"[{','.join(map(written, value))}]"
+    if isinstance(value, Mapping):
+        return "{" + ",".join(f"{name}:{written(entry)}" for name, entry in value.items()) + "}"
+    return repr(value)
+
+
+def _quoted(text: str) -> str:
+    """A text between quotes: a quote in it is escaped, and so are backslashes right before a quote or the end."""
+    inner = re.sub(r"(\\*)'", r"\1\1\\'", text)
+    return "'" + re.sub(r"(\\+)$", r"\1\1", inner) + "'"
+
+
+class Lack(NamedTuple):
+    """A field of which verl cannot honour every value."""
+
+    why: str
+    """Why it cannot."""
+    fix: str = ""
+    """What to do; empty: leave the field unset."""
+    values: tuple[object, ...] = ()
+    """What is refused; empty: everything but the default."""
+
+
+OWN_LOOP = "klamp train --backend local has it"
+LACKS: Mapping[str, Lack] = {
+    "kl_estimator": Lack(
+        "its loss is given the log-probabilities of the sampled tokens alone, and the reference's come from another "
+        "process, which returns those and no logits",
+        "use kl_estimator='k3'",
+        ("exact",),
+    ),
+    "kl_normalizer": Lack(
+        "its loss_agg_mode averages the policy loss and the KL alike",
+        "leave kl_normalizer unset, and set actor_rollout_ref.actor.loss_agg_mode",
+    ),
+    "reference": Lack("it decides itself: the policy without its adapter where lora_rank is set, else a frozen copy"),
+    "reference_dtype": Lack("its own engine loads the reference"),
+    "teacher_prompt": Lack(
+        "its agent loop sends the teacher the policy's own prompt and answer",
+        f"leave teacher_prompt unset; {OWN_LOOP}",
+    ),
+    "teacher_estimator": Lack(
+        "the teacher's engine tells some log-probabilities of each token, and not the whole vocabulary's",
+        "use teacher_estimator='k3', 'k1', or 'topk' with teacher_top_k=0 for another direction",
+        ("exact",),
+    ),
+    "teacher_placement": Lack(
+        "its way to an advantage (use_policy_gradient) is a second policy loss with bounds of its own",
+        "set teacher_placement='loss': the expected gradient of k1 is the same",
+    ),
+    "teacher_max_log_ratio": Lack(
+        "a loss of distillation is known there by a name that was registered beforehand, without a number"
+    ),
+    **dict.fromkeys(
+        ("teacher_schedule", "teacher_warmup_steps"),
+        Lack(
+            "distillation_loss_coef is read once, when its workers start",
+            f"leave teacher_schedule and teacher_warmup_steps unset; {OWN_LOOP}",
+        ),
+    ),
+}
+"""What no hook of verl can carry; docs/verl.md has the lines of verl that forbid it."""
+
+
+def _lacking(config: KLConfig | TeacherConfig) -> list[Refusal]:
+    return [
+        Refusal(
+            getattr(config, field) in row.values if row.values else _is_changed(config, field),
+            f"{field}={getattr(config, field)!r} cannot be honoured by verl",
+            why=row.why,
+            fix=row.fix or f"leave {field} unset",
+        )
+        for field, row in LACKS.items()
+        if hasattr(config, field)
+    ]
 
 
 def verl_refusals(kl: KLConfig) -> list[Refusal]:
     """What no hook of verl can carry, one row for each."""
+    return [*host_refusals(kl, "verl"), *_lacking(kl)]
+
+
+def teacher_refusals(teacher: TeacherConfig) -> list[Refusal]:
+    """What verl's design does not let in, one row for each; see `LACKS`."""
+    c, head = teacher, bool(teacher.head_size)
+    as_verl_has_it = (c.teacher_direction, c.teacher_head) == ("forward", "teacher") and c.teacher_tail != "sampled"
     return [
-        *host_refusals(kl, "verl"),
         Refusal(
-            kl.kl_estimator == "exact",
-            "kl_estimator='exact' cannot be honoured by verl",
-            why="its loss is given the log-probabilities of the sampled tokens alone, and the reference's come from "
-            "another process, which returns those and no logits",
-            fix="use kl_estimator='k3'",
+            c.there and c.kind != "frozen",
+            f"teacher_kind={c.kind!r} cannot be honoured by verl",
+            got=f"teacher_url={c.teacher_url!r}",
+            why="it loads its teachers from a folder into engines that it starts itself, and never writes to them",
+            fix=f"name teacher_model; {OWN_LOOP}",
         ),
+        *_lacking(c),
         Refusal(
-            kl.kl_normalizer is not None,
-            f"kl_normalizer={kl.kl_normalizer!r} cannot be honoured by verl",
-            why="its loss_agg_mode averages the policy loss and the KL alike",
-            fix="leave kl_normalizer unset, and set actor_rollout_ref.actor.loss_agg_mode",
-        ),
-        Refusal(
-            kl.reference != "auto",
-            f"reference={kl.reference!r} cannot be honoured by verl",
-            why="it decides itself: the policy without its adapter where lora_rank is set, else a frozen copy",
-            fix="leave reference unset",
+            head and not as_verl_has_it,
+            f"a head of teacher_top_k={c.teacher_top_k} tokens cannot be honoured by verl",
+            got=f"teacher_direction={c.teacher_direction!r}, teacher_head={c.teacher_head!r}, "
+            f"teacher_tail={c.teacher_tail!r}",
+            why="where it has logits it computes the forward KL over the teacher's likeliest tokens, and drops the "
+            "sampled token where that is none of them",
+            fix="set teacher_direction='forward', teacher_head='teacher' and another teacher_tail, or teacher_top_k=0",
         ),
         Refusal(
-            kl.reference_dtype is not None,
-            "reference_dtype cannot be honoured by verl",
-            why="its own engine loads the reference",
-            fix="leave reference_dtype unset",
-        ),
-    ]
-
-
-BASELINES: Mapping[str, Baseline] = {"grpo": "mean", "rloo": "leave_one_out"}
-"""verl's advantages whose baseline is known here; GRPO's holds the completion's own reward."""
-REDUCTIONS: Mapping[str, Reduction] = {
-    "token-mean": "token_mean",
-    "seq-mean-token-mean": "sequence_mean",
-    "seq-mean-token-sum": "sequence_sum",
-    "seq-mean-token-sum-norm": "fixed_length",
-    "token-sum": "sequence_sum",
-}
-"""verl's loss_agg_mode -> how klamp calls that average; of a sum, the tokens that carry the KL change nothing."""
-
-
-def price(config: Any, beta: float, placement: Placement) -> Price | str:
-    """The price of a coefficient, or why it is not known; `vanilla` averages policy loss and KL alike."""
-    estimator, size = config["algorithm"]["adv_estimator"], int(config["actor_rollout_ref"]["rollout"]["n"])
-    mode = (config["actor_rollout_ref"]["actor"].get("policy_loss") or {}).get("loss_mode", "vanilla")
-    if estimator not in BASELINES:
-        return f"adv_estimator={estimator} is not one of {', '.join(BASELINES)}"
-    if size < 2:
-        return f"rollout.n={size} leaves no group"
-    if placement == "loss" and mode != "vanilla":
-        return f"loss_mode={mode} may average over tokens otherwise than the KL"
-    scale: Scale = "std" if divides_by_std(config["algorithm"]) else "none"
-    return price_of(beta, placement=placement, baseline=BASELINES[estimator], scale=scale, group_size=size)
-
-
-def divides_by_std(algorithm: Any) -> bool:
-    """Whether advantages are divided by the standard deviation of their group's rewards."""
-    return algorithm["adv_estimator"] == "grpo" and bool(algorithm.get("norm_adv_by_std_in_grpo", True))
-
-
-K3_STOPS = "; its value stops at 10 nats, at log-ratios -2.61 and +11.0, and past them it has no gradient"
-OWN: Mapping[str, tuple[str, str]] = {
-    "kl": ("k1", "zero in expectation: it holds nothing"),
-    "abs": ("|log-ratio|", "that of no divergence"),
-    "mse": ("k2", DIVERGENCES["reverse"]),
-    "low_var_kl": ("k3", f"{DIVERGENCES['forward']}{K3_STOPS}"),
-}
-"""verl's own types: (value, gradient as a loss); `klamp audit verl` measures them."""
-WITHOUT_TAIL = "that of the plain sum over these words, which is not 0 at the teacher"
-ALIASES: Mapping[str, str] = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
-
-
-def effective(config: Any) -> Effective:
-    """What the KL of a composed verl configuration will really do; changes nothing, needs no verl.
-
-    Args:
-        config: verl's whole configuration, as its trainers get it: a DictConfig, or nested mappings.
-
-    Raises:
-        ConfigError: no whole configuration; a name of klamp's that cannot be read, or that asks for what is refused.
-    """
-    try:
-        return _effective(config)
-    except KlampError:
-        raise
-    except (KeyError, TypeError, IndexError, AttributeError) as error:
-        raise ConfigError(
-            f"this is no whole configuration of verl: {type(error).__name__}: {error}",
-            got=describe(config),
-            why="actor, algorithm, model, rollout and data decide together what the KL does",
-            fix="pass the configuration that verl's trainer gets, composed by Hydra: its parts and all defaults",
-        ) from error
-
-
-def _effective(config: Any) -> Effective:
-    policy = config["actor_rollout_ref"]
-    mode, in_reward = policy["actor"]["loss_agg_mode"], bool(config["algorithm"]["use_kl_in_reward"])
-    in_loss = bool(policy["actor"]["use_kl_loss"])
-    reference = _reference(policy["model"])
-    return Effective(
-        host=told_version("verl"),
-        terms=(
-            *([_in_loss(config)] if in_loss else []),
-            *([_in_reward(config)] if in_reward else []),
-            *([_to_teacher(config["distillation"])] if _distills(config) else []),
-        ),
-        normalizer=f"{_average(mode)} (loss_agg_mode={mode})",
-        reference=reference if in_loss or in_reward else "none: use_kl_loss and use_kl_in_reward are off",
-        notes=_notes(config, in_loss, in_reward),
-    )
-
-
-def _average(mode: str) -> str:
-    if mode == "token-sum":
-        return "sum over the tokens of the mini-batch"
-    length = "loss_scale_factor, else the padded length"
-    return describe_average(REDUCTIONS[mode], over="the mini-batch", length=length) if mode in REDUCTIONS else "unknown"
-
-
-def _in_loss(config: Any) -> EffectiveTerm:
-    actor = config["actor_rollout_ref"]["actor"]
-    name, beta = actor["kl_loss_type"], actor["kl_loss_coef"]
-    if is_ours(name):
-        kl = loss_kl(name, float(beta))
-        moves = describe_controller(kl) if is_driven(kl) else "fixed"
-        return EffectiveTerm.of(kl, beta=beta, price=_price(config, beta, kl.kl_placement), controller=moves)
-    value, gradient = _own(name)
-    return _of_verl("loss", value, gradient, beta, _price(config, beta, "loss"), "fixed")
-
-
-def _in_reward(config: Any) -> EffectiveTerm:
-    control, value = config["algorithm"]["kl_ctrl"], _own(config["algorithm"]["kl_penalty"])[0]
-    kind, beta, target = control["type"], control["kl_coef"], control["target_kl"]
-    moves = "fixed" if kind == "fixed" else f"{kind} from {beta:g}, towards {target:g} nats per token"
-    return _of_verl("reward", value, _as_reward(value), beta, _price(config, beta, "reward"), moves)
-
-
-def _distills(config: Any) -> bool:
-    return bool((config.get("distillation") or {}).get("enabled"))
-
-
-def _to_teacher(section: Any) -> EffectiveTerm:
-    options, models = section["distillation_loss"], section["teacher_models"]
-    several = [each["model_path"] for name, each in models.items() if name != "teacher_model"]
-    who = ", ".join(several) or str(models["teacher_model"]["model_path"])
-    name, coefficient = options["loss_mode"], float(options["distillation_loss_coef"])
-    if is_ours(name):
-        teacher = teacher_of(name)
-        taught = replace(teacher, teacher_top_k=int(options["topk"])) if has_head(teacher) else teacher
-        return EffectiveTerm.to_teacher(taught, who=who, coefficient=coefficient)
-    head, shifts = name == "forward_kl_topk", bool(options["use_policy_gradient"])
-    value, gradient = (f"over {options['topk']} of the teacher's words", WITHOUT_TAIL) if head else _own(name)
-    if shifts:
-        gradient = OWN["kl"][1] if head else _as_reward(value)
-    weight = coefficient if options["use_task_rewards"] else 1.0
-    found = _of_verl("advantage" if shifts else "loss", value, gradient, weight, "that of beta", "fixed")
-    return replace(
-        found, term=f"{found.term}, to the teacher: {who}", gradient=found.gradient.replace("ref", "teacher")
-    )
-
-
-def _price(config: Any, beta: float, placement: Placement) -> str:
-    found = price(config, beta, placement)
-    if isinstance(found, str):
-        return f"unknown: {found}"
-    return describe_price(found, group_size=int(config["actor_rollout_ref"]["rollout"]["n"]))
-
-
-def _of_verl(
-    placement: Placement, value: str, gradient: str, beta: float, price: str, controller: str
-) -> EffectiveTerm:
-    return EffectiveTerm(
-        term="verl's own",
-        beta=beta,
-        price=price if "KL(" in gradient else "none: its gradient is that of no KL",
-        controller=controller,
-        value=value,
-        gradient=gradient,
-        placement=PLACEMENTS[placement],
-    )
-
-
-def _own(name: str) -> tuple[str, str]:
-    """The value and gradient of one of verl's own types as a loss; a + after the name means the gradient of k2."""
-    base = ALIASES.get(name.removesuffix("+"), name.removesuffix("+"))
-    if base not in OWN:
-        return name, "unknown: verl raises NotImplementedError"
-    value, gradient = OWN[base]
-    return value, OWN["mse"][1] if name.endswith("+") else gradient
-
-
-def _as_reward(value: str) -> str:
-    return DIVERGENCES["reverse"] if value == "k1" else "that of no divergence"
-
-
-def _reference(model: Any) -> str:
-    ranks = (model.get("lora_rank"), (model.get("lora") or {}).get("rank"))  # FSDP's, Megatron's
-    adapter = any((rank or 0) > 0 for rank in ranks) or model.get("lora_adapter_path") is not None
-    return "the policy with its adapter off" if adapter else "a frozen copy"
-
-
-def _notes(config: Any, in_loss: bool, in_reward: bool) -> tuple[str, ...]:
-    actor, algorithm = config["actor_rollout_ref"]["actor"], config["algorithm"]
-    control, name = algorithm["kl_ctrl"], actor["kl_loss_type"]
-    completions = int(config["data"]["train_batch_size"]) * int(config["actor_rollout_ref"]["rollout"]["n"])
-    callback = (config.get("trainer") or {}).get("checkpoint_callback_class")
-    driven, value = str(callback).endswith("klamp.verl.Driver"), _own(algorithm["kl_penalty"])[0]
-    rows = [
-        (in_loss and in_reward, "the KL counts twice: in the loss and in the reward"),
-        (
-            in_reward and divides_by_std(algorithm),
-            "norm_adv_by_std_in_grpo divides by the standard deviation of rewards that hold the KL: in a group whose "
-            "rewards are all equal beta cancels, and every beta > 0 is the same",
-        ),
-        (in_reward and value != "k1", f"in the reward {value} is biased: only k1 has the gradient of KL(policy||ref)"),
-        (
-            in_reward and control["type"] == "adaptive" and completions > 5 * control["horizon"],
-            f"the adaptive rule turns beta negative: it multiplies by 1 - 0.2 * {completions} / {control['horizon']} "
-            "when the KL is low",
-        ),
-        (
-            in_reward and control["type"] != "fixed",
-            "verl's checkpoints do not hold the controller: on resume beta starts at kl_coef",
-        ),
-        (
-            in_loss and not driven and is_ours(name) and is_driven(loss_kl(name)),
-            "this KL needs ++trainer.checkpoint_callback_class=klamp.verl.Driver",
-        ),
-        *(_of_teacher(config, config["distillation"]["distillation_loss"], in_loss) if _distills(config) else ()),
-    ]
-    return that_apply(rows)
-
-
-def _of_teacher(config: Any, options: Any, in_loss: bool) -> list[tuple[bool, str]]:
-    temperature = float(config["actor_rollout_ref"]["rollout"].get("temperature", 1.0))
-    return [
-        (
-            in_loss and not options["use_task_rewards"],
-            "use_task_rewards is off: verl leaves out its policy loss, and the KL to the reference with it",
-        ),
-        (
-            options["loss_max_clamp"] is not None,
-            f"loss_max_clamp={options['loss_max_clamp']}: past it the KL to the teacher has no gradient",
-        ),
-        (
-            temperature != 1,
-            f"the teacher scores at temperature 1, the policy at rollout.temperature={temperature:g}",
+            head and c.teacher_off_policy != "none",
+            f"teacher_off_policy={c.teacher_off_policy!r} of a head cannot be honoured by verl",
+            why="where it trains on a head alone its engine leaves out the log-probabilities of the sampled tokens",
+            fix="set teacher_off_policy='none', or teacher_top_k=0",
         ),
     ]

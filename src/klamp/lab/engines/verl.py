@@ -20,9 +20,8 @@ from transformers import PreTrainedTokenizerBase
 from klamp.config import LossConfig
 from klamp.config.loss import LOSS_TYPES
 from klamp.core.types import Reduction
-from klamp.hosts.verl.fields_in_verl import written
-from klamp.hosts.verl.overrides import ACTOR, REDUCTIONS, overrides
-from klamp.hosts.verl.teacher import DISTILLATION, places
+from klamp.hosts.verl.effective_in_verl import REDUCTIONS
+from klamp.hosts.verl.overrides import ACTOR, DISTILLATION, overrides, places, written
 from klamp.lab.anchors import check_keys, check_tokens_of
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import CHECKPOINTS, FOR_VERL

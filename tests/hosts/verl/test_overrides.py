@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from klamp.config import KLConfig
 from klamp.errors import ConfigError, KlampError, KLWarning, UnknownNameError
-from klamp.hosts.verl.fields_in_verl import LOSS_FIELDS, is_ours, loss_kl, name_of
-from klamp.hosts.verl.overrides import ACTOR, DRIVEN, IMPORTED
+from klamp.hosts.verl.overrides import ACTOR, DRIVEN, IMPORTED, LOSS_FIELDS, is_ours, loss_kl, name_of
 from klamp.verl import overrides
 
 IN_REWARD = {"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}
