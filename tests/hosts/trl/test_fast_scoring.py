@@ -184,7 +184,7 @@ def test_only_completions_with_a_gradient_are_run_with_one(base: Any, folder: Pa
     inputs["advantages"] *= 0
     trainer.compute_loss(trainer.model, inputs).backward()
     assert all(p.grad is not None and not p.grad.any() for p in trainer.model.parameters())
-    assert trainer._klamp.learns is None
+    assert trainer._klamp.calls.learns is None
 
 
 def test_off_by_default_and_none_but_a_bool_or_require(base: Any, folder: Path) -> None:

@@ -28,6 +28,7 @@ from klamp.core.arguments import describe
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.coefficient import TEACHER, loss_mask
 from klamp.hosts.trl.reference import plain_model, predicted
+from klamp.hosts.trl.session import progress, session_of
 
 REF, OLD, SAMPLER = (f"{name}_per_token_logps" for name in ("ref", "old", "sampling"))
 SHIFT, EQUAL = 0.3, 0.02
@@ -118,8 +119,8 @@ class Listener:
     def _shift(self, inputs: Any) -> Tensor | None:
         """What is added to the reference's log-probabilities if they equal the policy's; None: nothing."""
         ref, scores = inputs.get(REF), [x.detach() for x in self.scores if x.requires_grad]
-        term = getattr(getattr(self.trainer, "_klamp", None), "term", None)
-        if ref is None or len(scores) != 1 or (term is not None and term.placement != "loss"):
+        session = session_of(self.trainer)
+        if ref is None or len(scores) != 1 or (session is not None and session.term.placement != "loss"):
             return None
         wave = SHIFT * torch.arange(ref.numel(), device=ref.device, dtype=ref.dtype).mul(2.4).sin().reshape(ref.shape)
         equal = (scores[0] - ref)[loss_mask(inputs)].abs().max() < EQUAL
@@ -138,7 +139,7 @@ class Listener:
             mask, ids, old, sampler = loss_mask(inputs), inputs["completion_ids"], inputs.get(OLD), inputs.get(SAMPLER)
             ended = "tool_mask" not in inputs  # each turn of a conversation with tools has an end
             return self._of_scores(loss, scores[0], mask, ids, advantages, ref, old, sampler, ended=ended)
-        if len(self.hidden) == 2 and not scores and getattr(self.trainer, "_klamp", None) is None:
+        if len(self.hidden) == 2 and not scores and session_of(self.trainer) is None:
             return self._of_hidden_states(inputs)
         if len(self.logits) == 2:
             student, teacher = self.logits
@@ -150,17 +151,9 @@ class Listener:
         ended: bool,
     ) -> Verdict:  # fmt: skip
         trainer: Any = self.trainer
-        session: Any = getattr(trainer, "_klamp", None)
-        control, taught = getattr(session, "control", None), getattr(session, "teacher", None)
-        now = trainer.state.global_step, max(trainer.state.max_steps, 1)
-        known: tuple[Any, Any, Any] = getattr(trainer, "beta", None), "reverse", "loss"
-        if ref is not None and ref is not self.reference and taught is not None:
-            known = taught.config.coefficient(*now), taught.config.teacher_direction, taught.term.placement
-        elif control is not None:
-            way = "forward" if session.term.gradient == "forward" else "reverse"
-            known = control.beta(*now), way, session.term.placement
-        # another KL than GRPO's has no coefficient that is known here
-        beta, way, where = known if ref is not None and advantages is not None else (None, known[1], None)
+        beta, way, where = self._meant(ref)
+        if ref is None or advantages is None:  # another KL than GRPO's has no coefficient that is known here
+            beta = where = None
         tokenizer = getattr(trainer, "_tokenizer", trainer.processing_class)
         ends = {"eos": tokenizer.eos_token_id} if ended else {"pad": tokenizer.pad_token_id}
         clip = (trainer.epsilon_low, trainer.epsilon_high) if hasattr(trainer, "epsilon_high") else None
@@ -169,6 +162,17 @@ class Listener:
             advantages=advantages, beta=beta, means=self.means or way, kl_in=where, clip=clip, ids=ids, **ends,
             save=self.save, once=False, host="trl",
         )  # fmt: skip
+
+    def _meant(self, ref: Any) -> tuple[Any, Any, Any]:
+        """The coefficient of a KL to `ref`, its direction, and where it enters, as far as the trainer says."""
+        trainer, session = self.trainer, session_of(self.trainer)
+        if session is not None and session.teacher is not None and ref is not None and ref is not self.reference:
+            teacher = session.teacher
+            return teacher.coefficient(trainer), teacher.config.teacher_direction, teacher.term.placement
+        if session is not None and session.control is not None:
+            way = "forward" if session.term.gradient == "forward" else "reverse"
+            return session.control.beta(*progress(trainer)), way, session.term.placement
+        return getattr(trainer, "beta", None), "reverse", "loss"
 
     def _of_logits(self, loss: Tensor, logits: Tensor, teacher: Tensor, labels: Tensor) -> Verdict:
         beta = float(self.trainer.beta)  # TRL's name for the divergence
@@ -213,13 +217,13 @@ def _attempt(run: Callable[[], Verdict]) -> Verdict:
 def _undisturbed(trainer: Any) -> Iterator[None]:
     """A context that computes no gradient, and after which trainer, model and random numbers are as before."""
     own, kept, accelerator = vars(trainer), dict(vars(trainer)), trainer.accelerator
-    session: Any = kept.get("_klamp")
+    session = session_of(trainer)
     modes, loaders = [(each, each.training) for each in trainer.model.modules()], list(accelerator._dataloaders)
     drawn, arrays = random.getstate(), np.random.get_state()
     counts = {name for name, x in kept.items() if name == "state" or (name[0] == "_" and isinstance(x, dict))}
     own.update({name: copy.deepcopy(kept[name]) for name in counts})
-    if hasattr(session, "windows"):
-        parts = {name: copy.deepcopy(getattr(session, name)) for name in ("control", "windows")}
+    if session is not None:
+        parts = {name: copy.deepcopy(getattr(session, name)) for name in ("control", "windows", "rollout", "warned")}
         trainer._klamp = replace(session, record=None, **parts)
     accelerator.backward = lambda *_, **__: None
     try:
@@ -255,7 +259,12 @@ def check(trainer: Any, *, means: Means | None = None) -> Verdict:
         ConfigError: no trainer.
     """
     if not all(hasattr(trainer, name) for name in ("compute_loss", "training_step", "accelerator")):
-        raise ConfigError("check takes a trainer of TRL's, built already", got=describe(trainer), fix="check(trainer)")
+        raise ConfigError(
+            "check takes a trainer of TRL's, built already",
+            got=describe(trainer),
+            why="it runs the trainer's own generation, rewards and loss on one micro-batch",
+            fix="check(trainer)",
+        )
     verdicts = list[Verdict]()
 
     def run() -> Verdict:

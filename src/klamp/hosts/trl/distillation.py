@@ -24,10 +24,11 @@ from klamp.hosts.common.control import check_kl
 from klamp.hosts.common.effective import Effective, EffectiveTerm
 from klamp.hosts.common.kl_fields import PASSED, TeacherFields, read_again, teacher_config
 from klamp.hosts.common.teachers import check_tokens
-from klamp.hosts.common.versions import check_version
+from klamp.hosts.common.versions import told_version
 from klamp.hosts.trl import teacher
 from klamp.hosts.trl.grpo_config import not_klamps_trainer
 from klamp.hosts.trl.reference import check_folder, own_reference, placed, plain_model, predicted, weights_are_split
+from klamp.hosts.trl.session import Scoring, Session, Teacher, mode_of
 from klamp.scoring.model_parts import check_same_vocabulary, token_logprobs
 from klamp.scoring.probe import probe
 
@@ -100,7 +101,9 @@ class DistillationTrainer(trl.DistillationTrainer):
     """
 
     _klamp: Any = None
-    """The teacher, and the batches of the present loss with what it says of them; None: the loss is TRL's own."""
+    """The session, with the teacher; None: the loss is TRL's own."""
+    _batches: list[tuple[dict[str, Any], Tensor]]
+    """The batches of the present loss, and the policy's log-probabilities, detached."""
 
     def __init__(self, model: Any, teacher_model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
         config = None if args is None else read_again(args)[1]
@@ -119,27 +122,27 @@ class DistillationTrainer(trl.DistillationTrainer):
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's loss; an error where it does not go through klamp's hook."""
-        if self._klamp is None:
-            return super().compute_loss(model, inputs, *args, **kwargs)
+        self._batches = []
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        check_once(len(self._klamp.seen), "calls of klamp's hook", host="TRL")
-        teacher.after_loss(self, *self._klamp.seen.pop())  # not in the wrapped forward: processes wait for each other
-        for kl in self._metrics["train" if model.training else "eval"].get("teacher/kl", [])[-1:]:
-            check_kl(kl)
+        if self._klamp is not None:
+            check_once(len(self._batches), "calls of klamp's hook", host="TRL")
+            teacher.after_loss(self, *self._batches.pop())  # not in the wrapped forward: processes wait for each other
+            for kl in self._metrics[mode_of(self)].get("teacher/kl", [])[-1:]:
+                check_kl(kl)
         return loss
 
     def _compute_loss(self, unwrapped_student: Any, inputs: Any, num_items_in_batch: Any) -> Any:
         if self._klamp is None:
             return super()._compute_loss(unwrapped_student, inputs, num_items_in_batch)
-        taught, count, other = self._klamp.teacher, loss_mask(inputs).sum(), self.teacher_model
-        of_tokens = taught.how is None or taught.config.teacher_horizon == "sequence"
+        kept, count, model = self._klamp.teacher, loss_mask(inputs).sum(), self.teacher_model
+        of_tokens = kept.prefixes is None or kept.config.teacher_horizon == "sequence"
         hidden, logprobs, entropy = self._read(unwrapped_student, inputs, of_tokens)
-        plain = self.accelerator.unwrap_model(other.eval())
+        plain = self.accelerator.unwrap_model(model.eval())
         with torch.no_grad():
-            theirs, told, _ = self._forward_redirection(other, plain, self._read, plain, inputs, False)
-        batch = {**inputs, teacher.PREDICTED: theirs, TEACHER: told, "advantages": torch.zeros_like(told[:, 0])}
-        total: Any = teacher.penalty(self, batch, logprobs, hidden)
-        self._klamp.seen.append((batch, logprobs.detach()))
+            states, scores, _ = self._forward_redirection(model, plain, self._read, plain, inputs, False)
+        batch = {**inputs, teacher.PREDICTED: states, TEACHER: scores, "advantages": torch.zeros_like(scores[:, 0])}
+        total: Any = teacher.penalty(self, batch, Scoring(logprobs, hidden))
+        self._batches.append((batch, logprobs.detach()))
         divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         return total.sum() / divisor, entropy, count
 
@@ -168,17 +171,17 @@ def _loaded(given: Any, student: Any, args: Any) -> Any:
     return own_reference(student, given, how, peft=True)
 
 
-def join(trainer: Any, config: TeacherConfig, other: Any) -> None:
+def join(trainer: Any, config: TeacherConfig, model: Any) -> None:
     """Give a trainer klamp's KL to a teacher, unless hidden states and output head of the two cannot be had."""
-    models = [trainer.accelerator.unwrap_model(each) for each in (trainer.model, other)]
-    if weights_are_split(trainer) or not all(probe(each).head for each in models):
+    models = [trainer.accelerator.unwrap_model(wrapped) for wrapped in (trainer.model, model)]
+    if weights_are_split(trainer) or not all(probe(plain).head for plain in models):
         raise ConfigError(
             "klamp's KL to a teacher cannot be had for these models",
-            got=" and ".join(type(each).__name__ for each in models),
+            got=" and ".join(type(plain).__name__ for plain in models),
             why="it is made from hidden states and a whole output head, which together have to give a model's numbers",
             fix="use DDP or ZeRO-2, and no adapter on the output head; or TRL's own divergence",
         )
-    trainer._klamp = SimpleNamespace(teacher=teacher.Teacher(config, config.build_term(), other), seen=[])
+    trainer._klamp = Session.of(None, teacher=Teacher(config, model))
 
 
 def attached(trainer: Any, config: TeacherConfig) -> Any:
@@ -215,7 +218,7 @@ def in_force(trainer: Any) -> Effective:
         placement=PLACEMENTS["loss"],
     )
     return Effective(
-        host=f"trl {check_version('trl')}, {type(trainer).__name__}",
+        host=told_version("trl", trainer),
         terms=(replace(teacher.effective_term(trainer) or stock, price="there is no reward to weigh it against"),),
         normalizer=f"{describe_average('token_mean')} (TRL's own)",
         reference="none: TRL's distillation has no reference",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -27,6 +27,7 @@ from klamp.hosts.common.coefficient import GATE_KL, batch_of, loss_mask
 from klamp.hosts.common.step_zero import active_dropouts
 from klamp.hosts.trl.grpo_config import liger_bypasses
 from klamp.hosts.trl.reference import plain_model, weights_are_split
+from klamp.hosts.trl.session import TRLTrainer
 from klamp.scoring.completions import Completions
 from klamp.scoring.model_parts import OpenedModel, Positions, Traits, cache_name, cache_rows
 from klamp.scoring.passes import distinct, run_prompts
@@ -49,32 +50,7 @@ NO_GRADIENT = (
 )
 
 
-@dataclass
-class FastScoring:
-    """Whether and how klamp scores the completions of one of TRL's trainers."""
-
-    required: bool
-    """Whether TRL's own scoring is refused."""
-    reason: str = ""
-    """Why it is not used at all; empty where it is."""
-    traits: dict[int, Traits] = field(default_factory=dict)
-    """What each model allows, by the `id` of its innermost module; empty before they were tried out."""
-    told: set[str] = field(default_factory=set)
-    """The reasons that the user knows."""
-
-    def __str__(self) -> str:
-        if self.reason:
-            return f"fast_scoring is asked for, and TRL's own scoring is used: {self.reason}"
-        if not self.traits:
-            return "fast_scoring is asked for; what the model allows is found out at the first batch"
-        shared = all(each.sharing == "gradient" for each in self.traits.values())
-        once = "each distinct prompt once" if shared else "each completion with its prompt where the cache is no help"
-        apart = "".join(f"; but not where {reason}" for reason in sorted(self.told))
-        first = "; generation by transformers runs each distinct prompt once" if shared else ""
-        return f"completions are scored by klamp: {once}, no padding in the head, no logits held{first}{apart}"
-
-
-def settle(trainer: Any) -> None:
+def settle(trainer: TRLTrainer) -> None:
     """Find out what a trainer's models allow, once they are where they will be used."""
     fast = trainer._klamp.fast
     if fast is None or fast.reason or fast.traits:
@@ -94,7 +70,7 @@ def settle(trainer: Any) -> None:
         trainer._caution(NO_GRADIENT)
 
 
-def fall_back(trainer: Any, reason: str, *, what: str = "TRL's own scoring") -> None:
+def fall_back(trainer: TRLTrainer, reason: str, *, what: str = "TRL's own scoring") -> None:
     """Say once that TRL's own way is taken, and why."""
     fast = trainer._klamp.fast
     if fast.required:
@@ -109,7 +85,7 @@ def fall_back(trainer: Any, reason: str, *, what: str = "TRL's own scoring") -> 
     fast.told.add(reason)
 
 
-def _tried_out(trainer: Any, model: Any) -> tuple[Traits, str]:
+def _tried_out(trainer: TRLTrainer, model: Any) -> tuple[Traits, str]:
     """What a model allows; and why fast scoring cannot use it, "" if it can."""
     unwrapped = trainer.accelerator.unwrap_model(model)
     plain = grpo_trainer.disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs)
@@ -137,7 +113,7 @@ def _trial(model: nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _same_as_host(trainer: Any, model: Any, call: dict[str, Any], traits: Traits) -> bool:
+def _same_as_host(trainer: TRLTrainer, model: Any, call: dict[str, Any], traits: Traits) -> bool:
     """Whether fast scores differ from TRL's no more than TRL's own do when it scores in other parts."""
     mask = call["attention_mask"][:, -call["logits_to_keep"] :].bool()
     call = call | {"compute_entropy": model is trainer.model}  # TRL gives a reference's to nobody
@@ -149,7 +125,7 @@ def _same_as_host(trainer: Any, model: Any, call: dict[str, Any], traits: Traits
         own = partial(getattr(grpo_trainer.GRPOTrainer, SCORING), trainer, model, **call)
         with _as_prepared(trainer, model):
             expected, also = together(own(batch_size=4)), together(own(batch_size=2))
-        ours = together(_scores(trainer, model, Call(**call), traits))
+        ours = together(_scores(trainer, model, ScoringCall(**call), traits))
     except Exception:  # as in klamp.scoring.probe: models refuse in a dozen ways
         return False
     low = next(model.parameters()).dtype.itemsize < 4 or _is_mixed(trainer)
@@ -157,12 +133,12 @@ def _same_as_host(trainer: Any, model: Any, call: dict[str, Any], traits: Traits
     return bool(((ours - expected).abs() <= bound).all())
 
 
-def _is_mixed(trainer: Any) -> bool:
+def _is_mixed(trainer: TRLTrainer) -> bool:
     return trainer.accelerator.mixed_precision not in ("no", None)
 
 
 @contextmanager
-def _as_prepared(trainer: Any, model: Any) -> Iterator[None]:
+def _as_prepared(trainer: TRLTrainer, model: Any) -> Iterator[None]:
     """A context in which a model computes as accelerate will have it: in mixed precision, with outputs in float32."""
     if not _is_mixed(trainer):
         yield
@@ -179,7 +155,7 @@ def _as_prepared(trainer: Any, model: Any) -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class ScoringCall:
     """What TRL's scoring method is asked, by TRL's names."""
 
     input_ids: Tensor
@@ -192,7 +168,7 @@ class Call:
     hidden: bool = False
     """Whether the hidden states that tokens were predicted from are wanted."""
 
-    def completions(self, rows: slice) -> Completions:
+    def completions(self, rows: slice = slice(None)) -> Completions:
         """Some of the completions, in klamp's words."""
         ids, mask, length = self.input_ids[rows], self.attention_mask[rows], self.logits_to_keep
         blank = torch.zeros(len(ids), length, device=ids.device)
@@ -210,7 +186,7 @@ Found = tuple[Tensor, Tensor | None, Tensor | None]
 """Log-probabilities [B, T], entropies [B, T] and hidden states [B, T, H]; None where nobody asked."""
 
 
-def scored(trainer: Any, args: tuple[Any, ...], options: dict[str, Any], *, hidden: bool) -> Found | None:
+def scored(trainer: TRLTrainer, args: tuple[Any, ...], options: dict[str, Any], *, hidden: bool) -> Found | None:
     """What TRL's scoring method was asked with `args` and `options`, by klamp's scorer; None if TRL has to do it."""
     session = trainer._klamp
     if session.fast is None or session.fast.reason:
@@ -223,8 +199,8 @@ def scored(trainer: Any, args: tuple[Any, ...], options: dict[str, Any], *, hidd
     traits = session.fast.traits.get(id(plain_model(trainer, model)))
     if traits is None:  # a model of somebody else's
         return None
-    own = {name: value for name, value in given.items() if name in Call.__dataclass_fields__}
-    call = Call(**own, hidden=hidden, learns=session.learns if torch.is_grad_enabled() else None)
+    own = {name: value for name, value in given.items() if name in ScoringCall.__dataclass_fields__}
+    call = ScoringCall(**own, hidden=hidden, learns=session.calls.learns if torch.is_grad_enabled() else None)
     others = {name: value for name, value in given.items() if name not in own and name != "self"}
     reason = why_not_these(trainer, call.attention_mask, call.logits_to_keep, others)
     opened = OpenedModel(plain_model(trainer, model), traits)
@@ -236,7 +212,7 @@ def scored(trainer: Any, args: tuple[Any, ...], options: dict[str, Any], *, hidd
     return _scores(trainer, model, call, traits)
 
 
-def _scores(trainer: Any, model: Any, call: Call, traits: Traits) -> Found:
+def _scores(trainer: TRLTrainer, model: Any, call: ScoringCall, traits: Traits) -> Found:
     """The scores of all rows, a batch of them at a time."""
     count = len(call.input_ids)
     size = call.batch_size or count
@@ -247,7 +223,7 @@ def _scores(trainer: Any, model: Any, call: Call, traits: Traits) -> Found:
     return logprobs, entropy, hidden
 
 
-def _pass(trainer: Any, model: Any, call: Call, rows: slice, traits: Traits) -> dict[str, Tensor]:
+def _pass(trainer: TRLTrainer, model: Any, call: ScoringCall, rows: slice, traits: Traits) -> dict[str, Tensor]:
     """The scores of some rows, out of one call of the model as it is wrapped (DDP, DeepSpeed, an adapter)."""
     causal, completions = plain_model(trainer, model), call.completions(rows)
     learns = None if call.learns is None or bool(call.learns[rows].all()) else call.learns[rows]
@@ -283,14 +259,14 @@ def replaced(model: nn.Module, method: str, function: Any) -> Iterator[None]:
             setattr(model, method, before)
 
 
-def learning_rows(trainer: Any, inputs: Any, beta: float) -> Tensor | None:
+def learning_rows(trainer: TRLTrainer, inputs: Any, beta: float) -> Tensor | None:
     """Which completions of a micro-batch have a gradient, as far as TRL's own loss tells; None: all may. [B] bool"""
     session = trainer._klamp
     if session.fast is None or trainer._host_class("_compute_loss") is not grpo_trainer.GRPOTrainer:
         return None
     if trainer._entropy_bonus_enabled or trainer.aux_loss_enabled:
         return None
-    controlled = session.control is not None and session.control.kl.needs_reference
+    controlled = session.has_kl
     if trainer.beta != 0 and not controlled:
         return loss_mask(inputs).any(-1)
     if controlled and session.term.clip_method != "none" and inputs.get(GATE_KL) is None:
@@ -301,7 +277,7 @@ def learning_rows(trainer: Any, inputs: Any, beta: float) -> Tensor | None:
     return ~without_gradient(batch, Objective(beta=beta if controlled else 0.0, kl=session.term, others=others))
 
 
-def why_not_fast(trainer: Any) -> str:
+def why_not_fast(trainer: TRLTrainer) -> str:
     """Why no completion of a trainer can be scored fast, in words; "" if its settings do not forbid it."""
     args, models = trainer.args, [each for each in (trainer.model, trainer.ref_model) if each is not None]
     owner, policy = trainer._host_class(SCORING), trainer.accelerator.unwrap_model(trainer.model)
@@ -327,7 +303,7 @@ def why_not_fast(trainer: Any) -> str:
     return next((text for applies, text in rows if applies), "")
 
 
-def why_not_these(trainer: Any, mask: Tensor, length: int, others: dict[str, Any]) -> str:
+def why_not_these(trainer: TRLTrainer, mask: Tensor, length: int, others: dict[str, Any]) -> str:
     """Why these completions cannot be scored fast, "" if they can; `others` are pictures, types of tokens, ..."""
     given = [name for name, value in others.items() if value is not None and value is not False]
     if "compute_aux_loss" in given:
@@ -344,7 +320,7 @@ def why_not_these(trainer: Any, mask: Tensor, length: int, others: dict[str, Any
 
 
 @contextmanager
-def prompts_once(trainer: Any) -> Iterator[None]:
+def prompts_once(trainer: TRLTrainer) -> Iterator[None]:
     """A context in which `generate` of a trainer's model runs each distinct prompt once, if that is possible."""
     fast = trainer._klamp.fast
     causal = None if fast is None or fast.reason else plain_model(trainer, trainer.model)
@@ -398,13 +374,13 @@ def _cache_of_prompts(causal: nn.Module, ids: Tensor, mask: Tensor, options: dic
     return cache_rows(run_prompts(opened, some, their_mask, which).cache, which, room=longest)
 
 
-def cuts_anew(trainer: Any) -> bool:
+def cuts_anew(trainer: TRLTrainer) -> bool:
     """Whether a trainer's micro-batches are to be put together anew."""
     fast = trainer._klamp.fast
     return fast is not None and not fast.reason and keeps_sums(trainer)
 
 
-def keeps_sums(trainer: Any) -> bool:
+def keeps_sums(trainer: TRLTrainer) -> bool:
     """Whether an optimizer step has several micro-batches, and the same loss and gradient however it is cut."""
     steps = (trainer.args.steps_per_generation, trainer.args.gradient_accumulation_steps)
     return (

@@ -202,16 +202,21 @@ def liger_bypasses() -> bool:
     return hasattr(trl.GRPOTrainer, "compute_liger_loss")
 
 
+def needs_adapter(field: str, kind: str, has_adapter: bool, *, instead: str) -> Refusal:
+    """The refusal of an anchor that is the policy with its adapter off, if the policy has no adapter."""
+    return Refusal(
+        kind == "adapter_off" and not has_adapter,
+        f"{field}='adapter_off' needs a model with a PEFT adapter",
+        why="without an adapter there is nothing to switch off",
+        fix=f"pass peft_config, or {instead}",
+    )
+
+
 def check_reference(kl: KLConfig, args: Any, *, adapters: Collection[str], chosen: bool) -> None:
     """Refuse a reference that TRL cannot have for a policy with these adapters; before TRL is asked for it."""
     off, moving = kl.reference == "adapter_off", kl.reference in ("ema", "periodic")
     refuse([
-        Refusal(
-            off and not adapters,
-            "reference='adapter_off' needs a model with a PEFT adapter",
-            why="without an adapter there is nothing to switch off",
-            fix="pass peft_config, or leave reference unset",
-        ),
+        needs_adapter("reference", kl.reference, bool(adapters), instead="leave reference unset"),
         Refusal(
             off and chosen,
             "reference='adapter_off' cannot be combined with ref_model",

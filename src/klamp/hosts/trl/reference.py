@@ -22,6 +22,7 @@ from klamp.config import KLConfig
 from klamp.core.types import Batch, Direction
 from klamp.errors import ConfigError, ModelError
 from klamp.hosts.common.coefficient import loss_mask
+from klamp.hosts.trl.session import TRLTrainer
 from klamp.scoring.model_parts import Predictions, check_whole, divergence, head_of
 
 REF_HIDDEN = "klamp_ref_hidden"
@@ -81,7 +82,7 @@ def frozen_copy(model: Any) -> nn.Module:
     return made.to(dtype=split[0].dtype, device=split[0].device)
 
 
-def prepared_model(trainer: Any, model: Any) -> Any:
+def prepared_model(trainer: TRLTrainer, model: Any) -> Any:
     """A frozen model, prepared as TRL prepares its reference."""
     args = trainer.args
     model.requires_grad_(False).eval()
@@ -99,7 +100,7 @@ def prepared_model(trainer: Any, model: Any) -> Any:
     return placed(trainer, model)
 
 
-def placed(trainer: Any, model: Any) -> Any:
+def placed(trainer: TRLTrainer, model: Any) -> Any:
     """A model that is not trained, where and as the trainer's accelerator has it."""
     if trainer.is_deepspeed_enabled:
         return grpo_trainer.prepare_deepspeed(model, trainer.accelerator)
@@ -108,7 +109,7 @@ def placed(trainer: Any, model: Any) -> Any:
     return trainer.accelerator.prepare_model(model, evaluation_mode=True)
 
 
-def describe_reference(trainer: Any, source: str) -> str:
+def describe_reference(trainer: TRLTrainer, source: str) -> str:
     """What a TRL trainer scores as the reference, in words; `source`: where a model of its own comes from."""
     if trainer.beta == 0:
         return "none: beta is 0"
@@ -123,7 +124,7 @@ def describe_reference(trainer: Any, source: str) -> str:
     return source
 
 
-def follow_policy(trainer: Any) -> None:
+def follow_policy(trainer: TRLTrainer) -> None:
     """Let the reference follow the policy, if it should, through TRL's own callback."""
     callbacks = trainer.callback_handler.callbacks
     if trainer.args.sync_ref_model and not any(isinstance(c, grpo_trainer.SyncRefModelCallback) for c in callbacks):
@@ -132,20 +133,20 @@ def follow_policy(trainer: Any) -> None:
         )
 
 
-def plain_model(trainer: Any, model: Any) -> Any:
+def plain_model(trainer: TRLTrainer, model: Any) -> Any:
     """The transformers model under accelerate's and PEFT's wrappers."""
     model = trainer.accelerator.unwrap_model(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def why_not_exact(trainer: Any) -> str:
+def why_not_exact(trainer: TRLTrainer) -> str:
     """Why this trainer cannot give the exact KL to its reference, in words; "" where it can."""
     if trainer.args.sync_ref_model:
         return "the reference moves between the pass and the loss, and its output head with it"
     return why_no_head(trainer, trainer.model)
 
 
-def why_no_head(trainer: Any, model: Any) -> str:
+def why_no_head(trainer: TRLTrainer, model: Any) -> str:
     """Why a model's hidden states and output head cannot be had in this trainer, in words; "" where they can."""
     if trainer._never_exact:
         return trainer._never_exact
@@ -158,13 +159,13 @@ def why_no_head(trainer: Any, model: Any) -> str:
     return "" if head.scale == 1 else f"the model multiplies its logits by {head.scale:g}"
 
 
-def weights_are_split(trainer: Any) -> bool:
+def weights_are_split(trainer: TRLTrainer) -> bool:
     """Whether no process has all weights: under FSDP, and under the third stage of DeepSpeed's ZeRO."""
     stage = trainer.accelerator.state.deepspeed_plugin.zero_stage if trainer.is_deepspeed_enabled else 0
     return trainer.is_fsdp_enabled or stage == 3
 
 
-def exact_rows(trainer: Any, kl: KLConfig | None) -> int:
+def exact_rows(trainer: TRLTrainer, kl: KLConfig | None) -> int:
     """How many completions of a group have their exact KL measured: all if the loss needs it, else one if it can be."""
     if kl is None:
         return 0
@@ -176,7 +177,7 @@ def exact_rows(trainer: Any, kl: KLConfig | None) -> int:
     return trainer.num_generations
 
 
-def no_sum(field: str, value: str, trainer: Any, reason: str) -> ConfigError:
+def no_sum(field: str, value: str, trainer: TRLTrainer, reason: str) -> ConfigError:
     """The error for a KL that is summed over the vocabulary, of a model without what that needs."""
     return ConfigError(
         f"{field}={value!r} cannot be honoured for this model",
@@ -187,7 +188,7 @@ def no_sum(field: str, value: str, trainer: Any, reason: str) -> ConfigError:
 
 
 @contextmanager
-def hidden_states(trainer: Any, model: Any, *, wanted: bool) -> Iterator[list[Tensor]]:
+def hidden_states(trainer: TRLTrainer, model: Any, *, wanted: bool) -> Iterator[list[Tensor]]:
     """A context that collects the last hidden states of every forward pass of a model, [B, P + T, H] each."""
     kept: list[Tensor] = []
     if not wanted:
@@ -209,19 +210,19 @@ def of_completions(kept: list[Tensor], logprobs: Tensor | None) -> Tensor | None
     return None if not kept or logprobs is None else torch.cat(kept)[:, -logprobs.shape[1] - 1 : -1]
 
 
-def keep_reference(trainer: Any, output: dict[str, Any], hidden: Tensor | None) -> None:
+def keep_reference(trainer: TRLTrainer, output: dict[str, Any], hidden: Tensor | None) -> None:
     """Put the reference's hidden states, for the chosen rows, into a generation batch."""
-    session = trainer._klamp
-    if hidden is None or not session.exact_rows:
+    measured = trainer._klamp.reference.exact_rows
+    if hidden is None or not measured:
         return
     rows, first = len(hidden), trainer.accelerator.process_index * len(hidden)
     size = trainer.num_generations
-    chosen = [(first + row) % size < session.exact_rows for row in range(rows)]
+    chosen = [(first + row) % size < measured for row in range(rows)]
     output[REF_HIDDEN] = [hidden[row].clone() if chosen[row] else None for row in range(rows)]
 
 
 def exact_kl_of(
-    trainer: Any, inputs: Any, hidden: Tensor | None, *, direction: Direction = "reverse"
+    trainer: TRLTrainer, inputs: Any, hidden: Tensor | None, *, direction: Direction = "reverse"
 ) -> tuple[Tensor, Tensor] | None:
     """The exact KL of a batch, 0 where it is not measured, and where it is; with gradient in `hidden`. [B, T] each"""
     kept = inputs.get(REF_HIDDEN)
@@ -247,7 +248,7 @@ def predicted(model: Any, states: Tensor) -> Predictions:
     return Predictions(values=states.to(device=head.weight.device, dtype=head.weight.dtype), head=head)
 
 
-def with_exact(trainer: Any, batch: Batch, inputs: Any, hidden: Tensor | None) -> Batch:
+def with_exact(trainer: TRLTrainer, batch: Batch, inputs: Any, hidden: Tensor | None) -> Batch:
     """The batch with the exact KL that its loss is made of; `token_penalty` refuses a batch without it."""
     term = trainer._klamp.term
     if term.value != "exact":
