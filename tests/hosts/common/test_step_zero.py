@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from klamp.hosts.common.step_zero import active_dropouts, likely_reasons
+from klamp.hosts.common.anchors import active_dropouts, likely_reasons
 
 
 def test_why_the_kl_is_not_zero_at_the_start() -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from klamp.config.teacher import TeacherConfig
 from klamp.errors import KLWarning, ModelError
-from klamp.hosts.common.teachers import check_tokens, no_prompt, prefix_kl
+from klamp.hosts.common.anchors import check_tokens, no_prompt, prefix_kl
 from klamp.scoring.model_parts import PrefixKL
 
 

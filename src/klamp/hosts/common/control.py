@@ -19,8 +19,8 @@ from klamp.config.loss import Price, price_at_distance
 from klamp.config.rules import wide_clip
 from klamp.core.arguments import check_instance, describe, is_finite_number
 from klamp.core.controllers import FixedController, HoldController, kl_schedule_factor
+from klamp.doctor.alarms_kl import REFERENCE_DIFFERS
 from klamp.errors import ConfigError, KLWarning, NonFiniteError, RunFolderError
-from klamp.hosts.common.step_zero import resumed_text
 
 OWN = ("reference_length", "last_kl")
 """What a saved state holds besides the controller's: numbers, or None."""
@@ -89,6 +89,22 @@ def landing_beta(target_kl: float, metrics: Mapping[str, float], rewards: Tensor
     if rewards is None or not (price > 0 and length > 0):
         return None
     return price_at_distance(rewards, length * target_kl) * (metrics["beta"] / price)
+
+
+RESUMED = 10.0
+"""How many times larger or smaller the KL of the first step after a resume must be to speak of another reference."""
+
+
+def resumed_text(before: float, after: float) -> str:
+    """The warning where the KL (nats per token) is another after a resume than in the step before; "" where not."""
+    least = REFERENCE_DIFFERS.value  # a run's first steps multiply a KL below it
+    if before <= max(least, RESUMED * after) and after <= RESUMED * max(least, before):
+        return ""
+    return (
+        f"The KL is {after:.3g} nats per token in the first step after the resume, and was {before:.3g} in the last "
+        "one before it. Most likely the reference is another model than it was, or the policy not that of the "
+        "checkpoint. Resume with the model and the reference that the run was started with."
+    )
 
 
 class KLControl:

@@ -18,10 +18,10 @@ from klamp.core.masking import masked_sum
 from klamp.core.penalty import advantages_with_kl, shifted_advantages
 from klamp.core.term import Gate, KLTerm, require_reference, sequence_gate_kl
 from klamp.core.types import Batch, Reduction
+from klamp.doctor.alarms_kl import STEP_ZERO
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, batch_of, loss_mask
 from klamp.hosts.common.control import KLControl
-from klamp.hosts.common.step_zero import STEP_ZERO_KL
 
 LENGTH_COLUMN = "reference_length"
 """The data column that gives a prompt's reference length in tokens."""
@@ -47,18 +47,12 @@ class Generation:
     """The host's tensors, the completions of a prompt next to each other (across processes where they are split)."""
     old_logprobs: Tensor | None
     """[B, T] under the policy before the batch's first update; None where nothing needs them."""
-    rows: Sequence[Mapping[str, Any]]
-    """[B] the data rows."""
-    lengths: Tensor
-    """[B] completion lengths in tokens, end token included, before any masking."""
-    group_size: int
-    """Completions per prompt."""
-    accelerator: Any
-    """gather and reduce over processes."""
-    exact_kl: Tensor | None = None
-    """[B, T] exact KL of that policy; only where every completion has it."""
-    scorable: Tensor | None = None
-    """[B of all processes] bool: completions with a reward; None: all."""
+    rows: Sequence[Mapping[str, Any]]  # [B] the data rows
+    lengths: Tensor  # [B] completion lengths in tokens, end token included, before any masking
+    group_size: int  # completions per prompt
+    accelerator: Any  # gather and reduce over processes
+    exact_kl: Tensor | None = None  # [B, T] exact KL of that policy; only where every completion has it
+    scorable: Tensor | None = None  # [B of all processes] bool: completions with a reward; None: all
 
     def batch(self) -> Batch:
         """In klamp's words, as the policy saw it before its first update."""
@@ -159,7 +153,7 @@ def _measured(generation: Generation) -> float:
     sizes = torch.stack([size.to(lengths.device, torch.float32) for size in sizes])
     kl, tokens, length, count = generation.accelerator.reduce(sizes, reduction="sum").tolist()
     distance = kl / max(tokens, 1.0)
-    if distance > STEP_ZERO_KL:
+    if distance > STEP_ZERO.value:
         raise ConfigError(
             "the reference length cannot be measured",
             got=f"KL {distance:.2e} nats per token between policy and reference at the first generation batch",

@@ -51,10 +51,8 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
 class Reported:
     """What one side reports, held against every reading."""
 
-    side: str
-    """Whose: sampler or trainer."""
-    gaps: Mapping[str, float]
-    """Reading -> mean size of the difference, in nats per token."""
+    side: str  # whose: sampler or trainer
+    gaps: Mapping[str, float]  # reading -> mean size of the difference, in nats per token
 
     @property
     def nearest(self) -> str:
@@ -87,10 +85,8 @@ class Reported:
 class SyncReport:
     """What sampler and trainer report of the same tokens."""
 
-    tokens: int
-    """How many tokens were compared."""
-    sides: tuple[Reported, ...]
-    """The sampler, and the trainer where its numbers are there."""
+    tokens: int  # how many tokens were compared
+    sides: tuple[Reported, ...]  # the sampler, and the trainer where its numbers are there
 
     @property
     def in_sync(self) -> bool:

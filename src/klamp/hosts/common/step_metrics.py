@@ -25,34 +25,21 @@ from klamp.doctor.metrics import Counted, averaged_over
 class StepRecord:
     """The tokens of B completions of T positions at the start of a step's updates, all without gradient."""
 
-    mask: Tensor
-    """[B, T] bool: tokens that are trained on."""
-    kl_mask: Tensor
-    """[B, T] bool: tokens that carry the KL."""
-    policy: Tensor
-    """[B, T] log-probabilities under the policy."""
-    rewards: Tensor
-    """[B] rewards of the completions."""
-    ended: Tensor
-    """[B] bool: whether the completion has an end token."""
-    lengths: Tensor
-    """[B] tokens, end token included, before any masking."""
-    sampler: Tensor | None = None
-    """[B, T] log-probabilities under the sampler; None where it does not tell."""
+    mask: Tensor  # [B, T] bool: tokens that are trained on
+    kl_mask: Tensor  # [B, T] bool: tokens that carry the KL
+    policy: Tensor  # [B, T] log-probabilities under the policy
+    rewards: Tensor  # [B] rewards of the completions
+    ended: Tensor  # [B] bool: whether the completion has an end token
+    lengths: Tensor  # [B] tokens, end token included, before any masking
+    sampler: Tensor | None = None  # [B, T] log-probabilities under the sampler; None where it does not tell
     repeated: Tensor | None = None
     """[B] tokens that stand in a pair which was in their completion before; see `repeated_pairs`."""
-    entropy: Tensor | None = None
-    """[B, T] entropy of the policy, in nats; None where a service keeps the logits."""
-    ref: Tensor | None = None
-    """[B, T] log-probabilities under the reference; None at beta 0."""
-    original: Tensor | None = None
-    """[B, T] log-probabilities under the model that a moving reference started from."""
-    exact: Tensor | None = None
-    """[B, T] exact KL(policy||ref) in nats."""
-    exact_forward: Tensor | None = None
-    """[B, T] exact KL(ref||policy) in nats."""
-    exact_rows: Tensor | None = None
-    """[B] bool: completions whose exact KL was measured."""
+    entropy: Tensor | None = None  # [B, T] entropy of the policy, in nats; None where a service keeps the logits
+    ref: Tensor | None = None  # [B, T] log-probabilities under the reference; None at beta 0
+    original: Tensor | None = None  # [B, T] log-probabilities under the model that a moving reference started from
+    exact: Tensor | None = None  # [B, T] exact KL(policy||ref) in nats
+    exact_forward: Tensor | None = None  # [B, T] exact KL(ref||policy) in nats
+    exact_rows: Tensor | None = None  # [B] bool: completions whose exact KL was measured
 
 
 def step_metrics(record: StepRecord, *, group_size: int) -> dict[str, float]:

@@ -21,18 +21,12 @@ from klamp.errors import KLWarning, UnsupportedVersion, missing_library
 class HostRecord:
     """One package that klamp's KL is used in."""
 
-    needed: str
-    """What pip may install: a floor, which is tested; a cap only where a break is known."""
-    upto: str
-    """The newest version, or series of versions, that klamp's tests have run against."""
-    door: str
-    """The module of klamp's that needs it."""
-    extra: str
-    """The extra of klamp's that installs it; empty: none does."""
-    asked: str
-    """Where its version is asked for: a cell of the table in docs/records/newest.md."""
-    why: str
-    """What may break with another version."""
+    needed: str  # what pip may install: a floor, which is tested; a cap only where a break is known
+    upto: str  # the newest version, or series of versions, that klamp's tests have run against
+    door: str  # the module of klamp's that needs it
+    extra: str  # the extra of klamp's that installs it; empty: none does
+    asked: str  # where its version is asked for: a cell of the table in docs/records/newest.md
+    why: str  # what may break with another version
 
 
 _SENT = "a trainer's weights are sent into vLLM, and what it packs or renames of them changes from version to version"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import trl
@@ -19,16 +19,16 @@ from klamp.config.describe import PLACEMENTS, TAUGHT, describe_average
 from klamp.config.teacher import TeacherConfig
 from klamp.core.types import Direction
 from klamp.errors import ConfigError, Refusal, refuse
+from klamp.hosts.common.anchors import check_tokens
 from klamp.hosts.common.coefficient import TEACHER, check_once, loss_mask
 from klamp.hosts.common.control import check_kl
 from klamp.hosts.common.effective import Effective, EffectiveTerm
 from klamp.hosts.common.kl_fields import PASSED, TeacherFields, read_again, teacher_config
-from klamp.hosts.common.teachers import check_tokens
 from klamp.hosts.common.versions import told_version
 from klamp.hosts.trl import teacher
 from klamp.hosts.trl.grpo_config import not_klamps_trainer
 from klamp.hosts.trl.reference import check_folder, own_reference, placed, plain_model, predicted, weights_are_split
-from klamp.hosts.trl.session import Scoring, Session, Teacher, mode_of
+from klamp.hosts.trl.session import Scoring, Session, Teacher, TRLTrainer, mode_of
 from klamp.scoring.model_parts import check_same_vocabulary, token_logprobs
 from klamp.scoring.probe import probe
 
@@ -111,14 +111,15 @@ class DistillationTrainer(trl.DistillationTrainer):
             super().__init__(model, teacher_model, args, *more, **options)
             return
         named = config.teacher_model if teacher_model is None else teacher_model
-        other = _loaded(named, model, args)
+        loaded = _loaded(named, model, args)
         args.beta = float(args.beta)
         super().__init__(model, None, args, *more, **options)
-        check_same_vocabulary(other, self.accelerator.unwrap_model(self.model), who="teacher", larger=True)
+        trainer = cast(TRLTrainer, self)
+        check_same_vocabulary(loaded, self.accelerator.unwrap_model(self.model), who="teacher", larger=True)
         if isinstance(named, str):
             check_tokens(teacher.tokenizer_of(named), self._tokenizer, name=named)
-        join(self, config, other)
-        self.teacher_model = placed(self, other)
+        join(trainer, config, loaded)
+        self.teacher_model = placed(trainer, loaded)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's loss; an error where it does not go through klamp's hook."""
@@ -126,22 +127,23 @@ class DistillationTrainer(trl.DistillationTrainer):
         loss = super().compute_loss(model, inputs, *args, **kwargs)
         if self._klamp is not None:
             check_once(len(self._batches), "calls of klamp's hook", host="TRL")
-            teacher.after_loss(self, *self._batches.pop())  # not in the wrapped forward: processes wait for each other
-            for kl in self._metrics[mode_of(self)].get("teacher/kl", [])[-1:]:
+            trainer = cast(TRLTrainer, self)
+            teacher.after_loss(trainer, *self._batches.pop())  # not in the wrapped forward: processes wait
+            for kl in self._metrics[mode_of(trainer)].get("teacher/kl", [])[-1:]:
                 check_kl(kl)
         return loss
 
     def _compute_loss(self, unwrapped_student: Any, inputs: Any, num_items_in_batch: Any) -> Any:
         if self._klamp is None:
             return super()._compute_loss(unwrapped_student, inputs, num_items_in_batch)
-        kept, count, model = self._klamp.teacher, loss_mask(inputs).sum(), self.teacher_model
-        of_tokens = kept.prefixes is None or kept.config.teacher_horizon == "sequence"
+        own, count, model = self._klamp.teacher, loss_mask(inputs).sum(), self.teacher_model
+        of_tokens = own.prefixes is None or own.config.teacher_horizon == "sequence"
         hidden, logprobs, entropy = self._read(unwrapped_student, inputs, of_tokens)
         plain = self.accelerator.unwrap_model(model.eval())
         with torch.no_grad():
             states, scores, _ = self._forward_redirection(model, plain, self._read, plain, inputs, False)
         batch = {**inputs, teacher.PREDICTED: states, TEACHER: scores, "advantages": torch.zeros_like(scores[:, 0])}
-        total: Any = teacher.penalty(self, batch, Scoring(logprobs, hidden))
+        total: Any = teacher.penalty(cast(TRLTrainer, self), batch, Scoring(logprobs, hidden))
         self._batches.append((batch, logprobs.detach()))
         divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         return total.sum() / divisor, entropy, count
@@ -149,26 +151,27 @@ class DistillationTrainer(trl.DistillationTrainer):
     def _read(self, model: Any, inputs: Any, learns: bool) -> tuple[Tensor, Tensor, Tensor]:
         """The hidden states from which a model predicts the completions by TRL's own pass, [B, T, H]; the tokens'
         log-probabilities, [B, T], 0 where masked, with gradient where they learn; the sum of the entropies."""
-        ids, seen = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask"))
-        takes, mask = inspect.signature(self._get_last_hidden_state).parameters, loss_mask(inputs)
-        images = {name: each for name, each in inputs.items() if name in takes}
-        hidden = self._get_last_hidden_state(model, ids, seen, mask.shape[1], **images)
+        ids, present = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask"))
+        parameters, mask = inspect.signature(self._get_last_hidden_state).parameters, loss_mask(inputs)
+        images = {name: values for name, values in inputs.items() if name in parameters}
+        hidden = self._get_last_hidden_state(model, ids, present, mask.shape[1], **images)
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
-            found, targets = predicted(plain_model(self, model), hidden[mask]), inputs["completion_ids"][mask]
-            scored: Any = token_logprobs(found, targets[:, None], temperature=self.temperature, entropy=True)
-            whole = scored.logprobs.new_zeros(mask.shape).masked_scatter(mask, scored.logprobs)
-        return hidden, whole, scored.entropy.sum()
+            plain, targets = plain_model(cast(TRLTrainer, self), model), inputs["completion_ids"][mask]
+            predictions = predicted(plain, hidden[mask])
+            scored: Any = token_logprobs(predictions, targets[:, None], temperature=self.temperature, entropy=True)
+            logprobs = scored.logprobs.new_zeros(mask.shape).masked_scatter(mask, scored.logprobs)
+        return hidden, logprobs, scored.entropy.sum()
 
 
-def _loaded(given: Any, student: Any, args: Any) -> Any:
+def _loaded(named: Any, student: Any, args: Any) -> Any:
     """The teacher; one that is named is loaded with TRL's arguments for it."""
-    if given == PASSED:
+    if named == PASSED:
         raise ConfigError("no teacher is named", why="there is nobody to learn from", fix="pass teacher_model=MODEL")
-    check_folder(given)
+    check_folder(named)
     options = {"dtype": None, "device_map": None, "revision": args.teacher_model_revision}
     options |= args.teacher_model_init_kwargs or {}
-    how = SimpleNamespace(trust_remote_code=args.trust_remote_code, model_init_kwargs=options)
-    return own_reference(student, given, how, peft=True)
+    load = SimpleNamespace(trust_remote_code=args.trust_remote_code, model_init_kwargs=options)
+    return own_reference(student, named, load, peft=True)
 
 
 def join(trainer: Any, config: TeacherConfig, model: Any) -> None:

@@ -17,11 +17,11 @@ from klamp.config.teacher import TeacherConfig
 from klamp.core.term import Placement
 from klamp.core.types import Reduction
 from klamp.errors import ConfigError, KLWarning, Refusal, refuse
+from klamp.hosts.common.anchors import check_tokens
 from klamp.hosts.common.control import NEVER_ZERO
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.common.kl_fields import PASSED, read_again, touched, warn_without_kl
 from klamp.hosts.common.rollout import excluded_ids
-from klamp.hosts.common.teachers import check_tokens
 from klamp.hosts.common.versions import caution_beside, told_version
 from klamp.hosts.trl import fast_scoring, teacher
 from klamp.hosts.trl.callbacks import DoctorCallback, ReportCallback
@@ -197,9 +197,10 @@ def attach_to(trainer: Any, kl: KLConfig, hook: type[KLMixin], *, ref_model: Any
     if own is None and kl.needs_reference and trainer.ref_model is None and not adapters:
         own = frozen_copy(trainer.accelerator.unwrap_model(trainer.model))
     trainer.__class__ = type(f"KL{type(trainer).__name__}", (hook, type(trainer)), {})
-    join(trainer, kl, own, chosen=ref_model is not None, apart=kl.reference == "adapter_off")
-    fast_scoring.settle(trainer)
-    return trainer
+    attached: Any = trainer
+    join(attached, kl, own, chosen=ref_model is not None, apart=kl.reference == "adapter_off")
+    fast_scoring.settle(attached)
+    return attached
 
 
 def read_effective(

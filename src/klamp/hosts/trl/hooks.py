@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -139,16 +139,6 @@ class KLMixin(HostTrainer):
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         measure.after_rewards(self, completion_ids_list, rewards)
         return rewards
-
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        before = getattr(self, "_buffered_inputs", None)
-        inputs = super()._prepare_inputs(generation_batch)
-        args, buffered = cast(Any, self.args), cast(Any, self._buffered_inputs)
-        if buffered is before or not fast_scoring.cuts_anew(self):
-            return inputs
-        anew = fast_scoring.cut(buffered, args.gradient_accumulation_steps)
-        self._buffered_inputs = cast(Any, anew)
-        return anew[self._step % args.steps_per_generation]
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         session, beta = self._klamp, self._refresh_beta()

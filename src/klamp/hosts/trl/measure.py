@@ -13,11 +13,11 @@ from torch import Tensor
 from klamp.config.loss import Price, price_of
 from klamp.core.term import Gate, Placement, carries_kl
 from klamp.errors import KLWarning
+from klamp.hosts.common.anchors import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.hosts.common.coefficient import batch_of, loss_mask
 from klamp.hosts.common.control import beta_metrics, held_kl, mean_spread
 from klamp.hosts.common.sampler_weights import SAME, SyncReport, check_sync
 from klamp.hosts.common.step_metrics import repeated_pairs, reward_length_correlation
-from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.hosts.trl import teacher
 from klamp.hosts.trl.grpo_config import reward_scale
 from klamp.hosts.trl.reference import exact_kl_of, weights_are_split

@@ -14,9 +14,9 @@ from torch import Tensor
 from klamp.config import KLConfig
 from klamp.config.teacher import TeacherConfig
 from klamp.core.term import KLTerm
+from klamp.hosts.common.anchors import prefix_kl
 from klamp.hosts.common.control import KLControl, read_state
 from klamp.hosts.common.step_metrics import Window
-from klamp.hosts.common.teachers import prefix_kl
 from klamp.scoring.model_parts import PrefixKL, Traits
 from klamp.scoring.vllm_reference import VLLMReference
 
@@ -25,11 +25,9 @@ class TRLTrainer(Protocol):
     """What klamp reads from a GRPO or distillation trainer of TRL's, klamp's or Unsloth's, and writes into it."""
 
     accelerator: Any
-    args: Any
-    """TRL's arguments, with klamp's fields if they are klamp's."""
+    args: Any  # TRL's arguments, with klamp's fields if they are klamp's
     model: Any
-    ref_model: Any
-    """The reference; None: the policy with its adapter off, or no reference."""
+    ref_model: Any  # None: the policy with its adapter off, or no reference
     state: Any
     callback_handler: Any
     train_dataset: Any
@@ -37,30 +35,28 @@ class TRLTrainer(Protocol):
     reward_funcs: Any
     reward_func_names: Any
     reward_weights: Any
-    beta: float
-    """The coefficient that the host multiplies its KL with."""
+    beta: float  # the coefficient that the host multiplies its KL with
     temperature: float
     loss_type: str
+    num_generations: Any
     top_entropy_quantile: float
     aux_loss_enabled: bool
-    _entropy_bonus_enabled: bool
-    num_generations: Any
     is_deepspeed_enabled: bool
     is_fsdp_enabled: bool
     add_callback: Callable[..., None]
     is_world_process_zero: Callable[[], bool]
-    _klamp: Session
     _tokenizer: Any
-    _metrics: dict[str, Any]
-    """Mode (train or eval) -> name -> the values that the next logged row averages."""
+    _metrics: dict[str, Any]  # mode (train or eval) -> name -> the values that the next logged row averages
+    _entropy_bonus_enabled: bool
     _get_output_dir: Callable[..., Any]
     _get_per_token_logps_and_entropies: Callable[..., Any]
+    _tokenize_prompts: Callable[..., Any]
+    # klamp's own, from `KLMixin`
+    _klamp: Session
     _caution: Callable[[str], None]
     _host_class: Callable[[str], type]
     _refresh_beta: Callable[[], float]
-    _tokenize_prompts: Callable[..., Any]
-    _never_exact: str
-    """Why no trainer of this class can have the exact KL; empty if one can."""
+    _never_exact: str  # why no trainer of this class can have the exact KL; empty if one can
 
 
 def mode_of(trainer: TRLTrainer) -> str:
@@ -83,10 +79,8 @@ def progress(trainer: TRLTrainer) -> tuple[int, int]:
 class Scoring:
     """One call of TRL's scoring method: its result and, but for the model, its arguments."""
 
-    logprobs: Tensor
-    """[B, T] log-probabilities that the call returned."""
-    hidden: Tensor | None = None
-    """[B, T, H] hidden states from which the tokens were predicted, if a KL over the vocabulary is wanted."""
+    logprobs: Tensor  # [B, T]
+    hidden: Tensor | None = None  # [B, T, H] states that predicted the tokens, if a KL over the vocabulary is wanted
     positional: tuple[Any, ...] = ()
     options: dict[str, Any] = field(default_factory=dict)
 
@@ -94,10 +88,8 @@ class Scoring:
 class Calls:
     """The calls of TRL's scoring method that are being collected."""
 
-    scorings: list[Scoring] | None = None
-    """None: nobody collects."""
-    learns: Tensor | None = None
-    """Which completions of the present loss have a gradient, [B]; None: any may."""
+    scorings: list[Scoring] | None = None  # None: nobody collects
+    learns: Tensor | None = None  # [B] completions of the present loss that have a gradient; None: any may
 
     @contextmanager
     def collected(self, learns: Tensor | None = None) -> Iterator[list[Scoring]]:
@@ -114,49 +106,36 @@ class Calls:
 class LastRollout:
     """What `measure.after_rewards` keeps of the last completions."""
 
-    lengths: list[int] = field(default_factory=list)
-    """The lengths of this process's completions, in tokens."""
-    scorable: Tensor | None = None
-    """Which completions of all processes any reward function gave a reward to."""
-    rewards: Tensor | None = None
-    """The rewards of all processes, a group in each row; None: there is no single reward."""
-    spread: float | None = None
-    """The standard deviation that the advantages were divided by, in reward; None: there was none."""
+    lengths: list[int] = field(default_factory=list)  # of this process's completions, in tokens
+    scorable: Tensor | None = None  # which completions of all processes any reward function gave a reward to
+    rewards: Tensor | None = None  # of all processes, a group in each row; None: there is no single reward
+    spread: float | None = None  # the deviation that advantages were divided by, in reward; None: by none
 
 
 @dataclass
 class Warned:
     """What `measure` has warned of, or need not look at."""
 
-    step_zero: bool = False
-    """Whether the KL before the first update was looked at, or cannot be 0."""
-    sync_gap: float = 0.0
-    """How far off the sampler's log-probabilities were at the last look, nats per token; infinite: the user knows."""
+    step_zero: bool = False  # the KL before the first update was looked at, or cannot be 0
+    sync_gap: float = 0.0  # of the sampler at the last look, nats per token; infinite: the user knows
 
 
 class ReferenceFacts(NamedTuple):
     """Where a trainer's reference comes from."""
 
-    source: str = ""
-    """In words; empty: the host's own."""
-    is_start: bool = True
-    """Whether it has the weights that training started from."""
-    exact_rows: int = 0
-    """How many completions of a group have their exact KL measured."""
+    source: str = ""  # in words; empty: the host's own
+    is_start: bool = True  # it has the weights that training started from
+    exact_rows: int = 0  # how many completions of a group have their exact KL measured
 
 
 @dataclass
 class FastScoring:
     """Whether and how klamp scores the completions of one of TRL's trainers."""
 
-    required: bool
-    """Whether TRL's own scoring is refused."""
-    reason: str = ""
-    """Why it is not used at all; empty if it is."""
-    traits: dict[int, Traits] = field(default_factory=dict)
-    """What each model allows, by the `id` of its innermost module; empty before they were tried out."""
-    told: set[str] = field(default_factory=set)
-    """The reasons that the user knows."""
+    required: bool  # TRL's own scoring is refused
+    reason: str = ""  # why it is not used at all; empty if it is
+    traits: dict[int, Traits] = field(default_factory=dict)  # of each model, by the `id` of its innermost module
+    told: set[str] = field(default_factory=set)  # the reasons that the user knows
 
     def __str__(self) -> str:
         if self.reason:
@@ -180,18 +159,14 @@ class Teacher:
     """What a trainer keeps of its teacher."""
 
     config: TeacherConfig
-    model: Any = None
-    """None: the policy itself (with its adapter off), or a server."""
-    server: VLLMReference | None = None
-    """The server that scores; None: a model does."""
+    model: Any = None  # None: the policy itself (with its adapter off), or a server
+    server: VLLMReference | None = None  # None: a model scores
     windows: dict[str, Window] = field(default_factory=new_windows)
-    measured: tuple[Tensor, dict[str, Tensor]] | None = None
-    """Of the last micro-batch the KL at each prefix, [B, T], and its parts, detached."""
+    measured: tuple[Tensor, dict[str, Tensor]] | None = None  # the last KL at each prefix and its parts, [B, T]
 
     def __post_init__(self) -> None:
         self.term: KLTerm = self.config.build_term()
         self.prefixes: PrefixKL | None = prefix_kl(self.config)
-        """The KL that is summed at each prefix; None: the sampled token's log-ratio is all."""
 
     def coefficient(self, trainer: TRLTrainer) -> float:
         """The coefficient in force."""
@@ -200,18 +175,14 @@ class Teacher:
 
 @dataclass(frozen=True)
 class Session:
-    """Everything that klamp keeps for one trainer. Only its parts change, each in the module that its class names."""
+    """Everything that klamp keeps for one trainer. Only its parts change, each in one module."""
 
-    control: KLControl | None
-    """beta in force; None: TRL's own KL is left alone, and measured if there is one."""
+    control: KLControl | None  # beta in force; None: TRL's own KL is left alone, and measured if there is one
     term: KLTerm
     reference: ReferenceFacts = field(default_factory=ReferenceFacts)
-    fast: FastScoring | None = None
-    """klamp's scorer in the place of TRL's; None: nobody asked for it."""
-    teacher: Teacher | None = None
-    """Whom a second KL holds the policy to; None: nobody."""
-    record: Any = None
-    """The `ReportCallback` that writes completions; None: nobody asked for one."""
+    fast: FastScoring | None = None  # klamp's scorer in the place of TRL's; None: nobody asked for it
+    teacher: Teacher | None = None  # whom a second KL holds the policy to; None: nobody
+    record: Any = None  # the `ReportCallback` that writes completions; None: nobody asked for one
     windows: dict[str, Window] = field(default_factory=new_windows)
     rollout: LastRollout = field(default_factory=LastRollout)
     warned: Warned = field(default_factory=Warned)

@@ -17,9 +17,9 @@ from klamp.config.teacher import TeacherConfig
 from klamp.core.penalty import shifted_advantages, token_penalty
 from klamp.core.types import Batch
 from klamp.errors import refuse
+from klamp.hosts.common.anchors import check_tokens, no_prompt
 from klamp.hosts.common.coefficient import TEACHER, batch_of
 from klamp.hosts.common.effective import EffectiveTerm
-from klamp.hosts.common.teachers import check_tokens, no_prompt
 from klamp.hosts.trl.fast_scoring import ScoringCall
 from klamp.hosts.trl.grpo_config import needs_adapter
 from klamp.hosts.trl.reference import (

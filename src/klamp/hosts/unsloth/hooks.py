@@ -26,7 +26,7 @@ from klamp.hosts.trl.grpo_config import host_class
 from klamp.hosts.trl.grpo_trainer import read_effective
 from klamp.hosts.trl.hooks import HostTrainer, KLMixin, LossHook
 from klamp.hosts.trl.session import Scoring, Session
-from klamp.hosts.unsloth.loss_function import LOSS, Added, Call, Columns, LossWithKL, in_place, loss_function
+from klamp.hosts.unsloth.loss_function import Added, Call, Columns, LossWithKL, in_place, loss_function
 
 LOSS_TYPES: Mapping[str, Reduction | None] = {**TRL_LOSS_TYPES, "bnpo": "token_mean"}
 """How Unsloth's loss types make tokens a number: as TRL's, but bnpo by the tokens of the whole batch."""
@@ -176,13 +176,13 @@ def listen(listener: Listener) -> None:
     if (host := host_class(type(listener.trainer))) is None:
         return
     with suppress(UnsupportedVersion):
-        names, original = loss_function(host)
+        _, original = loss_function(host)
 
-        def apply(*given: Any) -> Any:
-            listener.calls.append(Call(*given))
-            return original.apply(*given)
+        def apply(*args: Any) -> Any:
+            listener.calls.append(Call(*args))
+            return original.apply(*args)
 
-        listener.put(names, LOSS, SimpleNamespace(apply=apply, forward=original.forward))
+        listener.stack.enter_context(in_place(host, SimpleNamespace(apply=apply, forward=original.forward)))
 
 
 Listener.others.append(listen)

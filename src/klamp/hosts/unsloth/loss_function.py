@@ -56,10 +56,8 @@ class Added(NamedTuple):
 
     tokens: Tensor | None
     """beta times the penalty of each token in Unsloth's columns, with its gradient; None: nothing. [B, W]"""
-    advantages: Tensor
-    """[B] advantages, or [B, W] where the KL shifts them."""
-    mean_kl: Tensor
-    """What Unsloth logs as `kl`: a detached scalar."""
+    advantages: Tensor  # [B] advantages, or [B, W] where the KL shifts them
+    mean_kl: Tensor  # what Unsloth logs as `kl`: a detached scalar
 
 
 class LossWithKL:
@@ -129,7 +127,7 @@ def loss_function(host: type) -> tuple[dict[str, Any], Any]:
 
 
 @contextmanager
-def in_place(host: type, stand_in: LossWithKL) -> Iterator[None]:
+def in_place(host: type, stand_in: Any) -> Iterator[None]:
     """A context in which Unsloth's compute_loss calls `stand_in` instead of its own loss function."""
     names, function = loss_function(host)
     names[LOSS] = stand_in
@@ -148,12 +146,9 @@ class Columns:
     in every row. Only the mask says what is what.
     """
 
-    index: Tensor
-    """The column of each token; 0 if it has none. [B, T]"""
-    present: Tensor
-    """Whether it has one. [B, T] bool"""
-    width: int
-    """Number of Unsloth's columns, W."""
+    index: Tensor  # the column of each token; 0 if it has none. [B, T]
+    present: Tensor  # whether it has one. [B, T] bool
+    width: int  # number of Unsloth's columns, W
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any], width: int, *, pad_id: int) -> Columns:

@@ -1,13 +1,19 @@
-"""The KL before the first update, which should be 0, and after a resume, which should be what it was: else, why."""
+"""What every loop checks of its reference and its teacher: tokens, prompts, and whether the KL starts at 0."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
 
-from klamp.doctor.alarms_kl import REFERENCE_DIFFERS, STEP_ZERO
+from klamp.audit.pair import PROBE, check_pair
+from klamp.config.teacher import TeacherConfig
+from klamp.doctor.alarms_kl import STEP_ZERO
+from klamp.errors import DataError, KLWarning, ModelError
+from klamp.scoring.model_parts import PrefixKL
+from klamp.scoring.vllm_reference import Who
 
 STEP_ZERO_KL = STEP_ZERO.value
 """KL in nats per token above which a policy that has not been updated and its reference are not the same model."""
@@ -22,29 +28,11 @@ def step_zero_text(kl: float, reasons: Sequence[str]) -> str:
     )
 
 
-RESUMED = 10.0
-"""How many times larger or smaller the KL of the first step after a resume must be to speak of another reference."""
-
-
-def resumed_text(before: float, after: float) -> str:
-    """The warning where the KL (nats per token) is another after a resume than in the step before; "" where not."""
-    least = REFERENCE_DIFFERS.value  # a run's first steps multiply a KL below it
-    if before <= max(least, RESUMED * after) and after <= RESUMED * max(least, before):
-        return ""
-    return (
-        f"The KL is {after:.3g} nats per token in the first step after the resume, and was {before:.3g} in the last "
-        "one before it. Most likely the reference is another model than it was, or the policy not that of the "
-        "checkpoint. Resume with the model and the reference that the run was started with."
-    )
-
-
 class ActiveDropout(NamedTuple):
     """A dropout, or a noise of a router, that is above 0."""
 
-    holder: Any
-    """The layer or the settings that hold the number."""
-    name: str
-    """The attribute: `p` of an nn.Dropout, `attention_dropout`, `attn_pdrop`, ..."""
+    holder: Any  # the layer or the settings that hold the number
+    name: str  # the attribute: `p` of an nn.Dropout, `attention_dropout`, `attn_pdrop`,
 
 
 def active_dropouts(model: nn.Module) -> list[ActiveDropout]:
@@ -93,3 +81,44 @@ def likely_reasons(policy: nn.Module, reference: nn.Module | None, *, adapter: b
                 "ref_model=copy.deepcopy(model)"
             )
     return found
+
+
+def prefix_kl(config: TeacherConfig) -> PrefixKL | None:
+    """The KL that is summed at each prefix; None: the sampled token's log-ratio is all that is needed."""
+    if config.teacher_estimator not in ("exact", "topk"):
+        return None
+    return PrefixKL(
+        direction=config.teacher_direction, top_k=config.head_size, head=config.teacher_head, tail=config.teacher_tail
+    )
+
+
+def no_prompt(column: str, given: Collection[str]) -> DataError:
+    """The error for a row of the data that does not say what the teacher sees."""
+    return DataError(
+        f"a prompt has no {column!r} for the teacher",
+        got=f"the columns {', '.join(sorted(given)) or 'none'}",
+        why="teacher_prompt names the column with the prompt that the teacher sees",
+        fix="name a column of the data, or leave teacher_prompt out",
+    )
+
+
+def check_tokens(theirs: Any, ours: Any, *, name: str, who: Who = "teacher") -> None:
+    """Refuse an anchor whose tokenizer gives other ids to the policy's tokens; warn of another end or chat template."""
+    if theirs is None:
+        text = f"The {who} {name} has no tokenizer beside it: whether its token ids are the policy's is not known."
+        warnings.warn(text, KLWarning, stacklevel=2)
+        return
+    for finding in check_pair(ours, theirs, PROBE, who=who).findings:
+        numbers = finding.evidence
+        if finding.code in ("other-tokenizer", "extra-tokens") and numbers["tokens"]:  # a run may write any of them
+            raise ModelError(
+                f"the {who} has another tokenizer than the policy",
+                got=f"{numbers['tokens']} of {numbers['of']} tokens have another id at {name}, the first "
+                f"{numbers['first']!r}",
+                why="log-probabilities of the same token ids would speak of different tokens",
+                fix=finding.fix or f"use a {who} of the same model family",
+            )
+        if finding.code in ("end-id", "templates-differ"):
+            fix = finding.fix if finding.code == "end-id" else "use a teacher with the policy's chat template"
+            text = f"{finding.what[0].upper()}{finding.what[1:]}. For {name}: {fix}."
+            warnings.warn(text, KLWarning, stacklevel=2)
