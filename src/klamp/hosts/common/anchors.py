@@ -37,13 +37,14 @@ class ActiveDropout(NamedTuple):
 
 def active_dropouts(model: nn.Module) -> list[ActiveDropout]:
     """Every dropout of a model that is above 0: in an nn.Dropout, a number of a layer's own, or the settings."""
-    found: dict[tuple[int, str], ActiveDropout] = {}
-    for module in model.modules():
-        for holder in (module, getattr(module, "config", None)):
-            for name, value in getattr(holder, "__dict__", {}).items():
-                if isinstance(value, float) and value > 0 and _is_dropout(holder, name):
-                    found[id(holder), name] = ActiveDropout(holder, name)
-    return list(found.values())
+    holders = [holder for module in model.modules() for holder in (module, getattr(module, "config", None))]
+    dropouts = {
+        (id(holder), name): ActiveDropout(holder, name)
+        for holder in holders
+        for name, value in getattr(holder, "__dict__", {}).items()
+        if isinstance(value, float) and value > 0 and _is_dropout(holder, name)
+    }
+    return list(dropouts.values())
 
 
 def _is_dropout(holder: object, name: str) -> bool:
@@ -58,29 +59,28 @@ def likely_reasons(policy: nn.Module, reference: nn.Module | None, *, adapter: b
     `loaded`: the reference's weights were loaded, and not copied from the policy.
     """
     dropouts = active_dropouts(policy) if policy.training else []
-    layers = [each for each in dropouts if isinstance(each.holder, nn.Dropout)]
-    others = [each for each in dropouts if not isinstance(each.holder, nn.Dropout)]
-    inside = sorted({each.name for each in others})
-    found: list[str] = []
+    layers = sum(isinstance(dropout.holder, nn.Dropout) for dropout in dropouts)
+    inside = sorted({dropout.name for dropout in dropouts if not isinstance(dropout.holder, nn.Dropout)})
+    reasons: list[str] = []
     if layers:
-        found.append(f"dropout ({len(layers)} layers with p > 0); set disable_dropout=True, or lora_dropout=0")
+        reasons.append(f"dropout ({layers} layers with p > 0); set disable_dropout=True, or lora_dropout=0")
     elif inside:
-        found.append(
+        reasons.append(
             f"dropout of a layer or in its settings ({', '.join(inside)} above 0), which disable_dropout does not "
             f"switch off; load the model with {inside[0]}=0.0"
         )
     if adapter and reference is None:
-        found.append("an adapter that is not zero at the start, while the reference is the model without it")
+        reasons.append("an adapter that is not zero at the start, while the reference is the model without it")
     if reference is not None:
         mine, other = next(policy.parameters()).dtype, next(reference.parameters()).dtype
         if mine != other:
-            found.append(f"data types: the policy is {mine}, the reference {other}")
+            reasons.append(f"data types: the policy is {mine}, the reference {other}")
         elif loaded and not adapter:
-            found.append(
+            reasons.append(
                 "weights: the reference was loaded from a path or the Hub and the policy has been changed since; pass "
                 "ref_model=copy.deepcopy(model)"
             )
-    return found
+    return reasons
 
 
 def prefix_kl(config: TeacherConfig) -> PrefixKL | None:

@@ -113,14 +113,12 @@ class KLControl:
     def __init__(self, kl: KLConfig) -> None:
         self.kl = kl
         self.controller = kl.build_controller()
+        # the controller as it was configured, which a resume compares
         self.asked: Mapping[str, Any] = {"name": kl.controller_name, **asdict(self.controller)}
-        """The controller as it was configured, which a resume compares."""
+        # in tokens, where the data gives none; None: not measured yet
         self.reference_length: float | None = kl.kl_reference_length
-        """Reference length in tokens where the data gives none; None: not measured yet."""
-        self.last_kl: float | None = None
-        """The KL that was taken in last."""
-        self.kl_before: float | None = None
-        """The KL of a checkpoint's last step, from the resume until the first step after it; else None."""
+        self.last_kl: float | None = None  # the KL that was taken in last
+        self.kl_before: float | None = None  # that of a checkpoint's last step, until the first step after the resume
 
     def beta(self, step: int, total_steps: int) -> float:
         """The coefficient in force at a step, from 0."""

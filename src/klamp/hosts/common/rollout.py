@@ -104,8 +104,7 @@ def exclusion_scale(mask: Tensor, kl_mask: Tensor, reduction: Reduction, acceler
 
 def gate_over_processes(generation: Generation, term: KLTerm) -> Tensor:
     """The KL that gates each of this process's sequences, in nats; groups and batches run over all processes. [B]"""
-    batch = replace(generation.batch(), group_size=generation.group_size)
-    accelerator = generation.accelerator
+    batch, accelerator = replace(generation.batch(), group_size=generation.group_size), generation.accelerator
     return sequence_gate_kl(batch, term, gather=accelerator.gather, rank=accelerator.process_index)
 
 
@@ -125,8 +124,8 @@ def shifted(generation: Generation, term: KLTerm, *, beta: float) -> Tensor:
         if generation.scorable is not None:
             everywhere = everywhere.masked_fill(~generation.scorable, torch.nan)
         groups = everywhere.view(-1, generation.group_size)
-        found = (groups - groups.nanmean(-1, keepdim=True)).view(-1).nan_to_num(nan=0.0)
-        return found.split(len(taken))[generation.accelerator.process_index]
+        deviations = (groups - groups.nanmean(-1, keepdim=True)).view(-1).nan_to_num(nan=0.0)
+        return deviations.split(len(taken))[generation.accelerator.process_index]
 
     none = batch.advantages.new_zeros(len(batch.mask))
     shift = advantages_with_kl(none, batch, term, beta=beta, gate=gate, advantages=centred)
@@ -163,15 +162,12 @@ def _measured(generation: Generation) -> float:
     return length / count
 
 
-SPECIAL = "special"
-
-
 def excluded_ids(names: Sequence[int | str], tokenizer: Any) -> list[int]:
     """Ids of the tokens named: an id, a token string, or `special` for all special tokens."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for name in names:
-        if name == SPECIAL:
-            found.update(int(i) for i in tokenizer.all_special_ids)
+        if name == "special":
+            ids.update(int(i) for i in tokenizer.all_special_ids)
             continue
         index = tokenizer.get_vocab().get(name, name) if isinstance(name, str) else name
         index = int(index) if isinstance(index, str) and index.isdigit() else index
@@ -182,8 +178,8 @@ def excluded_ids(names: Sequence[int | str], tokenizer: Any) -> list[int]:
                 why="excluding nothing silently would leave its KL in the loss",
                 fix=f"use an id below {len(tokenizer)}, a token as the tokenizer writes it, or 'special'",
             )
-        found.add(index)
-    return sorted(found)
+        ids.add(index)
+    return sorted(ids)
 
 
 def kl_tokens(ids: Tensor, mask: Tensor, excluded: Sequence[int]) -> Tensor:

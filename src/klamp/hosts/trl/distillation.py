@@ -66,8 +66,8 @@ class DistillationConfig(TeacherFields, trl.DistillationConfig):
 
 def refusals(c: TeacherConfig, args: Any) -> list[Refusal]:
     """What TRL's distillation cannot do with a teacher, beside its own arguments."""
-    usual, given = DRAWN | {"temperature": args.temperature}, vars(args) | (args.generation_kwargs or {})
-    drawn = [name for name, plain in usual.items() if given.get(name, plain) not in (plain, None)]
+    plain, options = DRAWN | {"temperature": args.temperature}, vars(args) | (args.generation_kwargs or {})
+    drawn = [name for name, value in plain.items() if options.get(name, value) not in (value, None)]
     own = (c.kind, c.teacher_prompt, c.teacher_models, c.teacher_placement, c.teacher_off_policy)
     return [
         Refusal(
@@ -184,7 +184,7 @@ def join(trainer: Any, config: TeacherConfig, model: Any) -> None:
             why="it is made from hidden states and a whole output head, which together have to give a model's numbers",
             fix="use DDP or ZeRO-2, and no adapter on the output head; or TRL's own divergence",
         )
-    trainer._klamp = Session.of(None, teacher=Teacher(config, model))
+    trainer._klamp, trainer._batches = Session.of(None, teacher=Teacher(config, model)), []
 
 
 def attached(trainer: Any, config: TeacherConfig) -> Any:
