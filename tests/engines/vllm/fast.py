@@ -92,7 +92,7 @@ def trained(model: str) -> dict[str, Any]:
     trainer.compute_loss, trainer._generate_and_score_completions = compute, generate
     trainer.train()
     kls = [row["kl"] for row in trainer.state.log_history if "kl" in row]
-    return {"apart": apart, "kl": kls, "in force": str(fast), "told": sorted(fast.told)}
+    return {"apart": apart, "kl": kls, "in force": str(fast), "told": sorted(fast.reasons)}
 
 
 if __name__ == "__main__":

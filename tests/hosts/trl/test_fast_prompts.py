@@ -46,8 +46,8 @@ def test_a_cache_of_ones_own_is_said_once_and_refused_where_required(base: Any, 
     trainer = klamp_trainer(copy.deepcopy(base), tmp_path, fast_scoring=True, **own)
     with pytest.warns(match="ransformers' own first pass is used in spite of fast_scoring: the generation has a cache"):
         generated(trainer)
-    assert len(trainer._klamp.fast.told) == 1
+    assert len(trainer._klamp.fast.reasons) == 1
     generated(trainer)
-    assert len(trainer._klamp.fast.told) == 1
+    assert len(trainer._klamp.fast.reasons) == 1
     with pytest.raises(ConfigError, match="fast_scoring='require' cannot be honoured"):
         generated(klamp_trainer(base, tmp_path, fast_scoring="require", **own))

@@ -85,7 +85,7 @@ def pair(base: Any, folder: Path) -> tuple[Any, Any, dict[str, dict[str, Any]]]:
 @pytest.mark.parametrize("beta", [BETA, 0.0])
 def test_every_loss_and_its_gradient_is_that_of_trl(pair: Any, loss_type: str, option: str, beta: float) -> None:
     stock, fast, inputs = pair
-    fast._klamp.fast.told.clear()
+    fast._klamp.fast.reasons.clear()
     options = {"loss_type": loss_type, "beta": beta} | OPTIONS[option]
     for name in ("half silent", *(INPUTS if option == "plain" else SOME)):
         for trainer in (stock, fast):
@@ -97,7 +97,7 @@ def test_every_loss_and_its_gradient_is_that_of_trl(pair: Any, loss_type: str, o
         assert (found_gradient - gradient).abs().max() <= SMALL * max(1.0, float(gradient.abs().max())), name
         for metric, values in stock._metrics["train"].items():
             assert fast._metrics["train"][metric] == pytest.approx(values, abs=SMALL, rel=SMALL, nan_ok=True), metric
-    assert fast._klamp.fast.told == ({OWN} if option == "entropy bonus" else set()), "the scoring was klamp's"
+    assert fast._klamp.fast.reasons == ({OWN} if option == "entropy bonus" else set()), "the scoring was klamp's"
 
 
 LORA = {"peft_config": LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)}
@@ -136,7 +136,7 @@ def test_a_run_has_the_losses_metrics_and_weights_of_one_without(
     expected, without = run(klamp_trainer, folder / "out", path, base, **options)
     assert not cached
     found, fast = run(klamp_trainer, folder / "out", path, base, fast_scoring="require", **options)
-    assert fast._klamp.fast.traits and not fast._klamp.fast.told
+    assert fast._klamp.fast.traits and not fast._klamp.fast.reasons
     assert (fast.ref_model is None) == ("adapter" in name or options.get("beta") == 0), "no second model for an adapter"
     assert {grad for grad, _ in cached} >= ({False} if options.get("gradient_checkpointing") else {True})
     assert found == pytest.approx(expected, abs=SMALL)

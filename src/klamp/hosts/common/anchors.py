@@ -92,11 +92,11 @@ def prefix_kl(config: TeacherConfig) -> PrefixKL | None:
     )
 
 
-def no_prompt(column: str, given: Collection[str]) -> DataError:
+def no_prompt(column: str, columns: Collection[str]) -> DataError:
     """The error for a row of the data that does not say what the teacher sees."""
     return DataError(
         f"a prompt has no {column!r} for the teacher",
-        got=f"the columns {', '.join(sorted(given)) or 'none'}",
+        got=f"the columns {', '.join(sorted(columns)) or 'none'}",
         why="teacher_prompt names the column with the prompt that the teacher sees",
         fix="name a column of the data, or leave teacher_prompt out",
     )

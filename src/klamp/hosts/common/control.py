@@ -158,10 +158,10 @@ class KLControl:
 
     def metrics(self, price: Price, spread: float | None) -> dict[str, float]:
         """What there is to log of it: see `beta_metrics`; the reference length where a clip may need one."""
-        found = beta_metrics(price, spread)
+        metrics = beta_metrics(price, spread)
         if self.kl.kl_clip_method != "none" and self.reference_length is not None:
-            found["kl/reference_length"] = self.reference_length
-        return found
+            metrics["kl/reference_length"] = self.reference_length
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that changes during a run, as JSON can hold it."""

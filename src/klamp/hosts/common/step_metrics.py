@@ -89,12 +89,12 @@ def _exact_metrics(record: StepRecord, rows: Tensor) -> dict[str, Tensor]:
 
 def group_metrics(rewards: Tensor, lengths: Tensor, group_size: int) -> dict[str, Tensor]:
     """What groups say of rewards [B], and of rewards against lengths [B]; a group's are neighbours."""
-    found = {
+    metrics = {
         "reward_std": rewards.view(-1, group_size).std(-1).mean(),
         "groups/saturated": saturated_share(rewards, group_size),
     }
     correlation = reward_length_correlation(rewards, lengths, group_size)
-    return found if correlation is None else found | {"length/reward_correlation": correlation}
+    return metrics if correlation is None else metrics | {"length/reward_correlation": correlation}
 
 
 def repeated_pairs(ids: Tensor, mask: Tensor) -> Tensor:
@@ -135,8 +135,8 @@ class Window:
     @torch.no_grad()
     def add(self, batch: Batch, term: KLTerm, gate: Gate | None) -> None:
         """Take in a micro-batch that the reference (or the teacher, whose term it is) has scored."""
-        known = Distances.of(batch, term)
-        means = kl_metrics(batch, term, known) | ({} if gate is None else gate.metrics())
+        distances = Distances.of(batch, term)
+        means = kl_metrics(batch, term, distances) | ({} if gate is None else gate.metrics())
         means.pop("kl/log_ratio_max", None)
         means["policy/logp_mean"] = masked_mean(batch.policy_logprobs, batch.mask)
         if term.anchor == "reference":
@@ -145,12 +145,12 @@ class Window:
         counts: dict[Counted | None, int | Tensor] = {
             "completions": len(batch.mask),
             "tokens": batch.mask.sum(),
-            "KL tokens": known.carried.sum(),
+            "KL tokens": distances.carried.sum(),
         }
         for name, mean in means.items():
             self._count(name, mean.double(), torch.as_tensor(counts[averaged_over(name)], device=mean.device).double())
         if term.anchor == "reference":
-            self.log_ratios.append(known.log_ratio[known.carried].float())
+            self.log_ratios.append(distances.log_ratio[distances.carried].float())
 
     def add_values(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Take in what was measured at some tokens of a micro-batch, [b, T]."""

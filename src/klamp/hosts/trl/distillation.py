@@ -203,8 +203,8 @@ def attached(trainer: Any, config: TeacherConfig) -> Any:
 
 
 def _has_own_loss(trainer: Any) -> bool:
-    known, names = (trl.DistillationTrainer, DistillationTrainer), ("compute_loss", "_compute_loss")
-    return any(getattr(type(trainer), name) not in [getattr(each, name) for each in known] for name in names)
+    classes, methods = (trl.DistillationTrainer, DistillationTrainer), ("compute_loss", "_compute_loss")
+    return any(getattr(type(trainer), name) not in [getattr(cls, name) for cls in classes] for name in methods)
 
 
 def in_force(trainer: Any) -> Effective:

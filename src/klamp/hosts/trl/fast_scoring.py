@@ -74,9 +74,9 @@ def fall_back(trainer: TRLTrainer, reason: str, *, what: str = "TRL's own scorin
             why=reason,
             fix=f"set fast_scoring=True: {what} is then used where klamp's cannot be",
         )
-    if reason not in fast.told and trainer.accelerator.is_main_process:
+    if reason not in fast.reasons and trainer.accelerator.is_main_process:
         trainer._caution(f"{what} is used in spite of fast_scoring: {reason}")
-    fast.told.add(reason)
+    fast.reasons.add(reason)
 
 
 def _tried_out(trainer: TRLTrainer, model: Any) -> tuple[Traits, str]:
@@ -184,15 +184,15 @@ def scored(trainer: TRLTrainer, args: Any, options: dict[str, Any], *, hidden: b
     if not fast.traits:
         fall_back(trainer, "the weights are not where the trainer computes")
         return None
-    given = inspect.signature(getattr(grpo_trainer.GRPOTrainer, SCORING)).bind(trainer, *args, **options).arguments
-    model = given.pop("model")
+    arguments = inspect.signature(getattr(grpo_trainer.GRPOTrainer, SCORING)).bind(trainer, *args, **options).arguments
+    model = arguments.pop("model")
     traits = fast.traits.get(id(plain_model(trainer, model)))
     if traits is None:  # a model of somebody else's
         return None
-    own = {name: value for name, value in given.items() if name in ScoringCall.__dataclass_fields__}
+    own = {name: value for name, value in arguments.items() if name in ScoringCall.__dataclass_fields__}
     learns = trainer._klamp.calls.learns if torch.is_grad_enabled() else None
     call = ScoringCall(**own, hidden=hidden, learns=learns)
-    others = {name: value for name, value in given.items() if name not in own and name != "self"}
+    others = {name: value for name, value in arguments.items() if name not in own and name != "self"}
     reason = why_not_these(trainer, call.attention_mask, call.logits_to_keep, others)
     if not reason and not OpenedModel(plain_model(trainer, model), traits).is_steady(call.input_ids.shape[1]):
         reason = "the rotary frequencies of such long sequences follow the longest of a pass"
@@ -260,8 +260,8 @@ def learning_rows(trainer: TRLTrainer, inputs: Any, beta: float) -> Tensor | Non
     if controlled and session.term.clip_method != "none" and inputs.get(GATE_KL) is None:
         return None
     batch = batch_of(inputs, torch.zeros(inputs["completion_ids"].shape, device=inputs["completion_ids"].device))
-    taught = session.teacher
-    others = () if taught is None else (Weighted(taught.coefficient(trainer), taught.term),)
+    teacher = session.teacher
+    others = () if teacher is None else (Weighted(teacher.coefficient(trainer), teacher.term),)
     return ~without_gradient(batch, Objective(beta=beta if controlled else 0.0, kl=session.term, others=others))
 
 
@@ -291,11 +291,11 @@ def why_not_fast(trainer: TRLTrainer) -> str:
 
 def why_not_these(trainer: TRLTrainer, mask: Tensor, length: int, others: dict[str, Any]) -> str:
     """Why these completions cannot be scored fast, "" if they can; `others` are pictures, types of tokens, ..."""
-    given = [name for name, value in others.items() if value is not None and value is not False]
-    if "compute_aux_loss" in given:
+    names = [name for name, value in others.items() if value is not None and value is not False]
+    if "compute_aux_loss" in names:
         return "the router's auxiliary loss is made of whole rows, padding included"
-    if given:
-        return f"the input is more than tokens ({', '.join(given)})"
+    if names:
+        return f"the input is more than tokens ({', '.join(names)})"
     if torch.is_grad_enabled() and trainer._entropy_bonus_enabled:
         return "the entropy bonus needs the entropy's gradient"
     tokens = mask.bool()

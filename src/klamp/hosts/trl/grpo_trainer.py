@@ -213,7 +213,7 @@ def read_effective(
     source = "" if session is None else session.reference.source
     return Effective(
         host=told_version("trl", trainer),
-        terms=tuple(each for each in (term, teacher.effective_term(trainer)) if each is not None),
+        terms=tuple(filter(None, (term, teacher.effective_term(trainer)))),
         normalizer=f"{_average(trainer.loss_type, loss_types)} ({host}'s own, loss_type={trainer.loss_type!r})",
         reference=describe_reference(trainer, source or f"loaded by {host}"),
         notes=_notes(trainer, session, host, loss_types),

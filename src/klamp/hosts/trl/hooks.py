@@ -185,9 +185,9 @@ class KLMixin(HostTrainer):
             return None
         # the same tokens that the reference was asked for, or without one the teacher
         last = scorings[-1] if scorings else None
-        given = ((), teacher.scoring_call(self, output)) if last is None else (last.positional, last.options)
+        args, options = ((), teacher.scoring_call(self, output)) if last is None else (last.positional, last.options)
         with torch.no_grad(), session.calls.collected() as again:
-            self._get_per_token_logps_and_entropies(self.model, *given[0], **given[1])
+            self._get_per_token_logps_and_entropies(self.model, *args, **options)
         return again[-1]
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

@@ -242,5 +242,5 @@ def with_exact(trainer: TRLTrainer, batch: Batch, inputs: Any, hidden: Tensor | 
         return batch
     wanted: dict[str, Direction] = {"exact_kl": "reverse"}
     wanted |= {"exact_kl_forward": "forward"} if term.gradient == "forward" else {}
-    found = {name: exact_kl_of(trainer, inputs, hidden, direction=way) for name, way in wanted.items()}
-    return replace(batch, **{name: measured[0] for name, measured in found.items() if measured is not None})
+    exact = {name: exact_kl_of(trainer, inputs, hidden, direction=way) for name, way in wanted.items()}
+    return replace(batch, **{name: measured[0] for name, measured in exact.items() if measured is not None})

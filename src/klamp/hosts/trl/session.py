@@ -135,7 +135,7 @@ class FastScoring:
     required: bool  # TRL's own scoring is refused
     reason: str = ""  # why it is not used at all; empty if it is
     traits: dict[int, Traits] = field(default_factory=dict)  # of each model, by the `id` of its innermost module
-    told: set[str] = field(default_factory=set)  # the reasons that the user knows
+    reasons: set[str] = field(default_factory=set)  # the reasons that the user knows
 
     def __str__(self) -> str:
         if self.reason:
@@ -144,7 +144,7 @@ class FastScoring:
             return "fast_scoring is asked for; what the model allows is found out at the first batch"
         shared = all(traits.sharing == "gradient" for traits in self.traits.values())
         once = "each distinct prompt once" if shared else "each completion with its prompt where the cache is no help"
-        apart = "".join(f"; but not where {reason}" for reason in sorted(self.told))
+        apart = "".join(f"; but not where {reason}" for reason in sorted(self.reasons))
         first = "; generation by transformers runs each distinct prompt once" if shared else ""
         return f"completions are scored by klamp: {once}, no padding in the head, no logits held{first}{apart}"
 
