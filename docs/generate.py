@@ -180,6 +180,14 @@ def _plain(text: str) -> str:
     return text.replace("|", "\\|").replace("*", "\\*").replace("[", "\\[")
 
 
+def newest_page() -> str:
+    """The record of the newest versions, with the table of what each host was tried with."""
+    head, _, rest = (DOCS / "records" / "newest.md").read_text(encoding="utf-8").partition("| package |")
+    _, _, tail = rest.partition("\n\n")
+    rows = [(f"`{name}`", host.upto, host.asked) for name, host in HOSTS.items()]
+    return "\n".join((head.rstrip("\n"), "", *_table(("package", "tried up to", "asked where"), rows), "", tail))
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "estimators.md": estimators_page,
     "metrics.md": metrics_page,
@@ -231,14 +239,6 @@ def _over_completions(name: str, facts: ConfigFacts) -> tuple[str, ...]:
         f"{pull.cosine_reverse:.2f}",
         f"{facts.noise:.1f}",
     )
-
-
-def newest_page() -> str:
-    """The record of the newest versions, with the table of what each host was tried with."""
-    head, _, rest = (DOCS / "records" / "newest.md").read_text(encoding="utf-8").partition("| package |")
-    _, _, tail = rest.partition("\n\n")
-    rows = [(f"`{name}`", host.upto, host.asked) for name, host in HOSTS.items()]
-    return "\n".join((head.rstrip("\n"), "", *_table(("package", "tried up to", "asked where"), rows), "", tail))
 
 
 def _limit(limit: Limit) -> str:
