@@ -26,7 +26,7 @@ class Setting:
     """A run of one trainer."""
 
     trainer: str
-    """`klamp`, `trl`, `unsloth`, `fast`: klamp.trl with fast_scoring, or `uncut`: that with TRL's micro-batches."""
+    """`klamp`, `trl`, `unsloth`, or `fast`: klamp.trl with fast_scoring."""
     model: str
     """Folder of the model."""
     prompts: str
@@ -152,14 +152,6 @@ def run_fast(setting: Setting, folder: str, seen: Seen) -> None:
     _in_trl((GRPOConfig, GRPOTrainer), setting, folder, seen, fast_scoring="require")
 
 
-def run_uncut(setting: Setting, folder: str, seen: Seen) -> None:
-    """As `run_fast`, with the micro-batches that TRL has cut."""
-    from klamp.hosts.trl import fast_scoring
-
-    fast_scoring.cuts_anew = lambda trainer: False
-    run_fast(setting, folder, seen)
-
-
 def run_unsloth(setting: Setting, folder: str, seen: Seen) -> None:
     """Unsloth's `GRPOTrainer` on a plain model, which is what a CPU leaves of it; otherwise as `run_trl`."""
     import torch
@@ -242,7 +234,6 @@ TRAINERS: dict[str, Callable[[Setting, str, Seen], None]] = {
     "klamp": run_klamp,
     "trl": run_trl,
     "fast": run_fast,
-    "uncut": run_uncut,
     "unsloth": run_unsloth,
 }
 

@@ -2,7 +2,8 @@
 
 `estimators.md` comes from `klamp.core.estimators.ESTIMATORS` and from what `klamp.verify` measures, `metrics.md` from
 `klamp.doctor.metrics.METRICS`, `alarms.md` from `klamp.doctor.alarms.ALARMS`, and `findings.md` from
-`klamp.audit.verdict`. A test compares the committed pages with what this writes.
+`klamp.audit.verdict`; the table in `records/newest.md` comes from `klamp.hosts.common.versions.HOSTS`. A test compares
+the committed pages with what this writes.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.doctor.alarm import Alarm, Limit
 from klamp.doctor.alarms import ALARMS
 from klamp.doctor.metrics import LOGS, METRICS, MetricRow
+from klamp.hosts.common.versions import HOSTS
 from klamp.verify.explain import LENGTH, ConfigFacts, measure_config
 from klamp.verify.oracle import IN_WORDS
 from klamp.verify.proofs.values import EstimatorFacts, measure_estimators
@@ -178,11 +180,20 @@ def _plain(text: str) -> str:
     return text.replace("|", "\\|").replace("*", "\\*").replace("[", "\\[")
 
 
+def newest_page() -> str:
+    """The record of the newest versions, with the table of what each host was tried with."""
+    head, _, rest = (DOCS / "records" / "newest.md").read_text(encoding="utf-8").partition("| package |")
+    _, _, tail = rest.partition("\n\n")
+    rows = [(f"`{name}`", host.upto, host.asked) for name, host in HOSTS.items()]
+    return "\n".join((head.rstrip("\n"), "", *_table(("package", "tried up to", "asked where"), rows), "", tail))
+
+
 PAGES: Mapping[str, Callable[[], str]] = {
     "estimators.md": estimators_page,
     "metrics.md": metrics_page,
     "alarms.md": alarms_page,
     "findings.md": findings_page,
+    "records/newest.md": newest_page,
 }
 """File under docs/ -> what writes it."""
 

@@ -25,9 +25,8 @@ from klamp.hosts.common.effective import Effective, EffectiveTerm  # noqa: E402
 from klamp.hosts.trl.callbacks import DoctorCallback, ReportCallback  # noqa: E402
 from klamp.hosts.trl.checking import CheckCallback, check  # noqa: E402
 from klamp.hosts.trl.distillation import DistillationConfig, DistillationTrainer, attached, in_force  # noqa: E402
-from klamp.hosts.trl.effective_in_trl import read_effective  # noqa: E402
 from klamp.hosts.trl.grpo_config import GRPOConfig, host_class  # noqa: E402
-from klamp.hosts.trl.grpo_trainer import GRPOTrainer, attach_to  # noqa: E402
+from klamp.hosts.trl.grpo_trainer import GRPOTrainer, attach_to, read_effective  # noqa: E402
 from klamp.hosts.trl.hooks import KLMixin  # noqa: E402
 from klamp.hosts.unsloth.hooks import read_effective_on_unsloth, unsloth_hook  # noqa: E402
 

@@ -18,10 +18,9 @@ from torch import Tensor
 
 from klamp.config import KLConfig, KLWarning, TeacherConfig
 from klamp.core.clipping import clip_gate
-from klamp.hosts.common.control import KLControl
+from klamp.hosts.common.anchors import check_tokens
+from klamp.hosts.common.control import KLControl, resumed_text
 from klamp.hosts.common.kl_fields import warn_without_kl
-from klamp.hosts.common.step_zero import resumed_text
-from klamp.hosts.common.teachers import check_tokens
 from klamp.lab.config import TrainConfig
 from klamp.verify.one_step import Scene, StepReport, examine_config
 from klamp.verify.oracle import cosine, forward_kl, gradient_of, local_kl, per_outcome, reverse_kl

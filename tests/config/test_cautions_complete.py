@@ -98,7 +98,7 @@ ELSEWHERE: dict[str, tuple[str, ...]] = {
         "The KL before the first update is", "policy and reference differ already", "other kernels, or a mask"),
     "hosts/trl/test_reference.py:test_": ("passed as ref_model is another",),
     "hosts/trl/test_reference.py:test_a_reference_without_a_beta_is_said_to_be_unused": ("ref_model is passed and",),
-    "hosts/common/test_teachers.py:test_another_chat_template_of_a_teacher_is_cautioned_and_a_reference_s_is_not": (
+    "hosts/common/test_anchors.py:test_another_chat_template_of_a_teacher_is_cautioned_and_a_reference_s_is_not": (
         "use a teacher with the policy's",),
     "hosts/tinker/test_options.py:test_a_controller_or_schedule_moves_nothing": ("kl_coef=controller.value",),
     "hosts/tinker/test_options.py:test_a_controller_or_schedule_moves": ("teacher_coef=teacher.coefficient",),

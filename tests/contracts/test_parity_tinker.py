@@ -109,7 +109,7 @@ class Step:
             "ref_per_token_logps": self.rows("ref_logprobs"),
             "num_items_in_batch": completions.mask.sum(),
         }
-        return self.backward(trainer.model, trainer._compute_loss(trainer.model, inputs))
+        return self.backward(trainer.model, trainer.compute_loss(trainer.model, inputs))
 
     def backward(self, model, loss):
         loss.backward()

@@ -25,7 +25,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from klamp.config.teacher import TeacherConfig
 from klamp.errors import ConfigError, DataError, KLWarning, ModelError
-from klamp.hosts.common.teachers import check_tokens, no_prompt, prefix_kl
+from klamp.hosts.common.anchors import check_tokens, no_prompt, prefix_kl
 from klamp.lab.config import TrainConfig
 from klamp.lab.models import device_of, load_model, load_tokenizer
 from klamp.lab.sampling import encode_prompts

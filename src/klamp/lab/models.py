@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from klamp.errors import ModelError
 from klamp.files import at_home
-from klamp.hosts.common.step_zero import active_dropouts
+from klamp.hosts.common.anchors import active_dropouts
 from klamp.lab.checkpoint import check_policy
 from klamp.lab.config import ModelConfig, TrainConfig
 from klamp.lab.folders import checkpoint_folders, policy_folder

@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from klamp.config.teacher import OF_THE_POLICY
 from klamp.errors import KlampError, RunFolderError, TrainingStopped
+from klamp.hosts.common.anchors import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.hosts.common.control import go_on_from, held_kl
-from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.lab import checkpoint
 from klamp.lab.anchors import FrozenReference
 from klamp.lab.checkpoint import check_resume, identity

@@ -54,7 +54,7 @@ def trained(model: str) -> dict[str, Any]:
     )
     trainer = GRPOTrainer(model=model, reward_funcs=reward, args=args, train_dataset=Dataset.from_list(rows))
     apart: dict[str, list[float]] = {"loss": [], "gradient": [], "old": [], "reference": [], "ratio": [], "engine": []}
-    fast, lossing, scoring = trainer._klamp.fast, trainer._compute_loss, trainer._generate_and_score_completions
+    fast, lossing, scoring = trainer._klamp.fast, trainer.compute_loss, trainer._generate_and_score_completions
 
     def by_trl(function: Any, *given: Any) -> Any:
         fast.reason = "the test wants TRL's own"
@@ -67,7 +67,7 @@ def trained(model: str) -> dict[str, Any]:
         found = torch.autograd.grad(loss, list(trainer.model.parameters()), retain_graph=True)
         return torch.cat([each.flatten() for each in found])
 
-    def compute(model: Any, inputs: Any) -> Tensor:
+    def compute(model: Any, inputs: Any, *_: Any, **__: Any) -> Tensor:
         expected, found = by_trl(lossing, model, inputs), lossing(model, inputs)
         gradient = of_loss(expected)
         apart["loss"].append(float((found - expected).abs()))
@@ -89,10 +89,10 @@ def trained(model: str) -> dict[str, Any]:
         apart["ratio"].append(float((found["importance_sampling_ratio"] - 1).abs().max()))
         return found
 
-    trainer._compute_loss, trainer._generate_and_score_completions = compute, generate
+    trainer.compute_loss, trainer._generate_and_score_completions = compute, generate
     trainer.train()
     kls = [row["kl"] for row in trainer.state.log_history if "kl" in row]
-    return {"apart": apart, "kl": kls, "in force": str(fast), "told": sorted(fast.told)}
+    return {"apart": apart, "kl": kls, "in force": str(fast), "told": sorted(fast.reasons)}
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@ from scripts.newest import PACKAGES
 
 from klamp.errors import MissingLibrary, UnsupportedVersion
 from klamp.hosts.common import versions
-from klamp.hosts.common.versions import TRIED, caution_beside, check_version, load_tinker, told_version
+from klamp.hosts.common.versions import HOSTS, caution_beside, check_version, load_tinker, told_version
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -38,10 +38,10 @@ def test_a_floor_and_no_cap(monkeypatch: pytest.MonkeyPatch, host: str, installe
         return
     with pytest.raises(UnsupportedVersion) as caught:
         check_version(host)
-    needed, upto, by, why = TRIED[host]
-    error = caught.value
-    assert (error.what, error.got) == (f"{by} needs {needed}, and was tried up to {upto}", f"{host} {installed}")
-    assert (error.why, error.fix) == (why, f'pip install "{host}=={upto}.*"')
+    record, error = HOSTS[host], caught.value
+    assert error.what == f"klamp.{host} needs {record.needed}, and was tried up to {record.upto}"
+    assert (error.got, error.why) == (f"{host} {installed}", record.why)
+    assert error.fix == f'pip install "{host}=={record.upto}.*"'
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_what_is_newer_than_was_tried_is_said_once(
         check_version(host)
     said = [str(each.message) for each in recwarn]
     assert len(said) == newer
-    assert all(f"{host} {installed} is newer" in text and f"up to {TRIED[host].upto}:" in text for text in said)
+    assert all(f"{host} {installed} is newer" in text and f"up to {HOSTS[host].upto}:" in text for text in said)
     assert all(text.endswith("https://github.com/klamp-rl/klamp/issues") for text in said), "where to tell of it"
 
 
@@ -86,11 +86,9 @@ def test_what_a_host_brings_along_is_cautioned_of_likewise(
     assert told_version("vllm") == "vllm 0.40.1"
 
 
-def test_what_is_tried_is_named_in_the_docs_and_asked_for_by_the_newest() -> None:
-    page = (ROOT / "docs" / "records" / "newest.md").read_text(encoding="utf-8")
-    assert [host for host in TRIED if f"| `{host}` | {TRIED[host].upto} |" not in page] == []
+def test_what_is_tried_is_asked_for_by_the_newest() -> None:
     own = {"unsloth", "unsloth_zoo", "vllm"}  # in environments of their own, and of no parity list
-    assert set(TRIED) - own <= set(PACKAGES)
+    assert set(HOSTS) - own <= set(PACKAGES)
 
 
 @pytest.mark.parametrize("host", ["trl", "tinker", "verl", "unsloth", "transformers", "vllm"])
@@ -101,7 +99,7 @@ def test_what_the_tests_run_against_is_what_was_tried(host: str) -> None:
         for file in ROOT.glob("constraints*.txt")
         for found in re.finditer(rf"^{host}(?:-cpu)?==(\S+)$", file.read_text(encoding="utf-8"), re.M)
     ]
-    tried, floor = Version(TRIED[host].upto).release, Requirement(TRIED[host].needed).specifier
+    tried, floor = Version(HOSTS[host].upto).release, Requirement(HOSTS[host].needed).specifier
     assert [Version(each.version) for each in floor] == [min(pins)] * (host != "vllm"), "TRL and verl say which vLLM"
     assert host == "unsloth" or max(pins).release[: len(tried)] == tried
 
@@ -121,8 +119,6 @@ def test_a_host_that_is_not_installed_is_named(monkeypatch: pytest.MonkeyPatch) 
 @pytest.mark.parametrize("host", ["trl", "tinker", "verl", "unsloth", "transformers"])
 def test_the_range_is_the_one_that_the_package_declares(host: str) -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
-    wanted = [
-        Requirement(line) for line in project["optional-dependencies"]["train" if host == "transformers" else host]
-    ]
+    wanted = [Requirement(line) for line in project["optional-dependencies"][HOSTS[host].extra]]
     declared = {str(each.specifier) for each in wanted if each.name == host}
-    assert declared == {str(Requirement(TRIED[host].needed).specifier)}
+    assert declared == {str(Requirement(HOSTS[host].needed).specifier)}

@@ -16,7 +16,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from klamp.config import KLConfig
-from klamp.hosts.trl.grpo_trainer import _join
+from klamp.hosts.trl.grpo_trainer import join
 from klamp.trl import GRPOConfig, GRPOTrainer
 
 # accelerate collects garbage at the end of every `train`; without this it would walk through all of torch each time.
@@ -140,7 +140,7 @@ def with_kl(trainer: Any, kl: KLConfig | None, **args: Any) -> Any:
         if hasattr(trainer, name):
             setattr(trainer, name, value)
     trainer.args.beta = trainer.args.beta if kl is None else kl.beta
-    _join(trainer, kl, None, chosen=True)
+    join(trainer, kl, None, chosen=True)
     trainer.current_gradient_accumulation_steps = 1
     trainer.model.train()
     return trainer

@@ -88,4 +88,4 @@ def test_in_mixed_precision_it_is_tried_out_against_a_prepared_model(tmp_path: A
         scores = trl.GRPOTrainer._get_per_token_logps_and_entropies(trainer, trainer.model, **call)[0]
     assert scores.dtype == torch.float32 and (scores != scores.bfloat16().float()).any()
     trainer.train()
-    assert trainer._klamp.fast.traits and not trainer._klamp.fast.told
+    assert trainer._klamp.fast.traits and not trainer._klamp.fast.reasons

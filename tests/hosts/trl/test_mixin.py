@@ -109,8 +109,8 @@ def test_beta_moves_at_the_end_of_an_optimizer_step_only(base: Any, tmp_path: An
         max_steps=3,
     )
     used: list[float] = []
-    inner = trainer._loss_with_penalty
-    trainer._loss_with_penalty = lambda *args: (used.append(args[-1]), inner(*args))[1]
+    inner = trainer._loss_hook
+    trainer._loss_hook = lambda *args: (used.append(args[-1]), inner(*args))[1]
     trainer.train()
     rows = trainer.state.log_history[:3]
     expected = [0.4]
@@ -172,7 +172,7 @@ class Bypassing(trl.GRPOTrainer):
 
 @pytest.mark.parametrize(
     ("kind", "text"),
-    [(Elsewhere, "0 products of beta"), (Twice, "2 products of beta"), (Bypassing, "0 calls of klamp's hook")],
+    [(Elsewhere, "0 products of beta"), (Twice, "2 products of beta"), (Bypassing, "0 products of beta")],
 )
 def test_a_host_that_stops_calling_the_hook_is_noticed(base: Any, tmp_path: Any, kind: type, text: str) -> None:
     # Built with beta 0, since TRL cannot load the reference of a model in memory; attach brings it.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,6 +16,7 @@ from tests.hosts.trl.hosts import generated, klamp_trainer, model, plain_logits,
 from klamp.errors import KLWarning
 from klamp.hosts.common.sampler_weights import START, WEIGHTS
 from klamp.hosts.trl.measure import sync_report, watch_sampler
+from klamp.hosts.trl.session import Warned
 
 
 def logprobs(made: Any, output: Any) -> torch.Tensor:
@@ -27,8 +29,8 @@ def watched(trainer: Any, base: Any, monkeypatch: pytest.MonkeyPatch) -> SimpleN
     """A trainer that has trained, a batch as an engine in sync would have written it, and what is said."""
     said: list[str] = []
     session = trainer._klamp
-    for name, value in {"starts_at_reference": True, "sync_gap": 0.0}.items():
-        monkeypatch.setattr(session, name, value)
+    facts = session.reference._replace(is_start=True)
+    monkeypatch.setattr(trainer, "_klamp", replace(session, reference=facts, warned=Warned()))
     monkeypatch.setattr(trainer, "_caution", said.append)
     monkeypatch.setattr(trainer.state, "global_step", 3)
     output = generated(trainer)
@@ -52,7 +54,8 @@ def test_a_sampler_that_stayed_at_the_start_is_named_once(watched: SimpleNamespa
 def test_the_reference_is_no_start_where_it_is_another_model_or_moves(watched: SimpleNamespace) -> None:
     watched.output["sampling_per_token_logps"] = watched.start
     assert START in sync_report(watched.trainer, watched.output).sides[0].gaps
-    watched.trainer._klamp.starts_at_reference = False
+    session = watched.trainer._klamp
+    watched.trainer._klamp = replace(session, reference=session.reference._replace(is_start=False))
     assert START not in sync_report(watched.trainer, watched.output).sides[0].gaps
 
 

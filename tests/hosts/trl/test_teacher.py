@@ -105,7 +105,7 @@ def test_the_loss_and_its_gradient_are_klamps_own(
     assert torch.equal(generated(bare)["completion_ids"], inputs["completion_ids"]), "the same completions"
     expected = own_loss(trainer, base, teacher, inputs, before, options)
     exact = gradient_of(trainer, expected.loss)
-    loss = trainer._compute_loss(trainer.model, inputs)
+    loss = trainer.compute_loss(trainer.model, inputs)
     assert loss.item() == pytest.approx(expected.loss.item(), abs=1e-6, rel=1e-6)
     assert (gradient_of(trainer, loss) - exact).abs().max() <= 1e-6 * max(1.0, float(exact.norm()))
     metrics = trainer._metrics["train"]
@@ -128,7 +128,7 @@ def test_it_is_divided_as_the_loss_type_divides(base: Any, teacher: Any, tmp_pat
     trainer = made(base, teacher, tmp_path, **options)
     inputs = generated(trainer)
     expected = own_loss(trainer, base, teacher, inputs, inputs["advantages"], options)
-    loss = trainer._compute_loss(trainer.model, inputs)
+    loss = trainer.compute_loss(trainer.model, inputs)
     torch.testing.assert_close(loss.detach(), expected.loss.detach(), rtol=1e-5, atol=1e-6)
 
 
@@ -149,7 +149,7 @@ def test_fast_scoring_has_the_same_numbers(base: Any, teacher: Any, tmp_path: Pa
     gradients = []
     for each, inputs in ((fast, ours), (plain, theirs)):
         inputs["advantages"] = torch.zeros_like(inputs["advantages"])  # what is left is the teacher's pull
-        gradients.append(gradient_of(each, each._compute_loss(each.model, inputs)))
+        gradients.append(gradient_of(each, each.compute_loss(each.model, inputs)))
     assert float(gradients[1].norm()) > 0
     assert_same_gradient(*gradients)
 
@@ -183,7 +183,7 @@ def test_a_teacher_at_a_server_has_the_numbers_of_a_local_one(
     with answering(server.answer) as url:
         away = made(base, None, tmp_path, trainer={"train_dataset": dataset(hint=hints)}, teacher_url=url, **options)
         found = [generated(each, rows=rows_of(hint=hints)) for each in (here, away)]
-        losses = [each._compute_loss(each.model, inputs) for each, inputs in zip((here, away), found, strict=True)]
+        losses = [each.compute_loss(each.model, inputs) for each, inputs in zip((here, away), found, strict=True)]
     torch.testing.assert_close(losses[1].detach(), losses[0].detach(), rtol=1e-5, atol=1e-6)
     gradients = [gradient_of(each, loss) for each, loss in zip((here, away), losses, strict=True)]
     assert_same_gradient(gradients[1], gradients[0])
@@ -216,7 +216,7 @@ def test_an_adapter_is_trained_towards_a_model_and_towards_the_policy_without_it
         taught = base if given else teacher
         kl = exact_kl(plain_logits(trainer.model, inputs), plain_logits(taught, inputs).detach())
         mask = inputs["completion_mask"].bool()
-        loss = trainer._compute_loss(trainer.model, inputs)
+        loss = trainer.compute_loss(trainer.model, inputs)
         torch.testing.assert_close(loss.detach(), COEF * kl[mask].mean().detach(), rtol=1e-4, atol=1e-6)
         found = trainer._metrics["train"]["teacher/kl"][0]
         assert found == pytest.approx(float(kl.detach()[mask].mean()), rel=1e-4) and found > 0.01
@@ -236,7 +236,7 @@ def test_a_tail_is_weighed_by_who_sampled(base: Any, teacher: Any, tmp_path: Pat
     parts = [x.gather(-1, at) for at in (ids, token) for x in (p, q)]
     weight = own - inputs["old_per_token_logps"]
     kl = topk_kl(parts[0], parts[1], parts[2][..., 0], parts[3][..., 0], outside, log_weight=weight)
-    loss = trainer._compute_loss(trainer.model, inputs)
+    loss = trainer.compute_loss(trainer.model, inputs)
     torch.testing.assert_close(loss.detach(), COEF * kl[mask].mean().detach(), rtol=1e-4, atol=1e-6)
 
 

@@ -94,7 +94,9 @@ def test_prompts_and_advantages_are_those_of_klamp(changes, scale, baseline, qui
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
             if self.model.training:
-                seen.append(([row["prompt"] for row in inputs], self._klamp.rewards.flatten(), output["advantages"]))
+                seen.append(
+                    ([row["prompt"] for row in inputs], self._klamp.rollout.rewards.flatten(), output["advantages"])
+                )
                 for ids, mask, text in zip(output["prompt_ids"], output["prompt_mask"], seen[-1][0], strict=True):
                     written = self._tokenizer(text, add_special_tokens=False)["input_ids"]
                     assert ids[mask.bool()].tolist() == written

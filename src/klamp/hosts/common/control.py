@@ -19,8 +19,8 @@ from klamp.config.loss import Price, price_at_distance
 from klamp.config.rules import wide_clip
 from klamp.core.arguments import check_instance, describe, is_finite_number
 from klamp.core.controllers import FixedController, HoldController, kl_schedule_factor
+from klamp.doctor.alarms_kl import REFERENCE_DIFFERS
 from klamp.errors import ConfigError, KLWarning, NonFiniteError, RunFolderError
-from klamp.hosts.common.step_zero import resumed_text
 
 OWN = ("reference_length", "last_kl")
 """What a saved state holds besides the controller's: numbers, or None."""
@@ -91,20 +91,34 @@ def landing_beta(target_kl: float, metrics: Mapping[str, float], rewards: Tensor
     return price_at_distance(rewards, length * target_kl) * (metrics["beta"] / price)
 
 
+RESUMED = 10.0
+"""How many times larger or smaller the KL of the first step after a resume must be to speak of another reference."""
+
+
+def resumed_text(before: float, after: float) -> str:
+    """The warning where the KL (nats per token) is another after a resume than in the step before; "" where not."""
+    least = REFERENCE_DIFFERS.value  # a run's first steps multiply a KL below it
+    if before <= max(least, RESUMED * after) and after <= RESUMED * max(least, before):
+        return ""
+    return (
+        f"The KL is {after:.3g} nats per token in the first step after the resume, and was {before:.3g} in the last "
+        "one before it. Most likely the reference is another model than it was, or the policy not that of the "
+        "checkpoint. Resume with the model and the reference that the run was started with."
+    )
+
+
 class KLControl:
     """The coefficient of a run: the controller, times its schedule; the frozen reference length."""
 
     def __init__(self, kl: KLConfig) -> None:
         self.kl = kl
         self.controller = kl.build_controller()
+        # the controller as it was configured, which a resume compares
         self.asked: Mapping[str, Any] = {"name": kl.controller_name, **asdict(self.controller)}
-        """The controller as it was configured, which a resume compares."""
+        # in tokens, where the data gives none; None: not measured yet
         self.reference_length: float | None = kl.kl_reference_length
-        """Reference length in tokens where the data gives none; None: not measured yet."""
-        self.last_kl: float | None = None
-        """The KL that was taken in last."""
-        self.kl_before: float | None = None
-        """The KL of a checkpoint's last step, from the resume until the first step after it; else None."""
+        self.last_kl: float | None = None  # the KL that was taken in last
+        self.kl_before: float | None = None  # that of a checkpoint's last step, until the first step after the resume
 
     def beta(self, step: int, total_steps: int) -> float:
         """The coefficient in force at a step, from 0."""
@@ -144,10 +158,10 @@ class KLControl:
 
     def metrics(self, price: Price, spread: float | None) -> dict[str, float]:
         """What there is to log of it: see `beta_metrics`; the reference length where a clip may need one."""
-        found = beta_metrics(price, spread)
+        metrics = beta_metrics(price, spread)
         if self.kl.kl_clip_method != "none" and self.reference_length is not None:
-            found["kl/reference_length"] = self.reference_length
-        return found
+            metrics["kl/reference_length"] = self.reference_length
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Everything that changes during a run, as JSON can hold it."""

@@ -93,7 +93,7 @@ class Effective:
     def _rows(self) -> Iterator[tuple[str, object]]:
         yield "host", self.host
         for term in self.terms:
-            yield from ((each.name, getattr(term, each.name)) for each in fields(term))
+            yield from ((field.name, getattr(term, field.name)) for field in fields(term))
         if not self.terms:
             yield "term", "none"
         yield "normalizer", self.normalizer

@@ -17,10 +17,10 @@ from klamp.core.masking import masked_log_ratio, masked_sum
 from klamp.core.penalty import advantages_with_kl, shifted_advantages
 from klamp.core.term import KLTerm, measure, prepare, scored_by, sequence_gate_kl
 from klamp.core.types import Batch, Reduction
+from klamp.doctor.alarms_kl import STEP_ZERO
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, batch_of, loss_mask
 from klamp.hosts.common.control import KLControl
-from klamp.hosts.common.step_zero import STEP_ZERO_KL
 
 LENGTH_COLUMN = "reference_length"
 """The data column that gives a prompt's reference length in tokens."""
@@ -46,18 +46,12 @@ class Generation:
     """The host's tensors, the completions of a prompt next to each other (across processes where they are split)."""
     old_logprobs: Tensor | None
     """[B, T] under the policy before the batch's first update; None where nothing needs them."""
-    rows: Sequence[Mapping[str, Any]]
-    """[B] the data rows."""
-    lengths: Tensor
-    """[B] completion lengths in tokens, end token included, before any masking."""
-    group_size: int
-    """Completions per prompt."""
-    accelerator: Any
-    """gather and reduce over processes."""
-    exact_kl: Tensor | None = None
-    """[B, T] exact KL of that policy; only where every completion has it."""
-    scorable: Tensor | None = None
-    """[B of all processes] bool: completions with a reward; None: all."""
+    rows: Sequence[Mapping[str, Any]]  # [B] the data rows
+    lengths: Tensor  # [B] completion lengths in tokens, end token included, before any masking
+    group_size: int  # completions per prompt
+    accelerator: Any  # gather and reduce over processes
+    exact_kl: Tensor | None = None  # [B, T] exact KL of that policy; only where every completion has it
+    scorable: Tensor | None = None  # [B of all processes] bool: completions with a reward; None: all
 
     def batch(self) -> Batch:
         """In klamp's words, as the policy saw it before its first update."""
@@ -109,8 +103,7 @@ def exclusion_scale(mask: Tensor, kl_mask: Tensor, reduction: Reduction, acceler
 
 def gate_over_processes(generation: Generation, term: KLTerm) -> Tensor:
     """The KL that gates each of this process's sequences, in nats; groups and batches run over all processes. [B]"""
-    batch = replace(generation.batch(), group_size=generation.group_size)
-    accelerator = generation.accelerator
+    batch, accelerator = replace(generation.batch(), group_size=generation.group_size), generation.accelerator
     return sequence_gate_kl(measure(batch, term), gather=accelerator.gather, rank=accelerator.process_index)
 
 
@@ -130,8 +123,8 @@ def shifted(generation: Generation, term: KLTerm, *, beta: float) -> Tensor:
         if generation.scorable is not None:
             everywhere = everywhere.masked_fill(~generation.scorable, torch.nan)
         groups = everywhere.view(-1, generation.group_size)
-        found = (groups - groups.nanmean(-1, keepdim=True)).view(-1).nan_to_num(nan=0.0)
-        return found.split(len(taken))[generation.accelerator.process_index]
+        deviations = (groups - groups.nanmean(-1, keepdim=True)).view(-1).nan_to_num(nan=0.0)
+        return deviations.split(len(taken))[generation.accelerator.process_index]
 
     none = batch.advantages.new_zeros(len(batch.mask))
     shift = advantages_with_kl(none, prepared, beta=beta, advantages=centred)
@@ -160,7 +153,7 @@ def _measured(generation: Generation) -> float:
     sizes = torch.stack([size.to(lengths.device, torch.float32) for size in sizes])
     kl, tokens, length, count = generation.accelerator.reduce(sizes, reduction="sum").tolist()
     distance = kl / max(tokens, 1.0)
-    if distance > STEP_ZERO_KL:
+    if distance > STEP_ZERO.value:
         raise ConfigError(
             "the reference length cannot be measured",
             got=f"KL {distance:.2e} nats per token between policy and reference at the first generation batch",
@@ -170,15 +163,12 @@ def _measured(generation: Generation) -> float:
     return length / count
 
 
-SPECIAL = "special"
-
-
 def excluded_ids(names: Sequence[int | str], tokenizer: Any) -> list[int]:
     """Ids of the tokens named: an id, a token string, or `special` for all special tokens."""
-    found: set[int] = set()
+    ids: set[int] = set()
     for name in names:
-        if name == SPECIAL:
-            found.update(int(i) for i in tokenizer.all_special_ids)
+        if name == "special":
+            ids.update(int(i) for i in tokenizer.all_special_ids)
             continue
         index = tokenizer.get_vocab().get(name, name) if isinstance(name, str) else name
         index = int(index) if isinstance(index, str) and index.isdigit() else index
@@ -189,8 +179,8 @@ def excluded_ids(names: Sequence[int | str], tokenizer: Any) -> list[int]:
                 why="excluding nothing silently would leave its KL in the loss",
                 fix=f"use an id below {len(tokenizer)}, a token as the tokenizer writes it, or 'special'",
             )
-        found.add(index)
-    return sorted(found)
+        ids.add(index)
+    return sorted(ids)
 
 
 def kl_tokens(ids: Tensor, mask: Tensor, excluded: Sequence[int]) -> Tensor:

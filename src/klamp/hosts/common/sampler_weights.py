@@ -51,10 +51,8 @@ MEANINGS: Mapping[str, tuple[str, str]] = {
 class Reported:
     """What one side reports, held against every reading."""
 
-    side: str
-    """Whose: sampler or trainer."""
-    gaps: Mapping[str, float]
-    """Reading -> mean size of the difference, in nats per token."""
+    side: str  # whose: sampler or trainer
+    gaps: Mapping[str, float]  # reading -> mean size of the difference, in nats per token
 
     @property
     def nearest(self) -> str:
@@ -87,10 +85,8 @@ class Reported:
 class SyncReport:
     """What sampler and trainer report of the same tokens."""
 
-    tokens: int
-    """How many tokens were compared."""
-    sides: tuple[Reported, ...]
-    """The sampler, and the trainer where its numbers are there."""
+    tokens: int  # how many tokens were compared
+    sides: tuple[Reported, ...]  # the sampler, and the trainer where its numbers are there
 
     @property
     def in_sync(self) -> bool:
@@ -106,25 +102,24 @@ def compare(reported: Mapping[str, Tensor], readings: Mapping[str, Tensor]) -> S
 
     Equation: the gap of a reading is the mean of |log p_reported - log p_reading| over tokens where both are finite.
     """
-    right = readings[WEIGHTS]
-    for side, values in reported.items():
-        if not bool((values.isfinite() & right.isfinite()).any()):
+    gaps = {
+        side: {name: _gap(values, reading) for name, reading in readings.items()} for side, values in reported.items()
+    }
+    for side, of_side in gaps.items():
+        if math.isinf(of_side[WEIGHTS]):
             raise DataError(
                 f"the {side} reports no log-probability",
-                got=f"{len(values)} tokens, none of them with a finite number",
+                got=f"{len(reported[side])} tokens, none of them with a finite number",
                 why="there is nothing to compare",
                 fix="let it report the log-probability of each token that it drew",
             )
-    sides = tuple(
-        Reported(side=side, gaps={name: _gap(values, each) for name, each in readings.items()})
-        for side, values in reported.items()
-    )
-    return SyncReport(tokens=len(right), sides=sides)
+    sides = tuple(Reported(side=side, gaps=of_side) for side, of_side in gaps.items())
+    return SyncReport(tokens=len(readings[WEIGHTS]), sides=sides)
 
 
 def _gap(reported: Tensor, reading: Tensor) -> float:
     both = reported.isfinite() & reading.isfinite()
-    return float((reported - reading)[both].abs().mean()) if bool(both.any()) else float("inf")
+    return float((reported - reading)[both].abs().mean()) if bool(both.any()) else math.inf
 
 
 def check_sync(
@@ -187,23 +182,22 @@ def _readings(
     was_training = model.training
     model.eval()
     try:
-        logits, hidden = _forward(model, prompt, completion, states=start is not None)
-        found = {WEIGHTS: logits / temperature}
-        if temperature != 1:
-            found[RAW] = logits
-        if cuts:
-            found[TRUNCATED] = cuts(None, logits / temperature)
-        found[HIDDEN] = _forward(model, prompt, completion, hidden_prompt=True)[0] / temperature
+        raw, hidden = _forward(model, prompt, completion, states=start is not None)
+        logits = {WEIGHTS: raw, HIDDEN: _forward(model, prompt, completion, hidden_prompt=True)[0]}
         if hasattr(model, "disable_adapter"):
             with model.disable_adapter():
-                found[NO_ADAPTER] = _forward(model, prompt, completion)[0] / temperature
+                logits[NO_ADAPTER] = _forward(model, prompt, completion)[0]
         if start is not None:
-            found[START] = _forward(start, prompt, completion)[0] / temperature
-            stale = _with_head_of(start, model, logits, hidden)
-            found |= {} if stale is None else {START_HEAD: stale / temperature}
+            logits[START] = _forward(start, prompt, completion)[0]
+            stale = _with_head_of(start, model, raw, hidden)
+            logits |= {} if stale is None else {START_HEAD: stale}
     finally:
         model.train(was_training)
-    chosen = {name: _chosen(each, completion) for name, each in found.items()}
+    scaled = {name: values / temperature for name, values in logits.items()}
+    scaled |= {RAW: raw} if temperature != 1 else {}
+    scaled |= {TRUNCATED: cuts(None, scaled[WEIGHTS])} if cuts else {}
+    ids = torch.tensor(list(completion), device=raw.device)
+    chosen = {name: x.log_softmax(-1).gather(-1, ids[:, None])[:, 0].cpu() for name, x in scaled.items()}
     chosen[HIDDEN][0] = math.nan  # it is predicted from the prompt's last place
     return chosen
 
@@ -233,13 +227,8 @@ def _forward(
     return logits, output.hidden_states[-1][0, last] if states else logits[:, :0]
 
 
-def _chosen(logits: Tensor, completion: Sequence[int]) -> Tensor:
-    ids = torch.tensor(list(completion), device=logits.device)
-    return logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0].cpu()
-
-
 def _flat(completions: Sequence[Sequence[int]], values: Sequence[Sequence[Any]], side: str) -> Tensor:
-    lengths = [len(each) for each in completions], [len(each) for each in values]
+    lengths = [len(ids) for ids in completions], [len(row) for row in values]
     if lengths[0] != lengths[1] or not sum(lengths[0]):
         raise ShapeError(
             f"the log-probabilities of the {side} do not fit the completions",
@@ -247,7 +236,7 @@ def _flat(completions: Sequence[Sequence[int]], values: Sequence[Sequence[Any]],
             why="each token that was drawn has one",
             fix="pass one list per completion, with NaN where a token has no number",
         )
-    return torch.tensor([math.nan if each is None else float(each) for row in values for each in row])
+    return torch.tensor([math.nan if value is None else float(value) for row in values for value in row])
 
 
 def pack_nothing() -> None:

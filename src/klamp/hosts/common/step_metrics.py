@@ -23,70 +23,76 @@ from klamp.doctor.metrics import Counted, averaged_over
 class StepRecord:
     """The tokens of B completions of T positions at the start of a step's updates, all without gradient."""
 
-    mask: Tensor
-    """[B, T] bool: tokens that are trained on."""
-    kl_mask: Tensor
-    """[B, T] bool: tokens that carry the KL."""
-    policy: Tensor
-    """[B, T] log-probabilities under the policy."""
-    rewards: Tensor
-    """[B] rewards of the completions."""
-    ended: Tensor
-    """[B] bool: whether the completion has an end token."""
-    lengths: Tensor
-    """[B] tokens, end token included, before any masking."""
-    sampler: Tensor | None = None
-    """[B, T] log-probabilities under the sampler; None where it does not tell."""
+    mask: Tensor  # [B, T] bool: tokens that are trained on
+    kl_mask: Tensor  # [B, T] bool: tokens that carry the KL
+    policy: Tensor  # [B, T] log-probabilities under the policy
+    rewards: Tensor  # [B] rewards of the completions
+    ended: Tensor  # [B] bool: whether the completion has an end token
+    lengths: Tensor  # [B] tokens, end token included, before any masking
+    sampler: Tensor | None = None  # [B, T] log-probabilities under the sampler; None where it does not tell
     repeated: Tensor | None = None
     """[B] tokens that stand in a pair which was in their completion before; see `repeated_pairs`."""
-    entropy: Tensor | None = None
-    """[B, T] entropy of the policy, in nats; None where a service keeps the logits."""
-    ref: Tensor | None = None
-    """[B, T] log-probabilities under the reference; None at beta 0."""
-    original: Tensor | None = None
-    """[B, T] log-probabilities under the model that a moving reference started from."""
-    exact: Tensor | None = None
-    """[B, T] exact KL(policy||ref) in nats."""
-    exact_forward: Tensor | None = None
-    """[B, T] exact KL(ref||policy) in nats."""
-    exact_rows: Tensor | None = None
-    """[B] bool: completions whose exact KL was measured."""
+    entropy: Tensor | None = None  # [B, T] entropy of the policy, in nats; None where a service keeps the logits
+    ref: Tensor | None = None  # [B, T] log-probabilities under the reference; None at beta 0
+    original: Tensor | None = None  # [B, T] log-probabilities under the model that a moving reference started from
+    exact: Tensor | None = None  # [B, T] exact KL(policy||ref) in nats
+    exact_forward: Tensor | None = None  # [B, T] exact KL(ref||policy) in nats
+    exact_rows: Tensor | None = None  # [B] bool: completions whose exact KL was measured
 
 
 def step_metrics(record: StepRecord, *, group_size: int) -> dict[str, float]:
-    """All metrics that the tokens of a whole global batch give; names as in `METRICS`. No KL where no token has one."""
-    found = {"reward": record.rewards.mean()}
-    found |= group_metrics(record.rewards, record.lengths, group_size) if group_size > 1 else {}
-    found |= _length_metrics(record) | _policy_metrics(record)
+    """All metrics that the tokens of a whole global batch give; names as in `METRICS`. No KL if no token has one."""
+    metrics = {"reward": record.rewards.mean(), "policy/logp_mean": masked_mean(record.policy, record.mask)}
+    metrics |= group_metrics(record.rewards, record.lengths, group_size) if group_size > 1 else {}
+    metrics |= {"length/mean": record.lengths.float().mean(), "length/truncated": 1 - record.ended.float().mean()}
+    if record.repeated is not None:
+        metrics["length/repeated"] = record.repeated.sum() / record.lengths.sum().clamp(min=1)
+    if record.entropy is not None:
+        metrics["policy/entropy"] = masked_mean(record.entropy, record.mask)
+    if record.sampler is not None:
+        metrics |= _means("sampler/{}", masked_log_ratio(record.sampler, record.policy, record.mask), record.mask)
     if record.ref is not None:
-        found |= _kl_metrics(record, record.ref)
+        metrics["ref/logp_mean"] = masked_mean(record.ref, record.mask)
+        metrics |= _kl_metrics(record, record.ref) if bool(record.kl_mask.any()) else {}
     if record.original is not None and bool(record.kl_mask.any()):
-        delta = masked_log_ratio(record.policy, record.original, record.kl_mask)
-        found |= _means("kl/{}_original", delta, record.kl_mask)
+        log_ratios = masked_log_ratio(record.policy, record.original, record.kl_mask)
+        metrics |= _means("kl/{}_original", log_ratios, record.kl_mask)
     if record.exact_rows is not None:
-        found |= _exact_metrics(record, record.exact_rows)
-    return {name: float(value) for name, value in found.items()}
+        metrics |= _exact_metrics(record, record.exact_rows)
+    return {name: float(value) for name, value in metrics.items()}
 
 
 def _means(name: str, log_ratios: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    return {name.format(each): masked_mean(ESTIMATORS[each].value(log_ratios), mask) for each in ("k1", "k3")}
+    return {name.format(k): masked_mean(ESTIMATORS[k].value(log_ratios), mask) for k in ("k1", "k3")}
 
 
-def _length_metrics(record: StepRecord) -> dict[str, Tensor]:
-    found = {"length/mean": record.lengths.float().mean(), "length/truncated": 1 - record.ended.float().mean()}
-    if record.repeated is not None:
-        found["length/repeated"] = record.repeated.sum() / record.lengths.sum().clamp(min=1)
-    return found
+def _kl_metrics(record: StepRecord, ref: Tensor) -> dict[str, Tensor]:
+    mask = record.kl_mask
+    log_ratios = masked_log_ratio(record.policy, ref, mask)
+    sums = {k: masked_sum(ESTIMATORS[k].value(log_ratios), mask, -1).mean() for k in ("k1", "k3")}
+    of_sequences = {f"kl/{k}_sequence": value for k, value in sums.items()}
+    return of_sequences | _means("kl/{}", log_ratios, mask) | largest_log_ratios(log_ratios[mask])
+
+
+def _exact_metrics(record: StepRecord, rows: Tensor) -> dict[str, Tensor]:
+    mask = record.kl_mask[rows]
+    if not bool(mask.any()):
+        return {}
+    values = {"kl/exact": record.exact, "kl/exact_forward": record.exact_forward}
+    metrics = {name: masked_mean(value[rows], mask) for name, value in values.items() if value is not None}
+    if record.exact is not None:
+        metrics["kl/exact_sequence"] = masked_sum(record.exact[rows], mask, -1).mean()
+    return metrics
 
 
 def group_metrics(rewards: Tensor, lengths: Tensor, group_size: int) -> dict[str, Tensor]:
     """What groups say of rewards [B], and of rewards against lengths [B]; a group's are neighbours."""
-    found = {
+    metrics = {
         "reward_std": rewards.view(-1, group_size).std(-1).mean(),
         "groups/saturated": saturated_share(rewards, group_size),
     }
     correlation = reward_length_correlation(rewards, lengths, group_size)
-    return found if correlation is None else found | {"length/reward_correlation": correlation}
+    return metrics if correlation is None else metrics | {"length/reward_correlation": correlation}
 
 
 def repeated_pairs(ids: Tensor, mask: Tensor) -> Tensor:
@@ -108,40 +114,10 @@ def reward_length_correlation(rewards: Tensor, lengths: Tensor, group_size: int)
     return (reward * length).sum() / sizes.sqrt() if bool(sizes > 1e-12) else None
 
 
-def _policy_metrics(record: StepRecord) -> dict[str, Tensor]:
-    entropy = {} if record.entropy is None else {"policy/entropy": masked_mean(record.entropy, record.mask)}
-    found = entropy | {"policy/logp_mean": masked_mean(record.policy, record.mask)}
-    if record.sampler is None:
-        return found
-    return found | _means("sampler/{}", masked_log_ratio(record.sampler, record.policy, record.mask), record.mask)
-
-
-def _kl_metrics(record: StepRecord, ref: Tensor) -> dict[str, Tensor]:
-    mask = record.kl_mask
-    delta = masked_log_ratio(record.policy, ref, mask)
-    found = {"ref/logp_mean": masked_mean(ref, record.mask)}
-    if not bool(mask.any()):
-        return found
-    for name in ("k1", "k3"):
-        found[f"kl/{name}_sequence"] = masked_sum(ESTIMATORS[name].value(delta), mask, -1).mean()
-    return found | _means("kl/{}", delta, mask) | largest_log_ratios(delta[mask])
-
-
 def largest_log_ratios(log_ratios: Tensor) -> dict[str, Tensor]:
     """The largest |log-ratio| of single tokens and the 99th percentile, in nats; `log_ratios` [n], at least one."""
     sizes = log_ratios.abs().sort().values
     return {"kl/log_ratio_max": sizes[-1], "kl/log_ratio_p99": sizes[min(len(sizes) - 1, int(0.99 * len(sizes)))]}
-
-
-def _exact_metrics(record: StepRecord, rows: Tensor) -> dict[str, Tensor]:
-    mask = record.kl_mask[rows]
-    if not bool(mask.any()):
-        return {}
-    values = {"kl/exact": record.exact, "kl/exact_forward": record.exact_forward}
-    found = {name: masked_mean(value[rows], mask) for name, value in values.items() if value is not None}
-    if record.exact is not None:
-        found["kl/exact_sequence"] = masked_sum(record.exact[rows], mask, -1).mean()
-    return found
 
 
 class Window:
@@ -188,14 +164,14 @@ class Window:
             return {}
         names = sorted(self.sums)
         totals = accelerator.reduce(torch.stack([self.sums[name] for name in names]), reduction="sum")
-        found = {name: float(total / count) for name, (total, count) in zip(names, totals, strict=True) if count > 0}
+        metrics = {name: float(total / count) for name, (total, count) in zip(names, totals, strict=True) if count > 0}
         if self.log_ratios:
             log_ratios = accelerator.pad_across_processes(torch.cat(self.log_ratios), dim=0, pad_index=torch.nan)
             log_ratios = accelerator.gather(log_ratios)
             log_ratios = log_ratios[~log_ratios.isnan()]
             if len(log_ratios):
-                found |= {name: float(size) for name, size in largest_log_ratios(log_ratios).items()}
                 k3 = ESTIMATORS["k3"].value(log_ratios)
-                found["kl/k3_max"], found["kl/k3_min"] = float(k3.max()), float(k3.min())
+                extremes = largest_log_ratios(log_ratios) | {"kl/k3_max": k3.max(), "kl/k3_min": k3.min()}
+                metrics |= {name: float(value) for name, value in extremes.items()}
         self._clear()
-        return found
+        return metrics

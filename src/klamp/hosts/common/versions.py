@@ -1,4 +1,4 @@
-"""Which versions of each host klamp was tried with; checked where the host is used, never on import of klamp."""
+"""What each host needs, and which versions klamp was tried with; checked on use, never on import of klamp."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ import importlib
 import warnings
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import metadata
-from typing import Any, NamedTuple
+from typing import Any
 
 from packaging.requirements import Requirement
 from packaging.version import Version
@@ -16,39 +17,47 @@ from packaging.version import Version
 from klamp.errors import KLWarning, UnsupportedVersion, missing_library
 
 
-class Tried(NamedTuple):
-    """What of a host pip may install, and up to where it was tried; what of klamp's needs it; and what may break."""
+@dataclass(frozen=True, kw_only=True)
+class HostRecord:
+    """One package that klamp's KL is used in."""
 
-    needed: str
-    """A floor, which is tested; a cap only where a break is known."""
-    upto: str
-    """The newest version, or series of versions, that klamp's tests have run against."""
-    by: str
-    why: str
+    needed: str  # what pip may install: a floor, which is tested; a cap only where a break is known
+    upto: str  # the newest version, or series of versions, that klamp's tests have run against
+    door: str  # the module of klamp's that needs it
+    extra: str  # the extra of klamp's that installs it; empty: none does
+    asked: str  # where its version is asked for: a cell of the table in docs/records/newest.md
+    why: str  # what may break with another version
 
 
 _SENT = "a trainer's weights are sent into vLLM, and what it packs or renames of them changes from version to version"
 _PARTS = "klamp calls the body and the head of a model apart, which transformers names and calls otherwise now and then"
 _INSIDE = "the KL enters inside the host's own loss, which changes from version to version"
 _SDK = "the SDK changes what its methods return and which keys a datum may have; a lost KL is worse than an error"
-TRIED: Mapping[str, Tried] = {
-    "trl": Tried("trl>=1.10", "1.16", "klamp.trl", _INSIDE),
-    "unsloth_zoo": Tried("unsloth_zoo>=2026.10.7", "2026.10.9", "klamp.trl on Unsloth", _INSIDE),
-    "unsloth": Tried("unsloth>=2026.10.7", "2026.10.9", "klamp.trl on Unsloth", _INSIDE),
-    "verl": Tried("verl>=0.9.1", "0.9", "klamp.verl", _INSIDE),
-    "tinker": Tried("tinker>=0.25", "0.38", "klamp.tinker", _SDK),
-    "transformers": Tried("transformers>=4.56.2", "5.23", "klamp", _PARTS),
-    "vllm": Tried("vllm", "0.32", "klamp", _SENT),  # which of them: TRL's and verl's to say
-}
-"""Package of a host -> what was tried."""
+HOSTS: Mapping[str, HostRecord] = {
+    "trl": HostRecord(needed="trl>=1.10", upto="1.16", door="klamp.trl", extra="trl",
+                      asked="`klamp.trl`, `--backend trl`", why=_INSIDE),
+    "verl": HostRecord(needed="verl>=0.9.1", upto="0.9", door="klamp.verl", extra="verl",
+                       asked="`klamp.verl`, `--backend verl`", why=_INSIDE),
+    "tinker": HostRecord(needed="tinker>=0.25", upto="0.38", door="klamp.tinker", extra="tinker",
+                         asked="`klamp.tinker`", why=_SDK),
+    "unsloth": HostRecord(needed="unsloth>=2026.10.7", upto="2026.10.9", door="klamp.unsloth", extra="unsloth",
+                          asked="`klamp.trl` on Unsloth", why=_INSIDE),
+    "unsloth_zoo": HostRecord(needed="unsloth_zoo>=2026.10.7", upto="2026.10.9", door="klamp.unsloth",
+                              extra="unsloth", asked="the same", why=_INSIDE),
+    "transformers": HostRecord(needed="transformers>=4.56.2", upto="5.23", door="klamp", extra="train",
+                               asked="every run of `klamp train`, and `klamp.trl`", why=_PARTS),
+    "vllm": HostRecord(needed="vllm", upto="0.32", door="klamp", extra="", why=_SENT,
+                       asked="a run that it samples for in TRL or verl; which of them may be used is TRL's and verl's "
+                       "to say"),
+}  # fmt: skip
+"""Package -> its record."""
 
 
 def check_version(host: str) -> str:
     """The installed version of a host; refuses one that is missing or too old, cautions once of a newer one."""
-    needed, _, by, _ = TRIED[host]
     if (installed := installed_version(host)) is None:
-        raise missing_library(host, by=by)
-    if not Requirement(needed).specifier.contains(installed, prereleases=True):
+        raise missing_library(host, by=HOSTS[host].door)
+    if not Requirement(HOSTS[host].needed).specifier.contains(installed, prereleases=True):
         raise out_of_range(host, got=f"{host} {installed}")
     _caution(host, installed)
     return installed
@@ -71,13 +80,13 @@ def installed_version(host: str) -> str | None:
 
 @functools.cache
 def _caution(host: str, installed: str) -> None:
-    _, upto, by, why = TRIED[host]
-    tried = Version(upto).release
+    record = HOSTS[host]
+    tried = Version(record.upto).release
     if Version(installed).release[: len(tried)] > tried:
         warnings.warn(
-            f"{host} {installed} is newer than what {by} was tried with, up to {upto}: {why}. See what is in force "
-            f'(`effective`, `klamp audit`) before a long run, or pip install "{host}=={upto}.*". What breaks, or not: '
-            "https://github.com/klamp-rl/klamp/issues",
+            f"{host} {installed} is newer than what {record.door} was tried with, up to {record.upto}: {record.why}. "
+            f'See what is in force (`effective`, `klamp audit`) before a long run, or pip install "{host}=='
+            f'{record.upto}.*". What breaks, or not: https://github.com/klamp-rl/klamp/issues',
             KLWarning,
             stacklevel=3,
         )
@@ -85,16 +94,20 @@ def _caution(host: str, installed: str) -> None:
 
 def out_of_range(host: str, *, got: str) -> UnsupportedVersion:
     """The error for a host that is not the one that klamp was tried with."""
-    needed, upto, by, why = TRIED[host]
+    record = HOSTS[host]
     return UnsupportedVersion(
-        f"{by} needs {needed}, and was tried up to {upto}", got=got, why=why, fix=f'pip install "{host}=={upto}.*"'
+        f"{record.door} needs {record.needed}, and was tried up to {record.upto}",
+        got=got,
+        why=record.why,
+        fix=f'pip install "{host}=={record.upto}.*"',
     )
 
 
-def told_version(host: str) -> str:
-    """A host with its version, in words; also where it is not installed."""
+def told_version(host: str, trainer: object = None) -> str:
+    """A host with its version, and the class of a trainer, as `effective` shows it; also if it is not installed."""
     installed = installed_version(host)
-    return f"{host}, not installed here" if installed is None else f"{host} {installed}"
+    name = f"{host}, not installed here" if installed is None else f"{host} {installed}"
+    return name if trainer is None else f"{name}, {type(trainer).__name__}"
 
 
 @functools.cache

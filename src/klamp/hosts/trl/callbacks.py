@@ -24,6 +24,7 @@ from klamp.hosts.common.coefficient import loss_mask
 from klamp.hosts.common.kl_fields import read_again
 from klamp.hosts.common.versions import installed_version
 from klamp.hosts.trl.reference import weights_are_split
+from klamp.hosts.trl.session import TRLTrainer
 from klamp.names import ABOUT, ALARMS_FILE
 
 COMPLETIONS, ANSWERS, STATE = "completions.jsonl", "answers.jsonl", "trainer_state.json"
@@ -77,50 +78,53 @@ class DoctorCallback(TrainerCallback):
         self.watch.stopped_by = None
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """Look at a logged row; warn of what is new, and stop the run where it was asked for."""
+        """Look at a logged row; warn of what is new, and stop the run if an alarm of stop_on rose."""
         if not logs or "train_runtime" in logs:  # the last row sums up the run
             return
+        main = state.is_world_process_zero
         for finding in self._look(state.global_step, logs):
-            if state.is_world_process_zero:
-                _append(Path(str(args.output_dir)) / ALARMS_FILE, [finding.record])
-                if finding.alarm.level == "alarm":
-                    self._tell(finding)
-                    told = f"{finding.in_a_line}. {finding.alarm.means} Next step: {finding.alarm.next_step}"
-                    warnings.warn(told, KLWarning, stacklevel=2)
+            if not main:
+                continue
+            _append(Path(str(args.output_dir)) / ALARMS_FILE, [finding.record])
+            if finding.alarm.level == "alarm":
+                self._notify(finding)
+                _warn(f"{finding.in_a_line}. {finding.alarm.means} Next step: {finding.alarm.next_step}")
         if self.stopped_by is not None and not control.should_training_stop:
             control.should_training_stop = control.should_save = True
-            if state.is_world_process_zero:
-                text = f"training stops after step {state.global_step}: stop_on names {self.stopped_by.alarm.name}"
-                warnings.warn(text, KLWarning, stacklevel=2)
+            if main:
+                _warn(f"training stops after step {state.global_step}: stop_on names {self.stopped_by.alarm.name}")
 
-    def _tell(self, finding: Finding) -> None:
+    def _notify(self, finding: Finding) -> None:
         try:
             if self.on_alarm is not None:
                 self.on_alarm(finding)
         except Exception as error:  # of whatever service it is
-            text = f"the notice of {finding.alarm.name} was not sent: {type(error).__name__}: {error}"
-            warnings.warn(text, KLWarning, stacklevel=2)
+            _warn(f"the notice of {finding.alarm.name} was not sent: {type(error).__name__}: {error}")
 
     def _look(self, step: int, logs: Mapping[str, Any]) -> list[Finding]:
         scores, metrics = evaluations(logs), translate(logs)
-        found = self.watch.evaluation(step, scores) if scores else []
+        findings = self.watch.evaluation(step, scores) if scores else []
         if metrics and not any(name.startswith("eval_") for name in logs):
-            found = [*found, *self.watch.step(step, metrics)]
-        self.findings += found
-        return found
+            findings = [*findings, *self.watch.step(step, metrics)]
+        self.findings += findings
+        return findings
+
+
+def _warn(text: str) -> None:
+    warnings.warn(text, KLWarning, stacklevel=3)
 
 
 def settings_of_arguments(args: Any, *, other_reference: bool = False) -> RunSettings:
     """What the alarms need of a GRPOConfig or DistillationConfig, TRL's or klamp's."""
-    given = vars(args)
-    if "num_generations" not in given:  # in distillation TRL's beta names a divergence
-        return settings_of({name: value for name, value in given.items() if name != "beta"}, set())
-    batch, group = given.get("generation_batch_size"), given["num_generations"]
+    fields = vars(args)
+    if "num_generations" not in fields:  # in distillation TRL's beta names a divergence
+        return settings_of({name: value for name, value in fields.items() if name != "beta"}, set())
+    batch, group = fields.get("generation_batch_size"), fields["num_generations"]
     return replace(
-        settings_of(given, set()),
-        target_kl=given.get("target_kl"),
+        settings_of(fields, set()),
+        target_kl=fields.get("target_kl"),
         other_reference=other_reference,
-        moving_reference=bool(given.get("sync_ref_model")),
+        moving_reference=bool(fields.get("sync_ref_model")),
         prompts=batch // group if batch and group else None,
     )
 
@@ -175,7 +179,7 @@ class ReportCallback(TrainerCallback):
     def _write(self) -> None:
         (self.folder / ABOUT).write_text(json.dumps(self.about, indent=1, default=str), encoding="utf-8")
 
-    def take(self, inputs: Any, logprobs: torch.Tensor) -> None:
+    def take(self, inputs: Mapping[str, Any], logprobs: torch.Tensor) -> None:
         """Write completions of a micro-batch with the policy's log-probabilities [B, T], as many as are due."""
         trainer, step = self.trainer, self.trainer.state.global_step + 1
         self.step, self.written = step, self.written if self.step == step else 0
@@ -185,19 +189,18 @@ class ReportCallback(TrainerCallback):
         if rows:
             _append(self.folder / COMPLETIONS, [self._row(inputs, logprobs, i) for i in rows])
 
-    def _row(self, inputs: Any, logprobs: torch.Tensor, i: int) -> dict[str, Any]:
-        tokenizer, there = self.trainer._tokenizer, inputs["completion_mask"][i].bool()
-        ids = inputs["completion_ids"][i][there].tolist()
-        lists = {"policy": logprobs, "ref": inputs.get("ref_per_token_logps")}
-        lists["sampler"] = inputs.get("sampling_per_token_logps")
-        told = {f"{name}_logprobs": x[i][there].tolist() for name, x in lists.items() if x is not None}
-        return told | {
+    def _row(self, inputs: Mapping[str, Any], logprobs: torch.Tensor, i: int) -> dict[str, Any]:
+        tokenizer, present = self.trainer._tokenizer, inputs["completion_mask"][i].bool()
+        ids = inputs["completion_ids"][i][present].tolist()
+        scores = {"policy": logprobs, "ref": inputs.get("ref_per_token_logps")}
+        scores["sampler"] = inputs.get("sampling_per_token_logps")
+        return {f"{name}_logprobs": x[i][present].tolist() for name, x in scores.items() if x is not None} | {
             "step": self.step,
             "prompt": tokenizer.decode(inputs["prompt_ids"][i][inputs["prompt_mask"][i].bool()]),
             "completion": tokenizer.decode(ids, skip_special_tokens=True),
             "advantage": float(inputs["advantages"][i].flatten()[0]),
             "tokens": tokenizer.convert_ids_to_tokens(ids),
-            "trained": loss_mask(inputs)[i][there].tolist(),
+            "trained": loss_mask(inputs)[i][present].tolist(),
             "ended": bool(ids) and ids[-1] == tokenizer.eos_token_id,
         }
 
@@ -207,52 +210,52 @@ class ReportCallback(TrainerCallback):
         if weights_are_split(self.trainer) or not hasattr(rows, "select"):
             return
         try:
-            found = [answered(self.trainer, rows[i]) for i in range(min(self.answers, len(rows)))]
+            answers = [answer(self.trainer, rows[i]) for i in range(min(self.answers, len(rows)))]
         except Exception as error:  # a prompt, a reward or a model of another kind
-            said = f"klamp's report has no answers: {type(error).__name__}: {' '.join(str(error).split())[:200]}"
-            warnings.warn(said, KLWarning, stacklevel=2)
+            reason = " ".join(str(error).split())[:200]
+            _warn(f"klamp's report has no answers: {type(error).__name__}: {reason}")
             return
-        _append(self.folder / ANSWERS, [{"step": step, "skill": skill, **row} for row in found])
+        _append(self.folder / ANSWERS, [{"step": step, "skill": skill, **row} for row in answers])
 
 
-def about(trainer: Any) -> dict[str, Any]:
+def about(trainer: TRLTrainer) -> dict[str, Any]:
     """Settings, versions, model, data and KL of a trainer."""
     args, rows = trainer.args, trainer.train_dataset
-    kl, taught = read_again(args)
-    versions = {"klamp": __version__, "python": platform.python_version()}
-    versions |= {name: found for name in PACKAGES if (found := installed_version(name))}
-    named = getattr(getattr(rows, "info", None), "dataset_name", None) or "a data set"
-    sized = f" of {len(rows):,} prompts" if hasattr(rows, "__len__") else ""
+    kl, teacher = read_again(args)
+    versions = {name: installed_version(name) for name in PACKAGES}
+    data = getattr(getattr(rows, "info", None), "dataset_name", None) or "a data set"
+    data += f" of {len(rows):,} prompts" if hasattr(rows, "__len__") else ""
     own = f"TRL's own, beta {args.beta:g}" if args.beta else "none: beta is 0"
     return {
         "model": getattr(trainer.model.config, "_name_or_path", "") or type(trainer.model).__name__,
-        "task": f"{named}{sized}, reward {', '.join(trainer.reward_func_names)}",
-        "kl": own if kl is None else describe_anchors(kl, taught),
+        "task": f"{data}, reward {', '.join(trainer.reward_func_names)}",
+        "kl": own if kl is None else describe_anchors(kl, teacher),
         "config": args.to_dict(),
-        "versions": versions,
+        "versions": {"klamp": __version__, "python": platform.python_version()}
+        | {name: version for name, version in versions.items() if version},
     }
 
 
-def answered(trainer: Any, example: dict[str, Any]) -> dict[str, Any]:
+def answer(trainer: TRLTrainer, row: Mapping[str, Any]) -> dict[str, Any]:
     """A greedy answer of a trainer's policy, and the sum of its rewards that are plain functions."""
     tokenizer, model = trainer._tokenizer, trainer.accelerator.unwrap_model(trainer.model)
-    prompt, training = example["prompt"], model.training
-    chat = not isinstance(prompt, str)
+    prompt, training, chat = row["prompt"], model.training, not isinstance(row["prompt"], str)
     text = tokenizer.apply_chat_template(prompt, add_generation_prompt=True, tokenize=False) if chat else prompt
     options = {"add_special_tokens": not chat, "return_token_type_ids": False}  # generate takes no types of tokens
-    given = tokenizer(text, return_tensors="pt", **options).to(model.device)
+    tokens = tokenizer(text, return_tensors="pt", **options).to(model.device)
     ends = {"pad_token_id": tokenizer.pad_token_id, "eos_token_id": tokenizer.eos_token_id}
     model.eval()
     try:
-        ids = model.generate(**given, do_sample=False, max_new_tokens=trainer.args.max_completion_length, **ends)
+        ids = model.generate(**tokens, do_sample=False, max_new_tokens=trainer.args.max_completion_length, **ends)
     finally:
         model.train(training)
-    answer = tokenizer.decode(ids[0, given["input_ids"].shape[1] :], skip_special_tokens=True)
-    columns = {name: [value] for name, value in example.items() if name not in ("prompt", "completion")}
-    said = [[{"role": "assistant", "content": answer}]] if chat else [answer]
-    score = 0.0
-    for function, weight in zip(trainer.reward_funcs, trainer.reward_weights.tolist(), strict=True):
-        if not isinstance(function, torch.nn.Module):
-            score += weight * float(function(prompts=[prompt], completions=said, **columns)[0] or 0.0)
-    question = "\n".join(str(each.get("content", "")) for each in prompt) if chat else prompt
-    return {"question": question, "completion": answer, "score": score}
+    completion = tokenizer.decode(ids[0, tokens["input_ids"].shape[1] :], skip_special_tokens=True)
+    columns = {name: [value] for name, value in row.items() if name not in ("prompt", "completion")}
+    completions = [[{"role": "assistant", "content": completion}]] if chat else [completion]
+    score = sum(
+        weight * float(reward(prompts=[prompt], completions=completions, **columns)[0] or 0.0)
+        for reward, weight in zip(trainer.reward_funcs, trainer.reward_weights.tolist(), strict=True)
+        if not isinstance(reward, torch.nn.Module)
+    )
+    question = "\n".join(str(message.get("content", "")) for message in prompt) if chat else prompt
+    return {"question": question, "completion": completion, "score": float(score)}

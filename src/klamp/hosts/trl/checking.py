@@ -10,6 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -27,7 +28,9 @@ from klamp.audit.verdict import Verdict, finding
 from klamp.core.arguments import describe
 from klamp.errors import ConfigError, KLWarning
 from klamp.hosts.common.coefficient import TEACHER, loss_mask
+from klamp.hosts.trl.fast_scoring import replaced
 from klamp.hosts.trl.reference import plain_model, predicted
+from klamp.hosts.trl.session import progress, session_of
 
 REF, OLD, SAMPLER = (f"{name}_per_token_logps" for name in ("ref", "old", "sampling"))
 SHIFT, EQUAL = 0.3, 0.02
@@ -57,11 +60,10 @@ class Listener:
         self.reference: Tensor | None = None
 
     def __enter__(self) -> Listener:
-        self._keep("_get_per_token_logps_and_entropies", self._keep_scores)
+        self._keep("_get_per_token_logps_and_entropies", lambda result: self.scores.append(result[0]))
         self._keep("_read", lambda result: self.scores.append(result[1]))
         self._keep("_get_last_hidden_state", self.hidden.append)
-        inner = self.trainer.compute_loss
-        self.put(vars(self.trainer), "compute_loss", lambda *given, **named: self._loss(inner, *given, **named))
+        self.stack.enter_context(replaced(self.trainer, "compute_loss", partial(self._loss, self.trainer.compute_loss)))
         for listen in self.others:
             listen(self)
         return self
@@ -69,36 +71,25 @@ class Listener:
     def __exit__(self, *_: object) -> None:
         self.stack.close()
 
-    def put(self, names: dict[str, Any], name: str, value: Any) -> None:
-        """Set a name until the listener is left."""
-        self.stack.callback(names.update, {name: names[name]}) if name in names else self.stack.callback(
-            names.pop, name
-        )
-        names[name] = value
-
-    def _keep_scores(self, result: Any) -> None:
-        if result[0] is not None:  # Unsloth's own method returns hidden states to its loss function
-            self.scores.append(result[0])
-
     def _keep(self, name: str, keep: Callable[[Any], None]) -> None:
         inner: Any = getattr(self.trainer, name, None)
 
-        def method(*given: Any, **named: Any) -> Any:
-            result = inner(*given, **named)
+        def method(*args: Any, **options: Any) -> Any:
+            result = inner(*args, **options)
             keep(result)
             return result
 
         if inner is not None:
-            self.put(vars(self.trainer), name, method)
+            self.stack.enter_context(replaced(self.trainer, name, method))
 
     def _loss(self, inner: Any, model: Any, inputs: Any, *more: Any, **named: Any) -> Any:
-        models: Any = model, getattr(self.trainer, "teacher_model", None)
-        shift = None
-        for kept in (self.scores, self.hidden, self.logits, self.calls):
-            kept.clear()
+        teacher, shift = getattr(self.trainer, "teacher_model", None), None
+        for tensors in (self.scores, self.hidden, self.logits, self.calls):
+            tensors.clear()
         with ExitStack() as hooks:
-            for each in models if "labels" in inputs and models[1] is not None else ():
-                hooks.callback(each.register_forward_hook(lambda *x: self.logits.append(x[-1].logits)).remove)
+            for each_model in (model, teacher) if "labels" in inputs and teacher is not None else ():
+                hook = each_model.register_forward_hook(lambda *x: self.logits.append(x[-1].logits))
+                hooks.callback(hook.remove)
             result = inner(model, inputs, *more, **named)
         if self.move and (shift := self._shift(inputs)) is not None:
             inputs = {**inputs, REF: inputs[REF] + shift}
@@ -115,30 +106,36 @@ class Listener:
         self.tell(verdict)
         return result
 
+    def _with_gradient(self) -> list[Tensor]:
+        # Unsloth's own method returns None, and hidden states to its loss function
+        return [scores for scores in self.scores if scores is not None and scores.requires_grad]
+
     def _shift(self, inputs: Any) -> Tensor | None:
         """What is added to the reference's log-probabilities if they equal the policy's; None: nothing."""
-        ref, scores = inputs.get(REF), [x.detach() for x in self.scores if x.requires_grad]
-        term = getattr(getattr(self.trainer, "_klamp", None), "term", None)
-        if ref is None or len(scores) != 1 or (term is not None and term.placement != "loss"):
+        ref, scores, session = inputs.get(REF), self._with_gradient(), session_of(self.trainer)
+        if ref is None or len(scores) != 1 or (session is not None and session.term.placement != "loss"):
             return None
         wave = SHIFT * torch.arange(ref.numel(), device=ref.device, dtype=ref.dtype).mul(2.4).sin().reshape(ref.shape)
-        equal = (scores[0] - ref)[loss_mask(inputs)].abs().max() < EQUAL
+        equal = (scores[0].detach() - ref)[loss_mask(inputs)].abs().max() < EQUAL
         return (ref + wave).clamp(max=0) - ref if equal else None
 
     def _verdict(self, loss: Tensor, inputs: Any) -> Verdict:
-        scores, calls = ([x for x in self.scores if x.requires_grad], [x for x in self.calls if x.new.requires_grad])
-        if calls:
-            new, old, self.reference, sampler, _, ids, mask, advantages, *_ = calls[0]
-            return self._of_scores(loss, new, mask, ids, advantages, self.reference, old, sampler, ended=True)
+        scores, advantages = self._with_gradient(), inputs.get("advantages")
+        if call := next((call for call in self.calls if call.new.requires_grad), None):
+            self.reference = call.ref
+            tokens = {"mask": call.mask, "ids": call.input_ids, "old_logprobs": call.old}
+            tokens |= {"sampler_logprobs": call.sampling, "advantages": call.advantages}
+            return self._of_scores(loss, call.new, call.ref, tokens, ended=True)
         if len(scores) == 1 and "completion_ids" in inputs:
-            self.reference, advantages = inputs.get(REF), inputs.get("advantages")
+            self.reference = inputs.get(REF)
             ref = inputs.get(TEACHER) if self.reference is None else self.reference
             if advantages is None and len(self.scores) == 2:  # klamp's distillation; the second pass is the teacher's
                 ref = self.scores[1]
-            mask, ids, old, sampler = loss_mask(inputs), inputs["completion_ids"], inputs.get(OLD), inputs.get(SAMPLER)
-            ended = "tool_mask" not in inputs  # each turn of a conversation with tools has an end
-            return self._of_scores(loss, scores[0], mask, ids, advantages, ref, old, sampler, ended=ended)
-        if len(self.hidden) == 2 and not scores and getattr(self.trainer, "_klamp", None) is None:
+            tokens = {"mask": loss_mask(inputs), "ids": inputs["completion_ids"], "old_logprobs": inputs.get(OLD)}
+            tokens |= {"sampler_logprobs": inputs.get(SAMPLER), "advantages": advantages}
+            # with tools each turn of a conversation has an end
+            return self._of_scores(loss, scores[0], ref, tokens, ended="tool_mask" not in inputs)
+        if len(self.hidden) == 2 and not scores and session_of(self.trainer) is None:
             return self._of_hidden_states(inputs)
         if len(self.logits) == 2:
             student, teacher = self.logits
@@ -146,29 +143,29 @@ class Listener:
         return Verdict.of([finding("no-log-probabilities")])
 
     def _of_scores(
-        self, loss: Tensor, policy: Tensor, mask: Any, ids: Any, advantages: Any, ref: Any, old: Any, sampler: Any, *,
-        ended: bool,
-    ) -> Verdict:  # fmt: skip
-        trainer: Any = self.trainer
-        session: Any = getattr(trainer, "_klamp", None)
-        control, taught = getattr(session, "control", None), getattr(session, "teacher", None)
-        now = trainer.state.global_step, max(trainer.state.max_steps, 1)
-        known: tuple[Any, Any, Any] = getattr(trainer, "beta", None), "reverse", "loss"
-        if ref is not None and ref is not self.reference and taught is not None:
-            known = taught.config.coefficient(*now), taught.config.teacher_direction, taught.term.placement
-        elif control is not None:
-            way = "forward" if session.term.gradient == "forward" else "reverse"
-            known = control.beta(*now), way, session.term.placement
-        # another KL than GRPO's has no coefficient that is known here
-        beta, way, where = known if ref is not None and advantages is not None else (None, known[1], None)
+        self, loss: Tensor, policy: Tensor, ref: Tensor | None, tokens: dict[str, Any], *, ended: bool
+    ) -> Verdict:
+        trainer, (beta, way, where) = self.trainer, self._meant(ref)
+        if ref is None or tokens["advantages"] is None:  # another KL than GRPO's has no coefficient that is known here
+            beta = where = None
         tokenizer = getattr(trainer, "_tokenizer", trainer.processing_class)
         ends = {"eos": tokenizer.eos_token_id} if ended else {"pad": tokenizer.pad_token_id}
         clip = (trainer.epsilon_low, trainer.epsilon_high) if hasattr(trainer, "epsilon_high") else None
         return check_loss(
-            loss, policy_logprobs=policy, mask=mask, ref_logprobs=ref, old_logprobs=old, sampler_logprobs=sampler,
-            advantages=advantages, beta=beta, means=self.means or way, kl_in=where, clip=clip, ids=ids, **ends,
-            save=self.save, once=False, host="trl",
+            loss, policy_logprobs=policy, ref_logprobs=ref, beta=beta, means=self.means or way, kl_in=where, clip=clip,
+            save=self.save, once=False, host="trl", **tokens, **ends,
         )  # fmt: skip
+
+    def _meant(self, ref: Any) -> tuple[Any, Any, Any]:
+        """The coefficient of a KL to `ref`, its direction, and where it enters, as far as the trainer says."""
+        trainer, session = self.trainer, session_of(self.trainer)
+        if session is not None and session.teacher is not None and ref is not None and ref is not self.reference:
+            teacher = session.teacher
+            return teacher.coefficient(trainer), teacher.config.teacher_direction, teacher.term.placement
+        if session is not None and session.control is not None:
+            way = "forward" if session.term.gradient == "forward" else "reverse"
+            return session.control.beta(*progress(trainer)), way, session.term.placement
+        return getattr(trainer, "beta", None), "reverse", "loss"
 
     def _of_logits(self, loss: Tensor, logits: Tensor, teacher: Tensor, labels: Tensor) -> Verdict:
         beta = float(self.trainer.beta)  # TRL's name for the divergence
@@ -212,14 +209,13 @@ def _attempt(run: Callable[[], Verdict]) -> Verdict:
 @contextmanager
 def _undisturbed(trainer: Any) -> Iterator[None]:
     """A context that computes no gradient, and after which trainer, model and random numbers are as before."""
-    own, kept, accelerator = vars(trainer), dict(vars(trainer)), trainer.accelerator
-    session: Any = kept.get("_klamp")
-    modes, loaders = [(each, each.training) for each in trainer.model.modules()], list(accelerator._dataloaders)
-    drawn, arrays = random.getstate(), np.random.get_state()
-    counts = {name for name, x in kept.items() if name == "state" or (name[0] == "_" and isinstance(x, dict))}
-    own.update({name: copy.deepcopy(kept[name]) for name in counts})
-    if hasattr(session, "windows"):
-        parts = {name: copy.deepcopy(getattr(session, name)) for name in ("control", "windows")}
+    own, before, accelerator = vars(trainer), dict(vars(trainer)), trainer.accelerator
+    modes, loaders = [(module, module.training) for module in trainer.model.modules()], list(accelerator._dataloaders)
+    drawn, arrays, session = random.getstate(), np.random.get_state(), session_of(trainer)
+    counts = {name for name, x in before.items() if name == "state" or (name[0] == "_" and isinstance(x, dict))}
+    own.update({name: copy.deepcopy(before[name]) for name in counts})
+    if session is not None:
+        parts = {name: copy.deepcopy(getattr(session, name)) for name in ("control", "windows", "rollout", "warned")}
         trainer._klamp = replace(session, record=None, **parts)
     accelerator.backward = lambda *_, **__: None
     try:
@@ -230,10 +226,10 @@ def _undisturbed(trainer: Any) -> Iterator[None]:
         random.setstate(drawn)
         np.random.set_state(arrays)
         accelerator._dataloaders[:] = loaders
-        for each, mode in modes:
-            each.training = mode
+        for module, mode in modes:
+            module.training = mode
         own.clear()
-        own.update(kept)
+        own.update(before)
 
 
 def check(trainer: Any, *, means: Means | None = None) -> Verdict:
@@ -255,7 +251,12 @@ def check(trainer: Any, *, means: Means | None = None) -> Verdict:
         ConfigError: no trainer.
     """
     if not all(hasattr(trainer, name) for name in ("compute_loss", "training_step", "accelerator")):
-        raise ConfigError("check takes a trainer of TRL's, built already", got=describe(trainer), fix="check(trainer)")
+        raise ConfigError(
+            "check takes a trainer of TRL's, built already",
+            got=describe(trainer),
+            why="it runs the trainer's own generation, rewards and loss on one micro-batch",
+            fix="check(trainer)",
+        )
     verdicts = list[Verdict]()
 
     def run() -> Verdict:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import trl
@@ -19,15 +19,16 @@ from klamp.config.describe import PLACEMENTS, TAUGHT, describe_average
 from klamp.config.teacher import TeacherConfig
 from klamp.core.types import Direction
 from klamp.errors import ConfigError, Refusal, refuse
+from klamp.hosts.common.anchors import check_tokens
 from klamp.hosts.common.coefficient import TEACHER, check_once, loss_mask
 from klamp.hosts.common.control import check_kl
 from klamp.hosts.common.effective import Effective, EffectiveTerm
 from klamp.hosts.common.kl_fields import PASSED, TeacherFields, read_again, teacher_config
-from klamp.hosts.common.teachers import check_tokens
-from klamp.hosts.common.versions import check_version
+from klamp.hosts.common.versions import told_version
 from klamp.hosts.trl import teacher
 from klamp.hosts.trl.grpo_config import not_klamps_trainer
 from klamp.hosts.trl.reference import check_folder, own_reference, placed, plain_model, predicted, weights_are_split
+from klamp.hosts.trl.session import Scoring, Session, Teacher, TRLTrainer, mode_of
 from klamp.scoring.model_parts import check_same_vocabulary, token_logprobs
 from klamp.scoring.probe import probe
 
@@ -65,8 +66,8 @@ class DistillationConfig(TeacherFields, trl.DistillationConfig):
 
 def refusals(c: TeacherConfig, args: Any) -> list[Refusal]:
     """What TRL's distillation cannot do with a teacher, beside its own arguments."""
-    usual, given = DRAWN | {"temperature": args.temperature}, vars(args) | (args.generation_kwargs or {})
-    drawn = [name for name, plain in usual.items() if given.get(name, plain) not in (plain, None)]
+    plain, options = DRAWN | {"temperature": args.temperature}, vars(args) | (args.generation_kwargs or {})
+    drawn = [name for name, value in plain.items() if options.get(name, value) not in (value, None)]
     own = (c.kind, c.teacher_prompt, c.teacher_models, c.teacher_placement, c.teacher_off_policy)
     return [
         Refusal(
@@ -100,7 +101,9 @@ class DistillationTrainer(trl.DistillationTrainer):
     """
 
     _klamp: Any = None
-    """The teacher, and the batches of the present loss with what it says of them; None: the loss is TRL's own."""
+    """The session, with the teacher; None: the loss is TRL's own."""
+    _batches: list[tuple[dict[str, Any], Tensor]]
+    """The batches of the present loss, and the policy's log-probabilities, detached."""
 
     def __init__(self, model: Any, teacher_model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
         config = None if args is None else read_again(args)[1]
@@ -108,77 +111,80 @@ class DistillationTrainer(trl.DistillationTrainer):
             super().__init__(model, teacher_model, args, *more, **options)
             return
         named = config.teacher_model if teacher_model is None else teacher_model
-        other = _loaded(named, model, args)
+        loaded = _loaded(named, model, args)
         args.beta = float(args.beta)
         super().__init__(model, None, args, *more, **options)
-        check_same_vocabulary(other, self.accelerator.unwrap_model(self.model), who="teacher", larger=True)
+        trainer = cast(TRLTrainer, self)
+        check_same_vocabulary(loaded, self.accelerator.unwrap_model(self.model), who="teacher", larger=True)
         if isinstance(named, str):
             check_tokens(teacher.tokenizer_of(named), self._tokenizer, name=named)
-        join(self, config, other)
-        self.teacher_model = placed(self, other)
+        join(trainer, config, loaded)
+        self.teacher_model = placed(trainer, loaded)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's loss; an error where it does not go through klamp's hook."""
-        if self._klamp is None:
-            return super().compute_loss(model, inputs, *args, **kwargs)
+        self._batches = []
         loss = super().compute_loss(model, inputs, *args, **kwargs)
-        check_once(len(self._klamp.seen), "calls of klamp's hook", host="TRL")
-        teacher.after_loss(self, *self._klamp.seen.pop())  # not in the wrapped forward: processes wait for each other
-        for kl in self._metrics["train" if model.training else "eval"].get("teacher/kl", [])[-1:]:
-            check_kl(kl)
+        if self._klamp is not None:
+            check_once(len(self._batches), "calls of klamp's hook", host="TRL")
+            trainer = cast(TRLTrainer, self)
+            teacher.after_loss(trainer, *self._batches.pop())  # not in the wrapped forward: processes wait
+            for kl in self._metrics[mode_of(trainer)].get("teacher/kl", [])[-1:]:
+                check_kl(kl)
         return loss
 
     def _compute_loss(self, unwrapped_student: Any, inputs: Any, num_items_in_batch: Any) -> Any:
         if self._klamp is None:
             return super()._compute_loss(unwrapped_student, inputs, num_items_in_batch)
-        taught, count, other = self._klamp.teacher, loss_mask(inputs).sum(), self.teacher_model
-        of_tokens = taught.how is None or taught.config.teacher_horizon == "sequence"
+        own, count, model = self._klamp.teacher, loss_mask(inputs).sum(), self.teacher_model
+        of_tokens = own.prefixes is None or own.config.teacher_horizon == "sequence"
         hidden, logprobs, entropy = self._read(unwrapped_student, inputs, of_tokens)
-        plain = self.accelerator.unwrap_model(other.eval())
+        plain = self.accelerator.unwrap_model(model.eval())
         with torch.no_grad():
-            theirs, told, _ = self._forward_redirection(other, plain, self._read, plain, inputs, False)
-        batch = {**inputs, teacher.PREDICTED: theirs, TEACHER: told, "advantages": torch.zeros_like(told[:, 0])}
-        total: Any = teacher.penalty(self, batch, logprobs, hidden)
-        self._klamp.seen.append((batch, logprobs.detach()))
+            states, scores, _ = self._forward_redirection(model, plain, self._read, plain, inputs, False)
+        batch = {**inputs, teacher.PREDICTED: states, TEACHER: scores, "advantages": torch.zeros_like(scores[:, 0])}
+        total: Any = teacher.penalty(cast(TRLTrainer, self), batch, Scoring(logprobs, hidden))
+        self._batches.append((batch, logprobs.detach()))
         divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         return total.sum() / divisor, entropy, count
 
     def _read(self, model: Any, inputs: Any, learns: bool) -> tuple[Tensor, Tensor, Tensor]:
         """The hidden states from which a model predicts the completions by TRL's own pass, [B, T, H]; the tokens'
         log-probabilities, [B, T], 0 where masked, with gradient where they learn; the sum of the entropies."""
-        ids, seen = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask"))
-        takes, mask = inspect.signature(self._get_last_hidden_state).parameters, loss_mask(inputs)
-        images = {name: each for name, each in inputs.items() if name in takes}
-        hidden = self._get_last_hidden_state(model, ids, seen, mask.shape[1], **images)
+        ids, present = (torch.cat([inputs[f"prompt_{x}"], inputs[f"completion_{x}"]], 1) for x in ("ids", "mask"))
+        parameters, mask = inspect.signature(self._get_last_hidden_state).parameters, loss_mask(inputs)
+        images = {name: values for name, values in inputs.items() if name in parameters}
+        hidden = self._get_last_hidden_state(model, ids, present, mask.shape[1], **images)
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
-            found, targets = predicted(plain_model(self, model), hidden[mask]), inputs["completion_ids"][mask]
-            scored: Any = token_logprobs(found, targets[:, None], temperature=self.temperature, entropy=True)
-            whole = scored.logprobs.new_zeros(mask.shape).masked_scatter(mask, scored.logprobs)
-        return hidden, whole, scored.entropy.sum()
+            plain, targets = plain_model(cast(TRLTrainer, self), model), inputs["completion_ids"][mask]
+            predictions = predicted(plain, hidden[mask])
+            scored: Any = token_logprobs(predictions, targets[:, None], temperature=self.temperature, entropy=True)
+            logprobs = scored.logprobs.new_zeros(mask.shape).masked_scatter(mask, scored.logprobs)
+        return hidden, logprobs, scored.entropy.sum()
 
 
-def _loaded(given: Any, student: Any, args: Any) -> Any:
+def _loaded(named: Any, student: Any, args: Any) -> Any:
     """The teacher; one that is named is loaded with TRL's arguments for it."""
-    if given == PASSED:
+    if named == PASSED:
         raise ConfigError("no teacher is named", why="there is nobody to learn from", fix="pass teacher_model=MODEL")
-    check_folder(given)
+    check_folder(named)
     options = {"dtype": None, "device_map": None, "revision": args.teacher_model_revision}
     options |= args.teacher_model_init_kwargs or {}
-    how = SimpleNamespace(trust_remote_code=args.trust_remote_code, model_init_kwargs=options)
-    return own_reference(student, given, how, peft=True)
+    load = SimpleNamespace(trust_remote_code=args.trust_remote_code, model_init_kwargs=options)
+    return own_reference(student, named, load, peft=True)
 
 
-def join(trainer: Any, config: TeacherConfig, other: Any) -> None:
+def join(trainer: Any, config: TeacherConfig, model: Any) -> None:
     """Give a trainer klamp's KL to a teacher, unless hidden states and output head of the two cannot be had."""
-    models = [trainer.accelerator.unwrap_model(each) for each in (trainer.model, other)]
-    if weights_are_split(trainer) or not all(probe(each).head for each in models):
+    models = [trainer.accelerator.unwrap_model(wrapped) for wrapped in (trainer.model, model)]
+    if weights_are_split(trainer) or not all(probe(plain).head for plain in models):
         raise ConfigError(
             "klamp's KL to a teacher cannot be had for these models",
-            got=" and ".join(type(each).__name__ for each in models),
+            got=" and ".join(type(plain).__name__ for plain in models),
             why="it is made from hidden states and a whole output head, which together have to give a model's numbers",
             fix="use DDP or ZeRO-2, and no adapter on the output head; or TRL's own divergence",
         )
-    trainer._klamp = SimpleNamespace(teacher=teacher.Teacher(config, config.build_term(), other), seen=[])
+    trainer._klamp, trainer._batches = Session.of(None, teacher=Teacher(config, model)), []
 
 
 def attached(trainer: Any, config: TeacherConfig) -> Any:
@@ -197,8 +203,8 @@ def attached(trainer: Any, config: TeacherConfig) -> Any:
 
 
 def _has_own_loss(trainer: Any) -> bool:
-    known, names = (trl.DistillationTrainer, DistillationTrainer), ("compute_loss", "_compute_loss")
-    return any(getattr(type(trainer), name) not in [getattr(each, name) for each in known] for name in names)
+    classes, methods = (trl.DistillationTrainer, DistillationTrainer), ("compute_loss", "_compute_loss")
+    return any(getattr(type(trainer), name) not in [getattr(cls, name) for cls in classes] for name in methods)
 
 
 def in_force(trainer: Any) -> Effective:
@@ -215,7 +221,7 @@ def in_force(trainer: Any) -> Effective:
         placement=PLACEMENTS["loss"],
     )
     return Effective(
-        host=f"trl {check_version('trl')}, {type(trainer).__name__}",
+        host=told_version("trl", trainer),
         terms=(replace(teacher.effective_term(trainer) or stock, price="there is no reward to weigh it against"),),
         normalizer=f"{describe_average('token_mean')} (TRL's own)",
         reference="none: TRL's distillation has no reference",

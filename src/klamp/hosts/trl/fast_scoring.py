@@ -1,10 +1,8 @@
 """klamp's scorer in the place of TRL's scoring method: each distinct prompt once, no padding in the head, no logits.
 
 What the method returns is TRL's up to rounding, gradient included. A model is tried out first, on a few tokens and
-against TRL's own method; if it, an input or a setting forbids fast scoring, TRL's method does the work.
-
-In generation by transformers each distinct prompt is run once, and its completions go on from its cache. The rows of an
-optimizer step are cut into micro-batches in the order of their prompts, if that changes neither loss nor gradient.
+against TRL's own method; if it, an input or a setting forbids fast scoring, TRL's method does the work. In generation
+by transformers each distinct prompt is run once, and its completions go on from its cache.
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -24,10 +22,12 @@ from trl.trainer import grpo_trainer
 from klamp.core.objective import Objective, without_gradient
 from klamp.core.term import Weighted
 from klamp.errors import ConfigError
+from klamp.hosts.common.anchors import active_dropouts
 from klamp.hosts.common.coefficient import GATE_KL, batch_of, loss_mask
-from klamp.hosts.common.step_zero import active_dropouts
+from klamp.hosts.common.effective import that_apply
 from klamp.hosts.trl.grpo_config import liger_bypasses
 from klamp.hosts.trl.reference import plain_model, weights_are_split
+from klamp.hosts.trl.session import TRLTrainer
 from klamp.scoring.completions import Completions, distinct, run_prompts
 from klamp.scoring.model_parts import OpenedModel, Positions, Traits, cache_name, cache_rows
 from klamp.scoring.probe import example, probe
@@ -39,8 +39,6 @@ KNOWN = ("disable_compile", "generation_config", "synced_gpus")
 """What `generate` may be asked for besides tokens."""
 SETTINGS = ("assistant_early_exit", "cache_implementation", "penalty_alpha", "prompt_lookup_num_tokens")
 """Settings of a generation that bring a cache or a way of decoding of their own."""
-OWN_MEAN = ("bnpo",)
-"""Loss types that divide by the tokens of a micro-batch: there it counts which completions are together."""
 SCORING = "_get_per_token_logps_and_entropies"
 """The method of TRL's trainer whose place is taken."""
 NO_GRADIENT = (
@@ -49,54 +47,26 @@ NO_GRADIENT = (
 )
 
 
-@dataclass
-class FastScoring:
-    """Whether and how klamp scores the completions of one of TRL's trainers."""
-
-    required: bool
-    """Whether TRL's own scoring is refused."""
-    reason: str = ""
-    """Why it is not used at all; empty where it is."""
-    traits: dict[int, Traits] = field(default_factory=dict)
-    """What each model allows, by the `id` of its innermost module; empty before they were tried out."""
-    told: set[str] = field(default_factory=set)
-    """The reasons that the user knows."""
-
-    def __str__(self) -> str:
-        if self.reason:
-            return f"fast_scoring is asked for, and TRL's own scoring is used: {self.reason}"
-        if not self.traits:
-            return "fast_scoring is asked for; what the model allows is found out at the first batch"
-        shared = all(each.sharing == "gradient" for each in self.traits.values())
-        once = "each distinct prompt once" if shared else "each completion with its prompt where the cache is no help"
-        apart = "".join(f"; but not where {reason}" for reason in sorted(self.told))
-        first = "; generation by transformers runs each distinct prompt once" if shared else ""
-        return f"completions are scored by klamp: {once}, no padding in the head, no logits held{first}{apart}"
-
-
-def settle(trainer: Any) -> None:
+def settle(trainer: TRLTrainer) -> None:
     """Find out what a trainer's models allow, once they are where they will be used."""
-    fast = trainer._klamp.fast
+    fast, teacher = trainer._klamp.fast, trainer._klamp.teacher
     if fast is None or fast.reason or fast.traits:
         return
-    reason = why_not_fast(trainer)
-    if not reason and next(trainer.model.parameters()).device.type != trainer.accelerator.device.type:
+    fast.reason = why_not_fast(trainer)
+    if not fast.reason and next(trainer.model.parameters()).device.type != trainer.accelerator.device.type:
         return  # accelerate numbers the CPU by process: cpu:1 is no other device than cpu
-    taught = None if trainer._klamp.teacher is None else trainer._klamp.teacher.model
-    for model in (trainer.model, trainer.ref_model, taught):
-        if model is not None and not reason:
-            traits, reason = _tried_out(trainer, model)
-            fast.traits[id(plain_model(trainer, model))] = traits
-    fast.reason = reason
-    if reason:
-        fall_back(trainer, reason)
-    elif trainer.args.gradient_checkpointing or any(each.sharing != "gradient" for each in fast.traits.values()):
+    for model in (trainer.model, trainer.ref_model, None if teacher is None else teacher.model):
+        if model is not None and not fast.reason:
+            fast.traits[id(plain_model(trainer, model))], fast.reason = _tried_out(trainer, model)
+    if fast.reason:
+        fall_back(trainer, fast.reason)
+    elif trainer.args.gradient_checkpointing or any(x.sharing != "gradient" for x in fast.traits.values()):
         trainer._caution(NO_GRADIENT)
 
 
-def fall_back(trainer: Any, reason: str, *, what: str = "TRL's own scoring") -> None:
+def fall_back(trainer: TRLTrainer, reason: str, *, what: str = "TRL's own scoring") -> None:
     """Say once that TRL's own way is taken, and why."""
-    fast = trainer._klamp.fast
+    fast: Any = trainer._klamp.fast
     if fast.required:
         raise ConfigError(
             "fast_scoring='require' cannot be honoured",
@@ -104,25 +74,23 @@ def fall_back(trainer: Any, reason: str, *, what: str = "TRL's own scoring") -> 
             why=reason,
             fix=f"set fast_scoring=True: {what} is then used where klamp's cannot be",
         )
-    if reason not in fast.told and trainer.accelerator.is_main_process:
+    if reason not in fast.reasons and trainer.accelerator.is_main_process:
         trainer._caution(f"{what} is used in spite of fast_scoring: {reason}")
-    fast.told.add(reason)
+    fast.reasons.add(reason)
 
 
-def _tried_out(trainer: Any, model: Any) -> tuple[Traits, str]:
+def _tried_out(trainer: TRLTrainer, model: Any) -> tuple[Traits, str]:
     """What a model allows; and why fast scoring cannot use it, "" if it can."""
     unwrapped = trainer.accelerator.unwrap_model(model)
-    plain = grpo_trainer.disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs)
-    with plain:
+    with grpo_trainer.disable_gradient_checkpointing(trainer.model, trainer.args.gradient_checkpointing_kwargs):
         with trainer.accelerator.autocast():
             traits = probe(unwrapped)
         if not traits.head:
             return traits, "the model's logits are not its last hidden states through a plain output head"
         call = _trial(unwrapped)
-        for positions in POSITIONS:
-            found = replace(traits, positions=positions)
-            if _same_as_host(trainer, model, call, found):
-                return found, ""
+        for candidate in (replace(traits, positions=positions) for positions in POSITIONS):
+            if _same_as_host(trainer, model, call, candidate):
+                return candidate, ""
     return traits, "TRL's scores of the model are others (its positions, or its kernels)"
 
 
@@ -137,19 +105,19 @@ def _trial(model: nn.Module) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def _same_as_host(trainer: Any, model: Any, call: dict[str, Any], traits: Traits) -> bool:
+def _same_as_host(trainer: TRLTrainer, model: Any, call: dict[str, Any], traits: Traits) -> bool:
     """Whether fast scores differ from TRL's no more than TRL's own do when it scores in other parts."""
     mask = call["attention_mask"][:, -call["logits_to_keep"] :].bool()
     call = call | {"compute_entropy": model is trainer.model}  # TRL gives a reference's to nobody
 
-    def together(found: Any) -> Tensor:
-        return torch.stack([each[mask].float() for each in found[:2] if each is not None])
+    def together(scores: Any) -> Tensor:
+        return torch.stack([values[mask].float() for values in scores[:2] if values is not None])
 
     try:
         own = partial(getattr(grpo_trainer.GRPOTrainer, SCORING), trainer, model, **call)
         with _as_prepared(trainer, model):
             expected, also = together(own(batch_size=4)), together(own(batch_size=2))
-        ours = together(_scores(trainer, model, Call(**call), traits))
+        ours = together(_scores(trainer, model, ScoringCall(**call), traits))
     except Exception:  # as in klamp.scoring.probe: models refuse in a dozen ways
         return False
     low = next(model.parameters()).dtype.itemsize < 4 or _is_mixed(trainer)
@@ -157,12 +125,12 @@ def _same_as_host(trainer: Any, model: Any, call: dict[str, Any], traits: Traits
     return bool(((ours - expected).abs() <= bound).all())
 
 
-def _is_mixed(trainer: Any) -> bool:
+def _is_mixed(trainer: TRLTrainer) -> bool:
     return trainer.accelerator.mixed_precision not in ("no", None)
 
 
 @contextmanager
-def _as_prepared(trainer: Any, model: Any) -> Iterator[None]:
+def _as_prepared(trainer: TRLTrainer, model: Any) -> Iterator[None]:
     """A context in which a model computes as accelerate will have it: in mixed precision, with outputs in float32."""
     if not _is_mixed(trainer):
         yield
@@ -179,7 +147,7 @@ def _as_prepared(trainer: Any, model: Any) -> Iterator[None]:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Call:
+class ScoringCall:
     """What TRL's scoring method is asked, by TRL's names."""
 
     input_ids: Tensor
@@ -187,12 +155,10 @@ class Call:
     logits_to_keep: int
     batch_size: int | None = None
     compute_entropy: bool = False
-    learns: Tensor | None = None
-    """[B] bool: rows whose gradient is not 0; None: any may be."""
-    hidden: bool = False
-    """Whether the hidden states that tokens were predicted from are wanted."""
+    learns: Tensor | None = None  # [B] bool: rows whose gradient is not 0; None: any may be
+    hidden: bool = False  # whether the hidden states that tokens were predicted from are wanted
 
-    def completions(self, rows: slice) -> Completions:
+    def completions(self, rows: slice = slice(None)) -> Completions:
         """Some of the completions, in klamp's words."""
         ids, mask, length = self.input_ids[rows], self.attention_mask[rows], self.logits_to_keep
         blank = torch.zeros(len(ids), length, device=ids.device)
@@ -206,29 +172,29 @@ class Call:
         )
 
 
-Found = tuple[Tensor, Tensor | None, Tensor | None]
-"""Log-probabilities [B, T], entropies [B, T] and hidden states [B, T, H]; None where nobody asked."""
+FastScores = tuple[Tensor, Tensor | None, Tensor | None]
+"""Log-probabilities [B, T], entropies [B, T] and hidden states [B, T, H]; None if nobody asked."""
 
 
-def scored(trainer: Any, args: tuple[Any, ...], options: dict[str, Any], *, hidden: bool) -> Found | None:
+def scored(trainer: TRLTrainer, args: Any, options: dict[str, Any], *, hidden: bool) -> FastScores | None:
     """What TRL's scoring method was asked with `args` and `options`, by klamp's scorer; None if TRL has to do it."""
-    session = trainer._klamp
-    if session.fast is None or session.fast.reason:
+    fast = trainer._klamp.fast
+    if fast is None or fast.reason:
         return None
-    if not session.fast.traits:
+    if not fast.traits:
         fall_back(trainer, "the weights are not where the trainer computes")
         return None
-    given = inspect.signature(getattr(grpo_trainer.GRPOTrainer, SCORING)).bind(trainer, *args, **options).arguments
-    model = given.pop("model")
-    traits = session.fast.traits.get(id(plain_model(trainer, model)))
+    arguments = inspect.signature(getattr(grpo_trainer.GRPOTrainer, SCORING)).bind(trainer, *args, **options).arguments
+    model = arguments.pop("model")
+    traits = fast.traits.get(id(plain_model(trainer, model)))
     if traits is None:  # a model of somebody else's
         return None
-    own = {name: value for name, value in given.items() if name in Call.__dataclass_fields__}
-    call = Call(**own, hidden=hidden, learns=session.learns if torch.is_grad_enabled() else None)
-    others = {name: value for name, value in given.items() if name not in own and name != "self"}
+    own = {name: value for name, value in arguments.items() if name in ScoringCall.__dataclass_fields__}
+    learns = trainer._klamp.calls.learns if torch.is_grad_enabled() else None
+    call = ScoringCall(**own, hidden=hidden, learns=learns)
+    others = {name: value for name, value in arguments.items() if name not in own and name != "self"}
     reason = why_not_these(trainer, call.attention_mask, call.logits_to_keep, others)
-    opened = OpenedModel(plain_model(trainer, model), traits)
-    if not reason and not opened.is_steady(call.input_ids.shape[1]):
+    if not reason and not OpenedModel(plain_model(trainer, model), traits).is_steady(call.input_ids.shape[1]):
         reason = "the rotary frequencies of such long sequences follow the longest of a pass"
     if reason:
         fall_back(trainer, reason)
@@ -236,42 +202,40 @@ def scored(trainer: Any, args: tuple[Any, ...], options: dict[str, Any], *, hidd
     return _scores(trainer, model, call, traits)
 
 
-def _scores(trainer: Any, model: Any, call: Call, traits: Traits) -> Found:
+def _scores(trainer: TRLTrainer, model: Any, call: ScoringCall, traits: Traits) -> FastScores:
     """The scores of all rows, a batch of them at a time."""
     count = len(call.input_ids)
     size = call.batch_size or count
     parts = [_pass(trainer, model, call, slice(i, min(i + size, count)), traits) for i in range(0, count, size)]
-    names = ("logprobs", "entropy", "hidden")
-    logprobs, entropy, hidden = (torch.cat([p[n] for p in parts]) if n in parts[0] else None for n in names)
+    logprobs, entropy, hidden = (
+        torch.cat([part[name] for part in parts]) if name in parts[0] else None
+        for name in ("logprobs", "entropy", "hidden")
+    )
     assert logprobs is not None
     return logprobs, entropy, hidden
 
 
-def _pass(trainer: Any, model: Any, call: Call, rows: slice, traits: Traits) -> dict[str, Tensor]:
+def _pass(trainer: TRLTrainer, model: Any, call: ScoringCall, rows: slice, traits: Traits) -> dict[str, Tensor]:
     """The scores of some rows, out of one call of the model as it is wrapped (DDP, DeepSpeed, an adapter)."""
     causal, completions = plain_model(trainer, model), call.completions(rows)
     learns = None if call.learns is None or bool(call.learns[rows].all()) else call.learns[rows]
     every = torch.ones(len(completions.ids), dtype=torch.bool, device=completions.ids.device)
-    ask = Ask(
-        temperature=trainer.temperature,
-        entropy=call.compute_entropy,
-        keep=every if call.hidden else None,
-        learns=learns,
-    )
+    keep = every if call.hidden else None
+    ask = Ask(temperature=trainer.temperature, entropy=call.compute_entropy, keep=keep, learns=learns)
 
-    def forward(*_given: Any, **_options: Any) -> dict[str, Tensor]:
+    def forward(*_args: Any, **_options: Any) -> dict[str, Tensor]:
         scores = Scorer(causal, traits)(completions, ask)
-        kept = None if scores.predictions is None else scores.predictions.values
-        found = {"logprobs": scores.logprobs, "entropy": scores.entropy, "hidden": kept}
-        return {name: each for name, each in found.items() if each is not None}
+        hidden = None if scores.predictions is None else scores.predictions.values
+        tensors = {"logprobs": scores.logprobs, "entropy": scores.entropy, "hidden": hidden}
+        return {name: values for name, values in tensors.items() if values is not None}
 
     with replaced(causal, "forward", forward), trainer.accelerator.autocast():
         return model(input_ids=call.input_ids[rows], attention_mask=call.attention_mask[rows])
 
 
 @contextmanager
-def replaced(model: nn.Module, method: str, function: Any) -> Iterator[None]:
-    """A context in which a method of this model is another function; its wrappers and hooks stay."""
+def replaced(model: Any, method: str, function: Any) -> Iterator[None]:
+    """A context in which a method of this model or trainer is another function; its wrappers and hooks stay."""
     before = vars(model).get(method)
     setattr(model, method, function)
     try:
@@ -283,14 +247,14 @@ def replaced(model: nn.Module, method: str, function: Any) -> Iterator[None]:
             setattr(model, method, before)
 
 
-def learning_rows(trainer: Any, inputs: Any, beta: float) -> Tensor | None:
+def learning_rows(trainer: TRLTrainer, inputs: Any, beta: float) -> Tensor | None:
     """Which completions of a micro-batch have a gradient, as far as TRL's own loss tells; None: all may. [B] bool"""
     session = trainer._klamp
     if session.fast is None or trainer._host_class("_compute_loss") is not grpo_trainer.GRPOTrainer:
         return None
     if trainer._entropy_bonus_enabled or trainer.aux_loss_enabled:
         return None
-    controlled = session.control is not None and session.control.kl.needs_reference
+    controlled = session.has_kl
     if trainer.beta != 0 and not controlled:
         return loss_mask(inputs).any(-1)
     if controlled and session.term.clip_method != "none" and inputs.get(GATE_KL) is None:
@@ -302,39 +266,37 @@ def learning_rows(trainer: Any, inputs: Any, beta: float) -> Tensor | None:
     return ~without_gradient(batch, Objective(terms=tuple(terms)))
 
 
-def why_not_fast(trainer: Any) -> str:
+def why_not_fast(trainer: TRLTrainer) -> str:
     """Why no completion of a trainer can be scored fast, in words; "" if its settings do not forbid it."""
-    args, models = trainer.args, [each for each in (trainer.model, trainer.ref_model) if each is not None]
+    args, models = trainer.args, [model for model in (trainer.model, trainer.ref_model) if model is not None]
     owner, policy = trainer._host_class(SCORING), trainer.accelerator.unwrap_model(trainer.model)
-    dropouts = sorted({each.name for each in active_dropouts(policy)})
-    devices = [getattr(plain_model(trainer, model), "hf_device_map", None) for model in models]
+    dropouts = sorted({dropout.name for dropout in active_dropouts(policy)})
+    devices = [getattr(plain_model(trainer, model), "hf_device_map", None) or {} for model in models]
     virtual_tokens = any(getattr(x, "is_prompt_learning", False) for x in getattr(policy, "peft_config", {}).values())
     parallel = getattr(trainer.accelerator, "parallelism_config", None)
     split_sequences = any(getattr(parallel, f"{kind}_enabled", False) for kind in ("cp", "sp", "tp"))
-    rows = [
+    return next(iter(that_apply([
         (owner is not grpo_trainer.GRPOTrainer, f"{owner.__name__} scores completions in a way of its own"),
         (weights_are_split(trainer), "FSDP or ZeRO-3 splits the weights layer by layer, and processes would run the "
          "layers unequally often"),
         (split_sequences, "sequences or matrices are split over processes"),
         (args.use_liger_kernel and liger_bypasses(), "the loss is computed in Liger's kernel"),
         (args.torch_compile, "the model is compiled (torch_compile)"),
-        (args.cast_lm_head_to_fp32, "cast_lm_head_to_fp32 gives the head another type than the "
-         "hidden states"),
-        (any(len({*(each or {}).values()}) > 1 for each in devices), "the model is spread over several devices"),
+        (args.cast_lm_head_to_fp32, "cast_lm_head_to_fp32 gives the head another type than the hidden states"),
+        (any(len({*places.values()}) > 1 for places in devices), "the model is spread over several devices"),
         (virtual_tokens, "the adapter adds virtual tokens to the prompt"),
         (bool(dropouts), f"dropout is on ({', '.join(dropouts)}), and a prompt that is run once would be dropped out "
          "once: set disable_dropout=True, or lora_dropout=0"),
-    ]  # fmt: skip
-    return next((text for applies, text in rows if applies), "")
+    ])), "")  # fmt: skip
 
 
-def why_not_these(trainer: Any, mask: Tensor, length: int, others: dict[str, Any]) -> str:
+def why_not_these(trainer: TRLTrainer, mask: Tensor, length: int, others: dict[str, Any]) -> str:
     """Why these completions cannot be scored fast, "" if they can; `others` are pictures, types of tokens, ..."""
-    given = [name for name, value in others.items() if value is not None and value is not False]
-    if "compute_aux_loss" in given:
+    names = [name for name, value in others.items() if value is not None and value is not False]
+    if "compute_aux_loss" in names:
         return "the router's auxiliary loss is made of whole rows, padding included"
-    if given:
-        return f"the input is more than tokens ({', '.join(given)})"
+    if names:
+        return f"the input is more than tokens ({', '.join(names)})"
     if torch.is_grad_enabled() and trainer._entropy_bonus_enabled:
         return "the entropy bonus needs the entropy's gradient"
     tokens = mask.bool()
@@ -345,7 +307,7 @@ def why_not_these(trainer: Any, mask: Tensor, length: int, others: dict[str, Any
 
 
 @contextmanager
-def prompts_once(trainer: Any) -> Iterator[None]:
+def prompts_once(trainer: TRLTrainer) -> Iterator[None]:
     """A context in which `generate` of a trainer's model runs each distinct prompt once, if that is possible."""
     fast = trainer._klamp.fast
     causal = None if fast is None or fast.reason else plain_model(trainer, trainer.model)
@@ -356,26 +318,24 @@ def prompts_once(trainer: Any) -> Iterator[None]:
     inner = causal.generate
 
     def generate(input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any) -> Any:
-        given = {"input_ids": input_ids, "attention_mask": attention_mask} | options
-        if input_ids is None or attention_mask is None:
-            return inner(**given)
-        reason = why_not_once(causal, options)
-        if reason:
-            fall_back(trainer, reason, what="transformers' own first pass")
-        apart = reason or not Scorer(causal, traits).can_share()
-        cache = None if apart else _cache_of_prompts(causal, input_ids, attention_mask, options)
-        return inner(**given, **({} if cache is None else {cache_name(causal): cache}))
+        tokens, cache = {"input_ids": input_ids, "attention_mask": attention_mask}, None
+        if input_ids is not None and attention_mask is not None:
+            settings = options.get("generation_config") or getattr(causal, "generation_config", None)
+            if reason := why_not_once(settings, options):
+                fall_back(trainer, reason, what="transformers' own first pass")
+            elif Scorer(causal, traits).can_share():
+                room = getattr(settings, "max_new_tokens", None) or 1
+                cache = _cache_of_prompts(causal, input_ids, attention_mask, room)
+        return inner(**tokens, **options, **({} if cache is None else {cache_name(causal): cache}))
 
     with replaced(causal, "generate", generate):
         yield
 
 
-def why_not_once(causal: nn.Module, options: dict[str, Any]) -> str:
+def why_not_once(settings: Any, options: dict[str, Any]) -> str:
     """Why a generation with these options cannot begin with prompts that were run before, in words; "" if it can."""
-    others = sorted(name for name, value in options.items() if name not in KNOWN and value is not None)
-    if others:
+    if others := sorted(name for name, value in options.items() if name not in KNOWN and value is not None):
         return f"the input is more than tokens ({', '.join(others)})"
-    settings = _settings(causal, options)
     own = [name for name in SETTINGS if getattr(settings, name, None) is not None]
     several = max(getattr(settings, name, None) or 1 for name in ("num_beams", "num_return_sequences")) > 1
     if own or several or getattr(settings, "use_cache", None) is False:
@@ -383,77 +343,12 @@ def why_not_once(causal: nn.Module, options: dict[str, Any]) -> str:
     return ""
 
 
-def _settings(causal: nn.Module, options: dict[str, Any]) -> Any:
-    return options.get("generation_config") or getattr(causal, "generation_config", None)
-
-
-def _cache_of_prompts(causal: nn.Module, ids: Tensor, mask: Tensor, options: dict[str, Any]) -> Any:
+def _cache_of_prompts(causal: nn.Module, ids: Tensor, mask: Tensor, room: int) -> Any:
     """The keys and values of the prompts but their last token; None if that saves nothing or is not exact."""
-    longest = getattr(_settings(causal, options), "max_new_tokens", None) or 1
     opened = OpenedModel(causal, Traits())  # the model as it is called, so that its wrappers count
-    if ids.shape[1] < 2 or not opened.is_steady(ids.shape[1] + longest):
+    if ids.shape[1] < 2 or not opened.is_steady(ids.shape[1] + room):
         return None
-    some, their_mask, which = distinct(ids[:, :-1], mask[:, :-1])
-    if len(some) == len(ids):
+    prompts, prompt_mask, which = distinct(ids[:, :-1], mask[:, :-1])
+    if len(prompts) == len(ids):
         return None
-    return cache_rows(run_prompts(opened, some, their_mask, which).cache, which, room=longest)
-
-
-def cuts_anew(trainer: Any) -> bool:
-    """Whether a trainer's micro-batches are to be put together anew."""
-    fast = trainer._klamp.fast
-    return fast is not None and not fast.reason and keeps_sums(trainer)
-
-
-def keeps_sums(trainer: Any) -> bool:
-    """Whether an optimizer step has several micro-batches, and the same loss and gradient however it is cut."""
-    steps = (trainer.args.steps_per_generation, trainer.args.gradient_accumulation_steps)
-    return (
-        trainer.args.gradient_accumulation_steps > 1
-        and max(steps) % min(steps) == 0  # else some optimizer steps take their rows out of two generation batches
-        and trainer._host_class("_compute_loss") is grpo_trainer.GRPOTrainer
-        and trainer.loss_type not in OWN_MEAN
-        and trainer.top_entropy_quantile == 1.0
-        and not trainer._entropy_bonus_enabled
-        and not trainer.aux_loss_enabled
-    )
-
-
-def cut(batches: list[dict[str, Any]], accumulated: int) -> list[dict[str, Any]]:
-    """Micro-batches of the same sizes, the rows of each optimizer step in the order of their prompts.
-
-    An optimizer step takes `accumulated` of them. If a field has no value for each row, nothing changes.
-    """
-    found = list[dict[str, Any]]()
-    for first in range(0, len(batches), accumulated):
-        part = batches[first : first + accumulated]
-        sizes = [len(batch["prompt_ids"]) for batch in part]
-        whole = {name: _joined([batch[name] for batch in part], sizes) for name in part[0]}
-        if any(value is NotImplemented for value in whole.values()):
-            return batches
-        order = distinct(whole["prompt_ids"], whole["prompt_mask"])[2].argsort(stable=True)
-        found += [{name: _rows(value, rows) for name, value in whole.items()} for rows in order.split(sizes)]
-    return found
-
-
-def _is_of_all(value: Any) -> bool:
-    return value is None or (isinstance(value, Tensor) and value.ndim == 0)
-
-
-def _joined(values: list[Any], sizes: list[int]) -> Any:
-    """A field of several micro-batches as that of one; NotImplemented: it has no value for each row."""
-    first = values[0]
-    if _is_of_all(first):
-        return first
-    # Patches of pictures, for one, are more than rows.
-    if not isinstance(first, Tensor | list) or [len(value) for value in values] != sizes:
-        return NotImplemented
-    if isinstance(first, Tensor):
-        return torch.cat(values)
-    return [row for value in values for row in value]
-
-
-def _rows(value: Any, rows: Tensor) -> Any:
-    if _is_of_all(value):
-        return value
-    return value[rows.to(value.device)] if isinstance(value, Tensor) else [value[row] for row in rows.tolist()]
+    return cache_rows(run_prompts(opened, prompts, prompt_mask, which).cache, which, room=room)

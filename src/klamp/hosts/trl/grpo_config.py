@@ -72,15 +72,15 @@ class GRPOConfig(KLFields, trl.GRPOConfig):
         if not isinstance(self.fast_scoring, bool):
             check_name("fast_scoring", self.fast_scoring, ("require",))
         settle_fields(self)
-        kl, taught = self.kl_config(), self.teacher_config()
+        kl, teacher = self.kl_config(), self.teacher_config()
         if kl is not None:
-            if taught is None:
+            if teacher is None:
                 warn_without_kl(kl)
             settle_reference(kl, self)
             check_arguments(kl, self)
-        if taught is not None and taught.there:
-            shifted = taught.teacher_placement == "advantage"
-            refuse([*one_teacher_refusals(taught), *advantage_refusals("teacher", shifted, self)])
+        if teacher is not None and teacher.there:
+            shifted = teacher.teacher_placement == "advantage"
+            refuse([*one_teacher_refusals(teacher), *advantage_refusals("teacher", shifted, self)])
         super().__post_init__()
         self.beta = OwnBeta(self.beta) if self._asks else float(self.beta)
 
@@ -162,38 +162,36 @@ def reward_scale(args: Any) -> str:
 def placement_refusals(kl: KLConfig, args: Any) -> list[Refusal]:
     """Refusals of a KL in the reward or advantage beside options that undo it."""
     placement = kl.kl_placement if kl.beta > 0 else "loss"
-    in_reward, in_advantage = placement == "reward", placement == "advantage"
-    scale = reward_scale(args)
-    return [
+    scale, sums = reward_scale(args), args.multi_objective_aggregation
+    divided = [
+        ("scale_rewards", scale, scale != "none", "none"),
+        ("multi_objective_aggregation", sums, sums == "normalize_then_sum", "sum_then_normalize"),
+    ]
+    of_reward = [
         Refusal(
-            in_reward and scale != "none",
-            f"kl_placement='reward' cannot be combined with scale_rewards={scale!r}",
+            placement == "reward" and divides,
+            f"kl_placement='reward' cannot be combined with {name}={value!r}",
             why="in a group whose rewards are all equal the division by the standard deviation cancels beta: the "
             "update is the same for every beta > 0",
-            fix="set scale_rewards='none', or kl_placement='advantage' (the KL enters after the division)",
-        ),
-        Refusal(
-            in_reward and args.multi_objective_aggregation == "normalize_then_sum",
-            "kl_placement='reward' cannot be combined with multi_objective_aggregation='normalize_then_sum'",
-            why="the advantages are then divided by standard deviations, which cancels beta in a group of equal "
-            "rewards",
-            fix="set multi_objective_aggregation='sum_then_normalize', or kl_placement='advantage'",
-        ),
-        *advantage_refusals("kl", in_advantage, args),
+            fix=f"set {name}={plain!r}, or kl_placement='advantage' (the KL enters after the division)",
+        )
+        for name, value, divides, plain in divided
     ]
+    return [*of_reward, *advantage_refusals("kl", placement == "advantage", args)]
 
 
 def advantage_refusals(anchor: str, shifted: bool, args: Any) -> list[Refusal]:
     """Refusals of a loss that goes by the sign of a completion's advantage, where each token has its own."""
-    masked, vespo = args.off_policy_mask_threshold is not None, args.loss_type == "vespo"
+    by_sign = {"off_policy_mask_threshold": args.off_policy_mask_threshold is not None}
+    by_sign["loss_type='vespo'"] = args.loss_type == "vespo"
     return [
         Refusal(
-            shifted and there,
+            shifted and used,
             f"{anchor}_placement='advantage' cannot be combined with {name}",
             why="a whole completion is kept or weighed by the sign of its advantage, and each token would have its own",
             fix=f"leave it out, or set {anchor}_placement='loss'",
         )
-        for name, there in (("off_policy_mask_threshold", masked), ("loss_type='vespo'", vespo))
+        for name, used in by_sign.items()
     ]
 
 
@@ -202,16 +200,21 @@ def liger_bypasses() -> bool:
     return hasattr(trl.GRPOTrainer, "compute_liger_loss")
 
 
+def needs_adapter(field: str, kind: str, has_adapter: bool, *, instead: str) -> Refusal:
+    """The refusal of an anchor that is the policy with its adapter off, if the policy has no adapter."""
+    return Refusal(
+        kind == "adapter_off" and not has_adapter,
+        f"{field}='adapter_off' needs a model with a PEFT adapter",
+        why="without an adapter there is nothing to switch off",
+        fix=f"pass peft_config, or {instead}",
+    )
+
+
 def check_reference(kl: KLConfig, args: Any, *, adapters: Collection[str], chosen: bool) -> None:
     """Refuse a reference that TRL cannot have for a policy with these adapters; before TRL is asked for it."""
     off, moving = kl.reference == "adapter_off", kl.reference in ("ema", "periodic")
     refuse([
-        Refusal(
-            off and not adapters,
-            "reference='adapter_off' needs a model with a PEFT adapter",
-            why="without an adapter there is nothing to switch off",
-            fix="pass peft_config, or leave reference unset",
-        ),
+        needs_adapter("reference", kl.reference, bool(adapters), instead="leave reference unset"),
         Refusal(
             off and chosen,
             "reference='adapter_off' cannot be combined with ref_model",

@@ -1,35 +1,50 @@
-"""klamp's GRPOTrainer, and the function that gives klamp's KL to a trainer that exists already."""
+"""klamp's GRPOTrainer, the function that gives klamp's KL to a trainer that exists already, and what is in force."""
 
 from __future__ import annotations
 
 import copy
 import warnings
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 import trl
 
-from klamp.config import KLConfig
+from klamp.config import TRL_LOSS_TYPES, KLConfig
+from klamp.config.describe import DIVERGENCES, PLACEMENTS, describe_average, describe_clip, describe_price
 from klamp.config.teacher import TeacherConfig
+from klamp.core.term import Placement
+from klamp.core.types import Reduction
 from klamp.errors import ConfigError, KLWarning, Refusal, refuse
+from klamp.hosts.common.anchors import check_tokens
 from klamp.hosts.common.control import NEVER_ZERO
+from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.common.kl_fields import PASSED, read_again, touched, warn_without_kl
 from klamp.hosts.common.rollout import excluded_ids
-from klamp.hosts.common.teachers import check_tokens
-from klamp.hosts.common.versions import caution_beside
+from klamp.hosts.common.versions import caution_beside, told_version
 from klamp.hosts.trl import fast_scoring, teacher
 from klamp.hosts.trl.callbacks import DoctorCallback, ReportCallback
-from klamp.hosts.trl.grpo_config import check_arguments, check_reference, refuse_classes, settle_reference
+from klamp.hosts.trl.grpo_config import (
+    check_arguments,
+    check_reference,
+    liger_bypasses,
+    refuse_classes,
+    reward_scale,
+    settle_reference,
+)
 from klamp.hosts.trl.hooks import KLMixin
+from klamp.hosts.trl.measure import group_size, has_one_reward, price_in
 from klamp.hosts.trl.reference import (
     check_folder,
+    describe_reference,
     exact_rows,
     follow_policy,
     frozen_copy,
     own_reference,
     prepared_model,
 )
-from klamp.hosts.trl.session import Session
+from klamp.hosts.trl.session import FastScoring, ReferenceFacts, Session, TRLTrainer, Warned, progress, session_of
 from klamp.scoring.model_parts import check_same_vocabulary, output_size
 
 
@@ -62,10 +77,10 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
         **options: Any,
     ) -> None:
         refuse_classes()
-        for each in (model, ref_model):
-            check_folder(each)
+        for folder in (model, ref_model):
+            check_folder(folder)
         kl, config = (None, None) if args is None else read_again(args)
-        taught = _taught(config, teacher_model)
+        check_teacher(config, teacher_model)
         peft = options.get("peft_config") is not None or hasattr(model, "peft_config")
         wanted = args is not None and (args.beta != 0 if kl is None else kl.needs_reference)
         if ref_model is not None and not wanted:
@@ -75,7 +90,6 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
             adapters = {*getattr(model, "peft_config", ()), *(["default"] if peft else [])}
             check_reference(kl, args, adapters=adapters, chosen=ref_model is not None)
         own = own_reference(model, ref_model, args, peft=peft) if wanted else None
-        self._klamp = Session.of(kl)
         asked, args = args, copy.copy(args)
         if asked is not None:
             loads = wanted and own is None and not off  # TRL loads a reference if beta is not 0
@@ -84,75 +98,68 @@ class GRPOTrainer(KLMixin, trl.GRPOTrainer):
         super().__init__(model, reward_funcs, args, *positional, **options)
         if asked is not None:
             args.beta, args.sync_ref_model = asked.beta, asked.sync_ref_model
-        apart = off and hasattr(model, "peft_config")
-        _join(self, kl, own, chosen=ref_model is not None, apart=apart, taught=(taught, teacher_model))
+        join(self, kl, own, chosen=ref_model is not None, apart=off and hasattr(model, "peft_config"))
+        if config is not None and config.there:
+            self._klamp = replace(self._klamp, teacher=teacher.join(self, config, teacher_model))
+        fast_scoring.settle(self)
 
 
-def _taught(config: TeacherConfig | None, given: Any) -> TeacherConfig | None:
+def check_teacher(config: TeacherConfig | None, teacher_model: Any) -> None:
+    """Refuse a teacher that is named twice, or not at all."""
     nobody = config is not None and config.teacher_model == PASSED
     refuse([
         Refusal(
-            given is not None and not nobody,
+            teacher_model is not None and not nobody,
             "teacher_model is passed, and the arguments do not leave the teacher to it",
             got="no field of a teacher" if config is None else config.kind,
             why="what is to be done with it are fields of klamp.trl.GRPOConfig, and only one of the two names it",
             fix="set teacher_coef (and teacher_placement) there, and nothing that names a teacher",
         ),
         Refusal(
-            given is None and nobody,
+            teacher_model is None and nobody,
             "fields of a teacher are set and none is named",
             why="there is nobody to be held to",
             fix="set teacher_model (a folder or a hub id), or pass the trainer teacher_model=MODEL",
         ),
     ])  # fmt: skip
-    return config if config is not None and config.there else None
 
 
-def _join(
-    trainer: Any,
-    kl: KLConfig | None,
-    own: Any,
-    *,
-    chosen: bool,
-    apart: bool = False,
-    taught: tuple[TeacherConfig | None, Any] = (None, None),
-) -> None:
+def join(trainer: TRLTrainer, kl: KLConfig | None, own: Any, *, chosen: bool, apart: bool = False) -> None:
     """Set up a trainer; its reference is `chosen` by the caller, or `apart`: the model below a trained adapter."""
     if getattr(trainer, "vllm_generation", None) is not None:
         caution_beside("vllm")
-    trainer.args.taken = True
-    trainer._klamp = session = Session.of(kl)
-    wanted = getattr(trainer.args, "fast_scoring", False)
-    session.fast = fast_scoring.FastScoring(required=wanted == "require") if wanted else None
-    policy = trainer.accelerator.unwrap_model(trainer.model)
+    args, trainer.args.taken = trainer.args, True
     if kl is not None:
         excluded_ids(kl.kl_exclude_tokens, trainer._tokenizer)
     reference = trainer.ref_model if own is None else own
     if reference is not None and (own is not None or kl is not None):
-        model = trainer.accelerator.unwrap_model(reference)
+        model, policy = map(trainer.accelerator.unwrap_model, (reference, trainer.model))
         check_same_vocabulary(model, policy, larger=True)
         if output_size(model) != output_size(policy):  # padded further, or another family's
             name = model.config._name_or_path or "that was passed"
             check_tokens(teacher.tokenizer_of(name), trainer._tokenizer, name=name, who="reference")
-    trainer.beta = float(trainer.args.beta)
+    trainer.beta = float(args.beta)
     if reference is not None and kl is not None and kl.reference_dtype is not None:
         reference.to(getattr(torch, kl.reference_dtype))
     if own is not None:
         trainer.ref_model = prepared_model(trainer, own)
     if trainer.ref_model is not None:
         follow_policy(trainer)
-    session.expected_zero, session.starts_at_reference = not apart, not (chosen or apart)
+    record = None
     for callback in trainer.callback_handler.callbacks:
         if isinstance(callback, DoctorCallback):
             callback.other_reference = callback.other_reference or chosen or apart
         if isinstance(callback, ReportCallback):
-            callback.trainer, session.record = trainer, callback
-    session.reference = (
-        "the model passed as ref_model" if chosen else "a frozen copy in memory" if own is not None else ""
+            callback.trainer, record = trainer, callback
+    source = "the model passed as ref_model" if chosen else "a frozen copy in memory" if own is not None else ""
+    wanted = getattr(args, "fast_scoring", False)
+    trainer._klamp = Session.of(
+        kl,
+        reference=ReferenceFacts(source, not (chosen or apart), exact_rows(trainer, kl)),
+        fast=FastScoring(required=wanted == "require") if wanted else None,
+        record=record,
+        warned=Warned(step_zero=apart),
     )
-    session.exact_rows = exact_rows(trainer, kl)
-    session.teacher = None if taught[0] is None else teacher.join(trainer, taught[0], taught[1])
-    fast_scoring.settle(trainer)
     trainer._refresh_beta()
 
 
@@ -190,5 +197,89 @@ def attach_to(trainer: Any, kl: KLConfig, hook: type[KLMixin], *, ref_model: Any
     if own is None and kl.needs_reference and trainer.ref_model is None and not adapters:
         own = frozen_copy(trainer.accelerator.unwrap_model(trainer.model))
     trainer.__class__ = type(f"KL{type(trainer).__name__}", (hook, type(trainer)), {})
-    _join(trainer, kl, own, chosen=ref_model is not None, apart=kl.reference == "adapter_off")
-    return trainer
+    attached: Any = trainer
+    join(attached, kl, own, chosen=ref_model is not None, apart=kl.reference == "adapter_off")
+    fast_scoring.settle(attached)
+    return attached
+
+
+def read_effective(
+    trainer: Any, *, host: str = "TRL", loss_types: Mapping[str, Reduction | None] = TRL_LOSS_TYPES
+) -> Effective:
+    """See `klamp.trl.effective`; `host` is whose loss the trainer has."""
+    session = session_of(trainer)
+    kl = None if session is None else session.kl
+    term = _stock(trainer, host, loss_types) if kl is None else _klamp(trainer, kl, loss_types)
+    source = "" if session is None else session.reference.source
+    return Effective(
+        host=told_version("trl", trainer),
+        terms=tuple(filter(None, (term, teacher.effective_term(trainer)))),
+        normalizer=f"{_average(trainer.loss_type, loss_types)} ({host}'s own, loss_type={trainer.loss_type!r})",
+        reference=describe_reference(trainer, source or f"loaded by {host}"),
+        notes=_notes(trainer, session, host, loss_types),
+    )
+
+
+def _average(loss_type: str, loss_types: Mapping[str, Reduction | None]) -> str:
+    if loss_type not in loss_types:
+        return "unknown"
+    reduction = loss_types[loss_type]
+    return describe_average("token_mean", over="each micro-batch") if reduction is None else describe_average(reduction)
+
+
+def _price(trainer: TRLTrainer, beta: float, placement: Placement, loss_types: Mapping[str, Reduction | None]) -> str:
+    if trainer.loss_type not in loss_types:
+        return f"unknown: nothing is known of loss_type={trainer.loss_type!r}"
+    scale = reward_scale(trainer.args)
+    if scale != "none" and not has_one_reward(trainer):
+        return "unknown: each reward function is divided by a standard deviation of its own"
+    price = price_in(trainer, beta, placement)
+    return describe_price(price, group_size=group_size(trainer), of_batch=scale == "batch")
+
+
+def _klamp(trainer: TRLTrainer, kl: KLConfig, loss_types: Mapping[str, Reduction | None]) -> EffectiveTerm | None:
+    control: Any = trainer._klamp.control
+    if not kl.needs_reference:
+        return None
+    clip = describe_clip(kl, length=control.reference_length)
+    if kl.use_per_token_kl_threshold and control.reference_length is None and kl.kl_clip_method != "none":
+        clip += " (the data's column, or measured at the start)"
+    beta = control.beta(*progress(trainer))
+    return EffectiveTerm.of(kl, beta=beta, price=_price(trainer, beta, kl.kl_placement, loss_types), clip=clip)
+
+
+def _stock(trainer: TRLTrainer, host: str, loss_types: Mapping[str, Reduction | None]) -> EffectiveTerm | None:
+    if trainer.beta == 0:
+        return None
+    weighted = bool(getattr(trainer.args, "use_bias_correction_kl", False))
+    of_k3 = f"forward: {DIVERGENCES['forward']}"
+    return EffectiveTerm(
+        term=f"{host}'s own",
+        beta=float(trainer.beta),
+        price=_price(trainer, float(trainer.beta), "loss", loss_types),
+        controller="fixed",
+        value="k3 times the policy ratio" if weighted else "k3",
+        gradient="reverse, on-policy that of k2 (ratio not detached)" if weighted else of_k3,
+        placement=PLACEMENTS["loss"],
+    )
+
+
+def _notes(
+    trainer: Any, session: Session | None, host: str, loss_types: Mapping[str, Reduction | None]
+) -> tuple[str, ...]:
+    args, used = trainer.args, trainer.beta != 0
+    stock, fast = used and (session is None or session.kl is None), None if session is None else session.fast
+    liger = getattr(args, "use_liger_kernel", False) and liger_bypasses()
+    split = loss_types.get(trainer.loss_type, "unknown") is None
+    return that_apply([
+        (stock and trainer.importance_sampling_level == "sequence", f"{host} broadcasts the sequence's ratio onto "
+         "every token's KL: its gradient is then that of no divergence"),
+        (stock and liger, "the loss, KL included, is computed in Liger's kernel"),
+        (used and args.sync_ref_model, f"the reference moves, and checkpoints of {host} do not hold it: on resume it "
+         "starts from where it was loaded"),
+        (used and split, "each micro-batch is divided by its own tokens, so that the KL depends on how the batch is "
+         "split"),
+        (fast is not None, str(fast)),
+        (0 < trainer.beta <= NEVER_ZERO, f"beta is 0 for the loss; {host} sees the smallest number so that it scores "
+         "the reference"),
+    ])  # fmt: skip

@@ -7,8 +7,9 @@ penalty, and TRL masks and normalises it with the policy loss, whatever the loss
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -22,26 +23,82 @@ from klamp.hosts.common.coefficient import KL_SCALE, TEACHER, Coefficient, batch
 from klamp.hosts.common.control import NEVER_ZERO, go_on_from
 from klamp.hosts.common.rollout import Generation, needs_old_logprobs, prepared
 from klamp.hosts.trl import fast_scoring, measure, reference, teacher
-from klamp.hosts.trl.session import Scoring, Session, load_state, only_scoring, save_state
+from klamp.hosts.trl.session import Scoring, Session, TRLTrainer, load_state, mode_of, progress, save_state
 
 if TYPE_CHECKING:
-    from trl import GRPOTrainer as Host
+    from trl import GRPOTrainer as HostTrainer
 else:
-    Host = object
+    HostTrainer = object
 
 
-class KLMixin(Host):
+class LossHook:
+    """klamp's part of one loss of one micro-batch: in the place of TRL's `beta` while TRL computes the loss."""
+
+    def __init__(self, trainer: TRLTrainer, inputs: Mapping[str, Any], beta: float) -> None:
+        self.trainer, self.inputs, self.beta = trainer, inputs, beta
+        self.scored: Scoring | None = None
+        """The policy's log-probabilities in this loss; None: the loss has no KL, and made more or less than one."""
+
+    @contextmanager
+    def in_place(self) -> Iterator[Any]:
+        """A context in which the host's loss has klamp's KL; gives the inputs for that loss."""
+        trainer, session = self.trainer, self.trainer._klamp
+        learns = fast_scoring.learning_rows(trainer, self.inputs, self.beta)
+        in_loss = session.teacher is not None and session.teacher.term.placement == "loss"
+        with session.calls.collected(learns) as scorings:
+            if session.has_kl or in_loss:
+                with self._as_coefficient(scorings) as inputs:
+                    yield inputs
+            else:
+                yield self.inputs
+        if (self._is_referred and session.control is not None) or session.teacher is not None or len(scorings) == 1:
+            self.scored = _only(scorings)
+
+    @property
+    def _is_referred(self) -> bool:
+        return self.inputs.get("ref_per_token_logps") is not None
+
+    @contextmanager
+    def _as_coefficient(self, scorings: list[Scoring]) -> Iterator[Any]:
+        trainer, outer = self.trainer, float(self.trainer.beta)
+        coefficient = trainer.beta = Coefficient(outer or NEVER_ZERO, lambda: self._penalty(_only(scorings)))
+        # TRL multiplies beta with a KL if it has a reference's numbers; without one the teacher's stand in for them
+        try:
+            yield self.inputs if self._is_referred else {**self.inputs, "ref_per_token_logps": self.inputs[TEACHER]}
+        finally:
+            trainer.beta = outer
+        check_once(coefficient.uses, "products of beta with a KL")
+        if not self._is_referred:  # what TRL logs as its KL to a reference
+            trainer._metrics[mode_of(trainer)]["kl"].pop()
+
+    def _penalty(self, scored: Scoring) -> Tensor:
+        trainer, term, inputs = self.trainer, self.trainer._klamp.term, self.inputs
+        to_teacher = teacher.penalty(trainer, inputs, scored)
+        if not self._is_referred or self.beta == 0 or term.placement != "loss":
+            return torch.zeros_like(scored.logprobs) + to_teacher
+        batch = reference.with_exact(trainer, batch_of(inputs, scored.logprobs), inputs, scored.hidden)
+        return self.beta * gated_penalty(batch, term, inputs.get(KL_SCALE)) + to_teacher
+
+
+def _only(scorings: list[Scoring]) -> Scoring:
+    """The single call of TRL's scoring method inside a loss; its log-probabilities are those of the KL."""
+    check_once(len(scorings), "calls of _get_per_token_logps_and_entropies")
+    return scorings[0]
+
+
+class KLMixin(HostTrainer):
     """klamp's KL, for a class that derives from it first and from `trl.GRPOTrainer` second."""
 
     _klamp: Session
     _host: str = "TRL"
     """Whose loss it is."""
+    _loss_hook: ClassVar[type[LossHook]] = LossHook
+    """How the KL gets into that loss."""
     _loss_types: Mapping[str, Reduction | None] = TRL_LOSS_TYPES
     """How the host's loss types make tokens a number."""
     _baseline: Baseline = "mean"
     """What rewards are compared with; TRL's own is the mean of the group."""
     _never_exact: str = ""
-    """Why no trainer of this class can have the exact KL; empty where one can."""
 
     @staticmethod
     def _refusals(kl: KLConfig) -> Sequence[Refusal]:
@@ -55,48 +112,38 @@ class KLMixin(Host):
         control = self._klamp.control
         if control is None:
             return float(self.beta)
-        step, total = self.state.global_step, max(self.state.max_steps, 1)
-        self.beta = control.host_beta(step, total)
-        return control.beta(step, total)
+        now = progress(self)
+        self.beta = control.host_beta(*now)
+        return control.beta(*now)
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
-        session = self._klamp
+        session: Session = self._klamp
         wanted = session.needs_hidden
         fast = fast_scoring.scored(self, (model, *args), kwargs, hidden=wanted)
         if fast is None:
-            with reference.hidden_states(self, model, wanted=wanted) as kept:
+            with reference.hidden_states(self, model, wanted=wanted) as states:
                 result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-            hidden = reference.of_completions(kept, result[0])
+            hidden = reference.of_completions(states, result[0])
         else:
             result, hidden = (*fast[:2], None), fast[2]
-        if session.seen is not None:
-            session.seen.append(Scoring(result[0], hidden, args, kwargs))
+        if session.calls.scorings is not None:
+            session.calls.scorings.append(Scoring(result[0], hidden, args, kwargs))
         return result
 
     def _host_class(self, method: str) -> type:
         """The class whose method comes after klamp's."""
         line = type(self).__mro__
-        return next(each for each in line[line.index(KLMixin) + 1 :] if method in vars(each))
+        return next(cls for cls in line[line.index(KLMixin) + 1 :] if method in vars(cls))
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: Any) -> Any:
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         measure.after_rewards(self, completion_ids_list, rewards)
         return rewards
 
-    def _prepare_inputs(self, generation_batch: Any) -> Any:
-        before = getattr(self, "_buffered_inputs", None)
-        inputs = super()._prepare_inputs(generation_batch)
-        args, buffered = cast(Any, self.args), cast(Any, self._buffered_inputs)
-        if buffered is before or not fast_scoring.cuts_anew(self):
-            return inputs
-        anew = fast_scoring.cut(buffered, args.gradient_accumulation_steps)
-        self._buffered_inputs = cast(Any, anew)
-        return anew[self._step % args.steps_per_generation]
-
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         session, beta = self._klamp, self._refresh_beta()
         fast_scoring.settle(self)
-        with session.listening() as seen, fast_scoring.prompts_once(self):
+        with session.calls.collected() as scorings, fast_scoring.prompts_once(self):
             output = super()._generate_and_score_completions(inputs)
         measure.watch_sampler(self, output)
         if session.teacher is not None:
@@ -104,22 +151,22 @@ class KLMixin(Host):
         referred = session.control is not None and output.get("ref_per_token_logps") is not None
         if not referred and session.teacher is None:
             return output
-        old = self._old_scoring(output, seen)
+        old = self._old_scoring(output, scorings)
         old_logprobs = None if old is None else old.logprobs
         if session.control is not None and referred:
-            reference.keep_reference(self, output, seen[-1].hidden)  # TRL scores the reference last
-            whole = None
+            reference.keep_reference(self, output, scorings[-1].hidden)  # TRL scores the reference last
+            exact = None
             if old is not None and session.term.value == "exact":
-                whole = reference.exact_kl_of(self, output, old.hidden)
+                exact = reference.exact_kl_of(self, output, old.hidden)
             generation = Generation(
                 inputs=output,
                 old_logprobs=old_logprobs,
-                exact_kl=None if whole is None else whole[0],
+                exact_kl=None if exact is None else exact[0],
                 rows=inputs,
-                lengths=torch.tensor(session.lengths, device=output["completion_ids"].device),
+                lengths=torch.tensor(session.rollout.lengths, device=output["completion_ids"].device),
                 group_size=measure.group_size(self),
                 accelerator=self.accelerator,
-                scorable=session.scorable,
+                scorable=session.rollout.scorable,
             )
             reduction = self._loss_types[self.loss_type]
             output = prepared(generation, session.control, self._tokenizer, beta=beta, reduction=reduction)
@@ -127,71 +174,29 @@ class KLMixin(Host):
             output["advantages"] = teacher.in_advantages(self, output, old_logprobs)
         return output
 
-    def _old_scoring(self, output: Any, seen: list[Scoring]) -> Scoring | None:
+    def _old_scoring(self, output: Any, scorings: list[Scoring]) -> Scoring | None:
         """The policy's scores before the batch's first update, from TRL if it made them."""
-        session = self._klamp
-        if output.get("old_per_token_logps") is not None:
-            made = [scored for scored in seen if scored.logprobs is output["old_per_token_logps"]]
-            return made[0] if made else Scoring(output["old_per_token_logps"])
+        session, old = self._klamp, output.get("old_per_token_logps")
+        if old is not None:
+            return next((scoring for scoring in scorings if scoring.logprobs is old), Scoring(old))
         terms = [session.term] * (output.get("ref_per_token_logps") is not None)
         terms += [] if session.teacher is None else [session.teacher.term]
         if not any(map(needs_old_logprobs, terms)):
             return None
-        # the same tokens that the reference was asked for, or where there is none the teacher
-        given = (seen[-1].positional, seen[-1].options) if seen else ((), teacher.scoring_call(self, output))
-        with torch.no_grad(), session.listening() as again:
-            self._get_per_token_logps_and_entropies(self.model, *given[0], **given[1])
+        # the same tokens that the reference was asked for, or without one the teacher
+        last = scorings[-1] if scorings else None
+        args, options = ((), teacher.scoring_call(self, output)) if last is None else (last.positional, last.options)
+        with torch.no_grad(), session.calls.collected() as again:
+            self._get_per_token_logps_and_entropies(self.model, *args, **options)
         return again[-1]
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        """TRL's loss; an error where TRL's loss does not use klamp's hook."""
-        before = self._klamp.losses
-        loss = super().compute_loss(model, inputs, *args, **kwargs)
-        if self._klamp.control is not None:
-            check_once(self._klamp.losses - before, "calls of klamp's hook")
-        return loss
-
-    def _compute_loss(self, model: Any, inputs: Any) -> Any:
-        session = self._klamp
-        session.losses += 1
-        beta = self._refresh_beta()
-        with session.listening(fast_scoring.learning_rows(self, inputs, beta)) as seen:
-            controlled = session.control is not None and session.control.kl.needs_reference
-            if controlled or (session.teacher is not None and session.teacher.term.placement == "loss"):
-                loss = self._loss_with_penalty(model, inputs, seen, beta)
-            else:
-                loss = super()._compute_loss(model, inputs)
-        if session.record is not None and len(seen) == 1:
-            session.record.take(inputs, seen[0].logprobs.detach())
-        if inputs.get("ref_per_token_logps") is not None and (session.control is not None or len(seen) == 1):
-            measure.after_loss(self, inputs, only_scoring(seen), beta)
-        if session.teacher is not None:
-            teacher.after_loss(self, inputs, only_scoring(seen).logprobs)
-        return loss
-
-    def _loss_with_penalty(self, model: Any, inputs: Any, seen: list[Scoring], beta: float) -> Any:
-        term, outer = self._klamp.term, float(self.beta)
-        referred = inputs.get("ref_per_token_logps") is not None
-        # TRL multiplies beta with a KL where it has a reference's numbers; without one the teacher's stand in for them
-        given = inputs if referred else {**inputs, "ref_per_token_logps": inputs[TEACHER]}
-
-        def penalty() -> Tensor:
-            scored = only_scoring(seen)
-            taught = teacher.penalty(self, inputs, scored.logprobs, scored.hidden)
-            if not referred or beta == 0 or term.placement != "loss":
-                return torch.zeros_like(scored.logprobs) + taught
-            batch = reference.with_exact(self, batch_of(inputs, scored.logprobs), inputs, scored.hidden)
-            return beta * gated_penalty(batch, term, inputs.get(KL_SCALE)) + taught
-
-        coefficient = Coefficient(outer or NEVER_ZERO, penalty)
-        self.beta = coefficient
-        try:
-            loss = super()._compute_loss(model, given)
-        finally:
-            self.beta = outer
-        check_once(coefficient.uses, "products of beta with a KL")
-        if not referred:  # what TRL logs as its KL to a reference
-            self._metrics["train" if model.training else "eval"]["kl"].pop()
+        """The host's loss with klamp's KL; an error if the host's loss does not use klamp's hook."""
+        hook = self._loss_hook(self, inputs, self._refresh_beta())
+        with hook.in_place() as host_inputs:
+            loss = super().compute_loss(model, host_inputs, *args, **kwargs)
+        if hook.scored is not None:
+            measure.after_loss(self, hook.inputs, hook.scored, hook.beta)
         return loss
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import copy
 import importlib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,7 @@ from klamp.config import KLConfig
 from klamp.core.types import Batch, Direction
 from klamp.errors import ConfigError, ModelError
 from klamp.hosts.common.coefficient import loss_mask
+from klamp.hosts.trl.session import TRLTrainer
 from klamp.scoring.model_parts import Predictions, check_whole, divergence, head_of
 
 REF_HIDDEN = "klamp_ref_hidden"
@@ -43,26 +44,21 @@ def own_reference(model: Any, ref_model: Any, args: Any, *, peft: bool) -> nn.Mo
         )
     if ref_model is not None or peft or not isinstance(model, nn.Module):
         return ref_model
-    if not _can_be_loaded_again(model):
-        return frozen_copy(model)
-    check_folder(cast(Any, model.config)._name_or_path)  # TRL loads it again by its name
+    name = str(getattr(model.config, "_name_or_path", None) or "")
+    if not name or not (Path(name).is_dir() or (name[0] not in "./~" and name.count("/") <= 1)):
+        return frozen_copy(model)  # neither a folder that exists nor a name of the Hub
+    check_folder(name)  # TRL loads it again by its name
     return None
 
 
 def check_folder(name: Any) -> None:
     """Refuse a folder that TRL is about to load and that lacks some of the model's weights; all else is let be."""
-    found: Any = {}
+    info: Any = {}
     if isinstance(name, str) and Path(name).is_dir():
         with suppress(Exception):  # whatever else is wrong with it, TRL says so in its own words
             load: Any = grpo_trainer.create_model_from_path
-            _, found = load(name, device_map="meta", output_loading_info=True)
-    check_whole(found, folder=str(name))
-
-
-def _can_be_loaded_again(model: Any) -> bool:
-    """Whether the name that the model carries is a folder that exists, or looks like one of the Hub."""
-    name = str(getattr(model.config, "_name_or_path", None) or "")
-    return bool(name) and (Path(name).is_dir() or (name[0] not in "./~" and name.count("/") <= 1))
+            _, info = load(name, device_map="meta", output_loading_info=True)
+    check_whole(info, folder=str(name))
 
 
 def frozen_copy(model: Any) -> nn.Module:
@@ -80,7 +76,7 @@ def frozen_copy(model: Any) -> nn.Module:
     return made.to(dtype=split[0].dtype, device=split[0].device)
 
 
-def prepared_model(trainer: Any, model: Any) -> Any:
+def prepared_model(trainer: TRLTrainer, model: Any) -> Any:
     """A frozen model, prepared as TRL prepares its reference."""
     args = trainer.args
     model.requires_grad_(False).eval()
@@ -98,7 +94,7 @@ def prepared_model(trainer: Any, model: Any) -> Any:
     return placed(trainer, model)
 
 
-def placed(trainer: Any, model: Any) -> Any:
+def placed(trainer: TRLTrainer, model: Any) -> Any:
     """A model that is not trained, where and as the trainer's accelerator has it."""
     if trainer.is_deepspeed_enabled:
         return grpo_trainer.prepare_deepspeed(model, trainer.accelerator)
@@ -107,44 +103,41 @@ def placed(trainer: Any, model: Any) -> Any:
     return trainer.accelerator.prepare_model(model, evaluation_mode=True)
 
 
-def describe_reference(trainer: Any, source: str) -> str:
+def describe_reference(trainer: TRLTrainer, source: str) -> str:
     """What a TRL trainer scores as the reference, in words; `source`: where a model of its own comes from."""
     if trainer.beta == 0:
         return "none: beta is 0"
-    if (
-        trainer.ref_model is None
-    ):  # TRL keeps a frozen copy of an adapter that was there before; it switches off a new one
-        kept = "ref" in getattr(trainer.accelerator.unwrap_model(trainer.model), "peft_config", {})
-        return "a frozen copy of the starting adapter" if kept else "the policy with its adapter off"
-    if trainer.args.sync_ref_model:
-        share, steps = trainer.args.ref_model_mixup_alpha, trainer.args.ref_model_sync_steps
+    args, policy = trainer.args, trainer.accelerator.unwrap_model(trainer.model)
+    if trainer.ref_model is None:  # TRL keeps a copy of an adapter that was there before; it switches off a new one
+        has_copy = "ref" in getattr(policy, "peft_config", {})
+        return "a frozen copy of the starting adapter" if has_copy else "the policy with its adapter off"
+    if args.sync_ref_model:
+        share, steps = args.ref_model_mixup_alpha, args.ref_model_sync_steps
         return f"{source}, moved by a share of {share:g} towards the policy every {steps} steps"
     return source
 
 
-def follow_policy(trainer: Any) -> None:
+def follow_policy(trainer: TRLTrainer) -> None:
     """Let the reference follow the policy, if it should, through TRL's own callback."""
-    callbacks = trainer.callback_handler.callbacks
-    if trainer.args.sync_ref_model and not any(isinstance(c, grpo_trainer.SyncRefModelCallback) for c in callbacks):
-        trainer.add_callback(
-            grpo_trainer.SyncRefModelCallback(ref_model=trainer.ref_model, accelerator=trainer.accelerator)
-        )
+    sync, callbacks = grpo_trainer.SyncRefModelCallback, trainer.callback_handler.callbacks
+    if trainer.args.sync_ref_model and not any(isinstance(callback, sync) for callback in callbacks):
+        trainer.add_callback(sync(ref_model=trainer.ref_model, accelerator=trainer.accelerator))
 
 
-def plain_model(trainer: Any, model: Any) -> Any:
+def plain_model(trainer: TRLTrainer, model: Any) -> Any:
     """The transformers model under accelerate's and PEFT's wrappers."""
     model = trainer.accelerator.unwrap_model(model)
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def why_not_exact(trainer: Any) -> str:
+def why_not_exact(trainer: TRLTrainer) -> str:
     """Why this trainer cannot give the exact KL to its reference, in words; "" where it can."""
     if trainer.args.sync_ref_model:
         return "the reference moves between the pass and the loss, and its output head with it"
     return why_no_head(trainer, trainer.model)
 
 
-def why_no_head(trainer: Any, model: Any) -> str:
+def why_no_head(trainer: TRLTrainer, model: Any) -> str:
     """Why a model's hidden states and output head cannot be had in this trainer, in words; "" where they can."""
     if trainer._never_exact:
         return trainer._never_exact
@@ -157,13 +150,13 @@ def why_no_head(trainer: Any, model: Any) -> str:
     return "" if head.scale == 1 else f"the model multiplies its logits by {head.scale:g}"
 
 
-def weights_are_split(trainer: Any) -> bool:
+def weights_are_split(trainer: TRLTrainer) -> bool:
     """Whether no process has all weights: under FSDP, and under the third stage of DeepSpeed's ZeRO."""
     stage = trainer.accelerator.state.deepspeed_plugin.zero_stage if trainer.is_deepspeed_enabled else 0
     return trainer.is_fsdp_enabled or stage == 3
 
 
-def exact_rows(trainer: Any, kl: KLConfig | None) -> int:
+def exact_rows(trainer: TRLTrainer, kl: KLConfig | None) -> int:
     """How many completions of a group have their exact KL measured: all if the loss needs it, else one if it can be."""
     if kl is None:
         return 0
@@ -175,7 +168,7 @@ def exact_rows(trainer: Any, kl: KLConfig | None) -> int:
     return trainer.num_generations
 
 
-def no_sum(field: str, value: str, trainer: Any, reason: str) -> ConfigError:
+def no_sum(field: str, value: str, trainer: TRLTrainer, reason: str) -> ConfigError:
     """The error for a KL that is summed over the vocabulary, of a model without what that needs."""
     return ConfigError(
         f"{field}={value!r} cannot be honoured for this model",
@@ -186,57 +179,52 @@ def no_sum(field: str, value: str, trainer: Any, reason: str) -> ConfigError:
 
 
 @contextmanager
-def hidden_states(trainer: Any, model: Any, *, wanted: bool) -> Iterator[list[Tensor]]:
+def hidden_states(trainer: TRLTrainer, model: Any, *, wanted: bool) -> Iterator[list[Tensor]]:
     """A context that collects the last hidden states of every forward pass of a model, [B, P + T, H] each."""
-    kept: list[Tensor] = []
-    if not wanted:
-        yield kept
-        return
+    states: list[Tensor] = []
 
     def keep(_module: Any, _inputs: Any, output: Any) -> None:
-        kept.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
+        states.append(output[0] if isinstance(output, tuple) else output.last_hidden_state)
 
-    handle = plain_model(trainer, model).base_model.register_forward_hook(keep)
-    try:
-        yield kept
-    finally:
-        handle.remove()
+    with ExitStack() as hooks:
+        if wanted:
+            hooks.callback(plain_model(trainer, model).base_model.register_forward_hook(keep).remove)
+        yield states
 
 
-def of_completions(kept: list[Tensor], logprobs: Tensor | None) -> Tensor | None:
+def of_completions(states: list[Tensor], logprobs: Tensor | None) -> Tensor | None:
     """The hidden states that these tokens were predicted from, [B, T, H]; None if a host (Unsloth) scores elsewhere."""
-    return None if not kept or logprobs is None else torch.cat(kept)[:, -logprobs.shape[1] - 1 : -1]
+    return None if not states or logprobs is None else torch.cat(states)[:, -logprobs.shape[1] - 1 : -1]
 
 
-def keep_reference(trainer: Any, output: dict[str, Any], hidden: Tensor | None) -> None:
-    """Put the reference's hidden states, for the chosen rows, into a generation batch."""
-    session = trainer._klamp
-    if hidden is None or not session.exact_rows:
+def keep_reference(trainer: TRLTrainer, output: dict[str, Any], hidden: Tensor | None) -> None:
+    """Put the reference's hidden states, for the measured rows, into a generation batch."""
+    measured, size = trainer._klamp.reference.exact_rows, trainer.num_generations
+    if hidden is None or not measured:
         return
-    rows, first = len(hidden), trainer.accelerator.process_index * len(hidden)
-    size = trainer.num_generations
-    chosen = [(first + row) % size < session.exact_rows for row in range(rows)]
-    output[REF_HIDDEN] = [hidden[row].clone() if chosen[row] else None for row in range(rows)]
+    first = trainer.accelerator.process_index * len(hidden)
+    is_measured = [(first + row) % size < measured for row in range(len(hidden))]
+    output[REF_HIDDEN] = [row.clone() if keep else None for row, keep in zip(hidden, is_measured, strict=True)]
 
 
 def exact_kl_of(
-    trainer: Any, inputs: Any, hidden: Tensor | None, *, direction: Direction = "reverse"
+    trainer: TRLTrainer, inputs: Any, hidden: Tensor | None, *, direction: Direction = "reverse"
 ) -> tuple[Tensor, Tensor] | None:
     """The exact KL of a batch, 0 where it is not measured, and where it is; with gradient in `hidden`. [B, T] each"""
-    kept = inputs.get(REF_HIDDEN)
-    if hidden is None or kept is None:
+    ref_hidden = inputs.get(REF_HIDDEN)
+    if hidden is None or ref_hidden is None:
         return None
-    rows = torch.tensor([states is not None for states in kept], device=hidden.device)
+    rows = torch.tensor([states is not None for states in ref_hidden], device=hidden.device)
     where = loss_mask(inputs) & rows[:, None]
-    whole = torch.zeros(where.shape, dtype=torch.float32, device=hidden.device)
+    kl = torch.zeros(where.shape, dtype=torch.float32, device=hidden.device)
     if not bool(where.any()):
-        return whole, where
-    ref_states = torch.stack([states for states in kept if states is not None])[where[rows]]
+        return kl, where
+    ref_states = torch.stack([states for states in ref_hidden if states is not None])[where[rows]]
     policy_model = plain_model(trainer, trainer.model)
     ref_model = policy_model if trainer.ref_model is None else plain_model(trainer, trainer.ref_model)
     policy, ref = predicted(policy_model, hidden[where]), predicted(ref_model, ref_states)
     values = divergence(policy, ref, temperature=trainer.temperature, direction=direction)
-    return whole.masked_scatter(where, values.float()), where
+    return kl.masked_scatter(where, values.float()), where
 
 
 def predicted(model: Any, states: Tensor) -> Predictions:
@@ -246,7 +234,7 @@ def predicted(model: Any, states: Tensor) -> Predictions:
     return Predictions(values=states.to(device=head.weight.device, dtype=head.weight.dtype), head=head)
 
 
-def with_exact(trainer: Any, batch: Batch, inputs: Any, hidden: Tensor | None) -> Batch:
+def with_exact(trainer: TRLTrainer, batch: Batch, inputs: Any, hidden: Tensor | None) -> Batch:
     """The batch with the exact KL that its loss is made of; `token_penalty` refuses a batch without it."""
     term = trainer._klamp.term
     if term.value != "exact":

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, cast
 
@@ -15,15 +14,23 @@ from trl.trainer import grpo_trainer
 
 from klamp.config.teacher import TeacherConfig
 from klamp.core.penalty import shifted_advantages, token_penalty
-from klamp.core.term import KLTerm, prepare
+from klamp.core.term import prepare
 from klamp.core.types import Batch
-from klamp.errors import ConfigError
+from klamp.errors import refuse
+from klamp.hosts.common.anchors import check_tokens, no_prompt
 from klamp.hosts.common.coefficient import TEACHER, batch_of
 from klamp.hosts.common.effective import EffectiveTerm
-from klamp.hosts.common.step_metrics import Window
-from klamp.hosts.common.teachers import check_tokens, no_prompt, prefix_kl
-from klamp.hosts.trl.fast_scoring import Call
-from klamp.hosts.trl.reference import check_folder, no_sum, plain_model, predicted, prepared_model, why_no_head
+from klamp.hosts.trl.fast_scoring import ScoringCall
+from klamp.hosts.trl.grpo_config import needs_adapter
+from klamp.hosts.trl.reference import (
+    check_folder,
+    no_sum,
+    plain_model,
+    predicted,
+    prepared_model,
+    why_no_head,
+)
+from klamp.hosts.trl.session import Scoring, Teacher, TRLTrainer, log, mode_of, session_of
 from klamp.scoring.model_parts import Predictions, PrefixKL, Told, check_same_vocabulary, prefix_divergence
 from klamp.scoring.vllm_reference import PROBES, VLLMReference, connect
 
@@ -31,54 +38,26 @@ PREDICTED = "klamp_teacher_predictions"
 """In a batch: what the teacher predicts with, [B, T, ...]: its hidden states, or what a server told."""
 
 
-@dataclass
-class Teacher:
-    """What a trainer keeps of its teacher."""
-
-    config: TeacherConfig
-    term: KLTerm
-    model: Any
-    """None: the policy itself (with its adapter off), or a server."""
-    server: VLLMReference | None = None
-    """The server that scores; None: a model does."""
-    windows: dict[str, Window] = field(default_factory=lambda: {mode: Window() for mode in ("train", "eval")})
-    """The measurements of the present step in each mode."""
-    measured: tuple[Tensor, dict[str, Tensor]] | None = None
-    """Of the last micro-batch the KL at each prefix, [B, T], and what was seen of it, detached."""
-
-    @property
-    def how(self) -> PrefixKL | None:
-        """The KL that is summed at each prefix; None: the sampled token's log-ratio is all."""
-        return prefix_kl(self.config)
-
-    def coefficient(self, trainer: Any) -> float:
-        """The coefficient in force."""
-        return self.config.coefficient(trainer.state.global_step, max(trainer.state.max_steps, 1))
-
-
-def join(trainer: Any, config: TeacherConfig, given: Any) -> Teacher:
-    """Load the teacher, or take the one that is given, and prepare it as TRL prepares a reference."""
+def join(trainer: TRLTrainer, config: TeacherConfig, model: Any) -> Teacher:
+    """Load the teacher, or take the model that is passed, and prepare it as TRL prepares a reference."""
     policy = trainer.accelerator.unwrap_model(trainer.model)
-    if config.kind == "adapter_off" and not hasattr(policy, "peft_config"):
-        raise ConfigError(
-            "teacher_kind='adapter_off' needs a model with a PEFT adapter",
-            why="without an adapter there is nothing to switch off",
-            fix="pass peft_config, or name teacher_model",
-        )
-    made = Teacher(config, config.build_term(), None)
+    refuse([needs_adapter("teacher_kind", config.kind, hasattr(policy, "peft_config"), instead="name teacher_model")])
     if config.kind == "remote":
-        made.server = _server(trainer, config)
+        teacher = Teacher(config, server=_server(trainer, config))
     elif config.kind == "frozen":
-        model = given
         if model is None:
             check_folder(config.teacher_model)
             options: dict[str, Any] = {"dtype": next(policy.parameters()).dtype}
             model = grpo_trainer.create_model_from_path(cast(str, config.teacher_model), **options)
             check_tokens(tokenizer_of(config.teacher_model), trainer._tokenizer, name=str(config.teacher_model))
         check_same_vocabulary(model, policy, who="teacher", larger=True)
-        made.model = prepared_model(trainer, model)
-    _check_prefixes(trainer, made)
-    return made
+        teacher = Teacher(config, prepared_model(trainer, model))
+    else:
+        teacher = Teacher(config)
+    for scoring_model in [trainer.model, teacher.model] if teacher.prefixes is not None else []:
+        if scoring_model is not None and (reason := why_no_head(trainer, scoring_model)):
+            raise no_sum("teacher_estimator", config.teacher_estimator, trainer, reason)
+    return teacher
 
 
 def tokenizer_of(name: str | None) -> Any:
@@ -88,55 +67,45 @@ def tokenizer_of(name: str | None) -> Any:
     return None
 
 
-def _check_prefixes(trainer: Any, teacher: Teacher) -> None:
-    """Refuse a KL at each prefix of models whose hidden states and head cannot be had."""
-    models = [trainer.model] if teacher.model is None else [trainer.model, teacher.model]
-    reasons = [why_no_head(trainer, model) for model in models if teacher.how is not None]
-    if reason := next(filter(None, reasons), ""):
-        raise no_sum("teacher_estimator", teacher.config.teacher_estimator, trainer, reason)
-
-
-def _server(trainer: Any, config: TeacherConfig) -> VLLMReference:
-    """The server that teaches, found to fit the first prompts, those that the teacher sees."""
+def _server(trainer: TRLTrainer, config: TeacherConfig) -> VLLMReference:
+    """The server that teaches, which has to fit the first prompts that the teacher sees."""
     rows = list(islice(iter(trainer.train_dataset), PROBES))
-    found = _ids(trainer, rows, config.teacher_prompt or "prompt")
+    prompts = _ids(trainer, rows, config.teacher_prompt or "prompt")
     return connect(
         str(config.teacher_url),
         config.teacher_name,
         top_k=config.head_size,
         temperature=trainer.temperature,
-        longest=(max(map(len, found)), trainer.max_completion_length),
-        prompts=[trainer._tokenizer.decode(ids) for ids in found],
+        longest=(max(map(len, prompts)), trainer.args.max_completion_length),
+        prompts=[trainer._tokenizer.decode(ids) for ids in prompts],
         tokenizer=trainer._tokenizer,
         who="teacher",
     )
 
 
 @torch.no_grad()
-def keep_scores(trainer: Any, rows: Sequence[Mapping[str, Any]], output: dict[str, Any]) -> None:
+def keep_scores(trainer: TRLTrainer, rows: Sequence[Mapping[str, Any]], output: dict[str, Any]) -> None:
     """Score a generation batch with the teacher, behind the prompts that it sees; the scores travel with the batch."""
-    teacher: Teacher = trainer._klamp.teacher
-    column = teacher.config.teacher_prompt
-    prompts = _told(trainer, rows, column, output["prompt_ids"].device) if column else None
-    call = scoring_call(trainer, output, prompts)
+    teacher = _teacher(trainer)
+    call = scoring_call(trainer, output, _own_prompts(trainer, rows, output["prompt_ids"].device))
     if teacher.server is not None:
-        given = Call(**call).completions(slice(None))
-        scores = teacher.server.score(given, temperature=trainer.temperature)
-        output[TEACHER], told = scores.logprobs, scores.predictions
-        if told is not None:
-            output[PREDICTED] = told.values
-        return
-    policy, off = trainer.accelerator.unwrap_model(trainer.model), teacher.config.kind == "adapter_off"
-    model = trainer.model if teacher.model is None else teacher.model
-    with policy.disable_adapter() if off else nullcontext(), trainer._klamp.listening() as seen:
-        scored = trainer._get_per_token_logps_and_entropies(model, **call)
-    output[TEACHER] = scored[0].detach()
-    if teacher.how is not None:
-        output[PREDICTED] = cast(Tensor, seen[-1].hidden).clone()
+        scores = teacher.server.score(ScoringCall(**call).completions(), temperature=trainer.temperature)
+        logprobs, predictions = scores.logprobs, None if scores.predictions is None else scores.predictions.values
+    else:
+        model = trainer.model if teacher.model is None else teacher.model
+        policy, off = trainer.accelerator.unwrap_model(trainer.model), teacher.config.kind == "adapter_off"
+        with policy.disable_adapter() if off else nullcontext(), trainer._klamp.calls.collected() as scorings:
+            logprobs = trainer._get_per_token_logps_and_entropies(model, **call)[0].detach()
+        predictions = None if teacher.prefixes is None else cast(Tensor, scorings[-1].hidden).clone()
+    output |= {TEACHER: logprobs} | ({} if predictions is None else {PREDICTED: predictions})
+
+
+def _teacher(trainer: TRLTrainer) -> Teacher:
+    return cast(Teacher, trainer._klamp.teacher)
 
 
 def scoring_call(
-    trainer: Any, output: Mapping[str, Any], prompts: tuple[Tensor, Tensor] | None = None
+    trainer: TRLTrainer, output: Mapping[str, Any], prompts: tuple[Tensor, Tensor] | None = None
 ) -> dict[str, Any]:
     """What TRL's scoring method is asked for a generation batch, behind `prompts` (ids and mask) or its own."""
     prompt, mask = (output["prompt_ids"], output["prompt_mask"]) if prompts is None else prompts
@@ -148,24 +117,28 @@ def scoring_call(
     }
 
 
-def _ids(trainer: Any, rows: Sequence[Mapping[str, Any]], column: str) -> list[list[int]]:
+def _ids(trainer: TRLTrainer, rows: Sequence[Mapping[str, Any]], column: str) -> list[list[int]]:
     for row in rows:
         if not row.get(column):
             raise no_prompt(column, row)
-    found, *_ = trainer._tokenize_prompts([row[column] for row in rows])
-    return found
+    return trainer._tokenize_prompts([row[column] for row in rows])[0]
 
 
-def _told(trainer: Any, rows: Sequence[Mapping[str, Any]], column: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """The prompts of a column, padded on the left: ids and mask, [B, P]."""
-    ids = [torch.tensor(each, device=device) for each in _ids(trainer, rows, column)]
-    mask = grpo_trainer.pad([torch.ones_like(each) for each in ids], padding_value=0, padding_side="left")
-    return grpo_trainer.pad(ids, padding_value=trainer._tokenizer.pad_token_id, padding_side="left"), mask
+def _own_prompts(
+    trainer: TRLTrainer, rows: Sequence[Mapping[str, Any]], device: torch.device
+) -> tuple[Tensor, Tensor] | None:
+    """The teacher's prompts, padded on the left: ids and mask, [B, P]; None: they are the policy's."""
+    column = _teacher(trainer).config.teacher_prompt
+    if not column:
+        return None
+    prompts = [torch.tensor(ids, device=device) for ids in _ids(trainer, rows, column)]
+    mask = grpo_trainer.pad([torch.ones_like(ids) for ids in prompts], padding_value=0, padding_side="left")
+    return grpo_trainer.pad(prompts, padding_value=trainer._tokenizer.pad_token_id, padding_side="left"), mask
 
 
-def in_advantages(trainer: Any, inputs: Mapping[str, Any], old_logprobs: Tensor | None) -> Tensor:
-    """The advantages of a generation batch, with the KL to the teacher where it enters there. [B] or [B, T]"""
-    teacher: Teacher = trainer._klamp.teacher
+def in_advantages(trainer: TRLTrainer, inputs: Mapping[str, Any], old_logprobs: Tensor | None) -> Tensor:
+    """The advantages of a generation batch, with the KL to the teacher if it enters there. [B] or [B, T]"""
+    teacher = _teacher(trainer)
     coefficient = teacher.coefficient(trainer)
     if teacher.term.placement != "advantage" or coefficient == 0:
         return inputs["advantages"]
@@ -174,68 +147,63 @@ def in_advantages(trainer: Any, inputs: Mapping[str, Any], old_logprobs: Tensor 
     return shifted_advantages(inputs["advantages"], prepared, beta=coefficient)
 
 
-def penalty(trainer: Any, inputs: Mapping[str, Any], policy_logprobs: Tensor, hidden: Tensor | None) -> Tensor | float:
-    """The coefficient times the per-token KL to the teacher, [B, T]; 0 where it is not in the loss."""
-    teacher: Teacher | None = trainer._klamp.teacher
+def penalty(trainer: TRLTrainer, inputs: Mapping[str, Any], scored: Scoring) -> Tensor | float:
+    """The coefficient times the per-token KL to the teacher, [B, T]; 0 if it is not in the loss."""
+    teacher = trainer._klamp.teacher
     if teacher is None or teacher.term.placement != "loss":
         return 0.0
-    batch = batch_of(inputs, policy_logprobs)
-    if teacher.how is not None:
-        kl, seen = _prefixes(trainer, inputs, batch, hidden)
-        batch, teacher.measured = batch.with_anchor("teacher", kl=kl), (kl.detach(), seen)
+    batch = batch_of(inputs, scored.logprobs)
+    if teacher.prefixes is not None:
+        kl, parts = _at_prefixes(trainer, inputs, batch, cast(Tensor, scored.hidden))
+        batch, teacher.measured = batch.with_anchor("teacher", kl=kl), (kl.detach(), parts)
     return teacher.coefficient(trainer) * token_penalty(prepare(batch, teacher.term))
 
 
-def _prefixes(
-    trainer: Any, inputs: Mapping[str, Any], batch: Batch, hidden: Tensor | None
+def _at_prefixes(
+    trainer: TRLTrainer, inputs: Mapping[str, Any], batch: Batch, hidden: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """The KL to the teacher at each prefix that is trained on, 0 elsewhere, and what was seen of it. [B, T] each"""
-    teacher: Teacher = trainer._klamp.teacher
-    where, values, ids = batch.mask, inputs[PREDICTED], inputs["completion_ids"]
+    """The KL to the teacher at each prefix that is trained on, 0 elsewhere, and its parts. [B, T] each"""
+    teacher = _teacher(trainer)
+    where, values = batch.mask, inputs[PREDICTED][batch.mask]
     policy_model = plain_model(trainer, trainer.model)
-    policy = predicted(policy_model, cast(Tensor, hidden)[where])
     if teacher.server is not None:
-        anchor: Predictions = Told(values=values[where], head=None)
+        anchor: Predictions = Told(values=values, head=None)
     else:
-        anchor = predicted(
-            policy_model if teacher.model is None else plain_model(trainer, teacher.model), values[where]
-        )
+        anchor = predicted(policy_model if teacher.model is None else plain_model(trainer, teacher.model), values)
     weight = None
     if teacher.config.teacher_off_policy != "none":
         weight = (batch.policy_logprobs.detach() - cast(Tensor, batch.logprobs_of("sampler")))[where]
-    how = cast(PrefixKL, teacher.how)
+    policy, ids = predicted(policy_model, hidden[where]), inputs["completion_ids"][where]
     options = {"temperature": trainer.temperature, "log_weight": weight}
-    kl, seen = prefix_divergence(policy, anchor, ids[where], how, **options)
+    kl, parts = prefix_divergence(policy, anchor, ids, cast(PrefixKL, teacher.prefixes), **options)
     blank = torch.zeros(where.shape, dtype=kl.dtype, device=kl.device)
-    whole = {name: blank.masked_scatter(where, each.to(kl.dtype)) for name, each in {"": kl, **seen}.items()}
-    return whole.pop(""), whole
+    return blank.masked_scatter(where, kl), {
+        name: blank.masked_scatter(where, part.to(kl.dtype)) for name, part in parts.items()
+    }
 
 
-def after_loss(trainer: Any, inputs: Mapping[str, Any], policy_logprobs: Tensor) -> None:
+def after_loss(trainer: TRLTrainer, inputs: Mapping[str, Any], policy_logprobs: Tensor) -> None:
     """Add a micro-batch to the measurements; at the end of an optimizer step log them."""
-    teacher: Teacher = trainer._klamp.teacher
-    mode = "train" if trainer.model.training else "eval"
+    teacher, mode = _teacher(trainer), mode_of(trainer)
     window, batch = teacher.windows[mode], batch_of(inputs, policy_logprobs.detach())
     if teacher.measured is not None:
-        kl, seen = teacher.measured
+        kl, parts = teacher.measured
         batch = batch.with_anchor("teacher", kl=kl)
-        for name, values in seen.items():
+        for name, values in parts.items():
             window.add_values(f"teacher/{name}", values, batch.mask)
     window.add(prepare(batch, teacher.term))
-    if mode == "train" and not trainer.accelerator.sync_gradients:
-        return
-    found = window.emit(trainer.accelerator) | {"teacher/coef": teacher.coefficient(trainer)}
-    for name, value in found.items():
-        trainer._metrics[mode][name].append(value)
+    if mode == "eval" or trainer.accelerator.sync_gradients:
+        log(trainer, window.emit(trainer.accelerator) | {"teacher/coef": teacher.coefficient(trainer)})
 
 
-def effective_term(trainer: Any) -> EffectiveTerm | None:
-    """The KL to the teacher in words; None where there is none."""
-    teacher: Teacher | None = getattr(getattr(trainer, "_klamp", None), "teacher", None)
+def effective_term(trainer: TRLTrainer) -> EffectiveTerm | None:
+    """The KL to the teacher in words; None: the trainer has no teacher."""
+    session = session_of(trainer)
+    teacher = None if session is None else session.teacher
     if teacher is None:
         return None
-    kind = teacher.config.kind
+    kind, column = teacher.config.kind, teacher.config.teacher_prompt
     who = {"adapter_off": "the policy with its adapter off", "live": "the policy itself"}.get(kind)
     who = who or (teacher.config.teacher_model or "" if teacher.server is None else teacher.server.describe())
-    seen = f", behind the column {teacher.config.teacher_prompt}" if teacher.config.teacher_prompt else ""
-    return EffectiveTerm.to_teacher(teacher.config, who=who + seen, coefficient=teacher.coefficient(trainer))
+    who += f", behind the column {column}" if column else ""
+    return EffectiveTerm.to_teacher(teacher.config, who=who, coefficient=teacher.coefficient(trainer))

@@ -56,10 +56,8 @@ class Added(NamedTuple):
 
     tokens: Tensor | None
     """beta times the penalty of each token in Unsloth's columns, with its gradient; None: nothing. [B, W]"""
-    advantages: Tensor
-    """[B] advantages, or [B, W] where the KL shifts them."""
-    mean_kl: Tensor
-    """What Unsloth logs as `kl`: a detached scalar."""
+    advantages: Tensor  # [B] advantages, or [B, W] where the KL shifts them
+    mean_kl: Tensor  # what Unsloth logs as `kl`: a detached scalar
 
 
 class LossWithKL:
@@ -120,16 +118,16 @@ def loss_function(host: type) -> tuple[dict[str, Any], Any]:
     """Unsloth's loss function, and the namespace in which its compute_loss looks that function up."""
     names = inspect.unwrap(vars(host)["compute_loss"]).__globals__
     function = names.get(LOSS)
-    taken = [] if function is None else list(inspect.signature(function.forward).parameters)[1:]
-    if [name.removeprefix("_").removesuffix("_logps").removesuffix("_per_token") for name in taken] != list(
-        Call._fields
-    ):
-        raise stopped_calling(f"{LOSS} takes {', '.join(taken) or 'nothing: it is not there'}", host="Unsloth")
+    parameters = [] if function is None else list(inspect.signature(function.forward).parameters)[1:]
+    words = [name.removeprefix("_").removesuffix("_logps").removesuffix("_per_token") for name in parameters]
+    if words != list(Call._fields):
+        got = f"{LOSS} takes {', '.join(parameters) or 'nothing: it is not there'}"
+        raise stopped_calling(got, host="Unsloth")
     return names, function
 
 
 @contextmanager
-def in_place(host: type, stand_in: LossWithKL) -> Iterator[None]:
+def in_place(host: type, stand_in: Any) -> Iterator[None]:
     """A context in which Unsloth's compute_loss calls `stand_in` instead of its own loss function."""
     names, function = loss_function(host)
     names[LOSS] = stand_in
@@ -148,12 +146,9 @@ class Columns:
     in every row. Only the mask says what is what.
     """
 
-    index: Tensor
-    """The column of each token; 0 if it has none. [B, T]"""
-    present: Tensor
-    """Whether it has one. [B, T] bool"""
-    width: int
-    """Number of Unsloth's columns, W."""
+    index: Tensor  # the column of each token; 0 if it has none. [B, T]
+    present: Tensor  # whether it has one. [B, T] bool
+    width: int  # number of Unsloth's columns, W
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any], width: int, *, pad_id: int) -> Columns:
@@ -164,9 +159,9 @@ class Columns:
             index = torch.arange(length, device=completion.device).expand_as(completion)
             return cls(index, torch.ones_like(completion, dtype=torch.bool), width)
         prompt = inputs["prompt_ids"]
-        kept = torch.cat([prompt, completion], dim=1) != pad_id
-        packed = kept.cumsum(-1) - 1 - (kept.shape[1] - width)
-        index, present = packed[:, -length:], kept[:, -length:]
+        is_token = torch.cat([prompt, completion], dim=1) != pad_id
+        packed = is_token.cumsum(-1) - 1 - (is_token.shape[1] - width)
+        index, present = packed[:, -length:], is_token[:, -length:]
         return cls(torch.where(present, index, 0).clamp(min=0), present & (index >= 0), width)
 
     def take(self, values: Tensor) -> Tensor:
@@ -175,8 +170,8 @@ class Columns:
 
     def put(self, values: Tensor) -> Tensor:
         """Values by position [B, T] -> in Unsloth's columns [B, W]; 0 where no completion token stands."""
-        kept = values.masked_fill(~self.present, 0)
-        return values.new_zeros(len(values), self.width).scatter_add(1, self.index, kept)
+        own = values.masked_fill(~self.present, 0)
+        return values.new_zeros(len(values), self.width).scatter_add(1, self.index, own)
 
     def check(self, inputs: Mapping[str, Any], host_ids: Tensor, host_mask: Tensor) -> None:
         """Raise an error if Unsloth trains on other tokens than the ones found here."""

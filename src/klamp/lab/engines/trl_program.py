@@ -124,7 +124,7 @@ class OwnAdvantages(trl.GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         output = super()._generate_and_score_completions(inputs)
-        rewards, loss, size = self._klamp.rewards, self.config.loss, len(output["advantages"])  # pyright: ignore
+        rewards, loss, size = self._klamp.rollout.rewards, self.config.loss, len(output["advantages"])  # pyright: ignore
         training = self.model is not None and self.model.training
         if rewards is None or not training or self.config.task.reward == NO_REWARD:
             return output
