@@ -79,7 +79,7 @@ DOORS = {
     "klamp.cli.train": ("train",),
     "klamp.training.loop": ("train",),
     "klamp.lab.backends": ("train",),
-    "klamp.lab.trainer": ("train",),
+    "klamp.lab.loop": ("train",),
     "klamp.lab.engines.trl.program": ("train", "trl"),
     "klamp.lab.engines.verl.data": ("train",),
     "klamp.lab.engines.launch": ("train",),

@@ -97,7 +97,7 @@ def _trainer(console: Console) -> Runner:
         from huggingface_hub.utils import enable_progress_bars
         from transformers.utils import logging
 
-        import klamp.lab.trainer  # noqa: F401
+        import klamp.lab.loop  # noqa: F401
 
         logging.disable_progress_bar()  # a bar per checkpoint would tear the display apart
         enable_progress_bars()  # downloads keep theirs: they come before it

@@ -48,7 +48,7 @@ from klamp.lab.folders import (
     tidy,
     write_whole,
 )
-from klamp.lab.tasks.base_model import make_readable, without_bars
+from klamp.lab.tasks.arithmetic import make_readable, without_bars
 
 STATE_FILE = "state.json"
 """The file of a checkpoint that holds what changes from step to step besides the weights."""

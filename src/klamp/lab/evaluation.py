@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import ConfigError, DataError
 from klamp.hosts.common.sampler_weights import SyncReport, check_sync
-from klamp.lab.anchors import LocalReference, MovingReference, Reference
+from klamp.lab.anchors import LocalReference, Reference
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import COMPLETIONS, checkpoint_folders, lines_of, number_of, policy_in
 from klamp.lab.models import load_model, load_tokenizer, with_adapter
@@ -197,7 +197,6 @@ def _by_step(file: Path) -> dict[int, list[dict[str, Any]]]:
 
 PROBES, PROBE_TOKENS = 4, 8  # prompts whose first tokens are scored, and how many
 SAME = 0.05  # nats by which the log-probabilities of one model may differ: other kernels, other batches
-THAT_STAY = ("frozen", "remote", "adapter_off")  # teachers whose weights never change; others are in the checkpoint
 
 
 def fingerprints(context: Context) -> dict[str, Any]:
@@ -205,14 +204,12 @@ def fingerprints(context: Context) -> dict[str, Any]:
     template = getattr(context.tokenizer, "chat_template", None)
     rows = {"": context.task.train, **context.task.evaluation}  # the prompts as the policy sees them
     texts = {skill: [(each.prompt, each.answer) for each in examples] for skill, examples in rows.items()}
-    found: dict[str, Any] = {"chat template": _sha256(template), "task": _sha256(texts)}
-    start = context.original or context.reference  # a moving reference has moved
-    if start is not None and not isinstance(start, MovingReference):
-        found["reference"] = _scores(context, start)
-    teachers = context.teachers
-    if teachers is not None and context.config.teacher.kind in THAT_STAY:
-        found |= {f"teacher {key}".strip(): _scores(context, model) for key, model in teachers.models.items()}
-    return found
+    prints: dict[str, Any] = {"chat template": _sha256(template), "task": _sha256(texts)}
+    anchors = context.anchors | ({} if context.original is None else {"reference": context.original})
+    if context.config.teacher.kind == "live":  # the policy, which moves
+        del anchors["teacher"]
+    resting = {name: anchor for name, anchor in anchors.items() if anchor.weights() is None}  # the others have moved
+    return prints | {name: _scores(context, anchor) for name, anchor in resting.items()}
 
 
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], *, checkpoint: Path) -> None:

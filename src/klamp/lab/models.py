@@ -11,16 +11,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
 
 from klamp.errors import ModelError
 from klamp.files import at_home
 from klamp.hosts.common.step_zero import active_dropouts
-from klamp.lab.checkpoint import check_policy
+from klamp.lab.checkpoint import check_policy, damaged
 from klamp.lab.config import ModelConfig, TrainConfig
-from klamp.lab.folders import checkpoint_folders, policy_folder
+from klamp.lab.folders import POLICY, checkpoint_folders, policy_folder
 from klamp.lab.sizing import Shape
-from klamp.lab.tasks.base_model import Progress, base_model_folder, cached_base_model, load_base_model
+from klamp.lab.tasks.arithmetic import Progress, base_model_folder, cached_base_model, load_base_model
 from klamp.scoring.model_parts import check_whole
 
 BUILTIN = "builtin"
@@ -147,7 +154,7 @@ def weights_folder(spec: str) -> str:
     return str(folder)
 
 
-def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path | None = None) -> nn.Module:
+def with_adapter(model: Any, config: ModelConfig, checkpoint: Path | None = None) -> nn.Module:
     """Put a LoRA adapter on a model, a fresh one or that of a checkpoint."""
     from peft import PeftModel, get_peft_model
 
@@ -170,6 +177,26 @@ def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path |
         return policy
     with adapter_errors(config), former_names():
         return get_peft_model(model, adapter_config(config))
+
+
+def load_policy(config: TrainConfig, start: nn.Module, resumed: Path | None = None) -> nn.Module:
+    """The model that is trained: with its adapter, of the checkpoint `resumed` if a run goes on, on its device."""
+    model, policy, folder = config.model, start, None if resumed is None else resumed / POLICY
+    set_seed(config.run.seed)  # adapters start from random numbers
+    try:
+        if model.lora_r:
+            policy = with_adapter(start, model, folder)
+        elif folder is not None:
+            policy = load_model(str(folder), model.dtype)
+    except ModelError as error:
+        if resumed is None:
+            raise
+        raise damaged(resumed, error) from error
+    if model.gradient_checkpointing:
+        with former_names():  # transformers 5.23 calls it activation_checkpointing_enable
+            policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
+        policy.train()
+    return policy.to(device_of(config))  # pyright: ignore[reportArgumentType]
 
 
 def adapter_config(config: ModelConfig) -> Any:

@@ -39,7 +39,7 @@ from klamp.lab.folders import (
     write_whole,
 )
 from klamp.lab.resumed import plain, read, with_history
-from klamp.lab.tasks.base_model import Progress
+from klamp.lab.tasks.arithmetic import Progress
 from klamp.names import ALARMS_FILE, ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS
 
 SAID_ELSEWHERE = ("step-zero-kl",)

@@ -118,7 +118,7 @@ def rate(
     )
     rollout = _with_reference(context, rollout)
     if context.teachers is not None:
-        how = {"temperature": context.config.rollout.temperature, "parts": list(context.parts(len(texts)))}
+        how = {"temperature": context.config.rollout.temperature, "parts": context.parts(len(texts))}
         rollout = replace(rollout, taught=context.teachers.score(chosen, completions, **how))
     terms = [each for each in (Weighted(beta, context.objective.kl), *others) if each.coefficient > 0]
     return _with_advantages(context, _with_policy_pass(context, rollout, terms), terms)
@@ -132,11 +132,10 @@ def totals_of(mask: Tensor, kl_mask: Tensor) -> Totals:
 def _with_reference(context: Context, rollout: Rollout) -> Rollout:
     if context.reference is None:
         return rollout
-    everyone = torch.ones_like(rollout.mask[:, 0])
-    places = torch.arange(len(rollout.texts), device=context.device) % context.config.rollout.num_generations
+    everyone = torch.ones_like(rollout.completions.ended)
+    places = torch.arange(len(everyone), device=context.device) % context.config.rollout.num_generations
     rows = places < context.exact_completions  # the first of each group, however the step is divided
-    how: dict[str, Any] = {"temperature": context.config.rollout.temperature}
-    how["parts"] = list(context.parts(len(rollout.texts)))
+    how: dict[str, Any] = {"temperature": context.config.rollout.temperature, "parts": context.parts(len(everyone))}
     logprobs, predictions = score_rows(context.reference, rollout.completions, everyone, keep=rows, **how)
     if context.original is not None:
         original, _ = score_rows(context.original, rollout.completions, everyone, **how)
@@ -159,11 +158,11 @@ def _with_policy_pass(context: Context, rollout: Rollout, terms: Sequence[Weight
     term = next((t for _, t in terms if t.clip_method != "none" or t.placement == "reward"), None)
     if term is None:
         return rollout
-    found: list[Scores] = []
+    scores: list[Scores] = []
     for part in context.parts(len(rollout.texts)):
         ask = Ask(temperature=context.config.rollout.temperature, entropy=True, exact=exact_of(context, rollout, part))
-        found.append(context.scorer(select(rollout.completions, part), ask))
-    before = joined(found, rollout.mask.shape[1])
+        scores.append(context.scorer(select(rollout.completions, part), ask))
+    before = joined(scores, rollout.mask.shape[1])
     rollout = replace(rollout, old_logprobs=before.logprobs, before=before)
     if term.clip_method == "none":
         return rollout

@@ -26,7 +26,8 @@ from klamp.doctor.metrics import Counted, averaged_over
 from klamp.errors import NonFiniteError
 from klamp.hosts.common.control import check_kl, held_kl
 from klamp.hosts.common.step_metrics import StepRecord, repeated_pairs, reward_length_correlation, step_metrics
-from klamp.lab.anchors import Taught
+from klamp.hosts.common.teachers import prefix_kl
+from klamp.lab.anchors import Taught, of_part
 from klamp.lab.config import TrainConfig
 from klamp.lab.rollouts import Rollout, batch_of, exact_of
 from klamp.lab.setup import Context
@@ -130,11 +131,13 @@ def _ask(context: Context, rollout: Rollout, part: slice, objective: Objective, 
 
 def taught_of(context: Context, rollout: Rollout, part: slice) -> tuple[TeacherKL, ...]:
     """What a scorer needs to measure the KL to the teachers of a part of the rollout at each prefix."""
-    if rollout.taught is None or context.teachers is None or context.teachers.how is None:
+    teacher = context.config.teacher
+    if rollout.taught is None or (how := prefix_kl(teacher)) is None:
         return ()
-    weighed = context.config.teacher.teacher_off_policy != "none"
-    sampler = rollout.completions.sampler_logprobs if weighed else None
-    return rollout.taught.asked(part, context.teachers.how, sampler)
+    # the weight of the tail
+    sampler = rollout.completions.sampler_logprobs[part] if teacher.teacher_off_policy != "none" else None
+    anchors = [(rows[part], of_part(predictions, rows, part)) for rows, predictions in rollout.taught.parts]
+    return tuple(TeacherKL(rows=rows, anchor=a, how=how, sampler=sampler) for rows, a in anchors if a is not None)
 
 
 def added_parts(metrics: Mapping[str, Tensor], rollout: Rollout, part: slice) -> dict[str, Tensor]:
@@ -158,11 +161,10 @@ def _head_means(batch: Batch, scores: Scores) -> dict[str, Tensor]:
 
 def rows_of_each(context: Context, rollout: Rollout) -> dict[str, Tensor]:
     """What stands behind a metric's name -> [B] bool the completions it is of: all, and each of several teachers'."""
-    teachers, found = context.teachers, {"": torch.ones_like(rollout.completions.ended)}
-    for key in teachers.models if teachers is not None and len(teachers.models) > 1 else ():
-        rows = [teachers is not None and teachers.key(each) == key for each in rollout.examples]
-        found[f".{key}"] = torch.tensor(rows, device=rollout.mask.device)
-    return found
+    teachers, rows = context.teachers, {"": torch.ones_like(rollout.completions.ended)}
+    if teachers is not None and len(teachers.models) > 1:
+        rows |= {f".{key}": teachers.rows(key, rollout.examples).to(rows[""].device) for key in teachers.models}
+    return rows
 
 
 def by_teacher(context: Context, rollout: Rollout, part: slice, batch: Batch, scores: Scores) -> dict[str, Tensor]:

@@ -14,10 +14,10 @@ from klamp.errors import DataError
 from klamp.lab.engines.verl import data as reward
 from klamp.lab.engines.verl.data import held_out_rows, training_rows, write_data
 from klamp.lab.engines.verl.overrides import TEACHER, Layout
+from klamp.lab.loop import Trainer
 from klamp.lab.models import load_tokenizer
 from klamp.lab.tasks import load_task
 from klamp.lab.tasks.base import Example, Task, TaskConfig
-from klamp.lab.trainer import Trainer
 
 
 def test_a_step_holds_the_prompts_of_klamps_own_loop(quick, context_of):

@@ -18,7 +18,7 @@ from klamp.core.masking import masked_sum
 from klamp.core.types import Direction
 from klamp.lab.ablate.plan import KL_PROMPTS
 from klamp.lab.ablate.results import Outcome
-from klamp.lab.anchors import AdapterOffReference, FrozenReference, LocalReference
+from klamp.lab.anchors import AdapterOffReference, LocalReference
 from klamp.lab.config import TrainConfig
 from klamp.lab.evaluation import evaluate as scores_in
 from klamp.lab.folders import newest_policy
@@ -110,11 +110,10 @@ def measured(config: TrainConfig, weights: str | Path | None) -> Context:
         policy = load_model(str(weights), model.dtype).to(device)  # pyright: ignore[reportArgumentType]
         check_same_vocabulary(start, policy, larger=True)  # padding that a run cut
     traits = probe(policy)
-    reference = AdapterOffReference(policy, traits=traits) if model.lora_r else FrozenReference(start)
+    reference = AdapterOffReference(policy, traits=traits) if model.lora_r else LocalReference(start)
     tokenizer = load_tokenizer(model.tokenizer or model.model)
     return Context(
         config=replace(config, rollout=replace(config.rollout, top_p=1.0, top_k=0)),
-        output_dir=Path(),
         scorer=Scorer(policy, traits),
         reference=reference,
         tokenizer=tokenizer,

@@ -130,6 +130,11 @@ class Task:
     """Skills without an answer of the policy: their score is the probability that it gives each token of the example's
     own answer."""
 
+    @property
+    def held_out(self) -> list[Example]:
+        """The held-out examples of all skills."""
+        return [example for examples in self.evaluation.values() for example in examples]
+
 
 def is_held_out(text: str, share: int) -> bool:
     """Whether a row is kept for evaluation, one in `share`: this depends on its text alone, on no seed and no size."""

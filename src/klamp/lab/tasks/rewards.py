@@ -57,8 +57,7 @@ def named_reward(name: str) -> Callable[[Example, str], float]:
 
 def with_reward(task: Task, name: str) -> Task:
     """A task with the reward of a name; a DataError if it compares with an answer, and an example has none."""
-    rows = [*task.train, *(example for held_out in task.evaluation.values() for example in held_out)]
-    for example in rows if name in NEEDS_ANSWER else ():
+    for example in [*task.train, *task.held_out] if name in NEEDS_ANSWER else ():
         if not example.answer.strip():
             what, why = f"the reward {name} needs an answer, and an example has none", "every completion would score 0"
             fix = "name another reward, or the column of answers (answer_column), or remove rows without one"

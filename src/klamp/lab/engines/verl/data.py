@@ -25,7 +25,7 @@ from klamp.lab.sampling import examples_of_run
 from klamp.lab.setup import load_prompts
 from klamp.lab.tasks import load_task
 from klamp.lab.tasks.base import Example, Task, TaskConfig
-from klamp.lab.tasks.prompts import check_prompts
+from klamp.lab.tasks.files import check_prompts
 
 
 def write_inputs(config: TrainConfig, layout: Layout) -> None:
