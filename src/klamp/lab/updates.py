@@ -55,21 +55,20 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
     NonFiniteError the weights are as they were.
     """
     learns = learning_rows(context, rollout, objective)
-    seen, of_each = list[Scores](), dict[str, Tensor]()
+    parts, of_each = list[Scores](), dict[str, Tensor]()
     sums: dict[str, Tensor | float] = {"policy/skipped": (~learns).sum() / rollout.totals.sequences}
     optimizer.zero_grad()
     for part in context.parts(len(rollout.texts)):
-        scores: Scores = context.scorer(
-            select(rollout.completions, part), _ask(context, rollout, part, objective, learns)
-        )
+        ask = _ask(context, rollout, part, objective, learns)
+        scores: Scores = context.scorer(select(rollout.completions, part), ask)
         batch = scored_batch(context, rollout, part, scores, objective)
         output = grpo_loss(batch, objective, totals=rollout.totals)
         output.loss.backward()
-        seen.append(scores)
-        found = {"train/loss": output.loss.detach()} | output.metrics | _head_means(batch, scores)
-        _add(sums, added_parts(found, rollout, part))
+        parts.append(scores)
+        metrics = {"train/loss": output.loss.detach()} | output.metrics | _head_means(batch, scores)
+        _add(sums, added_parts(metrics, rollout, part))
         _add(of_each, by_teacher(context, rollout, part, batch, scores))
-    scores = joined(seen, rollout.mask.shape[1])
+    scores = joined(parts, rollout.mask.shape[1])
     if scores.exact is not None and context.exact_everywhere:
         sums["kl/exact"] = masked_sum(scores.exact, rollout.kl_mask).double() / rollout.totals.kl_tokens
     losses = {name: float(x) for name, x in sums.items()}
@@ -91,8 +90,8 @@ OF_ALL_TOKENS = ("beta", "kl/k1", "kl/k3", "kl/k3_sequence", "kl/exact")
 """What the loss measures of its parts, and is logged as `step_metrics` and the controller have it."""
 
 
-def _add(sums: dict[str, Any], found: Mapping[str, Any]) -> None:
-    for name, value in found.items():
+def _add(sums: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
         sums[name] = sums.get(name, 0.0) + value
 
 
@@ -149,7 +148,7 @@ def added_parts(metrics: Mapping[str, Tensor], rollout: Rollout, part: slice) ->
         "KL tokens": float(rollout.kl_mask[part].sum()) / float(totals.kl_tokens),
         "parts": 1.0,
     }
-    counted: dict[str, Counted | None] = {name: averaged_over(name) for name in metrics}
+    counted = {name: averaged_over(name) for name in metrics}
     return {name: x.double() * shares[counted[name]] for name, x in metrics.items() if counted[name] is not None}
 
 
@@ -169,7 +168,7 @@ def rows_of_each(context: Context, rollout: Rollout) -> dict[str, Tensor]:
 
 def by_teacher(context: Context, rollout: Rollout, part: slice, batch: Batch, scores: Scores) -> dict[str, Tensor]:
     """Of each of several teachers, a metric's sum over its tokens and the number of these; none of a single one."""
-    found = dict[str, Tensor]()
+    means = dict[str, Tensor]()
     for key, rows in rows_of_each(context, rollout).items():
         if not key:
             continue
@@ -177,8 +176,8 @@ def by_teacher(context: Context, rollout: Rollout, part: slice, batch: Batch, sc
         kl = kl_metrics(replace(batch, teacher_mask=mask & scored), context.objective.others[0].term)["teacher/kl"]
         sums = {"kl": kl.double() * mask.sum(), "unscored": (mask & ~scored).sum().double()}
         sums |= {name: masked_sum(each, mask).double() for name, each in scores.head.items()}
-        found |= {f"teacher/{name}{key}": torch.stack([total, mask.sum().double()]) for name, total in sums.items()}
-    return found
+        means |= {f"teacher/{name}{key}": torch.stack([total, mask.sum().double()]) for name, total in sums.items()}
+    return means
 
 
 def kl_from_old(rollout: Rollout, policy: Tensor) -> float:
@@ -214,13 +213,11 @@ def with_old_logprobs(rollout: Rollout, output: UpdateOutput) -> Rollout:
 
 # what a step measured -------------------------------------------------------------------------------------------------
 
-CARRIED = ("kl/log_ratio_clamped", "kl/k3_saturated")
-"""Means over the tokens that carry the KL; where there are none, none is measured."""
-OF_THE_LAST = (
+CARRIED = ("kl/log_ratio_clamped", "kl/k3_saturated")  # means over the tokens that carry the KL, if any
+OF_THE_LAST = (  # how far the updates of a step went from who sampled: before the first of them the ratio is 1
     *("policy/ratio_clipped", "kl/weights_truncated"),
     *("sampler/tokens_cut", "sampler/sequences_cut", "sampler/advantage_cut"),
 )
-"""How far the updates of a step went from who sampled: before the first of them the ratio is 1."""
 
 
 def measured(context: Context, rollout: Rollout, outputs: Sequence[UpdateOutput]) -> dict[str, float]:
@@ -246,17 +243,17 @@ def _teacher_metrics(context: Context, rollout: Rollout, taught: Taught, policy:
     end: the mean probability that it gives to the end of the completions that have one; a silent killer.
     reward_correlation: within groups, of the reward and of what it finds likelier than the policy, per token.
     """
-    ended = (rollout.completions.mask.sum(-1).clamp(min=1) - 1)[:, None]
-    there = rollout.completions.ended & rollout.mask.gather(1, ended)[:, 0]
-    end = torch.where(there, taught.logprobs.gather(1, ended)[:, 0].exp(), 0.0).double()
+    last = (rollout.completions.mask.sum(-1).clamp(min=1) - 1)[:, None]
+    ended = rollout.completions.ended & rollout.mask.gather(1, last)[:, 0]
+    end = torch.where(ended, taught.logprobs.gather(1, last)[:, 0].exp(), 0.0).double()
     likelier = masked_mean(masked_log_ratio(taught.logprobs, policy, rollout.mask), rollout.mask, -1)
-    size, found = context.config.rollout.num_generations, dict[str, float]()
+    size, metrics = context.config.rollout.num_generations, dict[str, float]()
     for key, rows in rows_of_each(context, rollout).items():
-        if count := int(there[rows].sum()):
-            found[f"teacher/end{key}"] = float(end[rows].sum()) / count
+        if count := int(ended[rows].sum()):
+            metrics[f"teacher/end{key}"] = float(end[rows].sum()) / count
         correlation = reward_length_correlation(rollout.rewards[rows], likelier[rows], size)
-        found |= {} if correlation is None else {f"teacher/reward_correlation{key}": float(correlation)}
-    return found
+        metrics |= {} if correlation is None else {f"teacher/reward_correlation{key}": float(correlation)}
+    return metrics
 
 
 def step_record(context: Context, rollout: Rollout, output: UpdateOutput) -> StepRecord:
@@ -326,8 +323,7 @@ def completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: 
 
 # the optimizer --------------------------------------------------------------------------------------------------------
 
-MASTERS = "masters"
-"""The key of the masters in the optimizer's saved state."""
+MASTERS = "masters"  # the key of the masters in the optimizer's saved state
 
 
 class MasterAdamW(AdamW):
