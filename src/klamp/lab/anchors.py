@@ -21,7 +21,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from klamp.config.teacher import TeacherConfig
 from klamp.errors import ConfigError, DataError, KLWarning, ModelError
@@ -239,15 +239,13 @@ class Teachers:
 # loading --------------------------------------------------------------------------------------------------------------
 
 
-def frozen_model(
-    name: str, policy: Any, tokenizer: PreTrainedTokenizerBase, *, dtype: str, who: Who
-) -> PreTrainedModel:
+def frozen_model(name: str, policy: Any, tokenizer: PreTrainedTokenizerBase, config: TrainConfig, who: Who) -> Any:
     """A model of its own, whose tokens are the policy's.
 
     What the policy's vocabulary is padded with beyond the reference's is cut: entries that the tokenizer does not have
     mean nothing, and under a reference without them the KL would be infinite.
     """
-    model = load_model(name, dtype)
+    model = load_model(name, config.model.dtype)
     check_tokens_of(name, tokenizer, who=who)
     if who == "reference" and len(tokenizer) <= (entries := output_size(model)) < output_size(policy):
         text = f"The policy's entries from {entries} on are cut: the tokenizer has none of them, nor has the reference."
@@ -257,24 +255,30 @@ def frozen_model(
     return model
 
 
+def frozen_start(config: TrainConfig, start: Any, tokenizer: PreTrainedTokenizerBase) -> nn.Module | None:
+    """The model of a frozen reference, from the policy without an adapter, whose padding may be cut."""
+    if reference_kind(config) != "frozen":
+        return None
+    name = config.model.ref_model
+    return frozen_model(name, start, tokenizer, config, "reference") if name else copy.deepcopy(start)
+
+
 def load_reference(
     config: TrainConfig, scorer: Scorer, own: nn.Module | None, task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> Reference | None:
-    """The reference of a run, `own` if it has weights of its own; None if nothing needs one here."""
-    kl, kind, traits = config.kl, reference_kind(config), scorer.traits
+    """The reference of a run, on `own` if it has weights of its own; None if nothing needs one here."""
+    kl, kind, traits, model = config.kl, reference_kind(config), scorer.traits, scorer.model
+    if kind in ("none", "sampler"):
+        return None
     if kind == "remote":
         return connect(config, task, tokenizer)
     if own is not None:
         name = config.model.ref_model
         options: dict[str, Any] = {"name": f"{name}, frozen"} if name else {"traits": traits}
         return LocalReference(placed(own, config).requires_grad_(False).eval(), **options)
-    if kind in ("none", "sampler"):
-        return None
-    model = scorer.model
     if kind != "adapter_off":  # a copy of the policy as it was before the first step
-        if config.run.resume:
-            model = load_policy(config, load_model(config.model.model, config.model.dtype))
-        model = placed(copy.deepcopy(model), config)
+        start = load_policy(config, load_model(config.model.model, config.model.dtype)) if config.run.resume else model
+        model = placed(copy.deepcopy(start), config)
     reference = of_policy(kind, model, traits, decay=kl.reference_decay, reset_steps=kl.reference_reset_steps)
     if isinstance(reference, MovingReference):
         reference.original = LocalReference(copy.deepcopy(reference.model), traits=traits)
@@ -323,8 +327,8 @@ def load_teachers(
         models[""] = connect(config, replace(task, train=shown), tokenizer, who="teacher")
     elif teacher.kind == "frozen":
         for key, name in teacher.models.items():
-            model: nn.Module = frozen_model(name, policy, tokenizer, dtype=config.model.dtype, who="teacher")
-            models[key] = LocalReference(model.to(device_of(config)), name=f"{name}, frozen")
+            model = frozen_model(name, policy, tokenizer, config, "teacher").to(device_of(config))
+            models[key] = LocalReference(model, name=f"{name}, frozen")
     else:
         own = copy.deepcopy(policy) if teacher.kind in ("ema", "periodic") else policy
         moves = {"decay": teacher.teacher_decay, "reset_steps": teacher.teacher_reset_steps}

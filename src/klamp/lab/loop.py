@@ -21,7 +21,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from klamp.core.types import Batch, LogProbs, Mask, TokenValues
 from klamp.errors import ConfigError, DataError, KlampError, RunFolderError, TrainingStopped
 from klamp.hosts.common.control import go_on_from, held_kl
 from klamp.hosts.common.step_zero import STEP_ZERO_KL, likely_reasons, step_zero_text
-from klamp.lab import checkpoint
+from klamp.lab import checkpoint, updates
 from klamp.lab.anchors import AdapterOffReference, LocalReference
 from klamp.lab.config import OptimConfig, RolloutConfig, RunConfig, TrainConfig
 from klamp.lab.evaluation import check_same, evaluate, fingerprints, teacher_answers
@@ -52,24 +52,11 @@ from klamp.lab.sampling import examples_of_step
 from klamp.lab.setup import Context, build, check_processes
 from klamp.lab.tasks.base import Example, Task, checked
 from klamp.lab.tasks.files import chat_cautions
-from klamp.lab.updates import (
-    UpdateOutput,
-    adamw,
-    completion_row,
-    control_metrics,
-    measured,
-    schedule_of,
-    update,
-    with_old_logprobs,
-)
 from klamp.scoring.completions import Completions
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Ask, Scorer, score
 
 __all__ = ["compute_kl_divergence", "compute_loss", "grpo_microbatch_step", "log_train", "train"]
-
-RewardFunction = Callable[[str, str], float]
-"""reward(prompt, completion) -> a finite number."""
 
 log = logging.getLogger("klamp.training.loop")
 
@@ -146,8 +133,7 @@ def compute_loss(
             why="both say how much of the KL enters",
             fix="set kl's beta, and leave kl_coef out",
         )
-    term = kl if kl is not None else printed_kl(kl_coef)
-    objective = build_objective(term, printed_loss(cliprange), max_length=1)
+    objective = build_objective(kl or printed_kl(kl_coef), printed_loss(cliprange), max_length=1)
     batch = Batch(
         policy_logprobs=policy_log_probs,
         mask=response_mask,
@@ -247,7 +233,7 @@ class Step(NamedTuple):
     """What one step of GRPO gave."""
 
     rollout: Rollout  # the completions that were trained on
-    first: UpdateOutput  # what its first update measured
+    first: updates.UpdateOutput  # what its first update measured
     metrics: dict[str, float]  # name -> value, names as in `klamp.doctor.metrics`
 
 
@@ -263,32 +249,24 @@ def take_step(
     others = tuple(Weighted(coefficient, term) for _, term in context.objective.others)
     objective = replace(context.objective, beta=beta, others=others)
     rollout = collect(context, examples, step=step, beta=beta, others=others)
-    outputs: list[UpdateOutput] = []
+    outputs: list[updates.UpdateOutput] = []
     for _ in range(config.optim.num_iterations):
-        outputs.append(update(context, optimizer, rollout, objective))
+        outputs.append(updates.update(context, optimizer, rollout, objective))
         if outputs[-1].stopped:
             break
-        rollout = with_old_logprobs(rollout, outputs[0])
-    metrics = measured(context, rollout, outputs) | {"train/learning_rate": rate}
-    metrics |= control_metrics(context, beta, metrics) | ({"teacher/coef": coefficient} if others else {})
+        rollout = updates.with_old_logprobs(rollout, outputs[0])
+    metrics = updates.measured(context, rollout, outputs) | {"train/learning_rate": rate}
+    metrics |= updates.control_metrics(context, beta, metrics) | ({"teacher/coef": coefficient} if others else {})
     if (kl := held_kl(metrics, exact_everywhere=context.exact_everywhere)) is not None:
         context.control.update(kl, metrics, rollout.rewards.view(-1, config.rollout.num_generations))
     return Step(rollout, outputs[0], metrics)
-
-
-class ScalarWriter(Protocol):
-    """What `log_train` needs of a TensorBoard SummaryWriter."""
-
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Record one number."""
-        ...
 
 
 def train(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
-    reward: RewardFunction,
+    reward: Callable[[str, str], float],
     optimizer: Optimizer,
     *,
     ref_model: nn.Module | None = None,
@@ -297,7 +275,7 @@ def train(
     rollout: RolloutConfig | None = None,
     optim: OptimConfig | None = None,
     seed: int = 0,
-    writer: ScalarWriter | None = None,
+    writer: Any = None,
 ) -> list[dict[str, float]]:
     """The whole GRPO loop on one process, in its plainest form.
 
@@ -312,6 +290,7 @@ def train(
         ref_model: the frozen reference; needed where kl_coef > 0.
         rollout: group size, lengths, temperature; the defaults of `RolloutConfig`.
         optim: micro-batches per step and the bound of the gradient's norm; the defaults of `OptimConfig`.
+        writer: a TensorBoard SummaryWriter.
 
     Returns:
         One dictionary of numbers per step, as given to `log_train`: `loss`, `policy_loss`, `kl_penalty`, `grad_norm`,
@@ -354,7 +333,7 @@ def train(
     return history
 
 
-def log_train(step: int, metrics: Mapping[str, float], *, writer: ScalarWriter | None = None) -> str:
+def log_train(step: int, metrics: Mapping[str, float], *, writer: Any = None) -> str:
     """Record a step: TensorBoard scalars `train/NAME` and one line to the logger `klamp.lab.loop`.
 
     Returns:
@@ -377,9 +356,9 @@ class Trainer:
     def __init__(self, context: Context, observers: Sequence[Observer], folder: Path = Path()) -> None:
         config = context.config
         self.context, self.folder, self.step = context, folder, 0
-        self.optimizer = adamw(context.policy, config)
+        self.optimizer = updates.adamw(context.policy, config)
         self.optimizer.register_step_pre_hook(self._begin_update)
-        self.schedule = schedule_of(self.optimizer, config)
+        self.schedule = updates.schedule_of(self.optimizer, config)
         self.alarms = AlarmObserver(self.tell, rl_skill=context.task.rl_skill, stop_on=config.run.stop_on)
         self.observers = [*observers, self.alarms]
         self.saved: tuple[int, Path | None] = (0, None)
@@ -452,7 +431,7 @@ class Trainer:
             self._check_step_zero(step.metrics)
         if run.log_completions and (self.step == 0 or (self.step + 1) % run.log_completions_every == 0):
             count = min(run.log_completions, len(step.rollout.texts))
-            rows = [completion_row(context, step.rollout, step.first, i) for i in range(count)]
+            rows = [updates.completion_row(context, step.rollout, step.first, i) for i in range(count)]
             self.tell(lambda o: o.on_completions(self.step + 1, rows))
         self.step += 1
         for anchor in context.anchors.values():

@@ -81,9 +81,7 @@ def completed(
         return generate(model, ids, mask, uniforms=uniforms, traits=reference.scorer.traits, **options)
 
 
-def rate(
-    context: Context, chosen: Sequence[Example], completions: Completions, terms: Sequence[Weighted]
-) -> Rollout:
+def rate(context: Context, chosen: Sequence[Example], completions: Completions, terms: Sequence[Weighted]) -> Rollout:
     """Add masks, rewards, reference scores and advantages to sampled completions, a group next to each other."""
     texts, mask = completions.texts(context.tokenizer), completions.mask
     rewards = [context.task.score(example, text) for example, text in zip(chosen, texts, strict=True)]

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -23,27 +22,17 @@ from klamp.errors import ConfigError, ModelError
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.common.rollout import excluded_ids
 from klamp.hosts.common.versions import caution_beside
+from klamp.lab import models
 from klamp.lab.anchors import (
     LocalReference,
     MovingReference,
     Reference,
     Teachers,
-    frozen_model,
+    frozen_start,
     load_reference,
     load_teachers,
 )
-from klamp.lab.config import TrainConfig, reference_kind
-from klamp.lab.models import (
-    BUILTIN,
-    end_tokens,
-    length_of,
-    load_model,
-    load_policy,
-    load_tokenizer,
-    make_ready,
-    max_length,
-    ready_tokenizer,
-)
+from klamp.lab.config import TrainConfig
 from klamp.lab.observers import Observer, progress_of
 from klamp.lab.sizing import started_processes
 from klamp.lab.tasks import check_prompts, load_task
@@ -72,7 +61,7 @@ class Context:
 
     def __post_init__(self) -> None:
         config, length = self.config, self.config.rollout.max_completion_length
-        self.stop, self.vocabulary = end_tokens(self.policy, self.tokenizer), output_size(self.policy)
+        self.stop, self.vocabulary = models.end_tokens(self.policy, self.tokenizer), output_size(self.policy)
         self.objective = build_objective(config.kl, config.loss, max_length=length, teacher=config.teacher)
         self.excluded = excluded_ids(config.kl.kl_exclude_tokens, self.tokenizer)
         self.control = KLControl(config.kl)
@@ -173,8 +162,12 @@ def open_inputs(config: TrainConfig) -> Inputs:
     """Open the tokenizer, the prompts and the reward of a run as the run itself will, without its weights."""
     model, named = config.model.model, config.model.tokenizer or config.model.model
     # the built-in model may have to be taught first; its tokenizer need not
-    tokenizer = ready_tokenizer(arithmetic_tokenizer(), named) if named == BUILTIN else load_tokenizer(named)
-    room = MAX_MODEL_LENGTH if model == BUILTIN else length_of(model)
+    tokenizer = (
+        models.ready_tokenizer(arithmetic_tokenizer(), named)
+        if named == models.BUILTIN
+        else models.load_tokenizer(named)
+    )
+    room = MAX_MODEL_LENGTH if model == models.BUILTIN else models.length_of(model)
     task = load_task(config.task, tokenizer)
     prompts = [*task.train, *task.held_out]
     longest = check_prompts(prompts, tokenizer, room, config.rollout.max_completion_length)
@@ -184,9 +177,9 @@ def open_inputs(config: TrainConfig) -> Inputs:
 def build(config: TrainConfig, observers: Sequence[Observer] = (), *, resumed: Path | None = None) -> Context:
     """Load all that a run needs: policy (of the checkpoint `resumed`) with its adapter, scorer, anchors, task."""
     model = config.model
-    make_ready(model.model, progress=progress_of(observers))
-    start = load_model(model.model, model.dtype)
-    tokenizer = load_tokenizer(model.tokenizer or model.model)
+    models.make_ready(model.model, progress=progress_of(observers))
+    start = models.load_model(model.model, model.dtype)
+    tokenizer = models.load_tokenizer(model.tokenizer or model.model)
     if len(tokenizer) > (size := rows_of(start.get_input_embeddings())):  # pyright: ignore[reportArgumentType]
         raise ModelError(
             "the tokenizer has more tokens than the model",
@@ -194,12 +187,9 @@ def build(config: TrainConfig, observers: Sequence[Observer] = (), *, resumed: P
             why="some prompts would have no embedding",
             fix="use the model's own tokenizer",
         )
-    task = load_prompts(config, tokenizer, longest=max_length(start))
-    own = None
-    if reference_kind(config) == "frozen":  # before the policy has an adapter: its padding may be cut
-        name = model.ref_model
-        own = frozen_model(name, start, tokenizer, dtype=model.dtype, who="reference") if name else copy.deepcopy(start)
-    policy = load_policy(config, start, resumed)
+    task = load_prompts(config, tokenizer, longest=models.max_length(start))
+    own = frozen_start(config, start, tokenizer)  # before the policy has an adapter
+    policy = models.load_policy(config, start, resumed)
     scorer = Scorer(policy, probe(policy))
     return Context(
         config=config,

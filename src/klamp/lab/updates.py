@@ -259,18 +259,16 @@ def _teacher_metrics(context: Context, rollout: Rollout, taught: Taught, policy:
 def step_record(context: Context, rollout: Rollout, output: UpdateOutput) -> StepRecord:
     """The tokens of a step, before its first update, as `step_metrics` takes them."""
     completions, scores = rollout.completions, output.scores
+    length = context.config.rollout.max_completion_length
     tokens = {
         "mask": rollout.mask,
         "kl_mask": rollout.kl_mask,
         "policy": scores.logprobs,
         "sampler": completions.sampler_logprobs,
-        "entropy": scores.entropy,
         "ref": rollout.ref_logprobs,
         "original": rollout.original_logprobs,
-        "exact": scores.exact,
-        "exact_forward": scores.exact_forward,
+        **{name: getattr(scores, name) for name in ("entropy", "exact", "exact_forward")},
     }
-    length = context.config.rollout.max_completion_length
     return StepRecord(
         **{name: None if x is None else pad_tokens(x, length) for name, x in tokens.items()},  # pyright: ignore
         rewards=rollout.rewards,
@@ -299,26 +297,24 @@ def control_metrics(context: Context, beta: float, metrics: Mapping[str, float])
 
 def completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: int) -> dict[str, object]:
     """A completion with its tokens and their log-probabilities, as a line of completions.jsonl."""
-    mask = rollout.completions.mask[i]
-    ids = rollout.completions.ids[i][mask].tolist()
-    row: dict[str, object] = {
+    mask, tokens = rollout.completions.mask[i], context.tokenizer.convert_ids_to_tokens
+    columns = {
+        "policy_logprobs": output.scores.logprobs,
+        "sampler_logprobs": rollout.completions.sampler_logprobs,
+        "ref_logprobs": rollout.ref_logprobs,
+        "teacher_logprobs": None if rollout.taught is None else rollout.taught.logprobs,
+        "trained": None if torch.equal(rollout.mask[i], mask) else rollout.mask,
+    }
+    return {
         "prompt": rollout.examples[i].prompt,
         "completion": rollout.texts[i],
         "answer": rollout.examples[i].answer,
         "reward": float(rollout.rewards[i]),
         "advantage": float(rollout.advantages[i]),
-        "tokens": context.tokenizer.convert_ids_to_tokens(ids),
-        "policy_logprobs": output.scores.logprobs[i][mask].tolist(),
+        "tokens": tokens(rollout.completions.ids[i][mask].tolist()),
         "ended": bool(rollout.completions.ended[i]),
-        "sampler_logprobs": rollout.completions.sampler_logprobs[i][mask].tolist(),
+        **{name: x[i][mask].tolist() for name, x in columns.items() if x is not None},
     }
-    if not torch.equal(rollout.mask[i], mask):
-        row["trained"] = rollout.mask[i][mask].tolist()
-    if rollout.ref_logprobs is not None:
-        row["ref_logprobs"] = rollout.ref_logprobs[i][mask].tolist()
-    if rollout.taught is not None:
-        row["teacher_logprobs"] = rollout.taught.logprobs[i][mask].tolist()
-    return row
 
 
 # the optimizer --------------------------------------------------------------------------------------------------------
@@ -362,11 +358,9 @@ class MasterAdamW(AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state; one without masters continues from the weights as they are."""
         super().load_state_dict({name: x for name, x in state_dict.items() if name != MASTERS})
-        for master, weight, saved in zip(
-            self.masters, self.weights, state_dict.get(MASTERS, self.weights), strict=True
-        ):
+        for master, saved in zip(self.masters, state_dict.get(MASTERS, self.weights), strict=True):
             master.copy_(saved)
-            weight.copy_(master)
+        self._round()
 
 
 def adamw(policy: nn.Module, config: TrainConfig) -> AdamW:

@@ -16,9 +16,10 @@ from klamp.lab.tasks.base import (
     checked,
     has_own_prompts,
     import_function,
+    named_reward,
+    with_reward,
 )
 from klamp.lab.tasks.files import check_prompts, file_task, prompt_text, rows_task
-from klamp.lab.tasks.rewards import named_reward, with_reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

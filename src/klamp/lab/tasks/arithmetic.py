@@ -36,21 +36,15 @@ if TYPE_CHECKING:
     import torch
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
-ALPHABET = "0123456789+-= abcdefghijklmnopqrstuvwxyz"
-"""Every character of the task; each is one token."""
+ALPHABET = "0123456789+-= abcdefghijklmnopqrstuvwxyz"  # every character of the task; each is one token
 PAD_TOKEN, EOS_TOKEN = "<pad>", "<eos>"
 RL_SKILL = "addition"
-HELD_OUT_SHARE = 8
-"""One prompt in this many is held out."""
-MAX_PROMPT_LENGTH, MAX_COMPLETION_LENGTH = 9, 5
-"""In tokens; the completion's includes the end token."""
-MAX_MODEL_LENGTH = 64
-"""How many tokens the base model can hold."""
+HELD_OUT_SHARE = 8  # one prompt in this many is held out
+MAX_PROMPT_LENGTH, MAX_COMPLETION_LENGTH = 9, 5  # in tokens; the completion's includes the end token
+MAX_MODEL_LENGTH = 64  # how many tokens the base model can hold
 REVERSAL_LETTERS = 4
-TRAIN_SIZE = 4096
-"""How many prompts RL trains on where the configuration leaves it open."""
-REPEATS = 5000
-"""After so many known prompts in a row, a skill counts as exhausted."""
+TRAIN_SIZE = 4096  # how many prompts RL trains on where the configuration leaves it open
+REPEATS = 5000  # after so many known prompts in a row, a skill counts as exhausted
 
 
 def draw_addition(rng: random.Random) -> tuple[str, str]:
@@ -147,14 +141,10 @@ def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
 
 Progress = Callable[[str, int, int, float | None], None]
 """Called while a model is made, as `progress(what, done, total, loss)`; the loss is None where there is none."""
-IGNORED = -100
-"""The label of a token that the loss leaves out."""
-HEAVY_COLUMN = 14
-"""From this sum of two digits on, a carry is forgotten more often than remembered."""
-TEACHING = "teaching the built-in base model"
-"""What this work is called while it goes on."""
-MIXTURE = {"addition": 0.46, "subtraction": 0.41, "reversal": 0.13}
-"""The share of each skill in the training rows."""
+IGNORED = -100  # the label of a token that the loss leaves out
+HEAVY_COLUMN = 14  # from this sum of two digits on, a carry is forgotten more often than remembered
+TEACHING = "teaching the built-in base model"  # what this work is called while it goes on
+MIXTURE = {"addition": 0.46, "subtraction": 0.41, "reversal": 0.13}  # the share of each skill in the training rows
 RECIPE: Mapping[str, Any] = {
     **MIXTURE,
     "recipe": 1,  # raise it whenever the code below would give other weights

@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any
 from klamp.audit.pair import turn_end
 from klamp.errors import ConfigError, DataError, brief, missing_library, unknown_name
 from klamp.files import at_home, json_of, with_end
-from klamp.lab.tasks.base import ARITHMETIC_TASK, HUB, Example, Task, TaskConfig, short_name
-from klamp.lab.tasks.rewards import exact_match, with_reward
+from klamp.lab.tasks.base import ARITHMETIC_TASK, HUB, Example, Task, TaskConfig, exact_match, short_name, with_reward
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 Row = Mapping[str, Any]
 SUFFIXES = (".jsonl", ".json", ".parquet")
-_HELD_OUT_SHARE = 10
-"""Without a file of held-out rows, one row in this many is held out, for each skill."""
+_HELD_OUT_SHARE = 10  # without a file of held-out rows, one row in this many is held out, for each skill
 
 
 def file_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
