@@ -159,19 +159,17 @@ def score_rows(
 ) -> tuple[Tensor, Predictions | None]:
     """Log-probabilities [B, T] of the completions `rows`, 0 in the others; predictions [R, T, ...] of those in `keep`.
 
-    The parts are scored one after the other; rows and keep are [B] bool.
+    rows, keep: [B] bool.
     """
-    length, device = completions.ids.shape[1], completions.ids.device
-    logprobs, predictions = torch.zeros(completions.ids.shape, device=device), list[Predictions]()
+    length, predictions = completions.ids.shape[1], list[Predictions]()
+    logprobs = torch.zeros(completions.ids.shape, device=completions.ids.device)
     for part in parts:
         chosen = part.start + rows[part].nonzero()[:, 0]
-        if not len(chosen):
-            continue
-        options = {"keep": keep[chosen]} if keep is not None and isinstance(model, LocalReference) else {}
-        scores = model.score(select(completions, chosen), temperature=temperature, **options)
-        logprobs[chosen] = pad_tokens(scores.logprobs, length).to(logprobs.dtype)
-        if scores.predictions is not None:
-            predictions.append(scores.predictions.padded(length))
+        if len(chosen):
+            options = {"keep": keep[chosen]} if keep is not None and isinstance(model, LocalReference) else {}
+            scores = model.score(select(completions, chosen), temperature=temperature, **options)
+            logprobs[chosen] = pad_tokens(scores.logprobs, length).to(logprobs.dtype)
+            predictions += [] if scores.predictions is None else [scores.predictions.padded(length)]
     if not predictions:
         return logprobs, None
     return logprobs, replace(predictions[-1], values=torch.cat([each.values for each in predictions]))
@@ -188,8 +186,7 @@ class Taught:
     """How the teachers of a rollout scored its B completions of T tokens."""
 
     logprobs: Tensor  # [B, T] log-probabilities of the tokens, each under its own teacher
-    parts: tuple[tuple[Tensor, Predictions], ...] = ()
-    """Of each teacher, [B] bool the rows that it scored, and [R, T, ...] its predictions for them."""
+    parts: tuple[tuple[Tensor, Predictions], ...] = ()  # of each, [B] bool its rows, [R, T, ...] its predictions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -240,14 +237,11 @@ class Teachers:
 
 
 def frozen_model(name: str, policy: Any, tokenizer: PreTrainedTokenizerBase, config: TrainConfig, who: Who) -> Any:
-    """A model of its own, whose tokens are the policy's.
-
-    What the policy's vocabulary is padded with beyond the reference's is cut: entries that the tokenizer does not have
-    mean nothing, and under a reference without them the KL would be infinite.
-    """
+    """A model of its own, whose tokens are the policy's; padding of the policy that a reference has not is cut."""
     model = load_model(name, config.model.dtype)
     check_tokens_of(name, tokenizer, who=who)
     if who == "reference" and len(tokenizer) <= (entries := output_size(model)) < output_size(policy):
+        # entries that the tokenizer does not have mean nothing, and without them in the reference the KL is infinite
         text = f"The policy's entries from {entries} on are cut: the tokenizer has none of them, nor has the reference."
         warnings.warn(text, KLWarning, stacklevel=2)
         policy.resize_token_embeddings(entries)
@@ -339,16 +333,12 @@ def load_teachers(
 def connect(
     config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase, *, who: Who = "reference"
 ) -> VLLMReference:
-    """The reference that answers at `reference_url`, or the teacher at `teacher_url`, found to fit the run.
-
-    `task` has the prompts that it sees.
-    """
-    fields, rollout = config.flat(), config.rollout
-    longest = check_prompts(task.train, tokenizer, None, rollout.max_completion_length)
+    """The reference at `reference_url`, or the teacher at `teacher_url`, found to fit the run; `task`: what it sees."""
+    fields, length = config.flat(), config.rollout.max_completion_length
     asked = vllm_reference.Asked(
         top_k=config.teacher.head_size if who == "teacher" else None,
-        temperature=rollout.temperature,
-        longest=(longest, rollout.max_completion_length),
+        temperature=config.rollout.temperature,
+        longest=(check_prompts(task.train, tokenizer, None, length), length),
     )
     prompts = [example.prompt for example in task.train[: vllm_reference.PROBES]]
     url, name = str(fields[f"{who}_url"] or ""), fields[f"{who}_name"]
