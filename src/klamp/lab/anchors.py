@@ -172,7 +172,7 @@ def score_rows(
             predictions += [] if scores.predictions is None else [scores.predictions.padded(length)]
     if not predictions:
         return logprobs, None
-    return logprobs, replace(predictions[-1], values=torch.cat([each.values for each in predictions]))
+    return logprobs, replace(predictions[-1], values=torch.cat([part.values for part in predictions]))
 
 
 def of_part(predictions: Predictions, rows: Tensor, part: slice) -> Predictions | None:
@@ -335,14 +335,14 @@ def connect(
 ) -> VLLMReference:
     """The reference at `reference_url`, or the teacher at `teacher_url`, found to fit the run; `task`: what it sees."""
     fields, length = config.flat(), config.rollout.max_completion_length
-    asked = vllm_reference.Asked(
+    questions = vllm_reference.Asked(
         top_k=config.teacher.head_size if who == "teacher" else None,
         temperature=config.rollout.temperature,
         longest=(check_prompts(task.train, tokenizer, None, length), length),
     )
     prompts = [example.prompt for example in task.train[: vllm_reference.PROBES]]
     url, name = str(fields[f"{who}_url"] or ""), fields[f"{who}_name"]
-    return vllm_reference.connect(url, name, asked, prompts=prompts, tokenizer=tokenizer, who=who)
+    return vllm_reference.connect(url, name, questions, prompts=prompts, tokenizer=tokenizer, who=who)
 
 
 def check_tokens_of(name: str, ours: PreTrainedTokenizerBase, *, who: Who = "teacher") -> None:

@@ -210,7 +210,7 @@ class TrainConfig:
             warnings.warn(text, KLWarning, stacklevel=3)
 
     def _cautions(self) -> Iterator[str]:
-        cut, taught = self.rollout.top_p < 1 or self.rollout.top_k > 0, self.teacher
+        cut, teacher = self.rollout.top_p < 1 or self.rollout.top_k > 0, self.teacher
         noise = (self.kl.kl_estimator, self.kl.kl_gradient) == ("k1", "own")
         once = self.optim.num_iterations == 1
         if self.kl.reference == "sampler" and self.kl.beta > 0 and once and not cut and not noise:
@@ -218,14 +218,14 @@ class TrainConfig:
                 "reference='sampler' has no effect with num_iterations=1, but for rounding: at a rollout's only update "
                 "the policy is the sampler. Use num_iterations of 2 or more, or another reference."
             )
-        sampled = taught.teacher_estimator in ("k1", "k3") or taught.teacher_horizon == "sequence"
-        sampled |= taught.teacher_estimator == "topk" and taught.teacher_tail == "sampled"
-        if cut and sampled and taught.there and taught.teacher_placement == "loss":
+        sampled = teacher.teacher_estimator in ("k1", "k3") or teacher.teacher_horizon == "sequence"
+        sampled |= teacher.teacher_estimator == "topk" and teacher.teacher_tail == "sampled"
+        if cut and sampled and teacher.there and teacher.teacher_placement == "loss":
             said = "the KL to the teacher is that over what it keeps. For the KL over all words"
-            if taught.teacher_off_policy == "none":
+            if teacher.teacher_off_policy == "none":
                 said = (
                     "without the weight policy / sampler the KL to the teacher is off. Set teacher_off_policy="
-                    f"{taught.teacher_horizon!r} for the KL over what it keeps, or"
+                    f"{teacher.teacher_horizon!r} for the KL over what it keeps, or"
                 )
             top_p, top_k = self.rollout.top_p, self.rollout.top_k
             yield f"top_p={top_p:g} and top_k={top_k} cut the sampler: {said} sample the whole policy."
@@ -255,7 +255,7 @@ class TrainConfig:
         for name, value in resolve_aliases(values, set(owners), ALL_ALIASES).items():
             sections[owners[name]][name] = tuple(value) if isinstance(value, list) else value
         classes = section_classes()
-        return cls(**{name: classes[name](**given) for name, given in sections.items()})
+        return cls(**{name: classes[name](**fields) for name, fields in sections.items()})
 
 
 def section_classes() -> dict[str, type]:

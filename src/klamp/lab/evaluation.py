@@ -83,10 +83,10 @@ def teacher_answers(context: Context) -> list[dict[str, Any]]:
     task, teachers, count = context.task, context.teachers, context.config.run.log_answers
     if teachers is None:
         return []
-    shown = [each for skill, rows in task.evaluation.items() if skill not in task.read for each in rows[:count]]
+    shown = [row for skill, rows in task.evaluation.items() if skill not in task.read for row in rows[:count]]
     answers: list[dict[str, Any]] = []
     for key, model in teachers.models.items():
-        prompts = [(each, teachers.prompt(each)) for each in shown if teachers.key(each) == key]
+        prompts = [(example, teachers.prompt(example)) for example in shown if teachers.key(example) == key]
         pairs = [(example, prompt) for example, prompt in prompts if prompt is not None]
         if isinstance(model, LocalReference):
             rows = _answered(context, [example for example, _ in pairs], [prompt for _, prompt in pairs], model)
@@ -191,7 +191,7 @@ def fingerprints(context: Context) -> dict[str, Any]:
     """Name -> SHA-256, or log-probabilities in nats, of a run that is loaded."""
     template = getattr(context.tokenizer, "chat_template", None)
     rows = {"": context.task.train, **context.task.evaluation}  # the prompts as the policy sees them
-    texts = {skill: [(each.prompt, each.answer) for each in examples] for skill, examples in rows.items()}
+    texts = {skill: [(example.prompt, example.answer) for example in examples] for skill, examples in rows.items()}
     prints: dict[str, Any] = {"chat template": _sha256(template), "task": _sha256(texts)}
     anchors = context.anchors | ({} if context.original is None else {"reference": context.original})
     if context.config.teacher.kind == "live":  # the policy, which moves
@@ -231,7 +231,7 @@ def _sha256(content: Any) -> str:
 
 def _scores(context: Context, model: Reference) -> list[float]:
     """The log-probabilities of the first tokens of a few prompts, each behind its own prompt."""
-    examples = [replace(each, answer=each.prompt) for each in context.task.train[:PROBES]]
-    given = answers_as_completions(examples, context.tokenizer, context.device, longest=PROBE_TOKENS)
-    logprobs = model.score(given, temperature=context.config.rollout.temperature).logprobs
-    return [round(x, 4) for x in logprobs[given.mask].tolist()]
+    examples = [replace(example, answer=example.prompt) for example in context.task.train[:PROBES]]
+    completions = answers_as_completions(examples, context.tokenizer, context.device, longest=PROBE_TOKENS)
+    logprobs = model.score(completions, temperature=context.config.rollout.temperature).logprobs
+    return [round(x, 4) for x in logprobs[completions.mask].tolist()]

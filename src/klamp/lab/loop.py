@@ -104,17 +104,14 @@ def compute_loss(
     Shapes: [B, T] each, advantages [B] or [B, T] -> scalar and a dictionary of detached scalars.
 
     Args:
-        policy_log_probs: under the policy, with gradient.
         old_log_probs: under the policy at rollout time; None: the policy itself.
-        advantages: one per response or per token.
-        response_mask: True on response tokens.
         ref_log_probs: under the reference; needed where kl_coef > 0.
         kl: any other KL term; its beta replaces kl_coef.
         totals: size of the whole batch when this is a micro-batch of it.
 
     Returns:
         The loss and metadata: `kl_penalty_mean` (what the KL adds to the loss), `kl_mean` (mean k1 in nats per
-        token), `policy_loss`, `clip_fraction`.
+        token), `policy_loss`, `clip_fraction`, `log_prob_mean`.
 
     Raises:
         ConfigError: kl_coef > 0 without ref_log_probs, both kl_coef and kl, or a number that is none.
@@ -181,8 +178,6 @@ def grpo_microbatch_step(
 
     Args:
         model: the policy; or its `Scorer`, which `Trainer` uses: the same numbers, for less memory and time.
-        advantages: [B] or [B, T].
-        old_log_probs: under the policy at rollout time; None: the policy itself.
         temperature: that of the sampler.
         totals: size of the whole batch; with it, micro-batches add up exactly to the batch.
 
@@ -279,9 +274,8 @@ def train(
 ) -> list[dict[str, float]]:
     """The whole GRPO loop on one process, in its plainest form.
 
-    Each step takes the next prompts, samples a group of completions for each, scores them, forms advantages, adds up
-    the gradients of the micro-batches and steps the optimizer. What is recorded of it is that of its tokens before the
-    update: `klamp doctor` reads the TensorBoard folder as fully as that of `klamp train`.
+    A step takes the next prompts, samples a group of completions for each, scores them, forms advantages and updates
+    the policy. `klamp doctor` reads the TensorBoard folder as fully as that of `klamp train`.
 
     Args:
         model: the policy, a causal LM; changed in place.
@@ -363,8 +357,7 @@ class Trainer:
         self.observers = [*observers, self.alarms]
         self.saved: tuple[int, Path | None] = (0, None)
         self.before, self.after, self.metrics = (dict[str, float]() for _ in range(3))
-        self.whole = True
-        """Whether the weights are those of the last step done, and not half way through the next one."""
+        self.whole = True  # whether the weights are those of the last step done, and not half way through the next one
         self.fingerprints = fingerprints(context)
         self.identity: Mapping[str, Any] = {}
 
@@ -402,10 +395,10 @@ class Trainer:
             try:
                 while self.step < self.context.config.run.max_steps:
                     self.end_step(self.train_step(), interrupt)
-            except KeyboardInterrupt as stop:
-                raise self.stopped(*self.kept()) from stop
-            except KlampError as error:
+            except (KeyboardInterrupt, KlampError) as error:
                 step, folder = self.kept()
+                if isinstance(error, KeyboardInterrupt):
+                    raise self.stopped(step, folder) from error
                 if folder is not None:
                     error.add_note(f"  the state after step {step} is saved in {folder}")
                 raise

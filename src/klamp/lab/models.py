@@ -269,5 +269,5 @@ def shape_of(spec: str) -> Shape | None:
     config = _configuration(spec)
     inner: Any = config.get_text_config()
     with former_names(), torch.device("meta"):
-        parameters = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+        parameters = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
     return Shape(parameters, inner.num_hidden_layers, inner.hidden_size, inner.vocab_size, inner.num_attention_heads)

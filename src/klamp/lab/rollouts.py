@@ -63,7 +63,7 @@ def collect(
     uniforms = uniform_numbers(context.config.run.seed, step, len(chosen), rollout.max_completion_length)
     completions = completed(context, [e.prompt for e in chosen], uniforms=uniforms)
     terms = [each for each in (Weighted(beta, context.objective.kl), *others) if each.coefficient > 0]
-    return rate(context, chosen, completions, terms)
+    return rate(context, chosen, completions, terms=terms)
 
 
 def completed(
@@ -81,7 +81,9 @@ def completed(
         return generate(model, ids, mask, uniforms=uniforms, traits=reference.scorer.traits, **options)
 
 
-def rate(context: Context, chosen: Sequence[Example], completions: Completions, terms: Sequence[Weighted]) -> Rollout:
+def rate(
+    context: Context, chosen: Sequence[Example], completions: Completions, *, terms: Sequence[Weighted]
+) -> Rollout:
     """Add masks, rewards, reference scores and advantages to sampled completions, a group next to each other."""
     texts, mask = completions.texts(context.tokenizer), completions.mask
     rewards = [context.task.score(example, text) for example, text in zip(chosen, texts, strict=True)]

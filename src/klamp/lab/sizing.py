@@ -115,11 +115,11 @@ def sizes_of(load: Load) -> Sizes:
     left = usable - state - frozen - gathered - (0 if load.apart else ASLEEP)
     awake = usable - state * (not offload)
     logits = LOGIT * shape.vocabulary
-    kept, thin = (
+    whole, thin = (
         load.tokens * (n * shape.hidden + logits) / GB for n in (LAYER * shape.layers, 2 * shape.layers + LAYER)
     )
-    checkpointing = kept > left / 8
-    each = thin if checkpointing else kept
+    checkpointing = whole > left / 8
+    each = thin if checkpointing else whole
     engine_share = max(0.2, min(0.6, int(20 * awake / load.memory) / 20))
     able, room = spread(shape, load.together), engine_share * load.memory
     parallel = next((n for n in able if ENGINE * billions / n <= room / 2), able[-1])
@@ -136,7 +136,7 @@ def sizes_of(load: Load) -> Sizes:
         state=state,
         left=left,
         each=each,
-        spared=kept - thin,
+        spared=whole - thin,
         gathered=gathered,
         sync=sync,
         machine=load.together * (waits + engine * load.adapter),  # beside an adapter vLLM sleeps with its weights there

@@ -85,15 +85,15 @@ def pairs(skill: str, rng: random.Random, *, held_out: bool) -> Iterator[tuple[s
 def examples(skill: str, count: int, *, seed: int, held_out: bool) -> tuple[Example, ...]:
     """Draw `count` different examples of one skill, or all that turn up if the skill has fewer."""
     source = pairs(skill, random.Random(f"{seed}/{skill}/{held_out}"), held_out=held_out)
-    found: dict[str, str] = {}
+    answers: dict[str, str] = {}
     repeats = 0
-    while len(found) < count and repeats < REPEATS:
+    while len(answers) < count and repeats < REPEATS:
         prompt, answer = next(source)
-        repeats = repeats + 1 if prompt in found else 0
-        found[prompt] = answer
+        repeats = repeats + 1 if prompt in answers else 0
+        answers[prompt] = answer
     return tuple(
         Example(prompt=prompt, answer=answer, skill=skill, fields={"prompt": prompt, "answer": answer, "skill": skill})
-        for prompt, answer in found.items()
+        for prompt, answer in answers.items()
     )
 
 
@@ -218,8 +218,8 @@ def load_base_model(*, progress: Progress | None = None) -> tuple[LlamaForCausal
     try:
         load: Any = LlamaForCausalLM.from_pretrained
         with without_bars():
-            model, found = load(folder, local_files_only=True, output_loading_info=True)
-        check_whole(found, folder=str(folder))
+            model, loading = load(folder, local_files_only=True, output_loading_info=True)
+        check_whole(loading, folder=str(folder))
         tokenizer = PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         why = f"{type(error).__name__}: {' '.join(str(error).split())}"
@@ -252,10 +252,10 @@ def train_base_model(*, progress: Progress | None = None) -> LlamaForCausalLM:
         rate = RECIPE["learning_rate"]
         optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
         schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: _rate(step, steps))
-        batches = zip(*(each.split(size) for each in training_tensors(corpus(steps * size))), strict=True)
+        batches = zip(*(rows.split(size) for rows in training_tensors(corpus(steps * size))), strict=True)
         for step, (tokens, labels) in enumerate(batches, start=1):
-            hidden, kept = model.model(input_ids=tokens, use_cache=False).last_hidden_state, labels != IGNORED
-            loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[kept]), labels[kept])
+            hidden, counted = model.model(input_ids=tokens, use_cache=False).last_hidden_state, labels != IGNORED
+            loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[counted]), labels[counted])
             optimizer.zero_grad(set_to_none=True)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

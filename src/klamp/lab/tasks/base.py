@@ -122,8 +122,8 @@ class Example:
     @property
     def question(self) -> str:
         """The prompt as the data has it, without a chat template around it."""
-        given = self.fields.get("prompt")
-        return given if isinstance(given, str) else self.prompt
+        prompt = self.fields.get("prompt")
+        return prompt if isinstance(prompt, str) else self.prompt
 
 
 @dataclass(frozen=True, kw_only=True)

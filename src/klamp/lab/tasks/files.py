@@ -189,15 +189,15 @@ def _hash(prompt: str, seed: int) -> int:
 
 def _by_skill(examples: Iterable[Example], rl_skill: str, config: TaskConfig) -> dict[str, tuple[Example, ...]]:
     """Held-out examples per skill, the RL skill first, the others in the order in which they appear."""
-    found = {rl_skill: list[Example]()}
+    skills = {rl_skill: list[Example]()}
     for example in examples:
-        found.setdefault(example.skill, []).append(example)
-    if not found[rl_skill]:
-        got = f"the skills {', '.join(sorted(skill for skill, rows in found.items() if rows))}"
+        skills.setdefault(example.skill, []).append(example)
+    if not skills[rl_skill]:
+        got = f"the skills {', '.join(sorted(skill for skill, rows in skills.items() if rows))}"
         fix = "add such rows to the held-out file, or leave skill_column unset"
         why = "there would be no telling whether training helped"
         raise DataError(f"no held-out row is of the skill that is trained, {rl_skill!r}", got=got, why=why, fix=fix)
-    return {skill: tuple(_sample(rows, config.eval_size, config.task_seed)) for skill, rows in found.items()}
+    return {skill: tuple(_sample(rows, config.eval_size, config.task_seed)) for skill, rows in skills.items()}
 
 
 # prompts -------------------------------------------------------------------------------------------------------------
