@@ -67,13 +67,6 @@ class LocalReference:
         predictions = None if scores.predictions is None else scores.predictions.to(home)
         return replace(scores, logprobs=scores.logprobs.to(home), predictions=predictions)
 
-    def after_step(self, policy: nn.Module, step: int) -> None:
-        """Called after every step, with the number of steps done; a moving anchor moves."""
-
-    def weights(self) -> nn.Module | None:
-        """The weights that a checkpoint must hold of the anchor; None if it can be loaded again."""
-        return None
-
     def describe(self) -> str:
         """Where the anchor comes from, in words."""
         return self.name
@@ -127,6 +120,7 @@ class MovingReference(LocalReference):
 
     @torch.no_grad()
     def after_step(self, policy: nn.Module, step: int) -> None:
+        """Follow the policy, once `step` steps are done."""
         if self.decay is None and (self.reset_steps is None or step % self.reset_steps):
             return
         share = 1.0 if self.decay is None else 1.0 - self.decay
@@ -140,9 +134,6 @@ class MovingReference(LocalReference):
         if self.average is not self.model:
             for rounded, mine in zip(self.model.parameters(), self.average.parameters(), strict=True):
                 rounded.copy_(mine)
-
-    def weights(self) -> nn.Module | None:
-        return self.average
 
 
 # scoring --------------------------------------------------------------------------------------------------------------

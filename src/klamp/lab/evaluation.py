@@ -193,11 +193,11 @@ def fingerprints(context: Context) -> dict[str, Any]:
     rows = {"": context.task.train, **context.task.evaluation}  # the prompts as the policy sees them
     texts = {skill: [(example.prompt, example.answer) for example in examples] for skill, examples in rows.items()}
     prints: dict[str, Any] = {"chat template": _sha256(template), "task": _sha256(texts)}
-    anchors = context.anchors | ({} if context.original is None else {"reference": context.original})
-    if context.config.teacher.kind == "live":  # the policy, which moves
+    anchors = {name: anchor for name, anchor in context.anchors.items() if name not in context.moving}
+    anchors |= {} if context.original is None else {"reference": context.original}
+    if context.config.teacher.kind == "live":  # the policy, which moves too
         del anchors["teacher"]
-    resting = {name: anchor for name, anchor in anchors.items() if anchor.weights() is None}  # the others have moved
-    return prints | {name: _scores(context, anchor) for name, anchor in resting.items()}
+    return prints | {name: _scores(context, anchor) for name, anchor in anchors.items()}
 
 
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], *, checkpoint: Path) -> None:

@@ -427,7 +427,7 @@ class Trainer:
             rows = [updates.completion_row(context, step.rollout, step.first, i) for i in range(count)]
             self.tell(lambda o: o.on_completions(self.step + 1, rows))
         self.step += 1
-        for anchor in context.anchors.values():
+        for anchor in context.moving.values():
             anchor.after_step(context.policy, self.step)
         self.whole = True
         seconds = max(time.perf_counter() - started, 1e-9)
@@ -487,18 +487,13 @@ class Trainer:
                 policy=context.policy,
                 tokenizer=context.tokenizer,
                 optimizer=self.optimizer,
-                anchors=self._moving(),
+                anchors={name: anchor.average for name, anchor in context.moving.items()},
                 documents={checkpoint.STATE_FILE: state, IDENTITY: self.identity},
                 keep=context.config.run.keep_checkpoints,
             )
             self.saved = (self.step, folder)
             self.tell(lambda o: o.on_checkpoint(self.step, folder))
         return self.saved[1]
-
-    def _moving(self) -> dict[str, nn.Module]:
-        """The weights of anchors that move, which are nowhere else."""
-        weights = {name: anchor.weights() for name, anchor in self.context.anchors.items()}
-        return {name: model for name, model in weights.items() if model is not None}
 
     def kept(self) -> tuple[int, Path | None]:
         """The step to continue from and its folder: the last one done, or in mid-update the newest on disk."""
@@ -514,7 +509,7 @@ class Trainer:
         check_same(dict(state.get("fingerprints") or {}), self.fingerprints, checkpoint=folder)
         self.identity = identity(self.context.config, folder)
         checkpoint.load_optimizer(folder, self.optimizer)
-        checkpoint.load_anchors(folder, self._moving())
+        checkpoint.load_anchors(folder, {name: anchor.average for name, anchor in self.context.moving.items()})
         with checkpoint.reading(folder):
             self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None]})  # the function is not saved
             if repr(self.schedule.last_epoch) != repr(state["step"]):

@@ -89,6 +89,11 @@ class Context:
         return named if self.reference is None else {"reference": self.reference, **named}
 
     @property
+    def moving(self) -> dict[str, MovingReference]:
+        """Those of them that follow the policy; a checkpoint holds their weights."""
+        return {name: anchor for name, anchor in self.anchors.items() if isinstance(anchor, MovingReference)}
+
+    @property
     def original(self) -> LocalReference | None:
         """The model that a moving reference started from; None if the reference does not move."""
         return self.reference.original if isinstance(self.reference, MovingReference) else None
