@@ -13,10 +13,10 @@ from tests.training.conftest import steps_of, stored, tiny_llama
 from klamp.errors import ConfigError, DataError, KlampError, KLWarning, ModelError, RunFolderError, UnknownNameError
 from klamp.lab.ablate.measure import evaluate
 from klamp.lab.backends import train_run
-from klamp.lab.config import TrainConfig
+from klamp.lab.config import TrainConfig, reference_kind
 from klamp.lab.folders import newest_policy
 from klamp.lab.models import load_model
-from klamp.lab.setup import Inputs, open_inputs, reference_kind
+from klamp.lab.setup import Inputs, open_inputs
 
 
 def refused(config, kind: type[KlampError], match: str) -> KlampError:

@@ -111,9 +111,8 @@ class MovingReference(LocalReference):
         learned = [p for p in model.parameters() if p.requires_grad] or list(model.parameters())
         wide = decay is None or all(p.dtype in (torch.float32, torch.float64) for p in learned)
         words = f"with decay {decay:g}" if decay is not None else f"reset to it every {reset_steps} steps"
-        super().__init__(
-            model.requires_grad_(False).eval(), name=f"a copy that follows the policy, {words}", traits=traits
-        )
+        name = f"a copy that follows the policy, {words}"
+        super().__init__(model.requires_grad_(False).eval(), name=name, traits=traits)
         self.decay, self.reset_steps = decay, reset_steps
         self.average = self.model if wide else copy.deepcopy(self.model).float()
         self.average.register_load_state_dict_post_hook(lambda *_: self._round())  # a checkpoint holds the average
@@ -157,7 +156,9 @@ def score_rows(
     for part in parts:
         chosen = part.start + rows[part].nonzero()[:, 0]
         if len(chosen):
-            options = {"keep": keep[chosen]} if keep is not None and isinstance(model, LocalReference) else {}
+            options: dict[str, Any] = {}
+            if keep is not None and isinstance(model, LocalReference):
+                options["keep"] = keep[chosen]
             scores = model.score(select(completions, chosen), temperature=temperature, **options)
             logprobs[chosen] = pad_tokens(scores.logprobs, length).to(logprobs.dtype)
             predictions += [] if scores.predictions is None else [scores.predictions.padded(length)]
@@ -214,7 +215,8 @@ class Teachers:
     ) -> Taught:
         """Score a rollout in parts: every row by its own teacher, whose numbers return to that row."""
         completions, whole = self.completions(examples, completions), prefix_kl(self.config) is not None
-        logprobs, predictions = torch.zeros(completions.ids.shape, device=completions.ids.device), []
+        logprobs = torch.zeros(completions.ids.shape, device=completions.ids.device)
+        predictions: list[tuple[Tensor, Predictions]] = []
         for key, model in self.models.items():
             rows = self.rows(key, examples).to(logprobs.device)
             options: dict[str, Any] = {"temperature": temperature, "parts": parts, "keep": rows if whole else None}
@@ -252,7 +254,7 @@ def load_reference(
     config: TrainConfig, scorer: Scorer, own: nn.Module | None, task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> Reference | None:
     """The reference of a run, on `own` if it has weights of its own; None if nothing needs one here."""
-    kl, kind, traits, model = config.kl, reference_kind(config), scorer.traits, scorer.model
+    kind, traits, model = reference_kind(config), scorer.traits, scorer.model
     if kind in ("none", "sampler"):
         return None
     if kind == "remote":
@@ -264,21 +266,21 @@ def load_reference(
     if kind != "adapter_off":  # a copy of the policy as it was before the first step
         start = load_policy(config, load_model(config.model.model, config.model.dtype)) if config.run.resume else model
         model = placed(copy.deepcopy(start), config)
-    reference = of_policy(kind, model, traits, decay=kl.reference_decay, reset_steps=kl.reference_reset_steps)
+    reference = of_policy(kind, "reference", model, traits, config)
     if isinstance(reference, MovingReference):
         reference.original = LocalReference(copy.deepcopy(reference.model), traits=traits)
     return reference
 
 
-def of_policy(
-    kind: str, model: nn.Module, traits: Traits, *, decay: float | None, reset_steps: int | None
-) -> LocalReference:
+def of_policy(kind: str, who: Who, model: nn.Module, traits: Traits, config: TrainConfig) -> LocalReference:
     """An anchor that is made of the policy: live or adapter_off of its module, ema or periodic of a copy."""
     if kind == "live":
         return LocalReference(model, name="the policy itself", traits=traits)
     if kind == "adapter_off":
         return AdapterOffReference(model, traits=traits)
-    return MovingReference(model, decay=decay if kind == "ema" else None, reset_steps=reset_steps, traits=traits)
+    fields = config.flat()
+    decay = fields[f"{who}_decay"] if kind == "ema" else None
+    return MovingReference(model, decay=decay, reset_steps=fields[f"{who}_reset_steps"], traits=traits)
 
 
 def placed(model: nn.Module, config: TrainConfig) -> nn.Module:
@@ -316,8 +318,7 @@ def load_teachers(
             models[key] = LocalReference(model, name=f"{name}, frozen")
     else:
         own = copy.deepcopy(policy) if teacher.kind in ("ema", "periodic") else policy
-        moves = {"decay": teacher.teacher_decay, "reset_steps": teacher.teacher_reset_steps}
-        models[""] = of_policy(teacher.kind, own, scorer.traits, **moves)
+        models[""] = of_policy(teacher.kind, "teacher", own, scorer.traits, config)
     return Teachers(config=teacher, models=models, tokenizer=tokenizer, prompts=prompts)
 
 

@@ -328,7 +328,7 @@ def train(
 
 
 def log_train(step: int, metrics: Mapping[str, float], *, writer: Any = None) -> str:
-    """Record a step: TensorBoard scalars `train/NAME` and one line to the logger `klamp.lab.loop`.
+    """Record a step: TensorBoard scalars `train/NAME` and one line to the logger `klamp.training.loop`.
 
     Returns:
         The line: `Step 1 | Loss: 0.1234 | Grad norm: 0.5678 | Reward: 0.5000 | KL penalty: 0.0012`.
@@ -549,9 +549,9 @@ class Trainer:
             )
         kl = metrics.get("kl/k3", 0.0)
         if kl > STEP_ZERO_KL and not config.model.ref_model:
-            reference = context.reference
-            off = isinstance(reference, AdapterOffReference) or not isinstance(reference, LocalReference)
-            model = None if off else reference.model
+            reference, model = context.reference, None
+            if isinstance(reference, LocalReference) and not isinstance(reference, AdapterOffReference):
+                model = reference.model
             reasons = likely_reasons(context.policy, model, adapter=config.model.lora_r > 0, loaded=False)
             self.warn(step_zero_text(kl, reasons))
 

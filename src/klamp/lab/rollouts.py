@@ -102,7 +102,7 @@ def rate(
         totals=totals_of(mask, kl_mask),
         reference_length=None if None in lengths else torch.tensor(lengths, dtype=torch.float32, device=context.device),
     )
-    how = {"temperature": context.config.rollout.temperature, "parts": context.parts(len(texts))}
+    how: dict[str, Any] = {"temperature": context.config.rollout.temperature, "parts": context.parts(len(texts))}
     if context.reference is not None:
         rollout = _with_reference(context, rollout, context.reference, how)
     if context.teachers is not None:

@@ -148,7 +148,7 @@ def added_parts(metrics: Mapping[str, Tensor], rollout: Rollout, part: slice) ->
         "KL tokens": float(rollout.kl_mask[part].sum()) / float(totals.kl_tokens),
         "parts": 1.0,
     }
-    counted = {name: averaged_over(name) for name in metrics}
+    counted: dict[str, Counted | None] = {name: averaged_over(name) for name in metrics}
     return {name: x.double() * shares[counted[name]] for name, x in metrics.items() if counted[name] is not None}
 
 

@@ -3,21 +3,16 @@
 A task is plain data plus one function. The trainer samples completions for `train`, scores them with `score`, and
 evaluates every skill in `evaluation` the same way; it knows nothing about where the rows came from.
 
-The named rewards, and how your own function is called:
+The named rewards:
 
     exact_match            1 if the completion equals the answer, white space around both left out
     math_verify            1 if the math-verify package finds both to be the same mathematics
-    format_regex:PATTERN   1 if `re.search` finds PATTERN in the completion ("." matches line ends too);
-                           write \\A...\\Z to ask for the whole completion
+    format_regex:PATTERN   1 if `re.search` finds PATTERN in the completion ("." matches line ends too)
     module:function        your own; `path/to/file.py:function` works too
 
-Your own function is called as `function(completion, **fields)`: the text of one completion without special tokens,
-and the columns of its data row as keyword arguments, `prompt` and `answer` among them. It gets only the columns that
-its signature names, or all if it takes `**kwargs`, and returns one finite number.
-
-A function with a parameter named `completions` is called as TRL calls it, with lists of length one:
-`function(prompts=[...], completions=[...], **columns)`. It returns a list of one number. If the prompt is a list of
-chat messages, the completion is one too, as in TRL.
+Your own function is called as `function(completion, **fields)`: the text of one completion without special tokens, and
+those columns of its data row that its signature names (all, if it takes `**kwargs`). It returns one finite number. With
+a parameter named `completions` it is called as TRL calls it, with lists of length one, and returns such a list.
 """
 
 from __future__ import annotations
