@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -150,33 +150,19 @@ def load_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, lon
     """
     caution_beside("transformers")
     task = load_task(config.task, tokenizer)
-    check_prompts([*task.train, *task.held_out], tokenizer, longest, config.rollout.max_completion_length)
-    return task
+    length = config.rollout.max_completion_length
+    return replace(task, longest=check_prompts([*task.train, *task.held_out], tokenizer, longest, length))
 
 
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What was found when the inputs of a run were opened."""
-
-    training: int  # prompts to train on
-    held_out: int  # prompts that are held out, of all skills
-    longest: int  # tokens of the longest prompt
-
-
-def open_inputs(config: TrainConfig) -> Inputs:
-    """Open the tokenizer, the prompts and the reward of a run as the run itself will, without its weights."""
+def open_inputs(config: TrainConfig) -> Task:
+    """The task of a run, its prompts checked as the run itself will, without the model's weights."""
     model, named = config.model.model, config.model.tokenizer or config.model.model
-    # the built-in model may have to be taught first; its tokenizer need not
-    tokenizer = (
-        models.ready_tokenizer(arithmetic_tokenizer(), named)
-        if named == models.BUILTIN
-        else models.load_tokenizer(named)
-    )
     room = MAX_MODEL_LENGTH if model == models.BUILTIN else models.length_of(model)
-    task = load_task(config.task, tokenizer)
-    prompts = [*task.train, *task.held_out]
-    longest = check_prompts(prompts, tokenizer, room, config.rollout.max_completion_length)
-    return Inputs(training=len(task.train), held_out=len(task.held_out), longest=longest)
+    if named == models.BUILTIN:  # the model may have to be taught first; its tokenizer need not
+        tokenizer = models.ready_tokenizer(arithmetic_tokenizer(), named)
+    else:
+        tokenizer = models.load_tokenizer(named)
+    return load_prompts(config, tokenizer, longest=room)
 
 
 def build(config: TrainConfig, observers: Sequence[Observer] = (), *, resumed: Path | None = None) -> Context:

@@ -127,7 +127,7 @@ def sizes_of(load: Load) -> Sizes:
     sync = engine + shard * (ALONE if offload or load.adapter else 12) + 2 * ends + BUFFER
     waits = (ALONE if load.adapter else 12) * shard * offload + ALONE * load.frozen / GB / load.gpus
     return Sizes(
-        micro=max((n for n in divisors(load.share) if n * each <= left / 2), default=1),
+        micro=max((n for n in range(1, load.share + 1) if load.share % n == 0 and n * each <= left / 2), default=1),
         checkpointing=checkpointing,
         offload=offload,
         engine_share=engine_share,
@@ -183,11 +183,6 @@ def _way_out(load: Load) -> str:
     return f"{more}, {others}. Not tried: verl's offload_policy (strategy fsdp2) trains from the machine's memory"
 
 
-def divisors(number: int) -> list[int]:
-    """The divisors of a number, the smallest first."""
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def spread(shape: Shape, gpus: int) -> list[int]:
     """Over how many of some GPUs an engine can divide a model's attention, the fewest first."""
-    return [n for n in divisors(gpus) if shape.heads % n == 0]
+    return [n for n in range(1, gpus + 1) if gpus % n == shape.heads % n == 0]

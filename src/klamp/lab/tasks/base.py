@@ -134,6 +134,7 @@ class Task:
     read: frozenset[str] = frozenset()
     """Skills without an answer of the policy: their score is the probability that it gives each token of the example's
     own answer."""
+    longest: int = 0  # tokens of the longest prompt, once they are checked
 
     @property
     def held_out(self) -> list[Example]:
