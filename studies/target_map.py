@@ -19,7 +19,7 @@ from examples.language.tasks import score_happy
 
 from benchmarks.measure import isolated
 from benchmarks.records import table
-from klamp.lab.tasks.base_model import cache_root, stored
+from klamp.lab.tasks.arithmetic import cache_root, stored
 from studies.small_language import RECIPE, teach
 
 RECORD = Path(__file__).resolve().parent / "results" / "target-map.jsonl"

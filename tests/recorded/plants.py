@@ -23,7 +23,7 @@ from tests.training.planted import ARITHMETIC, Told, alarms, trained
 from klamp.doctor.examine import Diagnosis
 from klamp.lab import rollouts
 from klamp.lab.anchors import MovingReference
-from klamp.lab.trainer import Trainer
+from klamp.lab.loop import Trainer
 
 Plant = Callable[[Trainer, Told, ExitStack], None]
 Steps = tuple[int, int]

@@ -15,18 +15,23 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from klamp.errors import ModelError
-from klamp.lab.tasks import base_model as module
+from klamp.lab.tasks import arithmetic as module
 from klamp.lab.tasks import base_model_folder, load_base_model
 from klamp.lab.tasks.arithmetic import (
     HELD_OUT_SHARE,
+    IGNORED,
     MAX_COMPLETION_LENGTH,
     SKILLS,
     arithmetic_tokenizer,
+    careless_sum,
+    corpus,
     examples,
     score_exact,
+    stored,
+    train_base_model,
+    training_tensors,
 )
 from klamp.lab.tasks.base import is_held_out
-from klamp.lab.tasks.base_model import IGNORED, careless_sum, corpus, stored, train_base_model, training_tensors
 
 TINY = {"hidden_size": 16, "layers": 1, "heads": 2, "steps": 6, "batch_size": 8}
 

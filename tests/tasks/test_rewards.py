@@ -16,8 +16,7 @@ import torch
 
 from klamp.errors import ConfigError, DataError, RewardError, UnknownNameError
 from klamp.lab.tasks import Example, Task, named_reward
-from klamp.lab.tasks.base import checked
-from klamp.lab.tasks.rewards import adapt, with_reward
+from klamp.lab.tasks.base import adapt, checked, with_reward
 
 ROW = {"prompt": "2+2?", "answer": "4", "level": 3, "odd name": 1}
 EXAMPLE = Example(prompt="<user>2+2?", answer="4", fields=ROW)

@@ -20,7 +20,7 @@ def start(target: Callable[..., None], *arguments: Any) -> BaseProcess:
     """A child that calls the function, which must be importable."""
     os.environ["OMP_NUM_THREADS"] = "1"  # read when the server loads torch; two processes share two cores
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["klamp.lab.trainer", "tests.training.children", "tests.reliability.kills"])
+    context.set_forkserver_preload(["klamp.lab.loop", "tests.training.children", "tests.reliability.kills"])
     child = context.Process(target=target, args=arguments, daemon=True)
     child.start()
     return child

@@ -129,8 +129,7 @@ def context_of(config_of: Callable[..., TrainConfig]) -> Callable[..., Context]:
     """A run that is ready for its first step."""
 
     def make(**changes: Any) -> Context:
-        config = config_of(**changes)
-        return build(config, Path(str(config.run.output_dir)), ())
+        return build(config_of(**changes))
 
     return make
 

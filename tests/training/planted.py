@@ -12,9 +12,9 @@ from tests.training.conftest import TINY
 from klamp.doctor.examine import Diagnosis, Finding, examine
 from klamp.doctor.readers import read_record
 from klamp.lab.config import TrainConfig
+from klamp.lab.loop import Trainer
 from klamp.lab.observers import Observer, RunLog
 from klamp.lab.setup import build
-from klamp.lab.trainer import Trainer
 
 ARITHMETIC: dict[str, Any] = {
     "model": "builtin",
@@ -54,7 +54,7 @@ def trained(folder: Path, *, plant: Callable[[Trainer, Told], None] | None = Non
     every = {"output_dir": str(folder), "eval_every": 0, "save_every": 0, "eval_size": 2, "log_completions_every": 1}
     config = TrainConfig.from_flat({**TINY, **every, **changes})
     told = Told()
-    trainer = Trainer(build(config, folder, ()), [RunLog(), told])
+    trainer = Trainer(build(config), [RunLog(), told], folder)
     if plant is not None:
         plant(trainer, told)
     trainer.tell(lambda observer: observer.on_start(trainer.info()))

@@ -66,12 +66,12 @@ def test_a_checkpoint_holds_safetensors_json_and_tensors_only(run):
     assert found["step"] == 4 and found["controller"]["value"] == 0.01
 
 
-def test_a_checkpoint_loads_anywhere_and_scores_as_the_policy_did(context_of):
+def test_a_checkpoint_loads_anywhere_and_scores_as_the_policy_did(context_of, tmp_path):
     context = context_of()
     disturb(context.policy)
     optimizer = torch.optim.AdamW(context.policy.parameters())
     folder = checkpoint.save(
-        context.output_dir,
+        tmp_path,
         7,
         policy=context.policy,
         tokenizer=context.tokenizer,

@@ -51,12 +51,12 @@ def test_an_averaging_reference_in_bfloat16_arrives_at_a_policy_that_stands_stil
         moving.after_step(policy, step)
     assert distance(moving.model, policy) < 1e-3 * start
     assert {p.dtype for p in moving.model.parameters()} == {torch.bfloat16}
-    save_model(moving.weights(), str(tmp_path / "reference.safetensors"))
+    save_model(moving.average, str(tmp_path / "reference.safetensors"))
     resumed = MovingReference(tiny_llama().bfloat16(), decay=0.99)
-    checkpoint.load_anchors(tmp_path, {"reference": resumed.weights()})
+    checkpoint.load_anchors(tmp_path, {"reference": resumed.average})
     for reference in (moving, resumed):
         reference.after_step(tiny_llama(), 1001)
-    for one, other in ((moving.model, resumed.model), (moving.weights(), resumed.weights())):
+    for one, other in ((moving.model, resumed.model), (moving.average, resumed.average)):
         assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
 
 

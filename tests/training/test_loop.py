@@ -30,9 +30,9 @@ from klamp.errors import (
     TensorError,
 )
 from klamp.lab.config import RolloutConfig
+from klamp.lab.loop import Trainer
 from klamp.lab.rollouts import collect
 from klamp.lab.tasks.arithmetic import arithmetic_tokenizer
-from klamp.lab.trainer import Trainer
 from klamp.lab.updates import adamw, update
 from klamp.scoring.completions import select
 from klamp.training.loop import compute_kl_divergence, compute_loss, grpo_microbatch_step, log_train, train

@@ -11,7 +11,7 @@ from tests.training.test_sampling import sample
 from torch.optim import SGD
 from transformers import LlamaForCausalLM
 
-from klamp.lab.anchors import AdapterOffReference, FrozenReference
+from klamp.lab.anchors import AdapterOffReference, LocalReference
 from klamp.lab.backends import train_run
 from klamp.lab.observers import Observer
 from klamp.lab.rollouts import collect
@@ -43,7 +43,7 @@ def trained(context, *, updates: int = 3) -> None:
 def test_a_frozen_copy_stays_bit_identical_while_the_policy_trains(context_of):
     context = context_of()
     start = copied(context.policy)
-    assert isinstance(context.reference, FrozenReference)
+    assert isinstance(context.reference, LocalReference)
     assert same(start, copied(context.reference.model)), "it starts as the policy"
     trained(context)
     assert same(start, copied(context.reference.model))
@@ -77,7 +77,7 @@ def test_with_the_adapter_off_the_policy_is_its_base_model(context_of):
     before = copied(context.policy)
     scores = context.reference.score(completions, temperature=1.0)
     with torch.no_grad():
-        expected = FrozenReference(base).score(completions, temperature=1.0)
+        expected = LocalReference(base).score(completions, temperature=1.0)
         policy = score(context.policy, completions, temperature=1.0)
     assert torch.equal(scores.logprobs, expected.logprobs)
     assert (policy.logprobs - expected.logprobs)[completions.mask].abs().max() > 0.1, (

@@ -17,7 +17,7 @@ from tests.training import rewards
 from tests.training.conftest import IN_REWARD, StopAfter, full_disk, rows_of, steps_of
 
 from klamp.errors import NonFiniteError, RewardError, RunFolderError, TrainingStopped
-from klamp.lab import checkpoint, trainer, updates
+from klamp.lab import checkpoint, updates
 from klamp.lab.backends import train_run
 from klamp.lab.observers import TRACKERS, Observer, tensorboard
 
@@ -153,7 +153,7 @@ def interrupting(monkeypatch, update: int, *, signals: int):
 
         return call
 
-    monkeypatch.setattr(trainer, "update", then_interrupted(updates.update))
+    monkeypatch.setattr(updates, "update", then_interrupted(updates.update))
 
 
 def test_a_signal_in_mid_step_waits_for_the_steps_end(whole_and, tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import pytest
 from klamp.errors import ConfigError
 from klamp.lab.backends import train_run
 from klamp.lab.interrupts import deferred_interrupts
-from klamp.lab.trainer import Trainer
+from klamp.lab.loop import Trainer
 
 
 @pytest.mark.parametrize(("every", "steps"), [(0, [4]), (1, [1, 2, 3, 4]), (3, [3, 4]), (9, [4])])

@@ -13,10 +13,11 @@ from tests.training.conftest import steps_of, stored, tiny_llama
 from klamp.errors import ConfigError, DataError, KlampError, KLWarning, ModelError, RunFolderError, UnknownNameError
 from klamp.lab.ablate.one_run import evaluate
 from klamp.lab.backends import train_run
-from klamp.lab.config import TrainConfig
+from klamp.lab.config import TrainConfig, reference_kind
 from klamp.lab.folders import newest_policy
 from klamp.lab.models import load_model
-from klamp.lab.setup import Inputs, open_inputs, reference_kind
+from klamp.lab.setup import open_inputs
+from klamp.lab.tasks.base import Task
 
 
 def refused(config, kind: type[KlampError], match: str) -> KlampError:
@@ -153,19 +154,20 @@ def rows(folder: Path, *, prompts: list[str]) -> str:
     return file_of(folder, *({"prompt": prompt, "answer": "5"} for prompt in prompts))
 
 
-def opened(**flat: object) -> Inputs | str:
+def opened(**flat: object) -> Task:
     return open_inputs(TrainConfig.from_flat(dict(flat)))
 
 
 def test_prompts_are_counted_and_measured(cached_nowhere: Path) -> None:
     file = rows(cached_nowhere, prompts=["1+1=", "2+2=", "33+44="])
-    assert opened(task=file) == Inputs(training=2, held_out=1, longest=6)
+    task = opened(task=file)
+    assert (len(task.train), len(task.held_out), task.longest) == (2, 1, 6)
     assert not (cached_nowhere / "cache").exists()
 
 
 def test_a_model_of_a_folder_says_how_much_it_holds(cached_nowhere: Path) -> None:
     model = stored(tiny_llama(), cached_nowhere / "model")
-    assert isinstance(opened(model=model, train_size=4, eval_size=1), Inputs)
+    assert isinstance(opened(model=model, train_size=4, eval_size=1), Task)
     with pytest.raises(DataError, match="too long"):
         opened(model=model, train_size=4, eval_size=1, max_completion_length=10_000)
 

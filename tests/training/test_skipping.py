@@ -12,8 +12,8 @@ from tests.training.test_updates import BETA, CLIP, assert_equal
 from torch.optim import SGD
 
 from klamp.lab import updates
+from klamp.lab.loop import Trainer
 from klamp.lab.rollouts import collect
-from klamp.lab.trainer import Trainer
 from klamp.lab.updates import update, with_old_logprobs
 
 HALF = {"reward": "tests.training.rewards:half", "max_grad_norm": 0.0, "prompts_per_step": 6}

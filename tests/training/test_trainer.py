@@ -10,8 +10,8 @@ from tests.training.conftest import TINY, disturb, steps_of
 from klamp.core.controllers import StepController
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
+from klamp.lab.loop import Trainer
 from klamp.lab.observers import Observer
-from klamp.lab.trainer import Trainer
 from klamp.lab.updates import control_metrics
 
 

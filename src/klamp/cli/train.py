@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from contextlib import closing, nullcontext, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import yaml
 from rich.console import Console
@@ -24,10 +24,7 @@ from klamp.lab.checkpoint import MAY_CHANGE, check_resume
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import checkpoint_folders, newest_complete, plain, read, run_folder
 from klamp.lab.observers import RunSummary
-from klamp.lab.tasks.base import NO_REWARD
-
-if TYPE_CHECKING:  # imported for a dry run only
-    from klamp.lab.setup import Inputs
+from klamp.lab.tasks.base import NO_REWARD, Task
 
 
 def run(argv: Sequence[str], *, console: Console | None = None) -> int:
@@ -95,18 +92,18 @@ def _trainer(console: Console) -> Runner:
         from huggingface_hub.utils import enable_progress_bars
         from transformers.utils import logging
 
-        import klamp.lab.trainer  # noqa: F401
+        import klamp.lab.loop  # noqa: F401
 
         logging.disable_progress_bar()  # a bar per checkpoint would tear the display apart
         enable_progress_bars()  # downloads keep theirs: they come before it
     return train_run
 
 
-def plan_text(config: TrainConfig, inputs: Inputs | None = None, argv: Sequence[str] = ()) -> str:
+def plan_text(config: TrainConfig, task: Task | None = None, argv: Sequence[str] = ()) -> str:
     """The plan of a run as text: its settings in words, then what differs from the defaults; `argv` made `config`."""
     lines = (
         textwrap.fill(f"{name:<11} {text}", WIDTH, initial_indent="  ", subsequent_indent=" " * 14)
-        for name, text in _plan(config, inputs).items()
+        for name, text in _plan(config, task).items()
     )
     defaults = plain(TrainConfig())
     changed = {name: value for name, value in plain(config).items() if value != defaults[name]}
@@ -124,12 +121,12 @@ def plan_text(config: TrainConfig, inputs: Inputs | None = None, argv: Sequence[
     return "\n\n".join(parts)
 
 
-def _plan(config: TrainConfig, inputs: Inputs | None) -> dict[str, str]:
+def _plan(config: TrainConfig, task: Task | None) -> dict[str, str]:
     kl, rollout, run = config.kl, config.rollout, config.run
     size, length, lines = rollout.num_generations, rollout.max_completion_length, settings(config)
-    if inputs is not None:
-        counts = f"{inputs.training} to train on, {inputs.held_out} held out"
-        lines["task"] += f"; {counts}; longest prompt (tokens): {inputs.longest}"
+    if task is not None:
+        counts = f"{len(task.train)} to train on, {len(task.held_out)} held out"
+        lines["task"] += f"; {counts}; longest prompt (tokens): {task.longest}"
     if going := check_resume(config, Path(run.output_dir or "")):
         lines["resume"] = f"after step {going[0]}; changed: {going[1] or 'nothing'}"
     if kl.needs_reference and config.task.reward != NO_REWARD and kl.reference != "sampler":

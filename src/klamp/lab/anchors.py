@@ -17,52 +17,38 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from klamp.config.teacher import TeacherConfig
 from klamp.errors import ConfigError, DataError, KLWarning, ModelError
 from klamp.hosts.common.anchors import check_tokens, no_prompt, prefix_kl
-from klamp.lab.config import TrainConfig
-from klamp.lab.models import device_of, load_model, load_tokenizer
+from klamp.lab.config import TrainConfig, reference_kind
+from klamp.lab.models import device_of, load_model, load_policy, load_tokenizer
 from klamp.lab.sampling import encode_prompts
-from klamp.lab.tasks import check_prompts
+from klamp.lab.tasks import check_prompts, prompt_text
 from klamp.lab.tasks.base import Example, Task
-from klamp.lab.tasks.prompts import prompt_text
 from klamp.scoring import vllm_reference
 from klamp.scoring.completions import Completions, select
 from klamp.scoring.model_parts import Predictions, Traits, check_same_vocabulary, output_size
 from klamp.scoring.probe import probe
-from klamp.scoring.scorer import Ask, PrefixKL, Scorer, Scores, TeacherKL, pad_tokens
-from klamp.scoring.vllm_reference import Who
+from klamp.scoring.scorer import Ask, Scorer, Scores, pad_tokens
+from klamp.scoring.vllm_reference import VLLMReference, Who
 
 
-class Reference(Protocol):
-    """A model that scores completions without gradient."""
+class LocalReference:
+    """An anchor with its weights on this machine, which it never changes: it gives whole distributions, and generates.
 
-    def score(self, completions: Completions, *, temperature: float) -> Scores:
-        """The log-probabilities (and predictions) of the reference for the completions."""
-        ...
+    It may have another device or data type than the policy; a lower precision shows up as a KL that is not 0 at the
+    first step.
+    """
 
-    def after_step(self, policy: nn.Module, step: int) -> None:
-        """Called after every step, with the number of steps done; a moving reference moves."""
-
-    def weights(self) -> nn.Module | None:
-        """The weights that a checkpoint must hold of the reference; None where it can be loaded again."""
-        return None
-
-    def describe(self) -> str:
-        """Where the reference comes from, in words."""
-        ...
-
-
-class LocalReference(Reference):
-    """A reference with its weights on this machine: it gives whole distributions, for the exact KL, and generates."""
-
-    def __init__(self, model: nn.Module, *, name: str, traits: Traits | None = None) -> None:
+    def __init__(
+        self, model: nn.Module, *, name: str = "a frozen copy of the starting policy", traits: Traits | None = None
+    ) -> None:
         self.model, self.name = model, name
         self.scorer = Scorer(model, probe(model) if traits is None else traits)
 
@@ -73,29 +59,20 @@ class LocalReference(Reference):
 
     @torch.no_grad()
     def score(self, completions: Completions, *, temperature: float, keep: Tensor | None = None) -> Scores:
-        """As `Reference.score`, on the completions' device, with predictions for the rows `keep`, [B] bool."""
+        """The scores on the completions' device, with predictions for the rows `keep`, [B] bool."""
         home, away = completions.ids.device, next(self.model.parameters()).device
-        kept = None if keep is None else keep.to(away)
+        ask = Ask(temperature=temperature, keep=None if keep is None else keep.to(away))
         with self.sampling_model():
-            scores = self.scorer(completions.to(away), Ask(temperature=temperature, keep=kept))
-        found = None if scores.predictions is None else scores.predictions.to(home)
-        return replace(scores, logprobs=scores.logprobs.to(home), predictions=found)
+            scores = self.scorer(completions.to(away), ask)
+        predictions = None if scores.predictions is None else scores.predictions.to(home)
+        return replace(scores, logprobs=scores.logprobs.to(home), predictions=predictions)
 
     def describe(self) -> str:
+        """Where the anchor comes from, in words."""
         return self.name
 
 
-class FrozenReference(LocalReference):
-    """A second model that never changes.
-
-    It may have another device or data type than the policy; a lower precision shows up as a KL that is not 0 at the
-    first step.
-    """
-
-    def __init__(
-        self, model: nn.Module, *, name: str = "a frozen copy of the starting policy", traits: Traits | None = None
-    ) -> None:
-        super().__init__(model.requires_grad_(False).eval(), name=name, traits=traits)
+Reference: TypeAlias = LocalReference | VLLMReference
 
 
 class AdapterOffReference(LocalReference):
@@ -110,16 +87,18 @@ class AdapterOffReference(LocalReference):
             yield self.model
 
 
-class MovingReference(FrozenReference):
+class MovingReference(LocalReference):
     """A copy of the policy that follows it: by averaging (`decay`), or by copying it every `reset_steps`.
 
     Equation: ema ref <- decay ref + (1 - decay) policy after every step; periodic ref <- policy.
     The average is kept in float32 beside a model in 16 bits, which is its rounding: in bfloat16 a hundredth of a small
     distance is rounded away at every step, and most of the distance would stay.
-    A KL to a moving reference does not bound the distance from the start; the trainer logs that one as well.
+    A KL to a moving reference does not bound the distance from the start; the trainer logs the KL to `original` too.
 
     Source: EMA-PG arXiv:2602.04417 (ema)
     """
+
+    original: LocalReference | None = None  # the model that a moving reference started from; None: a teacher
 
     def __init__(
         self,
@@ -132,13 +111,15 @@ class MovingReference(FrozenReference):
         learned = [p for p in model.parameters() if p.requires_grad] or list(model.parameters())
         wide = decay is None or all(p.dtype in (torch.float32, torch.float64) for p in learned)
         words = f"with decay {decay:g}" if decay is not None else f"reset to it every {reset_steps} steps"
-        super().__init__(model, name=f"a copy that follows the policy, {words}", traits=traits)
+        name = f"a copy that follows the policy, {words}"
+        super().__init__(model.requires_grad_(False).eval(), name=name, traits=traits)
         self.decay, self.reset_steps = decay, reset_steps
         self.average = self.model if wide else copy.deepcopy(self.model).float()
         self.average.register_load_state_dict_post_hook(lambda *_: self._round())  # a checkpoint holds the average
 
     @torch.no_grad()
     def after_step(self, policy: nn.Module, step: int) -> None:
+        """Follow the policy, once `step` steps are done."""
         if self.decay is None and (self.reset_steps is None or step % self.reset_steps):
             return
         share = 1.0 if self.decay is None else 1.0 - self.decay
@@ -153,13 +134,13 @@ class MovingReference(FrozenReference):
             for rounded, mine in zip(self.model.parameters(), self.average.parameters(), strict=True):
                 rounded.copy_(mine)
 
-    def weights(self) -> nn.Module | None:
-        return self.average
+
+# scoring --------------------------------------------------------------------------------------------------------------
 
 
 def score_rows(
     model: Reference,
-    given: Completions,
+    completions: Completions,
     rows: Tensor,
     *,
     temperature: float,
@@ -168,23 +149,22 @@ def score_rows(
 ) -> tuple[Tensor, Predictions | None]:
     """Log-probabilities [B, T] of the completions `rows`, 0 in the others; predictions [R, T, ...] of those in `keep`.
 
-    The parts are scored one after the other; rows and keep are [B] bool.
+    rows, keep: [B] bool.
     """
-    logprobs, found = torch.zeros(given.ids.shape, device=given.ids.device), list[Predictions]()
+    length, predictions = completions.ids.shape[1], list[Predictions]()
+    logprobs = torch.zeros(completions.ids.shape, device=completions.ids.device)
     for part in parts:
         chosen = part.start + rows[part].nonzero()[:, 0]
-        if not len(chosen):
-            continue
-        asked: dict[str, Any] = {}
-        if keep is not None and isinstance(model, LocalReference):
-            asked["keep"] = keep[chosen]
-        scores = model.score(select(given, chosen), temperature=temperature, **asked)
-        logprobs[chosen] = pad_tokens(scores.logprobs, given.ids.shape[1]).to(logprobs.dtype)
-        if scores.predictions is not None:
-            found.append(scores.predictions.padded(given.ids.shape[1]))
-    if not found:
+        if len(chosen):
+            options: dict[str, Any] = {}
+            if keep is not None and isinstance(model, LocalReference):
+                options["keep"] = keep[chosen]
+            scores = model.score(select(completions, chosen), temperature=temperature, **options)
+            logprobs[chosen] = pad_tokens(scores.logprobs, length).to(logprobs.dtype)
+            predictions += [] if scores.predictions is None else [scores.predictions.padded(length)]
+    if not predictions:
         return logprobs, None
-    return logprobs, replace(found[-1], values=torch.cat([each.values for each in found]))
+    return logprobs, replace(predictions[-1], values=torch.cat([part.values for part in predictions]))
 
 
 def of_part(predictions: Predictions, rows: Tensor, part: slice) -> Predictions | None:
@@ -198,105 +178,109 @@ class Taught:
     """How the teachers of a rollout scored its B completions of T tokens."""
 
     logprobs: Tensor  # [B, T] log-probabilities of the tokens, each under its own teacher
-    parts: tuple[tuple[Tensor, Predictions], ...] = ()
-    """Of each teacher, [B] bool the rows that it scored, and [R, T, ...] its predictions for them."""
-
-    def asked(self, part: slice, how: PrefixKL, sampler: Tensor | None) -> tuple[TeacherKL, ...]:
-        """What a scorer needs to measure the KL at each prefix of a part of the rollout.
-
-        `sampler`: [B, T] log-probabilities under who sampled, for the weight of the tail; None: the policy did.
-        """
-        anchors = [(rows[part], of_part(predictions, rows, part)) for rows, predictions in self.parts]
-        weighed = None if sampler is None else sampler[part]
-        return tuple(TeacherKL(rows=r, anchor=a, how=how, sampler=weighed) for r, a in anchors if a is not None)
+    parts: tuple[tuple[Tensor, Predictions], ...] = ()  # of each, [B] bool its rows, [R, T, ...] its predictions
 
 
+@dataclass(frozen=True, kw_only=True)
 class Teachers:
-    """All teachers of a run: one, or one for each value of the data's column.
+    """All teachers of a run: one, or one for each value of the data's column."""
 
-    `models`: key -> who scores; "" where there is one. `prompts`: a prompt -> the text that the teacher sees in its
-    place; empty: the same.
-    """
-
-    def __init__(
-        self,
-        config: TeacherConfig,
-        models: Mapping[str, Reference],
-        *,
-        tokenizer: PreTrainedTokenizerBase,
-        prompts: Mapping[str, str],
-    ) -> None:
-        self.config, self.models, self.tokenizer, self.prompts = config, models, tokenizer, prompts
-        self.how = prefix_kl(config)
+    config: TeacherConfig
+    models: Mapping[str, Reference]  # key -> who scores; "" if there is one
+    tokenizer: PreTrainedTokenizerBase
+    prompts: Mapping[str, str]  # a prompt -> the text that the teacher sees in its place; empty: the same
 
     def key(self, example: Example) -> str:
         """Which of the teachers a prompt has."""
         return str(example.fields.get(self.config.teacher_key)) if self.config.teacher_key else ""
 
+    def rows(self, key: str, examples: Sequence[Example]) -> Tensor:
+        """[B] bool: the prompts that have this teacher."""
+        return torch.tensor([self.key(example) == key for example in examples])
+
     def prompt(self, example: Example) -> str | None:
         """What the teacher sees in the place of a prompt; None: the row of a held-out one does not say."""
         return self.prompts.get(example.prompt) if self.config.teacher_prompt else example.prompt
 
-    def completions(self, examples: Sequence[Example], given: Completions) -> Completions:
+    def completions(self, examples: Sequence[Example], completions: Completions) -> Completions:
         """The same completions behind the prompts that the teacher sees."""
         if not self.prompts:
-            return given
-        ids, mask = encode_prompts([self.prompts[e.prompt] for e in examples], self.tokenizer, given.ids.device)
-        return replace(given, prompt_ids=ids, prompt_mask=mask)
+            return completions
+        texts = [self.prompts[example.prompt] for example in examples]
+        ids, mask = encode_prompts(texts, self.tokenizer, completions.ids.device)
+        return replace(completions, prompt_ids=ids, prompt_mask=mask)
 
     def score(
-        self, examples: Sequence[Example], given: Completions, *, temperature: float, parts: Sequence[slice]
+        self, examples: Sequence[Example], completions: Completions, *, temperature: float, parts: Sequence[slice]
     ) -> Taught:
         """Score a rollout in parts: every row by its own teacher, whose numbers return to that row."""
-        logprobs, kept = torch.zeros(given.ids.shape, device=given.ids.device), list[tuple[Tensor, Predictions]]()
-        keys, seen = [self.key(e) for e in examples], self.completions(examples, given)
+        completions, whole = self.completions(examples, completions), prefix_kl(self.config) is not None
+        logprobs = torch.zeros(completions.ids.shape, device=completions.ids.device)
+        predictions: list[tuple[Tensor, Predictions]] = []
         for key, model in self.models.items():
-            rows = torch.tensor([each == key for each in keys], device=given.ids.device)
-            keep = None if self.how is None else rows
-            told, found = score_rows(model, seen, rows, temperature=temperature, parts=parts, keep=keep)
-            logprobs[rows] = told[rows]
-            kept += [] if found is None else [(rows, found)]
-        return Taught(logprobs=logprobs, parts=tuple(kept))
-
-    def after_step(self, policy: nn.Module, step: int) -> None:
-        """Called after every step, with the number of steps done; a moving teacher moves."""
-        for model in self.models.values():
-            model.after_step(policy, step)
-
-    def weights(self) -> nn.Module | None:
-        """The weights of a teacher that moves, which a checkpoint must hold."""
-        return next((w for model in self.models.values() if (w := model.weights()) is not None), None)
+            rows = self.rows(key, examples).to(logprobs.device)
+            options: dict[str, Any] = {"temperature": temperature, "parts": parts, "keep": rows if whole else None}
+            scores, predicted = score_rows(model, completions, rows, **options)
+            logprobs[rows] = scores[rows]
+            predictions += [] if predicted is None else [(rows, predicted)]
+        return Taught(logprobs=logprobs, parts=tuple(predictions))
 
 
 # loading --------------------------------------------------------------------------------------------------------------
 
 
-def of_policy(
-    kind: str, model: nn.Module, traits: Traits, *, decay: float | None, reset_steps: int | None
-) -> LocalReference:
+def frozen_model(name: str, policy: Any, tokenizer: PreTrainedTokenizerBase, config: TrainConfig, who: Who) -> Any:
+    """A model of its own, whose tokens are the policy's; padding of the policy that a reference has not is cut."""
+    model = load_model(name, config.model.dtype)
+    check_tokens_of(name, tokenizer, who=who)
+    if who == "reference" and len(tokenizer) <= (entries := output_size(model)) < output_size(policy):
+        # entries that the tokenizer does not have mean nothing, and without them in the reference the KL is infinite
+        text = f"The policy's entries from {entries} on are cut: the tokenizer has none of them, nor has the reference."
+        warnings.warn(text, KLWarning, stacklevel=2)
+        policy.resize_token_embeddings(entries)
+    check_same_vocabulary(model, policy, who=who, larger=True)
+    return model
+
+
+def frozen_start(config: TrainConfig, start: Any, tokenizer: PreTrainedTokenizerBase) -> nn.Module | None:
+    """The model of a frozen reference, from the policy without an adapter, whose padding may be cut."""
+    if reference_kind(config) != "frozen":
+        return None
+    name = config.model.ref_model
+    return frozen_model(name, start, tokenizer, config, "reference") if name else copy.deepcopy(start)
+
+
+def load_reference(
+    config: TrainConfig, scorer: Scorer, own: nn.Module | None, task: Task, tokenizer: PreTrainedTokenizerBase
+) -> Reference | None:
+    """The reference of a run, on `own` if it has weights of its own; None if nothing needs one here."""
+    kind, traits, model = reference_kind(config), scorer.traits, scorer.model
+    if kind in ("none", "sampler"):
+        return None
+    if kind == "remote":
+        return connect(config, task, tokenizer)
+    if own is not None:
+        name = config.model.ref_model
+        options: dict[str, Any] = {"name": f"{name}, frozen"} if name else {"traits": traits}
+        return LocalReference(placed(own, config).requires_grad_(False).eval(), **options)
+    if kind != "adapter_off":  # a copy of the policy as it was before the first step
+        start = load_policy(config, load_model(config.model.model, config.model.dtype)) if config.run.resume else model
+        model = placed(copy.deepcopy(start), config)
+    reference = of_policy(kind, "reference", model, traits, config)
+    if isinstance(reference, MovingReference):
+        reference.original = LocalReference(copy.deepcopy(reference.model), traits=traits)
+    return reference
+
+
+def of_policy(kind: str, who: Who, model: nn.Module, traits: Traits, config: TrainConfig) -> LocalReference:
     """An anchor that is made of the policy: live or adapter_off of its module, ema or periodic of a copy."""
     if kind == "live":
         return LocalReference(model, name="the policy itself", traits=traits)
     if kind == "adapter_off":
         return AdapterOffReference(model, traits=traits)
-    moves = {"decay": decay} if kind == "ema" else {"reset_steps": reset_steps}
-    return MovingReference(model, traits=traits, **moves)  # pyright: ignore[reportArgumentType]
-
-
-def load_reference(config: TrainConfig, policy: Any, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
-    """The model that ref_model names. What the policy's vocabulary is padded with beyond the reference's is cut.
-
-    Entries that the tokenizer does not have mean nothing, and under a reference without them the KL would be infinite.
-    """
-    assert config.model.ref_model is not None
-    model = load_model(config.model.ref_model, config.model.dtype)
-    check_tokens_of(config.model.ref_model, tokenizer, who="reference")
-    if len(tokenizer) <= (entries := output_size(model)) < output_size(policy):
-        text = f"The policy's entries from {entries} on are cut: the tokenizer has none of them, nor has the reference."
-        warnings.warn(text, KLWarning, stacklevel=2)
-        policy.resize_token_embeddings(entries)
-    check_same_vocabulary(model, policy, larger=True)
-    return model
+    fields = config.flat()
+    decay = fields[f"{who}_decay"] if kind == "ema" else None
+    return MovingReference(model, decay=decay, reset_steps=fields[f"{who}_reset_steps"], traits=traits)
 
 
 def placed(model: nn.Module, config: TrainConfig) -> nn.Module:
@@ -320,45 +304,35 @@ def load_teachers(
     config: TrainConfig, scorer: Scorer, task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> Teachers | None:
     """The teachers of a run, ready to score; None if it has none."""
-    kl = config.teacher
-    if not kl.there:
+    teacher, policy, models = config.teacher, scorer.model, dict[str, Reference]()
+    if not teacher.there:
         return None
     prompts = teacher_prompts(config, task, tokenizer)
-    check_keys(config, task, kl.models)
-    if kl.kind == "remote":
-        seen = [replace(e, prompt=prompts.get(e.prompt, e.prompt)) for e in task.train]
-        models = {"": connect(config, replace(task, train=seen), tokenizer, who="teacher")}
+    check_keys(config, task, teacher.models)
+    if teacher.kind == "remote":
+        shown = [replace(e, prompt=prompts.get(e.prompt, e.prompt)) for e in task.train]
+        models[""] = connect(config, replace(task, train=shown), tokenizer, who="teacher")
+    elif teacher.kind == "frozen":
+        for key, name in teacher.models.items():
+            model = frozen_model(name, policy, tokenizer, config, "teacher").to(device_of(config))
+            models[key] = LocalReference(model, name=f"{name}, frozen")
     else:
-        models = {key: _teacher(config, name, scorer, tokenizer) for key, name in kl.models.items()}
-    return Teachers(kl, models, tokenizer=tokenizer, prompts=prompts)
-
-
-def _teacher(config: TrainConfig, name: str, scorer: Scorer, tokenizer: PreTrainedTokenizerBase) -> LocalReference:
-    kl, policy = config.teacher, scorer.model
-    if kl.kind != "frozen":
-        own = copy.deepcopy(policy) if kl.kind in ("ema", "periodic") else policy
-        return of_policy(kl.kind, own, scorer.traits, decay=kl.teacher_decay, reset_steps=kl.teacher_reset_steps)
-    model = load_model(name, config.model.dtype)
-    check_same_vocabulary(model, policy, who="teacher", larger=True)
-    check_tokens_of(name, tokenizer)
-    return FrozenReference(model.to(next(policy.parameters()).device), name=f"{name}, frozen")  # pyright: ignore[reportArgumentType]
+        own = copy.deepcopy(policy) if teacher.kind in ("ema", "periodic") else policy
+        models[""] = of_policy(teacher.kind, "teacher", own, scorer.traits, config)
+    return Teachers(config=teacher, models=models, tokenizer=tokenizer, prompts=prompts)
 
 
 def connect(
     config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase, *, who: Who = "reference"
-) -> vllm_reference.VLLMReference:
-    """The reference that answers at `reference_url`, or the teacher at `teacher_url`, found to fit the run.
-
-    `task` has the prompts that it sees.
-    """
-    given, rollout = config.flat(), config.rollout
-    longest = check_prompts(task.train, tokenizer, None, rollout.max_completion_length)
+) -> VLLMReference:
+    """The reference at `reference_url`, or the teacher at `teacher_url`, found to fit the run; `task`: what it sees."""
+    fields, length = config.flat(), config.rollout.max_completion_length
     return vllm_reference.connect(
-        str(given[f"{who}_url"] or ""),
-        given[f"{who}_name"],
+        str(fields[f"{who}_url"] or ""),
+        fields[f"{who}_name"],
         top_k=config.teacher.head_size if who == "teacher" else None,
-        temperature=rollout.temperature,
-        longest=(longest, rollout.max_completion_length),
+        temperature=config.rollout.temperature,
+        longest=(check_prompts(task.train, tokenizer, None, length), length),
         prompts=[example.prompt for example in task.train[: vllm_reference.PROBES]],
         tokenizer=tokenizer,
         who=who,
@@ -374,26 +348,26 @@ def check_tokens_of(name: str, ours: PreTrainedTokenizerBase, *, who: Who = "tea
 
 
 def teacher_prompts(config: TrainConfig, task: Task, tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """A prompt -> the prompt that the teacher sees; empty where it sees the same. Held-out ones may be without."""
-    column, found = config.teacher.teacher_prompt, dict[str, str]()
+    """A prompt -> the prompt that the teacher sees; empty if it sees the same. Held-out ones may be without."""
+    column, prompts = config.teacher.teacher_prompt, dict[str, str]()
     if not column:
-        return found
+        return prompts
     for row, example in enumerate(task.train, start=1):
         if column not in example.fields:
             raise no_prompt(column, example.fields)
         text = prompt_text(example.fields[column], config.task, tokenizer, where=f"{column} of prompt {row}")
-        if found.setdefault(example.prompt, text) != text:
+        if prompts.setdefault(example.prompt, text) != text:
             raise DataError(
                 "one prompt has two prompts for the teacher",
                 got=repr(example.prompt[:200]),
                 why="a completion of it could not say which of them the teacher answers",
                 fix="make the prompts differ, or keep one of the rows",
             )
-    for example in (each for rows in task.evaluation.values() for each in rows):
-        if given := example.fields.get(column):
-            text = prompt_text(given, config.task, tokenizer, where=f"{column} of a held-out prompt")
-            found.setdefault(example.prompt, text)
-    return found
+    for example in task.held_out:
+        if value := example.fields.get(column):
+            text = prompt_text(value, config.task, tokenizer, where=f"{column} of a held-out prompt")
+            prompts.setdefault(example.prompt, text)
+    return prompts
 
 
 def check_keys(config: TrainConfig, task: Task, models: Mapping[str, str]) -> None:

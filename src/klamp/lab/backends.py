@@ -53,7 +53,7 @@ def train_run(config: TrainConfig, observers: Sequence[Observer] = ()) -> RunSum
         ConfigError: what the loop cannot honour, before any work.
         KlampError: bad input before any work, or an error in the run with its state saved; see `klamp.errors`.
     """
-    from klamp.lab.trainer import Trainer
+    from klamp.lab.loop import Trainer
 
     if config.run.backend != "local":
         got, fix = f"backend={config.run.backend!r}", "start it by klamp train, or by klamp.lab.backends.launch"

@@ -11,7 +11,7 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_type_hints
+from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
 from klamp.config import KLConfig, LossConfig, TeacherConfig, build_objective
 from klamp.config.kl import resolve_aliases
@@ -36,6 +36,13 @@ Backend: TypeAlias = Literal["local", "trl", "verl"]
 Sampler: TypeAlias = Literal["own", "vllm"]
 MasterWeights: TypeAlias = Literal["float32", "none"]
 
+MOMENT = FROM_0_BELOW_1.but("it is the share of a moment that a step keeps", "")
+RATES = POSITIVE.but("0 trains nothing, and below 0 the loss rises", "1e-6 for large models")
+SEEDS = Numbers(" from 0 to 2**32 - 1", lambda x: 0 <= x < 2**32, "numpy takes no other seed")
+SHARE = ABOVE_0_TO_1.but("it is a share of the probability", "use 1.0 to sample the whole policy")
+GREEDY = "a group of greedy completions is one completion, and has no advantage"
+TEMPERATURES = Numbers(" >= 1e-6", lambda x: x >= 1e-6, GREEDY, "use 1.0")
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -51,9 +58,9 @@ class ModelConfig:
     """Data type of the weights; float16 for the base of a LoRA adapter only."""
     master_weights: MasterWeights = "float32"
     """Train all weights of a bfloat16 model on float32 copies, or (none) in bfloat16 alone, where most never move."""
-    lora_r: int = 0
+    lora_r: Annotated[int, AT_LEAST_0] = 0
     """Rank of a LoRA adapter; 0 trains all weights."""
-    lora_alpha: int = 32
+    lora_alpha: Annotated[int, AT_LEAST_1] = 32
     """Scale of the adapter."""
     lora_target_modules: tuple[str, ...] = ("all-linear",)
     """Modules that get an adapter."""
@@ -61,29 +68,26 @@ class ModelConfig:
     """Recompute activations in the backward pass to save memory."""
 
     def __post_init__(self) -> None:
-        check_fields(self, {"lora_r": AT_LEAST_0, "lora_alpha": AT_LEAST_1})
-
-
-TEMPERATURES = Numbers(" >= 1e-6", lambda x: x >= 1e-6)
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """How completions are sampled. A step samples prompts_per_step * num_generations of them."""
 
-    prompts_per_step: int = 32
+    prompts_per_step: Annotated[int, AT_LEAST_1] = 32
     """Prompts per step."""
-    num_generations: int = 8
+    num_generations: Annotated[int, AT_LEAST_1] = 8
     """Completions per prompt: the group; 1 where a teacher takes the place of the reward."""
-    max_completion_length: int = 16
+    max_completion_length: Annotated[int, AT_LEAST_1] = 16
     """Longest completion in tokens."""
-    max_prompt_length: int = 512
+    max_prompt_length: Annotated[int, AT_LEAST_1] = 512
     """Longest prompt in tokens that there is room for (backend verl); a longer one is refused before any work."""
-    temperature: float = 1.0
+    temperature: Annotated[float, TEMPERATURES] = 1.0
     """Sampling temperature; log-probabilities and the KL are those at this temperature."""
-    top_p: float = 1.0
+    top_p: Annotated[float, SHARE] = 1.0
     """Nucleus sampling; below 1 the support is cut, and k1 and k3 of the uncut models are biased alike."""
-    top_k: int = 0
+    top_k: Annotated[int, AT_LEAST_0] = 0
     """Top-k sampling; 0: off."""
     mask_truncated_completions: bool = False
     """Leave completions out of the loss that reached max_completion_length without an end token."""
@@ -93,19 +97,7 @@ class RolloutConfig:
     """Address of a vLLM server that `trl vllm-serve` runs, which writes them instead (backend trl); None: no server."""
 
     def __post_init__(self) -> None:
-        greedy = "a group of greedy completions is one completion, and has no advantage"
-        check_fields(
-            self,
-            {
-                "prompts_per_step": AT_LEAST_1,
-                "num_generations": AT_LEAST_1,
-                "max_completion_length": AT_LEAST_1,
-                "max_prompt_length": AT_LEAST_1,
-                "temperature": TEMPERATURES.but(greedy, "use 1.0"),
-                "top_p": ABOVE_0_TO_1.but("it is a share of the probability", "use 1.0 to sample the whole policy"),
-                "top_k": AT_LEAST_0,
-            },
-        )
+        check_fields(self)
         check_server(self.sampler_url, "sampler_url", key="your ~/.netrc, which TRL's client reads")
 
 
@@ -113,43 +105,27 @@ class RolloutConfig:
 class OptimConfig:
     """How weights move."""
 
-    learning_rate: float = 1e-4
+    learning_rate: Annotated[float, RATES] = 1e-4
     """Peak learning rate of AdamW."""
     lr_scheduler_type: Schedule = "cosine"
     """constant, linear or cosine, after the warm-up."""
-    warmup_steps: int = 10
+    warmup_steps: Annotated[int, AT_LEAST_0] = 10
     """Steps of linear warm-up."""
-    weight_decay: float = 0.0
+    weight_decay: Annotated[float, AT_LEAST_0] = 0.0
     """Decoupled weight decay."""
-    adam_beta1: float = 0.9
+    adam_beta1: Annotated[float, MOMENT] = 0.9
     """Decay of AdamW's first moment."""
-    adam_beta2: float = 0.99
+    adam_beta2: Annotated[float, MOMENT] = 0.99
     """Decay of AdamW's second moment."""
-    max_grad_norm: float = 1.0
+    max_grad_norm: Annotated[float, AT_LEAST_0] = 1.0
     """Largest norm of the gradient; 0: no clipping."""
-    num_iterations: int = 1
+    num_iterations: Annotated[int, AT_LEAST_1] = 1
     """Updates per rollout; from the second on, ratios are taken against the log-probabilities before the first."""
-    gradient_accumulation_steps: int = 1
+    gradient_accumulation_steps: Annotated[int, AT_LEAST_1] = 1
     """Parts that a step is computed in; the result is that of the whole, exactly."""
 
     def __post_init__(self) -> None:
-        moment = FROM_0_BELOW_1.but("it is the share of a moment that a step keeps", "")
-        check_fields(
-            self,
-            {
-                "learning_rate": POSITIVE.but("0 trains nothing, and below 0 the loss rises", "1e-6 for large models"),
-                "warmup_steps": AT_LEAST_0,
-                "weight_decay": AT_LEAST_0,
-                "adam_beta1": moment,
-                "adam_beta2": moment,
-                "max_grad_norm": AT_LEAST_0,
-                "num_iterations": AT_LEAST_1,
-                "gradient_accumulation_steps": AT_LEAST_1,
-            },
-        )
-
-
-SEEDS = Numbers(" from 0 to 2**32 - 1", lambda x: 0 <= x < 2**32, "numpy takes no other seed")
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,27 +134,27 @@ class RunConfig:
 
     output_dir: str | None = None
     """Folder of the run; None: runs/TASK-NNN with the next free number."""
-    max_steps: int = 120
+    max_steps: Annotated[int, AT_LEAST_0] = 120
     """Steps, each with one rollout."""
-    seed: int = 0
+    seed: Annotated[int, SEEDS] = 0
     """Seed of sampling and of the order of prompts."""
-    eval_every: int = 40
+    eval_every: Annotated[int, AT_LEAST_0] = 40
     """Steps between evaluations; 0: only before and after."""
-    save_every: int = 40
+    save_every: Annotated[int, AT_LEAST_0] = 40
     """Steps between checkpoints; 0: only at the end."""
-    keep_checkpoints: int = 2
+    keep_checkpoints: Annotated[int, AT_LEAST_1] = 2
     """How many checkpoints to keep."""
-    log_completions: int = 8
+    log_completions: Annotated[int, AT_LEAST_0] = 8
     """Completions per logged step that are written to completions.jsonl."""
-    log_completions_every: int = 10
+    log_completions_every: Annotated[int, AT_LEAST_1] = 10
     """Steps between logged completions."""
-    log_answers: int = 4
+    log_answers: Annotated[int, AT_LEAST_0] = 4
     """Greedy answers per skill that every evaluation writes to answers.jsonl."""
     report_to: tuple[str, ...] = ("tensorboard",)
     """Trackers: tensorboard, wandb (if it is installed); none: no tracker."""
     resume: bool = False
     """Continue a run from its newest checkpoint, as it was but for what is named: `--resume RUN`, or output_dir."""
-    exact_kl_completions: int | None = None
+    exact_kl_completions: Annotated[int | None, AT_LEAST_0] = None
     """Completions per group whose exact KL is measured, in both directions; None: all of them for a small vocabulary,
     else one and KL(policy||ref) only."""
     cpu: bool = False
@@ -187,11 +163,11 @@ class RunConfig:
     """Alarms (and notes) at which to stop, with a checkpoint kept; `klamp doctor --help` lists them."""
     backend: Backend = "local"
     """Who trains: local (klamp's own loop), trl (TRL's GRPO), or verl (its own program, on Ray)."""
-    gpus: int = 1
+    gpus: Annotated[int, AT_LEAST_1] = 1
     """GPUs to use on each machine (backends verl and trl, which gets a process for each)."""
-    gpu_memory: float = 80.0
+    gpu_memory: Annotated[float, POSITIVE] = 80.0
     """Memory of a GPU in GB, by which parts of a step, offloading and the engine's share are chosen."""
-    machines: int = 1
+    machines: Annotated[int, AT_LEAST_1] = 1
     """Machines of the Ray cluster to use (backend verl)."""
     ray_address: str | None = None
     """Address of a Ray cluster to run on (backend verl); None: one of this machine alone, started for the run."""
@@ -199,18 +175,7 @@ class RunConfig:
     """More arguments of verl, KEY=VALUE as in Hydra (backend verl); they come last, and win."""
 
     def __post_init__(self) -> None:
-        check_fields(
-            self,
-            {
-                **dict.fromkeys(
-                    ("max_steps", "eval_every", "save_every", "log_completions", "log_answers"), AT_LEAST_0
-                ),
-                **dict.fromkeys(("keep_checkpoints", "log_completions_every", "gpus", "machines"), AT_LEAST_1),
-                "seed": SEEDS,
-                "gpu_memory": POSITIVE,
-                "exact_kl_completions": AT_LEAST_0,
-            },
-        )
+        check_fields(self)
         if self.report_to == ("none",):  # as transformers and TRL have it
             object.__setattr__(self, "report_to", ())
         if (self.output_dir or "").startswith("~"):
@@ -245,7 +210,7 @@ class TrainConfig:
             warnings.warn(text, KLWarning, stacklevel=3)
 
     def _cautions(self) -> Iterator[str]:
-        cut, taught = self.rollout.top_p < 1 or self.rollout.top_k > 0, self.teacher
+        cut, teacher = self.rollout.top_p < 1 or self.rollout.top_k > 0, self.teacher
         noise = (self.kl.kl_estimator, self.kl.kl_gradient) == ("k1", "own")
         once = self.optim.num_iterations == 1
         if self.kl.reference == "sampler" and self.kl.beta > 0 and once and not cut and not noise:
@@ -253,14 +218,14 @@ class TrainConfig:
                 "reference='sampler' has no effect with num_iterations=1, but for rounding: at a rollout's only update "
                 "the policy is the sampler. Use num_iterations of 2 or more, or another reference."
             )
-        sampled = taught.teacher_estimator in ("k1", "k3") or taught.teacher_horizon == "sequence"
-        sampled |= taught.teacher_estimator == "topk" and taught.teacher_tail == "sampled"
-        if cut and sampled and taught.there and taught.teacher_placement == "loss":
+        sampled = teacher.teacher_estimator in ("k1", "k3") or teacher.teacher_horizon == "sequence"
+        sampled |= teacher.teacher_estimator == "topk" and teacher.teacher_tail == "sampled"
+        if cut and sampled and teacher.there and teacher.teacher_placement == "loss":
             said = "the KL to the teacher is that over what it keeps. For the KL over all words"
-            if taught.teacher_off_policy == "none":
+            if teacher.teacher_off_policy == "none":
                 said = (
                     "without the weight policy / sampler the KL to the teacher is off. Set teacher_off_policy="
-                    f"{taught.teacher_horizon!r} for the KL over what it keeps, or"
+                    f"{teacher.teacher_horizon!r} for the KL over what it keeps, or"
                 )
             top_p, top_k = self.rollout.top_p, self.rollout.top_k
             yield f"top_p={top_p:g} and top_k={top_k} cut the sampler: {said} sample the whole policy."
@@ -290,7 +255,7 @@ class TrainConfig:
         for name, value in resolve_aliases(values, set(owners), ALL_ALIASES).items():
             sections[owners[name]][name] = tuple(value) if isinstance(value, list) else value
         classes = section_classes()
-        return cls(**{name: classes[name](**given) for name, given in sections.items()})
+        return cls(**{name: classes[name](**fields) for name, fields in sections.items()})
 
 
 def section_classes() -> dict[str, type]:

@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import ConfigError, DataError
 from klamp.hosts.common.sampler_weights import SyncReport, check_sync
-from klamp.lab.anchors import LocalReference, MovingReference, Reference
+from klamp.lab.anchors import LocalReference, Reference
 from klamp.lab.checkpoint import new_run
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import COMPLETIONS, checkpoint_folders, lines_of, number_of, policy_in
@@ -49,18 +49,18 @@ class Evaluation(NamedTuple):
 def evaluate(context: Context) -> Evaluation:
     """Decode every held-out prompt greedily and score it; a skill of `Task.read` is read instead."""
 
-    def logprobs(given: Completions) -> Tensor:
-        return score(context.policy, given, temperature=1.0).logprobs
+    def logprobs(completions: Completions) -> Tensor:
+        return score(context.policy, completions, temperature=1.0).logprobs
 
     scores, answers = dict[str, float](), list[dict[str, Any]]()
     for skill, examples in context.task.evaluation.items():
         if skill in context.task.read:
-            rated = probabilities(examples, context.tokenizer, context.device, logprobs)
+            ratings = probabilities(examples, context.tokenizer, context.device, logprobs)
         else:
-            rows = _answered(context, examples, [each.prompt for each in examples])
-            rated = [row["score"] for row in rows]
+            rows = _answered(context, examples, [example.prompt for example in examples])
+            ratings = [row["score"] for row in rows]
             answers += rows[: context.config.run.log_answers]
-        scores[skill] = sum(rated) / max(1, len(examples))
+        scores[skill] = sum(ratings) / max(1, len(examples))
     return Evaluation(scores, answers)
 
 
@@ -68,8 +68,10 @@ def _answered(
     context: Context, examples: Sequence[Example], prompts: Sequence[str], reference: LocalReference | None = None
 ) -> list[dict[str, Any]]:
     """The greedy answers of the policy, or of a reference, and their scores."""
-    parts = (completed(context, part, uniforms=None, reference=reference) for part in _parts(prompts, BATCH))
-    texts = [text for part in parts for text in part.texts(context.tokenizer)]
+    texts: list[str] = []
+    for i in range(0, len(prompts), BATCH):
+        completions = completed(context, prompts[i : i + BATCH], uniforms=None, reference=reference)
+        texts += completions.texts(context.tokenizer)
     return [
         {"skill": e.skill, "question": e.question, "completion": text, "score": context.task.score(e, text)}
         for e, text in zip(examples, texts, strict=True)
@@ -78,21 +80,18 @@ def _answered(
 
 def teacher_answers(context: Context) -> list[dict[str, Any]]:
     """What the teachers that can write here answer greedily, each behind the prompt that it sees; as `answers`."""
-    task, teachers, shown = context.task, context.teachers, context.config.run.log_answers
+    task, teachers, count = context.task, context.teachers, context.config.run.log_answers
     if teachers is None:
         return []
-    every = [each for skill, rows in task.evaluation.items() if skill not in task.read for each in rows[:shown]]
+    shown = [row for skill, rows in task.evaluation.items() if skill not in task.read for row in rows[:count]]
     answers: list[dict[str, Any]] = []
     for key, model in teachers.models.items():
-        examples = [each for each in every if teachers.key(each) == key and teachers.prompt(each) is not None]
-        if examples and isinstance(model, LocalReference):
-            rows = _answered(context, examples, [str(teachers.prompt(each)) for each in examples], model)
+        prompts = [(example, teachers.prompt(example)) for example in shown if teachers.key(example) == key]
+        pairs = [(example, prompt) for example, prompt in prompts if prompt is not None]
+        if isinstance(model, LocalReference):
+            rows = _answered(context, [example for example, _ in pairs], [prompt for _, prompt in pairs], model)
             answers += [{**row, "who": "teacher"} for row in rows]
     return answers
-
-
-def _parts(items: Sequence[Any], size: int) -> Iterator[Sequence[Any]]:
-    return (items[i : i + size] for i in range(0, len(items), size))
 
 
 def probabilities(
@@ -107,14 +106,14 @@ def probabilities(
 
     `logprobs_of` gives [B, T] log-probabilities of the completions' tokens under the model, in nats.
     """
-    rated: list[float] = []
-    for part in _parts(examples, READ_AT_ONCE):
-        given = answers_as_completions(part, tokenizer, device)
+    ratings: list[float] = []
+    for i in range(0, len(examples), READ_AT_ONCE):
+        answers = answers_as_completions(examples[i : i + READ_AT_ONCE], tokenizer, device)
         with torch.no_grad():
-            logprobs = logprobs_of(given).double()
-        means = torch.where(given.mask, logprobs, 0.0).sum(-1) / given.mask.sum(-1)
-        rated += means.exp().tolist()
-    return rated
+            logprobs = logprobs_of(answers).double()
+        means = torch.where(answers.mask, logprobs, 0.0).sum(-1) / answers.mask.sum(-1)
+        ratings += means.exp().tolist()
+    return ratings
 
 
 def answers_as_completions(
@@ -122,17 +121,13 @@ def answers_as_completions(
 ) -> Completions:
     """The answers (their first tokens) as if they had been sampled; no end token is added: an answer may go on."""
     prompt_ids, prompt_mask = encode_prompts([e.prompt for e in examples], tokenizer, device)
-    given: Any = tokenizer(
-        [e.answer for e in examples], return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
-    )
-    ids = given["input_ids"][:, :longest].to(device)
-    mask = given["attention_mask"][:, :longest].bool().to(device)
+    ids, mask = encode_prompts([e.answer for e in examples], tokenizer, device, side="right")
     return Completions(
         prompt_ids=prompt_ids,
         prompt_mask=prompt_mask,
-        ids=ids,
-        mask=mask,
-        sampler_logprobs=torch.zeros_like(ids, dtype=torch.float32),
+        ids=ids[:, :longest],
+        mask=mask[:, :longest].bool(),
+        sampler_logprobs=torch.zeros(ids[:, :longest].shape, device=device),
         ended=torch.ones(len(ids), dtype=torch.bool, device=device),
     )
 
@@ -143,76 +138,66 @@ def check_completions(config: TrainConfig, folder: Path) -> Iterator[tuple[int, 
     The first step's weights are those of the model that the run started from; those of step N + 1 are in the checkpoint
     of step N.
     """
-    kept = _by_step(folder / COMPLETIONS)
+    completions, model = _sampled_rows(folder / COMPLETIONS), config.model
     counted = config.optim.num_iterations if config.run.backend == "trl" else 1  # TRL counts updates
     weights = {1: None, **{number_of(saved) // counted + 1: saved for saved in checkpoint_folders(folder)}}
-    steps = sorted(weights.keys() & kept.keys())
+    steps = sorted(weights.keys() & completions.keys())
     if not steps:
         raise DataError(
             "no completions can be scored again",
-            got=f"completions of steps {sorted(kept) or 'none'}, weights of steps {sorted(weights)}",
+            got=f"completions of steps {sorted(completions) or 'none'}, weights of steps {sorted(weights)}",
             why="a step's weights are those before it: the model of the start, or the checkpoint of the step before",
             fix="set log_completions_every=1; where transformers generates for TRL, a sampler tells nothing",
         )
-    tokenizer = load_tokenizer(config.model.tokenizer or config.model.model)
-    start = load_model(config.model.model, config.model.dtype)
+    tokenizer: Any = load_tokenizer(model.tokenizer or model.model)
+    start = load_model(model.model, model.dtype)
     for step in steps:
-        saved, rows = weights[step], kept[step]
-        moved = saved is not None and not config.model.lora_r  # with an adapter, the start is the policy without it
-        yield (
-            step,
-            check_sync(
-                start if saved is None else _policy(config, saved),
-                [tokenizer(row["prompt"], add_special_tokens=False)["input_ids"] for row in rows],  # pyright: ignore
-                [tokenizer.convert_tokens_to_ids(row["tokens"]) for row in rows],  # pyright: ignore
-                [row["sampler_logprobs"] for row in rows],
-                trainer_logprobs=[row["policy_logprobs"] for row in rows],
-                temperature=config.rollout.temperature,
-                top_k=config.rollout.top_k,
-                top_p=config.rollout.top_p,
-                start=start if moved else None,
-            ),
+        saved, rows, policy = weights[step], completions[step], start
+        if saved is not None and model.lora_r:
+            policy = with_adapter(load_model(model.model, model.dtype), model, policy_in(saved)).eval()
+        elif saved is not None:
+            policy = load_model(str(policy_in(saved)), model.dtype)
+        report = check_sync(
+            policy,
+            [tokenizer(row["prompt"], add_special_tokens=False)["input_ids"] for row in rows],
+            [tokenizer.convert_tokens_to_ids(row["tokens"]) for row in rows],
+            [row["sampler_logprobs"] for row in rows],
+            trainer_logprobs=[row["policy_logprobs"] for row in rows],
+            temperature=config.rollout.temperature,
+            top_k=config.rollout.top_k,
+            top_p=config.rollout.top_p,
+            start=None if saved is None or model.lora_r else start,  # with an adapter, the policy without it
         )
+        yield step, report
 
 
-def _policy(config: TrainConfig, checkpoint: Path) -> Any:
-    model, saved = config.model, policy_in(checkpoint)
-    if model.lora_r:
-        return with_adapter(load_model(model.model, model.dtype), model, saved).eval()
-    return load_model(str(saved), model.dtype)
-
-
-def _by_step(file: Path) -> dict[int, list[dict[str, Any]]]:
+def _sampled_rows(file: Path) -> dict[int, list[dict[str, Any]]]:
     """The first completions of each step that have the log-probabilities of a sampler."""
-    kept: dict[int, list[dict[str, Any]]] = {}
+    completions: dict[int, list[dict[str, Any]]] = {}
     for row in lines_of(file):
-        told = [value for value in row.get("sampler_logprobs") or () if value is not None and math.isfinite(value)]
-        rows = kept.setdefault(int(row["step"]), []) if told else []
-        if len(rows) < ROWS:
-            rows.append(row)
-    return kept
+        logprobs = row.get("sampler_logprobs") or ()
+        if any(x is not None and math.isfinite(x) for x in logprobs):
+            completions.setdefault(int(row["step"]), []).append(row)
+    return {step: rows[:ROWS] for step, rows in completions.items()}
 
 
 # fingerprints ---------------------------------------------------------------------------------------------------------
 
 PROBES, PROBE_TOKENS = 4, 8  # prompts whose first tokens are scored, and how many
 SAME = 0.05  # nats by which the log-probabilities of one model may differ: other kernels, other batches
-THAT_STAY = ("frozen", "remote", "adapter_off")  # teachers whose weights never change; others are in the checkpoint
 
 
 def fingerprints(context: Context) -> dict[str, Any]:
     """Name -> SHA-256, or log-probabilities in nats, of a run that is loaded."""
     template = getattr(context.tokenizer, "chat_template", None)
     rows = {"": context.task.train, **context.task.evaluation}  # the prompts as the policy sees them
-    texts = {skill: [(each.prompt, each.answer) for each in examples] for skill, examples in rows.items()}
-    found: dict[str, Any] = {"chat template": _sha256(template), "task": _sha256(texts)}
-    start = context.original or context.reference  # a moving reference has moved
-    if start is not None and not isinstance(start, MovingReference):
-        found["reference"] = _scores(context, start)
-    teachers = context.teachers
-    if teachers is not None and context.config.teacher.kind in THAT_STAY:
-        found |= {f"teacher {key}".strip(): _scores(context, model) for key, model in teachers.models.items()}
-    return found
+    texts = {skill: [(example.prompt, example.answer) for example in examples] for skill, examples in rows.items()}
+    prints: dict[str, Any] = {"chat template": _sha256(template), "task": _sha256(texts)}
+    anchors = {name: anchor for name, anchor in context.anchors.items() if name not in context.moving}
+    anchors |= {} if context.original is None else {"reference": context.original}
+    if context.config.teacher.kind == "live":  # the policy, which moves too
+        del anchors["teacher"]
+    return prints | {name: _scores(context, anchor) for name, anchor in anchors.items()}
 
 
 def check_same(saved: Mapping[str, Any], now: Mapping[str, Any], *, checkpoint: Path) -> None:
@@ -246,7 +231,7 @@ def _sha256(content: Any) -> str:
 
 def _scores(context: Context, model: Reference) -> list[float]:
     """The log-probabilities of the first tokens of a few prompts, each behind its own prompt."""
-    examples = [replace(each, answer=each.prompt) for each in context.task.train[:PROBES]]
-    given = answers_as_completions(examples, context.tokenizer, context.device, longest=PROBE_TOKENS)
-    logprobs = model.score(given, temperature=context.config.rollout.temperature).logprobs
-    return [round(x, 4) for x in logprobs[given.mask].tolist()]
+    examples = [replace(example, answer=example.prompt) for example in context.task.train[:PROBES]]
+    completions = answers_as_completions(examples, context.tokenizer, context.device, longest=PROBE_TOKENS)
+    logprobs = model.score(completions, temperature=context.config.rollout.temperature).logprobs
+    return [round(x, 4) for x in logprobs[completions.mask].tolist()]

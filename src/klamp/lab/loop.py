@@ -1,22 +1,26 @@
-"""GRPO from scratch in five functions, as a guide describes them (docs/sources.md).
+"""klamp's own loop, from the KL of a token to a whole run.
 
     compute_kl_divergence   the KL of each token
     compute_loss            clipped policy loss plus KL
     grpo_microbatch_step    forward and backward pass of one micro-batch
-    train                   the whole loop, for a model and a reward function
+    take_step               a step: sample, score, update, measure, adjust beta
+    train                   steps for a model and a reward function
     log_train               a line and TensorBoard scalars per step
+    Trainer                 a configured run: schedule, evaluation, checkpoints, alarms, resume
 
-The guide prints kl_coef * mean(log policy - log ref) as the loss. These functions return that value. Differentiated as
-printed, its expected gradient is zero, so the gradient here is that of KL(policy || ref). A test compares each of them
-with `klamp.lab.trainer`, bit by bit.
+All but `take_step` and `Trainer` are the functions of a guide from scratch (docs/sources.md), which prints
+kl_coef * mean(log policy - log ref) as the loss. They return that value. Differentiated as printed, its expected
+gradient is zero, so the gradient here is that of KL(policy || ref). A test compares each with `Trainer`, bit by bit.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
-from typing import Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,25 +29,33 @@ from transformers import PreTrainedTokenizerBase
 
 from klamp.config import KLConfig, LossConfig, build_objective
 from klamp.config.rules import check_beta
+from klamp.config.teacher import OF_THE_POLICY
 from klamp.core.arguments import FLOATS, MASKS, check_instance, check_tensors
 from klamp.core.gradients import kl_penalty
 from klamp.core.masking import Totals, masked_mean
 from klamp.core.objective import grpo_loss
 from klamp.core.types import Batch, LogProbs, Mask, TokenValues
-from klamp.errors import ConfigError, DataError
-from klamp.lab.anchors import FrozenReference
+from klamp.errors import ConfigError, DataError, KlampError, RunFolderError, TrainingStopped
+from klamp.hosts.common.anchors import STEP_ZERO_KL, likely_reasons, step_zero_text
+from klamp.hosts.common.control import go_on_from, held_kl
+from klamp.lab import checkpoint, updates
+from klamp.lab.anchors import AdapterOffReference, LocalReference
+from klamp.lab.checkpoint import check_resume, identity
 from klamp.lab.config import OptimConfig, RolloutConfig, RunConfig, TrainConfig
-from klamp.lab.setup import Context
+from klamp.lab.evaluation import check_same, evaluate, fingerprints, teacher_answers
+from klamp.lab.folders import IDENTITY, METRICS_FILE, checkpoints, lines_until, number_of, opened_folder, scores_of
+from klamp.lab.interrupts import Interrupt, deferred_interrupts
+from klamp.lab.observers import AlarmObserver, Observer, RunInfo, RunLog, RunSummary, check_trackers
+from klamp.lab.rollouts import Rollout, collect, measure_reference_length
+from klamp.lab.sampling import examples_of_step
+from klamp.lab.setup import Context, build, check_processes
 from klamp.lab.tasks.base import Example, Task, checked
-from klamp.lab.trainer import take_step
+from klamp.lab.tasks.files import chat_cautions
 from klamp.scoring.completions import Completions
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Ask, Scorer, score
 
 __all__ = ["compute_kl_divergence", "compute_loss", "grpo_microbatch_step", "log_train", "train"]
-
-RewardFunction = Callable[[str, str], float]
-"""reward(prompt, completion) -> a finite number."""
 
 log = logging.getLogger("klamp.training.loop")
 
@@ -91,17 +103,14 @@ def compute_loss(
     Shapes: [B, T] each, advantages [B] or [B, T] -> scalar and a dictionary of detached scalars.
 
     Args:
-        policy_log_probs: under the policy, with gradient.
         old_log_probs: under the policy at rollout time; None: the policy itself.
-        advantages: one per response or per token.
-        response_mask: True on response tokens.
         ref_log_probs: under the reference; needed where kl_coef > 0.
         kl: any other KL term; its beta replaces kl_coef.
         totals: size of the whole batch when this is a micro-batch of it.
 
     Returns:
         The loss and metadata: `kl_penalty_mean` (what the KL adds to the loss), `kl_mean` (mean k1 in nats per
-        token), `policy_loss`, `clip_fraction`.
+        token), `policy_loss`, `clip_fraction`, `log_prob_mean`.
 
     Raises:
         ConfigError: kl_coef > 0 without ref_log_probs, both kl_coef and kl, or a number that is none.
@@ -120,8 +129,7 @@ def compute_loss(
             why="both say how much of the KL enters",
             fix="set kl's beta, and leave kl_coef out",
         )
-    term = kl if kl is not None else printed_kl(kl_coef)
-    objective = build_objective(term, printed_loss(cliprange), max_length=1)
+    objective = build_objective(kl or printed_kl(kl_coef), printed_loss(cliprange), max_length=1)
     batch = Batch(
         policy_logprobs=policy_log_probs,
         mask=response_mask,
@@ -169,8 +177,6 @@ def grpo_microbatch_step(
 
     Args:
         model: the policy; or its `Scorer`, which `Trainer` uses: the same numbers, for less memory and time.
-        advantages: [B] or [B, T].
-        old_log_probs: under the policy at rollout time; None: the policy itself.
         temperature: that of the sampler.
         totals: size of the whole batch; with it, micro-batches add up exactly to the batch.
 
@@ -217,19 +223,44 @@ def _log_probs(model: nn.Module, completions: Completions, temperature: float) -
     return score(model, completions, temperature=temperature).logprobs
 
 
-class ScalarWriter(Protocol):
-    """What `log_train` needs of a TensorBoard SummaryWriter."""
+class Step(NamedTuple):
+    """What one step of GRPO gave."""
 
-    def add_scalar(self, tag: str, scalar_value: float, global_step: int) -> object:
-        """Record one number."""
-        ...
+    rollout: Rollout  # the completions that were trained on
+    first: updates.UpdateOutput  # what its first update measured
+    metrics: dict[str, float]  # name -> value, names as in `klamp.doctor.metrics`
+
+
+def take_step(
+    context: Context, optimizer: Optimizer, examples: Sequence[Example], *, step: int, total_steps: int
+) -> Step:
+    """One step of GRPO: sample and score completions, update the policy, measure, adjust beta.
+
+    `step` counts from 0, and with the seed it determines every draw. After a RewardError the weights are as they were.
+    """
+    config, rate = context.config, float(optimizer.param_groups[0]["lr"])
+    beta, coefficient = context.control.beta(step, total_steps), config.teacher.coefficient(step, total_steps)
+    objective = context.objective.weighted(beta, teacher=coefficient)
+    rollout = collect(context, examples, step=step, terms=objective.terms)
+    outputs: list[updates.UpdateOutput] = []
+    for _ in range(config.optim.num_iterations):
+        outputs.append(updates.update(context, optimizer, rollout, objective))
+        if outputs[-1].stopped:
+            break
+        rollout = updates.with_old_logprobs(rollout, outputs[0])
+    metrics = updates.measured(context, rollout, outputs) | {"train/learning_rate": rate}
+    metrics |= updates.control_metrics(context, beta, metrics)
+    metrics |= {"teacher/coef": coefficient} if len(objective.terms) > 1 else {}
+    if (kl := held_kl(metrics, exact_everywhere=context.exact_everywhere)) is not None:
+        context.control.update(kl, metrics, rollout.rewards.view(-1, config.rollout.num_generations))
+    return Step(rollout, outputs[0], metrics)
 
 
 def train(
     model: nn.Module,
     tokenizer: PreTrainedTokenizerBase,
     prompts: Sequence[str],
-    reward: RewardFunction,
+    reward: Callable[[str, str], float],
     optimizer: Optimizer,
     *,
     ref_model: nn.Module | None = None,
@@ -238,13 +269,12 @@ def train(
     rollout: RolloutConfig | None = None,
     optim: OptimConfig | None = None,
     seed: int = 0,
-    writer: ScalarWriter | None = None,
+    writer: Any = None,
 ) -> list[dict[str, float]]:
     """The whole GRPO loop on one process, in its plainest form.
 
-    Each step takes the next prompts, samples a group of completions for each, scores them, forms advantages, adds up
-    the gradients of the micro-batches and steps the optimizer. What is recorded of it is that of its tokens before the
-    update: `klamp doctor` reads the TensorBoard folder as fully as that of `klamp train`.
+    A step takes the next prompts, samples a group of completions for each, scores them, forms advantages and updates
+    the policy. `klamp doctor` reads the TensorBoard folder as fully as that of `klamp train`.
 
     Args:
         model: the policy, a causal LM; changed in place.
@@ -253,6 +283,7 @@ def train(
         ref_model: the frozen reference; needed where kl_coef > 0.
         rollout: group size, lengths, temperature; the defaults of `RolloutConfig`.
         optim: micro-batches per step and the bound of the gradient's norm; the defaults of `OptimConfig`.
+        writer: a TensorBoard SummaryWriter.
 
     Returns:
         One dictionary of numbers per step, as given to `log_train`: `loss`, `policy_loss`, `kl_penalty`, `grad_norm`,
@@ -276,11 +307,11 @@ def train(
         optim=optim or OptimConfig(),
         run=RunConfig(seed=seed, exact_kl_completions=0),
     )
+    frozen = needed_reference(ref_model, kl_coef) if kl_coef > 0 else None
     context = Context(
         config=config,
-        output_dir=Path(),
         scorer=Scorer(model, probe(model)),
-        reference=FrozenReference(needed_reference(ref_model, kl_coef)) if kl_coef > 0 else None,
+        reference=None if frozen is None else LocalReference(frozen.requires_grad_(False).eval()),
         tokenizer=tokenizer,
         task=Task(name="", train=rows, evaluation={}, rl_skill="", score=scored),
     )
@@ -295,8 +326,8 @@ def train(
     return history
 
 
-def log_train(step: int, metrics: Mapping[str, float], *, writer: ScalarWriter | None = None) -> str:
-    """Record a step: TensorBoard scalars `train/NAME` and one line to the logger `klamp.lab.loop`.
+def log_train(step: int, metrics: Mapping[str, float], *, writer: Any = None) -> str:
+    """Record a step: TensorBoard scalars `train/NAME` and one line to the logger `klamp.training.loop`.
 
     Returns:
         The line: `Step 1 | Loss: 0.1234 | Grad norm: 0.5678 | Reward: 0.5000 | KL penalty: 0.0012`.
@@ -310,3 +341,240 @@ def log_train(step: int, metrics: Mapping[str, float], *, writer: ScalarWriter |
     line = " | ".join([f"Step {step}", *shown])
     log.info(line)
     return line
+
+
+class Trainer:
+    """A run of a configuration: how far it is, what it measured last, and the observers that are told of it."""
+
+    def __init__(self, context: Context, observers: Sequence[Observer], folder: Path = Path()) -> None:
+        config = context.config
+        self.context, self.folder, self.step = context, folder, 0
+        self.optimizer = updates.adamw(context.policy, config)
+        self.optimizer.register_step_pre_hook(self._begin_update)
+        self.schedule = updates.schedule_of(self.optimizer, config)
+        self.alarms = AlarmObserver(self.tell, rl_skill=context.task.rl_skill, stop_on=config.run.stop_on)
+        self.observers = [*observers, self.alarms]
+        self.saved: tuple[int, Path | None] = (0, None)
+        self.before, self.after, self.metrics = (dict[str, float]() for _ in range(3))
+        self.whole = True  # whether the weights are those of the last step done, and not half way through the next one
+        self.fingerprints = fingerprints(context)
+        self.identity: Mapping[str, Any] = {}
+
+    def _begin_update(self, *_: object) -> None:
+        self.whole = False
+
+    @classmethod
+    def train(cls, config: TrainConfig, observers: Sequence[Observer]) -> RunSummary:
+        """Run a configuration to its last step, from its newest checkpoint if it is to be resumed."""
+        check_processes(config)
+        check_trackers(config)
+        with opened_folder(config) as folder:
+            everyone = [RunLog(), *observers]
+            try:
+                saved = checkpoint.whole_newest(folder) if config.run.resume else None
+                _, changes = check_resume(config, folder) or (0, "")
+                run = cls(build(config, observers, resumed=saved), everyone, folder)
+                if saved is not None:
+                    run.resume(saved)
+                run.tell(lambda o: o.on_start(run.info(changes)))
+                run.warn(*chat_cautions(config.task, run.context.tokenizer, run.context.stop))
+                return run.run()
+            finally:
+                for observer in everyone:
+                    observer.close()
+
+    def run(self) -> RunSummary:
+        """Take all steps that are left; if the run ends early, the state is saved."""
+        started = time.perf_counter()
+        measure_reference_length(self.context)
+        if not self.before or (self.is_due(self.context.config.run.eval_every) and not self.after):
+            self.after = self.evaluate()
+            self.before = self.before or self.after
+        with deferred_interrupts() as interrupt:
+            try:
+                while self.step < self.context.config.run.max_steps:
+                    self.end_step(self.train_step(), interrupt)
+            except (KeyboardInterrupt, KlampError) as error:
+                step, folder = self.kept()
+                if isinstance(error, KeyboardInterrupt):
+                    raise self.stopped(step, folder) from error
+                if folder is not None:
+                    error.add_note(f"  the state after step {step} is saved in {folder}")
+                raise
+        summary = RunSummary(
+            output_dir=self.folder,
+            steps=self.step,
+            seconds=time.perf_counter() - started,
+            rl_skill=self.context.task.rl_skill,
+            before=self.before,
+            after=self.after,
+            final_metrics=self.metrics,
+        )
+        self.tell(lambda o: o.on_end(summary))
+        return summary
+
+    def train_step(self) -> dict[str, float]:
+        """Take the next step; returns its metrics."""
+        started, context, run = time.perf_counter(), self.context, self.context.config.run
+        examples = self.prompts(self.step)
+        step = take_step(context, self.optimizer, examples, step=self.step, total_steps=run.max_steps)
+        self.schedule.step()
+        if self.step == 0:
+            self._check_step_zero(step.metrics)
+        if run.log_completions and (self.step == 0 or (self.step + 1) % run.log_completions_every == 0):
+            count = min(run.log_completions, len(step.rollout.texts))
+            rows = [updates.completion_row(context, step.rollout, step.first, i) for i in range(count)]
+            self.tell(lambda o: o.on_completions(self.step + 1, rows))
+        self.step += 1
+        for anchor in context.moving.values():
+            anchor.after_step(context.policy, self.step)
+        self.whole = True
+        seconds = max(time.perf_counter() - started, 1e-9)
+        tokens = float(step.rollout.totals.tokens)
+        return step.metrics | {"speed/step_seconds": seconds, "speed/tokens_per_second": tokens / seconds}
+
+    def end_step(self, metrics: dict[str, float], interrupt: Interrupt) -> None:
+        """Tell of a step that is done, evaluate and save where that is due; raise if the run ends early."""
+        run = self.context.config.run
+        self.metrics = metrics
+        self.tell(lambda o: o.on_step(self.step, metrics))
+        if self.is_due(run.eval_every):
+            self.after = self.evaluate()
+        if self.is_due(run.save_every):
+            self.save()
+        if self.step == run.max_steps:
+            return
+        if stopped := self.alarms.stopped(self.step, run.max_steps):
+            raise stopped
+        if interrupt.asked:
+            raise KeyboardInterrupt
+
+    def prompts(self, step: int) -> list[Example]:
+        """The prompts of a step: consecutive slices of a fresh order in every epoch."""
+        rows, config = self.context.task.train, self.context.config
+        picked = examples_of_step(step, len(rows), size=config.rollout.prompts_per_step, seed=config.run.seed)
+        return [rows[i] for i in picked]
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluate every skill now and tell the observers; after the last step with the teacher's answers too."""
+        evaluation, last = evaluate(self.context), self.step == self.context.config.run.max_steps
+        answers = [*evaluation.answers, *(teacher_answers(self.context) if last else ())]
+        self.tell(lambda o: o.on_evaluation(self.step, evaluation.scores))
+        self.tell(lambda o: o.on_answers(self.step, answers))
+        return evaluation.scores
+
+    def is_due(self, every: int) -> bool:
+        """Whether what is done every so many steps (0: only at the end) is to be done after this one."""
+        return self.step == self.context.config.run.max_steps or bool(every and self.step % every == 0)
+
+    # checkpoints ------------------------------------------------------------------------------------------------------
+
+    def save(self) -> Path | None:
+        """Write a checkpoint of the last step done, unless this run has saved that step before."""
+        if self.saved[0] != self.step:
+            context = self.context
+            self.identity = self.identity or identity(context.config)
+            state = {
+                "step": self.step,
+                **context.control.state_dict(),
+                "fingerprints": self.fingerprints,
+                "schedule": {k: v for k, v in self.schedule.state_dict().items() if k != "lr_lambdas"},
+            }
+            folder = checkpoint.save(
+                self.folder,
+                self.step,
+                policy=context.policy,
+                tokenizer=context.tokenizer,
+                optimizer=self.optimizer,
+                anchors={name: anchor.average for name, anchor in context.moving.items()},
+                documents={checkpoint.STATE_FILE: state, IDENTITY: self.identity},
+                keep=context.config.run.keep_checkpoints,
+            )
+            self.saved = (self.step, folder)
+            self.tell(lambda o: o.on_checkpoint(self.step, folder))
+        return self.saved[1]
+
+    def kept(self) -> tuple[int, Path | None]:
+        """The step to continue from and its folder: the last one done, or in mid-update the newest on disk."""
+        if self.whole and self.folder.is_dir():
+            with suppress(KeyboardInterrupt, RunFolderError):  # impatience or a full disk: an older one is there
+                return self.step, self.save()
+        saved = checkpoints(self.folder)
+        return (number_of(saved[-1]), saved[-1]) if saved else (0, None)
+
+    def resume(self, folder: Path) -> None:
+        """Continue from a checkpoint, whose policy is loaded, and from what metrics.jsonl says of the steps done."""
+        state = checkpoint.load_state(folder)
+        check_same(dict(state.get("fingerprints") or {}), self.fingerprints, checkpoint=folder)
+        self.identity = identity(self.context.config, folder)
+        checkpoint.load_optimizer(folder, self.optimizer)
+        checkpoint.load_anchors(folder, {name: anchor.average for name, anchor in self.context.moving.items()})
+        with checkpoint.reading(folder):
+            self.schedule.load_state_dict({**state["schedule"], "lr_lambdas": [None]})  # the function is not saved
+            if repr(self.schedule.last_epoch) != repr(state["step"]):
+                raise TypeError(f"last_epoch of the schedule is {self.schedule.last_epoch!r}")
+            go_on_from(self.schedule, state["step"], self.context.config.optim.learning_rate)
+            self.context.control.load_state_dict(state)
+            self.step = state["step"]
+        self.saved = (self.step, folder)
+        rows = lines_until(self.folder / METRICS_FILE, self.step)
+        evaluated, steps = [row for row in rows if scores_of(row)], [row for row in rows if "reward" in row]
+        self.before = scores_of(evaluated[0]) if evaluated else {}
+        self.metrics = {name: x for name, x in steps[-1].items() if name != "step"} if steps else {}
+        self.after = scores_of(evaluated[-1]) if evaluated and evaluated[-1]["step"] == self.step else {}
+
+    # what others are told ---------------------------------------------------------------------------------------------
+
+    def tell(self, hook: Callable[[Observer], None]) -> None:
+        """Call a hook of every observer."""
+        for observer in self.observers:
+            hook(observer)
+
+    def warn(self, *texts: str) -> None:
+        """Tell every observer of cautions."""
+        for text in texts:
+            self.tell(lambda o, text=text: o.on_warning(text))
+
+    def _check_step_zero(self, metrics: Mapping[str, float]) -> None:
+        """Warn if an anchor is the policy itself, and the KL to it before the first update is not 0."""
+        context, config, teacher = self.context, self.context.config, self.context.config.teacher
+        itself = teacher.kind in OF_THE_POLICY or teacher.teacher_model == config.model.model
+        kl = abs(metrics.get("teacher/kl", 0.0))
+        if itself and not teacher.teacher_prompt and kl > STEP_ZERO_KL:
+            self.warn(
+                f"The KL to the teacher before the first update is {metrics['teacher/kl']:.2e} nats per token and "
+                "should be about 0: it is the same model at the same prompts. Its numbers likely belong to other "
+                "tokens, or to another temperature."
+            )
+        kl = metrics.get("kl/k3", 0.0)
+        if kl > STEP_ZERO_KL and not config.model.ref_model:
+            reference, model = context.reference, None
+            if isinstance(reference, LocalReference) and not isinstance(reference, AdapterOffReference):
+                model = reference.model
+            reasons = likely_reasons(context.policy, model, adapter=config.model.lora_r > 0, loaded=False)
+            self.warn(step_zero_text(kl, reasons))
+
+    def stopped(self, step: int, folder: Path | None) -> TrainingStopped:
+        """The error that ends an interrupted run, with the step to continue from and its checkpoint."""
+        why, fix = "no step was saved yet", "start it again in another folder, or in this one, with --resume"
+        if folder is not None:
+            why = f"the state after step {step} is saved in {folder}"
+            fix = f"continue with: klamp train --resume {self.folder}"
+        what = f"training was stopped after step {self.step} of {self.context.config.run.max_steps}"
+        return TrainingStopped(what, got="an interrupt", resumable=folder is not None, why=why, fix=fix)
+
+    def info(self, changes: str = "") -> RunInfo:
+        """What is known before the first step; `changes` are those of a resume, in words."""
+        context = self.context
+        parameters = sum(p.numel() for p in context.policy.parameters())
+        trained = sum(p.numel() for p in context.policy.parameters() if p.requires_grad)
+        return RunInfo(
+            config=context.config,
+            output_dir=self.folder,
+            start_step=self.step,
+            parameters=parameters - trained if context.config.model.lora_r else parameters,
+            trainable_parameters=trained,
+            reference="none" if context.reference is None else context.reference.describe(),
+            device=str(context.device),
+            changes=changes,
+        )

@@ -11,16 +11,23 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
 
 from klamp.errors import ModelError
 from klamp.files import at_home
 from klamp.hosts.common.anchors import active_dropouts
-from klamp.lab.checkpoint import check_policy
+from klamp.lab.checkpoint import check_policy, damaged
 from klamp.lab.config import ModelConfig, TrainConfig
-from klamp.lab.folders import checkpoint_folders, policy_folder
+from klamp.lab.folders import POLICY, checkpoint_folders, policy_folder
 from klamp.lab.sizing import Shape
-from klamp.lab.tasks.base_model import Progress, base_model_folder, cached_base_model, load_base_model
+from klamp.lab.tasks.arithmetic import Progress, base_model_folder, cached_base_model, load_base_model
 from klamp.scoring.model_parts import check_whole
 
 BUILTIN = "builtin"
@@ -38,11 +45,8 @@ def load_model(spec: str, dtype: str = "float32") -> PreTrainedModel:
         ModelError: the folder or id holds no causal LM, or one that lacks a tensor; names those.
         RunFolderError: it is in a checkpoint, and not as it was written.
     """
-    if spec == BUILTIN:
-        model, _ = load_base_model()
-        model = model.to(getattr(torch, dtype))
-    else:
-        model = _whole(weights_folder(spec), dtype=getattr(torch, dtype))
+    kind = getattr(torch, dtype)
+    model = load_base_model()[0].to(kind) if spec == BUILTIN else _whole(weights_folder(spec), dtype=kind)
     for dropout in active_dropouts(model):
         setattr(dropout.holder, dropout.name, 0.0)
     return model.eval()
@@ -52,8 +56,8 @@ def _whole(spec: str, **options: Any) -> PreTrainedModel:
     """The model of a folder or hub id, all of whose weights are in its files, and those that were written there."""
     check_policy(Path(spec))
     kind = "a causal language model"
-    model, found = _pretrained(AutoModelForCausalLM, spec, kind, output_loading_info=True, **options)
-    check_whole(found, folder=spec)
+    model, loading = _pretrained(AutoModelForCausalLM, spec, kind, output_loading_info=True, **options)
+    check_whole(loading, folder=spec)
     return model
 
 
@@ -125,10 +129,12 @@ def model_path(name: str) -> str:
 
 def weights_folder(spec: str) -> str:
     """The folder of the weights where a checkpoint of klamp's is named; any other name as it is."""
-    given = at_home(spec)
-    if not given.is_dir() or (given / "config.json").exists():
-        return spec if not given.is_dir() else str(given)
-    folder = Path(policy_folder(str(given)))
+    place = at_home(spec)
+    if not place.is_dir():
+        return spec
+    if (place / "config.json").exists():
+        return str(place)
+    folder = Path(policy_folder(str(place)))
     if (folder / "adapter_config.json").exists() and not (folder / "config.json").exists():
         raise ModelError(
             "the folder holds a LoRA adapter, not a model",
@@ -137,7 +143,7 @@ def weights_folder(spec: str) -> str:
             fix="continue that run with --resume, or merge it first: peft.AutoPeftModelForCausalLM.from_pretrained("
             f"{str(folder)!r}).merge_and_unload().save_pretrained(FOLDER), with --tokenizer {folder}",
         )
-    if checkpoints := checkpoint_folders(given):
+    if checkpoints := checkpoint_folders(place):
         raise ModelError(
             "the folder holds a run, not a model",
             got=spec,
@@ -147,29 +153,49 @@ def weights_folder(spec: str) -> str:
     return str(folder)
 
 
-def with_adapter(model: PreTrainedModel, config: ModelConfig, checkpoint: Path | None = None) -> nn.Module:
+def with_adapter(model: Any, config: ModelConfig, checkpoint: Path | None = None) -> nn.Module:
     """Put a LoRA adapter on a model, a fresh one or that of a checkpoint."""
     from peft import PeftModel, get_peft_model
 
-    if checkpoint is not None:
-        check_policy(checkpoint)
-        try:
-            with former_names():
-                policy = PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
-                found = policy.load_adapter(str(checkpoint), "default", is_trainable=True)  # tells what the first keeps
-        except Exception as error:  # as in _pretrained
-            raise ModelError(
-                "cannot load the LoRA adapter",
-                got=str(checkpoint),
-                why=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}",
-                fix="check that the folder holds an adapter of this model",
-            ) from error
-        missing = [name for name in found.missing_keys if "lora_" in name]
-        told = {"missing_keys": missing, "unexpected_keys": found.unexpected_keys}
-        check_whole(told, folder=str(checkpoint), spare=False)
-        return policy
-    with adapter_errors(config), former_names():
-        return get_peft_model(model, adapter_config(config))
+    if checkpoint is None:
+        with adapter_errors(config), former_names():
+            return get_peft_model(model, adapter_config(config))
+    check_policy(checkpoint)
+    try:
+        with former_names():
+            policy = PeftModel.from_pretrained(model, str(checkpoint), is_trainable=True)
+            keys = policy.load_adapter(str(checkpoint), "default", is_trainable=True)  # the first load names no keys
+    except Exception as error:  # as in _pretrained
+        raise ModelError(
+            "cannot load the LoRA adapter",
+            got=str(checkpoint),
+            why=f"{type(error).__name__}: {str(error).partition(chr(10))[0][:300]}",
+            fix="check that the folder holds an adapter of this model",
+        ) from error
+    missing = [name for name in keys.missing_keys if "lora_" in name]
+    loading = {"missing_keys": missing, "unexpected_keys": keys.unexpected_keys}
+    check_whole(loading, folder=str(checkpoint), spare=False)
+    return policy
+
+
+def load_policy(config: TrainConfig, start: nn.Module, resumed: Path | None = None) -> nn.Module:
+    """The model that is trained: with its adapter, of the checkpoint `resumed` if a run goes on, on its device."""
+    model, policy, folder = config.model, start, None if resumed is None else resumed / POLICY
+    set_seed(config.run.seed)  # adapters start from random numbers
+    try:
+        if model.lora_r:
+            policy = with_adapter(start, model, folder)
+        elif folder is not None:
+            policy = load_model(str(folder), model.dtype)
+    except ModelError as error:
+        if resumed is None:
+            raise
+        raise damaged(resumed, error) from error
+    if model.gradient_checkpointing:
+        with former_names():  # transformers 5.23 calls it activation_checkpointing_enable
+            policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
+        policy.train()
+    return policy.to(device_of(config))  # pyright: ignore[reportArgumentType]
 
 
 def adapter_config(config: ModelConfig) -> Any:
@@ -223,9 +249,8 @@ def max_length(model: nn.Module) -> int | None:
 
 def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Ids that end a completion: the tokenizer's, and those that the model's generation settings add."""
-    given = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    extra = given if isinstance(given, list) else [] if given is None else [given]
-    return sorted({int(tokenizer.eos_token_id), *map(int, extra)})  # pyright: ignore[reportArgumentType]
+    ids: Any = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    return sorted({tokenizer.eos_token_id, *(ids if isinstance(ids, list) else [ids])} - {None})  # pyright: ignore
 
 
 def _configuration(spec: str) -> Any:
@@ -244,5 +269,5 @@ def shape_of(spec: str) -> Shape | None:
     config = _configuration(spec)
     inner: Any = config.get_text_config()
     with former_names(), torch.device("meta"):
-        parameters = sum(each.numel() for each in AutoModelForCausalLM.from_config(config).parameters())
+        parameters = sum(weight.numel() for weight in AutoModelForCausalLM.from_config(config).parameters())
     return Shape(parameters, inner.num_hidden_layers, inner.hidden_size, inner.vocab_size, inner.num_attention_heads)

@@ -27,7 +27,7 @@ from klamp.hosts.common.versions import installed_version
 from klamp.lab import folders
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import SCORE, each_readable, lines_of, lines_until, scores_of, write_whole
-from klamp.lab.tasks.base_model import Progress
+from klamp.lab.tasks.arithmetic import Progress
 from klamp.names import ALARMS_FILE, ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS
 
 SAID_ELSEWHERE = ("step-zero-kl",)

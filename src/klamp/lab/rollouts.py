@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +16,7 @@ from klamp.core.term import Weighted, measure, prepare, sequence_gate_kl
 from klamp.core.types import Batch, Direction, Scored, held_anchors
 from klamp.errors import ConfigError
 from klamp.hosts.common.rollout import kl_tokens
-from klamp.lab.anchors import LocalReference, Taught, of_part, score_rows
+from klamp.lab.anchors import LocalReference, Reference, Taught, of_part, score_rows
 from klamp.lab.sampling import encode_prompts, generate, uniform_numbers
 from klamp.lab.setup import Context
 from klamp.lab.tasks.base import NO_REWARD, Example
@@ -25,8 +24,7 @@ from klamp.scoring.completions import Completions, select
 from klamp.scoring.model_parts import Predictions
 from klamp.scoring.scorer import Ask, ExactKL, Scores, joined
 
-LENGTH_PROMPTS = 64
-"""Prompts by whose completions the reference's length is measured."""
+LENGTH_PROMPTS = 64  # prompts by whose completions the reference's length is measured
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,8 +42,7 @@ class Rollout:
     ref_logprobs: Tensor | None = None  # [B, T] log-probabilities under the reference; None where none is loaded
     original_logprobs: Tensor | None = None  # [B, T] under the model that a moving reference started from
     exact_rows: Tensor | None = None  # [B] bool: completions whose exact KL is measured
-    ref_predictions: Predictions | None = None
-    """[sum(exact_rows), T, ...] predictions of the reference for the rows of `exact_rows`."""
+    ref_predictions: Predictions | None = None  # [sum(exact_rows), T, ...] the reference's for the rows of `exact_rows`
     taught: Taught | None = None  # what the teacher said of the completions; None where there is none
     gate_kl: Tensor | None = None  # [B] KL (nats per sequence) that decides the clip
     reference_length: Tensor | None = None  # [B] reference lengths in tokens
@@ -62,7 +59,7 @@ def collect(context: Context, examples: Sequence[Example], *, step: int, terms: 
     chosen = [example for example in examples for _ in range(rollout.num_generations)]
     uniforms = uniform_numbers(context.config.run.seed, step, len(chosen), rollout.max_completion_length)
     completions = completed(context, [e.prompt for e in chosen], uniforms=uniforms)
-    return rate(context, chosen, completions, terms=terms)
+    return rate(context, chosen, completions, terms=[each for each in terms if each.coefficient > 0])
 
 
 def completed(
@@ -73,26 +70,15 @@ def completed(
     `uniforms`: numbers to draw by, [B, max_completion_length]; None decodes greedily.
     """
     ids, mask = encode_prompts(prompts, context.tokenizer, context.device)
-    scorer = context.scorer if reference is None else reference.scorer
-    with nullcontext(context.policy) if reference is None else reference.sampling_model() as model:
-        return generate(
-            model,
-            ids,
-            mask,
-            rollout=context.config.rollout,
-            stop=context.stop,
-            pad=context.pad,
-            uniforms=uniforms,
-            traits=scorer.traits,
-        )
+    options: dict[str, Any] = {"rollout": context.config.rollout, "stop": context.stop, "pad": context.pad}
+    if reference is None:
+        return generate(context.policy, ids, mask, uniforms=uniforms, traits=context.scorer.traits, **options)
+    with reference.sampling_model() as model:
+        return generate(model, ids, mask, uniforms=uniforms, traits=reference.scorer.traits, **options)
 
 
 def rate(
-    context: Context,
-    chosen: Sequence[Example],
-    completions: Completions,
-    *,
-    terms: Sequence[Weighted],
+    context: Context, chosen: Sequence[Example], completions: Completions, *, terms: Sequence[Weighted]
 ) -> Rollout:
     """Add masks, rewards, reference scores and advantages to sampled completions, a group next to each other."""
     texts, mask = completions.texts(context.tokenizer), completions.mask
@@ -112,11 +98,11 @@ def rate(
         totals=totals_of(mask, kl_mask),
         reference_length=None if None in lengths else torch.tensor(lengths, dtype=torch.float32, device=context.device),
     )
-    rollout = _with_reference(context, rollout)
+    how: dict[str, Any] = {"temperature": context.config.rollout.temperature, "parts": context.parts(len(texts))}
+    if context.reference is not None:
+        rollout = _with_reference(context, rollout, context.reference, how)
     if context.teachers is not None:
-        how = {"temperature": context.config.rollout.temperature, "parts": list(context.parts(len(texts)))}
         rollout = replace(rollout, taught=context.teachers.score(chosen, completions, **how))
-    terms = [weighted for weighted in terms if weighted.coefficient > 0]
     return _with_advantages(context, _with_policy_pass(context, rollout, terms), terms)
 
 
@@ -125,19 +111,15 @@ def totals_of(mask: Tensor, kl_mask: Tensor) -> Totals:
     return Totals(*(max(1.0, float(x)) for x in (mask.shape[0], mask.sum(), kl_mask.sum())))
 
 
-def _with_reference(context: Context, rollout: Rollout) -> Rollout:
-    if context.reference is None:
-        return rollout
-    everyone = torch.ones_like(rollout.mask[:, 0])
-    places = torch.arange(len(rollout.texts), device=context.device) % context.config.rollout.num_generations
+def _with_reference(context: Context, rollout: Rollout, reference: Reference, how: dict[str, Any]) -> Rollout:
+    everyone = torch.ones_like(rollout.completions.ended)
+    places = torch.arange(len(everyone), device=context.device) % context.config.rollout.num_generations
     rows = places < context.exact_completions  # the first of each group, however the step is divided
-    how: dict[str, Any] = {"temperature": context.config.rollout.temperature}
-    how["parts"] = list(context.parts(len(rollout.texts)))
-    logprobs, predictions = score_rows(context.reference, rollout.completions, everyone, keep=rows, **how)
+    logprobs, predictions = score_rows(reference, rollout.completions, everyone, keep=rows, **how)
     if context.original is not None:
         original, _ = score_rows(context.original, rollout.completions, everyone, **how)
         rollout = replace(rollout, original_logprobs=original)
-    exact_rows = rows if isinstance(context.reference, LocalReference) else None
+    exact_rows = rows if isinstance(reference, LocalReference) else None
     return replace(rollout, ref_logprobs=logprobs, exact_rows=exact_rows, ref_predictions=predictions)
 
 
@@ -155,11 +137,11 @@ def _with_policy_pass(context: Context, rollout: Rollout, terms: Sequence[Weight
     term = next((t for _, t in terms if t.clip_method != "none" or t.placement == "reward"), None)
     if term is None:
         return rollout
-    found: list[Scores] = []
+    scores: list[Scores] = []
     for part in context.parts(len(rollout.texts)):
         ask = Ask(temperature=context.config.rollout.temperature, entropy=True, exact=exact_of(context, rollout, part))
-        found.append(context.scorer(select(rollout.completions, part), ask))
-    before = joined(found, rollout.mask.shape[1])
+        scores.append(context.scorer(select(rollout.completions, part), ask))
+    before = joined(scores, rollout.mask.shape[1])
     rollout = replace(rollout, old_logprobs=before.logprobs, before=before)
     if term.clip_method == "none":
         return rollout

@@ -25,8 +25,7 @@ from klamp.lab.config import RolloutConfig, TrainConfig
 from klamp.scoring.completions import Completions, distinct, run_prompts
 from klamp.scoring.model_parts import OpenedModel, Traits, cache_rows
 
-DROP_AT = 0.75
-"""Ended completions are taken out of the cache once no more than this share of its rows goes on: copying costs time."""
+DROP_AT = 0.75  # ended completions leave the cache once no more than this share of its rows goes on: copying costs time
 
 
 def examples_of_step(step: int, rows: int, *, size: int, seed: int) -> list[int]:
@@ -53,28 +52,25 @@ def uniform_numbers(seed: int, step: int, sequences: int, length: int) -> Tensor
 
 
 def encode_prompts(
-    prompts: Sequence[str], tokenizer: PreTrainedTokenizerBase, device: torch.device
+    texts: Sequence[str], tokenizer: PreTrainedTokenizerBase, device: torch.device, *, side: str = "left"
 ) -> tuple[Tensor, Tensor]:
-    """The ids and mask of the prompts, padded on the left, [B, P] each."""
-    encoded = tokenizer(list(prompts), return_tensors="pt", padding=True, padding_side="left", add_special_tokens=False)
-    return encoded["input_ids"].to(device), encoded["attention_mask"].to(device)  # pyright: ignore
+    """The ids and mask of prompts, padded on the left, or of other texts, padded on the right; [B, P] each."""
+    options: Any = {"return_tensors": "pt", "padding": True, "padding_side": side, "add_special_tokens": False}
+    encoding: Any = tokenizer(list(texts), **options)
+    return encoding["input_ids"].to(device), encoding["attention_mask"].to(device)
 
 
 @contextmanager
 def _plain_generation(model: nn.Module) -> Iterator[None]:
-    """A context in which the model's own generation settings (penalties, forbidden tokens) do not count.
-
-    In evaluation mode, because in training mode gradient checkpointing takes the cache away from under `generate`,
-    which then samples from something else than the policy.
-    """
+    """A context in which the model's own generation settings (penalties, forbidden tokens) do not count."""
     base: nn.Module = getattr(model, "get_base_model", lambda: model)()
-    kept, training = base.generation_config, model.training
+    settings, training = base.generation_config, model.training
     base.generation_config = GenerationConfig()  # pyright: ignore
-    model.eval()
+    model.eval()  # in training mode gradient checkpointing takes the cache away, and other tokens are sampled
     try:
         yield
     finally:
-        base.generation_config = kept
+        base.generation_config = settings
         model.train(training)
 
 
@@ -98,13 +94,22 @@ def generate(
     The prompts are left-padded, [B, P]. `stop`: ids that end a completion. `uniforms`: [B, max_completion_length]
     numbers in [0, 1); None decodes greedily.
     """
+    width, length = prompt_ids.shape[1], rollout.max_completion_length
     with _plain_generation(model):
-        options: dict[str, Any] = {"rollout": rollout, "stop": stop, "uniforms": uniforms}
-        longest = prompt_ids.shape[1] + rollout.max_completion_length
-        if traits is not None and traits.sharing != "no" and OpenedModel(model, traits).is_steady(longest):
+        if traits is not None and traits.sharing != "no" and OpenedModel(model, traits).is_steady(width + length):
+            options: dict[str, Any] = {"rollout": rollout, "stop": stop, "uniforms": uniforms}
             ids, logprobs = decode(model, prompt_ids, prompt_mask, traits=traits, **options)
         else:
-            ids, logprobs = _generated(model, prompt_ids, prompt_mask, pad=pad, **options)
+            sampler = None if uniforms is None else InverseSampler(uniforms, width, rollout)
+            ids = model.generate(  # pyright: ignore[reportCallIssue]
+                input_ids=prompt_ids,
+                attention_mask=prompt_mask,
+                generation_config=GenerationConfig(
+                    do_sample=False, max_new_tokens=length, eos_token_id=list(stop), pad_token_id=pad, use_cache=True
+                ),
+                logits_processor=LogitsProcessorList([] if sampler is None else [sampler]),
+            )[:, width:]
+            logprobs = torch.zeros(ids.shape) if sampler is None else torch.cat(sampler.logprobs, -1).float()
     is_end = torch.isin(ids, torch.tensor(list(stop), device=ids.device))
     mask = (is_end.long().cumsum(-1) - is_end.long()) == 0
     return Completions(
@@ -115,31 +120,6 @@ def generate(
         sampler_logprobs=torch.where(mask, logprobs.to(ids.device), 0.0),
         ended=(is_end & mask).any(-1),
     )
-
-
-def _generated(
-    model: nn.Module,
-    prompt_ids: Tensor,
-    prompt_mask: Tensor,
-    *,
-    rollout: RolloutConfig,
-    stop: Sequence[int],
-    pad: int,
-    uniforms: Tensor | None,
-) -> tuple[Tensor, Tensor]:
-    length = rollout.max_completion_length
-    sampler = None if uniforms is None else InverseSampler(uniforms, prompt_ids.shape[1], rollout)
-    settings = GenerationConfig(
-        do_sample=False, max_new_tokens=length, eos_token_id=list(stop), pad_token_id=pad, use_cache=True
-    )
-    out = model.generate(  # pyright: ignore[reportCallIssue]
-        input_ids=prompt_ids,
-        attention_mask=prompt_mask,
-        generation_config=settings,
-        logits_processor=LogitsProcessorList([] if sampler is None else [sampler]),
-    )
-    ids = out[:, prompt_ids.shape[1] :]
-    return ids, torch.zeros(ids.shape) if sampler is None else torch.cat(sampler.logprobs, -1).float()
 
 
 def decode(
@@ -154,8 +134,7 @@ def decode(
 ) -> tuple[Tensor, Tensor]:
     """Completions of a model whose cache can be shared, and their log-probabilities; see `generate`.
 
-    What a completion draws depends on its own prompt and tokens alone, so neither the shared prompts nor the batch it
-    is in change it, but for rounding. Shapes: [B, t] each, t <= length; arbitrary after an end token.
+    Shapes: [B, t] each, t <= length; arbitrary after an end token.
     """
     opened, device, length = OpenedModel(model, traits), prompt_ids.device, rollout.max_completion_length
     warpers = warpers_of(rollout)
@@ -179,9 +158,9 @@ def decode(
         if left == 0 or t + 1 == length:
             return ids[:, : t + 1], logprobs[:, : t + 1]
         if left <= DROP_AT * len(rows):
-            kept = going.nonzero()[:, 0]
-            cache.reorder_cache(kept)
-            rows, token, going = rows[kept], token[kept], going[kept]
+            rest = going.nonzero()[:, 0]
+            cache.reorder_cache(rest)
+            rows, token, going = rows[rest], token[rest], going[rest]
         values, cache = opened.run(token[:, None], prompt_mask[rows], keep=1, cache=cache)
     return ids, logprobs
 

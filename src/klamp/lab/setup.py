@@ -5,15 +5,14 @@
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PreTrainedTokenizerBase, set_seed
+from transformers import PreTrainedTokenizerBase
 
 from klamp.config import build_objective
 from klamp.config.rules import SMALL_VOCABULARY
@@ -23,37 +22,22 @@ from klamp.errors import ConfigError, ModelError
 from klamp.hosts.common.control import KLControl
 from klamp.hosts.common.rollout import excluded_ids
 from klamp.hosts.common.versions import caution_beside
-from klamp.lab import checkpoint
+from klamp.lab import models
 from klamp.lab.anchors import (
-    FrozenReference,
+    LocalReference,
+    MovingReference,
     Reference,
     Teachers,
-    connect,
+    frozen_start,
     load_reference,
     load_teachers,
-    of_policy,
-    placed,
 )
-from klamp.lab.config import TrainConfig, reference_kind
-from klamp.lab.folders import POLICY
-from klamp.lab.models import (
-    BUILTIN,
-    device_of,
-    end_tokens,
-    former_names,
-    length_of,
-    load_model,
-    load_tokenizer,
-    make_ready,
-    max_length,
-    ready_tokenizer,
-    with_adapter,
-)
+from klamp.lab.config import TrainConfig
 from klamp.lab.observers import Observer, progress_of
 from klamp.lab.sizing import started_processes
 from klamp.lab.tasks import check_prompts, load_task
 from klamp.lab.tasks.arithmetic import MAX_MODEL_LENGTH, arithmetic_tokenizer
-from klamp.lab.tasks.base import Example, Task
+from klamp.lab.tasks.base import Task
 from klamp.scoring.model_parts import output_size, rows_of
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
@@ -61,17 +45,14 @@ from klamp.scoring.scorer import Scorer
 
 @dataclass(kw_only=True)
 class Context:
-    """The shared parts of a run."""
+    """What the parts of a run share: its models, its data, and the state of its controller."""
 
-    config: TrainConfig  # the configuration in force
-    output_dir: Path  # the folder of the run
-    scorer: Scorer  # the policy's scorer
-    tokenizer: PreTrainedTokenizerBase  # the tokenizer of the policy
-    task: Task  # the prompts and the reward
-    reference: Reference | None = None  # the reference model; None where nothing here needs it
-    original: Reference | None = None
-    """The model that a moving reference started from; None where the reference does not move."""
-    teachers: Teachers | None = None  # who scores as the second anchor; None where there is none
+    config: TrainConfig
+    scorer: Scorer  # the policy's
+    tokenizer: PreTrainedTokenizerBase
+    task: Task
+    reference: Reference | None = None  # None if nothing here needs it
+    teachers: Teachers | None = None  # the second anchor; None if there is none
     stop: list[int] = field(init=False)  # the ids that end a completion
     vocabulary: int = field(init=False)  # the number of entries that the policy gives a logit to
     objective: Objective = field(init=False)  # the loss; its beta is the one at the start
@@ -79,9 +60,8 @@ class Context:
     control: KLControl = field(init=False)  # beta and the reference length, as in every host
 
     def __post_init__(self) -> None:
-        config = self.config
-        length = config.rollout.max_completion_length
-        self.stop, self.vocabulary = end_tokens(self.policy, self.tokenizer), output_size(self.policy)
+        config, length = self.config, self.config.rollout.max_completion_length
+        self.stop, self.vocabulary = models.end_tokens(self.policy, self.tokenizer), output_size(self.policy)
         self.objective = build_objective(config.kl, config.loss, max_length=length, teacher=config.teacher)
         self.excluded = excluded_ids(config.kl.kl_exclude_tokens, self.tokenizer)
         self.control = KLControl(config.kl)
@@ -102,13 +82,30 @@ class Context:
         return int(self.tokenizer.pad_token_id)  # pyright: ignore[reportArgumentType]
 
     @property
+    def anchors(self) -> dict[str, Reference]:
+        """Name -> the reference and each of the teachers."""
+        teachers = {} if self.teachers is None else self.teachers.models
+        named = {f"teacher {key}".strip(): model for key, model in teachers.items()}
+        return named if self.reference is None else {"reference": self.reference, **named}
+
+    @property
+    def moving(self) -> dict[str, MovingReference]:
+        """Those of them that follow the policy; a checkpoint holds their weights."""
+        return {name: anchor for name, anchor in self.anchors.items() if isinstance(anchor, MovingReference)}
+
+    @property
+    def original(self) -> LocalReference | None:
+        """The model that a moving reference started from; None if the reference does not move."""
+        return self.reference.original if isinstance(self.reference, MovingReference) else None
+
+    @property
     def exact_completions(self) -> int:
-        """How many completions of a group have their exact KL measured; all where the loss is made of it."""
-        size, asked = self.config.rollout.num_generations, self.config.run.exact_kl_completions
+        """How many completions of a group have their exact KL measured; all if the loss is made of it."""
+        size, count = self.config.rollout.num_generations, self.config.run.exact_kl_completions
         if self.config.kl.kl_estimator == "exact":
             return size
-        if asked is not None:
-            return min(asked, size)
+        if count is not None:
+            return min(count, size)
         return size if self.vocabulary <= SMALL_VOCABULARY else 1
 
     @property
@@ -119,17 +116,17 @@ class Context:
     @property
     def exact_directions(self) -> tuple[Direction, ...]:
         """The directions of the exact KL that are measured; for a large vocabulary the reverse one only."""
-        kl, asked = self.config.kl, self.config.run.exact_kl_completions
+        kl, count = self.config.kl, self.config.run.exact_kl_completions
         in_loss = kl.kl_estimator == "exact" and kl.kl_gradient == "forward"
-        if self.vocabulary <= SMALL_VOCABULARY or asked is not None or in_loss:
+        if self.vocabulary <= SMALL_VOCABULARY or count is not None or in_loss:
             return ("reverse", "forward")
         return ("reverse",)
 
-    def parts(self, rows: int) -> Iterator[slice]:
+    def parts(self, rows: int) -> list[slice]:
         """The parts, nearly equal, that `rows` completions are computed in: gradient_accumulation_steps of them."""
         count = min(rows, self.config.optim.gradient_accumulation_steps)
         bounds = torch.linspace(0, rows, count + 1).round().long().tolist()
-        return (slice(a, b) for a, b in pairwise(bounds) if b > a)
+        return [slice(a, b) for a, b in pairwise(bounds) if b > a]
 
 
 def check_processes(config: TrainConfig) -> None:
@@ -153,106 +150,43 @@ def load_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, lon
     """
     caution_beside("transformers")
     task = load_task(config.task, tokenizer)
-    check_prompts([*task.train, *held_out(task)], tokenizer, longest, config.rollout.max_completion_length)
-    return task
+    length = config.rollout.max_completion_length
+    return replace(task, longest=check_prompts([*task.train, *task.held_out], tokenizer, longest, length))
 
 
-def held_out(task: Task) -> list[Example]:
-    """The held-out prompts of all skills."""
-    return [example for rows in task.evaluation.values() for example in rows]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Inputs:
-    """What was found when the inputs of a run were opened."""
-
-    training: int  # prompts to train on
-    held_out: int  # prompts that are held out, of all skills
-    longest: int  # tokens of the longest prompt
-
-
-def open_inputs(config: TrainConfig) -> Inputs:
-    """Open the tokenizer, the prompts and the reward of a run as the run itself will, without its weights."""
+def open_inputs(config: TrainConfig) -> Task:
+    """The task of a run, its prompts checked as the run itself will, without the model's weights."""
     model, named = config.model.model, config.model.tokenizer or config.model.model
-    # the built-in model may have to be taught first; its tokenizer need not
-    tokenizer = ready_tokenizer(arithmetic_tokenizer(), named) if named == BUILTIN else load_tokenizer(named)
-    room = MAX_MODEL_LENGTH if model == BUILTIN else length_of(model)
-    task = load_task(config.task, tokenizer)
-    every = [*task.train, *held_out(task)]
-    longest = check_prompts(every, tokenizer, room, config.rollout.max_completion_length)
-    return Inputs(training=len(task.train), held_out=len(every) - len(task.train), longest=longest)
+    room = MAX_MODEL_LENGTH if model == models.BUILTIN else models.length_of(model)
+    if named == models.BUILTIN:  # the model may have to be taught first; its tokenizer need not
+        tokenizer = models.ready_tokenizer(arithmetic_tokenizer(), named)
+    else:
+        tokenizer = models.load_tokenizer(named)
+    return load_prompts(config, tokenizer, longest=room)
 
 
-def build(config: TrainConfig, folder: Path, observers: Sequence[Observer], *, resumed: Path | None = None) -> Context:
+def build(config: TrainConfig, observers: Sequence[Observer] = (), *, resumed: Path | None = None) -> Context:
     """Load all that a run needs: policy (of the checkpoint `resumed`) with its adapter, scorer, anchors, task."""
-    name, kind = config.model.model, reference_kind(config)
-    make_ready(name, progress=progress_of(observers))
-    start = load_model(name, config.model.dtype)
-    tokenizer = load_tokenizer(config.model.tokenizer or name)
+    model = config.model
+    models.make_ready(model.model, progress=progress_of(observers))
+    start = models.load_model(model.model, model.dtype)
+    tokenizer = models.load_tokenizer(model.tokenizer or model.model)
     if len(tokenizer) > (size := rows_of(start.get_input_embeddings())):  # pyright: ignore[reportArgumentType]
         raise ModelError(
             "the tokenizer has more tokens than the model",
-            got=f"tokenizer {len(tokenizer)}, model {size} ({config.model})",
+            got=f"tokenizer {len(tokenizer)}, model {size} ({model})",
             why="some prompts would have no embedding",
             fix="use the model's own tokenizer",
         )
-    task = load_prompts(config, tokenizer, longest=max_length(start))
-    remote = connect(config, task, tokenizer) if kind == "remote" else None
-    copied = None
-    if kind == "frozen":  # before the policy has an adapter: its padding may be cut
-        named = config.model.ref_model is not None
-        copied = load_reference(config, start, tokenizer) if named else copy.deepcopy(start)
-    policy = _policy(start, config, resumed)
+    task = load_prompts(config, tokenizer, longest=models.max_length(start))
+    own = frozen_start(config, start, tokenizer)  # before the policy has an adapter
+    policy = models.load_policy(config, start, resumed)
     scorer = Scorer(policy, probe(policy))
-    reference, original = (remote, None) if remote else _references(config, kind, scorer, copied)
     return Context(
         config=config,
-        output_dir=folder,
         scorer=scorer,
         tokenizer=tokenizer,
         task=task,
-        reference=reference,
-        original=original,
+        reference=load_reference(config, scorer, own, task, tokenizer),
         teachers=load_teachers(config, scorer, task, tokenizer),
     )
-
-
-def _policy(start: nn.Module, config: TrainConfig, resumed: Path | None) -> nn.Module:
-    """The model that is trained: with its adapter, of a checkpoint where a run goes on, on its device."""
-    model, policy = config.model, start
-    set_seed(config.run.seed)  # adapters start from random numbers
-    try:
-        if model.lora_r:
-            policy = with_adapter(start, model, resumed and resumed / POLICY)  # pyright: ignore
-        elif resumed:
-            policy = load_model(str(resumed / POLICY), model.dtype)
-    except ModelError as error:
-        if resumed is None:
-            raise
-        raise checkpoint.damaged(resumed, error) from error
-    if model.gradient_checkpointing:
-        with former_names():  # transformers 5.23 calls it activation_checkpointing_enable
-            policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
-        policy.train()
-    return policy.to(device_of(config))  # pyright: ignore[reportArgumentType]
-
-
-def _references(
-    config: TrainConfig, kind: str, scorer: Scorer, copied: nn.Module | None
-) -> tuple[Reference | None, Reference | None]:
-    """The reference of a run, and for a moving one the model that it started from."""
-    kl, policy, traits = config.kl, scorer.model, scorer.traits
-    moves = {"decay": kl.reference_decay, "reset_steps": kl.reference_reset_steps}
-    if copied is not None:
-        named = config.model.ref_model
-        name, known = (f"{named}, frozen", None) if named else ("a frozen copy of the starting policy", traits)
-        return FrozenReference(placed(copied, config), name=name, traits=known), None
-    if kind == "adapter_off":
-        return of_policy(kind, policy, traits, **moves), None
-    if kind not in ("ema", "periodic"):
-        return None, None
-    started = policy
-    if config.run.resume:  # the policy as it was before the first step
-        started = _policy(load_model(config.model.model, config.model.dtype), config, None)
-    moving, original = (placed(copy.deepcopy(started), config) for _ in range(2))
-    return of_policy(kind, moving, traits, **moves), FrozenReference(original, traits=traits)

@@ -18,11 +18,9 @@ MIXED, ALONE, ENGINE = 16, 4, 2
 LAYER, LOGIT = 34, 12
 """Bytes for backward of a token in a layer, per hidden unit (bfloat16, attention never held); of a logit, its float32
 copy and gradient. The first: Korthikanti et al. 2022, section 4.1, without the scores of attention."""
-SPARE = 0.1
-"""Of a GPU's memory: CUDA itself, buffers of communication, fragments."""
+SPARE = 0.1  # of a GPU's memory: CUDA itself, buffers of communication, fragments
 ASLEEP, BUFFER = 2.0, 2.2
-"""GB that verl's vLLM keeps while it sleeps (graphs and context; weights and cache are given back), and of the buffer
-that new weights reach it through (update_weights_bucket_megabytes)."""
+"""GB that verl's vLLM keeps while it sleeps (graphs and context), and of the buffer that new weights come through."""
 
 
 class Shape(NamedTuple):
@@ -36,42 +34,35 @@ class Shape(NamedTuple):
 
 
 class Load(NamedTuple):
-    """What a run asks of its GPUs: `share` completions of a step from each, of up to `tokens` with their prompts.
-
-    The weights are divided over `gpus` of `memory` GB. An engine is `apart`, on GPUs of its own, or shares them, over
-    up to `together` of one machine. `frozen`: parameters of a reference and a teacher beside.
-    """
+    """What a run asks of its GPUs."""
 
     shape: Shape
-    gpus: int
-    together: int
-    memory: float
-    tokens: int
-    share: int
+    gpus: int  # that the weights are divided over
+    together: int  # GPUs of one machine, over which an engine can be divided
+    memory: float  # GB of a GPU
+    tokens: int  # of the longest completion with its prompt
+    share: int  # completions of a step on each GPU
     adapter: bool
-    frozen: int
-    apart: bool
+    frozen: int  # parameters of a reference and a teacher beside
+    apart: bool  # whether the engine has GPUs of its own
 
 
 class Sizes(NamedTuple):
-    """What was chosen: completions at once, what waits in the machine's memory while an engine samples, its share of
-    the GPU's and how many hold its weights together; whether it fits; and the amounts in GB that decided it: of a GPU
-    while it trains (`gathered`: what FSDP holds whole), while new weights travel (`sync`), and of a machine's memory.
-    """
+    """What was chosen, whether it fits, and the amounts in GB that decided it."""
 
-    micro: int
+    micro: int  # completions at once
     checkpointing: bool
-    offload: bool
-    engine_share: float
-    tensor_parallel: int
+    offload: bool  # whether what is trained waits in the machine's memory while an engine samples
+    engine_share: float  # of a GPU's memory
+    tensor_parallel: int  # GPUs that hold an engine's weights together
     fits: bool
-    state: float
-    left: float
-    each: float
-    spared: float
-    gathered: float
-    sync: float
-    machine: float
+    state: float  # weights, gradients and moments on a GPU
+    left: float  # of a GPU for completions
+    each: float  # of a completion
+    spared: float  # of a completion by checkpointing
+    gathered: float  # what FSDP holds whole
+    sync: float  # of a GPU while new weights travel
+    machine: float  # of a machine's memory
 
 
 def started_processes() -> int:
@@ -124,11 +115,11 @@ def sizes_of(load: Load) -> Sizes:
     left = usable - state - frozen - gathered - (0 if load.apart else ASLEEP)
     awake = usable - state * (not offload)
     logits = LOGIT * shape.vocabulary
-    kept, thin = (
+    whole, thin = (
         load.tokens * (n * shape.hidden + logits) / GB for n in (LAYER * shape.layers, 2 * shape.layers + LAYER)
     )
-    checkpointing = kept > left / 8
-    each = thin if checkpointing else kept
+    checkpointing = whole > left / 8
+    each = thin if checkpointing else whole
     engine_share = max(0.2, min(0.6, int(20 * awake / load.memory) / 20))
     able, room = spread(shape, load.together), engine_share * load.memory
     parallel = next((n for n in able if ENGINE * billions / n <= room / 2), able[-1])
@@ -136,7 +127,7 @@ def sizes_of(load: Load) -> Sizes:
     sync = engine + shard * (ALONE if offload or load.adapter else 12) + 2 * ends + BUFFER
     waits = (ALONE if load.adapter else 12) * shard * offload + ALONE * load.frozen / GB / load.gpus
     return Sizes(
-        micro=max((n for n in divisors(load.share) if n * each <= left / 2), default=1),
+        micro=max((n for n in range(1, load.share + 1) if load.share % n == 0 and n * each <= left / 2), default=1),
         checkpointing=checkpointing,
         offload=offload,
         engine_share=engine_share,
@@ -145,7 +136,7 @@ def sizes_of(load: Load) -> Sizes:
         state=state,
         left=left,
         each=each,
-        spared=kept - thin,
+        spared=whole - thin,
         gathered=gathered,
         sync=sync,
         machine=load.together * (waits + engine * load.adapter),  # beside an adapter vLLM sleeps with its weights there
@@ -192,11 +183,6 @@ def _way_out(load: Load) -> str:
     return f"{more}, {others}. Not tried: verl's offload_policy (strategy fsdp2) trains from the machine's memory"
 
 
-def divisors(number: int) -> list[int]:
-    """The divisors of a number, the smallest first."""
-    return [n for n in range(1, number + 1) if number % n == 0]
-
-
 def spread(shape: Shape, gpus: int) -> list[int]:
     """Over how many of some GPUs an engine can divide a model's attention, the fewest first."""
-    return [n for n in divisors(gpus) if shape.heads % n == 0]
+    return [n for n in range(1, gpus + 1) if gpus % n == shape.heads % n == 0]

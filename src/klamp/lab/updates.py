@@ -23,9 +23,10 @@ from klamp.core.term import carries_kl, measure
 from klamp.core.types import Batch, Direction
 from klamp.doctor.metrics import Counted, averaged_over
 from klamp.errors import NonFiniteError
+from klamp.hosts.common.anchors import prefix_kl
 from klamp.hosts.common.control import check_kl, held_kl
 from klamp.hosts.common.step_metrics import StepRecord, repeated_pairs, reward_length_correlation, step_metrics
-from klamp.lab.anchors import Taught
+from klamp.lab.anchors import Taught, of_part
 from klamp.lab.config import TrainConfig
 from klamp.lab.rollouts import Rollout, batch_of, exact_of
 from klamp.lab.setup import Context
@@ -53,21 +54,20 @@ def update(context: Context, optimizer: Optimizer, rollout: Rollout, objective: 
     NonFiniteError the weights are as they were.
     """
     learns = learning_rows(context, rollout, objective)
-    seen, of_each = list[Scores](), dict[str, Tensor]()
+    parts, of_each = list[Scores](), dict[str, Tensor]()
     sums: dict[str, Tensor | float] = {"policy/skipped": (~learns).sum() / rollout.totals.sequences}
     optimizer.zero_grad()
     for part in context.parts(len(rollout.texts)):
-        scores: Scores = context.scorer(
-            select(rollout.completions, part), _ask(context, rollout, part, objective, learns)
-        )
+        ask = _ask(context, rollout, part, objective, learns)
+        scores: Scores = context.scorer(select(rollout.completions, part), ask)
         batch = scored_batch(context, rollout, part, scores, objective)
         output = grpo_loss(batch, objective, totals=rollout.totals)
         output.loss.backward()
-        seen.append(scores)
-        found = {"train/loss": output.loss.detach()} | output.metrics | _head_means(batch, scores)
-        _add(sums, added_parts(found, rollout, part))
+        parts.append(scores)
+        metrics = {"train/loss": output.loss.detach()} | output.metrics | _head_means(batch, scores)
+        _add(sums, added_parts(metrics, rollout, part))
         _add(of_each, by_teacher(context, rollout, part, batch, scores))
-    scores = joined(seen, rollout.mask.shape[1])
+    scores = joined(parts, rollout.mask.shape[1])
     if scores.exact is not None and context.exact_everywhere:
         sums["kl/exact"] = masked_sum(scores.exact, rollout.kl_mask).double() / rollout.totals.kl_tokens
     losses = {name: float(x) for name, x in sums.items()}
@@ -89,8 +89,8 @@ OF_ALL_TOKENS = ("beta", "kl/k1", "kl/k3", "kl/k3_sequence", "kl/exact")
 """What the loss measures of its parts, and is logged as `step_metrics` and the controller have it."""
 
 
-def _add(sums: dict[str, Any], found: Mapping[str, Any]) -> None:
-    for name, value in found.items():
+def _add(sums: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
         sums[name] = sums.get(name, 0.0) + value
 
 
@@ -128,11 +128,13 @@ def _ask(context: Context, rollout: Rollout, part: slice, objective: Objective, 
 
 def taught_of(context: Context, rollout: Rollout, part: slice) -> tuple[TeacherKL, ...]:
     """What a scorer needs to measure the KL to the teachers of a part of the rollout at each prefix."""
-    if rollout.taught is None or context.teachers is None or context.teachers.how is None:
+    teacher = context.config.teacher
+    if rollout.taught is None or (how := prefix_kl(teacher)) is None:
         return ()
-    weighed = context.config.teacher.teacher_off_policy != "none"
-    sampler = rollout.completions.sampler_logprobs if weighed else None
-    return rollout.taught.asked(part, context.teachers.how, sampler)
+    # the weight of the tail
+    sampler = rollout.completions.sampler_logprobs[part] if teacher.teacher_off_policy != "none" else None
+    anchors = [(rows[part], of_part(predictions, rows, part)) for rows, predictions in rollout.taught.parts]
+    return tuple(TeacherKL(rows=rows, anchor=a, how=how, sampler=sampler) for rows, a in anchors if a is not None)
 
 
 def added_parts(metrics: Mapping[str, Tensor], rollout: Rollout, part: slice) -> dict[str, Tensor]:
@@ -156,16 +158,15 @@ def _head_means(batch: Batch, scores: Scores) -> dict[str, Tensor]:
 
 def rows_of_each(context: Context, rollout: Rollout) -> dict[str, Tensor]:
     """What stands behind a metric's name -> [B] bool the completions it is of: all, and each of several teachers'."""
-    teachers, found = context.teachers, {"": torch.ones_like(rollout.completions.ended)}
-    for key in teachers.models if teachers is not None and len(teachers.models) > 1 else ():
-        rows = [teachers is not None and teachers.key(each) == key for each in rollout.examples]
-        found[f".{key}"] = torch.tensor(rows, device=rollout.mask.device)
-    return found
+    teachers, rows = context.teachers, {"": torch.ones_like(rollout.completions.ended)}
+    if teachers is not None and len(teachers.models) > 1:
+        rows |= {f".{key}": teachers.rows(key, rollout.examples).to(rows[""].device) for key in teachers.models}
+    return rows
 
 
 def by_teacher(context: Context, rollout: Rollout, part: slice, batch: Batch, scores: Scores) -> dict[str, Tensor]:
     """Of each of several teachers, a metric's sum over its tokens and the number of these; none of a single one."""
-    found = dict[str, Tensor]()
+    means = dict[str, Tensor]()
     for key, rows in rows_of_each(context, rollout).items():
         if not key:
             continue
@@ -174,8 +175,8 @@ def by_teacher(context: Context, rollout: Rollout, part: slice, batch: Batch, sc
         kl = kl_metrics(measure(of_rows, context.objective.terms[1].term))["teacher/kl"]
         sums = {"kl": kl.double() * mask.sum(), "unscored": (mask & ~scored).sum().double()}
         sums |= {name: masked_sum(each, mask).double() for name, each in scores.head.items()}
-        found |= {f"teacher/{name}{key}": torch.stack([total, mask.sum().double()]) for name, total in sums.items()}
-    return found
+        means |= {f"teacher/{name}{key}": torch.stack([total, mask.sum().double()]) for name, total in sums.items()}
+    return means
 
 
 def kl_from_old(rollout: Rollout, policy: Tensor) -> float:
@@ -211,13 +212,11 @@ def with_old_logprobs(rollout: Rollout, output: UpdateOutput) -> Rollout:
 
 # what a step measured -------------------------------------------------------------------------------------------------
 
-CARRIED = ("kl/log_ratio_clamped", "kl/k3_saturated")
-"""Means over the tokens that carry the KL; where there are none, none is measured."""
-OF_THE_LAST = (
+CARRIED = ("kl/log_ratio_clamped", "kl/k3_saturated")  # means over the tokens that carry the KL, if any
+OF_THE_LAST = (  # how far the updates of a step went from who sampled: before the first of them the ratio is 1
     *("policy/ratio_clipped", "kl/weights_truncated"),
     *("sampler/tokens_cut", "sampler/sequences_cut", "sampler/advantage_cut"),
 )
-"""How far the updates of a step went from who sampled: before the first of them the ratio is 1."""
 
 
 def measured(context: Context, rollout: Rollout, outputs: Sequence[UpdateOutput]) -> dict[str, float]:
@@ -243,34 +242,32 @@ def _teacher_metrics(context: Context, rollout: Rollout, taught: Taught, policy:
     end: the mean probability that it gives to the end of the completions that have one; a silent killer.
     reward_correlation: within groups, of the reward and of what it finds likelier than the policy, per token.
     """
-    ended = (rollout.completions.mask.sum(-1).clamp(min=1) - 1)[:, None]
-    there = rollout.completions.ended & rollout.mask.gather(1, ended)[:, 0]
-    end = torch.where(there, taught.logprobs.gather(1, ended)[:, 0].exp(), 0.0).double()
+    last = (rollout.completions.mask.sum(-1).clamp(min=1) - 1)[:, None]
+    ended = rollout.completions.ended & rollout.mask.gather(1, last)[:, 0]
+    end = torch.where(ended, taught.logprobs.gather(1, last)[:, 0].exp(), 0.0).double()
     likelier = masked_mean(masked_log_ratio(taught.logprobs, policy, rollout.mask), rollout.mask, -1)
-    size, found = context.config.rollout.num_generations, dict[str, float]()
+    size, metrics = context.config.rollout.num_generations, dict[str, float]()
     for key, rows in rows_of_each(context, rollout).items():
-        if count := int(there[rows].sum()):
-            found[f"teacher/end{key}"] = float(end[rows].sum()) / count
+        if count := int(ended[rows].sum()):
+            metrics[f"teacher/end{key}"] = float(end[rows].sum()) / count
         correlation = reward_length_correlation(rollout.rewards[rows], likelier[rows], size)
-        found |= {} if correlation is None else {f"teacher/reward_correlation{key}": float(correlation)}
-    return found
+        metrics |= {} if correlation is None else {f"teacher/reward_correlation{key}": float(correlation)}
+    return metrics
 
 
 def step_record(context: Context, rollout: Rollout, output: UpdateOutput) -> StepRecord:
     """The tokens of a step, before its first update, as `step_metrics` takes them."""
     completions, scores = rollout.completions, output.scores
+    length = context.config.rollout.max_completion_length
     tokens = {
         "mask": rollout.mask,
         "kl_mask": rollout.kl_mask,
         "policy": scores.logprobs,
         "sampler": completions.sampler_logprobs,
-        "entropy": scores.entropy,
         "ref": rollout.ref_logprobs,
         "original": rollout.original_logprobs,
-        "exact": scores.exact,
-        "exact_forward": scores.exact_forward,
+        **{name: getattr(scores, name) for name in ("entropy", "exact", "exact_forward")},
     }
-    length = context.config.rollout.max_completion_length
     return StepRecord(
         **{name: None if x is None else pad_tokens(x, length) for name, x in tokens.items()},  # pyright: ignore
         rewards=rollout.rewards,
@@ -299,32 +296,29 @@ def control_metrics(context: Context, beta: float, metrics: Mapping[str, float])
 
 def completion_row(context: Context, rollout: Rollout, output: UpdateOutput, i: int) -> dict[str, object]:
     """A completion with its tokens and their log-probabilities, as a line of completions.jsonl."""
-    mask = rollout.completions.mask[i]
-    ids = rollout.completions.ids[i][mask].tolist()
-    row: dict[str, object] = {
+    mask, tokens = rollout.completions.mask[i], context.tokenizer.convert_ids_to_tokens
+    columns = {
+        "policy_logprobs": output.scores.logprobs,
+        "sampler_logprobs": rollout.completions.sampler_logprobs,
+        "ref_logprobs": rollout.ref_logprobs,
+        "teacher_logprobs": None if rollout.taught is None else rollout.taught.logprobs,
+        "trained": None if torch.equal(rollout.mask[i], mask) else rollout.mask,
+    }
+    return {
         "prompt": rollout.examples[i].prompt,
         "completion": rollout.texts[i],
         "answer": rollout.examples[i].answer,
         "reward": float(rollout.rewards[i]),
         "advantage": float(rollout.advantages[i]),
-        "tokens": context.tokenizer.convert_ids_to_tokens(ids),
-        "policy_logprobs": output.scores.logprobs[i][mask].tolist(),
+        "tokens": tokens(rollout.completions.ids[i][mask].tolist()),
         "ended": bool(rollout.completions.ended[i]),
-        "sampler_logprobs": rollout.completions.sampler_logprobs[i][mask].tolist(),
+        **{name: x[i][mask].tolist() for name, x in columns.items() if x is not None},
     }
-    if not torch.equal(rollout.mask[i], mask):
-        row["trained"] = rollout.mask[i][mask].tolist()
-    if rollout.ref_logprobs is not None:
-        row["ref_logprobs"] = rollout.ref_logprobs[i][mask].tolist()
-    if rollout.taught is not None:
-        row["teacher_logprobs"] = rollout.taught.logprobs[i][mask].tolist()
-    return row
 
 
 # the optimizer --------------------------------------------------------------------------------------------------------
 
-MASTERS = "masters"
-"""The key of the masters in the optimizer's saved state."""
+MASTERS = "masters"  # the key of the masters in the optimizer's saved state
 
 
 class MasterAdamW(AdamW):
@@ -363,11 +357,9 @@ class MasterAdamW(AdamW):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Continue from a saved state; one without masters continues from the weights as they are."""
         super().load_state_dict({name: x for name, x in state_dict.items() if name != MASTERS})
-        for master, weight, saved in zip(
-            self.masters, self.weights, state_dict.get(MASTERS, self.weights), strict=True
-        ):
+        for master, saved in zip(self.masters, state_dict.get(MASTERS, self.weights), strict=True):
             master.copy_(saved)
-            weight.copy_(master)
+        self._round()
 
 
 def adamw(policy: nn.Module, config: TrainConfig) -> AdamW:

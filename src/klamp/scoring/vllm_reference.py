@@ -23,7 +23,6 @@ from typing import Any, Literal, TypeAlias, cast
 from urllib.error import HTTPError
 
 import torch
-from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from klamp.errors import ConfigError, KLWarning, ModelError, unknown_name
@@ -133,13 +132,6 @@ class VLLMReference:
         if len(head) < min(self.top_k, len(entry)):
             raise KeyError("fewer of the likeliest than were asked for")
         return [*head[: self.top_k], *[(-1, 0.0)] * (self.top_k - len(head)), (token, entry[str(token)]["logprob"])]
-
-    def after_step(self, policy: nn.Module, step: int) -> None:
-        """It stays as it is."""
-
-    def weights(self) -> nn.Module | None:
-        """None: they are the server's."""
-        return None
 
     def describe(self) -> str:
         """Where the reference comes from, in words."""

@@ -13,10 +13,10 @@ from pyarrow import parquet
 from klamp.errors import DataError
 from klamp.lab.engines import verl as reward
 from klamp.lab.engines.verl import TEACHER, Layout, held_out_rows, training_rows, write_data
+from klamp.lab.loop import Trainer
 from klamp.lab.models import load_tokenizer
 from klamp.lab.tasks import load_task
 from klamp.lab.tasks.base import Example, Task, TaskConfig
-from klamp.lab.trainer import Trainer
 
 
 def test_a_step_holds_the_prompts_of_klamps_own_loop(quick, context_of):

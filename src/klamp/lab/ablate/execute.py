@@ -26,7 +26,7 @@ from klamp.lab.ablate import results
 from klamp.lab.ablate.plan import Plan, Run, plan_text, run_folder, runs
 from klamp.lab.ablate.results import Outcome, Result, read_outcome, write_outcome
 from klamp.lab.folders import LOCK, held, write_whole
-from klamp.lab.tasks.base_model import Progress
+from klamp.lab.tasks.arithmetic import Progress
 
 PLAN, LOG = "plan.yaml", "log.txt"
 """The file of the plan in an ablation's folder, and the one in a run's folder with the output of its process."""

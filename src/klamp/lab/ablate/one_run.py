@@ -26,7 +26,7 @@ from klamp.core.types import Direction
 from klamp.errors import KlampError, TrainingStopped
 from klamp.lab.ablate.plan import KL_PROMPTS, Run, run_folder
 from klamp.lab.ablate.results import Outcome, failed, write_outcome
-from klamp.lab.anchors import AdapterOffReference, FrozenReference, LocalReference
+from klamp.lab.anchors import AdapterOffReference, LocalReference
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
 from klamp.lab.evaluation import evaluate as scores_in
@@ -164,9 +164,8 @@ def measured(config: TrainConfig, weights: str | Path | None) -> Context:
     traits, tokenizer = probe(policy), load_tokenizer(model.tokenizer or model.model)
     return Context(
         config=replace(config, rollout=replace(config.rollout, top_p=1.0, top_k=0)),
-        output_dir=Path(),
         scorer=Scorer(policy, traits),
-        reference=AdapterOffReference(policy, traits=traits) if model.lora_r else FrozenReference(start),
+        reference=AdapterOffReference(policy, traits=traits) if model.lora_r else LocalReference(start),
         tokenizer=tokenizer,
         task=load_prompts(config, tokenizer, longest=max_length(start)),
     )

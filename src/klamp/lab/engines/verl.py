@@ -31,7 +31,7 @@ from klamp.lab.setup import load_prompts
 from klamp.lab.sizing import Load, Shape, Sizes, load_of, part_size, sizes_of
 from klamp.lab.tasks import load_task
 from klamp.lab.tasks.base import NO_REWARD, Example, Task, TaskConfig
-from klamp.lab.tasks.prompts import check_prompts
+from klamp.lab.tasks.files import check_prompts
 
 AVERAGES: Mapping[Reduction, str] = {reduction: mode for mode, reduction in REDUCTIONS.items()}
 """klamp's average over tokens -> verl's loss_agg_mode of the same."""

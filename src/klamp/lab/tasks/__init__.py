@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from klamp.errors import ConfigError
-from klamp.lab.tasks.arithmetic import arithmetic_task, arithmetic_tokenizer
+from klamp.lab.tasks.arithmetic import arithmetic_task, arithmetic_tokenizer, base_model_folder, load_base_model
 from klamp.lab.tasks.base import (
     ARITHMETIC_TASK,
     NO_REWARD,
@@ -16,11 +16,10 @@ from klamp.lab.tasks.base import (
     checked,
     has_own_prompts,
     import_function,
+    named_reward,
+    with_reward,
 )
-from klamp.lab.tasks.base_model import base_model_folder, load_base_model
-from klamp.lab.tasks.files import file_task, rows_task
-from klamp.lab.tasks.prompts import check_prompts, prompt_text
-from klamp.lab.tasks.rewards import named_reward, with_reward
+from klamp.lab.tasks.files import check_prompts, file_task, prompt_text, rows_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,36 +1,48 @@
-"""What a task is: its configuration, prompts, held-out prompts, a reward for each completion; functions of the user's.
+"""What a task is: its configuration, prompts, held-out prompts, and a reward for each completion.
 
 A task is plain data plus one function. The trainer samples completions for `train`, scores them with `score`, and
 evaluates every skill in `evaluation` the same way; it knows nothing about where the rows came from.
+
+The named rewards:
+
+    exact_match            1 if the completion equals the answer, white space around both left out
+    math_verify            1 if the math-verify package finds both to be the same mathematics
+    format_regex:PATTERN   1 if `re.search` finds PATTERN in the completion ("." matches line ends too)
+    module:function        your own; `path/to/file.py:function` works too
+
+Your own function is called as `function(completion, **fields)`: the text of one completion without special tokens, and
+those columns of its data row that its signature names (all, if it takes `**kwargs`). It returns one finite number. With
+a parameter named `completions` it is called as TRL calls it, with lists of length one, and returns such a list.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
+import re
 import runpy
 import sys
+import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
+from inspect import Parameter
 from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Annotated, Any
 
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_fields
-from klamp.errors import ConfigError, RewardError, brief, unknown_name
+from klamp.errors import ConfigError, DataError, RewardError, brief, unknown_name
 from klamp.files import at_home, with_end
 
 RewardFunction = Callable[["Example", str], Any]
 """An unchecked reward: an example and the text of one completion give a number."""
-LARGEST_REWARD = 1e15
-"""The squares of rewards in this size can be added up over a group, in float32."""
-ARITHMETIC_TASK = "arithmetic"
-"""The built-in task, which needs no data and has a base model of its own."""
-HUB = "hub:"
-"""How the name of a data set of the hub begins: hub:NAME, hub:NAME:CONFIG, hub:NAME:CONFIG:SPLIT."""
+LARGEST_REWARD = 1e15  # the squares of rewards in this size can be added up over a group, in float32
+ARITHMETIC_TASK = "arithmetic"  # the built-in task, which needs no data and has a base model of its own
+HUB = "hub:"  # how the name of a data set of the hub begins: hub:NAME, hub:NAME:CONFIG, hub:NAME:CONFIG:SPLIT
 NO_REWARD = "none"
 """The reward of a run that learns from its teacher alone; what the task scores is measured, and not trained on."""
 
@@ -77,9 +89,9 @@ class TaskConfig:
     """Whether prompts pass through the tokenizer's chat template; None: where it has one (not in arithmetic)."""
     system_prompt: str = ""
     """The system message put before each prompt; without a chat template, a text before it and an empty line."""
-    train_size: int = 0
+    train_size: Annotated[int, AT_LEAST_0] = 0
     """How many training prompts to use at most; 0: all there are, and 4096 where prompts are generated."""
-    eval_size: int = 256
+    eval_size: Annotated[int, AT_LEAST_1] = 256
     """How many held-out examples to use at most for each skill."""
     eval_split: str = ""
     """The path of a file of held-out rows; empty: a deterministic share of the task's own rows."""
@@ -87,19 +99,16 @@ class TaskConfig:
     """The seed for generating and for splitting rows."""
 
     def __post_init__(self) -> None:
-        check_fields(self, {"train_size": AT_LEAST_0, "eval_size": AT_LEAST_1})
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Example:
     """One prompt, and all that is needed to score a completion of it."""
 
-    prompt: str
-    """The text that is tokenized as it stands; a chat template, where one is used, is already applied."""
-    answer: str = ""
-    """The ground truth; "" where there is none."""
-    skill: str = "task"
-    """The row of the evaluation table that this example counts towards."""
+    prompt: str  # the text that is tokenized as it stands; a chat template, where one is used, is already applied
+    answer: str = ""  # the ground truth; "" where there is none
+    skill: str = "task"  # the row of the evaluation table that this example counts towards
     fields: Mapping[str, Any] = field(default_factory=dict)
     """The whole data row; reward functions get it as keyword arguments."""
     reference_length: int | None = None
@@ -108,27 +117,29 @@ class Example:
     @property
     def question(self) -> str:
         """The prompt as the data has it, without a chat template around it."""
-        given = self.fields.get("prompt")
-        return given if isinstance(given, str) else self.prompt
+        prompt = self.fields.get("prompt")
+        return prompt if isinstance(prompt, str) else self.prompt
 
 
 @dataclass(frozen=True, kw_only=True)
 class Task:
     """The prompts that RL trains on, the skills that are watched, and the reward."""
 
-    name: str
-    """A short name for logs and folders."""
-    train: Sequence[Example]
-    """The prompts of the RL skill."""
-    evaluation: Mapping[str, Sequence[Example]]
-    """Held-out examples per skill; the RL skill comes first."""
-    rl_skill: str
-    """The skill that RL trains; the others show what training costs."""
+    name: str  # a short name for logs and folders
+    train: Sequence[Example]  # the prompts of the RL skill
+    evaluation: Mapping[str, Sequence[Example]]  # held-out examples per skill; the RL skill comes first
+    rl_skill: str  # the skill that RL trains; the others show what training costs
     score: Callable[[Example, str], float]
     """The reward of one completion, given as text without special tokens; always a finite float."""
     read: frozenset[str] = frozenset()
     """Skills without an answer of the policy: their score is the probability that it gives each token of the example's
     own answer."""
+    longest: int = 0  # tokens of the longest prompt, once they are checked
+
+    @property
+    def held_out(self) -> list[Example]:
+        """The held-out examples of all skills."""
+        return [example for examples in self.evaluation.values() for example in examples]
 
 
 def is_held_out(text: str, share: int) -> bool:
@@ -200,3 +211,95 @@ def _as_float(value: Any) -> float | None:
         return float(value) if isinstance(value, Real) else None
     except OverflowError:  # a whole number of hundreds of digits
         return math.inf
+
+
+# rewards -------------------------------------------------------------------------------------------------------------
+
+NEEDS_ANSWER = ("exact_match", "math_verify")  # the named rewards that compare with the ground truth
+MATH_SECONDS = 5  # the longest that math-verify takes for each of its parts
+
+
+def named_reward(name: str) -> Callable[[Example, str], float]:
+    """Find the reward function of a name; its results are checked.
+
+    Raises:
+        UnknownNameError: no such reward.
+        ConfigError: the pattern or the module cannot be used.
+    """
+    kind, _, rest = name.partition(":")
+    if name == "exact_match":
+        function: RewardFunction = exact_match
+    elif name == "math_verify":
+        function = math_verify
+    elif kind == "format_regex":
+        function = _format_regex(rest)
+    elif is_function(name):
+        function = adapt(import_function(name, what="reward function"))
+    else:
+        raise unknown_name("reward", name, (*NEEDS_ANSWER, "format_regex:PATTERN", "module:function", NO_REWARD))
+    return checked(function, name=name)
+
+
+def with_reward(task: Task, name: str) -> Task:
+    """A task with the reward of a name; a DataError if it compares with an answer, and an example has none."""
+    for example in [*task.train, *task.held_out] if name in NEEDS_ANSWER else ():
+        if not example.answer.strip():
+            what, why = f"the reward {name} needs an answer, and an example has none", "every completion would score 0"
+            fix = "name another reward, or the column of answers (answer_column), or remove rows without one"
+            raise DataError(what, got=f"prompt {example.prompt[:200]!r}", why=why, fix=fix)
+    return replace(task, score=named_reward(name))
+
+
+def exact_match(example: Example, completion: str) -> float:
+    """The reward 1.0 if the completion is the answer, except for white space around them, else 0.0."""
+    return float(completion.strip() == example.answer.strip())
+
+
+def math_verify(example: Example, completion: str) -> bool:
+    """Whether answer and completion are the same mathematics."""
+    from math_verify import parse, verify
+
+    # math-verify keeps time with a signal, which Python allows in the main thread only; elsewhere there is no limit
+    seconds = MATH_SECONDS if threading.current_thread() is threading.main_thread() else None
+    # an answer such as \frac{1}{2} is only recognised between dollar signs, a bare word only without them
+    gold = parse(f"${example.answer.strip().strip('$')}$", parsing_timeout=seconds)  # pyright: ignore
+    gold += parse(example.answer, parsing_timeout=seconds)  # pyright: ignore
+    return verify(gold, parse(completion, parsing_timeout=seconds), timeout_seconds=seconds)  # pyright: ignore
+
+
+def _format_regex(pattern: str) -> RewardFunction:
+    try:
+        expression = re.compile(pattern, re.DOTALL)
+    except re.error as error:
+        fix = "write format_regex:PATTERN in the syntax of Python's re module"
+        raise ConfigError("format_regex needs a regular expression", got=pattern, why=str(error), fix=fix) from error
+    return lambda _, completion: expression.search(completion) is not None
+
+
+def adapt(function: Callable[..., Any]) -> RewardFunction:
+    """Turn a user's function into one of (example, completion); one in C that says no parameters gets the latter."""
+    try:
+        parameters = inspect.signature(function).parameters
+    except (ValueError, TypeError):
+        parameters = {}
+    named = {p.name for p in parameters.values() if p.kind in (Parameter.POSITIONAL_OR_KEYWORD, Parameter.KEYWORD_ONLY)}
+    everything = any(p.kind is Parameter.VAR_KEYWORD for p in parameters.values())
+    # `def f(prompt, completion)` is clear enough: a parameter of that name wins over the first place
+    by_name = "completion" in named
+    first = "completion" if by_name else next(iter(parameters), "")
+
+    def taken(fields: Mapping[str, Any]) -> dict[str, Any]:
+        return {key: value for key, value in fields.items() if everything or key in named}
+
+    def score(example: Example, completion: str) -> Any:
+        columns = taken({key: value for key, value in example.fields.items() if key != first})
+        return function(completion=completion, **columns) if by_name else function(completion, **columns)
+
+    def score_lists(example: Example, completion: str) -> Any:
+        prompt = example.fields.get("prompt", example.prompt)
+        lists = {key: [value] for key, value in example.fields.items() if key not in ("prompt", "completions")}
+        reply = completion if isinstance(prompt, str) else [{"role": "assistant", "content": completion}]
+        (reward,) = function(completions=[reply], **taken(lists | {"prompts": [prompt]}))
+        return reward
+
+    return score_lists if "completions" in parameters else score
