@@ -9,7 +9,6 @@ from typing import get_args
 import pytest
 
 from klamp.doctor.columns import (
-    SHORT_NAMES,
     evaluations,
     known,
     read_pairs,
@@ -20,6 +19,7 @@ from klamp.doctor.columns import (
 )
 from klamp.doctor.metrics import METRICS, Better, MetricRow, averaged_over
 from klamp.errors import ConfigError, UnknownNameError
+from klamp.names import SHORT_METRICS
 
 
 @pytest.mark.parametrize("row", METRICS.values(), ids=METRICS)
@@ -88,10 +88,10 @@ def test_pairs_of_names() -> None:
         "reward": "a=b",
         "kl/exact": "x y",
     }
-    assert set(SHORT_NAMES.values()) <= METRICS.keys()
-    assert not SHORT_NAMES.keys() & METRICS.keys()
+    assert set(SHORT_METRICS.values()) <= METRICS.keys()
+    assert not SHORT_METRICS.keys() & METRICS.keys()
     page = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text(encoding="utf-8")
-    assert all(f"| `{short}` | `{full}` |" in page for short, full in SHORT_NAMES.items())
+    assert all(f"| `{short}` | `{full}` |" in page for short, full in SHORT_METRICS.items())
 
 
 @pytest.mark.parametrize(

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor
 
 from klamp.audit.examine import Subject, Term, marked
+from klamp.names import VERL_ESTIMATORS
 
 LOSS_TYPES = ("low_var_kl", "kl", "abs", "mse", "low_var_kl+", "kl+", "abs+", "full")
 REWARD_TYPES = ("kl", "abs", "mse", "low_var_kl")
-ALIASES = {"low_var_kl": "k3", "kl": "k1", "mse": "k2", "low_var_kl+": "k3+", "kl+": "k1+"}
 
 
 def subject() -> Subject:
@@ -67,4 +67,5 @@ def _in_reward(kind: str) -> Term:
 
 
 def _with_alias(kind: str) -> str:
-    return f"{kind} ({ALIASES[kind]})" if kind in ALIASES else kind
+    own = kind.removesuffix("+")
+    return f"{kind} ({VERL_ESTIMATORS[own]}{kind[len(own) :]})" if own in VERL_ESTIMATORS else kind

@@ -16,8 +16,8 @@ from klamp.config import find_preset
 from klamp.errors import ConfigError, brief
 from klamp.files import at_home, with_end, yaml_of
 from klamp.lab.config import TrainConfig, section_classes
-from klamp.lab.folders import CONFIG
 from klamp.lab.resumed import HISTORY
+from klamp.names import CONFIG
 
 FORM = "one `name: value` per line, for example `beta: 0.01`"
 

@@ -16,9 +16,10 @@ from klamp.errors import ConfigError, KLWarning, RunFolderError
 from klamp.files import at_home, followed
 from klamp.lab.ablate.results import Outcome, retained
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import CHECKPOINTS, CONFIG, NAMED, checkpoint_folders, number_of, policy_in
+from klamp.lab.folders import CHECKPOINTS, NAMED, checkpoint_folders, number_of, policy_in
 from klamp.lab.resumed import read_config
 from klamp.lab.tasks.base import TaskConfig
+from klamp.names import CONFIG
 from klamp.report.run import ScoreFormat
 
 OF_ANY_TASK = ("eval_size", "task_seed")

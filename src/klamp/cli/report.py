@@ -20,6 +20,7 @@ from klamp.errors import DataError, RunFolderError
 from klamp.files import followed
 from klamp.lab.ablate.results import read_outcome
 from klamp.lab.resumed import read_config
+from klamp.names import COMPLETIONS, METRICS_FILE, TRAINER_STATE
 from klamp.report.page import GENERATOR, render
 from klamp.report.run import ReportRun, judged
 from klamp.report.text import count
@@ -54,7 +55,9 @@ def records(paths: Sequence[Path]) -> list[Path]:
         found += good or [path]
     twice = [str(path) for path in found if found.count(path) > 1]
     if twice:
-        raise DataError("a run is named twice", got=twice[0], fix="name it once")
+        raise DataError(
+            "a run is named twice", got=twice[0], why="the page would show it as two runs", fix="name it once"
+        )
     return found
 
 
@@ -103,7 +106,7 @@ def _said(path: Path, details: Details, history: History) -> list[str]:
 
 def names_of(paths: Sequence[Path]) -> list[str]:
     """A short name for each path: its last part, or the whole path if several end alike."""
-    common = ("trainer_state.json", "metrics.jsonl", "completions.jsonl")  # tell no runs apart
+    common = (TRAINER_STATE, METRICS_FILE, COMPLETIONS)  # tell no runs apart
     places = [followed(path.parent if path.name in common and path.parent.name else path) for path in paths]
     names = [place.name for place in places]
     whole = names if len(set(names)) == len(names) else list(map(str, places))

@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Literal, TypeAlias
 
 from klamp.doctor.history import History
+from klamp.names import KL_NAMES
 
 Level: TypeAlias = Literal["alarm", "note"]
 
@@ -76,7 +77,7 @@ class Alarm:
 
 ALARMS: dict[str, Alarm] = {}
 """Name of an alarm -> the alarm; complete once `klamp.doctor.alarms` is imported."""
-KL = "kl/k3|kl/exact|kl/k1"
+KL = "|".join(KL_NAMES)
 """What most alarms about the KL need: one of these metrics."""
 
 

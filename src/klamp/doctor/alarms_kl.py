@@ -12,6 +12,7 @@ from klamp.doctor.alarm import KL, Evidence, Limit, alarm, is_apart, is_beyond, 
 from klamp.doctor.alarms_run import not_trained
 from klamp.doctor.alarms_tokens import blame
 from klamp.doctor.history import EARLY, History
+from klamp.names import best_kl
 
 NEGATIVE_STEPS = Limit(20, "steps in a row below 0 (by chance alone, one in a million)")
 NEGATIVE_K1 = Limit(1e-4, "nats per token below 0, their mean (the size of the step-zero limit)")
@@ -172,8 +173,7 @@ def step_zero(history: History) -> Evidence | None:
     Score one batch twice with the policy (the two must agree), then with the reference. Put both into eval() and one
     dtype; compare tokens, mask and temperature.
     """
-    names = ("kl/exact", "kl/k1") if history.settings.k3_over_updates else ("kl/k3", "kl/exact", "kl/k1")
-    name, kl = _first_kl(history, names)
+    name, kl = _first_kl(history)
     elsewhere = history.settings.other_kernels
     found = is_beyond(history, name, kl, STEP_ZERO_OTHERS.value) if elsewhere else abs(kl) > STEP_ZERO.value
     if history.settings.other_reference or not found:
@@ -182,7 +182,7 @@ def step_zero(history: History) -> Evidence | None:
     return Evidence(text, blame(history, history.step))
 
 
-@alarm("reference-differs", needs=("kl/k3|kl/exact",), limits=(REFERENCE_DIFFERS,))
+@alarm("reference-differs", needs=(KL,), limits=(REFERENCE_DIFFERS,))
 def reference_differs(history: History) -> Evidence | None:
     """The chosen reference is far from the model that is trained.
 
@@ -192,7 +192,7 @@ def reference_differs(history: History) -> Evidence | None:
     Check the path of the reference. Leave it out to hold the policy where it starts; if the distance is intended, set
     target_kl above it.
     """
-    name, kl = _first_kl(history, ("kl/exact", "kl/k3"))
+    name, kl = _first_kl(history)
     limit = REFERENCE_DIFFERS.value
     if not history.settings.other_reference or not kl > limit:
         return None
@@ -278,11 +278,14 @@ def _kl_to_the_start(history: History) -> str:
     return "" if history.settings.other_reference else history.kl_name()
 
 
-def _first_kl(history: History, names: Sequence[str]) -> tuple[str, float]:
-    """The first of these metrics that was logged before the first update, while that is the latest step; else 0."""
-    starts = len(history.rows) == 1 and history.rows[0].step <= 1 and not history.settings.steps_counted
-    first = history.latest if starts else {}
-    return next(((name, first[name]) for name in names if name in first), ("", 0.0))
+def _first_kl(history: History) -> tuple[str, float]:
+    """The KL before the first update and its name, while that is the latest step; else 0."""
+    settings = history.settings
+    if len(history.rows) > 1 or history.step > 1 or settings.steps_counted:
+        return "", 0.0
+    after_updates = "kl/k3" if settings.k3_over_updates else ""
+    name = best_kl(history.latest.keys() - {after_updates})
+    return name, history.latest.get(name, 0.0)
 
 
 @alarm("kl-far", needs=(KL, "length/mean"), limits=(FAR, FAR_COMPLETION))

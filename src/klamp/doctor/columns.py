@@ -11,19 +11,7 @@ from typing import Any
 from klamp.doctor.history import RunSettings, Verifier
 from klamp.doctor.metrics import METRICS, NAMES, OTHER_KL
 from klamp.errors import ConfigError, unknown_name
-
-SHORT_NAMES: Mapping[str, str] = {
-    "kl": "kl/k3",
-    "k1": "kl/k1",
-    "length": "length/mean",
-    "truncated": "length/truncated",
-    "saturated": "groups/saturated",
-    "entropy": "policy/entropy",
-    "loss": "train/loss",
-    "grad_norm": "train/grad_norm",
-    "lr": "train/learning_rate",
-}
-"""A short name that `--map` takes -> klamp's name; `reward`, `reward_std` and `beta` are short as they are."""
+from klamp.names import SHORT_METRICS
 
 STEP_NAMES = (
     *("train/global_step", "global_step", "training/global_step", "trainer/global_step", "global_step/max_steps"),
@@ -90,7 +78,7 @@ def read_pairs(pairs: Iterable[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     for pair in pairs:
         name, _, theirs = pair.partition("=")
-        ours = SHORT_NAMES.get(name, name)
+        ours = SHORT_METRICS.get(name, name)
         if not (name and theirs) or ours in found:
             raise ConfigError(
                 "--map takes pairs of names, one for each metric",
@@ -99,8 +87,10 @@ def read_pairs(pairs: Iterable[str]) -> dict[str, str]:
                 fix="write OURS=THEIRS once for a metric, for example kl=my_kl; the path comes before the flags",
             )
         if ours not in METRICS:
-            short = ", ".join(f"{short} ({full})" for short, full in SHORT_NAMES.items())
-            raise unknown_name("metric", name, [*SHORT_NAMES, *METRICS], why=f"short names: {short}; else klamp's own")
+            short = ", ".join(f"{short} ({full})" for short, full in SHORT_METRICS.items())
+            raise unknown_name(
+                "metric", name, [*SHORT_METRICS, *METRICS], why=f"short names: {short}; else klamp's own"
+            )
         found[ours] = theirs
     return found
 

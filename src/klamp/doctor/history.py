@@ -16,6 +16,8 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, TypeAlias
 
+from klamp.names import KL_NAMES, best_kl
+
 Verifier: TypeAlias = Literal["rules", "model"]
 Side: TypeAlias = Literal["ref", "teacher", "sampler"]
 
@@ -246,8 +248,7 @@ class History:
     @property
     def measures_kl(self) -> bool:
         """Whether some step has a KL to the reference, or to a teacher."""
-        kinds = ("exact", "k3", "k1", "exact_sequence", "k3_sequence", "k1_sequence")
-        return not self.names.isdisjoint({"teacher/kl", *(f"kl/{kind}" for kind in kinds)})
+        return not self.names.isdisjoint(["teacher/kl", *KL_NAMES, *(f"{name}_sequence" for name in KL_NAMES)])
 
     @property
     def penalized(self) -> bool:
@@ -291,9 +292,8 @@ class History:
         return [bounded(value) for value in values if math.isfinite(value)]
 
     def kl_name(self) -> str:
-        """The name of the KL per token with the least noise that the latest step has: exact, k3, k1; else empty."""
-        names = ("kl/exact", "kl/k3", "kl/k1")
-        return next((name for name in names if math.isfinite(self.latest.get(name, math.nan))), "")
+        """The name of the KL per token with the least noise that the latest step has; else empty."""
+        return best_kl([name for name in KL_NAMES if math.isfinite(self.latest.get(name, math.nan))])
 
     def kl(self, count: int) -> list[float]:
         """The values of that KL, as `last` has them; none where the latest step has no KL."""

@@ -38,7 +38,6 @@ from klamp.lab.folders import (
     OWN,
     POLICY,
     SEAL,
-    SUMMARY,
     checkpoint_folders,
     checkpoints,
     lost,
@@ -49,6 +48,7 @@ from klamp.lab.folders import (
     write_whole,
 )
 from klamp.lab.tasks.base_model import make_readable, without_bars
+from klamp.names import SUMMARY
 
 STATE_FILE = "state.json"
 """The file of a checkpoint that holds what changes from step to step besides the weights."""

@@ -10,18 +10,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeAlias, TypeVar
 
-from klamp import names
 from klamp.errors import RunFolderError
 from klamp.files import at_home, json_of, with_end
 from klamp.lab.config import TrainConfig
 from klamp.lab.tasks.base import short_name
+from klamp.names import CONFIG, OUTCOME
 
 Row: TypeAlias = Mapping[str, Any]
 Read = TypeVar("Read")
 
-CONFIG, METRICS_FILE, COMPLETIONS, ANSWERS = names.CONFIG, names.METRICS_FILE, names.COMPLETIONS, names.ANSWERS
-CAUTIONS, VERSIONS, RUNS = names.CAUTIONS, names.VERSIONS, names.RUNS
-SUMMARY, IDENTITY = names.SUMMARY, names.IDENTITY
 SCORE = "eval/"  # how the name of a skill's score begins in metrics.jsonl
 CHECKPOINTS = "checkpoints"  # the folder inside a run's folder that holds one folder per checkpoint
 SEAL = "checksums.json"  # the file in a checkpoint that holds its checksums; where it is, the checkpoint was complete
@@ -29,7 +26,7 @@ POLICY = "policy"  # the folder inside a checkpoint of klamp's that holds its we
 OWN = "step-"  # how the names of the checkpoints of klamp's own loop begin
 NAMED = re.compile(r"(step-|checkpoint-|global_step_)\d+", re.ASCII)  # a checkpoint; a copy beside it has another name
 LOCK = ".lock"  # the file by which a folder is locked
-BESIDE = ("log.txt", "outcome.json")  # the files that `klamp ablate` keeps in a run's folder
+BESIDE = ("log.txt", OUTCOME)  # the files that `klamp ablate` keeps in a run's folder
 FOR_VERL = "verl"  # the folder inside a run's folder that holds what klamp and verl tell each other
 BEGUN = (*BESIDE, LOCK, f".{CONFIG}.part", FOR_VERL)
 """What may lie in the folder of a run that was killed before anything could be lost with it."""

@@ -21,9 +21,10 @@ from klamp.doctor.readers.klamp_run import HISTORY, UNTIL, changes_of, history_o
 from klamp.errors import ConfigError, KLWarning, RunFolderError
 from klamp.files import at_home, json_of, yaml_of
 from klamp.lab.config import TrainConfig, field_owners, reference_kind
-from klamp.lab.folders import CONFIG, IDENTITY, OWN, SEAL, checkpoint_folders, number_of, policy_folder, policy_in
+from klamp.lab.folders import OWN, SEAL, checkpoint_folders, number_of, policy_folder, policy_in
 from klamp.lab.tasks.base import has_own_prompts
 from klamp.lab.tasks.base_model import base_model_folder
+from klamp.names import CONFIG, IDENTITY
 
 IDENTIFIED = ("model", "ref_model", "teacher_model", "tokenizer", "task", "eval_split")
 """Fields that name a model or data: another name of the same contents is the same run."""

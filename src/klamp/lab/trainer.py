@@ -25,7 +25,7 @@ from klamp.lab import checkpoint
 from klamp.lab.anchors import FrozenReference
 from klamp.lab.config import TrainConfig
 from klamp.lab.evaluation import check_same, evaluate, fingerprints, teacher_answers
-from klamp.lab.folders import IDENTITY, METRICS_FILE, checkpoints, lines_until, number_of, opened_folder, scores_of
+from klamp.lab.folders import checkpoints, lines_until, number_of, opened_folder, scores_of
 from klamp.lab.interrupts import Interrupt, deferred_interrupts
 from klamp.lab.observers import AlarmObserver, Observer, RunInfo, RunLog, RunSummary, check_trackers
 from klamp.lab.resumed import check_resume, identity
@@ -44,6 +44,7 @@ from klamp.lab.updates import (
     update,
     with_old_logprobs,
 )
+from klamp.names import IDENTITY, METRICS_FILE
 
 
 class Step(NamedTuple):

@@ -10,8 +10,8 @@ from klamp.doctor.alarms_tokens import MISMATCH
 from klamp.doctor.columns import as_number
 from klamp.doctor.examine import Finding
 from klamp.doctor.metrics import METRICS
+from klamp.names import KL_NAMES, best_kl
 from klamp.report.chart import Chart, Line, Mark, Series
-from klamp.report.headlines import KL
 from klamp.report.run import OURS, ReportRun, ScoreFormat, skills_of, slots_of
 from klamp.report.text import short
 
@@ -100,8 +100,8 @@ def anchor_curves(runs: Sequence[ReportRun]) -> dict[str, str]:
         curves["policy/kl_old"] = "sampler (k3), at the last update"
     if len(runs) > 1 or not curves:
         return curves
-    best = next((name for name in KL if name in logged), "kl/k3")
-    return {best: f"reference ({KL[best]})", **curves, "sampler/k3": "sampler (k3)"}
+    best = best_kl(logged) or "kl/k3"
+    return {best: f"reference ({KL_NAMES[best]})", **curves, "sampler/k3": "sampler (k3)"}
 
 
 def _curve(run: ReportRun, name: str, scores: ScoreFormat) -> dict[float, float]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from klamp.doctor.history import bounded
+from klamp.names import KL_NAMES, best_kl
 from klamp.report.chart import key
 from klamp.report.run import ReportRun, ScoreFormat, skills_of, slots_of
 from klamp.report.text import MISSING, Html, element, join, short
@@ -15,8 +16,7 @@ from klamp.report.text import MISSING, Html, element, join, short
 WINDOW = 5
 SKILLS = 6
 COLUMNS = 5
-KL = {"kl/exact": "exact", "kl/k3": "k3", "kl/k1": "k1"}
-SEQUENCE = {"kl/exact_sequence": "exact", "kl/k3_sequence": "k3", "kl/k1_sequence": "k1"}
+SEQUENCE = {f"{name}_sequence": estimator for name, estimator in KL_NAMES.items()}
 AFTER, AFTER_SEQUENCE = "KL from the start (exact)", "KL from the start per completion (exact)"
 """The KL that was measured after training, whatever the steps logged."""
 
@@ -39,7 +39,7 @@ def headlines(run: ReportRun, skills: Sequence[str], scores: ScoreFormat) -> lis
     found = [
         _over_steps(run, {"reward": ""}, "Reward", ""),
         *(_skill(run, name, scores) for name in skills),
-        _over_steps(run, KL, "KL", "nats/token"),
+        _over_steps(run, KL_NAMES, "KL", "nats/token"),
         _over_steps(run, SEQUENCE, "KL per completion", "nats"),
         _after(run.kl_after, AFTER, "nats/token"),
         _after(run.kl_after_sequence, AFTER_SEQUENCE, "nats"),
@@ -54,8 +54,7 @@ def headlines(run: ReportRun, skills: Sequence[str], scores: ScoreFormat) -> lis
 
 def _over_steps(run: ReportRun, names: Mapping[str, str], label: str, unit: str) -> Headline | None:
     """The number of the first of these metrics that the run logged: metric -> what to add to the label."""
-    name = next((name for name in names if run.curve(name)), None)
-    if name is None:
+    if not (name := best_kl(run.history.names, names)):
         return None
     curve = run.curve(name)
     first, last = ends(curve)

@@ -24,6 +24,7 @@ from klamp.doctor.readers.logs import (
 )
 from klamp.doctor.readers.rollouts import is_rollout, read_rollouts, step_in
 from klamp.files import with_end
+from klamp.names import METRICS_FILE
 
 TOKEN_EXPORT = "step_*/rank_*.jsonl"
 TEXTS = (".csv", ".tsv", ".log", ".txt")
@@ -89,8 +90,8 @@ def _read_lines(path: Path, names: Mapping[str, str] | None) -> History:
     if exported or numbered:
         refuse_names(names, path, why=COMPUTED)
         return read_rollouts(exported or numbered, source="prime-rl token export" if exported else "verl rollouts")
-    if (path / "metrics.jsonl").is_file():
-        return read_metrics(path / "metrics.jsonl", names)
+    if (path / METRICS_FILE).is_file():
+        return read_metrics(path / METRICS_FILE, names)
     if (path / "metrics.json").is_file():
         return _read_file(path / "metrics.json", names)
     files = files or sorted(file for end in TEXTS for file in path.glob(f"*{end}"))

@@ -33,6 +33,7 @@ from klamp.doctor.metrics import names_in
 from klamp.doctor.readers.files import check_logged, each_row, json_lines, object_in, shortened, text_lines, unreadable
 from klamp.errors import missing_library
 from klamp.files import followed, with_end
+from klamp.names import TRAINER_STATE
 
 Names = Mapping[str, str]
 """klamp's name of a metric -> that in the record, before the names that klamp knows."""
@@ -246,14 +247,12 @@ def _columns(head: Sequence[str], path: Path) -> list[str]:
 
 # --- trainer_state.json ---------------------------------------------------------------------------------------
 
-STATE = "trainer_state.json"
-
 
 def find_state(path: Path) -> Path | None:
     """Find the trainer_state.json of a folder or of its newest checkpoint."""
-    if (path / STATE).is_file():
-        return path / STATE
-    found = sorted(path.glob(f"checkpoint-*/{STATE}"), key=lambda file: _number(file.parent.name))
+    if (path / TRAINER_STATE).is_file():
+        return path / TRAINER_STATE
+    found = sorted(path.glob(f"checkpoint-*/{TRAINER_STATE}"), key=lambda file: _number(file.parent.name))
     return found[-1] if found else None
 
 

@@ -20,6 +20,7 @@ from klamp.hosts.common.kl_fields import host_refusals
 from klamp.hosts.common.versions import told_version
 from klamp.hosts.verl.fields_in_verl import LOSS_FIELDS, is_driven, is_ours, loss_kl, name_of, needs_driver, written
 from klamp.hosts.verl.teacher import has_head, teacher_of, teacher_refusals, teacher_values
+from klamp.names import VERL_ESTIMATORS
 
 ACTOR = "actor_rollout_ref.actor"
 IMPORTED = "+ray_kwargs.ray_init.runtime_env.env_vars.VERL_USE_EXTERNAL_MODULES=klamp.verl.registered"
@@ -141,7 +142,7 @@ OWN: Mapping[str, tuple[str, str]] = {
 }
 """verl's own types: (value, gradient as a loss); `klamp audit verl` measures them."""
 WITHOUT_TAIL = "that of the plain sum over these words, which is not 0 at the teacher"
-ALIASES: Mapping[str, str] = {"k1": "kl", "k2": "mse", "k3": "low_var_kl"}
+VERLS_NAMES: Mapping[str, str] = {ours: theirs for theirs, ours in VERL_ESTIMATORS.items()}
 
 
 def effective(config: Any) -> Effective:
@@ -256,7 +257,7 @@ def _of_verl(
 
 def _own(name: str) -> tuple[str, str]:
     """The value and gradient of one of verl's own types as a loss; a + after the name means the gradient of k2."""
-    base = ALIASES.get(name.removesuffix("+"), name.removesuffix("+"))
+    base = VERLS_NAMES.get(name.removesuffix("+"), name.removesuffix("+"))
     if base not in OWN:
         return name, "unknown: verl raises NotImplementedError"
     value, gradient = OWN[base]

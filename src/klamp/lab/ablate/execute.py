@@ -19,7 +19,6 @@ from klamp.errors import ConfigError, DataError, KlampError, RunFolderError, Tra
 from klamp.files import yaml_of
 from klamp.lab.ablate.plan import Plan, Run, plan_text, run_folder, runs
 from klamp.lab.ablate.results import (
-    OUTCOME,
     Outcome,
     Result,
     failed,
@@ -30,6 +29,7 @@ from klamp.lab.ablate.results import (
 )
 from klamp.lab.folders import LOCK, held, write_whole
 from klamp.lab.tasks.base_model import Progress
+from klamp.names import OUTCOME
 
 PLAN, LOG = "plan.yaml", "log.txt"
 """The file of the plan in an ablation's folder, and the one in a run's folder with the output of its process."""

@@ -21,7 +21,8 @@ from klamp.lab.ablate.measure import measure
 from klamp.lab.ablate.plan import Run, run_folder
 from klamp.lab.ablate.results import Outcome, failed, write_outcome
 from klamp.lab.backends import train_run
-from klamp.lab.folders import CONFIG, SUMMARY, newest_policy, row_of
+from klamp.lab.folders import newest_policy, row_of
+from klamp.names import CONFIG, SUMMARY
 
 log = logging.getLogger(__name__)
 

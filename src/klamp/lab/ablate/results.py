@@ -15,12 +15,11 @@ from klamp.errors import DataError
 from klamp.files import json_of
 from klamp.lab.ablate.plan import Run, run_folder
 from klamp.lab.folders import write_whole
+from klamp.names import OUTCOME
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-OUTCOME = "outcome.json"
-"""The file in the folder of a run that is done or has failed."""
 CONFIDENCE = 0.95
 """Of every interval."""
 HEADINGS = {

@@ -20,10 +20,11 @@ from klamp.hosts.common.versions import caution_beside, check_version
 from klamp.lab.config import TrainConfig
 from klamp.lab.engines.trl.arguments import trl_arguments
 from klamp.lab.engines.verl.overrides import Layout, command
-from klamp.lab.folders import CONFIG, IDENTITY, VERSIONS, check_folder, make_folder, run_folder, write_whole
+from klamp.lab.folders import check_folder, make_folder, run_folder, write_whole
 from klamp.lab.observers import versions
 from klamp.lab.resumed import check_resume, identity, newest_complete, plain
 from klamp.lab.setup import check_processes
+from klamp.names import CONFIG, IDENTITY, VERSIONS
 
 LAUNCHED = ("WORLD_SIZE", "ACCELERATE_MIXED_PRECISION")
 """What torchrun and `accelerate launch` tell their processes."""
