@@ -17,7 +17,7 @@ from klamp.doctor.columns import (
     translate,
     verifier_of,
 )
-from klamp.doctor.metrics import METRICS, Better, MetricRow, averaged_over
+from klamp.doctor.metrics import METRICS, Better, MetricRow, averaged_over, check_metrics
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.names import SHORT_METRICS
 
@@ -37,9 +37,11 @@ def test_a_row_is_a_family_and_a_word_a_sentence_and_a_unit_that_belongs_to_its_
 def test_a_name_without_a_row_has_no_reduction_and_is_refused() -> None:
     assert averaged_over("kl/k3") == "KL tokens"
     assert averaged_over("policy/logp_mean") == "tokens"
-    assert averaged_over("kl/log_ratio_max") is None
+    check_metrics(["kl/k3", "teacher/kl.math"])
+    with pytest.raises(ConfigError, match=r"maximum.*means of parts do not give that"):
+        averaged_over("kl/log_ratio_max")
     with pytest.raises(ConfigError, match="metric of metrics.yaml"):
-        averaged_over("kl/new")
+        check_metrics(["kl/new"])
 
 
 # --- the names of others ---------------------------------------------------------------------------------------------

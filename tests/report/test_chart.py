@@ -7,7 +7,7 @@ import math
 
 from tests.report.pages import Node, parse
 
-from klamp.report.chart import Chart, Line, Mark, Series, describe, key, render_chart, thin
+from klamp.report.charts import Chart, Line, Mark, Series, describe, key, render_chart, thin
 
 STEPS = range(1, 21)
 

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from importlib.resources import files
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import yaml
 
-from klamp.errors import check_name
+from klamp.errors import ConfigError, check_name
 
 Better: TypeAlias = Literal["higher", "lower", "neither"]
 Counted: TypeAlias = Literal["completions", "tokens", "KL tokens", "parts"]
@@ -26,13 +26,23 @@ class MetricRow:
     reduction: str
     """How it is reduced over the batch of a step: a mean over completions, tokens, KL tokens; a sum over parts."""
     text: str
+    shown: Mapping[str, str] = field(default_factory=dict)
+    """Where it is shown: `chart` of the report, `label` of its curve, `column` of the table of `klamp train`."""
+
+    @property
+    def label(self) -> str:
+        """The label of its curve: by default the part of the name after the slash."""
+        return self.shown.get("label", self.name.rpartition("/")[2].replace("_", " "))
 
 
-METRICS: dict[str, MetricRow] = {
-    name: MetricRow(name, *row)
-    for name, row in yaml.safe_load(files("klamp.doctor").joinpath("metrics.yaml").read_bytes()).items()
-}
+def _table(file: str) -> Mapping[str, Any]:
+    return yaml.safe_load(files("klamp.doctor").joinpath(file).read_bytes())
+
+
+METRICS: Mapping[str, MetricRow] = {name: MetricRow(name, *row) for name, row in _table("metrics.yaml").items()}
 """Name -> row. Evaluations are logged as `eval/SKILL`, the mean score of a skill on held-out prompts."""
+COLUMNS = {row.shown["column"]: row.name for row in METRICS.values() if "column" in row.shown}
+"""Column of the table that `klamp train` prints -> metric."""
 
 
 _COUNTED: Mapping[str, Counted] = {
@@ -44,14 +54,30 @@ _COUNTED: Mapping[str, Counted] = {
 }
 
 
-def averaged_over(name: str) -> Counted | None:
-    """What the parts of a step count by when their means are joined; None: no mean, such as a maximum.
+def check_metrics(names: Iterable[str]) -> None:
+    """Refuse metrics without a row; of several teachers each has the row of the one (`teacher/kl.KEY`).
 
     Raises:
-        UnknownNameError: it has no row in metrics.yaml, without which its parts would be averaged wrongly, unseen.
+        UnknownNameError: a metric has no row in metrics.yaml, so neither the report nor the docs would show it.
     """
-    check_name("metric of metrics.yaml", name, METRICS)
-    return _COUNTED.get(METRICS[name].reduction)
+    for name in names:
+        check_name("metric of metrics.yaml", name.partition(".")[0], METRICS)
+
+
+def averaged_over(name: str) -> Counted:
+    """What the parts of a step count by when their means are joined.
+
+    Raises:
+        UnknownNameError: the metric has no row in metrics.yaml.
+        ConfigError: its reduction is no mean, such as a maximum: parts of a step do not add up to it.
+    """
+    check_metrics([name])
+    reduction = METRICS[name].reduction
+    if reduction not in _COUNTED:
+        why = f"its reduction in metrics.yaml is {reduction!r}, and means of parts do not give that"
+        fix = "measure it over the whole step (klamp.hosts.common.step_metrics)"
+        raise ConfigError("a metric cannot be joined from the parts of a step", got=name, why=why, fix=fix)
+    return _COUNTED[reduction]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,10 +92,7 @@ class Logs:
     """Names that only this trainer logs: a record with one of them uses its names before those of the others."""
 
 
-LOGS: Mapping[str, Logs] = {
-    trainer: Logs(**table)
-    for trainer, table in yaml.safe_load(files("klamp.doctor").joinpath("recorded.yaml").read_bytes()).items()
-}
+LOGS: Mapping[str, Logs] = {trainer: Logs(**table) for trainer, table in _table("recorded.yaml").items()}
 """Trainer -> what it writes."""
 
 NAMES: Mapping[str, str] = {

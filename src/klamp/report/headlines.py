@@ -9,7 +9,7 @@ from statistics import fmean
 
 from klamp.doctor.history import bounded
 from klamp.names import KL_NAMES, best_kl
-from klamp.report.chart import key
+from klamp.report.charts import key
 from klamp.report.run import ReportRun, ScoreFormat, skills_of, slots_of
 from klamp.report.text import MISSING, Html, element, join, short
 

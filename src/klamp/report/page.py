@@ -13,9 +13,8 @@ from klamp._version import __version__
 from klamp.doctor.history import Answer, Question, answers_of
 from klamp.errors import DataError
 from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
-from klamp.report.chart import render_chart
+from klamp.report.charts import charts, render_chart
 from klamp.report.completions import Shown, ranked
-from klamp.report.curves import charts
 from klamp.report.headlines import COLUMNS, WINDOW, side_by_side, tiles
 from klamp.report.run import ReportRun, ScoreFormat, judged
 from klamp.report.text import MISSING, Html, count, element, join, plain_table, setting, shorten

@@ -18,6 +18,7 @@ from klamp.core.masking import Totals, masked_mean, total_denominator
 from klamp.core.objective import grpo_loss
 from klamp.core.topk import head_mass, topk_kl_of
 from klamp.core.types import LossPart
+from klamp.doctor.metrics import check_metrics
 from klamp.errors import NonFiniteError
 from klamp.hosts.common.versions import load_tinker
 from klamp.hosts.tinker.datums import Rows, read_rows, with_inputs
@@ -91,6 +92,7 @@ def _loss(rows: Rows, logprobs_list: Sequence[Tensor], settings: LossSettings) -
     metrics["train/denominator"] = _denominator(rows, settings)
     if "train/kl_penalty" in metrics:
         metrics["train/kl_denominator"] = _denominator(rows, settings, part="kl")
+    check_metrics(metrics)
     return output.loss, metrics | _mismatch(rows, policy.detach())
 
 
