@@ -8,7 +8,7 @@ import pytest
 import torch
 from tests.diagnostics.histories import completion, history_of, look
 
-from klamp.doctor.alarms_tokens import blame
+from klamp.doctor.causes import blame
 from klamp.doctor.history import Completion, History
 from klamp.verify.worlds import truncate_top_p
 

@@ -8,7 +8,12 @@ from typing import get_args
 
 import pytest
 
-from klamp.doctor.columns import (
+from klamp.doctor.metrics import (
+    METRICS,
+    Better,
+    MetricRow,
+    averaged_over,
+    check_metrics,
     evaluations,
     known,
     read_pairs,
@@ -17,7 +22,6 @@ from klamp.doctor.columns import (
     translate,
     verifier_of,
 )
-from klamp.doctor.metrics import METRICS, Better, MetricRow, averaged_over, check_metrics
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.names import SHORT_METRICS
 

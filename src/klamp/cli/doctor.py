@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from klamp.cli.commands import CheckOptions, DoctorOptions, read_command
 from klamp.cli.text import FAILED, say, show_paragraph, show_table
 from klamp.doctor.alarms import check_names
-from klamp.doctor.columns import read_pairs
 from klamp.doctor.examine import Diagnosis, Finding, examine
 from klamp.doctor.history import RunSettings
+from klamp.doctor.metrics import read_pairs
 from klamp.errors import DataError
 from klamp.report.run import judged
 from klamp.report.text import count

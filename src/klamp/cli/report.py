@@ -11,9 +11,9 @@ from pathlib import Path
 from klamp.cli.commands import ReportOptions, read_command
 from klamp.cli.text import duration, say, show_caution
 from klamp.config.describe import describe_anchors
-from klamp.doctor.columns import as_number
 from klamp.doctor.examine import examine
 from klamp.doctor.history import History
+from klamp.doctor.metrics import as_number
 from klamp.doctor.readers import read_record
 from klamp.doctor.readers.klamp_run import Details, is_klamp_run, read_details, runs_in
 from klamp.errors import DataError, RunFolderError

@@ -82,13 +82,13 @@ KL = "|".join(KL_NAMES)
 
 
 def alarm(
-    name: str, *, needs: Sequence[str], limits: Sequence[Limit] = (), level: Level = "alarm"
+    name: str, *, needs: Sequence[str], means: str, do: str, limits: Sequence[Limit] = (), level: Level = "alarm"
 ) -> Callable[[Rule], Rule]:
-    """Make a rule an alarm. Its docstring has three paragraphs: what it finds, what that means, what to do."""
+    """Make a rule an alarm; the first line of its docstring says what it finds, the rest is for readers of the code."""
 
     def register(rule: Rule) -> Rule:
-        text, means, do = (" ".join(part.split()) for part in (rule.__doc__ or "\n\n\n\n").split("\n\n"))
-        text = (text if text[1:2].isupper() else text[:1].lower() + text[1:]).rstrip(".")
+        text = (rule.__doc__ or "").partition("\n")[0].rstrip(".")
+        text = text if text[1:2].isupper() else text[:1].lower() + text[1:]
         ALARMS[name] = Alarm(
             name=name, text=text, means=means, next_step=do, rule=rule, needs=needs, limits=limits, level=level
         )

@@ -10,7 +10,7 @@ from statistics import fmean, stdev
 from klamp.doctor import causes
 from klamp.doctor.alarm import KL, Evidence, Limit, alarm, is_apart, is_beyond, noise, number, tokens_told
 from klamp.doctor.alarms_run import not_trained
-from klamp.doctor.alarms_tokens import blame
+from klamp.doctor.causes import blame
 from klamp.doctor.history import EARLY, History
 from klamp.names import best_kl
 
@@ -75,16 +75,13 @@ RUNAWAY = Limit(
     "negative-k1",
     needs=("kl/k1|kl/k1_sequence|kl/k3",),
     limits=(NEGATIVE_STEPS, NEGATIVE_FEW, NEGATIVE_K1, NEGATIVE_AT_ONCE),
+    means="A KL is never negative if the policy sampled the tokens, and a k3 never is. So another policy sampled them "
+    "(an old sampler, another temperature, top-p), the mask is wrong, or the signs are swapped.",
+    do="Compare the log-probabilities of sampler and trainer on the same tokens; check that the mask covers the "
+    "completion only and that the log-ratio is policy - reference.",
 )
 def negative_k1(history: History) -> Evidence | None:
-    """The KL is negative beyond chance.
-
-    A KL is never negative if the policy sampled the tokens, and a k3 never is. So another policy sampled them (an old
-    sampler, another temperature, top-p), the mask is wrong, or the signs are swapped.
-
-    Compare the log-probabilities of sampler and trainer on the same tokens; check that the mask covers the completion
-    only and that the log-ratio is policy - reference.
-    """
+    """The KL is negative beyond chance."""
     at_once = {"kl/k1": NEGATIVE_AT_ONCE.value, "kl/k3": NEGATIVE_AT_ONCE.value, "kl/k1_sequence": NEGATIVE_COMPLETION}
     for name, limit in at_once.items():
         unit = "completion" if name.endswith("sequence") else "token"
@@ -105,16 +102,17 @@ def _below_zero(history: History, name: str) -> Evidence | None:
     return Evidence(f"the last {len(values)} values of {name} are below 0, {number(fmean(values))} nats on average")
 
 
-@alarm("k3-far-above-k1", needs=("kl/k1", "kl/k3"), limits=(K3_FAR, FAR_AT_ONCE))
+@alarm(
+    "k3-far-above-k1",
+    needs=("kl/k1", "kl/k3"),
+    limits=(K3_FAR, FAR_AT_ONCE),
+    means="Both estimate the same KL. k3 grows with ref/policy, so a few tokens that the reference finds far likelier "
+    "dominate it: padding or masked tokens, a shift by one, or a vocabulary that the policy has cut.",
+    do="Look at the tokens named here. If they are padding, end tokens or always at the same place, fix the mask; if "
+    "they are real, set kl_max_log_ratio or measure the exact KL.",
+)
 def k3_far_above_k1(history: History) -> Evidence | None:
-    """K3 is far above k1.
-
-    Both estimate the same KL. k3 grows with ref/policy, so a few tokens that the reference finds far likelier dominate
-    it: padding or masked tokens, a shift by one, or a vocabulary that the policy has cut.
-
-    Look at the tokens named here. If they are padding, end tokens or always at the same place, fix the mask; if they
-    are real, set kl_max_log_ratio or measure the exact KL.
-    """
+    """K3 is far above k1."""
     for window, ratio, floor in ((FAR_WINDOW, K3_FAR.value, FAR_FLOOR), (1, FAR_AT_ONCE.value, 1.0)):
         k1, k3 = history.together(window, "kl/k1", "kl/k3")
         if len(k1) < window or not math.isfinite(sum(history.latest.get(x, math.nan) for x in ("kl/k1", "kl/k3"))):
@@ -130,16 +128,17 @@ def k3_far_above_k1(history: History) -> Evidence | None:
     return None
 
 
-@alarm("kl-spike", needs=(KL,), limits=(SPIKE, SPIKE_FLOOR))
+@alarm(
+    "kl-spike",
+    needs=(KL,),
+    limits=(SPIKE, SPIKE_FLOOR),
+    means="If the KL stays high, an update moved the policy far: learning rate, extreme rewards or advantages, or no "
+    "gradient clipping. If it is back in the next step, a few tokens caused most of it.",
+    do="Look at the tokens named here and at the step's rewards; if these fell, go back to an earlier checkpoint. If "
+    "the KL stays high, lower the learning rate or max_grad_norm, or raise beta.",
+)
 def kl_spike(history: History) -> Evidence | None:
-    """The KL jumped.
-
-    If the KL stays high, an update moved the policy far: learning rate, extreme rewards or advantages, or no gradient
-    clipping. If it is back in the next step, a few tokens caused most of it.
-
-    Look at the tokens named here and at the step's rewards; if these fell, go back to an earlier checkpoint. If the KL
-    stays high, lower the learning rate or max_grad_norm, or raise beta.
-    """
+    """The KL jumped."""
     prompts = (history.rows[-1].prompts if history.rows else None) or history.settings.prompts or SPIKE_PROMPTS
     exact = history.kl_name() == "kl/exact"
     for stays in (1,) if exact else (1, 2):
@@ -163,16 +162,17 @@ def _stands_out(before: Sequence[float], now: float) -> bool:
     return len(logs) < 2 or abs(math.log(max(abs(now), 1e-9)) - fmean(logs)) > SPIKE_ERRORS * noise(logs)
 
 
-@alarm("step-zero-kl", needs=(KL,), limits=(STEP_ZERO, STEP_ZERO_OTHERS))
+@alarm(
+    "step-zero-kl",
+    needs=(KL,),
+    limits=(STEP_ZERO, STEP_ZERO_OTHERS),
+    means="Policy and reference differ before training: dropout, an adapter that is not zero at the start, another "
+    "data type or kernel, other weights, or tokens that only one of them sees.",
+    do="Score one batch twice with the policy (the two must agree), then with the reference. Put both into eval() and "
+    "one dtype; compare tokens, mask and temperature.",
+)
 def step_zero(history: History) -> Evidence | None:
-    """KL is not 0 before the first update.
-
-    Policy and reference differ before training: dropout, an adapter that is not zero at the start, another data type or
-    kernel, other weights, or tokens that only one of them sees.
-
-    Score one batch twice with the policy (the two must agree), then with the reference. Put both into eval() and one
-    dtype; compare tokens, mask and temperature.
-    """
+    """KL is not 0 before the first update."""
     name, kl = _first_kl(history)
     elsewhere = history.settings.other_kernels
     found = is_beyond(history, name, kl, STEP_ZERO_OTHERS.value) if elsewhere else abs(kl) > STEP_ZERO.value
@@ -182,16 +182,17 @@ def step_zero(history: History) -> Evidence | None:
     return Evidence(text, blame(history, history.step))
 
 
-@alarm("reference-differs", needs=(KL,), limits=(REFERENCE_DIFFERS,))
+@alarm(
+    "reference-differs",
+    needs=(KL,),
+    limits=(REFERENCE_DIFFERS,),
+    means="The reference is not the model that training starts from (an older checkpoint, a wrong path, another chat "
+    "template or precision), so the KL pulls the policy away from its own start.",
+    do="Check the path of the reference. Leave it out to hold the policy where it starts; if the distance is "
+    "intended, set target_kl above it.",
+)
 def reference_differs(history: History) -> Evidence | None:
-    """The chosen reference is far from the model that is trained.
-
-    The reference is not the model that training starts from (an older checkpoint, a wrong path, another chat template
-    or precision), so the KL pulls the policy away from its own start.
-
-    Check the path of the reference. Leave it out to hold the policy where it starts; if the distance is intended, set
-    target_kl above it.
-    """
+    """The chosen reference is far from the model that is trained."""
     name, kl = _first_kl(history)
     limit = REFERENCE_DIFFERS.value
     if not history.settings.other_reference or not kl > limit:
@@ -202,16 +203,17 @@ def reference_differs(history: History) -> Evidence | None:
     return Evidence(text, blame(history, history.step))
 
 
-@alarm("detached-reference", needs=(KL,), limits=(DETACHED, STILL, FELL))
+@alarm(
+    "detached-reference",
+    needs=(KL,),
+    limits=(DETACHED, STILL, FELL),
+    means="Nothing trains the policy; the reference follows it (shared weights, an adapter that stays on); a resume "
+    "made the checkpoint the reference; or the sampler is another model than the scored one.",
+    do="After a resume, load the model that training started from as the reference. Else change one weight of the "
+    "policy by hand: the reference's log-probabilities must not move, the sampler's must.",
+)
 def detached_reference(history: History) -> Evidence | None:
-    """The KL is about 0 although the policy should have moved.
-
-    Nothing trains the policy; the reference follows it (shared weights, an adapter that stays on); a resume made the
-    checkpoint the reference; or the sampler is another model than the scored one.
-
-    After a resume, load the model that training started from as the reference. Else change one weight of the policy by
-    hand: the reference's log-probabilities must not move, the sampler's must.
-    """
+    """The KL is about 0 although the policy should have moved."""
     if (vanished := _vanished(history)) is not None:
         return vanished
     window = DETACHED_WINDOW
@@ -288,16 +290,17 @@ def _first_kl(history: History) -> tuple[str, float]:
     return name, history.latest.get(name, 0.0)
 
 
-@alarm("kl-far", needs=(KL, "length/mean"), limits=(FAR, FAR_COMPLETION))
+@alarm(
+    "kl-far",
+    needs=(KL, "length/mean"),
+    limits=(FAR, FAR_COMPLETION),
+    means="The average token is at least e times likelier under the policy than under the reference, unless a few "
+    "tokens dominate a k3. Mostly the policy gave up its language: words repeat, other skills are lost.",
+    do="Read completions, and ask the policy something else than the task. Lower the learning rate, raise beta, or "
+    "hold a target_kl.",
+)
 def kl_far(history: History) -> Evidence | None:
-    """The policy is far from its reference.
-
-    The average token is at least e times likelier under the policy than under the reference, unless a few tokens
-    dominate a k3. Mostly the policy gave up its language: words repeat, other skills are lost.
-
-    Read completions, and ask the policy something else than the task. Lower the learning rate, raise beta, or hold a
-    target_kl.
-    """
+    """The policy is far from its reference."""
     kl, length = _settled(history, FAR_STEPS), history.last("length/mean", FAR_STEPS)
     if kl is None or not length or kl <= FAR.value or kl * fmean(length) <= FAR_COMPLETION.value:
         return None
@@ -306,14 +309,16 @@ def kl_far(history: History) -> Evidence | None:
     return Evidence(text, blame(history, history.step), causes.why_far(history))
 
 
-@alarm("kl-growing", needs=(KL, "reward"), limits=(GROWING,))
+@alarm(
+    "kl-growing",
+    needs=(KL, "reward"),
+    limits=(GROWING,),
+    means="The policy moves away and gains nothing. Mostly the optimizer adds up noise, or the reward is at its "
+    "maximum.",
+    do="End the run at the step where the reward stopped rising, lower the learning rate, or hold a target_kl.",
+)
 def kl_growing(history: History) -> Evidence | None:
-    """The KL goes on growing, and the reward does not.
-
-    The policy moves away and gains nothing. Mostly the optimizer adds up noise, or the reward is at its maximum.
-
-    End the run at the step where the reward stopped rising, lower the learning rate, or hold a target_kl.
-    """
+    """The KL goes on growing, and the reward does not."""
     name, (kl, reward) = history.kl_name(), history.together(30, history.kl_name(), "reward")
     if len(kl) < 30 or fmean(kl[20:]) < GROWING_FLOOR:
         return None
@@ -331,28 +336,32 @@ def kl_growing(history: History) -> Evidence | None:
     )
 
 
-@alarm("kl-high", needs=(KL,), limits=(HIGH,), level="note")
+@alarm(
+    "kl-high",
+    needs=(KL,),
+    limits=(HIGH,),
+    level="note",
+    means="The GRPO tutorial takes it for drifting too much (docs/sources.md). Alone it proves nothing: a language "
+    "model was best at 0.5 and kept its other skills; digits are learned at 0.1.",
+    do="Read completions and look at the retained skills. If both are well, leave it.",
+)
 def kl_high(history: History) -> Evidence | None:
-    """KL above 0.2, a tutorial's warning sign.
-
-    The GRPO tutorial takes it for drifting too much (docs/sources.md). Alone it proves nothing: a language model was
-    best at 0.5 and kept its other skills; digits are learned at 0.1.
-
-    Read completions and look at the retained skills. If both are well, leave it.
-    """
+    """KL above 0.2, a tutorial's warning sign."""
     kl = _settled(history, 5)
     return Evidence(f"the KL is {number(kl)} nats per token, {MIDDLE}") if kl is not None and kl > HIGH.value else None
 
 
-@alarm("kl-low", needs=(KL,), limits=(LOW,), level="note")
+@alarm(
+    "kl-low",
+    needs=(KL,),
+    limits=(LOW,),
+    level="note",
+    means="The policy is near the reference after 20 steps. That is right if the reward is high or a KL holds the "
+    "policy; else the updates are small.",
+    do="Look at the reward. If it stands still, raise the learning rate or lower beta.",
+)
 def kl_low(history: History) -> Evidence | None:
-    """KL below 0.01, a tutorial's sign of not learning enough.
-
-    The policy is near the reference after 20 steps. That is right if the reward is high or a KL holds the policy; else
-    the updates are small.
-
-    Look at the reward. If it stands still, raise the learning rate or lower beta.
-    """
+    """KL below 0.01, a tutorial's sign of not learning enough."""
     kl = _settled(history, 20)
     if kl is None or abs(kl) >= LOW.value:
         return None
@@ -368,16 +377,17 @@ def _settled(history: History, steps: int) -> float | None:
     return fmean(sorted(values)[:-1]) if len(values) == 5 else None
 
 
-@alarm("beta-runaway", needs=("beta", "beta/price", "kl/k3_sequence", "reward"), limits=(RUNAWAY,))
+@alarm(
+    "beta-runaway",
+    needs=("beta", "beta/price", "kl/k3_sequence", "reward"),
+    limits=(RUNAWAY,),
+    means="A schedule or a controller raised beta: the target is below what the reward needs, or the KL does not "
+    "react to beta. The pull to the reference exceeds the advantages, and the policy may lose what it learned.",
+    do="Raise target_kl to the KL at which the reward had risen, fix beta, or bound it (beta_max); `klamp explain` "
+    "says whether the target can be reached.",
+)
 def beta_runaway(history: History) -> Evidence | None:
-    """Beta grew until the KL outweighs the reward.
-
-    A schedule or a controller raised beta: the target is below what the reward needs, or the KL does not react to beta.
-    The pull to the reference exceeds the advantages, and the policy may lose what it learned.
-
-    Raise target_kl to the KL at which the reward had risen, fix beta, or bound it (beta_max); `klamp explain` says
-    whether the target can be reached.
-    """
+    """Beta grew until the KL outweighs the reward."""
     betas, prices, kls, rewards = history.together(RUNAWAY_WINDOW, "beta", "beta/price", "kl/k3_sequence", "reward")
     start = next((value for value in history.first("beta", EARLY) if value > 0), None)
     if len(betas) < RUNAWAY_WINDOW or start is None:

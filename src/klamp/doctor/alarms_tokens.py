@@ -1,4 +1,4 @@
-"""The alarms about single tokens, the sampler and a teacher, and the search for the tokens to blame for a KL."""
+"""The alarms about single tokens, the sampler and a teacher."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import math
 from collections.abc import Mapping
 from statistics import fmean
 
-from klamp.doctor.alarm import Blamed, Evidence, Limit, alarm, is_apart, is_beyond, least_and_most, number
-from klamp.doctor.history import Completion, History, Side, k3
+from klamp.doctor.alarm import Evidence, Limit, alarm, is_apart, is_beyond, least_and_most, number
+from klamp.doctor.causes import blame
+from klamp.doctor.history import Completion, History
 
-MANY = 5
 MISMATCH = Limit(0.01, "nats per token, k1 or k3 (seen in the field: healthy about .002)")
+MANY = 5
 PROMPT = Limit(1, "token that the model did not write")
 END_TOKEN = Limit(0.5, "of the completions that ended, their last token left out of the loss")
 OTHER_KERNELS = Limit(0.1, "nats per token, k3, before the first update (data types and kernels explain .003 at most)")
@@ -24,42 +25,16 @@ COURSE, START_LIKE = 20, 1.5
 """Steps over which the distances of sampler and reference are compared, and how many times they differ at most."""
 
 
-def blame(history: History, step: int, *, against: Side = "ref") -> list[Blamed]:
-    """The tokens with most of the k3 among the completions that were written in a step, or in the nearest one."""
-    if not history.completions:
-        return []
-    nearest = min(history.completions, key=lambda written: abs(written - step))
-    found: dict[tuple[str, int, float, float], list[tuple[float, int]]] = {}
-    for index, each in enumerate(history.completions[nearest]):
-        other = (each.ref if against == "ref" else each.sampler) or ()
-        for position, delta in each.log_ratios(against):
-            token = (str(each.tokens[position]), position, each.policy[position], other[position])
-            found.setdefault(token, []).append((k3(delta), index))
-    sums = {token: sum(value for value, _ in seen) for token, seen in found.items()}
-    return [
-        Blamed(
-            step=nearest,
-            completion=found[token][0][1],
-            position=token[1],
-            token=token[0],
-            policy_logprob=token[2],
-            other_logprob=token[3],
-            share=sums[token] / sum(sums.values()),
-        )
-        for token in sorted(sums, key=lambda token: -sums[token])[:MANY]
-        if sums[token] > 0
-    ]
-
-
-@alarm("mask-on-prompt", needs=("completions", "sampler_logprobs"), limits=(PROMPT,))
+@alarm(
+    "mask-on-prompt",
+    needs=("completions", "sampler_logprobs"),
+    limits=(PROMPT,),
+    means="Prompt tokens or a tool's answers are trained on: they get the group's advantage and a KL, though the "
+    "policy did not choose them.",
+    do="Decode one sequence with its mask. The mask must begin at the first token of the completion.",
+)
 def mask_on_prompt(history: History) -> Evidence | None:
-    """The loss mask covers tokens that the model did not write.
-
-    Prompt tokens or a tool's answers are trained on: they get the group's advantage and a KL, though the policy did not
-    choose them.
-
-    Decode one sequence with its mask. The mask must begin at the first token of the completion.
-    """
+    """The loss mask covers tokens that the model did not write."""
     rows = history.completions.get(history.step, [])
     wrong: list[tuple[list[int], int, Completion]] = []
     for index, each in enumerate(rows):
@@ -76,15 +51,16 @@ def mask_on_prompt(history: History) -> Evidence | None:
     )
 
 
-@alarm("end-token-lost", needs=("completions",), limits=(END_TOKEN,))
+@alarm(
+    "end-token-lost",
+    needs=("completions",),
+    limits=(END_TOKEN,),
+    means="The reward does not teach the model when to stop, so length may drift. Common if the end token is also the "
+    "padding token and the mask is made by comparing with it.",
+    do="Make the mask from lengths, and let it include the first end token.",
+)
 def end_token_lost(history: History) -> Evidence | None:
-    """The loss mask leaves out the end token.
-
-    The reward does not teach the model when to stop, so length may drift. Common if the end token is also the padding
-    token and the mask is made by comparing with it.
-
-    Make the mask from lengths, and let it include the first end token.
-    """
+    """The loss mask leaves out the end token."""
     rows = [each for each in history.completions.get(history.step, []) if each.ended is not False]
     rows = [each for each in rows if any(each.is_trained) and any(each.is_sampled)]
     lost = [each for each in rows if not each.is_trained[_last_written(each)]]
@@ -98,16 +74,17 @@ def _last_written(row: Completion) -> int:
     return max(i for i, sampled in enumerate(row.is_sampled) if sampled)
 
 
-@alarm("sampler-mismatch", needs=("sampler/k3|sampler/k1|sampler/abs",), limits=(MISMATCH, OTHER_KERNELS))
+@alarm(
+    "sampler-mismatch",
+    needs=("sampler/k3|sampler/k1|sampler/abs",),
+    limits=(MISMATCH, OTHER_KERNELS),
+    means="The sampling model is not the scored one: weights or an adapter not synced, other kernels or data types, "
+    "top-p or top-k, another temperature or prompt. Every estimate assumes that the policy sampled.",
+    do="Look at both k1 and k3: k1 can cancel where k3 shows a single bad token. Sync the weights, sample from the "
+    "whole distribution, or correct for the difference (kl_off_policy).",
+)
 def sampler_mismatch(history: History) -> Evidence | None:
-    """Sampler and trainer disagree about the sampled tokens.
-
-    The sampling model is not the scored one: weights or an adapter not synced, other kernels or data types, top-p or
-    top-k, another temperature or prompt. Every estimate assumes that the policy sampled.
-
-    Look at both k1 and k3: k1 can cancel where k3 shows a single bad token. Sync the weights, sample from the whole
-    distribution, or correct for the difference (kl_off_policy).
-    """
+    """Sampler and trainer disagree about the sampled tokens."""
     sizes = _sizes(history.latest)
     if not any(_beyond_chance(history, name) for name in sizes):
         return None
@@ -198,14 +175,15 @@ STILL = Limit(3, "steps in a row at exactly 0, or without a KL of the teacher th
 NO_PART = 10
 
 
-@alarm("teacher-silent", needs=("teacher/unscored",), limits=(UNSCORED, CONSTANT))
+@alarm(
+    "teacher-silent",
+    needs=("teacher/unscored",),
+    limits=(UNSCORED, CONSTANT),
+    means="The teacher's server fails or truncates, its numbers are lost on the way, or they are placeholders.",
+    do="Ask the teacher for one completion by hand.",
+)
 def silent(history: History) -> Evidence | None:
-    """The teacher gives many tokens no number, or all the same one.
-
-    The teacher's server fails or truncates, its numbers are lost on the way, or they are placeholders.
-
-    Ask the teacher for one completion by hand.
-    """
+    """The teacher gives many tokens no number, or all the same one."""
     for name in _each(history, "teacher/unscored"):
         for count in (SETTLED, 4 * SETTLED):
             values = history.last(name, count)
@@ -214,14 +192,15 @@ def silent(history: History) -> Evidence | None:
     return _constant(history)
 
 
-@alarm("teacher-not-reached", needs=(TO_TEACHER, "teacher/coef"), limits=(REACHED,))
+@alarm(
+    "teacher-not-reached",
+    needs=(TO_TEACHER, "teacher/coef"),
+    limits=(REACHED,),
+    means="Mostly the learning rate is too low, the policy is too small, or the numbers belong to other tokens.",
+    do="Score one completion with teacher_model set to the policy itself: the KL must be 0.",
+)
 def not_reached(history: History) -> Evidence | None:
-    """The policy does not come nearer to its teacher.
-
-    Mostly the learning rate is too low, the policy is too small, or the numbers belong to other tokens.
-
-    Score one completion with teacher_model set to the policy itself: the KL must be 0.
-    """
+    """The policy does not come nearer to its teacher."""
     coefficients = history.last("teacher/coef", 10)
     alone = "reward_std" not in history.latest and history.latest.get("beta", 0.0) <= 0
     if len(history.rows) < REACH_STEPS or not alone or min(coefficients, default=0.0) <= 0:
@@ -234,14 +213,15 @@ def not_reached(history: History) -> Evidence | None:
     return None
 
 
-@alarm("teacher-inert", needs=(f"{TO_TEACHER}|settings.teacher_coef",), limits=(STILL,))
+@alarm(
+    "teacher-inert",
+    needs=(f"{TO_TEACHER}|settings.teacher_coef",),
+    limits=(STILL,),
+    means="The teacher is the policy itself, or its KL is not in the loss.",
+    do="Check the path of the teacher, its adapter, and whether the KL to it is added to the loss.",
+)
 def inert(history: History) -> Evidence | None:
-    """The teacher does nothing.
-
-    The teacher is the policy itself, or its KL is not in the loss.
-
-    Check the path of the teacher, its adapter, and whether the KL to it is added to the loss.
-    """
+    """The teacher does nothing."""
     return _absent(history) or _still(history) or _not_in_loss(history)
 
 

@@ -1,4 +1,4 @@
-"""What a run's curves show of why something went wrong, each with its number and a remedy."""
+"""Why something went wrong: causes that a run's curves show, each with a number and a remedy; the tokens to blame."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from itertools import pairwise
 from statistics import fmean
 from typing import TypeAlias
 
-from klamp.doctor.alarm import Limit, number
-from klamp.doctor.history import History
+from klamp.doctor.alarm import Blamed, Limit, number
+from klamp.doctor.history import History, Side, k3
 
 Cause: TypeAlias = Callable[[History], str]
 """Looks for one cause in the steps up to an alarm: its text, or ""."""
 
+MANY = 5
+"""Tokens that are blamed at most."""
 WINDOW, BY_NOISE = 30, 10
 """Steps that are searched for a cause, and from which a jump has to stand out of the curve's own scatter."""
 JUMP = 0.15
@@ -78,3 +80,30 @@ def pays_for_length(history: History) -> str:
         f"the reward pays for length: within groups the two correlate by {fmean(values):.2f}. Score the answer alone, "
         "or let length cost something"
     )
+
+
+def blame(history: History, step: int, *, against: Side = "ref") -> list[Blamed]:
+    """The tokens with most of the k3 among the completions that were written in a step, or in the nearest one."""
+    if not history.completions:
+        return []
+    nearest = min(history.completions, key=lambda written: abs(written - step))
+    found: dict[tuple[str, int, float, float], list[tuple[float, int]]] = {}
+    for index, each in enumerate(history.completions[nearest]):
+        other = (each.ref if against == "ref" else each.sampler) or ()
+        for position, delta in each.log_ratios(against):
+            token = (str(each.tokens[position]), position, each.policy[position], other[position])
+            found.setdefault(token, []).append((k3(delta), index))
+    sums = {token: sum(value for value, _ in seen) for token, seen in found.items()}
+    return [
+        Blamed(
+            step=nearest,
+            completion=found[token][0][1],
+            position=token[1],
+            token=token[0],
+            policy_logprob=token[2],
+            other_logprob=token[3],
+            share=sums[token] / sum(sums.values()),
+        )
+        for token in sorted(sums, key=lambda token: -sums[token])[:MANY]
+        if sums[token] > 0
+    ]

@@ -1,15 +1,19 @@
-"""The table of all metrics, `metrics.yaml`, and what other trainers call them, `recorded.yaml`."""
+"""The table of metrics, `metrics.yaml`, other trainers' names, `recorded.yaml`, and a logged row in klamp's names."""
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any, Literal, TypeAlias
 
 import yaml
 
-from klamp.errors import ConfigError, check_name
+from klamp.doctor.history import RunSettings, Verifier
+from klamp.errors import ConfigError, check_name, unknown_name
+from klamp.names import SHORT_METRICS
 
 Better: TypeAlias = Literal["higher", "lower", "neither"]
 Counted: TypeAlias = Literal["completions", "tokens", "KL tokens", "parts"]
@@ -119,3 +123,212 @@ def names_in(logged: Collection[str]) -> Mapping[str, str]:
             found |= {f"{part}{name}": ours for name, ours in logs.names.items() for part in ("", "train/")}
             found = {name: ours for name, ours in found.items() if name not in logs.other_kl}
     return found
+
+
+# a logged row under klamp's names ------------------------------------------------------------------------------------
+
+STEP_NAMES = (
+    *("train/global_step", "global_step", "training/global_step", "trainer/global_step", "global_step/max_steps"),
+    *("train/step", "rollout/step", "current_steps", "iteration", "iter", "step", "Step", "progress/batch"),
+    *("global_steps", "training_step", "train_step", "optimizer_step", "steps", "iterations", "update", "_step"),
+)
+"""The names under which a logged row may hold its step, the best first."""
+
+COUNTS = re.compile(r"^(?!tim).*?(^|[/_ .])(step|iteration|iter|update)s?(_?(num|idx|index|count|id))?$", re.IGNORECASE)
+"""How other names of a step look."""
+
+STEP = re.compile(r"\s*(?:[a-z]+[ _:=]*)?(\d{1,3}(?:,\d{3})+|\d+(?:\.\d*)?)\s*(?:/.*)?$", re.IGNORECASE)
+"""How a step is written as a text."""
+
+EVALUATION_PREFIXES = ("eval/", "eval_", "val-core/", "test/")
+
+SCORES = ("reward", "acc", "score", "mean@", "correct", "pass@")
+"""Parts of a metric's name that say that it scores an evaluation."""
+NO_SCORES = ("std", "correlation", "_max", "_min")
+"""Parts of a name that say that it is something else about scores."""
+
+OVER_UPDATES = "actor/kl_loss"
+"""verl's name of a k3 that is a mean over all mini-batches and epochs of a step (train_mini_batch)."""
+
+OURS = "policy/logp_mean"
+"""A metric that only klamp logs, by which its runs are known."""
+
+RULES = ("accuracy", "exact", "match", "math", "format", "verif", "correct", "rule", "regex", "gsm8k", "unit_test")
+"""Parts of a reward function's name that say that it is a rule."""
+
+OWN_RULES = ("exact_match", "math_verify", "format_regex")
+"""klamp's reward functions that are rules."""
+
+
+def known(name: str, theirs: Mapping[str, str] = NAMES) -> str | None:
+    """klamp's name of a logged metric, None if it has none; `theirs`: see `metrics.names_in`."""
+    bare = name.removeprefix("train/")
+    for candidate in (name, bare, bare.removesuffix("/mean")):
+        if candidate in theirs or candidate in METRICS:
+            return theirs.get(candidate, candidate)
+    return None
+
+
+KL = re.compile(r"kl(?![a-z])|(?<![a-z])kl|kld", re.IGNORECASE)
+"""How the name of a KL shows."""
+SETTING = re.compile(r"coe?f|beta|target|weight|tau|time|timing|type|estimator|ctrl", re.IGNORECASE)
+"""How the name of something about a KL shows that is none itself."""
+
+
+def unread_kls(logged: Collection[str], read: Collection[str]) -> dict[str, str]:
+    """The logged names of a KL that were not read -> what they are, if known; not the extremes beside a mean."""
+    beside = {name.rpartition("/")[0] + end for name in logged if name.endswith("/avg") for end in ("/min", "/max")}
+    left = sorted(name for name in {*logged} - beside - {*read} if KL.search(name) and not SETTING.search(name))
+    left = [name for name in left if not name.startswith(EVALUATION_PREFIXES)]
+    return {name: OTHER_KL.get(name, OTHER_KL.get(name.removeprefix("train/"), "")) for name in left}
+
+
+def read_pairs(pairs: Iterable[str]) -> dict[str, str]:
+    """What `--map` says in pairs OURS=THEIRS: klamp's name of a metric, short or not -> its name in the record.
+
+    Raises:
+        UnknownNameError, ConfigError: klamp has no such metric; a pair without = between two names, or a second one.
+    """
+    found: dict[str, str] = {}
+    for pair in pairs:
+        name, _, theirs = pair.partition("=")
+        ours = SHORT_METRICS.get(name, name)
+        if not (name and theirs) or ours in found:
+            raise ConfigError(
+                "--map takes pairs of names, one for each metric",
+                got=pair,
+                why=f"{ours} has two names" if ours in found else "there is no = with a name on either side",
+                fix="write OURS=THEIRS once for a metric, for example kl=my_kl; the path comes before the flags",
+            )
+        if ours not in METRICS:
+            short = ", ".join(f"{short} ({full})" for short, full in SHORT_METRICS.items())
+            raise unknown_name(
+                "metric", name, [*SHORT_METRICS, *METRICS], why=f"short names: {short}; else klamp's own"
+            )
+        found[ours] = theirs
+    return found
+
+
+def translate(
+    logged: Mapping[str, object], names: Mapping[str, str] | None = None, theirs: Mapping[str, str] = NAMES
+) -> dict[str, float]:
+    """The known metrics of a logged row under klamp's names; if two mean the same, klamp's own name comes first.
+
+    `names` (klamp's name -> that in the row) go before `theirs`, the names of other trainers that count.
+    """
+    names = names or {}
+    numbers = {name: value for name in logged if (value := as_number(logged[name])) is not None}
+    found = {ours: numbers[theirs] for ours, theirs in names.items() if theirs in numbers}
+    taken = set(names.values())
+    for name in sorted(numbers, key=lambda name: known(name) not in (name, name.removeprefix("train/"))):
+        ours = known(name, theirs)
+        if ours is not None and ours not in names and name not in taken:
+            found.setdefault(ours, numbers[name])
+    if "kl/k1" not in found and {"kl/k1_sequence", "length/mean"} <= found.keys():
+        found["kl/k1"] = found["kl/k1_sequence"] / max(found["length/mean"], 1.0)
+    return found
+
+
+def number_names(rows: Iterable[Mapping[str, object]]) -> set[str]:
+    """The names that hold a number in some row."""
+    return {name for row in rows for name, value in row.items() if as_number(value) is not None}
+
+
+def as_number(value: object) -> float | None:
+    """A value as a number, also one that is written as a text; None: it is none, or a flag."""
+    try:
+        return float(value) if isinstance(value, int | float | str) and not isinstance(value, bool) else None
+    except (ValueError, OverflowError):
+        return None
+
+
+def evaluations(logged: Mapping[str, object], *, every: bool = False) -> dict[str, float]:
+    """The scores of evaluations in a logged row: skill -> score; `every`: all names are scores, as klamp logs them."""
+    found: dict[str, float] = {}
+    for name, value in logged.items():
+        prefix = next((prefix for prefix in EVALUATION_PREFIXES if name.startswith(prefix)), None)
+        number = as_number(value)
+        if prefix is None or number is None or not math.isfinite(number):
+            continue
+        is_score = any(word in name for word in SCORES) and not any(word in name for word in NO_SCORES)
+        if every or is_score:
+            found[name.removeprefix(prefix)] = number
+    return found
+
+
+def step_of(logged: Mapping[str, object]) -> int | None:
+    """The step that a logged row belongs to; of `5/200` and `step 5` the 5, of `1,500` the 1500."""
+    for name in (*STEP_NAMES, *filter(COUNTS.search, logged)):
+        value = logged.get(name)
+        text = STEP.match(value) if isinstance(value, str) else None
+        step = as_number(text[1].replace(",", "") if text else value)
+        if step is not None and math.isfinite(step):
+            return int(step)
+    return None
+
+
+def verifier_of(logged: Collection[str]) -> Verifier | None:
+    """`rules` if the names of all reward functions (TRL's rewards/NAME/mean) are those of rules."""
+    parts = [name.removeprefix("train/").split("/") for name in logged]
+    rewards = [part[1].lower() for part in parts if len(part) == 3 and part[::2] == ["rewards", "mean"]]
+    return "rules" if rewards and all(any(word in name for word in RULES) for name in rewards) else None
+
+
+def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[str, str] | None = None) -> RunSettings:
+    """The settings of a run, as far as its arguments (as TRL names them) and the names of its metrics say."""
+    over_updates = (
+        OVER_UPDATES in logged and "kl/k3" not in logged and (names or {}).get("kl/k3", OVER_UPDATES) == OVER_UPDATES
+    )
+    beta, loss, scale = config.get("beta"), config.get("loss_type"), config.get("scale_rewards")
+    settings = RunSettings(verifier=verifier_of(logged), k3_over_updates=over_updates, other_kernels=OURS not in logged)
+    if isinstance(beta, int | float):
+        settings = replace(settings, beta=float(beta))
+    if isinstance(loss, str):
+        settings = replace(settings, loss_type=loss)
+    coefficient = config.get("teacher_coef")
+    if isinstance(coefficient, int | float) and not any("teacher" in x and "kl" in x for x in logged):
+        settings = replace(settings, teacher_coef=float(coefficient))  # else it is logged, perhaps by another name
+    if scale not in (None, "None"):
+        settings = replace(settings, scale_rewards="none" if scale in (False, "none", "False", "batch") else "std")
+    return settings
+
+
+def settings_of_run(values: Mapping[str, Any], *, rl_skill: str | None = None) -> RunSettings:
+    """The settings in a klamp run's config.yaml; `rl_skill`: the skill that is trained."""
+    numbers = {name: x for name, value in values.items() if (x := as_number(value)) is not None and math.isfinite(x)}
+    whole = {name: int(x) for name, x in numbers.items()}
+    loss, reward = values.get("loss_type"), str(values.get("reward") or "")
+    others = values.get("advantage_baseline") == "leave_one_out"
+    rules = reward.partition(":")[0] in OWN_RULES or (values.get("task") == "arithmetic" and not reward)
+    named = any(values.get(name) for name in ("teacher_model", "teacher_url", "teacher_models"))
+    teacher = named or values.get("teacher_kind") in ("ema", "periodic", "live")
+    return RunSettings(
+        beta=numbers.get("beta"),
+        target_kl=numbers.get("target_kl"),
+        # Dr. GRPO's baseline is the group's mean; klamp's default only averages over tokens as it does.
+        loss_type=f"{loss}, leave_one_out" if others else str(loss),
+        verifier="rules" if rules else None,
+        scale_rewards=values.get("scale_rewards") or ("none" if loss == "dr_grpo" else "std"),
+        other_reference=values.get("ref_model") is not None,
+        moving_reference=values.get("reference") in ("ema", "periodic"),
+        prompts=whole.get("prompts_per_step"),
+        rl_skill=rl_skill,
+        eval_size=whole.get("eval_size"),
+        teacher_coef=numbers.get("teacher_coef") or None if teacher else None,
+        k3_over_updates=values.get("backend") == "verl" and whole.get("num_iterations", 1) > 1,
+    )
+
+
+def is_verl_line(line: Mapping[str, Any]) -> bool:
+    """Whether a line is one of verl's file logger: a step and its data."""
+    return "step" in line and isinstance(line.get("data"), dict)
+
+
+def flat(line: Mapping[str, Any], depth: int = 3) -> dict[str, Any]:
+    """A logged line as one row, nested names joined by `/`; of verl's file logger the data and step, null as NaN."""
+    verls, found = is_verl_line(line), dict[str, Any]()
+    for name, value in (line["data"] if verls else line).items():
+        inner = flat(value, depth - 1) if depth and isinstance(value, dict) else {"": value}
+        found |= {f"{name}/{part}".rstrip("/"): each for part, each in inner.items()}
+    lost = {name: math.nan for name, value in found.items() if value is None} if verls else {}
+    return found | lost | ({"step": line["step"]} if verls else {})

@@ -19,9 +19,9 @@ import torch
 import yaml
 
 from klamp._version import __version__
-from klamp.doctor.columns import settings_of_run
 from klamp.doctor.examine import AlarmWatch, Finding
 from klamp.doctor.history import Row, RunSettings, completion_of
+from klamp.doctor.metrics import settings_of_run
 from klamp.doctor.readers.klamp_run import PLACE
 from klamp.errors import ConfigError, TrainingStopped
 from klamp.lab.config import TrainConfig

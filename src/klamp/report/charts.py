@@ -12,9 +12,8 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 from klamp.doctor.alarms_tokens import MISMATCH
-from klamp.doctor.columns import as_number
 from klamp.doctor.examine import Finding
-from klamp.doctor.metrics import METRICS
+from klamp.doctor.metrics import METRICS, as_number
 from klamp.names import KL_NAMES, best_kl
 from klamp.report.run import OURS, ReportRun, ScoreFormat, skills_of, slots_of
 from klamp.report.text import Html, count, data_table, element, rounded, short

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from klamp.doctor.columns import settings_of, settings_of_run
 from klamp.doctor.history import History, Row, answer_of, completion_of
+from klamp.doctor.metrics import settings_of, settings_of_run
 from klamp.doctor.readers.files import each_row, json_lines, object_in, unreadable
 from klamp.errors import without_credentials
 from klamp.names import ABOUT, ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, RUNS, SUMMARY, VERSIONS

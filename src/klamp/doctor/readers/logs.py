@@ -14,7 +14,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from klamp.doctor.columns import (
+from klamp.doctor.history import History, Row
+from klamp.doctor.metrics import (
     OURS,
     STEP_NAMES,
     as_number,
@@ -22,14 +23,13 @@ from klamp.doctor.columns import (
     flat,
     is_verl_line,
     known,
+    names_in,
     number_names,
     settings_of,
     step_of,
     translate,
     unread_kls,
 )
-from klamp.doctor.history import History, Row
-from klamp.doctor.metrics import names_in
 from klamp.doctor.readers.files import check_logged, each_row, json_lines, object_in, shortened, text_lines, unreadable
 from klamp.errors import missing_library
 from klamp.files import followed, with_end

@@ -16,9 +16,9 @@ from transformers import TrainerCallback
 
 from klamp._version import __version__
 from klamp.config.describe import describe_anchors
-from klamp.doctor.columns import evaluations, settings_of, translate
 from klamp.doctor.examine import AlarmWatch, Finding
 from klamp.doctor.history import RunSettings
+from klamp.doctor.metrics import evaluations, settings_of, translate
 from klamp.errors import KLWarning
 from klamp.hosts.common.coefficient import loss_mask
 from klamp.hosts.common.kl_fields import read_again
