@@ -10,7 +10,7 @@ import yaml
 from tests.records.test_records import lines
 
 from klamp.doctor.readers import read_record
-from klamp.doctor.readers.klamp_run import Details, read_details, runs_in
+from klamp.doctor.readers.klamp_run import runs_in
 from klamp.errors import DataError
 from klamp.lab.config import TrainConfig
 from klamp.lab.resumed import plain
@@ -98,15 +98,11 @@ def klamp_run(folder: Path, **changes) -> Path:
 def test_the_versions_and_the_configuration(tmp_path: Path) -> None:
     folder = klamp_run(tmp_path / "run", beta=0.04)
     (folder / "versions.json").write_text(json.dumps({"klamp": "0.1.0", "torch_threads": 1}))
-    found = read_details(folder)
-    assert found.versions == {"klamp": "0.1.0", "torch_threads": "1"}
-    assert read_record(folder).config["beta"] == 0.04
-
-
-def test_a_run_without_versions_and_other_records(tmp_path: Path) -> None:
-    assert read_details(tmp_path) == read_details(tmp_path / "trainer_state.json") == Details()
-    found = read_details(klamp_run(tmp_path / "run"))
-    assert found.versions == {} and found.words == ()
+    history = read_record(folder)
+    assert history.details.versions == {"klamp": "0.1.0", "torch_threads": "1"}
+    assert history.config["beta"] == 0.04
+    details = read_record(klamp_run(tmp_path / "other")).details
+    assert details.versions == {} and details.words == ()
 
 
 def test_a_sweep(tmp_path: Path) -> None:

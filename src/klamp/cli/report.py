@@ -15,7 +15,7 @@ from klamp.doctor.examine import examine
 from klamp.doctor.history import History
 from klamp.doctor.metrics import as_number
 from klamp.doctor.readers import read_record
-from klamp.doctor.readers.klamp_run import Details, is_klamp_run, read_details, runs_in
+from klamp.doctor.readers.klamp_run import is_klamp_run, runs_in
 from klamp.errors import DataError, RunFolderError
 from klamp.files import followed
 from klamp.lab.ablate.results import read_outcome
@@ -65,7 +65,7 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
     """The runs, read and diagnosed; a DataError if a record cannot be read."""
     runs: list[ReportRun] = []
     for path, name in zip(paths, names_of(paths), strict=True):
-        history, details = read_record(path), read_details(path)
+        history = read_record(path)
         outcome = read_outcome(path) if is_klamp_run(path) else None
         measured = {} if outcome is None else outcome.numbers
         runs.append(
@@ -74,9 +74,7 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
                 path=str(path),
                 group=re.sub(r"_seed-\d+$", "", name),  # in a sweep
                 diagnosis=examine(history),
-                config=history.config,
-                said=_said(path, details, history),
-                versions=details.versions,
+                said=_said(path, history),
                 kl_after=measured.get("kl/reverse"),
                 kl_after_sequence=measured.get("kl/reverse_sequence"),
             )
@@ -91,8 +89,9 @@ def _words(path: Path) -> Sequence[str]:
     return config.model.model, f"{config.task.task}{reward}", describe_anchors(config.kl, config.teacher)
 
 
-def _said(path: Path, details: Details, history: History) -> list[str]:
+def _said(path: Path, history: History) -> list[str]:
     """What a run was, when, and how long its steps took, in words; nothing where its record does not say."""
+    details = history.details
     words = _words(path) if is_klamp_run(path) else details.words
     if not words:
         return []

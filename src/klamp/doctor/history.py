@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import heapq
 import math
-import reprlib
-import sys
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from typing import Any, Literal, TypeAlias
 
 from klamp.names import KL_NAMES, best_kl
@@ -116,43 +114,10 @@ def check_lengths(lists: Mapping[str, Sequence[Any] | None]) -> None:
         raise ValueError(f"lists of different lengths: {lengths}")
 
 
-def numbers_of(values: object) -> array[float]:
-    """A list in a line of a record as numbers, 8 bytes each, since a long run has millions; null is NaN."""
-    return array("d", [math.nan if value is None else float(value) for value in list_of(values)])
-
-
-def texts_of(values: object) -> list[str]:
-    """A list of tokens in a line of a record as texts, equal ones held once."""
-    return [sys.intern(str(value)) for value in list_of(values)]
-
-
-def completion_of(step: int, row: Mapping[str, Any]) -> Completion:
-    """A row of klamp's completions.jsonl as a completion; a LookupError, TypeError, ValueError, OverflowError: none."""
-    sides = {side: row.get(f"{side}_logprobs") for side in ("policy", "ref", "teacher", "sampler")}
-    read: dict[str, Any] = {side: numbers_of(values) for side, values in sides.items() if values is not None}
-    others: dict[str, Callable[[Any], Any]] = {"trained": flags_of, "ended": bool, "reward": float, "advantage": float}
-    read |= {name: kind(row[name]) for name, kind in others.items() if row.get(name) is not None}
-    tokens, prompt = texts_of(row["tokens"]), str(row.get("prompt", ""))
-    return Completion(step=step, tokens=tokens, sampled=every(len(tokens)), group=prompt, prompt=prompt, **read)
-
-
 @lru_cache(maxsize=4096)
 def every(length: int) -> Sequence[bool]:
     """True for each of so many tokens; held once for each length, since most completions of a long run have it."""
     return (True,) * length
-
-
-def flags_of(values: object) -> Sequence[bool]:
-    """A list of flags in a line of a record; if all are True, in no memory of its own."""
-    found = [bool(value) for value in list_of(values)]
-    return every(len(found)) if all(found) else found
-
-
-def list_of(values: object) -> Sequence[Any]:
-    """A list in a line of a record, with a TypeError if it is none."""
-    if not isinstance(values, list | tuple):
-        raise TypeError(f"{reprlib.repr(values)} where a list belongs, with one entry per token")
-    return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +165,19 @@ def answers_of(
     return {(answer.skill, answer.question): answer for answer in answers if answer.step == step}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Details:
+    """What is known of a run besides its history; empty where its folder is not klamp's."""
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    words: Sequence[str] = ()
+    """Its model, task and KL, as ReportCallback wrote them."""
+    when: float | None = None
+    """When it was last written to, in seconds since 1970."""
+    seconds: float | None = None
+    """How long it took; None: it has not ended."""
+
+
 @dataclass(kw_only=True)
 class History:
     """The record of a run, or of the part of it that has happened."""
@@ -209,6 +187,7 @@ class History:
     settings: RunSettings = field(default_factory=RunSettings)
     config: Mapping[str, Any] = field(default_factory=dict)
     """All that the record says of the configuration, by the names of who wrote it."""
+    details: Details = field(default_factory=Details)
     rows: list[Row] = field(default_factory=list)
     evaluations: list[Row] = field(default_factory=list)
     """Number of steps done -> (skill -> mean score)."""
@@ -258,9 +237,9 @@ class History:
 
     def add_completions(self, completions: Iterable[Completion]) -> None:
         """Add completions to the steps that they were written in."""
-        for each in completions:
-            self.completions.setdefault(each.step, []).append(each)
-            self.tells_sampler |= each.sampled is not None
+        for completion in completions:
+            self.completions.setdefault(completion.step, []).append(completion)
+            self.tells_sampler |= completion.sampled is not None
 
     def forget_completions(self) -> None:
         """Drop the completions that no rule looks at any more."""
@@ -272,19 +251,16 @@ class History:
 
         It looks back over ten times as many steps at most, and skips values that are not finite.
         """
-        found: list[float] = []
-        for row in reversed(self.rows[-10 * (count + before) :]):
-            if math.isfinite(row.metrics.get(name, math.nan)):
-                found.append(bounded(row.metrics[name]))
-            if len(found) == count + before:
-                break
-        return found[before:][::-1]
+        rows = reversed(self.rows[-10 * (count + before) :])
+        values = (bounded(value) for row in rows if math.isfinite(value := row.metrics.get(name, math.nan)))
+        return list(islice(values, before, before + count))[::-1]
 
     def together(self, count: int, *names: str) -> list[list[float]]:
         """The values of several metrics in the last `count` steps that have all of them, as in `last`."""
-        each = (row.metrics for row in self.rows[-10 * count :])
-        found = [row for row in each if all(math.isfinite(row.get(name, math.nan)) for name in names)][-count:]
-        return [[bounded(row[name]) for row in found] for name in names]
+        steps = (row.metrics for row in reversed(self.rows[-10 * count :]))
+        whole = (step for step in steps if all(math.isfinite(step.get(name, math.nan)) for name in names))
+        latest = list(islice(whole, count))[::-1]
+        return [[bounded(step[name]) for step in latest] for name in names]
 
     def first(self, name: str, count: int) -> list[float]:
         """The values of a metric in the first `count` steps, where they have it; finite and bounded as in `last`."""

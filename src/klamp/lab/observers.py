@@ -20,9 +20,10 @@ import yaml
 
 from klamp._version import __version__
 from klamp.doctor.examine import AlarmWatch, Finding
-from klamp.doctor.history import Row, RunSettings, completion_of
+from klamp.doctor.history import Row, RunSettings
 from klamp.doctor.metrics import settings_of_run
 from klamp.doctor.readers.klamp_run import PLACE
+from klamp.doctor.readers.rollouts import completion_of
 from klamp.errors import ConfigError, TrainingStopped
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import (
@@ -139,11 +140,11 @@ class AlarmObserver(Observer):
         self.watch.keep(
             rows=[Row(step=row["step"], metrics=_numbers(row)) for row in lines if not scores_of(row)],
             evaluations=[Row(step=row["step"], metrics=scores) for row in lines if (scores := scores_of(row))],
-            completions=each_readable(kept, lambda row: completion_of(row["step"], row)),
+            completions=each_readable(kept, lambda row: completion_of(row, step=row["step"], written=True)),
         )
 
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
-        self.watch.keep(completions=[completion_of(step, row) for row in rows])
+        self.watch.keep(completions=[completion_of(row, step=step, written=True) for row in rows])
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._report(self.watch.step(step, metrics))

@@ -241,7 +241,7 @@ def anchor_curves(runs: Sequence[ReportRun]) -> dict[str, str]:
     several = any(name.startswith("teacher/kl.") for name in logged)
     curves = {"teacher/kl": "teachers, mean" if several else "teacher"} if "teacher/kl" in logged else {}
     curves |= {name: name.replace("/kl.", " ") for name in sorted(logged) if name.startswith("teacher/kl.")}
-    if any(run.config.get("reference") == "sampler" for run in runs):
+    if any(run.history.config.get("reference") == "sampler" for run in runs):
         curves["policy/kl_old"] = "sampler (k3), at the last update"
     if len(runs) > 1 or not curves:
         return curves
@@ -314,7 +314,7 @@ def _concerns(finding: Finding, plan: Chart) -> bool:
 def levels_of(run: ReportRun, chart: str) -> list[Line]:
     """The lines and bands of a chart; without a known configuration only those of the alarms."""
     if chart == "kl":
-        lines = _target(run.config)
+        lines = _target(run.history.config)
         return [replace(line, label=f"{line.label}, at the end") for line in lines] if run.history.changes else lines
     if chart == "sampler" and any(run.curve(f"sampler/{estimate}") for estimate in ("k1", "k3")):
         return [Line(label=f"k1, k3: alarm above {short(MISMATCH.value)}", low=MISMATCH.value)]

@@ -181,7 +181,7 @@ def answer_section(runs: Sequence[ReportRun]) -> Html:
     text = f"Greedy answers to held-out prompts, with their scores{unit}."
     if taught:
         text += " The teacher's are its own, to the prompt that it sees."
-    if any(run.config.get("teacher_url") for run in runs):
+    if any(run.history.config.get("teacher_url") for run in runs):
         text += " A teacher at a URL only scores: it is not asked for answers."
     table = plain_table(headings, rows, caption="answers of the first and the last evaluation", classes="answers")
     return join([element("p", text, class_="aside"), table])
@@ -217,11 +217,11 @@ def settings_section(runs: Sequence[ReportRun]) -> Html:
     changes = [f"{run.name}, after step {step}: {text}" for run in runs for step, text in run.history.changes.items()]
     return join(
         [
-            _table("field", "value", [(run.name, run.config) for run in runs], lacks="configuration"),
+            _table("field", "value", [(run.name, run.history.config) for run in runs], lacks="configuration"),
             *([element("h3", "Changed at a resume")] if changes else []),
             *(element("p", text) for text in changes),
             element("h3", "Versions", id="versions"),
-            _table("package", "version", [(run.name, run.versions) for run in runs], lacks="versions"),
+            _table("package", "version", [(run.name, run.history.details.versions) for run in runs], lacks="versions"),
         ]
     )
 

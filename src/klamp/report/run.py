@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
 
 from klamp.doctor.examine import Diagnosis
 from klamp.doctor.history import History
@@ -25,11 +24,8 @@ class ReportRun:
     group: str = ""
     """Runs of one group look alike in charts, as seeds of one configuration do; empty: it looks like no other."""
     diagnosis: Diagnosis
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """The configuration; empty where the record does not hold it."""
     said: Sequence[str] = ()
     """Its model, task, KL, day and duration in words, as far as they are known: the first line of the page."""
-    versions: Mapping[str, str] = field(default_factory=dict)
     kl_after: float | None = None
     """Exact KL(policy‖start) in nats per token, measured once after training on held-out prompts; None: it was not."""
     kl_after_sequence: float | None = None

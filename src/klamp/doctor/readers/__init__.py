@@ -56,7 +56,7 @@ def _read_file(path: Path, names: Mapping[str, str] | None) -> History:
     start = list(islice((line.lstrip() for line in text_lines(path) if line.strip()), 2))
     lists = kind == ".json" or [line.strip() for line in start[:1]] == ["["]
     if lists and [line[:2] for line in start] != ['{"', '{"']:  # else an object in each line
-        return read_trl_state(path, names)
+        return with_report(read_trl_state(path, names), path)
     first, printed = "".join(start[:1]), kind != ".jsonl"
     if PRINTED.match(first) or (first[:1] not in "{[" and (printed or PRINTED.search(first) or CONSOLE.search(first))):
         return read_text(path, names)
