@@ -24,7 +24,7 @@ class Limit:
     """Its unit and what it applies to; where it comes from, in brackets."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Blamed:
     """A token that has a large part in a KL."""
 

@@ -87,7 +87,7 @@ def negative_k1(history: History) -> Evidence | None:
         unit = "completion" if name.endswith("sequence") else "token"
         value = history.latest.get(name, 0.0)
         if value < -limit and (unit == "completion" or value < -NEGATIVE_COMPLETION / tokens_told(history)):
-            return Evidence(f"{name} is {number(history.latest[name])} nats per {unit} in this step")
+            return Evidence(f"{name} is {number(value)} nats per {unit} in this step")
     return next(filter(None, (_below_zero(history, name) for name in at_once)), None)
 
 
@@ -124,7 +124,7 @@ def k3_far_above_k1(history: History) -> Evidence | None:
             over = f"on average of the last {window}" if window > 1 else "in this step"
             text = f"kl/k3 is {number(fmean(k3))} nats per token {over}, kl/k1 {number(fmean(k1))}"
             exact_text = f", kl/exact {number(fmean(exact))}" if exact else ""
-            return Evidence(text + exact_text, blame(history, history.step))
+            return Evidence(text + exact_text, blame(history))
     return None
 
 
@@ -152,7 +152,7 @@ def kl_spike(history: History) -> Evidence | None:
             why = causes.likely_causes(history, causes.last_jump if stays == 1 else causes.learning_rate)
             said = f"{number(max(before))} was the highest of {len(before)} before"
             text = f"{history.kl_name()} jumped to {number(now)} nats per token, {said}"
-            return Evidence(text, blame(history, history.step), why)
+            return Evidence(text, blame(history), why)
     return None
 
 
@@ -179,7 +179,7 @@ def step_zero(history: History) -> Evidence | None:
     if history.settings.other_reference or not found:
         return None
     text = f"{name} is {kl:.2e} nats per token before the first update and should be about 0"
-    return Evidence(text, blame(history, history.step))
+    return Evidence(text, blame(history))
 
 
 @alarm(
@@ -200,7 +200,7 @@ def reference_differs(history: History) -> Evidence | None:
     if name != "kl/exact" and not is_beyond(history, name, kl, limit):
         return None
     text = f"{name} is {number(kl)} nats per token to the chosen reference, before the first update"
-    return Evidence(text, blame(history, history.step))
+    return Evidence(text, blame(history))
 
 
 @alarm(
@@ -216,8 +216,9 @@ def detached_reference(history: History) -> Evidence | None:
     """The KL is about 0 although the policy should have moved."""
     if (vanished := _vanished(history)) is not None:
         return vanished
-    window = DETACHED_WINDOW
-    name = _kl_to_the_start(history)
+    window, settings, name = DETACHED_WINDOW, history.settings, history.kl_name()
+    if settings.moving_reference or settings.other_reference:
+        name = best_kl(history.latest, ["kl/k3_original"] if settings.moving_reference else [])
     if not name or not history.penalized or len(history.rows) < 20 or not_trained(history):
         return None
     moves = [x for x in ("train/learning_rate", "train/grad_norm") if history.latest.get(x, 0.0) > 0]
@@ -273,13 +274,6 @@ def is_reset(history: History) -> bool:
     return abs(gaps[0] - gaps[1]) <= 1 or (len(gaps) > 2 and gaps[0] < gaps[1])  # a record may begin between two
 
 
-def _kl_to_the_start(history: History) -> str:
-    """The KL to the model that training started from, where the run logs it; else empty."""
-    if history.settings.moving_reference:
-        return "kl/k3_original" if "kl/k3_original" in history.latest else ""
-    return "" if history.settings.other_reference else history.kl_name()
-
-
 def _first_kl(history: History) -> tuple[str, float]:
     """The KL before the first update and its name, while that is the latest step; else 0."""
     settings = history.settings
@@ -306,7 +300,7 @@ def kl_far(history: History) -> Evidence | None:
         return None
     whole = number(kl * fmean(length))
     text = f"the KL is {number(kl)} nats per token, {whole} per completion, {MIDDLE}"
-    return Evidence(text, blame(history, history.step), causes.why_far(history))
+    return Evidence(text, blame(history), causes.why_far(history))
 
 
 @alarm(

@@ -91,7 +91,7 @@ def sampler_mismatch(history: History) -> Evidence | None:
     seen = {name: history.last(name, 2 * STEADY) for name in sizes}
     means = {name: f" ({number(fmean(x))}, mean of {len(x)})" if len(x) > 1 else "" for name, x in seen.items()}
     text = ", ".join(f"{name} is {number(history.latest[name])}{mean}" for name, mean in means.items())
-    tokens = blame(history, history.step, against="sampler")
+    tokens = blame(history, against="sampler")
     return Evidence(f"{text} nats per token", tokens, causes=causes_of(history))
 
 

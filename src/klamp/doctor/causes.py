@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 from typing import TypeAlias
@@ -82,28 +83,17 @@ def pays_for_length(history: History) -> str:
     )
 
 
-def blame(history: History, step: int, *, against: Side = "ref") -> list[Blamed]:
-    """The tokens with most of the k3 among the completions that were written in a step, or in the nearest one."""
-    if not history.completions:
-        return []
-    nearest = min(history.completions, key=lambda written: abs(written - step))
-    found: dict[tuple[str, int, float, float], list[tuple[float, int]]] = {}
-    for index, each in enumerate(history.completions[nearest]):
-        other = (each.ref if against == "ref" else each.sampler) or ()
-        for position, delta in each.log_ratios(against):
-            token = (str(each.tokens[position]), position, each.policy[position], other[position])
-            found.setdefault(token, []).append((k3(delta), index))
-    sums = {token: sum(value for value, _ in seen) for token, seen in found.items()}
-    return [
-        Blamed(
-            step=nearest,
-            completion=found[token][0][1],
-            position=token[1],
-            token=token[0],
-            policy_logprob=token[2],
-            other_logprob=token[3],
-            share=sums[token] / sum(sums.values()),
-        )
-        for token in sorted(sums, key=lambda token: -sums[token])[:MANY]
-        if sums[token] > 0
-    ]
+def blame(history: History, *, against: Side = "ref") -> list[Blamed]:
+    """The tokens with most of the k3 among the completions of the latest step, or of the nearest one that has some."""
+    step = min(history.completions, key=lambda written: abs(written - history.step), default=0)
+    sums: dict[Blamed, float] = {}
+    first: dict[Blamed, int] = {}
+    for index, completion in enumerate(history.completions.get(step, ())):
+        others = (completion.ref if against == "ref" else completion.sampler) or ()
+        for position, delta in completion.log_ratios(against):
+            token, logprob = str(completion.tokens[position]), completion.policy[position]
+            same = Blamed(step, 0, position, token, logprob, others[position], 0.0)
+            sums[same] = sums.get(same, 0.0) + k3(delta)
+            first.setdefault(same, index)
+    worst = [token for token in sorted(sums, key=lambda token: -sums[token])[:MANY] if sums[token] > 0]
+    return [replace(token, completion=first[token], share=sums[token] / sum(sums.values())) for token in worst]

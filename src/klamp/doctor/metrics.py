@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any, Literal, TypeAlias
 
@@ -98,14 +98,12 @@ class Logs:
 
 LOGS: Mapping[str, Logs] = {trainer: Logs(**table) for trainer, table in _table("recorded.yaml").items()}
 """Trainer -> what it writes."""
-
 NAMES: Mapping[str, str] = {
     theirs: ours
     for logs in sorted(LOGS.values(), key=lambda logs: bool(logs.marks), reverse=True)
     for theirs, ours in logs.names.items()
 }
-"""The name that another trainer uses -> klamp's; where two use one name, that of whom no mark tells."""
-
+"""The name that another trainer uses -> klamp's; if two share a name, that of the trainer without marks."""
 OTHER_KL: Mapping[str, str] = {name: what for logs in LOGS.values() for name, what in logs.other_kl.items()}
 """The name of a KL of another kind -> what it is."""
 
@@ -133,29 +131,22 @@ STEP_NAMES = (
     *("global_steps", "training_step", "train_step", "optimizer_step", "steps", "iterations", "update", "_step"),
 )
 """The names under which a logged row may hold its step, the best first."""
-
 COUNTS = re.compile(r"^(?!tim).*?(^|[/_ .])(step|iteration|iter|update)s?(_?(num|idx|index|count|id))?$", re.IGNORECASE)
 """How other names of a step look."""
-
 STEP = re.compile(r"\s*(?:[a-z]+[ _:=]*)?(\d{1,3}(?:,\d{3})+|\d+(?:\.\d*)?)\s*(?:/.*)?$", re.IGNORECASE)
 """How a step is written as a text."""
-
 EVALUATION_PREFIXES = ("eval/", "eval_", "val-core/", "test/")
 
 SCORES = ("reward", "acc", "score", "mean@", "correct", "pass@")
 """Parts of a metric's name that say that it scores an evaluation."""
 NO_SCORES = ("std", "correlation", "_max", "_min")
 """Parts of a name that say that it is something else about scores."""
-
 OVER_UPDATES = "actor/kl_loss"
 """verl's name of a k3 that is a mean over all mini-batches and epochs of a step (train_mini_batch)."""
-
 OURS = "policy/logp_mean"
 """A metric that only klamp logs, by which its runs are known."""
-
 RULES = ("accuracy", "exact", "match", "math", "format", "verif", "correct", "rule", "regex", "gsm8k", "unit_test")
 """Parts of a reward function's name that say that it is a rule."""
-
 OWN_RULES = ("exact_match", "math_verify", "format_regex")
 """klamp's reward functions that are rules."""
 
@@ -244,16 +235,14 @@ def as_number(value: object) -> float | None:
 
 def evaluations(logged: Mapping[str, object], *, every: bool = False) -> dict[str, float]:
     """The scores of evaluations in a logged row: skill -> score; `every`: all names are scores, as klamp logs them."""
-    found: dict[str, float] = {}
+    scores: dict[str, float] = {}
     for name, value in logged.items():
         prefix = next((prefix for prefix in EVALUATION_PREFIXES if name.startswith(prefix)), None)
-        number = as_number(value)
-        if prefix is None or number is None or not math.isfinite(number):
-            continue
         is_score = any(word in name for word in SCORES) and not any(word in name for word in NO_SCORES)
-        if every or is_score:
-            found[name.removeprefix(prefix)] = number
-    return found
+        number = as_number(value) if prefix and (every or is_score) else None
+        if number is not None and math.isfinite(number):
+            scores[name.removeprefix(prefix or "")] = number
+    return scores
 
 
 def step_of(logged: Mapping[str, object]) -> int | None:
@@ -276,21 +265,19 @@ def verifier_of(logged: Collection[str]) -> Verifier | None:
 
 def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[str, str] | None = None) -> RunSettings:
     """The settings of a run, as far as its arguments (as TRL names them) and the names of its metrics say."""
-    over_updates = (
-        OVER_UPDATES in logged and "kl/k3" not in logged and (names or {}).get("kl/k3", OVER_UPDATES) == OVER_UPDATES
+    loss, scale, k3 = config.get("loss_type"), config.get("scale_rewards"), (names or {}).get("kl/k3", OVER_UPDATES)
+    numbers = {name: float(x) for name in ("beta", "teacher_coef") if isinstance(x := config.get(name), int | float)}
+    if any("teacher" in name and "kl" in name for name in logged):
+        numbers.pop("teacher_coef", None)  # the coefficient is logged, perhaps under another name
+    unscaled = scale in (False, "none", "False", "batch")
+    return RunSettings(
+        **numbers,
+        loss_type=loss if isinstance(loss, str) else None,
+        verifier=verifier_of(logged),
+        scale_rewards=None if scale in (None, "None") else "none" if unscaled else "std",
+        k3_over_updates=OVER_UPDATES in logged and "kl/k3" not in logged and k3 == OVER_UPDATES,
+        other_kernels=OURS not in logged,
     )
-    beta, loss, scale = config.get("beta"), config.get("loss_type"), config.get("scale_rewards")
-    settings = RunSettings(verifier=verifier_of(logged), k3_over_updates=over_updates, other_kernels=OURS not in logged)
-    if isinstance(beta, int | float):
-        settings = replace(settings, beta=float(beta))
-    if isinstance(loss, str):
-        settings = replace(settings, loss_type=loss)
-    coefficient = config.get("teacher_coef")
-    if isinstance(coefficient, int | float) and not any("teacher" in x and "kl" in x for x in logged):
-        settings = replace(settings, teacher_coef=float(coefficient))  # else it is logged, perhaps by another name
-    if scale not in (None, "None"):
-        settings = replace(settings, scale_rewards="none" if scale in (False, "none", "False", "batch") else "std")
-    return settings
 
 
 def settings_of_run(values: Mapping[str, Any], *, rl_skill: str | None = None) -> RunSettings:

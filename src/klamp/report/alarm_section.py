@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from klamp.doctor.alarm import Blamed
 from klamp.doctor.alarms import ALARMS
 from klamp.doctor.examine import Finding
-from klamp.report.completions import Shown
 from klamp.report.run import ReportRun, judged
 from klamp.report.text import Html, element, join, plain_table, probability, shown
-from klamp.report.tokens import NARROW, jump
+from klamp.report.tokens import NARROW, Shown, jump
 
 FEW = 3
 """How many tokens to blame are shown of each run, where there are several runs."""

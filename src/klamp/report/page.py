@@ -14,11 +14,10 @@ from klamp.doctor.history import Answer, Question, answers_of
 from klamp.errors import DataError
 from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
 from klamp.report.charts import charts, render_chart
-from klamp.report.completions import Shown, ranked
 from klamp.report.headlines import COLUMNS, WINDOW, side_by_side, tiles
 from klamp.report.run import ReportRun, ScoreFormat, judged
 from klamp.report.text import MISSING, Html, count, element, join, plain_table, setting, shorten
-from klamp.report.tokens import fitting, token_section
+from klamp.report.tokens import Shown, fitting, ranked, token_section
 
 LIMIT = 2_000_000
 """The largest size of a page, in bytes."""

@@ -25,7 +25,6 @@ FORMATS = (
     "metrics or of completions with token log-probabilities"
 )
 ZIPPED = b"\x1f\x8b"
-HALF_WRITTEN = ("unexpected end of data", "truncated data")
 
 
 def unreadable(what: str, path: Path, *, why: str, fix: str = "") -> DataError:
@@ -49,20 +48,14 @@ def object_in(path: Path) -> dict[str, Any]:
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    """The lines of a text file in UTF-8 or UTF-16, gzipped or not; a half-written end is left out."""
+    """The lines of a text file in UTF-8 or UTF-16, gzipped or not; bytes that are neither are replaced."""
     with with_end(path).open("rb") as plain:
         file = gzip.GzipFile(fileobj=plain) if plain.peek(2)[:2] == ZIPPED else plain
         try:
             wide = file.peek(2)[:2] in (BOM_UTF16_LE, BOM_UTF16_BE)
-            yield from io.TextIOWrapper(file, "utf-16" if wide else "utf-8-sig", newline="\n")
+            yield from io.TextIOWrapper(file, "utf-16" if wide else "utf-8-sig", errors="replace", newline="\n")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise unreadable("a gzipped file is damaged", path, why=shortened(error)) from error
-        except UnicodeError as error:
-            if getattr(error, "reason", "") in HALF_WRITTEN:
-                return
-            binary = b"\0" in getattr(error, "object", b"")
-            fix = "" if binary else f"iconv -f LATIN1 -t UTF-8 {path.name} > utf8{path.suffix}"
-            raise unreadable("a file is not text in UTF-8", path, why=shortened(error), fix=fix) from error
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
