@@ -48,7 +48,7 @@ ALIVE = ("train/loss", "train/policy_loss", "train/grad_norm")
 
 
 def _history(
-    source: str, rows: Logged, config: Mapping[str, Any], names: Names | None, path: Path, *, ours: bool = True
+    source: str, rows: Logged, names: Names | None, path: Path, *, config: Mapping[str, Any], ours: bool = True
 ) -> History:
     """The history of logged rows; `ours`: klamp may have written them, and all names of an evaluation are scores."""
     logged = {name for _, row in rows for name in row}
@@ -110,7 +110,7 @@ def _no_numbers(rows: Logged, theirs: Names, lost: set[str]) -> list[str]:
 
 
 def _of_rows(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None, path: Path, **more: Any) -> History:
-    """The history of rows that say their step themselves; where none does they are counted, and that is said."""
+    """The history of rows that hold their step; if no row does, they are counted, and a caution says so."""
     steps = list(map(step_of, rows))
     counted = all(step is None for step in steps)
     numbered: list[tuple[int, Mapping[str, Any]]] = []
@@ -118,7 +118,7 @@ def _of_rows(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None
     for number, (step, row) in enumerate(zip(steps, rows, strict=True), start=1):
         last = number if counted else last if step is None else step
         numbered.append((last, row))
-    history = _history(source, numbered, more.pop("config", {}), names, path, **more)
+    history = _history(source, numbered, names, path, **{"config": {}} | more)
     if counted and history.rows:
         history.settings = replace(history.settings, steps_counted=True)
         history.cautions.append("no column says the step: rows are counted, and the first need not be the first step")
@@ -131,16 +131,18 @@ def _of_rows(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None
 def read_metrics(path: Path, names: Names | None = None) -> History:
     """Read the history in a JSONL file with the metrics of one step per line."""
     lines = list(json_lines(path))
-    verls = bool(lines) and is_verl_line(lines[0])
-    rows = list(map(flat, lines))
-    first = next(filter(None, rows), {})
-    history = _of_rows("verl file log" if verls else "JSONL metrics", rows, names, path)
-    if not (history.rows or (verls and history.evaluations)):
+    source = "verl file log" if lines and is_verl_line(lines[0]) else "JSONL metrics"
+    return _with_metrics(source, [row for row in map(flat, lines) if row], names, path)
+
+
+def _with_metrics(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None, path: Path) -> History:
+    history = _of_rows(source, rows, names, path)
+    if not (history.rows or history.evaluations):
         raise unreadable(
-            "no metric and no token log-probabilities were found",
+            "no metric that klamp knows and no token log-probabilities were found",
             path,
-            why=f"the first line has {', '.join(list(first)[:12])}" if first else "it holds no whole line",
-            fix="metrics: a line per step with names as TRL, verl or klamp write them (kl, reward, ...), or --map with "
+            why=f"the first row has {', '.join(list(rows[0])[:12])}" if rows else "it holds no whole line",
+            fix="metrics: a row per step with names as TRL, verl or klamp write them (kl, reward, ...), or --map with "
             "your own; completions: old_log_probs and ref_log_prob (or policy_logprobs and ref_logprobs), one number "
             "per token",
         )
@@ -162,8 +164,6 @@ GAP = re.compile(r" {2,}")
 """What stands between the columns of a table that is aligned with spaces."""
 OF_CHARTS = ("__MIN", "__MAX")
 """How the columns of W&B's export end that are the same curve once more."""
-LOOKED_AT = 200
-"""Lines within which the first row stands; a log begins with what a program says of itself."""
 
 
 def read_text(path: Path, names: Names | None = None) -> History:
@@ -171,21 +171,12 @@ def read_text(path: Path, names: Names | None = None) -> History:
     return _with_metrics("text of a log", _rows_in(path), names, path)
 
 
-def _with_metrics(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None, path: Path) -> History:
-    history = _of_rows(source, rows, names, path)
-    if not history.rows:
-        why = f"its first row has {', '.join(list(rows[0])[:12])}"
-        fix = "say with --map what a column is, for example kl=Value"
-        raise unreadable(f"a {source} has no metric that klamp knows", path, why=why, fix=fix)
-    return history
-
-
 def _rows_in(path: Path) -> list[dict[str, Any]]:
     lines = [line.strip("\r\n") for line in text_lines(path)]
     lines = [line for line in lines if line.strip()]
     for read in (_console, _printed):
-        if any(True for _ in read(lines[:LOOKED_AT])):
-            return list(read(lines))
+        if rows := list(read(lines)):
+            return rows
     table = list(_table(lines, path)) if lines else []
     if not table:
         raise unreadable(
@@ -252,13 +243,8 @@ def find_state(path: Path) -> Path | None:
     """Find the trainer_state.json of a folder or of its newest checkpoint."""
     if (path / TRAINER_STATE).is_file():
         return path / TRAINER_STATE
-    found = sorted(path.glob(f"checkpoint-*/{TRAINER_STATE}"), key=lambda file: _number(file.parent.name))
-    return found[-1] if found else None
-
-
-def _number(name: str) -> int:
-    tail = name.rpartition("-")[2]
-    return int(tail) if tail.isdigit() else -1
+    files = [file for file in path.glob(f"checkpoint-*/{TRAINER_STATE}") if file.parent.name[11:].isdigit()]
+    return max(files, key=lambda file: int(file.parent.name[11:]), default=None)
 
 
 def read_trl_state(path: Path, names: Names | None = None) -> History:
@@ -313,7 +299,7 @@ def read_tensorboard(path: Path, names: Names | None = None) -> History:
     if not scalars:
         raise unreadable("there are no scalars in the event files", path, why="nothing was logged as a scalar")
     rows = [(step, scalars[step]) for step in sorted(scalars)]
-    return _history("TensorBoard", rows, config, names, path)
+    return _history("TensorBoard", rows, names, path, config=config)
 
 
 def _read_events(path: Path) -> tuple[dict[int, dict[str, float]], dict[str, Any]]:
@@ -328,11 +314,9 @@ def _read_events(path: Path) -> tuple[dict[int, dict[str, float]], dict[str, Any
         for event in events.Scalars(name):
             rows.setdefault(event.step, {})[name] = float(event.value)
     config: dict[str, Any] = {}
-    for name in events.Tags()["tensors"]:
-        if name.startswith("args"):
-            text = b"".join(events.Tensors(name)[-1].tensor_proto.string_val).decode("utf-8", "replace")
-            found = _value(text)
-            config |= found if isinstance(found, dict) else {}
+    for name in (name for name in events.Tags()["tensors"] if name.startswith("args")):
+        arguments = _value(b"".join(events.Tensors(name)[-1].tensor_proto.string_val).decode("utf-8", "replace"))
+        config |= arguments if isinstance(arguments, dict) else {}
     return rows, config
 
 
