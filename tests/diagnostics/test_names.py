@@ -15,7 +15,7 @@ from klamp.doctor.metrics import (
     averaged_over,
     check_metrics,
     evaluations,
-    known,
+    own_name,
     read_pairs,
     settings_of,
     step_of,
@@ -69,7 +69,7 @@ def test_a_name_without_a_row_has_no_reduction_and_is_refused() -> None:
     ],
 )
 def test_known_names(theirs: str, ours: str | None) -> None:
-    assert known(theirs) == ours
+    assert own_name(theirs) == ours
 
 
 def test_a_row_is_translated_number_by_number_and_klamps_own_name_wins_in_whatever_order() -> None:

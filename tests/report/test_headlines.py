@@ -79,8 +79,8 @@ def test_side_by_side() -> None:
 
 
 def test_a_run_whose_steps_logged_no_kl_keeps_the_one_that_was_measured_after_training() -> None:
-    free = run_of(name="free", reward=[0.5, 0.5], details={"kl_after": 0.6, "kl_after_sequence": 2.4})
-    held = run_of(name="held", reward=[0.5, 0.5], k3=[0.0, 0.1], details={"kl_after": 0.08})
+    free = run_of(name="free", reward=[0.5, 0.5], details={"outcome": {"kl/reverse": 0.6, "kl/reverse_sequence": 2.4}})
+    held = run_of(name="held", reward=[0.5, 0.5], k3=[0.0, 0.1], details={"outcome": {"kl/reverse": 0.08}})
     found = said(headlines(free, [], POINTS))
     assert found["KL from the start (exact)"] == ("0.6", "nats/token", "on held-out prompts")
     assert found["KL from the start per completion (exact)"] == ("2.4", "nats", "on held-out prompts")

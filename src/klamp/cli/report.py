@@ -67,7 +67,6 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
     for path, name in zip(paths, names_of(paths), strict=True):
         history = read_record(path)
         outcome = read_outcome(path) if is_klamp_run(path) else None
-        measured = {} if outcome is None else outcome.numbers
         runs.append(
             ReportRun(
                 name=name,
@@ -75,8 +74,7 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
                 group=re.sub(r"_seed-\d+$", "", name),  # in a sweep
                 diagnosis=examine(history),
                 said=_said(path, history),
-                kl_after=measured.get("kl/reverse"),
-                kl_after_sequence=measured.get("kl/reverse_sequence"),
+                outcome={} if outcome is None else outcome.numbers,
             )
         )
     return runs

@@ -136,22 +136,22 @@ def is_beyond(history: History, name: str, value: float, limit: float, *, steps:
     if abs(value) <= limit:
         return False
     deviation = (2 * limit) ** 0.5 if name.endswith("k1") else 2**0.5 * limit
-    return abs(value) > limit + 4 * deviation / (steps * tokens_told(history)) ** 0.5
+    return abs(value) > limit + 4 * deviation / (steps * count_tokens(history)) ** 0.5
 
 
 FEW_TOKENS = 200
 """Tokens of a step whose record tells neither them nor the length of a completion; no step has fewer, mostly."""
 
 
-def tokens_told(history: History) -> float:
+def count_tokens(history: History) -> float:
     """The tokens of the latest step, or the least that its record tells."""
     rows, last = history.completions.get(history.step, []), history.latest
-    told = sum(len(each.log_ratios()) for each in rows) or last.get("length/mean", 0.0) * (
+    tokens = sum(len(completion.log_ratios()) for completion in rows) or last.get("length/mean", 0.0) * (
         history.settings.prompts or 1
     )
     if len(history.rows) == 1:  # a running total
-        told = max(told, last.get("length/total", 0.0))
-    return max(told, 1.0) if 0 < told < math.inf else FEW_TOKENS
+        tokens = max(tokens, last.get("length/total", 0.0))
+    return max(tokens, 1.0) if 0 < tokens < math.inf else FEW_TOKENS
 
 
 def noise(*stretches: Sequence[float]) -> float:

@@ -8,7 +8,7 @@ from itertools import pairwise
 from statistics import fmean, stdev
 
 from klamp.doctor import causes
-from klamp.doctor.alarm import KL, Evidence, Limit, alarm, is_apart, is_beyond, noise, number, tokens_told
+from klamp.doctor.alarm import KL, Evidence, Limit, alarm, count_tokens, is_apart, is_beyond, noise, number
 from klamp.doctor.alarms_run import not_trained
 from klamp.doctor.causes import blame
 from klamp.doctor.history import EARLY, History
@@ -86,7 +86,7 @@ def negative_k1(history: History) -> Evidence | None:
     for name, limit in at_once.items():
         unit = "completion" if name.endswith("sequence") else "token"
         value = history.latest.get(name, 0.0)
-        if value < -limit and (unit == "completion" or value < -NEGATIVE_COMPLETION / tokens_told(history)):
+        if value < -limit and (unit == "completion" or value < -NEGATIVE_COMPLETION / count_tokens(history)):
             return Evidence(f"{name} is {number(value)} nats per {unit} in this step")
     return next(filter(None, (_below_zero(history, name) for name in at_once)), None)
 
@@ -175,8 +175,8 @@ def step_zero(history: History) -> Evidence | None:
     """KL is not 0 before the first update."""
     name, kl = _first_kl(history)
     elsewhere = history.settings.other_kernels
-    found = is_beyond(history, name, kl, STEP_ZERO_OTHERS.value) if elsewhere else abs(kl) > STEP_ZERO.value
-    if history.settings.other_reference or not found:
+    differs = is_beyond(history, name, kl, STEP_ZERO_OTHERS.value) if elsewhere else abs(kl) > STEP_ZERO.value
+    if history.settings.other_reference or not differs:
         return None
     text = f"{name} is {kl:.2e} nats per token before the first update and should be about 0"
     return Evidence(text, blame(history))
@@ -227,7 +227,7 @@ def detached_reference(history: History) -> Evidence | None:
     kl, length = history.last(name, window), history.last("length/mean", window)
     curve = history.last("reward", EARLY)
     if min(map(len, (before, now, kl))) < window or not is_apart(before, now, errors=DETACHED_ERRORS, curve=curve):
-        still, equal = (history.last(each, int(STILL.value)) for each in (name, "groups/saturated"))
+        still, equal = (history.last(metric, int(STILL.value)) for metric in (name, "groups/saturated"))
         if len(still) < STILL.value or any(still) or min(equal, default=0.0) == 1:
             return None
         said = [f"the last {len(still)} values of {name} are exactly 0"]
@@ -235,13 +235,13 @@ def detached_reference(history: History) -> Evidence | None:
         return Evidence(", ".join(said), causes=why)
     reward_range = max(1.0, 2 * max(map(abs, (*before, *now))))
     least = 2 * ((fmean(now) - fmean(before)) / reward_range) ** 2
-    seen = abs(fmean(kl)) * (fmean(length) if length else 1.0)
+    distance = abs(fmean(kl)) * (fmean(length) if length else 1.0)
     if max(map(abs, history.last(name, 20))) * (fmean(length) if length else 1.0) >= DETACHED.value * least:
         return None
     return Evidence(
         f"the reward went from {number(fmean(before))} to {number(fmean(now))}, which takes at least "
         f"{number(least)} nats per completion on like prompts, if rewards differ by {number(reward_range)} at most; "
-        f"the KL is {number(seen)}{'' if length else ' per token'}",
+        f"the KL is {number(distance)}{'' if length else ' per token'}",
         causes=why,
     )
 

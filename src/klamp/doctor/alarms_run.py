@@ -55,17 +55,21 @@ MORE_TRUNCATED = Limit(
 )
 def huge_values(history: History) -> Evidence | None:
     """Values of a thousand and more, or not finite."""
-    found = {
+    values = {
         name: value
         for name, value in history.latest.items()
         if not math.isfinite(value) or (name in WATCHED and abs(value) >= HUGE.value)
     }
-    said = [f"{name} is {value:.1e}" for name, value in found.items()]
+    said = [f"{name} is {value:.1e}" for name, value in values.items()]
     lost = sum(
-        on and (any(map(math.isinf, numbers)) or (each.trained is not None and any(map(math.isnan, numbers[:2]))))
-        for each in history.completions.get(history.step, [])
+        on and (any(map(math.isinf, numbers)) or (completion.trained is not None and any(map(math.isnan, numbers[:2]))))
+        for completion in history.completions.get(history.step, [])
         for on, *numbers in zip(
-            each.is_trained, each.policy, each.ref or each.policy, each.sampler or each.policy, strict=True
+            completion.is_trained,
+            completion.policy,
+            completion.ref or completion.policy,
+            completion.sampler or completion.policy,
+            strict=True,
         )
     )
     if lost:
@@ -96,8 +100,10 @@ def _broken_before(history: History) -> list[str]:
 )
 def not_trained(history: History) -> Evidence | None:
     """Nothing trains the policy."""
-    written = [each for step in sorted(history.completions)[-WRITTEN:] for each in history.completions[step]]
-    if len(history.completions) >= WRITTEN and not any(any(each.is_trained) for each in written):
+    written = [
+        completion for step in sorted(history.completions)[-WRITTEN:] for completion in history.completions[step]
+    ]
+    if len(history.completions) >= WRITTEN and not any(any(completion.is_trained) for completion in written):
         text = f"no token of the last {len(written)} completions that were kept is trained on"
         return Evidence(text, (), [MASKED if all(x.ended is False for x in written) else "the loss mask is empty"])
     rate, gradient = (_idle(history, name) for name in ("train/learning_rate", "train/grad_norm"))
@@ -151,8 +157,8 @@ def advantage_scale(history: History) -> Evidence | None:
     """Advantages are out of scale."""
     last = history.latest
     largest = max((abs(last[name]) for name in ("advantage/max", "advantage/min") if name in last), default=0.0)
-    rows = [each for each in history.completions.get(history.step, []) if each.advantage is not None]
-    largest = max([largest, *(abs(each.advantage or 0.0) for each in rows)])
+    rows = [completion for completion in history.completions.get(history.step, []) if completion.advantage is not None]
+    largest = max([largest, *(abs(completion.advantage or 0.0) for completion in rows)])
     if largest > ADVANTAGE.value:
         return Evidence(f"an advantage of {number(largest)}")
     spread, active = last.get("reward_std", 0.0), 1 - last.get("groups/saturated", 1.0)

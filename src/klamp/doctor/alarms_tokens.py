@@ -37,14 +37,14 @@ def mask_on_prompt(history: History) -> Evidence | None:
     """The loss mask covers tokens that the model did not write."""
     rows = history.completions.get(history.step, [])
     wrong: list[tuple[list[int], int, Completion]] = []
-    for index, each in enumerate(rows):
-        pairs = zip(each.is_trained, each.is_sampled, strict=True)
+    for index, completion in enumerate(rows):
+        pairs = zip(completion.is_trained, completion.is_sampled, strict=True)
         positions = [i for i, (trained, sampled) in enumerate(pairs) if trained and not sampled]
-        wrong += [(positions, index, each)] if positions else []
+        wrong += [(positions, index, completion)] if positions else []
     if not wrong:
         return None
-    positions, index, each = wrong[0]
-    shown = " ".join(repr(str(each.tokens[i])) for i in positions[:MANY])
+    positions, index, completion = wrong[0]
+    shown = " ".join(repr(str(completion.tokens[i])) for i in positions[:MANY])
     return Evidence(
         f"in {len(wrong)} of {len(rows)} sequences; {len(positions)} in sequence {index} alone, from position "
         f"{positions[0]}: {shown}"
@@ -61,9 +61,9 @@ def mask_on_prompt(history: History) -> Evidence | None:
 )
 def end_token_lost(history: History) -> Evidence | None:
     """The loss mask leaves out the end token."""
-    rows = [each for each in history.completions.get(history.step, []) if each.ended is not False]
-    rows = [each for each in rows if any(each.is_trained) and any(each.is_sampled)]
-    lost = [each for each in rows if not each.is_trained[_last_written(each)]]
+    rows = [completion for completion in history.completions.get(history.step, []) if completion.ended is not False]
+    rows = [completion for completion in rows if any(completion.is_trained) and any(completion.is_sampled)]
+    lost = [completion for completion in rows if not completion.is_trained[_last_written(completion)]]
     if not lost or len(lost) <= END_TOKEN.value * len(rows):
         return None
     token = lost[0].tokens[_last_written(lost[0])]
@@ -88,8 +88,8 @@ def sampler_mismatch(history: History) -> Evidence | None:
     sizes = _sizes(history.latest)
     if not any(_beyond_chance(history, name) for name in sizes):
         return None
-    seen = {name: history.last(name, 2 * STEADY) for name in sizes}
-    means = {name: f" ({number(fmean(x))}, mean of {len(x)})" if len(x) > 1 else "" for name, x in seen.items()}
+    curves = {name: history.last(name, 2 * STEADY) for name in sizes}
+    means = {name: f" ({number(fmean(x))}, mean of {len(x)})" if len(x) > 1 else "" for name, x in curves.items()}
     text = ", ".join(f"{name} is {number(history.latest[name])}{mean}" for name, mean in means.items())
     tokens = blame(history, against="sampler")
     return Evidence(f"{text} nats per token", tokens, causes=causes_of(history))
@@ -101,21 +101,25 @@ def _beyond_chance(history: History, name: str) -> bool:
     ranges = [least_and_most(values[-steps:]) for steps in (2 * STEADY, 4 * STEADY) if len(values) >= steps]
     if any(least > MISMATCH.value or most < -MISMATCH.value for least, most in ranges):
         return True
-    seen, limit = (values, MISMATCH.value) if len(values) < STEADY else (values[-1:], OTHER_KERNELS.value)
-    return bool(seen) and is_beyond(history, name, fmean(seen), limit, steps=len(seen))
+    latest, limit = (values, MISMATCH.value) if len(values) < STEADY else (values[-1:], OTHER_KERNELS.value)
+    return bool(latest) and is_beyond(history, name, fmean(latest), limit, steps=len(latest))
 
 
 def _sizes(metrics: Mapping[str, float]) -> dict[str, float]:
     """How far sampler and trainer are apart by each measure of a step, in nats per token."""
-    seen = {name: abs(metrics[name]) for name in ("sampler/k1", "sampler/k3") if name in metrics}
+    sizes = {name: abs(metrics[name]) for name in ("sampler/k1", "sampler/k3") if name in metrics}
     if "sampler/abs" in metrics:  # E[d^2]/2 >= E[|d|]^2/2: what k2 is at least
-        seen["sampler/abs"] = metrics["sampler/abs"] * metrics["sampler/abs"] / 2
-    return seen
+        sizes["sampler/abs"] = metrics["sampler/abs"] * metrics["sampler/abs"] / 2
+    return sizes
 
 
 def causes_of(history: History) -> list[str]:
     """What a mismatch comes from, if its course shows it: before the first update the weights are the same."""
-    deltas = [delta for each in history.completions.get(history.step, []) for _, delta in each.log_ratios("sampler")]
+    deltas = [
+        delta
+        for completion in history.completions.get(history.step, [])
+        for _, delta in completion.log_ratios("sampler")
+    ]
     if len(deltas) >= ONE_SIDED and min(deltas) > -SAME and fmean(deltas) > SAME:
         return [
             f"each of {len(deltas)} tokens is at least as likely under the sampler: it cuts the distribution (top-p, "
@@ -184,7 +188,7 @@ NO_PART = 10
 )
 def silent(history: History) -> Evidence | None:
     """The teacher gives many tokens no number, or all the same one."""
-    for name in _each(history, "teacher/unscored"):
+    for name in _per_teacher(history, "teacher/unscored"):
         for count in (SETTLED, 4 * SETTLED):
             values = history.last(name, count)
             if len(values) == count and least_and_most(values)[0] > UNSCORED.value:
@@ -205,7 +209,7 @@ def not_reached(history: History) -> Evidence | None:
     alone = "reward_std" not in history.latest and history.latest.get("beta", 0.0) <= 0
     if len(history.rows) < REACH_STEPS or not alone or min(coefficients, default=0.0) <= 0:
         return None
-    for name in _each(history):
+    for name in _per_teacher(history):
         first, last = history.first(name, 10), history.last(name, 10)
         high = len(first) >= SETTLED and fmean(last) > max(REACH_FLOOR, REACHED.value * fmean(first))
         if high and is_apart([x / 2 for x in first], last, errors=3):
@@ -227,8 +231,8 @@ def inert(history: History) -> Evidence | None:
 
 def _absent(history: History) -> Evidence | None:
     rows, coefficient = history.rows[-int(STILL.value) :], history.settings.teacher_coef or 0.0
-    told = any(name.startswith(TO_TEACHER) for row in rows for name in row.metrics)
-    if coefficient <= 0 or len(rows) < STILL.value or told:
+    logged = any(name.startswith(TO_TEACHER) for row in rows for name in row.metrics)
+    if coefficient <= 0 or len(rows) < STILL.value or logged:
         return None
     lacks = f"the last {len(rows)} steps have no {TO_TEACHER}"
     return Evidence(f"a teacher is configured, with coefficient {number(coefficient)}; {lacks}")
@@ -238,10 +242,10 @@ def _still(history: History) -> Evidence | None:
     equal, coefficients = (history.last(name, int(STILL.value)) for name in ("groups/saturated", "teacher/coef"))
     if min(equal, default=0.0) == 1 or min(coefficients, default=1.0) <= 0:
         return None  # nothing need have moved
-    for name in _each(history):
-        seen = history.last(name, int(STILL.value))
-        if len(seen) == STILL.value and not any(seen):
-            return Evidence(f"the last {len(seen)} values of {name} are exactly 0, as if the teacher were the policy")
+    for name in _per_teacher(history):
+        values = history.last(name, int(STILL.value))
+        if len(values) == STILL.value and not any(values):
+            return Evidence(f"the last {len(values)} values of {name} are exactly 0, as if the teacher were the policy")
     return None
 
 
@@ -261,8 +265,10 @@ def _constant(history: History) -> Evidence | None:
     written = history.completions.get(history.step, ())
     pairs = [
         (policy, teacher)
-        for each in written
-        for policy, teacher, on in zip(each.policy, each.teacher or (), each.is_trained, strict=bool(each.teacher))
+        for completion in written
+        for policy, teacher, on in zip(
+            completion.policy, completion.teacher or (), completion.is_trained, strict=bool(completion.teacher)
+        )
         if on and math.isfinite(policy) and math.isfinite(teacher)
     ]
     if len(pairs) < CONSTANT_TOKENS:
@@ -273,6 +279,6 @@ def _constant(history: History) -> Evidence | None:
     return Evidence(f"all {len(pairs)} tokens have the log-probability {number(pairs[0][1])} under the teacher")
 
 
-def _each(history: History, metric: str = TO_TEACHER) -> list[str]:
+def _per_teacher(history: History, metric: str = TO_TEACHER) -> list[str]:
     """A metric of the teacher, and that of each of several, as the latest step has them."""
     return [name for name in history.latest if name.split(".", 1)[0] == metric]

@@ -1,8 +1,4 @@
-"""A run as the alarms see it: metrics by step, evaluations, some completions token by token, settings.
-
-The trainer fills one step by step, readers of records fill one at once; the names of the metrics are those of
-`klamp.doctor.metrics`, whoever wrote the record.
-"""
+"""A run as the alarms see it: metrics by step under klamp's names, evaluations, some completions, settings."""
 
 from __future__ import annotations
 
@@ -247,9 +243,9 @@ class History:
             del self.completions[old]
 
     def last(self, name: str, count: int, *, before: int = 0) -> list[float]:
-        """The values of a metric in the last `count` steps that have it, without the latest `before`, bounded by 1e100.
+        """The finite values of a metric in the last `count` steps that have it (of 10 times as many at most), bounded.
 
-        It looks back over ten times as many steps at most, and skips values that are not finite.
+        `before`: leave out so many of the latest ones.
         """
         rows = reversed(self.rows[-10 * (count + before) :])
         values = (bounded(value) for row in rows if math.isfinite(value := row.metrics.get(name, math.nan)))

@@ -59,22 +59,13 @@ _COUNTED: Mapping[str, Counted] = {
 
 
 def check_metrics(names: Iterable[str]) -> None:
-    """Refuse metrics without a row; of several teachers each has the row of the one (`teacher/kl.KEY`).
-
-    Raises:
-        UnknownNameError: a metric has no row in metrics.yaml, so neither the report nor the docs would show it.
-    """
+    """Refuse metrics without a row, with an UnknownNameError; `teacher/kl.KEY` of each teacher has that of the one."""
     for name in names:
         check_name("metric of metrics.yaml", name.partition(".")[0], METRICS)
 
 
 def averaged_over(name: str) -> Counted:
-    """What the parts of a step count by when their means are joined.
-
-    Raises:
-        UnknownNameError: the metric has no row in metrics.yaml.
-        ConfigError: its reduction is no mean, such as a maximum: parts of a step do not add up to it.
-    """
+    """What the parts of a step count by when their means are joined; a ConfigError for a maximum and its like."""
     check_metrics([name])
     reduction = METRICS[name].reduction
     if reduction not in _COUNTED:
@@ -113,14 +104,14 @@ def names_in(logged: Collection[str]) -> Mapping[str, str]:
 
     A KL under klamp's own name makes it klamp's record: then only names without a mark count.
     """
-    found = dict(NAMES)
+    names = dict(NAMES)
     if any(name.removeprefix("train/").startswith("kl/") for name in logged):
-        return found
+        return names
     for logs in LOGS.values():
         if not set(logs.marks).isdisjoint(logged):
-            found |= {f"{part}{name}": ours for name, ours in logs.names.items() for part in ("", "train/")}
-            found = {name: ours for name, ours in found.items() if name not in logs.other_kl}
-    return found
+            names |= {f"{part}{name}": ours for name, ours in logs.names.items() for part in ("", "train/")}
+            names = {name: ours for name, ours in names.items() if name not in logs.other_kl}
+    return names
 
 
 # a logged row under klamp's names ------------------------------------------------------------------------------------
@@ -151,7 +142,7 @@ OWN_RULES = ("exact_match", "math_verify", "format_regex")
 """klamp's reward functions that are rules."""
 
 
-def known(name: str, theirs: Mapping[str, str] = NAMES) -> str | None:
+def own_name(name: str, theirs: Mapping[str, str] = NAMES) -> str | None:
     """klamp's name of a logged metric, None if it has none; `theirs`: see `metrics.names_in`."""
     bare = name.removeprefix("train/")
     for candidate in (name, bare, bare.removesuffix("/mean")):
@@ -175,20 +166,16 @@ def unread_kls(logged: Collection[str], read: Collection[str]) -> dict[str, str]
 
 
 def read_pairs(pairs: Iterable[str]) -> dict[str, str]:
-    """What `--map` says in pairs OURS=THEIRS: klamp's name of a metric, short or not -> its name in the record.
-
-    Raises:
-        UnknownNameError, ConfigError: klamp has no such metric; a pair without = between two names, or a second one.
-    """
-    found: dict[str, str] = {}
+    """What `--map` says in pairs OURS=THEIRS: klamp's name of a metric, short or not -> its name in the record."""
+    names: dict[str, str] = {}
     for pair in pairs:
         name, _, theirs = pair.partition("=")
         ours = SHORT_METRICS.get(name, name)
-        if not (name and theirs) or ours in found:
+        if not (name and theirs) or ours in names:
             raise ConfigError(
                 "--map takes pairs of names, one for each metric",
                 got=pair,
-                why=f"{ours} has two names" if ours in found else "there is no = with a name on either side",
+                why=f"{ours} has two names" if ours in names else "there is no = with a name on either side",
                 fix="write OURS=THEIRS once for a metric, for example kl=my_kl; the path comes before the flags",
             )
         if ours not in METRICS:
@@ -196,8 +183,8 @@ def read_pairs(pairs: Iterable[str]) -> dict[str, str]:
             raise unknown_name(
                 "metric", name, [*SHORT_METRICS, *METRICS], why=f"short names: {short}; else klamp's own"
             )
-        found[ours] = theirs
-    return found
+        names[ours] = theirs
+    return names
 
 
 def translate(
@@ -209,15 +196,15 @@ def translate(
     """
     names = names or {}
     numbers = {name: value for name in logged if (value := as_number(logged[name])) is not None}
-    found = {ours: numbers[theirs] for ours, theirs in names.items() if theirs in numbers}
+    metrics = {ours: numbers[theirs] for ours, theirs in names.items() if theirs in numbers}
     taken = set(names.values())
-    for name in sorted(numbers, key=lambda name: known(name) not in (name, name.removeprefix("train/"))):
-        ours = known(name, theirs)
+    for name in sorted(numbers, key=lambda name: own_name(name) not in (name, name.removeprefix("train/"))):
+        ours = own_name(name, theirs)
         if ours is not None and ours not in names and name not in taken:
-            found.setdefault(ours, numbers[name])
-    if "kl/k1" not in found and {"kl/k1_sequence", "length/mean"} <= found.keys():
-        found["kl/k1"] = found["kl/k1_sequence"] / max(found["length/mean"], 1.0)
-    return found
+            metrics.setdefault(ours, numbers[name])
+    if "kl/k1" not in metrics and {"kl/k1_sequence", "length/mean"} <= metrics.keys():
+        metrics["kl/k1"] = metrics["kl/k1_sequence"] / max(metrics["length/mean"], 1.0)
+    return metrics
 
 
 def number_names(rows: Iterable[Mapping[str, object]]) -> set[str]:
@@ -313,9 +300,9 @@ def is_verl_line(line: Mapping[str, Any]) -> bool:
 
 def flat(line: Mapping[str, Any], depth: int = 3) -> dict[str, Any]:
     """A logged line as one row, nested names joined by `/`; of verl's file logger the data and step, null as NaN."""
-    verls, found = is_verl_line(line), dict[str, Any]()
+    verls, row = is_verl_line(line), dict[str, Any]()
     for name, value in (line["data"] if verls else line).items():
         inner = flat(value, depth - 1) if depth and isinstance(value, dict) else {"": value}
-        found |= {f"{name}/{part}".rstrip("/"): each for part, each in inner.items()}
-    lost = {name: math.nan for name, value in found.items() if value is None} if verls else {}
-    return found | lost | ({"step": line["step"]} if verls else {})
+        row |= {f"{name}/{part}".rstrip("/"): inner_value for part, inner_value in inner.items()}
+    lost = {name: math.nan for name, value in row.items() if value is None} if verls else {}
+    return row | lost | ({"step": line["step"]} if verls else {})

@@ -134,7 +134,7 @@ class AlarmObserver(Observer):
         """Keep the configuration, and take up what was seen and reported before a checkpoint."""
         settings = settings_of_run(info.config.flat(), rl_skill=self.rl_skill)
         told = {row["name"] for row in lines_of(info.output_dir / ALARMS_FILE) if isinstance(row.get("name"), str)}
-        self.watch = AlarmWatch(settings, told=told, stop_on=self.stop_on)
+        self.watch = AlarmWatch(settings, reported=told, stop_on=self.stop_on)
         done = info.start_step or -1
         lines, kept = (lines_until(info.output_dir / name, done) for name in (METRICS_FILE, COMPLETIONS))
         self.watch.keep(

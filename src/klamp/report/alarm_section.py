@@ -17,19 +17,21 @@ Anchors = Mapping[tuple[int, int, int], tuple[int, Shown]]
 """(run, step, completion) -> number of its card on the page, and what it shows."""
 
 
-def anchors(completions: Sequence[Shown], kept: Iterable[int]) -> Anchors:
+def anchors(completions: Sequence[Shown], numbers: Iterable[int]) -> Anchors:
     """The cards of the completions that alarms blame."""
-    found = ((number, completions[number]) for number in kept)
-    return {(each.run, each.completion.step, each.index): (number, each) for number, each in found if each.blamed}
+    entries = ((number, completions[number]) for number in numbers)
+    return {
+        (entry.run, entry.completion.step, entry.index): (number, entry) for number, entry in entries if entry.blamed
+    }
 
 
 def raised(runs: Sequence[ReportRun]) -> dict[str, dict[int, Finding]]:
     """Alarm -> run -> finding, in the order of the runs and their steps, with all alarms before all notes."""
-    found: dict[str, dict[int, Finding]] = {}
+    findings: dict[str, dict[int, Finding]] = {}
     for number, run in enumerate(runs):
         for finding in run.diagnosis.findings:
-            found.setdefault(finding.alarm.name, {})[number] = finding
-    return dict(sorted(found.items(), key=lambda item: ALARMS[item[0]].level != "alarm"))
+            findings.setdefault(finding.alarm.name, {})[number] = finding
+    return dict(sorted(findings.items(), key=lambda item: ALARMS[item[0]].level != "alarm"))
 
 
 def numbered(runs: Sequence[ReportRun]) -> dict[str, int]:
@@ -44,8 +46,8 @@ def verdict(runs: Sequence[ReportRun]) -> Html:
     if len(runs) > 1 and alarms + notes:
         text += f", in {sum(any(run.levels) for run in runs)} of {len(runs)} runs"
     if len(runs) == 1:
-        found = runs[0].diagnosis
-        text += f"; {found.concerned - len(found.unchecked)} of {found.concerned} checked"
+        diagnosis = runs[0].diagnosis
+        text += f"; {diagnosis.concerned - len(diagnosis.unchecked)} of {diagnosis.concerned} checked"
     blind = [run.name for run in runs if run.diagnosis.blind or run.diagnosis.empty]
     text += f"; the KL was not looked at{_of(blind, runs)}" if blind else ""
     tone = "alarm" if alarms else "note" if notes or blind else "sound"
@@ -55,8 +57,8 @@ def verdict(runs: Sequence[ReportRun]) -> Html:
 
 def alarm_section(runs: Sequence[ReportRun], anchors: Anchors) -> Html:
     """The section about all alarms of the runs."""
-    found = enumerate(raised(runs).values(), start=1)
-    parts = [_finding(runs, number, findings, anchors) for number, findings in found]
+    alarms = enumerate(raised(runs).values(), start=1)
+    parts = [_finding(runs, number, findings, anchors) for number, findings in alarms]
     quiet = [run.name for run in runs if not (run.diagnosis.findings or run.diagnosis.empty)]
     if quiet:
         parts.append(element("p", f"Nothing was found{_of(quiet, runs)}.", class_="missing"))
@@ -77,12 +79,12 @@ def _of(names: Sequence[str], runs: Sequence[ReportRun]) -> str:
 
 def _cautions(runs: Sequence[ReportRun]) -> list[Html]:
     """What the runs were warned of, each caution once, with the runs that it was said to."""
-    told: dict[str, list[str]] = {}
+    run_names: dict[str, list[str]] = {}
     for run in runs:
         for caution in run.history.cautions:
-            told.setdefault(caution, []).append(run.name)
-    where = {text: f"{', '.join(names)}: " if len(runs) > 1 else "" for text, names in told.items()}
-    return [element("p", element("b", "Caution. "), f"{where[text]}{text}", class_="aside") for text in told]
+            run_names.setdefault(caution, []).append(run.name)
+    where = {text: f"{', '.join(names)}: " if len(runs) > 1 else "" for text, names in run_names.items()}
+    return [element("p", element("b", "Caution. "), f"{where[text]}{text}", class_="aside") for text in run_names]
 
 
 def _finding(runs: Sequence[ReportRun], number: int, findings: Mapping[int, Finding], anchors: Anchors) -> Html:
@@ -91,14 +93,16 @@ def _finding(runs: Sequence[ReportRun], number: int, findings: Mapping[int, Find
     symbol = element("span", "▲" if alarm.level == "alarm" else "●", aria_hidden="true")
     sign = element("span", symbol, f" {number}", class_="sign")
     where = f"in {len(findings)} of {len(runs)} runs" if several else _since(next(iter(findings.values())))
-    seen = [
-        element("dd", *([element("b", runs[run].name), f", {_since(found)}: "] if several else []), found.evidence.text)
-        for run, found in findings.items()
+    evidence = [
+        element(
+            "dd", *([element("b", runs[run].name), f", {_since(finding)}: "] if several else []), finding.evidence.text
+        )
+        for run, finding in findings.items()
     ]
     causes = dict.fromkeys(cause for finding in findings.values() for cause in finding.evidence.causes)
     likely = [("Likely", [element("dd", cause) for cause in causes])] if causes else []
     facts = [
-        ("Seen", seen),
+        ("Seen", evidence),
         *likely,
         ("Means", [element("dd", alarm.means)]),
         ("Next step", [element("dd", alarm.next_step)]),
@@ -136,14 +140,14 @@ def _tokens(runs: Sequence[ReportRun], findings: Mapping[int, Finding], anchors:
 
 
 def _blamed(token: Blamed, text: str, anchors: Anchors, run: int) -> list[str]:
-    number, each = anchors.get((run, token.step, token.completion), (None, None))
+    number, entry = anchors.get((run, token.step, token.completion), (None, None))
     place = f"step {token.step}, completion {token.completion + 1}, position {token.position + 1}"
     return [
         element("code", text.strip("\n")),
         probability(token.policy_logprob),
         probability(token.other_logprob),
         f"{100 * token.share:.0f} %",
-        place if number is None or each is None else jump(each, number, token.position),
+        place if number is None or entry is None else jump(entry, number, token.position),
     ]
 
 

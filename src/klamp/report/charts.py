@@ -16,7 +16,7 @@ from klamp.doctor.examine import Finding
 from klamp.doctor.metrics import METRICS, as_number
 from klamp.names import KL_NAMES, best_kl
 from klamp.report.run import OURS, ReportRun, ScoreFormat, skills_of, slots_of
-from klamp.report.text import Html, count, data_table, element, rounded, short
+from klamp.report.text import Html, count, element, plain_table, rounded, short
 
 DIGITS = 6
 """Significant digits of the numbers in the table, which the script draws from."""
@@ -99,6 +99,12 @@ def render_chart(chart: Chart, *, most: int = 400) -> Html:
     headings = ("step", *(series.label for series in chart.series))
     rows = [(short(step, digits=9), *(short(curve.get(step), digits=DIGITS) for curve in curves)) for step in steps]
     thinned = "" if len(steps) == total else f"; {len(steps)} of {total} logged steps, the extremes among them"
+    title, desc = f"{chart.name}-title", f"{chart.name}-text"
+    caption = f"{chart.title} ({chart.unit}){thinned}"
+    summary = element("summary", "Numbers", element("span", f" of: {caption}", class_="unseen"))
+    words = element("title", chart.title, id=title), element("desc", describe(chart), id=desc)
+    drawing = element("svg", *words, class_="chart", role="img", aria_labelledby=f"{title} {desc}")
+    table = plain_table(headings, rows, caption=caption, classes="numbers")
     return element(
         "figure",
         element(
@@ -108,9 +114,9 @@ def render_chart(chart: Chart, *, most: int = 400) -> Html:
             element("span", f"last: step {short(steps[-1], digits=9)}" if steps else "", class_="at"),
         ),
         element("ul", *_legend(chart), class_="legend"),
-        element("div", _drawing(chart), class_="plot", hidden=True),
+        element("div", drawing, class_="plot", hidden=True),
         element("p", chart.text, class_="says", hidden=not chart.text),
-        data_table(headings, rows, caption=f"{chart.title} ({chart.unit}){thinned}"),
+        element("details", summary, table, class_="data"),
         id=chart.name,
         class_="card",
         aria_labelledby=f"{chart.name}-heading",
@@ -120,7 +126,7 @@ def render_chart(chart: Chart, *, most: int = 400) -> Html:
 
 def _plot(chart: Chart) -> str:
     """What the script draws the chart from, besides its table."""
-    found = {
+    plot = {
         "unit": chart.unit,
         "include": [*chart.include],
         "decimals": chart.decimals,
@@ -128,7 +134,7 @@ def _plot(chart: Chart) -> str:
         "lines": [[line.low, line.high] for line in chart.lines],
         "marks": [mark[:2] for mark in chart.marks],
     }
-    return json.dumps(found, separators=(",", ":"), allow_nan=False)
+    return json.dumps(plot, separators=(",", ":"), allow_nan=False)
 
 
 def thin(curves: Sequence[Mapping[float, float]], *, most: int) -> list[float]:
@@ -136,46 +142,29 @@ def thin(curves: Sequence[Mapping[float, float]], *, most: int) -> list[float]:
     steps = sorted({step for curve in curves for step in curve})
     if len(steps) <= most:
         return steps
-    kept = {steps[0], steps[-1]}
+    drawn = {steps[0], steps[-1]}
     size = math.ceil(len(steps) / max(1, most // (2 * len(curves))))
     for start in range(0, len(steps), size):
         for curve in curves:
             held = [step for step in steps[start : start + size] if step in curve]
             finite = [step for step in held if math.isfinite(curve[step])]
             if finite:
-                kept |= {min(finite, key=lambda s: curve[s]), max(finite, key=lambda s: curve[s])}
-            kept |= set(held) - set(finite)
-    return sorted(kept)
+                drawn |= {min(finite, key=lambda s: curve[s]), max(finite, key=lambda s: curve[s])}
+            drawn |= set(held) - set(finite)
+    return sorted(drawn)
 
 
 def describe(chart: Chart) -> str:
-    """The chart in words, for readers who cannot see it."""
-    parts = [chart.text] * bool(chart.text) + [f"{count(len(chart.series), 'curve')}."]
+    """The chart in words, for readers who cannot see it; the numbers are in the table below it."""
+    parts = [chart.text] * bool(chart.text)
     for series in chart.series:
         finite = {step: value for step, value in series.points.items() if math.isfinite(value)}
-        if not finite:
-            parts.append(f"{series.label}: no finite value.")
-            continue
-        low, high = (pick(finite, key=lambda step: finite[step]) for pick in (min, max))
-        ends = [f"{short(finite[step])} at step {short(step, digits=9)}" for step in (min(finite), max(finite), high)]
-        parts.append(f"{series.label}: {ends[0]}, {ends[1]}; lowest {short(finite[low])}, highest {ends[2]}.")
+        ends = dict.fromkeys((min(finite), max(finite))) if finite else ()
+        parts += [f"{series.label}: {short(finite[step])} at step {short(step, digits=9)}." for step in ends]
         lost = len(series.points) - len(finite)
-        parts += [f"{count(lost, 'value')} not finite."] if lost else []
+        parts += [f"{series.label}: {count(lost, 'value')} not finite."] if lost else []
     parts += [f"{line.label}." for line in chart.lines]
-    parts += [f"Alarm {mark.number}, {mark.name}, rose at step {mark.step}." for mark in chart.marks]
-    return " ".join(parts)
-
-
-def _drawing(chart: Chart) -> Html:
-    """The picture in words; the script draws the curves, from the table below."""
-    return element(
-        "svg",
-        element("title", chart.title, id=f"{chart.name}-title"),
-        element("desc", describe(chart), id=f"{chart.name}-text"),
-        class_="chart",
-        role="img",
-        aria_labelledby=f"{chart.name}-title {chart.name}-text",
-    )
+    return " ".join(parts + [f"Alarm {mark.number}, {mark.name}, rose at step {mark.step}." for mark in chart.marks])
 
 
 def _legend(chart: Chart) -> list[Html]:
@@ -251,15 +240,15 @@ def anchor_curves(runs: Sequence[ReportRun]) -> dict[str, str]:
 
 def _curve(run: ReportRun, name: str, scores: ScoreFormat) -> dict[float, float]:
     """The values of a metric; those of a skill as scores are written."""
-    found = run.curve(name)
-    return {step: scores.scaled(value) for step, value in found.items()} if name.startswith("eval/") else found
+    values = run.curve(name)
+    return {step: scores.scaled(value) for step, value in values.items()} if name.startswith("eval/") else values
 
 
 def _alone(run: ReportRun, numbers: Mapping[str, int]) -> Iterator[Chart]:
     scores = ScoreFormat.of([run])
     for plan in plans([run]):
-        found = [(label, _curve(run, name, scores), slot) for slot, (name, label) in enumerate(plan.curves.items())]
-        series = [Series(label=label, points=points, slot=slot) for label, points, slot in found if points]
+        curves = [(label, _curve(run, name, scores), slot) for slot, (name, label) in enumerate(plan.curves.items())]
+        series = [Series(label=label, points=points, slot=slot) for label, points, slot in curves if points]
         if series:
             text, lines, marks = _meanings(run, plan), levels_of(run, plan.name), _marks(run, plan, numbers)
             yield replace(plan, name=f"chart-{plan.name}", text=text, series=series, lines=lines, marks=marks)
@@ -274,12 +263,13 @@ def _meanings(run: ReportRun, plan: Chart) -> str:
 def _overlaid(runs: Sequence[ReportRun]) -> Iterator[Chart]:
     scores = ScoreFormat.of(runs)
     for plan in plans(runs):
+        levels = [levels_of(run, plan.name) for run in runs]
         alone = len(plan.curves) == 1 and plan.name != "anchors"
         for name, label in plan.curves.items():
-            found = zip(runs, [_curve(run, name, scores) for run in runs], slots_of(runs), strict=True)
+            curves = zip(runs, [_curve(run, name, scores) for run in runs], slots_of(runs), strict=True)
             series = [
                 Series(label=run.name, points=points, slot=slot, group=run.group)
-                for run, points, slot in found
+                for run, points, slot in curves
                 if points
             ]
             if series:
@@ -288,14 +278,8 @@ def _overlaid(runs: Sequence[ReportRun]) -> Iterator[Chart]:
                     name=f"chart-{plan.name}-{list(plan.curves).index(name)}",
                     title=plan.title if alone or label == plan.name else f"{plan.title}: {label}",
                     series=series,
-                    lines=_shared_levels(runs, plan.name),
+                    lines=[line for line in levels[0] if all(line in lines for lines in levels[1:])],
                 )
-
-
-def _shared_levels(runs: Sequence[ReportRun], name: str) -> list[Line]:
-    """The targets and budgets that are the same in all runs."""
-    each = [levels_of(run, name) for run in runs]
-    return [line for line in each[0] if all(line in lines for lines in each[1:])]
 
 
 def _marks(run: ReportRun, plan: Chart, numbers: Mapping[str, int]) -> list[Mark]:

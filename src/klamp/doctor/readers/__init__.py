@@ -90,10 +90,9 @@ def _read_lines(path: Path, names: Mapping[str, str] | None) -> History:
     if exported or numbered:
         refuse_names(names, path, why=COMPUTED)
         return read_rollouts(exported or numbered, source="prime-rl token export" if exported else "verl rollouts")
-    if (path / METRICS_FILE).is_file():
-        return read_metrics(path / METRICS_FILE, names)
-    if (path / "metrics.json").is_file():
-        return _read_file(path / "metrics.json", names)
+    for name in (METRICS_FILE, "metrics.json"):
+        if (path / name).is_file():
+            return _read_file(path / name, names)
     files = files or sorted(file for end in TEXTS for file in path.glob(f"*{end}"))
     if len(files) == 1:
         return _read_file(files[0], names)

@@ -33,7 +33,7 @@ def is_klamp_run(path: Path) -> bool:
 def read_klamp_run(path: Path) -> History:
     """Read the history of a klamp run from its folder."""
     written = object_in(path / CONFIG)
-    values, changes = in_force(written), told(written)
+    values, changes = in_force(written), describe_changes(written)
     summary, versions = (object_in(path / file) if (path / file).is_file() else {} for file in (SUMMARY, VERSIONS))
     skill = summary.get("rl_skill")
     if not isinstance(skill, str | None):
@@ -92,8 +92,8 @@ def with_report(history: History, path: Path) -> History:
         seconds=about.get("seconds"),
     )
     said = settings_of(history.config, set())
-    known = {name: getattr(said, name) for name in SAID if getattr(history.settings, name) is None}
-    history.settings = replace(history.settings, **known)
+    additions = {name: getattr(said, name) for name in SAID if getattr(history.settings, name) is None}
+    history.settings = replace(history.settings, **additions)
     add_tokens(history, folder)
     return history
 
@@ -115,21 +115,21 @@ def runs_in(path: Path) -> tuple[list[Path], list[Path]]:
 
 def history_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The entries of a config.yaml's history, in order: values, and the last step in which they were in force."""
-    entries = found if isinstance(found := values.get(HISTORY), list) else []
-    whole = [each for each in entries if isinstance(each, dict) and isinstance(each.get(UNTIL), int)]
-    return sorted(whole, key=lambda each: each[UNTIL])
+    entries = history if isinstance(history := values.get(HISTORY), list) else []
+    whole = [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get(UNTIL), int)]
+    return sorted(whole, key=lambda entry: entry[UNTIL])
 
 
 def in_force(values: Mapping[str, Any], step: float = math.inf) -> dict[str, Any]:
     """The fields of a config.yaml as they were in a step (from 1), or as they are now; without the history."""
-    found = {name: value for name, value in values.items() if name != HISTORY}
+    fields = {name: value for name, value in values.items() if name != HISTORY}
     for entry in reversed(history_of(values)):
         if entry[UNTIL] >= step:
-            found |= {name: value for name, value in entry.items() if name in found}
-    return found
+            fields |= {name: value for name, value in entry.items() if name in fields}
+    return fields
 
 
-def told(values: Mapping[str, Any]) -> dict[int, str]:
+def describe_changes(values: Mapping[str, Any]) -> dict[int, str]:
     """Step -> what was changed after it, in words; from the values of a config.yaml."""
     steps = (entry[UNTIL] for entry in history_of(values))
     return {step: in_words(changes_of(in_force(values, step), in_force(values, step + 1))) for step in steps}

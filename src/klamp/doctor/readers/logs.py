@@ -22,9 +22,9 @@ from klamp.doctor.metrics import (
     evaluations,
     flat,
     is_verl_line,
-    known,
     names_in,
     number_names,
+    own_name,
     settings_of,
     step_of,
     translate,
@@ -58,21 +58,21 @@ def _history(
     numbers = number_names(row for _, row in rows if SUMMARY not in row) - {*CLOCKS}
     check_logged(names, numbers | lost, path)
     history = History(source=source, settings=settings_of(config, logged, names), config=config)
-    read = {*names.values(), *(name for name in logged if (n := known(name, theirs)) and n not in names)}
+    read = {*names.values(), *(name for name in logged if (n := own_name(name, theirs)) and n not in names)}
     history.unread = unread_kls({name for _, row in rows for name in row}, read)
     history.cautions += _no_numbers(rows, theirs, lost)
-    seen: set[int] = set()
+    steps: set[int] = set()
     for step, row in rows:
         scores, metrics = evaluations(row, every=ours and OURS in logged), translate(row, names, theirs)
         if scores:
             history.evaluations.append(Row(step=step, metrics=scores))
         if metrics and SUMMARY not in row:
-            if step in seen and step < history.rows[-1].step:  # the run went back: what it does again counts
-                history.rows = [each for each in history.rows if each.step < step]
+            if step in steps and step < history.rows[-1].step:  # the run went back: what it does again counts
+                history.rows = [earlier for earlier in history.rows if earlier.step < step]
             if history.rows and step == history.rows[-1].step:  # one of several rows of the step may lack a value
                 numbers_of_it = {name: value for name, value in metrics.items() if not math.isnan(value)}
                 metrics = {**history.rows.pop().metrics, **numbers_of_it}
-            seen.add(step)
+            steps.add(step)
             history.rows.append(Row(step=step, metrics=metrics))
     return history
 
@@ -80,7 +80,7 @@ def _history(
 def _unmeasured(rows: Logged, logged: set[str]) -> set[str]:
     """The names that are NaN in every row, in a run that went on: nobody measured them."""
     numbers = {name: [x for _, row in rows if (x := as_number(row.get(name))) is not None] for name in logged}
-    alive = {name for name in logged if known(name) in ALIVE}
+    alive = {name for name in logged if own_name(name) in ALIVE}
     if not any(map(math.isfinite, (x for name in alive for x in numbers[name]))):
         return set()
     return {name for name, values in numbers.items() if name not in alive and values and all(map(math.isnan, values))}
@@ -88,24 +88,27 @@ def _unmeasured(rows: Logged, logged: set[str]) -> set[str]:
 
 def _kl_as_it_is(rows: Logged, names: Names, logged: set[str], theirs: Names) -> Names:
     """The names of the metrics, where a KL that is called a k3 and is below 0 is a k1."""
-    for name in [names["kl/k3"]] if "kl/k3" in names else [name for name in logged if known(name, theirs) == "kl/k3"]:
-        if any(round(x, 6) < 0 for _, row in rows if math.isfinite(x := as_number(row.get(name)) or 0.0)):
-            names = {"kl/k1": name, **{ours: each for ours, each in names.items() if ours != "kl/k3"}}
+    own = [column for column in logged if own_name(column, theirs) == "kl/k3"]
+    for column in [names["kl/k3"]] if "kl/k3" in names else own:
+        if any(round(x, 6) < 0 for _, row in rows if math.isfinite(x := as_number(row.get(column)) or 0.0)):
+            names = {ours: name for ours, name in names.items() if ours != "kl/k3"} | {"kl/k1": column}
     return names
 
 
 def _no_numbers(rows: Logged, theirs: Names, lost: set[str]) -> list[str]:
     """What a reader should know of values that were not read: NaN in every row, or no number at all."""
     text = "is NaN in every row while training went on: nobody measured it (TRL and Unsloth do not at beta 0)"
-    said = [f"{name} {text}" for name in sorted(lost) if (known(name, theirs) or "").startswith("kl/")]
+    said = [f"{name} {text}" for name in sorted(lost) if (own_name(name, theirs) or "").startswith("kl/")]
     wrong: dict[str, list[tuple[int, object]]] = {}
     for step, row in rows:
         for name, value in row.items():
-            if value is not None and as_number(value) is None and known(name, theirs):
+            if value is not None and as_number(value) is None and own_name(name, theirs):
                 wrong.setdefault(name, []).append((step, value))
-    for name, found in wrong.items():
-        step, value = found[0]
-        said.append(f"{name} is no number in {len(found)} of {len(rows)} rows, first at step {step}: {str(value)[:40]}")
+    for name, values in wrong.items():
+        step, value = values[0]
+        said.append(
+            f"{name} is no number in {len(values)} of {len(rows)} rows, first at step {step}: {str(value)[:40]}"
+        )
     return said
 
 
@@ -188,13 +191,13 @@ def _rows_in(path: Path) -> list[dict[str, Any]]:
 
 
 def _console(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for found in filter(None, map(CONSOLE.search, lines)):
-        pairs = (part.rpartition(":") for part in found[2].split(" - "))
-        yield {"step": found[1], **{name.strip(): NUMPY.sub(r"\1", value.strip()) for name, _, value in pairs if name}}
+    for match in filter(None, map(CONSOLE.search, lines)):
+        pairs = (part.rpartition(":") for part in match[2].split(" - "))
+        yield {"step": match[1], **{name.strip(): NUMPY.sub(r"\1", value.strip()) for name, _, value in pairs if name}}
 
 
 def _printed(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for text in (found for line in lines for found in ROW.findall(line)):
+    for text in (row_text for line in lines for row_text in ROW.findall(line)):
         try:
             row = ast.literal_eval(BARE.sub(r"'\g<0>'", NUMPY.sub(r"\1", text)))
         except (ValueError, SyntaxError, RecursionError):
@@ -214,9 +217,9 @@ def _table(lines: Sequence[str], path: Path) -> Iterator[dict[str, Any]]:
     if not any("step" in name.lower() for name in names):
         return
     for row in rows:
-        found = {name: value.strip() for name, value in zip(names, row, strict=False) if name}
-        if any(part.isdigit() for part in found.get(next(n for n in names if "step" in n.lower()), "")):
-            yield found
+        cells = {name: value.strip() for name, value in zip(names, row, strict=False) if name}
+        if any(part.isdigit() for part in cells.get(next(n for n in names if "step" in n.lower()), "")):
+            yield cells
 
 
 def _columns(head: Sequence[str], path: Path) -> list[str]:
@@ -249,9 +252,9 @@ def find_state(path: Path) -> Path | None:
 
 def read_trl_state(path: Path, names: Names | None = None) -> History:
     """Read the history in a trainer_state.json."""
-    found = object_in(path)
-    logs = found.get("log_history")
-    if logs is None and (by_metric := _by_metric(found)):
+    state = object_in(path)
+    logs = state.get("log_history")
+    if logs is None and (by_metric := _by_metric(state)):
         return _with_metrics("table by metric", by_metric, names, path)
     if not isinstance(logs, list):
         raise unreadable("a trainer state has no log_history", path, why="without logged rows there is no history")
@@ -261,13 +264,13 @@ def read_trl_state(path: Path, names: Names | None = None) -> History:
     return _of_rows("TRL trainer state", rows, names, path, ours=False)
 
 
-def _by_metric(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _by_metric(table: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of an object {metric: {step: value}}, as NeMo-RL writes its metrics.json; none of any other object."""
-    if not all(isinstance(values, dict) and all(map(str.isdigit, values)) for values in found.values()):
+    if not all(isinstance(values, dict) and all(map(str.isdigit, values)) for values in table.values()):
         return []
-    steps = sorted({int(step) for values in found.values() for step in values})
+    steps = sorted({int(step) for values in table.values() for step in values})
     return [
-        {"step": step, **{name: values[str(step)] for name, values in found.items() if str(step) in values}}
+        {"step": step, **{name: values[str(step)] for name, values in table.items() if str(step) in values}}
         for step in steps
     ]
 
@@ -285,17 +288,19 @@ def event_folders(path: Path) -> list[Path]:
 def read_tensorboard(path: Path, names: Names | None = None) -> History:
     """Read the history in a folder of event files, or in a single one, with tensorboard's own reader."""
     folders = [path] if path.is_file() else event_folders(path)
-    found = [(*each, folder) for folder in folders if (each := _read_events(folder))[0]]  # others hold arguments alone
-    found.sort(key=lambda each: min(each[0]))
-    if any(max(before) >= min(after) for (before, *_), (after, *_) in pairwise(found)):
+    runs = [
+        (*events, folder) for folder in folders if (events := _read_events(folder))[0]
+    ]  # others hold arguments alone
+    runs.sort(key=lambda events: min(events[0]))
+    if any(max(before) >= min(after) for (before, *_), (after, *_) in pairwise(runs)):
         raise unreadable(
             "several TensorBoard runs lie below one folder",
             path,
-            why=", ".join(str(folder.relative_to(path)) for *_, folder in found),
+            why=", ".join(str(folder.relative_to(path)) for *_, folder in runs),
             fix="name one of them; of one run that was resumed, put all event files into one folder",
         )
-    scalars = {step: row for rows, *_ in found for step, row in rows.items()}
-    config = {name: value for _, each, _ in found for name, value in each.items()}
+    scalars = {step: row for rows, *_ in runs for step, row in rows.items()}
+    config = {name: value for _, events, _ in runs for name, value in events.items()}
     if not scalars:
         raise unreadable("there are no scalars in the event files", path, why="nothing was logged as a scalar")
     rows = [(step, scalars[step]) for step in sorted(scalars)]
@@ -336,8 +341,8 @@ WHOLE, LAST = 1, 4
 
 def find_offline_run(path: Path) -> list[Path]:
     """Find the run file in a W&B folder: in the run's own folder, or in `wandb/offline-run-...`."""
-    found = {followed(file) for pattern in ("*.wandb", "*/*.wandb", "wandb/*/*.wandb") for file in path.glob(pattern)}
-    return sorted(found)
+    files = {followed(file) for pattern in ("*.wandb", "*/*.wandb", "wandb/*/*.wandb") for file in path.glob(pattern)}
+    return sorted(files)
 
 
 def read_wandb(path: Path, names: Names | None = None) -> History:

@@ -64,11 +64,7 @@ def _completions_in(file: Path) -> Iterator[Completion]:
 
 
 def completion_of(row: Mapping[str, Any], *, step: Any = 1, written: bool = False) -> Completion:
-    """Turn a line into a completion; `written`: the model wrote all of its tokens, as klamp's own record has them.
-
-    Raises:
-        LookupError, TypeError, ValueError, OverflowError: the line holds no completion.
-    """
+    """Turn a line into a completion, or raise ValueError or TypeError; `written`: the model wrote all of its tokens."""
     scores = {model: _first(row, names) for model, names in LOGPROBS.items()}
     if scores["policy"] is None:
         raise ValueError(f"none of {', '.join(LOGPROBS['policy'])}")
@@ -106,8 +102,8 @@ def texts_of(values: object) -> list[str]:
 
 def flags_of(values: object) -> Sequence[bool]:
     """A list of flags in a line of a record; if all are True, in no memory of its own."""
-    found = [bool(value) for value in list_of(values)]
-    return every(len(found)) if all(found) else found
+    flags = [bool(value) for value in list_of(values)]
+    return every(len(flags)) if all(flags) else flags
 
 
 def list_of(values: object) -> Sequence[Any]:
@@ -151,7 +147,7 @@ def _one(row: Mapping[str, Any], names: Sequence[str]) -> float | None:
     """A number; of a list, the number that is largest in size."""
     value = _first(row, names)
     if isinstance(value, list):
-        numbers = [float(each) for each in value if each is not None]
+        numbers = [float(entry) for entry in value if entry is not None]
         return max(numbers, key=abs, default=None)
     return None if value is None else float(value)
 
@@ -159,31 +155,31 @@ def _one(row: Mapping[str, Any], names: Sequence[str]) -> float | None:
 def step_in(file: Path) -> int:
     """The step in the name of a file: 12.jsonl, or step_12/rank_0.jsonl."""
     for name in (file.stem, file.parent.name):
-        found = re.fullmatch(r"(?:step[_-])?(\d+)", name)
-        if found:
-            return int(found[1])
+        match = re.fullmatch(r"(?:step[_-])?(\d+)", name)
+        if match:
+            return int(match[1])
     return 1
 
 
 def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """The metrics that the completions of a step give by themselves, over trained tokens; names as in `METRICS`."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     sides: tuple[tuple[Side, str], ...] = (("ref", "kl"), ("sampler", "sampler"))
     for against, family in sides:
-        if deltas := [delta for each in completions for _, delta in each.log_ratios(against)]:
-            found |= {f"{family}/k1": fmean(deltas), f"{family}/k3": fmean(map(k3, deltas))}
-    rewards = [each.reward for each in completions if each.reward is not None]
+        if deltas := [delta for completion in completions for _, delta in completion.log_ratios(against)]:
+            metrics |= {f"{family}/k1": fmean(deltas), f"{family}/k3": fmean(map(k3, deltas))}
+    rewards = [completion.reward for completion in completions if completion.reward is not None]
     if rewards:
-        found["reward"] = fmean(map(bounded, rewards))
-    ended = [each.ended for each in completions if each.ended is not None]
+        metrics["reward"] = fmean(map(bounded, rewards))
+    ended = [completion.ended for completion in completions if completion.ended is not None]
     if ended:
-        found["length/truncated"] = 1 - fmean(ended)
-    lengths = [sum(each.is_sampled) for each in completions]
+        metrics["length/truncated"] = 1 - fmean(ended)
+    lengths = [sum(completion.is_sampled) for completion in completions]
     if lengths:
-        found["length/mean"] = fmean(lengths)
-        found["length/repeated"] = sum(map(_repeated, completions)) / max(sum(lengths), 1)
-    found |= _group_metrics(completions)
-    return {name: value for name, value in found.items() if not math.isnan(value)}
+        metrics["length/mean"] = fmean(lengths)
+        metrics["length/repeated"] = sum(map(_repeated, completions)) / max(sum(lengths), 1)
+    metrics |= _group_metrics(completions)
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
 def _repeated(completion: Completion) -> int:
@@ -196,20 +192,20 @@ def _repeated(completion: Completion) -> int:
 def _group_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """What rewards say within groups, where every group is named, is whole, and has two completions or more."""
     groups: dict[str, list[tuple[float, float]]] = {}
-    for each in completions:
-        if each.reward is None or not each.group:
+    for completion in completions:
+        if completion.reward is None or not completion.group:
             return {}
-        groups.setdefault(each.group, []).append((bounded(each.reward), float(sum(each.is_sampled))))
+        groups.setdefault(completion.group, []).append((bounded(completion.reward), float(sum(completion.is_sampled))))
     if len(set(map(len, groups.values()))) != 1 or min(map(len, groups.values())) < 2:
         return {}
     rewards = [[reward for reward, _ in group] for group in groups.values()]
-    found = {"reward_std": fmean(map(stdev, rewards)), "groups/saturated": fmean(len({*x}) == 1 for x in rewards)}
+    metrics = {"reward_std": fmean(map(stdev, rewards)), "groups/saturated": fmean(len({*x}) == 1 for x in rewards)}
     lengths = [[length for _, length in group] for group in groups.values()]
     reward, length = _from_their_means(rewards), _from_their_means(lengths)
     sizes = math.hypot(*reward) * math.hypot(*length)
     if sizes > 1e-6:
-        found["length/reward_correlation"] = sum(r * n for r, n in zip(reward, length, strict=True)) / sizes
-    return found
+        metrics["length/reward_correlation"] = sum(r * n for r, n in zip(reward, length, strict=True)) / sizes
+    return metrics
 
 
 def _from_their_means(groups: Sequence[Sequence[float]]) -> list[float]:
@@ -218,4 +214,8 @@ def _from_their_means(groups: Sequence[Sequence[float]]) -> list[float]:
 
 def row_of(step: int, completions: Sequence[Completion]) -> Row:
     """The row of metrics of a step of which the record has completions, and nothing else."""
-    return Row(step=step, metrics=completion_metrics(completions), prompts=len({each.group for each in completions}))
+    return Row(
+        step=step,
+        metrics=completion_metrics(completions),
+        prompts=len({completion.group for completion in completions}),
+    )
