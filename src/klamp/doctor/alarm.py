@@ -145,10 +145,9 @@ FEW_TOKENS = 200
 
 def count_tokens(history: History) -> float:
     """The tokens of the latest step, or the least that its record tells."""
-    rows, last = history.completions.get(history.step, []), history.latest
-    tokens = sum(len(completion.log_ratios()) for completion in rows) or last.get("length/mean", 0.0) * (
-        history.settings.prompts or 1
-    )
+    last, prompts = history.latest, history.settings.prompts or 1
+    tokens = sum(len(completion.log_ratios()) for completion in history.written)
+    tokens = tokens or last.get("length/mean", 0.0) * prompts
     if len(history.rows) == 1:  # a running total
         tokens = max(tokens, last.get("length/total", 0.0))
     return max(tokens, 1.0) if 0 < tokens < math.inf else FEW_TOKENS

@@ -62,15 +62,9 @@ def huge_values(history: History) -> Evidence | None:
     }
     said = [f"{name} is {value:.1e}" for name, value in values.items()]
     lost = sum(
-        on and (any(map(math.isinf, numbers)) or (completion.trained is not None and any(map(math.isnan, numbers[:2]))))
-        for completion in history.completions.get(history.step, [])
-        for on, *numbers in zip(
-            completion.is_trained,
-            completion.policy,
-            completion.ref or completion.policy,
-            completion.sampler or completion.policy,
-            strict=True,
-        )
+        on and (any(map(math.isinf, x)) or (row.trained is not None and any(map(math.isnan, x[:2]))))
+        for row in history.written
+        for on, *x in zip(row.is_trained, row.policy, row.ref or row.policy, row.sampler or row.policy, strict=True)
     )
     if lost:
         said.append(f"{lost} trained {'token has' if lost == 1 else 'tokens have'} no finite log-probability")
@@ -157,8 +151,7 @@ def advantage_scale(history: History) -> Evidence | None:
     """Advantages are out of scale."""
     last = history.latest
     largest = max((abs(last[name]) for name in ("advantage/max", "advantage/min") if name in last), default=0.0)
-    rows = [completion for completion in history.completions.get(history.step, []) if completion.advantage is not None]
-    largest = max([largest, *(abs(completion.advantage or 0.0) for completion in rows)])
+    largest = max([largest, *(abs(completion.advantage or 0.0) for completion in history.written)])
     if largest > ADVANTAGE.value:
         return Evidence(f"an advantage of {number(largest)}")
     spread, active = last.get("reward_std", 0.0), 1 - last.get("groups/saturated", 1.0)

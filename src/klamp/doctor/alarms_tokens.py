@@ -35,9 +35,8 @@ COURSE, START_LIKE = 20, 1.5
 )
 def mask_on_prompt(history: History) -> Evidence | None:
     """The loss mask covers tokens that the model did not write."""
-    rows = history.completions.get(history.step, [])
     wrong: list[tuple[list[int], int, Completion]] = []
-    for index, completion in enumerate(rows):
+    for index, completion in enumerate(history.written):
         pairs = zip(completion.is_trained, completion.is_sampled, strict=True)
         positions = [i for i, (trained, sampled) in enumerate(pairs) if trained and not sampled]
         wrong += [(positions, index, completion)] if positions else []
@@ -46,8 +45,8 @@ def mask_on_prompt(history: History) -> Evidence | None:
     positions, index, completion = wrong[0]
     shown = " ".join(repr(str(completion.tokens[i])) for i in positions[:MANY])
     return Evidence(
-        f"in {len(wrong)} of {len(rows)} sequences; {len(positions)} in sequence {index} alone, from position "
-        f"{positions[0]}: {shown}"
+        f"in {len(wrong)} of {len(history.written)} sequences; {len(positions)} in sequence {index} alone, from "
+        f"position {positions[0]}: {shown}"
     )
 
 
@@ -61,17 +60,15 @@ def mask_on_prompt(history: History) -> Evidence | None:
 )
 def end_token_lost(history: History) -> Evidence | None:
     """The loss mask leaves out the end token."""
-    rows = [completion for completion in history.completions.get(history.step, []) if completion.ended is not False]
-    rows = [completion for completion in rows if any(completion.is_trained) and any(completion.is_sampled)]
-    lost = [completion for completion in rows if not completion.is_trained[_last_written(completion)]]
-    if not lost or len(lost) <= END_TOKEN.value * len(rows):
+    lost, ended = list[str](), 0
+    for completion in history.written:
+        written = [i for i, sampled in enumerate(completion.is_sampled) if sampled]
+        if completion.ended is not False and written and any(completion.is_trained):
+            ended += 1
+            lost += [] if completion.is_trained[written[-1]] else [str(completion.tokens[written[-1]])]
+    if not lost or len(lost) <= END_TOKEN.value * ended:
         return None
-    token = lost[0].tokens[_last_written(lost[0])]
-    return Evidence(f"in {len(lost)} of {len(rows)} completions the last token ({str(token)!r}) is not trained on")
-
-
-def _last_written(row: Completion) -> int:
-    return max(i for i, sampled in enumerate(row.is_sampled) if sampled)
+    return Evidence(f"in {len(lost)} of {ended} completions the last token ({lost[0]!r}) is not trained on")
 
 
 @alarm(
@@ -115,11 +112,7 @@ def _sizes(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def causes_of(history: History) -> list[str]:
     """What a mismatch comes from, if its course shows it: before the first update the weights are the same."""
-    deltas = [
-        delta
-        for completion in history.completions.get(history.step, [])
-        for _, delta in completion.log_ratios("sampler")
-    ]
+    deltas = [delta for completion in history.written for _, delta in completion.log_ratios("sampler")]
     if len(deltas) >= ONE_SIDED and min(deltas) > -SAME and fmean(deltas) > SAME:
         return [
             f"each of {len(deltas)} tokens is at least as likely under the sampler: it cuts the distribution (top-p, "
@@ -262,14 +255,10 @@ def _not_in_loss(history: History) -> Evidence | None:
 
 
 def _constant(history: History) -> Evidence | None:
-    written = history.completions.get(history.step, ())
     pairs = [
-        (policy, teacher)
-        for completion in written
-        for policy, teacher, on in zip(
-            completion.policy, completion.teacher or (), completion.is_trained, strict=bool(completion.teacher)
-        )
-        if on and math.isfinite(policy) and math.isfinite(teacher)
+        (completion.policy[i], completion.policy[i] - delta)
+        for completion in history.written
+        for i, delta in completion.log_ratios("teacher")
     ]
     if len(pairs) < CONSTANT_TOKENS:
         return None

@@ -216,6 +216,11 @@ class History:
         return self.rows[-1].metrics if self.rows else {}
 
     @property
+    def written(self) -> Sequence[Completion]:
+        """The completions of the latest step that the record has."""
+        return self.completions.get(self.step, ())
+
+    @property
     def names(self) -> set[str]:
         """The names of the metrics that some step has."""
         return {name for row in self.rows for name in row.metrics}

@@ -100,10 +100,7 @@ OTHER_KL: Mapping[str, str] = {name: what for logs in LOGS.values() for name, wh
 
 
 def names_in(logged: Collection[str]) -> Mapping[str, str]:
-    """The name of another trainer -> klamp's, for a record that has these names.
-
-    A KL under klamp's own name makes it klamp's record: then only names without a mark count.
-    """
+    """Another trainer's name -> klamp's, for a record that has these names; klamp's own has a KL under its name."""
     names = dict(NAMES)
     if any(name.removeprefix("train/").startswith("kl/") for name in logged):
         return names
@@ -190,10 +187,7 @@ def read_pairs(pairs: Iterable[str]) -> dict[str, str]:
 def translate(
     logged: Mapping[str, object], names: Mapping[str, str] | None = None, theirs: Mapping[str, str] = NAMES
 ) -> dict[str, float]:
-    """The known metrics of a logged row under klamp's names; if two mean the same, klamp's own name comes first.
-
-    `names` (klamp's name -> that in the row) go before `theirs`, the names of other trainers that count.
-    """
+    """The metrics of a row under klamp's names: by `names` (ours -> theirs), then its own names, then `theirs`."""
     names = names or {}
     numbers = {name: value for name in logged if (value := as_number(logged[name])) is not None}
     metrics = {ours: numbers[theirs] for ours, theirs in names.items() if theirs in numbers}
@@ -205,11 +199,6 @@ def translate(
     if "kl/k1" not in metrics and {"kl/k1_sequence", "length/mean"} <= metrics.keys():
         metrics["kl/k1"] = metrics["kl/k1_sequence"] / max(metrics["length/mean"], 1.0)
     return metrics
-
-
-def number_names(rows: Iterable[Mapping[str, object]]) -> set[str]:
-    """The names that hold a number in some row."""
-    return {name for row in rows for name, value in row.items() if as_number(value) is not None}
 
 
 def as_number(value: object) -> float | None:

@@ -23,7 +23,6 @@ from klamp.doctor.metrics import (
     flat,
     is_verl_line,
     names_in,
-    number_names,
     own_name,
     settings_of,
     step_of,
@@ -55,7 +54,8 @@ def _history(
     theirs, lost = names_in(logged), _unmeasured(rows, logged)
     rows = [(step, {name: value for name, value in row.items() if name not in lost}) for step, row in rows]
     names = _kl_as_it_is(rows, names or {}, logged, theirs)
-    numbers = number_names(row for _, row in rows if SUMMARY not in row) - {*CLOCKS}
+    rest = [row for _, row in rows if SUMMARY not in row]
+    numbers = {name for row in rest for name in row if as_number(row[name]) is not None} - {*CLOCKS}
     check_logged(names, numbers | lost, path)
     history = History(source=source, settings=settings_of(config, logged, names), config=config)
     read = {*names.values(), *(name for name in logged if (n := own_name(name, theirs)) and n not in names)}

@@ -12,9 +12,10 @@ import reprlib
 import sys
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, pairwise
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import StatisticsError, correlation, fmean, stdev
 from typing import Any
 
 from klamp.doctor.history import Completion, History, Row, RunSettings, Side, bounded, check_lengths, every, k3
@@ -201,15 +202,10 @@ def _group_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     rewards = [[reward for reward, _ in group] for group in groups.values()]
     metrics = {"reward_std": fmean(map(stdev, rewards)), "groups/saturated": fmean(len({*x}) == 1 for x in rewards)}
     lengths = [[length for _, length in group] for group in groups.values()]
-    reward, length = _from_their_means(rewards), _from_their_means(lengths)
-    sizes = math.hypot(*reward) * math.hypot(*length)
-    if sizes > 1e-6:
-        metrics["length/reward_correlation"] = sum(r * n for r, n in zip(reward, length, strict=True)) / sizes
+    reward, length = ([x - fmean(group) for group in values for x in group] for values in (rewards, lengths))
+    with suppress(StatisticsError):  # equal within each group
+        metrics["length/reward_correlation"] = correlation(reward, length)
     return metrics
-
-
-def _from_their_means(groups: Sequence[Sequence[float]]) -> list[float]:
-    return [value - fmean(group) for group in groups for value in group]
 
 
 def row_of(step: int, completions: Sequence[Completion]) -> Row:
