@@ -30,7 +30,7 @@ def test_findings_come_in_order_with_when_they_rose_and_notes_fail_only_where_th
     assert diagnosis.failed() == ["huge-values", "kl-spike"]
     assert diagnosis.failed(["kl-high"]) == ["kl-high"]
     assert diagnosis.failed(["retention"]) == []
-    finding = spike.plain()
+    finding = spike.record
     assert finding["name"] == "kl-spike" and finding["first_step"] == 8 and finding["level"] == "alarm"
     assert finding["tokens"][0]["token"] == "<eos>"
 

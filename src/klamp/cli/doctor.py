@@ -106,8 +106,7 @@ def _show_sync(reports: Mapping[int, SyncReport]) -> None:
 
 def _show_finding(finding: Finding) -> None:
     alarm, evidence = finding.alarm, finding.evidence
-    since = f"step {finding.first_step}" + (f", and {finding.steps - 1} more" if finding.steps > 1 else "")
-    say(f"\n{alarm.level}: {alarm.name}: {alarm.text} ({since})")
+    say(f"\n{alarm.level}: {alarm.name}: {alarm.text} ({finding.since})")
     show_paragraph(evidence.text, label="seen")
     for rank, cause in enumerate(evidence.causes, start=1):
         show_paragraph(cause, label=f"likely {rank}" if len(evidence.causes) > 1 else "likely")
@@ -139,7 +138,7 @@ def as_object(
         "failed": list(failed),
         "changed": dict(diagnosis.history.changes),
         "cautions": list(diagnosis.history.cautions),
-        "findings": [finding.plain() for finding in diagnosis.findings],
+        "findings": [finding.record for finding in diagnosis.findings],
         "not_checked": dict(diagnosis.unchecked),
         "not_read": dict(diagnosis.history.unread),
         "kl_not_seen": diagnosis.blind,

@@ -357,9 +357,9 @@ def kl_high(history: History) -> Evidence | None:
 def kl_low(history: History) -> Evidence | None:
     """KL below 0.01, a tutorial's sign of not learning enough."""
     kl = _settled(history, 20)
-    if kl is None or abs(kl) >= LOW.value:
-        return None
-    return Evidence(f"the KL is {number(kl)} nats per token, {MIDDLE}")
+    return (
+        Evidence(f"the KL is {number(kl)} nats per token, {MIDDLE}") if kl is not None and abs(kl) < LOW.value else None
+    )
 
 
 MIDDLE = "mean of the last 5 but the largest"

@@ -244,14 +244,10 @@ def _still(history: History) -> Evidence | None:
 
 def _not_in_loss(history: History) -> Evidence | None:
     parts, coefficients = (history.last(name, NO_PART) for name in ("train/teacher_penalty", "teacher/coef"))
-    if len(parts) < NO_PART or any(parts) or min(coefficients, default=0.0) <= 0:
+    kl = fmean(history.last(TO_TEACHER, NO_PART) or [0.0])
+    if len(parts) < NO_PART or any(parts) or min(coefficients, default=0.0) <= 0 or kl <= SAME:
         return None
-    kl = history.last(TO_TEACHER, NO_PART)
-    if not kl or fmean(kl) <= SAME:
-        return None
-    return Evidence(
-        f"train/teacher_penalty is 0 in {NO_PART} values, and teacher/kl {number(fmean(kl))} nats per token"
-    )
+    return Evidence(f"train/teacher_penalty is 0 in {NO_PART} values, and teacher/kl {number(kl)} nats per token")
 
 
 def _constant(history: History) -> Evidence | None:

@@ -31,13 +31,15 @@ class Finding:
         return f"{start} ({self.evidence.text}{likely})"
 
     @property
-    def record(self) -> dict[str, Any]:
-        """The finding as a line of a run's `alarms.jsonl`."""
-        return {"step": self.first_step, **self.plain()}
+    def since(self) -> str:
+        """The step in which it rose, and how many more have it, in words."""
+        return f"step {self.first_step}" + (f", and {self.steps - 1} more" if self.steps > 1 else "")
 
-    def plain(self) -> dict[str, Any]:
-        """The finding as plain data for JSON."""
+    @property
+    def record(self) -> dict[str, Any]:
+        """The finding as a line of a run's `alarms.jsonl`, and in the doctor's JSON."""
         return {
+            "step": self.first_step,
             "name": self.alarm.name,
             "level": self.alarm.level,
             "text": self.alarm.text,
@@ -67,11 +69,8 @@ class Diagnosis:
     @property
     def blind(self) -> str:
         """Why nothing can be said of the KL of a run that may have one, in words; empty where it was looked at."""
-        history = self.history
-        beta = history.latest.get("beta", history.settings.beta)
-        if beta == 0 or history.measures_kl:
-            return ""
-        return "no KL to the reference was found in the record"
+        no_kl = self.history.latest.get("beta", self.history.settings.beta) == 0
+        return "" if no_kl or self.history.measures_kl else "no KL to the reference was found in the record"
 
     @property
     def empty(self) -> bool:

@@ -248,10 +248,7 @@ class History:
             del self.completions[old]
 
     def last(self, name: str, count: int, *, before: int = 0) -> list[float]:
-        """The finite values of a metric in the last `count` steps that have it (of 10 times as many at most), bounded.
-
-        `before`: leave out so many of the latest ones.
-        """
+        """The finite values of a metric in the last `count` steps that have it, less the latest `before`; bounded."""
         rows = reversed(self.rows[-10 * (count + before) :])
         values = (bounded(value) for row in rows if math.isfinite(value := row.metrics.get(name, math.nan)))
         return list(islice(values, before, before + count))[::-1]

@@ -157,9 +157,9 @@ SETTING = re.compile(r"coe?f|beta|target|weight|tau|time|timing|type|estimator|c
 def unread_kls(logged: Collection[str], read: Collection[str]) -> dict[str, str]:
     """The logged names of a KL that were not read -> what they are, if known; not the extremes beside a mean."""
     beside = {name.rpartition("/")[0] + end for name in logged if name.endswith("/avg") for end in ("/min", "/max")}
-    left = sorted(name for name in {*logged} - beside - {*read} if KL.search(name) and not SETTING.search(name))
-    left = [name for name in left if not name.startswith(EVALUATION_PREFIXES)]
-    return {name: OTHER_KL.get(name, OTHER_KL.get(name.removeprefix("train/"), "")) for name in left}
+    rest = sorted(name for name in {*logged} - beside - {*read} if not name.startswith(EVALUATION_PREFIXES))
+    kls = [name for name in rest if KL.search(name) and not SETTING.search(name)]
+    return {name: OTHER_KL.get(name, OTHER_KL.get(name.removeprefix("train/"), "")) for name in kls}
 
 
 def read_pairs(pairs: Iterable[str]) -> dict[str, str]:
@@ -176,10 +176,8 @@ def read_pairs(pairs: Iterable[str]) -> dict[str, str]:
                 fix="write OURS=THEIRS once for a metric, for example kl=my_kl; the path comes before the flags",
             )
         if ours not in METRICS:
-            short = ", ".join(f"{short} ({full})" for short, full in SHORT_METRICS.items())
-            raise unknown_name(
-                "metric", name, [*SHORT_METRICS, *METRICS], why=f"short names: {short}; else klamp's own"
-            )
+            why = f"short names: {', '.join(f'{a} ({b})' for a, b in SHORT_METRICS.items())}; else klamp's own"
+            raise unknown_name("metric", name, [*SHORT_METRICS, *METRICS], why=why)
         names[ours] = theirs
     return names
 

@@ -41,16 +41,16 @@ def numbered(runs: Sequence[ReportRun]) -> dict[str, int]:
 
 def verdict(runs: Sequence[ReportRun]) -> Html:
     """One sentence on how many alarms rose, and whether the KL was looked at."""
-    alarms, notes = (sum(run.levels[which] for run in runs) for which in (0, 1))
+    alarms, raised_in = any(run.diagnosis.failed() for run in runs), sum(bool(run.diagnosis.findings) for run in runs)
     text = judged([run.diagnosis for run in runs])
-    if len(runs) > 1 and alarms + notes:
-        text += f", in {sum(any(run.levels) for run in runs)} of {len(runs)} runs"
+    if len(runs) > 1 and raised_in:
+        text += f", in {raised_in} of {len(runs)} runs"
     if len(runs) == 1:
         diagnosis = runs[0].diagnosis
         text += f"; {diagnosis.concerned - len(diagnosis.unchecked)} of {diagnosis.concerned} checked"
     blind = [run.name for run in runs if run.diagnosis.blind or run.diagnosis.empty]
     text += f"; the KL was not looked at{_of(blind, runs)}" if blind else ""
-    tone = "alarm" if alarms else "note" if notes or blind else "sound"
+    tone = "alarm" if alarms else "note" if raised_in or blind else "sound"
     sign = element("span", "▲" if alarms else "●" if blind else "✓", aria_hidden="true")
     return element("p", sign, Html(" "), element("a", text, href="#alarms"), class_=f"verdict {tone}")
 
@@ -92,10 +92,10 @@ def _finding(runs: Sequence[ReportRun], number: int, findings: Mapping[int, Find
     several = len(runs) > 1
     symbol = element("span", "▲" if alarm.level == "alarm" else "●", aria_hidden="true")
     sign = element("span", symbol, f" {number}", class_="sign")
-    where = f"in {len(findings)} of {len(runs)} runs" if several else _since(next(iter(findings.values())))
+    where = f"in {len(findings)} of {len(runs)} runs" if several else next(iter(findings.values())).since
     evidence = [
         element(
-            "dd", *([element("b", runs[run].name), f", {_since(finding)}: "] if several else []), finding.evidence.text
+            "dd", *([element("b", runs[run].name), f", {finding.since}: "] if several else []), finding.evidence.text
         )
         for run, finding in findings.items()
     ]
@@ -120,10 +120,6 @@ def _finding(runs: Sequence[ReportRun], number: int, findings: Mapping[int, Find
         class_=f"finding {alarm.level}",
         id=f"alarm-{number}",
     )
-
-
-def _since(finding: Finding) -> str:
-    return f"step {finding.first_step}" + (f", and {finding.steps - 1} more" if finding.steps > 1 else "")
 
 
 def _tokens(runs: Sequence[ReportRun], findings: Mapping[int, Finding], anchors: Anchors) -> list[Html]:

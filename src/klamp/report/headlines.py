@@ -138,8 +138,6 @@ def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]
     by_run = [{numbers.label: numbers for numbers in headlines(run, skills, scores)} for run in runs]
     labels = list(dict.fromkeys(label for numbers in by_run for label in numbers))
     labels.sort(key=lambda label: (label not in (AFTER, AFTER_SEQUENCE), not label.startswith(("KL", "Divergence"))))
-    if len(runs) > COLUMNS:  # a column more would not fit on a page
-        labels = [label for label in labels if label != AFTER_SEQUENCE]
     units = {label: next(numbers[label].unit for numbers in by_run if label in numbers) for label in labels}
     names = [f"{label}, {units[label]}" if units[label] else label for label in labels]
     table: list[list[str]] = [["run", "alarms", *names]]
@@ -147,7 +145,7 @@ def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]
         look = key(f"curve s{slot % 8} d{slot % 5}")
         name = join([look, Html(" "), element("b", run.name), element("small", f"{run.path}, {run.history.source}")])
         blind = element("small", "the KL was not looked at") if run.diagnosis.blind else ""
-        alarms = join([str(run.levels[0]), blind])
+        alarms = join([str(len(run.diagnosis.failed())), blind])
         table.append([name, alarms, *(_both(numbers.get(label)) for label in labels)])
     if len(runs) <= COLUMNS:
         table = [list(row) for row in zip(*table, strict=True)]

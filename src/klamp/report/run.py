@@ -34,12 +34,6 @@ class ReportRun:
         """The record of the run."""
         return self.diagnosis.history
 
-    @property
-    def levels(self) -> tuple[int, int]:
-        """The number of alarms and the number of notes that rose."""
-        alarms = sum(finding.alarm.level == "alarm" for finding in self.diagnosis.findings)
-        return alarms, len(self.diagnosis.findings) - alarms
-
     @cached_property
     def read(self) -> Read:
         """The function that turns its tokens into text."""

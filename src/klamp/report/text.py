@@ -26,8 +26,6 @@ LONGEST = 80
 """The most characters of a token that are shown."""
 BYTE_LEVEL = "ĠĊ"
 """A space and a line break in byte-level vocabularies (GPT-2 and its heirs)."""
-
-
 Attribute: TypeAlias = str | float | bool | None
 
 

@@ -372,10 +372,7 @@ def read_wandb(path: Path, names: Names | None = None) -> History:
 
 
 def frames(path: Path) -> Iterator[bytes]:
-    """The records of a file, put together from its blocks; a half-written one, left by a killed run, is ignored.
-
-    Current versions of wandb have no reader for the frame in Python.
-    """
+    """The records of a file, from its blocks, for which wandb has no reader in Python; ignores a half-written one."""
     data = with_end(path).read_bytes()
     if not data.startswith(MAGIC):
         raise unreadable("a file is no W&B run", path, why=f"it does not begin with {MAGIC.decode()}")
