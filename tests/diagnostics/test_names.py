@@ -44,7 +44,7 @@ def test_a_name_without_a_row_has_no_reduction_and_is_refused() -> None:
     check_metrics(["kl/k3", "teacher/kl.math"])
     with pytest.raises(ConfigError, match=r"maximum.*means of parts do not give that"):
         averaged_over("kl/log_ratio_max")
-    with pytest.raises(ConfigError, match="metric of metrics.yaml"):
+    with pytest.raises(ConfigError, match="no row in metrics.yaml"):
         check_metrics(["kl/new"])
 
 

@@ -7,11 +7,10 @@ from collections.abc import Mapping
 from statistics import fmean
 
 from klamp.doctor.alarm import Evidence, Limit, alarm, is_apart, is_beyond, least_and_most, number
-from klamp.doctor.causes import blame
+from klamp.doctor.causes import MANY, blame
 from klamp.doctor.history import Completion, History
 
 MISMATCH = Limit(0.01, "nats per token, k1 or k3 (seen in the field: healthy about .002)")
-MANY = 5
 PROMPT = Limit(1, "token that the model did not write")
 END_TOKEN = Limit(0.5, "of the completions that ended, their last token left out of the loss")
 OTHER_KERNELS = Limit(0.1, "nats per token, k3, before the first update (data types and kernels explain .003 at most)")

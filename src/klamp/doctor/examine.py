@@ -79,8 +79,7 @@ class Diagnosis:
 
     def failed(self, names: Iterable[str] = ()) -> list[str]:
         """The names of the findings that make a check fail: of these names, or without names of all alarms."""
-        wanted = set(names)
-        alarms = [finding.alarm for finding in self.findings]
+        wanted, alarms = set(names), [finding.alarm for finding in self.findings]
         return [alarm.name for alarm in alarms if (alarm.name in wanted if wanted else alarm.level == "alarm")]
 
 

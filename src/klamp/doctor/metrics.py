@@ -12,7 +12,7 @@ from typing import Any, Literal, TypeAlias
 import yaml
 
 from klamp.doctor.history import RunSettings, Verifier
-from klamp.errors import ConfigError, check_name, unknown_name
+from klamp.errors import ConfigError, UnknownNameError, unknown_name
 from klamp.names import SHORT_METRICS
 
 Better: TypeAlias = Literal["higher", "lower", "neither"]
@@ -61,7 +61,9 @@ _COUNTED: Mapping[str, Counted] = {
 def check_metrics(names: Iterable[str]) -> None:
     """Refuse metrics without a row, with an UnknownNameError; `teacher/kl.KEY` of each teacher has that of the one."""
     for name in names:
-        check_name("metric of metrics.yaml", name.partition(".")[0], METRICS)
+        if name.partition(".")[0] not in METRICS:
+            why, fix = "its unit, reduction and chart are not known", "add its row to klamp/doctor/metrics.yaml"
+            raise UnknownNameError("a metric has no row in metrics.yaml", got=name, why=why, fix=fix)
 
 
 def averaged_over(name: str) -> Counted:
