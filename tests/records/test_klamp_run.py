@@ -105,14 +105,6 @@ def test_the_versions_and_the_configuration(tmp_path: Path) -> None:
     assert details.versions == {} and details.words == ()
 
 
-def test_a_sweep(tmp_path: Path) -> None:
-    first, second = klamp_run(tmp_path / "runs" / "b"), klamp_run(tmp_path / "runs" / "a")
-    failed = tmp_path / "runs" / "c"
-    failed.mkdir()
-    (tmp_path / "runs" / "table.md").write_text("")
-    assert runs_in(tmp_path) == ([second, first], [failed])
-
-
 def test_the_runs_of_a_sweep_come_in_the_order_of_their_numbers_and_what_is_none_has_none(tmp_path: Path) -> None:
     run = klamp_run(tmp_path / "run")
     assert runs_in(run) == runs_in(run / "metrics.jsonl") == ([], [])
@@ -121,4 +113,5 @@ def test_the_runs_of_a_sweep_come_in_the_order_of_their_numbers_and_what_is_none
     names = ["beta-0_seed-0", "beta-0_seed-10", "beta-0.01_seed-2", "beta-0.1_seed-0", "beta-10_seed-0", "none_seed-0"]
     for name in reversed(names):
         klamp_run(tmp_path / "runs" / name)
-    assert [folder.name for folder in runs_in(tmp_path)[0]] == names
+    runs, failed = runs_in(tmp_path)
+    assert [folder.name for folder in runs] == names and failed == [tmp_path / "runs" / "Nov21_10-00-00_host"]
