@@ -31,6 +31,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from klamp.names import HINTS
+
 LONGEST_VALUE = 200
 """Characters of a wrong value that a message shows."""
 LONGEST_PART = 1000
@@ -199,26 +201,6 @@ def check_name(kind: str, name: object, known: Iterable[str | None]) -> None:
         raise unknown_name(kind, name, [each for each in names if each is not None])
 
 
-ELSEWHERE = {
-    "kl": "k1",
-    "mse": "k2",
-    "full": "exact",
-    "low_var_kl": "k3",
-    "lr": "learning_rate",
-    "epochs": "max_steps",
-    "dataset": "task",
-    "model_name_or_path": "model",
-    "batch_size": "prompts_per_step",
-    "group_size": "num_generations",
-    "max_new_tokens": "max_completion_length",
-    "kl_coeff": "beta",
-    "init_kl_coef": "beta",
-    "kl_loss_coef": "beta",
-    "cliprange": "epsilon",
-}
-"""Name in other trainers (verl, TRL's PPO) -> klamp's name for that, or for what comes nearest."""
-
-
 def unknown_name(kind: str, name: object, known: Iterable[str], *, why: str = "", fix: str = "") -> UnknownNameError:
     """The error for a name that is not in a table, with the nearest known name as the fix.
 
@@ -231,7 +213,7 @@ def unknown_name(kind: str, name: object, known: Iterable[str], *, why: str = ""
     """
     names = sorted(known)
     dashes, plain = "--" * str(name).startswith("--"), str(name).removeprefix("--")
-    nearest = [each for each in (f"{dashes}{ELSEWHERE.get(plain)}",) if each in names]
+    nearest = [each for each in (f"{dashes}{HINTS.get(plain)}",) if each in names]
     nearest = nearest or get_close_matches(str(name), names, n=1, cutoff=0.5)
     fix = f"did you mean {nearest[0]!r}?" if nearest else fix or f"choose one of: {', '.join(names)}"
     return UnknownNameError(f"unknown {kind}", got=brief(repr(name)), why=why or f"known: {', '.join(names)}", fix=fix)

@@ -1,13 +1,84 @@
-"""The names of the files in a run's folder."""
+"""Names that several rooms share: the files of a run, the KL to prefer, and what other trainers call klamp's options.
+
+It imports nothing of klamp, and no library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+
+# the files in a run's folder ------------------------------------------------------------------------------------------
 
 CONFIG = "config.yaml"
-"""The file by which the folder of a run is known."""
+"""The file that marks a folder as a run's."""
 METRICS_FILE, COMPLETIONS, ANSWERS = "metrics.jsonl", "completions.jsonl", "answers.jsonl"
 CAUTIONS = "cautions.jsonl"
 VERSIONS, SUMMARY, IDENTITY = "versions.json", "summary.json", "identity.json"
 ALARMS_FILE = "alarms.jsonl"
-"""The file that alarms of a run are written to as they rise, one `Finding.record` a line."""
+"""The alarms of a run, written as they rise: one `Finding.record` per line."""
+OUTCOME = "outcome.json"
+"""The result of a run in an ablation, done or failed."""
 RUNS = "runs"
 """The folder inside an ablation's folder that holds one folder per run."""
 ABOUT = "klamp_report.json"
 """What `klamp.trl.ReportCallback` writes beside TRL's log: settings, versions, model, data, KL, times."""
+TRAINER_STATE = "trainer_state.json"
+"""TRL's log, in each of its checkpoints."""
+
+# the KL of a step -----------------------------------------------------------------------------------------------------
+
+KL_NAMES: Mapping[str, str] = {"kl/exact": "exact", "kl/k3": "k3", "kl/k1": "k1"}
+"""Metric of the KL to the reference per token -> estimator; the one with the least noise first."""
+
+
+def best_kl(logged: Collection[str], names: Iterable[str] = KL_NAMES) -> str:
+    """The first of `names` that was logged: of several estimates of one KL, the one with the least noise; else ""."""
+    return next((name for name in names if name in logged), "")
+
+
+# what others call it --------------------------------------------------------------------------------------------------
+
+SHORT_METRICS: Mapping[str, str] = {
+    "kl": "kl/k3",
+    "k1": "kl/k1",
+    "length": "length/mean",
+    "truncated": "length/truncated",
+    "saturated": "groups/saturated",
+    "entropy": "policy/entropy",
+    "loss": "train/loss",
+    "grad_norm": "train/grad_norm",
+    "lr": "train/learning_rate",
+}
+"""A short name that `--map` takes -> the metric; `reward`, `reward_std` and `beta` are short already."""
+ALIASES: Mapping[str, str] = {"kl_coef": "beta", "kl_penalty": "beta", "kl_beta": "beta"}
+"""Another name that the configuration accepts for a field of the KL -> the field."""
+TEACHER_ALIASES: Mapping[str, str] = {
+    "teacher_kl_coef": "teacher_coef",
+    "distillation_coef": "teacher_coef",
+    "distillation_loss_coef": "teacher_coef",
+    "teacher_model_name_or_path": "teacher_model",
+    "teacher_model_server_url": "teacher_url",
+    "teacher_model_server": "teacher_url",
+    "loss_top_k": "teacher_top_k",
+    "topk_logits_k": "teacher_top_k",
+    "gkd_logits_topk": "teacher_top_k",
+}
+"""The same for a field of the teacher: names of TRL, verl, ms-swift and NeMo-RL."""
+VERL_ESTIMATORS: Mapping[str, str] = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+"""verl's name of an estimator -> klamp's."""
+HINTS: Mapping[str, str] = {
+    **VERL_ESTIMATORS,
+    "full": "exact",
+    "lr": "learning_rate",
+    "epochs": "max_steps",
+    "dataset": "task",
+    "model_name_or_path": "model",
+    "batch_size": "prompts_per_step",
+    "group_size": "num_generations",
+    "max_new_tokens": "max_completion_length",
+    "kl_coeff": "beta",
+    "init_kl_coef": "beta",
+    "kl_loss_coef": "beta",
+    "cliprange": "epsilon",
+}
+"""A name in other trainers that klamp does not accept -> klamp's nearest name, which the error proposes."""

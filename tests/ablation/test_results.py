@@ -12,7 +12,6 @@ from tests.ablation.outcomes import BEFORE, failed, outcome, sweep
 
 from klamp.errors import DataError
 from klamp.lab.ablate.results import (
-    OUTCOME,
     cell_of,
     cell_text,
     draw_frontier,
@@ -24,6 +23,7 @@ from klamp.lab.ablate.results import (
     write_outcome,
     write_results,
 )
+from klamp.names import OUTCOME
 
 
 def test_an_outcome_survives_its_file(tmp_path: Path) -> None:

@@ -173,7 +173,7 @@ def test_the_overview_of_a_sweep_is_not_cut(tmp_path: Path, open_page: Open) -> 
             length=noisy(9),
             beta=noisy(11),
             policy__entropy=noisy(13),
-            details={"kl_after": 0.12345, "kl_after_sequence": 4.5678},
+            details={"outcome": {"kl/reverse": 0.12345, "kl/reverse_sequence": 4.5678}},
         )
         for i in range(8)
     ]

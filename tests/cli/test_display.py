@@ -94,9 +94,9 @@ def test_a_terminal_has_the_last_steps_and_a_bar() -> None:
     lines = drawn(display)
     display.close()
     assert "━" in lines[0] and lines[0].startswith("step") and "30/60" in lines[0] and "left" in lines[0]
-    assert " ".join(lines[1].split()) == "step reward KL k1 KL k3 exact over beta length entropy clip lr tok/s"
+    assert " ".join(lines[1].split()) == "step reward KL exact KL k3 KL k1 over beta length entropy clip lr tok/s"
     assert " ".join(lines[-1].split()) == (
-        "30 0.847 0.005912 0.006806 0.006859 0.25 0.01 4.8 0.2572 0.0123 0.00015 12,345"
+        "30 0.847 0.006859 0.006806 0.005912 0.25 0.01 4.8 0.2572 0.0123 0.00015 12,345"
     )
     assert [line.split()[0] for line in lines[2:]] == [str(step) for step in range(31 - ROWS, 31)]
     assert "30 0.847" in " ".join(text_of(display).split()), "it stays on the screen"

@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from klamp.config import KLConfig, LossConfig, TeacherConfig, build_objective
-from klamp.config.teacher import TEACHER_ALIASES, refusals
+from klamp.config.teacher import refusals
 from klamp.core.term import KLTerm
 from klamp.errors import ConfigError, UnknownNameError
+from klamp.names import TEACHER_ALIASES
 
 DIR: dict[str, Any] = {"teacher_model": "DIR"}
 URL: dict[str, Any] = {"teacher_url": "http://host:1"}

@@ -67,6 +67,19 @@ print(kl_estimate(policy, ref, estimator="k1").tolist())
     assert run_python(code) == "[[0.5, -1.0]]\n"
 
 
+def test_the_doctor_loads_neither_torch_nor_the_laboratory(tmp_path: Path) -> None:
+    record = tmp_path / "log.jsonl"
+    record.write_text('{"step": 1, "kl": 0.0, "reward": 1.0}\n', encoding="utf-8")
+    code = f"""
+import sys, klamp.doctor
+from klamp.cli import main
+assert main(["doctor", {str(record)!r}]) == 0
+import klamp.report.page
+print(*(name for name in sys.modules if name == "torch" or name.startswith(("klamp.core", "klamp.lab", "klamp.hosts"))))
+"""
+    assert run_python(code).splitlines()[-1] == ""
+
+
 IMPORTED_ELSEWHERE = """
 import importlib, os, signal, sys
 def load(names):

@@ -8,15 +8,15 @@ import pytest
 import torch
 from tests.diagnostics.histories import completion, history_of, look
 
-from klamp.doctor.alarms_tokens import blame
-from klamp.doctor.history import Completion, History
+from klamp.doctor.causes import blame
+from klamp.doctor.history import Completion, History, Row
 from klamp.verify.worlds import truncate_top_p
 
 
 def test_blame_ranks_tokens_by_their_k3() -> None:
     history = History()
     history.add_completions([completion(ref=(-1.0, -5.0, -0.5)), completion(ref=(-1.0, -2.0, 1.5))])
-    first, second = blame(history, 1)
+    first, second = blame(history)
     shares = [math.expm1(2.0) - 2.0, math.expm1(-3.0) + 3.0]
     assert (first.completion, first.position, first.token) == (1, 2, "<eos>")
     assert (second.completion, second.position, second.other_logprob) == (0, 1, -5.0)
@@ -26,9 +26,10 @@ def test_blame_ranks_tokens_by_their_k3() -> None:
 def test_blame_takes_the_nearest_step_that_was_written() -> None:
     history = History()
     history.add_completions([completion(10, ref=(-2.0, -2.0, -0.5)), completion(20, ref=(-3.0, -2.0, -0.5))])
-    assert [token.step for token in blame(history, 14)] == [10]
-    assert [token.step for token in blame(history, 16)] == [20]
-    assert blame(History(), 1) == []
+    for step, nearest in ((14, 10), (16, 20)):
+        history.rows = [Row(step=step, metrics={})]
+        assert [token.step for token in blame(history)] == [nearest]
+    assert blame(History()) == []
 
 
 def at_step(*rows: Completion) -> History:

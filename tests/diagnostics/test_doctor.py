@@ -30,7 +30,7 @@ def test_findings_come_in_order_with_when_they_rose_and_notes_fail_only_where_th
     assert diagnosis.failed() == ["huge-values", "kl-spike"]
     assert diagnosis.failed(["kl-high"]) == ["kl-high"]
     assert diagnosis.failed(["retention"]) == []
-    finding = spike.plain()
+    finding = spike.record
     assert finding["name"] == "kl-spike" and finding["first_step"] == 8 and finding["level"] == "alarm"
     assert finding["tokens"][0]["token"] == "<eos>"
 
@@ -62,7 +62,7 @@ def test_an_alarm_is_told_once_and_at_the_step_where_the_doctor_finds_it() -> No
 
 
 def test_what_was_told_before_is_not_told_again_and_stops_all_the_same() -> None:
-    watch = AlarmWatch(RunSettings(), told=("kl-spike",), stop_on=("kl-spike",))
+    watch = AlarmWatch(RunSettings(), reported=("kl-spike",), stop_on=("kl-spike",))
     assert watch.step(4, {"kl/k3": 0.01}) == [] and watch.stopped_by is None
     assert watch.step(5, {"kl/k3": 5.0}) == []
     assert watch.stopped_by is not None and watch.stopped_by.alarm.name == "kl-spike"

@@ -10,7 +10,7 @@ import yaml
 from tests.records.test_records import lines
 
 from klamp.doctor.readers import read_record
-from klamp.doctor.readers.klamp_run import Details, read_details, runs_in
+from klamp.doctor.readers.klamp_run import runs_in
 from klamp.errors import DataError
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import plain
@@ -98,23 +98,11 @@ def klamp_run(folder: Path, **changes) -> Path:
 def test_the_versions_and_the_configuration(tmp_path: Path) -> None:
     folder = klamp_run(tmp_path / "run", beta=0.04)
     (folder / "versions.json").write_text(json.dumps({"klamp": "0.1.0", "torch_threads": 1}))
-    found = read_details(folder)
-    assert found.versions == {"klamp": "0.1.0", "torch_threads": "1"}
-    assert read_record(folder).config["beta"] == 0.04
-
-
-def test_a_run_without_versions_and_other_records(tmp_path: Path) -> None:
-    assert read_details(tmp_path) == read_details(tmp_path / "trainer_state.json") == Details()
-    found = read_details(klamp_run(tmp_path / "run"))
-    assert found.versions == {} and found.words == ()
-
-
-def test_a_sweep(tmp_path: Path) -> None:
-    first, second = klamp_run(tmp_path / "runs" / "b"), klamp_run(tmp_path / "runs" / "a")
-    failed = tmp_path / "runs" / "c"
-    failed.mkdir()
-    (tmp_path / "runs" / "table.md").write_text("")
-    assert runs_in(tmp_path) == ([second, first], [failed])
+    history = read_record(folder)
+    assert history.details.versions == {"klamp": "0.1.0", "torch_threads": "1"}
+    assert history.config["beta"] == 0.04
+    details = read_record(klamp_run(tmp_path / "other")).details
+    assert details.versions == {} and details.words == ()
 
 
 def test_the_runs_of_a_sweep_come_in_the_order_of_their_numbers_and_what_is_none_has_none(tmp_path: Path) -> None:
@@ -125,4 +113,5 @@ def test_the_runs_of_a_sweep_come_in_the_order_of_their_numbers_and_what_is_none
     names = ["beta-0_seed-0", "beta-0_seed-10", "beta-0.01_seed-2", "beta-0.1_seed-0", "beta-10_seed-0", "none_seed-0"]
     for name in reversed(names):
         klamp_run(tmp_path / "runs" / name)
-    assert [folder.name for folder in runs_in(tmp_path)[0]] == names
+    runs, failed = runs_in(tmp_path)
+    assert [folder.name for folder in runs] == names and failed == [tmp_path / "runs" / "Nov21_10-00-00_host"]

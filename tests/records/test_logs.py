@@ -145,10 +145,10 @@ def test_evaluations_are_kept_apart(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("rows", "why"), [((), "it holds no whole line"), (({"a": 1, "b": 2},), "the first line has a, b")]
+    ("rows", "why"), [((), "it holds no whole line"), (({"a": 1, "b": 2},), "the first row has a, b")]
 )
 def test_a_file_without_a_known_metric_is_refused(tmp_path: Path, rows: tuple, why: str) -> None:
-    with pytest.raises(DataError, match="no metric and no token log-probabilities") as caught:
+    with pytest.raises(DataError, match="and no token log-probabilities") as caught:
         read_metrics(lines(tmp_path, *rows))
     assert caught.value.why == why
     assert "old_log_probs" in caught.value.fix

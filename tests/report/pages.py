@@ -10,7 +10,7 @@ from typing import Any
 from tests.diagnostics.histories import completion, history_of
 
 from klamp.doctor.examine import examine
-from klamp.doctor.history import Completion, Row, RunSettings
+from klamp.doctor.history import Completion, Details, Row, RunSettings
 from klamp.report.run import ReportRun
 
 VOID = ("meta", "input", "link", "br")
@@ -105,7 +105,10 @@ def run_of(
     history.source = source
     history.add_completions(completions)
     history.evaluations = [Row(step=step, metrics=metrics) for step, metrics in scores]
-    return ReportRun(name=name, path=f"runs/{name}", diagnosis=examine(history), **details or {})
+    details = details or {}
+    history.config = details.pop("config", {})
+    history.details = Details(versions=details.pop("versions", {}))
+    return ReportRun(name=name, path=f"runs/{name}", diagnosis=examine(history), **details)
 
 
 __all__ = ["Node", "completion", "parse", "run_of"]

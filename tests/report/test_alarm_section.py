@@ -9,8 +9,8 @@ from tests.report.pages import Node, completion, parse, run_of
 from klamp.doctor.alarms import ALARMS
 from klamp.doctor.history import RunSettings
 from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
-from klamp.report.completions import ranked
 from klamp.report.run import ReportRun
+from klamp.report.tokens import ranked
 
 SPIKE = [0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7]
 NOT_LOOKED_AT = "The KL was not looked at{}: no KL to the reference was found in the record."

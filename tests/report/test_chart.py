@@ -7,7 +7,7 @@ import math
 
 from tests.report.pages import Node, parse
 
-from klamp.report.chart import Chart, Line, Mark, Series, describe, key, render_chart, thin
+from klamp.report.charts import Chart, Line, Mark, Series, describe, key, render_chart, thin
 
 STEPS = range(1, 21)
 
@@ -62,8 +62,7 @@ def test_who_cannot_see_it_is_told() -> None:
         marks=[Mark(step=2, number=3, name="kl-spike")],
     )
     assert describe(made) == (
-        "Says. 1 curve. k3: 0 at step 1, 0.25 at step 3; lowest 0, highest 0.5 at step 2. target 0.1. "
-        "Alarm 3, kl-spike, rose at step 2."
+        "Says. k3: 0 at step 1. k3: 0.25 at step 3. target 0.1. Alarm 3, kl-spike, rose at step 2."
     )
     svg = parse(render_chart(made)).one("svg", of="chart")
     assert svg.attributes["role"] == "img"

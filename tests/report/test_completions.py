@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from tests.report.pages import completion, run_of
 
-from klamp.report.completions import LONGEST, Shown, ranked, worst_tokens
+from klamp.report.tokens import LONGEST, Shown, ranked, worst_tokens
 
 
 def ref(size: float) -> dict[str, Any]:

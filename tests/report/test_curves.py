@@ -12,17 +12,20 @@ from klamp.core.controllers import StepController
 from klamp.doctor.history import RunSettings
 from klamp.doctor.metrics import METRICS
 from klamp.report.alarm_section import numbered
-from klamp.report.curves import PLANS, anchor_curves, charts, levels_of
+from klamp.report.charts import TITLES, anchor_curves, charts, levels_of
 from klamp.report.run import OURS
 
 FACTORS = [*STEP_FACTORS]
 STEPPED = {"target_kl": 0.1, "kl_controller": "step", "kl_controller_factors": FACTORS}
 
 
-def test_every_curve_is_a_metric() -> None:
-    names = {name for plan in PLANS for name in plan.curves}
-    assert names <= METRICS.keys()
-    assert len({plan.name for plan in PLANS}) == len(PLANS)
+def test_every_metric_with_a_chart_is_on_the_page_and_a_chart_has_one_unit() -> None:
+    units: dict[str, set[str]] = {}
+    for row in METRICS.values():
+        assert row.shown.keys() <= {"chart", "label", "column"}
+        units.setdefault(row.shown.get("chart", ""), set()).add(row.unit)
+    assert units.keys() - {""} == TITLES.keys() - {"retention", "anchors"}
+    assert all(len(found) == 1 for chart, found in units.items() if chart)
 
 
 def test_one_run_has_all_metrics_of_a_plan_in_one_chart_each_in_its_colour_whatever_else_is_logged() -> None:

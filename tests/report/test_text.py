@@ -10,7 +10,6 @@ from tests.report.pages import parse
 from klamp.report.text import (
     Html,
     count,
-    data_table,
     decoded,
     element,
     escape,
@@ -126,12 +125,9 @@ def test_shown() -> None:
     assert shown("x" * 100) == "x" * 80 + "…(+20)"
 
 
-def test_a_table_escapes_its_texts_and_that_of_a_chart_is_folded_away_with_a_caption_that_can_be_seen() -> None:
+def test_a_table_escapes_its_texts() -> None:
     table = parse(plain_table(["step", "k3"], [["7", "0.12"], ["8", "<b>"]], caption="KL", classes="wide"))
     assert table.one("table").rows() == [["step", "k3"], ["7", "0.12"], ["8", "<b>"]]
     assert [cell.attributes["scope"] for cell in table.one("tbody").all("th")] == ["row", "row"]
     assert table.one("div").attributes["aria-label"] == "Table: KL" and table.one("table").classes == ["wide"]
     assert table.one("caption").classes == ["unseen"]
-    folded = parse(data_table(["step", "k3"], [["7", "0.12"]], caption="KL over steps"))
-    assert "open" not in folded.one("details").attributes
-    assert folded.one("caption").text == "KL over steps" and not folded.one("caption").classes

@@ -6,9 +6,8 @@ import json
 
 from tests.report.pages import Node, completion, parse, run_of
 
-from klamp.report.completions import ranked
 from klamp.report.run import ReportRun
-from klamp.report.tokens import FRAME, PATIENCE, fitting, said, token_section
+from klamp.report.tokens import FRAME, PATIENCE, fitting, ranked, said, token_section
 
 
 def many(count: int) -> ReportRun:

@@ -7,8 +7,7 @@ import math
 
 from tests.report.pages import Node, completion, parse, run_of
 
-from klamp.report.completions import LONGEST, ranked
-from klamp.report.tokens import card, legend, shade
+from klamp.report.tokens import LONGEST, card, legend, ranked, shade
 
 
 def shown(**changes):

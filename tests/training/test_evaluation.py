@@ -22,8 +22,9 @@ from klamp.lab import evaluation
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
 from klamp.lab.evaluation import check_completions, evaluate, probabilities
-from klamp.lab.folders import COMPLETIONS, lines_of
+from klamp.lab.folders import lines_of
 from klamp.lab.tasks import Example, arithmetic_tokenizer
+from klamp.names import COMPLETIONS
 from klamp.scoring.scorer import score
 
 

@@ -17,7 +17,6 @@ from klamp.errors import RunFolderError
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import (
-    CONFIG,
     LOCK,
     check_folder,
     checkpoint_folders,
@@ -29,6 +28,7 @@ from klamp.lab.folders import (
     write_whole,
 )
 from klamp.lab.observers import Observer
+from klamp.names import CONFIG
 
 
 def test_folders_are_numbered_and_never_taken_twice(tmp_path):

@@ -11,7 +11,7 @@ from tests.training.conftest import TINY, rows_of, steps_of, stored, tiny_llama
 
 from klamp.cli.arguments import parse_train
 from klamp.doctor.readers import read_record
-from klamp.doctor.readers.klamp_run import in_force, told
+from klamp.doctor.readers.klamp_run import describe_changes, in_force
 from klamp.errors import ConfigError, RunFolderError
 from klamp.lab import checkpoint
 from klamp.lab.backends import train_run
@@ -107,8 +107,10 @@ def test_the_history_says_what_was_in_force_when():
     assert values["history"] == [{"until": 4, "beta": 0.1}]
     again = with_history(third, values, 6)
     assert [in_force(again, step)["beta"] for step in (1, 4, 5, 6, 7)] == [0.1, 0.1, 0.5, 0.5, 0.2]
-    assert told(again) == {4: "beta 0.1 -> 0.5", 6: "beta 0.5 -> 0.2"}
-    assert told(with_history(third, again, 3)) == {3: "beta 0.1 -> 0.2"}, "the later checkpoints were deleted"
+    assert describe_changes(again) == {4: "beta 0.1 -> 0.5", 6: "beta 0.5 -> 0.2"}
+    assert describe_changes(with_history(third, again, 3)) == {3: "beta 0.1 -> 0.2"}, (
+        "the later checkpoints were deleted"
+    )
     assert with_history(third, again, 8) == again, "a resume that changes nothing adds nothing"
     assert "history" not in with_history(first, values, 4), "taken back before a step was done"
     assert in_force(values | {"history": [{"until": "x", "beta": 3}, 7, {"until": 2, "no_field": 1}]}, 1)["beta"] == 0.5

@@ -17,7 +17,7 @@ from torch.optim import SGD
 from transformers import GenerationConfig
 
 from klamp.core.objective import grpo_loss
-from klamp.doctor.columns import settings_of_run
+from klamp.doctor.metrics import settings_of_run
 from klamp.errors import ConfigError, DataError, KLWarning, ModelError, TrainingStopped
 from klamp.lab.backends import train_run
 from klamp.lab.checkpoint import check_resume

@@ -17,7 +17,7 @@ from klamp.doctor.readers.klamp_run import HISTORY
 from klamp.errors import ConfigError, brief
 from klamp.files import at_home, with_end, yaml_of
 from klamp.lab.config import TrainConfig, section_classes
-from klamp.lab.folders import CONFIG
+from klamp.names import CONFIG
 
 FORM = "one `name: value` per line, for example `beta: 0.01`"
 

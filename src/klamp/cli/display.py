@@ -15,25 +15,11 @@ from rich.table import Table
 from klamp.cli.text import MISSING, number, say, visible
 from klamp.config.describe import describe_controller, describe_kl, describe_movement, describe_teacher
 from klamp.doctor.examine import Finding
+from klamp.doctor.metrics import COLUMNS
 from klamp.lab.config import TrainConfig, reference_kind
 from klamp.lab.observers import SAID_ELSEWHERE, Observer, RunInfo
 from klamp.report.run import ScoreFormat
 
-COLUMNS = {
-    "reward": "reward",
-    "KL k1": "kl/k1",
-    "KL k3": "kl/k3",
-    "exact": "kl/exact",
-    "teacher": "teacher/kl",
-    "over": "kl/over_budget",
-    "beta": "beta",
-    "length": "length/mean",
-    "entropy": "policy/entropy",
-    "clip": "policy/ratio_clipped",
-    "lr": "train/learning_rate",
-    "tok/s": "speed/tokens_per_second",
-}
-"""Heading of a column in the table of steps -> its metric."""
 LEGEND = (
     "KL in nats per token; over: completions past the KL budget; clip: tokens past a ratio bound; "
     "tok/s: sampled and trained"

@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 from klamp.cli.commands import CheckOptions, DoctorOptions, read_command
 from klamp.cli.text import FAILED, say, show_paragraph, show_table
 from klamp.doctor.alarms import check_names
-from klamp.doctor.columns import read_pairs
 from klamp.doctor.examine import Diagnosis, Finding, examine
 from klamp.doctor.history import RunSettings
+from klamp.doctor.metrics import read_pairs
 from klamp.errors import DataError
 from klamp.report.run import judged
 from klamp.report.text import count
@@ -70,8 +70,9 @@ def _synced(path: Path) -> dict[int, SyncReport]:
     from klamp.lab.folders import read_config
 
     if not is_klamp_run(path):
+        why = "the completions are scored again with the checkpoints, which only a klamp run has in one folder"
         fix = "klamp doctor runs/NAME --check-sync; for another trainer, call klamp.check_sync(model, ...)"
-        raise DataError("--check-sync takes the folder of a klamp run", got=str(path), fix=fix)
+        raise DataError("--check-sync takes the folder of a klamp run", got=str(path), why=why, fix=fix)
     return dict(check_completions(read_config(path)[1], path))
 
 
@@ -105,8 +106,7 @@ def _show_sync(reports: Mapping[int, SyncReport]) -> None:
 
 def _show_finding(finding: Finding) -> None:
     alarm, evidence = finding.alarm, finding.evidence
-    since = f"step {finding.first_step}" + (f", and {finding.steps - 1} more" if finding.steps > 1 else "")
-    say(f"\n{alarm.level}: {alarm.name}: {alarm.text} ({since})")
+    say(f"\n{alarm.level}: {alarm.name}: {alarm.text} ({finding.since})")
     show_paragraph(evidence.text, label="seen")
     for rank, cause in enumerate(evidence.causes, start=1):
         show_paragraph(cause, label=f"likely {rank}" if len(evidence.causes) > 1 else "likely")
@@ -138,7 +138,7 @@ def as_object(
         "failed": list(failed),
         "changed": dict(diagnosis.history.changes),
         "cautions": list(diagnosis.history.cautions),
-        "findings": [finding.plain() for finding in diagnosis.findings],
+        "findings": [finding.record for finding in diagnosis.findings],
         "not_checked": dict(diagnosis.unchecked),
         "not_read": dict(diagnosis.history.unread),
         "kl_not_seen": diagnosis.blind,

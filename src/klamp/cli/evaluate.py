@@ -16,8 +16,9 @@ from klamp.errors import ConfigError, KLWarning, RunFolderError
 from klamp.files import at_home, followed
 from klamp.lab.ablate.results import Outcome, retained
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import CONFIG, NAMED, newest_complete, number_of, policy_in, read_config, run_of
+from klamp.lab.folders import NAMED, newest_complete, number_of, policy_in, read_config, run_of
 from klamp.lab.tasks.base import TaskConfig
+from klamp.names import CONFIG
 from klamp.report.run import ScoreFormat
 
 OF_ANY_TASK = ("eval_size", "task_seed")

@@ -11,15 +11,16 @@ from pathlib import Path
 from klamp.cli.commands import ReportOptions, read_command
 from klamp.cli.text import duration, say, show_caution
 from klamp.config.describe import describe_anchors
-from klamp.doctor.columns import as_number
 from klamp.doctor.examine import examine
 from klamp.doctor.history import History
+from klamp.doctor.metrics import as_number
 from klamp.doctor.readers import read_record
-from klamp.doctor.readers.klamp_run import Details, is_klamp_run, read_details, runs_in
+from klamp.doctor.readers.klamp_run import is_klamp_run, runs_in
 from klamp.errors import DataError, RunFolderError
 from klamp.files import followed
 from klamp.lab.ablate.results import read_outcome
 from klamp.lab.folders import read_config
+from klamp.names import COMPLETIONS, METRICS_FILE, TRAINER_STATE
 from klamp.report.page import GENERATOR, render
 from klamp.report.run import ReportRun, judged
 from klamp.report.text import count
@@ -54,7 +55,9 @@ def records(paths: Sequence[Path]) -> list[Path]:
         found += good or [path]
     twice = [str(path) for path in found if found.count(path) > 1]
     if twice:
-        raise DataError("a run is named twice", got=twice[0], fix="name it once")
+        raise DataError(
+            "a run is named twice", got=twice[0], why="the page would show it as two runs", fix="name it once"
+        )
     return found
 
 
@@ -62,20 +65,16 @@ def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
     """The runs, read and diagnosed; a DataError if a record cannot be read."""
     runs: list[ReportRun] = []
     for path, name in zip(paths, names_of(paths), strict=True):
-        history, details = read_record(path), read_details(path)
+        history = read_record(path)
         outcome = read_outcome(path) if is_klamp_run(path) else None
-        measured = {} if outcome is None else outcome.numbers
         runs.append(
             ReportRun(
                 name=name,
                 path=str(path),
                 group=re.sub(r"_seed-\d+$", "", name),  # in a sweep
                 diagnosis=examine(history),
-                config=history.config,
-                said=_said(path, details, history),
-                versions=details.versions,
-                kl_after=measured.get("kl/reverse"),
-                kl_after_sequence=measured.get("kl/reverse_sequence"),
+                said=_said(path, history),
+                outcome={} if outcome is None else outcome.numbers,
             )
         )
     return runs
@@ -88,8 +87,9 @@ def _words(path: Path) -> Sequence[str]:
     return config.model.model, f"{config.task.task}{reward}", describe_anchors(config.kl, config.teacher)
 
 
-def _said(path: Path, details: Details, history: History) -> list[str]:
+def _said(path: Path, history: History) -> list[str]:
     """What a run was, when, and how long its steps took, in words; nothing where its record does not say."""
+    details = history.details
     words = _words(path) if is_klamp_run(path) else details.words
     if not words:
         return []
@@ -103,7 +103,7 @@ def _said(path: Path, details: Details, history: History) -> list[str]:
 
 def names_of(paths: Sequence[Path]) -> list[str]:
     """A short name for each path: its last part, or the whole path if several end alike."""
-    common = ("trainer_state.json", "metrics.jsonl", "completions.jsonl")  # tell no runs apart
+    common = (TRAINER_STATE, METRICS_FILE, COMPLETIONS)  # tell no runs apart
     places = [followed(path.parent if path.name in common and path.parent.name else path) for path in paths]
     names = [place.name for place in places]
     whole = names if len(set(names)) == len(names) else list(map(str, places))

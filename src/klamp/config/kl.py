@@ -16,9 +16,7 @@ from klamp.core.controllers import Controller, FixedController, HoldController, 
 from klamp.core.gradients import check_gradient_choice
 from klamp.core.term import KLTerm
 from klamp.errors import ConfigError, KLWarning, refuse, unknown_name
-
-ALIASES: Mapping[str, str] = {"kl_coef": "beta", "kl_penalty": "beta", "kl_beta": "beta"}
-"""Other names of a field, as other trainers and guides call it."""
+from klamp.names import ALIASES
 
 
 def resolve_aliases(values: Mapping[str, Any], known: set[str], aliases: Mapping[str, str] = ALIASES) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from klamp.config.kl import ALIASES, accepts_aliases
+from klamp.config.kl import accepts_aliases
 from klamp.config.rules import check_server, placement_refusals, unread
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, INSIDE_0_1, check_fields
 from klamp.core.controllers import Schedule, kl_schedule_factor
@@ -19,23 +19,12 @@ from klamp.core.term import KLTerm, OffPolicy, Placement
 from klamp.core.topk import Tail
 from klamp.core.types import Direction, Horizon
 from klamp.errors import KLWarning, Refusal, refuse
+from klamp.names import ALIASES, TEACHER_ALIASES
 
 TeacherKind: TypeAlias = Literal["auto", "frozen", "adapter_off", "ema", "periodic", "live", "remote"]
 TeacherEstimator: TypeAlias = Literal["k1", "k3", "exact", "topk"]
 TeacherHead: TypeAlias = Literal["student", "teacher", "union"]
 
-TEACHER_ALIASES: Mapping[str, str] = {
-    "teacher_kl_coef": "teacher_coef",
-    "distillation_coef": "teacher_coef",
-    "distillation_loss_coef": "teacher_coef",
-    "teacher_model_name_or_path": "teacher_model",
-    "teacher_model_server_url": "teacher_url",
-    "teacher_model_server": "teacher_url",
-    "loss_top_k": "teacher_top_k",
-    "topk_logits_k": "teacher_top_k",
-    "gkd_logits_topk": "teacher_top_k",
-}
-"""Other names of a field, as TRL, verl, ms-swift and NeMo-RL have them."""
 ALL_ALIASES: Mapping[str, str] = {**ALIASES, **TEACHER_ALIASES}
 """Those of the KL's fields too: what stands in a file or on a command line."""
 

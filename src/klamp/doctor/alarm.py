@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Literal, TypeAlias
 
 from klamp.doctor.history import History
+from klamp.names import KL_NAMES
 
 Level: TypeAlias = Literal["alarm", "note"]
 
@@ -23,7 +24,7 @@ class Limit:
     """Its unit and what it applies to; where it comes from, in brackets."""
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Blamed:
     """A token that has a large part in a KL."""
 
@@ -76,18 +77,18 @@ class Alarm:
 
 ALARMS: dict[str, Alarm] = {}
 """Name of an alarm -> the alarm; complete once `klamp.doctor.alarms` is imported."""
-KL = "kl/k3|kl/exact|kl/k1"
+KL = "|".join(KL_NAMES)
 """What most alarms about the KL need: one of these metrics."""
 
 
 def alarm(
-    name: str, *, needs: Sequence[str], limits: Sequence[Limit] = (), level: Level = "alarm"
+    name: str, *, needs: Sequence[str], means: str, do: str, limits: Sequence[Limit] = (), level: Level = "alarm"
 ) -> Callable[[Rule], Rule]:
-    """Make a rule an alarm. Its docstring has three paragraphs: what it finds, what that means, what to do."""
+    """Make a rule an alarm; the first line of its docstring says what it finds, the rest is for readers of the code."""
 
     def register(rule: Rule) -> Rule:
-        text, means, do = (" ".join(part.split()) for part in (rule.__doc__ or "\n\n\n\n").split("\n\n"))
-        text = (text if text[1:2].isupper() else text[:1].lower() + text[1:]).rstrip(".")
+        text = (rule.__doc__ or "").partition("\n")[0].rstrip(".")
+        text = text if text[1:2].isupper() else text[:1].lower() + text[1:]
         ALARMS[name] = Alarm(
             name=name, text=text, means=means, next_step=do, rule=rule, needs=needs, limits=limits, level=level
         )
@@ -135,22 +136,21 @@ def is_beyond(history: History, name: str, value: float, limit: float, *, steps:
     if abs(value) <= limit:
         return False
     deviation = (2 * limit) ** 0.5 if name.endswith("k1") else 2**0.5 * limit
-    return abs(value) > limit + 4 * deviation / (steps * tokens_told(history)) ** 0.5
+    return abs(value) > limit + 4 * deviation / (steps * count_tokens(history)) ** 0.5
 
 
 FEW_TOKENS = 200
 """Tokens of a step whose record tells neither them nor the length of a completion; no step has fewer, mostly."""
 
 
-def tokens_told(history: History) -> float:
+def count_tokens(history: History) -> float:
     """The tokens of the latest step, or the least that its record tells."""
-    rows, last = history.completions.get(history.step, []), history.latest
-    told = sum(len(each.log_ratios()) for each in rows) or last.get("length/mean", 0.0) * (
-        history.settings.prompts or 1
-    )
+    last, prompts = history.latest, history.settings.prompts or 1
+    tokens = sum(len(completion.log_ratios()) for completion in history.written)
+    tokens = tokens or last.get("length/mean", 0.0) * prompts
     if len(history.rows) == 1:  # a running total
-        told = max(told, last.get("length/total", 0.0))
-    return max(told, 1.0) if 0 < told < math.inf else FEW_TOKENS
+        tokens = max(tokens, last.get("length/total", 0.0))
+    return max(tokens, 1.0) if 0 < tokens < math.inf else FEW_TOKENS
 
 
 def noise(*stretches: Sequence[float]) -> float:

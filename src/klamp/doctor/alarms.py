@@ -12,10 +12,6 @@ __all__ = ["ALARMS", "alarms_kl", "alarms_run", "alarms_tokens", "check_names"]
 
 
 def check_names(names: Iterable[str]) -> None:
-    """Refuse names that no alarm has.
-
-    Raises:
-        UnknownNameError: names the nearest alarm.
-    """
+    """Refuse names that no alarm has, with an UnknownNameError that names the nearest."""
     for name in names:
         check_name("alarm", name, ALARMS)

@@ -8,10 +8,11 @@ from itertools import pairwise
 from statistics import fmean, stdev
 
 from klamp.doctor import causes
-from klamp.doctor.alarm import KL, Evidence, Limit, alarm, is_apart, is_beyond, noise, number, tokens_told
+from klamp.doctor.alarm import KL, Evidence, Limit, alarm, count_tokens, is_apart, is_beyond, noise, number
 from klamp.doctor.alarms_run import not_trained
-from klamp.doctor.alarms_tokens import blame
+from klamp.doctor.causes import blame
 from klamp.doctor.history import EARLY, History
+from klamp.names import best_kl
 
 NEGATIVE_STEPS = Limit(20, "steps in a row below 0 (by chance alone, one in a million)")
 NEGATIVE_K1 = Limit(1e-4, "nats per token below 0, their mean (the size of the step-zero limit)")
@@ -74,22 +75,19 @@ RUNAWAY = Limit(
     "negative-k1",
     needs=("kl/k1|kl/k1_sequence|kl/k3",),
     limits=(NEGATIVE_STEPS, NEGATIVE_FEW, NEGATIVE_K1, NEGATIVE_AT_ONCE),
+    means="A KL is never negative if the policy sampled the tokens, and a k3 never is. So another policy sampled them "
+    "(an old sampler, another temperature, top-p), the mask is wrong, or the signs are swapped.",
+    do="Compare the log-probabilities of sampler and trainer on the same tokens; check that the mask covers the "
+    "completion only and that the log-ratio is policy - reference.",
 )
 def negative_k1(history: History) -> Evidence | None:
-    """The KL is negative beyond chance.
-
-    A KL is never negative if the policy sampled the tokens, and a k3 never is. So another policy sampled them (an old
-    sampler, another temperature, top-p), the mask is wrong, or the signs are swapped.
-
-    Compare the log-probabilities of sampler and trainer on the same tokens; check that the mask covers the completion
-    only and that the log-ratio is policy - reference.
-    """
+    """The KL is negative beyond chance."""
     at_once = {"kl/k1": NEGATIVE_AT_ONCE.value, "kl/k3": NEGATIVE_AT_ONCE.value, "kl/k1_sequence": NEGATIVE_COMPLETION}
     for name, limit in at_once.items():
         unit = "completion" if name.endswith("sequence") else "token"
         value = history.latest.get(name, 0.0)
-        if value < -limit and (unit == "completion" or value < -NEGATIVE_COMPLETION / tokens_told(history)):
-            return Evidence(f"{name} is {number(history.latest[name])} nats per {unit} in this step")
+        if value < -limit and (unit == "completion" or value < -NEGATIVE_COMPLETION / count_tokens(history)):
+            return Evidence(f"{name} is {number(value)} nats per {unit} in this step")
     return next(filter(None, (_below_zero(history, name) for name in at_once)), None)
 
 
@@ -104,16 +102,17 @@ def _below_zero(history: History, name: str) -> Evidence | None:
     return Evidence(f"the last {len(values)} values of {name} are below 0, {number(fmean(values))} nats on average")
 
 
-@alarm("k3-far-above-k1", needs=("kl/k1", "kl/k3"), limits=(K3_FAR, FAR_AT_ONCE))
+@alarm(
+    "k3-far-above-k1",
+    needs=("kl/k1", "kl/k3"),
+    limits=(K3_FAR, FAR_AT_ONCE),
+    means="Both estimate the same KL. k3 grows with ref/policy, so a few tokens that the reference finds far likelier "
+    "dominate it: padding or masked tokens, a shift by one, or a vocabulary that the policy has cut.",
+    do="Look at the tokens named here. If they are padding, end tokens or always at the same place, fix the mask; if "
+    "they are real, set kl_max_log_ratio or measure the exact KL.",
+)
 def k3_far_above_k1(history: History) -> Evidence | None:
-    """K3 is far above k1.
-
-    Both estimate the same KL. k3 grows with ref/policy, so a few tokens that the reference finds far likelier dominate
-    it: padding or masked tokens, a shift by one, or a vocabulary that the policy has cut.
-
-    Look at the tokens named here. If they are padding, end tokens or always at the same place, fix the mask; if they
-    are real, set kl_max_log_ratio or measure the exact KL.
-    """
+    """K3 is far above k1."""
     for window, ratio, floor in ((FAR_WINDOW, K3_FAR.value, FAR_FLOOR), (1, FAR_AT_ONCE.value, 1.0)):
         k1, k3 = history.together(window, "kl/k1", "kl/k3")
         if len(k1) < window or not math.isfinite(sum(history.latest.get(x, math.nan) for x in ("kl/k1", "kl/k3"))):
@@ -125,20 +124,21 @@ def k3_far_above_k1(history: History) -> Evidence | None:
             over = f"on average of the last {window}" if window > 1 else "in this step"
             text = f"kl/k3 is {number(fmean(k3))} nats per token {over}, kl/k1 {number(fmean(k1))}"
             exact_text = f", kl/exact {number(fmean(exact))}" if exact else ""
-            return Evidence(text + exact_text, blame(history, history.step))
+            return Evidence(text + exact_text, blame(history))
     return None
 
 
-@alarm("kl-spike", needs=(KL,), limits=(SPIKE, SPIKE_FLOOR))
+@alarm(
+    "kl-spike",
+    needs=(KL,),
+    limits=(SPIKE, SPIKE_FLOOR),
+    means="If the KL stays high, an update moved the policy far: learning rate, extreme rewards or advantages, or no "
+    "gradient clipping. If it is back in the next step, a few tokens caused most of it.",
+    do="Look at the tokens named here and at the step's rewards; if these fell, go back to an earlier checkpoint. If "
+    "the KL stays high, lower the learning rate or max_grad_norm, or raise beta.",
+)
 def kl_spike(history: History) -> Evidence | None:
-    """The KL jumped.
-
-    If the KL stays high, an update moved the policy far: learning rate, extreme rewards or advantages, or no gradient
-    clipping. If it is back in the next step, a few tokens caused most of it.
-
-    Look at the tokens named here and at the step's rewards; if these fell, go back to an earlier checkpoint. If the KL
-    stays high, lower the learning rate or max_grad_norm, or raise beta.
-    """
+    """The KL jumped."""
     prompts = (history.rows[-1].prompts if history.rows else None) or history.settings.prompts or SPIKE_PROMPTS
     exact = history.kl_name() == "kl/exact"
     for stays in (1,) if exact else (1, 2):
@@ -152,7 +152,7 @@ def kl_spike(history: History) -> Evidence | None:
             why = causes.likely_causes(history, causes.last_jump if stays == 1 else causes.learning_rate)
             said = f"{number(max(before))} was the highest of {len(before)} before"
             text = f"{history.kl_name()} jumped to {number(now)} nats per token, {said}"
-            return Evidence(text, blame(history, history.step), why)
+            return Evidence(text, blame(history), why)
     return None
 
 
@@ -162,60 +162,63 @@ def _stands_out(before: Sequence[float], now: float) -> bool:
     return len(logs) < 2 or abs(math.log(max(abs(now), 1e-9)) - fmean(logs)) > SPIKE_ERRORS * noise(logs)
 
 
-@alarm("step-zero-kl", needs=(KL,), limits=(STEP_ZERO, STEP_ZERO_OTHERS))
+@alarm(
+    "step-zero-kl",
+    needs=(KL,),
+    limits=(STEP_ZERO, STEP_ZERO_OTHERS),
+    means="Policy and reference differ before training: dropout, an adapter that is not zero at the start, another "
+    "data type or kernel, other weights, or tokens that only one of them sees.",
+    do="Score one batch twice with the policy (the two must agree), then with the reference. Put both into eval() and "
+    "one dtype; compare tokens, mask and temperature.",
+)
 def step_zero(history: History) -> Evidence | None:
-    """KL is not 0 before the first update.
-
-    Policy and reference differ before training: dropout, an adapter that is not zero at the start, another data type or
-    kernel, other weights, or tokens that only one of them sees.
-
-    Score one batch twice with the policy (the two must agree), then with the reference. Put both into eval() and one
-    dtype; compare tokens, mask and temperature.
-    """
-    names = ("kl/exact", "kl/k1") if history.settings.k3_over_updates else ("kl/k3", "kl/exact", "kl/k1")
-    name, kl = _first_kl(history, names)
+    """KL is not 0 before the first update."""
+    name, kl = _first_kl(history)
     elsewhere = history.settings.other_kernels
-    found = is_beyond(history, name, kl, STEP_ZERO_OTHERS.value) if elsewhere else abs(kl) > STEP_ZERO.value
-    if history.settings.other_reference or not found:
+    differs = is_beyond(history, name, kl, STEP_ZERO_OTHERS.value) if elsewhere else abs(kl) > STEP_ZERO.value
+    if history.settings.other_reference or not differs:
         return None
     text = f"{name} is {kl:.2e} nats per token before the first update and should be about 0"
-    return Evidence(text, blame(history, history.step))
+    return Evidence(text, blame(history))
 
 
-@alarm("reference-differs", needs=("kl/k3|kl/exact",), limits=(REFERENCE_DIFFERS,))
+@alarm(
+    "reference-differs",
+    needs=(KL,),
+    limits=(REFERENCE_DIFFERS,),
+    means="The reference is not the model that training starts from (an older checkpoint, a wrong path, another chat "
+    "template or precision), so the KL pulls the policy away from its own start.",
+    do="Check the path of the reference. Leave it out to hold the policy where it starts; if the distance is "
+    "intended, set target_kl above it.",
+)
 def reference_differs(history: History) -> Evidence | None:
-    """The chosen reference is far from the model that is trained.
-
-    The reference is not the model that training starts from (an older checkpoint, a wrong path, another chat template
-    or precision), so the KL pulls the policy away from its own start.
-
-    Check the path of the reference. Leave it out to hold the policy where it starts; if the distance is intended, set
-    target_kl above it.
-    """
-    name, kl = _first_kl(history, ("kl/exact", "kl/k3"))
+    """The chosen reference is far from the model that is trained."""
+    name, kl = _first_kl(history)
     limit = REFERENCE_DIFFERS.value
     if not history.settings.other_reference or not kl > limit:
         return None
     if name != "kl/exact" and not is_beyond(history, name, kl, limit):
         return None
     text = f"{name} is {number(kl)} nats per token to the chosen reference, before the first update"
-    return Evidence(text, blame(history, history.step))
+    return Evidence(text, blame(history))
 
 
-@alarm("detached-reference", needs=(KL,), limits=(DETACHED, STILL, FELL))
+@alarm(
+    "detached-reference",
+    needs=(KL,),
+    limits=(DETACHED, STILL, FELL),
+    means="Nothing trains the policy; the reference follows it (shared weights, an adapter that stays on); a resume "
+    "made the checkpoint the reference; or the sampler is another model than the scored one.",
+    do="After a resume, load the model that training started from as the reference. Else change one weight of the "
+    "policy by hand: the reference's log-probabilities must not move, the sampler's must.",
+)
 def detached_reference(history: History) -> Evidence | None:
-    """The KL is about 0 although the policy should have moved.
-
-    Nothing trains the policy; the reference follows it (shared weights, an adapter that stays on); a resume made the
-    checkpoint the reference; or the sampler is another model than the scored one.
-
-    After a resume, load the model that training started from as the reference. Else change one weight of the policy by
-    hand: the reference's log-probabilities must not move, the sampler's must.
-    """
+    """The KL is about 0 although the policy should have moved."""
     if (vanished := _vanished(history)) is not None:
         return vanished
-    window = DETACHED_WINDOW
-    name = _kl_to_the_start(history)
+    window, settings, name = DETACHED_WINDOW, history.settings, history.kl_name()
+    if settings.moving_reference or settings.other_reference:
+        name = best_kl(history.latest, ["kl/k3_original"] if settings.moving_reference else [])
     if not name or not history.penalized or len(history.rows) < 20 or not_trained(history):
         return None
     moves = [x for x in ("train/learning_rate", "train/grad_norm") if history.latest.get(x, 0.0) > 0]
@@ -224,7 +227,7 @@ def detached_reference(history: History) -> Evidence | None:
     kl, length = history.last(name, window), history.last("length/mean", window)
     curve = history.last("reward", EARLY)
     if min(map(len, (before, now, kl))) < window or not is_apart(before, now, errors=DETACHED_ERRORS, curve=curve):
-        still, equal = (history.last(each, int(STILL.value)) for each in (name, "groups/saturated"))
+        still, equal = (history.last(metric, int(STILL.value)) for metric in (name, "groups/saturated"))
         if len(still) < STILL.value or any(still) or min(equal, default=0.0) == 1:
             return None
         said = [f"the last {len(still)} values of {name} are exactly 0"]
@@ -232,13 +235,13 @@ def detached_reference(history: History) -> Evidence | None:
         return Evidence(", ".join(said), causes=why)
     reward_range = max(1.0, 2 * max(map(abs, (*before, *now))))
     least = 2 * ((fmean(now) - fmean(before)) / reward_range) ** 2
-    seen = abs(fmean(kl)) * (fmean(length) if length else 1.0)
+    distance = abs(fmean(kl)) * (fmean(length) if length else 1.0)
     if max(map(abs, history.last(name, 20))) * (fmean(length) if length else 1.0) >= DETACHED.value * least:
         return None
     return Evidence(
         f"the reward went from {number(fmean(before))} to {number(fmean(now))}, which takes at least "
         f"{number(least)} nats per completion on like prompts, if rewards differ by {number(reward_range)} at most; "
-        f"the KL is {number(seen)}{'' if length else ' per token'}",
+        f"the KL is {number(distance)}{'' if length else ' per token'}",
         causes=why,
     )
 
@@ -271,46 +274,45 @@ def is_reset(history: History) -> bool:
     return abs(gaps[0] - gaps[1]) <= 1 or (len(gaps) > 2 and gaps[0] < gaps[1])  # a record may begin between two
 
 
-def _kl_to_the_start(history: History) -> str:
-    """The KL to the model that training started from, where the run logs it; else empty."""
-    if history.settings.moving_reference:
-        return "kl/k3_original" if "kl/k3_original" in history.latest else ""
-    return "" if history.settings.other_reference else history.kl_name()
+def _first_kl(history: History) -> tuple[str, float]:
+    """The KL before the first update and its name, while that is the latest step; else 0."""
+    settings = history.settings
+    if len(history.rows) > 1 or history.step > 1 or settings.steps_counted:
+        return "", 0.0
+    after_updates = "kl/k3" if settings.k3_over_updates else ""
+    name = best_kl(history.latest.keys() - {after_updates})
+    return name, history.latest.get(name, 0.0)
 
 
-def _first_kl(history: History, names: Sequence[str]) -> tuple[str, float]:
-    """The first of these metrics that was logged before the first update, while that is the latest step; else 0."""
-    starts = len(history.rows) == 1 and history.rows[0].step <= 1 and not history.settings.steps_counted
-    first = history.latest if starts else {}
-    return next(((name, first[name]) for name in names if name in first), ("", 0.0))
-
-
-@alarm("kl-far", needs=(KL, "length/mean"), limits=(FAR, FAR_COMPLETION))
+@alarm(
+    "kl-far",
+    needs=(KL, "length/mean"),
+    limits=(FAR, FAR_COMPLETION),
+    means="The average token is at least e times likelier under the policy than under the reference, unless a few "
+    "tokens dominate a k3. Mostly the policy gave up its language: words repeat, other skills are lost.",
+    do="Read completions, and ask the policy something else than the task. Lower the learning rate, raise beta, or "
+    "hold a target_kl.",
+)
 def kl_far(history: History) -> Evidence | None:
-    """The policy is far from its reference.
-
-    The average token is at least e times likelier under the policy than under the reference, unless a few tokens
-    dominate a k3. Mostly the policy gave up its language: words repeat, other skills are lost.
-
-    Read completions, and ask the policy something else than the task. Lower the learning rate, raise beta, or hold a
-    target_kl.
-    """
+    """The policy is far from its reference."""
     kl, length = _settled(history, FAR_STEPS), history.last("length/mean", FAR_STEPS)
     if kl is None or not length or kl <= FAR.value or kl * fmean(length) <= FAR_COMPLETION.value:
         return None
     whole = number(kl * fmean(length))
     text = f"the KL is {number(kl)} nats per token, {whole} per completion, {MIDDLE}"
-    return Evidence(text, blame(history, history.step), causes.why_far(history))
+    return Evidence(text, blame(history), causes.why_far(history))
 
 
-@alarm("kl-growing", needs=(KL, "reward"), limits=(GROWING,))
+@alarm(
+    "kl-growing",
+    needs=(KL, "reward"),
+    limits=(GROWING,),
+    means="The policy moves away and gains nothing. Mostly the optimizer adds up noise, or the reward is at its "
+    "maximum.",
+    do="End the run at the step where the reward stopped rising, lower the learning rate, or hold a target_kl.",
+)
 def kl_growing(history: History) -> Evidence | None:
-    """The KL goes on growing, and the reward does not.
-
-    The policy moves away and gains nothing. Mostly the optimizer adds up noise, or the reward is at its maximum.
-
-    End the run at the step where the reward stopped rising, lower the learning rate, or hold a target_kl.
-    """
+    """The KL goes on growing, and the reward does not."""
     name, (kl, reward) = history.kl_name(), history.together(30, history.kl_name(), "reward")
     if len(kl) < 30 or fmean(kl[20:]) < GROWING_FLOOR:
         return None
@@ -328,32 +330,36 @@ def kl_growing(history: History) -> Evidence | None:
     )
 
 
-@alarm("kl-high", needs=(KL,), limits=(HIGH,), level="note")
+@alarm(
+    "kl-high",
+    needs=(KL,),
+    limits=(HIGH,),
+    level="note",
+    means="The GRPO tutorial takes it for drifting too much (docs/sources.md). Alone it proves nothing: a language "
+    "model was best at 0.5 and kept its other skills; digits are learned at 0.1.",
+    do="Read completions and look at the retained skills. If both are well, leave it.",
+)
 def kl_high(history: History) -> Evidence | None:
-    """KL above 0.2, a tutorial's warning sign.
-
-    The GRPO tutorial takes it for drifting too much (docs/sources.md). Alone it proves nothing: a language model was
-    best at 0.5 and kept its other skills; digits are learned at 0.1.
-
-    Read completions and look at the retained skills. If both are well, leave it.
-    """
+    """KL above 0.2, a tutorial's warning sign."""
     kl = _settled(history, 5)
     return Evidence(f"the KL is {number(kl)} nats per token, {MIDDLE}") if kl is not None and kl > HIGH.value else None
 
 
-@alarm("kl-low", needs=(KL,), limits=(LOW,), level="note")
+@alarm(
+    "kl-low",
+    needs=(KL,),
+    limits=(LOW,),
+    level="note",
+    means="The policy is near the reference after 20 steps. That is right if the reward is high or a KL holds the "
+    "policy; else the updates are small.",
+    do="Look at the reward. If it stands still, raise the learning rate or lower beta.",
+)
 def kl_low(history: History) -> Evidence | None:
-    """KL below 0.01, a tutorial's sign of not learning enough.
-
-    The policy is near the reference after 20 steps. That is right if the reward is high or a KL holds the policy; else
-    the updates are small.
-
-    Look at the reward. If it stands still, raise the learning rate or lower beta.
-    """
+    """KL below 0.01, a tutorial's sign of not learning enough."""
     kl = _settled(history, 20)
-    if kl is None or abs(kl) >= LOW.value:
-        return None
-    return Evidence(f"the KL is {number(kl)} nats per token, {MIDDLE}")
+    return (
+        Evidence(f"the KL is {number(kl)} nats per token, {MIDDLE}") if kl is not None and abs(kl) < LOW.value else None
+    )
 
 
 MIDDLE = "mean of the last 5 but the largest"
@@ -365,16 +371,17 @@ def _settled(history: History, steps: int) -> float | None:
     return fmean(sorted(values)[:-1]) if len(values) == 5 else None
 
 
-@alarm("beta-runaway", needs=("beta", "beta/price", "kl/k3_sequence", "reward"), limits=(RUNAWAY,))
+@alarm(
+    "beta-runaway",
+    needs=("beta", "beta/price", "kl/k3_sequence", "reward"),
+    limits=(RUNAWAY,),
+    means="A schedule or a controller raised beta: the target is below what the reward needs, or the KL does not "
+    "react to beta. The pull to the reference exceeds the advantages, and the policy may lose what it learned.",
+    do="Raise target_kl to the KL at which the reward had risen, fix beta, or bound it (beta_max); `klamp explain` "
+    "says whether the target can be reached.",
+)
 def beta_runaway(history: History) -> Evidence | None:
-    """Beta grew until the KL outweighs the reward.
-
-    A schedule or a controller raised beta: the target is below what the reward needs, or the KL does not react to beta.
-    The pull to the reference exceeds the advantages, and the policy may lose what it learned.
-
-    Raise target_kl to the KL at which the reward had risen, fix beta, or bound it (beta_max); `klamp explain` says
-    whether the target can be reached.
-    """
+    """Beta grew until the KL outweighs the reward."""
     betas, prices, kls, rewards = history.together(RUNAWAY_WINDOW, "beta", "beta/price", "kl/k3_sequence", "reward")
     start = next((value for value in history.first("beta", EARLY) if value > 0), None)
     if len(betas) < RUNAWAY_WINDOW or start is None:

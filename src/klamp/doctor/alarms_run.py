@@ -44,28 +44,27 @@ MORE_TRUNCATED = Limit(
 )
 
 
-@alarm("huge-values", needs=("|".join((*WATCHED, "completions")),), limits=(HUGE,))
+@alarm(
+    "huge-values",
+    needs=("|".join((*WATCHED, "completions")),),
+    limits=(HUGE,),
+    means="A large KL or gradient has exploded: k3 is exponential in how far a token is below the reference. Gradient "
+    "clipping then hides it. A nan may also be a mean over nothing.",
+    do="Find the first step. Lower the learning rate, bound the log-ratio, compute the ratio in float32, check that "
+    "the same tokens reach both models.",
+)
 def huge_values(history: History) -> Evidence | None:
-    """Values of a thousand and more, or not finite.
-
-    A large KL or gradient has exploded: k3 is exponential in how far a token is below the reference. Gradient clipping
-    then hides it. A nan may also be a mean over nothing.
-
-    Find the first step. Lower the learning rate, bound the log-ratio, compute the ratio in float32, check that the same
-    tokens reach both models.
-    """
-    found = {
+    """Values of a thousand and more, or not finite."""
+    values = {
         name: value
         for name, value in history.latest.items()
         if not math.isfinite(value) or (name in WATCHED and abs(value) >= HUGE.value)
     }
-    said = [f"{name} is {value:.1e}" for name, value in found.items()]
+    said = [f"{name} is {value:.1e}" for name, value in values.items()]
     lost = sum(
-        on and (any(map(math.isinf, numbers)) or (each.trained is not None and any(map(math.isnan, numbers[:2]))))
-        for each in history.completions.get(history.step, [])
-        for on, *numbers in zip(
-            each.is_trained, each.policy, each.ref or each.policy, each.sampler or each.policy, strict=True
-        )
+        on and (any(map(math.isinf, x)) or (row.trained is not None and any(map(math.isnan, x[:2]))))
+        for row in history.written
+        for on, *x in zip(row.is_trained, row.policy, row.ref or row.policy, row.sampler or row.policy, strict=True)
     )
     if lost:
         said.append(f"{lost} trained {'token has' if lost == 1 else 'tokens have'} no finite log-probability")
@@ -85,17 +84,20 @@ def _broken_before(history: History) -> list[str]:
     ]
 
 
-@alarm("not-trained", needs=("train/grad_norm|train/learning_rate|completions",), limits=(IDLE,))
+@alarm(
+    "not-trained",
+    needs=("train/grad_norm|train/learning_rate|completions",),
+    limits=(IDLE,),
+    means="The learning rate is 0, the gradient is 0, or no token counts.",
+    do="Print the learning rate, the parameters with requires_grad and their gradients, and the sum of the loss mask, "
+    "in one step.",
+)
 def not_trained(history: History) -> Evidence | None:
-    """Nothing trains the policy.
-
-    The learning rate is 0, the gradient is 0, or no token counts.
-
-    Print the learning rate, the parameters with requires_grad and their gradients, and the sum of the loss mask, in one
-    step.
-    """
-    written = [each for step in sorted(history.completions)[-WRITTEN:] for each in history.completions[step]]
-    if len(history.completions) >= WRITTEN and not any(any(each.is_trained) for each in written):
+    """Nothing trains the policy."""
+    written = [
+        completion for step in sorted(history.completions)[-WRITTEN:] for completion in history.completions[step]
+    ]
+    if len(history.completions) >= WRITTEN and not any(any(completion.is_trained) for completion in written):
         text = f"no token of the last {len(written)} completions that were kept is trained on"
         return Evidence(text, (), [MASKED if all(x.ended is False for x in written) else "the loss mask is empty"])
     rate, gradient = (_idle(history, name) for name in ("train/learning_rate", "train/grad_norm"))
@@ -136,20 +138,20 @@ def _idle(history: History, name: str) -> str:
     return f"all {len(values)} steps" if whole else ""
 
 
-@alarm("advantage-scale", needs=("reward_std|advantage/max|completions",), limits=(ADVANTAGE, NOISE))
+@alarm(
+    "advantage-scale",
+    needs=("reward_std|advantage/max|completions",),
+    limits=(ADVANTAGE, NOISE),
+    means="The policy gradient is as large as the advantages. Causes: a reward that is not of order 1, a division by "
+    "a standard deviation that is only rounding, or a critic. beta then has another meaning.",
+    do="Print rewards and advantages of one group. Scale the reward to order 1, give groups without variance the "
+    "advantage 0, or leave the division out (scale_rewards='none').",
+)
 def advantage_scale(history: History) -> Evidence | None:
-    """Advantages are out of scale.
-
-    The policy gradient is as large as the advantages. Causes: a reward that is not of order 1, a division by a standard
-    deviation that is only rounding, or a critic. beta then has another meaning.
-
-    Print rewards and advantages of one group. Scale the reward to order 1, give groups without variance the advantage
-    0, or leave the division out (scale_rewards='none').
-    """
+    """Advantages are out of scale."""
     last = history.latest
     largest = max((abs(last[name]) for name in ("advantage/max", "advantage/min") if name in last), default=0.0)
-    rows = [each for each in history.completions.get(history.step, []) if each.advantage is not None]
-    largest = max([largest, *(abs(each.advantage or 0.0) for each in rows)])
+    largest = max([largest, *(abs(completion.advantage or 0.0) for completion in history.written)])
     if largest > ADVANTAGE.value:
         return Evidence(f"an advantage of {number(largest)}")
     spread, active = last.get("reward_std", 0.0), 1 - last.get("groups/saturated", 1.0)
@@ -163,15 +165,15 @@ def advantage_scale(history: History) -> Evidence | None:
     return None
 
 
-@alarm("dr-grpo-with-kl", needs=("settings.loss_type", "settings.verifier"))
+@alarm(
+    "dr-grpo-with-kl",
+    needs=("settings.loss_type", "settings.verifier"),
+    means="Dr. GRPO leaves the KL out: a rule is right however far the policy moves, so the KL only holds the policy "
+    "back, and it is one more source of large gradients.",
+    do="Set beta to 0, or say why the skills of the reference must be kept and watch them.",
+)
 def dr_grpo_with_kl(history: History) -> Evidence | None:
-    """A KL under dr_grpo with a rule-based verifier.
-
-    Dr. GRPO leaves the KL out: a rule is right however far the policy moves, so the KL only holds the policy back, and
-    it is one more source of large gradients.
-
-    Set beta to 0, or say why the skills of the reference must be kept and watch them.
-    """
+    """A KL under dr_grpo with a rule-based verifier."""
     settings = history.settings
     if settings.loss_type != "dr_grpo" or settings.verifier != "rules" or not history.penalized:
         return None
@@ -180,15 +182,16 @@ def dr_grpo_with_kl(history: History) -> Evidence | None:
     return Evidence(f"loss_type is dr_grpo, {said}, the reward is a rule's")
 
 
-@alarm("retention", needs=("evaluations",), limits=(DROPPED,))
+@alarm(
+    "retention",
+    needs=("evaluations",),
+    limits=(DROPPED,),
+    means="Another skill: mostly old knowledge is forgotten, and the forward KL on the new task predicts it (arXiv "
+    "2509.04259). The task itself: mostly the policy games the reward or learns its prompts by heart.",
+    do="Raise beta or lower target_kl, train fewer steps, or mix the old skill into the prompts.",
+)
 def retention(history: History) -> Evidence | None:
-    """A held-out score fell.
-
-    Another skill: mostly old knowledge is forgotten, and the forward KL on the new task predicts it (arXiv 2509.04259).
-    The task itself: mostly the policy games the reward or learns its prompts by heart.
-
-    Raise beta or lower target_kl, train fewer steps, or mix the old skill into the prompts.
-    """
+    """A held-out score fell."""
     if len(history.evaluations) < 2:
         return None
     before, now = history.evaluations[0].metrics, history.evaluations[-1].metrics
@@ -211,15 +214,16 @@ def _noise(skill: str, history: History) -> float:
     return 3 * math.sqrt(2 * share * (1 - share) / (size or FEW_EXAMPLES)) if 0 <= share <= 1 else 0.0
 
 
-@alarm("reward-collapse", needs=("reward",), limits=(COLLAPSE,))
+@alarm(
+    "reward-collapse",
+    needs=("reward",),
+    limits=(COLLAPSE,),
+    means="Mostly the learning rate is too high: the policy left what it knew within a few steps, and if no "
+    "completion earns anything, nothing brings it back. Harder prompts, or another reward, look the same.",
+    do="Go back to a checkpoint from before the fall. Lower the learning rate first; then hold the KL (target_kl).",
+)
 def reward_collapse(history: History) -> Evidence | None:
-    """The reward collapsed.
-
-    Mostly the learning rate is too high: the policy left what it knew within a few steps, and if no completion earns
-    anything, nothing brings it back. Harder prompts, or another reward, look the same.
-
-    Go back to a checkpoint from before the fall. Lower the learning rate first; then hold the KL (target_kl).
-    """
+    """The reward collapsed."""
     return next(filter(None, (_fallen(history, window) for window in COLLAPSE_WINDOWS)), None)
 
 
@@ -239,16 +243,17 @@ def _fallen(history: History, window: int) -> Evidence | None:
     )
 
 
-@alarm("repetition", needs=("length/repeated",), limits=(REPEATED, MORE_REPEATED))
+@alarm(
+    "repetition",
+    needs=("length/repeated",),
+    limits=(REPEATED, MORE_REPEATED),
+    means="Mostly the policy has collapsed into a word or a phrase that the reward likes; if its entropy is gone too, "
+    "sampling finds no way out.",
+    do="Go back to an earlier checkpoint. Let the reward count a thing once, raise beta or hold a target_kl, and "
+    "watch prompts that are not of the task.",
+)
 def repetition(history: History) -> Evidence | None:
-    """Completions repeat themselves.
-
-    Mostly the policy has collapsed into a word or a phrase that the reward likes; if its entropy is gone too, sampling
-    finds no way out.
-
-    Go back to an earlier checkpoint. Let the reward count a thing once, raise beta or hold a target_kl, and watch
-    prompts that are not of the task.
-    """
+    """Completions repeat themselves."""
     start, now = history.first("length/repeated", 5), history.last("length/repeated", 5)
     if min(len(start), len(now)) < 5 or fmean(now) < REPEATED.value:
         return None
@@ -263,15 +268,16 @@ def repetition(history: History) -> Evidence | None:
     )
 
 
-@alarm("saturated", needs=("groups/saturated",), limits=(SATURATED,))
+@alarm(
+    "saturated",
+    needs=("groups/saturated",),
+    limits=(SATURATED,),
+    means="Advantages to a group's mean are 0: the reward has no gradient, and only a KL and noise move the policy.",
+    do="If the task is learned, end here. If all completions fail, make the task easier or fix the reward; if all say "
+    "the same, go back and hold the KL.",
+)
 def saturated(history: History) -> Evidence | None:
-    """Nothing is left to learn from the reward: it is equal within groups.
-
-    Advantages to a group's mean are 0: the reward has no gradient, and only a KL and noise move the policy.
-
-    If the task is learned, end here. If all completions fail, make the task easier or fix the reward; if all say the
-    same, go back and hold the KL.
-    """
+    """Nothing is left to learn from the reward: it is equal within groups."""
     steps = max(SATURATED_STEPS, math.ceil(SATURATED_GROUPS / (history.settings.prompts or SATURATED_GROUPS)))
     values = history.last("groups/saturated", steps)
     if len(values) < steps or fmean(values) < SATURATED.value:
@@ -295,16 +301,17 @@ def _why_saturated(history: History, rewards: list[float]) -> list[str]:
     return ["completions of a prompt earn the same: learned (end the run, or take harder prompts), failed, or gamed"]
 
 
-@alarm("truncated", needs=("length/truncated",), limits=(TRUNCATED, MORE_TRUNCATED))
+@alarm(
+    "truncated",
+    needs=("length/truncated",),
+    limits=(TRUNCATED, MORE_TRUNCATED),
+    means="The reward judges unfinished answers, unless they are left out, and the KL misses what would have "
+    "followed. Completions grew, or the limit was too low from the start.",
+    do="Read some. If they grow by filler, fix the reward; if answers need the room, raise max_completion_length, or "
+    "leave such completions out (mask_truncated_completions).",
+)
 def truncated(history: History) -> Evidence | None:
-    """Many completions are cut at the length limit.
-
-    The reward judges unfinished answers, unless they are left out, and the KL misses what would have followed.
-    Completions grew, or the limit was too low from the start.
-
-    Read some. If they grow by filler, fix the reward; if answers need the room, raise max_completion_length, or leave
-    such completions out (mask_truncated_completions).
-    """
+    """Many completions are cut at the length limit."""
     curve, pays = history.last("length/truncated", EARLY), history.last("length/reward_correlation", 5)
     start, now = history.first("length/truncated", 5), curve[-5:]
     if len(now) < 5 or fmean(now) <= TRUNCATED.value or (pays and fmean(pays) >= PAYS.value):

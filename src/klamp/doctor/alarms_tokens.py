@@ -1,4 +1,4 @@
-"""The alarms about single tokens, the sampler and a teacher, and the search for the tokens to blame for a KL."""
+"""The alarms about single tokens, the sampler and a teacher."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import math
 from collections.abc import Mapping
 from statistics import fmean
 
-from klamp.doctor.alarm import Blamed, Evidence, Limit, alarm, is_apart, is_beyond, least_and_most, number
-from klamp.doctor.history import Completion, History, Side, k3
+from klamp.doctor.alarm import Evidence, Limit, alarm, is_apart, is_beyond, least_and_most, number
+from klamp.doctor.causes import MANY, blame
+from klamp.doctor.history import Completion, History
 
-MANY = 5
 MISMATCH = Limit(0.01, "nats per token, k1 or k3 (seen in the field: healthy about .002)")
 PROMPT = Limit(1, "token that the model did not write")
 END_TOKEN = Limit(0.5, "of the completions that ended, their last token left out of the loss")
@@ -24,97 +24,70 @@ COURSE, START_LIKE = 20, 1.5
 """Steps over which the distances of sampler and reference are compared, and how many times they differ at most."""
 
 
-def blame(history: History, step: int, *, against: Side = "ref") -> list[Blamed]:
-    """The tokens with most of the k3 among the completions that were written in a step, or in the nearest one."""
-    if not history.completions:
-        return []
-    nearest = min(history.completions, key=lambda written: abs(written - step))
-    found: dict[tuple[str, int, float, float], list[tuple[float, int]]] = {}
-    for index, each in enumerate(history.completions[nearest]):
-        other = (each.ref if against == "ref" else each.sampler) or ()
-        for position, delta in each.log_ratios(against):
-            token = (str(each.tokens[position]), position, each.policy[position], other[position])
-            found.setdefault(token, []).append((k3(delta), index))
-    sums = {token: sum(value for value, _ in seen) for token, seen in found.items()}
-    return [
-        Blamed(
-            step=nearest,
-            completion=found[token][0][1],
-            position=token[1],
-            token=token[0],
-            policy_logprob=token[2],
-            other_logprob=token[3],
-            share=sums[token] / sum(sums.values()),
-        )
-        for token in sorted(sums, key=lambda token: -sums[token])[:MANY]
-        if sums[token] > 0
-    ]
-
-
-@alarm("mask-on-prompt", needs=("completions", "sampler_logprobs"), limits=(PROMPT,))
+@alarm(
+    "mask-on-prompt",
+    needs=("completions", "sampler_logprobs"),
+    limits=(PROMPT,),
+    means="Prompt tokens or a tool's answers are trained on: they get the group's advantage and a KL, though the "
+    "policy did not choose them.",
+    do="Decode one sequence with its mask. The mask must begin at the first token of the completion.",
+)
 def mask_on_prompt(history: History) -> Evidence | None:
-    """The loss mask covers tokens that the model did not write.
-
-    Prompt tokens or a tool's answers are trained on: they get the group's advantage and a KL, though the policy did not
-    choose them.
-
-    Decode one sequence with its mask. The mask must begin at the first token of the completion.
-    """
-    rows = history.completions.get(history.step, [])
+    """The loss mask covers tokens that the model did not write."""
     wrong: list[tuple[list[int], int, Completion]] = []
-    for index, each in enumerate(rows):
-        pairs = zip(each.is_trained, each.is_sampled, strict=True)
+    for index, completion in enumerate(history.written):
+        pairs = zip(completion.is_trained, completion.is_sampled, strict=True)
         positions = [i for i, (trained, sampled) in enumerate(pairs) if trained and not sampled]
-        wrong += [(positions, index, each)] if positions else []
+        wrong += [(positions, index, completion)] if positions else []
     if not wrong:
         return None
-    positions, index, each = wrong[0]
-    shown = " ".join(repr(str(each.tokens[i])) for i in positions[:MANY])
+    positions, index, completion = wrong[0]
+    shown = " ".join(repr(str(completion.tokens[i])) for i in positions[:MANY])
     return Evidence(
-        f"in {len(wrong)} of {len(rows)} sequences; {len(positions)} in sequence {index} alone, from position "
-        f"{positions[0]}: {shown}"
+        f"in {len(wrong)} of {len(history.written)} sequences; {len(positions)} in sequence {index} alone, from "
+        f"position {positions[0]}: {shown}"
     )
 
 
-@alarm("end-token-lost", needs=("completions",), limits=(END_TOKEN,))
+@alarm(
+    "end-token-lost",
+    needs=("completions",),
+    limits=(END_TOKEN,),
+    means="The reward does not teach the model when to stop, so length may drift. Common if the end token is also the "
+    "padding token and the mask is made by comparing with it.",
+    do="Make the mask from lengths, and let it include the first end token.",
+)
 def end_token_lost(history: History) -> Evidence | None:
-    """The loss mask leaves out the end token.
-
-    The reward does not teach the model when to stop, so length may drift. Common if the end token is also the padding
-    token and the mask is made by comparing with it.
-
-    Make the mask from lengths, and let it include the first end token.
-    """
-    rows = [each for each in history.completions.get(history.step, []) if each.ended is not False]
-    rows = [each for each in rows if any(each.is_trained) and any(each.is_sampled)]
-    lost = [each for each in rows if not each.is_trained[_last_written(each)]]
-    if not lost or len(lost) <= END_TOKEN.value * len(rows):
+    """The loss mask leaves out the end token."""
+    lost, ended = list[str](), 0
+    for completion in history.written:
+        written = [i for i, sampled in enumerate(completion.is_sampled) if sampled]
+        if completion.ended is not False and written and any(completion.is_trained):
+            ended += 1
+            lost += [] if completion.is_trained[written[-1]] else [str(completion.tokens[written[-1]])]
+    if not lost or len(lost) <= END_TOKEN.value * ended:
         return None
-    token = lost[0].tokens[_last_written(lost[0])]
-    return Evidence(f"in {len(lost)} of {len(rows)} completions the last token ({str(token)!r}) is not trained on")
+    return Evidence(f"in {len(lost)} of {ended} completions the last token ({lost[0]!r}) is not trained on")
 
 
-def _last_written(row: Completion) -> int:
-    return max(i for i, sampled in enumerate(row.is_sampled) if sampled)
-
-
-@alarm("sampler-mismatch", needs=("sampler/k3|sampler/k1|sampler/abs",), limits=(MISMATCH, OTHER_KERNELS))
+@alarm(
+    "sampler-mismatch",
+    needs=("sampler/k3|sampler/k1|sampler/abs",),
+    limits=(MISMATCH, OTHER_KERNELS),
+    means="The sampling model is not the scored one: weights or an adapter not synced, other kernels or data types, "
+    "top-p or top-k, another temperature or prompt. Every estimate assumes that the policy sampled.",
+    do="Look at both k1 and k3: k1 can cancel where k3 shows a single bad token. Sync the weights, sample from the "
+    "whole distribution, or correct for the difference (kl_off_policy).",
+)
 def sampler_mismatch(history: History) -> Evidence | None:
-    """Sampler and trainer disagree about the sampled tokens.
-
-    The sampling model is not the scored one: weights or an adapter not synced, other kernels or data types, top-p or
-    top-k, another temperature or prompt. Every estimate assumes that the policy sampled.
-
-    Look at both k1 and k3: k1 can cancel where k3 shows a single bad token. Sync the weights, sample from the whole
-    distribution, or correct for the difference (kl_off_policy).
-    """
+    """Sampler and trainer disagree about the sampled tokens."""
     sizes = _sizes(history.latest)
     if not any(_beyond_chance(history, name) for name in sizes):
         return None
-    seen = {name: history.last(name, 2 * STEADY) for name in sizes}
-    means = {name: f" ({number(fmean(x))}, mean of {len(x)})" if len(x) > 1 else "" for name, x in seen.items()}
+    curves = {name: history.last(name, 2 * STEADY) for name in sizes}
+    means = {name: f" ({number(fmean(x))}, mean of {len(x)})" if len(x) > 1 else "" for name, x in curves.items()}
     text = ", ".join(f"{name} is {number(history.latest[name])}{mean}" for name, mean in means.items())
-    tokens = blame(history, history.step, against="sampler")
+    tokens = blame(history, against="sampler")
     return Evidence(f"{text} nats per token", tokens, causes=causes_of(history))
 
 
@@ -124,21 +97,21 @@ def _beyond_chance(history: History, name: str) -> bool:
     ranges = [least_and_most(values[-steps:]) for steps in (2 * STEADY, 4 * STEADY) if len(values) >= steps]
     if any(least > MISMATCH.value or most < -MISMATCH.value for least, most in ranges):
         return True
-    seen, limit = (values, MISMATCH.value) if len(values) < STEADY else (values[-1:], OTHER_KERNELS.value)
-    return bool(seen) and is_beyond(history, name, fmean(seen), limit, steps=len(seen))
+    latest, limit = (values, MISMATCH.value) if len(values) < STEADY else (values[-1:], OTHER_KERNELS.value)
+    return bool(latest) and is_beyond(history, name, fmean(latest), limit, steps=len(latest))
 
 
 def _sizes(metrics: Mapping[str, float]) -> dict[str, float]:
     """How far sampler and trainer are apart by each measure of a step, in nats per token."""
-    seen = {name: abs(metrics[name]) for name in ("sampler/k1", "sampler/k3") if name in metrics}
+    sizes = {name: abs(metrics[name]) for name in ("sampler/k1", "sampler/k3") if name in metrics}
     if "sampler/abs" in metrics:  # E[d^2]/2 >= E[|d|]^2/2: what k2 is at least
-        seen["sampler/abs"] = metrics["sampler/abs"] * metrics["sampler/abs"] / 2
-    return seen
+        sizes["sampler/abs"] = metrics["sampler/abs"] * metrics["sampler/abs"] / 2
+    return sizes
 
 
 def causes_of(history: History) -> list[str]:
     """What a mismatch comes from, if its course shows it: before the first update the weights are the same."""
-    deltas = [delta for each in history.completions.get(history.step, []) for _, delta in each.log_ratios("sampler")]
+    deltas = [delta for completion in history.written for _, delta in completion.log_ratios("sampler")]
     if len(deltas) >= ONE_SIDED and min(deltas) > -SAME and fmean(deltas) > SAME:
         return [
             f"each of {len(deltas)} tokens is at least as likely under the sampler: it cuts the distribution (top-p, "
@@ -198,15 +171,16 @@ STILL = Limit(3, "steps in a row at exactly 0, or without a KL of the teacher th
 NO_PART = 10
 
 
-@alarm("teacher-silent", needs=("teacher/unscored",), limits=(UNSCORED, CONSTANT))
+@alarm(
+    "teacher-silent",
+    needs=("teacher/unscored",),
+    limits=(UNSCORED, CONSTANT),
+    means="The teacher's server fails or truncates, its numbers are lost on the way, or they are placeholders.",
+    do="Ask the teacher for one completion by hand.",
+)
 def silent(history: History) -> Evidence | None:
-    """The teacher gives many tokens no number, or all the same one.
-
-    The teacher's server fails or truncates, its numbers are lost on the way, or they are placeholders.
-
-    Ask the teacher for one completion by hand.
-    """
-    for name in _each(history, "teacher/unscored"):
+    """The teacher gives many tokens no number, or all the same one."""
+    for name in _per_teacher(history, "teacher/unscored"):
         for count in (SETTLED, 4 * SETTLED):
             values = history.last(name, count)
             if len(values) == count and least_and_most(values)[0] > UNSCORED.value:
@@ -214,19 +188,20 @@ def silent(history: History) -> Evidence | None:
     return _constant(history)
 
 
-@alarm("teacher-not-reached", needs=(TO_TEACHER, "teacher/coef"), limits=(REACHED,))
+@alarm(
+    "teacher-not-reached",
+    needs=(TO_TEACHER, "teacher/coef"),
+    limits=(REACHED,),
+    means="Mostly the learning rate is too low, the policy is too small, or the numbers belong to other tokens.",
+    do="Score one completion with teacher_model set to the policy itself: the KL must be 0.",
+)
 def not_reached(history: History) -> Evidence | None:
-    """The policy does not come nearer to its teacher.
-
-    Mostly the learning rate is too low, the policy is too small, or the numbers belong to other tokens.
-
-    Score one completion with teacher_model set to the policy itself: the KL must be 0.
-    """
+    """The policy does not come nearer to its teacher."""
     coefficients = history.last("teacher/coef", 10)
     alone = "reward_std" not in history.latest and history.latest.get("beta", 0.0) <= 0
     if len(history.rows) < REACH_STEPS or not alone or min(coefficients, default=0.0) <= 0:
         return None
-    for name in _each(history):
+    for name in _per_teacher(history):
         first, last = history.first(name, 10), history.last(name, 10)
         high = len(first) >= SETTLED and fmean(last) > max(REACH_FLOOR, REACHED.value * fmean(first))
         if high and is_apart([x / 2 for x in first], last, errors=3):
@@ -234,21 +209,22 @@ def not_reached(history: History) -> Evidence | None:
     return None
 
 
-@alarm("teacher-inert", needs=(f"{TO_TEACHER}|settings.teacher_coef",), limits=(STILL,))
+@alarm(
+    "teacher-inert",
+    needs=(f"{TO_TEACHER}|settings.teacher_coef",),
+    limits=(STILL,),
+    means="The teacher is the policy itself, or its KL is not in the loss.",
+    do="Check the path of the teacher, its adapter, and whether the KL to it is added to the loss.",
+)
 def inert(history: History) -> Evidence | None:
-    """The teacher does nothing.
-
-    The teacher is the policy itself, or its KL is not in the loss.
-
-    Check the path of the teacher, its adapter, and whether the KL to it is added to the loss.
-    """
+    """The teacher does nothing."""
     return _absent(history) or _still(history) or _not_in_loss(history)
 
 
 def _absent(history: History) -> Evidence | None:
     rows, coefficient = history.rows[-int(STILL.value) :], history.settings.teacher_coef or 0.0
-    told = any(name.startswith(TO_TEACHER) for row in rows for name in row.metrics)
-    if coefficient <= 0 or len(rows) < STILL.value or told:
+    logged = any(name.startswith(TO_TEACHER) for row in rows for name in row.metrics)
+    if coefficient <= 0 or len(rows) < STILL.value or logged:
         return None
     lacks = f"the last {len(rows)} steps have no {TO_TEACHER}"
     return Evidence(f"a teacher is configured, with coefficient {number(coefficient)}; {lacks}")
@@ -258,32 +234,26 @@ def _still(history: History) -> Evidence | None:
     equal, coefficients = (history.last(name, int(STILL.value)) for name in ("groups/saturated", "teacher/coef"))
     if min(equal, default=0.0) == 1 or min(coefficients, default=1.0) <= 0:
         return None  # nothing need have moved
-    for name in _each(history):
-        seen = history.last(name, int(STILL.value))
-        if len(seen) == STILL.value and not any(seen):
-            return Evidence(f"the last {len(seen)} values of {name} are exactly 0, as if the teacher were the policy")
+    for name in _per_teacher(history):
+        values = history.last(name, int(STILL.value))
+        if len(values) == STILL.value and not any(values):
+            return Evidence(f"the last {len(values)} values of {name} are exactly 0, as if the teacher were the policy")
     return None
 
 
 def _not_in_loss(history: History) -> Evidence | None:
     parts, coefficients = (history.last(name, NO_PART) for name in ("train/teacher_penalty", "teacher/coef"))
-    if len(parts) < NO_PART or any(parts) or min(coefficients, default=0.0) <= 0:
+    kl = fmean(history.last(TO_TEACHER, NO_PART) or [0.0])
+    if len(parts) < NO_PART or any(parts) or min(coefficients, default=0.0) <= 0 or kl <= SAME:
         return None
-    kl = history.last(TO_TEACHER, NO_PART)
-    if not kl or fmean(kl) <= SAME:
-        return None
-    return Evidence(
-        f"train/teacher_penalty is 0 in {NO_PART} values, and teacher/kl {number(fmean(kl))} nats per token"
-    )
+    return Evidence(f"train/teacher_penalty is 0 in {NO_PART} values, and teacher/kl {number(kl)} nats per token")
 
 
 def _constant(history: History) -> Evidence | None:
-    written = history.completions.get(history.step, ())
     pairs = [
-        (policy, teacher)
-        for each in written
-        for policy, teacher, on in zip(each.policy, each.teacher or (), each.is_trained, strict=bool(each.teacher))
-        if on and math.isfinite(policy) and math.isfinite(teacher)
+        (completion.policy[i], completion.policy[i] - delta)
+        for completion in history.written
+        for i, delta in completion.log_ratios("teacher")
     ]
     if len(pairs) < CONSTANT_TOKENS:
         return None
@@ -293,6 +263,6 @@ def _constant(history: History) -> Evidence | None:
     return Evidence(f"all {len(pairs)} tokens have the log-probability {number(pairs[0][1])} under the teacher")
 
 
-def _each(history: History, metric: str = TO_TEACHER) -> list[str]:
+def _per_teacher(history: History, metric: str = TO_TEACHER) -> list[str]:
     """A metric of the teacher, and that of each of several, as the latest step has them."""
     return [name for name in history.latest if name.split(".", 1)[0] == metric]

@@ -1,18 +1,21 @@
-"""What a run's curves show of why something went wrong, each with its number and a remedy."""
+"""Why something went wrong: causes that a run's curves show, each with a number and a remedy; the tokens to blame."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 from typing import TypeAlias
 
-from klamp.doctor.alarm import Limit, number
-from klamp.doctor.history import History
+from klamp.doctor.alarm import Blamed, Limit, number
+from klamp.doctor.history import History, Side, k3
 
 Cause: TypeAlias = Callable[[History], str]
 """Looks for one cause in the steps up to an alarm: its text, or ""."""
 
+MANY = 5
+"""Tokens that are blamed at most."""
 WINDOW, BY_NOISE = 30, 10
 """Steps that are searched for a cause, and from which a jump has to stand out of the curve's own scatter."""
 JUMP = 0.15
@@ -78,3 +81,19 @@ def pays_for_length(history: History) -> str:
         f"the reward pays for length: within groups the two correlate by {fmean(values):.2f}. Score the answer alone, "
         "or let length cost something"
     )
+
+
+def blame(history: History, *, against: Side = "ref") -> list[Blamed]:
+    """The tokens with most of the k3 among the completions of the latest step, or of the nearest one that has some."""
+    step = min(history.completions, key=lambda written: abs(written - history.step), default=0)
+    sums: dict[Blamed, float] = {}
+    first: dict[Blamed, int] = {}
+    for index, completion in enumerate(history.completions.get(step, ())):
+        others = (completion.ref if against == "ref" else completion.sampler) or ()
+        for position, delta in completion.log_ratios(against):
+            token, logprob = str(completion.tokens[position]), completion.policy[position]
+            same = Blamed(step, 0, position, token, logprob, others[position], 0.0)
+            sums[same] = sums.get(same, 0.0) + k3(delta)
+            first.setdefault(same, index)
+    worst = [token for token in sorted(sums, key=lambda token: -sums[token])[:MANY] if sums[token] > 0]
+    return [replace(token, completion=first[token], share=sums[token] / sum(sums.values())) for token in worst]

@@ -27,17 +27,19 @@ class Finding:
     def in_a_line(self) -> str:
         """The step, the name, what was seen, and the likeliest cause."""
         likely = "".join(f"; likely {cause}" for cause in self.evidence.causes[:1])
-        name, text = self.alarm.name, self.alarm.text
-        return f"alarm after step {self.first_step}: {name}: {text} ({self.evidence.text}{likely})"
+        start = f"alarm after step {self.first_step}: {self.alarm.name}: {self.alarm.text}"
+        return f"{start} ({self.evidence.text}{likely})"
+
+    @property
+    def since(self) -> str:
+        """The step in which it rose, and how many more have it, in words."""
+        return f"step {self.first_step}" + (f", and {self.steps - 1} more" if self.steps > 1 else "")
 
     @property
     def record(self) -> dict[str, Any]:
-        """The finding as a line of a run's `alarms.jsonl`."""
-        return {"step": self.first_step, **self.plain()}
-
-    def plain(self) -> dict[str, Any]:
-        """The finding as plain data for JSON."""
+        """The finding as a line of a run's `alarms.jsonl`, and in the doctor's JSON."""
         return {
+            "step": self.first_step,
             "name": self.alarm.name,
             "level": self.alarm.level,
             "text": self.alarm.text,
@@ -67,11 +69,8 @@ class Diagnosis:
     @property
     def blind(self) -> str:
         """Why nothing can be said of the KL of a run that may have one, in words; empty where it was looked at."""
-        history = self.history
-        beta = history.latest.get("beta", history.settings.beta)
-        if beta == 0 or history.measures_kl:
-            return ""
-        return "no KL to the reference was found in the record"
+        no_kl = self.history.latest.get("beta", self.history.settings.beta) == 0
+        return "" if no_kl or self.history.measures_kl else "no KL to the reference was found in the record"
 
     @property
     def empty(self) -> bool:
@@ -80,9 +79,8 @@ class Diagnosis:
 
     def failed(self, names: Iterable[str] = ()) -> list[str]:
         """The names of the findings that make a check fail: of these names, or without names of all alarms."""
-        wanted = set(names)
-        found = [finding.alarm for finding in self.findings]
-        return [alarm.name for alarm in found if (alarm.name in wanted if wanted else alarm.level == "alarm")]
+        wanted, alarms = set(names), [finding.alarm for finding in self.findings]
+        return [alarm.name for alarm in alarms if (alarm.name in wanted if wanted else alarm.level == "alarm")]
 
 
 def examine(history: History) -> Diagnosis:
@@ -91,26 +89,30 @@ def examine(history: History) -> Diagnosis:
         history.settings = replace(history.settings, moving_reference=True)
     raised: dict[str, dict[int, Evidence]] = {}
     for view in history.replay():
-        for alarm in ALARMS.values():
-            evidence = alarm.rule(view)
-            if evidence is not None:
-                raised.setdefault(alarm.name, {}).setdefault(view.step, evidence)
+        for alarm, evidence in _rising(view):
+            raised.setdefault(alarm.name, {}).setdefault(view.step, evidence)
     held = _held(history)
     lacks = {
         name: ", ".join(" or ".join(need.split("|")) for need in alarm.needs if held.isdisjoint(need.split("|")))
         for name, alarm in ALARMS.items()
     }
-    findings = [_finding(ALARMS[name], seen) for name, seen in raised.items() if not lacks[name]]
+    findings = [_finding(ALARMS[name], by_step) for name, by_step in raised.items() if not lacks[name]]
     findings.sort(key=lambda finding: (finding.alarm.level != "alarm", finding.first_step))
-    taught = any(name.startswith(TEACHER) for name in held)
-    asked = [name for name, alarm in ALARMS.items() if taught or not alarm.needs[0].startswith(TEACHER)]
+    has_teacher = any(name.startswith(TEACHER) for name in held)
+    asked = [name for name, alarm in ALARMS.items() if has_teacher or not alarm.needs[0].startswith(TEACHER)]
     unchecked = {name: lacks[name] for name in asked if lacks[name]}
     return Diagnosis(history=history, findings=findings, unchecked=unchecked, concerned=len(asked))
 
 
-def _finding(alarm: Alarm, seen: Mapping[int, Evidence]) -> Finding:
-    first = min(seen)
-    return Finding(alarm=alarm, first_step=first, last_step=max(seen), steps=len(seen), evidence=seen[first])
+def _rising(history: History) -> Iterator[tuple[Alarm, Evidence]]:
+    for alarm in ALARMS.values():
+        if (evidence := alarm.rule(history)) is not None:
+            yield alarm, evidence
+
+
+def _finding(alarm: Alarm, by_step: Mapping[int, Evidence]) -> Finding:
+    first = min(by_step)
+    return Finding(alarm=alarm, first_step=first, last_step=max(by_step), steps=len(by_step), evidence=by_step[first])
 
 
 TEACHER = "teacher/"
@@ -130,16 +132,12 @@ LATE = 150
 
 
 class AlarmWatch:
-    """A run under way: `told` are the alarms that were told before a checkpoint, those in `stop_on` end the run.
+    """A run under way: `reported` are the alarms from before a checkpoint, those in `stop_on` end the run."""
 
-    Raises:
-        UnknownNameError: stop_on has a name that no alarm has.
-    """
-
-    def __init__(self, settings: RunSettings, *, told: Collection[str] = (), stop_on: Sequence[str] = ()) -> None:
+    def __init__(self, settings: RunSettings, *, reported: Collection[str] = (), stop_on: Sequence[str] = ()) -> None:
         check_names(stop_on)
         self.history = History(settings=settings)
-        self.told, self.stop_on = set(told), tuple(stop_on)
+        self.reported, self.stop_on = set(reported), tuple(stop_on)
         self.stopped_by: Finding | None = None
 
     def keep(
@@ -163,13 +161,10 @@ class AlarmWatch:
         return list(self._look(step))
 
     def _look(self, step: int) -> Iterator[Finding]:
-        for name, alarm in ALARMS.items():
-            evidence = alarm.rule(self.history)
-            if evidence is None:
-                continue
+        for alarm, evidence in _rising(self.history):
             finding = _finding(alarm, {step: evidence})
-            if name in self.stop_on and self.stopped_by is None:
+            if alarm.name in self.stop_on and self.stopped_by is None:
                 self.stopped_by = finding
-            if name not in self.told:
-                self.told.add(name)
+            if alarm.name not in self.reported:
+                self.reported.add(alarm.name)
                 yield finding

@@ -1,20 +1,16 @@
-"""A run as the alarms see it: metrics by step, evaluations, some completions token by token, settings.
-
-The trainer fills one step by step, readers of records fill one at once; the names of the metrics are those of
-`klamp.doctor.metrics`, whoever wrote the record.
-"""
+"""A run as the alarms see it: metrics by step under klamp's names, evaluations, some completions, settings."""
 
 from __future__ import annotations
 
 import heapq
 import math
-import reprlib
-import sys
-from array import array
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import islice
 from typing import Any, Literal, TypeAlias
+
+from klamp.names import KL_NAMES, best_kl
 
 Verifier: TypeAlias = Literal["rules", "model"]
 Side: TypeAlias = Literal["ref", "teacher", "sampler"]
@@ -114,43 +110,10 @@ def check_lengths(lists: Mapping[str, Sequence[Any] | None]) -> None:
         raise ValueError(f"lists of different lengths: {lengths}")
 
 
-def numbers_of(values: object) -> array[float]:
-    """A list in a line of a record as numbers, 8 bytes each, since a long run has millions; null is NaN."""
-    return array("d", [math.nan if value is None else float(value) for value in list_of(values)])
-
-
-def texts_of(values: object) -> list[str]:
-    """A list of tokens in a line of a record as texts, equal ones held once."""
-    return [sys.intern(str(value)) for value in list_of(values)]
-
-
-def completion_of(step: int, row: Mapping[str, Any]) -> Completion:
-    """A row of klamp's completions.jsonl as a completion; a LookupError, TypeError, ValueError, OverflowError: none."""
-    sides = {side: row.get(f"{side}_logprobs") for side in ("policy", "ref", "teacher", "sampler")}
-    read: dict[str, Any] = {side: numbers_of(values) for side, values in sides.items() if values is not None}
-    others: dict[str, Callable[[Any], Any]] = {"trained": flags_of, "ended": bool, "reward": float, "advantage": float}
-    read |= {name: kind(row[name]) for name, kind in others.items() if row.get(name) is not None}
-    tokens, prompt = texts_of(row["tokens"]), str(row.get("prompt", ""))
-    return Completion(step=step, tokens=tokens, sampled=every(len(tokens)), group=prompt, prompt=prompt, **read)
-
-
 @lru_cache(maxsize=4096)
 def every(length: int) -> Sequence[bool]:
     """True for each of so many tokens; held once for each length, since most completions of a long run have it."""
     return (True,) * length
-
-
-def flags_of(values: object) -> Sequence[bool]:
-    """A list of flags in a line of a record; if all are True, in no memory of its own."""
-    found = [bool(value) for value in list_of(values)]
-    return every(len(found)) if all(found) else found
-
-
-def list_of(values: object) -> Sequence[Any]:
-    """A list in a line of a record, with a TypeError if it is none."""
-    if not isinstance(values, list | tuple):
-        raise TypeError(f"{reprlib.repr(values)} where a list belongs, with one entry per token")
-    return values
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,6 +161,19 @@ def answers_of(
     return {(answer.skill, answer.question): answer for answer in answers if answer.step == step}
 
 
+@dataclass(frozen=True, kw_only=True)
+class Details:
+    """What is known of a run besides its history; empty where its folder is not klamp's."""
+
+    versions: Mapping[str, str] = field(default_factory=dict)
+    words: Sequence[str] = ()
+    """Its model, task and KL, as ReportCallback wrote them."""
+    when: float | None = None
+    """When it was last written to, in seconds since 1970."""
+    seconds: float | None = None
+    """How long it took; None: it has not ended."""
+
+
 @dataclass(kw_only=True)
 class History:
     """The record of a run, or of the part of it that has happened."""
@@ -207,6 +183,7 @@ class History:
     settings: RunSettings = field(default_factory=RunSettings)
     config: Mapping[str, Any] = field(default_factory=dict)
     """All that the record says of the configuration, by the names of who wrote it."""
+    details: Details = field(default_factory=Details)
     rows: list[Row] = field(default_factory=list)
     evaluations: list[Row] = field(default_factory=list)
     """Number of steps done -> (skill -> mean score)."""
@@ -239,6 +216,11 @@ class History:
         return self.rows[-1].metrics if self.rows else {}
 
     @property
+    def written(self) -> Sequence[Completion]:
+        """The completions of the latest step that the record has."""
+        return self.completions.get(self.step, ())
+
+    @property
     def names(self) -> set[str]:
         """The names of the metrics that some step has."""
         return {name for row in self.rows for name in row.metrics}
@@ -246,8 +228,7 @@ class History:
     @property
     def measures_kl(self) -> bool:
         """Whether some step has a KL to the reference, or to a teacher."""
-        kinds = ("exact", "k3", "k1", "exact_sequence", "k3_sequence", "k1_sequence")
-        return not self.names.isdisjoint({"teacher/kl", *(f"kl/{kind}" for kind in kinds)})
+        return not self.names.isdisjoint(["teacher/kl", *KL_NAMES, *(f"{name}_sequence" for name in KL_NAMES)])
 
     @property
     def penalized(self) -> bool:
@@ -257,9 +238,9 @@ class History:
 
     def add_completions(self, completions: Iterable[Completion]) -> None:
         """Add completions to the steps that they were written in."""
-        for each in completions:
-            self.completions.setdefault(each.step, []).append(each)
-            self.tells_sampler |= each.sampled is not None
+        for completion in completions:
+            self.completions.setdefault(completion.step, []).append(completion)
+            self.tells_sampler |= completion.sampled is not None
 
     def forget_completions(self) -> None:
         """Drop the completions that no rule looks at any more."""
@@ -267,23 +248,17 @@ class History:
             del self.completions[old]
 
     def last(self, name: str, count: int, *, before: int = 0) -> list[float]:
-        """The values of a metric in the last `count` steps that have it, without the latest `before`, bounded by 1e100.
-
-        It looks back over ten times as many steps at most, and skips values that are not finite.
-        """
-        found: list[float] = []
-        for row in reversed(self.rows[-10 * (count + before) :]):
-            if math.isfinite(row.metrics.get(name, math.nan)):
-                found.append(bounded(row.metrics[name]))
-            if len(found) == count + before:
-                break
-        return found[before:][::-1]
+        """The finite values of a metric in the last `count` steps that have it, less the latest `before`; bounded."""
+        rows = reversed(self.rows[-10 * (count + before) :])
+        values = (bounded(value) for row in rows if math.isfinite(value := row.metrics.get(name, math.nan)))
+        return list(islice(values, before, before + count))[::-1]
 
     def together(self, count: int, *names: str) -> list[list[float]]:
         """The values of several metrics in the last `count` steps that have all of them, as in `last`."""
-        each = (row.metrics for row in self.rows[-10 * count :])
-        found = [row for row in each if all(math.isfinite(row.get(name, math.nan)) for name in names)][-count:]
-        return [[bounded(row[name]) for row in found] for name in names]
+        steps = (row.metrics for row in reversed(self.rows[-10 * count :]))
+        whole = (step for step in steps if all(math.isfinite(step.get(name, math.nan)) for name in names))
+        latest = list(islice(whole, count))[::-1]
+        return [[bounded(step[name]) for step in latest] for name in names]
 
     def first(self, name: str, count: int) -> list[float]:
         """The values of a metric in the first `count` steps, where they have it; finite and bounded as in `last`."""
@@ -291,9 +266,8 @@ class History:
         return [bounded(value) for value in values if math.isfinite(value)]
 
     def kl_name(self) -> str:
-        """The name of the KL per token with the least noise that the latest step has: exact, k3, k1; else empty."""
-        names = ("kl/exact", "kl/k3", "kl/k1")
-        return next((name for name in names if math.isfinite(self.latest.get(name, math.nan))), "")
+        """The name of the KL per token with the least noise that the latest step has; else empty."""
+        return best_kl([name for name in KL_NAMES if math.isfinite(self.latest.get(name, math.nan))])
 
     def kl(self, count: int) -> list[float]:
         """The values of that KL, as `last` has them; none where the latest step has no KL."""

@@ -22,9 +22,10 @@ from klamp.hosts.common.versions import caution_beside, check_version
 from klamp.hosts.verl.overrides import teacher_refusals, verl_refusals
 from klamp.lab import folders
 from klamp.lab.config import Backend, TrainConfig
-from klamp.lab.folders import CONFIG, IDENTITY, VERSIONS, run_folder, write_whole
+from klamp.lab.folders import run_folder, write_whole
 from klamp.lab.observers import Observer, RunSummary, versions
 from klamp.lab.tasks.base import NO_REWARD
+from klamp.names import CONFIG, IDENTITY, VERSIONS
 
 Runner: TypeAlias = Callable[[TrainConfig, Sequence[Observer]], RunSummary]
 

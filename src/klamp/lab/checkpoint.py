@@ -36,9 +36,10 @@ from klamp.errors import ConfigError, RunFolderError
 from klamp.files import at_home, followed, json_of
 from klamp.lab import folders
 from klamp.lab.config import TrainConfig, reference_kind
-from klamp.lab.folders import CHECKPOINTS, IDENTITY, OWN, POLICY, SEAL, SUMMARY, checkpoints, sync, write_whole
+from klamp.lab.folders import CHECKPOINTS, OWN, POLICY, SEAL, checkpoints, sync, write_whole
 from klamp.lab.tasks.arithmetic import base_model_folder, make_readable, without_bars
 from klamp.lab.tasks.base import has_own_prompts
+from klamp.names import IDENTITY, SUMMARY
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -25,12 +25,13 @@ from klamp.hosts.common.sampler_weights import SyncReport, check_sync
 from klamp.lab.anchors import LocalReference, Reference
 from klamp.lab.checkpoint import new_run
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import COMPLETIONS, checkpoint_folders, lines_of, number_of, policy_in
+from klamp.lab.folders import checkpoint_folders, lines_of, number_of, policy_in
 from klamp.lab.models import load_model, load_tokenizer, with_adapter
 from klamp.lab.rollouts import completed
 from klamp.lab.sampling import encode_prompts
 from klamp.lab.setup import Context
 from klamp.lab.tasks.base import Example
+from klamp.names import COMPLETIONS
 from klamp.scoring.completions import Completions
 from klamp.scoring.scorer import score
 

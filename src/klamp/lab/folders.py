@@ -12,19 +12,16 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
-from klamp import names
 from klamp.doctor.readers.files import object_in
 from klamp.doctor.readers.klamp_run import HISTORY, UNTIL, changes_of, history_of, in_force, shown
 from klamp.errors import ConfigError, KLWarning, RunFolderError
 from klamp.files import at_home, json_of, with_end, yaml_of
 from klamp.lab.config import TrainConfig, field_owners
 from klamp.lab.tasks.base import short_name
+from klamp.names import CONFIG, OUTCOME
 
 Value = TypeVar("Value")
 
-CONFIG, METRICS_FILE, COMPLETIONS, ANSWERS = names.CONFIG, names.METRICS_FILE, names.COMPLETIONS, names.ANSWERS
-CAUTIONS, VERSIONS, RUNS = names.CAUTIONS, names.VERSIONS, names.RUNS
-SUMMARY, IDENTITY = names.SUMMARY, names.IDENTITY
 SCORE = "eval/"  # how the name of a skill's score begins in metrics.jsonl
 CHECKPOINTS = "checkpoints"  # the folder inside a run's folder that holds one folder per checkpoint
 SEAL = "checksums.json"  # the file in a checkpoint that holds its checksums; where it is, the checkpoint was complete
@@ -32,7 +29,7 @@ POLICY = "policy"  # the folder inside a checkpoint of klamp's that holds its we
 OWN = "step-"  # how the names of the checkpoints of klamp's own loop begin
 NAMED = re.compile(r"(step-|checkpoint-|global_step_)\d+", re.ASCII)  # a checkpoint; a copy beside it has another name
 LOCK = ".lock"  # the file by which a folder is locked
-BESIDE = ("log.txt", "outcome.json")  # the files that `klamp ablate` keeps in a run's folder
+BESIDE = ("log.txt", OUTCOME)  # the files that `klamp ablate` keeps in a run's folder
 FOR_VERL = "verl"  # the folder inside a run's folder that holds what klamp and verl tell each other
 BEGUN = (*BESIDE, LOCK, f".{CONFIG}.part", FOR_VERL)
 """What may lie in the folder of a run that was killed before anything could be lost with it."""

@@ -43,7 +43,7 @@ from klamp.lab.anchors import AdapterOffReference, LocalReference
 from klamp.lab.checkpoint import check_resume, identity
 from klamp.lab.config import OptimConfig, RolloutConfig, RunConfig, TrainConfig
 from klamp.lab.evaluation import check_same, evaluate, fingerprints, teacher_answers
-from klamp.lab.folders import IDENTITY, METRICS_FILE, checkpoints, lines_until, number_of, opened_folder, scores_of
+from klamp.lab.folders import checkpoints, lines_until, number_of, opened_folder, scores_of
 from klamp.lab.interrupts import Interrupt, deferred_interrupts
 from klamp.lab.observers import AlarmObserver, Observer, RunInfo, RunLog, RunSummary, check_trackers
 from klamp.lab.rollouts import Rollout, collect, measure_reference_length
@@ -51,6 +51,7 @@ from klamp.lab.sampling import examples_of_step
 from klamp.lab.setup import Context, build, check_processes
 from klamp.lab.tasks.base import Example, Task, checked
 from klamp.lab.tasks.files import chat_cautions
+from klamp.names import IDENTITY, METRICS_FILE
 from klamp.scoring.completions import Completions
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Ask, Scorer, score

@@ -18,10 +18,11 @@ import torch
 import yaml
 
 from klamp._version import __version__
-from klamp.doctor.columns import settings_of_run
 from klamp.doctor.examine import AlarmWatch, Finding
-from klamp.doctor.history import Row, RunSettings, completion_of
+from klamp.doctor.history import Row, RunSettings
+from klamp.doctor.metrics import settings_of_run
 from klamp.doctor.readers.klamp_run import PLACE
+from klamp.doctor.readers.rollouts import completion_of
 from klamp.errors import ConfigError, TrainingStopped
 from klamp.hosts.common.versions import installed_version
 from klamp.lab import folders
@@ -121,17 +122,17 @@ class AlarmObserver(Observer):
         """Keep the configuration, and take up what was seen and reported before a checkpoint."""
         settings = settings_of_run(info.config.flat(), rl_skill=self.rl_skill)
         names = {row["name"] for row in lines_of(info.output_dir / ALARMS_FILE) if isinstance(row.get("name"), str)}
-        self.watch = AlarmWatch(settings, told=names, stop_on=self.stop_on)
+        self.watch = AlarmWatch(settings, reported=names, stop_on=self.stop_on)
         done = info.start_step or -1
         metrics, completions = (lines_until(info.output_dir / name, done) for name in (METRICS_FILE, COMPLETIONS))
         self.watch.keep(
             rows=[Row(step=row["step"], metrics=_numbers(row)) for row in metrics if not scores_of(row)],
             evaluations=[Row(step=row["step"], metrics=scores) for row in metrics if (scores := scores_of(row))],
-            completions=each_readable(completions, lambda row: completion_of(row["step"], row)),
+            completions=each_readable(completions, lambda row: completion_of(row, step=row["step"], written=True)),
         )
 
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
-        self.watch.keep(completions=[completion_of(step, row) for row in rows])
+        self.watch.keep(completions=[completion_of(row, step=step, written=True) for row in rows])
 
     def on_step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._report(self.watch.step(step, metrics))

@@ -21,7 +21,7 @@ from klamp.core.objective import Objective, grpo_loss, without_gradient
 from klamp.core.penalty import kl_metrics
 from klamp.core.term import carries_kl, measure
 from klamp.core.types import Batch, Direction
-from klamp.doctor.metrics import Counted, averaged_over
+from klamp.doctor.metrics import Counted, averaged_over, check_metrics
 from klamp.errors import NonFiniteError
 from klamp.hosts.common.anchors import prefix_kl
 from klamp.hosts.common.control import check_kl, held_kl
@@ -138,16 +138,16 @@ def taught_of(context: Context, rollout: Rollout, part: slice) -> tuple[TeacherK
 
 
 def added_parts(metrics: Mapping[str, Tensor], rollout: Rollout, part: slice) -> dict[str, Tensor]:
-    """What each metric of a part adds to that of the step, by its reduction in `METRICS`; only means count."""
+    """What each metric of a part adds to that of the step, by its reduction in `METRICS`."""
     totals = rollout.totals
-    shares: dict[Counted | None, float] = {
+    shares: dict[Counted, float] = {
         "completions": (part.stop - part.start) / float(totals.sequences),
         "tokens": float(rollout.mask[part].sum()) / float(totals.tokens),
         "KL tokens": float(rollout.kl_mask[part].sum()) / float(totals.kl_tokens),
         "parts": 1.0,
     }
-    counted: dict[str, Counted | None] = {name: averaged_over(name) for name in metrics}
-    return {name: x.double() * shares[counted[name]] for name, x in metrics.items() if counted[name] is not None}
+    means = {name: x for name, x in metrics.items() if name != "kl/log_ratio_max"}  # which `step_metrics` measures
+    return {name: x.double() * shares[averaged_over(name)] for name, x in means.items()}
 
 
 def _head_means(batch: Batch, scores: Scores) -> dict[str, Tensor]:
@@ -233,6 +233,7 @@ def measured(context: Context, rollout: Rollout, outputs: Sequence[UpdateOutput]
         metrics |= _teacher_metrics(context, rollout, rollout.taught, first.scores.logprobs)
     if len(outputs) > 1:
         metrics["policy/kl_old"] = last.kl_old
+    check_metrics(metrics)
     return metrics | {name: last.losses[name] for name in OF_THE_LAST if name in last.losses}
 
 

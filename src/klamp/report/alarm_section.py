@@ -7,10 +7,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from klamp.doctor.alarm import Blamed
 from klamp.doctor.alarms import ALARMS
 from klamp.doctor.examine import Finding
-from klamp.report.completions import Shown
 from klamp.report.run import ReportRun, judged
 from klamp.report.text import Html, element, join, plain_table, probability, shown
-from klamp.report.tokens import NARROW, jump
+from klamp.report.tokens import NARROW, Shown, jump
 
 FEW = 3
 """How many tokens to blame are shown of each run, where there are several runs."""
@@ -18,19 +17,21 @@ Anchors = Mapping[tuple[int, int, int], tuple[int, Shown]]
 """(run, step, completion) -> number of its card on the page, and what it shows."""
 
 
-def anchors(completions: Sequence[Shown], kept: Iterable[int]) -> Anchors:
+def anchors(completions: Sequence[Shown], numbers: Iterable[int]) -> Anchors:
     """The cards of the completions that alarms blame."""
-    found = ((number, completions[number]) for number in kept)
-    return {(each.run, each.completion.step, each.index): (number, each) for number, each in found if each.blamed}
+    entries = ((number, completions[number]) for number in numbers)
+    return {
+        (entry.run, entry.completion.step, entry.index): (number, entry) for number, entry in entries if entry.blamed
+    }
 
 
 def raised(runs: Sequence[ReportRun]) -> dict[str, dict[int, Finding]]:
     """Alarm -> run -> finding, in the order of the runs and their steps, with all alarms before all notes."""
-    found: dict[str, dict[int, Finding]] = {}
+    findings: dict[str, dict[int, Finding]] = {}
     for number, run in enumerate(runs):
         for finding in run.diagnosis.findings:
-            found.setdefault(finding.alarm.name, {})[number] = finding
-    return dict(sorted(found.items(), key=lambda item: ALARMS[item[0]].level != "alarm"))
+            findings.setdefault(finding.alarm.name, {})[number] = finding
+    return dict(sorted(findings.items(), key=lambda item: ALARMS[item[0]].level != "alarm"))
 
 
 def numbered(runs: Sequence[ReportRun]) -> dict[str, int]:
@@ -40,24 +41,24 @@ def numbered(runs: Sequence[ReportRun]) -> dict[str, int]:
 
 def verdict(runs: Sequence[ReportRun]) -> Html:
     """One sentence on how many alarms rose, and whether the KL was looked at."""
-    alarms, notes = (sum(run.levels[which] for run in runs) for which in (0, 1))
+    alarms, raised_in = any(run.diagnosis.failed() for run in runs), sum(bool(run.diagnosis.findings) for run in runs)
     text = judged([run.diagnosis for run in runs])
-    if len(runs) > 1 and alarms + notes:
-        text += f", in {sum(any(run.levels) for run in runs)} of {len(runs)} runs"
+    if len(runs) > 1 and raised_in:
+        text += f", in {raised_in} of {len(runs)} runs"
     if len(runs) == 1:
-        found = runs[0].diagnosis
-        text += f"; {found.concerned - len(found.unchecked)} of {found.concerned} checked"
+        diagnosis = runs[0].diagnosis
+        text += f"; {diagnosis.concerned - len(diagnosis.unchecked)} of {diagnosis.concerned} checked"
     blind = [run.name for run in runs if run.diagnosis.blind or run.diagnosis.empty]
     text += f"; the KL was not looked at{_of(blind, runs)}" if blind else ""
-    tone = "alarm" if alarms else "note" if notes or blind else "sound"
+    tone = "alarm" if alarms else "note" if raised_in or blind else "sound"
     sign = element("span", "▲" if alarms else "●" if blind else "✓", aria_hidden="true")
     return element("p", sign, Html(" "), element("a", text, href="#alarms"), class_=f"verdict {tone}")
 
 
 def alarm_section(runs: Sequence[ReportRun], anchors: Anchors) -> Html:
     """The section about all alarms of the runs."""
-    found = enumerate(raised(runs).values(), start=1)
-    parts = [_finding(runs, number, findings, anchors) for number, findings in found]
+    alarms = enumerate(raised(runs).values(), start=1)
+    parts = [_finding(runs, number, findings, anchors) for number, findings in alarms]
     quiet = [run.name for run in runs if not (run.diagnosis.findings or run.diagnosis.empty)]
     if quiet:
         parts.append(element("p", f"Nothing was found{_of(quiet, runs)}.", class_="missing"))
@@ -78,12 +79,12 @@ def _of(names: Sequence[str], runs: Sequence[ReportRun]) -> str:
 
 def _cautions(runs: Sequence[ReportRun]) -> list[Html]:
     """What the runs were warned of, each caution once, with the runs that it was said to."""
-    told: dict[str, list[str]] = {}
+    run_names: dict[str, list[str]] = {}
     for run in runs:
         for caution in run.history.cautions:
-            told.setdefault(caution, []).append(run.name)
-    where = {text: f"{', '.join(names)}: " if len(runs) > 1 else "" for text, names in told.items()}
-    return [element("p", element("b", "Caution. "), f"{where[text]}{text}", class_="aside") for text in told]
+            run_names.setdefault(caution, []).append(run.name)
+    where = {text: f"{', '.join(names)}: " if len(runs) > 1 else "" for text, names in run_names.items()}
+    return [element("p", element("b", "Caution. "), f"{where[text]}{text}", class_="aside") for text in run_names]
 
 
 def _finding(runs: Sequence[ReportRun], number: int, findings: Mapping[int, Finding], anchors: Anchors) -> Html:
@@ -91,15 +92,17 @@ def _finding(runs: Sequence[ReportRun], number: int, findings: Mapping[int, Find
     several = len(runs) > 1
     symbol = element("span", "▲" if alarm.level == "alarm" else "●", aria_hidden="true")
     sign = element("span", symbol, f" {number}", class_="sign")
-    where = f"in {len(findings)} of {len(runs)} runs" if several else _since(next(iter(findings.values())))
-    seen = [
-        element("dd", *([element("b", runs[run].name), f", {_since(found)}: "] if several else []), found.evidence.text)
-        for run, found in findings.items()
+    where = f"in {len(findings)} of {len(runs)} runs" if several else next(iter(findings.values())).since
+    evidence = [
+        element(
+            "dd", *([element("b", runs[run].name), f", {finding.since}: "] if several else []), finding.evidence.text
+        )
+        for run, finding in findings.items()
     ]
     causes = dict.fromkeys(cause for finding in findings.values() for cause in finding.evidence.causes)
     likely = [("Likely", [element("dd", cause) for cause in causes])] if causes else []
     facts = [
-        ("Seen", seen),
+        ("Seen", evidence),
         *likely,
         ("Means", [element("dd", alarm.means)]),
         ("Next step", [element("dd", alarm.next_step)]),
@@ -119,10 +122,6 @@ def _finding(runs: Sequence[ReportRun], number: int, findings: Mapping[int, Find
     )
 
 
-def _since(finding: Finding) -> str:
-    return f"step {finding.first_step}" + (f", and {finding.steps - 1} more" if finding.steps > 1 else "")
-
-
 def _tokens(runs: Sequence[ReportRun], findings: Mapping[int, Finding], anchors: Anchors) -> list[Html]:
     """A table of the tokens to blame; of several runs only the worst few of each."""
     several = len(runs) > 1
@@ -137,14 +136,14 @@ def _tokens(runs: Sequence[ReportRun], findings: Mapping[int, Finding], anchors:
 
 
 def _blamed(token: Blamed, text: str, anchors: Anchors, run: int) -> list[str]:
-    number, each = anchors.get((run, token.step, token.completion), (None, None))
+    number, entry = anchors.get((run, token.step, token.completion), (None, None))
     place = f"step {token.step}, completion {token.completion + 1}, position {token.position + 1}"
     return [
         element("code", text.strip("\n")),
         probability(token.policy_logprob),
         probability(token.other_logprob),
         f"{100 * token.share:.0f} %",
-        place if number is None or each is None else jump(each, number, token.position),
+        place if number is None or entry is None else jump(entry, number, token.position),
     ]
 
 

@@ -8,15 +8,15 @@ from dataclasses import dataclass
 from statistics import fmean
 
 from klamp.doctor.history import bounded
-from klamp.report.chart import key
+from klamp.names import KL_NAMES, best_kl
+from klamp.report.charts import key
 from klamp.report.run import ReportRun, ScoreFormat, skills_of, slots_of
 from klamp.report.text import MISSING, Html, element, join, short
 
 WINDOW = 5
 SKILLS = 6
 COLUMNS = 5
-KL = {"kl/exact": "exact", "kl/k3": "k3", "kl/k1": "k1"}
-SEQUENCE = {"kl/exact_sequence": "exact", "kl/k3_sequence": "k3", "kl/k1_sequence": "k1"}
+SEQUENCE = {f"{name}_sequence": estimator for name, estimator in KL_NAMES.items()}
 AFTER, AFTER_SEQUENCE = "KL from the start (exact)", "KL from the start per completion (exact)"
 """The KL that was measured after training, whatever the steps logged."""
 
@@ -36,29 +36,28 @@ class Headline:
 
 def headlines(run: ReportRun, skills: Sequence[str], scores: ScoreFormat) -> list[Headline]:
     """The most important numbers of a run, as far as its record has them."""
-    found = [
+    numbers = [
         _over_steps(run, {"reward": ""}, "Reward", ""),
         *(_skill(run, name, scores) for name in skills),
-        _over_steps(run, KL, "KL", "nats/token"),
+        _over_steps(run, KL_NAMES, "KL", "nats/token"),
         _over_steps(run, SEQUENCE, "KL per completion", "nats"),
-        _after(run.kl_after, AFTER, "nats/token"),
-        _after(run.kl_after_sequence, AFTER_SEQUENCE, "nats"),
+        _after(run.outcome.get("kl/reverse"), AFTER, "nats/token"),
+        _after(run.outcome.get("kl/reverse_sequence"), AFTER_SEQUENCE, "nats"),
         _over_steps(run, {"teacher/kl": ""}, "Divergence from the teacher", "nats/token"),
         _over_steps(run, {"length/mean": ""}, "Length", "tokens"),
         _over_steps(run, {"policy/entropy": ""}, "Entropy", "nats/token"),
         _over_steps(run, {"beta": ""}, "beta", "reward/nat"),
         _over_steps(run, {"teacher/coef": ""}, "teacher_coef", "reward/nat"),
     ]
-    return [each for each in found if each is not None]
+    return [headline for headline in numbers if headline is not None]
 
 
 def _over_steps(run: ReportRun, names: Mapping[str, str], label: str, unit: str) -> Headline | None:
     """The number of the first of these metrics that the run logged: metric -> what to add to the label."""
-    name = next((name for name in names if run.curve(name)), None)
-    if name is None:
+    if not (name := best_kl(run.history.names, names)):
         return None
     curve = run.curve(name)
-    first, last = ends(curve)
+    first, last, over = ends(curve)
     if names[name]:
         label = f"{label} ({names[name]})"
         at = max((step for step in curve if not math.isnan(curve[step])), key=lambda step: curve[step], default=None)
@@ -66,26 +65,17 @@ def _over_steps(run: ReportRun, names: Mapping[str, str], label: str, unit: str)
     else:
         constant = all(value == first for value in curve.values())
         detail = "" if len(curve) == 1 else "constant" if constant else f"from {short(first)}"
-    return Headline(label=label, value=short(last), unit=unit, detail=detail, over=_over(curve))
+    return Headline(label=label, value=short(last), unit=unit, detail=detail, over=over)
 
 
-def _over(curve: Mapping[float, float]) -> str:
-    """What the last value of a curve, as `ends` gives it, is the mean of."""
-    few = _last(len(curve))
-    lost = sum(not math.isfinite(value) for value in list(curve.values())[-few:])
-    left_out = f", {lost} not finite" if 0 < lost < few else ""
-    return "last logged value" if few == 1 else f"mean of last {few} logged values{left_out}"
-
-
-def _last(total: int) -> int:
-    return max(1, min(WINDOW, total // 2))
-
-
-def ends(curve: Mapping[float, float]) -> tuple[float, float]:
-    """The first value and the last one; the last is a mean over up to five finite values."""
+def ends(curve: Mapping[float, float]) -> tuple[float, float, str]:
+    """The first value; the last one, a mean over up to five finite values; and what it is the mean of, in words."""
     values = list(curve.values())
-    last = [value for value in values[-_last(len(values)) :] if math.isfinite(value)]
-    return values[0], fmean(map(bounded, last)) if last else values[-1]
+    tail = values[-max(1, min(WINDOW, len(values) // 2)) :]
+    finite = [value for value in tail if math.isfinite(value)]
+    left_out = f", {len(tail) - len(finite)} not finite" if 0 < len(finite) < len(tail) else ""
+    over = "last logged value" if len(tail) == 1 else f"mean of last {len(tail)} logged values{left_out}"
+    return values[0], fmean(map(bounded, finite)) if finite else values[-1], over
 
 
 def _after(value: float | None, label: str, unit: str) -> Headline | None:
@@ -117,8 +107,8 @@ def _skill(run: ReportRun, name: str, scores: ScoreFormat) -> Headline | None:
 
 def tiles(run: ReportRun) -> Html:
     """The numbers of one run, as boxes side by side."""
-    found = headlines(run, skills_of([run])[:SKILLS], ScoreFormat.of([run]))
-    return element("dl", *(_tile(each) for each in found), class_="tiles")
+    numbers = headlines(run, skills_of([run])[:SKILLS], ScoreFormat.of([run]))
+    return element("dl", *(_tile(headline) for headline in numbers), class_="tiles")
 
 
 def _tile(headline: Headline) -> Html:
@@ -145,20 +135,18 @@ def side_by_side(runs: Sequence[ReportRun]) -> tuple[list[str], list[list[str]]]
     """
     skills = skills_of(runs)[:SKILLS]
     scores = ScoreFormat.of(runs)
-    each = [{found.label: found for found in headlines(run, skills, scores)} for run in runs]
-    labels = list(dict.fromkeys(label for found in each for label in found))
+    by_run = [{numbers.label: numbers for numbers in headlines(run, skills, scores)} for run in runs]
+    labels = list(dict.fromkeys(label for numbers in by_run for label in numbers))
     labels.sort(key=lambda label: (label not in (AFTER, AFTER_SEQUENCE), not label.startswith(("KL", "Divergence"))))
-    if len(runs) > COLUMNS:  # a column more would not fit on a page
-        labels = [label for label in labels if label != AFTER_SEQUENCE]
-    units = {label: next(found[label].unit for found in each if label in found) for label in labels}
+    units = {label: next(numbers[label].unit for numbers in by_run if label in numbers) for label in labels}
     names = [f"{label}, {units[label]}" if units[label] else label for label in labels]
     table: list[list[str]] = [["run", "alarms", *names]]
-    for run, found, slot in zip(runs, each, slots_of(runs), strict=True):
+    for run, numbers, slot in zip(runs, by_run, slots_of(runs), strict=True):
         look = key(f"curve s{slot % 8} d{slot % 5}")
         name = join([look, Html(" "), element("b", run.name), element("small", f"{run.path}, {run.history.source}")])
         blind = element("small", "the KL was not looked at") if run.diagnosis.blind else ""
-        alarms = join([str(run.levels[0]), blind])
-        table.append([name, alarms, *(_both(found.get(label)) for label in labels)])
+        alarms = join([str(len(run.diagnosis.failed())), blind])
+        table.append([name, alarms, *(_both(numbers.get(label)) for label in labels)])
     if len(runs) <= COLUMNS:
         table = [list(row) for row in zip(*table, strict=True)]
     return table[0], table[1:]

@@ -13,13 +13,11 @@ from klamp._version import __version__
 from klamp.doctor.history import Answer, Question, answers_of
 from klamp.errors import DataError
 from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
-from klamp.report.chart import render_chart
-from klamp.report.completions import Shown, ranked
-from klamp.report.curves import charts
+from klamp.report.charts import charts, render_chart
 from klamp.report.headlines import COLUMNS, WINDOW, side_by_side, tiles
 from klamp.report.run import ReportRun, ScoreFormat, judged
 from klamp.report.text import MISSING, Html, count, element, join, plain_table, setting, shorten
-from klamp.report.tokens import fitting, token_section
+from klamp.report.tokens import Shown, fitting, ranked, token_section
 
 LIMIT = 2_000_000
 """The largest size of a page, in bytes."""
@@ -92,6 +90,10 @@ def _body(
         "tokens": ("Token by token", token_section(runs, completions, cards)),
         "configuration": ("Configuration", settings_section(runs)),
     }
+    parts = [
+        element("section", element("h2", t, id=f"{n}-heading"), body, id=n, aria_labelledby=f"{n}-heading")
+        for n, (t, body) in sections.items()
+    ]
     links = [element("a", title, href=f"#{name}") for name, (title, _) in sections.items()]
     return [
         element("a", "To the content", href="#content", class_="skip"),
@@ -102,15 +104,9 @@ def _body(
             element("button", "Dark", type="button", id="theme", hidden=True),
             class_="bar",
         ),
-        element("main", _title(runs), *(_section(n, t, b) for n, (t, b) in sections.items()), id="content"),
+        element("main", _title(runs), *parts, id="content"),
         element("footer", element("p", f"Made by klamp {__version__}. This file loads nothing from anywhere.")),
     ]
-
-
-def _section(name: str, title: str, body: Html) -> Html:
-    return element(
-        "section", element("h2", title, id=f"{name}-heading"), body, id=name, aria_labelledby=f"{name}-heading"
-    )
 
 
 def _name(runs: Sequence[ReportRun]) -> str:
@@ -138,7 +134,7 @@ def _overview(runs: Sequence[ReportRun]) -> Html:
         f"Means of the last {WINDOW} logged values (of the last half, where there are fewer than {2 * WINDOW}), what "
         "is not finite left out; scores of the last evaluation."
     )
-    if any(run.kl_after is not None for run in runs):
+    if any("kl/reverse" in run.outcome for run in runs):
         text += (
             " KL from the start: exact, against the model that training started from, measured after training on "
             "completions to held-out prompts, in the runs that have an outcome.json."
@@ -149,12 +145,12 @@ def _overview(runs: Sequence[ReportRun]) -> Html:
 
 
 def _curves(runs: Sequence[ReportRun], most: int) -> Html:
-    found = charts(runs, numbered(runs))
-    if not found:
+    drawn = charts(runs, numbered(runs))
+    if not drawn:
         return element("p", "No metric over steps was logged.", class_="missing")
-    curves = sum(len(chart.series) for chart in found)
+    curves = sum(len(chart.series) for chart in drawn)
     points = max(25, min(most, POINTS // max(1, curves)))
-    return element("div", *(render_chart(chart, most=points) for chart in found), class_="grid")
+    return element("div", *(render_chart(chart, most=points) for chart in drawn), class_="grid")
 
 
 def answer_section(runs: Sequence[ReportRun]) -> Html:
@@ -165,24 +161,24 @@ def answer_section(runs: Sequence[ReportRun]) -> Html:
     scores = ScoreFormat.of(runs)
     before = answers_of(first.history.answers, "first")
     after = [_later(run) for run in runs]
-    taught = _teachers(runs)
+    teachers = _teachers(runs)
     rows = [
         (
             join([shorten(question, LONGEST), element("small", skill)]),
             _cell(before[skill, question], scores),
-            *(_cell(found.get((skill, question)), scores) for found in (*after, *taught.values())),
+            *(_cell(answers.get((skill, question)), scores) for answers in (*after, *teachers.values())),
         )
         for skill, question in list(before)[:MOST]
     ]
     began = next(iter(before.values())).step if before else 0
-    ended = f"after step {max(each.step for each in after[0].values())}" if after[0] else "after"
+    ended = f"after step {max(answer.step for answer in after[0].values())}" if after[0] else "after"
     asked = f"after step {began}" + (f", {first.name}" if len(runs) > 1 else "")
-    headings = ("question", asked, *(run.name if len(runs) > 1 else ended for run in runs), *taught)
+    headings = ("question", asked, *(run.name if len(runs) > 1 else ended for run in runs), *teachers)
     unit = f" ({scores.unit})" if scores.points else ""
     text = f"Greedy answers to held-out prompts, with their scores{unit}."
-    if taught:
+    if teachers:
         text += " The teacher's are its own, to the prompt that it sees."
-    if any(run.config.get("teacher_url") for run in runs):
+    if any(run.history.config.get("teacher_url") for run in runs):
         text += " A teacher at a URL only scores: it is not asked for answers."
     table = plain_table(headings, rows, caption="answers of the first and the last evaluation", classes="answers")
     return join([element("p", text, class_="aside"), table])
@@ -190,20 +186,22 @@ def answer_section(runs: Sequence[ReportRun]) -> Html:
 
 def _later(run: ReportRun) -> dict[Question, Answer]:
     """What the policy answered at the last evaluation; nothing where that is the first one, too."""
-    found = answers_of(run.history.answers, "last")
+    last = answers_of(run.history.answers, "last")
     first = answers_of(run.history.answers, "first")
-    return {question: each for question, each in found.items() if each not in first.values()}
+    return {question: answer for question, answer in last.items() if answer not in first.values()}
 
 
 def _teachers(runs: Sequence[ReportRun]) -> dict[str, dict[Question, Answer]]:
     """Heading -> what a teacher answered; runs whose teachers answered alike have one column."""
-    found: dict[str, dict[Question, Answer]] = {}
+    columns: dict[str, dict[Question, Answer]] = {}
     for run in runs:
         answers = answers_of(run.history.answers, "last", who="teacher")
-        written = {question: each.completion for question, each in answers.items()}
-        if written and written not in [{q: each.completion for q, each in other.items()} for other in found.values()]:
-            found[f"teacher of {run.name}" if len(runs) > 1 else "teacher"] = answers
-    return found
+        written = {question: answer.completion for question, answer in answers.items()}
+        if written and written not in [
+            {q: answer.completion for q, answer in other.items()} for other in columns.values()
+        ]:
+            columns[f"teacher of {run.name}" if len(runs) > 1 else "teacher"] = answers
+    return columns
 
 
 def _cell(answer: Answer | None, scores: ScoreFormat) -> Html:
@@ -218,11 +216,11 @@ def settings_section(runs: Sequence[ReportRun]) -> Html:
     changes = [f"{run.name}, after step {step}: {text}" for run in runs for step, text in run.history.changes.items()]
     return join(
         [
-            _table("field", "value", [(run.name, run.config) for run in runs], lacks="configuration"),
+            _table("field", "value", [(run.name, run.history.config) for run in runs], lacks="configuration"),
             *([element("h3", "Changed at a resume")] if changes else []),
             *(element("p", text) for text in changes),
             element("h3", "Versions", id="versions"),
-            _table("package", "version", [(run.name, run.versions) for run in runs], lacks="versions"),
+            _table("package", "version", [(run.name, run.history.details.versions) for run in runs], lacks="versions"),
         ]
     )
 
@@ -232,12 +230,14 @@ def _table(name: str, value: str, columns: Sequence[tuple[str, Mapping[str, Any]
     if not names:
         return element("p", f"The record does not hold the {lacks}.", class_="missing")
     headings = (name, *(run if len(columns) > 1 else value for run, _ in columns))
-    rows = [(element("code", each), *(_value(values, each) for _, values in columns)) for each in names]
+    rows = [
+        [
+            element("code", row_name),
+            *(shorten(setting(values[row_name]), LONGEST) if row_name in values else MISSING for _, values in columns),
+        ]
+        for row_name in names
+    ]
     return plain_table(headings, rows, caption=lacks, classes="settings")
-
-
-def _value(values: Mapping[str, Any], name: str) -> str:
-    return shorten(setting(values[name]), LONGEST) if name in values else MISSING
 
 
 @cache

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 from klamp.doctor.examine import Diagnosis
 from klamp.doctor.history import History
@@ -25,31 +24,20 @@ class ReportRun:
     group: str = ""
     """Runs of one group look alike in charts, as seeds of one configuration do; empty: it looks like no other."""
     diagnosis: Diagnosis
-    config: Mapping[str, Any] = field(default_factory=dict)
-    """The configuration; empty where the record does not hold it."""
     said: Sequence[str] = ()
     """Its model, task, KL, day and duration in words, as far as they are known: the first line of the page."""
-    versions: Mapping[str, str] = field(default_factory=dict)
-    kl_after: float | None = None
-    """Exact KL(policy‖start) in nats per token, measured once after training on held-out prompts; None: it was not."""
-    kl_after_sequence: float | None = None
-    """The same in nats per completion."""
+    outcome: Mapping[str, float] = field(default_factory=dict)
+    """What was measured once after training on held-out prompts, such as `kl/reverse`, the exact KL(policy‖start)."""
 
     @property
     def history(self) -> History:
         """The record of the run."""
         return self.diagnosis.history
 
-    @property
-    def levels(self) -> tuple[int, int]:
-        """The number of alarms and the number of notes that rose."""
-        alarms = sum(finding.alarm.level == "alarm" for finding in self.diagnosis.findings)
-        return alarms, len(self.diagnosis.findings) - alarms
-
     @cached_property
     def read(self) -> Read:
         """The function that turns its tokens into text."""
-        every = (each.tokens for completions in self.history.completions.values() for each in completions)
+        every = (completion.tokens for completions in self.history.completions.values() for completion in completions)
         return reader(map(str, set[str]().union(*every)))
 
     def curve(self, name: str) -> dict[float, float]:
@@ -80,9 +68,9 @@ def slots_of(runs: Sequence[ReportRun]) -> list[int]:
 
 def skills_of(runs: Sequence[ReportRun]) -> list[str]:
     """The skills that were evaluated: those that are trained first, the others by name."""
-    found = {name for run in runs for row in run.history.evaluations for name in row.metrics}
+    skills = {name for run in runs for row in run.history.evaluations for name in row.metrics}
     trained = {run.history.settings.rl_skill for run in runs}
-    return sorted(found, key=lambda name: (name not in trained, name))
+    return sorted(skills, key=lambda name: (name not in trained, name))
 
 
 @dataclass(frozen=True)
@@ -101,7 +89,7 @@ class ScoreFormat:
     @classmethod
     def fitting(cls, *scores: Mapping[str, float]) -> ScoreFormat:
         """The way that fits these scores: as points of 100 where all lie between 0 and 1."""
-        return cls(all(0 <= value <= 1 for each in scores for value in each.values()))
+        return cls(all(0 <= value <= 1 for by_skill in scores for value in by_skill.values()))
 
     @property
     def unit(self) -> str:

@@ -26,8 +26,6 @@ LONGEST = 80
 """The most characters of a token that are shown."""
 BYTE_LEVEL = "ĠĊ"
 """A space and a line break in byte-level vocabularies (GPT-2 and its heirs)."""
-
-
 Attribute: TypeAlias = str | float | bool | None
 
 
@@ -69,7 +67,7 @@ def visible(text: str) -> str:
     """The text with each invisible or direction-changing character replaced by its number."""
     if text.isascii() and text.isprintable():
         return text
-    found: list[str] = []
+    letters: list[str] = []
     marks = 0
     for character in text:
         category = unicodedata.category(character)
@@ -77,8 +75,8 @@ def visible(text: str) -> str:
         if marks > MARKS:
             continue
         hidden = (category in HIDDEN and character not in KEPT) or character in UNSEEN
-        found.append(f"⟨U+{ord(character):04X}⟩" if hidden else character)
-    return "".join(found)
+        letters.append(f"⟨U+{ord(character):04X}⟩" if hidden else character)
+    return "".join(letters)
 
 
 def shorten(text: str, length: int) -> str:
@@ -86,19 +84,7 @@ def shorten(text: str, length: int) -> str:
     return text if len(text) <= length else f"{text[:length]}… ({len(text) - length} more characters)"
 
 
-def data_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str) -> Html:
-    """The table of a chart's numbers, closed until it is clicked."""
-    return element(
-        "details",
-        element("summary", "Numbers", element("span", f" of: {caption}", class_="unseen")),
-        plain_table(headings, rows, caption=caption, numbers=True),
-        class_="data",
-    )
-
-
-def plain_table(
-    headings: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str, numbers: bool = False, classes: str = ""
-) -> Html:
+def plain_table(headings: Sequence[str], rows: Sequence[Sequence[str]], *, caption: str, classes: str = "") -> Html:
     """A table that scrolls if it is wider than the page; the first cell of each row is its heading."""
     head = element("thead", element("tr", *(element("th", heading, scope="col") for heading in headings)))
     body = [
@@ -106,10 +92,10 @@ def plain_table(
     ]
     table = element(
         "table",
-        element("caption", caption, class_=None if numbers else "unseen"),
+        element("caption", caption, class_=None if classes == "numbers" else "unseen"),
         head,
         element("tbody", *body),
-        class_=" ".join(filter(None, ("numbers" if numbers else "", classes))) or None,
+        class_=classes or None,
     )
     return element("div", table, class_="scroll", tabindex="0", role="region", aria_label=f"Table: {caption}")
 
@@ -170,7 +156,7 @@ def setting(value: object) -> str:
     if isinstance(value, float):
         return f"{value:g}"
     if isinstance(value, list | tuple):
-        return ", ".join(setting(each) for each in value) or "(empty)"
+        return ", ".join(setting(item) for item in value) or "(empty)"
     return str(value) or "(empty)"
 
 

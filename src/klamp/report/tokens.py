@@ -1,14 +1,15 @@
-"""The section of completions: the worst tokens, filters, and as many completions as the page can hold, each with its
-tokens shaded by their log-ratios.
-"""
+"""The completions of the page: which ones, the worst first; a card of each, its tokens shaded by their log-ratios."""
 
 from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Literal, Self, TypeAlias
 
-from klamp.report.completions import Anchor, Shown, recorded, worst_tokens
+from klamp.doctor.history import Completion, k3
 from klamp.report.run import ReportRun
 from klamp.report.text import (
     MISSING,
@@ -23,6 +24,149 @@ from klamp.report.text import (
     shown,
     signed,
 )
+
+Anchor: TypeAlias = Literal["reference", "teacher", "sampler"]
+
+LONGEST = 3000
+"""The most tokens of a completion that are shown: a stretch around the worst one."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Shown:
+    """A completion on the page, together with equal ones."""
+
+    run: int
+    completion: Completion
+    index: int
+    """Its place among the completions of its step, from 0; of equal ones, the place of the first."""
+    times: int
+    """How many completions are equal to it, token for token and number for number."""
+    against: Anchor | None
+    """The model whose log-probabilities the policy's are compared with."""
+    ratios: Sequence[float]
+    """log policy - log other of each token; NaN if one is missing, or the token is not trained on."""
+    blamed: frozenset[int] = frozenset()
+
+    @property
+    def worst(self) -> float:
+        """The largest |log-ratio| of its tokens."""
+        return max((abs(ratio) for ratio in self.ratios if math.isfinite(ratio)), default=0.0)
+
+    @property
+    def k1(self) -> float:
+        """The sum of the log-ratios, in nats."""
+        return sum(ratio for ratio in self.ratios if math.isfinite(ratio))
+
+    @property
+    def k3(self) -> float:
+        """The sum of k3 over the tokens, in nats; against the sampler, k3 takes the sampler as the policy."""
+        sign = -1 if self.against == "sampler" else 1
+        return sum(k3(sign * ratio) for ratio in self.ratios if math.isfinite(ratio))
+
+    def towards(self, anchor: Anchor) -> Self:
+        """The same completion, compared with another model that scored it."""
+        return replace(self, against=anchor, ratios=_ratios(self.completion, anchor))
+
+    @property
+    def span(self) -> tuple[int, int]:
+        """The range of tokens that is shown."""
+        total = len(self.completion.tokens)
+        if total <= LONGEST:
+            return 0, total
+        sizes = [abs(ratio) if math.isfinite(ratio) else -1.0 for ratio in self.ratios]
+        begin = min(max(0, sizes.index(max(sizes)) - LONGEST // 2), total - LONGEST)
+        return begin, begin + LONGEST
+
+
+def ranked(runs: Sequence[ReportRun]) -> list[Shown]:
+    """All completions of the runs with equal ones joined, the worst first."""
+    entries = [shown for number, run in enumerate(runs) for shown in _of_run(run, number)]
+    return sorted(
+        entries, key=lambda entry: (not entry.blamed, -entry.worst, entry.run, entry.completion.step, entry.index)
+    )
+
+
+def _of_run(run: ReportRun, number: int) -> Iterable[Shown]:
+    blamed = _blamed_tokens(run)
+    for step, completions in run.history.completions.items():
+        twins: dict[tuple[object, ...], list[int]] = {}
+        for index, completion in enumerate(completions):
+            twins.setdefault(_identity(completion), []).append(index)
+        for same in twins.values():
+            first = completions[same[0]]
+            against = next(iter(recorded(first)), None)
+            yield Shown(
+                run=number,
+                completion=first,
+                index=same[0],
+                times=len(same),
+                against=against,
+                ratios=_ratios(first, against),
+                blamed=frozenset().union(*(blamed.get((step, index), frozenset()) for index in same)),
+            )
+
+
+def _identity(completion: Completion) -> tuple[object, ...]:
+    lists = (
+        completion.tokens,
+        completion.policy,
+        completion.ref,
+        completion.teacher,
+        completion.sampler,
+        completion.trained,
+    )
+    return (
+        completion.group,
+        completion.prompt,
+        completion.reward,
+        *(None if values is None else tuple(values) for values in lists),
+    )
+
+
+def recorded(completion: Completion) -> dict[Anchor, Sequence[float]]:
+    """The other models that scored a completion, with their log-probabilities; the first is the default."""
+    every: dict[Anchor, Sequence[float] | None] = {
+        "reference": completion.ref,
+        "teacher": completion.teacher,
+        "sampler": completion.sampler,
+    }
+    return {anchor: values for anchor, values in every.items() if values is not None}
+
+
+def _ratios(completion: Completion, against: Anchor | None) -> array[float]:
+    if against is None:
+        return array("d", [math.nan] * len(completion.tokens))
+    rows = zip(completion.policy, recorded(completion)[against], completion.is_trained, strict=True)
+    return array("d", [p - o if on and math.isfinite(p - o) else math.nan for p, o, on in rows])
+
+
+def _blamed_tokens(run: ReportRun) -> Mapping[tuple[int, int], frozenset[int]]:
+    positions: dict[tuple[int, int], frozenset[int]] = {}
+    for finding in run.diagnosis.findings:
+        for token in finding.evidence.tokens:
+            place = (token.step, token.completion)
+            positions[place] = positions.get(place, frozenset()) | {token.position}
+    return positions
+
+
+def worst_tokens(completions: Mapping[int, Shown], *, most: int) -> list[tuple[int, int]]:
+    """(number of the completion, position) of the tokens with the largest |log-ratio|.
+
+    Completions that begin alike share tokens: of equal tokens at one place of a step, the first counts.
+    """
+    places: dict[tuple[object, ...], tuple[int, int]] = {}
+    sizes: dict[tuple[int, int], float] = {}
+    for number, entry in completions.items():
+        for position in range(*entry.span):
+            ratio = entry.ratios[position]
+            if math.isfinite(ratio) and ratio != 0:
+                token, step = str(entry.completion.tokens[position]), entry.completion.step
+                same = (entry.run, step, token, position, entry.completion.policy[position], ratio)
+                sizes[places.setdefault(same, (number, position))] = abs(ratio)
+    return sorted(sizes, key=lambda place: -sizes[place])[:most]
+
+
+# the section ----------------------------------------------------------------------------------------------------------
 
 WORST = 15
 """Rows of the table of the worst tokens."""
@@ -51,8 +195,8 @@ def fitting(runs: Sequence[ReportRun], completions: Sequence[Shown], *, room: in
     """
     cards: dict[int, Html] = {}
     missed, room = 0, room - FRAME
-    for number, each in enumerate(completions):
-        drawn = card(each, number, read=runs[each.run].read, label=runs[each.run].name if len(runs) > 1 else "")
+    for number, entry in enumerate(completions):
+        drawn = card(entry, number, read=runs[entry.run].read, label=runs[entry.run].name if len(runs) > 1 else "")
         size = len(drawn.encode())
         if size <= room:
             cards[number], room, missed = drawn, room - size, 0
@@ -76,7 +220,7 @@ def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], cards
             _worst_table(runs, here),
             element("h3", "Completions", id="all-completions"),
             *_anchor_choice(completions),
-            legend(sorted({each.against for each in completions if each.against})),
+            legend(sorted({entry.against for entry in completions if entry.against})),
             _filters(runs, completions),
             element("p", id="count", class_="count", role="status"),
             element("div", *cards.values(), id="completions"),
@@ -85,30 +229,30 @@ def token_section(runs: Sequence[ReportRun], completions: Sequence[Shown], cards
     )
 
 
-def said(completions: Sequence[Shown], kept: Sequence[Shown]) -> str:
+def said(completions: Sequence[Shown], on_page: Sequence[Shown]) -> str:
     """A sentence on how many completions are on the page, and how many are not."""
-    total, here = (sum(each.times for each in some) for some in (completions, kept))
+    total, here = (sum(entry.times for entry in some) for some in (completions, on_page))
     if total == here == 1:
         return "The only completion that was written."
-    whole = len(kept) == len(completions)
+    whole = len(on_page) == len(completions)
     text = f"{'All' if whole else f'{here} of'} {count(total, 'completion')}"
-    text += f", {count(len(kept), 'card')} where twins are joined" if here != len(kept) else ""
-    text += ", the worst token first" + (" after those that an alarm blames" if any(e.blamed for e in kept) else "")
+    text += f", {count(len(on_page), 'card')} where twins are joined" if here != len(on_page) else ""
+    text += ", the worst token first" + (" after those that an alarm blames" if any(e.blamed for e in on_page) else "")
     return f"{text}." if whole else f"{text}. The others are left out for the size of the page."
 
 
-def jump(each: Shown, number: int, position: int) -> Html:
+def jump(entry: Shown, number: int, position: int) -> Html:
     """A link to a token: to its card, where the script takes the focus to the token."""
-    place = f"step {each.completion.step}, completion {each.index + 1}, position {position + 1}"
+    place = f"step {entry.completion.step}, completion {entry.index + 1}, position {position + 1}"
     return element("a", place, href=f"#c{number}", class_="jump", data_position=position)
 
 
 def _worst_table(runs: Sequence[ReportRun], completions: Mapping[int, Shown]) -> Html:
     rows: list[list[str]] = []
     for number, position in worst_tokens(completions, most=WORST):
-        each = completions[number]
-        completion, ratio = each.completion, each.ratios[position]
-        read = runs[each.run].read
+        entry = completions[number]
+        completion, ratio = entry.completion, entry.ratios[position]
+        read = runs[entry.run].read
         texts = [shown(read(str(token)), longest=NARROW).replace("\n", "") for token in completion.tokens]
         rows.append(
             [
@@ -117,13 +261,13 @@ def _worst_table(runs: Sequence[ReportRun], completions: Mapping[int, Shown]) ->
                 probability(completion.policy[position]),
                 probability(completion.policy[position] - ratio),
                 _context(texts, position, shade(ratio)),
-                *([runs[each.run].name] if len(runs) > 1 else []),
-                jump(each, number, position),
+                *([runs[entry.run].name] if len(runs) > 1 else []),
+                jump(entry, number, position),
             ]
         )
     if not rows:
         return element("p", "No token here has a log-ratio other than 0.", class_="missing")
-    against = " or ".join(sorted({each.against for each in completions.values() if each.against}))
+    against = " or ".join(sorted({entry.against for entry in completions.values() if entry.against}))
     run = ["run"] if len(runs) > 1 else []
     headings = ["token", "log-ratio", "policy", against, "in context", *run, "where"]
     table = plain_table(headings, rows, caption="tokens with the largest |log-ratio| on this page", classes="worst")
@@ -139,18 +283,18 @@ def _context(texts: Sequence[str], position: int, shade: str) -> Html:
 
 def _anchor_choice(completions: Sequence[Shown]) -> list[Html]:
     """The choice of the model that the shades compare the policy with, if the record has several."""
-    there = {anchor for each in completions for anchor in recorded(each.completion)}
-    names = [(anchor, anchor) for anchor in DISTANCES if anchor in there]
+    anchors = {anchor for entry in completions for anchor in recorded(entry.completion)}
+    names = [(anchor, anchor) for anchor in DISTANCES if anchor in anchors]
     choice = _select("against", "Shades compare the policy with the", names)
     edges = " ".join(map(str, EDGES))
     return [element("div", choice, id="against", data_edges=edges, hidden=True)] if len(names) > 1 else []
 
 
 def _filters(runs: Sequence[ReportRun], completions: Sequence[Shown]) -> Html:
-    steps = [each.completion.step for each in completions]
+    steps = [entry.completion.step for entry in completions]
     limits = {"type": "number", "inputmode": "decimal", "min": min(steps), "max": max(steps), "step": 1}
     names = [("", "all runs"), *((str(number), run.name) for number, run in enumerate(runs))]
-    blamed = element("input", type="checkbox", id="f-blamed", disabled=not any(each.blamed for each in completions))
+    blamed = element("input", type="checkbox", id="f-blamed", disabled=not any(entry.blamed for entry in completions))
     parts = [
         *([_select("run", "Run", names)] if len(runs) > 1 else []),
         _field("step-from", "Step from", element("input", id="f-step-from", placeholder=str(min(steps)), **limits)),
@@ -185,44 +329,44 @@ def shade(ratio: float) -> str:
     return "z" if level == 0 else f"{'p' if ratio > 0 else 'n'}{level}"
 
 
-def card(each: Shown, number: int, *, read: Callable[[str], str], label: str) -> Html:
+def card(entry: Shown, number: int, *, read: Callable[[str], str], label: str) -> Html:
     """A completion on the page, with its facts and the log-probabilities of its tokens."""
-    completion, reward = each.completion, each.completion.reward
-    twins = element("span", f"×{each.times}", class_="times", title=f"{each.times} completions are the same")
+    completion, reward = entry.completion, entry.completion.reward
+    twins = element("span", f"×{entry.times}", class_="times", title=f"{entry.times} completions are the same")
     return element(
         "article",
         element(
             "header",
             element(
                 "h4",
-                f"Step {completion.step}, completion {each.index + 1}",
-                *([Html(" "), twins] if each.times > 1 else []),
+                f"Step {completion.step}, completion {entry.index + 1}",
+                *([Html(" "), twins] if entry.times > 1 else []),
             ),
             *([element("span", label, class_="run")] if label else []),
-            element("dl", *_facts(each), class_="facts"),
+            element("dl", *_facts(entry), class_="facts"),
         ),
-        element("div", *_prompt(completion.prompt), _strip(each, read), class_="said"),
+        element("div", *_prompt(completion.prompt), _strip(entry, read), class_="said"),
         class_="completion",
         id=f"c{number}",
         data_number=number,
-        data_run=each.run,
+        data_run=entry.run,
         data_step=completion.step,
         data_reward=None if reward is None or not math.isfinite(reward) else f"{reward:.6g}",
-        data_worst=f"{each.worst:.6g}",
-        data_kl=f"{each.k3:.6g}",
+        data_worst=f"{entry.worst:.6g}",
+        data_kl=f"{entry.k3:.6g}",
         data_length=len(completion.tokens),
-        data_blamed=bool(each.blamed),
-        data_numbers=_numbers(each),
+        data_blamed=bool(entry.blamed),
+        data_numbers=_numbers(entry),
     )
 
 
-def _facts(each: Shown) -> list[Html]:
+def _facts(entry: Shown) -> list[Html]:
     """The facts of a completion as a whole; only the distance that the shades show is visible."""
-    completion = each.completion
+    completion = entry.completion
     rewards = [("reward", completion.reward), ("advantage", completion.advantage)]
     rows = [_fact(name, short(value)) for name, value in rewards if value is not None]
     for anchor in recorded(completion):
-        one, hidden = each.towards(anchor), anchor != each.against
+        one, hidden = entry.towards(anchor), anchor != entry.against
         text, sizes = f"{short(one.k3)} | {signed(one.k1)} nats", {"kl": f"{one.k3:.6g}", "worst": f"{one.worst:.6g}"}
         rows.append(_fact(f"{DISTANCES[anchor]} (k3 | k1)", text, of=anchor, hidden=hidden, **sizes))
         rows.append(_fact("largest", f"{short(one.worst)} nats", of=anchor, hidden=hidden))
@@ -231,7 +375,7 @@ def _facts(each: Shown) -> list[Html]:
 
 
 def _fact(name: str, value: str, *, hidden: bool = False, **data: str) -> Html:
-    named = {f"data_{key}": each for key, each in data.items()}
+    named = {f"data_{key}": datum for key, datum in data.items()}
     return element("div", element("dt", name), element("dd", value), hidden=hidden, **named)
 
 
@@ -242,34 +386,34 @@ def _prompt(prompt: str) -> list[Html]:
     return [element("p", label, element("span", shorten(prompt, PROMPT), class_="words"), class_="prompt")]
 
 
-def _strip(each: Shown, read: Callable[[str], str]) -> Html:
-    begin, end = each.span
-    completion = each.completion
+def _strip(entry: Shown, read: Callable[[str], str]) -> Html:
+    begin, end = entry.span
+    completion = entry.completion
     total = len(completion.tokens)
     left_out = [element("p", f"Only tokens {begin + 1} to {end} of {total} are shown.", class_="aside")]
-    whose = f", shaded by log policy − log {each.against}" if each.against else ""
-    name = f"Tokens of step {completion.step}, completion {each.index + 1}{whose}"
-    tokens = [_token(each, position, read) for position in range(begin, end)]
+    whose = f", shaded by log policy − log {entry.against}" if entry.against else ""
+    name = f"Tokens of step {completion.step}, completion {entry.index + 1}{whose}"
+    tokens = [_token(entry, position, read) for position in range(begin, end)]
     strip = element("div", *tokens, class_="tokens", role="group", aria_label=name, data_begin=begin)
     return join([strip, *(left_out if end - begin < total else [])])
 
 
-def _token(each: Shown, position: int, read: Callable[[str], str]) -> Html:
-    completion, ratio = each.completion, each.ratios[position]
+def _token(entry: Shown, position: int, read: Callable[[str], str]) -> Html:
+    completion, ratio = entry.completion, entry.ratios[position]
     classes = ["u" if math.isnan(ratio) else shade(ratio)]
     if not completion.is_sampled[position]:
         classes.append("q")
     elif not completion.is_trained[position]:
         classes.append("m")
-    if position in each.blamed:
+    if position in entry.blamed:
         classes.append("a")
     return element("span", shown(read(str(completion.tokens[position]))), class_=" ".join(classes))
 
 
-def _numbers(each: Shown) -> str:
+def _numbers(entry: Shown) -> str:
     """The log-probabilities of the tokens, rounded, as JSON: first letter of the model -> values."""
-    begin, end = each.span
-    every = {"policy": each.completion.policy, **recorded(each.completion)}
+    begin, end = entry.span
+    every = {"policy": entry.completion.policy, **recorded(entry.completion)}
     rounded = {
         name[0]: [round(value, 5) if math.isfinite(value) else None for value in values[begin:end]]
         for name, values in every.items()

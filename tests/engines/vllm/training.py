@@ -14,7 +14,8 @@ from tests.engines.vllm.weights import use_here
 
 from klamp.cli import main
 from klamp.doctor.readers import read_record
-from klamp.lab.folders import COMPLETIONS, lines_of
+from klamp.lab.folders import lines_of
+from klamp.names import COMPLETIONS
 
 # TRL asks for no data type, and vLLM would take bfloat16 for float32 weights.
 DTYPE = "bfloat16" if "bfloat16" in sys.argv else "float32"  # noqa: TID251  (a program of its own)

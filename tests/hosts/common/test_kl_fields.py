@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from klamp.config import KLConfig, KLWarning, TeacherConfig
-from klamp.config.kl import ALIASES
 from klamp.errors import ConfigError, refuse
 from klamp.hosts.common.kl_fields import (
     KLFields,
@@ -21,6 +20,7 @@ from klamp.hosts.common.kl_fields import (
     touched,
     warn_without_kl,
 )
+from klamp.names import ALIASES
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(KLConfig)}
 TAUGHT = {field.name: field.default for field in dataclasses.fields(TeacherConfig)}

@@ -12,7 +12,6 @@ from tests.training.conftest import stored, tiny_llama
 
 from klamp.core.advantages import group_advantages
 from klamp.doctor.readers import read_record
-from klamp.doctor.readers.klamp_run import read_details
 from klamp.errors import ConfigError, ModelError, RunFolderError, TrainingStopped
 from klamp.lab.backends import launch, record
 from klamp.lab.checkpoint import identity_in
@@ -38,7 +37,7 @@ def test_what_a_run_leaves(quick, tmp_path):
     rows = rows_of(folder)
     assert len(rows) == 4 and abs(rows[0]["kl/k3"]) < 1e-6 < rows[-1]["kl/k3"]
     assert [row.step for row in read_record(folder).evaluations] == [0, 4]
-    assert read_details(folder).versions["trl"]
+    assert read_record(folder).details.versions["trl"]
     names = {path.name for path in folder.iterdir()}
     assert names >= {
         "config.yaml",

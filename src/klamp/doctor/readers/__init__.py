@@ -7,23 +7,11 @@ from itertools import islice
 from pathlib import Path
 
 from klamp.doctor.history import History
+from klamp.doctor.readers import logs, rollouts
 from klamp.doctor.readers.files import json_lines, refuse_names, text_lines, unreadable
 from klamp.doctor.readers.klamp_run import is_klamp_run, read_klamp_run, with_report
-from klamp.doctor.readers.logs import (
-    CONSOLE,
-    EVENTS,
-    PRINTED,
-    event_folders,
-    find_offline_run,
-    find_state,
-    read_metrics,
-    read_tensorboard,
-    read_text,
-    read_trl_state,
-    read_wandb,
-)
-from klamp.doctor.readers.rollouts import is_rollout, read_rollouts, step_in
 from klamp.files import with_end
+from klamp.names import METRICS_FILE
 
 TOKEN_EXPORT = "step_*/rank_*.jsonl"
 TEXTS = (".csv", ".tsv", ".log", ".txt")
@@ -50,49 +38,51 @@ def read_record(path: Path, names: Mapping[str, str] | None = None) -> History:
 
 def _read_file(path: Path, names: Mapping[str, str] | None) -> History:
     kind = Path(path.stem).suffix if path.suffix == ".gz" else path.suffix
-    if path.match(EVENTS) or kind == ".wandb":
-        return (read_wandb if kind == ".wandb" else read_tensorboard)(path, names)
+    if path.match(logs.EVENTS) or kind == ".wandb":
+        return (logs.read_wandb if kind == ".wandb" else logs.read_tensorboard)(path, names)
     start = list(islice((line.lstrip() for line in text_lines(path) if line.strip()), 2))
     lists = kind == ".json" or [line.strip() for line in start[:1]] == ["["]
     if lists and [line[:2] for line in start] != ['{"', '{"']:  # else an object in each line
-        return read_trl_state(path, names)
-    first, printed = "".join(start[:1]), kind != ".jsonl"
-    if PRINTED.match(first) or (first[:1] not in "{[" and (printed or PRINTED.search(first) or CONSOLE.search(first))):
-        return read_text(path, names)
+        return with_report(logs.read_trl_state(path, names), path)
+    first = "".join(start[:1])
+    printed = kind != ".jsonl" or logs.PRINTED.search(first) or logs.CONSOLE.search(first)
+    if logs.PRINTED.match(first) or (first[:1] not in "{[" and printed):
+        return logs.read_text(path, names)
     row = next(json_lines(path), None)
-    if row is None or not is_rollout(row):
-        return read_metrics(path, names)
+    if row is None or not rollouts.is_rollout(row):
+        return logs.read_metrics(path, names)
     refuse_names(names, path, why=COMPUTED)
-    return read_rollouts([path])
+    return rollouts.read_rollouts([path])
 
 
 def _read_folder(path: Path, names: Mapping[str, str] | None) -> History:
     if is_klamp_run(path):
         refuse_names(names, path, why="it is the folder of a klamp run, whose metrics have klamp's names")
         return read_klamp_run(path)
-    state, runs = find_state(path), find_offline_run(path)
+    state, runs = logs.find_state(path), logs.find_offline_run(path)
     if state is not None:
-        return with_report(read_trl_state(state, names), path)
+        return with_report(logs.read_trl_state(state, names), path)
     if len(runs) > 1:
         folders = ", ".join(run.parent.name for run in runs)
         raise unreadable("several W&B runs lie in one folder", path, why=folders, fix="name one of them")
     if runs:
-        return read_wandb(runs[0], names)
-    return _read_lines(path, names) if not event_folders(path) else read_tensorboard(path, names)
+        return logs.read_wandb(runs[0], names)
+    return _read_lines(path, names) if not logs.event_folders(path) else logs.read_tensorboard(path, names)
 
 
 def _read_lines(path: Path, names: Mapping[str, str] | None) -> History:
     exported = [*path.glob(TOKEN_EXPORT), *path.glob(f"token_exports/{TOKEN_EXPORT}")]
-    exported.sort(key=lambda file: (step_in(file), file))
+    exported.sort(key=lambda file: (rollouts.step_in(file), file))
     files = sorted(path.glob("*.jsonl"))
     numbered = sorted((file for file in files if file.stem.isdigit()), key=lambda file: int(file.stem))
     if exported or numbered:
         refuse_names(names, path, why=COMPUTED)
-        return read_rollouts(exported or numbered, source="prime-rl token export" if exported else "verl rollouts")
-    if (path / "metrics.jsonl").is_file():
-        return read_metrics(path / "metrics.jsonl", names)
-    if (path / "metrics.json").is_file():
-        return _read_file(path / "metrics.json", names)
+        return rollouts.read_rollouts(
+            exported or numbered, source="prime-rl token export" if exported else "verl rollouts"
+        )
+    for name in (METRICS_FILE, "metrics.json"):
+        if (path / name).is_file():
+            return _read_file(path / name, names)
     files = files or sorted(file for end in TEXTS for file in path.glob(f"*{end}"))
     if len(files) == 1:
         return _read_file(files[0], names)

@@ -1,6 +1,4 @@
-"""What all readers of records share: reading a file with one error for what cannot be read, and names that were given
-for a record.
-"""
+"""What all readers of records share: reading a file, the error for one that cannot be read, names for a record."""
 
 from __future__ import annotations
 
@@ -25,7 +23,6 @@ FORMATS = (
     "metrics or of completions with token log-probabilities"
 )
 ZIPPED = b"\x1f\x8b"
-HALF_WRITTEN = ("unexpected end of data", "truncated data")
 
 
 def unreadable(what: str, path: Path, *, why: str, fix: str = "") -> DataError:
@@ -38,50 +35,41 @@ def object_in(path: Path) -> dict[str, Any]:
     yaml = path.suffix == ".yaml"
     parse, kind, holds = (yaml_of, "YAML", "names with values") if yaml else (json_of, "JSON", "JSON object")
     try:
-        found = parse("".join(text_lines(path)))
+        values = parse("".join(text_lines(path)))
     except (ValueError, RecursionError) as error:
         raise unreadable(f"a file is not {kind}", path, why=shortened(error)) from error
-    if isinstance(found, list) and not yaml:  # what json.dump(trainer.state.log_history) writes
-        found = {"log_history": found}
-    if not isinstance(found, dict) or not all(isinstance(name, str) for name in found):
-        raise unreadable(f"a file holds no {holds}", path, why=f"it holds a {type(found).__name__}")
-    return found
+    if isinstance(values, list) and not yaml:  # what json.dump(trainer.state.log_history) writes
+        values = {"log_history": values}
+    if not isinstance(values, dict) or not all(isinstance(name, str) for name in values):
+        raise unreadable(f"a file holds no {holds}", path, why=f"it holds a {type(values).__name__}")
+    return values
 
 
 def text_lines(path: Path) -> Iterator[str]:
-    """The lines of a text file in UTF-8 or UTF-16, gzipped or not; a half-written end is left out."""
+    """The lines of a text file in UTF-8 or UTF-16, gzipped or not; bytes that are neither are replaced."""
     with with_end(path).open("rb") as plain:
         file = gzip.GzipFile(fileobj=plain) if plain.peek(2)[:2] == ZIPPED else plain
         try:
             wide = file.peek(2)[:2] in (BOM_UTF16_LE, BOM_UTF16_BE)
-            yield from io.TextIOWrapper(file, "utf-16" if wide else "utf-8-sig", newline="\n")
+            yield from io.TextIOWrapper(file, "utf-16" if wide else "utf-8-sig", errors="replace", newline="\n")
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise unreadable("a gzipped file is damaged", path, why=shortened(error)) from error
-        except UnicodeError as error:
-            if getattr(error, "reason", "") in HALF_WRITTEN:
-                return
-            binary = b"\0" in getattr(error, "object", b"")
-            fix = "" if binary else f"iconv -f LATIN1 -t UTF-8 {path.name} > utf8{path.suffix}"
-            raise unreadable("a file is not text in UTF-8", path, why=shortened(error), fix=fix) from error
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The objects in a JSONL file, one at a time; a half-written last line, which a killed run leaves, is ignored.
-
-    A line may hold a list of objects. DataError: when it comes to another line that is not an object.
-    """
+    """The objects in a JSONL file, or in lists in its lines; ignores a half-written last line, refuses other lines."""
     numbered = enumerate(text_lines(path), start=1)
     for number, line in numbered:
         if not line.strip():
             continue
         try:
-            found = json_of(line)
+            value = json_of(line)
         except (ValueError, RecursionError) as error:
             if isinstance(error, json.JSONDecodeError) and next(numbered, None) is None:
                 return
             fix = f"fix line {number}, or leave it out: sed {number}d {path.name} > rest.jsonl" if number > 1 else ""
             raise unreadable(f"line {number} is not JSON", path, why=shortened(error), fix=fix) from error
-        for row in found if isinstance(found, list) else [found]:
+        for row in value if isinstance(value, list) else [value]:
             if not isinstance(row, dict):
                 raise unreadable(f"line {number} is no JSON object", path, why=f"it is a {type(row).__name__}")
             yield row
@@ -90,11 +78,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 def each_row(
     rows: Iterable[Any], path: Path, read: Callable[[Mapping[str, Any]], Read], *, what: str = "line {} is damaged"
 ) -> Iterator[Read]:
-    """What `read` makes of each row of a file.
-
-    Raises:
-        DataError: a row that `read` cannot use; `what` has a place for its number.
-    """
+    """What `read` makes of each row; a DataError for one that it cannot use, `what` has a place for its number."""
     for number, row in enumerate(rows, start=1):
         try:
             if not isinstance(row, Mapping):
@@ -113,23 +97,15 @@ def shortened(error: Exception) -> str:
 
 
 def check_logged(names: Mapping[str, str], logged: Collection[str], path: Path) -> None:
-    """Refuse names (klamp's name of a metric -> that in the record) that no row of a record has.
-
-    Raises:
-        UnknownNameError: lists names that are there, and names the nearest.
-    """
+    """Refuse names (klamp's name of a metric -> that in the record) that no row has, with an UnknownNameError."""
     for theirs in names.values():
         if theirs not in logged:
-            there = ", ".join(sorted(logged)[:12]) or "no number"
-            raise unknown_name(f"number in the rows of {path}", theirs, logged, why=f"it has {there}")
+            present = ", ".join(sorted(logged)[:12]) or "no number"
+            raise unknown_name(f"number in the rows of {path}", theirs, logged, why=f"it has {present}")
 
 
 def refuse_names(names: Mapping[str, str] | None, path: Path, *, why: str) -> None:
-    """Refuse names for a record whose metrics have klamp's names already.
-
-    Raises:
-        ConfigError: names were given.
-    """
+    """Refuse names for a record whose metrics have klamp's names already, with a ConfigError."""
     if names:
         got = f"{', '.join(f'{ours}={theirs}' for ours, theirs in names.items())} for {path}"
         raise ConfigError("the record has no names to map", got=got, why=why, fix="leave --map out")

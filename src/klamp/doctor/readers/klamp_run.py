@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from klamp.doctor.columns import settings_of, settings_of_run
-from klamp.doctor.history import History, Row, answer_of, completion_of
+from klamp.doctor.history import Details, History, Row, answer_of
+from klamp.doctor.metrics import settings_of, settings_of_run
 from klamp.doctor.readers.files import each_row, json_lines, object_in, unreadable
+from klamp.doctor.readers.rollouts import completion_of
 from klamp.errors import without_credentials
 from klamp.names import ABOUT, ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, RUNS, SUMMARY, VERSIONS
 
@@ -32,13 +33,18 @@ def is_klamp_run(path: Path) -> bool:
 def read_klamp_run(path: Path) -> History:
     """Read the history of a klamp run from its folder."""
     written = object_in(path / CONFIG)
-    values, changes = in_force(written), told(written)
-    summary = object_in(path / SUMMARY) if (path / SUMMARY).is_file() else {}
+    values, changes = in_force(written), describe_changes(written)
+    summary, versions = (object_in(path / file) if (path / file).is_file() else {} for file in (SUMMARY, VERSIONS))
     skill = summary.get("rl_skill")
     if not isinstance(skill, str | None):
         raise unreadable("the skill that is trained is no text", path / SUMMARY, why=f"it is a {type(skill).__name__}")
     settings = settings_of_run(values, rl_skill=skill)
-    history = History(source="klamp run", settings=settings, config=shown(values), changes=changes)
+    details = Details(
+        versions={name: str(version) for name, version in versions.items()},
+        when=(path / METRICS_FILE).stat().st_mtime,
+        seconds=summary.get("seconds"),
+    )
+    history = History(source="klamp run", settings=settings, config=shown(values), details=details, changes=changes)
     for scores, row in each_row(json_lines(path / METRICS_FILE), path / METRICS_FILE, _rows_of):
         history.evaluations += [scores] if scores.metrics else []
         history.rows += [row] if row.metrics else []
@@ -51,7 +57,9 @@ def read_klamp_run(path: Path) -> History:
 def add_tokens(history: History, folder: Path) -> None:
     """Add the completions and the answers of evaluations that a klamp run, or ReportCallback in TRL, wrote."""
     if (file := folder / COMPLETIONS).is_file():
-        history.add_completions(each_row(json_lines(file), file, lambda row: completion_of(int(row["step"]), row)))
+        history.add_completions(
+            each_row(json_lines(file), file, lambda row: completion_of(row, step=row["step"], written=True))
+        )
     if (file := folder / ANSWERS).is_file():
         history.answers += each_row(json_lines(file), file, answer_of)
 
@@ -70,61 +78,24 @@ def _rows_of(row: Mapping[str, Any]) -> tuple[Row, Row]:
     return Row(step=step, metrics=scores), Row(step=step, metrics=metrics)
 
 
-@dataclass(frozen=True, kw_only=True)
-class Details:
-    """What is known of a run besides its history; empty where its folder is not klamp's."""
-
-    versions: Mapping[str, str] = field(default_factory=dict)
-    words: Sequence[str] = ()
-    """Its model, task and KL, as ReportCallback wrote them."""
-    when: float | None = None
-    """When it was last written to, in seconds since 1970."""
-    seconds: float | None = None
-    """How long it took; None: it has not ended."""
-
-
-def read_details(path: Path) -> Details:
-    """Read the facts of a run that stand beside its history."""
-    if not (path.is_dir() and is_klamp_run(path)):
-        return _of_trl(path)
-    summary = object_in(path / SUMMARY) if (path / SUMMARY).is_file() else {}
-    versions = object_in(path / VERSIONS) if (path / VERSIONS).is_file() else {}
-    return Details(
-        versions={name: str(version) for name, version in versions.items()},
-        when=(path / METRICS_FILE).stat().st_mtime,
-        seconds=summary.get("seconds"),
-    )
-
-
-def folder_of(path: Path) -> Path | None:
-    """The folder in which ReportCallback wrote, for a TRL run or one of its checkpoints; None: it did not."""
-    return next((folder for folder in (path, path.parent) if (folder / ABOUT).is_file()), None)
-
-
 def with_report(history: History, path: Path) -> History:
     """The history of a TRL run with what ReportCallback wrote beside its log."""
-    folder = folder_of(path)
+    folder = next((folder for folder in (path, path.parent) if (folder / ABOUT).is_file()), None)
     if folder is None:
         return history
-    history.config = shown(object_in(folder / ABOUT).get("config") or {})
+    about = object_in(folder / ABOUT)
+    history.config = shown(about.get("config") or {})
+    history.details = Details(
+        versions=about.get("versions") or {},
+        words=tuple(str(about.get(name, "")) for name in ("model", "task", "kl")),
+        when=(folder / ABOUT).stat().st_mtime,
+        seconds=about.get("seconds"),
+    )
     said = settings_of(history.config, set())
-    known = {name: getattr(said, name) for name in SAID if getattr(history.settings, name) is None}
-    history.settings = replace(history.settings, **known)
+    additions = {name: getattr(said, name) for name in SAID if getattr(history.settings, name) is None}
+    history.settings = replace(history.settings, **additions)
     add_tokens(history, folder)
     return history
-
-
-def _of_trl(path: Path) -> Details:
-    folder = folder_of(path)
-    if folder is None:
-        return Details()
-    told = object_in(folder / ABOUT)
-    return Details(
-        versions=told.get("versions") or {},
-        words=tuple(str(told.get(name, "")) for name in ("model", "task", "kl")),
-        when=(folder / ABOUT).stat().st_mtime,
-        seconds=told.get("seconds"),
-    )
 
 
 def runs_in(path: Path) -> tuple[list[Path], list[Path]]:
@@ -144,21 +115,21 @@ def runs_in(path: Path) -> tuple[list[Path], list[Path]]:
 
 def history_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The entries of a config.yaml's history, in order: values, and the last step in which they were in force."""
-    entries = found if isinstance(found := values.get(HISTORY), list) else []
-    whole = [each for each in entries if isinstance(each, dict) and isinstance(each.get(UNTIL), int)]
-    return sorted(whole, key=lambda each: each[UNTIL])
+    entries = history if isinstance(history := values.get(HISTORY), list) else []
+    whole = [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get(UNTIL), int)]
+    return sorted(whole, key=lambda entry: entry[UNTIL])
 
 
 def in_force(values: Mapping[str, Any], step: float = math.inf) -> dict[str, Any]:
     """The fields of a config.yaml as they were in a step (from 1), or as they are now; without the history."""
-    found = {name: value for name, value in values.items() if name != HISTORY}
+    fields = {name: value for name, value in values.items() if name != HISTORY}
     for entry in reversed(history_of(values)):
         if entry[UNTIL] >= step:
-            found |= {name: value for name, value in entry.items() if name in found}
-    return found
+            fields |= {name: value for name, value in entry.items() if name in fields}
+    return fields
 
 
-def told(values: Mapping[str, Any]) -> dict[int, str]:
+def describe_changes(values: Mapping[str, Any]) -> dict[int, str]:
     """Step -> what was changed after it, in words; from the values of a config.yaml."""
     steps = (entry[UNTIL] for entry in history_of(values))
     return {step: in_words(changes_of(in_force(values, step), in_force(values, step + 1))) for step in steps}

@@ -14,25 +14,25 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from klamp.doctor.columns import (
+from klamp.doctor.history import History, Row
+from klamp.doctor.metrics import (
     OURS,
     STEP_NAMES,
     as_number,
     evaluations,
     flat,
     is_verl_line,
-    known,
-    number_names,
+    names_in,
+    own_name,
     settings_of,
     step_of,
     translate,
     unread_kls,
 )
-from klamp.doctor.history import History, Row
-from klamp.doctor.metrics import names_in
 from klamp.doctor.readers.files import check_logged, each_row, json_lines, object_in, shortened, text_lines, unreadable
 from klamp.errors import missing_library
 from klamp.files import followed, with_end
+from klamp.names import TRAINER_STATE
 
 Names = Mapping[str, str]
 """klamp's name of a metric -> that in the record, before the names that klamp knows."""
@@ -47,31 +47,32 @@ ALIVE = ("train/loss", "train/policy_loss", "train/grad_norm")
 
 
 def _history(
-    source: str, rows: Logged, config: Mapping[str, Any], names: Names | None, path: Path, *, ours: bool = True
+    source: str, rows: Logged, names: Names | None, path: Path, *, config: Mapping[str, Any], ours: bool = True
 ) -> History:
     """The history of logged rows; `ours`: klamp may have written them, and all names of an evaluation are scores."""
     logged = {name for _, row in rows for name in row}
     theirs, lost = names_in(logged), _unmeasured(rows, logged)
     rows = [(step, {name: value for name, value in row.items() if name not in lost}) for step, row in rows]
     names = _kl_as_it_is(rows, names or {}, logged, theirs)
-    numbers = number_names(row for _, row in rows if SUMMARY not in row) - {*CLOCKS}
+    rest = [row for _, row in rows if SUMMARY not in row]
+    numbers = {name for row in rest for name in row if as_number(row[name]) is not None} - {*CLOCKS}
     check_logged(names, numbers | lost, path)
     history = History(source=source, settings=settings_of(config, logged, names), config=config)
-    read = {*names.values(), *(name for name in logged if (n := known(name, theirs)) and n not in names)}
+    read = {*names.values(), *(name for name in logged if (n := own_name(name, theirs)) and n not in names)}
     history.unread = unread_kls({name for _, row in rows for name in row}, read)
     history.cautions += _no_numbers(rows, theirs, lost)
-    seen: set[int] = set()
+    steps: set[int] = set()
     for step, row in rows:
         scores, metrics = evaluations(row, every=ours and OURS in logged), translate(row, names, theirs)
         if scores:
             history.evaluations.append(Row(step=step, metrics=scores))
         if metrics and SUMMARY not in row:
-            if step in seen and step < history.rows[-1].step:  # the run went back: what it does again counts
-                history.rows = [each for each in history.rows if each.step < step]
+            if step in steps and step < history.rows[-1].step:  # the run went back: what it does again counts
+                history.rows = [earlier for earlier in history.rows if earlier.step < step]
             if history.rows and step == history.rows[-1].step:  # one of several rows of the step may lack a value
                 numbers_of_it = {name: value for name, value in metrics.items() if not math.isnan(value)}
                 metrics = {**history.rows.pop().metrics, **numbers_of_it}
-            seen.add(step)
+            steps.add(step)
             history.rows.append(Row(step=step, metrics=metrics))
     return history
 
@@ -79,7 +80,7 @@ def _history(
 def _unmeasured(rows: Logged, logged: set[str]) -> set[str]:
     """The names that are NaN in every row, in a run that went on: nobody measured them."""
     numbers = {name: [x for _, row in rows if (x := as_number(row.get(name))) is not None] for name in logged}
-    alive = {name for name in logged if known(name) in ALIVE}
+    alive = {name for name in logged if own_name(name) in ALIVE}
     if not any(map(math.isfinite, (x for name in alive for x in numbers[name]))):
         return set()
     return {name for name, values in numbers.items() if name not in alive and values and all(map(math.isnan, values))}
@@ -87,29 +88,32 @@ def _unmeasured(rows: Logged, logged: set[str]) -> set[str]:
 
 def _kl_as_it_is(rows: Logged, names: Names, logged: set[str], theirs: Names) -> Names:
     """The names of the metrics, where a KL that is called a k3 and is below 0 is a k1."""
-    for name in [names["kl/k3"]] if "kl/k3" in names else [name for name in logged if known(name, theirs) == "kl/k3"]:
-        if any(round(x, 6) < 0 for _, row in rows if math.isfinite(x := as_number(row.get(name)) or 0.0)):
-            names = {"kl/k1": name, **{ours: each for ours, each in names.items() if ours != "kl/k3"}}
+    own = [column for column in logged if own_name(column, theirs) == "kl/k3"]
+    for column in [names["kl/k3"]] if "kl/k3" in names else own:
+        if any(round(x, 6) < 0 for _, row in rows if math.isfinite(x := as_number(row.get(column)) or 0.0)):
+            names = {ours: name for ours, name in names.items() if ours != "kl/k3"} | {"kl/k1": column}
     return names
 
 
 def _no_numbers(rows: Logged, theirs: Names, lost: set[str]) -> list[str]:
     """What a reader should know of values that were not read: NaN in every row, or no number at all."""
     text = "is NaN in every row while training went on: nobody measured it (TRL and Unsloth do not at beta 0)"
-    said = [f"{name} {text}" for name in sorted(lost) if (known(name, theirs) or "").startswith("kl/")]
+    said = [f"{name} {text}" for name in sorted(lost) if (own_name(name, theirs) or "").startswith("kl/")]
     wrong: dict[str, list[tuple[int, object]]] = {}
     for step, row in rows:
         for name, value in row.items():
-            if value is not None and as_number(value) is None and known(name, theirs):
+            if value is not None and as_number(value) is None and own_name(name, theirs):
                 wrong.setdefault(name, []).append((step, value))
-    for name, found in wrong.items():
-        step, value = found[0]
-        said.append(f"{name} is no number in {len(found)} of {len(rows)} rows, first at step {step}: {str(value)[:40]}")
+    for name, values in wrong.items():
+        step, value = values[0]
+        said.append(
+            f"{name} is no number in {len(values)} of {len(rows)} rows, first at step {step}: {str(value)[:40]}"
+        )
     return said
 
 
 def _of_rows(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None, path: Path, **more: Any) -> History:
-    """The history of rows that say their step themselves; where none does they are counted, and that is said."""
+    """The history of rows that hold their step; if no row does, they are counted, and a caution says so."""
     steps = list(map(step_of, rows))
     counted = all(step is None for step in steps)
     numbered: list[tuple[int, Mapping[str, Any]]] = []
@@ -117,7 +121,7 @@ def _of_rows(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None
     for number, (step, row) in enumerate(zip(steps, rows, strict=True), start=1):
         last = number if counted else last if step is None else step
         numbered.append((last, row))
-    history = _history(source, numbered, more.pop("config", {}), names, path, **more)
+    history = _history(source, numbered, names, path, **{"config": {}} | more)
     if counted and history.rows:
         history.settings = replace(history.settings, steps_counted=True)
         history.cautions.append("no column says the step: rows are counted, and the first need not be the first step")
@@ -130,16 +134,18 @@ def _of_rows(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None
 def read_metrics(path: Path, names: Names | None = None) -> History:
     """Read the history in a JSONL file with the metrics of one step per line."""
     lines = list(json_lines(path))
-    verls = bool(lines) and is_verl_line(lines[0])
-    rows = list(map(flat, lines))
-    first = next(filter(None, rows), {})
-    history = _of_rows("verl file log" if verls else "JSONL metrics", rows, names, path)
-    if not (history.rows or (verls and history.evaluations)):
+    source = "verl file log" if lines and is_verl_line(lines[0]) else "JSONL metrics"
+    return _with_metrics(source, [row for row in map(flat, lines) if row], names, path)
+
+
+def _with_metrics(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None, path: Path) -> History:
+    history = _of_rows(source, rows, names, path)
+    if not (history.rows or history.evaluations):
         raise unreadable(
-            "no metric and no token log-probabilities were found",
+            "no metric that klamp knows and no token log-probabilities were found",
             path,
-            why=f"the first line has {', '.join(list(first)[:12])}" if first else "it holds no whole line",
-            fix="metrics: a line per step with names as TRL, verl or klamp write them (kl, reward, ...), or --map with "
+            why=f"the first row has {', '.join(list(rows[0])[:12])}" if rows else "it holds no whole line",
+            fix="metrics: a row per step with names as TRL, verl or klamp write them (kl, reward, ...), or --map with "
             "your own; completions: old_log_probs and ref_log_prob (or policy_logprobs and ref_logprobs), one number "
             "per token",
         )
@@ -161,8 +167,6 @@ GAP = re.compile(r" {2,}")
 """What stands between the columns of a table that is aligned with spaces."""
 OF_CHARTS = ("__MIN", "__MAX")
 """How the columns of W&B's export end that are the same curve once more."""
-LOOKED_AT = 200
-"""Lines within which the first row stands; a log begins with what a program says of itself."""
 
 
 def read_text(path: Path, names: Names | None = None) -> History:
@@ -170,21 +174,12 @@ def read_text(path: Path, names: Names | None = None) -> History:
     return _with_metrics("text of a log", _rows_in(path), names, path)
 
 
-def _with_metrics(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None, path: Path) -> History:
-    history = _of_rows(source, rows, names, path)
-    if not history.rows:
-        why = f"its first row has {', '.join(list(rows[0])[:12])}"
-        fix = "say with --map what a column is, for example kl=Value"
-        raise unreadable(f"a {source} has no metric that klamp knows", path, why=why, fix=fix)
-    return history
-
-
 def _rows_in(path: Path) -> list[dict[str, Any]]:
     lines = [line.strip("\r\n") for line in text_lines(path)]
     lines = [line for line in lines if line.strip()]
     for read in (_console, _printed):
-        if any(True for _ in read(lines[:LOOKED_AT])):
-            return list(read(lines))
+        if rows := list(read(lines)):
+            return rows
     table = list(_table(lines, path)) if lines else []
     if not table:
         raise unreadable(
@@ -196,13 +191,13 @@ def _rows_in(path: Path) -> list[dict[str, Any]]:
 
 
 def _console(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for found in filter(None, map(CONSOLE.search, lines)):
-        pairs = (part.rpartition(":") for part in found[2].split(" - "))
-        yield {"step": found[1], **{name.strip(): NUMPY.sub(r"\1", value.strip()) for name, _, value in pairs if name}}
+    for match in filter(None, map(CONSOLE.search, lines)):
+        pairs = (part.rpartition(":") for part in match[2].split(" - "))
+        yield {"step": match[1], **{name.strip(): NUMPY.sub(r"\1", value.strip()) for name, _, value in pairs if name}}
 
 
 def _printed(lines: Sequence[str]) -> Iterator[dict[str, Any]]:
-    for text in (found for line in lines for found in ROW.findall(line)):
+    for text in (row_text for line in lines for row_text in ROW.findall(line)):
         try:
             row = ast.literal_eval(BARE.sub(r"'\g<0>'", NUMPY.sub(r"\1", text)))
         except (ValueError, SyntaxError, RecursionError):
@@ -222,9 +217,9 @@ def _table(lines: Sequence[str], path: Path) -> Iterator[dict[str, Any]]:
     if not any("step" in name.lower() for name in names):
         return
     for row in rows:
-        found = {name: value.strip() for name, value in zip(names, row, strict=False) if name}
-        if any(part.isdigit() for part in found.get(next(n for n in names if "step" in n.lower()), "")):
-            yield found
+        cells = {name: value.strip() for name, value in zip(names, row, strict=False) if name}
+        if any(part.isdigit() for part in cells.get(next(n for n in names if "step" in n.lower()), "")):
+            yield cells
 
 
 def _columns(head: Sequence[str], path: Path) -> list[str]:
@@ -246,27 +241,20 @@ def _columns(head: Sequence[str], path: Path) -> list[str]:
 
 # --- trainer_state.json ---------------------------------------------------------------------------------------
 
-STATE = "trainer_state.json"
-
 
 def find_state(path: Path) -> Path | None:
     """Find the trainer_state.json of a folder or of its newest checkpoint."""
-    if (path / STATE).is_file():
-        return path / STATE
-    found = sorted(path.glob(f"checkpoint-*/{STATE}"), key=lambda file: _number(file.parent.name))
-    return found[-1] if found else None
-
-
-def _number(name: str) -> int:
-    tail = name.rpartition("-")[2]
-    return int(tail) if tail.isdigit() else -1
+    if (path / TRAINER_STATE).is_file():
+        return path / TRAINER_STATE
+    files = [file for file in path.glob(f"checkpoint-*/{TRAINER_STATE}") if file.parent.name[11:].isdigit()]
+    return max(files, key=lambda file: int(file.parent.name[11:]), default=None)
 
 
 def read_trl_state(path: Path, names: Names | None = None) -> History:
     """Read the history in a trainer_state.json."""
-    found = object_in(path)
-    logs = found.get("log_history")
-    if logs is None and (by_metric := _by_metric(found)):
+    state = object_in(path)
+    logs = state.get("log_history")
+    if logs is None and (by_metric := _by_metric(state)):
         return _with_metrics("table by metric", by_metric, names, path)
     if not isinstance(logs, list):
         raise unreadable("a trainer state has no log_history", path, why="without logged rows there is no history")
@@ -276,13 +264,13 @@ def read_trl_state(path: Path, names: Names | None = None) -> History:
     return _of_rows("TRL trainer state", rows, names, path, ours=False)
 
 
-def _by_metric(found: Mapping[str, Any]) -> list[dict[str, Any]]:
+def _by_metric(table: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The rows of an object {metric: {step: value}}, as NeMo-RL writes its metrics.json; none of any other object."""
-    if not all(isinstance(values, dict) and all(map(str.isdigit, values)) for values in found.values()):
+    if not all(isinstance(values, dict) and all(map(str.isdigit, values)) for values in table.values()):
         return []
-    steps = sorted({int(step) for values in found.values() for step in values})
+    steps = sorted({int(step) for values in table.values() for step in values})
     return [
-        {"step": step, **{name: values[str(step)] for name, values in found.items() if str(step) in values}}
+        {"step": step, **{name: values[str(step)] for name, values in table.items() if str(step) in values}}
         for step in steps
     ]
 
@@ -300,21 +288,23 @@ def event_folders(path: Path) -> list[Path]:
 def read_tensorboard(path: Path, names: Names | None = None) -> History:
     """Read the history in a folder of event files, or in a single one, with tensorboard's own reader."""
     folders = [path] if path.is_file() else event_folders(path)
-    found = [(*each, folder) for folder in folders if (each := _read_events(folder))[0]]  # others hold arguments alone
-    found.sort(key=lambda each: min(each[0]))
-    if any(max(before) >= min(after) for (before, *_), (after, *_) in pairwise(found)):
+    runs = [
+        (*events, folder) for folder in folders if (events := _read_events(folder))[0]
+    ]  # others hold arguments alone
+    runs.sort(key=lambda events: min(events[0]))
+    if any(max(before) >= min(after) for (before, *_), (after, *_) in pairwise(runs)):
         raise unreadable(
             "several TensorBoard runs lie below one folder",
             path,
-            why=", ".join(str(folder.relative_to(path)) for *_, folder in found),
+            why=", ".join(str(folder.relative_to(path)) for *_, folder in runs),
             fix="name one of them; of one run that was resumed, put all event files into one folder",
         )
-    scalars = {step: row for rows, *_ in found for step, row in rows.items()}
-    config = {name: value for _, each, _ in found for name, value in each.items()}
+    scalars = {step: row for rows, *_ in runs for step, row in rows.items()}
+    config = {name: value for _, events, _ in runs for name, value in events.items()}
     if not scalars:
         raise unreadable("there are no scalars in the event files", path, why="nothing was logged as a scalar")
     rows = [(step, scalars[step]) for step in sorted(scalars)]
-    return _history("TensorBoard", rows, config, names, path)
+    return _history("TensorBoard", rows, names, path, config=config)
 
 
 def _read_events(path: Path) -> tuple[dict[int, dict[str, float]], dict[str, Any]]:
@@ -329,11 +319,9 @@ def _read_events(path: Path) -> tuple[dict[int, dict[str, float]], dict[str, Any
         for event in events.Scalars(name):
             rows.setdefault(event.step, {})[name] = float(event.value)
     config: dict[str, Any] = {}
-    for name in events.Tags()["tensors"]:
-        if name.startswith("args"):
-            text = b"".join(events.Tensors(name)[-1].tensor_proto.string_val).decode("utf-8", "replace")
-            found = _value(text)
-            config |= found if isinstance(found, dict) else {}
+    for name in (name for name in events.Tags()["tensors"] if name.startswith("args")):
+        arguments = _value(b"".join(events.Tensors(name)[-1].tensor_proto.string_val).decode("utf-8", "replace"))
+        config |= arguments if isinstance(arguments, dict) else {}
     return rows, config
 
 
@@ -353,8 +341,8 @@ WHOLE, LAST = 1, 4
 
 def find_offline_run(path: Path) -> list[Path]:
     """Find the run file in a W&B folder: in the run's own folder, or in `wandb/offline-run-...`."""
-    found = {followed(file) for pattern in ("*.wandb", "*/*.wandb", "wandb/*/*.wandb") for file in path.glob(pattern)}
-    return sorted(found)
+    files = {followed(file) for pattern in ("*.wandb", "*/*.wandb", "wandb/*/*.wandb") for file in path.glob(pattern)}
+    return sorted(files)
 
 
 def read_wandb(path: Path, names: Names | None = None) -> History:
@@ -384,10 +372,7 @@ def read_wandb(path: Path, names: Names | None = None) -> History:
 
 
 def frames(path: Path) -> Iterator[bytes]:
-    """The records of a file, put together from its blocks; a half-written one, left by a killed run, is ignored.
-
-    Current versions of wandb have no reader for the frame in Python.
-    """
+    """The records of a file, from its blocks, for which wandb has no reader in Python; ignores a half-written one."""
     data = with_end(path).read_bytes()
     if not data.startswith(MAGIC):
         raise unreadable("a file is no W&B run", path, why=f"it does not begin with {MAGIC.decode()}")

@@ -8,36 +8,30 @@ from __future__ import annotations
 
 import math
 import re
+import reprlib
+import sys
+from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from itertools import chain, pairwise
 from pathlib import Path
-from statistics import fmean, stdev
+from statistics import StatisticsError, correlation, fmean, stdev
 from typing import Any
 
-from klamp.doctor.history import (
-    Completion,
-    History,
-    Row,
-    RunSettings,
-    Side,
-    bounded,
-    check_lengths,
-    every,
-    flags_of,
-    k3,
-    numbers_of,
-    texts_of,
-)
+from klamp.doctor.history import Completion, History, Row, RunSettings, Side, bounded, check_lengths, every, k3
 from klamp.doctor.readers.files import each_row, json_lines, unreadable
 
 UNKNOWN = "?"
 """What stands for a token in records that name none."""
 LARGEST = 0.01
 """The largest value that a log-probability may have by rounding."""
-POLICY = ("policy_logprobs", "trainer_logprobs", "old_log_probs", "log_probs", "logprobs")
-REF = ("ref_logprobs", "ref_log_prob", "ref_log_probs", "reference_logprobs")
-TEACHER = ("teacher_logprobs", "teacher_log_probs")
-SAMPLER = ("sampler_logprobs", "inference_logprobs", "rollout_log_probs", "sampling_logprobs")
+LOGPROBS: Mapping[str, Sequence[str]] = {
+    "policy": ("policy_logprobs", "trainer_logprobs", "old_log_probs", "log_probs", "logprobs"),
+    "ref": ("ref_logprobs", "ref_log_prob", "ref_log_probs", "reference_logprobs"),
+    "teacher": ("teacher_logprobs", "teacher_log_probs"),
+    "sampler": ("sampler_logprobs", "inference_logprobs", "rollout_log_probs", "sampling_logprobs"),
+}
+"""Model -> the names under which programs write its log-probabilities of a completion's tokens."""
 TRAINED = ("trained", "loss_mask", "response_mask", "completion_mask")
 TOKENS = ("tokens", "token_ids", "responses", "response_ids", "completion_ids")
 GROUP = ("uid", "group", "prompt", "input")
@@ -50,7 +44,8 @@ CERTAIN = -1.0
 
 def is_rollout(row: Mapping[str, Any]) -> bool:
     """Whether a line holds log-probabilities of tokens, or one of a completion and its reference, which is refused."""
-    return isinstance(_first(row, POLICY), list) or None not in (_first(row, POLICY), _first(row, REF))
+    policy, ref = (_first(row, LOGPROBS[model]) for model in ("policy", "ref"))
+    return isinstance(policy, list) or None not in (policy, ref)
 
 
 def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts") -> History:
@@ -66,35 +61,57 @@ def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts") -> H
 def _completions_in(file: Path) -> Iterator[Completion]:
     step = step_in(file)
     what = "line {} is no completion with log-probabilities"
-    return each_row(json_lines(file), file, lambda row: completion_of(row, default_step=step), what=what)
+    return each_row(json_lines(file), file, lambda row: completion_of(row, step=row.get("step", step)), what=what)
 
 
-def completion_of(row: Mapping[str, Any], *, default_step: int = 1) -> Completion:
-    """Turn a line into a completion."""
-    if (given := _first(row, POLICY)) is None:
-        raise ValueError(f"none of {', '.join(POLICY)}")
-    policy = numbers_of(given)
-    sampler, mask, tokens = _numbers(_first(row, SAMPLER)), _first(row, TRAINED), _first(row, TOKENS)
-    trained = flags_of(mask) if isinstance(mask, list) else None
-    lists = {"policy": policy, "ref": _numbers(_first(row, REF)), "sampler": sampler, "trained": trained}
-    lists["teacher"] = _numbers(_first(row, TEACHER))
-    lists["tokens"] = texts_of(tokens) if isinstance(tokens, list) else [UNKNOWN] * len(policy)
+def completion_of(row: Mapping[str, Any], *, step: Any = 1, written: bool = False) -> Completion:
+    """Turn a line into a completion, or raise ValueError or TypeError; `written`: the model wrote all of its tokens."""
+    scores = {model: _first(row, names) for model, names in LOGPROBS.items()}
+    if scores["policy"] is None:
+        raise ValueError(f"none of {', '.join(LOGPROBS['policy'])}")
+    policy, mask, tokens = numbers_of(scores["policy"]), _first(row, TRAINED), _first(row, TOKENS)
+    lists: dict[str, Any] = {model: numbers_of(x) if isinstance(x, list) else None for model, x in scores.items()}
+    length, trained = len(policy), flags_of(mask) if isinstance(mask, list) else None
+    lists |= {"trained": trained, "tokens": texts_of(tokens) if isinstance(tokens, list) else [UNKNOWN] * length}
     check_lengths(lists)
-    on = trained if trained is not None else every(len(policy))
+    on = trained if trained is not None else every(length)
     if any(value > LARGEST for value, counts in zip(policy, on, strict=True) if counts):
         raise ValueError(f"a log-probability of {max(policy):g}: they are never above 0 (are they probabilities?)")
-    keep = _without_padding(sampler, trained, len(policy))
-    cut: dict[str, Any] = {name: None if values is None else values[:keep] for name, values in lists.items()}
+    end = length if written else _without_padding(lists["sampler"], trained, length)
+    cut: dict[str, Any] = {name: None if values is None else values[:end] for name, values in lists.items()}
     return Completion(
-        step=int(row.get("step", default_step)),
+        step=int(step),
         **cut,
-        sampled=_sampled(cut["policy"], cut["sampler"], cut["trained"]),
+        sampled=every(end) if written else _sampled(cut["policy"], cut["sampler"], cut["trained"]),
         ended=_ended(row),
         group=str(_first(row, GROUP) or ""),
         prompt=prompt if isinstance(prompt := _first(row, PROMPT), str) else "",
         reward=_one(row, ("reward", "score", "rewards")),
         advantage=_one(row, ("advantage", "advantages")),
     )
+
+
+def numbers_of(values: object) -> array[float]:
+    """A list in a line of a record as numbers, 8 bytes each, since a long run has millions; null is NaN."""
+    return array("d", [math.nan if value is None else float(value) for value in list_of(values)])
+
+
+def texts_of(values: object) -> list[str]:
+    """A list of tokens in a line of a record as texts, equal ones held once."""
+    return [sys.intern(str(value)) for value in list_of(values)]
+
+
+def flags_of(values: object) -> Sequence[bool]:
+    """A list of flags in a line of a record; if all are True, in no memory of its own."""
+    flags = [bool(value) for value in list_of(values)]
+    return every(len(flags)) if all(flags) else flags
+
+
+def list_of(values: object) -> Sequence[Any]:
+    """A list in a line of a record, with a TypeError if it is none."""
+    if not isinstance(values, list | tuple):
+        raise TypeError(f"{reprlib.repr(values)} where a list belongs, with one entry per token")
+    return values
 
 
 def _without_padding(sampler: Sequence[float] | None, trained: Sequence[bool] | None, length: int) -> int:
@@ -127,15 +144,11 @@ def _first(row: Mapping[str, Any], names: Sequence[str]) -> Any:
     return next((row[name] for name in names if row.get(name) is not None), None)
 
 
-def _numbers(values: Any) -> Sequence[float] | None:
-    return numbers_of(values) if isinstance(values, list) else None
-
-
 def _one(row: Mapping[str, Any], names: Sequence[str]) -> float | None:
     """A number; of a list, the number that is largest in size."""
     value = _first(row, names)
     if isinstance(value, list):
-        numbers = [float(each) for each in value if each is not None]
+        numbers = [float(entry) for entry in value if entry is not None]
         return max(numbers, key=abs, default=None)
     return None if value is None else float(value)
 
@@ -143,31 +156,31 @@ def _one(row: Mapping[str, Any], names: Sequence[str]) -> float | None:
 def step_in(file: Path) -> int:
     """The step in the name of a file: 12.jsonl, or step_12/rank_0.jsonl."""
     for name in (file.stem, file.parent.name):
-        found = re.fullmatch(r"(?:step[_-])?(\d+)", name)
-        if found:
-            return int(found[1])
+        match = re.fullmatch(r"(?:step[_-])?(\d+)", name)
+        if match:
+            return int(match[1])
     return 1
 
 
 def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """The metrics that the completions of a step give by themselves, over trained tokens; names as in `METRICS`."""
-    found: dict[str, float] = {}
+    metrics: dict[str, float] = {}
     sides: tuple[tuple[Side, str], ...] = (("ref", "kl"), ("sampler", "sampler"))
     for against, family in sides:
-        if deltas := [delta for each in completions for _, delta in each.log_ratios(against)]:
-            found |= {f"{family}/k1": fmean(deltas), f"{family}/k3": fmean(map(k3, deltas))}
-    rewards = [each.reward for each in completions if each.reward is not None]
+        if deltas := [delta for completion in completions for _, delta in completion.log_ratios(against)]:
+            metrics |= {f"{family}/k1": fmean(deltas), f"{family}/k3": fmean(map(k3, deltas))}
+    rewards = [completion.reward for completion in completions if completion.reward is not None]
     if rewards:
-        found["reward"] = fmean(map(bounded, rewards))
-    ended = [each.ended for each in completions if each.ended is not None]
+        metrics["reward"] = fmean(map(bounded, rewards))
+    ended = [completion.ended for completion in completions if completion.ended is not None]
     if ended:
-        found["length/truncated"] = 1 - fmean(ended)
-    lengths = [sum(each.is_sampled) for each in completions]
+        metrics["length/truncated"] = 1 - fmean(ended)
+    lengths = [sum(completion.is_sampled) for completion in completions]
     if lengths:
-        found["length/mean"] = fmean(lengths)
-        found["length/repeated"] = sum(map(_repeated, completions)) / max(sum(lengths), 1)
-    found |= _group_metrics(completions)
-    return {name: value for name, value in found.items() if not math.isnan(value)}
+        metrics["length/mean"] = fmean(lengths)
+        metrics["length/repeated"] = sum(map(_repeated, completions)) / max(sum(lengths), 1)
+    metrics |= _group_metrics(completions)
+    return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
 
 def _repeated(completion: Completion) -> int:
@@ -180,26 +193,25 @@ def _repeated(completion: Completion) -> int:
 def _group_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     """What rewards say within groups, where every group is named, is whole, and has two completions or more."""
     groups: dict[str, list[tuple[float, float]]] = {}
-    for each in completions:
-        if each.reward is None or not each.group:
+    for completion in completions:
+        if completion.reward is None or not completion.group:
             return {}
-        groups.setdefault(each.group, []).append((bounded(each.reward), float(sum(each.is_sampled))))
+        groups.setdefault(completion.group, []).append((bounded(completion.reward), float(sum(completion.is_sampled))))
     if len(set(map(len, groups.values()))) != 1 or min(map(len, groups.values())) < 2:
         return {}
     rewards = [[reward for reward, _ in group] for group in groups.values()]
-    found = {"reward_std": fmean(map(stdev, rewards)), "groups/saturated": fmean(len({*x}) == 1 for x in rewards)}
+    metrics = {"reward_std": fmean(map(stdev, rewards)), "groups/saturated": fmean(len({*x}) == 1 for x in rewards)}
     lengths = [[length for _, length in group] for group in groups.values()]
-    reward, length = _from_their_means(rewards), _from_their_means(lengths)
-    sizes = math.hypot(*reward) * math.hypot(*length)
-    if sizes > 1e-6:
-        found["length/reward_correlation"] = sum(r * n for r, n in zip(reward, length, strict=True)) / sizes
-    return found
-
-
-def _from_their_means(groups: Sequence[Sequence[float]]) -> list[float]:
-    return [value - fmean(group) for group in groups for value in group]
+    reward, length = ([x - fmean(group) for group in values for x in group] for values in (rewards, lengths))
+    with suppress(StatisticsError):  # equal within each group
+        metrics["length/reward_correlation"] = correlation(reward, length)
+    return metrics
 
 
 def row_of(step: int, completions: Sequence[Completion]) -> Row:
     """The row of metrics of a step of which the record has completions, and nothing else."""
-    return Row(step=step, metrics=completion_metrics(completions), prompts=len({each.group for each in completions}))
+    return Row(
+        step=step,
+        metrics=completion_metrics(completions),
+        prompts=len({completion.group for completion in completions}),
+    )

@@ -21,6 +21,7 @@ from klamp.core.arguments import check_instance, describe, is_finite_number
 from klamp.core.controllers import FixedController, HoldController, kl_schedule_factor
 from klamp.doctor.alarms_kl import REFERENCE_DIFFERS
 from klamp.errors import ConfigError, KLWarning, NonFiniteError, RunFolderError
+from klamp.names import best_kl
 
 OWN = ("reference_length", "last_kl")
 """What a saved state holds besides the controller's: numbers, or None."""
@@ -34,9 +35,7 @@ def held_kl(metrics: Mapping[str, float], *, exact_everywhere: bool) -> float | 
 
     None: no token carried a KL, so that none was measured.
     """
-    if exact_everywhere and "kl/exact" in metrics:
-        return metrics["kl/exact"]
-    return metrics.get("kl/k3")
+    return metrics.get(best_kl(metrics, ("kl/exact", "kl/k3") if exact_everywhere else ("kl/k3",)))
 
 
 def check_kl(kl: float) -> None:

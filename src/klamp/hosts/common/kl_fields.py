@@ -12,10 +12,11 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from klamp._field_texts import field_texts
 from klamp.config import KLConfig
-from klamp.config.kl import ALIASES, resolve_aliases
+from klamp.config.kl import resolve_aliases
 from klamp.config.rules import check_beta
 from klamp.config.teacher import TeacherConfig
 from klamp.errors import KLWarning, Refusal
+from klamp.names import ALIASES
 
 
 def _field(name: str, kind: Any, text: str) -> tuple[str, Any, Any]:

@@ -16,7 +16,7 @@ from klamp.core.estimators import ESTIMATORS
 from klamp.core.masking import masked_log_ratio, masked_mean, masked_sum
 from klamp.core.penalty import kl_metrics
 from klamp.core.term import Prepared
-from klamp.doctor.metrics import Counted, averaged_over
+from klamp.doctor.metrics import Counted, averaged_over, check_metrics
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class Window:
         if anchor == "reference":
             means["ref/logp_mean"] = masked_mean(prepared.scored.logprobs, batch.mask)
         means["length/mean"] = batch.mask.sum(-1).double().mean()
-        counts: dict[Counted | None, int | Tensor] = {
+        counts: dict[Counted, int | Tensor] = {
             "completions": len(batch.mask),
             "tokens": batch.mask.sum(),
             "KL tokens": prepared.carried.sum(),
@@ -154,6 +154,7 @@ class Window:
         self._count(name, masked_mean(values.detach(), mask).double(), mask.sum().double())
 
     def _count(self, name: str, mean: Tensor, count: Tensor) -> None:
+        check_metrics([name])
         empty = torch.zeros(2, dtype=torch.float64, device=count.device)
         both = torch.stack([torch.where(count > 0, mean * count, 0.0), count])
         self.sums[name] = self.sums.get(name, empty) + both

@@ -28,6 +28,7 @@ from klamp.core.objective import Objective, grpo_loss
 from klamp.core.surrogates import CLIP_LOW
 from klamp.core.topk import head_mass, topk_kl_of
 from klamp.core.types import LossPart
+from klamp.doctor.metrics import check_metrics
 from klamp.errors import KLWarning, NonFiniteError, Refusal, refuse
 from klamp.hosts.common.effective import Effective, EffectiveTerm
 from klamp.hosts.common.versions import load_tinker, told_version
@@ -279,6 +280,7 @@ def _loss(rows: Rows, logprobs_list: Sequence[Tensor], call: LossCall) -> tuple[
     metrics["train/denominator"] = _denominator(rows, call)
     if "train/kl_penalty" in metrics:
         metrics["train/kl_denominator"] = _denominator(rows, call, part="kl")
+    check_metrics(metrics)
     return output.loss, metrics | _mismatch(rows, policy.detach())
 
 

@@ -16,18 +16,17 @@ from transformers import TrainerCallback
 
 from klamp._version import __version__
 from klamp.config.describe import describe_anchors
-from klamp.doctor.columns import evaluations, settings_of, translate
 from klamp.doctor.examine import AlarmWatch, Finding
 from klamp.doctor.history import RunSettings
+from klamp.doctor.metrics import evaluations, settings_of, translate
 from klamp.errors import KLWarning
 from klamp.hosts.common.coefficient import loss_mask
 from klamp.hosts.common.kl_fields import read_again
 from klamp.hosts.common.versions import installed_version
 from klamp.hosts.trl.reference import weights_are_split
 from klamp.hosts.trl.session import TRLTrainer
-from klamp.names import ABOUT, ALARMS_FILE
+from klamp.names import ABOUT, ALARMS_FILE, ANSWERS, COMPLETIONS, TRAINER_STATE
 
-COMPLETIONS, ANSWERS, STATE = "completions.jsonl", "answers.jsonl", "trainer_state.json"
 PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "datasets", "vllm", "deepspeed")
 
 
@@ -160,7 +159,7 @@ class ReportCallback(TrainerCallback):
             return
         self.folder = Path(str(args.output_dir))
         self.folder.mkdir(parents=True, exist_ok=True)
-        for name in (STATE, *((COMPLETIONS, ANSWERS) if state.global_step == 0 else ())):
+        for name in (TRAINER_STATE, *((COMPLETIONS, ANSWERS) if state.global_step == 0 else ())):
             (self.folder / name).unlink(missing_ok=True)
         self.about, self.started = about(self.trainer), time.monotonic()
         self._write()
@@ -172,7 +171,7 @@ class ReportCallback(TrainerCallback):
         if self.trainer is None or not state.is_world_process_zero:
             return
         self._answer(state.global_step)
-        state.save_to_json(str(self.folder / STATE))
+        state.save_to_json(str(self.folder / TRAINER_STATE))
         self.about["seconds"] = time.monotonic() - self.started
         self._write()
 

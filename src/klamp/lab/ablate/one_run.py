@@ -30,12 +30,13 @@ from klamp.lab.anchors import AdapterOffReference, LocalReference
 from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
 from klamp.lab.evaluation import evaluate as scores_in
-from klamp.lab.folders import CONFIG, SUMMARY, newest_policy, row_of
+from klamp.lab.folders import newest_policy, row_of
 from klamp.lab.models import device_of, load_model, load_tokenizer, max_length, with_adapter
 from klamp.lab.rollouts import completed
 from klamp.lab.sampling import uniform_numbers
 from klamp.lab.setup import Context, load_prompts
 from klamp.lab.tasks.base import Example
+from klamp.names import CONFIG, SUMMARY
 from klamp.scoring.completions import select
 from klamp.scoring.model_parts import check_same_vocabulary
 from klamp.scoring.probe import probe

@@ -17,7 +17,7 @@ import yaml
 from klamp.errors import ConfigError, DataError, without_credentials
 from klamp.lab.backends import check_backend
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import RUNS
+from klamp.names import RUNS
 
 KL_PROMPTS = 256  # the default of `Plan.kl_prompts`
 OWNED = ("seed", "output_dir", "resume")  # fields that the ablation sets itself

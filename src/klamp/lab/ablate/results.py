@@ -14,11 +14,11 @@ from klamp.errors import DataError
 from klamp.files import json_of
 from klamp.lab.ablate.plan import Run, run_folder
 from klamp.lab.folders import write_whole
+from klamp.names import OUTCOME
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-OUTCOME = "outcome.json"  # the file in the folder of a run that is done or has failed
 CONFIDENCE = 0.95  # of every interval
 HEADINGS = {
     "rl/after": "RL skill (score)",
