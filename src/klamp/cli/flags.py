@@ -93,7 +93,7 @@ def fields_of(cls: Any, section: str = "") -> dict[str, Field]:
             count=None if parts[-1] is ... else len(parts),
             default=each.default,
             text=texts[name],
-            **each.metadata,
+            **{key: each.metadata[key] for key in ("word", "least", "aliases") if key in each.metadata},
         )
     return found
 
@@ -101,15 +101,11 @@ def fields_of(cls: Any, section: str = "") -> dict[str, Field]:
 @functools.cache
 def configured_fields() -> dict[str, Field]:
     """Every field of a run's configuration by name."""
-    from klamp.config.teacher import ALL_ALIASES
     from klamp.lab.config import section_classes
 
     parts = (fields_of(cls, section) for section, cls in section_classes().items())
     every = {name: field for part in parts for name, field in part.items()}
     every["resume"] = dataclasses.replace(every["resume"], types=(bool, str))  # a folder is output_dir besides
-    for name in set(ALL_ALIASES.values()):
-        aliases = tuple(alias for alias, field in ALL_ALIASES.items() if field == name)
-        every[name] = dataclasses.replace(every[name], aliases=aliases)
     return every
 
 

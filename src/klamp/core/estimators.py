@@ -38,10 +38,16 @@ class EstimatorRow:
     """Bias of the value under samples of the policy."""
     non_negative: bool
     """Whether every single value is >= 0."""
+    slope: str
+    """The derivative, in terms of delta."""
     gradient_as_loss: str
     """What the expected gradient is when the value itself is differentiated as a loss, on-policy."""
+    caution: str = ""
+    """What the value as a loss does, where that is not the gradient of KL(policy || ref)."""
     remark: str
     """When to use it."""
+    paper: str = "http://joschu.net/blog/kl-approx.html"
+    """Where it is stated."""
 
 
 def needs_logits(function: str) -> ConfigError:
@@ -68,7 +74,11 @@ ESTIMATORS: dict[str, EstimatorRow] = {
             derivative=torch.ones_like,
             bias="unbiased",
             non_negative=False,
+            slope="1",
             gradient_as_loss="zero",
+            caution="has an expected gradient of exactly zero on the policy's own tokens, summed over them or over a "
+            "fixed length: it regularises nothing (a mean over each completion's own length leaves a pull on the "
+            "length, and nothing else{kept}). Use kl_gradient='reverse'.",
             remark="the value for rewards and advantages; as a loss it regularises nothing",
         ),
         EstimatorRow(
@@ -78,7 +88,8 @@ ESTIMATORS: dict[str, EstimatorRow] = {
             derivative=lambda delta: delta,
             bias="biased, third order",
             non_negative=True,
-            gradient_as_loss="reverse KL",
+            slope="delta",
+            gradient_as_loss="reverse",
             remark="right gradient, value only near the reference",
         ),
         EstimatorRow(
@@ -88,7 +99,10 @@ ESTIMATORS: dict[str, EstimatorRow] = {
             derivative=lambda delta: -torch.expm1(-delta),
             bias="unbiased where the reference's support lies within the sampler's",
             non_negative=True,
-            gradient_as_loss="forward KL",
+            slope="(1 - exp(-delta))",
+            gradient_as_loss="forward",
+            caution="follows the gradient of KL(ref||policy) at each position, not that of the KL(policy||ref) that "
+            "its value estimates. Use kl_gradient='reverse', or name it: 'forward'.",
             remark="low noise near the reference; far away noisier than k1 (Gaussian log-ratios: past 0.63 nats)",
         ),
         EstimatorRow(
@@ -98,7 +112,9 @@ ESTIMATORS: dict[str, EstimatorRow] = {
             derivative=torch.sign,
             bias="over-estimates",
             non_negative=True,
+            slope="sign(delta)",
             gradient_as_loss="L1 distance",
+            caution="pulls down the L1 distance, not a KL. Use kl_gradient='reverse'.",
             remark="robust distance for monitoring; not a KL",
         ),
     )

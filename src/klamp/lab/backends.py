@@ -12,9 +12,9 @@ from functools import partial
 from typing import NamedTuple, TypeAlias
 
 from klamp.config import LOSS_TYPES
+from klamp.config.fields import host_refusals
 from klamp.errors import ConfigError, Refusal, refuse
-from klamp.hosts.common.kl_fields import host_refusals, one_teacher_refusals
-from klamp.hosts.verl.overrides import verl_refusals as of_verl_s_hooks
+from klamp.hosts.common.kl_fields import one_teacher_refusals
 from klamp.hosts.verl.teacher import teacher_refusals
 from klamp.lab.config import Backend, TrainConfig
 from klamp.lab.observers import Observer, RunSummary
@@ -183,7 +183,7 @@ def verl_refusals(config: TrainConfig) -> list[Refusal]:
     """What verl cannot do, beside what the table says."""
     kl, loss = config.kl, config.loss
     return [
-        *of_verl_s_hooks(kl),
+        *host_refusals(kl, "verl"),
         *teacher_refusals(config.teacher),
         _verl_cannot(
             config.teacher.there and config.rollout.temperature != 1,

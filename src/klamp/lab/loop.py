@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from klamp.config import KLConfig, LossConfig, build_objective
-from klamp.config.rules import check_beta
+from klamp.config.kl import check_beta
 from klamp.core.arguments import FLOATS, MASKS, check_instance, check_tensors
 from klamp.core.gradients import kl_penalty
 from klamp.core.masking import Totals, masked_mean

@@ -28,8 +28,8 @@ from klamp.config.describe import (
     describe_price,
     describe_teacher,
 )
+from klamp.config.kl import wide_clip
 from klamp.config.loss import Price, configured_price, kl_reduction
-from klamp.config.rules import wide_clip
 from klamp.config.teacher import TeacherConfig
 from klamp.core.clipping import clip_gate, kl_budget
 from klamp.core.estimators import ESTIMATORS
@@ -315,12 +315,8 @@ SLOPES: Mapping[tuple[str, str], str] = {
     ("token", "forward"): "{w}(1 - exp(-delta_t))",
     ("sequence", "reverse"): "({w}delta_t + sum over later j of {later}_j)",
     ("sequence", "forward"): "({w}1 - product over j <= t of ref_j/{by}_j)",
-    ("k1", "own"): "{w}1",
-    ("k2", "own"): "{w}delta_t",
-    ("k3", "own"): "{w}(1 - exp(-delta_t))",
-    ("abs", "own"): "{w}sign(delta_t)",
 }
-"""(horizon, or value of an own gradient; gradient) -> the coefficient of grad log policy_t."""
+"""(horizon, gradient) -> the coefficient of grad log policy_t; that of an own gradient is in `ESTIMATORS`."""
 
 
 def equations(kl: KLConfig, loss: LossConfig) -> list[str]:
@@ -339,7 +335,8 @@ def equations(kl: KLConfig, loss: LossConfig) -> list[str]:
         slope = "grad " + ("sum_v ref_v (log ref_v - log policy_v)" if kl.kl_gradient == "forward" else EXACT)
         slope += ", and sum over later j of exact_j times grad log policy_t" * (kl.kl_horizon == "sequence")
     else:
-        value = ESTIMATORS[kl.kl_estimator].formula.replace("delta", "delta_t")
+        row = ESTIMATORS[kl.kl_estimator]
+        value, own = row.formula.replace("delta", "delta_t"), "{w}" + row.slope.replace("delta", "delta_t")
         weight, where = {
             "none": ("", ""),
             "token": ("w_t ", ", w_t = policy_t/sampler_t"),
@@ -349,8 +346,8 @@ def equations(kl: KLConfig, loss: LossConfig) -> list[str]:
         later, by = "k3" if kl.kl_estimator == "k3" else "delta", "policy"
         if weight:
             later, by = f"rho_j {later}", "sampler"
-        row = kl.kl_estimator if kl.kl_gradient == "own" else kl.kl_horizon
-        slope = SLOPES.get((row, kl.kl_gradient), "").format(w=weight, later=later, by=by) + " grad log policy_t"
+        slope = own if kl.kl_gradient == "own" else SLOPES.get((kl.kl_horizon, kl.kl_gradient), "")
+        slope = slope.format(w=weight, later=later, by=by) + " grad log policy_t"
     slope = "0" if kl.kl_gradient == "none" else slope
     return [added, f"penalty_t = {value}", f"gradient of penalty_t = {slope}{gate}"]
 

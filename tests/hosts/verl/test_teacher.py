@@ -74,7 +74,7 @@ def test_without_a_teacher_nothing_is_said_of_one(teacher: TeacherConfig | None)
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"teacher_model": None, "teacher_url": "http://there:8000"}, "teacher_kind='remote'"),
+        ({"teacher_model": None, "teacher_url": "http://there:8000"}, "teacher_url='http://there:8000'"),
         ({"teacher_model": None, "teacher_kind": "ema"}, "teacher_kind='ema'"),
         ({"teacher_model": None, "teacher_kind": "adapter_off"}, "teacher_kind='adapter_off'"),
         ({"teacher_prompt": "hint"}, "teacher_prompt='hint'"),
@@ -86,7 +86,7 @@ def test_without_a_teacher_nothing_is_said_of_one(teacher: TeacherConfig | None)
         ({"teacher_placement": "advantage"}, "teacher_placement='advantage'"),
         ({"teacher_max_log_ratio": 3.0}, "teacher_max_log_ratio=3.0"),
         ({"teacher_schedule": "cosine"}, "teacher_schedule='cosine'"),
-        ({"teacher_warmup_steps": 3}, "teacher_schedule='constant'"),
+        ({"teacher_warmup_steps": 3}, "teacher_warmup_steps=3"),
     ],
 )
 def test_what_has_no_place_is_refused_with_its_reason(fields: dict[str, Any], text: str) -> None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack, get_args
 
 from klamp.config import KLConfig, LossConfig
 from klamp.config.describe import describe_average
+from klamp.config.fields import host_refusals, ignored_fields
+from klamp.config.kl import check_beta
 from klamp.config.loss import build_objective
-from klamp.config.rules import check_beta
 from klamp.config.teacher import TeacherConfig, of_a_server
 from klamp.core.arguments import AT_LEAST_1, check_instance, check_number
 from klamp.core.masking import Totals, check_totals
@@ -132,12 +133,7 @@ def _policy_loss(loss: LossConfig | None, cliprange: float | None) -> LossConfig
 def _refusals(beta: float, kl: KLConfig, teacher: TeacherConfig | None, normalizer: Normalizer) -> list[Refusal]:
     return [
         *([] if teacher is None else [of_a_server(teacher, teacher.there, who="a sampling client")]),
-        Refusal(
-            beta > 0 and kl.kl_estimator == "exact",
-            "kl_estimator='exact' cannot be computed through Tinker",
-            why="the service returns the log-probabilities of chosen tokens, not whole rows of logits",
-            fix="use kl_estimator='k3' (its value is unbiased, its gradient the same in expectation)",
-        ),
+        *(host_refusals(kl, "Tinker") if beta > 0 else ()),
         Refusal(
             normalizer == "token_sum" and kl.kl_normalizer is not None,
             "normalizer='token_sum' cannot be combined with kl_normalizer",
@@ -146,12 +142,6 @@ def _refusals(beta: float, kl: KLConfig, teacher: TeacherConfig | None, normaliz
             fix="leave kl_normalizer out",
         ),
     ]
-
-
-UNREAD = ("kl_early_stop", *(each.name for each in fields(KLConfig) if each.name.startswith("reference")))
-"""Fields of `KLConfig` that no call of the loss reads, but for reference='sampler'."""
-UNREAD_LOSS = ("scale_rewards", "advantage_baseline", "vllm_importance_sampling_mode")
-"""Fields of `LossConfig` that no call reads: the advantages are the caller's, and the old policy is the sampler."""
 
 
 def effective(
@@ -204,9 +194,8 @@ def _without_effect(
     in_reward = kl.kl_placement == "reward" or (teacher is not None and teacher.teacher_placement == "reward")
     moves = kl.controller_name != "fixed" or kl.kl_schedule != "constant" or kl.kl_warmup_steps > 0
     grows = teacher is not None and (teacher.teacher_schedule != "constant" or teacher.teacher_warmup_steps > 0)
-    pairs = [(kl, name) for name in UNREAD if (name, kl.reference) != ("reference", "sampler")]
-    pairs += [] if loss is None else [(loss, name) for name in UNREAD_LOSS]
-    unread = [name for config, name in pairs if getattr(config, name) != getattr(type(config), name)]
+    unread = [name for name in ignored_fields(kl, "tinker") if (name, kl.reference) != ("reference", "sampler")]
+    unread += [] if loss is None else ignored_fields(loss, "tinker")
     return that_apply([
         (in_reward, "placement 'reward': the loss adds nothing. Take coefficient * (sum of logprobs - sum of the "
          "anchor's) from each reward before you form advantages, or use placement 'advantage'"),

@@ -8,15 +8,15 @@ from typing import Any
 
 from klamp.config import KLConfig
 from klamp.config.describe import DIVERGENCES, PLACEMENTS, describe_average, describe_controller, describe_price
+from klamp.config.fields import host_refusals
 from klamp.config.loss import Price, price_of
 from klamp.config.teacher import TeacherConfig
 from klamp.core.advantages import Baseline, Scale
 from klamp.core.arguments import describe
 from klamp.core.term import Placement
 from klamp.core.types import Reduction
-from klamp.errors import ConfigError, KlampError, Refusal, refuse
+from klamp.errors import ConfigError, KlampError, refuse
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
-from klamp.hosts.common.kl_fields import host_refusals
 from klamp.hosts.common.versions import told_version
 from klamp.hosts.verl.fields_in_verl import LOSS_FIELDS, is_driven, is_ours, loss_kl, name_of, needs_driver, written
 from klamp.hosts.verl.teacher import has_head, teacher_of, teacher_refusals, teacher_values
@@ -50,7 +50,7 @@ def overrides(kl: KLConfig, teacher: TeacherConfig | None = None) -> list[str]:
     Source: the fields: verl's `ppo_trainer.yaml`; the cancelling: docs/which-kl.md, question 4
     """
     taught = teacher if teacher is not None and teacher.there else None
-    refuse([*verl_refusals(kl), *(teacher_refusals(taught) if taught else ())])
+    refuse([*host_refusals(kl, "verl"), *(teacher_refusals(taught) if taught else ())])
     shifts_reward = kl.needs_reference and kl.kl_placement == "reward"
     by_verl = shifts_reward and not needs_driver(kl) and kl.kl_max_log_ratio is None
     in_loss = kl.needs_reference and not by_verl
@@ -67,38 +67,6 @@ def overrides(kl: KLConfig, teacher: TeacherConfig | None = None) -> list[str]:
     if taught is not None:
         found += [f"{key}={written(value)}" for key, value in teacher_values(taught).items()]
     return [*found, IMPORTED] if in_loss or taught is not None else found
-
-
-def verl_refusals(kl: KLConfig) -> list[Refusal]:
-    """What no hook of verl can carry, one row for each."""
-    return [
-        *host_refusals(kl, "verl"),
-        Refusal(
-            kl.kl_estimator == "exact",
-            "kl_estimator='exact' cannot be honoured by verl",
-            why="its loss is given the log-probabilities of the sampled tokens alone, and the reference's come from "
-            "another process, which returns those and no logits",
-            fix="use kl_estimator='k3'",
-        ),
-        Refusal(
-            kl.kl_normalizer is not None,
-            f"kl_normalizer={kl.kl_normalizer!r} cannot be honoured by verl",
-            why="its loss_agg_mode averages the policy loss and the KL alike",
-            fix="leave kl_normalizer unset, and set actor_rollout_ref.actor.loss_agg_mode",
-        ),
-        Refusal(
-            kl.reference != "auto",
-            f"reference={kl.reference!r} cannot be honoured by verl",
-            why="it decides itself: the policy without its adapter where lora_rank is set, else a frozen copy",
-            fix="leave reference unset",
-        ),
-        Refusal(
-            kl.reference_dtype is not None,
-            "reference_dtype cannot be honoured by verl",
-            why="its own engine loads the reference",
-            fix="leave reference_dtype unset",
-        ),
-    ]
 
 
 BASELINES: Mapping[str, Baseline] = {"grpo": "mean", "rloo": "leave_one_out"}

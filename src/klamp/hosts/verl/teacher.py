@@ -17,6 +17,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
+from klamp.config.fields import host_refusals
 from klamp.config.teacher import Tail, TeacherConfig
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import masked_log_ratio
@@ -201,60 +202,12 @@ def teacher_values(teacher: TeacherConfig) -> dict[str, object]:
     return values | ({f"{DISTILLATION}.teacher_key": teacher.teacher_key} if teacher.teacher_key else {})
 
 
-OWN_LOOP = "klamp train --backend local has it"
-
-
-def teacher_refusals(teacher: TeacherConfig) -> list[Refusal]:
+def teacher_refusals(c: TeacherConfig) -> list[Refusal]:
     """What verl's design does not let in, one row for each; docs/verl.md has the line that forbids it."""
-    c, cannot = teacher, "cannot be honoured by verl"
-    moves = c.teacher_schedule != "constant" or c.teacher_warmup_steps > 0
-    return [
-        Refusal(
-            c.there and c.kind != "frozen",
-            f"teacher_kind={c.kind!r} {cannot}",
-            got=f"teacher_url={c.teacher_url!r}",
-            why="it loads its teachers from a folder into engines that it starts itself, and never writes to them",
-            fix=f"name teacher_model; {OWN_LOOP}",
-        ),
-        Refusal(
-            bool(c.teacher_prompt),
-            f"teacher_prompt={c.teacher_prompt!r} {cannot}",
-            why="its agent loop sends the teacher the policy's own prompt and answer",
-            fix=f"leave teacher_prompt out; {OWN_LOOP}",
-        ),
-        Refusal(
-            c.teacher_estimator == "exact",
-            f"teacher_estimator='exact' {cannot}",
-            why="the teacher's engine tells some log-probabilities of each token, and not the whole vocabulary's",
-            fix="use teacher_estimator='k3', 'k1', or 'topk' with teacher_top_k=0 for another direction",
-        ),
-        *_of_heads(c),
-        Refusal(
-            c.teacher_placement != "loss",
-            f"teacher_placement={c.teacher_placement!r} {cannot}",
-            why="its way to an advantage (use_policy_gradient) is a second policy loss with bounds of its own",
-            fix="set teacher_placement='loss': the expected gradient of k1 is the same",
-        ),
-        Refusal(
-            c.teacher_max_log_ratio is not None,
-            f"teacher_max_log_ratio={c.teacher_max_log_ratio} {cannot}",
-            why="a loss of distillation is known there by a name that was registered beforehand, without a number",
-            fix="leave teacher_max_log_ratio out",
-        ),
-        Refusal(
-            moves,
-            f"teacher_schedule={c.teacher_schedule!r} {cannot}",
-            got=f"teacher_schedule={c.teacher_schedule!r}, teacher_warmup_steps={c.teacher_warmup_steps}",
-            why="distillation_loss_coef is read once, when its workers start",
-            fix=f"leave teacher_schedule and teacher_warmup_steps out; {OWN_LOOP}",
-        ),
-    ]
-
-
-def _of_heads(c: TeacherConfig) -> list[Refusal]:
     head = has_head(c)
     as_verl_has_it = (c.teacher_direction, c.teacher_head) == ("forward", "teacher") and c.teacher_tail != "sampled"
     return [
+        *host_refusals(c, "verl"),
         Refusal(
             head and not as_verl_has_it,
             f"a head of teacher_top_k={c.teacher_top_k} tokens cannot be honoured by verl",

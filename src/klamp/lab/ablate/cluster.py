@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from klamp.config.rules import check_cluster
+from klamp.config.fields import check_cluster
 from klamp.errors import ConfigError, RunFolderError, missing_library
 from klamp.lab.ablate.execute import LOG, Executor, Tell
 from klamp.lab.ablate.one_run import perform

@@ -5,7 +5,7 @@ with the KL in the reward or the advantage, under clips and budgets; and of the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, get_args
 
@@ -17,7 +17,7 @@ from klamp.config.loss import configured_price
 from klamp.core.advantages import Baseline, group_advantages
 from klamp.core.clipping import clip_gate, clip_kl, kl_budget
 from klamp.core.controllers import ProportionalController, StepController
-from klamp.core.estimators import exact_kl, kl_estimate
+from klamp.core.estimators import ESTIMATORS, exact_kl, kl_estimate
 from klamp.core.gradients import exact_penalty, kl_penalty, log_weights
 from klamp.core.penalty import kl_in_advantage
 from klamp.core.types import Estimator, Gradient, Horizon
@@ -28,15 +28,16 @@ from klamp.verify.proofs.check import Check, follows, is_equal, is_true
 from klamp.verify.worlds import Chain, Outcomes, Sampler, one_position, random_chain, random_positions
 
 VALUES: tuple[Estimator, ...] = get_args(Estimator)
-OWN: Mapping[Estimator, str] = {"k1": "zero", "k2": "reverse", "k3": "forward", "abs": "L1 distance"}
-"""What each estimator's own gradient is, tokens sampled from the policy."""
 Claim = tuple[str, Loss, str, Sampler]
 """What a loss follows: words, the loss, the name of the known gradient, who sampled."""
 
 
 def prove_gradients() -> list[Check]:
     """Checks the gradients of `kl_penalty` at one position, for tokens of the policy and of another sampler."""
-    checks = [_check(f"{name} as a loss (its own gradient)", [penalty(name, "own")], OWN[name]) for name in VALUES]
+    checks = [
+        _check(f"{name} as a loss (its own gradient)", [penalty(name, "own")], ESTIMATORS[name].gradient_as_loss)
+        for name in VALUES
+    ]
     followed: dict[Gradient, str] = {"reverse": "reverse", "forward": "forward", "none": "zero"}
     sampled: dict[Sampler, str] = {"policy": "tokens of the policy", "other": "tokens of another sampler, weighted"}
     for sampler, where in sampled.items():
