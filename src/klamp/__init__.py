@@ -3,13 +3,14 @@
 `import klamp` loads nothing heavy: a name brings its module, and with it torch, when it is first used (PEP 562).
 """
 
+import functools
 import importlib
 import sys
 from typing import TYPE_CHECKING, Any
 
 from klamp._version import __version__
 
-if TYPE_CHECKING:  # what type checkers, editors and the documentation see; _HOMES says the same to Python
+if TYPE_CHECKING:  # what type checkers, editors and the documentation see; `_homes` reads it for Python
     from klamp import config as config
     from klamp import core as core
     from klamp import errors as errors
@@ -78,39 +79,27 @@ __all__ = [
     "watch",
 ]
 
-_NAMES = {
-    "audit.micro_batch": ("check", "tap", "watch"),
-    "audit.verdict": ("Verdict",),
-    "audit.pair": ("check_pair",),
-    "config": ("KLConfig", "LossConfig", "TeacherConfig", "build_objective", "preset"),
-    "core.advantages": ("group_advantages",),
-    "core.clipping": ("clip_kl", "kl_budget"),
-    "core.controllers": (*(name for name in __all__ if name.endswith("Controller")), "adaptive_kl_coefficient"),
-    "core.estimators": ("exact_kl", "kl_estimate"),
-    "core.gradients": ("kl_penalty",),
-    "core.heads.kl": ("linear_head_kl", "linear_kl"),
-    "core.heads.logprobs": ("TopTokens", "linear_logprobs", "linear_topk"),
-    "core.masking": ("Totals",),
-    "core.objective": ("Objective", "Weighted", "grpo_loss"),
-    "core.term": ("KLTerm",),
-    "core.topk": ("topk_kl",),
-    "core.types": ("Batch", "LossOutput"),
-    "errors": ("KLWarning",),
-    "hosts.common.sampler_weights": ("check_sync",),
-}
-_HOMES = {name: home for home, names in _NAMES.items() for name in names}
-"""Exported name -> the module that it comes from."""
-
 _ROOMS = ("config", "core", "errors", "tinker", "trl", "unsloth", "verl")
 """Modules that are there as `klamp.errors` after `import klamp` alone; a trainer is imported with its door."""
+
+
+@functools.cache
+def _homes() -> dict[str, str]:
+    """Exported name -> the module that it comes from: the imports for type checkers above."""
+    import ast
+    from pathlib import Path
+
+    nodes = ast.walk(ast.parse(Path(__file__).read_text(encoding="utf-8")))
+    imports = [node for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+    return {alias.name: str(node.module) for node in imports for alias in node.names if alias.name in __all__}
 
 
 def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return importlib.import_module(f"klamp.{name}")
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module 'klamp' has no attribute {name!r}", name=name, obj=sys.modules[__name__])
-    value = getattr(importlib.import_module(f"klamp.{_HOMES[name]}"), name)
+    value = getattr(importlib.import_module(_homes()[name]), name)
     globals()[name] = value  # the next time it is there like any other
     return value
 

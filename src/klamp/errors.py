@@ -1,20 +1,4 @@
-"""The exceptions that klamp raises.
-
-    KlampError
-    ├── ConfigError            (ValueError)         a choice that cannot work, or does not do what its name says
-    │   └── UnknownNameError   (KeyError)           a key or a name that klamp does not know; names the nearest one
-    ├── ShapeError             (ValueError)         tensors whose shapes do not fit together
-    ├── TensorError            (TypeError)          no tensor, or one of another data type, or on another device
-    ├── NonFiniteError         (ArithmeticError)    NaN, or an infinity
-    ├── EmptyMaskError         (ValueError)         nothing to average over
-    ├── DataError              (ValueError)         a data row, prompt, file or log-probability that cannot be used
-    ├── RewardError            (RuntimeError)       a reward function that raised, or returned something unusable
-    ├── ModelError             (ValueError)         a model or tokenizer that cannot be used
-    ├── RunFolderError         (FileExistsError)    an output folder that would be overwritten or cannot be resumed
-    ├── TrainingStopped        (RuntimeError)       training ended before its last step; the state is saved
-    ├── TrainerFailed          (RuntimeError)       a process or program that trains ended early, or stopped answering
-    └── UnsupportedVersion     (ImportError)        a host library outside the range that klamp was tested with
-        └── MissingLibrary                          a library that is not installed; names the extra that brings it
+"""The exceptions that klamp raises: each is a `KlampError`, and the built-in error of its kind.
 
 Every message has four parts: what happened, what klamp got, why that is a problem, how to fix it. A warning of klamp is
 a KLWarning (UserWarning).

@@ -13,7 +13,7 @@ from tests.config.drawn import FIELDS, accepted, needed, other_configurations, o
 
 from klamp.config import KLConfig, KLWarning
 from klamp.config.fields import without_effect
-from klamp.config.kl import cautions, check_beta, refusals, wide_clip
+from klamp.config.kl import check_beta, refusals, wide_clip
 from klamp.errors import ConfigError
 
 NEEDS = [(cls, field, i) for cls, field in FIELDS for i in range(len(field.metadata.get("needs", ())))]
@@ -169,25 +169,25 @@ def test_a_soft_clip_is_warned_of_from_a_tenth_of_the_budget_on(
         kl_reference_length=length,
         kl_clip_temperature=temperature,
     )
-    warned = any("is wide against" in text for text in cautions(soft))
+    warned = any("is wide against" in text for text in soft.cautions())
     assert warned == (temperature > threshold * length / 10)
     assert not any(
-        "is wide" in text for text in cautions(unchecked(KLConfig, **vars(soft) | {"kl_clip_method": "hard"}))
+        "is wide" in text for text in unchecked(KLConfig, **vars(soft) | {"kl_clip_method": "hard"}).cautions()
     )
 
 
 def test_a_soft_clip_of_a_length_that_is_measured_is_judged_at_short_completions() -> None:
     """Nobody says how long completions are before the run has begun; every door would let such a clip through."""
     small = unchecked(KLConfig, kl_clip_method="soft", kl_clip_threshold=0.05)
-    (caution,) = cautions(small)
+    (caution,) = small.cautions()
     assert "budget of 0.05 nats per token: it fits completions of 200 tokens or more" in caution
-    assert cautions(unchecked(KLConfig, **vars(small) | {"kl_reference_length": 200})) == []
-    assert cautions(unchecked(KLConfig, **vars(small) | {"kl_clip_temperature": 0.5})) == [], (
+    assert unchecked(KLConfig, **vars(small) | {"kl_reference_length": 200}).cautions() == []
+    assert unchecked(KLConfig, **vars(small) | {"kl_clip_temperature": 0.5}).cautions() == [], (
         "a tenth of 5 nats, at 100 tokens"
     )
-    assert cautions(unchecked(KLConfig, **vars(small) | {"kl_clip_temperature": 0.501})) != []
-    assert cautions(unchecked(KLConfig, **vars(small) | {"kl_clip_threshold": 0.5})) == []
-    assert "it fits none" in cautions(unchecked(KLConfig, **vars(small) | {"kl_clip_threshold": 0.0}))[0]
+    assert unchecked(KLConfig, **vars(small) | {"kl_clip_temperature": 0.501}).cautions() != []
+    assert unchecked(KLConfig, **vars(small) | {"kl_clip_threshold": 0.5}).cautions() == []
+    assert "it fits none" in unchecked(KLConfig, **vars(small) | {"kl_clip_threshold": 0.0}).cautions()[0]
     assert "in shorter ones the soft clip passes a part" in caution, "how much depends on how short"
     large = unchecked(KLConfig, **vars(small) | {"kl_clip_threshold": 0.5})
     assert "the budget of 1.2 nats: the soft clip passes 23 % of the pull" in wide_clip(large, 2.4)
@@ -199,7 +199,7 @@ def test_a_soft_clip_of_a_length_that_is_measured_is_judged_at_short_completions
 @pytest.mark.parametrize(("budget", "passed"), [(0.5, "38 %"), (2.0, "12 %"), (5.0, "0.67 %")])
 def test_how_far_a_wide_soft_clip_is_open_is_said(budget: float, passed: str) -> None:
     soft = unchecked(KLConfig, kl_clip_method="soft", use_per_token_kl_threshold=False, kl_clip_threshold=budget)
-    assert f"passes {passed} of the pull at a KL of 0" in cautions(soft)[0]
+    assert f"passes {passed} of the pull at a KL of 0" in soft.cautions()[0]
 
 
 @pytest.mark.parametrize("beta", [-0.1, math.nan, math.inf])
@@ -212,5 +212,5 @@ def test_a_coefficient_that_is_none_is_refused(beta: float) -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k3", "abs"])
 def test_a_gradient_that_is_not_the_kls_is_no_matter_at_beta_0(estimator: Any) -> None:
-    assert cautions(unchecked(KLConfig, kl_estimator=estimator, kl_gradient="own", beta=0.0)) == []
-    assert cautions(unchecked(KLConfig, kl_estimator="k2", kl_gradient="own")) == [], "k2's own gradient is the KL's"
+    assert unchecked(KLConfig, kl_estimator=estimator, kl_gradient="own", beta=0.0).cautions() == []
+    assert unchecked(KLConfig, kl_estimator="k2", kl_gradient="own").cautions() == [], "k2's own gradient is the KL's"

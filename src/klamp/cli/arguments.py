@@ -119,5 +119,6 @@ def mapping_of(content: object, what: str) -> Mapping[Any, Any]:
     if content is None:
         return {}
     if not isinstance(content, Mapping):
-        raise ConfigError(f"{what} holds no names", got=f"{type(content).__name__}: {brief(repr(content))}", fix=FORM)
+        got, why = f"{type(content).__name__}: {brief(repr(content))}", "each value belongs to a field"
+        raise ConfigError(f"{what} holds no names", got=got, why=why, fix=FORM)
     return content

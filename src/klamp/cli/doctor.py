@@ -70,8 +70,9 @@ def _synced(path: Path) -> dict[int, SyncReport]:
     from klamp.lab.resumed import read_config
 
     if not is_klamp_run(path):
+        why = "it scores the kept completions with the models of the run"
         fix = "klamp doctor runs/NAME --check-sync; for another trainer, call klamp.check_sync(model, ...)"
-        raise DataError("--check-sync takes the folder of a klamp run", got=str(path), fix=fix)
+        raise DataError("--check-sync takes the folder of a klamp run", got=str(path), why=why, fix=fix)
     return dict(check_completions(read_config(path)[1], path))
 
 

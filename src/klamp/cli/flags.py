@@ -126,7 +126,9 @@ def read_argv(
         found, left = parser.parse_known_intermixed_args(words)
     except argparse.ArgumentError as error:
         named = (error.argument_name or command).partition("/")[0]  # without its aliases
-        raise ConfigError(f"{named}: {error.message}", fix=fix) from None
+        field = fields.get(named.removeprefix("--").removeprefix("no_"))
+        why = "nothing else says what it works on" if field is None else field.text
+        raise ConfigError(f"{named}: {error.message}", why=why, fix=fix) from None
     if left:
         unknown = next((word.partition("=")[0] for word in left if word.startswith("-")), left[0])
         flags = parser._option_string_actions

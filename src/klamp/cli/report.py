@@ -54,7 +54,7 @@ def records(paths: Sequence[Path]) -> list[Path]:
         found += good or [path]
     twice = [str(path) for path in found if found.count(path) > 1]
     if twice:
-        raise DataError("a run is named twice", got=twice[0], fix="name it once")
+        raise DataError("a run is named twice", got=twice[0], why="a page shows each run once", fix="name it once")
     return found
 
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
+from klamp.config import limits
 from klamp.config.anchor import build_term, placement_refusals
 from klamp.config.fields import (
     Need,
@@ -18,17 +19,6 @@ from klamp.config.fields import (
     one_of,
     setting,
     without_effect,
-)
-from klamp.config.limits import (
-    ITS_DEVICE,
-    ITS_DTYPE,
-    ITS_REFERENCE,
-    MADE_AT_ONCE,
-    NO_LOGITS,
-    ONE_AVERAGE,
-    OWN_PROCESS,
-    OWN_STEP,
-    TINKER,
 )
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, INSIDE_0_1, POSITIVE, check_number
 from klamp.core.clipping import ClipLevel
@@ -122,7 +112,7 @@ class KLConfig(_OtherNames):
 
     beta: float = setting(0.01, BETA, aliases=("kl_coef", "kl_penalty", "kl_beta"))
     """Coefficient of the KL, in reward (or loss) per nat. 0 trains without KL: no reference is loaded."""
-    kl_estimator: Value = setting("k3", limits=(NO_LOGITS,))
+    kl_estimator: Value = setting("k3", limits=(limits.NO_LOGITS,))
     """Value of the KL: k1, k2, k3, abs, or exact (over the vocabulary)."""
     kl_gradient: Gradient = KLTerm.gradient
     """Whose gradient the loss follows: reverse KL(policy||ref), forward KL(ref||policy), the estimator's own, none."""
@@ -184,7 +174,7 @@ class KLConfig(_OtherNames):
     """Weigh the KL by policy/sampler: not at all, per token, or by the whole prefix (exact, noisier)."""
     kl_max_weight: float | None = setting(KLTerm.max_weight, TERM_NUMBERS["max_weight"], needs=(WEIGHTS, NOT_SUMMED))
     """Upper bound of the off-policy weight policy/sampler; how often it binds is logged."""
-    kl_normalizer: Reduction | None = setting(KLTerm.normalizer, needs=(IN_LOSS,), limits=(ONE_AVERAGE,))
+    kl_normalizer: Reduction | None = setting(KLTerm.normalizer, needs=(IN_LOSS,), limits=(limits.ONE_AVERAGE,))
     """Reduction of the KL over tokens; None: that of the policy loss."""
     kl_exclude_tokens: tuple[int | str, ...] = ()
     """Tokens that carry no KL: ids, token strings, or `special` for all special tokens."""
@@ -197,13 +187,15 @@ class KLConfig(_OtherNames):
     kl_early_stop: float | None = setting(
         None,
         POSITIVE.but("a KL is never negative", "use kl_early_stop=None to never stop early"),
-        limits=(OWN_STEP,),
-        ignored_by=TINKER,
+        limits=(limits.OWN_STEP,),
+        ignored_by=limits.TINKER,
     )
     """Skip a rollout's remaining updates once KL(old||policy) exceeds this, in nats per token."""
     kl_monitor: bool = False
     """Load the reference and log the KL even at beta 0."""
-    reference: ReferenceName = setting("auto", limits=(OWN_PROCESS, ITS_REFERENCE, MADE_AT_ONCE), ignored_by=TINKER)
+    reference: ReferenceName = setting(
+        "auto", limits=(limits.OWN_PROCESS, limits.ITS_REFERENCE, limits.MADE_AT_ONCE), ignored_by=limits.TINKER
+    )
     """The reference: frozen (a copy), adapter_off, ema, periodic, remote, or the sampler (which holds each update, not
     the run); auto: adapter_off if new, else frozen."""
     reference_decay: float = setting(
@@ -213,18 +205,24 @@ class KLConfig(_OtherNames):
             "0.99 follows over about a hundred steps; reference='frozen' never moves",
         ),
         needs=(one_of("reference", "ema"),),
-        ignored_by=TINKER,
+        ignored_by=limits.TINKER,
     )
     """ema: share of the old reference's weights that every step keeps, in (0, 1)."""
-    reference_reset_steps: int = setting(100, AT_LEAST_1, needs=(one_of("reference", "periodic"),), ignored_by=TINKER)
+    reference_reset_steps: int = setting(
+        100, AT_LEAST_1, needs=(one_of("reference", "periodic"),), ignored_by=limits.TINKER
+    )
     """periodic: steps after which the reference becomes the policy."""
-    reference_device: str | None = setting(None, needs=(OWN_WEIGHTS,), limits=(ITS_DEVICE,), ignored_by=TINKER)
+    reference_device: str | None = setting(
+        None, needs=(OWN_WEIGHTS,), limits=(limits.ITS_DEVICE,), ignored_by=limits.TINKER
+    )
     """Device of a reference with weights of its own; None: the policy's."""
-    reference_dtype: DType | None = setting(None, needs=(OWN_WEIGHTS,), limits=(ITS_DTYPE,), ignored_by=TINKER)
+    reference_dtype: DType | None = setting(
+        None, needs=(OWN_WEIGHTS,), limits=(limits.ITS_DTYPE,), ignored_by=limits.TINKER
+    )
     """Data type of a reference with weights of its own; None: the policy's."""
-    reference_url: str | None = setting(None, needs=(REMOTE,), ignored_by=TINKER)
+    reference_url: str | None = setting(None, needs=(REMOTE,), ignored_by=limits.TINKER)
     """remote: the address of the vLLM server that the reference answers at."""
-    reference_name: str | None = setting(None, needs=(REMOTE,), ignored_by=TINKER)
+    reference_name: str | None = setting(None, needs=(REMOTE,), ignored_by=limits.TINKER)
     """remote: the model's name at a vLLM server; None: the only one that it serves."""
 
     def __post_init__(self, *_: object) -> None:
@@ -273,7 +271,45 @@ class KLConfig(_OtherNames):
 
     def cautions(self) -> list[str]:
         """What this configuration may not do although its name suggests it; each with the way out."""
-        return cautions(self)
+        c = self
+        pulls = c.kl_placement == "loss" and c.beta > 0
+        own = ESTIMATORS[c.kl_estimator].caution if c.kl_gradient == "own" and c.kl_estimator in ESTIMATORS else ""
+        others = "; with tokens left out it only makes the kept ones less likely" if c.excludes else ""
+        inert = c.kl_gradient == "none" or (c.kl_estimator, c.kl_gradient) == ("k1", "own")
+        free = c.kl_clip_threshold if c.use_per_token_kl_threshold and c.kl_clip_method != "none" else 0.0
+        held, hard = c.target_kl if c.controller_name != "fixed" else None, c.kl_clip_method == "hard"
+        wide, measured = wide_clip(c), MEASURED.get(c.controller_name, "")
+        rows = [
+            (
+                pulls and own != "" and c.reference != "sampler",
+                f"kl_estimator={c.kl_estimator!r} with kl_gradient='own' {own.format(kept=others)}",
+            ),
+            (
+                pulls and c.kl_gradient == "none",
+                "kl_gradient='none' with a beta above 0 adds a number to the loss and nothing to its gradient: the KL "
+                "is logged, not held. Use kl_gradient='reverse', or beta=0 with kl_monitor=True to log it.",
+            ),
+            (
+                c.reference == "sampler" and c.beta > 0 and not inert,
+                "reference='sampler' is a proximal term: it holds each update near who sampled, and no update near the "
+                "start. Without top_p and top_k the run ends where it would end without the term, and with one update "
+                "per rollout its gradient is 0.",
+            ),
+            (
+                held is not None and free >= held,
+                f"target_kl={c.target_kl} lies within the clip's free budget of {free:g} nats per token: below the "
+                f"budget the KL pulls {'not' if hard else 'less'}, so the controller raises beta "
+                f"{'without' if hard else 'with less'} effect. Set kl_clip_threshold below target_kl, or leave one of "
+                "the two out.",
+            ),
+            (wide != "", wide),
+            (
+                measured != "" and held is not None,
+                f"kl_controller={c.controller_name!r} {measured} (docs/controllers.md). Leave kl_controller out for "
+                "the rule that holds a target: 'hold'.",
+            ),
+        ]
+        return [text for applies, text in rows if applies] + without_effect(c)
 
     def build_controller(self) -> Controller:
         """A fresh controller of beta."""
@@ -432,46 +468,6 @@ def _reference_and_tokens(c: KLConfig) -> list[Refusal]:
             fix="use kl_estimator='k3' (the generalised KL over the kept tokens)",
         ),
     ]
-
-
-def cautions(c: KLConfig) -> list[str]:
-    """Cautions: what a configuration may not do although its name suggests it; each with the way out."""
-    in_loss, own = c.kl_placement == "loss" and c.beta > 0, c.kl_gradient == "own" and c.reference != "sampler"
-    found: list[str] = []
-    caution = ESTIMATORS[c.kl_estimator].caution if c.kl_estimator in ESTIMATORS else ""
-    if in_loss and own and caution:
-        kept = "; with tokens left out it only makes the kept ones less likely" if c.excludes else ""
-        found.append(f"kl_estimator={c.kl_estimator!r} with kl_gradient='own' {caution.format(kept=kept)}")
-    if in_loss and c.kl_gradient == "none":
-        found.append(
-            "kl_gradient='none' with a beta above 0 adds a number to the loss and nothing to its gradient: the KL is "
-            "logged, not held. Use kl_gradient='reverse', or beta=0 with kl_monitor=True to log it."
-        )
-    inert = c.kl_gradient == "none" or (c.kl_estimator, c.kl_gradient) == ("k1", "own")
-    if c.reference == "sampler" and c.beta > 0 and not inert:
-        found.append(
-            "reference='sampler' is a proximal term: it holds each update near who sampled, and no update near the "
-            "start. Without top_p and top_k the run ends where it would end without the term, and with one update per "
-            "rollout its gradient is 0."
-        )
-    free = c.kl_clip_threshold if c.use_per_token_kl_threshold else None
-    adaptive = c.kl_clip_method != "none" and c.controller_name != "fixed"
-    if adaptive and free is not None and c.target_kl is not None and free >= c.target_kl:
-        found.append(
-            f"target_kl={c.target_kl:g} lies within the clip's free budget of {free:g} nats per token: below the "
-            f"budget the KL pulls {'not' if c.kl_clip_method == 'hard' else 'less'}, so the controller raises "
-            f"beta {'without' if c.kl_clip_method == 'hard' else 'with less'} effect. Set kl_clip_threshold below "
-            "target_kl, or leave one of the two out."
-        )
-    if wide := wide_clip(c):
-        found.append(wide)
-    measured = MEASURED.get(c.controller_name)
-    if measured is not None and c.target_kl is not None:
-        found.append(
-            f"kl_controller={c.controller_name!r} {measured} (docs/controllers.md). Leave kl_controller out for the "
-            "rule that holds a target: 'hold'."
-        )
-    return found + without_effect(c)
 
 
 def wide_clip(c: KLConfig, measured_length: float | None = None) -> str:

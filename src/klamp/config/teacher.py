@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
+from klamp.config import limits
 from klamp.config.anchor import build_term, placement_refusals
 from klamp.config.fields import (
     Need,
@@ -22,18 +23,6 @@ from klamp.config.fields import (
     without_effect,
 )
 from klamp.config.kl import ALIASES
-from klamp.config.limits import (
-    ADVANTAGES_FIRST,
-    FROM_A_FOLDER,
-    IN_THE_LOSS,
-    MOVING_TEACHER,
-    NO_SERVER,
-    NO_VOCABULARY,
-    ONE_PROMPT,
-    READ_ONCE,
-    SEVERAL_TEACHERS,
-    WITHOUT_A_NUMBER,
-)
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, INSIDE_0_1
 from klamp.core.controllers import Schedule, kl_schedule_factor
 from klamp.core.gradients import BOUND
@@ -91,16 +80,16 @@ class TeacherConfig:
     teacher_model: str | None = setting(None, aliases=("teacher_model_name_or_path",))
     """The teacher, named like the model; None: no teacher, or one that teacher_kind makes of the policy."""
     teacher_url: str | None = setting(
-        None, limits=(NO_SERVER,), aliases=("teacher_model_server_url", "teacher_model_server")
+        None, limits=(limits.NO_SERVER,), aliases=("teacher_model_server_url", "teacher_model_server")
     )
     """Address of a vLLM server that scores as the teacher."""
     teacher_name: str | None = setting(None, needs=(A_TEACHER, A_SERVER))
     """The model's name at that server; None: the only one that it serves."""
-    teacher_models: tuple[str, ...] = setting((), limits=(SEVERAL_TEACHERS,))
+    teacher_models: tuple[str, ...] = setting((), limits=(limits.SEVERAL_TEACHERS,))
     """Several teachers, each KEY=MODEL; teacher_key says which of them a prompt has."""
     teacher_key: str = ""
     """Column of the data that holds the KEY of each prompt's teacher."""
-    teacher_kind: TeacherKind = setting("auto", limits=(MOVING_TEACHER, FROM_A_FOLDER))
+    teacher_kind: TeacherKind = setting("auto", limits=(limits.MOVING_TEACHER, limits.FROM_A_FOLDER))
     """frozen (a model), remote (a server), or made of the policy: adapter_off, ema, periodic, live (as it is now)."""
     teacher_coef: float = setting(
         1.0, COEFFICIENT, needs=NAMED, aliases=("teacher_kl_coef", "distillation_coef", "distillation_loss_coef")
@@ -108,7 +97,7 @@ class TeacherConfig:
     """Coefficient of the KL to the teacher, in reward (or loss) per nat; 0: no teacher."""
     teacher_direction: Direction = setting("reverse", needs=NAMED)
     """reverse KL(policy||teacher), forward KL(teacher||policy), or js (half of each to their mean)."""
-    teacher_estimator: TeacherEstimator = setting("k1", needs=NAMED, limits=(NO_VOCABULARY,))
+    teacher_estimator: TeacherEstimator = setting("k1", needs=NAMED, limits=(limits.NO_VOCABULARY,))
     """k1 or k3 of the sampled token, exact (over the vocabulary), or topk (a head of teacher_top_k and a tail)."""
     teacher_top_k: int = setting(64, AT_LEAST_0, needs=TOPK, aliases=("loss_top_k", "topk_logits_k", "gkd_logits_topk"))
     """topk: tokens of the head; 0: the tail alone, which estimates any direction from the sampled token."""
@@ -118,17 +107,17 @@ class TeacherConfig:
     """topk: the words outside of the head: sampled (unbiased), or with a bias bucket, generalised, none."""
     teacher_horizon: Horizon = setting("token", needs=NAMED)
     """token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."""
-    teacher_placement: Placement = setting("loss", needs=NAMED, limits=(ADVANTAGES_FIRST, IN_THE_LOSS))
+    teacher_placement: Placement = setting("loss", needs=NAMED, limits=(limits.ADVANTAGES_FIRST, limits.IN_THE_LOSS))
     """In the loss, in the reward (before advantages are formed), or as a shift of the advantage (after)."""
     teacher_off_policy: OffPolicy = setting("none", needs=(A_TEACHER, TOKEN_IN_SUM))
     """Weigh the KL by policy/sampler: not at all, per token, or by the whole prefix."""
-    teacher_max_log_ratio: float | None = setting(None, BOUND, needs=NAMED, limits=(WITHOUT_A_NUMBER,))
+    teacher_max_log_ratio: float | None = setting(None, BOUND, needs=NAMED, limits=(limits.WITHOUT_A_NUMBER,))
     """Straight-through bound of the log-ratio to the teacher in nats; how often it binds is logged."""
-    teacher_prompt: str = setting("", needs=NAMED, limits=(ONE_PROMPT,))
+    teacher_prompt: str = setting("", needs=NAMED, limits=(limits.ONE_PROMPT,))
     """Column of the data with the prompt that the teacher sees in the place of the policy's; the answer is the same."""
-    teacher_schedule: Schedule = setting("constant", needs=NAMED, limits=(READ_ONCE,))
+    teacher_schedule: Schedule = setting("constant", needs=NAMED, limits=(limits.READ_ONCE,))
     """Factor on teacher_coef over the run: constant, linear or cosine."""
-    teacher_warmup_steps: int = setting(0, AT_LEAST_0, needs=NAMED, limits=(READ_ONCE,))
+    teacher_warmup_steps: int = setting(0, AT_LEAST_0, needs=NAMED, limits=(limits.READ_ONCE,))
     """Steps over which that factor grows from 0."""
     teacher_schedule_end: float = setting(
         0.0, FROM_0_TO_1, needs=(A_TEACHER, one_of("teacher_schedule", "linear", "cosine"))
