@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
+from collections.abc import Iterator
 from contextlib import suppress
-from itertools import product
+from itertools import chain, combinations
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from klamp.config import KLConfig, LossConfig, TeacherConfig
@@ -52,15 +53,19 @@ def other_configurations(cls: Any) -> list[dict[str, Any]]:
     return found
 
 
-def accepted(cls: Any, field: Any, **around: Any) -> Any:
+def around(cls: Any, field: Any, count: int | None = None) -> Iterator[dict[str, Any]]:
+    """Changes of one or two fields that meet what a field needs, or the first `count` of its needs."""
+    pairs = ({**one, **two} for one, two in combinations(other_configurations(cls), 2))
+    drawn = ({name: x for name, x in c.items() if name != field.name} for c in chain([{}], pairs))
+    needs = field.metadata.get("needs", ())[:count]
+    return (c for c in drawn if all(need.is_met(unchecked(cls, **c)) for need in needs))
+
+
+def accepted(cls: Any, field: Any, **fields: Any) -> Any:
     """A configuration in which a field has another value and what it needs, and which is not refused."""
     with warnings.catch_warnings(action="ignore"):
-        for value, other in product(other_values(cls, field), other_configurations(cls)):
-            with suppress(ConfigError):
-                return cls(**around | other | needed(field) | {field.name: value})
+        for other in around(cls, field):
+            for value in other_values(cls, field):
+                with suppress(ConfigError):
+                    return cls(**fields | other | {field.name: value})
     raise AssertionError(f"no value of {field.name} is accepted")
-
-
-def needed(field: Any, count: int | None = None) -> dict[str, Any]:
-    """Fields that give a field what it needs, or the first `count` of its needs."""
-    return {name: value for need in field.metadata.get("needs", ())[:count] for name, value in need.example.items()}

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.config.drawn import FIELDS, accepted, needed, other_configurations, other_values, unchecked
+from tests.config.drawn import FIELDS, accepted, around, other_values, unchecked
 
 from klamp.config import KLConfig, KLWarning
 from klamp.config.fields import without_effect
@@ -23,8 +23,7 @@ NEEDS = [(cls, field, i) for cls, field in FIELDS for i in range(len(field.metad
 def test_a_field_without_what_it_needs_is_warned_of(cls: Any, field: Any, index: int) -> None:
     """The first need that is not met is named; with all of them met the configuration stands, and nothing is said."""
     need, value = field.metadata["needs"][index], other_values(cls, field)[0]
-    before = needed(field, index)
-    drawn = (unchecked(cls, **before | {field.name: value} | other) for other in other_configurations(cls))
+    drawn = (unchecked(cls, **{field.name: value} | other) for other in around(cls, field, index))
     lacking = next(
         c
         for c in drawn

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import pytest
-from tests.config.drawn import FIELDS, needed, other_configurations, other_values
+from tests.config.drawn import FIELDS, around, other_values
 from tests.hosts.trl.hosts import arguments
 
 from klamp.config import KLConfig, LossConfig, TeacherConfig
@@ -59,7 +60,7 @@ HOSTS: dict[str, tuple[Callable[[Any], Any], tuple[type, ...]]] = {
     "loop": (of_loop, (KLConfig, TeacherConfig, LossConfig)),
 }
 """Host -> what it makes of a configuration, and the configurations that it takes."""
-AROUND = {"kl_monitor": {"beta": 0.0}}
+BESIDE = {"kl_monitor": {"beta": 0.0}}
 """Field -> what it counts with, though it works without."""
 ALIKE = {"teacher_kind": "frozen", "teacher_key": "x"}
 """What is the default for a teacher that is a model, and what is one with the models that it goes with."""
@@ -71,17 +72,11 @@ def configurations(cls: Any, field: Any) -> list[tuple[Any, Any]]:
     for value in other_values(cls, field):
         if ALIKE.get(field.name) == value:
             continue
-        for other in other_configurations(cls):
-            around = {
-                name: x
-                for name, x in (other | needed(field) | AROUND.get(field.name, {})).items()
-                if name != field.name
-            }
-            try:
-                pairs.append((cls(**around | {field.name: value}), partial(cls, **around)))
+        for other in around(cls, field):
+            rest = other | BESIDE.get(field.name, {})
+            with suppress(ConfigError):
+                pairs.append((cls(**rest | {field.name: value}), partial(cls, **rest)))
                 break
-            except ConfigError:
-                continue
     return pairs
 
 

@@ -1,13 +1,14 @@
-"""What `KLConfig` and `TeacherConfig` have in common: one term, and one set of rules for the fields of both.
+"""What holds for the KL to a reference and to a teacher: one term, one set of rules, and what hosts cannot honour.
 
 A field of the KL to the reference is called `kl_NAME`, one of the KL to a teacher `teacher_NAME`.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
+from klamp.config.fields import HostLimit
 from klamp.core.term import KLTerm
 from klamp.errors import Refusal
 
@@ -51,3 +52,90 @@ def placement_refusals(config: Any, anchor: str) -> list[Refusal]:
             fix=f"set {anchor}_off_policy='sequence'",
         ),
     ]
+
+
+# what hosts cannot honour --------------------------------------------------------------------------------------------
+
+OWN_LOOP = "klamp train has it"
+TINKER = ("tinker",)
+
+NO_LOGITS = HostLimit(
+    ("verl", "tinker"),
+    "its loss is given log-probabilities of the sampled tokens, and no logits of the reference",
+    "use kl_estimator='k3' (its value is unbiased, its gradient the same in expectation)",
+    values=("exact",),
+)
+ONE_AVERAGE = HostLimit(
+    ("verl",),
+    "its loss_agg_mode averages the policy loss and the KL alike",
+    "leave kl_normalizer unset, and set actor_rollout_ref.actor.loss_agg_mode",
+)
+OWN_STEP = HostLimit(
+    ("trl", "unsloth", "verl"),
+    "its loop takes the optimizer step itself and offers no way to leave it out; a loss of 0 in its place would still "
+    "move the weights by momentum and weight decay",
+    "leave kl_early_stop unset, and lower num_iterations or the learning rate; klamp train has it",
+)
+OWN_PROCESS = HostLimit(
+    ("trl", "unsloth"),
+    "it scores the reference with a model of its own process",
+    "pass a model as ref_model, or use klamp train",
+    values=("remote",),
+)
+ITS_REFERENCE = HostLimit(
+    ("verl",), "it decides itself: the policy without its adapter where lora_rank is set, else a frozen copy"
+)
+MADE_AT_ONCE = HostLimit(
+    ("unsloth",),
+    "its reference is loaded, and its callback made, while the trainer is built",
+    "build it with sync_ref_model=True, ref_model_mixup_alpha and ref_model_sync_steps, and leave reference unset",
+    values=("ema", "periodic"),
+)
+ITS_DEVICE = HostLimit(
+    ("trl", "unsloth", "verl"),
+    "its own preparation puts the reference on the device of the process",
+    "leave reference_device unset; reference_dtype makes the reference smaller",
+)
+ITS_DTYPE = HostLimit(("verl",), "its own engine loads the reference")
+
+ONE_TEACHER = "klamp scores a whole batch with one teacher, whose weights no checkpoint of TRL's would hold"
+FIXED_TEACHER = f"name one teacher_model or teacher_url, or set teacher_kind='adapter_off' or 'live'; {OWN_LOOP}"
+MOVING_TEACHER = HostLimit(("trl",), ONE_TEACHER, FIXED_TEACHER, values=("ema", "periodic"))
+SEVERAL_TEACHERS = HostLimit(("trl",), ONE_TEACHER, FIXED_TEACHER)
+ADVANTAGES_FIRST = HostLimit(
+    ("trl",),
+    "its advantages are formed before the teacher has scored",
+    "set teacher_placement='advantage': the KL enters after the division by the deviation",
+    values=("reward",),
+)
+FROM_A_FOLDER = HostLimit(
+    ("verl",),
+    "it loads its teachers from a folder into engines that it starts itself, and never writes to them",
+    f"name teacher_model; {OWN_LOOP}",
+    values=("adapter_off", "ema", "periodic", "live", "remote"),
+)
+NO_SERVER = replace(FROM_A_FOLDER, values=None)
+ONE_PROMPT = HostLimit(
+    ("verl",),
+    "its agent loop sends the teacher the policy's own prompt and answer",
+    f"leave teacher_prompt out; {OWN_LOOP}",
+)
+NO_VOCABULARY = HostLimit(
+    ("verl",),
+    "the teacher's engine tells some log-probabilities of each token, and not the whole vocabulary's",
+    "use teacher_estimator='k3', 'k1', or 'topk' with teacher_top_k=0 for another direction",
+    values=("exact",),
+)
+IN_THE_LOSS = HostLimit(
+    ("verl",),
+    "its way to an advantage (use_policy_gradient) is a second policy loss with bounds of its own",
+    "set teacher_placement='loss': the expected gradient of k1 is the same",
+)
+WITHOUT_A_NUMBER = HostLimit(
+    ("verl",), "a loss of distillation is known there by a name that was registered beforehand, without a number"
+)
+READ_ONCE = HostLimit(
+    ("verl",),
+    "distillation_loss_coef is read once, when its workers start",
+    f"leave teacher_schedule and teacher_warmup_steps out; {OWN_LOOP}",
+)

@@ -24,15 +24,13 @@ class Need:
     """What to set, as the end of a sentence that begins with "it needs"."""
     is_met: Callable[[Any], bool]
     """Whether a configuration has it."""
-    example: Mapping[str, Any]
-    """Fields that give it."""
 
 
-def one_of(field: str, *values: object, **example: Any) -> Need:
-    """The need of one of some values of another field; `example`: what these values need themselves."""
+def one_of(field: str, *values: object) -> Need:
+    """The need of one of some values of another field."""
     *first, last = map(repr, values)
     text = f"{field}={' or '.join((', '.join(first), last)) if first else last}"
-    return Need(text, lambda config: getattr(config, field) in values, {field: values[0], **example})
+    return Need(text, lambda config: getattr(config, field) in values)
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from klamp.config import limits
-from klamp.config.anchor import build_term, placement_refusals
+from klamp.config import anchor
 from klamp.config.fields import (
     Need,
     accepts_aliases,
@@ -51,36 +50,25 @@ STEP_FACTORS = (StepController.up, StepController.down, StepController.high, Ste
 
 CLIP, SOFT = one_of("kl_clip_method", "hard", "soft"), one_of("kl_clip_method", "soft")
 PER_TOKEN = Need(
-    f"{CLIP.text}, and use_per_token_kl_threshold=True",
-    lambda c: CLIP.is_met(c) and c.use_per_token_kl_threshold,
-    CLIP.example,
+    f"{CLIP.text}, and use_per_token_kl_threshold=True", lambda c: CLIP.is_met(c) and c.use_per_token_kl_threshold
 )
-SAMPLED = one_of("kl_estimator", *ESTIMATORS)
-IN_LOSS = one_of("kl_placement", "loss")
-POSITIVE_BETA = Need("a beta above 0", lambda c: c.beta > 0, {"beta": 0.1})
-TARGET = {"target_kl": 0.05}
-ADAPTIVE = Need(
-    "a controller that moves beta (target_kl, and a beta above 0)", lambda c: c.controller_name != "fixed", TARGET
-)
-A_CONTROLLER = Need("kl_controller='hold' (or leave it out)", lambda c: c.kl_controller != "fixed", {})
-A_START = Need("a beta above 0 to start from", lambda c: c.controller_name != "fixed", {"beta": 0.1})
-ANY_GRADIENT = Need(
-    "kl_gradient='reverse' or 'forward'",
-    lambda c: (c.kl_gradient, c.kl_off_policy) != ("none", "none"),
-    {"kl_gradient": "reverse"},
-)
+SAMPLED, IN_LOSS = one_of("kl_estimator", *ESTIMATORS), one_of("kl_placement", "loss")
+POSITIVE_BETA = Need("a beta above 0", lambda c: c.beta > 0)
+ADAPTIVE = Need("a controller that moves beta (target_kl, and a beta above 0)", lambda c: c.controller_name != "fixed")
+A_CONTROLLER = Need("kl_controller='hold' (or leave it out)", lambda c: c.kl_controller != "fixed")
+A_START = Need("a beta above 0 to start from", lambda c: c.controller_name != "fixed")
+RULES = {
+    name: Need(f"kl_controller={name!r}", lambda c, name=name: c.controller_name == name)
+    for name in ("hold", "step", "proportional")
+}
+A_GRADIENT = Need("kl_gradient='reverse' or 'forward'", lambda c: (c.kl_gradient, c.kl_off_policy) != ("none", "none"))
 WEIGHTS = one_of("kl_off_policy", "token", "sequence")
 NOT_SUMMED = Need(
     "kl_off_policy='sequence' (the exact KL sums over the token, not over its prefix)",
     lambda c: (c.kl_estimator, c.kl_off_policy) != ("exact", "token"),
-    {"kl_off_policy": "sequence"},
 )
 OWN_WEIGHTS = one_of("reference", "auto", "frozen", "ema", "periodic")
-REMOTE = one_of("reference", "remote", reference_url="http://localhost:1")
-
-
-def _rule(name: ControllerName) -> Need:
-    return Need(f"kl_controller={name!r}", lambda c: c.controller_name == name, {"kl_controller": name, **TARGET})
+REMOTE = one_of("reference", "remote")
 
 
 if TYPE_CHECKING:
@@ -112,11 +100,11 @@ class KLConfig(_OtherNames):
 
     beta: float = setting(0.01, BETA, aliases=("kl_coef", "kl_penalty", "kl_beta"))
     """Coefficient of the KL, in reward (or loss) per nat. 0 trains without KL: no reference is loaded."""
-    kl_estimator: Value = setting("k3", limits=(limits.NO_LOGITS,))
+    kl_estimator: Value = setting("k3", limits=(anchor.NO_LOGITS,))
     """Value of the KL: k1, k2, k3, abs, or exact (over the vocabulary)."""
     kl_gradient: Gradient = KLTerm.gradient
     """Whose gradient the loss follows: reverse KL(policy||ref), forward KL(ref||policy), the estimator's own, none."""
-    kl_horizon: Horizon = setting(KLTerm.horizon, needs=(ANY_GRADIENT,))
+    kl_horizon: Horizon = setting(KLTerm.horizon, needs=(A_GRADIENT,))
     """token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."""
     kl_placement: Placement = KLTerm.placement
     """In the loss, in the reward (before advantages are formed), or as a shift of the advantage (after)."""
@@ -148,20 +136,20 @@ class KLConfig(_OtherNames):
         needs=(A_CONTROLLER, A_START),
     )
     """KL to hold, in nats per token (the unit of the logged metric kl/k3)."""
-    kl_controller_gain: float = setting(HoldController.gain, CONTROLLER_NUMBERS["gain"], needs=(_rule("hold"),))
+    kl_controller_gain: float = setting(HoldController.gain, CONTROLLER_NUMBERS["gain"], needs=(RULES["hold"],))
     """hold: largest change of log beta in a step."""
-    kl_controller_lead: float = setting(HoldController.lead, CONTROLLER_NUMBERS["lead"], needs=(_rule("hold"),))
+    kl_controller_lead: float = setting(HoldController.lead, CONTROLLER_NUMBERS["lead"], needs=(RULES["hold"],))
     """hold: how many steps ahead the KL is foreseen; about its lag behind the weights."""
     kl_controller_factors: tuple[float, float, float, float] = setting(
         STEP_FACTORS,
         POSITIVE.but("they multiply beta and the target", "1.5, 0.75, 1.5, 0.5 are the defaults"),
-        needs=(_rule("step"),),
+        needs=(RULES["step"],),
     )
     """step: factors up and down, and the targets above and below which they act; PPO's are 2 0.5 1.5 0.6667."""
-    kl_controller_horizon: int = setting(100, CONTROLLER_NUMBERS["horizon"], needs=(_rule("proportional"),))
+    kl_controller_horizon: int = setting(100, CONTROLLER_NUMBERS["horizon"], needs=(RULES["proportional"],))
     """Updates over which the proportional rule takes effect."""
     kl_controller_clip: float = setting(
-        ProportionalController.clip, CONTROLLER_NUMBERS["clip"], needs=(_rule("proportional"),)
+        ProportionalController.clip, CONTROLLER_NUMBERS["clip"], needs=(RULES["proportional"],)
     )
     """proportional: largest relative error of the KL that counts, in (0, 1]."""
     beta_min: float | None = setting(None, BETA_BOUND, needs=(ADAPTIVE,))
@@ -174,7 +162,7 @@ class KLConfig(_OtherNames):
     """Weigh the KL by policy/sampler: not at all, per token, or by the whole prefix (exact, noisier)."""
     kl_max_weight: float | None = setting(KLTerm.max_weight, TERM_NUMBERS["max_weight"], needs=(WEIGHTS, NOT_SUMMED))
     """Upper bound of the off-policy weight policy/sampler; how often it binds is logged."""
-    kl_normalizer: Reduction | None = setting(KLTerm.normalizer, needs=(IN_LOSS,), limits=(limits.ONE_AVERAGE,))
+    kl_normalizer: Reduction | None = setting(KLTerm.normalizer, needs=(IN_LOSS,), limits=(anchor.ONE_AVERAGE,))
     """Reduction of the KL over tokens; None: that of the policy loss."""
     kl_exclude_tokens: tuple[int | str, ...] = ()
     """Tokens that carry no KL: ids, token strings, or `special` for all special tokens."""
@@ -187,14 +175,14 @@ class KLConfig(_OtherNames):
     kl_early_stop: float | None = setting(
         None,
         POSITIVE.but("a KL is never negative", "use kl_early_stop=None to never stop early"),
-        limits=(limits.OWN_STEP,),
-        ignored_by=limits.TINKER,
+        limits=(anchor.OWN_STEP,),
+        ignored_by=anchor.TINKER,
     )
     """Skip a rollout's remaining updates once KL(old||policy) exceeds this, in nats per token."""
     kl_monitor: bool = False
     """Load the reference and log the KL even at beta 0."""
     reference: ReferenceName = setting(
-        "auto", limits=(limits.OWN_PROCESS, limits.ITS_REFERENCE, limits.MADE_AT_ONCE), ignored_by=limits.TINKER
+        "auto", limits=(anchor.OWN_PROCESS, anchor.ITS_REFERENCE, anchor.MADE_AT_ONCE), ignored_by=anchor.TINKER
     )
     """The reference: frozen (a copy), adapter_off, ema, periodic, remote, or the sampler (which holds each update, not
     the run); auto: adapter_off if new, else frozen."""
@@ -205,24 +193,24 @@ class KLConfig(_OtherNames):
             "0.99 follows over about a hundred steps; reference='frozen' never moves",
         ),
         needs=(one_of("reference", "ema"),),
-        ignored_by=limits.TINKER,
+        ignored_by=anchor.TINKER,
     )
     """ema: share of the old reference's weights that every step keeps, in (0, 1)."""
     reference_reset_steps: int = setting(
-        100, AT_LEAST_1, needs=(one_of("reference", "periodic"),), ignored_by=limits.TINKER
+        100, AT_LEAST_1, needs=(one_of("reference", "periodic"),), ignored_by=anchor.TINKER
     )
     """periodic: steps after which the reference becomes the policy."""
     reference_device: str | None = setting(
-        None, needs=(OWN_WEIGHTS,), limits=(limits.ITS_DEVICE,), ignored_by=limits.TINKER
+        None, needs=(OWN_WEIGHTS,), limits=(anchor.ITS_DEVICE,), ignored_by=anchor.TINKER
     )
     """Device of a reference with weights of its own; None: the policy's."""
     reference_dtype: DType | None = setting(
-        None, needs=(OWN_WEIGHTS,), limits=(limits.ITS_DTYPE,), ignored_by=limits.TINKER
+        None, needs=(OWN_WEIGHTS,), limits=(anchor.ITS_DTYPE,), ignored_by=anchor.TINKER
     )
     """Data type of a reference with weights of its own; None: the policy's."""
-    reference_url: str | None = setting(None, needs=(REMOTE,), ignored_by=limits.TINKER)
+    reference_url: str | None = setting(None, needs=(REMOTE,), ignored_by=anchor.TINKER)
     """remote: the address of the vLLM server that the reference answers at."""
-    reference_name: str | None = setting(None, needs=(REMOTE,), ignored_by=limits.TINKER)
+    reference_name: str | None = setting(None, needs=(REMOTE,), ignored_by=anchor.TINKER)
     """remote: the model's name at a vLLM server; None: the only one that it serves."""
 
     def __post_init__(self, *_: object) -> None:
@@ -328,7 +316,7 @@ class KLConfig(_OtherNames):
 
     def build_term(self) -> KLTerm:
         """The KL term for `grpo_loss`."""
-        return build_term(
+        return anchor.build_term(
             self,
             "kl",
             anchor="sampler" if self.reference == "sampler" else "reference",
@@ -370,7 +358,7 @@ def _placement(c: KLConfig) -> list[Refusal]:
             why="in the reward or the advantage the gradient is that of the score function: reverse",
             fix="leave kl_gradient='reverse', or set kl_placement='loss'",
         ),
-        *placement_refusals(c, "kl"),
+        *anchor.placement_refusals(c, "kl"),
     ]
 
 

@@ -11,7 +11,7 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from klamp.config import limits
+from klamp.config import anchor
 from klamp.config.fields import Need, check_settings, one_of, setting, without_effect
 from klamp.config.kl import KLConfig
 from klamp.config.teacher import TeacherConfig
@@ -50,11 +50,7 @@ TRL_LOSS_TYPES: Mapping[str, Reduction | None] = {
 """How TRL's loss types make tokens a number; None: no word for it (bnpo: the token mean of each micro-batch)."""
 
 A_RATIO = one_of("surrogate", "ppo_clip", "cispo")
-A_MODE = Need(
-    "vllm_importance_sampling_mode",
-    lambda c: c.vllm_importance_sampling_mode is not None,
-    {"vllm_importance_sampling_mode": "token_mask"},
-)
+A_MODE = Need("vllm_importance_sampling_mode", lambda c: c.vllm_importance_sampling_mode is not None)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,9 +78,9 @@ class LossConfig:
     """The ratio is clipped below 1 - epsilon; cispo's paper has no lower bound, which is epsilon 1."""
     epsilon_high: float | None = setting(None, CLIP_HIGH, needs=(A_RATIO,))
     """The ratio is clipped above 1 + epsilon_high; None: the same as epsilon."""
-    scale_rewards: Scale | None = setting(None, ignored_by=limits.TINKER)
+    scale_rewards: Scale | None = setting(None, ignored_by=anchor.TINKER)
     """Divide advantages by the group's standard deviation (std) or not (none); None: what the loss type says."""
-    vllm_importance_sampling_mode: TrustMode | None = setting(None, ignored_by=limits.TINKER)
+    vllm_importance_sampling_mode: TrustMode | None = setting(None, ignored_by=anchor.TINKER)
     """Weigh the loss by old policy / sampler: token_truncate, token_mask, sequence_truncate or sequence_mask; None: not
     (in backend trl, as TRL does by default)."""
     vllm_importance_sampling_clip_max: float | None = setting(TrustRegion.high, needs=(A_MODE,))
@@ -93,7 +89,7 @@ class LossConfig:
     """Lower bound of that ratio; None: none."""
     off_policy_mask_threshold: float | None = TrustRegion.threshold
     """Drop completions of negative advantage whose mean log(sampler/policy) exceeds this, in nats per token."""
-    advantage_baseline: Baseline = setting("leave_one_out", ignored_by=limits.TINKER)
+    advantage_baseline: Baseline = setting("leave_one_out", ignored_by=anchor.TINKER)
     """What rewards are compared with: leave_one_out (mean of the group's others), or mean (of all, as in GRPO)."""
 
     def __post_init__(self) -> None:
