@@ -30,8 +30,8 @@ def without_credentials(text: str) -> str:
     return URL.sub(_shown, text)
 
 
-def _shown(found: re.Match[str]) -> str:
-    scheme, rest = found.groups()
+def _shown(match: re.Match[str]) -> str:
+    scheme, rest = match.groups()
     host = re.split("[/?#]", rest, maxsplit=1)[0]
     if not HOST.fullmatch(host):
         rest = rest.rpartition("@")[2]
@@ -157,11 +157,7 @@ class Refusal:
 
 
 def refuse(rows: Iterable[Refusal]) -> None:
-    """Raise for the first row that applies.
-
-    Raises:
-        ConfigError: with the row's text.
-    """
+    """Raise a ConfigError with the text of the first row that applies."""
     for row in rows:
         if row.applies:
             raise ConfigError(row.what, got=row.got, why=row.why, fix=row.fix)
@@ -247,11 +243,7 @@ def missing_library(library: str, *, by: str, instead: str = "") -> MissingLibra
 
 
 def extra_with(library: str) -> str | None:
-    """The first extra of klamp, in the order of its declaration, that asks for a library; None: no extra does.
-
-    Args:
-        library: the name that pip knows, or that of the module: `math_verify` and `math-verify` are the same.
-    """
+    """The first extra of klamp that asks for a library, by the name of its package or module; None: no extra does."""
     try:
         declared = metadata.requires("klamp") or []
     except metadata.PackageNotFoundError:  # a source tree that was never installed

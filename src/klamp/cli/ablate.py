@@ -32,14 +32,14 @@ def run(argv: Sequence[str], *, console: Console | None = None, executor: Execut
     if options.runs:
         return compare_runs(options, command)
     every = runs(plan)
-    given = options.output_dir
-    folder = at_home(given) if given else free_folder(Path("runs"), f"ablation-{plan.name}")
+    output_dir = options.output_dir
+    folder = at_home(output_dir) if output_dir else free_folder(Path("runs"), f"ablation-{plan.name}")
     executor = executor or _executor(options, every)
     check_folder(folder, plan)
     if options.dry_run:
         show_plan(plan, every, folder=folder, executor=executor)
         return 0
-    command += "" if given else f" --output_dir {shlex.quote(str(folder))}"
+    command += "" if output_dir else f" --output_dir {shlex.quote(str(folder))}"
     return _execute(plan, every, folder=folder, executor=executor, console=console, command=command)
 
 

@@ -23,7 +23,7 @@ OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud80
 
 def visible(text: str) -> str:
     """A text with what a terminal would obey written out: names and cautions in a record may hold anything."""
-    return OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def say(text: object = "", *, file: IO[str] | None = None) -> None:

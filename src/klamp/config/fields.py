@@ -119,14 +119,14 @@ def aliases_of(cls: Any) -> dict[str, str]:
     return {alias: field.name for field in fields(cls) for alias in field.metadata.get("aliases", ())}
 
 
-def resolve_aliases(values: Mapping[str, Any], known: set[str], aliases: Mapping[str, str]) -> dict[str, Any]:
+def resolve_aliases(values: Mapping[str, Any], names: set[str], aliases: Mapping[str, str]) -> dict[str, Any]:
     """Configuration values under their proper names; refuses unknown ones, and two that differ."""
     resolved: dict[str, Any] = {}
     for key, value in values.items():
         name = aliases.get(key, key)
-        if name not in known:
+        if name not in names:
             why = "it is no field of the configuration"
-            raise unknown_name("configuration key", key, known | aliases.keys(), why=why)
+            raise unknown_name("configuration key", key, names | aliases.keys(), why=why)
         if name in resolved and resolved[name] != value:
             raise ConfigError(
                 f"{name} is given twice, with different values",
@@ -144,11 +144,11 @@ Config = TypeVar("Config")
 def accepts_aliases(cls: type[Config]) -> type[Config]:
     """Let the constructor of a configuration take other names of its fields, and nothing that is unknown."""
     init: Callable[..., None] = cls.__init__
-    known, aliases = {field.name for field in fields(cast(Any, cls))}, aliases_of(cls)
+    names, aliases = {field.name for field in fields(cast(Any, cls))}, aliases_of(cls)
 
     @functools.wraps(init)
     def __init__(self: Config, **values: Any) -> None:
-        init(self, **resolve_aliases(values, known, aliases))
+        init(self, **resolve_aliases(values, names, aliases))
 
     setattr(cls, "__init__", __init__)  # noqa: B010  (a frozen dataclass class attribute, not an instance's)
     return cls

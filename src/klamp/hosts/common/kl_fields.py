@@ -55,10 +55,10 @@ else:
 
 def settle_fields(args: Any) -> None:
     """Bring a host's arguments into one form: aliases into `beta`, tuples into lists (which JSON can hold)."""
-    given = {name: getattr(args, name) for name in ALIASES if getattr(args, name, None) is not None}
+    values = {name: getattr(args, name) for name in ALIASES if getattr(args, name, None) is not None}
     if args.beta:
-        given["beta"] = args.beta
-    args.beta = resolve_aliases(given, {"beta"}, ALIASES).get("beta", args.beta)
+        values["beta"] = args.beta
+    args.beta = resolve_aliases(values, {"beta"}, ALIASES).get("beta", args.beta)
     if isinstance(args.beta, (int, float)):
         check_beta(args.beta)
     for name in ALIASES:
@@ -80,10 +80,10 @@ def _plain(args: Any, config: type) -> dict[str, Any]:
 
 def kl_config(args: Any) -> KLConfig | None:
     """The KL configuration that a host's arguments describe; None: they name no KL field, and no teacher."""
-    given = _plain(args, KLConfig)
-    if not given and not touched(args, TeacherConfig):
+    values = _plain(args, KLConfig)
+    if not values and not touched(args, TeacherConfig):
         return None
-    return KLConfig(**given, beta=float(args.beta) if isinstance(args.beta, float) else args.beta)
+    return KLConfig(**values, beta=float(args.beta) if isinstance(args.beta, float) else args.beta)
 
 
 PASSED = "the model passed as teacher_model"
@@ -92,10 +92,10 @@ PASSED = "the model passed as teacher_model"
 
 def teacher_config(args: Any) -> TeacherConfig | None:
     """The KL to a teacher that a host's arguments describe; None: no field of it is set."""
-    given = _plain(args, TeacherConfig)
-    if given and not {"teacher_model", "teacher_url", "teacher_models", "teacher_kind"} & {*given}:
-        given["teacher_model"] = PASSED
-    return TeacherConfig(**given) if given else None
+    values = _plain(args, TeacherConfig)
+    if values and not {"teacher_model", "teacher_url", "teacher_models", "teacher_kind"} & {*values}:
+        values["teacher_model"] = PASSED
+    return TeacherConfig(**values) if values else None
 
 
 def read_again(args: Any) -> tuple[KLConfig | None, TeacherConfig | None]:
