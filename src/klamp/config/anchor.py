@@ -8,9 +8,15 @@ from __future__ import annotations
 from dataclasses import fields, replace
 from typing import Any
 
-from klamp.config.fields import HostLimit
-from klamp.core.term import KLTerm
+from klamp.config.fields import HostLimit, setting
+from klamp.core.arguments import ANY
+from klamp.core.term import TERM_NUMBERS, KLTerm
 from klamp.errors import Refusal
+
+
+def of_term(name: str, **rest: Any) -> Any:
+    """A field of a configuration with the default and the numbers of a field of `KLTerm`; `rest`: see `setting`."""
+    return setting(getattr(KLTerm, name), TERM_NUMBERS.get(name, ANY), **rest)
 
 
 def build_term(config: Any, prefix: str, **own: Any) -> KLTerm:

@@ -32,7 +32,7 @@ from klamp.core.controllers import (
 )
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import check_gradient_choice
-from klamp.core.term import TERM_NUMBERS, KLTerm, OffPolicy, Placement, gates_on_itself
+from klamp.core.term import KLTerm, OffPolicy, Placement, gates_on_itself
 from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
 from klamp.errors import KLWarning, Refusal, refuse
 
@@ -104,17 +104,17 @@ class KLConfig(_OtherNames):
     """Value of the KL: k1, k2, k3, abs, or exact (over the vocabulary)."""
     kl_gradient: Gradient = KLTerm.gradient
     """Whose gradient the loss follows: reverse KL(policy||ref), forward KL(ref||policy), the estimator's own, none."""
-    kl_horizon: Horizon = setting(KLTerm.horizon, needs=(A_GRADIENT,))
+    kl_horizon: Horizon = anchor.of_term("horizon", needs=(A_GRADIENT,))
     """token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."""
     kl_placement: Placement = KLTerm.placement
     """In the loss, in the reward (before advantages are formed), or as a shift of the advantage (after)."""
     kl_clip_method: ClipMethod = KLTerm.clip_method
     """How the KL is clipped at its budget: none, hard (no pull below the budget), or soft."""
-    kl_clip_threshold: float = setting(KLTerm.clip_threshold, TERM_NUMBERS["clip_threshold"], needs=(CLIP,))
+    kl_clip_threshold: float = anchor.of_term("clip_threshold", needs=(CLIP,))
     """KL budget: nats per token of the reference length, or nats in total."""
     use_per_token_kl_threshold: bool = setting(KLTerm.clip_unit == "token", needs=(CLIP,))
     """Whether the threshold is per token (multiplied by the reference length)."""
-    kl_clip_temperature: float = setting(KLTerm.clip_temperature, TERM_NUMBERS["clip_temperature"], needs=(SOFT,))
+    kl_clip_temperature: float = anchor.of_term("clip_temperature", needs=(SOFT,))
     """Width of the soft clip in nats of the total."""
     kl_clip_level: ClipLevel | None = setting(None, needs=(CLIP,))
     """Whose KL is held against the budget: each sequence's, its group's mean, or the batch's. None: each sequence's
@@ -156,13 +156,13 @@ class KLConfig(_OtherNames):
     """Lower bound of an adaptive beta; None: beta / 10 for hold, else beta / 100."""
     beta_max: float | None = setting(None, BETA_BOUND, needs=(ADAPTIVE,))
     """Upper bound of an adaptive beta; None: 3 / sqrt(target_kl), or 10 times beta where that is more."""
-    kl_max_log_ratio: float | None = setting(KLTerm.max_log_ratio, TERM_NUMBERS["max_log_ratio"], needs=(SAMPLED,))
+    kl_max_log_ratio: float | None = anchor.of_term("max_log_ratio", needs=(SAMPLED,))
     """Straight-through bound of the log-ratio in nats; how often it binds is logged."""
-    kl_off_policy: OffPolicy = setting(KLTerm.off_policy, needs=(NOT_SUMMED,))
+    kl_off_policy: OffPolicy = anchor.of_term("off_policy", needs=(NOT_SUMMED,))
     """Weigh the KL by policy/sampler: not at all, per token, or by the whole prefix (exact, noisier)."""
-    kl_max_weight: float | None = setting(KLTerm.max_weight, TERM_NUMBERS["max_weight"], needs=(WEIGHTS, NOT_SUMMED))
+    kl_max_weight: float | None = anchor.of_term("max_weight", needs=(WEIGHTS, NOT_SUMMED))
     """Upper bound of the off-policy weight policy/sampler; how often it binds is logged."""
-    kl_normalizer: Reduction | None = setting(KLTerm.normalizer, needs=(IN_LOSS,), limits=(anchor.ONE_AVERAGE,))
+    kl_normalizer: Reduction | None = anchor.of_term("normalizer", needs=(IN_LOSS,), limits=(anchor.ONE_AVERAGE,))
     """Reduction of the KL over tokens; None: that of the policy loss."""
     kl_exclude_tokens: tuple[int | str, ...] = ()
     """Tokens that carry no KL: ids, token strings, or `special` for all special tokens."""

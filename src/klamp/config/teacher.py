@@ -24,7 +24,6 @@ from klamp.config.fields import (
 from klamp.config.kl import ALIASES
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, INSIDE_0_1
 from klamp.core.controllers import Schedule, kl_schedule_factor
-from klamp.core.gradients import BOUND
 from klamp.core.term import KLTerm, OffPolicy, Placement
 from klamp.core.topk import Tail
 from klamp.core.types import Direction, Horizon
@@ -101,14 +100,16 @@ class TeacherConfig:
     """topk: whose likeliest tokens are the head; reverse is least noisy with the student's, forward the teacher's."""
     teacher_tail: Tail = setting("sampled", needs=TOPK)
     """topk: the words outside of the head: sampled (unbiased), or with a bias bucket, generalised, none."""
-    teacher_horizon: Horizon = setting("token", needs=NAMED)
+    teacher_horizon: Horizon = anchor.of_term("horizon", needs=NAMED)
     """token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."""
-    teacher_placement: Placement = setting("loss", needs=NAMED, limits=(anchor.ADVANTAGES_FIRST, anchor.IN_THE_LOSS))
+    teacher_placement: Placement = anchor.of_term(
+        "placement", needs=NAMED, limits=(anchor.ADVANTAGES_FIRST, anchor.IN_THE_LOSS)
+    )
     """In the loss, in the reward (before advantages are formed), or as a shift of the advantage (after)."""
-    teacher_off_policy: OffPolicy = setting("none", needs=(A_TEACHER, TOKEN_IN_SUM))
+    teacher_off_policy: OffPolicy = anchor.of_term("off_policy", needs=(A_TEACHER, TOKEN_IN_SUM))
     """Weigh the KL by policy/sampler: not at all, per token, or by the whole prefix."""
-    teacher_max_log_ratio: float | None = setting(
-        None, BOUND, needs=(A_TEACHER, SAMPLED), limits=(anchor.WITHOUT_A_NUMBER,)
+    teacher_max_log_ratio: float | None = anchor.of_term(
+        "max_log_ratio", needs=(A_TEACHER, SAMPLED), limits=(anchor.WITHOUT_A_NUMBER,)
     )
     """Straight-through bound of the log-ratio to the teacher in nats; how often it binds is logged."""
     teacher_prompt: str = setting("", needs=NAMED, limits=(anchor.ONE_PROMPT,))
