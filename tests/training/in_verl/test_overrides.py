@@ -54,7 +54,7 @@ REFUSED = (
     *("mask_truncated_completions", "exact_kl_completions", "cpu", "stop_on", "log_completions_every"),
     *TRUST,
 )
-"""Fields of which only the default can be honoured: see test_backends.py, and for the KL tests/hosts/test_every_field.py."""
+"""Fields of which only the default can be honoured: test_backends.py; of the KL: tests/hosts/test_every_field.py."""
 AROUND = (*("backend", "tokenizer", "sampler", "gpu_memory"),)
 """Fields that the launcher uses, besides those of the task; vLLM samples in any case."""
 
