@@ -205,7 +205,7 @@ def _kind(alarm: Alarm) -> str:
 def _definition(name: str) -> tuple[str, ...]:
     row = ESTIMATORS[name]
     sign = "≥ 0" if row.non_negative else "any"
-    return f"`{name}`", f"`{row.formula}`", row.bias, sign, row.remark
+    return f"`{name}`", f"`{row.formula}`", row.bias, sign, f"{row.remark} ([source]({row.paper}))"
 
 
 def _exact_definition() -> tuple[str, ...]:

@@ -15,11 +15,11 @@ import sys
 
 def field_texts(cls: type) -> dict[str, str]:
     """Field -> the text under it in the source of its class (or of the base that declares it), to a blank line."""
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for each in reversed(cls.__mro__):
         if dataclasses.is_dataclass(each):
-            found |= _classes(each.__module__).get(each.__name__, {})
-    return found
+            texts |= _classes(each.__module__).get(each.__name__, {})
+    return texts
 
 
 @functools.cache
@@ -30,8 +30,8 @@ def _classes(module: str) -> dict[str, dict[str, str]]:
 
 
 def _texts(node: ast.ClassDef) -> dict[str, str]:
-    found: dict[str, str] = {}
+    texts: dict[str, str] = {}
     for field, text in zip(node.body, node.body[1:], strict=False):
         if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-            found[ast.unparse(field.target)] = " ".join(str(text.value.value).split("\n\n")[0].split())
-    return found
+            texts[ast.unparse(field.target)] = " ".join(str(text.value.value).split("\n\n")[0].split())
+    return texts

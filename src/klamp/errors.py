@@ -1,20 +1,4 @@
-"""The exceptions that klamp raises.
-
-    KlampError
-    ├── ConfigError            (ValueError)         a choice that cannot work, or does not do what its name says
-    │   └── UnknownNameError   (KeyError)           a key or a name that klamp does not know; names the nearest one
-    ├── ShapeError             (ValueError)         tensors whose shapes do not fit together
-    ├── TensorError            (TypeError)          no tensor, or one of another data type, or on another device
-    ├── NonFiniteError         (ArithmeticError)    NaN, or an infinity
-    ├── EmptyMaskError         (ValueError)         nothing to average over
-    ├── DataError              (ValueError)         a data row, prompt, file or log-probability that cannot be used
-    ├── RewardError            (RuntimeError)       a reward function that raised, or returned something unusable
-    ├── ModelError             (ValueError)         a model or tokenizer that cannot be used
-    ├── RunFolderError         (FileExistsError)    an output folder that would be overwritten or cannot be resumed
-    ├── TrainingStopped        (RuntimeError)       training ended before its last step; the state is saved
-    ├── TrainerFailed          (RuntimeError)       a process or program that trains ended early, or stopped answering
-    └── UnsupportedVersion     (ImportError)        a host library outside the range that klamp was tested with
-        └── MissingLibrary                          a library that is not installed; names the extra that brings it
+"""The exceptions that klamp raises: each is a `KlampError`, and the built-in error of its kind.
 
 Every message has four parts: what happened, what klamp got, why that is a problem, how to fix it. A warning of klamp is
 a KLWarning (UserWarning).
@@ -48,8 +32,8 @@ def without_credentials(text: str) -> str:
     return URL.sub(_shown, text)
 
 
-def _shown(found: re.Match[str]) -> str:
-    scheme, rest = found.groups()
+def _shown(match: re.Match[str]) -> str:
+    scheme, rest = match.groups()
     host = re.split("[/?#]", rest, maxsplit=1)[0]
     if not HOST.fullmatch(host):
         rest = rest.rpartition("@")[2]
@@ -175,11 +159,7 @@ class Refusal:
 
 
 def refuse(rows: Iterable[Refusal]) -> None:
-    """Raise for the first row that applies.
-
-    Raises:
-        ConfigError: with the row's text.
-    """
+    """Raise a ConfigError with the text of the first row that applies."""
     for row in rows:
         if row.applies:
             raise ConfigError(row.what, got=row.got, why=row.why, fix=row.fix)
@@ -245,11 +225,7 @@ def missing_library(library: str, *, by: str, instead: str = "") -> MissingLibra
 
 
 def extra_with(library: str) -> str | None:
-    """The first extra of klamp, in the order of its declaration, that asks for a library; None: no extra does.
-
-    Args:
-        library: the name that pip knows, or that of the module: `math_verify` and `math-verify` are the same.
-    """
+    """The first extra of klamp that asks for a library, by the name of its package or module; None: no extra does."""
     try:
         declared = metadata.requires("klamp") or []
     except metadata.PackageNotFoundError:  # a source tree that was never installed

@@ -46,10 +46,10 @@ def json_of(text: str) -> Any:
             a whole number in it is larger than every float.
         RecursionError: it is nested too deeply.
     """
-    found = json.loads(text, parse_int=_whole_number)
+    value = json.loads(text, parse_int=_whole_number)
     if "\\ud" in text or "\\uD" in text:
-        json.dumps(found, ensure_ascii=False).encode("utf-8")
-    return found
+        json.dumps(value, ensure_ascii=False).encode("utf-8")
+    return value
 
 
 def yaml_of(text: str, loader: type | None = None) -> Any:
@@ -77,20 +77,20 @@ def yaml_of(text: str, loader: type | None = None) -> Any:
         raise ValueError(" ".join(str(error).split())) from error
 
 
-def _size(node: Any, known: dict[int, int]) -> int:
+def _size(node: Any, sizes: dict[int, int]) -> int:
     """How many values and characters a node of YAML stands for; one that holds itself stands for too many.
 
     Args:
         node: one of yaml's, or a key with its value.
-        known: the sizes of those that were seen.
+        sizes: of the nodes that were counted before.
     """
     inside = node if isinstance(node, tuple) else getattr(node, "value", ())
     if isinstance(inside, str):
         return 1 + len(inside)
-    if id(inside) not in known:
-        known[id(inside)] = LARGEST_YAML + 1
-        known[id(inside)] = 1 + sum(_size(each, known) for each in inside)
-    return known[id(inside)]
+    if id(inside) not in sizes:
+        sizes[id(inside)] = LARGEST_YAML + 1
+        sizes[id(inside)] = 1 + sum(_size(each, sizes) for each in inside)
+    return sizes[id(inside)]
 
 
 def _whole_number(digits: str) -> int:

@@ -50,20 +50,6 @@ SHORT_METRICS: Mapping[str, str] = {
     "lr": "train/learning_rate",
 }
 """A short name that `--map` takes -> the metric; `reward`, `reward_std` and `beta` are short already."""
-ALIASES: Mapping[str, str] = {"kl_coef": "beta", "kl_penalty": "beta", "kl_beta": "beta"}
-"""Another name that the configuration accepts for a field of the KL -> the field."""
-TEACHER_ALIASES: Mapping[str, str] = {
-    "teacher_kl_coef": "teacher_coef",
-    "distillation_coef": "teacher_coef",
-    "distillation_loss_coef": "teacher_coef",
-    "teacher_model_name_or_path": "teacher_model",
-    "teacher_model_server_url": "teacher_url",
-    "teacher_model_server": "teacher_url",
-    "loss_top_k": "teacher_top_k",
-    "topk_logits_k": "teacher_top_k",
-    "gkd_logits_topk": "teacher_top_k",
-}
-"""The same for a field of the teacher: names of TRL, verl, ms-swift and NeMo-RL."""
 VERL_ESTIMATORS: Mapping[str, str] = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
 """verl's name of an estimator -> klamp's."""
 HINTS: Mapping[str, str] = {

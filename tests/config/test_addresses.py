@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from klamp.config import KLConfig
-from klamp.config.rules import check_cluster, check_server
+from klamp.config.fields import check_cluster, check_server
 from klamp.errors import ConfigError, KlampError, without_credentials
 from klamp.lab.config import RolloutConfig
 

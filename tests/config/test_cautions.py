@@ -1,5 +1,5 @@
 """Every caution of a reference and of a teacher: a configuration for which it is said and true, and one for which it
-would be false and is not said. That no caution is left out: test_cautions_complete.py."""
+would be false and is not said."""
 
 from __future__ import annotations
 

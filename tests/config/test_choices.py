@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.batches import objective_of
+from tests.config.drawn import unchecked
 
 from klamp.config import LOSS_TYPES, KLConfig, LossConfig
+from klamp.config.kl import ControllerName
 from klamp.config.loss import LossType
-from klamp.config.rules import ControllerName, KLChoices
 from klamp.core.estimators import DIRECTIONS, ESTIMATORS
 from klamp.core.gradients import COEFFICIENTS
 from klamp.core.objective import SURROGATES, SurrogateName
@@ -78,7 +79,7 @@ def test_every_field_of_the_term_is_the_configurations() -> None:
 def test_which_controller_is_in_force_and_whether_a_reference_is_needed(
     beta: float, target: float | None, controller: Any, monitor: bool
 ) -> None:
-    kl = KLChoices(beta=beta, target_kl=target, kl_controller=controller, kl_monitor=monitor)
+    kl = unchecked(KLConfig, beta=beta, target_kl=target, kl_controller=controller, kl_monitor=monitor)
     if controller is not None:
         assert kl.controller_name == controller
     else:

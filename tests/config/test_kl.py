@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from klamp.config import ALIASES, KLConfig, KLWarning
-from klamp.config.kl import resolve_aliases
-from klamp.config.rules import ControllerName
+from klamp.config.fields import resolve_aliases
+from klamp.config.kl import ControllerName
 from klamp.core import controllers
 from klamp.core.clipping import ClipLevel
 from klamp.core.term import OffPolicy, Placement
@@ -65,10 +65,10 @@ def test_another_name_of_beta_is_beta_and_no_field(name: str) -> None:
 def test_two_names_of_one_field_may_only_agree(beta: float, other: float, name: str) -> None:
     given = {"beta": beta, name: other}
     if beta == other:
-        assert resolve_aliases(given, {"beta"}) == {"beta": beta}
+        assert resolve_aliases(given, {"beta"}, ALIASES) == {"beta": beta}
         return
     with pytest.raises(ConfigError, match="beta is given twice") as caught:
-        resolve_aliases(given, {"beta"})
+        resolve_aliases(given, {"beta"}, ALIASES)
     assert all(alias in caught.value.why for alias in ALIASES)
 
 

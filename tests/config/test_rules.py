@@ -4,59 +4,37 @@ from __future__ import annotations
 
 import math
 import warnings
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.config.drawn import FIELDS, accepted, around, other_values, unchecked
 
 from klamp.config import KLConfig, KLWarning
-from klamp.config.rules import KLChoices, cautions, check_beta, refusals, wide_clip
+from klamp.config.fields import without_effect
+from klamp.config.kl import check_beta, refusals, wide_clip
 from klamp.errors import ConfigError
 
+NEEDS = [(cls, field, i) for cls, field in FIELDS for i in range(len(field.metadata.get("needs", ())))]
 
-@pytest.mark.parametrize(
-    ("off", "on"),
-    [
-        ({"kl_clip_threshold": 0.1}, {"kl_clip_method": "hard"}),
-        ({"kl_clip_level": "group"}, {"kl_clip_method": "hard"}),
-        ({"kl_clip_temperature": 0.01}, {"kl_clip_method": "soft"}),
-        ({"kl_clip_temperature": 0.01, "kl_clip_method": "hard"}, {"kl_clip_method": "soft"}),
-        ({"use_per_token_kl_threshold": False}, {"kl_clip_method": "hard"}),
-        ({"kl_reference_length": 50}, {"kl_clip_method": "hard"}),
-        ({"kl_max_log_ratio": 3.0, "kl_estimator": "exact"}, {"kl_estimator": "k3"}),
-        ({"kl_off_policy": "token", "kl_estimator": "exact"}, {"kl_off_policy": "sequence"}),
-        (
-            {"kl_normalizer": "token_mean", "kl_placement": "advantage", "kl_estimator": "k1"},
-            {"kl_placement": "loss"},
-        ),
-        ({"kl_controller_gain": 0.2}, {"kl_controller": "hold", "target_kl": 0.05}),
-        ({"kl_controller_lead": 2.0}, {"kl_controller": "hold", "target_kl": 0.05}),
-        ({"kl_controller_factors": (2.0, 0.5, 1.5, 0.5), "target_kl": 0.05}, {"kl_controller": "step"}),
-        ({"kl_controller_clip": 0.5, "target_kl": 0.05}, {"kl_controller": "proportional"}),
-        ({"kl_controller_horizon": 9, "target_kl": 0.05}, {"kl_controller": "proportional"}),
-        ({"reference_device": "cpu", "reference": "adapter_off"}, {"reference": "frozen"}),
-        ({"reference_dtype": "bfloat16", "reference": "adapter_off"}, {"reference": "ema"}),
-        ({"kl_max_weight": 2.0}, {"kl_off_policy": "token"}),
-        ({"kl_max_weight": 2.0, "kl_off_policy": "token", "kl_estimator": "exact"}, {"kl_off_policy": "sequence"}),
-        ({"kl_horizon": "sequence", "kl_gradient": "none"}, {"kl_gradient": "reverse"}),
-        ({"kl_schedule_end": 0.5}, {"kl_schedule": "linear"}),
-        ({"target_kl": 0.05, "kl_controller": "fixed"}, {"kl_controller": "hold"}),
-        ({"reference_decay": 0.9}, {"reference": "ema"}),
-        ({"reference_reset_steps": 5}, {"reference": "periodic"}),
-        ({"reference_url": "http://host:1"}, {"reference": "remote"}),
-        ({"reference_name": "start"}, {"reference": "remote", "reference_url": "http://host:1"}),
-    ],
-)
-def test_a_setting_without_effect_is_warned_of(off: dict[str, Any], on: dict[str, Any]) -> None:
-    name = next(iter(off))
-    with pytest.warns(KLWarning, match=f"{name}=.* has no effect: it needs .*{next(iter(on))}="):
-        KLConfig(**off)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", ".* has no effect", category=KLWarning)
-        KLConfig(**{**off, **on})
-        KLConfig()
+
+@pytest.mark.parametrize(("cls", "field", "index"), NEEDS, ids=[f"{f.name}-{i}" for _, f, i in NEEDS])
+def test_a_field_without_what_it_needs_is_warned_of(cls: Any, field: Any, index: int) -> None:
+    """The first need that is not met is named; with all of them met the configuration stands, and nothing is said."""
+    need, value = field.metadata["needs"][index], other_values(cls, field)[0]
+    drawn = (unchecked(cls, **{field.name: value} | other) for other in around(cls, field, index))
+    lacking = next(
+        c
+        for c in drawn
+        if not need.is_met(c)
+        and all(n.is_met(c) for n in field.metadata["needs"][:index])
+        and getattr(c, field.name) != field.default
+    )
+    text = f"{field.name}={getattr(lacking, field.name)!r} has no effect: it needs {need.text}."
+    assert text in without_effect(lacking)
+    assert not [text for text in without_effect(accepted(cls, field)) if text.startswith(f"{field.name}=")]
+    assert without_effect(cls()) == []
 
 
 PUBLISHED = r"kl_controller='{}' .*docs/controllers.md(?s:.*)Leave kl_controller out"
@@ -166,54 +144,61 @@ def test_every_row_of_the_table_is_among_these() -> None:
     """A row that is added is told to add its case; one whose condition can never hold has none."""
     reached = set()
     for fields, _ in REFUSED:
-        choices = KLChoices(**fields)
+        choices = unchecked(KLConfig, **fields)
         reached |= {i for i, row in enumerate(refusals(choices)) if row.applies}
-    assert reached == set(range(len(refusals(KLChoices()))))
+    assert reached == set(range(len(refusals(unchecked(KLConfig)))))
 
 
 @pytest.mark.parametrize("fields", [fields for fields, _ in REFUSED], ids=[what for _, what in REFUSED])
 def test_without_one_of_its_fields_it_is_another_combination(fields: dict[str, Any]) -> None:
     """Some field of each refused combination decides: changed back to its default, that row no longer applies."""
-    row = next(i for i, row in enumerate(refusals(KLChoices(**fields))) if row.applies)
+    row = next(i for i, row in enumerate(refusals(unchecked(KLConfig, **fields))) if row.applies)
     fewer = [{name: value for name, value in fields.items() if name != dropped} for dropped in fields]
-    assert not all(refusals(KLChoices(**each))[row].applies for each in fewer)
+    assert not all(refusals(unchecked(KLConfig, **each))[row].applies for each in fewer)
 
 
 @given(threshold=st.floats(0.01, 2), length=st.integers(1, 200), temperature=st.floats(0.001, 5))
 def test_a_soft_clip_is_warned_of_from_a_tenth_of_the_budget_on(
     threshold: float, length: int, temperature: float
 ) -> None:
-    soft = KLChoices(
+    soft = unchecked(
+        KLConfig,
         kl_clip_method="soft",
         kl_clip_threshold=threshold,
         kl_reference_length=length,
         kl_clip_temperature=temperature,
     )
-    warned = any("is wide against" in text for text in cautions(soft))
+    warned = any("is wide against" in text for text in soft.cautions())
     assert warned == (temperature > threshold * length / 10)
-    assert not any("is wide" in text for text in cautions(replace(soft, kl_clip_method="hard")))
+    assert not any(
+        "is wide" in text for text in unchecked(KLConfig, **vars(soft) | {"kl_clip_method": "hard"}).cautions()
+    )
 
 
 def test_a_soft_clip_of_a_length_that_is_measured_is_judged_at_short_completions() -> None:
     """Nobody says how long completions are before the run has begun; every door would let such a clip through."""
-    small = KLChoices(kl_clip_method="soft", kl_clip_threshold=0.05)
-    (caution,) = cautions(small)
+    small = unchecked(KLConfig, kl_clip_method="soft", kl_clip_threshold=0.05)
+    (caution,) = small.cautions()
     assert "budget of 0.05 nats per token: it fits completions of 200 tokens or more" in caution
-    assert cautions(replace(small, kl_reference_length=200)) == []
-    assert cautions(replace(small, kl_clip_temperature=0.5)) == [], "a tenth of 5 nats, at 100 tokens"
-    assert cautions(replace(small, kl_clip_temperature=0.501)) != []
-    assert cautions(replace(small, kl_clip_threshold=0.5)) == []
-    assert "it fits none" in cautions(replace(small, kl_clip_threshold=0.0))[0]
+    assert unchecked(KLConfig, **vars(small) | {"kl_reference_length": 200}).cautions() == []
+    assert unchecked(KLConfig, **vars(small) | {"kl_clip_temperature": 0.5}).cautions() == [], (
+        "a tenth of 5 nats, at 100 tokens"
+    )
+    assert unchecked(KLConfig, **vars(small) | {"kl_clip_temperature": 0.501}).cautions() != []
+    assert unchecked(KLConfig, **vars(small) | {"kl_clip_threshold": 0.5}).cautions() == []
+    assert "it fits none" in unchecked(KLConfig, **vars(small) | {"kl_clip_threshold": 0.0}).cautions()[0]
     assert "in shorter ones the soft clip passes a part" in caution, "how much depends on how short"
-    large = replace(small, kl_clip_threshold=0.5)
+    large = unchecked(KLConfig, **vars(small) | {"kl_clip_threshold": 0.5})
     assert "the budget of 1.2 nats: the soft clip passes 23 % of the pull" in wide_clip(large, 2.4)
-    assert wide_clip(large, 20.0) == "" and "budget of 1.2" not in wide_clip(replace(large, kl_reference_length=9), 2.4)
+    assert wide_clip(large, 20.0) == "" and "budget of 1.2" not in wide_clip(
+        unchecked(KLConfig, **vars(large) | {"kl_reference_length": 9}), 2.4
+    )
 
 
 @pytest.mark.parametrize(("budget", "passed"), [(0.5, "38 %"), (2.0, "12 %"), (5.0, "0.67 %")])
 def test_how_far_a_wide_soft_clip_is_open_is_said(budget: float, passed: str) -> None:
-    soft = KLChoices(kl_clip_method="soft", use_per_token_kl_threshold=False, kl_clip_threshold=budget)
-    assert f"passes {passed} of the pull at a KL of 0" in cautions(soft)[0]
+    soft = unchecked(KLConfig, kl_clip_method="soft", use_per_token_kl_threshold=False, kl_clip_threshold=budget)
+    assert f"passes {passed} of the pull at a KL of 0" in soft.cautions()[0]
 
 
 @pytest.mark.parametrize("beta", [-0.1, math.nan, math.inf])
@@ -226,5 +211,5 @@ def test_a_coefficient_that_is_none_is_refused(beta: float) -> None:
 
 @pytest.mark.parametrize("estimator", ["k1", "k3", "abs"])
 def test_a_gradient_that_is_not_the_kls_is_no_matter_at_beta_0(estimator: Any) -> None:
-    assert cautions(KLChoices(kl_estimator=estimator, kl_gradient="own", beta=0.0)) == []
-    assert cautions(KLChoices(kl_estimator="k2", kl_gradient="own")) == [], "k2's own gradient is the KL's"
+    assert unchecked(KLConfig, kl_estimator=estimator, kl_gradient="own", beta=0.0).cautions() == []
+    assert unchecked(KLConfig, kl_estimator="k2", kl_gradient="own").cautions() == [], "k2's own gradient is the KL's"

@@ -42,7 +42,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     (DIR | {"teacher_placement": "reward"}, "has teacher_horizon='sequence'"),
     (DIR | {"teacher_placement": "advantage", "teacher_off_policy": "token"}, "has no meaning"),
     (DIR | {"teacher_horizon": "sequence", "teacher_off_policy": "token"}, "needs teacher_off_policy='sequence'"),
-    (DIR | {"teacher_estimator": "exact", "teacher_max_log_ratio": 5.0}, "bounds the log-ratio of the sampled token"),
 ]
 
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.report.pages import run_of
 
-from klamp.config.rules import STEP_FACTORS
+from klamp.config.kl import STEP_FACTORS
 from klamp.core.controllers import StepController
 from klamp.doctor.history import RunSettings
 from klamp.doctor.metrics import METRICS

@@ -46,7 +46,7 @@ NOT_ALONE = [
     *((backend, {"reference": "sampler"}, "in its own loop") for backend in ("trl", "verl")),
     ("verl", {"sampler_url": "http://there:8000"}, "it is an option of trl"),
     ("verl", {"kl_estimator": "exact"}, "no logits"),
-    ("verl", {"teacher_url": "http://there:8000"}, "teacher_kind='remote' cannot be honoured by verl"),
+    ("verl", {"teacher_url": "http://there:8000"}, "teacher_url='http://there:8000' cannot be honoured by verl"),
     ("verl", {"teacher_model": "there", "temperature": 0.7}, "the engine of verl's teacher"),
     ("verl", {"teacher_model": "there", "reward": "none"}, "leaves out its policy loss"),
     ("trl", {"kl_early_stop": 0.1, "num_iterations": 2}, "cannot be honoured by TRL"),

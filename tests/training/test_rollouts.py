@@ -11,7 +11,7 @@ from tests.training.conftest import IN_REWARD, disturb
 from tests.training.test_sampling import tokens_of as tokens_in
 from torch.optim import SGD
 
-from klamp.config.rules import SMALL_VOCABULARY
+from klamp.config.kl import SMALL_VOCABULARY
 from klamp.lab.rollouts import collect, measure_reference_length
 from klamp.lab.sampling import encode_prompts, generate, uniform_numbers
 from klamp.lab.updates import update

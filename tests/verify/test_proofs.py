@@ -100,7 +100,7 @@ def test_a_proof_that_stops_is_a_failed_check(monkeypatch: pytest.MonkeyPatch) -
     assert "KL estimator" in checks[0].measured or "KeyError" in checks[0].measured
 
 
-CLAIMED = {"zero": "zero", "reverse KL": "reverse", "forward KL": "forward", "L1 distance": "none of these"}
+CLAIMED = {"zero": "zero", "reverse": "reverse", "forward": "forward", "L1 distance": "none of these"}
 
 
 def test_what_the_core_claims_is_what_is_measured() -> None:

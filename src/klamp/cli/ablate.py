@@ -32,14 +32,14 @@ def run(argv: Sequence[str], *, console: Console | None = None, executor: Execut
     if options.runs:
         return compare_runs(options, command)
     every = runs(plan)
-    given = options.output_dir
-    folder = at_home(given) if given else free_folder(Path("runs"), f"ablation-{plan.name}")
+    output_dir = options.output_dir
+    folder = at_home(output_dir) if output_dir else free_folder(Path("runs"), f"ablation-{plan.name}")
     executor = executor or _executor(options, every)
     check_folder(folder, plan)
     if options.dry_run:
         show_plan(plan, every, folder=folder, executor=executor)
         return 0
-    command += "" if given else f" --output_dir {shlex.quote(str(folder))}"
+    command += "" if output_dir else f" --output_dir {shlex.quote(str(folder))}"
     return _execute(plan, every, folder=folder, executor=executor, console=console, command=command)
 
 
@@ -97,8 +97,9 @@ def parse_ablate(argv: Sequence[str]) -> tuple[Plan, AblateOptions]:
         for name, values in mapping_of(plan.get("arms"), f"arms in {path}").items()
     )
     if arms and sweep:
-        got, fix = f"arms, and several values of {', '.join(sweep)}", "write the combinations as arms"
-        raise ConfigError("a plan with named arms cannot also sweep a field", got=got, fix=fix)
+        got, why = f"arms, and several values of {', '.join(sweep)}", "a named arm says what all of its fields are"
+        fix = "write the combinations as arms"
+        raise ConfigError("a plan with named arms cannot also sweep a field", got=got, why=why, fix=fix)
     arms, preset = arms or grid(sweep), base.pop("preset", None)
     if any("preset" in arm.values for arm in arms):
         arms, preset = tuple(_with_recipe(arm, preset, values) for arm in arms), None
@@ -124,14 +125,14 @@ def _with_recipe(arm: Arm, preset: str | None, fixed: Mapping[str, Any]) -> Arm:
 
 
 def _check_options(options: AblateOptions, flags: Mapping[str, Any]) -> None:
-    given = [*flags, *(name for name, value in vars(options).items() if value not in (None, False, ()))]
-    ignored, where = {"cpus_per_run", "gpus_per_run"}.intersection(given), "without --ray"
+    names = {*flags, *(name for name, value in vars(options).items() if value not in (None, False, ()))}
+    ignored, where, why = names & {"cpus_per_run", "gpus_per_run"}, "without --ray", "processes here share all devices"
     if options.ray is not None:
-        ignored, where = {"workers"}.intersection(given), "with --ray"
+        ignored, where, why = names & {"workers"}, "with --ray", "the cluster starts as many runs as it has room for"
     if options.runs:
-        ignored, where = set(given) - {"runs", "output_dir", "kl_prompts"}, "with --runs"
+        ignored, where, why = names - {"runs", "output_dir", "kl_prompts"}, "with --runs", "nothing is trained"
     if ignored:
-        raise ConfigError(f"--{min(ignored)} has no meaning {where}", fix=f"leave --{min(ignored)} out")
+        raise ConfigError(f"--{min(ignored)} has no meaning {where}", why=why, fix=f"leave --{min(ignored)} out")
 
 
 def read_plan(file: str | None) -> Mapping[str, Any]:
@@ -150,7 +151,8 @@ def read_plan(file: str | None) -> Mapping[str, Any]:
         raise unknown_name(f"key in {file}", unknown[0], keys, why=why)
     prompts = content.get("kl_prompts", KL_PROMPTS)
     if type(prompts) is not int or prompts < 1:
-        raise ConfigError(f"kl_prompts in {file} cannot be read", got=repr(prompts), fix="a whole number of 1 or more")
+        why, fix = "it is a number of held-out prompts", "write a whole number of 1 or more"
+        raise ConfigError(f"kl_prompts in {file} cannot be read", got=repr(prompts), why=why, fix=fix)
     return content
 
 

@@ -76,16 +76,16 @@ def read_entries(content: Mapping[Any, Any], path: Path, several: Collection[str
     """The fields that a mapping of a YAML file sets, read as flags would be; a note of a ConfigError names the file."""
     fields = {"preset": fields_of(TrainOptions)["preset"], **configured_fields()}
     names = {name: field.name for field in fields.values() for name in (field.name, *field.aliases)}
-    words, seen = list[str](), set[str]()
+    words, names_read = list[str](), set[str]()
     try:
         for key, value in _flat(content):
             flag, values = str(key).replace("-", "_"), value if isinstance(value, list) else [value]
-            if names.get(flag) in seen or any(isinstance(each, Mapping | list) for each in values):
+            if names.get(flag) in names_read or any(isinstance(each, Mapping | list) for each in values):
                 why = "a field has one name, and a value or a list of values"
                 raise ConfigError(f"{flag} cannot be read", got=repr(value), why=why, fix="write it once")
             texts = ["null" if each is None else str(each) for each in values]
             words += [f"--{flag}={texts[0]}"] if len(texts) == 1 else [f"--{flag}", *texts]
-            seen.add(names.get(flag, flag))
+            names_read.add(names.get(flag, flag))
         return read_argv(fields, words, command="klamp train", several=several)
     except ConfigError as error:
         error.add_note(f"in {path}")
@@ -119,5 +119,6 @@ def mapping_of(content: object, what: str) -> Mapping[Any, Any]:
     if content is None:
         return {}
     if not isinstance(content, Mapping):
-        raise ConfigError(f"{what} holds no names", got=f"{type(content).__name__}: {brief(repr(content))}", fix=FORM)
+        got, why = f"{type(content).__name__}: {brief(repr(content))}", "each value belongs to a field"
+        raise ConfigError(f"{what} holds no names", got=got, why=why, fix=FORM)
     return content

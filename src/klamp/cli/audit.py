@@ -42,12 +42,14 @@ def show_audit(subject: Subject, verdicts: Mapping[str, Verdict]) -> None:
     """Print a row for each loss, each finding once with its fix, and the notes."""
     means = {each.name: each.means for each in subject.losses}
     show_table(subject.title, HEADINGS, [_row(name, means[name], verdict) for name, verdict in verdicts.items()])
-    told: dict[str, str] = {}
+    sentences: dict[str, str] = {}
     for name, verdict in verdicts.items():
         for each in verdict.findings:
             if each.level != "note":
-                told.setdefault(each.code, f"{each.code} ({name}): {each.what}" + f"; fix: {each.fix}" * bool(each.fix))
-    for sentence in (*told.values(), *subject.notes):
+                sentences.setdefault(
+                    each.code, f"{each.code} ({name}): {each.what}" + f"; fix: {each.fix}" * bool(each.fix)
+                )
+    for sentence in (*sentences.values(), *subject.notes):
         say(f"- {sentence}")
     say()
 

@@ -263,10 +263,10 @@ def fields_after(name: str) -> dict[str, Field]:
 
 def read_command(name: str, argv: Sequence[str], several: Collection[str] = ()) -> tuple[Any, dict[str, Any]]:
     """The options of a command, and the fields of the configuration that its arguments set; errors as `read_argv`."""
-    given = read_argv(fields_after(name), argv, command=f"klamp {name}", several=several)
+    values = read_argv(fields_after(name), argv, command=f"klamp {name}", several=several)
     options = COMMANDS[name].options
-    own = {each: given.pop(each) for each in fields_of(options) if each in given}
-    return options(**own), given
+    own = {each: values.pop(each) for each in fields_of(options) if each in values}
+    return options(**own), values
 
 
 def help_of(name: str) -> str:

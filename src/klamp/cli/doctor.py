@@ -41,9 +41,9 @@ def run(argv: Sequence[str]) -> int:
     options: DoctorOptions = read_command("doctor", argv)[0]
     check_names(options.fail_on)
     history = read_record(options.path, read_pairs(options.map))
-    said = {each.name: getattr(options, each.name, None) for each in dataclasses.fields(RunSettings)}
-    given = {name: value for name, value in said.items() if value is not None}
-    history.settings = dataclasses.replace(history.settings, **given)
+    stated = {each.name: getattr(options, each.name, None) for each in dataclasses.fields(RunSettings)}
+    changes = {name: value for name, value in stated.items() if value is not None}
+    history.settings = dataclasses.replace(history.settings, **changes)
     diagnosis = examine(history)
     reports = _synced(options.path) if options.check_sync else {}
     if diagnosis.empty and not reports:
@@ -84,8 +84,8 @@ def _show(diagnosis: Diagnosis, path: Path) -> None:
     for caution in history.cautions:
         show_paragraph(caution, label="caution")
     for name, what in history.unread.items():
-        known = what or f"what it is can be said, as --map kl={name} (a k3) or k1={name}"
-        show_paragraph(f"{name}: {known}", label="not read")
+        reason = what or f"what it is can be said, as --map kl={name} (a k3) or k1={name}"
+        show_paragraph(f"{name}: {reason}", label="not read")
     for finding in diagnosis.findings:
         _show_finding(finding)
     checked = diagnosis.concerned - len(diagnosis.unchecked)
@@ -93,8 +93,8 @@ def _show(diagnosis: Diagnosis, path: Path) -> None:
     if diagnosis.blind:
         show_paragraph(f"NOT looked at: {diagnosis.blind}", label="the KL")
     for name, lacks in diagnosis.unchecked.items():
-        said = re.sub(r"settings\.(\w+)", r"\1 (--\1 says it)", lacks)
-        show_paragraph(f"not checked, the record has no {said}", label=name, width=22)
+        missing = re.sub(r"settings\.(\w+)", r"\1 (--\1 says it)", lacks)
+        show_paragraph(f"not checked, the record has no {missing}", label=name, width=22)
 
 
 def _show_sync(reports: Mapping[int, SyncReport]) -> None:

@@ -61,8 +61,8 @@ def find_subject(checkpoint: str, changes: Mapping[str, Any]) -> EvaluatedPolicy
         return EvaluatedPolicy(_config(named | changes), None if start is None else checkpoint, start)
     run, saved = inside
     if saved is None:
-        fix = "let it take its first steps, or name another run"
-        raise RunFolderError("the run has no checkpoint", got=str(run), fix=fix)
+        why, fix = "only a saved policy can be scored", "let it take its first steps, or name another run"
+        raise RunFolderError("the run has no checkpoint", got=str(run), why=why, fix=fix)
     if start is not None and read_config(run)[1].model.lora_r:
         why, fix = "its start is the model that it was trained on", "leave --ref_model out"
         raise ConfigError("--ref_model cannot be given for an adapter", got=start, why=why, fix=fix)

@@ -81,35 +81,31 @@ class Field:
 
 def fields_of(cls: Any, section: str = "") -> dict[str, Field]:
     """The fields of a class of options by name, in its order; `klamp.cli.commands` explains their metadata."""
-    hints, texts, found = typing.get_type_hints(cls), field_texts(cls), dict[str, Field]()
+    hints, texts, fields = typing.get_type_hints(cls), field_texts(cls), dict[str, Field]()
     for each in dataclasses.fields(cls):
         name, hint = each.name, hints[each.name]
         parts = typing.get_args(hint) if typing.get_origin(hint) is tuple else (hint,)
         union = typing.get_origin(parts[0]) in (typing.Union, types.UnionType)
-        found[name] = Field(
+        fields[name] = Field(
             name=name,
             section=section,
             types=typing.get_args(parts[0]) if union else parts[:1],
             count=None if parts[-1] is ... else len(parts),
             default=each.default,
             text=texts[name],
-            **each.metadata,
+            **{key: each.metadata[key] for key in ("word", "least", "aliases") if key in each.metadata},
         )
-    return found
+    return fields
 
 
 @functools.cache
 def configured_fields() -> dict[str, Field]:
     """Every field of a run's configuration by name."""
-    from klamp.config.teacher import ALL_ALIASES
     from klamp.lab.config import section_classes
 
     parts = (fields_of(cls, section) for section, cls in section_classes().items())
     every = {name: field for part in parts for name, field in part.items()}
     every["resume"] = dataclasses.replace(every["resume"], types=(bool, str))  # a folder is output_dir besides
-    for name in set(ALL_ALIASES.values()):
-        aliases = tuple(alias for alias, field in ALL_ALIASES.items() if field == name)
-        every[name] = dataclasses.replace(every[name], aliases=aliases)
     return every
 
 
@@ -127,21 +123,23 @@ def read_argv(
     words = [re.sub("^--[^=]+", lambda flag: f"--{flag[0][2:].replace('-', '_')}", word) for word in argv]
     fix = f"`{command} --help` shows how to call it"
     try:
-        found, left = parser.parse_known_intermixed_args(words)
+        parsed, left = parser.parse_known_intermixed_args(words)
     except argparse.ArgumentError as error:
         named = (error.argument_name or command).partition("/")[0]  # without its aliases
-        raise ConfigError(f"{named}: {error.message}", fix=fix) from None
+        field = fields.get(named.removeprefix("--").removeprefix("no_"))
+        why = "nothing else says what it works on" if field is None else field.text
+        raise ConfigError(f"{named}: {error.message}", why=why, fix=fix) from None
     if left:
         unknown = next((word.partition("=")[0] for word in left if word.startswith("-")), left[0])
         flags = parser._option_string_actions
         raise unknown_name("flag or word", unknown, flags, why=f"{command} has no such flag", fix=fix)
-    given = vars(found)
-    for name, value in given.items():
+    values = vars(parsed)
+    for name, value in values.items():
         if name in several:  # a bare switch is on
-            given[name] = value if len(value) > 1 else (*value, True)[0]
+            values[name] = value if len(value) > 1 else (*value, True)[0]
         elif isinstance(value, list):
-            given[name] = tuple(value)
-    return given
+            values[name] = tuple(value)
+    return values
 
 
 class _Parser(argparse.ArgumentParser):

@@ -64,25 +64,27 @@ def prepared_text(argv: Sequence[str], config: TrainConfig) -> str:
 
 
 def _sizes(config: TrainConfig, load: Load) -> str:
-    told = [f"{what}: {why}" for what, why in reasons(load, sizes_of(load))]
+    facts = [f"{what}: {why}" for what, why in reasons(load, sizes_of(load))]
     teacher, gpus = config.teacher, config.run.gpus
     if teacher.there and config.run.backend == "verl":
-        told.append(f"{len(teacher.models)} more than these {gpus} GPUs for the teacher: a vLLM of its own on each")
+        facts.append(f"{len(teacher.models)} more than these {gpus} GPUs for the teacher: a vLLM of its own on each")
         served = [_served(config, name, 0.5) for name in teacher.models.values()]  # half is verl's for a teacher
-        told += [f"the teacher {name}: {said}" for name, (_, said) in zip(teacher.models.values(), served, strict=True)]
+        facts += [
+            f"the teacher {name}: {fact}" for name, (_, fact) in zip(teacher.models.values(), served, strict=True)
+        ]
         if (n := max(n for n, _ in served)) > 1:
-            told.append(SPREAD.format(n, n * len(served)))
+            facts.append(SPREAD.format(n, n * len(served)))
     elif teacher.there and teacher.teacher_url:
-        said = _served(config, teacher.teacher_name or "", 0.9)[1]
-        told.append(f"the teacher is a server of its own: on none of these GPUs, started before the run; {said}")
+        fact = _served(config, teacher.teacher_name or "", 0.9)[1]
+        facts.append(f"the teacher is a server of its own: on none of these GPUs, started before the run; {fact}")
     if load.apart:
         served = spread(load.shape, gpus // 2)[-1]
-        told.append(f"{load.gpus} GPUs to train, {served} for vLLM: half each, if prompts and heads divide so")
-        told.append("computed in bfloat16: DeepSpeed (ZeRO-2) has float32 copies of all weights, dtype stays float32")
+        facts.append(f"{load.gpus} GPUs to train, {served} for vLLM: half each, if prompts and heads divide so")
+        facts.append("computed in bfloat16: DeepSpeed (ZeRO-2) has float32 copies of all weights, dtype stays float32")
     count = load.shape.parameters / GB
     size = f"{count:.2g} billion" if count > 0.1 else f"{1000 * count:.2g} million"
     title = f"{config.model.model}, {size} parameters, divided over {load.gpus} GPUs"
-    filled = [textwrap.fill(each, WIDTH, initial_indent="  ", subsequent_indent=" " * 6) for each in told]
+    filled = [textwrap.fill(each, WIDTH, initial_indent="  ", subsequent_indent=" " * 6) for each in facts]
     return "\n".join([f"{title} (estimates; none of them changes a loss)\n", *filled])
 
 
@@ -107,12 +109,12 @@ def _teachers_server(config: TrainConfig, longest: int) -> list[str]:
     c, dtype = config.teacher, "bfloat16" if config.run.gpus > 1 else config.model.dtype
     if not c.there or c.teacher_url is None:
         return []
-    seen = "" if c.teacher_prompt else f" --max-model-len {longest + config.rollout.max_completion_length + 1}"
+    limit = "" if c.teacher_prompt else f" --max-model-len {longest + config.rollout.max_completion_length + 1}"
     name = c.teacher_name or ""
     model = f"{shlex.quote(model_path(name))} --served-model-name {shlex.quote(name)}" if name else "MODEL"
     head, parallel = max(20, c.head_size or 0), _served(config, name, 0.9)[0]
     return [
-        f"vllm serve {model} --port {urlsplit(c.teacher_url).port or 80} --dtype {dtype}{seen} --max-logprobs {head} "
+        f"vllm serve {model} --port {urlsplit(c.teacher_url).port or 80} --dtype {dtype}{limit} --max-logprobs {head} "
         f"--tensor-parallel-size {parallel} &   # on GPUs of its own, at {c.teacher_url}"
     ]
 
@@ -127,10 +129,10 @@ def _trl(argv: Sequence[str], config: TrainConfig, shape: Shape | None, longest:
 
     gpus, prompts, words = config.run.gpus, config.rollout.prompts_per_step, _words(argv)
     training = max((n for n in range(1, gpus // 2 + 1) if prompts % n == 0), default=1)
-    taught = shape_of(config.teacher.teacher_model) if config.teacher.teacher_model else None
+    teacher_shape = shape_of(config.teacher.teacher_model) if config.teacher.teacher_model else None
     load = None
     if shape is not None:
-        other = 0 if taught is None else taught.parameters
+        other = 0 if teacher_shape is None else teacher_shape.parameters
         load = load_of(config, shape, gpus=training, prompt=longest, apart=gpus > 1, teacher=other)
         sizes = sizes_of(load)
         parts = config.optim.gradient_accumulation_steps * load.share // sizes.micro

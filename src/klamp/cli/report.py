@@ -47,18 +47,16 @@ def run(argv: Sequence[str]) -> int:
 
 def records(paths: Sequence[Path]) -> list[Path]:
     """The records to read: for the folder of a sweep its runs; a DataError if one is named twice."""
-    found: list[Path] = []
+    sources: list[Path] = []
     for path in paths:
         good, without = runs_in(path)
         for folder in without:
             show_caution(f"{folder} is left out: it holds no record of a run")
-        found += good or [path]
-    twice = [str(path) for path in found if found.count(path) > 1]
+        sources += good or [path]
+    twice = [str(path) for path in sources if sources.count(path) > 1]
     if twice:
-        raise DataError(
-            "a run is named twice", got=twice[0], why="the page would show it as two runs", fix="name it once"
-        )
-    return found
+        raise DataError("a run is named twice", got=twice[0], why="a page shows each run once", fix="name it once")
+    return sources
 
 
 def read_runs(paths: Sequence[Path]) -> list[ReportRun]:
@@ -96,8 +94,8 @@ def _said(path: Path, history: History) -> list[str]:
     model, task, kl = words
     day = [] if details.when is None else [f"{datetime.fromtimestamp(details.when):%Y-%m-%d}"]
     steps = sum(row.metrics.get("speed/step_seconds", 0.0) for row in history.rows)
-    known = [time for time in (as_number(details.seconds), steps) if time is not None and math.isfinite(time)]
-    took = ["not ended"] if details.seconds is None else [duration(max(known))] if known else []
+    times = [time for time in (as_number(details.seconds), steps) if time is not None and math.isfinite(time)]
+    took = ["not ended"] if details.seconds is None else [duration(max(times))] if times else []
     return [model, task, f"KL: {kl}", *day, *took]
 
 

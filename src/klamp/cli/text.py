@@ -23,7 +23,7 @@ OBEYED = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud80
 
 def visible(text: str) -> str:
     """A text with what a terminal would obey written out: names and cautions in a record may hold anything."""
-    return OBEYED.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+    return OBEYED.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
 
 
 def say(text: object = "", *, file: IO[str] | None = None) -> None:
@@ -80,7 +80,12 @@ def of_the_system(error: OSError | SystemExit) -> DataError:
     """The error for a file or connection that the system did not let klamp use, or for code that ended the program."""
     if isinstance(error, SystemExit):
         got = f"sys.exit({error.code!r})"
-        return DataError("the code that klamp called ended the program", got=got, fix="--debug shows where")
+        return DataError(
+            "the code that klamp called ended the program",
+            got=got,
+            why="a run ends by itself",
+            fix="--debug shows where",
+        )
     why, fix = error.strerror or f"{type(error).__name__}: {error}", "check that path; --debug shows where it was used"
     return DataError("the system refused what klamp asked of it", got=error.filename, why=why, fix=fix)
 

@@ -54,10 +54,10 @@ def show_proofs() -> list[Check]:
     show_table("the estimators, tokens of the policy", headings, rows)
     checks: list[Check] = []
     for section, proof in PROOFS.items():
-        found = run_section(section, proof)
+        results = run_section(section, proof)
         say()
-        show_checks(found, section)
-        checks += found
+        show_checks(results, section)
+        checks += results
     return checks
 
 

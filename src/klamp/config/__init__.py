@@ -1,11 +1,10 @@
 """The one configuration that every trainer takes."""
 
-from klamp.config.kl import KLConfig
+from klamp.config.kl import ALIASES, KLConfig
 from klamp.config.loss import LOSS_TYPES, TRL_LOSS_TYPES, LossConfig, build_objective
 from klamp.config.presets import PRESETS, Preset, find_preset, preset
-from klamp.config.teacher import TeacherConfig
+from klamp.config.teacher import TEACHER_ALIASES, TeacherConfig
 from klamp.errors import KLWarning
-from klamp.names import ALIASES, TEACHER_ALIASES
 
 __all__ = [
     "ALIASES",

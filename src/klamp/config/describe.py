@@ -53,10 +53,10 @@ def describe_teacher(teacher: TeacherConfig) -> str:
         return "none"
     c, named = teacher, ", ".join(filter(None, (teacher.teacher_model, teacher.teacher_url, *teacher.teacher_models)))
     who = named or {"adapter_off": "the policy with its adapter off", "live": "the policy itself"}.get(c.kind, c.kind)
-    seen = f", at the prompt of column {c.teacher_prompt}" if c.teacher_prompt else ""
+    prompt = f", at the prompt of column {c.teacher_prompt}" if c.teacher_prompt else ""
     value = f"{describe_teacher_value(c)}, {TAUGHT[c.teacher_direction]}"
     reach = "over the sequence" if c.teacher_horizon == "sequence" else "per token"
-    return f"{who}{seen}: {c.teacher_coef:g} x {value} {reach}, {PLACEMENTS[c.teacher_placement]}"
+    return f"{who}{prompt}: {c.teacher_coef:g} x {value} {reach}, {PLACEMENTS[c.teacher_placement]}"
 
 
 def describe_teacher_value(c: TeacherConfig) -> str:

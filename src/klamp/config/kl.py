@@ -1,61 +1,74 @@
-"""`KLConfig`, the one KL configuration for every trainer; checks the choices and builds controller and term."""
+"""`KLConfig`, the one KL configuration for every trainer: its choices, which of them go together, what they build."""
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import InitVar, dataclass
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
-from klamp.config.rules import NUMBERS, KLChoices, cautions, check_server, refusals
-from klamp.core.arguments import check_fields
-from klamp.core.controllers import Controller, FixedController, HoldController, ProportionalController, StepController
+from klamp.config import anchor
+from klamp.config.fields import (
+    Need,
+    accepts_aliases,
+    aliases_of,
+    check_server,
+    check_settings,
+    one_of,
+    setting,
+    without_effect,
+)
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, INSIDE_0_1, POSITIVE, check_number
+from klamp.core.clipping import ClipLevel
+from klamp.core.controllers import (
+    CONTROLLER_NUMBERS,
+    Controller,
+    FixedController,
+    HoldController,
+    ProportionalController,
+    Schedule,
+    StepController,
+)
+from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import check_gradient_choice
-from klamp.core.term import KLTerm
-from klamp.errors import ConfigError, KLWarning, refuse, unknown_name
-from klamp.names import ALIASES
+from klamp.core.term import KLTerm, OffPolicy, Placement, gates_on_itself
+from klamp.core.types import ClipMethod, Gradient, Horizon, Reduction, Value
+from klamp.errors import KLWarning, Refusal, refuse
 
+ControllerName: TypeAlias = Literal["fixed", "hold", "step", "proportional"]
+ReferenceName: TypeAlias = Literal["auto", "frozen", "adapter_off", "ema", "periodic", "remote", "sampler"]
+DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 
-def resolve_aliases(values: Mapping[str, Any], known: set[str], aliases: Mapping[str, str] = ALIASES) -> dict[str, Any]:
-    """Configuration values under their proper names; refuses unknown ones, and two that differ."""
-    resolved: dict[str, Any] = {}
-    for key, value in values.items():
-        name = aliases.get(key, key)
-        if name not in known:
-            why = "it is no field of the configuration"
-            raise unknown_name("configuration key", key, known | aliases.keys(), why=why)
-        if name in resolved and resolved[name] != value:
-            raise ConfigError(
-                f"{name} is given twice, with different values",
-                got=f"{resolved[name]!r} and {value!r}",
-                why=f"{', '.join(a for a, n in aliases.items() if n == name)} are other names of {name}",
-                fix="keep one",
-            )
-        resolved[name] = value
-    return resolved
+SMALL_VOCABULARY = 4096
+"""Entries up to which the exact KL of every completion is measured; its logits are small beside the activations."""
 
+BETA = AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use beta=0 to train without KL")
+BETA_BOUND = BETA.but(BETA.why, "leave it out for its default")
+STEP_FACTORS = (StepController.up, StepController.down, StepController.high, StepController.low)
+"""What the step rule multiplies beta by, and the targets beyond which it does."""
 
-Config = TypeVar("Config")
-
-
-def accepts_aliases(aliases: Mapping[str, str]) -> Callable[[type[Config]], type[Config]]:
-    """Let the constructor of a configuration take other names of its fields, and nothing that is unknown."""
-
-    def accepting(cls: type[Config]) -> type[Config]:
-        init: Callable[..., None] = cls.__init__
-        known = {field.name for field in dataclasses.fields(cast(Any, cls))}
-
-        @functools.wraps(init)
-        def __init__(self: Config, **values: Any) -> None:
-            init(self, **resolve_aliases(values, known, aliases))
-
-        setattr(cls, "__init__", __init__)  # noqa: B010  (a frozen dataclass class attribute, not an instance's)
-        return cls
-
-    return accepting
+CLIP, SOFT = one_of("kl_clip_method", "hard", "soft"), one_of("kl_clip_method", "soft")
+PER_TOKEN = Need(
+    f"{CLIP.text}, and use_per_token_kl_threshold=True", lambda c: CLIP.is_met(c) and c.use_per_token_kl_threshold
+)
+SAMPLED, IN_LOSS = one_of("kl_estimator", *ESTIMATORS), one_of("kl_placement", "loss")
+POSITIVE_BETA = Need("a beta above 0", lambda c: c.beta > 0)
+ADAPTIVE = Need("a controller that moves beta (target_kl, and a beta above 0)", lambda c: c.controller_name != "fixed")
+A_CONTROLLER = Need("kl_controller='hold' (or leave it out)", lambda c: c.kl_controller != "fixed")
+A_START = Need("a beta above 0 to start from", lambda c: c.controller_name != "fixed")
+RULES = {
+    name: Need(f"kl_controller={name!r}", lambda c, name=name: c.controller_name == name)
+    for name in ("hold", "step", "proportional")
+}
+A_GRADIENT = Need("kl_gradient='reverse' or 'forward'", lambda c: (c.kl_gradient, c.kl_off_policy) != ("none", "none"))
+WEIGHTS = one_of("kl_off_policy", "token", "sequence")
+NOT_SUMMED = Need(
+    "kl_off_policy='sequence' (the exact KL sums over the token, not over its prefix)",
+    lambda c: (c.kl_estimator, c.kl_off_policy) != ("exact", "token"),
+)
+OWN_WEIGHTS = one_of("reference", "auto", "frozen", "ema", "periodic")
+REMOTE = one_of("reference", "remote")
 
 
 if TYPE_CHECKING:
@@ -64,18 +77,18 @@ if TYPE_CHECKING:
     class _OtherNames:
         """The names of `ALIASES` for type checkers; at run time `accepts_aliases` takes them instead."""
 
-        kl_coef: InitVar[float] = KLChoices.beta
-        kl_penalty: InitVar[float] = KLChoices.beta
-        kl_beta: InitVar[float] = KLChoices.beta
+        kl_coef: InitVar[float] = 0.01
+        kl_penalty: InitVar[float] = 0.01
+        kl_beta: InitVar[float] = 0.01
 else:
 
     class _OtherNames:
         pass
 
 
-@accepts_aliases(ALIASES)
+@accepts_aliases
 @dataclass(frozen=True, kw_only=True)
-class KLConfig(KLChoices, _OtherNames):
+class KLConfig(_OtherNames):
     """The KL term, in nats: what is measured, what its gradient does, where it enters, and how it is held.
 
     The same fields mean the same in every trainer. `beta` may be given as `kl_coef`, `kl_penalty` or `kl_beta`.
@@ -85,8 +98,123 @@ class KLConfig(KLChoices, _OtherNames):
         ConfigError: a combination that cannot work or would not do what its name says.
     """
 
+    beta: float = setting(0.01, BETA, aliases=("kl_coef", "kl_penalty", "kl_beta"))
+    """Coefficient of the KL, in reward (or loss) per nat. 0 trains without KL: no reference is loaded."""
+    kl_estimator: Value = setting("k3", limits=(anchor.NO_LOGITS,))
+    """Value of the KL: k1, k2, k3, abs, or exact (over the vocabulary)."""
+    kl_gradient: Gradient = KLTerm.gradient
+    """Whose gradient the loss follows: reverse KL(policy||ref), forward KL(ref||policy), the estimator's own, none."""
+    kl_horizon: Horizon = anchor.of_term("horizon", needs=(A_GRADIENT,))
+    """token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."""
+    kl_placement: Placement = KLTerm.placement
+    """In the loss, in the reward (before advantages are formed), or as a shift of the advantage (after)."""
+    kl_clip_method: ClipMethod = KLTerm.clip_method
+    """How the KL is clipped at its budget: none, hard (no pull below the budget), or soft."""
+    kl_clip_threshold: float = anchor.of_term("clip_threshold", needs=(CLIP,))
+    """KL budget: nats per token of the reference length, or nats in total."""
+    use_per_token_kl_threshold: bool = setting(KLTerm.clip_unit == "token", needs=(CLIP,))
+    """Whether the threshold is per token (multiplied by the reference length)."""
+    kl_clip_temperature: float = anchor.of_term("clip_temperature", needs=(SOFT,))
+    """Width of the soft clip in nats of the total."""
+    kl_clip_level: ClipLevel | None = setting(None, needs=(CLIP,))
+    """Whose KL is held against the budget: each sequence's, its group's mean, or the batch's. None: each sequence's
+    with kl_estimator='exact', kl_horizon='token', else its group's; a sampled KL leaves the sequence itself out."""
+    kl_reference_length: int | None = setting(
+        None,
+        AT_LEAST_1.but(
+            "the budget of a completion is threshold * reference length",
+            "give the usual length of a completion of the reference in tokens, or None to have it measured",
+        ),
+        needs=(PER_TOKEN,),
+    )
+    """Reference length in tokens; None: a data column if there is one, else measured once at the start and frozen."""
+    kl_controller: ControllerName | None = None
+    """How beta follows the KL: fixed, hold, step, proportional; None: hold with a target_kl, else fixed."""
+    target_kl: float | None = setting(
+        None,
+        POSITIVE.but("a KL is never negative, and 0 would mean: never learn", "0.05 is a usual start"),
+        needs=(A_CONTROLLER, A_START),
+    )
+    """KL to hold, in nats per token (the unit of the logged metric kl/k3)."""
+    kl_controller_gain: float = setting(HoldController.gain, CONTROLLER_NUMBERS["gain"], needs=(RULES["hold"],))
+    """hold: largest change of log beta in a step."""
+    kl_controller_lead: float = setting(HoldController.lead, CONTROLLER_NUMBERS["lead"], needs=(RULES["hold"],))
+    """hold: how many steps ahead the KL is foreseen; about its lag behind the weights."""
+    kl_controller_factors: tuple[float, float, float, float] = setting(
+        STEP_FACTORS,
+        POSITIVE.but("they multiply beta and the target", "1.5, 0.75, 1.5, 0.5 are the defaults"),
+        needs=(RULES["step"],),
+    )
+    """step: factors up and down, and the targets above and below which they act; PPO's are 2 0.5 1.5 0.6667."""
+    kl_controller_horizon: int = setting(100, CONTROLLER_NUMBERS["horizon"], needs=(RULES["proportional"],))
+    """Updates over which the proportional rule takes effect."""
+    kl_controller_clip: float = setting(
+        ProportionalController.clip, CONTROLLER_NUMBERS["clip"], needs=(RULES["proportional"],)
+    )
+    """proportional: largest relative error of the KL that counts, in (0, 1]."""
+    beta_min: float | None = setting(None, BETA_BOUND, needs=(ADAPTIVE,))
+    """Lower bound of an adaptive beta; None: beta / 10 for hold, else beta / 100."""
+    beta_max: float | None = setting(None, BETA_BOUND, needs=(ADAPTIVE,))
+    """Upper bound of an adaptive beta; None: 3 / sqrt(target_kl), or 10 times beta where that is more."""
+    kl_max_log_ratio: float | None = anchor.of_term("max_log_ratio", needs=(SAMPLED,))
+    """Straight-through bound of the log-ratio in nats; how often it binds is logged."""
+    kl_off_policy: OffPolicy = anchor.of_term("off_policy", needs=(NOT_SUMMED,))
+    """Weigh the KL by policy/sampler: not at all, per token, or by the whole prefix (exact, noisier)."""
+    kl_max_weight: float | None = anchor.of_term("max_weight", needs=(WEIGHTS, NOT_SUMMED))
+    """Upper bound of the off-policy weight policy/sampler; how often it binds is logged."""
+    kl_normalizer: Reduction | None = anchor.of_term("normalizer", needs=(IN_LOSS,), limits=(anchor.ONE_AVERAGE,))
+    """Reduction of the KL over tokens; None: that of the policy loss."""
+    kl_exclude_tokens: tuple[int | str, ...] = ()
+    """Tokens that carry no KL: ids, token strings, or `special` for all special tokens."""
+    kl_schedule: Schedule = setting("constant", needs=(POSITIVE_BETA,))
+    """Factor on beta over the run: constant, linear or cosine."""
+    kl_warmup_steps: int = setting(0, AT_LEAST_0, needs=(POSITIVE_BETA,))
+    """Warm-up: steps over which the factor on beta grows from 0."""
+    kl_schedule_end: float = setting(0.0, FROM_0_TO_1, needs=(one_of("kl_schedule", "linear", "cosine"),))
+    """The factor on beta at the end of a linear or cosine schedule."""
+    kl_early_stop: float | None = setting(
+        None,
+        POSITIVE.but("a KL is never negative", "use kl_early_stop=None to never stop early"),
+        limits=(anchor.OWN_STEP,),
+        ignored_by=anchor.TINKER,
+    )
+    """Skip a rollout's remaining updates once KL(old||policy) exceeds this, in nats per token."""
+    kl_monitor: bool = False
+    """Load the reference and log the KL even at beta 0."""
+    reference: ReferenceName = setting(
+        "auto", limits=(anchor.OWN_PROCESS, anchor.ITS_REFERENCE, anchor.MADE_AT_ONCE), ignored_by=anchor.TINKER
+    )
+    """The reference: frozen (a copy), adapter_off, ema, periodic, remote, or the sampler (which holds each update, not
+    the run); auto: adapter_off if new, else frozen."""
+    reference_decay: float = setting(
+        0.99,
+        INSIDE_0_1.but(
+            "the reference keeps this share of itself at every step",
+            "0.99 follows over about a hundred steps; reference='frozen' never moves",
+        ),
+        needs=(one_of("reference", "ema"),),
+        ignored_by=anchor.TINKER,
+    )
+    """ema: share of the old reference's weights that every step keeps, in (0, 1)."""
+    reference_reset_steps: int = setting(
+        100, AT_LEAST_1, needs=(one_of("reference", "periodic"),), ignored_by=anchor.TINKER
+    )
+    """periodic: steps after which the reference becomes the policy."""
+    reference_device: str | None = setting(
+        None, needs=(OWN_WEIGHTS,), limits=(anchor.ITS_DEVICE,), ignored_by=anchor.TINKER
+    )
+    """Device of a reference with weights of its own; None: the policy's."""
+    reference_dtype: DType | None = setting(
+        None, needs=(OWN_WEIGHTS,), limits=(anchor.ITS_DTYPE,), ignored_by=anchor.TINKER
+    )
+    """Data type of a reference with weights of its own; None: the policy's."""
+    reference_url: str | None = setting(None, needs=(REMOTE,), ignored_by=anchor.TINKER)
+    """remote: the address of the vLLM server that the reference answers at."""
+    reference_name: str | None = setting(None, needs=(REMOTE,), ignored_by=anchor.TINKER)
+    """remote: the model's name at a vLLM server; None: the only one that it serves."""
+
     def __post_init__(self, *_: object) -> None:
-        check_fields(self, NUMBERS)
+        check_settings(self)
         check_server(self.reference_url, "reference_url", key="the environment variable KLAMP_REFERENCE_KEY")
         check_gradient_choice(self.kl_estimator, self.kl_gradient, self.kl_horizon)
         refuse(refusals(self))
@@ -94,44 +222,263 @@ class KLConfig(KLChoices, _OtherNames):
         for text in self.cautions():
             warnings.warn(text, KLWarning, stacklevel=4)
 
+    @property
+    def needs_reference(self) -> bool:
+        """Whether anything asks for the reference; without it none is loaded and none is scored."""
+        return self.beta > 0 or self.kl_monitor
+
+    @property
+    def clip_level(self) -> ClipLevel:
+        """The clip level in force: as named, else `sequence` where a completion's own KL may decide, else `group`."""
+        own = gates_on_itself(self.kl_estimator, self.kl_gradient, self.kl_horizon, self.kl_off_policy)
+        return self.kl_clip_level or ("sequence" if own else "group")
+
+    @property
+    def excludes(self) -> bool:
+        """Whether some tokens carry no KL."""
+        return bool(self.kl_exclude_tokens)
+
+    @property
+    def controller_name(self) -> ControllerName:
+        """The controller in force: as named, else `hold` where a target is set and beta is not 0, else `fixed`."""
+        return self.kl_controller or ("fixed" if self.target_kl is None or self.beta == 0 else "hold")
+
+    @property
+    def beta_bounds(self) -> tuple[float, float | None]:
+        """The bounds of beta in force: as set, else the defaults of the controller.
+
+        A rule that multiplies needs a lower one above 0: it does not return from a beta of 0. The upper one is some ten
+        times what advantages of variance 1 ask for.
+        """
+        name = self.controller_name
+        share = {"fixed": 0.0, "hold": 0.1}.get(name, 0.01)
+        low = share * self.beta if self.beta_min is None else self.beta_min
+        if self.beta_max is not None or name == "fixed" or self.target_kl is None:
+            return low, self.beta_max
+        return low, max(3 / math.sqrt(self.target_kl), 10 * self.beta)
+
     def cautions(self) -> list[str]:
         """What this configuration may not do although its name suggests it; each with the way out."""
-        return cautions(self)
+        c = self
+        pulls = c.kl_placement == "loss" and c.beta > 0
+        own = ESTIMATORS[c.kl_estimator].caution if c.kl_gradient == "own" and c.kl_estimator in ESTIMATORS else ""
+        others = "; with tokens left out it only makes the kept ones less likely" if c.excludes else ""
+        inert = c.kl_gradient == "none" or (c.kl_estimator, c.kl_gradient) == ("k1", "own")
+        free = c.kl_clip_threshold if c.use_per_token_kl_threshold and c.kl_clip_method != "none" else 0.0
+        held, hard = c.target_kl if c.controller_name != "fixed" else None, c.kl_clip_method == "hard"
+        wide, measured = wide_clip(c), MEASURED.get(c.controller_name, "")
+        rows = [
+            (
+                pulls and own != "" and c.reference != "sampler",
+                f"kl_estimator={c.kl_estimator!r} with kl_gradient='own' {own.format(kept=others)}",
+            ),
+            (
+                pulls and c.kl_gradient == "none",
+                "kl_gradient='none' with a beta above 0 adds a number to the loss and nothing to its gradient: the KL "
+                "is logged, not held. Use kl_gradient='reverse', or beta=0 with kl_monitor=True to log it.",
+            ),
+            (
+                c.reference == "sampler" and c.beta > 0 and not inert,
+                "reference='sampler' is a proximal term: it holds each update near who sampled, and no update near the "
+                "start. Without top_p and top_k the run ends where it would end without the term, and with one update "
+                "per rollout its gradient is 0.",
+            ),
+            (
+                held is not None and free >= held,
+                f"target_kl={c.target_kl} lies within the clip's free budget of {free:g} nats per token: below the "
+                f"budget the KL pulls {'not' if hard else 'less'}, so the controller raises beta "
+                f"{'without' if hard else 'with less'} effect. Set kl_clip_threshold below target_kl, or leave one of "
+                "the two out.",
+            ),
+            (wide != "", wide),
+            (
+                measured != "" and held is not None,
+                f"kl_controller={c.controller_name!r} {measured} (docs/controllers.md). Leave kl_controller out for "
+                "the rule that holds a target: 'hold'.",
+            ),
+        ]
+        return [text for applies, text in rows if applies] + without_effect(c)
 
     def build_controller(self) -> Controller:
         """A fresh controller of beta."""
         low, high = self.beta_bounds
+        if self.controller_name == "fixed":
+            return FixedController(self.beta, min_value=low, max_value=high)
         target = math.nan if self.target_kl is None else self.target_kl  # which each of them refuses
+        shared: dict[str, Any] = {"target": target, "min_value": low, "max_value": high}
         if self.controller_name == "hold":
-            gain, lead = self.kl_controller_gain, self.kl_controller_lead
-            return HoldController(self.beta, target=target, gain=gain, lead=lead, min_value=low, max_value=high)
+            return HoldController(self.beta, gain=self.kl_controller_gain, lead=self.kl_controller_lead, **shared)
         if self.controller_name == "step":
             up, down, above, below = self.kl_controller_factors
-            return StepController(
-                self.beta, target=target, up=up, down=down, high=above, low=below, min_value=low, max_value=high
-            )
-        if self.controller_name == "proportional":
-            horizon, clip = self.kl_controller_horizon, self.kl_controller_clip
-            return ProportionalController(
-                self.beta, target=target, horizon=horizon, clip=clip, min_value=low, max_value=high
-            )
-        return FixedController(self.beta, min_value=low, max_value=high)
+            return StepController(self.beta, up=up, down=down, high=above, low=below, **shared)
+        horizon, clip = self.kl_controller_horizon, self.kl_controller_clip
+        return ProportionalController(self.beta, horizon=horizon, clip=clip, **shared)
 
     def build_term(self) -> KLTerm:
         """The KL term for `grpo_loss`."""
-        return KLTerm(
+        return anchor.build_term(
+            self,
+            "kl",
             anchor="sampler" if self.reference == "sampler" else "reference",
-            value=self.kl_estimator,
-            gradient=self.kl_gradient,
-            horizon=self.kl_horizon,
-            placement=self.kl_placement,
-            off_policy=self.kl_off_policy,
-            max_weight=self.kl_max_weight,
-            max_log_ratio=self.kl_max_log_ratio,
-            clip_method=self.kl_clip_method,
-            clip_threshold=self.kl_clip_threshold,
-            clip_temperature=self.kl_clip_temperature,
             clip_level=self.clip_level,
             clip_unit="token" if self.use_per_token_kl_threshold else "sequence",
-            normalizer=self.kl_normalizer,
         )
+
+
+ALIASES: Mapping[str, str] = aliases_of(KLConfig)
+"""Other names of a field, as other trainers and guides call it."""
+
+
+MEASURED: Mapping[str, str] = {
+    "step": "lowers beta before anything was learnt and then overshoots: towards 0.05, without bounds, it took beta "
+    "from 8e-4 to 547 and the reward from 0.88 to 0.60",
+    "proportional": "is too slow at its defaults: towards 0.05 the KL stayed above 0.11 for 90 steps",
+}
+"""Name of a controller -> what it did with a target of 0.05 nats per token on the built-in task."""
+
+SHORT = 100
+"""Tokens of a short completion: a soft clip whose reference length nobody says is judged at it; klamp's choice."""
+
+
+def check_beta(beta: float, *, name: str = "beta", fix: str = "") -> None:
+    """Refuse a coefficient of the KL that is negative, not finite, or no number; without a `fix`, 0 is the way out."""
+    check_number(name, beta, BETA.but(BETA.why, fix or f"use {name}=0 to train without KL"))
+
+
+def refusals(c: KLConfig) -> list[Refusal]:
+    """Every combination that cannot work or would not do what its name says."""
+    return [*_placement(c), *_gradient(c), *_control(c), *_reference_and_tokens(c)]
+
+
+def _placement(c: KLConfig) -> list[Refusal]:
+    return [
+        Refusal(
+            c.kl_placement != "loss" and c.kl_gradient != "reverse",
+            f"kl_gradient={c.kl_gradient!r} has no meaning with kl_placement={c.kl_placement!r}",
+            why="in the reward or the advantage the gradient is that of the score function: reverse",
+            fix="leave kl_gradient='reverse', or set kl_placement='loss'",
+        ),
+        *anchor.placement_refusals(c, "kl"),
+    ]
+
+
+def _gradient(c: KLConfig) -> list[Refusal]:
+    in_loss = c.kl_placement == "loss"
+    clipped = c.kl_clip_method != "none"
+    own = gates_on_itself(c.kl_estimator, c.kl_gradient, c.kl_horizon, c.kl_off_policy)
+    return [
+        Refusal(
+            clipped and in_loss and (c.kl_estimator, c.kl_gradient) == ("k1", "own"),
+            "a clipped k1-as-loss is refused",
+            why="k1's own gradient is zero in expectation; gated by a clip it becomes an unlabelled regulariser",
+            fix="use kl_gradient='reverse'",
+        ),
+        Refusal(
+            clipped and c.kl_clip_level == "sequence" and not own,
+            "kl_clip_level='sequence' gates sampled tokens by their own KL",
+            why="the gate is then correlated with the tokens whose gradient it multiplies, and their product follows "
+            "no KL; only the exact KL with kl_horizon='token' (no forward gradient, no prefix weights) is right",
+            fix="leave kl_clip_level out or set 'group' (the other completions of the prompt decide), or set "
+            "kl_estimator='exact' with kl_horizon='token'",
+        ),
+        Refusal(
+            c.kl_estimator == "exact" and (c.kl_gradient, c.kl_horizon) == ("forward", "sequence"),
+            "the exact forward KL has no sequence horizon",
+            why="its prefixes would have to be sampled from the reference",
+            fix="use kl_estimator='k3' with kl_gradient='forward'",
+        ),
+    ]
+
+
+def _control(c: KLConfig) -> list[Refusal]:
+    return [
+        Refusal(
+            c.kl_controller not in (None, "fixed") and c.target_kl is None,
+            f"kl_controller={c.kl_controller!r} needs target_kl",
+            why="an adaptive controller steers towards a target",
+            fix="set target_kl (nats per token; 0.05 is a usual start), or kl_controller='fixed'",
+        ),
+        Refusal(
+            c.beta == 0 and c.controller_name != "fixed",
+            f"beta=0 can never grow under kl_controller={c.controller_name!r}",
+            why="the rule multiplies beta, and 0 times anything is 0",
+            fix="start from a small positive beta",
+        ),
+        Refusal(
+            c.controller_name != "fixed" and (c.kl_schedule != "constant" or c.kl_warmup_steps > 0),
+            f"a schedule of beta cannot be combined with kl_controller={c.controller_name!r}",
+            got=f"kl_schedule={c.kl_schedule!r}, kl_warmup_steps={c.kl_warmup_steps}, target_kl={c.target_kl}",
+            why="both move beta: the controller raises what the schedule lowers, until its bound",
+            fix="leave out target_kl for a schedule, or kl_schedule and kl_warmup_steps for a target",
+        ),
+    ]
+
+
+def _reference_and_tokens(c: KLConfig) -> list[Refusal]:
+    of_sampler = c.reference == "sampler"
+    return [
+        Refusal(
+            c.reference in ("sampler", "remote") and c.kl_estimator == "exact",
+            f"kl_estimator='exact' cannot use {'the sampler' if of_sampler else 'a remote reference'}",
+            why="it gives log-probabilities of the sampled tokens, not whole rows of logits",
+            fix="use kl_estimator='k3', or a reference on this machine",
+        ),
+        Refusal(
+            of_sampler and (c.kl_placement != "loss" or c.controller_name != "fixed"),
+            "reference='sampler' takes a fixed beta, in the loss",
+            got=f"kl_placement={c.kl_placement!r}, target_kl={c.target_kl}",
+            why="at a rollout's first update the sampler is the policy, so that there is no KL to shift by or to steer",
+            fix="leave kl_placement and target_kl out",
+        ),
+        Refusal(
+            c.reference == "remote" and c.reference_url is None,
+            "reference='remote' needs reference_url",
+            why="the reference is asked over HTTP",
+            fix="set reference_url to where a vLLM server listens",
+        ),
+        Refusal(
+            c.excludes and (c.kl_gradient, c.kl_horizon) == ("forward", "sequence"),
+            "the forward KL over sequences cannot leave tokens out",
+            why="its weight is the reference's probability of the whole prefix",
+            fix="use kl_horizon='token', kl_gradient='reverse', or no kl_exclude_tokens",
+        ),
+        Refusal(
+            c.excludes and c.kl_placement == "reward",
+            "kl_placement='reward' cannot leave tokens out",
+            why="one number per completion is the gradient of no KL over the tokens that are kept",
+            fix="use kl_placement='advantage' with kl_horizon='sequence'",
+        ),
+        Refusal(
+            c.excludes and (c.kl_estimator, c.kl_horizon) == ("exact", "sequence"),
+            "the exact KL over sequences cannot leave tokens out",
+            why="it sums over the whole vocabulary at positions that the drawn tokens choose: the gradient of no KL "
+            "over the tokens that are kept",
+            fix="use kl_estimator='k3' (the generalised KL over the kept tokens)",
+        ),
+    ]
+
+
+def wide_clip(c: KLConfig, measured_length: float | None = None) -> str:
+    """The caution of a soft clip that is too wide for its budget; empty: it is not.
+
+    A budget per token is that of the reference length. Where the configuration names none, it is measured when the run
+    starts (`measured_length`), and the clip is judged then, and before that at `SHORT` tokens.
+    """
+    threshold, width = c.kl_clip_threshold, c.kl_clip_temperature
+    length = c.kl_reference_length or measured_length
+    measured = c.use_per_token_kl_threshold and length is None
+    budget = threshold * (length or SHORT) if c.use_per_token_kl_threshold else threshold
+    if c.kl_clip_method != "soft" or width <= budget / 10:
+        return ""
+    wide, fix = f"kl_clip_temperature={width:g} is wide against", "Use kl_clip_temperature <= budget / 10, or"
+    if measured:
+        fits = f"fits completions of {10 * width / threshold:.4g} tokens or more" if threshold > 0 else "fits none"
+        return (
+            f"{wide} a budget of {threshold:g} nats per token: it {fits}, and in shorter ones the soft clip passes "
+            f"a part of the pull at a KL of 0 already, half of it at most. {fix} kl_clip_method='hard'; or set "
+            "kl_reference_length, if they are that long."
+        )
+    return (
+        f"{wide} the budget of {budget:g} nats: the soft clip passes {100 / (1 + math.exp(budget / width)):.2g} % of "
+        f"the pull at a KL of 0 already. {fix} kl_clip_method='hard'."
+    )

@@ -11,11 +11,12 @@ from typing import Literal, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from klamp.config import anchor
+from klamp.config.fields import Need, check_settings, one_of, setting, without_effect
 from klamp.config.kl import KLConfig
-from klamp.config.rules import unread
 from klamp.config.teacher import TeacherConfig
 from klamp.core.advantages import Baseline, Scale
-from klamp.core.arguments import AT_LEAST_1, check_fields, check_instance, check_number
+from klamp.core.arguments import AT_LEAST_1, check_instance, check_number
 from klamp.core.objective import Objective, SurrogateName
 from klamp.core.surrogates import CLIP_HIGH, CLIP_LOW, TrustMode, TrustRegion
 from klamp.core.term import Placement, Weighted
@@ -48,6 +49,9 @@ TRL_LOSS_TYPES: Mapping[str, Reduction | None] = {
 }
 """How TRL's loss types make tokens a number; None: no word for it (bnpo: the token mean of each micro-batch)."""
 
+A_RATIO = one_of("surrogate", "ppo_clip", "cispo")
+A_MODE = Need("vllm_importance_sampling_mode", lambda c: c.vllm_importance_sampling_mode is not None)
+
 
 @dataclass(frozen=True, kw_only=True)
 class LossConfig:
@@ -70,33 +74,28 @@ class LossConfig:
     """Average: dr_grpo (fixed length, advantages not scaled), grpo (sequence means), bnpo and dapo (token mean)."""
     surrogate: SurrogateName = Objective.surrogate
     """The policy loss of a token: ppo_clip, cispo or score_function."""
-    epsilon: float = Objective.clip_low
+    epsilon: float = setting(Objective.clip_low, CLIP_LOW, needs=(A_RATIO,))
     """The ratio is clipped below 1 - epsilon; cispo's paper has no lower bound, which is epsilon 1."""
-    epsilon_high: float | None = None
+    epsilon_high: float | None = setting(None, CLIP_HIGH, needs=(A_RATIO,))
     """The ratio is clipped above 1 + epsilon_high; None: the same as epsilon."""
-    scale_rewards: Scale | None = None
+    scale_rewards: Scale | None = setting(None, ignored_by=anchor.TINKER)
     """Divide advantages by the group's standard deviation (std) or not (none); None: what the loss type says."""
-    vllm_importance_sampling_mode: TrustMode | None = None
+    vllm_importance_sampling_mode: TrustMode | None = setting(None, ignored_by=anchor.TINKER)
     """Weigh the loss by old policy / sampler: token_truncate, token_mask, sequence_truncate or sequence_mask; None: not
     (in backend trl, as TRL does by default)."""
-    vllm_importance_sampling_clip_max: float | None = TrustRegion.high
+    vllm_importance_sampling_clip_max: float | None = setting(TrustRegion.high, needs=(A_MODE,))
     """Upper bound of that ratio; how often it binds is logged."""
-    vllm_importance_sampling_clip_min: float | None = TrustRegion.low
+    vllm_importance_sampling_clip_min: float | None = setting(TrustRegion.low, needs=(A_MODE,))
     """Lower bound of that ratio; None: none."""
     off_policy_mask_threshold: float | None = TrustRegion.threshold
     """Drop completions of negative advantage whose mean log(sampler/policy) exceeds this, in nats per token."""
-    advantage_baseline: Baseline = "leave_one_out"
+    advantage_baseline: Baseline = setting("leave_one_out", ignored_by=anchor.TINKER)
     """What rewards are compared with: leave_one_out (mean of the group's others), or mean (of all, as in GRPO)."""
 
     def __post_init__(self) -> None:
-        check_fields(self, {"epsilon": CLIP_LOW, "epsilon_high": CLIP_HIGH})
+        check_settings(self)
         self.trust  # noqa: B018  (refuses bounds that cross)
-        needs: dict[str, str] = {}
-        if self.vllm_importance_sampling_mode is None:
-            needs = {f"vllm_importance_sampling_clip_{end}": "vllm_importance_sampling_mode" for end in ("max", "min")}
-        if self.surrogate == "score_function":
-            needs |= dict.fromkeys(("epsilon", "epsilon_high"), "surrogate='ppo_clip' or 'cispo'")
-        for text in unread(self, needs):
+        for text in without_effect(self):
             warnings.warn(text, KLWarning, stacklevel=3)
 
     @property

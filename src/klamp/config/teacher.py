@@ -10,46 +10,53 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
-from klamp.config.kl import accepts_aliases
-from klamp.config.rules import check_server, placement_refusals, unread
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, INSIDE_0_1, check_fields
+from klamp.config import anchor
+from klamp.config.fields import (
+    Need,
+    accepts_aliases,
+    aliases_of,
+    check_server,
+    check_settings,
+    one_of,
+    setting,
+    without_effect,
+)
+from klamp.config.kl import ALIASES
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, INSIDE_0_1
 from klamp.core.controllers import Schedule, kl_schedule_factor
-from klamp.core.gradients import BOUND
 from klamp.core.term import KLTerm, OffPolicy, Placement
 from klamp.core.topk import Tail
 from klamp.core.types import Direction, Horizon
 from klamp.errors import KLWarning, Refusal, refuse
-from klamp.names import ALIASES, TEACHER_ALIASES
 
 TeacherKind: TypeAlias = Literal["auto", "frozen", "adapter_off", "ema", "periodic", "live", "remote"]
 TeacherEstimator: TypeAlias = Literal["k1", "k3", "exact", "topk"]
 TeacherHead: TypeAlias = Literal["student", "teacher", "union"]
 
-ALL_ALIASES: Mapping[str, str] = {**ALIASES, **TEACHER_ALIASES}
-"""Those of the KL's fields too: what stands in a file or on a command line."""
-
-NUMBERS = {
-    "teacher_coef": AT_LEAST_0.but("a negative coefficient drives the policy from its teacher", "use 0 for no teacher"),
-    "teacher_top_k": AT_LEAST_0,
-    "teacher_max_log_ratio": BOUND,
-    "teacher_warmup_steps": AT_LEAST_0,
-    "teacher_schedule_end": FROM_0_TO_1,
-    "teacher_decay": INSIDE_0_1,
-    "teacher_reset_steps": AT_LEAST_1,
-}
+COEFFICIENT = AT_LEAST_0.but("a negative coefficient drives the policy from its teacher", "use 0 for no teacher")
 OF_THE_POLICY = ("adapter_off", "ema", "periodic", "live")
 """Kinds of teachers that are made of the policy, and need no model of their own."""
 
-FOLLOWED: Mapping[Tail, str] = {
+TAILS: Mapping[Tail, str] = {
+    "sampled": "",
     "bucket": "counts all words outside of the head as one: a lower bound, right only where the two models' ratio is "
     "the same in all of them",
     "generalised": "follows the generalised divergence over the head alone: 0 at the teacher, another one elsewhere",
     "none": "drops the words outside of the head: its gradient is not 0 at the teacher, and training leaves it",
 }
-"""What a tail other than the sampled one does."""
+"""What a tail does; empty: it is unbiased."""
+
+A_TEACHER = Need("a teacher (teacher_model, teacher_url or teacher_kind) and a teacher_coef above 0", lambda c: c.named)
+NAMED, TOPK = (A_TEACHER,), (A_TEACHER, one_of("teacher_estimator", "topk"))
+SAMPLED = one_of("teacher_estimator", "k1", "k3")
+A_SERVER = Need("teacher_url", lambda c: bool(c.teacher_url))
+TOKEN_IN_SUM = Need(
+    "teacher_off_policy='sequence' (no sampled token is in the sum; only its prefix was sampled)",
+    lambda c: c.teacher_off_policy != "token" or c.sums_over_token,
+)
 
 
-@accepts_aliases(TEACHER_ALIASES)
+@accepts_aliases
 @dataclass(frozen=True, kw_only=True)
 class TeacherConfig:
     """The KL to a teacher, in nats: who it is, what is measured, what its gradient does, and where it enters.
@@ -65,53 +72,63 @@ class TeacherConfig:
     Source: GKD arXiv:2306.13649, MiniLLM arXiv:2306.08543
     """
 
-    teacher_model: str | None = None
+    teacher_model: str | None = setting(None, aliases=("teacher_model_name_or_path",))
     """The teacher, named like the model; None: no teacher, or one that teacher_kind makes of the policy."""
-    teacher_url: str | None = None
+    teacher_url: str | None = setting(
+        None, limits=(anchor.NO_SERVER,), aliases=("teacher_model_server_url", "teacher_model_server")
+    )
     """Address of a vLLM server that scores as the teacher."""
-    teacher_name: str | None = None
+    teacher_name: str | None = setting(None, needs=(A_TEACHER, A_SERVER))
     """The model's name at that server; None: the only one that it serves."""
-    teacher_models: tuple[str, ...] = ()
+    teacher_models: tuple[str, ...] = setting((), limits=(anchor.SEVERAL_TEACHERS,))
     """Several teachers, each KEY=MODEL; teacher_key says which of them a prompt has."""
     teacher_key: str = ""
     """Column of the data that holds the KEY of each prompt's teacher."""
-    teacher_kind: TeacherKind = "auto"
+    teacher_kind: TeacherKind = setting("auto", limits=(anchor.MOVING_TEACHER, anchor.FROM_A_FOLDER))
     """frozen (a model), remote (a server), or made of the policy: adapter_off, ema, periodic, live (as it is now)."""
-    teacher_coef: float = 1.0
+    teacher_coef: float = setting(
+        1.0, COEFFICIENT, needs=NAMED, aliases=("teacher_kl_coef", "distillation_coef", "distillation_loss_coef")
+    )
     """Coefficient of the KL to the teacher, in reward (or loss) per nat; 0: no teacher."""
-    teacher_direction: Direction = "reverse"
+    teacher_direction: Direction = setting("reverse", needs=NAMED)
     """reverse KL(policy||teacher), forward KL(teacher||policy), or js (half of each to their mean)."""
-    teacher_estimator: TeacherEstimator = "k1"
+    teacher_estimator: TeacherEstimator = setting("k1", needs=NAMED, limits=(anchor.NO_VOCABULARY,))
     """k1 or k3 of the sampled token, exact (over the vocabulary), or topk (a head of teacher_top_k and a tail)."""
-    teacher_top_k: int = 64
+    teacher_top_k: int = setting(64, AT_LEAST_0, needs=TOPK, aliases=("loss_top_k", "topk_logits_k", "gkd_logits_topk"))
     """topk: tokens of the head; 0: the tail alone, which estimates any direction from the sampled token."""
-    teacher_head: TeacherHead = "student"
+    teacher_head: TeacherHead = setting("student", needs=TOPK)
     """topk: whose likeliest tokens are the head; reverse is least noisy with the student's, forward the teacher's."""
-    teacher_tail: Tail = "sampled"
+    teacher_tail: Tail = setting("sampled", needs=TOPK)
     """topk: the words outside of the head: sampled (unbiased), or with a bias bucket, generalised, none."""
-    teacher_horizon: Horizon = "token"
+    teacher_horizon: Horizon = anchor.of_term("horizon", needs=NAMED)
     """token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."""
-    teacher_placement: Placement = "loss"
+    teacher_placement: Placement = anchor.of_term(
+        "placement", needs=NAMED, limits=(anchor.ADVANTAGES_FIRST, anchor.IN_THE_LOSS)
+    )
     """In the loss, in the reward (before advantages are formed), or as a shift of the advantage (after)."""
-    teacher_off_policy: OffPolicy = "none"
+    teacher_off_policy: OffPolicy = anchor.of_term("off_policy", needs=(A_TEACHER, TOKEN_IN_SUM))
     """Weigh the KL by policy/sampler: not at all, per token, or by the whole prefix."""
-    teacher_max_log_ratio: float | None = None
+    teacher_max_log_ratio: float | None = anchor.of_term(
+        "max_log_ratio", needs=(A_TEACHER, SAMPLED), limits=(anchor.WITHOUT_A_NUMBER,)
+    )
     """Straight-through bound of the log-ratio to the teacher in nats; how often it binds is logged."""
-    teacher_prompt: str = ""
+    teacher_prompt: str = setting("", needs=NAMED, limits=(anchor.ONE_PROMPT,))
     """Column of the data with the prompt that the teacher sees in the place of the policy's; the answer is the same."""
-    teacher_schedule: Schedule = "constant"
+    teacher_schedule: Schedule = setting("constant", needs=NAMED, limits=(anchor.READ_ONCE,))
     """Factor on teacher_coef over the run: constant, linear or cosine."""
-    teacher_warmup_steps: int = 0
+    teacher_warmup_steps: int = setting(0, AT_LEAST_0, needs=NAMED, limits=(anchor.READ_ONCE,))
     """Steps over which that factor grows from 0."""
-    teacher_schedule_end: float = 0.0
+    teacher_schedule_end: float = setting(
+        0.0, FROM_0_TO_1, needs=(A_TEACHER, one_of("teacher_schedule", "linear", "cosine"))
+    )
     """The factor at the end of a linear or cosine schedule."""
-    teacher_decay: float = 0.99
+    teacher_decay: float = setting(0.99, INSIDE_0_1, needs=(A_TEACHER, one_of("teacher_kind", "ema")))
     """ema: share of the old teacher's weights that every step keeps, in (0, 1)."""
-    teacher_reset_steps: int = 100
+    teacher_reset_steps: int = setting(100, AT_LEAST_1, needs=(A_TEACHER, one_of("teacher_kind", "periodic")))
     """periodic: steps after which the teacher becomes the policy."""
 
     def __post_init__(self) -> None:
-        check_fields(self, NUMBERS)
+        check_settings(self)
         check_server(self.teacher_url, "teacher_url", key="the environment variable KLAMP_REFERENCE_KEY")
         refuse(refusals(self))
         for text in self.cautions():
@@ -120,18 +137,23 @@ class TeacherConfig:
     @property
     def named(self) -> bool:
         """Whether a teacher is named, be it at coefficient 0."""
-        given = self.teacher_model, self.teacher_url, *self.teacher_models
-        return any(given) or self.teacher_kind in OF_THE_POLICY
+        return any((self.teacher_model, self.teacher_url, *self.teacher_models)) or self.teacher_kind in OF_THE_POLICY
 
     @property
     def models(self) -> dict[str, str]:
         """Key -> model of each teacher that is a model; the key of a single one is empty."""
-        return dict(each.split("=", 1) for each in self.teacher_models) or {"": self.teacher_model or ""}
+        return dict(pair.split("=", 1) for pair in self.teacher_models) or {"": self.teacher_model or ""}
 
     @property
     def head_size(self) -> int | None:
         """How many tokens its head has; None: no head is made."""
         return self.teacher_top_k if self.teacher_estimator == "topk" else None
+
+    @property
+    def sums_over_token(self) -> bool:
+        """Whether the sampled token itself is in the sum of its KL, so that a weight of that token has an effect."""
+        head = self.teacher_estimator == "topk" and self.teacher_tail == "sampled"
+        return head or self.teacher_estimator in ("k1", "k3")
 
     @property
     def there(self) -> bool:
@@ -147,28 +169,11 @@ class TeacherConfig:
 
     def cautions(self) -> list[str]:
         """What this configuration may not do although its name suggests it; each with the way out."""
-        c, found = self, list[str]()
-        topk, exact = c.teacher_estimator == "topk", c.teacher_estimator == "exact"
-        if topk and c.teacher_tail in FOLLOWED and c.there:
-            same = c.teacher_direction == "js"  # of which the corrections of the generalised form cancel
-            said = FOLLOWED["generalised" if same and c.teacher_tail == "none" else c.teacher_tail]
-            found.append(f"teacher_tail={c.teacher_tail!r} {said}. Use teacher_tail='sampled'.")
-        a_teacher = "a teacher (teacher_model, teacher_url or teacher_kind) and a teacher_coef above 0"
-        needs = {
-            **dict.fromkeys(("teacher_top_k", "teacher_head", "teacher_tail"), (not topk, "teacher_estimator='topk'")),
-            "teacher_off_policy": (
-                c.teacher_off_policy == "token" and (exact or (topk and c.teacher_tail != "sampled")),
-                "teacher_off_policy='sequence' (no sampled token is in the sum; only its prefix was sampled)",
-            ),
-            "teacher_schedule_end": (c.teacher_schedule == "constant", "teacher_schedule='linear' or 'cosine'"),
-            "teacher_decay": (c.teacher_kind != "ema", "teacher_kind='ema'"),
-            "teacher_reset_steps": (c.teacher_kind != "periodic", "teacher_kind='periodic'"),
-            "teacher_name": (not c.teacher_url, "teacher_url"),
-        }
-        if not c.named:
-            who = {"teacher_model", "teacher_url", "teacher_models", "teacher_kind"}
-            return found + unread(c, {name: a_teacher for name in type(c).__dataclass_fields__ if name not in who})
-        return found + unread(c, {name: needed for name, (off, needed) in needs.items() if off})
+        tail = self.teacher_tail if self.teacher_estimator == "topk" and self.there else "sampled"
+        if tail == "none" and self.teacher_direction == "js":  # whose corrections of the generalised form cancel
+            tail = "generalised"
+        texts = [f"teacher_tail={self.teacher_tail!r} {TAILS[tail]}. Use teacher_tail='sampled'."]
+        return (texts if TAILS[tail] else []) + without_effect(self)
 
     def coefficient(self, step: int, steps: int) -> float:
         """The coefficient in force at a step (from 0) of so many."""
@@ -179,26 +184,25 @@ class TeacherConfig:
     def build_term(self) -> KLTerm:
         """The KL term for `grpo_loss`."""
         own = self.teacher_estimator in ("exact", "topk") and self.teacher_horizon == "token"
-        return KLTerm(
-            anchor="teacher",
-            value=self.teacher_estimator,
-            gradient="own" if own else "reverse",
-            horizon=self.teacher_horizon,
-            placement=self.teacher_placement,
-            off_policy=self.teacher_off_policy,
-            max_log_ratio=self.teacher_max_log_ratio,
-            mean_over="trained",
+        return anchor.build_term(
+            self, "teacher", anchor="teacher", gradient="own" if own else "reverse", mean_over="trained"
         )
+
+
+TEACHER_ALIASES: Mapping[str, str] = aliases_of(TeacherConfig)
+"""Other names of a field, as TRL, verl, ms-swift and NeMo-RL have them."""
+ALL_ALIASES: Mapping[str, str] = {**ALIASES, **TEACHER_ALIASES}
+"""Those of the KL's fields too: what stands in a file or on a command line."""
 
 
 def refusals(c: TeacherConfig) -> list[Refusal]:
     """Every combination that cannot work or would not do what its name says."""
-    return [*_who(c), *_what(c), *_where(c)]
+    return [*_who(c), *_what(c), *anchor.placement_refusals(c, "teacher")]
 
 
 def _who(c: TeacherConfig) -> list[Refusal]:
     named = [name for name in ("teacher_model", "teacher_url", "teacher_models") if getattr(c, name)]
-    keys = [each.partition("=")[0] for each in c.teacher_models]
+    keys = [pair.partition("=")[0] for pair in c.teacher_models]
     made = c.teacher_kind in OF_THE_POLICY
     return [
         Refusal(
@@ -229,7 +233,7 @@ def _who(c: TeacherConfig) -> list[Refusal]:
             fix="set both, or teacher_model for one teacher",
         ),
         Refusal(
-            any("=" not in each or not all(each.split("=", 1)) for each in c.teacher_models)
+            any("=" not in pair or not all(pair.split("=", 1)) for pair in c.teacher_models)
             or len({*keys}) < len(keys),
             "teacher_models takes KEY=MODEL, each key once",
             got=", ".join(c.teacher_models),
@@ -268,35 +272,12 @@ def _what(c: TeacherConfig) -> list[Refusal]:
     ]
 
 
-def of_a_server(c: TeacherConfig, there: bool, *, who: str, instead: str = "") -> Refusal:
+def of_a_server(c: TeacherConfig, applies: bool, *, who: str, instead: str = "") -> Refusal:
     """What a server cannot measure, which tells its own likeliest tokens and the sampled one; `who`: it, in words."""
-    told = c.teacher_estimator in ("k1", "k3")
-    told |= c.teacher_estimator == "topk" and (c.teacher_head == "teacher" or not c.teacher_top_k)
+    own_head = c.teacher_estimator == "topk" and (c.teacher_head == "teacher" or not c.teacher_top_k)
     return Refusal(
-        there and not told,
+        applies and not own_head and c.teacher_estimator not in ("k1", "k3"),
         f"teacher_estimator={c.teacher_estimator!r} with teacher_head={c.teacher_head!r} cannot use {who}",
         why=f"{who} tells the likeliest tokens of its own model and the sampled one, no others",
         fix=f"use teacher_estimator='topk' with teacher_head='teacher', or 'k1' or 'k3'{instead}",
     )
-
-
-def _where(c: TeacherConfig) -> list[Refusal]:
-    in_loss, of_prefixes = c.teacher_placement == "loss", c.teacher_estimator in ("exact", "topk")
-    return [
-        Refusal(
-            not in_loss and c.teacher_estimator != "k1",
-            f"teacher_placement={c.teacher_placement!r} takes teacher_estimator='k1' only",
-            got=f"teacher_estimator={c.teacher_estimator!r}",
-            why="through the score function k1 gives the gradient of KL(policy||teacher); a KL over a head or the "
-            "vocabulary does not depend on the sampled token, so that as an advantage its expected gradient is 0",
-            fix="set teacher_placement='loss', or teacher_estimator='k1'",
-        ),
-        *placement_refusals("teacher", c.teacher_placement, c.teacher_horizon, c.teacher_off_policy),
-        Refusal(
-            of_prefixes and c.teacher_max_log_ratio is not None,
-            "teacher_max_log_ratio bounds the log-ratio of the sampled token",
-            got=f"teacher_estimator={c.teacher_estimator!r}",
-            why="a KL over the vocabulary or a head is summed within the model's head",
-            fix="leave it out, or use teacher_estimator='k1' or 'k3'",
-        ),
-    ]

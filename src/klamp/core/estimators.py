@@ -42,8 +42,12 @@ class EstimatorRow:
     """Whether every single value is >= 0."""
     gradient_as_loss: str
     """What the expected gradient is when the value itself is differentiated as a loss, on-policy."""
+    caution: str = ""
+    """What the value as a loss does, where that is not the gradient of KL(policy || ref)."""
     remark: str
     """When to use it."""
+    paper: str = "http://joschu.net/blog/kl-approx.html"
+    """Where it is stated."""
 
 
 def needs_logits(function: str) -> ConfigError:
@@ -72,6 +76,9 @@ ESTIMATORS: dict[str, EstimatorRow] = {
             bias="unbiased",
             non_negative=False,
             gradient_as_loss="zero",
+            caution="has an expected gradient of exactly zero on the policy's own tokens, summed over them or over a "
+            "fixed length: it regularises nothing (a mean over each completion's own length leaves a pull on the "
+            "length, and nothing else{kept}). Use kl_gradient='reverse'.",
             remark="the value for rewards and advantages; as a loss it regularises nothing",
         ),
         EstimatorRow(
@@ -82,7 +89,7 @@ ESTIMATORS: dict[str, EstimatorRow] = {
             slope="delta",
             bias="biased, third order",
             non_negative=True,
-            gradient_as_loss="reverse KL",
+            gradient_as_loss="reverse",
             remark="right gradient, value only near the reference",
         ),
         EstimatorRow(
@@ -93,7 +100,9 @@ ESTIMATORS: dict[str, EstimatorRow] = {
             slope="1 - exp(-delta)",
             bias="unbiased where the reference's support lies within the sampler's",
             non_negative=True,
-            gradient_as_loss="forward KL",
+            gradient_as_loss="forward",
+            caution="follows the gradient of KL(ref||policy) at each position, not that of the KL(policy||ref) that "
+            "its value estimates. Use kl_gradient='reverse', or name it: 'forward'.",
             remark="low noise near the reference; far away noisier than k1 (Gaussian log-ratios: past 0.63 nats)",
         ),
         EstimatorRow(
@@ -105,6 +114,7 @@ ESTIMATORS: dict[str, EstimatorRow] = {
             bias="over-estimates",
             non_negative=True,
             gradient_as_loss="L1 distance",
+            caution="pulls down the L1 distance, not a KL. Use kl_gradient='reverse'.",
             remark="robust distance for monitoring; not a KL",
         ),
     )

@@ -16,10 +16,11 @@ from typing import Any, NamedTuple, TypeAlias
 import yaml
 
 from klamp.config import LOSS_TYPES, KLConfig
+from klamp.config.fields import host_refusals
 from klamp.errors import ConfigError, Refusal, TrainingStopped, refuse
-from klamp.hosts.common.kl_fields import host_refusals, one_teacher_refusals
+from klamp.hosts.common.kl_fields import one_teacher_refusals
 from klamp.hosts.common.versions import caution_beside, check_version
-from klamp.hosts.verl.overrides import teacher_refusals, verl_refusals
+from klamp.hosts.verl.overrides import teacher_refusals
 from klamp.lab import folders
 from klamp.lab.config import Backend, TrainConfig
 from klamp.lab.folders import run_folder, write_whole
@@ -189,7 +190,7 @@ VERL = (
 BACKENDS: Mapping[Backend, tuple[tuple[Rule, ...], Callable[[TrainConfig], list[Refusal]]]] = {
     "local": (LOCAL, lambda c: []),
     "trl": (TRL, lambda c: [*host_refusals(c.kl, "TRL"), *one_teacher_refusals(c.teacher)]),
-    "verl": (VERL, lambda c: [*verl_refusals(c.kl), *teacher_refusals(c.teacher)]),
+    "verl": (VERL, lambda c: [*host_refusals(c.kl, "verl"), *teacher_refusals(c.teacher)]),
 }
 """Backend -> its rules, and the refusals of klamp's KL inside it."""
 

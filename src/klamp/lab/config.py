@@ -14,8 +14,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
 
 from klamp.config import KLConfig, LossConfig, TeacherConfig, build_objective
-from klamp.config.kl import resolve_aliases
-from klamp.config.rules import DType, check_cluster, check_server
+from klamp.config.fields import check_cluster, check_server, resolve_aliases
+from klamp.config.kl import DType
 from klamp.config.teacher import ALL_ALIASES
 from klamp.core.arguments import (
     ABOVE_0_TO_1,

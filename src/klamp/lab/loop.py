@@ -28,7 +28,7 @@ from torch.optim import Optimizer
 from transformers import PreTrainedTokenizerBase
 
 from klamp.config import KLConfig, LossConfig, build_objective
-from klamp.config.rules import check_beta
+from klamp.config.kl import check_beta
 from klamp.config.teacher import OF_THE_POLICY
 from klamp.core.arguments import FLOATS, MASKS, check_instance, check_tensors
 from klamp.core.gradients import kl_penalty

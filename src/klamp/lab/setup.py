@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from klamp.config import build_objective
-from klamp.config.rules import SMALL_VOCABULARY
+from klamp.config.kl import SMALL_VOCABULARY
 from klamp.core.objective import Objective
 from klamp.core.types import Direction
 from klamp.errors import ConfigError, ModelError

@@ -24,8 +24,8 @@ from klamp.config.describe import (
     describe_price,
     describe_teacher,
 )
+from klamp.config.kl import wide_clip
 from klamp.config.loss import Price, configured_price, kl_reduction
-from klamp.config.rules import wide_clip
 from klamp.config.teacher import TeacherConfig
 from klamp.core.clipping import clip_gate, kl_budget
 from klamp.core.estimators import ESTIMATORS

@@ -288,7 +288,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"kl_normalizer": "sequence_sum"}, {}, "Unsloth normalises policy loss and KL together: sequence_mean"),
     ({"kl_normalizer": "sequence_mean"}, {"loss_type": "bnpo"}, "together: token_mean"),
     ({"reference": "ema"}, {}, "sync_ref_model=True"),
-    ({"kl_early_stop": 0.1}, {}, "kl_early_stop cannot be honoured by Unsloth"),
+    ({"kl_early_stop": 0.1}, {}, "kl_early_stop=0.1 cannot be honoured by Unsloth"),
     ({"kl_placement": "reward", "kl_estimator": "k1", "kl_horizon": "sequence"}, {}, "scale_rewards='none'"),
     ({}, {"loss_type": "dpao"}, "did you mean 'dapo'?"),
 ]

@@ -10,17 +10,16 @@ from typing import Any
 import pytest
 
 from klamp.config import KLConfig, KLWarning, TeacherConfig
-from klamp.errors import ConfigError, refuse
+from klamp.config.kl import ALIASES
+from klamp.errors import ConfigError
 from klamp.hosts.common.kl_fields import (
     KLFields,
     field_texts,
-    host_refusals,
     kl_config,
     settle_fields,
     touched,
     warn_without_kl,
 )
-from klamp.names import ALIASES
 
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(KLConfig)}
 TAUGHT = {field.name: field.default for field in dataclasses.fields(TeacherConfig)}
@@ -86,22 +85,6 @@ def test_the_help_is_what_the_configuration_says_under_its_fields() -> None:
     assert texts["kl_horizon"] == (
         "token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."
     )
-
-
-REFUSED = {
-    "kl_early_stop": {"kl_early_stop": 0.1},
-    "reference='remote'": {"reference": "remote", "reference_url": "http://localhost:1"},
-    "reference_device": {"reference_device": "cpu"},
-}
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_each_is_refused_by_name_with_the_way_out(name: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        refuse(host_refusals(KLConfig(beta=0.1, **REFUSED[name]), "SomeHost"))
-    error = caught.value
-    assert error.what == f"{name} cannot be honoured by SomeHost"
-    assert error.why and error.fix
 
 
 def test_fields_without_a_beta_are_warned_of_and_a_monitor_is_not() -> None:

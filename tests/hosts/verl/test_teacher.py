@@ -74,7 +74,7 @@ def test_without_a_teacher_nothing_is_said_of_one(teacher: TeacherConfig | None)
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
-        ({"teacher_model": None, "teacher_url": "http://there:8000"}, "teacher_kind='remote'"),
+        ({"teacher_model": None, "teacher_url": "http://there:8000"}, "teacher_url='http://there:8000'"),
         ({"teacher_model": None, "teacher_kind": "ema"}, "teacher_kind='ema'"),
         ({"teacher_model": None, "teacher_kind": "adapter_off"}, "teacher_kind='adapter_off'"),
         ({"teacher_prompt": "hint"}, "teacher_prompt='hint'"),

@@ -14,7 +14,7 @@ from tests.training.in_trl.test_arguments import SHARED, names_of
 
 from klamp.config import KLConfig, TeacherConfig
 from klamp.errors import ConfigError
-from klamp.hosts.verl.overrides import LOSS_FIELDS, overrides
+from klamp.hosts.verl.overrides import overrides
 from klamp.lab.backends import TRUST
 from klamp.lab.config import TrainConfig
 from klamp.lab.engines import verl as module
@@ -23,40 +23,10 @@ from klamp.lab.models import model_path
 from klamp.lab.tasks.base import TaskConfig
 
 FOLDER = Path("runs/one")
-K1 = {"kl_estimator": "k1", "kl_horizon": "sequence"}
-IN_THE_REWARD = {"kl_placement": "reward", **K1, "target_kl": 0.1}
 
 # A value of each field that is translated, other than its default, with the fields that it needs.
 TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
     **SHARED,
-    "beta": (0.3, {}),
-    "kl_monitor": (True, {"beta": 0.0}),
-    "kl_estimator": ("k2", {}),
-    "kl_gradient": ("forward", {}),
-    "kl_horizon": ("sequence", {"kl_estimator": "k1"}),
-    "kl_off_policy": ("token", {}),
-    "kl_max_weight": (3.0, {"kl_off_policy": "token"}),
-    "kl_max_log_ratio": (2.0, {}),
-    "kl_placement": ("reward", K1),
-    "target_kl": (0.2, {"kl_placement": "reward", **K1}),
-    "kl_controller": ("proportional", IN_THE_REWARD),
-    "kl_controller_gain": (0.5, IN_THE_REWARD | {"kl_controller": "hold"}),
-    "kl_controller_lead": (3.0, IN_THE_REWARD | {"kl_controller": "hold"}),
-    "kl_controller_factors": ((2.0, 0.5, 1.5, 0.5), IN_THE_REWARD | {"kl_controller": "step"}),
-    "kl_controller_horizon": (40, IN_THE_REWARD | {"kl_controller": "proportional"}),
-    "kl_controller_clip": (0.5, IN_THE_REWARD | {"kl_controller": "proportional"}),
-    "beta_min": (0.001, IN_THE_REWARD),
-    "beta_max": (0.5, IN_THE_REWARD),
-    "kl_clip_method": ("hard", {}),
-    "kl_clip_threshold": (0.1, {"kl_clip_method": "hard"}),
-    "kl_clip_temperature": (2.0, {"kl_clip_method": "soft"}),
-    "use_per_token_kl_threshold": (False, {"kl_clip_method": "hard"}),
-    "kl_reference_length": (10, {"kl_clip_method": "hard"}),
-    "kl_clip_level": ("batch", {"kl_clip_method": "hard"}),
-    "kl_exclude_tokens": (("x",), {}),
-    "kl_schedule": ("linear", {}),
-    "kl_schedule_end": (0.5, {"kl_schedule": "linear"}),
-    "kl_warmup_steps": (2, {}),
     "loss_type": ("dapo", {"advantage_baseline": "mean"}),
     "surrogate": ("cispo", {}),
     "scale_rewards": ("std", {"advantage_baseline": "mean"}),
@@ -80,12 +50,11 @@ TRANSLATED: dict[str, tuple[Any, dict[str, Any]]] = {
 }
 
 REFUSED = (
-    *("kl_normalizer", "kl_early_stop", "reference", "reference_decay", "reference_reset_steps", "reference_url"),
-    *("reference_name", "reference_device", "reference_dtype", "ref_model", "sampler_url"),
+    *("ref_model", "sampler_url"),
     *("mask_truncated_completions", "exact_kl_completions", "cpu", "stop_on", "log_completions_every"),
     *TRUST,
 )
-"""Fields of which only the default can be honoured: see test_backends.py, and for the KL tests/hosts/verl."""
+"""Fields of which only the default can be honoured: test_backends.py; of the KL: tests/hosts/test_every_field.py."""
 AROUND = (*("backend", "tokenizer", "sampler", "gpu_memory"),)
 """Fields that the launcher uses, besides those of the task; vLLM samples in any case."""
 
@@ -100,7 +69,14 @@ def values(words: list[str]) -> dict[str, str]:
 
 
 def test_every_field_is_in_one_of_the_lists():
-    lists = [set(TRANSLATED), set(REFUSED), set(AROUND), names_of(TaskConfig), names_of(TeacherConfig)]
+    lists = [
+        set(TRANSLATED),
+        set(REFUSED),
+        set(AROUND),
+        names_of(TaskConfig),
+        names_of(TeacherConfig),
+        names_of(KLConfig),
+    ]
     every = set(TrainConfig().flat())
     assert every == set().union(*lists)
     assert sum(map(len, lists)) == len(every), "no field is in two of them"
@@ -111,10 +87,6 @@ def test_every_field_is_in_one_of_the_lists():
 def test_another_value_is_another_argument(field: str):
     value, needed = TRANSLATED[field]
     assert told(**needed, **{field: value}) != told(**needed)
-
-
-def test_the_fields_of_a_name_are_all_tried():
-    assert set(LOSS_FIELDS) <= set(TRANSLATED)
 
 
 def test_the_kl_is_that_of_the_host_word_for_word():

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from klamp.config import KLConfig
+from klamp.config.kl import wide_clip
 from klamp.config.loss import Price, price_at_distance
-from klamp.config.rules import wide_clip
 from klamp.core.arguments import check_instance, describe, is_finite_number
 from klamp.core.controllers import FixedController, HoldController, kl_schedule_factor
 from klamp.doctor.alarms_kl import REFERENCE_DIFFERS

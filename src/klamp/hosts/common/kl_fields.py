@@ -12,11 +12,10 @@ from typing import TYPE_CHECKING, Any, get_args, get_origin, get_type_hints
 
 from klamp._field_texts import field_texts
 from klamp.config import KLConfig
-from klamp.config.kl import resolve_aliases
-from klamp.config.rules import check_beta
+from klamp.config.fields import host_refusals, resolve_aliases
+from klamp.config.kl import ALIASES, check_beta
 from klamp.config.teacher import TeacherConfig
 from klamp.errors import KLWarning, Refusal
-from klamp.names import ALIASES
 
 
 def _field(name: str, kind: Any, text: str) -> tuple[str, Any, Any]:
@@ -56,10 +55,10 @@ else:
 
 def settle_fields(args: Any) -> None:
     """Bring a host's arguments into one form: aliases into `beta`, tuples into lists (which JSON can hold)."""
-    given = {name: getattr(args, name) for name in ALIASES if getattr(args, name, None) is not None}
+    values = {name: getattr(args, name) for name in ALIASES if getattr(args, name, None) is not None}
     if args.beta:
-        given["beta"] = args.beta
-    args.beta = resolve_aliases(given, {"beta"}).get("beta", args.beta)
+        values["beta"] = args.beta
+    args.beta = resolve_aliases(values, {"beta"}, ALIASES).get("beta", args.beta)
     if isinstance(args.beta, (int, float)):
         check_beta(args.beta)
     for name in ALIASES:
@@ -81,10 +80,10 @@ def _plain(args: Any, config: type) -> dict[str, Any]:
 
 def kl_config(args: Any) -> KLConfig | None:
     """The KL configuration that a host's arguments describe; None: they name no KL field, and no teacher."""
-    given = _plain(args, KLConfig)
-    if not given and not touched(args, TeacherConfig):
+    values = _plain(args, KLConfig)
+    if not values and not touched(args, TeacherConfig):
         return None
-    return KLConfig(**given, beta=float(args.beta) if isinstance(args.beta, float) else args.beta)
+    return KLConfig(**values, beta=float(args.beta) if isinstance(args.beta, float) else args.beta)
 
 
 PASSED = "the model passed as teacher_model"
@@ -93,10 +92,10 @@ PASSED = "the model passed as teacher_model"
 
 def teacher_config(args: Any) -> TeacherConfig | None:
     """The KL to a teacher that a host's arguments describe; None: no field of it is set."""
-    given = _plain(args, TeacherConfig)
-    if given and not {"teacher_model", "teacher_url", "teacher_models", "teacher_kind"} & {*given}:
-        given["teacher_model"] = PASSED
-    return TeacherConfig(**given) if given else None
+    values = _plain(args, TeacherConfig)
+    if values and not {"teacher_model", "teacher_url", "teacher_models", "teacher_kind"} & {*values}:
+        values["teacher_model"] = PASSED
+    return TeacherConfig(**values) if values else None
 
 
 def read_again(args: Any) -> tuple[KLConfig | None, TeacherConfig | None]:
@@ -105,53 +104,15 @@ def read_again(args: Any) -> tuple[KLConfig | None, TeacherConfig | None]:
         return kl_config(args), teacher_config(args)
 
 
-def host_refusals(kl: KLConfig, host: str) -> list[Refusal]:
-    """What no host of this kind can do."""
-    return [
-        Refusal(
-            kl.kl_early_stop is not None,
-            f"kl_early_stop cannot be honoured by {host}",
-            why="its loop takes the optimizer step itself and offers no way to leave it out; a loss of 0 in its place "
-            "would still move the weights by momentum and weight decay",
-            fix="leave kl_early_stop unset, and lower num_iterations or the learning rate; klamp train has it",
-        ),
-        Refusal(
-            kl.reference == "remote",
-            f"reference='remote' cannot be honoured by {host}",
-            why="it scores the reference with a model of its own process",
-            fix="pass a model as ref_model, or use klamp train",
-        ),
-        Refusal(
-            kl.reference_device is not None,
-            f"reference_device cannot be honoured by {host}",
-            why="its own preparation puts the reference on the device of the process",
-            fix="leave reference_device unset; reference_dtype makes the reference smaller",
-        ),
-    ]
-
-
 def one_teacher_refusals(teacher: TeacherConfig) -> list[Refusal]:
     """What TRL's trainer cannot do with a teacher."""
     return [
-        Refusal(
-            teacher.kind in ("ema", "periodic") or bool(teacher.teacher_models),
-            f"teacher_kind={teacher.kind!r} cannot be honoured by TRL",
-            got=f"teacher_kind={teacher.kind!r}, teacher_models={teacher.teacher_models}",
-            why="klamp scores a whole batch with one teacher, whose weights no checkpoint of TRL's would hold",
-            fix="name one teacher_model or teacher_url, or set teacher_kind='adapter_off' or 'live'; klamp train has "
-            "the others",
-        ),
+        *host_refusals(teacher, "TRL"),
         Refusal(
             teacher.kind == "live" and teacher.teacher_estimator in ("exact", "topk"),
             f"teacher_kind='live' cannot have teacher_estimator={teacher.teacher_estimator!r} in TRL",
             why="the policy's output head moves between the teacher's pass and the loss",
             fix="use teacher_estimator='k1' or 'k3'; klamp train has the others",
-        ),
-        Refusal(
-            teacher.teacher_placement == "reward",
-            "teacher_placement='reward' cannot be honoured by TRL",
-            why="its advantages are formed before the teacher has scored",
-            fix="set teacher_placement='advantage': the KL enters after the division by the deviation",
         ),
     ]
 

@@ -18,8 +18,9 @@ from klamp.audit.micro_batch import check as check_loss
 from klamp.audit.verdict import Verdict
 from klamp.config import KLConfig, LossConfig
 from klamp.config.describe import describe_average
+from klamp.config.fields import unread
+from klamp.config.kl import BETA
 from klamp.config.loss import build_objective
-from klamp.config.rules import BETA, unread
 from klamp.config.teacher import TeacherConfig, of_a_server
 from klamp.core.arguments import AT_LEAST_1, check_fields
 from klamp.core.estimators import ESTIMATORS

@@ -188,7 +188,7 @@ def attach_to(trainer: Any, kl: KLConfig, hook: type[KLMixin], *, ref_model: Any
         why="the KL that is attached takes the place of all of them",
         fix="build the trainer with trl.GRPOConfig, or with none of these fields set",
     )
-    check_arguments(kl, args, host=hook._host, loss_types=hook._loss_types, more=[twice, *hook._refusals(kl)])
+    check_arguments(kl, args, host=hook._host, loss_types=hook._loss_types, more=[twice])
     warn_without_kl(kl)
     settle_reference(kl, args)
     check_reference(kl, args, adapters=adapters, chosen=ref_model is not None)

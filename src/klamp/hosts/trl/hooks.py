@@ -7,7 +7,7 @@ penalty, and TRL masks and normalises it with the policy loss, whatever the loss
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from klamp.config import TRL_LOSS_TYPES, KLConfig
+from klamp.config import TRL_LOSS_TYPES
 from klamp.core.advantages import Baseline
 from klamp.core.types import Reduction
-from klamp.errors import KLWarning, Refusal
+from klamp.errors import KLWarning
 from klamp.hosts.common.coefficient import KL_SCALE, TEACHER, Coefficient, batch_of, check_once, gated_penalty
 from klamp.hosts.common.control import NEVER_ZERO, go_on_from
 from klamp.hosts.common.rollout import Generation, needs_old_logprobs, prepared
@@ -99,10 +99,6 @@ class KLMixin(HostTrainer):
     _baseline: Baseline = "mean"
     """What rewards are compared with; TRL's own is the mean of the group."""
     _never_exact: str = ""
-
-    @staticmethod
-    def _refusals(kl: KLConfig) -> Sequence[Refusal]:
-        return ()
 
     def _caution(self, text: str) -> None:
         warnings.warn(text[0].upper() + text[1:], KLWarning, stacklevel=3)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
@@ -11,12 +11,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from klamp.config import TRL_LOSS_TYPES, KLConfig
+from klamp.config import TRL_LOSS_TYPES
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.masking import masked_log_ratio, masked_mean
 from klamp.core.term import scored_by
 from klamp.core.types import Batch, Reduction
-from klamp.errors import ConfigError, Refusal, UnsupportedVersion
+from klamp.errors import ConfigError, UnsupportedVersion
 from klamp.hosts.common.coefficient import KL_SCALE, batch_of, check_once, gated_penalty, stopped_calling
 from klamp.hosts.common.effective import Effective
 from klamp.hosts.common.versions import check_version, told_version
@@ -114,18 +114,6 @@ class UnslothMixin(KLMixin, ByPosition):
     _loss_hook = Step
     _loss_types = LOSS_TYPES
     _never_exact = "Unsloth's loss is given the log-probabilities of the sampled tokens alone"
-
-    @staticmethod
-    def _refusals(kl: KLConfig) -> Sequence[Refusal]:
-        return [
-            Refusal(
-                kl.reference in ("ema", "periodic"),
-                f"reference={kl.reference!r} cannot be attached to a trainer of Unsloth",
-                why="its reference is loaded, and its callback made, while the trainer is built",
-                fix="build it with sync_ref_model=True, ref_model_mixup_alpha and ref_model_sync_steps, and leave "
-                "reference unset",
-            ),
-        ]
 
     def _old_scoring(self, output: Any, scorings: list[Scoring]) -> Scoring | None:
         old = output.get("old_per_token_logps")

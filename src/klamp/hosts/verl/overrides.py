@@ -12,14 +12,14 @@ import re
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import fields
-from typing import Any, NamedTuple, get_args
+from typing import Any, get_args
 
 from klamp.config import KLConfig
+from klamp.config.fields import host_refusals
 from klamp.config.teacher import Tail, TeacherConfig
 from klamp.core.term import OffPolicy
 from klamp.core.types import Direction, Horizon
 from klamp.errors import ConfigError, KLWarning, Refusal, refuse, unknown_name
-from klamp.hosts.common.kl_fields import host_refusals
 
 PREFIX = "klamp"
 _ELSEWHERE = ("beta", "kl_normalizer", "kl_early_stop", "kl_monitor")
@@ -167,7 +167,7 @@ def overrides(kl: KLConfig, teacher: TeacherConfig | None = None) -> list[str]:
     Source: the fields: verl's `ppo_trainer.yaml`; the cancelling: docs/which-kl.md, question 4
     """
     distilled = teacher if teacher is not None and teacher.there else None
-    refuse([*verl_refusals(kl), *(teacher_refusals(distilled) if distilled else ())])
+    refuse([*host_refusals(kl, "verl"), *(teacher_refusals(distilled) if distilled else ())])
     shifts_reward = kl.needs_reference and kl.kl_placement == "reward"
     by_verl = shifts_reward and not needs_driver(kl) and kl.kl_max_log_ratio is None
     in_loss = kl.needs_reference and not by_verl
@@ -238,89 +238,12 @@ def _quoted(text: str) -> str:
     return "'" + re.sub(r"(\\+)$", r"\1\1", inner) + "'"
 
 
-class Lack(NamedTuple):
-    """A field of which verl cannot honour every value."""
-
-    why: str
-    """Why it cannot."""
-    fix: str = ""
-    """What to do; empty: leave the field unset."""
-    values: tuple[object, ...] = ()
-    """What is refused; empty: everything but the default."""
-
-
-OWN_LOOP = "klamp train --backend local has it"
-LACKS: Mapping[str, Lack] = {
-    "kl_estimator": Lack(
-        "its loss is given the log-probabilities of the sampled tokens alone, and the reference's come from another "
-        "process, which returns those and no logits",
-        "use kl_estimator='k3'",
-        ("exact",),
-    ),
-    "kl_normalizer": Lack(
-        "its loss_agg_mode averages the policy loss and the KL alike",
-        "leave kl_normalizer unset, and set actor_rollout_ref.actor.loss_agg_mode",
-    ),
-    "reference": Lack("it decides itself: the policy without its adapter where lora_rank is set, else a frozen copy"),
-    "reference_dtype": Lack("its own engine loads the reference"),
-    "teacher_prompt": Lack(
-        "its agent loop sends the teacher the policy's own prompt and answer",
-        f"leave teacher_prompt unset; {OWN_LOOP}",
-    ),
-    "teacher_estimator": Lack(
-        "the teacher's engine tells some log-probabilities of each token, and not the whole vocabulary's",
-        "use teacher_estimator='k3', 'k1', or 'topk' with teacher_top_k=0 for another direction",
-        ("exact",),
-    ),
-    "teacher_placement": Lack(
-        "its way to an advantage (use_policy_gradient) is a second policy loss with bounds of its own",
-        "set teacher_placement='loss': the expected gradient of k1 is the same",
-    ),
-    "teacher_max_log_ratio": Lack(
-        "a loss of distillation is known there by a name that was registered beforehand, without a number"
-    ),
-    **dict.fromkeys(
-        ("teacher_schedule", "teacher_warmup_steps"),
-        Lack(
-            "distillation_loss_coef is read once, when its workers start",
-            f"leave teacher_schedule and teacher_warmup_steps unset; {OWN_LOOP}",
-        ),
-    ),
-}
-"""What no hook of verl can carry; docs/verl.md has the lines of verl that forbid it."""
-
-
-def _lacking(config: KLConfig | TeacherConfig) -> list[Refusal]:
-    return [
-        Refusal(
-            getattr(config, field) in row.values if row.values else _is_changed(config, field),
-            f"{field}={getattr(config, field)!r} cannot be honoured by verl",
-            why=row.why,
-            fix=row.fix or f"leave {field} unset",
-        )
-        for field, row in LACKS.items()
-        if hasattr(config, field)
-    ]
-
-
-def verl_refusals(kl: KLConfig) -> list[Refusal]:
-    """What no hook of verl can carry, one row for each."""
-    return [*host_refusals(kl, "verl"), *_lacking(kl)]
-
-
 def teacher_refusals(teacher: TeacherConfig) -> list[Refusal]:
-    """What verl's design does not let in, one row for each; see `LACKS`."""
+    """What verl's design does not let in, one row for each."""
     c, head = teacher, bool(teacher.head_size)
     as_verl_has_it = (c.teacher_direction, c.teacher_head) == ("forward", "teacher") and c.teacher_tail != "sampled"
     return [
-        Refusal(
-            c.there and c.kind != "frozen",
-            f"teacher_kind={c.kind!r} cannot be honoured by verl",
-            got=f"teacher_url={c.teacher_url!r}",
-            why="it loads its teachers from a folder into engines that it starts itself, and never writes to them",
-            fix=f"name teacher_model; {OWN_LOOP}",
-        ),
-        *_lacking(c),
+        *host_refusals(c, "verl"),
         Refusal(
             head and not as_verl_has_it,
             f"a head of teacher_top_k={c.teacher_top_k} tokens cannot be honoured by verl",

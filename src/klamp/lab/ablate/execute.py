@@ -19,7 +19,7 @@ from pathlib import Path
 from subprocess import PIPE, STDOUT, Popen
 from typing import Any, Protocol, TypeAlias
 
-from klamp.config.rules import check_cluster
+from klamp.config.fields import check_cluster
 from klamp.errors import ConfigError, DataError, KlampError, RunFolderError, TrainingStopped, missing_library
 from klamp.files import yaml_of
 from klamp.lab.ablate import results

@@ -1,0 +1,147 @@
+"""What holds for the KL to a reference and to a teacher: one term, one set of rules, and what hosts cannot honour.
+
+A field of the KL to the reference is called `kl_NAME`, one of the KL to a teacher `teacher_NAME`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields, replace
+from typing import Any
+
+from klamp.config.fields import HostLimit, setting
+from klamp.core.arguments import ANY
+from klamp.core.term import TERM_NUMBERS, KLTerm
+from klamp.errors import Refusal
+
+
+def of_term(name: str, **rest: Any) -> Any:
+    """A field of a configuration with the default and the numbers of a field of `KLTerm`; `rest`: see `setting`."""
+    return setting(getattr(KLTerm, name), TERM_NUMBERS.get(name, ANY), **rest)
+
+
+def build_term(config: Any, prefix: str, **own: Any) -> KLTerm:
+    """The term of the fields `prefix_NAME` of a configuration; `own`: what is named otherwise."""
+    names = {field.name: f"{prefix}_{field.name}" for field in fields(KLTerm)}
+    chosen = {name: getattr(config, named) for name, named in names.items() if hasattr(config, named)}
+    return KLTerm(**{**chosen, "value": getattr(config, f"{prefix}_estimator"), **own})
+
+
+def placement_refusals(config: Any, anchor: str) -> list[Refusal]:
+    """What place, horizon and weights of a KL do not allow together."""
+    names = ("estimator", "placement", "horizon", "off_policy")
+    estimator, placement, horizon, off_policy = (getattr(config, f"{anchor}_{name}") for name in names)
+    return [
+        Refusal(
+            placement != "loss" and estimator != "k1",
+            f"{anchor}_placement={placement!r} takes {anchor}_estimator='k1' only, not {estimator!r}",
+            why="through the score function k1 gives the gradient of the reverse KL; k3 gives the reverse minus the "
+            "forward gradient, which cancels near the anchor, k2 is biased, and a KL over the vocabulary or a head "
+            "does not depend on the sampled token, so that as an advantage its expected gradient is 0",
+            fix=f"set {anchor}_estimator='k1' (k3 is logged all the same), or {anchor}_placement='loss'",
+        ),
+        Refusal(
+            placement == "reward" and horizon == "token",
+            f"{anchor}_placement='reward' has {anchor}_horizon='sequence'",
+            why="a reward belongs to the whole completion, so its KL is the sum over the sequence",
+            fix=f"set {anchor}_horizon='sequence', or {anchor}_placement='advantage' for the per-token shift",
+        ),
+        Refusal(
+            placement != "loss" and off_policy != "none",
+            f"{anchor}_off_policy has no meaning with {anchor}_placement={placement!r}",
+            why="the surrogate's own importance ratio already weighs what is in the advantage",
+            fix=f"set {anchor}_off_policy='none'",
+        ),
+        Refusal(
+            horizon == "sequence" and off_policy == "token",
+            f"{anchor}_horizon='sequence' needs {anchor}_off_policy='sequence' (or 'none')",
+            why="the token ratio does not correct the prefix that a later token was sampled from",
+            fix=f"set {anchor}_off_policy='sequence'",
+        ),
+    ]
+
+
+# what hosts cannot honour --------------------------------------------------------------------------------------------
+
+OWN_LOOP = "klamp train has it"
+TINKER = ("tinker",)
+
+NO_LOGITS = HostLimit(
+    ("verl", "tinker"),
+    "its loss is given log-probabilities of the sampled tokens, and no logits of the reference",
+    "use kl_estimator='k3' (its value is unbiased, its gradient the same in expectation)",
+    values=("exact",),
+)
+ONE_AVERAGE = HostLimit(
+    ("verl",),
+    "its loss_agg_mode averages the policy loss and the KL alike",
+    "leave kl_normalizer unset, and set actor_rollout_ref.actor.loss_agg_mode",
+)
+OWN_STEP = HostLimit(
+    ("trl", "unsloth", "verl"),
+    "its loop takes the optimizer step itself and offers no way to leave it out; a loss of 0 in its place would still "
+    "move the weights by momentum and weight decay",
+    "leave kl_early_stop unset, and lower num_iterations or the learning rate; klamp train has it",
+)
+OWN_PROCESS = HostLimit(
+    ("trl", "unsloth"),
+    "it scores the reference with a model of its own process",
+    "pass a model as ref_model, or use klamp train",
+    values=("remote",),
+)
+ITS_REFERENCE = HostLimit(
+    ("verl",), "it decides itself: the policy without its adapter where lora_rank is set, else a frozen copy"
+)
+MADE_AT_ONCE = HostLimit(
+    ("unsloth",),
+    "its reference is loaded, and its callback made, while the trainer is built",
+    "build it with sync_ref_model=True, ref_model_mixup_alpha and ref_model_sync_steps, and leave reference unset",
+    values=("ema", "periodic"),
+)
+ITS_DEVICE = HostLimit(
+    ("trl", "unsloth", "verl"),
+    "its own preparation puts the reference on the device of the process",
+    "leave reference_device unset; reference_dtype makes the reference smaller",
+)
+ITS_DTYPE = HostLimit(("verl",), "its own engine loads the reference")
+
+ONE_TEACHER = "klamp scores a whole batch with one teacher, whose weights no checkpoint of TRL's would hold"
+FIXED_TEACHER = f"name one teacher_model or teacher_url, or set teacher_kind='adapter_off' or 'live'; {OWN_LOOP}"
+MOVING_TEACHER = HostLimit(("trl",), ONE_TEACHER, FIXED_TEACHER, values=("ema", "periodic"))
+SEVERAL_TEACHERS = HostLimit(("trl",), ONE_TEACHER, FIXED_TEACHER)
+ADVANTAGES_FIRST = HostLimit(
+    ("trl",),
+    "its advantages are formed before the teacher has scored",
+    "set teacher_placement='advantage': the KL enters after the division by the deviation",
+    values=("reward",),
+)
+FROM_A_FOLDER = HostLimit(
+    ("verl",),
+    "it loads its teachers from a folder into engines that it starts itself, and never writes to them",
+    f"name teacher_model; {OWN_LOOP}",
+    values=("adapter_off", "ema", "periodic", "live", "remote"),
+)
+NO_SERVER = replace(FROM_A_FOLDER, values=None)
+ONE_PROMPT = HostLimit(
+    ("verl",),
+    "its agent loop sends the teacher the policy's own prompt and answer",
+    f"leave teacher_prompt out; {OWN_LOOP}",
+)
+NO_VOCABULARY = HostLimit(
+    ("verl",),
+    "the teacher's engine tells some log-probabilities of each token, and not the whole vocabulary's",
+    "use teacher_estimator='k3', 'k1', or 'topk' with teacher_top_k=0 for another direction",
+    values=("exact",),
+)
+IN_THE_LOSS = HostLimit(
+    ("verl",),
+    "its way to an advantage (use_policy_gradient) is a second policy loss with bounds of its own",
+    "set teacher_placement='loss': the expected gradient of k1 is the same",
+)
+WITHOUT_A_NUMBER = HostLimit(
+    ("verl",), "a loss of distillation is known there by a name that was registered beforehand, without a number"
+)
+READ_ONCE = HostLimit(
+    ("verl",),
+    "distillation_loss_coef is read once, when its workers start",
+    f"leave teacher_schedule and teacher_warmup_steps out; {OWN_LOOP}",
+)
