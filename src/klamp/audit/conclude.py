@@ -160,7 +160,9 @@ class Reading:
         """Look for a loss that compares a token with the reference or the old policy of its neighbour."""
         for name in ("ref_logprobs", "old_logprobs", "advantages"):
             x = self.arrays.get(name)
-            for shift, where in ((-1, "next"), (1, "previous")) if x is not None and x.ndim == 2 else ():
+            if x is None or x.ndim != 2:
+                continue
+            for shift, where in ((-1, "next"), (1, "previous")):
                 mask = self.arrays["mask"].copy()
                 mask[:, -1 if shift < 0 else 0] = False
                 t = Tokens.of({**self.arrays, name: np.roll(x, shift, axis=1), "mask": mask}, self.facts)

@@ -24,7 +24,7 @@ LOGPROBS = ("policy_logprobs", "ref_logprobs", "old_logprobs", "sampler_logprobs
 
 def examine_inputs(arrays: Mapping[str, Any], facts: Mapping[str, Any]) -> Iterator[Finding]:
     """What is wrong with the inputs themselves."""
-    mask, policy, sampler = (arrays.get(name) for name in ("mask", "policy_logprobs", "sampler_logprobs"))
+    mask, policy, sampler = arrays["mask"], arrays["policy_logprobs"], arrays.get("sampler_logprobs")
     for name in (name for name in LOGPROBS if name in arrays):
         x = arrays[name][mask]
         if bad := int((~np.isfinite(x)).sum()):

@@ -9,6 +9,7 @@ the reference.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from jaxtyping import Float
@@ -34,7 +35,7 @@ from klamp.core.masking import (
 )
 from klamp.core.surrogates import per_token
 from klamp.core.term import Prepared
-from klamp.core.types import Advantages, Horizon, LogProbs, Mask, Reduction, TokenValues
+from klamp.core.types import Advantages, Estimator, Horizon, LogProbs, LossPart, Mask, Reduction, TokenValues
 from klamp.errors import ConfigError, NonFiniteError
 
 
@@ -106,20 +107,20 @@ def token_penalty(prepared: Prepared) -> TokenValues:
         NonFiniteError: the KL at some prefix is not finite.
     """
     term, batch, scored, log_w = prepared.term, prepared.batch, prepared.scored, _log_weights(prepared)
-    choices = {"gradient": term.gradient, "horizon": term.horizon, "kl_mask": prepared.excluded}
+    choices: dict[str, Any] = {"gradient": term.gradient, "horizon": term.horizon, "kl_mask": prepared.excluded}
     if term.of_prefixes:
-        _check_prefixes(prepared)
-        penalty = exact_penalty(batch.policy_logprobs, scored.kl, log_w, batch.mask, scored.forward_kl, **choices)
+        kl = _kl_at_prefixes(prepared)
+        penalty = exact_penalty(batch.policy_logprobs, kl, log_w, batch.mask, scored.forward_kl, **choices)
     else:
         penalty = penalty_from_weights(
-            batch.policy_logprobs, prepared.bounded, log_w, batch.mask, value=term.value, **choices
+            batch.policy_logprobs, prepared.bounded, log_w, batch.mask, value=cast(Estimator, term.value), **choices
         )
     penalty = penalty if prepared.gate is None else prepared.gate.apply(penalty, prepared.carried)
     return penalty if scored.weight is None else penalty * scored.weight.unsqueeze(-1)
 
 
-def _check_prefixes(prepared: Prepared) -> None:
-    """Refuse a batch without the KL at each prefix that a term needs, or with one that is not finite."""
+def _kl_at_prefixes(prepared: Prepared) -> TokenValues:
+    """The KL at each prefix that a term needs; refuses a batch without it, or with one that is not finite. [B, T]"""
     anchor, kl = prepared.term.anchor, prepared.scored.kl
     if kl is None:
         raise ConfigError(
@@ -138,24 +139,17 @@ def _check_prefixes(prepared: Prepared) -> None:
             "tokens with a bound (teacher_estimator='k1', teacher_max_log_ratio); tokens that the anchor did not "
             "score are False in its mask",
         )
+    return kl
 
 
 def mean_penalty(
     prepared: Prepared, reduction: Reduction, *, length: int | None, totals: Totals | None
 ) -> Float[Tensor, ""]:
     """The penalty of a batch as one number, without beta; the term's own `normalizer` comes before `reduction`."""
-    counted, part = (
-        (prepared.batch.mask, "policy") if prepared.term.mean_over == "trained" else (prepared.carried, "kl")
-    )
-    return reduce_tokens(
-        token_penalty(prepared),
-        prepared.batch.mask,
-        prepared.term.normalizer or reduction,
-        length=length,
-        totals=totals,
-        part=part,
-        counted=counted,
-    )
+    term, mask = prepared.term, prepared.batch.mask
+    parts: tuple[Mask, LossPart] = (mask, "policy") if term.mean_over == "trained" else (prepared.carried, "kl")
+    size: dict[str, Any] = {"length": length, "totals": totals, "counted": parts[0], "part": parts[1]}
+    return reduce_tokens(token_penalty(prepared), mask, term.normalizer or reduction, **size)
 
 
 def shifted_rewards(rewards: Float[Tensor, " batch"], prepared: Prepared, *, beta: float) -> Float[Tensor, " batch"]:
@@ -251,7 +245,7 @@ def _held_metrics(prepared: Prepared) -> dict[str, Tensor]:
     if kl is not None:
         metrics["kl/exact"] = masked_mean(kl.detach(), carried)
     if sampler is not None and term.max_weight is not None:
-        bounds = {"horizon": term.weight_horizon, "max_weight": term.max_weight}
+        bounds: dict[str, Any] = {"horizon": term.weight_horizon, "max_weight": term.max_weight}
         metrics["kl/weights_truncated"] = truncated_share(batch.policy_logprobs, sampler, batch.mask, **bounds)
     return metrics
 

@@ -101,7 +101,7 @@ class Batch:
     """One per completion, or one per token. [B] or [B, T]"""
     old_logprobs: LogProbs | None = None
     """Under the policy at the start of the rollout's updates; None on-policy: the policy itself, detached."""
-    anchors: Mapping[str, Scored] = field(default_factory=dict)
+    anchors: Mapping[str, Scored] = field(default_factory=dict[str, Scored])
     """Name -> what that anchor says. `reference`, `teacher` and `sampler` are names; any other may be added."""
     reference_length: Float[Tensor, " batch"] | float | None = None
     """Reference length in tokens that turns a per-token threshold into a budget."""

@@ -242,7 +242,9 @@ def verifier_of(logged: Collection[str]) -> Verifier | None:
 def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[str, str] | None = None) -> RunSettings:
     """The settings of a run, as far as its arguments (as TRL names them) and the names of its metrics say."""
     loss, scale, k3 = config.get("loss_type"), config.get("scale_rewards"), (names or {}).get("kl/k3", OVER_UPDATES)
-    numbers = {name: float(x) for name in ("beta", "teacher_coef") if isinstance(x := config.get(name), int | float)}
+    numbers: dict[str, Any] = {
+        name: float(x) for name in ("beta", "teacher_coef") if isinstance(x := config.get(name), int | float)
+    }
     if any("teacher" in name and "kl" in name for name in logged):
         numbers.pop("teacher_coef", None)  # the coefficient is logged, perhaps under another name
     unscaled = scale in (False, "none", "False", "batch")

@@ -247,7 +247,7 @@ def launch(config: TrainConfig, argv: Sequence[str]) -> None:
 
         folder = opened(config)
         try:
-            trl_program.train(config, folder)
+            trl_program.train(config, folder, begin=lambda: record(config, folder))
         except KeyboardInterrupt as stop:
             why, fix = "the run has steps left", f"continue from its newest checkpoint: --resume {folder}"
             raise TrainingStopped("TRL was interrupted", got="Ctrl-C", why=why, fix=fix) from stop

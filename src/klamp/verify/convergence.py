@@ -154,7 +154,9 @@ def expected_step(
     outside = divided_by | {"sequence_mean": 1.0}  # that one divides each completion by its own length, in the loss
     rewards = less_kl(world.rewards, batch, objective.terms)
     batch = replace(batch, advantages=count * expected_advantages(world, loss, rewards) / outside[own])
-    reductions = {term.anchor: of_kl if position == 0 else own for position, (_, term) in enumerate(objective.terms)}
+    reductions: dict[str, Reduction] = {
+        term.anchor: of_kl if position == 0 else own for position, (_, term) in enumerate(objective.terms)
+    }
     for anchor in batch.anchors.keys() & reductions.keys():
         batch = batch.with_anchor(anchor, weight=count * outcomes.probs / outside[reductions[anchor]])
     terms = [

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import get_args
+from typing import cast, get_args
 
 import torch
 
@@ -84,7 +84,7 @@ def measure_config(anchor: KLConfig | TeacherConfig, loss: LossConfig) -> Config
     """
     kl, teacher = (bare_term(anchor), None) if isinstance(anchor, KLConfig) else (NO_KL, bare_teacher(anchor))
     term, direction = anchor.build_term(), "reverse" if teacher is None else teacher.teacher_direction
-    who: Who = "ref" if term.anchor == "reference" else term.anchor
+    who = cast(Who, "ref" if term.anchor == "reference" else term.anchor)
 
     def examine(scenes: list[Scene], loss: LossConfig | None = None) -> list[StepReport]:
         return [examine_config(kl, loss, scene=world, teacher=teacher) for world in scenes]

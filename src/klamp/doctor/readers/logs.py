@@ -121,7 +121,14 @@ def _of_rows(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None
     for number, (step, row) in enumerate(zip(steps, rows, strict=True), start=1):
         last = number if counted else last if step is None else step
         numbered.append((last, row))
-    history = _history(source, numbered, names, path, **{"config": {}} | more)
+    history = _history(
+        source,
+        numbered,
+        names,
+        path,
+        config=more.get("config", {}),
+        **{name: x for name, x in more.items() if name != "config"},
+    )
     if counted and history.rows:
         history.settings = replace(history.settings, steps_counted=True)
         history.cautions.append("no column says the step: rows are counted, and the first need not be the first step")

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import shutil
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ from klamp.hosts.trl.grpo_config import GRPOConfig
 from klamp.hosts.trl.grpo_trainer import GRPOTrainer
 from klamp.lab import models
 from klamp.lab.anchors import check_tokens_of, teacher_prompts
-from klamp.lab.backends import record
 from klamp.lab.checkpoint import check, seal
 from klamp.lab.config import TrainConfig
 from klamp.lab.engines.trl_arguments import TEACHER_PROMPT, trl_arguments, weights_dtype
@@ -46,14 +45,14 @@ if TYPE_CHECKING:
 EXAMPLE = "klamp_example"  # the column that holds all of a prompt, for the reward
 
 
-def train(config: TrainConfig, folder: Path) -> None:
-    """Train to the last step; with `resume` from TRL's newest whole checkpoint."""
+def train(config: TrainConfig, folder: Path, *, begin: Callable[[], None]) -> None:
+    """Train to the last step; with `resume` from TRL's newest whole checkpoint. `begin`: called once all is loaded."""
     run, ending = config.run, RunCallback()
     doctor = DoctorCallback(run.stop_on, other_reference=config.model.ref_model is not None)
     report = ReportCallback(every=run.log_completions_every, completions=run.log_completions, answers=run.log_answers)
     with models.former_names():
         trainer = trainer_of(config, folder, [report, doctor, ending])
-        record(config, folder)  # once everything is loaded and fits
+        begin()
         newest = newest_complete(folder) if run.resume else None
         if newest is not None:
             check(newest)
