@@ -63,7 +63,7 @@ def test_every_field_of_the_term_is_the_configurations() -> None:
     same = {
         each.name for each in dataclasses.fields(KLTerm) if getattr(term, each.name) == getattr(KLTerm(), each.name)
     }
-    assert same == {"placement", "anchor"}, "in the reward or the advantage the other choices have no meaning"
+    assert same == {"placement", "anchor", "mean_over"}, "the other placements take no other choices"
     with pytest.warns(KLWarning, match="proximal"):
         assert KLConfig(reference="sampler").build_term().anchor == "sampler"
     elsewhere = KLConfig(kl_placement="advantage", kl_estimator="k1", kl_horizon="sequence").build_term()

@@ -8,11 +8,10 @@ from typing import Any
 
 import pytest
 
-from klamp.config import KLConfig, LossConfig, TeacherConfig, build_objective
+from klamp.config import TEACHER_ALIASES, KLConfig, LossConfig, TeacherConfig, build_objective
 from klamp.config.teacher import refusals
 from klamp.core.term import KLTerm
 from klamp.errors import ConfigError, UnknownNameError
-from klamp.names import TEACHER_ALIASES
 
 DIR: dict[str, Any] = {"teacher_model": "DIR"}
 URL: dict[str, Any] = {"teacher_url": "http://host:1"}
@@ -93,7 +92,9 @@ def test_the_term_and_the_objective():
         teacher_model="DIR", teacher_coef=0.5, teacher_horizon="sequence", teacher_max_log_ratio=4.0,
         teacher_off_policy="sequence",
     )  # fmt: skip
-    term = KLTerm(anchor="teacher", value="k1", horizon="sequence", max_log_ratio=4.0, off_policy="sequence")
+    term = KLTerm(
+        anchor="teacher", mean_over="trained", value="k1", horizon="sequence", max_log_ratio=4.0, off_policy="sequence"
+    )
     assert teacher.build_term() == term
     objective = build_objective(KLConfig(), LossConfig(), max_length=4, teacher=teacher)
     assert objective.terms[1:] == ((0.5, term),) and objective.terms[0].term == KLConfig().build_term()

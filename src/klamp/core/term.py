@@ -134,7 +134,7 @@ def carries_kl(batch: Batch, anchor: str = "reference") -> Mask:
     return batch.mask if mask is None else batch.mask & mask
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class Prepared:
     """A KL term on one batch: what its penalty, its gate and its metrics are made of, computed once and detached."""
 
@@ -165,7 +165,14 @@ def measure(batch: Batch, term: KLTerm) -> Prepared:
     """
     scored, carried, bound = scored_by(batch, term.anchor), carries_kl(batch, term.anchor), term.max_log_ratio
     delta = masked_log_ratio(batch.policy_logprobs, scored.logprobs, carried)
-    return Prepared(term, batch, scored, carried, delta, delta if bound is None else delta.clamp(-bound, bound))
+    return Prepared(
+        term=term,
+        batch=batch,
+        scored=scored,
+        carried=carried,
+        log_ratio=delta,
+        bounded=delta if bound is None else delta.clamp(-bound, bound),
+    )
 
 
 def prepare(batch: Batch, term: KLTerm) -> Prepared:
