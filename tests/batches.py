@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -61,10 +62,15 @@ def objective_of(
     return Objective(terms=(Weighted(beta, kl or KLTerm()), *others), **choices)
 
 
-def rows_of(batch: Batch, rows: slice) -> Batch:
-    """Some completions of a batch."""
-    tensors = {name: x[rows] for name, x in vars(batch).items() if isinstance(x, Tensor)}
+def mapped(batch: Batch, change: Callable[[Tensor], Tensor]) -> Batch:
+    """A batch with each of its tensors changed."""
+    tensors = {name: change(x) for name, x in vars(batch).items() if isinstance(x, Tensor)}
     anchors = {
-        name: Scored(*(None if x is None else x[rows] for x in scored)) for name, scored in batch.anchors.items()
+        name: Scored(*(None if x is None else change(x) for x in scored)) for name, scored in batch.anchors.items()
     }
     return replace(batch, anchors=anchors, **tensors)
+
+
+def rows_of(batch: Batch, rows: slice | list[int]) -> Batch:
+    """Some completions of a batch."""
+    return mapped(batch, lambda x: x[rows])

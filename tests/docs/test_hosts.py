@@ -126,7 +126,7 @@ def areal(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
 def trinity(names: dict[str, Any], x: SimpleNamespace) -> Tensor:
     data = {"old_logprob": x.old, "action_mask": x.mask, "advantages": x.reward, "teacher_logprobs": x.anchor}
     loss = names["KlampLoss"](backend="verl")
-    loss.objective = replace(loss.objective, others=(loss.to_teacher._replace(coefficient=BETA),))
+    loss.objective = replace(loss.objective, terms=(loss.to_teacher._replace(coefficient=BETA),))
     return loss(x.policy[None], **{name: value[None] for name, value in data.items()})[0]
 
 

@@ -8,13 +8,13 @@ from functools import partial
 from typing import Any
 
 import pytest
-from klamp.hosts.tinker.options import make_settings
 from tests.config.drawn import FIELDS, around, other_values
 from tests.hosts.trl.hosts import arguments
 
 from klamp.config import KLConfig, LossConfig, TeacherConfig
 from klamp.config.fields import host_refusals
 from klamp.errors import ConfigError
+from klamp.hosts.tinker.loss import LossCall
 from klamp.hosts.trl.grpo_config import check_arguments
 from klamp.hosts.unsloth.hooks import LOSS_TYPES
 from klamp.lab.backends import check_backend
@@ -42,8 +42,8 @@ def of_verl(config: Any) -> list[str]:
 
 def of_tinker(config: Any) -> Any:
     name = "kl" if isinstance(config, KLConfig) else "loss" if isinstance(config, LossConfig) else "teacher"
-    settings = make_settings(max_length=8, **{name: config})  # type: ignore[arg-type]
-    return settings.objective, settings.ignored, settings.kl, settings.teacher
+    call = LossCall(max_length=8, **{name: config})  # type: ignore[arg-type]
+    return call.objective, call.notes, call.kl, call.teacher
 
 
 def of_loop(config: Any) -> Any:

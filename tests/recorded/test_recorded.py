@@ -21,8 +21,7 @@ from klamp.doctor.alarms import ALARMS
 from klamp.doctor.alarms_run import TRUNCATED
 from klamp.doctor.examine import Diagnosis, Finding, examine
 from klamp.doctor.readers import read_record
-from klamp.doctor.readers.klamp_run import read_config
-from klamp.lab.folders import scores_of
+from klamp.lab.folders import read_config, scores_of
 from klamp.lab.observers import AlarmObserver, Observer, RunInfo
 
 WITH_TOKENS: dict[str, dict[str, int]] = {

@@ -9,14 +9,14 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, get_args
 
 import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
-from tests.batches import changed, flat_batch, objective_of, read
+from tests.batches import changed, flat_batch, mapped, objective_of, read, rows_of
 from tests.reliability.drawn import examples
 from torch import Tensor
 
@@ -89,8 +89,9 @@ def cases(draw: st.DrawFn) -> tuple[Batch, Objective]:
 def measured(batch: Batch, objective: Objective, totals: Totals | None = None) -> tuple[Tensor, Tensor]:
     """The loss, and its gradient by the policy's log-probabilities and by the exact KL: [B, T, 3]."""
     names = ("policy_logprobs", "exact_kl", "exact_kl_forward")
-    leaves = {name: getattr(batch, name).detach().requires_grad_(True) for name in names}
-    loss = grpo_loss(replace(batch, **leaves), objective, totals=totals).loss
+    values = (batch.policy_logprobs, read(batch, "exact_kl"), read(batch, "exact_kl_forward"))
+    leaves = {name: x.detach().requires_grad_(True) for name, x in zip(names, values, strict=True)}
+    loss = grpo_loss(changed(batch, **leaves), objective, totals=totals).loss
     slopes = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True, materialize_grads=True)
     return loss.detach(), torch.stack(slopes, -1)
 
@@ -101,16 +102,7 @@ def close(a: Tensor, b: Tensor) -> bool:
 
 def each(batch: Batch, per_row: Any, per_token: Any) -> Batch:
     """A batch with each of its tensors changed: those of tokens by one function, those of sequences by another."""
-    changed = {}
-    for field in fields(batch):
-        x = getattr(batch, field.name)
-        if isinstance(x, Tensor):
-            changed[field.name] = per_token(x) if x.ndim == 2 else per_row(x)
-    return replace(batch, **changed)
-
-
-def rows_of(batch: Batch, rows: Any) -> Batch:
-    return each(batch, lambda x: x[rows], lambda x: x[rows])
+    return mapped(batch, lambda x: per_token(x) if x.ndim == 2 else per_row(x))
 
 
 def spread(x: Tensor, columns: Sequence[int], width: int) -> Tensor:

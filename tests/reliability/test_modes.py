@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.batches import read
 from tests.reliability.objectives import OBJECTIVES, inputs, loss_and_slopes
 
 from klamp.core.objective import Objective, grpo_loss
@@ -74,7 +75,7 @@ def test_log_probabilities_that_were_scored_under_inference_mode_are_data_like_a
     batch = inputs()
     with torch.inference_mode():
         names = ("old_logprobs", "ref_logprobs", "sampler_logprobs")
-        scored = {name: getattr(batch, name).clone() for name in names}
+        scored = {name: (batch.old_logprobs if name == "old_logprobs" else read(batch, name)).clone() for name in names}
     plain, found = loss_and_slopes(objective, batch), loss_and_slopes(objective, batch, **scored)
     assert all(torch.equal(a, b) for a, b in zip(plain, found, strict=True))
 

@@ -9,7 +9,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, get_peft_model
-from tests.batches import read
 from tests.scoring.test_scorer import MODELS, made, stretched
 from tests.training.conftest import disturb, tiny_llama
 from transformers import AutoModelForCausalLM, GenerationConfig
@@ -74,8 +73,8 @@ def test_completions_do_not_depend_on_the_batch_they_are_sampled_in(model, extra
             for i, row in enumerate(rows):
                 size = int(part.mask[i].sum())
                 torch.testing.assert_close(
-                    read(part, "sampler_logprobs")[i, :size],
-                    read(whole, "sampler_logprobs")[row, :size],
+                    part.sampler_logprobs[i, :size],
+                    whole.sampler_logprobs[row, :size],
                     rtol=0,
                     atol=1e-5,
                 )

@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from klamp.config import KLConfig, LossConfig
-from klamp.core import topk
+from klamp.core import term, topk
 from klamp.core.topk import topk_kl
-from klamp.core.types import Batch
 from klamp.verify import one_step
 from klamp.verify.convergence import LOSSES, expected_step, follow, teacher_price, worlds
 from klamp.verify.one_step import Scene, examine_config, scene, scores_of
@@ -143,8 +142,8 @@ def test_every_wrong_form_is_told_from_klamp_s_own(monkeypatch):
 
 def test_the_sampler_s_own_loss_is_found_out(monkeypatch):
     """A KL to the sampler that reads the reference is not 0 on-policy."""
-    own = Batch.towards
-    monkeypatch.setattr(Batch, "towards", lambda batch, to: own(batch, "reference" if to == "sampler" else to))
+    own = term.scored_by
+    monkeypatch.setattr(term, "scored_by", lambda batch, to: own(batch, "reference" if to == "sampler" else to))
     assert len(claims("to the sampler", failures(prove_teacher))) == 2
 
 

@@ -169,14 +169,14 @@ def kl_share(kl: KLConfig, now: Batch, before: Batch) -> torch.Tensor:
     term = kl.build_term()
     gate_kl = sequence_gate_kl(measure(before, term))  # before the first update, as every trainer does
     now, before = changed(now, gate_kl=gate_kl), changed(before, gate_kl=gate_kl)
-    gate = prepare(now, term).gate
+    prepared = prepare(now, term)
     if term.placement == "loss":
-        return token_penalty(now, term, gate)
+        return token_penalty(prepared)
     if term.placement == "advantage":
-        return -shifted_advantages(now, term, beta=kl.beta, gate=gate) * now.policy_logprobs / kl.beta
+        return -shifted_advantages(now.advantages, prepared, beta=kl.beta) * now.policy_logprobs / kl.beta
     none = torch.zeros(2, dtype=torch.float64)
     against_the_other = advantages_with_kl(
-        none, before, term, beta=kl.beta, gate=gate, advantages=lambda x: x - x.flip(0)
+        none, prepare(before, term), beta=kl.beta, advantages=lambda x: x - x.flip(0)
     ).unsqueeze(-1)
     return -against_the_other * now.policy_logprobs / kl.beta
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -230,8 +231,8 @@ def test_a_gate_that_opens_half_way(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_clip_that_the_reward_does_not_see(monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_gate(*args, gate, **choices):
-        return advantages_with_kl(*args, gate=None, **choices)
+    def without_gate(rewards, prepared, **choices):
+        return advantages_with_kl(rewards, replace(prepared, gate=None), **choices)
 
     monkeypatch.setattr(one_step, "advantages_with_kl", without_gate)
     assert failures(prove_clipping) == [

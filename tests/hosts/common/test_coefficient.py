@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.batches import read
 
 from klamp.core.term import KLTerm
 from klamp.errors import UnsupportedVersion
@@ -57,9 +58,10 @@ def test_the_sampler_is_who_reported_else_the_recorded_policy_else_the_policy() 
     policy = torch.full((2, 3), -1.0, requires_grad=True)
     old, reported = torch.full((2, 3), -1.1), torch.full((2, 3), -1.2)
     reported[0, 0] = torch.nan
-    assert torch.equal(batch_of(inputs(), policy).sampler_logprobs, policy.detach())
-    assert torch.equal(batch_of(inputs(old_per_token_logps=old), policy).sampler_logprobs, old)
-    found = batch_of(inputs(old_per_token_logps=old, sampling_per_token_logps=reported), policy).sampler_logprobs
+    assert torch.equal(read(batch_of(inputs(), policy), "sampler_logprobs"), policy.detach())
+    assert torch.equal(read(batch_of(inputs(old_per_token_logps=old), policy), "sampler_logprobs"), old)
+    both = inputs(old_per_token_logps=old, sampling_per_token_logps=reported)
+    found = read(batch_of(both, policy), "sampler_logprobs")
     assert found[0, 0] == old[0, 0] and found[1, 1] == reported[1, 1]
 
 

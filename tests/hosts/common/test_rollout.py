@@ -172,10 +172,11 @@ def test_the_kl_in_the_reward_is_the_advantage_of_lower_rewards(processes: int, 
         return shifted(made, term, beta=0.3)
 
     batch = replace(generation().batch(), group_size=GROUP, reference_length=2.0)
-    gate = prepare(batch, term).gate
+    made = prepare(batch, term)
+    gate = made.gate
     assert gate is None or 0 < float(gate.factor.mean()) < 1, "some are over budget, some are not"
     expected = advantages_with_kl(
-        rewards, batch, term, beta=0.3, gate=gate, advantages=lambda r: group_advantages(r, GROUP, scale="none")
+        rewards, made, beta=0.3, advantages=lambda r: group_advantages(r, GROUP, scale="none")
     )
     torch.testing.assert_close(torch.cat(in_processes(processes, shift)), expected)
     assert (expected - formed).abs().max() > 0.01
@@ -198,7 +199,8 @@ def test_a_completion_without_a_reward_has_no_say() -> None:
 def test_the_kl_in_the_advantage_is_the_cores() -> None:
     kl = KLConfig(beta=0.3, kl_estimator="k1", kl_placement="advantage", kl_horizon="sequence")
     made = generation()
-    expected = shifted_advantages(made.batch(), kl.build_term(), beta=0.3)
+    batch = made.batch()
+    expected = shifted_advantages(batch.advantages, prepare(batch, kl.build_term()), beta=0.3)
     torch.testing.assert_close(shifted(made, kl.build_term(), beta=0.3), expected)
     added = prepared(made, KLControl(kl), TOKENIZER, beta=0.3, reduction="token_mean")
     torch.testing.assert_close(added["advantages"], expected)

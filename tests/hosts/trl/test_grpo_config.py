@@ -30,7 +30,7 @@ from tests.hosts.trl.hosts import (
     with_kl,
 )
 
-from klamp.config import KLConfig
+from klamp.config import ALIASES, KLConfig
 from klamp.config.kl import KLWarning
 from klamp.errors import ConfigError, UnknownNameError
 from klamp.hosts.common.kl_fields import touched
@@ -41,7 +41,6 @@ from klamp.hosts.trl.grpo_config import (
     refuse_classes,
     settle_reference,
 )
-from klamp.names import ALIASES
 from klamp.trl import GRPOConfig, GRPOTrainer, attach
 
 CLIP: dict[str, Any] = {"kl_clip_method": "hard", "kl_clip_threshold": 0.01}

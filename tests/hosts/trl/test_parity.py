@@ -97,10 +97,8 @@ def own_loss(trainer: Any, base: Any, inputs: dict[str, Any], rewards: torch.Ten
     if kl.kl_placement == "reward":
         found = advantages_with_kl(
             rewards,
-            batch,
-            term,
+            prepare(batch, term),
             beta=kl.beta,
-            gate=prepare(batch, term).gate,
             advantages=lambda r: group_advantages(r, 2, scale="none", baseline="mean"),
         )
         batch = replace(batch, advantages=found)

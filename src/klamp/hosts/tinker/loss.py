@@ -18,7 +18,7 @@ from klamp.audit.micro_batch import check as check_loss
 from klamp.audit.verdict import Verdict
 from klamp.config import KLConfig, LossConfig
 from klamp.config.describe import describe_average
-from klamp.config.fields import unread
+from klamp.config.fields import host_refusals, unread
 from klamp.config.kl import BETA
 from klamp.config.loss import build_objective
 from klamp.config.teacher import TeacherConfig, of_a_server
@@ -143,12 +143,7 @@ class LossCall:
                 why="only one of them can be in force",
                 fix="leave cliprange out",
             ),
-            Refusal(
-                self.objective.beta > 0 and kl.kl_estimator == "exact",
-                "kl_estimator='exact' cannot be computed through Tinker",
-                why="the service returns the log-probabilities of chosen tokens, not whole rows of logits",
-                fix="use kl_estimator='k3' (its value is unbiased, its gradient the same in expectation)",
-            ),
+            *(host_refusals(kl, "Tinker") if self.objective.beta > 0 else ()),
             Refusal(
                 self.normalizer == "token_sum" and kl.kl_normalizer is not None,
                 "normalizer='token_sum' cannot be combined with kl_normalizer",
