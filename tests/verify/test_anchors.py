@@ -125,7 +125,7 @@ def test_a_head_that_is_read_wrongly(argument, broken, claim, monkeypatch):
 
 def test_the_reference_in_the_teacher_s_place(monkeypatch):
     def confused(y, *args):
-        return scores_of(y, *args) | {"teacher_logprobs": y.ref_logprobs}
+        return scores_of(y, *args) | {"teacher.logprobs": y.ref_logprobs}
 
     monkeypatch.setattr(one_step, "scores_of", confused)
     found = failures(prove_teacher)
