@@ -87,9 +87,8 @@ def happy_words(completion: str, **_: object) -> float:
 def one(cell: str, seed: int) -> dict[str, Any]:
     """Run a cell once: how well the target was held, and the KL and beta of every step."""
     from klamp.doctor.readers import read_record
-    from klamp.lab.backends import train_run
+    from klamp.lab.backends import launch, train_run
     from klamp.lab.config import TrainConfig
-    from klamp.lab.backends import launch
 
     values = {"max_steps": 150, "seed": seed, **CELLS[cell]}
     sparse = {"eval_every": 0, "save_every": 0, "report_to": (), "log_completions": 0, "eval_size": 8}
