@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, TypeAlias, TypedDict, Unpack
 
@@ -18,7 +18,7 @@ from klamp.audit.micro_batch import check as check_loss
 from klamp.audit.verdict import Verdict
 from klamp.config import KLConfig, LossConfig
 from klamp.config.describe import describe_average
-from klamp.config.fields import host_refusals, unread
+from klamp.config.fields import host_refusals, ignored_fields, unread
 from klamp.config.kl import BETA
 from klamp.config.loss import build_objective
 from klamp.config.teacher import TeacherConfig, of_a_server
@@ -39,18 +39,11 @@ Normalizer: TypeAlias = Literal["loss_type", "token_sum"]
 """The average that the loss type names, or a plain sum over all tokens, as the service's built-in losses compute."""
 PLAIN_SUM = Totals(sequences=1.0, tokens=1.0, kl_tokens=1.0)
 """A mean over the tokens of a step with one token is a sum."""
-REFERENCE_FIELDS = [field.name for field in fields(KLConfig) if field.name.startswith("reference")]
-UNREAD: dict[str, str] = {
-    "kl_early_stop": "a trainer that takes the optimizer step",
-    **dict.fromkeys(REFERENCE_FIELDS, "a trainer that scores the reference"),
-    **dict.fromkeys(("scale_rewards", "advantage_baseline"), "a trainer that forms the advantages"),
-    "vllm_importance_sampling_mode": "an old policy besides the sampler",
-    **dict.fromkeys(
-        ("teacher_schedule", "teacher_warmup_steps"),
-        "a caller that passes teacher_coef=teacher.coefficient(step, steps) in each call",
-    ),
-}
-"""Fields that no call of the loss reads, but for reference='sampler', and what they need."""
+A_TRAINER = "a trainer that takes steps: a call computes one loss of datums that are scored"
+TEACHER_MOVES = dict.fromkeys(
+    ("teacher_schedule", "teacher_warmup_steps"),
+    "a caller that passes teacher_coef=teacher.coefficient(step, steps) in each call",
+)
 UNREAD_WITHOUT_KL_COEF: dict[str, str] = dict.fromkeys(
     ("kl_controller", "target_kl", "kl_schedule", "kl_warmup_steps"),
     "kl_coef=controller.value in each call, with controller = kl.build_controller()",
@@ -124,13 +117,14 @@ class LossCall:
     def notes(self) -> tuple[str, ...]:
         """What has no effect, or another than its name suggests."""
         kl, teacher = self.kl, self.teacher if self.teacher is not None and self.teacher.there else TeacherConfig()
-        needs = UNREAD | (UNREAD_WITHOUT_KL_COEF if self.kl_coef is None else {})
+        loss = self.loss or LossConfig()
+        needs = dict.fromkeys((*ignored_fields(kl, "tinker"), *ignored_fields(loss, "tinker")), A_TRAINER)
+        needs |= TEACHER_MOVES | (UNREAD_WITHOUT_KL_COEF if self.kl_coef is None else {})
         if kl.reference == "sampler":
-            del needs["reference"]
+            needs.pop("reference", None)
         for config in (kl, teacher):
             needs |= {name: needed for name, needed in IN_REWARD.items() if getattr(config, name, None) == "reward"}
-        configs = (kl, teacher, self.loss or LossConfig())
-        return tuple(note for config in configs for note in unread(config, needs))
+        return tuple(note for config in (kl, teacher, loss) for note in unread(config, needs))
 
     def _refusals(self) -> list[Refusal]:
         kl, teacher = self.kl, self.teacher
