@@ -82,7 +82,9 @@ def test_audit(base: Environment) -> None:
     done = base.run("klamp", "audit", "mine:kl")
     assert done.returncode == 1 and "zero" in done.stdout, "k1 as a loss pulls nowhere: " + done.stdout + done.stderr
     done = base.run("klamp", "audit", "trl")
-    assert done.returncode == 2 and done.stderr.startswith("klamp: error: trl is not installed\n")
+    assert done.returncode == 2 and done.stderr.startswith(
+        "klamp: error: klamp audit trl needs trl, which is not installed\n"
+    )
 
 
 def test_doctor_and_report(base: Environment, record: Path) -> None:

@@ -15,6 +15,7 @@ from klamp import (
     LossOutput,
     Objective,
     Totals,
+    Weighted,
     build_objective,
     exact_kl,
     grpo_loss,
@@ -33,7 +34,7 @@ assert_type(preset("grpo"), KLConfig)
 
 objective = build_objective(config, LossConfig(), max_length=8)
 assert_type(objective, Objective)
-assert_type(Objective(kl=KLTerm(value="k1")).beta, float)
+assert_type(Objective(terms=(Weighted(0.1, KLTerm(value="k1")),)).beta, float)
 
 
 def loss_of(policy: Tensor, ref: Tensor, mask: Tensor, advantages: Tensor) -> Tensor:
