@@ -113,7 +113,7 @@ def _in_reward(batch: Batch, rewards: Tensor, kl: KLConfig) -> Tensor:
     def formed(of: Tensor) -> Tensor:
         return group_advantages(of, GROUP, baseline="leave_one_out", scale="none")
 
-    return advantages_with_kl(rewards, batch, term, beta=0.3, gate=prepare(batch, term).gate, advantages=formed)
+    return advantages_with_kl(rewards, prepare(batch, kl.build_term()), beta=0.3, advantages=formed)
 
 
 @pytest.mark.gate
