@@ -9,9 +9,8 @@ from typing import Any
 from torch import Tensor
 
 from klamp import Batch, KLTerm, Objective, Weighted
-from klamp.core.types import Scored
+from klamp.core.types import HELD, Scored
 
-HELD = ("reference", "sampler")
 FIELDS: dict[str, tuple[tuple[str, ...], str]] = {
     "ref_logprobs": (("reference",), "logprobs"),
     "sampler_logprobs": (("sampler",), "logprobs"),

@@ -226,3 +226,14 @@ def test_a_term_to_any_name_follows_the_kl_to_that_anchor(name):
     slopes = [torch.autograd.grad(x, policy, retain_graph=True)[0] for x in (loss, 0.3 * kl)]
     torch.testing.assert_close(*slopes)
     assert ("kl/k3" if name == "reference" else f"{name}/kl") in metrics
+
+
+@pytest.mark.parametrize("anchor", ["reference", "sampler"])
+def test_the_run_s_own_anchors_score_every_trained_token(anchor):
+    """A bound of the log-ratio or an exclusion excuses no token that the reference or the sampler did not score."""
+    name = {"reference": "ref_logprobs", "sampler": "sampler_logprobs"}[anchor]
+    lost = torch.full((4, 3), -1.0, dtype=torch.float64).index_fill(1, torch.tensor([0]), -torch.inf)
+    kept = torch.ones(4, 3, dtype=torch.bool).index_fill(1, torch.tensor([0]), False)
+    for batch in (scored(**{name: lost}), changed(scored(**{name: lost}), kl_mask=kept)):
+        with pytest.raises(NonFiniteError, match=name):
+            grpo_loss(batch, objective_of(beta=0.1, kl=KLTerm(anchor=anchor, max_log_ratio=5.0)))

@@ -84,11 +84,9 @@ def check_settings(config: Any) -> None:
 
 def without_effect(config: Any) -> list[str]:
     """A caution for each field that was changed and that nothing reads, with what it needs."""
-    missing = [
-        (field.name, value, [need.text for need in field.metadata.get("needs", ()) if not need.is_met(config)])
-        for field, value in _changed(config)
-    ]
-    return [f"{name}={value!r} has no effect: it needs {texts[0]}." for name, value, texts in missing if texts]
+    needs = {field.name: field.metadata.get("needs", ()) for field in fields(config)}
+    missing = {name: [need.text for need in some if not need.is_met(config)] for name, some in needs.items()}
+    return unread(config, {name: texts[0] for name, texts in missing.items() if texts})
 
 
 def host_refusals(config: Any, host: str) -> list[Refusal]:

@@ -35,7 +35,7 @@ from klamp.core.masking import (
 )
 from klamp.core.surrogates import per_token
 from klamp.core.term import Prepared
-from klamp.core.types import Advantages, Estimator, Horizon, LogProbs, LossPart, Mask, Reduction, TokenValues
+from klamp.core.types import HELD, Advantages, Estimator, Horizon, LogProbs, LossPart, Mask, Reduction, TokenValues
 from klamp.errors import ConfigError, NonFiniteError
 
 
@@ -210,10 +210,6 @@ def shifted_advantages(advantages: Advantages, prepared: Prepared, *, beta: floa
         max_log_ratio=term.max_log_ratio,
         kl_mask=prepared.excluded,
     )
-
-
-HELD = ("reference", "sampler")
-"""Anchors whose KL is the run's own, logged as `kl/...`; that to any other anchor is logged under the anchor's name."""
 
 
 def kl_metrics(prepared: Prepared) -> dict[str, Tensor]:

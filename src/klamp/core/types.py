@@ -131,12 +131,16 @@ class Batch:
         return replace(self, anchors={**self.anchors, anchor: self.anchors[anchor]._replace(**changes)})
 
 
+HELD = ("reference", "sampler")
+"""Anchors that a run's own KL may be to, logged as `kl/...`; the KL to any other is logged under the anchor's name."""
+
+
 def held_anchors(
     reference: LogProbs | None, sampler: LogProbs | None, *, mask: Mask | None = None, gate: Tensor | None = None
 ) -> dict[str, Scored]:
-    """The anchors that a run's own KL may be to; exclusions and the clip's KL are the same for both."""
-    logprobs = {"reference": reference, "sampler": sampler}
-    return {name: Scored(x, mask=mask, gate=gate) for name, x in logprobs.items() if x is not None}
+    """What the anchors of `HELD` say; exclusions and the clip's KL are the same for both."""
+    logprobs = zip(HELD, (reference, sampler), strict=True)
+    return {name: Scored(x, mask=mask, gate=gate) for name, x in logprobs if x is not None}
 
 
 def argument_of(anchor: str) -> str:
@@ -279,9 +283,12 @@ def check_batch(batch: Batch, *, part: bool = False, bounded: Collection[str] = 
 
 
 def _check_anchor(anchor: str, scored: Scored, mask: Mask, *, bounded: bool) -> None:
-    counted = mask if scored.mask is None else mask & scored.mask
-    counted = counted & ~scored.logprobs.isneginf() if bounded else counted
-    check_logprobs(argument_of(anchor), scored.logprobs, counted, fix=BOUND_IT)
+    counted, fix = mask, SCORING
+    if anchor not in HELD:  # the run's own anchors score every trained token, also one that carries no KL
+        fix = BOUND_IT
+        counted = mask if scored.mask is None else mask & scored.mask
+        counted = counted & ~scored.logprobs.isneginf() if bounded else counted
+    check_logprobs(argument_of(anchor), scored.logprobs, counted, fix=fix)
     if scored.weight is not None and not bool(((scored.weight >= 0) & scored.weight.isfinite()).all()):
         raise DataError(
             "the weights of an anchor must be one finite number >= 0 per sequence",

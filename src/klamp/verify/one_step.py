@@ -32,10 +32,10 @@ from klamp.core.advantages import group_advantages
 from klamp.core.estimators import exact_kl
 from klamp.core.masking import Totals
 from klamp.core.objective import LossOutput, Objective, grpo_loss
-from klamp.core.penalty import HELD, advantages_with_kl, shifted_rewards
+from klamp.core.penalty import advantages_with_kl, shifted_rewards
 from klamp.core.term import KLTerm, Prepared, Weighted, measure, prepare, sequence_gate_kl, sequence_kl
 from klamp.core.topk import distinct, topk_kl
-from klamp.core.types import Batch, Scored
+from klamp.core.types import HELD, Batch, Scored
 from klamp.errors import ConfigError, KLWarning
 from klamp.verify.oracle import Report, gradient_of, report
 from klamp.verify.worlds import Chain, Outcomes, Sampler, enumerate_outcomes, random_chain

@@ -136,6 +136,7 @@ def describe_changes(values: Mapping[str, Any]) -> dict[int, str]:
 
 
 def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
+    """Field -> its value in one configuration and in another, where the two differ."""
     return {name: (before[name], now[name]) for name in before if name not in PLACE and before[name] != now[name]}
 
 
