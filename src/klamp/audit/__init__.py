@@ -92,10 +92,6 @@ def load_subject(name: str, *, means: Direction = "reverse") -> Subject:
     return replace(subject, cautions=(*subject.cautions, caution))
 
 
-CONTRACT = "function(policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T]"
-DISTILLATION_CONTRACT = "function(student_logits [B, T, V], teacher_logits [B, T, V], tokens [B, T], mask [B, T]) -> []"
-
-
 def function_subject(path: str, *, means: Direction = "reverse") -> Subject:
     """Prepare a function for an audit: a KL or a whole loss, or, with four arguments, a loss of distillation."""
     import torch
@@ -147,9 +143,11 @@ def load_function(path: str) -> Callable[..., Any]:
             fix="run it where `python -c 'import ...'` of that module works",
         ) from error
     if not callable(function):
+        from klamp.audit.examine import CONTRACT
+
         why = "an audit calls it"
         raise ConfigError(f"{path} is no function", got=type(function).__name__, why=why, fix=f"name one: {CONTRACT}")
     return function
 
 
-__all__ = ["CONTRACT", "DISTILLATION_CONTRACT", "HOSTS", "Host", "load_function", "load_subject"]
+__all__ = ["HOSTS", "Host", "load_function", "load_subject"]

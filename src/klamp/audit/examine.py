@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from klamp.audit import CONTRACT, DISTILLATION_CONTRACT
 from klamp.audit.capture import Capture, roundoff
 from klamp.audit.conclude import Reading, conclude
 from klamp.audit.logits import check_logits
@@ -22,6 +21,9 @@ from klamp.audit.verdict import Verdict, finding
 from klamp.core.arguments import describe
 from klamp.core.types import Direction
 from klamp.errors import ConfigError
+
+CONTRACT = "function(policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T]"
+DISTILLATION_CONTRACT = "function(student_logits [B, T, V], teacher_logits [B, T, V], tokens [B, T], mask [B, T]) -> []"
 
 PROMPT = 2
 """Tokens of the prompt before each drawn completion."""

@@ -236,17 +236,13 @@ class _Field:
     """Of a Literal; empty where it is none."""
     kinds: tuple[Any, ...]
     """The types that it may be of, None aside."""
-    numbers: Numbers = ANY
-    """Which numbers it takes: those of `Annotated[float, NUMBERS]`."""
 
     @classmethod
     def of(cls, field: dataclasses.Field[Any], hint: Any) -> _Field:
-        numbers = next((x for x in getattr(hint, "__metadata__", ()) if isinstance(x, Numbers)), ANY)
-        hint = hint.__origin__ if hasattr(hint, "__metadata__") else hint
         parts = get_args(hint) if get_origin(hint) in (Union, UnionType) else (hint,)
         kinds = tuple(part for part in parts if part is not NoneType)
         named = tuple(choice for part in kinds if get_origin(part) is Literal for choice in get_args(part))
-        return cls(field.name, field.default, NoneType in parts, named, kinds, numbers)
+        return cls(field.name, field.default, NoneType in parts, named, kinds)
 
     @property
     def fix(self) -> str:
@@ -256,7 +252,7 @@ class _Field:
 
 @functools.cache
 def _fields(cls: type) -> tuple[_Field, ...]:
-    hints = get_type_hints(cls, include_extras=True)
+    hints = get_type_hints(cls)
     return tuple(_Field.of(field, hints[field.name]) for field in dataclasses.fields(cls))
 
 
@@ -267,13 +263,13 @@ def choices(cls: type) -> Mapping[str, tuple[Any, ...]]:
 
 
 def check_fields(config: object, numbers: Mapping[str, Numbers] = MappingProxyType({})) -> None:
-    """Refuse what no field of this dataclass takes; `numbers`, or its `Annotated` type, says which a field takes.
+    """Refuse what no field of this dataclass takes; `numbers` says which ones a field takes, else every finite one.
 
     Choices of a Literal by name; int and float (finite, and no bool); bool; str; tuples of these; other configurations.
     Fields of other types are not looked at.
     """
     for field in _fields(type(config)):
-        _check(field, getattr(config, field.name), numbers.get(field.name, field.numbers))
+        _check(field, getattr(config, field.name), numbers.get(field.name, ANY))
 
 
 def _check(field: _Field, x: object, numbers: Numbers) -> None:

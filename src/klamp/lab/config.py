@@ -11,10 +11,10 @@ import re
 import warnings
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, TypeAlias, get_type_hints
+from typing import Any, Literal, TypeAlias, get_type_hints
 
 from klamp.config import KLConfig, LossConfig, TeacherConfig, build_objective
-from klamp.config.fields import check_cluster, check_server, resolve_aliases
+from klamp.config.fields import check_cluster, check_server, check_settings, resolve_aliases, setting
 from klamp.config.kl import DType
 from klamp.config.teacher import ALL_ALIASES
 from klamp.core.arguments import (
@@ -24,7 +24,6 @@ from klamp.core.arguments import (
     FROM_0_BELOW_1,
     POSITIVE,
     Numbers,
-    check_fields,
 )
 from klamp.core.controllers import Schedule
 from klamp.doctor.alarms import check_names
@@ -58,9 +57,9 @@ class ModelConfig:
     """Data type of the weights; float16 for the base of a LoRA adapter only."""
     master_weights: MasterWeights = "float32"
     """Train all weights of a bfloat16 model on float32 copies, or (none) in bfloat16 alone, where most never move."""
-    lora_r: Annotated[int, AT_LEAST_0] = 0
+    lora_r: int = setting(0, AT_LEAST_0)
     """Rank of a LoRA adapter; 0 trains all weights."""
-    lora_alpha: Annotated[int, AT_LEAST_1] = 32
+    lora_alpha: int = setting(32, AT_LEAST_1)
     """Scale of the adapter."""
     lora_target_modules: tuple[str, ...] = ("all-linear",)
     """Modules that get an adapter."""
@@ -68,26 +67,26 @@ class ModelConfig:
     """Recompute activations in the backward pass to save memory."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """How completions are sampled. A step samples prompts_per_step * num_generations of them."""
 
-    prompts_per_step: Annotated[int, AT_LEAST_1] = 32
+    prompts_per_step: int = setting(32, AT_LEAST_1)
     """Prompts per step."""
-    num_generations: Annotated[int, AT_LEAST_1] = 8
+    num_generations: int = setting(8, AT_LEAST_1)
     """Completions per prompt: the group; 1 where a teacher takes the place of the reward."""
-    max_completion_length: Annotated[int, AT_LEAST_1] = 16
+    max_completion_length: int = setting(16, AT_LEAST_1)
     """Longest completion in tokens."""
-    max_prompt_length: Annotated[int, AT_LEAST_1] = 512
+    max_prompt_length: int = setting(512, AT_LEAST_1)
     """Longest prompt in tokens that there is room for (backend verl); a longer one is refused before any work."""
-    temperature: Annotated[float, TEMPERATURES] = 1.0
+    temperature: float = setting(1.0, TEMPERATURES)
     """Sampling temperature; log-probabilities and the KL are those at this temperature."""
-    top_p: Annotated[float, SHARE] = 1.0
+    top_p: float = setting(1.0, SHARE)
     """Nucleus sampling; below 1 the support is cut, and k1 and k3 of the uncut models are biased alike."""
-    top_k: Annotated[int, AT_LEAST_0] = 0
+    top_k: int = setting(0, AT_LEAST_0)
     """Top-k sampling; 0: off."""
     mask_truncated_completions: bool = False
     """Leave completions out of the loss that reached max_completion_length without an end token."""
@@ -97,7 +96,7 @@ class RolloutConfig:
     """Address of a vLLM server that `trl vllm-serve` runs, which writes them instead (backend trl); None: no server."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_settings(self)
         check_server(self.sampler_url, "sampler_url", key="your ~/.netrc, which TRL's client reads")
 
 
@@ -105,27 +104,27 @@ class RolloutConfig:
 class OptimConfig:
     """How weights move."""
 
-    learning_rate: Annotated[float, RATES] = 1e-4
+    learning_rate: float = setting(1e-4, RATES)
     """Peak learning rate of AdamW."""
     lr_scheduler_type: Schedule = "cosine"
     """constant, linear or cosine, after the warm-up."""
-    warmup_steps: Annotated[int, AT_LEAST_0] = 10
+    warmup_steps: int = setting(10, AT_LEAST_0)
     """Steps of linear warm-up."""
-    weight_decay: Annotated[float, AT_LEAST_0] = 0.0
+    weight_decay: float = setting(0.0, AT_LEAST_0)
     """Decoupled weight decay."""
-    adam_beta1: Annotated[float, MOMENT] = 0.9
+    adam_beta1: float = setting(0.9, MOMENT)
     """Decay of AdamW's first moment."""
-    adam_beta2: Annotated[float, MOMENT] = 0.99
+    adam_beta2: float = setting(0.99, MOMENT)
     """Decay of AdamW's second moment."""
-    max_grad_norm: Annotated[float, AT_LEAST_0] = 1.0
+    max_grad_norm: float = setting(1.0, AT_LEAST_0)
     """Largest norm of the gradient; 0: no clipping."""
-    num_iterations: Annotated[int, AT_LEAST_1] = 1
+    num_iterations: int = setting(1, AT_LEAST_1)
     """Updates per rollout; from the second on, ratios are taken against the log-probabilities before the first."""
-    gradient_accumulation_steps: Annotated[int, AT_LEAST_1] = 1
+    gradient_accumulation_steps: int = setting(1, AT_LEAST_1)
     """Parts that a step is computed in; the result is that of the whole, exactly."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -134,27 +133,27 @@ class RunConfig:
 
     output_dir: str | None = None
     """Folder of the run; None: runs/TASK-NNN with the next free number."""
-    max_steps: Annotated[int, AT_LEAST_0] = 120
+    max_steps: int = setting(120, AT_LEAST_0)
     """Steps, each with one rollout."""
-    seed: Annotated[int, SEEDS] = 0
+    seed: int = setting(0, SEEDS)
     """Seed of sampling and of the order of prompts."""
-    eval_every: Annotated[int, AT_LEAST_0] = 40
+    eval_every: int = setting(40, AT_LEAST_0)
     """Steps between evaluations; 0: only before and after."""
-    save_every: Annotated[int, AT_LEAST_0] = 40
+    save_every: int = setting(40, AT_LEAST_0)
     """Steps between checkpoints; 0: only at the end."""
-    keep_checkpoints: Annotated[int, AT_LEAST_1] = 2
+    keep_checkpoints: int = setting(2, AT_LEAST_1)
     """How many checkpoints to keep."""
-    log_completions: Annotated[int, AT_LEAST_0] = 8
+    log_completions: int = setting(8, AT_LEAST_0)
     """Completions per logged step that are written to completions.jsonl."""
-    log_completions_every: Annotated[int, AT_LEAST_1] = 10
+    log_completions_every: int = setting(10, AT_LEAST_1)
     """Steps between logged completions."""
-    log_answers: Annotated[int, AT_LEAST_0] = 4
+    log_answers: int = setting(4, AT_LEAST_0)
     """Greedy answers per skill that every evaluation writes to answers.jsonl."""
     report_to: tuple[str, ...] = ("tensorboard",)
     """Trackers: tensorboard, wandb (if it is installed); none: no tracker."""
     resume: bool = False
     """Continue a run from its newest checkpoint, as it was but for what is named: `--resume RUN`, or output_dir."""
-    exact_kl_completions: Annotated[int | None, AT_LEAST_0] = None
+    exact_kl_completions: int | None = setting(None, AT_LEAST_0)
     """Completions per group whose exact KL is measured, in both directions; None: all of them for a small vocabulary,
     else one and KL(policy||ref) only."""
     cpu: bool = False
@@ -163,11 +162,11 @@ class RunConfig:
     """Alarms (and notes) at which to stop, with a checkpoint kept; `klamp doctor --help` lists them."""
     backend: Backend = "local"
     """Who trains: local (klamp's own loop), trl (TRL's GRPO), or verl (its own program, on Ray)."""
-    gpus: Annotated[int, AT_LEAST_1] = 1
+    gpus: int = setting(1, AT_LEAST_1)
     """GPUs to use on each machine (backends verl and trl, which gets a process for each)."""
-    gpu_memory: Annotated[float, POSITIVE] = 80.0
+    gpu_memory: float = setting(80.0, POSITIVE)
     """Memory of a GPU in GB, by which parts of a step, offloading and the engine's share are chosen."""
-    machines: Annotated[int, AT_LEAST_1] = 1
+    machines: int = setting(1, AT_LEAST_1)
     """Machines of the Ray cluster to use (backend verl)."""
     ray_address: str | None = None
     """Address of a Ray cluster to run on (backend verl); None: one of this machine alone, started for the run."""
@@ -175,7 +174,7 @@ class RunConfig:
     """More arguments of verl, KEY=VALUE as in Hydra (backend verl); they come last, and win."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_settings(self)
         if self.report_to == ("none",):  # as transformers and TRL have it
             object.__setattr__(self, "report_to", ())
         if (self.output_dir or "").startswith("~"):
@@ -202,7 +201,7 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_settings(self)
         length = self.rollout.max_completion_length
         build_objective(self.kl, self.loss, max_length=length, teacher=self.teacher)
         refuse(_refusals(self))

@@ -32,9 +32,10 @@ from inspect import Parameter
 from numbers import Real
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Any
+from typing import Any
 
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_fields
+from klamp.config.fields import check_settings, setting
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1
 from klamp.errors import ConfigError, DataError, RewardError, brief, unknown_name
 from klamp.files import at_home, with_end
 
@@ -89,9 +90,9 @@ class TaskConfig:
     """Whether prompts pass through the tokenizer's chat template; None: where it has one (not in arithmetic)."""
     system_prompt: str = ""
     """The system message put before each prompt; without a chat template, a text before it and an empty line."""
-    train_size: Annotated[int, AT_LEAST_0] = 0
+    train_size: int = setting(0, AT_LEAST_0)
     """How many training prompts to use at most; 0: all there are, and 4096 where prompts are generated."""
-    eval_size: Annotated[int, AT_LEAST_1] = 256
+    eval_size: int = setting(256, AT_LEAST_1)
     """How many held-out examples to use at most for each skill."""
     eval_split: str = ""
     """The path of a file of held-out rows; empty: a deterministic share of the task's own rows."""
@@ -99,7 +100,7 @@ class TaskConfig:
     """The seed for generating and for splitting rows."""
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_settings(self)
 
 
 @dataclass(frozen=True, kw_only=True)
