@@ -48,7 +48,6 @@ class Hook(NamedTuple):
 NEMO = ("nemo_rl/algorithms/loss/utils.py", "nemo_rl/algorithms/loss/loss_functions.py", "nemo_rl/algorithms/grpo.py")
 NEMO_CALL = ("nemo_rl/algorithms/loss/wrapper.py::loss_fn(",)
 SLIME, MILES = "slime/backends/megatron_utils", "miles/backends/training_utils"
-LENGTHS = "unconcat_tokens total_lengths response_lengths"
 HOOKS = {
     "prime-rl": Hook(
         "klamp_loss",
@@ -87,14 +86,14 @@ HOOKS = {
     "slime": Hook(
         "klamp_loss",
         (f"{SLIME}/loss.py::func(",),
-        keys=f"{LENGTHS} teacher_log_probs",
+        keys="unconcat_tokens total_lengths response_lengths teacher_log_probs",
         files=(f"{SLIME}/model.py",),
     ),
     "miles": Hook(
         "klamp_loss",
         (f"{MILES}/loss.py::func(",),
-        keys=f"{LENGTHS} max_seq_lens",
-        files=("miles/backends/megatron_utils/model.py", f"{MILES}/loss_hub/losses.py"),
+        keys="total_lengths response_lengths max_seq_lens",
+        files=("miles/backends/megatron_utils/model.py",),
     ),
     "AReaL": Hook(
         "grpo_loss_fn",
