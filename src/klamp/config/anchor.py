@@ -1,22 +1,55 @@
-"""What holds for the KL to a reference and to a teacher: one term, one set of rules, and what hosts cannot honour.
+"""The choices that the KL to a reference and that to a teacher share: texts, rules, and what hosts cannot honour.
 
-A field of the KL to the reference is called `kl_NAME`, one of the KL to a teacher `teacher_NAME`.
+A choice of the KL to the reference is the field `kl_NAME` or `reference_NAME`, one of the KL to a teacher
+`teacher_NAME`.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from klamp.config.fields import HostLimit, setting
-from klamp.core.arguments import ANY
-from klamp.core.term import TERM_NUMBERS, KLTerm
+from klamp.config.fields import HostLimit, like
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, INSIDE_0_1, limited
+from klamp.core.controllers import Schedule
+from klamp.core.term import KLTerm
 from klamp.errors import Refusal
 
+KEPT_SHARE = INSIDE_0_1.but(
+    "every step keeps this share of the old weights", "0.99 follows over about a hundred steps; 'frozen' never moves"
+)
 
-def of_term(name: str, **rest: Any) -> Any:
-    """A field of a configuration with the default and the numbers of a field of `KLTerm`; `rest`: see `setting`."""
-    return setting(getattr(KLTerm, name), TERM_NUMBERS.get(name, ANY), **rest)
+
+@dataclass(frozen=True, kw_only=True)
+class AnchorChoices:
+    """The choices of an anchor beside those of `KLTerm`; its text fills in the names of anchor and coefficient."""
+
+    schedule: Schedule = "constant"
+    """Factor on {coefficient} over the run: constant, linear or cosine."""
+    warmup_steps: int = limited(0, AT_LEAST_0)
+    """Warm-up: steps over which the factor on {coefficient} grows from 0."""
+    schedule_end: float = limited(0.0, FROM_0_TO_1)
+    """The factor on {coefficient} at the end of a linear or cosine schedule."""
+    url: str | None = None
+    """Address of a vLLM server that scores as the {anchor}."""
+    name: str | None = None
+    """The model's name at that server; None: the only one that it serves."""
+    decay: float = limited(0.99, KEPT_SHARE)
+    """ema: share of the old {anchor}'s weights that every step keeps, in (0, 1)."""
+    reset_steps: int = limited(100, AT_LEAST_1)
+    """periodic: steps after which the {anchor} becomes the policy."""
+
+
+WORDS: Mapping[str, Mapping[str, str]] = {
+    "reference": {"anchor": "reference", "coefficient": "beta"},
+    "teacher": {"anchor": "teacher", "coefficient": "teacher_coef"},
+}
+
+
+def choice(name: str, anchor: str = "reference", **rest: Any) -> Any:
+    """A field of `KLTerm` or `AnchorChoices` as a choice of one anchor; `rest`: see `setting`."""
+    return like(KLTerm if hasattr(KLTerm, name) else AnchorChoices, name, WORDS[anchor], **rest)
 
 
 def build_term(config: Any, prefix: str, **own: Any) -> KLTerm:

@@ -9,10 +9,11 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
-from klamp.core.arguments import ANY, Numbers, check_fields
+from klamp.core.arguments import ANY, Numbers
 from klamp.errors import ConfigError, Refusal, unknown_name
 
 
@@ -55,6 +56,7 @@ def setting(
     limits: Sequence[HostLimit] = (),
     ignored_by: Sequence[str] = (),
     aliases: Sequence[str] = (),
+    text: tuple[Any, str, Mapping[str, str]] | None = None,
 ) -> Any:
     """A field of a configuration.
 
@@ -65,9 +67,19 @@ def setting(
         limits: values that some hosts refuse.
         ignored_by: hosts that do not read it; they warn of it.
         aliases: its names in other trainers.
+        text: the dataclass and its field that hold the text, and the words that are filled in; None: it has its own.
     """
     metadata = {"numbers": numbers, "needs": needs, "limits": limits, "ignored_by": ignored_by, "aliases": aliases}
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata | {"text": text})
+
+
+def like(owner: Any, name: str, words: Mapping[str, str] = MappingProxyType({}), **rest: Any) -> Any:
+    """A field with default, numbers and text of another dataclass's field; `rest`: what differs, see `setting`."""
+    source = owner.__dataclass_fields__[name]
+    return setting(
+        **{"default": source.default, "numbers": source.metadata.get("numbers", ANY), "text": (owner, name, words)}
+        | rest
+    )
 
 
 def _changed(config: Any) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
@@ -75,11 +87,6 @@ def _changed(config: Any) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
         value = getattr(config, field.name)
         if value != field.default:
             yield field, value
-
-
-def check_settings(config: Any) -> None:
-    """Refuse a value of another type, an unknown choice, and a number that its field does not take."""
-    check_fields(config, {field.name: field.metadata.get("numbers", ANY) for field in fields(config)})
 
 
 def without_effect(config: Any) -> list[str]:

@@ -9,20 +9,20 @@ from dataclasses import InitVar, dataclass
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from klamp.config import anchor
+from klamp.config.anchor import TINKER, choice
 from klamp.config.fields import (
     Need,
     accepts_aliases,
     aliases_of,
     check_server,
-    check_settings,
+    like,
     one_of,
     setting,
     without_effect,
 )
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, INSIDE_0_1, POSITIVE, check_number
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, POSITIVE, check_fields, check_number
 from klamp.core.clipping import ClipLevel
 from klamp.core.controllers import (
-    CONTROLLER_NUMBERS,
     Controller,
     FixedController,
     HoldController,
@@ -102,20 +102,14 @@ class KLConfig(_OtherNames):
     """Coefficient of the KL, in reward (or loss) per nat. 0 trains without KL: no reference is loaded."""
     kl_estimator: Value = setting("k3", limits=(anchor.NO_LOGITS,))
     """Value of the KL: k1, k2, k3, abs, or exact (over the vocabulary)."""
-    kl_gradient: Gradient = KLTerm.gradient
-    """Whose gradient the loss follows: reverse KL(policy||ref), forward KL(ref||policy), the estimator's own, none."""
-    kl_horizon: Horizon = anchor.of_term("horizon", needs=(A_GRADIENT,))
-    """token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."""
-    kl_placement: Placement = KLTerm.placement
-    """In the loss, in the reward (before advantages are formed), or as a shift of the advantage (after)."""
-    kl_clip_method: ClipMethod = KLTerm.clip_method
-    """How the KL is clipped at its budget: none, hard (no pull below the budget), or soft."""
-    kl_clip_threshold: float = anchor.of_term("clip_threshold", needs=(CLIP,))
-    """KL budget: nats per token of the reference length, or nats in total."""
+    kl_gradient: Gradient = choice("gradient")
+    kl_horizon: Horizon = choice("horizon", needs=(A_GRADIENT,))
+    kl_placement: Placement = choice("placement")
+    kl_clip_method: ClipMethod = choice("clip_method")
+    kl_clip_threshold: float = choice("clip_threshold", needs=(CLIP,))
     use_per_token_kl_threshold: bool = setting(KLTerm.clip_unit == "token", needs=(CLIP,))
     """Whether the threshold is per token (multiplied by the reference length)."""
-    kl_clip_temperature: float = anchor.of_term("clip_temperature", needs=(SOFT,))
-    """Width of the soft clip in nats of the total."""
+    kl_clip_temperature: float = choice("clip_temperature", needs=(SOFT,))
     kl_clip_level: ClipLevel | None = setting(None, needs=(CLIP,))
     """Whose KL is held against the budget: each sequence's, its group's mean, or the batch's. None: each sequence's
     with kl_estimator='exact', kl_horizon='token', else its group's; a sampled KL leaves the sequence itself out."""
@@ -136,9 +130,9 @@ class KLConfig(_OtherNames):
         needs=(A_CONTROLLER, A_START),
     )
     """KL to hold, in nats per token (the unit of the logged metric kl/k3)."""
-    kl_controller_gain: float = setting(HoldController.gain, CONTROLLER_NUMBERS["gain"], needs=(RULES["hold"],))
+    kl_controller_gain: float = like(HoldController, "gain", needs=(RULES["hold"],))
     """hold: largest change of log beta in a step."""
-    kl_controller_lead: float = setting(HoldController.lead, CONTROLLER_NUMBERS["lead"], needs=(RULES["hold"],))
+    kl_controller_lead: float = like(HoldController, "lead", needs=(RULES["hold"],))
     """hold: how many steps ahead the KL is foreseen; about its lag behind the weights."""
     kl_controller_factors: tuple[float, float, float, float] = setting(
         STEP_FACTORS,
@@ -146,75 +140,48 @@ class KLConfig(_OtherNames):
         needs=(RULES["step"],),
     )
     """step: factors up and down, and the targets above and below which they act; PPO's are 2 0.5 1.5 0.6667."""
-    kl_controller_horizon: int = setting(100, CONTROLLER_NUMBERS["horizon"], needs=(RULES["proportional"],))
+    kl_controller_horizon: int = like(ProportionalController, "horizon", default=100, needs=(RULES["proportional"],))
     """Updates over which the proportional rule takes effect."""
-    kl_controller_clip: float = setting(
-        ProportionalController.clip, CONTROLLER_NUMBERS["clip"], needs=(RULES["proportional"],)
-    )
+    kl_controller_clip: float = like(ProportionalController, "clip", needs=(RULES["proportional"],))
     """proportional: largest relative error of the KL that counts, in (0, 1]."""
     beta_min: float | None = setting(None, BETA_BOUND, needs=(ADAPTIVE,))
     """Lower bound of an adaptive beta; None: beta / 10 for hold, else beta / 100."""
     beta_max: float | None = setting(None, BETA_BOUND, needs=(ADAPTIVE,))
     """Upper bound of an adaptive beta; None: 3 / sqrt(target_kl), or 10 times beta where that is more."""
-    kl_max_log_ratio: float | None = anchor.of_term("max_log_ratio", needs=(SAMPLED,))
-    """Straight-through bound of the log-ratio in nats; how often it binds is logged."""
-    kl_off_policy: OffPolicy = anchor.of_term("off_policy", needs=(NOT_SUMMED,))
-    """Weigh the KL by policy/sampler: not at all, per token, or by the whole prefix (exact, noisier)."""
-    kl_max_weight: float | None = anchor.of_term("max_weight", needs=(WEIGHTS, NOT_SUMMED))
-    """Upper bound of the off-policy weight policy/sampler; how often it binds is logged."""
-    kl_normalizer: Reduction | None = anchor.of_term("normalizer", needs=(IN_LOSS,), limits=(anchor.ONE_AVERAGE,))
-    """Reduction of the KL over tokens; None: that of the policy loss."""
+    kl_max_log_ratio: float | None = choice("max_log_ratio", needs=(SAMPLED,))
+    kl_off_policy: OffPolicy = choice("off_policy", needs=(NOT_SUMMED,))
+    kl_max_weight: float | None = choice("max_weight", needs=(WEIGHTS, NOT_SUMMED))
+    kl_normalizer: Reduction | None = choice("normalizer", needs=(IN_LOSS,), limits=(anchor.ONE_AVERAGE,))
     kl_exclude_tokens: tuple[int | str, ...] = ()
     """Tokens that carry no KL: ids, token strings, or `special` for all special tokens."""
-    kl_schedule: Schedule = setting("constant", needs=(POSITIVE_BETA,))
-    """Factor on beta over the run: constant, linear or cosine."""
-    kl_warmup_steps: int = setting(0, AT_LEAST_0, needs=(POSITIVE_BETA,))
-    """Warm-up: steps over which the factor on beta grows from 0."""
-    kl_schedule_end: float = setting(0.0, FROM_0_TO_1, needs=(one_of("kl_schedule", "linear", "cosine"),))
-    """The factor on beta at the end of a linear or cosine schedule."""
+    kl_schedule: Schedule = choice("schedule", needs=(POSITIVE_BETA,))
+    kl_warmup_steps: int = choice("warmup_steps", needs=(POSITIVE_BETA,))
+    kl_schedule_end: float = choice("schedule_end", needs=(one_of("kl_schedule", "linear", "cosine"),))
     kl_early_stop: float | None = setting(
         None,
         POSITIVE.but("a KL is never negative", "use kl_early_stop=None to never stop early"),
         limits=(anchor.OWN_STEP,),
-        ignored_by=anchor.TINKER,
+        ignored_by=TINKER,
     )
     """Skip a rollout's remaining updates once KL(old||policy) exceeds this, in nats per token."""
     kl_monitor: bool = False
     """Load the reference and log the KL even at beta 0."""
     reference: ReferenceName = setting(
-        "auto", limits=(anchor.OWN_PROCESS, anchor.ITS_REFERENCE, anchor.MADE_AT_ONCE), ignored_by=anchor.TINKER
+        "auto", limits=(anchor.OWN_PROCESS, anchor.ITS_REFERENCE, anchor.MADE_AT_ONCE), ignored_by=TINKER
     )
     """The reference: frozen (a copy), adapter_off, ema, periodic, remote, or the sampler (which holds each update, not
     the run); auto: adapter_off if new, else frozen."""
-    reference_decay: float = setting(
-        0.99,
-        INSIDE_0_1.but(
-            "the reference keeps this share of itself at every step",
-            "0.99 follows over about a hundred steps; reference='frozen' never moves",
-        ),
-        needs=(one_of("reference", "ema"),),
-        ignored_by=anchor.TINKER,
-    )
-    """ema: share of the old reference's weights that every step keeps, in (0, 1)."""
-    reference_reset_steps: int = setting(
-        100, AT_LEAST_1, needs=(one_of("reference", "periodic"),), ignored_by=anchor.TINKER
-    )
-    """periodic: steps after which the reference becomes the policy."""
-    reference_device: str | None = setting(
-        None, needs=(OWN_WEIGHTS,), limits=(anchor.ITS_DEVICE,), ignored_by=anchor.TINKER
-    )
+    reference_decay: float = choice("decay", needs=(one_of("reference", "ema"),), ignored_by=TINKER)
+    reference_reset_steps: int = choice("reset_steps", needs=(one_of("reference", "periodic"),), ignored_by=TINKER)
+    reference_device: str | None = setting(None, needs=(OWN_WEIGHTS,), limits=(anchor.ITS_DEVICE,), ignored_by=TINKER)
     """Device of a reference with weights of its own; None: the policy's."""
-    reference_dtype: DType | None = setting(
-        None, needs=(OWN_WEIGHTS,), limits=(anchor.ITS_DTYPE,), ignored_by=anchor.TINKER
-    )
+    reference_dtype: DType | None = setting(None, needs=(OWN_WEIGHTS,), limits=(anchor.ITS_DTYPE,), ignored_by=TINKER)
     """Data type of a reference with weights of its own; None: the policy's."""
-    reference_url: str | None = setting(None, needs=(REMOTE,), ignored_by=anchor.TINKER)
-    """remote: the address of the vLLM server that the reference answers at."""
-    reference_name: str | None = setting(None, needs=(REMOTE,), ignored_by=anchor.TINKER)
-    """remote: the model's name at a vLLM server; None: the only one that it serves."""
+    reference_url: str | None = choice("url", needs=(REMOTE,), ignored_by=TINKER)
+    reference_name: str | None = choice("name", needs=(REMOTE,), ignored_by=TINKER)
 
     def __post_init__(self, *_: object) -> None:
-        check_settings(self)
+        check_fields(self)
         check_server(self.reference_url, "reference_url", key="the environment variable KLAMP_REFERENCE_KEY")
         check_gradient_choice(self.kl_estimator, self.kl_gradient, self.kl_horizon)
         refuse(refusals(self))

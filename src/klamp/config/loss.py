@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from klamp.config import anchor
-from klamp.config.fields import Need, check_settings, one_of, setting, without_effect
+from klamp.config.fields import Need, like, one_of, setting, without_effect
 from klamp.config.kl import KLConfig
 from klamp.config.teacher import TeacherConfig
 from klamp.core.advantages import Baseline, Scale
-from klamp.core.arguments import AT_LEAST_1, check_instance, check_number
+from klamp.core.arguments import AT_LEAST_1, check_fields, check_instance, check_number
 from klamp.core.objective import Objective, SurrogateName
-from klamp.core.surrogates import CLIP_HIGH, CLIP_LOW, TrustMode, TrustRegion
+from klamp.core.surrogates import CLIP_HIGH, TrustMode, TrustRegion
 from klamp.core.term import Placement, Weighted
 from klamp.core.types import Reduction
 from klamp.errors import ConfigError, KLWarning
@@ -74,7 +74,7 @@ class LossConfig:
     """Average: dr_grpo (fixed length, advantages not scaled), grpo (sequence means), bnpo and dapo (token mean)."""
     surrogate: SurrogateName = Objective.surrogate
     """The policy loss of a token: ppo_clip, cispo or score_function."""
-    epsilon: float = setting(Objective.clip_low, CLIP_LOW, needs=(A_RATIO,))
+    epsilon: float = like(Objective, "clip_low", needs=(A_RATIO,))
     """The ratio is clipped below 1 - epsilon; cispo's paper has no lower bound, which is epsilon 1."""
     epsilon_high: float | None = setting(None, CLIP_HIGH, needs=(A_RATIO,))
     """The ratio is clipped above 1 + epsilon_high; None: the same as epsilon."""
@@ -83,17 +83,14 @@ class LossConfig:
     vllm_importance_sampling_mode: TrustMode | None = setting(None, ignored_by=anchor.TINKER)
     """Weigh the loss by old policy / sampler: token_truncate, token_mask, sequence_truncate or sequence_mask; None: not
     (in backend trl, as TRL does by default)."""
-    vllm_importance_sampling_clip_max: float | None = setting(TrustRegion.high, needs=(A_MODE,))
-    """Upper bound of that ratio; how often it binds is logged."""
-    vllm_importance_sampling_clip_min: float | None = setting(TrustRegion.low, needs=(A_MODE,))
-    """Lower bound of that ratio; None: none."""
-    off_policy_mask_threshold: float | None = TrustRegion.threshold
-    """Drop completions of negative advantage whose mean log(sampler/policy) exceeds this, in nats per token."""
+    vllm_importance_sampling_clip_max: float | None = like(TrustRegion, "high", needs=(A_MODE,))
+    vllm_importance_sampling_clip_min: float | None = like(TrustRegion, "low", needs=(A_MODE,))
+    off_policy_mask_threshold: float | None = like(TrustRegion, "threshold")
     advantage_baseline: Baseline = setting("leave_one_out", ignored_by=anchor.TINKER)
     """What rewards are compared with: leave_one_out (mean of the group's others), or mean (of all, as in GRPO)."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_fields(self)
         self.trust  # noqa: B018  (refuses bounds that cross)
         for text in without_effect(self):
             warnings.warn(text, KLWarning, stacklevel=3)

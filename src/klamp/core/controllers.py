@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, MISSING, dataclass
 from typing import ClassVar, Literal, NamedTuple, TypeAlias, get_args
 
 from klamp.core.arguments import (
@@ -23,22 +23,17 @@ from klamp.core.arguments import (
     check_number,
     describe,
     is_finite_number,
+    limited,
 )
 from klamp.errors import ConfigError, NonFiniteError, check_name
 
 Schedule: TypeAlias = Literal["constant", "linear", "cosine"]
 
-_DIVIDES = POSITIVE.but("the rule divides by it or scales with it", "")
-CONTROLLER_NUMBERS = {
-    "min_value": AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use min_value=0.0"),
-    "target": _DIVIDES,
-    "horizon": _DIVIDES,
-    "clip": ABOVE_0_TO_1.but("it bounds a relative error of the KL", "0.2 is the default"),
-    "gain": INSIDE_0_1.but("beta moves by at most this share of itself in a step", "0.05 is the default"),
-    "lead": AT_LEAST_0.but("it looks so many steps ahead", "12 is the default"),
-    "landing": AT_LEAST_0.but("a negative coefficient rewards leaving the reference", ""),
-}
-"""Which numbers the parameters of the controllers take; those of `KLConfig` that they come from take the same."""
+DIVISOR = POSITIVE.but("the rule divides by it or scales with it", "")
+BETA = AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "")
+CLIP = ABOVE_0_TO_1.but("it bounds a relative error of the KL", "0.2 is the default")
+GAIN = INSIDE_0_1.but("beta moves by at most this share of itself in a step", "0.05 is the default")
+LEAD = AT_LEAST_0.but("it looks so many steps ahead", "12 is the default")
 
 # Rounding of an exact KL in float32 can fall just below zero.
 _ROUNDING = -1e-6
@@ -78,24 +73,23 @@ class FixedController:
     value: float
     """The coefficient to use now."""
     _: KW_ONLY
-    min_value: float = 0.0
+    min_value: float = limited(0.0, BETA)
     max_value: float | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, CONTROLLER_NUMBERS)
-        why = "a negative coefficient rewards leaving the reference"
+        check_fields(self)
         if not self.min_value <= self._upper:
             raise ConfigError(
                 "the bounds of beta must satisfy 0 <= min_value <= max_value",
                 got=f"min_value={self.min_value}, max_value={self.max_value}",
-                why=why,
+                why=BETA.why,
                 fix="use min_value=0.0",
             )
         if not self.min_value <= self.value <= self._upper:
             raise ConfigError(
                 "beta must be a number within its bounds",
                 got=f"value={self.value}, min_value={self.min_value}, max_value={self.max_value}",
-                why=why,
+                why=BETA.why,
                 fix="start between the bounds",
             )
         self._take(self._start(float(self.value)))
@@ -198,10 +192,10 @@ class HoldController(FixedController):
     Source: proportional-derivative control in the log domain, in velocity form; Holt's linear smoothing
     """
 
-    target: float
-    gain: float = 0.05
-    lead: float = 12.0
-    landing: float | None = None
+    target: float = limited(MISSING, DIVISOR)
+    gain: float = limited(0.05, GAIN)
+    lead: float = limited(12.0, LEAD)
+    landing: float | None = limited(None, BETA)
 
     _saved = ("value", "level", "trend", "landing", "landed")
 
@@ -268,7 +262,7 @@ class StepController(FixedController):
     Source: the GRPO tutorial (defaults; docs/sources.md); PPO arXiv:1707.06347
     """
 
-    target: float
+    target: float = limited(MISSING, DIVISOR)
     up: float = 1.5
     down: float = 0.75
     high: float = 1.5
@@ -331,9 +325,9 @@ class ProportionalController(FixedController):
     Source: arXiv:1909.08593
     """
 
-    target: float
-    horizon: int
-    clip: float = 0.2
+    target: float = limited(MISSING, DIVISOR)
+    horizon: int = limited(MISSING, DIVISOR)
+    clip: float = limited(0.2, CLIP)
 
     def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
         if n_steps > self.horizon:

@@ -11,7 +11,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from klamp.core import surrogates
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_fields, check_instance, check_number
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_fields, check_instance, check_number, limited
 from klamp.core.masking import Totals, check_totals, masked, masked_mean, reduce_tokens
 from klamp.core.penalty import kl_metrics, mean_penalty, penalty_name, shifted_advantages
 from klamp.core.surrogates import Trusted, TrustRegion
@@ -20,13 +20,6 @@ from klamp.core.types import HELD, Advantages, Batch, LossOutput, Reduction, che
 
 SurrogateName: TypeAlias = Literal["ppo_clip", "cispo", "score_function"]
 
-
-OBJECTIVE_NUMBERS = {
-    "clip_low": surrogates.CLIP_LOW,
-    "clip_high": surrogates.CLIP_HIGH,
-    "max_length": AT_LEAST_1,
-}
-"""Which numbers the fields of `Objective` take."""
 COEFFICIENT = AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use beta=0 for no KL")
 
 
@@ -40,13 +33,13 @@ class Objective:
 
     surrogate: SurrogateName = "ppo_clip"
     """Policy loss."""
-    clip_low: float = 0.2
+    clip_low: float = limited(0.2, surrogates.CLIP_LOW)
     """Ratio bound below 1."""
-    clip_high: float = 0.2
+    clip_high: float = limited(0.2, surrogates.CLIP_HIGH)
     """Ratio bound above 1."""
     reduction: Reduction = "sequence_mean"
     """How per-token values become one number."""
-    max_length: int | None = None
+    max_length: int | None = limited(None, AT_LEAST_1)
     """L of the reduction `fixed_length`."""
     terms: tuple[Weighted, ...] = ()
     """KL terms, each with its coefficient; coefficient 0 takes one out of the loss altogether."""
@@ -54,7 +47,7 @@ class Objective:
     """What bounds the policy loss's weight old policy / sampler; by default nothing."""
 
     def __post_init__(self) -> None:
-        check_fields(self, OBJECTIVE_NUMBERS)
+        check_fields(self)
         for weighted in self.terms:
             check_instance("terms", weighted, Weighted, fix="pass a tuple of Weighted(coefficient, KLTerm(...))")
             coefficient, term = weighted

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from klamp.core.arguments import AT_LEAST_0, FROM_0_TO_1, POSITIVE, check_fields, check_number
+from klamp.core.arguments import AT_LEAST_0, FROM_0_TO_1, POSITIVE, check_fields, check_number, limited
 from klamp.core.gradients import share_of
 from klamp.core.masking import log_ratio, masked, masked_sum, upcast
 from klamp.core.types import Advantages, Batch, LogProbs, TokenValues
@@ -138,12 +138,9 @@ def ratio_clipped(
 
 TrustMode: TypeAlias = Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"]
 
-TRUST_NUMBERS = {
-    "high": POSITIVE.but("it bounds a ratio of probabilities from above", "3.0 is TRL's"),
-    "low": AT_LEAST_0.but("it bounds a ratio of probabilities from below", "leave it out for no lower bound"),
-    "threshold": POSITIVE.but("it is a mean log-ratio in nats per token", "0.5 is a usual value"),
-}
-"""Which numbers the bounds take."""
+TRUST_LOW = AT_LEAST_0.but("it bounds a ratio of probabilities from below", "leave it out for no lower bound")
+TRUST_HIGH = POSITIVE.but("it bounds a ratio of probabilities from above", "3.0 is TRL's")
+TRUST_THRESHOLD = POSITIVE.but("it is a mean log-ratio in nats per token", "0.5 is a usual value")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,15 +155,15 @@ class TrustRegion:
 
     mode: TrustMode | None = None
     """By token or by sequence, truncated or masked; None: no weight."""
-    low: float | None = None
-    """Lower bound of the ratio; None: 0."""
-    high: float | None = 3.0
-    """Upper bound of the ratio; None: none."""
-    threshold: float | None = None
-    """Mean log(sampler / policy) in nats per token past which a completion of negative advantage is dropped."""
+    low: float | None = limited(None, TRUST_LOW)
+    """Lower bound of the ratio old policy / sampler; None: none."""
+    high: float | None = limited(3.0, TRUST_HIGH)
+    """Upper bound of the ratio old policy / sampler; None: none. How often it binds is logged."""
+    threshold: float | None = limited(None, TRUST_THRESHOLD)
+    """Drop completions of negative advantage whose mean log(sampler/policy) exceeds this, in nats per token."""
 
     def __post_init__(self) -> None:
-        check_fields(self, TRUST_NUMBERS)
+        check_fields(self)
         if self.low is not None and self.high is not None and self.low >= self.high:
             raise ConfigError(
                 "the bounds of the ratio to the sampler cross",

@@ -13,7 +13,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from klamp.core.arguments import AT_LEAST_0, check_fields
+from klamp.core.arguments import AT_LEAST_0, check_fields, limited
 from klamp.core.clipping import CLIP_TEMPERATURE, ClipLevel, ClipUnit, clip_gate, clip_kl, gate_kl, kl_budget
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.gradients import BOUND, check_gradient_choice, saturated
@@ -36,13 +36,7 @@ Placement: TypeAlias = Literal["loss", "reward", "advantage"]
 OffPolicy: TypeAlias = Literal["none", "token", "sequence"]
 TermValue: TypeAlias = Literal[Value, "topk"]
 
-TERM_NUMBERS = {
-    "max_weight": BOUND,
-    "max_log_ratio": BOUND,
-    "clip_threshold": AT_LEAST_0.but("a KL is never negative", "0.5 nats per token is the default, 0 no free budget"),
-    "clip_temperature": CLIP_TEMPERATURE,
-}
-"""Which numbers the fields of `KLTerm` take; those of `KLConfig` that they come from take the same."""
+BUDGET = AT_LEAST_0.but("a KL is never negative", "0.5 nats per token is the default, 0 no free budget")
 
 
 def gates_on_itself(value: TermValue, gradient: Gradient, horizon: Horizon, off_policy: OffPolicy) -> bool:
@@ -67,35 +61,35 @@ class KLTerm:
     value: TermValue = "k3"
     """Estimator of the value; `exact` and `topk` read it from the batch, with its gradient."""
     gradient: Gradient = "reverse"
-    """Which divergence's gradient flows."""
+    """Whose gradient the loss follows: reverse KL(policy||ref), forward KL(ref||policy), the estimator's own, none."""
     horizon: Horizon = "token"
-    """Whether a token's effect on the KL of later tokens counts."""
+    """token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."""
     placement: Placement = "loss"
-    """Where the KL enters; `reward` is applied before the advantages are formed, so grpo_loss adds nothing."""
+    """In the loss, in the reward (before advantages are formed), or as a shift of the advantage (after)."""
     off_policy: OffPolicy = "none"
-    """Weight by policy / sampler: not at all, per token, or by the ratio of the whole prefix."""
-    max_weight: float | None = None
-    """Upper bound of the off-policy weight."""
-    max_log_ratio: float | None = None
-    """Straight-through bound of the log-ratio, in nats."""
+    """Weigh the KL by policy/sampler: not at all, per token, or by the whole prefix (exact, noisier)."""
+    max_weight: float | None = limited(None, BOUND)
+    """Upper bound of the off-policy weight policy/sampler; how often it binds is logged."""
+    max_log_ratio: float | None = limited(None, BOUND)
+    """Straight-through bound of the log-ratio in nats; how often it binds is logged."""
     clip_method: ClipMethod = "none"
-    """How the KL is clipped at its budget."""
-    clip_threshold: float = 0.5
-    """Nats per token, or in total."""
-    clip_temperature: float = 1.0
-    """Width of the soft clip, in nats."""
+    """How the KL is clipped at its budget: none, hard (no pull below the budget), or soft."""
+    clip_threshold: float = limited(0.5, BUDGET)
+    """KL budget: nats per token of the reference length, or nats in total."""
+    clip_temperature: float = limited(1.0, CLIP_TEMPERATURE)
+    """Width of the soft clip in nats of the total."""
     clip_level: ClipLevel = "group"
     """Whose KL opens the gate; `sequence` is `group` where a sampled KL would have to decide on itself."""
     clip_unit: ClipUnit = "token"
     """What the threshold is for: a token (times the reference length), or the whole sequence."""
     normalizer: Reduction | None = None
-    """Reduction of the KL; None: that of the surrogate."""
+    """Reduction of the KL over tokens; None: that of the policy loss."""
     mean_over: Literal["carried", "trained"] = "carried"
     """Which tokens a mean counts: those that carry the KL, or all that are trained on, so that a token without a score
     is a gap and does not raise the price of the others."""
 
     def __post_init__(self) -> None:
-        check_fields(self, TERM_NUMBERS)
+        check_fields(self)
         check_gradient_choice("exact" if self.of_prefixes else self.value, self.gradient, self.horizon)
 
     @property
