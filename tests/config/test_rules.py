@@ -100,10 +100,6 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"kl_horizon": "sequence", "kl_off_policy": "token"},
         "kl_horizon='sequence' needs kl_off_policy='sequence' (or 'none')",
     ),
-    (
-        {"kl_estimator": "exact", "kl_gradient": "forward", "kl_horizon": "sequence"},
-        "the exact forward KL has no sequence horizon",
-    ),
     ({"kl_controller": "step"}, "kl_controller='step' needs target_kl"),
     ({"beta": 0.0, "kl_controller": "step", "target_kl": 0.1}, "beta=0 can never grow under kl_controller='step'"),
     ({"beta": 0.0, "kl_controller": "hold", "target_kl": 0.1}, "beta=0 can never grow under kl_controller='hold'"),

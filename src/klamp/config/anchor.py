@@ -54,9 +54,9 @@ def choice(name: str, anchor: str = "reference", **rest: Any) -> Any:
 
 def build_term(config: Any, prefix: str, **own: Any) -> KLTerm:
     """The term of the fields `prefix_NAME` of a configuration; `own`: what is named otherwise."""
-    names = {field.name: f"{prefix}_{field.name}" for field in fields(KLTerm)}
-    chosen = {name: getattr(config, named) for name, named in names.items() if hasattr(config, named)}
-    return KLTerm(**{**chosen, "value": getattr(config, f"{prefix}_estimator"), **own})
+    names = {field.name: f"{prefix}_{field.name}" for field in fields(KLTerm)} | {"value": f"{prefix}_estimator"}
+    choices = {name: getattr(config, theirs) for name, theirs in names.items() if hasattr(config, theirs)}
+    return KLTerm(**choices | own)
 
 
 def placement_refusals(config: Any, anchor: str) -> list[Refusal]:
@@ -111,8 +111,7 @@ ONE_AVERAGE = HostLimit(
 )
 OWN_STEP = HostLimit(
     ("trl", "unsloth", "verl"),
-    "its loop takes the optimizer step itself and offers no way to leave it out; a loss of 0 in its place would still "
-    "move the weights by momentum and weight decay",
+    "its loop always takes the optimizer step; a loss of 0 would still move the weights by momentum and weight decay",
     "leave kl_early_stop unset, and lower num_iterations or the learning rate; klamp train has it",
 )
 OWN_PROCESS = HostLimit(
@@ -121,9 +120,7 @@ OWN_PROCESS = HostLimit(
     "pass a model as ref_model, or use klamp train",
     values=("remote",),
 )
-ITS_REFERENCE = HostLimit(
-    ("verl",), "it decides itself: the policy without its adapter where lora_rank is set, else a frozen copy"
-)
+ITS_REFERENCE = HostLimit(("verl",), "it takes the policy without its adapter if lora_rank is set, else a frozen copy")
 MADE_AT_ONCE = HostLimit(
     ("unsloth",),
     "its reference is loaded, and its callback made, while the trainer is built",
@@ -132,7 +129,7 @@ MADE_AT_ONCE = HostLimit(
 )
 ITS_DEVICE = HostLimit(
     ("trl", "unsloth", "verl"),
-    "its own preparation puts the reference on the device of the process",
+    "it puts the reference on the device of the process",
     "leave reference_device unset; reference_dtype makes the reference smaller",
 )
 ITS_DTYPE = HostLimit(("verl",), "its own engine loads the reference")
@@ -161,7 +158,7 @@ ONE_PROMPT = HostLimit(
 )
 NO_VOCABULARY = HostLimit(
     ("verl",),
-    "the teacher's engine tells some log-probabilities of each token, and not the whole vocabulary's",
+    "the teacher's engine returns some log-probabilities of each token, not those of the whole vocabulary",
     "use teacher_estimator='k3', 'k1', or 'topk' with teacher_top_k=0 for another direction",
     values=("exact",),
 )
@@ -170,9 +167,7 @@ IN_THE_LOSS = HostLimit(
     "its way to an advantage (use_policy_gradient) is a second policy loss with bounds of its own",
     "set teacher_placement='loss': the expected gradient of k1 is the same",
 )
-WITHOUT_A_NUMBER = HostLimit(
-    ("verl",), "a loss of distillation is known there by a name that was registered beforehand, without a number"
-)
+WITHOUT_A_NUMBER = HostLimit(("verl",), "it calls a loss of distillation by a registered name, without a number")
 READ_ONCE = HostLimit(
     ("verl",),
     "distillation_loss_coef is read once, when its workers start",

@@ -76,10 +76,9 @@ def setting(
 def like(owner: Any, name: str, words: Mapping[str, str] = MappingProxyType({}), **rest: Any) -> Any:
     """A field with default, numbers and text of another dataclass's field; `rest`: what differs, see `setting`."""
     source = owner.__dataclass_fields__[name]
-    return setting(
-        **{"default": source.default, "numbers": source.metadata.get("numbers", ANY), "text": (owner, name, words)}
-        | rest
-    )
+    numbers = source.metadata.get("numbers", ANY)
+    inherited: dict[str, Any] = {"default": source.default, "numbers": numbers, "text": (owner, name, words)}
+    return setting(**inherited | rest)
 
 
 def _changed(config: Any) -> Iterator[tuple[dataclasses.Field[Any], Any]]:
@@ -172,7 +171,7 @@ def check_server(url: str | None, field: str, *, key: str) -> None:
     """Refuse what is no address of a server, and one with a user, a password or a query; its key comes from `key`."""
     if url is None:
         return
-    fix = f"write http://HOST:PORT; what the server wants to know of you comes from {key}"
+    fix = f"write http://HOST:PORT; the server's key comes from {key}"
     _refuse_secrets(url, field, "a server", why="a configuration is shown, and written into the run's folder", fix=fix)
     if not _is_sound(url):
         raise ConfigError(f"{field}={url!r} is no address", why="it is asked over HTTP", fix="write http://HOST:PORT")
@@ -180,8 +179,7 @@ def check_server(url: str | None, field: str, *, key: str) -> None:
 
 def check_cluster(address: str | None, field: str) -> None:
     """Refuse a user, a password or a query in the address of a Ray cluster: Ray takes none, klamp would show them."""
-    fix = "write ray://HOST:10001, HOST:6379, auto or local; a cluster that asks for a token gets it from "
-    fix += "RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
+    fix = "write ray://HOST:10001, HOST:6379, auto or local, and a token into RAY_AUTH_MODE=token and RAY_AUTH_TOKEN"
     why = "Ray takes no user, no password and no query there"
     _refuse_secrets(address or "", field, "a cluster", why=why, fix=fix)
 

@@ -71,24 +71,9 @@ OWN_WEIGHTS = one_of("reference", "auto", "frozen", "ema", "periodic")
 REMOTE = one_of("reference", "remote")
 
 
-if TYPE_CHECKING:
-
-    @dataclass(frozen=True, kw_only=True)
-    class _OtherNames:
-        """The names of `ALIASES` for type checkers; at run time `accepts_aliases` takes them instead."""
-
-        kl_coef: InitVar[float] = 0.01
-        kl_penalty: InitVar[float] = 0.01
-        kl_beta: InitVar[float] = 0.01
-else:
-
-    class _OtherNames:
-        pass
-
-
 @accepts_aliases
 @dataclass(frozen=True, kw_only=True)
-class KLConfig(_OtherNames):
+class KLConfig:
     """The KL term, in nats: what is measured, what its gradient does, where it enters, and how it is held.
 
     The same fields mean the same in every trainer. `beta` may be given as `kl_coef`, `kl_penalty` or `kl_beta`.
@@ -180,6 +165,11 @@ class KLConfig(_OtherNames):
     reference_url: str | None = choice("url", needs=(REMOTE,), ignored_by=TINKER)
     reference_name: str | None = choice("name", needs=(REMOTE,), ignored_by=TINKER)
 
+    if TYPE_CHECKING:  # at run time `accepts_aliases` takes these names
+        kl_coef: InitVar[float] = 0.01
+        kl_penalty: InitVar[float] = 0.01
+        kl_beta: InitVar[float] = 0.01
+
     def __post_init__(self, *_: object) -> None:
         check_fields(self)
         check_server(self.reference_url, "reference_url", key="the environment variable KLAMP_REFERENCE_KEY")
@@ -212,10 +202,9 @@ class KLConfig(_OtherNames):
 
     @property
     def beta_bounds(self) -> tuple[float, float | None]:
-        """The bounds of beta in force: as set, else the defaults of the controller.
+        """The bounds of beta in force: as set, else the controller's defaults.
 
-        A rule that multiplies needs a lower one above 0: it does not return from a beta of 0. The upper one is some ten
-        times what advantages of variance 1 ask for.
+        A rule that multiplies does not return from 0; the upper bound is ten times what advantages of variance 1 need.
         """
         name = self.controller_name
         share = {"fixed": 0.0, "hold": 0.1}.get(name, 0.01)
@@ -231,8 +220,8 @@ class KLConfig(_OtherNames):
         own = ESTIMATORS[c.kl_estimator].caution if c.kl_gradient == "own" and c.kl_estimator in ESTIMATORS else ""
         others = "; with tokens left out it only makes the kept ones less likely" if c.excludes else ""
         inert = c.kl_gradient == "none" or (c.kl_estimator, c.kl_gradient) == ("k1", "own")
-        free = c.kl_clip_threshold if c.use_per_token_kl_threshold and c.kl_clip_method != "none" else 0.0
-        held, hard = c.target_kl if c.controller_name != "fixed" else None, c.kl_clip_method == "hard"
+        free = c.kl_clip_threshold if PER_TOKEN.is_met(c) else 0.0
+        target, hard = c.target_kl if c.controller_name != "fixed" else None, c.kl_clip_method == "hard"
         wide, measured = wide_clip(c), MEASURED.get(c.controller_name, "")
         rows = [
             (
@@ -251,7 +240,7 @@ class KLConfig(_OtherNames):
                 "per rollout its gradient is 0.",
             ),
             (
-                held is not None and free >= held,
+                target is not None and free >= target,
                 f"target_kl={c.target_kl} lies within the clip's free budget of {free:g} nats per token: below the "
                 f"budget the KL pulls {'not' if hard else 'less'}, so the controller raises beta "
                 f"{'without' if hard else 'with less'} effect. Set kl_clip_threshold below target_kl, or leave one of "
@@ -259,7 +248,7 @@ class KLConfig(_OtherNames):
             ),
             (wide != "", wide),
             (
-                measured != "" and held is not None,
+                measured != "" and target is not None,
                 f"kl_controller={c.controller_name!r} {measured} (docs/controllers.md). Leave kl_controller out for "
                 "the rule that holds a target: 'hold'.",
             ),
@@ -304,7 +293,7 @@ MEASURED: Mapping[str, str] = {
 """Name of a controller -> what it did with a target of 0.05 nats per token on the built-in task."""
 
 SHORT = 100
-"""Tokens of a short completion: a soft clip whose reference length nobody says is judged at it; klamp's choice."""
+"""Tokens of a short completion; klamp's choice."""
 
 
 def check_beta(beta: float, *, name: str = "beta", fix: str = "") -> None:
@@ -347,12 +336,6 @@ def _gradient(c: KLConfig) -> list[Refusal]:
             "no KL; only the exact KL with kl_horizon='token' (no forward gradient, no prefix weights) is right",
             fix="leave kl_clip_level out or set 'group' (the other completions of the prompt decide), or set "
             "kl_estimator='exact' with kl_horizon='token'",
-        ),
-        Refusal(
-            c.kl_estimator == "exact" and (c.kl_gradient, c.kl_horizon) == ("forward", "sequence"),
-            "the exact forward KL has no sequence horizon",
-            why="its prefixes would have to be sampled from the reference",
-            fix="use kl_estimator='k3' with kl_gradient='forward'",
         ),
     ]
 
@@ -428,17 +411,15 @@ def _reference_and_tokens(c: KLConfig) -> list[Refusal]:
 def wide_clip(c: KLConfig, measured_length: float | None = None) -> str:
     """The caution of a soft clip that is too wide for its budget; empty: it is not.
 
-    A budget per token is that of the reference length. Where the configuration names none, it is measured when the run
-    starts (`measured_length`), and the clip is judged then, and before that at `SHORT` tokens.
+    A budget per token that has no reference length yet is judged at `SHORT` tokens.
     """
     threshold, width = c.kl_clip_threshold, c.kl_clip_temperature
     length = c.kl_reference_length or measured_length
-    measured = c.use_per_token_kl_threshold and length is None
     budget = threshold * (length or SHORT) if c.use_per_token_kl_threshold else threshold
     if c.kl_clip_method != "soft" or width <= budget / 10:
         return ""
     wide, fix = f"kl_clip_temperature={width:g} is wide against", "Use kl_clip_temperature <= budget / 10, or"
-    if measured:
+    if c.use_per_token_kl_threshold and length is None:
         fits = f"fits completions of {10 * width / threshold:.4g} tokens or more" if threshold > 0 else "fits none"
         return (
             f"{wide} a budget of {threshold:g} nats per token: it {fits}, and in shorter ones the soft clip passes "

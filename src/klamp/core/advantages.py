@@ -15,7 +15,6 @@ from klamp.errors import NonFiniteError, ShapeError, check_name
 Scale: TypeAlias = Literal["std", "none"]
 Baseline: TypeAlias = Literal["mean", "leave_one_out"]
 
-
 GROUP_SIZES = Numbers(
     " >= 2",
     lambda x: x >= 2,

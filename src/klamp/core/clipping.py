@@ -161,13 +161,11 @@ def gate_kl(
     """The KL m (in nats per sequence, detached) that the clip of each sequence is decided by.
 
     Equation: `sequence` the sequence's own; `group` and `batch` a mean, with `own` over all members, without it over
-    the others (leave-one-out). f being the clip and K the sequence's KL, the tangent f(m) + f'(m) (K - m) is charged.
-
+    the others (leave-one-out), of those that are `measured` (None: all); 0 if none is left. f being the clip and K the
+    sequence's KL, the tangent f(m) + f'(m) (K - m) is charged.
     Bias: without `own`, m does not depend on the tokens that the gate f'(m) multiplies, so that the expected gradient
     is E_others[f'(m)] grad KL, whatever the estimator of K. With `own` the two are correlated: right only where the
     gradient is that of the exact KL with the prefixes held fixed, and then that of f(mean of the members).
-
-    `measured` are the sequences that count in a mean (None: all); where none is left, m is 0.
 
     Raises:
         ShapeError: the batch is not a whole number of groups.

@@ -45,7 +45,7 @@ class BetaState(NamedTuple):
     value: float
     level: float = -1.0  # the filtered KL, in targets; -1 before the first
     trend: float = 0.0  # how much the level rises in a step
-    landing: float = -1.0  # where to land, by the steps so far; -1 where none told
+    landing: float = -1.0  # where to land, by the steps so far; -1 if unknown
     landed: float = 0.0  # 1 once beta has been raised to it, which happens once
 
 
@@ -78,19 +78,12 @@ class FixedController:
 
     def __post_init__(self) -> None:
         check_fields(self)
-        if not self.min_value <= self._upper:
-            raise ConfigError(
-                "the bounds of beta must satisfy 0 <= min_value <= max_value",
-                got=f"min_value={self.min_value}, max_value={self.max_value}",
-                why=BETA.why,
-                fix="use min_value=0.0",
-            )
         if not self.min_value <= self.value <= self._upper:
             raise ConfigError(
                 "beta must be a number within its bounds",
                 got=f"value={self.value}, min_value={self.min_value}, max_value={self.max_value}",
-                why=BETA.why,
-                fix="start between the bounds",
+                why="the controller holds beta between them",
+                fix="start between the bounds, min_value <= max_value",
             )
         self._take(self._start(float(self.value)))
 
@@ -102,8 +95,8 @@ class FixedController:
 
     def start_at(self, value: float) -> None:
         """Begin anew at a coefficient, bounded, that another controller came to; the rule's start is the lower one."""
-        begun = self._bounded(value)
-        self._take(self._start(self._bounded(min(value, self.value)))._replace(value=begun))
+        state = self._start(self._bounded(min(value, self.value)))
+        self._take(state._replace(value=self._bounded(value)))
 
     @property
     def _upper(self) -> float:
@@ -125,8 +118,8 @@ class FixedController:
     def after(self, state: BetaState, kl: float, n_steps: int = 1) -> BetaState:
         """The state after a measurement, see `update`; the same one where beta would overflow. Changes nothing."""
         check_number("n_steps", n_steps, AT_LEAST_1, whole=True)
-        found = self._next(state, _checked_kl(kl), n_steps)
-        bounded = found._replace(value=self._bounded(found.value))
+        following = self._next(state, _checked_kl(kl), n_steps)
+        bounded = following._replace(value=self._bounded(following.value))
         return bounded if math.isfinite(bounded.value) else state
 
     def _next(self, state: BetaState, kl: float, n_steps: int) -> BetaState:
@@ -153,8 +146,8 @@ class FixedController:
                 why=f"missing or not finite: {', '.join(missing)}",
                 fix="resume with the same kl_controller that wrote it",
             )
-        found = BetaState(**{name: state[name] for name in self._saved})
-        self._take(found._replace(value=self._bounded(found.value)))
+        saved = BetaState(**{name: state[name] for name in self._saved})
+        self._take(saved._replace(value=self._bounded(saved.value)))
 
 
 Controller = FixedController
@@ -164,27 +157,24 @@ Controller = FixedController
 class HoldController(FixedController):
     """Holds the KL at its target: acts in the log domain, on a filtered KL some steps ahead, and slowly.
 
-    The KL lags the weights by some ten steps and jitters by some 15 %, so that what is measured now is neither where
-    the KL is going nor what the last beta did. Level and trend of kl / target are filtered by Holt's exponential
-    smoothing, and beta follows where they lead. Equation, with the error clipped to [-1, 1]::
+    The KL lags the weights by some ten steps and jitters by some 15 %. Level and trend of kl / target are filtered by
+    Holt's exponential smoothing, and beta follows where they lead. Equation, with the error clipped to [-1, 1]::
 
         error = level + lead * trend - 1        log beta_{n+1} = log beta_n + gain * error
 
     Below half of the target beta is not lowered further than to its start: so small a KL says that nothing was learnt
-    yet, not that there is room. The steps there also tell where the target will be held, since their completions are
-    about the reference's: the beta of each (`landing`) enters a mean of squares over some nine steps. When the KL comes
-    up past the target, or so fast that it will (foreseen above 1.75 targets, or above 1.15 already), beta lands: it is
-    raised to that mean, once, since from a small start the slow rule would come too late. What raises nothing is no
-    landing. Its memory is beta itself, which stays within the bounds, so that nothing winds up while the KL does not
-    answer. Any other step of beta is at most a factor exp(gain), which leaves Adam's second moment as it was.
-    Measured: docs/controllers.md.
+    yet. The completions of those steps are about the reference's, so that they tell where the target will be held: the
+    beta of each (`landing`) enters a mean of squares over some nine steps. When the KL comes up past the target, or so
+    fast that it will (foreseen above 1.75 targets, or above 1.15 already), beta is raised to that mean, once. Any other
+    step is at most a factor exp(gain), which leaves Adam's second moment as it was. Beta itself is the memory, within
+    its bounds, so that nothing winds up while the KL does not answer. Measured: docs/controllers.md.
 
     Args:
         value, target: starting coefficient; the KL to hold, in the unit of the KL that `update` gets.
         gain: largest change of log beta in a step, in (0, 1).
         lead: steps ahead that it looks, about the lag of the KL behind the weights.
-        landing: the beta that a step puts the target at; None: it does not tell. Where none does, it lands at
-            0.3 / sqrt(target), for advantages of variance 1 and some five tokens. At 0 it never jumps.
+        landing: the beta that a step puts the target at; None: unknown. Without any it lands at 0.3 / sqrt(target), for
+            advantages of variance 1 and some five tokens. At 0 it never jumps.
 
     Raises:
         ConfigError: parameters out of range.
@@ -289,8 +279,7 @@ def adaptive_kl_coefficient(kl_divergence: float, target_kl: float = 0.05, *, kl
 
     Equation: 1.5 kl_coefficient if kl > 1.5 target; 0.75 kl_coefficient if kl < 0.5 target; else kl_coefficient.
 
-    In a run the rule is `kl_controller="step"`. Before anything is learnt it takes a quarter off at every step, and
-    while the KL lags it goes on raising: it holds no target (docs/controllers.md); `kl_controller="hold"` does.
+    In a run the rule is `kl_controller="step"`. It holds no target (docs/controllers.md); `kl_controller="hold"` does.
 
     Args:
         kl_divergence: exact KL or mean k3, in the unit of the target; never a mean of k1, which can be negative.

@@ -241,6 +241,6 @@ def exact_kl(
             "logits[..., :n], and count what is sampled beyond them as not scored",
         )
     policy, ref = upcast(policy_logits), upcast(ref_logits.detach())
-    there = (policy.detach().amax(-1) + ref.amax(-1)).isfinite()  # chosen before the arithmetic: NaN * 0 is NaN
-    log_policy, log_ref = (torch.where(there[..., None], x, torch.zeros_like(x)).log_softmax(-1) for x in (policy, ref))
-    return torch.where(there, DIRECTIONS[direction](log_policy, log_ref), math.nan)
+    valid = (policy.detach().amax(-1) + ref.amax(-1)).isfinite()  # chosen before the arithmetic: NaN * 0 is NaN
+    log_policy, log_ref = (torch.where(valid[..., None], x, torch.zeros_like(x)).log_softmax(-1) for x in (policy, ref))
+    return torch.where(valid, DIRECTIONS[direction](log_policy, log_ref), math.nan)

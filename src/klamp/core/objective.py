@@ -121,7 +121,7 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
     if objective.surrogate == "ppo_clip":
         clipped = surrogates.ratio_clipped(policy.detach(), old, advantages, **bounds)
         metrics["policy/ratio_clipped"] = masked_mean(clipped.float(), mask)
-    if objective.trust.there:
+    if objective.trust.is_set:
         trusted = Trusted.of(batch, objective.trust)
         tokens, metrics = trusted.weights * tokens, metrics | trusted.metrics(batch)
     size: dict[str, Any] = {"length": objective.max_length, "totals": totals}
@@ -137,13 +137,11 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
 
 
 def without_gradient(batch: Batch, objective: Objective) -> Bool[Tensor, " batch"]:
-    """Sequences that the gradient of `grpo_loss` is exactly 0 in, whatever the policy says of them. [B]
+    """Sequences that contribute no gradient to `grpo_loss`; values and metrics still need them. [B]
 
-    That is: no token is trained, or every advantage is 0 and no KL pulls: its coefficient is 0, it is in the reward
-    (and so in the advantages), it has no gradient, no token carries it, or its clip is closed.
-
-    A pass that only serves the gradient can leave them out; values and metrics still need them. Where the KL is
-    clipped and its anchor has no `gate`, the gate is computed from the batch's own log-probabilities.
+    No token is trained, or every advantage is 0 and no KL pulls: its coefficient is 0, it is in the reward (and so in
+    the advantages), it has no gradient, no token carries it, or its clip is closed (by the anchor's `gate`, or by one
+    computed from this batch).
     """
     advantages = batch.advantages if batch.advantages.ndim == 2 else batch.advantages.unsqueeze(-1)
     moved = ((advantages != 0) & batch.mask).any(-1)

@@ -25,7 +25,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from klamp.core.arguments import AT_LEAST_0, FROM_0_TO_1, POSITIVE, check_fields, check_number, limited
+from klamp.core.arguments import AT_LEAST_0, FROM_0_TO_1, POSITIVE, check_fields, limited
 from klamp.core.gradients import share_of
 from klamp.core.masking import log_ratio, masked, masked_sum, upcast
 from klamp.core.types import Advantages, Batch, LogProbs, TokenValues
@@ -51,12 +51,6 @@ CLIP_LOW, CLIP_HIGH = FROM_0_TO_1.but(*_BOUNDS), AT_LEAST_0.but(*_BOUNDS)
 """Which ratio bounds below and above 1 there are."""
 
 
-def check_clip_range(clip_low: float, clip_high: float) -> None:
-    """Refuse ratio bounds that are no distances from 1."""
-    check_number("clip_low", clip_low, CLIP_LOW)
-    check_number("clip_high", clip_high, CLIP_HIGH)
-
-
 def ppo_clip(
     policy_logprobs: LogProbs,
     old_logprobs: LogProbs,
@@ -65,20 +59,14 @@ def ppo_clip(
     clip_low: float = 0.2,
     clip_high: float = 0.2,
 ) -> TokenValues:
-    """The clipped surrogate of PPO and GRPO, per token, to be minimised.
+    """The clipped surrogate of PPO and GRPO, per token, to be minimised; the old policy sampled.
 
     Equation: -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A).
-
-    Sampler: the old policy.
     Gradient: -r A grad log policy inside the bounds, 0 where the ratio has already moved past them in the direction
     of the advantage.
 
-    Raises:
-        ConfigError: bounds that are not distances from 1.
-
     Source: PPO arXiv:1707.06347; separate bounds DAPO arXiv:2503.14476
     """
-    check_clip_range(clip_low, clip_high)
     ratio = importance_ratio(policy_logprobs, old_logprobs)
     a = per_token(advantages, ratio)
     return -torch.minimum(ratio * a, ratio.clamp(1 - clip_low, 1 + clip_high) * a)
@@ -92,32 +80,23 @@ def cispo(
     clip_low: float = 1.0,
     clip_high: float = 0.28,
 ) -> TokenValues:
-    """The clipped importance-weight loss of CISPO, per token, to be minimised.
+    """The clipped importance-weight loss of CISPO, per token, to be minimised; the old policy sampled.
 
     Equation: -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log policy.
-
-    Sampler: the old policy.
     Gradient: -clip(r) A grad log policy: every token keeps a gradient, the weight is bounded. The paper has no lower
     bound, which is clip_low = 1; LossConfig's epsilon of 0.2 cuts weights below 0.8.
 
-    Raises:
-        ConfigError: bounds that are not distances from 1.
-
     Source: MiniMax-M1 arXiv:2506.13585
     """
-    check_clip_range(clip_low, clip_high)
     ratio = importance_ratio(policy_logprobs, old_logprobs).detach()
     a = per_token(advantages, ratio)
     return -ratio.clamp(1 - clip_low, 1 + clip_high) * a * upcast(policy_logprobs)
 
 
 def score_function(policy_logprobs: LogProbs, old_logprobs: LogProbs, advantages: Advantages) -> TokenValues:
-    """The plain score-function loss (REINFORCE), per token, to be minimised.
+    """The plain score-function loss (REINFORCE), per token, to be minimised; biased off-policy.
 
-    Equation: -A log policy. The old log-probabilities are not used.
-
-    Sampler: the policy itself; off-policy it is biased.
-    Gradient: -A grad log policy.
+    Equation: -A log policy; the old log-probabilities are not used.
     """
     return -per_token(advantages, policy_logprobs) * upcast(policy_logprobs)
 
@@ -173,7 +152,7 @@ class TrustRegion:
             )
 
     @property
-    def there(self) -> bool:
+    def is_set(self) -> bool:
         """Whether it does anything."""
         return self.mode is not None or self.threshold is not None
 

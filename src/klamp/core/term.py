@@ -51,9 +51,8 @@ def gates_on_itself(value: TermValue, gradient: Gradient, horizon: Horizon, off_
 class KLTerm:
     """A KL of an objective, in nats: to whom, its value, its gradient, where it enters, its clip; all but beta.
 
-    Equation: see `kl_penalty` (loss), `KLConfig` for what each choice means. `KLConfig.build_term` and
-    `TeacherConfig.build_term` make one, after refusing the combinations that do not do what their names say; those
-    checks are not repeated here.
+    Equation: see `kl_penalty`. `KLConfig.build_term` and `TeacherConfig.build_term` make one, after refusing the
+    combinations that do not do what their names say; those checks are not repeated here.
     """
 
     anchor: str = "reference"
@@ -244,10 +243,7 @@ class Gate:
 def sequence_gate_kl(
     prepared: Prepared, *, gather: Callable[[Tensor], Tensor] | None = None, rank: int = 0
 ) -> Float[Tensor, " batch"]:
-    """The KL (nats per sequence) that decides the clip of each sequence of a batch, see `gate_kl`.
-
-    Equation: of `sequence_kl`, the sequence's own or a mean over its group or batch, which holds the sequence itself
-    only where `gates_on_itself` and the KL is exact.
+    """The KL (nats per sequence) that decides the clip of each sequence of a batch: `gate_kl` of `sequence_kl`.
 
     Args:
         prepared: the term on whole groups, or on parts of them that `gather` puts together; with a KL at each prefix
