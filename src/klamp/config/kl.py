@@ -20,7 +20,7 @@ from klamp.config.fields import (
     setting,
     without_effect,
 )
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, POSITIVE, check_fields, check_number
+from klamp.core.arguments import AT_LEAST_1, POSITIVE, check_fields, check_number
 from klamp.core.clipping import ClipLevel
 from klamp.core.controllers import (
     Controller,
@@ -43,7 +43,7 @@ DType: TypeAlias = Literal["float32", "bfloat16", "float16"]
 SMALL_VOCABULARY = 4096
 """Entries up to which the exact KL of every completion is measured; its logits are small beside the activations."""
 
-BETA = AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use beta=0 to train without KL")
+BETA = COEFFICIENT.but(COEFFICIENT.why, "use beta=0 to train without KL")
 BETA_BOUND = BETA.but(BETA.why, "leave it out for its default")
 STEP_FACTORS = (StepController.up, StepController.down, StepController.high, StepController.low)
 """What the step rule multiplies beta by, and the targets beyond which it does."""

@@ -45,10 +45,6 @@ def group_advantages(
     Gradient: none wanted; rewards carry no gradient.
     Shapes: [B] with the G completions of a prompt next to each other -> [B].
 
-    Args:
-        rewards, group_size: one per completion; completions per prompt.
-        scale, baseline, eps: the rows of the equation; `eps` is added to the standard deviation.
-
     Raises:
         TensorError: rewards that are no tensor of numbers, or that carry a gradient.
         ShapeError: the batch is not a whole number of groups.

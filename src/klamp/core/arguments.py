@@ -48,6 +48,7 @@ INSIDE_0_1 = Numbers(" between 0 and 1", lambda x: 0 < x < 1)
 FROM_0_TO_1 = Numbers(" in [0, 1]", lambda x: 0 <= x <= 1)
 FROM_0_BELOW_1 = Numbers(" in [0, 1)", lambda x: 0 <= x < 1)
 ABOVE_0_TO_1 = Numbers(" in (0, 1]", lambda x: 0 < x <= 1)
+COEFFICIENT = AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use 0 for no KL")
 
 
 def limited(default: Any, numbers: Numbers) -> Any:

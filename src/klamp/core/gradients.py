@@ -174,10 +174,7 @@ COEFFICIENTS: dict[tuple[str, str], Callable[[Estimator, Tensor, Tensor], Tensor
 
 
 def saturation(dtype: torch.dtype) -> float:
-    """The largest value of one token that a loss takes in, in nats: the largest number of the type over 1e8.
-
-    So sums of many tokens stay finite. k3 reaches it where the policy is 70 nats below the reference (float32).
-    """
+    """The largest value of a token in a loss, in nats, so that sums stay finite; k3 reaches it at 70 nats (float32)."""
     return torch.finfo(dtype).max * 1e-8
 
 

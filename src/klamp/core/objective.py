@@ -11,7 +11,7 @@ from jaxtyping import Bool
 from torch import Tensor
 
 from klamp.core import surrogates
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_fields, check_instance, check_number, limited
+from klamp.core.arguments import AT_LEAST_1, COEFFICIENT, check_fields, check_instance, check_number, limited
 from klamp.core.masking import Totals, check_totals, masked, masked_mean, reduce_tokens
 from klamp.core.penalty import kl_metrics, mean_penalty, penalty_name, shifted_advantages
 from klamp.core.surrogates import Trusted, TrustRegion
@@ -19,8 +19,6 @@ from klamp.core.term import KLTerm, Weighted, prepare, prepare_terms
 from klamp.core.types import HELD, Advantages, Batch, LossOutput, Reduction, check_batch
 
 SurrogateName: TypeAlias = Literal["ppo_clip", "cispo", "score_function"]
-
-COEFFICIENT = AT_LEAST_0.but("a negative coefficient rewards leaving the reference", "use beta=0 for no KL")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,9 +1,8 @@
 """What a KL term does to a batch, without beta: the penalty of the loss, the shift of reward or advantage, the metrics.
 
-A trainer that has a loss of its own adds `token_penalty` to it, or shifts its advantages by `shifted_advantages`;
-`grpo_loss` does the same. Of reward and advantage, only k1 belongs there: as a factor of the score function it gives
-the gradient of KL(policy || ref); k3 gives the reverse minus the forward gradient, which cancels to first order near
-the reference.
+A trainer that has a loss of its own adds `token_penalty` to it, or shifts its advantages by `shifted_advantages`, like
+`grpo_loss`. In reward and advantage only k1 gives the gradient of KL(policy || ref), as a factor of the score function;
+k3 gives the reverse minus the forward gradient, which cancels to first order near the reference.
 """
 
 from __future__ import annotations

@@ -4,15 +4,14 @@ Each loss is to be minimised: its gradient raises the probability of good tokens
 advantages [B] or [B, T], and return [B, T]. r = policy / old = exp(log policy - log old), A = advantage, sg =
 stop-gradient.
 
-The trust region says which of the sampler's tokens the loss still listens to, and by how much; all is counted.
-w = old policy / sampler of a token, or of its whole completion (a product, the ratio of the sequences). With w as the
-weight, the surrogate's gradient is that of tokens which the old policy drew; bounding it trades that for less noise:
+The trust region weighs the sampler's tokens by w = old policy / sampler, of a token or of its whole completion. With w
+the surrogate's gradient is that of tokens which the old policy drew; bounding w trades that for less noise:
 
     truncate    min(max(w, low), high): biased towards the sampler, and bounded
     mask        w where low <= w <= high, else 0: what is far is dropped
 
-DeepSeek-V3.2's mask is another: it drops completions of a negative advantage which the policy has left, those whose
-mean log(sampler / policy) exceeds a threshold. Each of them changes which objective is followed.
+DeepSeek-V3.2's mask drops completions of a negative advantage whose mean log(sampler / policy) exceeds a threshold.
+Each of them changes which objective is followed.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 import torch
-from jaxtyping import Bool, Float
+from jaxtyping import Bool
 from torch import Tensor
 
 from klamp.core.arguments import AT_LEAST_0, FROM_0_TO_1, POSITIVE, check_fields, limited
 from klamp.core.gradients import share_of
-from klamp.core.masking import log_ratio, masked, masked_sum, upcast
+from klamp.core.masking import log_ratio, masked_log_ratio, masked_mean, masked_sum, upcast
 from klamp.core.types import Advantages, Batch, LogProbs, TokenValues
 from klamp.errors import ConfigError
 
@@ -40,7 +39,7 @@ def per_token(advantages: Advantages, like: TokenValues) -> TokenValues:
 
 def importance_ratio(policy_logprobs: LogProbs, old_logprobs: LogProbs) -> TokenValues:
     """The ratio r of each token, with the old policy detached."""
-    return (upcast(policy_logprobs) - upcast(old_logprobs.detach())).exp()
+    return log_ratio(policy_logprobs, old_logprobs.detach()).exp()
 
 
 _BOUNDS = (
@@ -181,7 +180,7 @@ class Trusted:
             )
         policy, mask = batch.policy_logprobs.detach(), batch.mask
         old = policy if batch.old_logprobs is None else batch.old_logprobs.detach()
-        ratio = masked(log_ratio(old, sampler.detach()), mask)
+        ratio = masked_log_ratio(old, sampler, mask)
         weights, outside = torch.ones_like(ratio), torch.zeros_like(mask)
         if region.mode is not None:
             log_w = ratio.sum(-1, keepdim=True).expand_as(ratio) if region.mode.startswith("sequence") else ratio
@@ -191,11 +190,11 @@ class Trusted:
             bounded = log_w.clamp(low, high).exp()
             weights = torch.where(outside, 0.0, bounded) if region.mode.endswith("mask") else bounded
         if region.threshold is not None:
-            away = masked(log_ratio(sampler.detach(), policy), mask)
-            mean = away.sum(-1) / mask.sum(-1).clamp(min=1)
-            left = (mean > region.threshold) & (_advantage(batch) < 0)
-            outside = outside | left[:, None]
-            weights = torch.where(left[:, None], 0.0, weights)
+            distance = masked_mean(log_ratio(sampler.detach(), policy), mask, -1)
+            advantages = batch.advantages
+            advantages = advantages if advantages.ndim == 1 else masked_mean(advantages, mask, -1)
+            left = ((distance > region.threshold) & (advantages < 0))[:, None]
+            outside, weights = outside | left, torch.where(left, 0.0, weights)
         cut = outside & mask
         return cls(weights=weights, cut=cut, dropped=mask.any(-1) & ~((weights > 0) & mask).any(-1))
 
@@ -208,10 +207,3 @@ class Trusted:
             "sampler/sequences_cut": self.dropped.float().mean(),
             "sampler/advantage_cut": masked_sum(size, self.cut) / total.clamp(min=torch.finfo(total.dtype).tiny),
         }
-
-
-def _advantage(batch: Batch) -> Float[Tensor, " batch"]:
-    """The advantage of each completion: where tokens have one of their own, their mean."""
-    if batch.advantages.ndim == 1:
-        return batch.advantages
-    return masked_sum(batch.advantages, batch.mask, -1) / batch.mask.sum(-1).clamp(min=1)

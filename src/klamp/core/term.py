@@ -221,8 +221,7 @@ class Gate:
         """The penalty with the clip f: its tangent f(m) + f'(m) (K - m) at the KL m that decides it.
 
         Value: summed over the sequence it is that, K the sum of `penalty`, with f(m) - f'(m) m spread over the tokens
-        that carry the KL. Where m is K itself it is f(K). Where m is the others' it is unbiased for the tangent at m
-        (hard: P(m > budget) (KL - budget)), which is never above f(KL), and f(KL) itself where m has no noise.
+        that carry the KL: f(K) if m is K itself; if m is the others', unbiased for the tangent, never above f(KL).
         Gradient: f'(m) times the penalty's.
         """
         shift = (self.clipped - self.factor * self.kl) / kl_mask.sum(-1).clamp(min=1)
@@ -268,7 +267,6 @@ def sequence_gate_kl(
 
 def sequence_kl(prepared: Prepared) -> Float[Tensor, " batch"]:
     """The KL of each sequence over the tokens that carry it, in nats: exact where every sequence has that, else k3."""
-    if prepared.scored.kl is not None:
-        return masked_sum(prepared.scored.kl.detach(), prepared.carried, -1)
-    k3 = saturated(ESTIMATORS["k3"].value(prepared.bounded), prepared.bounded)
-    return masked_sum(k3, prepared.carried, -1)
+    kl = prepared.scored.kl
+    kl = saturated(ESTIMATORS["k3"].value(prepared.bounded), prepared.bounded) if kl is None else kl.detach()
+    return masked_sum(kl, prepared.carried, -1)

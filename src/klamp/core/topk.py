@@ -18,8 +18,8 @@ weighted term of the sample, where that lies outside of it, have the right mean,
 for every k: 0 is the sampled estimator, the whole vocabulary the exact KL. Where q has mass that mu never samples and
 S lacks, the mean is short by what that mass is worth: there it is the generalised KL over head and support.
 
-A constant added to delta in head and tail would not change the mean, as sum_v p_v grad log p_v = 0. Here it is 0. With
-1, autograd's of the plain p delta, the two parts cancel on average only: noisier near the anchor than no head at all.
+A constant added to delta would not change the mean, as sum_v p_v grad log p_v = 0. With 1, autograd's of p delta, head
+and tail cancel on average only: noisier near the anchor than no head at all.
 """
 
 from __future__ import annotations

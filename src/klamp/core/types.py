@@ -308,10 +308,7 @@ def _check_advantages(advantages: Tensor, mask: Mask) -> None:
 
 
 class LossOutput(NamedTuple):
-    """What `grpo_loss` gives: the loss to call `backward` on, in units of reward, and what was measured on the way.
-
-    All are scalars; the metrics (docs/metrics.md) are detached.
-    """
+    """What `grpo_loss` returns: the loss, in units of reward, and detached metrics (docs/metrics.md); all scalars."""
 
     loss: Float[Tensor, ""]
     metrics: dict[str, Tensor]

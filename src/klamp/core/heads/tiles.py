@@ -48,11 +48,7 @@ LOG2_E = math.log2(math.e)
 
 
 def exp_(x: Tensor) -> Tensor:
-    """exp(x), written over x.
-
-    In float32 on a CPU it is 2 ** (x log2(e)): torch hands `exp` to a library that is slow on some processors, and
-    vectorises `exp2` itself. The product is rounded by no more than x, a difference of logits, was before.
-    """
+    """exp(x), written over x; in float32 on a CPU as 2 ** (x log2(e)), which torch vectorises on every processor."""
     if x.dtype == torch.float32 and x.device.type == "cpu":
         return x.mul_(LOG2_E).exp2_()
     return x.exp_()
