@@ -192,14 +192,16 @@ def missing_library(library: str, *, by: str, instead: str = "") -> MissingLibra
 
 def extra_with(library: str) -> str | None:
     """The first extra of klamp that asks for a library, by the name of its package or module; None: no extra does."""
-    from packaging.utils import canonicalize_name
-
     try:
         declared = metadata.requires("klamp") or []
     except metadata.PackageNotFoundError:  # a source tree that was never installed
         return None
     for requirement in declared:
         match = re.match(r"([\w.-]+).*extra == ['\"]([\w-]+)['\"]", requirement)
-        if match and match[2] != "dev" and canonicalize_name(match[1]) == canonicalize_name(library):
+        if match and match[2] != "dev" and _as_pip_compares(match[1]) == _as_pip_compares(library):
             return match[2]
     return None
+
+
+def _as_pip_compares(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
