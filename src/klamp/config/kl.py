@@ -366,6 +366,7 @@ def _control(c: KLConfig) -> list[Refusal]:
 
 def _reference_and_tokens(c: KLConfig) -> list[Refusal]:
     of_sampler = c.reference == "sampler"
+    summed = c.kl_placement != "reward" and c.kl_gradient != "forward" and c.kl_estimator != "exact"
     return [
         Refusal(
             c.reference in ("sampler", "remote") and c.kl_estimator == "exact",
@@ -387,23 +388,12 @@ def _reference_and_tokens(c: KLConfig) -> list[Refusal]:
             fix="set reference_url to where a vLLM server listens",
         ),
         Refusal(
-            c.excludes and (c.kl_gradient, c.kl_horizon) == ("forward", "sequence"),
-            "the forward KL over sequences cannot leave tokens out",
-            why="its weight is the reference's probability of the whole prefix",
-            fix="use kl_horizon='token', kl_gradient='reverse', or no kl_exclude_tokens",
-        ),
-        Refusal(
-            c.excludes and c.kl_placement == "reward",
-            "kl_placement='reward' cannot leave tokens out",
-            why="one number per completion is the gradient of no KL over the tokens that are kept",
-            fix="use kl_placement='advantage' with kl_horizon='sequence'",
-        ),
-        Refusal(
-            c.excludes and (c.kl_estimator, c.kl_horizon) == ("exact", "sequence"),
-            "the exact KL over sequences cannot leave tokens out",
-            why="it sums over the whole vocabulary at positions that the drawn tokens choose: the gradient of no KL "
-            "over the tokens that are kept",
-            fix="use kl_estimator='k3' (the generalised KL over the kept tokens)",
+            c.excludes and c.kl_horizon == "sequence" and not summed,
+            "kl_exclude_tokens cannot leave tokens out of this KL over sequences",
+            got=f"kl_estimator={c.kl_estimator!r}, kl_gradient={c.kl_gradient!r}, kl_placement={c.kl_placement!r}",
+            why="a weight of the whole prefix (forward), a sum over the vocabulary (exact) and a number per completion "
+            "(reward) have the gradient of no KL over the tokens that are kept",
+            fix="use kl_horizon='token', or kl_gradient='reverse' with k3 in the loss or k1 in the advantage",
         ),
     ]
 
