@@ -20,7 +20,7 @@ from klamp.config.fields import (
     setting,
     without_effect,
 )
-from klamp.core.arguments import AT_LEAST_1, POSITIVE, check_fields, check_number
+from klamp.core.arguments import AT_LEAST_1, COEFFICIENT, POSITIVE, check_fields, check_number
 from klamp.core.clipping import ClipLevel
 from klamp.core.controllers import (
     Controller,
