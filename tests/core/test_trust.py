@@ -114,4 +114,4 @@ def test_what_cannot_work_is_refused():
         LossConfig(vllm_importance_sampling_clip_max=2.0)
     loss = LossConfig(vllm_importance_sampling_mode="token_mask", off_policy_mask_threshold=0.25)
     region = TrustRegion(mode="token_mask", threshold=0.25)
-    assert build_objective(KLConfig(), loss, max_length=4).trust == region and not TrustRegion().there
+    assert build_objective(KLConfig(), loss, max_length=4).trust == region and not TrustRegion().is_set

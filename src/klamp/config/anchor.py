@@ -1,29 +1,62 @@
-"""What holds for the KL to a reference and to a teacher: one term, one set of rules, and what hosts cannot honour.
+"""The choices that the KL to a reference and that to a teacher share: texts, rules, and what hosts cannot honour.
 
-A field of the KL to the reference is called `kl_NAME`, one of the KL to a teacher `teacher_NAME`.
+A choice of the KL to the reference is the field `kl_NAME` or `reference_NAME`, one of the KL to a teacher
+`teacher_NAME`.
 """
 
 from __future__ import annotations
 
-from dataclasses import fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
-from klamp.config.fields import HostLimit, setting
-from klamp.core.arguments import ANY
-from klamp.core.term import TERM_NUMBERS, KLTerm
+from klamp.config.fields import HostLimit, like
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, INSIDE_0_1, limited
+from klamp.core.controllers import Schedule
+from klamp.core.term import KLTerm
 from klamp.errors import Refusal
 
+KEPT_SHARE = INSIDE_0_1.but(
+    "every step keeps this share of the old weights", "0.99 follows over about a hundred steps; 'frozen' never moves"
+)
 
-def of_term(name: str, **rest: Any) -> Any:
-    """A field of a configuration with the default and the numbers of a field of `KLTerm`; `rest`: see `setting`."""
-    return setting(getattr(KLTerm, name), TERM_NUMBERS.get(name, ANY), **rest)
+
+@dataclass(frozen=True, kw_only=True)
+class AnchorChoices:
+    """The choices of an anchor beside those of `KLTerm`; its text fills in the names of anchor and coefficient."""
+
+    schedule: Schedule = "constant"
+    """Factor on {coefficient} over the run: constant, linear or cosine."""
+    warmup_steps: int = limited(0, AT_LEAST_0)
+    """Warm-up: steps over which the factor on {coefficient} grows from 0."""
+    schedule_end: float = limited(0.0, FROM_0_TO_1)
+    """The factor on {coefficient} at the end of a linear or cosine schedule."""
+    url: str | None = None
+    """Address of a vLLM server that scores as the {anchor}."""
+    name: str | None = None
+    """The model's name at that server; None: the only one that it serves."""
+    decay: float = limited(0.99, KEPT_SHARE)
+    """ema: share of the old {anchor}'s weights that every step keeps, in (0, 1)."""
+    reset_steps: int = limited(100, AT_LEAST_1)
+    """periodic: steps after which the {anchor} becomes the policy."""
+
+
+WORDS: Mapping[str, Mapping[str, str]] = {
+    "reference": {"anchor": "reference", "coefficient": "beta"},
+    "teacher": {"anchor": "teacher", "coefficient": "teacher_coef"},
+}
+
+
+def choice(name: str, anchor: str = "reference", **rest: Any) -> Any:
+    """A field of `KLTerm` or `AnchorChoices` as a choice of one anchor; `rest`: see `setting`."""
+    return like(KLTerm if hasattr(KLTerm, name) else AnchorChoices, name, WORDS[anchor], **rest)
 
 
 def build_term(config: Any, prefix: str, **own: Any) -> KLTerm:
     """The term of the fields `prefix_NAME` of a configuration; `own`: what is named otherwise."""
-    names = {field.name: f"{prefix}_{field.name}" for field in fields(KLTerm)}
-    chosen = {name: getattr(config, named) for name, named in names.items() if hasattr(config, named)}
-    return KLTerm(**{**chosen, "value": getattr(config, f"{prefix}_estimator"), **own})
+    names = {field.name: f"{prefix}_{field.name}" for field in fields(KLTerm)} | {"value": f"{prefix}_estimator"}
+    choices = {name: getattr(config, theirs) for name, theirs in names.items() if hasattr(config, theirs)}
+    return KLTerm(**choices | own)
 
 
 def placement_refusals(config: Any, anchor: str) -> list[Refusal]:
@@ -78,8 +111,7 @@ ONE_AVERAGE = HostLimit(
 )
 OWN_STEP = HostLimit(
     ("trl", "unsloth", "verl"),
-    "its loop takes the optimizer step itself and offers no way to leave it out; a loss of 0 in its place would still "
-    "move the weights by momentum and weight decay",
+    "its loop always takes the optimizer step; a loss of 0 would still move the weights by momentum and weight decay",
     "leave kl_early_stop unset, and lower num_iterations or the learning rate; klamp train has it",
 )
 OWN_PROCESS = HostLimit(
@@ -88,9 +120,7 @@ OWN_PROCESS = HostLimit(
     "pass a model as ref_model, or use klamp train",
     values=("remote",),
 )
-ITS_REFERENCE = HostLimit(
-    ("verl",), "it decides itself: the policy without its adapter where lora_rank is set, else a frozen copy"
-)
+ITS_REFERENCE = HostLimit(("verl",), "it takes the policy without its adapter if lora_rank is set, else a frozen copy")
 MADE_AT_ONCE = HostLimit(
     ("unsloth",),
     "its reference is loaded, and its callback made, while the trainer is built",
@@ -99,7 +129,7 @@ MADE_AT_ONCE = HostLimit(
 )
 ITS_DEVICE = HostLimit(
     ("trl", "unsloth", "verl"),
-    "its own preparation puts the reference on the device of the process",
+    "it puts the reference on the device of the process",
     "leave reference_device unset; reference_dtype makes the reference smaller",
 )
 ITS_DTYPE = HostLimit(("verl",), "its own engine loads the reference")
@@ -128,7 +158,7 @@ ONE_PROMPT = HostLimit(
 )
 NO_VOCABULARY = HostLimit(
     ("verl",),
-    "the teacher's engine tells some log-probabilities of each token, and not the whole vocabulary's",
+    "the teacher's engine returns some log-probabilities of each token, not those of the whole vocabulary",
     "use teacher_estimator='k3', 'k1', or 'topk' with teacher_top_k=0 for another direction",
     values=("exact",),
 )
@@ -137,9 +167,7 @@ IN_THE_LOSS = HostLimit(
     "its way to an advantage (use_policy_gradient) is a second policy loss with bounds of its own",
     "set teacher_placement='loss': the expected gradient of k1 is the same",
 )
-WITHOUT_A_NUMBER = HostLimit(
-    ("verl",), "a loss of distillation is known there by a name that was registered beforehand, without a number"
-)
+WITHOUT_A_NUMBER = HostLimit(("verl",), "it calls a loss of distillation by a registered name, without a number")
 READ_ONCE = HostLimit(
     ("verl",),
     "distillation_loss_coef is read once, when its workers start",

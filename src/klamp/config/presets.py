@@ -8,7 +8,7 @@ from typing import Any
 
 from klamp.config.kl import KLConfig
 from klamp.config.loss import LossConfig
-from klamp.errors import ConfigError, unknown_name
+from klamp.errors import ConfigError, check_name
 
 _GROUP_MEAN = {"advantage_baseline": "mean"}
 _K1_OVER_SEQUENCES = {"kl_estimator": "k1", "kl_horizon": "sequence"}
@@ -95,30 +95,20 @@ PRESETS: Mapping[str, Preset] = {
 }
 """Name -> recipe."""
 
-_NO_KL: Mapping[str, Mapping[str, str]] = {
-    "minus-k1": {
-        "what": "minus k1 is no penalty",
-        "why": "kl_coef * (log ref - log policy) is minus k1: the loss falls as the policy leaves the reference",
-        "fix": "use preset('recommended'), or kl_estimator='k1' with kl_gradient='reverse'",
-    },
-    "ratio-weighted": {
-        "what": "k1 weighted by policy/ref is not KL(policy||ref)",
-        "why": "exp(delta) * delta weights by policy/ref, which is right for the reference's tokens, not the policy's",
-        "fix": "use preset('ppo') for a KL in the reward, or kl_estimator='exact'",
-    },
+NO_PENALTY: Mapping[str, str] = {
+    "minus-k1": "kl_coef * (log ref - log policy) is minus k1: the loss falls as the policy leaves the reference",
+    "ratio-weighted": "exp(delta) * delta weights by policy/ref, which is right for the reference's tokens alone",
 }
-"""Formulas that are passed around as a KL and that no KL configuration stands for."""
+"""Formulas that are passed around as a KL, and why no KL configuration stands for them."""
 
 
 def find_preset(name: str) -> Preset:
     """The recipe of this name: its KL, its policy loss, its paper; errors as `preset`."""
-    text = str(name)
-    if (refused := _NO_KL.get(text)) is not None:
-        fix = f"{refused['fix']}; `klamp explain {text}` shows what the formula does"
-        raise ConfigError(refused["what"], got=repr(name), why=refused["why"], fix=fix)
-    if text not in PRESETS:
-        raise unknown_name("preset", name, PRESETS)
-    return PRESETS[text]
+    if str(name) in NO_PENALTY:
+        fix = f"use preset('recommended'), or 'ppo' for a KL in the reward; `klamp explain {name}` shows the formula"
+        raise ConfigError(f"{name} is no penalty on KL(policy||ref)", got=name, why=NO_PENALTY[name], fix=fix)
+    check_name("preset", name, PRESETS)
+    return PRESETS[name]
 
 
 def preset(name: str) -> KLConfig:

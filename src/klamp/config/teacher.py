@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias
 
 from klamp.config import anchor
+from klamp.config.anchor import choice
 from klamp.config.fields import (
     Need,
     accepts_aliases,
     aliases_of,
     check_server,
-    check_settings,
     one_of,
     setting,
     without_effect,
 )
 from klamp.config.kl import ALIASES
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, INSIDE_0_1
+from klamp.core.arguments import AT_LEAST_0, check_fields
 from klamp.core.controllers import Schedule, kl_schedule_factor
 from klamp.core.term import KLTerm, OffPolicy, Placement
 from klamp.core.topk import Tail
@@ -48,7 +48,7 @@ TAILS: Mapping[Tail, str] = {
 
 A_TEACHER = Need("a teacher (teacher_model, teacher_url or teacher_kind) and a teacher_coef above 0", lambda c: c.named)
 NAMED, TOPK = (A_TEACHER,), (A_TEACHER, one_of("teacher_estimator", "topk"))
-SAMPLED = one_of("teacher_estimator", "k1", "k3")
+SAMPLED, SCHEDULED = one_of("teacher_estimator", "k1", "k3"), one_of("teacher_schedule", "linear", "cosine")
 A_SERVER = Need("teacher_url", lambda c: bool(c.teacher_url))
 TOKEN_IN_SUM = Need(
     "teacher_off_policy='sequence' (no sampled token is in the sum; only its prefix was sampled)",
@@ -74,12 +74,10 @@ class TeacherConfig:
 
     teacher_model: str | None = setting(None, aliases=("teacher_model_name_or_path",))
     """The teacher, named like the model; None: no teacher, or one that teacher_kind makes of the policy."""
-    teacher_url: str | None = setting(
-        None, limits=(anchor.NO_SERVER,), aliases=("teacher_model_server_url", "teacher_model_server")
+    teacher_url: str | None = choice(
+        "url", "teacher", limits=(anchor.NO_SERVER,), aliases=("teacher_model_server_url", "teacher_model_server")
     )
-    """Address of a vLLM server that scores as the teacher."""
-    teacher_name: str | None = setting(None, needs=(A_TEACHER, A_SERVER))
-    """The model's name at that server; None: the only one that it serves."""
+    teacher_name: str | None = choice("name", "teacher", needs=(A_TEACHER, A_SERVER))
     teacher_models: tuple[str, ...] = setting((), limits=(anchor.SEVERAL_TEACHERS,))
     """Several teachers, each KEY=MODEL; teacher_key says which of them a prompt has."""
     teacher_key: str = ""
@@ -100,35 +98,24 @@ class TeacherConfig:
     """topk: whose likeliest tokens are the head; reverse is least noisy with the student's, forward the teacher's."""
     teacher_tail: Tail = setting("sampled", needs=TOPK)
     """topk: the words outside of the head: sampled (unbiased), or with a bias bucket, generalised, none."""
-    teacher_horizon: Horizon = anchor.of_term("horizon", needs=NAMED)
-    """token: each token's own KL; sequence: also the effect of a token on the KL of later tokens."""
-    teacher_placement: Placement = anchor.of_term(
-        "placement", needs=NAMED, limits=(anchor.ADVANTAGES_FIRST, anchor.IN_THE_LOSS)
+    teacher_horizon: Horizon = choice("horizon", "teacher", needs=NAMED)
+    teacher_placement: Placement = choice(
+        "placement", "teacher", needs=NAMED, limits=(anchor.ADVANTAGES_FIRST, anchor.IN_THE_LOSS)
     )
-    """In the loss, in the reward (before advantages are formed), or as a shift of the advantage (after)."""
-    teacher_off_policy: OffPolicy = anchor.of_term("off_policy", needs=(A_TEACHER, TOKEN_IN_SUM))
-    """Weigh the KL by policy/sampler: not at all, per token, or by the whole prefix."""
-    teacher_max_log_ratio: float | None = anchor.of_term(
-        "max_log_ratio", needs=(A_TEACHER, SAMPLED), limits=(anchor.WITHOUT_A_NUMBER,)
+    teacher_off_policy: OffPolicy = choice("off_policy", "teacher", needs=(A_TEACHER, TOKEN_IN_SUM))
+    teacher_max_log_ratio: float | None = choice(
+        "max_log_ratio", "teacher", needs=(A_TEACHER, SAMPLED), limits=(anchor.WITHOUT_A_NUMBER,)
     )
-    """Straight-through bound of the log-ratio to the teacher in nats; how often it binds is logged."""
     teacher_prompt: str = setting("", needs=NAMED, limits=(anchor.ONE_PROMPT,))
     """Column of the data with the prompt that the teacher sees in the place of the policy's; the answer is the same."""
-    teacher_schedule: Schedule = setting("constant", needs=NAMED, limits=(anchor.READ_ONCE,))
-    """Factor on teacher_coef over the run: constant, linear or cosine."""
-    teacher_warmup_steps: int = setting(0, AT_LEAST_0, needs=NAMED, limits=(anchor.READ_ONCE,))
-    """Steps over which that factor grows from 0."""
-    teacher_schedule_end: float = setting(
-        0.0, FROM_0_TO_1, needs=(A_TEACHER, one_of("teacher_schedule", "linear", "cosine"))
-    )
-    """The factor at the end of a linear or cosine schedule."""
-    teacher_decay: float = setting(0.99, INSIDE_0_1, needs=(A_TEACHER, one_of("teacher_kind", "ema")))
-    """ema: share of the old teacher's weights that every step keeps, in (0, 1)."""
-    teacher_reset_steps: int = setting(100, AT_LEAST_1, needs=(A_TEACHER, one_of("teacher_kind", "periodic")))
-    """periodic: steps after which the teacher becomes the policy."""
+    teacher_schedule: Schedule = choice("schedule", "teacher", needs=NAMED, limits=(anchor.READ_ONCE,))
+    teacher_warmup_steps: int = choice("warmup_steps", "teacher", needs=NAMED, limits=(anchor.READ_ONCE,))
+    teacher_schedule_end: float = choice("schedule_end", "teacher", needs=(A_TEACHER, SCHEDULED))
+    teacher_decay: float = choice("decay", "teacher", needs=(A_TEACHER, one_of("teacher_kind", "ema")))
+    teacher_reset_steps: int = choice("reset_steps", "teacher", needs=(A_TEACHER, one_of("teacher_kind", "periodic")))
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_fields(self)
         check_server(self.teacher_url, "teacher_url", key="the environment variable KLAMP_REFERENCE_KEY")
         refuse(refusals(self))
         for text in self.cautions():

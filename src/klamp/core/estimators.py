@@ -170,8 +170,7 @@ def divergence_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
 def _expectation(log_p: Tensor, log_q: Tensor) -> Tensor:
     """The sum over v of p_v (log p_v - log q_v); where p_v is 0, value and gradient are exactly 0.
 
-    The value is summed as q - p + p log(p/q), whose terms are never negative: the same number, since both sum to 1,
-    without the cancellation that makes a small KL negative in float32. The gradient is that of the plain sum.
+    The value is that of `divergence_terms`: the same number without cancellation. The gradient is the plain sum's.
     """
     empty = log_p.detach().exp() == 0  # also where it only rounds to 0, and times an infinite ratio would be NaN
     log_p_safe = torch.where(empty, torch.zeros_like(log_p), log_p)
@@ -213,8 +212,7 @@ def exact_kl(
         forward = sum_v q_v (log q_v - log p_v) = KL(ref || policy)
         js      = (KL(p || m) + KL(q || m)) / 2
 
-    Sampler: none needed for the prefix itself; averaged over prefixes it is the Rao-Blackwellised estimate for
-    whoever sampled the prefixes.
+    Sampler: none for the prefix itself; averaged over prefixes it is the Rao-Blackwellised estimate for their sampler.
     Value: exact for the prefix, >= 0 up to rounding. A vocabulary entry with logit -inf has probability 0, and so has
     one whose probability rounds to 0. NaN where a row holds NaN or nothing but -inf, as padding does.
     Gradient: exact for the prefix, in the policy alone, 0 where the value is NaN; it leaves out what a token does to
@@ -241,6 +239,6 @@ def exact_kl(
             "logits[..., :n], and count what is sampled beyond them as not scored",
         )
     policy, ref = upcast(policy_logits), upcast(ref_logits.detach())
-    there = (policy.detach().amax(-1) + ref.amax(-1)).isfinite()  # chosen before the arithmetic: NaN * 0 is NaN
-    log_policy, log_ref = (torch.where(there[..., None], x, torch.zeros_like(x)).log_softmax(-1) for x in (policy, ref))
-    return torch.where(there, DIRECTIONS[direction](log_policy, log_ref), math.nan)
+    valid = (policy.detach().amax(-1) + ref.amax(-1)).isfinite()  # chosen before the arithmetic: NaN * 0 is NaN
+    log_policy, log_ref = (torch.where(valid[..., None], x, torch.zeros_like(x)).log_softmax(-1) for x in (policy, ref))
+    return torch.where(valid, DIRECTIONS[direction](log_policy, log_ref), math.nan)

@@ -246,16 +246,14 @@ def check_batch(batch: Batch, *, part: bool = False, bounded: Collection[str] = 
     """Check the values of a batch before any loss is computed; its shapes it checked itself.
 
     Args:
-        batch: scored completions.
-        part: whether it is a part of one, which may have no tokens to train on.
+        part: whether it is a micro-batch, which may have no tokens to train on.
         bounded: anchors whose log-ratio is bounded, so that a token may have no probability under them.
 
     Raises:
         TensorError: tensors without values (on the meta device).
         ShapeError, EmptyMaskError: a batch without tokens, or without one to train on.
         ConfigError: an anchor's log-probabilities carry the gradient and the policy's none.
-        NonFiniteError: NaN or infinite log-probabilities or advantages.
-        DataError: log-probabilities above 0, or a weight of an anchor that is negative or not finite.
+        NonFiniteError, DataError: NaN, infinite or positive log-probabilities; advantages or weights out of range.
     """
     check_values_exist("policy_logprobs", batch.policy_logprobs)
     for scored in batch.anchors.values():
@@ -310,10 +308,7 @@ def _check_advantages(advantages: Tensor, mask: Mask) -> None:
 
 
 class LossOutput(NamedTuple):
-    """What `grpo_loss` gives: the loss to call `backward` on, in units of reward, and what was measured on the way.
-
-    All are scalars; the metrics (docs/metrics.md) are detached.
-    """
+    """What `grpo_loss` returns: the loss, in units of reward, and detached metrics (docs/metrics.md); all scalars."""
 
     loss: Float[Tensor, ""]
     metrics: dict[str, Tensor]

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias, get_type_hints
 
 from klamp.config import KLConfig, LossConfig, TeacherConfig, build_objective
-from klamp.config.fields import check_cluster, check_server, check_settings, resolve_aliases, setting
+from klamp.config.fields import check_cluster, check_server, resolve_aliases, setting
 from klamp.config.kl import DType
 from klamp.config.teacher import ALL_ALIASES
 from klamp.core.arguments import (
@@ -24,6 +24,7 @@ from klamp.core.arguments import (
     FROM_0_BELOW_1,
     POSITIVE,
     Numbers,
+    check_fields,
 )
 from klamp.core.controllers import Schedule
 from klamp.doctor.alarms import check_names
@@ -67,7 +68,7 @@ class ModelConfig:
     """Recompute activations in the backward pass to save memory."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,7 +97,7 @@ class RolloutConfig:
     """Address of a vLLM server that `trl vllm-serve` runs, which writes them instead (backend trl); None: no server."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_fields(self)
         check_server(self.sampler_url, "sampler_url", key="your ~/.netrc, which TRL's client reads")
 
 
@@ -124,7 +125,7 @@ class OptimConfig:
     """Parts that a step is computed in; the result is that of the whole, exactly."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -174,7 +175,7 @@ class RunConfig:
     """More arguments of verl, KEY=VALUE as in Hydra (backend verl); they come last, and win."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_fields(self)
         if self.report_to == ("none",):  # as transformers and TRL have it
             object.__setattr__(self, "report_to", ())
         if (self.output_dir or "").startswith("~"):
@@ -201,7 +202,7 @@ class TrainConfig:
     run: RunConfig = field(default_factory=RunConfig)
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_fields(self)
         length = self.rollout.max_completion_length
         build_objective(self.kl, self.loss, max_length=length, teacher=self.teacher)
         refuse(_refusals(self))

@@ -175,7 +175,7 @@ def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[
                 z, ref_z = (model.head.logits(product(model, rows, entries)) for model in (policy, ref))
                 visit(i, rows, z, ref_z.to(z.dtype))
 
-    def each_tile(i: int, rows: slice, z: Tensor, ref_z: Tensor) -> None:
+    def of_tile(i: int, rows: slice, z: Tensor, ref_z: Tensor) -> None:
         if direction == "js":
             log_z[0, i, rows], log_z[1, i, rows] = z.logsumexp(1), ref_z.logsumexp(1)
         elif direction == "reverse":
@@ -183,7 +183,7 @@ def _divergence(policy: Products, ref: Products, direction: Direction) -> tuple[
         else:
             log_z[1, i, rows], log_z[0, i, rows], within[i, rows] = _within(ref_z, z, spare)
 
-    walk(Products.form, each_tile)
+    walk(Products.form, of_tile)
     total, ref_total = log_z.logsumexp(1)  # log Z, log Y
     v, lost = len(policy.head.weight), torch.zeros_like(total)  # lost: what the reference gives to tokens from v on
     if len(ref.head.weight) > v:
@@ -230,10 +230,7 @@ def _normaliser(hidden: Tensor, head: Head, part: slice) -> Tensor:
 
 @torch.no_grad()
 def cut_mass(ref_hidden: Float[Tensor, "rows ref_width"], ref: Head, entries: int) -> Float[Tensor, " rows"]:
-    """The probability that the reference gives to tokens from `entries` on, which the policy does not have; detached.
-
-    `linear_kl` leaves it out and renormalises nothing. One forward walk; where it is not tiny, ask why.
-    """
+    """The probability that the reference gives to tokens from `entries` on, which `linear_kl` leaves out; detached."""
     shared, more = (_normaliser(ref_hidden, ref, part) for part in (slice(entries), slice(entries, None)))
     return torch.sigmoid(more - shared)
 
@@ -338,9 +335,9 @@ def linear_head_kl(  # noqa: PLR0913  (a model, a server's answer, and what the 
 ) -> Float[Tensor, " rows"]:
     """`topk_kl` over the head of an anchor that a server scored, in nats, the policy scored from hidden states.
 
-    Of the entries (`head_ids`, `head_logprobs`, `kept`) those count that `server_head` takes: of k + 1 the sampled
-    token is the one too many, and the tail's sample. `target_logprobs` are the anchor's, too; all of them over its
-    whole vocabulary, and at the policy's temperature. Where `kept` is False anything may stand.
+    Of the entries (`head_ids`, `head_logprobs`; those that are `kept`) the ones count that `server_head` takes: of
+    k + 1 the sampled token is the one too many, and the tail's sample. The anchor's log-probabilities are over its
+    whole vocabulary, at the policy's temperature.
 
     Sampler, Value, Gradient: as in `topk_kl`. Three matrix products, two where the head is frozen.
     Shapes: [N, H], [V, H], [N, K], [N, K], targets and their log-probabilities [N], bias [V] -> [N].

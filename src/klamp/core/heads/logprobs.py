@@ -57,10 +57,10 @@ BLOCK = 16
 
 
 class Picks:
-    """The token ids that are asked for in each row, [N, K], sorted so that a tile finds its own at once.
+    """The token ids to score in each row, [N, K], sorted so that a tile finds its own at once.
 
-    `rows` and `ids` hold each token of a row once, [U]; `order` are the places [N K] where they were asked for, sorted,
-    and `group` says which of the U each place asks for.
+    `rows` and `ids` hold each token of a row once, [U]; `order` are the places [N K] of the tokens, sorted, and `group`
+    says which of the U each place asks for.
     """
 
     def __init__(self, ids: Tensor) -> None:
@@ -84,13 +84,13 @@ class Picks:
 
 
 class Leaders:
-    """The k largest entries of some rows and their ids, in the tiles that were seen so far."""
+    """The k largest entries of some rows and their ids, in the tiles so far."""
 
     def __init__(self, k: int) -> None:
         self.k = k
         self.values = self.ids = torch.empty(0)
 
-    def see(self, z: Tensor, start: int) -> None:
+    def add(self, z: Tensor, start: int) -> None:
         """Takes in a tile, whose first column is the entry `start` of the vocabulary."""
         if self.values.numel() == 0:
             self.values, self.ids = z[:, :0], torch.empty_like(z[:, :0], dtype=torch.long)
@@ -176,7 +176,7 @@ def score(products: Products, ids: Tensor, *, entropy: bool = False, pull: bool 
             which, row, column = picks.within(rows, entries)
             picked[which] = z[row, column]
             if leaders:
-                leaders[c].see(z, entries.start)
+                leaders[c].add(z, entries.start)
             top = z.amax(1, keepdim=True).clamp(min=low)
             p = exp_(z.sub_(top).clone() if entropy else z.sub_(top))
             total = p.sum(1)
@@ -351,9 +351,8 @@ def linear_logprobs(
 
     Value: exact up to rounding, <= 0. bfloat16 and float16: products rounded as in a linear layer, the softmax and all
     sums in float32; the result is float32. float64 stays float64.
-    Gradient: that of the equation in hidden, weight and bias, each computed only if it requires one; once
-    differentiable. A row whose incoming gradient is exactly 0 is left out: it costs no product, its gradient is 0, and
-    NaN in it reaches nothing. The entropy is detached.
+    Gradient: that of the equation in hidden, weight and bias, each only if it requires one; once differentiable. A row
+    whose incoming gradient is exactly 0 costs no product, and NaN in it reaches nothing. The entropy is detached.
     Shapes: [N, H], [V, H], [N] or [N, K], bias [V] -> that of the targets, with `return_entropy` and [N]. N and K may
     be 0, and a row may name a token twice. All K take one walk over the vocabulary, and no memory of [N, K, H].
     Under torch.compile the call is a graph break (not for fullgraph=True); under autocast the inputs are cast as those

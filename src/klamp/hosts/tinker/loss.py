@@ -22,7 +22,7 @@ from klamp.config.fields import host_refusals, ignored_fields, unread
 from klamp.config.kl import BETA
 from klamp.config.loss import build_objective
 from klamp.config.teacher import TeacherConfig, of_a_server
-from klamp.core.arguments import AT_LEAST_1, check_fields
+from klamp.core.arguments import AT_LEAST_1, check_fields, limited
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.masking import Totals, check_totals, masked_log_ratio, masked_mean, total_denominator
 from klamp.core.objective import Objective, grpo_loss
@@ -54,8 +54,6 @@ IN_REWARD: dict[str, str] = dict.fromkeys(
     "are formed; placement 'advantage' needs none",
 )
 """What a KL in the reward needs, to which the loss adds nothing."""
-NUMBERS = {"kl_coef": BETA, "cliprange": CLIP_LOW, "max_length": AT_LEAST_1, "group_size": AT_LEAST_1}
-"""Which numbers the arguments of a call take."""
 
 
 class Options(TypedDict, total=False):
@@ -73,18 +71,18 @@ class Options(TypedDict, total=False):
 class LossCall:
     """The arguments of `compute_grpo_kl_loss`, checked, and what follows from them; see there."""
 
-    kl_coef: float | None = None
-    cliprange: float | None = None
+    kl_coef: float | None = limited(None, BETA)
+    cliprange: float | None = limited(None, CLIP_LOW)
     kl: KLConfig = KLConfig()  # noqa: RUF009  (frozen)
     loss: LossConfig | None = None
     teacher: TeacherConfig | None = None
     normalizer: Normalizer = "loss_type"
-    max_length: int | None = None
-    group_size: int | None = None
+    max_length: int | None = limited(None, AT_LEAST_1)
+    group_size: int | None = limited(None, AT_LEAST_1)
     totals: Totals | None = None
 
     def __post_init__(self) -> None:
-        check_fields(self, NUMBERS)
+        check_fields(self)
         if self.totals is not None:
             check_totals(self.totals)
         refuse(self._refusals())

@@ -34,8 +34,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from klamp.config.fields import check_settings, setting
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1
+from klamp.config.fields import setting
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_fields
 from klamp.errors import ConfigError, DataError, RewardError, brief, unknown_name
 from klamp.files import at_home, with_end
 
@@ -100,7 +100,7 @@ class TaskConfig:
     """The seed for generating and for splitting rows."""
 
     def __post_init__(self) -> None:
-        check_settings(self)
+        check_fields(self)
 
 
 @dataclass(frozen=True, kw_only=True)
