@@ -13,6 +13,9 @@ weight, the surrogate's gradient is that of tokens which the old policy drew; bo
 
 DeepSeek-V3.2's mask is another: it drops completions of a negative advantage which the policy has left, those whose
 mean log(sampler / policy) exceeds a threshold. Each of them changes which objective is followed.
+
+A mask is decided by the advantage of the reward. A KL in the advantage stays outside of it, with the weight w of its
+own token: masked with the rest, its gradient would be off by a quarter and more, and where the policy moved most.
 """
 
 from __future__ import annotations
@@ -187,6 +190,8 @@ class Trusted:
 
     weights: TokenValues
     """Factor on each token's surrogate, detached. [B, T]"""
+    kl_weights: TokenValues
+    """The same for a KL in the advantage, which a mask leaves where it is, with the weight of its own token. [B, T]"""
     cut: Bool[Tensor, "batch tokens"]
     """True = the token's weight was bounded, or it was dropped."""
     dropped: Bool[Tensor, " batch"]
@@ -207,13 +212,15 @@ class Trusted:
         old = policy if batch.old_logprobs is None else batch.old_logprobs.detach()
         ratio = masked(log_ratio(old, sampler.detach()), mask)
         weights, outside = torch.ones_like(ratio), torch.zeros_like(mask)
+        masks = region.mode is not None and region.mode.endswith("mask")
         if region.mode is not None:
             log_w = ratio.sum(-1, keepdim=True).expand_as(ratio) if region.mode.startswith("sequence") else ratio
             low = -math.inf if not region.low else math.log(region.low)
             high = math.inf if region.high is None else math.log(region.high)
             outside = (log_w < low) | (log_w > high)
             bounded = log_w.clamp(low, high).exp()
-            weights = torch.where(outside, 0.0, bounded) if region.mode.endswith("mask") else bounded
+            weights = torch.where(outside, 0.0, bounded) if masks else bounded
+        kl_weights = ratio.exp() if masks else weights
         if region.threshold is not None:
             away = masked(log_ratio(sampler.detach(), policy), mask)
             mean = away.sum(-1) / mask.sum(-1).clamp(min=1)
@@ -221,7 +228,8 @@ class Trusted:
             outside = outside | left[:, None]
             weights = torch.where(left[:, None], 0.0, weights)
         cut = outside & mask
-        return cls(weights=weights, cut=cut, dropped=mask.any(-1) & ~((weights > 0) & mask).any(-1))
+        dropped = mask.any(-1) & ~((weights > 0) & mask).any(-1)
+        return cls(weights=weights, kl_weights=kl_weights, cut=cut, dropped=dropped)
 
     def metrics(self, batch: Batch) -> dict[str, Tensor]:
         """Shares of tokens, of completions, and of the advantage's size, that were cut."""
