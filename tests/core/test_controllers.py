@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from klamp.core.controllers import (
@@ -98,6 +98,8 @@ def test_beta_stays_within_its_bounds_and_is_never_nan(name, kls, low, high):
 @given(a=st.floats(0, 10), b=st.floats(0, 10))
 def test_a_larger_kl_never_gives_a_smaller_beta(name, a, b):
     small, large = sorted((a, b))
+    # `hold` keeps its start below half of the target, where nothing was learnt yet.
+    assume(name != "hold" or (small < 0.025) == (large < 0.025))
     assert MAKERS[name]().update(small) <= MAKERS[name]().update(large)
 
 

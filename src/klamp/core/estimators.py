@@ -17,8 +17,8 @@ from torch import Tensor
 
 from klamp.core.arguments import FLOATS, check_roles, check_tensors
 from klamp.core.masking import log_ratio, upcast
-from klamp.core.types import Direction, Estimator
-from klamp.errors import ConfigError, ShapeError, check_name
+from klamp.core.types import Direction, Estimator, refuse_positive
+from klamp.errors import ConfigError, DataError, ShapeError, check_name
 
 TokenFunction = Callable[[Tensor], Tensor]
 
@@ -143,6 +143,7 @@ def kl_estimate(
     Raises:
         TensorError: no tensors, no floating-point numbers, or two devices.
         ShapeError: the two tensors differ in shape.
+        DataError: log-probabilities above 0.
         UnknownNameError: an unknown estimator.
         ConfigError: `exact`, which needs logits; see `exact_kl`.
 
@@ -152,7 +153,9 @@ def kl_estimate(
         raise needs_logits("kl_estimate")
     check_name("KL estimator", estimator, ESTIMATORS)
     check_tensors(FLOATS, policy_logprobs=policy_logprobs, ref_logprobs=ref_logprobs)
-    return ESTIMATORS[estimator].value(log_ratio(policy_logprobs, ref_logprobs))
+    delta = log_ratio(policy_logprobs, ref_logprobs)
+    refuse_positive(policy_logprobs=policy_logprobs, ref_logprobs=ref_logprobs)
+    return ESTIMATORS[estimator].value(delta)
 
 
 def divergence_terms(log_p: Tensor, log_q: Tensor) -> Tensor:
@@ -198,6 +201,23 @@ DIRECTIONS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 }
 
 
+def _check_logits(**logits: Tensor) -> None:
+    """Refuse probabilities and negative log-likelihoods, whose rows give themselves away: looks at 64 rows at most."""
+    for name, given in logits.items():
+        rows = given.detach().flatten(0, -2)[:64] if given.ndim > 1 else given.detach()[None]
+        if given.is_meta or torch.compiler.is_compiling() or rows.numel() == 0 or rows.shape[-1] == 1:
+            continue
+        close = max(1e-4, 2 * torch.finfo(given.dtype).eps)
+        for kind, x in (("probabilities", rows), ("negative log-likelihoods", (-rows).exp())):
+            if bool(((rows > 0) & ((x.sum(-1, keepdim=True) - 1).abs() < close)).all()):
+                raise DataError(
+                    f"{name} holds {kind}",
+                    got=f"positive rows that make up 1, the first entry {float(rows[0, 0]):.4f}",
+                    why="a softmax of them is another distribution, nearly the uniform one",
+                    fix="pass logits, or log-probabilities of the whole vocabulary",
+                )
+
+
 def exact_kl(
     policy_logits: Float[Tensor, "*shape vocab"],
     ref_logits: Float[Tensor, "*shape vocab"],
@@ -223,6 +243,7 @@ def exact_kl(
         TensorError: no tensors, no floating-point numbers, or two devices.
         ShapeError: the logits differ in shape, or have no vocabulary.
         UnknownNameError: an unknown direction.
+        DataError: probabilities or negative log-likelihoods.
         ConfigError: policy and reference swapped (the reference carries the gradient).
 
     Source: arXiv:2504.10637 (Rao-Blackwellised estimation of the KL divergence between language models)
@@ -238,6 +259,7 @@ def exact_kl(
             fix="use the same tokens; where one vocabulary is padded further, cut both to the ids that they share, "
             "logits[..., :n], and count what is sampled beyond them as not scored",
         )
+    _check_logits(policy_logits=policy_logits, ref_logits=ref_logits)
     policy, ref = upcast(policy_logits), upcast(ref_logits.detach())
     valid = (policy.detach().amax(-1) + ref.amax(-1)).isfinite()  # chosen before the arithmetic: NaN * 0 is NaN
     log_policy, log_ref = (torch.where(valid[..., None], x, torch.zeros_like(x)).log_softmax(-1) for x in (policy, ref))

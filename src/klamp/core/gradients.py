@@ -36,7 +36,7 @@ from torch import Tensor
 from klamp.core.arguments import FLOATS, MASKS, POSITIVE, check_number, check_roles, check_tensors
 from klamp.core.estimators import ESTIMATORS, TokenFunction, needs_logits
 from klamp.core.masking import future_sum, masked, masked_log_ratio
-from klamp.core.types import Estimator, Gradient, Horizon, LogProbs, Mask, TokenValues, Value
+from klamp.core.types import Estimator, Gradient, Horizon, LogProbs, Mask, TokenValues, Value, refuse_positive
 from klamp.errors import ConfigError, ShapeError, TensorError, check_name
 
 # Past this log-ratio exp(-delta) - 1 has lost nothing to the 1, and w * exp(-delta) must be one exponential: the
@@ -275,6 +275,7 @@ def kl_penalty(
     Raises:
         TensorError: no tensors, no floating-point numbers, a mask that is not boolean, or two devices.
         ShapeError: shapes differ, or there is no dimension of tokens.
+        DataError: log-probabilities above 0.
         UnknownNameError: an unknown value, gradient or horizon.
         ConfigError: gradient `own` with horizon `sequence`, a bound that is not positive, or policy and reference
             swapped (the reference carries the gradient).
@@ -301,7 +302,10 @@ def kl_penalty(
         )
     delta = masked_log_ratio(policy_logprobs, ref_logprobs, mask, max_log_ratio=max_log_ratio)
     log_w = log_weights(policy_logprobs, behavior_logprobs, mask, horizon=horizon, max_weight=max_weight)
-    return penalty_from_weights(policy_logprobs, delta, log_w, mask, value=value, gradient=gradient, horizon=horizon)
+    choices: Any = {"value": value, "gradient": gradient, "horizon": horizon}
+    penalty = penalty_from_weights(policy_logprobs, delta, log_w, mask, **choices)
+    refuse_positive(mask, policy_logprobs=policy_logprobs, ref_logprobs=ref_logprobs)
+    return penalty
 
 
 def exact_penalty(

@@ -36,9 +36,21 @@ def upcast(x: Tensor) -> Tensor:
     return x if x.dtype == torch.float64 else x.float()
 
 
+def check_one_per_token(name: str, x: Tensor, mask: Tensor) -> None:
+    """Refuse numbers for a whole vocabulary where there must be one for each token."""
+    if x.shape[:-1] == mask.shape:
+        raise ShapeError(
+            f"{name} have a dimension of the vocabulary",
+            got=f"values {tuple(x.shape)}, mask {tuple(mask.shape)}",
+            why="these are logits, or whole distributions; a token's log-probability is one number",
+            fix="logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0], or exact_kl for the whole distributions",
+        )
+
+
 def masked(x: Float[Tensor, "*shape"], mask: Bool[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
     """The values in float32 or wider, with exactly 0 wherever the mask is False, even over NaN and inf."""
     if x.shape != mask.shape:
+        check_one_per_token("the values", x, mask)
         raise ShapeError(
             "the mask does not fit the values",
             got=f"values {tuple(x.shape)}, mask {tuple(mask.shape)}",

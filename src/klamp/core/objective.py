@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
@@ -81,7 +82,8 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
 
     Equation: R[v_t surrogate_t] + sum_k beta_k R_k[penalty_kt], R and R_k the reductions, v the weight of the trust
     region to the sampler (1 without one; the KL terms have weights of their own). With placement `advantage` a KL
-    shifts the advantages instead; with `reward` it is in the advantages already; with coefficient 0 there is none.
+    shifts the advantages instead, and the trust region drops none of it; with `reward` it is in the advantages already;
+    with coefficient 0 there is none.
 
     Sampler: the old policy (`old_logprobs`), or the policy itself.
     Gradient: that of the surrogate plus beta_k times that of each penalty (`kl_penalty`), gated where a KL is clipped.
@@ -114,14 +116,19 @@ def grpo_loss(batch: Batch, objective: Objective, *, totals: Totals | None = Non
             advantages = shifted_advantages(advantages, prepared, beta=coefficient)
     bounds = {"clip_low": objective.clip_low, "clip_high": objective.clip_high}
     bounds = {} if objective.surrogate == "score_function" else bounds
-    tokens = SURROGATES[objective.surrogate](policy, old, advantages, **bounds)
+    surrogate = functools.partial(SURROGATES[objective.surrogate], policy, old, **bounds)
+    tokens = surrogate(advantages)
     metrics = {"beta": torch.as_tensor(objective.beta, dtype=policy.dtype)}
     if objective.surrogate == "ppo_clip":
         clipped = surrogates.ratio_clipped(policy.detach(), old, advantages, **bounds)
         metrics["policy/ratio_clipped"] = masked_mean(clipped.float(), mask)
     if objective.trust.is_set:
         trusted = Trusted.of(batch, objective.trust)
-        tokens, metrics = trusted.weights * tokens, metrics | trusted.metrics(batch)
+        of_kl: Tensor | float = 0.0
+        if advantages is not batch.advantages:
+            of_reward = surrogate(batch.advantages)
+            tokens, of_kl = of_reward, trusted.kl_weights * (tokens - of_reward)
+        tokens, metrics = trusted.weights * tokens + of_kl, metrics | trusted.metrics(batch)
     size: dict[str, Any] = {"length": objective.max_length, "totals": totals}
     loss = reduce_tokens(tokens, mask, objective.reduction, **size)
     metrics["train/policy_loss"] = loss.detach()

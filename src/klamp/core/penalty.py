@@ -205,12 +205,13 @@ def kl_metrics(prepared: Prepared) -> dict[str, Tensor]:
 
 
 def _anchor_metrics(prepared: Prepared) -> dict[str, Tensor]:
-    name, delta, carried, kl = prepared.term.anchor, prepared.bounded, prepared.carried, prepared.scored.kl
-    value = ESTIMATORS["k3"].value(delta) if kl is None else kl.detach()
+    name, delta, carried, kl = prepared.term.anchor, prepared.log_ratio, prepared.carried, prepared.scored.kl
+    allowed = carried & delta.isfinite()  # a bounded log-ratio may be infinite; the share below counts it
+    kl_values = masked_mean(ESTIMATORS["k3"].value(delta), allowed) if kl is None else masked_mean(kl.detach(), carried)
     return {
-        f"{name}/k1": masked_mean(delta, carried),
-        f"{name}/kl": masked_mean(value, carried),
-        f"{name}/log_ratio_clamped": share_of(prepared.log_ratio != delta, carried),
+        f"{name}/k1": masked_mean(delta, allowed),
+        f"{name}/kl": kl_values,
+        f"{name}/log_ratio_clamped": share_of(delta != prepared.bounded, carried),
         f"{name}/unscored": share_of(~carried, prepared.batch.mask),
     }
 

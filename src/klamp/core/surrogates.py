@@ -12,6 +12,9 @@ the surrogate's gradient is that of tokens which the old policy drew; bounding w
 
 DeepSeek-V3.2's mask drops completions of a negative advantage whose mean log(sampler / policy) exceeds a threshold.
 Each of them changes which objective is followed.
+
+A mask is decided by the advantage of the reward. A KL in the advantage stays outside of it, with the weight w of its
+own token: masked with the rest, its gradient would be off by a quarter and more, and where the policy moved most.
 """
 
 from __future__ import annotations
@@ -162,6 +165,8 @@ class Trusted:
 
     weights: TokenValues
     """Factor on each token's surrogate, detached. [B, T]"""
+    kl_weights: TokenValues
+    """The same for a KL in the advantage, which a mask leaves where it is, with the weight of its own token. [B, T]"""
     cut: Bool[Tensor, "batch tokens"]
     """True = the token's weight was bounded, or it was dropped."""
     dropped: Bool[Tensor, " batch"]
@@ -182,13 +187,15 @@ class Trusted:
         old = policy if batch.old_logprobs is None else batch.old_logprobs.detach()
         ratio = masked_log_ratio(old, sampler, mask)
         weights, outside = torch.ones_like(ratio), torch.zeros_like(mask)
+        masks = region.mode is not None and region.mode.endswith("mask")
         if region.mode is not None:
             log_w = ratio.sum(-1, keepdim=True).expand_as(ratio) if region.mode.startswith("sequence") else ratio
             low = -math.inf if not region.low else math.log(region.low)
             high = math.inf if region.high is None else math.log(region.high)
             outside = (log_w < low) | (log_w > high)
             bounded = log_w.clamp(low, high).exp()
-            weights = torch.where(outside, 0.0, bounded) if region.mode.endswith("mask") else bounded
+            weights = torch.where(outside, 0.0, bounded) if masks else bounded
+        kl_weights = ratio.exp() if masks else weights
         if region.threshold is not None:
             distance = masked_mean(log_ratio(sampler.detach(), policy), mask, -1)
             advantages = batch.advantages
@@ -196,7 +203,8 @@ class Trusted:
             left = ((distance > region.threshold) & (advantages < 0))[:, None]
             outside, weights = outside | left, torch.where(left, 0.0, weights)
         cut = outside & mask
-        return cls(weights=weights, cut=cut, dropped=mask.any(-1) & ~((weights > 0) & mask).any(-1))
+        dropped = mask.any(-1) & ~((weights > 0) & mask).any(-1)
+        return cls(weights=weights, kl_weights=kl_weights, cut=cut, dropped=dropped)
 
     def metrics(self, batch: Batch) -> dict[str, Tensor]:
         """Shares of tokens, of completions, and of the advantage's size, that were cut."""

@@ -22,6 +22,7 @@ from collections.abc import Collection, Iterator, Mapping
 from dataclasses import InitVar, dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeAlias
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -180,11 +181,14 @@ def _check_kinds(batch: Batch) -> None:
 def _check_shapes(batch: Batch) -> None:
     shape = batch.policy_logprobs.shape
     if len(shape) != 2:
+        logits = len(shape) == 3
         raise ShapeError(
             "policy_logprobs must have the shape [B, T]",
-            got=str(tuple(shape)),
+            got=f"{tuple(shape)}, which looks like logits" if logits else str(tuple(shape)),
             why="it holds one number per token of each completion",
-            fix="policy_logprobs[None] for a single completion",
+            fix="logits.log_softmax(-1).gather(-1, ids[..., None])[..., 0]"
+            if logits
+            else "policy_logprobs[None] for a single completion",
         )
     lengths = [batch.reference_length] if isinstance(batch.reference_length, Tensor) else []
     columns = [(name, x, per_token) for name, x, _, per_token in _tensors_of(batch)]
@@ -221,11 +225,7 @@ BOUND_IT = f"{SCORING}; if the model rules out what was sampled, teacher_max_log
 def check_logprobs(name: str, logprobs: Tensor, mask: Mask, *, fix: str = SCORING) -> None:
     """Refuse values at unmasked positions that no log-probability of a sampled token can have."""
     x = logprobs.detach()
-    finite = x.isfinite()
-    bad = mask & ~(finite & (x <= POSITIVE_TOLERANCE))
-    if not bool(bad.any()):
-        return
-    lost = mask & ~finite
+    lost = mask & ~x.isfinite()
     if bool(lost.any()):
         raise NonFiniteError(
             f"{name} holds values that no log-probability of a sampled token can have",
@@ -233,13 +233,25 @@ def check_logprobs(name: str, logprobs: Tensor, mask: Mask, *, fix: str = SCORIN
             why="NaN and infinities would spread into the loss and from there into the weights",
             fix=fix,
         )
-    raise DataError(
-        f"{name} holds log-probabilities above 0",
-        got=_describe(bad, x),
-        why="the logarithm of a probability is never above 0, so these are something else",
-        fix="pass log-probabilities (log_softmax, taken at the sampled token), not probabilities, logits or negative "
-        "log-likelihoods",
-    )
+    refuse_positive(mask, **{name: x})
+
+
+def refuse_positive(mask: Mask | None = None, **logprobs: Tensor) -> None:
+    """Refuse log-probabilities above 0 at unmasked positions: they are something else. NaN and infinities pass."""
+    for name, given in logprobs.items():
+        if given.is_meta or torch.compiler.is_compiling():  # there are no values to look at
+            continue
+        x = given.detach()
+        bad = (x > POSITIVE_TOLERANCE) & x.isfinite()
+        bad = bad if mask is None else bad & mask
+        if bool(bad.any()):
+            raise DataError(
+                f"{name} holds log-probabilities above 0",
+                got=_describe(bad, x),
+                why="the logarithm of a probability is never above 0, so these are something else",
+                fix="pass log-probabilities (log_softmax, taken at the sampled token), not probabilities, logits or "
+                "negative log-likelihoods",
+            )
 
 
 def check_batch(batch: Batch, *, part: bool = False, bounded: Collection[str] = ()) -> None:

@@ -54,6 +54,26 @@ def exp_(x: Tensor) -> Tensor:
     return x.exp_()
 
 
+def log_sum(total: Tensor, top: Tensor) -> Tensor:
+    """log(total) + top, in float64: rounded to float32 it would be an error of every probability of its row."""
+    wide = torch.float32 if total.device.type == "mps" else torch.float64
+    return total.log().to(wide) + top.to(wide)
+
+
+class Normaliser(NamedTuple):
+    """log sum exp of the logits of each row: as float32 rounds it, and the rest. z - near has no rounding of its own,
+    so that log p stays exact where p is nearly 1."""
+
+    near: Tensor
+    rest: Tensor
+
+    @classmethod
+    def of(cls, wide: Tensor, dtype: torch.dtype) -> Normaliser:
+        """In the type of the logits."""
+        near = wide.to(dtype)
+        return cls(near, (wide - near).to(dtype))
+
+
 class Head(NamedTuple):
     """The last layer of a model: logits = softcap * tanh((h W^T + b) / softcap) / temperature."""
 
