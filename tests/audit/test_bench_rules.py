@@ -166,7 +166,7 @@ def test_rank_0_checks_a_call_site_once_and_tries_again_where_it_cannot_tell(mon
             found.append((verdict.ok, "earlier call" in verdict.summary))
         return found
 
-    monkeypatch.setattr(micro_batch, "_SEEN", {})
+    monkeypatch.setattr(micro_batch, "_VERDICTS", {})
     assert answers(5) == [(None, False), (True, False), (True, True), (True, True), (True, True)]
     monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.distributed, "get_rank", lambda: 1)

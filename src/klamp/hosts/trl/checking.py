@@ -23,7 +23,7 @@ from transformers import TrainerCallback
 
 from klamp.audit.examine import of_beta
 from klamp.audit.micro_batch import check as check_loss
-from klamp.audit.trainers import GivenLogits
+from klamp.audit.trainers import FixedLogits
 from klamp.audit.verdict import Verdict, finding
 from klamp.core.arguments import describe
 from klamp.errors import ConfigError, KLWarning
@@ -190,8 +190,8 @@ class Listener:
             student, other = (pad(x[..., chosen].float(), (0, 0, 0, 1)) for x in whole)
         labels = torch.searchsorted(chosen, ids).masked_fill(~loss_mask(part), -100)
         try:
-            trainer.teacher_model = GivenLogits(other)
-            loss, *_ = trainer._compute_loss(GivenLogits(student.requires_grad_()), part, None)
+            trainer.teacher_model = FixedLogits(other)
+            loss, *_ = trainer._compute_loss(FixedLogits(student.requires_grad_()), part, None)
         finally:
             trainer.teacher_model = teacher
         return self._of_logits(loss, student, other, pad(labels, (0, 1), value=-100))
