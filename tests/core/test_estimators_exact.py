@@ -162,6 +162,7 @@ def test_what_is_no_log_probability_is_refused(form):
     kl_penalty(right, torch.where(padding, right, wrong.abs()), padding)
 
 
+@pytest.mark.usefixtures("shapes_unchecked")
 def test_logits_of_a_vocabulary_are_recognised_by_their_shape():
     with pytest.raises(ShapeError, match="a dimension of the vocabulary"):
         kl_penalty(logits(4, 3, 4, 7), logits(5, 3, 4, 7), torch.ones(3, 4, dtype=torch.bool))
