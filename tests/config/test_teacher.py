@@ -51,6 +51,11 @@ def test_what_cannot_work_is_refused_with_the_reason(fields, text):
     assert caught.value.why and caught.value.fix
 
 
+@pytest.mark.parametrize("fields", [{"teacher_head": "teacher"}, {"teacher_top_k": 0}])
+def test_a_server_s_own_head_is_taken(fields):
+    assert TeacherConfig(**URL, teacher_estimator="topk", **fields).teacher_estimator == "topk"
+
+
 def test_every_row_of_the_table_is_among_these():
     def rows(fields: dict[str, Any]) -> set[int]:
         given = {each.name: each.default for each in dataclasses.fields(TeacherConfig)} | fields

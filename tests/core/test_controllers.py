@@ -37,6 +37,12 @@ def exactly(*values):
     return pytest.approx(list(values), abs=1e-9)
 
 
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_kl_that_rounding_made_negative_counts_as_0(name):
+    rounded, exact = MAKERS[name](), MAKERS[name]()
+    assert rounded.update(-1e-9) == exact.update(0.0) and rounded.state == exact.state
+
+
 # --- held values ----------------------------------------------------------------------------------------------
 
 
