@@ -1,7 +1,4 @@
-"""How much a GPU computes and keeps at once: a part of a step, checkpointing, offloading, the engine's share of memory.
-
-Estimates by arithmetic, for whoever has to begin somewhere; none of them changes a loss. Each is told with its reason.
-"""
+"""Estimates of how much a GPU computes and keeps at once, each with its reason; none of them changes a loss."""
 
 from __future__ import annotations
 
