@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
     options: DoctorOptions = read_command("doctor", argv)[0]
     check_names(options.fail_on)
     history = read_record(options.path, read_pairs(options.map))
-    stated = {each.name: getattr(options, each.name, None) for each in dataclasses.fields(RunSettings)}
+    stated = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(RunSettings)}
     changes = {name: value for name, value in stated.items() if value is not None}
     history.settings = dataclasses.replace(history.settings, **changes)
     diagnosis = examine(history)
