@@ -84,7 +84,7 @@ def _sizes(config: TrainConfig, load: Load) -> str:
     count = load.shape.parameters / GB
     size = f"{count:.2g} billion" if count > 0.1 else f"{1000 * count:.2g} million"
     title = f"{config.model.model}, {size} parameters, divided over {load.gpus} GPUs"
-    filled = [textwrap.fill(each, WIDTH, initial_indent="  ", subsequent_indent=" " * 6) for each in facts]
+    filled = [textwrap.fill(fact, WIDTH, initial_indent="  ", subsequent_indent=" " * 6) for fact in facts]
     return "\n".join([f"{title} (estimates; none of them changes a loss)\n", *filled])
 
 
@@ -141,7 +141,7 @@ def _trl(words: list[str], config: TrainConfig, shape: Shape | None, longest: in
     serving = 1 if shape is None else spread(shape, gpus // 2)[-1]  # vLLM has several copies of experts' models alone
     server = f"--host {HOST} --port {PORT} --tensor_parallel_size {serving} --data_parallel_size 1"
     launch = f"--num_processes {training} --num_machines 1 --use_deepspeed --zero_stage 2 --mixed_precision bf16"
-    first, last = (",".join(map(str, each)) for each in (range(training), range(gpus - serving, gpus)))
+    first, last = (",".join(map(str, indices)) for indices in (range(training), range(gpus - serving, gpus)))
     return load, [
         f"CUDA_VISIBLE_DEVICES={last} trl vllm-serve --model {shlex.quote(model_path(config.model.model))} {server} "
         f"--max_model_len {longest + config.rollout.max_completion_length} &",

@@ -84,10 +84,8 @@ def _trainer(console: Console) -> Runner:
 
 def plan_text(config: TrainConfig, task: Task | None = None, argv: Sequence[str] = ()) -> str:
     """The plan of a run as text: its settings in words, then what differs from the defaults; `argv` made `config`."""
-    lines = (
-        textwrap.fill(f"{name:<11} {text}", WIDTH, initial_indent="  ", subsequent_indent=" " * 14)
-        for name, text in _plan(config, task).items()
-    )
+    plan = (f"{name:<11} {text}" for name, text in _plan(config, task).items())
+    lines = (textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent=" " * 14) for line in plan)
     defaults = plain(TrainConfig())
     changed = {name: value for name, value in plain(config).items() if value != defaults[name]}
     parts = [
@@ -137,12 +135,9 @@ def print_summary(config: TrainConfig, summary: RunSummary) -> None:
     headings = ("", "before", "after", "change")
     show_table("skill (held out)", headings, skill_rows(summary.before, summary.after, summary.rl_skill))
     say()
-    rows = {text: [metrics.get(f"kl/{estimator}{end}") for estimator in ESTIMATORS] for end, text in ROWS.items()}
-    rows = [
-        (text, *(MISSING if x is None else number(x) for x in values))
-        for text, values in rows.items()
-        if values.count(None) < len(ESTIMATORS)
-    ]
+    values = {text: [metrics.get(f"kl/{estimator}{end}") for estimator in ESTIMATORS] for end, text in ROWS.items()}
+    cells = {text: [MISSING if x is None else number(x) for x in row] for text, row in values.items()}
+    rows = [(text, *row) for text, row in cells.items() if {*row} != {MISSING}]
     if rows:
         show_table("KL from the reference (last step)", ("", *ESTIMATORS), rows)
     else:

@@ -165,7 +165,7 @@ def by_teacher(context: Context, rollout: Rollout, part: slice, batch: Batch, sc
         of_rows = batch.with_anchor("teacher", mask=mask & scored)
         kl = kl_metrics(measure(of_rows, context.objective.terms[1].term))["teacher/kl"]
         sums = {"kl": kl.double() * mask.sum(), "unscored": (mask & ~scored).sum().double()}
-        sums |= {name: masked_sum(each, mask).double() for name, each in scores.head.items()}
+        sums |= {name: masked_sum(value, mask).double() for name, value in scores.head.items()}
         means |= {f"teacher/{name}{key}": torch.stack([total, mask.sum().double()]) for name, total in sums.items()}
     return means
 

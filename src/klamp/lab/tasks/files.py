@@ -59,8 +59,8 @@ def read_rows(path: str) -> list[Row]:
         return _hub_rows(path)
     file = at_home(path)
     if file.suffix.lower() not in SUFFIXES:
-        known = (ARITHMETIC_TASK, f"{HUB}NAME", *(f"PATH{suffix}" for suffix in SUFFIXES), "module:function")
-        raise unknown_name("task", path, known)
+        names = (ARITHMETIC_TASK, f"{HUB}NAME", *(f"PATH{suffix}" for suffix in SUFFIXES), "module:function")
+        raise unknown_name("task", path, names)
     place = str(file.absolute())
     if not file.exists():
         raise DataError("the data file does not exist", got=path, why=f"looked for {place}", fix="check the path")
