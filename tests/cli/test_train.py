@@ -73,25 +73,6 @@ def test_a_stopped_run_says_how_to_continue(
     assert "done:" not in captured.out
 
 
-@pytest.mark.parametrize("started", [False, True])
-def test_between_steps_ctrl_c_names_the_command_with_what_the_folder_lacks(
-    folder: Path, started: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(config, observers):
-        for observer in observers if started else ():
-            observer.on_start(run_info(config, folder))
-        raise KeyboardInterrupt
-
-    write_files(parse_train(["--beta", "0.1"])[0], folder)
-    monkeypatch.setattr(train, "_trainer", lambda console: interrupted)
-    assert main(["train", "--resume", str(folder), "--beta", "0.5"]) == 130
-    text = capsys.readouterr().err
-    assert "klamp: stopped: the run was stopped while no step was under way" in text
-    assert text.rstrip().endswith(f"train --resume {folder} --beta 0.5")
-    assert main(["train", "--output_dir", "new"]) == 130  # nothing is saved there
-    assert started or "continues what a run has saved" in capsys.readouterr().err
-
-
 def test_after_an_alarm_the_run_goes_on_without_it(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

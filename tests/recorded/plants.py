@@ -140,7 +140,8 @@ def _mask_without_ends(trainer: Trainer, told: Told, undone: ExitStack) -> None:
         last[torch.arange(len(last)), completions.mask.sum(-1) - 1] = True
         kept = ~(last & completions.ended[:, None])
         masks = {name: given[name] & kept for name in ("mask", "kl_mask")}
-        return real(**given | masks | {"totals": rollouts.totals_of(*masks.values())})
+        counts = (float(x) for x in (len(last), masks["mask"].sum(), masks["kl_mask"].sum()))
+        return real(**given | masks | {"totals": rollouts.Totals(*counts)})
 
     undone.enter_context(patch.object(rollouts, "Rollout", without_ends))
 

@@ -23,7 +23,7 @@ from tests.training.conftest import stored, tiny_llama
 
 from klamp.errors import KlampError, RunFolderError
 from klamp.lab.checkpoint import SEAL, check, seal
-from klamp.lab.models import check_weights, length_of, load_model, load_tokenizer
+from klamp.lab.models import check_weights, configuration, load_model, load_tokenizer
 from klamp.lab.tasks import Example, named_reward
 from klamp.lab.tasks.base import LARGEST_REWARD
 
@@ -127,7 +127,7 @@ def test_a_folder_of_a_model_is_loaded_or_refused(model: Path, data: st.DataObje
     with tempfile.TemporaryDirectory() as folder:
         copy = Path(shutil.copytree(model, folder, dirs_exist_ok=True))
         (copy / name).write_bytes(damaged)
-        for load in (load_tokenizer, length_of, check_weights, load_model):
+        for load in (load_tokenizer, configuration, check_weights, load_model):
             try:
                 with limits():
                     load(folder)

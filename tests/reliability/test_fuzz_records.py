@@ -18,13 +18,12 @@ from hypothesis import strategies as st
 from tests.reliability.drawn import LINES, check_readable, check_says_what, examples, run, values
 
 from klamp.config import KLConfig
-from klamp.doctor.history import answer_of
 from klamp.errors import KlampError
 from klamp.hosts.common.control import KLControl, read_state
 from klamp.lab.ablate.results import Outcome, read_outcome
 from klamp.lab.checkpoint import load_state
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import each_readable, lines_of, plain
+from klamp.lab.folders import plain
 from klamp.lab.observers import AlarmObserver
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # as a user has it
@@ -218,4 +217,3 @@ def test_a_resume_takes_up_what_can_be_read_of_damaged_records(record: tuple[str
         info = SimpleNamespace(config=TrainConfig(), output_dir=folder, start_step=4)
         observer.on_start(info)  # pyright: ignore[reportArgumentType]
         observer.on_step(5, {"kl/k3": 0.1, "reward": 0.5})
-        each_readable(lines_of(folder / "answers.jsonl"), answer_of)

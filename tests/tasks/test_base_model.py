@@ -26,7 +26,6 @@ from klamp.lab.tasks.arithmetic import (
     careless_sum,
     corpus,
     examples,
-    score_exact,
     stored,
     train_base_model,
     training_tensors,
@@ -124,7 +123,7 @@ def accuracies(model: Any, tokenizer: Any, *, sample: bool) -> dict[str, float]:
             **({"temperature": 1.0, "top_k": 0} if sample else {}),
         )
         texts = tokenizer.batch_decode(tokens[:, batch["input_ids"].shape[1] :], skip_special_tokens=True)
-        found[skill] = sum(score_exact(e, t) for e, t in zip(rows, texts, strict=True)) / len(rows)
+        found[skill] = sum(t == e.answer for e, t in zip(rows, texts, strict=True)) / len(rows)
     return found
 
 

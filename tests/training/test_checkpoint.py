@@ -18,7 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from klamp.errors import RunFolderError
 from klamp.lab import checkpoint
-from klamp.lab.ablate.one_run import measure
+from klamp.lab.ablate.one_run import measured
 from klamp.lab.backends import train_run
 from klamp.lab.checkpoint import SEAL, seal
 from klamp.lab.config import TrainConfig
@@ -270,7 +270,7 @@ def test_weights_that_changed_are_loaded_by_nobody(run, tmp_path):
         (file,) = folder.glob("*.safetensors")
         content = file.read_bytes()
         file.write_bytes(content[:-400] + bytes(400))
-    loads = [lambda: measure(config, run.folder), lambda: dict(check_completions(config, run.folder))]
+    loads = [lambda: measured(config, run.newest / "policy"), lambda: dict(check_completions(config, run.folder))]
     if config.model.lora_r:
         loads += [lambda: with_adapter(tiny_llama(), config.model, elsewhere / "policy")]
     else:

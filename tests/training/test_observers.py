@@ -44,15 +44,12 @@ def test_a_run_stops_at_an_alarm_and_keeps_its_checkpoint(
     assert len(told) == len(set(told)), "what was told is not told again"
 
 
-def test_a_score_that_is_none_in_a_damaged_record_is_passed_over(tmp_path: Path) -> None:
-    rows = [{"step": step, "eval/addition": 0.5, "eval/words": None if step < 2 else 0.1} for step in (0, 2)]
-    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+def test_a_damaged_record_stops_no_run(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("{}", encoding="utf-8")
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "eval/words": null}\n', encoding="utf-8")
     observer = AlarmObserver(lambda call: None, rl_skill="addition")
     observer.on_start(SimpleNamespace(config=TrainConfig(), output_dir=tmp_path, start_step=2))  # type: ignore[arg-type]
-    assert [dict(row.metrics) for row in observer.watch.history.evaluations] == [
-        {"addition": 0.5},
-        {"addition": 0.5, "words": 0.1},
-    ]
+    assert observer.watch.history.is_empty
     observer.on_step(3, {"kl/k3": 0.1})
 
 
@@ -64,7 +61,8 @@ def test_what_was_seen_before_a_checkpoint_counts_after_it(tmp_path: Path) -> No
         written = [line for line in lines if line["step"] <= done]
         (tmp_path / "metrics.jsonl").write_text("".join(f"{json.dumps(line)}\n" for line in written))
         row = {"step": done, "tokens": ["4"], "policy_logprobs": [-1.0], "ref_logprobs": [-1.0]}
-        (tmp_path / "completions.jsonl").write_text(json.dumps(row) + '\n{"step": 0}\n')
+        (tmp_path / "completions.jsonl").write_text(json.dumps(row) + "\n")
+        (tmp_path / "config.yaml").write_text("{}")
         observer = AlarmObserver(lambda hook: None, rl_skill="a", stop_on=("kl-spike",))
         observer.on_start(info_of(tmp_path, done))
         assert sum(map(len, observer.watch.history.completions.values())) == bool(done)

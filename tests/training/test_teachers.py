@@ -97,7 +97,7 @@ def test_the_teacher_sees_its_own_prompt_and_the_same_answer(context_of, teacher
         before = torch.tensor(tokenizer(example.fields["hint"], add_special_tokens=False)["input_ids"])
         logits = model(input_ids=torch.cat([before, ids])[None]).logits[0, len(before) - 1 : -1].float()
         expected = logits.log_softmax(-1).gather(-1, ids[:, None])[:, 0]
-        torch.testing.assert_close(rollout.taught.logprobs[row, : len(ids)], expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(rollout.teacher_scores.logprobs[row, : len(ids)], expected, rtol=0, atol=1e-4)
     seen = context.teachers.completions(rollout.examples, rollout.completions)
     assert (
         torch.equal(seen.ids, rollout.completions.ids)
@@ -116,7 +116,7 @@ def test_each_row_gets_the_numbers_of_its_own_teacher(context_of, teacher, llama
         theirs = score(model, select(rollout.completions, rows.nonzero()[:, 0]), temperature=1.0).logprobs
         mask = rollout.mask[rows][:, : theirs.shape[1]]
         torch.testing.assert_close(
-            rollout.taught.logprobs[rows][:, : theirs.shape[1]][mask], theirs[mask], rtol=0, atol=1e-5
+            rollout.teacher_scores.logprobs[rows][:, : theirs.shape[1]][mask], theirs[mask], rtol=0, atol=1e-5
         )
         kl = scores.teacher.detach()[rows][rollout.mask[rows]]
         assert (float(kl.max()) < 1e-5) == (folder == llama)
@@ -177,14 +177,14 @@ def test_what_is_seen_of_each_of_several_teachers(config_of, teacher, llama, tmp
 def test_a_completion_that_is_written_has_the_teacher_s_numbers(context_of, teacher):
     context = context_of(teacher_model=teacher, **ALONE)
     rollout, _, _ = scored(context)
-    likelier = rollout.taught.logprobs - rollout.completions.sampler_logprobs
+    likelier = rollout.teacher_scores.logprobs - rollout.completions.sampler_logprobs
     likelier = torch.where(rollout.mask, likelier, 0.0).sum(-1) / rollout.mask.sum(-1).clamp(min=1)
     for sign in (1, -1):
         given = replace(rollout, rewards=sign * likelier)
         output = update(context, SGD(context.policy.parameters(), lr=0.0), given, context.objective)
         assert measured(context, given, [output])["teacher/reward_correlation"] == pytest.approx(sign, abs=1e-4)
     row = completion_row(context, rollout, output, 0)
-    assert row["teacher_logprobs"] == rollout.taught.logprobs[0, : int(rollout.mask[0].sum())].tolist()
+    assert row["teacher_logprobs"] == rollout.teacher_scores.logprobs[0, : int(rollout.mask[0].sum())].tolist()
 
 
 def test_a_reward_that_holds_the_kl_to_the_teacher_is_another_reward(context_of, teacher):
@@ -192,7 +192,7 @@ def test_a_reward_that_holds_the_kl_to_the_teacher_is_another_reward(context_of,
     plain, shifted = (context_of(teacher_model=teacher, beta=0.0, **more) for more in ({}, inside))
     (one, *_), (other, *_) = scored(plain), scored(shifted)
     assert torch.equal(one.completions.ids, other.completions.ids)
-    spent = ((other.old_logprobs - other.taught.logprobs) * other.mask).sum(-1).view(-1, 4)
+    spent = ((other.old_logprobs - other.teacher_scores.logprobs) * other.mask).sum(-1).view(-1, 4)
     expected = one.advantages - (spent - (spent.sum(-1, keepdim=True) - spent) / 3).flatten()
     torch.testing.assert_close(other.advantages, expected, rtol=0, atol=1e-5)
 
@@ -248,7 +248,7 @@ def test_after_the_last_step_the_teachers_answer(config_of, context_of, teacher,
 def test_keys_and_columns_are_checked(context_of, teacher, tmp_path):
     rows = [dict(row, who="c") if i == 3 else row for i, row in enumerate(ROWS)]
     two = {"teacher_models": (f"a={teacher}", f"b={teacher}"), "teacher_key": "who"}
-    with pytest.raises(DataError, match="a prompt names a teacher that there is none of: 'c'"):
+    with pytest.raises(DataError, match="a prompt names a teacher that does not exist: 'c'"):
         context_of(train_size=0, **two, **prompts_file(tmp_path, rows), **ALONE)
     twice = [*ROWS, dict(ROWS[0], hint="1+1=")]
     with pytest.raises(DataError, match="one prompt has two prompts for the teacher"):

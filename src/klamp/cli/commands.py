@@ -257,15 +257,15 @@ def fields_after(name: str) -> dict[str, Field]:
     if name not in ("train", "ablate", "explain", "evaluate"):
         return own
     omitted = {*own, *(("seed", "resume") if name == "ablate" else ())}  # an ablation sets them
-    taken = EVALUATED if name == "evaluate" else [each for each in configured_fields() if each not in omitted]
-    return own | {each: configured_fields()[each] for each in taken}
+    taken = EVALUATED if name == "evaluate" else [field for field in configured_fields() if field not in omitted]
+    return own | {field: configured_fields()[field] for field in taken}
 
 
 def read_command(name: str, argv: Sequence[str], several: Collection[str] = ()) -> tuple[Any, dict[str, Any]]:
     """The options of a command, and the fields of the configuration that its arguments set; errors as `read_argv`."""
     values = read_argv(fields_after(name), argv, command=f"klamp {name}", several=several)
     options = COMMANDS[name].options
-    own = {each: values.pop(each) for each in fields_of(options) if each in values}
+    own = {field: values.pop(field) for field in fields_of(options) if field in values}
     return options(**own), values
 
 
@@ -273,4 +273,6 @@ def help_of(name: str) -> str:
     """The page of help of a command; that of explain leaves the fields to the page of train."""
     command = COMMANDS[name]
     fields = fields_of(command.options) if name == "explain" else fields_after(name)
-    return help_text(name, command.options, fields, [each for names in command.lists for each in resolve_name(names)])
+    return help_text(
+        name, command.options, fields, [listed for names in command.lists for listed in resolve_name(names)]
+    )

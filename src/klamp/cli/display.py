@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
@@ -37,7 +36,6 @@ class Drawn(Observer):
         times = TimeElapsedColumn(), TextColumn("elapsed,"), TimeRemainingColumn(), TextColumn("left")
         self.progress = Progress(TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), *times)
         self.bar = self.progress.add_task("", visible=False)
-        self.started = time.monotonic()
         self.live = Live(console=self.console, get_renderable=self.picture, refresh_per_second=4)
 
     def close(self) -> None:
@@ -80,8 +78,8 @@ class Display(Drawn):
         super().__init__(console)
 
     def on_start(self, info: RunInfo) -> None:
-        """Write what the run is; its time counts from here."""
-        self.info, self.started = info, time.monotonic()
+        """Write what the run is; the bar's time counts from here."""
+        self.info = info
         self.say("\n".join([*(f"{label:<11} {text}" for label, text in heading(info).items()), "", LEGEND]))
         self.progress.reset(self.bar)
         self.move("step", info.start_step, info.config.run.max_steps)
@@ -100,10 +98,8 @@ class Display(Drawn):
         """Write the scores in a line, with their change since the start."""
         before, self.before = self.before, self.before or scores
         scale = ScoreFormat.fitting(before, scores)
-        texts = [
-            f"{skill} {scale.write(score)}" + f" ({scale.change(before.get(skill), score)})" * (skill in before)
-            for skill, score in scores.items()
-        ]
+        changes = {skill: f" ({scale.change(before[skill], scores[skill])})" for skill in before.keys() & scores}
+        texts = (f"{skill} {scale.write(score)}{changes.get(skill, '')}" for skill, score in scores.items())
         self.say(f"  evaluation after step {step}: {', '.join(texts)}")
 
     def on_warning(self, text: str) -> None:

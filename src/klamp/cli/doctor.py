@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
     options: DoctorOptions = read_command("doctor", argv)[0]
     check_names(options.fail_on)
     history = read_record(options.path, read_pairs(options.map))
-    stated = {each.name: getattr(options, each.name, None) for each in dataclasses.fields(RunSettings)}
+    stated = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(RunSettings)}
     changes = {name: value for name, value in stated.items() if value is not None}
     history.settings = dataclasses.replace(history.settings, **changes)
     diagnosis = examine(history)
@@ -56,7 +56,10 @@ def run(argv: Sequence[str]) -> int:
         say(json.dumps(as_object(diagnosis, options.path, failed, reports), indent=2))
     else:
         _show(diagnosis, options.path)
-        _show_sync(reports)
+        for step, report in reports.items():
+            say(f"\nsync at step {step}: {'yes' if report.in_sync else 'NO'}, {count(report.tokens, 'token')}")
+            for side in report.sides:
+                show_paragraph(side.text, label=side.side)
     if diagnosis.blind and not failed and not options.fail_on:
         why, fix = diagnosis.blind, "log a KL, say with --map what a column is, or with --beta 0 that there is none"
         raise DataError("no alarm, and the KL was not looked at", got=str(options.path), why=why, fix=fix)
@@ -97,13 +100,6 @@ def _show(diagnosis: Diagnosis, path: Path) -> None:
         show_paragraph(f"not checked, the record has no {missing}", label=name, width=22)
 
 
-def _show_sync(reports: Mapping[int, SyncReport]) -> None:
-    for step, report in reports.items():
-        say(f"\nsync at step {step}: {'yes' if report.in_sync else 'NO'}, {count(report.tokens, 'token')}")
-        for side in report.sides:
-            show_paragraph(side.text, label=side.side)
-
-
 def _show_finding(finding: Finding) -> None:
     alarm, evidence = finding.alarm, finding.evidence
     say(f"\n{alarm.level}: {alarm.name}: {alarm.text} ({finding.since})")
@@ -116,10 +112,10 @@ def _show_finding(finding: Finding) -> None:
         headings = ("token", "completion", "position", "log policy", "log other", "share of the k3")
         rows = [
             (
-                *(repr(each.token), str(each.completion), str(each.position)),
-                *(f"{each.policy_logprob:.3f}", f"{each.other_logprob:.3f}", f"{100 * each.share:.0f} %"),
+                *(repr(token.token), str(token.completion), str(token.position)),
+                *(f"{token.policy_logprob:.3f}", f"{token.other_logprob:.3f}", f"{100 * token.share:.0f} %"),
             )
-            for each in evidence.tokens
+            for token in evidence.tokens
         ]
         show_table(f"  tokens to blame, step {evidence.tokens[0].step}", headings, rows)
 
@@ -128,8 +124,8 @@ def as_object(
     diagnosis: Diagnosis, path: Path, failed: Sequence[str], reports: Mapping[int, SyncReport]
 ) -> dict[str, Any]:
     """A diagnosis as JSON; `failed` names what fails the check."""
-    gaps = {step: {side.side: dict(side.gaps) for side in each.sides} for step, each in reports.items()}
-    synced = [{"step": step, "in_sync": each.in_sync, "gaps": gaps[step]} for step, each in reports.items()]
+    gaps = {step: {side.side: dict(side.gaps) for side in report.sides} for step, report in reports.items()}
+    synced = [{"step": step, "in_sync": report.in_sync, "gaps": gaps[step]} for step, report in reports.items()]
     return {
         "path": str(path),
         "source": diagnosis.history.source,

@@ -22,7 +22,7 @@ from klamp.errors import ConfigError, TrainingStopped
 from klamp.lab.backends import Runner, check_backend, engine_plan, launch, train_run
 from klamp.lab.checkpoint import MAY_CHANGE, check_resume
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import checkpoint_folders, newest_complete, plain, read, run_folder
+from klamp.lab.folders import checkpoint_folders, plain, read, run_folder
 from klamp.lab.observers import RunSummary
 from klamp.lab.tasks.base import NO_REWARD, Task
 
@@ -53,24 +53,7 @@ def _train(config: TrainConfig, console: Console) -> None:
                 left = tuple(name for name in config.run.stop_on if name not in display.raised)
                 stopped.fix = f"continue with: {resume_command(config, display.info.output_dir, stop_on=left)}"
             raise
-        except KeyboardInterrupt as stop:
-            raise _between_steps(config, display) or stop from stop
     print_summary(config, summary)
-
-
-def _between_steps(config: TrainConfig, display: Display) -> TrainingStopped | None:
-    """The error of an interrupt while a run loads, or after its last step; None: it has saved nothing."""
-    folder = display.info.output_dir if display.info else Path(config.run.output_dir or "")
-    newest = newest_complete(folder) if display.info or config.run.resume else None
-    if newest is None:
-        return None
-    return TrainingStopped(
-        "the run was stopped while no step was under way",
-        got="an interrupt",
-        resumable=True,
-        why=f"its newest checkpoint, {newest}, is as it was",
-        fix=f"continue with: {resume_command(config, folder)}",
-    )
 
 
 def resume_command(config: TrainConfig, folder: Path, **changes: Any) -> str:
@@ -80,9 +63,9 @@ def resume_command(config: TrainConfig, folder: Path, **changes: Any) -> str:
     with suppress(ConfigError):  # nothing is written yet
         saved = read(folder)
     for name, value in wanted.items():
-        each = list(value) if isinstance(value, list | tuple) else [value]
-        if each != (saved[name] if isinstance(saved[name], list) else [saved[name]]):
-            words += [f"--{name}", *map(str, each)]
+        values = list(value) if isinstance(value, list | tuple) else [value]
+        if values != (saved[name] if isinstance(saved[name], list) else [saved[name]]):
+            words += [f"--{name}", *map(str, values)]
     return shlex.join(words)
 
 
@@ -101,10 +84,8 @@ def _trainer(console: Console) -> Runner:
 
 def plan_text(config: TrainConfig, task: Task | None = None, argv: Sequence[str] = ()) -> str:
     """The plan of a run as text: its settings in words, then what differs from the defaults; `argv` made `config`."""
-    lines = (
-        textwrap.fill(f"{name:<11} {text}", WIDTH, initial_indent="  ", subsequent_indent=" " * 14)
-        for name, text in _plan(config, task).items()
-    )
+    plan = (f"{name:<11} {text}" for name, text in _plan(config, task).items())
+    lines = (textwrap.fill(line, WIDTH, initial_indent="  ", subsequent_indent=" " * 14) for line in plan)
     defaults = plain(TrainConfig())
     changed = {name: value for name, value in plain(config).items() if value != defaults[name]}
     parts = [
@@ -154,12 +135,9 @@ def print_summary(config: TrainConfig, summary: RunSummary) -> None:
     headings = ("", "before", "after", "change")
     show_table("skill (held out)", headings, skill_rows(summary.before, summary.after, summary.rl_skill))
     say()
-    rows = {text: [metrics.get(f"kl/{estimator}{end}") for estimator in ESTIMATORS] for end, text in ROWS.items()}
-    rows = [
-        (text, *(MISSING if x is None else number(x) for x in values))
-        for text, values in rows.items()
-        if values.count(None) < len(ESTIMATORS)
-    ]
+    values = {text: [metrics.get(f"kl/{estimator}{end}") for estimator in ESTIMATORS] for end, text in ROWS.items()}
+    cells = {text: [MISSING if x is None else number(x) for x in row] for text, row in values.items()}
+    rows = [(text, *row) for text, row in cells.items() if {*row} != {MISSING}]
     if rows:
         show_table("KL from the reference (last step)", ("", *ESTIMATORS), rows)
     else:

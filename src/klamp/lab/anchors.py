@@ -1,13 +1,6 @@
 """The anchors of a run: the reference and the teachers, models that score its completions without gradient.
 
-frozen        a model of its own that never changes
-adapter_off   the policy with its LoRA adapter switched off: no weights of its own
-live          the policy as it is now; a teacher that sees another prompt
-ema           a copy that follows the policy slowly
-periodic      a copy that becomes the policy every so many steps
-remote        a vLLM server, see `klamp.scoring.vllm_reference`
-
-A teacher may see another prompt. The completion's own token ids stand behind it, so both models score the same tokens.
+A teacher may see another prompt. The completion's own token ids follow it, so both models score the same tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +10,7 @@ import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -40,11 +33,7 @@ from klamp.scoring.vllm_reference import VLLMReference, Who
 
 
 class LocalReference:
-    """An anchor with its weights on this machine, which it never changes: it gives whole distributions, and generates.
-
-    It may have another device or data type than the policy; a lower precision shows up as a KL that is not 0 at the
-    first step.
-    """
+    """An anchor with its weights on this machine: it gives whole distributions, and generates."""
 
     def __init__(
         self, model: nn.Module, *, name: str = "a frozen copy of the starting policy", traits: Traits | None = None
@@ -68,7 +57,6 @@ class LocalReference:
         return replace(scores, logprobs=scores.logprobs.to(home), predictions=predictions)
 
     def describe(self) -> str:
-        """Where the anchor comes from, in words."""
         return self.name
 
 
@@ -91,8 +79,7 @@ class MovingReference(LocalReference):
     """A copy of the policy that follows it: by averaging (`decay`), or by copying it every `reset_steps`.
 
     Equation: ema ref <- decay ref + (1 - decay) policy after every step; periodic ref <- policy.
-    The average is kept in float32 beside a model in 16 bits, which is its rounding: in bfloat16 a hundredth of a small
-    distance is rounded away at every step, and most of the distance would stay.
+    The average is float32 beside a model in 16 bits: bfloat16 would round a hundredth of a small distance away.
     A KL to a moving reference does not bound the distance from the start; the trainer logs the KL to `original` too.
 
     Source: EMA-PG arXiv:2602.04417 (ema)
@@ -129,13 +116,9 @@ class MovingReference(LocalReference):
 
     @torch.no_grad()
     def _round(self) -> None:
-        """Give the model the average in its own data type."""
         if self.average is not self.model:
             for rounded, mine in zip(self.model.parameters(), self.average.parameters(), strict=True):
                 rounded.copy_(mine)
-
-
-# scoring --------------------------------------------------------------------------------------------------------------
 
 
 def score_rows(
@@ -173,12 +156,11 @@ def of_part(predictions: Predictions, rows: Tensor, part: slice) -> Predictions 
     return replace(predictions, values=predictions.values[first : first + count]) if count else None
 
 
-@dataclass(frozen=True, kw_only=True)
-class Taught:
+class TeacherScores(NamedTuple):
     """How the teachers of a rollout scored its B completions of T tokens."""
 
     logprobs: Tensor  # [B, T] log-probabilities of the tokens, each under its own teacher
-    parts: tuple[tuple[Tensor, Predictions], ...] = ()  # of each, [B] bool its rows, [R, T, ...] its predictions
+    parts: Sequence[tuple[Tensor, Predictions]]  # of each teacher, [B] bool its rows, [R, T, ...] its predictions
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -212,7 +194,7 @@ class Teachers:
 
     def score(
         self, examples: Sequence[Example], completions: Completions, *, temperature: float, parts: Sequence[slice]
-    ) -> Taught:
+    ) -> TeacherScores:
         """Score a rollout in parts: every row by its own teacher, whose numbers return to that row."""
         completions, whole = self.completions(examples, completions), prefix_kl(self.config) is not None
         logprobs = torch.zeros(completions.ids.shape, device=completions.ids.device)
@@ -223,10 +205,7 @@ class Teachers:
             scores, predicted = score_rows(model, completions, rows, **options)
             logprobs[rows] = scores[rows]
             predictions += [] if predicted is None else [(rows, predicted)]
-        return Taught(logprobs=logprobs, parts=tuple(predictions))
-
-
-# loading --------------------------------------------------------------------------------------------------------------
+        return TeacherScores(logprobs, predictions)
 
 
 def frozen_model(name: str, policy: Any, tokenizer: PreTrainedTokenizerBase, config: TrainConfig, who: Who) -> Any:
@@ -357,12 +336,9 @@ def teacher_prompts(config: TrainConfig, task: Task, tokenizer: PreTrainedTokeni
             raise no_prompt(column, example.fields)
         text = prompt_text(example.fields[column], config.task, tokenizer, where=f"{column} of prompt {row}")
         if prompts.setdefault(example.prompt, text) != text:
-            raise DataError(
-                "one prompt has two prompts for the teacher",
-                got=repr(example.prompt[:200]),
-                why="a completion of it could not say which of them the teacher answers",
-                fix="make the prompts differ, or keep one of the rows",
-            )
+            what, fix = "one prompt has two prompts for the teacher", "make the prompts differ, or keep one of the rows"
+            why = "a completion of it could not say which of them the teacher answers"
+            raise DataError(what, got=repr(example.prompt[:200]), why=why, fix=fix)
     for example in task.held_out:
         if value := example.fields.get(column):
             text = prompt_text(value, config.task, tokenizer, where=f"{column} of a held-out prompt")
@@ -374,11 +350,7 @@ def check_keys(config: TrainConfig, task: Task, models: Mapping[str, str]) -> No
     """Refuse prompts whose key names no teacher."""
     column = config.teacher.teacher_key
     for example in task.train if column else ():
-        key = str(example.fields.get(column))
-        if key not in models:
-            raise DataError(
-                f"a prompt names a teacher that there is none of: {key!r}",
-                got=f"{column}={key!r}, teacher_models={', '.join(models)}",
-                why="its completions would be scored by nobody",
-                fix=f"add {key}=MODEL to teacher_models, or repair the row",
-            )
+        if (key := str(example.fields.get(column))) not in models:
+            got = f"{column}={key!r}, teacher_models={', '.join(models)}"
+            why, fix = "nothing would score its completions", f"add {key}=MODEL to teacher_models, or repair the row"
+            raise DataError(f"a prompt names a teacher that does not exist: {key!r}", got=got, why=why, fix=fix)

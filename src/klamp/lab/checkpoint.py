@@ -7,9 +7,7 @@
     checkpoints/step-000050/identity.json   the run's ID and configuration, SHA-256 of its model and data
     checkpoints/step-000050/checksums.json  SHA-256 of all other files
 
-A checkpoint is written to a temporary folder and renamed once it is on the disk, after the lines of its steps: a killed
-run leaves a whole checkpoint or none. Each file is read and compared with its checksum before a run goes on from it.
-A resume compares its configuration with the one in `identity.json`, and refuses what it must not change.
+It is written to a temporary folder and renamed once it is on the disk: a killed run leaves a whole checkpoint or none.
 """
 
 from __future__ import annotations
@@ -79,8 +77,7 @@ def save(
 ) -> Path:
     """Write the checkpoint of a step completely or not at all, and delete all but the newest `keep`.
 
-    Of a policy with an adapter, only the adapter is written. `anchors`: weights of a reference or teacher that moves,
-    by name. `documents`: name of a JSON file -> its content.
+    `anchors`: the references and teachers that move, by name. `documents`: name of a JSON file -> its content.
     """
     folder = output_dir / CHECKPOINTS / f"{OWN}{step:06d}"
     part = folders.part_of(folder)
@@ -119,9 +116,6 @@ def whole_newest(output_dir: Path) -> Path | None:
         fix = "check --output_dir and --backend, or start anew without --resume in another folder"
         raise RunFolderError("there is no checkpoint to continue from", got=str(output_dir), why=why, fix=fix)
     return None
-
-
-# checksums ------------------------------------------------------------------------------------------------------------
 
 
 def seal(folder: Path) -> None:
@@ -181,9 +175,6 @@ def damaged(checkpoint: Path, error: Exception) -> RunFolderError:
     return RunFolderError("the checkpoint is damaged", got=str(checkpoint), why=why, fix=fix)
 
 
-# reading --------------------------------------------------------------------------------------------------------------
-
-
 def load_state(checkpoint: Path) -> dict[str, Any]:
     """Read the JSON state of a checkpoint."""
     with reading(checkpoint):
@@ -195,21 +186,13 @@ def load_state(checkpoint: Path) -> dict[str, Any]:
         return state
 
 
-def load_optimizer(checkpoint: Path, optimizer: Optimizer) -> None:
-    """Load the saved moments into the optimizer; only tensors and numbers are read, no code is run."""
+def load_weights(checkpoint: Path, optimizer: Optimizer, anchors: Mapping[str, nn.Module]) -> None:
+    """Load the moments of the optimizer, and the weights of the references and teachers that move, by name."""
     with reading(checkpoint):
-        saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)
+        saved = torch.load(checkpoint / "optimizer.pt", map_location="cpu", weights_only=True)  # runs no code
         optimizer.load_state_dict(saved)
-
-
-def load_anchors(checkpoint: Path, anchors: Mapping[str, nn.Module]) -> None:
-    """Load the weights of a reference or a teacher that moves, by name."""
-    with reading(checkpoint):
         for name, model in anchors.items():
             load_model(model, str(checkpoint / f"{name}.safetensors"))
-
-
-# which run goes on ----------------------------------------------------------------------------------------------------
 
 
 def check_resume(config: TrainConfig, folder: Path) -> tuple[int, str] | None:

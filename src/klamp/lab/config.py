@@ -1,7 +1,6 @@
 """The configuration of a training run: `TrainConfig`, made of one frozen section per subject.
 
-Field names are unique across the classes, so that a YAML file and the command line can be flat. What the backend that
-is asked for cannot honour is refused where a run begins, by `klamp.lab.backends`: a record can always be read.
+Field names are unique across the classes, so that a YAML file and the command line can be flat.
 """
 
 from __future__ import annotations
@@ -221,14 +220,12 @@ class TrainConfig:
         sampled = teacher.teacher_estimator in ("k1", "k3") or teacher.teacher_horizon == "sequence"
         sampled |= teacher.teacher_estimator == "topk" and teacher.teacher_tail == "sampled"
         if cut and sampled and teacher.there and teacher.teacher_placement == "loss":
-            said = "the KL to the teacher is that over what it keeps. For the KL over all words"
+            effect = "the KL to the teacher is that over what it keeps. For the KL over all words"
             if teacher.teacher_off_policy == "none":
-                said = (
-                    "without the weight policy / sampler the KL to the teacher is off. Set teacher_off_policy="
-                    f"{teacher.teacher_horizon!r} for the KL over what it keeps, or"
-                )
+                effect = "without the weight policy / sampler the KL to the teacher is off. Set teacher_off_policy="
+                effect += f"{teacher.teacher_horizon!r} for the KL over what it keeps, or"
             top_p, top_k = self.rollout.top_p, self.rollout.top_k
-            yield f"top_p={top_p:g} and top_k={top_k} cut the sampler: {said} sample the whole policy."
+            yield f"top_p={top_p:g} and top_k={top_k} cut the sampler: {effect} sample the whole policy."
         if self.model.master_weights == "none" and (self.model.dtype == "float32" or self.model.lora_r):
             yield "master_weights='none' has no effect: float32 weights, which all LoRA adapters are, have no copies."
         if self.kl.kl_early_stop is not None and once:

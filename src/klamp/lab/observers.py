@@ -1,7 +1,4 @@
-"""The hooks by which a run reports what happens; the trainer itself prints nothing.
-
-`AlarmObserver` examines the run with every alarm. `RunLog` writes the run's folder and feeds TensorBoard and W&B.
-"""
+"""The hooks by which a run reports what happens: alarms, the files of the run's folder, TensorBoard and W&B."""
 
 from __future__ import annotations
 
@@ -11,24 +8,24 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib.util import find_spec
+from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import yaml
 
 from klamp._version import __version__
 from klamp.doctor.examine import AlarmWatch, Finding
-from klamp.doctor.history import Row, RunSettings
+from klamp.doctor.history import History, RunSettings
 from klamp.doctor.metrics import settings_of_run
-from klamp.doctor.readers.klamp_run import PLACE
+from klamp.doctor.readers.klamp_run import PLACE, read_klamp_run
 from klamp.doctor.readers.rollouts import completion_of
-from klamp.errors import ConfigError, TrainingStopped
+from klamp.errors import ConfigError, DataError, TrainingStopped
 from klamp.hosts.common.versions import installed_version
 from klamp.lab import folders
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import SCORE, each_readable, lines_of, lines_until, scores_of, write_whole
-from klamp.lab.tasks.arithmetic import Progress
+from klamp.lab.folders import SCORE, lines_of, write_whole
 from klamp.names import ALARMS_FILE, ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS
 
 SAID_ELSEWHERE = ("step-zero-kl",)
@@ -99,16 +96,6 @@ class Observer:
         """Called last, even after an error, and once only."""
 
 
-def progress_of(observers: Sequence[Observer]) -> Progress:
-    """A function that passes the progress of slow loading to every observer."""
-
-    def progress(what: str, done: int, total: int, loss: float | None) -> None:
-        for observer in observers:
-            observer.on_loading(what, done, total, loss)
-
-    return progress
-
-
 class AlarmObserver(Observer):
     """Examines the run with every alarm after each step and evaluation; `tell` reaches all observers."""
 
@@ -119,17 +106,14 @@ class AlarmObserver(Observer):
         self.watch = AlarmWatch(RunSettings(), stop_on=stop_on)
 
     def on_start(self, info: RunInfo) -> None:
-        """Keep the configuration, and take up what was seen and reported before a checkpoint."""
+        """Keep the configuration, and take up the record of the steps before a checkpoint, unless it is damaged."""
         settings = settings_of_run(info.config.flat(), rl_skill=self.rl_skill)
         names = {row["name"] for row in lines_of(info.output_dir / ALARMS_FILE) if isinstance(row.get("name"), str)}
         self.watch = AlarmWatch(settings, reported=names, stop_on=self.stop_on)
-        done = info.start_step or -1
-        metrics, completions = (lines_until(info.output_dir / name, done) for name in (METRICS_FILE, COMPLETIONS))
-        self.watch.keep(
-            rows=[Row(step=row["step"], metrics=_numbers(row)) for row in metrics if not scores_of(row)],
-            evaluations=[Row(step=row["step"], metrics=scores) for row in metrics if (scores := scores_of(row))],
-            completions=each_readable(completions, lambda row: completion_of(row, step=row["step"], written=True)),
-        )
+        with suppress(DataError, ConfigError):
+            past = read_klamp_run(info.output_dir) if info.start_step else History()
+            completions = chain.from_iterable(past.completions.values())
+            self.watch.keep(rows=past.rows, evaluations=past.evaluations, completions=completions)
 
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
         self.watch.keep(completions=[completion_of(row, step=step, written=True) for row in rows])
@@ -144,11 +128,6 @@ class AlarmObserver(Observer):
         for finding in findings:
             self.tell(lambda observer, finding=finding: observer.on_alarm(finding))
 
-    def stopped(self, step: int, max_steps: int) -> TrainingStopped | None:
-        """The error that ends a run at the first alarm of stop_on; None: none of them rose."""
-        finding = self.watch.stopped_by
-        return None if finding is None else stopped_by(finding, f"step {step} of {max_steps}")
-
 
 def stopped_by(finding: Finding, after: str) -> TrainingStopped:
     """The error that ends a run at an alarm of stop_on, `after` a step or update, in words."""
@@ -158,12 +137,6 @@ def stopped_by(finding: Finding, after: str) -> TrainingStopped:
     fix = "mend that and start again, or leave the name out of stop_on and continue with --resume"
     return TrainingStopped(what, got=evidence.text, resumable=True, why=why, fix=fix)
 
-
-def _numbers(row: Mapping[str, Any]) -> dict[str, float]:
-    return {name: x for name, x in row.items() if name != "step" and isinstance(x, int | float)}
-
-
-# the files of a run ---------------------------------------------------------------------------------------------------
 
 PACKAGES = (
     *("torch", "transformers", "trl", "peft", "datasets", "tokenizers", "safetensors"),

@@ -94,10 +94,7 @@ def run_folder(folder: Path, run: Run) -> Path:
 
 
 def folder_name(name: str) -> str:
-    """An arm's name made into the name of a folder: "beta=0.01 kl_estimator=k1" -> "beta-0.01_kl_estimator-k1".
-
-    If letters are lost, a checksum of the name follows, so that different arms have different folders.
-    """
+    """An arm's name as a folder's: "beta=0.01 kl=k1" -> "beta-0.01_kl-k1"; if letters are lost, with a checksum."""
     plain = re.sub(r"\s+", "_", name.strip()).replace("=", "-")
     safe = re.sub(r"[^\w.+-]", "-", plain, flags=re.ASCII).strip("-._")[:100]
     return safe if safe and safe == plain else f"{safe}-{zlib.crc32(name.encode()):08x}".lstrip("-")
@@ -138,16 +135,12 @@ def _config(plan: Plan, arm: Arm, seed: int) -> TrainConfig:
 
 
 def as_runs(configs: Sequence[tuple[Path, TrainConfig]], *, kl_prompts: int = KL_PROMPTS) -> dict[Path, Run]:
-    """The runs of some folders; the fields in which they differ name their arms.
-
-    A DataError refuses different tasks, and one variant twice with the same seed.
-    """
+    """The runs of some folders, of one task and each of its own; the fields in which they differ name their arms."""
     first, rows = configs[0], [config.flat() for _, config in configs]
     names = [name for name in rows[0] if name not in NO_VARIANT and len({repr(values[name]) for values in rows}) > 1]
     for name in (name for name in names if hasattr(first[1].task, name) and name not in SAME_TASK):
-        other, value = next(
-            (path, c.flat()[name]) for path, c in configs if repr(c.flat()[name]) != repr(rows[0][name])
-        )
+        values = {path: config.flat()[name] for path, config in configs}
+        other, value = next((path, x) for path, x in values.items() if repr(x) != repr(rows[0][name]))
         got = f"{name} is {shown(rows[0][name])!r} in {first[0]} and {shown(value)!r} in {other}"
         fix = "name runs of one task, or score each with klamp evaluate --checkpoint FOLDER --task NAME"
         raise DataError("these runs had different tasks", got=got, why="their scores are of other prompts", fix=fix)

@@ -19,7 +19,7 @@ from klamp.lab.tasks.base import (
     named_reward,
     with_reward,
 )
-from klamp.lab.tasks.files import check_prompts, file_task, prompt_text, rows_task
+from klamp.lab.tasks.files import check_prompts, prompt_text, read_rows, rows_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,13 +42,7 @@ __all__ = [
 
 
 def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
-    """Load the task that a configuration names; its prompts are ready to be tokenized.
-
-    Raises:
-        UnknownNameError: no task or reward of this name.
-        DataError: rows that cannot be used.
-        ConfigError: options that do not fit this kind of task, or a function that returns no task.
-    """
+    """Load the task that a configuration names; a ConfigError or DataError if it cannot be used."""
     if config.task == ARITHMETIC_TASK:
         for name in ("eval_split", "skill_column", "reference_length_column", "chat_template", "system_prompt"):
             if value := getattr(config, name):
@@ -63,5 +57,6 @@ def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
             raise ConfigError(what, got=type(task).__name__, why=why, fix=fix)
         task = replace(task, score=checked(task.score, name=config.task))
     else:
-        task = file_task(config, tokenizer)
+        held_out = read_rows(config.eval_split) if config.eval_split else None
+        task = rows_task(read_rows(config.task), config, tokenizer, held_out=held_out)
     return with_reward(task, config.reward) if config.reward not in ("", NO_REWARD) else task

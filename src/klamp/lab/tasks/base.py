@@ -1,8 +1,5 @@
 """What a task is: its configuration, prompts, held-out prompts, and a reward for each completion.
 
-A task is plain data plus one function. The trainer samples completions for `train`, scores them with `score`, and
-evaluates every skill in `evaluation` the same way; it knows nothing about where the rows came from.
-
 The named rewards:
 
     exact_match            1 if the completion equals the answer, white space around both left out
@@ -173,11 +170,7 @@ def import_function(name: str, *, what: str) -> Callable[..., Any]:
 
 
 def checked(function: RewardFunction, *, name: str) -> Callable[[Example, str], float]:
-    """Wrap a reward function so that it returns a finite float, or raises RewardError with its name.
-
-    A bool counts as 0 or 1, and a number-like scalar (numpy, a tensor of one element) as its value. An exception of the
-    function, or a number larger than `LARGEST_REWARD`, is a RewardError too.
-    """
+    """Wrap a reward function so that it returns a finite float of at most `LARGEST_REWARD`, or raises RewardError."""
 
     def score(example: Example, completion: str) -> float:
         where = f"  prompt: {brief(repr(example.prompt))}\n  completion: {brief(repr(completion))}"
@@ -214,19 +207,12 @@ def _as_float(value: Any) -> float | None:
         return math.inf
 
 
-# rewards -------------------------------------------------------------------------------------------------------------
-
 NEEDS_ANSWER = ("exact_match", "math_verify")  # the named rewards that compare with the ground truth
 MATH_SECONDS = 5  # the longest that math-verify takes for each of its parts
 
 
 def named_reward(name: str) -> Callable[[Example, str], float]:
-    """Find the reward function of a name; its results are checked.
-
-    Raises:
-        UnknownNameError: no such reward.
-        ConfigError: the pattern or the module cannot be used.
-    """
+    """The reward function of a name, with checked results; a ConfigError if the name cannot be used."""
     kind, _, rest = name.partition(":")
     if name == "exact_match":
         function: RewardFunction = exact_match
@@ -252,7 +238,7 @@ def with_reward(task: Task, name: str) -> Task:
 
 
 def exact_match(example: Example, completion: str) -> float:
-    """The reward 1.0 if the completion is the answer, except for white space around them, else 0.0."""
+    """1.0 if the completion is the answer, except for white space around them, else 0.0."""
     return float(completion.strip() == example.answer.strip())
 
 
