@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from klamp.cli.commands import CheckOptions, DoctorOptions, read_command
 from klamp.cli.text import FAILED, say, show_paragraph, show_table
 from klamp.doctor.alarms import check_names
-from klamp.doctor.examine import Diagnosis, Finding, examine
+from klamp.doctor.examine import AlarmFinding, Diagnosis, examine
 from klamp.doctor.history import RunSettings
 from klamp.doctor.metrics import read_pairs
 from klamp.errors import DataError
@@ -41,8 +41,8 @@ def run(argv: Sequence[str]) -> int:
     options: DoctorOptions = read_command("doctor", argv)[0]
     check_names(options.fail_on)
     history = read_record(options.path, read_pairs(options.map))
-    stated = {each.name: getattr(options, each.name, None) for each in dataclasses.fields(RunSettings)}
-    changes = {name: value for name, value in stated.items() if value is not None}
+    options_of_run = {field.name: getattr(options, field.name, None) for field in dataclasses.fields(RunSettings)}
+    changes = {name: value for name, value in options_of_run.items() if value is not None}
     history.settings = dataclasses.replace(history.settings, **changes)
     diagnosis = examine(history)
     reports = _synced(options.path) if options.check_sync else {}
@@ -92,9 +92,9 @@ def _show(diagnosis: Diagnosis, path: Path) -> None:
     say(f"\n{judged([diagnosis])}; {checked} of {diagnosis.concerned} were checked")
     if diagnosis.blind:
         show_paragraph(f"NOT looked at: {diagnosis.blind}", label="the KL")
-    for name, lacks in diagnosis.unchecked.items():
-        missing = re.sub(r"settings\.(\w+)", r"\1 (--\1 says it)", lacks)
-        show_paragraph(f"not checked, the record has no {missing}", label=name, width=22)
+    for name, gap in diagnosis.unchecked.items():
+        gap_text = re.sub(r"settings\.(\w+)", r"\1 (--\1 says it)", gap)
+        show_paragraph(f"not checked, the record has no {gap_text}", label=name, width=22)
 
 
 def _show_sync(reports: Mapping[int, SyncReport]) -> None:
@@ -104,7 +104,7 @@ def _show_sync(reports: Mapping[int, SyncReport]) -> None:
             show_paragraph(side.text, label=side.side)
 
 
-def _show_finding(finding: Finding) -> None:
+def _show_finding(finding: AlarmFinding) -> None:
     alarm, evidence = finding.alarm, finding.evidence
     say(f"\n{alarm.level}: {alarm.name}: {alarm.text} ({finding.since})")
     show_paragraph(evidence.text, label="seen")
@@ -116,10 +116,10 @@ def _show_finding(finding: Finding) -> None:
         headings = ("token", "completion", "position", "log policy", "log other", "share of the k3")
         rows = [
             (
-                *(repr(each.token), str(each.completion), str(each.position)),
-                *(f"{each.policy_logprob:.3f}", f"{each.other_logprob:.3f}", f"{100 * each.share:.0f} %"),
+                *(repr(token.token), str(token.completion), str(token.position)),
+                *(f"{token.policy_logprob:.3f}", f"{token.other_logprob:.3f}", f"{100 * token.share:.0f} %"),
             )
-            for each in evidence.tokens
+            for token in evidence.tokens
         ]
         show_table(f"  tokens to blame, step {evidence.tokens[0].step}", headings, rows)
 
@@ -128,8 +128,8 @@ def as_object(
     diagnosis: Diagnosis, path: Path, failed: Sequence[str], reports: Mapping[int, SyncReport]
 ) -> dict[str, Any]:
     """A diagnosis as JSON; `failed` names what fails the check."""
-    gaps = {step: {side.side: dict(side.gaps) for side in each.sides} for step, each in reports.items()}
-    synced = [{"step": step, "in_sync": each.in_sync, "gaps": gaps[step]} for step, each in reports.items()]
+    gaps = {step: {side.side: dict(side.gaps) for side in report.sides} for step, report in reports.items()}
+    sync = [{"step": step, "in_sync": report.in_sync, "gaps": gaps[step]} for step, report in reports.items()]
     return {
         "path": str(path),
         "source": diagnosis.history.source,
@@ -142,5 +142,5 @@ def as_object(
         "not_checked": dict(diagnosis.unchecked),
         "not_read": dict(diagnosis.history.unread),
         "kl_not_seen": diagnosis.blind,
-        **({"sync": synced} if synced else {}),
+        **({"sync": sync} if sync else {}),
     }

@@ -110,9 +110,9 @@ def is_apart(a: Sequence[float], b: Sequence[float], *, errors: float, curve: Se
     """Whether stretches of a curve differ by more than so many standard errors, by their scatter or a long curve's."""
     if min(len(a), len(b)) < 2:
         return False
-    whole = curve if len(curve) >= LONG else ()
-    error = math.hypot(*(noise(whole or x) / math.sqrt(len(x)) for x in (a, b)))
-    return abs(fmean(a) - fmean(b)) > _of_few(errors, len(whole) or len(a) + len(b) - 1) * error
+    long_curve = curve if len(curve) >= LONG else ()
+    error = math.hypot(*(noise(long_curve or x) / math.sqrt(len(x)) for x in (a, b)))
+    return abs(fmean(a) - fmean(b)) > _of_few(errors, len(long_curve) or len(a) + len(b) - 1) * error
 
 
 def least_and_most(values: Sequence[float]) -> tuple[float, float]:

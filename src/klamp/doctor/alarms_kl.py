@@ -150,8 +150,8 @@ def kl_spike(history: History) -> Evidence | None:
             continue
         if stays == 2 or len(before) < 5 or exact or _stands_out(before, now):
             why = causes.likely_causes(history, causes.last_jump if stays == 1 else causes.learning_rate)
-            said = f"{number(max(before))} was the highest of {len(before)} before"
-            text = f"{history.kl_name()} jumped to {number(now)} nats per token, {said}"
+            highest_before = f"{number(max(before))} was the highest of {len(before)} before"
+            text = f"{history.kl_name()} jumped to {number(now)} nats per token, {highest_before}"
             return Evidence(text, blame(history), why)
     return None
 
@@ -214,8 +214,8 @@ def reference_differs(history: History) -> Evidence | None:
 )
 def detached_reference(history: History) -> Evidence | None:
     """The KL is about 0 although the policy should have moved."""
-    if (vanished := _vanished(history)) is not None:
-        return vanished
+    if (evidence := _vanished(history)) is not None:
+        return evidence
     window, settings, name = DETACHED_WINDOW, history.settings, history.kl_name()
     if settings.moving_reference or settings.other_reference:
         name = best_kl(history.latest, ["kl/k3_original"] if settings.moving_reference else [])
@@ -230,9 +230,9 @@ def detached_reference(history: History) -> Evidence | None:
         still, equal = (history.last(metric, int(STILL.value)) for metric in (name, "groups/saturated"))
         if len(still) < STILL.value or any(still) or min(equal, default=0.0) == 1:
             return None
-        said = [f"the last {len(still)} values of {name} are exactly 0"]
-        said += [f"{x} is {number(history.latest[x])}" for x in moves]
-        return Evidence(", ".join(said), causes=why)
+        facts = [f"the last {len(still)} values of {name} are exactly 0"]
+        facts += [f"{x} is {number(history.latest[x])}" for x in moves]
+        return Evidence(", ".join(facts), causes=why)
     reward_range = max(1.0, 2 * max(map(abs, (*before, *now))))
     least = 2 * ((fmean(now) - fmean(before)) / reward_range) ** 2
     distance = abs(fmean(kl)) * (fmean(length) if length else 1.0)
@@ -298,8 +298,8 @@ def kl_far(history: History) -> Evidence | None:
     kl, length = _settled(history, FAR_STEPS), history.last("length/mean", FAR_STEPS)
     if kl is None or not length or kl <= FAR.value or kl * fmean(length) <= FAR_COMPLETION.value:
         return None
-    whole = number(kl * fmean(length))
-    text = f"the KL is {number(kl)} nats per token, {whole} per completion, {MIDDLE}"
+    per_completion = number(kl * fmean(length))
+    text = f"the KL is {number(kl)} nats per token, {per_completion} per completion, {MIDDLE}"
     return Evidence(text, blame(history), causes.why_far(history))
 
 

@@ -60,15 +60,17 @@ def huge_values(history: History) -> Evidence | None:
         for name, value in history.latest.items()
         if not math.isfinite(value) or (name in WATCHED and abs(value) >= HUGE.value)
     }
-    said = [f"{name} is {value:.1e}" for name, value in values.items()]
-    lost = sum(
+    facts = [f"{name} is {value:.1e}" for name, value in values.items()]
+    broken_tokens = sum(
         on and (any(map(math.isinf, x)) or (row.trained is not None and any(map(math.isnan, x[:2]))))
         for row in history.written
         for on, *x in zip(row.is_trained, row.policy, row.ref or row.policy, row.sampler or row.policy, strict=True)
     )
-    if lost:
-        said.append(f"{lost} trained {'token has' if lost == 1 else 'tokens have'} no finite log-probability")
-    return Evidence(", ".join(said), causes=_broken_before(history)) if said else None
+    if broken_tokens:
+        facts.append(
+            f"{broken_tokens} trained {'token has' if broken_tokens == 1 else 'tokens have'} no finite log-probability"
+        )
+    return Evidence(", ".join(facts), causes=_broken_before(history)) if facts else None
 
 
 def _broken_before(history: History) -> list[str]:
@@ -94,12 +96,12 @@ def _broken_before(history: History) -> list[str]:
 )
 def not_trained(history: History) -> Evidence | None:
     """Nothing trains the policy."""
-    written = [
+    completions = [
         completion for step in sorted(history.completions)[-WRITTEN:] for completion in history.completions[step]
     ]
-    if len(history.completions) >= WRITTEN and not any(any(completion.is_trained) for completion in written):
-        text = f"no token of the last {len(written)} completions that were kept is trained on"
-        return Evidence(text, (), [MASKED if all(x.ended is False for x in written) else "the loss mask is empty"])
+    if len(history.completions) >= WRITTEN and not any(any(completion.is_trained) for completion in completions):
+        text = f"no token of the last {len(completions)} completions that were kept is trained on"
+        return Evidence(text, (), [MASKED if all(x.ended is False for x in completions) else "the loss mask is empty"])
     rate, gradient = (_idle(history, name) for name in ("train/learning_rate", "train/grad_norm"))
     if rate:
         why = "the learning rate was set to 0, a schedule has ended, a warm-up is long, or the log rounds it to 0"
@@ -134,8 +136,8 @@ def _idle(history: History, name: str) -> str:
         return f"its last {len(values)} values"
     if any(history.kl(IDLE_START)) and name == "train/learning_rate":
         return ""  # a KL that has only begun does not tell a rate that is rounded from none
-    whole = len(values) >= IDLE_START and len(values) == len(history.rows) and history.rows[0].step <= 1
-    return f"all {len(values)} steps" if whole else ""
+    from_first_step = len(values) >= IDLE_START and len(values) == len(history.rows) and history.rows[0].step <= 1
+    return f"all {len(values)} steps" if from_first_step else ""
 
 
 @alarm(
@@ -178,8 +180,8 @@ def dr_grpo_with_kl(history: History) -> Evidence | None:
     if settings.loss_type != "dr_grpo" or settings.verifier != "rules" or not history.penalized:
         return None
     beta = history.latest.get("beta", settings.beta)
-    said = "a KL is logged" if beta is None else f"beta is {number(beta)}"
-    return Evidence(f"loss_type is dr_grpo, {said}, the reward is a rule's")
+    beta_text = "a KL is logged" if beta is None else f"beta is {number(beta)}"
+    return Evidence(f"loss_type is dr_grpo, {beta_text}, the reward is a rule's")
 
 
 @alarm(

@@ -34,18 +34,18 @@ COURSE, START_LIKE = 20, 1.5
 )
 def mask_on_prompt(history: History) -> Evidence | None:
     """The loss mask covers tokens that the model did not write."""
-    wrong: list[tuple[list[int], int, Completion]] = []
+    offenders: list[tuple[list[int], int, Completion]] = []
     for index, completion in enumerate(history.written):
         pairs = zip(completion.is_trained, completion.is_sampled, strict=True)
         positions = [i for i, (trained, sampled) in enumerate(pairs) if trained and not sampled]
-        wrong += [(positions, index, completion)] if positions else []
-    if not wrong:
+        offenders += [(positions, index, completion)] if positions else []
+    if not offenders:
         return None
-    positions, index, completion = wrong[0]
-    shown = " ".join(repr(str(completion.tokens[i])) for i in positions[:MANY])
+    positions, index, completion = offenders[0]
+    prompt_tokens = " ".join(repr(str(completion.tokens[i])) for i in positions[:MANY])
     return Evidence(
-        f"in {len(wrong)} of {len(history.written)} sequences; {len(positions)} in sequence {index} alone, from "
-        f"position {positions[0]}: {shown}"
+        f"in {len(offenders)} of {len(history.written)} sequences; {len(positions)} in sequence {index} alone, from "
+        f"position {positions[0]}: {prompt_tokens}"
     )
 
 
@@ -59,15 +59,17 @@ def mask_on_prompt(history: History) -> Evidence | None:
 )
 def end_token_lost(history: History) -> Evidence | None:
     """The loss mask leaves out the end token."""
-    lost, ended = list[str](), 0
+    end_tokens, endings = list[str](), 0
     for completion in history.written:
-        written = [i for i, sampled in enumerate(completion.is_sampled) if sampled]
-        if completion.ended is not False and written and any(completion.is_trained):
-            ended += 1
-            lost += [] if completion.is_trained[written[-1]] else [str(completion.tokens[written[-1]])]
-    if not lost or len(lost) <= END_TOKEN.value * ended:
+        positions = [i for i, sampled in enumerate(completion.is_sampled) if sampled]
+        if completion.ended is not False and positions and any(completion.is_trained):
+            endings += 1
+            end_tokens += [] if completion.is_trained[positions[-1]] else [str(completion.tokens[positions[-1]])]
+    if not end_tokens or len(end_tokens) <= END_TOKEN.value * endings:
         return None
-    return Evidence(f"in {len(lost)} of {ended} completions the last token ({lost[0]!r}) is not trained on")
+    return Evidence(
+        f"in {len(end_tokens)} of {endings} completions the last token ({end_tokens[0]!r}) is not trained on"
+    )
 
 
 @alarm(
@@ -121,16 +123,16 @@ def causes_of(history: History) -> list[str]:
     if not first or history.rows[0].step > 1 or history.settings.steps_counted:
         return []
     name = max(first, key=lambda name: first[name])
-    apart = first[name] > MISMATCH.value
-    shown = name if apart or "sampler/k3" not in first else "sampler/k3"
-    said = f"{shown} was {number(history.rows[0].metrics[shown])}"
-    if not apart:
+    is_apart_at_start = first[name] > MISMATCH.value
+    metric = name if is_apart_at_start or "sampler/k3" not in first else "sampler/k3"
+    at_start = f"{metric} was {number(history.rows[0].metrics[metric])}"
+    if not is_apart_at_start:
         text = _of_start(history) or (
-            f"it came with the updates ({said} before the first one): the sampler's weights, or those of its adapter, "
-            "are not synced before each rollout"
+            f"it came with the updates ({at_start} before the first one): the sampler's weights, or those of its "
+            "adapter, are not synced before each rollout"
         )
         return [text] if max(_sizes(history.latest).values()) > GREW * first[name] else []
-    since = f"it was there before the first update ({said}), so a missing sync alone does not explain it"
+    since = f"it was there before the first update ({at_start}), so a missing sync alone does not explain it"
     if first[name] <= OTHER_KERNELS.value:
         return [f"{since}: other data types or kernels, or a slightly different temperature, top-p or top-k"]
     return [
@@ -226,8 +228,8 @@ def _absent(history: History) -> Evidence | None:
     logged = any(name.startswith(TO_TEACHER) for row in rows for name in row.metrics)
     if coefficient <= 0 or len(rows) < STILL.value or logged:
         return None
-    lacks = f"the last {len(rows)} steps have no {TO_TEACHER}"
-    return Evidence(f"a teacher is configured, with coefficient {number(coefficient)}; {lacks}")
+    absence = f"the last {len(rows)} steps have no {TO_TEACHER}"
+    return Evidence(f"a teacher is configured, with coefficient {number(coefficient)}; {absence}")
 
 
 def _still(history: History) -> Evidence | None:

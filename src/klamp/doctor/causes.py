@@ -89,11 +89,11 @@ def blame(history: History, *, against: Side = "ref") -> list[Blamed]:
     sums: dict[Blamed, float] = {}
     first: dict[Blamed, int] = {}
     for index, completion in enumerate(history.completions.get(step, ())):
-        others = (completion.ref if against == "ref" else completion.sampler) or ()
+        other_logprobs = (completion.ref if against == "ref" else completion.sampler) or ()
         for position, delta in completion.log_ratios(against):
             token, logprob = str(completion.tokens[position]), completion.policy[position]
-            same = Blamed(step, 0, position, token, logprob, others[position], 0.0)
-            sums[same] = sums.get(same, 0.0) + k3(delta)
-            first.setdefault(same, index)
+            blamed = Blamed(step, 0, position, token, logprob, other_logprobs[position], 0.0)
+            sums[blamed] = sums.get(blamed, 0.0) + k3(delta)
+            first.setdefault(blamed, index)
     worst = [token for token in sorted(sums, key=lambda token: -sums[token])[:MANY] if sums[token] > 0]
     return [replace(token, completion=first[token], share=sums[token] / sum(sums.values())) for token in worst]

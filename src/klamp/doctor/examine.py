@@ -13,7 +13,7 @@ from klamp.doctor.history import EARLY, Completion, History, Row, RunSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class Finding:
+class AlarmFinding:
     """An alarm that rose in a run: when, and what was seen."""
 
     alarm: Alarm
@@ -26,9 +26,9 @@ class Finding:
     @property
     def in_a_line(self) -> str:
         """The step, the name, what was seen, and the likeliest cause."""
-        likely = "".join(f"; likely {cause}" for cause in self.evidence.causes[:1])
+        cause_text = "".join(f"; likely {cause}" for cause in self.evidence.causes[:1])
         start = f"alarm after step {self.first_step}: {self.alarm.name}: {self.alarm.text}"
-        return f"{start} ({self.evidence.text}{likely})"
+        return f"{start} ({self.evidence.text}{cause_text})"
 
     @property
     def since(self) -> str:
@@ -59,7 +59,7 @@ class Diagnosis:
     """Everything that the alarms found in a run."""
 
     history: History
-    findings: Sequence[Finding]
+    findings: Sequence[AlarmFinding]
     """Alarms first, then notes, each by the step in which it rose."""
     unchecked: dict[str, str]
     """Alarm that could not be checked -> what the record lacks for it."""
@@ -79,29 +79,29 @@ class Diagnosis:
 
     def failed(self, names: Iterable[str] = ()) -> list[str]:
         """The names of the findings that make a check fail: of these names, or without names of all alarms."""
-        wanted, alarms = set(names), [finding.alarm for finding in self.findings]
-        return [alarm.name for alarm in alarms if (alarm.name in wanted if wanted else alarm.level == "alarm")]
+        chosen, alarms = set(names), [finding.alarm for finding in self.findings]
+        return [alarm.name for alarm in alarms if (alarm.name in chosen if chosen else alarm.level == "alarm")]
 
 
 def examine(history: History) -> Diagnosis:
     """Run every alarm over a run, or what the record holds of it, step by step, as if it happened again."""
     if is_reset(history):
         history.settings = replace(history.settings, moving_reference=True)
-    raised: dict[str, dict[int, Evidence]] = {}
+    evidences: dict[str, dict[int, Evidence]] = {}
     for view in history.replay():
         for alarm, evidence in _rising(view):
-            raised.setdefault(alarm.name, {}).setdefault(view.step, evidence)
-    held = _held(history)
-    lacks = {
-        name: ", ".join(" or ".join(need.split("|")) for need in alarm.needs if held.isdisjoint(need.split("|")))
+            evidences.setdefault(alarm.name, {}).setdefault(view.step, evidence)
+    contents = _held(history)
+    gaps = {
+        name: ", ".join(" or ".join(need.split("|")) for need in alarm.needs if contents.isdisjoint(need.split("|")))
         for name, alarm in ALARMS.items()
     }
-    findings = [_finding(ALARMS[name], by_step) for name, by_step in raised.items() if not lacks[name]]
+    findings = [_finding(ALARMS[name], by_step) for name, by_step in evidences.items() if not gaps[name]]
     findings.sort(key=lambda finding: (finding.alarm.level != "alarm", finding.first_step))
-    has_teacher = any(name.startswith(TEACHER) for name in held)
-    asked = [name for name, alarm in ALARMS.items() if has_teacher or not alarm.needs[0].startswith(TEACHER)]
-    unchecked = {name: lacks[name] for name in asked if lacks[name]}
-    return Diagnosis(history=history, findings=findings, unchecked=unchecked, concerned=len(asked))
+    has_teacher = any(name.startswith(TEACHER) for name in contents)
+    concerned = [name for name, alarm in ALARMS.items() if has_teacher or not alarm.needs[0].startswith(TEACHER)]
+    unchecked = {name: gaps[name] for name in concerned if gaps[name]}
+    return Diagnosis(history=history, findings=findings, unchecked=unchecked, concerned=len(concerned))
 
 
 def _rising(history: History) -> Iterator[tuple[Alarm, Evidence]]:
@@ -110,9 +110,11 @@ def _rising(history: History) -> Iterator[tuple[Alarm, Evidence]]:
             yield alarm, evidence
 
 
-def _finding(alarm: Alarm, by_step: Mapping[int, Evidence]) -> Finding:
+def _finding(alarm: Alarm, by_step: Mapping[int, Evidence]) -> AlarmFinding:
     first = min(by_step)
-    return Finding(alarm=alarm, first_step=first, last_step=max(by_step), steps=len(by_step), evidence=by_step[first])
+    return AlarmFinding(
+        alarm=alarm, first_step=first, last_step=max(by_step), steps=len(by_step), evidence=by_step[first]
+    )
 
 
 TEACHER = "teacher/"
@@ -121,10 +123,12 @@ TEACHER = "teacher/"
 
 def _held(history: History) -> set[str]:
     """What a record holds, in the words of `Alarm.needs`."""
-    held = history.names | {f"settings.{name}" for name, value in asdict(history.settings).items() if value is not None}
-    held |= {"completions"} if history.completions else set()
-    held |= {"sampler_logprobs"} if history.tells_sampler else set()
-    return held | ({"evaluations"} if len(history.evaluations) > 1 else set())
+    contents = history.names | {
+        f"settings.{name}" for name, value in asdict(history.settings).items() if value is not None
+    }
+    contents |= {"completions"} if history.completions else set()
+    contents |= {"sampler_logprobs"} if history.tells_sampler else set()
+    return contents | ({"evaluations"} if len(history.evaluations) > 1 else set())
 
 
 LATE = 150
@@ -138,7 +142,7 @@ class AlarmWatch:
         check_names(stop_on)
         self.history = History(settings=settings)
         self.reported, self.stop_on = set(reported), tuple(stop_on)
-        self.stopped_by: Finding | None = None
+        self.stopped_by: AlarmFinding | None = None
 
     def keep(
         self, *, rows: Iterable[Row] = (), evaluations: Iterable[Row] = (), completions: Iterable[Completion] = ()
@@ -150,17 +154,17 @@ class AlarmWatch:
         self.history.add_completions(list(completions))
         self.history.forget_completions()
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> list[Finding]:
+    def step(self, step: int, metrics: Mapping[str, float]) -> list[AlarmFinding]:
         """The alarms that rise with the metrics of a step and were not told before."""
         self.keep(rows=[Row(step=step, metrics=metrics)])
         return list(self._look(step))
 
-    def evaluation(self, step: int, scores: Mapping[str, float]) -> list[Finding]:
+    def evaluation(self, step: int, scores: Mapping[str, float]) -> list[AlarmFinding]:
         """The alarms that rise with the scores of an evaluation and were not told before."""
         self.keep(evaluations=[Row(step=step, metrics=scores)])
         return list(self._look(step))
 
-    def _look(self, step: int) -> Iterator[Finding]:
+    def _look(self, step: int) -> Iterator[AlarmFinding]:
         for alarm, evidence in _rising(self.history):
             finding = _finding(alarm, {step: evidence})
             if alarm.name in self.stop_on and self.stopped_by is None:

@@ -256,8 +256,8 @@ class History:
     def together(self, count: int, *names: str) -> list[list[float]]:
         """The values of several metrics in the last `count` steps that have all of them, as in `last`."""
         steps = (row.metrics for row in reversed(self.rows[-10 * count :]))
-        whole = (step for step in steps if all(math.isfinite(step.get(name, math.nan)) for name in names))
-        latest = list(islice(whole, count))[::-1]
+        complete = (step for step in steps if all(math.isfinite(step.get(name, math.nan)) for name in names))
+        latest = list(islice(complete, count))[::-1]
         return [[bounded(step[name]) for step in latest] for name in names]
 
     def first(self, name: str, count: int) -> list[float]:

@@ -158,9 +158,9 @@ SETTING = re.compile(r"coe?f|beta|target|weight|tau|time|timing|type|estimator|c
 
 def unread_kls(logged: Collection[str], read: Collection[str]) -> dict[str, str]:
     """The logged names of a KL that were not read -> what they are, if known; not the extremes beside a mean."""
-    beside = {name.rpartition("/")[0] + end for name in logged if name.endswith("/avg") for end in ("/min", "/max")}
-    rest = sorted(name for name in {*logged} - beside - {*read} if not name.startswith(EVALUATION_PREFIXES))
-    kls = [name for name in rest if KL.search(name) and not SETTING.search(name)]
+    extremes = {name.rpartition("/")[0] + end for name in logged if name.endswith("/avg") for end in ("/min", "/max")}
+    candidates = sorted(name for name in {*logged} - extremes - {*read} if not name.startswith(EVALUATION_PREFIXES))
+    kls = [name for name in candidates if KL.search(name) and not SETTING.search(name)]
     return {name: OTHER_KL.get(name, OTHER_KL.get(name.removeprefix("train/"), "")) for name in kls}
 
 
@@ -191,10 +191,10 @@ def translate(
     names = names or {}
     numbers = {name: value for name in logged if (value := as_number(logged[name])) is not None}
     metrics = {ours: numbers[theirs] for ours, theirs in names.items() if theirs in numbers}
-    taken = set(names.values())
+    mapped = set(names.values())
     for name in sorted(numbers, key=lambda name: own_name(name) not in (name, name.removeprefix("train/"))):
         ours = own_name(name, theirs)
-        if ours is not None and ours not in names and name not in taken:
+        if ours is not None and ours not in names and name not in mapped:
             metrics.setdefault(ours, numbers[name])
     if "kl/k1" not in metrics and {"kl/k1_sequence", "length/mean"} <= metrics.keys():
         metrics["kl/k1"] = metrics["kl/k1_sequence"] / max(metrics["length/mean"], 1.0)
@@ -261,26 +261,26 @@ def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[s
 def settings_of_run(values: Mapping[str, Any], *, rl_skill: str | None = None) -> RunSettings:
     """The settings in a klamp run's config.yaml; `rl_skill`: the skill that is trained."""
     numbers = {name: x for name, value in values.items() if (x := as_number(value)) is not None and math.isfinite(x)}
-    whole = {name: int(x) for name, x in numbers.items()}
+    integers = {name: int(x) for name, x in numbers.items()}
     loss, reward = values.get("loss_type"), str(values.get("reward") or "")
-    others = values.get("advantage_baseline") == "leave_one_out"
+    leave_one_out = values.get("advantage_baseline") == "leave_one_out"
     rules = reward.partition(":")[0] in OWN_RULES or (values.get("task") == "arithmetic" and not reward)
-    named = any(values.get(name) for name in ("teacher_model", "teacher_url", "teacher_models"))
-    teacher = named or values.get("teacher_kind") in ("ema", "periodic", "live")
+    has_model = any(values.get(name) for name in ("teacher_model", "teacher_url", "teacher_models"))
+    teacher = has_model or values.get("teacher_kind") in ("ema", "periodic", "live")
     return RunSettings(
         beta=numbers.get("beta"),
         target_kl=numbers.get("target_kl"),
         # Dr. GRPO's baseline is the group's mean; klamp's default only averages over tokens as it does.
-        loss_type=f"{loss}, leave_one_out" if others else str(loss),
+        loss_type=f"{loss}, leave_one_out" if leave_one_out else str(loss),
         verifier="rules" if rules else None,
         scale_rewards=values.get("scale_rewards") or ("none" if loss == "dr_grpo" else "std"),
         other_reference=values.get("ref_model") is not None,
         moving_reference=values.get("reference") in ("ema", "periodic"),
-        prompts=whole.get("prompts_per_step"),
+        prompts=integers.get("prompts_per_step"),
         rl_skill=rl_skill,
-        eval_size=whole.get("eval_size"),
+        eval_size=integers.get("eval_size"),
         teacher_coef=numbers.get("teacher_coef") or None if teacher else None,
-        k3_over_updates=values.get("backend") == "verl" and whole.get("num_iterations", 1) > 1,
+        k3_over_updates=values.get("backend") == "verl" and integers.get("num_iterations", 1) > 1,
     )
 
 
@@ -291,9 +291,9 @@ def is_verl_line(line: Mapping[str, Any]) -> bool:
 
 def flat(line: Mapping[str, Any], depth: int = 3) -> dict[str, Any]:
     """A logged line as one row, nested names joined by `/`; of verl's file logger the data and step, null as NaN."""
-    verls, row = is_verl_line(line), dict[str, Any]()
-    for name, value in (line["data"] if verls else line).items():
+    from_verl, row = is_verl_line(line), dict[str, Any]()
+    for name, value in (line["data"] if from_verl else line).items():
         inner = flat(value, depth - 1) if depth and isinstance(value, dict) else {"": value}
         row |= {f"{name}/{part}".rstrip("/"): inner_value for part, inner_value in inner.items()}
-    lost = {name: math.nan for name, value in row.items() if value is None} if verls else {}
-    return row | lost | ({"step": line["step"]} if verls else {})
+    nulls = {name: math.nan for name, value in row.items() if value is None} if from_verl else {}
+    return row | nulls | ({"step": line["step"]} if from_verl else {})

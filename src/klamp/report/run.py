@@ -37,8 +37,10 @@ class ReportRun:
     @cached_property
     def read(self) -> Read:
         """The function that turns its tokens into text."""
-        every = (completion.tokens for completions in self.history.completions.values() for completion in completions)
-        return reader(map(str, set[str]().union(*every)))
+        token_lists = (
+            completion.tokens for completions in self.history.completions.values() for completion in completions
+        )
+        return reader(map(str, set[str]().union(*token_lists)))
 
     def curve(self, name: str) -> dict[float, float]:
         """The values of a metric, or of `eval/SKILL`: step -> value."""

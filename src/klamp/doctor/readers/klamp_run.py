@@ -32,8 +32,8 @@ def is_klamp_run(path: Path) -> bool:
 
 def read_klamp_run(path: Path) -> History:
     """Read the history of a klamp run from its folder."""
-    written = object_in(path / CONFIG)
-    values, changes = in_force(written), describe_changes(written)
+    values_and_history = object_in(path / CONFIG)
+    values, changes = in_force(values_and_history), describe_changes(values_and_history)
     summary, versions = (object_in(path / file) if (path / file).is_file() else {} for file in (SUMMARY, VERSIONS))
     skill = summary.get("rl_skill")
     if not isinstance(skill, str | None):
@@ -91,8 +91,8 @@ def with_report(history: History, path: Path) -> History:
         when=(folder / ABOUT).stat().st_mtime,
         seconds=about.get("seconds"),
     )
-    said = settings_of(history.config, set())
-    additions = {name: getattr(said, name) for name in SAID if getattr(history.settings, name) is None}
+    settings = settings_of(history.config, set())
+    additions = {name: getattr(settings, name) for name in SAID if getattr(history.settings, name) is None}
     history.settings = replace(history.settings, **additions)
     add_tokens(history, folder)
     return history
@@ -116,8 +116,8 @@ def runs_in(path: Path) -> tuple[list[Path], list[Path]]:
 def history_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The entries of a config.yaml's history, in order: values, and the last step in which they were in force."""
     entries = history if isinstance(history := values.get(HISTORY), list) else []
-    whole = [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get(UNTIL), int)]
-    return sorted(whole, key=lambda entry: entry[UNTIL])
+    dated = [entry for entry in entries if isinstance(entry, dict) and isinstance(entry.get(UNTIL), int)]
+    return sorted(dated, key=lambda entry: entry[UNTIL])
 
 
 def in_force(values: Mapping[str, Any], step: float = math.inf) -> dict[str, Any]:

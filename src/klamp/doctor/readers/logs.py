@@ -51,16 +51,16 @@ def _history(
 ) -> History:
     """The history of logged rows; `ours`: klamp may have written them, and all names of an evaluation are scores."""
     logged = {name for _, row in rows for name in row}
-    theirs, lost = names_in(logged), _unmeasured(rows, logged)
-    rows = [(step, {name: value for name, value in row.items() if name not in lost}) for step, row in rows]
+    theirs, unmeasured = names_in(logged), _unmeasured(rows, logged)
+    rows = [(step, {name: value for name, value in row.items() if name not in unmeasured}) for step, row in rows]
     names = _kl_as_it_is(rows, names or {}, logged, theirs)
-    rest = [row for _, row in rows if SUMMARY not in row]
-    numbers = {name for row in rest for name in row if as_number(row[name]) is not None} - {*CLOCKS}
-    check_logged(names, numbers | lost, path)
+    step_rows = [row for _, row in rows if SUMMARY not in row]
+    numbers = {name for row in step_rows for name in row if as_number(row[name]) is not None} - {*CLOCKS}
+    check_logged(names, numbers | unmeasured, path)
     history = History(source=source, settings=settings_of(config, logged, names), config=config)
-    read = {*names.values(), *(name for name in logged if (n := own_name(name, theirs)) and n not in names)}
-    history.unread = unread_kls({name for _, row in rows for name in row}, read)
-    history.cautions += _no_numbers(rows, theirs, lost)
+    read_columns = {*names.values(), *(name for name in logged if (n := own_name(name, theirs)) and n not in names)}
+    history.unread = unread_kls({name for _, row in rows for name in row}, read_columns)
+    history.cautions += _no_numbers(rows, theirs, unmeasured)
     steps: set[int] = set()
     for step, row in rows:
         scores, metrics = evaluations(row, every=ours and OURS in logged), translate(row, names, theirs)
@@ -88,38 +88,38 @@ def _unmeasured(rows: Logged, logged: set[str]) -> set[str]:
 
 def _kl_as_it_is(rows: Logged, names: Names, logged: set[str], theirs: Names) -> Names:
     """The names of the metrics, where a KL that is called a k3 and is below 0 is a k1."""
-    own = [column for column in logged if own_name(column, theirs) == "kl/k3"]
-    for column in [names["kl/k3"]] if "kl/k3" in names else own:
+    columns = [column for column in logged if own_name(column, theirs) == "kl/k3"]
+    for column in [names["kl/k3"]] if "kl/k3" in names else columns:
         if any(round(x, 6) < 0 for _, row in rows if math.isfinite(x := as_number(row.get(column)) or 0.0)):
             names = {ours: name for ours, name in names.items() if ours != "kl/k3"} | {"kl/k1": column}
     return names
 
 
-def _no_numbers(rows: Logged, theirs: Names, lost: set[str]) -> list[str]:
+def _no_numbers(rows: Logged, theirs: Names, unmeasured: set[str]) -> list[str]:
     """What a reader should know of values that were not read: NaN in every row, or no number at all."""
     text = "is NaN in every row while training went on: nobody measured it (TRL and Unsloth do not at beta 0)"
-    said = [f"{name} {text}" for name in sorted(lost) if (own_name(name, theirs) or "").startswith("kl/")]
-    wrong: dict[str, list[tuple[int, object]]] = {}
+    cautions = [f"{name} {text}" for name in sorted(unmeasured) if (own_name(name, theirs) or "").startswith("kl/")]
+    bad_values: dict[str, list[tuple[int, object]]] = {}
     for step, row in rows:
         for name, value in row.items():
             if value is not None and as_number(value) is None and own_name(name, theirs):
-                wrong.setdefault(name, []).append((step, value))
-    for name, values in wrong.items():
+                bad_values.setdefault(name, []).append((step, value))
+    for name, values in bad_values.items():
         step, value = values[0]
-        said.append(
+        cautions.append(
             f"{name} is no number in {len(values)} of {len(rows)} rows, first at step {step}: {str(value)[:40]}"
         )
-    return said
+    return cautions
 
 
 def _of_rows(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None, path: Path, **more: Any) -> History:
     """The history of rows that hold their step; if no row does, they are counted, and a caution says so."""
     steps = list(map(step_of, rows))
-    counted = all(step is None for step in steps)
+    without_steps = all(step is None for step in steps)
     numbered: list[tuple[int, Mapping[str, Any]]] = []
     last = next((step for step in steps if step is not None), 0)
     for number, (step, row) in enumerate(zip(steps, rows, strict=True), start=1):
-        last = number if counted else last if step is None else step
+        last = number if without_steps else last if step is None else step
         numbered.append((last, row))
     history = _history(
         source,
@@ -129,7 +129,7 @@ def _of_rows(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None
         config=more.get("config", {}),
         **{name: x for name, x in more.items() if name != "config"},
     )
-    if counted and history.rows:
+    if without_steps and history.rows:
         history.settings = replace(history.settings, steps_counted=True)
         history.cautions.append("no column says the step: rows are counted, and the first need not be the first step")
     return history
@@ -184,8 +184,8 @@ def read_text(path: Path, names: Names | None = None) -> History:
 def _rows_in(path: Path) -> list[dict[str, Any]]:
     lines = [line.strip("\r\n") for line in text_lines(path)]
     lines = [line for line in lines if line.strip()]
-    for read in (_console, _printed):
-        if rows := list(read(lines)):
+    for parse in (_console, _printed):
+        if rows := list(parse(lines)):
             return rows
     table = list(_table(lines, path)) if lines else []
     if not table:
@@ -266,8 +266,10 @@ def read_trl_state(path: Path, names: Names | None = None) -> History:
     if not isinstance(logs, list):
         raise unreadable("a trainer state has no log_history", path, why="without logged rows there is no history")
     rows = list(each_row(logs, path, flat, what="row {} of log_history is damaged"))
-    others = {*STEP_NAMES} - {"step"}  # the trainer's own count, whatever else is logged
-    rows = [{name: value for name, value in row.items() if name not in others or "step" not in row} for row in rows]
+    other_steps = {*STEP_NAMES} - {"step"}  # the trainer's own count, whatever else is logged
+    rows = [
+        {name: value for name, value in row.items() if name not in other_steps or "step" not in row} for row in rows
+    ]
     return _of_rows("TRL trainer state", rows, names, path, ours=False)
 
 

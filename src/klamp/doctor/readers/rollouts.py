@@ -185,8 +185,8 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 
 def _repeated(completion: Completion) -> int:
     """How many of the tokens that the model wrote stand in a pair of neighbours that was there before."""
-    written = [token for token, sampled in zip(completion.tokens, completion.is_sampled, strict=True) if sampled]
-    pairs = list(pairwise(written)) if any(token != UNKNOWN for token in written) else []
+    tokens = [token for token, sampled in zip(completion.tokens, completion.is_sampled, strict=True) if sampled]
+    pairs = list(pairwise(tokens)) if any(token != UNKNOWN for token in tokens) else []
     return len(pairs) - len(set(pairs))
 
 
