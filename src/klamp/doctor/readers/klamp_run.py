@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -131,8 +132,14 @@ def in_force(values: Mapping[str, Any], step: float = math.inf) -> dict[str, Any
 
 def describe_changes(values: Mapping[str, Any]) -> dict[int, str]:
     """Step -> what was changed after it, in words; from the values of a config.yaml."""
-    steps = (entry[UNTIL] for entry in history_of(values))
-    return {step: in_words(changes_of(in_force(values, step), in_force(values, step + 1))) for step in steps}
+    after, changes = in_force(values), dict[int, str]()
+    for step, entries in groupby(reversed(history_of(values)), key=lambda entry: entry[UNTIL]):
+        before = dict(after)
+        for entry in entries:
+            before |= {name: value for name, value in entry.items() if name in after}
+        changes[step] = in_words(changes_of(before, after))
+        after = before
+    return dict(sorted(changes.items()))
 
 
 def changes_of(before: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
