@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from statistics import fmean, stdev
 
@@ -11,8 +11,8 @@ from klamp.doctor import causes
 from klamp.doctor.alarm import KL, Evidence, Limit, alarm, count_tokens, is_apart, is_beyond, noise, number
 from klamp.doctor.alarms_run import not_trained
 from klamp.doctor.causes import blame
-from klamp.doctor.history import EARLY, History
-from klamp.names import best_kl
+from klamp.doctor.history import EARLY, History, bounded
+from klamp.names import KL_NAMES, best_kl
 
 NEGATIVE_STEPS = Limit(20, "steps in a row below 0 (by chance alone, one in a million)")
 NEGATIVE_K1 = Limit(1e-4, "nats per token below 0, their mean (the size of the step-zero limit)")
@@ -131,6 +131,7 @@ def k3_far_above_k1(history: History) -> Evidence | None:
 @alarm(
     "kl-spike",
     needs=(KL,),
+    steps=2,
     limits=(SPIKE, SPIKE_FLOOR),
     means="If the KL stays high, an update moved the policy far: learning rate, extreme rewards or advantages, or no "
     "gradient clipping. If it is back in the next step, a few tokens caused most of it.",
@@ -164,7 +165,8 @@ def _stands_out(before: Sequence[float], now: float) -> bool:
 
 @alarm(
     "step-zero-kl",
-    needs=(KL,),
+    needs=(KL, "the first step"),
+    concerns="the start as reference",
     limits=(STEP_ZERO, STEP_ZERO_OTHERS),
     means="Policy and reference differ before training: dropout, an adapter that is not zero at the start, another "
     "data type or kernel, other weights, or tokens that only one of them sees.",
@@ -184,7 +186,8 @@ def step_zero(history: History) -> Evidence | None:
 
 @alarm(
     "reference-differs",
-    needs=(KL,),
+    needs=(KL, "the first step"),
+    concerns="a chosen reference",
     limits=(REFERENCE_DIFFERS,),
     means="The reference is not the model that training starts from (an older checkpoint, a wrong path, another chat "
     "template or precision), so the KL pulls the policy away from its own start.",
@@ -206,6 +209,7 @@ def reference_differs(history: History) -> Evidence | None:
 @alarm(
     "detached-reference",
     needs=(KL,),
+    steps=3,
     limits=(DETACHED, STILL, FELL),
     means="Nothing trains the policy; the reference follows it (shared weights, an adapter that stays on); a resume "
     "made the checkpoint the reference; or the sampler is another model than the scored one.",
@@ -287,6 +291,7 @@ def _first_kl(history: History) -> tuple[str, float]:
 @alarm(
     "kl-far",
     needs=(KL, "length/mean"),
+    steps=FAR_STEPS,
     limits=(FAR, FAR_COMPLETION),
     means="The average token is at least e times likelier under the policy than under the reference, unless a few "
     "tokens dominate a k3. Mostly the policy gave up its language: words repeat, other skills are lost.",
@@ -306,6 +311,7 @@ def kl_far(history: History) -> Evidence | None:
 @alarm(
     "kl-growing",
     needs=(KL, "reward"),
+    steps=30,
     limits=(GROWING,),
     means="The policy moves away and gains nothing. Mostly the optimizer adds up noise, or the reward is at its "
     "maximum.",
@@ -333,6 +339,7 @@ def kl_growing(history: History) -> Evidence | None:
 @alarm(
     "kl-high",
     needs=(KL,),
+    steps=5,
     limits=(HIGH,),
     level="note",
     means="The GRPO tutorial takes it for drifting too much (docs/sources.md). Alone it proves nothing: a language "
@@ -348,6 +355,7 @@ def kl_high(history: History) -> Evidence | None:
 @alarm(
     "kl-low",
     needs=(KL,),
+    steps=20,
     limits=(LOW,),
     level="note",
     means="The policy is near the reference after 20 steps. That is right if the reward is high or a KL holds the "
@@ -372,8 +380,25 @@ def _settled(history: History, steps: int) -> float | None:
 
 
 @alarm(
+    "negative-beta",
+    needs=("beta|settings.beta",),
+    means="The loss rewards every nat of distance from the reference, so nothing holds the policy. Some released "
+    "scripts have a minus here.",
+    do="Make the coefficient positive, or 0. An adaptive rule that overshoots 0 needs a longer horizon, or a bound.",
+)
+def negative_beta(history: History) -> Evidence | None:
+    """The coefficient of the KL is negative."""
+    beta = history.latest.get("beta", history.settings.beta)
+    beside_teacher = any(name.startswith("teacher/kl") for name in history.latest)  # G-OPD's beta is below 0
+    if beta is None or not beta < 0 or beside_teacher:
+        return None
+    return Evidence(f"beta is {number(beta)}: a bonus for distance from the reference")
+
+
+@alarm(
     "beta-runaway",
-    needs=("beta", "beta/price", "kl/k3_sequence", "reward"),
+    needs=("beta", "|".join(("kl/k3_sequence", *(f"{name}+length/mean" for name in KL_NAMES))), "reward"),
+    steps=RUNAWAY_WINDOW,
     limits=(RUNAWAY,),
     means="A schedule or a controller raised beta: the target is below what the reward needs, or the KL does not "
     "react to beta. The pull to the reference exceeds the advantages, and the policy may lose what it learned.",
@@ -382,14 +407,22 @@ def _settled(history: History, steps: int) -> float | None:
 )
 def beta_runaway(history: History) -> Evidence | None:
     """Beta grew until the KL outweighs the reward."""
-    betas, prices, kls, rewards = history.together(RUNAWAY_WINDOW, "beta", "beta/price", "kl/k3_sequence", "reward")
+    betas, rewards = history.together(RUNAWAY_WINDOW, "beta", "reward")
+    costs = [_cost(row.metrics, history.kl_name()) for row in history.rows[-RUNAWAY_WINDOW:]]
     start = next((value for value in history.first("beta", EARLY) if value > 0), None)
     if len(betas) < RUNAWAY_WINDOW or start is None:
         return None
-    cost, gain = fmean(price * kl for price, kl in zip(prices, kls, strict=True)), fmean(map(abs, rewards))
+    cost, gain = fmean(costs), fmean(map(abs, rewards))
     if fmean(betas) < RUNAWAY.value * start or cost <= gain:
         return None
     return Evidence(
         f"beta went from {number(start)} to {number(fmean(betas))}; the KL of a completion costs {number(cost)} of "
         f"reward, and its reward is {number(gain)} in size (means of {RUNAWAY_WINDOW} values)"
     )
+
+
+def _cost(metrics: Mapping[str, float], kl_name: str) -> float:
+    """What the KL of a completion costs of the reward; where no price is logged, beta for each nat."""
+    beta, per_token = metrics.get("beta", 0.0), metrics.get(kl_name, 0.0) * metrics.get("length/mean", 0.0)
+    cost = metrics.get("beta/price", beta) * metrics.get("kl/k3_sequence", per_token)
+    return bounded(cost) if math.isfinite(cost) else 0.0

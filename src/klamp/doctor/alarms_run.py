@@ -29,6 +29,8 @@ COLLAPSE = Limit(
     f"of the best mean of 5 steps (of 20 with more noise) among the {COLLAPSE_MEMORY} before, which is lost; and half "
     f"of the reward's standard deviation within groups, and {COLLAPSE_ERRORS} standard errors",
 )
+SHIFT, SAME_POLICY = 10, 1.5
+"""Steps before and after a change of the prompts, and times that the KL may grow over it."""
 REPEATED = Limit(0.5, "of the tokens stand in a pair of tokens that was in their completion before, mean of 5 steps")
 MORE_REPEATED = Limit(0.2, "more of them than in the first 5 steps (a task may want repetition)")
 SATURATED_STEPS, SATURATED_GROUPS = 20, 60
@@ -89,6 +91,7 @@ def _broken_before(history: History) -> list[str]:
 @alarm(
     "not-trained",
     needs=("train/grad_norm|train/learning_rate|completions",),
+    steps=IDLE_START,
     limits=(IDLE,),
     means="The learning rate is 0, the gradient is 0, or no token counts.",
     do="Print the learning rate, the parameters with requires_grad and their gradients, and the sum of the loss mask, "
@@ -142,7 +145,7 @@ def _idle(history: History, name: str) -> str:
 
 @alarm(
     "advantage-scale",
-    needs=("reward_std|advantage/max|completions",),
+    needs=("reward_std+groups/saturated|advantage/max|advantages",),
     limits=(ADVANTAGE, NOISE),
     means="The policy gradient is as large as the advantages. Causes: a reward that is not of order 1, a division by "
     "a standard deviation that is only rounding, or a critic. beta then has another meaning.",
@@ -219,10 +222,12 @@ def _noise(skill: str, history: History) -> float:
 @alarm(
     "reward-collapse",
     needs=("reward",),
+    steps=2 * COLLAPSE_WINDOWS[0],
     limits=(COLLAPSE,),
-    means="Mostly the learning rate is too high: the policy left what it knew within a few steps, and if no "
-    "completion earns anything, nothing brings it back. Harder prompts, or another reward, look the same.",
-    do="Go back to a checkpoint from before the fall. Lower the learning rate first; then hold the KL (target_kl).",
+    means="The policy left what it knew within a few steps, and if no completion earns anything, nothing brings it "
+    "back: too large an update, or a wrong sign. A new reward looks the same.",
+    do="Go back to a checkpoint from before the fall, and mend the likely cause. Where none is named, lower the "
+    "learning rate; then hold the KL (target_kl).",
 )
 def reward_collapse(history: History) -> Evidence | None:
     """The reward collapsed."""
@@ -237,17 +242,36 @@ def _fallen(history: History, window: int) -> Evidence | None:
     best = max(fmean(before[i : i + window]) for i in range(len(before) - window + 1))
     spread = max(history.last("reward_std", 1 + len(before)), default=0.0)
     by_chance = COLLAPSE_ERRORS * noise(before, now) * math.sqrt(2 / window)
-    if best - fmean(now) <= max(COLLAPSE.value * abs(best), spread / 2, by_chance):
+    if best - fmean(now) <= max(COLLAPSE.value * abs(best), spread / 2, by_chance) or _harder_prompts(history):
         return None
     return Evidence(
         f"the reward fell from {number(best)} to {number(fmean(now))}, means of {window} steps",
-        causes=causes.likely_causes(history, causes.learning_rate, causes.no_kl),
+        causes=causes.likely_causes(
+            history, causes.learning_rate, causes.wrong_sign, causes.entropy_rose, causes.no_kl
+        ),
     )
+
+
+def _harder_prompts(history: History) -> bool:
+    """Whether the reward fell in one step, and neither the KL nor the spread within groups changed: other prompts."""
+    kl, rewards = history.together(COLLAPSE_MEMORY + 2 * SHIFT, history.kl_name(), "reward")
+    if len(rewards) <= SHIFT:
+        return False
+    at = min(range(SHIFT, len(rewards)), key=lambda i: rewards[i] - rewards[i - 1])
+    before, after = slice(at - SHIFT, at), slice(at, at + SHIFT)
+    level = fmean(rewards[after])
+    fell = fmean(rewards[before]) - level
+    at_once = rewards[at - 1] - rewards[at] > fell / 2 and fell > COLLAPSE_ERRORS * noise(rewards[before])
+    stays = fmean(rewards[-5:]) > level - COLLAPSE.value * abs(level) and min(rewards[after]) > 0
+    moved = fmean(kl[after]) > SAME_POLICY * max(fmean(kl[before]), MOVED)
+    has_signal = max(history.last("groups/saturated", SHIFT), default=0.0) < 1
+    return at_once and stays and has_signal and not moved
 
 
 @alarm(
     "repetition",
     needs=("length/repeated",),
+    steps=6,
     limits=(REPEATED, MORE_REPEATED),
     means="Mostly the policy has collapsed into a word or a phrase that the reward likes; if its entropy is gone too, "
     "sampling finds no way out.",
@@ -273,6 +297,7 @@ def repetition(history: History) -> Evidence | None:
 @alarm(
     "saturated",
     needs=("groups/saturated",),
+    steps=SATURATED_STEPS,
     limits=(SATURATED,),
     means="Advantages to a group's mean are 0: the reward has no gradient, and only a KL and noise move the policy.",
     do="If the task is learned, end here. If all completions fail, make the task easier or fix the reward; if all say "
@@ -306,6 +331,7 @@ def _why_saturated(history: History, rewards: list[float]) -> list[str]:
 @alarm(
     "truncated",
     needs=("length/truncated",),
+    steps=5,
     limits=(TRUNCATED, MORE_TRUNCATED),
     means="The reward judges unfinished answers, unless they are left out, and the KL misses what would have "
     "followed. Completions grew, or the limit was too low from the start.",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from statistics import fmean
 
 from klamp.doctor.alarm import Evidence, Limit, alarm, is_apart, is_beyond, least_and_most, number
 from klamp.doctor.causes import MANY, blame
-from klamp.doctor.history import Completion, History
+from klamp.doctor.history import Completion, History, bounded
+from klamp.doctor.metrics import MODELS
 
 MISMATCH = Limit(0.01, "nats per token, k1 or k3 (seen in the field: healthy about .002)")
 PROMPT = Limit(1, "token that the model did not write")
@@ -18,6 +19,8 @@ STEADY = 5
 """Steps until which the mean counts with a margin by tokens; later the scatter of 2 and 4 times as many does."""
 ONE_SIDED, SAME = 50, 1e-4
 """Tokens of which none is likelier under the policy by so many nats: other weights or kernels make some of them so."""
+SHIFTED = 0.2
+"""The part of the distance that is left if one list is moved by a position, where that is the fault."""
 GREW = 4.0
 """Times as far apart as before the first update: the mismatch came with the updates."""
 COURSE, START_LIKE = 20, 1.5
@@ -51,7 +54,7 @@ def mask_on_prompt(history: History) -> Evidence | None:
 
 @alarm(
     "end-token-lost",
-    needs=("completions",),
+    needs=("completions", "loss masks"),
     limits=(END_TOKEN,),
     means="The reward does not teach the model when to stop, so length may drift. Common if the end token is also the "
     "padding token and the mask is made by comparing with it.",
@@ -59,17 +62,24 @@ def mask_on_prompt(history: History) -> Evidence | None:
 )
 def end_token_lost(history: History) -> Evidence | None:
     """The loss mask leaves out the end token."""
-    end_tokens, endings = list[str](), 0
-    for completion in history.written:
-        positions = [i for i, sampled in enumerate(completion.is_sampled) if sampled]
-        if completion.ended is not False and positions and any(completion.is_trained):
-            endings += 1
-            end_tokens += [] if completion.is_trained[positions[-1]] else [str(completion.tokens[positions[-1]])]
-    if not end_tokens or len(end_tokens) <= END_TOKEN.value * endings:
+    endings = [_ending(row) for row in history.written if row.ended is not False and any(row.is_trained)]
+    lost = [(before, tail) for before, tail in endings if tail]
+    padded = any(len(tail) > 1 for _, tail in lost)
+    if padded:  # the first token after the trained ones is the lost end token if it alone is always the same
+        last_trained, first_masked = {before for before, _ in endings}, {tail[0] for _, tail in lost}
+        lost = lost if len(first_masked) == 1 and len(last_trained) > 1 else []
+    if not lost or len(lost) <= END_TOKEN.value * len(endings):
         return None
     return Evidence(
-        f"in {len(end_tokens)} of {endings} completions the last token ({end_tokens[0]!r}) is not trained on"
+        f"in {len(lost)} of {len(endings)} completions the last token ({lost[0][1][0]!r}) is not trained on"
     )
+
+
+def _ending(completion: Completion) -> tuple[str, list[str]]:
+    """The last trained token of a completion, and the tokens after it that the model may have written."""
+    last = max(i for i, trained in enumerate(completion.is_trained) if trained)
+    tail = range(last + 1, len(completion.tokens))
+    return str(completion.tokens[last]), [str(completion.tokens[i]) for i in tail if completion.is_sampled[i]]
 
 
 @alarm(
@@ -114,6 +124,8 @@ def _sizes(metrics: Mapping[str, float]) -> dict[str, float]:
 def causes_of(history: History) -> list[str]:
     """What a mismatch comes from, if its course shows it: before the first update the weights are the same."""
     deltas = [delta for completion in history.written for _, delta in completion.log_ratios("sampler")]
+    if text := _shift(history.written) or _own_cut(history, deltas):
+        return [text]
     if len(deltas) >= ONE_SIDED and min(deltas) > -SAME and fmean(deltas) > SAME:
         return [
             f"each of {len(deltas)} tokens is at least as likely under the sampler: it cuts the distribution (top-p, "
@@ -139,6 +151,43 @@ def causes_of(history: History) -> list[str]:
         f"{since}: the trainer scores with another temperature, another prompt or template, or without the adapter (or "
         "with one) that the sampler has. klamp.check_sync says which"
     ]
+
+
+def _shift(completions: Sequence[Completion]) -> str:
+    """Whether sampler and policy agree once one of the two lists is moved by a position."""
+    gaps: dict[int, float] = {}
+    for shift in (-1, 0, 1):
+        pairs = [
+            bounded(abs(completion.sampler[i + shift] - completion.policy[i]))
+            for completion in completions
+            if completion.sampler is not None
+            for i, trained in enumerate(completion.is_trained)
+            if trained and 0 <= i + shift < len(completion.policy)
+        ]
+        gaps[shift] = fmean(gap for gap in pairs if math.isfinite(gap)) if any(map(math.isfinite, pairs)) else math.inf
+    best = min(gaps, key=lambda shift: (gaps[shift], abs(shift)))
+    if not gaps[best] < SHIFTED * gaps[0]:
+        return ""
+    place = "after" if best > 0 else "before"
+    return (
+        f"the lists are shifted by one position: the sampler's number of the token {place} is the policy's of this one "
+        f"(they differ by {number(gaps[best])} nats then, and by {number(gaps[0])} now). Position t of the logits "
+        "scores token t + 1: shift ids, mask and log-probabilities alike"
+    )
+
+
+def _own_cut(history: History, deltas: Sequence[float]) -> str:
+    """Whether the run's own top-p or top-k explains that the sampler finds its tokens likelier."""
+    top_p, top_k = history.settings.top_p or 1.0, history.settings.top_k or 0
+    k1 = fmean(deltas) if deltas else history.latest.get("sampler/k1", 0.0)
+    explained = k1 > 0 if top_k > 0 else 0 < k1 <= MISMATCH.value - math.log(top_p)
+    if (top_p >= 1 and top_k <= 0) or not explained or min(deltas, default=0.0) < -SAME:
+        return ""
+    options = [f"top_p {top_p:g}"] * (top_p < 1) + [f"top_k {top_k}"] * (top_k > 0)
+    return (
+        f"the run's own {' and '.join(options)}: the sampler draws from the cut distribution, and the trainer scores "
+        "the whole one; no sync mends that. Sample with top_p 1 and top_k off, or score the tokens after the same cut"
+    )
 
 
 def _of_start(history: History) -> str | None:
@@ -176,6 +225,7 @@ NO_PART = 10
 @alarm(
     "teacher-silent",
     needs=("teacher/unscored",),
+    concerns="a teacher",
     limits=(UNSCORED, CONSTANT),
     means="The teacher's server fails or truncates, its numbers are lost on the way, or they are placeholders.",
     do="Ask the teacher for one completion by hand.",
@@ -192,16 +242,17 @@ def silent(history: History) -> Evidence | None:
 
 @alarm(
     "teacher-not-reached",
-    needs=(TO_TEACHER, "teacher/coef"),
+    needs=(TO_TEACHER, "teacher/coef|settings.teacher_coef"),
+    steps=REACH_STEPS,
+    concerns="a teacher alone",
     limits=(REACHED,),
     means="Mostly the learning rate is too low, the policy is too small, or the numbers belong to other tokens.",
     do="Score one completion with teacher_model set to the policy itself: the KL must be 0.",
 )
 def not_reached(history: History) -> Evidence | None:
     """The policy does not come nearer to its teacher."""
-    coefficients = history.last("teacher/coef", 10)
-    alone = "reward_std" not in history.latest and history.latest.get("beta", 0.0) <= 0
-    if len(history.rows) < REACH_STEPS or not alone or min(coefficients, default=0.0) <= 0:
+    coefficients = history.last("teacher/coef", 10) or [history.settings.teacher_coef or 0.0]
+    if len(history.rows) < REACH_STEPS or not teacher_alone(history) or min(coefficients) <= 0:
         return None
     for name in _per_teacher(history):
         first, last = history.first(name, 10), history.last(name, 10)
@@ -211,9 +262,19 @@ def not_reached(history: History) -> Evidence | None:
     return None
 
 
+def teacher_alone(history: History) -> bool:
+    """Whether nothing but a teacher trains the policy; another trainer's log may hold a reward without its spread."""
+    rewards = history.last("reward", REACH_STEPS) if history.settings.other_kernels else []
+    rewarded = "reward_std" in history.latest or len({*rewards}) > 1
+    is_taught = any(name.startswith(TO_TEACHER) for name in history.latest)
+    return is_taught and not rewarded and history.latest.get("beta", 0.0) <= 0
+
+
 @alarm(
     "teacher-inert",
     needs=(f"{TO_TEACHER}|settings.teacher_coef",),
+    steps=int(STILL.value),
+    concerns="a teacher",
     limits=(STILL,),
     means="The teacher is the policy itself, or its KL is not in the loss.",
     do="Check the path of the teacher, its adapter, and whether the KL to it is added to the loss.",
@@ -226,6 +287,7 @@ def inert(history: History) -> Evidence | None:
 def _absent(history: History) -> Evidence | None:
     rows, coefficient = history.rows[-int(STILL.value) :], history.settings.teacher_coef or 0.0
     logged = any(name.startswith(TO_TEACHER) for row in rows for name in row.metrics)
+    logged |= any(MODELS["teacher"].search(name) for name in history.unread)
     if coefficient <= 0 or len(rows) < STILL.value or logged:
         return None
     absence = f"the last {len(rows)} steps have no {TO_TEACHER}"

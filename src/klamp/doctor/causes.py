@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from statistics import fmean
 from typing import TypeAlias
 
-from klamp.doctor.alarm import Blamed, Limit, number
+from klamp.doctor.alarm import Blamed, Limit, is_apart, noise, number
 from klamp.doctor.history import History, Side, k3
 
 Cause: TypeAlias = Callable[[History], str]
@@ -22,6 +23,8 @@ JUMP = 0.15
 """Nats per token that one step moves a policy by if its learning rate is too high; healthy runs stay below 0.05."""
 FARTHEST = 20.0
 """Nats per token, more than a policy is from a reference whose every token is as likely as one in 100 million."""
+ENTROPY, ENTROPY_FLOOR = 2.0, 0.2
+"""Times by which the entropy rises where the policy turns into noise, and nats per token from which that counts."""
 PAYS = Limit(0.3, "correlation of reward and length within groups, mean of 10 steps")
 
 
@@ -62,6 +65,35 @@ def _rate(history: History, largest: float, if_so: str) -> str:
     return (
         f"the learning rate{rate}{if_so}: the KL rose by {number(largest)} nats per token from one logged step to the "
         "next. Take a tenth of it, or lower max_grad_norm"
+    )
+
+
+def wrong_sign(history: History) -> str:
+    """Shows that the reward fell from the first steps on, smoothly."""
+    rewards = [row.metrics["reward"] for row in history.rows if math.isfinite(row.metrics.get("reward", math.nan))]
+    size = len(rewards) // 3
+    if size < 5 or learning_rate(history):
+        return ""
+    thirds = [rewards[i * size : (i + 1) * size] for i in range(3)]
+    means = [fmean(third) for third in thirds]
+    largest = max(a - b for a, b in pairwise(rewards))
+    smooth = largest < max(means[0] - means[2], 4 * noise(rewards))
+    if not (means[0] > means[1] > means[2] and smooth and is_apart(thirds[0], thirds[1], errors=3)):
+        return ""
+    return (
+        f"the reward falls from the first steps on (means {', '.join(map(number, means))} of a third each): the sign "
+        "of the loss, of the advantage or of the reward is wrong"
+    )
+
+
+def entropy_rose(history: History) -> str:
+    """Shows that the policy became noise."""
+    start, now = history.first("policy/entropy", 5), history.last("policy/entropy", 5)
+    if min(len(start), len(now)) < 5 or fmean(now) < ENTROPY * max(fmean(start), ENTROPY_FLOOR):
+        return ""
+    return (
+        f"the entropy rose from {number(fmean(start))} to {number(fmean(now))} nats per token: the policy turns into "
+        "noise. Lower the learning rate, the entropy bonus or the upper clip bound, or hold a KL"
     )
 
 

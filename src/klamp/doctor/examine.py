@@ -6,9 +6,10 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from klamp.doctor.alarm import Alarm, Evidence
+from klamp.doctor.alarm import KL, Alarm, Evidence
 from klamp.doctor.alarms import ALARMS, check_names
 from klamp.doctor.alarms_kl import is_reset
+from klamp.doctor.alarms_tokens import TO_TEACHER, teacher_alone
 from klamp.doctor.history import EARLY, Completion, History, Row, RunSettings
 
 
@@ -61,21 +62,38 @@ class Diagnosis:
     history: History
     findings: Sequence[AlarmFinding]
     """Alarms first, then notes, each by the step in which it rose."""
+    checked: Sequence[str]
+    """The alarms that could have risen."""
     unchecked: dict[str, str]
-    """Alarm that could not be checked -> what the record lacks for it."""
-    concerned: int = len(ALARMS)
-    """Alarms that concern the run: those of a teacher only where it has one."""
+    """Alarm that could not have risen, though it concerns the run -> what the record lacks for it."""
+
+    @property
+    def concerned(self) -> int:
+        """The number of alarms that concern the run: those of a teacher only where it has one."""
+        return len(self.checked) + len(self.unchecked)
+
+    @property
+    def coverage(self) -> str:
+        """How many alarms were checked, and how many not, in words."""
+        rest = f", {len(self.unchecked)} could not be" if self.unchecked else ""
+        return f"{len(self.checked)} of {self.concerned} alarms were checked{rest}"
 
     @property
     def blind(self) -> str:
         """Why nothing can be said of the KL of a run that may have one, in words; empty where it was looked at."""
-        no_kl = self.history.latest.get("beta", self.history.settings.beta) == 0
-        return "" if no_kl or self.history.measures_kl else "no KL to the reference was found in the record"
+        declared_absent = self.history.latest.get("beta", self.history.settings.beta) == 0
+        alarms = [ALARMS[name] for name in self.checked]
+        about_teacher = TO_TEACHER in self.history.names and any(alarm.concerns == "a teacher" for alarm in alarms)
+        if declared_absent or about_teacher or any(KL in alarm.needs for alarm in alarms):
+            return ""
+        if self.history.measures_kl:
+            return "the record has too little of it: too few steps, or only sums over completions of unknown length"
+        return "no KL to the reference was found in the record"
 
     @property
     def empty(self) -> bool:
         """Whether nothing in the record could be checked."""
-        return not self.findings and (self.history.is_empty or len(self.unchecked) == self.concerned)
+        return not self.findings and (self.history.is_empty or not self.checked)
 
     def failed(self, names: Iterable[str] = ()) -> list[str]:
         """The names of the findings that make a check fail: of these names, or without names of all alarms."""
@@ -91,17 +109,14 @@ def examine(history: History) -> Diagnosis:
     for view in history.replay():
         for alarm, evidence in _rising(view):
             evidences.setdefault(alarm.name, {}).setdefault(view.step, evidence)
-    contents = _held(history)
-    gaps = {
-        name: ", ".join(" or ".join(need.split("|")) for need in alarm.needs if contents.isdisjoint(need.split("|")))
-        for name, alarm in ALARMS.items()
-    }
-    findings = [_finding(ALARMS[name], by_step) for name, by_step in evidences.items() if not gaps[name]]
+    contents = _contents(history)
+    concerned = {name: alarm for name, alarm in ALARMS.items() if not alarm.concerns or alarm.concerns in contents}
+    gaps = {name: _gap(alarm, history, contents) for name, alarm in concerned.items()}
+    findings = [_finding(ALARMS[name], by_step) for name, by_step in evidences.items() if gaps.get(name) == ""]
     findings.sort(key=lambda finding: (finding.alarm.level != "alarm", finding.first_step))
-    has_teacher = any(name.startswith(TEACHER) for name in contents)
-    concerned = [name for name, alarm in ALARMS.items() if has_teacher or not alarm.needs[0].startswith(TEACHER)]
-    unchecked = {name: gaps[name] for name in concerned if gaps[name]}
-    return Diagnosis(history=history, findings=findings, unchecked=unchecked, concerned=len(concerned))
+    unchecked = {name: gap for name, gap in gaps.items() if gap}
+    checked = [name for name in concerned if not gaps[name]]
+    return Diagnosis(history=history, findings=findings, checked=checked, unchecked=unchecked)
 
 
 def _rising(history: History) -> Iterator[tuple[Alarm, Evidence]]:
@@ -117,18 +132,35 @@ def _finding(alarm: Alarm, by_step: Mapping[int, Evidence]) -> AlarmFinding:
     )
 
 
-TEACHER = "teacher/"
-"""How the metrics of a teacher begin; an alarm of it is not missed where there is none."""
+def _gap(alarm: Alarm, history: History, contents: set[str]) -> str:
+    """What a record lacks for an alarm to rise, in words; empty if it could have risen."""
+    parts = {need: [part.split("+") for part in need.split("|")] for need in alarm.needs}
+    absent = [need for need in alarm.needs if not any(contents.issuperset(part) for part in parts[need])]
+    if absent:
+        return ", ".join(need.replace("|", " or ").replace("+", " with ") for need in absent)
+    metrics = [need for need in alarm.needs if not any(contents - history.names >= {*part} for part in parts[need])]
+    steps = sum(all(any(row.metrics.keys() >= {*p} for p in parts[need]) for need in metrics) for row in history.rows)
+    return "" if steps >= alarm.steps or not metrics else f"{alarm.steps} steps with its metrics, not {steps}"
 
 
-def _held(history: History) -> set[str]:
-    """What a record holds, in the words of `Alarm.needs`."""
-    contents = history.names | {
-        f"settings.{name}" for name, value in asdict(history.settings).items() if value is not None
+def _contents(history: History) -> set[str]:
+    """What a record holds, in the words of `Alarm.needs` and `Alarm.concerns`."""
+    written = [completion for completions in history.completions.values() for completion in completions]
+    rows, settings = history.rows, history.settings
+    flags = {
+        "completions": bool(written),
+        "sampler_logprobs": history.tells_sampler,
+        "loss masks": any(completion.trained is not None for completion in written),
+        "advantages": any(completion.advantage is not None for completion in written),
+        "evaluations": len(history.evaluations) > 1,
+        "the first step": bool(rows) and rows[0].step <= 1 and not settings.steps_counted,
+        "a teacher": settings.teacher_coef is not None or any(name.startswith("teacher/") for name in history.names),
+        "a teacher alone": teacher_alone(history),
+        "a chosen reference": settings.other_reference,
+        "the start as reference": not settings.other_reference,
     }
-    contents |= {"completions"} if history.completions else set()
-    contents |= {"sampler_logprobs"} if history.tells_sampler else set()
-    return contents | ({"evaluations"} if len(history.evaluations) > 1 else set())
+    known = {f"settings.{name}" for name, value in asdict(settings).items() if value is not None}
+    return history.names | known | {name for name, is_there in flags.items() if is_there}
 
 
 LATE = 150

@@ -50,6 +50,9 @@ class RunSettings:
     eval_size: int | None = None
     teacher_coef: float | None = None
     """Coefficient of the KL to a teacher; None also where there is none."""
+    top_p: float | None = None
+    """The share of the distribution that the run samples from."""
+    top_k: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -276,7 +279,7 @@ class History:
 
     def replay(self) -> Iterator[History]:
         """The run as it was after each step and evaluation; always the same object, which grows."""
-        view = History(source=self.source, settings=self.settings)
+        view = History(source=self.source, settings=self.settings, unread=self.unread)
         events = heapq.merge(
             ((step, 0, step) for step in sorted(self.completions)),
             ((row.step, 1, row) for row in sorted(self.rows, key=lambda row: row.step)),

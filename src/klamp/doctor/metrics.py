@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.resources import files
 from typing import Any, Literal, TypeAlias
 
 import yaml
 
-from klamp.doctor.history import RunSettings, Verifier
+from klamp.doctor.history import History, RunSettings, Verifier
 from klamp.errors import ConfigError, UnknownNameError, unknown_name
 from klamp.names import SHORT_METRICS
 
@@ -87,6 +87,8 @@ class Logs:
     other_kl: Mapping[str, str] = field(default_factory=dict)
     marks: Collection[str] = ()
     """Names that only this trainer logs: a record with one of them uses its names before those of the others."""
+    no_reference: str = ""
+    """Why its runs have no KL to a reference, for a trainer that has none by design."""
 
 
 LOGS: Mapping[str, Logs] = {trainer: Logs(**table) for trainer, table in _table("recorded.yaml").items()}
@@ -111,6 +113,18 @@ def names_in(logged: Collection[str]) -> Mapping[str, str]:
             names |= {f"{part}{name}": ours for name, ours in logs.names.items() for part in ("", "train/")}
             names = {name: ours for name, ours in names.items() if name not in logs.other_kl}
     return names
+
+
+def declare_no_reference(history: History, logged: Collection[str] = ()) -> None:
+    """Set beta to 0 for a trainer that has no reference by design, by the names it logs or its source, and say why."""
+    reasons = [
+        logs.no_reference
+        for trainer, logs in LOGS.items()
+        if logs.no_reference and (history.source.startswith(trainer) or not set(logs.marks).isdisjoint(logged))
+    ]
+    if reasons and not any(name.startswith("kl/") for name in history.names):
+        history.settings = replace(history.settings, beta=0.0)
+        history.cautions += reasons
 
 
 # a logged row under klamp's names ------------------------------------------------------------------------------------
@@ -150,18 +164,36 @@ def own_name(name: str, theirs: Mapping[str, str] = NAMES) -> str | None:
     return None
 
 
-KL = re.compile(r"kl(?![a-z])|(?<![a-z])kl|kld", re.IGNORECASE)
-"""How the name of a KL shows."""
+KL = re.compile(r"kl(?![a-z])|(?<![a-z])kl|kld|log_?p(rob)?s?[_/](abs_)?diff|distill\w*[_/](loss|div)", re.IGNORECASE)
+"""How the name of a KL, or of another distance of two models, shows."""
 SETTING = re.compile(r"coe?f|beta|target|weight|tau|time|timing|type|estimator|ctrl", re.IGNORECASE)
 """How the name of something about a KL shows that is none itself."""
+EXTREME = re.compile(r"[/_](max|min|std)$")
+"""How the name of an extreme or a spread ends."""
+OF_OLD = re.compile(r"ppo_?kl|approx_?kl|policykl|pre_post|(?<![a-z])old(?![a-z])", re.IGNORECASE)
+"""How the name of a KL to the policy before an update shows."""
+MODELS: Mapping[str, re.Pattern[str]] = {
+    "teacher": re.compile(r"teacher|distil|(?<![a-z])opd|student", re.IGNORECASE),
+    "sampler": re.compile(r"mismatch|rollout|vllm|sglang|infer|sampl|(?<![a-z])gen_|behav", re.IGNORECASE),
+}
+"""Model -> how the name of a KL to it, and not to the reference, shows."""
 
 
 def unread_kls(logged: Collection[str], read: Collection[str]) -> dict[str, str]:
     """The logged names of a KL that were not read -> what they are, if known; not the extremes beside a mean."""
-    extremes = {name.rpartition("/")[0] + end for name in logged if name.endswith("/avg") for end in ("/min", "/max")}
+    extremes = {
+        name
+        for name in logged
+        if not {EXTREME.sub(end, name) for end in ("", "/avg", "/mean", "_avg", "_mean")}.isdisjoint({*logged} - {name})
+    }
     candidates = sorted(name for name in {*logged} - extremes - {*read} if not name.startswith(EVALUATION_PREFIXES))
-    kls = [name for name in candidates if KL.search(name) and not SETTING.search(name)]
-    return {name: OTHER_KL.get(name, OTHER_KL.get(name.removeprefix("train/"), "")) for name in kls}
+    texts = {name: OTHER_KL.get(name, OTHER_KL.get(name.removeprefix("train/"), "")) for name in candidates}
+    to_old = "between the policy and the one that sampled, not to the reference"
+    return {
+        name: text or (to_old if OF_OLD.search(name) else "")
+        for name, text in texts.items()
+        if text or (KL.search(name) and not SETTING.search(name))
+    }
 
 
 def read_pairs(pairs: Iterable[str]) -> dict[str, str]:
@@ -243,7 +275,7 @@ def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[s
     """The settings of a run, as far as its arguments (as TRL names them) and the names of its metrics say."""
     loss, scale, k3 = config.get("loss_type"), config.get("scale_rewards"), (names or {}).get("kl/k3", OVER_UPDATES)
     numbers: dict[str, Any] = {
-        name: float(x) for name in ("beta", "teacher_coef") if isinstance(x := config.get(name), int | float)
+        name: x for name in ("beta", "teacher_coef", "top_p", "top_k") if isinstance(x := config.get(name), int | float)
     }
     if any("teacher" in name and "kl" in name for name in logged):
         numbers.pop("teacher_coef", None)  # the coefficient is logged, perhaps under another name
@@ -276,6 +308,8 @@ def settings_of_run(values: Mapping[str, Any], *, rl_skill: str | None = None) -
         scale_rewards=values.get("scale_rewards") or ("none" if loss == "dr_grpo" else "std"),
         other_reference=values.get("ref_model") is not None,
         moving_reference=values.get("reference") in ("ema", "periodic"),
+        top_p=numbers.get("top_p"),
+        top_k=integers.get("top_k"),
         prompts=integers.get("prompts_per_step"),
         rl_skill=rl_skill,
         eval_size=integers.get("eval_size"),

@@ -46,8 +46,7 @@ def verdict(runs: Sequence[ReportRun]) -> Html:
     if len(runs) > 1 and raised_in:
         text += f", in {raised_in} of {len(runs)} runs"
     if len(runs) == 1:
-        diagnosis = runs[0].diagnosis
-        text += f"; {diagnosis.concerned - len(diagnosis.unchecked)} of {diagnosis.concerned} checked"
+        text += f"; {runs[0].diagnosis.coverage}"
     blind = [run.name for run in runs if run.diagnosis.blind or run.diagnosis.empty]
     text += f"; the KL was not looked at{_of(blind, runs)}" if blind else ""
     tone = "alarm" if alarms else "note" if raised_in or blind else "sound"

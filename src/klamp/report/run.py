@@ -57,7 +57,8 @@ def judged(runs: Sequence[Diagnosis]) -> str:
     notes = sum(len(run.findings) for run in runs) - alarms
     if all(run.empty for run in runs):
         return "nothing could be checked"
-    sound = "no alarm in what was looked at" if any(run.blind or run.empty for run in runs) else "no alarm"
+    blind = any(run.blind or run.empty for run in runs)
+    sound = "cannot tell: no alarm in what was looked at" if blind else "no alarm"
     text = count(alarms, "alarm") if alarms else sound
     return f"{text}, {count(notes, 'note')}" if notes else text
 

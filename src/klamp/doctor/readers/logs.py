@@ -19,6 +19,7 @@ from klamp.doctor.metrics import (
     OURS,
     STEP_NAMES,
     as_number,
+    declare_no_reference,
     evaluations,
     flat,
     is_verl_line,
@@ -47,7 +48,13 @@ ALIVE = ("train/loss", "train/policy_loss", "train/grad_norm")
 
 
 def _history(
-    source: str, rows: Logged, names: Names | None, path: Path, *, config: Mapping[str, Any], ours: bool = True
+    source: str,
+    rows: Logged,
+    names: Names | None,
+    path: Path,
+    *,
+    config: Mapping[str, Any] | None = None,
+    ours: bool = True,
 ) -> History:
     """The history of logged rows; `ours`: klamp may have written them, and all names of an evaluation are scores."""
     logged = {name for _, row in rows for name in row}
@@ -57,7 +64,7 @@ def _history(
     step_rows = [row for _, row in rows if SUMMARY not in row]
     numbers = {name for row in step_rows for name in row if as_number(row[name]) is not None} - {*CLOCKS}
     check_logged(names, numbers | unmeasured, path)
-    history = History(source=source, settings=settings_of(config, logged, names), config=config)
+    history = History(source=source, settings=settings_of(config or {}, logged, names), config=config or {})
     read_columns = {*names.values(), *(name for name in logged if (n := own_name(name, theirs)) and n not in names)}
     history.unread = unread_kls({name for _, row in rows for name in row}, read_columns)
     history.cautions += _no_numbers(rows, theirs, unmeasured)
@@ -74,6 +81,7 @@ def _history(
                 metrics = {**history.rows.pop().metrics, **numbers_of_it}
             steps.add(step)
             history.rows.append(Row(step=step, metrics=metrics))
+    declare_no_reference(history, logged)
     return history
 
 
@@ -121,14 +129,7 @@ def _of_rows(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None
     for number, (step, row) in enumerate(zip(steps, rows, strict=True), start=1):
         last = number if without_steps else last if step is None else step
         numbered.append((last, row))
-    history = _history(
-        source,
-        numbered,
-        names,
-        path,
-        config=more.get("config", {}),
-        **{name: x for name, x in more.items() if name != "config"},
-    )
+    history = _history(source, numbered, names, path, **more)
     if without_steps and history.rows:
         history.settings = replace(history.settings, steps_counted=True)
         history.cautions.append("no column says the step: rows are counted, and the first need not be the first step")

@@ -19,6 +19,7 @@ from statistics import StatisticsError, correlation, fmean, stdev
 from typing import Any
 
 from klamp.doctor.history import Completion, History, Row, RunSettings, Side, bounded, check_lengths, every, k3
+from klamp.doctor.metrics import declare_no_reference
 from klamp.doctor.readers.files import each_row, json_lines, unreadable
 
 UNKNOWN = "?"
@@ -55,6 +56,7 @@ def read_rollouts(files: Iterable[Path], *, source: str = "JSONL rollouts") -> H
     if not history.completions:
         raise unreadable("there are no completions", files[0] if files else Path(), why="the files are empty")
     history.rows = [row_of(step, history.completions[step]) for step in sorted(history.completions)]
+    declare_no_reference(history)
     return history
 
 
@@ -77,7 +79,7 @@ def completion_of(row: Mapping[str, Any], *, step: Any = 1, written: bool = Fals
     on = trained if trained is not None else every(length)
     if any(value > LARGEST for value, counts in zip(policy, on, strict=True) if counts):
         raise ValueError(f"a log-probability of {max(policy):g}: they are never above 0 (are they probabilities?)")
-    end = length if written else _without_padding(lists["sampler"], trained, length)
+    end = length if written else _without_padding(policy, lists["sampler"], trained)
     cut: dict[str, Any] = {name: None if values is None else values[:end] for name, values in lists.items()}
     return Completion(
         step=int(step),
@@ -114,8 +116,12 @@ def list_of(values: object) -> Sequence[Any]:
     return values
 
 
-def _without_padding(sampler: Sequence[float] | None, trained: Sequence[bool] | None, length: int) -> int:
-    while sampler and trained and length and not trained[length - 1] and sampler[length - 1] in UNWRITTEN:
+def _without_padding(policy: Sequence[float], sampler: Sequence[float] | None, trained: Sequence[bool] | None) -> int:
+    """The length without masked tokens on the right whose numbers are no log-probabilities."""
+    length, scored = len(policy), sampler or [math.nan] * len(policy)
+    while trained and length and not trained[length - 1]:
+        if scored[length - 1] not in UNWRITTEN and not policy[length - 1] > LARGEST:
+            break
         length -= 1
     return length
 
@@ -127,7 +133,9 @@ def _sampled(
     if sampler is None:
         return None
     rows = zip(policy, sampler, trained or every(len(policy)), strict=True)
-    return flags_of([(p > CERTAIN and on) if s == 0.0 or math.isnan(s) else (p, s) != UNWRITTEN for p, s, on in rows])
+    return flags_of(
+        [(p > CERTAIN and on) if s == 0 or math.isnan(s) else p <= LARGEST and (p, s) != UNWRITTEN for p, s, on in rows]
+    )
 
 
 def _ended(row: Mapping[str, Any]) -> bool | None:
@@ -178,7 +186,8 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
     lengths = [sum(completion.is_sampled) for completion in completions]
     if lengths:
         metrics["length/mean"] = fmean(lengths)
-        metrics["length/repeated"] = sum(map(_repeated, completions)) / max(sum(lengths), 1)
+        if any(token != UNKNOWN for completion in completions for token in completion.tokens):
+            metrics["length/repeated"] = sum(map(_repeated, completions)) / max(sum(lengths), 1)
     metrics |= _group_metrics(completions)
     return {name: value for name, value in metrics.items() if not math.isnan(value)}
 
@@ -186,7 +195,7 @@ def completion_metrics(completions: Sequence[Completion]) -> dict[str, float]:
 def _repeated(completion: Completion) -> int:
     """How many of the tokens that the model wrote stand in a pair of neighbours that was there before."""
     tokens = [token for token, sampled in zip(completion.tokens, completion.is_sampled, strict=True) if sampled]
-    pairs = list(pairwise(tokens)) if any(token != UNKNOWN for token in tokens) else []
+    pairs = list(pairwise(tokens))
     return len(pairs) - len(set(pairs))
 
 
