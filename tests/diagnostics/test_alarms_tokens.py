@@ -161,7 +161,7 @@ def test_the_runs_own_top_p_is_named_and_only_where_it_explains_the_mismatch() -
     assert "the run's own" not in cause(history_of(sampler__k1=[0.2] * 10, settings=own)), "at most -log(0.9) = 0.105"
     assert "the run's own" not in cause(history_of(sampler__k1=[-0.05] * 10, settings=own))
     assert "the run's own" not in cause(history_of(sampler__k1=[0.05] * 10))
-    assert settings_of({"top_p": 0.9, "top_k": 20}, set()).top_k == 20
+    assert settings_of({"top_p": 0.9}, set()).top_p == 0.9
 
 
 PAD, END = "<pad>", "<eos>"

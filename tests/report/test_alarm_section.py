@@ -9,7 +9,7 @@ from tests.report.pages import Node, completion, parse, run_of
 from klamp.doctor.alarms import ALARMS
 from klamp.doctor.history import RunSettings
 from klamp.report.alarm_section import alarm_section, anchors, numbered, verdict
-from klamp.report.run import ReportRun
+from klamp.report.run import ReportRun, coverage
 from klamp.report.tokens import ranked
 
 SPIKE = [0.0, 0.02, 0.03, 0.03, 0.03, 0.03, 0.7]
@@ -66,7 +66,7 @@ def test_verdicts() -> None:
         return node.text, node.classes[1]
 
     sound, far = run_of(name="b", k3=SOUND), run_of(k3=[0.0] + [0.25] * 9, reward=[0.5] * 10)
-    assert said(sound) == (f"✓ no alarm; {sound.diagnosis.coverage}", "sound")
+    assert said(sound) == (f"✓ no alarm; {coverage(sound.diagnosis)}", "sound")
     assert said(far)[0].startswith("✓ no alarm, 1 note; ") and said(far)[1] == "note"
     assert said(spiked(), sound) == ("▲ 1 alarm, in 1 of 2 runs", "alarm")
     assert said(sound, sound) == ("✓ no alarm", "sound")

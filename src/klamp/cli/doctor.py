@@ -16,7 +16,7 @@ from klamp.doctor.examine import AlarmFinding, Diagnosis, examine
 from klamp.doctor.history import RunSettings
 from klamp.doctor.metrics import MODELS, read_pairs
 from klamp.errors import DataError
-from klamp.report.run import judged
+from klamp.report.run import coverage, judged
 from klamp.report.text import count
 
 if TYPE_CHECKING:
@@ -88,7 +88,7 @@ def _show(diagnosis: Diagnosis, path: Path) -> None:
         show_paragraph(f"{name}: {reason}", label="not read")
     for finding in diagnosis.findings:
         _show_finding(finding)
-    say(f"\n{judged([diagnosis])}; {diagnosis.coverage}")
+    say(f"\n{judged([diagnosis])}; {coverage(diagnosis)}")
     if diagnosis.blind:
         fix = "Log a KL, say with --map what a column is, or with --beta 0 that there is none."
         show_paragraph(f"NOT looked at: {diagnosis.blind}. {fix}", label="the KL")

@@ -80,10 +80,7 @@ class Alarm:
 
 
 WORDS = ("completions", "sampler_logprobs", "loss masks", "advantages", "evaluations", "the first step")
-"""What a record may hold besides metrics and settings."""
 KINDS = ("a teacher", "a teacher alone", "a chosen reference", "the start as reference")
-"""Kinds of runs that single alarms concern."""
-
 ALARMS: dict[str, Alarm] = {}
 """Name of an alarm -> the alarm; complete once `klamp.doctor.alarms` is imported."""
 KL = "|".join(KL_NAMES)

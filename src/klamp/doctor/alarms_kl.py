@@ -32,9 +32,7 @@ SPIKE_FLOOR = Limit(
 SPIKE_PROMPTS = 16
 """With fewer prompts per step than this, the KL changes from step to step just because the prompts do."""
 STEP_ZERO = Limit(1e-4, "nats per token before the first update (equal kernels give about 1e-6)")
-STEP_ZERO_OTHERS = Limit(
-    3e-3, "nats per token, and 4 standard errors, in another trainer's record (bfloat16 explains it)"
-)
+STEP_ZERO_OTHERS = Limit(3e-3, "nats per token, and 4 standard errors, in another trainer's record (bfloat16's part)")
 REFERENCE_DIFFERS = Limit(0.02, "nats per token before the first update, to a reference that was chosen")
 DETACHED_WINDOW, DETACHED_ERRORS = 5, 4.0
 DETACHED = Limit(
@@ -168,8 +166,8 @@ def _stands_out(before: Sequence[float], now: float) -> bool:
     needs=(KL, "the first step"),
     concerns="the start as reference",
     limits=(STEP_ZERO, STEP_ZERO_OTHERS),
-    means="Policy and reference differ before training: dropout, an adapter that is not zero at the start, another "
-    "data type or kernel, other weights, or tokens that only one of them sees.",
+    means="Policy and reference differ before training: dropout, an adapter that is not zero, another data type or "
+    "kernel, other weights, or tokens that only one of them sees.",
     do="Score one batch twice with the policy (the two must agree), then with the reference. Put both into eval() and "
     "one dtype; compare tokens, mask and temperature.",
 )
@@ -191,8 +189,7 @@ def step_zero(history: History) -> Evidence | None:
     limits=(REFERENCE_DIFFERS,),
     means="The reference is not the model that training starts from (an older checkpoint, a wrong path, another chat "
     "template or precision), so the KL pulls the policy away from its own start.",
-    do="Check the path of the reference. Leave it out to hold the policy where it starts; if the distance is "
-    "intended, set target_kl above it.",
+    do="Check its path, or leave it out to hold the policy at its start. If it is intended, set target_kl above it.",
 )
 def reference_differs(history: History) -> Evidence | None:
     """The chosen reference is far from the model that is trained."""
@@ -295,8 +292,7 @@ def _first_kl(history: History) -> tuple[str, float]:
     limits=(FAR, FAR_COMPLETION),
     means="The average token is at least e times likelier under the policy than under the reference, unless a few "
     "tokens dominate a k3. Mostly the policy gave up its language: words repeat, other skills are lost.",
-    do="Read completions, and ask the policy something else than the task. Lower the learning rate, raise beta, or "
-    "hold a target_kl.",
+    do="Read completions, also of another task. Lower the learning rate, raise beta, or hold a target_kl.",
 )
 def kl_far(history: History) -> Evidence | None:
     """The policy is far from its reference."""
@@ -313,8 +309,7 @@ def kl_far(history: History) -> Evidence | None:
     needs=(KL, "reward"),
     steps=30,
     limits=(GROWING,),
-    means="The policy moves away and gains nothing. Mostly the optimizer adds up noise, or the reward is at its "
-    "maximum.",
+    means="The policy moves away and gains nothing: the optimizer adds up noise, or the reward is at its maximum.",
     do="End the run at the step where the reward stopped rising, lower the learning rate, or hold a target_kl.",
 )
 def kl_growing(history: History) -> Evidence | None:
@@ -358,16 +353,14 @@ def kl_high(history: History) -> Evidence | None:
     steps=20,
     limits=(LOW,),
     level="note",
-    means="The policy is near the reference after 20 steps. That is right if the reward is high or a KL holds the "
-    "policy; else the updates are small.",
+    means="Right if the reward is high or a KL holds the policy; else the updates are small.",
     do="Look at the reward. If it stands still, raise the learning rate or lower beta.",
 )
 def kl_low(history: History) -> Evidence | None:
     """KL below 0.01, a tutorial's sign of not learning enough."""
     kl = _settled(history, 20)
-    return (
-        Evidence(f"the KL is {number(kl)} nats per token, {MIDDLE}") if kl is not None and abs(kl) < LOW.value else None
-    )
+    low = kl is not None and abs(kl) < LOW.value
+    return Evidence(f"the KL is {number(kl or 0.0)} nats per token, {MIDDLE}") if low else None
 
 
 MIDDLE = "mean of the last 5 but the largest"
@@ -382,8 +375,7 @@ def _settled(history: History, steps: int) -> float | None:
 @alarm(
     "negative-beta",
     needs=("beta|settings.beta",),
-    means="The loss rewards every nat of distance from the reference, so nothing holds the policy. Some released "
-    "scripts have a minus here.",
+    means="The loss rewards every nat of distance from the reference, so nothing holds the policy.",
     do="Make the coefficient positive, or 0. An adaptive rule that overshoots 0 needs a longer horizon, or a bound.",
 )
 def negative_beta(history: History) -> Evidence | None:
@@ -402,8 +394,7 @@ def negative_beta(history: History) -> Evidence | None:
     limits=(RUNAWAY,),
     means="A schedule or a controller raised beta: the target is below what the reward needs, or the KL does not "
     "react to beta. The pull to the reference exceeds the advantages, and the policy may lose what it learned.",
-    do="Raise target_kl to the KL at which the reward had risen, fix beta, or bound it (beta_max); `klamp explain` "
-    "says whether the target can be reached.",
+    do="Raise target_kl to the KL at which the reward had risen, fix beta, or bound it (beta_max).",
 )
 def beta_runaway(history: History) -> Evidence | None:
     """Beta grew until the KL outweighs the reward."""

@@ -35,7 +35,7 @@ REPEATED = Limit(0.5, "of the tokens stand in a pair of tokens that was in their
 MORE_REPEATED = Limit(0.2, "more of them than in the first 5 steps (a task may want repetition)")
 SATURATED_STEPS, SATURATED_GROUPS = 20, 60
 SATURATED = Limit(
-    0.99, f"of the groups have equal rewards, mean of {SATURATED_STEPS} steps, or of {SATURATED_GROUPS} prompts"
+    0.99, f"of the groups have equal rewards, in {SATURATED_STEPS} steps, or of {SATURATED_GROUPS} prompts"
 )
 TRUNCATED = Limit(0.25, "of the completions, mean over 5 steps")
 USELESS = 0.6
@@ -52,8 +52,7 @@ MORE_TRUNCATED = Limit(
     limits=(HUGE,),
     means="A large KL or gradient has exploded: k3 is exponential in how far a token is below the reference. Gradient "
     "clipping then hides it. A nan may also be a mean over nothing.",
-    do="Find the first step. Lower the learning rate, bound the log-ratio, compute the ratio in float32, check that "
-    "the same tokens reach both models.",
+    do="Lower the learning rate, bound the log-ratio, use float32, check that both models see the same tokens.",
 )
 def huge_values(history: History) -> Evidence | None:
     """Values of a thousand and more, or not finite."""
@@ -63,15 +62,12 @@ def huge_values(history: History) -> Evidence | None:
         if not math.isfinite(value) or (name in WATCHED and abs(value) >= HUGE.value)
     }
     facts = [f"{name} is {value:.1e}" for name, value in values.items()]
-    broken_tokens = sum(
+    lost = sum(
         on and (any(map(math.isinf, x)) or (row.trained is not None and any(map(math.isnan, x[:2]))))
         for row in history.written
         for on, *x in zip(row.is_trained, row.policy, row.ref or row.policy, row.sampler or row.policy, strict=True)
     )
-    if broken_tokens:
-        facts.append(
-            f"{broken_tokens} trained {'token has' if broken_tokens == 1 else 'tokens have'} no finite log-probability"
-        )
+    facts += [f"{lost} trained {'token has' if lost == 1 else 'tokens have'} no finite log-probability"] * bool(lost)
     return Evidence(", ".join(facts), causes=_broken_before(history)) if facts else None
 
 
@@ -94,14 +90,12 @@ def _broken_before(history: History) -> list[str]:
     steps=IDLE_START,
     limits=(IDLE,),
     means="The learning rate is 0, the gradient is 0, or no token counts.",
-    do="Print the learning rate, the parameters with requires_grad and their gradients, and the sum of the loss mask, "
-    "in one step.",
+    do="Print the learning rate, the trainable parameters and their gradients, and the sum of the loss mask.",
 )
 def not_trained(history: History) -> Evidence | None:
     """Nothing trains the policy."""
-    completions = [
-        completion for step in sorted(history.completions)[-WRITTEN:] for completion in history.completions[step]
-    ]
+    steps = sorted(history.completions)[-WRITTEN:]
+    completions = [completion for step in steps for completion in history.completions[step]]
     if len(history.completions) >= WRITTEN and not any(any(completion.is_trained) for completion in completions):
         text = f"no token of the last {len(completions)} completions that were kept is trained on"
         return Evidence(text, (), [MASKED if all(x.ended is False for x in completions) else "the loss mask is empty"])
@@ -173,8 +167,7 @@ def advantage_scale(history: History) -> Evidence | None:
 @alarm(
     "dr-grpo-with-kl",
     needs=("settings.loss_type", "settings.verifier"),
-    means="Dr. GRPO leaves the KL out: a rule is right however far the policy moves, so the KL only holds the policy "
-    "back, and it is one more source of large gradients.",
+    means="Dr. GRPO leaves the KL out: a rule is right however far the policy moves, so the KL only holds it back.",
     do="Set beta to 0, or say why the skills of the reference must be kept and watch them.",
 )
 def dr_grpo_with_kl(history: History) -> Evidence | None:
@@ -224,10 +217,8 @@ def _noise(skill: str, history: History) -> float:
     needs=("reward",),
     steps=2 * COLLAPSE_WINDOWS[0],
     limits=(COLLAPSE,),
-    means="The policy left what it knew within a few steps, and if no completion earns anything, nothing brings it "
-    "back: too large an update, or a wrong sign. A new reward looks the same.",
-    do="Go back to a checkpoint from before the fall, and mend the likely cause. Where none is named, lower the "
-    "learning rate; then hold the KL (target_kl).",
+    means="The policy lost what it knew: too large an update, or a wrong sign. A new reward looks the same.",
+    do="Go back to a checkpoint from before the fall, mend the likely cause, and hold the KL (target_kl).",
 )
 def reward_collapse(history: History) -> Evidence | None:
     """The reward collapsed."""
@@ -246,9 +237,7 @@ def _fallen(history: History, window: int) -> Evidence | None:
         return None
     return Evidence(
         f"the reward fell from {number(best)} to {number(fmean(now))}, means of {window} steps",
-        causes=causes.likely_causes(
-            history, causes.learning_rate, causes.wrong_sign, causes.entropy_rose, causes.no_kl
-        ),
+        causes=causes.why_lost(history),
     )
 
 
@@ -273,10 +262,8 @@ def _harder_prompts(history: History) -> bool:
     needs=("length/repeated",),
     steps=6,
     limits=(REPEATED, MORE_REPEATED),
-    means="Mostly the policy has collapsed into a word or a phrase that the reward likes; if its entropy is gone too, "
-    "sampling finds no way out.",
-    do="Go back to an earlier checkpoint. Let the reward count a thing once, raise beta or hold a target_kl, and "
-    "watch prompts that are not of the task.",
+    means="Mostly the policy has collapsed into a word or a phrase that the reward likes.",
+    do="Go back to an earlier checkpoint. Let the reward count a thing once, raise beta or hold a target_kl.",
 )
 def repetition(history: History) -> Evidence | None:
     """Completions repeat themselves."""
@@ -300,8 +287,7 @@ def repetition(history: History) -> Evidence | None:
     steps=SATURATED_STEPS,
     limits=(SATURATED,),
     means="Advantages to a group's mean are 0: the reward has no gradient, and only a KL and noise move the policy.",
-    do="If the task is learned, end here. If all completions fail, make the task easier or fix the reward; if all say "
-    "the same, go back and hold the KL.",
+    do="Learned: end here. All fail: make the task easier or fix the reward. All alike: go back and hold the KL.",
 )
 def saturated(history: History) -> Evidence | None:
     """Nothing is left to learn from the reward: it is equal within groups."""

@@ -20,7 +20,7 @@ STEADY = 5
 ONE_SIDED, SAME = 50, 1e-4
 """Tokens of which none is likelier under the policy by so many nats: other weights or kernels make some of them so."""
 SHIFTED = 0.2
-"""The part of the distance that is left if one list is moved by a position, where that is the fault."""
+"""The part of the distance that is left at most once a shift is undone."""
 GREW = 4.0
 """Times as far apart as before the first update: the mismatch came with the updates."""
 COURSE, START_LIKE = 20, 1.5
@@ -31,8 +31,7 @@ COURSE, START_LIKE = 20, 1.5
     "mask-on-prompt",
     needs=("completions", "sampler_logprobs"),
     limits=(PROMPT,),
-    means="Prompt tokens or a tool's answers are trained on: they get the group's advantage and a KL, though the "
-    "policy did not choose them.",
+    means="Prompt tokens or a tool's answers get the group's advantage and a KL; the policy did not choose them.",
     do="Decode one sequence with its mask. The mask must begin at the first token of the completion.",
 )
 def mask_on_prompt(history: History) -> Evidence | None:
@@ -70,9 +69,8 @@ def end_token_lost(history: History) -> Evidence | None:
         lost = lost if len(first_masked) == 1 and len(last_trained) > 1 else []
     if not lost or len(lost) <= END_TOKEN.value * len(endings):
         return None
-    return Evidence(
-        f"in {len(lost)} of {len(endings)} completions the last token ({lost[0][1][0]!r}) is not trained on"
-    )
+    token = lost[0][1][0]
+    return Evidence(f"in {len(lost)} of {len(endings)} completions the last token ({token!r}) is not trained on")
 
 
 def _ending(completion: Completion) -> tuple[str, list[str]]:
@@ -171,22 +169,19 @@ def _shift(completions: Sequence[Completion]) -> str:
     place = "after" if best > 0 else "before"
     return (
         f"the lists are shifted by one position: the sampler's number of the token {place} is the policy's of this one "
-        f"(they differ by {number(gaps[best])} nats then, and by {number(gaps[0])} now). Position t of the logits "
-        "scores token t + 1: shift ids, mask and log-probabilities alike"
+        f"(they differ by {number(gaps[best])} nats then, and by {number(gaps[0])} now). Logits at t score token t + 1"
     )
 
 
 def _own_cut(history: History, deltas: Sequence[float]) -> str:
-    """Whether the run's own top-p or top-k explains that the sampler finds its tokens likelier."""
-    top_p, top_k = history.settings.top_p or 1.0, history.settings.top_k or 0
+    """Whether the run's own top-p explains that the sampler finds its tokens likelier."""
+    top_p = history.settings.top_p or 1.0
     k1 = fmean(deltas) if deltas else history.latest.get("sampler/k1", 0.0)
-    explained = k1 > 0 if top_k > 0 else 0 < k1 <= MISMATCH.value - math.log(top_p)
-    if (top_p >= 1 and top_k <= 0) or not explained or min(deltas, default=0.0) < -SAME:
+    if top_p >= 1 or not 0 < k1 <= MISMATCH.value - math.log(top_p) or min(deltas, default=0.0) < -SAME:
         return ""
-    options = [f"top_p {top_p:g}"] * (top_p < 1) + [f"top_k {top_k}"] * (top_k > 0)
     return (
-        f"the run's own {' and '.join(options)}: the sampler draws from the cut distribution, and the trainer scores "
-        "the whole one; no sync mends that. Sample with top_p 1 and top_k off, or score the tokens after the same cut"
+        f"the run's own top_p {top_p:g}: the trainer scores the whole distribution, and no sync mends that. Sample "
+        "with top_p 1, or score the tokens after the same cut"
     )
 
 
@@ -290,8 +285,8 @@ def _absent(history: History) -> Evidence | None:
     logged |= any(MODELS["teacher"].search(name) for name in history.unread)
     if coefficient <= 0 or len(rows) < STILL.value or logged:
         return None
-    absence = f"the last {len(rows)} steps have no {TO_TEACHER}"
-    return Evidence(f"a teacher is configured, with coefficient {number(coefficient)}; {absence}")
+    text = f"a teacher is configured, with coefficient {number(coefficient)}; the last {len(rows)} steps have no"
+    return Evidence(f"{text} {TO_TEACHER}")
 
 
 def _still(history: History) -> Evidence | None:

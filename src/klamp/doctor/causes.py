@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
@@ -24,7 +23,9 @@ JUMP = 0.15
 FARTHEST = 20.0
 """Nats per token, more than a policy is from a reference whose every token is as likely as one in 100 million."""
 ENTROPY, ENTROPY_FLOOR = 2.0, 0.2
-"""Times by which the entropy rises where the policy turns into noise, and nats per token from which that counts."""
+"""Times by which an entropy, of so many nats per token at least, rises where the policy turns into noise."""
+WHOLE = 150
+"""Steps of a run that a fall from its first steps on may take."""
 PAYS = Limit(0.3, "correlation of reward and length within groups, mean of 10 steps")
 
 
@@ -36,6 +37,11 @@ def likely_causes(history: History, *causes: Cause) -> list[str]:
 def why_far(history: History) -> list[str]:
     """What the run shows of why the KL is large."""
     return likely_causes(history, learning_rate, no_kl, pays_for_length)
+
+
+def why_lost(history: History) -> list[str]:
+    """What the run shows of why the reward fell."""
+    return likely_causes(history, learning_rate, wrong_sign, entropy_rose, no_kl)
 
 
 def last_jump(history: History) -> str:
@@ -70,13 +76,12 @@ def _rate(history: History, largest: float, if_so: str) -> str:
 
 def wrong_sign(history: History) -> str:
     """Shows that the reward fell from the first steps on, smoothly."""
-    rewards = [row.metrics["reward"] for row in history.rows if math.isfinite(row.metrics.get("reward", math.nan))]
+    rewards = history.first("reward", WHOLE)
     size = len(rewards) // 3
-    if size < 5 or learning_rate(history):
+    if size < 5 or len(history.rows) > WHOLE or learning_rate(history):
         return ""
     thirds = [rewards[i * size : (i + 1) * size] for i in range(3)]
-    means = [fmean(third) for third in thirds]
-    largest = max(a - b for a, b in pairwise(rewards))
+    means, largest = list(map(fmean, thirds)), max(a - b for a, b in pairwise(rewards))
     smooth = largest < max(means[0] - means[2], 4 * noise(rewards))
     if not (means[0] > means[1] > means[2] and smooth and is_apart(thirds[0], thirds[1], errors=3)):
         return ""

@@ -73,22 +73,14 @@ class Diagnosis:
         return len(self.checked) + len(self.unchecked)
 
     @property
-    def coverage(self) -> str:
-        """How many alarms were checked, and how many not, in words."""
-        rest = f", {len(self.unchecked)} could not be" if self.unchecked else ""
-        return f"{len(self.checked)} of {self.concerned} alarms were checked{rest}"
-
-    @property
     def blind(self) -> str:
         """Why nothing can be said of the KL of a run that may have one, in words; empty where it was looked at."""
         declared_absent = self.history.latest.get("beta", self.history.settings.beta) == 0
-        alarms = [ALARMS[name] for name in self.checked]
-        about_teacher = TO_TEACHER in self.history.names and any(alarm.concerns == "a teacher" for alarm in alarms)
-        if declared_absent or about_teacher or any(KL in alarm.needs for alarm in alarms):
+        about_teacher = TO_TEACHER in self.history.names and "teacher-inert" in self.checked
+        if declared_absent or about_teacher or any(KL in ALARMS[name].needs for name in self.checked):
             return ""
-        if self.history.measures_kl:
-            return "the record has too little of it: too few steps, or only sums over completions of unknown length"
-        return "no KL to the reference was found in the record"
+        little = "the record has too little of it: too few steps, or only sums over completions of unknown length"
+        return little if self.history.measures_kl else "no KL to the reference was found in the record"
 
     @property
     def empty(self) -> bool:
@@ -126,10 +118,8 @@ def _rising(history: History) -> Iterator[tuple[Alarm, Evidence]]:
 
 
 def _finding(alarm: Alarm, by_step: Mapping[int, Evidence]) -> AlarmFinding:
-    first = min(by_step)
-    return AlarmFinding(
-        alarm=alarm, first_step=first, last_step=max(by_step), steps=len(by_step), evidence=by_step[first]
-    )
+    first, last = min(by_step), max(by_step)
+    return AlarmFinding(alarm=alarm, first_step=first, last_step=last, steps=len(by_step), evidence=by_step[first])
 
 
 def _gap(alarm: Alarm, history: History, contents: set[str]) -> str:
@@ -159,8 +149,8 @@ def _contents(history: History) -> set[str]:
         "a chosen reference": settings.other_reference,
         "the start as reference": not settings.other_reference,
     }
-    known = {f"settings.{name}" for name, value in asdict(settings).items() if value is not None}
-    return history.names | known | {name for name, is_there in flags.items() if is_there}
+    words = {f"settings.{name}" for name, value in asdict(settings).items() if value is not None}
+    return history.names | words | {name for name, is_there in flags.items() if is_there}
 
 
 LATE = 150

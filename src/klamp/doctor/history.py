@@ -52,7 +52,6 @@ class RunSettings:
     """Coefficient of the KL to a teacher; None also where there is none."""
     top_p: float | None = None
     """The share of the distribution that the run samples from."""
-    top_k: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

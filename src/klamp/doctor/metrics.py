@@ -117,14 +117,11 @@ def names_in(logged: Collection[str]) -> Mapping[str, str]:
 
 def declare_no_reference(history: History, logged: Collection[str] = ()) -> None:
     """Set beta to 0 for a trainer that has no reference by design, by the names it logs or its source, and say why."""
-    reasons = [
-        logs.no_reference
-        for trainer, logs in LOGS.items()
-        if logs.no_reference and (history.source.startswith(trainer) or not set(logs.marks).isdisjoint(logged))
-    ]
-    if reasons and not any(name.startswith("kl/") for name in history.names):
+    wrote = (logs for name, logs in LOGS.items() if history.source.startswith(name) or {*logs.marks} & {*logged})
+    reason = next((logs.no_reference for logs in wrote if logs.no_reference), "")
+    if reason and not any(name.startswith("kl/") for name in history.names):
         history.settings = replace(history.settings, beta=0.0)
-        history.cautions += reasons
+        history.cautions.append(reason)
 
 
 # a logged row under klamp's names ------------------------------------------------------------------------------------
@@ -169,7 +166,6 @@ KL = re.compile(r"kl(?![a-z])|(?<![a-z])kl|kld|log_?p(rob)?s?[_/](abs_)?diff|dis
 SETTING = re.compile(r"coe?f|beta|target|weight|tau|time|timing|type|estimator|ctrl", re.IGNORECASE)
 """How the name of something about a KL shows that is none itself."""
 EXTREME = re.compile(r"[/_](max|min|std)$")
-"""How the name of an extreme or a spread ends."""
 OF_OLD = re.compile(r"ppo_?kl|approx_?kl|policykl|pre_post|(?<![a-z])old(?![a-z])", re.IGNORECASE)
 """How the name of a KL to the policy before an update shows."""
 MODELS: Mapping[str, re.Pattern[str]] = {
@@ -181,11 +177,8 @@ MODELS: Mapping[str, re.Pattern[str]] = {
 
 def unread_kls(logged: Collection[str], read: Collection[str]) -> dict[str, str]:
     """The logged names of a KL that were not read -> what they are, if known; not the extremes beside a mean."""
-    extremes = {
-        name
-        for name in logged
-        if not {EXTREME.sub(end, name) for end in ("", "/avg", "/mean", "_avg", "_mean")}.isdisjoint({*logged} - {name})
-    }
+    means = {name: {EXTREME.sub(end, name) for end in ("", "/avg", "/mean", "_avg", "_mean")} for name in logged}
+    extremes = {name for name in logged if means[name] & {*logged} - {name}}
     candidates = sorted(name for name in {*logged} - extremes - {*read} if not name.startswith(EVALUATION_PREFIXES))
     texts = {name: OTHER_KL.get(name, OTHER_KL.get(name.removeprefix("train/"), "")) for name in candidates}
     to_old = "between the policy and the one that sampled, not to the reference"
@@ -275,7 +268,7 @@ def settings_of(config: Mapping[str, object], logged: set[str], names: Mapping[s
     """The settings of a run, as far as its arguments (as TRL names them) and the names of its metrics say."""
     loss, scale, k3 = config.get("loss_type"), config.get("scale_rewards"), (names or {}).get("kl/k3", OVER_UPDATES)
     numbers: dict[str, Any] = {
-        name: x for name in ("beta", "teacher_coef", "top_p", "top_k") if isinstance(x := config.get(name), int | float)
+        name: x for name in ("beta", "teacher_coef", "top_p") if isinstance(x := config.get(name), int | float)
     }
     if any("teacher" in name and "kl" in name for name in logged):
         numbers.pop("teacher_coef", None)  # the coefficient is logged, perhaps under another name
@@ -309,7 +302,6 @@ def settings_of_run(values: Mapping[str, Any], *, rl_skill: str | None = None) -
         other_reference=values.get("ref_model") is not None,
         moving_reference=values.get("reference") in ("ema", "periodic"),
         top_p=numbers.get("top_p"),
-        top_k=integers.get("top_k"),
         prompts=integers.get("prompts_per_step"),
         rl_skill=rl_skill,
         eval_size=integers.get("eval_size"),

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from klamp.doctor.alarm import Blamed
 from klamp.doctor.alarms import ALARMS
 from klamp.doctor.examine import AlarmFinding
-from klamp.report.run import ReportRun, judged
+from klamp.report.run import ReportRun, coverage, judged
 from klamp.report.text import Html, element, join, plain_table, probability, shown
 from klamp.report.tokens import NARROW, Shown, jump
 
@@ -46,7 +46,7 @@ def verdict(runs: Sequence[ReportRun]) -> Html:
     if len(runs) > 1 and raised_in:
         text += f", in {raised_in} of {len(runs)} runs"
     if len(runs) == 1:
-        text += f"; {runs[0].diagnosis.coverage}"
+        text += f"; {coverage(runs[0].diagnosis)}"
     blind = [run.name for run in runs if run.diagnosis.blind or run.diagnosis.empty]
     text += f"; the KL was not looked at{_of(blind, runs)}" if blind else ""
     tone = "alarm" if alarms else "note" if raised_in or blind else "sound"

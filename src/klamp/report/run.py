@@ -51,6 +51,12 @@ class ReportRun:
         return {row.step: row.metrics[name] for row in self.history.rows if name in row.metrics}
 
 
+def coverage(diagnosis: Diagnosis) -> str:
+    """How many alarms were checked, and how many not, in words."""
+    rest = f", {len(diagnosis.unchecked)} could not be" if diagnosis.unchecked else ""
+    return f"{len(diagnosis.checked)} of {diagnosis.concerned} alarms were checked{rest}"
+
+
 def judged(runs: Sequence[Diagnosis]) -> str:
     """How many alarms and notes rose in these runs, in words; a plain "no alarm" where the KL of each was looked at."""
     alarms = sum(len(run.failed()) for run in runs)

@@ -77,9 +77,8 @@ def _read_lines(path: Path, names: Mapping[str, str] | None) -> History:
     numbered = sorted((file for file in files if file.stem.isdigit()), key=lambda file: int(file.stem))
     if exports or numbered:
         refuse_names(names, path, why=COMPUTED)
-        return rollouts.read_rollouts(
-            exports or numbered, source="prime-rl token export" if exports else "verl rollouts"
-        )
+        source = "prime-rl token export" if exports else "verl rollouts"
+        return rollouts.read_rollouts(exports or numbered, source=source)
     for name in (METRICS_FILE, "metrics.json"):
         if (path / name).is_file():
             return _read_file(path / name, names)

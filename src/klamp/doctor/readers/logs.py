@@ -35,6 +35,7 @@ from klamp.errors import missing_library
 from klamp.files import followed, with_end
 from klamp.names import TRAINER_STATE
 
+Config = Mapping[str, Any]
 Names = Mapping[str, str]
 """klamp's name of a metric -> that in the record, before the names that klamp knows."""
 Logged = Sequence[tuple[int, Mapping[str, Any]]]
@@ -48,13 +49,7 @@ ALIVE = ("train/loss", "train/policy_loss", "train/grad_norm")
 
 
 def _history(
-    source: str,
-    rows: Logged,
-    names: Names | None,
-    path: Path,
-    *,
-    config: Mapping[str, Any] | None = None,
-    ours: bool = True,
+    source: str, rows: Logged, names: Names | None, path: Path, *, config: Config | None = None, ours: bool = True
 ) -> History:
     """The history of logged rows; `ours`: klamp may have written them, and all names of an evaluation are scores."""
     logged = {name for _, row in rows for name in row}
@@ -114,9 +109,8 @@ def _no_numbers(rows: Logged, theirs: Names, unmeasured: set[str]) -> list[str]:
                 bad_values.setdefault(name, []).append((step, value))
     for name, values in bad_values.items():
         step, value = values[0]
-        cautions.append(
-            f"{name} is no number in {len(values)} of {len(rows)} rows, first at step {step}: {str(value)[:40]}"
-        )
+        text = f"{name} is no number in {len(values)} of {len(rows)} rows, first at step {step}"
+        cautions.append(f"{text}: {str(value)[:40]}")
     return cautions
 
 
@@ -267,10 +261,8 @@ def read_trl_state(path: Path, names: Names | None = None) -> History:
     if not isinstance(logs, list):
         raise unreadable("a trainer state has no log_history", path, why="without logged rows there is no history")
     rows = list(each_row(logs, path, flat, what="row {} of log_history is damaged"))
-    other_steps = {*STEP_NAMES} - {"step"}  # the trainer's own count, whatever else is logged
-    rows = [
-        {name: value for name, value in row.items() if name not in other_steps or "step" not in row} for row in rows
-    ]
+    others = {*STEP_NAMES} - {"step"}  # the trainer's own count, whatever else is logged
+    rows = [{name: value for name, value in row.items() if name not in others or "step" not in row} for row in rows]
     return _of_rows("TRL trainer state", rows, names, path, ours=False)
 
 
@@ -298,9 +290,7 @@ def event_folders(path: Path) -> list[Path]:
 def read_tensorboard(path: Path, names: Names | None = None) -> History:
     """Read the history in a folder of event files, or in a single one, with tensorboard's own reader."""
     folders = [path] if path.is_file() else event_folders(path)
-    runs = [
-        (*events, folder) for folder in folders if (events := _read_events(folder))[0]
-    ]  # others hold arguments alone
+    runs = [(*events, folder) for folder in folders if (events := _read_events(folder))[0]]  # else arguments alone
     runs.sort(key=lambda events: min(events[0]))
     if any(max(before) >= min(after) for (before, *_), (after, *_) in pairwise(runs)):
         raise unreadable(

@@ -16,12 +16,13 @@ from contextlib import suppress
 from itertools import chain, pairwise
 from pathlib import Path
 from statistics import StatisticsError, correlation, fmean, stdev
-from typing import Any
+from typing import Any, TypeAlias
 
 from klamp.doctor.history import Completion, History, Row, RunSettings, Side, bounded, check_lengths, every, k3
 from klamp.doctor.metrics import declare_no_reference
 from klamp.doctor.readers.files import each_row, json_lines, unreadable
 
+Numbers: TypeAlias = Sequence[float]
 UNKNOWN = "?"
 """What stands for a token in records that name none."""
 LARGEST = 0.01
@@ -126,9 +127,7 @@ def _without_padding(policy: Sequence[float], sampler: Sequence[float] | None, t
     return length
 
 
-def _sampled(
-    policy: Sequence[float], sampler: Sequence[float] | None, trained: Sequence[bool] | None
-) -> Sequence[bool] | None:
+def _sampled(policy: Numbers, sampler: Numbers | None, trained: Sequence[bool] | None) -> Sequence[bool] | None:
     """Which tokens the sampler drew: it scored them, or was certain as the policy nearly is; None: nobody knows."""
     if sampler is None:
         return None
