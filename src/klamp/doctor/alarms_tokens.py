@@ -204,9 +204,7 @@ TO_TEACHER = "teacher/kl"
 SETTLED = 5
 UNSCORED = Limit(0.1, f"of the trained tokens, mean of {SETTLED} steps")
 CONSTANT_TOKENS, CONSTANT_POLICY = 20, 0.1
-CONSTANT = Limit(
-    1e-4, "nats between the largest and the smallest of a step, 20 tokens or more; the policy's differ by 0.1"
-)
+CONSTANT = Limit(1e-4, "nats between largest and smallest of a step, 20 tokens or more; the policy's differ by 0.1")
 REACH_STEPS, REACH_FLOOR = 50, 0.05
 REACHED = Limit(
     0.9,

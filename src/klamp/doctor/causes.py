@@ -22,10 +22,8 @@ JUMP = 0.15
 """Nats per token that one step moves a policy by if its learning rate is too high; healthy runs stay below 0.05."""
 FARTHEST = 20.0
 """Nats per token, more than a policy is from a reference whose every token is as likely as one in 100 million."""
-ENTROPY, ENTROPY_FLOOR = 2.0, 0.2
-"""Times by which an entropy, of so many nats per token at least, rises where the policy turns into noise."""
-WHOLE = 150
-"""Steps of a run that a fall from its first steps on may take."""
+ENTROPY, ENTROPY_FLOOR, WHOLE = 2.0, 0.2, 150
+"""Times that an entropy, of so many nats per token, rises to become noise; steps of a fall from the first steps on."""
 PAYS = Limit(0.3, "correlation of reward and length within groups, mean of 10 steps")
 
 

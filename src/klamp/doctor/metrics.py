@@ -124,8 +124,6 @@ def declare_no_reference(history: History, logged: Collection[str] = ()) -> None
         history.cautions.append(reason)
 
 
-# a logged row under klamp's names ------------------------------------------------------------------------------------
-
 STEP_NAMES = (
     *("train/global_step", "global_step", "training/global_step", "trainer/global_step", "global_step/max_steps"),
     *("train/step", "rollout/step", "current_steps", "iteration", "iter", "step", "Step", "progress/batch"),

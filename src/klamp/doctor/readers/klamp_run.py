@@ -40,11 +40,8 @@ def read_klamp_run(path: Path) -> History:
     if not isinstance(skill, str | None):
         raise unreadable("the skill that is trained is no text", path / SUMMARY, why=f"it is a {type(skill).__name__}")
     settings = settings_of_run(values, rl_skill=skill)
-    details = Details(
-        versions={name: str(version) for name, version in versions.items()},
-        when=(path / METRICS_FILE).stat().st_mtime,
-        seconds=summary.get("seconds"),
-    )
+    versions, when = {name: str(version) for name, version in versions.items()}, (path / METRICS_FILE).stat().st_mtime
+    details = Details(versions=versions, when=when, seconds=summary.get("seconds"))
     history = History(source="klamp run", settings=settings, config=shown(values), details=details, changes=changes)
     for scores, row in each_row(json_lines(path / METRICS_FILE), path / METRICS_FILE, _rows_of):
         history.evaluations += [scores] if scores.metrics else []
@@ -109,9 +106,6 @@ def runs_in(path: Path) -> tuple[list[Path], list[Path]]:
     )
     good = [folder for folder in folders if is_klamp_run(folder)]
     return good, [folder for folder in folders if folder not in good] if good else []
-
-
-# config.yaml ---------------------------------------------------------------------------------------------------------
 
 
 def history_of(values: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -130,9 +130,6 @@ def _of_rows(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None
     return history
 
 
-# --- JSONL ----------------------------------------------------------------------------------------------------
-
-
 def read_metrics(path: Path, names: Names | None = None) -> History:
     """Read the history in a JSONL file with the metrics of one step per line."""
     lines = list(json_lines(path))
@@ -143,14 +140,12 @@ def read_metrics(path: Path, names: Names | None = None) -> History:
 def _with_metrics(source: str, rows: Sequence[Mapping[str, Any]], names: Names | None, path: Path) -> History:
     history = _of_rows(source, rows, names, path)
     if not (history.rows or history.evaluations):
-        raise unreadable(
-            "no metric that klamp knows and no token log-probabilities were found",
-            path,
-            why=f"the first row has {', '.join(list(rows[0])[:12])}" if rows else "it holds no whole line",
-            fix="metrics: a row per step with names as TRL, verl or klamp write them (kl, reward, ...), or --map with "
-            "your own; completions: old_log_probs and ref_log_prob (or policy_logprobs and ref_logprobs), one number "
-            "per token",
+        why = f"the first row has {', '.join(list(rows[0])[:12])}" if rows else "it holds no whole line"
+        fix = (
+            "metrics: a row per step with names as TRL, verl or klamp write them (kl, reward, ...), or --map with your "
+            "own; completions: lists old_log_probs and ref_log_prob, one number per token"
         )
+        raise unreadable("no metric that klamp knows and no token log-probabilities were found", path, why=why, fix=fix)
     return history
 
 
@@ -184,11 +179,8 @@ def _rows_in(path: Path) -> list[dict[str, Any]]:
             return rows
     table = list(_table(lines, path)) if lines else []
     if not table:
-        raise unreadable(
-            "a text has no rows of metrics",
-            path,
-            why="it holds neither a table with a column of steps, nor rows as transformers or verl print them",
-        )
+        why = "it holds neither a table with a column of steps, nor rows as transformers or verl print them"
+        raise unreadable("a text has no rows of metrics", path, why=why)
     return table
 
 
@@ -232,12 +224,8 @@ def _columns(head: Sequence[str], path: Path) -> list[str]:
         split.append((run, "" if rest.endswith(OF_CHARTS) else rest.replace(" / ", "/")))
     runs = sorted({run for run, name in split if run and name})
     if len(runs) > 1:
-        raise unreadable(
-            "a table has several runs",
-            path,
-            why=", ".join(runs[:6]),
-            fix="export the chart with one run alone, or the run itself (docs/doctor.md says how)",
-        )
+        fix = "export the chart with one run alone, or the run itself (docs/doctor.md says how)"
+        raise unreadable("a table has several runs", path, why=", ".join(runs[:6]), fix=fix)
     return [name for _, name in split]
 
 
@@ -293,12 +281,9 @@ def read_tensorboard(path: Path, names: Names | None = None) -> History:
     runs = [(*events, folder) for folder in folders if (events := _read_events(folder))[0]]  # else arguments alone
     runs.sort(key=lambda events: min(events[0]))
     if any(max(before) >= min(after) for (before, *_), (after, *_) in pairwise(runs)):
-        raise unreadable(
-            "several TensorBoard runs lie below one folder",
-            path,
-            why=", ".join(str(folder.relative_to(path)) for *_, folder in runs),
-            fix="name one of them; of one run that was resumed, put all event files into one folder",
-        )
+        why = ", ".join(str(folder.relative_to(path)) for *_, folder in runs)
+        fix = "name one of them; of one run that was resumed, put all event files into one folder"
+        raise unreadable("several TensorBoard runs lie below one folder", path, why=why, fix=fix)
     scalars = {step: row for rows, *_ in runs for step, row in rows.items()}
     config = {name: value for _, events, _ in runs for name, value in events.items()}
     if not scalars:
