@@ -19,7 +19,7 @@ def field_texts(cls: type) -> dict[str, str]:
     A field that has none there has the text that its metadata points to: of a class, a field, with words filled in.
     """
     texts: dict[str, str] = {}
-    for base in filter(dataclasses.is_dataclass, reversed(cls.__mro__)):
+    for base in (base for base in reversed(cls.__mro__) if dataclasses.is_dataclass(base)):
         texts |= _classes(base.__module__).get(base.__name__, {})
         for field in dataclasses.fields(base):
             if field.name not in texts and field.metadata.get("text"):

@@ -270,3 +270,10 @@ def test_a_kl_that_no_policy_has_is_not_the_learning_rates() -> None:
         f.evidence.causes[0] for c in (far, fast) for f in examine(history_of(k3=c)).findings if "spike" in f.alarm.name
     ]
     assert [cause.split(",")[0] for cause in causes] == ["a few tokens", "the learning rate"]
+
+
+def test_a_negative_beta_is_an_alarm_unless_a_teacher_takes_it() -> None:
+    assert look("negative-beta", history_of(beta=[0.1, -0.0105])) is not None
+    assert look("negative-beta", history_of(k3=[0.1], settings=RunSettings(beta=-0.001))) is not None
+    for sound in (history_of(beta=[0.0]), history_of(k3=[0.1]), history_of(beta=[-0.5], teacher__kl=[0.1])):
+        assert look("negative-beta", sound) is None, "G-OPD has beta 1 - lambda beside a teacher"

@@ -9,7 +9,7 @@ from typing import Any
 
 from tests.training.conftest import TINY
 
-from klamp.doctor.examine import Diagnosis, Finding, examine
+from klamp.doctor.examine import AlarmFinding, Diagnosis, examine
 from klamp.doctor.readers import read_record
 from klamp.lab.config import TrainConfig
 from klamp.lab.loop import Trainer
@@ -36,7 +36,7 @@ class Told(Observer):
         self.names: list[str] = []
         self.after_step = after_step
 
-    def on_alarm(self, finding: Finding) -> None:
+    def on_alarm(self, finding: AlarmFinding) -> None:
         self.names.append(finding.alarm.name)
 
     def on_step(self, step, metrics) -> None:
@@ -69,7 +69,7 @@ def trained(folder: Path, *, plant: Callable[[Trainer, Told], None] | None = Non
     return diagnosis
 
 
-def found(diagnosis: Diagnosis, name: str) -> Finding:
+def found(diagnosis: Diagnosis, name: str) -> AlarmFinding:
     findings = {finding.alarm.name: finding for finding in diagnosis.findings}
     assert name in findings, sorted(findings)
     return findings[name]

@@ -173,7 +173,8 @@ class DoctorOptions:
     Shows the evidence and the next step. PATH is what the run left: a klamp run folder, TRL's trainer_state.json (or
     the folder of its checkpoints), a TensorBoard folder, a W&B offline run, JSONL of metrics (verl's file log too), or
     JSONL of completions with token log-probabilities (klamp's, prime-rl's and verl's names). The exit code is 0 for a
-    healthy run, 1 if an alarm rose, 2 if the record cannot be read or holds nothing to check.
+    healthy run, 1 if an alarm rose, 2 if the record cannot be read or holds nothing to check, 3 if no alarm rose and
+    the KL could not be checked.
 
       klamp doctor outputs/checkpoint-500/trainer_state.json --loss_type dr_grpo --verifier rules
       klamp doctor runs/arithmetic-001 --check-sync
@@ -191,6 +192,8 @@ class DoctorOptions:
     """Coefficient of the KL, if the record does not have it."""
     loss_type: str | None = None
     """Type of the loss (grpo, dr_grpo, ...), if the record does not have it."""
+    teacher_coef: float | None = field(default=None, metadata={"least": 0})
+    """Coefficient of the KL to a teacher, if the record does not have it."""
     verifier: Verifier | None = None
     """What gives the reward (rules, or a model), if the record does not have it."""
     check_sync: bool = False

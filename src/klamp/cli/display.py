@@ -13,7 +13,7 @@ from rich.table import Table
 
 from klamp.cli.text import MISSING, number, say, visible
 from klamp.config.describe import describe_controller, describe_kl, describe_movement, describe_teacher
-from klamp.doctor.examine import Finding
+from klamp.doctor.examine import AlarmFinding
 from klamp.doctor.metrics import COLUMNS
 from klamp.lab.config import TrainConfig, reference_kind
 from klamp.lab.observers import SAID_ELSEWHERE, Observer, RunInfo
@@ -108,7 +108,7 @@ class Display(Drawn):
             self.warnings.add(text)
             self.say(f"  caution: {text}")
 
-    def on_alarm(self, finding: Finding) -> None:
+    def on_alarm(self, finding: AlarmFinding) -> None:
         """Write an alarm and its next step; no notes, and nothing that a caution has."""
         self.raised.add(finding.alarm.name)
         if finding.alarm.level == "alarm" and finding.alarm.name not in SAID_ELSEWHERE:

@@ -13,7 +13,7 @@ from typing import IO, Any
 
 from klamp.errors import ConfigError, DataError, KlampError, KLWarning
 
-FAILED, WRONG_CONFIGURATION, INTERRUPTED = 1, 2, 130
+FAILED, WRONG_CONFIGURATION, CANNOT_TELL, INTERRUPTED = 1, 2, 3, 130
 MISSING = "-"
 WIDTH = 100
 """Columns of a paragraph."""

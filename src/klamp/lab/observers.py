@@ -16,7 +16,7 @@ import torch
 import yaml
 
 from klamp._version import __version__
-from klamp.doctor.examine import AlarmWatch, Finding
+from klamp.doctor.examine import AlarmFinding, AlarmWatch
 from klamp.doctor.history import History, RunSettings
 from klamp.doctor.metrics import settings_of_run
 from klamp.doctor.readers.klamp_run import PLACE, read_klamp_run
@@ -83,7 +83,7 @@ class Observer:
     def on_checkpoint(self, step: int, folder: Path) -> None:
         """Called when a checkpoint was written."""
 
-    def on_alarm(self, finding: Finding) -> None:
+    def on_alarm(self, finding: AlarmFinding) -> None:
         """Called when an alarm rose, once per alarm in a run; see `klamp.doctor.alarms`."""
 
     def on_warning(self, text: str) -> None:
@@ -124,12 +124,12 @@ class AlarmObserver(Observer):
     def on_evaluation(self, step: int, scores: Mapping[str, float]) -> None:
         self._report(self.watch.evaluation(step, scores))
 
-    def _report(self, findings: Sequence[Finding]) -> None:
+    def _report(self, findings: Sequence[AlarmFinding]) -> None:
         for finding in findings:
             self.tell(lambda observer, finding=finding: observer.on_alarm(finding))
 
 
-def stopped_by(finding: Finding, after: str) -> TrainingStopped:
+def stopped_by(finding: AlarmFinding, after: str) -> TrainingStopped:
     """The error that ends a run at an alarm of stop_on, `after` a step or update, in words."""
     alarm, evidence = finding.alarm, finding.evidence
     what = f"training was stopped after {after} by the alarm {alarm.name}: {alarm.text}"
@@ -235,7 +235,7 @@ class RunLog(Observer):
     def on_completions(self, step: int, rows: list[dict[str, object]]) -> None:
         self._append(COMPLETIONS, *({"step": step, **row} for row in rows))
 
-    def on_alarm(self, finding: Finding) -> None:
+    def on_alarm(self, finding: AlarmFinding) -> None:
         self._append(ALARMS_FILE, finding.record)
 
     def on_warning(self, text: str) -> None:

@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 
 from klamp._version import __version__
 from klamp.config.describe import describe_anchors
-from klamp.doctor.examine import AlarmWatch, Finding
+from klamp.doctor.examine import AlarmFinding, AlarmWatch
 from klamp.doctor.history import RunSettings
 from klamp.doctor.metrics import evaluations, settings_of, translate
 from klamp.errors import KLWarning
@@ -54,16 +54,16 @@ class DoctorCallback(TrainerCallback):
         self,
         stop_on: Sequence[str] = (),
         *,
-        on_alarm: Callable[[Finding], object] | None = None,
+        on_alarm: Callable[[AlarmFinding], object] | None = None,
         other_reference: bool = False,
     ) -> None:
         self.on_alarm = on_alarm
         self.watch = AlarmWatch(RunSettings(), stop_on=(stop_on,) if isinstance(stop_on, str) else tuple(stop_on))
         self.other_reference = other_reference
-        self.findings: list[Finding] = []
+        self.findings: list[AlarmFinding] = []
 
     @property
-    def stopped_by(self) -> Finding | None:
+    def stopped_by(self) -> AlarmFinding | None:
         """The alarm of stop_on that ended the run; None: none did."""
         return self.watch.stopped_by
 
@@ -93,14 +93,14 @@ class DoctorCallback(TrainerCallback):
             if main:
                 _warn(f"training stops after step {state.global_step}: stop_on names {self.stopped_by.alarm.name}")
 
-    def _notify(self, finding: Finding) -> None:
+    def _notify(self, finding: AlarmFinding) -> None:
         try:
             if self.on_alarm is not None:
                 self.on_alarm(finding)
         except Exception as error:  # of whatever service it is
             _warn(f"the notice of {finding.alarm.name} was not sent: {type(error).__name__}: {error}")
 
-    def _look(self, step: int, logs: Mapping[str, Any]) -> list[Finding]:
+    def _look(self, step: int, logs: Mapping[str, Any]) -> list[AlarmFinding]:
         scores, metrics = evaluations(logs), translate(logs)
         findings = self.watch.evaluation(step, scores) if scores else []
         if metrics and not any(name.startswith("eval_") for name in logs):
