@@ -62,12 +62,16 @@ def saved(made: Any, folder: Path) -> str:
 
 def noisy(made: Any, size: float = 0.05, seed: int = 1) -> Any:
     """A copy with other weights: a policy that has moved."""
+    return move(copy.deepcopy(made), size, seed)
+
+
+@torch.no_grad()
+def move(made: Any, size: float = 0.02, seed: int = 2) -> Any:
+    """Other weights for a model, as after an update."""
     torch.manual_seed(seed)
-    moved = copy.deepcopy(made)
-    with torch.no_grad():
-        for parameter in moved.parameters():
-            parameter.add_(size * torch.randn_like(parameter))
-    return moved
+    for parameter in made.parameters():
+        parameter.add_(size * torch.randn_like(parameter))
+    return made
 
 
 def reward(completions: list[str], **_: Any) -> list[float]:

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from trl.trainer import grpo_trainer
 
 from klamp.core.objective import Objective, without_gradient
-from klamp.core.term import Weighted
 from klamp.errors import ConfigError
 from klamp.hosts.common.anchors import active_dropouts
 from klamp.hosts.common.coefficient import GATE_KL, batch_of, loss_mask
@@ -260,10 +259,7 @@ def learning_rows(trainer: TRLTrainer, inputs: Any, beta: float) -> Tensor | Non
     if controlled and session.term.clip_method != "none" and inputs.get(GATE_KL) is None:
         return None
     batch = batch_of(inputs, torch.zeros(inputs["completion_ids"].shape, device=inputs["completion_ids"].device))
-    terms = [Weighted(beta, session.term)] if controlled else []
-    if session.teacher is not None:
-        terms.append(Weighted(session.teacher.coefficient(trainer), session.teacher.term))
-    return ~without_gradient(batch, Objective(terms=tuple(terms)))
+    return ~without_gradient(batch, Objective(terms=session.terms(trainer, beta)))
 
 
 def why_not_fast(trainer: TRLTrainer) -> str:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from klamp.config import KLConfig
 from klamp.config.teacher import TeacherConfig
-from klamp.core.term import KLTerm
+from klamp.core.term import KLTerm, Weighted
 from klamp.hosts.common.anchors import prefix_kl
 from klamp.hosts.common.control import KLControl, read_state
 from klamp.hosts.common.step_metrics import Window
@@ -203,6 +203,12 @@ class Session:
     def has_kl(self) -> bool:
         """Whether klamp's KL to a reference is asked for, or its measurement."""
         return self.kl is not None and self.kl.needs_reference
+
+    def terms(self, trainer: Any, beta: float) -> tuple[Weighted, ...]:
+        """klamp's KLs with the coefficients in force; `beta` is that of the reference."""
+        own = (Weighted(beta, self.term),) if self.has_kl else ()
+        teacher = self.teacher
+        return own if teacher is None else (*own, Weighted(teacher.coefficient(trainer), teacher.term))
 
     @property
     def needs_hidden(self) -> bool:

@@ -13,7 +13,7 @@ from transformers import AutoTokenizer
 from trl.trainer import grpo_trainer
 
 from klamp.config.teacher import TeacherConfig
-from klamp.core.penalty import shifted_advantages, token_penalty
+from klamp.core.penalty import token_penalty
 from klamp.core.term import prepare
 from klamp.core.types import Batch
 from klamp.errors import refuse
@@ -134,17 +134,6 @@ def _own_prompts(
     prompts = [torch.tensor(ids, device=device) for ids in _ids(trainer, rows, column)]
     mask = grpo_trainer.pad([torch.ones_like(ids) for ids in prompts], padding_value=0, padding_side="left")
     return grpo_trainer.pad(prompts, padding_value=trainer._tokenizer.pad_token_id, padding_side="left"), mask
-
-
-def in_advantages(trainer: TRLTrainer, inputs: Mapping[str, Any], old_logprobs: Tensor | None) -> Tensor:
-    """The advantages of a generation batch, with the KL to the teacher if it enters there. [B] or [B, T]"""
-    teacher = _teacher(trainer)
-    coefficient = teacher.coefficient(trainer)
-    if teacher.term.placement != "advantage" or coefficient == 0:
-        return inputs["advantages"]
-    assert old_logprobs is not None
-    prepared = prepare(batch_of(inputs, old_logprobs), teacher.term)
-    return shifted_advantages(inputs["advantages"], prepared, beta=coefficient)
 
 
 def penalty(trainer: TRLTrainer, inputs: Mapping[str, Any], scored: Scoring) -> Tensor | float:

@@ -24,21 +24,28 @@ from klamp.config.teacher import Tail, TeacherConfig
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.masking import masked_log_ratio, masked_sum
 from klamp.core.penalty import token_penalty
-from klamp.core.term import prepare
+from klamp.core.term import Weighted, prepare
 from klamp.core.topk import topk_kl
 from klamp.core.types import Batch, Scored, held_anchors
 from klamp.errors import ConfigError
-from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, gated_penalty
+from klamp.hosts.common.coefficient import (
+    GATE_KL,
+    KL_MASK,
+    KL_SCALE,
+    REFERENCE_LENGTH,
+    advantages_less_kl,
+    gated_penalty,
+)
 from klamp.hosts.common.versions import check_version, out_of_range
-from klamp.hosts.verl.driver import BETA, PER_ROW, PER_TOKEN, SAMPLER
+from klamp.hosts.verl.driver import BETA, PER_ROW, PER_TOKEN, SAMPLER, nested
 from klamp.hosts.verl.overrides import is_ours, loss_kl, named, needs_driver, teacher_of
 
 LOSSES, ALGORITHMS = "verl.workers.utils.losses", "verl.trainer.ppo.core_algos"
 DISTILLATION = "verl.trainer.distillation.losses"
 PADDING, METRIC = "verl.workers.utils.padding", "verl.utils.metric"
 ARGUMENTS = ("logprob", "ref_logprob", "kl_penalty")
-MASK, OLD = "response_mask", "old_log_probs"
-IN_LOSS = (MASK, OLD, *PER_ROW, *PER_TOKEN)
+MASK, OLD, REF, ADVANTAGES = "response_mask", "old_log_probs", "ref_log_prob", "advantages"
+IN_LOSS = (MASK, OLD, REF, ADVANTAGES, *PER_ROW, *PER_TOKEN)
 """What the KL in the loss may need of the actor's batch."""
 AT = (1, 10, 100, 1000)
 """The micro-batches of a process that are checked: in the first one the policy is the reference."""
@@ -108,15 +115,19 @@ def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
         )
     if term.placement != "loss":
         return torch.zeros_like(logprob)
-    batch = Batch(
-        policy_logprobs=logprob,
+    return gated_penalty(_scored_batch(logprob, ref_logprob), term, _batch.get(KL_SCALE))
+
+
+def _scored_batch(policy: Tensor, ref: Tensor) -> Batch:
+    """The batch of the actor's loss in klamp's words, under a policy."""
+    return Batch(
+        policy_logprobs=policy,
         mask=_batch[MASK],
-        advantages=torch.zeros_like(logprob),
+        advantages=_batch.get(ADVANTAGES, torch.zeros_like(policy)),
         old_logprobs=_batch[OLD],
-        anchors=held_anchors(ref_logprob, _batch[OLD], mask=_batch.get(KL_MASK), gate=_batch.get(GATE_KL)),
+        anchors=held_anchors(ref, _batch[OLD], mask=_batch.get(KL_MASK), gate=_batch.get(GATE_KL)),
         reference_length=_batch.get(REFERENCE_LENGTH),
     )
-    return gated_penalty(batch, term, _batch.get(KL_SCALE))
 
 
 def _by_name(original: Penalty) -> Penalty:
@@ -140,11 +151,24 @@ def _with_batch(original: Callable[..., Any]) -> Callable[..., Any]:
             if BETA in _batch:
                 config = copy.copy(config)  # verl's settings cannot be written to
                 object.__setattr__(config, "kl_loss_coef", float(padded[BETA][0]))
+                data = _of_this_policy(
+                    data, model_output, Weighted(config.kl_loss_coef, loss_kl(config.kl_loss_type).build_term())
+                )
             return original(config, model_output, data, dp_group)
         finally:
             _batch.clear()
 
     return ppo_loss
+
+
+def _of_this_policy(data: Any, model_output: Mapping[str, Any], weighted: Weighted) -> Any:
+    """The micro-batch with the KL of the policy that is trained now in its advantages; the driver put the old one's."""
+    if weighted.term.placement != "advantage":
+        return data
+    policy = importlib.import_module(PADDING).no_padding_2_padding(model_output["log_probs"], data).detach()
+    now, before = (advantages_less_kl(_scored_batch(x, _batch[REF]), [weighted]) for x in (policy, _batch[OLD]))
+    shifted = {ADVANTAGES: (_batch[ADVANTAGES] + now - before) * _batch[MASK]}
+    return data.copy().update(nested(shifted, data[MASK]) if data[MASK].is_nested else shifted)
 
 
 def kl_to_teacher(
