@@ -39,7 +39,7 @@ from klamp.core.estimators import exact_kl
 from klamp.core.objective import grpo_loss
 from klamp.core.term import Weighted
 from klamp.core.topk import topk_kl
-from klamp.errors import ConfigError, DataError, ModelError
+from klamp.errors import ConfigError, DataError, ModelError, NonFiniteError
 from klamp.trl import GRPOConfig, effective
 
 COEF = 0.6
@@ -195,6 +195,28 @@ def test_a_teacher_at_a_server_has_the_numbers_of_a_local_one(
     assert f"teacher on the server at {url}" in effective(away).terms[0].term
     texts = [each["prompt"] for each in server.asked if isinstance(each["prompt"][0], str)]
     assert texts and ("the days" in texts[0][1]) == bool(column)
+
+
+class Forbidding(VLLMServer):
+    """Gives no token but the end of a text a probability, and writes that as vLLM does."""
+
+    def entry(self, row: torch.Tensor, token: int, top: int) -> dict[str, dict[str, Any]]:
+        entry = super().entry(row, token, top)
+        return entry if token == tokenizer().eos_token_id else {**entry, str(token): {"logprob": -9999.0, "rank": 96}}
+
+
+def test_a_token_that_the_server_rules_out_is_refused_or_bounded_and_counted(
+    base: Any, teacher: Any, tmp_path: Path
+) -> None:
+    with answering(Forbidding(teacher, tokenizer(), names=("teacher",), longest=64).answer) as url:
+        with pytest.raises(NonFiniteError, match="teacher_max_log_ratio bounds its pull"):
+            generated(made(base, None, tmp_path, teacher_url=url))
+        bounded = made(base, None, tmp_path, teacher_url=url, teacher_max_log_ratio=5.0)
+        inputs = generated(bounded)
+        loss = bounded.compute_loss(bounded.model, inputs)
+    assert (inputs["klamp_teacher_logprobs"] == -torch.inf).any() and bool(loss.isfinite())
+    metrics = bounded._metrics["train"]
+    assert metrics["teacher/log_ratio_clamped"][0] > 0.8 and metrics["teacher/kl"][0] < 6
 
 
 def test_a_server_that_does_not_fit_is_refused_before_a_step(base: Any, teacher: Any, tmp_path: Path) -> None:

@@ -15,10 +15,10 @@ from trl.trainer import grpo_trainer
 from klamp.config.teacher import TeacherConfig
 from klamp.core.penalty import token_penalty
 from klamp.core.term import prepare
-from klamp.core.types import Batch
+from klamp.core.types import BOUND_IT, FORBIDDEN, Batch, check_logprobs
 from klamp.errors import refuse
 from klamp.hosts.common.anchors import check_tokens, no_prompt
-from klamp.hosts.common.coefficient import TEACHER, batch_of
+from klamp.hosts.common.coefficient import TEACHER, batch_of, loss_mask
 from klamp.hosts.common.effective import EffectiveTerm
 from klamp.hosts.trl.fast_scoring import ScoringCall
 from klamp.hosts.trl.grpo_config import needs_adapter
@@ -97,6 +97,8 @@ def keep_scores(trainer: TRLTrainer, rows: Sequence[Mapping[str, Any]], output: 
         with policy.disable_adapter() if off else nullcontext(), trainer._klamp.calls.collected() as scorings:
             logprobs = trainer._get_per_token_logps_and_entropies(model, **call)[0].detach()
         predictions = None if teacher.prefixes is None else cast(Tensor, scorings[-1].hidden).clone()
+    is_bounded = (logprobs <= FORBIDDEN) & (teacher.term.max_log_ratio is not None)
+    check_logprobs("teacher_logprobs", logprobs, loss_mask(output) & ~is_bounded, fix=BOUND_IT)
     output |= {TEACHER: logprobs} | ({} if predictions is None else {PREDICTED: predictions})
 
 

@@ -26,7 +26,7 @@ from klamp.core.masking import masked_log_ratio, masked_sum
 from klamp.core.penalty import token_penalty
 from klamp.core.term import Weighted, prepare
 from klamp.core.topk import topk_kl
-from klamp.core.types import Batch, Scored, held_anchors
+from klamp.core.types import Batch, Scored, check_logprobs, held_anchors
 from klamp.errors import ConfigError
 from klamp.hosts.common.coefficient import (
     GATE_KL,
@@ -220,6 +220,7 @@ def _distilled(teacher: TeacherConfig, model_output: Mapping[str, Any], data: An
         policy, scored = torch.zeros_like(kl), torch.zeros_like(kl)  # read by no KL over a head
     else:
         policy, scored = responses(model_output["log_probs"]), responses(data["teacher_logprobs"]).squeeze(-1)
+        check_logprobs("teacher_logprobs", scored, mask.bool())
         if teacher.teacher_estimator == "topk":  # a head of no tokens: from the sampled one alone
             weight, no_head = policy.detach() - old, policy.unsqueeze(-1)[..., :0]
             options: Any = {"log_weight": None if teacher.teacher_off_policy == "none" else weight}
