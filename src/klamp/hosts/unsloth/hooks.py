@@ -26,7 +26,7 @@ from klamp.hosts.common.coefficient import (
     stopped_calling,
 )
 from klamp.hosts.common.effective import Effective
-from klamp.hosts.common.versions import check_version, told_version
+from klamp.hosts.common.versions import check_version, host_version
 from klamp.hosts.trl.checking import Listener
 from klamp.hosts.trl.grpo_config import host_class
 from klamp.hosts.trl.grpo_trainer import read_effective
@@ -160,7 +160,7 @@ def read_effective_on_unsloth(trainer: Any) -> Effective:
     in_force = read_effective(trainer, host="Unsloth", loss_types=LOSS_TYPES)
     own = any(term.term == "Unsloth's own" for term in in_force.terms)
     note = f"{K3_STOPS}, and nothing says so" if own else f"{K3_STOPS}; klamp's KL has none of these clamps"
-    return replace(in_force, host=f"{told_version('unsloth')}, {in_force.host}", notes=(*in_force.notes, note))
+    return replace(in_force, host=f"{host_version('unsloth')}, {in_force.host}", notes=(*in_force.notes, note))
 
 
 def listen(listener: Listener) -> None:

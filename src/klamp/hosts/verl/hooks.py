@@ -21,10 +21,8 @@ from torch import Tensor
 from klamp.audit.micro_batch import check as check_loss
 from klamp.audit.verdict import Verdict
 from klamp.config.teacher import Tail, TeacherConfig
-from klamp.core.estimators import ESTIMATORS
-from klamp.core.masking import masked_log_ratio, masked_sum
-from klamp.core.penalty import token_penalty
-from klamp.core.term import Weighted, prepare
+from klamp.core.penalty import kl_metrics, token_penalty
+from klamp.core.term import Prepared, Weighted, prepare
 from klamp.core.topk import topk_kl
 from klamp.core.types import Batch, Scored, check_logprobs, held_anchors
 from klamp.errors import ConfigError
@@ -189,22 +187,18 @@ def kl_to_teacher(
         )
     teacher = teacher_of(options.loss_mode)
     batch, coefficient = _distilled(teacher, model_output, data), options.distillation_loss_coef
-    penalty = token_penalty(prepare(batch, teacher.build_term()))
-    metrics = _teacher_metrics(batch, data) | {"teacher/coef": coefficient}
+    prepared = prepare(batch, teacher.build_term())
+    penalty, metrics = token_penalty(prepared), _teacher_metrics(prepared, data) | {"teacher/coef": coefficient}
     return penalty if options.use_task_rewards else penalty * coefficient, metrics
 
 
-def _teacher_metrics(batch: Batch, data: Any) -> dict[str, Any]:
+def _teacher_metrics(prepared: Prepared, data: Any) -> dict[str, Any]:
     """Means over the tokens of verl's mini-batch, each micro-batch's part of them, under klamp's names."""
-    scored = batch.anchors["teacher"]
-    if scored.kl is not None:
-        values = {"teacher/kl": scored.kl}
-    else:
-        k1 = masked_log_ratio(batch.policy_logprobs, scored.logprobs, batch.mask)
-        values = {"teacher/k1": k1, "teacher/kl": ESTIMATORS["k3"].value(k1)}
-    share = data["dp_size"] / (data["batch_num_tokens"] or batch.mask.sum())
+    count, means = prepared.batch.mask.sum(), kl_metrics(prepared)
+    names = ("teacher/kl",) if prepared.scored.kl is not None else ("teacher/k1", "teacher/kl")
+    share = data["dp_size"] * count / (data["batch_num_tokens"] or count)
     metric: Any = importlib.import_module(METRIC).Metric
-    return {name: metric("sum", masked_sum(value, batch.mask) * share) for name, value in values.items()}
+    return {name: metric("sum", means[name] * share) for name in names}
 
 
 def _distilled(teacher: TeacherConfig, model_output: Mapping[str, Any], data: Any) -> Batch:
@@ -258,7 +252,7 @@ def checked(ppo_loss: Callable[..., Any]) -> Callable[..., Any]:
         if calls not in AT:
             return ppo_loss(config, model_output, data, dp_group)
         padded, scores = losses.no_padding_2_padding, list[Any]()
-        losses.no_padding_2_padding = lambda *given: scores.append(padded(*given)) or scores[-1]
+        losses.no_padding_2_padding = lambda *values: scores.append(padded(*values)) or scores[-1]
         try:
             result = ppo_loss(config, model_output, data, dp_group)
         finally:
@@ -278,7 +272,7 @@ def _verdict(config: Any, loss: Any, policy: Any, data: Any) -> Verdict:
     names |= {"responses": "ids"} | ({"ref_log_prob": "ref_logprobs"} if config.use_kl_loss else {})
     columns = data.select(*names, BETA, strict=False).to_padded_tensor()
     beta = float(columns[BETA][0]) if BETA in columns else config.kl_loss_coef
-    options: dict[str, Any] = {ours: columns[theirs] for theirs, ours in names.items() if theirs in columns}
+    options: dict[str, Any] = {name: columns[column] for column, name in names.items() if column in columns}
     options |= {"beta": beta, "kl_in": "loss"} if config.use_kl_loss else {}
     clip = (config.clip_ratio_low, config.clip_ratio_high)
     return check_loss(loss, policy_logprobs=policy, clip=clip, once=False, host="verl", **options)
