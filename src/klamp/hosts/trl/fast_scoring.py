@@ -83,8 +83,8 @@ def _tried_out(trainer: TRLTrainer, model: Any) -> tuple[Traits, str]:
             return traits, "the model's logits are not its last hidden states through a plain output head"
         call = _trial(unwrapped)
         for candidate in (replace(traits, positions=positions) for positions in POSITIONS):
-            if _same_as_host(trainer, model, call, candidate):
-                return candidate, ""
+            if _same_as_host(trainer, model, call, candidate):  # TRL may count columns; generation counts tokens
+                return replace(traits, positions="tokens"), ""
     return traits, "TRL's scores of the model are others (its positions, or its kernels)"
 
 

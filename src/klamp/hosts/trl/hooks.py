@@ -176,6 +176,8 @@ class KLMixin(HostTrainer):
         with session.calls.collected() as scorings:
             output = super()._generate_and_score_completions(inputs)
         measure.watch_sampler(self, output)
+        if self._host == "TRL":
+            measure.watch_positions(self, output)
         if session.teacher is not None:
             teacher.keep_scores(self, inputs, output)
         if session.control is None or output.get(REF) is None:

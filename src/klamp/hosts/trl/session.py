@@ -117,6 +117,7 @@ class Warned:
     """What `measure` has warned of, or need not look at."""
 
     step_zero: bool = False  # the KL before the first update was looked at, or cannot be 0
+    positions: bool = False  # a batch with padding in front of a prompt was looked at
     sync_gap: float = 0.0  # of the sampler at the last look, nats per token; infinite: the user knows
 
 
