@@ -177,18 +177,16 @@ def advantages_with_kl(
 def shifted_advantages(advantages: Advantages, prepared: Prepared, *, beta: float) -> TokenValues:
     """Advantages minus beta times the KL of each token (or of it and all later ones), in units of the advantage. [B, T]
 
-    As `kl_in_advantage`, with the clip's factor and the sequence's weight on beta. The KL to a reference is that
-    of the old policy, which sampled the tokens. To a teacher it is that of the present one: under the surrogate's
-    ratios the old one's would follow KL(policy || teacher) less KL(policy || old).
+    As `kl_in_advantage`, with the clip's factor and the sequence's weight on beta. The KL is that of the present
+    policy: under the surrogate's ratios the old one's would follow KL(policy || anchor) less KL(policy || old).
     """
-    term, batch, now = prepared.term, prepared.batch, prepared.batch.policy_logprobs.detach()
-    old = now if batch.old_logprobs is None or term.anchor == "teacher" else batch.old_logprobs
-    factor = torch.ones_like(batch.mask[:, 0], dtype=old.dtype) if prepared.gate is None else prepared.gate.factor
+    term, batch, policy = prepared.term, prepared.batch, prepared.batch.policy_logprobs.detach()
+    factor = torch.ones_like(batch.mask[:, 0], dtype=policy.dtype) if prepared.gate is None else prepared.gate.factor
     if prepared.scored.weight is not None:
         factor = factor * prepared.scored.weight
     return kl_in_advantage(
         advantages,
-        old,
+        policy,
         prepared.scored.logprobs,
         prepared.carried,
         beta=beta * factor.unsqueeze(-1),

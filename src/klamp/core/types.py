@@ -218,6 +218,8 @@ def _describe(bad: Tensor, x: Tensor) -> str:
     return f"{int(bad.sum())} of {bad.numel()} tokens, the first at {index} with value {float(x[index])}"
 
 
+FORBIDDEN = -9999.0
+"""A log-probability at or below it stands for -inf, which vLLM's servers write as -9999: JSON has no infinities."""
 SCORING = "check the scoring pass: dtype overflow, logits masked with -inf at the sampled token, or a mask over padding"
 BOUND_IT = f"{SCORING}; if the model rules out what was sampled, teacher_max_log_ratio bounds its pull, and counts it"
 
@@ -225,12 +227,13 @@ BOUND_IT = f"{SCORING}; if the model rules out what was sampled, teacher_max_log
 def check_logprobs(name: str, logprobs: Tensor, mask: Mask, *, fix: str = SCORING) -> None:
     """Refuse values at unmasked positions that no log-probability of a sampled token can have."""
     x = logprobs.detach()
-    lost = mask & ~x.isfinite()
+    lost = mask & ~(x.isfinite() & (x > FORBIDDEN))
     if bool(lost.any()):
         raise NonFiniteError(
             f"{name} holds values that no log-probability of a sampled token can have",
             got=_describe(lost, x),
-            why="NaN and infinities would spread into the loss and from there into the weights",
+            why="NaN and infinities would spread into the loss and from there into the weights; -9999 is how a vLLM "
+            "server writes -inf",
             fix=fix,
         )
     refuse_positive(mask, **{name: x})
@@ -238,10 +241,10 @@ def check_logprobs(name: str, logprobs: Tensor, mask: Mask, *, fix: str = SCORIN
 
 def refuse_positive(mask: Mask | None = None, **logprobs: Tensor) -> None:
     """Refuse log-probabilities above 0 at unmasked positions: they are something else. NaN and infinities pass."""
-    for name, given in logprobs.items():
-        if given.is_meta or torch.compiler.is_compiling():  # there are no values to look at
+    for name, logprob in logprobs.items():
+        if logprob.is_meta or torch.compiler.is_compiling():  # there are no values to look at
             continue
-        x = given.detach()
+        x = logprob.detach()
         bad = (x > POSITIVE_TOLERANCE) & x.isfinite()
         bad = bad if mask is None else bad & mask
         if bool(bad.any()):
@@ -297,7 +300,7 @@ def _check_anchor(anchor: str, scored: Scored, mask: Mask, *, bounded: bool) -> 
     if anchor not in HELD:  # the run's own anchors score every trained token, also one that carries no KL
         fix = BOUND_IT
         counted = mask if scored.mask is None else mask & scored.mask
-        counted = counted & ~scored.logprobs.isneginf() if bounded else counted
+        counted = counted & ~(scored.logprobs <= FORBIDDEN) if bounded else counted
     check_logprobs(argument_of(anchor), scored.logprobs, counted, fix=fix)
     if scored.weight is not None and not bool(((scored.weight >= 0) & scored.weight.isfinite()).all()):
         raise DataError(

@@ -317,8 +317,10 @@ def _advice(term: KLTerm, facts: ConfigFacts) -> str:
     """What corrects a gradient that is neither KL's for tokens of an older policy."""
     if facts.off_policy.follows.factor or facts.off_policy.follows.name == "zero":
         return ""
-    if term.placement != "loss":
+    if term.placement == "reward":
         return "; the KL in it is that of the policy that sampled, and goes stale with every further update"
+    if term.placement == "advantage":
+        return ""
     proximal = term.anchor == "sampler" and term.gradient in ("reverse", "forward")
     if term.off_policy != "none" or not (facts.position.follows.factor or proximal):
         return ""

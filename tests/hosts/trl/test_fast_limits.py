@@ -89,3 +89,29 @@ def test_in_mixed_precision_it_is_tried_out_against_a_prepared_model(tmp_path: A
     assert scores.dtype == torch.float32 and (scores != scores.bfloat16().float()).any()
     trainer.train()
     assert trainer._klamp.fast.traits and not trainer._klamp.fast.reasons
+
+
+def test_padding_moves_no_positions_that_a_model_learned(tmp_path: Path) -> None:
+    """TRL passes GPT-2 no positions, so that padding in front of a prompt counts; generation does not count it."""
+    stock, fast = (
+        klamp_trainer(model("gpt2"), tmp_path, beta=0.1, kl_monitor=True, fast_scoring=kind)
+        for kind in (False, "require")
+    )
+    gaps = []
+    for trainer in (stock, fast):
+        with warnings.catch_warnings(record=True, action="always") as caught:
+            inputs = generated(trainer)
+            generated(trainer)
+        told = [str(x.message) for x in caught if "at other positions than generation" in str(x.message)]
+        assert len(told) == (trainer is stock)
+        assert not told or ("up to" in told[0] and "fast_scoring=True" in told[0])
+        padding = (inputs["prompt_mask"] == 0).sum(-1)
+        row, start = int(padding.argmax()), int(padding.max())
+        assert start > 0
+        ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], 1)[row : row + 1, start:]
+        mask, keep = inputs["completion_mask"][row].bool(), inputs["completion_ids"].shape[1]
+        with torch.no_grad():
+            logprobs = trainer.ref_model(input_ids=ids).logits[0, -keep - 1 : -1].log_softmax(-1)
+        right = logprobs.gather(-1, inputs["completion_ids"][row][:, None])[:, 0]
+        gaps.append(float((right - inputs["ref_per_token_logps"][row])[mask].abs().max()))
+    assert gaps[0] > 0.1 and gaps[1] < 1e-4

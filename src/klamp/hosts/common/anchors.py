@@ -72,9 +72,9 @@ def likely_reasons(policy: nn.Module, reference: nn.Module | None, *, adapter: b
     if adapter and reference is None:
         reasons.append("an adapter that is not zero at the start, while the reference is the model without it")
     if reference is not None:
-        mine, other = next(policy.parameters()).dtype, next(reference.parameters()).dtype
-        if mine != other:
-            reasons.append(f"data types: the policy is {mine}, the reference {other}")
+        own_dtype, ref_dtype = (next(model.parameters()).dtype for model in (policy, reference))
+        if own_dtype != ref_dtype:
+            reasons.append(f"data types: the policy is {own_dtype}, the reference {ref_dtype}")
         elif loaded and not adapter:
             reasons.append(
                 "weights: the reference was loaded from a path or the Hub and the policy has been changed since; pass "

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from klamp.core.penalty import token_penalty
-from klamp.core.term import KLTerm, prepare
-from klamp.core.types import Batch, Scored, held_anchors
+from klamp.core.penalty import shifted_advantages, token_penalty
+from klamp.core.term import KLTerm, Weighted, prepare
+from klamp.core.types import Advantages, Batch, Scored, held_anchors
 from klamp.errors import UnsupportedVersion
 
 KL_MASK, KL_SCALE = "klamp_kl_mask", "klamp_kl_scale"
@@ -63,6 +63,33 @@ def gated_penalty(batch: Batch, term: KLTerm, scale: Tensor | None = None) -> Te
     if scale is None:
         return penalty * (batch.mask.sum() / prepared.carried.sum().clamp(min=1))
     return penalty * scale.unsqueeze(-1)
+
+
+def advantages_less_kl(batch: Batch, terms: Sequence[Weighted]) -> Advantages:
+    """The advantages less each KL that enters there, of the policy that the batch holds. [B] or [B, T]
+
+    The batch has to hold the policy of the present update: with the old one's log-probabilities a loss follows
+    KL(policy || anchor) less KL(policy || old).
+    """
+    advantages = batch.advantages
+    for coefficient, term in terms:
+        if coefficient > 0 and term.placement == "advantage":
+            advantages = shifted_advantages(advantages, prepare(batch, term), beta=coefficient)
+    return advantages
+
+
+class ShiftedInputs(dict[str, Any]):
+    """A micro-batch whose advantages are computed where the host's loss reads them, after it scored the policy."""
+
+    def __init__(self, inputs: Mapping[str, Any], advantages: Callable[[], Advantages]) -> None:
+        super().__init__(inputs)
+        self.uses, self._advantages = 0, advantages
+
+    def __getitem__(self, name: str) -> Any:
+        if name != "advantages":
+            return super().__getitem__(name)
+        self.uses += 1
+        return self._advantages()
 
 
 class Coefficient(float):

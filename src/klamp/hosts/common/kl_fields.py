@@ -29,9 +29,9 @@ def _fields(config: type, unset: str) -> list[tuple[str, Any, Any]]:
     """The fields of an anchor but beta; the help is where a host looks for it."""
     kinds, texts = get_type_hints(config), field_texts(config)
     return [
-        _field(each.name, kinds[each.name], f"{texts[each.name]} {unset.format(each.default)}")
-        for each in dataclasses.fields(config)
-        if each.name != "beta"
+        _field(field.name, kinds[field.name], f"{texts[field.name]} {unset.format(field.default)}")
+        for field in dataclasses.fields(config)
+        if field.name != "beta"
     ]
 
 

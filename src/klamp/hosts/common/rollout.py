@@ -14,7 +14,7 @@ from torch import Tensor
 
 from klamp.core.estimators import ESTIMATORS
 from klamp.core.masking import masked_log_ratio, masked_sum
-from klamp.core.penalty import advantages_with_kl, shifted_advantages
+from klamp.core.penalty import advantages_with_kl
 from klamp.core.term import KLTerm, measure, prepare, scored_by, sequence_gate_kl
 from klamp.core.types import Batch, Reduction
 from klamp.doctor.alarms_kl import STEP_ZERO
@@ -62,15 +62,15 @@ class Generation:
 
 def needs_old_logprobs(term: KLTerm) -> bool:
     """Whether the policy must be scored at generation."""
-    return term.clip_method != "none" or term.placement != "loss"
+    return term.clip_method != "none" or term.placement == "reward"
 
 
 def prepared(
     generation: Generation, control: KLControl, tokenizer: Any, *, beta: float, reduction: Reduction | None
 ) -> dict[str, Any]:
-    """The host's tensors with klamp's added: exclusions, reference length, gate, shifted advantages.
+    """The host's tensors with klamp's added: exclusions, reference length, gate, advantages of rewards less the KL.
 
-    `beta` is the one in force, for a KL in the reward or the advantage; `reduction` None: by each micro-batch.
+    `beta` is the one in force, for a KL in the reward; `reduction` None: by each micro-batch.
     """
     kl, term = control.kl, control.kl.build_term()
     added: dict[str, Any] = dict(generation.inputs)
@@ -86,8 +86,8 @@ def prepared(
             added[REFERENCE_LENGTH] = reference_lengths(generation, control)
         added[GATE_KL] = gate_over_processes(generation, term)
         generation = replace(generation, inputs=added)
-    if term.placement != "loss" and beta > 0:
-        added["advantages"] = shifted(generation, term, beta=beta)
+    if term.placement == "reward" and beta > 0:
+        added["advantages"] = advantages_of_rewards(generation, term, beta=beta)
     return added
 
 
@@ -107,16 +107,13 @@ def gate_over_processes(generation: Generation, term: KLTerm) -> Tensor:
     return sequence_gate_kl(measure(batch, term), gather=accelerator.gather, rank=accelerator.process_index)
 
 
-def shifted(generation: Generation, term: KLTerm, *, beta: float) -> Tensor:
-    """Advantages with the KL in them: per completion before they are formed, or per token after. [B] or [B, T]
+def advantages_of_rewards(generation: Generation, term: KLTerm, *, beta: float) -> Tensor:
+    """The advantages of rewards less the KL of each completion. [B] or [B, T], as the host's are
 
     With advantages that are rewards less their group's mean, and nothing else, taking the KL from the rewards is taking
     its deviation from the group's mean from the advantages.
     """
     batch = generation.batch()
-    prepared = prepare(batch, term)
-    if term.placement == "advantage":
-        return shifted_advantages(batch.advantages, prepared, beta=beta)
 
     def centred(taken: Tensor) -> Tensor:
         everywhere = generation.accelerator.gather(taken)
@@ -127,7 +124,7 @@ def shifted(generation: Generation, term: KLTerm, *, beta: float) -> Tensor:
         return deviations.split(len(taken))[generation.accelerator.process_index]
 
     none = batch.advantages.new_zeros(len(batch.mask))
-    shift = advantages_with_kl(none, prepared, beta=beta, advantages=centred)
+    shift = advantages_with_kl(none, prepare(batch, term), beta=beta, advantages=centred)
     return batch.advantages + (shift if batch.advantages.ndim == 1 else shift.unsqueeze(-1))
 
 

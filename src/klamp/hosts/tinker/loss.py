@@ -32,7 +32,7 @@ from klamp.core.types import LossPart
 from klamp.doctor.metrics import check_metrics
 from klamp.errors import KLWarning, NonFiniteError, Refusal, refuse
 from klamp.hosts.common.effective import Effective, EffectiveTerm
-from klamp.hosts.common.versions import load_tinker, told_version
+from klamp.hosts.common.versions import host_version, load_tinker
 from klamp.hosts.tinker.datums import Rows, read_rows, with_inputs
 
 Normalizer: TypeAlias = Literal["loss_type", "token_sum"]
@@ -182,7 +182,7 @@ def effective(
         average = "sum over the tokens of the call"
     reference = "logprobs of the datums: the sampler" if kl.reference == "sampler" else "ref_logprobs of the datums"
     return Effective(
-        host=f"{told_version('tinker')}, forward_backward_custom",
+        host=f"{host_version('tinker')}, forward_backward_custom",
         terms=tuple(terms),
         normalizer=average,
         reference=reference if beta > 0 else "none is read: the coefficient is 0",

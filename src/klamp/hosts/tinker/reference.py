@@ -10,6 +10,7 @@ from collections.abc import Collection, Sequence
 from typing import Any, TypeVar
 
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, POSITIVE, check_number, describe
+from klamp.core.types import FORBIDDEN
 from klamp.errors import DataError, ModelError, NonFiniteError, ShapeError
 from klamp.hosts.common.versions import load_tinker
 from klamp.hosts.tinker.datums import Place, token_ids
@@ -41,7 +42,7 @@ async def compute_reference_logprobs(
 
     Raises:
         ModelError: the service refuses, or does not answer in time; the sequence is named.
-        NonFiniteError: None, NaN or an infinity inside a response.
+        NonFiniteError: None, NaN, an infinity or -9999 (a vLLM server's -inf) inside a response.
         ShapeError: an answer of another length than the tokens (n values, or n - 1 without the first token's None).
         DataError, ConfigError: arguments that cannot be used.
         UnsupportedVersion: the SDK is missing or outside the range.
@@ -152,7 +153,7 @@ class Asker:
 
     def _logprobs(self, i: int, answer: Sequence[float | None]) -> list[float]:
         values = self._of_response(i, answer)
-        bad = [j for j, value in enumerate(values) if value is None or not math.isfinite(value)]
+        bad = [j for j, value in enumerate(values) if value is None or not FORBIDDEN < value < math.inf]
         if bad:
             raise NonFiniteError(
                 f"sequence {i}: the {self.who} has no log-probability for a token of the response",

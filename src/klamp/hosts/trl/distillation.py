@@ -24,7 +24,7 @@ from klamp.hosts.common.coefficient import TEACHER, check_once, loss_mask
 from klamp.hosts.common.control import check_kl
 from klamp.hosts.common.effective import Effective, EffectiveTerm
 from klamp.hosts.common.kl_fields import PASSED, TeacherFields, read_again, teacher_config
-from klamp.hosts.common.versions import told_version
+from klamp.hosts.common.versions import host_version
 from klamp.hosts.trl import teacher
 from klamp.hosts.trl.grpo_config import not_klamps_trainer
 from klamp.hosts.trl.reference import check_folder, own_reference, placed, plain_model, predicted, weights_are_split
@@ -221,7 +221,7 @@ def in_force(trainer: Any) -> Effective:
         placement=PLACEMENTS["loss"],
     )
     return Effective(
-        host=told_version("trl", trainer),
+        host=host_version("trl", trainer),
         terms=(replace(teacher.effective_term(trainer) or stock, price="there is no reward to weigh it against"),),
         normalizer=f"{describe_average('token_mean')} (TRL's own)",
         reference="none: TRL's distillation has no reference",

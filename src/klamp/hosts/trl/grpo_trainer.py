@@ -22,7 +22,7 @@ from klamp.hosts.common.control import NEVER_ZERO
 from klamp.hosts.common.effective import Effective, EffectiveTerm, that_apply
 from klamp.hosts.common.kl_fields import PASSED, read_again, touched, warn_without_kl
 from klamp.hosts.common.rollout import excluded_ids
-from klamp.hosts.common.versions import caution_beside, told_version
+from klamp.hosts.common.versions import caution_beside, host_version
 from klamp.hosts.trl import fast_scoring, teacher
 from klamp.hosts.trl.callbacks import DoctorCallback, ReportCallback
 from klamp.hosts.trl.grpo_config import (
@@ -212,7 +212,7 @@ def read_effective(
     term = _stock(trainer, host, loss_types) if kl is None else _klamp(trainer, kl, loss_types)
     source = "" if session is None else session.reference.source
     return Effective(
-        host=told_version("trl", trainer),
+        host=host_version("trl", trainer),
         terms=tuple(filter(None, (term, teacher.effective_term(trainer)))),
         normalizer=f"{_average(trainer.loss_type, loss_types)} ({host}'s own, loss_type={trainer.loss_type!r})",
         reference=describe_reference(trainer, source or f"loaded by {host}"),

@@ -17,9 +17,19 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from klamp.config import TRL_LOSS_TYPES
 from klamp.core.advantages import Baseline
-from klamp.core.types import Reduction
+from klamp.core.term import Weighted
+from klamp.core.types import Advantages, Reduction
 from klamp.errors import KLWarning
-from klamp.hosts.common.coefficient import KL_SCALE, TEACHER, Coefficient, batch_of, check_once, gated_penalty
+from klamp.hosts.common.coefficient import (
+    KL_SCALE,
+    TEACHER,
+    Coefficient,
+    ShiftedInputs,
+    advantages_less_kl,
+    batch_of,
+    check_once,
+    gated_penalty,
+)
 from klamp.hosts.common.control import NEVER_ZERO, go_on_from
 from klamp.hosts.common.rollout import Generation, needs_old_logprobs, prepared
 from klamp.hosts.trl import fast_scoring, measure, reference, teacher
@@ -31,6 +41,9 @@ else:
     HostTrainer = object
 
 
+REF = "ref_per_token_logps"
+
+
 class LossHook:
     """klamp's part of one loss of one micro-batch: in the place of TRL's `beta` while TRL computes the loss."""
 
@@ -39,32 +52,53 @@ class LossHook:
         self.scored: Scoring | None = None
         """The policy's log-probabilities in this loss; None: the loss has no KL, and made more or less than one."""
 
+    @property
+    def terms(self) -> tuple[Weighted, ...]:
+        """klamp's KLs in this loss, with their coefficients."""
+        return self.trainer._klamp.terms(self.trainer, self.beta)
+
     @contextmanager
     def in_place(self) -> Iterator[Any]:
         """A context in which the host's loss has klamp's KL; gives the inputs for that loss."""
         trainer, session = self.trainer, self.trainer._klamp
         learns = fast_scoring.learning_rows(trainer, self.inputs, self.beta)
         in_loss = session.teacher is not None and session.teacher.term.placement == "loss"
-        with session.calls.collected(learns) as scorings:
+        with session.calls.collected(learns) as scorings, self._with_shift(scorings) as inputs:
             if session.has_kl or in_loss:
-                with self._as_coefficient(scorings) as inputs:
+                with self._as_coefficient(scorings):
                     yield inputs
             else:
-                yield self.inputs
+                yield inputs
         if (self._is_referred and session.control is not None) or session.teacher is not None or len(scorings) == 1:
             self.scored = _only(scorings)
 
     @property
     def _is_referred(self) -> bool:
-        return self.inputs.get("ref_per_token_logps") is not None
+        return self.inputs.get(REF) is not None
 
     @contextmanager
-    def _as_coefficient(self, scorings: list[Scoring]) -> Iterator[Any]:
+    def _with_shift(self, scorings: list[Scoring]) -> Iterator[dict[str, Any]]:
+        """A context with the inputs of the loss; a KL in the advantage is that of the policy scored in the loss."""
+
+        def advantages() -> Advantages:
+            return advantages_less_kl(batch_of(self.inputs, _only(scorings).logprobs), self.terms)
+
+        # TRL multiplies beta with a KL if it has a reference's numbers; without one the teacher's stand in for them
+        stand_in = {} if self._is_referred or TEACHER not in self.inputs else {REF: self.inputs[TEACHER]}
+        inputs = {**self.inputs, **stand_in}
+        if not any(term.placement == "advantage" for _, term in self.terms):
+            yield inputs
+            return
+        shifted = ShiftedInputs(inputs, advantages)
+        yield shifted
+        check_once(shifted.uses, "reads of the advantages")
+
+    @contextmanager
+    def _as_coefficient(self, scorings: list[Scoring]) -> Iterator[None]:
         trainer, outer = self.trainer, float(self.trainer.beta)
         coefficient = trainer.beta = Coefficient(outer or NEVER_ZERO, lambda: self._penalty(_only(scorings)))
-        # TRL multiplies beta with a KL if it has a reference's numbers; without one the teacher's stand in for them
         try:
-            yield self.inputs if self._is_referred else {**self.inputs, "ref_per_token_logps": self.inputs[TEACHER]}
+            yield
         finally:
             trainer.beta = outer
         check_once(coefficient.uses, "products of beta with a KL")
@@ -139,51 +173,43 @@ class KLMixin(HostTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         session, beta = self._klamp, self._refresh_beta()
         fast_scoring.settle(self)
-        with session.calls.collected() as scorings, fast_scoring.prompts_once(self):
+        with session.calls.collected() as scorings:
             output = super()._generate_and_score_completions(inputs)
         measure.watch_sampler(self, output)
+        if self._host == "TRL":
+            measure.watch_positions(self, output)
         if session.teacher is not None:
             teacher.keep_scores(self, inputs, output)
-        referred = session.control is not None and output.get("ref_per_token_logps") is not None
-        if not referred and session.teacher is None:
+        if session.control is None or output.get(REF) is None:
             return output
         old = self._old_scoring(output, scorings)
-        old_logprobs = None if old is None else old.logprobs
-        if session.control is not None and referred:
-            reference.keep_reference(self, output, scorings[-1].hidden)  # TRL scores the reference last
-            exact = None
-            if old is not None and session.term.value == "exact":
-                exact = reference.exact_kl_of(self, output, old.hidden)
-            generation = Generation(
-                inputs=output,
-                old_logprobs=old_logprobs,
-                exact_kl=None if exact is None else exact[0],
-                rows=inputs,
-                lengths=torch.tensor(session.rollout.lengths, device=output["completion_ids"].device),
-                group_size=measure.group_size(self),
-                accelerator=self.accelerator,
-                scorable=session.rollout.scorable,
-            )
-            reduction = self._loss_types[self.loss_type]
-            output = prepared(generation, session.control, self._tokenizer, beta=beta, reduction=reduction)
-        if session.teacher is not None:
-            output["advantages"] = teacher.in_advantages(self, output, old_logprobs)
-        return output
+        reference.keep_reference(self, output, scorings[-1].hidden)  # TRL scores the reference last
+        exact = None
+        if old is not None and session.term.value == "exact":
+            exact = reference.exact_kl_of(self, output, old.hidden)
+        generation = Generation(
+            inputs=output,
+            old_logprobs=None if old is None else old.logprobs,
+            exact_kl=None if exact is None else exact[0],
+            rows=inputs,
+            lengths=torch.tensor(session.rollout.lengths, device=output["completion_ids"].device),
+            group_size=measure.group_size(self),
+            accelerator=self.accelerator,
+            scorable=session.rollout.scorable,
+        )
+        reduction = self._loss_types[self.loss_type]
+        return prepared(generation, session.control, self._tokenizer, beta=beta, reduction=reduction)
 
     def _old_scoring(self, output: Any, scorings: list[Scoring]) -> Scoring | None:
         """The policy's scores before the batch's first update, from TRL if it made them."""
         session, old = self._klamp, output.get("old_per_token_logps")
         if old is not None:
             return next((scoring for scoring in scorings if scoring.logprobs is old), Scoring(old))
-        terms = [session.term] * (output.get("ref_per_token_logps") is not None)
-        terms += [] if session.teacher is None else [session.teacher.term]
-        if not any(map(needs_old_logprobs, terms)):
+        if not needs_old_logprobs(session.term):
             return None
-        # the same tokens that the reference was asked for, or without one the teacher
-        last = scorings[-1] if scorings else None
-        args, options = ((), teacher.scoring_call(self, output)) if last is None else (last.positional, last.options)
+        last = scorings[-1]  # the same tokens that the reference was asked for
         with torch.no_grad(), session.calls.collected() as again:
-            self._get_per_token_logps_and_entropies(self.model, *args, **options)
+            self._get_per_token_logps_and_entropies(self.model, *last.positional, **last.options)
         return again[-1]
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:

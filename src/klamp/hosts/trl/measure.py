@@ -16,7 +16,7 @@ from klamp.errors import KLWarning
 from klamp.hosts.common.anchors import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.hosts.common.coefficient import batch_of, loss_mask
 from klamp.hosts.common.control import beta_metrics, held_kl, mean_spread
-from klamp.hosts.common.sampler_weights import SAME, SyncReport, check_sync
+from klamp.hosts.common.sampler_weights import COARSE, SAME, SyncReport, check_sync
 from klamp.hosts.common.step_metrics import repeated_pairs, reward_length_correlation
 from klamp.hosts.trl import teacher
 from klamp.hosts.trl.grpo_config import reward_scale
@@ -130,6 +130,37 @@ def watch_sampler(trainer: TRLTrainer, output: Any) -> None:
     warned.sync_gap = gap if report.in_sync else math.inf
     if not report.in_sync:
         trainer._caution(f"sampler and trainer are out of sync at step {trainer.state.global_step + 1}: {report}")
+
+
+@torch.no_grad()
+def watch_positions(trainer: TRLTrainer, output: Any) -> None:
+    """Warn once if padding in front of a prompt changes the log-probabilities that TRL gives to its completion."""
+    session, padding = trainer._klamp, (output["prompt_mask"] == 0).sum(-1)
+    is_fast = session.fast is not None and not session.fast.reason
+    if session.warned.positions or is_fast or "pixel_values" in output or not bool(padding.any()):
+        return
+    session.warned.positions = True
+    if weights_are_split(trainer):
+        return
+    row, call = int(padding.argmax()), teacher.scoring_call(trainer, output)
+    mask = output["completion_mask"][row].bool()
+
+    def scores(start: int) -> Tensor:
+        tokens = {name: call[name][row : row + 1, start:] for name in ("input_ids", "attention_mask")}
+        return trainer._get_per_token_logps_and_entropies(trainer.model, **{**call, **tokens})[0][0][mask].float()
+
+    was_training = trainer.model.training
+    trainer.model.eval()  # dropout would differ from pass to pass
+    gaps = (scores(0) - scores(int(padding[row]))).abs()
+    trainer.model.train(was_training)
+    is_low = next(trainer.model.parameters()).dtype.itemsize < 4 or trainer.accelerator.mixed_precision != "no"
+    if gaps.numel() and float(gaps.mean()) > (COARSE if is_low else SAME):
+        trainer._caution(
+            f"TRL scores prompts with padding in front at other positions than generation: a completion behind "
+            f"{int(padding[row])} padding tokens is up to {float(gaps.max()):.2g} nats per token off. The model has "
+            "positions that it learned, and TRL passes it none. Set fast_scoring=True, which passes them (it needs a "
+            "model that was loaded without dropout), or train on prompts of one length"
+        )
 
 
 def sync_report(trainer: TRLTrainer, output: Any) -> SyncReport:

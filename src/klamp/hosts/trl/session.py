@@ -13,7 +13,7 @@ from torch import Tensor
 
 from klamp.config import KLConfig
 from klamp.config.teacher import TeacherConfig
-from klamp.core.term import KLTerm
+from klamp.core.term import KLTerm, Weighted
 from klamp.hosts.common.anchors import prefix_kl
 from klamp.hosts.common.control import KLControl, read_state
 from klamp.hosts.common.step_metrics import Window
@@ -117,6 +117,7 @@ class Warned:
     """What `measure` has warned of, or need not look at."""
 
     step_zero: bool = False  # the KL before the first update was looked at, or cannot be 0
+    positions: bool = False  # a batch with padding in front of a prompt was looked at
     sync_gap: float = 0.0  # of the sampler at the last look, nats per token; infinite: the user knows
 
 
@@ -145,8 +146,7 @@ class FastScoring:
         shared = all(traits.sharing == "gradient" for traits in self.traits.values())
         once = "each distinct prompt once" if shared else "each completion with its prompt where the cache is no help"
         apart = "".join(f"; but not where {reason}" for reason in sorted(self.reasons))
-        first = "; generation by transformers runs each distinct prompt once" if shared else ""
-        return f"completions are scored by klamp: {once}, no padding in the head, no logits held{first}{apart}"
+        return f"completions are scored by klamp: {once}, no padding in the head, no logits held{apart}"
 
 
 def new_windows() -> dict[str, Window]:
@@ -203,6 +203,12 @@ class Session:
     def has_kl(self) -> bool:
         """Whether klamp's KL to a reference is asked for, or its measurement."""
         return self.kl is not None and self.kl.needs_reference
+
+    def terms(self, trainer: Any, beta: float) -> tuple[Weighted, ...]:
+        """klamp's KLs with the coefficients in force; `beta` is that of the reference."""
+        own = (Weighted(beta, self.term),) if self.has_kl else ()
+        teacher = self.teacher
+        return own if teacher is None else (*own, Weighted(teacher.coefficient(trainer), teacher.term))
 
     @property
     def needs_hidden(self) -> bool:

@@ -13,12 +13,12 @@ from transformers import AutoTokenizer
 from trl.trainer import grpo_trainer
 
 from klamp.config.teacher import TeacherConfig
-from klamp.core.penalty import shifted_advantages, token_penalty
+from klamp.core.penalty import token_penalty
 from klamp.core.term import prepare
-from klamp.core.types import Batch
+from klamp.core.types import BOUND_IT, FORBIDDEN, Batch, check_logprobs
 from klamp.errors import refuse
 from klamp.hosts.common.anchors import check_tokens, no_prompt
-from klamp.hosts.common.coefficient import TEACHER, batch_of
+from klamp.hosts.common.coefficient import TEACHER, batch_of, loss_mask
 from klamp.hosts.common.effective import EffectiveTerm
 from klamp.hosts.trl.fast_scoring import ScoringCall
 from klamp.hosts.trl.grpo_config import needs_adapter
@@ -97,6 +97,8 @@ def keep_scores(trainer: TRLTrainer, rows: Sequence[Mapping[str, Any]], output: 
         with policy.disable_adapter() if off else nullcontext(), trainer._klamp.calls.collected() as scorings:
             logprobs = trainer._get_per_token_logps_and_entropies(model, **call)[0].detach()
         predictions = None if teacher.prefixes is None else cast(Tensor, scorings[-1].hidden).clone()
+    is_bounded = (logprobs <= FORBIDDEN) & (teacher.term.max_log_ratio is not None)
+    check_logprobs("teacher_logprobs", logprobs, loss_mask(output) & ~is_bounded, fix=BOUND_IT)
     output |= {TEACHER: logprobs} | ({} if predictions is None else {PREDICTED: predictions})
 
 
@@ -134,17 +136,6 @@ def _own_prompts(
     prompts = [torch.tensor(ids, device=device) for ids in _ids(trainer, rows, column)]
     mask = grpo_trainer.pad([torch.ones_like(ids) for ids in prompts], padding_value=0, padding_side="left")
     return grpo_trainer.pad(prompts, padding_value=trainer._tokenizer.pad_token_id, padding_side="left"), mask
-
-
-def in_advantages(trainer: TRLTrainer, inputs: Mapping[str, Any], old_logprobs: Tensor | None) -> Tensor:
-    """The advantages of a generation batch, with the KL to the teacher if it enters there. [B] or [B, T]"""
-    teacher = _teacher(trainer)
-    coefficient = teacher.coefficient(trainer)
-    if teacher.term.placement != "advantage" or coefficient == 0:
-        return inputs["advantages"]
-    assert old_logprobs is not None
-    prepared = prepare(batch_of(inputs, old_logprobs), teacher.term)
-    return shifted_advantages(inputs["advantages"], prepared, beta=coefficient)
 
 
 def penalty(trainer: TRLTrainer, inputs: Mapping[str, Any], scored: Scoring) -> Tensor | float:

@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from klamp.config.loss import Price
-from klamp.core.term import prepare
+from klamp.core.term import KLTerm, Weighted, prepare
+from klamp.core.types import Batch
 from klamp.errors import ConfigError, KLWarning
-from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH
+from klamp.hosts.common.coefficient import GATE_KL, KL_MASK, KL_SCALE, REFERENCE_LENGTH, advantages_less_kl
 from klamp.hosts.common.control import KLControl, held_kl, mean_spread, read_state
 from klamp.hosts.common.rollout import Alone, Generation, prepared
 from klamp.hosts.common.step_metrics import Window
@@ -95,7 +96,7 @@ class Driver:
         prompts = [None if tag.get("is_padding", False) else str(uid) for uid, tag in pairs]
         added, measured = columns(sampled, prompts, self.control, trainer.tokenizer, self._settings(beta))
         if mask.is_nested:
-            added = _nested(added, mask)
+            added = nested(added, mask)
         metrics.update(measured)
         fields = importlib.import_module("tensordict").TensorDict(added, batch_size=len(batch))
         return queue.kv_batch_put(keys=batch.keys, partition_id=batch.partition_id, fields=fields)
@@ -157,7 +158,7 @@ def _control(config: Any) -> KLControl | None:
     return KLControl(kl) if is_driven(kl) else None
 
 
-def _nested(added: Mapping[str, Tensor], mask: Any) -> dict[str, Tensor]:
+def nested(added: Mapping[str, Tensor], mask: Any) -> dict[str, Tensor]:
     """Per-token columns without padding, as verl's queue has them."""
     lengths = mask.offsets().diff().tolist()
 
@@ -206,7 +207,8 @@ def columns(
     generation = _generation(sampled, order, settings.group_size)
     reduction = REDUCTIONS.get(settings.loss_agg_mode)
     inputs = prepared(generation, control, tokenizer, beta=_taken(control, settings), reduction=reduction)
-    metrics = _measured(generation, inputs, control)
+    term, batch = control.kl.build_term(), replace(generation, inputs=inputs).batch()
+    metrics = _measured(batch, term)
     scores = sampled["rm_scores"][order]
     rewards = (scores.sum(-1) if scores.ndim == 2 else scores).view(-1, settings.group_size)
     metrics |= control.metrics(settings.price or Price(beta=settings.beta), mean_spread(rewards.double()))
@@ -217,7 +219,7 @@ def columns(
         control.update(kl, metrics, rewards)
     added = {name: inputs[name] for name in (*PER_ROW, *PER_TOKEN) if name in inputs}
     if control.kl.kl_placement != "loss":
-        shifted = inputs["advantages"]
+        shifted = advantages_less_kl(batch, [Weighted(settings.beta, term)])
         shifted = shifted if shifted.ndim == 2 else shifted.unsqueeze(-1)
         added["advantages"] = shifted * generation.inputs["completion_mask"]
     added[BETA] = torch.full((len(order),), settings.beta, dtype=torch.float64)
@@ -274,7 +276,7 @@ def _generation(sampled: Mapping[str, Tensor], order: Tensor, group_size: int) -
     )
 
 
-def _measured(generation: Generation, inputs: Mapping[str, Any], control: KLControl) -> dict[str, float]:
-    batch, term, window = replace(generation, inputs=inputs).batch(), control.kl.build_term(), Window()
+def _measured(batch: Batch, term: KLTerm) -> dict[str, float]:
+    window = Window()
     window.add(prepare(batch, term))
     return window.emit(Alone())
