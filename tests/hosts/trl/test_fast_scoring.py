@@ -155,10 +155,10 @@ def test_a_group_runs_its_prompt_once(base: Any, folder: Path, cached: list[tupl
     cached.clear()
     inputs = generated(trainer)
     assert len(inputs["prompt_ids"]) == 4
-    assert cached == [(False, 2)], "the reference: two prompts, four completions"
+    assert cached == [(False, 2)] * 2, "generation, then the reference: two prompts, four completions"
     trainer.current_gradient_accumulation_steps = 1
     trainer.compute_loss(trainer.model, inputs)
-    assert cached[1:] == [(True, 2)]
+    assert cached[2:] == [(True, 2)]
 
 
 def test_only_completions_with_a_gradient_are_run_with_one(base: Any, folder: Path) -> None:
