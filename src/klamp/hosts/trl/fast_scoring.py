@@ -1,7 +1,8 @@
 """klamp's scorer in the place of TRL's scoring method: each distinct prompt once, no padding in the head, no logits.
 
 What the method returns is TRL's up to rounding, gradient included. A model is tried out first, on a few tokens and
-against TRL's own method; if it, an input or a setting forbids fast scoring, TRL's method does the work.
+against TRL's own method; if it, an input or a setting forbids fast scoring, TRL's method does the work. In generation
+by transformers each distinct prompt is run once, and its completions go on from its cache.
 """
 
 from __future__ import annotations
@@ -26,13 +27,17 @@ from klamp.hosts.common.effective import that_apply
 from klamp.hosts.trl.grpo_config import liger_bypasses
 from klamp.hosts.trl.reference import plain_model, weights_are_split
 from klamp.hosts.trl.session import TRLTrainer
-from klamp.scoring.completions import Completions
-from klamp.scoring.model_parts import OpenedModel, Positions, Traits
+from klamp.scoring.completions import Completions, distinct, run_prompts
+from klamp.scoring.model_parts import OpenedModel, Positions, Traits, cache_name, cache_rows
 from klamp.scoring.probe import example, probe
 from klamp.scoring.scorer import Ask, Scorer
 
 POSITIONS: tuple[Positions, ...] = ("columns", "tokens")
 """How models may count positions where nobody tells them: most by columns, padding included."""
+KNOWN = ("disable_compile", "generation_config", "synced_gpus")
+"""What `generate` may be asked for besides tokens."""
+SETTINGS = ("assistant_early_exit", "cache_implementation", "penalty_alpha", "prompt_lookup_num_tokens")
+"""Settings of a generation that bring a cache or a way of decoding of their own."""
 SCORING = "_get_per_token_logps_and_entropies"
 """The method of TRL's trainer whose place is taken."""
 NO_GRADIENT = (
@@ -58,18 +63,18 @@ def settle(trainer: TRLTrainer) -> None:
         trainer._caution(NO_GRADIENT)
 
 
-def fall_back(trainer: TRLTrainer, reason: str) -> None:
-    """Warn once that TRL's own scoring is used, and why."""
+def fall_back(trainer: TRLTrainer, reason: str, *, what: str = "TRL's own scoring") -> None:
+    """Say once that TRL's own way is taken, and why."""
     fast: Any = trainer._klamp.fast
     if fast.required:
         raise ConfigError(
             "fast_scoring='require' cannot be honoured",
             got=type(trainer.model).__name__,
             why=reason,
-            fix="set fast_scoring=True: TRL's own scoring is then used where klamp's cannot be",
+            fix=f"set fast_scoring=True: {what} is then used where klamp's cannot be",
         )
     if reason not in fast.reasons and trainer.accelerator.is_main_process:
-        trainer._caution(f"TRL's own scoring is used in spite of fast_scoring: {reason}")
+        trainer._caution(f"{what} is used in spite of fast_scoring: {reason}")
     fast.reasons.add(reason)
 
 
@@ -295,3 +300,51 @@ def why_not_these(trainer: TRLTrainer, mask: Tensor, length: int, others: dict[s
     if bool((prompts[:, :-1] & ~prompts[:, 1:]).any() | (~completions[:, :-1] & completions[:, 1:]).any()):
         return "there is padding amid a prompt or a completion"
     return ""
+
+
+@contextmanager
+def prompts_once(trainer: TRLTrainer) -> Iterator[None]:
+    """A context in which `generate` of a trainer's model runs each distinct prompt once, if that is possible."""
+    fast = trainer._klamp.fast
+    causal = None if fast is None or fast.reason else plain_model(trainer, trainer.model)
+    traits = None if fast is None or causal is None else fast.traits.get(id(causal))
+    if causal is None or traits is None or traits.sharing == "no":
+        yield
+        return
+    inner = causal.generate
+
+    def generate(input_ids: Tensor | None = None, attention_mask: Tensor | None = None, **options: Any) -> Any:
+        tokens, cache = {"input_ids": input_ids, "attention_mask": attention_mask}, None
+        if input_ids is not None and attention_mask is not None:
+            settings = options.get("generation_config") or getattr(causal, "generation_config", None)
+            if reason := why_not_once(settings, options):
+                fall_back(trainer, reason, what="transformers' own first pass")
+            elif Scorer(causal, traits).can_share():
+                room = getattr(settings, "max_new_tokens", None) or 1
+                cache = _cache_of_prompts(causal, input_ids, attention_mask, room)
+        return inner(**tokens, **options, **({} if cache is None else {cache_name(causal): cache}))
+
+    with replaced(causal, "generate", generate):
+        yield
+
+
+def why_not_once(settings: Any, options: dict[str, Any]) -> str:
+    """Why a generation with these options cannot begin with prompts that were run before, in words; "" if it can."""
+    if others := sorted(name for name, value in options.items() if name not in KNOWN and value is not None):
+        return f"the input is more than tokens ({', '.join(others)})"
+    own = [name for name in SETTINGS if getattr(settings, name, None) is not None]
+    several = max(getattr(settings, name, None) or 1 for name in ("num_beams", "num_return_sequences")) > 1
+    if own or several or getattr(settings, "use_cache", None) is False:
+        return f"the generation has a cache or a way of decoding of its own ({', '.join(own) or 'beams, no cache'})"
+    return ""
+
+
+def _cache_of_prompts(causal: nn.Module, ids: Tensor, mask: Tensor, room: int) -> Any:
+    """The keys and values of the prompts but their last token; None if that saves nothing or is not exact."""
+    opened = OpenedModel(causal, Traits())  # the model as it is called, so that its wrappers count
+    if ids.shape[1] < 2 or not opened.is_steady(ids.shape[1] + room):
+        return None
+    prompts, prompt_mask, which = distinct(ids[:, :-1], mask[:, :-1])
+    if len(prompts) == len(ids):
+        return None
+    return cache_rows(run_prompts(opened, prompts, prompt_mask, which).cache, which, room=room)

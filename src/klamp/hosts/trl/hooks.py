@@ -173,7 +173,7 @@ class KLMixin(HostTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> Any:
         session, beta = self._klamp, self._refresh_beta()
         fast_scoring.settle(self)
-        with session.calls.collected() as scorings:
+        with session.calls.collected() as scorings, fast_scoring.prompts_once(self):
             output = super()._generate_and_score_completions(inputs)
         measure.watch_sampler(self, output)
         if self._host == "TRL":

@@ -146,7 +146,8 @@ class FastScoring:
         shared = all(traits.sharing == "gradient" for traits in self.traits.values())
         once = "each distinct prompt once" if shared else "each completion with its prompt where the cache is no help"
         apart = "".join(f"; but not where {reason}" for reason in sorted(self.reasons))
-        return f"completions are scored by klamp: {once}, no padding in the head, no logits held{apart}"
+        first = "; generation by transformers runs each distinct prompt once" if shared else ""
+        return f"completions are scored by klamp: {once}, no padding in the head, no logits held{first}{apart}"
 
 
 def new_windows() -> dict[str, Window]:
