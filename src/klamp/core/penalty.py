@@ -34,7 +34,18 @@ from klamp.core.masking import (
 )
 from klamp.core.surrogates import per_token
 from klamp.core.term import Prepared
-from klamp.core.types import HELD, Advantages, Estimator, Horizon, LogProbs, LossPart, Mask, Reduction, TokenValues
+from klamp.core.types import (
+    FORBIDDEN,
+    HELD,
+    Advantages,
+    Estimator,
+    Horizon,
+    LogProbs,
+    LossPart,
+    Mask,
+    Reduction,
+    TokenValues,
+)
 from klamp.errors import ConfigError, NonFiniteError
 
 
@@ -204,7 +215,7 @@ def kl_metrics(prepared: Prepared) -> dict[str, Tensor]:
 
 def _anchor_metrics(prepared: Prepared) -> dict[str, Tensor]:
     name, delta, carried, kl = prepared.term.anchor, prepared.log_ratio, prepared.carried, prepared.scored.kl
-    allowed = carried & delta.isfinite()  # a bounded log-ratio may be infinite; the share below counts it
+    allowed = carried & (prepared.scored.logprobs > FORBIDDEN)  # the share below counts the others
     kl_values = masked_mean(ESTIMATORS["k3"].value(delta), allowed) if kl is None else masked_mean(kl.detach(), carried)
     return {
         f"{name}/k1": masked_mean(delta, allowed),
