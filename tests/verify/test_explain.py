@@ -99,6 +99,7 @@ def test_what_is_said_of_one_configuration_is_not_said_of_another() -> None:
     assert line(explain(target_kl=0.1), "ends").startswith("not known"), "beta moves"
     assert "reward" not in line(explain(setting=Setting(rewarded=False)), "ends")
     assert "price" not in dict(explain(kl_gradient="none").lines), "nothing is paid"
+    assert line(explain(target_kl=0.05), "price").startswith("moves with beta; at its start 0.01 reward")
     assert {"ends", "price"}.isdisjoint(dict(explain(reference="sampler").lines)), "a sampler has neither"
     clipped = explain(kl_clip_method="hard", kl_reference_length=9)
     assert "ends" not in dict(clipped.lines) and line(clipped, "price").endswith("above the budget")
