@@ -81,7 +81,7 @@ def printed(policy, old, ref, advantages, mask, kl_coef: float, clip: float) -> 
 
 
 def test_the_divergence_has_the_printed_value_and_the_gradient_of_the_reverse_kl():
-    policy, ref = drawn(3, 4), drawn(3, 4, seed=1)
+    policy, ref = (-x.abs() for x in (drawn(3, 4), drawn(3, 4, seed=1)))
     torch.testing.assert_close(compute_kl_divergence(policy, ref), policy - ref)
     found, reverse, forward = expected_gradient(compute_kl_divergence)
     torch.testing.assert_close(found, reverse, rtol=0, atol=1e-12)
@@ -302,8 +302,9 @@ def test_the_loop_writes_to_tensorboard_as_much_as_doctor_reads_of_the_trainer(t
         "train/kl_penalty", "train/grad_norm", "train/learning_rate",
     }  # fmt: skip
     diagnosis = examine(record)
-    lacking = {"completions", "completions, sampler_logprobs", "evaluations", "settings.loss_type, settings.verifier"}
-    assert set(diagnosis.unchecked.values()) <= lacking
+    gaps = {gap for gap in diagnosis.unchecked.values() if not gap.endswith("steps with its metrics, not 3")}
+    completions = {"completions", "completions, sampler_logprobs", "completions, loss masks"}
+    assert gaps <= completions | {"evaluations", "settings.loss_type, settings.verifier"}
     assert not diagnosis.failed(["step-zero-kl", "sampler-mismatch", "huge-values", "negative-k1"])
 
 

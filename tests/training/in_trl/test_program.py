@@ -89,7 +89,7 @@ def test_a_checkpoint_that_changed_is_refused_and_one_that_was_cut_short_passed_
 def test_prompts_and_advantages_are_those_of_klamp(changes, scale, baseline, quick, monkeypatch):
     seen = []
 
-    class Watched(program.Trainer):
+    class Watched(program.RunTrainer):
         def _generate_and_score_completions(self, inputs):
             output = super()._generate_and_score_completions(inputs)
             if self.model.training:
@@ -101,7 +101,7 @@ def test_prompts_and_advantages_are_those_of_klamp(changes, scale, baseline, qui
                     assert ids[mask.bool()].tolist() == written
             return output
 
-    monkeypatch.setattr(program, "Trainer", Watched)
+    monkeypatch.setattr(program, "RunTrainer", Watched)
     config = quick(max_steps=2, **changes)
     launch(config, [])
     task = program.load_prompts(config, program.models.load_tokenizer(config.model.model), longest=None)
