@@ -230,9 +230,7 @@ def test_one_outlier_is_no_distance() -> None:
     [("k3", 0.0029, 1e6, False), ("k3", 0.0031, 1e6, True), ("k1", -0.0031, 1e6, False), ("k1", -0.0035, 1e6, True),
      ("k3", 0.0041, None, False), ("k3", 0.0043, None, True), ("k1", 0.024, None, False), ("k1", 0.026, None, True)],
 )  # fmt: skip
-def test_at_step_zero_other_peoples_data_types_may_differ(
-    name: str, kl: float, tokens: float | None, alarmed: bool
-) -> None:
+def test_at_step_zero_other_data_types_may_differ(name: str, kl: float, tokens: float | None, alarmed: bool) -> None:
     """By four standard errors of as many tokens as the record tells, or of 200."""
     others, curves = RunSettings(other_kernels=True), {name: [kl]} | ({"length": [tokens]} if tokens else {})
     assert (look("step-zero-kl", history_of(settings=others, **curves)) is not None) is alarmed

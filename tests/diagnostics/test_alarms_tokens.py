@@ -55,9 +55,7 @@ def test_a_lost_end_token() -> None:
     assert look("end-token-lost", at_step(lost, lost, kept)) is not None
     assert look("end-token-lost", at_step(lost, kept)) is None, "half of them"
     assert look("end-token-lost", at_step(cut, cut, kept)) is None
-    assert look("end-token-lost", at_step(left_out, left_out, kept)) is None, (
-        "whole completions are left out on purpose"
-    )
+    assert look("end-token-lost", at_step(left_out, left_out, kept)) is None, "left out on purpose"
     padded = completion(trained=(True, True, False), sampled=(True, True, False), ended=True)
     assert look("end-token-lost", at_step(padded)) is None
 
@@ -108,9 +106,7 @@ def test_what_came_with_the_updates_is_a_missing_sync_and_what_was_there_from_th
     text = cause(history_of(sampler__k3=[0.02, 0.02]))
     assert "a missing sync alone does not explain it: other data types or kernels" in text
     assert "does not explain it" in cause(history_of(sampler__k3=[0.02, 0.2])), "it was there, whatever came after"
-    assert cause(history_of(sampler__k1=[0.008, 0.02], length=[1e6] * 2)) == "", (
-        "hardly grown: of neither is there a sign"
-    )
+    assert cause(history_of(sampler__k1=[0.008, 0.02], length=[1e6] * 2)) == "", "hardly grown"
     assert "it came with the updates" in cause(history_of(sampler__abs=[0.01, 0.9])), "TRL logs no k3"
 
 

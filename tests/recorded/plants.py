@@ -188,9 +188,7 @@ FAULTY: dict[str, Planted] = {
         changes={"lora_r": 4, "max_steps": 1}, plant=_adapter_not_zero, finds={"step-zero-kl": (1, 1)}
     ),
     "adapter-not-synced": Planted(
-        changes={"lora_r": 4, "max_steps": 22, **SCALED},
-        plant=_stale_sampler,
-        finds={"sampler-mismatch": (2, 10)},
+        changes={"lora_r": 4, "max_steps": 22, **SCALED}, plant=_stale_sampler, finds={"sampler-mismatch": (2, 10)}
     ),
     "exploded-not-synced": Planted(
         changes={**UNHELD, "max_steps": 3},

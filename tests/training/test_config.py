@@ -8,13 +8,7 @@ import warnings
 import pytest
 
 from klamp.errors import ConfigError, KlampError, KLWarning, UnknownNameError
-from klamp.lab.config import (
-    ModelConfig,
-    OptimConfig,
-    RolloutConfig,
-    RunConfig,
-    TrainConfig,
-)
+from klamp.lab.config import ModelConfig, OptimConfig, RolloutConfig, RunConfig, TrainConfig
 
 
 def test_flat_values_make_the_same_configuration_again():

@@ -25,9 +25,7 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return far_away(tmp_path_factory.mktemp("elsewhere"))
 
 
-def test_a_run_stops_at_an_alarm_and_keeps_its_checkpoint(
-    config_of: Any, tmp_path: Path, elsewhere: dict[str, Any]
-) -> None:
+def test_a_run_stops_at_an_alarm_with_a_checkpoint(config_of: Any, tmp_path: Path, elsewhere: dict[str, Any]) -> None:
     config = config_of(stop_on=("retention", "kl-high"), max_steps=10, save_every=0, **elsewhere)
     with pytest.raises(TrainingStopped) as caught:
         train_run(config)

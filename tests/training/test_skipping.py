@@ -68,9 +68,7 @@ def without_skipping(context, rollout, beta, monkeypatch):
         (BETA, {"mask_truncated_completions": True}),
     ],
 )
-def test_sequences_without_a_gradient_get_no_backward_pass_and_leave_every_number_as_it_was(
-    context_of, monkeypatch, beta, changes
-):
+def test_sequences_without_a_gradient_get_no_backward_pass_and_change_no_number(context_of, monkeypatch, beta, changes):
     context = context_of(beta=beta, **HALF, **changes)
     disturb(context.policy, size=0.03)
     rollout = rollout_of(context, prompts=6, beta=beta)

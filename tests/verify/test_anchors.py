@@ -16,14 +16,7 @@ from klamp.verify.convergence import LOSSES, expected_step, follow, teacher_pric
 from klamp.verify.one_step import Scene, examine_config, scene, scores_of
 from klamp.verify.oracle import gradient_of, local_kl, name_gradient, truths
 from klamp.verify.proofs import anchors
-from klamp.verify.proofs.anchors import (
-    as_loss,
-    prove_noise,
-    prove_teacher,
-    prove_wrong_forms,
-    proximal,
-    taught_by,
-)
+from klamp.verify.proofs.anchors import as_loss, prove_noise, prove_teacher, prove_wrong_forms, proximal, taught_by
 from klamp.verify.proofs.check import Proof, run_section
 from klamp.verify.worlds import enumerate_outcomes, one_position, random_chain
 

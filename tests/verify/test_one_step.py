@@ -246,10 +246,7 @@ def test_excluded_tokens_carry_no_kl() -> None:
 
 @pytest.mark.parametrize(
     ("exclusions", "got"),
-    [
-        ({"kl_exclude_tokens": ("special",)}, "special"),
-        ({"kl_exclude_tokens": (0, 151643)}, "151643"),
-    ],
+    [({"kl_exclude_tokens": ("special",)}, "special"), ({"kl_exclude_tokens": (0, 151643)}, "151643")],
 )
 def test_tokens_that_the_world_does_not_have_cannot_be_excluded(exclusions: dict, got: str) -> None:
     with pytest.raises(ConfigError, match="which tokens carry no KL") as caught:

@@ -23,14 +23,7 @@ from klamp.verify.oracle import (
     truths,
     variance,
 )
-from klamp.verify.worlds import (
-    Chain,
-    enumerate_outcomes,
-    list_prefixes,
-    one_position,
-    random_chain,
-    truncate_top_p,
-)
+from klamp.verify.worlds import Chain, enumerate_outcomes, list_prefixes, one_position, random_chain, truncate_top_p
 
 
 def close(actual, target, tolerance=1e-12):

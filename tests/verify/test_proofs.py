@@ -18,11 +18,7 @@ from klamp.verify import one_step
 from klamp.verify.oracle import NOTHING_KNOWN, truths
 from klamp.verify.proofs import PROOFS, gradients, values, verify_all
 from klamp.verify.proofs.check import Check, Proof, follows, is_equal, is_true, run_section
-from klamp.verify.proofs.gradients import (
-    prove_clipping,
-    prove_gradients,
-    prove_sequences,
-)
+from klamp.verify.proofs.gradients import prove_clipping, prove_gradients, prove_sequences
 from klamp.verify.proofs.values import measure_estimators, prove_gaussians, prove_numerics, prove_values
 from klamp.verify.worlds import random_chain
 

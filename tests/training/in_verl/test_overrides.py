@@ -113,9 +113,7 @@ def test_a_step_that_does_not_divide_over_the_gpus_is_refused():
 
 
 def test_no_cluster_is_joined_that_was_not_named():
-    assert values(words_of())["ray_kwargs.ray_init.address"] == "local", (
-        "Ray would take one that it finds on the machine"
-    )
+    assert values(words_of())["ray_kwargs.ray_init.address"] == "local", "Ray would take any cluster"
     assert values(words_of(ray_address="auto"))["ray_kwargs.ray_init.address"] == "auto"
 
 
