@@ -37,16 +37,11 @@ ANY: Steps = (1, 1000)
 class Planted:
     """A run to be trained."""
 
-    changes: Mapping[str, Any]
-    """Of the configuration of a tiny run; `model` is llama or gpt2 (tiny, random), or builtin."""
-    finds: Mapping[str, Steps] = field(default_factory=dict)
-    """Alarm or note -> the first and the last step at which it may rise, whatever the seed and the threads."""
-    alone: bool = False
-    """Whether no other alarm may rise; notes may."""
-    learns: bool = False
-    """Whether the last ten steps must earn more than the first ten."""
-    plant: Plant | None = None
-    """Makes something wrong with the trainer; what it patches, the stack undoes."""
+    changes: Mapping[str, Any]  # of a tiny run's configuration; `model` is llama or gpt2 (tiny, random), or builtin
+    finds: Mapping[str, Steps] = field(default_factory=dict)  # alarm or note -> the steps between which it may rise
+    alone: bool = False  # whether no other alarm may rise; notes may
+    learns: bool = False  # whether the last ten steps must earn more than the first ten
+    plant: Plant | None = None  # makes something wrong with the trainer; what it patches, the stack undoes
 
     def misses(self, diagnosis: Diagnosis) -> list[str]:
         """What is not as it must be, in words; empty if all is well."""

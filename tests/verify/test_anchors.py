@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from tests.verify.test_proofs import failures
 
 from klamp.config import KLConfig, LossConfig
 from klamp.core import term, topk
@@ -17,7 +18,6 @@ from klamp.verify.one_step import Scene, examine_config, scene, scores_of
 from klamp.verify.oracle import gradient_of, local_kl, name_gradient, truths
 from klamp.verify.proofs import anchors
 from klamp.verify.proofs.anchors import as_loss, prove_noise, prove_teacher, prove_wrong_forms, proximal, taught_by
-from klamp.verify.proofs.check import Proof, run_section
 from klamp.verify.worlds import enumerate_outcomes, one_position, random_chain
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # checked in tests/core; here they would cost minutes
@@ -30,10 +30,6 @@ PAIRS: dict[str, tuple[dict, dict]] = {
     "loss, k3; advantage, k1": ({}, {"placement": "advantage"}),
     "reward, k1; reward, k1": ({"kl_estimator": "k1", "kl_placement": "reward"}, {"placement": "reward"}),
 }
-
-
-def failures(proof: Proof) -> list[str]:
-    return [check.claim for check in run_section("", proof) if not check.passed]
 
 
 def test_without_a_teacher_of_its_own_a_chain_s_reference_is_the_teacher():

@@ -78,12 +78,6 @@ def test_the_value_of_an_unbiased_estimator_is_the_kl_over_completions() -> None
     assert sampled.value == pytest.approx(reverse_kl(world.chain).item(), abs=1e-12)
 
 
-def test_beta_does_not_matter_per_unit_of_beta() -> None:
-    world = scene(0, length=2)
-    one, other = (examine_config(KLConfig(beta=beta), scene=world).kl.gradient for beta in (0.01, 3.0))
-    assert torch.allclose(one, other, rtol=0, atol=1e-12)
-
-
 def test_a_group_of_one_agrees_with_the_oracle_itself() -> None:
     """Another route to the same numbers: no groups, no klamp loss; the closed form of the penalty by hand."""
     chain = random_chain(3, length=3)

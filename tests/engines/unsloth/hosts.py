@@ -134,14 +134,10 @@ class Seen(NamedTuple):
     """One loss."""
 
     loss: Tensor
-    by_logprobs: Tensor
-    """Its gradient with respect to the policy's log-probabilities, in Unsloth's columns."""
-    by_weights: Tensor
-    """And with respect to the policy's weights."""
-    call: Call
-    """What Unsloth's loss function was called with."""
-    logged_kl: float
-    """What Unsloth logged as `kl`."""
+    by_logprobs: Tensor  # its gradient with respect to the policy's log-probabilities, in Unsloth's columns
+    by_weights: Tensor  # and with respect to the policy's weights
+    call: Call  # what Unsloth's loss function was called with
+    logged_kl: float  # what Unsloth logged as `kl`
 
 
 class Recorder:
@@ -188,14 +184,9 @@ def assert_same(pairs: list[tuple[Seen, Seen]], *, steps: int, weights: float = 
     assert len(pairs) >= steps
     for mine, stock in pairs:
         assert mine.call.beta == 0.0 < stock.call.beta
-        scale = max(1.0, float(stock.loss.abs()))
-        assert abs(float(mine.loss - stock.loss)) <= 1e-6 * scale
-        assert (mine.by_logprobs - stock.by_logprobs).abs().max() <= 1e-6 * max(
-            1.0, float(stock.by_logprobs.abs().max())
-        )
-        assert (mine.by_weights - stock.by_weights).abs().max() <= weights * max(
-            1.0, float(stock.by_weights.abs().max())
-        )
+        for name, bound in (("loss", 1e-6), ("by_logprobs", 1e-6), ("by_weights", weights)):
+            ours, theirs = getattr(mine, name), getattr(stock, name)
+            assert (ours - theirs).abs().max() <= bound * max(1.0, float(theirs.abs().max())), name
         assert abs(mine.logged_kl - stock.logged_kl) <= 1e-6 or stock.call.extra_kwargs["use_bias_correction_kl"]
         assert mine.call.new.shape[1] >= LENGTH
     assert max(stock.logged_kl for _, stock in pairs) > 1e-3
