@@ -101,7 +101,6 @@ class Ground:
 
     @cached_property
     def model(self) -> str:
-        """The folder of the model."""
         return stored(tiny_llama(), self.folder / "model")
 
     def strike(self, kill: Kill) -> Outcome:

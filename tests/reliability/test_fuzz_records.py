@@ -119,7 +119,6 @@ def damages(draw: st.DrawFn, text: str, name: str) -> bytes:
 
 @st.composite
 def damaged(draw: st.DrawFn) -> tuple[str, dict[str, bytes]]:
-    """A record of some kind, one or two of its files damaged."""
     kind = draw(st.sampled_from(sorted(RECORDS)))
     kind = draw(st.sampled_from(["klamp", kind]))
     files = {name: text.encode() for name, text in RECORDS[kind].items()}

@@ -98,7 +98,6 @@ def stored(model: PreTrainedModel, folder: Path) -> str:
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of the tiny Llama."""
     return stored(tiny_llama(), tmp_path_factory.mktemp("llama"))
 
 
@@ -112,7 +111,6 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="session")
 def gpt2(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Folder of the tiny GPT-2."""
     return stored(tiny_gpt2(), tmp_path_factory.mktemp("gpt2"))
 
 
@@ -165,7 +163,6 @@ def info_of(folder: Path, start_step: int, config: TrainConfig | None = None) ->
 
 
 def json_rows(file: Path) -> list[dict[str, Any]]:
-    """The lines of a file of JSON."""
     return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
 
 
@@ -176,7 +173,6 @@ def rows_of(folder: Path | str, *, keep_speed: bool = False) -> list[dict[str, f
 
 
 def steps_of(folder: Path | str) -> list[dict[str, float]]:
-    """The lines of training steps."""
     return [row for row in rows_of(folder) if "reward" in row]
 
 

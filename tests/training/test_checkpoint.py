@@ -109,12 +109,10 @@ def test_a_checkpoint_is_on_the_disk_before_it_is_in_its_place(parts, tmp_path, 
 
 
 def without(name: str) -> Damage:
-    """A file is gone."""
     return lambda folder: (folder / name).unlink()
 
 
 def with_state(text: str) -> Damage:
-    """state.json holds something else."""
     return lambda folder: (folder / "state.json").write_text(text)
 
 

@@ -27,7 +27,6 @@ def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 def trained(context, *, updates: int = 3) -> None:
-    """Move the policy by real updates."""
     optimizer = SGD([p for p in context.policy.parameters() if p.requires_grad], lr=0.5)
     for step in range(updates):
         update(context, optimizer, rollout_of(context, step=step, beta=0.1), context.objective)

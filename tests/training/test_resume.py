@@ -79,7 +79,6 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 @pytest.fixture
 def parts_of(config_of, tmp_path):
-    """Gives the configuration of a run that is to be interrupted."""
     return lambda **changes: config_of(**{"beta": 0.05, **LATE, **changes, "output_dir": str(tmp_path / "parts")})
 
 

@@ -45,7 +45,6 @@ def context(context_of):
 
 @pytest.fixture
 def server_of(context):
-    """A stand-in that serves the starting policy."""
 
     def make(**changes):
         return VLLMServer(context.policy, changes.pop("tokenizer", context.tokenizer), **changes)

@@ -78,7 +78,6 @@ def saved(made: Any, folder: Path) -> str:
 
 @torch.no_grad()
 def move(made: Any, size: float = 0.05) -> None:
-    """Move a policy away from its reference."""
     generator = torch.Generator().manual_seed(1)
     for parameter in made.parameters():
         if parameter.requires_grad:
@@ -113,7 +112,6 @@ def arguments(folder: Any, **options: Any) -> Any:
 
 
 def trainer(folder: Any, made: Any = None, *, kind: Any = None, **options: Any) -> Any:
-    """Unsloth's trainer around a model."""
     rows, rewarded = Dataset.from_dict({"prompt": list(PROMPTS)}), options.pop("reward", reward)
     return (kind or trl.GRPOTrainer)(
         model=model() if made is None else made,
@@ -126,7 +124,6 @@ def trainer(folder: Any, made: Any = None, *, kind: Any = None, **options: Any) 
 
 
 def attached(folder: Any, kl: KLConfig, made: Any = None, *, ref_model: Any = None, **options: Any) -> Any:
-    """The same with klamp's KL."""
     return klamp.trl.attach(trainer(folder, made, **options), kl, ref_model=ref_model)
 
 
