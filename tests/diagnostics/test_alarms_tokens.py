@@ -89,15 +89,15 @@ def test_sampler_mismatch(curves: dict, alarmed: bool) -> None:
 def test_a_mismatch_names_the_tokens_by_the_sampler() -> None:
     history = history_of(sampler__k3=[0.5])
     history.add_completions([completion(sampler=(-1.0, -0.5, -0.5))])
-    found = look("sampler-mismatch", history)
-    assert found is not None
-    assert [(token.position, token.other_logprob, token.share) for token in found.tokens] == [(1, -0.5, 1.0)]
+    evidence = look("sampler-mismatch", history)
+    assert evidence is not None
+    assert [(token.position, token.other_logprob, token.share) for token in evidence.tokens] == [(1, -0.5, 1.0)]
 
 
 def cause(history: History) -> str:
-    found = look("sampler-mismatch", history)
-    assert found is not None
-    return found.causes[0] if found.causes else ""
+    evidence = look("sampler-mismatch", history)
+    assert evidence is not None
+    return evidence.causes[0] if evidence.causes else ""
 
 
 def test_what_came_with_the_updates_is_a_missing_sync_and_what_was_there_from_the_start_is_arithmetic() -> None:

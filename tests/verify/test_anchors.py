@@ -70,9 +70,9 @@ def test_a_teacher_in_the_reward_beside_a_reference_in_the_reward():
     for baseline in ("leave_one_out", "mean"):
         loss = LossConfig(scale_rewards="none", loss_type="dr_grpo", advantage_baseline=baseline)
         world = scene(0, length=2, rewards="mixed")
-        found = examine_config(KLConfig(beta=0.3, **in_reward), loss, scene=world, teacher=teacher)
+        report = examine_config(KLConfig(beta=0.3, **in_reward), loss, scene=world, teacher=teacher)
         factor = 0.5 if baseline == "leave_one_out" else 0.25
-        assert found.kl.follows.is_exactly("reverse", factor=factor)
+        assert report.kl.follows.is_exactly("reverse", factor=factor)
 
 
 def claims(kind: str, found: list[str]) -> list[str]:
@@ -149,8 +149,8 @@ def test_the_expected_step_with_a_teacher_is_the_mean_over_all_groups(pair, hori
         alone, beside = examine_config(kl, loss, scene=world), examine_config(kl, loss, scene=world, teacher=taught)
         expected = alone.policy_gradient + 0.2 * alone.kl.gradient + 0.3 * beside.kl.gradient
         torch.testing.assert_close(beside.policy_gradient, alone.policy_gradient + 0.2 * alone.kl.gradient)
-        found, _ = expected_step(kl, loss, world, taught)
-        assert (found - expected).abs().max() < 1e-12
+        step, _ = expected_step(kl, loss, world, taught)
+        assert (step - expected).abs().max() < 1e-12
 
 
 def test_two_anchors_of_a_group_s_mean_cost_more_by_the_same_factor():
