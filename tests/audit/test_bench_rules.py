@@ -88,7 +88,7 @@ STATED = {"1, equal forms are one": "surrogate", "3, a free factor of each compl
 
 
 @pytest.mark.parametrize(("name", "case", "world", "without"), RULES)
-def test_a_case_is_named_with_its_rule_and_not_without_it(
+def test_each_rule_is_needed(
     monkeypatch: pytest.MonkeyPatch, name: str, case: Case, world: World, without: Any
 ) -> None:
     def named() -> bool:

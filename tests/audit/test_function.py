@@ -106,9 +106,7 @@ def test_what_cannot_be_had_is_refused_with_the_reason(module: str, path: str, t
         ("failing", "RuntimeError: no such backend"),
     ],
 )
-def test_a_function_of_another_form_is_refused_with_the_form_that_is_asked_for(
-    module: str, function: str, got: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_another_form_is_refused(module: str, function: str, got: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["audit", f"{module}:{function}"]) == 2
     err = capsys.readouterr().err
     assert got in err and "function(policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T]" in err

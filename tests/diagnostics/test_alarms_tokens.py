@@ -55,9 +55,7 @@ def test_a_lost_end_token() -> None:
     assert look("end-token-lost", at_step(lost, lost, kept)) is not None
     assert look("end-token-lost", at_step(lost, kept)) is None, "half of them"
     assert look("end-token-lost", at_step(cut, cut, kept)) is None
-    assert look("end-token-lost", at_step(left_out, left_out, kept)) is None, (
-        "whole completions are left out on purpose"
-    )
+    assert look("end-token-lost", at_step(left_out, left_out, kept)) is None, "left out on purpose"
     padded = completion(trained=(True, True, False), sampled=(True, True, False), ended=True)
     assert look("end-token-lost", at_step(padded)) is None
 
@@ -91,15 +89,15 @@ def test_sampler_mismatch(curves: dict, alarmed: bool) -> None:
 def test_a_mismatch_names_the_tokens_by_the_sampler() -> None:
     history = history_of(sampler__k3=[0.5])
     history.add_completions([completion(sampler=(-1.0, -0.5, -0.5))])
-    found = look("sampler-mismatch", history)
-    assert found is not None
-    assert [(token.position, token.other_logprob, token.share) for token in found.tokens] == [(1, -0.5, 1.0)]
+    evidence = look("sampler-mismatch", history)
+    assert evidence is not None
+    assert [(token.position, token.other_logprob, token.share) for token in evidence.tokens] == [(1, -0.5, 1.0)]
 
 
 def cause(history: History) -> str:
-    found = look("sampler-mismatch", history)
-    assert found is not None
-    return found.causes[0] if found.causes else ""
+    evidence = look("sampler-mismatch", history)
+    assert evidence is not None
+    return evidence.causes[0] if evidence.causes else ""
 
 
 def test_what_came_with_the_updates_is_a_missing_sync_and_what_was_there_from_the_start_is_arithmetic() -> None:
@@ -108,9 +106,7 @@ def test_what_came_with_the_updates_is_a_missing_sync_and_what_was_there_from_th
     text = cause(history_of(sampler__k3=[0.02, 0.02]))
     assert "a missing sync alone does not explain it: other data types or kernels" in text
     assert "does not explain it" in cause(history_of(sampler__k3=[0.02, 0.2])), "it was there, whatever came after"
-    assert cause(history_of(sampler__k1=[0.008, 0.02], length=[1e6] * 2)) == "", (
-        "hardly grown: of neither is there a sign"
-    )
+    assert cause(history_of(sampler__k1=[0.008, 0.02], length=[1e6] * 2)) == "", "hardly grown"
     assert "it came with the updates" in cause(history_of(sampler__abs=[0.01, 0.9])), "TRL logs no k3"
 
 

@@ -29,20 +29,13 @@ PLACE, EITHER, KEYWORD = Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYW
 class Hook(NamedTuple):
     """What a recipe relies on; `file::name` is a definition in the trainer's code."""
 
-    ours: str
-    """What of the snippet the trainer calls."""
-    calls: tuple[str, ...]
-    """`file::how each such call begins`."""
-    place: str = ""
-    """The trainer's function that the second snippet stands in; empty: the first snippet's."""
-    unpacked: str = ""
-    """The arguments that those calls unpack from a dictionary."""
-    keys: str = ""
-    """Columns that the snippets read, beside those in square brackets."""
-    files: tuple[str, ...] = ()
-    """Where all of these are written as strings."""
-    fields: tuple[str, ...] = ()
-    """A variable of the snippets and its class: `variable file::name`."""
+    ours: str  # what of the snippet the trainer calls
+    calls: tuple[str, ...]  # `file::how each such call begins`
+    place: str = ""  # the trainer's function that the second snippet stands in; empty: the first snippet's
+    unpacked: str = ""  # the arguments that those calls unpack from a dictionary
+    keys: str = ""  # columns that the snippets read, beside those in square brackets
+    files: tuple[str, ...] = ()  # where all of these are written as strings
+    fields: tuple[str, ...] = ()  # a variable of the snippets and its class: `variable file::name`
 
 
 NEMO = ("nemo_rl/algorithms/loss/utils.py", "nemo_rl/algorithms/loss/loss_functions.py", "nemo_rl/algorithms/grpo.py")

@@ -103,9 +103,7 @@ def test_a_healthy_export(tmp_path: Path, rows: dict[str, Any]) -> None:
         ([False] * PROMPT + [True] * (LENGTH - 1) + [False], "end-token-lost"),
     ],
 )
-def test_a_mask_that_covers_the_prompt_or_loses_the_last_token(
-    tmp_path: Path, rows: dict[str, Any], mask: list[bool], alarm: str
-) -> None:
+def test_a_mask_too_long_or_too_short(tmp_path: Path, rows: dict[str, Any], mask: list[bool], alarm: str) -> None:
     found = names(diagnose(tmp_path, [prime_rl(rows, i, loss_mask=mask) for i in range(ROWS)]))
     assert alarm in found and {"mask-on-prompt", "end-token-lost"} & set(found) == {alarm}
 

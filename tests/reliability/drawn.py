@@ -82,11 +82,7 @@ class TooLong(BaseException):
 
 @contextmanager
 def limits() -> Iterator[None]:
-    """A context that ends what waits, or works, or takes memory without an end.
-
-    Raises:
-        TooLong, MemoryError: it did.
-    """
+    """A context that ends with TooLong or MemoryError what takes time or memory without an end."""
 
     def over(number: int, frame: FrameType | None) -> None:
         raise TooLong

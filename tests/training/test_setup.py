@@ -150,17 +150,13 @@ def cached_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def rows(folder: Path, *, prompts: list[str]) -> str:
-    return file_of(folder, *({"prompt": prompt, "answer": "5"} for prompt in prompts))
-
-
 def opened(**flat: object) -> Task:
     return open_inputs(TrainConfig.from_flat(dict(flat)))
 
 
 def test_prompts_are_counted_and_measured(cached_nowhere: Path) -> None:
-    file = rows(cached_nowhere, prompts=["1+1=", "2+2=", "33+44="])
-    task = opened(task=file)
+    rows = ({"prompt": prompt, "answer": "5"} for prompt in ("1+1=", "2+2=", "33+44="))
+    task = opened(task=file_of(cached_nowhere, *rows))
     assert (len(task.train), len(task.held_out), task.longest) == (2, 1, 6)
     assert not (cached_nowhere / "cache").exists()
 

@@ -119,9 +119,9 @@ def test_a_soft_clip_is_judged_at_the_length_of_the_explanation() -> None:
 @pytest.mark.parametrize("name", [name for name in PRESETS if not name.endswith("-as-loss")])
 def test_every_preset_can_be_explained(name: str) -> None:
     recipe = PRESETS[name]
-    found = explain_config(recipe.kl, recipe.loss, name=name, setting=Setting(paper=recipe.paper))
-    assert found.verdict
-    assert dict(found.lines)["paper"] == recipe.paper
+    explanation = explain_config(recipe.kl, recipe.loss, name=name, setting=Setting(paper=recipe.paper))
+    assert explanation.verdict
+    assert dict(explanation.lines)["paper"] == recipe.paper
 
 
 def lines(**choices: object) -> list[str]:
