@@ -18,10 +18,7 @@ URL: dict[str, Any] = {"teacher_url": "http://host:1"}
 REFUSED: list[tuple[dict[str, Any], str]] = [
     (DIR | URL, "the teacher is named twice"),
     (DIR | {"teacher_kind": "live"}, "the teacher is named twice"),
-    ({"teacher_kind": "frozen"}, "needs teacher_model"),
-    ({"teacher_kind": "remote"}, "belong together"),
-    (DIR | {"teacher_kind": "remote"}, "belong together"),
-    ({"teacher_models": ("a=DIR",)}, "teacher_models and teacher_key belong together"),
+    ({"teacher_models": ("a=DIR",)}, "belongs with teacher_key"),
     ({"teacher_models": ("DIR",), "teacher_key": "t"}, "takes KEY=MODEL"),
     ({"teacher_models": ("a=X", "a=Y"), "teacher_key": "t"}, "takes KEY=MODEL"),
     (DIR | {"teacher_direction": "forward"}, "is not what k1 of a token estimates"),

@@ -200,12 +200,11 @@ def test_the_tutorials_rule_is_the_step_rule(kl, target, beta):
 
 def test_the_factor_has_its_held_values():
     def factors(schedule, *steps):
-        return [kl_schedule_factor(step, 100, schedule=schedule, end=0.2) for step in steps]
+        return [kl_schedule_factor(step, 100, schedule=schedule) for step in steps]
 
     assert factors("constant", 0, 100) == [1.0, 1.0]
-    assert factors("linear", 0, 25, 100) == pytest.approx([1.0, 0.75 + 0.25 * 0.2, 0.2], abs=1e-12)
-    quarter = 0.2 + 0.8 * (1 + math.sqrt(0.5)) / 2
-    assert factors("cosine", 0, 25, 50, 100) == pytest.approx([1.0, quarter, 0.6, 0.2], abs=1e-12)
+    assert factors("linear", 0, 25, 100) == pytest.approx([1.0, 0.75, 0.0], abs=1e-12)
+    assert factors("cosine", 0, 25, 50, 100) == pytest.approx([1.0, (1 + math.sqrt(0.5)) / 2, 0.5, 0.0], abs=1e-12)
 
 
 @given(
@@ -213,8 +212,7 @@ def test_the_factor_has_its_held_values():
     total=st.integers(0, 200),
     schedule=st.sampled_from(["constant", "linear", "cosine"]),
     warmup=st.integers(0, 300),
-    end=st.floats(0, 1),
 )
-def test_the_factor_never_leaves_the_unit_interval(step, total, schedule, warmup, end):
-    factor = kl_schedule_factor(step, total, schedule=schedule, warmup_steps=warmup, end=end)
+def test_the_factor_never_leaves_the_unit_interval(step, total, schedule, warmup):
+    factor = kl_schedule_factor(step, total, schedule=schedule, warmup_steps=warmup)
     assert -1e-12 <= factor <= 1 + 1e-12

@@ -62,8 +62,8 @@ HOSTS: dict[str, tuple[Callable[[Any], Any], tuple[type, ...]]] = {
 """Host -> what it makes of a configuration, and the configurations that it takes."""
 BESIDE = {"kl_monitor": {"beta": 0.0}}
 """Field -> what it counts with, though it works without."""
-ALIKE = {"teacher_kind": "frozen", "teacher_key": "x"}
-"""What is the default for a teacher that is a model, and what is one with the models that it goes with."""
+ALIKE = {"teacher_key": "x"}
+"""What counts with the models that it goes with alone."""
 
 
 def configurations(cls: Any, field: Any) -> list[tuple[Any, Any]]:

@@ -6,19 +6,14 @@ A choice of the KL to the reference is the field `kl_NAME` or `reference_NAME`, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from klamp.config.fields import HostLimit, like
-from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, FROM_0_TO_1, INSIDE_0_1, limited
+from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, INSIDE_0_1, limited
 from klamp.core.controllers import Schedule
 from klamp.core.term import KLTerm
 from klamp.errors import Refusal
-
-KEPT_SHARE = INSIDE_0_1.but(
-    "every step keeps this share of the old weights", "0.99 follows over about a hundred steps; 'frozen' never moves"
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,30 +21,23 @@ class AnchorChoices:
     """The choices of an anchor beside those of `KLTerm`; its text fills in the names of anchor and coefficient."""
 
     schedule: Schedule = "constant"
-    """Factor on {coefficient} over the run: constant, linear or cosine."""
+    """Factor on {coefficient} over the run: constant, or linear or cosine to 0."""
     warmup_steps: int = limited(0, AT_LEAST_0)
     """Warm-up: steps over which the factor on {coefficient} grows from 0."""
-    schedule_end: float = limited(0.0, FROM_0_TO_1)
-    """The factor on {coefficient} at the end of a linear or cosine schedule."""
     url: str | None = None
     """Address of a vLLM server that scores as the {anchor}."""
     name: str | None = None
     """The model's name at that server; None: the only one that it serves."""
-    decay: float = limited(0.99, KEPT_SHARE)
+    decay: float = limited(0.99, INSIDE_0_1)
     """ema: share of the old {anchor}'s weights that every step keeps, in (0, 1)."""
     reset_steps: int = limited(100, AT_LEAST_1)
     """periodic: steps after which the {anchor} becomes the policy."""
 
 
-WORDS: Mapping[str, Mapping[str, str]] = {
-    "reference": {"anchor": "reference", "coefficient": "beta"},
-    "teacher": {"anchor": "teacher", "coefficient": "teacher_coef"},
-}
-
-
 def choice(name: str, anchor: str = "reference", **rest: Any) -> Any:
     """A field of `KLTerm` or `AnchorChoices` as a choice of one anchor; `rest`: see `setting`."""
-    return like(KLTerm if hasattr(KLTerm, name) else AnchorChoices, name, WORDS[anchor], **rest)
+    words = {"anchor": anchor, "coefficient": "beta" if anchor == "reference" else "teacher_coef"}
+    return like(KLTerm if hasattr(KLTerm, name) else AnchorChoices, name, words, **rest)
 
 
 def build_term(config: Any, prefix: str, **own: Any) -> KLTerm:
@@ -67,9 +55,8 @@ def placement_refusals(config: Any, anchor: str) -> list[Refusal]:
         Refusal(
             placement != "loss" and estimator != "k1",
             f"{anchor}_placement={placement!r} takes {anchor}_estimator='k1' only, not {estimator!r}",
-            why="through the score function k1 gives the gradient of the reverse KL; k3 gives the reverse minus the "
-            "forward gradient, which cancels near the anchor, k2 is biased, and a KL over the vocabulary or a head "
-            "does not depend on the sampled token, so that as an advantage its expected gradient is 0",
+            why="through the score function only k1 gives the gradient of the reverse KL: that of k3 cancels near the "
+            "anchor, k2 is biased, and a KL over the vocabulary or a head has the expected gradient 0",
             fix=f"set {anchor}_estimator='k1' (k3 is logged all the same), or {anchor}_placement='loss'",
         ),
         Refusal(
@@ -95,7 +82,6 @@ def placement_refusals(config: Any, anchor: str) -> list[Refusal]:
 
 # what hosts cannot honour --------------------------------------------------------------------------------------------
 
-OWN_LOOP = "klamp train has it"
 TINKER = ("tinker",)
 
 NO_LOGITS = HostLimit(
@@ -127,15 +113,10 @@ MADE_AT_ONCE = HostLimit(
     "build it with sync_ref_model=True, ref_model_mixup_alpha and ref_model_sync_steps, and leave reference unset",
     values=("ema", "periodic"),
 )
-ITS_DEVICE = HostLimit(
-    ("trl", "unsloth", "verl"),
-    "it puts the reference on the device of the process",
-    "leave reference_device unset; reference_dtype makes the reference smaller",
-)
 ITS_DTYPE = HostLimit(("verl",), "its own engine loads the reference")
 
 ONE_TEACHER = "klamp scores a whole batch with one teacher, whose weights no checkpoint of TRL's would hold"
-FIXED_TEACHER = f"name one teacher_model or teacher_url, or set teacher_kind='adapter_off' or 'live'; {OWN_LOOP}"
+FIXED_TEACHER = "name one teacher_model or teacher_url, or set teacher_kind='adapter_off' or 'live'; klamp train has it"
 MOVING_TEACHER = HostLimit(("trl",), ONE_TEACHER, FIXED_TEACHER, values=("ema", "periodic"))
 SEVERAL_TEACHERS = HostLimit(("trl",), ONE_TEACHER, FIXED_TEACHER)
 ADVANTAGES_FIRST = HostLimit(
@@ -147,15 +128,11 @@ ADVANTAGES_FIRST = HostLimit(
 FROM_A_FOLDER = HostLimit(
     ("verl",),
     "it loads its teachers from a folder into engines that it starts itself, and never writes to them",
-    f"name teacher_model; {OWN_LOOP}",
-    values=("adapter_off", "ema", "periodic", "live", "remote"),
+    "name teacher_model; klamp train has it",
+    values=("adapter_off", "ema", "periodic", "live"),
 )
 NO_SERVER = replace(FROM_A_FOLDER, values=None)
-ONE_PROMPT = HostLimit(
-    ("verl",),
-    "its agent loop sends the teacher the policy's own prompt and answer",
-    f"leave teacher_prompt out; {OWN_LOOP}",
-)
+ONE_PROMPT = HostLimit(("verl",), "its agent loop sends the teacher the policy's own prompt and answer")
 NO_VOCABULARY = HostLimit(
     ("verl",),
     "the teacher's engine returns some log-probabilities of each token, not those of the whole vocabulary",
@@ -168,8 +145,4 @@ IN_THE_LOSS = HostLimit(
     "set teacher_placement='loss': the expected gradient of k1 is the same",
 )
 WITHOUT_A_NUMBER = HostLimit(("verl",), "it calls a loss of distillation by a registered name, without a number")
-READ_ONCE = HostLimit(
-    ("verl",),
-    "distillation_loss_coef is read once, when its workers start",
-    f"leave teacher_schedule and teacher_warmup_steps out; {OWN_LOOP}",
-)
+READ_ONCE = HostLimit(("verl",), "distillation_loss_coef is read once, when its workers start")

@@ -201,17 +201,30 @@ def price_of(
     baseline: Baseline,
     scale: Scale,
     group_size: int,
-    policy: Reduction | None = None,
-    kl: Reduction | None = None,
-    mean_length: float = 1.0,
-    max_length: int = 1,
+    length_ratio: float = 1.0,
 ) -> Price:
-    """The price of one nat of KL of a whole completion, in reward; a group of one or lengths below 1 are refused.
+    """The price of one nat of KL of a whole completion, in reward, in groups of at least two.
 
-    Equation: beta * D_policy / D_kl * G / (G - 1) * s, where D is what a reduction (`policy`, `kl`; None: both alike)
-    divides a completion's sum by, see `divisor`; G / (G - 1) for a baseline that is the group's mean, with the KL in
+    Equation: beta * length_ratio * G / (G - 1) * s; G / (G - 1) for a baseline that is the group's mean, with the KL in
     the loss or the advantage; s the standard deviation of the group's rewards if advantages are divided by it (left to
     `Price.at`). A KL in the reward is divided by whatever divides the reward: its price is beta.
+    """
+    inside = placement == "reward"
+    return Price(
+        beta=beta,
+        length_ratio=length_ratio,
+        baseline_ratio=group_size / (group_size - 1) if baseline == "mean" and not inside else 1.0,
+        scaled=not inside and scale == "std",
+    )
+
+
+def configured_price(
+    kl: KLConfig, loss: LossConfig, *, group_size: int, mean_length: float, max_length: int, beta: float | None = None
+) -> Price:
+    """The price that a configuration trains at, see `price_of`; `beta` in force, None: the configuration's.
+
+    Raises:
+        ConfigError: a group of one, or lengths below 1.
     """
     if group_size < 2 or mean_length <= 0 or max_length < 1:
         raise ConfigError(
@@ -220,34 +233,17 @@ def price_of(
             why="the baseline is taken over the group, and a mean is taken over tokens",
             fix="group_size >= 2, lengths >= 1",
         )
-    inside = placement == "reward"
-    ratio = 1.0
-    if policy is not None and kl is not None and policy != kl:
-        lengths = {"mean_length": mean_length, "max_length": max_length}
-        ratio = divisor(policy, **lengths) / divisor(kl, **lengths)
-    centred = not inside and baseline == "mean"
-    return Price(
-        beta=beta,
-        length_ratio=ratio,
-        baseline_ratio=group_size / (group_size - 1) if centred else 1.0,
-        scaled=not inside and scale == "std",
+    of_loss, of_kl = (
+        divisor(reduction, mean_length=mean_length, max_length=max_length)
+        for reduction in (LOSS_TYPES[loss.loss_type].reduction, kl_reduction(kl, loss))
     )
-
-
-def configured_price(
-    kl: KLConfig, loss: LossConfig, *, group_size: int, mean_length: float, max_length: int, beta: float | None = None
-) -> Price:
-    """The price that a configuration trains at, see `price_of`; `beta` in force, None: the configuration's."""
     return price_of(
         kl.beta if beta is None else beta,
         placement=kl.kl_placement,
-        policy=LOSS_TYPES[loss.loss_type].reduction,
-        kl=kl_reduction(kl, loss),
         baseline=loss.advantage_baseline,
         scale=loss.scale,
         group_size=group_size,
-        mean_length=mean_length,
-        max_length=max_length,
+        length_ratio=of_loss / of_kl,
     )
 
 

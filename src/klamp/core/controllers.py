@@ -327,21 +327,19 @@ class ProportionalController(FixedController):
         return BetaState(state.value * (1 + error * n_steps / self.horizon))
 
 
-def kl_schedule_factor(
-    step: int, total_steps: int, *, schedule: Schedule = "constant", warmup_steps: int = 0, end: float = 0.0
-) -> float:
+def kl_schedule_factor(step: int, total_steps: int, *, schedule: Schedule = "constant", warmup_steps: int = 0) -> float:
     """The factor on beta at a step (from 0) of so many, in [0, 1].
 
-    Equation (w = warmup_steps, x = (step - w) / (total_steps - w), e = end)::
+    Equation (w = warmup_steps, x = (step - w) / (total_steps - w))::
 
         step < w    step / w
         constant    1
-        linear      1 - (1 - e) x
-        cosine      e + (1 - e) (1 + cos(pi x)) / 2
+        linear      1 - x
+        cosine      (1 + cos(pi x)) / 2
     """
     if step < warmup_steps:
         return step / warmup_steps
     x = min(1.0, (step - warmup_steps) / max(1, total_steps - warmup_steps))
     if schedule == "linear":
-        return 1 - (1 - end) * x
-    return 1.0 if schedule == "constant" else end + (1 - end) * (1 + math.cos(math.pi * x)) / 2
+        return 1 - x
+    return 1.0 if schedule == "constant" else (1 + math.cos(math.pi * x)) / 2

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedTokenizerBase
 
 from klamp.config.teacher import TeacherConfig
-from klamp.errors import ConfigError, DataError, KLWarning, ModelError
+from klamp.errors import DataError, KLWarning, ModelError
 from klamp.hosts.common.anchors import check_tokens, no_prompt, prefix_kl
 from klamp.lab.config import TrainConfig, reference_kind
 from klamp.lab.models import device_of, load_model, load_policy, load_tokenizer
@@ -263,20 +263,9 @@ def of_policy(kind: str, who: Who, model: nn.Module, traits: Traits, config: Tra
 
 
 def placed(model: nn.Module, config: TrainConfig) -> nn.Module:
-    """The reference's weights on the device and in the data type that the configuration names."""
-    kl = config.kl
-    dtype = None if kl.reference_dtype is None else getattr(torch, kl.reference_dtype)
-    try:
-        return model.to(device=kl.reference_device or device_of(config), dtype=dtype)
-    except (RuntimeError, AssertionError) as error:  # torch's own, also where it was built without CUDA
-        if kl.reference_device is None:
-            raise
-        raise ConfigError(
-            "reference_device cannot be used",
-            got=kl.reference_device,
-            why=str(error).partition("\n")[0],
-            fix="name a device of this machine (cpu, cuda:1), or leave it out for the policy's",
-        ) from error
+    """The reference's weights on the policy's device, in the data type that the configuration names."""
+    name = config.kl.reference_dtype
+    return model.to(device=device_of(config), dtype=None if name is None else getattr(torch, name))
 
 
 def load_teachers(

@@ -43,10 +43,10 @@ def test_a_host_never_sees_zero_while_the_reference_is_wanted() -> None:
 
 
 def test_beta_is_the_controllers_times_the_schedules() -> None:
-    control = KLControl(KLConfig(beta=0.3, kl_schedule="cosine", kl_warmup_steps=2, kl_schedule_end=0.25))
+    control = KLControl(KLConfig(beta=0.3, kl_schedule="cosine", kl_warmup_steps=2))
     control.update(0.5)
     for step in range(10):
-        factor = kl_schedule_factor(step, 10, schedule="cosine", warmup_steps=2, end=0.25)
+        factor = kl_schedule_factor(step, 10, schedule="cosine", warmup_steps=2)
         assert control.beta(step, 10) == pytest.approx(0.3 * factor)
 
 
@@ -120,7 +120,7 @@ def test_a_controller_that_changed_begins_anew_at_the_beta_in_force_or_at_the_on
         before.update(kl)
     state, in_force = before.state_dict(), before.controller.value
     assert in_force > 0.02
-    for changes in ({"target_kl": 0.4}, {"kl_controller_gain": 0.01}, {"kl_controller": "step"}, {"beta_max": 0.4}):
+    for changes in ({"target_kl": 0.4}, {"kl_controller": "step"}, {"beta_max": 0.4}):
         control = resumed("hold", state, beta=0.01, **changes)
         assert control.controller.value == min(in_force, changes.get("beta_max", in_force))
         fresh = control_of("hold", beta=0.01, **changes)

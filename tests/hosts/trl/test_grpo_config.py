@@ -59,11 +59,8 @@ FIELDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "kl_reference_length": (9, {**CLIP, "kl_clip_method": "soft"}),
     "kl_controller": ("step", AIM),
     "target_kl": (0.05, {}),
-    "kl_controller_gain": (0.2, AIM),
-    "kl_controller_lead": (2.0, AIM),
     "kl_controller_factors": ([2.0, 0.5, 1.5, 0.5], {**AIM, "kl_controller": "step"}),
     "kl_controller_horizon": (20, {**AIM, "kl_controller": "proportional"}),
-    "kl_controller_clip": (0.1, {**AIM, "kl_controller": "proportional"}),
     "beta_min": (0.39, {**AIM, "kl_controller": "step"}),
     "beta_max": (0.41, AIM),
     "kl_max_log_ratio": (0.01, {}),
@@ -73,20 +70,18 @@ FIELDS: dict[str, tuple[Any, dict[str, Any]]] = {
     "kl_exclude_tokens": (["special", *map(str, range(20, 60))], {}),
     "kl_schedule": ("linear", {}),
     "kl_warmup_steps": (3, {}),
-    "kl_schedule_end": (0.5, {"kl_schedule": "linear"}),
     "kl_early_stop": (0.1, {}),
     "kl_monitor": (True, {"beta": 0.0}),
     "reference": ("ema", {}),
     "reference_decay": (0.5, {"reference": "ema"}),
     "reference_reset_steps": (7, {"reference": "periodic"}),
-    "reference_device": ("cpu", {}),
     "reference_url": ("http://localhost:1", {}),
     "reference_name": ("start", {}),
 }
 """A value of each field, and what it counts with."""
-SCHEDULE = {name: FIELDS[name][0] for name in ("kl_schedule", "kl_warmup_steps", "kl_schedule_end")}
+SCHEDULE = {name: FIELDS[name][0] for name in ("kl_schedule", "kl_warmup_steps")}
 """What no target goes with."""
-REFUSED = {"kl_early_stop", "reference_device", "reference_url", "reference_name"}
+REFUSED = {"kl_early_stop", "reference_url", "reference_name"}
 BOUNDS = {"beta_min": 0.001, "beta_max": 2.0}
 TOGETHER = {"kl_horizon": "token", "kl_placement": "loss", "kl_normalizer": "token_mean", "reference_dtype": "bfloat16"}
 """What goes with all of the others."""

@@ -44,7 +44,7 @@ AROUND = (
     *("log_completions", "log_completions_every", "log_answers", "stop_on", "backend", "gpus", "gpu_memory"),
 )
 """Fields that the program, the launcher and --prepare use, besides those of the task."""
-NEUTRAL = ("kl_early_stop", "reference_url", "reference_name", "reference_device")
+NEUTRAL = ("kl_early_stop", "reference_url", "reference_name")
 """Fields of which only the default can be honoured; see tests/training/test_backends.py."""
 
 

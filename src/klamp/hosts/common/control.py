@@ -122,9 +122,7 @@ class KLControl:
     def beta(self, step: int, total_steps: int) -> float:
         """The coefficient in force at a step, from 0."""
         kl = self.kl
-        factor = kl_schedule_factor(
-            step, total_steps, schedule=kl.kl_schedule, warmup_steps=kl.kl_warmup_steps, end=kl.kl_schedule_end
-        )
+        factor = kl_schedule_factor(step, total_steps, schedule=kl.kl_schedule, warmup_steps=kl.kl_warmup_steps)
         return self.controller.value * factor
 
     def host_beta(self, step: int, total_steps: int) -> float:
