@@ -31,22 +31,12 @@ NEVER_ZERO = sys.float_info.min
 
 
 def held_kl(metrics: Mapping[str, float], *, exact_everywhere: bool) -> float | None:
-    """The KL of a step that the controller holds, in nats per token: the exact one if every completion has it, else k3.
-
-    None: no token carried a KL, so that none was measured.
-    """
+    """The KL of a step, nats per token: the exact one if every completion has it, else k3; None: no token has it."""
     return metrics.get(best_kl(metrics, ("kl/exact", "kl/k3") if exact_everywhere else ("kl/k3",)))
 
 
 def check_kl(kl: float) -> None:
-    """Stop a run whose measured KL (nats per token) is NaN or infinite, in every trainer.
-
-    An infinite k3 is a sampled token to which the policy gives 89 nats less than the reference: so sampler, weights or
-    mask are not what they seem. Trainers call it before the optimizer step, which changes nothing then.
-
-    Raises:
-        NonFiniteError: it is one of the two.
-    """
+    """Stop a run, before its optimizer step, if the measured KL (nats per token) is NaN or infinite."""
     if not math.isfinite(kl):
         raise NonFiniteError(
             "the KL of this step is not finite",
@@ -60,11 +50,7 @@ def check_kl(kl: float) -> None:
 
 
 def beta_metrics(price: Price, spread: float | None) -> dict[str, float]:
-    """beta in force, and the reward that it takes for one nat of a whole completion.
-
-    If advantages are divided by a group's standard deviation, each group has a price of its own; logged is the one at
-    `spread`, the mean deviation of groups that are not saturated, and none if all are (None).
-    """
+    """beta in force, and the reward that it takes for one nat of a completion, at this mean deviation of a group."""
     if price.scaled and spread is None:
         return {"beta": price.beta}
     return {"beta": price.beta, "beta/price": price.at(spread or 0.0)}

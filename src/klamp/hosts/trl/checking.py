@@ -41,10 +41,9 @@ Means = Literal["reverse", "forward", "js"]
 
 
 class Listener:
-    """Keeps the tensors of a trainer's loss while it is entered, and hands verdicts to `tell`.
+    """Keeps the tensors of a trainer's loss, and hands verdicts to `tell`, until advantages are not all 0.
 
-    It does so until one is on advantages that are not all 0. `save` is a capture file; `move`: a reference that equals
-    the policy is moved, only if nothing is trained on the loss.
+    `save` is a capture file; `move`: a reference that equals the policy is moved, only if nothing is trained.
     """
 
     others: ClassVar[list[Callable[[Any], None]]] = []

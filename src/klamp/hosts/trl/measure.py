@@ -12,12 +12,13 @@ from torch import Tensor
 
 from klamp.config.loss import Price, price_of
 from klamp.core.term import Placement, prepare
+from klamp.core.types import Batch
 from klamp.errors import KLWarning
 from klamp.hosts.common.anchors import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.hosts.common.coefficient import batch_of, loss_mask
 from klamp.hosts.common.control import beta_metrics, held_kl, mean_spread
 from klamp.hosts.common.sampler_weights import COARSE, SAME, SyncReport, check_sync
-from klamp.hosts.common.step_metrics import repeated_pairs, reward_length_correlation
+from klamp.hosts.common.step_metrics import Window, repeated_pairs, reward_length_correlation
 from klamp.hosts.trl import teacher
 from klamp.hosts.trl.grpo_config import reward_scale
 from klamp.hosts.trl.reference import exact_kl_of, weights_are_split
@@ -36,37 +37,44 @@ def group_size(trainer: TRLTrainer) -> int:
 
 
 def after_loss(trainer: TRLTrainer, inputs: Mapping[str, Any], scored: Scoring, beta: float) -> None:
-    """Measure a micro-batch: completions for the report, the KL to the reference, the KL to the teacher."""
-    session = trainer._klamp
-    if session.record is not None:
-        session.record.take(inputs, scored.logprobs.detach())
-    if inputs.get("ref_per_token_logps") is not None:
-        _measure_kl(trainer, inputs, scored, beta)
-    if session.teacher is not None:
-        teacher.after_loss(trainer, inputs, scored.logprobs)
-
-
-def _measure_kl(trainer: TRLTrainer, inputs: Mapping[str, Any], scored: Scoring, beta: float) -> None:
-    """Add a micro-batch to the measurements; at the end of an optimizer step log, check, and adjust beta."""
+    """Measure a micro-batch; at the end of an optimizer step log, check, and adjust beta."""
     session, mode = trainer._klamp, mode_of(trainer)
     batch, window = batch_of(inputs, scored.logprobs.detach()), session.windows[mode]
-    prepared = prepare(batch, session.term)
-    window.add(prepared)
-    with torch.no_grad():
-        exact = exact_kl_of(trainer, inputs, scored.hidden)
-    if exact is not None:
-        window.add_values("kl/exact", exact[0], exact[1] & prepared.carried)
-    if mode == "train" and not trainer.accelerator.sync_gradients:
+    has_reference = inputs.get("ref_per_token_logps") is not None
+    if session.record is not None:
+        session.record.take(inputs, batch.policy_logprobs)
+    if has_reference:
+        _add_kl(window, trainer, batch, inputs, scored.hidden)
+    if session.teacher is not None:
+        teacher.add_to(window, trainer, batch)
+    if not window.sums or (mode == "train" and not trainer.accelerator.sync_gradients):
         return
     metrics = window.emit(trainer.accelerator)
+    metrics |= {} if session.teacher is None else {"teacher/coef": session.teacher.coefficient(trainer)}
+    if has_reference:
+        _settle_beta(trainer, metrics, beta)
+    log(trainer, metrics)
+
+
+def _add_kl(window: Window, trainer: TRLTrainer, batch: Batch, inputs: Mapping[str, Any], hidden: Any) -> None:
+    prepared = prepare(batch, trainer._klamp.term)
+    window.add(prepared)
+    with torch.no_grad():
+        exact = exact_kl_of(trainer, inputs, hidden)
+    if exact is not None:
+        window.add_values("kl/exact", exact[0], exact[1] & prepared.carried)
+
+
+def _settle_beta(trainer: TRLTrainer, metrics: dict[str, float], beta: float) -> None:
+    """Add what there is to log of beta to a step's metrics; in training check its KL, and adjust beta."""
+    session = trainer._klamp
     price = price_in(trainer, beta, "loss" if session.kl is None else session.kl.kl_placement)
     metrics |= (beta_metrics if session.control is None else session.control.metrics)(price, session.rollout.spread)
     kl = held_kl(metrics, exact_everywhere=session.term.value == "exact")
-    if mode == "train" and kl is not None:
+    if mode_of(trainer) == "train" and kl is not None:
         _check_step_zero(trainer, metrics["kl/k3"])
         if session.control is not None:
             session.control.update(kl, metrics, session.rollout.rewards)
-    log(trainer, metrics)
 
 
 def price_in(trainer: TRLTrainer, beta: float, placement: Placement) -> Price:

@@ -20,6 +20,7 @@ from klamp.errors import refuse
 from klamp.hosts.common.anchors import check_tokens, no_prompt
 from klamp.hosts.common.coefficient import TEACHER, batch_of, loss_mask
 from klamp.hosts.common.effective import EffectiveTerm
+from klamp.hosts.common.step_metrics import Window
 from klamp.hosts.trl.fast_scoring import ScoringCall
 from klamp.hosts.trl.grpo_config import needs_adapter
 from klamp.hosts.trl.reference import (
@@ -30,7 +31,7 @@ from klamp.hosts.trl.reference import (
     prepared_model,
     why_no_head,
 )
-from klamp.hosts.trl.session import Scoring, Teacher, TRLTrainer, log, mode_of, session_of
+from klamp.hosts.trl.session import Scoring, Teacher, TRLTrainer, session_of
 from klamp.scoring.model_parts import Predictions, PrefixKL, Told, check_same_vocabulary, prefix_divergence
 from klamp.scoring.vllm_reference import PROBES, VLLMReference, connect
 
@@ -173,18 +174,15 @@ def _at_prefixes(
     }
 
 
-def after_loss(trainer: TRLTrainer, inputs: Mapping[str, Any], policy_logprobs: Tensor) -> None:
-    """Add a micro-batch to the measurements; at the end of an optimizer step log them."""
-    teacher, mode = _teacher(trainer), mode_of(trainer)
-    window, batch = teacher.windows[mode], batch_of(inputs, policy_logprobs.detach())
+def add_to(window: Window, trainer: TRLTrainer, batch: Batch) -> None:
+    """Add the KL to the teacher of a micro-batch to the measurements."""
+    teacher = _teacher(trainer)
     if teacher.measured is not None:
         kl, parts = teacher.measured
         batch = batch.with_anchor("teacher", kl=kl)
         for name, values in parts.items():
             window.add_values(f"teacher/{name}", values, batch.mask)
     window.add(prepare(batch, teacher.term))
-    if mode == "eval" or trainer.accelerator.sync_gradients:
-        log(trainer, window.emit(trainer.accelerator) | {"teacher/coef": teacher.coefficient(trainer)})
 
 
 def effective_term(trainer: TRLTrainer) -> EffectiveTerm | None:

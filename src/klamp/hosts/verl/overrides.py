@@ -54,23 +54,14 @@ def is_ours(name: object) -> bool:
 
 def name_of(kl: KLConfig | TeacherConfig, places: Iterable[str]) -> str:
     """The name for those fields of a KL that a place can hold; fields with their default are left out."""
-    changed = [f"{field}={getattr(kl, field)}" for field in places if _is_changed(kl, field)]
+    values = {field: getattr(kl, field) for field in places}
+    changed = [f"{field}={value}" for field, value in values.items() if value != getattr(type(kl), field)]
     return f"{PREFIX}:{','.join(changed)}" if changed else PREFIX
-
-
-def _is_changed(config: KLConfig | TeacherConfig, field: str) -> bool:
-    return getattr(config, field) != getattr(type(config), field)
 
 
 @functools.cache
 def loss_kl(name: str, beta: float = KLConfig.beta) -> KLConfig:
-    """The KL that a name in the place of `kl_loss_type` stands for; beta is verl's `kl_loss_coef`.
-
-    The fields behind the colon are written as the arguments of a call in Python; a bare word is a text.
-
-    Raises:
-        ConfigError: the name cannot be read, names an unknown field, or a KL that klamp refuses.
-    """
+    """The KL of a name in the place of `kl_loss_type`: fields like arguments in Python, a bare word is a text."""
     arguments = name.partition(":")[2]
     call = _as_call(arguments)
     names = [keyword.arg for keyword in call.keywords] if call else []
