@@ -60,11 +60,6 @@ class Generation:
         return batch if self.exact_kl is None else batch.with_anchor("reference", kl=self.exact_kl)
 
 
-def needs_old_logprobs(term: KLTerm) -> bool:
-    """Whether the policy must be scored at generation."""
-    return term.clip_method != "none" or term.placement == "reward"
-
-
 def prepared(
     generation: Generation, control: KLControl, tokenizer: Any, *, beta: float, reduction: Reduction | None
 ) -> dict[str, Any]:

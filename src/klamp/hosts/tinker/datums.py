@@ -188,16 +188,10 @@ class Rows:
                 why="the row at position i is that of the datum at position i",
                 fix="pass both as forward_backward_custom hands them to the loss",
             )
+        k = self.head.shape[2]
         for i, (row, length) in enumerate(zip(logprobs_list, self.lengths, strict=True)):
             check_tensors(FLOATS, **{f"logprobs_list[{i}]": row})
-            k = self.head.shape[2]
-            if row.shape != ((length, k + 1) if k else (length,)):
-                raise ShapeError(
-                    f"datum {i}: the policy's log-probabilities do not have the length of target_tokens",
-                    got=f"log-probabilities {tuple(row.shape)}, target_tokens ({length},), {k} tokens of a head",
-                    why="each log-probability belongs to one token",
-                    fix="pass target_tokens as a 1-D row of ids; forward_backward_kl asks for those of a head too",
-                )
+            check_shape(f"datum {i}: the policy's row", row, (length, k + 1) if k else (length,))
             columns = row.reshape(length, -1).T
             check_logprobs(f"datum {i}: the policy's row", columns, self.mask[i, :length].expand_as(columns))
         return pad([row.reshape(length, -1) for row, length in zip(logprobs_list, self.lengths, strict=True)])
@@ -316,14 +310,20 @@ def number_row(name: str, values: Any, length: int | None = None) -> Tensor:
             why="None inside a datum would become NaN without a word",
             fix="pass one number per token",
         ) from error
-    if length is not None and row.shape != (length,):
+    if length is not None:
+        check_shape(name, row, (length,))
+    return row.detach()
+
+
+def check_shape(name: str, row: Tensor, shape: tuple[int, ...]) -> None:
+    """Refuse numbers that are not one per token, or with a head not one per token of it."""
+    if row.shape != shape:
         raise ShapeError(
             f"{name} does not have one number per token",
-            got=f"{name} {tuple(row.shape)}, {length} tokens",
+            got=f"{name} {tuple(row.shape)}, tokens {shape}",
             why="each number belongs to one token; the SDK does not check it",
-            fix="pass the values of the response only to build_datum, which adds the zeros of the prompt",
+            fix="pass build_datum the values of the response only; forward_backward_kl asks for those of a head too",
         )
-    return row.detach()
 
 
 def token_ids(name: str, tokens: Any) -> list[int]:

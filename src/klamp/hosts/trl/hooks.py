@@ -31,7 +31,7 @@ from klamp.hosts.common.coefficient import (
     gated_penalty,
 )
 from klamp.hosts.common.control import NEVER_ZERO, go_on_from
-from klamp.hosts.common.rollout import Generation, needs_old_logprobs, prepared
+from klamp.hosts.common.rollout import Generation, prepared
 from klamp.hosts.trl import fast_scoring, measure, reference, teacher
 from klamp.hosts.trl.session import Scoring, Session, TRLTrainer, load_state, mode_of, progress, save_state
 
@@ -60,15 +60,10 @@ class LossHook:
     @contextmanager
     def in_place(self) -> Iterator[Any]:
         """A context in which the host's loss has klamp's KL; gives the inputs for that loss."""
-        trainer, session = self.trainer, self.trainer._klamp
-        learns = fast_scoring.learning_rows(trainer, self.inputs, self.beta)
-        in_loss = session.teacher is not None and session.teacher.term.placement == "loss"
-        with session.calls.collected(learns) as scorings, self._with_shift(scorings) as inputs:
-            if session.has_kl or in_loss:
-                with self._as_coefficient(scorings):
-                    yield inputs
-            else:
-                yield inputs
+        session = self.trainer._klamp
+        collected = session.calls.collected(fast_scoring.learning_rows(self.trainer, self.inputs, self.beta))
+        with collected as scorings, self._with_shift(scorings) as inputs, self._as_coefficient(scorings):
+            yield inputs
         if (self._is_referred and session.control is not None) or session.teacher is not None or len(scorings) == 1:
             self.scored = _only(scorings)
 
@@ -95,7 +90,10 @@ class LossHook:
 
     @contextmanager
     def _as_coefficient(self, scorings: list[Scoring]) -> Iterator[None]:
-        trainer, outer = self.trainer, float(self.trainer.beta)
+        trainer, session, outer = self.trainer, self.trainer._klamp, float(self.trainer.beta)
+        if not session.has_kl and (session.teacher is None or session.teacher.term.placement != "loss"):
+            yield
+            return
         coefficient = trainer.beta = Coefficient(outer or NEVER_ZERO, lambda: self._penalty(_only(scorings)))
         try:
             yield
@@ -155,7 +153,7 @@ class KLMixin(HostTrainer):
                 result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
             hidden = reference.of_completions(states, result[0])
         else:
-            result, hidden = (*fast[:2], None), fast[2]
+            result, hidden = (fast["logprobs"], fast.get("entropy"), None), fast.get("hidden")
         if session.calls.scorings is not None:
             session.calls.scorings.append(Scoring(result[0], hidden, args, kwargs))
         return result
@@ -205,7 +203,7 @@ class KLMixin(HostTrainer):
         session, old = self._klamp, output.get("old_per_token_logps")
         if old is not None:
             return next((scoring for scoring in scorings if scoring.logprobs is old), Scoring(old))
-        if not needs_old_logprobs(session.term):
+        if session.term.clip_method == "none" and session.term.placement != "reward":  # nothing needs them
             return None
         last = scorings[-1]  # the same tokens that the reference was asked for
         with torch.no_grad(), session.calls.collected() as again:

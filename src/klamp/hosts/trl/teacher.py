@@ -21,16 +21,9 @@ from klamp.hosts.common.anchors import check_tokens, no_prompt
 from klamp.hosts.common.coefficient import TEACHER, batch_of, loss_mask
 from klamp.hosts.common.effective import EffectiveTerm
 from klamp.hosts.common.step_metrics import Window
+from klamp.hosts.trl import reference
 from klamp.hosts.trl.fast_scoring import ScoringCall
 from klamp.hosts.trl.grpo_config import needs_adapter
-from klamp.hosts.trl.reference import (
-    check_folder,
-    no_sum,
-    plain_model,
-    predicted,
-    prepared_model,
-    why_no_head,
-)
 from klamp.hosts.trl.session import Scoring, Teacher, TRLTrainer, session_of
 from klamp.scoring.model_parts import Predictions, PrefixKL, Told, check_same_vocabulary, prefix_divergence
 from klamp.scoring.vllm_reference import PROBES, VLLMReference, connect
@@ -47,17 +40,17 @@ def join(trainer: TRLTrainer, config: TeacherConfig, model: Any) -> Teacher:
         teacher = Teacher(config, server=_server(trainer, config))
     elif config.kind == "frozen":
         if model is None:
-            check_folder(config.teacher_model)
+            reference.check_folder(config.teacher_model)
             options: dict[str, Any] = {"dtype": next(policy.parameters()).dtype}
             model = grpo_trainer.create_model_from_path(cast(str, config.teacher_model), **options)
             check_tokens(tokenizer_of(config.teacher_model), trainer._tokenizer, name=str(config.teacher_model))
         check_same_vocabulary(model, policy, who="teacher", larger=True)
-        teacher = Teacher(config, prepared_model(trainer, model))
+        teacher = Teacher(config, reference.prepared_model(trainer, model))
     else:
         teacher = Teacher(config)
     for scoring_model in [trainer.model, teacher.model] if teacher.prefixes is not None else []:
-        if scoring_model is not None and (reason := why_no_head(trainer, scoring_model)):
-            raise no_sum("teacher_estimator", config.teacher_estimator, trainer, reason)
+        if scoring_model is not None and (reason := reference.why_no_head(trainer, scoring_model)):
+            raise reference.no_sum("teacher_estimator", config.teacher_estimator, trainer, reason)
     return teacher
 
 
@@ -157,15 +150,16 @@ def _at_prefixes(
     """The KL to the teacher at each prefix that is trained on, 0 elsewhere, and its parts. [B, T] each"""
     teacher = _teacher(trainer)
     where, values = batch.mask, inputs[PREDICTED][batch.mask]
-    policy_model = plain_model(trainer, trainer.model)
+    policy_model = reference.plain_model(trainer, trainer.model)
     if teacher.server is not None:
         anchor: Predictions = Told(values=values, head=None)
     else:
-        anchor = predicted(policy_model if teacher.model is None else plain_model(trainer, teacher.model), values)
+        model = trainer.model if teacher.model is None else teacher.model
+        anchor = reference.predicted(reference.plain_model(trainer, model), values)
     weight = None
     if teacher.config.teacher_off_policy != "none":
         weight = (batch.policy_logprobs.detach() - cast(Tensor, batch.logprobs_of("sampler")))[where]
-    policy, ids = predicted(policy_model, hidden[where]), inputs["completion_ids"][where]
+    policy, ids = reference.predicted(policy_model, hidden[where]), inputs["completion_ids"][where]
     options = {"temperature": trainer.temperature, "log_weight": weight}
     kl, parts = prefix_divergence(policy, anchor, ids, cast(PrefixKL, teacher.prefixes), **options)
     blank = torch.zeros(where.shape, dtype=kl.dtype, device=kl.device)

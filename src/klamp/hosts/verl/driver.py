@@ -213,7 +213,10 @@ def columns(
     order = by_prompt(prompts, settings.group_size)
     generation = _generation(sampled, order, settings.group_size)
     reduction = REDUCTIONS.get(settings.loss_agg_mode)
-    inputs = prepared(generation, control, tokenizer, beta=_taken(control, settings), reduction=reduction)
+    taken = settings.beta
+    if control.kl.kl_placement == "reward" and settings.leave_one_out:  # the group's mean has the completion's own KL
+        taken *= settings.group_size / (settings.group_size - 1)
+    inputs = prepared(generation, control, tokenizer, beta=taken, reduction=reduction)
     term, batch = control.kl.build_term(), replace(generation, inputs=inputs).batch()
     window = Window()
     window.add(prepare(batch, term))
@@ -247,13 +250,6 @@ def by_prompt(prompts: Sequence[str | None], group_size: int) -> Tensor:
         )
     pairs = sorted((prompt, row) for row, prompt in enumerate(prompts) if prompt is not None)
     return torch.tensor([row for _, row in pairs])
-
-
-def _taken(control: KLControl, settings: StepSettings) -> float:
-    """What `prepared` takes a completion's KL times: it compares with the mean of the group, own KL included."""
-    if control.kl.kl_placement == "reward" and settings.leave_one_out:
-        return settings.beta * settings.group_size / (settings.group_size - 1)
-    return settings.beta
 
 
 def _for_all_rows(name: str, column: Tensor, order: Tensor, sampled: Mapping[str, Tensor]) -> Tensor:
