@@ -144,7 +144,7 @@ ASKING: list[dict[str, Any]] = [
     {"beta": 0.1, "kl_clip_method": "hard"},
     {"beta": 0.1, "target_kl": 0.1},
     {"kl_monitor": True},
-    {"fast_scoring": "require"},
+    {"fast_scoring": True},
 ]
 
 

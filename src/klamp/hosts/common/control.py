@@ -113,11 +113,6 @@ class KLControl:
         )
         return self.controller.value * factor
 
-    def host_beta(self, step: int, total_steps: int) -> float:
-        """The same as a host should see it: never 0 while anything asks for the reference."""
-        beta = self.beta(step, total_steps)
-        return max(beta, NEVER_ZERO) if self.kl.needs_reference else beta
-
     def update(self, kl: float, metrics: Mapping[str, float] | None = None, rewards: Tensor | None = None) -> None:
         """Take in the KL of an optimizer step, in nats per token; for `metrics` and `rewards` see `landing_beta`."""
         check_kl(kl)

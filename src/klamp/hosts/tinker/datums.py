@@ -208,17 +208,16 @@ def read_rows(
 ) -> Rows:
     """Read and check the data of datums (the SDK's, or anything with `loss_fn_inputs`).
 
-    Keys: `target_tokens`, `advantages`, `logprobs` always; `ref_logprobs` and `teacher_logprobs` where they are asked
-    for, or all datums have them; `kl_mask` (1 = the token carries the KL) where it is, or one has it; a head where
-    `top_k` is above 0; `mask` (1 = train on the token), else every position counts at which log-probability, advantage
-    or reference is not exactly 0.
+    Anchors are read if asked for, or if all datums have them; `kl_mask` if asked for, or if one has it. Without `mask`
+    every position counts at which log-probability, advantage or reference is not exactly 0.
     """
     _check_datums(data)
     needed = {"ref_logprobs": reference, "teacher_logprobs": teacher}
     anchors = [name for name in ANCHORS if needed[name] or all(name in datum.loss_fn_inputs for datum in data)]
     has_kl_mask = exclusions or any("kl_mask" in datum.loss_fn_inputs for datum in data)
     rows = [_read(i, datum.loss_fn_inputs, anchors, has_kl_mask) for i, datum in enumerate(data)]
-    heads = [_read_head(i, datum.loss_fn_inputs, rows[i]["mask"], top_k) for i, datum in enumerate(data)]
+    for i, (row, datum) in enumerate(zip(rows, data, strict=True)):
+        row["head"], row["head_logprobs"] = _read_head(i, datum.loss_fn_inputs, row["mask"], top_k)
     if not any(bool(row["mask"].any()) for row in rows):
         raise EmptyMaskError(
             "no datum has a token to train on",
@@ -226,12 +225,8 @@ def read_rows(
             why="there is nothing to average over",
             fix="check that responses are not empty and that the masks mark them",
         )
-    return Rows(
-        **{name: pad([row[name] for row in rows]) for name in rows[0]},
-        head=pad_sequence([ids for ids, _ in heads], batch_first=True, padding_value=NO_TOKEN),
-        head_logprobs=pad([logprobs for _, logprobs in heads]),
-        lengths=tuple(len(row["mask"]) for row in rows),
-    )
+    columns = {name: pad([row[name] for row in rows], NO_TOKEN if name == "head" else 0) for name in rows[0]}
+    return Rows(**columns, lengths=tuple(len(row["mask"]) for row in rows))
 
 
 def _check_datums(data: object) -> None:
@@ -246,9 +241,9 @@ def _check_datums(data: object) -> None:
         )
 
 
-def pad(rows: Iterable[Tensor]) -> Tensor:
-    """Rows of different lengths as one tensor, [B, N], with zeros on the right; gradients reach every row."""
-    return pad_sequence(list(rows), batch_first=True)
+def pad(rows: Iterable[Tensor], filling: float = 0) -> Tensor:
+    """Rows of different lengths as one tensor, [B, N], filled up on the right; gradients reach every row."""
+    return pad_sequence(list(rows), batch_first=True, padding_value=filling)
 
 
 def _read(i: int, inputs: Mapping[str, Any], anchors: Sequence[str], has_kl_mask: bool) -> dict[str, Tensor]:

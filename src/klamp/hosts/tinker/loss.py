@@ -318,11 +318,9 @@ def forward_backward_kl(
 ) -> Any:
     """Forward and backward pass of `compute_grpo_kl_loss` through a `TrainingClient`: the gradient adds up there.
 
-    The data is checked before anything is sent: an error inside a loss would leave the client unusable. The service
-    gets datums that hold `target_tokens` only, so that SDKs before 0.32 take them too; with teacher_estimator="topk"
-    these are [N, K + 1], at each position the teacher's head and the target. What the service answers is checked inside
-    the loss: NaN there raises NonFiniteError where the result is asked for, no gradient is sent, and SDKs from 0.36 on
-    then take no more requests on this client. Two passes over the data: a forward, then a forward and backward.
+    Two passes over the data: a forward, then a forward and backward. The data is checked before anything is sent. NaN
+    in the service's answer raises NonFiniteError where the result is asked for: no gradient is sent, and SDKs from 0.36
+    on then take no more requests on this client.
 
     Args:
         client: a `TrainingClient`, or the SDK's future of one, which is waited for: in async code await it before.

@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from trl.trainer import grpo_trainer
 
 from klamp.core.objective import Objective, without_gradient
-from klamp.errors import ConfigError
 from klamp.hosts.common.anchors import active_dropouts
 from klamp.hosts.common.coefficient import GATE_KL, batch_of, loss_mask
 from klamp.hosts.common.effective import that_apply
@@ -65,14 +64,7 @@ def settle(trainer: TRLTrainer) -> None:
 
 def fall_back(trainer: TRLTrainer, reason: str, *, what: str = "TRL's own scoring") -> None:
     """Say once that TRL's own way is taken, and why."""
-    fast: Any = trainer._klamp.fast
-    if fast.required:
-        raise ConfigError(
-            "fast_scoring='require' cannot be honoured",
-            got=type(trainer.model).__name__,
-            why=reason,
-            fix=f"set fast_scoring=True: {what} is then used where klamp's cannot be",
-        )
+    fast = trainer._klamp.fast
     if reason not in fast.reasons and trainer.accelerator.is_main_process:
         trainer._caution(f"{what} is used in spite of fast_scoring: {reason}")
     fast.reasons.add(reason)

@@ -50,19 +50,17 @@ class GRPOConfig(kl_fields.KLFields, trl.GRPOConfig):
     taken = False
     """Whether these are the arguments of a trainer of klamp's."""
 
-    fast_scoring: bool | str = field(
+    fast_scoring: bool = field(
         default=False,
         metadata={
             "help": "Score completions by klamp: each distinct prompt is run once, padding never reaches the output "
             "head, logits are never held. The numbers are TRL's up to rounding; where it cannot be done, that is said "
-            "once and TRL's own scoring is used. 'require' refuses instead."
+            "once and TRL's own scoring is used."
         },
     )
 
     def __post_init__(self) -> None:
         refuse_classes()
-        if not isinstance(self.fast_scoring, bool):
-            check_name("fast_scoring", self.fast_scoring, ("require",))
         kl_fields.settle_fields(self)
         kl, teacher = kl_fields.kl_config(self), kl_fields.teacher_config(self)
         if kl is not None:

@@ -135,11 +135,10 @@ def join(trainer: TRLTrainer, kl: KLConfig | None, own: Any, *, chosen: bool, ap
         if isinstance(callback, ReportCallback):
             callback.trainer, record = trainer, callback
     source = "the model passed as ref_model" if chosen else "a frozen copy in memory" if own is not None else ""
-    wanted = getattr(args, "fast_scoring", False)
     trainer._klamp = Session.of(
         kl,
         reference=ReferenceFacts(source, not (chosen or apart), reference.exact_rows(trainer, kl)),
-        fast=FastScoring(required=wanted == "require") if wanted else None,
+        fast=FastScoring() if getattr(args, "fast_scoring", False) else None,
         record=record,
         warned=Warned(step_zero=apart),
     )

@@ -9,15 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from klamp.config import TRL_LOSS_TYPES
-from klamp.core.advantages import Baseline
-from klamp.core.term import Weighted
 from klamp.core.types import Advantages, Reduction
 from klamp.errors import KLWarning
 from klamp.hosts.common.coefficient import (
@@ -35,12 +33,8 @@ from klamp.hosts.common.rollout import Generation, prepared
 from klamp.hosts.trl import fast_scoring, measure, reference, teacher
 from klamp.hosts.trl.session import Scoring, Session, TRLTrainer, load_state, mode_of, progress, save_state
 
-if TYPE_CHECKING:
-    from trl import GRPOTrainer as HostTrainer
-else:
-    HostTrainer = object
-
-
+HostTrainer: Any = object
+"""The class of the trainer that comes after a mixin, so that `super()` is the host's."""
 REF = "ref_per_token_logps"
 
 
@@ -49,13 +43,9 @@ class LossHook:
 
     def __init__(self, trainer: TRLTrainer, inputs: Mapping[str, Any], beta: float) -> None:
         self.trainer, self.inputs, self.beta = trainer, inputs, beta
+        self.terms = trainer._klamp.terms(trainer, beta)
         self.scored: Scoring | None = None
         """The policy's log-probabilities in this loss; None: the loss has no KL, and made more or less than one."""
-
-    @property
-    def terms(self) -> tuple[Weighted, ...]:
-        """klamp's KLs in this loss, with their coefficients."""
-        return self.trainer._klamp.terms(self.trainer, self.beta)
 
     @contextmanager
     def in_place(self) -> Iterator[Any]:
@@ -128,8 +118,6 @@ class KLMixin(HostTrainer):
     """How the KL gets into that loss."""
     _loss_types: Mapping[str, Reduction | None] = TRL_LOSS_TYPES
     """How the host's loss types make tokens a number."""
-    _baseline: Baseline = "mean"
-    """What rewards are compared with; TRL's own is the mean of the group."""
     _never_exact: str = ""
 
     def _caution(self, text: str) -> None:
@@ -140,9 +128,9 @@ class KLMixin(HostTrainer):
         control = self._klamp.control
         if control is None:
             return float(self.beta)
-        now = progress(self)
-        self.beta = control.host_beta(*now)
-        return control.beta(*now)
+        beta = control.beta(*progress(self))
+        self.beta = max(beta, NEVER_ZERO) if control.kl.needs_reference else beta
+        return beta
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         session: Session = self._klamp
@@ -151,7 +139,8 @@ class KLMixin(HostTrainer):
         if fast is None:
             with reference.hidden_states(self, model, wanted=wanted) as states:
                 result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-            hidden = reference.of_completions(states, result[0])
+            is_whole = states and result[0] is not None  # Unsloth scores elsewhere
+            hidden = torch.cat(states)[:, -result[0].shape[1] - 1 : -1] if is_whole else None
         else:
             result, hidden = (fast["logprobs"], fast.get("entropy"), None), fast.get("hidden")
         if session.calls.scorings is not None:

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from klamp.config.loss import Price, price_of
 from klamp.core.term import Placement, prepare
-from klamp.core.types import Batch
 from klamp.errors import KLWarning
 from klamp.hosts.common.anchors import STEP_ZERO_KL, likely_reasons, step_zero_text
 from klamp.hosts.common.coefficient import batch_of, loss_mask
 from klamp.hosts.common.control import beta_metrics, held_kl, mean_spread
 from klamp.hosts.common.sampler_weights import COARSE, SAME, SyncReport, check_sync
-from klamp.hosts.common.step_metrics import Window, repeated_pairs, reward_length_correlation
+from klamp.hosts.common.step_metrics import repeated_pairs, reward_length_correlation
 from klamp.hosts.trl import teacher
 from klamp.hosts.trl.grpo_config import reward_scale
 from klamp.hosts.trl.reference import exact_kl_of, weights_are_split
@@ -44,7 +43,12 @@ def after_loss(trainer: TRLTrainer, inputs: Mapping[str, Any], scored: Scoring, 
     if session.record is not None:
         session.record.take(inputs, batch.policy_logprobs)
     if has_reference:
-        _add_kl(window, trainer, batch, inputs, scored.hidden)
+        prepared = prepare(batch, session.term)
+        window.add(prepared)
+        with torch.no_grad():
+            exact = exact_kl_of(trainer, inputs, scored.hidden)
+        if exact is not None:
+            window.add_values("kl/exact", exact[0], exact[1] & prepared.carried)
     if session.teacher is not None:
         teacher.add_to(window, trainer, batch)
     if not window.sums or (mode == "train" and not trainer.accelerator.sync_gradients):
@@ -54,15 +58,6 @@ def after_loss(trainer: TRLTrainer, inputs: Mapping[str, Any], scored: Scoring, 
     if has_reference:
         _settle_beta(trainer, metrics, beta)
     log(trainer, metrics)
-
-
-def _add_kl(window: Window, trainer: TRLTrainer, batch: Batch, inputs: Mapping[str, Any], hidden: Any) -> None:
-    prepared = prepare(batch, trainer._klamp.term)
-    window.add(prepared)
-    with torch.no_grad():
-        exact = exact_kl_of(trainer, inputs, hidden)
-    if exact is not None:
-        window.add_values("kl/exact", exact[0], exact[1] & prepared.carried)
 
 
 def _settle_beta(trainer: TRLTrainer, metrics: dict[str, float], beta: float) -> None:
@@ -82,7 +77,7 @@ def price_in(trainer: TRLTrainer, beta: float, placement: Placement) -> Price:
     return price_of(
         beta,
         placement=placement,
-        baseline=getattr(trainer, "_baseline", "mean"),
+        baseline="mean",
         scale="none" if reward_scale(trainer.args) == "none" else "std",
         group_size=max(group_size(trainer), 2),
     )

@@ -98,7 +98,6 @@ class ReferenceFacts(NamedTuple):
 class FastScoring:
     """Whether and how klamp scores the completions of one of TRL's trainers."""
 
-    required: bool  # TRL's own scoring is refused
     reason: str = ""  # why it is not used at all; empty if it is
     traits: dict[int, Traits] = field(default_factory=dict)  # of each model, by the `id` of its innermost module
     reasons: set[str] = field(default_factory=set)  # the reasons that the user knows

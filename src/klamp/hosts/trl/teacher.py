@@ -80,7 +80,7 @@ def _server(trainer: TRLTrainer, config: TeacherConfig) -> VLLMReference:
 @torch.no_grad()
 def keep_scores(trainer: TRLTrainer, rows: Sequence[Mapping[str, Any]], output: dict[str, Any]) -> None:
     """Score a generation batch with the teacher, behind the prompts that it sees; the scores travel with the batch."""
-    teacher = _teacher(trainer)
+    teacher = trainer._klamp.teacher
     call = scoring_call(trainer, output, _own_prompts(trainer, rows, output["prompt_ids"].device))
     if teacher.server is not None:
         scores = teacher.server.score(ScoringCall(**call).completions(), temperature=trainer.temperature)
@@ -94,10 +94,6 @@ def keep_scores(trainer: TRLTrainer, rows: Sequence[Mapping[str, Any]], output: 
     is_bounded = (logprobs <= FORBIDDEN) & (teacher.term.max_log_ratio is not None)
     check_logprobs("teacher_logprobs", logprobs, loss_mask(output) & ~is_bounded, fix=BOUND_IT)
     output |= {TEACHER: logprobs} | ({} if predictions is None else {PREDICTED: predictions})
-
-
-def _teacher(trainer: TRLTrainer) -> Teacher:
-    return cast(Teacher, trainer._klamp.teacher)
 
 
 def scoring_call(
@@ -124,7 +120,7 @@ def _own_prompts(
     trainer: TRLTrainer, rows: Sequence[Mapping[str, Any]], device: torch.device
 ) -> tuple[Tensor, Tensor] | None:
     """The teacher's prompts, padded on the left: ids and mask, [B, P]; None: they are the policy's."""
-    column = _teacher(trainer).config.teacher_prompt
+    column = trainer._klamp.teacher.config.teacher_prompt
     if not column:
         return None
     prompts = [torch.tensor(ids, device=device) for ids in _ids(trainer, rows, column)]
@@ -148,7 +144,7 @@ def _at_prefixes(
     trainer: TRLTrainer, inputs: Mapping[str, Any], batch: Batch, hidden: Tensor
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The KL to the teacher at each prefix that is trained on, 0 elsewhere, and its parts. [B, T] each"""
-    teacher = _teacher(trainer)
+    teacher = trainer._klamp.teacher
     where, values = batch.mask, inputs[PREDICTED][batch.mask]
     policy_model = reference.plain_model(trainer, trainer.model)
     if teacher.server is not None:
@@ -170,7 +166,7 @@ def _at_prefixes(
 
 def add_to(window: Window, trainer: TRLTrainer, batch: Batch) -> None:
     """Add the KL to the teacher of a micro-batch to the measurements."""
-    teacher = _teacher(trainer)
+    teacher = trainer._klamp.teacher
     if teacher.measured is not None:
         kl, parts = teacher.measured
         batch = batch.with_anchor("teacher", kl=kl)

@@ -69,11 +69,9 @@ class StepSettings:
 class Driver:
     """Settles what a KL needs a whole batch for, and keeps its controller with verl's checkpoints.
 
-    verl makes one in its trainer where `trainer.checkpoint_callback_class=klamp.verl.Driver`, which `overrides` sets.
-    After the advantages are formed it adds to the batch what the loss in the workers needs: beta of the step, the
-    tokens that carry the KL, the KL and reference length of each completion's clip; with the KL in the reward or the
-    advantage it shifts the advantages. The KL of the step that the controller goes by is that of the
-    policy which the updates begin with. Its measurements join verl's metrics, under klamp's names.
+    `overrides` sets `trainer.checkpoint_callback_class=klamp.verl.Driver`. After the advantages are formed it adds to
+    the batch what the loss in the workers needs, shifts the advantages by a KL in the reward or the advantage, and
+    measures the KL of the policy that the updates begin with, for the controller and verl's metrics.
 
     Args:
         config: verl's whole configuration.

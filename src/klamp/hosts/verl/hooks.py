@@ -13,7 +13,7 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -41,7 +41,6 @@ IN_LOSS = (MASK, OLD, REF, ADVANTAGES, *PER_ROW, *PER_TOKEN)
 AT = (1, 10, 100, 1000)
 """The micro-batches of a process that are checked: in the first one the policy is the reference."""
 VERDICTS: list[Verdict] = []
-Penalty: TypeAlias = Callable[[Tensor, Tensor, str], Tensor]
 
 _batch: dict[str, Tensor] = {}
 """The batch of the actor's loss that is being computed, padded."""
@@ -115,7 +114,7 @@ def _scored_batch(policy: Tensor, ref: Tensor) -> Batch:
     return batch_of({ADVANTAGES: torch.zeros_like(policy), **inputs, NAMES[REF]: ref}, policy)
 
 
-def _by_name(original: Penalty) -> Penalty:
+def _by_name(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         chosen = penalty_in_loss if is_ours(kl_penalty) else original
         return chosen(logprob, ref_logprob, kl_penalty)
