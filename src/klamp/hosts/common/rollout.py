@@ -42,10 +42,8 @@ class Alone:
 class Generation:
     """A generation batch of this process, as the host hands it over."""
 
-    inputs: Mapping[str, Any]
-    """The host's tensors, the completions of a prompt next to each other (across processes where they are split)."""
-    old_logprobs: Tensor | None
-    """[B, T] under the policy before the batch's first update; None where nothing needs them."""
+    inputs: Mapping[str, Any]  # the host's tensors; the completions of a prompt are neighbours, also across processes
+    old_logprobs: Tensor | None  # [B, T] under the policy before the batch's first update; None: nothing needs them
     rows: Sequence[Mapping[str, Any]]  # [B] the data rows
     lengths: Tensor  # [B] completion lengths in tokens, end token included, before any masking
     group_size: int  # completions per prompt

@@ -215,8 +215,7 @@ def compute_grpo_kl_loss(
     `kl_penalty`. Without `loss`, R is 1/n sum over the n trained tokens of `data`; the service's built-in losses are
     plain sums: at kl_coef 0 the built-in `ppo` gives n times this loss and gradient, and exactly this one with
     `normalizer="token_sum"`. What was divided by is in the metrics (`train/denominator`, `train/kl_denominator`); so is
-    the KL of the sampler from the trainer (`sampler/k1`, `sampler/k3`): before the first update about 0.002 nats per
-    token is healthy, above 0.01 an alarm.
+    the KL of the sampler from the trainer (`sampler/k1`, `sampler/k3`).
 
     Sampler: whoever `logprobs` belong to; it is the old policy of the ratio and the sampler of `kl_off_policy`.
     Gradient: that of `grpo_loss`. Every datum gets one, zeros where nothing of it is trained on.

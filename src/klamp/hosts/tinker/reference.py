@@ -28,9 +28,7 @@ async def compute_reference_logprobs(
 ) -> list[list[float]]:
     """Log-probabilities of the responses under the reference, in nats, in the order of the responses.
 
-    One request per response. The SDK itself tries again what may pass, for hours; here a response has `timeout`
-    seconds, and what the SDK gives up ends it at once. Where the SDK can score a suffix only (0.34 and later) the
-    prompt is not scored.
+    One request per response; the prompt is not scored if the SDK can score a suffix only (0.34 and later).
 
     Args:
         ref_client: a `SamplingClient` of the base model (or of a snapshot), or the SDK's future of one, which is
@@ -63,9 +61,8 @@ async def compute_teacher_head(
 ) -> list[list[Place]]:
     """What a teacher says of the responses: at each token its `top_k` likeliest, and the one that is there.
 
-    One request per response, as `compute_reference_logprobs`: `sample` with `topk_prompt_logprobs` and one token that
-    is thrown away. The head never depends on the token that was sampled: of an answer that holds one token more than
-    was asked for, it is left out.
+    One request per response: `sample` with `topk_prompt_logprobs` and one token that is thrown away. The head never
+    depends on the token that was sampled.
 
     Args:
         teacher_client: a `SamplingClient`, see `compute_reference_logprobs`.

@@ -100,10 +100,8 @@ class DistillationTrainer(trl.DistillationTrainer):
     of which the shared part counts. What does not fit is a ConfigError or ModelError, with the reason.
     """
 
-    _klamp: Any = None
-    """The session, with the teacher; None: the loss is TRL's own."""
-    _batches: list[tuple[dict[str, Any], Tensor]]
-    """The batches of the present loss, and the policy's log-probabilities, detached."""
+    _klamp: Any = None  # the session, with the teacher; None: the loss is TRL's own
+    _batches: list[tuple[dict[str, Any], Tensor]]  # of the present loss, with the policy's detached log-probabilities
 
     def __init__(self, model: Any, teacher_model: Any = None, args: Any = None, *more: Any, **options: Any) -> None:
         config = None if args is None else read_again(args)[1]

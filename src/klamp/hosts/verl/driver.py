@@ -58,12 +58,9 @@ class StepSettings:
 
     loss_agg_mode: str
     group_size: int
-    beta: float
-    """The coefficient in force."""
-    price: Price | None
-    """At that coefficient; None: not known for these advantages."""
-    leave_one_out: bool
-    """Whether a completion's advantage leaves its own reward out of what it is compared with."""
+    beta: float  # the coefficient in force
+    price: Price | None  # at that coefficient; None: not known for these advantages
+    leave_one_out: bool  # whether a completion is compared with the others of its group alone
 
 
 class Driver:
