@@ -136,8 +136,8 @@ def _append(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 class ReportCallback(TrainerCallback):
     """Writes into output_dir what `klamp report` shows beside the log of a TRL trainer.
 
-    It needs `klamp.trl.GRPOTrainer`. Completions are those of the main process; answers are greedy, to the first prompts
-    of the evaluation set (else of the training set), before and after; split weights give none. The run stays the same.
+    It needs `klamp.trl.GRPOTrainer`. Completions are the main process's; answers are greedy, to the first prompts of
+    the evaluation set (else of the training set), before and after; split weights give none. The run stays the same.
 
     Args:
         every: steps between those whose completions are written.

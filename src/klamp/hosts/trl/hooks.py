@@ -139,8 +139,8 @@ class KLMixin(HostTrainer):
         if fast is None:
             with reference.hidden_states(self, model, wanted=wanted) as states:
                 result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-            is_whole = states and result[0] is not None  # Unsloth scores elsewhere
-            hidden = torch.cat(states)[:, -result[0].shape[1] - 1 : -1] if is_whole else None
+            has_states = states and result[0] is not None  # Unsloth scores elsewhere
+            hidden = torch.cat(states)[:, -result[0].shape[1] - 1 : -1] if has_states else None
         else:
             result, hidden = (fast["logprobs"], fast.get("entropy"), None), fast.get("hidden")
         if session.calls.scorings is not None:
