@@ -86,8 +86,8 @@ class Listener:
         for tensors in (self.scores, self.hidden, self.logits, self.calls):
             tensors.clear()
         with ExitStack() as hooks:
-            for each_model in (model, teacher) if "labels" in inputs and teacher is not None else ():
-                hook = each_model.register_forward_hook(lambda *x: self.logits.append(x[-1].logits))
+            for scored_model in (model, teacher) if "labels" in inputs and teacher is not None else ():
+                hook = scored_model.register_forward_hook(lambda *x: self.logits.append(x[-1].logits))
                 hooks.callback(hook.remove)
             result = inner(model, inputs, *more, **named)
         if self.move and (shift := self._shift(inputs)) is not None:

@@ -208,10 +208,10 @@ def columns(
     order = by_prompt(prompts, settings.group_size)
     generation = _generation(sampled, order, settings.group_size)
     reduction = REDUCTIONS.get(settings.loss_agg_mode)
-    taken = settings.beta
+    coefficient = settings.beta
     if control.kl.kl_placement == "reward" and settings.leave_one_out:  # the group's mean has the completion's own KL
-        taken *= settings.group_size / (settings.group_size - 1)
-    inputs = prepared(generation, control, tokenizer, beta=taken, reduction=reduction)
+        coefficient *= settings.group_size / (settings.group_size - 1)
+    inputs = prepared(generation, control, tokenizer, beta=coefficient, reduction=reduction)
     term, batch = control.kl.build_term(), replace(generation, inputs=inputs).batch()
     window = Window()
     window.add(prepare(batch, term))
