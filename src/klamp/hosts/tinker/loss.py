@@ -275,16 +275,13 @@ def _head_kl(rows: Rows, policy: Tensor, teacher: TeacherConfig) -> tuple[Tensor
     """The KL to a teacher over the head of the datums, [B, N], and without gradient the head's mass in both models."""
     assert rows.teacher_logprobs is not None
     anchor = torch.cat([rows.head_logprobs, rows.teacher_logprobs[..., None]], -1)
-    ids, is_token = torch.cat([rows.head, rows.target_tokens[..., None]], -1), rows.head >= 0
+    ids, valid = torch.cat([rows.head, rows.target_tokens[..., None]], -1), rows.head >= 0
     weight = None if teacher.teacher_off_policy == "none" else policy[..., -1].detach() - rows.logprobs
     how: Any = {"direction": teacher.teacher_direction, "tail": teacher.teacher_tail}
-    kl = topk_kl_of(policy, anchor, ids, **how, log_weight=weight, kept=is_token)
+    kl = topk_kl_of(policy, anchor, ids, **how, log_weight=weight, kept=valid)
     if not teacher.teacher_top_k:
         return kl, {}
-    return kl, {
-        "student_mass": head_mass(policy[..., :-1], is_token),
-        "teacher_mass": head_mass(anchor[..., :-1], is_token),
-    }
+    return kl, {"student_mass": head_mass(policy[..., :-1], valid), "teacher_mass": head_mass(anchor[..., :-1], valid)}
 
 
 def _check_finite(loss: Tensor, policy: Tensor) -> None:
