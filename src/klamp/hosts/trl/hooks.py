@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
@@ -33,7 +33,7 @@ from klamp.hosts.common.rollout import Generation, prepared
 from klamp.hosts.trl import fast_scoring, measure, reference, teacher
 from klamp.hosts.trl.session import Scoring, Session, TRLTrainer, load_state, mode_of, progress, save_state
 
-HostTrainer: Any = object
+HostTrainer = cast(Any, object)
 """The class of the trainer that comes after a mixin, so that `super()` is the host's."""
 REF = "ref_per_token_logps"
 
