@@ -170,7 +170,7 @@ def advantage_refusals(anchor: str, shifted: bool, args: Any) -> list[Refusal]:
         Refusal(
             shifted and used,
             f"{anchor}_placement='advantage' cannot be combined with {name}",
-            why="TRL drops or weighs a whole completion by the sign of its advantage, and the KL in it along",
+            why="TRL drops or weighs a whole completion by the sign of its advantage, and its KL with it",
             fix=f"leave it out, or set {anchor}_placement='loss'",
         )
         for name, used in by_sign.items()
