@@ -14,6 +14,7 @@ from tests.hosts.trl.hosts import arguments
 from klamp.config import KLConfig, LossConfig, TeacherConfig
 from klamp.config.fields import host_refusals
 from klamp.errors import ConfigError
+from klamp.hosts.common.kl_fields import kl_config, teacher_config
 from klamp.hosts.tinker.loss import LossCall
 from klamp.hosts.trl.grpo_config import check_arguments
 from klamp.hosts.unsloth.hooks import LOSS_TYPES
@@ -27,7 +28,7 @@ def of_trl(config: Any) -> Any:
     fields = {name: list(x) if isinstance(x, tuple) else x for name, x in vars(config).items()}
     fields = {name: x for name, x in fields.items() if x != getattr(type(config), name)}
     args = arguments(scale_rewards="none", **{"beta": getattr(config, "beta", 0.01)} | fields)
-    return args.kl_config() if isinstance(config, KLConfig) else args.teacher_config()
+    return (kl_config if isinstance(config, KLConfig) else teacher_config)(args)
 
 
 def of_unsloth(config: KLConfig) -> KLConfig:

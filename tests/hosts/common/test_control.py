@@ -16,7 +16,7 @@ from klamp.config import KLConfig
 from klamp.config.loss import Price, price_at_distance
 from klamp.core.controllers import kl_schedule_factor
 from klamp.errors import ConfigError, KLWarning, NonFiniteError
-from klamp.hosts.common.control import NEVER_ZERO, KLControl, beta_metrics, go_on_from, held_kl, landing_beta
+from klamp.hosts.common.control import KLControl, beta_metrics, go_on_from, held_kl, landing_beta
 
 CONTROLLERS = ("fixed", "hold", "step", "proportional")
 
@@ -32,14 +32,6 @@ def test_what_is_held_is_the_exact_kl_where_every_completion_has_it() -> None:
     assert held_kl(both, exact_everywhere=False) == 0.2
     assert held_kl({"kl/k3": 0.2}, exact_everywhere=True) == 0.2
     assert held_kl({"kl/k1": 0.2}, exact_everywhere=True) is None
-
-
-def test_a_host_never_sees_zero_while_the_reference_is_wanted() -> None:
-    assert KLControl(KLConfig(beta=0.0)).host_beta(0, 10) == 0.0
-    assert KLControl(KLConfig(beta=0.0, kl_monitor=True)).host_beta(0, 10) == NEVER_ZERO > 0
-    warming = KLControl(KLConfig(beta=0.2, kl_warmup_steps=4))
-    assert (warming.beta(0, 10), warming.host_beta(0, 10)) == (0.0, NEVER_ZERO)
-    assert warming.host_beta(2, 10) == warming.beta(2, 10) == pytest.approx(0.1)
 
 
 def test_beta_is_the_controllers_times_the_schedules() -> None:

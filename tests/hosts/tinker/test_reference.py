@@ -102,9 +102,8 @@ def test_a_client_that_never_answers_runs_into_the_timeout():
 
 
 class _Suffix(FakeSampler):
-    """The newer form: an awaitable, and a suffix on request; an older server refuses with the SDK's own words."""
+    """The newer form: an awaitable, and a suffix on request."""
 
-    server_is_new = True
     suffixes: list
 
     def compute_logprobs(self, prompt, prompt_logprobs_last_n=None):
@@ -114,10 +113,6 @@ class _Suffix(FakeSampler):
             answer = await self.answer(prompt)
             if prompt_logprobs_last_n is None:
                 return answer
-            if not self.server_is_new:
-                raise RuntimeError(
-                    "prompt_logprobs_last_n=1 was requested but the server returned ... may predate this"
-                )
             return [None] * (len(answer) - prompt_logprobs_last_n) + answer[-prompt_logprobs_last_n:]
 
         return run()
@@ -127,13 +122,6 @@ def test_only_the_response_is_scored_where_the_client_can():
     client = _Suffix()
     assert compute(client) == expected()
     assert client.suffixes == [1, 2, 3, 2]
-
-
-def test_a_server_that_scores_no_suffix_is_asked_for_everything():
-    client = _Suffix()
-    client.server_is_new = False
-    assert compute(client, concurrency=1) == expected()
-    assert client.suffixes == [1, None, None, None, None]
 
 
 class _Older:

@@ -54,10 +54,7 @@ def _is_dropout(holder: object, name: str) -> bool:
 
 
 def likely_reasons(policy: nn.Module, reference: nn.Module | None, *, adapter: bool, loaded: bool = True) -> list[str]:
-    """What usually makes policy and reference (None: the policy with its adapter off) differ before the first update.
-
-    `loaded`: the reference's weights were loaded, and not copied from the policy.
-    """
+    """What usually makes policy and reference (None: its adapter off; `loaded`: no copy) differ before any update."""
     dropouts = active_dropouts(policy) if policy.training else []
     layers = sum(isinstance(dropout.holder, nn.Dropout) for dropout in dropouts)
     inside = sorted({dropout.name for dropout in dropouts if not isinstance(dropout.holder, nn.Dropout)})

@@ -26,10 +26,9 @@ def loss_mask(inputs: Mapping[str, Any]) -> Tensor:
 
 
 def batch_of(inputs: Mapping[str, Any], policy_logprobs: Tensor) -> Batch:
-    """A host's batch in klamp's words; its keys are those that TRL and Unsloth share.
+    """A host's batch in klamp's words, from keys that TRL and Unsloth share.
 
-    The sampler is whom vLLM reports (a token that it could not score counts as sampled by the policy), else the policy
-    that the host recorded at generation, else the policy itself.
+    The sampler is vLLM's report (the old policy where it has NaN), else the old policy, else the policy itself.
     """
     old = inputs.get("old_per_token_logps")
     recorded = policy_logprobs.detach() if old is None else old
@@ -52,9 +51,7 @@ def batch_of(inputs: Mapping[str, Any], policy_logprobs: Tensor) -> Batch:
 def gated_penalty(batch: Batch, term: KLTerm, scale: Tensor | None = None) -> Tensor:
     """klamp's per-token penalty of a batch, clipped, without beta. [B, T]
 
-    The host will divide it by the tokens that are trained on. Where some of them carry no KL, klamp divides the KL by
-    those that do: `scale` [B] is the quotient of the two, settled for the whole generation batch; None: where the host
-    divides by each micro-batch, this micro-batch's.
+    `scale` [B]: the tokens that the host divides by, over those that carry the KL; None: counted in this micro-batch.
     """
     prepared = prepare(batch, term)
     penalty = token_penalty(prepared)
@@ -66,11 +63,7 @@ def gated_penalty(batch: Batch, term: KLTerm, scale: Tensor | None = None) -> Te
 
 
 def advantages_less_kl(batch: Batch, terms: Sequence[Weighted]) -> Advantages:
-    """The advantages less each KL that enters there, of the policy that the batch holds. [B] or [B, T]
-
-    The batch has to hold the policy of the present update: with the old one's log-probabilities a loss follows
-    KL(policy || anchor) less KL(policy || old).
-    """
+    """The advantages less each KL that enters there, of the batch's policy (the present one). [B] or [B, T]"""
     advantages = batch.advantages
     for coefficient, term in terms:
         if coefficient > 0 and term.placement == "advantage":

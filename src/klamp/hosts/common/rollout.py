@@ -42,10 +42,8 @@ class Alone:
 class Generation:
     """A generation batch of this process, as the host hands it over."""
 
-    inputs: Mapping[str, Any]
-    """The host's tensors, the completions of a prompt next to each other (across processes where they are split)."""
-    old_logprobs: Tensor | None
-    """[B, T] under the policy before the batch's first update; None where nothing needs them."""
+    inputs: Mapping[str, Any]  # the host's tensors; the completions of a prompt are neighbours, also across processes
+    old_logprobs: Tensor | None  # [B, T] under the policy before the batch's first update; None: nothing needs them
     rows: Sequence[Mapping[str, Any]]  # [B] the data rows
     lengths: Tensor  # [B] completion lengths in tokens, end token included, before any masking
     group_size: int  # completions per prompt
@@ -60,18 +58,10 @@ class Generation:
         return batch if self.exact_kl is None else batch.with_anchor("reference", kl=self.exact_kl)
 
 
-def needs_old_logprobs(term: KLTerm) -> bool:
-    """Whether the policy must be scored at generation."""
-    return term.clip_method != "none" or term.placement == "reward"
-
-
 def prepared(
     generation: Generation, control: KLControl, tokenizer: Any, *, beta: float, reduction: Reduction | None
 ) -> dict[str, Any]:
-    """The host's tensors with klamp's added: exclusions, reference length, gate, advantages of rewards less the KL.
-
-    `beta` is the one in force, for a KL in the reward; `reduction` None: by each micro-batch.
-    """
+    """The host's tensors with klamp's added; `reduction` None: the host averages each micro-batch for itself."""
     kl, term = control.kl, control.kl.build_term()
     added: dict[str, Any] = dict(generation.inputs)
     if kl.excludes:
@@ -108,11 +98,7 @@ def gate_over_processes(generation: Generation, term: KLTerm) -> Tensor:
 
 
 def advantages_of_rewards(generation: Generation, term: KLTerm, *, beta: float) -> Tensor:
-    """The advantages of rewards less the KL of each completion. [B] or [B, T], as the host's are
-
-    With advantages that are rewards less their group's mean, and nothing else, taking the KL from the rewards is taking
-    its deviation from the group's mean from the advantages.
-    """
+    """The advantages, less each completion's KL as far as it deviates from its group's mean. [B] or [B, T]"""
     batch = generation.batch()
 
     def centred(taken: Tensor) -> Tensor:
@@ -129,11 +115,7 @@ def advantages_of_rewards(generation: Generation, term: KLTerm, *, beta: float) 
 
 
 def reference_lengths(generation: Generation, control: KLControl) -> Tensor:
-    """The reference length of each of this process's sequences, in tokens. [B]
-
-    The user's number; else the data's column; else the mean length of the first generation batch, drawn from the policy
-    while it still is the reference.
-    """
+    """The reference length of each sequence, in tokens: given, or the mean of the first generation batch. [B]"""
     column = [row.get(LENGTH_COLUMN) for row in generation.rows]
     unknown = torch.tensor(float(control.reference_lengths(column).count(None))).to(generation.lengths.device)
     if float(generation.accelerator.reduce(unknown, reduction="sum")) > 0:

@@ -215,8 +215,7 @@ def compute_grpo_kl_loss(
     `kl_penalty`. Without `loss`, R is 1/n sum over the n trained tokens of `data`; the service's built-in losses are
     plain sums: at kl_coef 0 the built-in `ppo` gives n times this loss and gradient, and exactly this one with
     `normalizer="token_sum"`. What was divided by is in the metrics (`train/denominator`, `train/kl_denominator`); so is
-    the KL of the sampler from the trainer (`sampler/k1`, `sampler/k3`): before the first update about 0.002 nats per
-    token is healthy, above 0.01 an alarm.
+    the KL of the sampler from the trainer (`sampler/k1`, `sampler/k3`).
 
     Sampler: whoever `logprobs` belong to; it is the old policy of the ratio and the sampler of `kl_off_policy`.
     Gradient: that of `grpo_loss`. Every datum gets one, zeros where nothing of it is trained on.
@@ -276,13 +275,13 @@ def _head_kl(rows: Rows, policy: Tensor, teacher: TeacherConfig) -> tuple[Tensor
     """The KL to a teacher over the head of the datums, [B, N], and without gradient the head's mass in both models."""
     assert rows.teacher_logprobs is not None
     anchor = torch.cat([rows.head_logprobs, rows.teacher_logprobs[..., None]], -1)
-    ids, kept = torch.cat([rows.head, rows.target_tokens[..., None]], -1), rows.head >= 0
+    ids, valid = torch.cat([rows.head, rows.target_tokens[..., None]], -1), rows.head >= 0
     weight = None if teacher.teacher_off_policy == "none" else policy[..., -1].detach() - rows.logprobs
     how: Any = {"direction": teacher.teacher_direction, "tail": teacher.teacher_tail}
-    kl = topk_kl_of(policy, anchor, ids, **how, log_weight=weight, kept=kept)
+    kl = topk_kl_of(policy, anchor, ids, **how, log_weight=weight, kept=valid)
     if not teacher.teacher_top_k:
         return kl, {}
-    return kl, {"student_mass": head_mass(policy[..., :-1], kept), "teacher_mass": head_mass(anchor[..., :-1], kept)}
+    return kl, {"student_mass": head_mass(policy[..., :-1], valid), "teacher_mass": head_mass(anchor[..., :-1], valid)}
 
 
 def _check_finite(loss: Tensor, policy: Tensor) -> None:
@@ -318,11 +317,9 @@ def forward_backward_kl(
 ) -> Any:
     """Forward and backward pass of `compute_grpo_kl_loss` through a `TrainingClient`: the gradient adds up there.
 
-    The data is checked before anything is sent: an error inside a loss would leave the client unusable. The service
-    gets datums that hold `target_tokens` only, so that SDKs before 0.32 take them too; with teacher_estimator="topk"
-    these are [N, K + 1], at each position the teacher's head and the target. What the service answers is checked inside
-    the loss: NaN there raises NonFiniteError where the result is asked for, no gradient is sent, and SDKs from 0.36 on
-    then take no more requests on this client. Two passes over the data: a forward, then a forward and backward.
+    Two passes over the data: a forward, then a forward and backward. The data is checked before anything is sent. NaN
+    in the service's answer raises NonFiniteError where the result is asked for: no gradient is sent, and SDKs from 0.36
+    on then take no more requests on this client.
 
     Args:
         client: a `TrainingClient`, or the SDK's future of one, which is waited for: in async code await it before.

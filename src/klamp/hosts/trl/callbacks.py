@@ -33,8 +33,7 @@ PACKAGES = ("torch", "transformers", "accelerate", "trl", "peft", "datasets", "v
 class DoctorCallback(TrainerCallback):
     """Looks at the log of a TRL trainer with every alarm of `klamp doctor`, while the run goes on.
 
-    Give it to `klamp.trl.GRPOTrainer` or to TRL's own: `callbacks=[DoctorCallback(stop_on=["reward-collapse"])]`. An
-    alarm is a `KLWarning`, once, and a line of `alarms.jsonl` in output_dir; notes are only written. The thresholds
+    An alarm is a `KLWarning`, once, and a line of `alarms.jsonl` in output_dir; notes are only written. The thresholds
     count logged rows: log every step (`logging_steps=1`, GRPOConfig's default is 10).
 
     Args:
@@ -137,9 +136,8 @@ def _append(file: Path, rows: Iterable[Mapping[str, Any]]) -> None:
 class ReportCallback(TrainerCallback):
     """Writes into output_dir what `klamp report` shows beside the log of a TRL trainer.
 
-    Give it to `klamp.trl.GRPOTrainer`: `callbacks=[ReportCallback()]`. Completions are those of the main process;
-    answers are greedy, to the first prompts of the evaluation set (else of the training set), before and
-    after, and left out where the weights are divided among processes. The run is the same one to the last bit.
+    It needs `klamp.trl.GRPOTrainer`. Completions are the main process's; answers are greedy, to the first prompts of
+    the evaluation set (else of the training set), before and after; split weights give none. The run stays the same.
 
     Args:
         every: steps between those whose completions are written.

@@ -41,10 +41,9 @@ Means = Literal["reverse", "forward", "js"]
 
 
 class Listener:
-    """Keeps the tensors of a trainer's loss while it is entered, and hands verdicts to `tell`.
+    """Keeps the tensors of a trainer's loss, and hands verdicts to `tell`, until advantages are not all 0.
 
-    It does so until one is on advantages that are not all 0. `save` is a capture file; `move`: a reference that equals
-    the policy is moved, only if nothing is trained on the loss.
+    `save` is a capture file; `move`: a reference that equals the policy is moved, only if nothing is trained.
     """
 
     others: ClassVar[list[Callable[[Any], None]]] = []
@@ -87,8 +86,8 @@ class Listener:
         for tensors in (self.scores, self.hidden, self.logits, self.calls):
             tensors.clear()
         with ExitStack() as hooks:
-            for each_model in (model, teacher) if "labels" in inputs and teacher is not None else ():
-                hook = each_model.register_forward_hook(lambda *x: self.logits.append(x[-1].logits))
+            for scored_model in (model, teacher) if "labels" in inputs and teacher is not None else ():
+                hook = scored_model.register_forward_hook(lambda *x: self.logits.append(x[-1].logits))
                 hooks.callback(hook.remove)
             result = inner(model, inputs, *more, **named)
         if self.move and (shift := self._shift(inputs)) is not None:

@@ -9,15 +9,13 @@ from __future__ import annotations
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from klamp.config import TRL_LOSS_TYPES
-from klamp.core.advantages import Baseline
-from klamp.core.term import Weighted
 from klamp.core.types import Advantages, Reduction
 from klamp.errors import KLWarning
 from klamp.hosts.common.coefficient import (
@@ -31,16 +29,12 @@ from klamp.hosts.common.coefficient import (
     gated_penalty,
 )
 from klamp.hosts.common.control import NEVER_ZERO, go_on_from
-from klamp.hosts.common.rollout import Generation, needs_old_logprobs, prepared
+from klamp.hosts.common.rollout import Generation, prepared
 from klamp.hosts.trl import fast_scoring, measure, reference, teacher
 from klamp.hosts.trl.session import Scoring, Session, TRLTrainer, load_state, mode_of, progress, save_state
 
-if TYPE_CHECKING:
-    from trl import GRPOTrainer as HostTrainer
-else:
-    HostTrainer = object
-
-
+HostTrainer = cast(Any, object)
+"""The class of the trainer that comes after a mixin, so that `super()` is the host's."""
 REF = "ref_per_token_logps"
 
 
@@ -49,26 +43,17 @@ class LossHook:
 
     def __init__(self, trainer: TRLTrainer, inputs: Mapping[str, Any], beta: float) -> None:
         self.trainer, self.inputs, self.beta = trainer, inputs, beta
+        self.terms = trainer._klamp.terms(trainer, beta)
         self.scored: Scoring | None = None
         """The policy's log-probabilities in this loss; None: the loss has no KL, and made more or less than one."""
-
-    @property
-    def terms(self) -> tuple[Weighted, ...]:
-        """klamp's KLs in this loss, with their coefficients."""
-        return self.trainer._klamp.terms(self.trainer, self.beta)
 
     @contextmanager
     def in_place(self) -> Iterator[Any]:
         """A context in which the host's loss has klamp's KL; gives the inputs for that loss."""
-        trainer, session = self.trainer, self.trainer._klamp
-        learns = fast_scoring.learning_rows(trainer, self.inputs, self.beta)
-        in_loss = session.teacher is not None and session.teacher.term.placement == "loss"
-        with session.calls.collected(learns) as scorings, self._with_shift(scorings) as inputs:
-            if session.has_kl or in_loss:
-                with self._as_coefficient(scorings):
-                    yield inputs
-            else:
-                yield inputs
+        session = self.trainer._klamp
+        collected = session.calls.collected(fast_scoring.learning_rows(self.trainer, self.inputs, self.beta))
+        with collected as scorings, self._with_shift(scorings) as inputs, self._as_coefficient(scorings):
+            yield inputs
         if (self._is_referred and session.control is not None) or session.teacher is not None or len(scorings) == 1:
             self.scored = _only(scorings)
 
@@ -95,7 +80,10 @@ class LossHook:
 
     @contextmanager
     def _as_coefficient(self, scorings: list[Scoring]) -> Iterator[None]:
-        trainer, outer = self.trainer, float(self.trainer.beta)
+        trainer, session, outer = self.trainer, self.trainer._klamp, float(self.trainer.beta)
+        if not session.has_kl and (session.teacher is None or session.teacher.term.placement != "loss"):
+            yield
+            return
         coefficient = trainer.beta = Coefficient(outer or NEVER_ZERO, lambda: self._penalty(_only(scorings)))
         try:
             yield
@@ -130,8 +118,6 @@ class KLMixin(HostTrainer):
     """How the KL gets into that loss."""
     _loss_types: Mapping[str, Reduction | None] = TRL_LOSS_TYPES
     """How the host's loss types make tokens a number."""
-    _baseline: Baseline = "mean"
-    """What rewards are compared with; TRL's own is the mean of the group."""
     _never_exact: str = ""
 
     def _caution(self, text: str) -> None:
@@ -142,9 +128,9 @@ class KLMixin(HostTrainer):
         control = self._klamp.control
         if control is None:
             return float(self.beta)
-        now = progress(self)
-        self.beta = control.host_beta(*now)
-        return control.beta(*now)
+        beta = control.beta(*progress(self))
+        self.beta = max(beta, NEVER_ZERO) if control.kl.needs_reference else beta
+        return beta
 
     def _get_per_token_logps_and_entropies(self, model: Any, *args: Any, **kwargs: Any) -> Any:
         session: Session = self._klamp
@@ -153,9 +139,10 @@ class KLMixin(HostTrainer):
         if fast is None:
             with reference.hidden_states(self, model, wanted=wanted) as states:
                 result = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)
-            hidden = reference.of_completions(states, result[0])
+            has_states = states and result[0] is not None  # Unsloth scores elsewhere
+            hidden = torch.cat(states)[:, -result[0].shape[1] - 1 : -1] if has_states else None
         else:
-            result, hidden = (*fast[:2], None), fast[2]
+            result, hidden = (fast["logprobs"], fast.get("entropy"), None), fast.get("hidden")
         if session.calls.scorings is not None:
             session.calls.scorings.append(Scoring(result[0], hidden, args, kwargs))
         return result
@@ -205,7 +192,7 @@ class KLMixin(HostTrainer):
         session, old = self._klamp, output.get("old_per_token_logps")
         if old is not None:
             return next((scoring for scoring in scorings if scoring.logprobs is old), Scoring(old))
-        if not needs_old_logprobs(session.term):
+        if session.term.clip_method == "none" and session.term.placement != "reward":  # nothing needs them
             return None
         last = scorings[-1]  # the same tokens that the reference was asked for
         with torch.no_grad(), session.calls.collected() as again:

@@ -36,37 +36,40 @@ def group_size(trainer: TRLTrainer) -> int:
 
 
 def after_loss(trainer: TRLTrainer, inputs: Mapping[str, Any], scored: Scoring, beta: float) -> None:
-    """Measure a micro-batch: completions for the report, the KL to the reference, the KL to the teacher."""
-    session = trainer._klamp
-    if session.record is not None:
-        session.record.take(inputs, scored.logprobs.detach())
-    if inputs.get("ref_per_token_logps") is not None:
-        _measure_kl(trainer, inputs, scored, beta)
-    if session.teacher is not None:
-        teacher.after_loss(trainer, inputs, scored.logprobs)
-
-
-def _measure_kl(trainer: TRLTrainer, inputs: Mapping[str, Any], scored: Scoring, beta: float) -> None:
-    """Add a micro-batch to the measurements; at the end of an optimizer step log, check, and adjust beta."""
+    """Measure a micro-batch; at the end of an optimizer step log, check, and adjust beta."""
     session, mode = trainer._klamp, mode_of(trainer)
     batch, window = batch_of(inputs, scored.logprobs.detach()), session.windows[mode]
-    prepared = prepare(batch, session.term)
-    window.add(prepared)
-    with torch.no_grad():
-        exact = exact_kl_of(trainer, inputs, scored.hidden)
-    if exact is not None:
-        window.add_values("kl/exact", exact[0], exact[1] & prepared.carried)
-    if mode == "train" and not trainer.accelerator.sync_gradients:
+    has_reference = inputs.get("ref_per_token_logps") is not None
+    if session.record is not None:
+        session.record.take(inputs, batch.policy_logprobs)
+    if has_reference:
+        prepared = prepare(batch, session.term)
+        window.add(prepared)
+        with torch.no_grad():
+            exact = exact_kl_of(trainer, inputs, scored.hidden)
+        if exact is not None:
+            window.add_values("kl/exact", exact[0], exact[1] & prepared.carried)
+    if session.teacher is not None:
+        teacher.add_to(window, trainer, batch)
+    if not window.sums or (mode == "train" and not trainer.accelerator.sync_gradients):
         return
     metrics = window.emit(trainer.accelerator)
+    metrics |= {} if session.teacher is None else {"teacher/coef": session.teacher.coefficient(trainer)}
+    if has_reference:
+        _settle_beta(trainer, metrics, beta)
+    log(trainer, metrics)
+
+
+def _settle_beta(trainer: TRLTrainer, metrics: dict[str, float], beta: float) -> None:
+    """Add what there is to log of beta to a step's metrics; in training check its KL, and adjust beta."""
+    session = trainer._klamp
     price = price_in(trainer, beta, "loss" if session.kl is None else session.kl.kl_placement)
     metrics |= (beta_metrics if session.control is None else session.control.metrics)(price, session.rollout.spread)
     kl = held_kl(metrics, exact_everywhere=session.term.value == "exact")
-    if mode == "train" and kl is not None:
+    if mode_of(trainer) == "train" and kl is not None:
         _check_step_zero(trainer, metrics["kl/k3"])
         if session.control is not None:
             session.control.update(kl, metrics, session.rollout.rewards)
-    log(trainer, metrics)
 
 
 def price_in(trainer: TRLTrainer, beta: float, placement: Placement) -> Price:
@@ -74,7 +77,7 @@ def price_in(trainer: TRLTrainer, beta: float, placement: Placement) -> Price:
     return price_of(
         beta,
         placement=placement,
-        baseline=getattr(trainer, "_baseline", "mean"),
+        baseline="mean",
         scale="none" if reward_scale(trainer.args) == "none" else "std",
         group_size=max(group_size(trainer), 2),
     )

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -146,8 +146,7 @@ def unsloth_hook(trainer: Any) -> type[UnslothMixin]:
     """The class that must come before Unsloth's trainer class; refuses an Unsloth that does not fit."""
     check_version("unsloth_zoo")
     check_version("unsloth")
-    host: Any = host_class(type(trainer))
-    loss_function(host)
+    loss_function(cast(type, host_class(type(trainer))))
     return UnslothMixin
 
 

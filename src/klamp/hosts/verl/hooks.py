@@ -13,7 +13,7 @@ import importlib
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,18 +24,11 @@ from klamp.config.teacher import Tail, TeacherConfig
 from klamp.core.penalty import kl_metrics, token_penalty
 from klamp.core.term import Prepared, Weighted, prepare
 from klamp.core.topk import topk_kl
-from klamp.core.types import Batch, Scored, check_logprobs, held_anchors
+from klamp.core.types import Batch, Scored, check_logprobs
 from klamp.errors import ConfigError
-from klamp.hosts.common.coefficient import (
-    GATE_KL,
-    KL_MASK,
-    KL_SCALE,
-    REFERENCE_LENGTH,
-    advantages_less_kl,
-    gated_penalty,
-)
+from klamp.hosts.common.coefficient import KL_SCALE, advantages_less_kl, batch_of, gated_penalty
 from klamp.hosts.common.versions import check_version, out_of_range
-from klamp.hosts.verl.driver import BETA, PER_ROW, PER_TOKEN, SAMPLER, nested
+from klamp.hosts.verl.driver import BETA, NAMES, PER_ROW, PER_TOKEN, SAMPLER, nested
 from klamp.hosts.verl.overrides import is_ours, loss_kl, named, needs_driver, teacher_of
 
 LOSSES, ALGORITHMS = "verl.workers.utils.losses", "verl.trainer.ppo.core_algos"
@@ -48,7 +41,6 @@ IN_LOSS = (MASK, OLD, REF, ADVANTAGES, *PER_ROW, *PER_TOKEN)
 AT = (1, 10, 100, 1000)
 """The micro-batches of a process that are checked: in the first one the policy is the reference."""
 VERDICTS: list[Verdict] = []
-Penalty: TypeAlias = Callable[[Tensor, Tensor, str], Tensor]
 
 _batch: dict[str, Tensor] = {}
 """The batch of the actor's loss that is being computed, padded."""
@@ -118,17 +110,11 @@ def penalty_in_loss(logprob: Tensor, ref_logprob: Tensor, name: str) -> Tensor:
 
 def _scored_batch(policy: Tensor, ref: Tensor) -> Batch:
     """The batch of the actor's loss in klamp's words, under a policy."""
-    return Batch(
-        policy_logprobs=policy,
-        mask=_batch[MASK],
-        advantages=_batch.get(ADVANTAGES, torch.zeros_like(policy)),
-        old_logprobs=_batch[OLD],
-        anchors=held_anchors(ref, _batch[OLD], mask=_batch.get(KL_MASK), gate=_batch.get(GATE_KL)),
-        reference_length=_batch.get(REFERENCE_LENGTH),
-    )
+    inputs = {NAMES.get(name, name): values for name, values in _batch.items()}
+    return batch_of({ADVANTAGES: torch.zeros_like(policy), **inputs, NAMES[REF]: ref}, policy)
 
 
-def _by_name(original: Penalty) -> Penalty:
+def _by_name(original: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def kl_penalty(logprob: Tensor, ref_logprob: Tensor, kl_penalty: str) -> Tensor:
         chosen = penalty_in_loss if is_ours(kl_penalty) else original
         return chosen(logprob, ref_logprob, kl_penalty)
@@ -172,11 +158,7 @@ def _of_this_policy(data: Any, model_output: Mapping[str, Any], weighted: Weight
 def kl_to_teacher(
     *, config: Any, distillation_config: Any, model_output: Mapping[str, Any], data: Any
 ) -> tuple[Tensor, dict[str, Any]]:
-    """klamp's KL to the teacher per token, in nats, and metrics; verl masks and averages it. [B, T]
-
-    verl weighs it by `distillation_loss_coef` beside its policy loss. Where it trains on the teacher alone its weight
-    is 1 whatever was asked for, so that the coefficient is put in here.
-    """
+    """klamp's KL to the teacher per token, in nats, [B, T], and metrics; verl masks, averages and weighs it."""
     options = distillation_config.distillation_loss
     if options.use_policy_gradient:
         raise ConfigError(
@@ -189,6 +171,7 @@ def kl_to_teacher(
     batch, coefficient = _distilled(teacher, model_output, data), options.distillation_loss_coef
     prepared = prepare(batch, teacher.build_term())
     penalty, metrics = token_penalty(prepared), _teacher_metrics(prepared, data) | {"teacher/coef": coefficient}
+    # where verl trains on the teacher alone, its own weight is 1
     return penalty if options.use_task_rewards else penalty * coefficient, metrics
 
 
