@@ -204,6 +204,8 @@ class Teachers:
             options: dict[str, Any] = {"temperature": temperature, "parts": parts, "keep": rows if whole else None}
             scores, predicted = score_rows(model, completions, rows, **options)
             logprobs[rows] = scores[rows]
+            if self.config.kind == "live" and predicted is not None and predicted.head is not None:
+                predicted = replace(predicted, head=predicted.head.copied())  # the head is that of the whole step
             predictions += [] if predicted is None else [(rows, predicted)]
         return TeacherScores(logprobs, predictions)
 
