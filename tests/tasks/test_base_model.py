@@ -16,13 +16,14 @@ from safetensors.torch import load_file, save_file
 
 from klamp.errors import ModelError
 from klamp.lab.tasks import arithmetic as module
-from klamp.lab.tasks import base_model_folder, load_base_model
+from klamp.lab.tasks import load_base_model
 from klamp.lab.tasks.arithmetic import (
     HELD_OUT_SHARE,
     IGNORED,
     MAX_COMPLETION_LENGTH,
     SKILLS,
     arithmetic_tokenizer,
+    base_model_folder,
     careless_sum,
     corpus,
     examples,

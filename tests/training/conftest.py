@@ -150,7 +150,6 @@ def info_of(folder: Path, start_step: int, config: TrainConfig | None = None) ->
     known: dict[str, Any] = {
         "parameters": 1,
         "trainable_parameters": 1,
-        "reference": "",
         "device": "cpu",
     }
     return RunInfo(config=config or TrainConfig(), output_dir=folder, start_step=start_step, **known)

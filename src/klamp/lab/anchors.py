@@ -22,8 +22,8 @@ from klamp.hosts.common.anchors import check_tokens, no_prompt, prefix_kl
 from klamp.lab.config import TrainConfig, reference_kind
 from klamp.lab.models import device_of, load_model, load_policy, load_tokenizer
 from klamp.lab.sampling import encode_prompts
-from klamp.lab.tasks import check_prompts, prompt_text
 from klamp.lab.tasks.base import Example, Task
+from klamp.lab.tasks.files import check_prompts, prompt_text
 from klamp.scoring import vllm_reference
 from klamp.scoring.completions import Completions, select
 from klamp.scoring.model_parts import Predictions, Traits, check_same_vocabulary, output_size

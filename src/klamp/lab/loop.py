@@ -42,7 +42,7 @@ from klamp.lab.anchors import AdapterOffReference, LocalReference
 from klamp.lab.checkpoint import check_resume, identity
 from klamp.lab.config import OptimConfig, RolloutConfig, RunConfig, TrainConfig
 from klamp.lab.evaluation import check_same, evaluate, fingerprints, teacher_answers
-from klamp.lab.folders import checkpoints, lines_until, number_of, opened_folder, scores_of
+from klamp.lab.folders import checkpoints, lines_of, number_of, opened_folder, scores_of, step_of
 from klamp.lab.interrupts import Interrupt, deferred_interrupts
 from klamp.lab.observers import AlarmObserver, Observer, RunInfo, RunLog, RunSummary, check_trackers, stopped_by
 from klamp.lab.rollouts import Rollout, collect, measure_reference_length
@@ -519,7 +519,7 @@ class Trainer:
             self.context.control.load_state_dict(state)
             self.step = state["step"]
         self.saved = (self.step, folder)
-        rows = lines_until(self.folder / METRICS_FILE, self.step)
+        rows = [row for row in lines_of(self.folder / METRICS_FILE) if step_of(row) <= self.step]
         evaluated, steps = [row for row in rows if scores_of(row)], [row for row in rows if "reward" in row]
         self.before = scores_of(evaluated[0]) if evaluated else {}
         self.metrics = {name: x for name, x in steps[-1].items() if name != "step"} if steps else {}
@@ -572,7 +572,6 @@ class Trainer:
             start_step=self.step,
             parameters=parameters - trained if context.config.model.lora_r else parameters,
             trainable_parameters=trained,
-            reference="none" if context.reference is None else context.reference.describe(),
             device=str(context.device),
             changes=changes,
         )

@@ -41,7 +41,6 @@ class RunInfo:
     start_step: int  # 0, or the step a resumed run continues from
     parameters: int  # parameters of the policy without those of an adapter
     trainable_parameters: int  # the number of parameters that are trained
-    reference: str  # where the reference comes from, in words; "none" at beta 0
     device: str  # the device of the policy
     changes: str = ""  # what a resume changed, in words
 

@@ -17,24 +17,20 @@ from __future__ import annotations
 import inspect
 import math
 import re
-import runpy
-import sys
 import threading
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from importlib import import_module
 from inspect import Parameter
 from numbers import Real
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
+from klamp.audit.function import load_function
 from klamp.config.fields import setting
 from klamp.core.arguments import AT_LEAST_0, AT_LEAST_1, check_fields
 from klamp.errors import ConfigError, DataError, RewardError, brief, unknown_name
-from klamp.files import at_home, with_end
 
 RewardFunction = Callable[["Example", str], Any]
 """An unchecked reward: an example and the text of one completion give a number."""
@@ -145,30 +141,6 @@ def is_held_out(text: str, share: int) -> bool:
     return zlib.crc32(text.encode()) % share == 0
 
 
-def import_function(name: str, *, what: str) -> Callable[..., Any]:
-    """Import a function by its name, `module:function` or `path/to/file.py:function`; `what` it is for is in errors."""
-    module, _, function = name.rpartition(":")
-    # a console script does not have the working directory on its path; at the end of the path it hides nothing
-    if "" not in sys.path and str(Path.cwd()) not in sys.path:
-        sys.path.append(str(Path.cwd()))
-    try:
-        if module.endswith(".py"):
-            loaded: Any = SimpleNamespace(**runpy.run_path(str(with_end(at_home(module)))))
-        else:
-            loaded = import_module(module)
-    except (Exception, SystemExit) as error:
-        raise ConfigError(
-            f"the module of a {what} cannot be imported",
-            got=module,
-            why=f"{type(error).__name__}: {error}",
-            fix="run from the folder that holds the module, put it on PYTHONPATH, or write path/to/file.py:function",
-        ) from error
-    target = getattr(loaded, function, None)
-    if not callable(target):
-        raise unknown_name(what, function, [n for n, v in vars(loaded).items() if callable(v) and n[0] != "_"])
-    return target
-
-
 def checked(function: RewardFunction, *, name: str) -> Callable[[Example, str], float]:
     """Wrap a reward function so that it returns a finite float of at most `LARGEST_REWARD`, or raises RewardError."""
 
@@ -221,7 +193,7 @@ def named_reward(name: str) -> Callable[[Example, str], float]:
     elif kind == "format_regex":
         function = _format_regex(rest)
     elif is_function(name):
-        function = adapt(import_function(name, what="reward function"))
+        function = adapt(load_function(name))
     else:
         raise unknown_name("reward", name, (*NEEDS_ANSWER, "format_regex:PATTERN", "module:function", NO_REWARD))
     return checked(function, name=name)
