@@ -202,6 +202,6 @@ def test_the_plan_of_a_resume_says_what_changes_or_why_it_cannot(folder: Path) -
     assert "resume      after step 100; changed: beta 0.1 -> 0.5\n" in plan("--resume", "out", "--beta", "0.5")
     with pytest.raises(ConfigError, match="cannot change seed"):
         plan("--resume", "out", "--seed", "3")
-    command = shlex.split(resume_command(now, folder, max_steps=400))
+    command = shlex.split(resume_command(folder, max_steps=400))
     again = parse_train(command[command.index("train") + 1 :])[0]
     assert again.flat() == now.flat() | {"max_steps": 400, "output_dir": str(folder), "resume": True}

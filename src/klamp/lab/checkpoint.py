@@ -33,7 +33,7 @@ from klamp.doctor.readers.klamp_run import changes_of, in_words
 from klamp.errors import ConfigError, RunFolderError
 from klamp.files import at_home, followed, json_of
 from klamp.lab import folders
-from klamp.lab.config import TrainConfig, reference_kind
+from klamp.lab.config import WATCHING, TrainConfig, reference_kind
 from klamp.lab.folders import CHECKPOINTS, OWN, POLICY, SEAL, checkpoints, sync, write_whole
 from klamp.lab.tasks.arithmetic import base_model_folder, make_readable, without_bars
 from klamp.lab.tasks.base import has_own_prompts
@@ -55,12 +55,8 @@ IDENTIFIED = ("model", "ref_model", "teacher_model", "tokenizer", "task", "eval_
 """Fields that name a model or data: another name of the same contents is the same run."""
 ADDRESSES = ("reference_url", "teacher_url")
 """Fields that say where a server is: its answers are compared, see `klamp.lab.evaluation`."""
-MAY_CHANGE = (
-    *("max_steps", "learning_rate", "max_grad_norm", "beta", "target_kl", "kl_controller", "stop_on"),
-    *("save_every", "keep_checkpoints", "eval_every"),
-    *("log_completions", "log_completions_every", "log_answers", "report_to"),
-)
-"""All other fields that a resume may change: what people change after a spike, saving, evaluation and logging."""
+MAY_CHANGE = (*WATCHING, "max_steps", "learning_rate", "max_grad_norm", "beta", "target_kl", "kl_controller")
+"""All other fields that a resume may change: what people change after a spike, and what it saves and logs."""
 SUMMED = (".safetensors", ".bin", ".json", ".model", ".txt")  # the files of a folder that make a model what it is
 
 

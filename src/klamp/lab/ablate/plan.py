@@ -16,16 +16,13 @@ import yaml
 
 from klamp.errors import ConfigError, DataError, without_credentials
 from klamp.lab.backends import check_backend
-from klamp.lab.config import TrainConfig
+from klamp.lab.config import WATCHING, TrainConfig
 from klamp.names import RUNS
 
 KL_PROMPTS = 256  # the default of `Plan.kl_prompts`
 OWNED = ("seed", "output_dir", "resume")  # fields that the ablation sets itself
-NO_VARIANT = (
-    *("seed", "output_dir", "resume", "report_to", "eval_every", "save_every", "keep_checkpoints"),
-    *("log_completions", "log_completions_every", "log_answers", "exact_kl_completions", "cpu", "stop_on"),
-)
-"""Fields that may differ between runs of one variant: they change what is written, not what is learned."""
+NO_VARIANT = (*OWNED, *WATCHING, "exact_kl_completions", "cpu")
+"""Fields that may differ between runs of one variant."""
 SAME_TASK = ("train_size",)  # fields of a task that change neither the held-out prompts nor their scores
 
 

@@ -179,17 +179,14 @@ def _as_float(value: Any) -> float | None:
         return math.inf
 
 
-NEEDS_ANSWER = ("exact_match", "math_verify")  # the named rewards that compare with the ground truth
 MATH_SECONDS = 5  # the longest that math-verify takes for each of its parts
 
 
 def named_reward(name: str) -> Callable[[Example, str], float]:
     """The reward function of a name, with checked results; a ConfigError if the name cannot be used."""
     kind, _, rest = name.partition(":")
-    if name == "exact_match":
-        function: RewardFunction = exact_match
-    elif name == "math_verify":
-        function = math_verify
+    if name in NEEDS_ANSWER:
+        function = NEEDS_ANSWER[name]
     elif kind == "format_regex":
         function = _format_regex(rest)
     elif is_function(name):
@@ -224,6 +221,10 @@ def math_verify(example: Example, completion: str) -> bool:
     gold = parse(f"${example.answer.strip().strip('$')}$", parsing_timeout=seconds)  # pyright: ignore
     gold += parse(example.answer, parsing_timeout=seconds)  # pyright: ignore
     return verify(gold, parse(completion, parsing_timeout=seconds), timeout_seconds=seconds)  # pyright: ignore
+
+
+NEEDS_ANSWER: Mapping[str, RewardFunction] = {"exact_match": exact_match, "math_verify": math_verify}
+"""The named rewards that compare with the ground truth."""
 
 
 def _format_regex(pattern: str) -> RewardFunction:
