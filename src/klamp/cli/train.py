@@ -124,7 +124,6 @@ ROWS = {"": "nats per token", "_sequence": "nats per completion", "_original": "
 
 
 def print_summary(config: TrainConfig, summary: RunSummary) -> None:
-    """Print the summary of a finished run: scores before and after, KL and beta, files."""
     metrics, kl = summary.final_metrics, config.kl
     done = f"{summary.steps} steps" if summary.steps else "no step was taken (--max_steps 0); the model was evaluated,"
     say(f"\ndone: {done} in {duration(summary.seconds)}\n")

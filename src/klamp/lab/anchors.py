@@ -173,7 +173,6 @@ class Teachers:
     prompts: Mapping[str, str]  # a prompt -> the text that the teacher sees in its place; empty: the same
 
     def key(self, example: Example) -> str:
-        """Which of the teachers a prompt has."""
         return str(example.fields.get(self.config.teacher_key)) if self.config.teacher_key else ""
 
     def rows(self, key: str, examples: Sequence[Example]) -> Tensor:
@@ -284,7 +283,6 @@ def placed(model: nn.Module, config: TrainConfig) -> nn.Module:
 def load_teachers(
     config: TrainConfig, scorer: Scorer, task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> Teachers | None:
-    """The teachers of a run, ready to score; None if it has none."""
     teacher, policy, models = config.teacher, scorer.model, dict[str, Reference]()
     if not teacher.there:
         return None
@@ -349,7 +347,6 @@ def teacher_prompts(config: TrainConfig, task: Task, tokenizer: PreTrainedTokeni
 
 
 def check_keys(config: TrainConfig, task: Task, models: Mapping[str, str]) -> None:
-    """Refuse prompts whose key names no teacher."""
     column = config.teacher.teacher_key
     for example in task.train if column else ():
         if (key := str(example.fields.get(column))) not in models:

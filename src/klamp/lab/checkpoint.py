@@ -172,7 +172,6 @@ def damaged(checkpoint: Path, error: Exception) -> RunFolderError:
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
-    """Read the JSON state of a checkpoint."""
     with reading(checkpoint):
         state = json_of((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         if missing := sorted(STATE - state.keys()):
@@ -221,7 +220,6 @@ def check_resume(config: TrainConfig, folder: Path) -> tuple[int, str] | None:
 
 
 def new_run(checkpoint: Path) -> str:
-    """How to start a new run from a checkpoint."""
     return f"start a new run from that checkpoint: klamp train --model {folders.policy_in(checkpoint)} --output_dir NEW"
 
 
@@ -232,7 +230,6 @@ def identity(config: TrainConfig, stored: Path | None = None) -> dict[str, Any]:
 
 
 def identity_in(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint stores of its run."""
     try:
         stored = json_of((checkpoint / IDENTITY).read_text(encoding="utf-8"))
         return {"run": str(stored["run"]), "config": dict(stored["config"]), "sha256": dict(stored["sha256"])}

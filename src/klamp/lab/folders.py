@@ -102,7 +102,6 @@ def number_of(checkpoint: Path) -> int:
 
 
 def run_of(checkpoint: Path) -> Path:
-    """The folder of the run that a checkpoint's folder belongs to."""
     return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint.parent
 
 

@@ -196,7 +196,6 @@ def load_policy(config: TrainConfig, start: nn.Module, resumed: Path | None = No
 
 
 def adapter_config(config: ModelConfig) -> Any:
-    """The LoRA adapter of a run, as peft is told of it."""
     from peft import LoraConfig
 
     targets = config.lora_target_modules
@@ -248,7 +247,6 @@ def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int
 
 
 def configuration(spec: str) -> Any:
-    """The configuration of a folder's or a hub id's model."""
     return _pretrained(AutoConfig, weights_folder(spec), "a model's configuration")
 
 

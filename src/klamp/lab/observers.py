@@ -28,9 +28,6 @@ from klamp.lab.config import TrainConfig
 from klamp.lab.folders import SCORE, lines_of, write_whole
 from klamp.names import ALARMS_FILE, ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS
 
-SAID_ELSEWHERE = ("step-zero-kl",)
-"""Alarms that the trainer words itself, as a caution; they are written down and can stop a run."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
@@ -144,7 +141,6 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """The versions of klamp, Python and the packages that numbers depend on."""
     machine = {"klamp": __version__, "python": platform.python_version(), "platform": platform.platform()}
     packages = {package: installed_version(package) or "not installed" for package in PACKAGES}
     return {**machine, **packages, "torch_threads": str(torch.get_num_threads())}

@@ -60,12 +60,10 @@ class Context:
 
     @property
     def policy(self) -> nn.Module:
-        """The model being trained."""
         return self.scorer.model
 
     @property
     def device(self) -> torch.device:
-        """The device of the policy."""
         return next(self.policy.parameters()).device
 
     @property

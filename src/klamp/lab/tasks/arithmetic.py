@@ -43,19 +43,16 @@ REPEATS = 5000  # after so many known prompts in a row, a skill counts as exhaus
 
 
 def draw_addition(rng: random.Random) -> tuple[str, str]:
-    """Draw a sum of two two-digit numbers."""
     left, right = rng.randint(10, 99), rng.randint(10, 99)
     return f"{left}+{right}=", str(left + right)
 
 
 def draw_subtraction(rng: random.Random) -> tuple[str, str]:
-    """Draw a difference of two two-digit numbers that is not negative."""
     low, high = sorted((rng.randint(10, 99), rng.randint(10, 99)))
     return f"{high}-{low}=", str(high - low)
 
 
 def draw_reversal(rng: random.Random) -> tuple[str, str]:
-    """Draw a short word of random letters, and the same word backwards."""
     word = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=REVERSAL_LETTERS))
     return f"rev {word}=", word[::-1]
 

@@ -132,7 +132,6 @@ class Task:
 
     @property
     def held_out(self) -> list[Example]:
-        """The held-out examples of all skills."""
         return [example for examples in self.evaluation.values() for example in examples]
 
 
@@ -212,7 +211,6 @@ def exact_match(example: Example, completion: str) -> float:
 
 
 def math_verify(example: Example, completion: str) -> bool:
-    """Whether answer and completion are the same mathematics."""
     from math_verify import parse, verify
 
     # math-verify keeps time with a signal, which Python allows in the main thread only; elsewhere there is no limit
