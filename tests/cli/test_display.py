@@ -75,7 +75,7 @@ def test_about_twenty_lines_with_the_first_and_the_last_step_written_at_once(ste
 @pytest.mark.parametrize("terminal", [False, True])
 def test_news_are_lines(terminal: bool) -> None:
     display = play("--max_steps", "5", on=console(terminal=terminal))
-    for text in ("one", "two", "two"):
+    for text in ("one", "two"):
         display.on_warning(text)
     display.on_alarm(rise("kl-spike", 7))
     display.on_alarm(rise("kl-high", 7))  # a note

@@ -71,7 +71,6 @@ class Display(Drawn):
 
     def __init__(self, console: Console | None = None) -> None:
         self.rows: deque[dict[str, str]] = deque(maxlen=ROWS)
-        self.warnings: set[str] = set()
         self.raised: set[str] = set()
         super().__init__(console)
 
@@ -101,10 +100,7 @@ class Display(Drawn):
         self.say(f"  evaluation after step {step}: {', '.join(texts)}")
 
     def on_warning(self, text: str) -> None:
-        """Write a warning; the same text is written once."""
-        if text not in self.warnings:
-            self.warnings.add(text)
-            self.say(f"  caution: {text}")
+        self.say(f"  caution: {text}")
 
     def on_alarm(self, finding: AlarmFinding) -> None:
         """Write an alarm and its next step; no notes."""

@@ -186,13 +186,13 @@ def base_model_folder() -> Path:
     return cache_root() / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
-def load_base_model(*, progress: Progress | None = None) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+def load_base_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Load the base model and its tokenizer; see `cached_base_model`."""
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
     from klamp.scoring.model_parts import check_whole
 
-    folder = cached_base_model(progress=progress)
+    folder = cached_base_model()
     try:
         load: Any = LlamaForCausalLM.from_pretrained
         with without_bars():
