@@ -525,7 +525,6 @@ class Trainer:
         self.after = scores_of(evaluated[-1]) if evaluated and evaluated[-1]["step"] == self.step else {}
 
     def tell(self, hook: Callable[[Observer], None]) -> None:
-        """Call a hook of every observer."""
         for observer in self.observers:
             hook(observer)
 

@@ -85,7 +85,6 @@ def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
 
 
 def ready_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
-    """Give a tokenizer a padding token and left padding."""
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         why = "the folder has no tokenizer files, and without its words every text has no tokens"
         fix = "put tokenizer.json and tokenizer_config.json there (AutoTokenizer.from_pretrained(ITS_MODEL)"

@@ -169,7 +169,6 @@ def tensorboard(folder: Path, config: TrainConfig, done: int) -> Tracker:
 
 
 def wandb(folder: Path, config: TrainConfig, done: int) -> Tracker:
-    """A run of Weights & Biases, with its files in the run's folder."""
     import wandb
 
     run = wandb.init(project="klamp", dir=str(folder), config=folders.plain(config))
@@ -180,7 +179,6 @@ TRACKERS: Mapping[str, Callable[[Path, TrainConfig, int], Tracker]] = {"tensorbo
 
 
 def check_trackers(config: TrainConfig) -> None:
-    """Refuse a tracker that is unknown or not installed."""
     names = config.run.report_to
     if missing := [name for name in names if name not in TRACKERS or find_spec(name) is None]:
         why = f"klamp does not know it, or it is not installed: {', '.join(missing)}"
