@@ -82,7 +82,7 @@ def test_a_term_of_a_trainer_is_judged_in_loss_or_reward(term: AuditedLoss, kl: 
         ("{}:Losses.k9", "has no attribute 'k9'"),
         ("{}:k2", "did you mean 'k1'"),
         ("{}:STEP", "is no function"),
-        ("{}:", "is no function"),
+        ("{}:", "unknown function"),
         (":k1", "cannot be imported"),
         ("klamp_no_such_module:k1", "ModuleNotFoundError"),
         ("klamp_leaving_module:k1", "SystemExit: 0"),

@@ -52,7 +52,6 @@ def run_info(config: TrainConfig, folder: Path, *, start_step: int = 0) -> RunIn
         start_step=start_step,
         parameters=862_592,
         trainable_parameters=862_592,
-        reference="a frozen copy of the starting policy" if config.kl.beta else "none",
         device="cpu",
     )
 

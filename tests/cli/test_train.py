@@ -180,7 +180,7 @@ def test_the_inputs_are_opened_and_nothing_is_started(folder: Path, monkeypatch:
     assert "steps       7, each 32 prompts x 8 completions = 256" in out
     assert list(folder.parent.iterdir()) == []
     assert main(["train", "--dry-run", "--reward", "no_such_module:score"]) == 2
-    assert "the module of a reward function cannot be imported" in capsys.readouterr().err
+    assert "cannot be imported" in capsys.readouterr().err
 
 
 def test_the_folder_is_the_one_that_the_trainer_takes(folder: Path) -> None:
@@ -202,6 +202,6 @@ def test_the_plan_of_a_resume_says_what_changes_or_why_it_cannot(folder: Path) -
     assert "resume      after step 100; changed: beta 0.1 -> 0.5\n" in plan("--resume", "out", "--beta", "0.5")
     with pytest.raises(ConfigError, match="cannot change seed"):
         plan("--resume", "out", "--seed", "3")
-    command = shlex.split(resume_command(now, folder, max_steps=400))
+    command = shlex.split(resume_command(folder, max_steps=400))
     again = parse_train(command[command.index("train") + 1 :])[0]
     assert again.flat() == now.flat() | {"max_steps": 400, "output_dir": str(folder), "resume": True}

@@ -24,8 +24,8 @@ from tests.training.conftest import stored, tiny_llama
 from klamp.errors import KlampError, RunFolderError
 from klamp.lab.checkpoint import SEAL, check, seal
 from klamp.lab.models import check_weights, configuration, load_model, load_tokenizer
-from klamp.lab.tasks import Example, named_reward
-from klamp.lab.tasks.base import LARGEST_REWARD
+from klamp.lab.tasks import Example
+from klamp.lab.tasks.base import LARGEST_REWARD, named_reward
 
 pytestmark = pytest.mark.usefixtures("shapes_unchecked")  # as a user has it
 

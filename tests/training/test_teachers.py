@@ -140,6 +140,19 @@ def test_a_killed_run_goes_on_with_the_same_numbers(config_of, teacher, tmp_path
         assert [row["teacher/coef"] for row in rows] == [1.0, 0.75, 0.5, 0.25]
 
 
+@pytest.mark.filterwarnings("ignore:teacher_tail:klamp.errors.KLWarning")
+@pytest.mark.parametrize("changes", [{"teacher_estimator": "exact"}, {"teacher_estimator": "topk", "teacher_top_k": 4}])
+def test_a_live_teacher_stays_where_it_was_for_all_updates_of_a_step(context_of, tmp_path, changes):
+    file = prompts_file(tmp_path, ROWS)
+    changes |= {"teacher_kind": "live", "teacher_prompt": "hint", "num_iterations": 2}
+    context = context_of(train_size=0, **changes, **file, **ALONE)
+    rollout = collect(context, context.task.train[:3], step=0, terms=context.objective.terms)
+    ((_, predictions),) = rollout.teacher_scores.parts
+    before = predictions.logits().detach().clone()
+    disturb(context.policy, size=0.1)  # as the first update does
+    torch.testing.assert_close(predictions.logits(), before, rtol=0, atol=0)
+
+
 def test_training_brings_the_policy_to_its_teacher(config_of, teacher, tmp_path):
     train_run(
         config_of(teacher_model=teacher, teacher_estimator="exact", max_steps=30, eval_every=0, save_every=0, **ALONE)

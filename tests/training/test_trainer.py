@@ -111,28 +111,6 @@ def test_before_the_first_update_there_is_no_kl(context_of, request, changes):
     assert not recorder.arguments("warning")
 
 
-@pytest.mark.parametrize(
-    ("changes", "why"),
-    [
-        ({}, "other kernels, or a mask that covers the prompt"),
-        ({"reference_dtype": "bfloat16"}, "data types: the policy is torch.float32, the reference torch.bfloat16"),
-        ({"ref_model": "chosen"}, None),
-    ],
-)
-def test_a_reference_that_is_not_the_policy_is_pointed_out_once_unless_it_was_chosen(context_of, llama, changes, why):
-    chosen = {"ref_model": llama} if "ref_model" in changes else {}
-    context, recorder = context_of(max_steps=2, **changes | chosen), Recorder()
-    disturb(context.policy, size=0.02)
-    trainer = Trainer(context, [recorder])
-    for _ in range(2):
-        trainer.train_step()
-    texts = recorder.arguments("warning")
-    assert len(texts) == (why is not None)
-    for text in texts:
-        assert text.startswith("The KL before the first update is ") and "policy and reference differ" in text
-        assert why in text
-
-
 def test_a_step_learns_from_the_first_updates_view(context_of):
     """Loss and KL that are logged are those before the weights moved, the clipped share that of the last update."""
     rows = []

@@ -7,10 +7,13 @@ reference changes in its gradient is the KL's part.
 from __future__ import annotations
 
 import inspect
-import pkgutil
+import runpy
 import sys
 from collections.abc import Callable
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -22,6 +25,7 @@ from klamp.audit.conclude import Reading
 from klamp.audit.verdict import Verdict, finding
 from klamp.core.arguments import describe
 from klamp.errors import ConfigError, unknown_name
+from klamp.files import at_home, with_end
 
 CONTRACT = "function(policy_logprobs [B, T], ref_logprobs [B, T]) -> [B, T]"
 DISTILLATION_CONTRACT = "function(student_logits [B, T, V], teacher_logits [B, T, V], tokens [B, T], mask [B, T]) -> []"
@@ -30,27 +34,32 @@ REACH = 3.0
 
 
 def load_function(path: str) -> Callable[..., Any]:
-    """Import the function that `module:function` or `module:Class.method` names; the working directory is searched too.
+    """Import what `module:function`, `module:Class.method` or `path/to/file.py:function` names, also from this folder.
 
     Raises:
         UnknownNameError: the module has no such function; names the nearest.
         ConfigError: it cannot be imported, or is not callable.
     """
-    module, _, attribute = path.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
+    module, _, attribute = path.rpartition(":")
+    # a console script does not have the working directory on its path; at the end of the path it hides nothing
+    if "" not in sys.path and str(Path.cwd()) not in sys.path:
+        sys.path.append(str(Path.cwd()))
     try:
-        function = pkgutil.resolve_name(path)
+        if module.endswith(".py"):
+            loaded: Any = SimpleNamespace(**runpy.run_path(str(with_end(at_home(module)))))
+        else:
+            loaded = import_module(module)
     except (Exception, SystemExit) as error:  # importing runs the user's code, which may raise anything
-        if isinstance(error, AttributeError) and module in sys.modules:
-            public = [x for x, value in vars(sys.modules[module]).items() if callable(value) and x[0] != "_"]
-            raise unknown_name("function", attribute, public, why=str(error)) from None
-        why = "klamp audit looks for module:function in the working directory and in the installed packages"
-        got, fix = f"{type(error).__name__}: {error}", "run it where `python -c 'import ...'` of that module works"
+        got, why = f"{type(error).__name__}: {error}", "it is looked for in this folder and in the installed packages"
+        fix = "run from the folder that holds the module, put it on PYTHONPATH, or write path/to/file.py:function"
         raise ConfigError(f"{path} cannot be imported", got=got, why=why, fix=fix) from error
+    try:
+        function = attrgetter(attribute)(loaded)
+    except AttributeError as error:
+        public = [name for name, value in vars(loaded).items() if callable(value) and name[0] != "_"]
+        raise unknown_name("function", attribute, public, why=str(error)) from None
     if not callable(function):
-        got, why = type(function).__name__, "an audit calls it"
-        raise ConfigError(f"{path} is no function", got=got, why=why, fix=f"name one: {CONTRACT}")
+        raise ConfigError(f"{path} is no function", got=type(function).__name__, why="it is called", fix="name one")
     return function
 
 

@@ -39,7 +39,6 @@ def run(argv: Sequence[str]) -> int:
 
 
 def show_audit(subject: Subject, verdicts: Mapping[str, Verdict]) -> None:
-    """Print a row for each loss, each finding once with its fix, and the notes."""
     means = {loss.name: loss.means for loss in subject.losses}
     show_table(subject.title, HEADINGS, [_row(name, means[name], verdict) for name, verdict in verdicts.items()])
     sentences: dict[str, str] = {}

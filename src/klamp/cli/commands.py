@@ -229,7 +229,6 @@ class Command(NamedTuple):
 
     @property
     def summary(self) -> str:
-        """What the command does, in one line."""
         return (self.options.__doc__ or "").partition("\n")[0]
 
 

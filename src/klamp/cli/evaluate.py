@@ -113,7 +113,6 @@ def retention(outcome: Outcome) -> tuple[float | None, float | None, float | Non
 
 
 def show(checkpoint: str, subject: EvaluatedPolicy, outcome: Outcome) -> None:
-    """Print the evaluation: the skills, the KL to the start, what is left of the other skills."""
     steps = "" if subject.steps is None else f", after {subject.steps} steps"
     say(f"{checkpoint}{steps}; greedy answers to held-out prompts of {subject.config.task.task}\n")
     trained = "" if subject.start is None else outcome.rl_skill

@@ -100,7 +100,6 @@ def fields_of(cls: Any, section: str = "") -> dict[str, Field]:
 
 @functools.cache
 def configured_fields() -> dict[str, Field]:
-    """Every field of a run's configuration by name."""
     from klamp.lab.config import section_classes
 
     parts = (fields_of(cls, section) for section, cls in section_classes().items())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shlex
 import textwrap
 from collections.abc import Mapping, Sequence
-from contextlib import closing, nullcontext, suppress
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,11 @@ from klamp.cli.prepare import prepared_text
 from klamp.cli.text import MISSING, WIDTH, duration, number, say, show_table
 from klamp.config.describe import describe_controller, describe_price
 from klamp.config.loss import configured_price
-from klamp.errors import ConfigError, TrainingStopped
+from klamp.errors import TrainingStopped
 from klamp.lab.backends import Runner, check_backend, engine_plan, launch, train_run
-from klamp.lab.checkpoint import MAY_CHANGE, check_resume
+from klamp.lab.checkpoint import check_resume
 from klamp.lab.config import TrainConfig
-from klamp.lab.folders import checkpoint_folders, plain, read, run_folder
+from klamp.lab.folders import checkpoint_folders, plain, run_folder
 from klamp.lab.observers import RunSummary
 from klamp.lab.tasks.base import NO_REWARD, Task
 
@@ -51,21 +51,17 @@ def _train(config: TrainConfig, console: Console) -> None:
         except TrainingStopped as stopped:
             if display.info is not None and stopped.resumable:
                 left = tuple(name for name in config.run.stop_on if name not in display.raised)
-                stopped.fix = f"continue with: {resume_command(config, display.info.output_dir, stop_on=left)}"
+                changes = {} if left == config.run.stop_on else {"stop_on": left}
+                stopped.fix = f"continue with: {resume_command(display.info.output_dir, **changes)}"
             raise
     print_summary(config, summary)
 
 
-def resume_command(config: TrainConfig, folder: Path, **changes: Any) -> str:
-    """The command that continues a run, with the fields that differ from what its folder holds, or that change."""
-    words, saved = ["klamp", "train", "--resume", str(folder)], plain(config)
-    wanted = {name: saved[name] for name in MAY_CHANGE} | changes
-    with suppress(ConfigError):  # nothing is written yet
-        saved = read(folder)
-    for name, value in wanted.items():
-        values = list(value) if isinstance(value, list | tuple) else [value]
-        if values != (saved[name] if isinstance(saved[name], list) else [saved[name]]):
-            words += [f"--{name}", *map(str, values)]
+def resume_command(folder: Path, **changes: Any) -> str:
+    """The command that continues a run; `changes` are fields that differ from what its folder holds."""
+    words = ["klamp", "train", "--resume", str(folder)]
+    for name, value in changes.items():
+        words += [f"--{name}", *map(str, value if isinstance(value, tuple) else (value,))]
     return shlex.join(words)
 
 
@@ -128,7 +124,6 @@ ROWS = {"": "nats per token", "_sequence": "nats per completion", "_original": "
 
 
 def print_summary(config: TrainConfig, summary: RunSummary) -> None:
-    """Print the summary of a finished run: scores before and after, KL and beta, files."""
     metrics, kl = summary.final_metrics, config.kl
     done = f"{summary.steps} steps" if summary.steps else "no step was taken (--max_steps 0); the model was evaluated,"
     say(f"\ndone: {done} in {duration(summary.seconds)}\n")
@@ -164,5 +159,5 @@ def _files(config: TrainConfig, summary: RunSummary) -> dict[str, str]:
         lines["TensorBoard"] = f"tensorboard --logdir {folder}"
     lines["look at it"] = f"klamp report {folder}"
     if saved:
-        lines["continue"] = resume_command(config, folder, max_steps=max(1, 2 * summary.steps))
+        lines["continue"] = resume_command(folder, max_steps=max(1, 2 * summary.steps))
     return lines

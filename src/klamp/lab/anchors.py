@@ -22,8 +22,8 @@ from klamp.hosts.common.anchors import check_tokens, no_prompt, prefix_kl
 from klamp.lab.config import TrainConfig, reference_kind
 from klamp.lab.models import device_of, load_model, load_policy, load_tokenizer
 from klamp.lab.sampling import encode_prompts
-from klamp.lab.tasks import check_prompts, prompt_text
 from klamp.lab.tasks.base import Example, Task
+from klamp.lab.tasks.files import check_prompts, prompt_text
 from klamp.scoring import vllm_reference
 from klamp.scoring.completions import Completions, select
 from klamp.scoring.model_parts import Predictions, Traits, check_same_vocabulary, output_size
@@ -35,10 +35,8 @@ from klamp.scoring.vllm_reference import VLLMReference, Who
 class LocalReference:
     """An anchor with its weights on this machine: it gives whole distributions, and generates."""
 
-    def __init__(
-        self, model: nn.Module, *, name: str = "a frozen copy of the starting policy", traits: Traits | None = None
-    ) -> None:
-        self.model, self.name = model, name
+    def __init__(self, model: nn.Module, *, traits: Traits | None = None) -> None:
+        self.model = model
         self.scorer = Scorer(model, probe(model) if traits is None else traits)
 
     @contextmanager
@@ -56,18 +54,12 @@ class LocalReference:
         predictions = None if scores.predictions is None else scores.predictions.to(home)
         return replace(scores, logprobs=scores.logprobs.to(home), predictions=predictions)
 
-    def describe(self) -> str:
-        return self.name
-
 
 Reference: TypeAlias = LocalReference | VLLMReference
 
 
 class AdapterOffReference(LocalReference):
     """The policy with its LoRA adapter switched off, which needs no memory of its own."""
-
-    def __init__(self, policy: nn.Module, *, traits: Traits | None = None) -> None:
-        super().__init__(policy, name="the policy with its adapter off", traits=traits)
 
     @contextmanager
     def sampling_model(self) -> Iterator[nn.Module]:
@@ -97,9 +89,7 @@ class MovingReference(LocalReference):
     ) -> None:
         learned = [p for p in model.parameters() if p.requires_grad] or list(model.parameters())
         wide = decay is None or all(p.dtype in (torch.float32, torch.float64) for p in learned)
-        words = f"with decay {decay:g}" if decay is not None else f"reset to it every {reset_steps} steps"
-        name = f"a copy that follows the policy, {words}"
-        super().__init__(model.requires_grad_(False).eval(), name=name, traits=traits)
+        super().__init__(model.requires_grad_(False).eval(), traits=traits)
         self.decay, self.reset_steps = decay, reset_steps
         self.average = self.model if wide else copy.deepcopy(self.model).float()
         self.average.register_load_state_dict_post_hook(lambda *_: self._round())  # a checkpoint holds the average
@@ -173,7 +163,6 @@ class Teachers:
     prompts: Mapping[str, str]  # a prompt -> the text that the teacher sees in its place; empty: the same
 
     def key(self, example: Example) -> str:
-        """Which of the teachers a prompt has."""
         return str(example.fields.get(self.config.teacher_key)) if self.config.teacher_key else ""
 
     def rows(self, key: str, examples: Sequence[Example]) -> Tensor:
@@ -204,6 +193,8 @@ class Teachers:
             options: dict[str, Any] = {"temperature": temperature, "parts": parts, "keep": rows if whole else None}
             scores, predicted = score_rows(model, completions, rows, **options)
             logprobs[rows] = scores[rows]
+            if self.config.kind == "live" and predicted is not None and predicted.head is not None:
+                predicted = replace(predicted, head=predicted.head.copied())  # the head is that of the whole step
             predictions += [] if predicted is None else [(rows, predicted)]
         return TeacherScores(logprobs, predictions)
 
@@ -239,9 +230,8 @@ def load_reference(
     if kind == "remote":
         return connect(config, task, tokenizer)
     if own is not None:
-        name = config.model.ref_model
-        options: dict[str, Any] = {"name": f"{name}, frozen"} if name else {"traits": traits}
-        return LocalReference(placed(own, config).requires_grad_(False).eval(), **options)
+        own = placed(own, config).requires_grad_(False).eval()
+        return LocalReference(own, traits=None if config.model.ref_model else traits)
     if kind != "adapter_off":  # a copy of the policy as it was before the first step
         start = load_policy(config, load_model(config.model.model, config.model.dtype)) if config.run.resume else model
         model = placed(copy.deepcopy(start), config)
@@ -254,7 +244,7 @@ def load_reference(
 def of_policy(kind: str, who: Who, model: nn.Module, traits: Traits, config: TrainConfig) -> LocalReference:
     """An anchor that is made of the policy: live or adapter_off of its module, ema or periodic of a copy."""
     if kind == "live":
-        return LocalReference(model, name="the policy itself", traits=traits)
+        return LocalReference(model, traits=traits)
     if kind == "adapter_off":
         return AdapterOffReference(model, traits=traits)
     fields = config.flat()
@@ -271,7 +261,6 @@ def placed(model: nn.Module, config: TrainConfig) -> nn.Module:
 def load_teachers(
     config: TrainConfig, scorer: Scorer, task: Task, tokenizer: PreTrainedTokenizerBase
 ) -> Teachers | None:
-    """The teachers of a run, ready to score; None if it has none."""
     teacher, policy, models = config.teacher, scorer.model, dict[str, Reference]()
     if not teacher.there:
         return None
@@ -282,8 +271,8 @@ def load_teachers(
         models[""] = connect(config, replace(task, train=shown), tokenizer, who="teacher")
     elif teacher.kind == "frozen":
         for key, name in teacher.models.items():
-            model = frozen_model(name, policy, tokenizer, config, "teacher").to(device_of(config))
-            models[key] = LocalReference(model, name=f"{name}, frozen")
+            model = frozen_model(name, policy, tokenizer, config, "teacher")
+            models[key] = LocalReference(model.to(device_of(config)))
     else:
         own = copy.deepcopy(policy) if teacher.kind in ("ema", "periodic") else policy
         models[""] = of_policy(teacher.kind, "teacher", own, scorer.traits, config)
@@ -336,7 +325,6 @@ def teacher_prompts(config: TrainConfig, task: Task, tokenizer: PreTrainedTokeni
 
 
 def check_keys(config: TrainConfig, task: Task, models: Mapping[str, str]) -> None:
-    """Refuse prompts whose key names no teacher."""
     column = config.teacher.teacher_key
     for example in task.train if column else ():
         if (key := str(example.fields.get(column))) not in models:

@@ -33,7 +33,7 @@ from klamp.doctor.readers.klamp_run import changes_of, in_words
 from klamp.errors import ConfigError, RunFolderError
 from klamp.files import at_home, followed, json_of
 from klamp.lab import folders
-from klamp.lab.config import TrainConfig, reference_kind
+from klamp.lab.config import WATCHING, TrainConfig, reference_kind
 from klamp.lab.folders import CHECKPOINTS, OWN, POLICY, SEAL, checkpoints, sync, write_whole
 from klamp.lab.tasks.arithmetic import base_model_folder, make_readable, without_bars
 from klamp.lab.tasks.base import has_own_prompts
@@ -55,12 +55,8 @@ IDENTIFIED = ("model", "ref_model", "teacher_model", "tokenizer", "task", "eval_
 """Fields that name a model or data: another name of the same contents is the same run."""
 ADDRESSES = ("reference_url", "teacher_url")
 """Fields that say where a server is: its answers are compared, see `klamp.lab.evaluation`."""
-MAY_CHANGE = (
-    *("max_steps", "learning_rate", "max_grad_norm", "beta", "target_kl", "kl_controller", "stop_on"),
-    *("save_every", "keep_checkpoints", "eval_every"),
-    *("log_completions", "log_completions_every", "log_answers", "report_to"),
-)
-"""All other fields that a resume may change: what people change after a spike, saving, evaluation and logging."""
+MAY_CHANGE = (*WATCHING, "max_steps", "learning_rate", "max_grad_norm", "beta", "target_kl", "kl_controller")
+"""All other fields that a resume may change: what people change after a spike, and what it saves and logs."""
 SUMMED = (".safetensors", ".bin", ".json", ".model", ".txt")  # the files of a folder that make a model what it is
 
 
@@ -176,7 +172,6 @@ def damaged(checkpoint: Path, error: Exception) -> RunFolderError:
 
 
 def load_state(checkpoint: Path) -> dict[str, Any]:
-    """Read the JSON state of a checkpoint."""
     with reading(checkpoint):
         state = json_of((checkpoint / STATE_FILE).read_text(encoding="utf-8"))
         if missing := sorted(STATE - state.keys()):
@@ -225,7 +220,6 @@ def check_resume(config: TrainConfig, folder: Path) -> tuple[int, str] | None:
 
 
 def new_run(checkpoint: Path) -> str:
-    """How to start a new run from a checkpoint."""
     return f"start a new run from that checkpoint: klamp train --model {folders.policy_in(checkpoint)} --output_dir NEW"
 
 
@@ -236,7 +230,6 @@ def identity(config: TrainConfig, stored: Path | None = None) -> dict[str, Any]:
 
 
 def identity_in(checkpoint: Path) -> dict[str, Any]:
-    """What a checkpoint stores of its run."""
     try:
         stored = json_of((checkpoint / IDENTITY).read_text(encoding="utf-8"))
         return {"run": str(stored["run"]), "config": dict(stored["config"]), "sha256": dict(stored["sha256"])}

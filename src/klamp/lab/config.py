@@ -265,6 +265,11 @@ def field_owners() -> dict[str, str]:
     return {f.name: name for name, cls in section_classes().items() for f in dataclasses.fields(cls)}
 
 
+WATCHING = (
+    *("stop_on", "save_every", "keep_checkpoints", "eval_every"),
+    *("log_completions", "log_completions_every", "log_answers", "report_to"),
+)
+"""Fields that change what a run saves, evaluates and logs, and not what it learns."""
 USER = re.compile(r"[A-Za-z][\w+.-]*://[^/?#\s]*@")
 """The beginning of a URL that names a user."""
 

@@ -20,7 +20,7 @@ from klamp.lab.anchors import LocalReference, Reference
 from klamp.lab.checkpoint import new_run
 from klamp.lab.config import TrainConfig
 from klamp.lab.folders import checkpoint_folders, lines_of, number_of, policy_in
-from klamp.lab.models import load_model, load_tokenizer, with_adapter
+from klamp.lab.models import load_model, load_tokenizer, saved_policy
 from klamp.lab.rollouts import completed
 from klamp.lab.sampling import encode_prompts
 from klamp.lab.setup import Context
@@ -140,10 +140,9 @@ def check_completions(config: TrainConfig, folder: Path) -> Iterator[tuple[int, 
     start = load_model(model.model, model.dtype)
     for step in steps:
         saved, rows, policy = weights[step], completions[step], start
-        if saved is not None and model.lora_r:
-            policy = with_adapter(load_model(model.model, model.dtype), model, policy_in(saved)).eval()
-        elif saved is not None:
-            policy = load_model(str(policy_in(saved)), model.dtype)
+        if saved is not None:
+            base = load_model(model.model, model.dtype) if model.lora_r else start  # it gets the adapter
+            policy = saved_policy(model, base, policy_in(saved)).eval()
         report = check_sync(
             policy,
             [tokenizer(row["prompt"], add_special_tokens=False)["input_ids"] for row in rows],

@@ -41,11 +41,6 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
     return [row for row in rows if row is not None]
 
 
-def lines_until(file: Path, step: int) -> list[dict[str, Any]]:
-    """The objects in a JSONL file that belong to a step up to this one."""
-    return [row for row in lines_of(file) if step_of(row) <= step]
-
-
 def row_of(line: str) -> dict[str, Any] | None:
     """The object in a line of JSON; None if it holds no object."""
     with suppress(ValueError, RecursionError):
@@ -107,7 +102,6 @@ def number_of(checkpoint: Path) -> int:
 
 
 def run_of(checkpoint: Path) -> Path:
-    """The folder of the run that a checkpoint's folder belongs to."""
     return checkpoint.parent.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint.parent
 
 

@@ -35,14 +35,14 @@ from klamp.core.masking import Totals, masked_mean
 from klamp.core.objective import grpo_loss
 from klamp.core.types import Batch, LogProbs, Mask, TokenValues
 from klamp.errors import ConfigError, DataError, KlampError, RunFolderError, TrainingStopped
-from klamp.hosts.common.anchors import STEP_ZERO_KL, likely_reasons, step_zero_text
+from klamp.hosts.common.anchors import STEP_ZERO_KL
 from klamp.hosts.common.control import go_on_from, held_kl
 from klamp.lab import checkpoint, updates
-from klamp.lab.anchors import AdapterOffReference, LocalReference
+from klamp.lab.anchors import LocalReference
 from klamp.lab.checkpoint import check_resume, identity
 from klamp.lab.config import OptimConfig, RolloutConfig, RunConfig, TrainConfig
 from klamp.lab.evaluation import check_same, evaluate, fingerprints, teacher_answers
-from klamp.lab.folders import checkpoints, lines_until, number_of, opened_folder, scores_of
+from klamp.lab.folders import checkpoints, lines_of, number_of, opened_folder, scores_of, step_of
 from klamp.lab.interrupts import Interrupt, deferred_interrupts
 from klamp.lab.observers import AlarmObserver, Observer, RunInfo, RunLog, RunSummary, check_trackers, stopped_by
 from klamp.lab.rollouts import Rollout, collect, measure_reference_length
@@ -206,7 +206,6 @@ def grpo_microbatch_step(
 
 
 def needed_reference(ref_model: nn.Module | None, kl_coef: float) -> nn.Module:
-    """The reference, refused if it is missing."""
     if ref_model is None:
         raise ConfigError(
             "kl_coef is positive and there is no reference",
@@ -519,26 +518,24 @@ class Trainer:
             self.context.control.load_state_dict(state)
             self.step = state["step"]
         self.saved = (self.step, folder)
-        rows = lines_until(self.folder / METRICS_FILE, self.step)
+        rows = [row for row in lines_of(self.folder / METRICS_FILE) if step_of(row) <= self.step]
         evaluated, steps = [row for row in rows if scores_of(row)], [row for row in rows if "reward" in row]
         self.before = scores_of(evaluated[0]) if evaluated else {}
         self.metrics = {name: x for name, x in steps[-1].items() if name != "step"} if steps else {}
         self.after = scores_of(evaluated[-1]) if evaluated and evaluated[-1]["step"] == self.step else {}
 
     def tell(self, hook: Callable[[Observer], None]) -> None:
-        """Call a hook of every observer."""
         for observer in self.observers:
             hook(observer)
 
     def warn(self, *texts: str) -> None:
-        """Tell every observer of cautions."""
         for text in texts:
             self.tell(lambda o, text=text: o.on_warning(text))
 
     def _check_step_zero(self, metrics: Mapping[str, float]) -> None:
-        """Warn if an anchor is the policy itself, and the KL to it before the first update is not 0."""
-        context, config, teacher = self.context, self.context.config, self.context.config.teacher
-        itself = teacher.kind in OF_THE_POLICY or teacher.teacher_model == config.model.model
+        """Warn if the teacher is the policy itself, and the KL to it before the first update is not 0."""
+        teacher = self.context.config.teacher
+        itself = teacher.kind in OF_THE_POLICY or teacher.teacher_model == self.context.config.model.model
         kl = abs(metrics.get("teacher/kl", 0.0))
         if itself and not teacher.teacher_prompt and kl > STEP_ZERO_KL:
             self.warn(
@@ -546,16 +543,8 @@ class Trainer:
                 "should be about 0: it is the same model at the same prompts. Its numbers likely belong to other "
                 "tokens, or to another temperature."
             )
-        kl = metrics.get("kl/k3", 0.0)
-        if kl > STEP_ZERO_KL and not config.model.ref_model:
-            reference, model = context.reference, None
-            if isinstance(reference, LocalReference) and not isinstance(reference, AdapterOffReference):
-                model = reference.model
-            reasons = likely_reasons(context.policy, model, adapter=config.model.lora_r > 0, loaded=False)
-            self.warn(step_zero_text(kl, reasons))
 
     def stopped(self, saved: str, *, resumable: bool) -> TrainingStopped:
-        """The error that ends an interrupted run."""
         what = f"training was stopped after step {self.step} of {self.context.config.run.max_steps}"
         fix = f"continue with: klamp train --resume {self.folder}"
         fix = fix if resumable else "start it again in another folder, or in this one, with --resume"
@@ -572,7 +561,6 @@ class Trainer:
             start_step=self.step,
             parameters=parameters - trained if context.config.model.lora_r else parameters,
             trainable_parameters=trained,
-            reference="none" if context.reference is None else context.reference.describe(),
             device=str(context.device),
             changes=changes,
         )

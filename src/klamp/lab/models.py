@@ -27,7 +27,13 @@ from klamp.lab.checkpoint import check_policy, damaged
 from klamp.lab.config import ModelConfig, TrainConfig
 from klamp.lab.folders import POLICY, checkpoint_folders, policy_folder
 from klamp.lab.sizing import Shape
-from klamp.lab.tasks.arithmetic import Progress, base_model_folder, cached_base_model, load_base_model
+from klamp.lab.tasks.arithmetic import (
+    Progress,
+    arithmetic_tokenizer,
+    base_model_folder,
+    cached_base_model,
+    load_base_model,
+)
 from klamp.scoring.model_parts import check_whole
 
 BUILTIN = "builtin"
@@ -73,13 +79,12 @@ def make_ready(spec: str, *, progress: Progress | None = None) -> None:
 
 def load_tokenizer(spec: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model (see `load_model`), ready for left padding."""
-    if spec == BUILTIN:
-        return ready_tokenizer(load_base_model()[1], spec)
-    return ready_tokenizer(_pretrained(AutoTokenizer, weights_folder(spec), "a tokenizer"), spec)
+    builtin = spec == BUILTIN  # its model may have to be trained first; its tokenizer need not
+    tokenizer = arithmetic_tokenizer() if builtin else _pretrained(AutoTokenizer, weights_folder(spec), "a tokenizer")
+    return ready_tokenizer(tokenizer, spec)
 
 
 def ready_tokenizer(tokenizer: PreTrainedTokenizerBase, name: str) -> PreTrainedTokenizerBase:
-    """Give a tokenizer a padding token and left padding."""
     if set(tokenizer.get_vocab()) <= set(tokenizer.all_special_tokens):
         why = "the folder has no tokenizer files, and without its words every text has no tokens"
         fix = "put tokenizer.json and tokenizer_config.json there (AutoTokenizer.from_pretrained(ITS_MODEL)"
@@ -166,20 +171,23 @@ def with_adapter(model: Any, config: ModelConfig, checkpoint: Path | None = None
     return policy
 
 
+def saved_policy(config: ModelConfig, start: nn.Module, weights: Path | None) -> nn.Module:
+    """The policy that a run of this model saved as `weights`; None: `start`, with a fresh adapter if it trains one."""
+    if config.lora_r:
+        return with_adapter(start, config, weights)
+    return start if weights is None else load_model(str(weights), config.dtype)
+
+
 def load_policy(config: TrainConfig, start: nn.Module, resumed: Path | None = None) -> nn.Module:
     """The model that is trained: with its adapter, of the checkpoint `resumed` if a run goes on, on its device."""
-    model, policy, folder = config.model, start, None if resumed is None else resumed / POLICY
     set_seed(config.run.seed)  # adapters start from random numbers
     try:
-        if model.lora_r:
-            policy = with_adapter(start, model, folder)
-        elif folder is not None:
-            policy = load_model(str(folder), model.dtype)
+        policy = saved_policy(config.model, start, None if resumed is None else resumed / POLICY)
     except ModelError as error:
         if resumed is None:
             raise
         raise damaged(resumed, error) from error
-    if model.gradient_checkpointing:
+    if config.model.gradient_checkpointing:
         with former_names():  # transformers 5.23 calls it activation_checkpointing_enable
             policy.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})  # pyright: ignore
         policy.train()
@@ -187,7 +195,6 @@ def load_policy(config: TrainConfig, start: nn.Module, resumed: Path | None = No
 
 
 def adapter_config(config: ModelConfig) -> Any:
-    """The LoRA adapter of a run, as peft is told of it."""
     from peft import LoraConfig
 
     targets = config.lora_target_modules
@@ -239,7 +246,6 @@ def end_tokens(model: nn.Module, tokenizer: PreTrainedTokenizerBase) -> list[int
 
 
 def configuration(spec: str) -> Any:
-    """The configuration of a folder's or a hub id's model."""
     return _pretrained(AutoConfig, weights_folder(spec), "a model's configuration")
 
 

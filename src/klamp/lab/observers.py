@@ -28,9 +28,6 @@ from klamp.lab.config import TrainConfig
 from klamp.lab.folders import SCORE, lines_of, write_whole
 from klamp.names import ALARMS_FILE, ANSWERS, CAUTIONS, COMPLETIONS, CONFIG, METRICS_FILE, SUMMARY, VERSIONS
 
-SAID_ELSEWHERE = ("step-zero-kl",)
-"""Alarms that the trainer words itself, as a caution; they are written down and can stop a run."""
-
 
 @dataclass(frozen=True, kw_only=True)
 class RunInfo:
@@ -41,7 +38,6 @@ class RunInfo:
     start_step: int  # 0, or the step a resumed run continues from
     parameters: int  # parameters of the policy without those of an adapter
     trainable_parameters: int  # the number of parameters that are trained
-    reference: str  # where the reference comes from, in words; "none" at beta 0
     device: str  # the device of the policy
     changes: str = ""  # what a resume changed, in words
 
@@ -145,7 +141,6 @@ PACKAGES = (
 
 
 def versions() -> dict[str, str]:
-    """The versions of klamp, Python and the packages that numbers depend on."""
     machine = {"klamp": __version__, "python": platform.python_version(), "platform": platform.platform()}
     packages = {package: installed_version(package) or "not installed" for package in PACKAGES}
     return {**machine, **packages, "torch_threads": str(torch.get_num_threads())}
@@ -174,7 +169,6 @@ def tensorboard(folder: Path, config: TrainConfig, done: int) -> Tracker:
 
 
 def wandb(folder: Path, config: TrainConfig, done: int) -> Tracker:
-    """A run of Weights & Biases, with its files in the run's folder."""
     import wandb
 
     run = wandb.init(project="klamp", dir=str(folder), config=folders.plain(config))
@@ -185,7 +179,6 @@ TRACKERS: Mapping[str, Callable[[Path, TrainConfig, int], Tracker]] = {"tensorbo
 
 
 def check_trackers(config: TrainConfig) -> None:
-    """Refuse a tracker that is unknown or not installed."""
     names = config.run.report_to
     if missing := [name for name in names if name not in TRACKERS or find_spec(name) is None]:
         why = f"klamp does not know it, or it is not installed: {', '.join(missing)}"

@@ -24,9 +24,10 @@ from klamp.lab.anchors import LocalReference, MovingReference, Reference, Teache
 from klamp.lab.config import TrainConfig
 from klamp.lab.observers import Observer
 from klamp.lab.sizing import started_processes
-from klamp.lab.tasks import check_prompts, load_task
-from klamp.lab.tasks.arithmetic import MAX_MODEL_LENGTH, arithmetic_tokenizer
+from klamp.lab.tasks import load_task
+from klamp.lab.tasks.arithmetic import MAX_MODEL_LENGTH
 from klamp.lab.tasks.base import Task
+from klamp.lab.tasks.files import check_prompts
 from klamp.scoring.model_parts import output_size, rows_of
 from klamp.scoring.probe import probe
 from klamp.scoring.scorer import Scorer
@@ -59,12 +60,10 @@ class Context:
 
     @property
     def policy(self) -> nn.Module:
-        """The model being trained."""
         return self.scorer.model
 
     @property
     def device(self) -> torch.device:
-        """The device of the policy."""
         return next(self.policy.parameters()).device
 
     @property
@@ -139,11 +138,9 @@ def load_prompts(config: TrainConfig, tokenizer: PreTrainedTokenizerBase, *, lon
 
 def open_inputs(config: TrainConfig) -> Task:
     """The task of a run, its prompts checked as the run itself will, without the model's weights."""
-    model, name = config.model.model, config.model.tokenizer or config.model.model
+    model = config.model.model
     room = MAX_MODEL_LENGTH if model == models.BUILTIN else models.max_length(models.configuration(model))
-    builtin = name == models.BUILTIN  # the model may have to be trained first; its tokenizer need not
-    tokenizer = models.ready_tokenizer(arithmetic_tokenizer(), name) if builtin else models.load_tokenizer(name)
-    return load_prompts(config, tokenizer, longest=room)
+    return load_prompts(config, models.load_tokenizer(config.model.tokenizer or model), longest=room)
 
 
 def build(config: TrainConfig, observers: Sequence[Observer] = (), *, resumed: Path | None = None) -> Context:

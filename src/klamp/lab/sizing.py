@@ -98,7 +98,6 @@ def load_of(config: TrainConfig, shape: Shape, *, gpus: int, prompt: int, apart:
 
 
 def sizes_of(load: Load) -> Sizes:
-    """Choose sizes for a load."""
     shape, billions = load.shape, load.shape.parameters / GB
     if load.apart:  # ZeRO-2: weights, reference and teacher whole, in bfloat16
         state, frozen = billions * (2 + (0 if load.adapter else 14 / load.gpus)), 2 * load.frozen / GB

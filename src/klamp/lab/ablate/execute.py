@@ -244,7 +244,6 @@ def check_folder(folder: Path, plan: Plan | None = None) -> None:
 
 
 def open_folder(plan: Plan, folder: Path) -> None:
-    """Make the folder and write the plan into it."""
     check_folder(folder, plan)
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / PLAN, plan_text(plan))

@@ -30,7 +30,7 @@ from klamp.lab.backends import train_run
 from klamp.lab.config import TrainConfig
 from klamp.lab.evaluation import evaluate as scores_in
 from klamp.lab.folders import newest_policy, row_of
-from klamp.lab.models import device_of, load_model, load_tokenizer, max_length, with_adapter
+from klamp.lab.models import device_of, load_model, load_tokenizer, max_length, saved_policy
 from klamp.lab.rollouts import completed
 from klamp.lab.sampling import uniform_numbers
 from klamp.lab.setup import Context, load_prompts
@@ -142,12 +142,8 @@ def measured(config: TrainConfig, weights: str | Path | None) -> Context:
     """
     device, model = device_of(config), config.model
     start: Any = load_model(model.model, model.dtype).to(device)  # pyright: ignore[reportArgumentType]
-    policy = start
-    if model.lora_r:
-        policy = with_adapter(start, model, None if weights is None else Path(weights)).to(device).eval()
-    elif weights is not None:
-        policy = load_model(str(weights), model.dtype).to(device)  # pyright: ignore[reportArgumentType]
-        check_same_vocabulary(start, policy, larger=True)  # padding that a run cut
+    policy = saved_policy(model, start, None if weights is None else Path(weights)).to(device).eval()
+    check_same_vocabulary(start, policy, larger=True)  # padding that a run cut
     traits, tokenizer = probe(policy), load_tokenizer(model.tokenizer or model.model)
     return Context(
         config=replace(config, rollout=replace(config.rollout, top_p=1.0, top_k=0)),

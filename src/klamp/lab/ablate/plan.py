@@ -16,16 +16,13 @@ import yaml
 
 from klamp.errors import ConfigError, DataError, without_credentials
 from klamp.lab.backends import check_backend
-from klamp.lab.config import TrainConfig
+from klamp.lab.config import WATCHING, TrainConfig
 from klamp.names import RUNS
 
 KL_PROMPTS = 256  # the default of `Plan.kl_prompts`
 OWNED = ("seed", "output_dir", "resume")  # fields that the ablation sets itself
-NO_VARIANT = (
-    *("seed", "output_dir", "resume", "report_to", "eval_every", "save_every", "keep_checkpoints"),
-    *("log_completions", "log_completions_every", "log_answers", "exact_kl_completions", "cpu", "stop_on"),
-)
-"""Fields that may differ between runs of one variant: they change what is written, not what is learned."""
+NO_VARIANT = (*OWNED, *WATCHING, "exact_kl_completions", "cpu")
+"""Fields that may differ between runs of one variant."""
 SAME_TASK = ("train_size",)  # fields of a task that change neither the held-out prompts nor their scores
 
 
@@ -83,13 +80,11 @@ def runs(plan: Plan) -> tuple[Run, ...]:
 
 
 def run_of(arm: Arm, seed: int, config: TrainConfig, kl_prompts: int) -> Run:
-    """The run of an arm with a seed."""
     name = f"{folder_name(arm.name)}_seed-{seed}"
     return Run(name=name, arm=arm, seed=seed, config=config, kl_prompts=kl_prompts)
 
 
 def run_folder(folder: Path, run: Run) -> Path:
-    """The folder of a run in the folder of the ablation."""
     return folder / RUNS / run.name
 
 

@@ -118,7 +118,6 @@ def verl_overrides(config: TrainConfig, folder: Path, shape: Shape | None = None
 
 
 def command(config: TrainConfig, folder: Path, python: str) -> list[str]:
-    """The whole command, by an interpreter, with the sizes that the model needs."""
     return [python, "-m", "verl.trainer.main_ppo", *verl_overrides(config, folder, shape_of(config.model.model))]
 
 
@@ -179,7 +178,6 @@ def load_in_verl(config: TrainConfig, shape: Shape) -> Load:
 
 
 def _sized(config: TrainConfig, sizes: Sizes) -> dict[str, Any]:
-    """Settings that depend on the size of the model."""
     return {
         f"{MODEL}.enable_gradient_checkpointing": config.model.gradient_checkpointing or sizes.checkpointing,
         f"{ACTOR}.fsdp_config.param_offload": sizes.offload,

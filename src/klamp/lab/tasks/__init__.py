@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from klamp.audit.function import load_function
 from klamp.errors import ConfigError
-from klamp.lab.tasks.arithmetic import arithmetic_task, arithmetic_tokenizer, base_model_folder, load_base_model
+from klamp.lab.tasks.arithmetic import arithmetic_task, arithmetic_tokenizer, load_base_model
 from klamp.lab.tasks.base import (
     ARITHMETIC_TASK,
     NO_REWARD,
@@ -15,11 +16,9 @@ from klamp.lab.tasks.base import (
     TaskConfig,
     checked,
     has_own_prompts,
-    import_function,
-    named_reward,
     with_reward,
 )
-from klamp.lab.tasks.files import check_prompts, prompt_text, read_rows, rows_task
+from klamp.lab.tasks.files import read_rows, rows_task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -30,13 +29,8 @@ __all__ = [
     "TaskConfig",
     "arithmetic_task",
     "arithmetic_tokenizer",
-    "base_model_folder",
-    "check_prompts",
-    "checked",
     "load_base_model",
     "load_task",
-    "named_reward",
-    "prompt_text",
     "rows_task",
 ]
 
@@ -50,7 +44,7 @@ def load_task(config: TaskConfig, tokenizer: PreTrainedTokenizerBase) -> Task:
                 raise ConfigError(what, got=f"{name}={value!r}", why=why, fix=f"leave {name} unset")
         task = arithmetic_task(config)
     elif has_own_prompts(config.task):
-        task = import_function(config.task, what="task")(config, tokenizer)
+        task = load_function(config.task)(config, tokenizer)
         if not isinstance(task, Task):
             fix = "return a klamp.lab.tasks.Task; klamp.lab.tasks.rows_task makes one of rows"
             what, why = f"{config.task} returned no task", "what it returns is trained on"

@@ -43,19 +43,16 @@ REPEATS = 5000  # after so many known prompts in a row, a skill counts as exhaus
 
 
 def draw_addition(rng: random.Random) -> tuple[str, str]:
-    """Draw a sum of two two-digit numbers."""
     left, right = rng.randint(10, 99), rng.randint(10, 99)
     return f"{left}+{right}=", str(left + right)
 
 
 def draw_subtraction(rng: random.Random) -> tuple[str, str]:
-    """Draw a difference of two two-digit numbers that is not negative."""
     low, high = sorted((rng.randint(10, 99), rng.randint(10, 99)))
     return f"{high}-{low}=", str(high - low)
 
 
 def draw_reversal(rng: random.Random) -> tuple[str, str]:
-    """Draw a short word of random letters, and the same word backwards."""
     word = "".join(rng.choices("abcdefghijklmnopqrstuvwxyz", k=REVERSAL_LETTERS))
     return f"rev {word}=", word[::-1]
 
@@ -189,13 +186,13 @@ def base_model_folder() -> Path:
     return cache_root() / f"base-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
 
 
-def load_base_model(*, progress: Progress | None = None) -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
+def load_base_model() -> tuple[LlamaForCausalLM, PreTrainedTokenizerFast]:
     """Load the base model and its tokenizer; see `cached_base_model`."""
     from transformers import LlamaForCausalLM, PreTrainedTokenizerFast
 
     from klamp.scoring.model_parts import check_whole
 
-    folder = cached_base_model(progress=progress)
+    folder = cached_base_model()
     try:
         load: Any = LlamaForCausalLM.from_pretrained
         with without_bars():
