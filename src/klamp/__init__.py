@@ -16,7 +16,7 @@ _HOMES = {
 }
 """Name -> the module that it is imported from; `klamp` itself for a submodule."""
 
-__all__ = [name for name in sorted(_HOMES) if _HOMES[name] != "klamp"]
+__all__ = [name for name in sorted(_HOMES) if _HOMES[name] != "klamp"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

@@ -57,20 +57,13 @@ def grpo_loss(subject: Subject, corrected: bool) -> Callable[..., Tensor]:
     return next(x for x in subject.losses if x.name.startswith(f"use_bias_correction_kl={corrected}")).compute
 
 
-CORRECTED = pytest.mark.parametrize(
+@pytest.mark.parametrize("host", ["liger", pytest.param("trl", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
     ("corrected", "follows", "off_policy"), [(True, "reverse", "reverse"), (False, "forward", "none of them")]
 )
-
-
-@CORRECTED
-def test_an_enumeration_of_its_own_of_liger(corrected: bool, follows: str, off_policy: str) -> None:
-    enumerated(grpo_loss(trainers.liger(), corrected), follows, off_policy=off_policy)
-
-
-@pytest.mark.slow
-@CORRECTED
-def test_an_enumeration_of_its_own_of_trl(corrected: bool, follows: str, off_policy: str) -> None:
-    enumerated(grpo_loss(trainers.trl(), corrected), follows, off_policy=off_policy)
+def test_an_enumeration_of_its_own(host: str, corrected: bool, follows: str, off_policy: str) -> None:
+    subject = getattr(trainers, host)()
+    enumerated(grpo_loss(subject, corrected), follows, off_policy=off_policy)
 
 
 def test_an_enumeration_of_its_own_of_torchrl() -> None:

@@ -78,7 +78,7 @@ class TeacherConfig:
     teacher_key: str = ""
     """Column of the data that holds the KEY of each prompt's teacher."""
     teacher_kind: TeacherKind = setting("auto", limits=(anchor.MOVING_TEACHER, anchor.FROM_A_FOLDER))
-    """A teacher made of the policy: adapter_off, ema, periodic, live (as it is now); auto: teacher_model or _url."""
+    """Made of the policy: adapter_off, ema, periodic, live (as it is now); auto: teacher_model or teacher_url."""
     teacher_coef: float = setting(
         1.0, COEFFICIENT, needs=NAMED, aliases=("teacher_kl_coef", "distillation_coef", "distillation_loss_coef")
     )

@@ -12,19 +12,13 @@ from tests.engines.deepspeed.test_stages import ENVIRONMENT
 from tests.engines.programs import ROOT, said_by
 from tests.training.conftest import stored, tiny_llama
 from tests.training.in_trl.conftest import QUICK
+from tests.training.in_trl.test_program import rows_of
 
-from klamp.doctor.readers import read_record
 from klamp.lab.folders import newest_policy
 from klamp.lab.models import load_model
 
 CHANGES: dict[str, Any] = {"prompts_per_step": 4, "gradient_accumulation_steps": 2, "loss_type": "dapo"}
 CHANGES |= {"target_kl": 0.02, "kl_controller": "step", "eval_every": 2}  # an evaluation draws, in both runs
-
-
-def steps_of(folder: Path) -> list[dict[str, float]]:
-    """The metrics of a run's steps, but for times."""
-    rows = [row.metrics for row in read_record(folder).rows]
-    return [{name: value for name, value in row.items() if not name.startswith("speed/")} for row in rows]
 
 
 def trained(folder: Path, program: list[str], *more: str) -> None:
@@ -36,7 +30,7 @@ def trained(folder: Path, program: list[str], *more: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("plain")
     stored(tiny_llama(), folder / "model")
     trained(folder / "run", ["klamp.cli"], "--cpu")
@@ -44,21 +38,21 @@ def given(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("stage", ["2", "3"])
-def test_a_stage_has_the_numbers_of_plain_data_parallelism_and_goes_on_with_them(given: Path, stage: str) -> None:
+def test_a_stage_has_the_numbers_of_plain_data_parallelism_and_goes_on_with_them(folder: Path, stage: str) -> None:
     for more in ("--max_steps=2", "--resume"):
-        trained(given / stage, ["tests.engines.deepspeed.command", stage], more)
-    plain, split = steps_of(given / "run"), steps_of(given / stage)
+        trained(folder / stage, ["tests.engines.deepspeed.command", stage], more)
+    plain, split = rows_of(folder / "run"), rows_of(folder / stage)
     assert len(split) == len(plain) == 3
     for row, wanted in zip(split, plain, strict=True):
         assert wanted.keys() - row.keys() <= ({"kl/exact"} if stage == "3" else set()), "no process has the whole head"
         assert row == {name: pytest.approx(wanted[name], rel=1e-5, abs=1e-5) for name in row}
-    trained_by_one, whole = (load_model(str(newest_policy(given / name))) for name in ("run", stage))
+    trained_by_one, whole = (load_model(str(newest_policy(folder / name))) for name in ("run", stage))
     for weight, wanted in zip(whole.parameters(), trained_by_one.parameters(), strict=True):
         torch.testing.assert_close(weight, wanted, atol=1e-5, rtol=1e-5)
 
 
-def test_stage_2_in_bfloat16_as_prepare_prints_it(given: Path) -> None:
-    trained(given / "bf16", ["tests.engines.deepspeed.command", "bf16"], "--max_steps=2")
-    first, second = steps_of(given / "bf16")
+def test_stage_2_in_bfloat16_as_prepare_prints_it(folder: Path) -> None:
+    trained(folder / "bf16", ["tests.engines.deepspeed.command", "bf16"], "--max_steps=2")
+    first, second = rows_of(folder / "bf16")
     assert abs(first["kl/k3"]) < 1e-6, "policy and reference are computed in the same data type"
     assert second["kl/k3"] > 0
