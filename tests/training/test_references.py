@@ -97,21 +97,14 @@ class Models(Observer):
 
 
 @pytest.mark.parametrize(
-    ("changes", "models", "words"),
-    [
-        ({"beta": 0.0}, 1, "none"),
-        ({"beta": 0.02}, 2, "a frozen copy of the starting policy"),
-        ({"beta": 0.0, "lora_r": 2}, 1, "none"),
-        ({"beta": 0.02, "lora_r": 2}, 1, "the policy with its adapter off"),
-    ],
+    ("changes", "models"),
+    [({"beta": 0.0}, 1), ({"beta": 0.02}, 2), ({"beta": 0.0, "lora_r": 2}, 1), ({"beta": 0.02, "lora_r": 2}, 1)],
 )
-def test_a_reference_is_held_only_where_it_is_needed(config_of, tmp_path, changes, models, words):
-    counter, references = Models(), []
-    counter.on_start = lambda info: references.append(info.reference)
+def test_a_reference_is_held_only_where_it_is_needed(config_of, tmp_path, changes, models):
+    counter, is_held = Models(), changes["beta"] > 0
     train_run(config_of(max_steps=1, eval_size=1, **changes), [counter])
     assert counter.models == models
-    assert references == [words]
     (row,) = steps_of(tmp_path / "run")
     about_kl = [name for name in row if name.startswith(("kl/", "ref/"))]
-    assert bool(about_kl) == (words != "none"), "without a reference there is no KL to report"
-    assert row["train/kl_penalty"] == 0.0 or words != "none"
+    assert bool(about_kl) == is_held, "without a reference there is no KL to report"
+    assert row["train/kl_penalty"] == 0.0 or is_held

@@ -215,7 +215,7 @@ def kl_metrics(prepared: Prepared) -> dict[str, Tensor]:
 
 def _anchor_metrics(prepared: Prepared) -> dict[str, Tensor]:
     name, delta, carried, kl = prepared.term.anchor, prepared.log_ratio, prepared.carried, prepared.scored.kl
-    allowed = carried & (prepared.scored.logprobs > FORBIDDEN)  # the share below counts the others
+    allowed = carried & ~(prepared.scored.logprobs <= FORBIDDEN)  # the share below counts the others
     kl_values = masked_mean(ESTIMATORS["k3"].value(delta), allowed) if kl is None else masked_mean(kl.detach(), carried)
     return {
         f"{name}/k1": masked_mean(delta, allowed),

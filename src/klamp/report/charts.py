@@ -36,7 +36,8 @@ TITLES: Mapping[str, str] = {
     "gradient": "Gradient norm",
     "loss": "Loss",
 }
-"""Chart, as the rows of `METRICS` name it -> its title, in the order of the page; two have curves of their own."""
+"""Chart, as the rows of `METRICS` name it -> its title, in the order of the page; two have curves of their own. A chart
+that is not named here comes after them, under its own name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -213,7 +214,8 @@ def plans(runs: Sequence[ReportRun]) -> Iterator[Chart]:
     scores = ScoreFormat.of(runs)
     trained = {run.history.settings.rl_skill for run in runs}
     skills = {f"eval/{name}": name + (" (trained)" if name in trained else "") for name in skills_of(runs)[:SKILLS]}
-    for name, title in TITLES.items():
+    named = [row.shown["chart"] for row in METRICS.values() if row.shown.get("chart", "") not in {"", *TITLES}]
+    for name, title in {**TITLES, **{name: name.replace("-", " ").capitalize() for name in named}}.items():
         rows = [row for row in METRICS.values() if row.shown.get("chart") == name]
         if name == "retention":
             yield Chart(name, title, scores.unit, skills, scores.full, scores.decimals)
