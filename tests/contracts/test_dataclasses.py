@@ -13,7 +13,18 @@ ROOT = Path(klamp.__file__).parent
 CONTROLLERS = {f"{name}Controller" for name in ("Fixed", "Hold", "Step", "Proportional")}
 CHANGED = {"KLFields", "TeacherFields", *CONTROLLERS}
 """Fields of a dataclass of TRL's, which is not frozen; and what has a state."""
-BY_ORDER = {"_Field", "Need", "HostLimit", "Numbers", "Kind", "Gate", "KLFields", "TeacherFields", "FixedController"}
+BY_ORDER = {
+    "_Field",
+    "Need",
+    "HostLimit",
+    "Numbers",
+    "Kind",
+    "Gate",
+    "KLFields",
+    "TeacherFields",
+    "FixedController",
+    "Preset",
+}
 """Few fields of their own, each of another kind."""
 
 

@@ -14,7 +14,7 @@ _GROUP_MEAN = {"advantage_baseline": "mean"}
 _K1_OVER_SEQUENCES = {"kl_estimator": "k1", "kl_horizon": "sequence"}
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Preset:
     """A recipe: its KL, its policy loss, and where it comes from. Its parts are built, and warn, when asked for."""
 
