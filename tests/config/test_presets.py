@@ -159,8 +159,8 @@ def deepseek_v3_2(s: Sampled) -> Tensor:
 
 
 def frpo(s: Sampled) -> Tensor:
-    """FRPO, equation 5.1: the reverse cumulative sum of the log-ratio, taken from the standardised advantage."""
-    spent = torch.where(s.mask, s.old - s.ref, 0.0)
+    """FRPO, equation 5.1: the reverse cumulative sum of the present log-ratio, from the standardised advantage."""
+    spent = torch.where(s.mask, s.delta.detach(), 0.0)
     to_go = torch.stack([spent[:, t:].sum(-1) for t in range(TOKENS)], dim=-1)
     return -mean_of_means(s, clipped(s, standardised(s.rewards) - 0.01 * to_go))
 
