@@ -346,7 +346,7 @@ def wide_clip(c: KLConfig, measured_length: float | None = None) -> str:
     width = c.kl_clip_temperature
     if c.kl_clip_method != "soft" or width <= budget / 10:
         return ""
-    at_length = f" for {length:g} tokens" if c.use_per_token_kl_threshold else ""
+    at_length = f" for {length:.4g} tokens" if c.use_per_token_kl_threshold else ""
     return (
         f"kl_clip_temperature={width:g} is wide against the budget of {budget:g} nats{at_length}: the soft clip passes "
         f"{100 / (1 + math.exp(budget / width)):.2g} % of the pull at a KL of 0 already. Use kl_clip_temperature <= "
