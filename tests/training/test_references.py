@@ -105,21 +105,19 @@ class Models(Observer):
 
 
 @pytest.mark.parametrize(
-    ("changes", "models", "words"),
+    ("changes", "models"),
     [
-        ({"beta": 0.0}, 1, "none"),
-        ({"beta": 0.02}, 2, "a frozen copy of the starting policy"),
-        ({"beta": 0.0, "lora_r": 2}, 1, "none"),
-        ({"beta": 0.02, "lora_r": 2}, 1, "the policy with its adapter off"),
+        ({"beta": 0.0}, 1),
+        ({"beta": 0.02}, 2),
+        ({"beta": 0.0, "lora_r": 2}, 1),
+        ({"beta": 0.02, "lora_r": 2}, 1),
     ],
 )
-def test_a_reference_is_held_only_where_it_is_needed(config_of, tmp_path, changes, models, words):
-    counter, seen = Models(), []
-    counter.on_start = lambda info: seen.append(info.reference)
+def test_a_reference_is_held_only_where_it_is_needed(config_of, tmp_path, changes, models):
+    counter, needed = Models(), changes["beta"] > 0
     train_run(config_of(max_steps=1, eval_size=1, **changes), [counter])
     assert counter.seen == models
-    assert seen == [words]
     (row,) = steps_of(tmp_path / "run")
     about_kl = [name for name in row if name.startswith(("kl/", "ref/"))]
-    assert bool(about_kl) == (words != "none"), "without a reference there is no KL to report"
-    assert row["train/kl_penalty"] == 0.0 or words != "none"
+    assert bool(about_kl) == needed, "without a reference there is no KL to report"
+    assert row["train/kl_penalty"] == 0.0 or needed
