@@ -132,7 +132,7 @@ def test_a_run_that_goes_on_is_told_what_is_found_afterwards(name: str, tmp_path
 
 def info(record: Path, folder: Path) -> RunInfo:
     """The recorded run before its first step, in a folder where nothing lies yet."""
-    known = {"parameters": 1, "trainable_parameters": 1, "reference": "", "device": ""}
+    known = {"parameters": 1, "trainable_parameters": 1, "device": ""}
     return RunInfo(config=read_config(record)[1], output_dir=folder, start_step=0, **known)
 
 
