@@ -134,7 +134,7 @@ def read_argv(
         raise unknown_name("flag or word", unknown, flags, why=f"{command} has no such flag", fix=fix)
     values = vars(parsed)
     for name, value in values.items():
-        if name in several:  # a bare switch is on
+        if name in several and isinstance(value, list):  # a bare switch is on
             values[name] = value if len(value) > 1 else (*value, True)[0]
         elif isinstance(value, list):
             values[name] = tuple(value)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import trl
@@ -28,7 +28,7 @@ from klamp.hosts.common.versions import host_version
 from klamp.hosts.trl import measure, teacher
 from klamp.hosts.trl.grpo_config import not_klamps_trainer
 from klamp.hosts.trl.reference import check_folder, own_reference, placed, plain_model, predicted, weights_are_split
-from klamp.hosts.trl.session import Scoring, Session, Teacher, mode_of
+from klamp.hosts.trl.session import Scoring, Session, Teacher, TRLTrainer, mode_of
 from klamp.scoring.model_parts import check_same_vocabulary, token_logprobs
 from klamp.scoring.probe import probe
 
@@ -116,7 +116,7 @@ class DistillationTrainer(trl.DistillationTrainer):
         if isinstance(named, str):
             check_tokens(teacher.tokenizer_of(named), self._tokenizer, name=named)
         join(self, config, loaded)
-        self.teacher_model = placed(self, loaded)
+        self.teacher_model = placed(cast(TRLTrainer, self), loaded)
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """TRL's loss; an error where it does not go through klamp's hook."""
@@ -125,8 +125,10 @@ class DistillationTrainer(trl.DistillationTrainer):
         if self._klamp is not None:
             check_once(len(self._batches), "calls of klamp's hook", host="TRL")
             batch, logprobs = self._batches.pop()
-            measure.after_loss(self, batch, Scoring(logprobs), 0.0)  # not in the wrapped forward: processes wait
-            for kl in self._metrics[mode_of(self)].get("teacher/kl", [])[-1:]:
+            measure.after_loss(
+                cast(TRLTrainer, self), batch, Scoring(logprobs), 0.0
+            )  # not in the wrapped forward: processes wait
+            for kl in self._metrics[mode_of(cast(TRLTrainer, self))].get("teacher/kl", [])[-1:]:
                 check_kl(kl)
         return loss
 
@@ -140,7 +142,7 @@ class DistillationTrainer(trl.DistillationTrainer):
         with torch.no_grad():
             states, scores, _ = self._forward_redirection(model, plain, self._read, plain, inputs, False)
         batch = {**inputs, teacher.PREDICTED: states, TEACHER: scores, "advantages": torch.zeros_like(scores[:, 0])}
-        total: Any = teacher.penalty(self, batch, Scoring(logprobs, hidden))
+        total: Any = teacher.penalty(cast(TRLTrainer, self), batch, Scoring(logprobs, hidden))
         self._batches.append((batch, logprobs.detach()))
         divisor = count.clamp(min=1) if num_items_in_batch is None else num_items_in_batch
         return total.sum() / divisor, entropy, count
@@ -153,7 +155,7 @@ class DistillationTrainer(trl.DistillationTrainer):
         images = {name: values for name, values in inputs.items() if name in parameters}
         hidden = self._get_last_hidden_state(model, ids, present, mask.shape[1], **images)
         with torch.set_grad_enabled(learns and torch.is_grad_enabled()):
-            plain, targets = plain_model(self, model), inputs["completion_ids"][mask]
+            plain, targets = plain_model(cast(TRLTrainer, self), model), inputs["completion_ids"][mask]
             predictions = predicted(plain, hidden[mask])
             scored: Any = token_logprobs(predictions, targets[:, None], temperature=self.temperature, entropy=True)
             logprobs = scored.logprobs.new_zeros(mask.shape).masked_scatter(mask, scored.logprobs)

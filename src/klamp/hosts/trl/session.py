@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -20,8 +20,44 @@ from klamp.hosts.common.step_metrics import Window
 from klamp.scoring.model_parts import PrefixKL, Traits
 from klamp.scoring.vllm_reference import VLLMReference
 
-TRLTrainer: TypeAlias = Any
-"""A GRPO or distillation trainer of TRL's, klamp's or Unsloth's: none of them has types that could be checked."""
+
+class TRLTrainer(Protocol):
+    """What klamp reads from a GRPO or distillation trainer of TRL's, klamp's or Unsloth's, and writes into it."""
+
+    accelerator: Any
+    args: Any  # TRL's arguments, with klamp's fields if they are klamp's
+    model: Any
+    ref_model: Any  # None: the policy with its adapter off, or no reference
+    state: Any
+    callback_handler: Any
+    train_dataset: Any
+    eval_dataset: Any
+    reward_funcs: Any
+    reward_func_names: Any
+    reward_weights: Any
+    beta: float  # the coefficient that the host multiplies its KL with
+    temperature: float
+    loss_type: str
+    num_generations: Any
+    top_entropy_quantile: float
+    aux_loss_enabled: bool
+    is_deepspeed_enabled: bool
+    is_fsdp_enabled: bool
+    add_callback: Callable[..., None]
+    is_world_process_zero: Callable[[], bool]
+    _tokenizer: Any
+    _metrics: dict[str, Any]  # mode (train or eval) -> name -> the values that the next logged row averages
+    _entropy_bonus_enabled: bool
+    _get_output_dir: Callable[..., Any]
+    _get_per_token_logps_and_entropies: Callable[..., Any]
+    _tokenize_prompts: Callable[..., Any]
+    # klamp's own, from `KLMixin`
+    _klamp: Any
+    """Its `Session`, or None."""
+    _caution: Callable[[str], None]
+    _host_class: Callable[[str], type]
+    _refresh_beta: Callable[[], float]
+    _never_exact: str  # why no trainer of this class can have the exact KL; empty if one can
 
 
 def mode_of(trainer: TRLTrainer) -> str:
