@@ -59,7 +59,7 @@ def test_nothing_is_missing_and_nothing_of_the_extras_is_there(base: Environment
 def test_klamp_is_imported_and_computes_without_a_warning(base: Environment) -> None:
     where = base.python("import klamp; print(klamp.__file__)")
     assert where.startswith(str(base.folder)), "the wheel, not this checkout"
-    compute = "import torch, klamp; print(klamp.kl_estimate(torch.zeros(1), torch.ones(1), estimator='k1').item())"
+    compute = "import torch, klamp; print(klamp.kl_estimate(-torch.ones(1), torch.zeros(1), estimator='k1').item())"
     assert base.python(compute, "-W", "error") == "-1.0"
     everything = "import klamp; [getattr(klamp, name) for name in klamp.__all__]"
     assert base.python(everything, "-W", "error") == ""
