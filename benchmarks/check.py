@@ -18,7 +18,7 @@ from benchmarks.records import Benchmark, table
 
 FORMS = ("no check", "bare", "watched", "near the reference")
 VOCAB = 8000
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, Any]] = {
     "quick": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2},
     "cpu": {"hidden_size": 512, "intermediate_size": 1408, "num_hidden_layers": 6},
     "gpu": {"hidden_size": 1024, "intermediate_size": 4864, "num_hidden_layers": 24},
@@ -45,7 +45,7 @@ def _model(size: str) -> Any:
 
     torch.manual_seed(0)
     config = Qwen2Config(vocab_size=VOCAB, num_attention_heads=8, num_key_value_heads=8, **SIZES[size])
-    model = Qwen2ForCausalLM(config)
+    model: Any = Qwen2ForCausalLM(config)
     return model.to("cuda", torch.bfloat16) if torch.cuda.is_available() else model
 
 

@@ -272,7 +272,8 @@ def exact_gradients(case: str, inputs: Inputs) -> tuple[Any, Any, Any]:
     exact.weight.requires_grad_(True)
     factor = torch.ones_like(exact.factor) if case == "Liger kl" else exact.factor
     weighted = VALUES[naive_of(case)](exact) * factor
-    return weighted.detach(), *torch.autograd.grad(weighted.sum(), (exact.hidden, exact.weight))
+    hidden, weight = torch.autograd.grad(weighted.sum(), (exact.hidden, exact.weight))
+    return weighted.detach(), hidden, weight
 
 
 def unavailable(case: str) -> str:
@@ -292,6 +293,18 @@ def missing(module: str) -> str:
     except Exception as error:  # another package's import may fail in any way
         return f"{module} cannot be imported ({type(error).__name__}: {error})".split("\n")[0]
     return ""
+
+
+def prepared(case: str, inputs: Inputs) -> Callable[[], None]:
+    """A function that does one forward and backward pass of the case; gradients are then in hidden and weight."""
+    inputs.hidden.requires_grad_(True)
+    inputs.weight.requires_grad_("frozen" not in case)
+
+    def run() -> None:
+        inputs.hidden.grad = inputs.weight.grad = None
+        CASES[case](inputs)
+
+    return run
 
 
 WARM = (SEQUENCES, 8, 2 * TOP_K)

@@ -26,14 +26,15 @@ class Peak:
 
     def start(self) -> None:
         """What is held from here on counts; the process's peak starts anew where Linux lets it."""
-        with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")
-        self.held = _resident_mib()
         if _cuda():
             import torch
 
             torch.cuda.reset_peak_memory_stats()
             self.held = torch.cuda.memory_allocated() / 2**20
+            return
+        with suppress(OSError):
+            Path("/proc/self/clear_refs").write_text("5")
+        self.held = _resident_mib()
 
     def extra_mib(self) -> float:
         """The peak since the start in MiB."""
